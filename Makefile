@@ -1,0 +1,102 @@
+# `make` lists the targets. Each makes .venv by itself: with uv if it is installed, else with venv and pip.
+# PYTHON=python3.12 picks the interpreter, UV= does without uv.
+
+PYTHON ?=
+UV ?= $(shell command -v uv 2>/dev/null)
+PYTHONS := python3.11 python3.12 python3.10 python3
+EXTRAS := quickstart,dev
+BIN := .venv/bin
+CODE := diffusion tests benchmarks run.py
+
+RECIPE := yamls/quickstart.yaml
+PICTURES := data/openmoji/64px/index.json
+LATENTS := data/openmoji-latents/openmoji/index.json
+RUN := runs/quickstart
+
+# Nothing here needs a model hub; a test or a quickstart that asks for one fails at once.
+OFFLINE := HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 DO_NOT_TRACK=1
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.SUFFIXES:
+
+.PHONY: help
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' Makefile
+
+# A pyenv shim can stand on PATH with no interpreter behind it, so run each candidate instead of looking for it.
+.venv/installed: pyproject.toml constraints.txt
+	@python=; \
+	for candidate in $(or $(PYTHON),$(PYTHONS)); do \
+	  if $$candidate -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' 2>/dev/null; then \
+	    python=$$candidate; break; \
+	  fi; \
+	done; \
+	if [ -z "$$python" ]; then \
+	  echo 'error: none of $(or $(PYTHON),$(PYTHONS)) is a Python from 3.10 to 3.12; install one or give PYTHON=path' >&2; \
+	  exit 1; \
+	fi; \
+	echo "installing into .venv with $$($$python --version) and $(if $(UV),uv,pip): 6 GB, 1 to 10 minutes"; \
+	rm -rf .venv; \
+	if [ -n '$(UV)' ]; then \
+	  '$(UV)' venv --quiet --python "$$($$python -c 'import sys; print(sys.executable)')" .venv && \
+	  '$(UV)' pip install --quiet --python $(BIN)/python -c constraints.txt -e '.[$(EXTRAS)]'; \
+	else \
+	  $$python -m venv .venv && \
+	  $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'; \
+	fi
+	@touch $@
+
+.PHONY: quickstart
+quickstart: $(RUN)/evaluation.json $(RUN)/export/model_index.json ## prepare pictures, train, sample and export on a CPU: 15 minutes
+	@echo
+	@echo 'Look at:'
+	@echo '  $(RUN)/samples.png   caption, what the model drew, the real picture'
+	@echo '  $(RUN)/loss.png      the loss curve'
+	@echo '  $(RUN)/export        a folder for StableDiffusionPipeline.from_pretrained'
+	@echo 'Train again from the start: rm -r $(RUN) && make quickstart'
+
+# A step runs when what it makes is missing; each program writes its last file only when all is well. The order-only
+# prerequisites (|) keep a new install or a touched file from training again over a finished run.
+$(PICTURES): | .venv/installed
+	@echo '[1/5] rendering 200 OpenMoji pictures (seconds)'
+	@$(OFFLINE) $(BIN)/diffusion prepare openmoji --out data/openmoji --sizes 64 --limit 200
+
+$(LATENTS): | $(PICTURES)
+	@echo '[2/5] encoding them into latents (1 minute)'
+	@$(OFFLINE) $(BIN)/python run.py $(RECIPE) task=precompute
+
+# Checkpoints are there long before training ends: only a stamp can say that it did. Interrupted, it goes on.
+$(RUN)/trained: | $(LATENTS)
+	@echo '[3/5] training (10 minutes on two cores; after an interruption make quickstart goes on)'
+	@$(OFFLINE) $(BIN)/python run.py $(RECIPE)
+	@touch $@
+
+$(RUN)/evaluation.json: | $(RUN)/trained
+	@echo '[4/5] drawing 100 captions and looking for the nearest real picture (1 minute)'
+	@$(OFFLINE) $(BIN)/python run.py $(RECIPE) task=evaluate
+
+$(RUN)/export/model_index.json: | $(RUN)/trained
+	@echo '[5/5] exporting to diffusers'
+	@$(OFFLINE) $(BIN)/diffusion export $(RUN)/latest --out $(RUN)/export
+
+.PHONY: test
+test: .venv/installed ## run all tests on CPU, without network
+	@echo 'running the tests on CPU'
+	@$(OFFLINE) CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+.PHONY: lint
+lint: .venv/installed ## check style, formatting and types
+	@echo 'ruff check'; $(BIN)/ruff check $(CODE)
+	@echo 'ruff format --check'; $(BIN)/ruff format --check $(CODE)
+	@echo 'pyright (1 minute)'; $(BIN)/pyright --pythonpath $(BIN)/python
+
+.PHONY: format
+format: .venv/installed ## format the code and mend what ruff can mend
+	@$(BIN)/ruff format $(CODE)
+	@$(BIN)/ruff check --fix $(CODE)
+
+.PHONY: clean
+clean: ## remove .venv, caches and builds; data/ and runs/ stay
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +

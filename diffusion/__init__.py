@@ -1,0 +1,54 @@
+"""Training recipes for text-to-image latent diffusion models, on MosaicML Composer and StreamingDataset."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from diffusion.algorithms.ema import EMA
+    from diffusion.building import build_loader, build_model
+    from diffusion.config import Recipe, RecipeError, load
+    from diffusion.models.builders import sd2, tiny
+    from diffusion.models.latent_diffusion import LatentDiffusion
+    from diffusion.models.objective import Objective
+    from diffusion.registry import register
+
+__version__ = '0.1.0'
+
+__all__ = [
+    'EMA',
+    'LatentDiffusion',
+    'Objective',
+    'Recipe',
+    'RecipeError',
+    'build_loader',
+    'build_model',
+    'load',
+    'register',
+    'sd2',
+    'tiny',
+]
+
+# Importing the package costs nothing; a name costs what it needs when it is first used (PEP 562).
+_HOMES = {
+    'EMA': 'diffusion.algorithms.ema',
+    'LatentDiffusion': 'diffusion.models.latent_diffusion',
+    'Objective': 'diffusion.models.objective',
+    'Recipe': 'diffusion.config',
+    'RecipeError': 'diffusion.config',
+    'build_loader': 'diffusion.building',
+    'build_model': 'diffusion.building',
+    'load': 'diffusion.config',
+    'register': 'diffusion.registry',
+    'sd2': 'diffusion.models.builders',
+    'tiny': 'diffusion.models.builders',
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

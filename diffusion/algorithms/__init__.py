@@ -1,0 +1,1 @@
+"""Composer algorithms: weight averaging and low-precision normalisation."""

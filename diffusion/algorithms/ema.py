@@ -1,0 +1,211 @@
+"""Exponential moving average of the trained weights, with a late start."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from composer.core import Algorithm, Event, State, Time, TimeUnit
+from composer.loggers import Logger
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+log = logging.getLogger(__name__)
+
+
+class EMA(Algorithm):
+    """Average the trained weights: after each `update_interval`, average = s * average + (1 - s) * weights.
+
+    Differs from Composer's EMA in four ways that matter at scale. Nothing is allocated or saved before `ema_start`.
+    The model slot of a checkpoint always holds the training weights, and the average stands beside it, by parameter
+    name. Only trained parameters are averaged; evaluation and pictures see them by exchange in place. Under FSDP2 each
+    device holds the average of its own shard.
+
+    Args:
+        ema_start: When averaging begins, a Composer time string: `800000ba`, `10ep`, `0.9dur`.
+        smoothing: s above, the share of the average that an update keeps; 0.9999 in the Stable Diffusion recipe.
+        half_life: Instead of smoothing, the time in which a weight's share halves, in the unit of update_interval.
+        update_interval: Time between updates, in batches (`1ba`) or epochs.
+    """
+
+    def __init__(
+        self,
+        ema_start: str = '0ba',
+        *,
+        smoothing: float | None = None,
+        half_life: str | None = None,
+        update_interval: str = '1ba',
+    ) -> None:
+        self.ema_start = Time.from_timestring(ema_start)
+        self.update_interval = Time.from_timestring(update_interval)
+        if self.update_interval.unit not in (TimeUnit.BATCH, TimeUnit.EPOCH) or self.update_interval.value < 1:
+            raise ValueError(f'update_interval: {update_interval!r}; give batches or epochs, such as 1ba')
+        if smoothing is not None and half_life is not None:
+            raise ValueError('ema: smoothing and half_life are two ways to say one thing; give one of them')
+        self.smoothing = 0.9999 if smoothing is None else smoothing
+        if half_life is not None:
+            halving = Time.from_timestring(half_life)
+            if halving.unit != self.update_interval.unit or halving.value <= 0:
+                raise ValueError(f'half_life: {half_life!r}; give it in the unit of update_interval={update_interval}')
+            self.smoothing = 2.0 ** -(self.update_interval.value / halving.value)
+        if not 0 <= self.smoothing < 1:
+            raise ValueError(f'smoothing: {self.smoothing} is not in [0, 1)')
+        self.averages: dict[str, Tensor] = {}
+        self.updates = 0
+        self._saved: dict[str, Tensor] = {}
+        self._model: nn.Module | None = None
+        self._exchanged = False
+
+    @property
+    def started(self) -> bool:
+        """Whether there is an average."""
+        return bool(self.averages) or bool(self._saved)
+
+    def match(self, event: Event, state: State) -> bool:
+        if event in (Event.INIT, Event.AFTER_LOAD, Event.FIT_START, Event.EVAL_START, Event.EVAL_END):
+            return True
+        ends = Event.EPOCH_END if self.update_interval.unit == TimeUnit.EPOCH else Event.BATCH_END
+        return event == ends
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        self._model = state.model
+        if event in (Event.INIT, Event.AFTER_LOAD):
+            return
+        if event == Event.FIT_START:
+            self._warn_if_never(state)
+            return
+        if event in (Event.EVAL_START, Event.EVAL_END):
+            if self.started and self._exchanged == (event == Event.EVAL_END):
+                self._exchange()
+            return
+        if not self.started:
+            if self._reached(state):
+                self._start(state)
+            return
+        unit = self.update_interval.unit
+        if state.timestamp.get(unit).value % self.update_interval.value == 0:
+            self.update()
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move the average towards the weights."""
+        averages, weights = self._pairs()
+        torch._foreach_lerp_(averages, weights, 1 - self.smoothing)
+        self.updates += 1
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The model with averaged weights inside, with its own outside; nothing happens before the start."""
+        if not self.started or self._exchanged:
+            yield
+            return
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        if not self.started:
+            return state | {'ema_start': self.ema_start.to_timestring()}
+        assert not self._exchanged, 'a checkpoint was asked for while the averaged weights were in the model'
+        self._pairs()
+        parameters = trained_parameters(self._root())
+        averages = {name: _whole(average, parameters[name]) for name, average in self.averages.items()}
+        return state | {'averages': averages, 'updates': self.updates}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._saved = dict(state.get('averages', {}))
+        self.averages = {}
+        self.updates = state.get('updates', 0)
+
+    def _reached(self, state: State) -> bool:
+        if self.ema_start.unit == TimeUnit.DURATION:
+            elapsed = state.get_elapsed_duration()
+            return elapsed is not None and elapsed >= self.ema_start
+        return state.timestamp.get(self.ema_start.unit) >= self.ema_start
+
+    def _warn_if_never(self, state: State) -> None:
+        end = state.max_duration
+        if end is not None and end.unit == self.ema_start.unit and self.ema_start >= end:
+            log.warning('EMA starts at %s, after the end of the run at %s: never', self.ema_start, end)
+
+    def _start(self, state: State) -> None:
+        parameters = trained_parameters(self._root())
+        self.averages = {name: _local(weight).detach().clone() for name, weight in parameters.items()}
+        log.info('EMA starts at batch %d: %d tensors', state.timestamp.batch.value, len(self.averages))
+
+    def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Averages and weights, in one order; averages out of a checkpoint are placed as the weights are."""
+        parameters = trained_parameters(self._root())
+        if self._saved:
+            _check_names(self._saved, parameters)
+            self.averages = {name: _placed(self._saved[name], weight) for name, weight in parameters.items()}
+            self._saved = {}
+        return list(self.averages.values()), [_local(parameters[name]).detach() for name in self.averages]
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        """Swap averages and weights, tensor by tensor."""
+        _reshard(self._root())
+        for average, weight in zip(*self._pairs(), strict=True):
+            weights = weight.clone()
+            weight.copy_(average)
+            average.copy_(weights)
+        self._exchanged = not self._exchanged
+
+    def _root(self) -> nn.Module:
+        assert self._model is not None, 'the algorithm has not met its model yet'
+        return self._model
+
+
+@contextmanager
+def averaged_weights(state: State) -> Iterator[bool]:
+    """The model with the average of the run's EMA, if it has one that has started; yields whether it has."""
+    found = next((algorithm for algorithm in state.algorithms if isinstance(algorithm, EMA)), None)
+    if found is None:
+        yield False
+        return
+    with found.averaged():
+        yield found.started
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters that are trained, by their name in the model without DDP's wrapper."""
+    named = ((name.removeprefix('module.'), weight) for name, weight in model.named_parameters())
+    return {name: weight for name, weight in named if weight.requires_grad}
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _whole(average: Tensor, weight: Tensor) -> Tensor:
+    if not isinstance(weight, DTensor):
+        return average
+    placed = DTensor.from_local(average, weight.device_mesh, weight.placements, shape=weight.shape, stride=weight.stride())
+    return placed.full_tensor()
+
+
+def _placed(saved: Tensor, weight: Tensor) -> Tensor:
+    if isinstance(weight, DTensor):
+        return distribute_tensor(saved.to(weight.device), weight.device_mesh, weight.placements).to_local()
+    return saved.to(device=weight.device, dtype=weight.dtype, copy=True)
+
+
+def _reshard(model: nn.Module) -> None:
+    """Drop FSDP2's gathered copies, which would go on showing the weights from before an exchange."""
+    for module in model.modules():
+        if hasattr(module, 'reshard'):
+            module.reshard()  # type: ignore[operator]
+
+
+def _check_names(saved: dict[str, Tensor], parameters: dict[str, nn.Parameter]) -> None:
+    different: Sequence[str] = sorted(set(saved) ^ set(parameters))
+    if different:
+        raise ValueError(
+            f'ema: the checkpoint averages {len(saved)} tensors, the model trains {len(parameters)}; '
+            f'they differ in {", ".join(different[:3])}: it is of another architecture'
+        )

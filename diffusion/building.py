@@ -1,0 +1,169 @@
+"""From a recipe to the objects it names: the border between YAML and classes, which know nothing of recipes."""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+import composer.utils.dist as composer_dist
+import torch
+from composer.core import Algorithm, Callback
+from composer.loggers import LoggerDestination
+from composer.models import ComposerModel
+from streaming import Stream
+from transformers import PreTrainedTokenizerBase
+
+from diffusion import registry
+from diffusion.config import Component, Recipe, StreamConfig
+from diffusion.data.loader import BucketedLoader, default_num_workers
+from diffusion.data.streams import Bucket
+
+DETERMINISTIC = {'crop': 'center', 'flip': False, 'caption_choice': 'first'}
+"""What evaluation and precomputing change in the training dataset's settings."""
+
+
+def build_model(recipe: Recipe) -> ComposerModel:
+    """The model of a recipe, its denoiser untrained."""
+    kwargs = dict(recipe.model.kwargs)
+    accepted = {parameter.name for parameter in registry.signature('model', recipe.model.name).parameters}
+    if 'seed' in accepted:
+        kwargs.setdefault('seed', recipe.seed)
+    return registry.build('model', recipe.model.name, kwargs)
+
+
+def build_tokenizers(recipe: Recipe) -> list[PreTrainedTokenizerBase]:
+    """The tokenizers of a recipe's model, without the model; none for a model that reads no text."""
+    make = getattr(registry.resolve('model', recipe.model.name), 'tokenizers', None)
+    if make is None:
+        return []
+    accepted = inspect.signature(make).parameters
+    return make(**{key: value for key, value in recipe.model.kwargs.items() if key in accepted})
+
+
+def build_dataset(
+    recipe: Recipe,
+    *,
+    streams: Mapping[str, StreamConfig],
+    component: Component,
+    batch_size: int,
+    shuffle: bool,
+) -> Any:
+    """The dataset over some of a recipe's streams; `batch_size` is a device's."""
+    settings = recipe.loader
+    streaming: dict[str, Any] = {
+        'shuffle': shuffle,
+        'shuffle_algo': settings.shuffle_algo,
+        'shuffle_seed': recipe.seed if settings.shuffle_seed is None else settings.shuffle_seed,
+        'shuffle_block_size': settings.shuffle_block_size,
+        'num_canonical_nodes': settings.num_canonical_nodes,
+        # per_stream drops what does not fill a batch; a single stream has no resolutions to mix.
+        'batching_method': settings.batching_method if len(streams) > 1 else 'random',
+        'predownload': settings.predownload,
+        'cache_limit': settings.cache_limit,
+    }
+    buckets = [Bucket(name, _stream(stream), stream.resolution) for name, stream in streams.items()]
+    supplied = {'tokenizers': build_tokenizers(recipe), 'batch_size': batch_size, 'seed': recipe.seed}
+    return registry.build('dataset', component.name, component.kwargs, buckets=buckets, **supplied, **streaming)
+
+
+def build_loader(recipe: Recipe, split: Literal['train', 'eval'] = 'train') -> BucketedLoader:
+    """The loader of a recipe's `streams`, or of its `eval_streams`: centre crops and first captions, in order.
+
+    Raises:
+        ValueError: The recipe has no such streams, or the global batch does not divide over the devices.
+    """
+    evaluating = split == 'eval'
+    streams = recipe.eval_streams if evaluating else recipe.streams
+    if not streams:
+        raise ValueError(f'{"eval_streams" if evaluating else "streams"}: the recipe has none; name at least one')
+    world_size = composer_dist.get_world_size()
+    if recipe.global_batch % world_size:
+        raise ValueError(
+            f'global_batch={recipe.global_batch} does not divide over {world_size} devices; use a multiple of {world_size}'
+        )
+    component = recipe.dataset
+    if evaluating:
+        component = recipe.eval_dataset or deterministic(recipe.dataset)
+    batch_size = recipe.global_batch // world_size
+    if evaluating and isinstance(recipe.device_train_microbatch_size, int):
+        batch_size = min(batch_size, recipe.device_train_microbatch_size)
+    dataset = build_dataset(
+        recipe,
+        streams=streams,
+        component=component,
+        batch_size=batch_size,
+        shuffle=recipe.loader.shuffle and not evaluating,
+    )
+    settings = recipe.loader
+    workers = settings.num_workers
+    if workers is None:
+        workers = default_num_workers(composer_dist.get_local_world_size())
+    return BucketedLoader(
+        dataset,
+        batch_size=batch_size,
+        num_workers=workers,
+        prefetch_factor=(settings.prefetch_factor or 2) if workers else None,
+        persistent_workers=workers > 0,
+        pin_memory=torch.cuda.is_available(),
+        # Streaming's workers wait forever for a shard that will not come.
+        timeout=settings.timeout_seconds if workers else 0,
+        drop_last=not evaluating,
+    )
+
+
+def deterministic(component: Component) -> Component:
+    """A dataset's component without what is random about it."""
+    accepted = {parameter.name for parameter in registry.signature('dataset', component.name).parameters}
+    fixed = {key: value for key, value in DETERMINISTIC.items() if key in accepted}
+    return Component(component.name, component.kwargs | fixed)
+
+
+def build_optimizer(recipe: Recipe, model: ComposerModel) -> torch.optim.Optimizer:
+    """The optimizer of a recipe over what the model trains."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return registry.build('optimizer', recipe.optimizer.name, recipe.optimizer.kwargs, params=trained)
+
+
+def build_algorithms(recipe: Recipe) -> list[Algorithm]:
+    return _build_all('algorithm', recipe.algorithms)
+
+
+def build_callbacks(recipe: Recipe) -> list[Callback]:
+    return _build_all('callback', recipe.callbacks, {'folder': str(recipe.run_dir)})
+
+
+def build_loggers(recipe: Recipe) -> list[LoggerDestination]:
+    return _build_all('logger', recipe.loggers, {'folder': str(recipe.run_dir)})
+
+
+def parallelism_config(recipe: Recipe) -> dict[str, Any] | None:
+    """What composer.Trainer takes as parallelism_config."""
+    settings = recipe.parallelism
+    if settings.strategy == 'ddp':
+        return None
+    if settings.strategy == 'fsdp2':
+        from composer.utils.parallelism import FSDP2Config
+
+        return {'fsdp': FSDP2Config(reshard_after_forward=settings.reshard_after_forward)}
+    strategy = 'FULL_SHARD' if settings.reshard_after_forward else 'SHARD_GRAD_OP'
+    return {'fsdp': {'sharding_strategy': strategy, 'mixed_precision': 'PURE', 'use_orig_params': True}}
+
+
+def _build_all(kind: str, components: Mapping[str, Component], offered: Mapping[str, Any] | None = None) -> list[Any]:
+    """Build components, handing the offered values to those that take them and were given none."""
+    built = []
+    for component in components.values():
+        accepted = {parameter.name for parameter in registry.signature(kind, component.name).parameters}
+        extra = {key: value for key, value in (offered or {}).items() if key in accepted and key not in component.kwargs}
+        built.append(registry.build(kind, component.name, component.kwargs, **extra))
+    return built
+
+
+def _stream(config: StreamConfig) -> Stream:
+    values = asdict(config)
+    del values['resolution']
+    if config.remote is not None and config.local is not None:
+        Path(config.local).mkdir(parents=True, exist_ok=True)
+    return Stream(**{key: value for key, value in values.items() if value is not None})
+

@@ -1,0 +1,1 @@
+"""Composer callbacks; one a file, its `__init__` arguments are its YAML keys."""

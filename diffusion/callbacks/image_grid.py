@@ -1,0 +1,99 @@
+"""Pictures of fixed prompts and fixed seeds, drawn while the model learns."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from composer.core import Callback, Event, State
+from composer.core.precision import get_precision_context
+from composer.loggers import Logger
+from composer.utils import create_interval_scheduler, dist
+
+from diffusion.algorithms.ema import averaged_weights
+from diffusion.evaluation.sheet import contact_sheet, save_image, to_images
+
+log = logging.getLogger(__name__)
+
+
+class ImageGrid(Callback):
+    """Draw the same prompts from the same noise at intervals, with the averaged weights once there are any.
+
+    The sheet goes to `folder/images/ba000500.png` and to every logger that takes images, as `images/samples`.
+
+    Args:
+        prompts: Captions to draw.
+        every: Interval, a Composer time string; the end of training counts too.
+        negative_prompt: What guidance moves away from.
+        guidance_scale: 1 turns guidance off.
+        guidance_rescale: See `diffusion.models.sampler.guide`.
+        num_inference_steps: Steps of the scheduler.
+        noise_scheduler: A name of `diffusion.models.sampler.SHORT_NAMES`.
+        size: Height and width in pixels; the model's own by default.
+        seed: Of the first prompt; the others count up.
+        batch_size: Pictures drawn at once.
+        columns: Pictures a row.
+        folder: Of the run.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[str],
+        *,
+        every: str = '1000ba',
+        negative_prompt: str = '',
+        guidance_scale: float = 7.5,
+        guidance_rescale: float = 0.0,
+        num_inference_steps: int = 50,
+        noise_scheduler: str = 'ddim',
+        size: list[int] | None = None,
+        seed: int = 0,
+        batch_size: int = 16,
+        columns: int = 8,
+        folder: str = 'runs',
+    ) -> None:
+        if isinstance(prompts, str) or not prompts:
+            raise ValueError('callbacks.image_grid.prompts: give a list of at least one caption')
+        if size is not None and len(size) != 2:
+            raise ValueError(f'callbacks.image_grid.size: {size}; give height and width in pixels')
+        self.prompts = list(prompts)
+        self.is_due = create_interval_scheduler(every, include_end_of_training=True, checkpoint_events=False)
+        self.sampling: dict[str, Any] = {
+            'negative_prompt': negative_prompt,
+            'guidance_scale': guidance_scale,
+            'guidance_rescale': guidance_rescale,
+            'num_inference_steps': num_inference_steps,
+            'noise_scheduler': noise_scheduler,
+            'size': tuple(size) if size is not None else None,
+        }
+        self.seed = seed
+        self.batch_size = batch_size
+        self.columns = columns
+        self.folder = Path(folder)
+        self._last_batch = -1
+
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        ends = event in (Event.BATCH_END, Event.EPOCH_END)
+        batch = state.timestamp.batch.value
+        if ends and self.is_due(state, event) and batch != self._last_batch:
+            self._last_batch = batch
+            self._draw(state, logger)
+
+    def _draw(self, state: State, logger: Logger) -> None:
+        batch = state.timestamp.batch.value
+        model = getattr(state.model, 'module', state.model)
+        images = []
+        # Every rank draws: under FSDP each one holds a part of the weights.
+        with averaged_weights(state) as averaged, get_precision_context(state.precision):
+            for start in range(0, len(self.prompts), self.batch_size):
+                prompts = self.prompts[start : start + self.batch_size]
+                seeds = range(self.seed + start, self.seed + start + len(prompts))
+                images += to_images(model.generate(prompts, seeds=seeds, **self.sampling))  # type: ignore[operator]
+        if dist.get_global_rank() != 0:
+            return
+        sheet = contact_sheet([(p, [i]) for p, i in zip(self.prompts, images, strict=True)], columns=self.columns)
+        path = self.folder / 'images' / f'ba{batch:06d}.png'
+        save_image(sheet, path)
+        log.info('%s: %d pictures with %s weights', path, len(images), 'averaged' if averaged else 'training')
+        logger.log_images(np.asarray(sheet), name='images/samples', channels_last=True, step=batch)

@@ -1,0 +1,1 @@
+"""Reading runs and checkpoints: which file, which weights, which recipe."""

@@ -1,0 +1,113 @@
+"""The `diffusion` command; what a sub-command needs is imported when it runs."""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import diffusion
+from diffusion.schema import nearest
+
+COMMANDS = ('check', 'prepare', 'generate', 'export')
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a sub-command; errors of the user's making are one message and exit status 2."""
+    args = _parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except ValueError as error:
+        from diffusion.programs import is_ours
+
+        if not is_ours(error):
+            raise
+        print(f'error: {error}', file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print('interrupted', file=sys.stderr)
+        return 130
+
+
+class _Parser(argparse.ArgumentParser):
+    """An ArgumentParser that knows which command was meant."""
+
+    def error(self, message: str) -> NoReturn:
+        words = [word for word in sys.argv[1:2] if not word.startswith('-')]
+        hint = f'; {nearest(words[0], COMMANDS)}' if words and words[0] not in COMMANDS else ''
+        super().error(f'{message}{hint}')
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog='diffusion', description=diffusion.__doc__)
+    parser.add_argument('--version', action='version', version=diffusion.__version__)
+    commands: Any = parser.add_subparsers(dest='command', required=True, metavar='COMMAND')
+    _add_check(commands.add_parser('check', help='the resolved recipe, or every mistake in it, without torch'))
+    _add_prepare(commands.add_parser('prepare', help='pictures and captions to bucketed MDS shards'))
+    _add_generate(commands.add_parser('generate', help='draw pictures with a checkpoint or an export'))
+    _add_export(commands.add_parser('export', help='a checkpoint to a folder that diffusers loads'))
+    return parser
+
+
+def _add_check(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('recipe', help='a YAML file')
+    parser.add_argument('overrides', nargs='*', metavar='KEY=VALUE', help='such as trainer.max_duration=20ba')
+    parser.add_argument('--strict', action='store_true', help='values that are still ??? are mistakes')
+    parser.add_argument('--quiet', action='store_true', help='do not print the resolved recipe')
+    parser.set_defaults(run=check)
+
+
+def check(args: argparse.Namespace) -> int:
+    """Print the resolved recipe and what is still to be given."""
+    from diffusion.config import load, to_yaml
+
+    started = time.perf_counter()
+    recipe = load(args.recipe, args.overrides, allow_missing=not args.strict)
+    if not args.quiet:
+        print(to_yaml(recipe))
+    if recipe.missing:
+        print(f'# {args.recipe}: valid; before it can run it needs')
+        for problem in recipe.missing:
+            print(f'#   {problem}')
+    else:
+        print(f'# {args.recipe}: ok, checked in {time.perf_counter() - started:.1f} s')
+    return 0
+
+
+def _add_prepare(parser: argparse.ArgumentParser) -> None:
+    from diffusion.prepare import cli
+
+    cli.add_arguments(parser)
+    parser.set_defaults(run=cli.run)
+
+
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('source', metavar='DIR_OR_CHECKPOINT', help='an export, a checkpoint, or the folder of a run')
+    parser.add_argument('prompts', nargs='+', metavar='PROMPT', help='a picture is drawn for each')
+    parser.add_argument('--out', metavar='DIR', help='folder for the PNGs (default: generated)')
+    parser.add_argument('--seed', type=int, default=0, help='of the first picture; the others count up')
+    parser.add_argument('--steps', type=int, metavar='N', help='steps of the scheduler')
+    parser.add_argument('--guidance', type=float, metavar='X', help='1 turns guidance off')
+    parser.add_argument('--negative', default='', metavar='TEXT', help='negative prompt')
+    parser.add_argument('--scheduler', metavar='NAME', help='ddim, dpm++, euler, ... or a class of diffusers')
+    parser.add_argument('--weights', choices=('ema', 'training'), help='default: averaged ones where there are any')
+    parser.set_defaults(run=_generate)
+
+
+def _generate(args: argparse.Namespace) -> int:
+    from diffusion.generate import main_from_args
+
+    return main_from_args(args)
+
+
+def _add_export(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('checkpoint', help='a checkpoint, or the folder of a run')
+    parser.add_argument('--out', required=True, metavar='DIR', help='a folder that does not exist or is empty')
+    parser.add_argument('--weights', choices=('ema', 'training'), help='default: averaged ones where there are any')
+    parser.set_defaults(run=_export)
+
+
+def _export(args: argparse.Namespace) -> int:
+    from diffusion.export import main_from_args
+
+    return main_from_args(args)

@@ -1,0 +1,1 @@
+"""Data: resolution buckets of pictures, captions and latents, streamed from MDS shards."""

@@ -1,0 +1,28 @@
+"""Which of a picture's captions is used."""
+
+from typing import Any, Literal
+
+CaptionChoice = Literal['first', 'random', 'longest']
+CHOICES = ('first', 'random', 'longest')
+
+
+def captions_of(sample: dict[str, Any], where: str) -> list[str]:
+    """The captions of a sample: its `captions`, a list, or its `caption`, a string.
+
+    Raises:
+        ValueError: There is none, or it is not text.
+    """
+    value = sample.get('captions', sample.get('caption'))
+    captions = [value] if isinstance(value, str) else value
+    if not isinstance(captions, list) or not captions or not all(isinstance(text, str) for text in captions):
+        raise ValueError(
+            f'{where}: its caption is {value!r}; a sample needs `captions`, a non-empty list of strings, or `caption`, a string'
+        )
+    return captions
+
+
+def choose(captions: list[str], rule: CaptionChoice, draw: float) -> str:
+    """One of the captions; `draw`, in [0, 1), decides for the rule `random`."""
+    if rule == 'random':
+        return captions[int(draw * len(captions))]
+    return max(captions, key=len) if rule == 'longest' else captions[0]

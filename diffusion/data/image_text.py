@@ -1,0 +1,71 @@
+"""Pictures with captions, as they are stored by `diffusion prepare`."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from PIL import UnidentifiedImageError
+from transformers import PreTrainedTokenizerBase
+
+from diffusion.data import keys
+from diffusion.data.captions import CaptionChoice, captions_of, choose
+from diffusion.data.streams import Bucket, BucketedDataset
+from diffusion.data.transforms import crop_box, decode, to_square
+from diffusion.models.noise import Purpose
+from diffusion.models.parts import tokenize
+
+
+class ImageTextDataset(BucketedDataset):
+    """Pictures as uint8 [3, resolution, resolution] and tokens [E, L].
+
+    Args:
+        buckets: Streams whose samples hold `image` (an encoded picture) and `captions` or `caption`.
+        batch_size: Samples a device and batch.
+        tokenizers: One a text encoder; none for a model that reads no text.
+        crop: The middle of the picture, or a random square of it.
+        min_crop_scale: Smallest side of a random crop, as a share of the picture's shorter side.
+        flip: Mirror half of the pictures. Captions that say left and right become wrong.
+        caption_choice: Of several captions the first, the longest, or a random one each epoch.
+        seed: Of crops, flips and caption choice.
+        streaming: Keywords of StreamingDataset.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        *,
+        batch_size: int,
+        tokenizers: Sequence[PreTrainedTokenizerBase] = (),
+        crop: Literal['center', 'random'] = 'center',
+        min_crop_scale: float = 1.0,
+        flip: bool = False,
+        caption_choice: CaptionChoice = 'random',
+        seed: int = 17,
+        **streaming: Any,
+    ) -> None:
+        columns = [('image',), *([('captions', 'caption')] if tokenizers else [])]
+        super().__init__(buckets, batch_size=batch_size, columns=columns, seed=seed, **streaming)
+        self.tokenizers = list(tokenizers)
+        self.crop: Literal['center', 'random'] = crop
+        self.min_crop_scale = min_crop_scale
+        self.flip = flip
+        self.caption_choice: CaptionChoice = caption_choice
+
+    def __getitem__(self, at: int) -> dict[str, Any]:  # type: ignore[override]
+        sample = super().__getitem__(at)
+        item: dict[str, Any] = {keys.IMAGE: self._picture(sample, at)}
+        if self.tokenizers:
+            draw = self.draws(at, Purpose.CAPTION_CHOICE)[0]
+            caption = choose(captions_of(sample, self.where(at)), self.caption_choice, draw)
+            item[keys.INPUT_IDS] = tokenize(self.tokenizers, [caption])[0]
+        return item | self.keys(at)
+
+    def _picture(self, sample: dict[str, Any], at: int) -> torch.Tensor:
+        try:
+            image = decode(sample['image'])
+        except (UnidentifiedImageError, OSError, SyntaxError) as error:
+            raise ValueError(f'{self.where(at)}: the picture cannot be decoded ({error}); prepare the data again') from error
+        draw = self.draws(at, Purpose.CROP)
+        box = crop_box(*image.size, crop=self.crop, draw=draw[:3], min_scale=self.min_crop_scale)
+        flip = self.flip and self.draws(at, Purpose.FLIP)[0] < 0.5
+        return to_square(image, box, resolution=self.bucket_of(at).resolution, flip=flip)

@@ -1,0 +1,141 @@
+"""Precomputed latents: the dataset that serves them, and the manifest that says which VAE made them.
+
+Shapes: B batch, C latent channels, H W latent size, E text encoders, L text tokens.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from streaming.base.storage import CloudDownloader
+from transformers import PreTrainedTokenizerBase
+
+from diffusion.data import keys
+from diffusion.data.captions import CaptionChoice, captions_of, choose
+from diffusion.data.streams import Bucket, BucketedDataset
+from diffusion.models.noise import Purpose
+from diffusion.models.parts import latent_statistics, tokenize
+
+MANIFEST = 'manifest.json'
+
+
+@dataclass(frozen=True)
+class LatentManifest:
+    """What latents were made by; stored beside their shards."""
+
+    vae: str
+    """Fingerprint of the VAE's weights."""
+    latent_mean: list[float]
+    """Of each channel, as the VAE's configuration says; not applied to what is stored."""
+    latent_std: list[float]
+    """Of each channel, scaling factor included; not applied to what is stored."""
+    resolution: int
+    """Side of the encoded pictures in pixels."""
+    posterior: str
+    """`sample`: mean and log-variance are stored; `mean`: the mean alone."""
+    dtype: str
+    """Of what is stored."""
+    version: int = 1
+
+    def write(self, folder: Path) -> None:
+        (folder / MANIFEST).write_text(json.dumps(dataclasses.asdict(self), indent=2) + '\n')
+
+
+def vae_fingerprint(vae: AutoencoderKL) -> str:
+    """SHA-256 over names, shapes and values (rounded to float16) of the weights, so that precision does not matter."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(vae.state_dict().items()):
+        digest.update(f'{name}{tuple(tensor.shape)}'.encode())
+        digest.update(tensor.detach().cpu().to(torch.float16).contiguous().view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def manifest_of(vae: AutoencoderKL, *, resolution: int, posterior: str, dtype: str) -> LatentManifest:
+    """The manifest of latents that this VAE makes."""
+    mean, std = latent_statistics(vae)
+    return LatentManifest(vae_fingerprint(vae), mean.tolist(), std.tolist(), resolution, posterior, dtype)
+
+
+def read_manifest(bucket: Bucket) -> LatentManifest:
+    """The manifest of a stream, fetched from its remote where that is where it is."""
+    local, where = Path(bucket.stream.local) / MANIFEST, f'streams.{bucket.name}'
+    remote = bucket.stream.remote
+    if not local.exists() and remote:
+        try:
+            CloudDownloader.get(remote).download(f'{remote.rstrip("/")}/{MANIFEST}', str(local), timeout=60)
+        except Exception as error:  # every cloud's client raises its own kind
+            raise ValueError(f'{where}.remote: {remote} gave no {MANIFEST} ({error})') from error
+    if not local.exists():
+        raise ValueError(f'{where}: no {MANIFEST} beside its shards; latents are made by task=precompute')
+    known = {field.name for field in dataclasses.fields(LatentManifest)}
+    content = json.loads(local.read_text())
+    if set(content) != known or content['version'] != 1:
+        raise ValueError(f'{where}: {local} is not a manifest of version 1; precompute the latents again')
+    return LatentManifest(**content)
+
+
+class LatentsDataset(BucketedDataset):
+    """Moments of the VAE's posterior, float32 [C or 2C, H, W], and tokens [E, L].
+
+    Args:
+        buckets: Streams made by `task: precompute`, a manifest beside the shards of each.
+        batch_size: Samples a device and batch.
+        tokenizers: One a text encoder.
+        caption_choice: Of several captions the first, the longest, or a random one each epoch.
+        seed: Of the caption choice.
+        streaming: Keywords of StreamingDataset.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        *,
+        batch_size: int,
+        tokenizers: Sequence[PreTrainedTokenizerBase] = (),
+        caption_choice: CaptionChoice = 'random',
+        seed: int = 17,
+        **streaming: Any,
+    ) -> None:
+        columns = [(keys.LATENT_MOMENTS,), ('captions', 'caption')]
+        super().__init__(buckets, batch_size=batch_size, columns=columns, seed=seed, **streaming)
+        self.tokenizers = list(tokenizers)
+        self.caption_choice: CaptionChoice = caption_choice
+        self.manifests = [read_manifest(bucket) for bucket in self.buckets]
+        for bucket, manifest in zip(self.buckets, self.manifests, strict=True):
+            if bucket.resolution != manifest.resolution:
+                raise ValueError(
+                    f'streams.{bucket.name}.resolution: {bucket.resolution}, but its latents were made of pictures of '
+                    f'{manifest.resolution} px'
+                )
+
+    def __getitem__(self, at: int) -> dict[str, Any]:  # type: ignore[override]
+        sample = super().__getitem__(at)
+        caption = choose(
+            captions_of(sample, self.where(at)), self.caption_choice, self.draws(at, Purpose.CAPTION_CHOICE)[0]
+        )
+        return {
+            keys.LATENT_MOMENTS: torch.from_numpy(sample[keys.LATENT_MOMENTS].astype('float32')),
+            keys.INPUT_IDS: tokenize(self.tokenizers, [caption])[0],
+        } | self.keys(at)
+
+    def check_vae(self, vae: AutoencoderKL) -> None:
+        """Refuse latents of another VAE than the model's.
+
+        Raises:
+            ValueError: Weights or latent statistics differ.
+        """
+        for bucket, manifest in zip(self.buckets, self.manifests, strict=True):
+            own = manifest_of(vae, resolution=0, posterior='', dtype='')
+            for what in ('vae', 'latent_mean', 'latent_std'):
+                stored, expected = getattr(manifest, what), getattr(own, what)
+                if stored != expected:
+                    raise ValueError(
+                        f'streams.{bucket.name}: its latents were made by another VAE ({what} is {stored}, the model has '
+                        f'{expected}); precompute them again with this model, or give the model their VAE'
+                    )

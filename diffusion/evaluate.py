@@ -1,0 +1,44 @@
+"""`task: evaluate`: validation losses of a run's checkpoint, and whatever evaluators its recipe names."""
+
+import json
+import logging
+
+from composer import Trainer
+from composer.models import ComposerModel
+from composer.utils import dist
+
+from diffusion import building
+from diffusion.checkpointing.runs import Weights, find_checkpoint, load_weights, weights_of
+from diffusion.config import Recipe
+from diffusion.registry import build
+from diffusion.train import write_text
+
+log = logging.getLogger(__name__)
+
+
+def trained_model(recipe: Recipe, which: Weights | None = None) -> tuple[ComposerModel, Weights]:
+    """The model of a recipe with the weights of `checkpoint`, or of its run's latest, and which weights these are."""
+    checkpoint = find_checkpoint(recipe.checkpoint or recipe.run_dir)
+    weights, which = weights_of(checkpoint, which)
+    model = building.build_model(recipe)
+    load_weights(model, weights, str(checkpoint))
+    return model, which
+
+
+def evaluate(recipe: Recipe) -> dict[str, float]:
+    """Evaluate a checkpoint, averaged weights where it has them, and write `evaluation.json` into the run's folder."""
+    model, which = trained_model(recipe)
+    loader = building.build_loader(recipe, 'eval')
+    kept = {key: value for key, value in recipe.trainer.items() if key in ('device', 'precision', 'progress_bar')}
+    trainer = Trainer(model=model, eval_dataloader=loader, seed=recipe.seed, **kept)
+    trainer.eval()
+    metrics = {name: float(metric.compute()) for name, metric in trainer.state.eval_metrics['eval'].items()}
+    if dist.get_global_rank() == 0:
+        for component in recipe.evaluators.values():
+            evaluator = build('evaluator', component.name, component.kwargs)
+            metrics |= evaluator(model, loader.dataset, recipe.run_dir)
+        write_text(recipe.run_dir / 'evaluation.json', json.dumps({'weights': which} | metrics, indent=2) + '\n')
+        for name, value in metrics.items():
+            print(f'{name:32s} {value:.4f}')
+    dist.barrier()
+    return metrics

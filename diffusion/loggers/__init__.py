@@ -1,0 +1,1 @@
+"""Logger destinations that Composer does not have."""

@@ -1,0 +1,114 @@
+"""Every metric of a run as a line of JSON, and its loss curve as a picture."""
+
+import json
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+from composer.core import State
+from composer.loggers import Logger, LoggerDestination
+from composer.utils import dist
+
+log = logging.getLogger(__name__)
+
+TRAIN_LOSS = 'loss/train/total'
+
+
+class MetricsFile(LoggerDestination):
+    """Append metrics to `folder/metrics.jsonl`, one object a line: the batch as `step`, and the metrics by name.
+
+    A resumed run goes on in the same file; lines of batches that it does again are left out when the file is read
+    by `read_metrics`. When training ends the loss curve is drawn to `folder/loss.png`.
+
+    Args:
+        folder: Of the run.
+        flush_every: Lines between writes to disk.
+    """
+
+    def __init__(self, folder: str = 'runs', *, flush_every: int = 20) -> None:
+        self.folder = Path(folder)
+        self.flush_every = flush_every
+        self._lines: list[str] = []
+
+    @property
+    def path(self) -> Path:
+        return self.folder / 'metrics.jsonl'
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        if dist.get_global_rank() != 0:
+            return
+        numbers = {name: float(value) for name, value in metrics.items() if _is_number(value)}
+        if numbers:
+            self._lines.append(json.dumps({'step': step} | numbers))
+        if len(self._lines) >= self.flush_every:
+            self._flush()
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        self._flush()
+        if dist.get_global_rank() == 0 and self.path.exists():
+            draw_loss_curve(self.path, self.folder / 'loss.png')
+
+    def close(self, state: State, logger: Logger) -> None:
+        self._flush()
+
+    def _flush(self) -> None:
+        if not self._lines:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with self.path.open('a', encoding='utf-8') as file:
+            file.write('\n'.join(self._lines) + '\n')
+        self._lines = []
+
+
+def read_metrics(path: Path) -> dict[str, dict[int, float]]:
+    """Metric name -> batch -> value; of a batch that was done twice, the later line."""
+    series: dict[str, dict[int, float]] = {}
+    for line in path.read_text(encoding='utf-8').splitlines():
+        try:
+            values = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # a process was killed while it wrote this line
+        step = values.pop('step')
+        for name, value in values.items():
+            if step is not None:
+                series.setdefault(name, {})[step] = value
+    return series
+
+
+def draw_loss_curve(metrics: Path, out: Path) -> None:
+    """The training loss over batches, as it is and smoothed, with the validation losses."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    series = read_metrics(metrics)
+    train = sorted(series.get(TRAIN_LOSS, {}).items())
+    if not train:
+        return
+    steps, losses = zip(*train, strict=True)
+    figure = Figure(figsize=(8, 4.5), layout='constrained')
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.plot(steps, losses, linewidth=0.5, alpha=0.35, color='tab:blue')
+    axes.plot(steps, _smoothed(losses), color='tab:blue', label='training loss, smoothed')
+    for name, values in series.items():
+        if name.startswith('metrics/') and name.endswith('/loss'):
+            axes.plot(*zip(*sorted(values.items()), strict=True), marker='o', color='tab:orange', label='validation loss')
+    axes.set(xlabel='batch', ylabel='loss', ylim=(0, None), title=metrics.parent.name)
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(out, dpi=120)
+
+
+def _smoothed(values: tuple[float, ...]) -> list[float]:
+    """Exponential average over about a fiftieth of the curve."""
+    keep = math.exp(-50 / max(50, len(values)))
+    average, smoothed = values[0], []
+    for value in values:
+        average = keep * average + (1 - keep) * value
+        smoothed.append(average)
+    return smoothed
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) or (hasattr(value, 'numel') and value.numel() == 1)

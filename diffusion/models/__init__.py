@@ -1,0 +1,1 @@
+"""Models: the parts, the objective, and the ComposerModel that binds them."""

@@ -1,0 +1,115 @@
+"""Training of a small AutoencoderKL, the VAE of the quickstart.
+
+Shapes: B batch, C latent channels, H W latent size.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from composer.models import ComposerModel
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from torch import Tensor
+from torchmetrics import MeanMetric, Metric
+
+from diffusion.data import keys
+
+_STATISTICS_MOMENTUM = 0.01
+
+
+class Reconstruction(NamedTuple):
+    """Pictures in [-1, 1] before and after [B, 3, 8H, 8W], and the posterior's divergence from N(0, 1), [B]."""
+
+    pixels: Tensor
+    reconstructed: Tensor
+    divergence: Tensor
+
+
+class Autoencoder(ComposerModel):
+    """An AutoencoderKL trained for squared error, with a little L1 for edges and a little KL for smooth latents.
+
+    No adversarial and no perceptual loss: it is meant for pictures of flat colour.
+
+    The latents' mean and variance a channel are followed by a running average; `finished()` writes them into the
+    configuration of the result, so that a diffusion model sees latents of mean 0 and standard deviation 1.
+
+    Args:
+        vae: The autoencoder.
+        l1_weight: Of the mean absolute error, beside the mean squared error's 1.
+        kl_weight: Of the mean divergence a latent number.
+    """
+
+    def __init__(self, vae: AutoencoderKL, *, l1_weight: float = 0.05, kl_weight: float = 1e-4) -> None:
+        super().__init__()
+        self.vae = vae
+        self.l1_weight = l1_weight
+        self.kl_weight = kl_weight
+        self.register_buffer('latent_mean', torch.zeros(vae.config.latent_channels))
+        self.register_buffer('latent_variance', torch.ones(vae.config.latent_channels))
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Reconstruction:
+        pixels = batch[keys.IMAGE].float() / 127.5 - 1
+        posterior = self.vae.encode(pixels).latent_dist
+        latents = posterior.sample() if self.training else posterior.mode()
+        if self.training:
+            self._follow(latents.detach())
+        divergence = 0.5 * (posterior.mean**2 + posterior.var - 1 - posterior.logvar).flatten(1).mean(dim=1)
+        return Reconstruction(pixels, self.vae.decode(latents).sample, divergence)
+
+    def loss(self, outputs: Reconstruction, batch: Mapping[str, Tensor]) -> Tensor:
+        error = outputs.reconstructed - outputs.pixels
+        return error.square().mean() + self.l1_weight * error.abs().mean() + self.kl_weight * outputs.divergence.mean()
+
+    def eval_forward(self, batch: Mapping[str, Tensor], outputs: Reconstruction | None = None) -> Reconstruction:
+        return outputs or self.forward(batch)
+
+    def get_metrics(self, is_train: bool) -> dict[str, Metric]:
+        return {} if is_train else {'psnr_db': MeanMetric()}
+
+    def update_metric(self, batch: Mapping[str, Tensor], outputs: Reconstruction, metric: Metric) -> None:
+        metric.update(psnr_db(outputs.reconstructed, outputs.pixels))
+
+    def finished(self) -> AutoencoderKL:
+        """The autoencoder, its latent statistics in its configuration."""
+        mean, std = self.latent_mean, self.latent_variance.sqrt()  # type: ignore[operator]
+        self.vae.register_to_config(
+            latents_mean=[round(value, 5) for value in mean.tolist()],
+            latents_std=[round(value, 5) for value in std.tolist()],
+            scaling_factor=1.0,
+        )
+        return self.vae
+
+    def _follow(self, latents: Tensor) -> None:
+        self.latent_mean.lerp_(latents.mean(dim=(0, 2, 3)), _STATISTICS_MOMENTUM)  # type: ignore[operator]
+        self.latent_variance.lerp_(latents.var(dim=(0, 2, 3)), _STATISTICS_MOMENTUM)  # type: ignore[operator]
+
+
+def psnr_db(pictures: Tensor, references: Tensor) -> Tensor:
+    """Peak signal-to-noise ratio of each picture in decibels, [B]; values are in [-1, 1], clipped there."""
+    error = (pictures.clamp(-1, 1) - references.clamp(-1, 1)) / 2
+    return -10 * error.square().flatten(1).mean(dim=1).clamp(min=1e-10).log10()
+
+
+def tiny_autoencoder(
+    *,
+    block_out_channels: Sequence[int] = (24, 48, 64, 96),
+    latent_channels: int = 16,
+    layers_per_block: int = 1,
+    norm_num_groups: int = 8,
+    l1_weight: float = 0.05,
+    kl_weight: float = 1e-4,
+) -> Autoencoder:
+    """A small AutoencoderKL without attention; each level after the first halves the side."""
+    levels = len(block_out_channels)
+    vae = AutoencoderKL(
+        down_block_types=('DownEncoderBlock2D',) * levels,  # type: ignore[arg-type]
+        up_block_types=('UpDecoderBlock2D',) * levels,  # type: ignore[arg-type]
+        block_out_channels=tuple(block_out_channels),  # type: ignore[arg-type]
+        layers_per_block=layers_per_block,
+        latent_channels=latent_channels,
+        norm_num_groups=norm_num_groups,
+        sample_size=64,
+        scaling_factor=1.0,
+        mid_block_add_attention=False,
+    )
+    return Autoencoder(vae, l1_weight=l1_weight, kl_weight=kl_weight)

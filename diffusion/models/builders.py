@@ -1,0 +1,181 @@
+"""The models by name: functions from a few settings to a LatentDiffusion; a recipe's `model.name` is one of them."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, PreTrainedTokenizerBase
+
+from diffusion.models import sd2_config
+from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.models.objective import Objective
+from diffusion.models.parts import TextConditioner, clip_tokenizer, downsampling, load_pretrained
+
+TINY_VAE = Path(__file__).parent / 'weights' / 'tiny_vae'
+"""An autoencoder of 64 px OpenMoji pictures that ships with the package; yamls/tiny_vae.yaml made it."""
+
+Builder = TypeVar('Builder', bound=Callable[..., Any])
+
+
+def tokenizes_with(tokenizers: Callable[..., list[PreTrainedTokenizerBase]]) -> Callable[[Builder], Builder]:
+    """Tie a builder to the function that makes its tokenizers from the same keywords.
+
+    The loader's workers tokenise; they need the tokenizers and not the model.
+    """
+
+    def tie(builder: Builder) -> Builder:
+        builder.tokenizers = tokenizers  # type: ignore[attr-defined]
+        return builder
+
+    return tie
+
+
+def sd2_tokenizers(
+    *, pretrained: str | None = sd2_config.PRETRAINED, revision: str | None = sd2_config.REVISION
+) -> list[PreTrainedTokenizerBase]:
+    """Stable Diffusion 2's tokenizer; without `pretrained`, the same made of open_clip's vocabulary."""
+    if pretrained is None:
+        return [clip_tokenizer(max_length=77)]
+    return [load_pretrained(CLIPTokenizer, pretrained, subfolder='tokenizer', revision=revision)]
+
+
+@tokenizes_with(sd2_tokenizers)
+def sd2(
+    resolution: int = 512,
+    *,
+    pretrained: str | None = sd2_config.PRETRAINED,
+    revision: str | None = sd2_config.REVISION,
+    vae: str | None = None,
+    objective: Objective | None = None,
+    caption_dropout: float = 0.1,
+    caption_dropout_mode: Literal['empty', 'zeros'] = 'empty',
+    mask_padding: bool = False,
+    train_text_encoder: bool = False,
+    encoder_dtype: Literal['auto', 'float32', 'float16', 'bfloat16'] = 'auto',
+    posterior: Literal['sample', 'mean'] = 'sample',
+    seed: int = 17,
+) -> LatentDiffusion:
+    """Stable Diffusion 2 with a U-Net from scratch (865,910,724 parameters) and pretrained VAE and text encoder.
+
+    Args:
+        resolution: Side of the pictures in pixels, a multiple of 8; it sets nothing but the default size of samples.
+        pretrained: Where VAE, text encoder and tokenizer come from: a repository on the Hub or a local folder in
+            diffusers' layout. None makes them with random weights, which is for tests and for counting.
+        revision: Commit of that repository.
+        vae: Another place for the VAE alone, a folder of an AutoencoderKL or a repository with a `vae` sub-folder.
+        objective: See `diffusion.Objective`; the other keywords: see `diffusion.LatentDiffusion`.
+    """
+    if pretrained is None:
+        autoencoder = AutoencoderKL(**sd2_config.VAE)
+        encoder = CLIPTextModel(CLIPTextConfig(**sd2_config.TEXT_ENCODER))
+    else:
+        encoder = load_pretrained(CLIPTextModel, pretrained, subfolder='text_encoder', revision=revision)
+        if vae is None:
+            autoencoder = load_pretrained(AutoencoderKL, pretrained, subfolder='vae', revision=revision)
+    if vae is not None:
+        autoencoder = _load_vae(vae)
+    sample_size = _latent_size(resolution, autoencoder)
+    channels = autoencoder.config.latent_channels
+    unet = sd2_config.UNET | {'sample_size': sample_size, 'in_channels': channels, 'out_channels': channels}
+    return LatentDiffusion(
+        UNet2DConditionModel(**unet),
+        autoencoder,
+        TextConditioner([encoder], sd2_tokenizers(pretrained=pretrained, revision=revision)),
+        objective=objective,
+        caption_dropout=caption_dropout,
+        caption_dropout_mode=caption_dropout_mode,
+        mask_padding=mask_padding,
+        train_text_encoder=train_text_encoder,
+        encoder_dtype=encoder_dtype,
+        posterior=posterior,
+        seed=seed,
+    )
+
+
+def tiny_tokenizers(*, max_length: int = 16) -> list[PreTrainedTokenizerBase]:
+    """CLIP's vocabulary, cut to short captions."""
+    return [clip_tokenizer(max_length=max_length)]
+
+
+@tokenizes_with(tiny_tokenizers)
+def tiny(
+    resolution: int = 64,
+    *,
+    vae: str | None = None,
+    block_out_channels: Sequence[int] = (128, 256),
+    layers_per_block: int = 1,
+    text_width: int = 128,
+    text_layers: int = 2,
+    max_length: int = 16,
+    objective: Objective | None = None,
+    caption_dropout: float = 0.1,
+    caption_dropout_mode: Literal['empty', 'zeros'] = 'empty',
+    mask_padding: bool = False,
+    train_text_encoder: bool = True,
+    encoder_dtype: Literal['auto', 'float32', 'float16', 'bfloat16'] = 'auto',
+    posterior: Literal['sample', 'mean'] = 'sample',
+    seed: int = 17,
+) -> LatentDiffusion:
+    """Stable Diffusion in miniature: the same classes, small enough to train on a laptop.
+
+    Args:
+        resolution: Side of the pictures in pixels, a multiple of 8.
+        vae: Folder of an AutoencoderKL; the package's own, made for 64 px OpenMoji, by default.
+        block_out_channels: Widths of the U-Net's levels, multiples of 32.
+        layers_per_block: Residual blocks a level.
+        text_width: D, width of the text encoder, a multiple of 32.
+        text_layers: Layers of the text encoder.
+        max_length: L, tokens a caption is cut to.
+        objective: See `diffusion.Objective`; the other keywords: see `diffusion.LatentDiffusion`.
+    """
+    autoencoder = _load_vae(vae or str(TINY_VAE))
+    channels = autoencoder.config.latent_channels
+    denoiser = UNet2DConditionModel(
+        sample_size=_latent_size(resolution, autoencoder),
+        in_channels=channels,
+        out_channels=channels,
+        down_block_types=('CrossAttnDownBlock2D',) * len(block_out_channels),
+        up_block_types=('CrossAttnUpBlock2D',) * len(block_out_channels),
+        block_out_channels=tuple(block_out_channels),
+        layers_per_block=layers_per_block,
+        attention_head_dim=tuple(width // 32 for width in block_out_channels),
+        cross_attention_dim=text_width,
+        use_linear_projection=True,
+    )
+    text_config = CLIPTextConfig(
+        hidden_size=text_width,
+        intermediate_size=4 * text_width,
+        num_hidden_layers=text_layers,
+        num_attention_heads=text_width // 32,
+        max_position_embeddings=max_length,
+        bos_token_id=49406,
+        eos_token_id=49407,
+        pad_token_id=0,
+    )
+    return LatentDiffusion(
+        denoiser,
+        autoencoder,
+        TextConditioner([CLIPTextModel(text_config)], tiny_tokenizers(max_length=max_length)),
+        objective=objective,
+        caption_dropout=caption_dropout,
+        caption_dropout_mode=caption_dropout_mode,
+        mask_padding=mask_padding,
+        train_text_encoder=train_text_encoder,
+        encoder_dtype=encoder_dtype,
+        posterior=posterior,
+        seed=seed,
+    )
+
+
+def _load_vae(source: str) -> AutoencoderKL:
+    subfolder = '' if (Path(source) / 'config.json').is_file() else 'vae'
+    return load_pretrained(AutoencoderKL, source, subfolder=subfolder)
+
+
+def _latent_size(resolution: int, vae: AutoencoderKL) -> int:
+    cell = downsampling(vae)
+    if resolution <= 0 or resolution % cell:
+        raise ValueError(f'resolution: {resolution} px is not a multiple of {cell} px, the size of a latent cell')
+    return resolution // cell

@@ -1,0 +1,380 @@
+"""LatentDiffusion: one ComposerModel of VAE, text encoders, denoiser and noise schedule.
+
+Shapes: B batch, C latent channels, H W latent size, E text encoders, L text tokens, D text width.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
+
+import torch
+from composer.models import ComposerModel
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
+from torch import Tensor, nn
+from torchmetrics import MeanMetric, Metric
+
+from diffusion.data import keys
+from diffusion.models.noise import Draws, Purpose, draws_for
+from diffusion.models.objective import Objective, diffuse, loss_weight, target
+from diffusion.models.parts import TextConditioner, downsampling, latent_statistics, tokenize
+from diffusion.models.sampler import guide, inference_scheduler, sample_latents
+
+NUM_VALIDATION_TIMESTEPS = 8
+CAPTION_DROPOUT_MODES = ('empty', 'zeros')
+
+
+class Denoised(NamedTuple):
+    """What the denoiser said, what it should have said [B, C, H, W], and the weight of each sample [B]."""
+
+    prediction: Tensor
+    target: Tensor
+    weight: Tensor
+
+
+class ValidationLoss(MeanMetric):
+    """Mean squared error at one of the validation timesteps, or over all of them (`index` None)."""
+
+    def __init__(self, index: int | None = None) -> None:
+        super().__init__()
+        self.index = index
+
+
+class LatentDiffusion(ComposerModel):
+    """A text-to-image latent diffusion model, trained by Composer.
+
+    A batch holds, under the names of `diffusion.data.keys`, pictures or precomputed latents, and tokens. Randomness is
+    keyed by the samples' ids, epochs and batches; a batch without ids (another project's loader) gets its ids from
+    torch's generator.
+
+    The VAE, and the text encoders unless they are trained, are not sub-modules: they have no place in `parameters()`,
+    in checkpoints or in DDP's and FSDP's bookkeeping, but they follow the model from device to device.
+
+    Args:
+        denoiser: U-Net from noisy latents, timestep and text to a prediction.
+        vae: Autoencoder with its own latent statistics (scaling_factor, or means and standard deviations a channel).
+        text: Text encoders and their tokenizers.
+        objective: Prediction type, noise schedule, loss weighting.
+        caption_dropout: Share of captions dropped, for classifier-free guidance.
+        caption_dropout_mode: What a dropped caption becomes: the empty caption, or zeros instead of its embedding.
+        mask_padding: Hide the padding after the caption's end from cross-attention.
+        train_text_encoder: Train the text encoders with the denoiser.
+        encoder_dtype: Precision of the frozen parts; auto is float16 where there is a GPU, else float32.
+        posterior: Diffuse a sample of the VAE's posterior, or its mean.
+        seed: Of noise, timesteps, posterior and caption dropout, in [0, 2**32).
+    """
+
+    def __init__(
+        self,
+        denoiser: UNet2DConditionModel,
+        vae: AutoencoderKL,
+        text: TextConditioner,
+        *,
+        objective: Objective | None = None,
+        caption_dropout: float = 0.1,
+        caption_dropout_mode: Literal['empty', 'zeros'] = 'empty',
+        mask_padding: bool = False,
+        train_text_encoder: bool = False,
+        encoder_dtype: Literal['auto', 'float32', 'float16', 'bfloat16'] = 'auto',
+        posterior: Literal['sample', 'mean'] = 'sample',
+        seed: int = 17,
+    ) -> None:
+        super().__init__()
+        _check_parts(denoiser, vae, text)
+        if not 0 <= caption_dropout <= 1:
+            raise ValueError(f'caption_dropout: {caption_dropout} is not a share in [0, 1]')
+        if caption_dropout_mode not in CAPTION_DROPOUT_MODES:
+            raise ValueError(f'caption_dropout_mode: {caption_dropout_mode!r}; use empty or zeros')
+        self.denoiser = denoiser
+        self.objective = objective or Objective()
+        self.caption_dropout = caption_dropout
+        self.caption_dropout_mode = caption_dropout_mode
+        self.mask_padding = mask_padding
+        self.train_text_encoder = train_text_encoder
+        self.posterior = posterior
+        self.seed = seed
+
+        dtype = encoder_precision(encoder_dtype)
+        self._frozen: dict[str, nn.Module] = {'vae': _freeze(vae, dtype)}
+        if train_text_encoder:
+            self.text_encoder = text
+        else:
+            self._frozen['text'] = _freeze(text, dtype)
+
+        mean, std = latent_statistics(vae)
+        empty_ids = tokenize(text.tokenizers, [''])[0]
+        self.register_buffer('alpha_bars', self.objective.alpha_bars().float(), persistent=False)
+        self.register_buffer('latent_mean', mean.view(-1, 1, 1), persistent=False)
+        self.register_buffer('latent_std', std.view(-1, 1, 1), persistent=False)
+        self.register_buffer('empty_ids', empty_ids, persistent=False)
+
+    @property
+    def vae(self) -> AutoencoderKL:
+        return self._frozen['vae']  # type: ignore[return-value]
+
+    @property
+    def text(self) -> TextConditioner:
+        """The text encoders, trained or frozen."""
+        return self.text_encoder if self.train_text_encoder else self._frozen['text']  # type: ignore[return-value]
+
+    @property
+    def device(self) -> torch.device:
+        return self.alpha_bars.device  # type: ignore[return-value]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> 'LatentDiffusion':
+        for part in self._frozen.values():
+            part._apply(fn)
+        return super()._apply(fn, recurse)
+
+    # -- training --
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Denoised:
+        """Noise a batch and let the denoiser predict."""
+        draws = self._draws(batch)
+        latents = self.latents_of(batch, draws)
+        timesteps = draws.integers(Purpose.TIMESTEP, self.objective.num_train_timesteps)
+        noise = draws.normal(Purpose.NOISE, latents.shape[1:])
+        if self.objective.offset_noise:
+            offset = draws.normal(Purpose.OFFSET_NOISE, (latents.shape[1], 1, 1))
+            noise = noise + self.objective.offset_noise * offset
+        input_ids, keep = self._drop_captions(batch[keys.INPUT_IDS], draws)
+        return self.denoise(latents, noise, timesteps, *self._condition(input_ids, keep))
+
+    def denoise(
+        self, latents: Tensor, noise: Tensor, timesteps: Tensor, text_embeds: Tensor, mask: Tensor | None = None
+    ) -> Denoised:
+        """Noise latents [B, C, H, W] to timesteps [B] and let the denoiser predict."""
+        alpha_bar = self.alpha_bars[timesteps]  # type: ignore[index]
+        noisy = diffuse(latents, noise, alpha_bar=alpha_bar)
+        prediction = self._predict(noisy, timesteps, text_embeds, mask)
+        expected = target(self.objective, latents, noise, alpha_bar=alpha_bar)
+        return Denoised(prediction, expected, loss_weight(self.objective, alpha_bar=alpha_bar))
+
+    def loss(self, outputs: Denoised, batch: Mapping[str, Tensor]) -> Tensor:
+        """Weighted mean squared error of the prediction, in float32."""
+        return (outputs.weight * squared_error(outputs)).mean()
+
+    def latents_of(self, batch: Mapping[str, Tensor], draws: Draws | None = None) -> Tensor:
+        """Normalised latents [B, C, H, W] of a batch, of its pictures or of its precomputed moments.
+
+        With draws they are samples of the VAE's posterior (where the model's `posterior` says so), else its means.
+        """
+        if keys.LATENT_MOMENTS in batch:
+            moments = batch[keys.LATENT_MOMENTS].float()
+        elif keys.IMAGE in batch:
+            moments = self.encode(batch[keys.IMAGE])
+        else:
+            raise ValueError(f'batch: it holds {sorted(batch)}; one of {keys.IMAGE}, {keys.LATENT_MOMENTS} is needed')
+        latent_channels = self.vae.config.latent_channels
+        mean, log_variance = moments[:, :latent_channels], moments[:, latent_channels:]
+        if draws is not None and self.posterior == 'sample' and log_variance.shape[1]:
+            noise = draws.normal(Purpose.POSTERIOR, mean.shape[1:])
+            mean = mean + (0.5 * log_variance.clamp(-30.0, 20.0)).exp() * noise
+        return (mean - self.latent_mean) / self.latent_std
+
+    @torch.no_grad()
+    def encode(self, images: Tensor) -> Tensor:
+        """Mean and log-variance of the VAE's posterior, float32 [B, 2C, H, W], of pictures uint8 [B, 3, 8H, 8W]."""
+        if images.dtype != torch.uint8:
+            raise ValueError(f'{keys.IMAGE}: dtype {images.dtype}; pictures travel as uint8 in [0, 255]')
+        vae = self.vae
+        with torch.autocast(images.device.type, enabled=False):
+            pixels = (images.float() / 127.5 - 1).to(vae.dtype)
+            return vae.encode(pixels).latent_dist.parameters.float()
+
+    # -- evaluation --
+
+    @torch.no_grad()
+    def eval_forward(self, batch: Mapping[str, Tensor], outputs: Any = None) -> Tensor:
+        """Squared errors at 8 equidistant timesteps with fixed noise, float32 [8, B].
+
+        Fixed noise makes the figures of two checkpoints comparable, and this loss follows sample quality where the
+        training loss, dominated by which timesteps came up, does not (Esser et al. 2024, section 5.2).
+        """
+        latents = self.latents_of(batch)
+        condition = self._condition(batch[keys.INPUT_IDS])
+        sample_id = batch.get(keys.SAMPLE_ID, torch.arange(len(latents), device=latents.device))
+        errors = []
+        for index, timestep in enumerate(self.validation_timesteps()):
+            draws = Draws(self.seed, sample_id, torch.zeros_like(sample_id), torch.full_like(sample_id, index))
+            noise = draws.normal(Purpose.VALIDATION_NOISE, latents.shape[1:])
+            timesteps = torch.full_like(sample_id, timestep)
+            errors.append(squared_error(self.denoise(latents, noise, timesteps, *condition)))
+        return torch.stack(errors)
+
+    def validation_timesteps(self) -> list[int]:
+        """Middles of 8 equal parts of the schedule."""
+        steps = self.objective.num_train_timesteps
+        return [int((i + 0.5) * steps / NUM_VALIDATION_TIMESTEPS) for i in range(NUM_VALIDATION_TIMESTEPS)]
+
+    def get_metrics(self, is_train: bool) -> dict[str, Metric]:
+        if is_train:
+            return {}
+        by_timestep = {f'loss_t{t:03d}': ValidationLoss(index) for index, t in enumerate(self.validation_timesteps())}
+        return {'loss': ValidationLoss(), **by_timestep}
+
+    def update_metric(self, batch: Any, outputs: Tensor, metric: Metric) -> None:
+        assert isinstance(metric, ValidationLoss)
+        metric.update(outputs if metric.index is None else outputs[metric.index])
+
+    # -- sampling --
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompts: Sequence[str],
+        *,
+        negative_prompt: str = '',
+        seeds: Sequence[int] | None = None,
+        size: tuple[int, int] | None = None,
+        num_inference_steps: int = 50,
+        guidance_scale: float = 7.5,
+        guidance_rescale: float = 0.0,
+        noise_scheduler: str = 'ddim',
+        latents: Tensor | None = None,
+    ) -> Tensor:
+        """Draw a picture for each prompt.
+
+        Args:
+            prompts: B captions.
+            negative_prompt: What guidance moves away from.
+            seeds: One a picture, in [0, 2**32); 0, 1, 2, ... by default. A picture depends on its own seed alone.
+            size: Height and width in pixels; the denoiser's own by default.
+            num_inference_steps: Steps of the scheduler.
+            guidance_scale: 1 or less turns guidance off.
+            guidance_rescale: See `diffusion.models.sampler.guide`.
+            noise_scheduler: A name of `diffusion.models.sampler.SHORT_NAMES`, or a class of diffusers.
+            latents: Standard normals [B, C, H, W] to start from, instead of those of the seeds.
+
+        Returns:
+            Pictures, float32 [B, 3, height, width] in [0, 1].
+        """
+        prompts = list(prompts)
+        if not prompts or isinstance(prompts, str):
+            raise ValueError('prompts: give at least one caption')
+        seeds = list(range(len(prompts))) if seeds is None else list(seeds)
+        if len(seeds) != len(prompts):
+            raise ValueError(f'seeds: {len(seeds)} seeds for {len(prompts)} prompts; give one a picture')
+        if latents is None:
+            shape = self._latent_shape(size)
+            latents = draws_for(seeds, seed=0, device=self.device).normal(Purpose.SAMPLING, shape)
+        scheduler = inference_scheduler(noise_scheduler, self.objective)
+        condition = self._condition(self._tokens(prompts))
+        if guidance_scale > 1:
+            unconditional = self._unconditional(negative_prompt, len(prompts))
+            condition = tuple(
+                None if one is None else torch.cat([other, one])
+                for other, one in zip(unconditional, condition, strict=True)  # type: ignore[arg-type]
+            )
+
+        def denoise(noisy: Tensor, timestep: Tensor) -> Tensor:
+            if guidance_scale <= 1:
+                return self._predict(noisy, timestep, *condition).float()
+            both = self._predict(torch.cat([noisy, noisy]), timestep, *condition).float()
+            return guide(*both.chunk(2), scale=guidance_scale, rescale=guidance_rescale)
+
+        with evaluating(self):
+            latents = sample_latents(
+                denoise, scheduler, latents.float(), num_inference_steps=num_inference_steps, seeds=seeds
+            )
+            return self.decode(latents)
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """Pictures float32 [B, 3, 8H, 8W] in [0, 1] of normalised latents [B, C, H, W]."""
+        vae = self.vae
+        with torch.autocast(latents.device.type, enabled=False):
+            raw = (latents.float() * self.latent_std + self.latent_mean).to(vae.dtype)
+            pixels = vae.decode(raw).sample.float()
+        return (pixels / 2 + 0.5).clamp(0, 1)
+
+    # -- parts of the above --
+
+    def _draws(self, batch: Mapping[str, Tensor]) -> Draws:
+        size = len(batch[keys.INPUT_IDS])
+        sample_id = batch.get(keys.SAMPLE_ID)
+        if sample_id is None:
+            sample_id = torch.randint(2**32, (size,), device=self.device)
+        zeros = torch.zeros_like(sample_id)
+        return Draws(self.seed, sample_id, batch.get(keys.EPOCH, zeros), batch.get(keys.BATCH_INDEX, zeros))
+
+    def _drop_captions(self, input_ids: Tensor, draws: Draws) -> tuple[Tensor, Tensor | None]:
+        if self.caption_dropout == 0:
+            return input_ids, None
+        keep = draws.uniform(Purpose.CAPTION_DROPOUT) >= self.caption_dropout
+        if self.caption_dropout_mode == 'zeros':
+            return input_ids, keep
+        return torch.where(keep[:, None, None], input_ids, self.empty_ids), None  # type: ignore[arg-type]
+
+    def _condition(self, input_ids: Tensor, keep: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Text embeddings [B, L, D], zeros where `keep` is False, and the padding mask [B, L] where it is used."""
+        if self.train_text_encoder:
+            embeds = self.text(input_ids)
+        else:
+            with torch.no_grad(), torch.autocast(input_ids.device.type, enabled=False):
+                embeds = self.text(input_ids).float()
+        if keep is not None:
+            embeds = embeds * keep[:, None, None]
+        return embeds, self.text.padding_mask(input_ids) if self.mask_padding else None
+
+    def _unconditional(self, negative_prompt: str, count: int) -> tuple[Tensor, Tensor | None]:
+        dropped = self.caption_dropout_mode == 'zeros' and not negative_prompt
+        keep = torch.zeros(count, dtype=torch.bool, device=self.device) if dropped else None
+        return self._condition(self._tokens([negative_prompt] * count), keep)
+
+    def _predict(self, noisy: Tensor, timesteps: Tensor, text_embeds: Tensor, mask: Tensor | None) -> Tensor:
+        return self.denoiser(noisy, timesteps, text_embeds, encoder_attention_mask=mask, return_dict=False)[0]
+
+    def _tokens(self, captions: Sequence[str]) -> Tensor:
+        return tokenize(self.text.tokenizers, captions).to(self.device)
+
+    def _latent_shape(self, size: tuple[int, int] | None) -> tuple[int, int, int]:
+        cell = downsampling(self.vae)
+        height, width = size or (self.denoiser.config.sample_size * cell,) * 2
+        if height % cell or width % cell:
+            raise ValueError(f'size: {height}x{width} is not a multiple of {cell} pixels, the size of a latent cell')
+        return self.vae.config.latent_channels, height // cell, width // cell
+
+
+def squared_error(outputs: Denoised) -> Tensor:
+    """Mean squared error of each sample, float32 [B]."""
+    return (outputs.prediction.float() - outputs.target.float()).square().flatten(1).mean(dim=1)
+
+
+def encoder_precision(name: str) -> torch.dtype:
+    """The dtype of frozen parts; `auto` is float16 where there is a GPU, else float32."""
+    if name == 'auto':
+        return torch.float16 if torch.cuda.is_available() else torch.float32
+    dtypes = {'float32': torch.float32, 'float16': torch.float16, 'bfloat16': torch.bfloat16}
+    if name not in dtypes:
+        raise ValueError(f'encoder_dtype: {name!r}; use one of auto, {", ".join(dtypes)}')
+    return dtypes[name]
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode, and back to where it was."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
+def _freeze(part: nn.Module, dtype: torch.dtype) -> nn.Module:
+    # Not part.to(dtype): diffusers' override of it warns about modules that this VAE has not.
+    return nn.Module.to(part.requires_grad_(False).eval(), dtype)
+
+
+def _check_parts(denoiser: UNet2DConditionModel, vae: AutoencoderKL, text: TextConditioner) -> None:
+    channels = vae.config.latent_channels
+    if denoiser.config.in_channels != channels or denoiser.config.out_channels != channels:
+        raise ValueError(
+            f'denoiser: {denoiser.config.in_channels} channels in and {denoiser.config.out_channels} out, '
+            f'but the VAE has {channels} latent channels; build the denoiser for this VAE'
+        )
+    if denoiser.config.cross_attention_dim != text.width:
+        raise ValueError(
+            f'denoiser: cross_attention_dim {denoiser.config.cross_attention_dim}, but the text encoders give {text.width}'
+        )

@@ -1,0 +1,107 @@
+"""Drawing latents: the denoising loop, classifier-free guidance, and the choice of an inference scheduler.
+
+Shapes: B images, C latent channels, H W latent size, L text tokens, D text width.
+"""
+
+import difflib
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import diffusers.schedulers
+import torch
+from torch import Tensor
+
+from diffusion.models.objective import Objective
+
+Denoise = Callable[[Tensor, Tensor], Tensor]
+"""Noisy latents [B, C, H, W] and a timestep [] to a prediction [B, C, H, W]."""
+
+SHORT_NAMES = {
+    'ddim': 'DDIMScheduler',
+    'ddpm': 'DDPMScheduler',
+    'dpm++': 'DPMSolverMultistepScheduler',
+    'euler': 'EulerDiscreteScheduler',
+    'euler_ancestral': 'EulerAncestralDiscreteScheduler',
+    'heun': 'HeunDiscreteScheduler',
+    'pndm': 'PNDMScheduler',
+    'unipc': 'UniPCMultistepScheduler',
+}
+
+
+def inference_scheduler(name: str, objective: Objective) -> Any:
+    """One of diffusers' schedulers, walking the schedule that the model was trained on.
+
+    Args:
+        name: A short name (`ddim`, `dpm++`, `euler`, ...) or the name of a class of diffusers.
+        objective: What the model was trained for.
+    """
+    class_name = SHORT_NAMES.get(name, name)
+    known = _scheduler_names()
+    if class_name not in known:
+        near = difflib.get_close_matches(name, [*SHORT_NAMES, *known], n=1)
+        hint = f'did you mean {near[0]!r}? ' if near else ''
+        raise ValueError(f'noise_scheduler: {name!r} is unknown; {hint}short names: {", ".join(SHORT_NAMES)}')
+    scheduler_class = getattr(diffusers.schedulers, class_name)
+    accepted = inspect.signature(scheduler_class.__init__).parameters
+    config = objective.scheduler_config()
+    if objective.zero_terminal_snr and 'rescale_betas_zero_snr' not in accepted:
+        raise ValueError(
+            f'noise_scheduler: {name} has no rescale_betas_zero_snr, which this model (zero_terminal_snr) needs; use ddim'
+        )
+    if 'trained_betas' in config and 'trained_betas' not in accepted:
+        raise ValueError(f'noise_scheduler: {name} takes no trained_betas, which this model (snr_shift) needs; use ddim')
+    try:
+        return scheduler_class(**{key: value for key, value in config.items() if key in accepted})
+    except ImportError as error:
+        raise ValueError(f'noise_scheduler: {name} needs a package that is missing: {str(error).strip()}') from error
+
+
+def sample_latents(
+    denoise: Denoise,
+    scheduler: Any,
+    noise: Tensor,
+    *,
+    num_inference_steps: int,
+    seeds: Sequence[int],
+) -> Tensor:
+    """Denoise from pure noise, [B, C, H, W] to [B, C, H, W].
+
+    Args:
+        denoise: The model, guidance included.
+        scheduler: One of diffusers' schedulers.
+        noise: Standard normals.
+        num_inference_steps: Steps of the scheduler.
+        seeds: One an image, for schedulers that add noise on the way.
+    """
+    scheduler.set_timesteps(num_inference_steps, device=noise.device)
+    extra: dict[str, Any] = {}
+    if 'generator' in inspect.signature(scheduler.step).parameters:
+        extra['generator'] = [torch.Generator().manual_seed(seed) for seed in seeds]
+    latents = noise * scheduler.init_noise_sigma
+    for timestep in scheduler.timesteps:
+        prediction = denoise(scheduler.scale_model_input(latents, timestep), timestep)
+        latents = scheduler.step(prediction, timestep, latents, **extra).prev_sample
+    return latents
+
+
+def guide(unconditional: Tensor, conditional: Tensor, *, scale: float, rescale: float = 0.0) -> Tensor:
+    """Classifier-free guidance (Ho and Salimans 2022), [B, C, H, W].
+
+    Args:
+        unconditional: Prediction for the negative prompt.
+        conditional: Prediction for the prompt.
+        scale: 1 is no guidance.
+        rescale: Share, in [0, 1], of pulling the standard deviation back to the conditional one's
+            (Lin et al. 2024, equations 15 and 16; they use 0.7).
+    """
+    guided = unconditional + scale * (conditional - unconditional)
+    if rescale == 0:
+        return guided
+    dims = tuple(range(1, guided.ndim))
+    matched = guided * (conditional.std(dim=dims, keepdim=True) / guided.std(dim=dims, keepdim=True))
+    return rescale * matched + (1 - rescale) * guided
+
+
+def _scheduler_names() -> list[str]:
+    return [name for name in dir(diffusers.schedulers) if name.endswith('Scheduler') and 'Flax' not in name]

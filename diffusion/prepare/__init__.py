@@ -1,0 +1,1 @@
+"""Preparing pictures and captions: MDS shards, one folder a resolution bucket."""

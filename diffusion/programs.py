@@ -1,0 +1,81 @@
+"""The entry point of `run.py`: check the recipe, and only then import torch and run its task."""
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from diffusion.config import Recipe, RecipeError, check_devices, check_paths, load
+
+CONFIG_ERROR = 78
+"""Exit status for what another try will not mend (sysexits.h: EX_CONFIG)."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a recipe: `run.py RECIPE [key=value ...]`."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    rank = int(os.environ.get('RANK', '0'))
+    if not arguments or arguments[0] in ('-h', '--help'):
+        print('usage: composer run.py RECIPE [key=value ...]', file=sys.stderr)
+        return 2
+    try:
+        recipe = checked(arguments[0], arguments[1:])
+        run(recipe)
+    except ValueError as error:
+        if os.environ.get('DIFFUSION_TRACEBACK') or not is_ours(error):
+            raise
+        if rank == 0:
+            print(f'error: {error}', file=sys.stderr)
+        return CONFIG_ERROR
+    return 0
+
+
+def checked(path: str, overrides: Sequence[str]) -> Recipe:
+    """The recipe, checked as far as it can be without importing torch.
+
+    Raises:
+        RecipeError: With every mistake.
+    """
+    recipe = load(path, overrides)
+    world_size = int(os.environ.get('WORLD_SIZE', '1'))
+    problems = check_devices(recipe, world_size) + check_paths(recipe)
+    if problems:
+        raise RecipeError(problems, path)
+    return recipe
+
+
+def run(recipe: Recipe) -> None:
+    """Import what the task needs, and run it."""
+    configure_logging()
+    if recipe.task == 'train':
+        from diffusion.train import train
+
+        train(recipe).close()
+    elif recipe.task == 'precompute':
+        from diffusion.precompute import precompute
+
+        precompute(recipe)
+    elif recipe.task == 'evaluate':
+        from diffusion.evaluate import evaluate
+
+        evaluate(recipe)
+    else:
+        from diffusion.generate import generate
+
+        generate(recipe)
+
+
+def configure_logging() -> None:
+    """Our own messages at INFO on rank zero, everybody else's at WARNING."""
+    logging.basicConfig(format='%(asctime)s %(levelname)s %(name)s: %(message)s', datefmt='%H:%M:%S')
+    logging.getLogger('diffusion').setLevel(logging.INFO if os.environ.get('RANK', '0') == '0' else logging.WARNING)
+
+
+def is_ours(error: BaseException) -> bool:
+    """Whether an error was raised by this package, so that its message says all there is to say."""
+    trace = error.__traceback__
+    if trace is None:
+        return False
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace.tb_frame.f_globals.get('__name__', '').split('.')[0] == 'diffusion'

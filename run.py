@@ -1,0 +1,8 @@
+"""Every multi-device job starts here: `composer run.py RECIPE [key=value ...]`."""
+
+import sys
+
+from diffusion.programs import main
+
+if __name__ == '__main__':
+    sys.exit(main())

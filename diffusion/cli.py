@@ -4,7 +4,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import diffusion
 from diffusion.schema import nearest
@@ -14,7 +14,16 @@ COMMANDS = ('check', 'prepare', 'generate', 'export')
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a sub-command; errors of the user's making are one message and exit status 2."""
-    args = _parser().parse_args(argv)
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser()
+    if arguments and not arguments[0].startswith('-') and arguments[0] not in COMMANDS:
+        parser.error(f'there is no command {arguments[0]!r}; {nearest(arguments[0], COMMANDS)}')
+    args, rest = parser.parse_known_args(arguments)
+    # argparse takes no KEY=VALUE after an option that follows the recipe.
+    if rest and (args.command != 'check' or any(word.startswith('-') for word in rest)):
+        parser.error(f'unrecognized arguments: {" ".join(rest)}')
+    if args.command == 'check':
+        args.overrides += rest
     try:
         return args.run(args)
     except ValueError as error:
@@ -29,17 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-class _Parser(argparse.ArgumentParser):
-    """An ArgumentParser that knows which command was meant."""
-
-    def error(self, message: str) -> NoReturn:
-        words = [word for word in sys.argv[1:2] if not word.startswith('-')]
-        hint = f'; {nearest(words[0], COMMANDS)}' if words and words[0] not in COMMANDS else ''
-        super().error(f'{message}{hint}')
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog='diffusion', description=diffusion.__doc__)
+    parser = argparse.ArgumentParser(prog='diffusion', description=diffusion.__doc__)
     parser.add_argument('--version', action='version', version=diffusion.__version__)
     commands: Any = parser.add_subparsers(dest='command', required=True, metavar='COMMAND')
     _add_check(commands.add_parser('check', help='the resolved recipe, or every mistake in it, without torch'))

@@ -30,7 +30,9 @@ def evaluate(recipe: Recipe) -> dict[str, float]:
     model, which = trained_model(recipe)
     loader = building.build_loader(recipe, 'eval')
     kept = {key: value for key, value in recipe.trainer.items() if key in ('device', 'precision', 'progress_bar')}
-    trainer = Trainer(model=model, eval_dataloader=loader, seed=recipe.seed, **kept)
+    # Composer warns about a Trainer without optimizer; this one never steps and so takes no memory.
+    optimizer = building.build_optimizer(recipe, model)
+    trainer = Trainer(model=model, eval_dataloader=loader, optimizers=optimizer, seed=recipe.seed, **kept)
     trainer.eval()
     metrics = {name: float(metric.compute()) for name, metric in trainer.state.eval_metrics['eval'].items()}
     if dist.get_global_rank() == 0:

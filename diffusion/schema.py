@@ -37,7 +37,7 @@ class Gatherer:
         self.problems.append(Problem(where, what))
 
     def still_missing(self, where: str, doc: str) -> None:
-        self.missing.append(Problem(where, f'is still ???; give {doc or "a value"}'))
+        self.missing.append(Problem(where, f'is still ???; give {_sentence(doc) or "a value"}'))
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:
@@ -57,14 +57,17 @@ def build(kind: Any, value: Any, where: str, gather: Gatherer, doc: str = '') ->
 
     Args:
         kind: A dataclass, a simple type, Literal, a union, `list[...]`, `dict[str, ...]` or Any.
-        value: Plain YAML: mappings, lists, strings, numbers, booleans, None.
+        value: Plain YAML: mappings, lists, strings, numbers, booleans, None; `???` stays as it is.
         where: Path of the value.
         gather: Takes the mistakes.
         doc: What the value means, for one that is missing.
     """
     if isinstance(value, str) and value == MISSING:
+        if dataclasses.is_dataclass(kind) and not _required(kind):
+            gather.problem(where, 'is a section; write ??? for the value in it that its user must give')
+            return None
         gather.still_missing(where, doc)
-        return None
+        return value
     if kind is Any:
         _look_for_missing(value, where, gather)
         return value
@@ -76,7 +79,8 @@ def build(kind: Any, value: Any, where: str, gather: Gatherer, doc: str = '') ->
     if origin is list and isinstance(value, list):
         return [build(arguments[0], item, f'{where}[{i}]', gather, doc) for i, item in enumerate(value)]
     if origin is dict and isinstance(value, dict):
-        return {str(key): build(arguments[1], item, join(where, key), gather) for key, item in value.items()}
+        entries = {str(key): build(arguments[1], item, join(where, key), gather) for key, item in value.items()}
+        return {key: item for key, item in entries.items() if item is not None or fits(arguments[1], None)}
     if fits(kind, value):
         return float(value) if kind is float else value
     gather.problem(where, f'{value!r} is not {describe(kind)}{_hint(kind, value)}')
@@ -141,25 +145,44 @@ def _dataclass(kind: Any, value: Any, where: str, gather: Gatherer) -> Any:
     if not isinstance(value, dict):
         gather.problem(where, f'{value!r} is not a mapping (key: value)')
         return None
-    fields = {field.name: field for field in dataclasses.fields(kind) if field.init and field.repr}
+    fields = {field.name: field.metadata for field in dataclasses.fields(kind) if field.init and field.repr}
     hints, docs = get_type_hints(kind), field_docs(kind)
     for key in value:
         if key not in fields:
             gather.problem(join(where, key), f'unknown key; {nearest(key, fields)}')
     built = {}
-    for name, field in fields.items():
-        path = join(where, name)
+    for name, metadata in fields.items():
+        path = where if metadata.get('flat') else join(where, name)
         if name in value:
+            before = len(gather.problems)
             built[name] = build(hints[name], value[name], path, gather, docs.get(name, ''))
-        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            gather.problem(path, f'is missing; give {docs.get(name, describe(hints[name]))}')
+            if built[name] is None and len(gather.problems) > before and name not in _required(kind):
+                del built[name]  # its default lets the other checks go on
+        elif name in _required(kind):
+            gather.problem(path, f'is missing; give {_sentence(docs.get(name, "")) or describe(hints[name])}')
             built[name] = None
     return kind(**built)
 
 
+def _sentence(doc: str) -> str:
+    """A doc string to go on with in the middle of a sentence."""
+    return doc[:1].lower() + doc[1:]
+
+
+def _required(kind: Any) -> set[str]:
+    """Fields of a dataclass without a default."""
+    return {
+        field.name
+        for field in dataclasses.fields(kind)
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    }
+
+
 def _union(kind: Any, value: Any, where: str, gather: Gatherer, doc: str) -> Any:
     choices = get_args(kind)
-    structured = [choice for choice in choices if dataclasses.is_dataclass(choice) or get_origin(choice) in (list, dict)]
+    structured = [
+        choice for choice in choices if dataclasses.is_dataclass(choice) or get_origin(choice) in (list, dict)
+    ]
     if value is not None and structured and not any(fits(c, value) for c in choices if c not in structured):
         return build(structured[0], value, where, gather, doc)
     if fits(kind, value):
@@ -172,6 +195,8 @@ def _hint(kind: Any, value: Any) -> str:
     if get_origin(kind) is Literal and isinstance(value, str):
         near = difflib.get_close_matches(value, [str(choice) for choice in get_args(kind)], n=1)
         return f"; did you mean '{near[0]}'?" if near else ''
+    if kind is str or (get_origin(kind) in (Union, types.UnionType) and str in get_args(kind)):
+        return '; put it in quotes' if isinstance(value, int | float) else ''
     return ''
 
 

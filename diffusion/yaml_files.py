@@ -1,12 +1,13 @@
-"""Reading YAML: what a file extends, overrides from the command line, and errors that say where."""
+"""YAML files: what one extends, overrides from the command line, errors that say where, and writing."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 
 class UnreadableYAML(ValueError):
@@ -37,16 +38,19 @@ def read_yaml(path: Path, *, extended_by: Path | None = None) -> dict[str, Any]:
     try:
         text = path.read_text(encoding='utf-8')
     except OSError as error:
-        where = f'{extended_by}: extends: ' if extended_by else ''
-        raise UnreadableYAML(f'{where}{path} cannot be read ({error.strerror}); paths in extends are relative to their file') from error
+        reason = f'{path} cannot be read ({error.strerror})'
+        if extended_by is None:
+            raise UnreadableYAML(f'{reason}; give the path of a YAML file') from error
+        way_out = 'the path is relative to the file that extends'
+        raise UnreadableYAML(f'{extended_by}: extends: {reason}; {way_out}') from error
     except UnicodeDecodeError as error:
         raise UnreadableYAML(f'{path}: not UTF-8 text ({error})') from error
     try:
-        content = yaml.load(text, Loader=_Loader)  # noqa: S506  (a SafeLoader)
+        content = yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f':{mark.line + 1}:{mark.column + 1}' if mark else ''
-        hint = '; indent with spaces' if '\t' in str(error.problem) else ''
+        hint = '; indent with spaces' if r"'\t'" in str(error.problem) else ''
         raise UnreadableYAML(f'{path}{line}: {error.problem or error.context}{hint}') from error
     except yaml.YAMLError as error:
         raise UnreadableYAML(f'{path}: {error}') from error
@@ -56,31 +60,69 @@ def read_yaml(path: Path, *, extended_by: Path | None = None) -> dict[str, Any]:
 
 
 def merge(contents: Sequence[dict[str, Any]], overrides: Sequence[str]) -> dict[str, Any]:
-    """One mapping of several, later ones first in rank, `key=value` overrides last; interpolations resolved."""
+    """One mapping of several, later ones first in rank, `key=value` overrides last; interpolations resolved.
+
+    Where a later file gives a component another name, the earlier one's keywords are dropped: they are not its own.
+    """
+    for index, content in enumerate(contents):
+        for earlier in contents[:index]:
+            _drop_renamed(earlier, content)
     try:
         merged = OmegaConf.merge(*(OmegaConf.create(content) for content in contents))
         for override in overrides:
             key, equals, value = override.partition('=')
             if not equals or not key.strip():
-                raise UnreadableYAML(f'{override!r} is not an override; write key=value, such as trainer.max_duration=20ba')
+                raise UnreadableYAML(
+                    f'{override!r} is not an override; write key=value, such as trainer.max_duration=20ba'
+                )
             OmegaConf.update(merged, key.strip(), _value(override, value), merge=True, force_add=True)
         plain = OmegaConf.to_container(merged, resolve=True, throw_on_missing=False)
     except OmegaConfBaseException as error:
-        raise UnreadableYAML(str(error).splitlines()[0]) from error
+        where = f'{error.full_key}: ' if getattr(error, 'full_key', None) else ''
+        way_out = ''
+        if isinstance(error, GrammarParseError):
+            way_out = r'; write \${ where no interpolation is meant'
+        elif 'incompatible container types' in str(error):
+            way_out = '; a list cannot replace a mapping (key: value), nor a mapping a list'
+        raise UnreadableYAML(f'{where}{str(error).splitlines()[0]}{way_out}') from error
     assert isinstance(plain, dict)
     return plain  # type: ignore[return-value]
 
 
+def dump(values: dict[str, Any]) -> str:
+    """Plain values as YAML that `read_yaml` and `merge` read back as they were."""
+    return yaml.dump(_escaped(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+
+
+def _escaped(value: Any) -> Any:
+    """Without interpolations: `${` is what it says, however many backslashes stand before it."""
+    if isinstance(value, dict):
+        return {key: _escaped(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_escaped(item) for item in value]
+    return re.sub(r'(\\*)\$\{', r'\1\1\\${', value) if isinstance(value, str) else value
+
+
+def _drop_renamed(earlier: dict[str, Any], later: dict[str, Any]) -> None:
+    """Empty the mappings of one file that another one gives another `name`."""
+    for key, new in later.items():
+        old = earlier.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            if 'name' in new and new['name'] != old.get('name', key):
+                earlier[key] = {}
+            else:
+                _drop_renamed(old, new)
+
+
 def _value(override: str, text: str) -> Any:
     try:
-        value = yaml.load(text, Loader=_Loader) if text.strip() else ''  # noqa: S506  (a SafeLoader)
+        return yaml.load(text, Loader=_Loader) if text.strip() else ''
     except yaml.YAMLError as error:
         raise UnreadableYAML(f'{override!r}: its value is not YAML; quote it') from error
-    return value
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML with 1e-4 a number, and a key that stands twice an error."""
+    """YAML with 1e-4 a number, a date a string, and a key that stands twice an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[Any, yaml.Mark] = {}
@@ -95,17 +137,30 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_FLOAT = r"""^(?:[-+]?(?:[0-9][0-9_]*)\.[0-9_]*(?:[eE][-+]?[0-9]+)?
-    |[-+]?(?:[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)
-    |\.[0-9_]+(?:[eE][-+]?[0-9]+)?
+class _Dumper(yaml.SafeDumper):
+    """Quotes what _Loader would read as something else; repeats what stands twice."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_FLOAT = re.compile(
+    r"""^(?:[-+]?[0-9][0-9_]*(?:\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[eE][-+]?[0-9]+)
+    |[-+]?\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?
     |[-+]?\.(?:inf|Inf|INF)
-    |\.(?:nan|NaN|NAN))$"""
+    |\.(?:nan|NaN|NAN))$""",
+    re.X,
+)
 
 
-def _add_float_resolver() -> None:
-    import re
+def _resolve_as_1_2(schema: Any) -> None:
+    """Make floats and dates of a loader or dumper what they are in YAML 1.2."""
+    schema.yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != 'tag:yaml.org,2002:timestamp']
+        for first, resolvers in schema.yaml_implicit_resolvers.items()
+    }
+    schema.add_implicit_resolver('tag:yaml.org,2002:float', _FLOAT, list('-+0123456789.'))
 
-    _Loader.add_implicit_resolver('tag:yaml.org,2002:float', re.compile(_FLOAT, re.X), list('-+0123456789.'))
 
-
-_add_float_resolver()
+_resolve_as_1_2(_Loader)
+_resolve_as_1_2(_Dumper)

@@ -5,12 +5,14 @@ import os
 os.environ.setdefault('HF_HUB_OFFLINE', '1')
 os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')
 
+import gc
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 CAPTIONS = ['a red square', 'a blue disc', 'green stripes', 'a yellow cross', 'a black dot', 'grey noise']
 
@@ -34,8 +36,8 @@ def draw_picture(index: int, side: int) -> bytes:
     image = Image.new('RGB', (side, side), 'white')
     draw = ImageDraw.Draw(image)
     colour = tuple(int(value) for value in rng.integers(0, 200, 3))
-    left, top, right, bottom = sorted(rng.integers(0, side, 2)) + sorted(rng.integers(0, side, 2))
-    draw.ellipse((min(left, right), top, max(left, right) + 8, bottom + 8), fill=colour)
+    left, top = (int(value) for value in rng.integers(0, side // 2, 2))
+    draw.ellipse((left, top, left + side // 2, top + side // 3), fill=colour)
     buffer = io.BytesIO()
     image.save(buffer, format='PNG')
     return buffer.getvalue()
@@ -102,3 +104,47 @@ def make_model(small_vae: Path) -> Callable[..., object]:
 
     return make
 
+
+
+@pytest.fixture
+def write_recipe(tmp_path: Path, pictures: dict[int, Path], small_vae: Path) -> Callable[..., Path]:
+    """Writes a recipe that trains the tiny model on 32 px pictures for 8 batches; keywords replace whole sections."""
+
+    def write(name: str = 'run', **sections: object) -> Path:
+        recipe: dict[str, object] = {
+            'name': name,
+            'runs_dir': str(tmp_path / 'runs'),
+            'global_batch': 8,
+            'model': {
+                'name': 'tiny',
+                'resolution': 32,
+                'vae': str(small_vae),
+                'block_out_channels': [32, 32],
+                'text_width': 32,
+                'text_layers': 1,
+            },
+            'dataset': {'name': 'image_text'},
+            'streams': {'small': {'local': str(pictures[32]), 'resolution': 32}},
+            'loader': {'num_workers': 0},
+            'optimizer': {'name': 'adamw', 'lr': 1.0e-3},
+            'loggers': {'metrics_file': None},
+            'trainer': {
+                'max_duration': '8ba',
+                'save_interval': '4ba',
+                'autoresume': True,
+                'progress_bar': False,
+                'device': 'cpu',
+            },
+        }
+        path = tmp_path / f'{name}.yaml'
+        path.write_text(yaml.safe_dump(recipe | sections), encoding='utf-8')
+        return path
+
+    return write
+
+
+@pytest.fixture(autouse=True)
+def _forget_datasets() -> Iterator[None]:
+    """Streaming refuses two live datasets on one folder; let go of those that a test left behind."""
+    yield
+    gc.collect()

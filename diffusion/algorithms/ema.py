@@ -10,8 +10,19 @@ from composer.core import Algorithm, Event, State, Time, TimeUnit
 from composer.loggers import Logger
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 log = logging.getLogger(__name__)
+
+_EVENTS = (
+    Event.INIT,
+    Event.AFTER_LOAD,
+    Event.FIT_START,
+    Event.BATCH_END,
+    Event.EPOCH_END,
+    Event.EVAL_START,
+    Event.EVAL_END,
+)
 
 
 class EMA(Algorithm):
@@ -63,10 +74,7 @@ class EMA(Algorithm):
         return bool(self.averages) or bool(self._saved)
 
     def match(self, event: Event, state: State) -> bool:
-        if event in (Event.INIT, Event.AFTER_LOAD, Event.FIT_START, Event.EVAL_START, Event.EVAL_END):
-            return True
-        ends = Event.EPOCH_END if self.update_interval.unit == TimeUnit.EPOCH else Event.BATCH_END
-        return event == ends
+        return event in _EVENTS
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         self._model = state.model
@@ -84,7 +92,8 @@ class EMA(Algorithm):
                 self._start(state)
             return
         unit = self.update_interval.unit
-        if state.timestamp.get(unit).value % self.update_interval.value == 0:
+        ends = Event.EPOCH_END if unit == TimeUnit.EPOCH else Event.BATCH_END
+        if event == ends and state.timestamp.get(unit).value % self.update_interval.value == 0:
             self.update()
 
     @torch.no_grad()
@@ -174,8 +183,12 @@ def averaged_weights(state: State) -> Iterator[bool]:
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters that are trained, by their name in the model without DDP's wrapper."""
-    named = ((name.removeprefix('module.'), weight) for name, weight in model.named_parameters())
-    return {name: weight for name, weight in named if weight.requires_grad}
+    return {name: weight for name, weight in unwrapped(model).named_parameters() if weight.requires_grad}
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside DDP's wrapper, or itself."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from composer.core.precision import get_precision_context
 from composer.loggers import Logger
 from composer.utils import create_interval_scheduler, dist
 
-from diffusion.algorithms.ema import averaged_weights
+from diffusion.algorithms.ema import averaged_weights, unwrapped
 from diffusion.evaluation.sheet import contact_sheet, save_image, to_images
 
 log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class ImageGrid(Callback):
 
     def _draw(self, state: State, logger: Logger) -> None:
         batch = state.timestamp.batch.value
-        model = getattr(state.model, 'module', state.model)
+        model = unwrapped(state.model)
         images = []
         # Every rank draws: under FSDP each one holds a part of the weights.
         with averaged_weights(state) as averaged, get_precision_context(state.precision):

@@ -1,12 +1,15 @@
 """Finding a run's checkpoints and recipe, and reading weights out of them."""
 
 import pickle
+import re
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 RECIPE = 'recipe.yaml'
 """The resolved recipe, saved beside the checkpoints of its run."""
@@ -44,11 +47,15 @@ def recipe_beside(checkpoint: Path) -> Path:
 def read_checkpoint(path: Path) -> dict[str, Any]:
     """The `state` of a Composer checkpoint, tensors on the CPU, without running anything that is pickled in it."""
     try:
-        with torch.serialization.safe_globals(_numpy_globals()):
+        with torch.serialization.safe_globals(_harmless_globals()):
             content = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError) as error:
+    except pickle.UnpicklingError as error:
+        found = re.search(r'Unsupported global: GLOBAL (\S+)', str(error))
+        what = f'it holds a pickled {found[1]}, which is not loaded' if found else 'its pickle is damaged'
+        raise ValueError(f'{path}: not a checkpoint of this library ({what})') from error
+    except (RuntimeError, EOFError, KeyError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ValueError(f'{path}: not a readable checkpoint ({reason}); it may be cut short, use an earlier one') from error
+        raise ValueError(f'{path}: not readable ({reason}); it may be cut short, use an earlier one') from error
     if not isinstance(content, dict) or 'model' not in content.get('state', {}):
         raise ValueError(f'{path}: it holds no model; is it a checkpoint of Composer?')
     return content['state']
@@ -62,7 +69,7 @@ def weights_of(path: Path, which: Weights | None = None) -> tuple[dict[str, Tens
         which: Averaged weights, training weights, or (None) averaged ones where there are any.
     """
     state = read_checkpoint(path)
-    model = {name.removeprefix('module.'): tensor for name, tensor in state['model'].items()}
+    model = dict(state['model'])
     average = dict(state.get('algorithms', [])).get('EMA', {})
     if which == 'training' or (which is None and 'averages' not in average):
         return model, 'training'
@@ -93,7 +100,8 @@ def _named(missing: list[str], unknown: list[str]) -> list[tuple[str, list[str]]
     return [('tensors missing', missing), ('tensors unknown', unknown)]
 
 
-def _numpy_globals() -> list[Any]:
-    """What Composer's random states are pickled with."""
-    dtypes = [type(np.dtype(name)) for name in ('uint32', 'int64', 'float64', 'bool', 'float32')]
-    return [np.ndarray, np.dtype, np.core.multiarray._reconstruct, np.core.multiarray.scalar, *dtypes]  # type: ignore[attr-defined]
+def _harmless_globals() -> list[Any]:
+    """The classes in what Composer saves besides tensors: versions, clocks, numpy's random states."""
+    reconstruct = np.zeros(1).__reduce__()[0]  # its module has another name in numpy 1 and 2
+    dtypes = [type(np.dtype(name)) for name in ('bool', 'uint32', 'int64', 'float32', 'float64')]
+    return [TorchVersion, timedelta, np.ndarray, np.dtype, reconstruct, *dtypes]

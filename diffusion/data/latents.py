@@ -74,7 +74,10 @@ def read_manifest(bucket: Bucket) -> LatentManifest:
     if not local.exists():
         raise ValueError(f'{where}: no {MANIFEST} beside its shards; latents are made by task=precompute')
     known = {field.name for field in dataclasses.fields(LatentManifest)}
-    content = json.loads(local.read_text())
+    try:
+        content = json.loads(local.read_text())
+    except ValueError:
+        content = {}
     if set(content) != known or content['version'] != 1:
         raise ValueError(f'{where}: {local} is not a manifest of version 1; precompute the latents again')
     return LatentManifest(**content)

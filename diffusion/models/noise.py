@@ -104,7 +104,8 @@ class Draws:
 
 def keyed_uniforms(seed: int, purpose: Purpose, sample_id: int, epoch: int) -> tuple[float, float, float, float]:
     """Four numbers in [0, 1) of one sample in one epoch, without tensors: what data workers want."""
-    w0, w1, w2, w3 = philox((0, sample_id & _MASK, epoch & _MASK, 0), (seed, int(purpose)))
+    # int(): Streaming counts in numpy's integers, whose products warn when they wrap.
+    w0, w1, w2, w3 = philox((0, int(sample_id) & _MASK, int(epoch) & _MASK, 0), (seed, int(purpose)))
     return w0 * 2.0**-32, w1 * 2.0**-32, w2 * 2.0**-32, w3 * 2.0**-32
 
 

@@ -110,7 +110,7 @@ def _csv_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             for row in reader:
                 yield f'{file.name} line {reader.line_num}', row
         except csv.Error as error:
-            raise ValueError(f'{file.name} line {reader.line_num}: is not CSV ({error}); correct it') from error
+            raise ValueError(f'{file.name} line {reader.reader.line_num}: is not CSV ({error}); correct it') from error
 
 
 def _jsonl_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -38,7 +38,7 @@ _FLAG_LETTERS = frozenset(f'{code:X}' for code in (*range(0x1F1E6, 0x1F200), *ra
 DISTINCT_DISTANCE = 0.1
 """Least root mean square difference, at 16 px with colours in [0, 1], between two pictures that are distinct.
 
-Measured: clock faces, zodiac signs and most yellow faces are closer to one another than this; about 1,170 pictures remain.
+Clock faces, zodiac signs and most yellow faces are closer to one another than this; about 1,170 pictures remain.
 """
 
 

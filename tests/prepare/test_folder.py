@@ -191,7 +191,7 @@ def test_wrong_arguments(source: Path, out: Path, tmp_path: Path) -> None:
     draw(source / 'a.jpg')
     with pytest.raises(ValueError, match='is no folder'):
         prepare_folder(tmp_path / 'none', out, [16])
-    with pytest.raises(ValueError, match='--captions: .* does not exist'):
+    with pytest.raises(ValueError, match=r'--captions: .* does not exist'):
         prepare_folder(source, out, [16], captions=tmp_path / 'none.csv')
     with pytest.raises(ValueError, match='--jpeg-quality: 0'):
         prepare_folder(source, out, [16], jpeg_quality=0)

@@ -41,10 +41,13 @@ def test_shards_are_hashed_and_read_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize('failure', [RuntimeError, KeyboardInterrupt])
-def test_failure_leaves_nothing(tmp_path: Path, failure: type[BaseException]) -> None:
-    with pytest.raises(failure), new_dataset(tmp_path / 'out') as folder, BucketWriter(folder) as writer:
-        writer.write(8, PICTURE)
+def test_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: type[BaseException]) -> None:
+    def fail(self: object, *_: object) -> None:
         raise failure
+
+    monkeypatch.setattr(Path, 'write_text', fail)  # of the report, when all shards are written
+    with pytest.raises(failure):
+        write(tmp_path / 'out')
     assert not list(tmp_path.iterdir())
 
 
@@ -66,10 +69,14 @@ def test_existing_dataset_is_kept(tmp_path: Path) -> None:
 
 
 def test_dataset_written_meanwhile_is_kept(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match='exists and is not empty'), new_dataset(tmp_path / 'out') as folder:
-        (folder / 'late').touch()
-        (tmp_path / 'out').mkdir()
-        (tmp_path / 'out/first').touch()
+    def write_late() -> None:
+        with new_dataset(tmp_path / 'out') as folder:
+            (folder / 'late').touch()
+            (tmp_path / 'out').mkdir()
+            (tmp_path / 'out/first').touch()
+
+    with pytest.raises(ValueError, match='exists and is not empty'):
+        write_late()
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob('*')] == ['out', 'out/first']
 
 

@@ -1,0 +1,231 @@
+"""What makes a recipe wrong beyond the types of its values; none of it needs a heavy import."""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from diffusion import registry
+from diffusion.recipe import Component, Recipe, StreamConfig
+from diffusion.schema import MISSING, Gatherer, Problem, join
+
+SINGLE = ('model', 'dataset', 'eval_dataset', 'optimizer', 'scheduler')
+"""Sections that are one component."""
+PLURAL = {'algorithms': 'algorithm', 'callbacks': 'callback', 'loggers': 'logger', 'evaluators': 'evaluator'}
+"""Sections that are components by name, and their kind."""
+SUPPLIED = {'dataset': ('buckets', 'batch_size', 'tokenizers', 'seed'), 'optimizer': ('params',)}
+"""Keywords of components that the program gives."""
+ELSEWHERE = {
+    'model': 'model',
+    'train_dataloader': 'streams and dataset',
+    'eval_dataloader': 'eval_streams and eval_dataset',
+    'optimizers': 'optimizer',
+    'schedulers': 'scheduler',
+    'algorithms': 'algorithms',
+    'callbacks': 'callbacks',
+    'loggers': 'loggers',
+    'run_name': 'name',
+    'seed': 'seed',
+    'device_train_microbatch_size': 'device_train_microbatch_size',
+    'parallelism_config': 'parallelism',
+    'load_path': 'init_from (another run) or trainer.autoresume (this one)',
+}
+"""Keywords of the Trainer that are said in another section."""
+DURATION = re.compile(r'\d+(\.\d+)?(ba|ep|sp|tok|dur|iter|sec)')
+DURATION_KEYS = (
+    'max_duration',
+    'eval_interval',
+    'save_interval',
+    't_warmup',
+    't_max',
+    'ema_start',
+    'half_life',
+    'update_interval',
+    'every',
+)
+
+
+def check_components(recipe: Recipe) -> list[Problem]:
+    """Names and keywords of components, and keywords of the Trainer."""
+    problems = []
+    for where, kind, component in _components(recipe):
+        what = registry.unknown(kind, component.name)
+        if what is not None:
+            problems.append(Problem(where, what))
+            continue
+        problems += registry.check_keywords(
+            where, kind, component.name, component.kwargs, supplied=SUPPLIED.get(kind, ())
+        )
+    if not isinstance(recipe.trainer, dict):
+        return problems
+    for key in recipe.trainer:
+        if key in ELSEWHERE:
+            problems.append(Problem(join('trainer', key), f'is said elsewhere: set {ELSEWHERE[key]}'))
+    rest = {key: value for key, value in recipe.trainer.items() if key not in ELSEWHERE}
+    return problems + registry.check_keywords('trainer', 'trainer', 'composer', rest, supplied=('model',))
+
+
+def keyword_types(recipe: Recipe) -> dict[str, str]:
+    """The annotation of every keyword that a component of the recipe, or the Trainer, takes, by its path."""
+    places = [*_components(recipe), ('trainer', 'trainer', Component('composer'))]
+    return {
+        join(where, parameter.name): parameter.annotation
+        for where, kind, component in places
+        if registry.unknown(kind, component.name) is None
+        for parameter in registry.signature(kind, component.name).parameters
+    }
+
+
+def check(recipe: Recipe) -> list[Problem]:
+    """What the types alone do not say; values that are still ??? are passed over."""
+    gather = Gatherer()
+    if _not_positive(recipe.global_batch):
+        gather.problem('global_batch', f'{recipe.global_batch} is not positive')
+    if _not_positive(recipe.device_train_microbatch_size):
+        gather.problem('device_train_microbatch_size', f'{recipe.device_train_microbatch_size} is not positive')
+    if isinstance(recipe.seed, int) and not 0 <= recipe.seed < 2**32:
+        gather.problem('seed', f'{recipe.seed} is not in [0, 2**32)')
+    if recipe.name not in (None, MISSING) and not re.fullmatch(r'[A-Za-z0-9._-]+', recipe.name):
+        gather.problem('name', f'{recipe.name!r}; use letters, digits, dots, dashes and underscores: it names a folder')
+    _check_task(recipe, gather)
+    for section, streams in _stream_sections(recipe):
+        _check_streams(section, streams, gather)
+    for where, value in _durations(recipe):
+        if isinstance(value, str) and value != MISSING and not DURATION.fullmatch(value):
+            gather.problem(where, f'{value!r} is not a duration; write a number and its unit, such as 1000ba or 2ep')
+    return gather.problems
+
+
+def check_devices(recipe: Recipe, world_size: int) -> list[Problem]:
+    """Whether the batch divides over the devices, and a device's share into microbatches."""
+    batch, microbatch = recipe.global_batch, recipe.device_train_microbatch_size
+    if recipe.task not in ('train', 'evaluate'):
+        return []
+    if batch % world_size:
+        sizes = sorted({max(world_size, batch // world_size * world_size), (batch // world_size + 1) * world_size})
+        choices = ' or '.join(str(size) for size in sizes)
+        return [Problem('global_batch', f'{batch} does not divide over {world_size} devices; use {choices}')]
+    share = batch // world_size
+    if isinstance(microbatch, int) and share % microbatch:
+        divisors = [size for size in range(1, share + 1) if share % size == 0]
+        near = min(divisors, key=lambda size: abs(size - microbatch))
+        what = (
+            f"{microbatch} does not divide a device's {share} samples ({batch} over {world_size} devices); use {near}"
+        )
+        return [Problem('device_train_microbatch_size', what)]
+    return []
+
+
+def check_paths(recipe: Recipe) -> list[Problem]:
+    """Local data and checkpoints that the task needs and that are not there."""
+    gather = Gatherer()
+    for section, streams in _stream_sections(recipe):
+        for name, stream in streams.items():
+            source = 'local' if stream.remote is None else 'remote'
+            folder = stream.local if stream.remote is None else stream.remote
+            if folder is not None and '://' not in folder:
+                _check_index(f'{section}.{name}.{source}', Path(folder), gather)
+    if recipe.task == 'train' and recipe.init_from is not None:
+        _check_checkpoint('init_from', recipe.init_from, gather)
+    if recipe.task in ('evaluate', 'generate'):
+        _check_checkpoint('checkpoint', recipe.checkpoint or str(recipe.run_dir), gather)
+    return gather.problems
+
+
+def _components(recipe: Recipe) -> list[tuple[str, str, Component]]:
+    """Where, kind and component of all that a recipe names."""
+    found = [(section, section.removeprefix('eval_'), getattr(recipe, section)) for section in SINGLE]
+    for section, kind in PLURAL.items():
+        entries = getattr(recipe, section)
+        if isinstance(entries, dict):
+            found += [(join(section, key), kind, component) for key, component in entries.items()]
+    return [item for item in found if isinstance(item[2], Component) and item[2].name not in (None, '', MISSING)]
+
+
+def _stream_sections(recipe: Recipe) -> list[tuple[str, dict[str, StreamConfig]]]:
+    """The streams that the task reads, but for those that are still ???."""
+    sections = {
+        'train': [('streams', recipe.streams), ('eval_streams', recipe.eval_streams)],
+        'precompute': [('precompute.streams', recipe.precompute.streams)],
+        'evaluate': [('eval_streams', recipe.eval_streams)],
+    }
+    return [
+        (where, {name: stream for name, stream in streams.items() if isinstance(stream, StreamConfig)})
+        for where, streams in sections.get(recipe.task, [])
+        if isinstance(streams, dict)
+    ]
+
+
+def _check_task(recipe: Recipe, gather: Gatherer) -> None:
+    if recipe.task == 'train':
+        if not recipe.streams:
+            gather.problem('streams', 'is empty; training needs at least one stream')
+        if 'max_duration' not in recipe.trainer:
+            gather.problem('trainer.max_duration', 'is missing; say how long to train, such as 1000ba')
+    if recipe.task == 'precompute':
+        if not recipe.precompute.streams:
+            gather.problem('precompute.streams', 'is empty; name the pictures to encode')
+        if not recipe.precompute.out:
+            gather.problem('precompute.out', 'is missing; give the folder for the latents')
+    if recipe.task == 'evaluate' and not recipe.eval_streams:
+        gather.problem('eval_streams', 'is empty; evaluation needs at least one stream')
+    if recipe.task == 'generate' and not recipe.generate.prompts:
+        gather.problem('generate.prompts', 'is empty; give captions to draw')
+
+
+def _check_streams(section: str, streams: Mapping[str, StreamConfig], gather: Gatherer) -> None:
+    for name, stream in streams.items():
+        where = join(section, name)
+        if stream.remote is None and stream.local is None:
+            gather.problem(where, 'has neither remote nor local; give the folder of its MDS shards')
+        if isinstance(stream.resolution, int) and (stream.resolution <= 0 or stream.resolution % 8):
+            gather.problem(join(where, 'resolution'), f'{stream.resolution} is not a multiple of 8 pixels')
+        amounts = [key for key in ('proportion', 'repeat', 'choose') if getattr(stream, key) is not None]
+        if len(amounts) > 1:
+            gather.problem(where, f'{" and ".join(amounts)} say one thing in several ways; keep one')
+        for key in amounts:
+            if _not_positive(getattr(stream, key)):
+                gather.problem(join(where, key), f'{getattr(stream, key)} is not positive; remove the stream instead')
+    with_proportion = [name for name, stream in streams.items() if stream.proportion is not None]
+    if with_proportion and len(with_proportion) != len(streams):
+        rest = ', '.join(name for name in streams if name not in with_proportion)
+        gather.problem(
+            section, f'{rest}: without proportion beside streams that have one; give all of them one, or none'
+        )
+
+
+def _durations(recipe: Recipe) -> list[tuple[str, Any]]:
+    places = [(where, component.kwargs) for where, _, component in _components(recipe)]
+    if isinstance(recipe.trainer, dict):
+        places.append(('trainer', recipe.trainer))
+    return [(join(where, key), kwargs[key]) for where, kwargs in places for key in DURATION_KEYS if key in kwargs]
+
+
+def _check_index(where: str, folder: Path, gather: Gatherer) -> None:
+    index = folder / 'index.json'
+    if not index.is_file():
+        way_out = 'make it with `diffusion prepare`, or latents with task=precompute'
+        gather.problem(where, f'{folder} has no index.json; is it an MDS folder? {way_out}')
+        return
+    try:
+        shards = json.loads(index.read_text(encoding='utf-8'))['shards']
+        samples = sum(shard['samples'] for shard in shards)
+    except (ValueError, KeyError, TypeError) as error:
+        gather.problem(
+            where, f'{index} is not an index of MDS shards ({type(error).__name__}: {error}); prepare it again'
+        )
+        return
+    if samples == 0:
+        gather.problem(where, f'{folder} has no samples; prepare it again, or remove the stream')
+
+
+def _check_checkpoint(where: str, place: str, gather: Gatherer) -> None:
+    path = Path(place)
+    choices = [path, path.with_name(f'{path.name}-rank0.pt'), path.with_name(f'{path.name}.pt')]
+    if '://' not in place and not any(choice.exists() for choice in choices):
+        gather.problem(where, f'{place} does not exist; give a checkpoint file or the folder of a run')
+
+
+def _not_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and value <= 0

@@ -1,0 +1,184 @@
+"""The recipe: its sections, what each value means, and the defaults."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from diffusion.schema import Problem
+
+
+@dataclass
+class Component:
+    """Something with a registered name and keywords."""
+
+    name: str
+    """A registered name."""
+    kwargs: dict[str, Any] = field(default_factory=dict, metadata={'flat': True})
+    """Its keywords, which stand beside the name in a YAML."""
+
+
+@dataclass
+class StreamConfig:
+    """One folder of MDS shards, seen at one resolution."""
+
+    resolution: int
+    """The side in pixels of the squares that the model sees, such as 256."""
+    remote: str | None = None
+    """The object store folder that holds index.json, such as s3://bucket/mds; null for data that is local."""
+    local: str | None = None
+    """The local folder: of the data itself, or of the cache of `remote`."""
+    proportion: float | None = None
+    """Share of this stream in an epoch, relative to the other streams' proportions."""
+    repeat: float | None = None
+    """How often an epoch goes over this stream."""
+    choose: int | None = None
+    """Samples an epoch takes of this stream."""
+    download_retry: int = 2
+    """Tries after a failed download."""
+    download_timeout: float = 60.0
+    """Seconds until a download counts as failed."""
+    validate_hash: str | None = None
+    """Hash to check downloaded shards with: sha1 or xxh64, as they were written."""
+
+
+@dataclass
+class LoaderConfig:
+    """How samples are read and ordered."""
+
+    num_workers: int | None = None
+    """Processes a device that read; null chooses from the cores."""
+    prefetch_factor: int | None = None
+    """Batches each worker reads ahead."""
+    timeout_seconds: int = 600
+    """Longest wait for a worker's batch."""
+    predownload: int | None = None
+    """Samples whose shards are fetched ahead."""
+    cache_limit: str | None = None
+    """Largest size of the local cache, such as 500gb, at least four times the largest shard."""
+    shuffle: bool = True
+    """Shuffle the training data."""
+    shuffle_algo: Literal['py1e', 'py1br', 'py1b', 'py1s', 'py2s', 'naive'] = 'py1e'
+    """Streaming's shuffling algorithm."""
+    shuffle_seed: int | None = None
+    """Seed of the order; null is the run's seed."""
+    shuffle_block_size: int | None = None
+    """Samples that are shuffled together; null lets Streaming choose."""
+    num_canonical_nodes: int | None = None
+    """Order is cut in this many parts; fixed, it is the same on any number of nodes."""
+    batching_method: Literal['per_stream', 'random', 'stratified'] = 'per_stream'
+    """per_stream never mixes resolutions in a batch."""
+
+
+@dataclass
+class ParallelismConfig:
+    """How the model is spread over devices."""
+
+    strategy: Literal['ddp', 'fsdp2', 'fsdp1'] = 'ddp'
+    """ddp: a copy on every device; fsdp2: sharded."""
+    reshard_after_forward: bool = True
+    """Shard weights again after the forward pass (FULL_SHARD); false keeps them until the step (SHARD_GRAD_OP)."""
+
+
+@dataclass
+class PrecomputeConfig:
+    """`task: precompute`: which pictures become latents, and where these go."""
+
+    streams: dict[str, StreamConfig] = field(default_factory=dict)
+    """The streams of pictures."""
+    out: str = ''
+    """The folder for the latents, one sub-folder a stream."""
+    posterior: Literal['sample', 'mean'] = 'sample'
+    """sample stores mean and log-variance, so that every epoch draws anew; mean stores half as much."""
+    dtype: Literal['float16', 'float32'] = 'float16'
+    """Of what is stored."""
+    batch_size: int = 64
+    """Pictures encoded at once."""
+
+
+@dataclass
+class GenerateConfig:
+    """`task: generate`, and the defaults of `diffusion generate`."""
+
+    prompts: list[str] = field(default_factory=list)
+    """Captions to draw."""
+    negative_prompt: str = ''
+    """What guidance moves away from."""
+    out: str | None = None
+    """Folder for the pictures; null is `generated` in the run's folder."""
+    guidance_scale: float = 7.5
+    """1 turns guidance off."""
+    guidance_rescale: float = 0.0
+    """Share of pulling the guided prediction's deviation back."""
+    num_inference_steps: int = 50
+    """Steps of the scheduler."""
+    num_images_per_prompt: int = 1
+    """Pictures a caption."""
+    seed: int = 0
+    """Of the first picture; the others count up."""
+    noise_scheduler: str = 'ddim'
+    """ddim, dpm++, euler, ... or a class of diffusers."""
+    weights: Literal['ema', 'training'] | None = None
+    """null takes averaged weights where there are any."""
+
+
+@dataclass
+class Recipe:
+    """Everything about a run."""
+
+    name: str
+    """The name of the run, which its folder is called by."""
+    global_batch: int
+    """The samples an optimizer step sees, over all devices."""
+    model: Component
+    """The model: name and keywords."""
+    task: Literal['train', 'precompute', 'evaluate', 'generate'] = 'train'
+    """What run.py does."""
+    seed: int = 17
+    """Of everything that is random."""
+    imports: list[str] = field(default_factory=list)
+    """Modules to import first, which register components of yours."""
+    runs_dir: str = 'runs'
+    """Where the folders of runs are."""
+    device_train_microbatch_size: int | Literal['auto'] | None = None
+    """Samples a device takes at once; null takes its whole share of the batch."""
+    init_from: str | None = None
+    """Checkpoint or folder of another run whose weights this one starts from."""
+    checkpoint: str | None = None
+    """What to evaluate or to generate with; null is the run's latest."""
+    dataset: Component = field(default_factory=lambda: Component('image_text'))
+    """Kind of the training data, and how samples are made of it."""
+    streams: dict[str, StreamConfig] = field(default_factory=dict)
+    """Training data by name."""
+    eval_dataset: Component | None = None
+    """Kind of the evaluation data; null is the training dataset's without what is random about it."""
+    eval_streams: dict[str, StreamConfig] = field(default_factory=dict)
+    """Evaluation data by name."""
+    loader: LoaderConfig = field(default_factory=LoaderConfig)
+    """How samples are read and ordered."""
+    optimizer: Component = field(default_factory=lambda: Component('adamw', {'lr': 1.0e-4, 'weight_decay': 0.01}))
+    """The optimizer."""
+    scheduler: Component | None = None
+    """The learning rate's schedule; null keeps it constant."""
+    algorithms: dict[str, Component] = field(default_factory=dict)
+    """Composer algorithms by name."""
+    callbacks: dict[str, Component] = field(default_factory=dict)
+    """Composer callbacks by name."""
+    loggers: dict[str, Component] = field(default_factory=dict)
+    """Where metrics go."""
+    evaluators: dict[str, Component] = field(default_factory=dict)
+    """What `task: evaluate` measures besides the validation losses."""
+    parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
+    """How the model is spread over devices."""
+    precompute: PrecomputeConfig = field(default_factory=PrecomputeConfig)
+    """What `task: precompute` does."""
+    generate: GenerateConfig = field(default_factory=GenerateConfig)
+    """What `task: generate` draws."""
+    trainer: dict[str, Any] = field(default_factory=dict)
+    """Keywords of composer.Trainer."""
+    missing: list[Problem] = field(default_factory=list, repr=False, compare=False)
+    """Values that are still ???, where that was allowed."""
+
+    @property
+    def run_dir(self) -> Path:
+        """Where the run's checkpoints, metrics and pictures are."""
+        return Path(self.runs_dir) / self.name

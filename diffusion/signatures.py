@@ -1,0 +1,196 @@
+"""The keywords that a class or function takes, read from its source without importing it."""
+
+import ast
+import functools
+import importlib.util
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Union
+
+_SIMPLE = {'int': int, 'float': float, 'str': str, 'bool': bool, 'None': type(None), 'list': list, 'dict': dict}
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A keyword of a component; `annotation` is its source text, empty where there is none."""
+
+    name: str
+    annotation: str
+    required: bool
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The keywords of a component, whether it takes any others, and the dataclasses its file imports from us."""
+
+    parameters: tuple[Parameter, ...]
+    open_ended: bool
+    nested: Mapping[str, str]
+
+    def names(self) -> set[str]:
+        """Names of the keywords."""
+        return {parameter.name for parameter in self.parameters}
+
+
+def of_object(target: Any) -> Signature:
+    """The keywords of a class or function."""
+    found = inspect.signature(target).parameters.values()
+    parameters = tuple(
+        Parameter(
+            p.name, '' if p.annotation is p.empty else inspect.formatannotation(p.annotation), p.default is p.empty
+        )
+        for p in found
+        if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+    )
+    return Signature(parameters, any(p.kind == p.VAR_KEYWORD for p in found), {})
+
+
+@functools.cache
+def of_source(module: str, attribute: str) -> Signature:
+    """The keywords of a class or function, read without importing it.
+
+    Raises:
+        ValueError: The module cannot be found, or defines no such name.
+    """
+    tree = _source(module)
+    definitions = {n.name: n for n in tree.body if isinstance(n, ast.ClassDef | ast.FunctionDef)}
+    node = definitions.get(attribute)
+    if node is None:
+        raise ValueError(f'{module} defines no {attribute}; register it by the module that does')
+    nested = {name: f'{home}:{original}' for name, home, original in _imports(tree) if _is_dataclass_in(home, original)}
+    aliases = _aliases(tree) | {name: _aliases(_source(home)).get(original) for name, home, original in _imports(tree)}
+    while isinstance(node, ast.ClassDef):
+        inits = [item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == '__init__']
+        if inits:
+            return Signature(_arguments(inits[0], aliases)[1:], _takes_any(inits[0], module), nested)
+        if _is_dataclass(node):
+            return Signature(_fields(node, aliases), False, nested)
+        bases = [base.id for base in node.bases if isinstance(base, ast.Name) and base.id in definitions]
+        if not bases:
+            return Signature((), False, nested)
+        node = definitions[bases[0]]
+    return Signature(_arguments(node, aliases), _takes_any(node, module), nested)
+
+
+def simple_type(annotation: str) -> Any:
+    """The type that an annotation's text means, made of simple ones only; None where it is anything else."""
+    try:
+        return _simple(ast.parse(annotation, mode='eval').body) if annotation else None
+    except SyntaxError:
+        return None
+
+
+def _simple(node: ast.expr) -> Any:
+    if isinstance(node, ast.Constant) and node.value is None:
+        return type(None)
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return simple_type(node.value)
+    if isinstance(node, ast.Name):
+        return _SIMPLE.get(node.id)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+        return _union([node.left, node.right])
+    if not isinstance(node, ast.Subscript) or not isinstance(node.value, ast.Name):
+        return None
+    inner = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+    outer = node.value.id
+    if outer == 'Literal':
+        values = tuple(item.value for item in inner if isinstance(item, ast.Constant))
+        return Literal[values] if len(values) == len(inner) else None  # type: ignore[valid-type]
+    if outer == 'Optional':
+        return _union([inner[0], ast.Constant(None)])
+    if outer == 'Union':
+        return _union(inner)
+    item = _simple(inner[0])
+    return list[item] if item is not None and outer in ('list', 'List', 'Sequence', 'tuple', 'Tuple') else None
+
+
+def _union(members: list[ast.expr]) -> Any:
+    """Classes other than the simple ones are left out: a YAML cannot say them."""
+    kinds = [_simple(member) for member in members if not _is_class(member)]
+    return None if not kinds or None in kinds or kinds == [type(None)] else Union[tuple(kinds)]  # noqa: UP007
+
+
+def _is_class(node: ast.expr) -> bool:
+    name = node.attr if isinstance(node, ast.Attribute) else getattr(node, 'id', '')
+    return name in ('Tensor', 'Time', 'Precision', 'Device', 'Callable', 'Path')
+
+
+def words(annotation: str) -> set[str]:
+    """The names in an annotation."""
+    return {node.id for node in ast.walk(ast.parse(annotation or 'None')) if isinstance(node, ast.Name)}
+
+
+@functools.cache
+def _source(module: str) -> ast.Module:
+    """The syntax tree of a module, found without importing it or its packages."""
+    top, *rest = module.split('.')
+    spec = importlib.util.find_spec(top)
+    if spec is None or spec.origin is None:
+        raise ValueError(f'{module}: the package {top} cannot be found; install it, or put it on PYTHONPATH')
+    path = Path(spec.origin)
+    if rest:
+        path = Path(path.parent, *rest)
+        path = path / '__init__.py' if path.is_dir() else path.with_suffix('.py')
+    if not path.is_file():
+        raise ValueError(f'{module}: there is no {path}; was it registered by the right name?')
+    return ast.parse(path.read_text(encoding='utf-8'))
+
+
+def _imports(tree: ast.Module) -> list[tuple[str, str, str]]:
+    """What a file imports from this package: its name there, the module it comes from, its name in that module."""
+    return [
+        (alias.asname or alias.name, statement.module, alias.name)
+        for statement in tree.body
+        if isinstance(statement, ast.ImportFrom) and statement.module and statement.module.startswith('diffusion.')
+        for alias in statement.names
+    ]
+
+
+def _aliases(tree: ast.Module) -> dict[str, ast.expr | None]:
+    """Types that a file gives a name to, such as `Choice = Literal['first', 'random']`."""
+    return {
+        target.id: statement.value
+        for statement in tree.body
+        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Subscript)
+        for target in statement.targets
+        if isinstance(target, ast.Name)
+    }
+
+
+def _text(annotation: ast.expr | None, aliases: Mapping[str, ast.expr | None]) -> str:
+    if isinstance(annotation, ast.Name):
+        annotation = aliases.get(annotation.id) or annotation
+    return ast.unparse(annotation) if annotation else ''
+
+
+def _arguments(node: ast.FunctionDef, aliases: Mapping[str, ast.expr | None]) -> tuple[Parameter, ...]:
+    arguments = node.args
+    positional = [*arguments.posonlyargs, *arguments.args]
+    required = [index < len(positional) - len(arguments.defaults) for index in range(len(positional))]
+    found = list(zip(positional, required, strict=True))
+    found += [(a, default is None) for a, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)]
+    return tuple(Parameter(argument.arg, _text(argument.annotation, aliases), needed) for argument, needed in found)
+
+
+def _takes_any(node: ast.FunctionDef, module: str) -> bool:
+    # **keywords of ours are what the program supplies, never what a recipe says.
+    return node.args.kwarg is not None and not module.startswith('diffusion.')
+
+
+def _fields(node: ast.ClassDef, aliases: Mapping[str, ast.expr | None]) -> tuple[Parameter, ...]:
+    return tuple(
+        Parameter(item.target.id, _text(item.annotation, aliases), item.value is None)
+        for item in node.body
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+    )
+
+
+def _is_dataclass(node: ast.ClassDef) -> bool:
+    return any('dataclass' in ast.unparse(decorator) for decorator in node.decorator_list)
+
+
+def _is_dataclass_in(module: str, name: str) -> bool:
+    classes = [n for n in _source(module).body if isinstance(n, ast.ClassDef) and n.name == name]
+    return bool(classes) and _is_dataclass(classes[0])

@@ -1,0 +1,166 @@
+"""EMA: its arithmetic against a float64 loop, its late start, and what a checkpoint holds."""
+
+import pytest
+import torch
+from composer import Trainer
+from composer.core import Callback, State
+from composer.loggers import Logger
+from composer.models import ComposerClassifier
+from diffusion.algorithms.ema import EMA, averaged_weights, trained_parameters
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Recorder(Callback):
+    """Copies of the trained weights after each batch."""
+
+    def __init__(self) -> None:
+        self.weights: list[dict[str, torch.Tensor]] = []
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        self.weights.append({n: p.detach().clone() for n, p in trained_parameters(state.model).items()})
+
+
+def make_trainer(ema: EMA | None, *, duration: str = '12ba', callbacks: tuple[Callback, ...] = (), **settings) -> Trainer:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    network[0].bias.requires_grad_(False)
+    model = ComposerClassifier(network, num_classes=3)
+    data = TensorDataset(torch.randn(48, 4), torch.randint(0, 3, (48,)))
+    return Trainer(
+        model=model,
+        train_dataloader=DataLoader(data, batch_size=8),
+        optimizers=torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5),
+        max_duration=duration,
+        algorithms=[ema] if ema else [],
+        callbacks=list(callbacks),
+        progress_bar=False,
+        seed=1,
+        device='cpu',
+        **settings,
+    )
+
+
+@pytest.mark.parametrize(('start', 'interval', 'first', 'step'), [('5ba', '1ba', 5, 1), ('4ba', '2ba', 4, 2), ('1ep', '1ba', 6, 1), ('0.5dur', '1ba', 6, 1)])
+def test_average_equals_a_float64_loop(start, interval, first, step):
+    ema, recorder = EMA(start, smoothing=0.7, update_interval=interval), Recorder()
+    make_trainer(ema, callbacks=(recorder,)).fit()
+    for name in ema.averages:
+        average = recorder.weights[first - 1][name].double()
+        for batch in range(first + 1, 13):
+            if batch % step == 0:
+                average = 0.7 * average + 0.3 * recorder.weights[batch - 1][name].double()
+        torch.testing.assert_close(ema.averages[name].double(), average, rtol=1e-5, atol=1e-7)
+
+
+def test_only_trained_parameters_are_averaged():
+    ema = EMA('0ba')
+    trainer = make_trainer(ema)
+    trainer.fit()
+    assert set(ema.averages) == set(trained_parameters(trainer.state.model))
+    assert not any('running_mean' in name or '0.bias' in name for name in ema.averages)
+
+
+def test_nothing_is_allocated_or_saved_before_the_start():
+    ema = EMA('100ba')
+    trainer = make_trainer(ema)
+    trainer.fit()
+    assert not ema.started
+    assert ema.averages == {}
+    saved = ema.state_dict()
+    assert not any(isinstance(value, torch.Tensor | dict) for value in saved.values())
+
+
+def test_half_life_halves():
+    ema = EMA(half_life='10ba')
+    assert ema.smoothing**10 == pytest.approx(0.5)
+    assert EMA(half_life='10ba', update_interval='2ba').smoothing ** 5 == pytest.approx(0.5)
+
+
+def test_evaluation_sees_the_average_and_training_does_not():
+    ema = EMA('2ba', smoothing=0.9)
+    trainer = make_trainer(ema)
+    trainer.fit()
+    own = {n: p.detach().clone() for n, p in trained_parameters(trainer.state.model).items()}
+    averages = {n: a.clone() for n, a in ema.averages.items()}
+    storage = {n: p.data_ptr() for n, p in trained_parameters(trainer.state.model).items()}
+    with averaged_weights(trainer.state) as averaged:
+        assert averaged
+        for name, parameter in trained_parameters(trainer.state.model).items():
+            assert torch.equal(parameter, averages[name])
+            assert parameter.data_ptr() == storage[name], 'exchanged in place'
+    for name, parameter in trained_parameters(trainer.state.model).items():
+        assert torch.equal(parameter, own[name])
+    seen = {}
+
+    class Peek(Callback):
+        def eval_batch_start(self, state: State, logger: Logger) -> None:
+            seen.update({n: p.detach().clone() for n, p in trained_parameters(state.model).items()})
+
+    trainer.state.callbacks.append(Peek())
+    trainer.eval(eval_dataloader=trainer.state.train_dataloader)
+    assert all(torch.equal(seen[name], averages[name]) for name in averages)
+    assert all(torch.equal(p, own[n]) for n, p in trained_parameters(trainer.state.model).items())
+
+
+def test_an_exception_inside_gives_the_weights_back():
+    ema = EMA('2ba')
+    trainer = make_trainer(ema)
+    trainer.fit()
+    own = {n: p.detach().clone() for n, p in trained_parameters(trainer.state.model).items()}
+    with pytest.raises(RuntimeError, match='out of memory'), ema.averaged():
+        raise RuntimeError('out of memory')
+    assert all(torch.equal(p, own[n]) for n, p in trained_parameters(trainer.state.model).items())
+
+
+@pytest.mark.parametrize('stop', [3, 8])
+def test_a_resumed_run_ends_with_the_same_average(tmp_path, stop):
+    straight, resumed = EMA('5ba', smoothing=0.8), EMA('5ba', smoothing=0.8)
+    whole = make_trainer(straight)
+    whole.fit()
+    first = make_trainer(EMA('5ba', smoothing=0.8), duration=f'{stop}ba', save_folder=str(tmp_path), save_interval='1ba')
+    first.fit()
+    first.close()
+    second = make_trainer(resumed, load_path=str(tmp_path / 'latest-rank0.pt'))
+    second.fit()
+    for name in straight.averages:
+        torch.testing.assert_close(resumed.averages[name], straight.averages[name])
+
+
+def test_the_model_slot_holds_the_training_weights(tmp_path):
+    ema = EMA('2ba', smoothing=0.99)
+    trainer = make_trainer(ema, save_folder=str(tmp_path), save_interval='1ba')
+    trainer.fit()
+    state = torch.load(tmp_path / 'latest-rank0.pt', weights_only=False)['state']
+    for name, parameter in trained_parameters(trainer.state.model).items():
+        assert torch.equal(state['model'][name], parameter)
+        assert torch.equal(dict(state['algorithms'])['EMA']['averages'][name], ema.averages[name])
+
+
+def test_averages_of_another_architecture_are_refused():
+    ema = EMA('0ba')
+    trainer = make_trainer(ema)
+    ema.load_state_dict({'averages': {'other.weight': torch.zeros(1)}, 'updates': 3})
+    with pytest.raises(ValueError, match='ema: the checkpoint averages 1 tensors, the model trains .* another architecture'):
+        trainer.fit()
+
+
+def test_a_start_after_the_end_is_told(caplog):
+    make_trainer(EMA('500ba'), duration='1ba').fit()
+    assert 'EMA starts at' in caplog.text
+    assert 'never' in caplog.text
+
+
+@pytest.mark.parametrize(
+    ('settings', 'message'),
+    [
+        ({'smoothing': 0.9, 'half_life': '3ba'}, 'two ways to say one thing'),
+        ({'smoothing': 1.0}, r'smoothing: 1.0 is not in \[0, 1\)'),
+        ({'update_interval': '3sp'}, "update_interval: '3sp'; give batches or epochs"),
+        ({'half_life': '3ep'}, "half_life: '3ep'; give it in the unit of update_interval=1ba"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        EMA(**settings)
+

@@ -1,0 +1,136 @@
+"""Datasets and loader over real shards."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from diffusion.building import build_loader
+from diffusion.config import load
+from diffusion.data import keys
+from diffusion.data.image_text import ImageTextDataset
+from diffusion.data.loader import BucketedLoader, default_num_workers
+from diffusion.data.streams import Bucket
+from streaming import MDSWriter, Stream
+
+
+def two_buckets(pictures):
+    return {f'px{side}': {'local': str(folder), 'resolution': side} for side, folder in pictures.items()}
+
+
+def batches_of(loader):
+    return [{name: tensor.clone() for name, tensor in batch.items()} for batch in loader]
+
+
+def copy_of(folder: Path, to: Path) -> Path:
+    shutil.copytree(folder, to)
+    return to
+
+
+def test_batches_never_mix_resolutions_and_carry_their_keys(write_recipe, pictures):
+    loader = build_loader(load(write_recipe(streams=two_buckets(pictures))))
+    batches = batches_of(loader)
+    assert len(batches) == 8  # 40 and 24 pictures in eights
+    assert {batch[keys.IMAGE].shape for batch in batches} == {(8, 3, 32, 32), (8, 3, 64, 64)}
+    assert [batch[keys.BATCH_INDEX].unique().tolist() for batch in batches] == [[i] for i in range(8)]
+    ids = torch.cat([batch[keys.SAMPLE_ID] for batch in batches])
+    assert sorted(ids.tolist()) == list(range(64))
+    assert batches[0][keys.INPUT_IDS].shape == (8, 1, 16)
+    assert batches[0][keys.IMAGE].dtype == torch.uint8
+
+
+def test_epochs_count_and_differ(write_recipe, pictures):
+    loader = build_loader(load(write_recipe(streams=two_buckets(pictures))))
+    first, second = batches_of(loader), batches_of(loader)
+    assert {batch[keys.EPOCH].unique().item() for batch in first} == {0}
+    assert {batch[keys.EPOCH].unique().item() for batch in second} == {1}
+    orders = [torch.cat([b[keys.SAMPLE_ID] for b in batches]).tolist() for batches in (first, second)]
+    assert orders[0] != orders[1]
+
+
+def test_going_on_in_the_middle_gives_the_rest(write_recipe, pictures):
+    path = write_recipe(streams=two_buckets(pictures), dataset={'name': 'image_text', 'crop': 'random', 'min_crop_scale': 0.5, 'flip': True})
+    whole = batches_of(build_loader(load(path)))
+    again = build_loader(load(path))
+    iterator = iter(again)
+    for _ in range(3):
+        next(iterator)
+    state = again.state_dict()
+    del iterator, again
+    resumed = build_loader(load(path))
+    resumed.load_state_dict(state)
+    rest = batches_of(resumed)
+    assert len(rest) == 5
+    for expected, batch in zip(whole[3:], rest, strict=True):
+        assert all(torch.equal(expected[name], batch[name]) for name in expected)
+
+
+def test_workers_change_nothing(write_recipe, pictures):
+    sections = {'streams': two_buckets(pictures), 'dataset': {'name': 'image_text', 'crop': 'random', 'min_crop_scale': 0.5, 'flip': True}}
+    alone = batches_of(build_loader(load(write_recipe(**sections))))
+    helped = batches_of(build_loader(load(write_recipe(**sections, loader={'num_workers': 2}))))
+    for expected, batch in zip(alone, helped, strict=True):
+        assert all(torch.equal(expected[name], batch[name]) for name in expected)
+
+
+def test_evaluation_is_in_order_complete_and_without_chance(write_recipe, pictures):
+    streams = {'eval': {'local': str(pictures[32]), 'resolution': 32}}
+    recipe = load(write_recipe(global_batch=16, eval_streams=streams, dataset={'name': 'image_text', 'crop': 'random', 'flip': True}))
+    loader = build_loader(recipe, 'eval')
+    batches = batches_of(loader)
+    assert torch.cat([batch[keys.SAMPLE_ID] for batch in batches]).tolist() == list(range(40))
+    dataset = loader.dataset
+    assert (dataset.crop, dataset.flip, dataset.caption_choice) == ('center', False, 'first')
+
+
+def dataset_over(folder, **settings):
+    from diffusion.models.builders import tiny_tokenizers
+
+    bucket = Bucket('a', Stream(local=str(folder)), 32)
+    return ImageTextDataset([bucket], batch_size=4, tokenizers=tiny_tokenizers(), shuffle=False, **settings)
+
+
+def test_caption_choice_changes_from_epoch_to_epoch(pictures):
+    dataset = dataset_over(pictures[32])
+    loader = BucketedLoader(dataset, batch_size=4)
+    first, second = (torch.cat([batch[keys.INPUT_IDS] for batch in loader]) for _ in range(2))
+    same = (first == second).all(dim=(1, 2)) if first.ndim == 3 else first == second
+    assert 5 < int(same.sum()) < 35, 'of two captions each, about half are chosen again'
+
+
+def test_a_missing_folder_says_so(tmp_path):
+    with pytest.raises(ValueError, match='streams.a: .*'):
+        dataset_over(tmp_path / 'nothing')
+
+
+def test_samples_without_captions_are_found_before_training(tmp_path):
+    with MDSWriter(out=str(tmp_path / 'd'), columns={'image': 'bytes'}) as writer:
+        writer.write({'image': b'x'})
+    with pytest.raises(ValueError, match='streams.a: its samples have image, but captions or caption is needed'):
+        dataset_over(tmp_path / 'd')
+
+
+def test_a_broken_picture_names_its_shard(tmp_path):
+    with MDSWriter(out=str(tmp_path / 'd'), columns={'image': 'bytes', 'caption': 'str'}) as writer:
+        writer.write({'image': b'no picture', 'caption': 'a'})
+    dataset = dataset_over(tmp_path / 'd')
+    with pytest.raises(ValueError, match=r'streams.a: sample 0 \(row 0 of shard.00000.mds\): the picture cannot be decoded'):
+        dataset[0]
+
+
+def test_a_missing_shard_is_not_a_short_epoch(write_recipe, pictures, tmp_path):
+    remote = copy_of(pictures[32], tmp_path / 'remote')
+    streams = {'a': {'remote': str(remote), 'local': str(tmp_path / 'local'), 'resolution': 32, 'download_retry': 1}}
+    loader = build_loader(load(write_recipe(streams=streams)))
+    victim = sorted(remote.glob('shard.*.mds'))[-1]
+    victim.unlink()
+    with pytest.raises((ValueError, RuntimeError, FileNotFoundError)):
+        batches_of(loader)
+
+
+def test_worker_count_leaves_a_core_for_each_device():
+    import os
+
+    cores = len(os.sched_getaffinity(0))
+    assert default_num_workers(1) == max(0, min(8, cores - 1))
+    assert default_num_workers(10_000) == 0

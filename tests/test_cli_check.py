@@ -1,0 +1,139 @@
+"""`diffusion check`, from what is typed to what is printed."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from diffusion.cli import main
+from diffusion.config import load
+
+YAMLS = Path(__file__).parents[1] / 'yamls'
+GOOD = """
+name: run
+global_batch: 8
+model: {name: tiny, resolution: 64}
+streams: {a: {remote: s3://bucket/mds, resolution: 64}}
+trainer: {max_duration: 8ba}
+"""
+MISTAKES = {
+    'unknown-key': GOOD + 'loader: {num_worker: 1}',
+    'unknown-component': GOOD.replace('tiny', 'tiniest'),
+    'bad-keyword': GOOD.replace('resolution: 64}\ns', 'resolutoin: 64}\ns'),
+    'bad-type': GOOD.replace('8\n', 'eight\n', 1),
+    'bad-duration': GOOD.replace('8ba', 'long'),
+    'duplicate': GOOD + 'name: again',
+    'syntax': GOOD + 'loader: [',
+    'tab': GOOD + 'loader:\n\tnum_workers: 1',
+    'list': '- a',
+    'text': 'just words',
+    'empty': '',
+    'date-key': '2024-01-01: 1',
+    'interpolation': GOOD + 'checkpoint: ${nothing}',
+    'circle': 'extends: circle.yaml',
+    'extends-nothing': 'extends: nothing.yaml',
+    'extends-list': 'extends: [a.yaml]',
+    'binary': '\x00\x01',
+}
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_file(text, name='recipe.yaml'):
+        (tmp_path / name).write_text(text, encoding='utf-8')
+        return str(tmp_path / name)
+
+    return write_file
+
+
+def test_a_good_recipe_is_printed_and_timed(write, capsys):
+    assert main(['check', write(GOOD), 'seed=3']) == 0
+    out = capsys.readouterr().out
+    assert 'seed: 3\n' in out
+    assert out.splitlines()[-1].startswith('# ')
+    assert ': ok, checked in ' in out.splitlines()[-1]
+
+
+def test_what_is_printed_is_a_recipe(write, capsys):
+    path = write(GOOD)
+    main(['check', path])
+    assert load(write(capsys.readouterr().out, 'printed.yaml')) == load(path)
+
+
+def test_values_still_to_be_given_stay_in_what_is_printed(capsys):
+    assert main(['check', str(YAMLS / 'phase1.yaml')]) == 0
+    out = capsys.readouterr().out
+    assert 'remote: ???\n' in out
+    assert '#   streams.laion.remote: is still ???; give the object store folder that holds index.json' in out
+
+
+def test_a_keyword_still_to_be_given_says_its_type(write, capsys):
+    assert main(['check', write(GOOD), 'callbacks.speed_monitor.window_size=???', '--quiet']) == 0
+    assert '#   callbacks.speed_monitor.window_size: is still ???; give int\n' in capsys.readouterr().out
+
+
+def test_strict_wants_every_value(capsys):
+    assert main(['check', str(YAMLS / 'phase1.yaml'), '--strict']) == 2
+    assert 'streams.laion.remote: is still ???' in capsys.readouterr().err
+
+
+def test_mistakes_are_told_beside_values_still_to_be_given(capsys):
+    assert main(['check', str(YAMLS / 'phase1.yaml'), 'trainer.max_duration=long', 'streams.laion.resolution=60']) == 2
+    error = capsys.readouterr().err
+    assert 'trainer.max_duration' in error
+    assert 'streams.laion.resolution' in error
+
+
+def test_mistakes_of_every_sort_are_told_at_once(write, capsys):
+    text = GOOD.replace('8ba', 'long') + 'loader: {shufle: true}\noptimizer: {name: adamw, lrr: 1}\ncallbacks: {lr: }\n'
+    assert main(['check', write(text)]) == 2
+    error = capsys.readouterr().err
+    for where in ('loader.shufle', 'optimizer.lrr', 'callbacks.lr', 'trainer.max_duration'):
+        assert f'\n  {where}: ' in error
+
+
+@pytest.mark.parametrize('order', [('R', '--quiet', 'seed=4'), ('--quiet', 'R', 'seed=4'), ('R', 'seed=4', '--quiet')])
+def test_overrides_and_options_come_in_any_order(write, capsys, order):
+    path = write(GOOD)
+    assert main(['check', *(path if word == 'R' else word for word in order)]) == 0
+    assert capsys.readouterr().out.count('\n') == 1
+
+
+@pytest.mark.parametrize(
+    ('words', 'message'),
+    [
+        (['chek', 'a.yaml'], "there is no command 'chek'; did you mean 'check'?"),
+        (['check', 'a.yaml', '--strickt'], 'unrecognized arguments: --strickt'),
+        ([], 'the following arguments are required: COMMAND'),
+    ],
+)
+def test_wrong_arguments_are_answered(capsys, words, message):
+    with pytest.raises(SystemExit, match='2'):
+        main(words)
+    assert message in capsys.readouterr().err
+
+
+def test_version(capsys):
+    import diffusion
+
+    with pytest.raises(SystemExit, match='0'):
+        main(['--version'])
+    assert capsys.readouterr().out.strip() == diffusion.__version__
+
+
+@pytest.mark.parametrize('name', MISTAKES)
+def test_a_mistake_is_one_message_that_names_the_file(write, capsys, name):
+    path = write(MISTAKES[name], f'{name}.yaml')
+    assert main(['check', path]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ''
+    assert captured.err.startswith(f'error: {path} has ')
+
+
+def test_no_mistake_prints_a_traceback(write):
+    paths = [write(text, f'{name}.yaml') for name, text in MISTAKES.items()]
+    program = 'import sys; from diffusion.cli import main; print([main(["check", path]) for path in sys.argv[1:]])'
+    result = subprocess.run([sys.executable, '-c', program, *paths], capture_output=True, text=True, check=True)
+    assert 'Traceback' not in result.stderr
+    assert result.stdout.strip() == str([2] * len(paths))

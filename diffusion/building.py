@@ -147,7 +147,7 @@ def parallelism_config(recipe: Recipe) -> dict[str, Any] | None:
     if settings.strategy == 'fsdp2':
         from composer.utils.parallelism import FSDP2Config
 
-        return {'fsdp': FSDP2Config(reshard_after_forward=settings.reshard_after_forward)}
+        return {'fsdp': FSDP2Config(reshard_after_forward=settings.reshard_after_forward, state_dict_type='full')}
     strategy = 'FULL_SHARD' if settings.reshard_after_forward else 'SHARD_GRAD_OP'
     return {'fsdp': {'sharding_strategy': strategy, 'mixed_precision': 'PURE', 'use_orig_params': True}}
 
@@ -157,7 +157,9 @@ def _build_all(kind: str, components: Mapping[str, Component], offered: Mapping[
     built = []
     for component in components.values():
         accepted = {parameter.name for parameter in registry.signature(kind, component.name).parameters}
-        extra = {key: value for key, value in (offered or {}).items() if key in accepted and key not in component.kwargs}
+        extra = {
+            key: value for key, value in (offered or {}).items() if key in accepted and key not in component.kwargs
+        }
         built.append(registry.build(kind, component.name, component.kwargs, **extra))
     return built
 
@@ -168,4 +170,3 @@ def _stream(config: StreamConfig) -> Stream:
     if config.remote is not None and config.local is not None:
         Path(config.local).mkdir(parents=True, exist_ok=True)
     return Stream(**{key: value for key, value in values.items() if value is not None})
-

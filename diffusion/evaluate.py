@@ -2,6 +2,8 @@
 
 import json
 import logging
+import sys
+from typing import Any
 
 from composer import Trainer
 from composer.models import ComposerModel
@@ -29,7 +31,8 @@ def evaluate(recipe: Recipe) -> dict[str, float]:
     """Evaluate a checkpoint, averaged weights where it has them, and write `evaluation.json` into the run's folder."""
     model, which = trained_model(recipe)
     loader = building.build_loader(recipe, 'eval')
-    kept = {key: value for key, value in recipe.trainer.items() if key in ('device', 'precision', 'progress_bar')}
+    kept: dict[str, Any] = {'progress_bar': sys.stderr.isatty()}
+    kept |= {key: value for key, value in recipe.trainer.items() if key in ('device', 'precision', 'progress_bar')}
     # Composer warns about a Trainer without optimizer; this one never steps and so takes no memory.
     optimizer = building.build_optimizer(recipe, model)
     trainer = Trainer(model=model, eval_dataloader=loader, optimizers=optimizer, seed=recipe.seed, **kept)

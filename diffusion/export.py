@@ -67,7 +67,9 @@ def pipeline_of(model: LatentDiffusion) -> StableDiffusionPipeline:
     if model.mask_padding:
         log.warning('export: trained with mask_padding, which the stock pipeline does not do; its pictures will differ')
     if model.caption_dropout_mode == 'zeros':
-        log.warning('export: trained with zeros for dropped captions; the stock pipeline uses the empty caption instead')
+        log.warning(
+            'export: trained with zeros for dropped captions; the stock pipeline uses the empty caption instead'
+        )
     scheduler = inference_scheduler('ddim', model.objective)
     assert isinstance(scheduler, DDIMScheduler)
     return StableDiffusionPipeline(

@@ -6,14 +6,18 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+import diffusers.utils.logging
 import torch
 from composer.utils import get_device
+from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import StableDiffusionPipeline
 
 from diffusion.checkpointing.runs import find_checkpoint, recipe_beside
 from diffusion.config import Recipe, load
-from diffusion.evaluation.sheet import save_image, to_images
 from diffusion.evaluate import trained_model
+from diffusion.evaluation.sheet import save_image, to_images
 from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.models.noise import Purpose, draws_for
+from diffusion.models.sampler import scheduler_class
 
 log = logging.getLogger(__name__)
 
@@ -73,20 +77,29 @@ def main_from_args(args: argparse.Namespace) -> int:
 
 
 def _from_pipeline(folder: Path, args: argparse.Namespace) -> list[Path]:
-    from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import StableDiffusionPipeline
-
+    """Draw with an export, from the noise that a checkpoint's `generate` takes for the same seeds."""
     if args.weights is not None:
         raise ValueError(f'--weights: {folder} is an export, whose weights were chosen when it was made')
-    pipeline = StableDiffusionPipeline.from_pretrained(folder, local_files_only=True)
-    pipeline = pipeline.to('cuda' if torch.cuda.is_available() else 'cpu')
+    diffusers.utils.logging.disable_progress_bar()
+    pipeline = StableDiffusionPipeline.from_pretrained(folder, local_files_only=True, low_cpu_mem_usage=False)
+    device = 'cuda' if torch.cuda.is_available() else 'cpu'
+    pipeline = pipeline.to(device)
     pipeline.set_progress_bar_config(disable=True)
+    if args.scheduler is not None:
+        pipeline.scheduler = scheduler_class(args.scheduler).from_config(pipeline.scheduler.config)
     prompts: list[str] = list(args.prompts)
+    seeds = range(args.seed, args.seed + len(prompts))
+    size = pipeline.unet.config.sample_size
+    noise = draws_for(seeds, seed=0, device=device).normal(
+        Purpose.SAMPLING, (pipeline.unet.config.in_channels, size, size)
+    )
     images = pipeline(
         prompts,
         negative_prompt=[args.negative] * len(prompts),
         num_inference_steps=args.steps or 50,
         guidance_scale=7.5 if args.guidance is None else args.guidance,
-        generator=[torch.Generator().manual_seed(args.seed + index) for index in range(len(prompts))],
+        latents=noise,
+        generator=[torch.Generator().manual_seed(seed) for seed in seeds],
         output_type='pt',
     ).images
     return save_pictures(images, prompts, Path(args.out or 'generated'), seed=args.seed)

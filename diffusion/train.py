@@ -1,6 +1,7 @@
 """`task: train`: a recipe to a Composer Trainer, and its run."""
 
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,10 @@ def _defaults(recipe: Recipe) -> dict[str, Any]:
         'save_folder': str(recipe.run_dir),
         'save_filename': CHECKPOINT_NAME,
         'save_latest_filename': 'latest-rank{rank}.pt',
+        # A progress bar is for somebody who looks; a log file gets a line now and then.
+        'progress_bar': sys.stderr.isatty(),
+        'log_to_console': not sys.stderr.isatty() and not recipe.trainer.get('progress_bar', False),
+        'console_log_interval': '100ba',
         # A run that was killed between two checkpoints does the batches in between again, and saves them again.
         'save_overwrite': True,
         'load_strict_model_weights': True,

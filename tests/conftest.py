@@ -105,7 +105,6 @@ def make_model(small_vae: Path) -> Callable[..., object]:
     return make
 
 
-
 @pytest.fixture
 def write_recipe(tmp_path: Path, pictures: dict[int, Path], small_vae: Path) -> Callable[..., Path]:
     """Writes a recipe that trains the tiny model on 32 px pictures for 8 batches; keywords replace whole sections."""

@@ -93,10 +93,15 @@ def test_mistakes_of_every_sort_are_told_at_once(write, capsys):
         assert f'\n  {where}: ' in error
 
 
-@pytest.mark.parametrize('order', [('R', '--quiet', 'seed=4'), ('--quiet', 'R', 'seed=4'), ('R', 'seed=4', '--quiet')])
+@pytest.mark.parametrize('order', [('R', '--quiet', 'seed=x'), ('--quiet', 'R', 'seed=x'), ('R', 'seed=x', '--quiet')])
 def test_overrides_and_options_come_in_any_order(write, capsys, order):
     path = write(GOOD)
-    assert main(['check', *(path if word == 'R' else word for word in order)]) == 0
+    assert main(['check', *(path if word == 'R' else word for word in order)]) == 2
+    assert "seed: 'x' is not an integer" in capsys.readouterr().err
+
+
+def test_quiet_prints_one_line(write, capsys):
+    assert main(['check', write(GOOD), '--quiet']) == 0
     assert capsys.readouterr().out.count('\n') == 1
 
 

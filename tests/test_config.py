@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from diffusion.config import Component, Recipe, RecipeError, check_devices, check_paths, load, to_yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from diffusion.config import Component, Recipe, RecipeError, check_devices, check_paths, load, to_yaml
 
 ROOT = Path(__file__).parents[1]
 YAMLS = sorted((ROOT / 'yamls').glob('*.yaml'))
@@ -97,7 +98,9 @@ def test_phase_two_shows_only_what_differs():
 
 def test_mappings_merge_and_false_removes(write):
     base = write({'callbacks': {'lr_monitor': None, 'nan_monitor': None}}, 'base.yaml')
-    child = write('extends: base.yaml\nname: child\ncallbacks:\n  lr_monitor: false\n  speed_monitor: {window_size: 5}\n')
+    child = write(
+        'extends: base.yaml\nname: child\ncallbacks:\n  lr_monitor: false\n  speed_monitor: {window_size: 5}\n'
+    )
     recipe = load(child)
     assert set(load(base).callbacks) == {'lr_monitor', 'nan_monitor'}
     assert recipe.callbacks['speed_monitor'].kwargs == {'window_size': 5}
@@ -111,7 +114,12 @@ def test_two_of_a_kind(write):
 
 
 def test_overrides_reach_everything(write):
-    overrides = ['optimizer={name: adamw, lr: 1e-4}', 'streams.b={remote: s3://x/y, resolution: 32}', 'seed=3', 'init_from=null']
+    overrides = [
+        'optimizer={name: adamw, lr: 1e-4}',
+        'streams.b={remote: s3://x/y, resolution: 32}',
+        'seed=3',
+        'init_from=null',
+    ]
     recipe = load(write({}), overrides)
     assert recipe.optimizer.kwargs == {'lr': 1e-4}
     assert recipe.streams['b'].remote == 's3://x/y'
@@ -139,11 +147,23 @@ WRONG = {
         [],
         r'streams.a.remote: is still \?\?\?; give the object store folder that holds index.json',
     ),
-    'missing key': ({'streams': {'a': {'local': 'x'}}}, [], 'streams.a.resolution: is missing; give the side in pixels'),
+    'missing key': (
+        {'streams': {'a': {'local': 'x'}}},
+        [],
+        'streams.a.resolution: is missing; give the side in pixels',
+    ),
     'missing in a component': ({'model': {'name': 'tiny', 'vae': '???'}}, [], r'model.vae: is still \?\?\?'),
     'unknown component': ({'model': {'name': 'sd22'}}, [], "model: no model is called 'sd22'; did you mean 'sd2'?"),
-    'component without name': ({'model': {'resolution': 64}}, [], 'model.name: is missing; known: autoencoder, sd2, tiny'),
-    'bad keyword': ({'model': {'name': 'tiny', 'resolutoin': 64}}, [], "model.resolutoin: unknown key; did you mean 'resolution'?"),
+    'component without name': (
+        {'model': {'resolution': 64}},
+        [],
+        'model.name: is missing; known: autoencoder, sd2, tiny',
+    ),
+    'bad keyword': (
+        {'model': {'name': 'tiny', 'resolutoin': 64}},
+        [],
+        "model.resolutoin: unknown key; did you mean 'resolution'?",
+    ),
     'bad keyword type': ({'optimizer': {'name': 'adamw', 'lr': 'fast'}}, [], "optimizer.lr: 'fast' is not a number"),
     'bad choice': (
         {'model': {'name': 'tiny', 'caption_dropout_mode': 'zero'}},
@@ -155,14 +175,38 @@ WRONG = {
         [],
         "model.objective.predction_type: unknown key; did you mean 'prediction_type'?",
     ),
-    'unknown callback': ({'callbacks': {'lr_monitr': None}}, [], "callbacks.lr_monitr: no callback is called 'lr_monitr'; did you mean 'lr_monitor'?"),
-    'callback without a needed keyword': ({'callbacks': {'image_grid': None}}, [], 'callbacks.image_grid.prompts: is missing'),
-    'bad trainer keyword': ({}, ['trainer.max_duraton=3ba'], "trainer.max_duraton: unknown key; did you mean 'max_duration'?"),
+    'unknown callback': (
+        {'callbacks': {'lr_monitr': None}},
+        [],
+        "callbacks.lr_monitr: no callback is called 'lr_monitr'; did you mean 'lr_monitor'?",
+    ),
+    'callback without a needed keyword': (
+        {'callbacks': {'image_grid': None}},
+        [],
+        'callbacks.image_grid.prompts: is missing',
+    ),
+    'bad trainer keyword': (
+        {},
+        ['trainer.max_duraton=3ba'],
+        "trainer.max_duraton: unknown key; did you mean 'max_duration'?",
+    ),
     'trainer keyword of ours': ({}, ['trainer.optimizers=3'], 'trainer.optimizers: is said elsewhere: set optimizer'),
-    'supplied keyword': ({'optimizer': {'name': 'adamw', 'params': 1}}, [], 'optimizer.params: is set by the program; remove it'),
+    'supplied keyword': (
+        {'optimizer': {'name': 'adamw', 'params': 1}},
+        [],
+        'optimizer.params: is set by the program; remove it',
+    ),
     'no duration': ({'trainer': {'precision': 'fp32'}}, [], 'trainer.max_duration: is missing; say how long to train'),
-    'bad duration': ({'trainer': {'max_duration': '8 batches'}}, [], "trainer.max_duration: '8 batches' is not a duration; write"),
-    'bad resolution': ({'streams': {'a': {'local': 'x', 'resolution': 60}}}, [], 'streams.a.resolution: 60 is not a multiple of 8'),
+    'bad duration': (
+        {'trainer': {'max_duration': '8 batches'}},
+        [],
+        "trainer.max_duration: '8 batches' is not a duration; write",
+    ),
+    'bad resolution': (
+        {'streams': {'a': {'local': 'x', 'resolution': 60}}},
+        [],
+        'streams.a.resolution: 60 is not a multiple of 8',
+    ),
     'nowhere': ({'streams': {'a': {'resolution': 64}}}, [], 'streams.a: has neither remote nor local; give the folder'),
     'no stream': ({'streams': {}}, [], 'streams: is empty; training needs at least one stream'),
     'some proportions': (
@@ -178,14 +222,14 @@ WRONG = {
     'bad name': ({'name': 'my run/1'}, [], "name: 'my run/1'; use letters, digits"),
     'bad import': ({'imports': ['no_such_module_here']}, [], r'imports\[0\]: no_such_module_here cannot be imported'),
     'malformed override': ({}, ['max_duration'], "'max_duration' is not an override; write key=value"),
-    'unclosed override': ({}, ['streams.a={local: x'], "its value is not YAML; quote it"),
+    'unclosed override': ({}, ['streams.a={local: x'], 'its value is not YAML; quote it'),
     'top level list': ('- a\n- b\n', [], r'is not a mapping of sections \(key: value\) but list'),
     'syntax': ('name: run\nmodel: [1, 2\n', [], r'recipe.yaml:3:1: '),
     'tab': ('name: run\nmodel:\n\tname: tiny\n', [], r'recipe.yaml:3:1: .*indent with spaces'),
     'duplicate key': ('name: run\nseed: 1\nseed: 2\n', [], r"recipe.yaml:3:1: 'seed' stands twice, first in line 2"),
     'extends nothing': ('extends: nowhere.yaml\n', [], r'extends: .*nowhere.yaml cannot be read \(No such file'),
     'extends itself': ('extends: recipe.yaml\n', [], 'extends: goes round in a circle: .*recipe.yaml -> .*recipe.yaml'),
-    'bad interpolation': ({'name': '${nmae}'}, [], "nmae"),
+    'bad interpolation': ({'name': '${nmae}'}, [], 'nmae'),
 }
 
 
@@ -199,7 +243,12 @@ def test_all_mistakes_are_told_at_once(write):
     path = write({'trainr': 1, 'seed': 'x', 'loader': {'shufle': True}, 'streams': {'a': {'resolution': '???'}}})
     with pytest.raises(RecipeError) as error:
         load(path)
-    assert [problem.where for problem in error.value.problems] == ['trainr', 'seed', 'loader.shufle', 'streams.a.resolution']
+    assert [problem.where for problem in error.value.problems] == [
+        'trainr',
+        'seed',
+        'loader.shufle',
+        'streams.a.resolution',
+    ]
     assert str(error.value).startswith(f'{path} has 4 mistakes:\n  trainr: ')
 
 
@@ -215,7 +264,12 @@ def test_a_missing_file_is_an_error(tmp_path):
         (2048, None, 1, None),
         (100, None, 8, 'global_batch: 100 does not divide over 8 devices; use 96 or 104'),
         (4, None, 8, 'global_batch: 4 does not divide over 8 devices; use 8'),
-        (64, 12, 2, "device_train_microbatch_size: 12 does not divide a device's 32 samples .64 over 2 devices.; use 8"),
+        (
+            64,
+            12,
+            2,
+            "device_train_microbatch_size: 12 does not divide a device's 32 samples .64 over 2 devices.; use 8",
+        ),
     ],
 )
 def test_batches_divide_over_devices(write, batch, microbatch, devices, message):

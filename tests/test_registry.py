@@ -127,6 +127,15 @@ def test_supplied_keywords_are_neither_missing_nor_allowed():
     ]
 
 
+def test_what_our_own_parts_pass_on_is_not_for_a_recipe():
+    # ImageTextDataset hands **streaming to StreamingDataset; in a recipe that is the loader section.
+    supplied = ('buckets', 'batch_size', 'tokenizers', 'seed')
+    assert problems('dataset', 'image_text', {'crop': 'random'}, supplied=supplied) == []
+    assert problems('dataset', 'image_text', {'shuffle': True}, supplied=supplied)[0].startswith(
+        'here.shuffle: unknown key'
+    )
+
+
 def test_values_still_to_be_given_are_not_wrong():
     assert problems('model', 'tiny', {'resolution': '???', 'objective': '???'}) == []
 

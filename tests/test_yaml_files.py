@@ -35,7 +35,7 @@ values = st.recursive(
 
 
 @given(content=st.dictionaries(st.text('abcdef', min_size=1), values, max_size=4))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_whatever_is_written_is_read_back(tmp_path_factory, content):
     path = tmp_path_factory.mktemp('dump') / 'a.yaml'
     path.write_text(dump(content), encoding='utf-8', newline='')
@@ -109,6 +109,13 @@ def test_another_component_does_not_inherit_keywords(files):
 def test_a_circle_names_the_chain(files):
     folder = files(a='extends: b.yaml', b='extends: a.yaml')
     with pytest.raises(UnreadableYAML, match=r'goes round in a circle: .*a\.yaml -> .*b\.yaml -> .*a\.yaml'):
+        read_chain(folder / 'a.yaml')
+
+
+def test_a_circle_is_seen_under_another_spelling_of_the_path(files):
+    folder = files(a='extends: deep/../a.yaml')
+    (folder / 'deep').mkdir()
+    with pytest.raises(UnreadableYAML, match='goes round in a circle'):
         read_chain(folder / 'a.yaml')
 
 

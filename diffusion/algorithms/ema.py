@@ -198,7 +198,9 @@ def _local(tensor: Tensor) -> Tensor:
 def _whole(average: Tensor, weight: Tensor) -> Tensor:
     if not isinstance(weight, DTensor):
         return average
-    placed = DTensor.from_local(average, weight.device_mesh, weight.placements, shape=weight.shape, stride=weight.stride())
+    placed = DTensor.from_local(
+        average, weight.device_mesh, weight.placements, shape=weight.shape, stride=weight.stride()
+    )
     return placed.full_tensor()
 
 

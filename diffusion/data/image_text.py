@@ -64,7 +64,9 @@ class ImageTextDataset(BucketedDataset):
         try:
             image = decode(sample['image'])
         except (UnidentifiedImageError, OSError, SyntaxError) as error:
-            raise ValueError(f'{self.where(at)}: the picture cannot be decoded ({error}); prepare the data again') from error
+            raise ValueError(
+                f'{self.where(at)}: the picture cannot be decoded ({error}); prepare the data again'
+            ) from error
         draw = self.draws(at, Purpose.CROP)
         box = crop_box(*image.size, crop=self.crop, draw=draw[:3], min_scale=self.min_crop_scale)
         flip = self.flip and self.draws(at, Purpose.FLIP)[0] < 0.5

@@ -31,7 +31,13 @@ class BucketedDataset(StreamingDataset):
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], *, batch_size: int, columns: Sequence[tuple[str, ...]], seed: int, **streaming: Any
+        self,
+        buckets: Sequence[Bucket],
+        *,
+        batch_size: int,
+        columns: Sequence[tuple[str, ...]],
+        seed: int,
+        **streaming: Any,
     ) -> None:
         self.buckets = list(buckets)
         self.seed = seed

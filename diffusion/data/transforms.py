@@ -30,7 +30,12 @@ def decode(encoded: bytes | Image.Image) -> Image.Image:
 
 
 def crop_box(
-    width: int, height: int, *, crop: Literal['center', 'random'], draw: tuple[float, float, float], min_scale: float = 1.0
+    width: int,
+    height: int,
+    *,
+    crop: Literal['center', 'random'],
+    draw: tuple[float, float, float],
+    min_scale: float = 1.0,
 ) -> CropBox:
     """Which square of a picture of this size is used.
 

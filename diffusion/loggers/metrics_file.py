@@ -93,7 +93,9 @@ def draw_loss_curve(metrics: Path, out: Path) -> None:
     axes.plot(steps, _smoothed(losses), color='tab:blue', label='training loss, smoothed')
     for name, values in series.items():
         if name.startswith('metrics/') and name.endswith('/loss'):
-            axes.plot(*zip(*sorted(values.items()), strict=True), marker='o', color='tab:orange', label='validation loss')
+            axes.plot(
+                *zip(*sorted(values.items()), strict=True), marker='o', color='tab:orange', label='validation loss'
+            )
     axes.set(xlabel='batch', ylabel='loss', ylim=(0, None), title=metrics.parent.name)
     axes.legend()
     axes.grid(alpha=0.3)

@@ -126,6 +126,17 @@ class LatentDiffusion(ComposerModel):
             part._apply(fn)
         return super()._apply(fn, recurse)
 
+    def to_empty(self, *, device: torch.device | str | int | None, recurse: bool = True) -> 'LatentDiffusion':
+        """Empty what is trained; frozen parts move, since nobody would fill them again (Composer fills from rank 0)."""
+        frozen, self._frozen = self._frozen, {}
+        try:
+            super().to_empty(device=device, recurse=recurse)
+        finally:
+            self._frozen = frozen
+        for part in frozen.values():
+            nn.Module.to(part, device)
+        return self
+
     # -- training --
 
     def forward(self, batch: Mapping[str, Tensor]) -> Denoised:

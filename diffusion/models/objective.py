@@ -89,7 +89,9 @@ class Objective:
         if self.beta_schedule == 'linear':
             return torch.linspace(self.beta_start, self.beta_end, steps, dtype=torch.float64, device='cpu')
         if self.beta_schedule == 'scaled_linear':
-            return torch.linspace(self.beta_start**0.5, self.beta_end**0.5, steps, dtype=torch.float64, device='cpu') ** 2
+            return (
+                torch.linspace(self.beta_start**0.5, self.beta_end**0.5, steps, dtype=torch.float64, device='cpu') ** 2
+            )
         times = torch.arange(steps + 1, dtype=torch.float64, device='cpu') / steps
         alpha_bars = torch.cos((times + 0.008) / 1.008 * math.pi / 2) ** 2
         return (1 - alpha_bars[1:] / alpha_bars[:-1]).clamp(max=0.999)

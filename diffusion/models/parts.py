@@ -142,7 +142,9 @@ def latent_statistics(vae: AutoencoderKL) -> tuple[Tensor, Tensor]:
     mean = config.get('latents_mean') or [config.get('shift_factor') or 0.0] * channels
     std = config.get('latents_std') or [1.0] * channels
     if len(mean) != channels or len(std) != channels:
-        raise ValueError(f'vae: latents_mean and latents_std have {len(mean)} and {len(std)} values for {channels} channels')
+        raise ValueError(
+            f'vae: latents_mean and latents_std have {len(mean)} and {len(std)} values for {channels} channels'
+        )
     return torch.tensor(mean, device='cpu'), torch.tensor(std, device='cpu') / config.scaling_factor
 
 

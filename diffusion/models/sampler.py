@@ -33,28 +33,34 @@ def inference_scheduler(name: str, objective: Objective) -> Any:
     """One of diffusers' schedulers, walking the schedule that the model was trained on.
 
     Args:
-        name: A short name (`ddim`, `dpm++`, `euler`, ...) or the name of a class of diffusers.
+        name: See `scheduler_class`.
         objective: What the model was trained for.
     """
-    class_name = SHORT_NAMES.get(name, name)
-    known = _scheduler_names()
-    if class_name not in known:
-        near = difflib.get_close_matches(name, [*SHORT_NAMES, *known], n=1)
-        hint = f'did you mean {near[0]!r}? ' if near else ''
-        raise ValueError(f'noise_scheduler: {name!r} is unknown; {hint}short names: {", ".join(SHORT_NAMES)}')
-    scheduler_class = getattr(diffusers.schedulers, class_name)
-    accepted = inspect.signature(scheduler_class.__init__).parameters
+    found = scheduler_class(name)
+    accepted = inspect.signature(found.__init__).parameters
     config = objective.scheduler_config()
     if objective.zero_terminal_snr and 'rescale_betas_zero_snr' not in accepted:
         raise ValueError(
             f'noise_scheduler: {name} has no rescale_betas_zero_snr, which this model (zero_terminal_snr) needs; use ddim'
         )
     if 'trained_betas' in config and 'trained_betas' not in accepted:
-        raise ValueError(f'noise_scheduler: {name} takes no trained_betas, which this model (snr_shift) needs; use ddim')
+        raise ValueError(
+            f'noise_scheduler: {name} takes no trained_betas, which this model (snr_shift) needs; use ddim'
+        )
     try:
-        return scheduler_class(**{key: value for key, value in config.items() if key in accepted})
+        return found(**{key: value for key, value in config.items() if key in accepted})
     except ImportError as error:
         raise ValueError(f'noise_scheduler: {name} needs a package that is missing: {str(error).strip()}') from error
+
+
+def scheduler_class(name: str) -> Any:
+    """A scheduler by its short name (`ddim`, `dpm++`, `euler`, ...) or the name of its class in diffusers."""
+    class_name, known = SHORT_NAMES.get(name, name), _scheduler_names()
+    if class_name not in known:
+        near = difflib.get_close_matches(name, [*SHORT_NAMES, *known], n=1)
+        hint = f'did you mean {near[0]!r}? ' if near else ''
+        raise ValueError(f'noise_scheduler: {name!r} is unknown; {hint}short names: {", ".join(SHORT_NAMES)}')
+    return getattr(diffusers.schedulers, class_name)
 
 
 def sample_latents(

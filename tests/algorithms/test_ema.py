@@ -6,9 +6,10 @@ from composer import Trainer
 from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.models import ComposerClassifier
-from diffusion.algorithms.ema import EMA, averaged_weights, trained_parameters
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from diffusion.algorithms.ema import EMA, averaged_weights, trained_parameters
 
 
 class Recorder(Callback):
@@ -21,7 +22,9 @@ class Recorder(Callback):
         self.weights.append({n: p.detach().clone() for n, p in trained_parameters(state.model).items()})
 
 
-def make_trainer(ema: EMA | None, *, duration: str = '12ba', callbacks: tuple[Callback, ...] = (), **settings) -> Trainer:
+def make_trainer(
+    ema: EMA | None, *, duration: str = '12ba', callbacks: tuple[Callback, ...] = (), **settings
+) -> Trainer:
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
     network[0].bias.requires_grad_(False)
@@ -41,7 +44,10 @@ def make_trainer(ema: EMA | None, *, duration: str = '12ba', callbacks: tuple[Ca
     )
 
 
-@pytest.mark.parametrize(('start', 'interval', 'first', 'step'), [('5ba', '1ba', 5, 1), ('4ba', '2ba', 4, 2), ('1ep', '1ba', 6, 1), ('0.5dur', '1ba', 6, 1)])
+@pytest.mark.parametrize(
+    ('start', 'interval', 'first', 'step'),
+    [('5ba', '1ba', 5, 1), ('4ba', '2ba', 4, 2), ('1ep', '1ba', 6, 1), ('0.5dur', '1ba', 6, 1)],
+)
 def test_average_equals_a_float64_loop(start, interval, first, step):
     ema, recorder = EMA(start, smoothing=0.7, update_interval=interval), Recorder()
     make_trainer(ema, callbacks=(recorder,)).fit()
@@ -118,7 +124,9 @@ def test_a_resumed_run_ends_with_the_same_average(tmp_path, stop):
     straight, resumed = EMA('5ba', smoothing=0.8), EMA('5ba', smoothing=0.8)
     whole = make_trainer(straight)
     whole.fit()
-    first = make_trainer(EMA('5ba', smoothing=0.8), duration=f'{stop}ba', save_folder=str(tmp_path), save_interval='1ba')
+    first = make_trainer(
+        EMA('5ba', smoothing=0.8), duration=f'{stop}ba', save_folder=str(tmp_path), save_interval='1ba'
+    )
     first.fit()
     first.close()
     second = make_trainer(resumed, load_path=str(tmp_path / 'latest-rank0.pt'))
@@ -141,7 +149,9 @@ def test_averages_of_another_architecture_are_refused():
     ema = EMA('0ba')
     trainer = make_trainer(ema)
     ema.load_state_dict({'averages': {'other.weight': torch.zeros(1)}, 'updates': 3})
-    with pytest.raises(ValueError, match='ema: the checkpoint averages 1 tensors, the model trains .* another architecture'):
+    with pytest.raises(
+        ValueError, match='ema: the checkpoint averages 1 tensors, the model trains .* another architecture'
+    ):
         trainer.fit()
 
 
@@ -163,4 +173,3 @@ def test_a_start_after_the_end_is_told(caplog):
 def test_settings_that_make_no_sense_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         EMA(**settings)
-

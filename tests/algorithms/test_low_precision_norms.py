@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from torch import nn
+
 from diffusion.algorithms.low_precision_norms import (
     LowPrecisionGroupNormLayer,
     LowPrecisionLayerNormLayer,
     replace_norms,
 )
-from torch import nn
 
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])

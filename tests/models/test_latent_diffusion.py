@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as functional
 from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
+
 from diffusion.data import keys
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.noise import Draws, Purpose
@@ -39,7 +40,10 @@ def reference_loss(model: LatentDiffusion, batch: dict[str, torch.Tensor]) -> to
     noise = draws.normal(Purpose.NOISE, latents.shape[1:])
     timesteps = draws.integers(Purpose.TIMESTEP, 1000)
     scheduler = DDPMScheduler(
-        beta_start=0.00085, beta_end=0.012, beta_schedule='scaled_linear', prediction_type=model.objective.prediction_type
+        beta_start=0.00085,
+        beta_end=0.012,
+        beta_schedule='scaled_linear',
+        prediction_type=model.objective.prediction_type,
     )
     noisy = scheduler.add_noise(latents, noise, timesteps)
     embeds = model.text.encoders[0](batch[keys.INPUT_IDS][:, 0]).last_hidden_state
@@ -191,15 +195,22 @@ def test_validation_loss_is_fixed_and_measured_at_eight_timesteps(make_model):
 def test_pictures_depend_on_their_own_seed_alone(make_model):
     model = make_model()
     both = model.generate(['one', 'two'], seeds=[0, 5], num_inference_steps=2)
-    torch.testing.assert_close(model.generate(['two'], seeds=[5], num_inference_steps=2)[0], both[1], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        model.generate(['two'], seeds=[5], num_inference_steps=2)[0], both[1], rtol=1e-4, atol=1e-4
+    )
     other = model.generate(['one'], seeds=[1], num_inference_steps=2)
     assert not torch.allclose(other[0], both[0], atol=1e-3), 'seed 0 is a seed like any other'
     assert model.training, 'the mode is as it was'
 
 
-@pytest.mark.parametrize('name', ['ddim', 'ddpm', 'dpm++', 'euler', 'euler_ancestral', 'heun', 'pndm', 'unipc', 'DPMSolverSinglestepScheduler'])
+@pytest.mark.parametrize(
+    'name',
+    ['ddim', 'ddpm', 'dpm++', 'euler', 'euler_ancestral', 'heun', 'pndm', 'unipc', 'DPMSolverSinglestepScheduler'],
+)
 def test_every_scheduler_draws(make_model, name):
-    pictures = make_model().generate(['a'], seeds=[3], num_inference_steps=4, noise_scheduler=name, guidance_rescale=0.7)
+    pictures = make_model().generate(
+        ['a'], seeds=[3], num_inference_steps=4, noise_scheduler=name, guidance_rescale=0.7
+    )
     assert pictures.shape == (1, 3, 64, 64)
     assert pictures.isfinite().all()
     again = make_model().generate(['a'], seeds=[3], num_inference_steps=4, noise_scheduler=name, guidance_rescale=0.7)
@@ -216,7 +227,10 @@ def test_other_sizes_can_be_drawn(make_model):
         (lambda m: m.generate([]), 'prompts: give at least one caption'),
         (lambda m: m.generate(['a'], seeds=[1, 2]), 'seeds: 2 seeds for 1 prompts'),
         (lambda m: m.generate(['a'], size=(60, 64)), 'size: 60x64 is not a multiple of 8'),
-        (lambda m: m.generate(['a'], noise_scheduler='dimm'), "noise_scheduler: 'dimm' is unknown; did you mean 'ddim'"),
+        (
+            lambda m: m.generate(['a'], noise_scheduler='dimm'),
+            "noise_scheduler: 'dimm' is unknown; did you mean 'ddim'",
+        ),
         (lambda m: m({keys.INPUT_IDS: m._tokens(['a'])}), 'batch: it holds .* one of image, latent_moments is needed'),
         (lambda m: m.encode(torch.zeros(1, 3, 64, 64)), 'image: dtype torch.float32; pictures travel as uint8'),
         (lambda m: m.text(torch.zeros(1, 16, dtype=torch.long)), r'input_ids: shape \(1, 16\); expected'),

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+
 from diffusion.models.noise import Draws, Purpose, draws_for, keyed_uniforms, philox
 
 ONES = 0xFFFFFFFF
@@ -42,7 +43,9 @@ def test_a_sample_draws_the_same_in_any_company():
     assert torch.equal(alone.normal(Purpose.NOISE, (4, 8, 8))[0], together.normal(Purpose.NOISE, (4, 8, 8))[1])
 
 
-@pytest.mark.parametrize('other', [draws(seed=18), draws(epoch=1), draws(batch_index=1)], ids=['seed', 'epoch', 'batch'])
+@pytest.mark.parametrize(
+    'other', [draws(seed=18), draws(epoch=1), draws(batch_index=1)], ids=['seed', 'epoch', 'batch']
+)
 def test_seed_epoch_and_batch_each_change_everything(other):
     assert not torch.isclose(draws().normal(Purpose.NOISE, (64,)), other.normal(Purpose.NOISE, (64,))).any()
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
+
 from diffusion.models.objective import Objective, diffuse, loss_weight, target
 
 SCHEDULES = ['scaled_linear', 'linear', 'cosine']
@@ -12,7 +13,13 @@ SCHEDULES = ['scaled_linear', 'linear', 'cosine']
 @pytest.mark.parametrize('schedule', SCHEDULES)
 def test_schedule_equals_diffusers(schedule):
     objective = Objective(beta_schedule=schedule)
-    theirs = DDPMScheduler(**{k: v for k, v in objective.scheduler_config().items() if 'steps_' not in k and k != 'skip_prk_steps' and k != 'set_alpha_to_one'})
+    theirs = DDPMScheduler(
+        **{
+            k: v
+            for k, v in objective.scheduler_config().items()
+            if 'steps_' not in k and k != 'skip_prk_steps' and k != 'set_alpha_to_one'
+        }
+    )
     torch.testing.assert_close(objective.alpha_bars().float(), theirs.alphas_cumprod, rtol=2e-4, atol=1e-7)
 
 

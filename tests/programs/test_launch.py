@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from diffusion.checkpointing.runs import find_checkpoint, weights_of
 from diffusion.loggers.metrics_file import read_metrics
 
@@ -67,14 +68,30 @@ def test_two_processes_killed_and_run_again_go_on_where_they_were(write_recipe, 
         assert all((whole[name] == killed[name]).all() for name in whole)
 
 
-def test_one_process_and_two_learn_the_same(write_recipe, tmp_path):
-    for count in (1, 2):
-        run(count, str(write_recipe(f'on{count}')))
-    one, two = (losses(tmp_path / 'runs' / f'on{count}') for count in (1, 2))
-    assert one.keys() == two.keys()
-    assert two[0] == pytest.approx(one[0], rel=1e-5), 'noise, timesteps and dropout belong to samples, not to ranks'
-    for batch in one:
-        assert two[batch] == pytest.approx(one[batch], rel=1e-3)
+def test_one_process_two_and_two_that_shard_learn_the_same(write_recipe, tmp_path):
+    sections = {
+        'algorithms': {'ema': {'ema_start': '3ba', 'smoothing': 0.5}},
+        'callbacks': {'image_grid': {'prompts': ['a'], 'every': '8ba', 'num_inference_steps': 1}},
+    }
+    run(1, str(write_recipe('one', **sections)))
+    run(2, str(write_recipe('two', **sections)))
+    run(2, str(write_recipe('sharded', **sections, parallelism={'strategy': 'fsdp2', 'reshard_after_forward': False})))
+    runs = tmp_path / 'runs'
+    one = losses(runs / 'one')
+    averages = weights_of(find_checkpoint(runs / 'one'), 'ema')[0]
+    for name in ('two', 'sharded'):
+        other = losses(runs / name)
+        assert one.keys() == other.keys()
+        assert other[0] == pytest.approx(one[0], rel=1e-5), (
+            'noise, timesteps and dropout belong to samples, not to ranks'
+        )
+        for batch in one:
+            assert other[batch] == pytest.approx(one[batch], rel=1e-3)
+        weights = weights_of(find_checkpoint(runs / name), 'ema')[0]
+        assert weights.keys() == averages.keys()
+        assert all(weights[key].shape == averages[key].shape for key in averages)
+        distance = sum((weights[key] - averages[key]).square().sum() for key in averages) ** 0.5
+        assert distance < 0.02 * sum(averages[key].square().sum() for key in averages) ** 0.5
 
 
 def test_a_mistake_ends_every_process_at_once_with_one_message(write_recipe):

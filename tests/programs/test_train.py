@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from PIL import Image
+from streaming import StreamingDataset
+
 from diffusion.checkpointing.runs import find_checkpoint, read_checkpoint, weights_of
 from diffusion.config import load
 from diffusion.evaluate import evaluate
@@ -16,8 +19,6 @@ from diffusion.generate import generate
 from diffusion.loggers.metrics_file import read_metrics
 from diffusion.precompute import precompute
 from diffusion.train import build_trainer, train
-from PIL import Image
-from streaming import StreamingDataset
 
 EMA = {'ema': {'ema_start': '3ba', 'smoothing': 0.5}}
 
@@ -55,12 +56,18 @@ def finished(tmp_path_factory, pictures, small_vae):
                 'loader': {'num_workers': 0},
                 'optimizer': {'name': 'adamw', 'lr': 1.0e-3},
                 'algorithms': EMA,
-                'callbacks': {'image_grid': {'prompts': ['a red square', 'green'], 'every': '4ba', 'num_inference_steps': 2}},
+                'callbacks': {
+                    'image_grid': {'prompts': ['a red square', 'green'], 'every': '4ba', 'num_inference_steps': 2}
+                },
                 'loggers': {'metrics_file': None},
                 'evaluators': {'retrieval': {'num_captions': 4, 'num_inference_steps': 2, 'num_shown': 4}},
                 'generate': {'num_inference_steps': 2, 'prompts': ['a', 'b']},
                 'trainer': {
-                    'max_duration': '8ba', 'eval_interval': '4ba', 'save_interval': '4ba', 'autoresume': True, 'device': 'cpu',
+                    'max_duration': '8ba',
+                    'eval_interval': '4ba',
+                    'save_interval': '4ba',
+                    'autoresume': True,
+                    'device': 'cpu',
                     'progress_bar': False,
                 },
             }
@@ -120,7 +127,9 @@ def test_interrupted_and_resumed_equals_uninterrupted(write_recipe, tmp_path):
 
 def test_phase_two_starts_from_the_weights_of_phase_one(write_recipe, pictures, tmp_path):
     train(load(write_recipe('one'))).close()
-    second = write_recipe('two', streams={'large': {'local': str(pictures[64]), 'resolution': 64}}, init_from=str(tmp_path / 'runs/one'))
+    second = write_recipe(
+        'two', streams={'large': {'local': str(pictures[64]), 'resolution': 64}}, init_from=str(tmp_path / 'runs/one')
+    )
     model = {'resolution': 64}
     recipe = load(second, [f'model.{key}={value}' for key, value in model.items()])
     trainer = build_trainer(recipe)
@@ -160,7 +169,9 @@ def test_evaluation_measures_the_averaged_weights(finished):
 def test_generate_draws_by_seed(finished, tmp_path):
     path, _ = finished
     files = generate(load(path, ['task=generate', f'generate.out={tmp_path}/a']))
-    again = generate(load(path, ['task=generate', f'generate.out={tmp_path}/b', 'generate.prompts=[b]', 'generate.seed=1']))
+    again = generate(
+        load(path, ['task=generate', f'generate.out={tmp_path}/b', 'generate.prompts=[b]', 'generate.seed=1'])
+    )
     assert [file.name for file in files] == ['00000-a.png', '00001-b.png']
     assert again[0].read_bytes() == files[1].read_bytes()
 
@@ -229,7 +240,9 @@ def test_an_export_that_fails_leaves_nothing(finished, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize('prediction', [{'zero_terminal_snr': True, 'prediction_type': 'v_prediction'}, {'snr_shift': 2.0}])
+@pytest.mark.parametrize(
+    'prediction', [{'zero_terminal_snr': True, 'prediction_type': 'v_prediction'}, {'snr_shift': 2.0}]
+)
 def test_other_objectives_export_their_schedule(make_model, prediction, tmp_path):
     from diffusion.models.objective import Objective
 
@@ -250,7 +263,13 @@ def latents(finished, pictures, tmp_path_factory):
     path, _ = finished
     out = tmp_path_factory.mktemp('latents')
     streams = ', '.join(f'px{side}: {{local: {folder}, resolution: {side}}}' for side, folder in pictures.items())
-    overrides = ['task=precompute', f'precompute.out={out}', f'precompute.streams={{{streams}}}', 'precompute.dtype=float32', 'precompute.batch_size=7']
+    overrides = [
+        'task=precompute',
+        f'precompute.out={out}',
+        f'precompute.streams={{{streams}}}',
+        'precompute.dtype=float32',
+        'precompute.batch_size=7',
+    ]
     precompute(load(path, overrides))
     return path, out, overrides
 
@@ -262,11 +281,19 @@ def test_precomputed_latents_are_what_the_encoder_says(latents, pictures):
     path, out, _ = latents
     model = build_model(load(path))
     for side, folder in pictures.items():
-        stored, source = StreamingDataset(local=str(out / f'px{side}'), batch_size=1), StreamingDataset(local=str(folder), batch_size=1)
+        stored, source = (
+            StreamingDataset(local=str(out / f'px{side}'), batch_size=1),
+            StreamingDataset(local=str(folder), batch_size=1),
+        )
         assert len(stored) == len(source)
         for index in (0, len(source) - 1):
             picture = to_square(decode(source[index]['image']), CropBox(0, 0, side), resolution=side)
-            torch.testing.assert_close(torch.from_numpy(stored[index]['latent_moments'].copy()), model.encode(picture[None])[0], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                torch.from_numpy(stored[index]['latent_moments'].copy()),
+                model.encode(picture[None])[0],
+                rtol=1e-4,
+                atol=1e-5,
+            )
             assert stored[index]['captions'] == source[index]['captions']
             assert stored[index]['key'] == source[index]['key']
 
@@ -278,7 +305,9 @@ def test_training_on_latents_equals_training_on_pictures(latents, write_recipe, 
     in_order = {'num_workers': 0, 'shuffle': False}  # shuffling goes by shards, which differ
     train(load(write_recipe('online', model=model, loader=in_order))).close()
     streams = {'small': {'local': str(out / 'px32'), 'resolution': 32}}
-    train(load(write_recipe('offline', model=model, loader=in_order, dataset={'name': 'latents'}, streams=streams))).close()
+    train(
+        load(write_recipe('offline', model=model, loader=in_order, dataset={'name': 'latents'}, streams=streams))
+    ).close()
     online, offline = losses(tmp_path / 'runs/online'), losses(tmp_path / 'runs/offline')
     assert online.keys() == offline.keys()
     for batch in online:
@@ -295,14 +324,18 @@ def test_latents_of_another_vae_are_refused(latents, write_recipe, small_vae, tm
     model = yaml.safe_load(path.read_text())['model'] | {'vae': str(tmp_path / 'vae')}
     streams = {'small': {'local': str(out / 'px32'), 'resolution': 32}}
     recipe = load(write_recipe('other', model=model, dataset={'name': 'latents'}, streams=streams))
-    with pytest.raises(ValueError, match='streams.small: its latents were made by another VAE .* precompute them again'):
+    with pytest.raises(
+        ValueError, match='streams.small: its latents were made by another VAE .* precompute them again'
+    ):
         build_trainer(recipe)
 
 
 def test_latents_at_another_resolution_are_refused(latents, write_recipe):
     _, out, _ = latents
     streams = {'small': {'local': str(out / 'px32'), 'resolution': 64}}
-    with pytest.raises(ValueError, match='streams.small.resolution: 64, but its latents were made of pictures of 32 px'):
+    with pytest.raises(
+        ValueError, match='streams.small.resolution: 64, but its latents were made of pictures of 32 px'
+    ):
         build_trainer(load(write_recipe('wrong', dataset={'name': 'latents'}, streams=streams)))
 
 
@@ -364,6 +397,16 @@ def test_checkpoints_are_found_by_run_latest_and_name(finished):
 
 
 def test_averages_are_asked_for_where_there_are_none(write_recipe, tmp_path):
-    train(load(write_recipe('plain', algorithms={'ema': {'ema_start': '100ba'}}, trainer={'max_duration': '1ba', 'device': 'cpu', 'progress_bar': False}))).close()
-    with pytest.raises(ValueError, match='it has no averaged weights, its EMA would have started at 100ba; use --weights training'):
+    train(
+        load(
+            write_recipe(
+                'plain',
+                algorithms={'ema': {'ema_start': '100ba'}},
+                trainer={'max_duration': '1ba', 'device': 'cpu', 'progress_bar': False},
+            )
+        )
+    ).close()
+    with pytest.raises(
+        ValueError, match='it has no averaged weights, its EMA would have started at 100ba; use --weights training'
+    ):
         weights_of(find_checkpoint(tmp_path / 'runs/plain'), 'ema')

@@ -1,0 +1,56 @@
+"""`make quickstart` in fresh clones: how long a stranger waits, and what they get.
+
+    python benchmarks/quickstart.py [runs]
+
+Prints a markdown table. Each run clones the repository's last commit into a temporary folder and installs everything
+anew; the same seed must give the same figures.
+"""
+
+import datetime
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def main(runs: int) -> None:
+    """Run and print."""
+    print(f'{datetime.date.today()}, {processor()}, {len(os.sched_getaffinity(0))} cores, {platform.python_version()}')
+    print()
+    print('| run | install, minutes | in all, minutes | retrieval top-1 | validation loss |')
+    print('|---|---|---|---|---|')
+    for number in range(1, runs + 1):
+        with tempfile.TemporaryDirectory() as folder:
+            clone = Path(folder) / 'diffusion'
+            subprocess.run(['git', 'clone', '--quiet', str(ROOT), str(clone)], check=True)
+            started = time.monotonic()
+            make(clone, '.venv/installed')
+            installed = time.monotonic()
+            make(clone, 'quickstart')
+            done = time.monotonic()
+            figures = json.loads((clone / 'runs/quickstart/evaluation.json').read_text())
+            minutes = f'{(installed - started) / 60:.1f} | {(done - started) / 60:.1f}'
+            print(f'| {number} | {minutes} | {figures["retrieval_top1"]:.2f} | {figures["loss"]:.6f} |', flush=True)
+
+
+def make(folder: Path, target: str) -> None:
+    """Make a target; its output goes to stderr, so that stdout is the table alone."""
+    subprocess.run(['make', target], cwd=folder, check=True, stdout=sys.stderr)
+
+
+def processor() -> str:
+    """The processor's name."""
+    for line in Path('/proc/cpuinfo').read_text().splitlines():
+        if line.startswith('model name'):
+            return line.split(':')[1].strip()
+    return platform.processor() or 'unknown processor'
+
+
+if __name__ == '__main__':
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 1)

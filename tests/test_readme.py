@@ -1,0 +1,69 @@
+"""What the README says is run as it stands there."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / 'README.md').read_text()
+BLOCKS = re.findall(r'```(\w*)\n(.*?)```', README, flags=re.S)
+
+
+def command(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, **options)
+
+
+@pytest.mark.slow
+def test_the_script_for_other_projects_runs(tmp_path):
+    """In a folder that has the quickstart's data and nothing else of ours but the installed package."""
+    (script,) = [text for language, text in BLOCKS if language == 'python']
+    (tmp_path / 'yamls').symlink_to(ROOT / 'yamls')
+    (tmp_path / 'run.py').symlink_to(ROOT / 'run.py')
+    (tmp_path / 'script.py').write_text(script + "\nassert pictures.shape == (1, 3, 64, 64)\nprint('drawn')\n")
+    environment = os.environ | {'PYTHONPATH': str(ROOT), 'HF_HUB_OFFLINE': '1'}
+    prepare = 'import sys; from diffusion.cli import main; sys.exit(main(sys.argv[1:]))'
+    made = command(
+        '-c',
+        prepare,
+        'prepare',
+        'openmoji',
+        '--out',
+        'data/openmoji',
+        '--sizes',
+        '64',
+        '--limit',
+        '32',
+        cwd=tmp_path,
+        env=environment,
+    )
+    assert made.returncode == 0, made.stderr
+    encoded = command('run.py', 'yamls/quickstart.yaml', 'task=precompute', cwd=tmp_path, env=environment)
+    assert encoded.returncode == 0, encoded.stderr
+    result = command('script.py', cwd=tmp_path, env=environment)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.endswith('drawn\n')
+
+
+def test_the_mistakes_shown_are_the_mistakes_told():
+    (shown,) = [text for _, text in BLOCKS if text.startswith('$ diffusion check')]
+    line, expected = shown.removeprefix('$ ').split('\n', 1)
+    program = 'import sys; from diffusion.cli import main; sys.exit(main(sys.argv[1:]))'
+    result = command('-c', program, *shlex.split(line)[1:], cwd=ROOT)
+    assert result.returncode == 2
+    assert result.stderr == expected
+
+
+def test_every_file_that_is_named_exists():
+    named = set(re.findall(r'`((?:yamls|diffusion|docs|benchmarks|docker)/[\w./-]+)`', README))
+    named |= {link for link in re.findall(r'\]\(([^)#]+)\)', README) if '://' not in link}
+    assert len(named) > 5
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+def test_every_recipe_is_in_the_table():
+    assert all(f'`yamls/{path.name}`' in README for path in (ROOT / 'yamls').glob('*.yaml'))

@@ -82,7 +82,8 @@ def build_loader(recipe: Recipe, split: Literal['train', 'eval'] = 'train') -> B
     world_size = composer_dist.get_world_size()
     if recipe.global_batch % world_size:
         raise ValueError(
-            f'global_batch={recipe.global_batch} does not divide over {world_size} devices; use a multiple of {world_size}'
+            f'global_batch={recipe.global_batch} does not divide over {world_size} devices; '
+            f'use a multiple of {world_size}'
         )
     component = recipe.dataset
     if evaluating:

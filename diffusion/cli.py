@@ -104,6 +104,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('checkpoint', help='a checkpoint, or the folder of a run')
     parser.add_argument('--out', required=True, metavar='DIR', help='a folder that does not exist or is empty')
     parser.add_argument('--weights', choices=('ema', 'training'), help='default: averaged ones where there are any')
+    parser.add_argument('--dtype', choices=('float32', 'float16', 'bfloat16'), default='float32', help='of the files')
     parser.set_defaults(run=_export)
 
 

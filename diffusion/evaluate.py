@@ -12,6 +12,7 @@ from composer.utils import dist
 from diffusion import building
 from diffusion.checkpointing.runs import Weights, find_checkpoint, load_weights, weights_of
 from diffusion.config import Recipe
+from diffusion.data.loader import as_spec
 from diffusion.registry import build
 from diffusion.train import write_text
 
@@ -35,7 +36,7 @@ def evaluate(recipe: Recipe) -> dict[str, float]:
     kept |= {key: value for key, value in recipe.trainer.items() if key in ('device', 'precision', 'progress_bar')}
     # Composer warns about a Trainer without optimizer; this one never steps and so takes no memory.
     optimizer = building.build_optimizer(recipe, model)
-    trainer = Trainer(model=model, eval_dataloader=loader, optimizers=optimizer, seed=recipe.seed, **kept)
+    trainer = Trainer(model=model, eval_dataloader=as_spec(loader), optimizers=optimizer, seed=recipe.seed, **kept)
     trainer.eval()
     metrics = {name: float(metric.compute()) for name, metric in trainer.state.eval_metrics['eval'].items()}
     if dist.get_global_rank() == 0:

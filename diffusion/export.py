@@ -6,30 +6,39 @@ import logging
 import os
 import shutil
 from pathlib import Path
+from typing import Literal
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import StableDiffusionPipeline
 from diffusers.schedulers.scheduling_ddim import DDIMScheduler
+from torch import nn
 
 from diffusion.checkpointing.runs import Weights, find_checkpoint, recipe_beside
 from diffusion.config import load
 from diffusion.evaluate import trained_model
 from diffusion.models.autoencoder import Autoencoder
-from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.models.latent_diffusion import LatentDiffusion, encoder_precision
 from diffusion.models.parts import latent_statistics
 from diffusion.models.sampler import inference_scheduler
 
 log = logging.getLogger(__name__)
 
 
-def export(place: str | Path, out: str | Path, *, weights: Weights | None = None) -> Weights:
+def export(
+    place: str | Path,
+    out: str | Path,
+    *,
+    weights: Weights | None = None,
+    dtype: Literal['float32', 'float16', 'bfloat16'] = 'float32',
+) -> Weights:
     """Write the model of a checkpoint as a StableDiffusionPipeline (an autoencoder's as an AutoencoderKL).
 
     Args:
         place: A checkpoint or a run's folder; see `find_checkpoint`.
         out: A folder that does not exist, or is empty. It appears whole or not at all.
         weights: Averaged or training weights; by default averaged ones where there are any.
+        dtype: Precision of the files.
 
     Returns:
         Which weights were written.
@@ -40,6 +49,7 @@ def export(place: str | Path, out: str | Path, *, weights: Weights | None = None
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f'--out: {out} is not empty; remove it or give another folder')
+    precision = encoder_precision(dtype)
     checkpoint = find_checkpoint(place)
     recipe = load(recipe_beside(checkpoint))
     recipe.checkpoint = str(checkpoint)
@@ -48,10 +58,12 @@ def export(place: str | Path, out: str | Path, *, weights: Weights | None = None
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
         if isinstance(model, Autoencoder):
-            model.finished().save_pretrained(unfinished)
+            vae = model.finished()
+            nn.Module.to(vae, precision)  # diffusers' own `to` warns about modules that this VAE has not
+            vae.save_pretrained(unfinished)
         else:
             assert isinstance(model, LatentDiffusion)
-            pipeline_of(model).save_pretrained(unfinished)
+            pipeline_of(model).to(dtype=precision).save_pretrained(unfinished)
         if out.exists():
             out.rmdir()
         os.replace(unfinished, out)
@@ -77,7 +89,7 @@ def pipeline_of(model: LatentDiffusion) -> StableDiffusionPipeline:
         text_encoder=model.text.encoders[0],  # type: ignore[arg-type]
         tokenizer=model.text.tokenizers[0],  # type: ignore[arg-type]
         unet=model.denoiser,
-        scheduler=scheduler,
+        scheduler=scheduler,  # type: ignore[arg-type]
         safety_checker=None,  # type: ignore[arg-type]
         feature_extractor=None,  # type: ignore[arg-type]
         requires_safety_checker=False,
@@ -117,6 +129,7 @@ def with_folded_statistics(vae: AutoencoderKL) -> AutoencoderKL:
 
 def main_from_args(args: argparse.Namespace) -> int:
     """`diffusion export`."""
-    which = export(args.checkpoint, args.out, weights=args.weights)
-    print(f"{args.out}: {which} weights; StableDiffusionPipeline.from_pretrained('{args.out}') loads it")
+    which = export(args.checkpoint, args.out, weights=args.weights, dtype=args.dtype)
+    kind = 'StableDiffusionPipeline' if (Path(args.out) / 'model_index.json').exists() else 'AutoencoderKL'
+    print(f"{args.out}: {which} weights; {kind}.from_pretrained('{args.out}') loads it")
     return 0

@@ -89,9 +89,9 @@ def _from_pipeline(folder: Path, args: argparse.Namespace) -> list[Path]:
         pipeline.scheduler = scheduler_class(args.scheduler).from_config(pipeline.scheduler.config)
     prompts: list[str] = list(args.prompts)
     seeds = range(args.seed, args.seed + len(prompts))
-    size = pipeline.unet.config.sample_size
+    size = pipeline.unet.config['sample_size']
     noise = draws_for(seeds, seed=0, device=device).normal(
-        Purpose.SAMPLING, (pipeline.unet.config.in_channels, size, size)
+        Purpose.SAMPLING, (pipeline.unet.config['in_channels'], size, size)
     )
     images = pipeline(
         prompts,
@@ -101,5 +101,7 @@ def _from_pipeline(folder: Path, args: argparse.Namespace) -> list[Path]:
         latents=noise,
         generator=[torch.Generator().manual_seed(seed) for seed in seeds],
         output_type='pt',
-    ).images
+        return_dict=False,
+    )[0]
+    assert isinstance(images, torch.Tensor)
     return save_pictures(images, prompts, Path(args.out or 'generated'), seed=args.seed)

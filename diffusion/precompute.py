@@ -72,7 +72,7 @@ def _encode_stream(recipe: Recipe, name: str, model: LatentDiffusion, folder: Pa
     for batch in tqdm(loader, desc=f'latents {name}', unit='batch', disable=None):
         moments = model.encode(batch[keys.IMAGE].to(model.device))
         if settings.posterior == 'mean':
-            moments = moments[:, : model.vae.config.latent_channels]
+            moments = moments[:, : model.vae.config['latent_channels']]
         for index, sample in zip(batch[keys.SAMPLE_ID].tolist(), moments.cpu(), strict=True):
             writer.write(_row(dataset, index, sample, settings.dtype))
     writer.finish()
@@ -91,6 +91,6 @@ def _row(dataset: ImageTextDataset, index: int, moments: torch.Tensor, dtype: st
 
 
 def _encoding(model: LatentDiffusion, resolution: int, settings: Any) -> str:
-    channels = model.vae.config.latent_channels * (1 if settings.posterior == 'mean' else 2)
+    channels = model.vae.config['latent_channels'] * (1 if settings.posterior == 'mean' else 2)
     _, height, width = model._latent_shape((resolution, resolution))
     return f'ndarray:{settings.dtype}:{channels},{height},{width}'

@@ -67,7 +67,7 @@ def run(recipe: Recipe) -> None:
 
 def configure_logging() -> None:
     """Our own messages at INFO on rank zero, everybody else's at WARNING."""
-    logging.basicConfig(format='%(asctime)s %(levelname)s %(name)s: %(message)s', datefmt='%H:%M:%S')
+    logging.basicConfig(format='%(asctime)s %(levelname)s: %(message)s', datefmt='%H:%M:%S')
     logging.getLogger('diffusion').setLevel(logging.INFO if os.environ.get('RANK', '0') == '0' else logging.WARNING)
 
 

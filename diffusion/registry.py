@@ -52,6 +52,7 @@ TARGETS: dict[str, dict[str, Any]] = {
         'speed_monitor': 'composer.callbacks.speed_monitor:SpeedMonitor',
     },
     'logger': {
+        'console_lines': 'diffusion.loggers.console_lines:ConsoleLines',
         'metrics_file': 'diffusion.loggers.metrics_file:MetricsFile',
         'file': 'composer.loggers.file_logger:FileLogger',
         'mlflow': 'composer.loggers.mlflow_logger:MLFlowLogger',

@@ -7,7 +7,7 @@ from typing import Any
 
 from composer import Trainer
 from composer.core import Callback, State
-from composer.loggers import Logger
+from composer.loggers import Logger, LoggerDestination
 from composer.models import ComposerModel
 from composer.utils import dist
 
@@ -15,6 +15,8 @@ from diffusion import building
 from diffusion.checkpointing.runs import LATEST, RECIPE, find_checkpoint, load_weights, weights_of
 from diffusion.config import Recipe, to_yaml
 from diffusion.data.latents import LatentsDataset
+from diffusion.data.loader import as_spec
+from diffusion.loggers.console_lines import ConsoleLines
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.registry import build
 
@@ -55,12 +57,12 @@ def build_trainer(recipe: Recipe) -> Trainer:
     return Trainer(
         model=model,
         train_dataloader=loader,
-        eval_dataloader=building.build_loader(recipe, 'eval') if recipe.eval_streams else None,
+        eval_dataloader=as_spec(building.build_loader(recipe, 'eval')) if recipe.eval_streams else None,
         optimizers=building.build_optimizer(recipe, model),
         schedulers=schedulers,
         algorithms=building.build_algorithms(recipe),
         callbacks=[*building.build_callbacks(recipe), RecipeKeeper(recipe)],
-        loggers=building.build_loggers(recipe),
+        loggers=[*building.build_loggers(recipe), *_console(recipe)],
         run_name=recipe.name,
         seed=recipe.seed,
         device_train_microbatch_size=recipe.device_train_microbatch_size,
@@ -91,14 +93,17 @@ def _defaults(recipe: Recipe) -> dict[str, Any]:
         'save_folder': str(recipe.run_dir),
         'save_filename': CHECKPOINT_NAME,
         'save_latest_filename': 'latest-rank{rank}.pt',
-        # A progress bar is for somebody who looks; a log file gets a line now and then.
         'progress_bar': sys.stderr.isatty(),
-        'log_to_console': not sys.stderr.isatty() and not recipe.trainer.get('progress_bar', False),
-        'console_log_interval': '100ba',
         # A run that was killed between two checkpoints does the batches in between again, and saves them again.
         'save_overwrite': True,
         'load_strict_model_weights': True,
     }
+
+
+def _console(recipe: Recipe) -> list[LoggerDestination]:
+    """A progress bar is for somebody who looks; a log file gets a line now and then."""
+    shown = recipe.trainer.get('progress_bar', sys.stderr.isatty()) or recipe.trainer.get('log_to_console', False)
+    return [] if shown or 'console_lines' in recipe.loggers else [ConsoleLines()]
 
 
 def _resumes(recipe: Recipe) -> bool:

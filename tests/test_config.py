@@ -313,7 +313,9 @@ def test_components_of_others(write, tmp_path, monkeypatch):
 
 
 def diffusion(*arguments: str) -> subprocess.CompletedProcess[str]:
-    program = 'import sys; from diffusion.cli import main; status = main(sys.argv[1:]); print("torch" in sys.modules); sys.exit(status)'
+    program = (
+        'import sys; from diffusion.cli import main; s = main(sys.argv[1:]); print("torch" in sys.modules); sys.exit(s)'
+    )
     return subprocess.run([sys.executable, '-c', program, *arguments], capture_output=True, text=True, check=False)
 
 

@@ -100,7 +100,7 @@ class EMA(Algorithm):
     def update(self) -> None:
         """Move the average towards the weights."""
         averages, weights = self._pairs()
-        torch._foreach_lerp_(averages, weights, 1 - self.smoothing)
+        torch._foreach_lerp_(averages, weights, 1 - self.smoothing)  # type: ignore[reportPrivateImportUsage]
         self.updates += 1
 
     @contextmanager

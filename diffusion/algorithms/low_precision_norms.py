@@ -67,7 +67,7 @@ class DenoiserLowPrecisionLayerNorm(_LowPrecisionNorm):
 
 
 def replace_norms(module: nn.Module, plain: type[nn.Module], fast: type[nn.Module]) -> int:
-    """Make layers of exactly the class `plain` into `fast` in place, parameters and names untouched; returns how many."""
+    """Make layers of exactly the class `plain` into `fast` in place, names untouched; returns how many."""
     layers = [layer for layer in module.modules() if type(layer) is plain]
     for layer in layers:
         layer.__class__ = fast

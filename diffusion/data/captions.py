@@ -16,7 +16,8 @@ def captions_of(sample: dict[str, Any], where: str) -> list[str]:
     captions = [value] if isinstance(value, str) else value
     if not isinstance(captions, list) or not captions or not all(isinstance(text, str) for text in captions):
         raise ValueError(
-            f'{where}: its caption is {value!r}; a sample needs `captions`, a non-empty list of strings, or `caption`, a string'
+            f'{where}: its caption is {value!r}; a sample needs `captions`, a non-empty list of strings, '
+            'or `caption`, a string'
         )
     return captions
 

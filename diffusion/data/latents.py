@@ -139,6 +139,7 @@ class LatentsDataset(BucketedDataset):
                 stored, expected = getattr(manifest, what), getattr(own, what)
                 if stored != expected:
                     raise ValueError(
-                        f'streams.{bucket.name}: its latents were made by another VAE ({what} is {stored}, the model has '
-                        f'{expected}); precompute them again with this model, or give the model their VAE'
+                        f'streams.{bucket.name}: its latents were made by another VAE '
+                        f'({what} is {stored}, the model has {expected}); '
+                        'precompute them again with this model, or give the model their VAE'
                     )

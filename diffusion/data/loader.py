@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from composer.core import DataSpec
 from streaming import StreamingDataLoader
 from streaming.base.world import World
 
@@ -19,7 +20,7 @@ class BucketedLoader(StreamingDataLoader):
     randomness may depend on it.
     """
 
-    dataset: BucketedDataset
+    dataset: BucketedDataset  # type: ignore[reportIncompatibleVariableOverride]
 
     def __iter__(self) -> Iterator[Any]:
         world = World.detect()
@@ -38,6 +39,17 @@ class BucketedLoader(StreamingDataLoader):
                 f'{names}: the epoch ended early because a shard is missing or corrupt; the log above names it. '
                 'Restore it (a corrupt local copy: delete it, it is fetched again) and resume'
             )
+
+
+def as_spec(loader: BucketedLoader) -> DataSpec:
+    """The loader for a Trainer's evaluation: Composer's own splitting warns about a last batch that is short."""
+    return DataSpec(loader, split_batch=_split)
+
+
+def _split(batch: dict[str, torch.Tensor], size: int | float) -> list[dict[str, torch.Tensor]]:
+    count = len(batch[keys.SAMPLE_ID])
+    starts = range(0, count, int(size))
+    return [{name: tensor[start : start + int(size)] for name, tensor in batch.items()} for start in starts]
 
 
 def default_num_workers(devices_on_node: int) -> int:

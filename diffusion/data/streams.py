@@ -82,6 +82,6 @@ class BucketedDataset(StreamingDataset):
             for choice in columns:
                 if not set(choice) & set(present):
                     raise ValueError(
-                        f'streams.{bucket.name}: its samples have {", ".join(present)}, but {" or ".join(choice)} is needed; '
-                        'does the recipe name the right dataset?'
+                        f'streams.{bucket.name}: its samples have {", ".join(present)}, '
+                        f'but {" or ".join(choice)} is needed; does the recipe name the right dataset?'
                     )

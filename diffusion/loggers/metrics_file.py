@@ -4,7 +4,7 @@ import json
 import logging
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from composer.core import State
 from composer.loggers import Logger, LoggerDestination
@@ -23,13 +23,11 @@ class MetricsFile(LoggerDestination):
 
     Args:
         folder: Of the run.
-        flush_every: Lines between writes to disk.
     """
 
-    def __init__(self, folder: str = 'runs', *, flush_every: int = 20) -> None:
+    def __init__(self, folder: str = 'runs') -> None:
         self.folder = Path(folder)
-        self.flush_every = flush_every
-        self._lines: list[str] = []
+        self._file: TextIO | None = None
 
     @property
     def path(self) -> Path:
@@ -39,26 +37,22 @@ class MetricsFile(LoggerDestination):
         if dist.get_global_rank() != 0:
             return
         numbers = {name: float(value) for name, value in metrics.items() if _is_number(value)}
-        if numbers:
-            self._lines.append(json.dumps({'step': step} | numbers))
-        if len(self._lines) >= self.flush_every:
-            self._flush()
+        if not numbers:
+            return
+        if self._file is None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            # Line by line: a run that is killed resumes from a checkpoint, and what came before that must be here.
+            self._file = self.path.open('a', encoding='utf-8', buffering=1)
+        self._file.write(json.dumps({'step': step} | numbers) + '\n')
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        self._flush()
         if dist.get_global_rank() == 0 and self.path.exists():
             draw_loss_curve(self.path, self.folder / 'loss.png')
 
     def close(self, state: State, logger: Logger) -> None:
-        self._flush()
-
-    def _flush(self) -> None:
-        if not self._lines:
-            return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with self.path.open('a', encoding='utf-8') as file:
-            file.write('\n'.join(self._lines) + '\n')
-        self._lines = []
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 def read_metrics(path: Path) -> dict[str, dict[int, float]]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torchmetrics import MeanMetric, Metric
 
 from diffusion.data import keys
+from diffusion.models.parts import posterior_of, reconstruct
 
 _STATISTICS_MOMENTUM = 0.01
 
@@ -39,22 +40,25 @@ class Autoencoder(ComposerModel):
         kl_weight: Of the mean divergence a latent number.
     """
 
+    latent_mean: Tensor
+    latent_variance: Tensor
+
     def __init__(self, vae: AutoencoderKL, *, l1_weight: float = 0.05, kl_weight: float = 1e-4) -> None:
         super().__init__()
         self.vae = vae
         self.l1_weight = l1_weight
         self.kl_weight = kl_weight
-        self.register_buffer('latent_mean', torch.zeros(vae.config.latent_channels))
-        self.register_buffer('latent_variance', torch.ones(vae.config.latent_channels))
+        self.register_buffer('latent_mean', torch.zeros(vae.config['latent_channels']))
+        self.register_buffer('latent_variance', torch.ones(vae.config['latent_channels']))
 
     def forward(self, batch: Mapping[str, Tensor]) -> Reconstruction:
         pixels = batch[keys.IMAGE].float() / 127.5 - 1
-        posterior = self.vae.encode(pixels).latent_dist
+        posterior = posterior_of(self.vae, pixels)
         latents = posterior.sample() if self.training else posterior.mode()
         if self.training:
             self._follow(latents.detach())
         divergence = 0.5 * (posterior.mean**2 + posterior.var - 1 - posterior.logvar).flatten(1).mean(dim=1)
-        return Reconstruction(pixels, self.vae.decode(latents).sample, divergence)
+        return Reconstruction(pixels, reconstruct(self.vae, latents), divergence)
 
     def loss(self, outputs: Reconstruction, batch: Mapping[str, Tensor]) -> Tensor:
         error = outputs.reconstructed - outputs.pixels
@@ -71,7 +75,7 @@ class Autoencoder(ComposerModel):
 
     def finished(self) -> AutoencoderKL:
         """The autoencoder, its latent statistics in its configuration."""
-        mean, std = self.latent_mean, self.latent_variance.sqrt()  # type: ignore[operator]
+        mean, std = self.latent_mean, self.latent_variance.sqrt()
         self.vae.register_to_config(
             latents_mean=[round(value, 5) for value in mean.tolist()],
             latents_std=[round(value, 5) for value in std.tolist()],
@@ -80,8 +84,8 @@ class Autoencoder(ComposerModel):
         return self.vae
 
     def _follow(self, latents: Tensor) -> None:
-        self.latent_mean.lerp_(latents.mean(dim=(0, 2, 3)), _STATISTICS_MOMENTUM)  # type: ignore[operator]
-        self.latent_variance.lerp_(latents.var(dim=(0, 2, 3)), _STATISTICS_MOMENTUM)  # type: ignore[operator]
+        self.latent_mean.lerp_(latents.mean(dim=(0, 2, 3)), _STATISTICS_MOMENTUM)
+        self.latent_variance.lerp_(latents.var(dim=(0, 2, 3)), _STATISTICS_MOMENTUM)
 
 
 def psnr_db(pictures: Tensor, references: Tensor) -> Tensor:

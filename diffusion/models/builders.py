@@ -67,17 +67,18 @@ def sd2(
         vae: Another place for the VAE alone, a folder of an AutoencoderKL or a repository with a `vae` sub-folder.
         objective: See `diffusion.Objective`; the other keywords: see `diffusion.LatentDiffusion`.
     """
-    if pretrained is None:
-        autoencoder = AutoencoderKL(**sd2_config.VAE)
-        encoder = CLIPTextModel(CLIPTextConfig(**sd2_config.TEXT_ENCODER))
-    else:
-        encoder = load_pretrained(CLIPTextModel, pretrained, subfolder='text_encoder', revision=revision)
-        if vae is None:
-            autoencoder = load_pretrained(AutoencoderKL, pretrained, subfolder='vae', revision=revision)
     if vae is not None:
         autoencoder = _load_vae(vae)
+    elif pretrained is not None:
+        autoencoder = load_pretrained(AutoencoderKL, pretrained, subfolder='vae', revision=revision)
+    else:
+        autoencoder = AutoencoderKL(**sd2_config.VAE)
+    if pretrained is not None:
+        encoder = load_pretrained(CLIPTextModel, pretrained, subfolder='text_encoder', revision=revision)
+    else:
+        encoder = CLIPTextModel(CLIPTextConfig(**sd2_config.TEXT_ENCODER))
     sample_size = _latent_size(resolution, autoencoder)
-    channels = autoencoder.config.latent_channels
+    channels = autoencoder.config['latent_channels']
     unet = sd2_config.UNET | {'sample_size': sample_size, 'in_channels': channels, 'out_channels': channels}
     return LatentDiffusion(
         UNet2DConditionModel(**unet),
@@ -131,7 +132,7 @@ def tiny(
         objective: See `diffusion.Objective`; the other keywords: see `diffusion.LatentDiffusion`.
     """
     autoencoder = _load_vae(vae or str(TINY_VAE))
-    channels = autoencoder.config.latent_channels
+    channels = autoencoder.config['latent_channels']
     denoiser = UNet2DConditionModel(
         sample_size=_latent_size(resolution, autoencoder),
         in_channels=channels,
@@ -140,7 +141,7 @@ def tiny(
         up_block_types=('CrossAttnUpBlock2D',) * len(block_out_channels),
         block_out_channels=tuple(block_out_channels),
         layers_per_block=layers_per_block,
-        attention_head_dim=tuple(width // 32 for width in block_out_channels),
+        attention_head_dim=tuple(width // 32 for width in block_out_channels),  # type: ignore[arg-type]
         cross_attention_dim=text_width,
         use_linear_projection=True,
     )

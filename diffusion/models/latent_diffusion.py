@@ -3,6 +3,7 @@
 Shapes: B batch, C latent channels, H W latent size, E text encoders, L text tokens, D text width.
 """
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
@@ -17,8 +18,17 @@ from torchmetrics import MeanMetric, Metric
 from diffusion.data import keys
 from diffusion.models.noise import Draws, Purpose, draws_for
 from diffusion.models.objective import Objective, diffuse, loss_weight, target
-from diffusion.models.parts import TextConditioner, downsampling, latent_statistics, tokenize
+from diffusion.models.parts import (
+    TextConditioner,
+    downsampling,
+    latent_statistics,
+    posterior_of,
+    reconstruct,
+    tokenize,
+)
 from diffusion.models.sampler import guide, inference_scheduler, sample_latents
+
+log = logging.getLogger(__name__)
 
 NUM_VALIDATION_TIMESTEPS = 8
 CAPTION_DROPOUT_MODES = ('empty', 'zeros')
@@ -64,6 +74,11 @@ class LatentDiffusion(ComposerModel):
         seed: Of noise, timesteps, posterior and caption dropout, in [0, 2**32).
     """
 
+    alpha_bars: Tensor
+    latent_mean: Tensor
+    latent_std: Tensor
+    empty_ids: Tensor
+
     def __init__(
         self,
         denoiser: UNet2DConditionModel,
@@ -93,6 +108,7 @@ class LatentDiffusion(ComposerModel):
         self.train_text_encoder = train_text_encoder
         self.posterior = posterior
         self.seed = seed
+        self._scale_checked = False
 
         dtype = encoder_precision(encoder_dtype)
         self._frozen: dict[str, nn.Module] = {'vae': _freeze(vae, dtype)}
@@ -119,7 +135,7 @@ class LatentDiffusion(ComposerModel):
 
     @property
     def device(self) -> torch.device:
-        return self.alpha_bars.device  # type: ignore[return-value]
+        return self.alpha_bars.device
 
     def _apply(self, fn: Any, recurse: bool = True) -> 'LatentDiffusion':
         for part in self._frozen.values():
@@ -143,6 +159,7 @@ class LatentDiffusion(ComposerModel):
         """Noise a batch and let the denoiser predict."""
         draws = self._draws(batch)
         latents = self.latents_of(batch, draws)
+        self._check_scale(latents)
         timesteps = draws.integers(Purpose.TIMESTEP, self.objective.num_train_timesteps)
         noise = draws.normal(Purpose.NOISE, latents.shape[1:])
         if self.objective.offset_noise:
@@ -155,7 +172,7 @@ class LatentDiffusion(ComposerModel):
         self, latents: Tensor, noise: Tensor, timesteps: Tensor, text_embeds: Tensor, mask: Tensor | None = None
     ) -> Denoised:
         """Noise latents [B, C, H, W] to timesteps [B] and let the denoiser predict."""
-        alpha_bar = self.alpha_bars[timesteps]  # type: ignore[index]
+        alpha_bar = self.alpha_bars[timesteps]
         noisy = diffuse(latents, noise, alpha_bar=alpha_bar)
         prediction = self._predict(noisy, timesteps, text_embeds, mask)
         expected = target(self.objective, latents, noise, alpha_bar=alpha_bar)
@@ -176,7 +193,7 @@ class LatentDiffusion(ComposerModel):
             moments = self.encode(batch[keys.IMAGE])
         else:
             raise ValueError(f'batch: it holds {sorted(batch)}; one of {keys.IMAGE}, {keys.LATENT_MOMENTS} is needed')
-        latent_channels = self.vae.config.latent_channels
+        latent_channels = self.vae.config['latent_channels']
         mean, log_variance = moments[:, :latent_channels], moments[:, latent_channels:]
         if draws is not None and self.posterior == 'sample' and log_variance.shape[1]:
             noise = draws.normal(Purpose.POSTERIOR, mean.shape[1:])
@@ -191,7 +208,7 @@ class LatentDiffusion(ComposerModel):
         vae = self.vae
         with torch.autocast(images.device.type, enabled=False):
             pixels = (images.float() / 127.5 - 1).to(vae.dtype)
-            return vae.encode(pixels).latent_dist.parameters.float()
+            return posterior_of(vae, pixels).parameters.float()
 
     # -- evaluation --
 
@@ -270,18 +287,16 @@ class LatentDiffusion(ComposerModel):
             shape = self._latent_shape(size)
             latents = draws_for(seeds, seed=0, device=self.device).normal(Purpose.SAMPLING, shape)
         scheduler = inference_scheduler(noise_scheduler, self.objective)
-        condition = self._condition(self._tokens(prompts))
+        embeds, mask = self._condition(self._tokens(prompts))
         if guidance_scale > 1:
-            unconditional = self._unconditional(negative_prompt, len(prompts))
-            condition = tuple(
-                None if one is None else torch.cat([other, one])
-                for other, one in zip(unconditional, condition, strict=True)  # type: ignore[arg-type]
-            )
+            other_embeds, other_mask = self._unconditional(negative_prompt, len(prompts))
+            embeds = torch.cat([other_embeds, embeds])
+            mask = None if mask is None or other_mask is None else torch.cat([other_mask, mask])
 
         def denoise(noisy: Tensor, timestep: Tensor) -> Tensor:
             if guidance_scale <= 1:
-                return self._predict(noisy, timestep, *condition).float()
-            both = self._predict(torch.cat([noisy, noisy]), timestep, *condition).float()
+                return self._predict(noisy, timestep, embeds, mask).float()
+            both = self._predict(torch.cat([noisy, noisy]), timestep, embeds, mask).float()
             return guide(*both.chunk(2), scale=guidance_scale, rescale=guidance_rescale)
 
         with evaluating(self):
@@ -296,7 +311,7 @@ class LatentDiffusion(ComposerModel):
         vae = self.vae
         with torch.autocast(latents.device.type, enabled=False):
             raw = (latents.float() * self.latent_std + self.latent_mean).to(vae.dtype)
-            pixels = vae.decode(raw).sample.float()
+            pixels = reconstruct(vae, raw).float()
         return (pixels / 2 + 0.5).clamp(0, 1)
 
     # -- parts of the above --
@@ -309,13 +324,26 @@ class LatentDiffusion(ComposerModel):
         zeros = torch.zeros_like(sample_id)
         return Draws(self.seed, sample_id, batch.get(keys.EPOCH, zeros), batch.get(keys.BATCH_INDEX, zeros))
 
+    def _check_scale(self, latents: Tensor) -> None:
+        """Latents scaled twice, or not at all, train without complaint and draw nothing: look at the first batch."""
+        if self._scale_checked:
+            return
+        self._scale_checked = True
+        std = float(latents.std())
+        if not 0.5 < std < 2:
+            log.warning(
+                'latents: standard deviation %.2f in the first batch, where the noise schedule expects about 1; is the '
+                'VAE the right one for these pictures, and is its scaling_factor (or latents_std) its own?',
+                std,
+            )
+
     def _drop_captions(self, input_ids: Tensor, draws: Draws) -> tuple[Tensor, Tensor | None]:
         if self.caption_dropout == 0:
             return input_ids, None
         keep = draws.uniform(Purpose.CAPTION_DROPOUT) >= self.caption_dropout
         if self.caption_dropout_mode == 'zeros':
             return input_ids, keep
-        return torch.where(keep[:, None, None], input_ids, self.empty_ids), None  # type: ignore[arg-type]
+        return torch.where(keep[:, None, None], input_ids, self.empty_ids), None
 
     def _condition(self, input_ids: Tensor, keep: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Text embeddings [B, L, D], zeros where `keep` is False, and the padding mask [B, L] where it is used."""
@@ -341,10 +369,10 @@ class LatentDiffusion(ComposerModel):
 
     def _latent_shape(self, size: tuple[int, int] | None) -> tuple[int, int, int]:
         cell = downsampling(self.vae)
-        height, width = size or (self.denoiser.config.sample_size * cell,) * 2
+        height, width = size or (self.denoiser.config['sample_size'] * cell,) * 2
         if height % cell or width % cell:
             raise ValueError(f'size: {height}x{width} is not a multiple of {cell} pixels, the size of a latent cell')
-        return self.vae.config.latent_channels, height // cell, width // cell
+        return self.vae.config['latent_channels'], height // cell, width // cell
 
 
 def squared_error(outputs: Denoised) -> Tensor:
@@ -379,13 +407,12 @@ def _freeze(part: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def _check_parts(denoiser: UNet2DConditionModel, vae: AutoencoderKL, text: TextConditioner) -> None:
-    channels = vae.config.latent_channels
-    if denoiser.config.in_channels != channels or denoiser.config.out_channels != channels:
+    channels = vae.config['latent_channels']
+    if denoiser.config['in_channels'] != channels or denoiser.config['out_channels'] != channels:
         raise ValueError(
-            f'denoiser: {denoiser.config.in_channels} channels in and {denoiser.config.out_channels} out, '
+            f'denoiser: {denoiser.config["in_channels"]} channels in and {denoiser.config["out_channels"]} out, '
             f'but the VAE has {channels} latent channels; build the denoiser for this VAE'
         )
-    if denoiser.config.cross_attention_dim != text.width:
-        raise ValueError(
-            f'denoiser: cross_attention_dim {denoiser.config.cross_attention_dim}, but the text encoders give {text.width}'
-        )
+    width = denoiser.config['cross_attention_dim']
+    if width != text.width:
+        raise ValueError(f'denoiser: cross_attention_dim {width}, but the text encoders give {text.width}')

@@ -98,7 +98,7 @@ class Objective:
 
 
 def rescale_to_zero_terminal_snr(alpha_bars: Tensor) -> Tensor:
-    """Shift and scale sqrt(alpha_bar) so that its last value is 0 and its first stays (Lin et al. 2024, algorithm 1)."""
+    """Shift and scale sqrt(alpha_bar) so that its last value is 0 and its first stays (Lin et al. 2024, alg. 1)."""
     roots = alpha_bars.sqrt()
     return ((roots - roots[-1]) * roots[0] / (roots[0] - roots[-1])) ** 2
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTokenizer, PreTrainedTokenizerBase
@@ -121,14 +122,16 @@ class TextConditioner(nn.Module):
         """Conditioning [B, L, D] of tokens [B, E, L]."""
         if input_ids.ndim != 3 or input_ids.shape[1] != len(self.encoders):
             raise ValueError(
-                f'input_ids: shape {tuple(input_ids.shape)}; expected [batch, {len(self.encoders)} text encoders, tokens]'
+                f'input_ids: shape {tuple(input_ids.shape)}; '
+                f'expected [batch, {len(self.encoders)} text encoders, tokens]'
             )
         states = [encoder(input_ids[:, i]).last_hidden_state for i, encoder in enumerate(self.encoders)]
         return torch.cat(states, dim=-1)
 
     def padding_mask(self, input_ids: Tensor) -> Tensor:
         """True up to the first end-of-text token, bool [B, L]; the first encoder's tokens decide."""
-        ended = (input_ids[:, 0] == self.tokenizers[0].eos_token_id).cumsum(dim=-1)
+        end_of_text: Any = self.tokenizers[0].eos_token_id
+        ended = input_ids[:, 0].eq(end_of_text).cumsum(dim=-1)
         return torch.cat([torch.ones_like(ended[:, :1]), ended[:, :-1] == 0], dim=-1).bool()
 
 
@@ -138,19 +141,29 @@ def latent_statistics(vae: AutoencoderKL) -> tuple[Tensor, Tensor]:
     diffusers' configurations say it in two ways, a scaling_factor with an optional shift_factor, or means and standard
     deviations a channel (and a scaling_factor on top).
     """
-    config, channels = vae.config, vae.config.latent_channels
+    config, channels = vae.config, vae.config['latent_channels']
     mean = config.get('latents_mean') or [config.get('shift_factor') or 0.0] * channels
     std = config.get('latents_std') or [1.0] * channels
     if len(mean) != channels or len(std) != channels:
         raise ValueError(
             f'vae: latents_mean and latents_std have {len(mean)} and {len(std)} values for {channels} channels'
         )
-    return torch.tensor(mean, device='cpu'), torch.tensor(std, device='cpu') / config.scaling_factor
+    return torch.tensor(mean, device='cpu'), torch.tensor(std, device='cpu') / config['scaling_factor']
+
+
+def posterior_of(vae: AutoencoderKL, pixels: Tensor) -> DiagonalGaussianDistribution:
+    """What the VAE's encoder says of pictures [B, 3, 8H, 8W] in [-1, 1]."""
+    return vae.encode(pixels, return_dict=False)[0]  # type: ignore[return-value]
+
+
+def reconstruct(vae: AutoencoderKL, latents: Tensor) -> Tensor:
+    """Pictures [B, 3, 8H, 8W], about in [-1, 1], of raw latents [B, C, H, W]."""
+    return vae.decode(latents, return_dict=False)[0]  # type: ignore[arg-type]
 
 
 def downsampling(vae: AutoencoderKL) -> int:
     """Pixels a latent cell spans along a side: 8 for Stable Diffusion."""
-    return 2 ** (len(vae.config.block_out_channels) - 1)
+    return 2 ** (len(vae.config['block_out_channels']) - 1)
 
 
 def _byte_order() -> list[int]:

@@ -41,7 +41,8 @@ def inference_scheduler(name: str, objective: Objective) -> Any:
     config = objective.scheduler_config()
     if objective.zero_terminal_snr and 'rescale_betas_zero_snr' not in accepted:
         raise ValueError(
-            f'noise_scheduler: {name} has no rescale_betas_zero_snr, which this model (zero_terminal_snr) needs; use ddim'
+            f'noise_scheduler: {name} has no rescale_betas_zero_snr, which this model (zero_terminal_snr) needs; '
+            'use ddim'
         )
     if 'trained_betas' in config and 'trained_betas' not in accepted:
         raise ValueError(

@@ -1,5 +1,7 @@
 """LatentDiffusion against plain PyTorch and diffusers, part by part."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as functional
@@ -29,16 +31,16 @@ def draws_of(model: LatentDiffusion, batch: dict[str, torch.Tensor]) -> Draws:
     return Draws(model.seed, batch[keys.SAMPLE_ID], batch[keys.EPOCH], batch[keys.BATCH_INDEX])
 
 
-def reference_loss(model: LatentDiffusion, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def reference_loss(model: Any, batch: dict[str, Any]) -> torch.Tensor:
     """The same loss, written the way one writes it with diffusers alone."""
     draws, vae, unet = draws_of(model, batch), model.vae, model.denoiser
     with torch.no_grad():
-        posterior = vae.encode(batch[keys.IMAGE] / 127.5 - 1).latent_dist
+        posterior = vae.encode(batch[keys.IMAGE] / 127.5 - 1, return_dict=False)[0]
     latents = posterior.mean + posterior.std * draws.normal(Purpose.POSTERIOR, posterior.mean.shape[1:])
     mean, std = (torch.tensor(vae.config[name]).view(1, -1, 1, 1) for name in ('latents_mean', 'latents_std'))
-    latents = (latents - mean) / std * vae.config.scaling_factor
+    latents = (latents - mean) / std * vae.config['scaling_factor']
     noise = draws.normal(Purpose.NOISE, latents.shape[1:])
-    timesteps = draws.integers(Purpose.TIMESTEP, 1000)
+    timesteps: Any = draws.integers(Purpose.TIMESTEP, 1000)
     scheduler = DDPMScheduler(
         beta_start=0.00085,
         beta_end=0.012,
@@ -253,3 +255,21 @@ def test_misuse_is_refused_in_words(make_model, call, message):
 def test_bad_settings_are_refused_in_words(make_model, settings, message):
     with pytest.raises(ValueError, match=message):
         make_model(**settings)
+
+
+def test_latents_of_the_wrong_scale_are_told_once(make_model, caplog):
+    model = make_model()
+    batch = batch_of(model)
+    batch[keys.LATENT_MOMENTS] = model.encode(batch.pop(keys.IMAGE))[:, :4] * 0.0 + torch.randn(BATCH, 4, 8, 8) * 0.03
+    for _ in range(2):
+        model(batch)
+    assert caplog.text.count('where the noise schedule expects about 1') == 1
+
+
+def test_emptying_leaves_frozen_parts_whole(make_model):
+    """Composer empties the models of other ranks and fills them from rank 0, but only what is in the state dict."""
+    model = make_model(train_text_encoder=False)
+    before = {name: tensor.clone() for name, tensor in model.vae.state_dict().items()}
+    model.to_empty(device='cpu')
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.vae.state_dict().items())
+    assert model.text is not None

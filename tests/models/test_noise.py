@@ -27,7 +27,8 @@ def draws(size: int = 4, *, seed: int = 17, epoch: int = 0, batch_index: int = 0
 @pytest.mark.parametrize(('counter', 'key', 'expected'), KNOWN_ANSWERS)
 def test_philox_known_answers(counter, key, expected):
     assert philox(counter, key) == expected
-    words = philox(tuple(torch.tensor([word]) for word in counter), key)
+    first, second, third, fourth = (torch.tensor([word]) for word in counter)
+    words = philox((first, second, third, fourth), key)
     assert tuple(int(word) for word in words) == expected
 
 

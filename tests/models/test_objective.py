@@ -57,7 +57,7 @@ def test_targets_give_back_latents_and_noise(prediction_type):
 
 @pytest.mark.parametrize('prediction_type', ['epsilon', 'v_prediction', 'sample'])
 def test_min_snr_weights_are_one_error_in_x(prediction_type):
-    """An error d in x is d sqrt(SNR) in epsilon and d sqrt(SNR + 1) in v; its weighted square must not depend on which."""
+    """An error d in x is d sqrt(SNR) in epsilon and d sqrt(SNR + 1) in v; weighted and squared all are one."""
     alpha_bar = torch.linspace(0.01, 0.99, 50, dtype=torch.float64)
     snr = alpha_bar / (1 - alpha_bar)
     squared = {'epsilon': snr, 'v_prediction': snr + 1, 'sample': torch.ones_like(snr)}[prediction_type]

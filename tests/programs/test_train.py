@@ -17,6 +17,8 @@ from diffusion.evaluate import evaluate
 from diffusion.export import export, pipeline_of, with_folded_statistics
 from diffusion.generate import generate
 from diffusion.loggers.metrics_file import read_metrics
+from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.models.parts import posterior_of, reconstruct
 from diffusion.precompute import precompute
 from diffusion.train import build_trainer, train
 
@@ -180,14 +182,14 @@ def test_folding_the_statistics_changes_nothing_but_the_scale(make_model):
     model = make_model()
     folded = with_folded_statistics(model.vae)
     pixels = torch.rand(2, 3, 64, 64) * 2 - 1
-    theirs, ours = folded.encode(pixels).latent_dist, model.vae.encode(pixels).latent_dist
+    theirs, ours = posterior_of(folded, pixels), posterior_of(model.vae, pixels)
     torch.testing.assert_close(theirs.mean, (ours.mean - model.latent_mean) / model.latent_std, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(theirs.std, ours.std / model.latent_std, rtol=1e-4, atol=1e-5)
     latents = torch.randn(2, 4, 8, 8)
-    decoded = model.vae.decode(latents * model.latent_std + model.latent_mean).sample
-    torch.testing.assert_close(folded.decode(latents).sample, decoded, rtol=1e-4, atol=1e-4)
-    assert folded.config.scaling_factor == 1.0
-    assert folded.config.latents_mean is None
+    decoded = reconstruct(model.vae, latents * model.latent_std + model.latent_mean)
+    torch.testing.assert_close(reconstruct(folded, latents), decoded, rtol=1e-4, atol=1e-4)
+    assert folded.config['scaling_factor'] == 1.0
+    assert folded.config['latents_mean'] is None
 
 
 STOCK = """
@@ -195,7 +197,8 @@ import sys, torch
 from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import StableDiffusionPipeline
 folder, latents, out = sys.argv[1:]
 pipeline = StableDiffusionPipeline.from_pretrained(folder, local_files_only=True, low_cpu_mem_usage=False)
-images = pipeline('a red square', latents=torch.load(latents), num_inference_steps=5, guidance_scale=3.0, output_type='pt').images
+start = torch.load(latents)
+images = pipeline('a red square', latents=start, num_inference_steps=5, guidance_scale=3.0, output_type='pt').images
 assert 'diffusion' not in sys.modules
 torch.save(images, out)
 """
@@ -209,6 +212,7 @@ def test_the_stock_pipeline_draws_what_we_draw(finished, tmp_path, weights):
     from diffusion.evaluate import trained_model
 
     model, _ = trained_model(recipe, weights)
+    assert isinstance(model, LatentDiffusion)
     latents = torch.randn(1, 4, 4, 4)
     torch.save(latents, tmp_path / 'latents.pt')
     arguments = [str(tmp_path / name) for name in ('sd', 'latents.pt', 'out.pt')]
@@ -252,8 +256,9 @@ def test_other_objectives_export_their_schedule(make_model, prediction, tmp_path
     pipeline = type(pipeline).from_pretrained(tmp_path / 'sd', low_cpu_mem_usage=False)
     pipeline.set_progress_bar_config(disable=True)
     latents = torch.randn(1, 4, 8, 8)
-    theirs = pipeline('a', latents=latents, num_inference_steps=3, guidance_scale=2.0, output_type='pt').images
-    ours = model.generate(['a'], latents=latents, num_inference_steps=3, guidance_scale=2.0)
+    sampling = {'num_inference_steps': 3, 'guidance_scale': 2.0}
+    theirs = pipeline('a', latents=latents, output_type='pt', return_dict=False, **sampling)[0]
+    ours = model.generate(['a'], latents=latents, **sampling)
     torch.testing.assert_close(theirs, ours, rtol=1e-3, atol=1e-3)
 
 
@@ -280,6 +285,7 @@ def test_precomputed_latents_are_what_the_encoder_says(latents, pictures):
 
     path, out, _ = latents
     model = build_model(load(path))
+    assert isinstance(model, LatentDiffusion)
     for side, folder in pictures.items():
         stored, source = (
             StreamingDataset(local=str(out / f'px{side}'), batch_size=1),

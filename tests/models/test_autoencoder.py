@@ -1,0 +1,84 @@
+"""The autoencoder's training, and the one that ships."""
+
+import math
+
+import pytest
+import torch
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from streaming import StreamingDataset
+
+from diffusion.config import load
+from diffusion.data import keys
+from diffusion.data.transforms import CropBox, decode, to_square
+from diffusion.export import export
+from diffusion.models.autoencoder import psnr_db, tiny_autoencoder
+from diffusion.models.builders import TINY_VAE
+from diffusion.models.parts import posterior_of, reconstruct
+from diffusion.prepare.openmoji import prepare_openmoji
+from diffusion.train import train
+
+
+def test_loss_is_squared_error_with_a_little_l1_and_kl():
+    model = tiny_autoencoder(
+        block_out_channels=[8, 8], norm_num_groups=4, latent_channels=4, l1_weight=0.5, kl_weight=0.1
+    )
+    model.eval()
+    batch = {keys.IMAGE: torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)}
+    pixels = batch[keys.IMAGE] / 127.5 - 1
+    posterior = posterior_of(model.vae, pixels)
+    error = reconstruct(model.vae, posterior.mean) - pixels
+    standard = torch.distributions.Normal(torch.zeros(()), torch.ones(()))
+    kl = torch.distributions.kl_divergence(torch.distributions.Normal(posterior.mean, posterior.std), standard).mean()
+    expected = error.square().mean() + 0.5 * error.abs().mean() + 0.1 * kl
+    torch.testing.assert_close(model.loss(model(batch), batch), expected)
+
+
+def test_psnr_is_the_textbooks():
+    reference = torch.zeros(2, 3, 4, 4)
+    pictures = torch.stack([reference[0] + 0.2, reference[1] - 0.02])
+    torch.testing.assert_close(
+        psnr_db(pictures, reference), torch.tensor([20 * math.log10(1 / 0.1), 20 * math.log10(1 / 0.01)])
+    )
+
+
+def test_latent_statistics_follow_the_latents():
+    torch.manual_seed(0)
+    model = tiny_autoencoder(block_out_channels=[8, 8], norm_num_groups=4, latent_channels=4)
+    batch = {keys.IMAGE: torch.randint(0, 256, (16, 3, 16, 16), dtype=torch.uint8)}
+    for _ in range(800):
+        model._follow(torch.randn(16, 4, 8, 8) * torch.tensor([1.0, 2.0, 3.0, 0.5]).view(1, 4, 1, 1) + 1)
+    vae = model.finished()
+    assert vae.config['latents_mean'] == pytest.approx([1, 1, 1, 1], abs=0.1)
+    assert vae.config['latents_std'] == pytest.approx([1, 2, 3, 0.5], rel=0.05)
+    model.eval()
+    before = model.latent_mean.clone()
+    model(batch)
+    assert torch.equal(model.latent_mean, before), 'evaluation leaves them alone'
+
+
+def test_a_trained_autoencoder_is_exported_whole(write_recipe, tmp_path):
+    model = {'name': 'autoencoder', 'block_out_channels': [8, 8, 8, 8], 'norm_num_groups': 4, 'latent_channels': 4}
+    train(load(write_recipe('vae', model=model, algorithms={'ema': {'ema_start': '2ba'}}))).close()
+    assert export(tmp_path / 'runs/vae', tmp_path / 'out', dtype='float16') == 'ema'
+    vae = AutoencoderKL.from_pretrained(tmp_path / 'out', low_cpu_mem_usage=False, torch_dtype=torch.float16)
+    assert vae.dtype == torch.float16
+    assert len(vae.config['latents_std']) == 4
+    assert vae.config['scaling_factor'] == 1.0
+
+
+def test_the_shipped_autoencoder_reconstructs_pictures_it_has_not_seen(tmp_path):
+    """At least 25 dB on the held-out families of OpenMoji, and latents of mean 0 and deviation 1."""
+    prepare_openmoji(tmp_path / 'heldout', [64], select='all', split='heldout')
+    data = StreamingDataset(local=str(tmp_path / 'heldout/64px'), batch_size=1)
+    pictures = [to_square(decode(data[i]['image']), CropBox(0, 0, 64), resolution=64) for i in range(len(data))]
+    pixels = torch.stack(pictures) / 127.5 - 1
+    vae = AutoencoderKL.from_pretrained(TINY_VAE, low_cpu_mem_usage=False).float()
+    with torch.no_grad():
+        means = posterior_of(vae, pixels).mean
+        decibels = psnr_db(reconstruct(vae, means), pixels)
+    assert len(data) > 200
+    assert decibels.mean() > 25
+    mean, std = (torch.tensor(vae.config[name]).view(1, -1, 1, 1) for name in ('latents_mean', 'latents_std'))
+    normalised = (means - mean) / std
+    assert normalised.std() == pytest.approx(1.0, abs=0.15)
+    assert (TINY_VAE / 'diffusion_pytorch_model.safetensors').stat().st_size < 4.2e6

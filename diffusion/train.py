@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from composer import Trainer
-from composer.core import Callback, State
+from composer.core import Callback, State, TimeUnit
 from composer.loggers import Logger, LoggerDestination
 from composer.models import ComposerModel
 from composer.utils import dist
@@ -39,7 +39,10 @@ class RecipeKeeper(Callback):
 def train(recipe: Recipe) -> Trainer:
     """Run a recipe to its max_duration, from its latest checkpoint where `autoresume` finds one."""
     trainer = build_trainer(recipe)
-    trainer.fit()
+    if _is_done(trainer.state):
+        log.info('%s: done already, at %s', recipe.run_dir, trainer.state.max_duration)
+    else:
+        trainer.fit()
     return trainer
 
 
@@ -104,6 +107,12 @@ def _console(recipe: Recipe) -> list[LoggerDestination]:
     """A progress bar is for somebody who looks; a log file gets a line now and then."""
     shown = recipe.trainer.get('progress_bar', sys.stderr.isatty()) or recipe.trainer.get('log_to_console', False)
     return [] if shown or 'console_lines' in recipe.loggers else [ConsoleLines()]
+
+
+def _is_done(state: State) -> bool:
+    """Whether a run was resumed at its end; a job that is started once too often is no failure."""
+    end = state.max_duration
+    return end is not None and end.unit != TimeUnit.DURATION and state.timestamp.get(end.unit) >= end
 
 
 def _resumes(recipe: Recipe) -> bool:

@@ -58,7 +58,7 @@ class ImageTextDataset(BucketedDataset):
             draw = self.draws(at, Purpose.CAPTION_CHOICE)[0]
             caption = choose(captions_of(sample, self.where(at)), self.caption_choice, draw)
             item[keys.INPUT_IDS] = tokenize(self.tokenizers, [caption])[0]
-        return item | self.keys(at)
+        return item | self.identity(at)
 
     def _picture(self, sample: dict[str, Any], at: int) -> torch.Tensor:
         try:

@@ -125,7 +125,7 @@ class LatentsDataset(BucketedDataset):
         return {
             keys.LATENT_MOMENTS: torch.from_numpy(sample[keys.LATENT_MOMENTS].astype('float32')),
             keys.INPUT_IDS: tokenize(self.tokenizers, [caption])[0],
-        } | self.keys(at)
+        } | self.identity(at)
 
     def check_vae(self, vae: AutoencoderKL) -> None:
         """Refuse latents of another VAE than the model's.

@@ -69,8 +69,8 @@ class BucketedDataset(StreamingDataset):
         """Four numbers in [0, 1) that belong to this sample in this epoch."""
         return keyed_uniforms(self.seed, purpose, index, self.current_epoch())
 
-    def keys(self, index: int) -> dict[str, int]:
-        """What randomness on the device depends on."""
+    def identity(self, index: int) -> dict[str, int]:
+        """What randomness on the device depends on: which sample, in which epoch."""
         return {keys.SAMPLE_ID: int(index), keys.EPOCH: self.current_epoch()}
 
     def _check_columns(self, columns: Sequence[tuple[str, ...]]) -> None:

@@ -120,6 +120,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(write_recipe, tmp_path):
     trainer.fit(duration='3ba')
     trainer.close()
     train(load(path)).close()
+    train(load(path)).close()  # started once too often: nothing is left to do
     runs = tmp_path / 'runs'
     assert losses(runs / 'parts') == losses(runs / 'whole')
     for which in ('training', 'ema'):
@@ -416,3 +417,10 @@ def test_averages_are_asked_for_where_there_are_none(write_recipe, tmp_path):
         ValueError, match='it has no averaged weights, its EMA would have started at 100ba; use --weights training'
     ):
         weights_of(find_checkpoint(tmp_path / 'runs/plain'), 'ema')
+
+
+def test_a_log_file_gets_lines_and_no_progress_bar(write_recipe, caplog, capsys):
+    with caplog.at_level('INFO', logger='diffusion'):
+        train(load(write_recipe('lines', loggers={'console_lines': {'every_seconds': 0.0}}))).close()
+    assert 'batch 8 of 8, loss ' in caplog.text
+    assert '\r' not in capsys.readouterr().err

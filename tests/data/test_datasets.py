@@ -149,3 +149,12 @@ def test_worker_count_leaves_a_core_for_each_device():
     cores = len(os.sched_getaffinity(0))
     assert default_num_workers(1) == max(0, min(8, cores - 1))
     assert default_num_workers(10_000) == 0
+
+
+def test_proportions_share_an_epoch(write_recipe, pictures):
+    streams = two_buckets(pictures)
+    for name, proportion in (('px32', 1.0), ('px64', 3.0)):
+        streams[name]['proportion'] = proportion
+    batches = batches_of(build_loader(load(write_recipe(streams=streams))))
+    large = sum(batch[keys.IMAGE].shape[-1] == 64 for batch in batches)
+    assert large / len(batches) == pytest.approx(0.75, abs=0.1)

@@ -424,3 +424,15 @@ def test_a_log_file_gets_lines_and_no_progress_bar(write_recipe, caplog, capsys)
         train(load(write_recipe('lines', loggers={'console_lines': {'every_seconds': 0.0}}))).close()
     assert 'batch 8 of 8, loss ' in caplog.text
     assert '\r' not in capsys.readouterr().err
+
+
+def test_tensorboard_gets_metrics_and_pictures(write_recipe, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    grid = {'image_grid': {'prompts': ['a'], 'every': '8ba', 'num_inference_steps': 1}}
+    loggers = {'tensorboard': {'log_dir': str(tmp_path / 'tb')}}
+    train(load(write_recipe('logged', loggers=loggers, callbacks=grid))).close()
+    (folder,) = {file.parent for file in (tmp_path / 'tb').rglob('events.*')}
+    events = EventAccumulator(str(folder)).Reload()
+    assert len(events.Scalars('loss/train/total')) == 8
+    assert events.Tags()['images'], 'the grid is there'

@@ -1,8 +1,8 @@
 """`make quickstart` in fresh clones: how long a stranger waits, and what they get.
 
-    python benchmarks/quickstart.py [runs]
+    python benchmarks/quickstart.py [runs [folder]]
 
-Prints a markdown table. Each run clones the repository's last commit into a temporary folder and installs everything
+Prints a markdown table; the first run's samples.png is copied into the folder. Each run clones the repository's last commit into a temporary folder and installs everything
 anew; the same seed must give the same figures.
 """
 
@@ -10,6 +10,7 @@ import datetime
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 
-def main(runs: int) -> None:
+def main(runs: int, pictures: str | None = None) -> None:
     """Run and print."""
     print(f'{datetime.date.today()}, {processor()}, {len(os.sched_getaffinity(0))} cores, {platform.python_version()}')
     print()
@@ -36,6 +37,8 @@ def main(runs: int) -> None:
             done = time.monotonic()
             figures = json.loads((clone / 'runs/quickstart/evaluation.json').read_text())
             minutes = f'{(installed - started) / 60:.1f} | {(done - started) / 60:.1f}'
+            if pictures is not None and number == 1:
+                shutil.copy(clone / 'runs/quickstart/samples.png', pictures)
             print(f'| {number} | {minutes} | {figures["retrieval_top1"]:.2f} | {figures["loss"]:.6f} |', flush=True)
 
 
@@ -53,4 +56,4 @@ def processor() -> str:
 
 
 if __name__ == '__main__':
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 1)
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 1, *sys.argv[2:3])

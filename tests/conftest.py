@@ -9,6 +9,7 @@ import gc
 import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -105,14 +106,14 @@ def make_model(small_vae: Path) -> Callable[..., object]:
     return make
 
 
-@pytest.fixture
-def write_recipe(tmp_path: Path, pictures: dict[int, Path], small_vae: Path) -> Callable[..., Path]:
-    """Writes a recipe that trains the tiny model on 32 px pictures for 8 batches; keywords replace whole sections."""
+@pytest.fixture(scope='session')
+def tiny_recipe(pictures: dict[int, Path], small_vae: Path) -> Callable[..., dict[str, Any]]:
+    """The content of a recipe that trains the tiny model on 32 px pictures for 8 batches; keywords replace sections."""
 
-    def write(name: str = 'run', **sections: object) -> Path:
-        recipe: dict[str, object] = {
-            'name': name,
-            'runs_dir': str(tmp_path / 'runs'),
+    def content(runs_dir: Path, **sections: Any) -> dict[str, Any]:
+        recipe: dict[str, Any] = {
+            'name': 'run',
+            'runs_dir': str(runs_dir),
             'global_batch': 8,
             'model': {
                 'name': 'tiny',
@@ -135,8 +136,18 @@ def write_recipe(tmp_path: Path, pictures: dict[int, Path], small_vae: Path) -> 
                 'device': 'cpu',
             },
         }
+        return recipe | sections
+
+    return content
+
+
+@pytest.fixture
+def write_recipe(tmp_path: Path, tiny_recipe: Callable[..., dict[str, Any]]) -> Callable[..., Path]:
+    """Writes a tiny recipe with its runs in the test's own folder."""
+
+    def write(name: str = 'run', **sections: Any) -> Path:
         path = tmp_path / f'{name}.yaml'
-        path.write_text(yaml.safe_dump(recipe | sections), encoding='utf-8')
+        path.write_text(yaml.safe_dump(tiny_recipe(tmp_path / 'runs', name=name, **sections)), encoding='utf-8')
         return path
 
     return write

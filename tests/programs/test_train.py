@@ -34,47 +34,19 @@ def final_weights(run: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope='module')
-def finished(tmp_path_factory, pictures, small_vae):
+def finished(tmp_path_factory, tiny_recipe, pictures):
     """A run of 8 batches with EMA, its evaluation data, prompts and pictures."""
     root = tmp_path_factory.mktemp('finished')
     path = root / 'recipe.yaml'
-    path.write_text(
-        yaml.safe_dump(
-            {
-                'name': 'finished',
-                'runs_dir': str(root / 'runs'),
-                'global_batch': 8,
-                'model': {
-                    'name': 'tiny',
-                    'resolution': 32,
-                    'vae': str(small_vae),
-                    'block_out_channels': [32, 32],
-                    'text_width': 32,
-                    'text_layers': 1,
-                    'objective': {'prediction_type': 'v_prediction'},
-                },
-                'streams': {'small': {'local': str(pictures[32]), 'resolution': 32}},
-                'eval_streams': {'other': {'local': str(pictures[64]), 'resolution': 32}},
-                'loader': {'num_workers': 0},
-                'optimizer': {'name': 'adamw', 'lr': 1.0e-3},
-                'algorithms': EMA,
-                'callbacks': {
-                    'image_grid': {'prompts': ['a red square', 'green'], 'every': '4ba', 'num_inference_steps': 2}
-                },
-                'loggers': {'metrics_file': None},
-                'evaluators': {'retrieval': {'num_captions': 4, 'num_inference_steps': 2, 'num_shown': 4}},
-                'generate': {'num_inference_steps': 2, 'prompts': ['a', 'b']},
-                'trainer': {
-                    'max_duration': '8ba',
-                    'eval_interval': '4ba',
-                    'save_interval': '4ba',
-                    'autoresume': True,
-                    'device': 'cpu',
-                    'progress_bar': False,
-                },
-            }
-        )
-    )
+    content = tiny_recipe(root / 'runs', name='finished', algorithms=EMA)
+    content['model']['objective'] = {'prediction_type': 'v_prediction'}
+    content['eval_streams'] = {'other': {'local': str(pictures[64]), 'resolution': 32}}
+    prompts = ['a red square', 'green']
+    content['callbacks'] = {'image_grid': {'prompts': prompts, 'every': '4ba', 'num_inference_steps': 2}}
+    content['evaluators'] = {'retrieval': {'num_captions': 4, 'num_inference_steps': 2, 'num_shown': 4}}
+    content['generate'] = {'num_inference_steps': 2, 'prompts': ['a', 'b']}
+    content['trainer']['eval_interval'] = '4ba'
+    path.write_text(yaml.safe_dump(content))
     trainer = train(load(path))
     trainer.close()
     return path, root / 'runs' / 'finished'

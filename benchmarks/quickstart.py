@@ -2,8 +2,8 @@
 
     python benchmarks/quickstart.py [runs [folder]]
 
-Prints a markdown table; the first run's samples.png is copied into the folder. Each run clones the repository's last commit into a temporary folder and installs everything
-anew; the same seed must give the same figures.
+Prints a markdown table; the first run's samples.png is copied into the folder. Each run clones the repository's last
+commit into a temporary folder and installs everything anew; the same seed must give the same figures.
 """
 
 import datetime

@@ -6,7 +6,7 @@ import logging
 import os
 import shutil
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
@@ -23,6 +23,8 @@ from diffusion.models.parts import latent_statistics
 from diffusion.models.sampler import inference_scheduler
 
 log = logging.getLogger(__name__)
+
+Part = TypeVar('Part', bound=nn.Module)
 
 
 def export(
@@ -58,12 +60,13 @@ def export(
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
         if isinstance(model, Autoencoder):
-            vae = model.finished()
-            nn.Module.to(vae, precision)  # diffusers' own `to` warns about modules that this VAE has not
-            vae.save_pretrained(unfinished)
+            _cast(model.finished(), precision).save_pretrained(unfinished)
         else:
             assert isinstance(model, LatentDiffusion)
-            pipeline_of(model).to(dtype=precision).save_pretrained(unfinished)
+            pipeline = pipeline_of(model)
+            for part in (pipeline.vae, pipeline.text_encoder, pipeline.unet):
+                _cast(part, precision)
+            pipeline.save_pretrained(unfinished)
         if out.exists():
             out.rmdir()
         os.replace(unfinished, out)
@@ -125,6 +128,12 @@ def with_folded_statistics(vae: AutoencoderKL) -> AutoencoderKL:
     into.weight[:channels] /= std[:, None, None, None]
     vae.register_to_config(latents_mean=None, latents_std=None, shift_factor=None, scaling_factor=1.0)
     return vae
+
+
+def _cast(part: Part, dtype: torch.dtype) -> Part:
+    """The part in a precision; diffusers' own `to` warns about modules that these parts do not have."""
+    nn.Module.to(part, dtype)
+    return part
 
 
 def main_from_args(args: argparse.Namespace) -> int:

@@ -154,7 +154,9 @@ def write_recipe(tmp_path: Path, tiny_recipe: Callable[..., dict[str, Any]]) -> 
 
 
 @pytest.fixture(autouse=True)
-def _forget_datasets() -> Iterator[None]:
+def _forget_datasets(request: pytest.FixtureRequest) -> Iterator[None]:
     """Streaming refuses two live datasets on one folder; let go of those that a test left behind."""
     yield
-    gc.collect()
+    # Collecting takes half a second with all of torch loaded: only where there may be a dataset.
+    if 'pictures' in request.fixturenames:
+        gc.collect()

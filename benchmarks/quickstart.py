@@ -6,10 +6,7 @@ Prints a markdown table; the first run's samples.png is copied into the folder. 
 commit into a temporary folder and installs everything anew; the same seed must give the same figures.
 """
 
-import datetime
 import json
-import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -17,12 +14,14 @@ import tempfile
 import time
 from pathlib import Path
 
+from machine import heading
+
 ROOT = Path(__file__).parents[1]
 
 
 def main(runs: int, pictures: str | None = None) -> None:
     """Run and print."""
-    print(f'{datetime.date.today()}, {processor()}, {len(os.sched_getaffinity(0))} cores, {platform.python_version()}')
+    print(heading())
     print()
     print('| run | install, minutes | in all, minutes | retrieval top-1 | validation loss |')
     print('|---|---|---|---|---|')
@@ -45,14 +44,6 @@ def main(runs: int, pictures: str | None = None) -> None:
 def make(folder: Path, target: str) -> None:
     """Make a target; its output goes to stderr, so that stdout is the table alone."""
     subprocess.run(['make', target], cwd=folder, check=True, stdout=sys.stderr)
-
-
-def processor() -> str:
-    """The processor's name."""
-    for line in Path('/proc/cpuinfo').read_text().splitlines():
-        if line.startswith('model name'):
-            return line.split(':')[1].strip()
-    return platform.processor() or 'unknown processor'
 
 
 if __name__ == '__main__':

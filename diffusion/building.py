@@ -15,8 +15,10 @@ from streaming import Stream
 from transformers import PreTrainedTokenizerBase
 
 from diffusion import registry
+from diffusion.checks import SUPPLIED
 from diffusion.config import Component, Recipe, StreamConfig
-from diffusion.data.loader import BucketedLoader, default_num_workers
+from diffusion.data.fingerprint import fingerprint
+from diffusion.data.loader import BucketedLoader, default_num_workers, outlive_signals
 from diffusion.data.streams import Bucket
 
 DETERMINISTIC = {'crop': 'center', 'flip': False, 'caption_choice': 'first'}
@@ -50,17 +52,20 @@ def build_dataset(
     component: Component,
     batch_size: int,
     shuffle: bool,
+    elastic: bool = False,
 ) -> Any:
-    """The dataset over some of a recipe's streams; `batch_size` is a device's."""
+    """The dataset over some of a recipe's streams; `batch_size` is a device's, `elastic` is what training wants."""
     settings = recipe.loader
     streaming: dict[str, Any] = {
         'shuffle': shuffle,
         'shuffle_algo': settings.shuffle_algo,
         'shuffle_seed': recipe.seed if settings.shuffle_seed is None else settings.shuffle_seed,
         'shuffle_block_size': settings.shuffle_block_size,
-        'num_canonical_nodes': settings.num_canonical_nodes,
-        # per_stream drops what does not fill a batch; a single stream has no resolutions to mix.
+        'num_canonical_nodes': settings.num_canonical_nodes if elastic else None,
+        # A single stream has no resolutions to mix: both give it the same order, but per_stream drops what does not
+        # fill a batch, and with workers warns that it does even where nothing is dropped.
         'batching_method': settings.batching_method if len(streams) > 1 else 'random',
+        'elastic': elastic,
         'predownload': settings.predownload,
         'cache_limit': settings.cache_limit,
     }
@@ -97,6 +102,7 @@ def build_loader(recipe: Recipe, split: Literal['train', 'eval'] = 'train') -> B
         component=component,
         batch_size=batch_size,
         shuffle=recipe.loader.shuffle and not evaluating,
+        elastic=not evaluating,
     )
     settings = recipe.loader
     workers = settings.num_workers
@@ -111,8 +117,19 @@ def build_loader(recipe: Recipe, split: Literal['train', 'eval'] = 'train') -> B
         pin_memory=torch.cuda.is_available(),
         # Streaming's workers wait forever for a shard that will not come.
         timeout=settings.timeout_seconds if workers else 0,
+        worker_init_fn=outlive_signals if workers else None,
         drop_last=not evaluating,
+        stratified=not evaluating and (recipe.model.kwargs.get('objective') or {}).get('timesteps') == 'stratified',
     )
+
+
+def run_identity(recipe: Recipe, loader: BucketedLoader) -> dict[str, Any]:
+    """What a run is, for `diffusion.callbacks.same_run.SameRun`: its seed, and the data of its training loader."""
+    component = recipe.dataset
+    parameters = inspect.signature(registry.resolve('dataset', component.name)).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.default is not p.empty and p.name not in SUPPLIED['dataset']}
+    settings = {'name': component.name} | defaults | component.kwargs
+    return {'seed': recipe.seed, 'data': fingerprint(loader.dataset, settings)}
 
 
 def deterministic(component: Component) -> Component:
@@ -129,7 +146,7 @@ def build_optimizer(recipe: Recipe, model: ComposerModel) -> torch.optim.Optimiz
 
 
 def build_algorithms(recipe: Recipe) -> list[Algorithm]:
-    return _build_all('algorithm', recipe.algorithms)
+    return _build_all('algorithm', recipe.algorithms, {'folder': str(recipe.run_dir)})
 
 
 def build_callbacks(recipe: Recipe) -> list[Callback]:
@@ -138,19 +155,6 @@ def build_callbacks(recipe: Recipe) -> list[Callback]:
 
 def build_loggers(recipe: Recipe) -> list[LoggerDestination]:
     return _build_all('logger', recipe.loggers, {'folder': str(recipe.run_dir)})
-
-
-def parallelism_config(recipe: Recipe) -> dict[str, Any] | None:
-    """What composer.Trainer takes as parallelism_config."""
-    settings = recipe.parallelism
-    if settings.strategy == 'ddp':
-        return None
-    if settings.strategy == 'fsdp2':
-        from composer.utils.parallelism import FSDP2Config
-
-        return {'fsdp': FSDP2Config(reshard_after_forward=settings.reshard_after_forward, state_dict_type='full')}
-    strategy = 'FULL_SHARD' if settings.reshard_after_forward else 'SHARD_GRAD_OP'
-    return {'fsdp': {'sharding_strategy': strategy, 'mixed_precision': 'PURE', 'use_orig_params': True}}
 
 
 def _build_all(kind: str, components: Mapping[str, Component], offered: Mapping[str, Any] | None = None) -> list[Any]:

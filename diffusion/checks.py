@@ -4,10 +4,11 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from diffusion import registry
-from diffusion.recipe import Component, Recipe, StreamConfig
+from diffusion.data import order
+from diffusion.recipe import Component, LoaderConfig, ParallelismConfig, Recipe, StreamConfig
 from diffusion.schema import MISSING, Gatherer, Problem, join
 
 SINGLE = ('model', 'dataset', 'eval_dataset', 'optimizer', 'scheduler')
@@ -32,6 +33,14 @@ ELSEWHERE = {
     'load_path': 'init_from (another run) or trainer.autoresume (this one)',
 }
 """Keywords of the Trainer that are said in another section."""
+COMPOSERS_OWN = {
+    'save_filename',
+    'save_ignore_keys',
+    'save_latest_filename',
+    'save_overwrite',
+    'save_weights_only',
+}
+"""Keywords of the Trainer that are about files which Composer's own CheckpointSaver writes."""
 DURATION = re.compile(r'\d+(\.\d+)?(ba|ep|sp|tok|dur|iter|sec)')
 DURATION_KEYS = (
     'max_duration',
@@ -91,6 +100,10 @@ def check(recipe: Recipe) -> list[Problem]:
     _check_task(recipe, gather)
     for section, streams in _stream_sections(recipe):
         _check_streams(section, streams, gather)
+    if recipe.task == 'train':
+        _check_order(recipe, gather)
+        _check_parallelism(recipe, gather)
+        _check_saving(recipe, gather)
     for where, value in _durations(recipe):
         if isinstance(value, str) and value != MISSING and not DURATION.fullmatch(value):
             gather.problem(where, f'{value!r} is not a duration; write a number and its unit, such as 1000ba or 2ep')
@@ -106,6 +119,10 @@ def check_devices(recipe: Recipe, world_size: int) -> list[Problem]:
         sizes = sorted({max(world_size, batch // world_size * world_size), (batch // world_size + 1) * world_size})
         choices = ' or '.join(str(size) for size in sizes)
         return [Problem('global_batch', f'{batch} does not divide over {world_size} devices; use {choices}')]
+    replicas = recipe.parallelism.replicas
+    if recipe.parallelism.strategy != 'ddp' and world_size % replicas:
+        near = max(count for count in range(1, replicas + 1) if world_size % count == 0)
+        return [Problem('parallelism.replicas', f'{replicas} do not divide {world_size} devices; use {near}')]
     share = batch // world_size
     if isinstance(microbatch, int) and share % microbatch:
         divisors = [size for size in range(1, share + 1) if share % size == 0]
@@ -126,7 +143,8 @@ def check_paths(recipe: Recipe) -> list[Problem]:
             folder = stream.local if stream.remote is None else stream.remote
             if folder is not None and '://' not in folder:
                 _check_index(f'{section}.{name}.{source}', Path(folder), gather)
-    if recipe.task == 'train' and recipe.init_from is not None:
+    # A run that has checkpoints goes on from these; what it once started from may be gone.
+    if recipe.task == 'train' and recipe.init_from is not None and not (recipe.run_dir / 'latest').exists():
         _check_checkpoint('init_from', recipe.init_from, gather)
     if recipe.task in ('evaluate', 'generate'):
         _check_checkpoint('checkpoint', recipe.checkpoint or str(recipe.run_dir), gather)
@@ -195,6 +213,63 @@ def _check_streams(section: str, streams: Mapping[str, StreamConfig], gather: Ga
         )
 
 
+def _check_order(recipe: Recipe, gather: Gatherer) -> None:
+    """What would make batches depend on the number of devices."""
+    streams, batch = dict(_stream_sections(recipe)).get('streams', {}), recipe.global_batch
+    problems = {}
+    if isinstance(recipe.loader, LoaderConfig):
+        resolutions = [stream.resolution for stream in streams.values() if isinstance(stream.resolution, int)]
+        if isinstance(recipe.loader.batching_method, str):
+            method = order.batching_problem(recipe.loader.batching_method, resolutions)
+            problems['loader.batching_method'] = method
+        canonical_nodes = recipe.loader.num_canonical_nodes
+        if _positive(batch) and isinstance(canonical_nodes, int):
+            problems['loader.num_canonical_nodes'] = order.canonical_nodes_problem(canonical_nodes, batch)
+    for name, stream in streams.items():
+        if _positive(batch) and _positive(stream.choose):
+            problems[join(join('streams', name), 'choose')] = order.choose_problem(stream.choose, batch)
+    for where, what in problems.items():
+        if what is not None:
+            gather.problem(where, what)
+
+
+def _check_parallelism(recipe: Recipe, gather: Gatherer) -> None:
+    settings = recipe.parallelism
+    if not isinstance(settings, ParallelismConfig):
+        return
+    sharded = settings.strategy != 'ddp'
+    if _not_positive(settings.replicas):
+        gather.problem('parallelism.replicas', f'{settings.replicas} is not positive; 1 shards over all devices')
+    elif settings.replicas != 1 and not sharded:
+        gather.problem('parallelism.replicas', 'is for fsdp2 and fsdp1; under ddp every device is a replica: remove it')
+    if settings.checkpoints == 'sharded' and settings.strategy != 'fsdp2':
+        gather.problem('parallelism.checkpoints', f'sharded needs strategy: fsdp2, not {settings.strategy}; use whole')
+    if settings.mixed_precision != 'default' and not sharded:
+        gather.problem(
+            'parallelism.mixed_precision', 'is for fsdp2 and fsdp1; ddp follows trainer.precision: remove it'
+        )
+    if recipe.device_train_microbatch_size == 'auto' and settings.strategy != 'fsdp1':
+        gather.problem(
+            'device_train_microbatch_size',
+            f'auto is what Composer does under fsdp1 alone, not {settings.strategy}: ranks that run out of memory at '
+            'different sizes would wait for each other; give a number',
+        )
+    if settings.strategy == 'fsdp1' and isinstance(recipe.trainer, dict) and recipe.trainer.get('device') == 'cpu':
+        gather.problem('parallelism.strategy', 'fsdp1 needs GPUs in Composer; use fsdp2 on a CPU')
+
+
+def _check_saving(recipe: Recipe, gather: Gatherer) -> None:
+    """Composer's own checkpoints have settings that ours do not know."""
+    if not isinstance(recipe.trainer, dict) or 'save_folder' in recipe.trainer:
+        return
+    for key in sorted(COMPOSERS_OWN & recipe.trainer.keys()):
+        gather.problem(
+            join('trainer', key),
+            f'is of checkpoints that Composer writes itself; checkpoints go to {recipe.runs_dir}/{recipe.name}/baN: '
+            'remove it, or give trainer.save_folder as well and do without their checks',
+        )
+
+
 def _durations(recipe: Recipe) -> list[tuple[str, Any]]:
     places = [(where, component.kwargs) for where, _, component in _components(recipe)]
     if isinstance(recipe.trainer, dict):
@@ -221,10 +296,12 @@ def _check_index(where: str, folder: Path, gather: Gatherer) -> None:
 
 
 def _check_checkpoint(where: str, place: str, gather: Gatherer) -> None:
-    path = Path(place)
-    choices = [path, path.with_name(f'{path.name}-rank0.pt'), path.with_name(f'{path.name}.pt')]
-    if '://' not in place and not any(choice.exists() for choice in choices):
-        gather.problem(where, f'{place} does not exist; give a checkpoint file or the folder of a run')
+    if '://' not in place and not Path(place).exists():
+        gather.problem(where, f'{place} does not exist; give a checkpoint or the folder of a run')
+
+
+def _positive(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and value > 0
 
 
 def _not_positive(value: Any) -> bool:

@@ -104,6 +104,8 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('checkpoint', help='a checkpoint, or the folder of a run')
     parser.add_argument('--out', required=True, metavar='DIR', help='a folder that does not exist or is empty')
     parser.add_argument('--weights', choices=('ema', 'training'), help='default: averaged ones where there are any')
+    parser.add_argument('--ema-width', type=float, metavar='X', help='average made of the post_hoc_ema snapshots: 0.1')
+    parser.add_argument('--at', type=int, metavar='BATCH', help='of that average (default: the checkpoint)')
     parser.add_argument('--dtype', choices=('float32', 'float16', 'bfloat16'), default='float32', help='of the files')
     parser.set_defaults(run=_export)
 

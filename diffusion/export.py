@@ -4,6 +4,7 @@ import argparse
 import copy
 import logging
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -14,6 +15,8 @@ from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import Stabl
 from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from torch import nn
 
+from diffusion.algorithms.average import trained_parameters
+from diffusion.algorithms.snapshots import Reconstruction, find_snapshots, reconstruct
 from diffusion.checkpointing.runs import Weights, find_checkpoint, recipe_beside
 from diffusion.config import load
 from diffusion.evaluate import trained_model
@@ -32,30 +35,43 @@ def export(
     out: str | Path,
     *,
     weights: Weights | None = None,
+    ema_width: float | None = None,
+    at: int | None = None,
     dtype: Literal['float32', 'float16', 'bfloat16'] = 'float32',
-) -> Weights:
+) -> str:
     """Write the model of a checkpoint as a StableDiffusionPipeline (an autoencoder's as an AutoencoderKL).
 
     Args:
         place: A checkpoint or a run's folder; see `find_checkpoint`.
         out: A folder that does not exist, or is empty. It appears whole or not at all.
         weights: Averaged or training weights; by default averaged ones where there are any.
+        ema_width: Instead, the average of this width, which is put together from the run's `post_hoc_ema` snapshots;
+            the checkpoint gives what is not trained.
+        at: Batch of that average; by default that of the checkpoint, or of the last snapshot before it.
         dtype: Precision of the files.
 
     Returns:
         Which weights were written.
 
     Raises:
-        ValueError: `out` holds something, or the checkpoint can't be read.
+        ValueError: `out` holds something, the checkpoint or a snapshot can't be read, or settings contradict.
     """
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f'--out: {out} is not empty; remove it or give another folder')
+    if ema_width is not None and weights is not None:
+        raise ValueError('--ema-width: it makes its own weights; --weights chooses among those of the checkpoint')
+    if ema_width is None and at is not None:
+        raise ValueError(f'--at: batch {at} of what? It goes with --ema-width; else name the checkpoint of that batch')
     precision = encoder_precision(dtype)
     checkpoint = find_checkpoint(place)
     recipe = load(recipe_beside(checkpoint))
     recipe.checkpoint = str(checkpoint)
-    model, which = trained_model(recipe, weights)
+    average = None if ema_width is None else average_of(checkpoint, ema_width, at=at)
+    model, which = trained_model(recipe, weights if average is None else 'training')
+    if average is not None:
+        load_average(model, average)
+        which = f'post-hoc EMA {average.width:g} (batch {average.batch})'
     unfinished = out.with_name(f'.{out.name}.unfinished-{os.getpid()}')
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -73,6 +89,37 @@ def export(
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return which
+
+
+def average_of(checkpoint: Path, width: float, *, at: int | None = None) -> Reconstruction:
+    """The average of any width from the snapshots of a checkpoint's run.
+
+    Args:
+        checkpoint: Of the run.
+        width: See `reconstruct`.
+        at: Batch; by default that of the checkpoint, or of the last snapshot before it.
+    """
+    run = recipe_beside(checkpoint).parent
+    named = re.match(r'ba(\d+)', checkpoint.resolve().name)  # ba40000/ of ours, ba40000-rank0.pt of Composer
+    if at is None and named:
+        batches = [snapshot.batch for snapshot in find_snapshots(run)]
+        before = [batch for batch in batches if batch <= int(named[1])]
+        if not before:
+            raise ValueError(f'--ema-width: {checkpoint} is before the first snapshot; give --at {batches[0]} or later')
+        at = before[-1]
+    return reconstruct(run, width, at=at)
+
+
+@torch.no_grad()
+def load_average(model: nn.Module, average: Reconstruction) -> None:
+    """Give a model's trained parameters the values of an average."""
+    parameters = trained_parameters(model)
+    if {name: weight.shape for name, weight in parameters.items()} != average.shapes:
+        raise ValueError(
+            '--ema-width: the snapshots are of another architecture than the recipe; are they of this run?'
+        )
+    for name, weight in parameters.items():
+        weight.copy_(average.tensors[name])
 
 
 def pipeline_of(model: LatentDiffusion) -> StableDiffusionPipeline:
@@ -138,7 +185,9 @@ def _cast(part: Part, dtype: torch.dtype) -> Part:
 
 def main_from_args(args: argparse.Namespace) -> int:
     """`diffusion export`."""
-    which = export(args.checkpoint, args.out, weights=args.weights, dtype=args.dtype)
+    which = export(
+        args.checkpoint, args.out, weights=args.weights, ema_width=args.ema_width, at=args.at, dtype=args.dtype
+    )
     kind = 'StableDiffusionPipeline' if (Path(args.out) / 'model_index.json').exists() else 'AutoencoderKL'
     print(f"{args.out}: {which} weights; {kind}.from_pretrained('{args.out}') loads it")
     return 0

@@ -6,9 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from diffusion.config import Recipe, RecipeError, check_devices, check_paths, load
-
-CONFIG_ERROR = 78
-"""Exit status for what another try will not mend (sysexits.h: EX_CONFIG)."""
+from diffusion.exits import CONFIG_ERROR, PREEMPTED, Preempted
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,12 +19,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         recipe = checked(arguments[0], arguments[1:])
         run(recipe)
-    except ValueError as error:
-        if os.environ.get('DIFFUSION_TRACEBACK') or not is_ours(error):
+    except (ValueError, Preempted) as error:
+        status = status_of(error)
+        if status is None:
             raise
-        if rank == 0:
-            print(f'error: {error}', file=sys.stderr)
-        return CONFIG_ERROR
+        # A mistake in a recipe is the same on every rank; what else a rank has to say may be its own.
+        if rank == 0 or not isinstance(error, (RecipeError, Preempted)):
+            who = f'rank {rank}: ' if rank else ''
+            print(error if status == PREEMPTED else f'{who}error: {error}', file=sys.stderr)
+        return status
     return 0
 
 
@@ -69,6 +70,14 @@ def configure_logging() -> None:
     """Our own messages at INFO on rank zero, everybody else's at WARNING."""
     logging.basicConfig(format='%(asctime)s %(levelname)s: %(message)s', datefmt='%H:%M:%S')
     logging.getLogger('diffusion').setLevel(logging.INFO if os.environ.get('RANK', '0') == '0' else logging.WARNING)
+
+
+def status_of(error: Exception) -> int | None:
+    """The exit status that stands for an error, or None where its traceback is needed."""
+    if isinstance(error, Preempted):
+        return PREEMPTED
+    told = isinstance(error, ValueError) and is_ours(error)
+    return CONFIG_ERROR if told and not os.environ.get('DIFFUSION_TRACEBACK') else None
 
 
 def is_ours(error: BaseException) -> bool:

@@ -32,7 +32,7 @@ class StreamConfig:
     repeat: float | None = None
     """How often an epoch goes over this stream."""
     choose: int | None = None
-    """Samples an epoch takes of this stream."""
+    """Samples an epoch takes of this stream, a multiple of global_batch."""
     download_retry: int = 2
     """Tries after a failed download."""
     download_timeout: float = 60.0
@@ -57,16 +57,16 @@ class LoaderConfig:
     """Largest size of the local cache, such as 500gb, at least four times the largest shard."""
     shuffle: bool = True
     """Shuffle the training data."""
-    shuffle_algo: Literal['py1e', 'py1br', 'py1b', 'py1s', 'py2s', 'naive'] = 'py1e'
+    shuffle_algo: Literal['py1e', 'py1br', 'py1s', 'py2s', 'naive'] = 'py1e'
     """Streaming's shuffling algorithm."""
     shuffle_seed: int | None = None
     """Seed of the order; null is the run's seed."""
     shuffle_block_size: int | None = None
     """Samples that are shuffled together; null lets Streaming choose."""
     num_canonical_nodes: int | None = None
-    """Order is cut in this many parts; fixed, it is the same on any number of nodes."""
-    batching_method: Literal['per_stream', 'random', 'stratified'] = 'per_stream'
-    """per_stream never mixes resolutions in a batch."""
+    """Parts the order is cut in, of which nodes read whole ones; null is 64, or what of it divides global_batch."""
+    batching_method: Literal['per_stream', 'random'] = 'per_stream'
+    """per_stream never mixes streams in a batch; random does, where their resolution is the same."""
 
 
 @dataclass
@@ -74,9 +74,18 @@ class ParallelismConfig:
     """How the model is spread over devices."""
 
     strategy: Literal['ddp', 'fsdp2', 'fsdp1'] = 'ddp'
-    """ddp: a copy on every device; fsdp2: sharded."""
+    """ddp: a copy on every device; fsdp2: sharded, the denoiser block by block; fsdp1: its predecessor, GPUs only."""
     reshard_after_forward: bool = True
     """Shard weights again after the forward pass (FULL_SHARD); false keeps them until the step (SHARD_GRAD_OP)."""
+    replicas: int = 1
+    """Groups of devices that hold a whole model each, sharded inside the group (HYBRID_SHARD); 1 shards over all."""
+    mixed_precision: Literal['default', 'pure', 'full'] = 'default'
+    """Under FSDP: default gathers weights in trainer.precision and reduces gradients in float32, pure reduces them in
+    trainer.precision as well, full does both in float32."""
+    activation_checkpointing: bool = False
+    """Recompute the denoiser's blocks in the backward pass instead of keeping what they computed."""
+    checkpoints: Literal['whole', 'sharded'] = 'whole'
+    """whole: rank 0 writes all; sharded: every device writes its pieces, under fsdp2. Either resumes anywhere."""
 
 
 @dataclass
@@ -149,6 +158,8 @@ class Recipe:
     """Kind of the training data, and how samples are made of it."""
     streams: dict[str, StreamConfig] = field(default_factory=dict)
     """Training data by name."""
+    allow_data_change: bool = False
+    """Go on with other data, or another order of it, than the run was started with."""
     eval_dataset: Component | None = None
     """Kind of the evaluation data; null is the training dataset's without what is random about it."""
     eval_streams: dict[str, StreamConfig] = field(default_factory=dict)

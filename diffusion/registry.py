@@ -38,12 +38,14 @@ TARGETS: dict[str, dict[str, Any]] = {
     },
     'algorithm': {
         'ema': 'diffusion.algorithms.ema:EMA',
+        'post_hoc_ema': 'diffusion.algorithms.post_hoc_ema:PostHocEMA',
         'low_precision_groupnorm': 'diffusion.algorithms.low_precision_norms:DenoiserLowPrecisionGroupNorm',
         'low_precision_layernorm': 'diffusion.algorithms.low_precision_norms:DenoiserLowPrecisionLayerNorm',
         'gradient_clipping': 'composer.algorithms.gradient_clipping.gradient_clipping:GradientClipping',
     },
     'callback': {
         'image_grid': 'diffusion.callbacks.image_grid:ImageGrid',
+        'loss_guard': 'diffusion.callbacks.loss_guard:LossGuard',
         'lr_monitor': 'composer.callbacks.lr_monitor:LRMonitor',
         'memory_monitor': 'composer.callbacks.memory_monitor:MemoryMonitor',
         'nan_monitor': 'composer.callbacks.nan_monitor:NaNMonitor',

@@ -1,6 +1,7 @@
 """`task: train`: a recipe to a Composer Trainer, and its run."""
 
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,20 +10,25 @@ from composer import Trainer
 from composer.core import Callback, State, TimeUnit
 from composer.loggers import Logger, LoggerDestination
 from composer.models import ComposerModel
-from composer.utils import dist
+from composer.utils import dist, get_device
 
 from diffusion import building
-from diffusion.checkpointing.runs import LATEST, RECIPE, find_checkpoint, load_weights, weights_of
+from diffusion.callbacks.preemption import Preemption
+from diffusion.callbacks.same_run import SameRun
+from diffusion.checkpointing.checkpointer import Checkpointer, resume_point
+from diffusion.checkpointing.runs import RECIPE, find_checkpoint, load_weights, weights_of
 from diffusion.config import Recipe, to_yaml
 from diffusion.data.latents import LatentsDataset
-from diffusion.data.loader import as_spec
+from diffusion.data.loader import BucketedLoader, as_spec
 from diffusion.loggers.console_lines import ConsoleLines
 from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.parallelism import parallelism_config
 from diffusion.registry import build
 
 log = logging.getLogger(__name__)
 
-CHECKPOINT_NAME = 'ba{batch}-rank{rank}.pt'
+OURS = ('autoresume', 'save_interval', 'save_num_checkpoints_to_keep')
+"""Keywords of the Trainer that our Checkpointer takes, unless `trainer.save_folder` asks for Composer's own."""
 
 
 class RecipeKeeper(Callback):
@@ -37,23 +43,35 @@ class RecipeKeeper(Callback):
 
 
 def train(recipe: Recipe) -> Trainer:
-    """Run a recipe to its max_duration, from its latest checkpoint where `autoresume` finds one."""
+    """Run a recipe to its max_duration, from its newest whole checkpoint where `autoresume` finds one."""
     trainer = build_trainer(recipe)
     if _is_done(trainer.state):
         log.info('%s: done already, at %s', recipe.run_dir, trainer.state.max_duration)
-    else:
+        return trainer
+    try:
         trainer.fit()
+    except BaseException:
+        try:
+            trainer.close()  # loggers send what they have
+        except Exception:
+            log.exception('while the run was closed after the error below')
+        raise
     return trainer
 
 
 def build_trainer(recipe: Recipe) -> Trainer:
     """The Trainer of a recipe, ready to fit."""
+    if int(os.environ.get('WORLD_SIZE', '1')) > 1:
+        dist.initialize_dist(get_device(recipe.trainer.get('device')), recipe.trainer.get('dist_timeout', 300.0))
+    checkpointer = build_checkpointer(recipe)
     model = building.build_model(recipe)
     loader = building.build_loader(recipe, 'train')
     if isinstance(loader.dataset, LatentsDataset) and isinstance(model, LatentDiffusion):
         loader.dataset.check_vae(model.vae)
-    if recipe.init_from is not None and not _resumes(recipe):
+    if recipe.init_from is not None and not _resumes(recipe, checkpointer):
         start_from(model, recipe.init_from)
+    if recipe.parallelism.activation_checkpointing:
+        checkpoint_activations(model)
     schedulers = None
     if recipe.scheduler is not None:
         schedulers = build('scheduler', recipe.scheduler.name, recipe.scheduler.kwargs)
@@ -64,14 +82,35 @@ def build_trainer(recipe: Recipe) -> Trainer:
         optimizers=building.build_optimizer(recipe, model),
         schedulers=schedulers,
         algorithms=building.build_algorithms(recipe),
-        callbacks=[*building.build_callbacks(recipe), RecipeKeeper(recipe)],
+        callbacks=[*building.build_callbacks(recipe), *_own_callbacks(recipe, loader, checkpointer)],
         loggers=[*building.build_loggers(recipe), *_console(recipe)],
         run_name=recipe.name,
         seed=recipe.seed,
         device_train_microbatch_size=recipe.device_train_microbatch_size,
-        parallelism_config=building.parallelism_config(recipe),
-        **(_defaults(recipe) | recipe.trainer),
+        parallelism_config=parallelism_config(recipe.parallelism),
+        **({'progress_bar': sys.stderr.isatty()} | _trainer_keywords(recipe)),
     )
+
+
+def build_checkpointer(recipe: Recipe) -> Checkpointer | None:
+    """What saves and resumes the run; None where `trainer.save_folder` leaves that to Composer."""
+    if 'save_folder' in recipe.trainer:
+        return None
+    resume = resume_point(recipe.run_dir) if recipe.trainer.get('autoresume') else None
+    return Checkpointer(
+        recipe.run_dir,
+        save_interval=recipe.trainer.get('save_interval', '1ep'),
+        num_checkpoints_to_keep=recipe.trainer.get('save_num_checkpoints_to_keep', -1),
+        sharded=recipe.parallelism.checkpoints == 'sharded',
+        resume=resume,
+    )
+
+
+def checkpoint_activations(model: ComposerModel) -> None:
+    """Let a model's denoiser recompute its blocks in the backward pass."""
+    if not isinstance(model, LatentDiffusion):
+        raise ValueError('parallelism.activation_checkpointing: only models with a denoiser have blocks to recompute')
+    model.denoiser.enable_gradient_checkpointing()
 
 
 def start_from(model: ComposerModel, place: str) -> None:
@@ -90,17 +129,19 @@ def write_text(path: Path, text: str) -> None:
     unfinished.replace(path)
 
 
-def _defaults(recipe: Recipe) -> dict[str, Any]:
-    """Keywords of the Trainer that a recipe may override."""
-    return {
-        'save_folder': str(recipe.run_dir),
-        'save_filename': CHECKPOINT_NAME,
-        'save_latest_filename': 'latest-rank{rank}.pt',
-        'progress_bar': sys.stderr.isatty(),
-        # A run that was killed between two checkpoints does the batches in between again, and saves them again.
-        'save_overwrite': True,
-        'load_strict_model_weights': True,
-    }
+def _own_callbacks(recipe: Recipe, loader: BucketedLoader, checkpointer: Checkpointer | None) -> list[Callback]:
+    """What every run has."""
+    identity = building.run_identity(recipe, loader)
+    same_run = SameRun(identity, allow_data_change=recipe.allow_data_change)
+    found: list[Callback] = [RecipeKeeper(recipe), same_run, Preemption()]
+    return found if checkpointer is None else [*found, checkpointer]
+
+
+def _trainer_keywords(recipe: Recipe) -> dict[str, Any]:
+    """The recipe's keywords of the Trainer, without those of our Checkpointer."""
+    if 'save_folder' in recipe.trainer:
+        return {'load_strict_model_weights': True} | recipe.trainer
+    return {key: value for key, value in recipe.trainer.items() if key not in OURS}
 
 
 def _console(recipe: Recipe) -> list[LoggerDestination]:
@@ -115,5 +156,8 @@ def _is_done(state: State) -> bool:
     return end is not None and end.unit != TimeUnit.DURATION and state.timestamp.get(end.unit) >= end
 
 
-def _resumes(recipe: Recipe) -> bool:
-    return bool(recipe.trainer.get('autoresume')) and (recipe.run_dir / LATEST).exists()
+def _resumes(recipe: Recipe, checkpointer: Checkpointer | None) -> bool:
+    if checkpointer is not None:
+        return checkpointer.resume is not None
+    # Composer looks for its own checkpoints in its own way; weights loaded for nothing are the lesser evil.
+    return False

@@ -9,11 +9,14 @@ import gc
 import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import yaml
+
+if TYPE_CHECKING:
+    from ranks import Ranks
 
 CAPTIONS = ['a red square', 'a blue disc', 'green stripes', 'a yellow cross', 'a black dot', 'grey noise']
 
@@ -139,6 +142,16 @@ def tiny_recipe(pictures: dict[int, Path], small_vae: Path) -> Callable[..., dic
         return recipe | sections
 
     return content
+
+
+@pytest.fixture(scope='session')
+def ranks() -> Iterator['Ranks']:
+    """Starts recipes on several processes."""
+    from ranks import Ranks
+
+    server = Ranks()
+    yield server
+    server.close()
 
 
 @pytest.fixture

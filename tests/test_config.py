@@ -136,6 +136,41 @@ def test_missing_values_are_listed_when_that_is_allowed(write):
 
 
 WRONG = {
+    'replicas without sharding': (
+        {'parallelism': {'replicas': 2}},
+        [],
+        'parallelism.replicas: is for fsdp2 and fsdp1; under ddp every device is a replica: remove it',
+    ),
+    'no replica': (
+        {'parallelism': {'strategy': 'fsdp2', 'replicas': 0}},
+        [],
+        'parallelism.replicas: 0 is not positive',
+    ),
+    'pieces without sharding': (
+        {'parallelism': {'checkpoints': 'sharded'}},
+        [],
+        'parallelism.checkpoints: sharded needs strategy: fsdp2, not ddp; use whole',
+    ),
+    'precision of what is not sharded': (
+        {'parallelism': {'mixed_precision': 'pure'}},
+        [],
+        'parallelism.mixed_precision: is for fsdp2 and fsdp1; ddp follows trainer.precision',
+    ),
+    'fsdp1 on a CPU': (
+        {'parallelism': {'strategy': 'fsdp1'}},
+        ['trainer.device=cpu'],
+        'parallelism.strategy: fsdp1 needs GPUs in Composer; use fsdp2 on a CPU',
+    ),
+    'auto under fsdp2': (
+        {'parallelism': {'strategy': 'fsdp2'}, 'device_train_microbatch_size': 'auto'},
+        [],
+        'device_train_microbatch_size: auto is what Composer does under fsdp1 alone, not fsdp2: .* give a number',
+    ),
+    "names of Composer's checkpoints": (
+        {},
+        ['trainer.save_filename=x.pt'],
+        'trainer.save_filename: is of checkpoints that Composer writes itself; checkpoints go to .*: remove it',
+    ),
     'unknown section': ({'trainr': {}}, [], "trainr: unknown key; did you mean 'trainer'?"),
     'unknown key': ({'loader': {'num_worker': 2}}, [], "loader.num_worker: unknown key; did you mean 'num_workers'?"),
     'wrong type': ({'global_batch': 'many'}, [], "global_batch: 'many' is not an integer"),
@@ -174,6 +209,11 @@ WRONG = {
         {'model': {'name': 'tiny', 'objective': {'predction_type': 'epsilon'}}},
         [],
         "model.objective.predction_type: unknown key; did you mean 'prediction_type'?",
+    ),
+    'bad nested choice': (
+        {'model': {'name': 'tiny', 'objective': {'timesteps': 'stratifed'}}},
+        [],
+        "model.objective.timesteps: 'stratifed' is not one of uniform, stratified; did you mean 'stratified'?",
     ),
     'unknown callback': (
         {'callbacks': {'lr_monitr': None}},
@@ -296,7 +336,7 @@ def test_local_data_is_looked_for_before_anything_is_imported(write, tmp_path):
     assert 'has no index.json; is it an MDS folder?' in problems['streams.a.local']
     assert 'has no samples' in problems['streams.b.local']
     assert 'is not an index of MDS shards' in problems['streams.c.local']
-    assert 'does not exist; give a checkpoint file or the folder of a run' in problems['init_from']
+    assert 'does not exist; give a checkpoint or the folder of a run' in problems['init_from']
 
 
 def test_components_of_others(write, tmp_path, monkeypatch):

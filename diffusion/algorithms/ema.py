@@ -1,16 +1,15 @@
 """Exponential moving average of the trained weights, with a late start."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from composer.core import Algorithm, Event, State, Time, TimeUnit
 from composer.loggers import Logger
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn.parallel import DistributedDataParallel
+
+from diffusion.algorithms.average import WeightAverage, averages_state
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +29,8 @@ class EMA(Algorithm):
 
     Differs from Composer's EMA in four ways that matter at scale. Nothing is allocated or saved before `ema_start`.
     The model slot of a checkpoint always holds the training weights, and the average stands beside it, by parameter
-    name. Only trained parameters are averaged; evaluation and pictures see them by exchange in place. Under FSDP2 each
-    device holds the average of its own shard.
+    name. Only trained parameters are averaged, buffers are the model's own; evaluation and pictures see the average by
+    exchange in place. Under FSDP each device holds the average of its own shard.
 
     Args:
         ema_start: When averaging begins, a Composer time string: `800000ba`, `10ep`, `0.9dur`.
@@ -62,16 +61,21 @@ class EMA(Algorithm):
             self.smoothing = 2.0 ** -(self.update_interval.value / halving.value)
         if not 0 <= self.smoothing < 1:
             raise ValueError(f'smoothing: {self.smoothing} is not in [0, 1)')
-        self.averages: dict[str, Tensor] = {}
+        self.average = WeightAverage()
         self.updates = 0
-        self._saved: dict[str, Tensor] = {}
+        self.gathers = True
         self._model: nn.Module | None = None
         self._exchanged = False
 
     @property
     def started(self) -> bool:
         """Whether there is an average."""
-        return bool(self.averages) or bool(self._saved)
+        return self.average.started
+
+    @property
+    def averages(self) -> Mapping[str, WeightAverage]:
+        """What checkpoints keep, by label; none before the start."""
+        return {'ema': self.average} if self.started else {}
 
     def match(self, event: Event, state: State) -> bool:
         return event in _EVENTS
@@ -96,11 +100,9 @@ class EMA(Algorithm):
         if event == ends and state.timestamp.get(unit).value % self.update_interval.value == 0:
             self.update()
 
-    @torch.no_grad()
     def update(self) -> None:
         """Move the average towards the weights."""
-        averages, weights = self._pairs()
-        torch._foreach_lerp_(averages, weights, 1 - self.smoothing)  # type: ignore[reportPrivateImportUsage]
+        self.average.update(self._root(), self.smoothing)
         self.updates += 1
 
     @contextmanager
@@ -120,15 +122,17 @@ class EMA(Algorithm):
         if not self.started:
             return state | {'ema_start': self.ema_start.to_timestring()}
         assert not self._exchanged, 'a checkpoint was asked for while the averaged weights were in the model'
-        self._pairs()
-        parameters = trained_parameters(self._root())
-        averages = {name: _whole(average, parameters[name]) for name, average in self.averages.items()}
-        return state | {'averages': averages, 'updates': self.updates}
+        return state | averages_state(self, self._root()) | {'updates': self.updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._saved = dict(state.get('averages', {}))
-        self.averages = {}
+        self.average = WeightAverage()
+        if 'ema' in state.get('averages', {}):
+            self.average.restore(state['averages']['ema'])
         self.updates = state.get('updates', 0)
+
+    def restore(self, averages: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Take back what a sharded checkpoint kept, by label."""
+        self.average.restore(averages['ema'])
 
     def _reached(self, state: State) -> bool:
         if self.ema_start.unit == TimeUnit.DURATION:
@@ -142,27 +146,11 @@ class EMA(Algorithm):
             log.warning('EMA starts at %s, after the end of the run at %s: never', self.ema_start, end)
 
     def _start(self, state: State) -> None:
-        parameters = trained_parameters(self._root())
-        self.averages = {name: _local(weight).detach().clone() for name, weight in parameters.items()}
-        log.info('EMA starts at batch %d: %d tensors', state.timestamp.batch.value, len(self.averages))
+        self.average.start(self._root())
+        log.info('EMA starts at batch %d: %d tensors', state.timestamp.batch.value, len(self.average.tensors))
 
-    def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Averages and weights, in one order; averages out of a checkpoint are placed as the weights are."""
-        parameters = trained_parameters(self._root())
-        if self._saved:
-            _check_names(self._saved, parameters)
-            self.averages = {name: _placed(self._saved[name], weight) for name, weight in parameters.items()}
-            self._saved = {}
-        return list(self.averages.values()), [_local(parameters[name]).detach() for name in self.averages]
-
-    @torch.no_grad()
     def _exchange(self) -> None:
-        """Swap averages and weights, tensor by tensor."""
-        _reshard(self._root())
-        for average, weight in zip(*self._pairs(), strict=True):
-            weights = weight.clone()
-            weight.copy_(average)
-            average.copy_(weights)
+        self.average.exchange(self._root())
         self._exchanged = not self._exchanged
 
     def _root(self) -> nn.Module:
@@ -179,48 +167,3 @@ def averaged_weights(state: State) -> Iterator[bool]:
         return
     with found.averaged():
         yield found.started
-
-
-def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters that are trained, by their name in the model without DDP's wrapper."""
-    return {name: weight for name, weight in unwrapped(model).named_parameters() if weight.requires_grad}
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside DDP's wrapper, or itself."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _whole(average: Tensor, weight: Tensor) -> Tensor:
-    if not isinstance(weight, DTensor):
-        return average
-    placed = DTensor.from_local(
-        average, weight.device_mesh, weight.placements, shape=weight.shape, stride=weight.stride()
-    )
-    return placed.full_tensor()
-
-
-def _placed(saved: Tensor, weight: Tensor) -> Tensor:
-    if isinstance(weight, DTensor):
-        return distribute_tensor(saved.to(weight.device), weight.device_mesh, weight.placements).to_local()
-    return saved.to(device=weight.device, dtype=weight.dtype, copy=True)
-
-
-def _reshard(model: nn.Module) -> None:
-    """Drop FSDP2's gathered copies, which would go on showing the weights from before an exchange."""
-    for module in model.modules():
-        if hasattr(module, 'reshard'):
-            module.reshard()  # type: ignore[operator]
-
-
-def _check_names(saved: dict[str, Tensor], parameters: dict[str, nn.Parameter]) -> None:
-    different: Sequence[str] = sorted(set(saved) ^ set(parameters))
-    if different:
-        raise ValueError(
-            f'ema: the checkpoint averages {len(saved)} tensors, the model trains {len(parameters)}; '
-            f'they differ in {", ".join(different[:3])}: it is of another architecture'
-        )

@@ -11,7 +11,8 @@ from composer.core.precision import get_precision_context
 from composer.loggers import Logger
 from composer.utils import create_interval_scheduler, dist
 
-from diffusion.algorithms.ema import averaged_weights, unwrapped
+from diffusion.algorithms.average import unwrapped
+from diffusion.algorithms.ema import averaged_weights
 from diffusion.evaluation.sheet import contact_sheet, save_image, to_images
 
 log = logging.getLogger(__name__)
@@ -58,7 +59,8 @@ class ImageGrid(Callback):
         if size is not None and len(size) != 2:
             raise ValueError(f'callbacks.image_grid.size: {size}; give height and width in pixels')
         self.prompts = list(prompts)
-        self.is_due = create_interval_scheduler(every, include_end_of_training=True, checkpoint_events=False)
+        ends = {Event.BATCH_END, Event.EPOCH_END}
+        self.is_due = create_interval_scheduler(every, checkpoint_events=False, final_events=ends)
         self.sampling: dict[str, Any] = {
             'negative_prompt': negative_prompt,
             'guidance_scale': guidance_scale,

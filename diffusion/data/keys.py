@@ -17,3 +17,6 @@ EPOCH = 'epoch'
 
 BATCH_INDEX = 'batch_index'
 """Number of the global batch within the epoch, int64 [B]."""
+
+TIMESTEP_QUANTILE = 'timestep_quantile'
+"""Share of the noise schedule below the sample's timestep, float64 [B] in [0, 1), each in an own part of it."""

@@ -1,13 +1,18 @@
 """Named streams of MDS shards and the dataset over several of them."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from streaming import Stream, StreamingDataset
 
-from diffusion.data import keys
+from diffusion.data import keys, order
+from diffusion.data.registration import one_job_at_a_time
 from diffusion.models.noise import Purpose, keyed_uniforms
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,8 @@ class BucketedDataset(StreamingDataset):
         batch_size: Samples a device and batch.
         columns: What every sample must have; of a tuple, one.
         seed: Of what is random about a sample, in [0, 2**32).
+        elastic: Serve whole global batches of the same samples on any number of devices, for training; what does not
+            fill a batch waits for another epoch. Otherwise an epoch serves every sample, as evaluation wants it.
         streaming: Keywords of StreamingDataset.
     """
 
@@ -37,18 +44,32 @@ class BucketedDataset(StreamingDataset):
         batch_size: int,
         columns: Sequence[tuple[str, ...]],
         seed: int,
+        elastic: bool = False,
         **streaming: Any,
     ) -> None:
         self.buckets = list(buckets)
         self.seed = seed
+        self.elastic = elastic
         where = ', '.join(f'streams.{bucket.name}' for bucket in self.buckets)
         try:
-            super().__init__(streams=[bucket.stream for bucket in self.buckets], batch_size=batch_size, **streaming)
+            with one_job_at_a_time():
+                super().__init__(streams=[bucket.stream for bucket in self.buckets], batch_size=batch_size, **streaming)
         except FileNotFoundError as error:
             raise ValueError(f'{where}: {error}; is it a folder of MDS shards with an index.json?') from error
         except (ValueError, RuntimeError) as error:
+            # Another rank that has died is not the recipe's fault, and trying again may help.
+            if 'gloo' in str(error) or isinstance(error, torch.distributed.DistError):
+                raise
             raise ValueError(f'{where}: {error}') from error
         self._check_columns(columns)
+        if elastic:
+            self._take_whole_batches()
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of a batch over all devices."""
+        assert isinstance(self.batch_size, int)
+        return self.batch_size * self._parallel_rank_world.num_ranks
 
     def bucket_of(self, index: int) -> Bucket:
         """The stream that a sample belongs to."""
@@ -72,6 +93,73 @@ class BucketedDataset(StreamingDataset):
     def identity(self, index: int) -> dict[str, int]:
         """What randomness on the device depends on: which sample, in which epoch."""
         return {keys.SAMPLE_ID: int(index), keys.EPOCH: self.current_epoch()}
+
+    def load_state_dict(self, obj: dict[str, Any]) -> None:
+        """Go on from a place in an epoch.
+
+        Streaming takes `num_canonical_nodes` and `shuffle_seed` from the state too, whatever the dataset was made with,
+        and keeps them for the rest of the run. Here the dataset's own hold: SameRun has compared them, and where data
+        may change, the recipe says to what. The place is rounded down to a batch of the present size, or the end.
+        """
+        if self.elastic:
+            place = min(obj['sample_in_epoch'], self.epoch_size) // self.global_batch * self.global_batch
+            own = {'num_canonical_nodes': self.num_canonical_nodes, 'shuffle_seed': self.shuffle_seed}
+            obj = obj | own | {'sample_in_epoch': place}
+        super().load_state_dict(obj)
+
+    def _take_whole_batches(self) -> None:
+        """Round what an epoch takes of each stream; see `diffusion.data.order`.
+
+        Streaming reads `choose` and `proportion` of a stream, `epoch_size` and `length` when an epoch begins or the
+        length is asked for, never before, and every rank comes to the same figures.
+        """
+        if self.num_canonical_nodes is None:
+            self.num_canonical_nodes = order.default_canonical_nodes(self.global_batch)
+        self._check_order(self.num_canonical_nodes)
+        for bucket, samples in zip(self.buckets, self.samples_per_stream.tolist(), strict=True):
+            bucket.stream.choose = order.whole_batches(int(bucket.stream.choose), self.global_batch)
+            bucket.stream.repeat = bucket.stream.choose / samples
+            self._log_epoch(bucket, samples)
+        self.epoch_size = sum(stream.choose for stream in self.streams)
+        for stream in self.streams:
+            stream.proportion = stream.choose / self.epoch_size
+        self.length = self.epoch_size // self._parallel_rank_world.num_ranks
+        granularity = order.sampling_granularity(int(self.samples_per_stream.max()))
+        self.sampling_granularity = max(self.sampling_granularity, granularity)
+        # The default depends on num_canonical_nodes alone, which is known now.
+        self._set_shuffle_block_size(self._parallel_rank_world)
+        assert all(stream.choose % self.global_batch == 0 for stream in self.streams)
+        assert self.length * self._parallel_rank_world.num_ranks == self.epoch_size
+
+    def _check_order(self, canonical_nodes: int) -> None:
+        problems = {
+            'num_canonical_nodes': order.canonical_nodes_problem(canonical_nodes, self.global_batch)
+            or order.nodes_problem(canonical_nodes, self._parallel_rank_world.num_nodes),
+            'batching_method': order.batching_problem(
+                self.batching_method, [bucket.resolution for bucket in self.buckets]
+            ),
+        }
+        for bucket in self.buckets:
+            given = bucket.stream._choose
+            problem = None if given is None else order.choose_problem(given, self.global_batch)
+            problems[f'streams.{bucket.name}.choose'] = problem
+        for where, problem in problems.items():
+            if problem is not None:
+                raise ValueError(f'{where}: {problem}')
+
+    def _log_epoch(self, bucket: Bucket, samples: int) -> None:
+        if not self._unique_rank_world.is_leader:
+            return
+        taken = bucket.stream.choose
+        log.info(
+            'streams.%s: an epoch takes %d samples, %d batches, and leaves %d of its %d for another epoch',
+            *(bucket.name, taken, taken // self.global_batch, max(0, samples - taken), samples),
+        )
+        if samples < self.global_batch:
+            log.warning(
+                'streams.%s: its %d samples do not fill a global batch of %d; a batch holds samples more than once',
+                *(bucket.name, samples, self.global_batch),
+            )
 
     def _check_columns(self, columns: Sequence[tuple[str, ...]]) -> None:
         for index, bucket in enumerate(self.buckets):

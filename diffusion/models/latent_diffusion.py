@@ -11,6 +11,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from composer.models import ComposerModel
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from diffusers.models.resnet import ResnetBlock2D
+from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric
@@ -78,6 +80,8 @@ class LatentDiffusion(ComposerModel):
     latent_mean: Tensor
     latent_std: Tensor
     empty_ids: Tensor
+    sample_losses: Tensor | None
+    """What the last `loss` was the mean of, float32 [B]: a `LossGuard` names samples by it. No buffer, never saved."""
 
     def __init__(
         self,
@@ -101,6 +105,7 @@ class LatentDiffusion(ComposerModel):
         if caption_dropout_mode not in CAPTION_DROPOUT_MODES:
             raise ValueError(f'caption_dropout_mode: {caption_dropout_mode!r}; use empty or zeros')
         self.denoiser = denoiser
+        denoiser.fsdp_wrap_fn = is_block  # type: ignore[assignment]
         self.objective = objective or Objective()
         self.caption_dropout = caption_dropout
         self.caption_dropout_mode = caption_dropout_mode
@@ -108,6 +113,7 @@ class LatentDiffusion(ComposerModel):
         self.train_text_encoder = train_text_encoder
         self.posterior = posterior
         self.seed = seed
+        self.sample_losses = None
         self._scale_checked = False
 
         dtype = encoder_precision(encoder_dtype)
@@ -160,7 +166,7 @@ class LatentDiffusion(ComposerModel):
         draws = self._draws(batch)
         latents = self.latents_of(batch, draws)
         self._check_scale(latents)
-        timesteps = draws.integers(Purpose.TIMESTEP, self.objective.num_train_timesteps)
+        timesteps = self._timesteps(batch, draws)
         noise = draws.normal(Purpose.NOISE, latents.shape[1:])
         if self.objective.offset_noise:
             offset = draws.normal(Purpose.OFFSET_NOISE, (latents.shape[1], 1, 1))
@@ -180,7 +186,9 @@ class LatentDiffusion(ComposerModel):
 
     def loss(self, outputs: Denoised, batch: Mapping[str, Tensor]) -> Tensor:
         """Weighted mean squared error of the prediction, in float32."""
-        return (outputs.weight * squared_error(outputs)).mean()
+        losses = outputs.weight * squared_error(outputs)
+        self.sample_losses = losses.detach()
+        return losses.mean()
 
     def latents_of(self, batch: Mapping[str, Tensor], draws: Draws | None = None) -> Tensor:
         """Normalised latents [B, C, H, W] of a batch, of its pictures or of its precomputed moments.
@@ -208,7 +216,7 @@ class LatentDiffusion(ComposerModel):
         vae = self.vae
         with torch.autocast(images.device.type, enabled=False):
             pixels = (images.float() / 127.5 - 1).to(vae.dtype)
-            return posterior_of(vae, pixels).parameters.float()
+            return at_least_float32(posterior_of(vae, pixels).parameters)
 
     # -- evaluation --
 
@@ -322,7 +330,37 @@ class LatentDiffusion(ComposerModel):
         if sample_id is None:
             sample_id = torch.randint(2**32, (size,), device=self.device)
         zeros = torch.zeros_like(sample_id)
-        return Draws(self.seed, sample_id, batch.get(keys.EPOCH, zeros), batch.get(keys.BATCH_INDEX, zeros))
+        draws = Draws(self.seed, sample_id, batch.get(keys.EPOCH, zeros), batch.get(keys.BATCH_INDEX, zeros))
+        return draws.at_once(self._words_of_a_step(batch))
+
+    def _words_of_a_step(self, batch: Mapping[str, Tensor]) -> dict[Purpose, int]:
+        """How many random words a sample takes, by purpose."""
+        channels, cell = self.vae.config['latent_channels'], downsampling(self.vae)
+        if keys.LATENT_MOMENTS in batch:
+            height, width = batch[keys.LATENT_MOMENTS].shape[2:]
+        elif keys.IMAGE in batch:
+            height, width = (side // cell for side in batch[keys.IMAGE].shape[2:])
+        else:
+            return {Purpose.TIMESTEP: 1}
+        normals = channels * height * width + channels * height * width % 2
+        counts = {Purpose.TIMESTEP: 1, Purpose.CAPTION_DROPOUT: 1, Purpose.NOISE: normals}
+        if self.posterior == 'sample':
+            counts[Purpose.POSTERIOR] = normals
+        if self.objective.offset_noise:
+            counts[Purpose.OFFSET_NOISE] = channels + channels % 2
+        return counts
+
+    def _timesteps(self, batch: Mapping[str, Tensor], draws: Draws) -> Tensor:
+        steps = self.objective.num_train_timesteps
+        if self.objective.timesteps == 'uniform':
+            return draws.integers(Purpose.TIMESTEP, steps)
+        quantiles = batch.get(keys.TIMESTEP_QUANTILE)
+        if quantiles is None:
+            raise ValueError(
+                f'batch: it has no {keys.TIMESTEP_QUANTILE}, which objective.timesteps: stratified needs; take a '
+                'BucketedLoader with stratified=True, or timesteps: uniform'
+            )
+        return (quantiles * steps).long().clamp(max=steps - 1)
 
     def _check_scale(self, latents: Tensor) -> None:
         """Latents scaled twice, or not at all, train without complaint and draw nothing: look at the first batch."""
@@ -351,7 +389,7 @@ class LatentDiffusion(ComposerModel):
             embeds = self.text(input_ids)
         else:
             with torch.no_grad(), torch.autocast(input_ids.device.type, enabled=False):
-                embeds = self.text(input_ids).float()
+                embeds = at_least_float32(self.text(input_ids))
         if keep is not None:
             embeds = embeds * keep[:, None, None]
         return embeds, self.text.padding_mask(input_ids) if self.mask_padding else None
@@ -376,8 +414,14 @@ class LatentDiffusion(ComposerModel):
 
 
 def squared_error(outputs: Denoised) -> Tensor:
-    """Mean squared error of each sample, float32 [B]."""
-    return (outputs.prediction.float() - outputs.target.float()).square().flatten(1).mean(dim=1)
+    """Mean squared error of each sample, float32 [B] (float64 of a model in float64)."""
+    difference = at_least_float32(outputs.prediction) - at_least_float32(outputs.target)
+    return difference.square().flatten(1).mean(dim=1)
+
+
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """Half precision widened; float64, which tests of summation order use, stays."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 def encoder_precision(name: str) -> torch.dtype:
@@ -404,6 +448,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def _freeze(part: nn.Module, dtype: torch.dtype) -> nn.Module:
     # Not part.to(dtype): diffusers' override of it warns about modules that this VAE has not.
     return nn.Module.to(part.requires_grad_(False).eval(), dtype)
+
+
+def is_block(module: nn.Module) -> bool:
+    """Whether FSDP gathers a module's weights on their own: the denoiser's residual and transformer blocks."""
+    return isinstance(module, ResnetBlock2D | Transformer2DModel)
 
 
 def _check_parts(denoiser: UNet2DConditionModel, vae: AutoencoderKL, text: TextConditioner) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 PREDICTION_TYPES = ('epsilon', 'v_prediction', 'sample')
 BETA_SCHEDULES = ('scaled_linear', 'linear', 'cosine')
+TIMESTEPS = ('uniform', 'stratified')
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,17 @@ class Objective:
     """Standard deviation of a constant per channel added to the noise; 0.1 is common."""
     snr_shift: float = 1.0
     """Divide the SNR by shift**2: side over the base resolution's side (Hoogeboom et al. 2023, eq. 5)."""
+    timesteps: Literal['uniform', 'stratified'] = 'uniform'
+    """uniform: each sample's by itself; stratified: one in each N-th of the schedule over the N samples of a global
+    batch, so that losses vary less from batch to batch (the low-discrepancy sampler of Kingma et al. 2021)."""
 
     def __post_init__(self) -> None:
         if self.prediction_type not in PREDICTION_TYPES:
             raise ValueError(f'prediction_type: {self.prediction_type!r}; use one of {", ".join(PREDICTION_TYPES)}')
         if self.beta_schedule not in BETA_SCHEDULES:
             raise ValueError(f'beta_schedule: {self.beta_schedule!r}; use one of {", ".join(BETA_SCHEDULES)}')
+        if self.timesteps not in TIMESTEPS:
+            raise ValueError(f'timesteps: {self.timesteps!r}; use one of {", ".join(TIMESTEPS)}')
         if self.zero_terminal_snr and self.prediction_type == 'epsilon':
             raise ValueError(
                 'zero_terminal_snr: epsilon says nothing about x at zero SNR; use prediction_type: v_prediction'

@@ -9,7 +9,8 @@ from composer.models import ComposerClassifier
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from diffusion.algorithms.ema import EMA, averaged_weights, trained_parameters
+from diffusion.algorithms.average import trained_parameters
+from diffusion.algorithms.ema import EMA, averaged_weights
 
 
 class Recorder(Callback):
@@ -51,20 +52,20 @@ def make_trainer(
 def test_average_equals_a_float64_loop(start, interval, first, step):
     ema, recorder = EMA(start, smoothing=0.7, update_interval=interval), Recorder()
     make_trainer(ema, callbacks=(recorder,)).fit()
-    for name in ema.averages:
+    for name in ema.average.tensors:
         average = recorder.weights[first - 1][name].double()
         for batch in range(first + 1, 13):
             if batch % step == 0:
                 average = 0.7 * average + 0.3 * recorder.weights[batch - 1][name].double()
-        torch.testing.assert_close(ema.averages[name].double(), average, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(ema.average.tensors[name].double(), average, rtol=1e-5, atol=1e-7)
 
 
 def test_only_trained_parameters_are_averaged():
     ema = EMA('0ba')
     trainer = make_trainer(ema)
     trainer.fit()
-    assert set(ema.averages) == set(trained_parameters(trainer.state.model))
-    assert not any('running_mean' in name or '0.bias' in name for name in ema.averages)
+    assert set(ema.average.tensors) == set(trained_parameters(trainer.state.model))
+    assert not any('running_mean' in name or '0.bias' in name for name in ema.average.tensors)
 
 
 def test_nothing_is_allocated_or_saved_before_the_start():
@@ -73,6 +74,7 @@ def test_nothing_is_allocated_or_saved_before_the_start():
     trainer.fit()
     assert not ema.started
     assert ema.averages == {}
+    assert sum(tensor.nbytes for tensor in ema.average.tensors.values()) == 0
     saved = ema.state_dict()
     assert not any(isinstance(value, torch.Tensor | dict) for value in saved.values())
 
@@ -88,7 +90,7 @@ def test_evaluation_sees_the_average_and_training_does_not():
     trainer = make_trainer(ema)
     trainer.fit()
     own = {n: p.detach().clone() for n, p in trained_parameters(trainer.state.model).items()}
-    averages = {n: a.clone() for n, a in ema.averages.items()}
+    averages = {n: a.clone() for n, a in ema.average.tensors.items()}
     storage = {n: p.data_ptr() for n, p in trained_parameters(trainer.state.model).items()}
     with averaged_weights(trainer.state) as averaged:
         assert averaged
@@ -131,8 +133,8 @@ def test_a_resumed_run_ends_with_the_same_average(tmp_path, stop):
     first.close()
     second = make_trainer(resumed, load_path=str(tmp_path / 'latest-rank0.pt'))
     second.fit()
-    for name in straight.averages:
-        torch.testing.assert_close(resumed.averages[name], straight.averages[name])
+    for name in straight.average.tensors:
+        torch.testing.assert_close(resumed.average.tensors[name], straight.average.tensors[name])
 
 
 def test_the_model_slot_holds_the_training_weights(tmp_path):
@@ -142,15 +144,15 @@ def test_the_model_slot_holds_the_training_weights(tmp_path):
     state = torch.load(tmp_path / 'latest-rank0.pt', weights_only=False)['state']
     for name, parameter in trained_parameters(trainer.state.model).items():
         assert torch.equal(state['model'][name], parameter)
-        assert torch.equal(dict(state['algorithms'])['EMA']['averages'][name], ema.averages[name])
+        assert torch.equal(dict(state['algorithms'])['EMA']['averages']['ema'][name], ema.average.tensors[name])
 
 
 def test_averages_of_another_architecture_are_refused():
     ema = EMA('0ba')
     trainer = make_trainer(ema)
-    ema.load_state_dict({'averages': {'other.weight': torch.zeros(1)}, 'updates': 3})
+    ema.load_state_dict({'averages': {'ema': {'other.weight': torch.zeros(1)}}, 'updates': 3})
     with pytest.raises(
-        ValueError, match='ema: the checkpoint averages 1 tensors, the model trains .* another architecture'
+        ValueError, match='averages: the checkpoint has 1 tensors, the model trains .* another architecture'
     ):
         trainer.fit()
 

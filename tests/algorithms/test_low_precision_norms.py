@@ -12,7 +12,7 @@ from diffusion.algorithms.low_precision_norms import (
 
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize('width', [320, 640, 1280])
+@pytest.mark.parametrize('width', [320, 640, 960, 1280, 1920, 2560])
 @pytest.mark.parametrize('kind', ['group', 'layer'])
 def test_values_and_gradients_are_those_of_float32(kind, width, dtype):
     torch.manual_seed(0)

@@ -273,3 +273,26 @@ def test_emptying_leaves_frozen_parts_whole(make_model):
     model.to_empty(device='cpu')
     assert all(torch.equal(before[name], tensor) for name, tensor in model.vae.state_dict().items())
     assert model.text is not None
+
+
+def stratified_batch(model: LatentDiffusion, quantiles: list[float]) -> dict[str, torch.Tensor]:
+    batch = batch_of(model, size=len(quantiles))
+    return batch | {keys.TIMESTEP_QUANTILE: torch.tensor(quantiles, dtype=torch.float64)}
+
+
+def test_stratified_timesteps_are_the_quantiles_of_the_batch_in_any_microbatches(make_model):
+    model = make_model(objective=Objective(timesteps='stratified'))
+    batch = stratified_batch(model, [0.0, 0.2505, 0.9999, 1 - 2.0**-52])
+    assert model._timesteps(batch, draws_of(model, batch)).tolist() == [0, 250, 999, 999]
+    with torch.no_grad():
+        whole = model(batch)
+        parts = [model({name: tensor[i : i + 2] for name, tensor in batch.items()}) for i in (0, 2)]
+    torch.testing.assert_close(torch.cat([part.prediction for part in parts]), whole.prediction, rtol=1e-4, atol=1e-5)
+
+
+def test_stratified_timesteps_need_a_loader_that_gives_them(make_model):
+    model = make_model(objective=Objective(timesteps='stratified'))
+    with pytest.raises(ValueError, match='batch: it has no timestep_quantile, .* BucketedLoader with stratified=True'):
+        model(batch_of(model))
+    with pytest.raises(ValueError, match="timesteps: 'stratifed'; use one of uniform, stratified"):
+        Objective(timesteps='stratifed')  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from diffusion.models.noise import Draws, Purpose, draws_for, keyed_uniforms, philox
+from diffusion.models.noise import Draws, Purpose, draws_for, keyed_uniforms, philox, philox_rows
 
 ONES = 0xFFFFFFFF
 KNOWN_ANSWERS = [
@@ -30,6 +30,30 @@ def test_philox_known_answers(counter, key, expected):
     first, second, third, fourth = (torch.tensor([word]) for word in counter)
     words = philox((first, second, third, fourth), key)
     assert tuple(int(word) for word in words) == expected
+
+
+def test_rows_give_the_same_words():
+    counters = torch.tensor([counter for counter, _, _ in KNOWN_ANSWERS])
+    rounds = torch.arange(10)[:, None, None]
+    weyl = torch.tensor([0x9E3779B9, 0xBB67AE85])[None, :, None]
+    keys = (torch.tensor([key for _, key, _ in KNOWN_ANSWERS]).T[None] + rounds * weyl) & ONES
+    words = philox_rows(counters[:, [0, 2]].T[:, None], counters[:, [1, 3]].T[:, None], keys[:, :, None])
+    assert words.view(3, 4).tolist() == [list(expected) for _, _, expected in KNOWN_ANSWERS]
+
+
+def test_words_made_at_once_are_the_words():
+    one_by_one = Draws(2**32 - 1, torch.tensor([5, 2**40 + 3]), torch.tensor([2, 0]), torch.tensor([9, 2**33]))
+    at_once = one_by_one.at_once({Purpose.NOISE: 10, Purpose.TIMESTEP: 1, Purpose.FLIP: 8})
+    for purpose in Purpose:
+        for count in (1, 7, 10, 23):
+            words = one_by_one.words(purpose, count)
+            assert torch.equal(at_once.words(purpose, count), words)
+            for row in range(2):
+                ids = [
+                    int(each[row]) & ONES for each in (one_by_one.sample_id, one_by_one.epoch, one_by_one.batch_index)
+                ]
+                blocks = [philox((block, *ids), (2**32 - 1, int(purpose))) for block in range(-(-count // 4))]
+                assert words[row].tolist() == [word for block in blocks for word in block][:count]
 
 
 def test_tensor_and_scalar_draws_agree():
@@ -70,6 +94,37 @@ def test_normals_have_the_moments_of_normals():
 def test_odd_counts_and_shapes():
     assert draws(3).normal(Purpose.NOISE, (3, 5)).shape == (3, 3, 5)
     assert torch.equal(draws(3).normal(Purpose.NOISE, (7,)), draws(3).normal(Purpose.NOISE, (8,))[:, :7])
+
+
+def test_stratified_numbers_are_one_in_each_part_and_no_function_of_the_order():
+    for size in (1, 3, 64, 2048):
+        mine = draws(size, batch_index=5)
+        numbers = mine.stratified(Purpose.STRATUM, Purpose.TIMESTEP)
+        assert numbers.min() >= 0 and numbers.max() < 1
+        assert sorted((numbers * size + 1e-12).long().tolist()) == list(range(size))
+        order = torch.randperm(size, generator=torch.Generator().manual_seed(size))
+        shuffled = Draws(17, mine.sample_id[order], mine.epoch, mine.batch_index)
+        assert torch.equal(shuffled.stratified(Purpose.STRATUM, Purpose.TIMESTEP), numbers[order])
+
+
+def test_a_stratified_number_is_uniform_by_itself():
+    """Of one sample over many batches, whose company is the same."""
+    first = torch.stack([draws(8, batch_index=i).stratified(Purpose.STRATUM, Purpose.TIMESTEP) for i in range(4000)])
+    counts = torch.histc(first[:, 0].float(), bins=20, min=0, max=1)
+    assert (counts - 200).abs().max() < 5 * math.sqrt(200)
+    assert abs(torch.corrcoef(first[:, :2].T)[0, 1] + 1 / 7) < 0.08, 'two of eight without replacement'
+
+
+def test_the_largest_stratified_number_is_below_one():
+    largest_word = torch.tensor((2**32 - 1) * 2.0**-32, dtype=torch.float64)
+    assert (2**20 - 1 + largest_word) / 2**20 < 1
+
+
+def test_a_sample_that_comes_twice_has_two_parts():
+    ids = torch.tensor([4, 9, 4, 1])
+    twice = Draws(17, ids, torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int64))
+    numbers = twice.stratified(Purpose.STRATUM, Purpose.TIMESTEP)
+    assert sorted((numbers * 4).long().tolist()) == [0, 1, 2, 3]
 
 
 def test_integers_cover_the_range_evenly():

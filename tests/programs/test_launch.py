@@ -59,7 +59,7 @@ def test_two_processes_killed_and_run_again_go_on_where_they_were(write_recipe, 
     runs = tmp_path / 'runs'
     run(2, str(write_recipe('whole', **sections)), *duration)
     path = str(write_recipe('killed', **sections))
-    kill_when(start(2, path, *duration), runs / 'killed' / 'ba6-rank0.pt')
+    kill_when(start(2, path, *duration), runs / 'killed' / 'ba6')
     run(2, path, *duration)
     assert losses(runs / 'killed') == losses(runs / 'whole')
     assert len(losses(runs / 'whole')) == 20
@@ -82,11 +82,11 @@ def test_one_process_two_and_two_that_shard_learn_the_same(write_recipe, tmp_pat
     for name in ('two', 'sharded'):
         other = losses(runs / name)
         assert one.keys() == other.keys()
-        assert other[0] == pytest.approx(one[0], rel=1e-5), (
+        assert other[0] == pytest.approx(one[0], rel=1e-6), (
             'noise, timesteps and dropout belong to samples, not to ranks'
         )
         for batch in one:
-            assert other[batch] == pytest.approx(one[batch], rel=1e-3)
+            assert other[batch] == pytest.approx(one[batch], rel=1e-4)
         weights = weights_of(find_checkpoint(runs / name), 'ema')[0]
         assert weights.keys() == averages.keys()
         assert all(weights[key].shape == averages[key].shape for key in averages)

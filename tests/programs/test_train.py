@@ -55,7 +55,7 @@ def finished(tmp_path_factory, tiny_recipe, pictures):
 def test_a_run_leaves_what_it_promises(finished):
     _, run = finished
     files = {file.name for file in run.iterdir()}
-    assert {'recipe.yaml', 'metrics.jsonl', 'loss.png', 'ba4-rank0.pt', 'ba8-rank0.pt', 'latest-rank0.pt'} <= files
+    assert {'recipe.yaml', 'metrics.jsonl', 'loss.png', 'ba4', 'ba8', 'latest'} <= files
     assert sorted(file.name for file in (run / 'images').iterdir()) == ['ba000004.png', 'ba000008.png']
     with Image.open(run / 'images' / 'ba000008.png') as sheet:
         assert sheet.width > 96
@@ -342,16 +342,16 @@ def test_latents_are_not_written_twice_or_by_halves(latents, monkeypatch, tmp_pa
     [
         (lambda file: file.write_bytes(file.read_bytes()[:5000]), 'not readable'),
         (lambda file: file.write_bytes(b'hello'), 'not'),
-        (lambda file: torch.save({'weights': 1}, file), 'it holds no model'),
+        (lambda file: torch.save({'weights': 1}, file), 'it holds no state'),
     ],
     ids=['truncated', 'text', 'other'],
 )
 def test_damaged_checkpoints_are_refused(finished, tmp_path, damage, message):
     _, run = finished
-    file = tmp_path / 'ba8-rank0.pt'
-    file.write_bytes((run / 'ba8-rank0.pt').read_bytes())
+    file = tmp_path / 'ba8.pt'
+    file.write_bytes((run / 'ba8' / 'state.pt').read_bytes())
     damage(file)
-    with pytest.raises(ValueError, match=f'ba8-rank0.pt: .*{message}'):
+    with pytest.raises(ValueError, match=f'ba8.pt: .*{message}'):
         read_checkpoint(file)
 
 
@@ -368,10 +368,10 @@ def test_pickled_code_in_a_checkpoint_is_not_run(tmp_path):
 
 def test_checkpoints_are_found_by_run_latest_and_name(finished):
     _, run = finished
-    assert find_checkpoint(run) == run / 'latest-rank0.pt'
-    assert find_checkpoint(run / 'latest') == run / 'latest-rank0.pt'
-    assert find_checkpoint(run / 'ba4') == run / 'ba4-rank0.pt'
-    with pytest.raises(ValueError, match=r'ba5 is not a checkpoint or a run \(.* holds ba4-rank0.pt, ba8-rank0.pt'):
+    assert find_checkpoint(run) == run / 'ba8'
+    assert find_checkpoint(run / 'latest') == run / 'ba8'
+    assert find_checkpoint(run / 'ba4') == run / 'ba4'
+    with pytest.raises(ValueError, match=r'ba5 is not a checkpoint or a run \(.* holds ba8, ba4'):
         find_checkpoint(run / 'ba5')
 
 

@@ -1,0 +1,305 @@
+"""Saving and resuming: whole checkpoints, for any number of devices under any strategy."""
+
+import datetime
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from composer.callbacks import CheckpointSaver
+from composer.core import State, Time
+from composer.loggers import Logger
+from composer.utils import dist, reproducibility
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from diffusion.algorithms.average import Averager, blank
+from diffusion.checkpointing import sharded, store
+from diffusion.checkpointing.runs import check_architecture, is_sharded, read_content
+
+log = logging.getLogger(__name__)
+
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+_SHARDED_ATTRIBUTES = ('model', 'optimizers')
+
+
+class Checkpointer(CheckpointSaver):
+    """Save checkpoints that are whole or absent, and go on from one.
+
+    Composer's CheckpointSaver writes to the final name, so that a process killed meanwhile leaves half a file. This one
+    writes, flushes, hashes and renames (see `store`), and stops all ranks with one message where a rank cannot write.
+    Where it is among a Trainer's callbacks, Composer uses it instead of its own.
+
+    Args:
+        folder: Of the run; on a file system that all nodes share.
+        save_interval: A Composer time string; the end of training is always saved.
+        num_checkpoints_to_keep: The newest that stay; -1 keeps all.
+        sharded: Each rank writes its own pieces of model, optimizer and averages, which FSDP2 can; otherwise rank 0
+            writes them whole. Either kind is read by any number of ranks under any strategy.
+        resume: The checkpoint to go on from.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        save_interval: str | int | Time = '1ep',
+        num_checkpoints_to_keep: int = -1,
+        sharded: bool = False,
+        resume: Path | None = None,
+    ) -> None:
+        super().__init__(
+            folder=str(folder),
+            filename='{batch}',
+            remote_file_name=None,
+            latest_filename=None,
+            latest_remote_file_name=None,
+            save_interval=save_interval,
+            overwrite=True,
+            num_checkpoints_to_keep=num_checkpoints_to_keep,
+        )
+        self.tmp_dir_for_symlink.cleanup()  # for uploads, of which there are none
+        self.run_folder = Path(folder)
+        self.sharded = sharded
+        self.resume = resume
+        self._random_state: list[dict[str, Any]] | None = None
+
+    def init(self, state: State, logger: Logger) -> None:
+        if dist.get_global_rank() == 0:
+            self.run_folder.mkdir(parents=True, exist_ok=True)
+            store.sweep(self.run_folder)
+
+    def before_load(self, state: State, logger: Logger) -> None:
+        if self.resume is None:
+            return
+        self._random_state = load(state, logger, self.resume)
+        self.last_checkpoint_batch = state.timestamp.batch
+        log.info('resumed from %s', self.resume)
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        # Ours is keyed; this is for layers that draw from torch's generator, as dropout does. After the loader has
+        # started, which draws too; an epoch's first batch is left to Composer's seed.
+        if self._random_state is not None:
+            states, self._random_state = self._random_state, None
+            if len(states) == dist.get_world_size() and state.timestamp.batch_in_epoch.value:
+                reproducibility.load_rng_state(states)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+    def _save_checkpoint(self, state: State, logger: Logger) -> None:
+        self.last_checkpoint_batch = state.timestamp.batch
+        final = save(state, self.run_folder, sharded_tensors=self.sharded)
+        self.saved_checkpoints.append(str(final))
+        if dist.get_global_rank() == 0 and self.num_checkpoints_to_keep > 0:
+            store.prune(self.run_folder, self.num_checkpoints_to_keep)
+
+
+def save(state: State, folder: Path, *, sharded_tensors: bool = False) -> Path:
+    """Write a checkpoint of a trainer's state; every rank calls this.
+
+    Raises:
+        ValueError: A rank could not write; all ranks raise the same, and nothing has the checkpoint's name.
+    """
+    batch = state.timestamp.batch.value
+    final, work = folder / store.name_of(batch), store.unfinished(folder, batch)
+    rank = dist.get_global_rank()
+    with all_or_none(f'{final}: not saved'):
+        if rank == 0:
+            store.remove(work)
+            work.mkdir(parents=True)
+    content, tensors = _gather(state, sharded_tensors=sharded_tensors)
+    records: dict[str, store.FileRecord] = {}
+    with all_or_none(f'{final}: not saved'):
+        if sharded_tensors:
+            sharded.write(tensors, work)
+            own = [path.name for path in work.glob(f'__{rank}_*')] + ([sharded.INDEX] if rank == 0 else [])
+            records |= store.records_of(work, own)
+        if rank == 0:
+            records[store.STATE] = _write_state(content, work / store.STATE)
+    everybodys: dict[str, store.FileRecord] = {}
+    for theirs in dist.all_gather_object(records):
+        everybodys |= theirs
+    with all_or_none(f'{final}: not saved'):
+        if rank == 0:
+            _check_shared(work, everybodys)
+            store.publish(work, final, everybodys, _about(state, sharded_tensors=sharded_tensors))
+    return final
+
+
+def load(state: State, logger: Logger, checkpoint: Path) -> list[dict[str, Any]] | None:
+    """Read a checkpoint into a trainer's state, before DDP wraps the model and after FSDP does; every rank calls this.
+
+    Returns:
+        The states of torch's generators, one a rank that saved.
+
+    Raises:
+        ValueError: It is of another architecture or optimizer, or of a run that this one may not go on from.
+    """
+    content = read_content(checkpoint)
+    saved = content['state']
+    _check_optimizer(state, content, checkpoint)
+    own = {name: tensor.shape for name, tensor in get_model_state_dict(state.model).items()}
+    if is_sharded(checkpoint):
+        prefix = 'model.'
+        stored = {
+            name.removeprefix(prefix): shape
+            for name, shape in sharded.shapes(checkpoint).items()
+            if name.startswith(prefix)
+        }
+        check_architecture(own, stored, str(checkpoint))
+        _load_shards(state, saved, content['optimizer_settings'], checkpoint)
+    else:
+        check_architecture(own, {name: tensor.shape for name, tensor in saved['model'].items()}, str(checkpoint))
+    run_name = state.run_name
+    state.load_state_dict(saved, logger, strict=True)
+    state.run_name = run_name
+    if is_sharded(checkpoint):
+        _load_averages(state, saved, checkpoint)
+    state.load_path = str(checkpoint)
+    return content.get('rng')
+
+
+def resume_point(folder: Path) -> Path | None:
+    """A run's newest whole checkpoint, found by rank 0 and told to all; None for a run that has saved none.
+
+    Raises:
+        ValueError: There are checkpoints, and all are damaged.
+    """
+    found: Path | None = None
+    with all_or_none('autoresume'):
+        if dist.get_global_rank() == 0:
+            found = store.newest_whole(folder)
+    told = [found]
+    dist.broadcast_object_list(told, src=0)
+    return told[0]
+
+
+@contextmanager
+def all_or_none(where: str) -> Iterator[None]:
+    """Raise on every rank what any rank raises inside, so that none waits for one that has given up.
+
+    The block must not end some ranks inside a collective that others wait in.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    whats = dist.all_gather_object(None if error is None else f'{type(error).__name__}: {error}')
+    failed = [(rank, what) for rank, what in enumerate(whats) if what is not None]
+    if failed:
+        rank, what = failed[0]
+        if isinstance(error, ValueError) and len(whats) == 1:
+            raise error
+        raise ValueError(f'{where} (rank {rank}: {what})') from error
+
+
+def _gather(state: State, *, sharded_tensors: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What state.pt holds, and the tensors that are stored in pieces."""
+    random_state = reproducibility.get_rng_state()
+    if not sharded_tensors:
+        return {'state': state.state_dict(), 'rng': random_state}, {}
+    optimizer = get_optimizer_state_dict(state.model, state.optimizers[0], options=_FLAT)
+    tensors = {f'model.{name}': tensor for name, tensor in get_model_state_dict(state.model).items()}
+    tensors |= {f'optimizer.{name}': value for name, value in optimizer.items() if isinstance(value, Tensor)}
+    settings = {name: value for name, value in optimizer.items() if not isinstance(value, Tensor)}
+    averagers = _averagers(state)
+    for name, algorithm in averagers.items():
+        for label, average in algorithm.averages.items():
+            shards = average.shards(state.model)
+            tensors |= {f'averages.{name}.{label}.{key}': shard for key, shard in shards.items()}
+    attributes = state.serialized_attributes
+    try:
+        for algorithm in averagers.values():
+            algorithm.gathers = False
+        state.serialized_attributes = [name for name in attributes if name not in _SHARDED_ATTRIBUTES]
+        rest = state.state_dict()
+    finally:
+        state.serialized_attributes = attributes
+        for algorithm in averagers.values():
+            algorithm.gathers = True
+    kind = type(state.optimizers[0]).__qualname__
+    return {'state': rest, 'rng': random_state, 'optimizer_settings': {kind: settings}}, tensors
+
+
+def _write_state(content: Mapping[str, Any], path: Path) -> store.FileRecord:
+    with path.open('wb') as file:
+        writer = store.HashingWriter(file)
+        torch.save(dict(content), writer)  # type: ignore[arg-type]
+        store.flush(file)
+    return writer.record()
+
+
+def _about(state: State, *, sharded_tensors: bool) -> dict[str, Any]:
+    return {
+        'batch': state.timestamp.batch.value,
+        'epoch': state.timestamp.epoch.value,
+        'kind': 'sharded' if sharded_tensors else 'whole',
+        'world_size': dist.get_world_size(),
+        'saved': datetime.datetime.now(datetime.timezone.utc).isoformat(timespec='seconds'),
+    }
+
+
+def _check_shared(work: Path, records: Mapping[str, store.FileRecord]) -> None:
+    absent = [name for name in records if not (work / name).is_file()]
+    if absent:
+        raise ValueError(
+            f'{work} lacks {", ".join(sorted(absent)[:3])}, which other ranks wrote; '
+            'sharded checkpoints need a runs_dir on a file system that all nodes share'
+        )
+
+
+def _check_optimizer(state: State, content: Mapping[str, Any], checkpoint: Path) -> None:
+    stored = content.get('optimizer_settings') or content['state'].get('optimizers') or {}
+    kind = type(state.optimizers[0]).__qualname__
+    if kind not in stored:
+        raise ValueError(
+            f'{checkpoint}: of a run with {", ".join(stored) or "no optimizer"}, this one has {kind}; go on with the '
+            'optimizer of before, or start a new run from the weights: init_from'
+        )
+
+
+def _load_shards(
+    state: State, saved: Mapping[str, Any], settings: Mapping[str, Mapping[str, Any]], checkpoint: Path
+) -> None:
+    model = get_model_state_dict(state.model)
+    optimizer = get_optimizer_state_dict(state.model, state.optimizers[0], options=_FLAT)
+    moments = {name: value for name, value in optimizer.items() if isinstance(value, Tensor)}
+    wanted = {f'model.{name}': tensor for name, tensor in model.items()}
+    wanted |= {f'optimizer.{name}': tensor for name, tensor in moments.items()}
+    sharded.read(wanted, checkpoint)
+    set_model_state_dict(state.model, {name: wanted[f'model.{name}'] for name in model})
+    restored = settings[type(state.optimizers[0]).__qualname__] | {
+        name: wanted[f'optimizer.{name}'] for name in moments
+    }
+    set_optimizer_state_dict(state.model, state.optimizers[0], restored, options=_FLAT)
+
+
+def _load_averages(state: State, saved: Mapping[str, Any], checkpoint: Path) -> None:
+    labels_of = {
+        name: kept['sharded_averages'] for name, kept in dict(saved['algorithms']).items() if 'sharded_averages' in kept
+    }
+    for name, algorithm in _averagers(state).items():
+        averages = {label: blank(state.model) for label in labels_of.get(name, [])}
+        if averages:
+            wanted = {
+                f'averages.{name}.{label}.{key}': t for label, room in averages.items() for key, t in room.items()
+            }
+            sharded.read(wanted, checkpoint)
+            algorithm.restore(averages)
+
+
+def _averagers(state: State) -> dict[str, Averager]:
+    return {type(each).__qualname__: each for each in state.algorithms if isinstance(each, Averager)}

@@ -1,0 +1,73 @@
+"""What decides the data of a run, as plain values that are compared when it goes on.
+
+Streaming's own state says where an epoch stood, not which data it went over: with another batch size, another stream or
+another block size, resuming gives other samples and no message.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from diffusion.data.streams import Bucket, BucketedDataset
+
+
+def fingerprint(dataset: BucketedDataset, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything that decides which samples come when and what is made of them, in JSON's types.
+
+    Folders and object stores are no part of it, since data may move; nor are devices, workers and reading ahead.
+
+    Args:
+        dataset: As it was made, before an epoch begins.
+        settings: Kind of the dataset and its keywords that change samples, such as `crop`.
+    """
+    order = ('batching_method', 'shuffle', 'shuffle_algo', 'shuffle_seed', 'shuffle_block_size')
+    sampling = ('num_canonical_nodes', 'partition_algo', 'sampling_method', 'sampling_granularity')
+    values = {
+        'global_batch': dataset.global_batch,
+        **{name: getattr(dataset, name) for name in (*order, *sampling)},
+        'dataset': dict(settings),
+        'streams': {
+            bucket.name: _of_stream(bucket, position, samples)
+            for position, (bucket, samples) in enumerate(
+                zip(dataset.buckets, dataset.samples_per_stream.tolist(), strict=True)
+            )
+        },
+    }
+    # str: whatever a dataset of somebody else takes.
+    return json.loads(json.dumps(values, default=str))
+
+
+def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Lines such as `streams.a.choose: 96 in the checkpoint, 128 now`, in the order of what is now."""
+    return list(_differences('', saved, now))
+
+
+def _of_stream(bucket: Bucket, position: int, samples: int) -> dict[str, Any]:
+    stream = bucket.stream
+    index = Path(stream.local, stream.split or '', 'index.json')
+    return {
+        'position': position,  # ids of samples count on from stream to stream
+        'resolution': bucket.resolution,
+        'choose': int(stream.choose),
+        'samples': samples,
+        'index_sha256': hashlib.sha256(index.read_bytes()).hexdigest(),
+    }
+
+
+def _differences(where: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    for key in [*now, *(key for key in saved if key not in now)]:
+        path = f'{where}.{key}' if where else key
+        if key not in saved or key not in now:
+            yield f'{path}: {_said(saved, key)} in the checkpoint, {_said(now, key)} now'
+        elif isinstance(saved[key], Mapping) and isinstance(now[key], Mapping):
+            yield from _differences(path, saved[key], now[key])
+        elif saved[key] != now[key]:
+            yield f'{path}: {saved[key]} in the checkpoint, {now[key]} now'
+
+
+def _said(values: Mapping[str, Any], key: str) -> str:
+    if key not in values:
+        return 'not'
+    return 'there' if isinstance(values[key], Mapping) else str(values[key])

@@ -1,0 +1,11 @@
+"""Exit statuses that a scheduler acts on, and the exception of a run that was told to stop."""
+
+CONFIG_ERROR = 78
+"""Exit status for what another try will not mend (sysexits.h: EX_CONFIG)."""
+
+PREEMPTED = 75
+"""Exit status for what another try goes on with (sysexits.h: EX_TEMPFAIL)."""
+
+
+class Preempted(Exception):
+    """A run was told to stop, and has saved what it had."""

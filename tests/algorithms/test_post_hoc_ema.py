@@ -1,0 +1,310 @@
+"""Post-hoc EMA: real runs whose averages of other widths are known, resumed runs, snapshots that are damaged."""
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from composer import Trainer
+from composer.core import Callback, Event, State
+from composer.loggers import Logger
+from composer.models import ComposerClassifier
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from diffusion.algorithms.average import Averager, trained_parameters
+from diffusion.algorithms.ema import EMA
+from diffusion.algorithms.post_hoc_ema import PostHocEMA
+from diffusion.algorithms.power_function import gamma_of_width
+from diffusion.algorithms.snapshots import FOLDER, find_snapshots, reconstruct
+
+BATCHES, EVERY = 600, 20
+Weights = dict[str, Tensor]
+
+
+class Recorder(Callback):
+    """Copies of the trained weights after each batch."""
+
+    def __init__(self) -> None:
+        self.weights: list[Weights] = []
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        self.weights.append({n: p.detach().clone() for n, p in trained_parameters(state.model).items()})
+
+
+class Stop(Callback):
+    """What an early stopper does."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        if state.timestamp.batch == self.batch:
+            state.stop_training()
+
+
+class Peek(Callback):
+    """The last snapshots that there are when checkpoints are saved."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.seen: list[int] = []
+
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        if event in (Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT) and (self.folder / FOLDER).exists():
+            self.seen.append(find_snapshots(self.folder)[-1].batch)
+
+
+def make_trainer(algorithms, *, duration: str = '12ba', callbacks: tuple[Callback, ...] = (), **settings) -> Trainer:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+    network[0].bias.requires_grad_(False)
+    model = ComposerClassifier(network, num_classes=3)
+    data = TensorDataset(torch.randn(480, 4), torch.randint(0, 3, (480,)))
+    return Trainer(
+        model=model,
+        train_dataloader=DataLoader(data, batch_size=8),
+        optimizers=torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
+        max_duration=duration,
+        algorithms=algorithms,
+        callbacks=list(callbacks),
+        progress_bar=False,
+        seed=1,
+        device='cpu',
+        **settings,
+    )
+
+
+def average_by_eq_1(weights: list[Weights], width: float, at: int) -> Weights:
+    """The integral of eq. 1 in float64, over weights that stay as they are during a step."""
+    gamma = gamma_of_width(width)
+    shares = torch.from_numpy(np.diff((np.arange(at + 1) / at) ** (gamma + 1)))
+    stacked = {name: torch.stack([each[name] for each in weights[:at]]).double() for name in weights[0]}
+    return {name: torch.tensordot(shares, values, dims=1) for name, values in stacked.items()}
+
+
+def norm(weights: Weights) -> float:
+    return float(torch.cat([tensor.double().flatten() for tensor in weights.values()]).norm())
+
+
+def distance(a: Weights, b: Weights) -> float:
+    assert a.keys() == b.keys()
+    return norm({name: a[name].double() - b[name].double() for name in a})
+
+
+@pytest.fixture(scope='module')
+def run(tmp_path_factory):
+    """600 batches with 30 snapshots a width in float32 and in float16, and the weights after each batch."""
+    root = tmp_path_factory.mktemp('run')
+    recorder = Recorder()
+    algorithms = [
+        PostHocEMA(every=f'{EVERY}ba', dtype=dtype, folder=str(root / dtype)) for dtype in ('float16', 'float32')
+    ]
+    make_trainer(algorithms, duration=f'{BATCHES}ba', callbacks=(recorder,)).fit()
+    return root, algorithms[0], recorder.weights
+
+
+def test_the_averages_equal_the_integral(run):
+    _, algorithm, weights = run
+    assert isinstance(algorithm, Averager)
+    for width in (0.05, 0.10):
+        expected = average_by_eq_1(weights, width, BATCHES)
+        assert distance(algorithm.averages[f'width{width:g}'].tensors, expected) < 2e-6 * norm(expected)
+
+
+def test_snapshots_are_ordinary_state_dicts_of_the_dtype_asked_for(run):
+    root, _, weights = run
+    snapshots = find_snapshots(root / 'float16')
+    assert [(s.batch, s.width) for s in snapshots] == [
+        (batch, width) for batch in range(EVERY, BATCHES + 1, EVERY) for width in (0.05, 0.10)
+    ]
+    stored = load_file(root / 'float16' / FOLDER / 'width0.1-ba300.safetensors')
+    assert {tensor.dtype for tensor in stored.values()} == {torch.float16}
+    expected = average_by_eq_1(weights, 0.10, 300)
+    assert distance(stored, expected) < 2**-11 * norm(expected)
+    assert not list((root / 'float16' / FOLDER).glob('.*'))
+
+
+@pytest.mark.parametrize('at', [BATCHES, 400, 390])
+@pytest.mark.parametrize('width', [0.04, 0.07, 0.15, 0.20])
+@pytest.mark.parametrize('dtype', ['float16', 'float32'])
+def test_any_width_at_any_batch_is_reconstructed(run, width, at, dtype):
+    """Off by no more than the profile is, times what the weights do in the run, and the rounding of the snapshots."""
+    root, _, weights = run
+    expected = average_by_eq_1(weights, width, at)
+    found = reconstruct(root / dtype, width, at=at)
+    assert found.batch == at
+    assert {tensor.dtype for tensor in found.tensors.values()} == {torch.float32}
+    error = distance(found.tensors, expected)
+    # Both profiles sum to 1, so the error is the sum of (p - p') (theta - expected); by Cauchy and Schwarz that is up
+    # to |p - p'| times the spread, where |p|^2 = (gamma + 1)^2 / ((2 gamma + 1) t).
+    gamma = gamma_of_width(width)
+    read = weights[: EVERY * -(-at // EVERY)]
+    spread = sum(distance(each, expected) ** 2 for each in read) ** 0.5
+    bound = found.profile_error * (gamma + 1) / ((2 * gamma + 1) * at) ** 0.5 * spread
+    # A share of 4 of float16's half an ulp, 2**-11, at random; width 0.04 has such shares.
+    rounding = {'float16': 5e-4, 'float32': 1e-6}[dtype] * norm(expected)
+    kept = average_by_eq_1(weights, 0.05 if width < 0.06 else 0.10, at)
+    print(
+        f'{dtype}, width {width} at batch {at}: profile off by {found.profile_error:.2%}; of the norm of the weights, '
+        f'error {error / norm(expected):.1e}, bound {(bound + rounding) / norm(expected):.1e}, '
+        f'distance of the nearest kept width {distance(kept, expected) / norm(expected):.1e}'
+    )
+    assert error < bound + rounding
+    if at != 390:
+        assert error < (0.3 if dtype == 'float16' else 0.06) * distance(kept, expected)
+
+
+@pytest.mark.parametrize('width', [0.05, 0.10])
+def test_a_kept_width_is_its_snapshot(run, width):
+    root, _, _ = run
+    stored = load_file(root / 'float16' / FOLDER / f'width{width:g}-ba400.safetensors')
+    found = reconstruct(root / 'float16', width, at=400)
+    assert found.profile_error < 1e-6
+    assert distance(found.tensors, stored) < 1e-5 * norm(stored)
+
+
+def test_large_errors_are_told_with_the_way_out(run, caplog):
+    root, _, _ = run
+    with caplog.at_level(logging.WARNING):
+        reconstruct(root / 'float32', 0.10, at=400)
+        assert caplog.text == ''
+        assert reconstruct(root / 'float32', 0.10, at=390).profile_error > 0.1
+        assert 'off by 22 %; snapshots are at batch 380, batch 400, not at this one' in caplog.text
+        caplog.clear()
+        assert reconstruct(root / 'float32', 0.28).profile_error > 0.1
+    assert 'off by 14 %; 60 snapshots give widths from 0.019 to 0.255 within 5 %' in caplog.text
+
+
+@pytest.mark.parametrize(
+    ('width', 'at', 'message'),
+    [
+        (0.3, None, r'width=0.3 is not between 0 and 0\.2887'),
+        (0.1, 601, f'batch 601 is not between 1 and {BATCHES}, where the last snapshot is'),
+        (0.1, 0, 'batch 0 is not between 1'),
+    ],
+)
+def test_what_snapshots_cannot_give_is_refused(run, width, at, message):
+    root, _, _ = run
+    with pytest.raises(ValueError, match=message):
+        reconstruct(root / 'float32', width, at=at)
+
+
+def test_without_snapshots_the_way_out_is_told(tmp_path):
+    with pytest.raises(ValueError, match=r'post_hoc_ema: no snapshots; `algorithms: \{post_hoc_ema: \}` takes them'):
+        reconstruct(tmp_path, 0.1)
+
+
+def snapshots_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (folder / FOLDER).iterdir()}
+
+
+@pytest.fixture
+def small(tmp_path):
+    make_trainer([PostHocEMA(every='4ba', folder=str(tmp_path))]).fit()
+    return tmp_path
+
+
+@pytest.mark.parametrize('size', [0, 100, -1])
+def test_a_snapshot_that_is_cut_short_is_named(small, size):
+    damaged = small / FOLDER / 'width0.05-ba8.safetensors'
+    damaged.write_bytes(damaged.read_bytes()[:size])
+    with pytest.raises(ValueError, match=r'width0\.05-ba8\.safetensors: not readable .*; cut short\? Remove it'):
+        reconstruct(small, 0.05)
+    damaged.unlink()
+    assert reconstruct(small, 0.05).batch == 12
+
+
+def test_files_of_others_are_refused(small):
+    save_file({'other': torch.zeros(2)}, small / FOLDER / 'width0.2-ba8.safetensors')
+    with pytest.raises(ValueError, match=r'width0\.2-ba8\.safetensors: no snapshot of version 1'):
+        reconstruct(small, 0.05)
+
+
+@pytest.mark.parametrize(
+    ('duration', 'callbacks', 'last'),
+    [('10ba', (), 10), ('1ep', (), 60), ('20ba', (Stop(7),), 7), ('2ep', (Stop(7),), 7)],
+)
+def test_the_end_of_training_has_a_snapshot(tmp_path, duration, callbacks, last):
+    make_trainer([PostHocEMA(every='50ba', folder=str(tmp_path))], duration=duration, callbacks=callbacks).fit()
+    assert sorted({snapshot.batch for snapshot in find_snapshots(tmp_path)}) == [b for b in (50,) if b < last] + [last]
+
+
+@pytest.mark.parametrize('duration', ['10ba', '1ep'])
+def test_the_last_snapshot_is_there_before_the_last_checkpoint(tmp_path, duration):
+    """Killed between the two, a run that is done would not take it any more."""
+    make_trainer(
+        [PostHocEMA(every='50ba', folder=str(tmp_path))],
+        duration=duration,
+        callbacks=(peek := Peek(tmp_path),),
+    ).fit()
+    assert peek.seen[-1] == find_snapshots(tmp_path)[-1].batch
+
+
+def test_a_resumed_run_ends_with_the_same_averages_and_writes_the_same_snapshots(tmp_path):
+    straight = PostHocEMA(every='3ba', folder=str(tmp_path / 'straight'))
+    make_trainer([straight]).fit()
+    folder = str(tmp_path / 'parts')
+    # Killed after batch 8 of 12; what it resumes from is of batch 5, so that 6, 7 and 8 are done again.
+    first = make_trainer(
+        [PostHocEMA(every='3ba', folder=folder)], duration='8ba', save_folder=f'{tmp_path}/saved', save_interval='5ba'
+    )
+    first.fit()
+    first.close()
+    before = snapshots_of(tmp_path / 'parts')
+    resumed = PostHocEMA(every='3ba', folder=folder)
+    make_trainer([resumed], load_path=f'{tmp_path}/saved/ep0-ba5-rank0.pt').fit()
+    for label, average in straight.averages.items():
+        for name, tensor in average.tensors.items():
+            assert torch.equal(resumed.averages[label].tensors[name], tensor), f'{label} {name}'
+    whole, after = snapshots_of(tmp_path / 'straight'), snapshots_of(tmp_path / 'parts')
+    assert {name: after[name] for name in before} == before
+    assert {name: after[name] for name in whole} == whole
+
+
+def test_checkpoints_hold_the_averages_beside_the_training_weights(tmp_path):
+    algorithm = PostHocEMA(folder=str(tmp_path))
+    trainer = make_trainer([algorithm, EMA('2ba')], save_folder=str(tmp_path), save_interval='6ba')
+    trainer.fit()
+    state = torch.load(tmp_path / 'latest-rank0.pt', weights_only=False)['state']
+    saved = dict(state['algorithms'])['PostHocEMA']['averages']
+    assert set(saved) == {'width0.05', 'width0.1'}
+    for name, parameter in trained_parameters(trainer.state.model).items():
+        assert torch.equal(state['model'][name], parameter)
+        assert torch.equal(saved['width0.05'][name], algorithm.averages['width0.05'].tensors[name])
+
+
+@pytest.mark.filterwarnings('ignore:PostHocEMA is not in the state_dict')
+def test_averages_that_did_not_begin_with_the_run_are_refused(tmp_path):
+    make_trainer([], duration='5ba', save_folder=str(tmp_path), save_interval='5ba').fit()
+    trainer = make_trainer([PostHocEMA(folder=str(tmp_path))], load_path=str(tmp_path / 'latest-rank0.pt'))
+    with pytest.raises(ValueError, match='checkpoint of batch 5 has none of its averages, which begin with the first'):
+        trainer.fit()
+
+
+def test_other_widths_than_the_checkpoint_s_are_refused():
+    algorithm = PostHocEMA(widths=[0.05, 0.2])
+    with pytest.raises(ValueError, match=r'widths: the checkpoint has width0\.05, width0\.1 and no width0\.2; '):
+        algorithm.load_state_dict({'averages': {'width0.05': {}, 'width0.1': {}}})
+
+
+def test_nothing_is_held_before_the_first_batch():
+    algorithm = PostHocEMA()
+    assert algorithm.averages == {}
+    assert not any(isinstance(value, Tensor | dict) for value in algorithm.state_dict().values())
+
+
+@pytest.mark.parametrize(
+    ('settings', 'message'),
+    [
+        ({'widths': []}, r'widths: \[\]; give at least one'),
+        ({'widths': [0.1, 0.1]}, r'widths: \[0.1, 0.1\]; give at least one, and none twice'),
+        ({'widths': [0.5]}, 'width=0.5 is not between 0 and 0.2887'),
+        ({'every': '0ba'}, "every: '0ba'; give an interval such as 10000ba"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        PostHocEMA(**settings)

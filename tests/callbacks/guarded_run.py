@@ -1,0 +1,193 @@
+"""A tiny run that tests disturb: imported by them, and a program that each of several ranks runs."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from composer import Trainer
+from composer.core import Callback, Event, State
+from composer.loggers import Logger
+from composer.models import ComposerModel
+from composer.optim import LinearScheduler
+from composer.utils import dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from diffusion import programs
+from diffusion.callbacks.loss_guard import LossGuard
+from diffusion.callbacks.preemption import Preemption
+from diffusion.data import keys
+from diffusion.exits import Preempted
+
+BATCH = 8
+BATCHES = 6
+"""In an epoch."""
+
+
+class BadGradient(torch.autograd.Function):
+    """The identity, with gradients that are NaN for some samples."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bad: Tensor) -> Tensor:
+        ctx.save_for_backward(bad)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (bad,) = ctx.saved_tensors
+        return grads[0].masked_fill(bad[:, None], torch.nan), None
+
+
+class Regression(ComposerModel):
+    """A small network; `tells` is whether it keeps its samples' losses."""
+
+    def __init__(self, *, tells: bool = True) -> None:
+        super().__init__()
+        self.network = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+        self.tells = tells
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return BadGradient.apply(self.network(batch['x']), batch['bad_gradient'])  # type: ignore[return-value]
+
+    def loss(self, outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        losses = (outputs - batch['y']).square().mean(dim=1)
+        if self.tells:
+            self.sample_losses = losses.detach()
+        return losses.mean()
+
+    def eval_forward(self, batch: Any, outputs: Any = None) -> Tensor:
+        return self.network(batch['x'])
+
+
+class At(Callback):
+    """Do something at an event of a batch (the number it has at that event)."""
+
+    def __init__(self, event: Event, batch: int, do: Callable[[], Any]) -> None:
+        self.event, self.batch, self.do = event, batch, do
+
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        if event == self.event and state.timestamp.batch.value == self.batch:
+            self.do()
+
+
+class Recorder(Callback):
+    """Copies of weights and moments after each batch, and the learning rates."""
+
+    def __init__(self) -> None:
+        self.weights: list[list[Tensor]] = []
+        self.moments: list[list[Tensor]] = []
+        self.rates: list[float] = []
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        optimizer = state.optimizers[0]
+        self.weights.append(weights_of(state))
+        self.moments.append([v.clone() for each in optimizer.state.values() for v in each.values()])
+        self.rates.append(optimizer.param_groups[0]['lr'])
+
+
+def weights_of(state: State) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in state.model.parameters()]
+
+
+def make_data(
+    *, bad: Collection[int] = (), value: float = torch.nan, bad_gradient: Collection[int] = (), ids: bool = True
+) -> list[dict[str, Any]]:
+    """48 samples, numbered from 100; the targets of the bad ones are multiplied by a value."""
+    generator = torch.Generator().manual_seed(3)
+    data = []
+    for number in range(100, 100 + BATCH * BATCHES):
+        x, y = torch.randn(4, generator=generator), torch.randn(3, generator=generator)
+        sample = {'x': x, 'y': y * value if number in bad else y, 'bad_gradient': number in bad_gradient}
+        data.append(sample | ({keys.SAMPLE_ID: number} if ids else {}))
+    return data
+
+
+def make_trainer(
+    data: list[dict[str, Any]],
+    callbacks: Sequence[Callback],
+    *,
+    duration: str = '12ba',
+    folder: Path | None = None,
+    tells: bool = True,
+    workers: int = 0,
+    **settings: Any,
+) -> Trainer:
+    torch.manual_seed(0)
+    model = Regression(tells=tells)
+    settings = {
+        'save_folder': folder and str(folder),
+        'save_interval': '100ba',
+        'save_filename': 'ba{batch}.pt',
+    } | settings
+    dist.initialize_dist('cpu')
+    sampler = dist.get_sampler(data, shuffle=False)  # type: ignore[arg-type]
+    return Trainer(
+        model=model,
+        train_dataloader=DataLoader(
+            data,  # type: ignore[arg-type]
+            batch_size=BATCH // dist.get_world_size(),
+            sampler=sampler,
+            num_workers=workers,
+        ),
+        optimizers=torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1),
+        schedulers=LinearScheduler(t_max='12ba'),
+        max_duration=duration,
+        callbacks=list(callbacks),
+        save_overwrite=True,
+        progress_bar=False,
+        seed=1,
+        device='cpu',
+        **settings,
+    )
+
+
+def keep_killing() -> None:
+    """SIGTERM for this process until it is gone, as a launcher sends one when another rank has gone."""
+    endless = f'while kill -TERM {os.getpid()}; do sleep 0.002; done'
+    subprocess.Popen(['sh', '-c', endless], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def main(what: str, folder: Path) -> int:
+    """What a rank does in the tests with two."""
+    rank = dist.get_global_rank()
+    callbacks: list[Callback] = [Preemption()]
+    settings: dict[str, Any] = {}
+    data = make_data()
+    if what == 'preemption':
+        if rank == 1:
+            callbacks.append(At(Event.AFTER_LOSS, 3, lambda: os.kill(os.getpid(), signal.SIGTERM)))
+    else:
+        # Two ranks of four: samples 108, 110, 112, 114 and 109, 111, 113, 115.
+        data = make_data(bad=[111])
+        callbacks.append(LossGuard(action=what.partition('-')[0], folder=str(folder)))  # type: ignore[arg-type]
+    if what.endswith('-fsdp2'):
+        from composer.utils.parallelism import FSDP2Config
+
+        settings['parallelism_config'] = {'fsdp': FSDP2Config(state_dict_type='full')}
+    trainer = make_trainer(data, callbacks, folder=folder, **settings)
+    if what.endswith('-fsdp2'):
+        assert all(hasattr(parameter, 'to_local') for parameter in trainer.state.model.parameters())
+    try:
+        trainer.fit()
+    except (ValueError, Preempted) as error:
+        print(f'rank {rank}: {error}', flush=True)
+        status = programs.status_of(error)
+        assert status is not None
+        return status
+    finally:
+        print(f'rank {rank} ended at {trainer.state.timestamp.batch.value}', flush=True)
+        finite = all(bool(weight.isfinite().all()) for weight in weights_of(trainer.state))
+        print(f'rank {rank} has finite weights: {finite}', flush=True)
+        trainer.close()
+        if what == 'preemption':
+            keep_killing()
+    return 0
+
+
+if __name__ == '__main__':
+    sys.exit(main(sys.argv[1], Path(sys.argv[2])))

@@ -1,0 +1,348 @@
+"""Batches that must not be learned from: found on all ranks, named, and left without a trace in the weights."""
+
+import json
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from composer.algorithms import GradientClipping
+from composer.core import Event, Precision
+from composer.loggers import LoggerDestination
+from composer.utils import dist
+from guarded_run import At, Recorder, Regression, make_data, make_trainer, weights_of
+from ranks import run_two
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils.data import DataLoader
+
+from diffusion import programs
+from diffusion.callbacks import loss_guard
+from diffusion.callbacks.loss_guard import BadLoss, LossGuard
+from diffusion.checkpointing.runs import find_checkpoint
+from diffusion.checkpointing.runs import weights_of as weights_of_run
+from diffusion.data import keys
+from diffusion.exits import CONFIG_ERROR
+from diffusion.models.latent_diffusion import LatentDiffusion
+
+BAD = 121
+"""A sample of batch 2."""
+
+
+class InMemory(LoggerDestination):
+    """The values of one metric."""
+
+    def __init__(self, name: str = 'loss_guard/skipped_updates') -> None:
+        self.name = name
+        self.values: list[float] = []
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        if self.name in metrics:
+            self.values.append(metrics[self.name])
+
+
+def lines(folder) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / 'bad_batches.jsonl').read_text().splitlines()]
+
+
+def fails(trainer, match: str) -> BadLoss:
+    with pytest.raises(BadLoss, match=match) as caught:
+        trainer.fit()
+    trainer.close()
+    return caught.value
+
+
+def ended(trainer):
+    trainer.fit()
+    trainer.close()
+    return weights_of(trainer.state)
+
+
+def same(ours, theirs) -> bool:
+    return all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
+
+
+def test_a_run_stops_before_the_update_names_the_sample_and_resumes_at_this_batch(tmp_path):
+    clean = ended(make_trainer(make_data(), []))
+    guard = LossGuard(folder=str(tmp_path))
+    recorder = Recorder()
+    trainer = make_trainer(make_data(bad=[BAD]), [guard, recorder], folder=tmp_path)
+    error = fails(
+        trainer,
+        rf'batch 2: loss is nan; sample 121; the weights from before it are in {tmp_path}/ba2.pt. Look at these '
+        'samples; lower optimizer.lr, or clip gradients .*; or leave such batches out',
+    )
+    assert programs.status_of(error) == CONFIG_ERROR
+    assert same(weights_of(trainer.state), recorder.weights[1])
+    assert lines(tmp_path) == [
+        {
+            'batch': 2,
+            'epoch': 0,
+            'reason': 'loss is nan',
+            'loss': None,
+            'median': pytest.approx(sum(guard.history) / 2),
+            'sample_ids': [BAD],
+            'action': 'stop',
+        }
+    ]
+    resumed: dict[str, Any] = {'folder': tmp_path, 'load_path': str(tmp_path / 'ba2.pt')}
+    written = (tmp_path / 'ba2.pt').stat().st_mtime_ns
+    again = make_trainer(make_data(bad=[BAD]), [LossGuard(folder=str(tmp_path))], **resumed)
+    fails(again, 'batch 2: loss is nan; sample 121; nothing was learned since this run started')
+    assert (tmp_path / 'ba2.pt').stat().st_mtime_ns == written, 'the only good checkpoint is left alone'
+    mended = make_trainer(make_data(), [LossGuard(folder=str(tmp_path))], **resumed)
+    assert same(ended(mended), clean)
+
+
+def test_a_checkpoint_of_this_batch_is_not_written_again(tmp_path):
+    trainer = make_trainer(
+        make_data(bad=[BAD]), [LossGuard(folder=str(tmp_path))], folder=tmp_path, save_interval='2ba'
+    )
+    trainer.state.callbacks.append(At(Event.AFTER_LOSS, 2, lambda: (tmp_path / 'ba2.pt').unlink()))
+    fails(trainer, 'are in .*ba2.pt')
+    assert not (tmp_path / 'ba2.pt').exists()
+
+
+def test_before_the_first_update_there_is_nothing_to_save(tmp_path):
+    trainer = make_trainer(make_data(bad=[100]), [LossGuard(folder=str(tmp_path))], folder=tmp_path)
+    fails(trainer, 'batch 0: loss is nan; sample 100; nothing was learned since this run started')
+    assert not list(tmp_path.glob('*.pt'))
+
+
+def test_a_run_whose_first_batches_were_skipped_still_saves_and_resumes(tmp_path):
+    """The optimizer has no state then."""
+    settings: dict[str, Any] = {'action': 'skip', 'max_skips': 1, 'folder': str(tmp_path)}
+    trainer = make_trainer(make_data(bad=[100, 108]), [LossGuard(**settings)], folder=tmp_path)
+    fails(trainer, 'batch 1: loss is nan, after 1 skipped updates .*ba1.pt')
+    assert len(ended(make_trainer(make_data(), [], load_path=str(tmp_path / 'ba1.pt')))) == 4
+
+
+@pytest.mark.parametrize('clip', [False, True])
+@pytest.mark.parametrize('cause', ['bad', 'bad_gradient'])
+def test_a_skipped_update_leaves_no_trace_and_the_clock_goes_on(tmp_path, cause, clip):
+    causes: dict[str, Any] = {cause: [BAD]}
+    recorder = Recorder()
+    algorithms = [GradientClipping('norm', 0.5)] if clip else []
+    trainer = make_trainer(
+        make_data(**causes),
+        [LossGuard(action='skip', folder=str(tmp_path)), recorder],
+        duration='6ba',
+        algorithms=algorithms,
+    )
+    ours = ended(trainer)
+    assert same(recorder.weights[2], recorder.weights[1])
+    assert same(recorder.moments[2], recorder.moments[1])
+    assert not same(recorder.weights[3], recorder.weights[2])
+    # Composer steps its schedulers before its clock: the rate of batch n is that of time n - 1.
+    rates = [0.05 * (1 - max(0, batch - 1) / 12) for batch in range(7)]
+    assert recorder.rates == pytest.approx(rates[1:])
+
+    torch.manual_seed(0)
+    model = Regression()
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
+    for number, batch in enumerate(DataLoader(make_data(), batch_size=8)):  # type: ignore[arg-type]
+        if number == 2:
+            continue
+        optimizer.param_groups[0]['lr'] = rates[number]
+        optimizer.zero_grad()
+        model.loss(model(batch), batch).backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    for mine, other in zip(ours, weights_of(SimpleNamespace(model=model)), strict=True):  # type: ignore[arg-type]
+        torch.testing.assert_close(mine, other)
+
+
+def test_bad_gradients_alone_name_the_batch(tmp_path):
+    trainer = make_trainer(make_data(bad_gradient=[BAD]), [LossGuard(folder=str(tmp_path))], folder=tmp_path)
+    fails(
+        trainer, r'batch 2: gradients are not finite \(loss .* is\); samples 116, 117, 118, .*, 123; the weights from'
+    )
+    unguarded = make_trainer(make_data(bad_gradient=[BAD]), [LossGuard(check_gradients=False, folder=str(tmp_path))])
+    fails(unguarded, 'batch 3: loss is nan')
+
+
+def test_without_a_save_folder_nothing_is_saved(tmp_path):
+    fails(make_trainer(make_data(bad=[BAD]), [LossGuard(folder=str(tmp_path))]), 'nothing is saved, for want of')
+
+
+def test_skips_are_limited_within_the_window(tmp_path):
+    data = make_data(bad=[100, 108, 124])
+    many: dict[str, Any] = {'action': 'skip', 'max_skips': 2, 'folder': str(tmp_path)}
+    error = fails(
+        make_trainer(data, [LossGuard(**many)]), 'batch 3: loss is nan, after 2 skipped updates in the last 100 batches'
+    )
+    assert 'leave such batches out' not in str(error)
+    assert [line['action'] for line in lines(tmp_path)] == ['skip', 'skip', 'stop']
+    guard = LossGuard(**dict(many, window=3))
+    ended(make_trainer(data, [guard]))
+    assert guard.skipped == [0, 1, 3, 6, 7, 9]
+
+
+def test_skipped_updates_are_counted_and_told(tmp_path, caplog):
+    guard = LossGuard(action='skip', folder=str(tmp_path))
+    trainer = make_trainer(make_data(bad=[BAD]), [guard], loggers=[metrics := InMemory()])
+    ended(trainer)
+    assert metrics.values == [1, 2]
+    assert 'batch 2: loss is nan; update skipped, sample 121' in caplog.text
+
+
+def test_a_loss_that_explodes(tmp_path):
+    exploding = make_data(bad=[BAD, 123], value=30.0)
+    judged: dict[str, Any] = {'window': 4, 'folder': str(tmp_path)}
+    fails(
+        make_trainer(exploding, [LossGuard(**judged)]),
+        r'batch 2: loss is \d+\.?\d*, \d+ times the median [\d.]+ of the last 2; samples 1(21, 123|23, 121); nothing',
+    )
+    assert lines(tmp_path)[0]['loss'] > 20 * lines(tmp_path)[0]['median']
+    for settings in ({'window': 6}, {'explosion': None}, {'explosion': 1e6}):
+        guard = LossGuard(**dict(judged, **settings))
+        ended(make_trainer(exploding, [guard], duration='4ba'))
+        assert len(guard.history) == 4
+    guard = LossGuard(**dict(judged, action='skip'))
+    ended(make_trainer(exploding, [guard], duration='4ba'))
+    assert guard.skipped == [2]
+    assert len(guard.history) == 3 and max(guard.history) < 10, 'a skipped loss is none to measure others by'
+
+
+def test_a_resumed_run_decides_as_the_uninterrupted_one(tmp_path):
+    data = make_data(bad=[BAD, 140], value=30.0)
+    settings: dict[str, Any] = {'action': 'skip', 'window': 4, 'folder': str(tmp_path)}
+    whole = LossGuard(**settings)
+    expected = ended(make_trainer(data, [whole], duration='6ba'))
+    ended(make_trainer(data, [LossGuard(**settings)], folder=tmp_path, save_interval='1ba', duration='5ba'))
+    resumed = LossGuard(**settings)
+    weights = ended(make_trainer(data, [resumed], duration='6ba', load_path=str(tmp_path / 'ba5.pt')))
+    assert resumed.skipped == whole.skipped == [2, 5]
+    assert resumed.history == whole.history
+    assert same(weights, expected)
+
+
+@pytest.mark.parametrize('microbatch', [8, 4, 3])
+def test_the_loss_judged_is_the_one_composer_logs(tmp_path, microbatch):
+    guard = LossGuard(window=10, folder=str(tmp_path))
+    logged = InMemory('loss/train/total')
+    ended(make_trainer(make_data(), [guard], loggers=[logged], device_train_microbatch_size=microbatch))
+    assert guard.history == pytest.approx(logged.values[-10:])
+
+
+@pytest.mark.parametrize(
+    ('tells', 'ids', 'says'),
+    [(False, True, 'samples 120, 121, 122, 123;'), (True, False, 'the batch has no sample_id to tell which;')],
+)
+def test_models_and_batches_that_tell_less(tmp_path, tells, ids, says):
+    trainer = make_trainer(
+        make_data(bad=[BAD], ids=ids), [LossGuard(folder=str(tmp_path))], tells=tells, device_train_microbatch_size=4
+    )
+    fails(trainer, f'batch 2: loss is nan; {says}')
+
+
+def test_a_latent_diffusion_names_its_sample(make_model, tmp_path):
+    from composer import Trainer
+
+    model = make_model(caption_dropout=0.0)
+    tokens = model._tokens([f'picture {i}' for i in range(8)])
+    generator = torch.Generator().manual_seed(1)
+    moments = torch.randn(8, 8, 8, 8, generator=generator)
+    moments[5, 0, 0, 0] = math.inf
+    data = [{keys.LATENT_MOMENTS: moments[i], keys.INPUT_IDS: tokens[i], keys.SAMPLE_ID: 70 + i} for i in range(8)]
+    trainer = Trainer(
+        model=model,
+        train_dataloader=DataLoader(data, batch_size=4),  # type: ignore[arg-type]
+        optimizers=torch.optim.AdamW(model.parameters()),
+        max_duration='2ba',
+        callbacks=[LossGuard(folder=str(tmp_path))],
+        device_train_microbatch_size=2,
+        progress_bar=False,
+        device='cpu',
+    )
+    fails(trainer, 'batch 1: loss is nan; sample 75;')
+    assert not any('sample_losses' in name for name in model.state_dict())
+
+
+@pytest.mark.slow
+def test_a_real_run_stops_and_goes_on_when_the_cause_is_removed(write_recipe, tmp_path, monkeypatch, capsys):
+    sections = {'callbacks': {'loss_guard': None}}
+    assert programs.main([str(write_recipe('whole', **sections))]) == 0
+    path = str(write_recipe('run', **sections))
+    loss = LatentDiffusion.loss
+    met = []
+
+    def spoiled(self, outputs, batch):
+        met.append(int(batch[keys.SAMPLE_ID][3]))
+        outputs.weight[3] *= torch.nan if len(met) == 7 else 1
+        return loss(self, outputs, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LatentDiffusion, 'loss', spoiled)
+        assert programs.main([path]) == CONFIG_ERROR
+    runs = tmp_path / 'runs'
+    assert f'error: batch 6: loss is nan; sample {met[-1]}; the weights from before it' in capsys.readouterr().err
+    assert lines(runs / 'run')[0]['sample_ids'] == [met[-1]]
+    assert programs.main([path]) == 0
+    whole, mended = (weights_of_run(find_checkpoint(runs / name), 'training')[0] for name in ('whole', 'run'))
+    assert all(torch.equal(whole[name], mended[name]) for name in whole)
+
+
+def test_many_samples_are_named_in_the_file(tmp_path):
+    ids = list(range(40))
+    path = tmp_path / 'bad_batches.jsonl'
+    assert loss_guard.named(ids, path).endswith(f', 14, 15 and 24 more, in {path}')
+    assert loss_guard.named(ids[:16], path).endswith(', 14, 15')
+
+
+def test_an_explosion_is_of_a_positive_median():
+    assert loss_guard.explosion_limit([1.0, 2.0, 9.0], 20.0, 6) == 40.0
+    assert loss_guard.explosion_limit([-1.0, 0.0, 1.0], 20.0, 6) == math.inf
+    assert loss_guard.explosion_limit([1.0, 2.0, 9.0], 20.0, 8) == math.inf
+
+
+def test_gradients_of_any_kind_are_judged():
+    dist.initialize_dist('cpu')
+    mesh = init_device_mesh('cpu', (1,))
+    good: list[torch.Tensor | None] = [torch.ones(3), None, torch.ones(2, 2, dtype=torch.bfloat16), torch.zeros(0)]
+    assert loss_guard.are_finite(good)
+    assert loss_guard.are_finite([None])
+    for value in (math.inf, -math.inf, math.nan):
+        bad = distribute_tensor(torch.tensor([1.0, value]), mesh, [Shard(0)])
+        assert not loss_guard.are_finite([*good, bad])
+
+
+@pytest.mark.parametrize(
+    ('settings', 'says'),
+    [
+        ({'action': 'ignore'}, "action: 'ignore'; use stop or skip"),
+        ({'explosion': 1.0}, 'explosion: 1.0 times the median; use more than 1, or null'),
+        ({'window': 1}, 'window: 1 batches; use 2 or more'),
+        ({'max_skips': -1}, 'max_skips: -1; use 0 or more'),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings, says):
+    with pytest.raises(ValueError, match=f'callbacks.loss_guard.{says}'):
+        LossGuard(**settings)
+
+
+def test_skipping_is_refused_where_a_scaler_skips():
+    state: Any = SimpleNamespace(precision=Precision.AMP_FP16)
+    LossGuard().init(state, logger=None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match='action: skip does not go with precision amp_fp16'):
+        LossGuard(action='skip').init(state, logger=None)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize('what', ['stop', 'skip-fsdp2'])
+def test_two_ranks_act_together_on_what_one_of_them_met(tmp_path, what):
+    statuses, outputs = run_two(what, tmp_path)
+    stops = what == 'stop'
+    # The bad sample is rank 1's alone.
+    assert statuses == ([CONFIG_ERROR] * 2 if stops else [0, 0]), outputs
+    for rank, output in enumerate(outputs):
+        assert f'rank {rank} ended at {1 if stops else 12}' in output
+        assert f'rank {rank} has finite weights: True' in output
+        assert (
+            not stops or f'rank {rank}: batch 1: loss is nan; sample 111; the weights from before it are in' in output
+        )
+    assert [(line['batch'], line['sample_ids']) for line in lines(tmp_path)] == [(1, [111]), (7, [111])][: 2 - stops]
+    assert (tmp_path / 'ba1.pt').exists() == stops

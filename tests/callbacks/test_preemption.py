@@ -1,0 +1,226 @@
+"""A run that is told to stop: all ranks at one batch, a checkpoint, and a resumed run that ends the same."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import threading
+import time
+
+import pytest
+import torch
+from composer.callbacks import CheckpointSaver
+from composer.core import Event
+from guarded_run import At, make_data, make_trainer, weights_of
+from ranks import run_two
+
+from diffusion import programs
+from diffusion.callbacks.preemption import SIGNALS, Preemption
+from diffusion.checkpointing.runs import find_checkpoint
+from diffusion.checkpointing.runs import weights_of as weights_of_run
+from diffusion.config import load
+from diffusion.exits import CONFIG_ERROR, PREEMPTED, Preempted
+from diffusion.train import build_trainer, train
+
+
+@pytest.fixture(autouse=True)
+def _own_handlers():
+    earlier = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGCHLD)}
+    yield
+    for number, handler in earlier.items():
+        signal.signal(number, handler)
+
+
+def told(number=signal.SIGTERM, *, batch=4, event=Event.AFTER_LOSS):
+    """A signal at an event of a batch (before its clock moves: batch 4 is the fifth)."""
+    return At(event, batch, lambda: signal.raise_signal(number))
+
+
+@pytest.mark.parametrize('number', SIGNALS)
+def test_a_signal_ends_the_batch_saves_and_stops(tmp_path, number):
+    trainer = make_trainer(make_data(), [Preemption(), told(number)], folder=tmp_path)
+    expected = rf'stopped at batch 5 on {number.name}; {tmp_path}/ba5.pt is saved, the same command goes on from there'
+    with pytest.raises(Preempted, match=expected):
+        trainer.fit()
+    trainer.close()
+    assert sorted(path.name for path in tmp_path.glob('ba*.pt')) == ['ba5.pt']
+
+
+@pytest.mark.parametrize(
+    'batch', [4, pytest.param(5, marks=pytest.mark.filterwarnings('ignore:No batches were trained'))]
+)
+def test_a_resumed_run_ends_with_the_same_weights(tmp_path, batch):
+    """In the middle of an epoch, and at its end."""
+    whole = make_trainer(make_data(), [])
+    whole.fit()
+    whole.close()
+    first = make_trainer(make_data(), [Preemption(), told(batch=batch)], folder=tmp_path)
+    with pytest.raises(Preempted):
+        first.fit()
+    first.close()
+    second = make_trainer(make_data(), [Preemption()], load_path=str(tmp_path / f'ba{batch + 1}.pt'))
+    second.fit()
+    second.close()
+    assert second.state.timestamp.batch == 12
+    for mine, other in zip(weights_of(second.state), weights_of(whole.state), strict=True):
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    'batch', [2, pytest.param(4, marks=pytest.mark.filterwarnings('ignore:No batches were trained'))]
+)
+def test_a_real_run_goes_on_where_it_was_stopped(write_recipe, tmp_path, batch):
+    """In the middle of an epoch of 5 batches, and at its end."""
+    train(load(str(write_recipe('whole')))).close()
+    recipe = load(str(write_recipe('run')))
+    trainer = build_trainer(recipe)
+    trainer.state.callbacks.append(told(batch=batch))
+    with pytest.raises(Preempted, match=f'stopped at batch {batch + 1} on SIGTERM; .*/run/ba{batch + 1} is saved'):
+        trainer.fit()
+    trainer.close()
+    train(recipe).close()
+    runs = tmp_path / 'runs'
+    whole, resumed = (weights_of_run(find_checkpoint(runs / name), 'training')[0] for name in ('whole', 'run'))
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+@pytest.mark.parametrize(('interval', 'stops_at'), [('2ba', 4), ('1ep', 6)])
+def test_a_signal_during_evaluation_counts_for_the_batch_before_it(tmp_path, interval, stops_at):
+    evaluation = {'eval_dataloader': torch.utils.data.DataLoader(make_data(), batch_size=8), 'eval_interval': interval}  # type: ignore[arg-type]
+    signalled = told(batch=stops_at, event=Event.EVAL_BATCH_END)
+    trainer = make_trainer(make_data(), [Preemption(), signalled], folder=tmp_path, **evaluation)
+    with pytest.raises(Preempted, match=f'stopped at batch {stops_at} '):
+        trainer.fit()
+    trainer.close()
+    assert (tmp_path / f'ba{stops_at}.pt').exists()
+
+
+def test_more_signals_during_the_save_and_after_it_do_no_harm(tmp_path, monkeypatch):
+    save = torch.save
+
+    def interrupted(*args, **kwargs):
+        for number in SIGNALS:
+            os.kill(os.getpid(), number)
+        save(*args, **kwargs)
+
+    monkeypatch.setattr(torch, 'save', interrupted)
+    trainer = make_trainer(make_data(), [Preemption(), told()], folder=tmp_path)
+    with pytest.raises(Preempted, match='on SIGTERM; .*ba5.pt is saved'):
+        trainer.fit()
+    os.kill(os.getpid(), signal.SIGTERM)
+    trainer.close()
+    assert torch.load(tmp_path / 'ba5.pt', weights_only=False)['state']['timestamp']['Timestamp']['batch'] == 5
+
+
+def test_a_batch_is_not_saved_twice(tmp_path, monkeypatch):
+    saved = []
+    save = CheckpointSaver._save_checkpoint
+    monkeypatch.setattr(
+        CheckpointSaver,
+        '_save_checkpoint',
+        lambda self, state, logger: (saved.append(state.timestamp.batch.value), save(self, state, logger)),
+    )
+    # Evaluating at the end of the epoch, after the saver's turn at its last batch.
+    evaluation = {'eval_dataloader': torch.utils.data.DataLoader(make_data(), batch_size=8), 'eval_interval': '1ep'}  # type: ignore[arg-type]
+    signalled = told(batch=6, event=Event.EVAL_START)
+    trainer = make_trainer(make_data(), [Preemption(), signalled], folder=tmp_path, **evaluation, save_interval='3ba')
+    with pytest.raises(Preempted, match='stopped at batch 6 .*ba6.pt is saved'):
+        trainer.fit()
+    trainer.close()
+    assert saved == [3, 6]
+
+
+def test_a_run_that_saves_nothing_says_so():
+    trainer = make_trainer(make_data(), [Preemption(), told()])
+    with pytest.raises(Preempted, match='stopped at batch 5 on SIGTERM; nothing is saved, for want of a save_folder'):
+        trainer.fit()
+    trainer.close()
+
+
+@pytest.mark.parametrize('duration', ['6ba', '1ep', '9ba', '48sp'])
+def test_a_run_that_ends_with_this_batch_ends_as_usual(tmp_path, duration):
+    last = {'9ba': 8}.get(duration, 5)
+    trainer = make_trainer(make_data(), [Preemption(), told(batch=last)], duration=duration, folder=tmp_path)
+    trainer.fit()
+    trainer.close()
+    assert (tmp_path / f'ba{last + 1}.pt').exists()
+
+
+def test_a_signal_to_the_whole_process_group_does_not_fail_for_its_dead_workers(tmp_path):
+    def signal_all():
+        workers = [str(child.pid) for child in multiprocessing.active_children()]
+        assert len(workers) == 1
+        # Not from this process: a worker that its parent terminates ends with status 0.
+        subprocess.run(['sh', '-c', f'kill -TERM {" ".join(workers)} {os.getpid()}'], check=True)
+        time.sleep(0.3)
+
+    trainer = make_trainer(make_data(), [Preemption(), At(Event.AFTER_LOSS, 2, signal_all)], folder=tmp_path, workers=1)
+    with pytest.raises(Preempted, match='stopped at batch 3 on SIGTERM; .*ba3.pt is saved'):
+        trainer.fit()
+    trainer.close()
+
+
+def test_only_the_main_thread_hears_signals(caplog):
+    trainer = make_trainer(make_data(), [Preemption()], duration='2ba')
+    thread = threading.Thread(target=trainer.fit)
+    thread.start()
+    thread.join()
+    trainer.close()
+    assert trainer.state.timestamp.batch == 2
+    assert 'cannot be told to stop' in caplog.text
+
+
+def test_after_a_run_that_was_not_stopped_signals_do_what_they_did():
+    earlier = []
+    for number in SIGNALS:
+        signal.signal(number, lambda number, frame: earlier.append(number))
+    trainer = make_trainer(make_data(), [Preemption()], duration='1ba')
+    trainer.fit()
+    trainer.close()
+    for number in SIGNALS:
+        signal.raise_signal(number)
+    assert earlier == [*SIGNALS]
+
+
+def test_a_forked_child_keeps_the_handler_it_would_have_had():
+    earlier = []
+    signal.signal(signal.SIGTERM, lambda number, frame: earlier.append(number))
+    preemption = Preemption()
+
+    def in_child():
+        preemption._process = -1
+        signal.raise_signal(signal.SIGTERM)
+
+    trainer = make_trainer(make_data(), [preemption, At(Event.AFTER_LOSS, 0, in_child)], duration='1ba')
+    trainer.fit()
+    trainer.close()
+    assert earlier == [signal.SIGTERM]
+    assert preemption.signal == 0
+
+
+def test_a_program_that_was_stopped_exits_75(monkeypatch, capsys):
+    def stopped(recipe):
+        raise Preempted('stopped at batch 3')
+
+    monkeypatch.setattr(programs, 'checked', lambda path, overrides: None)
+    monkeypatch.setattr(programs, 'run', stopped)
+    monkeypatch.setenv('RANK', '0')
+    assert programs.main(['a.yaml']) == PREEMPTED == 75
+    assert capsys.readouterr().err == 'stopped at batch 3\n'
+    monkeypatch.setenv('RANK', '1')
+    assert programs.main(['a.yaml']) == 75
+    assert capsys.readouterr().err == ''
+    assert programs.CONFIG_ERROR == CONFIG_ERROR == 78
+    assert programs.status_of(ValueError('of somebody else')) is None
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_a_signal_to_one_rank_stops_both_at_the_same_batch(tmp_path):
+    statuses, outputs = run_two('preemption', tmp_path)
+    # Each is sent more until its interpreter has gone.
+    assert statuses == [PREEMPTED, PREEMPTED], outputs
+    for rank, output in enumerate(outputs):
+        assert f'rank {rank}: stopped at batch 4 on SIGTERM; {tmp_path}/ba4.pt is saved' in output
+    assert sorted(path.name for path in tmp_path.glob('ba*.pt')) == ['ba4.pt']

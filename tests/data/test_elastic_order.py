@@ -1,0 +1,326 @@
+"""Global batches hold the same samples on any number of devices, however these are spread, and after any resumption."""
+
+import logging
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from streaming import Stream
+from streaming.base.batching import generate_work
+from streaming.base.spanner import Spanner
+from streaming.base.world import World
+
+from diffusion.building import build_loader
+from diffusion.config import RecipeError, load
+from diffusion.data import keys, order
+from diffusion.data.streams import Bucket, BucketedDataset
+
+ALGORITHMS = ['py1e', 'py1br', 'py1s', 'py2s', 'naive']
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Devices as they may be spread over machines, and data workers a device."""
+
+    nodes: int
+    ranks_per_node: int
+    workers: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def world(self) -> World:
+        return World(self.nodes, self.ranks_per_node, self.workers, 0)
+
+
+LAYOUTS = [
+    Layout(nodes, ranks // nodes, workers)
+    for ranks in (1, 2, 4, 8, 16, 32, 64)
+    for nodes in {1, max(1, ranks // 8), ranks}
+    for workers in (1, 2)
+]
+"""Up to 64 devices on one node, eight a node, and one a node. Streaming calls no worker processes one worker."""
+
+
+def dataset_without_shards(
+    streams: list[tuple[Stream, list[int]]], global_batch: int, *, layout: Layout = LAYOUTS[0], **streaming
+) -> BucketedDataset:
+    """A BucketedDataset with the figures that Streaming reads from indexes: the sizes of each stream's shards."""
+    dataset = BucketedDataset.__new__(BucketedDataset)
+    values = {
+        'sampling_method': 'balanced',
+        'sampling_granularity': 1,
+        'partition_algo': 'relaxed',
+        'num_canonical_nodes': None,
+        'shuffle': True,
+        'shuffle_algo': 'py1e',
+        'shuffle_seed': 17,
+        'shuffle_block_size': None,
+        'batching_method': 'per_stream',
+        'initial_physical_nodes': None,
+        'elastic': True,
+    }
+    for name, value in (values | streaming).items():
+        setattr(dataset, name, value)
+    dataset.epoch_seed_change = dataset.shuffle
+    dataset.batch_size = global_batch // layout.ranks
+    dataset._unique_rank_world = dataset._parallel_rank_world = layout.world
+    dataset.streams = [stream for stream, _ in streams]
+    dataset.buckets = [Bucket(f's{i}', stream, 64) for i, stream in enumerate(dataset.streams)]
+    sizes = [np.array(shards, np.int64) for _, shards in streams]
+    dataset.num_streams = len(streams)
+    dataset.shards_per_stream = np.array([len(shards) for shards in sizes])
+    dataset.shard_offset_per_stream = dataset.shards_per_stream.cumsum() - dataset.shards_per_stream
+    dataset.samples_per_stream = np.array([shards.sum() for shards in sizes])
+    dataset.samples_per_shard = np.concatenate(sizes)
+    dataset.sample_offset_per_shard = dataset.samples_per_shard.cumsum() - dataset.samples_per_shard
+    dataset.stream_per_shard = np.repeat(np.arange(len(streams)), dataset.shards_per_stream)
+    dataset.spanner = Spanner(dataset.samples_per_shard)
+    dataset.epoch_size = Stream.apply_weights(dataset.streams, dataset.samples_per_stream, None, dataset.shuffle_seed)
+    dataset._take_whole_batches()
+    return dataset
+
+
+def batches(dataset: BucketedDataset, layout: Layout, *, epoch: int = 0, skipped: int = 0) -> list[list[int]]:
+    """Ids of every global batch, sorted, as the loaders of all ranks together would serve them."""
+    global_batch = dataset.global_batch
+    dataset.batch_size = global_batch // layout.ranks
+    dataset._parallel_rank_world = layout.world
+    work = generate_work(dataset.batching_method, dataset, layout.world, epoch, skipped * global_batch)
+    assert work.shape[:3] == (layout.nodes, layout.ranks_per_node, layout.workers)
+    # A rank's loader asks its workers in turn, each for a batch; -1 is served by none.
+    rows = work.transpose(3, 2, 0, 1, 4).reshape(-1, global_batch)
+    served = rows[~(rows == -1).all(axis=1)]
+    assert (rows[: len(served)] == served).all(), 'what is not served comes last'
+    assert (served >= 0).all(), 'every batch is full'
+    return [sorted(row) for row in served.tolist()]
+
+
+def mixes_streams(dataset: BucketedDataset, batch: list[int]) -> bool:
+    return len({dataset.bucket_of(index).name for index in batch}) > 1
+
+
+def stream(**amount: float) -> Stream:
+    return Stream(local='nowhere', **amount)  # type: ignore[arg-type]
+
+
+shard_sizes = st.lists(st.integers(2, 400), min_size=1, max_size=6)
+shuffling = st.fixed_dictionaries(
+    {'shuffle': st.booleans(), 'shuffle_algo': st.sampled_from(ALGORITHMS), 'shuffle_seed': st.integers(0, 2**31)}
+)
+
+
+@st.composite
+def weighted_streams(draw) -> list[tuple[Stream, list[int]]]:
+    sizes = draw(st.lists(shard_sizes, min_size=1, max_size=3))
+    if draw(st.booleans()):
+        return [(stream(proportion=draw(st.floats(0.1, 10))), shards) for shards in sizes]
+    return [(stream(**draw(st.sampled_from([{}, {'repeat': 0.6}, {'repeat': 2.3}]))), shards) for shards in sizes]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    streams=weighted_streams(),
+    global_batch=st.sampled_from([64, 128, 192, 320]),
+    shuffle=shuffling,
+    method=st.sampled_from(['per_stream', 'random']),
+    epoch=st.integers(0, 3),
+    data=st.data(),
+)
+def test_batches_are_the_same_on_1_to_64_devices_and_after_any_interruption(
+    streams, global_batch, shuffle, method, epoch, data
+):
+    dataset = dataset_without_shards(streams, global_batch, batching_method=method, **shuffle)
+    expected = batches(dataset, LAYOUTS[0], epoch=epoch)
+    assert len(expected) * global_batch == dataset.epoch_size
+    if method == 'per_stream':
+        assert not any(mixes_streams(dataset, batch) for batch in expected)
+    for layout in LAYOUTS[1:]:
+        assert batches(dataset, layout, epoch=epoch) == expected
+    for layout in data.draw(st.lists(st.sampled_from(LAYOUTS), max_size=3)):
+        done = data.draw(st.integers(0, len(expected)))
+        dataset.initial_physical_nodes = data.draw(st.sampled_from(LAYOUTS)).nodes
+        assert batches(dataset, layout, epoch=epoch, skipped=done) == expected[done:]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    streams=weighted_streams(), batch=st.integers(1, 200), shuffle=shuffling, workers=st.integers(1, 3), data=st.data()
+)
+def test_any_batch_on_any_number_of_devices_that_divides_it(streams, batch, shuffle, workers, data):
+    ranks = data.draw(st.sampled_from([n for n in range(1, batch + 1) if batch % n == 0]))
+    rows = data.draw(st.sampled_from([None, *(n for n in range(1, batch + 1) if batch % n == 0)]))
+    dataset = dataset_without_shards(streams, batch, num_canonical_nodes=rows, **shuffle)
+    fitting = [n for n in range(1, ranks + 1) if ranks % n == 0 and not order.nodes_problem(_rows(dataset), n)]
+    nodes = data.draw(st.sampled_from(fitting))
+    assert batches(dataset, Layout(nodes, ranks // nodes, workers)) == batches(dataset, Layout(1, 1))
+
+
+def _rows(dataset: BucketedDataset) -> int:
+    assert dataset.num_canonical_nodes is not None
+    return dataset.num_canonical_nodes
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sizes=st.lists(shard_sizes, min_size=1, max_size=3), global_batch=st.sampled_from([8, 48, 64]), shuffle=shuffling
+)
+def test_an_epoch_repeats_nothing_and_leaves_less_than_a_batch_of_a_stream(sizes, global_batch, shuffle):
+    dataset = dataset_without_shards([(stream(), shards) for shards in sizes], global_batch, **shuffle)
+    served = Counter(index for batch in batches(dataset, LAYOUTS[0]) for index in batch)
+    by_stream = Counter(dataset.bucket_of(index).name for index in served)
+    for bucket, shards in zip(dataset.buckets, sizes, strict=True):
+        if sum(shards) >= global_batch:
+            assert by_stream[bucket.name] == sum(shards) // global_batch * global_batch
+        else:
+            assert by_stream[bucket.name] == sum(shards), 'all of it, some of it more than once'
+
+
+@pytest.mark.parametrize('shuffle', [True, False])
+def test_what_an_epoch_leaves_comes_in_another(shuffle):
+    dataset = dataset_without_shards([(stream(), [100, 60, 31])], 64, shuffle=shuffle)
+    epochs = [{i for batch in batches(dataset, LAYOUTS[0], epoch=e) for i in batch} for e in range(30)]
+    assert {len(epoch) for epoch in epochs} == {128}
+    assert len(set.union(*epochs)) == 191
+
+
+def test_a_single_stream_is_ordered_the_same_by_both_methods():
+    orders = [
+        batches(dataset_without_shards([(stream(), [100, 60, 31])], 32, batching_method=method), LAYOUTS[5])
+        for method in ('per_stream', 'random')
+    ]
+    assert orders[0] == orders[1]
+
+
+def test_epochs_and_batches_are_shuffled():
+    dataset = dataset_without_shards([(stream(), [250, 250])], 50)
+    first, second = batches(dataset, LAYOUTS[0]), batches(dataset, LAYOUTS[0], epoch=1)
+    assert first != second
+    # Of two samples of one batch in one epoch, about one in ten pairs meets again in the next.
+    again = sum(math.comb(len(set(a) & set(b)), 2) for a in first for b in second) / (10 * math.comb(50, 2))
+    assert again == pytest.approx(0.1, abs=0.03)
+
+
+def test_amounts_are_rounded_to_whole_batches_and_said(caplog):
+    with caplog.at_level(logging.INFO):
+        streams = [(stream(repeat=1.5), [100]), (stream(), [70]), (stream(), [5])]
+        dataset = dataset_without_shards(streams, 32)
+    assert [stream.choose for stream in dataset.streams] == [128, 64, 32]
+    assert (dataset.epoch_size, dataset.length) == (224, 224)
+    assert sum(stream.proportion for stream in dataset.streams) == pytest.approx(1)
+    assert 'streams.s1: an epoch takes 64 samples, 2 batches, and leaves 6 of its 70 for another epoch' in caplog.text
+    assert 'streams.s2: its 5 samples do not fill a global batch of 32; a batch holds samples more' in caplog.text
+
+
+def test_an_epoch_of_very_many_samples_is_drawn_in_handfuls():
+    """One by one, Streaming's loop takes 11 s for ten million samples, on every node and at every epoch."""
+    assert dataset_without_shards([(stream(), [2**20])], 96).sampling_granularity == 1
+    assert dataset_without_shards([(stream(), [2**20] * 3)], 96).sampling_granularity == 3
+
+
+def test_a_number_of_nodes_that_does_not_fit_says_the_way_out():
+    message = r'num_canonical_nodes: 64 cannot be shared out evenly over 3 nodes; use 192 from the start'
+    with pytest.raises(ValueError, match=message):
+        dataset_without_shards([(stream(), [4000])], 1536, layout=Layout(3, 8))
+    dataset = dataset_without_shards([(stream(), [4000])], 1536, layout=Layout(3, 8), num_canonical_nodes=192)
+    assert batches(dataset, Layout(3, 8)) == batches(dataset, Layout(1, 8)) == batches(dataset, Layout(2, 32))
+
+
+@pytest.mark.parametrize(
+    ('amount', 'settings', 'message'),
+    [
+        ({'choose': 100}, {}, 'streams.s0.choose: 100 is not a multiple of the global batch of 64; use 64 or 128'),
+        ({'choose': 5}, {}, 'streams.s0.choose: 5 is not a multiple of the global batch of 64; use 64'),
+        ({}, {'num_canonical_nodes': 24}, 'num_canonical_nodes: 24 does not divide the .* of 64, .*; use 16 or 32, or'),
+        ({}, {'batching_method': 'stratified'}, 'batching_method: stratified makes batches that depend on the number'),
+        ({}, {'batching_method': 'device_per_stream'}, 'batching_method: device_per_stream makes batches that depend'),
+    ],
+)
+def test_settings_that_depend_on_the_devices_are_refused(amount, settings, message):
+    with pytest.raises(ValueError, match=message):
+        dataset_without_shards([(stream(**amount), [300])], 64, **settings)
+
+
+def test_the_recipe_check_says_the_same_without_data(write_recipe, pictures):
+    local = {'local': str(pictures[32])}
+    streams = {'a': {**local, 'resolution': 32, 'choose': 12}, 'b': {**local, 'resolution': 64}}
+    loader = {'num_canonical_nodes': 3, 'batching_method': 'random'}
+    with pytest.raises(RecipeError) as error:
+        load(write_recipe(streams=streams, loader=loader))
+    assert [problem.where for problem in error.value.problems] == [
+        'loader.batching_method',
+        'loader.num_canonical_nodes',
+        'streams.a.choose',
+    ]
+    assert 'random puts pictures of 32, 64 px in one batch; use per_stream' in str(error.value)
+
+
+def two_buckets(pictures):
+    return {f'px{side}': {'local': str(folder), 'resolution': side} for side, folder in pictures.items()}
+
+
+def test_a_real_loader_serves_these_batches(write_recipe, pictures):
+    """40 and 24 pictures in batches of 16: 8 of each wait for another epoch."""
+    loader = build_loader(load(write_recipe(streams=two_buckets(pictures), global_batch=16)))
+    served = [sorted(batch[keys.SAMPLE_ID].tolist()) for batch in loader]
+    assert len(loader) == len(served) == 3
+    for layout in (Layout(1, 1), Layout(2, 8), Layout(4, 4, workers=2)):
+        assert batches(loader.dataset, layout) == served
+
+
+def test_a_real_dataset_in_a_world_of_eight(write_recipe, pictures, monkeypatch):
+    """What rank 5 of two nodes of four computes, but for the process group, which needs the others."""
+    recipe = load(write_recipe(streams=two_buckets(pictures), global_batch=16))
+    alone = build_loader(recipe).dataset
+    expected = batches(alone, Layout(1, 1))
+    del alone
+    for name, value in {'WORLD_SIZE': 8, 'LOCAL_WORLD_SIZE': 4, 'RANK': 4, 'LOCAL_RANK': 0, 'NODE_RANK': 1}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr('composer.utils.dist.barrier', lambda *_: None)
+    monkeypatch.setattr('streaming.base.dataset.maybe_init_dist', lambda: False)
+    monkeypatch.setattr('streaming.base.dataset.get_shm_prefix', _prefix_of_a_lone_rank)
+    dataset = build_loader(recipe).dataset
+    assert (dataset.batch_size, dataset.global_batch, len(dataset)) == (2, 16, 6)
+    assert batches(dataset, Layout(2, 4)) == expected
+
+
+def _prefix_of_a_lone_rank(local, remote, world):
+    from streaming.base.shared import get_shm_prefix
+
+    return get_shm_prefix(local, remote, World(1, 1, 1, 0))
+
+
+def test_evaluation_is_left_alone(write_recipe, pictures):
+    streams = {'eval': {'local': str(pictures[32]), 'resolution': 32}}
+    loader = build_loader(
+        load(write_recipe(global_batch=16, eval_streams=streams, loader={'num_canonical_nodes': 16})), 'eval'
+    )
+    assert [index for batch in loader for index in batch[keys.SAMPLE_ID].tolist()] == list(range(40))
+
+
+def test_another_order_may_be_loaded_over(write_recipe, pictures):
+    """Where the data may change, the recipe's own order holds, from the batch that the run has come to."""
+    state = {'epoch': 0, 'sample_in_epoch': 24, 'num_canonical_nodes': 64, 'shuffle_seed': 3}
+    recipe = load(write_recipe(global_batch=16, streams={'a': {'local': str(pictures[32]), 'resolution': 32}}))
+    loader = build_loader(recipe)
+    whole = [batches(loader.dataset, Layout(1, 1), epoch=epoch) for epoch in (0, 1)]
+    loader.load_state_dict(state | {'initial_physical_nodes': 1})
+    for expected, first in ((whole[0][1:], 1), (whole[1], 0)):
+        served = list(loader)
+        assert [sorted(batch[keys.SAMPLE_ID].tolist()) for batch in served] == expected
+        numbers = [batch[keys.BATCH_INDEX].unique().tolist() for batch in served]
+        assert numbers == [[first + i] for i in range(len(expected))]
+
+
+def test_a_place_beyond_the_end_of_a_shorter_epoch_is_its_end(write_recipe, pictures):
+    recipe = load(write_recipe(global_batch=16, streams={'a': {'local': str(pictures[32]), 'resolution': 32}}))
+    loader = build_loader(recipe)
+    state = {'epoch': 0, 'sample_in_epoch': 480, 'num_canonical_nodes': 64, 'shuffle_seed': 3}
+    loader.load_state_dict(state | {'initial_physical_nodes': 1})
+    assert [len(list(loader)) for _ in range(2)] == [0, 2]

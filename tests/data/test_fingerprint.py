@@ -1,0 +1,186 @@
+"""A run says what its data is, and is stopped where it would go on with other data."""
+
+import json
+import shutil
+
+import pytest
+from composer import Trainer
+
+from diffusion import building
+from diffusion.building import build_loader, run_identity
+from diffusion.callbacks.same_run import SameRun
+from diffusion.config import load
+from diffusion.data import keys
+from diffusion.data.fingerprint import differences
+from diffusion.data.streams import BucketedDataset
+
+
+def streams_of(pictures):
+    return {f'px{side}': {'local': str(folder), 'resolution': side} for side, folder in pictures.items()}
+
+
+@pytest.fixture
+def identity(write_recipe, pictures):
+    """The identity of a recipe over both buckets, some sections or overrides changed."""
+
+    def of(*overrides, **sections):
+        sections = {'streams': streams_of(pictures)} | sections
+        recipe = load(write_recipe(**sections), overrides)
+        return run_identity(recipe, build_loader(recipe))
+
+    return of
+
+
+def test_it_is_plain_and_says_what_the_data_is(identity):
+    found = identity()
+    assert json.loads(json.dumps(found)) == found
+    data = found['data']
+    assert (found['seed'], data['global_batch'], data['num_canonical_nodes']) == (17, 8, 8)
+    assert data['shuffle_block_size'] == 500_000, 'what Streaming makes of null is said too'
+    assert data['dataset'] == {
+        **{'name': 'image_text', 'crop': 'center', 'min_crop_scale': 1.0, 'flip': False, 'caption_choice': 'random'}
+    }
+    small = data['streams']['px32']
+    assert (small['resolution'], small['choose'], small['samples']) == (32, 40, 40)
+    assert len(small['index_sha256']) == 64
+
+
+CHANGES = {
+    'global_batch=16': [
+        'global_batch: 8 in the checkpoint, 16 now',
+        'shuffle_block_size: 500000 in the checkpoint, 262144 now',
+        'num_canonical_nodes: 8 in the checkpoint, 16 now',
+        'streams.px32.choose: 40 in the checkpoint, 32 now',
+        'streams.px64.choose: 24 in the checkpoint, 16 now',
+    ],
+    'loader.shuffle=false': ['shuffle: True in the checkpoint, False now'],
+    'loader.shuffle_algo=py1s': ['shuffle_algo: py1e in the checkpoint, py1s now'],
+    'loader.shuffle_seed=3': ['shuffle_seed: 17 in the checkpoint, 3 now'],
+    'loader.shuffle_block_size=1000': ['shuffle_block_size: 500000 in the checkpoint, 1000 now'],
+    'dataset.flip=true': ['dataset.flip: False in the checkpoint, True now'],
+    'streams.px32.resolution=64': ['streams.px32.resolution: 32 in the checkpoint, 64 now'],
+    'streams.px32.choose=16': ['streams.px32.choose: 40 in the checkpoint, 16 now'],
+}
+
+
+@pytest.mark.parametrize(('override', 'expected'), CHANGES.items(), ids=CHANGES)
+def test_a_change_is_told_by_its_name(identity, override, expected):
+    assert differences(identity()['data'], identity(override)['data']) == expected
+
+
+def test_streams_that_come_go_or_change_places_are_differences(identity, pictures, write_recipe):
+    both = streams_of(pictures)
+    one = {'px32': both['px32']}
+    lines = differences(identity()['data'], identity(streams=one)['data'])
+    assert lines[-1] == 'streams.px64: there in the checkpoint, not now'
+    assert differences(identity(streams=one)['data'], identity()['data'])[-1] == (
+        'streams.px64: not in the checkpoint, there now'
+    )
+    recipe = load(write_recipe(streams=both))
+    recipe.streams = dict(reversed(recipe.streams.items()))
+    swapped = run_identity(recipe, build_loader(recipe))
+    assert [line.split(':')[0] for line in differences(identity()['data'], swapped['data'])] == [
+        'streams.px64.position',
+        'streams.px32.position',
+    ]
+
+
+def test_what_does_not_decide_the_data_is_no_difference(identity, pictures, tmp_path):
+    moved = {name: stream | {'local': str(tmp_path / name)} for name, stream in streams_of(pictures).items()}
+    for side, folder in pictures.items():
+        shutil.copytree(folder, tmp_path / f'px{side}')
+    overrides = ['loader.num_workers=1', 'loader.predownload=64', 'dataset.crop=center', 'loader.cache_limit=1gb']
+    assert differences(identity(), identity(*overrides, streams=moved)) == []
+
+
+def test_other_shards_under_the_same_name_are_a_difference(identity, pictures, tmp_path):
+    folder = tmp_path / 'px32'
+    shutil.copytree(pictures[32], folder)
+    streams = {'px32': {'local': str(folder), 'resolution': 32}}
+    before = identity(streams=streams)['data']
+    text = (folder / 'index.json').read_text()
+    hashes = json.loads(text)['shards'][0]['raw_data']['hashes']
+    (folder / 'index.json').write_text(text.replace(hashes['sha1'], 'another'))
+    lines = differences(before, identity(streams=streams)['data'])
+    assert [line.split(':')[0] for line in lines] == ['streams.px32.index_sha256']
+
+
+SAVED = {'seed': 17, 'data': {'global_batch': 8, 'streams': {'a': {'choose': 96}}}}
+
+
+def same_run(*, allow=False, seed=17, choose=96):
+    data = {'global_batch': 8, 'streams': {'a': {'choose': choose}}}
+    return SameRun({'seed': seed, 'data': data}, allow_data_change=allow)
+
+
+def test_the_same_run_goes_on_in_silence(caplog):
+    callback = same_run()
+    assert callback.state_dict() == SAVED
+    callback.load_state_dict(SAVED)
+    assert caplog.text == ''
+
+
+def test_other_data_is_refused_or_warned_of(caplog):
+    line = 'streams.a.choose: 96 in the checkpoint, 128 now'
+    with pytest.raises(ValueError, match=f'set allow_data_change: true to go on with other data, .*\n  {line}'):
+        same_run(choose=128).load_state_dict(SAVED)
+    assert caplog.text == ''
+    same_run(choose=128, allow=True).load_state_dict(SAVED)
+    assert line in caplog.text
+
+
+@pytest.mark.parametrize('allow', [True, False])
+def test_another_seed_is_refused_always(allow):
+    message = (
+        'seed: 18, the run was started with 17; set it back to go on, or start a new run under another name\n'
+        '  streams.a.choose: 96 in the checkpoint, 128 now'
+    )
+    with pytest.raises(ValueError, match=message):
+        same_run(allow=allow, seed=18, choose=128).load_state_dict(SAVED)
+
+
+def trainer_of(recipe, *, callbacks) -> Trainer:
+    loader = build_loader(recipe)
+    own = [SameRun(run_identity(recipe, loader), allow_data_change=recipe.allow_data_change)] if callbacks else []
+    model = building.build_model(recipe)
+    return Trainer(
+        model=model,
+        train_dataloader=loader,
+        optimizers=building.build_optimizer(recipe, model),
+        callbacks=own,
+        max_duration='4ba',
+        save_folder=str(recipe.run_dir),
+        save_filename='ba{batch}.pt',
+        save_interval='2ba',
+        save_overwrite=True,
+        device='cpu',
+        progress_bar=False,
+        load_path=str(recipe.run_dir / 'ba2.pt') if (recipe.run_dir / 'ba2.pt').exists() else None,
+    )
+
+
+def test_a_trainer_saves_compares_and_goes_on_with_other_data(write_recipe, pictures, caplog):
+    path = write_recipe(streams=streams_of(pictures))
+    trainer = trainer_of(load(path), callbacks=True)
+    trainer.fit()
+    trainer.close()
+    del trainer
+    with pytest.raises(ValueError, match='global_batch: 8 in the checkpoint, 16 now'):
+        trainer_of(load(path, ['global_batch=16']), callbacks=True)
+    changed = ['global_batch=16', 'loader.shuffle_seed=3', 'loader.num_canonical_nodes=4', 'allow_data_change=true']
+    trainer = trainer_of(load(path, changed), callbacks=True)
+    assert 'shuffle_seed: 17 in the checkpoint, 3 now' in caplog.text
+    dataset = trainer.state.train_dataloader.dataset  # type: ignore[union-attr]
+    assert isinstance(dataset, BucketedDataset)
+    trainer.fit()
+    assert (dataset.shuffle_seed, dataset.num_canonical_nodes) == (3, 4), 'not those of the checkpoint'
+    assert trainer.state.batch[keys.BATCH_INDEX].unique().tolist() == [2], '16 of 48 samples were seen; 2 more batches'
+    trainer.close()
+
+
+def test_a_checkpoint_without_identity_is_warned_of(write_recipe, caplog):
+    recipe = load(write_recipe())
+    trainer_of(recipe, callbacks=False).fit()
+    with pytest.warns(UserWarning, match='SameRun is not in the state_dict'):
+        trainer_of(recipe, callbacks=True)
+    assert 'the checkpoint does not say which seed and data it is of' in caplog.text

@@ -23,10 +23,11 @@ ROOT = Path(__file__).parents[1]
 FSDP2 = ['parallelism.strategy=fsdp2', 'parallelism.checkpoints=sharded']
 SETTINGS = [
     'dataset.name=image_text',
-    'streams={small: {local: data/32px, resolution: 32}, large: {local: data/64px, resolution: 64}}',
-    'eval_dataset=null',
-    'eval_streams={}',
-    'callbacks={}',
+    'streams.openmoji.local=data/64px',
+    'streams.small={local: data/32px, resolution: 32}',
+    'eval_streams.openmoji.local=data/64px',
+    'callbacks.image_grid.every=1000000ba',
+    'trainer.eval_interval=1000000ba',
     'scheduler=null',
     'optimizer.lr=1.0e-4',  # of the SD2 recipe
     'trainer.save_interval=10ba',

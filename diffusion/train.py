@@ -17,6 +17,7 @@ from diffusion.callbacks.preemption import Preemption
 from diffusion.callbacks.same_run import SameRun
 from diffusion.checkpointing.checkpointer import Checkpointer, resume_point
 from diffusion.checkpointing.runs import RECIPE, find_checkpoint, load_weights, weights_of
+from diffusion.checkpointing.store import checkpoints
 from diffusion.config import Recipe, to_yaml
 from diffusion.data.latents import LatentsDataset
 from diffusion.data.loader import BucketedLoader, as_spec
@@ -88,7 +89,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
         seed=recipe.seed,
         device_train_microbatch_size=recipe.device_train_microbatch_size,
         parallelism_config=parallelism_config(recipe.parallelism),
-        **({'progress_bar': sys.stderr.isatty()} | _trainer_keywords(recipe)),
+        **_trainer_keywords(recipe),
     )
 
 
@@ -97,6 +98,11 @@ def build_checkpointer(recipe: Recipe) -> Checkpointer | None:
     if 'save_folder' in recipe.trainer:
         return None
     resume = resume_point(recipe.run_dir) if recipe.trainer.get('autoresume') else None
+    if resume is None and (present := checkpoints(recipe.run_dir)):
+        raise ValueError(
+            f'name: {recipe.run_dir} holds {present[0].name} and {len(present) - 1} more checkpoints of another run; '
+            'go on from it with trainer.autoresume: true, or give this run another name'
+        )
     return Checkpointer(
         recipe.run_dir,
         save_interval=recipe.trainer.get('save_interval', '1ep'),
@@ -139,9 +145,9 @@ def _own_callbacks(recipe: Recipe, loader: BucketedLoader, checkpointer: Checkpo
 
 def _trainer_keywords(recipe: Recipe) -> dict[str, Any]:
     """The recipe's keywords of the Trainer, without those of our Checkpointer."""
-    if 'save_folder' in recipe.trainer:
-        return {'load_strict_model_weights': True} | recipe.trainer
-    return {key: value for key, value in recipe.trainer.items() if key not in OURS}
+    composers_own = 'save_folder' in recipe.trainer
+    keywords = {key: value for key, value in recipe.trainer.items() if composers_own or key not in OURS}
+    return {'progress_bar': sys.stderr.isatty()} | keywords
 
 
 def _console(recipe: Recipe) -> list[LoggerDestination]:

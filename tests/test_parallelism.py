@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -62,7 +63,7 @@ def alone(monkeypatch):
 
 def test_fsdp_wraps_the_denoisers_blocks_and_no_frozen_part(write_recipe, alone):
     trainer = build_trainer(load(write_recipe(parallelism={'strategy': 'fsdp2'})))
-    model = trainer.state.model
+    model: Any = trainer.state.model
     blocks = [module for module in model.denoiser.modules() if is_block(module)]
     assert len(blocks) > 8
     assert all(isinstance(block, FSDPModule) for block in blocks)

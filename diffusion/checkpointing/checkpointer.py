@@ -150,7 +150,7 @@ def load(state: State, logger: Logger, checkpoint: Path) -> list[dict[str, Any]]
     content = read_content(checkpoint)
     saved = content['state']
     _check_optimizer(state, content, checkpoint)
-    own = {name: tensor.shape for name, tensor in get_model_state_dict(state.model).items()}
+    own = {name: tensor.shape for name, tensor in _model_tensors(state).items()}
     if is_sharded(checkpoint):
         prefix = 'model.'
         stored = {
@@ -174,6 +174,8 @@ def load(state: State, logger: Logger, checkpoint: Path) -> list[dict[str, Any]]
 def resume_point(folder: Path) -> Path | None:
     """A run's newest whole checkpoint, found by rank 0 and told to all; None for a run that has saved none.
 
+    Newer ones, which are damaged, are set aside.
+
     Raises:
         ValueError: There are checkpoints, and all are damaged.
     """
@@ -181,6 +183,7 @@ def resume_point(folder: Path) -> Path | None:
     with all_or_none('autoresume'):
         if dist.get_global_rank() == 0:
             found = store.newest_whole(folder)
+            store.set_aside(folder, found)
     told = [found]
     dist.broadcast_object_list(told, src=0)
     return told[0]
@@ -212,7 +215,7 @@ def _gather(state: State, *, sharded_tensors: bool) -> tuple[dict[str, Any], dic
     if not sharded_tensors:
         return {'state': state.state_dict(), 'rng': random_state}, {}
     optimizer = get_optimizer_state_dict(state.model, state.optimizers[0], options=_FLAT)
-    tensors = {f'model.{name}': tensor for name, tensor in get_model_state_dict(state.model).items()}
+    tensors = {f'model.{name}': tensor for name, tensor in _model_tensors(state).items()}
     tensors |= {f'optimizer.{name}': value for name, value in optimizer.items() if isinstance(value, Tensor)}
     settings = {name: value for name, value in optimizer.items() if not isinstance(value, Tensor)}
     averagers = _averagers(state)
@@ -274,16 +277,15 @@ def _check_optimizer(state: State, content: Mapping[str, Any], checkpoint: Path)
 def _load_shards(
     state: State, saved: Mapping[str, Any], settings: Mapping[str, Mapping[str, Any]], checkpoint: Path
 ) -> None:
-    model = get_model_state_dict(state.model)
+    model = _model_tensors(state)
     optimizer = get_optimizer_state_dict(state.model, state.optimizers[0], options=_FLAT)
     moments = {name: value for name, value in optimizer.items() if isinstance(value, Tensor)}
     wanted = {f'model.{name}': tensor for name, tensor in model.items()}
     wanted |= {f'optimizer.{name}': tensor for name, tensor in moments.items()}
     sharded.read(wanted, checkpoint)
     set_model_state_dict(state.model, {name: wanted[f'model.{name}'] for name in model})
-    restored = settings[type(state.optimizers[0]).__qualname__] | {
-        name: wanted[f'optimizer.{name}'] for name in moments
-    }
+    restored = {name: wanted[f'optimizer.{name}'] for name in moments}
+    restored |= settings[type(state.optimizers[0]).__qualname__]
     set_optimizer_state_dict(state.model, state.optimizers[0], restored, options=_FLAT)
 
 
@@ -299,6 +301,11 @@ def _load_averages(state: State, saved: Mapping[str, Any], checkpoint: Path) -> 
             }
             sharded.read(wanted, checkpoint)
             algorithm.restore(averages)
+
+
+def _model_tensors(state: State) -> dict[str, Any]:
+    """The model's tensors as they are on this rank."""
+    return get_model_state_dict(state.model)
 
 
 def _averagers(state: State) -> dict[str, Averager]:

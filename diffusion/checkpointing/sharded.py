@@ -9,15 +9,17 @@ import datetime
 import io
 import pickle
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path, PosixPath
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 INDEX = '.metadata'
 """Where torch.distributed.checkpoint writes which piece is in which file."""
@@ -25,9 +27,9 @@ INDEX = '.metadata'
 
 def write(tensors: Mapping[str, Tensor], folder: Path) -> None:
     """Write tensors and DTensors, flushed to disk; every rank calls this with the same names."""
-    writer = dcp.FileSystemWriter(folder, sync_files=True)
-    with _Quiet():
-        dcp.save(dict(tensors), storage_writer=writer, planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True))
+    writer = filesystem.FileSystemWriter(folder, sync_files=True)
+    with _quiet():
+        save(dict(tensors), storage_writer=writer, planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True))
 
 
 def read(tensors: dict[str, Tensor], folder: Path) -> None:
@@ -41,8 +43,8 @@ def read(tensors: dict[str, Tensor], folder: Path) -> None:
         if stored.get(name) != tensor.shape:
             found = f'is {tuple(stored[name])}, here {tuple(tensor.shape)}' if name in stored else 'is not in it'
             raise ValueError(f'{folder}: {name} {found}; the checkpoint is of another architecture or optimizer')
-    with _Quiet():
-        dcp.load(tensors, storage_reader=_Reader(folder), planner=DefaultLoadPlanner())
+    with _quiet():
+        load(tensors, storage_reader=_Reader(folder), planner=DefaultLoadPlanner())
 
 
 def read_whole(folder: Path, prefix: str) -> dict[str, Tensor]:
@@ -52,8 +54,8 @@ def read_whole(folder: Path, prefix: str) -> dict[str, Tensor]:
         for name, entry in _entries(folder).items()
         if name.startswith(prefix)
     }
-    with _Quiet():
-        dcp.load(dict(tensors), storage_reader=_Reader(folder), planner=DefaultLoadPlanner(), no_dist=True)
+    with _quiet():
+        load(dict(tensors), storage_reader=_Reader(folder), planner=DefaultLoadPlanner(), no_dist=True)
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
 
@@ -67,7 +69,7 @@ def _entries(folder: Path) -> dict[str, metadata.TensorStorageMetadata]:
     return {name: entry for name, entry in found.items() if isinstance(entry, metadata.TensorStorageMetadata)}
 
 
-class _Reader(dcp.FileSystemReader):
+class _Reader(filesystem.FileSystemReader):
     """Reads the index without running anything that is pickled in it."""
 
     def read_metadata(self) -> metadata.Metadata:
@@ -117,10 +119,10 @@ def _layout(name: str) -> torch.layout:
     return found
 
 
-class _Quiet(warnings.catch_warnings):
+@contextmanager
+def _quiet() -> Iterator[None]:
     """Without torch's remarks on running in one process, and on its own deprecated storage."""
-
-    def __enter__(self) -> None:
-        super().__enter__()
+    with warnings.catch_warnings():
         warnings.filterwarnings('ignore', message='torch.distributed is disabled')
         warnings.filterwarnings('ignore', message='TypedStorage is deprecated')
+        yield

@@ -173,6 +173,16 @@ def newest_whole(folder: Path) -> Path | None:
     return None
 
 
+def set_aside(folder: Path, newest: Path | None) -> None:
+    """Rename checkpoints newer than the one a run goes on from, which are damaged, so that nothing counts them."""
+    for path in checkpoints(folder):
+        if newest is None or (batch_of(path) or 0) > (batch_of(newest) or 0):
+            aside = path.with_name(f'{path.name}.damaged')
+            remove(aside)
+            os.replace(path, aside)
+            log.warning('%s: set aside as %s', path, aside.name)
+
+
 def sweep(folder: Path) -> None:
     """Remove what a killed process left half-written."""
     for path in folder.glob('.ba*.unfinished'):

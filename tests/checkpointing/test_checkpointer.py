@@ -112,6 +112,7 @@ def test_the_newest_damaged_checkpoint_is_passed_over(uninterrupted, caplog):
     trainer.fit()
     trainer.close()
     check_whole(run / 'ba6')
+    assert (run / 'ba6.damaged' / 'state.pt').read_bytes() == bytes(content), 'set aside, not deleted'
     assert read_losses(run) == read_losses(whole)
     assert distance(weights_of(find_checkpoint(run))[0], weights_of(find_checkpoint(whole))[0]) == 0
 
@@ -164,6 +165,14 @@ def test_nothing_is_half_written_when_the_disk_is_full(uninterrupted, monkeypatc
     assert not list((whole.parent / 'full').glob('ba*'))
 
 
+def test_a_run_that_may_not_go_on_does_not_write_over_another(uninterrupted):
+    _, write = uninterrupted
+    path = write('again')
+    train(load(path, ['trainer.max_duration=1ba'])).close()
+    with pytest.raises(ValueError, match=r'again holds ba1 and 0 more checkpoints of another run; go on from it'):
+        build_trainer(load(path, ['trainer.autoresume=false']))
+
+
 def test_only_so_many_are_kept(uninterrupted):
     whole, write = uninterrupted
     path = write('pruned')
@@ -171,6 +180,19 @@ def test_only_so_many_are_kept(uninterrupted):
     train(load(path, [*keep, 'trainer.max_duration=4ba'])).close()
     train(load(path, [*keep, 'trainer.max_duration=6ba'])).close()
     assert sorted(folder.name for folder in (whole.parent / 'pruned').glob('ba*')) == ['ba5', 'ba6']
+
+
+def test_composers_own_saver_resumes_too(uninterrupted, tmp_path):
+    """What a `save_folder` asks for: it can upload, which ours cannot."""
+    whole, write = uninterrupted
+    path = write('uploaded')
+    own = [f'trainer.save_folder={tmp_path}', 'trainer.save_overwrite=true', 'trainer.save_interval=2ba']
+    train(load(path, [*own, 'trainer.max_duration=6ba'])).close()
+    assert not list((whole.parent / 'uploaded').glob('ba*'))
+    train(load(path, own)).close()
+    assert read_losses(whole.parent / 'uploaded') == read_losses(whole)
+    ours = weights_of(find_checkpoint(whole))[0]
+    assert distance(ours, weights_of(find_checkpoint(tmp_path / 'latest-rank0.pt'))[0]) == 0
 
 
 def test_composer_alone_reads_a_whole_checkpoint(uninterrupted):

@@ -49,10 +49,11 @@ def test_words_made_at_once_are_the_words():
             words = one_by_one.words(purpose, count)
             assert torch.equal(at_once.words(purpose, count), words)
             for row in range(2):
-                ids = [
+                sample, epoch, batch = (
                     int(each[row]) & ONES for each in (one_by_one.sample_id, one_by_one.epoch, one_by_one.batch_index)
-                ]
-                blocks = [philox((block, *ids), (2**32 - 1, int(purpose))) for block in range(-(-count // 4))]
+                )
+                key = (2**32 - 1, int(purpose))
+                blocks = [philox((block, sample, epoch, batch), key) for block in range(-(-count // 4))]
                 assert words[row].tolist() == [word for block in blocks for word in block][:count]
 
 

@@ -15,11 +15,12 @@ import torch
 import yaml
 from ranks import Ranks, largest_difference, read_losses
 
-from diffusion.checkpointing.runs import find_checkpoint, weights_of
+from diffusion.checkpointing.runs import Weights, find_checkpoint, weights_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.dist]
 
 BATCHES = 24
+WHICH: tuple[Weights, ...] = ('training', 'ema')
 EPOCH = 17
 """Batches: 88 samples of one stream in batches of 8 and 48 of the other."""
 STRATEGIES = {
@@ -82,13 +83,13 @@ def runs(tmp_path_factory, tiny_recipe, ranks):
 
 
 def same_weights(one: Path, other: Path) -> None:
-    for which in ('training', 'ema'):
+    for which in WHICH:
         ours, theirs = weights_of(find_checkpoint(one), which)[0], weights_of(find_checkpoint(other), which)[0]
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def distance(one: Path, other: Path, which: str) -> float:
+def distance(one: Path, other: Path, which: Weights) -> float:
     """Of two runs' weights, relative to how far training moved them."""
     ours, theirs = (weights_of(find_checkpoint(run), which)[0] for run in (one, other))
     begun = weights_of(one / 'ba6', 'training')[0]
@@ -146,7 +147,7 @@ def test_another_number_of_ranks_or_strategy_is_the_same_curve(runs, count, stra
     first, another = read_losses(one), read_losses(other)
     assert another[0] == pytest.approx(first[0], rel=1e-6)
     assert largest_difference(first, another) < 1e-4
-    for which in ('training', 'ema'):
+    for which in WHICH:
         assert distance(one, other, which) < 0.05
 
 
@@ -164,7 +165,7 @@ def test_resumed_on_another_number_of_ranks_is_the_same_curve(runs, before, afte
     job.kill()
     runs.ranks.run(after[0], runs.recipe(name, after[1]))
     assert largest_difference(read_losses(one), read_losses(runs.folder(name))) < 1e-4
-    for which in ('training', 'ema'):
+    for which in WHICH:
         assert distance(one, runs.folder(name), which) < 0.05
 
 
@@ -182,8 +183,8 @@ def test_in_float64_the_difference_goes_down_with_the_precision(runs, count, str
             path = runs.recipe(name, kind, parallelism=parallelism, algorithms=algorithms)
             runs.ranks.run(ranks, path, double=True)
     assert largest_difference(read_losses(folders[0]), read_losses(folders[1])) < 1e-12
-    for which in ('training', 'ema'):
-        assert distance(*folders, which) < 1e-6
+    for which in WHICH:
+        assert distance(folders[0], folders[1], which) < 1e-6
 
 
 def test_twenty_kills_at_random(runs):

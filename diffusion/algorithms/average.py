@@ -39,7 +39,7 @@ class WeightAverage:
     @torch.no_grad()
     def start(self, model: nn.Module) -> None:
         """Begin with the weights as they are."""
-        _reshard(model)
+        reshard(model)
         self._parameters = trained_parameters(model)
         self.tensors = {name: _local(weight).clone() for name, weight in self._parameters.items()}
         self._saved = {}
@@ -48,14 +48,14 @@ class WeightAverage:
     def update(self, model: nn.Module, keep: float) -> None:
         """In place: average = keep * average + (1 - keep) * weights."""
         if _is_fsdp1(model):  # its parameters are views of whatever is there, gathered or not
-            _reshard(model)
+            reshard(model)
         averages, weights = self.pairs(model)
         torch._foreach_lerp_(averages, weights, 1 - keep)  # type: ignore[reportPrivateImportUsage]
 
     @torch.no_grad()
     def exchange(self, model: nn.Module) -> None:
         """Swap average and weights, tensor by tensor."""
-        _reshard(model)
+        reshard(model)
         for average, weight in zip(*self.pairs(model), strict=True):
             weights = weight.clone()
             weight.copy_(average)
@@ -107,7 +107,7 @@ class WeightAverage:
         """
         if not self._saved:
             return
-        _reshard(model)
+        reshard(model)
         self._parameters = trained_parameters(model)
         sharded_flat = _is_fsdp1(model)  # FSDP1's parameters are this device's pieces, whose shapes say nothing
         _check_same(self._saved, self._parameters, shapes=not sharded_flat)
@@ -215,7 +215,7 @@ def _is_fsdp1(model: nn.Module) -> bool:
     return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
 
 
-def _reshard(model: nn.Module) -> None:
+def reshard(model: nn.Module) -> None:
     """Drop FSDP's gathered copies, which a forward pass leaves at the root: they hide the weights that are kept."""
     for module in model.modules():
         if isinstance(module, FSDPModule):

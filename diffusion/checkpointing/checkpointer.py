@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from diffusion.algorithms.average import Averager, blank
+from diffusion.algorithms.average import Averager, blank, reshard
 from diffusion.checkpointing import sharded, store
 from diffusion.checkpointing.runs import check_architecture, is_sharded, read_content
 
@@ -211,6 +211,9 @@ def all_or_none(where: str) -> Iterator[None]:
 
 def _gather(state: State, *, sharded_tensors: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """What state.pt holds, and the tensors that are stored in pieces."""
+    # A forward pass without a backward one, of an evaluation or a picture, leaves gathered weights in the model, which
+    # are not those that the optimizer knows.
+    reshard(state.model)
     random_state = reproducibility.get_rng_state()
     if not sharded_tensors:
         return {'state': state.state_dict(), 'rng': random_state}, {}

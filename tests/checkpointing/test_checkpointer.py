@@ -81,13 +81,19 @@ def test_a_run_goes_on_anywhere(uninterrupted, ranks, legs):
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_sharded_and_interrupted_equals_sharded_and_uninterrupted(uninterrupted, ranks):
+def test_sharded_and_interrupted_equals_sharded_and_uninterrupted(uninterrupted, ranks, pictures):
     """Bit for bit, weights and averages: the case in which Composer's own EMA corrupts weights."""
     whole, write = uninterrupted
-    ranks.run(2, write('sharded', parallelism=STRATEGIES['sharded']))
+    sections = {
+        'parallelism': STRATEGIES['sharded'],
+        # Forward passes right before a checkpoint, before the averages have started and after.
+        'eval_streams': {'other': {'local': str(pictures[64]), 'resolution': 32}},
+        'callbacks': {'image_grid': {'prompts': ['a'], 'every': '2ba', 'num_inference_steps': 1}},
+    }
+    own = ['trainer.save_interval=1ba', 'trainer.eval_interval=4ba']
+    ranks.run(2, write('sharded', **sections), *own)
     for duration in ('5ba', '8ba'):
-        path = write('sharded-parts', parallelism=STRATEGIES['sharded'])
-        ranks.run(2, path, f'trainer.max_duration={duration}', 'trainer.save_interval=1ba')
+        ranks.run(2, write('sharded-parts', **sections), *own, f'trainer.max_duration={duration}')
     runs = whole.parent
     assert read_losses(runs / 'sharded') == read_losses(runs / 'sharded-parts')
     for which in ('training', 'ema'):

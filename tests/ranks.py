@@ -4,6 +4,7 @@
 main as the composer launcher would have it run, and tells when a process ends and how.
 """
 
+import contextlib
 import json
 import os
 import select
@@ -35,7 +36,7 @@ class Job:
     def kill(self) -> None:
         """SIGKILL for all ranks, as when the machine goes."""
         for pid in self.pids:
-            if pid not in self.server.ended:
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and the news is on its way
                 os.kill(pid, signal.SIGKILL)
         self.wait()
 

@@ -11,8 +11,8 @@ from composer.algorithms import GradientClipping
 from composer.core import Event, Precision
 from composer.loggers import LoggerDestination
 from composer.utils import dist
+from guarded_ranks import run_two
 from guarded_run import At, Recorder, Regression, make_data, make_trainer, weights_of
-from ranks import run_two
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.data import DataLoader

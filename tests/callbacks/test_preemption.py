@@ -11,8 +11,8 @@ import pytest
 import torch
 from composer.callbacks import CheckpointSaver
 from composer.core import Event
+from guarded_ranks import run_two
 from guarded_run import At, make_data, make_trainer, weights_of
-from ranks import run_two
 
 from diffusion import programs
 from diffusion.callbacks.preemption import SIGNALS, Preemption

@@ -160,7 +160,7 @@ def test_a_run_goes_on_with_its_own_seed_and_data(uninterrupted, pictures):
 def test_nothing_is_half_written_when_the_disk_is_full(uninterrupted, monkeypatch):
     whole, write = uninterrupted
 
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(28, 'No space left on device')
 
     trainer = build_trainer(load(write('full'), ['trainer.save_interval=2ba']))

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -148,7 +149,9 @@ def test_generate_draws_by_seed(finished, tmp_path):
         load(path, ['task=generate', f'generate.out={tmp_path}/b', 'generate.prompts=[b]', 'generate.seed=1'])
     )
     assert [file.name for file in files] == ['00000-a.png', '00001-b.png']
-    assert again[0].read_bytes() == files[1].read_bytes()
+    with Image.open(again[0]) as alone, Image.open(files[1]) as together:
+        one, other = (np.asarray(image).astype(int) for image in (alone, together))
+    assert abs(one - other).max() <= 1, 'sums of a batch of one and of two are rounded differently'
 
 
 def test_folding_the_statistics_changes_nothing_but_the_scale(make_model):

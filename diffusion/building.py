@@ -17,6 +17,8 @@ from transformers import PreTrainedTokenizerBase
 from diffusion import registry
 from diffusion.checks import SUPPLIED
 from diffusion.config import Component, Recipe, StreamConfig
+from diffusion.data.aspects import by_shape
+from diffusion.data.buckets import Shape, parse_shape, square
 from diffusion.data.fingerprint import fingerprint
 from diffusion.data.loader import BucketedLoader, default_num_workers, outlive_signals
 from diffusion.data.streams import Bucket
@@ -56,6 +58,7 @@ def build_dataset(
 ) -> Any:
     """The dataset over some of a recipe's streams; `batch_size` is a device's, `elastic` is what training wants."""
     settings = recipe.loader
+    streams = by_shape(streams, smallest=recipe.global_batch if elastic else 1)
     streaming: dict[str, Any] = {
         'shuffle': shuffle,
         'shuffle_algo': settings.shuffle_algo,
@@ -65,11 +68,12 @@ def build_dataset(
         # A single stream has no resolutions to mix: both give it the same order, but per_stream drops what does not
         # fill a batch, and with workers warns that it does even where nothing is dropped.
         'batching_method': settings.batching_method if len(streams) > 1 else 'random',
+        'epoch_size': settings.epoch_size if elastic else None,
         'elastic': elastic,
         'predownload': settings.predownload,
         'cache_limit': settings.cache_limit,
     }
-    buckets = [Bucket(name, _stream(stream), stream.resolution) for name, stream in streams.items()]
+    buckets = [Bucket(name, _stream(stream), _shape(stream)) for name, stream in streams.items()]
     supplied = {'tokenizers': build_tokenizers(recipe), 'batch_size': batch_size, 'seed': recipe.seed}
     return registry.build('dataset', component.name, component.kwargs, buckets=buckets, **supplied, **streaming)
 
@@ -169,9 +173,14 @@ def _build_all(kind: str, components: Mapping[str, Component], offered: Mapping[
     return built
 
 
+def _shape(config: StreamConfig) -> Shape:
+    return parse_shape(config.shape) if config.shape is not None else square(config.resolution)
+
+
 def _stream(config: StreamConfig) -> Stream:
     values = asdict(config)
-    del values['resolution']
+    for ours in ('resolution', 'shape', 'aspects'):
+        del values[ours]
     if config.remote is not None and config.local is not None:
         Path(config.local).mkdir(parents=True, exist_ok=True)
     return Stream(**{key: value for key, value in values.items() if value is not None})

@@ -8,6 +8,7 @@ from typing import Any, TypeGuard
 
 from diffusion import registry
 from diffusion.data import order
+from diffusion.data.buckets import BUCKETS, parse_shape, read_buckets
 from diffusion.recipe import Component, LoaderConfig, ParallelismConfig, Recipe, StreamConfig
 from diffusion.schema import MISSING, Gatherer, Problem, join
 
@@ -142,7 +143,8 @@ def check_paths(recipe: Recipe) -> list[Problem]:
             source = 'local' if stream.remote is None else 'remote'
             folder = stream.local if stream.remote is None else stream.remote
             if folder is not None and '://' not in folder:
-                _check_index(f'{section}.{name}.{source}', Path(folder), gather)
+                check_folder = _check_buckets if stream.aspects else _check_index
+                check_folder(f'{section}.{name}.{source}', Path(folder), gather)
     # A run that has checkpoints goes on from these; what it once started from may be gone.
     if recipe.task == 'train' and recipe.init_from is not None and not (recipe.run_dir / 'latest').exists():
         _check_checkpoint('init_from', recipe.init_from, gather)
@@ -199,6 +201,7 @@ def _check_streams(section: str, streams: Mapping[str, StreamConfig], gather: Ga
             gather.problem(where, 'has neither remote nor local; give the folder of its MDS shards')
         if isinstance(stream.resolution, int) and (stream.resolution <= 0 or stream.resolution % 8):
             gather.problem(join(where, 'resolution'), f'{stream.resolution} is not a multiple of 8 pixels')
+        _check_shape(where, stream, gather)
         amounts = [key for key in ('proportion', 'repeat', 'choose') if getattr(stream, key) is not None]
         if len(amounts) > 1:
             gather.problem(where, f'{" and ".join(amounts)} say one thing in several ways; keep one')
@@ -213,18 +216,48 @@ def _check_streams(section: str, streams: Mapping[str, StreamConfig], gather: Ga
         )
 
 
+def _check_shape(where: str, stream: StreamConfig, gather: Gatherer) -> None:
+    if stream.aspects:
+        if stream.shape is not None:
+            gather.problem(
+                join(where, 'shape'), 'is given by each folder of an `aspects` stream; remove one of the two'
+            )
+        if stream.choose is not None:
+            gather.problem(
+                join(where, 'choose'), 'cannot be shared out over shapes; use proportion and loader.epoch_size'
+            )
+    if isinstance(stream.shape, str) and stream.shape != MISSING:
+        try:
+            parse_shape(stream.shape)
+        except ValueError as error:
+            gather.problem(join(where, 'shape'), str(error))
+
+
+def _shape_text(stream: StreamConfig) -> str:
+    return 'several shapes' if stream.aspects else stream.shape or f'{stream.resolution}x{stream.resolution}'
+
+
 def _check_order(recipe: Recipe, gather: Gatherer) -> None:
     """What would make batches depend on the number of devices."""
     streams, batch = dict(_stream_sections(recipe)).get('streams', {}), recipe.global_batch
     problems = {}
     if isinstance(recipe.loader, LoaderConfig):
-        resolutions = [stream.resolution for stream in streams.values() if isinstance(stream.resolution, int)]
+        shapes = [_shape_text(stream) for stream in streams.values() if isinstance(stream.resolution, int)]
         if isinstance(recipe.loader.batching_method, str):
-            method = order.batching_problem(recipe.loader.batching_method, resolutions)
+            method = order.batching_problem(recipe.loader.batching_method, shapes)
             problems['loader.batching_method'] = method
         canonical_nodes = recipe.loader.num_canonical_nodes
         if _positive(batch) and isinstance(canonical_nodes, int):
             problems['loader.num_canonical_nodes'] = order.canonical_nodes_problem(canonical_nodes, batch)
+        epoch = recipe.loader.epoch_size
+        if _positive(batch) and isinstance(epoch, int):
+            problems['loader.epoch_size'] = order.epoch_problem(epoch, batch)
+            absolute = [name for name, stream in streams.items() if stream.repeat or stream.choose]
+            if absolute:
+                gather.problem(
+                    join(join('streams', absolute[0]), 'choose or repeat'),
+                    'says how much an epoch takes, as loader.epoch_size does; use proportion with it',
+                )
     for name, stream in streams.items():
         if _positive(batch) and _positive(stream.choose):
             problems[join(join('streams', name), 'choose')] = order.choose_problem(stream.choose, batch)
@@ -277,10 +310,22 @@ def _durations(recipe: Recipe) -> list[tuple[str, Any]]:
     return [(join(where, key), kwargs[key]) for where, kwargs in places for key in DURATION_KEYS if key in kwargs]
 
 
+def _check_buckets(where: str, folder: Path, gather: Gatherer) -> None:
+    try:
+        shapes = read_buckets(folder)
+    except ValueError as error:
+        gather.problem(where, str(error))
+        return
+    for shape in shapes:
+        _check_index(where, folder / str(shape), gather)
+
+
 def _check_index(where: str, folder: Path, gather: Gatherer) -> None:
     index = folder / 'index.json'
     if not index.is_file():
         way_out = 'make it with `diffusion prepare`, or latents with task=precompute'
+        if (folder / BUCKETS).is_file():
+            way_out = f'it has {BUCKETS}: say aspects: true'
         gather.problem(where, f'{folder} has no index.json; is it an MDS folder? {way_out}')
         return
     try:

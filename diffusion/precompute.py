@@ -76,7 +76,9 @@ def _encode_stream(recipe: Recipe, name: str, model: LatentDiffusion, folder: Pa
         for index, sample in zip(batch[keys.SAMPLE_ID].tolist(), moments.cpu(), strict=True):
             writer.write(_row(dataset, index, sample, settings.dtype))
     writer.finish()
-    manifest = manifest_of(model.vae, resolution=stream.resolution, posterior=settings.posterior, dtype=settings.dtype)
+    manifest = manifest_of(
+        model.vae, shape=f'{stream.resolution}x{stream.resolution}', posterior=settings.posterior, dtype=settings.dtype
+    )
     manifest.write(folder)
     log.info('streams.%s: %d pictures of %d px encoded', name, count, stream.resolution)
 

@@ -19,10 +19,14 @@ class Component:
 
 @dataclass
 class StreamConfig:
-    """One folder of MDS shards, seen at one resolution."""
+    """A folder of MDS shards, or of one such folder a shape."""
 
     resolution: int
-    """The side in pixels of the squares that the model sees, such as 256."""
+    """The side in pixels of the squares that the model sees, such as 256, or of a square of as many pixels."""
+    shape: str | None = None
+    """Width x height in pixels that the model sees, such as 320x192; null is a square of `resolution`."""
+    aspects: bool = False
+    """The folder holds a folder a shape, as `diffusion prepare` writes aspect buckets: each becomes a stream."""
     remote: str | None = None
     """The object store folder that holds index.json, such as s3://bucket/mds; null for data that is local."""
     local: str | None = None
@@ -63,6 +67,8 @@ class LoaderConfig:
     """Seed of the order; null is the run's seed."""
     shuffle_block_size: int | None = None
     """Samples that are shuffled together; null lets Streaming choose."""
+    epoch_size: int | None = None
+    """Samples of an epoch, a multiple of global_batch, over all streams; null is what the streams hold or say."""
     num_canonical_nodes: int | None = None
     """Parts the order is cut in, of which nodes read whole ones; null is 64, or what of it divides global_batch."""
     batching_method: Literal['per_stream', 'random'] = 'per_stream'

@@ -10,9 +10,9 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / 'diffusion'
 FLOORS = [
     # 0: the standard library, omegaconf and yaml
-    'checks cli config data.order exits launch planning recipe registry schema signatures yaml_files',
+    'checks cli config data.buckets data.order exits launch planning recipe registry schema signatures yaml_files',
     # 1: torch, diffusers, transformers; no Composer, no Streaming
-    'data.buckets data.captions data.keys data.transforms '
+    'data.captions data.keys data.transforms '
     'models.noise models.norms models.objective models.parts models.sampler models.sd2_config',
     # 2: Composer and Streaming
     'algorithms building callbacks checkpointing data evaluation loggers models parallelism',

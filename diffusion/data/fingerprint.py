@@ -49,7 +49,7 @@ def _of_stream(bucket: Bucket, position: int, samples: int) -> dict[str, Any]:
     index = Path(stream.local, stream.split or '', 'index.json')
     return {
         'position': position,  # ids of samples count on from stream to stream
-        'resolution': bucket.resolution,
+        'shape': str(bucket.shape),
         'choose': int(stream.choose),
         'samples': samples,
         'index_sha256': hashlib.sha256(index.read_bytes()).hexdigest(),

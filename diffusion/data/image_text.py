@@ -10,20 +10,20 @@ from transformers import PreTrainedTokenizerBase
 from diffusion.data import keys
 from diffusion.data.captions import CaptionChoice, captions_of, choose
 from diffusion.data.streams import Bucket, BucketedDataset
-from diffusion.data.transforms import crop_box, decode, to_square
+from diffusion.data.transforms import crop_box, decode, to_shape
 from diffusion.models.noise import Purpose
 from diffusion.models.parts import tokenize
 
 
 class ImageTextDataset(BucketedDataset):
-    """Pictures as uint8 [3, resolution, resolution] and tokens [E, L].
+    """Pictures as uint8 [3, H, W] in pixels, of the shape of their bucket, and tokens [E, L].
 
     Args:
         buckets: Streams whose samples hold `image` (an encoded picture) and `captions` or `caption`.
         batch_size: Samples a device and batch.
         tokenizers: One a text encoder; none for a model that reads no text.
-        crop: The middle of the picture, or a random square of it.
-        min_crop_scale: Smallest side of a random crop, as a share of the picture's shorter side.
+        crop: The middle of the picture, or a random part of it, of the aspect of the bucket.
+        min_crop_scale: Smallest size of a random crop, as a share of the largest that the picture holds.
         flip: Mirror half of the pictures. Captions that say left and right become wrong.
         caption_choice: Of several captions the first, the longest, or a random one each epoch.
         seed: Of crops, flips and caption choice.
@@ -68,6 +68,7 @@ class ImageTextDataset(BucketedDataset):
                 f'{self.where(at)}: the picture cannot be decoded ({error}); prepare the data again'
             ) from error
         draw = self.draws(at, Purpose.CROP)
-        box = crop_box(*image.size, crop=self.crop, draw=draw[:3], min_scale=self.min_crop_scale)
+        shape = self.bucket_of(at).shape
+        box = crop_box(*image.size, shape=shape, crop=self.crop, draw=draw[:3], min_scale=self.min_crop_scale)
         flip = self.flip and self.draws(at, Purpose.FLIP)[0] < 0.5
-        return to_square(image, box, resolution=self.bucket_of(at).resolution, flip=flip)
+        return to_shape(image, box, shape=shape, flip=flip)

@@ -35,13 +35,13 @@ class LatentManifest:
     """Of each channel, as the VAE's configuration says; not applied to what is stored."""
     latent_std: list[float]
     """Of each channel, scaling factor included; not applied to what is stored."""
-    resolution: int
-    """Side of the encoded pictures in pixels."""
+    shape: str
+    """Width x height of the encoded pictures in pixels."""
     posterior: str
     """`sample`: mean and log-variance are stored; `mean`: the mean alone."""
     dtype: str
     """Of what is stored."""
-    version: int = 1
+    version: int = 2
 
     def write(self, folder: Path) -> None:
         (folder / MANIFEST).write_text(json.dumps(dataclasses.asdict(self), indent=2) + '\n')
@@ -56,10 +56,10 @@ def vae_fingerprint(vae: AutoencoderKL) -> str:
     return digest.hexdigest()[:16]
 
 
-def manifest_of(vae: AutoencoderKL, *, resolution: int, posterior: str, dtype: str) -> LatentManifest:
+def manifest_of(vae: AutoencoderKL, *, shape: str, posterior: str, dtype: str) -> LatentManifest:
     """The manifest of latents that this VAE makes."""
     mean, std = latent_statistics(vae)
-    return LatentManifest(vae_fingerprint(vae), mean.tolist(), std.tolist(), resolution, posterior, dtype)
+    return LatentManifest(vae_fingerprint(vae), mean.tolist(), std.tolist(), shape, posterior, dtype)
 
 
 def read_manifest(bucket: Bucket) -> LatentManifest:
@@ -78,8 +78,8 @@ def read_manifest(bucket: Bucket) -> LatentManifest:
         content = json.loads(local.read_text())
     except ValueError:
         content = {}
-    if set(content) != known or content['version'] != 1:
-        raise ValueError(f'{where}: {local} is not a manifest of version 1; precompute the latents again')
+    if set(content) != known or content['version'] != 2:
+        raise ValueError(f'{where}: {local} is not a manifest of version 2; precompute the latents again')
     return LatentManifest(**content)
 
 
@@ -111,10 +111,10 @@ class LatentsDataset(BucketedDataset):
         self.caption_choice: CaptionChoice = caption_choice
         self.manifests = [read_manifest(bucket) for bucket in self.buckets]
         for bucket, manifest in zip(self.buckets, self.manifests, strict=True):
-            if bucket.resolution != manifest.resolution:
+            if str(bucket.shape) != manifest.shape:
                 raise ValueError(
-                    f'streams.{bucket.name}.resolution: {bucket.resolution}, but its latents were made of pictures of '
-                    f'{manifest.resolution} px'
+                    f'streams.{bucket.name}: {bucket.shape} px, but its latents were made of pictures of '
+                    f'{manifest.shape} px; correct its resolution or shape'
                 )
 
     def __getitem__(self, at: int) -> dict[str, Any]:  # type: ignore[override]
@@ -134,7 +134,7 @@ class LatentsDataset(BucketedDataset):
             ValueError: Weights or latent statistics differ.
         """
         for bucket, manifest in zip(self.buckets, self.manifests, strict=True):
-            own = manifest_of(vae, resolution=0, posterior='', dtype='')
+            own = manifest_of(vae, shape='', posterior='', dtype='')
             for what in ('vae', 'latent_mean', 'latent_std'):
                 stored, expected = getattr(manifest, what), getattr(own, what)
                 if stored != expected:

@@ -54,11 +54,15 @@ def choose_problem(choose: int, global_batch: int) -> str | None:
     return f'{choose} is not a multiple of the global batch of {global_batch}; use {_either(choices)}'
 
 
-def batching_problem(method: str, resolutions: Collection[int]) -> str | None:
+def epoch_problem(epoch_size: int, global_batch: int) -> str | None:
+    """What is wrong with `epoch_size`, or None."""
+    return choose_problem(epoch_size, global_batch) if epoch_size > 0 else f'{epoch_size} is not positive; remove it'
+
+
+def batching_problem(method: str, shapes: Collection[str]) -> str | None:
     """What is wrong with `batching_method` for training, or None."""
-    if method == 'random' and len(set(resolutions)) > 1:
-        sides = ', '.join(str(side) for side in sorted(set(resolutions)))
-        return f'random puts pictures of {sides} px in one batch; use per_stream'
+    if method == 'random' and len(set(shapes)) > 1:
+        return f'random puts pictures of {", ".join(sorted(set(shapes)))} px in one batch; use per_stream'
     if method in ('per_stream', 'random'):
         return None
     return f'{method} makes batches that depend on the number of devices; use per_stream, or random to mix streams'

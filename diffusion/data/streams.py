@@ -9,23 +9,28 @@ import torch
 from streaming import Stream, StreamingDataset
 
 from diffusion.data import keys, order
+from diffusion.data.buckets import Shape, apportion
 from diffusion.data.registration import one_job_at_a_time
 from diffusion.models.noise import Purpose, keyed_uniforms
 
 log = logging.getLogger(__name__)
 
 
+MAX_SHARE_ERROR = 0.01
+"""Of a stream's share of an epoch, relative; a larger one is warned of."""
+
+
 @dataclass(frozen=True)
 class Bucket:
-    """A stream with its name and the resolution its pictures are seen at, in pixels."""
+    """A stream with its name and the shape its pictures are seen at."""
 
     name: str
     stream: Stream
-    resolution: int
+    shape: Shape
 
 
 class BucketedDataset(StreamingDataset):
-    """Samples of several streams, each with its own resolution, and the keys that randomness depends on.
+    """Samples of several streams, each with its own shape, and the keys that randomness depends on.
 
     Args:
         buckets: The streams.
@@ -50,6 +55,9 @@ class BucketedDataset(StreamingDataset):
         self.buckets = list(buckets)
         self.seed = seed
         self.elastic = elastic
+        # Read before Streaming gives every stream a proportion.
+        given = [bucket.stream for bucket in self.buckets if bucket.stream._proportion is not None]
+        self.by_shares = bool(given) or streaming.get('epoch_size') is not None
         where = ', '.join(f'streams.{bucket.name}' for bucket in self.buckets)
         try:
             with one_job_at_a_time():
@@ -116,13 +124,15 @@ class BucketedDataset(StreamingDataset):
         if self.num_canonical_nodes is None:
             self.num_canonical_nodes = order.default_canonical_nodes(self.global_batch)
         self._check_order(self.num_canonical_nodes)
-        for bucket, samples in zip(self.buckets, self.samples_per_stream.tolist(), strict=True):
-            bucket.stream.choose = order.whole_batches(int(bucket.stream.choose), self.global_batch)
+        asked = [float(stream.proportion) for stream in self.streams]
+        batches = self._batches_of_streams(asked)
+        self.epoch_size = sum(batches) * self.global_batch
+        samples_of = zip(self.buckets, self.samples_per_stream.tolist(), batches, asked, strict=True)
+        for bucket, samples, count, share in samples_of:
+            bucket.stream.choose = count * self.global_batch
             bucket.stream.repeat = bucket.stream.choose / samples
-            self._log_epoch(bucket, samples)
-        self.epoch_size = sum(stream.choose for stream in self.streams)
-        for stream in self.streams:
-            stream.proportion = stream.choose / self.epoch_size
+            bucket.stream.proportion = bucket.stream.choose / self.epoch_size
+            self._log_epoch(bucket, samples, share)
         self.length = self.epoch_size // self._parallel_rank_world.num_ranks
         granularity = order.sampling_granularity(int(self.samples_per_stream.max()))
         self.sampling_granularity = max(self.sampling_granularity, granularity)
@@ -131,12 +141,22 @@ class BucketedDataset(StreamingDataset):
         assert all(stream.choose % self.global_batch == 0 for stream in self.streams)
         assert self.length * self._parallel_rank_world.num_ranks == self.epoch_size
 
+    def _batches_of_streams(self, proportions: Sequence[float]) -> list[int]:
+        """Batches that an epoch takes of each stream; where shares are asked for, each is off by less than one."""
+        if not self.by_shares:
+            return [
+                order.whole_batches(int(stream.choose), self.global_batch) // self.global_batch
+                for stream in self.streams
+            ]
+        total = max(len(self.streams), self.epoch_size // self.global_batch)
+        return [max(1, count) for count in apportion(total, proportions)]
+
     def _check_order(self, canonical_nodes: int) -> None:
         problems = {
             'num_canonical_nodes': order.canonical_nodes_problem(canonical_nodes, self.global_batch)
             or order.nodes_problem(canonical_nodes, self._parallel_rank_world.num_nodes),
             'batching_method': order.batching_problem(
-                self.batching_method, [bucket.resolution for bucket in self.buckets]
+                self.batching_method, [str(bucket.shape) for bucket in self.buckets]
             ),
         }
         for bucket in self.buckets:
@@ -147,7 +167,7 @@ class BucketedDataset(StreamingDataset):
             if problem is not None:
                 raise ValueError(f'{where}: {problem}')
 
-    def _log_epoch(self, bucket: Bucket, samples: int) -> None:
+    def _log_epoch(self, bucket: Bucket, samples: int, share: float) -> None:
         if not self._unique_rank_world.is_leader:
             return
         taken = bucket.stream.choose
@@ -155,6 +175,12 @@ class BucketedDataset(StreamingDataset):
             'streams.%s: an epoch takes %d samples, %d batches, and leaves %d of its %d for another epoch',
             *(bucket.name, taken, taken // self.global_batch, max(0, samples - taken), samples),
         )
+        if self.by_shares and abs(bucket.stream.proportion / share - 1) > MAX_SHARE_ERROR:
+            log.warning(
+                'streams.%s: %.4f of an epoch was asked for, in whole batches it is %.4f; a larger loader.epoch_size '
+                'comes nearer',
+                *(bucket.name, share, bucket.stream.proportion),
+            )
         if samples < self.global_batch:
             log.warning(
                 'streams.%s: its %d samples do not fill a global batch of %d; a batch holds samples more than once',

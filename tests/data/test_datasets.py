@@ -10,6 +10,7 @@ from streaming import MDSWriter, Stream
 from diffusion.building import build_loader
 from diffusion.config import load
 from diffusion.data import keys
+from diffusion.data.buckets import square
 from diffusion.data.image_text import ImageTextDataset
 from diffusion.data.loader import BucketedLoader, default_num_workers
 from diffusion.data.streams import Bucket
@@ -99,7 +100,7 @@ def test_evaluation_is_in_order_complete_and_without_chance(write_recipe, pictur
 def dataset_over(folder, **settings):
     from diffusion.models.builders import tiny_tokenizers
 
-    bucket = Bucket('a', Stream(local=str(folder)), 32)
+    bucket = Bucket('a', Stream(local=str(folder)), square(32))
     return ImageTextDataset([bucket], batch_size=4, tokenizers=tiny_tokenizers(), shuffle=False, **settings)
 
 

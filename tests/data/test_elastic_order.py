@@ -17,6 +17,7 @@ from streaming.base.world import World
 from diffusion.building import build_loader
 from diffusion.config import RecipeError, load
 from diffusion.data import keys, order
+from diffusion.data.buckets import square
 from diffusion.data.streams import Bucket, BucketedDataset
 
 ALGORITHMS = ['py1e', 'py1br', 'py1s', 'py2s', 'naive']
@@ -72,7 +73,7 @@ def dataset_without_shards(
     dataset.batch_size = global_batch // layout.ranks
     dataset._unique_rank_world = dataset._parallel_rank_world = layout.world
     dataset.streams = [stream for stream, _ in streams]
-    dataset.buckets = [Bucket(f's{i}', stream, 64) for i, stream in enumerate(dataset.streams)]
+    dataset.buckets = [Bucket(f's{i}', stream, square(64)) for i, stream in enumerate(dataset.streams)]
     sizes = [np.array(shards, np.int64) for _, shards in streams]
     dataset.num_streams = len(streams)
     dataset.shards_per_stream = np.array([len(shards) for shards in sizes])
@@ -83,6 +84,7 @@ def dataset_without_shards(
     dataset.stream_per_shard = np.repeat(np.arange(len(streams)), dataset.shards_per_stream)
     dataset.spanner = Spanner(dataset.samples_per_shard)
     dataset.epoch_size = Stream.apply_weights(dataset.streams, dataset.samples_per_stream, None, dataset.shuffle_seed)
+    dataset.by_shares = any(stream._proportion is not None for stream in dataset.streams)
     dataset._take_whole_batches()
     return dataset
 
@@ -258,7 +260,7 @@ def test_the_recipe_check_says_the_same_without_data(write_recipe, pictures):
         'loader.num_canonical_nodes',
         'streams.a.choose',
     ]
-    assert 'random puts pictures of 32, 64 px in one batch; use per_stream' in str(error.value)
+    assert 'random puts pictures of 32x32, 64x64 px in one batch; use per_stream' in str(error.value)
 
 
 def two_buckets(pictures):

@@ -41,7 +41,7 @@ def test_it_is_plain_and_says_what_the_data_is(identity):
         **{'name': 'image_text', 'crop': 'center', 'min_crop_scale': 1.0, 'flip': False, 'caption_choice': 'random'}
     }
     small = data['streams']['px32']
-    assert (small['resolution'], small['choose'], small['samples']) == (32, 40, 40)
+    assert (small['shape'], small['choose'], small['samples']) == ('32x32', 40, 40)
     assert len(small['index_sha256']) == 64
 
 
@@ -58,7 +58,7 @@ CHANGES = {
     'loader.shuffle_seed=3': ['shuffle_seed: 17 in the checkpoint, 3 now'],
     'loader.shuffle_block_size=1000': ['shuffle_block_size: 500000 in the checkpoint, 1000 now'],
     'dataset.flip=true': ['dataset.flip: False in the checkpoint, True now'],
-    'streams.px32.resolution=64': ['streams.px32.resolution: 32 in the checkpoint, 64 now'],
+    'streams.px32.resolution=64': ['streams.px32.shape: 32x32 in the checkpoint, 64x64 now'],
     'streams.px32.choose=16': ['streams.px32.choose: 40 in the checkpoint, 16 now'],
 }
 

@@ -9,9 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from diffusion.data.buckets import Shape, square
 from diffusion.data.captions import captions_of, choose
-from diffusion.data.transforms import CropBox, crop_box, decode, to_square
+from diffusion.data.transforms import CropBox, crop_box, decode, to_shape
 
+SHAPES = [Shape(640, 384), Shape(384, 640), Shape(512, 512), Shape(1024, 256)]
 shares = st.floats(0, 1, exclude_max=True)
 
 
@@ -29,21 +31,30 @@ def encoded(image, **options):
     st.floats(0.1, 1),
 )
 def test_a_crop_is_a_square_inside_the_picture(width, height, crop, draw, min_scale):
-    box = crop_box(width, height, crop=crop, draw=draw, min_scale=min_scale)
+    box = crop_box(width, height, shape=square(64), crop=crop, draw=draw, min_scale=min_scale)
     assert box.left >= 0
     assert box.top >= 0
-    assert box.left + box.side <= width
-    assert box.top + box.side <= height
-    assert round(min_scale * min(width, height)) <= box.side <= min(width, height) or box.side == 1
+    assert box.left + box.width <= width
+    assert box.top + box.height <= height
+    assert box.width == box.height
+    assert round(min_scale * min(width, height)) <= box.width <= min(width, height) or box.width == 1
+
+
+@given(st.integers(8, 900), st.integers(8, 900), st.sampled_from(SHAPES), st.tuples(shares, shares, shares))
+def test_a_crop_has_the_aspect_of_its_shape_and_touches_two_edges(width, height, shape, draw):
+    box = crop_box(width, height, shape=shape, crop='random', draw=draw)
+    assert 0 <= box.left <= width - box.width and 0 <= box.top <= height - box.height
+    assert box.width == width or box.height == height
+    assert abs(box.width - box.height * shape.aspect) <= 1 + shape.aspect
 
 
 def test_the_centre_is_the_centre():
-    assert crop_box(300, 100, crop='center', draw=(0, 0, 0)) == CropBox(100, 0, 100)
-    assert crop_box(100, 301, crop='center', draw=(0, 0, 0)) == CropBox(0, 100, 100)
+    assert crop_box(300, 100, shape=square(8), crop='center', draw=(0, 0, 0)) == CropBox(100, 0, 100, 100)
+    assert crop_box(100, 301, shape=square(8), crop='center', draw=(0, 0, 0)) == CropBox(0, 100, 100, 100)
 
 
 def test_random_crops_reach_both_ends():
-    lefts = {crop_box(12, 10, crop='random', draw=(0, d / 10, 0)).left for d in range(10)}
+    lefts = {crop_box(12, 10, shape=square(8), crop='random', draw=(0, d / 10, 0)).left for d in range(10)}
     assert lefts == {0, 1, 2}
 
 
@@ -59,16 +70,16 @@ def test_transparency_lies_over_white_and_rotation_is_applied():
 def test_a_crop_of_the_right_size_keeps_its_pixels_and_flips():
     array = np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)
     image = Image.fromarray(array)
-    square = to_square(image, CropBox(0, 0, 8), resolution=8)
-    assert square.dtype == torch.uint8
-    assert torch.equal(square, torch.from_numpy(array).permute(2, 0, 1))
-    assert torch.equal(to_square(image, CropBox(0, 0, 8), resolution=8, flip=True), square.flip(2))
+    seen = to_shape(image, CropBox(0, 0, 8, 8), shape=square(8))
+    assert seen.dtype == torch.uint8
+    assert torch.equal(seen, torch.from_numpy(array).permute(2, 0, 1))
+    assert torch.equal(to_shape(image, CropBox(0, 0, 8, 8), shape=square(8), flip=True), seen.flip(2))
 
 
 def test_resizing_keeps_flat_colour():
-    square = to_square(Image.new('RGB', (100, 60), (10, 200, 30)), CropBox(5, 5, 50), resolution=16)
-    assert square.shape == (3, 16, 16)
-    assert square.flatten(1).unique(dim=1).squeeze().tolist() == [10, 200, 30]
+    seen = to_shape(Image.new('RGB', (100, 60), (10, 200, 30)), CropBox(5, 5, 50, 25), shape=Shape(32, 16))
+    assert seen.shape == (3, 16, 32)
+    assert seen.flatten(1).unique(dim=1).squeeze().tolist() == [10, 200, 30]
 
 
 def test_caption_rules():

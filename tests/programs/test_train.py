@@ -257,7 +257,8 @@ def latents(finished, pictures, tmp_path_factory):
 
 def test_precomputed_latents_are_what_the_encoder_says(latents, pictures):
     from diffusion.building import build_model
-    from diffusion.data.transforms import CropBox, decode, to_square
+    from diffusion.data.buckets import square
+    from diffusion.data.transforms import CropBox, decode, to_shape
 
     path, out, _ = latents
     model = build_model(load(path))
@@ -269,7 +270,7 @@ def test_precomputed_latents_are_what_the_encoder_says(latents, pictures):
         )
         assert len(stored) == len(source)
         for index in (0, len(source) - 1):
-            picture = to_square(decode(source[index]['image']), CropBox(0, 0, side), resolution=side)
+            picture = to_shape(decode(source[index]['image']), CropBox(0, 0, side, side), shape=square(side))
             torch.testing.assert_close(
                 torch.from_numpy(stored[index]['latent_moments'].copy()),
                 model.encode(picture[None])[0],
@@ -315,9 +316,7 @@ def test_latents_of_another_vae_are_refused(latents, write_recipe, small_vae, tm
 def test_latents_at_another_resolution_are_refused(latents, write_recipe):
     _, out, _ = latents
     streams = {'small': {'local': str(out / 'px32'), 'resolution': 64}}
-    with pytest.raises(
-        ValueError, match='streams.small.resolution: 64, but its latents were made of pictures of 32 px'
-    ):
+    with pytest.raises(ValueError, match='streams.small: 64x64 px, but its latents were made of pictures of 32x32 px'):
         build_trainer(load(write_recipe('wrong', dataset={'name': 'latents'}, streams=streams)))
 
 

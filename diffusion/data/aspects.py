@@ -1,0 +1,87 @@
+"""A stream of several shapes as streams of one shape each."""
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from streaming.base.storage import CloudDownloader
+
+from diffusion.data.buckets import BUCKETS, Shape, read_buckets
+from diffusion.recipe import StreamConfig
+
+log = logging.getLogger(__name__)
+
+
+def by_shape(streams: Mapping[str, StreamConfig], *, smallest: int = 1) -> dict[str, StreamConfig]:
+    """The streams, each with `aspects` replaced by one a shape, called `photos/640x384`.
+
+    Its proportion is shared out by samples; what it says else holds for every shape.
+
+    Args:
+        streams: By name.
+        smallest: Shapes with fewer samples are left out, and a warning says how many that are.
+
+    Raises:
+        ValueError: A folder has no list of its shapes, or no shape has samples enough.
+    """
+    found: dict[str, StreamConfig] = {}
+    for name, stream in streams.items():
+        found |= _shapes_of(name, stream, smallest) if stream.aspects else {name: stream}
+    return found
+
+
+def _shapes_of(name: str, stream: StreamConfig, smallest: int) -> dict[str, StreamConfig]:
+    counts = _buckets(name, stream)
+    kept = {shape: count for shape, count in counts.items() if count >= smallest}
+    if not kept:
+        raise ValueError(
+            f'streams.{name}: none of its {len(counts)} shapes has the {smallest} samples of a batch; '
+            'prepare it with fewer shapes, or use a smaller global_batch'
+        )
+    if len(kept) < len(counts):
+        left = [f'{shape} ({count})' for shape, count in counts.items() if shape not in kept]
+        log.warning(
+            'streams.%s: left out, since they do not fill a batch of %d: %s; prepare it with fewer shapes to use them',
+            *(name, smallest, ', '.join(left)),
+        )
+    whole = sum(kept.values())
+    return {
+        f'{name}/{shape}': replace(
+            stream,
+            aspects=False,
+            shape=str(shape),
+            remote=_inside(stream.remote, shape),
+            local=_inside(stream.local, shape),
+            proportion=None if stream.proportion is None else stream.proportion * count / whole,
+        )
+        for shape, count in kept.items()
+    }
+
+
+def _buckets(name: str, stream: StreamConfig) -> dict[Shape, int]:
+    try:
+        if stream.remote is None or '://' not in stream.remote:
+            return read_buckets(Path(stream.remote or stream.local or ''))
+        if stream.local is None:
+            raise ValueError('has a remote and no local; give a folder for the cache')
+        return read_buckets(_fetched(stream.remote, Path(stream.local)))
+    except ValueError as error:
+        raise ValueError(f'streams.{name}: {error}') from error
+
+
+def _fetched(remote: str, local: Path) -> Path:
+    """The folder with the list of an object store's shapes, fetched anew: it may have got more."""
+    local.mkdir(parents=True, exist_ok=True)
+    unfinished = local / f'.{BUCKETS}.{os.getpid()}'
+    try:
+        CloudDownloader.get(remote).download(f'{remote.rstrip("/")}/{BUCKETS}', str(unfinished), timeout=60)
+    except Exception as error:  # every cloud's client raises its own kind
+        raise ValueError(f'{remote} gave no {BUCKETS} ({error})') from error
+    unfinished.replace(local / BUCKETS)
+    return local
+
+
+def _inside(folder: str | None, shape: Shape) -> str | None:
+    return None if folder is None else f'{folder.rstrip("/")}/{shape}'

@@ -102,12 +102,22 @@ class PrecomputeConfig:
     """The streams of pictures."""
     out: str = ''
     """The folder for the latents, one sub-folder a stream."""
+    latents: Literal['image', 'image+text'] = 'image'
+    """image: the text encoder runs while training; image+text: its output is stored too, 158 kB a caption for SD2."""
+    captions: Literal['all', 'first', 'longest'] = 'all'
+    """Which of a picture's captions image+text encodes; those of image are all kept, as text."""
     posterior: Literal['sample', 'mean'] = 'sample'
     """sample stores mean and log-variance, so that every epoch draws anew; mean stores half as much."""
     dtype: Literal['float16', 'float32'] = 'float16'
     """Of what is stored."""
+    crop: Literal['center', 'random'] = 'center'
+    """The middle of a picture, or the crop that training on the pictures would take in its first epoch."""
+    min_crop_scale: float = 1.0
+    """Smallest size of a random crop, as a share of the largest."""
     batch_size: int = 64
     """Pictures encoded at once."""
+    shard_mb: float = 256.0
+    """Size of a shard in 10**6 bytes, about; an interruption can cost so much of the work on each device."""
 
 
 @dataclass

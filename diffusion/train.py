@@ -68,7 +68,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
     model = building.build_model(recipe)
     loader = building.build_loader(recipe, 'train')
     if isinstance(loader.dataset, LatentsDataset) and isinstance(model, LatentDiffusion):
-        loader.dataset.check_vae(model.vae)
+        loader.dataset.check_encoders(model.vae, model.text, train_text_encoder=model.train_text_encoder)
     if recipe.init_from is not None and not _resumes(recipe, checkpointer):
         start_from(model, recipe.init_from)
     if recipe.parallelism.activation_checkpointing:

@@ -24,6 +24,11 @@ def captions_of(sample: dict[str, Any], where: str) -> list[str]:
 
 def choose(captions: list[str], rule: CaptionChoice, draw: float) -> str:
     """One of the captions; `draw`, in [0, 1), decides for the rule `random`."""
+    return captions[chosen(captions, rule, draw)]
+
+
+def chosen(captions: list[str], rule: CaptionChoice, draw: float) -> int:
+    """The place of the caption that `choose` takes."""
     if rule == 'random':
-        return captions[int(draw * len(captions))]
-    return max(captions, key=len) if rule == 'longest' else captions[0]
+        return int(draw * len(captions))
+    return max(range(len(captions)), key=lambda index: len(captions[index])) if rule == 'longest' else 0

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from streaming import Stream
+
 from diffusion.data.streams import Bucket, BucketedDataset
 
 
@@ -46,14 +48,18 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 def _of_stream(bucket: Bucket, position: int, samples: int) -> dict[str, Any]:
     stream = bucket.stream
-    index = Path(stream.local, stream.split or '', 'index.json')
     return {
         'position': position,  # ids of samples count on from stream to stream
         'shape': str(bucket.shape),
         'choose': int(stream.choose),
         'samples': samples,
-        'index_sha256': hashlib.sha256(index.read_bytes()).hexdigest(),
+        'index_sha256': index_hash(stream),
     }
+
+
+def index_hash(stream: Stream) -> str:
+    """SHA-256 of a stream's index, which holds the hash of every shard where they have hashes."""
+    return hashlib.sha256(Path(stream.local, stream.split or '', 'index.json').read_bytes()).hexdigest()
 
 
 def _differences(where: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:

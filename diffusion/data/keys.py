@@ -9,6 +9,9 @@ LATENT_MOMENTS = 'latent_moments'
 INPUT_IDS = 'input_ids'
 """Tokens of the caption, int64 [B, E, L], E text encoders of L tokens."""
 
+TEXT_EMBEDS = 'text_embeds'
+"""What the frozen text encoders say of the caption, [B, L, D]; beside its tokens, which a mask is made of."""
+
 SAMPLE_ID = 'sample_id'
 """Index of the sample in its dataset, int64 [B]; what keyed randomness depends on."""
 

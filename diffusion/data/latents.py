@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from streaming.base.storage import CloudDownloader
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from diffusion.data import keys
-from diffusion.data.captions import CaptionChoice, captions_of, choose
+from diffusion.data.captions import CaptionChoice, captions_of, chosen
 from diffusion.data.streams import Bucket, BucketedDataset
 from diffusion.models.noise import Purpose
-from diffusion.models.parts import latent_statistics, tokenize
+from diffusion.models.parts import TextConditioner, latent_statistics, tokenize
 
 MANIFEST = 'manifest.json'
 
@@ -41,25 +42,68 @@ class LatentManifest:
     """`sample`: mean and log-variance are stored; `mean`: the mean alone."""
     dtype: str
     """Of what is stored."""
+    crop: str = 'center'
+    """Which part of a picture was encoded: the middle, or at random, by which smallest scale and seed."""
+    text_encoder: str | None = None
+    """Fingerprint of the text encoders whose output is stored; None where they run while training."""
+    captions: str = 'all'
+    """Which of a picture's captions are there."""
+    source: str = ''
+    """SHA-256 of the index of the pictures."""
     version: int = 2
 
     def write(self, folder: Path) -> None:
-        (folder / MANIFEST).write_text(json.dumps(dataclasses.asdict(self), indent=2) + '\n')
+        """Write the manifest beside the shards of a folder."""
+        unfinished = folder / f'.{MANIFEST}.unfinished'
+        unfinished.write_text(json.dumps(dataclasses.asdict(self), indent=2) + '\n')
+        unfinished.replace(folder / MANIFEST)
+
+    @classmethod
+    def read(cls, folder: Path, where: str) -> 'LatentManifest':
+        """The manifest of a folder.
+
+        Raises:
+            ValueError: There is none of this version; the message begins with `where`.
+        """
+        path = folder / MANIFEST
+        if not path.exists():
+            raise ValueError(f'{where}: no {MANIFEST} beside its shards; latents are made by task=precompute')
+        known = {field.name for field in dataclasses.fields(cls)}
+        try:
+            content = json.loads(path.read_text(encoding='utf-8'))
+        except ValueError:
+            content = {}
+        if not isinstance(content, dict) or set(content) != known or content['version'] != 2:
+            raise ValueError(f'{where}: {path} is not a manifest of version 2; precompute the latents again')
+        return cls(**content)
 
 
-def vae_fingerprint(vae: AutoencoderKL) -> str:
+def weights_fingerprint(module: nn.Module) -> str:
     """SHA-256 over names, shapes and values (rounded to float16) of the weights, so that precision does not matter."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(vae.state_dict().items()):
+    for name, tensor in sorted(module.state_dict().items()):
         digest.update(f'{name}{tuple(tensor.shape)}'.encode())
         digest.update(tensor.detach().cpu().to(torch.float16).contiguous().view(torch.int16).numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
-def manifest_of(vae: AutoencoderKL, *, shape: str, posterior: str, dtype: str) -> LatentManifest:
-    """The manifest of latents that this VAE makes."""
+def manifest_of(
+    vae: AutoencoderKL,
+    *,
+    shape: str,
+    posterior: str,
+    dtype: str,
+    crop: str = 'center',
+    text: TextConditioner | None = None,
+    captions: str = 'all',
+) -> LatentManifest:
+    """The manifest of latents that this VAE, and these text encoders if any, make."""
     mean, std = latent_statistics(vae)
-    return LatentManifest(vae_fingerprint(vae), mean.tolist(), std.tolist(), shape, posterior, dtype)
+    return LatentManifest(
+        *(weights_fingerprint(vae), mean.tolist(), std.tolist(), shape, posterior, dtype, crop),
+        text_encoder=None if text is None else weights_fingerprint(text),
+        captions=captions,
+    )
 
 
 def read_manifest(bucket: Bucket) -> LatentManifest:
@@ -71,20 +115,11 @@ def read_manifest(bucket: Bucket) -> LatentManifest:
             CloudDownloader.get(remote).download(f'{remote.rstrip("/")}/{MANIFEST}', str(local), timeout=60)
         except Exception as error:  # every cloud's client raises its own kind
             raise ValueError(f'{where}.remote: {remote} gave no {MANIFEST} ({error})') from error
-    if not local.exists():
-        raise ValueError(f'{where}: no {MANIFEST} beside its shards; latents are made by task=precompute')
-    known = {field.name for field in dataclasses.fields(LatentManifest)}
-    try:
-        content = json.loads(local.read_text())
-    except ValueError:
-        content = {}
-    if set(content) != known or content['version'] != 2:
-        raise ValueError(f'{where}: {local} is not a manifest of version 2; precompute the latents again')
-    return LatentManifest(**content)
+    return LatentManifest.read(local.parent, where)
 
 
 class LatentsDataset(BucketedDataset):
-    """Moments of the VAE's posterior, float32 [C or 2C, H, W], and tokens [E, L].
+    """Moments of the VAE's posterior, float32 [C or 2C, H, W], tokens [E, L], and text embeddings [L, D] if stored.
 
     Args:
         buckets: Streams made by `task: precompute`, a manifest beside the shards of each.
@@ -110,6 +145,7 @@ class LatentsDataset(BucketedDataset):
         self.tokenizers = list(tokenizers)
         self.caption_choice: CaptionChoice = caption_choice
         self.manifests = [read_manifest(bucket) for bucket in self.buckets]
+        self.with_text = self._all_with_text()
         for bucket, manifest in zip(self.buckets, self.manifests, strict=True):
             if str(bucket.shape) != manifest.shape:
                 raise ValueError(
@@ -119,22 +155,33 @@ class LatentsDataset(BucketedDataset):
 
     def __getitem__(self, at: int) -> dict[str, Any]:  # type: ignore[override]
         sample = super().__getitem__(at)
-        caption = choose(
-            captions_of(sample, self.where(at)), self.caption_choice, self.draws(at, Purpose.CAPTION_CHOICE)[0]
-        )
-        return {
+        captions = captions_of(sample, self.where(at))
+        place = chosen(captions, self.caption_choice, self.draws(at, Purpose.CAPTION_CHOICE)[0])
+        item: dict[str, Any] = {
             keys.LATENT_MOMENTS: torch.from_numpy(sample[keys.LATENT_MOMENTS].astype('float32')),
-            keys.INPUT_IDS: tokenize(self.tokenizers, [caption])[0],
-        } | self.identity(at)
+            keys.INPUT_IDS: tokenize(self.tokenizers, [captions[place]])[0],
+        }
+        if self.with_text:
+            item[keys.TEXT_EMBEDS] = torch.from_numpy(sample[keys.TEXT_EMBEDS][place].copy())
+        return item | self.identity(at)
 
-    def check_vae(self, vae: AutoencoderKL) -> None:
-        """Refuse latents of another VAE than the model's.
+    def _all_with_text(self) -> bool:
+        stored = [manifest.text_encoder is not None for manifest in self.manifests]
+        if any(stored) and not all(stored):
+            names = ', '.join(bucket.name for bucket, has in zip(self.buckets, stored, strict=True) if not has)
+            raise ValueError(f'streams: {names} hold no encoded text and the others do; precompute all of them alike')
+        return all(stored)
+
+    def check_encoders(self, vae: AutoencoderKL, text: TextConditioner, *, train_text_encoder: bool) -> None:
+        """Refuse latents of another VAE than the model's, and stored text of other encoders.
 
         Raises:
-            ValueError: Weights or latent statistics differ.
+            ValueError: Weights or latent statistics differ, or the model trains the encoders whose text is stored.
         """
+        if self.with_text:
+            self._check_text(text, train_text_encoder)
+        own = manifest_of(vae, shape='', posterior='', dtype='')
         for bucket, manifest in zip(self.buckets, self.manifests, strict=True):
-            own = manifest_of(vae, shape='', posterior='', dtype='')
             for what in ('vae', 'latent_mean', 'latent_std'):
                 stored, expected = getattr(manifest, what), getattr(own, what)
                 if stored != expected:
@@ -143,3 +190,18 @@ class LatentsDataset(BucketedDataset):
                         f'({what} is {stored}, the model has {expected}); '
                         'precompute them again with this model, or give the model their VAE'
                     )
+
+    def _check_text(self, text: TextConditioner, train_text_encoder: bool) -> None:
+        names = ', '.join(f'streams.{bucket.name}' for bucket in self.buckets)
+        if train_text_encoder:
+            raise ValueError(
+                f'{names}: they hold what a frozen text encoder says, and this model trains its own; '
+                'precompute with latents: image'
+            )
+        own = weights_fingerprint(text)
+        for bucket, manifest in zip(self.buckets, self.manifests, strict=True):
+            if manifest.text_encoder != own:
+                raise ValueError(
+                    f'streams.{bucket.name}: its text was encoded by another text encoder '
+                    f'({manifest.text_encoder}, the model has {own}); precompute it again with this model'
+                )

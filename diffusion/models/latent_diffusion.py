@@ -115,6 +115,7 @@ class LatentDiffusion(ComposerModel):
         self.seed = seed
         self.sample_losses = None
         self._scale_checked = False
+        self._empty_embeds: Tensor | None = None
 
         dtype = encoder_precision(encoder_dtype)
         self._frozen: dict[str, nn.Module] = {'vae': _freeze(vae, dtype)}
@@ -171,8 +172,7 @@ class LatentDiffusion(ComposerModel):
         if self.objective.offset_noise:
             offset = draws.normal(Purpose.OFFSET_NOISE, (latents.shape[1], 1, 1))
             noise = noise + self.objective.offset_noise * offset
-        input_ids, keep = self._drop_captions(batch[keys.INPUT_IDS], draws)
-        return self.denoise(latents, noise, timesteps, *self._condition(input_ids, keep))
+        return self.denoise(latents, noise, timesteps, *self._condition_of(batch, draws))
 
     def denoise(
         self, latents: Tensor, noise: Tensor, timesteps: Tensor, text_embeds: Tensor, mask: Tensor | None = None
@@ -228,7 +228,7 @@ class LatentDiffusion(ComposerModel):
         training loss, dominated by which timesteps came up, does not (Esser et al. 2024, section 5.2).
         """
         latents = self.latents_of(batch)
-        condition = self._condition(batch[keys.INPUT_IDS])
+        condition = self._condition_of(batch)
         sample_id = batch.get(keys.SAMPLE_ID, torch.arange(len(latents), device=latents.device))
         errors = []
         for index, timestep in enumerate(self.validation_timesteps()):
@@ -375,24 +375,39 @@ class LatentDiffusion(ComposerModel):
                 std,
             )
 
-    def _drop_captions(self, input_ids: Tensor, draws: Draws) -> tuple[Tensor, Tensor | None]:
-        if self.caption_dropout == 0:
-            return input_ids, None
-        keep = draws.uniform(Purpose.CAPTION_DROPOUT) >= self.caption_dropout
-        if self.caption_dropout_mode == 'zeros':
-            return input_ids, keep
-        return torch.where(keep[:, None, None], input_ids, self.empty_ids), None
+    def _condition_of(self, batch: Mapping[str, Tensor], draws: Draws | None = None) -> tuple[Tensor, Tensor | None]:
+        """Text embeddings and padding mask of a batch; with draws, captions are dropped."""
+        input_ids, embeds, keep = batch[keys.INPUT_IDS], batch.get(keys.TEXT_EMBEDS), None
+        if draws is not None and self.caption_dropout:
+            keep = draws.uniform(Purpose.CAPTION_DROPOUT) >= self.caption_dropout
+        if keep is not None and self.caption_dropout_mode == 'empty':
+            input_ids = torch.where(keep[:, None, None], input_ids, self.empty_ids)
+            if embeds is not None:
+                embeds = torch.where(keep[:, None, None], embeds, self._embeds_of_nothing().to(embeds.dtype))
+            keep = None
+        return self._condition(input_ids, keep, embeds)
 
-    def _condition(self, input_ids: Tensor, keep: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def _condition(
+        self, input_ids: Tensor, keep: Tensor | None = None, embeds: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Text embeddings [B, L, D], zeros where `keep` is False, and the padding mask [B, L] where it is used."""
-        if self.train_text_encoder:
-            embeds = self.text(input_ids)
-        else:
-            with torch.no_grad(), torch.autocast(input_ids.device.type, enabled=False):
-                embeds = at_least_float32(self.text(input_ids))
+        embeds = self.embed(input_ids) if embeds is None else at_least_float32(embeds)
         if keep is not None:
             embeds = embeds * keep[:, None, None]
         return embeds, self.text.padding_mask(input_ids) if self.mask_padding else None
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """What the text encoders say of tokens [B, E, L]: [B, L, D], float32 of frozen ones."""
+        if self.train_text_encoder:
+            return self.text(input_ids)
+        with torch.no_grad(), torch.autocast(input_ids.device.type, enabled=False):
+            return at_least_float32(self.text(input_ids))
+
+    def _embeds_of_nothing(self) -> Tensor:
+        """What the frozen text encoders say of the empty caption [1, L, D], asked once."""
+        if self._empty_embeds is None or self._empty_embeds.device != self.device:
+            self._empty_embeds = self.embed(self.empty_ids[None])
+        return self._empty_embeds
 
     def _unconditional(self, negative_prompt: str, count: int) -> tuple[Tensor, Tensor | None]:
         dropped = self.caption_dropout_mode == 'zeros' and not negative_prompt

@@ -54,6 +54,7 @@ def dataset_without_shards(
 ) -> BucketedDataset:
     """A BucketedDataset with the figures that Streaming reads from indexes: the sizes of each stream's shards."""
     dataset = BucketedDataset.__new__(BucketedDataset)
+    epoch_size = streaming.pop('epoch_size', None)
     values = {
         'sampling_method': 'balanced',
         'sampling_granularity': 1,
@@ -83,8 +84,10 @@ def dataset_without_shards(
     dataset.sample_offset_per_shard = dataset.samples_per_shard.cumsum() - dataset.samples_per_shard
     dataset.stream_per_shard = np.repeat(np.arange(len(streams)), dataset.shards_per_stream)
     dataset.spanner = Spanner(dataset.samples_per_shard)
-    dataset.epoch_size = Stream.apply_weights(dataset.streams, dataset.samples_per_stream, None, dataset.shuffle_seed)
-    dataset.by_shares = any(stream._proportion is not None for stream in dataset.streams)
+    dataset.epoch_size = Stream.apply_weights(
+        dataset.streams, dataset.samples_per_stream, epoch_size, dataset.shuffle_seed
+    )
+    dataset.by_shares = epoch_size is not None or any(stream._proportion is not None for stream in dataset.streams)
     dataset._take_whole_batches()
     return dataset
 
@@ -218,6 +221,33 @@ def test_amounts_are_rounded_to_whole_batches_and_said(caplog):
     assert sum(stream.proportion for stream in dataset.streams) == pytest.approx(1)
     assert 'streams.s1: an epoch takes 64 samples, 2 batches, and leaves 6 of its 70 for another epoch' in caplog.text
     assert 'streams.s2: its 5 samples do not fill a global batch of 32; a batch holds samples more' in caplog.text
+
+
+@pytest.mark.parametrize('by', ['proportion', 'samples'])
+def test_six_shapes_keep_their_shares_to_a_hundredth_on_1_to_64_devices(by):
+    """Two resolutions of three aspects, in an epoch of 1,000 batches."""
+    shares = [0.31, 0.2, 0.09, 0.25, 0.1, 0.05]
+    sizes = [round(100_000 * share) for share in shares] if by == 'samples' else [500, 9000, 70, 4000, 4000, 30_000]
+    streams = [
+        (stream(proportion=share) if by == 'proportion' else stream(), [size // 2, size - size // 2])
+        for share, size in zip(shares, sizes, strict=True)
+    ]
+    dataset = dataset_without_shards(streams, 64, epoch_size=64_000)
+    expected = batches(dataset, LAYOUTS[0])
+    assert len(expected) == 1000 and not any(mixes_streams(dataset, batch) for batch in expected)
+    served = [dataset.bucket_of(batch[0]).name for batch in expected]
+    for index, share in enumerate(shares):
+        assert served.count(f's{index}') == pytest.approx(1000 * share, rel=0.01)
+    for layout in LAYOUTS[1:]:
+        assert batches(dataset, layout) == expected
+
+
+def test_a_share_that_whole_batches_cannot_keep_is_told(caplog):
+    dataset = dataset_without_shards([(stream(proportion=0.95), [1000]), (stream(proportion=0.05), [1000])], 100)
+    assert [stream.choose for stream in dataset.streams] == [1900, 100]
+    assert 'in whole batches' not in caplog.text
+    dataset_without_shards([(stream(proportion=0.95), [1000]), (stream(proportion=0.07), [1000])], 100)
+    assert 'streams.s1: 0.0686 of an epoch was asked for, in whole batches it is 0.0500; a larger' in caplog.text
 
 
 def test_an_epoch_of_very_many_samples_is_drawn_in_handfuls():

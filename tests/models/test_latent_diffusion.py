@@ -133,15 +133,23 @@ def test_caption_dropout_drops_the_asked_share(make_model, mode):
     size = 2000
     ids = model._tokens(['a caption']).expand(size, -1, -1)
     draws = Draws(17, torch.arange(size), torch.zeros(size, dtype=torch.long), torch.zeros(size, dtype=torch.long))
-    kept_ids, keep = model._drop_captions(ids, draws)
-    if mode == 'empty':
-        dropped = (kept_ids == model.empty_ids).all(dim=-1)[:, 0]
-        assert keep is None
-    else:
-        dropped = ~keep
-        embeds, _ = model._condition(ids[:50], keep[:50])
-        assert torch.equal(embeds.abs().sum(dim=(1, 2)) == 0, dropped[:50])
+    with torch.no_grad():
+        embeds, _ = model._condition_of({keys.INPUT_IDS: ids}, draws)
+        nothing = model.embed(model.empty_ids[None]) if mode == 'empty' else torch.zeros(1)
+    dropped = torch.isclose(embeds, nothing, atol=1e-5).all(dim=(1, 2))
     assert dropped.float().mean() == pytest.approx(0.3, abs=0.04)
+    assert torch.equal(dropped, draws.uniform(Purpose.CAPTION_DROPOUT) < 0.3)
+
+
+@pytest.mark.parametrize('mode', ['empty', 'zeros'])
+def test_stored_text_is_as_good_as_encoding_it_while_training(make_model, mode):
+    model = make_model(caption_dropout=0.5, caption_dropout_mode=mode, mask_padding=True, train_text_encoder=False)
+    batch = batch_of(model)
+    stored = batch | {keys.TEXT_EMBEDS: model.embed(batch[keys.INPUT_IDS]).half()}
+    torch.testing.assert_close(model(stored).prediction, model(batch).prediction, rtol=1e-2, atol=2e-3)
+    torch.testing.assert_close(model.eval_forward(stored), model.eval_forward(batch), rtol=1e-2, atol=2e-3)
+    other = batch | {keys.TEXT_EMBEDS: torch.randn_like(stored[keys.TEXT_EMBEDS])}
+    assert not torch.allclose(model(other).prediction, model(batch).prediction, rtol=1e-2, atol=2e-3)
 
 
 def test_padding_mask_hides_what_follows_the_caption(make_model):

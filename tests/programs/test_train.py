@@ -325,20 +325,6 @@ def test_pictures_are_not_taken_for_latents(write_recipe):
         build_trainer(load(write_recipe('wrong', dataset={'name': 'latents'})))
 
 
-def test_latents_are_not_written_twice_or_by_halves(latents, monkeypatch, tmp_path):
-    path, _, overrides = latents
-    with pytest.raises(ValueError, match='precompute.out: .*px32 exists; remove it or give another folder'):
-        precompute(load(path, overrides))
-
-    def full(*_args: object, **_kwargs: object) -> None:
-        raise OSError(28, 'No space left on device')
-
-    monkeypatch.setattr('diffusion.precompute.MDSWriter.write', full)
-    with pytest.raises(OSError, match='No space left'):
-        precompute(load(path, [*overrides, f'precompute.out={tmp_path}/new']))
-    assert list((tmp_path / 'new').iterdir()) == []
-
-
 @pytest.mark.parametrize(
     ('damage', 'message'),
     [

@@ -1,0 +1,110 @@
+"""A folder of numbered MDS shards that several processes fill, each shard at once and whole, in any order.
+
+A shard counts as there when its entry of the index stands beside it as `shard.00007.json`, which is written last. After
+an interruption, on any number of processes, those without an entry are written again; what is in a shard may depend on
+its number alone, so that the folder is the same however often that happened.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from streaming import MDSWriter
+
+from diffusion.data.fingerprint import differences
+
+PLAN = 'plan.json'
+
+
+class ShardStore:
+    """Shards being written into a folder.
+
+    Args:
+        folder: On a file system that all processes share.
+        columns: MDS encodings by column.
+        hashes: Kept in the index, for readers to check.
+    """
+
+    def __init__(self, folder: Path, columns: Mapping[str, str], *, hashes: Iterable[str] = ('sha1', 'xxh64')) -> None:
+        self.folder = folder
+        self.columns = dict(columns)
+        self.hashes = list(hashes)
+
+    def open(self, plan: Mapping[str, Any], where: str) -> None:
+        """Begin, or go on with what the same plan began; for one process.
+
+        Raises:
+            ValueError: The folder holds shards of another plan.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path, plan = self.folder / PLAN, json.loads(json.dumps(plan))
+        if not path.exists():
+            _write(path, json.dumps(plan, indent=2) + '\n')
+            return
+        try:
+            found = list(differences(json.loads(path.read_text(encoding='utf-8')), plan))
+        except ValueError as error:
+            raise ValueError(f'{where}: {path} is damaged ({error}); remove {self.folder}') from error
+        if found:
+            told = '\n  '.join(line.replace('in the checkpoint', 'begun with') for line in found)
+            raise ValueError(f'{where}: {self.folder} was begun with other settings:\n  {told}\nremove it, or go back')
+
+    def missing(self, count: int) -> list[int]:
+        """Numbers of the shards, of `count`, that are not there yet."""
+        if self._index.exists():
+            return []
+        return [number for number in range(count) if not self._entry(number).exists()]
+
+    def write(self, number: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Write a shard whole."""
+        with self._scratch(number) as scratch:
+            writer = MDSWriter(out=str(scratch), columns=self.columns, hashes=self.hashes, size_limit=None)
+            for row in rows:
+                writer.write(dict(row))
+            writer.finish()
+            (entry,) = json.loads((scratch / 'index.json').read_text(encoding='utf-8'))['shards']
+            written, final = scratch / entry['raw_data']['basename'], self.folder / f'shard.{number:05}.mds'
+            entry['raw_data']['basename'] = final.name
+            _flush(written)
+            os.replace(written, final)
+            _write(self._entry(number), json.dumps(entry, sort_keys=True))
+
+    def finish(self, count: int) -> None:
+        """Write index.json and remove what only going on needs; for one process, when all shards are there."""
+        if not self._index.exists():
+            entries = [json.loads(self._entry(number).read_text(encoding='utf-8')) for number in range(count)]
+            _write(self._index, json.dumps({'version': 2, 'shards': entries}, sort_keys=True))
+        for path in [*self.folder.glob('.shard.*'), *self.folder.glob('shard.*.json'), self.folder / PLAN]:
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+    @property
+    def _index(self) -> Path:
+        return self.folder / 'index.json'
+
+    def _entry(self, number: int) -> Path:
+        return self.folder / f'shard.{number:05}.json'
+
+    @contextmanager
+    def _scratch(self, number: int) -> Iterator[Path]:
+        scratch = self.folder / f'.shard.{number:05}.unfinished'
+        shutil.rmtree(scratch, ignore_errors=True)  # of a process that was killed
+        try:
+            yield scratch
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _write(path: Path, text: str) -> None:
+    unfinished = path.with_name(f'.{path.name}.unfinished')
+    unfinished.write_text(text, encoding='utf-8')
+    _flush(unfinished)
+    os.replace(unfinished, path)
+
+
+def _flush(path: Path) -> None:
+    with path.open('rb+') as file:
+        os.fsync(file.fileno())

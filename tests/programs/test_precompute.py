@@ -1,0 +1,156 @@
+"""Precomputed latents: the same files on any number of devices and after any kill, the same losses as online."""
+
+import hashlib
+import json
+import random
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import write_pictures
+from ranks import read_losses
+
+from diffusion.config import load
+from diffusion.data.buckets import Shape, write_buckets
+from diffusion.data.latents import LatentManifest
+from diffusion.precompute import precompute
+from diffusion.train import train
+
+COUNTS = {Shape(32, 32): 24, Shape(64, 32): 16, Shape(32, 48): 8}
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """Hash of every file by its path."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob('*'))
+        if path.is_file()
+    }
+
+
+@pytest.fixture(scope='module')
+def content(tmp_path_factory, tiny_recipe):
+    """A recipe that encodes pictures of three shapes and 24 squares of 64 px, in shards of 4 or 8 samples."""
+    root = tmp_path_factory.mktemp('sources')
+    for index, (shape, count) in enumerate(COUNTS.items()):
+        write_pictures(root / 'shapes' / str(shape), count=count, side=80, offset=100 * index)
+    write_buckets(root / 'shapes', 32, {shape: {'samples': count} for shape, count in COUNTS.items()})
+    write_pictures(root / 'squares', count=24, side=70, offset=500)
+    streams = {
+        'shapes': {'local': str(root / 'shapes'), 'resolution': 32, 'aspects': True},
+        'squares': {'local': str(root / 'squares'), 'resolution': 64},
+    }
+    recipe = tiny_recipe(root / 'runs', task='precompute')
+    recipe['precompute'] = {'out': '???', 'streams': streams, 'batch_size': 4, 'shard_mb': 0.01, 'dtype': 'float32'}
+    return recipe
+
+
+@pytest.fixture
+def write(content, tmp_path):
+    """Writes the recipe; keywords replace what `precompute` says."""
+
+    def written(out: str = 'latents', model: dict | None = None, **settings) -> Path:
+        sections = {'precompute': content['precompute'] | {'out': str(tmp_path / out)} | settings}
+        path = tmp_path / f'{out}.yaml'
+        path.write_text(yaml.safe_dump(content | sections | {'model': content['model'] | (model or {})}))
+        return path
+
+    return written
+
+
+def test_every_shape_is_a_folder_with_its_manifest_and_no_leftovers(write, tmp_path):
+    precompute(load(write()))
+    out = tmp_path / 'latents'
+    assert sorted(path.name for path in out.iterdir()) == ['shapes', 'squares']
+    listed = json.loads((out / 'shapes/buckets.json').read_text())['buckets']
+    assert {name: bucket['samples'] for name, bucket in listed.items()} == {str(s): n for s, n in COUNTS.items()}
+    for shape, count in COUNTS.items():
+        folder = out / 'shapes' / str(shape)
+        index = json.loads((folder / 'index.json').read_text())
+        assert sum(shard['samples'] for shard in index['shards']) == count
+        assert {*index['shards'][0]['raw_data']['hashes']} == {'sha1', 'xxh64'}
+        assert len(index['shards']) > 1
+        names = {shard['raw_data']['basename'] for shard in index['shards']} | {'index.json', 'manifest.json'}
+        assert {path.name for path in folder.iterdir()} == names
+        assert LatentManifest.read(folder, '').shape == str(shape)
+
+
+def test_started_again_it_is_done_and_with_other_settings_refused(write, tmp_path):
+    precompute(load(write()))
+    before = contents(tmp_path / 'latents')
+    precompute(load(write()))
+    assert contents(tmp_path / 'latents') == before
+    with pytest.raises(ValueError, match=r'precompute\.out: .* holds other latents \(posterior differ\); remove it'):
+        precompute(load(write(posterior='mean')))
+    with pytest.raises(ValueError, match=r'precompute\.out: .* holds other latents \(text_encoder, captions differ\)'):
+        precompute(load(write(model={'train_text_encoder': False}, latents='image+text', captions='first')))
+
+
+def test_what_others_began_is_not_gone_on_with(write, tmp_path, monkeypatch):
+    def full(*_args: object, **_kwargs: object) -> None:
+        raise OSError(28, 'No space left on device')
+
+    with monkeypatch.context() as patch:
+        patch.setattr('diffusion.data.shard_store.os.replace', full)
+        with pytest.raises(OSError, match='No space left'):
+            precompute(load(write()))
+    assert not list((tmp_path / 'latents').glob('**/index.json'))
+    precompute(load(write(out='whole')))
+    # What there is of the plan is of batches of 4.
+    (tmp_path / 'latents/.squares.unfinished').mkdir(exist_ok=True, parents=True)
+    plan = {'samples': 24, 'samples_per_shard': 8}
+    (tmp_path / 'latents/.squares.unfinished/plan.json').write_text(json.dumps(plan))
+    with pytest.raises(ValueError, match=r'begun with other settings:\n  samples_per_shard: 8 begun with, 4 now'):
+        precompute(load(write()))
+
+
+def test_a_text_encoder_that_is_trained_cannot_be_stored(write):
+    with pytest.raises(ValueError, match=r'precompute\.latents: image\+text needs a frozen text encoder'):
+        precompute(load(write(latents='image+text', model={'train_text_encoder': True})))
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_the_files_are_the_same_on_two_ranks_and_after_kills(write, tmp_path, ranks):
+    precompute(load(write('whole')))
+    expected = contents(tmp_path / 'whole')
+    ranks.run(2, write('two'))
+    assert contents(tmp_path / 'two') == expected
+    path, rng, kills = write('killed'), random.Random(3), 0
+    while kills < 5 and not (tmp_path / 'killed/squares').exists():
+        job = ranks.start(kills % 2 + 1, path)
+        # Into the middle of the encoding: when it has written another shard, and a little later.
+        before = set((tmp_path / 'killed').glob('**/shard.*.json'))
+        while job.running() and set((tmp_path / 'killed').glob('**/shard.*.json')) <= before:
+            job.spend(0.002)
+        job.spend(rng.random() * 0.05)
+        kills += job.running()
+        job.kill()
+    assert kills >= 3
+    ranks.run(2, path)
+    assert contents(tmp_path / 'killed') == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('latents', ['image', 'image+text'])
+def test_losses_on_latents_equal_losses_on_pictures(latents, write, write_recipe, tmp_path):
+    """The same keyed crops, captions, dropout and noise; float32."""
+    model = yaml.safe_load(write().read_text())['model'] | {'train_text_encoder': False, 'caption_dropout': 0.3}
+    made = write(model={'train_text_encoder': False}, latents=latents, crop='random', min_crop_scale=0.6)
+    precompute(load(made))
+    pictures = yaml.safe_load(made.read_text())['precompute']['streams']
+    stored = {name: stream | {'local': str(tmp_path / 'latents' / name)} for name, stream in pictures.items()}
+    settings = {
+        'model': model,
+        # Shuffling, and drawing a part of a stream, go by shards, which differ: all samples in their order.
+        'loader': {'num_workers': 0, 'shuffle': False},
+        'trainer': {'max_duration': '1ep', 'progress_bar': False, 'device': 'cpu'},
+    }
+    crop = {'name': 'image_text', 'crop': 'random', 'min_crop_scale': 0.6}
+    train(load(write_recipe('online', streams=pictures, dataset=crop, **settings))).close()
+    train(load(write_recipe('offline', streams=stored, dataset={'name': 'latents'}, **settings))).close()
+    online, offline = (read_losses(tmp_path / 'runs' / name) for name in ('online', 'offline'))
+    assert len(online) == 3 + 2 + 1 + 3
+    assert offline.keys() == online.keys()
+    for batch in online:
+        assert offline[batch] == pytest.approx(online[batch], rel=1e-3)

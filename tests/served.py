@@ -1,0 +1,39 @@
+"""A callback that notes what a run served: an own line a rank and batch, with ids and shape."""
+
+import json
+from pathlib import Path
+
+from composer.core import Callback, State
+from composer.loggers import Logger
+from composer.utils import dist
+
+from diffusion.data import keys
+from diffusion.registry import register
+
+
+class Served(Callback):
+    """Writes `served-<rank>.jsonl` into a folder."""
+
+    def __init__(self, folder: str = 'runs') -> None:
+        self.path = Path(folder) / f'served-{dist.get_global_rank()}.jsonl'
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        batch = state.batch
+        line = {'ids': batch[keys.SAMPLE_ID].tolist(), 'shape': list(batch[keys.IMAGE].shape[2:])}
+        with self.path.open('a') as lines:
+            lines.write(json.dumps(line) + '\n')
+
+
+register('callback', 'served', Served)
+
+
+def read_served(folder: Path) -> list[tuple[list[int], set[tuple[int, ...]]]]:
+    """Sorted ids and shapes of every global batch."""
+    ranks = [
+        [json.loads(line) for line in path.read_text().splitlines()] for path in sorted(folder.glob('served-*.jsonl'))
+    ]
+    return [
+        (sorted(index for line in lines for index in line['ids']), {tuple(line['shape']) for line in lines})
+        for lines in zip(*ranks, strict=True)
+    ]

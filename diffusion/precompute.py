@@ -11,6 +11,7 @@ it, on how many there are, or on what was interrupted.
 import logging
 import math
 import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,17 +27,18 @@ from diffusion import building
 from diffusion.config import Component, Recipe
 from diffusion.data import keys
 from diffusion.data.aspects import by_shape
-from diffusion.data.buckets import Shape, write_buckets
+from diffusion.data.buckets import BUCKETS, Shape, write_buckets
 from diffusion.data.captions import captions_of, choose
 from diffusion.data.fingerprint import index_hash
 from diffusion.data.image_text import ImageTextDataset
-from diffusion.data.latents import LatentManifest, manifest_of
+from diffusion.data.latents import MANIFEST, LatentManifest, manifest_of
 from diffusion.data.loader import default_num_workers, outlive_signals
 from diffusion.data.shard_store import ShardStore
 from diffusion.data.streams import Bucket
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.parts import downsampling, tokenize
 from diffusion.recipe import PrecomputeConfig
+from diffusion.uploaded_shards import UploadedShards, upload
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +48,7 @@ PATIENCE_SECONDS = 3600.0
 
 @dataclass(frozen=True)
 class Stage:
-    """One stream of one shape on its way to `final`."""
+    """One stream of one shape on its way to its folder."""
 
     bucket: Bucket
     first: int
@@ -57,7 +59,6 @@ class Stage:
     """Hash of its index."""
     per_shard: int
     store: ShardStore
-    final: Path
 
     @property
     def num_shards(self) -> int:
@@ -102,6 +103,7 @@ def precompute(recipe: Recipe) -> None:
         for stage in stages:
             _finish(stage)
         _list_shapes(recipe, dataset)
+    shutil.rmtree(_scratch(recipe), ignore_errors=True)
 
 
 def _dataset(recipe: Recipe) -> ImageTextDataset:
@@ -118,7 +120,7 @@ def _dataset(recipe: Recipe) -> ImageTextDataset:
 
 
 def _stages(recipe: Recipe, dataset: ImageTextDataset, model: LatentDiffusion) -> list[Stage]:
-    settings, out = recipe.precompute, Path(recipe.precompute.out)
+    settings = recipe.precompute
     stages, first = [], 0
     for bucket, samples in zip(dataset.buckets, dataset.samples_per_stream.tolist(), strict=True):
         manifest = manifest_of(
@@ -131,30 +133,42 @@ def _stages(recipe: Recipe, dataset: ImageTextDataset, model: LatentDiffusion) -
             captions=settings.captions,
         )
         columns = _columns(model, bucket.shape, settings)
-        final = out / bucket.name
-        store = ShardStore(final.with_name(f'.{final.name}.unfinished'), columns)
+        store = _store(recipe, bucket.name, columns)
         per_shard = _samples_per_shard(model, bucket.shape, settings)
-        stages.append(Stage(bucket, first, samples, manifest, index_hash(bucket.stream), per_shard, store, final))
+        stages.append(Stage(bucket, first, samples, manifest, index_hash(bucket.stream), per_shard, store))
         first += samples
     return stages
 
 
+def _store(recipe: Recipe, name: str, columns: Mapping[str, str]) -> ShardStore:
+    """What takes the shards of a stream: a folder that all nodes share, or one of an object store."""
+    out = recipe.precompute.out
+    if '://' in out:
+        return UploadedShards(f'{out.rstrip("/")}/{name}', _scratch(recipe) / name, columns)
+    return ShardStore(Path(out, name), columns)
+
+
+def _scratch(recipe: Recipe) -> Path:
+    return recipe.run_dir / f'precompute-{dist.get_global_rank()}'
+
+
 def _is_done(stage: Stage) -> bool:
     """Whether these very latents are there already: a job that is started once too often is no failure."""
-    if not stage.final.exists():
+    folder = stage.store.finished()
+    if folder is None:
         return False
     try:
-        found = LatentManifest.read(stage.final, 'precompute.out')
+        found = LatentManifest.read(folder, 'precompute.out')
     except ValueError as error:
-        raise ValueError(f'precompute.out: {stage.final} exists; remove it or give another folder ({error})') from error
+        raise ValueError(f'precompute.out: {stage.store} exists; remove it or give another folder ({error})') from error
     expected = replace(stage.manifest, source=stage.source)
     if found != expected:
         wrong = [name for name in vars(expected) if getattr(found, name) != getattr(expected, name)]
         raise ValueError(
-            f'precompute.out: {stage.final} exists and holds other latents ({", ".join(wrong)} differ); '
+            f'precompute.out: {stage.store} exists and holds other latents ({", ".join(wrong)} differ); '
             'remove it or give another folder'
         )
-    log.info('%s: done already', stage.final)
+    log.info('%s: done already', stage.store)
     return True
 
 
@@ -245,13 +259,12 @@ def _finish(stage: Stage) -> None:
     missing = stage.store.missing(stage.num_shards)
     if missing:
         raise ValueError(
-            f'precompute.out: {len(missing)} shards of {stage.store.folder} are not there (the first is {missing[0]}); '
+            f'precompute.out: {len(missing)} shards of {stage.store} are not there (the first is {missing[0]}); '
             'is it a folder that all nodes share? Start again to go on'
         )
-    replace(stage.manifest, source=stage.source).write(stage.store.folder)
-    stage.store.finish(stage.num_shards)
-    os.replace(stage.store.folder, stage.final)
-    log.info('%s: %d pictures of %s px in %d shards', stage.final, stage.samples, stage.bucket.shape, stage.num_shards)
+    manifest = replace(stage.manifest, source=stage.source)
+    stage.store.finish(stage.num_shards, beside={MANIFEST: manifest.text()})
+    log.info('%s: %d pictures of %s px in %d shards', stage.store, stage.samples, stage.bucket.shape, stage.num_shards)
 
 
 def _list_shapes(recipe: Recipe, dataset: ImageTextDataset) -> None:
@@ -261,7 +274,16 @@ def _list_shapes(recipe: Recipe, dataset: ImageTextDataset) -> None:
     for name, stream in recipe.precompute.streams.items():
         if stream.aspects:
             buckets = {shapes[each]: {'samples': counts[each]} for each in by_shape({name: stream})}
-            write_buckets(Path(recipe.precompute.out, name), stream.resolution, buckets)
+            _write_buckets(recipe, name, buckets)
+
+
+def _write_buckets(recipe: Recipe, name: str, buckets: Mapping[Shape, Mapping[str, int]]) -> None:
+    out, resolution = recipe.precompute.out.rstrip('/'), recipe.precompute.streams[name].resolution
+    folder = _scratch(recipe) / name if '://' in out else Path(out, name)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_buckets(folder, resolution, buckets)
+    if '://' in out:
+        upload(folder / BUCKETS, f'{out}/{name}')
 
 
 def _columns(model: LatentDiffusion, shape: Shape, settings: PrecomputeConfig) -> dict[str, str]:

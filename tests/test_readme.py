@@ -1,10 +1,13 @@
 """What the README says is run as it stands there."""
 
+import io
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -18,10 +21,49 @@ def command(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, **options)
 
 
+def block(content: str) -> str:
+    """The one piece of Python that has this in it."""
+    (found,) = [text for language, text in BLOCKS if language == 'python' and content in text]
+    return found
+
+
+@pytest.mark.slow
+def test_from_tars_to_the_first_loss(tmp_path):
+    script = block('webdataset')
+    assert len(script.splitlines()) <= 20
+    (tmp_path / 'yamls').symlink_to(ROOT / 'yamls')
+    (tmp_path / 'script.py').write_text(script)
+    for number in range(2):
+        write_tar(tmp_path / 'laion' / f'{number:05}.tar', number)
+    environment = os.environ | {'PYTHONPATH': str(ROOT), 'HF_HUB_OFFLINE': '1'}
+    result = command('script.py', cwd=tmp_path, env=environment)
+    assert result.returncode == 0, result.stderr
+    assert 0 < float(re.fullmatch(r'loss (.*)\n', result.stdout[result.stdout.rindex('loss') :])[1]) < 10
+
+
+def write_tar(path: Path, number: int) -> None:
+    """30 pictures of three aspects, as img2dataset writes them."""
+    from PIL import Image
+
+    path.parent.mkdir(exist_ok=True)
+    with tarfile.open(path, 'w') as tar:
+        for index in range(30):
+            key, (width, height) = f'{number:05}{index:04}', [(96, 96), (140, 84), (84, 140)][index % 3]
+            picture = io.BytesIO()
+            Image.effect_noise((width, height), 20 + index).convert('RGB').save(picture, 'JPEG')
+            caption = f'picture {key}'
+            said = {'key': key, 'caption': caption, 'status': 'success', 'width': width, 'height': height}
+            files = {'jpg': picture.getvalue(), 'txt': caption.encode(), 'json': json.dumps(said).encode()}
+            for suffix, content in files.items():
+                member = tarfile.TarInfo(f'{key}.{suffix}')
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+
+
 @pytest.mark.slow
 def test_the_script_for_other_projects_runs(tmp_path):
     """In a folder that has the quickstart's data and nothing else of ours but the installed package."""
-    (script,) = [text for language, text in BLOCKS if language == 'python']
+    script = block('model.generate')
     (tmp_path / 'yamls').symlink_to(ROOT / 'yamls')
     (tmp_path / 'run.py').symlink_to(ROOT / 'run.py')
     (tmp_path / 'script.py').write_text(script + "\nassert pictures.shape == (1, 3, 64, 64)\nprint('drawn')\n")

@@ -21,18 +21,26 @@ PLAN = 'plan.json'
 
 
 class ShardStore:
-    """Shards being written into a folder.
+    """Shards on their way into a folder, which appears when all are there.
 
     Args:
-        folder: On a file system that all processes share.
+        final: The folder, on a file system that all processes share; until then it is called `.<name>.unfinished`.
         columns: MDS encodings by column.
         hashes: Kept in the index, for readers to check.
     """
 
-    def __init__(self, folder: Path, columns: Mapping[str, str], *, hashes: Iterable[str] = ('sha1', 'xxh64')) -> None:
-        self.folder = folder
+    def __init__(self, final: Path, columns: Mapping[str, str], *, hashes: Iterable[str] = ('sha1', 'xxh64')) -> None:
+        self.final = final
+        self.folder = final.with_name(f'.{final.name}.unfinished')
         self.columns = dict(columns)
         self.hashes = list(hashes)
+
+    def __str__(self) -> str:
+        return str(self.final)
+
+    def finished(self) -> Path | None:
+        """The folder, or what of it says what is in it, if it is there."""
+        return self.final if self.final.exists() else None
 
     def open(self, plan: Mapping[str, Any], where: str) -> None:
         """Begin, or go on with what the same plan began; for one process.
@@ -73,13 +81,20 @@ class ShardStore:
             os.replace(written, final)
             _write(self._entry(number), json.dumps(entry, sort_keys=True))
 
-    def finish(self, count: int) -> None:
-        """Write index.json and remove what only going on needs; for one process, when all shards are there."""
+    def finish(self, count: int, *, beside: Mapping[str, str]) -> None:
+        """Let the folder appear, with its index and files `beside`; for one process, when all shards are there."""
+        for name, text in beside.items():
+            _write(self.folder / name, text)
         if not self._index.exists():
-            entries = [json.loads(self._entry(number).read_text(encoding='utf-8')) for number in range(count)]
-            _write(self._index, json.dumps({'version': 2, 'shards': entries}, sort_keys=True))
+            _write(self._index, self._merged(count))
         for path in [*self.folder.glob('.shard.*'), *self.folder.glob('shard.*.json'), self.folder / PLAN]:
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        os.replace(self.folder, self.final)
+
+    def _merged(self, count: int) -> str:
+        """The index of all shards."""
+        entries = [json.loads(self._entry(number).read_text(encoding='utf-8')) for number in range(count)]
+        return json.dumps({'version': 2, 'shards': entries}, sort_keys=True)
 
     @property
     def _index(self) -> Path:

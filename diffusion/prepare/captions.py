@@ -1,4 +1,4 @@
-"""Captions of a folder's pictures: a .txt beside each, or one CSV or JSONL file for all."""
+"""Captions of a folder's pictures in one CSV or JSONL file."""
 
 import csv
 import json
@@ -8,82 +8,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diffusion.prepare.report import Report
-
-SUFFIXES = frozenset({'.jpg', '.jpeg', '.png', '.webp', '.bmp', '.gif'})
-
 
 @dataclass(frozen=True)
-class Captioned:
-    """A picture's file, its path in the source folder as text, and its captions."""
+class CaptionRow:
+    """A row of a captions file: a picture's path below the folder of pictures, its captions and the other columns."""
 
+    where: str
+    """`captions.csv line 7`"""
     path: Path
-    key: str
     captions: list[str]
+    metadata: dict[str, Any]
 
 
-def find_pictures(source: Path) -> list[Path]:
-    """Pictures under a folder by relative path, sorted; hidden files are not among them."""
-    if not source.is_dir():
-        raise ValueError(f'{source}: is no folder; give the folder of pictures')
-    paths = (path for path in source.rglob('*') if path.suffix.lower() in SUFFIXES and not path.name.startswith('.'))
-    found = sorted(path.relative_to(source) for path in paths if path.is_file())
-    if not found:
-        raise ValueError(f'{source}: has no pictures ({", ".join(sorted(SUFFIXES))})')
-    return found
-
-
-def from_text_files(source: Path, report: Report) -> list[Captioned]:
-    """Pictures with the lines of the .txt beside them; those without are rejected in the report."""
-    captioned = []
-    for path in find_pictures(source):
-        text = (source / path).with_suffix('.txt')
-        try:
-            lines = text.read_text(encoding='utf-8-sig').splitlines() if text.is_file() else []
-        except UnicodeDecodeError:
-            report.reject('caption_not_utf8', key_of(path))
-            continue
-        _add(captioned, source, path, lines, report)
-    return captioned
-
-
-def from_captions_file(source: Path, file: Path, report: Report) -> list[Captioned]:
-    """Pictures named by a CSV with columns `file` and `caption`, or a JSONL with `file` and `caption` or `captions`.
-
-    Rejected in the report: rows whose file is missing or came before, and pictures that no row names.
+def read_rows(file: Path) -> Iterator[CaptionRow]:
+    """Rows of a CSV with columns `file` and `caption`, or of a JSONL with `file` and `caption` or `captions`.
 
     Raises:
         ValueError: The file cannot be read as what its suffix says, or a row lacks something or has another type.
     """
-    pictures = find_pictures(source)
-    seen: set[Path] = set()
-    captioned: list[Captioned] = []
     for where, row in _rows(file):
-        path, captions = _file_of(row, where), _captions_of(row, where)
-        if path in seen:
-            report.reject('duplicate_row', f'{key_of(path)} ({where})')
-        elif not (source / path).is_file():
-            report.reject('missing_file', f'{key_of(path)} ({where})')
-        else:
-            _add(captioned, source, path, captions, report)
-        seen.add(path)
-    for path in pictures:
-        if path not in seen:
-            report.reject('no_caption', key_of(path))
-    return captioned
+        others = {name: value for name, value in row.items() if name not in (None, 'file', 'caption', 'captions')}
+        yield CaptionRow(where, _file_of(row, where), _captions_of(row, where), others)
 
 
 def key_of(path: Path) -> str:
     """A relative path as text that UTF-8 can hold, whatever bytes the file's name is made of."""
     return os.fsencode(path.as_posix()).decode('utf-8', 'backslashreplace')
-
-
-def _add(captioned: list[Captioned], source: Path, path: Path, captions: list[str], report: Report) -> None:
-    stripped = [caption.strip() for caption in captions if caption.strip()]
-    if stripped:
-        captioned.append(Captioned(source / path, key_of(path), stripped))
-    else:
-        report.reject('no_caption', key_of(path))
 
 
 def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -1,37 +1,116 @@
-"""The arguments of `diffusion prepare`; torch and Streaming are imported only when it runs."""
+"""The arguments of `diffusion prepare`; what reads and writes pictures is imported only when it runs."""
 
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from diffusion.prepare.report import Report
 
+if TYPE_CHECKING:
+    from diffusion.prepare.settings import PrepareSettings
+
+SETTINGS = ('out', 'sizes', 'aspects', 'overwrite', 'workers', 'jpeg_quality', 'duplicates', 'max_rejected')
+"""Settings of the short forms that have an option of their own; --set gives the others."""
+SOURCE_OPTIONS = ('captions', 'image_column', 'caption_column')
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The sub-commands `openmoji` and `folder`."""
-    sources = parser.add_subparsers(dest='source', required=True, metavar='SOURCE')
-    _add_openmoji(sources.add_parser('openmoji', help='emoji drawn at any size, captioned by their names'))
+    """The sub-commands: a recipe, the short forms of a source, and openmoji."""
+    sources = parser.add_subparsers(dest='source', required=True, metavar='RECIPE.yaml | SOURCE')
+    _add_recipe(sources.add_parser('recipe', help='what a YAML says; the word `recipe` may be left out'))
     _add_folder(sources.add_parser('folder', help='pictures of a folder with .txt beside them, or a CSV or JSONL'))
+    _add_webdataset(sources.add_parser('webdataset', help='tars of pictures and captions, as img2dataset writes them'))
+    _add_parquet(sources.add_parser('parquet', help='Parquet files with a column of pictures'))
+    _add_openmoji(sources.add_parser('openmoji', help='emoji drawn at any size, captioned by their names'))
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prepare and print the report: 0, or 3 when more was rejected than allowed.
+    """Prepare and print the report: 0, or 3 when more was rejected than allowed, or 130 when interrupted.
 
     Raises:
-        ValueError: An argument or input is wrong, or writing failed; nothing is left at --out then.
+        ValueError: An argument or input is wrong, or writing failed.
     """
-    if not sys.stderr.isatty():
-        print(f'preparing {args.out}', file=sys.stderr)
+    if args.source == 'openmoji':
+        return _run_openmoji(args)
+    from diffusion.prepare.engines import run_on
+    from diffusion.prepare.pipeline import prepare
+    from diffusion.prepare.work import Share
+
+    settings = _settings(args)
+    share = None if args.share is None else Share.parse(args.share)
+    _announce(settings.out)
     try:
-        report = _prepare_openmoji(args) if args.source == 'openmoji' else _prepare_folder(args)
-    except OSError as error:
-        raise ValueError(f'{args.out}: {error}; nothing is written, make room or give another --out') from error
-    print(report.text(args.out))
-    return 0 if report.passed else 3
+        report = prepare(settings, run=run_on(args.engine, settings), share=share)
+    except KeyboardInterrupt:
+        print(f'interrupted; the same command goes on, what is done is in {settings.work_folder}', file=sys.stderr)
+        return 130
+    if report is None:
+        print(f'{settings.work_folder}: share {share} is done; when all are, the command without --share does the rest')
+        return 0
+    return _tell(report, settings.out)
+
+
+def _add_recipe(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('recipe', help='a YAML file')
+    parser.add_argument('overrides', nargs='*', metavar='KEY=VALUE', help='such as filters.min_side=512')
+    _add_where(parser)
+
+
+def _add_folder(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('location', metavar='SRC', help='a folder; its sub-folders are read too')
+    parser.add_argument(
+        '--captions',
+        metavar='FILE',
+        help='.csv with columns file and caption, or .jsonl with file and caption or captions',
+    )
+    _add_short(parser)
+
+
+def _add_webdataset(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        'location', metavar='SRC', help='a folder of tars, here or in an object store: s3://bucket/laion'
+    )
+    _add_short(parser)
+
+
+def _add_parquet(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('location', metavar='SRC', help='a folder of .parquet files, here or in an object store')
+    parser.add_argument(
+        '--image-column', metavar='NAME', help='column of the pictures (default: one of the usual names)'
+    )
+    parser.add_argument('--caption-column', metavar='NAME', help='of the captions (default: one of the usual names)')
+    _add_short(parser)
+
+
+def _add_short(parser: argparse.ArgumentParser) -> None:
+    """What the short forms have in common; an option that is not given leaves the setting's default."""
+    _add_common(parser, out=str)
+    parser.add_argument('--aspects', nargs='+', metavar='SHAPE', help='none, sdxl, or shapes such as 640x384')
+    parser.add_argument('--workers', type=int, metavar='N', help='processes (default: one a core)')
+    parser.add_argument('--duplicates', choices=('none', 'exact', 'near'), help='which are left out (default: none)')
+    parser.add_argument(
+        '--max-rejected',
+        type=float,
+        metavar='SHARE',
+        help='exit with 3 when a larger share is left out (default: 0.01)',
+    )
+    parser.add_argument('--jpeg-quality', type=int, metavar='Q', help='default: 95')
+    parser.add_argument(
+        '--set', action='append', default=[], metavar='KEY=VALUE', help='any other setting: filters.min_side=512'
+    )
+    _add_where(parser)
+
+
+def _add_where(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        '--share', metavar='I/N', help='only the parts of one of N machines that see the work folder: 3/16'
+    )
+    parser.add_argument('--engine', choices=('processes', 'ray'), default='processes', help='default: %(default)s')
 
 
 def _add_openmoji(parser: argparse.ArgumentParser) -> None:
-    _add_common(parser)
+    _add_common(parser, out=Path)
     parser.add_argument(
         '--select',
         choices=('distinct', 'named', 'all'),
@@ -50,57 +129,53 @@ def _add_openmoji(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--seed', type=int, default=17, help="of the selection's order (default: %(default)s)")
 
 
-def _add_folder(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument('pictures', type=Path, metavar='SRC', help='jpg, png, webp, bmp, gif; in sub-folders or not')
-    _add_common(parser)
-    parser.add_argument(
-        '--captions',
-        type=Path,
-        metavar='FILE',
-        help='.csv with columns file and caption, or .jsonl with file and caption or captions',
-    )
-    parser.add_argument(
-        '--max-rejected',
-        type=float,
-        default=0.01,
-        metavar='SHARE',
-        help='exit with 3 when a larger share is left out (default: %(default)s)',
-    )
-    parser.add_argument('--jpeg-quality', type=int, default=95, metavar='Q', help='default: %(default)s')
-
-
-def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument('--out', type=Path, required=True, metavar='DIR', help='the dataset, a folder a size in it')
+def _add_common(parser: argparse.ArgumentParser, *, out: type) -> None:
+    parser.add_argument('--out', type=out, required=True, metavar='DIR', help='the dataset, a folder a size in it')
     parser.add_argument(
         '--sizes', type=int, nargs='+', required=True, metavar='PX', help='resolution buckets in pixels'
     )
     parser.add_argument('--overwrite', action='store_true', help='replace the dataset at --out')
 
 
-def _prepare_openmoji(args: argparse.Namespace) -> Report:
+def _settings(args: argparse.Namespace) -> 'PrepareSettings':
+    from diffusion.prepare.settings import load, settings_of
+
+    if args.source == 'recipe':
+        return load(args.recipe, args.overrides)
+    values: dict[str, Any] = {name: getattr(args, name) for name in SETTINGS if getattr(args, name) is not None}
+    if values.get('aspects') in (['none'], ['sdxl']):
+        values['aspects'] = values['aspects'][0]
+    options = {name: getattr(args, name, None) for name in SOURCE_OPTIONS}
+    given = {name: value for name, value in options.items() if value is not None}
+    values['source'] = {'kind': args.source, 'location': args.location} | given
+    return settings_of(values, overrides=args.set)
+
+
+def _run_openmoji(args: argparse.Namespace) -> int:
     from diffusion.prepare.openmoji import prepare_openmoji
 
-    return prepare_openmoji(
-        args.out,
-        args.sizes,
-        select=args.select,
-        split=args.split,
-        limit=args.limit,
-        offset=args.offset,
-        seed=args.seed,
-        overwrite=args.overwrite,
-    )
+    _announce(args.out)
+    try:
+        report = prepare_openmoji(
+            args.out,
+            args.sizes,
+            select=args.select,
+            split=args.split,
+            limit=args.limit,
+            offset=args.offset,
+            seed=args.seed,
+            overwrite=args.overwrite,
+        )
+    except OSError as error:
+        raise ValueError(f'{args.out}: {error}; nothing is written, make room or give another --out') from error
+    return _tell(report, args.out)
 
 
-def _prepare_folder(args: argparse.Namespace) -> Report:
-    from diffusion.prepare.folder import prepare_folder
+def _announce(out: str | Path) -> None:
+    if not sys.stderr.isatty():
+        print(f'preparing {out}', file=sys.stderr)
 
-    return prepare_folder(
-        args.pictures,
-        args.out,
-        args.sizes,
-        captions=args.captions,
-        max_rejected=args.max_rejected,
-        jpeg_quality=args.jpeg_quality,
-        overwrite=args.overwrite,
-    )
+
+def _tell(report: Report, out: str | Path) -> int:
+    print(report.text(out))
+    return 0 if report.passed else 3

@@ -1,11 +1,12 @@
 """What a preparation made and what it left out, as report.json and as a few lines of text."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+REPORT = 'report.json'
 NAMES_SHOWN = 20
 
 
@@ -30,7 +31,19 @@ class Report:
     pictures: int = 0
     buckets: dict[str, int] = field(default_factory=dict)
     """Pictures in each folder, `256px` for one."""
+    empty_buckets: list[str] = field(default_factory=list)
+    """Buckets that no picture went to, which have no folder."""
+    bytes: dict[str, int] = field(default_factory=dict)
+    """Of the shards in each folder."""
     rejected: dict[str, Rejected] = field(default_factory=dict)
+    inputs: int | None = None
+    """Pictures, captions and rows that were found: those kept and those rejected."""
+    notes: list[str] = field(default_factory=list)
+    """What else a reader should know, such as a filter that never had anything to look at."""
+    statistics: dict[str, Any] = field(default_factory=dict)
+    """Histograms of the kept pictures by what is measured: edges, counts and quantiles."""
+    fingerprint: str | None = None
+    """Of the settings, the input and the versions that the dataset was made of."""
     seconds: float = 0.0
 
     def reject(self, reason: str, name: str) -> None:
@@ -58,24 +71,43 @@ class Report:
             'arguments': self.arguments,
             'versions': self.versions,
             'licence': self.licence,
+            'inputs': self.inputs,
             'pictures': self.pictures,
             'buckets': self.buckets,
+            'empty_buckets': self.empty_buckets,
+            'bytes': self.bytes,
             'rejected': {reason: vars(rejected) for reason, rejected in sorted(self.rejected.items())},
             'rejected_share': self.rejected_share,
             'max_rejected': self.max_rejected,
             'passed': self.passed,
+            'notes': self.notes,
+            'statistics': self.statistics,
+            'fingerprint': self.fingerprint,
             'seconds': round(self.seconds, 1),
         }
-        path.write_text(json.dumps(content, indent=2) + '\n')
+        path.write_text(json.dumps(content, indent=2) + '\n', encoding='utf-8')
 
-    def text(self, out: Path) -> str:
+    @classmethod
+    def read(cls, path: Path) -> 'Report':
+        """The report that `save` wrote."""
+        content = json.loads(path.read_text(encoding='utf-8'))
+        content['rejected'] = {reason: Rejected(**values) for reason, values in content['rejected'].items()}
+        names = {entry.name for entry in fields(cls)}
+        return cls(**{name: value for name, value in content.items() if name in names})
+
+    def text(self, out: Path | str) -> str:
         """The report for a reader."""
         buckets = ', '.join(f'{name} {count}' for name, count in self.buckets.items())
         lines = [f'{out}: {self.pictures} pictures in {self.seconds:.1f} s ({buckets})', *self.rejections()]
+        if self.empty_buckets:
+            names = ', '.join(self.empty_buckets[:5]) + (', ...' if len(self.empty_buckets) > 5 else '')
+            count = len(self.empty_buckets)
+            lines.append(f'no picture went to {count} of {count + len(self.buckets)} buckets ({names})')
+        lines += self.notes
         if not self.passed:
             lines.append(
                 f'too many were rejected: {self.rejected_share:.1%} is above --max-rejected {self.max_rejected:.1%}; '
-                f'the dataset holds the rest, see {out / "report.json"}'
+                f'the dataset holds the rest, see {out}/{REPORT}'
             )
         if self.licence:
             lines.append(self.licence)

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from streaming import MDSWriter
 
+from diffusion.prepare.outputs import check_new
+
 COLUMNS = {'image': 'bytes', 'captions': 'json', 'width': 'int', 'height': 'int', 'key': 'str'}
-REPORT = 'report.json'
 SHARD_BYTES = 64 * 2**20
 
 
@@ -82,20 +83,6 @@ def new_dataset(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
         _put_in_place(part, out)
     finally:
         shutil.rmtree(part, ignore_errors=True)
-
-
-def check_new(out: Path, *, overwrite: bool = False) -> None:
-    """Whether a dataset may be written at `out`, before any work is done for it."""
-    if os.path.ismount(out):
-        raise ValueError(f'{out}: is a mount point, which cannot be replaced in one step; give a folder inside it')
-    if out.exists() and not out.is_dir():
-        raise ValueError(f'{out}: is a file; give another --out')
-    if not out.is_dir() or not any(out.iterdir()):
-        return
-    if not overwrite:
-        raise ValueError(f'{out}: exists and is not empty; remove it, give another --out or add --overwrite')
-    if not (out / REPORT).is_file():
-        raise ValueError(f'{out}: has no {REPORT}, so it is no prepared dataset to overwrite; give another --out')
 
 
 def check_sizes(sizes: Sequence[int]) -> list[int]:

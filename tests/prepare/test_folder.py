@@ -1,10 +1,10 @@
 """Folders of pictures: buckets, captions, and what is left out and why."""
 
 import argparse
-import errno
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +13,9 @@ from streaming import StreamingDataset
 from streaming.base.format import reader_from_json
 
 from diffusion.prepare import cli
-from diffusion.prepare.folder import bucket_of, prepare_folder
-from diffusion.prepare.writer import BucketWriter
+from diffusion.prepare.pipeline import prepare
+from diffusion.prepare.report import Report
+from diffusion.prepare.settings import settings_of
 
 
 def draw(
@@ -36,6 +37,13 @@ def samples(bucket: Path) -> list[dict]:
 
 def picture(sample: dict) -> Image.Image:
     return Image.open(io.BytesIO(sample['image']))
+
+
+def prepare_folder(source: Path, out: Path, sizes: list[int], *, captions: Path | None = None, **values: Any) -> Report:
+    where = {'kind': 'folder', 'location': str(source), 'captions': None if captions is None else str(captions)}
+    report = prepare(settings_of({'source': where, 'out': str(out), 'sizes': sizes, 'workers': 1} | values))
+    assert report is not None
+    return report
 
 
 @pytest.fixture
@@ -77,7 +85,7 @@ def test_twice_gives_the_same_bytes(source: Path, tmp_path: Path) -> None:
     for number in range(4):
         draw(source / f'{number}.jpg', 30 + number, 20)
     for name in ('one', 'two'):
-        prepare_folder(source, tmp_path / name, [16], shard_bytes=2_000)
+        prepare_folder(source, tmp_path / name, [16], shard_mb=0.002)
     one, two = (sorted((tmp_path / name / '16px').iterdir()) for name in ('one', 'two'))
     assert len(one) > 2
     assert [path.read_bytes() for path in one] == [path.read_bytes() for path in two]
@@ -109,17 +117,17 @@ def test_rejections_are_counted_by_reason(source: Path, out: Path) -> None:
     draw(source / 'deep.png', mode='I;16')
     draw(source / 'latin.jpg').with_suffix('.txt').write_bytes(b'caf\xe9')
     report = prepare_folder(source, out, [16])
-    assert report.pictures == 1
+    assert [sample['key'] for sample in samples(out / '16px')] == ['deep.png', 'good.jpg']
     assert {reason: rejected.names for reason, rejected in report.rejected.items()} == {
-        'undecodable': ['cut.jpg', 'text.png'],
+        'truncated': ['cut.jpg'],
+        'unknown_format': ['text.png'],
         'too_small': ['small.jpg'],
         'no_caption': ['blank.jpg', 'silent.jpg'],
-        'more_than_8_bits': ['deep.png'],
         'caption_not_utf8': ['latin.jpg'],
     }
     saved = json.loads((out / 'report.json').read_text())
-    assert saved['rejected']['undecodable'] == {'count': 2, 'names': ['cut.jpg', 'text.png']}
-    assert (saved['rejected_share'], saved['passed']) == (7 / 8, False)
+    assert saved['rejected']['no_caption'] == {'count': 2, 'names': ['blank.jpg', 'silent.jpg']}
+    assert (saved['inputs'], saved['rejected_share'], saved['passed']) == (8, 6 / 8, False)
 
 
 @pytest.mark.parametrize('suffix', ['.csv', '.jsonl'])
@@ -189,22 +197,16 @@ def test_nothing_left_is_an_error(source: Path, out: Path) -> None:
 
 def test_wrong_arguments(source: Path, out: Path, tmp_path: Path) -> None:
     draw(source / 'a.jpg')
-    with pytest.raises(ValueError, match='is no folder'):
+    with pytest.raises(ValueError, match='there is no such folder'):
         prepare_folder(tmp_path / 'none', out, [16])
     with pytest.raises(ValueError, match=r'--captions: .* does not exist'):
         prepare_folder(source, out, [16], captions=tmp_path / 'none.csv')
-    with pytest.raises(ValueError, match='--jpeg-quality: 0'):
+    with pytest.raises(ValueError, match='jpeg_quality: 0 is out of range'):
         prepare_folder(source, out, [16], jpeg_quality=0)
-    with pytest.raises(ValueError, match='--max-rejected: 5'):
+    with pytest.raises(ValueError, match='max_rejected: 5.0 is out of range'):
         prepare_folder(source, out, [16], max_rejected=5)
     with pytest.raises(ValueError, match='which is read'):
         prepare_folder(source, tmp_path, [16], overwrite=True)
-
-
-def test_bucket_is_the_largest_that_fits() -> None:
-    assert bucket_of(600, 512, [256, 512]) == 512
-    assert bucket_of(511, 4000, [256, 512]) == 256
-    assert bucket_of(4000, 255, [256, 512]) is None
 
 
 def run(*arguments: object) -> int:
@@ -223,14 +225,3 @@ def test_exit_code_says_when_too_many_are_rejected(
     assert len(samples(tmp_path / 'strict/16px')) == 1
     assert run('folder', source, '--out', tmp_path / 'lax', '--sizes', 16, '--max-rejected', 0.5) == 0
     assert 'rejected, too_small: 1 (b.jpg)' in capsys.readouterr().out
-
-
-def test_full_disk_is_an_error_without_traceback(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: object, *_: object) -> None:
-        raise OSError(errno.ENOSPC, 'No space left on device')
-
-    draw(source / 'a.jpg')
-    monkeypatch.setattr(BucketWriter, 'write', full)
-    with pytest.raises(ValueError, match='No space left on device; nothing is written'):
-        run('folder', source, '--out', out, '--sizes', 16)
-    assert [path.name for path in out.parent.iterdir()] == ['pictures']

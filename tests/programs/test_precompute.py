@@ -15,6 +15,7 @@ from diffusion.data.buckets import Shape, write_buckets
 from diffusion.data.latents import LatentManifest
 from diffusion.precompute import precompute
 from diffusion.train import train
+from diffusion.uploaded_shards import upload
 
 COUNTS = {Shape(32, 32): 24, Shape(64, 32): 16, Shape(32, 48): 8}
 
@@ -49,10 +50,14 @@ def content(tmp_path_factory, tiny_recipe):
 def write(content, tmp_path):
     """Writes the recipe; keywords replace what `precompute` says."""
 
-    def written(out: str = 'latents', model: dict | None = None, **settings) -> Path:
-        sections = {'precompute': content['precompute'] | {'out': str(tmp_path / out)} | settings}
-        path = tmp_path / f'{out}.yaml'
-        path.write_text(yaml.safe_dump(content | sections | {'model': content['model'] | (model or {})}))
+    def written(name: str = 'latents', model: dict | None = None, **settings) -> Path:
+        sections = {
+            'runs_dir': str(tmp_path / 'runs'),
+            'model': content['model'] | (model or {}),
+            'precompute': content['precompute'] | {'out': str(tmp_path / name)} | settings,
+        }
+        path = tmp_path / f'{name}.yaml'
+        path.write_text(yaml.safe_dump(content | sections))
         return path
 
     return written
@@ -95,7 +100,7 @@ def test_what_others_began_is_not_gone_on_with(write, tmp_path, monkeypatch):
         with pytest.raises(OSError, match='No space left'):
             precompute(load(write()))
     assert not list((tmp_path / 'latents').glob('**/index.json'))
-    precompute(load(write(out='whole')))
+    precompute(load(write('whole')))
     # What there is of the plan is of batches of 4.
     (tmp_path / 'latents/.squares.unfinished').mkdir(exist_ok=True, parents=True)
     plan = {'samples': 24, 'samples_per_shard': 8}
@@ -154,3 +159,56 @@ def test_losses_on_latents_equal_losses_on_pictures(latents, write, write_recipe
     assert offline.keys() == online.keys()
     for batch in online:
         assert offline[batch] == pytest.approx(online[batch], rel=1e-3)
+
+
+@pytest.fixture
+def bucket(monkeypatch):
+    """An empty bucket of an S3 on localhost."""
+    import boto3
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer('127.0.0.1', 0)
+    server.start()
+    host, port = server.get_host_and_port()
+    monkeypatch.setenv('S3_ENDPOINT_URL', f'http://{host}:{port}')
+    for name in ('AWS_ACCESS_KEY_ID', 'AWS_SECRET_ACCESS_KEY'):
+        monkeypatch.setenv(name, 'test')
+    monkeypatch.setenv('AWS_DEFAULT_REGION', 'us-east-1')
+    client = boto3.client('s3', endpoint_url=f'http://{host}:{port}')
+    client.create_bucket(Bucket='latents')
+    yield client
+    server.stop()
+
+
+def test_latents_in_an_object_store_are_those_of_a_folder(write, tmp_path, bucket, monkeypatch):
+    """Also when it stops half-way: what was uploaded is not made again, and the index comes last."""
+    precompute(load(write('whole')))
+    path = write('remote', out='s3://latents/here')
+    with monkeypatch.context() as patch:
+        uploads = []
+
+        def stop_after_five(folder: Path, remote: str) -> None:
+            if len(uploads) == 10:
+                raise OSError('the network is gone')
+            uploads.append(folder.name)
+            upload(folder, remote)
+
+        patch.setattr('diffusion.uploaded_shards.upload', stop_after_five)
+        with pytest.raises(OSError, match='the network is gone'):
+            precompute(load(path))
+    there = {item['Key']: item['LastModified'] for item in bucket.list_objects_v2(Bucket='latents')['Contents']}
+    assert not any(name.endswith('index.json') for name in there)
+    precompute(load(path))
+    made = {}
+    for item in bucket.list_objects_v2(Bucket='latents')['Contents']:
+        name = item['Key'].removeprefix('here/')
+        if 'unfinished' not in name:
+            body = bucket.get_object(Bucket='latents', Key=item['Key'])['Body'].read()
+            made[name] = hashlib.sha256(body).hexdigest()
+        if item['Key'].endswith('.mds') and item['Key'] in there:
+            assert item['LastModified'] == there[item['Key']]
+    assert made == contents(tmp_path / 'whole')
+    assert not list((tmp_path / 'runs').glob('**/*.mds')), 'no copies stay behind'
+    precompute(load(path))
+    with pytest.raises(ValueError, match=r'precompute\.out: s3://latents/here/.* holds other latents'):
+        precompute(load(write('remote', out='s3://latents/here', posterior='mean')))

@@ -1,0 +1,108 @@
+"""The arguments of `diffusion plan`; the plan itself is imported when it is made."""
+
+import argparse
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+ENCODINGS = ('pictures', 'latents', 'latents+text')
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Recipes and overrides, the cluster, and the form of the answer."""
+    parser.add_argument(
+        'recipes', nargs='+', metavar='RECIPE', help='YAML files of runs that follow each other, then KEY=VALUE for all'
+    )
+    parser.add_argument('--gpu', default='h100-sxm', metavar='NAME', help='such as a100-80gb (default: %(default)s)')
+    parser.add_argument('--gpus', type=_whole, default=8, metavar='N', help='how many (default: %(default)s)')
+    speed = parser.add_mutually_exclusive_group()
+    speed.add_argument('--mfu', type=_share, metavar='X', help='share of the peak to reckon with, such as 0.4')
+    speed.add_argument('--images-per-second', type=_positive, metavar='Y', help='of all GPUs together, as measured')
+    speed.add_argument('--from-run', type=Path, metavar='DIR', help='throughput that a run of ours logged')
+    parser.add_argument('--price', type=_not_negative, metavar='USD', help='of a GPU an hour')
+    parser.add_argument('--gpus-file', type=Path, metavar='YAML', help='more GPUs and other prices, as in gpus.yaml')
+    parser.add_argument(
+        '--samples', type=_counts, metavar='N[,N]', help='different pictures of each recipe: 790e6,300e6'
+    )
+    parser.add_argument(
+        '--stored', choices=ENCODINGS, help='what is stored of a sample, if something else than the recipes say'
+    )
+    parser.add_argument('--mtbf', type=_positive, metavar='HOURS', help='between failures (default: as of Llama 3)')
+    parser.add_argument('--stall', type=_positive, metavar='SECONDS', help='that a save stops training')
+    parser.add_argument('--restart', type=_not_negative, metavar='SECONDS', help='from a failure to the next batch')
+    parser.add_argument('--json', action='store_true', help='for programs')
+    parser.add_argument('--png', type=Path, metavar='FILE', help='cost and days against the number of GPUs')
+    parser.set_defaults(overrides=[])
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan.
+
+    Raises:
+        ValueError: A recipe, or what is said of the cluster, is wrong.
+    """
+    from diffusion.planning.gpus import find_gpu, load_gpus
+    from diffusion.planning.plan import Assumptions, load_phases, make_plan, measured_in
+    from diffusion.planning.table import as_text
+    from diffusion.planning.values import as_values
+
+    words = [*args.recipes, *args.overrides]
+    paths = [word for word in words if '=' not in word]
+    overrides = [word for word in words if '=' in word]
+    gpus = load_gpus(args.gpus_file)
+    given = Assumptions(
+        gpu=find_gpu(args.gpu, gpus),
+        gpus=args.gpus,
+        price=args.price,
+        mfu=args.mfu,
+        images_per_second=args.images_per_second,
+        measured=None if args.from_run is None else measured_in(args.from_run),
+        mtbf_hours=args.mtbf,
+        stall_seconds=args.stall,
+        **({} if args.restart is None else {'restart_seconds': args.restart}),
+    )
+    if not paths:
+        raise ValueError('plan: no recipe is given; name a YAML file, such as yamls/phase1.yaml')
+    if args.images_per_second is not None and len(paths) > 1:
+        raise ValueError(
+            '--images-per-second: it is the speed of one recipe; plan the others on their own, or use --mfu'
+        )
+    phases = load_phases(paths, overrides, samples=args.samples or (), encoding=args.stored)
+    plan = make_plan(phases, given, gpus=gpus)
+    print(json.dumps(as_values(plan), indent=2) if args.json else as_text(plan))
+    if args.png is not None:
+        from diffusion.planning.picture import draw
+
+        draw(plan, args.png)
+    return 0
+
+
+def _number(text: str, allowed: Callable[[float], bool], what: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or not allowed(value):
+        raise argparse.ArgumentTypeError(f'{text!r} is not {what}')
+    return value
+
+
+def _positive(text: str) -> float:
+    return _number(text, lambda value: value > 0, 'a positive number')
+
+
+def _not_negative(text: str) -> float:
+    return _number(text, lambda value: value >= 0, 'a number from 0 up')
+
+
+def _share(text: str) -> float:
+    return _number(text, lambda value: 0 < value <= 1, 'a share of the peak in (0, 1], such as 0.4')
+
+
+def _whole(text: str) -> int:
+    return int(_number(text, lambda value: value >= 1 and value == int(value), 'a whole number from 1 up'))
+
+
+def _counts(text: str) -> list[int]:
+    return [_whole(part) for part in text.split(',')]

@@ -1,0 +1,119 @@
+"""GPUs: how fast, how much memory, what an hour costs; read from gpus.yaml, or from a file of the user's."""
+
+import datetime
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from diffusion.schema import Gatherer, build, field_docs, join, nearest
+from diffusion.yaml_files import UnreadableYAML, read_yaml
+
+SHIPPED = Path(__file__).with_name('gpus.yaml')
+STALE_DAYS = 180
+
+
+@dataclass(frozen=True)
+class GPU:
+    """One GPU of a kind."""
+
+    peak_tflops: dict[str, float]
+    """Dense peak in 10**12 FLOP/s, by precision: bf16, fp16, fp32."""
+    memory_gib: float
+    """What the driver reports, in 2**30 bytes."""
+    price_usd_per_hour: float | None = None
+    """What one costs an hour; null asks for --price."""
+    date: str | None = None
+    """Of the price, as 2026-05-01."""
+    source: str = ''
+    """Where the price is from."""
+    memory_gb_per_second: float | None = None
+    """Bandwidth of its memory."""
+    nvlink_gb_per_second: float = 0.0
+    """Both directions together; 0 is none."""
+    gpus_per_node: int = 8
+    """How many a node has."""
+    name: str = ''
+    """What it is called by."""
+
+    def peak_flops(self, precision: str) -> float:
+        """Dense peak in FLOP/s.
+
+        Raises:
+            ValueError: It does not compute in this precision.
+        """
+        if precision not in self.peak_tflops:
+            raise ValueError(
+                f'--gpu {self.name}: it has no {precision} (it has {", ".join(self.peak_tflops)}); '
+                'use another GPU, or another trainer.precision'
+            )
+        return self.peak_tflops[precision] * 1e12
+
+    def stale(self, today: datetime.date) -> str | None:
+        """A warning, where the price is too old to plan with."""
+        if self.date is None:
+            return None
+        days = (today - datetime.date.fromisoformat(self.date)).days
+        if days <= STALE_DAYS:
+            return None
+        return (
+            f'{self.name}: its price, ${self.price_usd_per_hour:.2f} an hour, is {days} days old ({self.date}); '
+            'give --price, or --gpus-file'
+        )
+
+
+def load_gpus(path: Path | None = None) -> dict[str, GPU]:
+    """The GPUs that ship with the package, and those of a file, which come first where both name one.
+
+    Raises:
+        ValueError: A file is not as gpus.yaml is.
+    """
+    found = _read(SHIPPED)
+    return found if path is None else found | _read(path)
+
+
+def find_gpu(name: str, gpus: dict[str, GPU]) -> GPU:
+    """The GPU that a name stands for; case does not matter.
+
+    Raises:
+        ValueError: There is none; suggests the nearest.
+    """
+    key = name.lower().replace('_', '-')
+    if key not in gpus:
+        starts = [known for known in gpus if key and known.startswith(key)]
+        hint = f'did you mean {" or ".join(starts)}?' if starts else nearest(key, gpus)
+        raise ValueError(f'--gpu: no GPU is called {name!r}; {hint} (or describe it in a file: --gpus-file)')
+    return gpus[key]
+
+
+def _read(path: Path) -> dict[str, GPU]:
+    try:
+        content = read_yaml(path)
+    except UnreadableYAML as error:
+        raise ValueError(f'--gpus-file: {error}') from error
+    gather, gpus = Gatherer(), {}
+    for key, entry in content.items():
+        values: Any = {**entry, 'name': str(key)} if isinstance(entry, dict) else entry
+        gpu = build(GPU, values, str(key), gather)
+        if not gather.problems:
+            _check(gpu, str(key), gather)
+        gpus[str(key).lower()] = gpu
+    if gather.problems:
+        lines = '\n  '.join(str(problem) for problem in gather.problems)
+        raise ValueError(f'{path}:\n  {lines}')
+    return gpus
+
+
+def _check(gpu: GPU, where: str, gather: Gatherer) -> None:
+    docs = field_docs(GPU)
+    for name in ('memory_gib', 'gpus_per_node', 'price_usd_per_hour'):
+        value = getattr(gpu, name)
+        if value is not None and value <= 0:
+            gather.problem(join(where, name), f'{value} is not positive; it is: {docs[name]}')
+    for precision, peak in gpu.peak_tflops.items():
+        if not isinstance(peak, int | float) or peak <= 0:
+            gather.problem(join(where, f'peak_tflops.{precision}'), f'{peak!r} is not a positive number of TFLOP/s')
+    if gpu.date is not None:
+        try:
+            datetime.date.fromisoformat(gpu.date)
+        except ValueError:
+            gather.problem(join(where, 'date'), f'{gpu.date!r} is no date; write it as 2026-05-01')

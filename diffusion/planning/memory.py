@@ -1,0 +1,240 @@
+"""Memory of one device, part by part, and the largest microbatch that fits.
+
+Weights, optimizer states and averages are counted; gradients are what torch allocates for them. Activations are the
+tensors that autograd keeps, as the tape of planning/tape.py finds them: to the byte what torch keeps on a CPU under
+autocast, and within a hundredth where blocks are compiled. CUDA differs in that its autocast widens norms to float32,
+which is counted. What cuDNN and NCCL take for themselves, and fragments, are an allowance.
+"""
+
+from dataclasses import asdict, dataclass, replace
+
+from diffusion.planning.gpus import GPU
+from diffusion.planning.phase import Phase
+from diffusion.planning.tape import AMP_LOW_NORMS, FLOAT32, HALF, Precision, Tape
+from diffusion.recipe import ParallelismConfig
+
+GIB = 2**30
+CONTEXT_BYTES = 1.5 * GIB
+"""CUDA's context, libraries and NCCL's buffers; outside of what torch counts as allocated. An assumption."""
+FRAGMENTS = 0.05
+"""Of what is allocated: workspaces of cuDNN and gaps between tensors. An assumption."""
+ADAM_STATES = {'adamw': 2, 'decoupled_adamw': 2}
+"""Numbers a parameter that an optimizer keeps."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one device. The peak is what is always there, and the largest of what is there only for a while."""
+
+    weights: int
+    optimizer: int
+    averages: int
+    encoders: int
+    """Frozen VAE and text encoder."""
+    gradients: int
+    buckets: int
+    """Whole gradients to be reduced: DDP's buckets, or those that FSDP2 keeps where it reduces once a batch."""
+    compute_weights: int
+    """Weights in the precision of autocast: its cache, or what FSDP has gathered."""
+    activations: int
+    """Kept for the backward pass, of one microbatch."""
+    working: int
+    """Tensors that come and go during the backward pass."""
+    encoding: int
+    """Tensors of the frozen encoders, before the denoiser's."""
+    step: int
+    """Temporaries of the optimizer's step; a fused one has none."""
+    batch: int
+    """The device's share of the batch, as it comes from the loader."""
+    accumulates: bool
+    """Whether gradients of an earlier microbatch are there during the forward pass."""
+
+    @property
+    def resident(self) -> int:
+        """What is there all the time."""
+        return self.weights + self.optimizer + self.averages + self.encoders + self.buckets + self.batch
+
+    @property
+    def allocated(self) -> int:
+        """The peak, as torch.cuda.max_memory_allocated counts it."""
+        earlier = self.gradients if self.accumulates else 0
+        backward = earlier + self.compute_weights + self.activations + self.working
+        end_of_backward = self.gradients + self.compute_weights
+        return self.resident + max(backward, end_of_backward, self.gradients + self.step, earlier + self.encoding)
+
+    @property
+    def reserved(self) -> int:
+        """The peak with allowances: what the GPU has to have."""
+        return round(self.allocated * (1 + FRAGMENTS) + CONTEXT_BYTES)
+
+    def parts(self) -> dict[str, int]:
+        """Bytes by part."""
+        return {name: value for name, value in asdict(self).items() if name != 'accumulates'}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a model is spread over devices, and what of a batch a device takes at once."""
+
+    devices: int
+    microbatch: int
+    parallelism: ParallelismConfig
+
+    @property
+    def shards(self) -> int:
+        """Over how many devices weights, gradients and optimizer states are divided."""
+        return 1 if self.parallelism.strategy == 'ddp' else max(1, self.devices // self.parallelism.replicas)
+
+    @property
+    def label(self) -> str:
+        settings = self.parallelism
+        if settings.strategy == 'ddp':
+            return 'ddp'
+        kind = 'FULL_SHARD' if settings.reshard_after_forward else 'SHARD_GRAD_OP'
+        replicas = f' x {settings.replicas}' if settings.replicas > 1 else ''
+        return f'{settings.strategy} {kind}{replicas}'
+
+
+def memory_of(phase: Phase, setup: Setup) -> Memory:
+    """Bytes on one device of a set-up."""
+    settings, shards = setup.parallelism, setup.shards
+    compiles = phase.speeds_up('compile', strategy=settings.strategy)
+    precision = phase.precision(strategy=settings.strategy)
+    tape = phase.model.train(phase.largest_shape, precision, compiles=compiles)
+    trained = tape.parameters
+    share = max(setup.microbatch, phase.recipe.global_batch // setup.devices)
+    accumulates = share > setup.microbatch
+    reduces_once = accumulates and shards > 1 and phase.speeds_up('reduce_once', strategy=settings.strategy)
+    whole_gradients = reduces_once or (settings.strategy == 'ddp' and setup.devices > 1)
+    fused = phase.recipe.optimizer.name == 'adamw' and phase.speeds_up('fused_optimizer')
+    kept = tape.kept_bytes_recomputing if settings.activation_checkpointing else tape.kept_bytes
+    online = phase.encoding == 'pictures' and phase.model.denoiser is not None
+    states = ADAM_STATES.get(phase.recipe.optimizer.name, 2) + bool(phase.recipe.optimizer.kwargs.get('amsgrad'))
+    return Memory(
+        weights=_divided(FLOAT32 * trained, shards),
+        optimizer=_divided(FLOAT32 * states * trained, shards),
+        averages=_divided(FLOAT32 * averages_of(phase) * trained, shards),
+        encoders=encoder_width(phase) * phase.model.frozen_parameters,
+        gradients=_divided(FLOAT32 * trained, shards),
+        buckets=FLOAT32 * trained if whole_gradients else 0,
+        compute_weights=_compute_weights(tape, settings, keeps_gathered=reduces_once),
+        activations=kept * setup.microbatch,
+        working=tape.largest * setup.microbatch + _in_flight(tape, setup),
+        encoding=_encoding_bytes(phase, setup.microbatch) if online else 0,
+        step=0 if fused else _divided(FLOAT32 * trained, shards),
+        batch=share * _sample_bytes(phase),
+        accumulates=accumulates,
+    )
+
+
+def averages_of(phase: Phase) -> int:
+    """How many averaged copies of the weights a run holds at its end."""
+    algorithms = phase.recipe.algorithms.values()
+    widths = [
+        algorithm.kwargs.get('widths', (0.05, 0.10)) for algorithm in algorithms if algorithm.name == 'post_hoc_ema'
+    ]
+    return sum(algorithm.name == 'ema' for algorithm in algorithms) + sum(len(found) for found in widths)
+
+
+def encoder_width(phase: Phase) -> int:
+    """Bytes a parameter of frozen parts; `auto` is float16 on a GPU."""
+    return FLOAT32 if phase.recipe.model.kwargs.get('encoder_dtype') == 'float32' else HALF
+
+
+def largest_microbatch(phase: Phase, setup: Setup, gpu: GPU) -> int:
+    """The largest microbatch that fits and divides the device's share of the batch; 0 where none does."""
+    share = phase.recipe.global_batch // setup.devices
+    divisors = [size for size in range(1, share + 1) if share % size == 0]
+    fitting = [size for size in divisors if fits(memory_of(phase, replace(setup, microbatch=size)), gpu)]
+    return max(fitting, default=0)
+
+
+def fits(memory: Memory, gpu: GPU) -> bool:
+    return memory.reserved <= gpu.memory_gib * GIB
+
+
+def strategies(setup: Setup) -> list[Setup]:
+    """The set-up under each strategy, its own first."""
+    own = setup.parallelism
+    others = [
+        replace(own, strategy='ddp', replicas=1),
+        replace(own, strategy='fsdp2', reshard_after_forward=False),
+        replace(own, strategy='fsdp2', reshard_after_forward=True),
+    ]
+    found = {setup.label: setup}
+    for settings in others:
+        other = replace(setup, parallelism=settings)
+        found.setdefault(other.label, other)
+    return list(found.values()) if setup.devices > 1 else [setup]
+
+
+def ways_out(phase: Phase, setup: Setup, gpu: GPU, gpus: dict[str, GPU]) -> list[str]:
+    """What would make a set-up fit that does not."""
+    found = []
+    smaller = largest_microbatch(phase, setup, gpu)
+    if smaller:
+        found.append(f'device_train_microbatch_size={smaller}')
+    if phase.speeds_up('reduce_once') and fits(memory_of(_reducing_each(phase), setup), gpu):
+        found.append('speed.reduce_once=false')
+    if phase.model.denoiser is not None and not setup.parallelism.activation_checkpointing:
+        recomputing = replace(setup, parallelism=replace(setup.parallelism, activation_checkpointing=True))
+        if fits(memory_of(phase, recomputing), gpu):
+            found.append('parallelism.activation_checkpointing=true (about a third slower)')
+    for other in strategies(setup)[1:]:
+        if other.parallelism.strategy == 'fsdp2' and fits(memory_of(phase, other), gpu):
+            resharding = str(other.parallelism.reshard_after_forward).lower()
+            found.append(f'parallelism.strategy=fsdp2 parallelism.reshard_after_forward={resharding}')
+            break
+    memory = memory_of(phase, setup)
+    larger = [other for other in gpus.values() if fits(memory, other) and phase.autocast in other.peak_tflops]
+    if larger:
+        found.append(f'--gpu {min(larger, key=lambda other: other.memory_gib).name}')
+    return found
+
+
+def _reducing_each(phase: Phase) -> Phase:
+    speed = replace(phase.recipe.speed, reduce_once=False)
+    return replace(phase, recipe=replace(phase.recipe, speed=speed))
+
+
+def _divided(total: int, shards: int) -> int:
+    return -(-total // shards)
+
+
+def _compute_weights(tape: Tape, settings: ParallelismConfig, *, keeps_gathered: bool) -> int:
+    width = tape.precision.compute
+    # A recomputed block keeps no copies; only those of one at a time are there.
+    copied = tape.matrices_outside + tape.largest_unit if settings.activation_checkpointing else tape.matrices
+    autocast = HALF * copied if width == HALF else 0
+    if settings.strategy == 'ddp':
+        return autocast
+    gathered_width = FLOAT32 if settings.mixed_precision == 'full' else width
+    if keeps_gathered or not settings.reshard_after_forward:
+        gathered = tape.parameters
+    else:
+        # The part that is computed, the one fetched ahead, and what is in no part.
+        gathered = tape.parameters - tape.in_units + 2 * tape.largest_unit
+    # Weights that are gathered wider than autocast wants are copied by it.
+    return gathered_width * gathered + (autocast if gathered_width > width else 0)
+
+
+def _in_flight(tape: Tape, setup: Setup) -> int:
+    """Gradients of a part that FSDP is about to reduce, in the precision of computing and in float32."""
+    return 0 if setup.shards == 1 else (HALF + FLOAT32) * tape.largest_unit
+
+
+def _encoding_bytes(phase: Phase, microbatch: int) -> int:
+    """About three tensors of the VAE encoder's largest size: a residual, a normalised and an activated one."""
+    half = encoder_width(phase) == HALF
+    precision = AMP_LOW_NORMS if half else Precision(FLOAT32, FLOAT32)
+    return 3 * microbatch * phase.model.encode_image(phase.largest_shape, precision).largest
+
+
+def _sample_bytes(phase: Phase) -> int:
+    shape = phase.largest_shape
+    if phase.encoding == 'pictures':
+        return 3 * shape.pixels
+    stored = 2 if phase.model.posterior == 'sample' else 1
+    text = phase.model.text_length * phase.model.text.get('hidden_size', 0) * HALF
+    latents = phase.model.latent_elements(shape) * stored * HALF
+    return latents + (text if phase.encoding == 'latents+text' else 0)

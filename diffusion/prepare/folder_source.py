@@ -1,0 +1,143 @@
+"""Picture files of a folder, here or in an object store, with their captions beside them or in one file for all."""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import xxhash
+
+from diffusion.prepare.captions import key_of, read_rows
+from diffusion.prepare.metadata import as_json, read_columns
+from diffusion.prepare.source import Entry, Part
+from diffusion.prepare.storage import File, is_remote, list_files, local_copy
+
+SUFFIXES = ('.jpg', '.jpeg', '.png', '.webp', '.gif', '.bmp', '.tif', '.tiff', '.avif')
+PART_PICTURES = 1000
+DOWNLOADS = 16
+"""Objects fetched at a time."""
+
+
+@dataclass(frozen=True)
+class FolderSource:
+    """Pictures of a folder and its sub-folders; a part is a run of 1000, a key the path below the folder.
+
+    Without a captions file the captions of `a.jpg` are the lines of `a.txt`, or else `captions` or `caption` of
+    `a.json`, whose other columns are metadata: img2dataset's `files` format. A CSV has columns `file` and `caption`, a
+    JSONL `file` and `caption` or `captions`; other columns are metadata.
+    """
+
+    location: str
+    captions: str | None = None
+    """The captions file, here or in an object store."""
+
+    def parts(self) -> list[Part]:
+        """The parts, with the captions of a captions file in them.
+
+        Raises:
+            ValueError: There are no pictures, the folder cannot be listed, or the captions file is wrong.
+        """
+        files = {file.name: file for file in list_files(self.location, None)}
+        pictures = [file for file in files.values() if file.name.lower().endswith(SUFFIXES)]
+        if not pictures:
+            raise ValueError(f'{self.location}: has no pictures ({", ".join(SUFFIXES)})')
+        found = self._beside(pictures, files) if self.captions is None else self._named(self.captions, pictures, files)
+        listed = list(found)
+        runs = (listed[start : start + PART_PICTURES] for start in range(0, len(listed), PART_PICTURES))
+        return [_part(number, run) for number, run in enumerate(runs)]
+
+    def read(self, part: Part) -> Iterator[Entry]:
+        """The pictures in order.
+
+        Raises:
+            ValueError: A store refuses to give one.
+            OSError: One cannot be read now.
+        """
+        pictures = [_Picture(**values) for values in part.where['pictures']]
+        if not is_remote(self.location):
+            yield from map(_entry, pictures)
+            return
+        with ThreadPoolExecutor(DOWNLOADS) as threads:
+            for start in range(0, len(pictures), DOWNLOADS):
+                yield from threads.map(_entry, pictures[start : start + DOWNLOADS])
+
+    def _beside(self, pictures: Iterable[File], files: dict[str, File]) -> Iterator['_Picture']:
+        for file in pictures:
+            stem = file.name.rpartition('.')[0]
+            beside = {kind: files.get(f'{stem}.{kind}') for kind in ('txt', 'json')}
+            found = {kind: other for kind, other in beside.items() if other is not None}
+            stamp = ' '.join([file.stamp, *(other.stamp for other in found.values())])
+            picture = _Picture(file.name, stamp, file.url, file.size, beside={k: v.url for k, v in found.items()})
+            picture.problem = None if found else 'no_caption'
+            yield picture
+
+    def _named(self, captions: str, pictures: Iterable[File], files: dict[str, File]) -> Iterator['_Picture']:
+        seen: set[str] = set()
+        with local_copy(captions) as path:
+            for row in read_rows(path):
+                name = key_of(row.path)
+                file = files.get(name)
+                if name in seen or file is None:
+                    problem = 'missing_file' if file is None else 'duplicate_row'
+                    yield _Picture(f'{name} ({row.where})', problem=problem)
+                else:
+                    metadata = as_json(row.metadata)
+                    yield _Picture(name, file.stamp, file.url, file.size, row.captions, metadata=metadata)
+                seen.add(name)
+        for file in pictures:
+            if file.name not in seen:
+                yield _Picture(file.name, problem='no_caption')
+
+
+@dataclass
+class _Picture:
+    """What a part knows of a picture; its values are JSON's."""
+
+    key: str
+    stamp: str = ''
+    url: str = ''
+    size: int = 0
+    captions: list[str] = field(default_factory=list)
+    beside: dict[str, str] = field(default_factory=dict)
+    """URLs of the .txt and .json, by suffix."""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    problem: str | None = None
+
+
+def _part(number: int, pictures: Sequence[_Picture]) -> Part:
+    where = {'pictures': [asdict(picture) for picture in pictures]}
+    stamp = xxhash.xxh3_128_hexdigest(json.dumps(where))
+    return Part(f'pictures-{number:06}', where, max(1, sum(picture.size for picture in pictures)), stamp)
+
+
+def _entry(picture: _Picture) -> Entry:
+    entry = Entry(picture.key, captions=list(picture.captions), metadata=picture.metadata, problem=picture.problem)
+    if entry.problem is None:
+        try:
+            entry.image = _read(picture.url, picture.size)
+            if picture.beside:
+                _add_beside(entry, picture.beside)
+        except PermissionError:  # one file's, not the disk's
+            entry.problem = 'unreadable'
+    return entry
+
+
+def _add_beside(entry: Entry, beside: dict[str, str]) -> None:
+    """Captions and metadata of the files beside a picture."""
+    entry.metadata = read_columns(_read(beside['json'])) if 'json' in beside else {}
+    captions, caption = entry.metadata.pop('captions', None), entry.metadata.pop('caption', None)
+    if isinstance(captions, list):
+        entry.captions = captions
+    elif 'txt' in beside:
+        try:
+            entry.captions = str(_read(beside['txt']), 'utf-8-sig').splitlines()
+        except UnicodeDecodeError:
+            entry.problem = 'caption_not_utf8'
+    else:
+        entry.captions = [caption]
+
+
+def _read(url: str, size: int | None = None) -> bytes:
+    with local_copy(url, size=size) as path:
+        return path.read_bytes()

@@ -1,0 +1,41 @@
+"""Columns that come with pictures, as JSON has them."""
+
+import datetime
+import decimal
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+
+def as_json(value: Any) -> Any:
+    """A value in JSON's types: NaN and infinities as None, decimals as numbers, times and other things as text."""
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, str):
+        return value.encode('utf-8', 'replace').decode()  # JSON can spell lone surrogates, UTF-8 cannot
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, decimal.Decimal):
+        return as_json(float(value))
+    if isinstance(value, datetime.datetime | datetime.date | datetime.time):
+        return value.isoformat()
+    if isinstance(value, datetime.timedelta):
+        return value.total_seconds()
+    if isinstance(value, Mapping):
+        return {as_json(str(name)): as_json(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(inner) for inner in value]
+    return str(value)
+
+
+def read_columns(text: bytes) -> dict[str, Any]:
+    """The columns that a JSON object beside a picture holds.
+
+    Of a text that is none only `bad_metadata`, which says why: the picture is none the worse.
+    """
+    try:
+        columns = as_json(json.loads(text))
+    except (ValueError, RecursionError) as error:
+        return {'bad_metadata': f'{type(error).__name__}: {error}'}
+    return columns if isinstance(columns, dict) else {'bad_metadata': f'{type(columns).__name__}, not an object'}

@@ -1,0 +1,176 @@
+"""Parquet files with pictures in a column, as img2dataset and Hugging Face write them."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from diffusion.prepare.metadata import as_json
+from diffusion.prepare.source import Entry, Part
+from diffusion.prepare.storage import File, is_remote, list_files, local_copy, whole_file
+
+SUFFIX = '.parquet'
+IMAGE_COLUMNS = ('image', 'jpg', 'jpeg', 'png', 'webp', 'image_bytes', 'img')
+CAPTION_COLUMNS = ('captions', 'caption', 'txt', 'text')
+KEY_COLUMN = 'key'
+BATCH_ROWS = 64
+PART_BYTES = 512 * 2**20
+"""A larger file on disk is several parts, each of whole row groups."""
+
+
+@dataclass(frozen=True)
+class ParquetSource:
+    """Parquet files of a folder, a file, or a pattern in braces; a part a file, or several of a large one.
+
+    A picture is the bytes of a column, or Hugging Face's struct of bytes and path. Without names the columns are found
+    by the usual ones, in capitals or not. A row's key is the file's name and its `key`, or its number.
+    """
+
+    location: str
+    image_column: str | None = None
+    caption_column: str | None = None
+    """Of text, or of lists of text."""
+
+    def parts(self) -> list[Part]:
+        """A part for each file, or run of row groups of a large one.
+
+        Raises:
+            ValueError: There is no file, it cannot be listed, or the first lacks a column.
+        """
+        files = list_files(self.location, (SUFFIX,))
+        if not is_remote(files[0].url):  # a mistake in a column's name should not cost more than this
+            self._check(Path(files[0].url))
+        return [part for file in files for part in _parts_of(file)]
+
+    def read(self, part: Part) -> Iterator[Entry]:
+        """An entry a row; where the file is damaged, those before and then one that says so.
+
+        Raises:
+            ValueError: It lacks a column, or a store refuses to give it.
+            OSError: It cannot be read now.
+        """
+        where = part.where
+        with local_copy(where['url'], size=where['size']) as path, path.open('rb') as opened:
+            try:
+                file = pq.ParquetFile(opened, memory_map=False, pre_buffer=False)
+            except (pa.ArrowException, OSError) as error:
+                _raise_if_of_the_disk(error)
+                yield Entry(where['stem'], problem='part_unreadable')
+                return
+            columns = self._columns(file.schema_arrow, where['url'])
+            groups = range(*where.get('groups', (0, file.num_row_groups)))
+            yield from _rows(file, groups, columns, where['stem'])
+
+    def _check(self, path: Path) -> None:
+        try:
+            schema = pq.read_schema(path)
+        except (pa.ArrowException, OSError):
+            return  # which the report will say
+        self._columns(schema, str(path))
+
+    def _columns(self, schema: pa.Schema, where: str) -> '_Columns':
+        image = _column(schema, self.image_column, IMAGE_COLUMNS, where, 'image_column')
+        kind = schema.field(image).type
+        if not _is_bytes(kind) and not (pa.types.is_struct(kind) and kind.get_field_index('bytes') >= 0):
+            raise ValueError(f"{where}: column {image!r} is of type {kind}; name one of files' bytes with image_column")
+        caption = _column(schema, self.caption_column, CAPTION_COLUMNS, where, 'caption_column')
+        key = _find(schema, (KEY_COLUMN,))
+        taken = {image, caption, key, *(name for name in schema.names if name.lower() in CAPTION_COLUMNS)}
+        others = [field.name for field in schema if field.name not in taken and not _is_bytes(field.type)]
+        return _Columns(image, caption, key, others)
+
+
+@dataclass(frozen=True)
+class _Columns:
+    image: str
+    caption: str
+    key: str | None
+    others: list[str]
+    """What becomes metadata."""
+
+    @property
+    def all(self) -> list[str]:
+        return [self.image, self.caption, *([self.key] if self.key else []), *self.others]
+
+
+def _column(schema: pa.Schema, given: str | None, usual: Sequence[str], where: str, option: str) -> str:
+    found = _find(schema, usual) if given is None else given if given in schema.names else None
+    if found is None:
+        tried = f'{", ".join(usual)}' if given is None else repr(given)
+        raise ValueError(f'{where}: has no column {tried}; it has {schema.names}; name the one to use with {option}')
+    return found
+
+
+def _find(schema: pa.Schema, usual: Sequence[str]) -> str | None:
+    """The first of the usual names that the schema has, as it spells it."""
+    spelt = {name.lower(): name for name in reversed(schema.names)}
+    return next((spelt[name] for name in usual if name in spelt), None)
+
+
+def _is_bytes(kind: pa.DataType) -> bool:
+    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind)
+
+
+def _parts_of(file: File) -> list[Part]:
+    """The file, or of a large one on disk runs of its row groups."""
+    whole = whole_file(file, SUFFIX)
+    if is_remote(file.url) or file.size <= PART_BYTES:
+        return [whole]
+    try:
+        metadata = pq.read_metadata(file.url)
+    except (pa.ArrowException, OSError):
+        return [whole]  # reading it will say why
+    sizes = [metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups)]
+    parts, start = [], 0
+    for stop in range(1, len(sizes) + 1):
+        if stop == len(sizes) or sum(sizes[start : stop + 1]) > PART_BYTES:
+            name = f'{whole.name}-groups-{start:05}'
+            parts.append(Part(name, whole.where | {'groups': [start, stop]}, sum(sizes[start:stop]), whole.stamp))
+            start = stop
+    return parts or [whole]
+
+
+def _rows(file: pq.ParquetFile, groups: range, columns: _Columns, stem: str) -> Iterator[Entry]:
+    row = sum(file.metadata.row_group(group).num_rows for group in range(groups.start))
+    seen: set[str] = set()
+    try:
+        for batch in file.iter_batches(BATCH_ROWS, list(groups), columns.all, use_threads=False):
+            for values in _plain(batch).to_pylist():
+                yield _entry(values, columns, stem, row, seen)
+                row += 1
+    except (pa.ArrowException, OSError) as error:
+        _raise_if_of_the_disk(error)
+        yield Entry(f'{stem} at row {row}', problem='part_damaged')
+
+
+def _plain(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Times as text: Python's have no nanoseconds."""
+    arrays = [
+        array.cast(pa.string()) if pa.types.is_temporal(array.type) and not pa.types.is_duration(array.type) else array
+        for array in batch.columns
+    ]
+    return pa.RecordBatch.from_arrays(arrays, names=batch.schema.names)
+
+
+def _entry(values: dict[str, Any], columns: _Columns, stem: str, row: int, seen: set[str]) -> Entry:
+    key = values[columns.key] if columns.key else None
+    entry = Entry(f'{stem}/row-{row}' if key is None else f'{stem}/{as_json(key)}')
+    image, caption = values[columns.image], values[columns.caption]
+    entry.image = image['bytes'] if isinstance(image, dict) else image
+    entry.captions = caption if isinstance(caption, list) else [caption]
+    entry.metadata = {name: as_json(values[name]) for name in columns.others}
+    if entry.key in seen:
+        entry.problem = 'duplicate_key'
+    elif entry.image is None:
+        entry.problem = 'no_image'
+    seen.add(entry.key)
+    return entry
+
+
+def _raise_if_of_the_disk(error: BaseException) -> None:
+    # pyarrow raises OSError for damaged files as well, but those have no number.
+    if isinstance(error, OSError) and error.errno is not None:
+        raise error

@@ -1,0 +1,204 @@
+"""A preparation from beginning to end; stopped at any point, the next start goes on, and the dataset is the same bytes.
+
+plan -> parts -> duplicates -> shards -> indexes and report -> the output. Every step leaves what it made under a name
+that appears when it is whole, and is a function of the input and the settings: not of the number of processes, of who
+was first, or of how often it was stopped. Only the report's `seconds` differ.
+"""
+
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing
+from functools import partial
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from diffusion.config import RecipeError
+from diffusion.prepare import exhibits
+from diffusion.prepare.catalogue import Catalogue
+from diffusion.prepare.histograms import statistics_of
+from diffusion.prepare.outputs import Output, output_of
+from diffusion.prepare.pack import ShardJob, plan_shards, read_entries, write_indexes
+from diffusion.prepare.page import page
+from diffusion.prepare.part import PartJob, read_done
+from diffusion.prepare.plan import Plan
+from diffusion.prepare.pool import Job, run_jobs
+from diffusion.prepare.report import REPORT, Report
+from diffusion.prepare.settings import PrepareSettings, check
+from diffusion.prepare.shapes import Buckets
+from diffusion.prepare.source import Source
+from diffusion.prepare.work import Share, WorkFolder, write_text
+
+PAGE = 'report.html'
+Run = Callable[[Iterable[Job]], Iterator[Any]]
+"""Does jobs somewhere, in any order, and yields their results."""
+
+
+def prepare(
+    settings: PrepareSettings, *, source: Source | None = None, run: Run | None = None, share: Share | None = None
+) -> Report | None:
+    """Prepare a dataset, or go on where an earlier start was stopped.
+
+    Args:
+        settings: What to make of what.
+        source: Read instead of what `settings.source` names.
+        run: Where the jobs are done; the processes of this machine by default.
+        share: Prepare only these parts, in a work folder that several machines see, and stop. When all have done so,
+            a call without it does the rest.
+
+    Returns:
+        The report, or None for a share.
+
+    Raises:
+        ValueError: A setting is wrong, the output is taken, a part cannot be read, no picture is left, or there is no
+            room. What is done is kept for the next start.
+    """
+    problems = check(settings)
+    if problems:
+        raise RecipeError(problems, 'diffusion prepare')
+    work = WorkFolder(settings.work_folder)
+    run = run or partial(run_jobs, workers=settings.worker_count)
+    try:
+        with work.locked(share), closing(output_of(settings)) as output:
+            return _Preparation(settings, source or settings.source.open(), run, work, output).go(share)
+    except OSError as error:
+        raise ValueError(f'{work.path}: {error}; put it right and start again: what is done is kept') from error
+
+
+class _Preparation:
+    """A preparation that has its work folder to itself."""
+
+    def __init__(self, settings: PrepareSettings, source: Source, run: Run, work: WorkFolder, output: Output) -> None:
+        self.settings = settings
+        self.source = source
+        self.run = run
+        self.work = work
+        self.output = output
+        self.buckets = Buckets(settings.sizes, settings.aspects).names
+
+    def go(self, share: Share | None) -> Report | None:
+        """Do what is still to be done."""
+        start = time.monotonic()
+        if not self.work.complete.exists():
+            plan = Plan.make(self.settings, self.source)
+            finished = None if self.work.plan.exists() else self.output.finished(plan.fingerprint)
+            if finished is not None:
+                finished.notes.append('it was prepared of this input before; nothing was to be done')
+                return finished
+            self.output.check(self.work)
+            plan.agree_with(self.work)
+            self.work.clear_unfinished(share)
+            try:
+                self.do_parts(plan, share)
+                if share is not None:
+                    return None
+                self.assemble(plan, start)
+            except BaseException:
+                self.work.clear_unfinished(share)  # a full disk has better use for it
+                raise
+        report = Report.read(self.work.complete)
+        self.output.put_in_place(self.work)
+        self.work.remove()
+        return report
+
+    def do_parts(self, plan: Plan, share: Share | None) -> None:
+        """Every part into a folder of its own."""
+        self.work.parts.mkdir(exist_ok=True)
+        mine = [number for number in range(len(plan.parts)) if share is None or share.has(number)]
+        left = [number for number in mine if not self.work.part(number).is_dir()]
+        todo = sum(plan.parts[number].size for number in left)
+        whole = sum(plan.parts[number].size for number in mine)
+        jobs = (
+            PartJob(number, plan.parts[number], self.source, self.settings, self.work.part(number)) for number in left
+        )
+        inputs = rejected = 0
+        with (
+            tqdm(total=whole, initial=whole - todo, desc='parts', unit='B', unit_scale=True, disable=None) as bar,
+            closing(self.results(jobs)) as results,
+        ):
+            for done in results:
+                inputs += done.inputs
+                rejected += done.rejected.total()
+                rate = inputs / max(bar.format_dict['elapsed'], 1e-3)
+                bar.set_postfix_str(f'{rate:.0f} pictures/s, {rejected / max(1, inputs):.1%} left out', refresh=False)
+                bar.update(done.size)
+
+    def results(self, jobs: Iterable[Job]) -> Generator[Any, None, None]:
+        """What the jobs return; closing it stops them."""
+        yield from self.run(jobs)
+
+    def assemble(self, plan: Plan, start: float) -> None:
+        """Duplicates out, final shards, indexes, report; then the dataset is complete."""
+        catalogue = Catalogue.read([self.work.part(number) for number in range(len(plan.parts))], self.buckets)
+        repeats = catalogue.drop_duplicates(
+            self.settings.duplicates, max_distance=self.settings.max_distance, saved=self.work.duplicates
+        )
+        report = self.report_on(catalogue, plan)
+        if not report.pictures:
+            self.work.remove()
+            lines = [f'{report.source}: no picture is left, nothing is written', *report.rejections()]
+            raise ValueError('\n'.join(lines))
+        self.pack(catalogue)
+        entries = read_entries(self.work, report.buckets)
+        write_indexes(entries, self.work.dataset)
+        report.bytes = {name: sum(shard['raw_data']['bytes'] for shard in entries[name]) for name in entries}
+        html = page(
+            report,
+            self.settings.out,
+            buckets=exhibits.of_buckets(catalogue, self.buckets),
+            rejected=exhibits.of_reasons(catalogue, repeats),
+        )
+        write_text(self.work.dataset / PAGE, html)
+        report.seconds = time.monotonic() - start
+        report.save(self.work.dataset / REPORT)
+        write_text(self.work.complete, (self.work.dataset / REPORT).read_text(encoding='utf-8'))
+
+    def pack(self, catalogue: Catalogue) -> None:
+        """The final shards."""
+        size_limit = self.settings.shard_bytes
+        planned = plan_shards(catalogue, self.buckets, work=self.work, size_limit=size_limit)
+        total = int(catalogue.columns['size'][catalogue.kept].sum())
+        with tqdm(total=total, desc='shards', unit='B', unit_scale=True, disable=None) as bar:
+
+            def left() -> Iterator[ShardJob]:
+                for job in planned:
+                    if self.output.has(job):
+                        bar.update(int(job.size.sum()))
+                    else:
+                        job.make_folders()
+                        yield job
+
+            with closing(self.results(left())) as results:
+                for job in results:
+                    self.output.take(job)
+                    bar.update(int(job.size.sum()))
+
+    def report_on(self, catalogue: Catalogue, plan: Plan) -> Report:
+        """What is known before the shards are written."""
+        found = np.bincount(catalogue.bucket[catalogue.kept], minlength=len(self.buckets))
+        counts = dict(zip(self.buckets, found.tolist(), strict=True))
+        return Report(
+            source=self.settings.source.location,
+            arguments={'out': self.settings.out} | plan.settings,
+            max_rejected=self.settings.max_rejected,
+            versions=plan.versions,
+            licence=self.settings.licence,
+            inputs=len(catalogue),
+            pictures=len(catalogue.kept),
+            buckets={name: count for name, count in counts.items() if count},
+            empty_buckets=[name for name, count in counts.items() if not count],
+            rejected=catalogue.rejected,
+            notes=self.notes(plan),
+            statistics=statistics_of(catalogue) if len(catalogue.kept) else {},
+            fingerprint=plan.fingerprint,
+        )
+
+    def notes(self, plan: Plan) -> list[str]:
+        """Filters of columns that no picture had."""
+        filters = self.settings.filters
+        if not filters.columns:
+            return []
+        done = (read_done(self.work.part(number), part) for number, part in enumerate(plan.parts))
+        columns = set().union(*(part.columns for part in done))
+        return filters.never_seen(filters.columns_in(dict.fromkeys(columns)), columns)

@@ -1,0 +1,37 @@
+"""Recipes, GPUs and phases for the tests of planning."""
+
+from pathlib import Path
+
+import yaml
+
+from diffusion.config import load
+from diffusion.planning.gpus import find_gpu, load_gpus
+from diffusion.planning.phase import phase_of
+
+YAMLS = Path(__file__).parents[2] / 'yamls'
+PHASES = (YAMLS / 'phase1.yaml', YAMLS / 'phase2.yaml')
+GPUS = load_gpus()
+A100 = find_gpu('a100-80gb', GPUS)
+
+
+def phase(path=PHASES[0], overrides=(), **keywords):
+    return phase_of(load(path, overrides, allow_missing=True), **keywords)
+
+
+def both(**keywords):
+    """The two phases of the published recipe."""
+    return [phase(path, **keywords) for path in PHASES]
+
+
+def write_recipe(folder, **changes):
+    """A recipe of a tiny model, sections replaced by `changes`."""
+    values = {
+        'name': 'run',
+        'global_batch': 8,
+        'model': {'name': 'tiny', 'resolution': 64},
+        'streams': {'a': {'remote': 's3://bucket/mds', 'local': 'cache', 'resolution': 64}},
+        'trainer': {'max_duration': '80ba', 'precision': 'amp_bf16'},
+    }
+    path = folder / 'recipe.yaml'
+    path.write_text(yaml.safe_dump(values | changes), encoding='utf-8')
+    return path

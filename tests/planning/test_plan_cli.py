@@ -1,0 +1,223 @@
+"""`diffusion plan`, from what is typed to what is printed."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from diffusion.cli import main
+from tests.planning.recipes import PHASES, YAMLS, write_recipe
+
+BOTH = [str(path) for path in PHASES]
+
+
+def planned(capsys, *words):
+    assert main(['plan', *words]) == 0
+    return capsys.readouterr().out
+
+
+def as_json(capsys, *words):
+    return json.loads(planned(capsys, *words, '--json'))
+
+
+def refused(capsys, *words):
+    assert main(['plan', *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ''
+    assert captured.err.startswith('error: ')
+    return captured.err
+
+
+def test_the_published_story(capsys):
+    out = planned(capsys, *BOTH, '--gpu', 'a100-80gb', '--gpus', '128', '--price', '2')
+    for said in (
+        '128 x a100-80gb (16 nodes), at $2.00 an hour',
+        '865.9 M',
+        '4.81e+21 FLOP of training',
+        'published for 128 A100, / 1.4 for encoding online',
+        '13.85 GB',
+        'a failure every 16.5 d',
+        '20,051 A100-hours to train and 3,784 to precompute: 23,835, $47,670 at $2 an hour',
+    ):
+        assert said in out
+    assert 'WARNINGS' not in out
+
+
+def test_the_published_table_through_the_command_line(capsys):
+    words = [*BOTH, '--gpu', 'a100-80gb', '--gpus', '64', '--price', '2', '--stored', 'latents+text']
+    total = as_json(capsys, *words)['total']
+    assert total['days'] == pytest.approx(10.14, abs=0.01)
+    assert total['usd'] == pytest.approx(31_146, abs=2)
+
+
+def test_it_takes_under_three_seconds_and_no_torch():
+    program = (
+        'import sys\nfrom diffusion.cli import main\n'
+        f'assert main(["plan", *{BOTH}, "--gpu", "a100-80gb", "--gpus", "128"]) == 0\n'
+        'print(*{name.partition(".")[0] for name in sys.modules}, file=sys.stderr)'
+    )
+    before = os.times()
+    result = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, check=True)
+    after = os.times()
+    loaded = set(result.stderr.split())
+    assert not loaded & {'torch', 'diffusers', 'transformers', 'composer', 'streaming', 'numpy', 'matplotlib'}
+    # Of the processor: the wall clock is other people's too.
+    assert after.children_user + after.children_system - before.children_user - before.children_system < 3
+
+
+def test_phases_in_a_row_add_up(capsys):
+    plan = as_json(capsys, *BOTH, '--gpus', '64')
+    for unit in ('hours', 'days', 'gpu_hours', 'usd'):
+        assert plan['total'][unit] == pytest.approx(sum(phase['training'][unit] for phase in plan['phases']))
+        assert plan['expected'][unit] > plan['total'][unit]
+    one = as_json(capsys, BOTH[1], '--gpus', '64')
+    assert one['total'] == pytest.approx(
+        {**plan['phases'][1]['training'], 'training_flop': 850_000 * 2048 * 3 * 804.26e9}, rel=1e-4
+    )
+
+
+def test_overrides_are_of_every_recipe_and_stand_anywhere(capsys):
+    for words in (
+        [*BOTH, 'global_batch=1024', '--gpus', '64'],
+        [*BOTH, '--gpus', '64', 'global_batch=1024'],
+        ['--gpus', '64', *BOTH, 'global_batch=1024'],
+    ):
+        assert [phase['global_batch'] for phase in as_json(capsys, *words)['phases']] == [1024, 1024]
+
+
+def test_json_has_finite_numbers_and_every_part(capsys):
+    plan = as_json(capsys, *BOTH, '--gpu', 'b200', '--gpus', '8')
+    assert plan['total']['usd'] is None
+    phase = plan['phases'][0]
+    assert [fit['strategy'] for fit in phase['memory']] == ['fsdp2 SHARD_GRAD_OP', 'ddp', 'fsdp2 FULL_SHARD']
+    assert [data['encoding'] for data in phase['data']] == ['pictures', 'latents', 'latents+text']
+    assert phase['checkpoint_bytes']['weights'] == 4 * 865_910_724
+    assert 'NaN' not in json.dumps(plan) and 'Infinity' not in json.dumps(plan)
+
+
+def test_a_price_that_is_old_warns_unless_one_is_given(capsys, monkeypatch):
+    import datetime
+
+    from diffusion.planning import plan
+
+    class Later(datetime.date):
+        @classmethod
+        def today(cls):
+            return cls(2027, 6, 1)
+
+    monkeypatch.setattr(plan.datetime, 'date', Later)
+    words = [BOTH[0], '--gpu', 'a100-80gb']
+    assert 'its price, $2.00 an hour, is 396 days old' in planned(capsys, *words)
+    assert 'days old' not in planned(capsys, *words, '--price', '1.2')
+
+
+def test_what_does_not_fit_says_what_would(capsys):
+    words = [BOTH[1], '--gpu', 'a10g', '--gpus', '8', 'device_train_microbatch_size=64']
+    plan = as_json(capsys, *words)
+    assert not plan['phases'][0]['memory'][0]['fits']
+    assert 'phase2 does not fit: ' in planned(capsys, *words)
+    smaller = next(way for way in plan['phases'][0]['ways_out'] if way.startswith('device_train_microbatch_size='))
+    assert as_json(capsys, *words[:-1], smaller)['phases'][0]['memory'][0]['fits']
+
+
+def test_a_model_too_small_for_a_gpu_is_not_believed(capsys):
+    out = planned(capsys, str(YAMLS / 'quickstart.yaml'))
+    assert 'is faster than kernels are launched' in out
+
+
+def test_impossible_speed_warns(capsys):
+    out = planned(capsys, BOTH[0], '--gpu', 'a100-80gb', '--images-per-second', '99999', '--gpus', '8')
+    assert 'of the peak is not possible' in out
+
+
+@pytest.mark.parametrize('recipe', sorted(YAMLS.glob('*.yaml')), ids=lambda path: path.stem)
+def test_every_recipe_that_trains_can_be_planned(capsys, recipe):
+    from diffusion.config import load
+
+    if 'max_duration' not in load(recipe, allow_missing=True).trainer:
+        pytest.skip('no training recipe')
+    assert planned(capsys, str(recipe), '--gpus', '8')
+
+
+@pytest.mark.parametrize(
+    ('words', 'message'),
+    [
+        (['--gpu', 'a100'], "--gpu: no GPU is called 'a100'; did you mean a100-40gb or a100-80gb"),
+        (['--gpu', 'hopper'], "--gpu: no GPU is called 'hopper'; known: a100-40gb"),
+        (['--gpu', 'v100-32gb'], '--gpu v100-32gb: it has no bf16'),
+        (['--gpus', '100'], 'global_batch: 2048 does not divide over 100 devices; use 2000 or 2100'),
+        (['--gpus', '512'], "device_train_microbatch_size: 16 does not divide a device's 4 samples"),
+        (['trainer.max_duration=3ep'], 'give --samples 790e6, or loader.epoch_size, or batches'),
+        (['trainer.max_duration=long'], "trainer.max_duration: 'long' is not a duration"),
+        (['trainer.max_durations=3ba'], "trainer.max_durations: unknown key; did you mean 'max_duration'?"),
+        (['--from-run', 'runs/nowhere'], '--from-run: runs/nowhere has no recipe.yaml'),
+        (['--gpus-file', 'nowhere.yaml'], '--gpus-file: nowhere.yaml cannot be read'),
+        (['--mtbf', '0.01'], '--mtbf: a failure every 36 s leaves nothing of a run that restarts in 600 s'),
+        (['--samples', '1,2,3'], '--samples: 3 numbers for 1 recipes; give one, or one a recipe'),
+    ],
+)
+def test_mistakes_say_where_and_the_way_out(capsys, words, message):
+    assert message in refused(capsys, BOTH[0], *words)
+
+
+def test_a_speed_is_of_one_recipe(capsys):
+    error = refused(capsys, *BOTH, '--images-per-second', '3000')
+    assert '--images-per-second: it is the speed of one recipe' in error
+
+
+def test_a_recipe_must_be_named(capsys):
+    assert 'no recipe is given' in refused(capsys, 'global_batch=8')
+
+
+@pytest.mark.parametrize(
+    ('words', 'message'),
+    [
+        (['--mfu', '0.4', '--images-per-second', '9'], 'not allowed with argument --mfu'),
+        (['--mfu', '40'], "'40' is not a share of the peak in (0, 1], such as 0.4"),
+        (['--mfu', '0'], "'0' is not a share"),
+        (['--gpus', '0'], "'0' is not a whole number from 1 up"),
+        (['--gpus', '2.5'], "'2.5' is not a whole number"),
+        (['--price', '-1'], "'-1' is not a number from 0 up"),
+        (['--mtbf', 'nan'], "'nan' is not a positive number"),
+        (['--images-per-second', 'fast'], "'fast' is not a positive number"),
+        (['--samples', '1e6,x'], "'x' is not a whole number"),
+        (['--stored', 'text'], "invalid choice: 'text'"),
+        (['--gpuz', '3'], 'unrecognized arguments: --gpuz'),
+    ],
+)
+def test_wrong_numbers_are_answered(capsys, words, message):
+    with pytest.raises(SystemExit, match='2'):
+        main(['plan', BOTH[0], *words])
+    assert message in capsys.readouterr().err
+
+
+def test_the_picture_is_a_png_with_a_bar_a_count(capsys, tmp_path):
+    from PIL import Image
+
+    out = tmp_path / 'new' / 'plan.png'
+    planned(capsys, *BOTH, '--gpu', 'a100-80gb', '--gpus', '128', '--png', str(out))
+    with Image.open(out) as picture:
+        assert picture.format == 'PNG'
+        colours = {colour for _, colour in picture.convert('RGB').getcolors(1 << 20) or []}
+        assert {(0x44, 0x77, 0xAA), (0xEE, 0x66, 0x77)} <= colours
+    assert [path.name for path in out.parent.iterdir()] == ['plan.png']
+
+
+def test_the_picture_counts_gpus_that_divide_the_batch():
+    from diffusion.planning.picture import counts_around
+    from tests.planning.recipes import both, phase
+
+    assert counts_around(both(), 128) == [8, 16, 32, 64, 128]
+    odd = phase(overrides=['global_batch=1920'])
+    assert counts_around([odd], 24) == [6, 8, 12, 24]
+    small = phase(overrides=['global_batch=96', 'device_train_microbatch_size=2'])
+    assert counts_around([small], 3) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 48]
+
+
+def test_a_measured_run_is_the_speed(capsys, tmp_path):
+    path = write_recipe(tmp_path)
+    (tmp_path / 'metrics.jsonl').write_text('{"step": 5, "throughput/device/samples_per_sec": 12.5}\n')
+    plan = as_json(capsys, str(path), '--gpus', '4', '--from-run', str(tmp_path))
+    assert plan['phases'][0]['images_per_second'] == pytest.approx(50)

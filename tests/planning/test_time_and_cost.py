@@ -1,0 +1,173 @@
+"""Hours and dollars, against what was published."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diffusion.planning import published
+from diffusion.planning.cost import cost_of_hours, precompute_cost, training_cost
+from diffusion.planning.plan import measured_in
+from diffusion.planning.throughput import ASSUMED_MFU, read_run, speed_of, utilisation
+from tests.planning.recipes import A100, GPUS, both, phase, write_recipe
+
+TABLE = [(8, 81.33, 31_230), (16, 40.42, 31_043), (32, 20.06, 30_805), (64, 10.14, 31_146), (128, 5.51, 33_874)]
+"""Number of A100s, days and dollars of both phases, encoders precomputed, as published."""
+
+
+def total(phases, gpus, **keywords):
+    costs = [training_cost(each, speed_of(each, A100, gpus, **keywords), gpus=gpus, price=2.0) for each in phases]
+    return costs[0] + costs[1]
+
+
+@pytest.mark.parametrize(('gpus', 'days', 'dollars'), TABLE)
+def test_the_published_table(gpus, days, dollars):
+    cost = total(both(encoding='latents+text'), gpus)
+    assert cost.days == pytest.approx(days, abs=0.01)
+    assert cost.usd == pytest.approx(dollars, abs=2)
+
+
+def test_the_published_hours_cost_what_was_published():
+    hours = published.TRAINING_HOURS + published.PRECOMPUTE_HOURS
+    assert hours == 23_835
+    assert cost_of_hours(hours / 128, gpus=128, price=2.0).usd == pytest.approx(47_700, rel=0.001)
+
+
+def test_the_whole_recipe_is_the_published_number_of_flops():
+    flops = sum(each.training_flops * each.images for each in both())
+    assert flops == pytest.approx(4.81e21, rel=0.001)
+    assert flops / (23_835 * 3600 * A100.peak_flops('bf16')) == pytest.approx(0.18, abs=0.0005)
+    assert (
+        phase(overrides=['model.resolution=512', 'streams.laion.resolution=512']).training_flops
+        == both()[1].training_flops
+    )
+
+
+def test_precomputing_costs_the_published_hours():
+    hours = [precompute_cost(each, 'latents+text', A100, gpus=128, price=2.0).gpu_hours for each in both()]
+    assert sum(hours) == pytest.approx(published.PRECOMPUTE_HOURS, rel=0.01)
+
+
+def test_brias_iterations_are_images_and_mfu():
+    """1.8 batches of 2048 a second on 32 A100s, at 256 px."""
+    work = phase(encoding='latents+text')
+    speed = speed_of(work, A100, 32, images_per_second=1.8 * 2048)
+    assert speed.images_per_second == pytest.approx(3686.4)
+    assert speed.mfu == pytest.approx(3686.4 * 3 * 181.09e9 / (32 * 312e12), rel=1e-4)
+    assert speed.mfu == pytest.approx(0.2006, abs=0.0002)
+
+
+@pytest.mark.parametrize(('resolution', 'gpus', 'mfu'), [(0, 8, 0.239), (0, 128, 0.158), (1, 8, 0.28)])
+def test_published_speeds_are_the_published_utilisation(resolution, gpus, mfu):
+    assert speed_of(both(encoding='latents+text')[resolution], A100, gpus).mfu == pytest.approx(mfu, abs=0.001)
+
+
+def test_mfu_says_images_and_images_say_mfu():
+    work = phase()
+    speed = speed_of(work, GPUS['h100-sxm'], 8, mfu=0.4)
+    assert speed.mfu == pytest.approx(0.4)
+    back = speed_of(work, GPUS['h100-sxm'], 8, images_per_second=speed.images_per_second)
+    assert back.mfu == pytest.approx(0.4)
+
+
+def test_forty_percent_of_an_h100_are_728_images_of_256_px():
+    speed = speed_of(phase(encoding='latents+text'), GPUS['h100-sxm'], 1, mfu=0.4)
+    assert speed.images_per_second == pytest.approx(728, abs=0.5)
+
+
+def test_encoding_online_costs_what_was_published_or_by_flops():
+    pictures, latents, nothing = (phase(encoding=encoding) for encoding in ('pictures', 'latents', 'latents+text'))
+    rates = [speed_of(work, A100, 128).images_per_second for work in (pictures, latents, nothing)]
+    assert rates[2] / rates[0] == pytest.approx(1.4)
+    assert rates[2] / rates[1] == pytest.approx(1.083, abs=0.001)
+    by_flops = [speed_of(work, A100, 128, mfu=0.3).images_per_second for work in (pictures, nothing)]
+    assert by_flops[1] / by_flops[0] == pytest.approx(1.585, abs=0.001)
+
+
+def test_recomputing_takes_a_forward_pass_more_and_is_not_utilisation():
+    plain = speed_of(phase(encoding='latents+text'), A100, 8, mfu=0.4)
+    work = phase(overrides=['parallelism.activation_checkpointing=true'], encoding='latents+text')
+    recomputing = speed_of(work, A100, 8, mfu=0.4)
+    assert plain.images_per_second / recomputing.images_per_second == pytest.approx(4 / 3)
+    assert recomputing.mfu == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize(
+    ('gpu', 'overrides'),
+    [
+        ('h100-sxm', []),
+        ('a100-80gb', ['model.resolution=768', 'streams.laion.resolution=768']),
+        ('a100-80gb', ['trainer.precision=fp32']),
+        ('a100-80gb', ['parallelism.activation_checkpointing=true']),
+    ],
+)
+def test_what_was_not_published_is_assumed_and_says_so(gpu, overrides):
+    speed = speed_of(phase(overrides=overrides, encoding='latents+text'), GPUS[gpu], 8)
+    assert 'assumed: 25% of peak' in speed.source
+    assert speed.mfu <= ASSUMED_MFU * (1 + 1e-9)
+
+
+@given(st.integers(1, 4096))
+def test_interpolated_speed_lies_between_its_neighbours(gpus):
+    known = published.IMAGES_PER_SECOND[256]
+    rate = published.interpolate(known, gpus)
+    below, above = [n for n in known if n <= gpus], [n for n in known if n >= gpus]
+    assert not below or rate >= known[max(below)]
+    assert not above or rate <= known[min(above)]
+    if not below or not above:
+        end = known[min(known)] / min(known) if not below else known[max(known)] / max(known)
+        assert rate / gpus == pytest.approx(end)
+
+
+def write_run(folder, values):
+    write_recipe(folder)
+    lines = [
+        json.dumps({'step': step, 'throughput/device/samples_per_sec': value}) for step, value in enumerate(values)
+    ]
+    (folder / 'metrics.jsonl').write_text('\n'.join([*lines, '{"step": 9, "loss": 1.0}', '{"step": 1']) + '\n')
+    return folder
+
+
+def test_a_runs_own_speed_holds_for_its_recipe_on_more_gpus(tmp_path):
+    run = write_run(tmp_path, [1.0, 30.0, 30.0, 31.0])
+    speed = speed_of(phase(run / 'recipe.yaml'), A100, 16, measured=measured_in(run))
+    assert speed.images_per_second == pytest.approx(16 * 30)
+    assert 'measured: 30.0 images/s a device in ' in speed.source
+
+
+def test_a_runs_own_speed_is_scaled_by_flops_for_another_recipe(tmp_path):
+    run = write_run(tmp_path, [30.0])
+    larger = phase(run / 'recipe.yaml', ['model.resolution=128', 'streams.a.resolution=128'])
+    own = phase(run / 'recipe.yaml')
+    speed = speed_of(larger, A100, 1, measured=measured_in(run))
+    assert speed.images_per_second == pytest.approx(30 * own.flops() / larger.flops())
+
+
+def test_a_run_without_throughput_is_an_error(tmp_path):
+    run = write_run(tmp_path, [])
+    with pytest.raises(ValueError, match='has no throughput/device/samples_per_sec; it is there after window_size'):
+        measured_in(run)
+    (run / 'metrics.jsonl').unlink()
+    with pytest.raises(ValueError, match=r'--from-run: .*metrics\.jsonl cannot be read .*loggers\.metrics_file'):
+        read_run(run, 1.0)
+    with pytest.raises(ValueError, match=r'--from-run: .*nowhere has no recipe\.yaml; give the folder of a run'):
+        measured_in(tmp_path / 'nowhere')
+
+
+def test_what_speed_monitor_logs_is_what_is_read():
+    """The names are Composer's."""
+    from pathlib import Path
+
+    import composer.callbacks.speed_monitor as monitor
+
+    assert "'throughput/device/samples_per_sec': dev_samples_per_sec" in Path(monitor.__file__).read_text('utf-8')
+
+
+def test_utilisation_is_work_over_peak():
+    assert utilisation(1e12, 156, gpu=A100, gpus=1, precision='bf16') == pytest.approx(0.5)
+
+
+def test_no_price_is_no_dollars():
+    cost = cost_of_hours(3.0, gpus=4, price=None)
+    assert (cost.gpu_hours, cost.usd, (cost + cost).usd, (cost * 2).hours) == (12.0, None, None, 6.0)

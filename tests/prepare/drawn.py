@@ -1,0 +1,123 @@
+"""Parts of small pictures drawn from their numbers, so that preparing them needs no files."""
+
+import functools
+import io
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from diffusion.prepare.settings import PrepareSettings, settings_of
+from diffusion.prepare.source import Entry, Part
+
+FORMATS = ('JPEG', 'PNG', 'WEBP', 'GIF', 'BMP', 'TIFF')
+
+
+def draw(number: int, *, width: int = 0, height: int = 0) -> Image.Image:
+    """A picture of its own for each number, of sides between 16 and 79 px unless they are given."""
+    rng = np.random.default_rng(number)
+    width, height = width or int(rng.integers(16, 80)), height or int(rng.integers(16, 80))
+    coarse = Image.fromarray(rng.integers(0, 256, (5, 5, 3), np.uint8))
+    return coarse.resize((width, height), Image.Resampling.BICUBIC)
+
+
+@functools.cache
+def drawn(number: int) -> bytes:
+    """A picture's file, of a format of its own."""
+    return encode(draw(number), FORMATS[number % len(FORMATS)])
+
+
+def encode(image: Image.Image, kind: str = 'JPEG') -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind)
+    return file.getvalue()
+
+
+class Deadly(bytes):
+    """A picture that kills who looks at it, as one that a decoder crashes on."""
+
+    once: str = ''
+
+    def __len__(self) -> int:
+        if self.once:
+            Path(self.once).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+        return 0
+
+
+@dataclass(frozen=True)
+class DrawnSource:
+    """Parts of pictures that exist in no file.
+
+    Attributes:
+        parts_count: Parts.
+        each: Pictures a part.
+        broken: Every so many pictures one that is cut short; 0 is none.
+        seconds: Waited for each picture.
+        stamp: Of every part.
+        gone: A folder; a part vanishes when a file of its name is there.
+        deadly: The key of a picture that kills the process.
+        once: A file that the deadly picture leaves, and that makes it harmless.
+    """
+
+    parts_count: int = 4
+    each: int = 8
+    broken: int = 0
+    seconds: float = 0.0
+    stamp: str = '1'
+    gone: str = ''
+    deadly: str = ''
+    once: str = ''
+
+    def parts(self) -> Sequence[Part]:
+        return [Part(f'drawn-{n}', {'first': n * self.each}, self.each, self.stamp) for n in range(self.parts_count)]
+
+    def read(self, part: Part) -> Iterator[Entry]:
+        for number in range(part.where['first'], part.where['first'] + self.each):
+            key = f'picture-{number}'
+            if self.gone and Path(self.gone, part.name).exists():
+                raise FileNotFoundError(f'{part.name}: no such file')
+            if self.seconds:
+                time.sleep(self.seconds)
+            yield self.entry(key, number)
+
+    def entry(self, key: str, number: int) -> Entry:
+        image = drawn(number)
+        if self.broken and number % self.broken == 0:
+            image = image[: len(image) // 2]
+        if key == self.deadly and not (self.once and Path(self.once).exists()):
+            image = Deadly(image)
+            image.once = self.once
+        metadata = {'aesthetic_score': number % 10, 'language': 'en'}
+        return Entry(key, image, [f'a caption of picture {number}', f'another {number}'], metadata)
+
+
+def settings(out: Path | str, **values: object) -> PrepareSettings:
+    """Settings for a source that is given to `prepare`."""
+    defaults = {'source': {'kind': 'folder', 'location': 'drawn'}, 'out': str(out), 'sizes': [16, 32], 'workers': 2}
+    return settings_of(defaults | {'max_rejected': 1.0} | values)
+
+
+def samples(bucket: Path) -> list[dict[str, Any]]:
+    """The samples of a folder of shards, in order, as Streaming reads them."""
+    from streaming.base.format import reader_from_json
+
+    shards = json.loads((bucket / 'index.json').read_text())['shards']
+    readers = [reader_from_json(str(bucket.parent), bucket.name, shard) for shard in shards]
+    return [reader[at] for reader in readers for at in range(len(reader))]
+
+
+def snapshot(out: Path) -> dict[str, bytes]:
+    """Every file of a dataset, without what may differ: its own name and the seconds it took."""
+    files = (path for path in sorted(out.rglob('*')) if path.is_file())
+    found = {path.relative_to(out).as_posix(): path.read_bytes().replace(bytes(out), b'OUT') for path in files}
+    found['report.json'] = re.sub(rb'"seconds": [0-9.]+', b'"seconds": 0', found['report.json'])
+    return found

@@ -1,0 +1,165 @@
+"""Pictures of a folder with what is beside them, or with a captions file."""
+
+import json
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+from faulty_s3 import Store
+
+from diffusion.prepare import folder_source
+from diffusion.prepare.folder_source import FolderSource
+from diffusion.prepare.source import Entry
+
+
+def put(folder: Path, **files: str | bytes) -> Path:
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return folder
+
+
+def entries(source: FolderSource) -> list[Entry]:
+    parts = pickle.loads(pickle.dumps(source)).parts()
+    assert json.loads(json.dumps([part.where for part in parts])) == [part.where for part in parts]
+    return [entry for part in parts for entry in source.read(part)]
+
+
+def test_pictures_come_by_name_with_the_lines_beside_them(tmp_path: Path) -> None:
+    put(
+        tmp_path, **{'b.JPG': b'b', 'b.txt': 'one\n\ntwo\n', 'a/c.png': b'c', 'a/c.txt': '\ufeffmarked', 'notes.md': ''}
+    )
+    found = entries(FolderSource(str(tmp_path)))
+    assert [(entry.key, entry.image, entry.captions) for entry in found] == [
+        ('a/c.png', b'c', ['marked']),
+        ('b.JPG', b'b', ['one', '', 'two']),
+    ]
+
+
+def test_img2datasets_files_are_read(tmp_path: Path) -> None:
+    columns = {'caption': 'a cat', 'status': 'success', 'similarity': 0.3, 'bad': float('nan')}
+    put(tmp_path / '00000', **{'000000001.jpg': b'x', '000000001.txt': 'a cat', '000000001.json': json.dumps(columns)})
+    put(tmp_path / '00000', **{'000000002.jpg': b'y', '000000002.json': '{"captions": ["one", "two"]}'})
+    put(tmp_path / '00000', **{'000000003.jpg': b'z', '000000003.json': '{"caption": "three"'})
+    put(tmp_path, **{'00000_stats.json': '{}', '00000.parquet': b''})
+    found = entries(FolderSource(str(tmp_path)))
+    assert [entry.captions for entry in found] == [['a cat'], ['one', 'two'], [None]]
+    assert found[0].metadata == {'status': 'success', 'similarity': 0.3, 'bad': None}
+    assert list(found[2].metadata) == ['bad_metadata']
+
+
+def test_pictures_without_caption_are_told_without_being_read(tmp_path: Path) -> None:
+    put(tmp_path, **{'a.jpg': b'x', 'b.jpg': b'x', 'b.txt': b'caf\xe9'})
+    found = entries(FolderSource(str(tmp_path)))
+    assert [(entry.problem, entry.image) for entry in found] == [('no_caption', None), ('caption_not_utf8', b'x')]
+
+
+@pytest.mark.parametrize('suffix', ['csv', 'jsonl'])
+def test_a_captions_file_gives_the_order_and_the_columns(tmp_path: Path, suffix: str) -> None:
+    put(tmp_path / 'in', **{name: name for name in ('a.jpg', 'sub/b.jpg', 'unnamed.jpg')})
+    rows = [('sub/b.jpg', 'second'), ('./a.jpg', 'first'), ('gone.jpg', 'gone'), ('a.jpg', 'again')]
+    if suffix == 'csv':
+        text = 'file,caption,score\n' + ''.join(f'{name},{caption},5.5\n' for name, caption in rows)
+    else:
+        text = ''.join(json.dumps({'file': name, 'captions': [caption], 'score': 5.5}) + '\n' for name, caption in rows)
+    put(tmp_path, **{f'c.{suffix}': text})
+    found = entries(FolderSource(str(tmp_path / 'in'), captions=str(tmp_path / f'c.{suffix}')))
+    line = 4 if suffix == 'csv' else 3
+    assert [(entry.key, entry.problem, entry.captions) for entry in found] == [
+        ('sub/b.jpg', None, ['second']),
+        ('a.jpg', None, ['first']),
+        (f'gone.jpg (c.{suffix} line {line})', 'missing_file', []),
+        (f'a.jpg (c.{suffix} line {line + 1})', 'duplicate_row', []),
+        ('unnamed.jpg', 'no_caption', []),
+    ]
+    assert found[0].image == b'sub/b.jpg'
+    assert found[0].metadata == {'score': '5.5' if suffix == 'csv' else 5.5}
+
+
+def test_parts_are_runs_and_their_stamps_follow_what_is_in_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder_source, 'PART_PICTURES', 3)
+    for number in range(7):
+        put(tmp_path, **{f'{number}.jpg': 'x' * (number + 1), f'{number}.txt': 'y'})
+    source = FolderSource(str(tmp_path))
+    parts = source.parts()
+    assert [(part.name, part.size) for part in parts] == [
+        *(('pictures-000000', 6), ('pictures-000001', 15), ('pictures-000002', 7))
+    ]
+    assert [part.stamp for part in source.parts()] == [part.stamp for part in parts]
+    put(tmp_path, **{'4.txt': 'other'})
+    changed = [part.stamp == before.stamp for part, before in zip(source.parts(), parts, strict=True)]
+    assert changed == [True, False, True]
+
+
+def test_a_changed_caption_in_the_file_changes_the_stamp(tmp_path: Path) -> None:
+    put(tmp_path / 'in', **{'a.jpg': 'x'})
+    stamps = set()
+    for caption in ('one', 'two'):
+        put(tmp_path, **{'c.csv': f'file,caption\na.jpg,{caption}\n'})
+        stamps.add(FolderSource(str(tmp_path / 'in'), str(tmp_path / 'c.csv')).parts()[0].stamp)
+    assert len(stamps) == 2
+
+
+def test_names_that_are_not_utf8_are_read_and_can_be_reported(tmp_path: Path) -> None:
+    for suffix in (b'.jpg', b'.txt'):
+        Path(os.fsdecode(os.fsencode(tmp_path) + b'/caf\xe9' + suffix)).write_bytes(b'x')
+    found = entries(FolderSource(str(tmp_path)))
+    assert [(entry.key.encode(), entry.problem, entry.captions) for entry in found] == [(b'caf\\xe9.jpg', None, ['x'])]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason='root may read everything')
+def test_a_picture_that_may_not_be_read_is_told(tmp_path: Path) -> None:
+    put(tmp_path, **{'a.jpg': 'x', 'a.txt': 'y'})
+    (tmp_path / 'a.jpg').chmod(0)
+    assert entries(FolderSource(str(tmp_path)))[0].problem == 'unreadable'
+
+
+def test_a_picture_that_vanished_is_an_os_error(tmp_path: Path) -> None:
+    put(tmp_path, **{'a.jpg': 'x', 'a.txt': 'y'})
+    source = FolderSource(str(tmp_path))
+    part = source.parts()[0]
+    (tmp_path / 'a.jpg').unlink()
+    with pytest.raises(FileNotFoundError):
+        list(source.read(part))
+
+
+@pytest.mark.parametrize(
+    ('name', 'content', 'message'),
+    [
+        ('c.csv', 'path,caption\na.jpg,x\n', r"c\.csv line 1: has no column 'file'"),
+        ('c.jsonl', '{"file": "a.jpg", "caption": 3}\n', r'c\.jsonl line 1: the caption is 3; it must be text'),
+        ('c.jsonl', '{"file": "../a.jpg", "caption": "x"}\n', r'line 1: `file` is .* outside'),
+        ('c.txt', '', 'neither .csv nor .jsonl'),
+    ],
+)
+def test_a_wrong_captions_file_is_named(tmp_path: Path, name: str, content: str, message: str) -> None:
+    put(tmp_path / 'in', **{'a.jpg': 'x'})
+    put(tmp_path, **{name: content})
+    with pytest.raises(ValueError, match=message):
+        FolderSource(str(tmp_path / 'in'), str(tmp_path / name)).parts()
+
+
+def test_a_folder_without_pictures_is_named(tmp_path: Path) -> None:
+    for _ in ('empty', 'without pictures'):
+        with pytest.raises(ValueError, match=r'has no pictures \(\.jpg'):
+            FolderSource(str(tmp_path)).parts()
+        put(tmp_path, **{'a.txt': 'x'})
+    with pytest.raises(ValueError, match='there is no such folder'):
+        FolderSource(str(tmp_path / 'none')).parts()
+
+
+def test_a_folder_of_a_store(s3: Store) -> None:
+    objects = {f'in/{number:02}.{suffix}': f'{number}'.encode() for number in range(20) for suffix in ('jpg', 'txt')}
+    bucket = s3.bucket('pictures', **objects, **{'c.csv': b'file,caption\n03.jpg,three\n'})
+    found = entries(FolderSource(f'{bucket}/in'))
+    assert [(entry.key, entry.image, entry.captions) for entry in found] == [
+        (f'{number:02}.jpg', f'{number}'.encode(), [str(number)]) for number in range(20)
+    ]
+    named = entries(FolderSource(f'{bucket}/in', captions=f'{bucket}/c.csv'))
+    assert (named[0].key, named[0].image, named[0].captions) == ('03.jpg', b'3', ['three'])
+    with pytest.raises(ValueError, match=r'^s3://pictures/none.csv: there is no such bucket or object'):
+        FolderSource(f'{bucket}/in', captions=f'{bucket}/none.csv').parts()

@@ -1,0 +1,122 @@
+"""Killed with SIGKILL, and started again: the dataset is byte for byte that of a preparation that nobody stopped."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CHILDREN = '''
+"""Preparations in forked children of one process, which pays for the imports once."""
+import json, os, random, signal, sys, time
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from drawn import DrawnSource, settings, snapshot
+import pandas
+from diffusion.prepare import engines, exhibits, pack, part
+from diffusion.prepare.pipeline import prepare
+
+FOLDER, ARGUMENTS = Path(sys.argv[2]), json.loads(sys.argv[3])
+EVENTS = {'open', 'os.rename', 'os.remove', 'os.rmdir', 'os.mkdir', 'os.link'}
+
+
+def start(out, source, *, kill_at=None, inline=False, **values):
+    """A child that prepares, in a process group of its own."""
+    pid = os.fork()
+    if pid:
+        return pid
+    os.setsid()
+    if kill_at is not None:
+        events = iter(range(kill_at))
+
+        def kill(event, args):
+            if event in EVENTS and str(args[0]).startswith(str(FOLDER)) and next(events, None) is None:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(kill)
+    run = (lambda jobs: (job(lambda text: None) for job in jobs)) if inline else None
+    prepare(settings(out, **values), source=source, run=run)
+    os._exit(0)
+
+
+def status(pid):
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def same(one, two):
+    assert snapshot(one) == snapshot(two), f'{two} is not {one}'
+
+
+def done(out):
+    """Parts and shards that a preparation has done."""
+    names = [name for _, folders, files in os.walk(out.with_name(out.name + '.work')) for name in folders + files]
+    return sum(name.isdecimal() or name.endswith('.mds.json') for name in names)
+
+
+def at_random_points(workers, kills):
+    """Kill the whole group of processes at random moments, three times a preparation, which is then finished."""
+    source = DrawnSource(8, 12, broken=7, seconds=0.005)
+    values = dict(workers=workers, aspects='sdxl', duplicates='near', shard_mb=0.01)
+    draw = random.Random(workers)
+    assert status(start(FOLDER / 'whole', source, **values)) == 0
+    total = 8 + len(list((FOLDER / 'whole').rglob('*.mds')))
+    found = []
+    while len(found) < kills:
+        out = FOLDER / str(len(found))
+        for _ in range(min(3, kills - len(found))):
+            pid, until = start(out, source, **values), draw.randrange(min(done(out), total - 1), total)
+            while done(out) < until and not out.exists():
+                time.sleep(0.002)
+            time.sleep(draw.uniform(0, 0.05))
+            os.killpg(pid, signal.SIGKILL)
+            found.append(done(out))
+            assert status(pid) == -signal.SIGKILL or out.exists()
+        assert status(start(out, source, **values)) == 0
+        same(FOLDER / 'whole', out)
+    return found
+
+
+def at_every_step():
+    """Kill one process before each of its steps that change the disk or open a file."""
+    os.fsync = lambda descriptor: None  # which takes most of the time, and means nothing to a killed process
+    source = DrawnSource(2, 5, broken=4)
+    for part in source.parts():
+        list(source.read(part))  # drawn once for all children
+    values = dict(aspects=['32x32', '32x24'], sizes=[32], duplicates='near', shard_mb=0.005, inline=True)
+    assert status(start(FOLDER / 'whole', source, **values)) == 0
+    steps = 0
+    while status(start(FOLDER / str(steps), source, kill_at=steps, **values)) == -signal.SIGKILL:
+        assert status(start(FOLDER / str(steps), source, **values)) == 0, f'killed at step {steps}'
+        same(FOLDER / 'whole', FOLDER / str(steps))
+        assert not (FOLDER / f'{steps}.work').exists()
+        steps += 1
+    return steps
+
+
+if __name__ == '__main__':
+    print(json.dumps(globals()[sys.argv[4]](**ARGUMENTS)))
+'''
+
+
+def run(tmp_path: Path, function: str, **arguments: Any) -> Any:
+    (tmp_path / 'children.py').write_text(CHILDREN)
+    command = [sys.executable, str(tmp_path / 'children.py'), str(Path(__file__).parent), str(tmp_path / 'data')]
+    (tmp_path / 'data').mkdir()
+    done = subprocess.run([*command, json.dumps(arguments), function], capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('workers', [1, 2, 4])
+def test_killed_at_ten_random_points(tmp_path: Path, workers: int) -> None:
+    found = run(tmp_path, 'at_random_points', workers=workers, kills=10)
+    assert len(found) == 10
+    assert len(set(found)) > 3, f'the kills came at the same few points: {found}'
+
+
+@pytest.mark.slow
+def test_killed_before_any_step(tmp_path: Path) -> None:
+    assert run(tmp_path, 'at_every_step') > 100

@@ -1,0 +1,216 @@
+"""Parquet with pictures, as img2dataset and Hugging Face write it, and in bad shape."""
+
+import datetime
+import decimal
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from faulty_s3 import Store
+
+from diffusion.prepare import parquet
+from diffusion.prepare.parquet import ParquetSource
+from diffusion.prepare.source import Entry
+
+IMG2DATASET = {
+    'key': ['000000000', '000000001', '000000002'],
+    'jpg': [b'zero', None, b'two'],
+    'txt': ['a', None, 'c'],
+    'caption': ['a cat', 'a dog', None],
+    'url': ['u0', 'u1', 'u2'],
+    'status': ['success', 'failed_to_download', 'success'],
+    'error_message': [None, 'HTTP Error 404', None],
+    'width': [512, None, 256],
+    'AESTHETIC_SCORE': [5.5, float('nan'), 4.0],
+}
+
+
+def write(path: Path, columns: dict[str, Any] | pa.Table, **options: Any) -> Path:
+    table = columns if isinstance(columns, pa.Table) else pa.table(columns)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(table, path, **options)
+    return path
+
+
+def entries(source: ParquetSource) -> list[Entry]:
+    return [entry for part in source.parts() for entry in source.read(part)]
+
+
+def read(path: Path, columns: dict[str, Any] | pa.Table, **options: Any) -> list[Entry]:
+    return entries(ParquetSource(str(write(path, columns)), **options))
+
+
+def test_img2datasets_parquet_is_read(tmp_path: Path) -> None:
+    write(tmp_path / '00000.parquet', IMG2DATASET, row_group_size=2)
+    write(tmp_path / '00001.parquet', IMG2DATASET)
+    source = pickle.loads(pickle.dumps(ParquetSource(str(tmp_path))))
+    assert [part.name for part in source.parts()] == ['00000', '00001']
+    found = entries(source)
+    assert [entry.key for entry in found[:4]] == [f'00000/00000000{n}' for n in range(3)] + ['00001/000000000']
+    assert [entry.problem for entry in found[:3]] == [None, 'no_image', None]
+    assert [entry.image for entry in found[:3]] == [b'zero', None, b'two']
+    assert [entry.captions for entry in found[:3]] == [['a cat'], ['a dog'], [None]]
+    assert found[1].metadata == {
+        'url': 'u1',
+        'status': 'failed_to_download',
+        'error_message': 'HTTP Error 404',
+        'width': None,
+        'AESTHETIC_SCORE': None,
+    }
+
+
+def test_hugging_faces_structs_are_read(tmp_path: Path) -> None:
+    images = [{'bytes': b'a', 'path': 'a.jpg'}, {'bytes': None, 'path': 'b.jpg'}, None]
+    found = read(tmp_path / 'a.parquet', {'image': images, 'text': ['x', 'y', 'z']})
+    assert [(entry.key, entry.image, entry.problem) for entry in found] == [
+        ('a/row-0', b'a', None),
+        ('a/row-1', None, 'no_image'),
+        ('a/row-2', None, 'no_image'),
+    ]
+
+
+@pytest.mark.parametrize('name', ['image', 'jpg', 'jpeg', 'png', 'webp', 'image_bytes', 'img', 'JPG'])
+@pytest.mark.parametrize('caption', ['caption', 'text', 'TEXT', 'txt', 'Caption'])
+def test_the_usual_columns_are_found(tmp_path: Path, name: str, caption: str) -> None:
+    found = read(tmp_path / 'a.parquet', {'id': [1], name: [b'x'], caption: ['y']})
+    assert (found[0].image, found[0].captions, found[0].metadata) == (b'x', ['y'], {'id': 1})
+
+
+def test_columns_can_be_named(tmp_path: Path) -> None:
+    columns = {'image': [b'thumbnail'], 'full.size': [b'x'], 'caption': ['short'], 'dense': [['long', 'longer']]}
+    found = read(tmp_path / 'a.parquet', columns, image_column='full.size', caption_column='dense')
+    assert (found[0].image, found[0].captions, found[0].metadata) == (b'x', ['long', 'longer'], {})
+
+
+def test_lists_of_captions_come_first(tmp_path: Path) -> None:
+    found = read(tmp_path / 'a.parquet', {'jpg': [b'x'], 'caption': ['one'], 'captions': [['two', None, 'three']]})
+    assert found[0].captions == ['two', None, 'three']
+
+
+def test_bad_captions_are_passed_on_as_they_are(tmp_path: Path) -> None:
+    columns = {'jpg': [b'x', b'x'], 'caption': pa.array([1.5, float('nan')])}
+    assert [str(entry.captions) for entry in read(tmp_path / 'a.parquet', columns)] == ['[1.5]', '[nan]']
+
+
+def test_metadata_is_what_json_can_hold(tmp_path: Path) -> None:
+    when = datetime.datetime(2024, 2, 29, 12, 30, tzinfo=datetime.timezone.utc)
+    columns = {
+        'jpg': [b'x'],
+        'caption': ['y'],
+        'price': [decimal.Decimal('1.25')],
+        'when': pa.array([when], pa.timestamp('ns', 'UTC')),
+        'exact': pa.array([1_700_000_000_000_000_001], pa.timestamp('ns')),
+        'day': [datetime.date(2024, 2, 29)],
+        'took': [datetime.timedelta(seconds=90)],
+        'score': pa.array([np.float16(0.5)], pa.float16()),
+        'bad': [float('inf')],
+        'nested': [{'a': [1, float('nan')]}],
+        'kind': pa.array(['photo']).dictionary_encode(),
+        'thumbnail': [b'left out'],
+    }
+    metadata = read(tmp_path / 'a.parquet', columns)[0].metadata
+    json.dumps(metadata, allow_nan=False)
+    assert metadata['when'].startswith('2024-02-29 12:30:00') and metadata['exact'].endswith('.000000001')
+    assert {name: metadata[name] for name in metadata if name not in ('when', 'exact')} == {
+        'price': 1.25,
+        'day': '2024-02-29',
+        'took': 90.0,
+        'score': 0.5,
+        'bad': None,
+        'nested': {'a': [1, None]},
+        'kind': 'photo',
+    }
+
+
+def test_second_rows_of_a_key_are_told(tmp_path: Path) -> None:
+    found = read(tmp_path / 'a.parquet', {'key': [7, 8, 7, None], 'jpg': [b'x'] * 4, 'caption': ['y'] * 4})
+    assert [(entry.key, entry.problem) for entry in found] == [
+        ('a/7', None),
+        ('a/8', None),
+        ('a/7', 'duplicate_key'),
+        ('a/row-3', None),
+    ]
+
+
+@pytest.mark.parametrize(
+    ('columns', 'options', 'message'),
+    [
+        (
+            {'url': ['u'], 'caption': ['c']},
+            {},
+            r"has no column image, jpg, .*; it has \['url', 'caption'\]; .* image_column",
+        ),
+        (
+            {'jpg': [b'x'], 'title': ['c']},
+            {},
+            r"has no column captions, .*; it has \['jpg', 'title'\]; .* caption_column",
+        ),
+        ({'jpg': [b'x'], 'text': ['c']}, {'image_column': 'jpgs'}, r"has no column 'jpgs'; it has \['jpg', 'text'\]"),
+        ({'jpg': ['x'], 'text': ['c']}, {}, "column 'jpg' is of type string"),
+    ],
+)
+def test_a_missing_column_is_named_before_anything_is_read(
+    tmp_path: Path, columns: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    path = write(tmp_path / 'a.parquet', columns)
+    with pytest.raises(ValueError, match=message) as raised:
+        ParquetSource(str(tmp_path), **options).parts()
+    assert str(raised.value).startswith(str(path))
+
+
+def test_a_column_missing_in_a_later_file_is_named(tmp_path: Path) -> None:
+    write(tmp_path / 'a.parquet', IMG2DATASET)
+    write(tmp_path / 'b.parquet', {'jpg': [b'x']})
+    with pytest.raises(ValueError, match=r'b\.parquet: has no column captions'):
+        entries(ParquetSource(str(tmp_path)))
+
+
+@pytest.mark.parametrize('content', [b'', b'PAR1', b'no parquet at all', 'cut', 'footer'])
+def test_a_file_that_cannot_be_read_is_told(tmp_path: Path, content: bytes | str) -> None:
+    path = write(tmp_path / 'a.parquet', IMG2DATASET)
+    whole = path.read_bytes()
+    broken = {'cut': whole[:-30], 'footer': whole[:-100] + bytes(90) + whole[-10:]}
+    path.write_bytes(content if isinstance(content, bytes) else broken[content])
+    found = entries(ParquetSource(str(path)))
+    assert [(entry.key, entry.problem) for entry in found] == [('a', 'part_unreadable')]
+
+
+def test_rows_before_a_damaged_page_are_served(tmp_path: Path) -> None:
+    columns = {'jpg': [bytes([n]) * 5000 for n in range(200)], 'caption': ['y'] * 200}
+    path = write(tmp_path / 'a.parquet', columns, row_group_size=100, use_dictionary=False, compression='zstd')
+    content = bytearray(path.read_bytes())
+    start = pq.read_metadata(path).row_group(1).column(0).data_page_offset
+    content[start : start + 60] = bytes(60)
+    path.write_bytes(content)
+    *served, last = entries(ParquetSource(str(path)))
+    assert last.problem == 'part_damaged' and last.key == f'a at row {len(served)}'
+    assert 64 <= len(served) <= 100
+    assert [entry.image for entry in served] == columns['jpg'][: len(served)]
+
+
+def test_a_large_file_is_several_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    columns = {'jpg': [rng.bytes(1000) for _ in range(50)], 'caption': [str(n) for n in range(50)]}
+    path = write(tmp_path / 'a.parquet', columns, row_group_size=10)
+    whole = entries(ParquetSource(str(path)))
+    monkeypatch.setattr(parquet, 'PART_BYTES', 25_000)
+    source = ParquetSource(str(path))
+    parts = source.parts()
+    assert [part.where['groups'] for part in parts] == [[0, 2], [2, 4], [4, 5]]
+    assert len({part.name for part in parts}) == 3 and len({part.stamp for part in parts}) == 1
+    assert json.loads(json.dumps(parts[1].where)) == parts[1].where
+    assert entries(source) == whole
+    assert [entry.key for entry in source.read(parts[1])] == [f'a/row-{n}' for n in range(20, 40)]
+
+
+def test_parquet_of_a_store(s3: Store, tmp_path: Path) -> None:
+    content = write(tmp_path / 'a.parquet', IMG2DATASET).read_bytes()
+    bucket = s3.bucket('pictures', **{'set/00000.parquet': content})
+    assert [entry.image for entry in entries(ParquetSource(f'{bucket}/set'))] == [b'zero', None, b'two']
+    with pytest.raises(ValueError, match=r"^s3://pictures/set/00000\.parquet: has no column 'nope'"):
+        entries(ParquetSource(f'{bucket}/set', image_column='nope'))

@@ -1,0 +1,396 @@
+"""Whole preparations: every input accounted for, whatever goes wrong on the way."""
+
+import io
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from drawn import DrawnSource, draw, encode, samples, settings, snapshot
+
+from diffusion.prepare import part as part_module
+from diffusion.prepare.engines import do
+from diffusion.prepare.pipeline import prepare
+from diffusion.prepare.report import Report
+from diffusion.prepare.source import Entry, Part
+from diffusion.prepare.work import Share, WorkFolder
+
+
+def run(out: Path, source: Any = None, **values: object) -> Report:
+    report = prepare(settings(out, **values), source=source or DrawnSource())
+    assert report is not None
+    return report
+
+
+def here(jobs: Any) -> Iterator[Any]:
+    """Does jobs in this process, for sources whose classes others cannot import."""
+    return map(do, jobs)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize('workers', [2, 4])
+def test_the_number_of_processes_changes_no_byte(tmp_path: Path, workers: int) -> None:
+    source = DrawnSource(6, 12, broken=7)
+    choices: dict[str, Any] = {'aspects': 'sdxl', 'duplicates': 'near', 'shard_mb': 0.01}
+    run(tmp_path / 'one', source, workers=1, **choices)
+    run(tmp_path / 'many', source, workers=workers, **choices)
+    assert snapshot(tmp_path / 'one') == snapshot(tmp_path / 'many')
+    assert names(tmp_path) == ['many', 'one']
+
+
+@pytest.mark.slow
+def test_two_thousand_pictures_of_mixed_formats_with_a_hundred_broken_are_all_accounted_for(tmp_path: Path) -> None:
+    report = run(tmp_path / 'out', DrawnSource(10, 200, broken=20), aspects='sdxl', sizes=[16, 32, 64])
+    counts = {reason: entry.count for reason, entry in report.rejected.items()}
+    assert report.inputs == 2000 == report.pictures + sum(counts.values())
+    assert sum(counts.values()) == 100 and set(counts) <= {'truncated', 'undecodable', 'unknown_format'}
+    stored = [sample['key'] for name in report.buckets for sample in samples(tmp_path / 'out' / name)]
+    assert sorted(stored) == sorted(f'picture-{number}' for number in range(2000) if number % 20)
+    assert {name: len(samples(tmp_path / 'out' / name)) for name in report.buckets} == report.buckets
+    rejected = [name for entry in report.rejected.values() for name in entry.names]
+    assert all(int(name.removeprefix('picture-')) % 20 == 0 for name in rejected)
+
+
+class Repeating(DrawnSource):
+    """Every picture twice: once more in the next part, smaller and compressed harder."""
+
+    def entry(self, key: str, number: int) -> Entry:
+        image = draw(number // 2, width=96, height=80)
+        if number % 2:
+            image = image.resize((72, 60))
+        return Entry(key, encode(image, 'JPEG' if number % 2 else 'PNG'), [f'caption {number}'])
+
+
+def test_near_duplicates_are_left_out_and_named(tmp_path: Path) -> None:
+    report = run(tmp_path / 'out', Repeating(4, 9), duplicates='near', max_distance=8)
+    assert report.rejected['duplicate'].count == 18
+    assert report.rejected['duplicate'].names[0] == 'picture-1 (duplicate of picture-0)'
+    assert [sample['key'] for sample in samples(tmp_path / 'out/32px')] == [f'picture-{n}' for n in range(0, 36, 2)]
+
+
+def test_exact_duplicates_are_those_of_equal_pixels(tmp_path: Path) -> None:
+    class Same(DrawnSource):
+        def entry(self, key: str, number: int) -> Entry:
+            image = draw(number // 3, width=64, height=64)
+            return Entry(key, encode(image, ('PNG', 'BMP', 'JPEG')[number % 3]), ['x'])
+
+    report = prepare(settings(tmp_path / 'out', duplicates='exact'), source=Same(2, 6), run=here)
+    assert report is not None
+    assert report.rejected['duplicate'].names == [f'picture-{n + 1} (duplicate of picture-{n})' for n in (0, 3, 6, 9)]
+    assert run(tmp_path / 'all', Repeating(4, 9), duplicates='none').rejected == {}
+
+
+def test_originals_keep_their_bytes_unless_they_need_correction(tmp_path: Path) -> None:
+    turned = draw(1, width=40, height=64)
+    exif = turned.getexif()
+    exif[0x0112] = 6
+    file = io.BytesIO()
+    turned.save(file, 'JPEG', exif=exif)
+    found = {
+        'plain': encode(draw(1, width=64, height=40), 'JPEG'),
+        'png': encode(draw(2, width=64, height=40), 'PNG'),
+        'turned': file.getvalue(),
+        'clear': encode(draw(3, width=64, height=40).convert('RGBA'), 'PNG'),
+        'bmp': encode(draw(4, width=64, height=40), 'BMP'),
+    }
+
+    class Given(DrawnSource):
+        def read(self, part: Part) -> Iterator[Entry]:
+            return (Entry(key, image, ['x']) for key, image in found.items())
+
+    prepare(settings(tmp_path / 'out', store='original'), source=Given(1, 5), run=here)
+    stored = {sample['key']: sample for sample in samples(tmp_path / 'out/32px')}
+    assert {key for key in found if stored[key]['image'] == found[key]} == {'plain', 'png'}
+    assert all((sample['width'], sample['height']) == (64, 40) for sample in stored.values())
+
+
+def test_a_filter_of_a_column_that_no_picture_has_is_noted(tmp_path: Path) -> None:
+    filters = {'columns': {'beauty': {'min': 1}}, 'missing': 'keep'}
+    report = run(tmp_path / 'out', filters=filters)
+    assert report.notes[0].startswith('filters.columns.beauty: no picture has such a column')
+    assert 'filters.columns.beauty' in report.text('out')
+
+
+def test_an_interrupted_preparation_goes_on_with_what_is_done(tmp_path: Path) -> None:
+    source = DrawnSource(5, 6)
+    (tmp_path / 'gone').mkdir()
+    (tmp_path / 'gone/drawn-3').touch()
+    stopping = DrawnSource(5, 6, gone=str(tmp_path / 'gone'))
+    with pytest.raises(ValueError, match=r'part 3 \(drawn-3\): cannot be read \(drawn-3: no such file\)'):
+        run(tmp_path / 'out', stopping, workers=1)
+    done = {path: path.stat().st_ino for path in (tmp_path / 'out.work/parts').iterdir()}
+    assert [path.name for path in sorted(done)] == ['000000', '000001', '000002']
+    assert not (tmp_path / 'out').exists()
+    read: list[str] = []
+
+    def watched(jobs: Any) -> Iterator[Any]:
+        for job in jobs:
+            read.append(job.name)
+            yield do(job)
+
+    prepare(settings(tmp_path / 'out', workers=1), source=source, run=watched)
+    assert read[:2] == ['part 3 (drawn-3)', 'part 4 (drawn-4)'] and 'shard' in read[2]
+    run(tmp_path / 'whole', source)
+    assert snapshot(tmp_path / 'out') == snapshot(tmp_path / 'whole')
+
+
+@pytest.mark.parametrize(
+    ('values', 'source', 'message'),
+    [
+        ({'jpeg_quality': 80}, DrawnSource(3, 4), 'settings.jpeg_quality was 95, is 80'),
+        ({'filters': {'min_side': 9}}, DrawnSource(3, 4), 'settings.filters.min_side was 1, is 9'),
+        ({}, DrawnSource(2, 4), 'part drawn-2 is gone'),
+        ({}, DrawnSource(4, 4), 'part drawn-3 is new'),
+        ({}, DrawnSource(3, 4, stamp='2'), r'part drawn-0 has changed \(1, now 2\)'),
+    ],
+)
+def test_other_settings_or_another_input_are_not_gone_on_with(
+    tmp_path: Path, values: dict[str, Any], source: DrawnSource, message: str
+) -> None:
+    stop(tmp_path / 'out', DrawnSource(3, 4))
+    with pytest.raises(ValueError, match=f'out.work: holds a preparation that was begun otherwise:\n  {message}'):
+        run(tmp_path / 'out', source, **values)
+    run(tmp_path / 'out', DrawnSource(3, 4), workers=1, max_rejected=0.5)  # which change no byte
+
+
+def stop(out: Path, source: DrawnSource) -> None:
+    """Begin a preparation and stop it before its first part."""
+
+    def interrupted(jobs: Any) -> Iterator[Any]:
+        raise KeyboardInterrupt
+        yield
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(settings(out), source=source, run=interrupted)
+    assert names(out.with_name(f'{out.name}.work')) == ['lock', 'parts', 'plan.json']
+
+
+@pytest.mark.parametrize('at', ['aside', 'placed'])
+def test_killed_while_replacing_a_dataset_it_is_replaced_by_the_next_start(tmp_path: Path, at: str) -> None:
+    run(tmp_path / 'out', DrawnSource(1, 4))
+    run(tmp_path / 'new', DrawnSource(2, 4))
+    work = WorkFolder(tmp_path / 'out.work')
+    work.path.mkdir()
+    shutil.copy(tmp_path / 'new/report.json', work.complete)
+    (tmp_path / 'out').rename(work.path / 'replaced')
+    shutil.move(tmp_path / 'new', work.dataset if at == 'aside' else tmp_path / 'out')
+    report = run(tmp_path / 'out', DrawnSource(2, 4), overwrite=True)
+    assert report.pictures == 8 == len(samples(tmp_path / 'out/16px')) + len(samples(tmp_path / 'out/32px'))
+    assert names(tmp_path) == ['out']
+
+
+def test_overwriting_replaces_a_dataset_and_nothing_else(tmp_path: Path) -> None:
+    run(tmp_path / 'out', DrawnSource(1, 4))
+    with pytest.raises(ValueError, match='exists and is not empty'):
+        run(tmp_path / 'out', DrawnSource(2, 4))
+    assert run(tmp_path / 'out', DrawnSource(2, 4), overwrite=True).pictures == 8
+    (tmp_path / 'home').mkdir()
+    (tmp_path / 'home/diary.txt').touch()
+    with pytest.raises(ValueError, match='no prepared dataset'):
+        run(tmp_path / 'home', overwrite=True)
+    assert names(tmp_path) == ['home', 'out']
+
+
+def test_the_same_command_again_does_nothing(tmp_path: Path) -> None:
+    first = run(tmp_path / 'out')
+    before = snapshot(tmp_path / 'out')
+    again = run(tmp_path / 'out', workers=1)
+    assert (again.pictures, again.buckets, again.rejected) == (first.pictures, first.buckets, first.rejected)
+    assert again.notes == ['it was prepared of this input before; nothing was to be done']
+    assert snapshot(tmp_path / 'out') == before and names(tmp_path) == ['out']
+    with pytest.raises(ValueError, match='exists and is not empty'):
+        run(tmp_path / 'out', jpeg_quality=80)
+    (tmp_path / 'out/report.json').write_text('[]')
+    with pytest.raises(ValueError, match='exists and is not empty'):
+        run(tmp_path / 'out')
+
+
+def test_an_output_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / 'file').touch()
+    with pytest.raises(ValueError, match=r'file/out.work: .*Not a directory'):
+        run(tmp_path / 'file/out')
+    with pytest.raises(ValueError, match='is a file'):
+        run(tmp_path / 'file')
+    assert names(tmp_path) == ['file']
+
+
+def test_nothing_that_fits_leaves_nothing_behind(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r'no picture is left, nothing is written\nrejected, too_small: 32 \(pic'):
+        run(tmp_path / 'out', sizes=[512])
+    assert names(tmp_path) == []
+
+
+class Flaky(DrawnSource):
+    """Fails at its first reading of every part, as a store may."""
+
+    def read(self, part: Part) -> Iterator[Entry]:
+        marker = Path(self.once, part.name)
+        for number, entry in enumerate(super().read(part)):
+            if number == 2 and not marker.exists():
+                marker.touch()
+                raise ConnectionResetError('the store closed the connection')
+            yield entry
+
+
+def test_a_part_that_cannot_be_read_now_is_tried_again(tmp_path: Path) -> None:
+    (tmp_path / 'once').mkdir()
+    report = run(tmp_path / 'out', Flaky(2, 5, once=str(tmp_path / 'once')))
+    assert (report.inputs, report.pictures) == (10, 10)
+
+
+def test_a_part_that_can_never_be_read_stops_it_with_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(DrawnSource):
+        def read(self, part: Part) -> Iterator[Entry]:
+            raise ConnectionResetError('the store closed the connection')
+            yield
+
+    monkeypatch.setattr(part_module, 'BACKOFF_SECONDS', 0.0)
+    with pytest.raises(ValueError, match=r'part 0 \(drawn-0\): cannot be read \(the store closed .* is kept'):
+        prepare(settings(tmp_path / 'out'), source=Broken(), run=here)
+
+
+class Failing(DrawnSource):
+    """An error of ours, not of a picture."""
+
+    def entry(self, key: str, number: int) -> Entry:
+        return Entry(key, encode(draw(number)), 3)  # type: ignore[arg-type]
+
+
+def test_an_error_that_is_no_pictures_names_the_picture(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"part \d \(drawn-\d\), picture 'picture-\d+': TypeError"):
+        run(tmp_path / 'out', Failing())
+
+
+def test_a_picture_that_kills_its_process_once_costs_nothing(tmp_path: Path) -> None:
+    source = DrawnSource(3, 5, deadly='picture-7', once=str(tmp_path / 'once'))
+    assert run(tmp_path / 'out', source).pictures == 15
+    assert not list((tmp_path / 'out').rglob('*unfinished*'))
+
+
+def test_a_picture_that_always_kills_its_process_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"part 1 \(drawn-1\): its process died 3 times at picture 'picture-7'"):
+        run(tmp_path / 'out', DrawnSource(3, 5, deadly='picture-7'))
+    assert '000000' in names(tmp_path / 'out.work/parts')
+
+
+@contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[Path]:
+    folder.mkdir()
+    mounted = subprocess.run(['mount', '-t', 'tmpfs', '-o', f'size={size}', 'tmpfs', str(folder)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f'cannot mount a small disk: {mounted.stderr.decode().strip()}')
+    try:
+        yield folder
+    finally:
+        subprocess.run(['umount', str(folder)], check=True)
+
+
+def test_a_full_disk_is_named_and_with_more_room_it_goes_on(tmp_path: Path) -> None:
+    source = DrawnSource(8, 12)
+    with small_disk(tmp_path / 'disk', '260k') as disk:
+        with pytest.raises(ValueError, match=r'out.work: .*No space left on device.* what is done is kept'):
+            run(disk / 'out', source, workers=2)
+        assert not list((disk / 'out.work').rglob('*unfinished*'))
+        assert names(disk / 'out.work/parts')
+        subprocess.run(['mount', '-o', 'remount,size=8m', str(disk)], check=True)
+        run(disk / 'out', source, workers=1)
+        run(tmp_path / 'out', source)
+        assert snapshot(disk / 'out') == snapshot(tmp_path / 'out')
+
+
+def test_a_file_that_may_not_grow_is_named_and_leaves_no_part(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        with pytest.raises(ValueError, match=r'out.work: .*File too large.* what is done is kept'):
+            prepare(settings(tmp_path / 'out'), source=DrawnSource(1, 40), run=here)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert names(tmp_path / 'out.work/parts') == []
+    run(tmp_path / 'out', DrawnSource(1, 40))
+
+
+def test_two_preparations_of_one_output_do_not_mix(tmp_path: Path) -> None:
+    with (
+        WorkFolder(tmp_path / 'out.work').locked(),
+        pytest.raises(ValueError, match='out.work: another process is preparing this dataset'),
+    ):
+        run(tmp_path / 'out')
+    run(tmp_path / 'out')
+
+
+def test_shares_of_several_machines_make_the_same_dataset(tmp_path: Path) -> None:
+    source = DrawnSource(5, 8)
+    for index in (2, 0, 1):
+        assert prepare(settings(tmp_path / 'out'), source=source, share=Share(index, 3)) is None
+    assert not (tmp_path / 'out').exists()
+    work = WorkFolder(tmp_path / 'out.work')
+    assert names(work.parts) == [f'{n:06}' for n in range(5)]
+    run(tmp_path / 'out', source)
+    run(tmp_path / 'whole', source)
+    assert snapshot(tmp_path / 'out') == snapshot(tmp_path / 'whole')
+
+
+def test_shares_keep_the_whole_and_themselves_away_but_not_each_other(tmp_path: Path) -> None:
+    work = WorkFolder(tmp_path / 'work')
+    with work.locked(Share(0, 2)), work.locked(Share(1, 2)):
+        for share in (None, Share(1, 2)):
+            with pytest.raises(ValueError, match='another process'), work.locked(share):
+                pass
+
+
+def test_what_a_killed_share_left_is_removed_by_that_share_alone(tmp_path: Path) -> None:
+    work = WorkFolder(tmp_path / 'work')
+    left = [work.parts / f'{number:06}.unfinished-1' for number in (2, 3)]
+    for path in left:
+        path.mkdir(parents=True)
+    work.clear_unfinished(Share(1, 2))
+    assert [path.exists() for path in left] == [True, False]
+    work.clear_unfinished()
+    assert names(work.parts) == []
+
+
+INTERRUPTED = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from drawn import DrawnSource
+from diffusion.cli import main
+from diffusion.prepare import settings
+settings.SourceSettings.open = lambda self: DrawnSource(4, 10, seconds=0.1)
+if __name__ == '__main__':
+    sys.exit(main(['prepare', 'folder', 'drawn', '--out', sys.argv[2], '--sizes', '16', '--workers', '2']))
+"""
+
+
+def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:
+    (tmp_path / 'script.py').write_text(INTERRUPTED)
+    command = [sys.executable, str(tmp_path / 'script.py'), str(Path(__file__).parent), str(tmp_path / 'out')]
+    # A group of its own, as a terminal has, so that the signal reaches every process of it.
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    deadline = time.monotonic() + 30
+    while not list(tmp_path.glob('out.work/parts/00000*')) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)
+    said = process.communicate(timeout=30)[1]
+    assert process.returncode == 130
+    assert said == (
+        f'preparing {tmp_path}/out\ninterrupted; the same command goes on, what is done is in {tmp_path}/out.work\n'
+    )
+    report = prepare(settings(tmp_path / 'out', sizes=[16], source=json.loads(SOURCE)), source=DrawnSource(4, 10))
+    assert report is not None and report.pictures == 40
+
+
+SOURCE = '{"kind": "folder", "location": "drawn"}'

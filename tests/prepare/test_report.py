@@ -1,0 +1,160 @@
+"""The report: numbers that add up, and a page that stands alone, is small, and shows what it tells."""
+
+import base64
+import html.parser
+import io
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from drawn import DrawnSource, draw, encode, settings
+from PIL import Image
+
+from diffusion.prepare import exhibits
+from diffusion.prepare.page import Shown, page
+from diffusion.prepare.pipeline import prepare
+from diffusion.prepare.report import Rejected, Report
+from diffusion.prepare.source import Entry
+
+HOSTILE = '<script>alert("x")</script> & "quotes" \'too\''
+
+
+class Various(DrawnSource):
+    """Pictures for every way out: good, too small, broken, without caption, repeated, with a hostile name."""
+
+    def entry(self, key: str, number: int) -> Entry:
+        image = encode(draw(number, width=64, height=48), 'PNG')
+        kinds = [
+            Entry(key, image, [f'good {number}'], {'language': 'en', 'exif': 'secret'}),
+            Entry(key, encode(draw(number, width=20, height=9)), ['small']),
+            Entry(key, image[: len(image) // 2], ['broken']),
+            Entry(key, image, [None]),
+            Entry(key, encode(draw(-number % 7 + 900, width=64, height=48), 'PNG'), ['again']),
+            Entry(f'{key}{HOSTILE}', image, [HOSTILE, 'x']),
+            Entry(key, image, problem='no_image'),
+        ]
+        return kinds[number % len(kinds)]
+
+
+@pytest.fixture(scope='module')
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Report]:
+    out = tmp_path_factory.mktemp('report') / 'out'
+    report = prepare(
+        settings(out, sizes=[16, 32], aspects='sdxl', duplicates='exact', licence=f'CC0 {HOSTILE}', max_rejected=0.1),
+        source=Various(7, 14),
+    )
+    assert report is not None
+    return out, report
+
+
+class Page(html.parser.HTMLParser):
+    """Tags, texts and pictures; fails on tags that are not closed in order."""
+
+    VOID = frozenset({'meta', 'img', 'br'})
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: Counter[str] = Counter()
+        self.pictures: list[bytes] = []
+        self.texts: list[str] = []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] += 1
+        if tag not in self.VOID:
+            self.open.append(tag)
+        for name, value in attrs:
+            assert name not in ('href', 'onload', 'onclick')
+            if name == 'src':
+                assert value is not None and value.startswith('data:image/jpeg;base64,')
+                self.pictures.append(base64.b64decode(value.partition(',')[2]))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def test_every_input_is_accounted_for(prepared: tuple[Path, Report]) -> None:
+    out, report = prepared
+    counts = {reason: entry.count for reason, entry in report.rejected.items()}
+    assert report.inputs == 98 == report.pictures + sum(counts.values())
+    assert {reason: counts[reason] for reason in ('too_small', 'no_caption', 'no_image')} == {
+        'too_small': 14,
+        'no_caption': 14,
+        'no_image': 14,
+    }
+    assert counts['truncated'] + counts.get('undecodable', 0) == 14
+    assert counts['duplicate'] == 13
+    saved = json.loads((out / 'report.json').read_text())
+    assert saved['pictures'] == sum(saved['buckets'].values()) == report.pictures
+    assert saved['bytes'] == {
+        name: sum(path.stat().st_size for path in (out / name).glob('*.mds')) for name in report.buckets
+    }
+    assert saved['passed'] is False and 'is above --max-rejected 10.0%' in report.text(out)
+
+
+def test_statistics_are_of_the_kept(prepared: tuple[Path, Report]) -> None:
+    report = prepared[1]
+    assert [sum(each['counts']) for each in report.statistics.values()] == [report.pictures] * 3
+    sides, aspects, lengths = report.statistics.values()
+    assert set(sides['quantiles'].values()) == {48.0}
+    assert set(aspects['quantiles'].values()) == {round(64 / 48, 3)}
+    assert (lengths['quantiles']['0%'], lengths['quantiles']['100%']) == (5.0, float(len(HOSTILE)))
+
+
+def test_a_report_is_read_as_it_was_written(prepared: tuple[Path, Report]) -> None:
+    read = Report.read(prepared[0] / 'report.json')
+    assert vars(read) == vars(prepared[1])
+
+
+def test_the_page_stands_alone_and_escapes_everything(prepared: tuple[Path, Report]) -> None:
+    text = (prepared[0] / 'report.html').read_text(encoding='utf-8')
+    found = Page(text)
+    assert not found.tags.keys() & {'script', 'link', 'iframe'}
+    assert not re.search(r'(?:src|href)="(?!data:)', text)
+    shown = ''.join(found.texts)
+    assert HOSTILE in shown and f'CC0 {HOSTILE}' in shown
+    assert 'secret' not in text
+
+
+def test_the_page_shows_pictures_of_every_bucket_and_of_every_reason_that_has_any(
+    prepared: tuple[Path, Report],
+) -> None:
+    _, report = prepared
+    text = (prepared[0] / 'report.html').read_text(encoding='utf-8')
+    found = Page(text)
+    headings = re.findall('<h3>(.*?)</h3>', text)
+    assert set(headings) == {*report.buckets, 'too_small', 'no_caption', 'no_image', 'duplicate'}
+    sizes = {Image.open(io.BytesIO(picture)).size for picture in found.pictures}
+    assert all(max(size) <= 96 for size in sizes) and (20, 9) in sizes
+    assert len(text) < 5e6
+
+
+def test_a_page_of_three_resolutions_with_all_shapes_is_small() -> None:
+    rng = np.random.default_rng(0)
+    file = io.BytesIO()
+    Image.fromarray(rng.integers(0, 256, (96, 96, 3), np.uint8)).save(file, 'JPEG', quality=70)
+    noise = Shown(file.getvalue(), 'x' * 10_000)
+    buckets = {f'bucket {number}': [noise] * (exhibits.MOST // 123) for number in range(123)}
+    report = Report(source='s', arguments={}, inputs=1)
+    report.rejected = {f'reason {number}': Rejected(1, ['x']) for number in range(exhibits.REASONS)}
+    text = page(
+        report, 'out', buckets=buckets, rejected={name: [noise] * exhibits.A_REASON for name in report.rejected}
+    )
+    assert len(text) < 5e6
+
+
+def test_the_licence_and_the_settings_are_in_the_report(prepared: tuple[Path, Report]) -> None:
+    saved: dict[str, Any] = json.loads((prepared[0] / 'report.json').read_text())
+    assert saved['licence'] == f'CC0 {HOSTILE}'
+    assert saved['arguments']['duplicates'] == 'exact' and saved['arguments']['sizes'] == [16, 32]
+    assert saved['versions'].keys() >= {'pillow', 'simplejpeg', 'numpy'}

@@ -1,0 +1,123 @@
+"""What a preparation may be told, from YAML and from the command line, and what it says of mistakes."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diffusion import cli as command
+from diffusion.config import RecipeError
+from diffusion.prepare import cli
+from diffusion.prepare.settings import PrepareSettings, load, settings_of
+from diffusion.prepare.work import Share
+from diffusion.schema import field_docs
+
+YAMLS = sorted((Path(__file__).parents[2] / 'yamls/prepare').glob('*.yaml'))
+VALID: dict[str, Any] = {'source': {'kind': 'webdataset', 'location': 'tars'}, 'out': 'out', 'sizes': [256]}
+
+
+def parsed(*arguments: str) -> PrepareSettings:
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    return cli._settings(parser.parse_args(arguments))
+
+
+@pytest.mark.parametrize('path', YAMLS, ids=[path.stem for path in YAMLS])
+def test_every_yaml_says_what_is_still_to_be_given_and_nothing_else(path: Path) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load(path)
+    assert {problem.where for problem in caught.value.problems} == {'source.location', 'out'}
+    assert load(path, ['source.location=tars', 'out=mds']).max_distance == 4
+
+
+def test_every_setting_is_documented() -> None:
+    assert set(field_docs(PrepareSettings)) == set(PrepareSettings.__dataclass_fields__)
+
+
+def test_the_short_form_and_the_yaml_say_the_same(tmp_path: Path) -> None:
+    text = """
+source: {kind: parquet, location: pictures, image_column: jpg}
+out: mds
+sizes: [256, 512]
+aspects: ['640x384', '512x512']
+workers: 3
+duplicates: near
+filters: {columns: {aesthetic: {min: 4.5}}}
+"""
+    (tmp_path / 'a.yaml').write_text(text)
+    short = ['parquet', 'pictures', '--image-column', 'jpg', '--out', 'mds', '--sizes', '256', '512', '--workers', '3']
+    short += ['--aspects', '640x384', '512x512', '--duplicates', 'near', '--set', 'filters.columns.aesthetic.min=4.5']
+    assert parsed(*short) == load(tmp_path / 'a.yaml') == parsed('recipe', str(tmp_path / 'a.yaml'))
+
+
+def test_a_yaml_extends_another_and_overrides_win(tmp_path: Path) -> None:
+    (tmp_path / 'base.yaml').write_text('source: {kind: webdataset, location: a}\nout: o\nsizes: [256]\nworkers: 2\n')
+    (tmp_path / 'child.yaml').write_text('extends: base.yaml\nsizes: [512]\n')
+    settings = load(tmp_path / 'child.yaml', ['workers=5'])
+    assert (settings.sizes, settings.workers, settings.source.location) == ([512], 5, 'a')
+
+
+@pytest.mark.parametrize(
+    ('values', 'message'),
+    [
+        ({'sizes': []}, 'sizes: none given'),
+        ({'sizes': [100]}, r'sizes: \[100\] given; sizes are positive multiples of 8'),
+        ({'sizes': [64, 64]}, 'sizes: .*repeats a size'),
+        ({'sizes': ['big']}, r"sizes\[0\]: 'big' is not an integer"),
+        ({'aspects': 'sdxxl'}, "aspects: 'sdxxl': did you mean 'sdxl'.*, or a list of shapes"),
+        ({'aspects': 'all'}, "aspects: 'all': known: none, sdxl, or a list of shapes"),
+        ({'aspects': []}, 'aspects: the list is empty'),
+        ({'aspects': ['640x383']}, r"aspects\[0\]: '640x383': sides are positive multiples of 8"),
+        ({'workers': 0}, 'workers: 0 is out of range; give 1 to 4096'),
+        ({'jpeg_quality': 101}, 'jpeg_quality: 101 is out of range; give 1 to 100'),
+        ({'max_distance': 9}, 'max_distance: 9 is out of range; give 0 to 8'),
+        ({'shard_mb': 5000}, 'shard_mb: 5000.0 is out of range'),
+        ({'background': 'transparent'}, "background: 'transparent' is no opaque colour"),
+        ({'background': '#00000000'}, "background: '#00000000' is no opaque colour"),
+        ({'duplicates': 'nearly'}, "duplicates: 'nearly' is not one of none, exact, near; did you mean 'near'"),
+        ({'quality': 3}, "quality: unknown key; did you mean 'jpeg_quality'"),
+        ({'filters': {'max_aspect': 0.5}}, 'filters.max_aspect: 0.5 is under 1'),
+        ({'filters': {'columns': {'a': {'mim': 1}}}}, "filters.columns.a.mim: unknown key; did you mean 'min'"),
+        ({'source': {'kind': 'tar', 'location': 'a'}}, "source.kind: 'tar' is not one of folder, webdataset, parquet"),
+        ({'source': {'kind': 'webdataset'}}, 'source.location: is missing; give a folder, a file'),
+        ({'source': VALID['source'] | {'captions': 'c.csv'}}, 'source.captions: is not for webdataset'),
+        ({'out': 's3://bucket/mds'}, 'work: is missing; out is s3://bucket/mds, so give a local folder'),
+        ({'out': 's3://b/mds', 'work': 'w', 'overwrite': True}, 'overwrite: an object store replaces no folder'),
+        ({'out': '.'}, r'out: \. holds tars, which is read; give another folder'),
+    ],
+)
+def test_a_mistake_is_named_with_its_way_out(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        settings_of(VALID | values)
+
+
+def test_all_mistakes_come_at_once() -> None:
+    with pytest.raises(RecipeError) as caught:
+        settings_of(VALID | {'sizes': [3], 'workers': 0, 'background': 'xx'})
+    assert [problem.where for problem in caught.value.problems] == ['sizes', 'workers', 'background']
+
+
+def test_the_command_takes_a_yaml_in_the_place_of_a_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / 'a.yaml').write_text('source: {kind: webdataset, location: nowhere}\nout: o\nsizes: [256]\n')
+    assert command.main(['prepare', str(tmp_path / 'a.yaml'), '--engine', 'processes', 'sizes=[7]', 'workers=0']) == 2
+    said = capsys.readouterr().err
+    assert f'{tmp_path}/a.yaml has 2 mistakes' in said
+    assert 'sizes: [7] given' in said and 'workers: 0' in said
+
+
+def test_an_unknown_option_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main(['prepare', 'folder', 'a', '--out', 'b', '--sizes', '8', '--quality', '3'])
+    assert 'unrecognized arguments: --quality 3' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('text', ['3', '3/', '3/3', '4/3', '-1/3', 'a/3'])
+def test_a_share_that_is_none(text: str) -> None:
+    with pytest.raises(ValueError, match='--share: .* is no share; write 0/16'):
+        Share.parse(text)
+
+
+def test_shares_are_a_partition() -> None:
+    shares = [Share.parse(f'{index}/5') for index in range(5)]
+    assert all(sum(share.has(number) for share in shares) == 1 for number in range(23))

@@ -1,0 +1,362 @@
+"""Tars as img2dataset writes them, and every way in which they are damaged."""
+
+import gzip
+import io
+import json
+import pickle
+import tarfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faulty_s3 import Store
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diffusion.prepare.source import Entry
+from diffusion.prepare.tars import BLOCK, Damaged, members
+from diffusion.prepare.webdataset import WebDatasetSource
+
+Members = Iterable[tuple[str, bytes | None]]
+
+
+def tar_of(found: Members, *, form: int = tarfile.GNU_FORMAT) -> bytes:
+    """Files by name; None is a folder."""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode='w', format=form) as tar:
+        for name, content in found:
+            info = tarfile.TarInfo(name)
+            info.size = len(content or b'')
+            info.type = tarfile.DIRTYPE if content is None else tarfile.REGTYPE
+            tar.addfile(info, io.BytesIO(content or b''))
+    return file.getvalue()
+
+
+def sample(key: str, caption: str = 'a cat', **columns: Any) -> list[tuple[str, bytes]]:
+    """The members that img2dataset writes, in its order."""
+    metadata = {'caption': caption, 'url': f'http://host/{key}', 'key': key, 'status': 'success', **columns}
+    return [
+        (f'{key}.jpg', f'picture {key}'.encode()),
+        (f'{key}.txt', caption.encode()),
+        (f'{key}.json', json.dumps(metadata, indent=4).encode()),
+    ]
+
+
+def read(folder: Path, content: bytes | Members, name: str = '00000.tar') -> list[Entry]:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else tar_of(content))
+    return entries(WebDatasetSource(str(path)))
+
+
+def entries(source: WebDatasetSource) -> list[Entry]:
+    return [entry for part in source.parts() for entry in source.read(part)]
+
+
+def problems(found: list[Entry]) -> list[tuple[str, str | None]]:
+    return [(entry.key, entry.problem) for entry in found]
+
+
+@pytest.mark.parametrize('form', [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_img2datasets_tars_are_read_in_their_order(tmp_path: Path, form: int) -> None:
+    columns = {'width': 512, 'height': 384, 'sha256': 'ab', 'exif': '{}', 'similarity': 0.31, 'punsafe': 0.01}
+    for number in (1, 0):
+        found = [*sample(f'{number:05}0002', 'two', **columns), *sample(f'{number:05}0001', 'one\nline')]
+        (tmp_path / f'{number:05}.tar').write_bytes(tar_of(found, form=form))
+        (tmp_path / f'{number:05}.parquet').write_bytes(b'not looked at')
+        (tmp_path / f'{number:05}_stats.json').write_bytes(b'{}')
+    source = pickle.loads(pickle.dumps(WebDatasetSource(str(tmp_path))))
+    assert [part.name for part in source.parts()] == ['00000', '00001']
+    found = entries(source)
+    assert [entry.key for entry in found] == [
+        *('00000/000000002', '00000/000000001', '00001/000010002', '00001/000010001')
+    ]
+    assert [entry.captions for entry in found[:2]] == [['two'], ['one\nline']]
+    assert found[0].image == b'picture 000000002' and found[0].problem is None
+    expected = columns | {'url': 'http://host/000000002', 'key': '000000002', 'status': 'success'}
+    assert found[0].metadata == expected
+
+
+def test_part_says_size_and_stamp(tmp_path: Path) -> None:
+    read(tmp_path, sample('1'))
+    part = WebDatasetSource(str(tmp_path)).parts()[0]
+    assert part.size == (tmp_path / '00000.tar').stat().st_size
+    read(tmp_path, [*sample('1'), *sample('2')])
+    changed = WebDatasetSource(str(tmp_path)).parts()[0]
+    assert changed.name == part.name and changed.stamp != part.stamp
+    assert json.loads(json.dumps(part.where)) == part.where
+
+
+def test_tars_of_one_name_in_two_folders_keep_their_keys_apart(tmp_path: Path) -> None:
+    for folder in ('a', 'b'):
+        read(tmp_path / folder, sample('1'))
+    source = WebDatasetSource(str(tmp_path))
+    assert [entry.key for entry in entries(source)] == ['a/00000/1', 'b/00000/1']
+    assert len({part.name for part in source.parts()}) == 2
+
+
+@pytest.mark.parametrize('suffix', ['jpg', 'jpeg', 'JPG', 'png', 'webp'])
+def test_suffixes_of_pictures(tmp_path: Path, suffix: str) -> None:
+    assert read(tmp_path, [(f'1.{suffix}', b'x'), ('1.txt', b'y')])[0].image == b'x'
+
+
+def test_captions_of_the_json_come_first_when_there_are_several(tmp_path: Path) -> None:
+    found = [
+        *sample('1', 'from txt', captions=['one', 'two', None]),
+        ('2.jpg', b'x'),
+        ('2.json', b'{"caption": "from json"}'),
+        ('3.jpg', b'x'),
+        ('4.jpg', b'x'),
+        ('4.json', b'{"caption": null}'),
+        ('5.jpg', b'x'),
+        ('5.txt', b'\xef\xbb\xbfwith a mark'),
+    ]
+    captions = [entry.captions for entry in read(tmp_path, found)]
+    assert captions == [['one', 'two', None], ['from json'], [], [], ['with a mark']]
+
+
+def test_a_sample_without_picture_is_told(tmp_path: Path) -> None:
+    found = read(tmp_path, [*sample('1'), ('2.txt', b'x'), ('2.json', b'{"a": 1}'), *sample('3')])
+    assert problems(found) == [('00000/1', None), ('00000/2', 'no_image'), ('00000/3', None)]
+    assert found[1].metadata == {'a': 1}
+
+
+def test_a_picture_that_is_a_link_or_folder_is_told(tmp_path: Path) -> None:
+    assert problems(read(tmp_path, [('1.jpg', None), ('1.txt', b'x')])) == [('00000/1', 'no_image')]
+
+
+def test_a_link_with_a_size_and_a_long_name_has_no_content(tmp_path: Path) -> None:
+    info = tarfile.TarInfo('long/' * 40 + '1.jpg')
+    info.type, info.size, info.linkname = tarfile.LNKTYPE, 5000, 'long/' * 40 + '0.jpg'
+    found = read(tmp_path, info.tobuf(tarfile.GNU_FORMAT) + tar_of(sample('2')))
+    assert problems(found) == [(f'00000/{"long/" * 40}1', 'no_image'), ('00000/2', None)]
+
+
+def test_an_empty_picture_is_left_to_the_decoder(tmp_path: Path) -> None:
+    found = read(tmp_path, [('1.jpg', b''), ('1.txt', b'x')])
+    assert (found[0].image, found[0].problem) == (b'', None)
+
+
+def test_captions_that_are_not_utf8_are_told(tmp_path: Path) -> None:
+    found = [
+        ('1.jpg', b'x'),
+        ('1.txt', b'caf\xe9'),
+        ('2.jpg', b'x'),
+        ('2.txt', b'\xff'),
+        ('2.json', b'{"captions": ["a"]}'),
+    ]
+    assert problems(read(tmp_path, found)) == [('00000/1', 'caption_not_utf8'), ('00000/2', None)]
+
+
+@pytest.mark.parametrize('text', [b'{', b'', b'\xff', b'[1]', b'[' * 100_000, b'1' * 10_000])
+def test_a_broken_json_costs_its_columns_and_not_the_picture(tmp_path: Path, text: bytes) -> None:
+    found = read(tmp_path, [('1.jpg', b'x'), ('1.txt', b'y'), ('1.json', text)])
+    assert (found[0].problem, found[0].image, found[0].captions) == (None, b'x', ['y'])
+    assert list(found[0].metadata) == ['bad_metadata']
+
+
+def test_metadata_is_what_json_can_hold(tmp_path: Path) -> None:
+    text = b'{"a": NaN, "b": [Infinity, 1], "c": "\\ud800", "d": {"e": true}}'
+    found = read(tmp_path, [('1.jpg', b'x'), ('1.json', text)])
+    assert found[0].metadata == {'a': None, 'b': [None, 1], 'c': '?', 'd': {'e': True}}
+    json.dumps(found[0].metadata, allow_nan=False).encode()
+
+
+def test_second_samples_of_a_key_are_told(tmp_path: Path) -> None:
+    found = read(tmp_path, [*sample('1'), *sample('1'), *sample('2'), *sample('1')])
+    told = [('00000/1', None), ('00000/1', 'duplicate_key'), ('00000/2', None), ('00000/1', 'duplicate_key')]
+    assert problems(found) == told
+
+
+def test_members_of_a_sample_that_stand_apart_are_told(tmp_path: Path) -> None:
+    (jpg, txt, _), other = sample('1'), sample('2')
+    told = [('00000/1', None), ('00000/2', None), ('00000/1', 'sample_scattered')]
+    assert problems(read(tmp_path, [jpg, *other, txt])) == told
+
+
+def test_folders_and_odd_names_in_a_tar(tmp_path: Path) -> None:
+    deep = 'deep/' * 60 + '1'
+    found = [
+        ('./a/1.jpg', b'x'),
+        ('a/1.txt', b'y'),
+        ('b/1.jpg', b'x'),
+        ('b/1.seg.png', b'ignored'),
+        ('b/1.npy', b'ignored'),
+        ('b', None),
+        ('b/._1.jpg', b'ignored'),
+        (f'{deep}.jpg', b'x'),
+        (f'{deep}.txt', b'y'),
+        ('readme', b'ignored'),
+        ('\udce9.jpg', b'x'),
+    ]
+    for form in (tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):
+        read_back = read(tmp_path, tar_of(found, form=form))
+        assert problems(read_back) == [(f'00000/{key}', None) for key in ('a/1', 'b/1', deep, '\\xe9')]
+        assert [entry.captions for entry in read_back] == [['y'], [], ['y'], []]
+
+
+@pytest.mark.parametrize('name', ['00000.tar.gz', '00000.tgz', '00000.tar'])
+def test_gzipped_tars(tmp_path: Path, name: str) -> None:
+    packed = gzip.compress(tar_of([*sample('1'), *sample('2')]))
+    assert [entry.key.rpartition('/')[2] for entry in read(tmp_path, packed, name)] == ['1', '2']
+
+
+def test_a_tar_without_members_has_no_entries(tmp_path: Path) -> None:
+    assert read(tmp_path, []) == []
+
+
+def test_what_is_no_tar_is_told(tmp_path: Path) -> None:
+    assert problems(read(tmp_path, b'<html>' * 1000)) == [('00000 at byte 0', 'part_unreadable')]
+    assert problems(read(tmp_path, b'')) == [('00000 at byte 0', 'part_cut_off')]
+    assert problems(read(tmp_path, gzip.compress(b'x' * 1000))) == [('00000 at byte 0', 'part_unreadable')]
+
+
+@pytest.mark.parametrize('packed', [False, True])
+def test_a_tar_cut_off_anywhere_serves_what_is_before_and_says_where(tmp_path: Path, packed: bool) -> None:
+    whole = tar_of([*sample('1'), *sample('2', 'long ' * 300), *sample('3')])
+    second, third = (whole.index(f'{key}.jpg'.encode()) for key in '23')
+    ends = {'00000/1': second, '00000/2': third}
+    for cut in (1, 511, 512, 700, 3 * BLOCK, second, second + 511, second + 512, third, third + 600):
+        if packed:
+            compressor = gzip.compress(whole[:cut], mtime=0)
+            content = compressor[:-8]
+        else:
+            content = whole[:cut]
+        *served, last = read(tmp_path, content)
+        assert last.problem == 'part_cut_off', cut
+        byte = int(last.key.removeprefix('00000 at byte '))
+        assert byte % BLOCK == 0 and byte <= cut, cut
+        assert [entry.key for entry in served] == [key for key, end in ends.items() if end + BLOCK <= cut], cut
+        assert all(entry.problem is None for entry in served)
+
+
+def test_a_cut_at_the_end_of_a_member_is_noticed(tmp_path: Path) -> None:
+    whole = tar_of(sample('1'))
+    end = whole.rindex(b'}') // BLOCK * BLOCK + BLOCK
+    assert problems(read(tmp_path, whole[:end])) == [(f'00000 at byte {end}', 'part_cut_off')]
+
+
+def test_a_broken_header_is_told_with_its_byte(tmp_path: Path) -> None:
+    whole = bytearray(tar_of([*sample('1'), *sample('2')]))
+    second = whole.index(b'2.jpg')
+    whole[second + 3] ^= 1
+    assert problems(read(tmp_path, bytes(whole))) == [(f'00000 at byte {second}', 'part_damaged')]
+
+
+def test_a_broken_gzip_is_told(tmp_path: Path) -> None:
+    packed = bytearray(gzip.compress(tar_of([*sample('1'), *sample('2', 'x' * 5000)]), mtime=0))
+    packed[-6] ^= 1  # its checksum
+    found = read(tmp_path, bytes(packed))
+    assert found[-1].problem == 'part_damaged'
+
+
+def test_a_header_with_a_wrong_size_ends_soon(tmp_path: Path) -> None:
+    """TarFile would count up to this size."""
+    info = tarfile.TarInfo('1.bin')
+    info.size = 2**70
+    content = tar_of(sample('0'))[: 6 * BLOCK] + info.tobuf(tarfile.GNU_FORMAT) + bytes(5000)
+    found = read(tmp_path, content)
+    assert problems(found) == [('00000/0', None), (f'00000 at byte {6 * BLOCK}', 'part_cut_off')]
+
+
+def test_two_tars_joined_are_both_read(tmp_path: Path) -> None:
+    found = read(tmp_path, tar_of(sample('1')) + tar_of(sample('2')))
+    assert problems(found) == [('00000/1', None), ('00000/2', None)]
+
+
+def test_a_cut_after_a_first_mark_of_the_end_is_noticed(tmp_path: Path) -> None:
+    first, second = tar_of(sample('1')), tar_of(sample('2'))
+    end = len(first) + second.rindex(b'}') // BLOCK * BLOCK + BLOCK
+    found = read(tmp_path, (first + second)[:end])
+    assert problems(found) == [('00000/1', None), (f'00000 at byte {end}', 'part_cut_off')]
+
+
+def extended(record: bytes) -> bytes:
+    """A pax header with one record, and a file."""
+    header = tarfile.TarInfo('pax')
+    header.type, header.size = tarfile.XHDTYPE, len(record)
+    return header.tobuf(tarfile.USTAR_FORMAT) + record.ljust(BLOCK, b'\0') + tar_of([('1.jpg', b'x')])
+
+
+@pytest.mark.parametrize('record', [b'0 path=x\n', b'-9 path=x\n', b'x path=x\n', b'14 size=-2000\n', b'12 size=one\n'])
+def test_pax_headers_that_lie_are_told(tmp_path: Path, record: bytes) -> None:
+    assert problems(read(tmp_path, extended(record))) == [('00000 at byte 0', 'part_damaged')]
+
+
+def test_pax_headers_set_names(tmp_path: Path) -> None:
+    assert problems(read(tmp_path, extended(b'14 path=2.jpg\n'))) == [('00000/2', None)]
+
+
+def test_negative_sizes_are_told(tmp_path: Path) -> None:
+    info = tarfile.TarInfo('1.bin')
+    info.size = -2000
+    content = info.tobuf(tarfile.GNU_FORMAT) + bytes(5000)
+    assert problems(read(tmp_path, content)) == [('00000 at byte 0', 'part_damaged')]
+
+
+def test_too_large_a_picture_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr('diffusion.prepare.tars.MAX_CONTENT', 100)
+    found = read(tmp_path, [('1.jpg', bytes(101)), ('1.txt', b'y'), ('2.jpg', bytes(100))])
+    assert problems(found) == [('00000/1', 'file_too_large'), ('00000/2', None)]
+
+
+NAMES = st.sampled_from(
+    ['1.jpg', '1.txt', '2.jpg', '2.json', 'a/3.png', 'x' * 60 + '/' + 'x' * 90 + '.jpg', 'ü.jpg', 'dir']
+)
+CONTENTS = st.binary(max_size=1500) | st.sampled_from([b'', bytes(512), b'x' * 512])
+
+
+@settings(max_examples=150, deadline=None)
+@given(found=st.lists(st.tuples(NAMES, CONTENTS), max_size=6), form=st.sampled_from([0, 1, 2]), packed=st.booleans())
+def test_members_are_those_of_tarfile(
+    tmp_path_factory: pytest.TempPathFactory, found: list[tuple[str, bytes]], form: int, packed: bool
+) -> None:
+    content = tar_of(found, form=form)
+    path = tmp_path_factory.mktemp('tars') / 'a.tar'
+    path.write_bytes(gzip.compress(content) if packed else content)
+    with tarfile.open(path) as tar:
+        expected = [(info.name, tar.extractfile(info).read()) for info in tar]  # type: ignore[union-attr]
+    assert [(member.name, member.content) for member in members(path)] == expected == found
+
+
+@settings(max_examples=300, deadline=2000)
+@given(data=st.data())
+def test_a_damaged_tar_ends_in_time_and_in_no_other_error(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    form = data.draw(st.sampled_from([0, 1, 2]))
+    content = bytearray(tar_of([*sample('1'), ('y' * 60 + '/' + 'y' * 80 + '.jpg', b'x'), *sample('2')], form=form))
+    for _ in range(data.draw(st.integers(1, 3))):
+        header = data.draw(st.sampled_from(range(0, len(content) // BLOCK, 1))) * BLOCK
+        at = header + data.draw(st.sampled_from([*range(100, 160), *range(512)])) % BLOCK
+        content[at] = data.draw(st.integers(0, 255))
+        if data.draw(st.booleans()) and content[header : header + BLOCK] != bytes(BLOCK):  # a wrong header, right sum
+            content[header + 148 : header + 156] = b' ' * 8
+            content[header + 148 : header + 155] = b'%06o\0' % sum(content[header : header + BLOCK])
+    path = tmp_path_factory.mktemp('tars') / 'a.tar'
+    path.write_bytes(content)
+    try:
+        for _ in members(path):
+            pass
+    except Damaged as damage:
+        assert damage.byte <= len(content)  # noqa: PT017
+
+
+def test_tars_of_a_store(s3: Store) -> None:
+    objects = {
+        'laion/00000.tar': tar_of(sample('1')),
+        'laion/00001.tar': tar_of(sample('2')),
+        'laion/00000.parquet': b'',
+    }
+    bucket = s3.bucket('pictures', **objects)
+    for location in (f'{bucket}/laion', f'{bucket}/laion/{{00000..00001}}.tar'):
+        assert problems(entries(WebDatasetSource(location))) == [('00000/1', None), ('00001/2', None)]
+    source = WebDatasetSource(f'{bucket}/laion')
+    part = source.parts()[0]
+    s3.faults += [('GET /pictures/laion/00000.tar', 500), ('GET /pictures/laion/00000.tar', 'cut')]
+    assert problems(list(source.read(part))) == [('00000/1', None)]
+    assert not s3.faults
+    s3.client.delete_object(Bucket='pictures', Key='laion/00000.tar')
+    with pytest.raises(ValueError, match=r'^s3://pictures/laion/00000\.tar: there is no such bucket or object'):
+        list(source.read(part))

@@ -1,8 +1,10 @@
 """From a recipe to the objects it names: the border between YAML and classes, which know nothing of recipes."""
 
 import inspect
+import os
+import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,10 +23,16 @@ from diffusion.data.aspects import by_shape
 from diffusion.data.buckets import Shape, parse_shape, square
 from diffusion.data.fingerprint import fingerprint
 from diffusion.data.loader import BucketedLoader, default_num_workers, outlive_signals
+from diffusion.data.machine import check_machine
+from diffusion.data.shard_cache import home
 from diffusion.data.streams import Bucket
+from diffusion.recipe import SpeedConfig
+from diffusion.speed import chosen, takes_fused
 
 DETERMINISTIC = {'crop': 'center', 'flip': False, 'caption_choice': 'first'}
 """What evaluation and precomputing change in the training dataset's settings."""
+QUARANTINE = 'quarantine.jsonl'
+"""In a run's folder: its bad samples, a line each."""
 
 
 def build_model(recipe: Recipe) -> ComposerModel:
@@ -55,9 +63,12 @@ def build_dataset(
     batch_size: int,
     shuffle: bool,
     elastic: bool = False,
+    substitute: bool = False,
 ) -> Any:
     """The dataset over some of a recipe's streams; `batch_size` is a device's, `elastic` is what training wants."""
     settings = recipe.loader
+    cache = cache_folder(recipe)
+    streams = {name: _with_local(stream, cache) for name, stream in streams.items()}
     streams = by_shape(streams, smallest=recipe.global_batch if elastic else 1)
     streaming: dict[str, Any] = {
         'shuffle': shuffle,
@@ -71,14 +82,25 @@ def build_dataset(
         'epoch_size': settings.epoch_size if elastic else None,
         'elastic': elastic,
         'predownload': settings.predownload,
+        'cache_folder': str(cache),
         'cache_limit': settings.cache_limit,
+        'substitute': substitute,
     }
     buckets = [Bucket(name, _stream(stream), _shape(stream)) for name, stream in streams.items()]
     supplied = {'tokenizers': build_tokenizers(recipe), 'batch_size': batch_size, 'seed': recipe.seed}
     return registry.build('dataset', component.name, component.kwargs, buckets=buckets, **supplied, **streaming)
 
 
-def build_loader(recipe: Recipe, split: Literal['train', 'eval'] = 'train') -> BucketedLoader:
+def cache_folder(recipe: Recipe) -> Path:
+    """Where the shards of streams are that have no folder of their own."""
+    folder = recipe.loader.cache_folder
+    own = Path(tempfile.gettempdir(), f'diffusion-{os.getuid()}', 'shards')
+    return own if folder is None else Path(folder).absolute()
+
+
+def build_loader(
+    recipe: Recipe, split: Literal['train', 'eval'] = 'train', *, kind: type[BucketedLoader] = BucketedLoader
+) -> BucketedLoader:
     """The loader of a recipe's `streams`, or of its `eval_streams`: centre crops and first captions, in order.
 
     Raises:
@@ -107,24 +129,28 @@ def build_loader(recipe: Recipe, split: Literal['train', 'eval'] = 'train') -> B
         batch_size=batch_size,
         shuffle=recipe.loader.shuffle and not evaluating,
         elastic=not evaluating,
+        substitute=recipe.loader.max_bad_samples > 0,
     )
     settings = recipe.loader
     workers = settings.num_workers
     if workers is None:
         workers = default_num_workers(composer_dist.get_local_world_size())
-    return BucketedLoader(
+    loader = kind(
         dataset,
         batch_size=batch_size,
         num_workers=workers,
         prefetch_factor=(settings.prefetch_factor or 2) if workers else None,
         persistent_workers=workers > 0,
         pin_memory=torch.cuda.is_available(),
-        # Streaming's workers wait forever for a shard that will not come.
-        timeout=settings.timeout_seconds if workers else 0,
+        timeout=settings.timeout_seconds,
+        max_bad_samples=settings.max_bad_samples,
+        quarantine=recipe.run_dir / QUARANTINE,
         worker_init_fn=outlive_signals if workers else None,
         drop_last=not evaluating,
         stratified=not evaluating and (recipe.model.kwargs.get('objective') or {}).get('timesteps') == 'stratified',
     )
+    check_machine(loader)
+    return loader
 
 
 def run_identity(recipe: Recipe, loader: BucketedLoader) -> dict[str, Any]:
@@ -146,7 +172,20 @@ def deterministic(component: Component) -> Component:
 def build_optimizer(recipe: Recipe, model: ComposerModel) -> torch.optim.Optimizer:
     """The optimizer of a recipe over what the model trains."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return registry.build('optimizer', recipe.optimizer.name, recipe.optimizer.kwargs, params=trained)
+    name, kwargs = recipe.optimizer.name, recipe.optimizer.kwargs
+    accepted = [parameter.name for parameter in registry.signature('optimizer', name).parameters]
+    fused = {'fused': True} if speed_of(recipe).fused_optimizer and takes_fused(accepted, list(kwargs)) else {}
+    return registry.build('optimizer', name, kwargs | fused, params=trained)
+
+
+def on_gpu(recipe: Recipe) -> bool:
+    """Whether a recipe's Trainer computes on a GPU here."""
+    return torch.cuda.is_available() and recipe.trainer.get('device') in (None, 'gpu')
+
+
+def speed_of(recipe: Recipe) -> SpeedConfig:
+    """The parts of a recipe's `speed` that apply here."""
+    return chosen(recipe.speed, on_gpu=on_gpu(recipe), strategy=recipe.parallelism.strategy)
 
 
 def build_algorithms(recipe: Recipe) -> list[Algorithm]:
@@ -175,6 +214,12 @@ def _build_all(kind: str, components: Mapping[str, Component], offered: Mapping[
 
 def _shape(config: StreamConfig) -> Shape:
     return parse_shape(config.shape) if config.shape is not None else square(config.resolution)
+
+
+def _with_local(config: StreamConfig, cache: Path) -> StreamConfig:
+    if config.remote is None or config.local is not None:
+        return config
+    return replace(config, local=str(home(cache, config.remote)))
 
 
 def _stream(config: StreamConfig) -> Stream:

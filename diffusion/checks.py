@@ -9,7 +9,8 @@ from typing import Any, TypeGuard
 from diffusion import registry
 from diffusion.data import order
 from diffusion.data.buckets import BUCKETS, parse_shape, read_buckets
-from diffusion.recipe import Component, LoaderConfig, ParallelismConfig, Recipe, StreamConfig
+from diffusion.data.byte_sizes import parse_bytes
+from diffusion.recipe import Component, LoaderConfig, ParallelismConfig, Recipe, SpeedConfig, StreamConfig
 from diffusion.schema import MISSING, Gatherer, Problem, join
 
 SINGLE = ('model', 'dataset', 'eval_dataset', 'optimizer', 'scheduler')
@@ -101,9 +102,11 @@ def check(recipe: Recipe) -> list[Problem]:
     _check_task(recipe, gather)
     for section, streams in _stream_sections(recipe):
         _check_streams(section, streams, gather)
+    _check_loader(recipe, gather)
     if recipe.task == 'train':
         _check_order(recipe, gather)
         _check_parallelism(recipe, gather)
+        _check_speed(recipe, gather)
         _check_saving(recipe, gather)
     for where, value in _durations(recipe):
         if isinstance(value, str) and value != MISSING and not DURATION.fullmatch(value):
@@ -216,6 +219,19 @@ def _check_streams(section: str, streams: Mapping[str, StreamConfig], gather: Ga
         )
 
 
+def _check_loader(recipe: Recipe, gather: Gatherer) -> None:
+    if not isinstance(recipe.loader, LoaderConfig):
+        return
+    limit, bad = recipe.loader.cache_limit, recipe.loader.max_bad_samples
+    if limit not in (None, MISSING):
+        try:
+            parse_bytes(limit)
+        except ValueError as error:
+            gather.problem('loader.cache_limit', str(error))
+    if isinstance(bad, float) and not 0 <= bad < 1:
+        gather.problem('loader.max_bad_samples', f'{bad} is no share of the samples; use 0, or a little more')
+
+
 def _check_shape(where: str, stream: StreamConfig, gather: Gatherer) -> None:
     if stream.aspects:
         if stream.shape is not None:
@@ -289,6 +305,17 @@ def _check_parallelism(recipe: Recipe, gather: Gatherer) -> None:
         )
     if settings.strategy == 'fsdp1' and isinstance(recipe.trainer, dict) and recipe.trainer.get('device') == 'cpu':
         gather.problem('parallelism.strategy', 'fsdp1 needs GPUs in Composer; use fsdp2 on a CPU')
+
+
+def _check_speed(recipe: Recipe, gather: Gatherer) -> None:
+    """Parts that are asked for by name and cannot be had."""
+    if not isinstance(recipe.speed, SpeedConfig) or not isinstance(recipe.parallelism, ParallelismConfig):
+        return
+    strategy = recipe.parallelism.strategy
+    if recipe.speed.compile is True and strategy == 'fsdp1':
+        gather.problem('speed.compile', 'GroupNorm under fsdp1 does not compile (pytorch#152185); use strategy: fsdp2')
+    if recipe.speed.reduce_once is True and strategy != 'fsdp2':
+        gather.problem('speed.reduce_once', f'is for strategy: fsdp2, not {strategy}; remove it')
 
 
 def _check_saving(recipe: Recipe, gather: Gatherer) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import diffusion
 from diffusion.schema import nearest
 
-COMMANDS = ('check', 'prepare', 'generate', 'export')
+COMMANDS = ('check', 'plan', 'profile', 'prepare', 'data', 'generate', 'export', 'launch', 'status', 'logs', 'cancel')
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -18,11 +18,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     if arguments and not arguments[0].startswith('-') and arguments[0] not in COMMANDS:
         parser.error(f'there is no command {arguments[0]!r}; {nearest(arguments[0], COMMANDS)}')
+    if arguments[:1] == ['prepare'] and arguments[1:2] and arguments[1].endswith(('.yaml', '.yml')):
+        arguments.insert(1, 'recipe')
     args, rest = parser.parse_known_args(arguments)
     # argparse takes no KEY=VALUE after an option that follows the recipe.
-    if rest and (args.command != 'check' or any(word.startswith('-') for word in rest)):
+    if rest and (not hasattr(args, 'overrides') or any(word.startswith('-') for word in rest)):
         parser.error(f'unrecognized arguments: {" ".join(rest)}')
-    if args.command == 'check':
+    if rest:
         args.overrides += rest
     try:
         return args.run(args)
@@ -43,9 +45,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument('--version', action='version', version=diffusion.__version__)
     commands: Any = parser.add_subparsers(dest='command', required=True, metavar='COMMAND')
     _add_check(commands.add_parser('check', help='the resolved recipe, or every mistake in it, without torch'))
+    _add_plan(commands.add_parser('plan', help='hours, dollars, memory, storage and checkpoints of runs'))
+    _add_profile(commands.add_parser('profile', help='where the time of a few batches goes, and what would save it'))
     _add_prepare(commands.add_parser('prepare', help='pictures and captions to bucketed MDS shards'))
+    _add_data(commands.add_parser('data', help='whether shards are sound, what the model sees of them, how fast'))
     _add_generate(commands.add_parser('generate', help='draw pictures with a checkpoint or an export'))
     _add_export(commands.add_parser('export', help='a checkpoint to a folder that diffusers loads'))
+    _add_launch(commands)
     return parser
 
 
@@ -74,11 +80,40 @@ def check(args: argparse.Namespace) -> int:
     return 0
 
 
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    from diffusion.planning import cli
+
+    cli.add_arguments(parser)
+    parser.set_defaults(run=cli.run)
+
+
+def _add_profile(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('recipe', help='a YAML file')
+    parser.add_argument('overrides', nargs='*', metavar='KEY=VALUE', help='such as speed.compile=false')
+    parser.add_argument('--batches', type=int, default=10, metavar='N', help='that are measured (default: 10)')
+    parser.add_argument('--warmup', type=int, default=5, metavar='N', help='before them (default: 5)')
+    parser.add_argument('--out', metavar='DIR', help='folder for the trace and the table (default: profiles/NAME)')
+    parser.add_argument('--synthetic', action='store_true', help='made-up pictures and random weights of the encoders')
+    parser.set_defaults(run=_profile)
+
+
+def _profile(args: argparse.Namespace) -> int:
+    from diffusion.profile import main_from_args
+
+    return main_from_args(args)
+
+
 def _add_prepare(parser: argparse.ArgumentParser) -> None:
     from diffusion.prepare import cli
 
     cli.add_arguments(parser)
     parser.set_defaults(run=cli.run)
+
+
+def _add_data(parser: argparse.ArgumentParser) -> None:
+    from diffusion.inspection import cli
+
+    cli.add_arguments(parser)
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
@@ -114,3 +149,12 @@ def _export(args: argparse.Namespace) -> int:
     from diffusion.export import main_from_args
 
     return main_from_args(args)
+
+
+def _add_launch(commands: Any) -> None:
+    from diffusion.launch import cli
+
+    cli.add_launch(commands.add_parser('launch', help='submit jobs to Slurm, Kubernetes and others, or run them here'))
+    cli.add_job(commands.add_parser('status', help='what a scheduler says of a job'), 'status')
+    cli.add_job(commands.add_parser('logs', help='what a job wrote last'), 'logs')
+    cli.add_job(commands.add_parser('cancel', help='stop a job'), 'cancel')

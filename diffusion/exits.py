@@ -6,6 +6,9 @@ CONFIG_ERROR = 78
 PREEMPTED = 75
 """Exit status for what another try goes on with (sysexits.h: EX_TEMPFAIL)."""
 
+BAD_HARDWARE = 76
+"""Exit status of a node that is not fit to train on: another node may be."""
+
 
 class Preempted(Exception):
     """A run was told to stop, and has saved what it had."""

@@ -38,11 +38,11 @@ class StreamConfig:
     choose: int | None = None
     """Samples an epoch takes of this stream, a multiple of global_batch."""
     download_retry: int = 2
-    """Tries after a failed download."""
+    """Further tries after a download that failed, or brought a damaged shard."""
     download_timeout: float = 60.0
-    """Seconds until a download counts as failed."""
+    """Seconds in which a download must end, or bring another MiB."""
     validate_hash: str | None = None
-    """Hash to check downloaded shards with: sha1 or xxh64, as they were written."""
+    """Hash that shards must have, and are checked by; null takes the fastest that they have."""
 
 
 @dataclass
@@ -57,8 +57,14 @@ class LoaderConfig:
     """Longest wait for a worker's batch."""
     predownload: int | None = None
     """Samples whose shards are fetched ahead."""
+    cache_folder: str | None = None
+    """Where the shards of streams with a remote and no `local` are kept, shared by the jobs of a machine; null is a
+    folder in the machine's temporary one."""
     cache_limit: str | None = None
-    """Largest size of the local cache, such as 500gb, at least four times the largest shard."""
+    """Largest size of cache_folder and of the local folders of other remotes, such as 500gb; the least recently used
+    shards go first."""
+    max_bad_samples: float = 1.0e-4
+    """Share of samples that may be replaced since they cannot be decoded; 0 stops at the first."""
     shuffle: bool = True
     """Shuffle the training data."""
     shuffle_algo: Literal['py1e', 'py1br', 'py1s', 'py2s', 'naive'] = 'py1e'
@@ -92,6 +98,37 @@ class ParallelismConfig:
     """Recompute the denoiser's blocks in the backward pass instead of keeping what they computed."""
     checkpoints: Literal['whole', 'sharded'] = 'whole'
     """whole: rank 0 writes all; sharded: every device writes its pieces, under fsdp2. Either resumes anywhere."""
+
+
+@dataclass
+class SpeedConfig:
+    """What makes a training step fast on a GPU; a part that is null follows the preset, and is off on a CPU."""
+
+    preset: Literal['full', 'none'] = 'full'
+    """full: every part; none: PyTorch's own defaults."""
+    channels_last: bool | None = None
+    """Convolutions with the channels innermost, as tensor cores want them: of the denoiser and the VAE. Under FSDP the
+    denoiser's weights stay as they are, and its activations alone have that order."""
+    compile: bool | None = None
+    """torch.compile of the denoiser's residual and transformer blocks for training, and of those of a frozen VAE, once
+    for each shape. GroupNorm, SiLU and additions become one kernel. Not under fsdp1."""
+    low_precision_norms: bool | None = None
+    """GroupNorm and LayerNorm in autocast's dtype where they are not compiled; compiled ones move no more bytes."""
+    flash_attention: bool | None = None
+    """Attention by PyTorch's fused kernels, flash attention among them, whatever processor the denoiser came with."""
+    fused_optimizer: bool | None = None
+    """All of the optimizer's update in a few kernels, if it has such (AdamW does)."""
+    tf32: bool | None = None
+    """What is left in float32 may round to TF32 in matrix products and convolutions."""
+    conv_benchmark: bool | None = None
+    """cuDNN tries its algorithms for each new shape and keeps the fastest."""
+    inference_mode: bool | None = None
+    """Frozen encoders run without autograd's bookkeeping."""
+    copy_ahead: bool | None = None
+    """The next batch goes to the GPU while the one before is computed."""
+    reduce_once: bool | None = None
+    """Under fsdp2, gradients are reduced and weights gathered once a batch instead of once a microbatch, for the memory
+    of whole gradients and weights on each device. Under ddp Composer reduces once in any case."""
 
 
 @dataclass
@@ -196,6 +233,8 @@ class Recipe:
     """What `task: evaluate` measures besides the validation losses."""
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
     """How the model is spread over devices."""
+    speed: SpeedConfig = field(default_factory=SpeedConfig)
+    """What makes a step fast."""
     precompute: PrecomputeConfig = field(default_factory=PrecomputeConfig)
     """What `task: precompute` does."""
     generate: GenerateConfig = field(default_factory=GenerateConfig)

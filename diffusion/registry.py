@@ -44,6 +44,7 @@ TARGETS: dict[str, dict[str, Any]] = {
         'gradient_clipping': 'composer.algorithms.gradient_clipping.gradient_clipping:GradientClipping',
     },
     'callback': {
+        'breakdown': 'diffusion.callbacks.breakdown:Breakdown',
         'image_grid': 'diffusion.callbacks.image_grid:ImageGrid',
         'loss_guard': 'diffusion.callbacks.loss_guard:LossGuard',
         'lr_monitor': 'composer.callbacks.lr_monitor:LRMonitor',

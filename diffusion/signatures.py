@@ -74,6 +74,20 @@ def of_source(module: str, attribute: str) -> Signature:
     return Signature(_arguments(node, aliases), _takes_any(node, module), nested)
 
 
+@functools.cache
+def defaults_of_source(module: str, attribute: str) -> dict[str, Any]:
+    """The defaults of a function's keywords, read without importing it, names of other modules' constants included."""
+    tree = _source(module)
+    node = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == attribute)
+    arguments = node.args
+    positional = [*arguments.posonlyargs, *arguments.args]
+    pairs: list[tuple[ast.arg, ast.expr | None]] = [
+        *zip(positional[len(positional) - len(arguments.defaults) :], arguments.defaults, strict=True),
+        *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True),
+    ]
+    return {argument.arg: _value(default, tree) for argument, default in pairs if default is not None}
+
+
 def simple_type(annotation: str) -> Any:
     """The type that an annotation's text means, made of simple ones only; None where it is anything else."""
     try:
@@ -146,6 +160,17 @@ def _imports(tree: ast.Module) -> list[tuple[str, str, str]]:
         if isinstance(statement, ast.ImportFrom) and statement.module and statement.module.startswith('diffusion.')
         for alias in statement.names
     ]
+
+
+def _value(node: ast.expr, tree: ast.Module) -> Any:
+    """A literal, or a constant of a module that the file imports: `sd2_config.PRETRAINED`."""
+    if not isinstance(node, ast.Attribute) or not isinstance(node.value, ast.Name):
+        return ast.literal_eval(node)
+    homes = {name: f'{home}.{original}' for name, home, original in _imports(tree)}
+    for statement in _source(homes[node.value.id]).body:
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == node.attr:
+            return ast.literal_eval(statement.value)
+    raise ValueError(f'{homes[node.value.id]}: defines no {node.attr}')
 
 
 def _aliases(tree: ast.Module) -> dict[str, ast.expr | None]:

@@ -14,17 +14,23 @@ from composer.utils import dist, get_device
 
 from diffusion import building
 from diffusion.callbacks.preemption import Preemption
+from diffusion.callbacks.reduce_once import ReduceOnce
+from diffusion.callbacks.replaced_samples import ReplacedSamples
 from diffusion.callbacks.same_run import SameRun
+from diffusion.callbacks.saving import save_now
 from diffusion.checkpointing.checkpointer import Checkpointer, resume_point
 from diffusion.checkpointing.runs import RECIPE, find_checkpoint, load_weights, weights_of
 from diffusion.checkpointing.store import checkpoints
 from diffusion.config import Recipe, to_yaml
+from diffusion.copy_ahead import AheadLoader
+from diffusion.data.failures import DataError
 from diffusion.data.latents import LatentsDataset
 from diffusion.data.loader import BucketedLoader, as_spec
 from diffusion.loggers.console_lines import ConsoleLines
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.parallelism import parallelism_config
 from diffusion.registry import build
+from diffusion.speed import apply_speed, keep_layout, set_backends
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +56,7 @@ def train(recipe: Recipe) -> Trainer:
         log.info('%s: done already, at %s', recipe.run_dir, trainer.state.max_duration)
         return trainer
     try:
-        trainer.fit()
+        fit(trainer)
     except BaseException:
         try:
             trainer.close()  # loggers send what they have
@@ -60,27 +66,49 @@ def train(recipe: Recipe) -> Trainer:
     return trainer
 
 
+def fit(trainer: Trainer) -> None:
+    """Train; where the data ends too early, save what was learned before every rank raises that.
+
+    Raises:
+        DataError: Data could not be had, or too much of it is bad.
+    """
+    try:
+        trainer.fit()
+    except DataError as error:
+        state = trainer.state
+        training = state.dataloader is state.train_dataloader
+        saved = save_now(state, trainer.logger) if training and state.timestamp.batch.value else None
+        if saved is None:
+            raise
+        raise DataError(f'{error}\n{saved} is saved; the same command goes on from there') from error
+
+
 def build_trainer(recipe: Recipe) -> Trainer:
     """The Trainer of a recipe, ready to fit."""
     if int(os.environ.get('WORLD_SIZE', '1')) > 1:
         dist.initialize_dist(get_device(recipe.trainer.get('device')), recipe.trainer.get('dist_timeout', 300.0))
     checkpointer = build_checkpointer(recipe)
     model = building.build_model(recipe)
-    loader = building.build_loader(recipe, 'train')
+    parts = building.speed_of(recipe)
+    loader = building.build_loader(recipe, 'train', kind=AheadLoader if parts.copy_ahead else BucketedLoader)
     if isinstance(loader.dataset, LatentsDataset) and isinstance(model, LatentDiffusion):
         loader.dataset.check_encoders(model.vae, model.text, train_text_encoder=model.train_text_encoder)
     if recipe.init_from is not None and not _resumes(recipe, checkpointer):
         start_from(model, recipe.init_from)
     if recipe.parallelism.activation_checkpointing:
         checkpoint_activations(model)
+    strategy = recipe.parallelism.strategy
+    apply_speed(model, parts, strategy=strategy, shapes=len({bucket.shape for bucket in loader.dataset.buckets}))
+    optimizer = building.build_optimizer(recipe, model)
+    keep_layout(optimizer)
     schedulers = None
     if recipe.scheduler is not None:
         schedulers = build('scheduler', recipe.scheduler.name, recipe.scheduler.kwargs)
-    return Trainer(
+    trainer = Trainer(
         model=model,
         train_dataloader=loader,
         eval_dataloader=as_spec(building.build_loader(recipe, 'eval')) if recipe.eval_streams else None,
-        optimizers=building.build_optimizer(recipe, model),
+        optimizers=optimizer,
         schedulers=schedulers,
         algorithms=building.build_algorithms(recipe),
         callbacks=[*building.build_callbacks(recipe), *_own_callbacks(recipe, loader, checkpointer)],
@@ -91,6 +119,9 @@ def build_trainer(recipe: Recipe) -> Trainer:
         parallelism_config=parallelism_config(recipe.parallelism),
         **_trainer_keywords(recipe),
     )
+    deterministic = bool(recipe.trainer.get('deterministic_mode'))
+    set_backends(parts, on_gpu=building.on_gpu(recipe), deterministic=deterministic)
+    return trainer
 
 
 def build_checkpointer(recipe: Recipe) -> Checkpointer | None:
@@ -139,7 +170,9 @@ def _own_callbacks(recipe: Recipe, loader: BucketedLoader, checkpointer: Checkpo
     """What every run has."""
     identity = building.run_identity(recipe, loader)
     same_run = SameRun(identity, allow_data_change=recipe.allow_data_change)
-    found: list[Callback] = [RecipeKeeper(recipe), same_run, Preemption()]
+    found: list[Callback] = [RecipeKeeper(recipe), same_run, Preemption(), ReplacedSamples(loader.tally)]
+    if building.speed_of(recipe).reduce_once:
+        found.append(ReduceOnce())
     return found if checkpointer is None else [*found, checkpointer]
 
 

@@ -94,6 +94,15 @@ def dump(values: dict[str, Any]) -> str:
     return yaml.dump(_escaped(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
+def dump_inline(value: Any) -> str:
+    """A plain value on one line, as an override `key=value` gives it back."""
+    width = float('inf')
+    text = yaml.dump(
+        _escaped(value), Dumper=_InlineDumper, sort_keys=False, default_flow_style=True, allow_unicode=True, width=width
+    )
+    return text.removesuffix('...\n').strip()
+
+
 def _escaped(value: Any) -> Any:
     """Without interpolations: `${` is what it says, however many backslashes stand before it."""
     if isinstance(value, dict):
@@ -143,6 +152,17 @@ class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
+
+class _InlineDumper(_Dumper):
+    """Writes line breaks and other control characters as escapes."""
+
+
+def _represent_inline(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = None if text.isprintable() else '"'
+    return dumper.represent_scalar('tag:yaml.org,2002:str', text, style=style)
+
+
+_InlineDumper.add_representer(str, _represent_inline)
 
 _FLOAT = re.compile(
     r"""^(?:[-+]?[0-9][0-9_]*(?:\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[eE][-+]?[0-9]+)

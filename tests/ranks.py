@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +80,15 @@ class Ranks:
         self.ended: dict[int, int] = {}
         self._started: list[list[int]] = []
 
-    def start(self, ranks: int, recipe: Path, *overrides: str, double: bool = False) -> Job:
-        """Start a recipe on so many ranks, in float64 if asked."""
+    def start(
+        self,
+        ranks: int,
+        recipe: Path,
+        *overrides: str,
+        double: bool = False,
+        environment: Mapping[str, str] | None = None,
+    ) -> Job:
+        """Start a recipe on so many ranks, in float64 if asked, with further variables."""
         self._count += 1
         logs = [Path(self._folder.name) / f'{self._count}-{rank}.log' for rank in range(ranks)]
         order = {
@@ -88,6 +96,7 @@ class Ranks:
             'port': free_port(),
             'logs': [str(log) for log in logs],
             'double': double,
+            'environment': dict(environment or {}),
         }
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(order) + '\n')
@@ -193,6 +202,7 @@ def be_rank(order: dict[str, Any], rank: int, world_size: int) -> int:
         'LOCAL_WORLD_SIZE': str(world_size),
         'MASTER_ADDR': '127.0.0.1',
         'MASTER_PORT': str(order['port']),
+        **order['environment'],
     }
     import torch
 

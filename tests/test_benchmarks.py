@@ -10,6 +10,7 @@ import pytest
 BENCHMARKS = Path(__file__).parents[1] / 'benchmarks'
 
 Rows = dict[str, list[str]]
+ADDED = ('tf32', 'fused_optimizer', 'flash_attention', 'conv_benchmark', 'channels_last', 'low_precision_norms')
 
 
 @pytest.fixture
@@ -36,6 +37,26 @@ def test_ema_allocates_nothing_before_its_start_and_in_updates(rows):
     assert table['held after the start, MiB'][2] == '1 and 1 of the model'
 
 
+@pytest.mark.slow
+def test_a_trainer_is_compared_with_loops_step_by_step(rows):
+    table = rows('overhead', '25', '2')
+
+    assert {'Trainer', 'bare PyTorch loop', "trainer as in diffusers' example"} <= set(table)
+    # What it takes of a step is the benchmark's to say; that stages add up is no matter of speed.
+    assert float(table['sum of the stages, share of what another clock says, %'][0]) == pytest.approx(100, abs=5)
+    assert 30 < int(table['changes of stage a step'][0]) < 100
+    assert float(table['in all, share of the step, %'][0]) < 0.5
+
+
+@pytest.mark.slow
+def test_a_step_has_a_row_for_each_part(rows):
+    table = rows('step', '--pixels', '256', '--steps', '1', '--warmup', '1', '--millions', '1')
+
+    names = [name for name in table if name.startswith('+ ')]
+    assert table['plain'][4] == '1.00'
+    assert names == [f'+ {part}' for part in ADDED]
+
+
 def test_noise_counts_draws(rows):
     table = rows('noise', '1', '1')
 
@@ -43,3 +64,24 @@ def test_noise_counts_draws(rows):
     # 42 of Philox, moving words included, and 1.5 of Box and Muller; the single numbers of a sample hardly count.
     assert float(table['256 px'][1]) / 8192 == pytest.approx(43.8, rel=0.01)
     assert {'keyed draws', 'A100 80GB, 256 px', 'H200, 512 px'} <= set(table)
+
+
+@pytest.mark.slow
+def test_the_loader_is_compared_with_the_published_one_and_a_loop(rows):
+    table = rows('loader', '32', '1')
+
+    players = ('the published loader', 'our loader', 'a bare loop')
+    assert [name for name in table if ' px, ' in name] == [
+        f'{side} px, {name}' for side in (256, 512) for name in players
+    ]
+    assert all(float(cells[0]) > 0 for name, cells in table.items() if ' px, ' in name)
+    assert 'times the published' in table['512 px, our loader'][3]
+
+
+@pytest.mark.slow
+def test_startup_has_a_row_for_each_size(rows):
+    table = rows('startup', '0.1')
+
+    epoch, *_, shared = table['0.1 M']
+    assert epoch == 'all'
+    assert 0 < float(shared) < 20  # 8 bytes a sample, and little else

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diffusion.yaml_files import UnreadableYAML, dump, merge, read_chain, read_yaml
+from diffusion.yaml_files import UnreadableYAML, dump, dump_inline, merge, read_chain, read_yaml
 
 # PyYAML itself folds control characters such as U+0085.
 text = st.text(st.characters(blacklist_categories=['Cs', 'Cc', 'Zl', 'Zp']), max_size=12) | st.sampled_from(
@@ -42,6 +42,14 @@ def test_whatever_is_written_is_read_back(tmp_path_factory, content):
     read = merge([read_yaml(path)], [])
     assert read == content
     assert repr(read) == repr(content)  # 1 is no 1.0 and no True
+
+
+@given(value=values | st.text(st.characters(blacklist_categories=['Cs']), max_size=12))
+@settings(max_examples=150, deadline=None)
+def test_an_override_on_one_line_gives_the_value_back(value):
+    written = dump_inline(value)
+    assert '\n' not in written
+    assert repr(merge([{}], [f'key={written}'])['key']) == repr(value)
 
 
 @pytest.mark.parametrize(

@@ -194,7 +194,7 @@ def _placed(saved: Tensor, weight: Tensor) -> Tensor:
         return saved.to_local()
     if isinstance(weight, DTensor):
         return distribute_tensor(saved.to(weight.device), weight.device_mesh, weight.placements).to_local()
-    return saved.to(device=weight.device, dtype=weight.dtype, copy=True)
+    return torch.empty_like(weight.detach()).copy_(saved)  # in the weight's own strides, channels_last for one
 
 
 @torch.no_grad()

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
-from PIL import UnidentifiedImageError
 from transformers import PreTrainedTokenizerBase
 
 from diffusion.data import keys
-from diffusion.data.captions import CaptionChoice, captions_of, choose
+from diffusion.data.bad_samples import BadSample
+from diffusion.data.captions import CaptionChoice, choose
 from diffusion.data.streams import Bucket, BucketedDataset
-from diffusion.data.transforms import crop_box, decode, to_shape
+from diffusion.data.transforms import Crop, Undecodable, planes, seen
 from diffusion.models.noise import Purpose
 from diffusion.models.parts import tokenize
 
@@ -51,24 +51,24 @@ class ImageTextDataset(BucketedDataset):
         self.flip = flip
         self.caption_choice: CaptionChoice = caption_choice
 
-    def __getitem__(self, at: int) -> dict[str, Any]:  # type: ignore[override]
-        sample = super().__getitem__(at)
+    def item(self, at: int) -> dict[str, Any]:
+        """Picture and tokens of a sample."""
+        sample = self.get_item(at)
         item: dict[str, Any] = {keys.IMAGE: self._picture(sample, at)}
         if self.tokenizers:
             draw = self.draws(at, Purpose.CAPTION_CHOICE)[0]
-            caption = choose(captions_of(sample, self.where(at)), self.caption_choice, draw)
+            caption = choose(self.captions(sample, at), self.caption_choice, draw)
             item[keys.INPUT_IDS] = tokenize(self.tokenizers, [caption])[0]
-        return item | self.identity(at)
+        return item
 
     def _picture(self, sample: dict[str, Any], at: int) -> torch.Tensor:
+        shape = self.bucket_of(at).shape
+        draw = self.draws(at, Purpose.CROP)[:3] if self.crop == 'random' else (0.0, 0.0, 0.0)
+        flip = self.flip and self.draws(at, Purpose.FLIP)[0] < 0.5
         try:
-            image = decode(sample['image'])
-        except (UnidentifiedImageError, OSError, SyntaxError) as error:
-            raise ValueError(
+            pixels = seen(sample['image'], shape, Crop(self.crop, self.min_crop_scale, draw, flip))
+        except Undecodable as error:
+            raise BadSample(
                 f'{self.where(at)}: the picture cannot be decoded ({error}); prepare the data again'
             ) from error
-        draw = self.draws(at, Purpose.CROP)
-        shape = self.bucket_of(at).shape
-        box = crop_box(*image.size, shape=shape, crop=self.crop, draw=draw[:3], min_scale=self.min_crop_scale)
-        flip = self.flip and self.draws(at, Purpose.FLIP)[0] < 0.5
-        return to_shape(image, box, shape=shape, flip=flip)
+        return planes(pixels, self.memory.place((3, shape.height, shape.width)))

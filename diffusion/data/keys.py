@@ -23,3 +23,6 @@ BATCH_INDEX = 'batch_index'
 
 TIMESTEP_QUANTILE = 'timestep_quantile'
 """Share of the noise schedule below the sample's timestep, float64 [B] in [0, 1), each in an own part of it."""
+
+REPLACED = 'replaced'
+"""On the way from a worker to the loader: of a sample that stands for a bad one a note, otherwise ''; no tensor."""

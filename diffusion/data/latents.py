@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
-from streaming.base.storage import CloudDownloader
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from diffusion.data import keys
-from diffusion.data.captions import CaptionChoice, captions_of, chosen
+from diffusion.data.bad_samples import BadSample
+from diffusion.data.captions import CaptionChoice, chosen
 from diffusion.data.streams import Bucket, BucketedDataset
+from diffusion.data.verified_stream import VerifiedStream
 from diffusion.models.noise import Purpose
 from diffusion.models.parts import TextConditioner, latent_statistics, tokenize
 
@@ -52,11 +53,9 @@ class LatentManifest:
     """SHA-256 of the index of the pictures."""
     version: int = 2
 
-    def write(self, folder: Path) -> None:
-        """Write the manifest beside the shards of a folder."""
-        unfinished = folder / f'.{MANIFEST}.unfinished'
-        unfinished.write_text(json.dumps(dataclasses.asdict(self), indent=2) + '\n')
-        unfinished.replace(folder / MANIFEST)
+    def text(self) -> str:
+        """What stands in manifest.json, beside the shards of a folder."""
+        return json.dumps(dataclasses.asdict(self), indent=2) + '\n'
 
     @classmethod
     def read(cls, folder: Path, where: str) -> 'LatentManifest':
@@ -108,14 +107,8 @@ def manifest_of(
 
 def read_manifest(bucket: Bucket) -> LatentManifest:
     """The manifest of a stream, fetched from its remote where that is where it is."""
-    local, where = Path(bucket.stream.local) / MANIFEST, f'streams.{bucket.name}'
-    remote = bucket.stream.remote
-    if not local.exists() and remote:
-        try:
-            CloudDownloader.get(remote).download(f'{remote.rstrip("/")}/{MANIFEST}', str(local), timeout=60)
-        except Exception as error:  # every cloud's client raises its own kind
-            raise ValueError(f'{where}.remote: {remote} gave no {MANIFEST} ({error})') from error
-    return LatentManifest.read(local.parent, where)
+    assert isinstance(bucket.stream, VerifiedStream)
+    return LatentManifest.read(bucket.stream.beside(MANIFEST).parent, f'streams.{bucket.name}')
 
 
 class LatentsDataset(BucketedDataset):
@@ -153,17 +146,24 @@ class LatentsDataset(BucketedDataset):
                     f'{manifest.shape} px; correct its resolution or shape'
                 )
 
-    def __getitem__(self, at: int) -> dict[str, Any]:  # type: ignore[override]
-        sample = super().__getitem__(at)
-        captions = captions_of(sample, self.where(at))
+    def item(self, at: int) -> dict[str, Any]:
+        """Moments and tokens of a sample, and text embeddings if they are stored."""
+        sample = self.get_item(at)
+        captions = self.captions(sample, at)
         place = chosen(captions, self.caption_choice, self.draws(at, Purpose.CAPTION_CHOICE)[0])
         item: dict[str, Any] = {
-            keys.LATENT_MOMENTS: torch.from_numpy(sample[keys.LATENT_MOMENTS].astype('float32')),
+            keys.LATENT_MOMENTS: self._finite(sample, keys.LATENT_MOMENTS, at).float(),
             keys.INPUT_IDS: tokenize(self.tokenizers, [captions[place]])[0],
         }
         if self.with_text:
-            item[keys.TEXT_EMBEDS] = torch.from_numpy(sample[keys.TEXT_EMBEDS][place].copy())
-        return item | self.identity(at)
+            item[keys.TEXT_EMBEDS] = self._finite(sample, keys.TEXT_EMBEDS, at)[place].clone()
+        return item
+
+    def _finite(self, sample: dict[str, Any], name: str, at: int) -> torch.Tensor:
+        values = torch.from_numpy(sample[name].copy())
+        if not values.isfinite().all():
+            raise BadSample(f'{self.where(at)}: its {name} are not finite; precompute them again')
+        return values
 
     def _all_with_text(self) -> bool:
         stored = [manifest.text_encoder is not None for manifest in self.manifests]

@@ -1,40 +1,80 @@
-"""The loader: batches with their place in the epoch, and an epoch that ends early is an error."""
+"""The loader: batches with their place in the epoch; what goes wrong on one rank stops all of them at that batch."""
 
+import datetime
+import itertools
+import logging
+import math
 import os
 import signal
+import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 from composer.core import DataSpec
 from composer.utils import dist
 from streaming import StreamingDataLoader
 from streaming.base.world import World
+from torch.utils.data import DataLoader
 
 from diffusion.data import keys
+from diffusion.data.bad_samples import Tally, quarantine
+from diffusion.data.failures import DataError
 from diffusion.data.streams import BucketedDataset
+from diffusion.data.verified_dataset import told
 from diffusion.models.noise import Draws, Purpose
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_SECONDS = 1.0
+"""How often a rank that waits for its workers looks whether another process has failed."""
+SLOWEST_RANK = datetime.timedelta(minutes=30)
+"""What the others wait for at most: a rank may be saving while they ask for the next batch."""
 
 
 class BucketedLoader(StreamingDataLoader):
-    """A StreamingDataLoader that numbers its batches.
+    """A StreamingDataLoader that numbers its batches and never ends early.
 
     The number of a global batch within its epoch is the same on any number of devices and after any interruption, so
     randomness may depend on it.
 
+    All ranks iterate together: before each batch they tell each other whether they have it, so that when one cannot,
+    all raise the same `DataError` at the same batch, and none waits for another in a collective of the model.
+
     Args:
         dataset: What it serves.
-        stratified: Give samples a timestep quantile, for `Objective.timesteps: stratified`; all ranks iterate together.
+        stratified: Give samples a timestep quantile, for `Objective.timesteps: stratified`.
+        timeout: Longest wait for a worker's batch, in seconds.
+        max_bad_samples: Share of samples that may be replaced because they cannot be decoded.
+        quarantine: File that gets a line for each of these.
         settings: Keywords of StreamingDataLoader.
     """
 
     dataset: BucketedDataset  # type: ignore[reportIncompatibleVariableOverride]
 
-    def __init__(self, dataset: BucketedDataset, *, stratified: bool = False, **settings: Any) -> None:
-        super().__init__(dataset, **settings)
+    def __init__(
+        self,
+        dataset: BucketedDataset,
+        *,
+        stratified: bool = False,
+        timeout: float = 0,
+        max_bad_samples: float = 1.0e-4,
+        quarantine: Path | None = None,
+        num_workers: int = 0,
+        **settings: Any,
+    ) -> None:
+        # PyTorch raises after its timeout and can be asked again.
+        look_every = min(timeout or math.inf, LOOK_EVERY_SECONDS) if num_workers else 0
+        settings = {'collate_fn': dataset.memory.collate} | settings
+        super().__init__(dataset, num_workers=num_workers, timeout=look_every, **settings)
         if stratified and not dataset.elastic:
             raise ValueError('stratified: devices may get batches of unequal size; make the dataset with elastic=True')
         self.stratified = stratified
+        self.patience_seconds = timeout or math.inf
+        self.max_bad_samples = max_bad_samples
+        self.quarantine = quarantine
+        self.tally = Tally()
         self._gloo: torch.distributed.ProcessGroup | None = None
 
     def __iter__(self) -> Iterator[Any]:
@@ -43,27 +83,114 @@ class BucketedLoader(StreamingDataLoader):
         _, sample_in_epoch = self.dataset._resume(world, self.dataset.next_epoch)
         assert self.batch_size is not None
         first = sample_in_epoch // (self.batch_size * world.num_ranks)
-        for index, batch in enumerate(super().__iter__(), start=first):
+        self.num_samples_yielded = 0
+        served: Iterator[Any] | None = None
+        for index in itertools.count(first):
+            batch, problem = None, None
+            try:
+                served = DataLoader.__iter__(self) if served is None else served
+                batch = self._next(served)
+                if batch is None:
+                    problem = self._shortfall(index)
+            except Exception as error:
+                problem = self._problem(error)
+            notes = [] if batch is None else [note for note in batch.pop(keys.REPLACED, []) if note]
+            if not self._all_have(index, batch, problem, notes):
+                return
+            assert batch is not None
             batch[keys.BATCH_INDEX] = torch.full_like(batch[keys.SAMPLE_ID], index)
             if self.stratified:
                 everyone = self._of_all_ranks(batch[keys.SAMPLE_ID])
                 batch[keys.TIMESTEP_QUANTILE] = timestep_quantiles(self.dataset.seed, batch, everyone, world.rank)
+            self.num_samples_yielded += len(batch[keys.SAMPLE_ID])
             yield batch
-        # Streaming ends an epoch early when a shard is missing or corrupt, and raises nothing; its event is set.
-        event = getattr(self.dataset, '_event', None)
-        if event is not None and event.is_set():
-            names = ', '.join(f'streams.{bucket.name}' for bucket in self.dataset.buckets)
-            raise ValueError(
-                f'{names}: the epoch ended early because a shard is missing or corrupt; the log above names it. '
-                'Restore it (a corrupt local copy: delete it, it is fetched again) and resume'
-            )
+
+    def _next(self, served: Iterator[Any]) -> Any | None:
+        """The next batch of this rank's workers, None after the last."""
+        self.dataset.look_for_failures()
+        begin = time.monotonic()
+        while True:
+            try:
+                return next(served, None)
+            except RuntimeError as error:
+                if 'DataLoader timed out' not in str(error):
+                    raise
+                self.dataset.look_for_failures()
+                if time.monotonic() - begin > self.patience_seconds:
+                    at = ', '.join(self.dataset.being_fetched()) or 'nothing'
+                    raise DataError(
+                        f'loader.timeout_seconds: no batch came for {self.patience_seconds:g} s; being fetched: {at}. '
+                        'Way out: raise it where the store or the disk is slow'
+                    ) from error
+
+    def _shortfall(self, index: int) -> str | None:
+        """What is wrong with an epoch that ends before this batch, or None."""
+        if not self.dataset.elastic:
+            return None  # where batches need not be whole, every worker has counted its samples
+        expected = self.dataset.epoch_size // self.dataset.global_batch
+        if index == expected:
+            return None
+        return f'{self.dataset.names()}: the epoch ended after {index} of {expected} batches'
+
+    def _problem(self, error: Exception) -> str:
+        """What this rank has to say of an error; its other processes, and those of other ranks here, stop as well."""
+        assert self.dataset.failures is not None
+        if not isinstance(error, ValueError):
+            log.error('rank %d:', dist.get_global_rank(), exc_info=error)
+        # A worker's exception has its traceback as its message.
+        message = self.dataset.failures.message(now=True) or told(error)
+        self.dataset.failures.report(message)
+        return message
+
+    def _all_have(self, index: int, batch: Any, problem: str | None, notes: list[str]) -> bool:
+        """Whether there is a batch on every rank; False where all are at their end.
+
+        Raises:
+            DataError: A rank has failed, the ranks are not at their ends together, or too many samples are bad.
+        """
+        count = 0 if batch is None else len(batch[keys.SAMPLE_ID])
+        figures = torch.tensor([problem is not None, batch is None, count, len(notes)], dtype=torch.int64)
+        if dist.get_world_size() > 1:
+            torch.distributed.all_reduce(figures, group=self._group())
+        failed, ended, served, replaced = figures.tolist()
+        if failed:
+            self._stop(problem)
+        if ended:
+            if ended < dist.get_world_size():
+                self._stop(f'{self.dataset.names()}: {ended} ranks had {index} batches, and the others have more')
+            return False
+        self.tally.served += served
+        if replaced:
+            self._count(index, replaced, notes)
+        return True
+
+    def _stop(self, problem: str | None) -> NoReturn:
+        """Raise on every rank what some of them have to say."""
+        problems = [problem] if self._gloo is None else dist.all_gather_object(problem, group=self._gloo)
+        raise DataError('\n'.join(dict.fromkeys(each for each in problems if each is not None)))
+
+    def _count(self, index: int, replaced: int, notes: list[str]) -> None:
+        """Count and note bad samples of this batch; every rank is here."""
+        self.tally.replaced += replaced
+        everyone = [notes] if self._gloo is None else dist.all_gather_object(notes, group=self._gloo)
+        place = ''
+        if self.quarantine is not None:
+            place = f'; see {self.quarantine}'
+            if dist.get_global_rank() == 0:
+                quarantine(self.quarantine, [note for notes in everyone for note in notes], index)
+        problem = self.tally.problem(self.max_bad_samples)
+        if problem is not None:
+            raise DataError(f'{problem}{place}. Way out: prepare the data again, or raise it')
 
     def _of_all_ranks(self, ids: torch.Tensor) -> torch.Tensor:
         """The ids of a global batch, rank after rank."""
+        return ids if dist.get_world_size() == 1 else torch.cat(list(dist.all_gather(ids, group=self._group())))
+
+    def _group(self) -> torch.distributed.ProcessGroup | None:
         if self._gloo is None and torch.distributed.is_initialized():
             # NCCL takes no tensors of the CPU, and on the GPU they would wait for all that is queued there.
-            self._gloo = torch.distributed.new_group(backend='gloo')
-        return torch.cat(list(dist.all_gather(ids, group=self._gloo)))
+            self._gloo = torch.distributed.new_group(backend='gloo', timeout=SLOWEST_RANK)
+        return self._gloo
 
 
 def timestep_quantiles(seed: int, batch: Mapping[str, torch.Tensor], everyone: torch.Tensor, rank: int) -> torch.Tensor:

@@ -1,16 +1,19 @@
 """Named streams of MDS shards and the dataset over several of them."""
 
+import json
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from streaming import Stream, StreamingDataset
+from streaming import Stream
 
 from diffusion.data import keys, order
+from diffusion.data.bad_samples import MAX_ATTEMPTS, BadSample, replacement
+from diffusion.data.batch_memory import BatchMemory
 from diffusion.data.buckets import Shape, apportion
-from diffusion.data.registration import one_job_at_a_time
+from diffusion.data.captions import captions_of
+from diffusion.data.verified_dataset import VerifiedDataset
 from diffusion.models.noise import Purpose, keyed_uniforms
 
 log = logging.getLogger(__name__)
@@ -29,7 +32,7 @@ class Bucket:
     shape: Shape
 
 
-class BucketedDataset(StreamingDataset):
+class BucketedDataset(VerifiedDataset):
     """Samples of several streams, each with its own shape, and the keys that randomness depends on.
 
     Args:
@@ -39,7 +42,9 @@ class BucketedDataset(StreamingDataset):
         seed: Of what is random about a sample, in [0, 2**32).
         elastic: Serve whole global batches of the same samples on any number of devices, for training; what does not
             fill a batch waits for another epoch. Otherwise an epoch serves every sample, as evaluation wants it.
-        streaming: Keywords of StreamingDataset.
+        substitute: Serve another sample of the same shard in place of one that cannot be decoded; see
+            `diffusion.data.bad_samples`.
+        streaming: Keywords of VerifiedDataset and StreamingDataset.
     """
 
     def __init__(
@@ -50,25 +55,18 @@ class BucketedDataset(StreamingDataset):
         columns: Sequence[tuple[str, ...]],
         seed: int,
         elastic: bool = False,
+        substitute: bool = False,
         **streaming: Any,
     ) -> None:
-        self.buckets = list(buckets)
+        self.memory = BatchMemory(batch_size)
         self.seed = seed
         self.elastic = elastic
+        self.substitute = substitute
         # Read before Streaming gives every stream a proportion.
-        given = [bucket.stream for bucket in self.buckets if bucket.stream._proportion is not None]
+        given = [bucket.stream for bucket in buckets if bucket.stream._proportion is not None]
         self.by_shares = bool(given) or streaming.get('epoch_size') is not None
-        where = ', '.join(f'streams.{bucket.name}' for bucket in self.buckets)
-        try:
-            with one_job_at_a_time():
-                super().__init__(streams=[bucket.stream for bucket in self.buckets], batch_size=batch_size, **streaming)
-        except FileNotFoundError as error:
-            raise ValueError(f'{where}: {error}; is it a folder of MDS shards with an index.json?') from error
-        except (ValueError, RuntimeError) as error:
-            # Another rank that has died is not the recipe's fault, and trying again may help.
-            if 'gloo' in str(error) or isinstance(error, torch.distributed.DistError):
-                raise
-            raise ValueError(f'{where}: {error}') from error
+        super().__init__({bucket.name: bucket.stream for bucket in buckets}, batch_size=batch_size, **streaming)
+        self.buckets = [replace(bucket, stream=stream) for bucket, stream in zip(buckets, self.streams, strict=True)]
         self._check_columns(columns)
         if elastic:
             self._take_whole_batches()
@@ -78,6 +76,44 @@ class BucketedDataset(StreamingDataset):
         """Samples of a batch over all devices."""
         assert isinstance(self.batch_size, int)
         return self.batch_size * self._parallel_rank_world.num_ranks
+
+    def __getitem__(self, at: int) -> dict[str, Any]:  # type: ignore[override]
+        """What a batch holds of a sample, or of the one that replaces it, under the sample's own id."""
+        errors: list[str] = []
+        index = int(at)
+        while True:
+            try:
+                item = self.item(index)
+                break
+            except BadSample as error:
+                errors.append(str(error))
+                if not self.substitute:
+                    raise
+                if len(errors) > MAX_ATTEMPTS:
+                    raise BadSample(f'{errors[0]}; so are {MAX_ATTEMPTS} others of its shard') from error
+            index = self._replacement(int(at), len(errors))
+        if self.substitute:
+            item[keys.REPLACED] = self._note(int(at), index, errors) if errors else ''
+        return item | self.identity(at)
+
+    def item(self, at: int) -> dict[str, Any]:
+        """What a batch holds of a sample, but for its identity; each kind of dataset has its own.
+
+        Raises:
+            BadSample: It was read, and cannot be decoded.
+        """
+        raise NotImplementedError
+
+    def captions(self, sample: dict[str, Any], at: int) -> list[str]:
+        """The captions of a sample.
+
+        Raises:
+            BadSample: It has none.
+        """
+        try:
+            return captions_of(sample, '')
+        except ValueError as error:
+            raise BadSample(f'{self.where(at)}{error}') from error
 
     def bucket_of(self, index: int) -> Bucket:
         """The stream that a sample belongs to."""
@@ -101,6 +137,20 @@ class BucketedDataset(StreamingDataset):
     def identity(self, index: int) -> dict[str, int]:
         """What randomness on the device depends on: which sample, in which epoch."""
         return {keys.SAMPLE_ID: int(index), keys.EPOCH: self.current_epoch()}
+
+    def _replacement(self, at: int, attempt: int) -> int:
+        shard, _ = self.spanner[at]
+        first = int(self.sample_offset_per_shard[shard])
+        samples = int(self.samples_per_shard[shard])
+        return first + replacement(self.seed, at, self.current_epoch(), attempt, samples=samples)
+
+    def _note(self, at: int, served: int, errors: Sequence[str]) -> str:
+        shard, row = self.spanner[at]
+        raw = self.shards[shard].file_pairs[0][0].basename
+        key = self.get_item(at).get('key')
+        name = self.bucket_of(at).name
+        line = {'sample_id': at, 'served': served, 'stream': name, 'shard': raw, 'row': int(row), 'key': key}
+        return json.dumps(line | {'epoch': self.current_epoch(), 'error': errors[0]}, default=str)
 
     def load_state_dict(self, obj: dict[str, Any]) -> None:
         """Go on from a place in an epoch.

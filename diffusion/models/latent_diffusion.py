@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric
 
 from diffusion.data import keys
+from diffusion.models.flops import FlopCount, text_encoder_flops, vae_encoder_flops
 from diffusion.models.noise import Draws, Purpose, draws_for
 from diffusion.models.objective import Objective, diffuse, loss_weight, target
 from diffusion.models.parts import (
@@ -29,6 +30,7 @@ from diffusion.models.parts import (
     tokenize,
 )
 from diffusion.models.sampler import guide, inference_scheduler, sample_latents
+from diffusion.models.stages import stage
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +84,8 @@ class LatentDiffusion(ComposerModel):
     empty_ids: Tensor
     sample_losses: Tensor | None
     """What the last `loss` was the mean of, float32 [B]: a `LossGuard` names samples by it. No buffer, never saved."""
+    encoders_in_inference_mode: bool
+    """Whether frozen encoders run in torch's inference mode, or under no_grad."""
 
     def __init__(
         self,
@@ -114,8 +118,11 @@ class LatentDiffusion(ComposerModel):
         self.posterior = posterior
         self.seed = seed
         self.sample_losses = None
+        self.encoders_in_inference_mode = False
         self._scale_checked = False
         self._empty_embeds: Tensor | None = None
+        self._denoiser_flops = FlopCount(denoiser, channels=vae.config['latent_channels'], text_width=text.width)
+        self._sample_flops: dict[tuple[int | bool, ...], int] = {}
 
         dtype = encoder_precision(encoder_dtype)
         self._frozen: dict[str, nn.Module] = {'vae': _freeze(vae, dtype)}
@@ -208,15 +215,27 @@ class LatentDiffusion(ComposerModel):
             mean = mean + (0.5 * log_variance.clamp(-30.0, 20.0)).exp() * noise
         return (mean - self.latent_mean) / self.latent_std
 
-    @torch.no_grad()
     def encode(self, images: Tensor) -> Tensor:
         """Mean and log-variance of the VAE's posterior, float32 [B, 2C, H, W], of pictures uint8 [B, 3, 8H, 8W]."""
         if images.dtype != torch.uint8:
             raise ValueError(f'{keys.IMAGE}: dtype {images.dtype}; pictures travel as uint8 in [0, 255]')
         vae = self.vae
-        with torch.autocast(images.device.type, enabled=False):
+        with self._encoding(images.device):
             pixels = (images.float() / 127.5 - 1).to(vae.dtype)
-            return at_least_float32(posterior_of(vae, pixels).parameters)
+            moments = posterior_of(vae, pixels).parameters
+        return for_autograd(moments)
+
+    def flops_per_batch(self, batch: Mapping[str, Tensor]) -> int:
+        """FLOPs of training on a device's batch, by its shape: three forward passes of what is trained, one of encoders.
+
+        Composer's SpeedMonitor asks for this by this name.
+        """
+        count, _, text_length = batch[keys.INPUT_IDS].shape
+        encodes = keys.LATENT_MOMENTS not in batch, keys.TEXT_EMBEDS not in batch
+        shape = *self._latent_size_of(batch), text_length, *encodes
+        if shape not in self._sample_flops:
+            self._sample_flops[shape] = self._count_sample(*shape)
+        return count * self._sample_flops[shape]
 
     # -- evaluation --
 
@@ -335,13 +354,10 @@ class LatentDiffusion(ComposerModel):
 
     def _words_of_a_step(self, batch: Mapping[str, Tensor]) -> dict[Purpose, int]:
         """How many random words a sample takes, by purpose."""
-        channels, cell = self.vae.config['latent_channels'], downsampling(self.vae)
-        if keys.LATENT_MOMENTS in batch:
-            height, width = batch[keys.LATENT_MOMENTS].shape[2:]
-        elif keys.IMAGE in batch:
-            height, width = (side // cell for side in batch[keys.IMAGE].shape[2:])
-        else:
+        channels = self.vae.config['latent_channels']
+        if keys.LATENT_MOMENTS not in batch and keys.IMAGE not in batch:
             return {Purpose.TIMESTEP: 1}
+        height, width = self._latent_size_of(batch)
         normals = channels * height * width + channels * height * width % 2
         counts = {Purpose.TIMESTEP: 1, Purpose.CAPTION_DROPOUT: 1, Purpose.NOISE: normals}
         if self.posterior == 'sample':
@@ -349,6 +365,25 @@ class LatentDiffusion(ComposerModel):
         if self.objective.offset_noise:
             counts[Purpose.OFFSET_NOISE] = channels + channels % 2
         return counts
+
+    def _latent_size_of(self, batch: Mapping[str, Tensor]) -> tuple[int, int]:
+        """Height and width in latent cells."""
+        if keys.LATENT_MOMENTS in batch:
+            return tuple(batch[keys.LATENT_MOMENTS].shape[2:])  # type: ignore[return-value]
+        height, width = batch[keys.IMAGE].shape[2:]
+        cell = downsampling(self.vae)
+        return height // cell, width // cell
+
+    def _count_sample(
+        self, height: int, width: int, text_length: int, encodes_images: bool, encodes_text: bool
+    ) -> int:
+        total = 3 * self._denoiser_flops(height, width, text_length)
+        if encodes_images:
+            total += vae_encoder_flops(self.vae, height=height, width=width)
+        if encodes_text:
+            passes = 3 if self.train_text_encoder else 1
+            total += passes * text_encoder_flops(self.text, length=text_length)
+        return total
 
     def _timesteps(self, batch: Mapping[str, Tensor], draws: Draws) -> Tensor:
         steps = self.objective.num_train_timesteps
@@ -400,8 +435,16 @@ class LatentDiffusion(ComposerModel):
         """What the text encoders say of tokens [B, E, L]: [B, L, D], float32 of frozen ones."""
         if self.train_text_encoder:
             return self.text(input_ids)
-        with torch.no_grad(), torch.autocast(input_ids.device.type, enabled=False):
-            return at_least_float32(self.text(input_ids))
+        with self._encoding(input_ids.device):
+            embeds = self.text(input_ids)
+        return for_autograd(embeds)
+
+    @contextmanager
+    def _encoding(self, device: torch.device) -> Iterator[None]:
+        """Frozen encoders at work: no gradients, in their own precision."""
+        frozen = torch.inference_mode() if self.encoders_in_inference_mode else torch.no_grad()
+        with stage('encode'), frozen, torch.autocast(device.type, enabled=False):
+            yield
 
     def _embeds_of_nothing(self) -> Tensor:
         """What the frozen text encoders say of the empty caption [1, L, D], asked once."""
@@ -437,6 +480,12 @@ def squared_error(outputs: Denoised) -> Tensor:
 def at_least_float32(tensor: Tensor) -> Tensor:
     """Half precision widened; float64, which tests of summation order use, stays."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def for_autograd(tensor: Tensor) -> Tensor:
+    """At least float32, and a tensor that a graph may keep: one made in inference mode may not be."""
+    wide = at_least_float32(tensor)
+    return wide.clone() if wide.is_inference() else wide
 
 
 def encoder_precision(name: str) -> torch.dtype:

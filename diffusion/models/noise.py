@@ -36,6 +36,7 @@ class Purpose(IntEnum):
     VALIDATION_NOISE = 9
     SAMPLING = 10
     STRATUM = 11
+    REPLACEMENT = 12
 
 
 Words = TypeVar('Words', int, Tensor)

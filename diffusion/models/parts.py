@@ -11,12 +11,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTokenizer, PreTrainedTokenizerBase
+
+from diffusion.models.tokens import token_ids
 
 Loadable = TypeVar('Loadable')
 
@@ -75,16 +78,9 @@ def clip_tokenizer(*, max_length: int = 77, pad_token: str = '!') -> CLIPTokeniz
 
 def tokenize(tokenizers: Sequence[PreTrainedTokenizerBase], captions: Sequence[str]) -> Tensor:
     """Tokens of captions, padded and cut to the tokenizers' common length, int64 [B, E, L]."""
-    rows = [
-        tokenizer(
-            list(captions),
-            padding='max_length',
-            truncation=True,
-            max_length=tokenizer.model_max_length,
-        ).input_ids
-        for tokenizer in tokenizers
-    ]
-    return torch.tensor(rows, device='cpu').transpose(0, 1).contiguous()
+    rows = [[token_ids(tokenizer, caption) for caption in captions] for tokenizer in tokenizers]
+    # PyTorch takes ten times as long to read nested lists.
+    return torch.from_numpy(np.array(rows, dtype=np.int64).swapaxes(0, 1).copy())
 
 
 class TextConditioner(nn.Module):

@@ -315,6 +315,7 @@ def test_a_real_dataset_in_a_world_of_eight(write_recipe, pictures, monkeypatch)
     for name, value in {'WORLD_SIZE': 8, 'LOCAL_WORLD_SIZE': 4, 'RANK': 4, 'LOCAL_RANK': 0, 'NODE_RANK': 1}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr('composer.utils.dist.barrier', lambda *_: None)
+    monkeypatch.setattr('composer.utils.dist.all_gather_object', lambda own, *_: [own] * 8)
     monkeypatch.setattr('streaming.base.dataset.maybe_init_dist', lambda: False)
     monkeypatch.setattr('streaming.base.dataset.get_shm_prefix', _prefix_of_a_lone_rank)
     dataset = build_loader(recipe).dataset

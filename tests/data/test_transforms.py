@@ -1,26 +1,65 @@
-"""From encoded pictures to squares."""
+"""From encoded pictures to what the model sees."""
 
 import io
+import struct
+import zlib
+from pathlib import Path
 
+import matplotlib
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageOps
 
 from diffusion.data.buckets import Shape, square
 from diffusion.data.captions import captions_of, choose
-from diffusion.data.transforms import CropBox, crop_box, decode, to_shape
+from diffusion.data.transforms import (
+    SPARE,
+    Crop,
+    CropBox,
+    Undecodable,
+    crop_box,
+    decode,
+    picture,
+    reduced,
+    reduction_for,
+)
 
 SHAPES = [Shape(640, 384), Shape(384, 640), Shape(512, 512), Shape(1024, 256)]
 shares = st.floats(0, 1, exclude_max=True)
 
 
-def encoded(image, **options):
+def encoded(image, format='PNG', **options):
     buffer = io.BytesIO()
-    image.save(buffer, **options)
+    image.save(buffer, format, **options)
     return buffer.getvalue()
+
+
+def noise(width, height):
+    return Image.fromarray(np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def planes(image):
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+
+
+def bicubic(image, box, shape):
+    """By Pillow, of the crop alone."""
+    inside = image.crop((box.left, box.top, box.left + box.width, box.top + box.height))
+    return inside.resize((shape.width, shape.height), Image.Resampling.BICUBIC)
+
+
+def decibels(seen, expected):
+    return float(-10 * ((seen.double() - expected.double()) / 255).square().mean().log10())
+
+
+@pytest.fixture(scope='module')
+def photograph():
+    """Grace Hopper at 1024 x 1200 pixels."""
+    image = Image.open(Path(matplotlib.get_data_path()) / 'sample_data' / 'grace_hopper.jpg')
+    return image.convert('RGB').resize((1024, 1200), Image.Resampling.LANCZOS)
 
 
 @given(
@@ -30,8 +69,8 @@ def encoded(image, **options):
     st.tuples(shares, shares, shares),
     st.floats(0.1, 1),
 )
-def test_a_crop_is_a_square_inside_the_picture(width, height, crop, draw, min_scale):
-    box = crop_box(width, height, shape=square(64), crop=crop, draw=draw, min_scale=min_scale)
+def test_a_crop_is_a_square_inside_the_picture(width, height, rule, draw, min_scale):
+    box = crop_box(width, height, square(64), Crop(rule, min_scale, draw))
     assert box.left >= 0
     assert box.top >= 0
     assert box.left + box.width <= width
@@ -42,44 +81,202 @@ def test_a_crop_is_a_square_inside_the_picture(width, height, crop, draw, min_sc
 
 @given(st.integers(8, 900), st.integers(8, 900), st.sampled_from(SHAPES), st.tuples(shares, shares, shares))
 def test_a_crop_has_the_aspect_of_its_shape_and_touches_two_edges(width, height, shape, draw):
-    box = crop_box(width, height, shape=shape, crop='random', draw=draw)
+    box = crop_box(width, height, shape, Crop('random', draw=draw))
     assert 0 <= box.left <= width - box.width and 0 <= box.top <= height - box.height
     assert box.width == width or box.height == height
     assert abs(box.width - box.height * shape.aspect) <= 1 + shape.aspect
 
 
 def test_the_centre_is_the_centre():
-    assert crop_box(300, 100, shape=square(8), crop='center', draw=(0, 0, 0)) == CropBox(100, 0, 100, 100)
-    assert crop_box(100, 301, shape=square(8), crop='center', draw=(0, 0, 0)) == CropBox(0, 100, 100, 100)
+    assert crop_box(300, 100, square(8), Crop()) == CropBox(100, 0, 100, 100)
+    assert crop_box(100, 301, square(8), Crop()) == CropBox(0, 100, 100, 100)
 
 
 def test_random_crops_reach_both_ends():
-    lefts = {crop_box(12, 10, shape=square(8), crop='random', draw=(0, d / 10, 0)).left for d in range(10)}
+    lefts = {crop_box(12, 10, square(8), Crop('random', draw=(0, d / 10, 0))).left for d in range(10)}
     assert lefts == {0, 1, 2}
 
 
 def test_transparency_lies_over_white_and_rotation_is_applied():
     clear = Image.new('RGBA', (4, 4), (255, 0, 0, 0))
-    assert decode(encoded(clear, format='PNG')).getpixel((0, 0)) == (255, 255, 255)
+    assert decode(encoded(clear)).getpixel((0, 0)) == (255, 255, 255)
     image = Image.fromarray(np.arange(2 * 3 * 3, dtype=np.uint8).reshape(2, 3, 3) * 10)
     exif = Image.Exif()
     exif[0x0112] = 6  # the camera was turned by 90 degrees
-    assert decode(encoded(image, format='PNG', exif=exif)).size == (2, 3)
+    assert decode(encoded(image, exif=exif)).size == (2, 3)
 
 
-def test_a_crop_of_the_right_size_keeps_its_pixels_and_flips():
-    array = np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)
-    image = Image.fromarray(array)
-    seen = to_shape(image, CropBox(0, 0, 8, 8), shape=square(8))
-    assert seen.dtype == torch.uint8
-    assert torch.equal(seen, torch.from_numpy(array).permute(2, 0, 1))
-    assert torch.equal(to_shape(image, CropBox(0, 0, 8, 8), shape=square(8), flip=True), seen.flip(2))
+@pytest.mark.parametrize('format', ['PNG', 'JPEG', 'WEBP'])
+@pytest.mark.parametrize('flip', [False, True])
+def test_a_crop_as_large_as_its_shape_keeps_the_decoded_pixels(format, flip):
+    source = encoded(noise(64, 40), format)
+    seen = picture(source, Shape(40, 40), Crop(flip=flip))
+    expected = planes(Image.open(io.BytesIO(source)).convert('RGB').crop((12, 0, 52, 40)))
+    assert seen.dtype == torch.uint8 and seen.is_contiguous()
+    assert torch.equal(seen, expected.flip(2) if flip else expected)
+
+
+def test_an_image_that_is_decoded_already_is_taken_as_it_is():
+    assert torch.equal(picture(noise(16, 16), square(16)), planes(noise(16, 16)))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.tuples(st.integers(1, 200), st.integers(1, 200)),
+    st.sampled_from([Shape(64, 64), Shape(32, 96), Shape(8, 8), Shape(256, 128)]),
+    st.tuples(shares, shares, shares),
+)
+def test_resizing_is_pillows_bicubic_to_two_grey_levels(size, shape, draw):
+    image, crop = noise(*size), Crop('random', 0.5, draw)
+    expected = bicubic(image, crop_box(size[0], size[1], shape, crop), shape)
+    difference = picture(encoded(image), shape, crop).int() - planes(expected).int()
+    assert difference.abs().max() <= 2
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.tuples(st.integers(900, 1024), st.integers(900, 1200)),
+    st.sampled_from([Shape(128, 128), Shape(64, 96), Shape(32, 32)]),
+    st.sampled_from(['4:2:0', '4:4:4']),
+    st.tuples(shares, shares, shares),
+)
+def test_reduced_decoding_is_near_the_full_one(photograph, size, shape, subsampling, draw):
+    source = encoded(photograph.crop((0, 0, *size)), 'JPEG', quality=92, subsampling=subsampling)
+    crop = Crop('random', 0.6, draw)
+    box = crop_box(size[0], size[1], shape, crop)
+    reduction = reduction_for(box, shape)
+    assert reduction > 1
+    grid = reduced(box, reduction)
+    on_grid = CropBox(*(reduction * value for value in (grid.left, grid.top, grid.width, grid.height)))
+    expected = bicubic(Image.open(io.BytesIO(source)).convert('RGB'), on_grid, shape)
+    assert decibels(picture(source, shape, crop), planes(expected)) > 42
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.integers(8, 3000), st.integers(8, 3000), st.sampled_from([*SHAPES, square(64)]), st.tuples(shares, shares))
+def test_rounding_a_crop_moves_its_edges_by_a_quarter_of_a_pixel_at_most(width, height, shape, at):
+    box = crop_box(width, height, shape, Crop('random', 0.5, (0.5, *at)))
+    reduction = reduction_for(box, shape)
+    grid = reduced(box, reduction)
+    for edge, of, scale in (
+        (box.left, grid.left, shape.width / box.width),
+        (box.left + box.width, grid.left + grid.width, shape.width / box.width),
+        (box.top, grid.top, shape.height / box.height),
+        (box.top + box.height, grid.top + grid.height, shape.height / box.height),
+    ):
+        assert abs(edge - reduction * of) * scale <= (0.25 if reduction > 1 else 0)
+
+
+@given(st.integers(8, 5000), st.integers(8, 5000), st.sampled_from([*SHAPES, square(64)]))
+def test_a_reduced_crop_stays_so_much_larger_than_its_shape(width, height, shape):
+    box = crop_box(width, height, shape, Crop())
+    reduction = reduction_for(box, shape)
+    assert reduction in (1, 2, 4, 8)
+    if reduction > 1:
+        assert min(box.width / reduction / shape.width, box.height / reduction / shape.height) >= SPARE
+    if reduction < 8:
+        larger = 2 * reduction
+        assert min(box.width / larger / shape.width, box.height / larger / shape.height) < SPARE
+
+
+def test_a_zone_plate_does_not_alias():
+    """Rings too fine for the result must become grey, whichever size the JPEG is decoded at."""
+    y, x = np.mgrid[:1024, :1024] - 511.5
+    rings = 127.5 + 127.5 * np.cos(np.pi * (x**2 + y**2) / 1024)
+    source = encoded(Image.fromarray(rings.astype(np.uint8)).convert('RGB'), 'JPEG', quality=95)
+    for side in (96, 200, 256, 384):
+        seen = picture(source, square(side))[1].double()
+        v, u = (np.mgrid[:side, :side] - (side - 1) / 2) * 1024 / side
+        too_fine = torch.from_numpy(np.maximum(abs(u), abs(v)) / 1024 > 1.3 * side / 2048)
+        assert seen[too_fine].std() < 7, side  # 12 by OpenCV's INTER_AREA, over 38 without antialiasing
 
 
 def test_resizing_keeps_flat_colour():
-    seen = to_shape(Image.new('RGB', (100, 60), (10, 200, 30)), CropBox(5, 5, 50, 25), shape=Shape(32, 16))
-    assert seen.shape == (3, 16, 32)
-    assert seen.flatten(1).unique(dim=1).squeeze().tolist() == [10, 200, 30]
+    for format in ('PNG', 'JPEG'):
+        seen = picture(encoded(Image.new('RGB', (1000, 600), (200, 200, 200)), format), Shape(32, 16))
+        assert seen.shape == (3, 16, 32)
+        assert seen.unique().tolist() == [200]
+
+
+@pytest.mark.parametrize('tag', [1, 3, 6])
+def test_a_photograph_is_turned_upright(photograph, tag):
+    exif = Image.Exif()
+    exif[0x0112] = tag
+    source = encoded(photograph.resize((120, 80)), 'JPEG', exif=exif)
+    upright = ImageOps.exif_transpose(Image.open(io.BytesIO(source)))
+    assert torch.equal(picture(source, Shape(*upright.size)), planes(upright))
+
+
+@pytest.mark.parametrize('mode', ['L', 'LA', 'P', 'RGBA', '1', 'CMYK', 'I;16'])
+def test_every_kind_of_colour_becomes_rgb(mode):
+    grey = Image.new('L', (32, 32), 255)
+    image = Image.fromarray(np.full((32, 32), 65535, np.uint16)) if mode == 'I;16' else grey.convert(mode)
+    for format in ['PNG', 'JPEG'] if mode in ('L', '1') else ['JPEG'] if mode == 'CMYK' else ['PNG']:
+        assert picture(encoded(image, format), square(16)).unique().tolist() == [255], format
+
+
+def test_sixteen_bits_are_scaled_and_not_cut_off():
+    image = Image.fromarray(np.full((8, 8), 0x4000, np.uint16))
+    assert picture(encoded(image), square(8)).unique().tolist() == [0x40]
+
+
+def test_a_jpeg_that_only_pillow_reads_is_read():
+    """Some cameras pad between segments; libjpeg warns of it."""
+    source = encoded(noise(32, 32), 'JPEG')
+    scan = source.index(b'\xff\xda')
+    padded = source[:scan] + b'\0\0\0' + source[scan:]
+    assert torch.equal(picture(padded, square(32)), picture(source, square(32)))
+
+
+def huge_png():
+    chunk = b'IHDR' + struct.pack('>IIBBBBB', 40_000, 40_000, 8, 2, 0, 0, 0)
+    header = b'\x89PNG\r\n\x1a\n' + struct.pack('>I', 13) + chunk + struct.pack('>I', zlib.crc32(chunk))
+    return header + encoded(noise(8, 8))[33:]
+
+
+def huge_jpeg():
+    source = bytearray(encoded(noise(32, 32), 'JPEG'))
+    frame = source.index(b'\xff\xc0')
+    source[frame + 5 : frame + 9] = struct.pack('>HH', 40_000, 40_000)
+    return bytes(source)
+
+
+@pytest.mark.parametrize(
+    ('broken', 'said'),
+    [
+        (b'', 'cannot identify'),
+        (b'no picture', 'cannot identify'),
+        (b'\xff\xd8\xff', 'cannot identify'),
+        (encoded(noise(64, 64), 'JPEG')[:-700], 'truncated'),
+        (encoded(noise(64, 64), 'JPEG')[:300], '.'),
+        (encoded(noise(64, 64))[:-700], '.'),
+        (encoded(noise(64, 64), 'WEBP')[:-700], '.'),
+        (huge_png(), 'decompression bomb'),
+        (huge_jpeg(), 'decompression bomb'),
+    ],
+)
+def test_bytes_that_are_no_picture_are_undecodable(broken, said):
+    with pytest.raises(Undecodable, match=said):
+        picture(broken, square(32))
+
+
+def test_a_sound_jpeg_of_too_many_pixels_is_refused():
+    with pytest.raises(Undecodable, match='decompression bomb'):
+        picture(encoded(Image.new('L', (13_400, 13_400)), 'JPEG'), square(32))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(['PNG', 'JPEG', 'WEBP', 'GIF', 'BMP', 'TIFF']), st.data())
+@pytest.mark.filterwarnings('ignore')
+def test_damaged_bytes_are_a_picture_or_undecodable_and_nothing_else(format, data):
+    source = bytearray(encoded(noise(24, 24), format))
+    for _ in range(data.draw(st.integers(1, 8))):
+        source[data.draw(st.integers(0, len(source) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        seen = picture(bytes(source), square(16))
+    except Undecodable:
+        return
+    assert seen.shape == (3, 16, 16)
 
 
 def test_caption_rules():

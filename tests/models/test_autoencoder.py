@@ -10,7 +10,7 @@ from streaming import StreamingDataset
 from diffusion.config import load
 from diffusion.data import keys
 from diffusion.data.buckets import square
-from diffusion.data.transforms import CropBox, decode, to_shape
+from diffusion.data.transforms import picture
 from diffusion.export import export
 from diffusion.models.autoencoder import psnr_db, tiny_autoencoder
 from diffusion.models.builders import TINY_VAE
@@ -71,7 +71,7 @@ def test_the_shipped_autoencoder_reconstructs_pictures_it_has_not_seen(tmp_path)
     """At least 25 dB on the held-out families of OpenMoji, and latents of mean 0 and deviation 1."""
     prepare_openmoji(tmp_path / 'heldout', [64], select='all', split='heldout')
     data = StreamingDataset(local=str(tmp_path / 'heldout/64px'), batch_size=1)
-    pictures = [to_shape(decode(data[i]['image']), CropBox(0, 0, 64, 64), shape=square(64)) for i in range(len(data))]
+    pictures = [picture(data[i]['image'], square(64)) for i in range(len(data))]
     pixels = torch.stack(pictures) / 127.5 - 1
     vae = AutoencoderKL.from_pretrained(TINY_VAE, low_cpu_mem_usage=False).float()
     with torch.no_grad():

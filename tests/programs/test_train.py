@@ -258,7 +258,7 @@ def latents(finished, pictures, tmp_path_factory):
 def test_precomputed_latents_are_what_the_encoder_says(latents, pictures):
     from diffusion.building import build_model
     from diffusion.data.buckets import square
-    from diffusion.data.transforms import CropBox, decode, to_shape
+    from diffusion.data.transforms import picture
 
     path, out, _ = latents
     model = build_model(load(path))
@@ -270,10 +270,10 @@ def test_precomputed_latents_are_what_the_encoder_says(latents, pictures):
         )
         assert len(stored) == len(source)
         for index in (0, len(source) - 1):
-            picture = to_shape(decode(source[index]['image']), CropBox(0, 0, side, side), shape=square(side))
+            seen = picture(source[index]['image'], square(side))
             torch.testing.assert_close(
                 torch.from_numpy(stored[index]['latent_moments'].copy()),
-                model.encode(picture[None])[0],
+                model.encode(seen[None])[0],
                 rtol=1e-4,
                 atol=1e-5,
             )

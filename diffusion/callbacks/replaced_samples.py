@@ -1,0 +1,29 @@
+"""How many samples stood for ones that could not be decoded: a metric, and a count that outlives restarts."""
+
+from typing import Any
+
+from composer.core import Callback, State
+from composer.loggers import Logger
+
+from diffusion.data.bad_samples import Tally
+
+
+class ReplacedSamples(Callback):
+    """Log `data/replaced_samples`, over all ranks and since the run began, once there are any.
+
+    Args:
+        tally: The training loader's, which stops the run where there are too many.
+    """
+
+    def __init__(self, tally: Tally) -> None:
+        self.tally = tally
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        if self.tally.replaced:
+            logger.log_metrics({'data/replaced_samples': self.tally.replaced})
+
+    def state_dict(self) -> dict[str, Any]:
+        return {'served': self.tally.served, 'replaced': self.tally.replaced}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.tally.served, self.tally.replaced = state['served'], state['replaced']

@@ -1,0 +1,30 @@
+"""Sizes as recipes write them: `500gb`, `64 MiB`."""
+
+import re
+
+UNITS = {'': 1, 'b': 1} | {
+    f'{letter}{suffix}': base**power
+    for power, letter in enumerate('kmgtp', start=1)
+    for suffix, base in (('b', 1000), ('ib', 1024))
+}
+
+
+def parse_bytes(text: str | int) -> int:
+    """The bytes of a size: 1gb is 10**9, 1gib is 2**30.
+
+    Raises:
+        ValueError: It is no size.
+    """
+    found = re.fullmatch(r'(\d+(?:\.\d+)?)\s*([a-z]*)', str(text).strip().lower())
+    if found is None or found[2] not in UNITS or float(found[1]) == 0:
+        raise ValueError(f'{text!r} is not a size; write a number and a unit, such as 500gb or 64mib')
+    return int(float(found[1]) * UNITS[found[2]])
+
+
+def bytes_text(size: float) -> str:
+    """A size for people: `1.5 GB`."""
+    for unit in ('B', 'kB', 'MB', 'GB', 'TB'):
+        if size < 1000 or unit == 'TB':
+            return f'{size:.0f} {unit}' if unit == 'B' else f'{size:.1f} {unit}'
+        size /= 1000
+    raise AssertionError

@@ -1,0 +1,136 @@
+"""The shards that a machine holds: shared by its jobs, below a limit, the least recently used going first.
+
+Layout of a cache folder, the same for every job that is given it:
+
+    bucket-laion-512-1f0c8a6e2b7d/        a dataset, by the end of its URL and a hash of it
+        index.json                        the newest that was seen
+        9d3c1e44a0b2f715/                 the shards of one index, by its hash: of a dataset that is written anew while
+            index.json                    jobs read it, old and new shards are never mixed
+            shard.00000.mds
+            as/photos -> ..               Streaming wants a folder for each stream
+
+A shard may go while somebody reads it: what is open stays readable, and the next read finds it missing and fetches it.
+"""
+
+import contextlib
+import hashlib
+import os
+import re
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from diffusion.data import locks
+
+INDEX = 'index.json'
+MARK = '.mds'
+"""In the names of shards, compressed or not."""
+VERSION = re.compile(r'/[0-9a-f]{16}/')
+"""In the path of a shard in a cache folder: the version of its dataset."""
+
+
+class Held(NamedTuple):
+    """A shard's file."""
+
+    used: int
+    """When it was last used, in ns."""
+    size: int
+    path: Path
+
+
+def home(cache: Path, remote: str) -> Path:
+    """The folder of a dataset in a cache."""
+    readable = re.sub(r'[^A-Za-z0-9]+', '-', remote.partition('://')[2] or remote).strip('-')[-40:]
+    return cache / f'{readable}-{hashlib.sha256(remote.rstrip("/").encode()).hexdigest()[:12]}'
+
+
+def version(home: Path, digest: str, stream: str) -> Path:
+    """The folder of the shards of an index, by its hash, as a stream of some name sees it."""
+    return home / digest[:16] / 'as' / re.sub(r'[^A-Za-z0-9._-]+', '_', stream)
+
+
+def make_version(home: Path, digest: str, stream: str) -> Path:
+    """The same, after making it."""
+    alias = version(home, digest, stream)
+    alias.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        alias.symlink_to('..', target_is_directory=True)
+    return alias
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a small file under another name, then rename it; one that is the same already stays."""
+    if path.exists() and path.read_bytes() == content:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f'.{path.name}.{os.getpid()}')
+    unfinished.write_bytes(content)
+    unfinished.replace(path)
+
+
+def touch(path: str | Path) -> None:
+    """Note that a shard is used, in its access time alone; file systems themselves note it once a day or never."""
+    with contextlib.suppress(OSError):
+        os.utime(path, ns=(time.time_ns(), os.stat(path).st_mtime_ns))
+
+
+class Room:
+    """A limit on the shards below some folders.
+
+    Args:
+        folders: Each with the names of its shards, relative to it; None for a cache folder, where all count that lie in
+            the folder of a version. Nothing else is ever evicted.
+        limit_bytes: Of all of them together, and of what is being fetched.
+        wait: Called while another process makes room; what it raises ends the wait.
+    """
+
+    def __init__(
+        self, folders: Mapping[Path, Collection[str] | None], limit_bytes: int, wait: Callable[[], None]
+    ) -> None:
+        self.folders = dict(folders)
+        self.limit_bytes = limit_bytes
+        self.wait = wait
+        self._lock = next(iter(self.folders)) / 'room'
+
+    def scratch_for(self, path: Path, size: int) -> Path:
+        """A folder to make a shard in, beside its path, after as much as that needs has been evicted."""
+        with locks.locked(self._lock, self.wait):
+            held, reserved = self._held()
+            used = sum(file.size for file in held) + reserved
+            for file in sorted(held):
+                if used + size <= self.limit_bytes:
+                    break
+                file.path.unlink(missing_ok=True)
+                used -= file.size
+            return locks.scratch_for(path, size)
+
+    def used_bytes(self) -> int:
+        """Of all shards, and of what is being fetched."""
+        held, reserved = self._held()
+        return sum(file.size for file in held) + reserved
+
+    def _held(self) -> tuple[list[Held], int]:
+        """The shards, and the bytes of those that are being fetched."""
+        held, reserved = [], 0
+        for folder, names in self.folders.items():
+            for entry in _entries(folder):
+                reserved += locks.reserved_bytes(entry.name)
+                if MARK not in entry.name or entry.name.startswith('.'):
+                    continue
+                name = os.path.relpath(entry.path, folder)
+                if name not in names if names is not None else not VERSION.search(name):
+                    continue
+                with contextlib.suppress(FileNotFoundError):
+                    status = entry.stat(follow_symlinks=False)
+                    held.append(Held(status.st_atime_ns, status.st_size, Path(entry.path)))
+        return held, reserved
+
+
+def _entries(folder: str | Path) -> Iterator[os.DirEntry[str]]:
+    """All files below a folder, and the folders of what is unfinished, but not what these hold; no link is followed."""
+    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
+        for entry in entries:
+            yield entry
+            if entry.is_dir(follow_symlinks=False) and not entry.name.startswith('.'):
+                yield from _entries(entry.path)

@@ -1,0 +1,311 @@
+"""Streams that serve a shard only after its size and hash were found to be those of its index.
+
+Streaming trusts every file that is there: also one that it has just found to be damaged, and one that an earlier run
+left cut short. Here a shard is checked when a run first needs it, and after a download before it gets its name.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from streaming import Stream
+from streaming.base.compression import decompress
+from streaming.base.format import FileInfo, Reader
+
+from diffusion.data import locks, shard_cache
+from diffusion.data.failures import DataError
+from diffusion.data.fetch import Damaged, GaveUp, Source
+from diffusion.data.integrity import algorithm_for, damage
+from diffusion.data.shard_cache import INDEX, Room
+
+log = logging.getLogger(__name__)
+
+DEFAULTS = {
+    'remote': None,
+    'local': None,
+    'split': None,
+    'download_retry': 2,
+    'download_timeout': 60.0,
+    'validate_hash': None,
+    'keep_zip': False,
+}
+"""What StreamingDataset takes where a stream says nothing."""
+RESTORE = 'restore it, or prepare the data again'
+
+
+class VerifiedStream(Stream):
+    """A stream whose shards are checked, and fetched again where they are damaged.
+
+    Args:
+        stream: What to read.
+        name: Of the stream in a recipe.
+        cache: The cache folder, where the stream's local folder is in one.
+        wait: Called while files are waited for; what it raises ends the wait.
+        defaults: For what the stream does not say.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        name: str,
+        *,
+        cache: Path | None,
+        wait: Callable[[], None],
+        defaults: Mapping[str, Any] = DEFAULTS,
+    ) -> None:
+        vars(self).update(vars(stream))
+        self.apply_default(dict(defaults))
+        self.name = name
+        self.wait = wait
+        self.room: Room | None = None
+        self.home: Path | None = None
+        self.source: Source | None = None
+        if self.remote not in (None, self.local):
+            url = f'{self.remote.rstrip("/")}/{self.split}'.rstrip('/')
+            tries, timeout = 1 + self.download_retry, self.download_timeout
+            self.source = Source(url, tries=tries, timeout_seconds=timeout, wait=wait)
+            self.home = Path(self.local) if cache is not None and Path(self.local).is_relative_to(cache) else None
+
+    @property
+    def folder(self) -> Path:
+        """Where the index and the shards are."""
+        return Path(self.local, self.split)
+
+    def fetch_index(self) -> str:
+        """Bring the index up to date, for one process of a machine; returns its SHA-256.
+
+        A dataset that was written anew has another index, whose hashes tell which of its shards are still those that
+        are here. Where its remote gives none, the one that is here holds.
+
+        Raises:
+            ValueError: There is no index, or it is none of MDS shards.
+        """
+        folder = self.home / self.split if self.home is not None else self.folder
+        content = self._newest_index(folder / INDEX)
+        if self.home is None:
+            self._forget_what_has_no_hash(folder, content)
+        if self.source is not None:
+            shard_cache.write_whole(folder / INDEX, content)
+        digest = hashlib.sha256(content).hexdigest()
+        if self.home is not None:
+            alias = shard_cache.make_version(self.home, digest, self.name)
+            shard_cache.write_whole(alias / self.split / INDEX, content)
+        return digest
+
+    def settle(self, digest: str) -> None:
+        """Take the folder of the index of this hash, on every rank."""
+        if self.home is not None:
+            self.local = str(shard_cache.version(self.home, digest, self.name))
+
+    def set_up_local(self, shards: list[Reader], cache_usage_per_shard: NDArray[np.int64]) -> None:
+        """Take no shard for present, so that each is checked when it is first needed; for one process of a machine."""
+        if self.source is not None:
+            locks.sweep(self.folder.resolve())
+        cache_usage_per_shard[:] = 0
+
+    def prepare_shard(self, shard: Reader) -> int:
+        """Make a shard's files sound.
+
+        Raises:
+            DataError: They are not, and cannot be had.
+        """
+        for raw, zipped in shard.file_pairs:
+            path = self.folder / raw.basename
+            found = damage(path, raw, self.validate_hash)
+            if found is None:
+                self.touch(path)
+            elif self.source is None:
+                self._restore_from_zip(path, raw, zipped, shard.compression, found)
+            else:
+                if path.exists():
+                    log.warning('streams.%s: %s: %s; it is fetched again', self.name, path, found)
+                self._fetch(path, raw, zipped, shard.compression)
+        return 0  # Streaming's own limit is never set
+
+    def touch(self, path: str | Path) -> None:
+        """Note that a shard is used; a dataset that is no cache is left as it is."""
+        if self.source is not None:
+            shard_cache.touch(path)
+
+    def beside(self, name: str) -> Path:
+        """A small file beside the shards, fetched anew: no index tells whether the one that is here is the same.
+
+        Raises:
+            ValueError: It is neither there nor here.
+        """
+        path = self.folder / name
+        if self.source is not None:
+            try:
+                self.source.persist(lambda: self._bring(path, [FileInfo(name, 0, {})]), name)
+            except GaveUp as error:
+                where, url = f'streams.{self.name}.remote', self.source.address(name)
+                if not path.exists():
+                    raise ValueError(f'{where}: {url}: {error}') from error
+                log.warning('%s: %s: %s; going on with the one in %s', where, url, error, path)
+        return path
+
+    def _fetch(self, path: Path, raw: FileInfo, zipped: FileInfo | None, compression: str | None) -> None:
+        assert self.source is not None
+        files = [raw] if zipped is None else [zipped, raw]
+        with locks.locked(path, self.wait):
+            if damage(path, raw, self.validate_hash) is None:
+                return  # another process has fetched it meanwhile
+            try:
+                self.source.persist(lambda: self._bring(path, files, compression), files[0].basename)
+            except GaveUp as error:
+                way_out = RESTORE + ' and start the same command again'
+                if error.no_room:
+                    way_out = f'make room in {path.parent}, or give a loader.cache_limit that its disk holds'
+                url = self.source.address(files[0].basename)
+                raise DataError(f'streams.{self.name}: {url}: {error}. Way out: {way_out}') from error
+
+    def _bring(self, path: Path, files: Sequence[FileInfo], compression: str | None = None) -> None:
+        """Download the first of the files, make the last of it, and give that its name when it is sound."""
+        assert self.source is not None
+        size = sum(file.bytes for file in files)
+        scratch = (self.room or locks).scratch_for(path, size)
+        try:
+            came = scratch / PurePosixPath(files[0].basename).name
+            self.source.download(files[0].basename, came)
+            if size:
+                _expect(came, files[0], self.validate_hash)
+            if len(files) > 1:
+                unpacked = _unpacked(came, files[1], compression)
+                if self.safe_keep_zip:
+                    os.replace(came, self.folder / files[0].basename)
+                came = unpacked
+            os.replace(came, path)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+    def _restore_from_zip(
+        self, path: Path, raw: FileInfo, zipped: FileInfo | None, compression: str | None, found: str
+    ) -> None:
+        """Unpack a local dataset's shard anew; without a compressed one there is nothing to restore it from."""
+        source = self.folder / (zipped or raw).basename
+        found = found if zipped is None else damage(source, zipped, self.validate_hash) or ''
+        if found:
+            raise DataError(f'streams.{self.name}: {source}: {found}. Way out: {RESTORE}')
+        scratch = locks.scratch_for(path, raw.bytes)
+        try:
+            os.replace(_unpacked(source, raw, compression, scratch), path)
+        except Damaged as error:
+            raise DataError(f'streams.{self.name}: {source}: unpacked, {error}. Way out: {RESTORE}') from error
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+    def _newest_index(self, path: Path) -> bytes:
+        where = f'streams.{self.name}'
+        here = path.read_bytes() if path.is_file() else None
+        if self.source is None:
+            if here is None:
+                raise ValueError(f'{where}: {path} does not exist; is it a folder of MDS shards with an index.json?')
+            self._check_index(here, str(path))
+            return here
+        fetched, url = [], self.source.address(INDEX)
+        try:
+            self.source.persist(lambda: fetched.append(self._downloaded_index(path)), INDEX)
+        except GaveUp as error:
+            if here is None:
+                way_out = 'is it a folder of MDS shards with an index.json, and may this machine read it?'
+                raise ValueError(f'{where}.remote: {url}: {error}; {way_out}') from error
+            log.warning('%s: %s: %s; going on with the one in %s', where, url, error, path)
+            fetched.append(here)
+        self._check_index(fetched[0], url)
+        if here is not None and here != fetched[0]:
+            log.warning('%s: the dataset was written anew since it was cached; what differs is fetched again', where)
+        return fetched[0]
+
+    def _downloaded_index(self, path: Path) -> bytes:
+        assert self.source is not None
+        scratch = locks.scratch_for(path, 0)
+        try:
+            self.source.download(INDEX, scratch / INDEX)
+            content = (scratch / INDEX).read_bytes()
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+        try:
+            files_of(content)
+        except ValueError as error:
+            raise Damaged(str(error)) from error
+        return content
+
+    def _check_index(self, content: bytes, path: str) -> None:
+        where = f'streams.{self.name}'
+        try:
+            files = files_of(content)
+        except ValueError as error:
+            raise ValueError(f'{where}: {path} {error}; prepare it again') from error
+        for file in files:
+            name = PurePosixPath(file.basename)
+            if name.is_absolute() or '..' in name.parts:
+                raise ValueError(f'{where}: {path} names a file outside of its folder, {file.basename!r}; refused')
+            try:
+                algorithm_for(file.hashes, self.validate_hash)
+            except ValueError as error:
+                raise ValueError(f'{where}.{error}') from error
+        if any(not file.hashes for file in files):
+            log.warning('%s: its shards have no hashes; only their sizes are checked. Write it with hashes', where)
+
+    def _forget_what_has_no_hash(self, folder: Path, content: bytes) -> None:
+        """Of a dataset that was written anew, a shard of the same size could be an old one."""
+        path = folder / INDEX
+        if self.source is None or not path.exists() or path.read_bytes() == content:
+            return
+        for file in files_of(content):
+            if not file.hashes:
+                (folder / file.basename).unlink(missing_ok=True)
+
+
+@contextmanager
+def unseen_remotes(streams: Sequence[VerifiedStream]) -> Iterator[None]:
+    """Let Streaming take the streams for local ones.
+
+    It would fetch by itself, and refuse a folder that another job uses or that a killed one has left in its list.
+    """
+    remotes = [stream.remote for stream in streams]
+    for stream in streams:
+        stream.remote = None
+    try:
+        yield
+    finally:
+        for stream, remote in zip(streams, remotes, strict=True):
+            stream.remote = remote
+
+
+def files_of(index: bytes) -> list[FileInfo]:
+    """All files that an index names.
+
+    Raises:
+        ValueError: It is no index of MDS shards.
+    """
+    try:
+        content = json.loads(index)
+        if content['version'] != 2:
+            raise ValueError(f'version {content["version"]}, not 2')
+        kinds = ('raw_data', 'zip_data', 'raw_meta', 'zip_meta')
+        return [FileInfo(**shard[kind]) for shard in content['shards'] for kind in kinds if shard.get(kind)]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f'is not an index of MDS shards ({type(error).__name__}: {error})') from error
+
+
+def _unpacked(path: Path, raw: FileInfo, compression: str | None, folder: Path | None = None) -> Path:
+    """The decompressed shard, checked, beside the compressed one or in another folder."""
+    unpacked = (folder or path.parent) / PurePosixPath(raw.basename).name
+    unpacked.write_bytes(decompress(compression, path.read_bytes()))
+    _expect(unpacked, raw)
+    return unpacked
+
+
+def _expect(path: Path, expected: FileInfo, demanded: str | None = None) -> None:
+    found = damage(path, expected, demanded)
+    if found is not None:
+        raise Damaged(found)

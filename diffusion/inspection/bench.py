@@ -1,0 +1,209 @@
+"""`diffusion data bench`: how fast samples are made, stage by stage and by the loader, and what a GPU needs."""
+
+import gc
+import itertools
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from diffusion.building import build_dataset, build_loader
+from diffusion.config import Recipe
+from diffusion.data import keys
+from diffusion.data.captions import captions_of
+from diffusion.data.streams import BucketedDataset
+from diffusion.data.transforms import Crop, cut_out, planes, resized
+from diffusion.inspection.look import component_of
+from diffusion.inspection.selection import select
+from diffusion.models.parts import tokenize
+from diffusion.planning.gpus import GPU, find_gpu, load_gpus
+from diffusion.planning.models import describe
+
+MOST_SAMPLES = 512
+"""That the stages are timed with."""
+MOST_IN_A_BATCH = 64
+"""A device's share of a global batch that may be for hundreds of them."""
+
+Result = TypeVar('Result')
+
+
+@dataclass
+class Stage:
+    """CPU seconds of one step of making samples, and the bytes that go in."""
+
+    seconds: float = 0.0
+    bytes: int = 0
+
+
+class Clock:
+    """Adds up stages by name."""
+
+    def __init__(self) -> None:
+        self.stages: dict[str, Stage] = {}
+
+    def time(self, name: str, bytes_in: int, call: Callable[[], Result]) -> Result:
+        begin = time.process_time()
+        result = call()
+        stage = self.stages.setdefault(name, Stage())
+        stage.seconds += time.process_time() - begin
+        stage.bytes += bytes_in
+        return result
+
+    @property
+    def seconds(self) -> float:
+        return sum(stage.seconds for stage in self.stages.values())
+
+
+def bench(
+    recipe: Recipe,
+    names: Sequence[str] = (),
+    *,
+    workers: Sequence[int] | None = None,
+    batches: int = 20,
+    gpu: str = 'h100-sxm',
+    gpus_file: Path | None = None,
+    mfu: float = 0.4,
+) -> None:
+    """Time the training streams of a recipe, and print tables.
+
+    Args:
+        recipe: Of training.
+        names: Streams; none for all.
+        workers: Counts of workers to try; None for 0, 1, 2, 4 and so on up to the cores.
+        batches: Timed for each.
+        gpu: To feed, by the name in planning/gpus.yaml.
+        gpus_file: With others, of that form.
+        mfu: Share of its peak that training reaches.
+
+    Raises:
+        ValueError: There are no such streams, or no such GPU.
+    """
+    fed = find_gpu(gpu, load_gpus(gpus_file))
+    streams = select(recipe, names).get('streams')
+    if not streams:
+        raise ValueError("bench: it times what trains; name one of the recipe's `streams`")
+    recipe = replace(recipe, streams=streams, global_batch=math.gcd(recipe.global_batch, MOST_IN_A_BATCH))
+    a_core, needed = _stages(recipe, fed, mfu)
+    best = _loader(recipe, _counts() if workers is None else workers, batches)
+    print(f'\nA core makes {a_core:.0f} samples/s; this machine {best:.0f}.')
+    if isinstance(needed, str):
+        print(f'What a GPU needs is not known: {needed}')
+        return
+    cores = needed / a_core
+    print(
+        f'One {fed.name} at {mfu:.0%} of its peak trains on {needed:.0f} samples/s, less where it encodes pictures or '
+        f'captions too.\nThat takes {cores:.1f} cores a GPU, {cores * fed.gpus_per_node:.0f} for the '
+        f'{fed.gpus_per_node} of a node, besides one for each GPU; this machine feeds {best / needed:.2g} of them.'
+    )
+
+
+def _stages(recipe: Recipe, gpu: GPU, mfu: float) -> tuple[float, float | str]:
+    """Print the stages; samples a second of a core, and what the GPU needs, or why that is not known."""
+    dataset = build_dataset(
+        recipe,
+        streams=recipe.streams,
+        component=component_of(recipe, 'streams'),
+        batch_size=recipe.global_batch,
+        shuffle=False,
+    )
+    indices = range(0, dataset.num_samples, -(-dataset.num_samples // MOST_SAMPLES))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in a worker
+    make_samples(dataset, indices, recipe.global_batch)  # fetches and checks shards
+    clock = make_samples(dataset, indices, recipe.global_batch)
+    torch.set_num_threads(threads)
+    count = len(indices)
+    print(f'One process, {count} samples, batches of {recipe.global_batch}:\n')
+    print('| stage | ms of CPU a sample | share, % | samples/s | MB/s in |')
+    print('|---|---|---|---|---|')
+    first = next(iter(clock.stages.values()))
+    for name, stage in {**clock.stages, 'all of it': Stage(clock.seconds, first.bytes)}.items():
+        seconds = max(stage.seconds, 1e-9)
+        print(f'| {name} | {stage.seconds / count * 1e3:.3f} | {100 * stage.seconds / clock.seconds:.0f} ', end='')
+        print(f'| {count / seconds:.0f} | {stage.bytes / 1e6 / seconds:.0f} |')
+    return count / clock.seconds, demand(recipe, dataset, gpu, mfu)
+
+
+def make_samples(dataset: BucketedDataset, indices: Sequence[int], batch: int) -> Clock:
+    """Do what the dataset and the loader do, and time it; middle crops and first captions."""
+    clock, items = Clock(), []
+    for number, index in enumerate(indices):
+        items.append(_make(dataset, index, clock))
+        whole_shape = number + 1 == len(indices) or dataset.bucket_of(indices[number + 1]) != dataset.bucket_of(index)
+        if len(items) == batch or whole_shape:
+            size = sum(tensor.nbytes for item in items for tensor in item.values())
+            clock.time('collate', size, lambda items=items: dataset.memory.collate(items))
+            items = []
+    return clock
+
+
+def _make(dataset: BucketedDataset, index: int, clock: Clock) -> dict[str, torch.Tensor]:
+    shard, row = dataset.spanner[index]
+    size = len(dataset.shards[shard].get_sample_data(row))  # type: ignore[attr-defined]
+    sample: Mapping[str, Any] = clock.time('read', size, lambda: dataset.get_item(index))
+    item = {}
+    if 'image' in sample:
+        encoded, shape = sample['image'], dataset.bucket_of(index).shape
+        cut = clock.time('decode', len(encoded), lambda: cut_out(encoded, shape, Crop()))
+        item[keys.IMAGE] = clock.time(
+            'resize',
+            cut.nbytes,
+            lambda: planes(resized(cut, shape), dataset.memory.place((3, shape.height, shape.width))),
+        )
+    for name in (keys.LATENT_MOMENTS, keys.TEXT_EMBEDS):
+        if name in sample:
+            values = sample[name]
+            item[name] = clock.time('to tensor', values.nbytes, lambda values=values: torch.from_numpy(values.copy()))
+    tokenizers = getattr(dataset, 'tokenizers', [])
+    if tokenizers:
+        caption = captions_of(dict(sample), '')[0]
+        item[keys.INPUT_IDS] = clock.time('tokenise', len(caption), lambda: tokenize(tokenizers, [caption])[0])
+    return item
+
+
+def _loader(recipe: Recipe, workers: Sequence[int], batches: int) -> float:
+    """Print the loader's samples a second by workers, and return the best."""
+    print(f'\nThe loader, by the clock, {batches} batches of {recipe.global_batch} each:\n')
+    print('| workers | samples/s | a worker |')
+    print('|---|---|---|')
+    best = 0.0
+    for count in workers:
+        rate = loader_rate(recipe, count, batches)
+        best = max(best, rate)
+        print(f'| {count} | {rate:.0f} | {rate / max(1, count):.0f} |', flush=True)
+    return best
+
+
+def loader_rate(recipe: Recipe, workers: int, batches: int) -> float:
+    """Samples a second of a loader with so many workers, over as many epochs as it takes."""
+    gc.collect()  # Streaming refuses two live datasets on one folder
+    loader = build_loader(replace(recipe, loader=replace(recipe.loader, num_workers=workers)))
+    served = itertools.chain.from_iterable(itertools.repeat(loader))
+    # What the workers have read ahead when the clock starts is none of the time.
+    for _ in range((recipe.loader.prefetch_factor or 2) * workers + 1):
+        next(served)
+    begin = time.perf_counter()
+    samples = sum(len(batch[keys.SAMPLE_ID]) for batch in itertools.islice(served, batches))
+    return samples / (time.perf_counter() - begin)
+
+
+def demand(recipe: Recipe, dataset: BucketedDataset, gpu: GPU, mfu: float) -> float | str:
+    """Samples a second that a GPU trains on, the backward pass taken for twice the forward pass; or why not known."""
+    try:
+        model = describe(recipe.model.name, recipe.model.kwargs)
+    except ValueError as error:
+        return str(error)
+    counts = dataset.samples_per_stream.tolist()
+    flops = [3 * model.train(bucket.shape).forward_flops for bucket in dataset.buckets]
+    mean = sum(count * each for count, each in zip(counts, flops, strict=True)) / sum(counts)
+    return mfu * gpu.peak_flops('bf16') / mean
+
+
+def _counts() -> list[int]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
+    return [0, *(2**power for power in range(cores.bit_length()))]

@@ -1,0 +1,106 @@
+"""Arguments of `diffusion data`; what a sub-command needs is imported when it runs."""
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    commands: Any = parser.add_subparsers(dest='action', required=True, metavar='COMMAND')
+    _add_verify(commands.add_parser('verify', help='read shards: sizes, hashes, every picture, caption and latent'))
+    _add_look(commands.add_parser('look', help='a sheet of what the model sees, bucket by bucket'))
+    _add_bench(commands.add_parser('bench', help='samples a second by stage, and what a GPU needs'))
+
+
+def _add_verify(parser: argparse.ArgumentParser) -> None:
+    _add_recipe(parser)
+    parser.add_argument('--sample', type=share, default=1.0, metavar='X', help='share of the shards, in (0, 1]')
+    parser.add_argument('--seed', type=int, default=0, help='of which shards these are')
+    parser.add_argument('--jobs', type=positive, metavar='N', default=_cores(), help='processes (default: the cores)')
+    parser.set_defaults(run=_verify)
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from diffusion.inspection.verify import verify
+
+    recipe, names = _recipe_and_names(args.overrides, args.recipe)
+    return verify(recipe, names, sample=args.sample, seed=args.seed, jobs=args.jobs)
+
+
+def _add_look(parser: argparse.ArgumentParser) -> None:
+    _add_recipe(parser)
+    parser.add_argument('--out', type=Path, required=True, metavar='FILE', help='look.png, or look.html')
+    parser.add_argument('--samples', type=positive, default=8, metavar='N', help='of each bucket')
+    parser.add_argument('--seed', type=int, default=0, help='of which samples these are')
+    parser.add_argument('--decode', action='store_true', help="decode latents by the model's VAE, wherever that is")
+    parser.set_defaults(run=_look)
+
+
+def _look(args: argparse.Namespace) -> int:
+    from diffusion.inspection.look import look
+
+    recipe, names = _recipe_and_names(args.overrides, args.recipe)
+    look(recipe, names, args.out, samples=args.samples, seed=args.seed, decode=args.decode)
+    return 0
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    _add_recipe(parser)
+    parser.add_argument(
+        '--workers', type=not_negative, nargs='+', metavar='N', help='counts to try (default: 0, 1, 2, 4, ...)'
+    )
+    parser.add_argument('--batches', type=positive, default=20, metavar='N', help='timed for each')
+    parser.add_argument('--gpu', default='h100-sxm', metavar='NAME', help='to feed, as `diffusion plan` calls it')
+    parser.add_argument('--gpus-file', type=Path, metavar='FILE', help='YAML with other GPUs')
+    parser.add_argument('--mfu', type=share, default=0.4, metavar='X', help='share of its peak that training reaches')
+    parser.set_defaults(run=_bench)
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from diffusion.inspection.bench import bench
+
+    recipe, names = _recipe_and_names(args.overrides, args.recipe)
+    gpu = {'gpu': args.gpu, 'gpus_file': args.gpus_file, 'mfu': args.mfu}
+    bench(recipe, names, workers=args.workers, batches=args.batches, **gpu)
+    return 0
+
+
+def _add_recipe(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('recipe', help='a YAML file')
+    # Named as in `check`, whose words after an option the command line adds here.
+    words = 'names of streams (default: all), and overrides of the recipe'
+    parser.add_argument('overrides', nargs='*', metavar='STREAM|KEY=VALUE', help=words)
+
+
+def _recipe_and_names(words: Sequence[str], path: str) -> tuple[Any, list[str]]:
+    from diffusion.config import load
+
+    recipe = load(path, [word for word in words if '=' in word], allow_missing=True)
+    return recipe, [word for word in words if '=' not in word]
+
+
+def share(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f'{text} is not in (0, 1]')
+    return value
+
+
+def not_negative(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f'{text} is negative')
+    return value
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f'{text} is not at least 1')
+    return value
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1

@@ -1,0 +1,303 @@
+"""Kubernetes: a JobSet, one indexed Job a stage and one pod a node; Kueue by a label."""
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from diffusion.launch import environment
+from diffusion.launch.backend import Rendered, environment_of, merged, unmounted
+from diffusion.launch.backends.kubernetes_types import JobSet
+from diffusion.launch.commands import call
+from diffusion.launch.spec import Job
+from diffusion.schema import Gatherer, Problem, build, join
+
+INSTALL = 'install kubectl, and give it the cluster (kubectl config get-contexts)'
+LABEL = re.compile(r'[a-z]([a-z0-9-]*[a-z0-9])?')
+LONGEST = 63
+"""Of a label of DNS, which names of pods and of hosts are."""
+QUEUE = 'kueue.x-k8s.io/queue-name'
+PRIORITY = 'kueue.x-k8s.io/priority-class'
+RESTARTS = 'jobset.sigs.k8s.io/restart-attempt'
+"""Label of a pod: how often its JobSet was restarted before."""
+RAW = ('jobset', 'job', 'pod', 'container')
+
+
+@dataclass
+class Options:
+    """Kubernetes' own settings."""
+
+    namespace: str | None = None
+    """Of all objects; null is the context's own."""
+    gpu_resource: str = 'nvidia.com/gpu'
+    """What a GPU is called in a pod's limits."""
+    cpus_per_node: int | None = None
+    """Cores that a pod asks for."""
+    memory_per_node: str | None = None
+    """Memory that a pod asks for, such as 900Gi."""
+    shared_memory: str = '64Gi'
+    """Size of /dev/shm, through which the data's workers hand over batches; Docker's default is 64 MB."""
+    service_account: str | None = None
+    """Whose rights the pods have, for the object store say."""
+    keep_seconds: int | None = 604800
+    """Time that a finished JobSet is kept; null keeps it for good."""
+    raw: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Merged last into what is rendered, under jobset, job, pod (its spec) and container."""
+
+
+def problems(jobs: Sequence[Job]) -> list[Problem]:
+    spec, gather = jobs[0].spec, Gatherer()
+    options: Options = spec.options
+    if LABEL.fullmatch(spec.name) is None:
+        gather.problem(
+            'name', f'{spec.name!r} is no name in Kubernetes; use a-z, 0-9 and dashes, and begin with a letter'
+        )
+    for job in jobs:
+        # <jobset>-<replicated job>-<job index>-<pod index>-<five characters>
+        excess = len(f'{spec.name}-{job.stage}-0-{job.nodes - 1}-abcde') - LONGEST
+        if excess > 0:
+            gather.problem(
+                'name',
+                f'{spec.name!r} is {excess} too long: a pod of stage {job.stage!r} would have more than {LONGEST}',
+            )
+    if spec.image is None:
+        gather.problem('image', 'is missing; a pod needs one')
+    if spec.schedule.preemptible:
+        what = (
+            'is said in Kubernetes by a priority or by a node: set schedule.priority, or backend.raw.pod.nodeSelector'
+        )
+        gather.problem('schedule.preemptible', what)
+    if isinstance(spec.schedule.priority, int):
+        gather.problem('schedule.priority', f'{spec.schedule.priority} is a number; give the name of a priority class')
+    for target, source in spec.mounts.items():
+        if _volume('x', source) is None:
+            what = f'{source!r} cannot be mounted; write pvc://claim, pvc://claim/folder, or a folder of the nodes'
+            gather.problem(join('mounts', target), what)
+    for name, source in spec.secrets.items():
+        if source is None or re.fullmatch(r'[a-z0-9.-]+/[A-Za-z0-9._-]+', source) is None:
+            what = f"{source!r} is not where Kubernetes has it; write secret/key, the Secret's name and a key in it"
+            gather.problem(join('secrets', name), what)
+    for name in options.raw:
+        if name not in RAW:
+            gather.problem(join('backend.raw', name), f'is not one of {", ".join(RAW)}')
+    return gather.problems + (unmounted(jobs) if spec.image else [])
+
+
+def render(jobs: Sequence[Job]) -> Rendered:
+    spec = jobs[0].spec
+    options: Options = spec.options
+    schedule = spec.schedule
+    labels = {}
+    if schedule.queue is not None:
+        labels[QUEUE] = schedule.queue
+        if schedule.priority is not None:
+            labels[PRIORITY] = str(schedule.priority)
+    metadata = {'name': spec.name, 'namespace': options.namespace, 'labels': labels}
+    manifest = {
+        'apiVersion': 'jobset.x-k8s.io/v1alpha2',
+        'kind': 'JobSet',
+        'metadata': {key: value for key, value in metadata.items() if value},
+        'spec': {
+            'network': {'enableDNSHostnames': True, 'subdomain': spec.name},
+            'failurePolicy': _failure_policy(jobs),
+            **({} if options.keep_seconds is None else {'ttlSecondsAfterFinished': options.keep_seconds}),
+            'replicatedJobs': [
+                _replicated_job(job, previous) for job, previous in zip(jobs, [None, *jobs], strict=False)
+            ],
+        },
+    }
+    name = f'{spec.name}.yaml'
+    text = yaml.safe_dump(merged(manifest, options.raw.get('jobset', {})), sort_keys=False, width=1000)
+    notes = []
+    if 76 in spec.restart.codes('elsewhere'):
+        notes.append('Kubernetes cannot be told to avoid a node by an exit status: cordon one that a preflight names.')
+    if len(jobs) > 1:
+        notes.append('The stages need JobSet 0.8 or later; a restart passes through finished ones, which end at once.')
+    return Rendered({name: text}, (('kubectl', 'create', '-f', name),), tuple(notes))
+
+
+def validate(rendered: Rendered) -> list[Problem]:
+    """By our copy of the keys; and where kubectl is installed, by the types of Kubernetes itself."""
+    found = []
+    for text in rendered.files.values():
+        manifest = yaml.safe_load(text)
+        gather = Gatherer()
+        build(JobSet, manifest, '', gather)
+        found += gather.problems
+        if not found and shutil.which('kubectl'):
+            found += [
+                problem for part in manifest['spec']['replicatedJobs'] for problem in _by_kubectl(part['template'])
+            ]
+    return [Problem(join('backend.raw', problem.where), problem.what) for problem in found]
+
+
+def submit(jobs: Sequence[Job], rendered: Rendered, folder: Path) -> str:
+    return '\n'.join(call(['kubectl', 'create', '-f', str(folder / name)], install=INSTALL) for name in rendered.files)
+
+
+def status(jobs: Sequence[Job]) -> str:
+    return call(['kubectl', *_namespace(jobs), 'get', 'jobset,jobs,pods', *_selector(jobs)], install=INSTALL)
+
+
+def logs(jobs: Sequence[Job]) -> str:
+    lines = ['--tail=100', '--prefix', '--max-log-requests=64']
+    return call(['kubectl', *_namespace(jobs), 'logs', *_selector(jobs), *lines], install=INSTALL)
+
+
+def cancel(jobs: Sequence[Job]) -> str:
+    return call(['kubectl', *_namespace(jobs), 'delete', 'jobset', jobs[0].spec.name], install=INSTALL)
+
+
+def _namespace(jobs: Sequence[Job]) -> list[str]:
+    namespace = jobs[0].spec.options.namespace
+    return [] if namespace is None else [f'--namespace={namespace}']
+
+
+def _selector(jobs: Sequence[Job]) -> list[str]:
+    return ['--selector', f'jobset.sigs.k8s.io/jobset-name={jobs[0].spec.name}']
+
+
+def _failure_policy(jobs: Sequence[Job]) -> dict[str, Any]:
+    restart = jobs[0].spec.restart
+    final = {'name': 'stop', 'action': 'FailJobSet', 'onJobFailureReasons': ['PodFailurePolicy', 'DeadlineExceeded']}
+    return {'maxRestarts': restart.max_restarts, 'rules': [final]}
+
+
+def _pod_failure_policy(job: Job) -> dict[str, Any]:
+    """A pod that ends with one of these fails its Job for a reason that the JobSet does not restart."""
+    restart = job.spec.restart
+    codes = restart.codes('stop')
+    operator = 'In'
+    if restart.otherwise == 'stop':
+        operator, codes = 'NotIn', restart.codes('retry', 'elsewhere')
+        # Kubernetes itself ends pods with 137 and 143.
+        codes = sorted({*codes, 137, 143})
+    rule = {'action': 'FailJob', 'onExitCodes': {'containerName': 'main', 'operator': operator, 'values': codes}}
+    return {'podFailurePolicy': {'rules': [rule]}} if codes else {}
+
+
+def _replicated_job(job: Job, previous: Job | None) -> dict[str, Any]:
+    raw = job.spec.options.raw
+    deadline = {} if job.time_limit_seconds is None else {'activeDeadlineSeconds': job.time_limit_seconds}
+    kubernetes_job = {
+        'parallelism': job.nodes,
+        'completions': job.nodes,
+        'completionMode': 'Indexed',
+        'backoffLimit': 0,
+        **deadline,
+        **_pod_failure_policy(job),
+        'template': {'spec': merged(_pod(job), raw.get('pod', {}))},
+    }
+    depends = {} if previous is None else {'dependsOn': [{'name': previous.stage, 'status': 'Complete'}]}
+    return {
+        'name': job.stage,
+        'replicas': 1,
+        **depends,
+        'template': {'spec': merged(kubernetes_job, raw.get('job', {}))},
+    }
+
+
+def _pod(job: Job) -> dict[str, Any]:
+    spec = job.spec
+    options: Options = spec.options
+    volumes = [_volume(f'mount-{index}', source) for index, source in enumerate(spec.mounts.values())]
+    shared = {'name': 'shared-memory', 'emptyDir': {'medium': 'Memory', 'sizeLimit': options.shared_memory}}
+    pod: dict[str, Any] = {'restartPolicy': 'Never', 'terminationGracePeriodSeconds': spec.schedule.notice_seconds}
+    if spec.schedule.priority is not None and spec.schedule.queue is None:
+        pod['priorityClassName'] = str(spec.schedule.priority)
+    if options.service_account is not None:
+        pod['serviceAccountName'] = options.service_account
+    if spec.gpu is not None:
+        pod['tolerations'] = [{'key': options.gpu_resource, 'operator': 'Exists', 'effect': 'NoSchedule'}]
+    pod['containers'] = [merged(_container(job), options.raw.get('container', {}))]
+    pod['volumes'] = [shared, *volumes]
+    return pod
+
+
+def _container(job: Job) -> dict[str, Any]:
+    spec = job.spec
+    options: Options = spec.options
+    wanted = {
+        options.gpu_resource: spec.gpus_per_node if spec.gpu else None,
+        'cpu': options.cpus_per_node,
+        'memory': options.memory_per_node,
+    }
+    limits = {key: value for key, value in wanted.items() if value is not None}
+    mounts = [{'name': 'shared-memory', 'mountPath': '/dev/shm'}]
+    for index, (target, source) in enumerate(spec.mounts.items()):
+        folder = source.removeprefix('pvc://').partition('/')[2] if source.startswith('pvc://') else ''
+        mounts.append({'name': f'mount-{index}', 'mountPath': target} | ({'subPath': folder} if folder else {}))
+    return {
+        'name': 'main',
+        'image': spec.image,
+        # Behind the image's own entry point, an init that hands on signals and reaps.
+        'args': [_literal(word) for word in job.command],
+        **({} if spec.workdir is None else {'workingDir': spec.workdir}),
+        'env': _env(job),
+        **({'resources': {'limits': limits}} if limits else {}),
+        'volumeMounts': mounts,
+    }
+
+
+def _env(job: Job) -> list[dict[str, Any]]:
+    spec = job.spec
+    first = f'{spec.name}-{job.stage}-0-0.{spec.name}'
+    variables = environment_of(job, 'jobset', MASTER_ADDR=first)
+    env: list[dict[str, Any]] = [{'name': name, 'value': _literal(value)} for name, value in variables.items()]
+    label = {'fieldRef': {'fieldPath': f"metadata.labels['{RESTARTS}']"}}
+    env.append({'name': environment.ATTEMPT, 'valueFrom': label})
+    for name, source in spec.secrets.items():
+        secret, _, key = str(source).partition('/')
+        env.append({'name': name, 'valueFrom': {'secretKeyRef': {'name': secret, 'key': key}}})
+    return env
+
+
+def _literal(text: str) -> str:
+    """A word that Kubernetes hands on as it is: it takes $(NAME) for a variable, and $$ for a dollar."""
+    return text.replace('$', '$$')
+
+
+def _volume(name: str, source: str) -> dict[str, Any] | None:
+    claim = re.fullmatch(r'pvc://([a-z0-9.-]+)(/.+)?', source)
+    if claim is not None:
+        return {'name': name, 'persistentVolumeClaim': {'claimName': claim[1]}}
+    return {'name': name, 'hostPath': {'path': source}} if source.startswith('/') else None
+
+
+def _by_kubectl(template: dict[str, Any]) -> list[Problem]:
+    """What kubectl does not read of a Job: it keeps what its types have, and drops the rest."""
+    job = {'apiVersion': 'batch/v1', 'kind': 'Job', 'metadata': {'name': 'job'}, 'spec': template['spec']}
+    containers = template['spec']['template']['spec']['containers']
+    image = f'{containers[0]["name"]}=another'  # it prints nothing where nothing changes
+    result = subprocess.run(
+        ['kubectl', 'set', 'image', '--local', '--filename=-', '--output=json', image],
+        input=json.dumps(job),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if result.returncode:
+        return [Problem('', f'kubectl: {result.stderr.strip()}')]
+    return [Problem(where, 'kubectl does not know it') for where in _dropped(job, json.loads(result.stdout))]
+
+
+def _dropped(wanted: Any, kept: Any, where: str = '') -> list[str]:
+    """Paths of what one document has and another has not; values are normalized there, and not compared."""
+    if isinstance(wanted, dict):
+        kept = kept if isinstance(kept, dict) else {}
+        return [
+            path
+            for key, value in wanted.items()
+            for path in (_dropped(value, kept[key], join(where, key)) if key in kept else [join(where, key)])
+            if key in kept or value not in ('', 0, False, [], {}, None)
+        ]
+    if isinstance(wanted, list) and isinstance(kept, list) and len(wanted) == len(kept):
+        pairs = enumerate(zip(wanted, kept, strict=True))
+        return [path for index, (one, other) in pairs for path in _dropped(one, other, f'{where}[{index}]')]
+    return []

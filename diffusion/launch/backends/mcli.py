@@ -1,0 +1,131 @@
+"""The MosaicML platform: a run's YAML for `mcli run -f`; rendered, not submitted."""
+
+import re
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+
+from diffusion.launch.backend import IMAGE_WORKDIR, Rendered, environment_of, merged
+from diffusion.launch.spec import Job
+from diffusion.schema import Gatherer, Problem, join
+
+NAME = re.compile(r'[a-z0-9]([a-z0-9-]*[a-z0-9])?')
+LONGEST = 56
+"""The platform appends a dash and six characters, and stays within 63."""
+GPU_TYPES = {
+    'a100-40gb': 'a100_40gb',
+    'a100-80gb': 'a100_80gb',
+    'h100-sxm': 'h100_80gb',
+}
+PRIORITIES = ('auto', 'lowest', 'low', 'medium', 'high')
+
+
+@dataclass
+class Options:
+    """The platform's own settings."""
+
+    gpu_type: str | None = None
+    """What the cluster calls the GPU; null takes the usual name."""
+    raw: dict[str, Any] = field(default_factory=dict)
+    """Merged last into the run."""
+
+
+def problems(jobs: Sequence[Job]) -> list[Problem]:
+    spec, gather = jobs[0].spec, Gatherer()
+    for job in jobs:
+        if NAME.fullmatch(job.name) is None or len(job.name) > LONGEST:
+            gather.problem('name', f'{job.name!r} is no name of a run; use a-z, 0-9 and dashes, at most {LONGEST}')
+    if spec.image is None:
+        gather.problem('image', 'is missing; a run needs one')
+    if spec.schedule.queue is None:
+        gather.problem('schedule.queue', 'is missing; give the cluster (`mcli get clusters`)')
+    if spec.gpu is None or (spec.gpu not in GPU_TYPES and spec.options.gpu_type is None):
+        gather.problem('backend.gpu_type', f'is missing; there is no usual name of {spec.gpu or "no GPU"}')
+    if spec.schedule.priority is not None and spec.schedule.priority not in PRIORITIES:
+        gather.problem('schedule.priority', f'{spec.schedule.priority!r} is not one of {", ".join(PRIORITIES)}')
+    for target in spec.mounts:
+        gather.problem(join('mounts', target), 'the platform mounts nothing; see its integrations, in backend.raw')
+    for name, source in spec.secrets.items():
+        if source is not None:
+            gather.problem(
+                join('secrets', name), f'is kept by the platform: `mcli create secret env {name}`; leave it null'
+            )
+    return gather.problems
+
+
+def render(jobs: Sequence[Job]) -> Rendered:
+    spec = jobs[0].spec
+    files = {f'{job.name}.yaml': yaml.safe_dump(_run(job), sort_keys=False, width=1000) for job in jobs}
+    notes = [f'The platform must know the secret: mcli create secret env {name}' for name in spec.secrets]
+    notes.append('Nothing is mounted: the recipe must save where the next attempt finds it.')
+    if len(jobs) > 1:
+        notes.append('The platform has no chains: submit a stage when the one before it is done.')
+    return Rendered(files, tuple(('mcli', 'run', '-f', name) for name in files), tuple(notes))
+
+
+def validate(rendered: Rendered) -> list[Problem]:
+    """By mcli itself, which comes with Composer; what it only warns of is a mistake."""
+    try:
+        from mcli.api.exceptions import MAPIException, MCLIException
+        from mcli.models.run_config import FinalRunConfig, RunConfig
+    except ImportError:
+        return []
+    found = []
+    for text in rendered.files.values():
+        with warnings.catch_warnings():
+            warnings.simplefilter('error', UserWarning)
+            try:
+                FinalRunConfig.finalize_config(RunConfig.from_dict(yaml.safe_load(text), show_unused_warning=True))
+            except (UserWarning, MCLIException, MAPIException, TypeError) as error:
+                found.append(Problem('backend.raw', f'mcli: {error}'))
+    return found
+
+
+def submit(jobs: Sequence[Job], rendered: Rendered, folder: Path) -> NoReturn:
+    raise ValueError('backend.name: runs of mcli are rendered only; use --out DIR, then `mcli run -f` the file')
+
+
+def status(jobs: Sequence[Job]) -> NoReturn:
+    _elsewhere('mcli get runs')
+
+
+def logs(jobs: Sequence[Job]) -> NoReturn:
+    _elsewhere('mcli logs RUN')
+
+
+def cancel(jobs: Sequence[Job]) -> NoReturn:
+    _elsewhere('mcli stop run RUN')
+
+
+def _elsewhere(command: str) -> NoReturn:
+    raise ValueError(f'backend.name: runs of mcli are rendered only; use `{command}`')
+
+
+def _run(job: Job) -> dict[str, Any]:
+    spec = job.spec
+    schedule = spec.schedule
+    limit = job.time_limit_seconds
+    scheduling = {
+        'priority': schedule.priority,
+        'preemptible': schedule.preemptible,
+        'max_retries': spec.restart.max_restarts,
+        'retry_on_system_failure': spec.restart.max_restarts > 0,
+        'max_duration': None if limit is None else limit / 3600,
+    }
+    run = {
+        'name': job.name,
+        'image': spec.image,
+        'compute': {
+            'cluster': schedule.queue,
+            'gpu_type': spec.options.gpu_type or GPU_TYPES.get(str(spec.gpu)),
+            'gpus': job.world_size,
+        },
+        'scheduling': {key: value for key, value in scheduling.items() if value is not None},
+        'env_variables': environment_of(job, 'mosaicml'),
+        'command': f'cd {spec.workdir or IMAGE_WORKDIR} && exec {job.shell_command}',
+    }
+    return merged(run, spec.options.raw)

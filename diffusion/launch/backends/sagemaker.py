@@ -1,0 +1,340 @@
+"""SageMaker: a request of create_training_job; a chain is a pipeline of them."""
+
+import datetime
+import functools
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from diffusion.launch import environment
+from diffusion.launch.backend import Rendered, environment_of, merged, unmounted
+from diffusion.launch.secrets import as_text
+from diffusion.launch.spec import Job
+from diffusion.schema import Gatherer, Problem, join
+
+INSTANCES = {
+    'a100-40gb': 'ml.p4d.24xlarge',
+    'a100-80gb': 'ml.p4de.24xlarge',
+    'h100-sxm': 'ml.p5.48xlarge',
+    'h200': 'ml.p5en.48xlarge',
+    'b200': 'ml.p6-b200.48xlarge',
+    'l40s': 'ml.g6e.48xlarge',
+    'a10g': 'ml.g5.48xlarge',
+}
+"""Machines with eight of a kind."""
+NAME = re.compile(r'[a-zA-Z0-9](-*[a-zA-Z0-9])*')
+LONGEST = 63 - len('-20260101-000000')
+"""A name is taken for good, so that each submission appends its time."""
+CHANNELS = '/opt/ml/input/data/'
+FSX = re.compile(r'fsx://(?P<id>fs-[0-9a-f]+)(?P<path>/.+)')
+MAX_RETRIES = 30
+
+
+@dataclass
+class Options:
+    """SageMaker's own settings."""
+
+    role: str
+    """The ARN of the role that the job runs as."""
+    output: str
+    """The S3 folder for what SageMaker itself keeps of a job."""
+    region: str | None = None
+    """The AWS region; null is the profile's own."""
+    instance_type: str | None = None
+    """The machine; null is the one with eight of the GPU."""
+    volume_gb: int = 500
+    """Size of the disk that a machine without its own gets."""
+    subnets: list[str] = field(default_factory=list)
+    """Of the VPC, for FSx."""
+    security_groups: list[str] = field(default_factory=list)
+    """Of the VPC."""
+    infra_check: bool = True
+    """SageMaker checks GPUs and network before it starts the job."""
+    keep_alive_seconds: int | None = None
+    """Time that the machines are kept for a next job (a warm pool), which costs money."""
+    raw: dict[str, Any] = field(default_factory=dict)
+    """Merged last into the request of create_training_job."""
+
+
+def problems(jobs: Sequence[Job]) -> list[Problem]:
+    spec, gather = jobs[0].spec, Gatherer()
+    options: Options = spec.options
+    for job in jobs:
+        if NAME.fullmatch(job.name) is None or len(job.name) > LONGEST:
+            what = f'{job.name!r} is no name of a training job; use a-z, 0-9 and dashes, at most {LONGEST}'
+            gather.problem('name', what)
+        if job.time_limit_seconds is None:
+            gather.problem('schedule.time_limit', "is missing; SageMaker's own is one day: give one, such as 5d")
+    if spec.image is None:
+        gather.problem('image', 'is missing; give one in ECR')
+    if spec.workdir is not None:
+        gather.problem('workdir', "cannot be said to SageMaker, which takes the image's own; leave it out")
+    _check_machines(jobs, gather)
+    for key in ('queue', 'priority'):
+        if getattr(spec.schedule, key) is not None:
+            gather.problem(f'schedule.{key}', 'is unknown to SageMaker; leave it out')
+    for name, source in spec.secrets.items():
+        if source is None or re.fullmatch(r'[A-Za-z0-9/_+=.@:-]+', source) is None:
+            what = 'SageMaker shows a job its environment in the open; give its name or ARN in AWS Secrets Manager'
+            gather.problem(join('secrets', name), what)
+    _check_mounts(jobs, gather)
+    if options.keep_alive_seconds is not None and spec.schedule.preemptible:
+        gather.problem('backend.keep_alive_seconds', 'there are no warm pools of spot instances; leave one of them out')
+    return gather.problems
+
+
+def render(jobs: Sequence[Job]) -> Rendered:
+    spec = jobs[0].spec
+    notes = ['SageMaker does not start a job again that fails: the node entry point does, in place.']
+    if any(source.startswith('s3://') for source in spec.mounts.values()):
+        notes.append(
+            'SageMaker copies the folder to S3 in the background, its links not: init_from needs a checkpoint.'
+        )
+    if len(jobs) == 1:
+        name = f'{spec.name}.json'
+        command = ('aws', 'sagemaker', 'create-training-job', '--cli-input-json', f'file://{name}')
+        return Rendered({name: _json(_request(jobs[0]))}, (command,), tuple(notes))
+    name = f'{spec.name}-pipeline.json'
+    create = (
+        'aws',
+        'sagemaker',
+        'create-pipeline',
+        '--pipeline-name',
+        spec.name,
+        '--pipeline-definition',
+        f'file://{name}',
+    )
+    start = ('aws', 'sagemaker', 'start-pipeline-execution', '--pipeline-name', spec.name)
+    return Rendered({name: _json(_pipeline(jobs))}, ((*create, '--role-arn', spec.options.role), start), tuple(notes))
+
+
+def validate(rendered: Rendered) -> list[Problem]:
+    """By the service model that botocore brings: keys and types, which it checks itself, and lengths and patterns."""
+    try:
+        from botocore.validate import ParamValidator
+    except ImportError:
+        return []
+    shape, found = _request_shape(), []
+    for text in rendered.files.values():
+        document = json.loads(text)
+        requests = [document]
+        if 'Steps' in document:
+            requests = [{'TrainingJobName': step['Name'], **step['Arguments']} for step in document['Steps']]
+        for request in requests:
+            report = ParamValidator().validate(request, shape)
+            found += [Problem('backend.raw', line) for line in report.generate_report().splitlines() if line]
+            found += [] if report.has_errors() else _limits(shape, request)
+    return found
+
+
+def submit(jobs: Sequence[Job], rendered: Rendered, folder: Path) -> str:
+    spec = jobs[0].spec
+    client = _client(jobs)
+    text = next(iter(rendered.files.values()))
+    if len(jobs) == 1:
+        request = json.loads(text)
+        now = datetime.datetime.now(datetime.timezone.utc)
+        request['TrainingJobName'] += f'-{now:%Y%m%d-%H%M%S}'
+        _call(client.create_training_job, **request)
+        return f'training job {request["TrainingJobName"]}'
+    definition = {'PipelineName': spec.name, 'PipelineDefinition': text, 'RoleArn': spec.options.role}
+    if _exists(client, spec.name):
+        _call(client.update_pipeline, **definition)
+    else:
+        _call(client.create_pipeline, ClientRequestToken=f'{spec.name:-<32}'[:32], **definition)
+    return str(_call(client.start_pipeline_execution, PipelineName=spec.name)['PipelineExecutionArn'])
+
+
+def status(jobs: Sequence[Job]) -> str:
+    return (
+        '\n'.join(f'{each["TrainingJobName"]}: {each["TrainingJobStatus"]}' for each in _newest(jobs)) or 'no job yet'
+    )
+
+
+def logs(jobs: Sequence[Job]) -> str:
+    names = [each['TrainingJobName'] for each in _newest(jobs)]
+    return '\n'.join(f'aws logs tail /aws/sagemaker/TrainingJobs --log-stream-name-prefix {name}' for name in names)
+
+
+def cancel(jobs: Sequence[Job]) -> str:
+    client, stopped = _client(jobs), []
+    for each in _newest(jobs):
+        if each['TrainingJobStatus'] == 'InProgress':
+            _call(client.stop_training_job, TrainingJobName=each['TrainingJobName'])
+            stopped.append(each['TrainingJobName'])
+    return f'stopping: {", ".join(stopped)}' if stopped else 'nothing is running'
+
+
+def _check_machines(jobs: Sequence[Job], gather: Gatherer) -> None:
+    spec = jobs[0].spec
+    if spec.options.instance_type is not None:
+        return
+    if spec.gpu not in INSTANCES:
+        gather.problem(
+            'backend.instance_type', f'is missing; no machine of SageMaker is known with {spec.gpu or "no GPU"}'
+        )
+    elif spec.gpus_per_node != 8:
+        what = f'{spec.gpus_per_node} of the 8 GPUs of {INSTANCES[spec.gpu]}; use 8, or another backend.instance_type'
+        gather.problem('gpus_per_node', what)
+
+
+def _check_mounts(jobs: Sequence[Job], gather: Gatherer) -> None:
+    spec = jobs[0].spec
+    checkpoints = [target for target, source in spec.mounts.items() if source.startswith('s3://')]
+    for target in checkpoints[1:]:
+        gather.problem(join('mounts', target), f'SageMaker copies one folder to S3, and {checkpoints[0]} is it')
+    for target, source in spec.mounts.items():
+        if FSX.fullmatch(source) is not None:
+            if re.fullmatch(CHANNELS + '[A-Za-z0-9_.-]+', target) is None:
+                gather.problem(join('mounts', target), f'FSx is mounted at {CHANNELS}NAME; set runs_dir to it')
+            if not spec.options.subnets or not spec.options.security_groups:
+                gather.problem('backend.subnets', 'and security_groups are missing; FSx is reached inside a VPC')
+        elif not source.startswith('s3://'):
+            gather.problem(
+                join('mounts', target), f'{source!r} cannot be mounted; write s3://bucket/folder or fsx://id/path'
+            )
+    gather.problems += unmounted(jobs)
+
+
+def _request(job: Job) -> dict[str, Any]:
+    spec = job.spec
+    options: Options = spec.options
+    limit = job.time_limit_seconds
+    spot = spec.schedule.preemptible
+    resources = {
+        'InstanceType': options.instance_type or INSTANCES.get(str(spec.gpu)),
+        'InstanceCount': job.nodes,
+        'VolumeSizeInGB': options.volume_gb,
+        'KeepAlivePeriodInSeconds': options.keep_alive_seconds,
+    }
+    request: dict[str, Any] = {
+        'TrainingJobName': job.name,
+        'RoleArn': options.role,
+        'AlgorithmSpecification': {
+            'TrainingImage': spec.image,
+            'TrainingInputMode': 'File',
+            'ContainerEntrypoint': ['python', '-m', 'diffusion.launch.node'],
+            'ContainerArguments': job.arguments,
+        },
+        'ResourceConfig': {key: value for key, value in resources.items() if value is not None},
+        # Spot: the limit of the run, and as long again to wait for machines.
+        'StoppingCondition': {
+            'MaxRuntimeInSeconds': limit,
+            **({'MaxWaitTimeInSeconds': 2 * (limit or 0)} if spot else {}),
+        },
+        'EnableManagedSpotTraining': spot,
+        'OutputDataConfig': {'S3OutputPath': options.output},
+        'Environment': _environment(job),
+        'InfraCheckConfig': {'EnableInfraCheck': options.infra_check},
+    }
+    if spec.restart.max_restarts:
+        # Of SageMaker's own errors; what a run ends with by itself is started again in place.
+        request['RetryStrategy'] = {'MaximumRetryAttempts': min(spec.restart.max_restarts, MAX_RETRIES)}
+    if options.subnets:
+        request['VpcConfig'] = {'Subnets': options.subnets, 'SecurityGroupIds': options.security_groups}
+    return merged(request | _mounts(job), options.raw)
+
+
+def _environment(job: Job) -> dict[str, str]:
+    variables = environment_of(job, 'sagemaker', RESTART_IN_PLACE='1')
+    if job.spec.secrets:
+        variables[environment.SECRETS] = as_text(job.spec.secrets)
+    return variables
+
+
+def _mounts(job: Job) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    channels = []
+    for target, source in job.spec.mounts.items():
+        system = FSX.fullmatch(source)
+        if system is None:
+            found['CheckpointConfig'] = {'S3Uri': source, 'LocalPath': target}
+            continue
+        place = {
+            'FileSystemId': system['id'],
+            'FileSystemType': 'FSxLustre',
+            'FileSystemAccessMode': 'rw',
+            'DirectoryPath': system['path'],
+        }
+        channels.append({'ChannelName': target.removeprefix(CHANNELS), 'DataSource': {'FileSystemDataSource': place}})
+    return found | ({'InputDataConfig': channels} if channels else {})
+
+
+def _pipeline(jobs: Sequence[Job]) -> dict[str, Any]:
+    steps = []
+    for job in jobs:
+        arguments = _request(job)
+        del arguments['TrainingJobName']  # a pipeline makes its own
+        step = {'Name': job.name, 'Type': 'Training', 'Arguments': arguments}
+        steps.append(step | ({'DependsOn': [job.after]} if job.after else {}))
+    return {'Version': '2020-12-01', 'Metadata': {}, 'Parameters': [], 'Steps': steps}
+
+
+def _json(document: dict[str, Any]) -> str:
+    return json.dumps(document, indent=2, ensure_ascii=False) + '\n'
+
+
+@functools.cache
+def _request_shape() -> Any:
+    import botocore.session
+
+    service = botocore.session.get_session().get_service_model('sagemaker')
+    return service.operation_model('CreateTrainingJob').input_shape
+
+
+def _limits(shape: Any, value: Any, where: str = '') -> list[Problem]:
+    """What the service model says of lengths, sizes, patterns and choices, and botocore leaves to the service."""
+    if shape.type_name == 'structure':
+        return [each for key, item in value.items() for each in _limits(shape.members[key], item, join(where, key))]
+    found = []
+    if shape.type_name == 'list':
+        found = [each for index, item in enumerate(value) for each in _limits(shape.member, item, f'{where}[{index}]')]
+    if shape.type_name == 'map':
+        found = [each for key, item in value.items() for each in _limits(shape.value, item, join(where, key))]
+    size = value if isinstance(value, int) else len(value)
+    limits = shape.metadata
+    if size > limits.get('max', size):
+        found.append(Problem(where, f'{size} is above {limits["max"]}, which SageMaker allows'))
+    if isinstance(value, str):
+        if 'pattern' in limits and re.fullmatch(limits['pattern'], value) is None:
+            found.append(Problem(where, f'{value!r} is not as SageMaker wants it: {limits["pattern"]}'))
+        if shape.enum and value not in shape.enum:
+            found.append(Problem(where, f'{value!r} is not one of the {len(shape.enum)} that SageMaker knows'))
+    return found
+
+
+def _client(jobs: Sequence[Job]) -> Any:
+    try:
+        import boto3
+    except ImportError as error:
+        raise ValueError('backend.name: sagemaker needs boto3; install diffusion[sagemaker]') from error
+    return _call(boto3.client, 'sagemaker', region_name=jobs[0].spec.options.region)
+
+
+def _call(function: Any, *arguments: Any, **keywords: Any) -> Any:
+    """A call of boto3, its errors in one line."""
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    try:
+        return function(*arguments, **keywords)
+    except (BotoCoreError, ClientError) as error:
+        raise ValueError(f'SageMaker: {error}') from error
+
+
+def _exists(client: Any, pipeline: str) -> bool:
+    listed = _call(client.list_pipelines, PipelineNamePrefix=pipeline)['PipelineSummaries']
+    return any(each['PipelineName'] == pipeline for each in listed)
+
+
+def _newest(jobs: Sequence[Job]) -> list[dict[str, Any]]:
+    """The latest training job of each of ours, of those that there are."""
+    client, found = _client(jobs), []
+    for job in jobs:
+        order = {'SortBy': 'CreationTime', 'SortOrder': 'Descending', 'MaxResults': 20}
+        listed = _call(client.list_training_jobs, NameContains=job.name, **order)['TrainingJobSummaries']
+        own = re.compile(rf'(pipelines-.+-)?{re.escape(job.name)}(-.*)?')
+        found += [each for each in listed if own.fullmatch(each['TrainingJobName'])][:1]
+    return found

@@ -1,0 +1,222 @@
+"""Slurm: an sbatch script that starts the node entry point once a node, and requeues itself."""
+
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from diffusion.launch import environment
+from diffusion.launch.backend import Rendered, environment_of, unmounted
+from diffusion.launch.commands import call
+from diffusion.launch.spec import Job
+from diffusion.schema import Gatherer, Problem, join
+
+AFTER = Path(__file__).with_name('slurm_after.sh')
+"""What the script does when srun has ended."""
+INSTALL = 'run this on a login node of the cluster'
+NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9._-]{0,63}')
+WORD = re.compile(r'[^\s"\'\\#]+')
+"""What needs no quotes in an #SBATCH line, where nothing is expanded."""
+
+
+@dataclass
+class Options:
+    """Slurm's own settings."""
+
+    account: str | None = None
+    """Whom the job is charged to."""
+    gpu_type: str | None = None
+    """What the cluster calls the GPU in a request, such as a100; null asks for any."""
+    cpus_per_node: int | None = None
+    """Cores of a node; null takes whole nodes."""
+    logs: str = 'logs'
+    """Folder of the logs, which all nodes see."""
+    setup: str = ''
+    """Shell lines before the job, on the first node: `source .venv/bin/activate`, `module load cuda`."""
+    raw: dict[str, str | int | bool | None] = field(default_factory=dict)
+    """Further #SBATCH options, or others than ours, by their long names: `constraint: ib`; null drops one, true is
+    one without a value."""
+
+
+def problems(jobs: Sequence[Job]) -> list[Problem]:
+    spec, gather = jobs[0].spec, Gatherer()
+    options: Options = spec.options
+    for job in jobs:
+        if NAME.fullmatch(job.name) is None:
+            gather.problem('name', f'{job.name!r} is no job name; use letters, digits, dots, dashes: at most 64')
+    for where, value in (
+        ('schedule.queue', spec.schedule.queue),
+        ('schedule.priority', spec.schedule.priority),
+        ('workdir', spec.workdir),
+        *((f'backend.{name}', getattr(options, name)) for name in ('account', 'gpu_type', 'logs')),
+        *((f'backend.raw.{name}', value) for name, value in options.raw.items() if not isinstance(value, bool)),
+    ):
+        if value is not None and WORD.fullmatch(str(value)) is None:
+            gather.problem(where, f'{value!r} cannot stand in an #SBATCH line; use no spaces, quotes, # or backslashes')
+    for name in options.raw:
+        if re.fullmatch(r'[a-z][a-z0-9-]*', name) is None:
+            gather.problem(join('backend.raw', name), 'is no long option of sbatch, such as constraint')
+    if spec.schedule.preemptible and spec.schedule.queue is None and spec.schedule.priority is None:
+        gather.problem(
+            'schedule.preemptible', 'is said in Slurm by a partition or a QOS; set schedule.queue or priority'
+        )
+    if spec.image is None and spec.mounts:
+        gather.problem('mounts', 'need an image; without one a job sees the folders of its nodes')
+    for target, source in spec.mounts.items():
+        if not source.startswith('/') or re.search(r'[\s,:]', source + target):
+            gather.problem(join('mounts', target), f'{source!r} is no folder of the nodes; write an absolute path')
+    if spec.image is not None:
+        gather.problems += unmounted(jobs)
+    for name, source in spec.secrets.items():
+        if source is not None:
+            gather.problem(join('secrets', name), 'Slurm has no secrets; leave it null, and export it where you submit')
+    return gather.problems
+
+
+def render(jobs: Sequence[Job]) -> Rendered:
+    files = {f'{job.name}.sbatch': _script(job) for job in jobs}
+    commands = [('sbatch', '--parsable', *(_after('ID') if job.after else ()), f'{job.name}.sbatch') for job in jobs]
+    notes = [f'Logs go to {jobs[0].spec.options.logs}/, which the nodes must share.']
+    if jobs[0].spec.image is not None:
+        notes.append('The image is run by pyxis (srun --container-image); the cluster needs it.')
+    return Rendered(files, tuple(commands), tuple(notes))
+
+
+def validate(rendered: Rendered) -> list[Problem]:
+    """Bash reads the scripts, without running them."""
+    bash = shutil.which('bash')
+    if bash is None:
+        return []
+    found = []
+    for name, text in rendered.files.items():
+        result = subprocess.run([bash, '-n'], input=text, capture_output=True, text=True, check=False)
+        if result.returncode:
+            found.append(Problem('backend.setup', f'{name}: {result.stderr.strip()}'))
+    return found
+
+
+def submit(jobs: Sequence[Job], rendered: Rendered, folder: Path) -> str:
+    Path(jobs[0].spec.options.logs).mkdir(parents=True, exist_ok=True)
+    answers, number = [], ''
+    for job in jobs:
+        dependency = _after(number) if job.after else ()
+        number = call(['sbatch', '--parsable', *dependency, str(folder / f'{job.name}.sbatch')], install=INSTALL)
+        number = number.partition(';')[0]  # --parsable puts the cluster behind it
+        answers.append(f'{job.name}: Slurm job {number}')
+    return '\n'.join(answers)
+
+
+def status(jobs: Sequence[Job]) -> str:
+    names = ','.join(job.name for job in jobs)
+    form = '%i %j %T, %M of %l, restarts and reason: %r'
+    queued = call(['squeue', '--me', f'--name={names}', '--noheader', f'--format={form}'], install=INSTALL)
+    return queued or f'{names}: nothing in the queue; sacct --name={names} says how they ended'
+
+
+def logs(jobs: Sequence[Job]) -> str:
+    folder = Path(jobs[0].spec.options.logs)
+    found = sorted(
+        (path for job in jobs for path in folder.glob(f'{job.name}-*.log')), key=lambda path: path.stat().st_mtime
+    )
+    if not found:
+        raise ValueError(f'logs: {folder} has none of {", ".join(job.name for job in jobs)}; has a job started?')
+    lines = found[-1].read_text(encoding='utf-8', errors='replace').splitlines()
+    return '\n'.join([f'{found[-1]}:', *lines[-100:]])
+
+
+def cancel(jobs: Sequence[Job]) -> str:
+    for job in jobs:
+        call(['scancel', '--me', f'--name={job.name}'], install=INSTALL)
+    return 'cancelled: ' + ', '.join(job.name for job in jobs)
+
+
+def _after(number: str) -> tuple[str, ...]:
+    # A job that failed for good would leave the next one waiting for ever.
+    return f'--dependency=afterok:{number}', '--kill-on-invalid-dep=yes'
+
+
+def _script(job: Job) -> str:
+    spec = job.spec
+    options: Options = spec.options
+    setup = options.setup.strip()
+    lines = [
+        '#!/bin/bash',
+        *_directives(job),
+        '',
+        *(f'export {name}={shlex.quote(value)}' for name, value in environment_of(job, 'slurm').items()),
+        *(['set -e', setup, 'set +e'] if setup else []),
+        '',
+        f'export {environment.ATTEMPT}=${{SLURM_RESTART_COUNT:-0}}',
+        f'logs=$(realpath {options.logs})',
+        f'export {environment.EXIT_FILE}="$logs/{job.name}-$SLURM_JOB_ID.${environment.ATTEMPT}.exits"',
+        f'max_restarts={spec.restart.max_restarts}',
+        *_follows(job),
+        '',
+        'srun --kill-on-bad-exit=1 \\',
+        *_container(job),
+        f'    {job.shell_command}',
+        'status=$?',
+        '',
+    ]
+    return '\n'.join(lines) + AFTER.read_text(encoding='utf-8')
+
+
+def _directives(job: Job) -> list[str]:
+    """The #SBATCH lines, the user's own last."""
+    spec = job.spec
+    options: Options = spec.options
+    schedule = spec.schedule
+    kind = f'{options.gpu_type}:' if options.gpu_type else ''
+    lines: dict[str, str | int | bool | None] = {
+        'job-name': job.name,
+        'nodes': job.nodes,
+        'ntasks-per-node': 1,
+        'gpus-per-node': f'{kind}{spec.gpus_per_node}' if spec.gpu else None,
+        'cpus-per-task': options.cpus_per_node,
+        'exclusive': True if options.cpus_per_node is None else None,
+        'partition': schedule.queue,
+        'qos': schedule.priority,
+        'account': options.account,
+        'chdir': spec.workdir if spec.image is None else None,
+        'time': _time(job.time_limit_seconds),
+        'signal': f'USR1@{schedule.notice_seconds}',
+        'requeue': True,
+        'open-mode': 'append',
+        'output': f'{options.logs}/%x-%j.log',
+    }
+    lines |= options.raw
+    return [
+        f'#SBATCH --{name}' if value is True else f'#SBATCH --{name}={value}'
+        for name, value in lines.items()
+        if value not in (None, False)
+    ]
+
+
+def _container(job: Job) -> list[str]:
+    spec = job.spec
+    if spec.image is None:
+        return []
+    flags = [f'--container-image={spec.image}', '--no-container-mount-home']
+    if spec.workdir:
+        flags.append(f'--container-workdir={spec.workdir}')
+    mounts = ''.join(f',{source}:{target}' for target, source in spec.mounts.items())
+    quoted = [*(shlex.quote(flag) for flag in flags), f'--container-mounts="$logs:$logs"{shlex.quote(mounts)}']
+    return [f'    {flag} \\' for flag in quoted]
+
+
+def _follows(job: Job) -> list[str]:
+    """A shell function: what follows an exit status."""
+    restart = job.spec.restart
+    actions = [f'        {code}) echo {action} ;;' for code, action in restart.actions().items()]
+    return ['follows() {', '    case $1 in', *actions, f'        *) echo {restart.otherwise} ;;', '    esac', '}']
+
+
+def _time(seconds: int | None) -> str | None:
+    """Days-hours:minutes:seconds, rounded up to a minute as Slurm does."""
+    if seconds is None:
+        return None
+    minutes = -(-seconds // 60)
+    return f'{minutes // 1440}-{minutes // 60 % 24:02d}:{minutes % 60:02d}:00'

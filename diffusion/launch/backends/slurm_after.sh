@@ -1,0 +1,22 @@
+# srun's own status is the highest of all nodes, killed ones included; the first that ended badly counts.
+first=$(awk '$1 != 0 { print $1; exit }' "$DIFFUSION_EXIT_FILE" 2>/dev/null)
+status=${first:-$status}
+echo "attempt $DIFFUSION_ATTEMPT ended with $status"
+[ "$status" -ne 0 ] || exit 0
+next=$(follows "$status")
+if [ "$next" = stop ] || [ "$DIFFUSION_ATTEMPT" -ge "$max_restarts" ]; then
+    exit "$status"
+fi
+# A job that was cancelled is not to come back.
+if [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" != RUNNING ]; then
+    exit "$status"
+fi
+trap '' TERM # requeueing ends this script; what follows is still to be done
+scontrol requeue "$SLURM_JOB_ID"
+if [ "$next" = elsewhere ]; then
+    # Slurm takes a list of nodes to avoid for a job that waits, as this one does now.
+    bad=$(awk -v status="$status" '$1 == status { print $2 }' "$DIFFUSION_EXIT_FILE" | sort -u | paste -sd,)
+    avoided=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/.*ExcNodeList=\([^( ]*\).*/\1/p')
+    [ -z "$bad" ] || scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="${avoided:+$avoided,}$bad"
+fi
+exit "$status"

@@ -1,0 +1,134 @@
+"""`diffusion launch`, `status`, `logs` and `cancel`."""
+
+import argparse
+import importlib
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from diffusion.launch.backend import Rendered
+    from diffusion.launch.checking import Checked
+
+_ASKED = dict.fromkeys(('logs', 'cancel'), "the job's YAML, as it was launched") | {
+    'status': "the job's YAML, as it was launched; or the folder of a run, for its attempts and goodput"
+}
+
+
+def add_launch(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `diffusion launch`."""
+    parser.add_argument(
+        'specs', nargs='+', metavar='SPEC', help="jobs' YAML files, then KEY=VALUE for all, such as nodes=2"
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument('--dry-run', action='store_true', help='check, render, validate and cost; submit nothing')
+    what.add_argument('--render', action='store_true', help='print the files that would be submitted')
+    parser.add_argument('--out', type=Path, metavar='DIR', help='write the files there too')
+    parser.set_defaults(run=launch, overrides=[])
+
+
+def add_job(parser: argparse.ArgumentParser, action: str) -> None:
+    """The arguments of `diffusion status`, `logs` and `cancel`."""
+    parser.add_argument('spec', metavar='SPEC', help=_ASKED[action])
+    parser.add_argument('overrides', nargs='*', metavar='KEY=VALUE', help='as they were given to launch')
+    parser.set_defaults(run=ask, action=action)
+
+
+def launch(args: argparse.Namespace) -> int:
+    """Check, render, validate and cost every job, and then submit them; nothing is submitted where one is wrong.
+
+    Raises:
+        ValueError: A spec, or a recipe in it, is wrong; or a scheduler refuses.
+    """
+    from diffusion.launch.cost import table
+
+    paths, overrides = _split([*args.specs, *args.overrides])
+    prepared = [(path, *_prepare(path, overrides)) for path in paths]
+    warnings: dict[str, None] = {}
+    for path, checked, rendered in prepared:
+        if args.out is not None:
+            _write(rendered.files, args.out)
+        if args.render:
+            _print_files(rendered.files)
+            continue
+        print(f'{path}: {checked.spec.backend}')
+        lines, found = table(checked.jobs, checked.gpu)
+        warnings |= dict.fromkeys(found)
+        for line in lines:
+            print(f'  {line}')
+        for command in rendered.commands:
+            print(f'  submit: {" ".join(command)}')
+        for note in rendered.notes:
+            print(f'  note: {note}')
+        for problem in checked.absent:
+            print(f'  before it can be submitted: {problem}')
+    if args.render:
+        return 0
+    for warning in warnings:
+        print(f'warning: {warning}')
+    if args.dry_run:
+        print('ok; nothing was submitted')
+        return 0
+    absent = [problem for _, checked, _ in prepared for problem in checked.absent]
+    if absent:
+        raise ValueError('nothing was submitted:\n  ' + '\n  '.join(str(problem) for problem in absent))
+    for _, checked, rendered in prepared:
+        with tempfile.TemporaryDirectory(prefix='diffusion-launch-') as folder:
+            _write(rendered.files, Path(folder))
+            print(checked.backend.submit(checked.jobs, rendered, Path(folder)))
+    return 0
+
+
+def ask(args: argparse.Namespace) -> int:
+    """Ask the scheduler of a job about it, or to stop it.
+
+    Raises:
+        ValueError: The spec is wrong, or the scheduler does not answer.
+    """
+    from diffusion.launch.checking import check, load
+
+    if args.action == 'status' and Path(args.spec).is_dir():
+        print(importlib.import_module('diffusion.launch.attempts').report(Path(args.spec)))
+        return 0
+    checked = check(load(args.spec, args.overrides), args.spec)
+    print(getattr(checked.backend, args.action)(checked.jobs))
+    return 0
+
+
+def _prepare(path: str, overrides: Sequence[str]) -> 'tuple[Checked, Rendered]':
+    """The checked spec and what it renders to.
+
+    Raises:
+        RecipeError: With every mistake, of the spec, its recipes, or what is rendered.
+    """
+    from diffusion.config import RecipeError
+    from diffusion.launch.checking import check, load
+
+    checked = check(load(path, overrides), path)
+    rendered = checked.backend.render(checked.jobs)
+    problems = checked.backend.validate(rendered)
+    if problems:
+        raise RecipeError(problems, path)
+    return checked, rendered
+
+
+def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    paths = [word for word in words if '=' not in word]
+    if not paths:
+        raise ValueError('launch: no job is given; name a YAML file, such as yamls/launch/phase1-slurm.yaml')
+    return paths, [word for word in words if '=' in word]
+
+
+def _write(files: dict[str, str], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        unfinished = folder / f'.{name}.unfinished'
+        unfinished.write_text(text, encoding='utf-8')
+        unfinished.replace(folder / name)
+
+
+def _print_files(files: dict[str, str]) -> None:
+    for name, text in files.items():
+        print(f'# {name}')
+        print(text)

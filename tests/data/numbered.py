@@ -1,0 +1,85 @@
+"""Datasets whose every sample can be told from every other: numbers that stand for its bytes."""
+
+import hashlib
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from streaming import MDSWriter, Stream
+
+from diffusion.data import keys
+from diffusion.data.bad_samples import BadSample
+from diffusion.data.buckets import square
+from diffusion.data.loader import BucketedLoader
+from diffusion.data.shard_cache import home
+from diffusion.data.streams import Bucket, BucketedDataset
+
+SAMPLES = 60
+
+
+def payload(index: int, salt: str = '') -> bytes:
+    """Some 700 bytes that no other sample has."""
+    return b''.join(hashlib.sha256(f'{salt}{index} {part}'.encode()).digest() for part in range(20 + index % 5))
+
+
+def number(content: bytes) -> int:
+    return int.from_bytes(hashlib.sha256(content).digest()[:6], 'big')
+
+
+def write_samples(folder: Path, *, salt: str = '', count: int = SAMPLES, bad: frozenset[int] = frozenset(), **settings):
+    """Shards of about ten samples; those of `bad` cannot be decoded."""
+    settings = {'hashes': ['sha1', 'xxh64'], 'size_limit': 8192} | settings
+    with MDSWriter(out=str(folder), columns={'payload': 'bytes', 'key': 'str'}, **settings) as writer:
+        for index in range(count):
+            content = b'bad' + payload(index, salt) if index in bad else payload(index, salt)
+            writer.write({'payload': content, 'key': f'k{index}'})
+    return folder
+
+
+class Numbers(BucketedDataset):
+    """Items with the `number` of a sample."""
+
+    def __init__(self, buckets: list[Bucket], **settings: Any) -> None:
+        super().__init__(buckets, columns=[('payload',)], seed=3, **settings)
+
+    def item(self, at: int) -> dict[str, Any]:
+        content = self.get_item(at)['payload']
+        if content.startswith(b'bad'):
+            raise BadSample(f'{self.where(at)}: bad')
+        return {'number': number(content)}
+
+
+def loader_over(
+    remote: str | Path | None, local: Path, *, workers: int = 0, loader: dict[str, Any] | None = None, **settings
+) -> BucketedLoader:
+    """Batches of six; keywords of Stream, of the dataset, and `loader` for those of the loader."""
+    names = ('download_retry', 'download_timeout', 'validate_hash', 'keep_zip')
+    stream = {name: settings.pop(name) for name in names if name in settings}
+    made = Stream(remote=None if remote is None else str(remote), local=str(local), **stream)
+    settings = {'elastic': True, 'shuffle': True, 'num_canonical_nodes': 1} | settings
+    dataset = Numbers([Bucket('a', made, square(32))], batch_size=6, **settings)
+    prefetch = 2 if workers else None
+    keywords: dict[str, Any] = {'timeout': 60} | (loader or {})
+    return BucketedLoader(dataset, batch_size=6, num_workers=workers, prefetch_factor=prefetch, **keywords)
+
+
+def cached_loader(url: str, cache: Path, **settings) -> BucketedLoader:
+    """The same, with the shards in a cache folder."""
+    return loader_over(url, home(cache, url), cache_folder=str(cache), **settings)
+
+
+def served(loader: BucketedLoader) -> dict[int, int]:
+    """The number of every sample of an epoch, by id; a sample that comes twice must come alike."""
+    found: dict[int, int] = {}
+    for batch in loader:
+        for index, value in zip(batch[keys.SAMPLE_ID].tolist(), batch['number'].tolist(), strict=True):
+            assert found.setdefault(index, value) == value
+    return found
+
+
+def expected(salt: str = '', count: int = SAMPLES) -> dict[int, int]:
+    return {index: number(payload(index, salt)) for index in range(count)}
+
+
+def shards_of(reads: Counter[str]) -> dict[str, int]:
+    return {key.rpartition('/')[2]: count for key, count in reads.items()}

@@ -1,0 +1,124 @@
+"""Real runs whose data fails them: all ranks stop at one batch with one message, and go on when it is mended."""
+
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from ranks import largest_difference, read_losses
+
+pytest_plugins = ('flaky_store',)
+pytestmark = [pytest.mark.slow, pytest.mark.dist]
+
+BROKEN = {5, 23, 42, 61}
+COUNT = 88
+
+
+@pytest.fixture(scope='module')
+def pictures_of_two_kinds(tmp_path_factory):
+    """Whole pictures, and the same of which some cannot be decoded."""
+    from conftest import CAPTIONS, draw_picture
+    from streaming import MDSWriter
+
+    folders = {}
+    for name, broken in (('whole', set()), ('broken', BROKEN)):
+        folders[name] = tmp_path_factory.mktemp('data') / name
+        columns = {'image': 'bytes', 'captions': 'json', 'key': 'str'}
+        with MDSWriter(out=str(folders[name]), columns=columns, hashes=['xxh64'], size_limit=4096) as writer:
+            for index in range(COUNT):
+                image = draw_picture(index, 32)
+                image = image[:60] if index in broken else image
+                writer.write({'image': image, 'captions': [CAPTIONS[index % len(CAPTIONS)]], 'key': f'p{index}'})
+    return folders
+
+
+@pytest.fixture
+def recipe(tmp_path, tiny_recipe):
+    """Writes a recipe of eleven batches to an epoch, in the order of the data."""
+
+    def write(name: str, stream: dict, **loader) -> Path:
+        content = tiny_recipe(tmp_path / 'runs', name=name)
+        content['streams'] = {'photos': {'resolution': 32} | stream}
+        content['loader'] = {'num_workers': 0, 'num_canonical_nodes': 1, 'timeout_seconds': 60} | loader
+        content['trainer'] |= {'max_duration': '11ba', 'save_interval': '100ba'}
+        path = tmp_path / f'{name}.yaml'
+        path.write_text(yaml.safe_dump(content))
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize(('ranks_count', 'workers'), [(1, 0), (1, 2), (2, 0), (2, 2)])
+def test_a_shard_that_goes_while_training_stops_all_ranks_which_go_on_when_it_is_back(
+    store, pictures_of_two_kinds, recipe, ranks, tmp_path, ranks_count, workers
+):
+    source = pictures_of_two_kinds['whole']
+    last = sorted(path.name for path in source.glob('*.mds'))[-1]
+    url = store.upload(source, f'stop{ranks_count}{workers}{time.time_ns()}')
+    settings = {'num_workers': workers, 'predownload': 8, 'shuffle': False}
+    stream = {'remote': url, 'local': str(tmp_path / 'local'), 'download_retry': 1}
+    ranks.run(ranks_count, recipe('whole', {'local': str(source)}, **settings))
+
+    body = (source / last).read_bytes()
+    store.delete(url, last)
+    begin = time.monotonic()
+    job = ranks.start(ranks_count, recipe('stopped', stream, **settings), environment=store.environment)
+    statuses, output = job.wait(timeout=90), job.output()
+    assert all(statuses), output
+    told = re.findall(rf'^(?:rank 1: )?error: streams.photos: {url}/{last}: .*$', output, flags=re.MULTILINE)
+    assert len(told) == ranks_count, output
+    saved = re.findall(r'ba(\d+) is saved; the same command goes on from there', output)
+    assert len(saved) == ranks_count and len(set(saved)) == 1 and int(saved[0]) >= 4, output
+    assert time.monotonic() - begin < 60
+
+    store.put(url, last, body)
+    job = ranks.start(ranks_count, recipe('stopped', stream, **settings), environment=store.environment)
+    assert job.wait() == [0] * ranks_count, job.output()
+    assert read_losses(tmp_path / 'runs' / 'stopped') == read_losses(tmp_path / 'runs' / 'whole')
+
+
+def test_bad_samples_are_replaced_alike_on_one_and_two_ranks_and_after_a_resume(
+    pictures_of_two_kinds, recipe, ranks, tmp_path
+):
+    stream, runs = {'local': str(pictures_of_two_kinds['broken'])}, tmp_path / 'runs'
+    allowed = {'max_bad_samples': 0.5}
+    ranks.run(1, recipe('one', stream, **allowed))
+    ranks.run(2, recipe('two', stream, num_workers=1, **allowed))
+    ranks.run(1, recipe('parts', stream, **allowed), 'trainer.max_duration=5ba')
+    ranks.run(1, recipe('parts', stream, **allowed))
+    losses = {name: read_losses(runs / name) for name in ('one', 'two', 'parts')}
+    assert losses['parts'] == losses['one']
+    assert largest_difference(losses['one'], losses['two']) < 1e-4
+    notes = {name: lines_of(runs / name / 'quarantine.jsonl') for name in losses}
+    for found in notes.values():
+        assert {note['sample_id'] for note in found} == BROKEN and len(found) == len(BROKEN)
+    by_id = {name: {note.pop('sample_id'): note for note in found} for name, found in notes.items()}
+    assert by_id['one'] == by_id['two'] == by_id['parts']
+    some = by_id['one'][23]
+    assert (some['key'], some['stream'], some['epoch']) == ('p23', 'photos', 0)
+    assert re.fullmatch(r'streams.photos: sample 23 .row \d of shard.0000\d.mds.: the picture cannot .*', some['error'])
+    metrics = lines_of(runs / 'parts' / 'metrics.jsonl')
+    counts = [line['data/replaced_samples'] for line in metrics if 'data/replaced_samples' in line]
+    assert counts == sorted(counts) and counts[-1] == len(BROKEN), 'the count goes on after a resume'
+
+
+def lines_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_too_many_bad_samples_stop_all_ranks(recipe, ranks, tmp_path):
+    from conftest import draw_picture
+    from streaming import MDSWriter
+
+    with MDSWriter(out=str(tmp_path / 'bad'), columns={'image': 'bytes', 'caption': 'str'}) as writer:
+        for index in range(COUNT):
+            image = draw_picture(index, 32)
+            writer.write({'image': image[:60] if index % 3 == 0 else image, 'caption': 'a'})
+    job = ranks.start(2, recipe('bad', {'local': str(tmp_path / 'bad')}))
+    statuses, output = job.wait(timeout=90), job.output()
+    assert all(statuses)
+    told = re.findall(r'error: loader.max_bad_samples: (\d+) of (\d+) samples could not be decoded', output)
+    assert len(told) == 2 and len(set(told)) == 1 and int(told[0][0]) > 8, output
+    assert f'see {tmp_path}/runs/bad/quarantine.jsonl' in output

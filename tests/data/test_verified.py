@@ -1,0 +1,396 @@
+"""Nothing is served wrong: what an object store and a disk may do to shards, and what comes of it."""
+
+import contextlib
+import json
+import logging
+import multiprocessing
+import os
+import re
+import resource
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import streaming.base.storage.download as download
+from numbered import expected, loader_over, payload, served, shards_of, write_samples
+from processes import forked, is_running, status_of
+
+from diffusion.data import fetch, keys
+from diffusion.data.failures import DataError
+
+pytest_plugins = ('flaky_store',)
+
+WORKERS = pytest.mark.parametrize('workers', [0, 2])
+LAST = 'shard.00005.mds'
+
+
+@pytest.fixture
+def bucket(store, tmp_path):
+    """The URL of a dataset."""
+    return store.upload(write_samples(tmp_path / 'source'), bucket_name(tmp_path))
+
+
+def bucket_name(folder: Path) -> str:
+    return 'b' + re.sub('[^a-z0-9]', '', str(folder).lower())[-50:]
+
+
+@contextlib.contextmanager
+def within(seconds: float) -> Iterator[None]:
+    begin = time.monotonic()
+    yield
+    assert time.monotonic() - begin < seconds
+
+
+# -- a store that fails for a while, or for good --
+
+
+def test_a_sound_store_is_read_once(store, bucket, tmp_path):
+    assert served(loader_over(bucket, tmp_path / 'local')) == expected()
+    assert set(store.shard_reads().values()) == {1}
+
+
+@pytest.mark.parametrize('what', [500, 403, 404, 'cut', 'flip'])
+def test_a_read_that_fails_for_a_while_is_made_again(store, bucket, tmp_path, what):
+    store.fail('shard.00002', what, times=2)
+    assert served(loader_over(bucket, tmp_path / 'local')) == expected()
+    assert shards_of(store.reads)['shard.00002.mds'] == 3
+
+
+@WORKERS
+@pytest.mark.parametrize(
+    ('what', 'told'),
+    [
+        (404, 'NoSuchKey|not found'),
+        (403, 'AccessDenied|not found'),
+        (500, 'InternalError'),
+        ('cut', r'IncompleteRead|bytes, its index says'),
+        ('flip', r'xxh64 [0-9a-f]{16}, its index says [0-9a-f]{16}; 2 tries'),
+    ],
+)
+def test_a_shard_that_stays_bad_stops_the_epoch_with_its_name(store, bucket, tmp_path, workers, what, told):
+    store.fail('shard.00003', what)
+    loader = loader_over(bucket, tmp_path / 'local', workers=workers, download_retry=1)
+    with within(20), pytest.raises(DataError, match=told) as caught:
+        served(loader)
+    assert str(caught.value).startswith(f'streams.a: {bucket}/shard.00003.mds: ')
+    assert not (tmp_path / 'local' / 'shard.00003.mds').exists()
+
+
+@WORKERS
+def test_a_store_that_stalls_is_waited_for_no_longer_than_said(store, bucket, tmp_path, workers):
+    store.fail('shard.00001', 60.0)
+    loader = loader_over(bucket, tmp_path / 'local', workers=workers, download_timeout=0.5, download_retry=1)
+    with within(20), pytest.raises(DataError, match=r'shard.00001.mds: \d+ bytes came in 0.5 s and more; 2 tries'):
+        served(loader)
+
+
+@pytest.mark.parametrize(('bytes_a_second', 'enough'), [(4000, True), (400, False)])
+def test_a_store_that_is_slow_is_waited_for_while_it_moves(tmp_path, monkeypatch, bytes_a_second, enough):
+    """A shard of 8 kB in 2 seconds, or in 20."""
+    monkeypatch.setattr(fetch, 'PROGRESS_BYTES', 1000)
+    monkeypatch.setattr(Elsewhere, 'bytes_a_second', bytes_a_second)
+    monkeypatch.setitem(download.DOWNLOADER_MAPPINGS, 'elsewhere', Elsewhere)
+    source = write_samples(tmp_path / 'source', count=12)
+    loader = loader_over(f'elsewhere:/{source}', tmp_path / 'local', download_timeout=0.7, download_retry=0)
+    if enough:
+        assert served(loader) == expected(count=12)
+    else:
+        with pytest.raises(DataError, match=r'\d+ bytes came in 0.7 s and more; 1 tries'):
+            served(loader)
+
+
+class Elsewhere(download.LocalDownloader):
+    """A cloud of its own: its URLs are paths after their scheme."""
+
+    bytes_a_second = 10**9
+
+    @staticmethod
+    def _client_identifier() -> str:
+        return 'elsewhere'
+
+    def _download_file_impl(self, remote: str, local: str, timeout: float) -> None:
+        content = Path(remote.removeprefix('elsewhere:/')).read_bytes()
+        piece = 10**9 if remote.endswith('.json') else max(1, self.bytes_a_second // 20)
+        with open(local, 'wb', buffering=0) as file:
+            for start in range(0, len(content), piece):
+                file.write(content[start : start + piece])
+                time.sleep(piece / self.bytes_a_second if piece < len(content) else 0)
+
+
+@WORKERS
+@pytest.mark.parametrize('what', ['deleted', 'overwritten'])
+def test_a_shard_that_changes_in_the_store_while_training(store, bucket, tmp_path, workers, what):
+    loader = loader_over(
+        bucket, tmp_path / 'local', workers=workers, predownload=6, shuffle=False, num_canonical_nodes=1
+    )
+    iterator = iter(loader)
+    next(iterator)
+    if what == 'deleted':
+        store.delete(bucket, LAST)
+    else:
+        store.put(bucket, LAST, b'something else')
+    with within(20), pytest.raises(DataError, match=f'streams.a: {bucket}/{LAST}: '):
+        for _ in iterator:
+            pass
+
+
+def test_a_failure_leaves_nothing_that_a_later_run_trips_over(store, bucket, tmp_path):
+    store.fail('shard.00003', 500)
+    with pytest.raises(DataError):
+        served(loader_over(bucket, tmp_path / 'local', download_retry=0))
+    store.faults.clear()
+    assert served(loader_over(bucket, tmp_path / 'local')) == expected()
+
+
+def test_a_worker_that_dies_ends_the_epoch(store, bucket, tmp_path):
+    loader = loader_over(bucket, tmp_path / 'local', workers=2, predownload=6, shuffle=False)
+    store.fail(LAST, 30.0)
+    iterator = iter(loader)
+    next(iterator)
+    multiprocessing.active_children()[0].kill()
+    with within(20), pytest.raises(DataError, match='DataLoader worker'):
+        for _ in iterator:
+            pass
+
+
+def test_the_wait_for_a_worker_has_an_end_that_names_what_is_fetched(store, bucket, tmp_path):
+    store.fail('shard.0000', 30.0)
+    loader = loader_over(bucket, tmp_path / 'local', workers=2, loader={'timeout': 2})
+    with within(25), pytest.raises(DataError, match='timeout_seconds: no batch came for 2 s; being fetched: streams.a'):
+        served(loader)
+
+
+# -- what lies in the local folder --
+
+
+@pytest.mark.parametrize('harm', ['truncated', 'flipped', 'emptied', 'grown'])
+def test_a_damaged_shard_of_an_earlier_run_is_fetched_again(store, bucket, tmp_path, caplog, harm):
+    local = tmp_path / 'local'
+    served(loader_over(bucket, local))
+    store.reads.clear()
+    damage_file(local / 'shard.00004.mds', harm)
+    assert served(loader_over(bucket, local)) == expected()
+    assert shards_of(store.shard_reads()) == {'shard.00004.mds': 1}
+    assert re.search(r'streams.a: .*shard.00004.mds: .*its index says .*; it is fetched again', caplog.text)
+
+
+def damage_file(path: Path, harm: str) -> None:
+    content = bytearray(path.read_bytes())
+    if harm == 'flipped':
+        content[len(content) // 2] ^= 16
+    path.write_bytes({'truncated': content[:-100], 'flipped': content, 'emptied': b'', 'grown': content + b'x'}[harm])
+
+
+def test_a_sound_cache_is_not_fetched_again(store, bucket, tmp_path):
+    served(loader_over(bucket, tmp_path / 'local'))
+    store.reads.clear()
+    assert served(loader_over(bucket, tmp_path / 'local')) == expected()
+    assert not store.shard_reads()
+
+
+@WORKERS
+def test_a_damaged_shard_of_local_data_is_an_error_with_what_was_found(tmp_path, workers):
+    local = write_samples(tmp_path / 'local')
+    damage_file(local / 'shard.00002.mds', 'truncated')
+    size = (local / 'shard.00002.mds').stat().st_size
+    loader = loader_over(None, local, workers=workers)
+    told = f'{local}/shard.00002.mds: {size} bytes, its index says {size + 100}'
+    with within(20), pytest.raises(DataError, match=f'^streams.a: {re.escape(told)}. Way out: restore it'):
+        served(loader)
+    assert (local / 'shard.00002.mds').stat().st_size == size, 'what is not a cache is left alone'
+
+
+@WORKERS
+@pytest.mark.parametrize('harm', ['deleted', 'overwritten'])
+def test_local_data_that_changes_while_training_is_noticed(tmp_path, workers, harm):
+    """The shard has been found sound and has been read before."""
+    local = write_samples(tmp_path / 'local')
+    loader = loader_over(None, local, workers=workers, predownload=6)
+    iterator = iter(loader)
+    for _ in range(2):
+        next(iterator)
+    for shard in local.glob('*.mds'):
+        shard.unlink() if harm == 'deleted' else damage_file(shard, 'flipped')
+    with within(20), pytest.raises(DataError, match=r'streams.a: .*shard.0000\d.mds: '):
+        for _ in iterator:
+            pass
+
+
+def test_a_cached_shard_that_is_overwritten_while_training_is_fetched_again(store, bucket, tmp_path):
+    local = tmp_path / 'local'
+    loader = loader_over(bucket, local, predownload=60)
+    found = {}
+    for batch in loader:
+        for shard in local.glob('*.mds'):
+            damage_file(shard, 'flipped')
+        found |= dict(zip(batch[keys.SAMPLE_ID].tolist(), batch['number'].tolist(), strict=True))
+    assert found == expected()
+
+
+def test_a_shard_that_somebody_only_touches_is_served_on(tmp_path):
+    local = write_samples(tmp_path / 'local')
+    for batch in loader_over(None, local):
+        for shard in local.glob('*.mds'):
+            os.utime(shard)
+        assert len(batch['number']) == 6
+
+
+# -- hashes, compression, the index --
+
+
+@pytest.mark.parametrize('hashes', [['sha1'], ['xxh64'], ['md5', 'sha256']])
+def test_whatever_hash_there_is_is_used(store, tmp_path, hashes):
+    url = store.upload(write_samples(tmp_path / 'source', hashes=hashes), bucket_name(tmp_path))
+    store.fail('shard.00001', 'flip')
+    with pytest.raises(DataError, match=rf'shard.00001.mds: ({"|".join(hashes)}) [0-9a-f]+, its index says'):
+        served(loader_over(url, tmp_path / 'local', download_retry=0))
+
+
+def test_without_hashes_sizes_are_checked_and_that_is_said(store, tmp_path, caplog):
+    url = store.upload(write_samples(tmp_path / 'source', hashes=[]), bucket_name(tmp_path))
+    store.put(url, 'shard.00001.mds', b'short')
+    with pytest.raises(DataError, match=r'shard.00001.mds: 5 bytes, its index says \d+'):
+        served(loader_over(url, tmp_path / 'local', download_retry=0))
+    assert 'streams.a: its shards have no hashes; only their sizes are checked' in caplog.text
+
+
+def test_a_demanded_hash_that_is_not_there_is_refused_at_once(tmp_path):
+    with pytest.raises(ValueError, match=r'streams.a.validate_hash: its shards have no xxh3_64, but sha1, xxh64; '):
+        loader_over(None, write_samples(tmp_path / 'local'), validate_hash='xxh3_64')
+
+
+@pytest.mark.parametrize('keep_zip', [False, True])
+def test_compressed_shards_are_checked_before_and_after(store, tmp_path, keep_zip):
+    url = store.upload(write_samples(tmp_path / 'source', compression='zstd'), bucket_name(tmp_path))
+    store.fail('shard.00001', 'flip', times=1)
+    local = tmp_path / 'local'
+    assert served(loader_over(url, local, keep_zip=keep_zip)) == expected()
+    assert bool(list(local.glob('*.zstd'))) == keep_zip
+    store.reads.clear()
+    damage_file(local / 'shard.00002.mds', 'flipped')
+    assert served(loader_over(url, local, keep_zip=keep_zip)) == expected()
+    assert shards_of(store.shard_reads()) == {'shard.00002.mds.zstd': 1}
+
+
+def test_compressed_local_data_is_unpacked_again(tmp_path):
+    local = write_samples(tmp_path / 'local', compression='zstd')
+    assert served(loader_over(None, local)) == expected()
+    damage_file(local / 'shard.00002.mds', 'flipped')
+    assert served(loader_over(None, local)) == expected()
+    damage_file(local / 'shard.00002.mds', 'flipped')
+    damage_file(local / 'shard.00002.mds.zstd', 'flipped')
+    with pytest.raises(DataError, match=r'shard.00002.mds.zstd: xxh64 .*its index says'):
+        served(loader_over(None, local))
+
+
+@pytest.mark.parametrize('hashes', [['xxh64'], []])
+def test_a_dataset_that_was_written_anew_is_never_mixed_with_the_old(store, tmp_path, caplog, hashes):
+    url = store.upload(write_samples(tmp_path / 'source', hashes=hashes), bucket_name(tmp_path))
+    local = tmp_path / 'local'
+    assert served(loader_over(url, local)) == expected()
+    for path in write_samples(tmp_path / 'again', salt='other', hashes=hashes).iterdir():
+        store.put(url, path.name, path.read_bytes())
+    if not hashes:  # alike to the last byte but for its place, an index says nothing of a dataset
+        index = json.loads((tmp_path / 'again' / 'index.json').read_text())
+        store.put(url, 'index.json', json.dumps(index, indent=1).encode())
+    assert served(loader_over(url, local)) == expected('other')
+    assert 'streams.a: the dataset was written anew since it was cached' in caplog.text
+
+
+def test_a_store_without_an_index_serves_what_is_cached(store, bucket, tmp_path, caplog):
+    served(loader_over(bucket, tmp_path / 'local'))
+    store.fail('index.json', 404)
+    assert served(loader_over(bucket, tmp_path / 'local')) == expected()
+    assert 'going on with the one in' in caplog.text
+
+
+@pytest.mark.parametrize(
+    ('content', 'told'),
+    [
+        (b'{"version": 2, "shards": [{"sam', 'is not an index of MDS shards .JSONDecodeError'),
+        (b'[]', 'is not an index of MDS shards .TypeError'),
+        (b'{"version": 1, "shards": []}', 'version 1, not 2'),
+    ],
+)
+def test_an_index_that_is_none_is_refused(store, bucket, tmp_path, content, told):
+    store.put(bucket, 'index.json', content)
+    with pytest.raises(ValueError, match=f'streams.a.remote: {bucket}/index.json: .*{told}'):
+        loader_over(bucket, tmp_path / 'local')
+    assert not list((tmp_path / 'local').iterdir())
+
+
+@pytest.mark.parametrize('name', ['../outside.mds', '/outside.mds'])
+def test_an_index_that_points_outside_of_its_folder_is_refused(tmp_path, name):
+    local = write_samples(tmp_path / 'local')
+    index = json.loads((local / 'index.json').read_text())
+    index['shards'][1]['raw_data']['basename'] = name
+    (local / 'index.json').write_text(json.dumps(index))
+    with pytest.raises(ValueError, match='names a file outside of its folder'):
+        loader_over(None, local)
+
+
+def test_a_cut_index_is_fetched_again(store, bucket, tmp_path):
+    store.fail('index.json', 'cut', times=1)
+    assert served(loader_over(bucket, tmp_path / 'local')) == expected()
+
+
+# -- the disk --
+
+
+def test_a_full_disk_is_said(store, bucket, tmp_path):
+    def small_disk() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (6000, resource.RLIM_INFINITY))
+        with pytest.raises(DataError, match=r'shard.0000\d.mds: no room on the disk: .*Way out: make room in .*local'):
+            served(loader_over(bucket, tmp_path / 'local'))
+
+    assert status_of(forked(small_disk)) == 0
+    assert not list((tmp_path / 'local').rglob('*.mds'))
+
+
+def test_killed_while_fetching_the_next_start_is_right(store, bucket, tmp_path):
+    local = tmp_path / 'local'
+    store.fail('shard.00002', 30.0, times=1)
+    pid = forked(lambda: served(loader_over(bucket, local, shuffle=False)))
+    while not any('shard.00002' in key for key in store.reads):
+        assert is_running(pid)
+        time.sleep(0.02)
+    os.kill(pid, signal.SIGKILL)
+    assert status_of(pid) == -signal.SIGKILL
+    assert list(local.glob('.shard.00002*'))
+    assert served(loader_over(bucket, local)) == expected()
+    assert not [path for path in local.iterdir() if path.name.startswith('.')]
+
+
+# -- other clouds --
+
+
+def test_streams_of_several_clouds_and_a_mount_at_once(store, bucket, tmp_path, monkeypatch):
+    from numbered import Numbers
+    from streaming import Stream
+
+    from diffusion.data.buckets import square
+    from diffusion.data.loader import BucketedLoader
+    from diffusion.data.streams import Bucket
+
+    monkeypatch.setitem(download.DOWNLOADER_MAPPINGS, 'elsewhere', Elsewhere)
+    remotes = {
+        's3': bucket,
+        'other': f'elsewhere:/{write_samples(tmp_path / "other", salt="other")}',
+        'mount': str(write_samples(tmp_path / 'mount', salt='mount')),
+    }
+    streams = {name: Stream(remote=remote, local=str(tmp_path / 'local' / name)) for name, remote in remotes.items()}
+    buckets = [Bucket(name, stream, square(32)) for name, stream in streams.items()]
+    loader = BucketedLoader(Numbers(buckets, batch_size=6, elastic=True, batching_method='per_stream'), batch_size=6)
+    whole = [number for salt in ('', 'other', 'mount') for number in expected(salt).values()]
+    assert served(loader) == dict(enumerate(whole))
+
+
+def test_payloads_differ():
+    assert len({payload(index, salt) for index in range(60) for salt in ('', 'other')}) == 120
+
+
+@pytest.fixture(autouse=True)
+def _log_everything(caplog):
+    caplog.set_level(logging.INFO)

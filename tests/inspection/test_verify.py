@@ -1,0 +1,298 @@
+"""`diffusion data verify` on real shards, sound and damaged."""
+
+import hashlib
+import io
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from streaming import MDSWriter
+
+from diffusion.cli import main
+from diffusion.data import keys
+
+SOUND, DAMAGED, MISTAKEN = 0, 3, 2
+
+
+@pytest.fixture
+def verify(write_recipe, capsys):
+    """Verifies streams by name; returns the exit status and the lines that were printed."""
+
+    def run(streams, *words, **sections):
+        path = write_recipe(streams={name: {'resolution': 32} | stream for name, stream in streams.items()}, **sections)
+        status = main(['data', 'verify', str(path), '--jobs', '1', *words])
+        told = capsys.readouterr()
+        return status, (told.out + told.err).splitlines()
+
+    return run
+
+
+@pytest.fixture
+def copied(pictures, tmp_path):
+    return Path(shutil.copytree(pictures[32], tmp_path / 'copied'))
+
+
+def first_shard(folder):
+    return sorted(folder.glob('shard.*.mds'))[0]
+
+
+def write(folder, samples, columns, **options):
+    with MDSWriter(out=str(folder), columns=columns, **options) as writer:
+        for sample in samples:
+            writer.write(sample)
+    return {'local': str(folder)}
+
+
+def jpeg(side=32):
+    buffer = io.BytesIO()
+    noise = np.random.default_rng(0).integers(0, 256, (side, side, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(buffer, 'JPEG')
+    return buffer.getvalue()
+
+
+def test_sound_streams_are_ok_and_counted(verify, pictures):
+    status, lines = verify({'small': {'local': str(pictures[32])}, 'large': {'local': str(pictures[64])}})
+    assert status == SOUND
+    shards = {side: len(list(folder.glob('*.mds'))) for side, folder in pictures.items()}
+    size = {side: sum(path.stat().st_size for path in folder.glob('*.mds')) for side, folder in pictures.items()}
+    assert lines[0].startswith(
+        f'streams.large: ok; {shards[64]} of {shards[64]} shards, 24 samples, {size[64] / 1e6:.1f} MB'
+    )
+    assert lines[1].startswith(f'streams.small: ok; {shards[32]} of {shards[32]} shards, 40 samples')
+
+
+@pytest.mark.slow
+def test_several_processes_find_the_same(write_recipe, copied, pictures, capsys):
+    first_shard(copied).write_bytes(b'')
+    path = write_recipe(streams={'a': {'local': str(copied), 'resolution': 32}})
+    told = []
+    for jobs in ('1', '2'):
+        assert main(['data', 'verify', str(path), '--jobs', jobs]) == DAMAGED
+        told.append([line.partition(' MB,')[0] for line in capsys.readouterr().out.splitlines()])
+    assert told[0] == told[1]
+
+
+def test_a_flipped_bit_is_found_by_its_hash(verify, copied):
+    shard = first_shard(copied)
+    content = bytearray(shard.read_bytes())
+    expected = hashlib.sha1(content).hexdigest()
+    content[-20] ^= 1
+    shard.write_bytes(content)
+    status, lines = verify({'a': {'local': str(copied)}})
+    assert status == DAMAGED
+    assert f'  {shard.name}: sha1 {hashlib.sha1(content).hexdigest()}, its index says {expected}' in lines
+
+
+def test_a_shard_cut_short_names_the_rows_that_are_gone(verify, copied):
+    shard = first_shard(copied)
+    samples = json.loads((copied / 'index.json').read_text())['shards'][0]['samples']
+    size = shard.stat().st_size
+    shard.write_bytes(shard.read_bytes()[: size // 2])
+    status, lines = verify({'a': {'local': str(copied)}})
+    assert status == DAMAGED
+    assert f'  {shard.name}: {size // 2} bytes, its index says {size}' in lines
+    assert any(f'{shard.name}, row' in line and line.partition(': ')[0].endswith(f'{samples - 1}') for line in lines)
+    assert len(lines) < 8
+
+
+def test_a_missing_shard_is_named(verify, copied):
+    first_shard(copied).unlink()
+    status, lines = verify({'a': {'local': str(copied)}})
+    assert status == DAMAGED
+    assert f'  {first_shard(copied).name.replace("00001", "00000")}: it is not there' in lines
+
+
+def test_a_picture_that_is_none_and_captions_that_are_none_have_their_rows(verify, tmp_path):
+    good = {'image': jpeg(), 'captions': ['a'], 'width': 32, 'height': 32}
+    bad = [{'image': b'no picture'}, {'captions': []}, {'captions': ['']}, {'width': 31}, {'captions': [1]}]
+    columns = {'image': 'bytes', 'captions': 'json', 'width': 'int', 'height': 'int'}
+    stream = write(tmp_path / 'd', [good, *(good | change for change in bad)], columns)
+    status, lines = verify({'a': stream})
+    assert status == DAMAGED
+    told = '\n'.join(lines)
+    assert 'shard.00000.mds, row 0' not in told
+    for row, what in (
+        (1, 'its picture cannot be decoded'),
+        (2, r'its caption is \[\]'),
+        (5, r'its caption is \[1\]'),
+    ):
+        assert f'  shard.00000.mds, row {row}: {what}'.replace('\\', '') in told
+    assert '  warning: shard.00000.mds, row 3: its captions are empty' in told
+    assert '  warning: shard.00000.mds, row 4: its picture has 32x32 pixels, its columns say 31x32' in told
+
+
+def test_zeroed_bytes_inside_a_jpeg_are_a_warning_without_hashes(verify, tmp_path):
+    """Pillow decodes it without a word."""
+    damaged = bytearray(jpeg(256))
+    damaged[20_000:22_000] = bytes(2000)
+    status, lines = verify({'a': write(tmp_path / 'd', [{'image': bytes(damaged)}], {'image': 'bytes'})})
+    assert status == SOUND
+    assert lines[1].startswith('  warning: shard.00000.mds, row 0: its picture is decoded, but libjpeg says: Corrupt')
+
+
+@pytest.mark.parametrize('compression', ['zstd', 'gz'])
+def test_compressed_shards_are_read(verify, tmp_path, compression):
+    stream = write(
+        tmp_path / 'd', [{'image': jpeg()}] * 5, {'image': 'bytes'}, compression=compression, hashes=['sha1']
+    )
+    assert verify({'a': stream})[0] == SOUND
+    (packed,) = (tmp_path / 'd').glob('shard.*')
+    packed.write_bytes(packed.read_bytes()[:-9])
+    status, lines = verify({'a': stream})
+    assert status == DAMAGED
+    assert any('its index says' in line for line in lines)
+
+
+def latents(folder, shape=(8, 4, 4), **change):
+    from diffusion.data.latents import LatentManifest
+
+    manifest = LatentManifest('v', [0.0] * 4, [1.0] * 4, shape='32x32', posterior='sample', dtype='float16')
+    moments = np.zeros(shape, np.float16)
+    samples = [{keys.LATENT_MOMENTS: moments, 'captions': ['a']}] * 2
+    columns = {keys.LATENT_MOMENTS: 'ndarray', 'captions': 'json'}
+    stream = write(folder, [*samples, {keys.LATENT_MOMENTS: change.get('last', moments), 'captions': ['b']}], columns)
+    (folder / 'manifest.json').write_text(manifest.text())
+    return stream
+
+
+def test_latents_are_finite_and_of_the_manifests_shape(verify, tmp_path):
+    assert verify({'a': latents(tmp_path / 'good')})[0] == SOUND
+    infinite = np.full((8, 4, 4), np.inf, np.float16)
+    status, lines = verify({'a': latents(tmp_path / 'infinite', last=infinite)})
+    assert status == DAMAGED
+    assert lines[1] == '  shard.00000.mds, row 2: its latent_moments are not finite'
+    status, lines = verify({'a': latents(tmp_path / 'other', shape=(4, 4, 4))})
+    assert status == DAMAGED
+    assert lines[1].startswith(
+        '  shard.00000.mds, rows 0-2: its latent_moments have shape [4, 4, 4]; the manifest says 8'
+    )
+
+
+def test_latents_without_a_manifest_are_no_use(verify, tmp_path):
+    stream = latents(tmp_path / 'd')
+    (tmp_path / 'd/manifest.json').unlink()
+    status, lines = verify({'a': stream})
+    assert status == DAMAGED
+    assert 'no manifest.json beside its shards' in lines[1]
+
+
+def test_a_share_of_the_shards_is_drawn_by_the_seed(verify, pictures):
+    stream = {'small': {'local': str(pictures[32])}}
+    shards = len(list(pictures[32].glob('*.mds')))
+    assert shards > 1
+    status, lines = verify(stream, '--sample', '0.01')
+    assert status == SOUND
+    assert lines[0].startswith(f'streams.small: ok; 1 of {shards} shards')
+    counts = {verify(stream, '--sample', '0.01', '--seed', str(seed))[1][0].split(' samples')[0] for seed in range(8)}
+    assert len(counts) > 1  # the last shard is shorter
+
+
+def test_streams_are_chosen_by_name_in_all_sections(verify, pictures):
+    small, large = ({'local': str(pictures[side]), 'resolution': side} for side in (32, 64))
+    sections = {'eval_streams': {'held': large}, 'precompute': {'out': 'x', 'streams': {'raw': large}}}
+    streams = {'small': small, 'other': {'remote': '???', 'local': 'here'}}
+    for words, expected in (
+        (['small'], ['streams.small']),
+        (['held', 'raw'], ['eval_streams.held', 'precompute.streams.raw']),
+        (['precompute.streams.raw'], ['precompute.streams.raw']),
+    ):
+        status, lines = verify(streams, *words, **sections)
+        assert status == SOUND
+        assert [line.partition(':')[0] for line in lines] == expected
+    status, lines = verify(streams, **sections)
+    assert status == MISTAKEN
+    assert 'streams.other.remote: is still ???' in '\n'.join(lines)
+
+
+def test_aspect_buckets_are_streams_of_their_own(verify, pictures, tmp_path):
+    from diffusion.data.buckets import Shape, write_buckets
+
+    root = tmp_path / 'photos'
+    for name in ('64x32', '32x64'):
+        shutil.copytree(pictures[32], root / name)
+    write_buckets(root, 32, {Shape(64, 32): {'samples': 40}, Shape(32, 64): {'samples': 40}})
+    status, lines = verify({'photos': {'local': str(root), 'aspects': True}})
+    assert status == SOUND
+    assert [line.partition(':')[0] for line in lines] == ['streams.photos/32x64', 'streams.photos/64x32']
+
+
+def test_what_is_no_dataset_is_damaged_and_the_others_are_still_read(verify, pictures, tmp_path):
+    (tmp_path / 'odd').mkdir()
+    (tmp_path / 'odd/index.json').write_text('{"shards": [{"version": 2}]}')
+    streams = {
+        'a_none': {'local': str(tmp_path / 'none')},
+        'b_odd': {'local': str(tmp_path / 'odd')},
+        'c_good': {'local': str(pictures[32])},
+    }
+    status, lines = verify(streams)
+    assert status == DAMAGED
+    assert f'  {tmp_path}/none: index.json cannot be read ({tmp_path}/none is no folder)' in lines
+    assert any('odd: index.json is no index of MDS shards' in line for line in lines)
+    assert lines[-1].startswith('streams.c_good: ok')
+
+
+@pytest.mark.parametrize(
+    ('words', 'said'),
+    [
+        (['smal'], "smal: no stream of the recipe is called so; did you mean 'small'?"),
+        (['--sample', '0'], 'argument --sample: 0 is not in (0, 1]'),
+        (['--jobs', '0'], 'argument --jobs: 0 is not at least 1'),
+        (['streams.small.resolution=x'], 'streams.small.resolution'),
+    ],
+)
+def test_mistakes_are_named(verify, pictures, capsys, words, said):
+    try:
+        status, lines = verify({'small': {'local': str(pictures[32])}}, *words)
+    except SystemExit as stop:
+        status, lines = stop.code, capsys.readouterr().err.splitlines()
+    assert status == MISTAKEN
+    assert said in '\n'.join(lines)
+
+
+def test_what_is_no_recipe_is_named(tmp_path, capsys):
+    assert main(['data', 'verify', str(tmp_path / 'none.yaml')]) == MISTAKEN
+    assert 'none.yaml cannot be read' in capsys.readouterr().err
+
+
+@pytest.fixture
+def remote(pictures, monkeypatch):
+    """A dataset in a real S3 API on localhost: its URL, and a client."""
+    import boto3
+    from moto.server import ThreadedMotoServer
+
+    for name, value in (('ACCESS_KEY_ID', 'test'), ('SECRET_ACCESS_KEY', 'test'), ('DEFAULT_REGION', 'us-east-1')):
+        monkeypatch.setenv(f'AWS_{name}', value)
+    server = ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    monkeypatch.setenv('S3_ENDPOINT_URL', f'http://{host}:{port}')
+    client = boto3.client('s3', endpoint_url=f'http://{host}:{port}')
+    client.create_bucket(Bucket='pictures')
+    for path in pictures[32].iterdir():
+        client.put_object(Bucket='pictures', Key=f'mds/{path.name}', Body=path.read_bytes())
+    yield 's3://pictures/mds', client
+    client.close()
+    server.stop()
+
+
+@pytest.mark.slow
+def test_a_remote_is_read_shard_by_shard_and_leaves_nothing(verify, remote, tmp_path, monkeypatch):
+    url, client = remote
+    scratch = tmp_path / 'scratch'
+    scratch.mkdir()
+    monkeypatch.setattr('tempfile.tempdir', str(scratch))
+    stream = {'remote': url, 'local': str(tmp_path / 'cache'), 'download_retry': 0}
+    status, lines = verify({'a': stream})
+    assert status == SOUND
+    assert ', 40 samples' in lines[0]
+    client.delete_object(Bucket='pictures', Key='mds/shard.00000.mds')
+    client.put_object(Bucket='pictures', Key='mds/shard.00001.mds', Body=b'cut')
+    status, lines = verify({'a': stream})
+    assert status == DAMAGED
+    assert any('shard.00000.mds: it cannot be downloaded' in line for line in lines)
+    assert any('shard.00001.mds: 3 bytes, its index says' in line for line in lines)
+    assert not list(scratch.iterdir())
+    assert not (tmp_path / 'cache').exists()

@@ -1,0 +1,69 @@
+"""The examples in yamls/launch: sound, priced offline in seconds, and rendered as reviewed."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from diffusion.launch.checking import check, load
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = Path(__file__).parent / 'golden'
+EXAMPLES = sorted((ROOT / 'yamls' / 'launch').glob('*.yaml'))
+
+
+@pytest.mark.parametrize('path', EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_renders_as_reviewed(path):
+    """After a change that is meant: UPDATE_GOLDEN=1 pytest tests/launch/test_examples.py, and read the difference."""
+    checked = check(load(path), path, environ={'WANDB_API_KEY': 'x'})
+    rendered = checked.backend.render(checked.jobs)
+    assert not checked.backend.validate(rendered)
+    folder = GOLDEN / path.stem
+    if os.environ.get('UPDATE_GOLDEN'):
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in folder.iterdir():
+            file.unlink()
+        for name, text in rendered.files.items():
+            (folder / name).write_text(text, encoding='utf-8')
+    assert {file.name: file.read_text(encoding='utf-8') for file in folder.iterdir()} == rendered.files
+
+
+def test_there_is_an_example_of_every_back_end():
+    from diffusion.launch.backends import NAMES
+
+    assert {load(path).backend for path in EXAMPLES} == set(NAMES)
+
+
+def test_all_examples_are_checked_and_priced_offline_in_seconds_without_torch():
+    names = ', '.join(repr(str(path.relative_to(ROOT))) for path in EXAMPLES)
+    program = (
+        'import sys\n'
+        'import socket\n'
+        'def refuse(*_): raise AssertionError("the network was asked")\n'
+        'socket.socket.connect = refuse\n'
+        'from diffusion.cli import main\n'
+        f'assert main(["launch", {names}, "--dry-run"]) == 0\n'
+        'loaded = {name.partition(".")[0] for name in sys.modules}\n'
+        'assert not loaded & {"torch", "composer", "streaming", "diffusers", "transformers", "sky"}, loaded\n'
+    )
+    before = os.times().children_user
+    result = subprocess.run([sys.executable, '-c', program], cwd=ROOT, capture_output=True, text=True, check=False)
+    seconds = os.times().children_user - before
+    assert result.returncode == 0, result.stderr
+    assert seconds < 10
+    for line in ('sd2-phase1  16     128 x a100-80gb', 'bria-px1024  16     128 x a100-80gb', 'nothing was submitted'):
+        assert line in result.stdout
+    costs = [line for line in result.stdout.splitlines() if '$' in line and not line.startswith('warning')]
+    assert len(costs) == 9, 'one each of five single jobs, three stages, and all stages'
+
+
+def test_a_chain_goes_on_from_the_weights_of_the_stage_before():
+    path = ROOT / 'yamls' / 'launch' / 'bria-slurm.yaml'
+    checked = check(load(path), path)
+    assert [job.world_size for job in checked.jobs] == [32, 64, 128]
+    assert [recipe.model.kwargs['resolution'] for recipe in checked.recipes] == [256, 512, 1024]
+    assert [recipe.init_from for recipe in checked.recipes] == [None, 'runs/bria-256', 'runs/bria-512']
+    assert [str(recipe.run_dir) for recipe in checked.recipes] == ['runs/bria-256', 'runs/bria-512', 'runs/bria-1024']
+    assert [job.after for job in checked.jobs] == [None, 'bria-px256', 'bria-px512']

@@ -1,0 +1,98 @@
+"""`diffusion launch`: what it prints, writes and never writes."""
+
+import pytest
+
+from diffusion.cli import main
+from diffusion.launch import cost
+from diffusion.launch.backends import NAMES
+from tests.launch.specs import BACKENDS
+
+SOURCES = {'kubernetes': 'store/key', 'sagemaker': 'store/key'}
+
+
+@pytest.mark.parametrize('backend', NAMES)
+def test_a_secret_is_in_no_file_and_not_on_the_screen(backend, write_spec, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv('MY_SECRET', 'hunter2hunter2')
+    path = write_spec(backend, secrets={'MY_SECRET': SOURCES.get(backend)})
+    assert main(['launch', str(path), '--render', '--out', str(tmp_path / 'jobs')]) == 0
+    assert main(['launch', str(path), '--dry-run']) == 0
+    files = list((tmp_path / 'jobs').iterdir())
+    assert files
+    printed = capsys.readouterr()
+    texts = [printed.out, printed.err, *(file.read_text() for file in files)]
+    assert not any('hunter2' in text for text in texts)
+    if SOURCES.get(backend):
+        assert any('MY_SECRET' in text for text in texts), 'it is referred to'
+
+
+def test_render_prints_the_files_and_nothing_else(write_spec, capsys):
+    assert main(['launch', str(write_spec('slurm')), '--render']) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith('# job.sbatch\n#!/bin/bash\n')
+    assert 'nothing was submitted' not in printed
+
+
+def test_rendering_is_a_function_of_the_spec(write_spec, capsys):
+    path = write_spec('kubernetes')
+    texts = []
+    for _ in range(2):
+        assert main(['launch', str(path), '--render']) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+
+
+def test_the_command_line_overrides_the_spec(write_spec, capsys):
+    assert main(['launch', str(write_spec('slurm')), 'nodes=4', '--dry-run', 'overrides.seed=5']) == 0
+    assert '32 x a100-80gb' in capsys.readouterr().out
+
+
+def test_a_file_that_extends_another_changes_its_back_end(write_spec, tmp_path, capsys):
+    write_spec('kubernetes', backend={'namespace': 'research'}).rename(tmp_path / 'base.yaml')
+    (tmp_path / 'job.yaml').write_text(
+        'extends: base.yaml\nbackend: {name: skypilot}\nmounts: {/workspace/runs: volume://x}\n'
+    )
+    assert main(['launch', str(tmp_path / 'job.yaml'), '--dry-run']) == 0
+    assert 'job.yaml: skypilot' in capsys.readouterr().out
+
+
+def test_no_cost_is_no_reason_not_to_launch(prepare):
+    checked, _ = prepare('slurm', overrides={'task': 'precompute'})
+    assert isinstance(cost.estimate(checked.jobs[0], checked.gpu), cost.Estimate | str)
+    assert cost.estimate(checked.jobs[0], None) == 'runs on CPUs'
+    lines, _ = cost.table(checked.jobs, None)
+    assert lines[1].split()[-5:] == ['no', 'cost', 'runs', 'on', 'CPUs']
+
+
+def test_the_cost_is_the_planners(prepare):
+    from diffusion.planning.gpus import load_gpus
+    from diffusion.planning.plan import Assumptions, load_phases, make_plan
+
+    checked, _ = prepare('slurm', nodes=4)
+    gpus = load_gpus()
+    plan = make_plan(load_phases(['yamls/quickstart.yaml']), Assumptions(gpu=gpus['a100-80gb'], gpus=32), gpus=gpus)
+    found = cost.estimate(checked.jobs[0], checked.gpu)
+    assert isinstance(found, cost.Estimate)
+    assert (found.hours, found.usd) == (plan.expected.hours, plan.expected.usd)
+
+
+def test_a_gpu_may_be_written_in_capitals(prepare):
+    checked, rendered = prepare('sagemaker', gpu='A100-80GB')
+    assert 'ml.p4de.24xlarge' in rendered.files['job.json']
+    assert checked.jobs[0].spec.gpu == 'a100-80gb'
+
+
+def test_a_folder_of_files_has_no_half_written_ones(write_spec, tmp_path):
+    out = tmp_path / 'jobs'
+    assert main(['launch', str(write_spec('slurm')), '--dry-run', '--out', str(out)]) == 0
+    assert [file.name for file in out.iterdir()] == ['job.sbatch']
+
+
+def test_help_of_launch_and_friends(capsys):
+    for command in ('launch', 'status', 'logs', 'cancel'):
+        with pytest.raises(SystemExit):
+            main([command, '--help'])
+        assert 'SPEC' in capsys.readouterr().out
+
+
+def test_the_specs_of_the_tests_cover_every_back_end():
+    assert set(BACKENDS) == set(NAMES)

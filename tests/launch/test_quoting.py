@@ -1,0 +1,144 @@
+"""Whatever a user writes arrives as it is: no shell, and no Kubernetes, reads anything into it."""
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from diffusion.config import load as load_recipe
+
+HOSTILE = [
+    'it\'s $(touch pwned) `touch pwned` $HOME ${HOME} \\ " ; & | > pwned * ~ # !',
+    '$(POD_IP) $$(POD_IP) $$ $',
+    'two\nlines\n',
+    '--flag=x',
+    '-- \t é 漢',
+    '${oc.env:HOME}',
+    "$'\\n'",
+    '',
+]
+words = st.text(st.characters(blacklist_categories=['Cs'], blacklist_characters='\0'), max_size=30)
+several = st.lists(words, min_size=1, max_size=8)
+SHELLS = ('slurm', 'skypilot', 'mcli', 'local')
+few = settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def hostile(texts):
+    """A job with texts in an override and in its environment; `$` is no interpolation of the spec's own."""
+    literal = [re.sub(r'(\\*)\$\{', r'\1\1\\${', text) for text in texts]
+    overrides = {'name': 'hostile', 'generate': {'prompts': literal, 'negative_prompt': literal[0]}}
+    return {'overrides': overrides, 'env': {f'WORD_{index}': text for index, text in enumerate(literal)}}
+
+
+def run_with_fakes(script: str, folder: Path, *names: str) -> list[dict[str, Any]]:
+    """Run a script with programs on PATH that only write down how they were called; the calls in their order."""
+    programs = folder / 'bin'
+    programs.mkdir(exist_ok=True)
+    calls = folder / 'calls'
+    calls.unlink(missing_ok=True)
+    for name in names:
+        lines = ['#!/bin/bash', f'printf "%s\\0" {name} "$@" >> {calls}', f'echo -n E >> {calls}', f'env -0 >> {calls}']
+        (programs / name).write_text('\n'.join([*lines, f'echo -n E >> {calls}', '']))
+        (programs / name).chmod(0o755)
+    environment = os.environ | {'PATH': f'{programs}:{os.environ["PATH"]}', 'SLURM_JOB_ID': '7'}
+    subprocess.run(['bash'], input=script.encode(), cwd=folder, env=environment, capture_output=True, check=False)
+    assert not (folder / 'pwned').exists(), 'the shell ran what the user wrote'
+    parts = calls.read_bytes().decode().split('\0E')
+    return [
+        {'words': words.split('\0'), 'env': dict(entry.split('=', 1) for entry in env.split('\0'))}
+        for words, env in zip(parts[::2], parts[1::2], strict=False)
+    ]
+
+
+def shell_script(backend: str, text: str) -> str:
+    """What bash reads of a rendered file."""
+    if backend in ('slurm', 'local'):
+        return text
+    document = yaml.safe_load(text)
+    variables = document.get('envs') or document.get('env_variables')
+    # Both platforms set the variables without a shell; the folder is the image's.
+    quoted = '\n'.join(f'export {name}={json_quoted(value)}' for name, value in variables.items())
+    command = document.get('run') or document['command']
+    return f'{quoted}\n' + command.replace('cd /workspace && exec ', '', 1)
+
+
+def json_quoted(value: str) -> str:
+    """A word for bash by another way than shlex's: every byte as an octal escape."""
+    return "$'" + ''.join(f'\\{byte:03o}' for byte in value.encode()) + "'"
+
+
+@pytest.mark.parametrize('backend', SHELLS)
+@few
+@given(texts=several)
+@example(texts=HOSTILE)
+def test_overrides_and_variables_arrive_as_they_are_through_a_shell(backend, texts, prepare, tmp_path):
+    changes = hostile(texts) | ({'gpu': None, 'gpus_per_node': 1, 'nodes': 1} if backend == 'local' else {})
+    checked, rendered = prepare(backend, **changes)
+    program = 'srun' if backend == 'slurm' else 'python'
+    script = shell_script(backend, next(iter(rendered.files.values())))
+    call = run_with_fakes(script, tmp_path, program, 'squeue', 'scontrol')[0]
+    assert call['words'][0] == program
+    assert [call['env'][f'WORD_{index}'] for index in range(len(texts))] == texts
+    start = call['words'].index('run.py')
+    assert call['words'][start - 1] == '--'
+    assert call['words'][start + 1 :] == [checked.jobs[0].recipe, *checked.jobs[0].overrides]
+    recipe = load_recipe(call['words'][start + 1], call['words'][start + 2 :])
+    assert (recipe.generate.prompts, recipe.generate.negative_prompt) == (texts, texts[0]), 'what run.py makes of it'
+
+
+def expanded(text: str, variables: dict[str, str]) -> str:
+    """What Kubernetes makes of $(NAME) in args and env, after third_party/forked/golang/expansion of its kubelet."""
+    out, cursor = '', 0
+    while cursor < len(text):
+        if text[cursor] != '$' or cursor + 1 == len(text):
+            out, cursor = out + text[cursor], cursor + 1
+        elif text[cursor + 1] == '$':
+            out, cursor = out + '$', cursor + 2
+        elif text[cursor + 1] == '(' and ')' in text[cursor + 2 :]:
+            end = text.index(')', cursor + 2)
+            name = text[cursor + 2 : end]
+            out, cursor = out + variables.get(name, f'$({name})'), end + 1
+        else:
+            out, cursor = out + text[cursor : cursor + 2], cursor + 2
+    return out
+
+
+@few
+@given(texts=several)
+@example(texts=HOSTILE)
+def test_overrides_and_variables_arrive_as_they_are_through_kubernetes(texts, prepare):
+    checked, rendered = prepare('kubernetes', **hostile(texts))
+    pod = yaml.safe_load(rendered.files['job.yaml'])['spec']['replicatedJobs'][0]['template']['spec']['template']
+    container = pod['spec']['containers'][0]
+    variables = {'POD_IP': '10.0.0.1', 'HOME': '/root'}
+    assert [expanded(word, variables) for word in container['args']] == checked.jobs[0].command
+    env = {entry['name']: entry.get('value', '') for entry in container['env']}
+    assert [expanded(env[f'WORD_{index}'], variables) for index in range(len(texts))] == texts
+
+
+@few
+@given(texts=several)
+@example(texts=HOSTILE)
+def test_overrides_and_variables_arrive_as_they_are_through_sagemaker(texts, prepare):
+    checked, rendered = prepare('sagemaker', **hostile(texts))
+    request = json.loads(rendered.files['job.json'])
+    assert request['AlgorithmSpecification']['ContainerArguments'] == checked.jobs[0].arguments
+    assert [request['Environment'][f'WORD_{index}'] for index in range(len(texts))] == texts
+
+
+def test_the_local_script_starts_every_node_with_its_own_rank(prepare, tmp_path):
+    _, rendered = prepare('local', gpu=None, gpus_per_node=2)
+    programs = tmp_path / 'bin'
+    programs.mkdir()
+    (programs / 'python').write_text(f'#!/bin/bash\necho $DIFFUSION_NODE_RANK $DIFFUSION_NODES >> {tmp_path}/ranks\n')
+    (programs / 'python').chmod(0o755)
+    environment = os.environ | {'PATH': f'{programs}:{os.environ["PATH"]}'}
+    subprocess.run(['bash'], input=rendered.files['job.sh'], env=environment, text=True, check=True)
+    assert sorted((tmp_path / 'ranks').read_text().split('\n'))[1:] == ['0 2', '1 2']

@@ -1,0 +1,138 @@
+"""SageMaker: requests that its service model takes, and that an API of it (moto's, on this machine) takes too."""
+
+import json
+
+import pytest
+
+from diffusion.cli import main
+from diffusion.launch import environment
+from diffusion.launch.backend import Rendered
+from diffusion.launch.backends import sagemaker
+from diffusion.launch.secrets import as_text, fetch
+
+CREDENTIALS = {
+    'AWS_ACCESS_KEY_ID': 'testing',
+    'AWS_SECRET_ACCESS_KEY': 'testing',
+    'AWS_DEFAULT_REGION': 'us-east-1',
+}
+STAGES = {'stages': {name: {'overrides': {'name': name}} for name in ('one', 'two')}}
+
+
+@pytest.fixture
+def aws(monkeypatch):
+    """AWS as moto has it; no request leaves the process."""
+    from moto import mock_aws
+
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    with mock_aws():
+        yield
+
+
+@pytest.fixture
+def request_of(prepare):
+    return lambda **changes: json.loads(prepare('sagemaker', **changes)[1].files['job.json'])
+
+
+def found_in(request):
+    rendered = Rendered({'job.json': json.dumps(request)}, ())
+    return [str(problem) for problem in sagemaker.validate(rendered)]
+
+
+@pytest.mark.parametrize(
+    ('change', 'expected'),
+    [
+        ({'TrainingJobNames': 'x'}, 'TrainingJobNames'),
+        ({'ResourceConfig': {'InstanceType': 'ml.p4de.24xlarge', 'InstanceCount': 'two'}}, 'InstanceCount'),
+        ({'RoleArn': 'training'}, 'RoleArn'),
+        ({'TrainingJobName': 'a_b'}, 'TrainingJobName'),
+        ({'TrainingJobName': 'a' * 64}, 'TrainingJobName: 64 is above 63'),
+        (
+            {'ResourceConfig': {'InstanceType': 'ml.p9.big', 'InstanceCount': 2}},
+            "InstanceType: 'ml.p9.big' is not one of",
+        ),
+        ({'Environment': {'A': 'x' * 513}}, 'Environment.A: 513 is above 512'),
+        ({'Environment': {f'A{index}': 'x' for index in range(101)}}, 'Environment: 101 is above 100'),
+        ({'RetryStrategy': {'MaximumRetryAttempts': 31}}, 'MaximumRetryAttempts: 31 is above 30'),
+        ({'OutputDataConfig': {}}, 'OutputDataConfig'),
+    ],
+)
+def test_what_sagemaker_would_refuse_is_found_offline(change, expected, request_of):
+    request = request_of()
+    assert found_in(request) == []
+    assert any(expected in problem for problem in found_in(request | change))
+
+
+def test_an_override_that_is_too_long_for_sagemaker_is_found(write_spec, capsys):
+    path = write_spec('sagemaker', overrides={'generate.negative_prompt': 'x' * 300})
+    assert main(['launch', str(path), '--dry-run']) == 2
+    assert 'ContainerArguments[3]: 325 is above 256' in capsys.readouterr().err
+
+
+def test_a_job_restarts_in_place_and_on_spot_waits_for_machines(request_of):
+    request = request_of(schedule={'time_limit': '2d', 'preemptible': True}, restart={'max_restarts': 99})
+    assert request['Environment'][environment.RESTART_IN_PLACE] == '1'
+    assert request['Environment'][environment.MAX_RESTARTS] == '99'
+    assert request['RetryStrategy'] == {'MaximumRetryAttempts': 30}
+    assert request['EnableManagedSpotTraining'] is True
+    assert request['StoppingCondition'] == {'MaxRuntimeInSeconds': 172800, 'MaxWaitTimeInSeconds': 345600}
+
+
+def test_every_node_gets_whole_data(request_of):
+    backend = {'subnets': ['subnet-0a'], 'security_groups': ['sg-0a']}
+    mounts = {'/opt/ml/input/data/runs': 'fsx://fs-0123456789abcdef0/b', '/workspace/runs': 's3://bucket/runs'}
+    assert 'S3DataDistributionType' not in json.dumps(request_of(backend=backend, mounts=mounts))
+
+
+def test_a_job_goes_to_sagemaker_and_back(write_spec, aws, capsys):
+    import boto3
+
+    path = write_spec('sagemaker', secrets={'KEY': 'training/key'}, env={'A': 'b'})
+    assert main(['launch', str(path)]) == 0
+    name = capsys.readouterr().out.splitlines()[-1].split()[-1]
+    assert name.startswith('job-2')
+    job = boto3.client('sagemaker').describe_training_job(TrainingJobName=name)
+    assert job['ResourceConfig']['InstanceCount'] == 2
+    assert job['AlgorithmSpecification']['TrainingImage'] == 'registry.example.com/diffusion:latest'
+    assert main(['status', str(path)]) == 0
+    assert capsys.readouterr().out.startswith(f'{name}: ')
+    assert main(['logs', str(path)]) == 0
+    assert f'--log-stream-name-prefix {name}' in capsys.readouterr().out
+    assert main(['cancel', str(path)]) == 0
+
+
+def test_a_chain_is_a_pipeline_that_can_be_submitted_again(write_spec, aws, capsys):
+    import boto3
+
+    path = write_spec('sagemaker', **STAGES)
+    for _ in range(2):
+        assert main(['launch', str(path)]) == 0
+    client = boto3.client('sagemaker')
+    (pipeline,) = client.list_pipelines()['PipelineSummaries']
+    steps = json.loads(client.describe_pipeline(PipelineName=pipeline['PipelineName'])['PipelineDefinition'])['Steps']
+    assert [step['Name'] for step in steps] == ['job-one', 'job-two']
+    assert steps[1]['DependsOn'] == ['job-one']
+    assert not any('TrainingJobName' in step['Arguments'] for step in steps), 'a pipeline makes its own'
+    assert len(client.list_pipeline_executions(PipelineName='job')['PipelineExecutionSummaries']) == 2
+
+
+def test_what_aws_refuses_is_one_line(write_spec, monkeypatch, capsys):
+    for name in CREDENTIALS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv('AWS_EC2_METADATA_DISABLED', 'true')
+    monkeypatch.setenv('AWS_CONFIG_FILE', 'none')
+    monkeypatch.setenv('AWS_SHARED_CREDENTIALS_FILE', 'none')
+    assert main(['launch', str(write_spec('sagemaker', backend={'region': 'us-east-1'}))]) == 2
+    assert capsys.readouterr().err == 'error: SageMaker: Unable to locate credentials\n'
+
+
+def test_a_node_fetches_the_secrets_that_the_job_only_names(aws):
+    import boto3
+
+    boto3.client('secretsmanager').create_secret(Name='training/key', SecretString='hunter2')
+    environ = {environment.SECRETS: as_text({'KEY': 'training/key'})}
+    assert 'hunter2' not in str(environ)
+    assert fetch(environ) == {'KEY': 'hunter2'}
+    assert fetch({}) == {}
+    with pytest.raises(ValueError, match=r'secrets\.KEY: training/none cannot be read'):
+        fetch({environment.SECRETS: 'KEY=training/none'})

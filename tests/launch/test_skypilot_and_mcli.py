@@ -1,0 +1,108 @@
+"""SkyPilot's tasks and the MosaicML platform's runs, by the tools' own rules."""
+
+import pytest
+import yaml
+
+from diffusion.cli import main
+from diffusion.launch.backend import Rendered
+from diffusion.launch.backends import mcli
+
+STAGES = {'stages': {name: {'overrides': {'name': name}} for name in ('one', 'two')}}
+
+
+def task_of(rendered):
+    return yaml.safe_load(rendered.files['job.yaml'])
+
+
+def test_only_ends_that_another_try_mends_bring_a_job_back(prepare):
+    recovery = task_of(prepare('skypilot')[1])['resources']['job_recovery']
+    assert recovery == {'max_restarts_on_errors': 0, 'recover_on_exit_codes': [1, 75, 76]}
+    restart = {'on_exit': {'3': 'retry', '75': 'stop'}, 'otherwise': 'stop'}
+    recovery = task_of(prepare('skypilot', restart=restart)[1])['resources']['job_recovery']
+    assert recovery['recover_on_exit_codes'] == [3, 76]
+    never = prepare('skypilot', restart={'max_restarts': 0})[1]
+    assert task_of(never)['resources']['job_recovery']['recover_on_exit_codes'] == []
+
+
+def test_an_unknown_key_of_a_task_is_found(prepare):
+    with pytest.raises(AssertionError, match=r"backend\.raw\.num_node: unknown key; did you mean 'num_nodes'\?"):
+        prepare('skypilot', backend={'raw': {'num_node': 3}})
+    with pytest.raises(AssertionError, match=r"resources\.use_spots: unknown key; did you mean 'use_spot'\?"):
+        prepare('skypilot', backend={'raw': {'resources': {'use_spots': True}}})
+
+
+def test_a_chain_is_a_pipeline_of_tasks_after_its_name(prepare):
+    _, rendered = prepare('skypilot', **STAGES)
+    header, first, second = yaml.safe_load_all(rendered.files['job.yaml'])
+    assert header == {'name': 'job'}
+    assert (first['name'], second['name']) == ('job-one', 'job-two')
+
+
+def test_buckets_are_mounted_and_volumes_attached(prepare):
+    task = task_of(prepare('skypilot', mounts={'/workspace/runs': 'volume://runs', '/data': 's3://bucket/data'})[1])
+    assert task['volumes'] == {'/workspace/runs': 'runs'}
+    assert task['file_mounts'] == {'/data': {'source': 's3://bucket/data', 'mode': 'MOUNT'}}
+
+
+def test_secrets_are_named_on_the_command_line_and_valued_nowhere(prepare, monkeypatch):
+    monkeypatch.setenv('MY_SECRET', 'hunter2')
+    _, rendered = prepare('skypilot', secrets={'MY_SECRET': None})
+    assert task_of(rendered)['secrets'] == {'MY_SECRET': None}
+    assert rendered.commands[0][:5] == ('sky', 'jobs', 'launch', '--secret', 'MY_SECRET')
+
+
+def read_by_sky(rendered, monkeypatch):
+    """Let SkyPilot read the tasks; it asks no cloud for that."""
+    monkeypatch.setenv('SKYPILOT_DISABLE_USAGE_COLLECTION', '1')
+    sky = pytest.importorskip('sky')
+    for task in yaml.safe_load_all(rendered.files['job.yaml']):
+        if 'run' in task:
+            # A secret without a value is refused: any will do here.
+            given = dict.fromkeys(task.get('secrets', {}), 'given')
+            sky.Task.from_yaml_config(task | ({'secrets': given} if given else {}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    'changes', [{}, STAGES, {'secrets': {'MY_SECRET': None}, 'backend': {'infra': 'aws/us-east-1', 'disk_gb': 512}}]
+)
+def test_skypilot_itself_takes_the_tasks(changes, prepare, monkeypatch):
+    # A volume is looked up on a server; a bucket is not.
+    read_by_sky(prepare('skypilot', mounts={'/workspace/runs': 's3://bucket/runs'}, **changes)[1], monkeypatch)
+
+
+@pytest.mark.slow
+def test_skypilot_itself_refuses_what_our_copy_of_its_keys_does(prepare, monkeypatch):
+    task = task_of(prepare('skypilot', mounts={'/workspace/runs': 's3://bucket/runs'})[1])
+    broken = task | {'num_node': 2}
+    with pytest.raises(Exception, match='num_node'):
+        read_by_sky(Rendered({'job.yaml': yaml.safe_dump(broken)}, ()), monkeypatch)
+
+
+def test_mcli_takes_the_run_without_a_warning(prepare):
+    schedule = {'queue': 'cluster', 'priority': 'low', 'preemptible': True, 'time_limit': '90m'}
+    _, rendered = prepare('mcli', schedule=schedule, env={'A': 'b'})
+    run = task_of(rendered)
+    assert run['compute'] == {'cluster': 'cluster', 'gpu_type': 'a100_80gb', 'gpus': 16}
+    assert run['scheduling']['max_duration'] == 1.5
+
+
+@pytest.mark.parametrize(
+    'raw', [{'unheard': 1}, {'compute': {'gpu': 8}}, {'scheduling': {'retries': 1}}, {'image': 'UPPER CASE'}]
+)
+def test_what_mcli_only_warns_of_is_a_mistake(raw, prepare):
+    with pytest.raises(AssertionError, match=r'backend\.raw: mcli: '):
+        prepare('mcli', backend={'raw': raw})
+
+
+def test_mcli_does_not_change_a_name(prepare):
+    run = task_of(prepare('mcli')[1])
+    found = mcli.validate(Rendered({'job.yaml': yaml.safe_dump(run | {'name': 'a' * 60})}, ()))
+    assert not found, 'mcli leaves it to the platform, so that we must not'
+
+
+def test_a_chain_on_the_platform_is_a_file_a_stage(write_spec, tmp_path, capsys):
+    path = write_spec('mcli', **STAGES)
+    assert main(['launch', str(path), '--dry-run', '--out', str(tmp_path / 'jobs')]) == 0
+    assert sorted(file.name for file in (tmp_path / 'jobs').iterdir()) == ['job-one.yaml', 'job-two.yaml']
+    assert 'submit a stage when the one before it is done' in capsys.readouterr().out

@@ -1,0 +1,197 @@
+"""The sbatch script: what it does when a job ends, with programs of Slurm that only write down what they are told."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from diffusion.cli import main
+from diffusion.launch.checking import check, load
+
+SRUN = """#!/bin/bash
+# As a cluster does: each node says how it ended, and srun ends with the highest status.
+printf '%s' "$EXITS" > "$DIFFUSION_EXIT_FILE"
+echo "srun attempt=$DIFFUSION_ATTEMPT" >> "$CALLS"
+exit "$SRUN_STATUS"
+"""
+NOTING = """#!/bin/bash
+echo "$(basename "$0") $*" >> "$CALLS"
+"""
+SQUEUE = '#!/bin/bash\necho "${STATE:-RUNNING}"\n'
+SCONTROL = NOTING + 'if [ "$1" = show ]; then echo "   ReqNodeList=(null) ExcNodeList=${AVOIDED:-(null)}"; fi\n'
+SBATCH = NOTING + 'echo "$((100 + $(grep -c sbatch "$CALLS")));cluster"\n'
+SHIFT = 'scontrol requeue 7'
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    """Programs of Slurm on PATH; gives the file that they write their calls to."""
+    programs = tmp_path / 'bin'
+    programs.mkdir()
+    for name, text in {
+        'srun': SRUN,
+        'squeue': SQUEUE,
+        'scontrol': SCONTROL,
+        'sbatch': SBATCH,
+        'scancel': NOTING,
+    }.items():
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv('PATH', f'{programs}:{os.environ["PATH"]}')
+    monkeypatch.setenv('CALLS', str(tmp_path / 'calls'))
+    (tmp_path / 'calls').touch()
+    return tmp_path / 'calls'
+
+
+def ended(script: str, calls: Path, *, status: int, exits: str = '', restarts: int | None = None, **environ: str):
+    """The script's exit status, and what it told Slurm after srun."""
+    (calls.parent / 'logs').mkdir(exist_ok=True)
+    calls.write_text('')
+    environment = os.environ | environ | {'SLURM_JOB_ID': '7', 'SRUN_STATUS': str(status), 'EXITS': exits}
+    if restarts is not None:
+        environment['SLURM_RESTART_COUNT'] = str(restarts)
+    result = subprocess.run(['bash'], input=script, cwd=calls.parent, env=environment, text=True, check=False)
+    told = calls.read_text().splitlines()
+    assert told[0] == f'srun attempt={restarts or 0}'
+    return result.returncode, told[1:]
+
+
+@pytest.fixture
+def script(prepare):
+    def render(**changes):
+        return prepare('slurm', **changes)[1].files['job.sbatch']
+
+    return render
+
+
+def test_a_job_that_is_done_is_done(script, slurm):
+    assert ended(script(), slurm, status=0, exits='0 n1\n0 n2\n') == (0, [])
+
+
+@pytest.mark.parametrize('status', [1, 75, 137])
+def test_a_crash_and_a_preemption_are_requeued(status, script, slurm):
+    assert ended(script(), slurm, status=status) == (status, [SHIFT])
+
+
+def test_a_mistake_in_the_recipe_is_not_requeued(script, slurm):
+    assert ended(script(), slurm, status=78) == (78, [])
+
+
+def test_the_first_bad_end_counts_and_not_what_srun_killed_for_it(script, slurm):
+    assert ended(script(), slurm, status=143, exits='78 n2\n143 n1\n') == (78, [])
+    assert ended(script(), slurm, status=143, exits='0 n1\n75 n2\n143 n3\n') == (75, [SHIFT])
+
+
+def test_bad_hardware_goes_on_without_the_nodes_that_said_so(script, slurm):
+    exits = '76 n3\n143 n1\n76 n5\n'
+    expected = [SHIFT, 'scontrol show job 7', 'scontrol update JobId=7 ExcNodeList=n3,n5']
+    assert ended(script(), slurm, status=143, exits=exits) == (76, expected)
+    told = ended(script(), slurm, status=143, exits=exits, AVOIDED='n9')[1]
+    assert told[-1] == 'scontrol update JobId=7 ExcNodeList=n9,n3,n5'
+    assert ended(script(), slurm, status=76)[1] == expected[:2], 'nobody said which'
+
+
+def test_restarts_are_counted(script, slurm):
+    text = script(restart={'max_restarts': 3})
+    assert ended(text, slurm, status=1, restarts=2) == (1, [SHIFT])
+    assert ended(text, slurm, status=1, restarts=3) == (1, [])
+    assert (
+        ended(script(restart={'max_restarts': 0}, overrides={'trainer.autoresume': False}), slurm, status=75)[1] == []
+    )
+
+
+def test_a_job_that_was_cancelled_does_not_come_back(script, slurm):
+    assert ended(script(), slurm, status=143, STATE='COMPLETING') == (143, [])
+
+
+def test_exit_statuses_are_the_users_to_judge(script, slurm):
+    text = script(restart={'on_exit': {'3': 'stop', '78': 'retry'}, 'otherwise': 'stop'})
+    assert [bool(ended(text, slurm, status=status)[1]) for status in (3, 78, 1, 75)] == [False, True, False, True]
+
+
+def test_what_is_set_up_first_must_succeed(script, slurm):
+    text = script(backend={'setup': 'echo setup >> "$CALLS"\nfalse'})
+    environment = os.environ | {'SLURM_JOB_ID': '7', 'SRUN_STATUS': '0'}
+    assert subprocess.run(['bash'], input=text, env=environment, text=True, check=False).returncode == 1
+    assert slurm.read_text() == 'setup\n'
+
+
+def test_setup_that_bash_cannot_read_is_found(write_spec, capsys):
+    path = write_spec('slurm', backend={'setup': 'if true; then'})
+    assert main(['launch', str(path), '--dry-run']) == 2
+    assert 'backend.setup: job.sbatch: ' in capsys.readouterr().err
+
+
+def test_the_users_own_options_come_last(script):
+    raw = {'constraint': 'ib', 'exclusive': None, 'gpus-per-node': 'a100:8', 'contiguous': True}
+    lines = [line for line in script(backend={'raw': raw}).splitlines() if line.startswith('#SBATCH')]
+    assert {'#SBATCH --constraint=ib', '#SBATCH --gpus-per-node=a100:8', '#SBATCH --contiguous'} <= set(lines)
+    assert not any('exclusive' in line for line in lines)
+    assert len({line.split('=')[0] for line in lines}) == len(lines)
+
+
+@pytest.mark.parametrize(('limit', 'expected'), [('90m', '0-01:30:00'), ('3d', '3-00:00:00'), ('61s', '0-00:02:00')])
+def test_time_limits_in_slurms_form(limit, expected, script):
+    assert f'#SBATCH --time={expected}\n' in script(schedule={'time_limit': limit})
+
+
+def test_an_image_is_run_by_pyxis_with_its_mounts_and_the_logs(prepare, slurm):
+    mounts = {'/workspace/runs': '/shared/runs'}
+    _, rendered = prepare('slurm', image='registry.example.com#diffusion:latest', mounts=mounts, workdir='/workspace')
+    (slurm.parent / 'logs').mkdir()
+    (slurm.parent / 'bin' / 'srun').write_text('#!/bin/bash\nprintf "%s\\n" "$@" >> "$CALLS"\n')
+    environment = os.environ | {'SLURM_JOB_ID': '7'}
+    text = rendered.files['job.sbatch']
+    subprocess.run(['bash'], input=text, cwd=slurm.parent, env=environment, text=True, check=True)
+    words = slurm.read_text().splitlines()
+    logs = slurm.parent / 'logs'
+    assert '--container-image=registry.example.com#diffusion:latest' in words
+    assert f'--container-mounts={logs}:{logs},/shared/runs:/workspace/runs' in words
+    assert '--container-workdir=/workspace' in words
+
+
+def test_a_chain_is_submitted_with_each_stage_behind_the_one_before(write_spec, slurm, tmp_path, capsys):
+    stages = {name: {'overrides': {'name': name}} for name in ('one', 'two', 'three')}
+    path = write_spec('slurm', stages=stages, backend={'logs': str(tmp_path / 'logs')})
+    assert main(['launch', str(path)]) == 0
+    calls = [line.split() for line in slurm.read_text().splitlines()]
+    assert [Path(call[-1]).name for call in calls] == ['job-one.sbatch', 'job-two.sbatch', 'job-three.sbatch']
+    after = ['--dependency=afterok:101', '--dependency=afterok:102']
+    assert [call[2] for call in calls[1:]] == after
+    assert all('--kill-on-invalid-dep=yes' in call for call in calls[1:])
+    assert 'job-three: Slurm job 103' in capsys.readouterr().out
+    assert (tmp_path / 'logs').is_dir(), 'Slurm does not make the folder of its logs'
+
+
+def test_status_logs_and_cancel_ask_by_the_jobs_names(write_spec, slurm, tmp_path, capsys):
+    logs = tmp_path / 'logs'
+    logs.mkdir()
+    path = write_spec('slurm', backend={'logs': str(logs)})
+    assert main(['logs', str(path)]) == 2
+    assert f'logs: {logs} has none of job; has a job started?' in capsys.readouterr().err
+    (logs / 'job-7.log').write_text('\n'.join(f'line {index}' for index in range(300)))
+    assert main(['logs', str(path)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == 'line 299'
+    assert main(['cancel', str(path)]) == 0
+    assert slurm.read_text() == 'scancel --me --name=job\n'
+    assert main(['status', str(path)]) == 0
+    assert 'RUNNING' in capsys.readouterr().out
+
+
+def test_what_slurm_refuses_is_said_in_its_words(write_spec, slurm, tmp_path, capsys):
+    (tmp_path / 'bin' / 'sbatch').write_text('#!/bin/bash\necho "sbatch: error: invalid partition" >&2\nexit 1\n')
+    path = write_spec('slurm', backend={'logs': str(tmp_path / 'logs')})
+    assert main(['launch', str(path)]) == 2
+    assert 'sbatch --parsable' in (error := capsys.readouterr().err) and 'invalid partition' in error
+
+
+def test_a_stage_may_have_its_own_limit_and_nodes(write_spec):
+    stages = {
+        'one': {'overrides': {'name': 'one'}, 'nodes': 1, 'time_limit': '1h'},
+        'two': {'overrides': {'name': 'two'}},
+    }
+    path = write_spec('slurm', stages=stages, schedule={'time_limit': '2d'})
+    first, second = check(load(path), path).jobs
+    assert (first.nodes, first.time_limit_seconds) == (1, 3600)
+    assert (second.nodes, second.time_limit_seconds) == (2, 172800)

@@ -153,6 +153,15 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    # Other line breaks than \n would be folded into spaces, unless they are escaped.
+    style = '"' if re.search('[\x85\u2028\u2029]', text) else None
+    return dumper.represent_scalar('tag:yaml.org,2002:str', text, style=style)
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
 class _InlineDumper(_Dumper):
     """Writes line breaks and other control characters as escapes."""
 

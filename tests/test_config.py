@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from diffusion.config import Component, Recipe, RecipeError, check_devices, check_paths, load, to_yaml
+from diffusion.yaml_files import dump
 
 ROOT = Path(__file__).parents[1]
 YAMLS = sorted((ROOT / 'yamls').glob('*.yaml'))
@@ -61,6 +62,7 @@ def test_the_resolved_recipe_reads_back_equal(path, tmp_path):
 names = st.text('abcdefghij_', min_size=1, max_size=8)
 
 
+@example(batch=1, lr=1.0, streams={'if': 64}, prompts=['1e100', '-', '\x85', 'a\u2028b', '1_0', 'on', '2024-01-01'])
 @given(
     batch=st.integers(1, 10**6),
     lr=st.floats(1e-9, 1.0),
@@ -77,8 +79,9 @@ def test_any_recipe_survives_the_round_trip(tmp_path_factory, batch, lr, streams
         'generate': {'prompts': [p for p in prompts if p != '???' and '${' not in p]},
     }
     first, second = folder / 'a.yaml', folder / 'b.yaml'
-    first.write_text(yaml.safe_dump(content), encoding='utf-8')
+    first.write_text(dump(content), encoding='utf-8')
     recipe = load(first)
+    assert recipe.generate.prompts == content['generate']['prompts']
     second.write_text(to_yaml(recipe), encoding='utf-8')
     assert load(second) == recipe
 

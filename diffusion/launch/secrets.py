@@ -23,7 +23,7 @@ def fetch(environ: Mapping[str, str]) -> dict[str, str]:
         import boto3
         from botocore.exceptions import BotoCoreError, ClientError
     except ImportError as error:
-        raise ValueError('secrets: boto3 is not installed; install diffusion[sagemaker]') from error
+        raise ValueError('secrets: boto3 is not installed; pip install boto3') from error
     client = boto3.client('secretsmanager')
     found = {}
     for entry in named.split(','):

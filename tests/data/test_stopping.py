@@ -19,7 +19,7 @@ COUNT = 88
 @pytest.fixture(scope='module')
 def pictures_of_two_kinds(tmp_path_factory):
     """Whole pictures, and the same of which some cannot be decoded."""
-    from conftest import CAPTIONS, draw_picture
+    from shards import CAPTIONS, draw_picture
     from streaming import MDSWriter
 
     folders = {}
@@ -109,7 +109,7 @@ def lines_of(path: Path) -> list[dict]:
 
 
 def test_too_many_bad_samples_stop_all_ranks(recipe, ranks, tmp_path):
-    from conftest import draw_picture
+    from shards import draw_picture
     from streaming import MDSWriter
 
     with MDSWriter(out=str(tmp_path / 'bad'), columns={'image': 'bytes', 'caption': 'str'}) as writer:

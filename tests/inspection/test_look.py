@@ -5,8 +5,8 @@ import re
 
 import numpy as np
 import pytest
-from conftest import CAPTIONS
 from PIL import Image, ImageFont
+from shards import CAPTIONS
 
 from diffusion.building import build_dataset
 from diffusion.cli import main

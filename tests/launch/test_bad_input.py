@@ -172,7 +172,7 @@ def test_nothing_is_submitted_where_one_of_two_jobs_is_wrong(write_spec, tmp_pat
     [
         ('slurm', 'sbatch', 'run this on a login node of the cluster'),
         ('kubernetes', 'kubectl', 'install kubectl'),
-        ('skypilot', 'sky', 'install diffusion[skypilot]'),
+        ('skypilot', 'sky', 'pip install skypilot'),
     ],
 )
 def test_a_missing_tool_says_what_to_install(backend, tool, way_out, write_spec, capsys, monkeypatch, tmp_path):
@@ -185,7 +185,7 @@ def test_a_missing_tool_says_what_to_install(backend, tool, way_out, write_spec,
 def test_a_missing_sdk_says_which_extra(write_spec, capsys, monkeypatch):
     monkeypatch.setitem(__import__('sys').modules, 'boto3', None)
     assert main(['launch', str(write_spec('sagemaker'))]) == 2
-    assert 'sagemaker needs boto3; install diffusion[sagemaker]' in capsys.readouterr().err
+    assert 'sagemaker needs boto3; pip install boto3' in capsys.readouterr().err
 
 
 def test_mcli_is_rendered_and_not_submitted(write_spec, capsys):

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import write_pictures
 from ranks import largest_difference, read_losses
 from served import read_served
+from shards import write_pictures
 
 from diffusion.data.buckets import Shape, write_buckets
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import write_pictures
 from ranks import read_losses
+from shards import write_pictures
 
 from diffusion.config import load
 from diffusion.data.buckets import Shape, write_buckets

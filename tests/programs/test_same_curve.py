@@ -62,7 +62,7 @@ class Runs:
 
 @pytest.fixture(scope='module')
 def runs(tmp_path_factory, tiny_recipe, ranks):
-    from conftest import write_pictures
+    from shards import write_pictures
 
     root = tmp_path_factory.mktemp('curve')
     small = write_pictures(root / '32px', count=91, side=40)

@@ -310,7 +310,7 @@ def _client(jobs: Sequence[Job]) -> Any:
     try:
         import boto3
     except ImportError as error:
-        raise ValueError('backend.name: sagemaker needs boto3; install diffusion[sagemaker]') from error
+        raise ValueError('backend.name: sagemaker needs boto3; pip install boto3') from error
     return _call(boto3.client, 'sagemaker', region_name=jobs[0].spec.options.region)
 
 

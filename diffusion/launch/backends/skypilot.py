@@ -13,7 +13,7 @@ from diffusion.launch.commands import call
 from diffusion.launch.spec import Job
 from diffusion.schema import Gatherer, Problem, build, join
 
-INSTALL = 'install diffusion[skypilot], and see `sky check`'
+INSTALL = 'pip install skypilot, and see `sky check`'
 QUIET = {'SKYPILOT_DISABLE_USAGE_COLLECTION': '1'}
 NAME = re.compile(r'[a-zA-Z]([-_.a-zA-Z0-9]*[a-zA-Z0-9])?')
 ACCELERATORS = {

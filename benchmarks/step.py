@@ -1,6 +1,6 @@
 """A training step of the U-Net, from the plain path to the preset of `speed:`, part by part, in one run.
 
-    python benchmarks/step.py [--pixels 256 512] [--batch N] [--microbatch N] [--try N ...] [--steps N] [--without PART] [--compile]
+    python benchmarks/step.py [--pixels 256 512] [--microbatch N] [--try N ...] [--without PART] [--help]
 
 On a GPU it is Stable Diffusion 2's U-Net (866 M) in bfloat16, from latents and text embeddings, which is how the
 published figures were measured; each row adds a part to the one above, and the last rows try other microbatches. On a
@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch._dynamo
 from composer.callbacks.speed_monitor import GPU_AVAILABLE_FLOPS
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
@@ -127,6 +128,7 @@ def measure(contestants: Sequence[Contestant], batch: int, size: int, args: argp
     if ON_GPU:
         for each in contestants:
             run(each, steps_of(each, batch, size, args), args.warmup + args.steps)
+            torch._dynamo.reset()
             gc.collect()
             torch.cuda.empty_cache()
     else:

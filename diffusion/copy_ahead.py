@@ -29,15 +29,15 @@ class Copies:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream = torch.cuda.Stream(device)
+        self.stream: Any = torch.cuda.Stream(device)
 
-    def start(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], torch.cuda.Event]:
-        """Begin to copy a batch; it may be used after `finish`."""
+    def start(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+        """Begin to copy a batch, and the event of its end; it may be used after `finish`."""
         with torch.cuda.stream(self.stream):
             copied = {name: self._copy(value) for name, value in batch.items()}
             return copied, self.stream.record_event()
 
-    def finish(self, started: tuple[dict[str, Any], torch.cuda.Event]) -> dict[str, Any]:
+    def finish(self, started: tuple[dict[str, Any], Any]) -> dict[str, Any]:
         """The batch, for whatever is queued from now on; the host does not wait."""
         batch, done = started
         current = torch.cuda.current_stream(self.device)

@@ -161,8 +161,8 @@ def layouts_change(measured: Measured) -> Opportunity | None:
     way = ' and '.join(f'speed.{part}=true' for part in ('channels_last', 'compile') if part in measured.off)
     return Opportunity(
         measured.share_of('layout changes'),
-        'tensors are turned between channels first and channels last, by convolutions and by GroupNorm, which knows the '
-        f'first alone unless it is compiled: {way or "look in the trace for who asks for it"}',
+        'tensors are turned between channels first and channels last, by convolutions and by GroupNorm, which knows '
+        f'the first alone unless it is compiled: {way or "look in the trace for who asks for it"}',
     )
 
 
@@ -194,7 +194,11 @@ def host_waits(measured: Measured) -> Opportunity | None:
 def logging_is_large(measured: Measured) -> Opportunity | None:
     """Callbacks and loggers."""
     share = measured.shares.get('logging', 0.0)
-    return Opportunity(share, 'callbacks and loggers take long: leave some out, or log less often') if share > 0.02 else None
+    return (
+        Opportunity(share, 'callbacks and loggers take long: leave some out, or log less often')
+        if share > 0.02
+        else None
+    )
 
 
 def ranks_talk(measured: Measured) -> Opportunity | None:
@@ -202,7 +206,7 @@ def ranks_talk(measured: Measured) -> Opportunity | None:
     way = 'speed.reduce_once=true, or ' if 'reduce_once' in measured.off and measured.microbatches > 1 else ''
     return Opportunity(
         measured.share_of('communication'),
-        f'devices exchange weights and gradients: {way}parallelism.reshard_after_forward=false, ddp where the model fits',
+        f'devices exchange weights and gradients: {way}parallelism.reshard_after_forward=false, or ddp where it fits',
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from composer.core import Callback, State
 from composer.loggers import Logger
-from torch.autograd import DeviceType
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from diffusion import building, registry
@@ -205,9 +205,7 @@ def _is_in_the_step(site: Site) -> bool:
     return not site.file.startswith('composer/')
 
 
-def table(
-    phases: Phases, measured: Measured, opportunities: Sequence[Opportunity], recipe: Recipe, trace: Path
-) -> str:
+def table(phases: Phases, measured: Measured, opportunities: Sequence[Opportunity], recipe: Recipe, trace: Path) -> str:
     """What is printed: the step, its stages, kinds of kernels, kernels, waits, and what to do."""
     report = phases.report
     assert report is not None

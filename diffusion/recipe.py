@@ -115,7 +115,7 @@ class SpeedConfig:
     low_precision_norms: bool | None = None
     """GroupNorm and LayerNorm in autocast's dtype where they are not compiled; compiled ones move no more bytes."""
     flash_attention: bool | None = None
-    """Attention by PyTorch's fused kernels, flash attention among them, whatever processor the denoiser came with."""
+    """Attention by PyTorch's fused kernels, flash attention among them, in place of diffusers' plain processor."""
     fused_optimizer: bool | None = None
     """All of the optimizer's update in a few kernels, if it has such (AdamW does)."""
     tf32: bool | None = None

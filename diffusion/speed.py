@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch._dynamo
 from composer.models import ComposerModel
-from diffusers.models.attention_processor import AttnProcessor2_0
+from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from torch import Tensor, nn
 
@@ -89,12 +89,14 @@ def _in_channels_last(denoiser: nn.Module, args: tuple[Any, ...]) -> tuple[Any, 
 
 
 def fuse_attention(denoiser: UNet2DConditionModel) -> None:
-    """Compute attention by `scaled_dot_product_attention`.
+    """Compute attention by `scaled_dot_product_attention` where diffusers' plain processor would.
 
     On GPUs it takes flash attention in half precision for heads of up to 256 channels (SD2's have 64) without a mask:
     `mask_padding` leaves cross-attention to the memory-efficient kernel.
     """
-    denoiser.set_attn_processor(AttnProcessor2_0())
+    processors = denoiser.attn_processors.items()
+    fused: Any = {name: AttnProcessor2_0() if type(each) is AttnProcessor else each for name, each in processors}
+    denoiser.set_attn_processor(fused)
 
 
 def lower_norms(denoiser: nn.Module, *, except_blocks: bool) -> None:
@@ -115,20 +117,23 @@ def compile_blocks(model: LatentDiffusion, *, shapes: int = 1) -> None:
     """
     trained = [block for block in model.denoiser.modules() if is_block(block)]
     encoding = [block for block in model.vae.encoder.modules() if is_block(block)]  # type: ignore[union-attr]
-    # Past its limit Dynamo gives up and runs eagerly. A shape comes with and without gradients, and at an epoch's end
-    # in a smaller batch.
-    limit = 4 * shapes * (len(trained) + len(encoding))
-    config: Any = torch._dynamo.config
-    config.recompile_limit = max(config.recompile_limit, limit)
-    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, limit)
-    # Norms of blocks that share code differ in epsilon; as a variable it breaks graphs (torch 2.7).
-    config.specialize_float = True
-    # It would cut blocks at DDP's buckets, to start their reductions in between; blocks are cut finely enough.
-    config.optimize_ddp = False
+    # A shape comes with and without gradients, and at an epoch's end in a smaller batch.
+    configure_dynamo(graphs=4 * shapes * (len(trained) + len(encoding)))
     for block in trained:
         _compile_forward(block, with_gradients=True)
     for block in encoding:
         _compile_forward(block, with_gradients=False)
+
+
+def configure_dynamo(*, graphs: int) -> None:
+    """Let Dynamo make so many graphs of one function, which blocks share; past its limit it runs them eagerly."""
+    config: Any = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, graphs)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, graphs)
+    # Norms of blocks that share code differ in epsilon, which as a variable breaks graphs (torch 2.7).
+    config.specialize_float = True
+    # It would cut blocks at DDP's buckets to reduce these early; blocks are small enough.
+    config.optimize_ddp = False
 
 
 def _compile_forward(block: nn.Module, *, with_gradients: bool) -> None:
@@ -161,7 +166,9 @@ def keep_layout(optimizer: torch.optim.Optimizer) -> None:
             group.update(how)
             for parameter in group['params']:
                 state = optimizer.state.get(parameter, {})
-                state.update({key: _like(value, parameter) for key, value in state.items() if isinstance(value, Tensor)})
+                state.update(
+                    {key: _like(value, parameter) for key, value in state.items() if isinstance(value, Tensor)}
+                )
                 if group.get('fused') and isinstance(state.get('step'), Tensor):
                     state['step'] = state['step'].to(parameter.device, torch.float32)
 

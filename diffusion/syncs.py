@@ -105,7 +105,13 @@ def _masks(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 def _is_the_hosts() -> bool:
-    return any(place in frame.filename for frame in traceback.extract_stack() for place in HOSTS)
+    """Whether the innermost code that has a say in it is the host's (a closure is called by the optimizer)."""
+    for frame in reversed(traceback.extract_stack()):
+        if any(place in frame.filename for place in HOSTS):
+            return True
+        if _package(frame.filename) in PACKAGES and Path(frame.filename) != Path(__file__):
+            return False
+    return False
 
 
 def _site() -> Site:

@@ -2,8 +2,8 @@
 
 import functools
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Collection
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
@@ -33,7 +33,7 @@ class Timeline:
     """
 
     def __init__(self, recorder: 'Recorder | None' = None) -> None:
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self.recorder = recorder
         self._stage = OTHER
         self._since = time.perf_counter()
@@ -61,11 +61,11 @@ class Timeline:
 
         return run
 
-    def take(self) -> Counter[str]:
+    def take(self) -> dict[str, float]:
         """The seconds since the last call."""
         self.switch(self._stage)
-        taken, self.seconds = self.seconds, Counter()
-        return taken
+        taken, self.seconds = self.seconds, defaultdict(float)
+        return dict(taken)
 
 
 class _Stage:
@@ -97,8 +97,8 @@ class Recorder:
 
     def __init__(self, make_event: Callable[[], Any] | None = None) -> None:
         self.on = False
-        self.seconds: Counter[str] = Counter()
-        self._make_event = make_event or functools.partial(torch.cuda.Event, enable_timing=True)
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._make_event: Callable[[], Any] = make_event or functools.partial(torch.cuda.Event, enable_timing=True)
         self._marks: deque[tuple[Any, str | None]] = deque()
         self._spare: list[Any] = []
 
@@ -117,7 +117,7 @@ class Recorder:
         """Record no more."""
         self.on = False
 
-    def read(self) -> Counter[str]:
+    def read(self) -> dict[str, float]:
         """The seconds in each stage of what the GPU has finished and nobody has read."""
         marks = self._marks
         while len(marks) > 1 and marks[1][0].query():
@@ -126,24 +126,25 @@ class Recorder:
             if stage is not None:
                 self.seconds[stage] += first.elapsed_time(second) / 1e3
             self._spare.append(first)
-        read, self.seconds = self.seconds, Counter()
-        return read
+        read, self.seconds = self.seconds, defaultdict(float)
+        return dict(read)
 
 
-def shares_of(host: Counter[str], device: Counter[str] | None, stages: Collection[str] = STAGES) -> dict[str, float]:
-    """Each stage's share of the host's time.
+def shares_of(host: Mapping[str, float], device: Mapping[str, float] | None) -> dict[str, float]:
+    """Each stage's share of the host's time; they sum to 1.
 
     Args:
         host: Seconds in each stage by the host's clock.
         device: The same on the GPU, of some of the batches; None where there is none. What the host did not wait for is
             shared out as it says: to a GPU's host, a backward pass takes as long as it takes to queue it.
-        stages: To tell of.
     """
     total = sum(host.values())
     if not total:
-        return dict.fromkeys(stages, 0.0)
-    if not device or not (known := sum(seconds for stage, seconds in device.items() if stage not in WAITS)):
-        return {stage: host[stage] / total for stage in stages}
-    waits = {stage: host[stage] / total for stage in WAITS}
-    rest = 1 - sum(waits.values())
-    return {stage: waits[stage] if stage in WAITS else rest * device[stage] / known for stage in stages}
+        return dict.fromkeys(STAGES, 0.0)
+    shares = {stage: host.get(stage, 0.0) / total for stage in STAGES}
+    computed = {stage: (device or {}).get(stage, 0.0) for stage in STAGES if stage not in WAITS}
+    known = sum(computed.values())
+    if not known:
+        return shares
+    rest = 1 - sum(shares[stage] for stage in WAITS)
+    return shares | {stage: rest * seconds / known for stage, seconds in computed.items()}

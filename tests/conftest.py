@@ -160,6 +160,9 @@ def _leave_process_groups() -> Iterator[None]:
     yield
     torch = sys.modules.get('torch')
     if torch is not None and torch.distributed.is_initialized():
+        if torch.distributed.get_backend() == 'gloo':
+            # A thread of gloo that lets go of a tensor needs the GIL, which destroying the group holds.
+            torch.distributed.barrier()
         torch.distributed.destroy_process_group()
 
 

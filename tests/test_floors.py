@@ -10,12 +10,14 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / 'diffusion'
 FLOORS = [
     # 0: the standard library, omegaconf and yaml
-    'checks cli config data.buckets data.byte_sizes data.order exits launch opportunities planning recipe registry schema signatures yaml_files models.sd2_config',
+    'checks cli config data.buckets data.byte_sizes data.order exits launch '
+    'opportunities planning recipe registry schema signatures yaml_files models.sd2_config',
     # 1: torch, diffusers, transformers; no Composer, no Streaming
     'data.batch_memory data.captions data.keys data.transforms '
     'models.flops models.noise models.norms models.objective models.parts models.sampler models.tokens',
     # 2: Composer and Streaming
-    'algorithms building callbacks checkpointing copy_ahead data evaluation loggers models parallelism speed syncs timeline',
+    'algorithms building callbacks checkpointing copy_ahead data '
+    'evaluation loggers models parallelism speed syncs timeline',
     # 3: programs
     'evaluate export generate inspection precompute prepare profile programs train uploaded_shards',
 ]

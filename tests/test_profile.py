@@ -93,7 +93,9 @@ def test_kernels_are_told_by_their_names(name, kind):
 
 
 @pytest.mark.slow
-def test_a_recipe_is_profiled_without_its_data_and_without_a_trace_in_its_runs(tmp_path, tiny_recipe, monkeypatch, capsys):
+def test_a_recipe_is_profiled_without_its_data_and_without_a_trace_in_its_runs(
+    tmp_path, tiny_recipe, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     content = tiny_recipe(tmp_path / 'runs', callbacks={'loss_guard': None}, global_batch=4)
     content['streams'] = {'small': {'remote': '???', 'local': 'nowhere', 'resolution': 32}}

@@ -88,7 +88,9 @@ def overall_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 
 
 @pytest.mark.parametrize('frozen_text', [True, False])
-@pytest.mark.parametrize('part', ['channels_last', 'compile', 'flash_attention', 'inference_mode'])
+@pytest.mark.parametrize(
+    'part', ['channels_last', pytest.param('compile', marks=pytest.mark.slow), 'flash_attention', 'inference_mode']
+)
 def test_a_part_changes_neither_loss_nor_gradients(make_model, part, frozen_text):
     model, plain = (make_model(train_text_encoder=not frozen_text) for _ in range(2))
     plain.denoiser.set_attn_processor(AttnProcessor())
@@ -113,6 +115,7 @@ def test_low_precision_norms_are_as_exact_as_autocast(make_model):
     assert overall_error(low_precision[1], expected) < 2 * overall_error(ordinary[1], expected)
 
 
+@pytest.mark.slow
 def test_all_parts_together_are_as_exact_as_autocast(make_model):
     plain, fast = make_model(), make_model()
     apply_speed(fast, replace(NOTHING, **dict.fromkeys(PARTS, True)))
@@ -155,6 +158,7 @@ def test_kernels_of_a_compiled_block_in_channels_last_and_bfloat16_give_its_grad
     assert largest_error(run(half=True), exact) < max(1.5 * largest_error(eager, exact), 4 * HALF)
 
 
+@pytest.mark.slow
 def test_compiled_blocks_keep_names_and_compile_once_for_each_shape(make_model):
     model = make_model()
     names = list(model.state_dict())
@@ -182,6 +186,7 @@ def test_compiled_blocks_keep_names_and_compile_once_for_each_shape(make_model):
     assert torch._dynamo.config.recompile_limit >= 2 * blocks
 
 
+@pytest.mark.slow
 def test_compiled_blocks_follow_weights_that_are_exchanged(make_model):
     """EMA's exchange and checkpoints write into the parameters in place."""
     model, other = make_model(), make_model()
@@ -198,6 +203,7 @@ def test_compiled_blocks_follow_weights_that_are_exchanged(make_model):
     assert after == pytest.approx(float(expected), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_activations_of_compiled_blocks_can_be_recomputed(make_model):
     plain, model = make_model(), make_model()
     model.denoiser.enable_gradient_checkpointing()
@@ -253,9 +259,9 @@ def test_the_preset_does_nothing_on_a_cpu_and_everything_on_a_gpu():
 
 @pytest.mark.parametrize('part', PARTS)
 def test_each_part_can_be_turned_off_and_on_by_itself(part):
-    off = chosen(SpeedConfig(**{part: False}), on_gpu=True, strategy='fsdp2')
+    off = chosen(replace(SpeedConfig(), **{part: False}), on_gpu=True, strategy='fsdp2')
     assert [name for name in PARTS if not getattr(off, name)] == [part]
-    on = chosen(SpeedConfig(preset='none', **{part: True}), on_gpu=True, strategy='fsdp2')
+    on = chosen(replace(SpeedConfig(preset='none'), **{part: True}), on_gpu=True, strategy='fsdp2')
     assert [name for name in PARTS if getattr(on, name)] == [part]
 
 
@@ -293,8 +299,7 @@ def test_copies_run_one_batch_ahead_and_errors_come_in_turn():
 
     got = []
     with pytest.raises(RuntimeError, match='a shard is gone'):
-        for item in one_ahead(source(), start, finish):
-            got.append(item)
+        got.extend(one_ahead(source(), start, finish))
     assert got == [0, 1, 2], 'what came before the error is not lost'
     assert happened == [
         *('read 0', 'copy 0', 'read 1', 'copy 1', 'use 0', 'read 2', 'copy 2', 'use 1'),
@@ -363,6 +368,7 @@ def test_the_step_itself_needs_no_values(make_model):
 EVERYTHING: dict[str, Any] = {'channels_last': True, 'inference_mode': True, 'flash_attention': True}
 
 
+@pytest.mark.slow
 def test_a_run_in_channels_last_resumes_contiguous_and_back(write_recipe, tmp_path):
     """Strides are a process's own business; checkpoints and averages are numbers."""
     sections: dict[str, Any] = {
@@ -374,11 +380,12 @@ def test_a_run_in_channels_last_resumes_contiguous_and_back(write_recipe, tmp_pa
     for duration, channels_last in (('4ba', 'true'), ('6ba', 'false'), ('8ba', 'true')):
         overrides = [f'trainer.max_duration={duration}', 'trainer.save_interval=2ba']
         trainer = train(load(recipe, [*overrides, f'speed.channels_last={channels_last}']))
-        weight = trainer.state.model.denoiser.conv_in.weight
+        model: Any = trainer.state.model
+        weight = model.denoiser.conv_in.weight
         assert weight.is_contiguous() == (channels_last == 'false')
         assert trainer.state.optimizers[0].state[weight]['exp_avg'].stride() == weight.stride()
         trainer.close()
-    assert losses_of(None, tmp_path, 'mixed') == pytest.approx(plain, rel=1e-5)
+    assert losses_of(None, tmp_path, 'mixed') == pytest.approx(plain, rel=1e-3), 'as far as Adam lets rounding grow'
     assert len(plain) == 8
 
 
@@ -418,6 +425,20 @@ def test_compiled_blocks_under_fsdp2_train_average_evaluate_draw_and_save_as_eag
 
 
 @pytest.mark.slow
+def test_gradients_are_reduced_once_a_batch(write_recipe, alone):
+    def reductions(name: str, **speed: Any) -> int:
+        sections: dict[str, Any] = {'parallelism': {'strategy': 'fsdp2'}, 'device_train_microbatch_size': 2}
+        trainer = build_trainer(load(write_recipe(name, **sections, speed=speed)))
+        trainer.fit(duration='1ba')
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            trainer.fit(duration='1ba')
+        trainer.close()
+        return sum(event.count for event in profiler.key_averages() if event.key == 'c10d::_reduce_scatter_base_')
+
+    assert reductions('each') == 4 * reductions('once', reduce_once=True) > 0, 'of four microbatches'
+
+
+@pytest.mark.slow
 @pytest.mark.dist
 def test_gradients_reduced_once_are_those_reduced_every_time(write_recipe, ranks, tmp_path):
     """Two ranks, four microbatches each, clipped: what is reduced twice or never is of another size."""
@@ -430,3 +451,8 @@ def test_gradients_reduced_once_are_those_reduced_every_time(write_recipe, ranks
     ranks.run(2, write_recipe('each', **sections), double=True)
     ranks.run(2, write_recipe('once', **sections, speed={'reduce_once': True}), double=True)
     assert losses_of(None, tmp_path, 'once') == pytest.approx(losses_of(None, tmp_path, 'each'), rel=1e-6)
+
+
+def test_the_preset_leaves_a_run_on_a_cpu_as_it_was_to_the_last_bit(write_recipe, tmp_path):
+    full, none = write_recipe('full'), write_recipe('none', speed={'preset': 'none'})
+    assert losses_of(full, tmp_path) == losses_of(none, tmp_path)

@@ -126,9 +126,7 @@ class Breakdown(Callback):
         peak_tflops: Of a device in the run's precision; by default Composer's table says.
     """
 
-    def __init__(
-        self, *, window: int = 50, skip: int = 1, sampled: int = 10, peak_tflops: float | None = None
-    ) -> None:
+    def __init__(self, *, window: int = 50, skip: int = 1, sampled: int = 10, peak_tflops: float | None = None) -> None:
         for name, batches in {'window': window, 'skip': skip, 'sampled': sampled}.items():
             if batches < 1:
                 raise ValueError(f'callbacks.breakdown.{name}: {batches} batches; use 1 or more')
@@ -244,7 +242,7 @@ class Breakdown(Callback):
         host = self.timeline.take()
         recorder = self.timeline.recorder
         shares = shares_of(host, None if recorder is None else recorder.read())
-        seconds = sum(host.values()) - host[EVALUATION]
+        seconds = sum(host.values()) - host.get(EVALUATION, 0.0)
         step_seconds, flops, peak_bytes = seconds / self._batches, self._flops, 0.0
         if recorder is not None:
             peak_bytes = float(torch.cuda.max_memory_allocated())

@@ -116,8 +116,10 @@ class VerifiedDataset(StreamingDataset):
             with contextlib.suppress(FileNotFoundError):  # another job has evicted it again; reading will find out
                 self._signatures[shard_id] = signature(self._path(shard_id))
         except BaseException as error:
-            if isinstance(error, Exception):
+            if isinstance(error, DataError):
                 self._failed(error)
+            elif isinstance(error, Exception):
+                self._failed(f'{self._where(shard_id)}: {told(error)}')
             self._shard_states[shard_id] = _ShardState.REMOTE
             raise
         self._shard_states[shard_id] = _ShardState.LOCAL
@@ -255,13 +257,8 @@ def told(error: BaseException) -> str:
 
 def _fetch_indexes(streams: list[VerifiedStream]) -> None:
     """Have one process of each machine fetch all indexes; every rank learns of every problem."""
-    problem, digests = None, []
-    if dist.get_local_rank() == 0:
-        try:
-            digests = [stream.fetch_index() for stream in streams]
-        except (ValueError, OSError) as error:
-            problem = told(error)
-    found = dist.all_gather_object((problem, digests))
+    own = _indexes_of_this_machine(streams) if dist.get_local_rank() == 0 else (None, [])
+    found = dist.all_gather_object(own)
     problems = dict.fromkeys(problem for problem, _ in found if problem is not None)
     if problems:
         raise ValueError('\n'.join(problems))
@@ -270,3 +267,16 @@ def _fetch_indexes(streams: list[VerifiedStream]) -> None:
         if set(others) != {digest}:
             raise ValueError(f'streams.{stream.name}: machines see different indexes; is it being written just now?')
         stream.settle(digest)
+
+
+def _indexes_of_this_machine(streams: list[VerifiedStream]) -> tuple[str | None, list[str]]:
+    """The first problem, if there is one, and the hashes of all indexes."""
+    digests = []
+    for stream in streams:
+        try:
+            digests.append(stream.fetch_index())
+        except ValueError as error:
+            return str(error), []
+        except OSError as error:
+            return f'streams.{stream.name}: {told(error)}', []
+    return None, digests

@@ -226,7 +226,7 @@ class LatentDiffusion(ComposerModel):
         return for_autograd(moments)
 
     def flops_per_batch(self, batch: Mapping[str, Tensor]) -> int:
-        """FLOPs of training on a device's batch, by its shape: three forward passes of what is trained, one of encoders.
+        """FLOPs of training on a device's batch, by its shape: three forward passes of what it trains, one of encoders.
 
         Composer's SpeedMonitor asks for this by this name.
         """
@@ -374,9 +374,7 @@ class LatentDiffusion(ComposerModel):
         cell = downsampling(self.vae)
         return height // cell, width // cell
 
-    def _count_sample(
-        self, height: int, width: int, text_length: int, encodes_images: bool, encodes_text: bool
-    ) -> int:
+    def _count_sample(self, height: int, width: int, text_length: int, encodes_images: bool, encodes_text: bool) -> int:
         total = 3 * self._denoiser_flops(height, width, text_length)
         if encodes_images:
             total += vae_encoder_flops(self.vae, height=height, width=width)

@@ -1,32 +1,45 @@
 """Work in forked processes: a second job, without a second's import."""
 
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
 
 
-def forked(work: Callable[[], object]) -> int:
-    """The id of a process that does it, and exits with 0 where it ends well."""
-    pid = os.fork()
-    if not pid:
-        status = 1
-        try:
-            work()
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
-    return pid
+class Forked:
+    """A process that does some work, and exits with 0 where that ends well."""
 
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._status: int | None = None
+        self.pid = os.fork()
+        if not self.pid:
+            status = 1
+            try:
+                work()
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(status)
 
-def status_of(pid: int) -> int:
-    """How a process ended; negative for a signal."""
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    def running(self) -> bool:
+        return self._ended(os.WNOHANG) is None
 
+    def wait(self) -> int:
+        """Its exit status; negative for a signal."""
+        status = self._ended(0)
+        assert status is not None
+        return status
 
-def is_running(pid: int) -> bool:
-    return os.waitpid(pid, os.WNOHANG) == (0, 0)
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        assert self.wait() == -signal.SIGKILL
+
+    def _ended(self, options: int) -> int | None:
+        if self._status is None:
+            pid, status = os.waitpid(self.pid, options)
+            self._status = os.waitstatus_to_exitcode(status) if pid else None
+        return self._status

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from numbered import SAMPLES, loader_over, served, write_samples
-from processes import forked, status_of
+from processes import Forked
 
 from diffusion.config import RecipeError, load
 from diffusion.data import machine
@@ -86,8 +86,8 @@ def test_a_limit_of_open_files_is_raised_where_it_may_be(source):
         ((what, fatal),) = told(machine.open_files(loader))
         assert what.startswith('ulimit -n: 2 workers need 244 open files, and 210 are allowed') and not fatal
 
-    assert status_of(forked(raised)) == 0
-    assert status_of(forked(refused)) == 0
+    assert Forked(raised).wait() == 0
+    assert Forked(refused).wait() == 0
 
 
 def test_disk(source, tmp_path, monkeypatch):

@@ -2,7 +2,6 @@
 
 import os
 import re
-import signal
 import time
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numbered import Numbers, cached_loader, expected, loader_over, served, shards_of, write_samples
-from processes import forked, is_running, status_of
+from processes import Forked
 from streaming import Stream
 
 from diffusion.data import keys, locks, shard_cache
@@ -48,17 +47,17 @@ def is_served_right(*loaders: BucketedLoader) -> None:
 
 
 def test_a_second_job_reads_nothing_from_the_store(store, bucket, tmp_path):
-    assert status_of(forked(lambda: is_served_right(cached_loader(bucket, tmp_path / 'cache')))) == 0
+    assert Forked(lambda: is_served_right(cached_loader(bucket, tmp_path / 'cache'))).wait() == 0
     assert len(store.shard_reads()) == SHARDS
     store.reads.clear()
-    assert status_of(forked(lambda: is_served_right(cached_loader(bucket, tmp_path / 'cache', workers=1)))) == 0
+    assert Forked(lambda: is_served_right(cached_loader(bucket, tmp_path / 'cache', workers=1))).wait() == 0
     assert not store.shard_reads()
 
 
 def test_jobs_that_miss_the_same_shards_at_once_read_each_of_them_once(store, bucket, tmp_path):
     store.fail('.mds', 0.3)
-    jobs = [forked(lambda: is_served_right(cached_loader(bucket, tmp_path / 'cache'))) for _ in range(3)]
-    assert [status_of(job) for job in jobs] == [0, 0, 0]
+    jobs = [Forked(lambda: is_served_right(cached_loader(bucket, tmp_path / 'cache'))) for _ in range(3)]
+    assert [job.wait() for job in jobs] == [0, 0, 0]
     assert set(shards_of(store.shard_reads()).values()) == {1}
 
 
@@ -109,16 +108,16 @@ def test_killed_while_fetching_others_go_on_at_once(store, bucket, tmp_path):
     """The lock dies with its process, and what that has left is swept away."""
     cache = tmp_path / 'cache'
     store.fail('shard.00000', 30.0, times=1)
-    victim = forked(lambda: served(cached_loader(bucket, cache, shuffle=False)))
+    victim = Forked(lambda: served(cached_loader(bucket, cache, shuffle=False)))
     while not any('shard.00000' in key for key in store.reads):
-        assert is_running(victim)
+        assert victim.running()
         time.sleep(0.02)
-    other = forked(lambda: is_served_right(cached_loader(bucket, cache, shuffle=False)))
+    other = Forked(lambda: is_served_right(cached_loader(bucket, cache, shuffle=False)))
     time.sleep(3)
-    assert is_running(other), 'it waits for the one that fetches'
-    os.kill(victim, signal.SIGKILL)
+    assert other.running(), 'it waits for the one that fetches'
+    victim.kill()
     begin = time.monotonic()
-    assert (status_of(victim), status_of(other)) == (-signal.SIGKILL, 0)
+    assert other.wait() == 0
     assert time.monotonic() - begin < 15
     is_served_right(cached_loader(bucket, cache))
     assert not list(cache.rglob('.*'))
@@ -136,14 +135,14 @@ def test_jobs_under_a_limit_evict_from_each_other_and_serve_right(store, bucket,
         loader = cached_loader(bucket, cache, workers=workers, **settings)
         is_served_right(loader, loader)
 
-    jobs = [forked(lambda: job(0)), forked(lambda: job(1))]
+    jobs = [Forked(lambda: job(0)), Forked(lambda: job(1))]
     most = 0
-    while is_running(jobs[0]):
+    while jobs[0].running():
         if cache.exists():
             with locks.locked(cache / 'room', lambda: None):  # nothing is evicted meanwhile
                 most = max(most, total(shards_in(cache)))
         time.sleep(0.005)
-    assert status_of(jobs[1]) == 0
+    assert [job.wait() for job in jobs] == [0, 0]
     assert 0 < most <= limit
     assert sum(store.shard_reads().values()) > SHARDS, 'they had to be fetched more than once'
 
@@ -231,13 +230,12 @@ def test_a_sweep_leaves_what_a_living_process_is_at(tmp_path):
             os.write(write, b'x')
             time.sleep(60)
 
-    holder = forked(hold)
+    holder = Forked(hold)
     os.read(read, 1)
     locks.scratch_for(tmp_path / 'sub' / 'shard.2.mds', 10)
     locks.sweep(tmp_path)
     assert [locks.reserved_bytes(path.name) for path in tmp_path.rglob('*.unfinished')] == [10]
-    os.kill(holder, signal.SIGKILL)
-    status_of(holder)
+    holder.kill()
     locks.sweep(tmp_path)
     assert not list(tmp_path.rglob('*.unfinished'))
 
@@ -254,7 +252,7 @@ def test_one_at_a_time_holds_a_lock(tmp_path):
                 time.sleep(0.0005)
                 counter.write_text(str(value + 1))
 
-    assert [status_of(pid) for pid in [forked(count) for _ in range(4)]] == [0] * 4
+    assert [process.wait() for process in [Forked(count) for _ in range(4)]] == [0] * 4
     assert counter.read_text() == '100'
     assert not list(tmp_path.glob('.*'))
 
@@ -266,15 +264,12 @@ def test_the_wait_for_a_lock_can_be_ended(tmp_path):
     def enough() -> None:
         raise Enough
 
+    def try_it() -> None:
+        with pytest.raises(Enough), locks.locked(tmp_path / 'x', enough):
+            pass
+
     with locks.locked(tmp_path / 'x', lambda: None):
-        pid = os.fork()
-        if not pid:
-            try:
-                with locks.locked(tmp_path / 'x', enough):
-                    os._exit(1)
-            except Enough:
-                os._exit(0)
-        assert status_of(pid) == 0
+        assert Forked(try_it).wait() == 0
 
 
 def test_homes_are_told_apart_and_readable():

@@ -1,21 +1,21 @@
 """Nothing is served wrong: what an object store and a disk may do to shards, and what comes of it."""
 
 import contextlib
+import itertools
 import json
 import logging
 import multiprocessing
 import os
 import re
 import resource
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import streaming.base.storage.download as download
-from numbered import expected, loader_over, payload, served, shards_of, write_samples
-from processes import forked, is_running, status_of
+from numbered import Numbers, expected, loader_over, payload, served, shards_of, write_samples
+from processes import Forked
 
 from diffusion.data import fetch, keys
 from diffusion.data.failures import DataError
@@ -149,7 +149,7 @@ def test_a_worker_that_dies_ends_the_epoch(store, bucket, tmp_path):
     store.fail(LAST, 30.0)
     iterator = iter(loader)
     next(iterator)
-    multiprocessing.active_children()[0].kill()
+    max(multiprocessing.active_children(), key=lambda child: child.pid or 0).kill()  # not one of an earlier test
     with within(20), pytest.raises(DataError, match='DataLoader worker'):
         for _ in iterator:
             pass
@@ -160,6 +160,26 @@ def test_the_wait_for_a_worker_has_an_end_that_names_what_is_fetched(store, buck
     loader = loader_over(bucket, tmp_path / 'local', workers=2, loader={'timeout': 2})
     with within(25), pytest.raises(DataError, match='timeout_seconds: no batch came for 2 s; being fetched: streams.a'):
         served(loader)
+
+
+@pytest.mark.parametrize('workers', [0, 1])
+def test_a_worker_that_ends_early_is_an_error(tmp_path, monkeypatch, workers):
+    plain = Numbers.__iter__
+    monkeypatch.setattr(Numbers, '__iter__', lambda self: itertools.islice(plain(self), 30))
+    with pytest.raises(DataError, match='^streams.a: the epoch ended after 5 of 10 batches$'):
+        served(loader_over(None, write_samples(tmp_path / 'local'), workers=workers))
+
+
+@pytest.mark.parametrize('elastic', [True, False])
+def test_threads_that_end_early_are_an_error(tmp_path, elastic):
+    """Without a word, as Streaming's do."""
+    loader = loader_over(None, write_samples(tmp_path / 'local'), elastic=elastic)
+    iterator = iter(loader)
+    next(iterator)
+    loader.dataset._event.set()
+    with pytest.raises(DataError, match=r'^streams.a: the epoch ended after \d+ of 60 samples$'):
+        for _ in iterator:
+            pass
 
 
 # -- what lies in the local folder --
@@ -345,19 +365,18 @@ def test_a_full_disk_is_said(store, bucket, tmp_path):
         with pytest.raises(DataError, match=r'shard.0000\d.mds: no room on the disk: .*Way out: make room in .*local'):
             served(loader_over(bucket, tmp_path / 'local'))
 
-    assert status_of(forked(small_disk)) == 0
+    assert Forked(small_disk).wait() == 0
     assert not list((tmp_path / 'local').rglob('*.mds'))
 
 
 def test_killed_while_fetching_the_next_start_is_right(store, bucket, tmp_path):
     local = tmp_path / 'local'
     store.fail('shard.00002', 30.0, times=1)
-    pid = forked(lambda: served(loader_over(bucket, local, shuffle=False)))
+    job = Forked(lambda: served(loader_over(bucket, local, shuffle=False)))
     while not any('shard.00002' in key for key in store.reads):
-        assert is_running(pid)
+        assert job.running()
         time.sleep(0.02)
-    os.kill(pid, signal.SIGKILL)
-    assert status_of(pid) == -signal.SIGKILL
+    job.kill()
     assert list(local.glob('.shard.00002*'))
     assert served(loader_over(bucket, local)) == expected()
     assert not [path for path in local.iterdir() if path.name.startswith('.')]
@@ -367,7 +386,6 @@ def test_killed_while_fetching_the_next_start_is_right(store, bucket, tmp_path):
 
 
 def test_streams_of_several_clouds_and_a_mount_at_once(store, bucket, tmp_path, monkeypatch):
-    from numbered import Numbers
     from streaming import Stream
 
     from diffusion.data.buckets import square

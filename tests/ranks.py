@@ -79,6 +79,7 @@ class Ranks:
         self._count = 0
         self.ended: dict[int, int] = {}
         self._started: list[list[int]] = []
+        self._unfinished = ''
 
     def start(
         self,
@@ -115,15 +116,17 @@ class Ranks:
     def listen(self, timeout: float) -> None:
         """Take in what the server has to say."""
         assert self._process.stdout is not None
-        while select.select([self._process.stdout], [], [], timeout)[0]:
-            line = self._process.stdout.readline()
-            assert line, 'the server of ranks died'
-            news = json.loads(line)
+        if not select.select([self._process.stdout], [], [], timeout)[0]:
+            return
+        # Not readline: of two lines that come together it would keep one, where select does not see it.
+        piece = os.read(self._process.stdout.fileno(), 65536).decode()
+        assert piece, 'the server of ranks died'
+        *lines, self._unfinished = (self._unfinished + piece).split('\n')
+        for news in map(json.loads, lines):
             if 'started' in news:
                 self._started.append(news['started'])
-                return
-            self.ended |= {int(pid): status for pid, status in news['ended'].items()}
-            timeout = 0
+            else:
+                self.ended |= {int(pid): status for pid, status in news['ended'].items()}
 
     def close(self) -> None:
         assert self._process.stdin is not None

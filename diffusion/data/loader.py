@@ -17,6 +17,7 @@ from composer.utils import dist
 from streaming import StreamingDataLoader
 from streaming.base.world import World
 from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from diffusion.data import keys
 from diffusion.data.bad_samples import Tally, quarantine
@@ -95,8 +96,12 @@ class BucketedLoader(StreamingDataLoader):
             except Exception as error:
                 problem = self._problem(error)
             notes = [] if batch is None else [note for note in batch.pop(keys.REPLACED, []) if note]
-            if not self._all_have(index, batch, problem, notes):
-                return
+            try:
+                if not self._all_have(index, batch, problem, notes):
+                    return
+            except DataError:
+                self._end_workers(served)
+                raise
             assert batch is not None
             batch[keys.BATCH_INDEX] = torch.full_like(batch[keys.SAMPLE_ID], index)
             if self.stratified:
@@ -122,6 +127,12 @@ class BucketedLoader(StreamingDataLoader):
                         f'loader.timeout_seconds: no batch came for {self.patience_seconds:g} s; being fetched: {at}. '
                         'Way out: raise it where the store or the disk is slow'
                     ) from error
+
+    def _end_workers(self, served: Iterator[Any] | None) -> None:
+        """End this rank's workers now: left to the garbage collector, PyTorch waits 5 s for each of them."""
+        if isinstance(served, _MultiProcessingDataLoaderIter):
+            served._shutdown_workers()
+            self._iterator = None
 
     def _shortfall(self, index: int) -> str | None:
         """What is wrong with an epoch that ends before this batch, or None."""

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from numbered import SAMPLES, loader_over, served, write_samples
 from processes import Forked
+from streaming.base.shared import SharedMemory
 
 from diffusion.config import RecipeError, load
 from diffusion.data import machine
@@ -44,16 +45,13 @@ def test_shared_memory(source, tmp_path, monkeypatch):
 
 def test_the_order_of_an_epoch_takes_eight_bytes_a_sample(source, monkeypatch):
     """Of Streaming's shared memory, not only of our arithmetic."""
-    import streaming.base.dataset as streaming
-
     sizes = {}
-    plain = streaming.SharedMemory
 
-    def seen(name=None, create=None, size=0, **rest):
+    def seen(name: str, create: bool, size: int = 0, **rest) -> SharedMemory:
         sizes[name.partition('_')[2]] = size
-        return plain(name, create, size, **rest)
+        return SharedMemory(name, create, size, **rest)
 
-    monkeypatch.setattr(streaming, 'SharedMemory', seen)
+    monkeypatch.setattr('streaming.base.dataset.SharedMemory', seen)
     served(loader_over(None, source))
     assert sizes['epoch_data'] == machine.ORDER_BYTES * SAMPLES
 

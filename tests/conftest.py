@@ -5,7 +5,7 @@ import os
 os.environ.setdefault('HF_HUB_OFFLINE', '1')
 os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')
 
-import atexit
+import contextlib
 import gc
 import sys
 import weakref
@@ -32,25 +32,36 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason='needs a GPU; torch.cuda.is_available() is False'))
 
 
-def _close_shared_memory_with_its_owner() -> None:
-    """Streaming opens all segments of the machine for each dataset and closes them at exit: 20 000 files in a suite."""
+@pytest.fixture(scope='session')
+def many_datasets() -> None:
+    """Let go of a dataset's shared memory with the dataset.
+
+    Streaming opens all segments of the machine for each dataset, and closes them and its own at exit: 20 000 files in a
+    suite, and `select` takes 1024.
+    """
     import streaming.base.shared.memory as memory
 
     class AtExit:
         def register(self, cleanup: Callable[[], None]) -> None:
             owner: Any = cleanup.__self__  # type: ignore[attr-defined]
-            if owner.created_shms:
-                atexit.register(cleanup)
-            else:
-                weakref.finalize(owner, lambda opened: [each.close() for each in opened], owner.opened_shms)
+            weakref.finalize(owner, _release, owner.created_shms, owner.opened_shms, os.getpid())
 
     memory.atexit = AtExit()  # type: ignore[assignment]
 
 
+def _release(created: list[Any], opened: list[Any], process: int) -> None:
+    if os.getpid() != process:
+        return
+    for segment in [*created, *opened]:
+        segment.close()
+    for segment in created:
+        with contextlib.suppress(FileNotFoundError):
+            segment.unlink()
+
+
 @pytest.fixture(scope='session')
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+def pictures(tmp_path_factory: pytest.TempPathFactory, many_datasets: None) -> dict[int, Path]:
     """Two buckets of pictures: 40 at 32 px and 24 at 64 px."""
-    _close_shared_memory_with_its_owner()
     root = tmp_path_factory.mktemp('pictures')
     return {
         32: write_pictures(root / '32px', count=40, side=32),
@@ -171,5 +182,5 @@ def _forget_datasets(request: pytest.FixtureRequest) -> Iterator[None]:
     """Streaming refuses two live datasets on one folder; let go of those that a test left behind."""
     yield
     # Collecting takes half a second with all of torch loaded: only where there may be a dataset.
-    if 'pictures' in request.fixturenames:
+    if 'many_datasets' in request.fixturenames:
         gc.collect()

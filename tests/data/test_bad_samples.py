@@ -11,6 +11,8 @@ from diffusion.data import keys
 from diffusion.data.bad_samples import MAX_ATTEMPTS, MIN_REPLACED, BadSample, Tally, quarantine, replacement
 from diffusion.data.failures import DataError
 
+pytestmark = pytest.mark.usefixtures('many_datasets')
+
 BAD = frozenset({3, 17, 40})
 LENIENT = {'max_bad_samples': 0.9}
 

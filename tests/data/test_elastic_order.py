@@ -73,7 +73,7 @@ def dataset_without_shards(
     dataset.epoch_seed_change = dataset.shuffle
     dataset.batch_size = global_batch // layout.ranks
     dataset._unique_rank_world = dataset._parallel_rank_world = layout.world
-    dataset.streams = [stream for stream, _ in streams]
+    dataset.streams = [stream for stream, _ in streams]  # type: ignore[reportAttributeAccessIssue]  # nothing is read of them
     dataset.buckets = [Bucket(f's{i}', stream, square(64)) for i, stream in enumerate(dataset.streams)]
     sizes = [np.array(shards, np.int64) for _, shards in streams]
     dataset.num_streams = len(streams)

@@ -12,6 +12,8 @@ from diffusion.config import RecipeError, load
 from diffusion.data import machine
 from diffusion.data.byte_sizes import bytes_text, parse_bytes
 
+pytestmark = pytest.mark.usefixtures('many_datasets')
+
 
 @pytest.fixture
 def source(tmp_path):

@@ -19,6 +19,7 @@ from diffusion.data.shard_cache import Room, home
 from diffusion.data.streams import Bucket
 
 pytest_plugins = ('flaky_store',)
+pytestmark = pytest.mark.usefixtures('many_datasets')
 
 SHARDS = 6
 SHARD = 8192

@@ -21,6 +21,7 @@ from diffusion.data import fetch, keys
 from diffusion.data.failures import DataError
 
 pytest_plugins = ('flaky_store',)
+pytestmark = pytest.mark.usefixtures('many_datasets')
 
 WORKERS = pytest.mark.parametrize('workers', [0, 2])
 LAST = 'shard.00005.mds'

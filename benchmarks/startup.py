@@ -145,7 +145,7 @@ class SharedMemory:
             lines = [line.split() for line in Path('/proc/self/maps').read_text().splitlines() if '/dev/shm/' in line]
             spans = [(int(edge, 16) for edge in words[0].split('-')) for words in lines]
             self.most = max(self.most, sum(end - begin for begin, end in spans))
-            time.sleep(0.01)
+            time.sleep(0.001)
 
 
 if __name__ == '__main__':

@@ -13,8 +13,8 @@ from diffusion import building
 from diffusion.checkpointing.runs import Weights, find_checkpoint, load_weights, weights_of
 from diffusion.config import Recipe
 from diffusion.data.loader import as_spec
+from diffusion.files import write_whole
 from diffusion.registry import build
-from diffusion.train import write_text
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def evaluate(recipe: Recipe) -> dict[str, float]:
         for component in recipe.evaluators.values():
             evaluator = build('evaluator', component.name, component.kwargs)
             metrics |= evaluator(model, loader.dataset, recipe.run_dir)
-        write_text(recipe.run_dir / 'evaluation.json', json.dumps({'weights': which} | metrics, indent=2) + '\n')
+        write_whole(recipe.run_dir / 'evaluation.json', json.dumps({'weights': which} | metrics, indent=2) + '\n')
         for name, value in metrics.items():
             print(f'{name:32s} {value:.4f}')
     dist.barrier()

@@ -21,11 +21,12 @@ from diffusion.callbacks.breakdown import Breakdown, Report
 from diffusion.checks import check_paths
 from diffusion.config import Component, Recipe, RecipeError, StreamConfig, load
 from diffusion.data.buckets import parse_shape
+from diffusion.files import write_whole
 from diffusion.opportunities import Kernel, Measured, Opportunity, by_kind, largest
 from diffusion.programs import configure_logging
 from diffusion.speed import PARTS
 from diffusion.syncs import Site, find_waits
-from diffusion.train import OURS, build_trainer, write_text
+from diffusion.train import OURS, build_trainer
 
 log = logging.getLogger(__name__)
 
@@ -105,8 +106,8 @@ def profile_recipe(recipe: Recipe, out: Path, *, batches: int = 10, warmup: int 
     measured = measured_by(phases, recipe)
     opportunities = largest(measured)
     text = table(phases, measured, opportunities, recipe, trace)
-    write_text(out / 'profile.md', text)
-    write_text(out / 'profile.json', json.dumps(summary(phases, measured, opportunities), indent=1))
+    write_whole(out / 'profile.md', text)
+    write_whole(out / 'profile.json', json.dumps(summary(phases, measured, opportunities), indent=1))
     return text
 
 

@@ -3,7 +3,6 @@
 import logging
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 from composer import Trainer
@@ -26,6 +25,7 @@ from diffusion.copy_ahead import AheadLoader
 from diffusion.data.failures import DataError
 from diffusion.data.latents import LatentsDataset
 from diffusion.data.loader import BucketedLoader, as_spec
+from diffusion.files import write_whole
 from diffusion.loggers.console_lines import ConsoleLines
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.parallelism import parallelism_config
@@ -46,7 +46,7 @@ class RecipeKeeper(Callback):
 
     def fit_start(self, state: State, logger: Logger) -> None:
         if dist.get_global_rank() == 0:
-            write_text(self.recipe.run_dir / RECIPE, to_yaml(self.recipe))
+            write_whole(self.recipe.run_dir / RECIPE, to_yaml(self.recipe))
 
 
 def train(recipe: Recipe) -> Trainer:
@@ -156,14 +156,6 @@ def start_from(model: ComposerModel, place: str) -> None:
     weights, _ = weights_of(checkpoint, 'training')
     load_weights(model, weights, f'init_from: {checkpoint}')
     log.info('weights of %s', checkpoint)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write under a temporary name, then rename."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f'.{path.name}.unfinished')
-    unfinished.write_text(text, encoding='utf-8')
-    unfinished.replace(path)
 
 
 def _own_callbacks(recipe: Recipe, loader: BucketedLoader, checkpointer: Checkpointer | None) -> list[Callback]:

@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / 'diffusion'
 FLOORS = [
     # 0: the standard library, omegaconf and yaml
-    'checks cli config data.buckets data.byte_sizes data.order exits launch '
+    'checks cli config data.buckets data.byte_sizes data.order exits files launch '
     'opportunities planning recipe registry schema signatures yaml_files models.sd2_config',
     # 1: torch, diffusers, transformers; no Composer, no Streaming
     'data.batch_memory data.captions data.keys data.transforms '

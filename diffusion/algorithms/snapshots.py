@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from diffusion.algorithms.power_function import WIDEST, Profile, gamma_of_width, mixture
-from diffusion.checkpointing.store import flush, flush_folder
+from diffusion.checkpointing.store import flush
+from diffusion.files import sync_folder
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ def write_snapshot(run: Path, tensors: Mapping[str, Tensor], *, batch: int, widt
     with unfinished.open('rb+') as file:
         flush(file)
     unfinished.replace(path)
-    flush_folder(path.parent)
+    sync_folder(path.parent)
     return path
 
 

@@ -6,7 +6,6 @@ then does `latest` move. So a checkpoint with its own name was whole once, and o
 damaged since.
 """
 
-import contextlib
 import json
 import logging
 import os
@@ -18,6 +17,8 @@ from pathlib import Path
 from typing import IO, Any
 
 import xxhash
+
+from diffusion.files import sync_folder
 
 log = logging.getLogger(__name__)
 
@@ -104,15 +105,15 @@ def publish(work: Path, final: Path, files: Mapping[str, FileRecord], about: Map
     with receipt.open('w', encoding='utf-8') as file:
         json.dump(content, file, indent=2)
         flush(file)
-    flush_folder(work)
+    sync_folder(work)
     remove(final)
     os.replace(work, final)
-    flush_folder(final.parent)
+    sync_folder(final.parent)
     link = final.parent / f'.{LATEST}.unfinished'
     link.unlink(missing_ok=True)
     link.symlink_to(final.name)
     os.replace(link, final.parent / LATEST)
-    flush_folder(final.parent)
+    sync_folder(final.parent)
 
 
 def receipt_of(checkpoint: Path) -> dict[str, Any]:
@@ -213,16 +214,6 @@ def flush(file: IO[Any]) -> None:
     """Flush a file to the disk itself."""
     file.flush()
     os.fsync(file.fileno())
-
-
-def flush_folder(folder: Path) -> None:
-    """Flush a folder's names to disk, where the file system can."""
-    with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def records_of(folder: Path, names: Iterable[str]) -> dict[str, FileRecord]:

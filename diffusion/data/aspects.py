@@ -1,14 +1,13 @@
 """A stream of several shapes as streams of one shape each."""
 
 import logging
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from streaming.base.storage import CloudDownloader
-
 from diffusion.data.buckets import BUCKETS, Shape, read_buckets
+from diffusion.data.fetch import GaveUp, Source
+from diffusion.files import write_whole
 from diffusion.recipe import StreamConfig
 
 log = logging.getLogger(__name__)
@@ -64,23 +63,24 @@ def _buckets(name: str, stream: StreamConfig) -> dict[Shape, int]:
     try:
         if stream.remote is None or '://' not in stream.remote:
             return read_buckets(Path(stream.remote or stream.local or ''))
-        if stream.local is None:
-            raise ValueError('has a remote and no local; give a folder for the cache')
-        return read_buckets(_fetched(stream.remote, Path(stream.local)))
+        return read_buckets(_fetched(stream))
     except ValueError as error:
         raise ValueError(f'streams.{name}: {error}') from error
 
 
-def _fetched(remote: str, local: Path) -> Path:
+def _fetched(stream: StreamConfig) -> Path:
     """The folder with the list of an object store's shapes, fetched anew: it may have got more."""
-    local.mkdir(parents=True, exist_ok=True)
-    unfinished = local / f'.{BUCKETS}.{os.getpid()}'
+    if stream.remote is None or stream.local is None:
+        raise ValueError('has a remote and no local; give a folder for the cache')
+    path, tries = Path(stream.local, BUCKETS), 1 + stream.download_retry
+    source = Source(stream.remote, tries=tries, timeout_seconds=stream.download_timeout, wait=lambda: None)
     try:
-        CloudDownloader.get(remote).download(f'{remote.rstrip("/")}/{BUCKETS}', str(unfinished), timeout=60)
-    except Exception as error:  # every cloud's client raises its own kind
-        raise ValueError(f'{remote} gave no {BUCKETS} ({error})') from error
-    unfinished.replace(local / BUCKETS)
-    return local
+        source.persist(lambda: write_whole(path, source.content(BUCKETS, beside=path)), BUCKETS)
+    except GaveUp as error:
+        if not path.exists():
+            raise ValueError(f'{source.address(BUCKETS)}: {error}') from error
+        log.warning('%s: %s; going on with the one in %s', source.address(BUCKETS), error, path)
+    return path.parent
 
 
 def _inside(folder: str | None, shape: Shape) -> str | None:

@@ -7,6 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from diffusion.files import write_whole
+
 BUCKETS = 'buckets.json'
 """Lists the shapes of a folder that holds a folder of shards for each."""
 STEP = 8
@@ -87,9 +89,7 @@ def write_buckets(folder: Path, resolution: int, buckets: Mapping[Shape, Mapping
         'resolution': resolution,
         'buckets': {str(shape): dict(buckets[shape]) for shape in sorted(buckets, key=_by_aspect)},
     }
-    unfinished = folder / f'.{BUCKETS}.unfinished'
-    unfinished.write_text(json.dumps(content, indent=2) + '\n', encoding='utf-8')
-    unfinished.replace(folder / BUCKETS)
+    write_whole(folder / BUCKETS, json.dumps(content, indent=2) + '\n')
 
 
 def sdxl_shapes(resolution: int) -> list[Shape]:

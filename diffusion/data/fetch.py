@@ -5,6 +5,7 @@ import errno
 import logging
 import os
 import random
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from streaming.base.storage import CloudDownloader
 
+from diffusion.data import locks
 from diffusion.data.failures import DataError
 
 log = logging.getLogger(__name__)
@@ -100,6 +102,15 @@ class Source:
             seen, since = size, now
         if errors:
             raise errors[0]
+
+    def content(self, name: str, *, beside: Path) -> bytes:
+        """What is in a small file; it comes by way of a folder beside a path."""
+        scratch = locks.scratch_for(beside, 0)
+        try:
+            self.download(name, scratch / name)
+            return (scratch / name).read_bytes()
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
 
     def _download(self, name: str, path: Path, errors: list[BaseException]) -> None:
         try:

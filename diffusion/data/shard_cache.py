@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from diffusion import files
 from diffusion.data import locks
 
 INDEX = 'index.json'
@@ -59,14 +60,11 @@ def make_version(home: Path, digest: str, stream: str) -> Path:
     return alias
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a small file under another name, then rename it; one that is the same already stays."""
+def bring_up_to_date(path: Path, content: bytes) -> None:
+    """Write a small file whole; one that is the same already stays."""
     if path.exists() and path.read_bytes() == content:
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f'.{path.name}.{os.getpid()}')
-    unfinished.write_bytes(content)
-    unfinished.replace(path)
+    files.write_whole(path, content)
 
 
 def touch(path: str | Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from streaming import MDSWriter
 
 from diffusion.data.fingerprint import differences
+from diffusion.files import UNFINISHED, becoming, write_whole
 
 PLAN = 'plan.json'
 
@@ -51,7 +52,7 @@ class ShardStore:
         self.folder.mkdir(parents=True, exist_ok=True)
         path, plan = self.folder / PLAN, json.loads(json.dumps(plan))
         if not path.exists():
-            _write(path, json.dumps(plan, indent=2) + '\n')
+            write_whole(path, json.dumps(plan, indent=2) + '\n')
             return
         try:
             found = list(differences(json.loads(path.read_text(encoding='utf-8')), plan))
@@ -75,19 +76,20 @@ class ShardStore:
                 writer.write(dict(row))
             writer.finish()
             (entry,) = json.loads((scratch / 'index.json').read_text(encoding='utf-8'))['shards']
-            written, final = scratch / entry['raw_data']['basename'], self.folder / f'shard.{number:05}.mds'
+            final = self.folder / f'shard.{number:05}.mds'
+            with becoming(final) as unfinished:
+                os.replace(scratch / entry['raw_data']['basename'], unfinished)
             entry['raw_data']['basename'] = final.name
-            _flush(written)
-            os.replace(written, final)
-            _write(self._entry(number), json.dumps(entry, sort_keys=True))
+            write_whole(self._entry(number), json.dumps(entry, sort_keys=True))
 
     def finish(self, count: int, *, beside: Mapping[str, str]) -> None:
         """Let the folder appear, with its index and files `beside`; for one process, when all shards are there."""
         for name, text in beside.items():
-            _write(self.folder / name, text)
+            write_whole(self.folder / name, text)
         if not self._index.exists():
-            _write(self._index, self._merged(count))
-        for path in [*self.folder.glob('.shard.*'), *self.folder.glob('shard.*.json'), self.folder / PLAN]:
+            write_whole(self._index, self._merged(count))
+        left = [path for kind in ('.shard.*', 'shard.*.json', f'*{UNFINISHED}*') for path in self.folder.glob(kind)]
+        for path in [*left, self.folder / PLAN]:
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         os.replace(self.folder, self.final)
 
@@ -111,15 +113,3 @@ class ShardStore:
             yield scratch
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _write(path: Path, text: str) -> None:
-    unfinished = path.with_name(f'.{path.name}.unfinished')
-    unfinished.write_text(text, encoding='utf-8')
-    _flush(unfinished)
-    os.replace(unfinished, path)
-
-
-def _flush(path: Path) -> None:
-    with path.open('rb+') as file:
-        os.fsync(file.fileno())

@@ -93,11 +93,11 @@ class VerifiedStream(Stream):
         if self.home is None:
             self._forget_what_has_no_hash(folder, content)
         if self.source is not None:
-            shard_cache.write_whole(folder / INDEX, content)
+            shard_cache.bring_up_to_date(folder / INDEX, content)
         digest = hashlib.sha256(content).hexdigest()
         if self.home is not None:
             alias = shard_cache.make_version(self.home, digest, self.name)
-            shard_cache.write_whole(alias / self.split / INDEX, content)
+            shard_cache.bring_up_to_date(alias / self.split / INDEX, content)
         return digest
 
     def settle(self, digest: str) -> None:
@@ -226,12 +226,7 @@ class VerifiedStream(Stream):
 
     def _downloaded_index(self, path: Path) -> bytes:
         assert self.source is not None
-        scratch = locks.scratch_for(path, 0)
-        try:
-            self.source.download(INDEX, scratch / INDEX)
-            content = (scratch / INDEX).read_bytes()
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+        content = self.source.content(INDEX, beside=path)
         try:
             files_of(content)
         except ValueError as error:

@@ -1,6 +1,5 @@
 """Contact sheets: pictures in rows with a line of text, as one PNG."""
 
-import os
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,6 +7,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
+
+from diffusion.files import becoming
 
 _MARGIN = 6
 _LINE = 13
@@ -44,8 +45,6 @@ def contact_sheet(cells: Sequence[tuple[str, Sequence[Image.Image]]], *, columns
 
 
 def save_image(image: Image.Image, path: Path) -> None:
-    """Write a PNG under a temporary name and rename it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f'.{path.name}.{os.getpid()}')
-    image.save(unfinished, format='PNG')
-    os.replace(unfinished, path)
+    """Write a PNG, whole or not at all."""
+    with becoming(path) as unfinished:
+        image.save(unfinished, format='PNG')

@@ -24,6 +24,7 @@ from diffusion.config import Component, Recipe
 from diffusion.data import keys
 from diffusion.data.buckets import Shape
 from diffusion.data.streams import BucketedDataset
+from diffusion.files import write_whole
 from diffusion.inspection.selection import select
 from diffusion.models.builders import TINY_VAE
 from diffusion.models.parts import load_pretrained, reconstruct
@@ -75,12 +76,9 @@ def look(
     _check_out(out)
     rows = [row for section in select(recipe, names) for row in _rows(recipe, section, names, samples, seed, decode)]
     content = page(rows).encode('utf-8') if out.suffix == '.html' else png(sheet(rows))
-    unfinished = out.with_name(f'.{out.name}.{os.getpid()}')
     try:
-        unfinished.write_bytes(content)
-        unfinished.replace(out)
+        write_whole(out, content)
     except OSError as error:
-        unfinished.unlink(missing_ok=True)
         raise ValueError(f'--out: {out} cannot be written ({error.strerror})') from error
     print(f'{out}: {sum(len(row.samples) for row in rows)} samples of {len(rows)} buckets')
 

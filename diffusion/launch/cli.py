@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from diffusion.files import write_whole
+
 if TYPE_CHECKING:
     from diffusion.launch.backend import Rendered
     from diffusion.launch.checking import Checked
@@ -121,11 +123,8 @@ def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _write(files: dict[str, str], folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
-        unfinished = folder / f'.{name}.unfinished'
-        unfinished.write_text(text, encoding='utf-8')
-        unfinished.replace(folder / name)
+        write_whole(folder / name, text)
 
 
 def _print_files(files: dict[str, str]) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diffusion.checks import check_devices
+from diffusion.files import becoming
 from diffusion.planning.cost import Cost, training_cost
 from diffusion.planning.phase import Phase
 from diffusion.planning.plan import Assumptions, Plan, speed_under
@@ -61,10 +62,8 @@ def draw(plan: Plan, out: Path) -> None:
     right.set_title(title, loc='left', fontsize=10)
     if len(phases) > 1:
         left.legend(frameon=False)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = out.with_name(f'.{out.name}.unfinished')
-    figure.savefig(unfinished, dpi=150, format='png')
-    unfinished.replace(out)
+    with becoming(out) as unfinished:
+        figure.savefig(unfinished, dpi=150, format='png')
 
 
 def _bars(

@@ -3,7 +3,6 @@
 A row takes about 60 bytes of memory, so 100 million pictures 6 GB; keys and captions stay on disk.
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from diffusion.files import becoming
 from diffusion.prepare.report import NAMES_SHOWN, Rejected
 from diffusion.prepare.rows import read_rows
-from diffusion.prepare.work import new_unfinished
 
 DUPLICATE = 'duplicate'
 REJECTED = -1
@@ -100,12 +99,8 @@ class Catalogue:
         kept = self.kept
         repeats = np.load(saved, allow_pickle=False) if saved.exists() else self._repeats(kept, mode, max_distance)
         if not saved.exists():
-            unfinished = new_unfinished(saved)
-            with unfinished.open('xb') as file:
+            with becoming(saved) as unfinished, unfinished.open('xb') as file:
                 np.save(file, repeats)
-                file.flush()
-                os.fsync(file.fileno())
-            unfinished.replace(saved)
         dropped = np.flatnonzero(repeats >= 0)
         self.bucket[kept[dropped]] = REJECTED
         shown = [(int(kept[at]), int(kept[repeats[at]])) for at in dropped[:NAMES_SHOWN]]

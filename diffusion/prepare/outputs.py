@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from diffusion.data.buckets import BUCKETS
+from diffusion.files import sync_folder, write_whole
 from diffusion.prepare import mds
 from diffusion.prepare.pack import ShardJob
 from diffusion.prepare.report import REPORT, Report
 from diffusion.prepare.settings import PrepareSettings
 from diffusion.prepare.storage import local_copy
 from diffusion.prepare.stores import list_objects, refusal, split
-from diffusion.prepare.work import WorkFolder, read_json, sync_folder, write_text
+from diffusion.prepare.work import WorkFolder, read_json
 
 UPLOADS = 8
 """Files that are uploaded at once."""
@@ -157,7 +158,7 @@ class StoreOutput:
     def _upload_shard(self, job: ShardJob) -> None:
         self._upload(job.file)
         self._compare({job.file: (job.work.dataset / job.file).stat().st_size})
-        write_text(job.uploaded, '')
+        write_whole(job.uploaded, '')
         (job.work.dataset / job.file).unlink()
 
     def _connect(self, work: WorkFolder) -> None:

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 
 from diffusion.data.buckets import parse_shape, write_buckets
+from diffusion.files import becoming, write_whole
 from diffusion.prepare import mds
 from diffusion.prepare.catalogue import Catalogue
 from diffusion.prepare.part import samples_begin
 from diffusion.prepare.pool import Note
-from diffusion.prepare.work import WorkFolder, new_unfinished, read_json, sync_folder, write_text
+from diffusion.prepare.work import WorkFolder, read_json
 
 
 @dataclass(frozen=True)
@@ -63,17 +64,11 @@ class ShardJob:
     def __call__(self, note: Note) -> 'ShardJob':
         """Do it."""
         path = self.work.dataset / self.file
-        unfinished = new_unfinished(path)
-        try:
+        with becoming(path) as unfinished:
             entry = mds.write_shard(
                 unfinished, self._samples(note), self.size.tolist(), name=path.name, size_limit=self.size_limit
             )
-            unfinished.replace(path)
-        except BaseException:
-            unfinished.unlink(missing_ok=True)
-            raise
-        sync_folder(path.parent)
-        write_text(self.entry, json.dumps(entry))
+        write_whole(self.entry, json.dumps(entry))
         return self
 
     def _samples(self, note: Note) -> Iterator[bytes]:
@@ -129,7 +124,7 @@ def write_indexes(entries: Mapping[str, list[dict[str, Any]]], dataset: Path) ->
     """Write index.json of every bucket, and buckets.json of every resolution with shapes."""
     by_size: dict[str, dict[Any, dict[str, int]]] = {}
     for bucket, shards in entries.items():
-        write_text(dataset / bucket / mds.INDEX, mds.index_text(shards))
+        write_whole(dataset / bucket / mds.INDEX, mds.index_text(shards))
         size, _, shape = bucket.partition('/')
         if shape:
             counts = {

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from diffusion.files import new_unfinished, sync_folder, write_whole
 from diffusion.prepare import mds
 from diffusion.prepare.pictures import Unfit, clean
 from diffusion.prepare.pool import Note
@@ -18,7 +19,7 @@ from diffusion.prepare.sample import take, thumbnail
 from diffusion.prepare.settings import PrepareSettings
 from diffusion.prepare.shapes import Buckets
 from diffusion.prepare.source import Entry, Part, Source
-from diffusion.prepare.work import new_unfinished, read_json, remove, sync_folder, write_text
+from diffusion.prepare.work import read_json, remove
 
 SHARD_BYTES = 64 * 10**6
 """Of a part's shards, which are held in memory until they are full."""
@@ -115,10 +116,10 @@ class PartJob:
         done.inputs = len(rows)
         shards.finish()
         write_rows(folder, rows)
-        write_text(folder / THUMBNAILS, json.dumps(thumbnails))
+        write_whole(folder / THUMBNAILS, json.dumps(thumbnails))
         summary = {'inputs': done.inputs, 'rejected': done.rejected, 'columns': sorted(done.columns)}
-        write_text(folder / SUMMARY, json.dumps(summary))
-        write_text(folder / mds.INDEX, mds.index_text(shards.entries))
+        write_whole(folder / SUMMARY, json.dumps(summary))
+        write_whole(folder / mds.INDEX, mds.index_text(shards.entries))
         return done
 
     def _entries(self, note: Note) -> Iterator[Entry]:

@@ -15,6 +15,7 @@ import numpy as np
 from tqdm import tqdm
 
 from diffusion.config import RecipeError
+from diffusion.files import write_whole
 from diffusion.prepare import exhibits
 from diffusion.prepare.catalogue import Catalogue
 from diffusion.prepare.histograms import statistics_of
@@ -28,7 +29,7 @@ from diffusion.prepare.report import REPORT, Report
 from diffusion.prepare.settings import PrepareSettings, check
 from diffusion.prepare.shapes import Buckets
 from diffusion.prepare.source import Source
-from diffusion.prepare.work import Share, WorkFolder, write_text
+from diffusion.prepare.work import Share, WorkFolder
 
 PAGE = 'report.html'
 Run = Callable[[Iterable[Job]], Iterator[Any]]
@@ -149,10 +150,10 @@ class _Preparation:
             buckets=exhibits.of_buckets(catalogue, self.buckets),
             rejected=exhibits.of_reasons(catalogue, repeats),
         )
-        write_text(self.work.dataset / PAGE, html)
+        write_whole(self.work.dataset / PAGE, html)
         report.seconds = time.monotonic() - start
         report.save(self.work.dataset / REPORT)
-        write_text(self.work.complete, (self.work.dataset / REPORT).read_text(encoding='utf-8'))
+        write_whole(self.work.complete, (self.work.dataset / REPORT).read_text(encoding='utf-8'))
 
     def pack(self, catalogue: Catalogue) -> None:
         """The final shards."""

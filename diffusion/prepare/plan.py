@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from diffusion.files import new_unfinished, write_whole
 from diffusion.prepare.report import versions_of
 from diffusion.prepare.settings import PrepareSettings
 from diffusion.prepare.source import Part, Source
-from diffusion.prepare.work import WorkFolder, new_unfinished, read_json, write_text
+from diffusion.prepare.work import WorkFolder, read_json
 
 PACKAGES = ('numpy', 'pillow', 'pyarrow', 'simplejpeg', 'xxhash')
 """What the bytes of a dataset depend on."""
@@ -52,7 +53,7 @@ class Plan:
         """
         if not work.plan.exists():
             unfinished = new_unfinished(work.plan)
-            write_text(unfinished, json.dumps(asdict(self), indent=1) + '\n')
+            write_whole(unfinished, json.dumps(asdict(self), indent=1) + '\n')
             try:
                 os.link(unfinished, work.plan)  # several machines may begin at once; one of them is first
             except FileExistsError:

@@ -9,9 +9,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
-from uuid import uuid4
 
-UNFINISHED = '.unfinished-'
+from diffusion.files import UNFINISHED, new_unfinished
+
 LOCK = 'lock'
 
 
@@ -110,11 +110,6 @@ class WorkFolder:
         self.path.rmdir()
 
 
-def new_unfinished(path: Path) -> Path:
-    """A name beside `path` that nobody else uses, for what becomes `path` when it is whole."""
-    return path.with_name(f'{path.name}{UNFINISHED}{uuid4().hex[:12]}')
-
-
 def remove(path: Path) -> None:
     """Remove a file or a folder; half a folder is never seen under its name.
 
@@ -129,30 +124,6 @@ def remove(path: Path) -> None:
     except FileNotFoundError:
         return
     shutil.rmtree(removed)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all, through to the disk."""
-    unfinished = new_unfinished(path)
-    try:
-        with unfinished.open('x', encoding='utf-8') as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Let the names in a folder outlive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def read_json(path: Path) -> Any:

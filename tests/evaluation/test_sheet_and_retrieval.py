@@ -43,7 +43,7 @@ def test_saving_leaves_nothing_half_written(tmp_path, monkeypatch):
     def full(*_args: object, **_kwargs: object) -> None:
         raise OSError(28, 'No space left on device')
 
-    monkeypatch.setattr('diffusion.evaluation.sheet.os.replace', full)
+    monkeypatch.setattr('diffusion.files.Path.replace', full)
     with pytest.raises(OSError, match='No space left'):
         save_image(image, tmp_path / 'a' / 'c.png')
     assert not (tmp_path / 'a' / 'c.png').exists()

@@ -34,6 +34,14 @@ class Job:
     def send(self, number: int, rank: int) -> None:
         os.kill(self.pids[rank], number)
 
+    def wait_for_death(self, rank: int, timeout: float = 120) -> None:
+        """Return when a rank has been killed; it is an error if it ends in another way."""
+        deadline = time.monotonic() + timeout
+        while self.pids[rank] not in self.server.ended:
+            assert time.monotonic() < deadline, f'rank {rank} goes on:\n{self.output()}'
+            self.server.listen(0.2)
+        assert self.server.ended[self.pids[rank]] == -signal.SIGKILL, self.output()
+
     def kill(self) -> None:
         """SIGKILL for all ranks, as when the machine goes."""
         for pid in self.pids:
@@ -88,8 +96,12 @@ class Ranks:
         *overrides: str,
         double: bool = False,
         environment: Mapping[str, str] | None = None,
+        deaths: Mapping[int, tuple[int, Path]] | None = None,
     ) -> Job:
-        """Start a recipe on so many ranks, in float64 if asked, with further variables."""
+        """Start a recipe on so many ranks, in float64 if asked, with further variables.
+
+        `deaths` says of a rank before which operation on a folder's files it dies, see `sudden_death.die_before`.
+        """
         self._count += 1
         logs = [Path(self._folder.name) / f'{self._count}-{rank}.log' for rank in range(ranks)]
         order = {
@@ -98,6 +110,7 @@ class Ranks:
             'logs': [str(log) for log in logs],
             'double': double,
             'environment': dict(environment or {}),
+            'deaths': {rank: (step, str(folder)) for rank, (step, folder) in (deaths or {}).items()},
         }
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(order) + '\n')
@@ -208,9 +221,12 @@ def be_rank(order: dict[str, Any], rank: int, world_size: int) -> int:
         **order['environment'],
     }
     import torch
+    from sudden_death import die_before
 
     from diffusion import building, programs
 
+    if str(rank) in order['deaths']:
+        die_before(*order['deaths'][str(rank)])
     if order['double']:
         torch.set_default_dtype(torch.float64)  # transformers makes its causal mask in the default one
         plain = building.build_model

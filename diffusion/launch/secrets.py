@@ -24,7 +24,7 @@ def fetch(environ: Mapping[str, str]) -> dict[str, str]:
         from botocore.exceptions import BotoCoreError, ClientError
     except ImportError as error:
         raise ValueError('secrets: boto3 is not installed; pip install boto3') from error
-    client = boto3.client('secretsmanager')
+    client = boto3.Session().client('secretsmanager')
     found = {}
     for entry in named.split(','):
         name, _, source = entry.partition('=')

@@ -256,12 +256,11 @@ def test_norms_in_float32_keep_more():
 
 
 @pytest.mark.slow
-def test_compiled_blocks_keep_what_torchs_partitioner_keeps(monkeypatch):
+@torch._dynamo.config.patch(recompile_limit=100, specialize_float=True)
+def test_compiled_blocks_keep_what_torchs_partitioner_keeps():
     """Which tensors are kept is decided before kernels are made; this backend makes none."""
     from diffusion.models.latent_diffusion import is_block
 
-    monkeypatch.setattr(torch._dynamo.config, 'recompile_limit', 100)
-    monkeypatch.setattr(torch._dynamo.config, 'specialize_float', True)
     config: dict[str, Any] = SMALL | {'use_linear_projection': True}
     unet = UNet2DConditionModel(**config).train()
     for block in unet.modules():

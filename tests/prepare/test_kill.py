@@ -10,32 +10,26 @@ import pytest
 
 CHILDREN = '''
 """Preparations in forked children of one process, which pays for the imports once."""
-import json, os, random, signal, sys, time
-sys.path.insert(0, sys.argv[1])
+import json, os, random, signal, sys
+sys.path[:0] = [sys.argv[1], os.path.dirname(sys.argv[1])]
 from pathlib import Path
 from drawn import DrawnSource, settings, snapshot
 import pandas
 from diffusion.prepare import engines, exhibits, pack, part
 from diffusion.prepare.pipeline import prepare
+from sudden_death import die_before
 
 FOLDER, ARGUMENTS = Path(sys.argv[2]), json.loads(sys.argv[3])
-EVENTS = {'open', 'os.rename', 'os.remove', 'os.rmdir', 'os.mkdir', 'os.link'}
 
 
-def start(out, source, *, kill_at=None, inline=False, **values):
+def start(out, source, *, kill_at=None, with_group=False, inline=False, **values):
     """A child that prepares, in a process group of its own."""
     pid = os.fork()
     if pid:
         return pid
     os.setsid()
     if kill_at is not None:
-        events = iter(range(kill_at))
-
-        def kill(event, args):
-            if event in EVENTS and str(args[0]).startswith(str(FOLDER)) and next(events, None) is None:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        sys.addaudithook(kill)
+        die_before(kill_at, FOLDER, with_group=with_group)
     run = (lambda jobs: (job(lambda text: None) for job in jobs)) if inline else None
     prepare(settings(out, **values), source=source, run=run)
     os._exit(0)
@@ -57,22 +51,19 @@ def done(out):
 
 def at_random_points(workers, kills):
     """Kill the whole group of processes at random moments, three times a preparation, which is then finished."""
-    source = DrawnSource(8, 12, broken=7, seconds=0.005)
+    source = DrawnSource(8, 12, broken=7)
     values = dict(workers=workers, aspects='sdxl', duplicates='near', shard_mb=0.01)
     draw = random.Random(workers)
     assert status(start(FOLDER / 'whole', source, **values)) == 0
-    total = 8 + len(list((FOLDER / 'whole').rglob('*.mds')))
     found = []
     while len(found) < kills:
         out = FOLDER / str(len(found))
         for _ in range(min(3, kills - len(found))):
-            pid, until = start(out, source, **values), draw.randrange(min(done(out), total - 1), total)
-            while done(out) < until and not out.exists():
-                time.sleep(0.002)
-            time.sleep(draw.uniform(0, 0.05))
-            os.killpg(pid, signal.SIGKILL)
+            ended = status(start(out, source, kill_at=draw.randrange(10, 60), with_group=True, **values))
+            if ended == 0:
+                break
+            assert ended == -signal.SIGKILL
             found.append(done(out))
-            assert status(pid) == -signal.SIGKILL or out.exists()
         assert status(start(out, source, **values)) == 0
         same(FOLDER / 'whole', out)
     return found

@@ -121,17 +121,14 @@ def test_the_files_are_the_same_on_two_ranks_and_after_kills(write, tmp_path, ra
     expected = contents(tmp_path / 'whole')
     ranks.run(2, write('two'))
     assert contents(tmp_path / 'two') == expected
-    path, rng, kills = write('killed'), random.Random(3), 0
-    while kills < 5 and not (tmp_path / 'killed/squares').exists():
-        job = ranks.start(kills % 2 + 1, path)
-        # Into the middle of the encoding: when it has written another shard, and a little later.
-        before = set((tmp_path / 'killed').glob('**/shard.*.json'))
-        while job.running() and set((tmp_path / 'killed').glob('**/shard.*.json')) <= before:
-            job.spend(0.002)
-        job.spend(rng.random() * 0.05)
-        kills += job.running()
+    path, rng = write('killed'), random.Random(3)
+    for kill in range(5):
+        # A shard takes some ten operations, and a rank has four shards or more.
+        death = {kill % 2: (rng.randrange(3, 15), tmp_path / 'killed')}
+        job = ranks.start(kill % 2 + 1, path, deaths=death)
+        job.wait_for_death(kill % 2)
         job.kill()
-    assert kills >= 3
+    assert not (tmp_path / 'killed/squares').exists()
     ranks.run(2, path)
     assert contents(tmp_path / 'killed') == expected
 

@@ -311,7 +311,8 @@ def _client(jobs: Sequence[Job]) -> Any:
         import boto3
     except ImportError as error:
         raise ValueError('backend.name: sagemaker needs boto3; pip install boto3') from error
-    return _call(boto3.client, 'sagemaker', region_name=jobs[0].spec.options.region)
+    # Not boto3.client: its session outlives the call, with the credentials that it found first.
+    return _call(lambda: boto3.Session(region_name=jobs[0].spec.options.region).client('sagemaker'))
 
 
 def _call(function: Any, *arguments: Any, **keywords: Any) -> Any:

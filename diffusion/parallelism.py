@@ -1,14 +1,18 @@
 """How a model is spread over devices: what Composer and torch are told, and one mistake of theirs mended."""
 
 import functools
+import operator
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed
 from composer.utils.parallelism import FSDP2Config
+from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+from torch.nn.parallel import DistributedDataParallel
 
 from diffusion.recipe import ParallelismConfig
 
@@ -58,6 +62,48 @@ def parallelism_config(settings: ParallelismConfig) -> dict[str, Any] | None:
         'state_dict_type': 'full',
     }
     return {'fsdp': config | ({'data_parallel_replicate_degree': settings.replicas} if hybrid else {})}
+
+
+def settle_buckets(model: DistributedDataParallel) -> None:
+    """Bring DDP's buckets into their final order before the first batch.
+
+    DDP puts gradients into buckets in the order of the parameters, and after its first batch, in every process that is
+    started, in the order in which they came. How many ranks' gradients are added up, and which first, depends on a
+    parameter's place in its bucket; so on more than two ranks the first batch after a restart would be added up in
+    another order than in a run that nobody stopped. Here gradients of zero come once, from all parameters, in about the
+    order of a real backward pass, which the overlap of reduction and computing depends on.
+    """
+    module = model.module
+    parameters = [parameter for parameter in in_order_of_use(module) if parameter.requires_grad]
+    model.module, model.require_forward_param_sync = _Touch(parameters), False  # it has no buffers to send
+    try:
+        model().backward()
+    finally:
+        model.module, model.require_forward_param_sync = module, True
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def in_order_of_use(module: nn.Module) -> list[nn.Parameter]:
+    """Parameters as a forward pass meets them: diffusers' U-Nets register their middle after what follows it."""
+    later = ('mid_block.', 'up_blocks.', 'conv_norm_out.', 'conv_out.')
+    stage_of = {
+        name: max((stage for stage, part in enumerate(later, 1) if part in name and 'denoiser.' in name), default=0)
+        for name, _ in module.named_parameters()
+    }
+    return [parameter for _, parameter in sorted(module.named_parameters(), key=lambda item: stage_of[item[0]])]
+
+
+class _Touch(nn.Module):
+    """Zero, by way of every parameter in turn."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        self._touched = tuple(parameters)  # not registered: they are another module's
+
+    def forward(self) -> Tensor:
+        # Backward goes from the last to the first.
+        return functools.reduce(operator.add, (each.sum().float() * 0 for each in self._touched))
 
 
 def average_gradients_on_cpu() -> None:

@@ -10,6 +10,7 @@ from composer.core import Callback, State, TimeUnit
 from composer.loggers import Logger, LoggerDestination
 from composer.models import ComposerModel
 from composer.utils import dist, get_device
+from torch.nn.parallel import DistributedDataParallel
 
 from diffusion import building
 from diffusion.callbacks.preemption import Preemption
@@ -28,7 +29,7 @@ from diffusion.data.loader import BucketedLoader, as_spec
 from diffusion.files import write_whole
 from diffusion.loggers.console_lines import ConsoleLines
 from diffusion.models.latent_diffusion import LatentDiffusion
-from diffusion.parallelism import parallelism_config
+from diffusion.parallelism import parallelism_config, settle_buckets
 from diffusion.registry import build
 from diffusion.speed import apply_speed, keep_layout, set_backends
 
@@ -119,6 +120,8 @@ def build_trainer(recipe: Recipe) -> Trainer:
         parallelism_config=parallelism_config(recipe.parallelism),
         **_trainer_keywords(recipe),
     )
+    if isinstance(trainer.state.model, DistributedDataParallel):
+        settle_buckets(trainer.state.model)
     deterministic = bool(recipe.trainer.get('deterministic_mode'))
     set_backends(parts, on_gpu=building.on_gpu(recipe), deterministic=deterministic)
     return trainer

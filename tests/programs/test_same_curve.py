@@ -107,7 +107,7 @@ def test_the_run_is_what_it_says(runs):
 @pytest.mark.parametrize(
     ('count', 'strategy', 'batch'),
     [(count, 'ddp', batch) for count in (1, 2) for batch in (3, EPOCH - 1, 20)]
-    + [(1, 'fsdp2', EPOCH - 1), (2, 'fsdp2', 9), (2, 'fsdp2', 20)],
+    + [(1, 'fsdp2', EPOCH - 1), (2, 'fsdp2', 9), (2, 'fsdp2', 20), (4, 'ddp', 9), (4, 'fsdp2', 9)],
 )
 def test_killed_and_resumed_is_the_same_to_the_last_bit(runs, count, strategy, batch):
     """kill -9 as soon as a batch is done: before the first checkpoint, at the end of the epoch, late."""

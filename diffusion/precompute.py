@@ -37,8 +37,9 @@ from diffusion.data.shard_store import ShardStore
 from diffusion.data.streams import Bucket
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.parts import downsampling, tokenize
+from diffusion.prepare.stores import upload
 from diffusion.recipe import PrecomputeConfig
-from diffusion.uploaded_shards import UploadedShards, upload
+from diffusion.uploaded_shards import UploadedShards
 
 log = logging.getLogger(__name__)
 

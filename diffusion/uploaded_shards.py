@@ -1,15 +1,13 @@
 """Numbered shards on their way into an object store; like `ShardStore`, but each is uploaded and its copy removed."""
 
-import functools
 import json
-import tempfile
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from diffusion.data.shard_store import PLAN, ShardStore
-from diffusion.prepare.stores import Object, download, list_objects, persist, split
+from diffusion.prepare.stores import Object, download, list_objects, split, upload
 
 BEGUN = 'unfinished'
 """Sub-folder of what going on needs: the plan and the shards' entries. Streaming reads none of it."""
@@ -34,6 +32,10 @@ class UploadedShards(ShardStore):
 
     def __str__(self) -> str:
         return self.remote
+
+    @property
+    def begun(self) -> str:
+        return f'{self.remote}/{BEGUN}'
 
     def finished(self) -> Path | None:
         """A local copy of what is beside the index, if that is there."""
@@ -97,26 +99,3 @@ class UploadedShards(ShardStore):
 
     def _upload(self, path: Path, name: str) -> None:
         upload(path, f'{self.remote}/{name}'.rpartition('/')[0])
-
-
-def upload(path: Path, remote: str) -> None:
-    """Upload a file into a folder of an object store, and see that it is there in full.
-
-    Raises:
-        ValueError: The store refuses.
-        OSError: It does not answer, or has not got all of it.
-    """
-    uploader, url, size = _uploader(remote), f'{remote}/{path.name}', path.stat().st_size
-    uploader.local = str(path.parent)
-    persist(url, lambda: uploader.upload_file(path.name))
-    there = {found.key: found.size for found in list_objects(url)}.get(split(url)[1])
-    if there != size:
-        raise OSError(f'{url}: has {there} bytes of {size} after its upload; start again to go on')
-
-
-@functools.lru_cache
-def _uploader(remote: str) -> Any:
-    """Streaming's uploader; it wants an empty folder first."""
-    from streaming.base.storage.upload import CloudUploader
-
-    return CloudUploader.get((tempfile.mkdtemp(prefix='diffusion-upload-'), remote), keep_local=True)

@@ -18,6 +18,7 @@ import yaml
 from shards import write_pictures
 
 if TYPE_CHECKING:
+    from object_store import Store
     from ranks import Ranks
 
 
@@ -151,6 +152,28 @@ def ranks() -> Iterator['Ranks']:
     server = Ranks()
     yield server
     server.close()
+
+
+@pytest.fixture(scope='session')
+def _store_server() -> Iterator['Store']:
+    from object_store import serve
+
+    with serve() as store:
+        yield store
+
+
+@pytest.fixture
+def store(_store_server: 'Store', monkeypatch: pytest.MonkeyPatch) -> Iterator['Store']:
+    """An empty S3, and the variables by which Streaming finds it; tries follow each other at once."""
+    from diffusion.data import fetch
+    from diffusion.prepare import stores
+
+    for name, value in _store_server.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(fetch, 'LONGEST_PAUSE_SECONDS', 0.01)
+    monkeypatch.setattr(stores, 'BACKOFF_SECONDS', 0.01)
+    yield _store_server
+    _store_server.clear()
 
 
 @pytest.fixture

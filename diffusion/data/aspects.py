@@ -7,7 +7,6 @@ from pathlib import Path
 
 from diffusion.data.buckets import BUCKETS, Shape, read_buckets
 from diffusion.data.fetch import GaveUp, Source
-from diffusion.files import write_whole
 from diffusion.recipe import StreamConfig
 
 log = logging.getLogger(__name__)
@@ -75,11 +74,9 @@ def _fetched(stream: StreamConfig) -> Path:
     path, tries = Path(stream.local, BUCKETS), 1 + stream.download_retry
     source = Source(stream.remote, tries=tries, timeout_seconds=stream.download_timeout, wait=lambda: None)
     try:
-        source.persist(lambda: write_whole(path, source.content(BUCKETS, beside=path)), BUCKETS)
+        source.refresh(BUCKETS, path)
     except GaveUp as error:
-        if not path.exists():
-            raise ValueError(f'{source.address(BUCKETS)}: {error}') from error
-        log.warning('%s: %s; going on with the one in %s', source.address(BUCKETS), error, path)
+        raise ValueError(f'{source.address(BUCKETS)}: {error}') from error
     return path.parent
 
 

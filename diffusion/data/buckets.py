@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,11 +104,6 @@ def sdxl_shapes(resolution: int) -> list[Shape]:
 
     landscape = {Shape(scaled(width), scaled(height)) for height, width in SDXL_SHAPES}
     return sorted(landscape | {Shape(shape.height, shape.width) for shape in landscape}, key=_by_aspect)
-
-
-def resolution_for(width: int, height: int, resolutions: Collection[int]) -> int | None:
-    """The largest resolution that is at most a picture's shorter side; None for one smaller than all."""
-    return max((side for side in resolutions if side <= min(width, height)), default=None)
 
 
 def shape_for(width: int, height: int, shapes: Sequence[Shape]) -> Shape:

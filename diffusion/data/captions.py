@@ -3,7 +3,6 @@
 from typing import Any, Literal
 
 CaptionChoice = Literal['first', 'random', 'longest']
-CHOICES = ('first', 'random', 'longest')
 
 
 def captions_of(sample: dict[str, Any], where: str) -> list[str]:

@@ -15,6 +15,7 @@ from streaming.base.storage import CloudDownloader
 
 from diffusion.data import locks
 from diffusion.data.failures import DataError
+from diffusion.files import write_whole
 
 log = logging.getLogger(__name__)
 
@@ -111,6 +112,21 @@ class Source:
             return (scratch / name).read_bytes()
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
+
+    def refresh(self, name: str, path: Path) -> None:
+        """Fetch a small file anew: no index tells whether the one that is at `path` is the same.
+
+        Where it cannot be had, that one holds, and a warning says so.
+
+        Raises:
+            GaveUp: Neither is there.
+        """
+        try:
+            self.persist(lambda: write_whole(path, self.content(name, beside=path)), name)
+        except GaveUp as error:
+            if not path.exists():
+                raise
+            log.warning('%s: %s; going on with the one in %s', self.address(name), error, path)
 
     def _download(self, name: str, path: Path, errors: list[BaseException]) -> None:
         try:

@@ -62,16 +62,16 @@ def check_machine(loader: BucketedLoader) -> None:
         raise ValueError('\n'.join(dict.fromkeys(fatal)))
 
 
-def shared_memory(loader: BucketedLoader, folder: Path = SHM) -> Iterator[Problem]:
+def shared_memory(loader: BucketedLoader) -> Iterator[Problem]:
     """Streaming's order of an epoch, and batches on their way from the workers."""
-    if not folder.is_dir():
+    if not SHM.is_dir():
         return
-    free, dataset = shutil.disk_usage(folder).free, loader.dataset
+    free, dataset = shutil.disk_usage(SHM).free, loader.dataset
     order = ORDER_BYTES * dataset.epoch_size + SHARD_SHM_BYTES * dataset.num_shards
     batches = _processes(loader) * (loader.prefetch_factor or 0) * _batch_bytes(loader)
     if order + batches > free:
         yield Problem(
-            f'{folder}: about {bytes_text(order + batches)} will be needed, {bytes_text(order)} for the order of '
+            f'{SHM}: about {bytes_text(order + batches)} will be needed, {bytes_text(order)} for the order of '
             f'{dataset.epoch_size} samples and the rest for batches of {loader.num_workers} workers a device, and '
             f'{bytes_text(free)} are free. Way out: docker run --shm-size, or mount -o remount,size=; a smaller '
             'loader.epoch_size; fewer loader.num_workers',
@@ -79,10 +79,9 @@ def shared_memory(loader: BucketedLoader, folder: Path = SHM) -> Iterator[Proble
         )
 
 
-def memory(loader: BucketedLoader, available: int | None = None) -> Iterator[Problem]:
+def memory(loader: BucketedLoader) -> Iterator[Problem]:
     """What shuffling an epoch takes."""
-    available = available_memory() if available is None else available
-    need = SHUFFLE_BYTES * loader.dataset.epoch_size
+    available, need = available_memory(), SHUFFLE_BYTES * loader.dataset.epoch_size
     if available is not None and need > 0.5 * available:
         yield Problem(
             f'memory: shuffling {loader.dataset.epoch_size} samples takes {bytes_text(need)} at the start of an epoch, '
@@ -171,17 +170,17 @@ def available_memory() -> int | None:
     return min(found, default=None)
 
 
-def note_leftovers(folder: Path = SHM) -> None:
+def note_leftovers() -> None:
     """Say where killed runs have left shared memory behind; who else may use it cannot be seen from a container."""
     sizes: dict[str, int] = {}
-    for path in unmapped(folder):
+    for path in unmapped(SHM):
         with contextlib.suppress(FileNotFoundError):
             sizes[path.name[:6]] = sizes.get(path.name[:6], 0) + path.stat().st_size
     if sum(sizes.values()) > WORTH_SAYING_BYTES:
         largest = sorted(sizes, key=lambda prefix: -sizes[prefix])[:8]
         log.warning(
             '%s: %s are of runs that have ended. Unless another container has them in use: rm %s',
-            *(folder, bytes_text(sum(sizes.values())), ' '.join(f'{folder}/{prefix}_*' for prefix in largest)),
+            *(SHM, bytes_text(sum(sizes.values())), ' '.join(f'{SHM}/{prefix}_*' for prefix in largest)),
         )
 
 
@@ -213,7 +212,7 @@ def _processes(loader: BucketedLoader) -> int:
 
 def _batch_bytes(loader: BucketedLoader) -> int:
     """Of a batch of pictures, about; latents take less."""
-    largest = max(bucket.shape.width * bucket.shape.height for bucket in loader.dataset.buckets)
+    largest = max(bucket.shape.pixels for bucket in loader.dataset.buckets)
     return 3 * largest * (loader.batch_size or 1)
 
 

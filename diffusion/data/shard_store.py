@@ -19,6 +19,8 @@ from diffusion.data.fingerprint import differences
 from diffusion.files import UNFINISHED, becoming, write_whole
 
 PLAN = 'plan.json'
+HASHES = ['sha1', 'xxh64']
+"""Both that a recipe's `validate_hash` may ask for."""
 
 
 class ShardStore:
@@ -27,17 +29,20 @@ class ShardStore:
     Args:
         final: The folder, on a file system that all processes share; until then it is called `.<name>.unfinished`.
         columns: MDS encodings by column.
-        hashes: Kept in the index, for readers to check.
     """
 
-    def __init__(self, final: Path, columns: Mapping[str, str], *, hashes: Iterable[str] = ('sha1', 'xxh64')) -> None:
+    def __init__(self, final: Path, columns: Mapping[str, str]) -> None:
         self.final = final
         self.folder = final.with_name(f'.{final.name}.unfinished')
         self.columns = dict(columns)
-        self.hashes = list(hashes)
 
     def __str__(self) -> str:
         return str(self.final)
+
+    @property
+    def begun(self) -> str:
+        """Where that is which going on needs."""
+        return str(self.folder)
 
     def finished(self) -> Path | None:
         """The folder, or what of it says what is in it, if it is there."""
@@ -57,10 +62,10 @@ class ShardStore:
         try:
             found = list(differences(json.loads(path.read_text(encoding='utf-8')), plan))
         except ValueError as error:
-            raise ValueError(f'{where}: {path} is damaged ({error}); remove {self.folder}') from error
+            raise ValueError(f'{where}: {path} is damaged ({error}); remove {self.begun}') from error
         if found:
             told = '\n  '.join(line.replace('in the checkpoint', 'begun with') for line in found)
-            raise ValueError(f'{where}: {self.folder} was begun with other settings:\n  {told}\nremove it, or go back')
+            raise ValueError(f'{where}: {self.begun} was begun with other settings:\n  {told}\nremove it, or go back')
 
     def missing(self, count: int) -> list[int]:
         """Numbers of the shards, of `count`, that are not there yet."""
@@ -71,7 +76,7 @@ class ShardStore:
     def write(self, number: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write a shard whole."""
         with self._scratch(number) as scratch:
-            writer = MDSWriter(out=str(scratch), columns=self.columns, hashes=self.hashes, size_limit=None)
+            writer = MDSWriter(out=str(scratch), columns=self.columns, hashes=HASHES, size_limit=None)
             for row in rows:
                 writer.write(dict(row))
             writer.finish()

@@ -210,7 +210,8 @@ class VerifiedDataset(StreamingDataset):
 
     def _path(self, shard_id: int) -> str:
         shard = self.shards[shard_id]
-        return os.path.join(shard.dirname, shard.split, shard.file_pairs[0][0].basename)
+        # For every sample: os.path.join takes ten times as long.
+        return f'{shard.dirname}/{shard.split}/{shard.file_pairs[0][0].basename}'
 
     def _where(self, shard_id: int) -> str:
         return f'streams.{self._stream_of(shard_id).name}: {self.shards[shard_id].file_pairs[0][0].basename}'

@@ -136,7 +136,7 @@ class VerifiedStream(Stream):
             shard_cache.touch(path)
 
     def beside(self, name: str) -> Path:
-        """A small file beside the shards, fetched anew: no index tells whether the one that is here is the same.
+        """A small file beside the shards, fetched anew where it comes from a remote.
 
         Raises:
             ValueError: It is neither there nor here.
@@ -144,12 +144,9 @@ class VerifiedStream(Stream):
         path = self.folder / name
         if self.source is not None:
             try:
-                self.source.persist(lambda: self._bring(path, [FileInfo(name, 0, {})]), name)
+                self.source.refresh(name, path)
             except GaveUp as error:
-                where, url = f'streams.{self.name}.remote', self.source.address(name)
-                if not path.exists():
-                    raise ValueError(f'{where}: {url}: {error}') from error
-                log.warning('%s: %s: %s; going on with the one in %s', where, url, error, path)
+                raise ValueError(f'streams.{self.name}.remote: {self.source.address(name)}: {error}') from error
         return path
 
     def _fetch(self, path: Path, raw: FileInfo, zipped: FileInfo | None, compression: str | None) -> None:
@@ -167,16 +164,14 @@ class VerifiedStream(Stream):
                 url = self.source.address(files[0].basename)
                 raise DataError(f'streams.{self.name}: {url}: {error}. Way out: {way_out}') from error
 
-    def _bring(self, path: Path, files: Sequence[FileInfo], compression: str | None = None) -> None:
+    def _bring(self, path: Path, files: Sequence[FileInfo], compression: str | None) -> None:
         """Download the first of the files, make the last of it, and give that its name when it is sound."""
         assert self.source is not None
-        size = sum(file.bytes for file in files)
-        scratch = (self.room or locks).scratch_for(path, size)
+        scratch = (self.room or locks).scratch_for(path, sum(file.bytes for file in files))
         try:
             came = scratch / PurePosixPath(files[0].basename).name
             self.source.download(files[0].basename, came)
-            if size:
-                _expect(came, files[0], self.validate_hash)
+            _expect(came, files[0], self.validate_hash)
             if len(files) > 1:
                 unpacked = _unpacked(came, files[1], compression)
                 if self.safe_keep_zip:

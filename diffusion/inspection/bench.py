@@ -18,7 +18,6 @@ from diffusion.data import keys
 from diffusion.data.captions import captions_of
 from diffusion.data.streams import BucketedDataset
 from diffusion.data.transforms import Crop, cut_out, planes, resized
-from diffusion.inspection.look import component_of
 from diffusion.inspection.selection import select
 from diffusion.models.parts import tokenize
 from diffusion.planning.gpus import GPU, find_gpu, load_gpus
@@ -107,7 +106,7 @@ def _stages(recipe: Recipe, gpu: GPU, mfu: float) -> tuple[float, float | str]:
     dataset = build_dataset(
         recipe,
         streams=recipe.streams,
-        component=component_of(recipe, 'streams'),
+        component=recipe.dataset,
         batch_size=recipe.global_batch,
         shuffle=False,
     )

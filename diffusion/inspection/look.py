@@ -28,6 +28,7 @@ from diffusion.files import write_whole
 from diffusion.inspection.selection import select
 from diffusion.models.builders import TINY_VAE
 from diffusion.models.parts import load_pretrained, reconstruct
+from diffusion.recipe import StreamConfig
 
 SIDE = 176
 """Of a square picture on a sheet, in pixels; others have its area."""
@@ -74,7 +75,8 @@ def look(
         ValueError: The file is of another kind or cannot be written, or a stream cannot be read.
     """
     _check_out(out)
-    rows = [row for section in select(recipe, names) for row in _rows(recipe, section, names, samples, seed, decode)]
+    chosen = select(recipe, names)
+    rows = [row for section in chosen for row in _rows(recipe, section, chosen[section], samples, seed, decode)]
     content = page(rows).encode('utf-8') if out.suffix == '.html' else png(sheet(rows))
     try:
         write_whole(out, content)
@@ -90,10 +92,11 @@ def _check_out(out: Path) -> None:
         raise ValueError(f'--out: {out.parent} is no folder that can be written to; make it, or choose another')
 
 
-def _rows(recipe: Recipe, section: str, names: Sequence[str], samples: int, seed: int, decode: bool) -> Iterator[Row]:
-    streams = select(recipe, names)[section]
+def _rows(
+    recipe: Recipe, section: str, streams: Mapping[str, StreamConfig], samples: int, seed: int, decode: bool
+) -> Iterator[Row]:
     dataset: BucketedDataset = build_dataset(
-        recipe, streams=streams, component=component_of(recipe, section), batch_size=1, shuffle=False
+        recipe, streams=streams, component=_component(recipe, section), batch_size=1, shuffle=False
     )
     painter = _Painter(recipe, dataset, decode)
     begin = 0
@@ -105,7 +108,7 @@ def _rows(recipe: Recipe, section: str, names: Sequence[str], samples: int, seed
         yield Row(title, bucket.shape, [painter.seen(item) for item in items])
 
 
-def component_of(recipe: Recipe, section: str) -> Component:
+def _component(recipe: Recipe, section: str) -> Component:
     """How samples are made of a section's streams."""
     if section == 'streams':
         return recipe.dataset

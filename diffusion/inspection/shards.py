@@ -80,12 +80,8 @@ class Defect:
     """The loader serves it all the same."""
 
     def __str__(self) -> str:
-        rows = '' if self.first < 0 else f', row {self.first}' if self.first == self.last else f', rows {self._range}'
-        return f'{self.shard}{rows}: {self.what}'
-
-    @property
-    def _range(self) -> str:
-        return f'{self.first}-{self.last}'
+        lines = f', rows {self.first}-{self.last}' if self.last > self.first else f', row {self.first}'
+        return f'{self.shard}{lines if self.first >= 0 else ""}: {self.what}'
 
 
 @dataclass

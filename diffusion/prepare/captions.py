@@ -31,11 +31,6 @@ def read_rows(file: Path) -> Iterator[CaptionRow]:
         yield CaptionRow(where, _file_of(row, where), _captions_of(row, where), others)
 
 
-def key_of(path: Path) -> str:
-    """A relative path as text that UTF-8 can hold, whatever bytes the file's name is made of."""
-    return os.fsencode(path.as_posix()).decode('utf-8', 'backslashreplace')
-
-
 def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Rows with where they stand, 'captions.csv line 7'."""
     readers = {'.csv': _csv_rows, '.jsonl': _jsonl_rows}

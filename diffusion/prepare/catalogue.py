@@ -11,11 +11,13 @@ import numpy as np
 import pyarrow as pa
 
 from diffusion.files import becoming
-from diffusion.prepare.report import NAMES_SHOWN, Rejected
+from diffusion.prepare.report import Rejected
 from diffusion.prepare.rows import read_rows
 
 DUPLICATE = 'duplicate'
 REJECTED = -1
+NAMES_SHOWN = 20
+"""In the report, of each reason."""
 NUMBERS = {
     'shard': np.uint32,
     'offset': np.uint32,

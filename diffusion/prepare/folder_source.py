@@ -8,12 +8,12 @@ from typing import Any
 
 import xxhash
 
-from diffusion.prepare.captions import key_of, read_rows
+from diffusion.prepare.captions import read_rows
 from diffusion.prepare.metadata import as_json, read_columns
-from diffusion.prepare.source import Entry, Part
-from diffusion.prepare.storage import File, is_remote, list_files, local_copy
+from diffusion.prepare.source import PICTURES, Entry, Part
+from diffusion.prepare.storage import File, as_utf8, is_remote, list_files, local_copy
 
-SUFFIXES = ('.jpg', '.jpeg', '.png', '.webp', '.gif', '.bmp', '.tif', '.tiff', '.avif')
+SUFFIXES = tuple(f'.{kind}' for kind in PICTURES)
 PART_PICTURES = 1000
 DOWNLOADS = 16
 """Objects fetched at a time."""
@@ -76,7 +76,7 @@ class FolderSource:
         seen: set[str] = set()
         with local_copy(captions) as path:
             for row in read_rows(path):
-                name = key_of(row.path)
+                name = as_utf8(row.path.as_posix())
                 file = files.get(name)
                 if name in seen or file is None:
                     problem = 'missing_file' if file is None else 'duplicate_row'

@@ -3,7 +3,7 @@
 import os
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from diffusion.data.buckets import BUCKETS
 from diffusion.files import sync_folder, write_whole
@@ -12,13 +12,11 @@ from diffusion.prepare.pack import ShardJob
 from diffusion.prepare.report import REPORT, Report
 from diffusion.prepare.settings import PrepareSettings
 from diffusion.prepare.storage import local_copy
-from diffusion.prepare.stores import list_objects, refusal, split
+from diffusion.prepare.stores import list_objects, split, upload
 from diffusion.prepare.work import WorkFolder, read_json
 
 UPLOADS = 8
 """Files that are uploaded at once."""
-ATTEMPTS = 4
-"""At a file, with a second, two and four between them."""
 
 
 class Output(Protocol):
@@ -109,7 +107,6 @@ class StoreOutput:
 
     def __init__(self, out: str) -> None:
         self.out = out
-        self._uploader: Any = None
         self._threads = ThreadPoolExecutor(UPLOADS)
         self._uploads: list[Future[None]] = []
 
@@ -128,65 +125,53 @@ class StoreOutput:
         return job.uploaded.exists()
 
     def take(self, job: ShardJob) -> None:
-        self._connect(job.work)
-        waiting = [upload for upload in self._uploads if not upload.done()]
+        waiting = [each for each in self._uploads if not each.done()]
         if len(waiting) >= 2 * UPLOADS:  # else the disk fills up when the network is slower
             wait(waiting, return_when=FIRST_COMPLETED)
-        for upload in self._uploads:
-            if upload.done():
-                upload.result()
-        self._uploads = [upload for upload in self._uploads if not upload.done()]
+        for each in self._uploads:
+            if each.done():
+                each.result()
+        self._uploads = [each for each in self._uploads if not each.done()]
         self._uploads.append(self._threads.submit(self._upload_shard, job))
 
     def put_in_place(self, work: WorkFolder) -> None:
-        self._connect(work)
-        for upload in self._uploads:
-            upload.result()
+        for each in self._uploads:
+            each.result()
         self._uploads = []
         sizes = {path: path.stat().st_size for path in work.dataset.rglob('*') if path.is_file()}
         for path in sorted(sizes, key=lambda path: (path.name in (mds.INDEX, BUCKETS), str(path))):
-            self._upload(path.relative_to(work.dataset).as_posix())
+            self._upload(work, path.relative_to(work.dataset).as_posix())
         expected = {path.relative_to(work.dataset).as_posix(): size for path, size in sizes.items()}
         for entry in work.packed.rglob('*.mds.json'):
             name = entry.relative_to(work.packed).as_posix().removesuffix('.json')
             expected[name] = read_json(entry)['raw_data']['bytes']
-        self._compare(expected)
+        self._compare(expected, work)
 
     def close(self) -> None:
         self._threads.shutdown(cancel_futures=True)
 
     def _upload_shard(self, job: ShardJob) -> None:
-        self._upload(job.file)
-        self._compare({job.file: (job.work.dataset / job.file).stat().st_size})
+        self._upload(job.work, job.file)
         write_whole(job.uploaded, '')
         (job.work.dataset / job.file).unlink()
 
-    def _connect(self, work: WorkFolder) -> None:
-        if self._uploader is None:
-            try:
-                self._uploader = _uploader(self.out, work)
-            except Exception as error:
-                raise ValueError(f'{self.out}: {refusal(error, self.out) or error}') from error
-
-    def _upload(self, name: str) -> None:
+    def _upload(self, work: WorkFolder, name: str) -> None:
         try:
-            self._uploader.upload_file(name)
-        except Exception as error:  # each cloud's client has errors of its own
-            reason = refusal(error, self.out) or f'cannot be written ({error})'
-            raise ValueError(
-                f'{self.out}/{name}: {reason}; put it right and start again: what is done is kept'
-            ) from error
+            upload(work.dataset / name, f'{self.out}/{name}'.rpartition('/')[0])
+        except (ValueError, OSError) as error:
+            raise ValueError(f'{error}; put it right and start again: what is done is kept') from error
 
-    def _compare(self, expected: dict[str, int]) -> None:
-        """Whether what was uploaded is there in full."""
-        prefix = self.out if len(expected) > 1 else f'{self.out}/{next(iter(expected))}'
-        found = {object.key: object.size for object in list_objects(prefix)}
+    def _compare(self, expected: dict[str, int], work: WorkFolder) -> None:
+        """Whether all that was uploaded, by any start, is there in full; what is not, the next start makes anew."""
+        found = {object.key: object.size for object in list_objects(f'{self.out}/')}
         for name, size in expected.items():
             there = found.get(split(f'{self.out}/{name}')[1])
             if there != size:
+                work.complete.unlink()
+                (work.packed / f'{name}.uploaded').unlink(missing_ok=True)
                 raise ValueError(
-                    f'{self.out}/{name}: has {there} bytes of {size} after its upload; '
-                    'remove it and start again: what is done is kept'
+                    f'{self.out}/{name}: has {there} bytes of {size} after all uploads; '
+                    'start again, and it is made anew: what is done is kept'
                 )
 
 
@@ -197,17 +182,6 @@ def _same(path: Path, fingerprint: str) -> Report | None:
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
     return report if report.fingerprint == fingerprint else None
-
-
-def _uploader(out: str, work: WorkFolder) -> Any:
-    """Streaming's uploader of the files of a work folder's dataset."""
-    from streaming.base.storage.upload import CloudUploader
-
-    empty = work.path / 'empty'  # it warns of a folder that is not
-    empty.mkdir(exist_ok=True)
-    uploader = CloudUploader.get((str(empty), out), keep_local=True, retry=ATTEMPTS)
-    uploader.local = str(work.dataset)
-    return uploader
 
 
 def check_new(out: Path, *, overwrite: bool = False) -> None:

@@ -99,7 +99,7 @@ class _Columns:
 def _column(schema: pa.Schema, given: str | None, usual: Sequence[str], where: str, option: str) -> str:
     found = _find(schema, usual) if given is None else given if given in schema.names else None
     if found is None:
-        tried = f'{", ".join(usual)}' if given is None else repr(given)
+        tried = ', '.join(usual) if given is None else repr(given)
         raise ValueError(f'{where}: has no column {tried}; it has {schema.names}; name the one to use with {option}')
     return found
 

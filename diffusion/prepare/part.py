@@ -104,14 +104,13 @@ class PartJob:
             try:
                 sample = take(entry, row, settings=self.settings, buckets=buckets)
             except Unfit as unfit:
-                row.reason, row.detail, row.bucket = str(unfit), str(unfit.detail or ''), ''
+                row.reason, row.bucket = str(unfit), ''
                 done.rejected[row.reason] += 1
                 if done.rejected[row.reason] <= THUMBNAILS_A_REASON:
-                    thumbnails += _thumbnails(entry, row, self.settings)
+                    thumbnails += _thumbnails(entry, unfit, self.settings)
                 continue
             except Exception as error:
                 raise RuntimeError(f'{self.name}, picture {entry.key!r}: {error!r}') from error
-            row.metadata = json.dumps(sample['metadata'])
             row.shard, row.offset, row.size = shards.add(mds.encode_sample(sample))
         done.inputs = len(rows)
         shards.finish()
@@ -188,11 +187,11 @@ def _rename(unfinished: Path, done: Path) -> None:
     sync_folder(done.parent)
 
 
-def _thumbnails(entry: Entry, row: Row, settings: PrepareSettings) -> list[dict[str, str]]:
-    """The picture that was left out, where it can be seen."""
+def _thumbnails(entry: Entry, unfit: Unfit, settings: PrepareSettings) -> list[dict[str, str]]:
+    """The picture that was left out, where it can be seen, as exhibits shows it."""
     try:
         image = clean(entry.image or b'', background=settings.background, max_pixels=settings.max_pixels).image
     except Unfit:
         return []
     encoded = base64.b64encode(thumbnail(image)).decode()
-    return [{'reason': row.reason, 'key': row.key, 'detail': row.detail, 'image': encoded}]
+    return [{'reason': str(unfit), 'key': entry.key, 'detail': unfit.detail, 'image': encoded}]

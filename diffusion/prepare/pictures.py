@@ -5,7 +5,7 @@ import re
 import struct
 import warnings
 import zlib
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
@@ -69,13 +69,7 @@ class Clean:
         return self.image.height
 
 
-def clean(
-    encoded: bytes,
-    *,
-    background: str = 'white',
-    max_pixels: int = MAX_PIXELS,
-    formats: Collection[str] = FORMATS,
-) -> Clean:
+def clean(encoded: bytes, *, background: str = 'white', max_pixels: int = MAX_PIXELS) -> Clean:
     """Decode a picture in full, turn it upright, and bring it to sRGB over a background.
 
     Reasons to refuse it: empty, unknown_format, too_many_pixels, animated, truncated, float_pixels, deep_pixels (32-bit
@@ -84,7 +78,6 @@ def clean(
     Args:
         background: Any of Pillow's colours, for what is transparent.
         max_pixels: Width times height at most, as the file's header has them.
-        formats: Pillow's names of those that are read.
 
     Raises:
         Unfit: It is refused; nothing else, whatever the bytes are.
@@ -94,7 +87,7 @@ def clean(
         raise Unfit('empty', 'the file has no bytes')
     with _pillow_strict_and_silent(max_pixels):
         try:
-            return _clean(encoded, rgb, max_pixels, list(formats))
+            return _clean(encoded, rgb, max_pixels)
         except Unfit:
             raise
         except Exception as error:  # on damaged files Pillow's decoders raise nearly anything
@@ -124,8 +117,8 @@ def fitted(image: Image.Image, shape: Shape) -> Image.Image:
     return image.resize(size, Image.Resampling.LANCZOS, reducing_gap=3.0)
 
 
-def _clean(encoded: bytes, background: tuple[int, ...], max_pixels: int, formats: list[str]) -> Clean:
-    image = _open(encoded, formats)
+def _clean(encoded: bytes, background: tuple[int, ...], max_pixels: int) -> Clean:
+    image = _open(encoded)
     name = 'JPEG' if image.format == 'MPO' else cast(str, image.format)  # a phone's JPEG with a preview behind it
     if image.width * image.height > max_pixels:
         raise Unfit('too_many_pixels', f'{image.width} x {image.height} pixels are more than {max_pixels}')
@@ -139,19 +132,19 @@ def _clean(encoded: bytes, background: tuple[int, ...], max_pixels: int, formats
     return Clean(upright, name, lossless=name == 'PNG', as_found=as_found)
 
 
-def _open(encoded: bytes, formats: list[str]) -> Image.Image:
+def _open(encoded: bytes) -> Image.Image:
     """The picture with its header read, if the file is all there as far as its format can tell."""
     promised = _signature(encoded)
-    if promised == 'PNG' and promised in formats:
+    if promised == 'PNG':
         _check_png(encoded)
-    elif promised == 'WEBP' and promised in formats:
+    elif promised == 'WEBP':
         _check_webp(encoded)
     try:
-        return Image.open(io.BytesIO(encoded), formats=formats)
+        return Image.open(io.BytesIO(encoded), formats=FORMATS)
     except UnidentifiedImageError as error:
-        if promised in formats:
+        if promised in FORMATS:
             raise Unfit('undecodable', 'it begins as a picture, but its header cannot be read') from error
-        raise Unfit('unknown_format', f'it is none of {", ".join(formats)}') from error
+        raise Unfit('unknown_format', f'it is none of {", ".join(FORMATS)}') from error
     except Image.DecompressionBombError as error:
         raise Unfit('too_many_pixels', str(error)) from error
 

@@ -6,8 +6,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from diffusion.files import write_whole
+
 REPORT = 'report.json'
-NAMES_SHOWN = 20
 
 
 @dataclass
@@ -46,13 +47,6 @@ class Report:
     """Of the settings, the input and the versions that the dataset was made of."""
     seconds: float = 0.0
 
-    def reject(self, reason: str, name: str) -> None:
-        """Count a picture that is left out."""
-        rejected = self.rejected.setdefault(reason, Rejected())
-        rejected.count += 1
-        if len(rejected.names) < NAMES_SHOWN:
-            rejected.names.append(name)
-
     @property
     def rejected_share(self) -> float:
         """Rejected pictures as a share of all, in [0, 1]."""
@@ -85,7 +79,7 @@ class Report:
             'fingerprint': self.fingerprint,
             'seconds': round(self.seconds, 1),
         }
-        path.write_text(json.dumps(content, indent=2) + '\n', encoding='utf-8')
+        write_whole(path, json.dumps(content, indent=2) + '\n')
 
     @classmethod
     def read(cls, path: Path) -> 'Report':

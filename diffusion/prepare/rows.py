@@ -7,25 +7,23 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from diffusion.files import becoming
+
 ROWS = 'rows.parquet'
 SCHEMA = pa.schema(
     {
         'key': pa.string(),
         'reason': pa.string(),
-        'detail': pa.string(),
         'bucket': pa.string(),
         'shard': pa.uint32(),
         'offset': pa.uint32(),
         'size': pa.uint32(),
         'width': pa.uint32(),
         'height': pa.uint32(),
-        'captions': pa.uint32(),
         'caption_length': pa.uint32(),
-        'language': pa.string(),
         'exact_hash': pa.uint64(),
         'perceptual_hash': pa.uint64(),
         'is_flat': pa.bool_(),
-        'metadata': pa.string(),
     }
 )
 
@@ -37,8 +35,6 @@ class Row:
     key: str
     reason: str = ''
     """Why it is left out; empty for one that is kept."""
-    detail: str = ''
-    """More about the reason."""
     bucket: str = ''
     """Its bucket's folder, `512px/640x384` for one."""
     shard: int = 0
@@ -50,18 +46,12 @@ class Row:
     width: int = 0
     """In pixels, as it was found."""
     height: int = 0
-    captions: int = 0
-    """How many there are."""
     caption_length: int = 0
     """Of the longest, in characters."""
-    language: str = ''
-    """As the source gives it."""
     exact_hash: int = 0
     perceptual_hash: int = 0
     is_flat: bool = False
     """Whether it shows too little for its perceptual hash to mean anything."""
-    metadata: str = '{}'
-    """JSON of what the source says of it."""
 
 
 def write_rows(folder: Path, rows: Sequence[Row]) -> None:
@@ -70,9 +60,10 @@ def write_rows(folder: Path, rows: Sequence[Row]) -> None:
     # Unpaired surrogates come in with file names and JSON; Arrow takes UTF-8 alone.
     text = [name for name in SCHEMA.names if SCHEMA.field(name).type == pa.string()]
     columns |= {name: [value.encode('utf-8', 'backslashreplace').decode() for value in columns[name]] for name in text}
-    pq.write_table(pa.table(columns, schema=SCHEMA), folder / ROWS, compression='zstd')
+    with becoming(folder / ROWS) as unfinished:
+        pq.write_table(pa.table(columns, schema=SCHEMA), unfinished, compression='zstd')
 
 
-def read_rows(folder: Path, columns: Sequence[str] | None = None) -> pa.Table:
-    """The rows of a part, or some of their columns."""
-    return pq.read_table(folder / ROWS, columns=None if columns is None else list(columns))
+def read_rows(folder: Path, columns: Sequence[str]) -> pa.Table:
+    """Some columns of the rows of a part."""
+    return pq.read_table(folder / ROWS, columns=list(columns))

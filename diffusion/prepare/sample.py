@@ -30,12 +30,11 @@ def take(entry: Entry, row: Row, *, settings: PrepareSettings, buckets: Buckets)
     Raises:
         Unfit: It is left out.
     """
-    row.language = next((str(entry.metadata[name]) for name in LANGUAGES if entry.metadata.get(name)), '')
     if entry.problem is not None:
         raise Unfit(entry.problem)
     filters = settings.filters
     captions = clean_captions(entry.captions, min_length=filters.min_caption, max_length=filters.max_caption)
-    row.captions, row.caption_length = len(captions), max(map(len, captions))
+    row.caption_length = max(map(len, captions))
     if entry.image is None:
         raise Unfit('no_image')
     picture = clean(entry.image, background=settings.background, max_pixels=settings.max_pixels)
@@ -89,4 +88,5 @@ def _metadata(found: Mapping[str, Any], row: Row) -> dict[str, Any]:
         'source_height': row.height,
         'source_width': row.width,
     }
-    return dict(sorted((kept | measured | ({'language': row.language} if row.language else {})).items()))
+    language = next((str(found[name]) for name in LANGUAGES if found.get(name)), None)
+    return dict(sorted((kept | measured | ({'language': language} if language else {})).items()))

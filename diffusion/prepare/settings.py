@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from diffusion.config import RecipeError
-from diffusion.data.buckets import STEP, parse_shape
+from diffusion.data.buckets import parse_shape
 from diffusion.prepare.filters import Filters
 from diffusion.prepare.hashes import MAX_DISTANCE
 from diffusion.prepare.pictures import MAX_PIXELS
+from diffusion.prepare.shapes import sizes_problem
 from diffusion.prepare.source import Source
 from diffusion.prepare.storage import is_remote
 from diffusion.schema import Gatherer, Problem, build, nearest
@@ -185,12 +186,9 @@ def _check_source(source: SourceSettings, gather: Gatherer) -> None:
 
 
 def _check_sizes(settings: PrepareSettings, gather: Gatherer) -> None:
-    sizes = settings.sizes
-    wrong = [size for size in sizes if size <= 0 or size % STEP]
-    if not sizes or wrong:
-        gather.problem('sizes', f'{wrong or "none"} given; sizes are positive multiples of {STEP}, in pixels')
-    elif len(set(sizes)) != len(sizes):
-        gather.problem('sizes', f'{sizes} repeats a size; name each once')
+    problem = sizes_problem(settings.sizes)
+    if problem is not None:
+        gather.problem('sizes', problem)
     if isinstance(settings.aspects, str) and settings.aspects not in NAMED_ASPECTS:
         near = nearest(settings.aspects, NAMED_ASPECTS)
         gather.problem('aspects', f'{settings.aspects!r}: {near}, or a list of shapes such as [640x384]')

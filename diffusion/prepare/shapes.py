@@ -38,6 +38,14 @@ class Buckets:
         return None
 
 
+def sizes_problem(sizes: Sequence[int]) -> str | None:
+    """What is wrong with resolutions, or None."""
+    wrong = [size for size in sizes if size <= 0 or size % STEP]
+    if not sizes or wrong:
+        return f'{wrong or "none"} given; sizes are positive multiples of {STEP}, in pixels'
+    return f'{list(sizes)} repeats a size; name each once' if len(set(sizes)) != len(sizes) else None
+
+
 def _shapes(size: int, largest: int, aspects: str | Sequence[str]) -> list[Shape]:
     if aspects == 'none':
         return [square(size)]

@@ -4,6 +4,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+PICTURES = ('jpg', 'jpeg', 'png', 'webp', 'gif', 'bmp', 'tif', 'tiff', 'avif')
+"""Suffixes of files that are pictures."""
+
 
 @dataclass(frozen=True)
 class Part:

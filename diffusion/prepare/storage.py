@@ -86,8 +86,12 @@ def local_copy(url: str, *, size: int | None = None) -> Iterator[Path]:
 
 
 def as_utf8(text: str) -> str:
-    """A file's name as text that UTF-8 can hold, whatever bytes it is made of."""
-    return text.encode('utf-8', 'surrogateescape').decode('utf-8', 'backslashreplace')
+    """A file's name as text that UTF-8 can hold, whatever bytes, or surrogates of JSON's, it is made of."""
+    try:
+        encoded = text.encode('utf-8', 'surrogateescape')
+    except UnicodeEncodeError:
+        encoded = text.encode('utf-8', 'backslashreplace')
+    return encoded.decode('utf-8', 'backslashreplace')
 
 
 def is_remote(location: str) -> bool:

@@ -1,4 +1,4 @@
-"""Object stores: listing and downloading with Streaming's own clients and credentials, with errors that say what to do.
+"""Object stores by Streaming's own clients and credentials: listing, downloading, uploading; errors say what to do.
 
 Streaming lists names alone, and we need sizes and tags too; so we list with the client that its downloader makes.
 """
@@ -6,6 +6,7 @@ Streaming lists names alone, and we need sizes and tags too; so we list with the
 import errno
 import functools
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -81,8 +82,33 @@ def download(url: str, path: Path, *, size: int | None = None) -> None:
     persist(url, attempt)
 
 
-def persist(url: str, attempt: Callable[[], Result]) -> Result:
+def upload(path: Path, folder: str) -> None:
+    """Copy a file into a folder of a store, after several attempts if need be, and see that it is there in full.
+
+    Raises:
+        ValueError: The store refuses: there is no such bucket, no permission, no credentials.
+        OSError: It does not answer, or has not got all of it.
+    """
+    url, size = f'{folder}/{path.name}', path.stat().st_size
+
+    def attempt() -> None:
+        uploader = _uploader(folder)
+        uploader.local, uploader.remote = str(path.parent), folder
+        uploader.upload_file(path.name)
+        there = {found.key: found.size for found in _LISTINGS[urlparse(url).scheme](url)}.get(split(url)[1])
+        if there != size:
+            raise OSError(f'it has {there} bytes of {size} after its upload')
+
+    persist(url, attempt, 'written')
+
+
+def persist(url: str, attempt: Callable[[], Result], what: str = 'read') -> Result:
     """The result of an attempt on a store; what may pass, such as an answer of 500, is tried again.
+
+    Args:
+        url: What the attempt is on.
+        attempt: May be made several times.
+        what: It is that cannot be done when all attempts have failed.
 
     Raises:
         ValueError: The store refuses; the message says what to do.
@@ -98,7 +124,7 @@ def persist(url: str, attempt: Callable[[], Result]) -> Result:
             if reason:
                 raise ValueError(f'{url}: {reason}') from error
             if number == ATTEMPTS - 1:
-                raise OSError(f'{url}: cannot be read, tried {ATTEMPTS} times ({_text(error)})') from error
+                raise OSError(f'{url}: cannot be {what}, tried {ATTEMPTS} times ({_text(error)})') from error
         time.sleep(BACKOFF_SECONDS * 2**number)
     raise AssertionError('unreachable')
 
@@ -159,6 +185,19 @@ def _downloader_of(scheme: str, _process: int, _thread: int) -> Any:
     from streaming.base.storage.download import CloudDownloader  # brings torch with it: seconds
 
     return CloudDownloader.get(f'{scheme}://')
+
+
+def _uploader(folder: str) -> Any:
+    # One for all folders of a bucket, and of a container, which in Azure's URLs comes after the account.
+    return _uploader_of('/'.join(folder.split('/')[:4]), os.getpid(), threading.get_ident())
+
+
+@functools.lru_cache(maxsize=64)
+def _uploader_of(root: str, _process: int, _thread: int) -> Any:
+    from streaming.base.storage.upload import CloudUploader
+
+    with tempfile.TemporaryDirectory() as empty:  # it refuses a local folder that is not
+        return CloudUploader.get((empty, root), keep_local=True, retry=1)
 
 
 def split(url: str) -> tuple[str, str]:

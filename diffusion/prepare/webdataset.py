@@ -5,13 +5,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from diffusion.prepare.metadata import read_columns
-from diffusion.prepare.source import Entry, Part
+from diffusion.prepare.source import PICTURES, Entry, Part
 from diffusion.prepare.storage import as_utf8, list_files, local_copy, whole_file
 from diffusion.prepare.tars import Damaged, Member, members
 
 SUFFIXES = ('.tar', '.tar.gz', '.tgz')
-IMAGES = ('jpg', 'jpeg', 'png', 'webp', 'gif', 'bmp', 'tif', 'tiff', 'avif')
-KNOWN = frozenset({*IMAGES, 'txt', 'json'})
+KNOWN = frozenset({*PICTURES, 'txt', 'json'})
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class _Sample:
 
     @property
     def image(self) -> Member | None:
-        return next((self.members[suffix] for suffix in IMAGES if suffix in self.members), None)
+        return next((self.members[suffix] for suffix in PICTURES if suffix in self.members), None)
 
 
 def _entries(path: Path, stem: str) -> Iterator[Entry]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from streaming import MDSWriter
 
 from diffusion.prepare.outputs import check_new
+from diffusion.prepare.shapes import sizes_problem
 
 COLUMNS = {'image': 'bytes', 'captions': 'json', 'width': 'int', 'height': 'int', 'key': 'str'}
 SHARD_BYTES = 64 * 2**20
@@ -87,11 +88,9 @@ def new_dataset(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
 
 def check_sizes(sizes: Sequence[int]) -> list[int]:
     """The sizes in pixels, ascending."""
-    wrong = [size for size in sizes if size <= 0 or size % 8]
-    if not sizes or wrong:
-        raise ValueError(f'--sizes: {wrong or "none"} given; sizes are positive multiples of 8, in pixels')
-    if len(set(sizes)) != len(sizes):
-        raise ValueError(f'--sizes: {list(sizes)} repeats a size; name each once')
+    problem = sizes_problem(sizes)
+    if problem is not None:
+        raise ValueError(f'--sizes: {problem}')
     return sorted(sizes)
 
 

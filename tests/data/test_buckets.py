@@ -14,7 +14,6 @@ from diffusion.data.buckets import (
     apportion,
     parse_shape,
     read_buckets,
-    resolution_for,
     sdxl_shapes,
     shape_for,
     square,
@@ -43,8 +42,7 @@ def test_other_resolutions_have_the_same_aspects(resolution):
 
 @given(st.integers(256, 4000), st.integers(256, 4000))
 def test_no_picture_is_enlarged(width, height):
-    resolution = resolution_for(width, height, (256, 512, 1024))
-    assert resolution is not None and resolution <= min(width, height)
+    resolution = max(side for side in (256, 512, 1024) if side <= min(width, height))
     shape = shape_for(width, height, sdxl_shapes(resolution))
     assert max(shape.width / width, shape.height / height) <= 1
 
@@ -57,8 +55,25 @@ def test_the_nearest_aspect_is_by_ratio_and_a_tie_goes_to_the_square():
     assert shape_for(100, 25, [Shape(512, 128), Shape(2048, 512), Shape(512, 512)]) == Shape(512, 128)
 
 
-def test_a_picture_smaller_than_all_resolutions_has_none():
-    assert resolution_for(300, 255, (256, 512)) is None
+def test_the_shapes_of_an_object_store_are_those_of_now_or_of_the_last_time(store, tmp_path):
+    def found(local: str) -> list[tuple[str, str | None]]:
+        stream = StreamConfig(remote=url, local=str(tmp_path / local), resolution=512, aspects=True, download_retry=0)
+        return [(name, each.remote) for name, each in by_shape({'photos': stream}).items()]
+
+    def put(*shapes: Shape) -> None:
+        write_buckets(tmp_path / 'source', 512, {shape: {'samples': 40} for shape in shapes})
+        store.put(url, 'buckets.json', (tmp_path / 'source/buckets.json').read_bytes())
+
+    url = store.bucket('data') + '/mds'
+    put(Shape(512, 512))
+    assert found('local') == [('photos/512x512', f'{url}/512x512')]
+    put(Shape(512, 512), Shape(640, 384))
+    names = [name for name, _ in found('local')]
+    assert names == ['photos/512x512', 'photos/640x384']
+    store.delete(url, 'buckets.json')
+    assert [name for name, _ in found('local')] == names
+    with pytest.raises(ValueError, match=rf'^streams.photos: {url}/buckets.json: .*1 tries'):
+        found('elsewhere')
 
 
 @pytest.mark.parametrize('text', ['640', '640x', '640x380', '0x8', '640 x 384', '-8x8', None])

@@ -20,7 +20,6 @@ from processes import Forked
 from diffusion.data import fetch, keys
 from diffusion.data.failures import DataError
 
-pytest_plugins = ('flaky_store',)
 pytestmark = pytest.mark.usefixtures('many_datasets')
 
 WORKERS = pytest.mark.parametrize('workers', [0, 2])
@@ -30,11 +29,7 @@ LAST = 'shard.00005.mds'
 @pytest.fixture
 def bucket(store, tmp_path):
     """The URL of a dataset."""
-    return store.upload(write_samples(tmp_path / 'source'), bucket_name(tmp_path))
-
-
-def bucket_name(folder: Path) -> str:
-    return 'b' + re.sub('[^a-z0-9]', '', str(folder).lower())[-50:]
+    return store.upload(write_samples(tmp_path / 'source'))
 
 
 @contextlib.contextmanager
@@ -44,9 +39,6 @@ def within(seconds: float) -> Iterator[None]:
     assert time.monotonic() - begin < seconds
 
 
-# -- a store that fails for a while, or for good --
-
-
 def test_a_sound_store_is_read_once(store, bucket, tmp_path):
     assert served(loader_over(bucket, tmp_path / 'local')) == expected()
     assert set(store.shard_reads().values()) == {1}
@@ -54,9 +46,9 @@ def test_a_sound_store_is_read_once(store, bucket, tmp_path):
 
 @pytest.mark.parametrize('what', [500, 403, 404, 'cut', 'flip'])
 def test_a_read_that_fails_for_a_while_is_made_again(store, bucket, tmp_path, what):
-    store.fail('shard.00002', what, times=2)
+    store.fail('GET shard.00002', what, times=2)
     assert served(loader_over(bucket, tmp_path / 'local')) == expected()
-    assert shards_of(store.reads)['shard.00002.mds'] == 3
+    assert shards_of(store.shard_reads())['shard.00002.mds'] == 3
 
 
 @WORKERS
@@ -71,7 +63,7 @@ def test_a_read_that_fails_for_a_while_is_made_again(store, bucket, tmp_path, wh
     ],
 )
 def test_a_shard_that_stays_bad_stops_the_epoch_with_its_name(store, bucket, tmp_path, workers, what, told):
-    store.fail('shard.00003', what)
+    store.fail('GET shard.00003', what)
     loader = loader_over(bucket, tmp_path / 'local', workers=workers, download_retry=1)
     with within(20), pytest.raises(DataError, match=told) as caught:
         served(loader)
@@ -81,7 +73,7 @@ def test_a_shard_that_stays_bad_stops_the_epoch_with_its_name(store, bucket, tmp
 
 @WORKERS
 def test_a_store_that_stalls_is_waited_for_no_longer_than_said(store, bucket, tmp_path, workers):
-    store.fail('shard.00001', 60.0)
+    store.fail('GET shard.00001', 60.0)
     loader = loader_over(bucket, tmp_path / 'local', workers=workers, download_timeout=0.5, download_retry=1)
     with within(20), pytest.raises(DataError, match=r'shard.00001.mds: \d+ bytes came in 0.5 s and more; 2 tries'):
         served(loader)
@@ -138,7 +130,7 @@ def test_a_shard_that_changes_in_the_store_while_training(store, bucket, tmp_pat
 
 
 def test_a_failure_leaves_nothing_that_a_later_run_trips_over(store, bucket, tmp_path):
-    store.fail('shard.00003', 500)
+    store.fail('GET shard.00003', 500)
     with pytest.raises(DataError):
         served(loader_over(bucket, tmp_path / 'local', download_retry=0))
     store.faults.clear()
@@ -147,7 +139,7 @@ def test_a_failure_leaves_nothing_that_a_later_run_trips_over(store, bucket, tmp
 
 def test_a_worker_that_dies_ends_the_epoch(store, bucket, tmp_path):
     loader = loader_over(bucket, tmp_path / 'local', workers=2, predownload=6, shuffle=False)
-    store.fail(LAST, 30.0)
+    store.fail(f'GET {LAST}', 30.0)
     iterator = iter(loader)
     next(iterator)
     max(multiprocessing.active_children(), key=lambda child: child.pid or 0).kill()  # not one of an earlier test
@@ -157,7 +149,7 @@ def test_a_worker_that_dies_ends_the_epoch(store, bucket, tmp_path):
 
 
 def test_the_wait_for_a_worker_has_an_end_that_names_what_is_fetched(store, bucket, tmp_path):
-    store.fail('shard.0000', 30.0)
+    store.fail('GET shard.0000', 30.0)
     loader = loader_over(bucket, tmp_path / 'local', workers=2, loader={'timeout': 2})
     with within(25), pytest.raises(DataError, match='timeout_seconds: no batch came for 2 s; being fetched: streams.a'):
         served(loader)
@@ -183,14 +175,11 @@ def test_threads_that_end_early_are_an_error(tmp_path, elastic):
             pass
 
 
-# -- what lies in the local folder --
-
-
 @pytest.mark.parametrize('harm', ['truncated', 'flipped', 'emptied', 'grown'])
 def test_a_damaged_shard_of_an_earlier_run_is_fetched_again(store, bucket, tmp_path, caplog, harm):
     local = tmp_path / 'local'
     served(loader_over(bucket, local))
-    store.reads.clear()
+    store.requests.clear()
     damage_file(local / 'shard.00004.mds', harm)
     assert served(loader_over(bucket, local)) == expected()
     assert shards_of(store.shard_reads()) == {'shard.00004.mds': 1}
@@ -206,7 +195,7 @@ def damage_file(path: Path, harm: str) -> None:
 
 def test_a_sound_cache_is_not_fetched_again(store, bucket, tmp_path):
     served(loader_over(bucket, tmp_path / 'local'))
-    store.reads.clear()
+    store.requests.clear()
     assert served(loader_over(bucket, tmp_path / 'local')) == expected()
     assert not store.shard_reads()
 
@@ -258,19 +247,16 @@ def test_a_shard_that_somebody_only_touches_is_served_on(tmp_path):
         assert len(batch['number']) == 6
 
 
-# -- hashes, compression, the index --
-
-
 @pytest.mark.parametrize('hashes', [['sha1'], ['xxh64'], ['md5', 'sha256']])
 def test_whatever_hash_there_is_is_used(store, tmp_path, hashes):
-    url = store.upload(write_samples(tmp_path / 'source', hashes=hashes), bucket_name(tmp_path))
-    store.fail('shard.00001', 'flip')
+    url = store.upload(write_samples(tmp_path / 'source', hashes=hashes))
+    store.fail('GET shard.00001', 'flip')
     with pytest.raises(DataError, match=rf'shard.00001.mds: ({"|".join(hashes)}) [0-9a-f]+, its index says'):
         served(loader_over(url, tmp_path / 'local', download_retry=0))
 
 
 def test_without_hashes_sizes_are_checked_and_that_is_said(store, tmp_path, caplog):
-    url = store.upload(write_samples(tmp_path / 'source', hashes=[]), bucket_name(tmp_path))
+    url = store.upload(write_samples(tmp_path / 'source', hashes=[]))
     store.put(url, 'shard.00001.mds', b'short')
     with pytest.raises(DataError, match=r'shard.00001.mds: 5 bytes, its index says \d+'):
         served(loader_over(url, tmp_path / 'local', download_retry=0))
@@ -284,12 +270,12 @@ def test_a_demanded_hash_that_is_not_there_is_refused_at_once(tmp_path):
 
 @pytest.mark.parametrize('keep_zip', [False, True])
 def test_compressed_shards_are_checked_before_and_after(store, tmp_path, keep_zip):
-    url = store.upload(write_samples(tmp_path / 'source', compression='zstd'), bucket_name(tmp_path))
-    store.fail('shard.00001', 'flip', times=1)
+    url = store.upload(write_samples(tmp_path / 'source', compression='zstd'))
+    store.fail('GET shard.00001', 'flip', times=1)
     local = tmp_path / 'local'
     assert served(loader_over(url, local, keep_zip=keep_zip)) == expected()
     assert bool(list(local.glob('*.zstd'))) == keep_zip
-    store.reads.clear()
+    store.requests.clear()
     damage_file(local / 'shard.00002.mds', 'flipped')
     assert served(loader_over(url, local, keep_zip=keep_zip)) == expected()
     assert shards_of(store.shard_reads()) == {'shard.00002.mds.zstd': 1}
@@ -308,7 +294,7 @@ def test_compressed_local_data_is_unpacked_again(tmp_path):
 
 @pytest.mark.parametrize('hashes', [['xxh64'], []])
 def test_a_dataset_that_was_written_anew_is_never_mixed_with_the_old(store, tmp_path, caplog, hashes):
-    url = store.upload(write_samples(tmp_path / 'source', hashes=hashes), bucket_name(tmp_path))
+    url = store.upload(write_samples(tmp_path / 'source', hashes=hashes))
     local = tmp_path / 'local'
     assert served(loader_over(url, local)) == expected()
     for path in write_samples(tmp_path / 'again', salt='other', hashes=hashes).iterdir():
@@ -322,7 +308,7 @@ def test_a_dataset_that_was_written_anew_is_never_mixed_with_the_old(store, tmp_
 
 def test_a_store_without_an_index_serves_what_is_cached(store, bucket, tmp_path, caplog):
     served(loader_over(bucket, tmp_path / 'local'))
-    store.fail('index.json', 404)
+    store.fail('GET index.json', 404)
     assert served(loader_over(bucket, tmp_path / 'local')) == expected()
     assert 'going on with the one in' in caplog.text
 
@@ -353,11 +339,26 @@ def test_an_index_that_points_outside_of_its_folder_is_refused(tmp_path, name):
 
 
 def test_a_cut_index_is_fetched_again(store, bucket, tmp_path):
-    store.fail('index.json', 'cut', times=1)
+    store.fail('GET index.json', 'cut', times=1)
     assert served(loader_over(bucket, tmp_path / 'local')) == expected()
 
 
-# -- the disk --
+def test_a_small_file_is_fetched_anew_and_where_it_cannot_be_had_that_of_before_holds(store, bucket, tmp_path, caplog):
+    source = fetch.Source(bucket, tries=2, timeout_seconds=5.0, wait=lambda: None)
+    path = tmp_path / 'local' / 'manifest.json'
+    with pytest.raises(fetch.GaveUp, match='2 tries'):
+        source.refresh(path.name, path)
+    assert not path.exists()
+    for content in (b'one', b'other'):
+        store.put(bucket, path.name, content)
+        source.refresh(path.name, path)
+        assert path.read_bytes() == content
+    assert 'going on with' not in caplog.text
+    store.fail(f'GET {path.name}', 500)
+    source.refresh(path.name, path)
+    assert path.read_bytes() == content and f'{bucket}/manifest.json: ' in caplog.text
+    assert f'going on with the one in {path}' in caplog.text
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
 
 
 def test_a_full_disk_is_said(store, bucket, tmp_path):
@@ -372,18 +373,15 @@ def test_a_full_disk_is_said(store, bucket, tmp_path):
 
 def test_killed_while_fetching_the_next_start_is_right(store, bucket, tmp_path):
     local = tmp_path / 'local'
-    store.fail('shard.00002', 30.0, times=1)
+    store.fail('GET shard.00002', 30.0, times=1)
     job = Forked(lambda: served(loader_over(bucket, local, shuffle=False)))
-    while not any('shard.00002' in key for key in store.reads):
+    while not any('shard.00002' in path for path in store.shard_reads()):
         assert job.running()
         time.sleep(0.02)
     job.kill()
     assert list(local.glob('.shard.00002*'))
     assert served(loader_over(bucket, local)) == expected()
     assert not [path for path in local.iterdir() if path.name.startswith('.')]
-
-
-# -- other clouds --
 
 
 def test_streams_of_several_clouds_and_a_mount_at_once(store, bucket, tmp_path, monkeypatch):

@@ -257,30 +257,9 @@ def test_what_is_no_recipe_is_named(tmp_path, capsys):
     assert 'none.yaml cannot be read' in capsys.readouterr().err
 
 
-@pytest.fixture
-def remote(pictures, monkeypatch):
-    """A dataset in a real S3 API on localhost: its URL, and a client."""
-    import boto3
-    from moto.server import ThreadedMotoServer
-
-    for name, value in (('ACCESS_KEY_ID', 'test'), ('SECRET_ACCESS_KEY', 'test'), ('DEFAULT_REGION', 'us-east-1')):
-        monkeypatch.setenv(f'AWS_{name}', value)
-    server = ThreadedMotoServer(port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    monkeypatch.setenv('S3_ENDPOINT_URL', f'http://{host}:{port}')
-    client = boto3.client('s3', endpoint_url=f'http://{host}:{port}')
-    client.create_bucket(Bucket='pictures')
-    for path in pictures[32].iterdir():
-        client.put_object(Bucket='pictures', Key=f'mds/{path.name}', Body=path.read_bytes())
-    yield 's3://pictures/mds', client
-    client.close()
-    server.stop()
-
-
 @pytest.mark.slow
-def test_a_remote_is_read_shard_by_shard_and_leaves_nothing(verify, remote, tmp_path, monkeypatch):
-    url, client = remote
+def test_a_remote_is_read_shard_by_shard_and_leaves_nothing(verify, store, pictures, tmp_path, monkeypatch):
+    url = store.upload(pictures[32])
     scratch = tmp_path / 'scratch'
     scratch.mkdir()
     monkeypatch.setattr('tempfile.tempdir', str(scratch))
@@ -288,8 +267,8 @@ def test_a_remote_is_read_shard_by_shard_and_leaves_nothing(verify, remote, tmp_
     status, lines = verify({'a': stream})
     assert status == SOUND
     assert ', 40 samples' in lines[0]
-    client.delete_object(Bucket='pictures', Key='mds/shard.00000.mds')
-    client.put_object(Bucket='pictures', Key='mds/shard.00001.mds', Body=b'cut')
+    store.delete(url, 'shard.00000.mds')
+    store.put(url, 'shard.00001.mds', b'cut')
     status, lines = verify({'a': stream})
     assert status == DAMAGED
     assert any('shard.00000.mds: it cannot be downloaded' in line for line in lines)

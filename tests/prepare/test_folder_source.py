@@ -6,7 +6,7 @@ import pickle
 from pathlib import Path
 
 import pytest
-from faulty_s3 import Store
+from object_store import Store
 
 from diffusion.prepare import folder_source
 from diffusion.prepare.folder_source import FolderSource
@@ -48,6 +48,12 @@ def test_img2datasets_files_are_read(tmp_path: Path) -> None:
     assert [entry.captions for entry in found] == [['a cat'], ['one', 'two'], [None]]
     assert found[0].metadata == {'status': 'success', 'similarity': 0.3, 'bad': None}
     assert list(found[2].metadata) == ['bad_metadata']
+
+
+def test_a_row_whose_name_no_file_can_have_is_a_missing_file(tmp_path: Path) -> None:
+    put(tmp_path, **{'a.jpg': b'x', 'rows.jsonl': '{"file": "\\ud800.jpg", "caption": "half of a pair"}'})
+    first, _ = entries(FolderSource(str(tmp_path), captions=str(tmp_path / 'rows.jsonl')))
+    assert (first.key, first.problem) == ('\\ud800.jpg (rows.jsonl line 1)', 'missing_file')
 
 
 def test_pictures_without_caption_are_told_without_being_read(tmp_path: Path) -> None:
@@ -152,9 +158,9 @@ def test_a_folder_without_pictures_is_named(tmp_path: Path) -> None:
         FolderSource(str(tmp_path / 'none')).parts()
 
 
-def test_a_folder_of_a_store(s3: Store) -> None:
+def test_a_folder_of_a_store(store: Store) -> None:
     objects = {f'in/{number:02}.{suffix}': f'{number}'.encode() for number in range(20) for suffix in ('jpg', 'txt')}
-    bucket = s3.bucket('pictures', **objects, **{'c.csv': b'file,caption\n03.jpg,three\n'})
+    bucket = store.bucket('pictures', **objects, **{'c.csv': b'file,caption\n03.jpg,three\n'})
     found = entries(FolderSource(f'{bucket}/in'))
     assert [(entry.key, entry.image, entry.captions) for entry in found] == [
         (f'{number:02}.jpg', f'{number}'.encode(), [str(number)]) for number in range(20)

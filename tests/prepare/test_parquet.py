@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from faulty_s3 import Store
+from object_store import Store
 
 from diffusion.prepare import parquet
 from diffusion.prepare.parquet import ParquetSource
@@ -208,9 +208,9 @@ def test_a_large_file_is_several_parts(tmp_path: Path, monkeypatch: pytest.Monke
     assert [entry.key for entry in source.read(parts[1])] == [f'a/row-{n}' for n in range(20, 40)]
 
 
-def test_parquet_of_a_store(s3: Store, tmp_path: Path) -> None:
+def test_parquet_of_a_store(store: Store, tmp_path: Path) -> None:
     content = write(tmp_path / 'a.parquet', IMG2DATASET).read_bytes()
-    bucket = s3.bucket('pictures', **{'set/00000.parquet': content})
+    bucket = store.bucket('pictures', **{'set/00000.parquet': content})
     assert [entry.image for entry in entries(ParquetSource(f'{bucket}/set'))] == [b'zero', None, b'two']
     with pytest.raises(ValueError, match=r"^s3://pictures/set/00000\.parquet: has no column 'nope'"):
         entries(ParquetSource(f'{bucket}/set', image_column='nope'))

@@ -50,6 +50,30 @@ def test_the_number_of_processes_changes_no_byte(tmp_path: Path, workers: int) -
     assert names(tmp_path) == ['many', 'one']
 
 
+def test_what_appears_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a power cut could leave an empty file under a name that says it is whole."""
+    flushed, missed, fsync = set(), set(), os.fsync
+
+    def noted(descriptor: int) -> None:
+        flushed.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def look(pattern: str) -> None:
+        missed.update(
+            path.name for path in tmp_path.glob(pattern) if path.is_file() and path.stat().st_ino not in flushed
+        )
+
+    def looking(jobs: Any) -> Iterator[Any]:
+        for done in here(jobs):
+            look('out.work/parts/*/*')
+            yield done
+
+    monkeypatch.setattr(os, 'fsync', noted)
+    prepare(settings(tmp_path / 'out', aspects='sdxl'), source=DrawnSource(2, 6, broken=5), run=looking)
+    look('out/**/*')
+    assert not missed and len(flushed) > 10
+
+
 @pytest.mark.slow
 def test_two_thousand_pictures_of_mixed_formats_with_a_hundred_broken_are_all_accounted_for(tmp_path: Path) -> None:
     report = run(tmp_path / 'out', DrawnSource(10, 200, broken=20), aspects='sdxl', sizes=[16, 32, 64])

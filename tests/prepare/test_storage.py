@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from faulty_s3 import Store
+from object_store import Store
 
 from diffusion.prepare import stores
 from diffusion.prepare.storage import expand_braces, list_files, local_copy, part_name, whole_file
@@ -108,9 +108,9 @@ def test_a_name_that_is_not_utf8_can_be_reported(tmp_path: Path) -> None:
         assert copy.read_bytes() == b'x'
 
 
-def test_a_store_is_listed_and_copied(s3: Store) -> None:
+def test_a_store_is_listed_and_copied(store: Store) -> None:
     objects = {'set/b/1.tar': b'one', 'set/a.tar': b'two!', 'settings/c.tar': b'', 'set/a.json': b'{}', 'set/': b''}
-    bucket = s3.bucket('pictures', **objects)
+    bucket = store.bucket('pictures', **objects)
     files = list_files(f'{bucket}/set', ['.tar'])
     assert [(file.name, file.size, file.url) for file in files] == [
         ('a.tar', 4, f'{bucket}/set/a.tar'),
@@ -122,50 +122,51 @@ def test_a_store_is_listed_and_copied(s3: Store) -> None:
     with local_copy(files[0].url, size=4) as path:
         assert path.read_bytes() == b'two!'
     assert not path.exists()
-    s3.client.put_object(Bucket='pictures', Key='set/a.tar', Body=b'2222')
+    store.client.put_object(Bucket='pictures', Key='set/a.tar', Body=b'2222')
     assert list_files(f'{bucket}/set', ['.tar'])[0].stamp != files[0].stamp
 
 
 @pytest.mark.slow
-def test_a_store_is_listed_beyond_its_first_page(s3: Store) -> None:
-    bucket = s3.bucket('many', **{f'{number:05}.tar': b'' for number in range(1005)})
+def test_a_store_is_listed_beyond_its_first_page(store: Store) -> None:
+    bucket = store.bucket('many', **{f'{number:05}.tar': b'' for number in range(1005)})
     assert len(list_files(bucket, ['.tar'])) == 1005
     assert [file.name for file in list_files(f'{bucket}/{{01003..01004}}.tar', ['.tar'])] == ['01003.tar', '01004.tar']
 
 
-def test_a_copy_is_removed_also_when_reading_fails(s3: Store) -> None:
-    bucket = s3.bucket('pictures', **{'a.tar': b'one'})
+def test_a_copy_is_removed_also_when_reading_fails(store: Store) -> None:
+    bucket = store.bucket('pictures', **{'a.tar': b'one'})
     with pytest.raises(RuntimeError), local_copy(f'{bucket}/a.tar') as path:
         raise RuntimeError
     assert not path.parent.exists()
 
 
-def test_what_is_not_there_is_said_at_once(s3: Store) -> None:
-    bucket = s3.bucket('pictures', **{'a.tar': b'one'})
+def test_what_is_not_there_is_said_at_once(store: Store) -> None:
+    bucket = store.bucket('pictures', **{'a.tar': b'one'})
     for url in (f'{bucket}/gone.tar', 's3://nowhere/a.tar'):
-        s3.requests.clear()
+        store.requests.clear()
         with pytest.raises(ValueError, match=rf'^{url}: there is no such bucket or object \(404\)'), local_copy(url):
             pass
-        assert len(s3.requests) == 1
+        assert len(store.requests) == 1
     with pytest.raises(ValueError, match=r'^s3://nowhere: there is no such bucket'):
         list_files('s3://nowhere', ['.tar'])
     with pytest.raises(ValueError, match=r'^s3://pictures/gone: has no \.tar files'):
         list_files(f'{bucket}/gone', ['.tar'])
 
 
-def test_a_refusal_names_the_credentials_to_set(s3: Store) -> None:
-    bucket = s3.bucket('pictures', **{'a.tar': b'one'})
-    s3.faults += [('GET', 403), ('HEAD', 403)]
+def test_a_refusal_names_the_credentials_to_set(store: Store) -> None:
+    bucket = store.bucket('pictures', **{'a.tar': b'one'})
+    store.fail('GET', 403, times=1)
+    store.fail('HEAD', 403, times=1)
     with pytest.raises(ValueError, match=r'^s3://pictures: the store refuses access \(403\).*AWS_ACCESS_KEY_ID'):
         list_files(bucket, ['.tar'])
     refused = pytest.raises(ValueError, match=r'^s3://pictures/a.tar: the store refuses access \(403\)')
     with refused, local_copy(f'{bucket}/a.tar'):
         pass
-    assert not s3.faults
+    assert not store.faults
 
 
-def test_missing_credentials_are_said(s3: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    bucket = s3.bucket('pictures', **{'a.tar': b'one'})
+def test_missing_credentials_are_said(store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    bucket = store.bucket('pictures', **{'a.tar': b'one'})
     stores._downloader_of.cache_clear()
     monkeypatch.setenv('AWS_EC2_METADATA_DISABLED', 'true')
     monkeypatch.setenv('AWS_SHARED_CREDENTIALS_FILE', str(tmp_path / 'none'))
@@ -176,42 +177,42 @@ def test_missing_credentials_are_said(s3: Store, monkeypatch: pytest.MonkeyPatch
     stores._downloader_of.cache_clear()
 
 
-def test_an_answer_of_500_is_tried_again(s3: Store) -> None:
-    bucket = s3.bucket('pictures', **{'a.tar': b'one'})
-    s3.faults += [('GET', 500)] * 2
+def test_an_answer_of_500_is_tried_again(store: Store) -> None:
+    bucket = store.bucket('pictures', **{'a.tar': b'one'})
+    store.fail('GET', 500, times=2)
     files = list_files(bucket, ['.tar'])
-    s3.faults += [('/a.tar', 500)] * 3
+    store.fail('/a.tar', 500, times=3)
     with local_copy(files[0].url) as path:
         assert path.read_bytes() == b'one'
-    assert not s3.faults
+    assert not store.faults
 
 
-def test_a_store_that_goes_on_failing_is_an_os_error(s3: Store) -> None:
-    bucket = s3.bucket('pictures', **{'a.tar': b'one'})
-    s3.faults += [('/a.tar', 500)] * 100
+def test_a_store_that_goes_on_failing_is_an_os_error(store: Store) -> None:
+    bucket = store.bucket('pictures', **{'a.tar': b'one'})
+    fault = store.fail('/a.tar', 500, times=100)
     with (
         pytest.raises(OSError, match=r'^s3://pictures/a.tar: cannot be read, tried 4 times'),
         local_copy(f'{bucket}/a.tar'),
     ):
         pass
-    assert len(s3.faults) == 100 - stores.ATTEMPTS
+    assert fault.times == 100 - stores.ATTEMPTS
 
 
-def test_a_body_cut_short_is_fetched_again(s3: Store) -> None:
-    bucket = s3.bucket('pictures', **{'a.tar': bytes(10_000)})
-    s3.faults += [('GET /pictures/a.tar', 'cut')]
+def test_a_body_cut_short_is_fetched_again(store: Store) -> None:
+    bucket = store.bucket('pictures', **{'a.tar': bytes(10_000)})
+    store.fail('GET /pictures/a.tar', 'cut', times=1)
     with local_copy(f'{bucket}/a.tar', size=10_000) as path:
         assert path.stat().st_size == 10_000
-    assert not s3.faults
+    assert not store.faults
 
 
-def test_another_size_than_was_listed_is_an_error(s3: Store) -> None:
-    bucket = s3.bucket('pictures', **{'a.tar': b'one'})
+def test_another_size_than_was_listed_is_an_error(store: Store) -> None:
+    bucket = store.bucket('pictures', **{'a.tar': b'one'})
     with pytest.raises(OSError, match='3 bytes came of 5'), local_copy(f'{bucket}/a.tar', size=5):
         pass
 
 
-def test_a_store_that_nobody_serves_is_an_os_error(s3: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_nobody_serves_is_an_os_error(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     stores._downloader_of.cache_clear()
     monkeypatch.setenv('S3_ENDPOINT_URL', 'http://127.0.0.1:9')
     with pytest.raises(OSError, match=r'^s3://pictures: cannot be read, tried 4 times'):
@@ -231,8 +232,8 @@ def test_a_full_disk_is_said_at_once() -> None:
     assert len(attempts) == 1
 
 
-def test_an_odd_name_stays_in_its_own_folder(s3: Store) -> None:
-    bucket = s3.bucket('pictures', **{'a/..': b'x', 'ü.csv': b'y'})
+def test_an_odd_name_stays_in_its_own_folder(store: Store) -> None:
+    bucket = store.bucket('pictures', **{'a/..': b'x', 'ü.csv': b'y'})
     for name in ('a/..', 'ü.csv'):
         with local_copy(f'{bucket}/{name}') as path:
             assert path.parent.name.startswith('diffusion-prepare-') and path.is_file()

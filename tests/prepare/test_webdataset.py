@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faulty_s3 import Store
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from object_store import Store
 
 from diffusion.prepare.source import Entry
 from diffusion.prepare.tars import BLOCK, Damaged, members
@@ -343,20 +343,21 @@ def test_a_damaged_tar_ends_in_time_and_in_no_other_error(
         assert damage.byte <= len(content)  # noqa: PT017
 
 
-def test_tars_of_a_store(s3: Store) -> None:
+def test_tars_of_a_store(store: Store) -> None:
     objects = {
         'laion/00000.tar': tar_of(sample('1')),
         'laion/00001.tar': tar_of(sample('2')),
         'laion/00000.parquet': b'',
     }
-    bucket = s3.bucket('pictures', **objects)
+    bucket = store.bucket('pictures', **objects)
     for location in (f'{bucket}/laion', f'{bucket}/laion/{{00000..00001}}.tar'):
         assert problems(entries(WebDatasetSource(location))) == [('00000/1', None), ('00001/2', None)]
     source = WebDatasetSource(f'{bucket}/laion')
     part = source.parts()[0]
-    s3.faults += [('GET /pictures/laion/00000.tar', 500), ('GET /pictures/laion/00000.tar', 'cut')]
+    store.fail('GET /pictures/laion/00000.tar', 500, times=1)
+    store.fail('GET /pictures/laion/00000.tar', 'cut', times=1)
     assert problems(list(source.read(part))) == [('00000/1', None)]
-    assert not s3.faults
-    s3.client.delete_object(Bucket='pictures', Key='laion/00000.tar')
+    assert not store.faults
+    store.client.delete_object(Bucket='pictures', Key='laion/00000.tar')
     with pytest.raises(ValueError, match=r'^s3://pictures/laion/00000\.tar: there is no such bucket or object'):
         list(source.read(part))

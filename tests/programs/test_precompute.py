@@ -14,8 +14,9 @@ from diffusion.config import load
 from diffusion.data.buckets import Shape, write_buckets
 from diffusion.data.latents import LatentManifest
 from diffusion.precompute import precompute
+from diffusion.prepare.stores import upload
 from diffusion.train import train
-from diffusion.uploaded_shards import upload
+from diffusion.uploaded_shards import UploadedShards
 
 COUNTS = {Shape(32, 32): 24, Shape(64, 32): 16, Shape(32, 48): 8}
 
@@ -158,29 +159,10 @@ def test_losses_on_latents_equal_losses_on_pictures(latents, write, write_recipe
         assert offline[batch] == pytest.approx(online[batch], rel=1e-3)
 
 
-@pytest.fixture
-def bucket(monkeypatch):
-    """An empty bucket of an S3 on localhost."""
-    import boto3
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer('127.0.0.1', 0)
-    server.start()
-    host, port = server.get_host_and_port()
-    monkeypatch.setenv('S3_ENDPOINT_URL', f'http://{host}:{port}')
-    for name in ('AWS_ACCESS_KEY_ID', 'AWS_SECRET_ACCESS_KEY'):
-        monkeypatch.setenv(name, 'test')
-    monkeypatch.setenv('AWS_DEFAULT_REGION', 'us-east-1')
-    client = boto3.client('s3', endpoint_url=f'http://{host}:{port}')
-    client.create_bucket(Bucket='latents')
-    yield client
-    server.stop()
-
-
-def test_latents_in_an_object_store_are_those_of_a_folder(write, tmp_path, bucket, monkeypatch):
+def test_latents_in_an_object_store_are_those_of_a_folder(write, tmp_path, store, monkeypatch):
     """Also when it stops half-way: what was uploaded is not made again, and the index comes last."""
     precompute(load(write('whole')))
-    path = write('remote', out='s3://latents/here')
+    path = write('remote', out=store.bucket('latents') + '/here')
     with monkeypatch.context() as patch:
         uploads = []
 
@@ -193,19 +175,28 @@ def test_latents_in_an_object_store_are_those_of_a_folder(write, tmp_path, bucke
         patch.setattr('diffusion.uploaded_shards.upload', stop_after_five)
         with pytest.raises(OSError, match='the network is gone'):
             precompute(load(path))
-    there = {item['Key']: item['LastModified'] for item in bucket.list_objects_v2(Bucket='latents')['Contents']}
+    there = {item['Key']: item['LastModified'] for item in store.listed('latents')}
     assert not any(name.endswith('index.json') for name in there)
     precompute(load(path))
-    made = {}
-    for item in bucket.list_objects_v2(Bucket='latents')['Contents']:
-        name = item['Key'].removeprefix('here/')
-        if 'unfinished' not in name:
-            body = bucket.get_object(Bucket='latents', Key=item['Key'])['Body'].read()
-            made[name] = hashlib.sha256(body).hexdigest()
-        if item['Key'].endswith('.mds') and item['Key'] in there:
-            assert item['LastModified'] == there[item['Key']]
+    for item in store.listed('latents'):
+        assert not item['Key'].endswith('.mds') or item['LastModified'] == there.get(item['Key'], item['LastModified'])
+    made = {
+        name.removeprefix('here/'): hashlib.sha256(body).hexdigest()
+        for name, body in store.objects('latents').items()
+        if 'unfinished' not in name
+    }
     assert made == contents(tmp_path / 'whole')
     assert not list((tmp_path / 'runs').glob('**/*.mds')), 'no copies stay behind'
     precompute(load(path))
     with pytest.raises(ValueError, match=r'precompute\.out: s3://latents/here/.* holds other latents'):
         precompute(load(write('remote', out='s3://latents/here', posterior='mean')))
+
+
+def test_what_others_began_in_an_object_store_is_named_where_it_is(tmp_path, store):
+    remote = store.bucket('latents') + '/here'
+    UploadedShards(remote, tmp_path / 'one', {'key': 'str'}).open({'samples': 8}, 'precompute.out')
+    other = UploadedShards(remote, tmp_path / 'other', {'key': 'str'})
+    with pytest.raises(
+        ValueError, match=r'^precompute\.out: s3://latents/here/unfinished was begun with other settings'
+    ):
+        other.open({'samples': 4}, 'precompute.out')

@@ -1,4 +1,4 @@
-"""A real S3 API on localhost, moto's, behind a layer that fails for chosen objects, and counts what is read."""
+"""A real S3 API on localhost, moto's, behind a layer that fails on demand and keeps what was asked."""
 
 import threading
 import time
@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 ENVIRONMENT = {
     'AWS_ACCESS_KEY_ID': 'test',
@@ -23,37 +21,45 @@ ALWAYS = 10**9
 
 @dataclass
 class Fault:
-    """What happens to the next reads of an object whose key holds the text: a status, `cut`, `flip` or seconds."""
+    """What happens to the next requests with these words: a status, `cut`, `flip`, or seconds that the body takes."""
 
-    key: str
+    words: str
     what: int | str | float
     times: int
 
 
 @dataclass
-class FlakyStore:
-    """The server, for tests."""
+class Store:
+    """The server; `client` is boto3's."""
 
     client: Any
     faults: list[Fault] = field(default_factory=list)
-    reads: Counter[str] = field(default_factory=Counter)
-    """GETs that reached an object, failed ones included, by key."""
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Those still to come."""
+    requests: list[str] = field(default_factory=list)
+    """All that came, failed ones included, as `GET /bucket/key?query`."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def environment(self) -> dict[str, str]:
         """What makes Streaming find the server."""
         return ENVIRONMENT | {'S3_ENDPOINT_URL': self.client.meta.endpoint_url}
 
-    def fail(self, key: str, what: int | str | float, times: int = ALWAYS) -> None:
-        self.faults.append(Fault(key, what, times))
+    def fail(self, words: str, what: int | str | float, *, times: int = ALWAYS) -> Fault:
+        """Let the next requests fail that hold all of some words, such as `GET shard.00000`."""
+        self.faults.append(Fault(words, what, times))
+        return self.faults[-1]
 
-    def upload(self, folder: Path, bucket: str) -> str:
+    def bucket(self, name: str, **objects: bytes) -> str:
+        """A new bucket's URL."""
+        self.client.create_bucket(Bucket=name)
+        for key, body in objects.items():
+            self.client.put_object(Bucket=name, Key=key, Body=body)
+        return f's3://{name}'
+
+    def upload(self, folder: Path, bucket: str = 'data') -> str:
         """Put a folder into a new bucket; returns its URL."""
-        self.client.create_bucket(Bucket=bucket)
-        for path in sorted(path for path in folder.rglob('*') if path.is_file()):
-            self.client.put_object(Bucket=bucket, Key=f'mds/{path.relative_to(folder)}', Body=path.read_bytes())
-        return f's3://{bucket}/mds'
+        files = sorted(path for path in folder.rglob('*') if path.is_file())
+        return self.bucket(bucket, **{f'mds/{path.relative_to(folder)}': path.read_bytes() for path in files}) + '/mds'
 
     def put(self, url: str, name: str, body: bytes) -> None:
         bucket, _, key = url.removeprefix('s3://').partition('/')
@@ -63,26 +69,48 @@ class FlakyStore:
         bucket, _, key = url.removeprefix('s3://').partition('/')
         self.client.delete_object(Bucket=bucket, Key=f'{key}/{name}')
 
-    def shard_reads(self) -> Counter[str]:
-        return Counter({key: count for key, count in self.reads.items() if '.mds' in key})
+    def objects(self, bucket: str) -> dict[str, bytes]:
+        """What a bucket holds."""
+        keys = [found['Key'] for found in self.listed(bucket)]
+        return {key: self.client.get_object(Bucket=bucket, Key=key)['Body'].read() for key in keys}
 
-    def take(self, key: str) -> Fault | None:
-        with self.lock:
-            self.reads[key] += 1
-            fault = next((fault for fault in self.faults if fault.key in key and fault.times > 0), None)
+    def listed(self, bucket: str) -> list[dict[str, Any]]:
+        pages = self.client.get_paginator('list_objects_v2').paginate(Bucket=bucket)
+        return [found for page in pages for found in page.get('Contents', ())]
+
+    def shard_reads(self) -> Counter[str]:
+        """GETs of shards, by path."""
+        paths = [request.split()[1].partition('?')[0] for request in self.requests if request.startswith('GET')]
+        return Counter(path for path in paths if '.mds' in path)
+
+    def clear(self) -> None:
+        """Empty it, and let it work."""
+        self.faults.clear()
+        for bucket in self.client.list_buckets()['Buckets']:
+            for found in self.listed(bucket['Name']):
+                self.client.delete_object(Bucket=bucket['Name'], Key=found['Key'])
+            self.client.delete_bucket(Bucket=bucket['Name'])
+        self.requests.clear()
+
+    def take(self, request: str) -> Fault | None:
+        with self._lock:
+            self.requests.append(request)
+            fault = next((each for each in self.faults if all(word in request for word in each.words.split())), None)
             if fault is not None:
                 fault.times -= 1
+                if fault.times == 0:
+                    self.faults.remove(fault)
             return fault
 
 
-class FlakyApp:
+class FaultyApp:
     """Passes requests on, but for those that are to fail."""
 
-    def __init__(self, app: Callable[..., Any], store: FlakyStore) -> None:
+    def __init__(self, app: Callable[..., Any], store: Store) -> None:
         self.app, self.store = app, store
 
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
-        fault = None if environ['REQUEST_METHOD'] != 'GET' else self.store.take(environ['PATH_INFO'].lstrip('/'))
+        fault = self.store.take(f'{environ["REQUEST_METHOD"]} {environ["PATH_INFO"]}?{environ["QUERY_STRING"]}')
         if fault is None:
             return self.app(environ, start_response)
         if isinstance(fault.what, int):
@@ -116,7 +144,7 @@ def slowly(parts: Any, seconds: float) -> Iterator[bytes]:
 
 
 @contextmanager
-def serve() -> Iterator[FlakyStore]:
+def serve() -> Iterator[Store]:
     """Run the server in a thread."""
     import logging
 
@@ -125,38 +153,17 @@ def serve() -> Iterator[FlakyStore]:
     from werkzeug.serving import make_server
 
     logging.getLogger('werkzeug').setLevel(logging.ERROR)
-    store = FlakyStore(None)
-    server = make_server(
-        '127.0.0.1', 0, FlakyApp(DomainDispatcherApplication(create_backend_app), store), threaded=True
-    )
+    store = Store(None)
+    app = FaultyApp(DomainDispatcherApplication(create_backend_app), store)
+    server = make_server('127.0.0.1', 0, app, threaded=True)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
-    url = f'http://127.0.0.1:{server.server_port}'
     keys = {name.lower(): value for name, value in ENVIRONMENT.items() if 'KEY' in name}
-    store.client = boto3.client('s3', endpoint_url=url, region_name='us-east-1', **keys)
+    url = f'http://127.0.0.1:{server.server_port}'
+    store.client = boto3.Session(**keys, region_name='us-east-1').client('s3', endpoint_url=url)
     try:
         yield store
     finally:
         server.shutdown()
         thread.join()
         server.server_close()
-
-
-@pytest.fixture(scope='session')
-def _store_server() -> Iterator[FlakyStore]:
-    with serve() as store:
-        yield store
-
-
-@pytest.fixture
-def store(_store_server: FlakyStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[FlakyStore]:
-    """The server, and the variables by which Streaming finds it; tries follow each other at once."""
-    from diffusion.data import fetch
-
-    for name, value in _store_server.environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(fetch, 'LONGEST_PAUSE_SECONDS', 0.01)
-    _store_server.faults.clear()
-    _store_server.reads.clear()
-    yield _store_server
-    _store_server.faults.clear()

@@ -34,7 +34,8 @@ from diffusion.models.flops import FlopCount
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.parts import TextConditioner, clip_tokenizer
 from diffusion.recipe import SpeedConfig
-from diffusion.speed import apply_speed, chosen, set_backends
+from diffusion.speed import apply_speed, set_backends
+from diffusion.speed_parts import chosen
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = 'cuda' if ON_GPU else 'cpu'

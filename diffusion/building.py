@@ -20,14 +20,14 @@ from diffusion import registry
 from diffusion.checks import SUPPLIED
 from diffusion.config import Component, Recipe, StreamConfig
 from diffusion.data.aspects import by_shape
-from diffusion.data.buckets import Shape, parse_shape, square
 from diffusion.data.fingerprint import fingerprint
 from diffusion.data.loader import BucketedLoader, default_num_workers, outlive_signals
 from diffusion.data.machine import check_machine
 from diffusion.data.shard_cache import home
 from diffusion.data.streams import Bucket
 from diffusion.recipe import SpeedConfig
-from diffusion.speed import chosen, takes_fused
+from diffusion.speed import takes_fused
+from diffusion.speed_parts import chosen
 
 DETERMINISTIC = {'crop': 'center', 'flip': False, 'caption_choice': 'first'}
 """What evaluation and precomputing change in the training dataset's settings."""
@@ -86,7 +86,7 @@ def build_dataset(
         'cache_limit': settings.cache_limit,
         'substitute': substitute,
     }
-    buckets = [Bucket(name, _stream(stream), _shape(stream)) for name, stream in streams.items()]
+    buckets = [Bucket(name, _stream(stream), stream.picture_shape) for name, stream in streams.items()]
     supplied = {'tokenizers': build_tokenizers(recipe), 'batch_size': batch_size, 'seed': recipe.seed}
     return registry.build('dataset', component.name, component.kwargs, buckets=buckets, **supplied, **streaming)
 
@@ -210,10 +210,6 @@ def _build_all(kind: str, components: Mapping[str, Component], offered: Mapping[
         }
         built.append(registry.build(kind, component.name, component.kwargs, **extra))
     return built
-
-
-def _shape(config: StreamConfig) -> Shape:
-    return parse_shape(config.shape) if config.shape is not None else square(config.resolution)
 
 
 def _with_local(config: StreamConfig, cache: Path) -> StreamConfig:

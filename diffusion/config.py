@@ -47,11 +47,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, allow_missing: bool
     Raises:
         RecipeError: With every mistake found.
     """
-    try:
-        raw = merge(read_chain(Path(path)), overrides)
-    except UnreadableYAML as error:
-        raise RecipeError([Problem('', str(error))], path) from error
-    gather = Gatherer()
+    raw, gather = read_values(path, overrides), Gatherer()
     recipe = build(Recipe, _with_components(raw, gather), '', gather)
     # Names from imports are known only after importing them, which runs code: not for a recipe that is wrong anyway.
     if isinstance(recipe.imports, list) and not gather.problems:
@@ -71,6 +67,18 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, allow_missing: bool
         raise RecipeError(problems, path)
     recipe.missing = gather.missing
     return recipe
+
+
+def read_values(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """What a YAML says together with what it extends and overrides.
+
+    Raises:
+        RecipeError: It cannot be read.
+    """
+    try:
+        return merge(read_chain(Path(path)), overrides)
+    except UnreadableYAML as error:
+        raise RecipeError([Problem('', str(error))], path) from error
 
 
 def _same(where: str, at: str) -> bool:

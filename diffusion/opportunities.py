@@ -147,7 +147,9 @@ def norms_are_wide(measured: Measured) -> Opportunity | None:
     wide = [
         kernel
         for kernel in measured.kernels
-        if kind_of(kernel.name) == 'norms' and 'float' in kernel.name and 'BFloat16' not in kernel.name
+        if kind_of(kernel.name) == 'norms'
+        and 'float' in kernel.name  # statistics of narrow ones are float, too
+        and not any(narrow in kernel.name for narrow in ('BFloat16', 'Half'))
     ]
     share = sum(kernel.seconds for kernel in wide) / measured.step_seconds
     way = ' or '.join(f'speed.{part}=true' for part in ('compile', 'low_precision_norms') if part in measured.off)

@@ -20,11 +20,11 @@ from diffusion import building, registry
 from diffusion.callbacks.breakdown import Breakdown, Report
 from diffusion.checks import check_paths
 from diffusion.config import Component, Recipe, RecipeError, StreamConfig, load
-from diffusion.data.buckets import parse_shape
+from diffusion.data.buckets import Shape
 from diffusion.files import write_whole
 from diffusion.opportunities import Kernel, Measured, Opportunity, by_kind, largest
 from diffusion.programs import configure_logging
-from diffusion.speed import PARTS
+from diffusion.speed_parts import PARTS
 from diffusion.syncs import Site, find_waits
 from diffusion.train import OURS, build_trainer
 
@@ -95,7 +95,8 @@ def profile_recipe(recipe: Recipe, out: Path, *, batches: int = 10, warmup: int 
     """
     breakdown = Breakdown(window=batches, skip=warmup, sampled=batches)
     phases = Phases(breakdown, batches=batches, on_gpu=building.on_gpu(recipe))
-    trainer = build_trainer(for_profiling(recipe, out, batches=phases.length))
+    profiled = for_profiling(recipe, out, batches=phases.length)
+    trainer = build_trainer(profiled)
     trainer.state.callbacks += [breakdown, phases]
     trainer.fit()
     trainer.close()
@@ -103,7 +104,7 @@ def profile_recipe(recipe: Recipe, out: Path, *, batches: int = 10, warmup: int 
     trace = out / 'trace.json.gz'
     out.mkdir(parents=True, exist_ok=True)
     phases.profiler.export_chrome_trace(str(trace))
-    measured = measured_by(phases, recipe)
+    measured = measured_by(phases, profiled)
     opportunities = largest(measured)
     text = table(phases, measured, opportunities, recipe, trace)
     write_whole(out / 'profile.md', text)
@@ -143,16 +144,16 @@ def with_synthetic_data(recipe: Recipe, folder: Path) -> Recipe:
         )
     streams = {}
     for name, stream in recipe.streams.items():
-        shape = stream.shape or f'{stream.resolution}x{stream.resolution}'
-        local = folder / name / shape
+        shape = stream.picture_shape
+        local = folder / name / str(shape)
         write_noise(local, shape, count=64)
-        streams[name] = StreamConfig(resolution=stream.resolution, shape=shape, local=str(local))
+        streams[name] = StreamConfig(resolution=stream.resolution, shape=str(shape), local=str(local))
     accepted = {parameter.name for parameter in registry.signature('model', recipe.model.name).parameters}
     random = {'pretrained': None} if 'pretrained' in accepted else {}
     return replace(recipe, streams=streams, model=Component(recipe.model.name, recipe.model.kwargs | random))
 
 
-def write_noise(folder: Path, shape: str, *, count: int) -> None:
+def write_noise(folder: Path, shape: Shape, *, count: int) -> None:
     """An MDS folder of JPEGs that are noise, which are slow to decode."""
     import io
 
@@ -160,15 +161,14 @@ def write_noise(folder: Path, shape: str, *, count: int) -> None:
     from PIL import Image
     from streaming import MDSWriter
 
-    size = parse_shape(shape)
     columns = {'image': 'bytes', 'captions': 'json', 'width': 'int', 'height': 'int', 'key': 'str'}
     with MDSWriter(out=str(folder), columns=columns, hashes=['xxh64'], exist_ok=True) as writer:
         for index in range(count):
-            pixels = np.random.default_rng(index).integers(0, 256, (size.height, size.width, 3), dtype=np.uint8)
+            pixels = np.random.default_rng(index).integers(0, 256, (shape.height, shape.width, 3), dtype=np.uint8)
             buffer = io.BytesIO()
             Image.fromarray(pixels).save(buffer, format='JPEG', quality=90)
             sample = {'image': buffer.getvalue(), 'captions': [f'noise number {index}'], 'key': f'noise{index}'}
-            writer.write(sample | {'width': size.width, 'height': size.height})
+            writer.write(sample | {'width': shape.width, 'height': shape.height})
 
 
 def measured_by(phases: Phases, recipe: Recipe) -> Measured:
@@ -176,7 +176,6 @@ def measured_by(phases: Phases, recipe: Recipe) -> Measured:
     assert phases.report is not None
     on_gpu, parts = building.on_gpu(recipe), building.speed_of(recipe)
     ours = {str(site): count / BATCHES_WATCHED for site, count in phases.waits.items() if _is_in_the_step(site)}
-    microbatch = recipe.device_train_microbatch_size
     return Measured(
         shares=phases.report.shares,
         step_seconds=phases.report.step_seconds,
@@ -184,9 +183,15 @@ def measured_by(phases: Phases, recipe: Recipe) -> Measured:
         waits=ours,
         on_gpu=on_gpu,
         precision=str(recipe.trainer.get('precision', 'amp_fp16' if on_gpu else 'fp32')),
-        microbatches=MICROBATCHES if isinstance(microbatch, int) else 1,
+        microbatches=microbatches_of(recipe),
         off=[part for part in PARTS if not getattr(parts, part)],
     )
+
+
+def microbatches_of(recipe: Recipe) -> int:
+    """Microbatches of a step on one device."""
+    microbatch = recipe.device_train_microbatch_size
+    return -(-recipe.global_batch // microbatch) if isinstance(microbatch, int) else 1
 
 
 def kernels_of(profiler: profile, batches: int, *, on_gpu: bool) -> list[Kernel]:

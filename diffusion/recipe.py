@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from diffusion.data.buckets import Shape, parse_shape, square
 from diffusion.schema import Problem
 
 
@@ -43,6 +44,11 @@ class StreamConfig:
     """Seconds in which a download must end, or bring another MiB."""
     validate_hash: str | None = None
     """Hash that shards must have, and are checked by; null takes the fastest that they have."""
+
+    @property
+    def picture_shape(self) -> Shape:
+        """What the model sees of this stream, unless it is one of several shapes (`aspects`)."""
+        return parse_shape(self.shape) if self.shape is not None else square(self.resolution)
 
 
 @dataclass

@@ -5,7 +5,6 @@ Every part leaves parameter names, and so checkpoints, as they are. `diffusion.r
 
 import logging
 from collections.abc import Sequence
-from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -15,26 +14,19 @@ from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from torch import Tensor, nn
 
-from diffusion.algorithms.low_precision_norms import LowPrecisionGroupNormLayer, LowPrecisionLayerNormLayer
+from diffusion.algorithms.low_precision_norms import (
+    LowPrecisionGroupNormLayer,
+    LowPrecisionLayerNormLayer,
+    replace_norms,
+)
 from diffusion.models.latent_diffusion import LatentDiffusion, is_block
 from diffusion.recipe import SpeedConfig
+from diffusion.speed_parts import PARTS
 
 log = logging.getLogger(__name__)
 
-PARTS = tuple(field.name for field in fields(SpeedConfig) if field.name != 'preset')
-"""Names of the parts."""
 BACKEND = 'inductor'
 """What torch.compile makes kernels with."""
-
-
-def chosen(settings: SpeedConfig, *, on_gpu: bool, strategy: str = 'ddp') -> SpeedConfig:
-    """The settings with every part decided: what the preset says, where the recipe says nothing."""
-    preset = on_gpu and settings.preset == 'full'
-    # GroupNorm under FSDP1 does not compile since torch 2.6 (pytorch#152185).
-    impossible = {'compile': strategy == 'fsdp1', 'reduce_once': strategy != 'fsdp2', 'copy_ahead': not on_gpu}
-    decided = {part: getattr(settings, part) for part in PARTS}
-    decided = {part: preset if said is None else said for part, said in decided.items()}
-    return replace(settings, **{part: on and not impossible.get(part, False) for part, on in decided.items()})
 
 
 def apply_speed(model: ComposerModel, parts: SpeedConfig, *, strategy: str = 'ddp', shapes: int = 1) -> None:
@@ -101,11 +93,10 @@ def fuse_attention(denoiser: UNet2DConditionModel) -> None:
 
 def lower_norms(denoiser: nn.Module, *, except_blocks: bool) -> None:
     """Let norms compute in autocast's dtype; those inside of compiled blocks are fused, and stay as precise as ever."""
-    kinds = {nn.GroupNorm: LowPrecisionGroupNormLayer, nn.LayerNorm: LowPrecisionLayerNormLayer}
-    compiled = {layer for block in denoiser.modules() if is_block(block) for layer in block.modules()}
-    for layer in denoiser.modules():
-        if type(layer) in kinds and not (except_blocks and layer in compiled):
-            layer.__class__ = kinds[type(layer)]
+    blocks = [block for block in denoiser.modules() if except_blocks and is_block(block)]
+    keep = {layer for block in blocks for layer in block.modules()}
+    replace_norms(denoiser, nn.GroupNorm, LowPrecisionGroupNormLayer, keep=keep)
+    replace_norms(denoiser, nn.LayerNorm, LowPrecisionLayerNormLayer, keep=keep)
 
 
 def compile_blocks(model: LatentDiffusion, *, shapes: int = 1) -> None:

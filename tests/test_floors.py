@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[1] / 'diffusion'
 FLOORS = [
     # 0: the standard library, omegaconf and yaml
     'checks cli config data.buckets data.byte_sizes data.order exits files launch '
-    'opportunities planning recipe registry schema signatures yaml_files models.sd2_config',
+    'opportunities planning recipe registry schema signatures speed_parts yaml_files models.sd2_config',
     # 1: torch, diffusers, transformers; no Composer, no Streaming
     'data.batch_memory data.captions data.keys data.transforms '
     'models.flops models.noise models.norms models.objective models.parts models.sampler models.tokens',

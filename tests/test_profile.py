@@ -8,7 +8,9 @@ import pytest
 import yaml
 
 from diffusion.cli import main
+from diffusion.config import load
 from diffusion.opportunities import RULES, Kernel, Measured, by_kind, kind_of, largest
+from diffusion.profile import for_profiling, microbatches_of
 
 BUSY = (Kernel('sm90_xmma_fprop_implicit_gemm_bf16', 0.098, 100),)
 GOOD = Measured(
@@ -58,10 +60,25 @@ def test_a_good_run_is_left_alone():
     assert [each for each in largest(GOOD) if each.share > 0.02] == []
 
 
+@pytest.mark.parametrize(('precision', 'kind'), [('amp_bf16', 'BFloat16'), ('amp_fp16', 'Half')])
+def test_narrow_norms_are_not_called_wide(precision, kind):
+    measured = with_kernel(f'RowwiseMomentsCUDAKernel<c10::{kind}, float>', 0.2, precision=precision)
+    assert 'float32' not in str(largest(measured))
+
+
+def test_microbatches_are_those_of_the_step_that_is_profiled(tmp_path, tiny_recipe):
+    (tmp_path / 'recipe.yaml').write_text(yaml.safe_dump(tiny_recipe(tmp_path / 'runs')))
+    recipe = load(tmp_path / 'recipe.yaml')
+    for batch, microbatch, expected in ((8, None, 1), (8, 8, 1), (8, 4, 2), (2048, 16, 4)):
+        asked = replace(recipe, global_batch=batch, device_train_microbatch_size=microbatch)
+        profiled = for_profiling(asked, tmp_path, batches=1)
+        assert (profiled.global_batch, microbatches_of(profiled)) == (min(batch, 64), expected)
+
+
 def test_largest_come_first_and_no_more_than_asked_for():
     measured = with_share(data_wait=0.1, encode=0.3, logging=0.2, other=0.15)
     shares = [each.share for each in largest(measured)]
-    assert shares == [0.3, 0.2, pytest.approx(0.176, abs=0.1)]
+    assert shares == [0.3, 0.2, pytest.approx(0.15)]
     assert len(largest(measured, count=2)) == 2
 
 

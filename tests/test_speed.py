@@ -20,7 +20,8 @@ from diffusion.data import keys
 from diffusion.loggers.metrics_file import TRAIN_LOSS, read_metrics
 from diffusion.models.latent_diffusion import LatentDiffusion, is_block
 from diffusion.recipe import SpeedConfig
-from diffusion.speed import PARTS, apply_speed, chosen, keep_layout, takes_fused
+from diffusion.speed import apply_speed, keep_layout, set_backends, takes_fused
+from diffusion.speed_parts import PARTS, chosen
 from diffusion.syncs import find_waits
 from diffusion.train import build_trainer, train
 
@@ -269,6 +270,46 @@ def test_an_optimizer_is_fused_where_it_can_be_and_nobody_chose():
     assert takes_fused(['lr', 'fused'], ['lr'])
     assert not takes_fused(['lr', 'fused'], ['foreach'])
     assert not takes_fused(['lr'], [])
+
+
+def test_a_fused_optimizer_makes_the_same_steps(make_model):
+    """In float32, on a CPU; Adam makes a rounding of a small gradient larger."""
+    models = [make_model() for _ in range(2)]
+    for model, fused in zip(models, (False, True), strict=True):
+        optimizer = torch.optim.AdamW(model.denoiser.parameters(), lr=1e-3, eps=1e-3, fused=fused)
+        for first in range(3):
+            optimizer.zero_grad()
+            gradients(model, batch_of(model, first=first))
+            optimizer.step()
+    weights, expected = (dict(model.denoiser.named_parameters()) for model in models)
+    assert largest_error(weights, expected) < 1e-4
+
+
+def backends() -> list[bool]:
+    """TF32 of products and of convolutions, and whether cuDNN tries its algorithms."""
+    cudnn = torch.backends.cudnn
+    return [torch.backends.cuda.matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark]
+
+
+@pytest.fixture
+def _backends_as_they_were():
+    products, convolutions, tries = backends()
+    yield
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = products, convolutions
+    torch.backends.cudnn.benchmark = tries
+
+
+@pytest.mark.usefixtures('_backends_as_they_were')
+def test_backends_follow_the_parts_on_a_gpu_alone():
+    on = with_parts('tf32', 'conv_benchmark')
+    set_backends(NOTHING, on_gpu=True)
+    assert backends() == [False, False, False]
+    set_backends(on, on_gpu=False)
+    assert backends() == [False, False, False]
+    set_backends(on, on_gpu=True, deterministic=True)
+    assert backends() == [True, True, False]
+    set_backends(on, on_gpu=True)
+    assert backends() == [True, True, True]
 
 
 def test_parts_that_cannot_be_had_are_refused(write_recipe):

@@ -5,6 +5,7 @@ bytes. These algorithms run them in autocast's own dtype; statistics are accumul
 """
 
 import logging
+from collections.abc import Collection
 
 import torch
 from composer.core import Algorithm, Event, Precision, State
@@ -66,9 +67,11 @@ class DenoiserLowPrecisionLayerNorm(_LowPrecisionNorm):
     plain, fast = nn.LayerNorm, LowPrecisionLayerNormLayer
 
 
-def replace_norms(module: nn.Module, plain: type[nn.Module], fast: type[nn.Module]) -> int:
-    """Make layers of exactly the class `plain` into `fast` in place, names untouched; returns how many."""
-    layers = [layer for layer in module.modules() if type(layer) is plain]
+def replace_norms(
+    module: nn.Module, plain: type[nn.Module], fast: type[nn.Module], *, keep: Collection[nn.Module] = ()
+) -> int:
+    """Make layers of exactly the class `plain`, but for those to keep, into `fast` in place; returns how many."""
+    layers = [layer for layer in module.modules() if type(layer) is plain and layer not in keep]
     for layer in layers:
         layer.__class__ = fast
     return len(layers)

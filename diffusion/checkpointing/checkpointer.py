@@ -159,7 +159,7 @@ def load(state: State, logger: Logger, checkpoint: Path) -> list[dict[str, Any]]
             if name.startswith(prefix)
         }
         check_architecture(own, stored, str(checkpoint))
-        _load_shards(state, saved, content['optimizer_settings'], checkpoint)
+        _load_shards(state, content['optimizer_settings'], checkpoint)
     else:
         check_architecture(own, {name: tensor.shape for name, tensor in saved['model'].items()}, str(checkpoint))
     run_name = state.run_name
@@ -277,9 +277,7 @@ def _check_optimizer(state: State, content: Mapping[str, Any], checkpoint: Path)
         )
 
 
-def _load_shards(
-    state: State, saved: Mapping[str, Any], settings: Mapping[str, Mapping[str, Any]], checkpoint: Path
-) -> None:
+def _load_shards(state: State, settings: Mapping[str, Mapping[str, Any]], checkpoint: Path) -> None:
     model = _model_tensors(state)
     optimizer = get_optimizer_state_dict(state.model, state.optimizers[0], options=_FLAT)
     moments = {name: value for name, value in optimizer.items() if isinstance(value, Tensor)}

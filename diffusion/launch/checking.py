@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from diffusion.config import Recipe, RecipeError, check_devices
+from diffusion.config import Recipe, RecipeError, check_devices, read_values
 from diffusion.config import load as load_recipe
 from diffusion.launch.backend import Backend
 from diffusion.launch.backends import NAMES, backend_of
 from diffusion.launch.spec import Job, JobSpec, Stage, override_words, seconds_of
 from diffusion.planning.gpus import GPU, find_gpu, load_gpus
 from diffusion.schema import Gatherer, Problem, build, join, nearest
-from diffusion.yaml_files import UnreadableYAML, merge, read_chain
 
 VARIABLE = re.compile(r'[A-Za-z_][A-Za-z0-9_]*')
 SECRET_NAME = re.compile(r'(?i)(^|_)(token|secret|password|passwd|credentials?|api_?key|access_key|private_key)($|_)')
@@ -41,11 +40,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:
     Raises:
         RecipeError: With every mistake found.
     """
-    try:
-        raw = merge(read_chain(Path(path)), overrides)
-    except UnreadableYAML as error:
-        raise RecipeError([Problem('', str(error))], path) from error
-    gather = Gatherer()
+    raw, gather = read_values(path, overrides), Gatherer()
     name, options = _backend(raw.pop('backend', None), gather)
     spec: JobSpec = build(JobSpec, raw, '', gather)
     spec.backend, spec.options = name, options
@@ -147,9 +142,13 @@ def _check_variables(spec: JobSpec, gather: Gatherer) -> None:
             gather.problem(
                 join('env', name), f'looks like a secret, and would be written out; put {name} under secrets'
             )
-    for where, text in _texts(
-        {'env': spec.env, 'overrides': spec.overrides, 'backend': vars(spec.options) if spec.options else {}}
-    ):
+    written = {
+        'env': spec.env,
+        'overrides': spec.overrides,
+        'stages': {name: {'overrides': stage.overrides} for name, stage in spec.stages.items()},
+        'backend': vars(spec.options) if spec.options else {},
+    }
+    for where, text in _texts(written):
         if SECRET_VALUE.search(text):
             gather.problem(where, 'holds what looks like a secret, and would be written out; name it under secrets')
 

@@ -52,10 +52,6 @@ class Schedule:
     notice_seconds: int = 120
     """Time to save in, between the scheduler's warning and the end."""
 
-    @property
-    def time_limit_seconds(self) -> int | None:
-        return None if self.time_limit is None else seconds_of(self.time_limit)
-
 
 @dataclass
 class Stage:

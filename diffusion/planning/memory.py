@@ -18,8 +18,8 @@ CONTEXT_BYTES = 1.5 * GIB
 """CUDA's context, libraries and NCCL's buffers; outside of what torch counts as allocated. An assumption."""
 FRAGMENTS = 0.05
 """Of what is allocated: workspaces of cuDNN and gaps between tensors. An assumption."""
-ADAM_STATES = {'adamw': 2, 'decoupled_adamw': 2}
-"""Numbers a parameter that an optimizer keeps."""
+ADAM_STATES = 2
+"""Numbers a parameter that Adam keeps; amsgrad keeps one more."""
 
 
 @dataclass(frozen=True)
@@ -98,18 +98,18 @@ class Setup:
 def memory_of(phase: Phase, setup: Setup) -> Memory:
     """Bytes on one device of a set-up."""
     settings, shards = setup.parallelism, setup.shards
-    compiles = phase.speeds_up('compile', strategy=settings.strategy)
-    precision = phase.precision(strategy=settings.strategy)
-    tape = phase.model.train(phase.largest_shape, precision, compiles=compiles)
+    parts = phase.speed(settings.strategy)
+    precision = phase.precision(settings.strategy)
+    tape = phase.model.train(phase.largest_shape, precision, compiles=bool(parts.compile))
     trained = tape.parameters
     share = max(setup.microbatch, phase.recipe.global_batch // setup.devices)
     accumulates = share > setup.microbatch
-    reduces_once = accumulates and shards > 1 and phase.speeds_up('reduce_once', strategy=settings.strategy)
+    reduces_once = accumulates and shards > 1 and bool(parts.reduce_once)
     whole_gradients = reduces_once or (settings.strategy == 'ddp' and setup.devices > 1)
-    fused = phase.recipe.optimizer.name == 'adamw' and phase.speeds_up('fused_optimizer')
+    fused = phase.recipe.optimizer.name == 'adamw' and parts.fused_optimizer
     kept = tape.kept_bytes_recomputing if settings.activation_checkpointing else tape.kept_bytes
     online = phase.encoding == 'pictures' and phase.model.denoiser is not None
-    states = ADAM_STATES.get(phase.recipe.optimizer.name, 2) + bool(phase.recipe.optimizer.kwargs.get('amsgrad'))
+    states = ADAM_STATES + bool(phase.recipe.optimizer.kwargs.get('amsgrad'))
     return Memory(
         weights=_divided(FLOAT32 * trained, shards),
         optimizer=_divided(FLOAT32 * states * trained, shards),
@@ -174,7 +174,7 @@ def ways_out(phase: Phase, setup: Setup, gpu: GPU, gpus: dict[str, GPU]) -> list
     smaller = largest_microbatch(phase, setup, gpu)
     if smaller:
         found.append(f'device_train_microbatch_size={smaller}')
-    if phase.speeds_up('reduce_once') and fits(memory_of(_reducing_each(phase), setup), gpu):
+    if phase.speed().reduce_once and fits(memory_of(_reducing_each(phase), setup), gpu):
         found.append('speed.reduce_once=false')
     if phase.model.denoiser is not None and not setup.parallelism.activation_checkpointing:
         recomputing = replace(setup, parallelism=replace(setup.parallelism, activation_checkpointing=True))

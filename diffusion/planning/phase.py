@@ -8,12 +8,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from diffusion.data.buckets import Shape, parse_shape, read_buckets, square
+from diffusion.data.buckets import Shape, read_buckets
 from diffusion.planning import published
 from diffusion.planning.models import Model, describe
 from diffusion.planning.tape import AMP, AMP_LOW_NORMS, FULL, Precision
-from diffusion.recipe import Recipe, StreamConfig
+from diffusion.recipe import Recipe, SpeedConfig, StreamConfig
 from diffusion.schema import MISSING
+from diffusion.speed_parts import chosen
 
 Encoding = Literal['pictures', 'latents', 'latents+text']
 ENCODINGS: tuple[Encoding, ...] = ('pictures', 'latents', 'latents+text')
@@ -57,20 +58,18 @@ class Phase:
         precision = str(self.recipe.trainer.get('precision', 'amp_fp16')).lower()
         return {'amp_bf16': 'bf16', 'amp_fp16': 'fp16', 'amp_fp8': 'bf16'}.get(precision, 'fp32')
 
-    def speeds_up(self, part: str, *, strategy: str | None = None) -> bool:
-        """Whether a part of `speed` is on, on a GPU, as diffusion.speed decides it."""
-        impossible = {'compile': 'fsdp1', 'reduce_once': 'ddp'}
-        said, strategy = getattr(self.recipe.speed, part), strategy or self.recipe.parallelism.strategy
-        on = self.recipe.speed.preset == 'full' if said is None else bool(said)
-        return on and self.model.denoiser is not None and impossible.get(part) != strategy
+    def speed(self, strategy: str | None = None) -> SpeedConfig:
+        """The parts of `speed` as a run on GPUs decides them; None is the recipe's own strategy."""
+        return chosen(self.recipe.speed, on_gpu=True, strategy=strategy or self.recipe.parallelism.strategy)
 
-    def precision(self, *, strategy: str | None = None) -> Precision:
+    def precision(self, strategy: str | None = None) -> Precision:
         """What autocast keeps for the backward pass; norms that are compiled keep no more than narrow ones."""
         if self.autocast == 'fp32':
             return FULL
         names = {component.name for component in self.recipe.algorithms.values()}
         narrow = {'low_precision_groupnorm', 'low_precision_layernorm'} <= names
-        narrow = narrow or any(self.speeds_up(part, strategy=strategy) for part in ('compile', 'low_precision_norms'))
+        parts = self.speed(strategy)
+        narrow = narrow or (self.model.denoiser is not None and bool(parts.compile or parts.low_precision_norms))
         return AMP_LOW_NORMS if narrow else AMP
 
     @property
@@ -224,7 +223,7 @@ def _data(recipe: Recipe, notes: list[str]) -> tuple[dict[Shape, float], int | N
     known = None not in counts.values() and total > 0
     shares: dict[Shape, float] = {}
     for name, weight in _weights(recipe, counts, notes).items():
-        inside = counts[name] or {_shape(recipe.streams[name]): 1}
+        inside = counts[name] or {recipe.streams[name].picture_shape: 1}
         for shape, count in inside.items():
             shares[shape] = shares.get(shape, 0.0) + weight * count / sum(inside.values())
     stored = sum(size for size in sizes if size is not None) / total if known and None not in sizes else None
@@ -256,7 +255,7 @@ def _local(stream: StreamConfig) -> tuple[dict[Shape, int] | None, float | None]
     try:
         if not stream.aspects:
             count, size = _index(folder)
-            return {_shape(stream): count}, size
+            return {stream.picture_shape: count}, size
         shapes = list(read_buckets(folder))
         found = {shape: _index(folder / str(shape)) for shape in shapes}
     except (OSError, ValueError, KeyError, TypeError):
@@ -268,7 +267,3 @@ def _index(folder: Path) -> tuple[int, float]:
     shards = json.loads((folder / 'index.json').read_text(encoding='utf-8'))['shards']
     size = sum((shard.get('zip_data') or shard['raw_data'])['bytes'] for shard in shards)
     return sum(shard['samples'] for shard in shards), float(size)
-
-
-def _shape(stream: StreamConfig) -> Shape:
-    return parse_shape(stream.shape) if stream.shape is not None else square(stream.resolution)

@@ -20,7 +20,7 @@ COLOURS = ('#4477aa', '#ee6677', '#228833', '#ccbb44', '#66ccee', '#aa3377')
 def counts_around(phases: Sequence[Phase], chosen: int) -> list[int]:
     """Halves and doubles of the chosen number, and powers of two, of those that every batch divides over."""
     odd = chosen // (chosen & -chosen)
-    counts = {factor * 2**power for factor in (1, odd) for power in range(15)}
+    counts = {chosen, *(factor * 2**power for factor in (1, odd) for power in range(15))}
     lowest, highest = max(1, min(8, chosen // 4)), max(256, 4 * chosen)
     return sorted(
         count

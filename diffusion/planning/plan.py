@@ -18,7 +18,7 @@ from diffusion.planning.checkpoints import (
 )
 from diffusion.planning.cost import Cost, cost_of_hours, precompute_cost, training_cost
 from diffusion.planning.gpus import GPU
-from diffusion.planning.memory import Memory, Setup, fits, largest_microbatch, memory_of, strategies, ways_out
+from diffusion.planning.memory import GIB, Memory, Setup, fits, largest_microbatch, memory_of, strategies, ways_out
 from diffusion.planning.phase import ENCODINGS, Encoding, Phase, phase_of
 from diffusion.planning.storage import Storage, storage_of
 from diffusion.planning.throughput import Measured, Speed, read_run, speed_of
@@ -172,17 +172,12 @@ def make_plan(
     return Plan(plans, given, _warnings(plans, given, today or datetime.date.today()), _notes(plans, given))
 
 
-def run_flops(run: Path) -> float:
-    """What a picture asked for in a run, by the recipe that it left beside its metrics."""
+def measured_in(run: Path) -> Measured:
+    """Throughput of a run of ours, and the work that it was throughput of, by the recipe beside its metrics."""
     recipe = run / 'recipe.yaml'
     if not recipe.is_file():
         raise ValueError(f'--from-run: {run} has no recipe.yaml; give the folder of a run, such as runs/phase1')
-    return phase_of(load(recipe, allow_missing=True)).flops()
-
-
-def measured_in(run: Path) -> Measured:
-    """Throughput of a run of ours, and the work that it was throughput of."""
-    return read_run(run, run_flops(run))
+    return read_run(run, phase_of(load(recipe, allow_missing=True)).flops())
 
 
 def _check_progress(saving: Resilience) -> None:
@@ -274,7 +269,7 @@ def _warnings(plans: Sequence[PhasePlan], given: Assumptions, today: datetime.da
     for each in plans:
         if not each.fit[0].fits:
             own = each.fit[0]
-            need, have = own.memory.reserved / 2**30, given.gpu.memory_gib
+            need, have = own.memory.reserved / GIB, given.gpu.memory_gib
             way_out = ', or '.join(each.ways_out) or 'a smaller model'
             found.append(
                 f'{each.phase.name} does not fit: {need:.1f} GiB of {have:.1f} at a microbatch of '

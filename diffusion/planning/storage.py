@@ -15,7 +15,6 @@ LATENT_WIDTHS = {'float16': 2, 'float32': 4}
 class Storage:
     """Bytes of one kind of dataset, and how fast training reads it."""
 
-    encoding: Encoding
     bytes_per_sample: float
     samples: int
     """Different pictures."""
@@ -45,7 +44,6 @@ class Storage:
 def storage_of(phase: Phase, encoding: Encoding, *, images_per_second: float, nodes: int) -> Storage:
     """What one kind of dataset takes."""
     return Storage(
-        encoding=encoding,
         bytes_per_sample=sample_bytes(phase, encoding),
         samples=phase.different_images,
         images=phase.images,

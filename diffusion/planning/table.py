@@ -1,6 +1,6 @@
 """A plan as text for people: sections of aligned columns."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from diffusion.planning.cost import Cost
 from diffusion.planning.memory import GIB
@@ -197,7 +197,7 @@ def _duration(seconds: float) -> str:
 # -- layout --
 
 
-def _section(title: str, rows: Sequence[Sequence[str]], *, left: frozenset[int] | set[int] = frozenset()) -> str:
+def _section(title: str, rows: Sequence[Sequence[str]], *, left: Collection[int] = ()) -> str:
     """Rows under a title, columns aligned: the first and those in `left` to the left, the others to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []

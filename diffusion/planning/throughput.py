@@ -15,6 +15,9 @@ ASSUMED_MFU = 0.25
 PRECOMPUTE_MFU = 0.141
 """Of the encoders alone: the published 3,784 A100-hours for 790 M pictures at 256 px and 300 M at 512."""
 
+THROUGHPUT = 'throughput/device/samples_per_sec'
+"""The metric of a run's log, by the name that Composer's SpeedMonitor gives it."""
+
 
 @dataclass(frozen=True)
 class Speed:
@@ -33,11 +36,6 @@ class Measured:
     images_per_second_per_device: float
     flops_per_image: float
     source: str
-
-
-def utilisation(flops_per_image: float, images_per_second: float, *, gpu: GPU, gpus: int, precision: str) -> float:
-    """The share of the peak that so many images a second are."""
-    return flops_per_image * images_per_second / (gpus * gpu.peak_flops(precision))
 
 
 def speed_of(
@@ -82,7 +80,7 @@ def speed_of(
 
 
 def read_run(folder: Path, flops_per_image: float) -> Measured:
-    """Throughput of a run from its metrics.jsonl: the median of what its speed_monitor logged.
+    """Throughput of a run from its metrics.jsonl: the median of what `breakdown` or `speed_monitor` logged.
 
     Args:
         folder: Of the run, such as runs/phase1.
@@ -101,15 +99,15 @@ def read_run(folder: Path, flops_per_image: float) -> Measured:
         ) from error
     for line in lines:
         try:
-            value = json.loads(line).get('throughput/device/samples_per_sec')
+            value = json.loads(line).get(THROUGHPUT)
         except json.JSONDecodeError:
             continue  # a process was killed while it wrote this line
         if value is not None and math.isfinite(value) and value > 0:
             values.append(value)
     if not values:
         raise ValueError(
-            f'--from-run: {path} has no throughput/device/samples_per_sec; it is there after window_size batches of '
-            'a run with callbacks.speed_monitor'
+            f'--from-run: {path} has no {THROUGHPUT}; it is there after the first window of callbacks.breakdown, or of '
+            'speed_monitor'
         )
     rate = statistics.median(values)
     return Measured(rate, flops_per_image, f'measured: {rate:.1f} images/s a device in {path}')

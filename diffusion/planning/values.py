@@ -16,13 +16,13 @@ def as_values(plan: Plan) -> dict[str, Any]:
         'price_usd_per_gpu_hour': given.price_usd_per_hour,
         'total': _cost(plan.total) | {'training_flop': plan.flops},
         'expected': _cost(plan.expected),
-        'phases': [_phase_json(each) for each in plan.phases],
+        'phases': [_phase(each) for each in plan.phases],
         'warnings': list(plan.warnings),
         'notes': list(plan.notes),
     }
 
 
-def _phase_json(each: PhasePlan) -> dict[str, Any]:
+def _phase(each: PhasePlan) -> dict[str, Any]:
     phase = each.phase
     return {
         'name': phase.name,

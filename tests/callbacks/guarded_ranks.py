@@ -1,25 +1,23 @@
 """Two gloo ranks of `guarded_run`, without a launcher that would hide their exit statuses."""
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
+
+from ranks import free_port
 
 PROGRAM = Path(__file__).with_name('guarded_run.py')
 
 
 def run_two(what: str, folder: Path) -> tuple[list[int], list[str]]:
     """Exit statuses and outputs."""
-    with socket.socket() as server:
-        server.bind(('127.0.0.1', 0))
-        port = server.getsockname()[1]
     shared = {
         'WORLD_SIZE': '2',
         'LOCAL_WORLD_SIZE': '2',
         'NODE_RANK': '0',
         'MASTER_ADDR': '127.0.0.1',
-        'MASTER_PORT': str(port),
+        'MASTER_PORT': str(free_port()),
         'OMP_NUM_THREADS': '1',
         'CUDA_VISIBLE_DEVICES': '',
         'PYTHONPATH': str(PROGRAM.parents[2]),

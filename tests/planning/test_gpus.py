@@ -5,7 +5,7 @@ import datetime
 import pytest
 import yaml
 
-from diffusion.planning.gpus import SHIPPED, STALE_DAYS, find_gpu, load_gpus
+from diffusion.planning.gpus import STALE_DAYS, find_gpu, load_gpus
 from tests.planning.recipes import GPUS
 
 ONE = {'mine': {'peak_tflops': {'bf16': 100}, 'memory_gib': 24, 'price_usd_per_hour': 0.5, 'date': '2026-01-01'}}
@@ -98,7 +98,3 @@ def test_mistakes_in_a_file_say_where(write, change, message):
 def test_a_file_that_is_not_there_is_an_error(tmp_path):
     with pytest.raises(ValueError, match=r'--gpus-file: .*none\.yaml cannot be read'):
         load_gpus(tmp_path / 'none.yaml')
-
-
-def test_the_data_ship_with_the_package():
-    assert SHIPPED.is_file()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 
+from diffusion.algorithms.post_hoc_ema import PostHocEMA
 from diffusion.models import sd2_config
 from diffusion.models.builders import tiny
 from diffusion.planning.gpus import find_gpu
@@ -64,7 +65,7 @@ def test_weights_optimizer_gradients_and_averages_are_exact(tmp_path):
     [
         ({}, 0),
         ({'ema': {}}, 1),
-        ({'post_hoc_ema': {}}, 2),
+        ({'post_hoc_ema': {}}, len(PostHocEMA().widths)),
         ({'post_hoc_ema': {'widths': [0.1, 0.2, 0.25]}, 'late': {'name': 'ema'}}, 4),
     ],
 )
@@ -183,6 +184,8 @@ def test_reducing_once_a_batch_keeps_whole_gradients_and_weights():
     assert (each.buckets, once.buckets) == (0, 4 * SD2)
     assert once.compute_weights == 2 * SD2 > each.compute_weights
     assert memory_of(work, Setup(128, 16, RESHARDED)).buckets == 0  # one microbatch is reduced once anyway
+    older = replace(RESHARDED, strategy='fsdp1')
+    assert memory_of(phase(PHASES[1]), Setup(128, 8, older)).buckets == 0  # it reduces every microbatch
 
 
 def test_compiled_blocks_keep_less_under_every_strategy_that_compiles():

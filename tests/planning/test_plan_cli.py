@@ -8,6 +8,8 @@ import sys
 import pytest
 
 from diffusion.cli import main
+from diffusion.planning import cli
+from diffusion.planning import phase as phase_module
 from tests.planning.recipes import PHASES, YAMLS, write_recipe
 
 BOTH = [str(path) for path in PHASES]
@@ -162,6 +164,10 @@ def test_mistakes_say_where_and_the_way_out(capsys, words, message):
     assert message in refused(capsys, BOTH[0], *words)
 
 
+def test_what_may_be_stored_is_what_the_plan_knows():
+    assert cli.ENCODINGS == phase_module.ENCODINGS
+
+
 def test_a_speed_is_of_one_recipe(capsys):
     error = refused(capsys, *BOTH, '--images-per-second', '3000')
     assert '--images-per-second: it is the speed of one recipe' in error
@@ -214,6 +220,8 @@ def test_the_picture_counts_gpus_that_divide_the_batch():
     assert counts_around([odd], 24) == [6, 8, 12, 24]
     small = phase(overrides=['global_batch=96', 'device_train_microbatch_size=2'])
     assert counts_around([small], 3) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 48]
+    huge = phase(overrides=['global_batch=65536', 'device_train_microbatch_size=1'])
+    assert 32_768 in counts_around([huge], 32_768)
 
 
 def test_a_measured_run_is_the_speed(capsys, tmp_path):

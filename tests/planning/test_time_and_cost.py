@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from diffusion.planning import published
 from diffusion.planning.cost import cost_of_hours, precompute_cost, training_cost
 from diffusion.planning.plan import measured_in
-from diffusion.planning.throughput import ASSUMED_MFU, read_run, speed_of, utilisation
+from diffusion.planning.throughput import ASSUMED_MFU, THROUGHPUT, read_run, speed_of
 from tests.planning.recipes import A100, GPUS, both, phase, write_recipe
 
 TABLE = [(8, 81.33, 31_230), (16, 40.42, 31_043), (32, 20.06, 30_805), (64, 10.14, 31_146), (128, 5.51, 33_874)]
@@ -146,7 +146,9 @@ def test_a_runs_own_speed_is_scaled_by_flops_for_another_recipe(tmp_path):
 
 def test_a_run_without_throughput_is_an_error(tmp_path):
     run = write_run(tmp_path, [])
-    with pytest.raises(ValueError, match='has no throughput/device/samples_per_sec; it is there after window_size'):
+    with pytest.raises(
+        ValueError, match=r'has no throughput/device/samples_per_sec; it is there after .*callbacks\.breakdown'
+    ):
         measured_in(run)
     (run / 'metrics.jsonl').unlink()
     with pytest.raises(ValueError, match=r'--from-run: .*metrics\.jsonl cannot be read .*loggers\.metrics_file'):
@@ -155,17 +157,17 @@ def test_a_run_without_throughput_is_an_error(tmp_path):
         measured_in(tmp_path / 'nowhere')
 
 
-def test_what_speed_monitor_logs_is_what_is_read():
+def test_what_breakdown_and_speed_monitor_log_is_what_is_read():
     """The names are Composer's."""
     from pathlib import Path
 
     import composer.callbacks.speed_monitor as monitor
 
-    assert "'throughput/device/samples_per_sec': dev_samples_per_sec" in Path(monitor.__file__).read_text('utf-8')
+    from diffusion.callbacks.breakdown import Report
 
-
-def test_utilisation_is_work_over_peak():
-    assert utilisation(1e12, 156, gpu=A100, gpus=1, precision='bf16') == pytest.approx(0.5)
+    assert f"'{THROUGHPUT}': dev_samples_per_sec" in Path(monitor.__file__).read_text('utf-8')
+    report = Report(10, 640, 2, 0.1, 0.1, None, None, None, {})
+    assert report.metrics()[THROUGHPUT] == 320
 
 
 def test_no_price_is_no_dollars():

@@ -115,7 +115,7 @@ def render(jobs: Sequence[Job]) -> Rendered:
     name = f'{spec.name}.yaml'
     text = yaml.safe_dump(merged(manifest, options.raw.get('jobset', {})), sort_keys=False, width=1000)
     notes = []
-    if 76 in spec.restart.codes('elsewhere'):
+    if spec.restart.codes('elsewhere'):
         notes.append('Kubernetes cannot be told to avoid a node by an exit status: cordon one that a preflight names.')
     if len(jobs) > 1:
         notes.append('The stages need JobSet 0.8 or later; a restart passes through finished ones, which end at once.')

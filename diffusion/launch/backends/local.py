@@ -22,11 +22,15 @@ def problems(jobs: Sequence[Job]) -> list[Problem]:
         gather.problem('image', 'is not used on this machine; leave it out')
     if spec.mounts:
         gather.problem('mounts', 'are not used on this machine; leave them out')
-    for key in ('queue', 'priority', 'time_limit'):
-        if getattr(spec.schedule, key) is not None:
-            gather.problem(f'schedule.{key}', 'there is no scheduler on this machine; leave it out')
-    if spec.schedule.preemptible:
-        gather.problem('schedule.preemptible', 'there is no scheduler on this machine; leave it out')
+    schedule = spec.schedule
+    asked = {
+        'queue': schedule.queue is not None,
+        'priority': schedule.priority is not None,
+        'preemptible': schedule.preemptible,
+        'time_limit': any(job.time_limit_seconds for job in jobs),
+    }
+    for key in (key for key, said in asked.items() if said):
+        gather.problem(f'schedule.{key}', 'there is no scheduler on this machine; leave it out')
     for name, source in spec.secrets.items():
         if source is not None:
             gather.problem(f'secrets.{name}', 'is taken from the environment; leave it null')

@@ -1,6 +1,7 @@
 """The MosaicML platform: a run's YAML for `mcli run -f`; rendered, not submitted."""
 
 import re
+import shlex
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -126,6 +127,6 @@ def _run(job: Job) -> dict[str, Any]:
         },
         'scheduling': {key: value for key, value in scheduling.items() if value is not None},
         'env_variables': environment_of(job, 'mosaicml'),
-        'command': f'cd {spec.workdir or IMAGE_WORKDIR} && exec {job.shell_command}',
+        'command': f'cd {shlex.quote(spec.workdir or IMAGE_WORKDIR)} && exec {job.shell_command}',
     }
     return merged(run, spec.options.raw)

@@ -334,8 +334,10 @@ def _newest(jobs: Sequence[Job]) -> list[dict[str, Any]]:
     """The latest training job of each of ours, of those that there are."""
     client, found = _client(jobs), []
     for job in jobs:
+        # Of a chain, a pipeline puts its execution before the name, and a word of its own behind it.
+        name = re.escape(job.name)
+        own = re.compile(rf'{name}(-\d{{8}}-\d{{6}})?|pipelines-[^-]+-{name}-[^-]+')
         order = {'SortBy': 'CreationTime', 'SortOrder': 'Descending', 'MaxResults': 20}
         listed = _call(client.list_training_jobs, NameContains=job.name, **order)['TrainingJobSummaries']
-        own = re.compile(rf'(pipelines-.+-)?{re.escape(job.name)}(-.*)?')
         found += [each for each in listed if own.fullmatch(each['TrainingJobName'])][:1]
     return found

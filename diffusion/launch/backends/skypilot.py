@@ -1,6 +1,7 @@
 """SkyPilot: a managed job on any cloud, which it starts again; a chain is its pipeline."""
 
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -143,9 +144,9 @@ def render(jobs: Sequence[Job]) -> Rendered:
     text = yaml.safe_dump_all(documents, sort_keys=False, width=1000, allow_unicode=True)
     name = f'{spec.name}.yaml'
     notes = []
-    if any('volume' not in source for source in spec.mounts.values()):
+    if any(not source.startswith('volume://') for source in spec.mounts.values()):
         notes.append('A bucket that is mounted has no links and no renames: checkpoints belong on a volume.')
-    if 76 in spec.restart.codes('elsewhere'):
+    if spec.restart.codes('elsewhere'):
         notes.append('SkyPilot recovers on new machines, which may be the same ones again.')
     return Rendered({name: text}, (_launch(jobs, name),), tuple(notes))
 
@@ -168,7 +169,7 @@ def submit(jobs: Sequence[Job], rendered: Rendered, folder: Path) -> str:
 
 def status(jobs: Sequence[Job]) -> str:
     queue = call(['sky', 'jobs', 'queue'], install=INSTALL, env=QUIET).splitlines()
-    own = [line for line in queue if re.search(rf'\b{re.escape(jobs[0].spec.name)}\b', line)]
+    own = [line for line in queue if jobs[0].spec.name in line.split()]
     return '\n'.join(own) or f"{jobs[0].spec.name}: not in SkyPilot's queue of managed jobs"
 
 
@@ -201,7 +202,7 @@ def _task(job: Job) -> dict[str, Any]:
         'secrets': dict.fromkeys(spec.secrets),
         'volumes': volumes,
         'file_mounts': {target: {'source': source, 'mode': 'MOUNT'} for target, source in buckets.items()},
-        'run': f'cd {spec.workdir or IMAGE_WORKDIR} && exec {job.shell_command}',
+        'run': f'cd {shlex.quote(spec.workdir or IMAGE_WORKDIR)} && exec {job.shell_command}',
     }
     return merged({key: value for key, value in task.items() if value}, options.raw)
 

@@ -118,13 +118,13 @@ def status(jobs: Sequence[Job]) -> str:
 
 def logs(jobs: Sequence[Job]) -> str:
     folder = Path(jobs[0].spec.options.logs)
-    found = sorted(
-        (path for job in jobs for path in folder.glob(f'{job.name}-*.log')), key=lambda path: path.stat().st_mtime
-    )
+    own = re.compile(rf'({"|".join(re.escape(job.name) for job in jobs)})-\d+\.log')
+    found = [path for path in folder.glob('*.log') if own.fullmatch(path.name)]
     if not found:
         raise ValueError(f'logs: {folder} has none of {", ".join(job.name for job in jobs)}; has a job started?')
-    lines = found[-1].read_text(encoding='utf-8', errors='replace').splitlines()
-    return '\n'.join([f'{found[-1]}:', *lines[-100:]])
+    newest = max(found, key=lambda path: path.stat().st_mtime)
+    lines = newest.read_text(encoding='utf-8', errors='replace').splitlines()
+    return '\n'.join([f'{newest}:', *lines[-100:]])
 
 
 def cancel(jobs: Sequence[Job]) -> str:
@@ -150,7 +150,7 @@ def _script(job: Job) -> str:
         *(['set -e', setup, 'set +e'] if setup else []),
         '',
         f'export {environment.ATTEMPT}=${{SLURM_RESTART_COUNT:-0}}',
-        f'logs=$(realpath {options.logs})',
+        f'logs=$(realpath {shlex.quote(options.logs)})',
         f'export {environment.EXIT_FILE}="$logs/{job.name}-$SLURM_JOB_ID.${environment.ATTEMPT}.exits"',
         f'max_restarts={spec.restart.max_restarts}',
         *_follows(job),

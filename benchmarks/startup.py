@@ -10,11 +10,11 @@ memory the most that it had at all, without what its imports take.
 """
 
 import json
+import os
 import resource
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from importlib.metadata import version
@@ -105,7 +105,7 @@ def measure(folder: str, epoch_size: int) -> list[str]:
         resume_seconds, rest = timed(lambda: work_of(remade))
         assert len(rest) == remade.epoch_size - middle
     seconds = [f'{each:.1f}' for each in (make_seconds, first_seconds, resume_seconds)]
-    return [*seconds, f'{memory_gb() - loaded:.1f}', f'{shared.most / 1e6:.0f}']
+    return [*seconds, f'{memory_gb() - loaded:.1f}', f'{shared.most / 1e6:.1f}']
 
 
 def work_of(dataset: Any) -> Any:
@@ -128,24 +128,27 @@ def memory_gb() -> float:
 
 
 class SharedMemory:
-    """The most that this process has mapped of /dev/shm meanwhile."""
+    """The most that this process has mapped of /dev/shm at once, meanwhile."""
 
     def __enter__(self) -> 'SharedMemory':
         self.most, self._done = 0, False
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
+        sys.addaudithook(self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._done = True
-        self._thread.join()
+        self._done = True  # a hook stays for good
 
-    def _watch(self) -> None:
-        while not self._done:
-            lines = [line.split() for line in Path('/proc/self/maps').read_text().splitlines() if '/dev/shm/' in line]
-            spans = [(int(edge, 16) for edge in words[0].split('-')) for words in lines]
-            self.most = max(self.most, sum(end - begin for begin, end in spans))
-            time.sleep(0.001)
+    def _note(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event != 'mmap.__new__' or self._done or arguments[0] < 0:
+            return
+        if os.readlink(f'/proc/self/fd/{arguments[0]}').startswith('/dev/shm/'):
+            self.most = max(self.most, mapped() + arguments[1])
+
+
+def mapped() -> int:
+    """Bytes of /dev/shm that this process has mapped."""
+    lines = [line.split() for line in Path('/proc/self/maps').read_text().splitlines() if '/dev/shm/' in line]
+    return sum(int(end, 16) - int(begin, 16) for begin, end in (words[0].split('-') for words in lines))
 
 
 if __name__ == '__main__':

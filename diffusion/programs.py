@@ -7,12 +7,14 @@ from collections.abc import Sequence
 
 from diffusion.config import Recipe, RecipeError, check_devices, check_paths, load
 from diffusion.exits import CONFIG_ERROR, PREEMPTED, Preempted
+from diffusion.launch import reports
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a recipe: `run.py RECIPE [key=value ...]`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     rank = int(os.environ.get('RANK', '0'))
+    reports.begin()
     if not arguments or arguments[0] in ('-h', '--help'):
         print('usage: composer run.py RECIPE [key=value ...]', file=sys.stderr)
         return 2

@@ -13,6 +13,7 @@ from composer.utils import dist, get_device
 from torch.nn.parallel import DistributedDataParallel
 
 from diffusion import building
+from diffusion.callbacks.heartbeat import Heartbeat
 from diffusion.callbacks.preemption import Preemption
 from diffusion.callbacks.reduce_once import ReduceOnce
 from diffusion.callbacks.replaced_samples import ReplacedSamples
@@ -94,7 +95,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
     loader = building.build_loader(recipe, 'train', kind=AheadLoader if parts.copy_ahead else BucketedLoader)
     if isinstance(loader.dataset, LatentsDataset) and isinstance(model, LatentDiffusion):
         loader.dataset.check_encoders(model.vae, model.text, train_text_encoder=model.train_text_encoder)
-    if recipe.init_from is not None and not _resumes(recipe, checkpointer):
+    if recipe.init_from is not None and not _resumes(checkpointer):
         start_from(model, recipe.init_from)
     if recipe.parallelism.activation_checkpointing:
         checkpoint_activations(model)
@@ -165,7 +166,7 @@ def _own_callbacks(recipe: Recipe, loader: BucketedLoader, checkpointer: Checkpo
     """What every run has."""
     identity = building.run_identity(recipe, loader)
     same_run = SameRun(identity, allow_data_change=recipe.allow_data_change)
-    found: list[Callback] = [RecipeKeeper(recipe), same_run, Preemption(), ReplacedSamples(loader.tally)]
+    found: list[Callback] = [RecipeKeeper(recipe), same_run, Preemption(), ReplacedSamples(loader.tally), Heartbeat()]
     if building.speed_of(recipe).reduce_once:
         found.append(ReduceOnce())
     return found if checkpointer is None else [*found, checkpointer]
@@ -190,8 +191,6 @@ def _is_done(state: State) -> bool:
     return end is not None and end.unit != TimeUnit.DURATION and state.timestamp.get(end.unit) >= end
 
 
-def _resumes(recipe: Recipe, checkpointer: Checkpointer | None) -> bool:
-    if checkpointer is not None:
-        return checkpointer.resume is not None
+def _resumes(checkpointer: Checkpointer | None) -> bool:
     # Composer looks for its own checkpoints in its own way; weights loaded for nothing are the lesser evil.
-    return False
+    return checkpointer is not None and checkpointer.resume is not None

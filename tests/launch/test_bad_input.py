@@ -1,5 +1,7 @@
 """Mistakes in a job's YAML: found before anything is submitted, and answered with where, what and the way out."""
 
+import sys
+
 import pytest
 
 from diffusion.cli import main
@@ -43,6 +45,11 @@ def answer(path, *overrides):
         ('slurm', {'env': {'DIFFUSION_JOB': 'x'}}, 'env.DIFFUSION_JOB: is set by the launcher'),
         ('slurm', {'env': {'HF_TOKEN': 'x'}}, 'env.HF_TOKEN: looks like a secret, and would be written out'),
         ('slurm', {'overrides': {'name': 'hf_' + 'a' * 32}}, 'overrides.name: holds what looks like a secret'),
+        (
+            'slurm',
+            {'stages': {'one': {'overrides': {'name': 'hf_' + 'a' * 32}}}},
+            'stages.one.overrides.name: holds what looks like a secret',
+        ),
         ('slurm', {'secrets': {'A': 'vault/a'}}, 'secrets.A: Slurm has no secrets; leave it null'),
         ('slurm', {'schedule': {'queue': 'a b'}}, "schedule.queue: 'a b' cannot stand in an #SBATCH line"),
         ('slurm', {'backend': {'raw': {'comment': 'a"b'}}}, "backend.raw.comment: 'a\"b' cannot stand in an #SBATCH"),
@@ -83,6 +90,12 @@ def answer(path, *overrides):
         ('mcli', {'gpu': 'l40s'}, 'backend.gpu_type: is missing; there is no usual name of l40s'),
         ('local', {'image': 'image'}, 'image: is not used on this machine'),
         ('local', {'schedule': {'queue': 'q'}}, 'schedule.queue: there is no scheduler on this machine'),
+        ('local', {'schedule': {'preemptible': True}}, 'schedule.preemptible: there is no scheduler on this machine'),
+        (
+            'local',
+            {'stages': {'one': {'time_limit': '1h'}}},
+            'schedule.time_limit: there is no scheduler on this machine',
+        ),
     ],
 )
 def test_a_mistake_is_named_with_its_place(backend, changes, expected, write_spec):
@@ -183,7 +196,7 @@ def test_a_missing_tool_says_what_to_install(backend, tool, way_out, write_spec,
 
 
 def test_a_missing_sdk_says_which_extra(write_spec, capsys, monkeypatch):
-    monkeypatch.setitem(__import__('sys').modules, 'boto3', None)
+    monkeypatch.setitem(sys.modules, 'boto3', None)
     assert main(['launch', str(write_spec('sagemaker'))]) == 2
     assert 'sagemaker needs boto3; pip install boto3' in capsys.readouterr().err
 

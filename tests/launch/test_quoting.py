@@ -93,6 +93,23 @@ def test_overrides_and_variables_arrive_as_they_are_through_a_shell(backend, tex
     assert (recipe.generate.prompts, recipe.generate.negative_prompt) == (texts, texts[0]), 'what run.py makes of it'
 
 
+@pytest.mark.parametrize('backend', ['skypilot', 'mcli'])
+def test_a_folder_of_any_name_is_gone_to(backend, prepare, tmp_path):
+    folder = tmp_path / 'a b;touch pwned'
+    folder.mkdir()
+    mounts = {'mounts': {str(tmp_path): 'volume://runs'}} if backend == 'skypilot' else {}
+    _, rendered = prepare(backend, workdir=str(folder), **mounts)
+    (call,) = run_with_fakes(shell_script(backend, rendered.files['job.yaml']), tmp_path, 'python')
+    assert call['env']['PWD'] == str(folder)
+
+
+def test_a_folder_of_logs_is_a_name_and_nothing_else(prepare, tmp_path):
+    _, rendered = prepare('slurm', backend={'logs': 'a;>pwned'})
+    (tmp_path / 'a;>pwned').mkdir()
+    call = run_with_fakes(rendered.files['job.sbatch'], tmp_path, 'srun', 'squeue', 'scontrol')[0]
+    assert call['env']['DIFFUSION_EXIT_FILE'].startswith(str(tmp_path / 'a;>pwned'))
+
+
 def expanded(text: str, variables: dict[str, str]) -> str:
     """What Kubernetes makes of $(NAME) in args and env, after third_party/forked/golang/expansion of its kubelet."""
     out, cursor = '', 0

@@ -101,6 +101,15 @@ def test_a_job_goes_to_sagemaker_and_back(write_spec, aws, capsys):
     assert main(['cancel', str(path)]) == 0
 
 
+def test_jobs_whose_names_begin_alike_are_not_ours(write_spec, aws, capsys):
+    assert main(['launch', str(write_spec('sagemaker', name='job-of-another'))]) == 0
+    path = write_spec('sagemaker')
+    capsys.readouterr()
+    assert main(['status', str(path)]) == 0
+    assert main(['cancel', str(path)]) == 0
+    assert capsys.readouterr().out == 'no job yet\nnothing is running\n'
+
+
 def test_a_chain_is_a_pipeline_that_can_be_submitted_again(write_spec, aws, capsys):
     import boto3
 

@@ -44,6 +44,16 @@ def test_buckets_are_mounted_and_volumes_attached(prepare):
     assert task['file_mounts'] == {'/data': {'source': 's3://bucket/data', 'mode': 'MOUNT'}}
 
 
+def test_status_is_of_the_job_and_of_none_that_begins_alike(write_spec, tmp_path, capsys, monkeypatch):
+    programs = tmp_path / 'bin'
+    programs.mkdir()
+    (programs / 'sky').write_text('#!/bin/bash\necho "1  -  job  RUNNING"\necho "2  -  job-of-another  RUNNING"\n')
+    (programs / 'sky').chmod(0o755)
+    monkeypatch.setenv('PATH', str(programs), prepend=':')
+    assert main(['status', str(write_spec('skypilot'))]) == 0
+    assert capsys.readouterr().out == '1  -  job  RUNNING\n'
+
+
 def test_secrets_are_named_on_the_command_line_and_valued_nowhere(prepare, monkeypatch):
     monkeypatch.setenv('MY_SECRET', 'hunter2')
     _, rendered = prepare('skypilot', secrets={'MY_SECRET': None})

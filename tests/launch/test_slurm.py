@@ -21,7 +21,7 @@ echo "$(basename "$0") $*" >> "$CALLS"
 SQUEUE = '#!/bin/bash\necho "${STATE:-RUNNING}"\n'
 SCONTROL = NOTING + 'if [ "$1" = show ]; then echo "   ReqNodeList=(null) ExcNodeList=${AVOIDED:-(null)}"; fi\n'
 SBATCH = NOTING + 'echo "$((100 + $(grep -c sbatch "$CALLS")));cluster"\n'
-SHIFT = 'scontrol requeue 7'
+REQUEUE = 'scontrol requeue 7'
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_a_job_that_is_done_is_done(script, slurm):
 
 @pytest.mark.parametrize('status', [1, 75, 137])
 def test_a_crash_and_a_preemption_are_requeued(status, script, slurm):
-    assert ended(script(), slurm, status=status) == (status, [SHIFT])
+    assert ended(script(), slurm, status=status) == (status, [REQUEUE])
 
 
 def test_a_mistake_in_the_recipe_is_not_requeued(script, slurm):
@@ -80,12 +80,12 @@ def test_a_mistake_in_the_recipe_is_not_requeued(script, slurm):
 
 def test_the_first_bad_end_counts_and_not_what_srun_killed_for_it(script, slurm):
     assert ended(script(), slurm, status=143, exits='78 n2\n143 n1\n') == (78, [])
-    assert ended(script(), slurm, status=143, exits='0 n1\n75 n2\n143 n3\n') == (75, [SHIFT])
+    assert ended(script(), slurm, status=143, exits='0 n1\n75 n2\n143 n3\n') == (75, [REQUEUE])
 
 
 def test_bad_hardware_goes_on_without_the_nodes_that_said_so(script, slurm):
     exits = '76 n3\n143 n1\n76 n5\n'
-    expected = [SHIFT, 'scontrol show job 7', 'scontrol update JobId=7 ExcNodeList=n3,n5']
+    expected = [REQUEUE, 'scontrol show job 7', 'scontrol update JobId=7 ExcNodeList=n3,n5']
     assert ended(script(), slurm, status=143, exits=exits) == (76, expected)
     told = ended(script(), slurm, status=143, exits=exits, AVOIDED='n9')[1]
     assert told[-1] == 'scontrol update JobId=7 ExcNodeList=n9,n3,n5'
@@ -94,7 +94,7 @@ def test_bad_hardware_goes_on_without_the_nodes_that_said_so(script, slurm):
 
 def test_restarts_are_counted(script, slurm):
     text = script(restart={'max_restarts': 3})
-    assert ended(text, slurm, status=1, restarts=2) == (1, [SHIFT])
+    assert ended(text, slurm, status=1, restarts=2) == (1, [REQUEUE])
     assert ended(text, slurm, status=1, restarts=3) == (1, [])
     assert (
         ended(script(restart={'max_restarts': 0}, overrides={'trainer.autoresume': False}), slurm, status=75)[1] == []
@@ -170,6 +170,9 @@ def test_status_logs_and_cancel_ask_by_the_jobs_names(write_spec, slurm, tmp_pat
     path = write_spec('slurm', backend={'logs': str(logs)})
     assert main(['logs', str(path)]) == 2
     assert f'logs: {logs} has none of job; has a job started?' in capsys.readouterr().err
+    (logs / 'job-of-another-8.log').write_text('of another')
+    assert main(['logs', str(path)]) == 2
+    capsys.readouterr()
     (logs / 'job-7.log').write_text('\n'.join(f'line {index}' for index in range(300)))
     assert main(['logs', str(path)]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == 'line 299'

@@ -1,0 +1,25 @@
+"""Tells the node entry point that a rank makes progress."""
+
+import time
+
+from composer.core import Callback, Event, State
+from composer.loggers import Logger
+
+from diffusion.launch.reports import SAVING, TRAINING, Beat, write_beat
+
+_LONG = {Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT, Event.EVAL_START, Event.FIT_END}
+"""After which something may take much longer than a batch: saves, evaluations, uploads."""
+
+
+class Heartbeat(Callback):
+    """Writes a beat before each batch, and before what may take long; see `diffusion.launch.reports`."""
+
+    def __init__(self) -> None:
+        self._first: tuple[int, float] | None = None
+
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        if event is not Event.BATCH_START and event not in _LONG:
+            return
+        now, batch = time.time(), state.timestamp.batch.value
+        self._first = self._first or (batch, now)
+        write_beat(Beat(now, batch, TRAINING if event is Event.BATCH_START else SAVING, *self._first))

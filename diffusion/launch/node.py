@@ -1,0 +1,347 @@
+"""The node entry point: `python -m diffusion.launch.node -- run.py RECIPE [key=value ...]`, on every node of a job.
+
+It finds out where the node stands, starts a process for each GPU, hands signals on to them, notices when they hang, and
+ends with a status that says what should follow: 0 done, 75 try again, 76 try elsewhere, 78 do not try again, 1 a crash.
+
+The processes are started here, as Composer's launcher would start them, and not by it: told to stop, it leaves them
+behind; its exit status says little of theirs; and importing it takes half a minute.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from diffusion.config import load
+from diffusion.exits import BAD_HARDWARE, CONFIG_ERROR, PREEMPTED
+from diffusion.files import write_whole
+from diffusion.launch import attempts, environment, reports
+from diffusion.launch.attempts import Attempt
+from diffusion.launch.place import Place, find_place, rank_environment
+from diffusion.launch.secrets import fetch
+from diffusion.launch.watch import PATIENCE_SECONDS, Watchdog
+
+CRASH = 1
+TICK_SECONDS = 0.1
+LOOK_EVERY_SECONDS = 1.0
+"""How often beats are read."""
+NOTE_EVERY_SECONDS = 60.0
+"""How often progress is noted, for the case that this process does not live to write its last line."""
+GRACE_SECONDS = 5.0
+"""Left to the others when one has failed: they wait for it in a collective, but may still say why."""
+MARGIN_SECONDS = 5.0
+"""Before the scheduler's SIGKILL comes, for what follows the workers' end."""
+PR_SET_PDEATHSIG = 1
+STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the processes of an attempt ended."""
+
+    status: int
+    cause: str
+    """A key of `attempts.CAUSES`."""
+    detail: str = ''
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a recipe on this node; its exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    environ = dict(os.environ)
+    if words[:1] != ['--'] or len(words) < 3:
+        print('usage: python -m diffusion.launch.node -- run.py RECIPE [key=value ...]', file=sys.stderr)
+        return _leave(2, environ)
+    try:
+        place = find_place(environ)
+        settings = Settings.of(environ)
+        run = load(words[2], words[3:]).run_dir
+        environ |= fetch(environ)
+    except ValueError as error:
+        print(f'error: {error}', file=sys.stderr)
+        return _leave(CONFIG_ERROR, environ)
+    return _leave(Node(place, settings, words[1:], run, environ).run(), environ)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the job spec says of endings."""
+
+    actions: Mapping[str, str]
+    """What follows an exit status; `*` for all others."""
+    max_restarts: int
+    in_place: bool
+    """Nobody else starts the processes again."""
+    notice_seconds: float
+    patience_seconds: float
+
+    @staticmethod
+    def of(environ: Mapping[str, str]) -> 'Settings':
+        """From the environment that a back end has made.
+
+        Raises:
+            ValueError: A variable is not what it should be.
+        """
+        said = environ.get(environment.ON_EXIT, f'{CONFIG_ERROR}=stop,*=retry')
+        words = [entry.partition('=') for entry in said.split(',')]
+        actions = {status: action for status, _, action in words}
+        return Settings(
+            actions,
+            int(_number(environ, environment.MAX_RESTARTS, sys.maxsize)),
+            environ.get(environment.RESTART_IN_PLACE) == '1',
+            _number(environ, environment.NOTICE_SECONDS, 120),
+            _number(environ, environment.HANG_SECONDS, PATIENCE_SECONDS),
+        )
+
+    def follows(self, status: int) -> str:
+        """retry, elsewhere or stop."""
+        return self.actions.get(str(status), self.actions.get('*', 'retry'))
+
+
+class Node:
+    """One node of a job.
+
+    Args:
+        place: Where it stands.
+        settings: What follows an ending.
+        command: run.py, the recipe and its overrides.
+        run: The folder of checkpoints, where the first node keeps account.
+        environ: For the processes.
+    """
+
+    def __init__(
+        self, place: Place, settings: Settings, command: Sequence[str], run: Path, environ: Mapping[str, str]
+    ) -> None:
+        self.place, self.settings, self.command, self.run_dir = place, settings, list(command), run
+        self.environ = environ
+        self.told = 0
+        """The signal that this node was sent, or 0."""
+
+    def run(self) -> int:
+        """Start the processes, again if that is this node's part; the exit status."""
+        for number in STOPPING:
+            signal.signal(number, self._note)
+        while True:
+            number = self._number()
+            if number > self.settings.max_restarts:
+                self._say(f'{self.run_dir}: all {self.settings.max_restarts} restarts are used up; raise max_restarts')
+                return CONFIG_ERROR
+            outcome = self._attempt(number)
+            again = self.settings.in_place and self.settings.follows(outcome.status) == 'retry'
+            if outcome.status == 0 or self.told or not again:
+                return outcome.status
+
+    def _number(self) -> int:
+        """Which attempt comes now."""
+        with contextlib.suppress(ValueError):
+            return len(attempts.read(self.run_dir)) if self.place.rank == 0 else 0
+        return 0
+
+    def _attempt(self, number: int) -> Outcome:
+        attempt = Attempt(number, time.time())
+        self._account('begin', attempt)
+        with tempfile.TemporaryDirectory(prefix='diffusion-node-') as folder:
+            workers = Workers(self.place, self.command, {**self.environ, reports.FOLDER: folder}, Path(folder))
+            try:
+                outcome = self._watch(workers, attempt)
+            finally:
+                workers.kill()
+            self._take_beats(workers, attempt)
+            if outcome.cause == 'hang':
+                self._keep_stacks(workers, number)
+        attempt.end, attempt.status = time.time(), outcome.status
+        attempt.cause, attempt.detail = outcome.cause, outcome.detail
+        self._account('end', attempt)
+        if outcome.status:
+            self._say(f'{attempts.CAUSES[outcome.cause]}{f" ({outcome.detail})" * bool(outcome.detail)}')
+        return outcome
+
+    def _watch(self, workers: 'Workers', attempt: Attempt) -> Outcome:
+        """Wait for the end of the processes, or bring it about."""
+        watchdog = Watchdog(attempt.begin, self.settings.patience_seconds)
+        looked, noted = 0.0, time.monotonic()
+        deadline, handed_on = float('inf'), 0
+        while not workers.ended():
+            now = time.monotonic()
+            if self.told and not handed_on:
+                handed_on = self.told
+                workers.signal(signal.SIGTERM)
+                deadline = min(deadline, now + max(1.0, self.settings.notice_seconds - MARGIN_SECONDS))
+            if deadline == float('inf') and workers.any_ended_badly():
+                # Of those who were told to stop, each saves its own part.
+                stopping = set(workers.codes()) <= {None, 0, PREEMPTED}
+                deadline = now + (self.settings.notice_seconds if stopping else GRACE_SECONDS)
+            if now > deadline:
+                return workers.outcome(told=self.told, late=True)
+            if now - looked > LOOK_EVERY_SECONDS:
+                looked = now
+                problem = watchdog.look(reports.last_beats(workers.folder), time.time())
+                if problem is not None:
+                    workers.write_stacks()
+                    return Outcome(PREEMPTED, 'hang', problem)
+            if now - noted > NOTE_EVERY_SECONDS:
+                noted = now
+                self._take_beats(workers, attempt)
+                self._account('progress', attempt)
+            workers.reap_orphans()
+            time.sleep(TICK_SECONDS)
+        return workers.outcome(told=self.told)
+
+    def _take_beats(self, workers: 'Workers', attempt: Attempt) -> None:
+        beats = reports.last_beats(workers.folder)
+        if beats:
+            first = beats[min(beats)]
+            attempt.first, attempt.first_at = first.first, first.first_at
+            attempt.last, attempt.last_at = first.batch, first.at
+
+    def _keep_stacks(self, workers: 'Workers', number: int) -> None:
+        found = reports.stacks(workers.folder)
+        path = self.run_dir / f'stacks-{number}-node{self.place.rank}.txt'
+        with contextlib.suppress(OSError):
+            write_whole(path, ''.join(f'--- rank {rank}\n{text}\n' for rank, text in found.items()))
+            self._say(f'the stacks of {len(found)} of {self.place.processes} ranks are in {path}')
+
+    def _account(self, event: str, attempt: Attempt) -> None:
+        if self.place.rank:
+            return
+        try:
+            attempts.append(self.run_dir, event, attempt)
+        except OSError as error:
+            self._say(f'{self.run_dir / attempts.ATTEMPTS} cannot be written ({error}); going on without')
+
+    def _say(self, text: str) -> None:
+        print(f'node {self.place.rank}: {text}', file=sys.stderr, flush=True)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.told = self.told or number
+
+
+@dataclass
+class Workers:
+    """The processes of a node, one a GPU, each with its children in a group of its own.
+
+    Args:
+        place: Of the node.
+        command: run.py and its arguments.
+        environ: For all of them.
+        folder: For what they report.
+    """
+
+    place: Place
+    command: Sequence[str]
+    environ: Mapping[str, str]
+    folder: Path
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for local_rank in range(self.place.processes):
+            # What the first rank prints is for people; what all complain of is.
+            output = None if local_rank == 0 else (self.folder / f'output-{local_rank}.txt').open('wb')
+            process = subprocess.Popen(
+                [sys.executable, *self.command],
+                env=rank_environment(self.place, local_rank, self.environ),
+                stdout=output,
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
+            self.processes.append(process)
+            if output is not None:
+                output.close()
+
+    def codes(self) -> list[int | None]:
+        """Exit statuses, negative for a signal, None for who still runs."""
+        return [process.poll() for process in self.processes]
+
+    def ended(self) -> bool:
+        return None not in self.codes()
+
+    def any_ended_badly(self) -> bool:
+        return any(code for code in self.codes())
+
+    def outcome(self, *, told: int = 0, late: bool = False) -> Outcome:
+        """What these exit statuses mean together."""
+        first = self.place.rank * self.place.processes
+        codes = {first + local: code for local, code in enumerate(self.codes())}
+        for status, cause in ((CONFIG_ERROR, 'mistake'), (BAD_HARDWARE, 'hardware')):
+            if status in codes.values():
+                return Outcome(status, cause)
+        killed = [f'rank {rank} by {signal.Signals(-code).name}' for rank, code in codes.items() if code and code < 0]
+        failed = [f'rank {rank} with {code}' for rank, code in codes.items() if code and code > 0 and code != PREEMPTED]
+        if told and not failed:
+            detail = 'it did not save in time' if late or killed else ''
+            done = set(codes.values()) == {0}
+            return Outcome(0, 'done') if done else Outcome(PREEMPTED, 'preempted', detail)
+        if killed or failed:
+            # One that is killed makes others fail, and those say nothing of use.
+            return Outcome(CRASH, 'killed', ', '.join(killed)) if killed else Outcome(CRASH, 'crash', ', '.join(failed))
+        return Outcome(PREEMPTED, 'preempted') if PREEMPTED in codes.values() else Outcome(0, 'done')
+
+    def signal(self, number: int) -> None:
+        """Tell every process that still runs."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    def write_stacks(self) -> None:
+        """Have every process write what its threads are at, so far as it still can."""
+        self.signal(reports.SIGNAL)
+        until = time.monotonic() + GRACE_SECONDS
+        while len(reports.stacks(self.folder)) < len(self.processes) and time.monotonic() < until:
+            time.sleep(TICK_SECONDS)
+        time.sleep(LOOK_EVERY_SECONDS)  # so that they end what they have begun
+
+    def kill(self) -> None:
+        """End all processes, and what they have started and left."""
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def reap_orphans(self) -> None:
+        """As the first process of a container, take leave of whoever lost his parent."""
+        if os.getpid() != 1:
+            return
+        own = {process.pid for process in self.processes}
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+                if ended.si_pid in own:
+                    return  # whose status is for poll(); the others' turn comes when it is fetched
+                os.waitpid(ended.si_pid, 0)
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the one that started it is killed; elsewhere than on Linux it lives on."""
+    if sys.platform == 'linux':
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _number(environ: Mapping[str, str], name: str, default: float) -> float:
+    try:
+        return float(environ.get(name, default))
+    except ValueError:
+        raise ValueError(f'{name}: {environ[name]!r} is no number') from None
+
+
+def _leave(status: int, environ: Mapping[str, str]) -> int:
+    """Say to the other nodes how this one ended."""
+    path = environ.get(environment.EXIT_FILE)
+    if path is not None:
+        try:
+            with open(path, 'a', encoding='utf-8') as file:
+                file.write(f'{status} {socket.gethostname()}\n')
+        except OSError as error:
+            print(f'{path}: cannot be written ({error})', file=sys.stderr)
+    return status
+
+
+if __name__ == '__main__':
+    sys.exit(main())

@@ -1,0 +1,247 @@
+"""Jobs of two nodes of two processes on this machine: whatever is done to them, they end with the same weights."""
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from forked_run import SOCKET, Server
+
+from diffusion.exits import CONFIG_ERROR, PREEMPTED
+from diffusion.launch import attempts
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.slow, pytest.mark.dist]
+
+
+@pytest.fixture(scope='module')
+def server() -> Iterator[Server]:
+    found = Server()
+    yield found
+    found.close()
+
+
+class Launched:
+    """`diffusion launch` of a job, as a process."""
+
+    def __init__(self, spec: Path, server: Server, recipe: Path, run: Path) -> None:
+        self.recipe, self.run, self.log = recipe, run, recipe.with_suffix('.log')
+        code = 'import sys; from diffusion.cli import main; sys.exit(main())'
+        environ = os.environ | {SOCKET: server.path, 'PYTHONPATH': str(ROOT)}
+        with self.log.open('ab') as output:
+            self.process = subprocess.Popen(
+                [sys.executable, '-c', code, 'launch', str(spec)], stdout=output, stderr=output, env=environ
+            )
+
+    def batches(self) -> int:
+        """Batches that the run has done, by its metrics."""
+        metrics = self.run / 'metrics.jsonl'
+        return metrics.read_text().count('"loss/train/total"') if metrics.exists() else 0
+
+    def wait_for_batches(self, count: int) -> None:
+        until = time.monotonic() + 120
+        while self.batches() < count:
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < until, self.log.read_text()
+            time.sleep(0.02)
+
+    def wait_for_attempt(self, count: int) -> None:
+        until = time.monotonic() + 120
+        while len(attempts.read(self.run)) < count:
+            assert time.monotonic() < until, self.log.read_text()
+            time.sleep(0.05)
+
+    def processes(self, kind: str) -> list[int]:
+        """Those of this job: `python run.py ...` for its ranks, `python -m diffusion.launch.node ...` for its nodes."""
+        found = []
+        for entry in Path('/proc').iterdir():
+            if entry.name.isdecimal():
+                try:
+                    words = (entry / 'cmdline').read_bytes().decode(errors='replace').split('\0')
+                except OSError:
+                    continue
+                if kind in words[1:3] and str(self.recipe) in words:
+                    found.append(int(entry.name))
+        return sorted(found)
+
+    def ranks(self) -> list[int]:
+        return self.processes('run.py')
+
+    def nodes(self) -> list[int]:
+        return self.processes('diffusion.launch.node')
+
+    def wait(self, timeout: float = 240) -> int:
+        try:
+            return self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise AssertionError(self.log.read_text()) from None
+
+
+@pytest.fixture
+def launch(tmp_path: Path, tiny_recipe, server: Server) -> Callable[..., Launched]:
+    """Launches the tiny recipe for 24 batches, with a checkpoint every 4."""
+
+    def start(name: str, *, nodes: int = 2, hang_seconds: int | None = None, **sections) -> Launched:
+        content = tiny_recipe(tmp_path / 'runs', name=name, algorithms={'ema': {'smoothing': 0.9}}) | sections
+        content['trainer'] = content['trainer'] | {'max_duration': '24ba', 'save_interval': '4ba'}
+        (tmp_path / f'{name}.yaml').write_text(yaml.safe_dump(content))
+        spec = {
+            'name': 'job',
+            'backend': 'local',
+            'recipe': str(tmp_path / f'{name}.yaml'),
+            'workdir': str(tmp_path),
+            'nodes': nodes,
+            'gpu': None,
+            'gpus_per_node': 2,
+            'restart': {'max_restarts': 30},
+            'schedule': {'notice_seconds': 40},
+        }
+        if hang_seconds is not None:
+            spec['hang_seconds'] = hang_seconds
+        (tmp_path / 'run.py').unlink(missing_ok=True)
+        (tmp_path / 'run.py').symlink_to(ROOT / 'tests' / 'forked_run.py')
+        (tmp_path / f'{name}-job.yaml').write_text(yaml.safe_dump(spec))
+        return Launched(tmp_path / f'{name}-job.yaml', server, tmp_path / f'{name}.yaml', tmp_path / 'runs' / name)
+
+    return start
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    from diffusion.checkpointing.runs import find_checkpoint, weights_of
+
+    return weights_of(find_checkpoint(str(run)), 'ema')[0]
+
+
+def assert_same(one: Path, other: Path) -> None:
+    found, expected = weights(one), weights(other)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.fixture
+def whole(launch) -> Launched:
+    """A job that nothing happens to."""
+    job = launch('whole')
+    assert job.wait() == 0, job.log.read_text()
+    (only,) = attempts.read(job.run)
+    assert (only.first, only.last, only.status, only.cause) == (0, 24, 0, 'done')
+    return job
+
+
+class Trouble:
+    """What can happen to a job."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.stopped: list[int] = []
+
+    def kill_rank(self, job: Launched, rng: random.Random) -> None:
+        os.kill(rng.choice(job.ranks()), signal.SIGKILL)
+
+    def kill_node(self, job: Launched, rng: random.Random) -> None:
+        os.kill(rng.choice(job.nodes()), signal.SIGKILL)
+
+    def stop_node(self, job: Launched, rng: random.Random) -> None:
+        os.kill(rng.choice(job.nodes()), signal.SIGTERM)
+
+    def kill_launcher(self, job: Launched, rng: random.Random) -> None:
+        job.process.kill()
+
+    def hang_rank(self, job: Launched, rng: random.Random) -> None:
+        pid = int((self.folder / f'pid-{rng.randrange(1, 4)}').read_text())
+        os.kill(pid, signal.SIGSTOP)
+        self.stopped.append(pid)
+
+    def end_the_stopped(self) -> None:
+        for pid in self.stopped:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def trouble(tmp_path: Path) -> Iterator[Trouble]:
+    found = Trouble(tmp_path)
+    yield found
+    found.end_the_stopped()
+
+
+def test_ten_disturbances_at_random_end_with_the_same_weights(launch, whole, trouble):
+    rng = random.Random(6)
+    kinds = [trouble.kill_rank, trouble.kill_node, trouble.stop_node, trouble.kill_launcher, trouble.hang_rank] * 2
+    rng.shuffle(kinds)
+    job = launch('disturbed', hang_seconds=8)
+    launchers = 1
+    for number, disturb in enumerate(kinds):
+        # Each gets some way further, so that a lost batch is done again at most a few times.
+        job.wait_for_batches(2 * (number + 1))
+        time.sleep(rng.uniform(0, 0.3))
+        attempt = len(attempts.read(job.run))
+        disturb(job, rng)
+        if disturb == trouble.kill_launcher:
+            job.process.wait()
+            job = launch('disturbed', hang_seconds=8)
+            launchers += 1
+        job.wait_for_attempt(attempt + 1)
+        trouble.end_the_stopped()
+    assert job.wait() == 0, job.log.read_text()
+    assert_same(job.run, whole.run)
+    found = attempts.read(job.run)
+    assert len(found) == 11
+    assert {'killed', 'hang', 'preempted', 'lost', 'done'} <= {attempt.cause for attempt in found}
+    told, _ = attempts.account(found)
+    parts = told.productive + told.starting + told.redone + told.down + told.ending
+    assert parts == pytest.approx(told.wall, rel=1e-6)
+    assert 0 < told.goodput < 1
+    assert 'lost because' in attempts.report(job.run)
+
+
+def test_what_is_wrong_on_the_nodes_alone_is_not_tried_again(launch, tmp_path):
+    job = launch('wrong', streams={'gone': {'local': str(tmp_path / 'gone'), 'resolution': 32}})
+    assert job.wait() != 0
+    (only,) = attempts.read(job.run)
+    assert (only.status, only.cause, only.first) == (CONFIG_ERROR, 'mistake', None)
+    assert 'gone' in job.log.read_text()
+
+
+def test_a_rank_that_hangs_leaves_stacks_and_the_job_goes_on(launch, trouble):
+    job = launch('hung', hang_seconds=8)
+    job.wait_for_batches(6)
+    trouble.hang_rank(job, random.Random(1))
+    job.wait_for_attempt(2)
+    trouble.end_the_stopped()
+    assert job.wait() == 0, job.log.read_text()
+    first, second = attempts.read(job.run)
+    assert (first.status, first.cause, second.status) == (PREEMPTED, 'hang', 0)
+    found = ''.join(path.read_text() for path in job.run.glob('stacks-0-node*.txt'))
+    assert found.count('--- rank') >= 2
+    assert 'loader.py' in found or 'distributed' in found or 'trainer.py' in found
+
+
+def test_as_the_first_process_of_a_container(launch, server, tmp_path):
+    """One node, whose entry point is process 1 of a PID namespace: told to stop, it saves; nobody is left."""
+    unshare = ['unshare', '--pid', '--fork', '--kill-child', '--mount-proc']
+    if subprocess.run([*unshare, 'true'], capture_output=True, check=False).returncode:
+        pytest.skip('this machine makes no PID namespaces')
+    job = launch('contained', nodes=1)
+    job.process.kill()
+    job.process.wait()
+    environ = os.environ | {SOCKET: server.path, 'PYTHONPATH': str(ROOT)}
+    environ |= {'DIFFUSION_NODES': '1', 'DIFFUSION_PROCESSES_PER_NODE': '2', 'DIFFUSION_MASTER_PORT': '29555'}
+    command = [*unshare, sys.executable, '-m', 'diffusion.launch.node', '--', 'run.py', str(job.recipe)]
+    node = subprocess.Popen(command, env=environ, cwd=tmp_path)
+    job.process = node  # type: ignore[assignment]
+    job.wait_for_batches(6)
+    (first,) = (pid for pid in job.nodes() if pid != node.pid)
+    os.kill(first, signal.SIGTERM)
+    assert node.wait(120) == PREEMPTED
+    assert not job.ranks()
+    assert attempts.read(job.run)[-1].cause == 'preempted'

@@ -119,6 +119,7 @@ class Player:
 
 def play(make: Callable[[Path, int], Iterator[int]], folder: Path, resolution: int, pipe: Connection) -> None:
     """Take turns until told otherwise."""
+    atexit._clear()  # what this process has from the one it was forked of
     batches = make(folder, resolution)
     while pipe.recv():
         cpu, clock = time.process_time(), time.perf_counter()

@@ -198,9 +198,22 @@ def are_finite(gradients: Iterable[Tensor | None]) -> Tensor:
     local = [each.to_local() if isinstance(each, DTensor) else each for each in gradients if each is not None]
     if not local:
         return torch.tensor(True)
+    return scaled_are_finite(local) if local[0].device.type == 'cpu' else norms_are_finite(local)
+
+
+def scaled_are_finite(gradients: list[Tensor]) -> Tensor:
+    """By the check of GradScaler, with a scale of one; on CPUs it takes half as long as norms."""
+    found = torch.zeros(())
+    judge = torch._amp_foreach_non_finite_check_and_unscale_  # type: ignore[reportPrivateImportUsage]
+    judge(gradients, found, torch.ones(()))
+    return found == 0
+
+
+def norms_are_finite(gradients: list[Tensor]) -> Tensor:
+    """By norms, which on GPUs only read, all gradients in one kernel."""
     # Squares of half precision overflow in half precision.
-    wide = torch.promote_types(local[0].dtype, torch.float32)
-    norms = torch._foreach_norm(local, 2, dtype=wide)  # type: ignore[reportPrivateImportUsage]
+    wide = torch.promote_types(gradients[0].dtype, torch.float32)
+    norms = torch._foreach_norm(gradients, 2, dtype=wide)  # type: ignore[reportPrivateImportUsage]
     return torch.stack(norms).sum().isfinite()
 
 

@@ -309,6 +309,18 @@ def test_gradients_of_any_kind_are_judged():
         assert not loss_guard.are_finite([*good, bad])
 
 
+@pytest.mark.parametrize('judge', [loss_guard.scaled_are_finite, loss_guard.norms_are_finite])
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+def test_whoever_judges_gradients_sees_one_bad_number_and_leaves_the_others_alone(judge, dtype):
+    gradients = [torch.linspace(-3, 3e4, 700, dtype=dtype).view(7, 100), torch.ones(5, dtype=dtype)]
+    before = [each.clone() for each in gradients]
+    assert judge(gradients)
+    assert all(torch.equal(one, other) for one, other in zip(gradients, before, strict=True))
+    for value in (math.inf, -math.inf, math.nan):
+        gradients[0][6, 99] = value
+        assert not judge(gradients)
+
+
 @pytest.mark.parametrize(
     ('settings', 'says'),
     [

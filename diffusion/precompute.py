@@ -177,7 +177,7 @@ def _encode(recipe: Recipe, dataset: ImageTextDataset, model: LatentDiffusion, s
     """Write this device's share of the shards that are missing, each from its own batches."""
     todo = [(stage, number) for stage in stages for number in stage.store.missing(stage.num_shards)]
     if dist.get_global_rank() == 0 and todo:
-        log.info('%d shards to encode on %d devices', len(todo), dist.get_world_size())
+        log.info('shards to encode: %d, on %d devices', len(todo), dist.get_world_size())
     mine = todo[dist.get_global_rank() :: dist.get_world_size()]
     batches = [_batches(stage.ids(number), recipe.precompute.batch_size) for stage, number in mine]
     workers = recipe.loader.num_workers
@@ -265,7 +265,7 @@ def _finish(stage: Stage) -> None:
         )
     manifest = replace(stage.manifest, source=stage.source)
     stage.store.finish(stage.num_shards, beside={MANIFEST: manifest.text()})
-    log.info('%s: %d pictures of %s px in %d shards', stage.store, stage.samples, stage.bucket.shape, stage.num_shards)
+    log.info('%s: %d pictures of %s px, shards: %d', stage.store, stage.samples, stage.bucket.shape, stage.num_shards)
 
 
 def _list_shapes(recipe: Recipe, dataset: ImageTextDataset) -> None:

@@ -1,5 +1,8 @@
 """Exit statuses that a scheduler acts on, and the exception of a run that was told to stop."""
 
+FAILED = 1
+"""Exit status of what a further try may mend, or not: a crash, data that could not be had."""
+
 CONFIG_ERROR = 78
 """Exit status for what another try will not mend (sysexits.h: EX_CONFIG)."""
 

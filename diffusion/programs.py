@@ -78,8 +78,10 @@ def status_of(error: Exception) -> int | None:
     """The exit status that stands for an error, or None where its traceback is needed."""
     if isinstance(error, Preempted):
         return PREEMPTED
-    told = isinstance(error, ValueError) and is_ours(error)
-    return CONFIG_ERROR if told and not os.environ.get('DIFFUSION_TRACEBACK') else None
+    if os.environ.get('DIFFUSION_TRACEBACK') or not is_ours(error):
+        return None
+    # By name: the classes of errors are above this floor.
+    return getattr(error, 'exit_status', CONFIG_ERROR)
 
 
 def is_ours(error: BaseException) -> bool:

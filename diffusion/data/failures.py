@@ -12,6 +12,8 @@ import threading
 import time
 from pathlib import Path
 
+from diffusion.exits import FAILED
+
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_SECONDS = 0.05
@@ -20,6 +22,8 @@ LOOK_EVERY_SECONDS = 0.05
 
 class DataError(ValueError):
     """Data that cannot be had or is not what it should be; raised on every rank at the same batch."""
+
+    exit_status = FAILED  # a store may be back, a shard restored; the recipe is not to blame
 
 
 class Failures:

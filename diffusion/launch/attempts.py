@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 ATTEMPTS = 'attempts.jsonl'
+STUCK_ATTEMPTS = 3
+"""So many that end at the same batch are enough, if they took long enough for an outage to pass."""
+STUCK_SECONDS = 1800.0
 CAUSES = {
     'done': 'it was done',
     'preempted': 'the machines were taken away',
@@ -84,6 +87,20 @@ def read(run: Path) -> list[Attempt]:
             attempt.end = at
         found[attempt.number, attempt.begin] = attempt
     return list(found.values())
+
+
+def hopeless(earlier: Sequence[Attempt], max_restarts: int) -> str | None:
+    """Why a further attempt has no point, or None."""
+    if len(earlier) > max_restarts:
+        return f'all {max_restarts} restarts are used up; raise max_restarts, or remove the file'
+    last = earlier[-STUCK_ATTEMPTS:]
+    failed = all(attempt.cause in ('crash', 'killed', 'hang', 'lost') for attempt in last)
+    if len(last) < STUCK_ATTEMPTS or not failed or len({attempt.last for attempt in last}) > 1:
+        return None
+    if last[-1].end - last[0].begin < STUCK_SECONDS:
+        return None
+    where = 'before the first batch' if last[-1].last is None else f'after batch {last[-1].last}'
+    return f'the last {STUCK_ATTEMPTS} attempts ended {where} ({last[-1].detail}); mend that, and remove the file'
 
 
 @dataclass

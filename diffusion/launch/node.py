@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 
 from diffusion.config import load
-from diffusion.exits import BAD_HARDWARE, CONFIG_ERROR, PREEMPTED
+from diffusion.exits import BAD_HARDWARE, CONFIG_ERROR, FAILED, PREEMPTED
 from diffusion.files import write_whole
 from diffusion.launch import attempts, environment, reports
 from diffusion.launch.attempts import Attempt
@@ -30,11 +30,10 @@ from diffusion.launch.place import Place, find_place, rank_environment
 from diffusion.launch.secrets import fetch
 from diffusion.launch.watch import PATIENCE_SECONDS, Watchdog
 
-CRASH = 1
 TICK_SECONDS = 0.1
 LOOK_EVERY_SECONDS = 1.0
 """How often beats are read."""
-NOTE_EVERY_SECONDS = 60.0
+NOTE_EVERY_SECONDS = 30.0
 """How often progress is noted, for the case that this process does not live to write its last line."""
 GRACE_SECONDS = 5.0
 """Left to the others when one has failed: they wait for it in a collective, but may still say why."""
@@ -131,20 +130,21 @@ class Node:
         for number in STOPPING:
             signal.signal(number, self._note)
         while True:
-            number = self._number()
-            if number > self.settings.max_restarts:
-                self._say(f'{self.run_dir}: all {self.settings.max_restarts} restarts are used up; raise max_restarts')
+            earlier = self._earlier()
+            problem = attempts.hopeless(earlier, self.settings.max_restarts)
+            if problem is not None:
+                self._say(f'{self.run_dir / attempts.ATTEMPTS}: {problem}')
                 return CONFIG_ERROR
-            outcome = self._attempt(number)
+            outcome = self._attempt(len(earlier))
             again = self.settings.in_place and self.settings.follows(outcome.status) == 'retry'
             if outcome.status == 0 or self.told or not again:
                 return outcome.status
 
-    def _number(self) -> int:
-        """Which attempt comes now."""
+    def _earlier(self) -> list[Attempt]:
+        """The attempts before; the first node alone looks, since it adds to them."""
         with contextlib.suppress(ValueError):
-            return len(attempts.read(self.run_dir)) if self.place.rank == 0 else 0
-        return 0
+            return attempts.read(self.run_dir) if self.place.rank == 0 else []
+        return []
 
     def _attempt(self, number: int) -> Outcome:
         attempt = Attempt(number, time.time())
@@ -280,9 +280,10 @@ class Workers:
             detail = 'it did not save in time' if late or killed else ''
             done = set(codes.values()) == {0}
             return Outcome(0, 'done') if done else Outcome(PREEMPTED, 'preempted', detail)
-        if killed or failed:
-            # One that is killed makes others fail, and those say nothing of use.
-            return Outcome(CRASH, 'killed', ', '.join(killed)) if killed else Outcome(CRASH, 'crash', ', '.join(failed))
+        if killed:  # which makes others fail, and those say nothing of use
+            return Outcome(FAILED, 'killed', ', '.join(killed))
+        if failed:
+            return Outcome(FAILED, 'crash', ', '.join(failed))
         return Outcome(PREEMPTED, 'preempted') if PREEMPTED in codes.values() else Outcome(0, 'done')
 
     def signal(self, number: int) -> None:

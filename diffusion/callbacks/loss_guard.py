@@ -203,9 +203,8 @@ def are_finite(gradients: Iterable[Tensor | None]) -> Tensor:
 
 def scaled_are_finite(gradients: list[Tensor]) -> Tensor:
     """By the check of GradScaler, with a scale of one; on CPUs it takes half as long as norms."""
-    found = torch.zeros(())
-    judge = torch._amp_foreach_non_finite_check_and_unscale_  # type: ignore[reportPrivateImportUsage]
-    judge(gradients, found, torch.ones(()))
+    found, scale = torch.zeros((), dtype=torch.float32), torch.ones((), dtype=torch.float32)
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, scale)  # type: ignore[reportPrivateImportUsage]
     return found == 0
 
 

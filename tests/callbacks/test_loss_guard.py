@@ -309,9 +309,20 @@ def test_gradients_of_any_kind_are_judged():
         assert not loss_guard.are_finite([*good, bad])
 
 
+@pytest.fixture
+def _default_dtype():
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.parametrize('judge', [loss_guard.scaled_are_finite, loss_guard.norms_are_finite])
-@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
-def test_whoever_judges_gradients_sees_one_bad_number_and_leaves_the_others_alone(judge, dtype):
+@pytest.mark.parametrize(
+    ('dtype', 'default_dtype'),
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.float64, torch.float64)],
+)
+@pytest.mark.usefixtures('_default_dtype')
+def test_whoever_judges_gradients_sees_one_bad_number_and_leaves_the_others_alone(judge, dtype, default_dtype):
+    torch.set_default_dtype(default_dtype)
     gradients = [torch.linspace(-3, 3e4, 700, dtype=dtype).view(7, 100), torch.ones(5, dtype=dtype)]
     before = [each.clone() for each in gradients]
     assert judge(gradients)

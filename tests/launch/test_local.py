@@ -7,13 +7,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from forked_run import SOCKET, Server
+from ranks import free_port
 
 from diffusion.exits import CONFIG_ERROR, PREEMPTED
 from diffusion.launch import attempts
@@ -30,15 +31,14 @@ def server() -> Iterator[Server]:
 
 
 class Launched:
-    """`diffusion launch` of a job, as a process."""
+    """A job under way: `diffusion launch`, or a node entry point, as a process."""
 
-    def __init__(self, spec: Path, server: Server, recipe: Path, run: Path) -> None:
+    def __init__(self, command: Sequence[str], server: Server, recipe: Path, run: Path, **variables: str) -> None:
         self.recipe, self.run, self.log = recipe, run, recipe.with_suffix('.log')
-        code = 'import sys; from diffusion.cli import main; sys.exit(main())'
-        environ = os.environ | {SOCKET: server.path, 'PYTHONPATH': str(ROOT)}
+        environ = os.environ | {SOCKET: server.path, 'PYTHONPATH': str(ROOT)} | variables
         with self.log.open('ab') as output:
             self.process = subprocess.Popen(
-                [sys.executable, '-c', code, 'launch', str(spec)], stdout=output, stderr=output, env=environ
+                [*command], stdout=output, stderr=output, env=environ, cwd=recipe.parent, start_new_session=True
             )
 
     def batches(self) -> int:
@@ -87,30 +87,42 @@ class Launched:
 
 
 @pytest.fixture
-def launch(tmp_path: Path, tiny_recipe, server: Server) -> Callable[..., Launched]:
-    """Launches the tiny recipe for 24 batches, with a checkpoint every 4."""
+def write_job(tmp_path: Path, tiny_recipe) -> Callable[..., tuple[Path, Path, Path]]:
+    """Writes a job of the tiny recipe, 24 batches with a checkpoint every 4: its spec, its recipe, its run."""
 
-    def start(name: str, *, nodes: int = 2, hang_seconds: int | None = None, **sections) -> Launched:
+    def write(name: str, *, hang_seconds: int | None = None, **sections) -> tuple[Path, Path, Path]:
         content = tiny_recipe(tmp_path / 'runs', name=name, algorithms={'ema': {'smoothing': 0.9}}) | sections
         content['trainer'] = content['trainer'] | {'max_duration': '24ba', 'save_interval': '4ba'}
-        (tmp_path / f'{name}.yaml').write_text(yaml.safe_dump(content))
-        spec = {
+        recipe, spec = tmp_path / f'{name}.yaml', tmp_path / f'{name}-job.yaml'
+        recipe.write_text(yaml.safe_dump(content))
+        job = {
             'name': 'job',
             'backend': 'local',
-            'recipe': str(tmp_path / f'{name}.yaml'),
+            'recipe': str(recipe),
             'workdir': str(tmp_path),
-            'nodes': nodes,
+            'nodes': 2,
             'gpu': None,
             'gpus_per_node': 2,
+            'master_port': free_port(),
             'restart': {'max_restarts': 30},
             'schedule': {'notice_seconds': 40},
         }
-        if hang_seconds is not None:
-            spec['hang_seconds'] = hang_seconds
+        spec.write_text(yaml.safe_dump(job | ({} if hang_seconds is None else {'hang_seconds': hang_seconds})))
         (tmp_path / 'run.py').unlink(missing_ok=True)
         (tmp_path / 'run.py').symlink_to(ROOT / 'tests' / 'forked_run.py')
-        (tmp_path / f'{name}-job.yaml').write_text(yaml.safe_dump(spec))
-        return Launched(tmp_path / f'{name}-job.yaml', server, tmp_path / f'{name}.yaml', tmp_path / 'runs' / name)
+        return spec, recipe, tmp_path / 'runs' / name
+
+    return write
+
+
+@pytest.fixture
+def launch(write_job, server: Server) -> Callable[..., Launched]:
+    """Launches such a job."""
+
+    def start(name: str, **settings) -> Launched:
+        spec, recipe, run = write_job(name, **settings)
+        code = 'import sys; from diffusion.cli import main; sys.exit(main())'
+        return Launched([sys.executable, '-c', code, 'launch', str(spec)], server, recipe, run)
 
     return start
 
@@ -228,22 +240,18 @@ def test_a_rank_that_hangs_leaves_stacks_and_the_job_goes_on(launch, trouble):
     assert 'loader.py' in found or 'distributed' in found or 'trainer.py' in found
 
 
-def test_as_the_first_process_of_a_container(launch, server, tmp_path):
+def test_as_the_first_process_of_a_container(write_job, server):
     """One node, whose entry point is process 1 of a PID namespace: told to stop, it saves; nobody is left."""
     unshare = ['unshare', '--pid', '--fork', '--kill-child', '--mount-proc']
     if subprocess.run([*unshare, 'true'], capture_output=True, check=False).returncode:
         pytest.skip('this machine makes no PID namespaces')
-    job = launch('contained', nodes=1)
-    job.process.kill()
-    job.process.wait()
-    environ = os.environ | {SOCKET: server.path, 'PYTHONPATH': str(ROOT)}
-    environ |= {'DIFFUSION_NODES': '1', 'DIFFUSION_PROCESSES_PER_NODE': '2', 'DIFFUSION_MASTER_PORT': '29555'}
-    command = [*unshare, sys.executable, '-m', 'diffusion.launch.node', '--', 'run.py', str(job.recipe)]
-    node = subprocess.Popen(command, env=environ, cwd=tmp_path)
-    job.process = node  # type: ignore[assignment]
+    _, recipe, run = write_job('contained')
+    command = [*unshare, sys.executable, '-m', 'diffusion.launch.node', '--', 'run.py', str(recipe)]
+    settings = {'DIFFUSION_NODES': '1', 'DIFFUSION_PROCESSES_PER_NODE': '2', 'DIFFUSION_MASTER_PORT': str(free_port())}
+    job = Launched(command, server, recipe, run, **settings)
     job.wait_for_batches(6)
-    (first,) = (pid for pid in job.nodes() if pid != node.pid)
-    os.kill(first, signal.SIGTERM)
-    assert node.wait(120) == PREEMPTED
+    (node,) = job.nodes()
+    os.kill(node, signal.SIGTERM)
+    assert job.wait() == PREEMPTED, job.log.read_text()
     assert not job.ranks()
     assert attempts.read(job.run)[-1].cause == 'preempted'

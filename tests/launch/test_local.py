@@ -247,8 +247,8 @@ def test_as_the_first_process_of_a_container(write_job, server):
         pytest.skip('this machine makes no PID namespaces')
     _, recipe, run = write_job('contained')
     command = [*unshare, sys.executable, '-m', 'diffusion.launch.node', '--', 'run.py', str(recipe)]
-    settings = {'DIFFUSION_NODES': '1', 'DIFFUSION_PROCESSES_PER_NODE': '2', 'DIFFUSION_MASTER_PORT': str(free_port())}
-    job = Launched(command, server, recipe, run, **settings)
+    settings = {'SCHEDULER': 'local', 'NODES': '1', 'PROCESSES_PER_NODE': '2', 'MASTER_PORT': str(free_port())}
+    job = Launched(command, server, recipe, run, **{f'DIFFUSION_{name}': value for name, value in settings.items()})
     job.wait_for_batches(6)
     (node,) = job.nodes()
     os.kill(node, signal.SIGTERM)

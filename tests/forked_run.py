@@ -14,6 +14,9 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
+from typing import NoReturn
+
+from ranks import exit_with
 
 SOCKET = 'FORKED_RUN_SOCKET'
 HANDED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
@@ -56,8 +59,10 @@ def serve(path: str) -> None:
         connection.close()
 
 
-def be_run(connection: socket.socket) -> None:
+def be_run(connection: socket.socket) -> NoReturn:
     message, control, _, _ = connection.recvmsg(LONGEST, socket.CMSG_SPACE(8))
+    while not message.endswith(b'\n'):
+        message += connection.recv(LONGEST)
     order = json.loads(message)
     streams = array.array('i', control[0][2])
     for number, stream in zip((1, 2), streams, strict=True):
@@ -69,23 +74,9 @@ def be_run(connection: socket.socket) -> None:
     Path(f'pid-{os.environ["RANK"]}').write_text(str(os.getpid()))
     connection.sendall(b'begun\n')
     threading.Thread(target=listen, args=(connection,), daemon=True).start()
-    status = 1
-    try:
-        from diffusion import programs
+    from diffusion import programs
 
-        status = programs.main(order['arguments'])
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-    finally:
-        import atexit
-
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        connection.sendall(f'{status}\n'.encode())
-        os._exit(status)
+    exit_with(lambda: programs.main(order['arguments']), lambda status: connection.sendall(f'{status}\n'.encode()))
 
 
 def listen(connection: socket.socket) -> None:
@@ -101,7 +92,7 @@ def main() -> int:
     connection.connect(os.environ[SOCKET])
     order = {'arguments': sys.argv[1:], 'folder': os.getcwd(), 'environ': dict(os.environ)}
     streams = array.array('i', [1, 2])
-    connection.sendmsg([json.dumps(order).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)])
+    connection.sendmsg([json.dumps(order).encode() + b'\n'], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)])
     for number in HANDED_ON:
         signal.signal(number, lambda number, _: connection.sendall(bytes([number])))
     said = b''

@@ -4,6 +4,7 @@
 main as the composer launcher would have it run, and tells when a process ends and how.
 """
 
+import atexit
 import contextlib
 import json
 import os
@@ -14,9 +15,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).parents[1]
 
@@ -188,21 +190,23 @@ def tell(news: dict[str, Any]) -> None:
 
 def fork(order: dict[str, Any], rank: int) -> int:
     pid = os.fork()
-    if pid:
-        return pid
+    if not pid:
+        exit_with(lambda: be_rank(order, rank, len(order['logs'])))
+    return pid
+
+
+def exit_with(work: Callable[[], int], tell: Callable[[int], object] = lambda status: None) -> NoReturn:
+    """End a forked process as a program ends that returns this status, or raises; first `tell` somebody the status."""
     status = 1
     try:
-        status = be_rank(order, rank, len(order['logs']))
+        status = work()
     except BaseException:
-        import traceback
-
         traceback.print_exc()
     finally:
-        import atexit
-
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
+        tell(status)
         os._exit(status)
 
 

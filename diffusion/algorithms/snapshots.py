@@ -15,8 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from diffusion.algorithms.power_function import WIDEST, Profile, gamma_of_width, mixture
-from diffusion.checkpointing.store import flush
-from diffusion.files import sync_folder
+from diffusion.files import becoming
 
 log = logging.getLogger(__name__)
 
@@ -71,17 +70,12 @@ class Reconstruction:
 def write_snapshot(run: Path, tensors: Mapping[str, Tensor], *, batch: int, width: float, dtype: torch.dtype) -> Path:
     """Write an average of whole tensors; the file appears whole or not at all."""
     path = run / FOLDER / f'{label_of(width)}-ba{batch}.safetensors'
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f'.{path.name}.unfinished')
     about = {'version': _VERSION, 'batch': batch, 'width': width, 'gamma': gamma_of_width(width)}
     # Safetensors refuses the strides of channels_last.
     stored = {name: tensor.to('cpu', dtype).contiguous() for name, tensor in tensors.items()}
     # One key: safetensors writes several in another order each time, and a file that is written again should be equal.
-    save_file(stored, unfinished, metadata={_KEY: json.dumps(about)})
-    with unfinished.open('rb+') as file:
-        flush(file)
-    unfinished.replace(path)
-    sync_folder(path.parent)
+    with becoming(path) as unfinished:
+        save_file(stored, unfinished, metadata={_KEY: json.dumps(about)})
     return path
 
 

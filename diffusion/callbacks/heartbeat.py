@@ -18,8 +18,9 @@ class Heartbeat(Callback):
         self._first: tuple[int, float] | None = None
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
-        if event is not Event.BATCH_START and event not in _LONG:
+        # A batch begins with the wait for its data.
+        if event is not Event.BEFORE_DATALOADER and event not in _LONG:
             return
         now, batch = time.time(), state.timestamp.batch.value
         self._first = self._first or (batch, now)
-        write_beat(Beat(now, batch, TRAINING if event is Event.BATCH_START else SAVING, *self._first))
+        write_beat(Beat(now, batch, TRAINING if event is Event.BEFORE_DATALOADER else SAVING, *self._first))

@@ -133,22 +133,26 @@ def account(attempts: Sequence[Attempt]) -> tuple[Account, dict[str, float]]:
     """Where the time went, and what was lost to each cause: its ending, the time down, the next start, work redone."""
     found = Account(attempts[-1].end - attempts[0].begin)
     lost: dict[str, float] = defaultdict(float)
-    for attempt, following in zip(attempts, [*attempts[1:], None], strict=True):
+    for index, attempt in enumerate(attempts):
+        later = attempts[index + 1 :]
         began = attempt.first is not None
-        starting = (attempt.first_at if began else attempt.end) - attempt.begin
         training = attempt.last_at - attempt.first_at if began else 0.0
         ending = attempt.end - attempt.last_at if began else 0.0
-        redone = _share_redone(attempt, attempts[attempts.index(attempt) + 1 :]) * training
-        down = following.begin - attempt.end if following else 0.0
-        found.starting += starting
+        redone = _share_redone(attempt, later) * training
+        down = later[0].begin - attempt.end if later else 0.0
+        found.starting += _starting(attempt)
         found.productive += training - redone
         found.redone += redone
         found.ending += ending
         found.down += down
-        if following is not None:
-            next_start = (following.first_at if following.first is not None else following.end) - following.begin
-            lost[attempt.cause] += ending + down + redone + next_start
+        if later:
+            lost[attempt.cause] += ending + down + redone + _starting(later[0])
     return found, dict(lost)
+
+
+def _starting(attempt: Attempt) -> float:
+    """Seconds before the first batch."""
+    return (attempt.end if attempt.first is None else attempt.first_at) - attempt.begin
 
 
 def _share_redone(attempt: Attempt, later: Sequence[Attempt]) -> float:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from diffusion.exits import CONFIG_ERROR, PREEMPTED
+from diffusion.exits import CONFIG_ERROR, FAILED, PREEMPTED
 from diffusion.launch import environment
 from diffusion.launch.backends.local import node_environment
 from diffusion.launch.node import die_with_parent
@@ -35,7 +35,7 @@ class LocalJob:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self._told = 0
+        self._told = False
         self._nodes: list[subprocess.Popen[bytes]] = []
 
     def run(self) -> int:
@@ -70,13 +70,7 @@ class LocalJob:
                         node.kill()  # its workers follow, see `_wait`
                     node.wait()
             said = [int(line.split()[0]) for line in exits.read_text().splitlines()] if exits.exists() else []
-        codes = [node.returncode for node in self._nodes]
-        # The first that ended badly is why; a node that could not even say so was killed.
-        first = next((status for status in said if status), None)
-        silent = any(code < 0 for code in codes)
-        if CONFIG_ERROR in said:
-            return CONFIG_ERROR
-        return first if first is not None else 1 if silent else 0
+        return status_of(said, [node.returncode for node in self._nodes])
 
     def _start(self, rank: int, more: dict[str, str]) -> subprocess.Popen[bytes]:
         environ = os.environ | node_environment(self.job, rank) | more
@@ -111,4 +105,14 @@ class LocalJob:
         print(f'{self.job.name}: {text}', file=sys.stderr, flush=True)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._told = self._told or number
+        self._told = True
+
+
+def status_of(said: Sequence[int], codes: Sequence[int]) -> int:
+    """How a job ended, by what its nodes said, in that order, and by how their processes ended.
+
+    The first that ended badly is why, unless there is a mistake. A node that could not even say so was killed.
+    """
+    if CONFIG_ERROR in said:
+        return CONFIG_ERROR
+    return next((status for status in said if status), FAILED if any(codes) else 0)

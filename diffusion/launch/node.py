@@ -122,8 +122,8 @@ class Node:
     ) -> None:
         self.place, self.settings, self.command, self.run_dir = place, settings, list(command), run
         self.environ = environ
-        self.told = 0
-        """The signal that this node was sent, or 0."""
+        self.told = False
+        """Whether this node was told to stop."""
 
     def run(self) -> int:
         """Start the processes, again if that is this node's part; the exit status."""
@@ -169,11 +169,11 @@ class Node:
         """Wait for the end of the processes, or bring it about."""
         watchdog = Watchdog(attempt.begin, self.settings.patience_seconds)
         looked, noted = 0.0, time.monotonic()
-        deadline, handed_on = float('inf'), 0
+        deadline, handed_on = float('inf'), False
         while not workers.ended():
             now = time.monotonic()
             if self.told and not handed_on:
-                handed_on = self.told
+                handed_on = True
                 workers.signal(signal.SIGTERM)
                 deadline = min(deadline, now + max(1.0, self.settings.notice_seconds - MARGIN_SECONDS))
             if deadline == float('inf') and workers.any_ended_badly():
@@ -222,7 +222,7 @@ class Node:
         print(f'node {self.place.rank}: {text}', file=sys.stderr, flush=True)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.told = self.told or number
+        self.told = True
 
 
 @dataclass
@@ -267,7 +267,7 @@ class Workers:
     def any_ended_badly(self) -> bool:
         return any(code for code in self.codes())
 
-    def outcome(self, *, told: int = 0, late: bool = False) -> Outcome:
+    def outcome(self, *, told: bool, late: bool = False) -> Outcome:
         """What these exit statuses mean together."""
         first = self.place.rank * self.place.processes
         codes = {first + local: code for local, code in enumerate(self.codes())}

@@ -1,7 +1,7 @@
 """What the processes of a node tell its node entry point, by files in a folder of the attempt.
 
-A process writes its beat after each batch, and before what may take long, such as a save; its own stacks when it is
-asked for them with SIGNAL; and what made it end. It does nothing of this where FOLDER is not set.
+A process writes a beat before each batch and before what may take long, such as a save; and its stacks when it is asked
+for them with SIGNAL. It does neither where FOLDER is not set.
 """
 
 import faulthandler

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from diffusion.launch import attempts
 from diffusion.launch.attempts import Attempt, account, append, hopeless, read, report
+from diffusion.launch.local import status_of
 from diffusion.launch.reports import SAVING, TRAINING, Beat
 from diffusion.launch.watch import LONGER, Watchdog
 
@@ -112,3 +113,18 @@ def test_the_start_and_a_save_may_take_longer():
     saving = {0: Beat(50.0, 4, SAVING, 0, 1.0), 1: Beat(49.0, 4, TRAINING, 0, 1.0)}
     assert watchdog.look(saving, 50.0 + 30 * LONGER - 1) is None
     assert watchdog.look(saving, 50.0 + 30 * LONGER + 1) is not None
+
+
+@pytest.mark.parametrize(
+    ('said', 'codes', 'expected'),
+    [
+        ([0, 0], [0, 0], 0),
+        ([75, 1], [75, 1], 75),
+        ([1, 75], [75, 1], 1),
+        ([75, 78], [75, 78], 78),
+        ([0], [0, -9], 1),
+        ([], [1, 1], 1),
+    ],
+)
+def test_a_job_ended_as_its_first_node_that_ended_badly(said, codes, expected):
+    assert status_of(said, codes) == expected

@@ -17,7 +17,7 @@ FLOORS = [
     'models.flops models.noise models.norms models.objective models.parts models.sampler models.tokens',
     # 2: Composer and Streaming
     'algorithms building callbacks checkpointing copy_ahead data '
-    'evaluation loggers models parallelism speed syncs timeline',
+    'evaluation loggers models parallelism preflight speed syncs timeline',
     # 3: programs
     'evaluate export generate inspection precompute prepare profile programs train uploaded_shards',
 ]

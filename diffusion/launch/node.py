@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
@@ -150,20 +150,36 @@ class Node:
         attempt = Attempt(number, time.time())
         self._account('begin', attempt)
         with tempfile.TemporaryDirectory(prefix='diffusion-node-') as folder:
-            workers = Workers(self.place, self.command, {**self.environ, reports.FOLDER: folder}, Path(folder))
-            try:
-                outcome = self._watch(workers, attempt)
-            finally:
-                workers.kill()
-            self._take_beats(workers, attempt)
-            if outcome.cause == 'hang':
-                self._keep_stacks(workers, number)
+            outcome = self._preflight(Path(folder), attempt)
+            if outcome.status == 0:
+                outcome = self._start(self.command, Path(folder), attempt)
         attempt.end, attempt.status = time.time(), outcome.status
         attempt.cause, attempt.detail = outcome.cause, outcome.detail
         self._account('end', attempt)
         if outcome.status:
             self._say(f'{attempts.CAUSES[outcome.cause]}{f" ({outcome.detail})" * bool(outcome.detail)}')
         return outcome
+
+    def _preflight(self, folder: Path, attempt: Attempt) -> Outcome:
+        """See whether the nodes are fit, before anything is trained."""
+        level = self.environ.get(environment.PREFLIGHT, 'none')
+        if level == 'none':
+            return Outcome(0, 'done')
+        outcome = self._start(['-m', 'diffusion.preflight', level, *self.command[1:]], folder, attempt)
+        if self.told:
+            return Outcome(PREEMPTED, 'preempted')
+        if outcome.status == PREEMPTED:
+            time.sleep(GRACE_SECONDS)  # the node that is at fault says so first
+        return replace(outcome, detail=f'preflight: {outcome.detail}')
+
+    def _start(self, command: Sequence[str], folder: Path, attempt: Attempt) -> Outcome:
+        """Start a program on all GPUs, and wait for its end."""
+        workers = Workers(self.place, command, {**self.environ, reports.FOLDER: str(folder)}, folder)
+        try:
+            return self._watch(workers, attempt)
+        finally:
+            workers.kill()
+            self._take_beats(workers, attempt)
 
     def _watch(self, workers: 'Workers', attempt: Attempt) -> Outcome:
         """Wait for the end of the processes, or bring it about."""
@@ -187,6 +203,7 @@ class Node:
                 problem = watchdog.look(reports.last_beats(workers.folder), time.time())
                 if problem is not None:
                     workers.write_stacks()
+                    self._keep_stacks(workers)
                     return Outcome(PREEMPTED, 'hang', problem)
             if now - noted > NOTE_EVERY_SECONDS:
                 noted = now
@@ -203,9 +220,9 @@ class Node:
             attempt.first, attempt.first_at = first.first, first.first_at
             attempt.last, attempt.last_at = first.batch, first.at
 
-    def _keep_stacks(self, workers: 'Workers', number: int) -> None:
+    def _keep_stacks(self, workers: 'Workers') -> None:
         found = reports.stacks(workers.folder)
-        path = self.run_dir / f'stacks-{number}-node{self.place.rank}.txt'
+        path = self.run_dir / f'stacks-{time.strftime("%Y%m%d-%H%M%S")}-node{self.place.rank}.txt'
         with contextlib.suppress(OSError):
             write_whole(path, ''.join(f'--- rank {rank}\n{text}\n' for rank, text in found.items()))
             self._say(f'the stacks of {len(found)} of {self.place.processes} ranks are in {path}')

@@ -1,6 +1,7 @@
 """Jobs of two nodes of two processes on this machine: whatever is done to them, they end with the same weights."""
 
 import contextlib
+import json
 import os
 import random
 import signal
@@ -90,7 +91,9 @@ class Launched:
 def write_job(tmp_path: Path, tiny_recipe) -> Callable[..., tuple[Path, Path, Path]]:
     """Writes a job of the tiny recipe, 24 batches with a checkpoint every 4: its spec, its recipe, its run."""
 
-    def write(name: str, *, hang_seconds: int | None = None, **sections) -> tuple[Path, Path, Path]:
+    def write(
+        name: str, *, hang_seconds: int | None = None, preflight: str = 'none', **sections
+    ) -> tuple[Path, Path, Path]:
         content = tiny_recipe(tmp_path / 'runs', name=name, algorithms={'ema': {'smoothing': 0.9}}) | sections
         content['trainer'] = content['trainer'] | {'max_duration': '24ba', 'save_interval': '4ba'}
         recipe, spec = tmp_path / f'{name}.yaml', tmp_path / f'{name}-job.yaml'
@@ -105,6 +108,7 @@ def write_job(tmp_path: Path, tiny_recipe) -> Callable[..., tuple[Path, Path, Pa
             'gpus_per_node': 2,
             'master_port': free_port(),
             'restart': {'max_restarts': 30},
+            'preflight': preflight,
             'schedule': {'notice_seconds': 40},
         }
         spec.write_text(yaml.safe_dump(job | ({} if hang_seconds is None else {'hang_seconds': hang_seconds})))
@@ -235,7 +239,7 @@ def test_a_rank_that_hangs_leaves_stacks_and_the_job_goes_on(launch, trouble):
     assert job.wait() == 0, job.log.read_text()
     first, second = attempts.read(job.run)
     assert (first.status, first.cause, second.status) == (PREEMPTED, 'hang', 0)
-    found = ''.join(path.read_text() for path in job.run.glob('stacks-0-node*.txt'))
+    found = ''.join(path.read_text() for path in job.run.glob('stacks-*-node*.txt'))
     assert found.count('--- rank') >= 2
     assert 'loader.py' in found or 'distributed' in found or 'trainer.py' in found
 
@@ -255,3 +259,14 @@ def test_as_the_first_process_of_a_container(write_job, server):
     assert job.wait() == PREEMPTED, job.log.read_text()
     assert not job.ranks()
     assert attempts.read(job.run)[-1].cause == 'preempted'
+
+
+def test_a_preflight_comes_first(launch):
+    job = launch('checked', preflight='fast')
+    assert job.wait() == 0, job.log.read_text()
+    report = json.loads((job.run / 'preflight.json').read_text())
+    assert report['status'] == 0
+    assert {'shared memory', 'disk', 'checkpoints', 'data', 'all-reduce'} <= {
+        each['check'] for each in report['findings']
+    }
+    assert 'ok   all-reduce' in job.log.read_text()

@@ -24,6 +24,15 @@ OFFLINE := HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 DO_NOT_TRACK=1
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' Makefile
 
+# $(call install,PYTHON,FOLDER,ARGUMENTS): a new environment, and what pip installs into it.
+define install
+if [ -n '$(UV)' ]; then \
+  '$(UV)' venv --quiet --python $(1) $(2) && '$(UV)' pip install --quiet --python $(2)/bin/python $(3); \
+else \
+  $(1) -m venv $(2) && $(2)/bin/python -m pip install -qq --disable-pip-version-check $(3); \
+fi
+endef
+
 # A pyenv shim can stand on PATH with no interpreter behind it, so run each candidate instead of looking for it.
 .venv/installed: pyproject.toml constraints.txt
 	@python=; \
@@ -38,13 +47,14 @@ help: ## list the targets
 	fi; \
 	echo "installing into .venv with $$($$python --version) and $(if $(UV),uv,pip): 6 GB, 1 to 10 minutes"; \
 	rm -rf .venv; \
-	if [ -n '$(UV)' ]; then \
-	  '$(UV)' venv --quiet --python "$$($$python -c 'import sys; print(sys.executable)')" .venv && \
-	  '$(UV)' pip install --quiet --python $(BIN)/python -c constraints.txt -e '.[$(EXTRAS)]'; \
-	else \
-	  $$python -m venv .venv && \
-	  $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'; \
-	fi
+	$(call install,"$$($$python -c 'import sys; print(sys.executable)')",.venv,-c constraints.txt -e '.[$(EXTRAS)]')
+	@touch $@
+
+# SkyPilot and Composer want other versions of the same packages. Only the tests ask it: what it thinks of our jobs.
+.venv-skypilot/installed: tests/launch/skypilot-requirements.txt | .venv/installed
+	@echo 'installing SkyPilot, which the tests ask, into .venv-skypilot: 0.5 GB, 1 minute'
+	@rm -rf .venv-skypilot
+	@$(call install,$(BIN)/python,.venv-skypilot,-r $<)
 	@touch $@
 
 .PHONY: quickstart
@@ -84,7 +94,7 @@ $(RUN)/export/model_index.json: | $(RUN)/trained
 	@$(OFFLINE) $(BIN)/diffusion export $(RUN)/latest --out $(RUN)/export
 
 .PHONY: test
-test: .venv/installed ## run all tests on CPU, without network
+test: .venv/installed .venv-skypilot/installed ## run all tests on CPU, without network
 	@echo 'running the tests on CPU'
 	@$(OFFLINE) CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest $(PYTEST_ARGS)
 
@@ -92,6 +102,7 @@ test: .venv/installed ## run all tests on CPU, without network
 lint: .venv/installed ## check style, formatting and types
 	@echo 'ruff check'; $(BIN)/ruff check $(CODE)
 	@echo 'ruff format --check'; $(BIN)/ruff format --check $(CODE)
+	@echo 'hadolint'; $(BIN)/hadolint docker/Dockerfile
 	@echo 'pyright (1 minute)'; $(BIN)/pyright --pythonpath $(BIN)/python
 
 .PHONY: format
@@ -101,5 +112,5 @@ format: .venv/installed ## format the code and mend what ruff can mend
 
 .PHONY: clean
 clean: ## remove .venv, caches and builds; data/ and runs/ stay
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-skypilot build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +

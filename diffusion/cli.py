@@ -9,7 +9,10 @@ from typing import Any
 import diffusion
 from diffusion.schema import nearest
 
-COMMANDS = ('check', 'plan', 'profile', 'prepare', 'data', 'generate', 'export', 'launch', 'status', 'logs', 'cancel')
+COMMANDS = (
+    *('check', 'plan', 'profile', 'prepare', 'data', 'generate', 'export'),
+    *('launch', 'preflight', 'status', 'logs', 'cancel'),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -155,6 +158,7 @@ def _add_launch(commands: Any) -> None:
     from diffusion.launch import cli
 
     cli.add_launch(commands.add_parser('launch', help='submit jobs to Slurm, Kubernetes and others, or run them here'))
+    cli.add_preflight(commands.add_parser('preflight', help='whether machines are fit to train on'))
     cli.add_job(commands.add_parser('status', help='what a scheduler says of a job'), 'status')
     cli.add_job(commands.add_parser('logs', help='what a job wrote last'), 'logs')
     cli.add_job(commands.add_parser('cancel', help='stop a job'), 'cancel')

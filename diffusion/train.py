@@ -1,5 +1,6 @@
 """`task: train`: a recipe to a Composer Trainer, and its run."""
 
+import contextlib
 import logging
 import os
 import sys
@@ -28,6 +29,7 @@ from diffusion.data.failures import DataError
 from diffusion.data.latents import LatentsDataset
 from diffusion.data.loader import BucketedLoader, as_spec
 from diffusion.files import write_whole
+from diffusion.launch import run_lock
 from diffusion.loggers.console_lines import ConsoleLines
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.parallelism import parallelism_config, settle_buckets
@@ -52,7 +54,19 @@ class RecipeKeeper(Callback):
 
 
 def train(recipe: Recipe) -> Trainer:
-    """Run a recipe to its max_duration, from its newest whole checkpoint where `autoresume` finds one."""
+    """Run a recipe to its max_duration, from its newest whole checkpoint where `autoresume` finds one.
+
+    Raises:
+        ValueError: The recipe cannot be run, or another job trains into its folder.
+        DataError: Data could not be had, or too much of it is bad.
+        Preempted: It was told to stop, and has saved.
+    """
+    first = os.environ.get('RANK', '0') == '0' and run_lock.HELD not in os.environ
+    with run_lock.held(recipe.run_dir) if first else contextlib.nullcontext():
+        return _train(recipe)
+
+
+def _train(recipe: Recipe) -> Trainer:
     trainer = build_trainer(recipe)
     if _is_done(trainer.state):
         log.info('%s: done already, at %s', recipe.run_dir, trainer.state.max_duration)

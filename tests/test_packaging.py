@@ -1,6 +1,7 @@
 """What an installation gets: bounds, pins, declared imports, package data, image and CI."""
 
 import ast
+import json
 import os
 import re
 import shutil
@@ -9,6 +10,7 @@ import sys
 import zipfile
 from collections.abc import Iterator
 from importlib.metadata import packages_distributions
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -89,10 +91,20 @@ def test_wheel_holds_every_file_of_the_package(tmp_path: Path):
 def test_image_is_built_from_the_constraints_and_runs_as_nobody_special():
     dockerfile = (ROOT / 'docker' / 'Dockerfile').read_text()
     last = dict(re.findall(r'^([A-Z]+) (.*)$', dockerfile, re.MULTILINE))
-    assert re.fullmatch(r'nvidia/cuda:12\.6\.\d+-base-ubuntu22\.04', last['FROM'])
+    assert re.search(r'^FROM nvidia/cuda:12\.6\.\d+-base-ubuntu22\.04 AS base$', dockerfile, re.MULTILINE)
+    assert last['FROM'] == '${FABRIC}' and 'ARG FABRIC=infiniband' in dockerfile
+    assert 'FROM base AS infiniband' in dockerfile and 'FROM base AS efa' in dockerfile
     assert '--constraint constraints.txt' in dockerfile
     assert last['USER'] == '${USER_ID}' and 'ARG USER_ID=1000' in dockerfile
-    assert last['ENTRYPOINT'].startswith('["/usr/bin/tini"')
+
+
+def test_image_runs_the_node_entry_point_under_an_init_and_has_a_health_check():
+    dockerfile = (ROOT / 'docker' / 'Dockerfile').read_text()
+    assert 'ENTRYPOINT ["/usr/bin/tini", "--"]' in dockerfile
+    health, command = (json.loads(words) for words in re.findall(r'CMD (\[.*\])$', dockerfile, re.MULTILINE))
+    assert health == ['python', '-m', 'diffusion.launch.health'] and 'HEALTHCHECK' in dockerfile
+    assert command == ['python', '-m', 'diffusion.launch.node']
+    assert all(find_spec(words[-1]) for words in (health, command))
 
 
 def test_ci_lints_and_tests():

@@ -1,7 +1,10 @@
 """How the GPUs of a run are: of each figure the worst of all ranks, and whose it is."""
 
+import logging
+import math
+import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,22 +14,28 @@ from composer.utils import dist
 
 from diffusion.preflight.gpus import load_nvml
 
-WORST: dict[str, str] = {
-    'utilisation': 'min',
-    'memory_share': 'max',
-    'temperature': 'max',
-    'clock_share': 'min',
-    'throttled': 'max',
-    'ecc_errors': 'max',
-    'remapped_rows': 'max',
+log = logging.getLogger(__name__)
+
+WORST: dict[str, Callable[..., tuple[float, int]]] = {
+    'gpu_utilization': min,
+    'gpu_memory_used': max,
+    'gpu_temperature': max,
+    'gpu_clock': min,
+    'gpu_throttled': max,
+    'gpu_ecc_errors': max,
+    'gpu_remapped_rows': max,
+    'gpu_xid_errors': max,
 }
-"""Figures by name, and which end of them is bad."""
+"""Figures by name, and which end of each is bad. Utilization, memory in use and the clock are shares of what there is;
+the temperature is in degrees Celsius; throttled is 1 where heat or power slows the GPU down; errors and rows count."""
+FAULTS = ('gpu_ecc_errors', 'gpu_remapped_rows', 'gpu_xid_errors')
+"""Figures that should stay as they are."""
 
 
 class NodeHealth(Callback):
     """Logs `health/NAME`, the worst of all ranks, and `health/NAME_rank`, the rank it is of, every so many batches.
 
-    NVML is asked in a thread: some of its answers take a tenth of a second.
+    NVML is asked in a thread: some of its answers take a tenth of a second. A rank whose count of faults grows warns.
 
     Args:
         every: Batches between two.
@@ -34,21 +43,28 @@ class NodeHealth(Callback):
     """
 
     def __init__(self, every: int = 100, seconds: float = 5.0) -> None:
+        if every < 1 or seconds <= 0:
+            raise ValueError(f'node_health: every={every} and seconds={seconds} must be positive')
         self.every, self.seconds = every, seconds
-        self.latest: dict[str, float] = {}
-        self._nvml: Any = None
+        self._latest: dict[str, float] = {}
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        self._nvml = load_nvml() if torch.cuda.is_available() else None
-        if self._nvml is not None:
-            self._thread = threading.Thread(target=self._ask, args=(torch.cuda.current_device(),), daemon=True)
-            self._thread.start()
+        if not torch.cuda.is_available() or self._thread is not None:
+            return
+        uuid = f'GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}'
+        nvml = load_nvml()
+        if nvml is None:
+            log.warning('node_health: NVML does not answer; nothing is known of this GPU')
+            return
+        self._done.clear()
+        self._thread = threading.Thread(target=self._ask, args=(nvml, uuid), daemon=True)
+        self._thread.start()
 
     def batch_end(self, state: State, logger: Logger) -> None:
         if state.timestamp.batch.value % self.every == 0:
-            figures = worst_of_all(self.latest)
+            figures = worst_of_all(self._latest, state)
             if figures:
                 logger.log_metrics(figures)
 
@@ -58,50 +74,100 @@ class NodeHealth(Callback):
             self._thread.join(timeout=self.seconds)
             self._thread = None
 
-    def _ask(self, device: int) -> None:
-        # Not by index: CUDA_VISIBLE_DEVICES renumbers.
-        gpu = self._nvml.nvmlDeviceGetHandleByUUID(f'GPU-{torch.cuda.get_device_properties(device).uuid}')
-        while not self._done.wait(self.seconds):
-            self.latest = figures_of(self._nvml, gpu)
+    def _ask(self, nvml: Any, uuid: str) -> None:
+        try:
+            gpu = nvml.nvmlDeviceGetHandleByUUID(uuid)  # not by index: CUDA_VISIBLE_DEVICES renumbers
+            xids = Xids(nvml, gpu)
+            while not self._done.is_set():
+                self._take(figures_of(nvml, gpu) | xids.wait(self.seconds, self._done))
+        except nvml.NVMLError as error:
+            log.warning('node_health: %s: %s: %s; it is not asked again', socket.gethostname(), uuid, error)
+            self._latest = {}
+
+    def _take(self, figures: dict[str, float]) -> None:
+        before, self._latest = self._latest, figures
+        for name in FAULTS:
+            if name in before and name in figures and figures[name] > before[name]:
+                host, rank = socket.gethostname(), dist.get_global_rank()
+                log.warning('%s rank %d: %s went from %.0f to %.0f', host, rank, name, before[name], figures[name])
+
+
+class Xids:
+    """Counts a GPU's critical errors, as the driver tells of them.
+
+    Args:
+        nvml: The module pynvml, or what behaves like it.
+        gpu: Its handle.
+    """
+
+    def __init__(self, nvml: Any, gpu: Any) -> None:
+        self._nvml, self._events, self._count = nvml, nvml.nvmlEventSetCreate(), 0
+        try:
+            nvml.nvmlDeviceRegisterEvents(gpu, nvml.nvmlEventTypeXidCriticalError, self._events)
+        except nvml.NVMLError:  # not supported, or not allowed in this container
+            self._events = None
+
+    def wait(self, seconds: float, done: threading.Event) -> dict[str, float]:
+        """Listen for so long, or until it is done."""
+        if self._events is None:
+            done.wait(seconds)
+            return {}
+        try:
+            event = self._nvml.nvmlEventSetWait_v2(self._events, 0)
+            self._count += 1
+            log.warning(
+                '%s: Xid %d on the GPU of rank %d', socket.gethostname(), event.eventData, dist.get_global_rank()
+            )
+        except self._nvml.NVMLError_Timeout:
+            done.wait(seconds)
+        return {'gpu_xid_errors': float(self._count)}
 
 
 def figures_of(nvml: Any, gpu: Any) -> dict[str, float]:
     """What NVML says of a GPU; what it does not support is left out."""
+
+    def throttled() -> bool:
+        slowed = nvml.nvmlClocksThrottleReasonHwSlowdown | nvml.nvmlClocksThrottleReasonSwThermalSlowdown
+        return bool(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu) & slowed)
+
+    def memory_used() -> float:
+        memory = nvml.nvmlDeviceGetMemoryInfo(gpu)
+        return memory.used / memory.total
+
+    def clock() -> float:
+        kind = nvml.NVML_CLOCK_SM
+        return nvml.nvmlDeviceGetClockInfo(gpu, kind) / nvml.nvmlDeviceGetMaxClockInfo(gpu, kind)
+
+    def ecc_errors() -> int:
+        kind, since = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+        return nvml.nvmlDeviceGetTotalEccErrors(gpu, kind, since)
+
     questions = {
-        'utilisation': lambda: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,
-        'memory_share': lambda: (memory := nvml.nvmlDeviceGetMemoryInfo(gpu)).used / memory.total,
-        'temperature': lambda: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
-        'clock_share': lambda: (
-            nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM)
-            / nvml.nvmlDeviceGetMaxClockInfo(gpu, nvml.NVML_CLOCK_SM)
-        ),
-        'throttled': lambda: float(
-            bool(
-                nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu)
-                & (nvml.nvmlClocksThrottleReasonHwSlowdown | nvml.nvmlClocksThrottleReasonSwThermalSlowdown)
-            )
-        ),
-        'ecc_errors': lambda: nvml.nvmlDeviceGetTotalEccErrors(
-            gpu, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
-        ),
-        'remapped_rows': lambda: sum(nvml.nvmlDeviceGetRemappedRows(gpu)[:2]),
+        'gpu_utilization': lambda: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,
+        'gpu_memory_used': memory_used,
+        'gpu_temperature': lambda: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
+        'gpu_clock': clock,
+        'gpu_throttled': throttled,
+        'gpu_ecc_errors': ecc_errors,
+        'gpu_remapped_rows': lambda: sum(nvml.nvmlDeviceGetRemappedRows(gpu)[:2]),
     }
     found = {}
     for name, question in questions.items():
         try:
             found[name] = float(question())
-        except nvml.NVMLError:
+        except nvml.NVMLError_NotSupported:
             continue
     return found
 
 
-def worst_of_all(own: Mapping[str, float]) -> dict[str, float]:
-    """Of each figure that any rank has, the worst and its rank."""
+def worst_of_all(own: Mapping[str, float], state: State) -> dict[str, float]:
+    """Of each figure that any rank has, the worst and its rank; all ranks must ask together."""
+    mine = torch.tensor([own.get(name, math.nan) for name in WORST], dtype=torch.float64)
+    everyone = [each.tolist() for each in dist.all_gather(state.device.tensor_to_device(mine))]
     found: dict[str, float] = {}
-    everyone = dist.all_gather_object(dict(own))
-    for name, end in WORST.items():
-        given = [(figures[name], rank) for rank, figures in enumerate(everyone) if name in figures]
+    for column, (name, worse) in enumerate(WORST.items()):
+        given = [(row[column], rank) for rank, row in enumerate(everyone) if not math.isnan(row[column])]
         if given:
-            value, rank = (min if end == 'min' else max)(given, key=lambda pair: pair[0])
+            value, rank = worse(given, key=lambda pair: pair[0])
             found |= {f'health/{name}': value, f'health/{name}_rank': float(rank)}
     return found

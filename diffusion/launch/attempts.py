@@ -54,6 +54,11 @@ class Attempt:
     detail: str = ''
 
 
+def describe(cause: str, detail: str) -> str:
+    """Why an attempt ended, in words."""
+    return CAUSES.get(cause, cause) + (f' ({detail})' if detail else '')
+
+
 def append(run: Path, event: str, attempt: Attempt) -> None:
     """Add a line, in one write, so that a kill leaves no half of it but at the very end of the file."""
     run.mkdir(parents=True, exist_ok=True)
@@ -177,7 +182,7 @@ def report(run: Path) -> str:
         batches = 'no batch' if attempt.first is None else f'batches {attempt.first} to {attempt.last}'
         status = '' if attempt.status is None else f', exit status {attempt.status}'
         begin = time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(attempt.begin))
-        why = CAUSES.get(attempt.cause, attempt.cause) + (f' ({attempt.detail})' if attempt.detail else '')
+        why = describe(attempt.cause, attempt.detail)
         took = _span(attempt.end - attempt.begin)
         lines.append(f'  {attempt.number:3d}  {begin}  {took:>8}  {batches}; {why}{status}')
     parts = {

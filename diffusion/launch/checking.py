@@ -98,6 +98,8 @@ def _problems(spec: JobSpec) -> list[Problem]:
     ):
         if isinstance(value, int) and value < 1:
             gather.problem(where, f'{value} is not positive')
+    if spec.price_usd_per_gpu_hour is not None and spec.price_usd_per_gpu_hour < 0:
+        gather.problem('price_usd_per_gpu_hour', f'{spec.price_usd_per_gpu_hour} is negative')
     if spec.restart.max_restarts < 0:
         gather.problem('restart.max_restarts', f'{spec.restart.max_restarts} is negative; 0 never starts again')
     for code in spec.restart.on_exit:

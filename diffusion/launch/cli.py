@@ -1,7 +1,8 @@
-"""`diffusion launch`, `status`, `logs` and `cancel`."""
+"""`diffusion launch`, `preflight`, `status`, `logs` and `cancel`."""
 
 import argparse
 import importlib
+import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,6 +36,37 @@ def add_job(parser: argparse.ArgumentParser, action: str) -> None:
     parser.add_argument('spec', metavar='SPEC', help=_ASKED[action])
     parser.add_argument('overrides', nargs='*', metavar='KEY=VALUE', help='as they were given to launch')
     parser.set_defaults(run=ask, action=action)
+
+
+def add_preflight(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `diffusion preflight`."""
+    parser.add_argument('recipe', help='a YAML file: its streams and its folder of checkpoints are tried')
+    parser.add_argument('overrides', nargs='*', metavar='KEY=VALUE', help='as for run.py')
+    parser.add_argument('--deep', action='store_true', help='minutes instead of seconds: heat, and links between nodes')
+    parser.add_argument(
+        '--gpu', metavar='KIND', help='that must be there, such as h100-sxm (default: whatever there is)'
+    )
+    parser.add_argument('--processes', type=int, metavar='N', help='of a node (default: one a GPU)')
+    parser.set_defaults(run=preflight)
+
+
+def preflight(args: argparse.Namespace) -> int:
+    """Check this machine; under `srun`, with one task a node, all of them together.
+
+    Raises:
+        ValueError: The recipe or the kind of GPU is wrong, or a scheduler's variables contradict each other.
+    """
+    from diffusion.launch import environment, node
+    from diffusion.launch.place import count_gpus
+    from diffusion.planning.gpus import find_gpu, load_gpus
+
+    kind = 'any' if count_gpus() else 'none'
+    if args.gpu is not None:
+        kind = find_gpu(args.gpu, load_gpus()).name
+    said = {environment.PREFLIGHT: 'deep' if args.deep else 'fast', environment.GPU: kind}
+    if args.processes is not None:
+        said[environment.PROCESSES_PER_NODE] = str(args.processes)
+    return node.preflight([args.recipe, *args.overrides], os.environ | said)
 
 
 def launch(args: argparse.Namespace) -> int:

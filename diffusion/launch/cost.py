@@ -1,5 +1,6 @@
 """What jobs will cost, by the planner; a launch goes on without an answer, and says why there is none."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ class Estimate:
 
     cost: Cost
     """With saves and failures."""
+    price_usd_per_gpu_hour: float | None
     warnings: tuple[str, ...]
 
 
@@ -24,10 +26,13 @@ def estimate(job: Job, gpu: GPU | None) -> Estimate | str:
         return 'runs on CPUs'
     try:
         phases = load_phases([job.recipe], job.overrides)
-        plan = make_plan(phases, Assumptions(gpu=gpu, gpus=job.world_size), gpus=load_gpus())
+        given = Assumptions(gpu=gpu, gpus=job.world_size, price=job.spec.price_usd_per_gpu_hour)
+        plan = make_plan(phases, given, gpus=load_gpus())
     except ValueError as error:
         return str(error).splitlines()[-1].strip()
-    return Estimate(plan.expected, plan.warnings)
+    # The plan speaks of its own options.
+    warnings = tuple(re.sub(r'give --price.*', 'set price_usd_per_gpu_hour', warning) for warning in plan.warnings)
+    return Estimate(plan.expected, given.price_usd_per_hour, warnings)
 
 
 def table(jobs: Sequence[Job], gpu: GPU | None) -> tuple[list[str], list[str]]:
@@ -48,6 +53,8 @@ def table(jobs: Sequence[Job], gpu: GPU | None) -> tuple[list[str], list[str]]:
         rows.append(['in all', '', '', '', *_cells(sum(known[1:], known[0]))])
     widths = [max(len(row[column]) for row in rows if row[4] != 'no cost' or column < 4) for column in range(7)]
     lines = ['  '.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    prices = {each.price_usd_per_gpu_hour for each in estimates if isinstance(each, Estimate)} - {None}
+    lines += [f'at ${price:,.2f} a GPU-hour, with the time of saves and failures' for price in prices]
     return lines, warnings
 
 

@@ -4,6 +4,9 @@ Every node of every job runs `python -m diffusion.launch.node -- run.py RECIPE [
 not rendered, such as the rank of a node, comes from the scheduler's own variables; SCHEDULER says whose.
 """
 
+import socket
+from collections.abc import Mapping
+
 SCHEDULER = 'DIFFUSION_SCHEDULER'
 """Whose variables say the rank of a node and the first node's address: local, slurm, jobset, sagemaker, skypilot or
 mosaicml. Unset, the node entry point looks at what there is."""
@@ -18,10 +21,14 @@ PROCESSES_PER_NODE = 'DIFFUSION_PROCESSES_PER_NODE'
 """How many processes a node runs, one a GPU."""
 
 GPU = 'DIFFUSION_GPU'
-"""The kind of the GPUs as in planning/gpus.yaml, such as a100-80gb, which preflight compares; `none` for a CPU."""
+"""The kind of the GPUs as in planning/gpus.yaml, such as a100-80gb, which preflight compares; `any` for whatever there
+is, `none` for a CPU."""
 
 NODE_RANK = 'DIFFUSION_NODE_RANK'
 """This node's rank, where no scheduler says it (local)."""
+
+MACHINE = 'DIFFUSION_MACHINE'
+"""The machine's name for who runs the cluster, where a node's host name is another (jobset: pods have their own)."""
 
 MASTER_ADDR = 'DIFFUSION_MASTER_ADDR'
 """The address of the first node, where no scheduler says it (local, jobset)."""
@@ -59,3 +66,8 @@ HANG_SECONDS = 'DIFFUSION_HANG_SECONDS'
 SECRETS = 'DIFFUSION_SECRETS'
 """`NAME=secret-id,NAME=secret-id`: of AWS Secrets Manager, for `diffusion.launch.secrets.fetch` to put in the
 environment of the workers (sagemaker, which has no secrets of its own)."""
+
+
+def machine_name(environ: Mapping[str, str]) -> str:
+    """What those who run a cluster call this machine."""
+    return environ.get(MACHINE) or environ.get('SLURMD_NODENAME') or socket.gethostname()

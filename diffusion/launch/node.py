@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,10 +20,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
-from diffusion.config import load
+from diffusion.config import Recipe, load
 from diffusion.exits import BAD_HARDWARE, CONFIG_ERROR, FAILED, PREEMPTED
 from diffusion.files import write_whole
-from diffusion.launch import attempts, environment, reports
+from diffusion.launch import attempts, environment, health, reports, run_lock
 from diffusion.launch.attempts import Attempt
 from diffusion.launch.place import Place, find_place, rank_environment
 from diffusion.launch.secrets import fetch
@@ -63,12 +62,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         place = find_place(environ)
         settings = Settings.of(environ)
-        run = load(words[2], words[3:]).run_dir
+        recipe = load(words[2], words[3:])
         environ |= fetch(environ)
     except ValueError as error:
         print(f'error: {error}', file=sys.stderr)
         return _leave(CONFIG_ERROR, environ)
-    return _leave(Node(place, settings, words[1:], run, environ).run(), environ)
+    return _leave(Node(place, settings, words[1:], recipe, environ).run(), environ)
+
+
+def preflight(recipe_words: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Check this node, and all others of a job that do the same now, without training; the exit status.
+
+    Args:
+        recipe_words: The recipe and its overrides.
+        environ: As a back end makes it: level, kind of GPU, number of processes.
+
+    Raises:
+        ValueError: The recipe is wrong, or the environment contradicts itself.
+    """
+    place, recipe = find_place(environ), load(recipe_words[0], recipe_words[1:])
+    return Node(place, Settings.of(environ), ['run.py', *recipe_words], recipe, environ).check()
 
 
 @dataclass(frozen=True)
@@ -113,15 +126,17 @@ class Node:
         place: Where it stands.
         settings: What follows an ending.
         command: run.py, the recipe and its overrides.
-        run: The folder of checkpoints, where the first node keeps account.
+        recipe: What they say. Of a training, the first node has the lock of the run's folder, and keeps account there.
         environ: For the processes.
     """
 
     def __init__(
-        self, place: Place, settings: Settings, command: Sequence[str], run: Path, environ: Mapping[str, str]
+        self, place: Place, settings: Settings, command: Sequence[str], recipe: Recipe, environ: Mapping[str, str]
     ) -> None:
-        self.place, self.settings, self.command, self.run_dir = place, settings, list(command), run
-        self.environ = environ
+        self.place, self.settings, self.command, self.run_dir = place, settings, list(command), recipe.run_dir
+        self.trains = recipe.task == 'train'
+        self.keeps = self.trains and place.rank == 0
+        self.environ = {**environ, run_lock.HELD: '1'} if self.trains else environ
         self.told = False
         """Whether this node was told to stop."""
 
@@ -129,6 +144,27 @@ class Node:
         """Start the processes, again if that is this node's part; the exit status."""
         for number in STOPPING:
             signal.signal(number, self._note)
+        if not self.keeps:
+            return self._attempts()
+        try:
+            with run_lock.held(self.run_dir, self.environ, stopped=self._stops_waiting):
+                return self._attempts()
+        except run_lock.Taken as error:
+            self._say(str(error))
+            return PREEMPTED if self.told else CONFIG_ERROR
+
+    def check(self) -> int:
+        """Only see whether the nodes are fit; the exit status."""
+        self.keeps = False
+        for number in STOPPING:
+            signal.signal(number, self._note)
+        with tempfile.TemporaryDirectory(prefix='diffusion-node-') as folder:
+            outcome = self._preflight(Path(folder), Attempt(0, time.time()))
+        if outcome.status:
+            self._say(attempts.describe(outcome.cause, outcome.detail))
+        return outcome.status
+
+    def _attempts(self) -> int:
         while True:
             earlier = self._earlier()
             problem = attempts.hopeless(earlier, self.settings.max_restarts)
@@ -140,10 +176,14 @@ class Node:
             if outcome.status == 0 or self.told or not again:
                 return outcome.status
 
+    def _stops_waiting(self) -> bool:
+        health.say_alive()
+        return self.told
+
     def _earlier(self) -> list[Attempt]:
         """The attempts before; the first node alone looks, since it adds to them."""
         with contextlib.suppress(ValueError):
-            return attempts.read(self.run_dir) if self.place.rank == 0 else []
+            return attempts.read(self.run_dir) if self.keeps else []
         return []
 
     def _attempt(self, number: int) -> Outcome:
@@ -157,7 +197,7 @@ class Node:
         attempt.cause, attempt.detail = outcome.cause, outcome.detail
         self._account('end', attempt)
         if outcome.status:
-            self._say(f'{attempts.CAUSES[outcome.cause]}{f" ({outcome.detail})" * bool(outcome.detail)}')
+            self._say(attempts.describe(outcome.cause, outcome.detail))
         return outcome
 
     def _preflight(self, folder: Path, attempt: Attempt) -> Outcome:
@@ -170,7 +210,7 @@ class Node:
             return Outcome(PREEMPTED, 'preempted')
         if outcome.status == PREEMPTED:
             time.sleep(GRACE_SECONDS)  # the node that is at fault says so first
-        return replace(outcome, detail=f'preflight: {outcome.detail}')
+        return replace(outcome, detail=f'preflight: {outcome.detail or "see its table"}')
 
     def _start(self, command: Sequence[str], folder: Path, attempt: Attempt) -> Outcome:
         """Start a program on all GPUs, and wait for its end."""
@@ -183,7 +223,7 @@ class Node:
 
     def _watch(self, workers: 'Workers', attempt: Attempt) -> Outcome:
         """Wait for the end of the processes, or bring it about."""
-        watchdog = Watchdog(attempt.begin, self.settings.patience_seconds)
+        watchdog = Watchdog(time.time(), self.settings.patience_seconds)
         looked, noted = 0.0, time.monotonic()
         deadline, handed_on = float('inf'), False
         while not workers.ended():
@@ -200,7 +240,8 @@ class Node:
                 return workers.outcome(told=self.told, late=True)
             if now - looked > LOOK_EVERY_SECONDS:
                 looked = now
-                problem = watchdog.look(reports.last_beats(workers.folder), time.time())
+                health.say_alive()
+                problem = watchdog.look(reports.last_beats(workers.folder), time.time()) if self.trains else None
                 if problem is not None:
                     workers.write_stacks()
                     self._keep_stacks(workers)
@@ -228,7 +269,7 @@ class Node:
             self._say(f'the stacks of {len(found)} of {self.place.processes} ranks are in {path}')
 
     def _account(self, event: str, attempt: Attempt) -> None:
-        if self.place.rank:
+        if not self.keeps:
             return
         try:
             attempts.append(self.run_dir, event, attempt)
@@ -351,11 +392,12 @@ def _number(environ: Mapping[str, str], name: str, default: float) -> float:
 
 def _leave(status: int, environ: Mapping[str, str]) -> int:
     """Say to the other nodes how this one ended."""
+    health.forget()
     path = environ.get(environment.EXIT_FILE)
     if path is not None:
         try:
             with open(path, 'a', encoding='utf-8') as file:
-                file.write(f'{status} {socket.gethostname()}\n')
+                file.write(f'{status} {environment.machine_name(environ)}\n')
         except OSError as error:
             print(f'{path}: cannot be written ({error})', file=sys.stderr)
     return status

@@ -122,7 +122,17 @@ def _optional(environ: Mapping[str, str], variable: str) -> int | None:
 
 
 def _local(environ: Mapping[str, str], resources: Path) -> _Said:
-    return _Said(_whole(environment.NODE_RANK, environ.get(environment.NODE_RANK, '0')))
+    """What the job spec says, or else this machine alone, with all its GPUs."""
+    return _Said(
+        _whole(environment.NODE_RANK, environ.get(environment.NODE_RANK, '0')),
+        None if environment.NODES in environ else 1,
+        None if environment.PROCESSES_PER_NODE in environ else max(1, count_gpus()),
+    )
+
+
+def count_gpus(devices: Path = Path('/dev')) -> int:
+    """GPUs that a process of this machine, or of this container, can open."""
+    return sum(1 for path in devices.glob('nvidia[0-9]*'))
 
 
 def _slurm(environ: Mapping[str, str], resources: Path) -> _Said:

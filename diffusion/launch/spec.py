@@ -85,6 +85,8 @@ class JobSpec:
     """The kind of GPU, as in `diffusion plan --gpu`; null runs on CPUs."""
     gpus_per_node: int = 8
     """How many GPUs of a machine the job takes, each with a process of its own; without GPUs, how many processes."""
+    price_usd_per_gpu_hour: float | None = None
+    """What a GPU costs you an hour; null takes the usual price, as `diffusion plan` does."""
     image: str | None = None
     """The container image; null runs what is installed on the machines."""
     workdir: str | None = None

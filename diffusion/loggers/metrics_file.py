@@ -36,7 +36,7 @@ class MetricsFile(LoggerDestination):
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         if dist.get_global_rank() != 0:
             return
-        numbers = {name: float(value) for name, value in metrics.items() if _is_number(value)}
+        numbers = {name: float(value) for name, value in metrics.items() if is_number(value)}
         if not numbers:
             return
         if self._file is None:
@@ -106,5 +106,6 @@ def _smoothed(values: tuple[float, ...]) -> list[float]:
     return smoothed
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether a metric is one number, or a tensor of one."""
     return isinstance(value, int | float) or (hasattr(value, 'numel') and value.numel() == 1)

@@ -1,8 +1,8 @@
 """What a node can find out by itself: shared memory, disks, the folder of checkpoints, and one real shard."""
 
 import json
+import os
 import shutil
-import socket
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,6 +15,9 @@ from diffusion.data.byte_sizes import bytes_text
 from diffusion.data.fetch import GaveUp, Source
 from diffusion.data.shard_cache import INDEX
 from diffusion.exits import CONFIG_ERROR, FAILED
+from diffusion.launch import environment
+from diffusion.planning.checkpoints import sizes_of
+from diffusion.planning.phase import phase_of
 from diffusion.preflight.findings import Finding
 from diffusion.preflight.gpus import check_gpus
 from diffusion.recipe import Recipe, StreamConfig
@@ -38,7 +41,7 @@ def check_node(recipe: Recipe, *, kind: str, processes: int, nvml: Any | None) -
     found = [*check_gpus(nvml, kind, processes), *shared_memory(processes), *disks(recipe), *checkpoints(recipe)]
     for name, stream in recipe.streams.items():
         found += shard(name, stream)
-    host = socket.gethostname()
+    host = environment.machine_name(os.environ)
     return [replace(finding, where=host) for finding in found]
 
 
@@ -51,17 +54,26 @@ def shared_memory(processes: int) -> Iterator[Finding]:
 
 
 def disks(recipe: Recipe) -> Iterator[Finding]:
-    """Room for temporary files, and for a checkpoint."""
-    for folder, needed in ((Path(tempfile.gettempdir()), SCRATCH_BYTES), (recipe.run_dir, SCRATCH_BYTES)):
+    """Room for temporary files, and for a checkpoint beside the one that it replaces."""
+    folders = {Path(tempfile.gettempdir()): SCRATCH_BYTES, recipe.run_dir: 2 * checkpoint_bytes(recipe)}
+    for folder, needed in folders.items():
         there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         free = shutil.disk_usage(there).free
         way_out = '' if free >= needed else f' of {bytes_text(needed)}; clear it'
         yield Finding('disk', free >= needed, f'{folder}: {bytes_text(free)} free{way_out}')
 
 
+def checkpoint_bytes(recipe: Recipe) -> int:
+    """Of a checkpoint with all averages; of models that the planner does not know, half of SCRATCH_BYTES."""
+    try:
+        return sizes_of(phase_of(recipe)).with_averages
+    except ValueError:
+        return SCRATCH_BYTES // 2
+
+
 def checkpoints(recipe: Recipe) -> Iterator[Finding]:
     """Whether this node can write where checkpoints go."""
-    marker = recipe.run_dir / f'.preflight-{socket.gethostname()}-{uuid4().hex[:8]}'
+    marker = recipe.run_dir / f'.preflight-{environment.machine_name(os.environ)}-{uuid4().hex[:8]}'
     try:
         recipe.run_dir.mkdir(parents=True, exist_ok=True)
         marker.write_text('written by a preflight')
@@ -96,13 +108,17 @@ def first_shard(source: Source, *, aspects: bool) -> str:
         here = Path(folder, 'file')
 
         def fetched(name: str) -> bytes:
-            source.refresh(name, here)
-            return here.read_bytes()
+            try:
+                source.refresh(name, here)
+            except GaveUp as error:
+                raise GaveUp(f'{source.address(name)}: {error}') from error
+            content = here.read_bytes()
+            here.unlink()  # which would do for the next one that cannot be had
+            return content
 
         inside = f'{next(iter(json.loads(fetched(BUCKETS))["buckets"]))}/' if aspects else ''
         entry = json.loads(fetched(f'{inside}{INDEX}'))['shards'][0]
         file = entry.get('zip_data') or entry['raw_data']
-        here.unlink()
         name = f'{inside}{file["basename"]}'
         size = len(fetched(name))
         if size != file['bytes']:

@@ -1,8 +1,8 @@
 """What the driver says of a node's GPUs, through NVML."""
 
-import os
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from diffusion.exits import CONFIG_ERROR
@@ -10,14 +10,24 @@ from diffusion.preflight.findings import Finding
 
 FREE = 0.9
 """Share of a GPU's memory that must be free."""
+LEAVING_SECONDS = 20.0
+"""A process that was killed may hold its memory so long."""
+MENDS = {
+    1: 'a reset of the GPU',
+    2: 'a reboot',
+    3: 'draining its peers',
+    4: 'draining it, and a reset',
+    5: 'a recovery of its IMEX domain',
+    6: 'a reset of its bus',
+    7: 'a reboot of the system',
+}
+"""What nvmlGpuRecoveryAction_t asks for."""
 
 
 def load_nvml() -> Any | None:
     """NVML, started; None where there is none."""
-    try:
-        import pynvml
-    except ImportError:
-        return None
+    import pynvml
+
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
@@ -25,13 +35,14 @@ def load_nvml() -> Any | None:
     return pynvml
 
 
-def check_gpus(nvml: Any, kind: str, count: int) -> Iterator[Finding]:
-    """All checks of a node's GPUs.
+def check_gpus(nvml: Any, kind: str, count: int, *, leaving_seconds: float = LEAVING_SECONDS) -> Iterator[Finding]:
+    """All checks of a node's GPUs, before any process of the job uses one.
 
     Args:
         nvml: The module pynvml, or what behaves like it.
-        kind: As in planning/gpus.yaml, such as h100-sxm; `none` is a CPU.
+        kind: As in planning/gpus.yaml, such as h100-sxm; `any` for whatever there is, `none` for a CPU.
         count: How many the job uses.
+        leaving_seconds: Left to processes of before to go.
     """
     if kind == 'none':
         return
@@ -40,44 +51,66 @@ def check_gpus(nvml: Any, kind: str, count: int) -> Iterator[Finding]:
         return
     there = int(nvml.nvmlDeviceGetCount())
     yield Finding('gpu count', there >= count, f'{there} of {count}')
+    until = time.monotonic() + leaving_seconds
     for index in range(there):
         try:
-            yield from _check_one(nvml, nvml.nvmlDeviceGetHandleByIndex(index), f'gpu {index}', kind)
+            yield from _check_one(nvml, nvml.nvmlDeviceGetHandleByIndex(index), f'gpu {index}', kind, until)
         except nvml.NVMLError as error:
             # One that has fallen off the bus answers nothing.
             yield Finding('gpu', False, f'gpu {index}: {error}')
 
 
-def _check_one(nvml: Any, gpu: Any, name: str, kind: str) -> Iterator[Finding]:
+def _check_one(nvml: Any, gpu: Any, name: str, kind: str, until: float) -> Iterator[Finding]:
     product = _text(nvml.nvmlDeviceGetName(gpu))
     family = kind.split('-')[0]
-    same = re.sub('[^a-z0-9]', '', family) in re.sub('[^a-z0-9]', '', product.lower())
+    same = kind == 'any' or re.sub('[^a-z0-9]', '', family) in re.sub('[^a-z0-9]', '', product.lower())
     yield Finding('gpu kind', same, f'{name}: {product}' + ('' if same else f', asked for {kind}'), CONFIG_ERROR)
-    memory = nvml.nvmlDeviceGetMemoryInfo(gpu)
-    share = memory.free / memory.total
-    yield Finding('gpu memory', share >= FREE, f'{name}: {share:.0%} of {memory.total / 2**30:.0f} GiB free')
-    foreign = [each.pid for each in nvml.nvmlDeviceGetComputeRunningProcesses(gpu) if each.pid != os.getpid()]
-    yield Finding('gpu processes', not foreign, f'{name}: {", ".join(map(str, foreign)) or "none"} on it')
+    foreign, share, total = _use(nvml, gpu)
+    while (foreign or share < FREE) and time.monotonic() < until:
+        time.sleep(0.5)
+        foreign, share, total = _use(nvml, gpu)
+    # In a container they have the host's numbers, or are not told at all.
+    on_it = f'process {", ".join(map(str, foreign))} is on it; end it' if foreign else 'nobody on it'
+    yield Finding('gpu processes', not foreign, f'{name}: {on_it}')
+    yield Finding('gpu memory', share >= FREE, f'{name}: {share:.0%} of {total / 2**30:.0f} GiB free')
     yield from _check_health(nvml, gpu, name)
 
 
+def _use(nvml: Any, gpu: Any) -> tuple[list[int], float, int]:
+    """The processes on a GPU, the free share of its memory, and all of that in bytes."""
+    memory = nvml.nvmlDeviceGetMemoryInfo(gpu)
+    processes = [each.pid for each in nvml.nvmlDeviceGetComputeRunningProcesses(gpu)]
+    return processes, memory.free / memory.total, memory.total
+
+
 def _check_health(nvml: Any, gpu: Any, name: str) -> Iterator[Finding]:
-    """Memory errors; what a GPU does not have, such as rows to remap before Ampere, it says it does not support."""
-    try:
-        _, _, pending, failed = nvml.nvmlDeviceGetRemappedRows(gpu)
-    except nvml.NVMLError as error:
-        if not isinstance(error, nvml.NVMLError_NotSupported):
-            raise
-    else:
-        what = 'rows could not be remapped' if failed else 'a reset is due' if pending else 'no row waits'
+    """Memory errors, and what the driver asks for; what an older GPU does not have, it says it does not support."""
+    rows = _if_supported(nvml, lambda: nvml.nvmlDeviceGetRemappedRows(gpu))
+    if rows is not None:
+        _, _, pending, failed = rows
+        what = 'rows could not be remapped; replace it' if failed else 'a reset is due' if pending else 'no row waits'
         yield Finding('gpu rows', not (failed or pending), f'{name}: {what}')
-    try:
-        errors = nvml.nvmlDeviceGetTotalEccErrors(gpu, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)
-    except nvml.NVMLError as error:
-        if not isinstance(error, nvml.NVMLError_NotSupported):
-            raise
-    else:
+    kind, since = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+    errors = _if_supported(nvml, lambda: nvml.nvmlDeviceGetTotalEccErrors(gpu, kind, since))
+    if errors is not None:
         yield Finding('gpu ecc', errors == 0, f'{name}: {errors} uncorrected errors since the driver was loaded')
+    action = _if_supported(nvml, lambda: _recovery_action(nvml, gpu))
+    if action is not None:
+        what = f'the driver asks for {MENDS.get(action, f"action {action}")}' if action else 'needs nothing'
+        yield Finding('gpu recovery', not action, f'{name}: {what}')
+
+
+def _recovery_action(nvml: Any, gpu: Any) -> int | None:
+    (answer,) = nvml.nvmlDeviceGetFieldValues(gpu, [nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])
+    # A driver that does not know the field says so in the answer.
+    return None if answer.nvmlReturn else int(answer.value.uiVal)
+
+
+def _if_supported(nvml: Any, ask: Callable[[], Any]) -> Any | None:
+    try:
+        return ask()
+    except nvml.NVMLError_NotSupported:
+        return None
 
 
 def _text(value: str | bytes) -> str:

@@ -1,8 +1,7 @@
 """What only all processes together can find out: who is slow, who computes wrongly, whether they hear each other."""
 
-import datetime
+import os
 import platform
-import socket
 import statistics
 import time
 from collections import Counter
@@ -13,12 +12,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.cuda import nccl
+from torch.version import cuda
 
 from diffusion.exits import CONFIG_ERROR
+from diffusion.launch import environment
 from diffusion.preflight.findings import Finding
 
 PACKAGES = ('torch', 'mosaicml', 'mosaicml-streaming', 'diffusers', 'diffusion')
-TIMEOUT = datetime.timedelta(seconds=60)
 SKEW_SECONDS = 5.0
 """Between two clocks; signatures of requests to object stores allow minutes, and logs should be in order."""
 
@@ -28,22 +29,25 @@ class Limits:
     """What is still fit.
 
     Attributes:
-        speed: Share of the median speed of all processes that each must reach.
+        speed: Share of the median of all processes that each must reach, in computing and in sending.
         matrix: Side of the matrices that are multiplied.
         message_bytes: That are summed over all processes.
         repeats: Of each, of which the fastest counts.
+        links: Whether every process also sends to those of the nodes beside its own.
     """
 
     speed: float
     matrix: int
     message_bytes: int
     repeats: int
+    links: bool
 
     @staticmethod
     def of(device: str, *, deep: bool = False) -> 'Limits':
         """Processes on CPUs share cores with others, GPUs are alone; deep takes minutes, in which a GPU gets hot."""
         repeats = 500 if deep else 5
-        return Limits(0.9, 8192, 2**28, repeats) if device == 'cuda' else Limits(0.4, 512, 2**22, repeats)
+        speed, matrix, message = (0.9, 8192, 2**28) if device == 'cuda' else (0.25, 512, 2**22)
+        return Limits(speed, matrix, message, repeats, links=deep)
 
 
 @dataclass(frozen=True)
@@ -56,17 +60,43 @@ class Measured:
     versions: tuple[str, ...]
     teraflops: float
     product: int
-    """Of matrices that are the same everywhere: a checksum."""
+    """Of matrices that are the same everywhere: a checksum of all repeats."""
     sum_is_right: bool
-    bytes_per_second: float
+    bus: float
+    """Bytes/s of a sum over all processes, as 2 (n - 1) / n of those that each one gives."""
+    node_bus: float | None = None
+    """The same over the processes of its node; None where it has one."""
+    link: float | None = None
+    """Bytes/s to a node beside its own, and back: the faster of both, since a slow one makes two slow."""
 
 
-def check_together(device: str, limits: Limits) -> list[Finding]:
-    """All checks of a job's processes, whose process group is there; every process gets the same findings."""
+def check_together(device: str, limits: Limits, group: dist.ProcessGroup | None = None) -> list[Finding]:
+    """All checks of a job's processes; every process gets the same findings.
+
+    Args:
+        device: cpu or cuda.
+        limits: What is still fit.
+        group: Of all processes, which can send what is on the device.
+    """
+    rank, node = dist.get_rank(), int(os.environ['LOCAL_WORLD_SIZE'])
     teraflops, product = multiply(device, limits)
-    right, speed = add_up(device, limits)
+    right, bus = add_up(device, limits, group)
+    node_bus = _within_node(device, limits, node) if 1 < node < dist.get_world_size() else None
+    link = _to_neighbours(device, limits, node, group) if limits.links and node < dist.get_world_size() else None
     dist.barrier()
-    own = Measured(dist.get_rank(), socket.gethostname(), time.time(), versions(), teraflops, product, right, speed)
+    clock = time.time()
+    own = Measured(
+        rank,
+        environment.machine_name(os.environ),
+        clock,
+        versions(device),
+        teraflops,
+        product,
+        right,
+        bus,
+        node_bus,
+        link,
+    )
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
     return judge(everyone, limits)
@@ -77,50 +107,92 @@ def judge(everyone: Sequence[Measured], limits: Limits) -> list[Finding]:
     return [
         *_same_versions(everyone),
         *_clocks(everyone),
-        *_speeds(everyone, limits.speed),
         *_products(everyone),
         *_sums(everyone),
+        *_slow('speed', everyone, [each.teraflops for each in everyone], 'TFLOP/s', limits),
+        *_slow('node bus', everyone, [_giga(each.node_bus) for each in everyone], 'GB/s within its node', limits),
+        *_slow('link', everyone, [_giga(each.link) for each in everyone], 'GB/s to its neighbours', limits),
     ]
 
 
 def multiply(device: str, limits: Limits) -> tuple[float, int]:
-    """TFLOP/s of a product of matrices, and a checksum of it.
+    """TFLOP/s of a product of matrices, and a checksum of all repeats.
 
     The numbers are small whole ones, so that every order of sums gives the same.
     """
     side, generator = limits.matrix, torch.Generator().manual_seed(0)
     kind = torch.bfloat16 if device == 'cuda' else torch.float32
     left, right = (torch.randint(-2, 3, (side, side), generator=generator).to(device, kind) for _ in range(2))
-    seconds = []
+    # A CPU is shared: only the time that it worked for this process says how fast it is.
+    clock = time.perf_counter if device == 'cuda' else time.process_time
+    seconds, checksum = [], 0
     for _ in range(1 + limits.repeats):
         _wait(device)
-        begin = time.perf_counter()
+        begin = clock()
         product = left @ right
         _wait(device)
-        seconds.append(time.perf_counter() - begin)
-    # bfloat16 rounds the sums, alike on every GPU of a kind.
-    return 2 * side**3 / min(seconds[1:]) / 1e12, int(product.double().abs().sum().item())
+        seconds.append(clock() - begin)
+        # bfloat16 rounds the sums, alike on every GPU of a kind.
+        checksum += int(product.double().abs().sum().item())
+    return 2 * side**3 / min(seconds[1:]) / 1e12, checksum
 
 
-def add_up(device: str, limits: Limits) -> tuple[bool, float]:
-    """Whether a sum over all processes is right, and bytes/s on the bus, 2 (n - 1) / n of those that are summed."""
-    ranks, size = dist.get_world_size(), limits.message_bytes
+def add_up(device: str, limits: Limits, group: dist.ProcessGroup | None) -> tuple[bool, float]:
+    """Whether a sum over the processes of a group is right, and bytes/s on the bus."""
+    members = dist.get_process_group_ranks(group)  # type: ignore[arg-type] - None is all
     seconds, right = [], True
     for _ in range(1 + limits.repeats):
-        message = torch.full((size // 4,), float(dist.get_rank() + 1), device=device)
-        dist.barrier()
+        message = torch.full((limits.message_bytes // 4,), float(dist.get_rank() + 1), device=device)
+        dist.barrier(group)
         _wait(device)
         begin = time.perf_counter()
-        dist.all_reduce(message)
+        dist.all_reduce(message, group=group)
         _wait(device)
         seconds.append(time.perf_counter() - begin)
-        right = right and bool((message == ranks * (ranks + 1) / 2).all().item())
-    return right, 2 * (ranks - 1) / ranks * size / min(seconds[1:])
+        right = right and bool((message == sum(members) + len(members)).all().item())
+    return right, 2 * (len(members) - 1) / len(members) * limits.message_bytes / min(seconds[1:])
 
 
-def versions() -> tuple[str, ...]:
+def _within_node(device: str, limits: Limits, processes: int) -> float:
+    backend = 'nccl' if device == 'cuda' else 'gloo'
+    own, _ = dist.new_subgroups(processes, backend=backend)
+    return add_up(device, limits, own)[1]
+
+
+def _to_neighbours(device: str, limits: Limits, processes: int, group: dist.ProcessGroup | None) -> float:
+    """Bytes/s between a process and those of the same place on the nodes before and after its own, the faster."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    node, found = rank // processes, []
+    for first in (0, 1):  # even nodes with those after them, then odd ones
+        partner = rank + processes if node % 2 == first else rank - processes
+        dist.barrier()
+        if 0 <= partner < ranks:
+            found.append(_send_both_ways(device, limits, partner, group))
+    return max(found)
+
+
+def _send_both_ways(device: str, limits: Limits, partner: int, group: dist.ProcessGroup | None) -> float:
+    sent = torch.zeros(limits.message_bytes // 4, device=device)
+    received, seconds = torch.empty_like(sent), []
+    for _ in range(1 + min(limits.repeats, 20)):
+        _wait(device)
+        begin = time.perf_counter()
+        sending = dist.P2POp(dist.isend, sent, partner, group)
+        receiving = dist.P2POp(dist.irecv, received, partner, group)
+        for work in dist.batch_isend_irecv([sending, receiving]):
+            work.wait()
+        _wait(device)
+        seconds.append(time.perf_counter() - begin)
+    return limits.message_bytes / min(seconds[1:])
+
+
+def versions(device: str) -> tuple[str, ...]:
     """Of what must be the same everywhere."""
-    return (f'Python {platform.python_version()}', *(f'{name} {version(name)}' for name in PACKAGES))
+    found = (f'Python {platform.python_version()}', *(f'{name} {version(name)}' for name in PACKAGES))
+    if device == 'cpu':
+        return found
+    release = '.'.join(map(str, nccl.version()))
+    return (*found, f'CUDA {cuda}', f'NCCL {release}', torch.cuda.get_device_name())
 
 
 def _wait(device: str) -> None:
@@ -154,16 +226,23 @@ def _clocks(everyone: Sequence[Measured]) -> list[Finding]:
     return found or [Finding('clock', True, f'within {spread:.2f} s')]
 
 
-def _speeds(everyone: Sequence[Measured], share: float) -> list[Finding]:
-    middle = statistics.median(each.teraflops for each in everyone)
-    slow = [each for each in everyone if each.teraflops < share * middle]
-    found = [
-        Finding(
-            'speed', False, f'{each.teraflops:.3g} TFLOP/s, the median is {middle:.3g}; is it hot?', where=_where(each)
-        )
-        for each in slow
-    ]
-    return found or [Finding('speed', True, f'{middle:.3g} TFLOP/s, all within {share:.0%}')]
+def _slow(
+    check: str, everyone: Sequence[Measured], figures: Sequence[float | None], unit: str, limits: Limits
+) -> list[Finding]:
+    """Who falls behind the median of a figure; nothing where nobody has it."""
+    known = [figure for figure in figures if figure is not None]
+    if not known:
+        return []
+    middle = statistics.median(known)
+    return [
+        Finding(check, False, f'{figure:.3g} {unit}, the median is {middle:.3g}', where=_where(each))
+        for each, figure in zip(everyone, figures, strict=True)
+        if figure is not None and figure < limits.speed * middle
+    ] or [Finding(check, True, f'{middle:.3g} {unit}, all within {limits.speed:.0%}')]
+
+
+def _giga(value: float | None) -> float | None:
+    return None if value is None else value / 1e9
 
 
 def _products(everyone: Sequence[Measured]) -> list[Finding]:
@@ -177,7 +256,7 @@ def _products(everyone: Sequence[Measured]) -> list[Finding]:
 
 def _sums(everyone: Sequence[Measured]) -> list[Finding]:
     wrong = [each for each in everyone if not each.sum_is_right]
-    slowest = min(each.bytes_per_second for each in everyone)
+    slowest = min(each.bus for each in everyone)
     return [Finding('all-reduce', False, 'gave a wrong sum', where=_where(each)) for each in wrong] or [
         Finding('all-reduce', True, f'right, {slowest / 1e9:.3g} GB/s on the bus')
     ]

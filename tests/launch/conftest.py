@@ -1,6 +1,9 @@
-"""Job specs to break, over recipes that are sound."""
+"""Job specs to break, over recipes that are sound; and SkyPilot, to ask what it thinks of them."""
 
-from collections.abc import Callable
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,3 +57,48 @@ def prepare(write_spec: Callable[..., Path]) -> Callable[..., tuple[Checked, Ren
         return checked, rendered
 
     return make
+
+
+class SkyPilot:
+    """SkyPilot in a process of its own interpreter.
+
+    Args:
+        process: Runs ask_skypilot.py.
+        log: What it complains of.
+    """
+
+    def __init__(self, process: 'subprocess.Popen[str]', log: Path) -> None:
+        self._process, self._log = process, log
+        self.known: dict[str, list[str]] = self._answer()
+        """Keys by the name of what has them, and `strategies`."""
+
+    def problem(self, text: str) -> str | None:
+        """What is wrong with a file for `sky jobs launch`."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(text) + '\n')
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, f'SkyPilot ended with {self._process.wait()}: {self._log.read_text()[-2000:]}'
+        return json.loads(line)
+
+
+@pytest.fixture(scope='session')
+def skypilot(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SkyPilot]:
+    """SkyPilot as `make .venv-skypilot/installed` installs it, without a cloud, a server or a network."""
+    python = ROOT / '.venv-skypilot' / 'bin' / 'python'
+    if not python.exists():
+        pytest.skip('SkyPilot is not installed; make .venv-skypilot/installed (make test does)')
+    home = tmp_path_factory.mktemp('home')
+    environ = os.environ | {'HOME': str(home), 'SKYPILOT_DISABLE_USAGE_COLLECTION': '1', 'https_proxy': 'localhost:1'}
+    command = [str(python), str(Path(__file__).with_name('ask_skypilot.py'))]
+    with (
+        (home / 'log').open('w') as log,
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environ
+        ) as process,
+    ):
+        yield SkyPilot(process, home / 'log')

@@ -1,17 +1,28 @@
 """The examples in yamls/launch: sound, priced offline in seconds, and rendered as reviewed."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from diffusion.launch.checking import check, load
+from tests.launch.ask_kubernetes import problems_of
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / 'golden'
 EXAMPLES = sorted((ROOT / 'yamls' / 'launch').glob('*.yaml'))
+
+
+def files_of(back_end):
+    """What the examples of a back end render to, as reviewed."""
+    paths = [path for path in EXAMPLES if load(path).backend == back_end]
+    found = [file.read_text(encoding='utf-8') for path in paths for file in sorted((GOLDEN / path.stem).iterdir())]
+    assert found
+    return found
 
 
 @pytest.mark.parametrize('path', EXAMPLES, ids=lambda path: path.stem)
@@ -28,6 +39,33 @@ def test_an_example_renders_as_reviewed(path):
         for name, text in rendered.files.items():
             (folder / name).write_text(text, encoding='utf-8')
     assert {file.name: file.read_text(encoding='utf-8') for file in folder.iterdir()} == rendered.files
+
+
+def test_kubernetes_takes_the_examples():
+    assert [problems_of(yaml.safe_load(text)) for text in files_of('kubernetes')] == [[]]
+
+
+@pytest.mark.slow
+def test_skypilot_itself_takes_the_examples(skypilot):
+    assert [skypilot.problem(text) for text in files_of('skypilot')] == [None]
+
+
+def test_sagemaker_takes_the_examples(monkeypatch):
+    """By botocore, which checks before it sends, and by moto, which answers for AWS in this process."""
+    import boto3
+    from moto import mock_aws
+
+    for name in ('AWS_ACCESS_KEY_ID', 'AWS_SECRET_ACCESS_KEY'):
+        monkeypatch.setenv(name, 'testing')
+    with mock_aws():
+        client = boto3.client('sagemaker', region_name='us-east-1')
+        for text in files_of('sagemaker'):
+            request = json.loads(text)
+            client.create_training_job(**request)
+            job = client.describe_training_job(TrainingJobName=request['TrainingJobName'])
+            del job['AlgorithmSpecification']['MetricDefinitions']  # of moto's own
+            kept = request.keys() - {'Environment', 'InfraCheckConfig', 'RetryStrategy'}  # which moto forgets
+            assert {key: job[key] for key in kept} == {key: request[key] for key in kept}
 
 
 def test_there_is_an_example_of_every_back_end():
@@ -55,8 +93,9 @@ def test_all_examples_are_checked_and_priced_offline_in_seconds_without_torch():
     assert seconds < 10
     for line in ('sd2-phase1  16     128 x a100-80gb', 'bria-px1024  16     128 x a100-80gb', 'nothing was submitted'):
         assert line in result.stdout
-    costs = [line for line in result.stdout.splitlines() if '$' in line and not line.startswith('warning')]
+    costs = [line for line in result.stdout.splitlines() if line.split()[-1].startswith('$')]
     assert len(costs) == 9, 'one each of five single jobs, three stages, and all stages'
+    assert result.stdout.count('at $2.00 a GPU-hour') == 6, 'of all but the one on CPUs'
 
 
 def test_a_chain_goes_on_from_the_weights_of_the_stage_before():

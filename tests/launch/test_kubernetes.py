@@ -1,14 +1,18 @@
 """The JobSet: strictly what Kubernetes and JobSet know, and what follows a pod's end."""
 
 import copy
+import dataclasses
 import shutil
 
 import pytest
 import yaml
 
 from diffusion.cli import main
+from diffusion.launch import environment
 from diffusion.launch.backend import Rendered
-from diffusion.launch.backends import kubernetes
+from diffusion.launch.backends import kubernetes, kubernetes_types
+from tests.launch.ask_kubernetes import keys_of, problems_of
+from tests.launch.specs import changed
 
 FULL = {
     'env': {'A': 'b'},
@@ -47,6 +51,37 @@ def at(document, path):
     return document
 
 
+VARIANTS = {
+    'plain': {},
+    'full': FULL,
+    'chain': STAGES,
+    'chain of all': FULL | STAGES,
+    'CPUs': {'gpu': None, 'gpus_per_node': 2},
+    'one node': {'nodes': 1, 'gpus_per_node': 1},
+    'other GPUs': {'backend': {'gpu_resource': 'amd.com/gpu', 'keep_seconds': None}},
+    'Kueue': {'schedule': {'queue': 'research', 'priority': 'high'}},
+    'stops': {'restart': {'otherwise': 'stop', 'max_restarts': 0}},
+    'never stops': {'restart': {'on_exit': {'78': 'retry'}}},
+    'odd words': {
+        'env': {'A': 'it\'s $(x) "y"\n', 'B': ''},
+        'mounts': {'/a b': '/c d', '/workspace': 'pvc://runs/a b'},
+    },
+    'raw': {
+        'backend': {
+            'raw': {
+                'jobset': {'spec': {'coordinator': {'replicatedJob': 'main', 'jobIndex': 0, 'podIndex': 0}}},
+                'job': {'podReplacementPolicy': 'Failed'},
+                'pod': {'securityContext': {'fsGroup': 1000}, 'imagePullSecrets': [{'name': 'registry'}]},
+                'container': {
+                    'resources': {'limits': {'vpc.amazonaws.com/efa': 4, 'hugepages-2Mi': '5Gi'}},
+                    'securityContext': {'capabilities': {'add': ['IPC_LOCK']}},
+                },
+            }
+        }
+    },
+}
+
+
 FREE = {'labels', 'annotations', 'limits', 'requests', 'nodeSelector'}
 """Mappings whose keys are the user's own."""
 
@@ -63,8 +98,50 @@ def test_an_unknown_key_is_found_wherever_it_is(manifest, monkeypatch):
         found = kubernetes.validate(Rendered({'job.yaml': yaml.safe_dump(broken)}, ()))
         assert [problem.where.rsplit('.', 1)[-1] for problem in found] == ['unheardOf'], path
         assert 'unknown key' in found[0].what
+        assert problems_of(broken), f'{path}: their own schemas find it as well'
         checked += 1
     assert checked > 30
+
+
+@pytest.mark.parametrize('variant', VARIANTS)
+def test_the_published_schemas_take_it(variant, manifest):
+    assert problems_of(manifest(**VARIANTS[variant])) == []
+
+
+@pytest.mark.parametrize(
+    ('raw', 'expected'),
+    [
+        ({'container': {'securityContext': {'privileged': 'very'}}}, "'very' is not of type 'boolean'"),
+        ({'pod': {'affinity': {'nodeAffinity': {'unheardOf': {}}}}}, "'unheardOf' was unexpected"),
+        ({'jobset': {'spec': {'network': {'subdomain': 7}}}}, 'subdomain'),
+    ],
+)
+def test_the_published_schemas_find_what_our_copy_leaves_open(raw, expected, manifest):
+    whole = manifest()
+    spec = whole['spec']['replicatedJobs'][0]['template']['spec']['template']['spec']
+    for name, part in (('jobset', whole), ('pod', spec), ('container', spec['containers'][0])):
+        part.update(changed(part, raw.get(name, {})))
+    assert any(expected in problem for problem in problems_of(whole))
+
+
+LEFT_OUT = {
+    # What the cluster fills in.
+    'Metadata': """creationTimestamp deletionGracePeriodSeconds deletionTimestamp finalizers generateName generation
+        managedFields ownerReferences resourceVersion selfLink uid""",
+    'JobSet': 'status',
+    # What a job does not have, and the old name of serviceAccountName.
+    'PodSpec': 'ephemeralContainers serviceAccount',
+    # What CSI drivers have replaced.
+    'Volume': """awsElasticBlockStore azureDisk azureFile cephfs cinder flexVolume flocker gcePersistentDisk gitRepo
+        glusterfs photonPersistentDisk portworxVolume quobyte rbd scaleIO storageos vsphereVolume""",
+}
+"""Keys of theirs that we have no use for."""
+
+
+@pytest.mark.parametrize('kind', [kind for kind in vars(kubernetes_types).values() if dataclasses.is_dataclass(kind)])
+def test_our_copy_of_the_keys_is_theirs(kind):
+    ours = {field.name for field in dataclasses.fields(kind)}
+    assert ours == keys_of(kind.__doc__.partition(' ')[0].rstrip('.')) - set(LEFT_OUT.get(kind.__name__, '').split())
 
 
 @pytest.mark.skipif(shutil.which('kubectl') is None, reason='kubectl is not installed')
@@ -77,13 +154,6 @@ def test_kubectl_knows_every_key_and_finds_what_our_copy_leaves_open(prepare):
         prepare('kubernetes', backend={'raw': raw})
     with pytest.raises(AssertionError, match=r'kubectl: '):
         prepare('kubernetes', backend={'raw': {'container': {'securityContext': {'privileged': 'very'}}}})
-
-
-def test_a_pod_template_is_one_to_the_published_schemas(manifest):
-    kubernetes_validate = pytest.importorskip('kubernetes_validate')
-    for part in manifest(**FULL, **STAGES)['spec']['replicatedJobs']:
-        job = {'apiVersion': 'batch/v1', 'kind': 'Job', 'metadata': {'name': 'job'}, 'spec': part['template']['spec']}
-        kubernetes_validate.validate(job, kubernetes_validate.latest_version(), strict=True)
 
 
 def test_every_node_is_a_pod_that_knows_the_first(manifest):
@@ -122,6 +192,22 @@ def test_kueue_gets_the_job_by_one_label(manifest):
     assert 'priorityClassName' not in str(queued), 'Kueue has priorities of its own'
     pod = manifest(schedule={'priority': 'high'})['spec']['replicatedJobs'][0]['template']['spec']['template']['spec']
     assert pod['priorityClassName'] == 'high'
+
+
+def test_a_pod_knows_its_machine_by_the_name_that_cordon_takes(manifest):
+    pod = manifest()['spec']['replicatedJobs'][0]['template']['spec']['template']['spec']
+    (machine,) = (entry for entry in pod['containers'][0]['env'] if entry['name'] == environment.MACHINE)
+    assert machine['valueFrom'] == {'fieldRef': {'fieldPath': 'spec.nodeName'}}
+
+
+def test_what_an_operator_must_know_and_cannot_see_is_said(prepare):
+    def notes(**changes):
+        return ' '.join(prepare('kubernetes', **changes)[1].notes)
+
+    assert 'kubectl cordon' in notes() and 'cordon' not in notes(restart={'on_exit': {'76': 'stop'}})
+    assert 'two jobs may wait for ever' in notes() and 'wait for ever' not in notes(nodes=1)
+    queued = notes(**STAGES, schedule={'queue': 'research'})
+    assert 'keeps the machines of all stages, 4,' in queued and 'JobSet 0.8' in queued
 
 
 def test_stages_wait_for_one_another(manifest):

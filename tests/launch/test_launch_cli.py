@@ -74,6 +74,21 @@ def test_the_cost_is_the_planners(prepare):
     found = cost.estimate(checked.jobs[0], checked.gpu)
     assert isinstance(found, cost.Estimate)
     assert found.cost == plan.expected
+    checked, _ = prepare('slurm', nodes=4, price_usd_per_gpu_hour=7)
+    dearer = cost.estimate(checked.jobs[0], checked.gpu)
+    assert isinstance(dearer, cost.Estimate)
+    assert found.cost.usd and found.price_usd_per_gpu_hour == 2
+    assert dearer.cost.usd == pytest.approx(found.cost.usd * 7 / 2)
+    assert cost.table(checked.jobs, checked.gpu)[0][-1].startswith('at $7.00 a GPU-hour')
+
+
+def test_an_old_price_is_answered_with_the_key_of_the_spec(prepare, monkeypatch):
+    monkeypatch.setattr('diffusion.planning.gpus.STALE_DAYS', -1)
+    checked, _ = prepare('slurm')
+    (warning,) = (found for found in cost.table(checked.jobs, checked.gpu)[1] if 'days old' in found)
+    assert warning.endswith('set price_usd_per_gpu_hour')
+    checked, _ = prepare('slurm', price_usd_per_gpu_hour=2)
+    assert 'days old' not in ' '.join(cost.table(checked.jobs, checked.gpu)[1])
 
 
 def test_a_gpu_may_be_written_in_capitals(prepare):

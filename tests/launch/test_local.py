@@ -92,14 +92,14 @@ def write_job(tmp_path: Path, tiny_recipe) -> Callable[..., tuple[Path, Path, Pa
     """Writes a job of the tiny recipe, 24 batches with a checkpoint every 4: its spec, its recipe, its run."""
 
     def write(
-        name: str, *, hang_seconds: int | None = None, preflight: str = 'none', **sections
+        name: str, *, job: str = 'job', hang_seconds: int | None = None, preflight: str = 'none', **sections
     ) -> tuple[Path, Path, Path]:
         content = tiny_recipe(tmp_path / 'runs', name=name, algorithms={'ema': {'smoothing': 0.9}}) | sections
         content['trainer'] = content['trainer'] | {'max_duration': '24ba', 'save_interval': '4ba'}
-        recipe, spec = tmp_path / f'{name}.yaml', tmp_path / f'{name}-job.yaml'
+        recipe, spec = tmp_path / f'{name}.yaml', tmp_path / f'{name}-{job}.yaml'
         recipe.write_text(yaml.safe_dump(content))
-        job = {
-            'name': 'job',
+        content = {
+            'name': job,
             'backend': 'local',
             'recipe': str(recipe),
             'workdir': str(tmp_path),
@@ -111,7 +111,7 @@ def write_job(tmp_path: Path, tiny_recipe) -> Callable[..., tuple[Path, Path, Pa
             'preflight': preflight,
             'schedule': {'notice_seconds': 40},
         }
-        spec.write_text(yaml.safe_dump(job | ({} if hang_seconds is None else {'hang_seconds': hang_seconds})))
+        spec.write_text(yaml.safe_dump(content | ({} if hang_seconds is None else {'hang_seconds': hang_seconds})))
         (tmp_path / 'run.py').unlink(missing_ok=True)
         (tmp_path / 'run.py').symlink_to(ROOT / 'tests' / 'forked_run.py')
         return spec, recipe, tmp_path / 'runs' / name
@@ -270,3 +270,14 @@ def test_a_preflight_comes_first(launch):
         each['check'] for each in report['findings']
     }
     assert 'ok   all-reduce' in job.log.read_text()
+
+
+def test_a_second_job_on_the_same_folder_is_refused_and_the_first_goes_on(launch):
+    first = launch('shared')
+    first.wait_for_batches(2)
+    second = launch('shared', job='another')
+    assert second.wait() == CONFIG_ERROR
+    assert first.wait() == 0, first.log.read_text()
+    assert 'job job, process' in first.log.read_text() and 'trains into this folder' in first.log.read_text()
+    (only,) = attempts.read(first.run)
+    assert (only.first, only.last, only.status) == (0, 24, 0)

@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -44,6 +45,16 @@ def is_run(name):
     return bool(rfc_verification(name, MAX_RUN_NAME_LENGTH, '-'))
 
 
+def is_task(name):
+    """As sky/task.py has it; SkyPilot itself is asked below."""
+    return re.fullmatch(r'[a-zA-Z0-9]+(?:[._-]{1,2}[a-zA-Z0-9]+)*', name) is not None
+
+
+def is_cluster(name):
+    """As sky/skylet/constants.py has it: a job's machines are a cluster whose name begins with the job's."""
+    return re.fullmatch(r'[a-zA-Z]([-_.a-zA-Z0-9]*[a-zA-Z0-9])?', name) is not None
+
+
 @pytest.fixture(scope='module')
 def judge():
     """Whether a back end takes a name, everything else being sound."""
@@ -68,30 +79,55 @@ RULES = {
     'kubernetes': lambda name: is_dns_label(f'{name}-main-0-1-abcde') and is_dns_label(name),
     'sagemaker': lambda name: is_training_job(f'{name}-20260101-000000') and is_training_job(name),
     'mcli': is_run,
-    'skypilot': lambda name: re.fullmatch(r'[a-zA-Z]([-_.a-zA-Z0-9]*[a-zA-Z0-9])?', name) is not None,
+    'skypilot': lambda name: is_task(name) and is_cluster(name),
     'slurm': lambda name: re.fullmatch(r'[A-Za-z0-9][A-Za-z0-9._-]{0,63}', name) is not None,
 }
+
+
+EDGES = [
+    'a',
+    '1a',
+    'a-',
+    '',
+    'a\n',
+    'a_b',
+    'Ab',
+    'a' * 50,
+    'a' * 51,
+    'a' * 47,
+    'a' * 48,
+    'a' * 49,
+    'a' * 56,
+    'a' * 57,
+    'a--b',
+    'a---b',
+    'a._b',
+    'a_-_b',
+    '1',
+]
+
+
+def with_edges(test):
+    for name in EDGES:
+        test = example(name=name)(test)
+    return test
 
 
 @pytest.mark.parametrize('backend', RULES)
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=names)
-@example(name='a')
-@example(name='1a')
-@example(name='a-')
-@example(name='')
-@example(name='a\n')
-@example(name='a_b')
-@example(name='Ab')
-@example(name='a' * 50)
-@example(name='a' * 51)
-@example(name='a' * 47)
-@example(name='a' * 48)
-@example(name='a' * 49)
-@example(name='a' * 56)
-@example(name='a' * 57)
+@with_edges
 def test_a_back_end_takes_the_names_that_its_scheduler_takes(backend, name, judge, write_spec):
     assert judge(backend, name, write_spec) == RULES[backend](name)
+
+
+@pytest.mark.slow
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(name=names)
+@with_edges
+def test_skypilot_itself_takes_the_names_that_we_take(name, judge, write_spec, skypilot):
+    task = yaml.safe_dump({'name': name, 'run': 'true', 'resources': {'infra': 'k8s'}})
+    assert judge('skypilot', name, write_spec) == (skypilot.problem(task) is None)
 
 
 def test_the_time_that_sagemaker_appends_is_reckoned_with():

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from diffusion.launch import environment
+from diffusion.launch import environment, place
 from diffusion.launch.place import Place, find_place, rank_environment
 
 ASKED = {environment.NODES: '3', environment.PROCESSES_PER_NODE: '8', environment.MASTER_PORT: '29501'}
@@ -45,9 +45,20 @@ def test_sagemaker_says_it_in_a_file(resources, tmp_path):
         find_place(ASKED | {environment.SCHEDULER: 'sagemaker'}, resources=tmp_path / 'none')
 
 
-def test_without_a_scheduler_there_is_one_node(tmp_path):
+def test_without_a_scheduler_there_is_this_machine_with_its_gpus(tmp_path, monkeypatch):
     environ = {environment.PROCESSES_PER_NODE: '2', environment.NODES: '1'}
-    assert find_place(environ, resources=tmp_path / 'none') == Place('local', 0, 1, 2, '127.0.0.1', 29500)
+    alone = Place('local', 0, 1, 2, '127.0.0.1', 29500)
+    assert find_place(environ, resources=tmp_path / 'none') == alone
+    monkeypatch.setattr(place, 'count_gpus', lambda: 2)
+    assert find_place({}, resources=tmp_path / 'none') == alone
+    monkeypatch.setattr(place, 'count_gpus', lambda: 0)
+    assert find_place({}, resources=tmp_path / 'none').processes == 1
+
+
+def test_gpus_are_counted_by_their_devices(tmp_path):
+    for name in ('nvidia0', 'nvidia1', 'nvidia11', 'nvidiactl', 'nvidia-uvm'):
+        (tmp_path / name).touch()
+    assert place.count_gpus(tmp_path) == 3
 
 
 @pytest.mark.parametrize(
@@ -73,8 +84,8 @@ def test_what_does_not_fit_together_is_said(environ, told, tmp_path):
 
 
 def test_ranks_get_what_composers_launcher_gives_and_nothing_of_a_schedulers_own():
-    place = Place('slurm', 1, 3, 8, '10.0.0.1', 29501)
-    found = rank_environment(place, 2, {'WORLD_SIZE': '3', 'RANK': '7', 'PATH': '/bin'})
+    second = Place('slurm', 1, 3, 8, '10.0.0.1', 29501)
+    found = rank_environment(second, 2, {'WORLD_SIZE': '3', 'RANK': '7', 'PATH': '/bin'})
     expected = {'RANK': '10', 'WORLD_SIZE': '24', 'LOCAL_RANK': '2', 'LOCAL_WORLD_SIZE': '8', 'NODE_RANK': '1'}
     expected |= {'MASTER_ADDR': '10.0.0.1', 'MASTER_PORT': '29501', 'PYTHONUNBUFFERED': '1', 'PATH': '/bin'}
     assert found == expected

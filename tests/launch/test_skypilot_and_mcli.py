@@ -1,11 +1,16 @@
 """SkyPilot's tasks and the MosaicML platform's runs, by the tools' own rules."""
 
+import dataclasses
+import typing
+
 import pytest
 import yaml
 
 from diffusion.cli import main
 from diffusion.launch.backend import Rendered
 from diffusion.launch.backends import mcli
+from diffusion.launch.backends import skypilot as backend
+from tests.launch.specs import changed
 
 STAGES = {'stages': {name: {'overrides': {'name': name}} for name in ('one', 'two')}}
 
@@ -61,32 +66,65 @@ def test_secrets_are_named_on_the_command_line_and_valued_nowhere(prepare, monke
     assert rendered.commands[0][:5] == ('sky', 'jobs', 'launch', '--secret', 'MY_SECRET')
 
 
-def read_by_sky(rendered, monkeypatch):
-    """Let SkyPilot read the tasks; it asks no cloud for that."""
-    monkeypatch.setenv('SKYPILOT_DISABLE_USAGE_COLLECTION', '1')
-    sky = pytest.importorskip('sky')
-    for task in yaml.safe_load_all(rendered.files['job.yaml']):
-        if 'run' in task:
-            # A secret without a value is refused: any will do here.
-            given = dict.fromkeys(task.get('secrets', {}), 'given')
-            sky.Task.from_yaml_config(task | ({'secrets': given} if given else {}))
+VARIANTS = {
+    'plain': {},
+    'chain': STAGES,
+    'CPUs': {'gpu': None, 'gpus_per_node': 2},
+    'bucket': {
+        'mounts': {'/workspace/runs': 'volume://runs', '/data': 's3://bucket/data', '/more': 'gs://bucket/more'}
+    },
+    'cloud': {'backend': {'infra': 'aws/us-east-1', 'disk_gb': 512, 'network_tier': 'best', 'recovery': 'FAILOVER'}},
+    'schedule': {'schedule': {'priority': -1000, 'preemptible': True}, 'restart': {'max_restarts': 0}},
+    'secrets': {'secrets': {'MY_SECRET': None}, 'env': {'A': 'it\'s $(x) "y"\n', 'B': ''}},
+    'workdir': {'workdir': '/a b', 'mounts': {'/a b': 'volume://runs'}},
+    'raw': {'backend': {'raw': {'setup': 'nvidia-smi', 'resources': {'labels': {'team': 'x'}, 'disk_tier': 'best'}}}},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('variant', VARIANTS)
+def test_skypilot_itself_takes_the_tasks(variant, prepare, skypilot):
+    _, rendered = prepare('skypilot', **VARIANTS[variant])
+    assert skypilot.problem(rendered.files['job.yaml']) is None
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    'changes', [{}, STAGES, {'secrets': {'MY_SECRET': None}, 'backend': {'infra': 'aws/us-east-1', 'disk_gb': 512}}]
+    ('raw', 'expected'),
+    [
+        ({'num_node': 3}, "did you mean 'num_nodes'?"),
+        ({'resources': {'use_spots': True}}, "did you mean 'use_spot'?"),
+        ({'num_nodes': 'two'}, 'num_nodes'),
+        ({'resources': {'priority': 1001}}, '1001 is greater than the maximum of 1000'),
+    ],
 )
-def test_skypilot_itself_takes_the_tasks(changes, prepare, monkeypatch):
-    # A volume is looked up on a server; a bucket is not.
-    read_by_sky(prepare('skypilot', mounts={'/workspace/runs': 's3://bucket/runs'}, **changes)[1], monkeypatch)
+def test_skypilot_itself_finds_what_is_wrong(raw, expected, prepare, skypilot):
+    task = changed(task_of(prepare('skypilot')[1]), raw)
+    assert expected in skypilot.problem(yaml.safe_dump(task))
+    if 'priority' not in str(raw):  # a number is a number to our copy of the keys
+        assert backend.validate(Rendered({'job.yaml': yaml.safe_dump(task)}, ()))
 
 
 @pytest.mark.slow
-def test_skypilot_itself_refuses_what_our_copy_of_its_keys_does(prepare, monkeypatch):
-    task = task_of(prepare('skypilot', mounts={'/workspace/runs': 's3://bucket/runs'})[1])
-    broken = task | {'num_node': 2}
-    with pytest.raises(Exception, match='num_node'):
-        read_by_sky(Rendered({'job.yaml': yaml.safe_dump(broken)}, ()), monkeypatch)
+@pytest.mark.parametrize(
+    ('kind', 'left_out'),
+    [
+        # Of services, and what SkyPilot writes for itself.
+        (backend.Task, {'service', 'file_mounts_mapping', 'volume_mounts'}),
+        (backend.Resources, set()),
+        (backend.JobRecovery, set()),
+    ],
+)
+def test_our_copy_of_the_keys_is_skypilots(kind, left_out, skypilot):
+    theirs = {key for key in skypilot.known[kind.__name__] if not key.startswith('_')}
+    assert {field.name for field in dataclasses.fields(kind)} == theirs - left_out
+
+
+@pytest.mark.slow
+def test_every_strategy_of_skypilot_can_be_asked_for(skypilot):
+    options = typing.get_type_hints(backend.Options)
+    ours = {name for choice in typing.get_args(options['recovery']) for name in typing.get_args(choice)}
+    assert {name.lower() for name in ours} == set(skypilot.known['strategies'])
 
 
 def test_mcli_takes_the_run_without_a_warning(prepare):

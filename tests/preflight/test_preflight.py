@@ -1,8 +1,10 @@
 """A preflight of real processes over gloo, with one thing wrong at a time."""
 
+import datetime
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,11 +14,13 @@ from ranks import free_port
 
 from diffusion.config import load
 from diffusion.exits import BAD_HARDWARE, CONFIG_ERROR, FAILED, PREEMPTED
+from diffusion.launch import environment
 from diffusion.preflight import __main__ as program
-from diffusion.preflight import alone, together
+from diffusion.preflight import alone, gpus, together
 from diffusion.preflight.findings import Finding, as_json, status_of, table
 from diffusion.preflight.together import Limits, Measured, judge
 from tests.data.processes import Forked
+from tests.preflight.driver import Driver
 
 
 @pytest.fixture
@@ -66,7 +70,7 @@ def test_a_folder_of_checkpoints_that_cannot_be_written(recipe):
     [
         (('GET shard.00000', 403), 'AccessDenied', FAILED),
         (('GET index.json', 500), 'index.json', FAILED),
-        (('GET shard.00000', 'cut'), 'bytes came of', FAILED),
+        (('GET shard.00000', 'cut'), 'IncompleteReadError', FAILED),
         (None, '', 0),
     ],
 )
@@ -81,22 +85,36 @@ def test_a_bucket_is_read_from(store, pictures, write_recipe, tmp_path, fault, t
     assert not (tmp_path / 'cache').exists()
 
 
-def run_two(recipe, folder: Path, meddle: Callable[[int], None] = lambda rank: None) -> tuple[list[int], list[Finding]]:
-    """Two processes over gloo, as two nodes; their statuses, and what was found."""
-    port = free_port()
+def test_a_shard_that_is_shorter_than_its_index_says(store, pictures, write_recipe, tmp_path):
+    remote = store.upload(pictures[32])
+    store.put(remote, 'shard.00000.mds', b'short')
+    recipe = load(write_recipe(streams={'far': {'remote': remote, 'local': str(tmp_path), 'resolution': 32}}))
+    (found,) = bad(alone.shard('far', recipe.streams['far']))
+    assert f'{remote}/shard.00000.mds: 5 bytes came of' in found.detail
 
-    def work(rank: int) -> None:
-        os.environ |= {'RANK': str(rank), 'WORLD_SIZE': '2', 'LOCAL_RANK': '0', 'LOCAL_WORLD_SIZE': '1'}
-        os.environ |= {'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(port)}
-        for module in (alone, together, program):
-            module.socket.gethostname = lambda: f'node{rank}'
-        meddle(rank)
-        (folder / f'status-{rank}').write_text(str(program.main(['fast', str(recipe)])))
 
-    processes = [Forked(lambda rank=rank: work(rank)) for rank in range(2)]
-    assert [process.wait() for process in processes] == [0, 0]
-    found = json.loads((load(recipe).run_dir / program.REPORT).read_text())['findings']
-    return [int((folder / f'status-{rank}').read_text()) for rank in range(2)], [Finding(**each) for each in found]
+@pytest.fixture
+def run_two(write_recipe, tmp_path):
+    """Runs the preflight in two processes over gloo, as two nodes; their statuses, and what was found."""
+
+    def run(meddle: Callable[[int], None] = lambda rank: None, *, level='fast', kind='none', recipe=None):
+        path, port = recipe or write_recipe(), free_port()
+
+        def work(rank: int) -> None:
+            os.environ |= {'RANK': str(rank), 'WORLD_SIZE': '2', 'LOCAL_RANK': '0', 'LOCAL_WORLD_SIZE': '1'}
+            os.environ |= {'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(port), environment.GPU: kind}
+            os.environ[environment.MACHINE] = f'node{rank}'
+            meddle(rank)
+            (tmp_path / f'status-{rank}').write_text(str(program.main([level, str(path)])))
+
+        processes = [Forked(lambda rank=rank: work(rank)) for rank in range(2)]
+        assert [process.wait() for process in processes] == [0, 0]
+        found = json.loads((load(path).run_dir / program.REPORT).read_text())['findings']
+        return [int((tmp_path / f'status-{rank}').read_text()) for rank in range(2)], [
+            Finding(**each) for each in found
+        ]
+
+    return run
 
 
 def slow(rank):
@@ -111,7 +129,7 @@ def miscalculating(rank):
 
 def mishearing(rank):
     whole = together.dist.all_reduce
-    together.dist.all_reduce = lambda message: [whole(message), message[3].add_(rank)]
+    together.dist.all_reduce = lambda message, group: [whole(message, group=group), message[3].add_(rank)]
 
 
 def late(rank):
@@ -119,8 +137,30 @@ def late(rank):
     together.time.time = lambda: now() + 100 * rank
 
 
-def small(rank):
+def little_shared_memory(rank):
     alone.SHM_BYTES = 2**60 if rank else 1
+
+
+def full(rank):
+    usage = shutil.disk_usage
+    if rank:
+        alone.shutil.disk_usage = lambda path: usage(path) if Path(path) == alone.SHM else SimpleNamespace(free=0)
+
+
+def gpu_driver(**second):
+    """A driver of one GPU on each node, sound on the first."""
+
+    def meddle(rank):
+        driver = Driver(**(second if rank else {}))
+        driver.gpus = driver.gpus[1 : 1 if second.get('gone') and rank else 2]
+        gpus.load_nvml = lambda: driver
+        gpus.LEAVING_SECONDS = 0.0
+
+    return meddle
+
+
+BOTH = [BAD_HARDWARE, BAD_HARDWARE]
+SECOND = [PREEMPTED, BAD_HARDWARE]
 
 
 @pytest.mark.slow
@@ -128,32 +168,63 @@ def small(rank):
 @pytest.mark.parametrize(
     ('meddle', 'check', 'expected'),
     [
-        (slow, 'speed', [PREEMPTED, BAD_HARDWARE]),
-        (mishearing, 'all-reduce', [PREEMPTED, BAD_HARDWARE]),
-        (small, 'shared memory', [PREEMPTED, CONFIG_ERROR]),
-        # Of two that disagree neither is known to be right.
+        (slow, 'speed', SECOND),
+        (mishearing, 'all-reduce', SECOND),
+        (full, 'disk', SECOND),
+        (little_shared_memory, 'shared memory', [PREEMPTED, CONFIG_ERROR]),
+        (gpu_driver(rows=(0, 2, 0, 1)), 'gpu rows', SECOND),
+        (gpu_driver(processes=[4711]), 'gpu processes', SECOND),
+        (gpu_driver(gone=True), 'gpu count', SECOND),
+        # Between two that disagree nobody knows who is right: both say so, or one of them.
+        (late, 'clock', BOTH),
         (miscalculating, 'results', None),
-        (late, 'clock', [BAD_HARDWARE, BAD_HARDWARE]),
     ],
 )
-def test_the_node_at_fault_is_named_and_the_other_tries_again(write_recipe, tmp_path, meddle, check, expected):
-    statuses, found = run_two(write_recipe(), tmp_path, meddle)
+def test_the_node_at_fault_is_named_and_the_other_tries_again(run_two, meddle, check, expected):
+    statuses, found = run_two(meddle, kind='h100-sxm' if check.startswith('gpu') else 'none')
     assert {finding.check for finding in bad(found)} == {check}, table(found)
-    assert BAD_HARDWARE in statuses or CONFIG_ERROR in statuses
-    assert expected in (None, statuses)
+    assert expected is None or all('node1' in finding.where for finding in bad(found)) or expected == BOTH
+    assert statuses == expected or (expected is None and sorted(statuses) == SECOND)
 
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_sound_nodes_pass_within_a_minute(write_recipe, tmp_path):
-    statuses, found = run_two(write_recipe(), tmp_path)
+def test_a_bucket_that_cannot_be_read_may_be_read_later(run_two, store, pictures, write_recipe, tmp_path):
+    stream = {'remote': store.upload(pictures[32]), 'local': str(tmp_path / 'cache'), 'resolution': 32}
+    store.fail('GET shard.00000', 403)
+    statuses, found = run_two(recipe=write_recipe(streams={'far': stream}))
+    assert {finding.check for finding in bad(found)} == {'data'}
+    assert statuses == [FAILED, FAILED]
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize('level', ['fast', 'deep'])
+def test_sound_nodes_pass_within_a_minute(run_two, level):
+    begin = time.monotonic()
+    statuses, found = run_two(level=level)
     assert statuses == [0, 0], table(found)
     assert {'versions', 'clock', 'speed', 'results', 'all-reduce'} <= {finding.check for finding in found}
+    assert ('link' in {finding.check for finding in found}) == (level == 'deep')
+    assert time.monotonic() - begin < 60
+
+
+@pytest.mark.dist
+def test_who_does_not_come_is_named(write_recipe, monkeypatch, capsys):
+    place = {'RANK': '0', 'WORLD_SIZE': '4', 'LOCAL_RANK': '0', 'LOCAL_WORLD_SIZE': '2'}
+    for name, value in (place | {'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(free_port())}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(program, 'TIMEOUT', datetime.timedelta(seconds=1))
+    assert program.main(['fast', str(write_recipe())]) == FAILED
+    assert 'after 1 s, ranks 1, 2, 3 (node 0, 1 of 2) are not here' in capsys.readouterr().err
+    monkeypatch.setenv('RANK', '1')
+    assert program.main(['fast', str(write_recipe())]) == FAILED
+    assert 'the first process does not answer' in capsys.readouterr().err
 
 
 def measured(rank, **changes):
     values = {'clock': 0.0, 'versions': ('torch 2.7.0',), 'teraflops': 700.0, 'product': 5, 'sum_is_right': True}
-    values |= {'rank': rank, 'host': f'node{rank // 8}', 'bytes_per_second': 4e11}
+    values |= {'rank': rank, 'host': f'node{rank // 8}', 'bus': 4e11, 'node_bus': 4e11, 'link': 4e10}
     return Measured(**(values | changes))
 
 
@@ -161,6 +232,8 @@ def measured(rank, **changes):
     ('changes', 'check', 'status'),
     [
         ({'teraflops': 600.0}, 'speed', BAD_HARDWARE),
+        ({'node_bus': 3e11}, 'node bus', BAD_HARDWARE),
+        ({'link': 2e10}, 'link', BAD_HARDWARE),
         ({'product': 6}, 'results', BAD_HARDWARE),
         ({'sum_is_right': False}, 'all-reduce', BAD_HARDWARE),
         ({'clock': 9.0}, 'clock', BAD_HARDWARE),

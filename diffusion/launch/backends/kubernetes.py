@@ -38,9 +38,9 @@ class Options:
     gpu_resource: str = 'nvidia.com/gpu'
     """What a GPU is called in a pod's limits."""
     cpus_per_node: int | None = None
-    """Cores that a pod asks for."""
+    """Cores that a pod asks for, fewer than a machine has: Kubernetes' own processes need some."""
     memory_per_node: str | None = None
-    """Memory that a pod asks for, such as 900Gi."""
+    """Memory that a pod asks for, such as 900Gi, what it puts in /dev/shm included."""
     shared_memory: str = '64Gi'
     """Size of /dev/shm, through which the data's workers hand over batches; Docker's default is 64 MB."""
     service_account: str | None = None
@@ -114,12 +114,7 @@ def render(jobs: Sequence[Job]) -> Rendered:
     }
     name = f'{spec.name}.yaml'
     text = yaml.safe_dump(merged(manifest, options.raw.get('jobset', {})), sort_keys=False, width=1000)
-    notes = []
-    if spec.restart.codes('elsewhere'):
-        notes.append('Kubernetes cannot be told to avoid a node by an exit status: cordon one that a preflight names.')
-    if len(jobs) > 1:
-        notes.append('The stages need JobSet 0.8 or later; a restart passes through finished ones, which end at once.')
-    return Rendered({name: text}, (('kubectl', 'create', '-f', name),), tuple(notes))
+    return Rendered({name: text}, (('kubectl', 'create', '-f', name),), tuple(_notes(jobs)))
 
 
 def validate(rendered: Rendered) -> list[Problem]:
@@ -152,6 +147,22 @@ def logs(jobs: Sequence[Job]) -> str:
 
 def cancel(jobs: Sequence[Job]) -> str:
     return call(['kubectl', *_namespace(jobs), 'delete', 'jobset', jobs[0].spec.name], install=INSTALL)
+
+
+def _notes(jobs: Sequence[Job]) -> list[str]:
+    spec, found = jobs[0].spec, []
+    if spec.restart.codes('elsewhere'):
+        found.append(
+            'A restart may get the machine that a preflight found to be bad; kubectl cordon the one its message names.'
+        )
+    if spec.schedule.queue is None and any(job.nodes > 1 for job in jobs):
+        found.append('Without a queue of Kueue (schedule.queue) pods start one by one, and two jobs may wait for ever.')
+    if len(jobs) > 1:
+        found.append('The stages need JobSet 0.8 or later; a restart passes through finished ones, which end at once.')
+    if len(jobs) > 1 and spec.schedule.queue is not None:
+        nodes = sum(job.nodes for job in jobs)
+        found.append(f'Kueue keeps the machines of all stages, {nodes}, from the first to the last.')
+    return found
 
 
 def _namespace(jobs: Sequence[Job]) -> list[str]:
@@ -252,6 +263,7 @@ def _env(job: Job) -> list[dict[str, Any]]:
     env: list[dict[str, Any]] = [{'name': name, 'value': _literal(value)} for name, value in variables.items()]
     label = {'fieldRef': {'fieldPath': f"metadata.labels['{RESTARTS}']"}}
     env.append({'name': environment.ATTEMPT, 'valueFrom': label})
+    env.append({'name': environment.MACHINE, 'valueFrom': {'fieldRef': {'fieldPath': 'spec.nodeName'}}})
     for name, source in spec.secrets.items():
         secret, _, key = str(source).partition('/')
         env.append({'name': name, 'valueFrom': {'secretKeyRef': {'name': secret, 'key': key}}})

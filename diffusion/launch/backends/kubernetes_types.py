@@ -1,6 +1,7 @@
 """Kubernetes' objects as far as a job needs them: the fields are the keys, so that an unknown one is found offline.
 
-From jobset.x-k8s.io/v1alpha2, batch/v1 and core/v1. What is deeper than a job usually goes is Any.
+From jobset.x-k8s.io/v1alpha2, batch/v1 and core/v1. What is deeper than a job usually goes is Any; what Kubernetes
+fills in itself, and what it has given up, is left out.
 """
 
 from dataclasses import dataclass, field
@@ -41,6 +42,7 @@ class EnvSource:
     fieldRef: FieldRef | None = None
     secretKeyRef: KeyRef | None = None
     configMapKeyRef: KeyRef | None = None
+    fileKeyRef: Any = None
     resourceFieldRef: Any = None
 
 
@@ -99,6 +101,7 @@ class Container:
     terminationMessagePath: str | None = None
     terminationMessagePolicy: Literal['File', 'FallbackToLogsOnError'] | None = None
     restartPolicy: str | None = None
+    restartPolicyRules: list[Any] = field(default_factory=list)
     resizePolicy: Any = None
     stdin: bool | None = None
     stdinOnce: bool | None = None
@@ -179,6 +182,7 @@ class PodSpec:
     preemptionPolicy: str | None = None
     schedulerName: str | None = None
     schedulingGates: Any = None
+    schedulingGroup: Any = None
     serviceAccountName: str | None = None
     automountServiceAccountToken: bool | None = None
     imagePullSecrets: list[dict[str, str]] = field(default_factory=list)
@@ -188,6 +192,7 @@ class PodSpec:
     hostPID: bool | None = None
     hostUsers: bool | None = None
     hostname: str | None = None
+    hostnameOverride: str | None = None
     subdomain: str | None = None
     hostAliases: Any = None
     setHostnameAsFQDN: bool | None = None

@@ -22,6 +22,7 @@ GPU_TYPES = {
     'a100-80gb': 'a100_80gb',
     'h100-sxm': 'h100_80gb',
 }
+GPUS_PER_NODE = 8
 PRIORITIES = ('auto', 'lowest', 'low', 'medium', 'high')
 
 
@@ -46,6 +47,9 @@ def problems(jobs: Sequence[Job]) -> list[Problem]:
         gather.problem('schedule.queue', 'is missing; give the cluster (`mcli get clusters`)')
     if spec.gpu is None or (spec.gpu not in GPU_TYPES and spec.options.gpu_type is None):
         gather.problem('backend.gpu_type', f'is missing; there is no usual name of {spec.gpu or "no GPU"}')
+    if any(job.nodes > 1 for job in jobs) and spec.gpus_per_node != GPUS_PER_NODE:
+        what = f'{spec.gpus_per_node} of the {GPUS_PER_NODE} of a machine; several nodes are whole machines: use 8'
+        gather.problem('gpus_per_node', what)
     if spec.schedule.priority is not None and spec.schedule.priority not in PRIORITIES:
         gather.problem('schedule.priority', f'{spec.schedule.priority!r} is not one of {", ".join(PRIORITIES)}')
     for target in spec.mounts:
@@ -63,6 +67,8 @@ def render(jobs: Sequence[Job]) -> Rendered:
     files = {f'{job.name}.yaml': yaml.safe_dump(_run(job), sort_keys=False, width=1000) for job in jobs}
     notes = [f'The platform must know the secret: mcli create secret env {name}' for name in spec.secrets]
     notes.append('Nothing is mounted: the recipe must save where the next attempt finds it.')
+    if spec.restart.max_restarts and spec.restart.codes('stop'):
+        notes.append('The platform starts a run again whatever it ended with, a mistake in the recipe (78) too.')
     if len(jobs) > 1:
         notes.append('The platform has no chains: submit a stage when the one before it is done.')
     return Rendered(files, tuple(('mcli', 'run', '-f', name) for name in files), tuple(notes))

@@ -88,7 +88,9 @@ def problems(jobs: Sequence[Job]) -> list[Problem]:
 
 def render(jobs: Sequence[Job]) -> Rendered:
     spec = jobs[0].spec
-    notes = ['SageMaker does not start a job again that fails: the node entry point does, in place.']
+    notes = ['SageMaker does not start a job again that fails: the node entry point does, on the same machines.']
+    if spec.restart.codes('elsewhere'):
+        notes.append('It has no other machines: a job that ends with bad hardware (76) is yours to launch again.')
     if any(source.startswith('s3://') for source in spec.mounts.values()):
         notes.append(
             'SageMaker copies the folder to S3 in the background, its links not: init_from needs a checkpoint.'

@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -14,9 +14,9 @@ from diffusion.launch.commands import call
 from diffusion.launch.spec import Job
 from diffusion.schema import Gatherer, Problem, build, join
 
-INSTALL = 'pip install skypilot, and see `sky check`'
+INSTALL = 'pip install skypilot, in an environment of its own, and see `sky check`'
 QUIET = {'SKYPILOT_DISABLE_USAGE_COLLECTION': '1'}
-NAME = re.compile(r'[a-zA-Z]([-_.a-zA-Z0-9]*[a-zA-Z0-9])?')
+NAME = re.compile(r'[a-zA-Z][a-zA-Z0-9]*([._-]{1,2}[a-zA-Z0-9]+)*')
 ACCELERATORS = {
     'a100-40gb': 'A100',
     'a100-80gb': 'A100-80GB',
@@ -42,10 +42,10 @@ class Options:
     """Cloud, region and zone, such as aws/us-east-1 or k8s/my-context; null takes the cheapest that it may."""
     disk_gb: int | None = None
     """Size of a node's disk."""
-    network_tier: str | None = None
+    network_tier: Literal['standard', 'best'] | None = None
     """best asks for the fabric that nodes share gradients over."""
-    recovery: str | None = None
-    """FAILOVER or EAGER_NEXT_REGION: where a preempted job goes on."""
+    recovery: Literal['FAILOVER', 'EAGER_NEXT_REGION'] | None = None
+    """Where a preempted job goes on: in the same region first, or at once in another."""
     raw: dict[str, Any] = field(default_factory=dict)
     """Merged last into each task."""
 
@@ -67,9 +67,11 @@ class Resources:
     accelerator_args: Any = None
     any_of: list[Any] = field(default_factory=list)
     autostop: Any = None
+    cloud: str | None = None
     cpus: str | int | float | None = None
     disk_size: str | int | None = None
     disk_tier: str | None = None
+    ephemeral_storage: Any = None
     image_id: Any = None
     infra: str | None = None
     instance_type: str | None = None
@@ -83,8 +85,10 @@ class Resources:
     ports: Any = None
     priority: int | None = None
     priority_class: str | None = None
+    region: str | None = None
     use_spot: bool | None = None
     volumes: list[Any] = field(default_factory=list)
+    zone: str | None = None
 
 
 @dataclass
@@ -95,9 +99,15 @@ class Task:
     name: str
     num_nodes: int
     resources: Resources
+    api_server_access: Any = None
     config: Any = None
     envs: dict[str, str] = field(default_factory=dict)
+    event_callback: str | None = None
     file_mounts: dict[str, Any] = field(default_factory=dict)
+    inputs: Any = None
+    managed_secrets: Any = None
+    outputs: Any = None
+    pool: Any = None
     secrets: dict[str, str | None] = field(default_factory=dict)
     setup: str | None = None
     volumes: dict[str, Any] = field(default_factory=dict)
@@ -108,7 +118,7 @@ def problems(jobs: Sequence[Job]) -> list[Problem]:
     spec, gather = jobs[0].spec, Gatherer()
     for job in jobs:
         if NAME.fullmatch(job.name) is None:
-            what = f'{job.name!r} is no name in SkyPilot; use letters, digits and dashes, and begin with a letter'
+            what = f'{job.name!r} is no name in SkyPilot; use letters and digits with a dash between, a letter first'
             gather.problem('name', what)
     if spec.image is None:
         gather.problem('image', 'is missing; without one a machine of SkyPilot has nothing of this library')

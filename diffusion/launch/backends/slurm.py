@@ -99,7 +99,7 @@ def validate(rendered: Rendered) -> list[Problem]:
 
 
 def submit(jobs: Sequence[Job], rendered: Rendered, folder: Path) -> str:
-    Path(jobs[0].spec.options.logs).mkdir(parents=True, exist_ok=True)
+    _logs(jobs).mkdir(parents=True, exist_ok=True)
     answers, number = [], ''
     for job in jobs:
         dependency = _after(number) if job.after else ()
@@ -117,7 +117,7 @@ def status(jobs: Sequence[Job]) -> str:
 
 
 def logs(jobs: Sequence[Job]) -> str:
-    folder = Path(jobs[0].spec.options.logs)
+    folder = _logs(jobs)
     own = re.compile(rf'({"|".join(re.escape(job.name) for job in jobs)})-\d+\.log')
     found = [path for path in folder.glob('*.log') if own.fullmatch(path.name)]
     if not found:
@@ -131,6 +131,12 @@ def cancel(jobs: Sequence[Job]) -> str:
     for job in jobs:
         call(['scancel', '--me', f'--name={job.name}'], install=INSTALL)
     return 'cancelled: ' + ', '.join(job.name for job in jobs)
+
+
+def _logs(jobs: Sequence[Job]) -> Path:
+    """The folder of the logs, which Slurm takes from where the job runs and does not make."""
+    spec = jobs[0].spec
+    return Path('' if spec.image else spec.workdir or '', spec.options.logs)
 
 
 def _after(number: str) -> tuple[str, ...]:

@@ -194,11 +194,25 @@ class Node:
             if outcome.status == 0:
                 outcome = self._start(self.command, Path(folder), attempt)
         attempt.end, attempt.status = time.time(), outcome.status
-        attempt.cause, attempt.detail = outcome.cause, outcome.detail
+        attempt.cause, attempt.detail = self._why(outcome)
         self._account('end', attempt)
         if outcome.status:
             self._say(attempts.describe(outcome.cause, outcome.detail))
         return outcome
+
+    def _why(self, outcome: Outcome) -> tuple[str, str]:
+        """The cause of an attempt's end, and its detail: a node may be told to stop because of another one."""
+        first = self._failed_elsewhere() if outcome.cause == 'preempted' else None
+        if first is None:
+            return outcome.cause, outcome.detail
+        status, machine = first
+        cause = {CONFIG_ERROR: 'mistake', BAD_HARDWARE: 'hardware'}.get(status, 'crash')
+        return cause, f'{machine} ended with {status}'
+
+    def _failed_elsewhere(self) -> tuple[int, str] | None:
+        """The exit status and the machine of another node that has failed, and so ended this attempt."""
+        first = first_bad(self.environ)
+        return None if first is None or first[0] == PREEMPTED else first
 
     def _preflight(self, folder: Path, attempt: Attempt) -> Outcome:
         """See whether the nodes are fit, before anything is trained."""
@@ -231,7 +245,9 @@ class Node:
             if self.told and not handed_on:
                 handed_on = True
                 workers.signal(signal.SIGTERM)
-                deadline = min(deadline, now + max(1.0, self.settings.notice_seconds - MARGIN_SECONDS))
+                # Where another node has failed, there is nobody left to save with, and the scheduler waits for less.
+                notice = max(1.0, self.settings.notice_seconds - MARGIN_SECONDS)
+                deadline = min(deadline, now + (GRACE_SECONDS if self._failed_elsewhere() else notice))
             if deadline == float('inf') and workers.any_ended_badly():
                 # Of those who were told to stop, each saves its own part.
                 stopping = set(workers.codes()) <= {None, 0, PREEMPTED}
@@ -241,7 +257,10 @@ class Node:
             if now - looked > LOOK_EVERY_SECONDS:
                 looked = now
                 health.say_alive()
-                problem = watchdog.look(reports.last_beats(workers.folder), time.time()) if self.trains else None
+                beats = reports.last_beats(workers.folder)
+                if beats and attempt.first is None:
+                    noted = -NOTE_EVERY_SECONDS  # at once
+                problem = watchdog.look(beats, time.time()) if self.trains else None
                 if problem is not None:
                     workers.write_stacks()
                     self._keep_stacks(workers)
@@ -388,6 +407,18 @@ def _number(environ: Mapping[str, str], name: str, default: float) -> float:
         return float(environ.get(name, default))
     except ValueError:
         raise ValueError(f'{name}: {environ[name]!r} is no number') from None
+
+
+def first_bad(environ: Mapping[str, str]) -> tuple[int, str] | None:
+    """The exit status and the machine of the first node of this attempt that ended badly, so far as they say."""
+    try:
+        lines = Path(environ[environment.EXIT_FILE]).read_text(encoding='utf-8').splitlines()
+    except (KeyError, OSError):
+        return None
+    said = [
+        (int(status), machine) for status, _, machine in (line.partition(' ') for line in lines) if status.isdigit()
+    ]
+    return next((each for each in said if each[0]), None)
 
 
 def _leave(status: int, environ: Mapping[str, str]) -> int:

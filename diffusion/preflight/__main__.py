@@ -20,6 +20,8 @@ from diffusion.preflight.together import Limits, check_together
 REPORT = 'preflight.json'
 TIMEOUT = datetime.timedelta(minutes=5)
 """For the slowest node to come."""
+NCCL_TIMEOUT = datetime.timedelta(minutes=2)
+"""For a sum over all GPUs, whose first one finds the ways between them; then NCCL ends the process."""
 
 
 class Absent(Exception):
@@ -34,7 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         meet(os.environ, TIMEOUT)
     except Absent as error:
-        print(f'error: {error}', file=sys.stderr)
+        if os.environ['LOCAL_RANK'] == '0':  # all processes of a node see the same
+            print(f'error: {error}', file=sys.stderr)
         return FAILED
     found = check(recipe, deep=level == 'deep')
     if dist.get_rank() == 0:
@@ -92,7 +95,7 @@ def check(recipe: Recipe, *, deep: bool) -> list[Finding]:
     device, group = 'cpu', dist.group.WORLD
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ['LOCAL_RANK']))
-        device, group = 'cuda', dist.new_group(backend='nccl')
+        device, group = 'cuda', dist.new_group(timeout=NCCL_TIMEOUT, backend='nccl')
     return found + check_together(device, Limits.of(device, deep=deep), group)
 
 

@@ -35,14 +35,13 @@ def load_nvml() -> Any | None:
     return pynvml
 
 
-def check_gpus(nvml: Any, kind: str, count: int, *, leaving_seconds: float = LEAVING_SECONDS) -> Iterator[Finding]:
+def check_gpus(nvml: Any, kind: str, count: int) -> Iterator[Finding]:
     """All checks of a node's GPUs, before any process of the job uses one.
 
     Args:
         nvml: The module pynvml, or what behaves like it.
         kind: As in planning/gpus.yaml, such as h100-sxm; `any` for whatever there is, `none` for a CPU.
         count: How many the job uses.
-        leaving_seconds: Left to processes of before to go.
     """
     if kind == 'none':
         return
@@ -51,7 +50,7 @@ def check_gpus(nvml: Any, kind: str, count: int, *, leaving_seconds: float = LEA
         return
     there = int(nvml.nvmlDeviceGetCount())
     yield Finding('gpu count', there >= count, f'{there} of {count}')
-    until = time.monotonic() + leaving_seconds
+    until = time.monotonic() + LEAVING_SECONDS
     for index in range(there):
         try:
             yield from _check_one(nvml, nvml.nvmlDeviceGetHandleByIndex(index), f'gpu {index}', kind, until)

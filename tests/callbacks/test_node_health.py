@@ -40,7 +40,8 @@ class Driver:
     nvmlEventTypeXidCriticalError = 8
 
     def __init__(self):
-        self.errors, self.throttle, self.rows, self.xids = 0, 4, (0, 0, False, False), []
+        self.errors, self.throttle, self.xids = 0, 4, []
+        self.rows: tuple[int, int, bool, bool] | None = (0, 0, False, False)
 
     def nvmlDeviceGetHandleByUUID(self, uuid):
         return uuid

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diffusion.launch import attempts
+from diffusion.launch import attempts, environment
 from diffusion.launch.attempts import Attempt, account, append, hopeless, read, report
 from diffusion.launch.local import status_of
+from diffusion.launch.node import first_bad
 from diffusion.launch.reports import SAVING, TRAINING, Beat
 from diffusion.launch.watch import LONGER, Watchdog
 
@@ -128,3 +129,15 @@ def test_the_start_and_a_save_may_take_longer():
 )
 def test_a_job_ended_as_its_first_node_that_ended_badly(said, codes, expected):
     assert status_of(said, codes) == expected
+
+
+@pytest.mark.parametrize(
+    ('content', 'expected'),
+    [(None, None), ('0 n1\n0 n2\n', None), ('0 n1\n1 n2\n75 n3\n', (1, 'n2')), ('75 n3\n1 n2\n', (75, 'n3'))],
+)
+def test_the_first_node_that_ended_badly_is_named(tmp_path, content, expected):
+    path = tmp_path / 'exits'
+    if content is not None:
+        path.write_text(content)
+    assert first_bad({environment.EXIT_FILE: str(path)}) == expected
+    assert first_bad({}) is None

@@ -18,8 +18,13 @@ exit "$SRUN_STATUS"
 NOTING = """#!/bin/bash
 echo "$(basename "$0") $*" >> "$CALLS"
 """
-SQUEUE = '#!/bin/bash\necho "${STATE:-RUNNING}"\n'
-SCONTROL = NOTING + 'if [ "$1" = show ]; then echo "   ReqNodeList=(null) ExcNodeList=${AVOIDED:-(null)}"; fi\n'
+SCONTROL = f"""{NOTING}
+if [ "$(grep -c scontrol "$CALLS")" -le "${{AWAY:-0}}" ]; then
+    exit 1
+elif [ "$2" = show ]; then
+    echo "JobId=7 JobState=${{STATE:-RUNNING}} Restarts=$RESTARTS ExcNodeList=${{AVOIDED:-(null)}} Power="
+fi
+"""
 SBATCH = NOTING + 'echo "$((100 + $(grep -c sbatch "$CALLS")));cluster"\n'
 REQUEUE = 'scontrol requeue 7'
 
@@ -31,8 +36,9 @@ def slurm(tmp_path, monkeypatch):
     programs.mkdir()
     for name, text in {
         'srun': SRUN,
-        'squeue': SQUEUE,
+        'squeue': NOTING,
         'scontrol': SCONTROL,
+        'sleep': NOTING,
         'sbatch': SBATCH,
         'scancel': NOTING,
     }.items():
@@ -45,16 +51,17 @@ def slurm(tmp_path, monkeypatch):
 
 
 def ended(script: str, calls: Path, *, status: int, exits: str = '', restarts: int | None = None, **environ: str):
-    """The script's exit status, and what it told Slurm after srun."""
+    """The script's exit status, and what it did after srun, besides looking."""
     (calls.parent / 'logs').mkdir(exist_ok=True)
     calls.write_text('')
-    environment = os.environ | environ | {'SLURM_JOB_ID': '7', 'SRUN_STATUS': str(status), 'EXITS': exits}
+    environment = {'SLURM_JOB_ID': '7', 'SRUN_STATUS': str(status), 'EXITS': exits, 'RESTARTS': str(restarts or 0)}
+    environment = os.environ | environment | environ
     if restarts is not None:
         environment['SLURM_RESTART_COUNT'] = str(restarts)
     result = subprocess.run(['bash'], input=script, cwd=calls.parent, env=environment, text=True, check=False)
     told = calls.read_text().splitlines()
     assert told[0] == f'srun attempt={restarts or 0}'
-    return result.returncode, told[1:]
+    return result.returncode, [call for call in told[1:] if ' show ' not in call]
 
 
 @pytest.fixture
@@ -85,11 +92,11 @@ def test_the_first_bad_end_counts_and_not_what_srun_killed_for_it(script, slurm)
 
 def test_bad_hardware_goes_on_without_the_nodes_that_said_so(script, slurm):
     exits = '76 n3\n143 n1\n76 n5\n'
-    expected = [REQUEUE, 'scontrol show job 7', 'scontrol update JobId=7 ExcNodeList=n3,n5']
+    expected = [REQUEUE, 'scontrol update JobId=7 ExcNodeList=n3,n5']
     assert ended(script(), slurm, status=143, exits=exits) == (76, expected)
     told = ended(script(), slurm, status=143, exits=exits, AVOIDED='n9')[1]
     assert told[-1] == 'scontrol update JobId=7 ExcNodeList=n9,n3,n5'
-    assert ended(script(), slurm, status=76)[1] == expected[:2], 'nobody said which'
+    assert ended(script(), slurm, status=76)[1] == [REQUEUE], 'nobody said which'
 
 
 def test_restarts_are_counted(script, slurm):
@@ -102,7 +109,19 @@ def test_restarts_are_counted(script, slurm):
 
 
 def test_a_job_that_was_cancelled_does_not_come_back(script, slurm):
-    assert ended(script(), slurm, status=143, STATE='COMPLETING') == (143, [])
+    assert ended(script(), slurm, status=143, STATE='CANCELLED') == (143, [])
+
+
+def test_an_attempt_that_was_left_behind_does_not_end_the_next_one(script, slurm):
+    assert ended(script(), slurm, status=1, RESTARTS='1') == (1, [])
+    assert ended(script(), slurm, status=1, STATE='PENDING', RESTARTS='1') == (1, [])
+    assert ended(script(), slurm, status=1, restarts=1, RESTARTS='11') == (1, [])
+
+
+def test_a_controller_that_is_away_is_asked_again(script, slurm):
+    assert ended(script(), slurm, status=1, AWAY='3') == (1, ['sleep 10'] * 3 + [REQUEUE])
+    code, told = ended(script(), slurm, status=1, AWAY='1000')
+    assert code == 1 and REQUEUE not in told and len(told) < 60
 
 
 def test_exit_statuses_are_the_users_to_judge(script, slurm):
@@ -164,6 +183,15 @@ def test_a_chain_is_submitted_with_each_stage_behind_the_one_before(write_spec, 
     assert (tmp_path / 'logs').is_dir(), 'Slurm does not make the folder of its logs'
 
 
+def test_the_folder_of_logs_is_taken_from_where_the_job_runs(write_spec, slurm, tmp_path, capsys):
+    path = write_spec('slurm', workdir=str(tmp_path), backend={'logs': 'logs/of/jobs'})
+    assert main(['launch', str(path)]) == 0
+    (tmp_path / 'logs/of/jobs/job-7.log').write_text('from there')
+    capsys.readouterr()
+    assert main(['logs', str(path)]) == 0
+    assert capsys.readouterr().out.endswith('from there\n')
+
+
 def test_status_logs_and_cancel_ask_by_the_jobs_names(write_spec, slurm, tmp_path, capsys):
     logs = tmp_path / 'logs'
     logs.mkdir()
@@ -178,8 +206,16 @@ def test_status_logs_and_cancel_ask_by_the_jobs_names(write_spec, slurm, tmp_pat
     assert capsys.readouterr().out.splitlines()[-1] == 'line 299'
     assert main(['cancel', str(path)]) == 0
     assert slurm.read_text() == 'scancel --me --name=job\n'
+    (tmp_path / 'bin' / 'squeue').write_text('#!/bin/bash\necho 7 job RUNNING\n')
     assert main(['status', str(path)]) == 0
-    assert 'RUNNING' in capsys.readouterr().out
+    assert capsys.readouterr().out.endswith('7 job RUNNING\n')
+
+
+def test_a_job_that_was_launched_by_a_restarted_one_counts_from_0(write_spec, slurm, tmp_path, monkeypatch):
+    (tmp_path / 'bin' / 'sbatch').write_text('#!/bin/bash\necho "$SLURM_RESTART_COUNT" >> "$CALLS"\necho 101\n')
+    monkeypatch.setenv('SLURM_RESTART_COUNT', '7')
+    assert main(['launch', str(write_spec('slurm', backend={'logs': str(tmp_path / 'logs')}))]) == 0
+    assert slurm.read_text() == '0\n'
 
 
 def test_what_slurm_refuses_is_said_in_its_words(write_spec, slurm, tmp_path, capsys):

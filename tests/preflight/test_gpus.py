@@ -5,13 +5,19 @@ from types import SimpleNamespace
 import pytest
 
 from diffusion.exits import BAD_HARDWARE, CONFIG_ERROR
+from diffusion.preflight import gpus
 from diffusion.preflight.findings import status_of
 from diffusion.preflight.gpus import check_gpus
 from tests.preflight.driver import Driver, NotSupported, NVMLError
 
 
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch):
+    monkeypatch.setattr(gpus, 'LEAVING_SECONDS', 0.0)
+
+
 def bad(driver, kind='h100-sxm', count=2):
-    return [finding for finding in check_gpus(driver, kind, count, leaving_seconds=0.0) if not finding.ok]
+    return [finding for finding in check_gpus(driver, kind, count) if not finding.ok]
 
 
 def test_sound_gpus_pass_and_say_what_they_are():
@@ -59,10 +65,11 @@ def test_without_a_driver():
     assert not list(check_gpus(None, 'none', 2)), 'a CPU has none'
 
 
-def test_a_process_that_is_just_leaving_is_waited_for():
+def test_a_process_that_is_just_leaving_is_waited_for(monkeypatch):
+    monkeypatch.setattr(gpus, 'LEAVING_SECONDS', 10.0)
     driver = Driver(processes=[4711])
     left = iter([[4711], [4711], []])
     driver.nvmlDeviceGetComputeRunningProcesses = lambda gpu: [
         SimpleNamespace(pid=pid) for pid in (next(left) if gpu['processes'] else [])
     ]
-    assert not [finding for finding in check_gpus(driver, 'h100-sxm', 2, leaving_seconds=10.0) if not finding.ok]
+    assert not [finding for finding in check_gpus(driver, 'h100-sxm', 2) if not finding.ok]

@@ -1,6 +1,7 @@
 """A preflight of real processes over gloo, with one thing wrong at a time."""
 
 import datetime
+import faulthandler
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from ranks import free_port
 
 from diffusion.config import load
@@ -101,6 +103,9 @@ def run_two(write_recipe, tmp_path):
         path, port = recipe or write_recipe(), free_port()
 
         def work(rank: int) -> None:
+            torch.set_num_threads(1)  # the threads of before the fork are gone, and would be waited for
+            faulthandler.dump_traceback_later(100, exit=True)
+            program.TIMEOUT = datetime.timedelta(seconds=60)
             os.environ |= {'RANK': str(rank), 'WORLD_SIZE': '2', 'LOCAL_RANK': '0', 'LOCAL_WORLD_SIZE': '1'}
             os.environ |= {'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(port), environment.GPU: kind}
             os.environ[environment.MACHINE] = f'node{rank}'
@@ -129,7 +134,7 @@ def miscalculating(rank):
 
 def mishearing(rank):
     whole = together.dist.all_reduce
-    together.dist.all_reduce = lambda message, group: [whole(message, group=group), message[3].add_(rank)]
+    together.dist.all_reduce = lambda message, group: [whole(message, group=group), message[-1].add_(rank)]
 
 
 def late(rank):
@@ -144,7 +149,7 @@ def little_shared_memory(rank):
 def full(rank):
     usage = shutil.disk_usage
     if rank:
-        alone.shutil.disk_usage = lambda path: usage(path) if Path(path) == alone.SHM else SimpleNamespace(free=0)
+        alone.shutil.disk_usage = lambda path: usage(path) if path == alone.SHM else SimpleNamespace(free=0)
 
 
 def gpu_driver(**second):

@@ -103,7 +103,9 @@ def submit(jobs: Sequence[Job], rendered: Rendered, folder: Path) -> str:
     answers, number = [], ''
     for job in jobs:
         dependency = _after(number) if job.after else ()
-        number = call(['sbatch', '--parsable', *dependency, str(folder / f'{job.name}.sbatch')], install=INSTALL)
+        command = ['sbatch', '--parsable', *dependency, str(folder / f'{job.name}.sbatch')]
+        # sbatch hands on all variables; inside of a job that was restarted, this is of that one.
+        number = call(command, install=INSTALL, env={'SLURM_RESTART_COUNT': '0'})
         number = number.partition(';')[0]  # --parsable puts the cluster behind it
         answers.append(f'{job.name}: Slurm job {number}')
     return '\n'.join(answers)
@@ -111,8 +113,9 @@ def submit(jobs: Sequence[Job], rendered: Rendered, folder: Path) -> str:
 
 def status(jobs: Sequence[Job]) -> str:
     names = ','.join(job.name for job in jobs)
-    form = '%i %j %T, %M of %l, restarts and reason: %r'
-    queued = call(['squeue', '--me', f'--name={names}', '--noheader', f'--format={form}'], install=INSTALL)
+    # Each a field, and what follows it.
+    form = 'JobID: ,Name: ,State:; ,TimeUsed: of ,TimeLimit:; restarts: ,RestartCnt:; reason: ,Reason:'
+    queued = call(['squeue', '--me', f'--name={names}', '--noheader', f'--Format={form}'], install=INSTALL)
     return queued or f'{names}: nothing in the queue; sacct --name={names} says how they ended'
 
 

@@ -1,0 +1,273 @@
+"""Jobs of two nodes on a real Slurm: whatever happens to them, they come back by themselves, or stay away."""
+
+import contextlib
+import io
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import slurm_cluster
+import torch
+import yaml
+from forked_run import SOCKET, Server
+from ranks import free_port
+
+from diffusion.cli import main
+from diffusion.exits import BAD_HARDWARE, CONFIG_ERROR, FAILED, PREEMPTED
+from diffusion.launch.attempts import ATTEMPTS, Attempt, read
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.dist]
+
+RUN = f"""\
+import os, pathlib, sys
+node = os.environ['SLURMD_NODENAME']
+pathlib.Path('node-' + os.environ['DIFFUSION_ATTEMPT'] + '-' + os.environ['RANK']).write_text(node)
+if node == os.environ.get('UNFIT'):
+    sys.exit({BAD_HARDWARE})
+# The cluster's nodes are one machine: nobody but Slurm knows their names, and they share its memory.
+os.environ.update(MASTER_ADDR='127.0.0.1', NODE_RANK='0')
+os.environ.update(LOCAL_RANK=os.environ['RANK'], LOCAL_WORLD_SIZE=os.environ['WORLD_SIZE'])
+sys.path.insert(0, {str(ROOT / 'tests')!r})
+import forked_run
+sys.exit(forked_run.main())
+"""
+
+
+class Job:
+    """A job that was submitted."""
+
+    def __init__(self, cluster: slurm_cluster.Cluster, name: str, number: str, spec: Path) -> None:
+        self.cluster, self.number, self.spec = cluster, number, spec
+        self.folder = spec.parent
+        self.run = self.folder / 'runs' / name
+
+    def field(self, name: str) -> str:
+        return self.cluster.field(self.number, name)
+
+    def ended(self) -> bool:
+        return self.field('JobState') in ('COMPLETED', 'FAILED', 'CANCELLED', 'TIMEOUT')
+
+    def wait_until(self, what: Callable[[], bool], timeout: float = 180) -> None:
+        until = time.monotonic() + timeout
+        while not what():
+            assert time.monotonic() < until, self.story()
+            time.sleep(0.05)
+
+    def wait(self) -> str:
+        """The state that it ends in."""
+        self.wait_until(self.ended)
+        return self.field('JobState')
+
+    def batches(self) -> int:
+        """Batches done, those done again included."""
+        metrics = self.run / 'metrics.jsonl'
+        return metrics.read_text().count('"loss/train/total"') if metrics.exists() else 0
+
+    def wait_for_batches(self, count: int) -> None:
+        self.wait_until(lambda: self.batches() >= count)
+
+    def attempts(self) -> list[Attempt]:
+        return read(self.run) if (self.run / ATTEMPTS).exists() else []
+
+    def nodes(self, attempt: int) -> set[str]:
+        """Where the ranks of an attempt were."""
+        return {path.read_text() for path in self.folder.glob(f'node-{attempt}-*')}
+
+    def kill_rank(self, rank: int) -> None:
+        os.kill(int((self.folder / f'pid-{rank}').read_text()), signal.SIGKILL)
+
+    def set_limit(self, *, minutes: int) -> None:
+        self.cluster.call('scontrol', 'update', f'JobId={self.number}', f'TimeLimit={minutes}')
+
+    def log(self) -> str:
+        return ''.join(path.read_text() for path in self.folder.glob(f'logs/*-{self.number}.log'))
+
+    def story(self) -> str:
+        """All there is to say when it goes wrong."""
+        show = self.cluster.call('scontrol', 'show', 'job', self.number)
+        return f'{show}\n--- log\n{self.log()}\n--- slurm\n{self.cluster.log()}'
+
+
+@pytest.fixture(scope='module')
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm_cluster.Cluster]:
+    """Three nodes; this process is on their login node."""
+    why_not = slurm_cluster.why_not()
+    if why_not:
+        pytest.skip(why_not)
+    with (
+        contextlib.closing(Server()) as server,
+        slurm_cluster.start(tmp_path_factory.mktemp('slurm'), nodes=3) as found,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        python = {'PATH': f'{Path(sys.executable).parent}:{found.environ["PATH"]}', 'PYTHONPATH': str(ROOT)}
+        # The count is as in a job that was restarted, and launches others.
+        variables = found.environ | python | {SOCKET: server.path, 'SLURM_RESTART_COUNT': '7'}
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        yield found
+
+
+@pytest.fixture(scope='module')
+def submit(cluster: slurm_cluster.Cluster, tiny_recipe: Callable[..., dict[str, Any]]) -> Callable[..., list[Job]]:
+    """Launches a job of the tiny recipe, 12 batches with a checkpoint every 4; keywords are keys of its spec."""
+
+    def submit(folder: Path, *, max_duration: str = '12ba', streams: Any = None, **keys: Any) -> list[Job]:
+        content = tiny_recipe(folder / 'runs', name='job', algorithms={'ema': {'smoothing': 0.9}})
+        content['trainer'] |= {'max_duration': max_duration, 'save_interval': '4ba'}
+        content['streams'] = streams or content['streams']
+        recipe, spec = folder / 'recipe.yaml', folder / 'spec.yaml'
+        recipe.write_text(yaml.safe_dump(content))
+        job = {
+            'name': 'job',
+            'backend': 'slurm',
+            'recipe': str(recipe),
+            'workdir': str(folder),
+            'nodes': 2,
+            'gpu': None,
+            'gpus_per_node': 1,
+            'master_port': free_port(),
+            'restart': {'max_restarts': 5},
+            'preflight': 'none',
+            'schedule': {'notice_seconds': 20},
+        }
+        spec.write_text(yaml.safe_dump(job | keys))
+        (folder / 'run.py').write_text(RUN)
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            assert main(['launch', str(spec)]) == 0
+        submitted = re.findall(r'^(\S+): Slurm job (\d+)$', said.getvalue(), re.MULTILINE)
+        return [Job(cluster, name, number, spec) for name, number in submitted]
+
+    return submit
+
+
+@pytest.fixture
+def launch(
+    cluster: slurm_cluster.Cluster, submit: Callable[..., list[Job]], tmp_path: Path
+) -> Iterator[Callable[..., list[Job]]]:
+    """Launches such a job in the test's own folder; with the test, it ends."""
+    launched: list[Job] = []
+
+    def launch(**settings: Any) -> list[Job]:
+        launched.extend(submit(tmp_path, **settings))
+        return launched
+
+    yield launch
+    cluster.call('scancel', '--me', '--quiet')
+    for job in launched:
+        job.wait()
+
+
+@pytest.fixture(scope='module')
+def whole(submit: Callable[..., list[Job]], tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """A job that nothing happens to."""
+    (job,) = submit(tmp_path_factory.mktemp('whole'))
+    assert job.wait() == 'COMPLETED', job.story()
+    (only,) = job.attempts()
+    assert (only.first, only.last, only.status, only.cause) == (0, 12, 0, 'done')
+    return job
+
+
+def weights(job: Job) -> dict[str, torch.Tensor]:
+    from diffusion.checkpointing.runs import find_checkpoint, weights_of
+
+    return weights_of(find_checkpoint(str(job.run)), 'ema')[0]
+
+
+def assert_same(one: Job, other: Job) -> None:
+    found, expected = weights(one), weights(other)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_killed_rank_comes_back_and_the_next_stage_waits_for_that(launch, whole):
+    job, following = launch(stages={name: {'overrides': {'name': f'job-{name}'}} for name in ('one', 'two')})
+    job.wait_for_batches(5)
+    job.kill_rank(1)
+    assert job.wait() == 'COMPLETED', job.story()
+    assert f'attempt 0 ended with {FAILED}' in job.log()
+    first, second = job.attempts()
+    assert first.cause in ('killed', 'crash')
+    assert second.first in (4, 8), 'a checkpoint'
+    assert (second.last, second.status) == (12, 0)
+    assert_same(job, whole)
+    assert following.wait() == 'COMPLETED', following.story()
+    (only,) = following.attempts()
+    assert only.begin > second.end
+
+
+def test_a_job_that_makes_way_for_another_saves_first(launch, cluster):
+    (job,) = launch(max_duration='30ba')
+    job.wait_for_batches(2)
+    urgent = cluster.call(
+        'sbatch', '--parsable', '--partition=urgent', '--nodes=3', '--output=/dev/null', '--wrap=true'
+    )
+    assert job.wait() == 'COMPLETED', job.story()
+    assert cluster.field(urgent, 'JobState') == 'COMPLETED'
+    first, second = job.attempts()
+    assert (first.status, first.cause, second.status) == (PREEMPTED, 'preempted', 0)
+    assert second.first in (first.last, first.last + 1), 'a beat is from before its batch'
+
+
+def test_a_time_limit_is_warned_of_and_a_cancelled_job_stays_away(launch, capsys):
+    (job,) = launch(max_duration='100000ba', schedule={'time_limit': '1h', 'notice_seconds': 90})
+    job.wait_for_batches(4)
+    job.set_limit(minutes=2)  # Slurm warns up to 30 s early, so that its next look does
+    job.wait_until(lambda: job.field('Restarts') == '1')
+    job.set_limit(minutes=60)
+    job.wait_for_batches(job.batches() + 2)
+    capsys.readouterr()
+    for action, expected in {
+        'status': f'{job.number} job RUNNING; .* of 1:00:00; restarts: 1; reason: None',
+        'logs': 'attempt 0 ended with 75',
+        'cancel': 'cancelled: job',
+    }.items():
+        assert main([action, str(job.spec)]) == 0
+        assert re.search(expected, capsys.readouterr().out)
+    assert job.wait() == 'CANCELLED', job.story()
+    assert job.field('Restarts') == '1'
+    assert main(['status', str(job.spec)]) == 0
+    assert 'nothing in the queue' in capsys.readouterr().out
+    first, second = job.attempts()
+    assert (first.status, first.cause) == (PREEMPTED, 'preempted')
+    assert second.first in (first.last, first.last + 1), 'a beat is from before its batch'
+
+
+def test_a_mistake_is_not_tried_again(launch, tmp_path):
+    (job,) = launch(streams={'gone': {'local': str(tmp_path / 'gone'), 'resolution': 32}})
+    assert job.wait() == 'FAILED', job.story()
+    assert (job.field('ExitCode'), job.field('Restarts')) == (f'{CONFIG_ERROR}:0', '0')
+    (only,) = job.attempts()
+    assert (only.status, only.cause) == (CONFIG_ERROR, 'mistake')
+
+
+def test_a_node_that_is_not_fit_is_avoided(launch, whole):
+    (job,) = launch(env={'UNFIT': 'n2'})
+    assert job.wait() == 'COMPLETED', job.story()
+    assert (job.field('ExcNodeList'), job.field('Restarts')) == ('n2', '1')
+    assert job.nodes(0) == {'n1', 'n2'} and job.nodes(1) == {'n1', 'n3'}
+    assert_same(job, whole)
+
+
+def test_a_node_that_nobody_reaches_is_left_behind(launch, cluster, whole):
+    (job,) = launch()
+    job.wait_for_batches(2)
+    cluster.signal('n1', 'STOP')
+    cluster.call('scontrol', 'update', 'NodeName=n1', 'State=DOWN', 'Reason=test')  # as Slurm itself does in time
+    try:
+        assert job.wait() == 'COMPLETED', job.story()
+        # Of the first attempt, on the node that nobody reaches: it is not to requeue the second.
+        job.wait_until(lambda: 'attempt 0 ended' in job.log())
+    finally:
+        cluster.signal('n1', 'CONT')
+        cluster.call('scontrol', 'update', 'NodeName=n1', 'State=RESUME')
+        cluster.wait_until_idle()
+    assert job.field('Restarts') == '1'
+    assert job.nodes(1) == {'n2', 'n3'}
+    assert_same(job, whole)

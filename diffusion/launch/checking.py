@@ -168,9 +168,9 @@ def _gpu(spec: JobSpec) -> tuple[GPU | None, list[Problem]]:
     if spec.gpu is None:
         return None, []
     try:
-        gpu = find_gpu(spec.gpu, load_gpus())
+        gpu = find_gpu(spec.gpu, load_gpus(), or_file=False)
     except ValueError as error:
-        return None, [Problem('gpu', str(error).removeprefix('--gpu: ').split(' (or describe')[0])]
+        return None, [Problem('gpu', str(error).removeprefix('--gpu: '))]
     if spec.gpus_per_node > gpu.gpus_per_node:
         what = f'{spec.gpus_per_node} is more than the {gpu.gpus_per_node} of a machine with {gpu.name}; use more nodes'
         return gpu, [Problem('gpus_per_node', what)]

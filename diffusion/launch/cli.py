@@ -62,7 +62,7 @@ def preflight(args: argparse.Namespace) -> int:
 
     kind = 'any' if count_gpus() else 'none'
     if args.gpu is not None:
-        kind = find_gpu(args.gpu, load_gpus()).name
+        kind = find_gpu(args.gpu, load_gpus(), or_file=False).name
     said = {environment.PREFLIGHT: 'deep' if args.deep else 'fast', environment.GPU: kind}
     if args.processes is not None:
         said[environment.PROCESSES_PER_NODE] = str(args.processes)

@@ -144,14 +144,17 @@ class Node:
         """Start the processes, again if that is this node's part; the exit status."""
         for number in STOPPING:
             signal.signal(number, self._note)
-        if not self.keeps:
+        with contextlib.ExitStack() as stack:
+            try:
+                if self.keeps:
+                    stack.enter_context(run_lock.held(self.run_dir, self.environ, stopped=self._stops_waiting))
+            except run_lock.Taken as error:
+                self._say(str(error))
+                return PREEMPTED if self.told else CONFIG_ERROR
+            except OSError as error:
+                self._say(f'{self.run_dir}: cannot be written ({error}); is it mounted, and is there room?')
+                return FAILED
             return self._attempts()
-        try:
-            with run_lock.held(self.run_dir, self.environ, stopped=self._stops_waiting):
-                return self._attempts()
-        except run_lock.Taken as error:
-            self._say(str(error))
-            return PREEMPTED if self.told else CONFIG_ERROR
 
     def check(self) -> int:
         """Only see whether the nodes are fit; the exit status."""

@@ -71,8 +71,13 @@ def load_gpus(path: Path | None = None) -> dict[str, GPU]:
     return found if path is None else found | _read(path)
 
 
-def find_gpu(name: str, gpus: dict[str, GPU]) -> GPU:
+def find_gpu(name: str, gpus: dict[str, GPU], *, or_file: bool = True) -> GPU:
     """The GPU that a name stands for; case does not matter.
+
+    Args:
+        name: Such as a100-80gb.
+        gpus: All that are known.
+        or_file: Whether the command takes a file of others, which the error then names.
 
     Raises:
         ValueError: There is none; suggests the nearest.
@@ -81,7 +86,8 @@ def find_gpu(name: str, gpus: dict[str, GPU]) -> GPU:
     if key not in gpus:
         starts = [known for known in gpus if key and known.startswith(key)]
         hint = f'did you mean {" or ".join(starts)}?' if starts else nearest(key, gpus)
-        raise ValueError(f'--gpu: no GPU is called {name!r}; {hint} (or describe it in a file: --gpus-file)')
+        file = ' (or describe it in a file: --gpus-file)' if or_file else ''
+        raise ValueError(f'--gpu: no GPU is called {name!r}; {hint}{file}')
     return gpus[key]
 
 

@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -11,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from diffusion.config import load
-from diffusion.exits import CONFIG_ERROR
+from diffusion.exits import CONFIG_ERROR, FAILED
 from diffusion.launch import environment, run_lock
 from diffusion.launch.run_lock import LOCK, Owner, Taken, held, owner_of
 from diffusion.train import train
@@ -180,3 +182,14 @@ def test_a_second_training_into_the_same_folder_is_refused(write_recipe):
     other.kill()
     train(recipe)
     assert not (recipe.run_dir / LOCK).exists()
+
+
+def test_a_folder_that_cannot_be_written_is_said(write_recipe, tmp_path):
+    recipe = write_recipe()
+    (tmp_path / 'runs').write_text('a file is in the way')
+    command = [sys.executable, '-m', 'diffusion.launch.node', '--', 'run.py', str(recipe)]
+    environ = os.environ | {environment.SCHEDULER: 'local', environment.NODES: '1'}
+    found = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert found.returncode == FAILED
+    assert found.stderr.startswith(f'node 0: {tmp_path}/runs/run: cannot be written ('), found.stderr
+    assert 'Traceback' not in found.stderr

@@ -101,8 +101,9 @@ class Xids:
     """
 
     def __init__(self, nvml: Any, gpu: Any) -> None:
-        self._nvml, self._events, self._count = nvml, nvml.nvmlEventSetCreate(), 0
+        self._nvml, self._events, self._count = nvml, None, 0
         try:
+            self._events = nvml.nvmlEventSetCreate()
             nvml.nvmlDeviceRegisterEvents(gpu, nvml.nvmlEventTypeXidCriticalError, self._events)
         except nvml.NVMLError:  # not supported, or not allowed in this container
             self._events = None

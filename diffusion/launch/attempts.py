@@ -62,7 +62,8 @@ def describe(cause: str, detail: str) -> str:
 def append(run: Path, event: str, attempt: Attempt) -> None:
     """Add a line, in one write, so that a kill leaves no half of it but at the very end of the file."""
     run.mkdir(parents=True, exist_ok=True)
-    line = json.dumps({'event': event, 'at': time.time()} | asdict(attempt)) + '\n'
+    # It begins a line even where a node was killed in the middle of its own.
+    line = '\n' + json.dumps({'event': event, 'at': time.time()} | asdict(attempt)) + '\n'
     descriptor = os.open(run / ATTEMPTS, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o644)
     try:
         os.write(descriptor, line.encode())
@@ -84,10 +85,10 @@ def read(run: Path) -> list[Attempt]:
     for line in path.read_text(encoding='utf-8').splitlines():
         try:
             values: dict[str, Any] = json.loads(line)
-        except ValueError:
-            continue  # a node that was killed while it wrote
-        event, at = values.pop('event'), values.pop('at')
-        attempt = Attempt(**values)
+            event, at = values.pop('event'), values.pop('at')
+            attempt = Attempt(**values)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            continue  # nothing, or half of what a node wrote that was killed
         if event != 'end':
             attempt.end = at
         found[attempt.number, attempt.begin] = attempt

@@ -83,6 +83,8 @@ def environment_of(job: Job, scheduler: str, **more: str) -> dict[str, str]:
         environment.ON_EXIT: ','.join(f'{code}={action}' for code, action in actions.items()),
         environment.NOTICE_SECONDS: str(spec.schedule.notice_seconds),
     }
+    if spec.gpu is None:
+        ours['CUDA_VISIBLE_DEVICES'] = ''  # the machine may have one all the same
     if spec.hang_seconds is not None:
         ours[environment.HANG_SECONDS] = str(spec.hang_seconds)
     return spec.env | ours | {getattr(environment, name): value for name, value in more.items()}

@@ -60,7 +60,7 @@ def preflight(args: argparse.Namespace) -> int:
     from diffusion.launch.place import count_gpus
     from diffusion.planning.gpus import find_gpu, load_gpus
 
-    kind = 'any' if count_gpus() else 'none'
+    kind = 'any' if count_gpus(os.environ) else 'none'
     if args.gpu is not None:
         kind = find_gpu(args.gpu, load_gpus(), or_file=False).name
     said = {environment.PREFLIGHT: 'deep' if args.deep else 'fast', environment.GPU: kind}

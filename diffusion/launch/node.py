@@ -9,6 +9,7 @@ behind; its exit status says little of theirs; and importing it takes half a min
 
 import contextlib
 import ctypes
+import itertools
 import os
 import signal
 import subprocess
@@ -38,6 +39,10 @@ GRACE_SECONDS = 5.0
 """Left to the others when one has failed: they wait for it in a collective, but may still say why."""
 MARGIN_SECONDS = 5.0
 """Before the scheduler's SIGKILL comes, for what follows the workers' end."""
+KILL_SECONDS = 60.0
+"""In which a process that was killed is gone, unless a device or a disk holds it."""
+PREFLIGHT_SECONDS = {'fast': 900.0, 'deep': 3600.0}
+"""The slowest node may come after five minutes."""
 PR_SET_PDEATHSIG = 1
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -150,7 +155,7 @@ class Node:
                     stack.enter_context(run_lock.held(self.run_dir, self.environ, stopped=self._stops_waiting))
             except run_lock.Taken as error:
                 self._say(str(error))
-                return PREEMPTED if self.told else CONFIG_ERROR
+                return PREEMPTED if self.told else FAILED if error.again else CONFIG_ERROR
             except OSError as error:
                 self._say(f'{self.run_dir}: cannot be written ({error}); is it mounted, and is there room?')
                 return FAILED
@@ -168,7 +173,7 @@ class Node:
         return outcome.status
 
     def _attempts(self) -> int:
-        while True:
+        for count in itertools.count():
             earlier = self._earlier()
             problem = attempts.hopeless(earlier, self.settings.max_restarts)
             if problem is not None:
@@ -176,8 +181,9 @@ class Node:
                 return CONFIG_ERROR
             outcome = self._attempt(len(earlier))
             again = self.settings.in_place and self.settings.follows(outcome.status) == 'retry'
-            if outcome.status == 0 or self.told or not again:
+            if outcome.status == 0 or self.told or not again or count >= self.settings.max_restarts:
                 return outcome.status
+        raise AssertionError
 
     def _stops_waiting(self) -> bool:
         health.say_alive()
@@ -222,25 +228,35 @@ class Node:
         level = self.environ.get(environment.PREFLIGHT, 'none')
         if level == 'none':
             return Outcome(0, 'done')
-        outcome = self._start(['-m', 'diffusion.preflight', level, *self.command[1:]], folder, attempt)
+        command = ['-m', 'diffusion.preflight', level, *self.command[1:]]
+        outcome = self._start(command, folder, attempt, limit_seconds=PREFLIGHT_SECONDS[level])
         if self.told:
             return Outcome(PREEMPTED, 'preempted')
         if outcome.status == PREEMPTED:
             time.sleep(GRACE_SECONDS)  # the node that is at fault says so first
         return replace(outcome, detail=f'preflight: {outcome.detail or "see its table"}')
 
-    def _start(self, command: Sequence[str], folder: Path, attempt: Attempt) -> Outcome:
-        """Start a program on all GPUs, and wait for its end."""
+    def _start(
+        self, command: Sequence[str], folder: Path, attempt: Attempt, *, limit_seconds: float | None = None
+    ) -> Outcome:
+        """Start a program on all GPUs, and wait for its end, or for so long."""
         workers = Workers(self.place, command, {**self.environ, reports.FOLDER: str(folder)}, folder)
+        stuck: list[int] = []
         try:
-            return self._watch(workers, attempt)
+            outcome = self._watch(workers, attempt, limit_seconds)
         finally:
-            workers.kill()
+            stuck = workers.kill()
             self._take_beats(workers, attempt)
+        if stuck:
+            # They wait for a device or a disk that does not answer.
+            detail = f'process {", ".join(map(str, stuck))} cannot be killed'
+            return Outcome(BAD_HARDWARE, 'hardware', detail)
+        return outcome
 
-    def _watch(self, workers: 'Workers', attempt: Attempt) -> Outcome:
+    def _watch(self, workers: 'Workers', attempt: Attempt, limit_seconds: float | None) -> Outcome:
         """Wait for the end of the processes, or bring it about."""
-        watchdog = Watchdog(time.time(), self.settings.patience_seconds)
+        begin = time.time()
+        watchdog = Watchdog(begin, self.settings.patience_seconds) if self.trains and limit_seconds is None else None
         looked, noted = 0.0, time.monotonic()
         deadline, handed_on = float('inf'), False
         while not workers.ended():
@@ -263,7 +279,9 @@ class Node:
                 beats = reports.last_beats(workers.folder)
                 if beats and attempt.first is None:
                     noted = -NOTE_EVERY_SECONDS  # at once
-                problem = watchdog.look(beats, time.time()) if self.trains else None
+                problem = None if watchdog is None else watchdog.look(beats, time.time())
+                if limit_seconds is not None and time.time() - begin > limit_seconds:
+                    problem = f'no end in {limit_seconds:.0f} s'
                 if problem is not None:
                     workers.write_stacks()
                     self._keep_stacks(workers)
@@ -380,12 +398,18 @@ class Workers:
             time.sleep(TICK_SECONDS)
         time.sleep(LOOK_EVERY_SECONDS)  # so that they end what they have begun
 
-    def kill(self) -> None:
-        """End all processes, and what they have started and left."""
+    def kill(self) -> list[int]:
+        """End all processes, and what they have started and left; those that even that does not end."""
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        stuck, until = [], time.monotonic() + KILL_SECONDS
+        for process in self.processes:
+            try:
+                process.wait(max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                stuck.append(process.pid)
+        return stuck
 
     def reap_orphans(self) -> None:
         """As the first process of a container, take leave of whoever lost his parent."""

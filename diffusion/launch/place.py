@@ -126,22 +126,25 @@ def _local(environ: Mapping[str, str], resources: Path) -> _Said:
     return _Said(
         _whole(environment.NODE_RANK, environ.get(environment.NODE_RANK, '0')),
         None if environment.NODES in environ else 1,
-        None if environment.PROCESSES_PER_NODE in environ else max(1, count_gpus()),
+        None if environment.PROCESSES_PER_NODE in environ else max(1, count_gpus(environ)),
     )
 
 
-def count_gpus(devices: Path = Path('/dev')) -> int:
-    """GPUs that a process of this machine, or of this container, can open."""
-    return sum(1 for path in devices.glob('nvidia[0-9]*'))
+def count_gpus(environ: Mapping[str, str], devices: Path = Path('/dev')) -> int:
+    """GPUs of this machine, or of this container, that CUDA_VISIBLE_DEVICES leaves."""
+    there = sum(1 for path in devices.glob('nvidia[0-9]*'))
+    chosen = environ.get('CUDA_VISIBLE_DEVICES')
+    return there if chosen is None else min(there, len([each for each in chosen.split(',') if each.strip()]))
 
 
 def _slurm(environ: Mapping[str, str], resources: Path) -> _Said:
     names = environ.get('SLURM_STEP_NODELIST') or environ.get('SLURM_JOB_NODELIST')
+    nodes = _optional(environ, 'SLURM_STEP_NUM_NODES') or _optional(environ, 'SLURM_NNODES')
     return _Said(
         _needed(environ, 'SLURM_NODEID', 'slurm'),
-        _optional(environ, 'SLURM_STEP_NUM_NODES') or _optional(environ, 'SLURM_NNODES'),
+        nodes,
         _optional(environ, 'SLURM_GPUS_ON_NODE'),
-        None if names is None or environment.MASTER_ADDR in environ else _first_of(names),
+        None if names is None or nodes == 1 or environment.MASTER_ADDR in environ else _first_of(names),
     )
 
 

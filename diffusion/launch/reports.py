@@ -4,6 +4,7 @@ A process writes a beat before each batch and before what may take long, such as
 for them with SIGNAL. It does neither where FOLDER is not set.
 """
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -50,14 +51,22 @@ def write_beat(beat: Beat, environ: Mapping[str, str] = os.environ) -> None:
         return
     path = Path(folder, f'beat-{_rank(environ)}')
     unfinished = path.with_name(f'.{path.name}')
-    # Not through to the disk: it is for now, and a batch may take less time than that.
-    unfinished.write_text(json.dumps(beat), encoding='utf-8')
-    unfinished.replace(path)
+    try:
+        # Not through to the disk: it is for now, and a batch may take less time than that.
+        unfinished.write_text(json.dumps(beat), encoding='utf-8')
+        unfinished.replace(path)
+    except OSError:  # a full disk is no reason to end a run; the last beat is touched, so that it does not look hung
+        with contextlib.suppress(OSError):
+            os.utime(path)
 
 
 def last_beats(folder: Path) -> dict[int, Beat]:
     """The last beat of each rank that has given one."""
-    return {int(path.name.rpartition('-')[2]): Beat(*json.loads(path.read_text())) for path in folder.glob('beat-*')}
+    found = {}
+    for path in folder.glob('beat-*'):
+        beat = Beat(*json.loads(path.read_text()))
+        found[int(path.name.rpartition('-')[2])] = beat._replace(at=max(beat.at, path.stat().st_mtime))
+    return found
 
 
 def stacks(folder: Path) -> dict[int, str]:

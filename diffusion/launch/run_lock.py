@@ -24,15 +24,23 @@ LOCK = 'run.lock'
 HELD = 'DIFFUSION_RUN_LOCK'
 """Set where the node entry point has the lock for its processes."""
 REFRESH_SECONDS = 5.0
-WATCH_SECONDS = 30.0
-"""Without a sign of life in which the owner is taken for dead."""
-SAME_JOB_SECONDS = 1200.0
-"""For an earlier attempt of the same job to end, of which the scheduler says that it has: longer than its watchdog's
-patience."""
+WATCH_SECONDS = 120.0
+"""Without a sign of life in which the owner is taken for dead; a file system that takes a checkpoint may be slow."""
+SAME_JOB_SECONDS = 240.0
+"""For an earlier attempt of the same job to end, of which the scheduler says that it has; the other nodes of this one
+wait for five minutes."""
 
 
 class Taken(ValueError):
-    """Another job has the folder."""
+    """Another job has the folder.
+
+    Attributes:
+        again: Whether it seems to be an earlier attempt of this one, so that a later try may find it gone.
+    """
+
+    def __init__(self, message: str, *, again: bool = False) -> None:
+        super().__init__(message)
+        self.again = again
 
 
 @dataclass(frozen=True)
@@ -74,6 +82,11 @@ class Owner:
     def follows(self, other: 'Owner') -> bool:
         """Whether this is a later attempt of the same job, so that the scheduler has ended the other one."""
         return bool(self.number) and self.number == other.number and self.attempt > other.attempt >= 0
+
+    def may_follow(self, other: 'Owner') -> bool:
+        """Whether this may be another attempt of the same job, by all that is known of both."""
+        different = self.number and other.number and self.number != other.number
+        return bool(self.job) and self.job == other.job and not different
 
     def lives(self) -> bool | None:
         """Whether the process is there; None where that cannot be seen from here."""
@@ -149,19 +162,20 @@ def _wait_for(path: Path, own: Owner, stopped: Callable[[], bool]) -> None:
             if stopped() or now - begin > _patience(own, other):
                 raise Taken(
                     f'{path}: {other}, trains into this folder; wait for its end, or give this run another name '
-                    '(name=...). When its owner is gone, the lock needs no removing'
+                    '(name=...). When its owner is gone, the lock needs no removing',
+                    again=own.may_follow(other),
                 )
             if not told:
                 told = True
                 print(f'{path}: {other}, is still there; waiting for its end', file=sys.stderr, flush=True)
         if stopped():
-            raise Taken(f'{path}: told to stop, before it was known whether its owner lives')
+            raise Taken(f'{path}: told to stop, before it was known whether its owner lives', again=True)
         time.sleep(min(0.5, REFRESH_SECONDS))
 
 
 def _patience(own: Owner, other: Owner) -> float:
     """How long to wait for the end of somebody who lives: only an attempt of before is about to end."""
-    if not own.job or own.job != other.job:
+    if not own.may_follow(other):
         return 0.0
     return WATCH_SECONDS if other.lives() else SAME_JOB_SECONDS
 

@@ -42,4 +42,5 @@ class Watchdog:
     def limit(self) -> float:
         """Seconds that may pass until the next beat."""
         usual = STEPS * statistics.median(self._steps) if self._steps else 0.0
-        return max(usual, self.patience_seconds) * (LONGER if self._newest.doing == SAVING else 1)
+        longer = self._newest.doing == SAVING or self._newest.batch == self._newest.first
+        return max(usual, self.patience_seconds) * (LONGER if longer else 1)

@@ -1,5 +1,6 @@
 """`python -m diffusion.preflight fast|deep RECIPE [key=value ...]`, in every process of a job, before training."""
 
+import contextlib
 import datetime
 import os
 import sys
@@ -14,14 +15,13 @@ from diffusion.config import Recipe, load
 from diffusion.exits import FAILED, PREEMPTED
 from diffusion.files import write_whole
 from diffusion.launch import environment, reports
+from diffusion.preflight import together
 from diffusion.preflight.findings import Finding, as_json, status_of, table
 from diffusion.preflight.together import Limits, check_together
 
 REPORT = 'preflight.json'
 TIMEOUT = datetime.timedelta(minutes=5)
 """For the slowest node to come."""
-NCCL_TIMEOUT = datetime.timedelta(minutes=2)
-"""For a sum over all GPUs, whose first one finds the ways between them; then NCCL ends the process."""
 
 
 class Absent(Exception):
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     level, path, *overrides = list(sys.argv[1:] if argv is None else argv)
     recipe = load(path, overrides)
     try:
-        meet(os.environ, TIMEOUT)
+        store = meet(os.environ, TIMEOUT)
     except Absent as error:
         if os.environ['LOCAL_RANK'] == '0':  # all processes of a node see the same
             print(f'error: {error}', file=sys.stderr)
@@ -43,14 +43,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     if dist.get_rank() == 0:
         print(table(found), flush=True)
         _keep(recipe, found)
-    dist.barrier()
-    dist.destroy_process_group()
+    leave_together(store)
     own = [finding for finding in found if finding.where.split(' ')[0] in ('', environment.machine_name(os.environ))]
     return status_of(own) or (PREEMPTED if status_of(found) else 0)
 
 
-def meet(environ: Mapping[str, str], timeout: datetime.timedelta) -> None:
-    """Make the process group of all processes of the job.
+def leave_together(store: TCPStore) -> None:
+    """Wait until all have all findings: whoever ends first would break the others' last collective.
+
+    The process group is not destroyed: on gloo that can wait for ever for a thread of its own.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    with contextlib.suppress(dist.DistError, RuntimeError):  # the store has gone: the first process had seen all end
+        store.set(f'done/{rank}', '')
+        store.wait([f'done/{other}' for other in range(ranks)], TIMEOUT)
+
+
+def meet(environ: Mapping[str, str], timeout: datetime.timedelta) -> TCPStore:
+    """Make the process group of all processes of the job; the store that they met at.
 
     Raises:
         Absent: Some did not come in time; it says which.
@@ -65,7 +75,7 @@ def meet(environ: Mapping[str, str], timeout: datetime.timedelta) -> None:
     try:
         store.wait([f'here/{other}' for other in range(ranks)], timeout)
     except (dist.DistError, RuntimeError):
-        absent = [other for other in range(ranks) if not store.check([f'here/{other}'])]  # type: ignore[attr-defined] - its stub lacks it
+        absent = _absent(store, ranks)
         processes = int(environ['LOCAL_WORLD_SIZE'])
         nodes = sorted({other // processes for other in absent})
         raise Absent(
@@ -75,28 +85,56 @@ def meet(environ: Mapping[str, str], timeout: datetime.timedelta) -> None:
         ) from None
     # CPUs alone: a process whose GPU is lost can still say so, and nobody uses a GPU before they are looked at.
     dist.init_process_group('gloo', store=store, rank=rank, world_size=ranks, timeout=timeout)
+    return store
+
+
+def _absent(store: TCPStore, ranks: int) -> list[int]:
+    try:
+        return [rank for rank in range(ranks) if not store.check([f'here/{rank}'])]  # type: ignore[attr-defined]
+    except (dist.DistError, RuntimeError) as error:  # the first process was the first to give up, and has said who
+        raise Absent('the first process has given up waiting for others; its message says which') from error
 
 
 def check(recipe: Recipe, *, deep: bool) -> list[Finding]:
     """What all processes have found, the same in each."""
     own: list[Finding] = []
+    kind = os.environ.get(environment.GPU, 'none')
     if os.environ['LOCAL_RANK'] == '0':
         # Imports Streaming, which takes seconds of each process that does.
         from diffusion.preflight.alone import check_node
         from diffusion.preflight.gpus import load_nvml
 
-        kind, processes = os.environ.get(environment.GPU, 'none'), int(os.environ['LOCAL_WORLD_SIZE'])
+        processes = int(os.environ['LOCAL_WORLD_SIZE'])
         own = check_node(recipe, kind=kind, processes=processes, nvml=load_nvml())
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
-    found = [finding for findings in everyone for finding in findings]
+    found = _all(own)
     if status_of(found):
         return found  # who is not fit alone may hang in what follows
-    device, group = 'cpu', dist.group.WORLD
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ['LOCAL_RANK']))
-        device, group = 'cuda', dist.new_group(timeout=NCCL_TIMEOUT, backend='nccl')
+    device = 'cpu' if kind == 'none' else 'cuda'
+    if device == 'cuda':
+        found += _all(cuda_starts(int(os.environ['LOCAL_RANK'])))
+        if status_of(found):
+            return found
+    group = dist.group.WORLD if device == 'cpu' else dist.new_group(timeout=together.TIMEOUT, backend='nccl')
+    assert group is not None
     return found + check_together(device, Limits.of(device, deep=deep), group)
+
+
+def cuda_starts(index: int) -> list[Finding]:
+    """What is wrong where a process cannot use its GPU, though the driver sees it."""
+    where = f'{environment.machine_name(os.environ)} rank {os.environ["RANK"]}'
+    try:
+        torch.cuda.set_device(index)
+        torch.zeros(1, device='cuda').item()
+    except (RuntimeError, AssertionError) as error:  # of a torch without CUDA, the latter
+        return [Finding('cuda', False, ' '.join(str(error).split())[:300], where=where)]
+    return []
+
+
+def _all(own: list[Finding]) -> list[Finding]:
+    """What all processes have found."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    return [finding for findings in everyone for finding in findings]
 
 
 def _keep(recipe: Recipe, found: Sequence[Finding]) -> None:
@@ -107,4 +145,7 @@ def _keep(recipe: Recipe, found: Sequence[Finding]) -> None:
 
 
 if __name__ == '__main__':
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # past the ends of process groups and drivers, which can hang where something is broken

@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,9 +38,19 @@ def check_node(recipe: Recipe, *, kind: str, processes: int, nvml: Any | None) -
         processes: Of this node, one a GPU.
         nvml: The module pynvml, or what behaves like it.
     """
-    found = [*check_gpus(nvml, kind, processes), *shared_memory(processes), *disks(recipe), *checkpoints(recipe)]
-    for name, stream in recipe.streams.items():
-        found += shard(name, stream)
+    checks: dict[str, Callable[[], Iterable[Finding]]] = {
+        'gpu': lambda: check_gpus(nvml, kind, processes),
+        'shared memory': lambda: shared_memory(processes),
+        'disk': lambda: disks(recipe),
+        'checkpoints': lambda: checkpoints(recipe),
+        'data': lambda: (finding for name, stream in recipe.streams.items() for finding in shard(name, stream)),
+    }
+    found: list[Finding] = []
+    for name, check in checks.items():
+        try:
+            found += check()
+        except Exception as error:  # a file system that is gone raises anything; the other nodes wait for an answer
+            found.append(Finding(name, False, f'cannot be checked ({error!r})'))
     host = environment.machine_name(os.environ)
     return [replace(finding, where=host) for finding in found]
 
@@ -55,7 +65,9 @@ def shared_memory(processes: int) -> Iterator[Finding]:
 
 def disks(recipe: Recipe) -> Iterator[Finding]:
     """Room for temporary files, and for a checkpoint beside the one that it replaces."""
-    folders = {Path(tempfile.gettempdir()): SCRATCH_BYTES, recipe.run_dir: 2 * checkpoint_bytes(recipe)}
+    # Not tempfile's: where this one is full, it goes elsewhere without a word.
+    temporary = Path(os.environ.get('TMPDIR', '/tmp'))
+    folders = {temporary: SCRATCH_BYTES, recipe.run_dir: 2 * checkpoint_bytes(recipe)}
     for folder, needed in folders.items():
         there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         free = shutil.disk_usage(there).free

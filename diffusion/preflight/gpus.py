@@ -1,15 +1,19 @@
 """What the driver says of a node's GPUs, through NVML."""
 
+import os
 import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from diffusion.exits import CONFIG_ERROR
+from diffusion.planning.gpus import load_gpus
 from diffusion.preflight.findings import Finding
 
 FREE = 0.9
 """Share of a GPU's memory that must be free."""
+WHOLE = 0.9
+"""Share of its nominal memory that a GPU has at least; the driver takes some."""
 LEAVING_SECONDS = 20.0
 """A process that was killed may hold its memory so long."""
 MENDS = {
@@ -48,15 +52,26 @@ def check_gpus(nvml: Any, kind: str, count: int) -> Iterator[Finding]:
     if nvml is None:
         yield Finding('gpu', False, 'NVML does not answer; is the driver loaded, and the container given its GPUs?')
         return
-    there = int(nvml.nvmlDeviceGetCount())
-    yield Finding('gpu count', there >= count, f'{there} of {count}')
+    names = _chosen(int(nvml.nvmlDeviceGetCount()))
+    yield Finding('gpu count', len(names) >= count, f'{len(names)} of {count}')
     until = time.monotonic() + LEAVING_SECONDS
-    for index in range(there):
+    for name in names:
         try:
-            yield from _check_one(nvml, nvml.nvmlDeviceGetHandleByIndex(index), f'gpu {index}', kind, until)
+            by_index = isinstance(name, int)
+            gpu = nvml.nvmlDeviceGetHandleByIndex(name) if by_index else nvml.nvmlDeviceGetHandleByUUID(name)
+            yield from _check_one(nvml, gpu, f'gpu {name}', kind, until)
         except nvml.NVMLError as error:
             # One that has fallen off the bus answers nothing.
-            yield Finding('gpu', False, f'gpu {index}: {error}')
+            yield Finding('gpu', False, f'gpu {name}: {error}')
+
+
+def _chosen(there: int) -> list[int | str]:
+    """Indices or UUIDs of the GPUs that this job may use: the others are somebody else's concern."""
+    words = os.environ.get('CUDA_VISIBLE_DEVICES')
+    if words is None:
+        return list(range(there))
+    names = [int(word) if word.isdigit() else word for word in map(str.strip, words.split(',')) if word]
+    return [name for name in names if not isinstance(name, int) or name < there]
 
 
 def _check_one(nvml: Any, gpu: Any, name: str, kind: str, until: float) -> Iterator[Finding]:
@@ -65,6 +80,10 @@ def _check_one(nvml: Any, gpu: Any, name: str, kind: str, until: float) -> Itera
     same = kind == 'any' or re.sub('[^a-z0-9]', '', family) in re.sub('[^a-z0-9]', '', product.lower())
     yield Finding('gpu kind', same, f'{name}: {product}' + ('' if same else f', asked for {kind}'), CONFIG_ERROR)
     foreign, share, total = _use(nvml, gpu)
+    known = load_gpus().get(kind)
+    if known is not None and total < WHOLE * known.memory_gib * 2**30:
+        what = f'{name}: {total / 2**30:.0f} GiB of memory, {kind} has {known.memory_gib:.0f}'
+        yield Finding('gpu kind', False, what, CONFIG_ERROR)
     while (foreign or share < FREE) and time.monotonic() < until:
         time.sleep(0.5)
         foreign, share, total = _use(nvml, gpu)

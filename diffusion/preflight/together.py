@@ -1,5 +1,6 @@
 """What only all processes together can find out: who is slow, who computes wrongly, whether they hear each other."""
 
+import datetime
 import os
 import platform
 import statistics
@@ -20,6 +21,8 @@ from diffusion.launch import environment
 from diffusion.preflight.findings import Finding
 
 PACKAGES = ('torch', 'mosaicml', 'mosaicml-streaming', 'diffusers', 'diffusion')
+TIMEOUT = datetime.timedelta(minutes=2)
+"""For a sum over all processes, whose first one finds the ways between them; then NCCL ends the process."""
 SKEW_SECONDS = 5.0
 """Between two clocks; signatures of requests to object stores allow minutes, and logs should be in order."""
 
@@ -33,6 +36,7 @@ class Limits:
         matrix: Side of the matrices that are multiplied.
         message_bytes: That are summed over all processes.
         repeats: Of each, of which the fastest counts.
+        seconds: To go on multiplying for, so that the GPU gets hot; the last of that counts.
         links: Whether every process also sends to those of the nodes beside its own.
     """
 
@@ -40,14 +44,14 @@ class Limits:
     matrix: int
     message_bytes: int
     repeats: int
+    seconds: float
     links: bool
 
     @staticmethod
     def of(device: str, *, deep: bool = False) -> 'Limits':
         """Processes on CPUs share cores with others, GPUs are alone; deep takes minutes, in which a GPU gets hot."""
-        repeats = 500 if deep else 5
-        speed, matrix, message = (0.9, 8192, 2**28) if device == 'cuda' else (0.25, 512, 2**22)
-        return Limits(speed, matrix, message, repeats, links=deep)
+        speed, matrix, message, heat = (0.9, 8192, 2**28, 120.0) if device == 'cuda' else (0.25, 512, 2**22, 2.0)
+        return Limits(speed, matrix, message, 100 if deep else 5, heat if deep else 0.0, links=deep)
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ class Measured:
     versions: tuple[str, ...]
     teraflops: float
     product: int
-    """Of matrices that are the same everywhere: a checksum of all repeats."""
+    """Of matrices that are the same everywhere: a checksum."""
     sum_is_right: bool
     bus: float
     """Bytes/s of a sum over all processes, as 2 (n - 1) / n of those that each one gives."""
@@ -70,7 +74,7 @@ class Measured:
     """Bytes/s to a node beside its own, and back: the faster of both, since a slow one makes two slow."""
 
 
-def check_together(device: str, limits: Limits, group: dist.ProcessGroup | None = None) -> list[Finding]:
+def check_together(device: str, limits: Limits, group: dist.ProcessGroup) -> list[Finding]:
     """All checks of a job's processes; every process gets the same findings.
 
     Args:
@@ -116,7 +120,7 @@ def judge(everyone: Sequence[Measured], limits: Limits) -> list[Finding]:
 
 
 def multiply(device: str, limits: Limits) -> tuple[float, int]:
-    """TFLOP/s of a product of matrices, and a checksum of all repeats.
+    """TFLOP/s of a product of matrices, and its checksum, -1 where it was not always the same.
 
     The numbers are small whole ones, so that every order of sums gives the same.
     """
@@ -125,21 +129,24 @@ def multiply(device: str, limits: Limits) -> tuple[float, int]:
     left, right = (torch.randint(-2, 3, (side, side), generator=generator).to(device, kind) for _ in range(2))
     # A CPU is shared: only the time that it worked for this process says how fast it is.
     clock = time.perf_counter if device == 'cuda' else time.process_time
-    seconds, checksum = [], 0
-    for _ in range(1 + limits.repeats):
+    seconds, checksums, until = [], set(), time.monotonic() + limits.seconds
+    while len(seconds) <= limits.repeats or time.monotonic() < until:
         _wait(device)
         begin = clock()
         product = left @ right
         _wait(device)
         seconds.append(clock() - begin)
-        # bfloat16 rounds the sums, alike on every GPU of a kind.
-        checksum += int(product.double().abs().sum().item())
-    return 2 * side**3 / min(seconds[1:]) / 1e12, checksum
+        if len(seconds) % 50 == 1:
+            # bfloat16 rounds the sums, alike on every GPU of a kind.
+            checksums.add(int(product.double().abs().sum().item()))
+    # Once it is hot, where there was time for that.
+    usual = statistics.median(seconds[-len(seconds) // 4 :]) if limits.seconds else min(seconds[1:])
+    return 2 * side**3 / usual / 1e12, checksums.pop() if len(checksums) == 1 else -1
 
 
-def add_up(device: str, limits: Limits, group: dist.ProcessGroup | None) -> tuple[bool, float]:
+def add_up(device: str, limits: Limits, group: dist.ProcessGroup) -> tuple[bool, float]:
     """Whether a sum over the processes of a group is right, and bytes/s on the bus."""
-    members = dist.get_process_group_ranks(group)  # type: ignore[arg-type] - None is all
+    members = dist.get_process_group_ranks(group)
     seconds, right = [], True
     for _ in range(1 + limits.repeats):
         message = torch.full((limits.message_bytes // 4,), float(dist.get_rank() + 1), device=device)
@@ -155,11 +162,12 @@ def add_up(device: str, limits: Limits, group: dist.ProcessGroup | None) -> tupl
 
 def _within_node(device: str, limits: Limits, processes: int) -> float:
     backend = 'nccl' if device == 'cuda' else 'gloo'
-    own, _ = dist.new_subgroups(processes, backend=backend)
+    own, _ = dist.new_subgroups(processes, timeout=TIMEOUT, backend=backend)
+    assert own is not None
     return add_up(device, limits, own)[1]
 
 
-def _to_neighbours(device: str, limits: Limits, processes: int, group: dist.ProcessGroup | None) -> float:
+def _to_neighbours(device: str, limits: Limits, processes: int, group: dist.ProcessGroup) -> float:
     """Bytes/s between a process and those of the same place on the nodes before and after its own, the faster."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     node, found = rank // processes, []
@@ -171,7 +179,7 @@ def _to_neighbours(device: str, limits: Limits, processes: int, group: dist.Proc
     return max(found)
 
 
-def _send_both_ways(device: str, limits: Limits, partner: int, group: dist.ProcessGroup | None) -> float:
+def _send_both_ways(device: str, limits: Limits, partner: int, group: dist.ProcessGroup) -> float:
     sent = torch.zeros(limits.message_bytes // 4, device=device)
     received, seconds = torch.empty_like(sent), []
     for _ in range(1 + min(limits.repeats, 20)):

@@ -111,6 +111,10 @@ def test_the_start_and_a_save_may_take_longer():
     assert watchdog.look({}, 30.0 * LONGER - 1) is None
     assert 'nothing since the start' in str(watchdog.look({}, 30.0 * LONGER + 1))
     watchdog = Watchdog(0.0, patience_seconds=30.0)
+    first = Watchdog(0.0, patience_seconds=30)
+    # The first batch waits for cold shards and for a compiler.
+    assert first.look({0: Beat(10.0, 4, TRAINING, 4, 10.0)}, 10.0 + 30 * LONGER - 1) is None
+    assert first.look({0: Beat(10.0, 4, TRAINING, 4, 10.0)}, 10.0 + 30 * LONGER + 1) is not None
     saving = {0: Beat(50.0, 4, SAVING, 0, 1.0), 1: Beat(49.0, 4, TRAINING, 0, 1.0)}
     assert watchdog.look(saving, 50.0 + 30 * LONGER - 1) is None
     assert watchdog.look(saving, 50.0 + 30 * LONGER + 1) is not None

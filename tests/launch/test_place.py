@@ -49,16 +49,18 @@ def test_without_a_scheduler_there_is_this_machine_with_its_gpus(tmp_path, monke
     environ = {environment.PROCESSES_PER_NODE: '2', environment.NODES: '1'}
     alone = Place('local', 0, 1, 2, '127.0.0.1', 29500)
     assert find_place(environ, resources=tmp_path / 'none') == alone
-    monkeypatch.setattr(place, 'count_gpus', lambda: 2)
+    monkeypatch.setattr(place, 'count_gpus', lambda environ: 2)
     assert find_place({}, resources=tmp_path / 'none') == alone
-    monkeypatch.setattr(place, 'count_gpus', lambda: 0)
+    monkeypatch.setattr(place, 'count_gpus', lambda environ: 0)
     assert find_place({}, resources=tmp_path / 'none').processes == 1
 
 
 def test_gpus_are_counted_by_their_devices(tmp_path):
     for name in ('nvidia0', 'nvidia1', 'nvidia11', 'nvidiactl', 'nvidia-uvm'):
         (tmp_path / name).touch()
-    assert place.count_gpus(tmp_path) == 3
+    assert place.count_gpus({}, tmp_path) == 3
+    assert place.count_gpus({'CUDA_VISIBLE_DEVICES': '0,11'}, tmp_path) == 2
+    assert place.count_gpus({'CUDA_VISIBLE_DEVICES': ''}, tmp_path) == 0
 
 
 @pytest.mark.parametrize(

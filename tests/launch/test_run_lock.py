@@ -119,10 +119,12 @@ def test_who_gives_no_sign_of_life_elsewhere_is_followed(tmp_path, content):
         assert time.monotonic() - begin >= run_lock.WATCH_SECONDS
 
 
-def test_who_lives_elsewhere_is_found_to(tmp_path, beating):
-    beating(tmp_path / LOCK, environ={environment.JOB: 'another'})
-    with pytest.raises(Taken, match=r'job another, process 1 on far'):
+@pytest.mark.parametrize('other', [{environment.JOB: 'another'}, JOB | {'SLURM_JOB_ID': '8'}])
+def test_who_lives_elsewhere_is_found_to(tmp_path, beating, other):
+    beating(tmp_path / LOCK, environ=other)
+    with pytest.raises(Taken, match=r'job .*, process 1 on far') as told:
         held(tmp_path, JOB).__enter__()
+    assert not told.value.again
 
 
 def test_a_later_attempt_follows_an_earlier_one_at_once(tmp_path, beating):
@@ -132,14 +134,14 @@ def test_a_later_attempt_follows_an_earlier_one_at_once(tmp_path, beating):
     assert time.monotonic() - begin < run_lock.WATCH_SECONDS
 
 
-@pytest.mark.parametrize('other', [{'SLURM_JOB_ID': '8'}, {environment.ATTEMPT: '1'}, {environment.ATTEMPT: ''}])
+@pytest.mark.parametrize('other', [{'SLURM_JOB_ID': ''}, {environment.ATTEMPT: '1'}, {environment.ATTEMPT: ''}])
 def test_of_the_same_name_an_end_is_waited_for(tmp_path, beating, monkeypatch, capsys, other):
     monkeypatch.setattr(run_lock, 'SAME_JOB_SECONDS', 1.0)
     beating(tmp_path / LOCK, environ=JOB | other)
     begin = time.monotonic()
-    with pytest.raises(Taken, match='job phase1'):
+    with pytest.raises(Taken, match='job phase1') as told:
         held(tmp_path, JOB).__enter__()
-    assert time.monotonic() - begin > 1.0
+    assert time.monotonic() - begin > 1.0 and told.value.again
     assert capsys.readouterr().err.count('is still there; waiting for its end') == 1
 
 

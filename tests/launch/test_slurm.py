@@ -18,7 +18,12 @@ exit "$SRUN_STATUS"
 NOTING = """#!/bin/bash
 echo "$(basename "$0") $*" >> "$CALLS"
 """
-SCONTROL = f"""{NOTING}
+SCONTROL = f"""#!/bin/bash
+if [ "$2" = hostnames ]; then
+    printf '%s\\n' n1 n2
+    exit
+fi
+{NOTING}
 if [ "$(grep -c scontrol "$CALLS")" -le "${{AWAY:-0}}" ]; then
     exit 1
 elif [ "$2" = show ]; then

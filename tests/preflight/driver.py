@@ -19,7 +19,7 @@ class Driver:
     NVML_FI_DEV_GET_GPU_RECOVERY_ACTION = 230
 
     def __init__(self, **second) -> None:
-        sound = {'name': 'NVIDIA H100 80GB HBM3', 'free': 79, 'processes': [], 'rows': (0, 0, 0, 0)}
+        sound = {'name': 'NVIDIA H100 80GB HBM3', 'free': 79, 'total': 80, 'processes': [], 'rows': (0, 0, 0, 0)}
         sound |= {'errors': 0, 'recovery': 0}
         self.gpus = [sound, sound | second]
 
@@ -39,7 +39,7 @@ class Driver:
         return self.get(gpu, 'name')
 
     def nvmlDeviceGetMemoryInfo(self, gpu):
-        return SimpleNamespace(total=80 * 2**30, free=self.get(gpu, 'free') * 2**30)
+        return SimpleNamespace(total=self.get(gpu, 'total') * 2**30, free=self.get(gpu, 'free') * 2**30)
 
     def nvmlDeviceGetComputeRunningProcesses(self, gpu):
         return [SimpleNamespace(pid=pid) for pid in self.get(gpu, 'processes')]

@@ -14,6 +14,7 @@ from tests.preflight.driver import Driver, NotSupported, NVMLError
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch):
     monkeypatch.setattr(gpus, 'LEAVING_SECONDS', 0.0)
+    monkeypatch.delenv('CUDA_VISIBLE_DEVICES', raising=False)
 
 
 def bad(driver, kind='h100-sxm', count=2):
@@ -57,6 +58,21 @@ def test_another_kind_is_a_mistake_that_no_other_node_mends():
 
 def test_what_a_gpu_does_not_support_is_not_asked_of_it():
     assert not bad(Driver(rows=NotSupported(), errors=NotSupported(), recovery=None))
+
+
+def test_a_smaller_card_of_the_family_is_another_kind():
+    driver = Driver(name='NVIDIA A100-SXM4-40GB', total=40, free=39)
+    driver.gpus = driver.gpus[1:]
+    (found,) = bad(driver, kind='a100-80gb', count=1)
+    assert (found.status, found.detail) == (CONFIG_ERROR, 'gpu 0: 40 GiB of memory, a100-80gb has 79')
+    assert not bad(driver, kind='a100-40gb', count=1)
+
+
+def test_gpus_that_the_job_does_not_use_are_somebody_elses(monkeypatch):
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '0')
+    assert not bad(Driver(processes=[4711]), count=1)
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '0,7')
+    assert {finding.detail for finding in bad(Driver())} == {'1 of 2'}
 
 
 def test_without_a_driver():

@@ -59,6 +59,17 @@ def test_a_full_disk_is_said(recipe, monkeypatch):
     assert any(str(recipe.run_dir) in finding.detail for finding in found)
 
 
+def test_a_check_that_breaks_is_a_finding_and_the_others_are_made(recipe, monkeypatch):
+    def stale(path):
+        raise OSError(116, 'Stale file handle')
+
+    monkeypatch.setattr(alone.shutil, 'disk_usage', stale)
+    found = alone.check_node(recipe, kind='none', processes=2, nvml=None)
+    assert {finding.check for finding in bad(found)} == {'disk', 'shared memory'}
+    assert all('Stale file handle' in finding.detail for finding in bad(found))
+    assert {'checkpoints', 'data'} <= {finding.check for finding in found if finding.ok}
+
+
 def test_a_folder_of_checkpoints_that_cannot_be_written(recipe):
     recipe.run_dir.parent.mkdir(parents=True)
     recipe.run_dir.write_text('a file is in the way')
@@ -156,6 +167,7 @@ def gpu_driver(**second):
     """A driver of one GPU on each node, sound on the first."""
 
     def meddle(rank):
+        os.environ.pop('CUDA_VISIBLE_DEVICES', None)
         driver = Driver(**(second if rank else {}))
         driver.gpus = driver.gpus[1 : 1 if second.get('gone') and rank else 2]
         gpus.load_nvml = lambda: driver
@@ -180,13 +192,17 @@ SECOND = [PREEMPTED, BAD_HARDWARE]
         (gpu_driver(rows=(0, 2, 0, 1)), 'gpu rows', SECOND),
         (gpu_driver(processes=[4711]), 'gpu processes', SECOND),
         (gpu_driver(gone=True), 'gpu count', SECOND),
+        # The driver is well, and CUDA does not start: here there is none.
+        (gpu_driver(), 'cuda', BOTH),
         # Between two that disagree nobody knows who is right: both say so, or one of them.
         (late, 'clock', BOTH),
         (miscalculating, 'results', None),
     ],
 )
 def test_the_node_at_fault_is_named_and_the_other_tries_again(run_two, meddle, check, expected):
-    statuses, found = run_two(meddle, kind='h100-sxm' if check.startswith('gpu') else 'none')
+    statuses, found = run_two(
+        meddle, kind='h100-sxm' if check in ('cuda', 'gpu rows', 'gpu processes', 'gpu count') else 'none'
+    )
     assert {finding.check for finding in bad(found)} == {check}, table(found)
     assert expected is None or all('node1' in finding.where for finding in bad(found)) or expected == BOTH
     assert statuses == expected or (expected is None and sorted(statuses) == SECOND)

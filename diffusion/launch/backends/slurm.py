@@ -164,13 +164,21 @@ def _script(job: Job) -> str:
         f'max_restarts={spec.restart.max_restarts}',
         *_follows(job),
         '',
-        'srun --kill-on-bad-exit=1 \\',
+        # In a container there is no scontrol.
+        f'export {environment.MASTER_ADDR}=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+        f'srun --kill-on-bad-exit=1 {_cores(spec.options)} \\',
         *_container(job),
         f'    {job.shell_command}',
         'status=$?',
         '',
     ]
     return '\n'.join(lines) + AFTER.read_text(encoding='utf-8')
+
+
+def _cores(options: Options) -> str:
+    """All cores of a node for its one task, which srun does not take over from sbatch and would bind to fewer."""
+    cpus = '' if options.cpus_per_node is None else f' --cpus-per-task={options.cpus_per_node}'
+    return f'--cpu-bind=none{cpus}'
 
 
 def _directives(job: Job) -> list[str]:

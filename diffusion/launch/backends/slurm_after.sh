@@ -16,12 +16,16 @@ patiently() {
     return 1
 }
 # A job that was cancelled is not to come back, and one that Slurm has requeued for a failed node does so already.
-job=$(patiently scontrol --oneliner show job "$SLURM_JOB_ID")
+job=$(patiently scontrol --oneliner show job "$SLURM_JOB_ID") || {
+    echo "not requeued: scontrol does not answer; scontrol requeue $SLURM_JOB_ID"
+    exit "$status"
+}
 if [[ $job != *" JobState=RUNNING "* || $job != *" Restarts=$DIFFUSION_ATTEMPT "* ]]; then
+    echo "not requeued: it was cancelled, or Slurm has done so"
     exit "$status"
 fi
 trap '' TERM # requeueing ends this script; what follows is still to be done
-patiently scontrol requeue "$SLURM_JOB_ID"
+patiently scontrol requeue "$SLURM_JOB_ID" || echo "not requeued: Slurm refuses; scontrol requeue $SLURM_JOB_ID"
 if [ "$next" = elsewhere ]; then
     # Slurm takes a list of nodes to avoid for a job that waits, as this one does now.
     bad=$(awk -v status="$status" '$1 == status { print $2 }' "$DIFFUSION_EXIT_FILE" | sort -u | paste -sd,)

@@ -10,6 +10,7 @@ OMP_NUM_THREADS=1 \
     DIFFUSION_MAX_RESTARTS=5 \
     DIFFUSION_ON_EXIT='75=retry,76=elsewhere,78=stop,*=retry' \
     DIFFUSION_NOTICE_SECONDS=120 \
+    CUDA_VISIBLE_DEVICES='' \
     DIFFUSION_NODE_RANK=0 \
     DIFFUSION_MASTER_ADDR=127.0.0.1 \
     python -m diffusion.launch.node -- run.py yamls/quickstart.yaml name=quickstart-local &
@@ -24,6 +25,7 @@ OMP_NUM_THREADS=1 \
     DIFFUSION_MAX_RESTARTS=5 \
     DIFFUSION_ON_EXIT='75=retry,76=elsewhere,78=stop,*=retry' \
     DIFFUSION_NOTICE_SECONDS=120 \
+    CUDA_VISIBLE_DEVICES='' \
     DIFFUSION_NODE_RANK=1 \
     DIFFUSION_MASTER_ADDR=127.0.0.1 \
     python -m diffusion.launch.node -- run.py yamls/quickstart.yaml name=quickstart-local &

@@ -9,7 +9,6 @@ behind; its exit status says little of theirs; and importing it takes half a min
 
 import contextlib
 import ctypes
-import itertools
 import os
 import signal
 import subprocess
@@ -91,7 +90,7 @@ def preflight(recipe_words: Sequence[str], environ: Mapping[str, str]) -> int:
 
 @dataclass(frozen=True)
 class Settings:
-    """What the job spec says of endings."""
+    """What the job spec says of beginnings and endings."""
 
     actions: Mapping[str, str]
     """What follows an exit status; `*` for all others."""
@@ -100,6 +99,8 @@ class Settings:
     """Nobody else starts the processes again."""
     notice_seconds: float
     patience_seconds: float
+    preflight: str
+    """none, fast or deep."""
 
     @staticmethod
     def of(environ: Mapping[str, str]) -> 'Settings':
@@ -111,12 +112,16 @@ class Settings:
         said = environ.get(environment.ON_EXIT, f'{CONFIG_ERROR}=stop,*=retry')
         words = [entry.partition('=') for entry in said.split(',')]
         actions = {status: action for status, _, action in words}
+        level = environ.get(environment.PREFLIGHT, 'none')
+        if level not in ('none', *PREFLIGHT_SECONDS):
+            raise ValueError(f'{environment.PREFLIGHT}: {level!r} is none of none, {", ".join(PREFLIGHT_SECONDS)}')
         return Settings(
             actions,
             int(_number(environ, environment.MAX_RESTARTS, sys.maxsize)),
             environ.get(environment.RESTART_IN_PLACE) == '1',
             _number(environ, environment.NOTICE_SECONDS, 120),
             _number(environ, environment.HANG_SECONDS, PATIENCE_SECONDS),
+            level,
         )
 
     def follows(self, status: int) -> str:
@@ -147,8 +152,7 @@ class Node:
 
     def run(self) -> int:
         """Start the processes, again if that is this node's part; the exit status."""
-        for number in STOPPING:
-            signal.signal(number, self._note)
+        self._listen()
         with contextlib.ExitStack() as stack:
             try:
                 if self.keeps:
@@ -164,8 +168,7 @@ class Node:
     def check(self) -> int:
         """Only see whether the nodes are fit; the exit status."""
         self.keeps = False
-        for number in STOPPING:
-            signal.signal(number, self._note)
+        self._listen()
         with tempfile.TemporaryDirectory(prefix='diffusion-node-') as folder:
             outcome = self._preflight(Path(folder), Attempt(0, time.time()))
         if outcome.status:
@@ -173,7 +176,8 @@ class Node:
         return outcome.status
 
     def _attempts(self) -> int:
-        for count in itertools.count():
+        restarts = 0
+        while True:
             earlier = self._earlier()
             problem = attempts.hopeless(earlier, self.settings.max_restarts)
             if problem is not None:
@@ -181,9 +185,9 @@ class Node:
                 return CONFIG_ERROR
             outcome = self._attempt(len(earlier))
             again = self.settings.in_place and self.settings.follows(outcome.status) == 'retry'
-            if outcome.status == 0 or self.told or not again or count >= self.settings.max_restarts:
+            if outcome.status == 0 or self.told or not again or restarts == self.settings.max_restarts:
                 return outcome.status
-        raise AssertionError
+            restarts += 1
 
     def _stops_waiting(self) -> bool:
         health.say_alive()
@@ -206,7 +210,7 @@ class Node:
         attempt.cause, attempt.detail = self._why(outcome)
         self._account('end', attempt)
         if outcome.status:
-            self._say(attempts.describe(outcome.cause, outcome.detail))
+            self._say(attempts.describe(attempt.cause, attempt.detail))
         return outcome
 
     def _why(self, outcome: Outcome) -> tuple[str, str]:
@@ -225,7 +229,7 @@ class Node:
 
     def _preflight(self, folder: Path, attempt: Attempt) -> Outcome:
         """See whether the nodes are fit, before anything is trained."""
-        level = self.environ.get(environment.PREFLIGHT, 'none')
+        level = self.settings.preflight
         if level == 'none':
             return Outcome(0, 'done')
         command = ['-m', 'diffusion.preflight', level, *self.command[1:]]
@@ -241,7 +245,6 @@ class Node:
     ) -> Outcome:
         """Start a program on all GPUs, and wait for its end, or for so long."""
         workers = Workers(self.place, command, {**self.environ, reports.FOLDER: str(folder)}, folder)
-        stuck: list[int] = []
         try:
             outcome = self._watch(workers, attempt, limit_seconds)
         finally:
@@ -318,6 +321,10 @@ class Node:
 
     def _say(self, text: str) -> None:
         print(f'node {self.place.rank}: {text}', file=sys.stderr, flush=True)
+
+    def _listen(self) -> None:
+        for number in STOPPING:
+            signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.told = True

@@ -131,10 +131,17 @@ def _local(environ: Mapping[str, str], resources: Path) -> _Said:
 
 
 def count_gpus(environ: Mapping[str, str], devices: Path = Path('/dev')) -> int:
-    """GPUs of this machine, or of this container, that CUDA_VISIBLE_DEVICES leaves."""
-    there = sum(1 for path in devices.glob('nvidia[0-9]*'))
-    chosen = environ.get('CUDA_VISIBLE_DEVICES')
-    return there if chosen is None else min(there, len([each for each in chosen.split(',') if each.strip()]))
+    """GPUs of this machine, or of this container, that this job may use."""
+    return len(visible_gpus(environ, sum(1 for path in devices.glob('nvidia[0-9]*'))))
+
+
+def visible_gpus(environ: Mapping[str, str], there: int) -> list[int | str]:
+    """Indices or UUIDs of the GPUs that CUDA_VISIBLE_DEVICES leaves of so many."""
+    words = environ.get('CUDA_VISIBLE_DEVICES')
+    if words is None:
+        return list(range(there))
+    names = [int(word) if word.isdigit() else word for word in map(str.strip, words.split(',')) if word]
+    return [name for name in names if not isinstance(name, int) or name < there]
 
 
 def _slurm(environ: Mapping[str, str], resources: Path) -> _Said:

@@ -23,6 +23,8 @@ from diffusion.launch import environment
 LOCK = 'run.lock'
 HELD = 'DIFFUSION_RUN_LOCK'
 """Set where the node entry point has the lock for its processes."""
+_NUMBERS = ('SLURM_JOB_ID', 'SKYPILOT_TASK_ID', 'TRAINING_JOB_NAME', 'RUN_NAME')
+"""Schedulers' variables that stay the same when they restart a job."""
 REFRESH_SECONDS = 5.0
 WATCH_SECONDS = 120.0
 """Without a sign of life in which the owner is taken for dead; a file system that takes a checkpoint may be slow."""
@@ -98,9 +100,6 @@ class Owner:
         job = f'job {self.job}{f" ({self.number})" * bool(self.number)}, ' if self.job else ''
         since = time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(self.since))
         return f'{job}process {self.pid} on {self.host}, since {since}'
-
-
-_NUMBERS = ('SLURM_JOB_ID', 'SKYPILOT_TASK_ID', 'TRAINING_JOB_NAME', 'RUN_NAME')
 
 
 @contextlib.contextmanager

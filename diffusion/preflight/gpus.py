@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from diffusion.exits import CONFIG_ERROR
+from diffusion.launch.place import visible_gpus
 from diffusion.planning.gpus import load_gpus
 from diffusion.preflight.findings import Finding
 
@@ -52,7 +53,8 @@ def check_gpus(nvml: Any, kind: str, count: int) -> Iterator[Finding]:
     if nvml is None:
         yield Finding('gpu', False, 'NVML does not answer; is the driver loaded, and the container given its GPUs?')
         return
-    names = _chosen(int(nvml.nvmlDeviceGetCount()))
+    # The others are somebody else's concern.
+    names = visible_gpus(os.environ, int(nvml.nvmlDeviceGetCount()))
     yield Finding('gpu count', len(names) >= count, f'{len(names)} of {count}')
     until = time.monotonic() + LEAVING_SECONDS
     for name in names:
@@ -63,15 +65,6 @@ def check_gpus(nvml: Any, kind: str, count: int) -> Iterator[Finding]:
         except nvml.NVMLError as error:
             # One that has fallen off the bus answers nothing.
             yield Finding('gpu', False, f'gpu {name}: {error}')
-
-
-def _chosen(there: int) -> list[int | str]:
-    """Indices or UUIDs of the GPUs that this job may use: the others are somebody else's concern."""
-    words = os.environ.get('CUDA_VISIBLE_DEVICES')
-    if words is None:
-        return list(range(there))
-    names = [int(word) if word.isdigit() else word for word in map(str.strip, words.split(',')) if word]
-    return [name for name in names if not isinstance(name, int) or name < there]
 
 
 def _check_one(nvml: Any, gpu: Any, name: str, kind: str, until: float) -> Iterator[Finding]:

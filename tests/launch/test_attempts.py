@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from diffusion.launch import attempts, environment
 from diffusion.launch.attempts import Attempt, account, append, hopeless, read, report
 from diffusion.launch.local import status_of
-from diffusion.launch.node import first_bad
+from diffusion.launch.node import Settings, first_bad
 from diffusion.launch.reports import SAVING, TRAINING, Beat
 from diffusion.launch.watch import LONGER, Watchdog
 
@@ -145,3 +145,8 @@ def test_the_first_node_that_ended_badly_is_named(tmp_path, content, expected):
         path.write_text(content)
     assert first_bad({environment.EXIT_FILE: str(path)}) == expected
     assert first_bad({}) is None
+
+
+def test_a_level_that_no_preflight_has_is_refused():
+    with pytest.raises(ValueError, match="DIFFUSION_PREFLIGHT: 'deap' is none of none, fast, deep"):
+        Settings.of({environment.PREFLIGHT: 'deap'})

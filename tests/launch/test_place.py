@@ -59,7 +59,7 @@ def test_gpus_are_counted_by_their_devices(tmp_path):
     for name in ('nvidia0', 'nvidia1', 'nvidia11', 'nvidiactl', 'nvidia-uvm'):
         (tmp_path / name).touch()
     assert place.count_gpus({}, tmp_path) == 3
-    assert place.count_gpus({'CUDA_VISIBLE_DEVICES': '0,11'}, tmp_path) == 2
+    assert place.count_gpus({'CUDA_VISIBLE_DEVICES': '0, 2,7'}, tmp_path) == 2
     assert place.count_gpus({'CUDA_VISIBLE_DEVICES': ''}, tmp_path) == 0
 
 

@@ -252,3 +252,20 @@ def largest_difference(one: dict[int, float], other: dict[int, float]) -> float:
 
 if __name__ == '__main__':
     serve()
+
+
+def batches_done(run: Path) -> int:
+    """Batches that a run has done, those done again included, by its metrics."""
+    metrics = run / 'metrics.jsonl'
+    return metrics.read_text().count('"loss/train/total"') if metrics.exists() else 0
+
+
+def assert_same_weights(one: Path, other: Path) -> None:
+    """The averaged weights of two runs' newest checkpoints are equal to the last bit."""
+    import torch
+
+    from diffusion.checkpointing.runs import find_checkpoint, weights_of
+
+    found, expected = (weights_of(find_checkpoint(str(run)), 'ema')[0] for run in (one, other))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)

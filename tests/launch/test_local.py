@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from forked_run import SOCKET, Server
-from ranks import free_port
+from ranks import assert_same_weights, batches_done, free_port
 
 from diffusion.exits import CONFIG_ERROR, PREEMPTED
 from diffusion.launch import attempts
@@ -42,14 +41,9 @@ class Launched:
                 [*command], stdout=output, stderr=output, env=environ, cwd=recipe.parent, start_new_session=True
             )
 
-    def batches(self) -> int:
-        """Batches that the run has done, by its metrics."""
-        metrics = self.run / 'metrics.jsonl'
-        return metrics.read_text().count('"loss/train/total"') if metrics.exists() else 0
-
     def wait_for_batches(self, count: int) -> None:
         until = time.monotonic() + 120
-        while self.batches() < count:
+        while batches_done(self.run) < count:
             assert self.process.poll() is None, self.log.read_text()
             assert time.monotonic() < until, self.log.read_text()
             time.sleep(0.02)
@@ -131,18 +125,6 @@ def launch(write_job, server: Server) -> Callable[..., Launched]:
     return start
 
 
-def weights(run: Path) -> dict[str, torch.Tensor]:
-    from diffusion.checkpointing.runs import find_checkpoint, weights_of
-
-    return weights_of(find_checkpoint(str(run)), 'ema')[0]
-
-
-def assert_same(one: Path, other: Path) -> None:
-    found, expected = weights(one), weights(other)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
 @pytest.fixture
 def whole(launch) -> Launched:
     """A job that nothing happens to."""
@@ -209,7 +191,7 @@ def test_ten_disturbances_at_random_end_with_the_same_weights(launch, whole, tro
         job.wait_for_attempt(attempt + 1)
         trouble.end_the_stopped()
     assert job.wait() == 0, job.log.read_text()
-    assert_same(job.run, whole.run)
+    assert_same_weights(job.run, whole.run)
     found = attempts.read(job.run)
     assert len(found) >= 11
     causes = {attempt.cause for attempt in found}

@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 import slurm_cluster
-import torch
 import yaml
 from forked_run import SOCKET, Server
-from ranks import free_port
+from ranks import assert_same_weights, batches_done, free_port
 
 from diffusion.cli import main
 from diffusion.exits import BAD_HARDWARE, CONFIG_ERROR, FAILED, PREEMPTED
@@ -65,13 +64,8 @@ class Job:
         self.wait_until(self.ended)
         return self.field('JobState')
 
-    def batches(self) -> int:
-        """Batches done, those done again included."""
-        metrics = self.run / 'metrics.jsonl'
-        return metrics.read_text().count('"loss/train/total"') if metrics.exists() else 0
-
     def wait_for_batches(self, count: int) -> None:
-        self.wait_until(lambda: self.batches() >= count)
+        self.wait_until(lambda: batches_done(self.run) >= count)
 
     def attempts(self) -> list[Attempt]:
         return read(self.run) if (self.run / ATTEMPTS).exists() else []
@@ -174,18 +168,6 @@ def whole(submit: Callable[..., list[Job]], tmp_path_factory: pytest.TempPathFac
     return job
 
 
-def weights(job: Job) -> dict[str, torch.Tensor]:
-    from diffusion.checkpointing.runs import find_checkpoint, weights_of
-
-    return weights_of(find_checkpoint(str(job.run)), 'ema')[0]
-
-
-def assert_same(one: Job, other: Job) -> None:
-    found, expected = weights(one), weights(other)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
 def test_a_killed_rank_comes_back_and_the_next_stage_waits_for_that(launch, whole):
     job, following = launch(stages={name: {'overrides': {'name': f'job-{name}'}} for name in ('one', 'two')})
     job.wait_for_batches(5)
@@ -196,7 +178,7 @@ def test_a_killed_rank_comes_back_and_the_next_stage_waits_for_that(launch, whol
     assert first.cause in ('killed', 'crash')
     assert second.first in (4, 8), 'a checkpoint'
     assert (second.last, second.status) == (12, 0)
-    assert_same(job, whole)
+    assert_same_weights(job.run, whole.run)
     assert following.wait() == 'COMPLETED', following.story()
     (only,) = following.attempts()
     assert only.begin > second.end
@@ -221,7 +203,7 @@ def test_a_time_limit_is_warned_of_and_a_cancelled_job_stays_away(launch, capsys
     job.set_limit(minutes=2)  # Slurm warns up to 30 s early, so that its next look does
     job.wait_until(lambda: job.field('Restarts') == '1')
     job.set_limit(minutes=60)
-    job.wait_for_batches(job.batches() + 2)
+    job.wait_for_batches(batches_done(job.run) + 2)
     capsys.readouterr()
     for action, expected in {
         'status': f'{job.number} job RUNNING; .* of 1:00:00; restarts: 1; reason: None',
@@ -252,7 +234,7 @@ def test_a_node_that_is_not_fit_is_avoided(launch, whole):
     assert job.wait() == 'COMPLETED', job.story()
     assert (job.field('ExcNodeList'), job.field('Restarts')) == ('n2', '1')
     assert job.nodes(0) == {'n1', 'n2'} and job.nodes(1) == {'n1', 'n3'}
-    assert_same(job, whole)
+    assert_same_weights(job.run, whole.run)
 
 
 def test_a_node_that_nobody_reaches_is_left_behind(launch, cluster, whole):
@@ -270,4 +252,4 @@ def test_a_node_that_nobody_reaches_is_left_behind(launch, cluster, whole):
         cluster.wait_until_idle()
     assert job.field('Restarts') == '1'
     assert job.nodes(1) == {'n2', 'n3'}
-    assert_same(job, whole)
+    assert_same_weights(job.run, whole.run)

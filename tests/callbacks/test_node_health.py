@@ -3,6 +3,7 @@
 import logging
 import os
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -15,77 +16,13 @@ from diffusion.config import load
 from diffusion.loggers.metrics_file import read_metrics
 from diffusion.train import train
 from tests.data.processes import Forked
-
-
-class NVMLError(Exception):
-    pass
-
-
-class NotSupported(NVMLError):
-    pass
-
-
-class TimedOut(NVMLError):
-    pass
-
-
-class Driver:
-    """A GPU that is busy, warm and sound."""
-
-    NVMLError, NVMLError_NotSupported, NVMLError_Timeout = NVMLError, NotSupported, TimedOut
-    NVML_TEMPERATURE_GPU, NVML_CLOCK_SM = 0, 1
-    NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = 1, 0
-    nvmlClocksThrottleReasonHwSlowdown, nvmlClocksThrottleReasonSwThermalSlowdown = 8, 32
-    nvmlEventTypeXidCriticalError = 8
-
-    def __init__(self):
-        self.errors, self.throttle, self.xids = 0, 4, []
-        self.rows: tuple[int, int, bool, bool] | None = (0, 0, False, False)
-
-    def nvmlDeviceGetHandleByUUID(self, uuid):
-        return uuid
-
-    def nvmlDeviceGetUtilizationRates(self, gpu):
-        return SimpleNamespace(gpu=97)
-
-    def nvmlDeviceGetMemoryInfo(self, gpu):
-        return SimpleNamespace(used=60, total=80)
-
-    def nvmlDeviceGetTemperature(self, gpu, kind):
-        return 71
-
-    def nvmlDeviceGetClockInfo(self, gpu, kind):
-        return 1485
-
-    def nvmlDeviceGetMaxClockInfo(self, gpu, kind):
-        return 1980
-
-    def nvmlDeviceGetCurrentClocksThrottleReasons(self, gpu):
-        return self.throttle
-
-    def nvmlDeviceGetTotalEccErrors(self, gpu, kind, since):
-        return self.errors
-
-    def nvmlDeviceGetRemappedRows(self, gpu):
-        if self.rows is None:
-            raise NotSupported
-        return self.rows
-
-    def nvmlEventSetCreate(self):
-        return 'events'
-
-    def nvmlDeviceRegisterEvents(self, gpu, kinds, events):
-        pass
-
-    def nvmlEventSetWait_v2(self, events, milliseconds):
-        if not self.xids:
-            raise TimedOut
-        return SimpleNamespace(eventData=self.xids.pop())
+from tests.nvml_driver import Driver, NotSupported, NVMLError
 
 
 def test_figures_are_shares_degrees_and_counts():
-    driver = Driver()
-    sound = figures_of(driver, 'gpu')
+    driver = Driver(free=20)
+    gpu = driver.gpus[1]
+    sound = figures_of(driver, gpu)
     assert sound == {
         'gpu_utilization': 0.97,
         'gpu_memory_used': 0.75,
@@ -95,10 +32,10 @@ def test_figures_are_shares_degrees_and_counts():
         'gpu_ecc_errors': 0,
         'gpu_remapped_rows': 0,
     }
-    driver.throttle, driver.rows = 8 | 4, (1, 2, False, False)
-    assert figures_of(driver, 'gpu') == sound | {'gpu_throttled': 1, 'gpu_remapped_rows': 3}
-    driver.rows = None
-    assert 'gpu_remapped_rows' not in figures_of(driver, 'gpu')
+    gpu |= {'throttle': 8 | 4, 'rows': (1, 2, False, False)}
+    assert figures_of(driver, gpu) == sound | {'gpu_throttled': 1, 'gpu_remapped_rows': 3}
+    gpu['rows'] = NotSupported()
+    assert 'gpu_remapped_rows' not in figures_of(driver, gpu)
 
 
 def test_faults_are_said_when_they_come(caplog):
@@ -107,38 +44,37 @@ def test_faults_are_said_when_they_come(caplog):
     thread = threading.Thread(target=health._ask, args=(driver, 'GPU-1'))
     with caplog.at_level(logging.WARNING):
         thread.start()
-        while not health._latest:
-            pass
-        driver.errors = 3
+        wait_for(lambda: health._latest)
+        driver.gpus[1]['errors'] = 3
         driver.xids = [79]
-        while health._latest.get('gpu_ecc_errors') != 3 or not health._latest['gpu_xid_errors']:
-            pass
+        wait_for(lambda: health._latest['gpu_ecc_errors'] == 3 and health._latest['gpu_xid_errors'])
         health._done.set()
         thread.join()
     assert 'rank 0: gpu_ecc_errors went from 0 to 3' in caplog.text
     assert 'Xid 79 on the GPU of rank 0' in caplog.text
 
 
+def wait_for(what, seconds=20.0):
+    until = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
 def test_a_driver_that_is_gone_is_said_and_not_asked_again(caplog):
-    driver = Driver()
-
-    def gone(gpu, kind):
-        raise NVMLError('GPU is lost')
-
-    health = NodeHealth(seconds=0.01)
-    driver.nvmlDeviceGetTemperature = gone
-    health._ask(driver, 'GPU-1')
+    driver = Driver(temperature=NVMLError('GPU is lost'))
+    NodeHealth(seconds=0.01)._ask(driver, 'GPU-1')
     assert 'GPU-1: GPU is lost; it is not asked again' in caplog.text
 
 
-def test_a_container_that_may_not_listen_counts_no_xids():
+def test_a_container_that_may_not_listen_counts_no_xids(monkeypatch):
     driver = Driver()
 
     def refused(gpu, kinds, events):
         raise NotSupported
 
-    driver.nvmlDeviceRegisterEvents = refused
-    assert Xids(driver, 'gpu').wait(0.0, threading.Event()) == {}
+    monkeypatch.setattr(driver, 'nvmlDeviceRegisterEvents', refused)
+    assert Xids(driver, driver.gpus[1]).wait(0.0, threading.Event()) == {}
 
 
 @pytest.mark.dist

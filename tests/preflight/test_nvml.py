@@ -8,7 +8,7 @@ from diffusion.exits import BAD_HARDWARE, CONFIG_ERROR
 from diffusion.preflight import gpus
 from diffusion.preflight.findings import status_of
 from diffusion.preflight.gpus import check_gpus
-from tests.preflight.driver import Driver, NotSupported, NVMLError
+from tests.nvml_driver import Driver, NotSupported, NVMLError
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ from diffusion.preflight import alone, gpus, together
 from diffusion.preflight.findings import Finding, as_json, status_of, table
 from diffusion.preflight.together import Limits, Measured, judge
 from tests.data.processes import Forked
-from tests.preflight.driver import Driver
+from tests.nvml_driver import Driver
 
 
 @pytest.fixture

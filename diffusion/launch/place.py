@@ -88,6 +88,9 @@ def _guess(environ: Mapping[str, str], resources: Path) -> str:
     }
     # A Slurm cluster may run inside of another scheduler's pods, never the other way round: the first one wins.
     found = [name for name, variable in signs.items() if variable in environ]
+    # Composer leaves these behind in a process that trained alone, such as a notebook's, whose commands inherit them.
+    if found == ['mosaicml'] and environ.get('WORLD_SIZE') == '1':
+        found = []
     return found[0] if found else 'sagemaker' if resources.exists() else 'local'
 
 

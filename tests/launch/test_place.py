@@ -55,6 +55,12 @@ def test_without_a_scheduler_there_is_this_machine_with_its_gpus(tmp_path, monke
     assert find_place({}, resources=tmp_path / 'none').processes == 1
 
 
+def test_what_composer_leaves_of_a_training_alone_is_no_schedulers(tmp_path):
+    left = {'NODE_RANK': '0', 'WORLD_SIZE': '1', 'LOCAL_WORLD_SIZE': '1', 'RANK': '0', 'LOCAL_RANK': '0'}
+    environ = left | {environment.PROCESSES_PER_NODE: '2'}
+    assert find_place(environ, resources=tmp_path / 'none') == Place('local', 0, 1, 2, '127.0.0.1', 29500)
+
+
 def test_gpus_are_counted_by_their_devices(tmp_path):
     for name in ('nvidia0', 'nvidia1', 'nvidia11', 'nvidiactl', 'nvidia-uvm'):
         (tmp_path / name).touch()

@@ -16,7 +16,7 @@ from diffusion.exits import FAILED, PREEMPTED
 from diffusion.files import write_whole
 from diffusion.launch import environment, reports
 from diffusion.preflight import together
-from diffusion.preflight.findings import Finding, as_json, status_of, table
+from diffusion.preflight.findings import Finding, as_json, excuse, status_of, table
 from diffusion.preflight.together import Limits, check_together
 
 REPORT = 'preflight.json'
@@ -106,12 +106,13 @@ def check(recipe: Recipe, *, deep: bool) -> list[Finding]:
 
         processes = int(os.environ['LOCAL_WORLD_SIZE'])
         own = check_node(recipe, kind=kind, processes=processes, nvml=load_nvml())
-    found = _all(own)
+    nodes = dist.get_world_size() // int(os.environ['LOCAL_WORLD_SIZE'])
+    found = excuse(_all(own), nodes)
     if status_of(found):
         return found  # who is not fit alone may hang in what follows
     device = 'cpu' if kind == 'none' else 'cuda'
     if device == 'cuda':
-        found += _all(cuda_starts(int(os.environ['LOCAL_RANK'])))
+        found += excuse(_all(cuda_starts(int(os.environ['LOCAL_RANK']))), nodes)
         if status_of(found):
             return found
     group = dist.group.WORLD if device == 'cpu' else dist.new_group(timeout=together.TIMEOUT, backend='nccl')

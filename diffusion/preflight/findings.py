@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from diffusion.exits import BAD_HARDWARE, CONFIG_ERROR, FAILED
 
@@ -31,6 +31,24 @@ def status_of(findings: Iterable[Finding]) -> int:
     """What follows from all of them: a mistake before bad hardware before what may pass."""
     found = {finding.status for finding in findings if not finding.ok}
     return next((status for status in (CONFIG_ERROR, BAD_HARDWARE, FAILED) if status in found), 0)
+
+
+def excuse(findings: Sequence[Finding], nodes: int) -> list[Finding]:
+    """The findings, where what is wrong on every one of several nodes is no node's fault: a disk that they share.
+
+    To leave them all for others would leave none.
+    """
+    hosts: dict[str, set[str]] = {}
+    for each in findings:
+        if not each.ok and each.status == BAD_HARDWARE:
+            hosts.setdefault(each.check, set()).add(each.where.split(' ')[0])
+    everywhere = {check for check, names in hosts.items() if len(names) == nodes > 1}
+    return [
+        replace(each, status=FAILED, detail=f'{each.detail} (on all nodes)')
+        if not each.ok and each.status == BAD_HARDWARE and each.check in everywhere
+        else each
+        for each in findings
+    ]
 
 
 def table(findings: Sequence[Finding]) -> str:

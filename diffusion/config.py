@@ -48,6 +48,9 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, allow_missing: bool
         RecipeError: With every mistake found.
     """
     raw, gather = read_values(path, overrides), Gatherer()
+    if 'recipe' in raw and 'backend' in raw:
+        what = f"it is a job's YAML, which diffusion launch takes; its recipe is {raw['recipe']}"
+        raise RecipeError([Problem('', what)], path)
     recipe = build(Recipe, _with_components(raw, gather), '', gather)
     # Names from imports are known only after importing them, which runs code: not for a recipe that is wrong anyway.
     if isinstance(recipe.imports, list) and not gather.problems:

@@ -41,6 +41,9 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:
         RecipeError: With every mistake found.
     """
     raw, gather = read_values(path, overrides), Gatherer()
+    if 'recipe' not in raw and 'backend' not in raw and {'model', 'dataset', 'trainer'} & set(raw):
+        what = f"it is a recipe; a job's YAML names it (recipe: {path}) and a back end, as those in yamls/launch do"
+        raise RecipeError([Problem('', what)], path)
     name, options = _backend(raw.pop('backend', None), gather)
     spec: JobSpec = build(JobSpec, raw, '', gather)
     spec.backend, spec.options = name, options

@@ -125,6 +125,8 @@ def ask(args: argparse.Namespace) -> int:
     if args.action == 'status' and Path(args.spec).is_dir():
         print(importlib.import_module('diffusion.launch.attempts').report(Path(args.spec)))
         return 0
+    if args.action == 'status' and not Path(args.spec).exists():
+        raise ValueError(f"status: {args.spec} is not there; give a run's folder, such as runs/phase1, or a job's YAML")
     checked = check(load(args.spec, args.overrides), args.spec)
     print(getattr(checked.backend, args.action)(checked.jobs))
     return 0

@@ -103,6 +103,19 @@ def test_a_folder_of_files_has_no_half_written_ones(write_spec, tmp_path):
     assert [file.name for file in out.iterdir()] == ['job.sbatch']
 
 
+def test_a_recipe_a_job_and_a_run_are_told_apart(write_spec, tmp_path, capsys):
+    for words, told in (
+        (['launch', 'yamls/phase1.yaml'], "it is a recipe; a job's YAML names it (recipe: yamls/phase1.yaml)"),
+        (['check', str(write_spec('slurm'))], 'which diffusion launch takes; its recipe is yamls/quickstart.yaml'),
+        (['status', str(tmp_path / 'none')], 'none is not there; give'),
+        (['status', str(tmp_path)], 'attempts.jsonl: is not there; only runs under diffusion launch'),
+    ):
+        assert main(words) == 2
+        message = capsys.readouterr().err
+        assert told in message
+        assert 'mistakes' not in message
+
+
 def test_help_of_launch_and_friends(capsys):
     for command in ('launch', 'status', 'logs', 'cancel'):
         with pytest.raises(SystemExit):

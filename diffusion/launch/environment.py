@@ -54,8 +54,8 @@ RESTART_IN_PLACE = 'DIFFUSION_RESTART_IN_PLACE'
 while ON_EXIT says retry, up to MAX_RESTARTS."""
 
 EXIT_FILE = 'DIFFUSION_EXIT_FILE'
-"""A file that the nodes share. Before it ends, each appends one line to it: its exit status, a space, its host name.
-The first line that is not 0 is why the job ended; what follows was killed for it."""
+"""A file that the nodes share. Before it ends, each appends one line to it: its exit status, its host name, the
+cause and what more there is to say. The first that is not 0 is why the job ended; what follows was killed for it."""
 
 NOTICE_SECONDS = 'DIFFUSION_NOTICE_SECONDS'
 """Time between the scheduler's SIGTERM (or SIGUSR1) and its SIGKILL, in which the workers must have saved."""

@@ -71,7 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f'error: {error}', file=sys.stderr)
         return _leave(CONFIG_ERROR, environ)
-    return _leave(Node(place, settings, words[1:], recipe, environ).run(), environ)
+    node = Node(place, settings, words[1:], recipe, environ)
+    return _leave(node.run(), environ, node.outcome)
 
 
 def preflight(recipe_words: Sequence[str], environ: Mapping[str, str]) -> int:
@@ -149,6 +150,8 @@ class Node:
         self.environ = {**environ, run_lock.HELD: '1'} if self.trains else environ
         self.told = False
         """Whether this node was told to stop."""
+        self.outcome: Outcome | None = None
+        """Of the last attempt."""
 
     def run(self) -> int:
         """Start the processes, again if that is this node's part; the exit status."""
@@ -208,24 +211,23 @@ class Node:
                 outcome = self._start(self.command, Path(folder), attempt)
         attempt.end, attempt.status = time.time(), outcome.status
         attempt.cause, attempt.detail = self._why(outcome)
+        self.outcome = outcome
         self._account('end', attempt)
         if outcome.status:
             self._say(attempts.describe(attempt.cause, attempt.detail))
         return outcome
 
     def _why(self, outcome: Outcome) -> tuple[str, str]:
-        """The cause of an attempt's end, and its detail: a node may be told to stop because of another one."""
-        first = self._failed_elsewhere() if outcome.cause == 'preempted' else None
-        if first is None:
+        """The cause of an attempt's end, and its detail: a node may be told to stop, or fail, because of another."""
+        first = self._failed_elsewhere()
+        if first is None or outcome.cause not in ('preempted', 'crash') or first.cause == outcome.cause:
             return outcome.cause, outcome.detail
-        status, machine = first
-        cause = {CONFIG_ERROR: 'mistake', BAD_HARDWARE: 'hardware'}.get(status, 'crash')
-        return cause, f'{machine} ended with {status}'
+        return first.cause, f'{first.machine}: {first.detail or f"status {first.status}"}'
 
-    def _failed_elsewhere(self) -> tuple[int, str] | None:
-        """The exit status and the machine of another node that has failed, and so ended this attempt."""
+    def _failed_elsewhere(self) -> 'Ending | None':
+        """How another node has failed, and so ended this attempt."""
         first = first_bad(self.environ)
-        return None if first is None or first[0] == PREEMPTED else first
+        return None if first is None or first.cause == 'preempted' else first
 
     def _preflight(self, folder: Path, attempt: Attempt) -> Outcome:
         """See whether the nodes are fit, before anything is trained."""
@@ -443,26 +445,44 @@ def _number(environ: Mapping[str, str], name: str, default: float) -> float:
         raise ValueError(f'{name}: {environ[name]!r} is no number') from None
 
 
-def first_bad(environ: Mapping[str, str]) -> tuple[int, str] | None:
-    """The exit status and the machine of the first node of this attempt that ended badly, so far as they say."""
+@dataclass(frozen=True)
+class Ending:
+    """What a node has said of its end."""
+
+    status: int
+    machine: str
+    cause: str
+    """A key of `attempts.CAUSES`."""
+    detail: str
+
+    @staticmethod
+    def of(line: str) -> 'Ending | None':
+        """From its line in the file; None for half of one."""
+        status, machine, cause, detail = (*line.split(' ', 3), '', '', '')[:4]
+        if not status.isdigit():
+            return None
+        usual = {0: 'done', PREEMPTED: 'preempted', BAD_HARDWARE: 'hardware', CONFIG_ERROR: 'mistake'}
+        return Ending(int(status), machine, cause or usual.get(int(status), 'crash'), detail)
+
+
+def first_bad(environ: Mapping[str, str]) -> Ending | None:
+    """The first node of this attempt that ended badly, so far as they say."""
     try:
         lines = Path(environ[environment.EXIT_FILE]).read_text(encoding='utf-8').splitlines()
     except (KeyError, OSError):
         return None
-    said = [
-        (int(status), machine) for status, _, machine in (line.partition(' ') for line in lines) if status.isdigit()
-    ]
-    return next((each for each in said if each[0]), None)
+    return next((ending for ending in map(Ending.of, lines) if ending is not None and ending.status), None)
 
 
-def _leave(status: int, environ: Mapping[str, str]) -> int:
+def _leave(status: int, environ: Mapping[str, str], outcome: Outcome | None = None) -> int:
     """Say to the other nodes how this one ended."""
     health.forget()
+    why = '' if outcome is None or outcome.status != status else f' {outcome.cause} {outcome.detail}'.rstrip()
     path = environ.get(environment.EXIT_FILE)
     if path is not None:
         try:
             with open(path, 'a', encoding='utf-8') as file:
-                file.write(f'{status} {environment.machine_name(environ)}\n')
+                file.write(f'{status} {environment.machine_name(environ)}{why}\n')
         except OSError as error:
             print(f'{path}: cannot be written ({error})', file=sys.stderr)
     return status

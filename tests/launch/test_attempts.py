@@ -7,10 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diffusion.config import load
 from diffusion.launch import attempts, environment
 from diffusion.launch.attempts import Attempt, account, append, hopeless, read, report
 from diffusion.launch.local import status_of
-from diffusion.launch.node import Settings, first_bad
+from diffusion.launch.node import Ending, Node, Outcome, Settings, first_bad
+from diffusion.launch.place import Place
 from diffusion.launch.reports import SAVING, TRAINING, Beat
 from diffusion.launch.watch import LONGER, Watchdog
 
@@ -137,7 +139,13 @@ def test_a_job_ended_as_its_first_node_that_ended_badly(said, codes, expected):
 
 @pytest.mark.parametrize(
     ('content', 'expected'),
-    [(None, None), ('0 n1\n0 n2\n', None), ('0 n1\n1 n2\n75 n3\n', (1, 'n2')), ('75 n3\n1 n2\n', (75, 'n3'))],
+    [
+        (None, None),
+        ('0 n1\n0 n2 done\n', None),
+        ('0 n1\n1 n2\n75 n3\n', Ending(1, 'n2', 'crash', '')),
+        ('75 n3\n1 n2\n', Ending(75, 'n3', 'preempted', '')),
+        ('\n75 n3 hang no batch for 9 s\n1 n2\n', Ending(75, 'n3', 'hang', 'no batch for 9 s')),
+    ],
 )
 def test_the_first_node_that_ended_badly_is_named(tmp_path, content, expected):
     path = tmp_path / 'exits'
@@ -145,6 +153,25 @@ def test_the_first_node_that_ended_badly_is_named(tmp_path, content, expected):
         path.write_text(content)
     assert first_bad({environment.EXIT_FILE: str(path)}) == expected
     assert first_bad({}) is None
+
+
+@pytest.mark.parametrize(
+    ('own', 'said', 'expected'),
+    [
+        (Outcome(1, 'crash', 'rank 0 with 1'), '1 n2 killed rank 1 by SIGKILL', ('killed', 'n2: rank 1 by SIGKILL')),
+        (Outcome(75, 'preempted'), '75 n2 hang no batch', ('hang', 'n2: no batch')),
+        (Outcome(75, 'preempted'), '76 n2', ('hardware', 'n2: status 76')),
+        (Outcome(75, 'preempted'), '75 n2 preempted', ('preempted', '')),
+        (Outcome(1, 'crash', 'rank 0 with 1'), '1 n2 crash rank 1 with 1', ('crash', 'rank 0 with 1')),
+        (Outcome(1, 'killed', 'rank 0 by SIGKILL'), '1 n2 crash rank 1 with 1', ('killed', 'rank 0 by SIGKILL')),
+        (Outcome(1, 'crash', 'rank 0 with 1'), '0 n2 done', ('crash', 'rank 0 with 1')),
+    ],
+)
+def test_an_attempt_ended_as_the_node_did_that_ended_it(tmp_path, write_recipe, own, said, expected):
+    (tmp_path / 'exits').write_text(f'0 n1 done\n{said}\n')
+    environ = {environment.EXIT_FILE: str(tmp_path / 'exits')}
+    node = Node(Place('local', 0, 2, 1, '127.0.0.1', 29500), Settings.of({}), [], load(write_recipe()), environ)
+    assert node._why(own) == expected
 
 
 def test_a_level_that_no_preflight_has_is_refused():

@@ -107,7 +107,10 @@ def check_together(device: str, limits: Limits, group: dist.ProcessGroup) -> lis
 
 
 def judge(everyone: Sequence[Measured], limits: Limits) -> list[Finding]:
-    """What is wrong with whom."""
+    """What is wrong with whom; a process that is alone has nobody to be compared with."""
+    if len(everyone) == 1:
+        speed = Finding('speed', True, f'{everyone[0].teraflops:.3g} TFLOP/s, one process: nothing to compare it with')
+        return [*_same_versions(everyone), *_products(everyone), speed]
     return [
         *_same_versions(everyone),
         *_clocks(everyone),
@@ -254,12 +257,15 @@ def _giga(value: float | None) -> float | None:
 
 
 def _products(everyone: Sequence[Measured]) -> list[Finding]:
-    usual, _ = Counter(each.product for each in everyone).most_common(1)[0]
-    wrong = [each for each in everyone if each.product != usual]
-    what = 'a product differs from that of the others: it computes wrongly'
-    return [Finding('results', False, what, where=_where(each)) for each in wrong] or [
-        Finding('results', True, 'the same on all')
-    ]
+    steady = Counter(each.product for each in everyone if each.product >= 0)
+    usual = steady.most_common(1)[0][0] if steady else -1
+    found = []
+    for each in everyone:
+        if each.product < 0 or each.product != usual:
+            than = 'from one time to the next' if each.product < 0 else 'from that of the others'
+            what = f'a product differs {than}: it computes wrongly'
+            found.append(Finding('results', False, what, where=_where(each)))
+    return found or [Finding('results', True, 'the same on all, each time')]
 
 
 def _sums(everyone: Sequence[Measured]) -> list[Finding]:

@@ -263,6 +263,7 @@ def measured(rank, **changes):
         ({'node_bus': 3e11}, 'node bus', BAD_HARDWARE),
         ({'link': 2e10}, 'link', BAD_HARDWARE),
         ({'product': 6}, 'results', BAD_HARDWARE),
+        ({'product': -1}, 'results', BAD_HARDWARE),
         ({'sum_is_right': False}, 'all-reduce', BAD_HARDWARE),
         ({'clock': 9.0}, 'clock', BAD_HARDWARE),
         ({'versions': ('torch 2.6.0',)}, 'versions', CONFIG_ERROR),
@@ -273,6 +274,14 @@ def test_one_of_sixteen_that_differs_is_named(changes, check, status):
     (found,) = bad(judge(everyone, Limits.of('cuda')))
     assert (found.check, found.where, found.status) == (check, 'node1 rank 11', status)
     assert not bad(judge([measured(rank) for rank in range(16)], Limits.of('cuda')))
+
+
+def test_a_process_that_is_alone_is_compared_with_itself():
+    found = judge([measured(0)], Limits.of('cuda'))
+    assert [finding.check for finding in found] == ['versions', 'results', 'speed']
+    assert not bad(found)
+    (found,) = bad(judge([measured(0, product=-1)], Limits.of('cuda')))
+    assert (found.check, found.status) == ('results', BAD_HARDWARE)
 
 
 def test_a_table_and_json_say_the_same():

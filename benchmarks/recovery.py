@@ -79,15 +79,10 @@ def disturbed_run(folder: Path, launch: list[str], every: int) -> dict[str, tupl
     return rows
 
 
-def losses(run: Path) -> list[str]:
-    """The lines of a run's training losses, those of batches that were done again included."""
-    metrics = run / 'metrics.jsonl'
-    return [line for line in metrics.read_text().splitlines() if TRAIN_LOSS in line] if metrics.exists() else []
-
-
 def wait_for_batch(process: subprocess.Popen[bytes], run: Path, batch: int) -> None:
     """Until a run has done so many batches."""
-    while not losses(run) or max(read_metrics(run / 'metrics.jsonl')[TRAIN_LOSS]) < batch:
+    metrics = run / 'metrics.jsonl'
+    while not metrics.exists() or batch not in read_metrics(metrics).get(TRAIN_LOSS, {}):
         if process.poll() is not None:
             raise SystemExit(f'{run}: ended before batch {batch}; see above')
         time.sleep(0.02)
@@ -110,18 +105,13 @@ def hang_rank(folder: Path) -> None:
 
 def processes(folder: Path, word: str) -> list[int]:
     """The processes in a folder whose second or third word is this, in the order of their start."""
-    return sorted(pid for pid, words in running(folder) if word in words[1:3])
-
-
-def running(folder: Path) -> list[tuple[int, list[str]]]:
-    """The processes whose working folder this is, and their words."""
     found = []
     for entry in Path('/proc').glob('[0-9]*'):
-        with contextlib.suppress(OSError):
-            if (entry / 'cwd').resolve() == folder.resolve():
-                words = (entry / 'cmdline').read_bytes().decode(errors='replace').split('\0')
-                found.append((int(entry.name), words))
-    return found
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            words = (entry / 'cmdline').read_bytes().decode(errors='replace').split('\0')
+            if word in words[1:3] and (entry / 'cwd').resolve() == folder.resolve():
+                found.append(int(entry.name))
+    return sorted(found)
 
 
 def environment() -> dict[str, str]:

@@ -250,10 +250,6 @@ def largest_difference(one: dict[int, float], other: dict[int, float]) -> float:
     return max(abs(one[batch] - other[batch]) / abs(one[batch]) for batch in one)
 
 
-if __name__ == '__main__':
-    serve()
-
-
 def batches_done(run: Path) -> int:
     """Batches that a run has done, those done again included, by its metrics."""
     metrics = run / 'metrics.jsonl'
@@ -269,3 +265,7 @@ def assert_same_weights(one: Path, other: Path) -> None:
     found, expected = (weights_of(find_checkpoint(str(run)), 'ema')[0] for run in (one, other))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+if __name__ == '__main__':
+    serve()

@@ -2,7 +2,7 @@
 
 import sys
 
-from diffusion.programs import main
+from diffusion.tasks.main import main
 
 if __name__ == '__main__':
     sys.exit(main())

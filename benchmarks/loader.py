@@ -46,13 +46,13 @@ from torchvision import transforms
 from torchvision.transforms import functional
 from transformers import CLIPTokenizer
 
-from diffusion.data.buckets import square
-from diffusion.data.captions import captions_of
+from diffusion.config.image_shapes import square
+from diffusion.data.caption_choice import captions_of
 from diffusion.data.image_text import ImageTextDataset
 from diffusion.data.loader import BucketedLoader
 from diffusion.data.streams import Bucket
 from diffusion.data.transforms import picture
-from diffusion.models.parts import clip_tokenizer, tokenize
+from diffusion.models.pretrained import clip_tokenizer, tokenize
 
 SIDE, BATCH = 512, 16
 TURN = 4

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from diffusion.models.noise import Draws, Purpose, draws_for
+from diffusion.models.randomness import Draws, Purpose, draws_for
 
 LATENT_SIZES = {'256 px': 32, '512 px': 64}
 BATCH = 16

@@ -33,14 +33,14 @@ from machine import heading
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from diffusion.callbacks.breakdown import Breakdown
+from diffusion.profiling.breakdown import Breakdown
 from diffusion.callbacks.loss_guard import LossGuard
-from diffusion.data import keys
+from diffusion.models import batch_keys
 from diffusion.loggers.console_lines import ConsoleLines
 from diffusion.loggers.metrics_file import MetricsFile
 from diffusion.models.builders import tiny
 from diffusion.models.latent_diffusion import LatentDiffusion
-from diffusion.timeline import Timeline
+from diffusion.profiling.step_timer import Timeline
 
 WARMUP = 5
 CELLS = 8
@@ -85,11 +85,11 @@ def samples(count: int, channels: int) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(0)
     return [
         {
-            keys.LATENT_MOMENTS: torch.randn(2 * channels, CELLS, CELLS, generator=generator),
-            keys.INPUT_IDS: torch.randint(0, 49406, (1, 16), generator=generator),
-            keys.SAMPLE_ID: torch.tensor(index),
-            keys.EPOCH: torch.tensor(0),
-            keys.BATCH_INDEX: torch.tensor(0),
+            batch_keys.LATENT_MOMENTS: torch.randn(2 * channels, CELLS, CELLS, generator=generator),
+            batch_keys.INPUT_IDS: torch.randint(0, 49406, (1, 16), generator=generator),
+            batch_keys.SAMPLE_ID: torch.tensor(index),
+            batch_keys.EPOCH: torch.tensor(0),
+            batch_keys.BATCH_INDEX: torch.tensor(0),
         }
         for index in range(count)
     ]
@@ -148,14 +148,14 @@ def plain_trainer(model: LatentDiffusion, loader: Loader, device: str) -> Iterat
     logged = []
     for given in endless(loader):
         batch = {name: tensor.to(device, non_blocking=True) for name, tensor in given.items()}
-        moments = batch[keys.LATENT_MOMENTS]
+        moments = batch[batch_keys.LATENT_MOMENTS]
         posterior = moments[:, :channels], (0.5 * moments[:, channels:].clamp(-30, 20)).exp()
         latents = (posterior[0] + posterior[1] * torch.randn_like(posterior[0]) - mean) / std
         noise = torch.randn_like(latents)
         timesteps: Any = torch.randint(0, 1000, (len(latents),), device=device).long()
         noisy = noise_scheduler.add_noise(latents, noise, timesteps)
         with torch.no_grad():
-            hidden = text_encoder(batch[keys.INPUT_IDS][:, 0], return_dict=False)[0]
+            hidden = text_encoder(batch[batch_keys.INPUT_IDS][:, 0], return_dict=False)[0]
         predicted = unet(noisy, timesteps, hidden, return_dict=False)[0]
         loss = functional.mse_loss(predicted.float(), noise.float(), reduction='mean')
         loss.backward()

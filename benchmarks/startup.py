@@ -76,7 +76,7 @@ def measure(folder: str, epoch_size: int) -> list[str]:
     """Make the dataset, begin an epoch, and go on in the middle of it."""
     from streaming import Stream
 
-    from diffusion.data.buckets import square
+    from diffusion.config.image_shapes import square
     from diffusion.data.streams import Bucket, BucketedDataset
 
     def made() -> BucketedDataset:

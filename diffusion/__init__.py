@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from diffusion.algorithms.ema import EMA
-    from diffusion.building import build_loader, build_model
-    from diffusion.config import Recipe, RecipeError, load
+    from diffusion.training.build import build_loader, build_model
+    from diffusion.config.load import Recipe, RecipeError, load
     from diffusion.models.builders import sd2, tiny
     from diffusion.models.latent_diffusion import LatentDiffusion
     from diffusion.models.objective import Objective
-    from diffusion.registry import register
+    from diffusion.config.registry import register
 
 __version__ = '0.1.0'
 
@@ -33,12 +33,12 @@ _HOMES = {
     'EMA': 'diffusion.algorithms.ema',
     'LatentDiffusion': 'diffusion.models.latent_diffusion',
     'Objective': 'diffusion.models.objective',
-    'Recipe': 'diffusion.config',
-    'RecipeError': 'diffusion.config',
-    'build_loader': 'diffusion.building',
-    'build_model': 'diffusion.building',
-    'load': 'diffusion.config',
-    'register': 'diffusion.registry',
+    'Recipe': 'diffusion.config.load',
+    'RecipeError': 'diffusion.config.load',
+    'build_loader': 'diffusion.training.build',
+    'build_model': 'diffusion.training.build',
+    'load': 'diffusion.config.load',
+    'register': 'diffusion.config.registry',
     'sd2': 'diffusion.models.builders',
     'tiny': 'diffusion.models.builders',
 }

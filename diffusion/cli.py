@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import diffusion
-from diffusion.schema import nearest
+from diffusion.config.schema import nearest
 
 COMMANDS = (
     *('check', 'plan', 'profile', 'prepare', 'data', 'generate', 'export'),
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return args.run(args)
     except ValueError as error:
-        from diffusion.programs import is_ours
+        from diffusion.tasks.main import is_ours
 
         if not is_ours(error):
             raise
@@ -68,7 +68,7 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
 
 def check(args: argparse.Namespace) -> int:
     """Print the resolved recipe and what is still to be given."""
-    from diffusion.config import load, to_yaml
+    from diffusion.config.load import load, to_yaml
 
     started = time.perf_counter()
     recipe = load(args.recipe, args.overrides, allow_missing=not args.strict)
@@ -101,7 +101,7 @@ def _add_profile(parser: argparse.ArgumentParser) -> None:
 
 
 def _profile(args: argparse.Namespace) -> int:
-    from diffusion.profile import main_from_args
+    from diffusion.profiling.profile import main_from_args
 
     return main_from_args(args)
 
@@ -133,7 +133,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    from diffusion.generate import main_from_args
+    from diffusion.tasks.generate import main_from_args
 
     return main_from_args(args)
 
@@ -149,7 +149,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from diffusion.export import main_from_args
+    from diffusion.tasks.export import main_from_args
 
     return main_from_args(args)
 

@@ -165,13 +165,13 @@ def _store_server() -> Iterator['Store']:
 @pytest.fixture
 def store(_store_server: 'Store', monkeypatch: pytest.MonkeyPatch) -> Iterator['Store']:
     """An empty S3, and the variables by which Streaming finds it; tries follow each other at once."""
-    from diffusion.data import fetch
-    from diffusion.prepare import stores
+    from diffusion.storage import download
+    from diffusion.storage import object_store
 
     for name, value in _store_server.environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(fetch, 'LONGEST_PAUSE_SECONDS', 0.01)
-    monkeypatch.setattr(stores, 'BACKOFF_SECONDS', 0.01)
+    monkeypatch.setattr(download, 'LONGEST_PAUSE_SECONDS', 0.01)
+    monkeypatch.setattr(object_store, 'BACKOFF_SECONDS', 0.01)
     yield _store_server
     _store_server.clear()
 

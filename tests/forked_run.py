@@ -44,7 +44,7 @@ class Server:
 
 def serve(path: str) -> None:
     import diffusion.models.builders
-    import diffusion.train  # noqa: F401
+    import diffusion.training.train  # noqa: F401
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # whom nobody waits for
     server = socket.socket(socket.AF_UNIX)
@@ -74,9 +74,9 @@ def be_run(connection: socket.socket) -> NoReturn:
     Path(f'pid-{os.environ["RANK"]}').write_text(str(os.getpid()))
     connection.sendall(b'begun\n')
     threading.Thread(target=listen, args=(connection,), daemon=True).start()
-    from diffusion import programs
+    from diffusion.tasks import main
 
-    exit_with(lambda: programs.main(order['arguments']), lambda status: connection.sendall(f'{status}\n'.encode()))
+    exit_with(lambda: main.main(order['arguments']), lambda status: connection.sendall(f'{status}\n'.encode()))
 
 
 def listen(connection: socket.socket) -> None:

@@ -163,7 +163,7 @@ def free_port() -> int:
 
 def serve() -> None:
     import diffusion.models.builders
-    import diffusion.train  # noqa: F401
+    import diffusion.training.train  # noqa: F401
 
     orders = ''
     while True:
@@ -227,15 +227,16 @@ def be_rank(order: dict[str, Any], rank: int, world_size: int) -> int:
     import torch
     from sudden_death import die_before
 
-    from diffusion import building, programs
+    from diffusion.training import build
+    from diffusion.tasks import main
 
     if str(rank) in order['deaths']:
         die_before(*order['deaths'][str(rank)])
     if order['double']:
         torch.set_default_dtype(torch.float64)  # transformers makes its causal mask in the default one
-        plain = building.build_model
-        building.build_model = lambda recipe: plain(recipe).double()
-    return programs.main(order['arguments'])
+        plain = build.build_model
+        build.build_model = lambda recipe: plain(recipe).double()
+    return main.main(order['arguments'])
 
 
 def read_losses(run: Path) -> dict[int, float]:
@@ -260,7 +261,7 @@ def assert_same_weights(one: Path, other: Path) -> None:
     """The averaged weights of two runs' newest checkpoints are equal to the last bit."""
     import torch
 
-    from diffusion.checkpointing.runs import find_checkpoint, weights_of
+    from diffusion.checkpointing.run_folder import find_checkpoint, weights_of
 
     found, expected = (weights_of(find_checkpoint(str(run)), 'ema')[0] for run in (one, other))
     assert found.keys() == expected.keys()

@@ -7,8 +7,8 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
 
-from diffusion.data import keys
-from diffusion.registry import register
+from diffusion.models import batch_keys
+from diffusion.config.registry import register
 
 
 class Served(Callback):
@@ -20,7 +20,7 @@ class Served(Callback):
 
     def batch_end(self, state: State, logger: Logger) -> None:
         batch = state.batch
-        line = {'ids': batch[keys.SAMPLE_ID].tolist(), 'shape': list(batch[keys.IMAGE].shape[2:])}
+        line = {'ids': batch[batch_keys.SAMPLE_ID].tolist(), 'shape': list(batch[batch_keys.IMAGE].shape[2:])}
         with self.path.open('a') as lines:
             lines.write(json.dumps(line) + '\n')
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from diffusion.cli import main
-from diffusion.config import load
+from diffusion.config.load import load
 
 YAMLS = Path(__file__).parents[1] / 'yamls'
 GOOD = """

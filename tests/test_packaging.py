@@ -102,7 +102,7 @@ def test_image_runs_the_node_entry_point_under_an_init_and_has_a_health_check():
     dockerfile = (ROOT / 'docker' / 'Dockerfile').read_text()
     assert 'ENTRYPOINT ["/usr/bin/tini", "--"]' in dockerfile
     health, command = (json.loads(words) for words in re.findall(r'CMD (\[.*\])$', dockerfile, re.MULTILINE))
-    assert health == ['python', '-m', 'diffusion.launch.health'] and 'HEALTHCHECK' in dockerfile
+    assert health == ['python', '-m', 'diffusion.launch.liveness'] and 'HEALTHCHECK' in dockerfile
     assert command == ['python', '-m', 'diffusion.launch.node']
     assert all(find_spec(words[-1]) for words in (health, command))
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from diffusion.algorithms.power_function import WIDEST, Profile, gamma_of_width, mixture
-from diffusion.files import becoming
+from diffusion.storage.atomic import becoming
 
 log = logging.getLogger(__name__)
 

@@ -5,14 +5,14 @@ import time
 from composer.core import Callback, Event, State
 from composer.loggers import Logger
 
-from diffusion.launch.reports import SAVING, TRAINING, Beat, write_beat
+from diffusion.launch.heartbeat import SAVING, TRAINING, Beat, write_beat
 
 _LONG = {Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT, Event.EVAL_START, Event.FIT_END}
 """After which something may take much longer than a batch: saves, evaluations, uploads."""
 
 
 class Heartbeat(Callback):
-    """Writes a beat before each batch, and before what may take long; see `diffusion.launch.reports`."""
+    """Writes a beat before each batch, and before what may take long; see `diffusion.launch.heartbeat`."""
 
     def __init__(self) -> None:
         self._first: tuple[int, float] | None = None

@@ -13,7 +13,7 @@ from composer.utils import create_interval_scheduler, dist
 
 from diffusion.algorithms.average import unwrapped
 from diffusion.algorithms.ema import averaged_weights
-from diffusion.evaluation.sheet import contact_sheet, save_image, to_images
+from diffusion.evaluation.image_sheet import contact_sheet, save_image, to_images
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from diffusion.algorithms.average import unwrapped
-from diffusion.callbacks.saving import save_now
-from diffusion.data import keys
+from diffusion.callbacks.save_now import save_now
+from diffusion.models import batch_keys
 
 log = logging.getLogger(__name__)
 
@@ -187,7 +187,7 @@ def observed(loss: Any, batch: Any, sample_losses: Tensor | None) -> Microbatch:
         loss = loss['total'] if 'total' in loss else tuple(loss.values())
     # New tensors: Composer scales the loss in place before it goes backward.
     total = torch.stack([part.detach().float().mean() for part in ensure_tuple(loss)]).sum()
-    ids = batch.get(keys.SAMPLE_ID) if isinstance(batch, Mapping) else None
+    ids = batch.get(batch_keys.SAMPLE_ID) if isinstance(batch, Mapping) else None
     if sample_losses is None or (ids is not None and len(sample_losses) != len(ids)):
         sample_losses = total.expand(1 if ids is None else len(ids))
     return Microbatch(total, sample_losses, ids)
@@ -273,7 +273,7 @@ def suspects(ranks: Sequence[Samples], limit: float) -> list[int]:
 def named(ids: Sequence[int], path: Path) -> str:
     """Some of the ids, and where the others are."""
     if not ids:
-        return f'the batch has no {keys.SAMPLE_ID} to tell which'
+        return f'the batch has no {batch_keys.SAMPLE_ID} to tell which'
     more = f' and {len(ids) - MAX_NAMED} more, in {path}' if len(ids) > MAX_NAMED else ''
     return f'sample{"s" if len(ids) > 1 else ""} {", ".join(str(i) for i in ids[:MAX_NAMED])}{more}'
 

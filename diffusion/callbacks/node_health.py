@@ -12,7 +12,7 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
 
-from diffusion.preflight.gpus import load_nvml
+from diffusion.launch.gpu_health import load_nvml
 
 log = logging.getLogger(__name__)
 

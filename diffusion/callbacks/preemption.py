@@ -13,8 +13,8 @@ from composer.devices import Device
 from composer.loggers import Logger
 from composer.utils import dist
 
-from diffusion.callbacks.saving import save_now
-from diffusion.exits import Preempted
+from diffusion.callbacks.save_now import save_now
+from diffusion.exit_codes import Preempted
 
 log = logging.getLogger(__name__)
 

@@ -22,8 +22,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from diffusion.algorithms.average import Averager, blank, reshard
-from diffusion.checkpointing import sharded, store
-from diffusion.checkpointing.runs import check_architecture, is_sharded, read_content
+from diffusion.checkpointing import sharded_state
+from diffusion.checkpointing import checkpoint_store
+from diffusion.checkpointing.run_folder import check_architecture, is_sharded, read_content
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ class Checkpointer(CheckpointSaver):
     def init(self, state: State, logger: Logger) -> None:
         if dist.get_global_rank() == 0:
             self.run_folder.mkdir(parents=True, exist_ok=True)
-            store.sweep(self.run_folder)
+            checkpoint_store.sweep(self.run_folder)
 
     def before_load(self, state: State, logger: Logger) -> None:
         if self.resume is None:
@@ -103,7 +104,7 @@ class Checkpointer(CheckpointSaver):
         final = save(state, self.run_folder, sharded_tensors=self.sharded)
         self.saved_checkpoints.append(str(final))
         if dist.get_global_rank() == 0 and self.num_checkpoints_to_keep > 0:
-            store.prune(self.run_folder, self.num_checkpoints_to_keep)
+            checkpoint_store.prune(self.run_folder, self.num_checkpoints_to_keep)
 
 
 def save(state: State, folder: Path, *, sharded_tensors: bool = False) -> Path:
@@ -113,28 +114,28 @@ def save(state: State, folder: Path, *, sharded_tensors: bool = False) -> Path:
         ValueError: A rank could not write; all ranks raise the same, and nothing has the checkpoint's name.
     """
     batch = state.timestamp.batch.value
-    final, work = folder / store.name_of(batch), store.unfinished(folder, batch)
+    final, work = folder / checkpoint_store.name_of(batch), checkpoint_store.unfinished(folder, batch)
     rank = dist.get_global_rank()
     with all_or_none(f'{final}: not saved'):
         if rank == 0:
-            store.remove(work)
+            checkpoint_store.remove(work)
             work.mkdir(parents=True)
     content, tensors = _gather(state, sharded_tensors=sharded_tensors)
-    records: dict[str, store.FileRecord] = {}
+    records: dict[str, checkpoint_store.FileRecord] = {}
     with all_or_none(f'{final}: not saved'):
         if sharded_tensors:
-            sharded.write(tensors, work)
-            own = [path.name for path in work.glob(f'__{rank}_*')] + ([sharded.INDEX] if rank == 0 else [])
-            records |= store.records_of(work, own)
+            sharded_state.write(tensors, work)
+            own = [path.name for path in work.glob(f'__{rank}_*')] + ([sharded_state.INDEX] if rank == 0 else [])
+            records |= checkpoint_store.records_of(work, own)
         if rank == 0:
-            records[store.STATE] = _write_state(content, work / store.STATE)
-    everybodys: dict[str, store.FileRecord] = {}
+            records[checkpoint_store.STATE] = _write_state(content, work / checkpoint_store.STATE)
+    everybodys: dict[str, checkpoint_store.FileRecord] = {}
     for theirs in dist.all_gather_object(records):
         everybodys |= theirs
     with all_or_none(f'{final}: not saved'):
         if rank == 0:
             _check_shared(work, everybodys)
-            store.publish(work, final, everybodys, _about(state, sharded_tensors=sharded_tensors))
+            checkpoint_store.publish(work, final, everybodys, _about(state, sharded_tensors=sharded_tensors))
     return final
 
 
@@ -155,7 +156,7 @@ def load(state: State, logger: Logger, checkpoint: Path) -> list[dict[str, Any]]
         prefix = 'model.'
         stored = {
             name.removeprefix(prefix): shape
-            for name, shape in sharded.shapes(checkpoint).items()
+            for name, shape in sharded_state.shapes(checkpoint).items()
             if name.startswith(prefix)
         }
         check_architecture(own, stored, str(checkpoint))
@@ -182,8 +183,8 @@ def resume_point(folder: Path) -> Path | None:
     found: Path | None = None
     with all_or_none('autoresume'):
         if dist.get_global_rank() == 0:
-            found = store.newest_whole(folder)
-            store.set_aside(folder, found)
+            found = checkpoint_store.newest_whole(folder)
+            checkpoint_store.set_aside(folder, found)
     told = [found]
     dist.broadcast_object_list(told, src=0)
     return told[0]
@@ -240,11 +241,11 @@ def _gather(state: State, *, sharded_tensors: bool) -> tuple[dict[str, Any], dic
     return {'state': rest, 'rng': random_state, 'optimizer_settings': {kind: settings}}, tensors
 
 
-def _write_state(content: Mapping[str, Any], path: Path) -> store.FileRecord:
+def _write_state(content: Mapping[str, Any], path: Path) -> checkpoint_store.FileRecord:
     with path.open('wb') as file:
-        writer = store.HashingWriter(file)
+        writer = checkpoint_store.HashingWriter(file)
         torch.save(dict(content), writer)  # type: ignore[arg-type]
-        store.flush(file)
+        checkpoint_store.flush(file)
     return writer.record()
 
 
@@ -258,7 +259,7 @@ def _about(state: State, *, sharded_tensors: bool) -> dict[str, Any]:
     }
 
 
-def _check_shared(work: Path, records: Mapping[str, store.FileRecord]) -> None:
+def _check_shared(work: Path, records: Mapping[str, checkpoint_store.FileRecord]) -> None:
     absent = [name for name in records if not (work / name).is_file()]
     if absent:
         raise ValueError(
@@ -283,7 +284,7 @@ def _load_shards(state: State, settings: Mapping[str, Mapping[str, Any]], checkp
     moments = {name: value for name, value in optimizer.items() if isinstance(value, Tensor)}
     wanted = {f'model.{name}': tensor for name, tensor in model.items()}
     wanted |= {f'optimizer.{name}': tensor for name, tensor in moments.items()}
-    sharded.read(wanted, checkpoint)
+    sharded_state.read(wanted, checkpoint)
     set_model_state_dict(state.model, {name: wanted[f'model.{name}'] for name in model})
     restored = {name: wanted[f'optimizer.{name}'] for name in moments}
     restored |= settings[type(state.optimizers[0]).__qualname__]
@@ -300,7 +301,7 @@ def _load_averages(state: State, saved: Mapping[str, Any], checkpoint: Path) -> 
             wanted = {
                 f'averages.{name}.{label}.{key}': t for label, room in averages.items() for key, t in room.items()
             }
-            sharded.read(wanted, checkpoint)
+            sharded_state.read(wanted, checkpoint)
             algorithm.restore(averages)
 
 

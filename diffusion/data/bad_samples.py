@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from diffusion.models.noise import Purpose, philox
+from diffusion.models.randomness import Purpose, philox
 
 MAX_ATTEMPTS = 8
 MIN_REPLACED = 8

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate, get_worker_info
 
-from diffusion.data import keys
+from diffusion.models import batch_keys
 
 MOST_KEPT = 3
 """Blocks that are used again when nobody has them any more: one in the making, and two on their way."""
@@ -42,9 +42,9 @@ class BatchMemory:
 
     def collate(self, items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The batch of these samples."""
-        batch = default_collate([{name: value for name, value in item.items() if name != keys.IMAGE} for item in items])
-        if keys.IMAGE in items[0]:
-            batch[keys.IMAGE] = side_by_side([item[keys.IMAGE] for item in items])
+        batch = default_collate([{name: value for name, value in item.items() if name != batch_keys.IMAGE} for item in items])
+        if batch_keys.IMAGE in items[0]:
+            batch[batch_keys.IMAGE] = side_by_side([item[batch_keys.IMAGE] for item in items])
         self._block = None
         return batch
 

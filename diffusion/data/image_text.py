@@ -6,13 +6,13 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from diffusion.data import keys
+from diffusion.models import batch_keys
 from diffusion.data.bad_samples import BadSample
-from diffusion.data.captions import CaptionChoice, choose
+from diffusion.data.caption_choice import CaptionChoice, choose
 from diffusion.data.streams import Bucket, BucketedDataset
 from diffusion.data.transforms import Crop, Undecodable, planes, seen
-from diffusion.models.noise import Purpose
-from diffusion.models.parts import tokenize
+from diffusion.models.randomness import Purpose
+from diffusion.models.pretrained import tokenize
 
 
 class ImageTextDataset(BucketedDataset):
@@ -54,11 +54,11 @@ class ImageTextDataset(BucketedDataset):
     def item(self, at: int) -> dict[str, Any]:
         """Picture and tokens of a sample."""
         sample = self.get_item(at)
-        item: dict[str, Any] = {keys.IMAGE: self._picture(sample, at)}
+        item: dict[str, Any] = {batch_keys.IMAGE: self._picture(sample, at)}
         if self.tokenizers:
             draw = self.draws(at, Purpose.CAPTION_CHOICE)[0]
             caption = choose(self.captions(sample, at), self.caption_choice, draw)
-            item[keys.INPUT_IDS] = tokenize(self.tokenizers, [caption])[0]
+            item[batch_keys.INPUT_IDS] = tokenize(self.tokenizers, [caption])[0]
         return item
 
     def _picture(self, sample: dict[str, Any], at: int) -> torch.Tensor:

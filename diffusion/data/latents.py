@@ -16,13 +16,13 @@ from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from diffusion.data import keys
+from diffusion.models import batch_keys
 from diffusion.data.bad_samples import BadSample
-from diffusion.data.captions import CaptionChoice, chosen
+from diffusion.data.caption_choice import CaptionChoice, chosen
 from diffusion.data.streams import Bucket, BucketedDataset
 from diffusion.data.verified_stream import VerifiedStream
-from diffusion.models.noise import Purpose
-from diffusion.models.parts import TextConditioner, latent_statistics, tokenize
+from diffusion.models.randomness import Purpose
+from diffusion.models.pretrained import TextConditioner, latent_statistics, tokenize
 
 MANIFEST = 'manifest.json'
 
@@ -133,7 +133,7 @@ class LatentsDataset(BucketedDataset):
         seed: int = 17,
         **streaming: Any,
     ) -> None:
-        columns = [(keys.LATENT_MOMENTS,), ('captions', 'caption')]
+        columns = [(batch_keys.LATENT_MOMENTS,), ('captions', 'caption')]
         super().__init__(buckets, batch_size=batch_size, columns=columns, seed=seed, **streaming)
         self.tokenizers = list(tokenizers)
         self.caption_choice: CaptionChoice = caption_choice
@@ -152,11 +152,11 @@ class LatentsDataset(BucketedDataset):
         captions = self.captions(sample, at)
         place = chosen(captions, self.caption_choice, self.draws(at, Purpose.CAPTION_CHOICE)[0])
         item: dict[str, Any] = {
-            keys.LATENT_MOMENTS: self._finite(sample, keys.LATENT_MOMENTS, at).float(),
-            keys.INPUT_IDS: tokenize(self.tokenizers, [captions[place]])[0],
+            batch_keys.LATENT_MOMENTS: self._finite(sample, batch_keys.LATENT_MOMENTS, at).float(),
+            batch_keys.INPUT_IDS: tokenize(self.tokenizers, [captions[place]])[0],
         }
         if self.with_text:
-            item[keys.TEXT_EMBEDS] = self._finite(sample, keys.TEXT_EMBEDS, at)[place].clone()
+            item[batch_keys.TEXT_EMBEDS] = self._finite(sample, batch_keys.TEXT_EMBEDS, at)[place].clone()
         return item
 
     def _finite(self, sample: dict[str, Any], name: str, at: int) -> torch.Tensor:

@@ -19,12 +19,12 @@ from streaming.base.world import World
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from diffusion.data import keys
+from diffusion.models import batch_keys
 from diffusion.data.bad_samples import Tally, quarantine
-from diffusion.data.failures import DataError
+from diffusion.data.shared_failure import DataError
 from diffusion.data.streams import BucketedDataset
 from diffusion.data.verified_dataset import told
-from diffusion.models.noise import Draws, Purpose
+from diffusion.models.randomness import Draws, Purpose
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class BucketedLoader(StreamingDataLoader):
                     problem = self._shortfall(index)
             except Exception as error:
                 problem = self._problem(error)
-            notes = [] if batch is None else [note for note in batch.pop(keys.REPLACED, []) if note]
+            notes = [] if batch is None else [note for note in batch.pop(batch_keys.REPLACED, []) if note]
             try:
                 if not self._all_have(index, batch, problem, notes):
                     return
@@ -103,11 +103,11 @@ class BucketedLoader(StreamingDataLoader):
                 self._end_workers(served)
                 raise
             assert batch is not None
-            batch[keys.BATCH_INDEX] = torch.full_like(batch[keys.SAMPLE_ID], index)
+            batch[batch_keys.BATCH_INDEX] = torch.full_like(batch[batch_keys.SAMPLE_ID], index)
             if self.stratified:
-                everyone = self._of_all_ranks(batch[keys.SAMPLE_ID])
-                batch[keys.TIMESTEP_QUANTILE] = timestep_quantiles(self.dataset.seed, batch, everyone, world.rank)
-            self.num_samples_yielded += len(batch[keys.SAMPLE_ID])
+                everyone = self._of_all_ranks(batch[batch_keys.SAMPLE_ID])
+                batch[batch_keys.TIMESTEP_QUANTILE] = timestep_quantiles(self.dataset.seed, batch, everyone, world.rank)
+            self.num_samples_yielded += len(batch[batch_keys.SAMPLE_ID])
             yield batch
 
     def _next(self, served: Iterator[Any]) -> Any | None:
@@ -159,7 +159,7 @@ class BucketedLoader(StreamingDataLoader):
         Raises:
             DataError: A rank has failed, the ranks are not at their ends together, or too many samples are bad.
         """
-        count = 0 if batch is None else len(batch[keys.SAMPLE_ID])
+        count = 0 if batch is None else len(batch[batch_keys.SAMPLE_ID])
         figures = torch.tensor([problem is not None, batch is None, count, len(notes)], dtype=torch.int64)
         if dist.get_world_size() > 1:
             torch.distributed.all_reduce(figures, group=self._group())
@@ -206,9 +206,9 @@ class BucketedLoader(StreamingDataLoader):
 
 def timestep_quantiles(seed: int, batch: Mapping[str, torch.Tensor], everyone: torch.Tensor, rank: int) -> torch.Tensor:
     """Quantiles of a rank's share of a global batch, float64 [B]; `everyone` holds the ids of all ranks in turn."""
-    first = {name: batch[name][:1].expand(len(everyone)) for name in (keys.EPOCH, keys.BATCH_INDEX)}
-    draws = Draws(seed, everyone, first[keys.EPOCH], first[keys.BATCH_INDEX])
-    size = len(batch[keys.SAMPLE_ID])
+    first = {name: batch[name][:1].expand(len(everyone)) for name in (batch_keys.EPOCH, batch_keys.BATCH_INDEX)}
+    draws = Draws(seed, everyone, first[batch_keys.EPOCH], first[batch_keys.BATCH_INDEX])
+    size = len(batch[batch_keys.SAMPLE_ID])
     return draws.stratified(Purpose.STRATUM, Purpose.TIMESTEP)[rank * size : (rank + 1) * size]
 
 
@@ -218,7 +218,7 @@ def as_spec(loader: BucketedLoader) -> DataSpec:
 
 
 def _split(batch: dict[str, torch.Tensor], size: int | float) -> list[dict[str, torch.Tensor]]:
-    count = len(batch[keys.SAMPLE_ID])
+    count = len(batch[batch_keys.SAMPLE_ID])
     starts = range(0, count, int(size))
     return [{name: tensor[start : start + int(size)] for name, tensor in batch.items()} for start in starts]
 

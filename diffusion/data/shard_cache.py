@@ -21,8 +21,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from diffusion import files
-from diffusion.data import locks
+from diffusion.storage import atomic
+from diffusion.storage import locks
 
 INDEX = 'index.json'
 MARK = '.mds'
@@ -64,7 +64,7 @@ def bring_up_to_date(path: Path, content: bytes) -> None:
     """Write a small file whole; one that is the same already stays."""
     if path.exists() and path.read_bytes() == content:
         return
-    files.write_whole(path, content)
+    atomic.write_whole(path, content)
 
 
 def touch(path: str | Path) -> None:

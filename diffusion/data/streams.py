@@ -8,13 +8,14 @@ from typing import Any
 
 from streaming import Stream
 
-from diffusion.data import keys, order
+from diffusion.models import batch_keys
+from diffusion.config import sample_order
 from diffusion.data.bad_samples import MAX_ATTEMPTS, BadSample, replacement
 from diffusion.data.batch_memory import BatchMemory
-from diffusion.data.buckets import Shape, apportion
-from diffusion.data.captions import captions_of
+from diffusion.config.image_shapes import Shape, apportion
+from diffusion.data.caption_choice import captions_of
 from diffusion.data.verified_dataset import VerifiedDataset
-from diffusion.models.noise import Purpose, keyed_uniforms
+from diffusion.models.randomness import Purpose, keyed_uniforms
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +94,7 @@ class BucketedDataset(VerifiedDataset):
                     raise BadSample(f'{errors[0]}; so are {MAX_ATTEMPTS} others of its shard') from error
             index = self._replacement(int(at), len(errors))
         if self.substitute:
-            item[keys.REPLACED] = self._note(int(at), index, errors) if errors else ''
+            item[batch_keys.REPLACED] = self._note(int(at), index, errors) if errors else ''
         return item | self.identity(at)
 
     def item(self, at: int) -> dict[str, Any]:
@@ -136,7 +137,7 @@ class BucketedDataset(VerifiedDataset):
 
     def identity(self, index: int) -> dict[str, int]:
         """What randomness on the device depends on: which sample, in which epoch."""
-        return {keys.SAMPLE_ID: int(index), keys.EPOCH: self.current_epoch()}
+        return {batch_keys.SAMPLE_ID: int(index), batch_keys.EPOCH: self.current_epoch()}
 
     def _replacement(self, at: int, attempt: int) -> int:
         shard, _ = self.spanner[at]
@@ -166,13 +167,13 @@ class BucketedDataset(VerifiedDataset):
         super().load_state_dict(obj)
 
     def _take_whole_batches(self) -> None:
-        """Round what an epoch takes of each stream; see `diffusion.data.order`.
+        """Round what an epoch takes of each stream; see `diffusion.config.sample_order`.
 
         Streaming reads `choose` and `proportion` of a stream, `epoch_size` and `length` when an epoch begins or the
         length is asked for, never before, and every rank comes to the same figures.
         """
         if self.num_canonical_nodes is None:
-            self.num_canonical_nodes = order.default_canonical_nodes(self.global_batch)
+            self.num_canonical_nodes = sample_order.default_canonical_nodes(self.global_batch)
         self._check_order(self.num_canonical_nodes)
         asked = [float(stream.proportion) for stream in self.streams]
         batches = self._batches_of_streams(asked)
@@ -184,7 +185,7 @@ class BucketedDataset(VerifiedDataset):
             bucket.stream.proportion = bucket.stream.choose / self.epoch_size
             self._log_epoch(bucket, samples, share)
         self.length = self.epoch_size // self._parallel_rank_world.num_ranks
-        granularity = order.sampling_granularity(int(self.samples_per_stream.max()))
+        granularity = sample_order.sampling_granularity(int(self.samples_per_stream.max()))
         self.sampling_granularity = max(self.sampling_granularity, granularity)
         # The default depends on num_canonical_nodes alone, which is known now.
         self._set_shuffle_block_size(self._parallel_rank_world)
@@ -195,7 +196,7 @@ class BucketedDataset(VerifiedDataset):
         """Batches that an epoch takes of each stream; where shares are asked for, each is off by less than one."""
         if not self.by_shares:
             return [
-                order.whole_batches(int(stream.choose), self.global_batch) // self.global_batch
+                sample_order.whole_batches(int(stream.choose), self.global_batch) // self.global_batch
                 for stream in self.streams
             ]
         total = max(len(self.streams), self.epoch_size // self.global_batch)
@@ -203,15 +204,15 @@ class BucketedDataset(VerifiedDataset):
 
     def _check_order(self, canonical_nodes: int) -> None:
         problems = {
-            'num_canonical_nodes': order.canonical_nodes_problem(canonical_nodes, self.global_batch)
-            or order.nodes_problem(canonical_nodes, self._parallel_rank_world.num_nodes),
-            'batching_method': order.batching_problem(
+            'num_canonical_nodes': sample_order.canonical_nodes_problem(canonical_nodes, self.global_batch)
+            or sample_order.nodes_problem(canonical_nodes, self._parallel_rank_world.num_nodes),
+            'batching_method': sample_order.batching_problem(
                 self.batching_method, [str(bucket.shape) for bucket in self.buckets]
             ),
         }
         for bucket in self.buckets:
             given = bucket.stream._choose
-            problem = None if given is None else order.choose_problem(given, self.global_batch)
+            problem = None if given is None else sample_order.choose_problem(given, self.global_batch)
             problems[f'streams.{bucket.name}.choose'] = problem
         for where, problem in problems.items():
             if problem is not None:

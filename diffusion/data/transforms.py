@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image, ImageOps
 from torch import Tensor
 
-from diffusion.data.buckets import Shape
+from diffusion.config.image_shapes import Shape
 
 Pixels = NDArray[np.uint8]
 """A picture as uint8 [height, width, 3], red first."""

@@ -20,10 +20,10 @@ from streaming.base.dataset import _Iterator, _ShardState
 from streaming.base.format import Reader
 from streaming.base.shared import SharedArray
 
-from diffusion.data.byte_sizes import parse_bytes
-from diffusion.data.failures import DataError, FailureEvent, Failures
-from diffusion.data.integrity import signature
-from diffusion.data.registration import one_job_at_a_time
+from diffusion.config.byte_sizes import parse_bytes
+from diffusion.data.shared_failure import DataError, FailureEvent, Failures
+from diffusion.storage.integrity import signature
+from diffusion.data.shm_lock import one_job_at_a_time
 from diffusion.data.shard_cache import Room
 from diffusion.data.verified_stream import DEFAULTS, VerifiedStream, unseen_remotes
 

@@ -20,10 +20,11 @@ from streaming import Stream
 from streaming.base.compression import decompress
 from streaming.base.format import FileInfo, Reader
 
-from diffusion.data import locks, shard_cache
-from diffusion.data.failures import DataError
-from diffusion.data.fetch import Damaged, GaveUp, Source
-from diffusion.data.integrity import algorithm_for, damage
+from diffusion.data import shard_cache
+from diffusion.storage import locks
+from diffusion.data.shared_failure import DataError
+from diffusion.storage.download import Damaged, GaveUp, Source
+from diffusion.storage.integrity import algorithm_for, damage
 from diffusion.data.shard_cache import INDEX, Room
 
 log = logging.getLogger(__name__)

@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from diffusion.data import keys
-from diffusion.data.captions import captions_of
+from diffusion.models import batch_keys
+from diffusion.data.caption_choice import captions_of
 from diffusion.data.image_text import ImageTextDataset
-from diffusion.evaluation.sheet import contact_sheet, save_image, to_images
+from diffusion.evaluation.image_sheet import contact_sheet, save_image, to_images
 from diffusion.models.latent_diffusion import LatentDiffusion
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class Retrieval:
             raise ValueError(f'evaluators.retrieval.num_captions: {self.num_captions}, but there are {count} pictures')
         chosen = [index * count // self.num_captions for index in range(self.num_captions)]
         captions = [captions_of(dataset.get_item(index), dataset.where(index))[0] for index in chosen]
-        real = torch.stack([dataset[index][keys.IMAGE] for index in range(count)])
+        real = torch.stack([dataset[index][batch_keys.IMAGE] for index in range(count)])
         drawn = self._draw(model, captions, (real.shape[2], real.shape[3]))
         found = nearest(drawn, real.float() / 255)
         right = [index == truth for index, truth in zip(found.tolist(), chosen, strict=True)]

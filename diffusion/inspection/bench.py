@@ -12,16 +12,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from diffusion.building import build_dataset, build_loader
-from diffusion.config import Recipe
-from diffusion.data import keys
-from diffusion.data.captions import captions_of
+from diffusion.training.build import build_dataset, build_loader
+from diffusion.config.load import Recipe
+from diffusion.models import batch_keys
+from diffusion.data.caption_choice import captions_of
 from diffusion.data.streams import BucketedDataset
 from diffusion.data.transforms import Crop, cut_out, planes, resized
-from diffusion.inspection.selection import select
-from diffusion.models.parts import tokenize
+from diffusion.inspection.stream_selection import select
+from diffusion.models.pretrained import tokenize
 from diffusion.planning.gpus import GPU, find_gpu, load_gpus
-from diffusion.planning.models import describe
+from diffusion.planning.model_costs import describe
 
 MOST_SAMPLES = 512
 """That the stages are timed with."""
@@ -149,19 +149,19 @@ def _make(dataset: BucketedDataset, index: int, clock: Clock) -> dict[str, torch
     if 'image' in sample:
         encoded, shape = sample['image'], dataset.bucket_of(index).shape
         cut = clock.time('decode', len(encoded), lambda: cut_out(encoded, shape, Crop()))
-        item[keys.IMAGE] = clock.time(
+        item[batch_keys.IMAGE] = clock.time(
             'resize',
             cut.nbytes,
             lambda: planes(resized(cut, shape), dataset.memory.place((3, shape.height, shape.width))),
         )
-    for name in (keys.LATENT_MOMENTS, keys.TEXT_EMBEDS):
+    for name in (batch_keys.LATENT_MOMENTS, batch_keys.TEXT_EMBEDS):
         if name in sample:
             values = sample[name]
             item[name] = clock.time('to tensor', values.nbytes, lambda values=values: torch.from_numpy(values.copy()))
     tokenizers = getattr(dataset, 'tokenizers', [])
     if tokenizers:
         caption = captions_of(dict(sample), '')[0]
-        item[keys.INPUT_IDS] = clock.time('tokenise', len(caption), lambda: tokenize(tokenizers, [caption])[0])
+        item[batch_keys.INPUT_IDS] = clock.time('tokenise', len(caption), lambda: tokenize(tokenizers, [caption])[0])
     return item
 
 
@@ -187,7 +187,7 @@ def loader_rate(recipe: Recipe, workers: int, batches: int) -> float:
     for _ in range((recipe.loader.prefetch_factor or 2) * workers + 1):
         next(served)
     begin = time.perf_counter()
-    samples = sum(len(batch[keys.SAMPLE_ID]) for batch in itertools.islice(served, batches))
+    samples = sum(len(batch[batch_keys.SAMPLE_ID]) for batch in itertools.islice(served, batches))
     return samples / (time.perf_counter() - begin)
 
 

@@ -39,7 +39,7 @@ def _add_look(parser: argparse.ArgumentParser) -> None:
 
 
 def _look(args: argparse.Namespace) -> int:
-    from diffusion.inspection.look import look
+    from diffusion.inspection.preview import look
 
     recipe, names = _recipe_and_names(args.overrides, args.recipe)
     look(recipe, names, args.out, samples=args.samples, seed=args.seed, decode=args.decode)
@@ -75,7 +75,7 @@ def _add_recipe(parser: argparse.ArgumentParser) -> None:
 
 
 def _recipe_and_names(words: Sequence[str], path: str) -> tuple[Any, list[str]]:
-    from diffusion.config import load
+    from diffusion.config.load import load
 
     recipe = load(path, [word for word in words if '=' in word], allow_missing=True)
     return recipe, [word for word in words if '=' not in word]

@@ -11,10 +11,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from diffusion.config import Recipe
-from diffusion.data import keys
-from diffusion.inspection.selection import select, with_shapes
-from diffusion.inspection.shards import Defect, Place, Reading, check_shard, place_of, read_index, read_manifest
+from diffusion.config.load import Recipe
+from diffusion.models import batch_keys
+from diffusion.inspection.stream_selection import select, with_shapes
+from diffusion.inspection.shard_checks import Defect, Place, Reading, check_shard, place_of, read_index, read_manifest
 
 DEFECTS = 3
 """Exit status where something is wrong with the data."""
@@ -90,7 +90,7 @@ def verify_stream(place: Place, *, sample: float = 1.0, seed: int = 0, pool: Exe
     report = Report()
     try:
         entries = read_index(place)
-        manifest = read_manifest(place) if entries and keys.LATENT_MOMENTS in entries[0]['column_names'] else None
+        manifest = read_manifest(place) if entries and batch_keys.LATENT_MOMENTS in entries[0]['column_names'] else None
     except ValueError as error:
         report.problem = str(error)
         return report
@@ -123,7 +123,7 @@ def _pool(jobs: int) -> Executor:
         return _Here()
     # Its children share the imports, and have none of this process's threads and locks.
     context = multiprocessing.get_context('forkserver')
-    context.set_forkserver_preload(['diffusion.inspection.shards'])
+    context.set_forkserver_preload(['diffusion.inspection.shard_checks'])
     return ProcessPoolExecutor(jobs, mp_context=context)
 
 

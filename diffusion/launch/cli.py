@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from diffusion.files import write_whole
+from diffusion.storage.atomic import write_whole
 
 if TYPE_CHECKING:
-    from diffusion.launch.backend import Rendered
-    from diffusion.launch.checking import Checked
+    from diffusion.launch.backends.base import Rendered
+    from diffusion.launch.job_checks import Checked
 
 _ASKED = dict.fromkeys(('logs', 'cancel'), "the job's YAML, as it was launched") | {
     'status': "the job's YAML, as it was launched; or the folder of a run, for its attempts and goodput"
@@ -57,7 +57,7 @@ def preflight(args: argparse.Namespace) -> int:
         ValueError: The recipe or the kind of GPU is wrong, or a scheduler's variables contradict each other.
     """
     from diffusion.launch import environment, node
-    from diffusion.launch.place import count_gpus
+    from diffusion.launch.rank_discovery import count_gpus
     from diffusion.planning.gpus import find_gpu, load_gpus
 
     kind = 'any' if count_gpus(os.environ) else 'none'
@@ -75,7 +75,7 @@ def launch(args: argparse.Namespace) -> int:
     Raises:
         ValueError: A spec, or a recipe in it, is wrong; or a scheduler refuses.
     """
-    from diffusion.launch.cost import table
+    from diffusion.launch.job_cost import table
 
     paths, overrides = _split([*args.specs, *args.overrides])
     prepared = [(path, *_prepare(path, overrides)) for path in paths]
@@ -120,7 +120,7 @@ def ask(args: argparse.Namespace) -> int:
     Raises:
         ValueError: The spec is wrong, or the scheduler does not answer.
     """
-    from diffusion.launch.checking import check, load
+    from diffusion.launch.job_checks import check, load
 
     if args.action == 'status' and Path(args.spec).is_dir():
         print(importlib.import_module('diffusion.launch.attempts').report(Path(args.spec)))
@@ -138,8 +138,8 @@ def _prepare(path: str, overrides: Sequence[str]) -> 'tuple[Checked, Rendered]':
     Raises:
         RecipeError: With every mistake, of the spec, its recipes, or what is rendered.
     """
-    from diffusion.config import RecipeError
-    from diffusion.launch.checking import check, load
+    from diffusion.config.load import RecipeError
+    from diffusion.launch.job_checks import check, load
 
     checked = check(load(path, overrides), path)
     rendered = checked.backend.render(checked.jobs)

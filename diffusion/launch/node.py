@@ -20,14 +20,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
-from diffusion.config import Recipe, load
-from diffusion.exits import BAD_HARDWARE, CONFIG_ERROR, FAILED, PREEMPTED
-from diffusion.files import write_whole
-from diffusion.launch import attempts, environment, health, reports, run_lock
+from diffusion.config.load import Recipe, load
+from diffusion.exit_codes import BAD_HARDWARE, CONFIG_ERROR, FAILED, PREEMPTED
+from diffusion.storage.atomic import write_whole
+from diffusion.launch import attempts, environment, run_lock
+from diffusion.launch import liveness
+from diffusion.launch import heartbeat
 from diffusion.launch.attempts import Attempt
-from diffusion.launch.place import Place, find_place, rank_environment
-from diffusion.launch.secrets import fetch
-from diffusion.launch.watch import PATIENCE_SECONDS, Watchdog
+from diffusion.launch.rank_discovery import Place, find_place, rank_environment
+from diffusion.launch.aws_secrets import fetch
+from diffusion.launch.watchdog import PATIENCE_SECONDS, Watchdog
 
 TICK_SECONDS = 0.1
 LOOK_EVERY_SECONDS = 1.0
@@ -193,7 +195,7 @@ class Node:
             restarts += 1
 
     def _stops_waiting(self) -> bool:
-        health.say_alive()
+        liveness.say_alive()
         return self.told
 
     def _earlier(self) -> list[Attempt]:
@@ -246,7 +248,7 @@ class Node:
         self, command: Sequence[str], folder: Path, attempt: Attempt, *, limit_seconds: float | None = None
     ) -> Outcome:
         """Start a program on all GPUs, and wait for its end, or for so long."""
-        workers = Workers(self.place, command, {**self.environ, reports.FOLDER: str(folder)}, folder)
+        workers = Workers(self.place, command, {**self.environ, heartbeat.FOLDER: str(folder)}, folder)
         try:
             outcome = self._watch(workers, attempt, limit_seconds)
         finally:
@@ -280,8 +282,8 @@ class Node:
                 return workers.outcome(told=self.told, late=True)
             if now - looked > LOOK_EVERY_SECONDS:
                 looked = now
-                health.say_alive()
-                beats = reports.last_beats(workers.folder)
+                liveness.say_alive()
+                beats = heartbeat.last_beats(workers.folder)
                 if beats and attempt.first is None:
                     noted = -NOTE_EVERY_SECONDS  # at once
                 problem = None if watchdog is None else watchdog.look(beats, time.time())
@@ -300,14 +302,14 @@ class Node:
         return workers.outcome(told=self.told)
 
     def _take_beats(self, workers: 'Workers', attempt: Attempt) -> None:
-        beats = reports.last_beats(workers.folder)
+        beats = heartbeat.last_beats(workers.folder)
         if beats:
             first = beats[min(beats)]
             attempt.first, attempt.first_at = first.first, first.first_at
             attempt.last, attempt.last_at = first.batch, first.at
 
     def _keep_stacks(self, workers: 'Workers') -> None:
-        found = reports.stacks(workers.folder)
+        found = heartbeat.stacks(workers.folder)
         path = self.run_dir / f'stacks-{time.strftime("%Y%m%d-%H%M%S")}-node{self.place.rank}.txt'
         with contextlib.suppress(OSError):
             write_whole(path, ''.join(f'--- rank {rank}\n{text}\n' for rank, text in found.items()))
@@ -401,9 +403,9 @@ class Workers:
 
     def write_stacks(self) -> None:
         """Have every process write what its threads are at, so far as it still can."""
-        self.signal(reports.SIGNAL)
+        self.signal(heartbeat.SIGNAL)
         until = time.monotonic() + GRACE_SECONDS
-        while len(reports.stacks(self.folder)) < len(self.processes) and time.monotonic() < until:
+        while len(heartbeat.stacks(self.folder)) < len(self.processes) and time.monotonic() < until:
             time.sleep(TICK_SECONDS)
         time.sleep(LOOK_EVERY_SECONDS)  # so that they end what they have begun
 
@@ -476,7 +478,7 @@ def first_bad(environ: Mapping[str, str]) -> Ending | None:
 
 def _leave(status: int, environ: Mapping[str, str], outcome: Outcome | None = None) -> int:
     """Say to the other nodes how this one ended."""
-    health.forget()
+    liveness.forget()
     why = '' if outcome is None or outcome.status != status else f' {outcome.cause} {outcome.detail}'.rstrip()
     path = environ.get(environment.EXIT_FILE)
     if path is not None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from diffusion.exits import CONFIG_ERROR
+from diffusion.exit_codes import CONFIG_ERROR
 from diffusion.launch import environment
 
 LOCK = 'run.lock'

@@ -12,8 +12,8 @@ from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from torch import Tensor
 from torchmetrics import MeanMetric, Metric
 
-from diffusion.data import keys
-from diffusion.models.parts import posterior_of, reconstruct
+from diffusion.models import batch_keys
+from diffusion.models.pretrained import posterior_of, reconstruct
 
 _STATISTICS_MOMENTUM = 0.01
 
@@ -52,7 +52,7 @@ class Autoencoder(ComposerModel):
         self.register_buffer('latent_variance', torch.ones(vae.config['latent_channels']))
 
     def forward(self, batch: Mapping[str, Tensor]) -> Reconstruction:
-        pixels = batch[keys.IMAGE].float() / 127.5 - 1
+        pixels = batch[batch_keys.IMAGE].float() / 127.5 - 1
         posterior = posterior_of(self.vae, pixels)
         latents = posterior.sample() if self.training else posterior.mode()
         if self.training:

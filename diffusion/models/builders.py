@@ -11,7 +11,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, PreTraine
 from diffusion.models import sd2_config
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.objective import Objective
-from diffusion.models.parts import TextConditioner, clip_tokenizer, downsampling, load_pretrained
+from diffusion.models.pretrained import TextConditioner, clip_tokenizer, downsampling, load_pretrained
 
 TINY_VAE = Path(__file__).parent / 'weights' / 'tiny_vae'
 """An autoencoder of 64 px OpenMoji pictures that ships with the package; yamls/tiny_vae.yaml made it."""

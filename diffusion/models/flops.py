@@ -9,9 +9,9 @@ from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from diffusion.models.parts import TextConditioner, downsampling
+from diffusion.models.pretrained import TextConditioner, downsampling
 from diffusion.planning.encoders import run_clip_text, run_vae_encoder
-from diffusion.planning.tape import Tape
+from diffusion.planning.cost_tape import Tape
 from diffusion.planning.unet import run_unet
 
 

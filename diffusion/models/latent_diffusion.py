@@ -17,11 +17,11 @@ from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric
 
-from diffusion.data import keys
+from diffusion.models import batch_keys
 from diffusion.models.flops import FlopCount, text_encoder_flops, vae_encoder_flops
-from diffusion.models.noise import Draws, Purpose, draws_for
+from diffusion.models.randomness import Draws, Purpose, draws_for
 from diffusion.models.objective import Objective, diffuse, loss_weight, target
-from diffusion.models.parts import (
+from diffusion.models.pretrained import (
     TextConditioner,
     downsampling,
     latent_statistics,
@@ -30,7 +30,7 @@ from diffusion.models.parts import (
     tokenize,
 )
 from diffusion.models.sampler import guide, inference_scheduler, sample_latents
-from diffusion.models.stages import stage
+from diffusion.models.stage_hooks import stage
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class ValidationLoss(MeanMetric):
 class LatentDiffusion(ComposerModel):
     """A text-to-image latent diffusion model, trained by Composer.
 
-    A batch holds, under the names of `diffusion.data.keys`, pictures or precomputed latents, and tokens. Randomness is
+    A batch holds, under the names of `diffusion.models.batch_keys`, pictures or precomputed latents, and tokens. Randomness is
     keyed by the samples' ids, epochs and batches; a batch without ids (another project's loader) gets its ids from
     torch's generator.
 
@@ -202,12 +202,12 @@ class LatentDiffusion(ComposerModel):
 
         With draws they are samples of the VAE's posterior (where the model's `posterior` says so), else its means.
         """
-        if keys.LATENT_MOMENTS in batch:
-            moments = batch[keys.LATENT_MOMENTS].float()
-        elif keys.IMAGE in batch:
-            moments = self.encode(batch[keys.IMAGE])
+        if batch_keys.LATENT_MOMENTS in batch:
+            moments = batch[batch_keys.LATENT_MOMENTS].float()
+        elif batch_keys.IMAGE in batch:
+            moments = self.encode(batch[batch_keys.IMAGE])
         else:
-            raise ValueError(f'batch: it holds {sorted(batch)}; one of {keys.IMAGE}, {keys.LATENT_MOMENTS} is needed')
+            raise ValueError(f'batch: it holds {sorted(batch)}; one of {batch_keys.IMAGE}, {batch_keys.LATENT_MOMENTS} is needed')
         latent_channels = self.vae.config['latent_channels']
         mean, log_variance = moments[:, :latent_channels], moments[:, latent_channels:]
         if draws is not None and self.posterior == 'sample' and log_variance.shape[1]:
@@ -218,7 +218,7 @@ class LatentDiffusion(ComposerModel):
     def encode(self, images: Tensor) -> Tensor:
         """Mean and log-variance of the VAE's posterior, float32 [B, 2C, H, W], of pictures uint8 [B, 3, 8H, 8W]."""
         if images.dtype != torch.uint8:
-            raise ValueError(f'{keys.IMAGE}: dtype {images.dtype}; pictures travel as uint8 in [0, 255]')
+            raise ValueError(f'{batch_keys.IMAGE}: dtype {images.dtype}; pictures travel as uint8 in [0, 255]')
         vae = self.vae
         with self._encoding(images.device):
             pixels = (images.float() / 127.5 - 1).to(vae.dtype)
@@ -230,8 +230,8 @@ class LatentDiffusion(ComposerModel):
 
         Composer's SpeedMonitor asks for this by this name.
         """
-        count, _, text_length = batch[keys.INPUT_IDS].shape
-        encodes = keys.LATENT_MOMENTS not in batch, keys.TEXT_EMBEDS not in batch
+        count, _, text_length = batch[batch_keys.INPUT_IDS].shape
+        encodes = batch_keys.LATENT_MOMENTS not in batch, batch_keys.TEXT_EMBEDS not in batch
         shape = *self._latent_size_of(batch), text_length, *encodes
         if shape not in self._sample_flops:
             self._sample_flops[shape] = self._count_sample(*shape)
@@ -248,7 +248,7 @@ class LatentDiffusion(ComposerModel):
         """
         latents = self.latents_of(batch)
         condition = self._condition_of(batch)
-        sample_id = batch.get(keys.SAMPLE_ID, torch.arange(len(latents), device=latents.device))
+        sample_id = batch.get(batch_keys.SAMPLE_ID, torch.arange(len(latents), device=latents.device))
         errors = []
         for index, timestep in enumerate(self.validation_timesteps()):
             draws = Draws(self.seed, sample_id, torch.zeros_like(sample_id), torch.full_like(sample_id, index))
@@ -344,18 +344,18 @@ class LatentDiffusion(ComposerModel):
     # -- parts of the above --
 
     def _draws(self, batch: Mapping[str, Tensor]) -> Draws:
-        size = len(batch[keys.INPUT_IDS])
-        sample_id = batch.get(keys.SAMPLE_ID)
+        size = len(batch[batch_keys.INPUT_IDS])
+        sample_id = batch.get(batch_keys.SAMPLE_ID)
         if sample_id is None:
             sample_id = torch.randint(2**32, (size,), device=self.device)
         zeros = torch.zeros_like(sample_id)
-        draws = Draws(self.seed, sample_id, batch.get(keys.EPOCH, zeros), batch.get(keys.BATCH_INDEX, zeros))
+        draws = Draws(self.seed, sample_id, batch.get(batch_keys.EPOCH, zeros), batch.get(batch_keys.BATCH_INDEX, zeros))
         return draws.at_once(self._words_of_a_step(batch))
 
     def _words_of_a_step(self, batch: Mapping[str, Tensor]) -> dict[Purpose, int]:
         """How many random words a sample takes, by purpose."""
         channels = self.vae.config['latent_channels']
-        if keys.LATENT_MOMENTS not in batch and keys.IMAGE not in batch:
+        if batch_keys.LATENT_MOMENTS not in batch and batch_keys.IMAGE not in batch:
             return {Purpose.TIMESTEP: 1}
         height, width = self._latent_size_of(batch)
         normals = channels * height * width + channels * height * width % 2
@@ -368,9 +368,9 @@ class LatentDiffusion(ComposerModel):
 
     def _latent_size_of(self, batch: Mapping[str, Tensor]) -> tuple[int, int]:
         """Height and width in latent cells."""
-        if keys.LATENT_MOMENTS in batch:
-            return tuple(batch[keys.LATENT_MOMENTS].shape[2:])  # type: ignore[return-value]
-        height, width = batch[keys.IMAGE].shape[2:]
+        if batch_keys.LATENT_MOMENTS in batch:
+            return tuple(batch[batch_keys.LATENT_MOMENTS].shape[2:])  # type: ignore[return-value]
+        height, width = batch[batch_keys.IMAGE].shape[2:]
         cell = downsampling(self.vae)
         return height // cell, width // cell
 
@@ -387,10 +387,10 @@ class LatentDiffusion(ComposerModel):
         steps = self.objective.num_train_timesteps
         if self.objective.timesteps == 'uniform':
             return draws.integers(Purpose.TIMESTEP, steps)
-        quantiles = batch.get(keys.TIMESTEP_QUANTILE)
+        quantiles = batch.get(batch_keys.TIMESTEP_QUANTILE)
         if quantiles is None:
             raise ValueError(
-                f'batch: it has no {keys.TIMESTEP_QUANTILE}, which objective.timesteps: stratified needs; take a '
+                f'batch: it has no {batch_keys.TIMESTEP_QUANTILE}, which objective.timesteps: stratified needs; take a '
                 'BucketedLoader with stratified=True, or timesteps: uniform'
             )
         return (quantiles * steps).long().clamp(max=steps - 1)
@@ -410,7 +410,7 @@ class LatentDiffusion(ComposerModel):
 
     def _condition_of(self, batch: Mapping[str, Tensor], draws: Draws | None = None) -> tuple[Tensor, Tensor | None]:
         """Text embeddings and padding mask of a batch; with draws, captions are dropped."""
-        input_ids, embeds, keep = batch[keys.INPUT_IDS], batch.get(keys.TEXT_EMBEDS), None
+        input_ids, embeds, keep = batch[batch_keys.INPUT_IDS], batch.get(batch_keys.TEXT_EMBEDS), None
         if draws is not None and self.caption_dropout:
             keep = draws.uniform(Purpose.CAPTION_DROPOUT) >= self.caption_dropout
         if keep is not None and self.caption_dropout_mode == 'empty':

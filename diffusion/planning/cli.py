@@ -44,8 +44,8 @@ def run(args: argparse.Namespace) -> int:
     """
     from diffusion.planning.gpus import find_gpu, load_gpus
     from diffusion.planning.plan import Assumptions, load_phases, make_plan, measured_in
-    from diffusion.planning.table import as_text
-    from diffusion.planning.values import as_values
+    from diffusion.planning.plan_table import as_text
+    from diffusion.planning.plan_json import as_values
 
     words = [*args.recipes, *args.overrides]
     paths = [word for word in words if '=' not in word]
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     plan = make_plan(phases, given, gpus=gpus)
     print(json.dumps(as_values(plan), indent=2) if args.json else as_text(plan))
     if args.png is not None:
-        from diffusion.planning.picture import draw
+        from diffusion.planning.cost_plot import draw
 
         draw(plan, args.png)
     return 0

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from diffusion.planning.tape import FLOAT32, Activation, Tape
+from diffusion.planning.cost_tape import FLOAT32, Activation, Tape
 
 VAE_DEFAULTS: dict[str, Any] = {
     'in_channels': 3,

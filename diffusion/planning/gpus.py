@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diffusion.schema import Gatherer, build, field_docs, join, nearest
-from diffusion.yaml_files import UnreadableYAML, read_yaml
+from diffusion.config.schema import Gatherer, build, field_docs, join, nearest
+from diffusion.config.yaml_files import UnreadableYAML, read_yaml
 
 SHIPPED = Path(__file__).with_name('gpus.yaml')
 STALE_DAYS = 180

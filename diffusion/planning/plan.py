@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from diffusion.checks import check_devices
-from diffusion.config import RecipeError, load
-from diffusion.planning import published
-from diffusion.planning.checkpoints import (
+from diffusion.config.checks import check_devices
+from diffusion.config.load import RecipeError, load
+from diffusion.planning import published_runs
+from diffusion.planning.checkpoint_interval import (
     RESTART_SECONDS,
     Resilience,
     Sizes,
@@ -16,11 +16,11 @@ from diffusion.planning.checkpoints import (
     resilience_of,
     sizes_of,
 )
-from diffusion.planning.cost import Cost, cost_of_hours, precompute_cost, training_cost
+from diffusion.planning.run_cost import Cost, cost_of_hours, precompute_cost, training_cost
 from diffusion.planning.gpus import GPU
 from diffusion.planning.memory import GIB, Memory, Setup, fits, largest_microbatch, memory_of, strategies, ways_out
-from diffusion.planning.phase import ENCODINGS, Encoding, Phase, phase_of
-from diffusion.planning.storage import Storage, storage_of
+from diffusion.planning.workload import ENCODINGS, Encoding, Phase, phase_of
+from diffusion.planning.data_volume import Storage, storage_of
 from diffusion.planning.throughput import Measured, Speed, read_run, speed_of
 
 HOPELESS_GOODPUT = 0.01
@@ -296,10 +296,10 @@ def _notes(plans: Sequence[PhasePlan], given: Assumptions) -> tuple[str, ...]:
             'precomputing count as many as are seen; give --samples'
         )
     work = {(each.phase.largest_shape.width, each.phase.images) for each in plans}
-    if work == published.SAMPLES.keys() and given.gpu.name.startswith('a100') and len(plans) == len(work):
-        hours = published.TRAINING_HOURS + published.PRECOMPUTE_HOURS
+    if work == published_runs.SAMPLES.keys() and given.gpu.name.startswith('a100') and len(plans) == len(work):
+        hours = published_runs.TRAINING_HOURS + published_runs.PRECOMPUTE_HOURS
         found.append(
-            f'MosaicML took {published.TRAINING_HOURS:,} A100-hours to train and {published.PRECOMPUTE_HOURS:,} to '
+            f'MosaicML took {published_runs.TRAINING_HOURS:,} A100-hours to train and {published_runs.PRECOMPUTE_HOURS:,} to '
             f'precompute: {hours:,}, ${2 * hours:,} at $2 an hour'
         )
     return tuple(found)

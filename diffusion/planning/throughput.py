@@ -6,9 +6,9 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-from diffusion.planning import published
+from diffusion.planning import published_runs
 from diffusion.planning.gpus import GPU
-from diffusion.planning.phase import Encoding, Phase
+from diffusion.planning.workload import Encoding, Phase
 
 ASSUMED_MFU = 0.25
 """The published code reached 0.24 at 256 px and 0.28 at 512 on 8 A100s, 0.16 and 0.28 on 128."""
@@ -116,13 +116,13 @@ def read_run(folder: Path, flops_per_image: float) -> Measured:
 def _published(phase: Phase, gpu: GPU, gpus: int, encoding: Encoding) -> tuple[float, str] | None:
     if not gpu.name.startswith('a100') or phase.autocast == 'fp32' or phase.recomputes:
         return None
-    precomputed = published.images_per_second(list(phase.shapes), gpus, phase.model.trained_parameters)
+    precomputed = published_runs.images_per_second(list(phase.shapes), gpus, phase.model.trained_parameters)
     if precomputed is None:
         return None
-    exact = any(gpus in known for known in published.IMAGES_PER_SECOND.values())
+    exact = any(gpus in known for known in published_runs.IMAGES_PER_SECOND.values())
     source = f'published for {gpus} A100' if exact else 'from what was published for 8 to 128 A100'
     if encoding == 'pictures':
-        slowdown, why = published.ONLINE_SLOWDOWN, 'encoding online'
+        slowdown, why = published_runs.ONLINE_SLOWDOWN, 'encoding online'
     else:
         slowdown, why = phase.flops(encoding) / phase.training_flops, 'the text encoder'
     return precomputed / slowdown, source + (f', / {slowdown:.3g} for {why}' if slowdown > 1 else '')

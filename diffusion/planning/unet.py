@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from diffusion.planning.tape import FLOAT32, Activation, Tape
+from diffusion.planning.cost_tape import FLOAT32, Activation, Tape
 
 SUPPORTED: dict[str, tuple[Any, ...]] = {
     'act_fn': ('silu', 'swish'),

@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from diffusion.config import Recipe, load
-from diffusion.exits import FAILED, PREEMPTED
-from diffusion.files import write_whole
-from diffusion.launch import environment, reports
-from diffusion.preflight import together
-from diffusion.preflight.findings import Finding, as_json, excuse, status_of, table
-from diffusion.preflight.together import Limits, check_together
+from diffusion.config.load import Recipe, load
+from diffusion.exit_codes import FAILED, PREEMPTED
+from diffusion.storage.atomic import write_whole
+from diffusion.launch import environment
+from diffusion.launch import heartbeat
+from diffusion.preflight import collective_checks
+from diffusion.launch.findings import Finding, as_json, excuse, status_of, table
+from diffusion.preflight.collective_checks import Limits, check_together
 
 REPORT = 'preflight.json'
 TIMEOUT = datetime.timedelta(minutes=5)
@@ -30,7 +31,7 @@ class Absent(Exception):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Check; the exit status is this node's own, or 75 where only others are at fault."""
-    reports.begin()
+    heartbeat.begin()
     level, path, *overrides = list(sys.argv[1:] if argv is None else argv)
     recipe = load(path, overrides)
     try:
@@ -101,8 +102,8 @@ def check(recipe: Recipe, *, deep: bool) -> list[Finding]:
     kind = os.environ.get(environment.GPU, 'none')
     if os.environ['LOCAL_RANK'] == '0':
         # Imports Streaming, which takes seconds of each process that does.
-        from diffusion.preflight.alone import check_node
-        from diffusion.preflight.gpus import load_nvml
+        from diffusion.preflight.node_checks import check_node
+        from diffusion.launch.gpu_health import load_nvml
 
         processes = int(os.environ['LOCAL_WORLD_SIZE'])
         own = check_node(recipe, kind=kind, processes=processes, nvml=load_nvml())
@@ -115,7 +116,7 @@ def check(recipe: Recipe, *, deep: bool) -> list[Finding]:
         found += excuse(_all(cuda_starts(int(os.environ['LOCAL_RANK']))), nodes)
         if status_of(found):
             return found
-    group = dist.group.WORLD if device == 'cpu' else dist.new_group(timeout=together.TIMEOUT, backend='nccl')
+    group = dist.group.WORLD if device == 'cpu' else dist.new_group(timeout=collective_checks.TIMEOUT, backend='nccl')
     assert group is not None
     return found + check_together(device, Limits.of(device, deep=deep), group)
 

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diffusion.prepare.report import Report
+from diffusion.prepare.counts_report import Report
 
 if TYPE_CHECKING:
     from diffusion.prepare.settings import PrepareSettings
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
         return _run_openmoji(args)
     from diffusion.prepare.engines import run_on
     from diffusion.prepare.pipeline import prepare
-    from diffusion.prepare.work import Share
+    from diffusion.prepare.work_dir import Share
 
     settings = _settings(args)
     share = None if args.share is None else Share.parse(args.share)

@@ -19,7 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from diffusion.prepare.pipeline import Run
-from diffusion.prepare.pool import Job, run_jobs
+from diffusion.prepare.worker_pool import Job, run_jobs
 from diffusion.prepare.settings import PrepareSettings
 from diffusion.prepare.source import Part, Source
 
@@ -89,10 +89,10 @@ def samples(
         bucket: `512px`, or `512px/640x384` where there are aspects; the others' samples are left out.
         source: Read instead of what the settings name.
     """
-    from diffusion.prepare.pictures import Unfit
-    from diffusion.prepare.rows import Row
-    from diffusion.prepare.sample import take
-    from diffusion.prepare.shapes import Buckets
+    from diffusion.prepare.image_decoding import Unfit
+    from diffusion.prepare.sample_table import Row
+    from diffusion.prepare.process_sample import take
+    from diffusion.prepare.bucket_choice import Buckets
 
     buckets = Buckets(settings.sizes, settings.aspects)
     if bucket not in buckets.names:

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from diffusion.prepare.texts import MAX_LENGTH, MIN_LENGTH
+from diffusion.prepare.caption_cleaning import MAX_LENGTH, MIN_LENGTH
 
 Missing = Literal['keep', 'reject']
 

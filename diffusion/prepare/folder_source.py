@@ -8,10 +8,10 @@ from typing import Any
 
 import xxhash
 
-from diffusion.prepare.captions import read_rows
-from diffusion.prepare.metadata import as_json, read_columns
+from diffusion.prepare.caption_files import read_rows
+from diffusion.prepare.extra_columns import as_json, read_columns
 from diffusion.prepare.source import PICTURES, Entry, Part
-from diffusion.prepare.storage import File, as_utf8, is_remote, list_files, local_copy
+from diffusion.prepare.file_listing import File, as_utf8, is_remote, list_files, local_copy
 
 SUFFIXES = tuple(f'.{kind}' for kind in PICTURES)
 PART_PICTURES = 1000

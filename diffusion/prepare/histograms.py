@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from diffusion.prepare.catalogue import Catalogue
+from diffusion.prepare.catalog import Catalogue
 
 QUANTILES = (0.0, 0.05, 0.5, 0.95, 1.0)
 SIDES = [0, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 3072, 4096, 8192]

@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
-from diffusion.prepare.report import REPORT, Report, versions_of
+from diffusion.prepare.counts_report import REPORT, Report, versions_of
 from diffusion.prepare.writer import SHARD_BYTES, BucketWriter, Picture, check_sizes, new_dataset
 
 Selection = Literal['distinct', 'named', 'all']

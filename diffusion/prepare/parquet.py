@@ -8,9 +8,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from diffusion.prepare.metadata import as_json
+from diffusion.prepare.extra_columns import as_json
 from diffusion.prepare.source import Entry, Part
-from diffusion.prepare.storage import File, is_remote, list_files, local_copy, whole_file
+from diffusion.prepare.file_listing import File, is_remote, list_files, local_copy, whole_file
 
 SUFFIX = '.parquet'
 IMAGE_COLUMNS = ('image', 'jpg', 'jpeg', 'png', 'webp', 'image_bytes', 'img')

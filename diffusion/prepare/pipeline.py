@@ -14,22 +14,22 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from diffusion.config import RecipeError
-from diffusion.files import write_whole
-from diffusion.prepare import exhibits
-from diffusion.prepare.catalogue import Catalogue
+from diffusion.config.load import RecipeError
+from diffusion.storage.atomic import write_whole
+from diffusion.prepare import report_thumbnails
+from diffusion.prepare.catalog import Catalogue
 from diffusion.prepare.histograms import statistics_of
-from diffusion.prepare.outputs import Output, output_of
-from diffusion.prepare.pack import ShardJob, plan_shards, read_entries, write_indexes
-from diffusion.prepare.page import page
-from diffusion.prepare.part import PartJob, read_done
-from diffusion.prepare.plan import Plan
-from diffusion.prepare.pool import Job, run_jobs
-from diffusion.prepare.report import REPORT, Report
+from diffusion.prepare.output_folders import Output, output_of
+from diffusion.prepare.pack_shards import ShardJob, plan_shards, read_entries, write_indexes
+from diffusion.prepare.html_report import page
+from diffusion.prepare.convert_part import PartJob, read_done
+from diffusion.prepare.input_plan import Plan
+from diffusion.prepare.worker_pool import Job, run_jobs
+from diffusion.prepare.counts_report import REPORT, Report
 from diffusion.prepare.settings import PrepareSettings, check
-from diffusion.prepare.shapes import Buckets
+from diffusion.prepare.bucket_choice import Buckets
 from diffusion.prepare.source import Source
-from diffusion.prepare.work import Share, WorkFolder
+from diffusion.prepare.work_dir import Share, WorkFolder
 
 PAGE = 'report.html'
 Run = Callable[[Iterable[Job]], Iterator[Any]]
@@ -147,8 +147,8 @@ class _Preparation:
         html = page(
             report,
             self.settings.out,
-            buckets=exhibits.of_buckets(catalogue, self.buckets),
-            rejected=exhibits.of_reasons(catalogue, repeats),
+            buckets=report_thumbnails.of_buckets(catalogue, self.buckets),
+            rejected=report_thumbnails.of_reasons(catalogue, repeats),
         )
         write_whole(self.work.dataset / PAGE, html)
         report.seconds = time.monotonic() - start

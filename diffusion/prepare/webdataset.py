@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from diffusion.prepare.metadata import read_columns
+from diffusion.prepare.extra_columns import read_columns
 from diffusion.prepare.source import PICTURES, Entry, Part
-from diffusion.prepare.storage import as_utf8, list_files, local_copy, whole_file
-from diffusion.prepare.tars import Damaged, Member, members
+from diffusion.prepare.file_listing import as_utf8, list_files, local_copy, whole_file
+from diffusion.prepare.tar_reading import Damaged, Member, members
 
 SUFFIXES = ('.tar', '.tar.gz', '.tgz')
 KNOWN = frozenset({*PICTURES, 'txt', 'json'})

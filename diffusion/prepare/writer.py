@@ -10,8 +10,8 @@ from pathlib import Path
 
 from streaming import MDSWriter
 
-from diffusion.prepare.outputs import check_new
-from diffusion.prepare.shapes import sizes_problem
+from diffusion.prepare.output_folders import check_new
+from diffusion.prepare.bucket_choice import sizes_problem
 
 COLUMNS = {'image': 'bytes', 'captions': 'json', 'width': 'int', 'height': 'int', 'key': 'str'}
 SHARD_BYTES = 64 * 2**20

@@ -18,11 +18,11 @@ from composer.utils import dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from diffusion import programs
+from diffusion.tasks import main
 from diffusion.callbacks.loss_guard import LossGuard
 from diffusion.callbacks.preemption import Preemption
-from diffusion.data import keys
-from diffusion.exits import Preempted
+from diffusion.models import batch_keys
+from diffusion.exit_codes import Preempted
 
 BATCH = 8
 BATCHES = 6
@@ -103,7 +103,7 @@ def make_data(
     for number in range(100, 100 + BATCH * BATCHES):
         x, y = torch.randn(4, generator=generator), torch.randn(3, generator=generator)
         sample = {'x': x, 'y': y * value if number in bad else y, 'bad_gradient': number in bad_gradient}
-        data.append(sample | ({keys.SAMPLE_ID: number} if ids else {}))
+        data.append(sample | ({batch_keys.SAMPLE_ID: number} if ids else {}))
     return data
 
 
@@ -176,7 +176,7 @@ def main(what: str, folder: Path) -> int:
         trainer.fit()
     except (ValueError, Preempted) as error:
         print(f'rank {rank}: {error}', flush=True)
-        status = programs.status_of(error)
+        status = main.status_of(error)
         assert status is not None
         return status
     finally:

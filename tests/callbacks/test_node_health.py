@@ -12,9 +12,9 @@ from ranks import free_port
 
 from diffusion.callbacks import node_health
 from diffusion.callbacks.node_health import NodeHealth, Xids, figures_of, worst_of_all
-from diffusion.config import load
+from diffusion.config.load import load
 from diffusion.loggers.metrics_file import read_metrics
-from diffusion.train import train
+from diffusion.training.train import train
 from tests.data.processes import Forked
 from tests.nvml_driver import Driver, NotSupported, NVMLError
 

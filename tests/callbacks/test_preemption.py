@@ -14,13 +14,13 @@ from composer.core import Event
 from guarded_ranks import run_two
 from guarded_run import At, make_data, make_trainer, weights_of
 
-from diffusion import programs
+from diffusion.tasks import main
 from diffusion.callbacks.preemption import SIGNALS, Preemption
-from diffusion.checkpointing.runs import find_checkpoint
-from diffusion.checkpointing.runs import weights_of as weights_of_run
-from diffusion.config import load
-from diffusion.exits import CONFIG_ERROR, PREEMPTED, Preempted
-from diffusion.train import build_trainer, train
+from diffusion.checkpointing.run_folder import find_checkpoint
+from diffusion.checkpointing.run_folder import weights_of as weights_of_run
+from diffusion.config.load import load
+from diffusion.exit_codes import CONFIG_ERROR, PREEMPTED, Preempted
+from diffusion.training.train import build_trainer, train
 
 
 @pytest.fixture(autouse=True)
@@ -203,16 +203,16 @@ def test_a_program_that_was_stopped_exits_75(monkeypatch, capsys):
     def stopped(recipe):
         raise Preempted('stopped at batch 3')
 
-    monkeypatch.setattr(programs, 'checked', lambda path, overrides: None)
-    monkeypatch.setattr(programs, 'run', stopped)
+    monkeypatch.setattr(main, 'checked', lambda path, overrides: None)
+    monkeypatch.setattr(main, 'run', stopped)
     monkeypatch.setenv('RANK', '0')
-    assert programs.main(['a.yaml']) == PREEMPTED == 75
+    assert main.main(['a.yaml']) == PREEMPTED == 75
     assert capsys.readouterr().err == 'stopped at batch 3\n'
     monkeypatch.setenv('RANK', '1')
-    assert programs.main(['a.yaml']) == 75
+    assert main.main(['a.yaml']) == 75
     assert capsys.readouterr().err == ''
-    assert programs.CONFIG_ERROR == CONFIG_ERROR == 78
-    assert programs.status_of(ValueError('of somebody else')) is None
+    assert main.CONFIG_ERROR == CONFIG_ERROR == 78
+    assert main.status_of(ValueError('of somebody else')) is None
 
 
 @pytest.mark.slow

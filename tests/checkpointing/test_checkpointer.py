@@ -7,10 +7,10 @@ import pytest
 import torch
 from ranks import largest_difference, read_losses
 
-from diffusion.checkpointing.runs import find_checkpoint, is_sharded, read_checkpoint, weights_of
-from diffusion.checkpointing.store import check_whole
-from diffusion.config import load
-from diffusion.train import build_trainer, train
+from diffusion.checkpointing.run_folder import find_checkpoint, is_sharded, read_checkpoint, weights_of
+from diffusion.checkpointing.checkpoint_store import check_whole
+from diffusion.config.load import load
+from diffusion.training.train import build_trainer, train
 
 EMA = {'ema': {'ema_start': '3ba', 'smoothing': 0.5}}
 STRATEGIES = {
@@ -205,7 +205,7 @@ def test_composer_alone_reads_a_whole_checkpoint(uninterrupted):
     """`state.pt` is Composer's own form: no library of ours is needed to go on with it."""
     from composer import Trainer
 
-    from diffusion.building import build_loader, build_model, build_optimizer
+    from diffusion.training.build import build_loader, build_model, build_optimizer
 
     whole, write = uninterrupted
     recipe = load(write('composer'))

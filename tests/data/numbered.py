@@ -7,9 +7,9 @@ from typing import Any
 
 from streaming import MDSWriter, Stream
 
-from diffusion.data import keys
+from diffusion.models import batch_keys
 from diffusion.data.bad_samples import BadSample
-from diffusion.data.buckets import square
+from diffusion.config.image_shapes import square
 from diffusion.data.loader import BucketedLoader
 from diffusion.data.shard_cache import home
 from diffusion.data.streams import Bucket, BucketedDataset
@@ -72,7 +72,7 @@ def served(loader: BucketedLoader) -> dict[int, int]:
     """The number of every sample of an epoch, by id; a sample that comes twice must come alike."""
     found: dict[int, int] = {}
     for batch in loader:
-        for index, value in zip(batch[keys.SAMPLE_ID].tolist(), batch['number'].tolist(), strict=True):
+        for index, value in zip(batch[batch_keys.SAMPLE_ID].tolist(), batch['number'].tolist(), strict=True):
             assert found.setdefault(index, value) == value
     return found
 

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numbered import SAMPLES, expected, loader_over, number, payload, served, write_samples
 
-from diffusion.data import keys
+from diffusion.models import batch_keys
 from diffusion.data.bad_samples import MAX_ATTEMPTS, MIN_REPLACED, BadSample, Tally, quarantine, replacement
-from diffusion.data.failures import DataError
+from diffusion.data.shared_failure import DataError
 
 pytestmark = pytest.mark.usefixtures('many_datasets')
 
@@ -47,14 +47,14 @@ def test_workers_and_resumption_change_nothing_about_it(tmp_path):
     resumed.load_state_dict(state)
     rest = served(resumed)
     for batch in first:
-        rest |= dict(zip(batch[keys.SAMPLE_ID].tolist(), batch['number'].tolist(), strict=True))
+        rest |= dict(zip(batch[batch_keys.SAMPLE_ID].tolist(), batch['number'].tolist(), strict=True))
     assert rest == alone
 
 
 def test_batches_hold_no_note(tmp_path):
     local = write_samples(tmp_path / 'local', bad=BAD)
     for batch in loader_over(None, local, substitute=True, workers=1, loader=LENIENT):
-        assert set(batch) == {'number', keys.SAMPLE_ID, keys.EPOCH, keys.BATCH_INDEX}
+        assert set(batch) == {'number', batch_keys.SAMPLE_ID, batch_keys.EPOCH, batch_keys.BATCH_INDEX}
 
 
 @pytest.mark.parametrize('workers', [0, 2])

@@ -7,10 +7,10 @@ import pytest
 import torch
 from streaming import MDSWriter, Stream
 
-from diffusion.building import build_loader
-from diffusion.config import load
-from diffusion.data import keys
-from diffusion.data.buckets import square
+from diffusion.training.build import build_loader
+from diffusion.config.load import load
+from diffusion.models import batch_keys
+from diffusion.config.image_shapes import square
 from diffusion.data.image_text import ImageTextDataset
 from diffusion.data.loader import BucketedLoader, default_num_workers
 from diffusion.data.streams import Bucket
@@ -33,20 +33,20 @@ def test_batches_never_mix_resolutions_and_carry_their_keys(write_recipe, pictur
     loader = build_loader(load(write_recipe(streams=two_buckets(pictures))))
     batches = batches_of(loader)
     assert len(batches) == 8  # 40 and 24 pictures in eights
-    assert {batch[keys.IMAGE].shape for batch in batches} == {(8, 3, 32, 32), (8, 3, 64, 64)}
-    assert [batch[keys.BATCH_INDEX].unique().tolist() for batch in batches] == [[i] for i in range(8)]
-    ids = torch.cat([batch[keys.SAMPLE_ID] for batch in batches])
+    assert {batch[batch_keys.IMAGE].shape for batch in batches} == {(8, 3, 32, 32), (8, 3, 64, 64)}
+    assert [batch[batch_keys.BATCH_INDEX].unique().tolist() for batch in batches] == [[i] for i in range(8)]
+    ids = torch.cat([batch[batch_keys.SAMPLE_ID] for batch in batches])
     assert sorted(ids.tolist()) == list(range(64))
-    assert batches[0][keys.INPUT_IDS].shape == (8, 1, 16)
-    assert batches[0][keys.IMAGE].dtype == torch.uint8
+    assert batches[0][batch_keys.INPUT_IDS].shape == (8, 1, 16)
+    assert batches[0][batch_keys.IMAGE].dtype == torch.uint8
 
 
 def test_epochs_count_and_differ(write_recipe, pictures):
     loader = build_loader(load(write_recipe(streams=two_buckets(pictures))))
     first, second = batches_of(loader), batches_of(loader)
-    assert {batch[keys.EPOCH].unique().item() for batch in first} == {0}
-    assert {batch[keys.EPOCH].unique().item() for batch in second} == {1}
-    orders = [torch.cat([b[keys.SAMPLE_ID] for b in batches]).tolist() for batches in (first, second)]
+    assert {batch[batch_keys.EPOCH].unique().item() for batch in first} == {0}
+    assert {batch[batch_keys.EPOCH].unique().item() for batch in second} == {1}
+    orders = [torch.cat([b[batch_keys.SAMPLE_ID] for b in batches]).tolist() for batches in (first, second)]
     assert orders[0] != orders[1]
 
 
@@ -91,7 +91,7 @@ def test_evaluation_is_in_order_complete_and_without_chance(write_recipe, pictur
     )
     loader = build_loader(recipe, 'eval')
     batches = batches_of(loader)
-    assert torch.cat([batch[keys.SAMPLE_ID] for batch in batches]).tolist() == list(range(40))
+    assert torch.cat([batch[batch_keys.SAMPLE_ID] for batch in batches]).tolist() == list(range(40))
     dataset = loader.dataset
     assert isinstance(dataset, ImageTextDataset)
     assert (dataset.crop, dataset.flip, dataset.caption_choice) == ('center', False, 'first')
@@ -107,7 +107,7 @@ def dataset_over(folder, **settings):
 def test_caption_choice_changes_from_epoch_to_epoch(pictures):
     dataset = dataset_over(pictures[32])
     loader = BucketedLoader(dataset, batch_size=4)
-    first, second = (torch.cat([batch[keys.INPUT_IDS] for batch in loader]) for _ in range(2))
+    first, second = (torch.cat([batch[batch_keys.INPUT_IDS] for batch in loader]) for _ in range(2))
     same = (first == second).all(dim=(1, 2)) if first.ndim == 3 else first == second
     assert 5 < int(same.sum()) < 35, 'of two captions each, about half are chosen again'
 
@@ -157,5 +157,5 @@ def test_proportions_share_an_epoch(write_recipe, pictures):
     for name, proportion in (('px32', 1.0), ('px64', 3.0)):
         streams[name]['proportion'] = proportion
     batches = batches_of(build_loader(load(write_recipe(streams=streams))))
-    large = sum(batch[keys.IMAGE].shape[-1] == 64 for batch in batches)
+    large = sum(batch[batch_keys.IMAGE].shape[-1] == 64 for batch in batches)
     assert large / len(batches) == pytest.approx(0.75, abs=0.1)

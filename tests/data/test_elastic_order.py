@@ -14,10 +14,11 @@ from streaming.base.batching import generate_work
 from streaming.base.spanner import Spanner
 from streaming.base.world import World
 
-from diffusion.building import build_loader
-from diffusion.config import RecipeError, load
-from diffusion.data import keys, order
-from diffusion.data.buckets import square
+from diffusion.training.build import build_loader
+from diffusion.config.load import RecipeError, load
+from diffusion.models import batch_keys
+from diffusion.config import sample_order
+from diffusion.config.image_shapes import square
 from diffusion.data.streams import Bucket, BucketedDataset
 
 ALGORITHMS = ['py1e', 'py1br', 'py1s', 'py2s', 'naive']
@@ -162,7 +163,7 @@ def test_any_batch_on_any_number_of_devices_that_divides_it(streams, batch, shuf
     ranks = data.draw(st.sampled_from([n for n in range(1, batch + 1) if batch % n == 0]))
     rows = data.draw(st.sampled_from([None, *(n for n in range(1, batch + 1) if batch % n == 0)]))
     dataset = dataset_without_shards(streams, batch, num_canonical_nodes=rows, **shuffle)
-    fitting = [n for n in range(1, ranks + 1) if ranks % n == 0 and not order.nodes_problem(_rows(dataset), n)]
+    fitting = [n for n in range(1, ranks + 1) if ranks % n == 0 and not sample_order.nodes_problem(_rows(dataset), n)]
     nodes = data.draw(st.sampled_from(fitting))
     assert batches(dataset, Layout(nodes, ranks // nodes, workers)) == batches(dataset, Layout(1, 1))
 
@@ -300,7 +301,7 @@ def two_buckets(pictures):
 def test_a_real_loader_serves_these_batches(write_recipe, pictures):
     """40 and 24 pictures in batches of 16: 8 of each wait for another epoch."""
     loader = build_loader(load(write_recipe(streams=two_buckets(pictures), global_batch=16)))
-    served = [sorted(batch[keys.SAMPLE_ID].tolist()) for batch in loader]
+    served = [sorted(batch[batch_keys.SAMPLE_ID].tolist()) for batch in loader]
     assert len(loader) == len(served) == 3
     for layout in (Layout(1, 1), Layout(2, 8), Layout(4, 4, workers=2)):
         assert batches(loader.dataset, layout) == served
@@ -334,7 +335,7 @@ def test_evaluation_is_left_alone(write_recipe, pictures):
     loader = build_loader(
         load(write_recipe(global_batch=16, eval_streams=streams, loader={'num_canonical_nodes': 16})), 'eval'
     )
-    assert [index for batch in loader for index in batch[keys.SAMPLE_ID].tolist()] == list(range(40))
+    assert [index for batch in loader for index in batch[batch_keys.SAMPLE_ID].tolist()] == list(range(40))
 
 
 def test_another_order_may_be_loaded_over(write_recipe, pictures):
@@ -346,8 +347,8 @@ def test_another_order_may_be_loaded_over(write_recipe, pictures):
     loader.load_state_dict(state | {'initial_physical_nodes': 1})
     for expected, first in ((whole[0][1:], 1), (whole[1], 0)):
         served = list(loader)
-        assert [sorted(batch[keys.SAMPLE_ID].tolist()) for batch in served] == expected
-        numbers = [batch[keys.BATCH_INDEX].unique().tolist() for batch in served]
+        assert [sorted(batch[batch_keys.SAMPLE_ID].tolist()) for batch in served] == expected
+        numbers = [batch[batch_keys.BATCH_INDEX].unique().tolist() for batch in served]
         assert numbers == [[first + i] for i in range(len(expected))]
 
 

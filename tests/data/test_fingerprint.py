@@ -6,11 +6,11 @@ import shutil
 import pytest
 from composer import Trainer
 
-from diffusion import building
-from diffusion.building import build_loader, run_identity
+from diffusion.training import build
+from diffusion.training.build import build_loader, run_identity
 from diffusion.callbacks.same_run import SameRun
-from diffusion.config import load
-from diffusion.data import keys
+from diffusion.config.load import load
+from diffusion.models import batch_keys
 from diffusion.data.fingerprint import differences
 from diffusion.data.streams import BucketedDataset
 
@@ -142,11 +142,11 @@ def test_another_seed_is_refused_always(allow):
 def trainer_of(recipe, *, callbacks) -> Trainer:
     loader = build_loader(recipe)
     own = [SameRun(run_identity(recipe, loader), allow_data_change=recipe.allow_data_change)] if callbacks else []
-    model = building.build_model(recipe)
+    model = build.build_model(recipe)
     return Trainer(
         model=model,
         train_dataloader=loader,
-        optimizers=building.build_optimizer(recipe, model),
+        optimizers=build.build_optimizer(recipe, model),
         callbacks=own,
         max_duration='4ba',
         save_folder=str(recipe.run_dir),
@@ -174,7 +174,7 @@ def test_a_trainer_saves_compares_and_goes_on_with_other_data(write_recipe, pict
     assert isinstance(dataset, BucketedDataset)
     trainer.fit()
     assert (dataset.shuffle_seed, dataset.num_canonical_nodes) == (3, 4), 'not those of the checkpoint'
-    assert trainer.state.batch[keys.BATCH_INDEX].unique().tolist() == [2], '16 of 48 samples were seen; 2 more batches'
+    assert trainer.state.batch[batch_keys.BATCH_INDEX].unique().tolist() == [2], '16 of 48 samples were seen; 2 more batches'
     trainer.close()
 
 

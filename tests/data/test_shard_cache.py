@@ -11,8 +11,10 @@ from numbered import Numbers, cached_loader, expected, loader_over, served, shar
 from processes import Forked
 from streaming import Stream
 
-from diffusion.data import keys, locks, shard_cache
-from diffusion.data.buckets import square
+from diffusion.data import shard_cache
+from diffusion.models import batch_keys
+from diffusion.storage import locks
+from diffusion.config.image_shapes import square
 from diffusion.data.loader import BucketedLoader
 from diffusion.data.shard_cache import Room, home
 from diffusion.data.streams import Bucket
@@ -99,7 +101,7 @@ def test_jobs_on_an_old_and_a_new_version_do_not_disturb_each_other(store, bucke
         store.put(bucket, path.name, path.read_bytes())
     assert served(cached_loader(bucket, tmp_path / 'cache')) == expected('other')
     found += list(old)
-    pairs = [pair for b in found for pair in zip(b[keys.SAMPLE_ID].tolist(), b['number'].tolist(), strict=True)]
+    pairs = [pair for b in found for pair in zip(b[batch_keys.SAMPLE_ID].tolist(), b['number'].tolist(), strict=True)]
     assert dict(pairs) == expected()
 
 

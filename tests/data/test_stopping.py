@@ -9,7 +9,7 @@ import pytest
 import yaml
 from ranks import largest_difference, read_losses
 
-from diffusion.exits import FAILED
+from diffusion.exit_codes import FAILED
 
 pytestmark = [pytest.mark.slow, pytest.mark.dist]
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from diffusion import building
-from diffusion.building import build_loader
-from diffusion.config import load
-from diffusion.data import keys
+from diffusion.training import build
+from diffusion.training.build import build_loader
+from diffusion.config.load import load
+from diffusion.models import batch_keys
 from diffusion.data.loader import timestep_quantiles
 
 
@@ -19,27 +19,27 @@ def stratified(write_recipe, pictures):
 
 def global_batch(size: int, *, index: int = 3) -> dict[str, torch.Tensor]:
     ids = torch.randperm(10 * size, generator=torch.Generator().manual_seed(index))[:size]
-    return {keys.SAMPLE_ID: ids, keys.EPOCH: torch.full_like(ids, 1), keys.BATCH_INDEX: torch.full_like(ids, index)}
+    return {batch_keys.SAMPLE_ID: ids, batch_keys.EPOCH: torch.full_like(ids, 1), batch_keys.BATCH_INDEX: torch.full_like(ids, index)}
 
 
 @pytest.mark.parametrize('ranks', [1, 2, 4, 8, 16])
 def test_quantiles_belong_to_samples_and_not_to_ranks(ranks):
     whole = global_batch(48)
-    alone = timestep_quantiles(17, whole, whole[keys.SAMPLE_ID], 0)
-    expected = dict(zip(whole[keys.SAMPLE_ID].tolist(), alone.tolist(), strict=True))
+    alone = timestep_quantiles(17, whole, whole[batch_keys.SAMPLE_ID], 0)
+    expected = dict(zip(whole[batch_keys.SAMPLE_ID].tolist(), alone.tolist(), strict=True))
     # As Streaming deals them out: sample i to rank i % ranks.
     shares = [{name: tensor[rank::ranks] for name, tensor in whole.items()} for rank in range(ranks)]
-    everyone = torch.cat([share[keys.SAMPLE_ID] for share in shares])
+    everyone = torch.cat([share[batch_keys.SAMPLE_ID] for share in shares])
     for rank, share in enumerate(shares):
         quantiles = timestep_quantiles(17, share, everyone, rank)
         assert quantiles.dtype == torch.float64
-        assert quantiles.tolist() == [expected[index] for index in share[keys.SAMPLE_ID].tolist()]
+        assert quantiles.tolist() == [expected[index] for index in share[batch_keys.SAMPLE_ID].tolist()]
     assert sorted((alone * 48).long().tolist()) == list(range(48))
 
 
 def test_every_global_batch_of_a_loader_covers_the_schedule(stratified):
     loader = build_loader(stratified)
-    quantiles = [batch[keys.TIMESTEP_QUANTILE] for batch in loader]
+    quantiles = [batch[batch_keys.TIMESTEP_QUANTILE] for batch in loader]
     assert len(quantiles) == 8
     assert all(sorted((q * 8).long().tolist()) == list(range(8)) for q in quantiles)
     assert len({tuple((q * 8).long().tolist()) for q in quantiles}) == 8, 'which sample gets which differs'
@@ -50,11 +50,11 @@ def test_other_loaders_give_none(write_recipe, pictures):
     plain = load(write_recipe())
     evaluating = load(write_recipe(eval_streams=streams), ['model.objective.timesteps=stratified'])
     for loader in (build_loader(plain), build_loader(evaluating, 'eval')):
-        assert keys.TIMESTEP_QUANTILE not in next(iter(loader))
+        assert batch_keys.TIMESTEP_QUANTILE not in next(iter(loader))
 
 
 def test_model_and_loader_of_a_recipe_agree(stratified):
-    model = building.build_model(stratified)
+    model = build.build_model(stratified)
     batch = next(iter(build_loader(stratified)))
     loss = model.loss(model(batch), batch)
     assert torch.isfinite(loss)  # type: ignore[arg-type]

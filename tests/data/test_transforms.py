@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
-from diffusion.data.buckets import Shape, square
-from diffusion.data.captions import captions_of, choose
+from diffusion.config.image_shapes import Shape, square
+from diffusion.data.caption_choice import captions_of, choose
 from diffusion.data.transforms import (
     SPARE,
     Crop,

@@ -17,8 +17,9 @@ import streaming.base.storage.download as download
 from numbered import Numbers, expected, loader_over, payload, served, shards_of, write_samples
 from processes import Forked
 
-from diffusion.data import fetch, keys
-from diffusion.data.failures import DataError
+from diffusion.storage import download
+from diffusion.models import batch_keys
+from diffusion.data.shared_failure import DataError
 
 pytestmark = pytest.mark.usefixtures('many_datasets')
 
@@ -82,7 +83,7 @@ def test_a_store_that_stalls_is_waited_for_no_longer_than_said(store, bucket, tm
 @pytest.mark.parametrize(('bytes_a_second', 'enough'), [(4000, True), (400, False)])
 def test_a_store_that_is_slow_is_waited_for_while_it_moves(tmp_path, monkeypatch, bytes_a_second, enough):
     """A shard of 8 kB in 2 seconds, or in 20."""
-    monkeypatch.setattr(fetch, 'PROGRESS_BYTES', 1000)
+    monkeypatch.setattr(download, 'PROGRESS_BYTES', 1000)
     monkeypatch.setattr(Elsewhere, 'bytes_a_second', bytes_a_second)
     monkeypatch.setitem(download.DOWNLOADER_MAPPINGS, 'elsewhere', Elsewhere)
     source = write_samples(tmp_path / 'source', count=12)
@@ -235,7 +236,7 @@ def test_a_cached_shard_that_is_overwritten_while_training_is_fetched_again(stor
     for batch in loader:
         for shard in local.glob('*.mds'):
             damage_file(shard, 'flipped')
-        found |= dict(zip(batch[keys.SAMPLE_ID].tolist(), batch['number'].tolist(), strict=True))
+        found |= dict(zip(batch[batch_keys.SAMPLE_ID].tolist(), batch['number'].tolist(), strict=True))
     assert found == expected()
 
 
@@ -344,9 +345,9 @@ def test_a_cut_index_is_fetched_again(store, bucket, tmp_path):
 
 
 def test_a_small_file_is_fetched_anew_and_where_it_cannot_be_had_that_of_before_holds(store, bucket, tmp_path, caplog):
-    source = fetch.Source(bucket, tries=2, timeout_seconds=5.0, wait=lambda: None)
+    source = download.Source(bucket, tries=2, timeout_seconds=5.0, wait=lambda: None)
     path = tmp_path / 'local' / 'manifest.json'
-    with pytest.raises(fetch.GaveUp, match='2 tries'):
+    with pytest.raises(download.GaveUp, match='2 tries'):
         source.refresh(path.name, path)
     assert not path.exists()
     for content in (b'one', b'other'):
@@ -387,7 +388,7 @@ def test_killed_while_fetching_the_next_start_is_right(store, bucket, tmp_path):
 def test_streams_of_several_clouds_and_a_mount_at_once(store, bucket, tmp_path, monkeypatch):
     from streaming import Stream
 
-    from diffusion.data.buckets import square
+    from diffusion.config.image_shapes import square
     from diffusion.data.loader import BucketedLoader
     from diffusion.data.streams import Bucket
 

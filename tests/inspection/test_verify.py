@@ -12,7 +12,7 @@ from PIL import Image
 from streaming import MDSWriter
 
 from diffusion.cli import main
-from diffusion.data import keys
+from diffusion.models import batch_keys
 
 SOUND, DAMAGED, MISTAKEN = 0, 3, 2
 
@@ -151,9 +151,9 @@ def latents(folder, shape=(8, 4, 4), **change):
 
     manifest = LatentManifest('v', [0.0] * 4, [1.0] * 4, shape='32x32', posterior='sample', dtype='float16')
     moments = np.zeros(shape, np.float16)
-    samples = [{keys.LATENT_MOMENTS: moments, 'captions': ['a']}] * 2
-    columns = {keys.LATENT_MOMENTS: 'ndarray', 'captions': 'json'}
-    stream = write(folder, [*samples, {keys.LATENT_MOMENTS: change.get('last', moments), 'captions': ['b']}], columns)
+    samples = [{batch_keys.LATENT_MOMENTS: moments, 'captions': ['a']}] * 2
+    columns = {batch_keys.LATENT_MOMENTS: 'ndarray', 'captions': 'json'}
+    stream = write(folder, [*samples, {batch_keys.LATENT_MOMENTS: change.get('last', moments), 'captions': ['b']}], columns)
     (folder / 'manifest.json').write_text(manifest.text())
     return stream
 
@@ -208,7 +208,7 @@ def test_streams_are_chosen_by_name_in_all_sections(verify, pictures):
 
 
 def test_aspect_buckets_are_streams_of_their_own(verify, pictures, tmp_path):
-    from diffusion.data.buckets import Shape, write_buckets
+    from diffusion.config.image_shapes import Shape, write_buckets
 
     root = tmp_path / 'photos'
     for name in ('64x32', '32x64'):

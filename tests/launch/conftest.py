@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from diffusion.launch.backend import Rendered
-from diffusion.launch.checking import Checked, check, load
+from diffusion.launch.backends.base import Rendered
+from diffusion.launch.job_checks import Checked, check, load
 from tests.launch.specs import BACKENDS, changed
 
 ROOT = Path(__file__).parents[2]

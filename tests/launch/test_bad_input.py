@@ -5,8 +5,8 @@ import sys
 import pytest
 
 from diffusion.cli import main
-from diffusion.config import RecipeError
-from diffusion.launch.checking import check, load
+from diffusion.config.load import RecipeError
+from diffusion.launch.job_checks import check, load
 from tests.launch.specs import ABSENT
 
 RUNS = {'/workspace/runs': 'pvc://runs'}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from diffusion.launch.checking import check, load
+from diffusion.launch.job_checks import check, load
 from tests.launch.ask_kubernetes import problems_of
 
 ROOT = Path(__file__).parents[2]

@@ -3,7 +3,7 @@
 import pytest
 
 from diffusion.cli import main
-from diffusion.launch import cost
+from diffusion.launch import job_cost
 from diffusion.launch.backends import NAMES
 from tests.launch.specs import BACKENDS
 
@@ -57,10 +57,10 @@ def test_a_file_that_extends_another_changes_its_back_end(write_spec, tmp_path, 
 
 def test_no_cost_is_no_reason_not_to_launch(prepare):
     checked, _ = prepare('slurm', overrides={'task': 'precompute'})
-    found = cost.estimate(checked.jobs[0], checked.gpu)
+    found = job_cost.estimate(checked.jobs[0], checked.gpu)
     assert isinstance(found, str) and 'the plan is for training, not precompute' in found
-    assert cost.estimate(checked.jobs[0], None) == 'runs on CPUs'
-    lines, _ = cost.table(checked.jobs, None)
+    assert job_cost.estimate(checked.jobs[0], None) == 'runs on CPUs'
+    lines, _ = job_cost.table(checked.jobs, None)
     assert lines[1].split()[-5:] == ['no', 'cost', 'runs', 'on', 'CPUs']
 
 
@@ -71,24 +71,24 @@ def test_the_cost_is_the_planners(prepare):
     checked, _ = prepare('slurm', nodes=4)
     gpus = load_gpus()
     plan = make_plan(load_phases(['yamls/quickstart.yaml']), Assumptions(gpu=gpus['a100-80gb'], gpus=32), gpus=gpus)
-    found = cost.estimate(checked.jobs[0], checked.gpu)
-    assert isinstance(found, cost.Estimate)
+    found = job_cost.estimate(checked.jobs[0], checked.gpu)
+    assert isinstance(found, job_cost.Estimate)
     assert found.cost == plan.expected
     checked, _ = prepare('slurm', nodes=4, price_usd_per_gpu_hour=7)
-    dearer = cost.estimate(checked.jobs[0], checked.gpu)
-    assert isinstance(dearer, cost.Estimate)
+    dearer = job_cost.estimate(checked.jobs[0], checked.gpu)
+    assert isinstance(dearer, job_cost.Estimate)
     assert found.cost.usd and found.price_usd_per_gpu_hour == 2
     assert dearer.cost.usd == pytest.approx(found.cost.usd * 7 / 2)
-    assert cost.table(checked.jobs, checked.gpu)[0][-1].startswith('at $7.00 a GPU-hour')
+    assert job_cost.table(checked.jobs, checked.gpu)[0][-1].startswith('at $7.00 a GPU-hour')
 
 
 def test_an_old_price_is_answered_with_the_key_of_the_spec(prepare, monkeypatch):
     monkeypatch.setattr('diffusion.planning.gpus.STALE_DAYS', -1)
     checked, _ = prepare('slurm')
-    (warning,) = (found for found in cost.table(checked.jobs, checked.gpu)[1] if 'days old' in found)
+    (warning,) = (found for found in job_cost.table(checked.jobs, checked.gpu)[1] if 'days old' in found)
     assert warning.endswith('set price_usd_per_gpu_hour')
     checked, _ = prepare('slurm', price_usd_per_gpu_hour=2)
-    assert 'days old' not in ' '.join(cost.table(checked.jobs, checked.gpu)[1])
+    assert 'days old' not in ' '.join(job_cost.table(checked.jobs, checked.gpu)[1])
 
 
 def test_a_gpu_may_be_written_in_capitals(prepare):

@@ -16,7 +16,7 @@ import yaml
 from forked_run import SOCKET, Server
 from ranks import assert_same_weights, batches_done, free_port
 
-from diffusion.exits import CONFIG_ERROR, PREEMPTED
+from diffusion.exit_codes import CONFIG_ERROR, PREEMPTED
 from diffusion.launch import attempts
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from diffusion.launch.backends import backend_of, sagemaker
-from diffusion.launch.checking import check, load
+from diffusion.launch.job_checks import check, load
 
 names = (
     st.from_regex(r'[a-zA-Z0-9._-]{1,70}', fullmatch=True)

@@ -12,7 +12,7 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from diffusion.config import load as load_recipe
+from diffusion.config.load import load as load_recipe
 
 HOSTILE = [
     'it\'s $(touch pwned) `touch pwned` $HOME ${HOME} \\ " ; & | > pwned * ~ # !',

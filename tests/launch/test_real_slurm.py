@@ -18,7 +18,7 @@ from forked_run import SOCKET, Server
 from ranks import assert_same_weights, batches_done, free_port
 
 from diffusion.cli import main
-from diffusion.exits import BAD_HARDWARE, CONFIG_ERROR, FAILED, PREEMPTED
+from diffusion.exit_codes import BAD_HARDWARE, CONFIG_ERROR, FAILED, PREEMPTED
 from diffusion.launch.attempts import ATTEMPTS, Attempt, read
 
 ROOT = Path(__file__).parents[2]

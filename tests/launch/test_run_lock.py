@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from diffusion.config import load
-from diffusion.exits import CONFIG_ERROR, FAILED
+from diffusion.config.load import load
+from diffusion.exit_codes import CONFIG_ERROR, FAILED
 from diffusion.launch import environment, run_lock
 from diffusion.launch.run_lock import LOCK, Owner, Taken, held, owner_of
-from diffusion.train import train
+from diffusion.training.train import train
 from tests.data.processes import Forked
 
 JOB = {environment.JOB: 'phase1', 'SLURM_JOB_ID': '7', environment.ATTEMPT: '1'}

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from diffusion.cli import main
-from diffusion.launch.backend import Rendered
+from diffusion.launch.backends.base import Rendered
 from diffusion.launch.backends import mcli
 from diffusion.launch.backends import skypilot as backend
 from tests.launch.specs import changed

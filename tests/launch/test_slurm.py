@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from diffusion.cli import main
-from diffusion.launch.checking import check, load
+from diffusion.launch.job_checks import check, load
 
 SRUN = """#!/bin/bash
 # As a cluster does: each node says how it ended, and srun ends with the highest status.

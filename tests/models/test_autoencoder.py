@@ -7,16 +7,16 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from streaming import StreamingDataset
 
-from diffusion.config import load
-from diffusion.data import keys
-from diffusion.data.buckets import square
+from diffusion.config.load import load
+from diffusion.models import batch_keys
+from diffusion.config.image_shapes import square
 from diffusion.data.transforms import picture
-from diffusion.export import export
+from diffusion.tasks.export import export
 from diffusion.models.autoencoder import psnr_db, tiny_autoencoder
 from diffusion.models.builders import TINY_VAE
-from diffusion.models.parts import posterior_of, reconstruct
+from diffusion.models.pretrained import posterior_of, reconstruct
 from diffusion.prepare.openmoji import prepare_openmoji
-from diffusion.train import train
+from diffusion.training.train import train
 
 
 def test_loss_is_squared_error_with_a_little_l1_and_kl():
@@ -24,8 +24,8 @@ def test_loss_is_squared_error_with_a_little_l1_and_kl():
         block_out_channels=[8, 8], norm_num_groups=4, latent_channels=4, l1_weight=0.5, kl_weight=0.1
     )
     model.eval()
-    batch = {keys.IMAGE: torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)}
-    pixels = batch[keys.IMAGE] / 127.5 - 1
+    batch = {batch_keys.IMAGE: torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)}
+    pixels = batch[batch_keys.IMAGE] / 127.5 - 1
     posterior = posterior_of(model.vae, pixels)
     error = reconstruct(model.vae, posterior.mean) - pixels
     standard = torch.distributions.Normal(torch.zeros(()), torch.ones(()))
@@ -45,7 +45,7 @@ def test_psnr_is_the_textbooks():
 def test_latent_statistics_follow_the_latents():
     torch.manual_seed(0)
     model = tiny_autoencoder(block_out_channels=[8, 8], norm_num_groups=4, latent_channels=4)
-    batch = {keys.IMAGE: torch.randint(0, 256, (16, 3, 16, 16), dtype=torch.uint8)}
+    batch = {batch_keys.IMAGE: torch.randint(0, 256, (16, 3, 16, 16), dtype=torch.uint8)}
     for _ in range(800):
         model._follow(torch.randn(16, 4, 8, 8) * torch.tensor([1.0, 2.0, 3.0, 0.5]).view(1, 4, 1, 1) + 1)
     vae = model.finished()

@@ -12,7 +12,7 @@ from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 from diffusion.models.builders import sd2, sd2_tokenizers, tiny
-from diffusion.models.parts import clip_tokenizer, latent_statistics, load_pretrained
+from diffusion.models.pretrained import clip_tokenizer, latent_statistics, load_pretrained
 
 # https://huggingface.co/stabilityai/stable-diffusion-2-base/blob/main/unet/config.json, as published
 PUBLISHED_UNET = json.loads(

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as functional
 from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
 
-from diffusion.data import keys
+from diffusion.models import batch_keys
 from diffusion.models.latent_diffusion import LatentDiffusion
-from diffusion.models.noise import Draws, Purpose
+from diffusion.models.randomness import Draws, Purpose
 from diffusion.models.objective import Objective
 
 BATCH = 4
@@ -19,23 +19,23 @@ def batch_of(model: LatentDiffusion, *, side: int = 64, size: int = BATCH) -> di
     generator = torch.Generator().manual_seed(1)
     captions = [f'picture number {i}' for i in range(size)]
     return {
-        keys.IMAGE: torch.randint(0, 256, (size, 3, side, side), dtype=torch.uint8, generator=generator),
-        keys.INPUT_IDS: model._tokens(captions),
-        keys.SAMPLE_ID: torch.arange(10, 10 + size),
-        keys.EPOCH: torch.full((size,), 2),
-        keys.BATCH_INDEX: torch.full((size,), 7),
+        batch_keys.IMAGE: torch.randint(0, 256, (size, 3, side, side), dtype=torch.uint8, generator=generator),
+        batch_keys.INPUT_IDS: model._tokens(captions),
+        batch_keys.SAMPLE_ID: torch.arange(10, 10 + size),
+        batch_keys.EPOCH: torch.full((size,), 2),
+        batch_keys.BATCH_INDEX: torch.full((size,), 7),
     }
 
 
 def draws_of(model: LatentDiffusion, batch: dict[str, torch.Tensor]) -> Draws:
-    return Draws(model.seed, batch[keys.SAMPLE_ID], batch[keys.EPOCH], batch[keys.BATCH_INDEX])
+    return Draws(model.seed, batch[batch_keys.SAMPLE_ID], batch[batch_keys.EPOCH], batch[batch_keys.BATCH_INDEX])
 
 
 def reference_loss(model: Any, batch: dict[str, Any]) -> torch.Tensor:
     """The same loss, written the way one writes it with diffusers alone."""
     draws, vae, unet = draws_of(model, batch), model.vae, model.denoiser
     with torch.no_grad():
-        posterior = vae.encode(batch[keys.IMAGE] / 127.5 - 1, return_dict=False)[0]
+        posterior = vae.encode(batch[batch_keys.IMAGE] / 127.5 - 1, return_dict=False)[0]
     latents = posterior.mean + posterior.std * draws.normal(Purpose.POSTERIOR, posterior.mean.shape[1:])
     mean, std = (torch.tensor(vae.config[name]).view(1, -1, 1, 1) for name in ('latents_mean', 'latents_std'))
     latents = (latents - mean) / std * vae.config['scaling_factor']
@@ -48,7 +48,7 @@ def reference_loss(model: Any, batch: dict[str, Any]) -> torch.Tensor:
         prediction_type=model.objective.prediction_type,
     )
     noisy = scheduler.add_noise(latents, noise, timesteps)
-    embeds = model.text.encoders[0](batch[keys.INPUT_IDS][:, 0]).last_hidden_state
+    embeds = model.text.encoders[0](batch[batch_keys.INPUT_IDS][:, 0]).last_hidden_state
     predicted = unet(noisy, timesteps, encoder_hidden_states=embeds).sample
     wanted = {'epsilon': noise, 'sample': latents, 'v_prediction': scheduler.get_velocity(latents, noise, timesteps)}
     return functional.mse_loss(predicted, wanted[model.objective.prediction_type])
@@ -61,7 +61,7 @@ def test_loss_equals_plain_pytorch(make_model, prediction_type, source):
     batch = batch_of(model)
     expected = reference_loss(model, batch)
     if source == 'latents':
-        batch[keys.LATENT_MOMENTS] = model.encode(batch.pop(keys.IMAGE))
+        batch[batch_keys.LATENT_MOMENTS] = model.encode(batch.pop(batch_keys.IMAGE))
     outputs = model(batch)
     torch.testing.assert_close(model.loss(outputs, batch), expected, rtol=1e-5, atol=1e-6)
 
@@ -80,12 +80,12 @@ def test_gradients_equal_plain_pytorch(make_model):
 def test_latents_are_standardised_from_either_source(make_model):
     model = make_model()
     batch = batch_of(model)
-    moments = model.encode(batch[keys.IMAGE])
+    moments = model.encode(batch[batch_keys.IMAGE])
     mean, std = moments[:, :4].mean(dim=(0, 2, 3)), moments[:, :4].std(dim=(0, 2, 3))
     model.latent_mean.copy_(mean.view(-1, 1, 1))
     model.latent_std.copy_(std.view(-1, 1, 1))
     from_images = model.latents_of(batch)
-    from_moments = model.latents_of({keys.LATENT_MOMENTS: moments})
+    from_moments = model.latents_of({batch_keys.LATENT_MOMENTS: moments})
     assert torch.equal(from_images, from_moments)
     torch.testing.assert_close(from_images.std(dim=(0, 2, 3)), torch.ones(4), rtol=0.05, atol=0.05)
 
@@ -93,8 +93,8 @@ def test_latents_are_standardised_from_either_source(make_model):
 def test_means_alone_serve_as_moments(make_model):
     model = make_model()
     batch = batch_of(model)
-    means = model.encode(batch[keys.IMAGE])[:, :4]
-    half = {**batch, keys.LATENT_MOMENTS: means}
+    means = model.encode(batch[batch_keys.IMAGE])[:, :4]
+    half = {**batch, batch_keys.LATENT_MOMENTS: means}
     torch.testing.assert_close(model.latents_of(half, draws_of(model, batch)), model.latents_of(batch))
 
 
@@ -111,7 +111,7 @@ def test_the_loss_does_not_depend_on_company_or_order(make_model):
 
 def test_without_ids_torch_decides(make_model):
     model = make_model()
-    batch = {name: tensor for name, tensor in batch_of(model).items() if name in (keys.IMAGE, keys.INPUT_IDS)}
+    batch = {name: tensor for name, tensor in batch_of(model).items() if name in (batch_keys.IMAGE, batch_keys.INPUT_IDS)}
     torch.manual_seed(3)
     first, second = model(batch).target, model(batch).target
     torch.manual_seed(3)
@@ -134,7 +134,7 @@ def test_caption_dropout_drops_the_asked_share(make_model, mode):
     ids = model._tokens(['a caption']).expand(size, -1, -1)
     draws = Draws(17, torch.arange(size), torch.zeros(size, dtype=torch.long), torch.zeros(size, dtype=torch.long))
     with torch.no_grad():
-        embeds, _ = model._condition_of({keys.INPUT_IDS: ids}, draws)
+        embeds, _ = model._condition_of({batch_keys.INPUT_IDS: ids}, draws)
         nothing = model.embed(model.empty_ids[None]) if mode == 'empty' else torch.zeros(1)
     dropped = torch.isclose(embeds, nothing, atol=1e-5).all(dim=(1, 2))
     assert dropped.float().mean() == pytest.approx(0.3, abs=0.04)
@@ -145,10 +145,10 @@ def test_caption_dropout_drops_the_asked_share(make_model, mode):
 def test_stored_text_is_as_good_as_encoding_it_while_training(make_model, mode):
     model = make_model(caption_dropout=0.5, caption_dropout_mode=mode, mask_padding=True, train_text_encoder=False)
     batch = batch_of(model)
-    stored = batch | {keys.TEXT_EMBEDS: model.embed(batch[keys.INPUT_IDS]).half()}
+    stored = batch | {batch_keys.TEXT_EMBEDS: model.embed(batch[batch_keys.INPUT_IDS]).half()}
     torch.testing.assert_close(model(stored).prediction, model(batch).prediction, rtol=1e-2, atol=2e-3)
     torch.testing.assert_close(model.eval_forward(stored), model.eval_forward(batch), rtol=1e-2, atol=2e-3)
-    other = batch | {keys.TEXT_EMBEDS: torch.randn_like(stored[keys.TEXT_EMBEDS])}
+    other = batch | {batch_keys.TEXT_EMBEDS: torch.randn_like(stored[batch_keys.TEXT_EMBEDS])}
     assert not torch.allclose(model(other).prediction, model(batch).prediction, rtol=1e-2, atol=2e-3)
 
 
@@ -192,7 +192,7 @@ def test_validation_loss_is_fixed_and_measured_at_eight_timesteps(make_model):
     batch = batch_of(model)
     first = model.eval_forward(batch)
     torch.manual_seed(99)
-    assert torch.equal(first, model.eval_forward({**batch, keys.EPOCH: batch[keys.EPOCH] + 1}))
+    assert torch.equal(first, model.eval_forward({**batch, batch_keys.EPOCH: batch[batch_keys.EPOCH] + 1}))
     assert first.shape == (8, BATCH)
     assert model.validation_timesteps() == [62, 187, 312, 437, 562, 687, 812, 937]
     metrics = model.get_metrics(is_train=False)
@@ -241,7 +241,7 @@ def test_other_sizes_can_be_drawn(make_model):
             lambda m: m.generate(['a'], noise_scheduler='dimm'),
             "noise_scheduler: 'dimm' is unknown; did you mean 'ddim'",
         ),
-        (lambda m: m({keys.INPUT_IDS: m._tokens(['a'])}), 'batch: it holds .* one of image, latent_moments is needed'),
+        (lambda m: m({batch_keys.INPUT_IDS: m._tokens(['a'])}), 'batch: it holds .* one of image, latent_moments is needed'),
         (lambda m: m.encode(torch.zeros(1, 3, 64, 64)), 'image: dtype torch.float32; pictures travel as uint8'),
         (lambda m: m.text(torch.zeros(1, 16, dtype=torch.long)), r'input_ids: shape \(1, 16\); expected'),
     ],
@@ -268,7 +268,7 @@ def test_bad_settings_are_refused_in_words(make_model, settings, message):
 def test_latents_of_the_wrong_scale_are_told_once(make_model, caplog):
     model = make_model()
     batch = batch_of(model)
-    batch[keys.LATENT_MOMENTS] = model.encode(batch.pop(keys.IMAGE))[:, :4] * 0.0 + torch.randn(BATCH, 4, 8, 8) * 0.03
+    batch[batch_keys.LATENT_MOMENTS] = model.encode(batch.pop(batch_keys.IMAGE))[:, :4] * 0.0 + torch.randn(BATCH, 4, 8, 8) * 0.03
     for _ in range(2):
         model(batch)
     assert caplog.text.count('where the noise schedule expects about 1') == 1
@@ -285,7 +285,7 @@ def test_emptying_leaves_frozen_parts_whole(make_model):
 
 def stratified_batch(model: LatentDiffusion, quantiles: list[float]) -> dict[str, torch.Tensor]:
     batch = batch_of(model, size=len(quantiles))
-    return batch | {keys.TIMESTEP_QUANTILE: torch.tensor(quantiles, dtype=torch.float64)}
+    return batch | {batch_keys.TIMESTEP_QUANTILE: torch.tensor(quantiles, dtype=torch.float64)}
 
 
 def test_stratified_timesteps_are_the_quantiles_of_the_batch_in_any_microbatches(make_model):

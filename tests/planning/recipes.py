@@ -4,9 +4,9 @@ from pathlib import Path
 
 import yaml
 
-from diffusion.config import load
+from diffusion.config.load import load
 from diffusion.planning.gpus import find_gpu, load_gpus
-from diffusion.planning.phase import phase_of
+from diffusion.planning.workload import phase_of
 
 YAMLS = Path(__file__).parents[2] / 'yamls'
 PHASES = (YAMLS / 'phase1.yaml', YAMLS / 'phase2.yaml')

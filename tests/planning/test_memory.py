@@ -20,7 +20,7 @@ from diffusion.planning.memory import (
     strategies,
     ways_out,
 )
-from diffusion.recipe import ParallelismConfig
+from diffusion.config.recipe import ParallelismConfig
 from tests.planning.recipes import A100, GPUS, PHASES, phase, write_recipe
 
 DDP = ParallelismConfig(strategy='ddp')

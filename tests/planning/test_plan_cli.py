@@ -9,7 +9,7 @@ import pytest
 
 from diffusion.cli import main
 from diffusion.planning import cli
-from diffusion.planning import phase as phase_module
+from diffusion.planning import workload as phase_module
 from tests.planning.recipes import PHASES, YAMLS, write_recipe
 
 BOTH = [str(path) for path in PHASES]
@@ -136,7 +136,7 @@ def test_impossible_speed_warns(capsys):
 
 @pytest.mark.parametrize('recipe', sorted(YAMLS.glob('*.yaml')), ids=lambda path: path.stem)
 def test_every_recipe_that_trains_can_be_planned(capsys, recipe):
-    from diffusion.config import load
+    from diffusion.config.load import load
 
     if 'max_duration' not in load(recipe, allow_missing=True).trainer:
         pytest.skip('no training recipe')
@@ -212,7 +212,7 @@ def test_the_picture_is_a_png_with_a_bar_a_count(capsys, tmp_path):
 
 
 def test_the_picture_counts_gpus_that_divide_the_batch():
-    from diffusion.planning.picture import counts_around
+    from diffusion.planning.cost_plot import counts_around
     from tests.planning.recipes import both, phase
 
     assert counts_around(both(), 128) == [8, 16, 32, 64, 128]

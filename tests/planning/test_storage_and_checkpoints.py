@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diffusion.planning.checkpoints import (
+from diffusion.planning.checkpoint_interval import (
     default_mtbf_hours,
     default_stall_seconds,
     goodput,
@@ -14,7 +14,7 @@ from diffusion.planning.checkpoints import (
     sizes_of,
     young_interval,
 )
-from diffusion.planning.storage import CAPTION_BYTES, sample_bytes, storage_of
+from diffusion.planning.data_volume import CAPTION_BYTES, sample_bytes, storage_of
 from tests.planning.recipes import PHASES, both, phase, write_recipe
 
 PHASE1, PHASE2 = both()

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diffusion.planning import published
-from diffusion.planning.cost import cost_of_hours, precompute_cost, training_cost
+from diffusion.planning import published_runs
+from diffusion.planning.run_cost import cost_of_hours, precompute_cost, training_cost
 from diffusion.planning.plan import measured_in
 from diffusion.planning.throughput import ASSUMED_MFU, THROUGHPUT, read_run, speed_of
 from tests.planning.recipes import A100, GPUS, both, phase, write_recipe
@@ -29,7 +29,7 @@ def test_the_published_table(gpus, days, dollars):
 
 
 def test_the_published_hours_cost_what_was_published():
-    hours = published.TRAINING_HOURS + published.PRECOMPUTE_HOURS
+    hours = published_runs.TRAINING_HOURS + published_runs.PRECOMPUTE_HOURS
     assert hours == 23_835
     assert cost_of_hours(hours / 128, gpus=128, price=2.0).usd == pytest.approx(47_700, rel=0.001)
 
@@ -46,7 +46,7 @@ def test_the_whole_recipe_is_the_published_number_of_flops():
 
 def test_precomputing_costs_the_published_hours():
     hours = [precompute_cost(each, 'latents+text', A100, gpus=128, price=2.0).gpu_hours for each in both()]
-    assert sum(hours) == pytest.approx(published.PRECOMPUTE_HOURS, rel=0.01)
+    assert sum(hours) == pytest.approx(published_runs.PRECOMPUTE_HOURS, rel=0.01)
 
 
 def test_brias_iterations_are_images_and_mfu():
@@ -110,8 +110,8 @@ def test_what_was_not_published_is_assumed_and_says_so(gpu, overrides):
 
 @given(st.integers(1, 4096))
 def test_interpolated_speed_lies_between_its_neighbours(gpus):
-    known = published.IMAGES_PER_SECOND[256]
-    rate = published.interpolate(known, gpus)
+    known = published_runs.IMAGES_PER_SECOND[256]
+    rate = published_runs.interpolate(known, gpus)
     below, above = [n for n in known if n <= gpus], [n for n in known if n >= gpus]
     assert not below or rate >= known[max(below)]
     assert not above or rate <= known[min(above)]
@@ -163,7 +163,7 @@ def test_what_breakdown_and_speed_monitor_log_is_what_is_read():
 
     import composer.callbacks.speed_monitor as monitor
 
-    from diffusion.callbacks.breakdown import Report
+    from diffusion.profiling.breakdown import Report
 
     assert f"'{THROUGHPUT}': dev_samples_per_sec" in Path(monitor.__file__).read_text('utf-8')
     report = Report(10, 640, 2, 0.1, 0.1, None, None, None, {})

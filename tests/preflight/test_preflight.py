@@ -14,13 +14,15 @@ import pytest
 import torch
 from ranks import free_port
 
-from diffusion.config import load
-from diffusion.exits import BAD_HARDWARE, CONFIG_ERROR, FAILED, PREEMPTED
+from diffusion.config.load import load
+from diffusion.exit_codes import BAD_HARDWARE, CONFIG_ERROR, FAILED, PREEMPTED
 from diffusion.launch import environment
 from diffusion.preflight import __main__ as program
-from diffusion.preflight import alone, gpus, together
-from diffusion.preflight.findings import Finding, as_json, status_of, table
-from diffusion.preflight.together import Limits, Measured, judge
+from diffusion.preflight import node_checks
+from diffusion.launch import gpu_health
+from diffusion.preflight import collective_checks
+from diffusion.launch.findings import Finding, as_json, status_of, table
+from diffusion.preflight.collective_checks import Limits, Measured, judge
 from tests.data.processes import Forked
 from tests.nvml_driver import Driver
 
@@ -35,7 +37,7 @@ def bad(findings):
 
 
 def test_a_sound_node_passes(recipe):
-    found = alone.check_node(recipe, kind='none', processes=2, nvml=None)
+    found = node_checks.check_node(recipe, kind='none', processes=2, nvml=None)
     assert status_of(found) == 0, table(found)
     assert {finding.check for finding in found} == {'shared memory', 'disk', 'checkpoints', 'data'}
     assert not list(recipe.run_dir.iterdir()), 'the marker is gone'
@@ -43,18 +45,18 @@ def test_a_sound_node_passes(recipe):
 
 def test_little_shared_memory_is_said(recipe, monkeypatch):
     usage = shutil.disk_usage
-    little = lambda path: SimpleNamespace(free=2**26) if Path(path) == alone.SHM else usage(path)  # noqa: E731
-    monkeypatch.setattr(alone.shutil, 'disk_usage', little)
-    (found,) = bad(alone.check_node(recipe, kind='none', processes=2, nvml=None))
+    little = lambda path: SimpleNamespace(free=2**26) if Path(path) == node_checks.SHM else usage(path)  # noqa: E731
+    monkeypatch.setattr(node_checks.shutil, 'disk_usage', little)
+    (found,) = bad(node_checks.check_node(recipe, kind='none', processes=2, nvml=None))
     assert (found.check, found.status) == ('shared memory', CONFIG_ERROR)
     assert 'docker run --shm-size' in found.detail
 
 
 def test_a_full_disk_is_said(recipe, monkeypatch):
     usage = shutil.disk_usage
-    full = lambda path: usage(path) if Path(path) == alone.SHM else SimpleNamespace(free=0)  # noqa: E731
-    monkeypatch.setattr(alone.shutil, 'disk_usage', full)
-    found = bad(alone.check_node(recipe, kind='none', processes=2, nvml=None))
+    full = lambda path: usage(path) if Path(path) == node_checks.SHM else SimpleNamespace(free=0)  # noqa: E731
+    monkeypatch.setattr(node_checks.shutil, 'disk_usage', full)
+    found = bad(node_checks.check_node(recipe, kind='none', processes=2, nvml=None))
     assert {(finding.check, finding.status) for finding in found} == {('disk', BAD_HARDWARE)}
     assert any(str(recipe.run_dir) in finding.detail for finding in found)
 
@@ -63,8 +65,8 @@ def test_a_check_that_breaks_is_a_finding_and_the_others_are_made(recipe, monkey
     def stale(path):
         raise OSError(116, 'Stale file handle')
 
-    monkeypatch.setattr(alone.shutil, 'disk_usage', stale)
-    found = alone.check_node(recipe, kind='none', processes=2, nvml=None)
+    monkeypatch.setattr(node_checks.shutil, 'disk_usage', stale)
+    found = node_checks.check_node(recipe, kind='none', processes=2, nvml=None)
     assert {finding.check for finding in bad(found)} == {'disk', 'shared memory'}
     assert all('Stale file handle' in finding.detail for finding in bad(found))
     assert {'checkpoints', 'data'} <= {finding.check for finding in found if finding.ok}
@@ -73,7 +75,7 @@ def test_a_check_that_breaks_is_a_finding_and_the_others_are_made(recipe, monkey
 def test_a_folder_of_checkpoints_that_cannot_be_written(recipe):
     recipe.run_dir.parent.mkdir(parents=True)
     recipe.run_dir.write_text('a file is in the way')
-    (found,) = bad(alone.checkpoints(recipe))
+    (found,) = bad(node_checks.checkpoints(recipe))
     assert 'cannot be written' in found.detail
     assert found.status == BAD_HARDWARE
 
@@ -92,7 +94,7 @@ def test_a_bucket_is_read_from(store, pictures, write_recipe, tmp_path, fault, t
     recipe = load(write_recipe(streams={'far': stream}))
     if fault:
         store.fail(*fault)
-    found = alone.check_node(recipe, kind='none', processes=1, nvml=None)
+    found = node_checks.check_node(recipe, kind='none', processes=1, nvml=None)
     assert status_of(found) == status, table(found)
     assert all(told in finding.detail and 'streams.far' in finding.detail for finding in bad(found))
     assert not (tmp_path / 'cache').exists()
@@ -102,7 +104,7 @@ def test_a_shard_that_is_shorter_than_its_index_says(store, pictures, write_reci
     remote = store.upload(pictures[32])
     store.put(remote, 'shard.00000.mds', b'short')
     recipe = load(write_recipe(streams={'far': {'remote': remote, 'local': str(tmp_path), 'resolution': 32}}))
-    (found,) = bad(alone.shard('far', recipe.streams['far']))
+    (found,) = bad(node_checks.shard('far', recipe.streams['far']))
     assert f'{remote}/shard.00000.mds: 5 bytes came of' in found.detail
 
 
@@ -134,27 +136,27 @@ def run_two(write_recipe, tmp_path):
 
 
 def slow(rank):
-    measured = together.multiply
-    together.multiply = lambda *given: (measured(*given)[0] * (0.1 if rank else 1), measured(*given)[1])
+    measured = collective_checks.multiply
+    collective_checks.multiply = lambda *given: (measured(*given)[0] * (0.1 if rank else 1), measured(*given)[1])
 
 
 def miscalculating(rank):
-    measured = together.multiply
-    together.multiply = lambda *given: (measured(*given)[0], measured(*given)[1] + rank)
+    measured = collective_checks.multiply
+    collective_checks.multiply = lambda *given: (measured(*given)[0], measured(*given)[1] + rank)
 
 
 def mishearing(rank):
-    whole = together.dist.all_reduce
-    together.dist.all_reduce = lambda message, group: [whole(message, group=group), message[-1].add_(rank)]
+    whole = collective_checks.dist.all_reduce
+    collective_checks.dist.all_reduce = lambda message, group: [whole(message, group=group), message[-1].add_(rank)]
 
 
 def late(rank):
-    now = together.time.time
-    together.time.time = lambda: now() + 100 * rank
+    now = collective_checks.time.time
+    collective_checks.time.time = lambda: now() + 100 * rank
 
 
 def little_shared_memory(rank):
-    alone.SHM_BYTES = 2**60 if rank else 1
+    node_checks.SHM_BYTES = 2**60 if rank else 1
 
 
 def full(rank):
@@ -164,7 +166,7 @@ def full(rank):
 
 def full_everywhere(rank):
     usage = shutil.disk_usage
-    alone.shutil.disk_usage = lambda path: usage(path) if path == alone.SHM else SimpleNamespace(free=0)
+    node_checks.shutil.disk_usage = lambda path: usage(path) if path == node_checks.SHM else SimpleNamespace(free=0)
 
 
 def gpu_driver(**second):
@@ -174,8 +176,8 @@ def gpu_driver(**second):
         os.environ.pop('CUDA_VISIBLE_DEVICES', None)
         driver = Driver(**(second if rank else {}))
         driver.gpus = driver.gpus[1 : 1 if second.get('gone') and rank else 2]
-        gpus.load_nvml = lambda: driver
-        gpus.LEAVING_SECONDS = 0.0
+        gpu_health.load_nvml = lambda: driver
+        gpu_health.LEAVING_SECONDS = 0.0
 
     return meddle
 

@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 from drawn import DrawnSource, draw, encode, samples, settings, snapshot
 
-from diffusion.prepare import part as part_module
+from diffusion.prepare import convert_part as part_module
 from diffusion.prepare.engines import do
 from diffusion.prepare.pipeline import prepare
-from diffusion.prepare.report import Report
+from diffusion.prepare.counts_report import Report
 from diffusion.prepare.source import Entry, Part
-from diffusion.prepare.work import Share, WorkFolder
+from diffusion.prepare.work_dir import Share, WorkFolder
 
 
 def run(out: Path, source: Any = None, **values: object) -> Report:

@@ -6,9 +6,11 @@ import pytest
 from drawn import DrawnSource, settings, snapshot
 from object_store import Store
 
-from diffusion.prepare import mds, outputs, stores
+from diffusion.storage import mds
+from diffusion.prepare import output_folders
+from diffusion.storage import object_store
 from diffusion.prepare.pipeline import prepare
-from diffusion.prepare.report import Report
+from diffusion.prepare.counts_report import Report
 
 SOURCE = DrawnSource(4, 10)
 
@@ -47,13 +49,13 @@ def is_index(name: str) -> bool:
 def test_a_failed_upload_is_named_and_the_next_start_uploads_the_rest(
     tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outputs, 'UPLOADS', 1)  # so that the failure comes before the last shard is written
+    monkeypatch.setattr(output_folders, 'UPLOADS', 1)  # so that the failure comes before the last shard is written
     store.bucket('mds')
     store.fail('PUT /mds/out/16px/24x16/shard.00000', 500)
     failed = r's3://mds/out/16px/24x16/shard.00000.mds: cannot be written, tried 4 times .*InternalError.*start again'
     with pytest.raises(ValueError, match=failed):
         run(tmp_path, 's3://mds/out')
-    assert sum('24x16/shard.00000' in name for name in puts(store)) == stores.ATTEMPTS
+    assert sum('24x16/shard.00000' in name for name in puts(store)) == object_store.ATTEMPTS
     assert not (tmp_path / 'work/complete').exists()
     there = store.objects('mds')
     assert there and not any(is_index(name) for name in there)
@@ -80,7 +82,7 @@ def test_an_upload_that_arrives_short_is_made_again(
 def test_uploads_that_go_on_arriving_short_are_an_error(
     tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shorten(monkeypatch, store, 'report.html', times=stores.ATTEMPTS)
+    shorten(monkeypatch, store, 'report.html', times=object_store.ATTEMPTS)
     store.bucket('mds')
     short = r's3://mds/out/report.html: cannot be written, tried 4 times .*it has 5 bytes of \d+ after its upload'
     with pytest.raises(ValueError, match=short):
@@ -92,7 +94,7 @@ def test_a_shard_that_goes_while_others_are_uploaded_is_made_anew(
     tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     victim = '16px/24x16/shard.00000.mds'
-    upload = outputs.upload
+    upload = output_folders.upload
 
     def spoil(path: Path, folder: str) -> None:
         upload(path, folder)
@@ -101,7 +103,7 @@ def test_a_shard_that_goes_while_others_are_uploaded_is_made_anew(
 
     store.bucket('mds')
     with monkeypatch.context() as patch:
-        patch.setattr(outputs, 'upload', spoil)
+        patch.setattr(output_folders, 'upload', spoil)
         with pytest.raises(
             ValueError, match=rf's3://mds/out/{victim}: has 5 bytes of \d+ after all uploads; start again'
         ):

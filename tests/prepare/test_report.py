@@ -14,10 +14,10 @@ import pytest
 from drawn import DrawnSource, draw, encode, settings
 from PIL import Image
 
-from diffusion.prepare import exhibits
-from diffusion.prepare.page import Shown, page
+from diffusion.prepare import report_thumbnails
+from diffusion.prepare.html_report import Shown, page
 from diffusion.prepare.pipeline import prepare
-from diffusion.prepare.report import Rejected, Report
+from diffusion.prepare.counts_report import Rejected, Report
 from diffusion.prepare.source import Entry
 
 HOSTILE = '<script>alert("x")</script> & "quotes" \'too\''
@@ -144,11 +144,11 @@ def test_a_page_of_three_resolutions_with_all_shapes_is_small() -> None:
     file = io.BytesIO()
     Image.fromarray(rng.integers(0, 256, (96, 96, 3), np.uint8)).save(file, 'JPEG', quality=70)
     noise = Shown(file.getvalue(), 'x' * 10_000)
-    buckets = {f'bucket {number}': [noise] * (exhibits.MOST // 123) for number in range(123)}
+    buckets = {f'bucket {number}': [noise] * (report_thumbnails.MOST // 123) for number in range(123)}
     report = Report(source='s', arguments={}, inputs=1)
-    report.rejected = {f'reason {number}': Rejected(1, ['x']) for number in range(exhibits.REASONS)}
+    report.rejected = {f'reason {number}': Rejected(1, ['x']) for number in range(report_thumbnails.REASONS)}
     text = page(
-        report, 'out', buckets=buckets, rejected={name: [noise] * exhibits.A_REASON for name in report.rejected}
+        report, 'out', buckets=buckets, rejected={name: [noise] * report_thumbnails.A_REASON for name in report.rejected}
     )
     assert len(text) < 5e6
 

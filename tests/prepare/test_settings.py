@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from diffusion import cli as command
-from diffusion.config import RecipeError
+from diffusion.config.load import RecipeError
 from diffusion.prepare import cli
 from diffusion.prepare.settings import PrepareSettings, load, settings_of
-from diffusion.prepare.work import Share
-from diffusion.schema import field_docs
+from diffusion.prepare.work_dir import Share
+from diffusion.config.schema import field_docs
 
 YAMLS = sorted((Path(__file__).parents[2] / 'yamls/prepare').glob('*.yaml'))
 VALID: dict[str, Any] = {'source': {'kind': 'webdataset', 'location': 'tars'}, 'out': 'out', 'sizes': [256]}

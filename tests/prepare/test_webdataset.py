@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from object_store import Store
 
 from diffusion.prepare.source import Entry
-from diffusion.prepare.tars import BLOCK, Damaged, members
+from diffusion.prepare.tar_reading import BLOCK, Damaged, members
 from diffusion.prepare.webdataset import WebDatasetSource
 
 Members = Iterable[tuple[str, bytes | None]]
@@ -296,7 +296,7 @@ def test_negative_sizes_are_told(tmp_path: Path) -> None:
 
 
 def test_too_large_a_picture_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr('diffusion.prepare.tars.MAX_CONTENT', 100)
+    monkeypatch.setattr('diffusion.prepare.tar_reading.MAX_CONTENT', 100)
     found = read(tmp_path, [('1.jpg', bytes(101)), ('1.txt', b'y'), ('2.jpg', bytes(100))])
     assert problems(found) == [('00000/1', 'file_too_large'), ('00000/2', None)]
 

@@ -3,7 +3,7 @@
 import importlib
 from typing import cast
 
-from diffusion.launch.backend import Backend
+from diffusion.launch.backends.base import Backend
 
 NAMES = ('kubernetes', 'local', 'mcli', 'sagemaker', 'skypilot', 'slurm')
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from diffusion.launch.backend import Rendered, environment_of
-from diffusion.launch.spec import Job
-from diffusion.schema import Gatherer, Problem
+from diffusion.launch.backends.base import Rendered, environment_of
+from diffusion.launch.job_spec import Job
+from diffusion.config.schema import Gatherer, Problem
 
 
 @dataclass
@@ -53,7 +53,7 @@ def validate(rendered: Rendered) -> list[Problem]:
 
 def submit(jobs: Sequence[Job], rendered: Rendered, folder: Path) -> str:
     # The processes and their restarts are the node's side.
-    code = importlib.import_module('diffusion.launch.local').run(jobs)
+    code = importlib.import_module('diffusion.launch.local_cluster').run(jobs)
     if code:
         raise ValueError(f'{jobs[0].spec.name}: ended with {code}')
     return f'{jobs[0].spec.name}: done'

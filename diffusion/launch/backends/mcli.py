@@ -10,9 +10,9 @@ from typing import Any, NoReturn
 
 import yaml
 
-from diffusion.launch.backend import IMAGE_WORKDIR, Rendered, environment_of, merged
-from diffusion.launch.spec import Job
-from diffusion.schema import Gatherer, Problem, join
+from diffusion.launch.backends.base import IMAGE_WORKDIR, Rendered, environment_of, merged
+from diffusion.launch.job_spec import Job
+from diffusion.config.schema import Gatherer, Problem, join
 
 NAME = re.compile(r'[a-z0-9]([a-z0-9-]*[a-z0-9])?')
 LONGEST = 56

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from diffusion.launch import environment
-from diffusion.launch.backend import Rendered, environment_of, merged, unmounted
-from diffusion.launch.secrets import as_text
-from diffusion.launch.spec import Job
-from diffusion.schema import Gatherer, Problem, join
+from diffusion.launch.backends.base import Rendered, environment_of, merged, unmounted
+from diffusion.launch.aws_secrets import as_text
+from diffusion.launch.job_spec import Job
+from diffusion.config.schema import Gatherer, Problem, join
 
 INSTANCES = {
     'a100-40gb': 'ml.p4d.24xlarge',

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from diffusion.launch import environment
-from diffusion.launch.backend import Rendered, environment_of, unmounted
-from diffusion.launch.commands import call
-from diffusion.launch.spec import Job
-from diffusion.schema import Gatherer, Problem, join
+from diffusion.launch.backends.base import Rendered, environment_of, unmounted
+from diffusion.launch.command_line_tools import call
+from diffusion.launch.job_spec import Job
+from diffusion.config.schema import Gatherer, Problem, join
 
 AFTER = Path(__file__).with_name('slurm_after.sh')
 """What the script does when srun has ended."""

@@ -1,0 +1,1 @@
+"""Recipes: reading, validating and printing them. Standard library and OmegaConf only; nothing here imports torch."""

@@ -1,0 +1,380 @@
+"""What makes a recipe wrong beyond the types of its values; none of it needs a heavy import."""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from diffusion.config import registry
+from diffusion.config import sample_order
+from diffusion.config.image_shapes import BUCKETS, parse_shape, read_buckets
+from diffusion.config.byte_sizes import parse_bytes
+from diffusion.config.recipe import Component, LoaderConfig, ParallelismConfig, Recipe, SpeedConfig, StreamConfig
+from diffusion.config.schema import MISSING, Gatherer, Problem, join
+
+SINGLE = ('model', 'dataset', 'eval_dataset', 'optimizer', 'scheduler')
+"""Sections that are one component."""
+PLURAL = {'algorithms': 'algorithm', 'callbacks': 'callback', 'loggers': 'logger', 'evaluators': 'evaluator'}
+"""Sections that are components by name, and their kind."""
+SUPPLIED = {'dataset': ('buckets', 'batch_size', 'tokenizers', 'seed'), 'optimizer': ('params',)}
+"""Keywords of components that the program gives."""
+ELSEWHERE = {
+    'model': 'model',
+    'train_dataloader': 'streams and dataset',
+    'eval_dataloader': 'eval_streams and eval_dataset',
+    'optimizers': 'optimizer',
+    'schedulers': 'scheduler',
+    'algorithms': 'algorithms',
+    'callbacks': 'callbacks',
+    'loggers': 'loggers',
+    'run_name': 'name',
+    'seed': 'seed',
+    'device_train_microbatch_size': 'device_train_microbatch_size',
+    'parallelism_config': 'parallelism',
+    'load_path': 'init_from (another run) or trainer.autoresume (this one)',
+}
+"""Keywords of the Trainer that are said in another section."""
+COMPOSERS_OWN = {
+    'save_filename',
+    'save_ignore_keys',
+    'save_latest_filename',
+    'save_overwrite',
+    'save_weights_only',
+}
+"""Keywords of the Trainer that are about files which Composer's own CheckpointSaver writes."""
+DURATION = re.compile(r'\d+(\.\d+)?(ba|ep|sp|tok|dur|iter|sec)')
+DURATION_KEYS = (
+    'max_duration',
+    'eval_interval',
+    'save_interval',
+    't_warmup',
+    't_max',
+    'ema_start',
+    'half_life',
+    'update_interval',
+    'every',
+)
+
+
+def check_components(recipe: Recipe) -> list[Problem]:
+    """Names and keywords of components, and keywords of the Trainer."""
+    problems = []
+    for where, kind, component in _components(recipe):
+        what = registry.unknown(kind, component.name)
+        if what is not None:
+            problems.append(Problem(where, what))
+            continue
+        problems += registry.check_keywords(
+            where, kind, component.name, component.kwargs, supplied=SUPPLIED.get(kind, ())
+        )
+    if not isinstance(recipe.trainer, dict):
+        return problems
+    for key in recipe.trainer:
+        if key in ELSEWHERE:
+            problems.append(Problem(join('trainer', key), f'is said elsewhere: set {ELSEWHERE[key]}'))
+    rest = {key: value for key, value in recipe.trainer.items() if key not in ELSEWHERE}
+    return problems + registry.check_keywords('trainer', 'trainer', 'composer', rest, supplied=('model',))
+
+
+def keyword_types(recipe: Recipe) -> dict[str, str]:
+    """The annotation of every keyword that a component of the recipe, or the Trainer, takes, by its path."""
+    places = [*_components(recipe), ('trainer', 'trainer', Component('composer'))]
+    return {
+        join(where, parameter.name): parameter.annotation
+        for where, kind, component in places
+        if registry.unknown(kind, component.name) is None
+        for parameter in registry.signature(kind, component.name).parameters
+    }
+
+
+def check(recipe: Recipe) -> list[Problem]:
+    """What the types alone do not say; values that are still ??? are passed over."""
+    gather = Gatherer()
+    if _not_positive(recipe.global_batch):
+        gather.problem('global_batch', f'{recipe.global_batch} is not positive')
+    if _not_positive(recipe.device_train_microbatch_size):
+        gather.problem('device_train_microbatch_size', f'{recipe.device_train_microbatch_size} is not positive')
+    if isinstance(recipe.seed, int) and not 0 <= recipe.seed < 2**32:
+        gather.problem('seed', f'{recipe.seed} is not in [0, 2**32)')
+    if recipe.name not in (None, MISSING) and not re.fullmatch(r'[A-Za-z0-9._-]+', recipe.name):
+        gather.problem('name', f'{recipe.name!r}; use letters, digits, dots, dashes and underscores: it names a folder')
+    _check_task(recipe, gather)
+    for section, streams in _stream_sections(recipe):
+        _check_streams(section, streams, gather)
+    _check_loader(recipe, gather)
+    if recipe.task == 'train':
+        _check_order(recipe, gather)
+        _check_parallelism(recipe, gather)
+        _check_speed(recipe, gather)
+        _check_saving(recipe, gather)
+    for where, value in _durations(recipe):
+        if isinstance(value, str) and value != MISSING and not DURATION.fullmatch(value):
+            gather.problem(where, f'{value!r} is not a duration; write a number and its unit, such as 1000ba or 2ep')
+    return gather.problems
+
+
+def check_devices(recipe: Recipe, world_size: int) -> list[Problem]:
+    """Whether the batch divides over the devices, and a device's share into microbatches."""
+    batch, microbatch = recipe.global_batch, recipe.device_train_microbatch_size
+    if recipe.task not in ('train', 'evaluate'):
+        return []
+    if batch % world_size:
+        sizes = sorted({max(world_size, batch // world_size * world_size), (batch // world_size + 1) * world_size})
+        choices = ' or '.join(str(size) for size in sizes)
+        return [Problem('global_batch', f'{batch} does not divide over {world_size} devices; use {choices}')]
+    replicas = recipe.parallelism.replicas
+    if recipe.parallelism.strategy != 'ddp' and world_size % replicas:
+        near = max(count for count in range(1, replicas + 1) if world_size % count == 0)
+        return [Problem('parallelism.replicas', f'{replicas} do not divide {world_size} devices; use {near}')]
+    share = batch // world_size
+    if isinstance(microbatch, int) and share % microbatch:
+        divisors = [size for size in range(1, share + 1) if share % size == 0]
+        near = min(divisors, key=lambda size: abs(size - microbatch))
+        what = (
+            f"{microbatch} does not divide a device's {share} samples ({batch} over {world_size} devices); use {near}"
+        )
+        return [Problem('device_train_microbatch_size', what)]
+    return []
+
+
+def check_paths(recipe: Recipe) -> list[Problem]:
+    """Local data and checkpoints that the task needs and that are not there."""
+    gather = Gatherer()
+    for section, streams in _stream_sections(recipe):
+        for name, stream in streams.items():
+            source = 'local' if stream.remote is None else 'remote'
+            folder = stream.local if stream.remote is None else stream.remote
+            if folder is not None and '://' not in folder:
+                check_folder = _check_buckets if stream.aspects else _check_index
+                check_folder(f'{section}.{name}.{source}', Path(folder), gather)
+    # A run that has checkpoints goes on from these; what it once started from may be gone.
+    if recipe.task == 'train' and recipe.init_from is not None and not (recipe.run_dir / 'latest').exists():
+        _check_checkpoint('init_from', recipe.init_from, gather)
+    if recipe.task in ('evaluate', 'generate'):
+        _check_checkpoint('checkpoint', recipe.checkpoint or str(recipe.run_dir), gather)
+    return gather.problems
+
+
+def _components(recipe: Recipe) -> list[tuple[str, str, Component]]:
+    """Where, kind and component of all that a recipe names."""
+    found = [(section, section.removeprefix('eval_'), getattr(recipe, section)) for section in SINGLE]
+    for section, kind in PLURAL.items():
+        entries = getattr(recipe, section)
+        if isinstance(entries, dict):
+            found += [(join(section, key), kind, component) for key, component in entries.items()]
+    return [item for item in found if isinstance(item[2], Component) and item[2].name not in (None, '', MISSING)]
+
+
+def _stream_sections(recipe: Recipe) -> list[tuple[str, dict[str, StreamConfig]]]:
+    """The streams that the task reads, but for those that are still ???."""
+    sections = {
+        'train': [('streams', recipe.streams), ('eval_streams', recipe.eval_streams)],
+        'precompute': [('precompute.streams', recipe.precompute.streams)],
+        'evaluate': [('eval_streams', recipe.eval_streams)],
+    }
+    return [
+        (where, {name: stream for name, stream in streams.items() if isinstance(stream, StreamConfig)})
+        for where, streams in sections.get(recipe.task, [])
+        if isinstance(streams, dict)
+    ]
+
+
+def _check_task(recipe: Recipe, gather: Gatherer) -> None:
+    if recipe.task == 'train':
+        if not recipe.streams:
+            gather.problem('streams', 'is empty; training needs at least one stream')
+        if 'max_duration' not in recipe.trainer:
+            gather.problem('trainer.max_duration', 'is missing; say how long to train, such as 1000ba')
+    if recipe.task == 'precompute':
+        if not recipe.precompute.streams:
+            gather.problem('precompute.streams', 'is empty; name the pictures to encode')
+        if not recipe.precompute.out:
+            gather.problem('precompute.out', 'is missing; give the folder for the latents')
+    if recipe.task == 'evaluate' and not recipe.eval_streams:
+        gather.problem('eval_streams', 'is empty; evaluation needs at least one stream')
+    if recipe.task == 'generate' and not recipe.generate.prompts:
+        gather.problem('generate.prompts', 'is empty; give captions to draw')
+
+
+def _check_streams(section: str, streams: Mapping[str, StreamConfig], gather: Gatherer) -> None:
+    for name, stream in streams.items():
+        where = join(section, name)
+        if stream.remote is None and stream.local is None:
+            gather.problem(where, 'has neither remote nor local; give the folder of its MDS shards')
+        if isinstance(stream.resolution, int) and (stream.resolution <= 0 or stream.resolution % 8):
+            gather.problem(join(where, 'resolution'), f'{stream.resolution} is not a multiple of 8 pixels')
+        _check_shape(where, stream, gather)
+        amounts = [key for key in ('proportion', 'repeat', 'choose') if getattr(stream, key) is not None]
+        if len(amounts) > 1:
+            gather.problem(where, f'{" and ".join(amounts)} say one thing in several ways; keep one')
+        for key in amounts:
+            if _not_positive(getattr(stream, key)):
+                gather.problem(join(where, key), f'{getattr(stream, key)} is not positive; remove the stream instead')
+    with_proportion = [name for name, stream in streams.items() if stream.proportion is not None]
+    if with_proportion and len(with_proportion) != len(streams):
+        rest = ', '.join(name for name in streams if name not in with_proportion)
+        gather.problem(
+            section, f'{rest}: without proportion beside streams that have one; give all of them one, or none'
+        )
+
+
+def _check_loader(recipe: Recipe, gather: Gatherer) -> None:
+    if not isinstance(recipe.loader, LoaderConfig):
+        return
+    limit, bad = recipe.loader.cache_limit, recipe.loader.max_bad_samples
+    if limit not in (None, MISSING):
+        try:
+            parse_bytes(limit)
+        except ValueError as error:
+            gather.problem('loader.cache_limit', str(error))
+    if isinstance(bad, float) and not 0 <= bad < 1:
+        gather.problem('loader.max_bad_samples', f'{bad} is no share of the samples; use 0, or a little more')
+
+
+def _check_shape(where: str, stream: StreamConfig, gather: Gatherer) -> None:
+    if stream.aspects:
+        if stream.shape is not None:
+            gather.problem(
+                join(where, 'shape'), 'is given by each folder of an `aspects` stream; remove one of the two'
+            )
+        if stream.choose is not None:
+            gather.problem(
+                join(where, 'choose'), 'cannot be shared out over shapes; use proportion and loader.epoch_size'
+            )
+    if isinstance(stream.shape, str) and stream.shape != MISSING:
+        try:
+            parse_shape(stream.shape)
+        except ValueError as error:
+            gather.problem(join(where, 'shape'), str(error))
+
+
+def _shape_text(stream: StreamConfig) -> str:
+    return 'several shapes' if stream.aspects else stream.shape or f'{stream.resolution}x{stream.resolution}'
+
+
+def _check_order(recipe: Recipe, gather: Gatherer) -> None:
+    """What would make batches depend on the number of devices."""
+    streams, batch = dict(_stream_sections(recipe)).get('streams', {}), recipe.global_batch
+    problems = {}
+    if isinstance(recipe.loader, LoaderConfig):
+        shapes = [_shape_text(stream) for stream in streams.values() if isinstance(stream.resolution, int)]
+        if isinstance(recipe.loader.batching_method, str):
+            method = sample_order.batching_problem(recipe.loader.batching_method, shapes)
+            problems['loader.batching_method'] = method
+        canonical_nodes = recipe.loader.num_canonical_nodes
+        if _positive(batch) and isinstance(canonical_nodes, int):
+            problems['loader.num_canonical_nodes'] = sample_order.canonical_nodes_problem(canonical_nodes, batch)
+        epoch = recipe.loader.epoch_size
+        if _positive(batch) and isinstance(epoch, int):
+            problems['loader.epoch_size'] = sample_order.epoch_problem(epoch, batch)
+            absolute = [name for name, stream in streams.items() if stream.repeat or stream.choose]
+            if absolute:
+                gather.problem(
+                    join(join('streams', absolute[0]), 'choose or repeat'),
+                    'says how much an epoch takes, as loader.epoch_size does; use proportion with it',
+                )
+    for name, stream in streams.items():
+        if _positive(batch) and _positive(stream.choose):
+            problems[join(join('streams', name), 'choose')] = sample_order.choose_problem(stream.choose, batch)
+    for where, what in problems.items():
+        if what is not None:
+            gather.problem(where, what)
+
+
+def _check_parallelism(recipe: Recipe, gather: Gatherer) -> None:
+    settings = recipe.parallelism
+    if not isinstance(settings, ParallelismConfig):
+        return
+    sharded = settings.strategy != 'ddp'
+    if _not_positive(settings.replicas):
+        gather.problem('parallelism.replicas', f'{settings.replicas} is not positive; 1 shards over all devices')
+    elif settings.replicas != 1 and not sharded:
+        gather.problem('parallelism.replicas', 'is for fsdp2 and fsdp1; under ddp every device is a replica: remove it')
+    if settings.checkpoints == 'sharded' and settings.strategy != 'fsdp2':
+        gather.problem('parallelism.checkpoints', f'sharded needs strategy: fsdp2, not {settings.strategy}; use whole')
+    if settings.mixed_precision != 'default' and not sharded:
+        gather.problem(
+            'parallelism.mixed_precision', 'is for fsdp2 and fsdp1; ddp follows trainer.precision: remove it'
+        )
+    if recipe.device_train_microbatch_size == 'auto' and settings.strategy != 'fsdp1':
+        gather.problem(
+            'device_train_microbatch_size',
+            f'auto is what Composer does under fsdp1 alone, not {settings.strategy}: ranks that run out of memory at '
+            'different sizes would wait for each other; give a number',
+        )
+    if settings.strategy == 'fsdp1' and isinstance(recipe.trainer, dict) and recipe.trainer.get('device') == 'cpu':
+        gather.problem('parallelism.strategy', 'fsdp1 needs GPUs in Composer; use fsdp2 on a CPU')
+
+
+def _check_speed(recipe: Recipe, gather: Gatherer) -> None:
+    """Parts that are asked for by name and cannot be had."""
+    if not isinstance(recipe.speed, SpeedConfig) or not isinstance(recipe.parallelism, ParallelismConfig):
+        return
+    strategy = recipe.parallelism.strategy
+    if recipe.speed.compile is True and strategy == 'fsdp1':
+        gather.problem('speed.compile', 'GroupNorm under fsdp1 does not compile (pytorch#152185); use strategy: fsdp2')
+    if recipe.speed.reduce_once is True and strategy != 'fsdp2':
+        gather.problem('speed.reduce_once', f'is for strategy: fsdp2, not {strategy}; remove it')
+
+
+def _check_saving(recipe: Recipe, gather: Gatherer) -> None:
+    """Composer's own checkpoints have settings that ours do not know."""
+    if not isinstance(recipe.trainer, dict) or 'save_folder' in recipe.trainer:
+        return
+    for key in sorted(COMPOSERS_OWN & recipe.trainer.keys()):
+        gather.problem(
+            join('trainer', key),
+            f'is of checkpoints that Composer writes itself; checkpoints go to {recipe.runs_dir}/{recipe.name}/baN: '
+            'remove it, or give trainer.save_folder as well and do without their checks',
+        )
+
+
+def _durations(recipe: Recipe) -> list[tuple[str, Any]]:
+    places = [(where, component.kwargs) for where, _, component in _components(recipe)]
+    if isinstance(recipe.trainer, dict):
+        places.append(('trainer', recipe.trainer))
+    return [(join(where, key), kwargs[key]) for where, kwargs in places for key in DURATION_KEYS if key in kwargs]
+
+
+def _check_buckets(where: str, folder: Path, gather: Gatherer) -> None:
+    try:
+        shapes = read_buckets(folder)
+    except ValueError as error:
+        gather.problem(where, str(error))
+        return
+    for shape in shapes:
+        _check_index(where, folder / str(shape), gather)
+
+
+def _check_index(where: str, folder: Path, gather: Gatherer) -> None:
+    index = folder / 'index.json'
+    if not index.is_file():
+        way_out = 'make it with `diffusion prepare`, or latents with task=precompute'
+        if (folder / BUCKETS).is_file():
+            way_out = f'it has {BUCKETS}: say aspects: true'
+        gather.problem(where, f'{folder} has no index.json; is it an MDS folder? {way_out}')
+        return
+    try:
+        shards = json.loads(index.read_text(encoding='utf-8'))['shards']
+        samples = sum(shard['samples'] for shard in shards)
+    except (ValueError, KeyError, TypeError) as error:
+        gather.problem(
+            where, f'{index} is not an index of MDS shards ({type(error).__name__}: {error}); prepare it again'
+        )
+        return
+    if samples == 0:
+        gather.problem(where, f'{folder} has no samples; prepare it again, or remove the stream')
+
+
+def _check_checkpoint(where: str, place: str, gather: Gatherer) -> None:
+    if '://' not in place and not Path(place).exists():
+        gather.problem(where, f'{place} does not exist; give a checkpoint or the folder of a run')
+
+
+def _positive(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and value > 0
+
+
+def _not_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and value <= 0

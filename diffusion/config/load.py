@@ -1,0 +1,166 @@
+"""How YAML becomes a recipe, with every mistake in one error, and how a recipe becomes YAML again."""
+
+import dataclasses
+import importlib
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from diffusion.config import registry
+from diffusion.config.checks import PLURAL, SINGLE, check, check_components, check_devices, check_paths, keyword_types
+from diffusion.config.recipe import Component, Recipe, StreamConfig
+from diffusion.config.schema import MISSING, Gatherer, Problem, build, join
+from diffusion.config.yaml_files import UnreadableYAML, dump, merge, read_chain
+
+__all__ = [
+    'Component',
+    'Problem',
+    'Recipe',
+    'RecipeError',
+    'StreamConfig',
+    'check_devices',
+    'check_paths',
+    'load',
+    'to_yaml',
+]
+
+
+class RecipeError(ValueError):
+    """A recipe with mistakes; the message lists them all."""
+
+    def __init__(self, problems: Iterable[Problem], path: str | Path = '') -> None:
+        self.problems = list(problems)
+        lines = [str(problem) for problem in self.problems]
+        count = f'{len(lines)} mistakes' if len(lines) > 1 else 'a mistake'
+        super().__init__('\n  '.join([f'{path or "the recipe"} has {count}:', *lines]))
+
+
+def load(path: str | Path, overrides: Sequence[str] = (), *, allow_missing: bool = False) -> Recipe:
+    """Read a recipe, what it extends, and overrides; check all that can be checked without heavy imports.
+
+    Args:
+        path: A YAML file.
+        overrides: `key=value` with dots for depth and YAML for values: `trainer.max_duration=20ba`.
+        allow_missing: Leave `???` where it stands, and list it in `recipe.missing`.
+
+    Raises:
+        RecipeError: With every mistake found.
+    """
+    raw, gather = read_values(path, overrides), Gatherer()
+    if 'recipe' in raw and 'backend' in raw:
+        what = f"it is a job's YAML, which diffusion launch takes; its recipe is {raw['recipe']}"
+        raise RecipeError([Problem('', what)], path)
+    recipe = build(Recipe, _with_components(raw, gather), '', gather)
+    # Names from imports are known only after importing them, which runs code: not for a recipe that is wrong anyway.
+    if isinstance(recipe.imports, list) and not gather.problems:
+        gather.problems += _import_all(recipe.imports)
+    if not recipe.imports or not gather.problems:
+        gather.problems += check_components(recipe)
+    # Names and signatures are sound where there is no problem so far.
+    meanings = {} if gather.problems else keyword_types(recipe)
+    gather.missing = [
+        Problem(value.where, f'is still ???; give {meanings[value.where]}') if meanings.get(value.where) else value
+        for value in gather.missing
+    ]
+    found = [problem.where for problem in gather.problems + gather.missing]
+    gather.problems += [problem for problem in check(recipe) if not any(_same(problem.where, at) for at in found)]
+    problems = gather.problems if allow_missing else gather.problems + gather.missing
+    if problems:
+        raise RecipeError(problems, path)
+    recipe.missing = gather.missing
+    return recipe
+
+
+def read_values(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """What a YAML says together with what it extends and overrides.
+
+    Raises:
+        RecipeError: It cannot be read.
+    """
+    try:
+        return merge(read_chain(Path(path)), overrides)
+    except UnreadableYAML as error:
+        raise RecipeError([Problem('', str(error))], path) from error
+
+
+def _same(where: str, at: str) -> bool:
+    """Whether a path leads to another or lies in it; what follows from one mistake is not a second one."""
+    return f'{at}.'.startswith(f'{where}.') or f'{where}.'.startswith(f'{at}.')
+
+
+def to_yaml(recipe: Recipe) -> str:
+    """The resolved recipe, defaults included, as YAML that `load` reads back to an equal one.
+
+    Values that are null by default and names that their key says already are left out.
+    """
+    values = _plain(recipe)
+    for section in PLURAL:
+        for key, entry in dict(values[section]).items():
+            if isinstance(entry, dict) and entry['name'] == key:
+                del entry['name']
+    return dump(values)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Component):
+        return {'name': value.name} | _plain(value.kwargs)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {
+            item.name: _plain(getattr(value, item.name))
+            for item in dataclasses.fields(value)
+            if item.repr and (getattr(value, item.name) is not None or item.default is not None)
+        }
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return value
+
+
+def _with_components(raw: Mapping[str, Any], gather: Gatherer) -> dict[str, Any]:
+    """The raw values with components as {name, kwargs}; their keywords stand beside the name in a YAML."""
+    values = dict(raw)
+    for section in SINGLE:
+        if isinstance(values.get(section), dict):
+            values[section] = _component(values[section], None, section, gather)
+    for section in PLURAL:
+        if isinstance(values.get(section), dict):
+            values[section] = {
+                key: _component({} if entry in (None, True, '') else entry, str(key), join(section, key), gather)
+                for key, entry in values[section].items()
+                if entry is not False
+            }
+    for section in ('streams', 'eval_streams'):
+        if isinstance(values.get(section), dict):
+            values[section] = {key: stream for key, stream in values[section].items() if stream is not False}
+    # An empty section is as good as none.
+    emptiable = (*PLURAL, 'streams', 'eval_streams', 'trainer', 'imports')
+    return {key: value for key, value in values.items() if value is not None or key not in emptiable}
+
+
+def _component(value: Any, name: str | None, where: str, gather: Gatherer) -> Any:
+    if value == MISSING:
+        return value
+    if not isinstance(value, dict):
+        gather.problem(where, f'{value!r} is not a mapping of keywords (false removes it)')
+        return {'name': '', 'kwargs': {}}
+    kwargs = {str(key): item for key, item in value.items() if key != 'name'}
+    if 'name' not in value and name is None:
+        known = ', '.join(registry.names(where.removeprefix('eval_')))
+        gather.problem(join(where, 'name'), f'is missing; known: {known}')
+        return {'name': '', 'kwargs': kwargs}
+    return {'name': value.get('name', name), 'kwargs': kwargs}
+
+
+def _import_all(modules: list[str]) -> list[Problem]:
+    problems = []
+    # Like python itself: modules beside where the command was given.
+    if '' not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    for index, module in enumerate(modules):
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            problems.append(
+                Problem(f'imports[{index}]', f'{module} cannot be imported ({error}); is it on PYTHONPATH?')
+            )
+    return problems

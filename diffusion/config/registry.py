@@ -1,0 +1,196 @@
+"""Names that a recipe may use, and what they stand for.
+
+The signature of what a name stands for is the schema of its keywords. It is read from the source, so that a typo is
+found without importing torch.
+"""
+
+import importlib
+import inspect
+from collections.abc import Collection, Mapping
+from dataclasses import is_dataclass
+from typing import Any, get_args, get_type_hints
+
+from diffusion.config.schema import MISSING, Gatherer, Problem, join, nearest
+from diffusion.config.schema import build as build_value
+from diffusion.config.signatures import Parameter, Signature, of_object, of_source, simple_type, words
+
+TARGETS: dict[str, dict[str, Any]] = {
+    'model': {
+        'sd2': 'diffusion.models.builders:sd2',
+        'tiny': 'diffusion.models.builders:tiny',
+        'autoencoder': 'diffusion.models.autoencoder:tiny_autoencoder',
+    },
+    'dataset': {
+        'image_text': 'diffusion.data.image_text:ImageTextDataset',
+        'latents': 'diffusion.data.latents:LatentsDataset',
+    },
+    'optimizer': {
+        'adamw': 'torch.optim.adamw:AdamW',
+        'decoupled_adamw': 'composer.optim.decoupled_weight_decay:DecoupledAdamW',
+    },
+    'scheduler': {
+        'constant': 'composer.optim.scheduler:ConstantScheduler',
+        'linear': 'composer.optim.scheduler:LinearScheduler',
+        'cosine': 'composer.optim.scheduler:CosineAnnealingScheduler',
+        'constant_with_warmup': 'composer.optim.scheduler:ConstantWithWarmupScheduler',
+        'linear_with_warmup': 'composer.optim.scheduler:LinearWithWarmupScheduler',
+        'cosine_with_warmup': 'composer.optim.scheduler:CosineAnnealingWithWarmupScheduler',
+    },
+    'algorithm': {
+        'ema': 'diffusion.algorithms.ema:EMA',
+        'post_hoc_ema': 'diffusion.algorithms.post_hoc_ema:PostHocEMA',
+        'low_precision_groupnorm': 'diffusion.algorithms.low_precision_norms:DenoiserLowPrecisionGroupNorm',
+        'low_precision_layernorm': 'diffusion.algorithms.low_precision_norms:DenoiserLowPrecisionLayerNorm',
+        'gradient_clipping': 'composer.algorithms.gradient_clipping.gradient_clipping:GradientClipping',
+    },
+    'callback': {
+        'breakdown': 'diffusion.profiling.breakdown:Breakdown',
+        'image_grid': 'diffusion.callbacks.image_grid:ImageGrid',
+        'loss_guard': 'diffusion.callbacks.loss_guard:LossGuard',
+        'lr_monitor': 'composer.callbacks.lr_monitor:LRMonitor',
+        'memory_monitor': 'composer.callbacks.memory_monitor:MemoryMonitor',
+        'nan_monitor': 'composer.callbacks.nan_monitor:NaNMonitor',
+        'node_health': 'diffusion.callbacks.node_health:NodeHealth',
+        'optimizer_monitor': 'composer.callbacks.optimizer_monitor:OptimizerMonitor',
+        'runtime_estimator': 'composer.callbacks.runtime_estimator:RuntimeEstimator',
+        'speed_monitor': 'composer.callbacks.speed_monitor:SpeedMonitor',
+    },
+    'logger': {
+        'console_lines': 'diffusion.loggers.console_lines:ConsoleLines',
+        'json_lines': 'diffusion.loggers.prometheus:JSONLines',
+        'metrics_file': 'diffusion.loggers.metrics_file:MetricsFile',
+        'prometheus_file': 'diffusion.loggers.prometheus:PrometheusFile',
+        'file': 'composer.loggers.file_logger:FileLogger',
+        'mlflow': 'composer.loggers.mlflow_logger:MLFlowLogger',
+        'tensorboard': 'composer.loggers.tensorboard_logger:TensorboardLogger',
+        'wandb': 'composer.loggers.wandb_logger:WandBLogger',
+    },
+    'evaluator': {'retrieval': 'diffusion.evaluation.retrieval:Retrieval'},
+    'trainer': {'composer': 'composer.trainer.trainer:Trainer'},
+}
+
+
+def register(kind: str, name: str, target: Any) -> None:
+    """Give a component of your own a name that recipes may use.
+
+    Args:
+        kind: `model`, `dataset`, `optimizer`, `scheduler`, `algorithm`, `callback`, `logger` or `evaluator`.
+        name: As in the YAML.
+        target: The class or function, or `'module:attribute'`, which is imported when it is used.
+    """
+    table = _table(kind)
+    if table.get(name, target) != target:
+        raise ValueError(f'register: {kind} {name!r} is {table[name]!r} already; choose another name')
+    table[name] = target
+
+
+def names(kind: str) -> list[str]:
+    """The registered names of a kind."""
+    return sorted(_table(kind))
+
+
+def unknown(kind: str, name: str) -> str | None:
+    """What is wrong with a name, or None."""
+    table = _table(kind)
+    if name in table:
+        return None
+    return f'no {kind} is called {name!r}; {nearest(name, table)}'
+
+
+def resolve(kind: str, name: str) -> Any:
+    """What a name stands for; imports it."""
+    what = unknown(kind, name)
+    if what is not None:
+        raise ValueError(what)
+    target = _table(kind)[name]
+    if not isinstance(target, str):
+        return target
+    module, attribute = target.split(':')
+    return getattr(importlib.import_module(module), attribute)
+
+
+def build(kind: str, name: str, kwargs: Mapping[str, Any], **supplied: Any) -> Any:
+    """Make a component of its keywords in a recipe and of what the program supplies.
+
+    A mapping for a keyword whose type is a dataclass becomes that dataclass.
+    """
+    target = resolve(kind, name)
+    both = set(kwargs) & set(supplied)
+    if both:
+        raise ValueError(f'{kind} {name}: {", ".join(sorted(both))} is set by the program; remove it from the recipe')
+    values = dict(kwargs)
+    for key, value in kwargs.items():
+        if isinstance(value, Mapping):
+            hint = get_type_hints(target.__init__ if inspect.isclass(target) else target).get(key)
+            choices = [choice for choice in (hint, *get_args(hint)) if is_dataclass(choice)]
+            values[key] = choices[0](**value) if choices else value  # type: ignore[operator]
+    return target(**values, **supplied)
+
+
+def signature(kind: str, name: str) -> Signature:
+    """The keywords of a component, without importing it where it was registered by its address."""
+    target = _table(kind)[name]
+    return of_source(*target.split(':')) if isinstance(target, str) else of_object(target)
+
+
+def check_keywords(
+    where: str, kind: str, name: str, kwargs: Mapping[str, Any], *, supplied: Collection[str] = ()
+) -> list[Problem]:
+    """Unknown, missing and wrongly typed keywords of a component.
+
+    Args:
+        where: Path of the component in the recipe.
+        kind: Of the component.
+        name: Of the component.
+        kwargs: Its keywords in the recipe.
+        supplied: Keywords that the program gives.
+    """
+    try:
+        found = signature(kind, name)
+    except ValueError as error:
+        return [Problem(where, str(error))]
+    return _check(where, found, kwargs, set(supplied))
+
+
+def _check(where: str, found: Signature, kwargs: Mapping[str, Any], supplied: set[str]) -> list[Problem]:
+    problems = []
+    allowed = [parameter.name for parameter in found.parameters if parameter.name not in supplied]
+    for key in kwargs:
+        if key in supplied:
+            problems.append(Problem(join(where, key), 'is set by the program; remove it from the recipe'))
+        elif key not in allowed and not found.open_ended:
+            problems.append(Problem(join(where, key), f'unknown key; {nearest(key, allowed)}'))
+    for parameter in found.parameters:
+        path = join(where, parameter.name)
+        if parameter.name in supplied:
+            continue
+        if parameter.name not in kwargs:
+            if parameter.required:
+                meaning = f' ({parameter.annotation})' if parameter.annotation else ''
+                problems.append(Problem(path, f'is missing and has no default; give it{meaning}'))
+            continue
+        value = kwargs[parameter.name]
+        nested = [target for text, target in found.nested.items() if text in words(parameter.annotation)]
+        if isinstance(value, Mapping) and nested:
+            problems += _check(path, of_source(*nested[0].split(':')), value, set())
+        else:
+            problems += _check_type(path, parameter, value, nested=bool(nested))
+    return problems
+
+
+def _check_type(where: str, parameter: Parameter, value: Any, *, nested: bool) -> list[Problem]:
+    kind = simple_type(parameter.annotation)
+    if value == MISSING or (nested and value is None):
+        return []
+    if nested:
+        return [Problem(where, f'{value!r} is not a mapping (key: value)')]
+    gather = Gatherer()
+    if kind is not None:
+        build_value(kind, value, where, gather)
+    return gather.problems
+
+
+def _table(kind: str) -> dict[str, Any]:
+    if kind not in TARGETS:
+        raise ValueError(f'no kind of component is called {kind!r}; {nearest(kind, TARGETS)}')
+    return TARGETS[kind]

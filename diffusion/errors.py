@@ -1,0 +1,21 @@
+"""Errors by whose move is next: the user's (`UserError`), or the storage's and the network's (`DataError`).
+
+Anything else that is raised is a bug or a fault of the machine: it keeps its traceback and the process ends with status 1.
+"""
+
+
+class UserError(ValueError):
+    """A mistake that the user can correct: a recipe, an argument, a file or a folder that is not what it should be.
+
+    The message says where, what and the way out. Programs print it without a traceback and end with
+    `exit_codes.CONFIG_ERROR`, which tells a scheduler not to try again. Raise it before the work begins; a fault of
+    storage during the work is not the user's mistake.
+    """
+
+
+class DataError(RuntimeError):
+    """Training data that cannot be read, or is not what its index says; raised on every rank at the same batch.
+
+    The store may be back on the next try, so programs print the message without a traceback and end with
+    `exit_codes.FAILED`.
+    """

@@ -1,0 +1,66 @@
+"""Streams of a recipe by name, wherever in it they are."""
+
+from collections.abc import Mapping, Sequence
+
+from diffusion.config.load import Recipe, RecipeError
+from diffusion.training.expand_streams import by_shape
+from diffusion.config.recipe import StreamConfig
+from diffusion.config.schema import nearest
+
+Sections = dict[str, dict[str, StreamConfig]]
+"""Streams by section, such as `precompute.streams`, and name."""
+
+
+def sections_of(recipe: Recipe) -> Sections:
+    """All streams of a recipe, as they stand there; empty sections are left out."""
+    sections = {
+        'streams': recipe.streams,
+        'eval_streams': recipe.eval_streams,
+        'precompute.streams': recipe.precompute.streams,
+    }
+    return {section: dict(streams) for section, streams in sections.items() if streams}
+
+
+def select(recipe: Recipe, names: Sequence[str]) -> Sections:
+    """The streams that are called so, with or without their section; all of them where no name is given.
+
+    Raises:
+        ValueError: There are none, or one that is asked for is not there or has values that are still to be given.
+    """
+    sections = sections_of(recipe)
+    if not sections:
+        raise ValueError('streams: the recipe has none; name at least one')
+    known = {f'{section}.{name}' for section, streams in sections.items() for name in streams}
+    bare = {name for streams in sections.values() for name in streams}
+    for name in names:
+        if name not in known | bare:
+            raise ValueError(f'{name}: no stream of the recipe is called so; {nearest(name, bare | known)}')
+    chosen = {
+        section: {
+            name: stream
+            for name, stream in streams.items()
+            if not names or name in names or f'{section}.{name}' in names
+        }
+        for section, streams in sections.items()
+    }
+    _check_given(recipe, chosen)
+    return {section: streams for section, streams in chosen.items() if streams}
+
+
+def with_shapes(section: str, streams: Mapping[str, StreamConfig]) -> dict[str, StreamConfig]:
+    """The streams of a section, those of several shapes as one a shape.
+
+    Raises:
+        ValueError: A folder has no list of its shapes.
+    """
+    try:
+        return by_shape(streams)
+    except ValueError as error:
+        raise ValueError(f'{section.removesuffix("streams")}{error}') from error
+
+
+def _check_given(recipe: Recipe, chosen: Sections) -> None:
+    asked = [f'{section}.{name}.' for section, streams in chosen.items() for name in streams]
+    missing = [problem for problem in recipe.missing if any(f'{problem.where}.'.startswith(at) for at in asked)]
+    if missing:
+        raise RecipeError(missing)

@@ -1,0 +1,128 @@
+"""What the driver says of a node's GPUs, through NVML."""
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from diffusion.exit_codes import CONFIG_ERROR
+from diffusion.launch.rank_discovery import visible_gpus
+from diffusion.planning.gpus import load_gpus
+from diffusion.launch.findings import Finding
+
+FREE = 0.9
+"""Share of a GPU's memory that must be free."""
+WHOLE = 0.9
+"""Share of its nominal memory that a GPU has at least; the driver takes some."""
+LEAVING_SECONDS = 20.0
+"""A process that was killed may hold its memory so long."""
+MENDS = {
+    1: 'a reset of the GPU',
+    2: 'a reboot',
+    3: 'draining its peers',
+    4: 'draining it, and a reset',
+    5: 'a recovery of its IMEX domain',
+    6: 'a reset of its bus',
+    7: 'a reboot of the system',
+}
+"""What nvmlGpuRecoveryAction_t asks for."""
+
+
+def load_nvml() -> Any | None:
+    """NVML, started; None where there is none."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    return pynvml
+
+
+def check_gpus(nvml: Any, kind: str, count: int) -> Iterator[Finding]:
+    """All checks of a node's GPUs, before any process of the job uses one.
+
+    Args:
+        nvml: The module pynvml, or what behaves like it.
+        kind: As in planning/gpus.yaml, such as h100-sxm; `any` for whatever there is, `none` for a CPU.
+        count: How many the job uses.
+    """
+    if kind == 'none':
+        return
+    if nvml is None:
+        yield Finding('gpu', False, 'NVML does not answer; is the driver loaded, and the container given its GPUs?')
+        return
+    # The others are somebody else's concern.
+    names = visible_gpus(os.environ, int(nvml.nvmlDeviceGetCount()))
+    yield Finding('gpu count', len(names) >= count, f'{len(names)} of {count}')
+    until = time.monotonic() + LEAVING_SECONDS
+    for name in names:
+        try:
+            by_index = isinstance(name, int)
+            gpu = nvml.nvmlDeviceGetHandleByIndex(name) if by_index else nvml.nvmlDeviceGetHandleByUUID(name)
+            yield from _check_one(nvml, gpu, f'gpu {name}', kind, until)
+        except nvml.NVMLError as error:
+            # One that has fallen off the bus answers nothing.
+            yield Finding('gpu', False, f'gpu {name}: {error}')
+
+
+def _check_one(nvml: Any, gpu: Any, name: str, kind: str, until: float) -> Iterator[Finding]:
+    product = _text(nvml.nvmlDeviceGetName(gpu))
+    family = kind.split('-')[0]
+    same = kind == 'any' or re.sub('[^a-z0-9]', '', family) in re.sub('[^a-z0-9]', '', product.lower())
+    yield Finding('gpu kind', same, f'{name}: {product}' + ('' if same else f', asked for {kind}'), CONFIG_ERROR)
+    foreign, share, total = _use(nvml, gpu)
+    known = load_gpus().get(kind)
+    if known is not None and total < WHOLE * known.memory_gib * 2**30:
+        what = f'{name}: {total / 2**30:.0f} GiB of memory, {kind} has {known.memory_gib:.0f}'
+        yield Finding('gpu kind', False, what, CONFIG_ERROR)
+    while (foreign or share < FREE) and time.monotonic() < until:
+        time.sleep(0.5)
+        foreign, share, total = _use(nvml, gpu)
+    # In a container they have the host's numbers, or are not told at all.
+    on_it = f'process {", ".join(map(str, foreign))} is on it; end it' if foreign else 'nobody on it'
+    yield Finding('gpu processes', not foreign, f'{name}: {on_it}')
+    yield Finding('gpu memory', share >= FREE, f'{name}: {share:.0%} of {total / 2**30:.0f} GiB free')
+    yield from _check_health(nvml, gpu, name)
+
+
+def _use(nvml: Any, gpu: Any) -> tuple[list[int], float, int]:
+    """The processes on a GPU, the free share of its memory, and all of that in bytes."""
+    memory = nvml.nvmlDeviceGetMemoryInfo(gpu)
+    processes = [each.pid for each in nvml.nvmlDeviceGetComputeRunningProcesses(gpu)]
+    return processes, memory.free / memory.total, memory.total
+
+
+def _check_health(nvml: Any, gpu: Any, name: str) -> Iterator[Finding]:
+    """Memory errors, and what the driver asks for; what an older GPU does not have, it says it does not support."""
+    rows = _if_supported(nvml, lambda: nvml.nvmlDeviceGetRemappedRows(gpu))
+    if rows is not None:
+        _, _, pending, failed = rows
+        what = 'rows could not be remapped; replace it' if failed else 'a reset is due' if pending else 'no row waits'
+        yield Finding('gpu rows', not (failed or pending), f'{name}: {what}')
+    kind, since = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+    errors = _if_supported(nvml, lambda: nvml.nvmlDeviceGetTotalEccErrors(gpu, kind, since))
+    if errors is not None:
+        yield Finding('gpu ecc', errors == 0, f'{name}: {errors} uncorrected errors since the driver was loaded')
+    action = _if_supported(nvml, lambda: _recovery_action(nvml, gpu))
+    if action is not None:
+        what = f'the driver asks for {MENDS.get(action, f"action {action}")}' if action else 'needs nothing'
+        yield Finding('gpu recovery', not action, f'{name}: {what}')
+
+
+def _recovery_action(nvml: Any, gpu: Any) -> int | None:
+    (answer,) = nvml.nvmlDeviceGetFieldValues(gpu, [nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])
+    # A driver that does not know the field says so in the answer.
+    return None if answer.nvmlReturn else int(answer.value.uiVal)
+
+
+def _if_supported(nvml: Any, ask: Callable[[], Any]) -> Any | None:
+    try:
+        return ask()
+    except nvml.NVMLError_NotSupported:
+        return None
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value

@@ -1,0 +1,62 @@
+"""What jobs will cost, by the planner; a launch goes on without an answer, and says why there is none."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from diffusion.launch.job_spec import Job
+from diffusion.planning.run_cost import Cost
+from diffusion.planning.gpus import GPU, load_gpus
+from diffusion.planning.plan import Assumptions, load_phases, make_plan
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Of one job."""
+
+    cost: Cost
+    """With saves and failures."""
+    price_usd_per_gpu_hour: float | None
+    warnings: tuple[str, ...]
+
+
+def estimate(job: Job, gpu: GPU | None) -> Estimate | str:
+    """What a job will cost, or why that is not known."""
+    if gpu is None:
+        return 'runs on CPUs'
+    try:
+        phases = load_phases([job.recipe], job.overrides)
+        given = Assumptions(gpu=gpu, gpus=job.world_size, price=job.spec.price_usd_per_gpu_hour)
+        plan = make_plan(phases, given, gpus=load_gpus())
+    except ValueError as error:
+        return str(error).splitlines()[-1].strip()
+    # The plan speaks of its own options.
+    warnings = tuple(re.sub(r'give --price.*', 'set price_usd_per_gpu_hour', warning) for warning in plan.warnings)
+    return Estimate(plan.expected, given.price_usd_per_hour, warnings)
+
+
+def table(jobs: Sequence[Job], gpu: GPU | None) -> tuple[list[str], list[str]]:
+    """Jobs, what they run on, and what they will cost, as aligned lines; and the planner's warnings."""
+    rows = [['job', 'nodes', 'GPUs', 'recipe', 'days', 'GPU-hours', 'dollars']]
+    warnings: list[str] = []
+    estimates = [estimate(job, gpu) for job in jobs]
+    for job, found in zip(jobs, estimates, strict=True):
+        gpus = f'{job.nodes * job.spec.gpus_per_node} x {job.spec.gpu}' if job.spec.gpu else 'none'
+        row = [job.name, str(job.nodes), gpus, job.recipe]
+        if isinstance(found, str):
+            rows.append([*row, 'no cost', found, ''])
+        else:
+            rows.append([*row, *_cells(found.cost)])
+            warnings += found.warnings
+    known = [each.cost for each in estimates if isinstance(each, Estimate)]
+    if len(jobs) > 1 and len(known) == len(jobs):
+        rows.append(['in all', '', '', '', *_cells(sum(known[1:], known[0]))])
+    widths = [max(len(row[column]) for row in rows if row[4] != 'no cost' or column < 4) for column in range(7)]
+    lines = ['  '.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    prices = {each.price_usd_per_gpu_hour for each in estimates if isinstance(each, Estimate)} - {None}
+    lines += [f'at ${price:,.2f} a GPU-hour, with the time of saves and failures' for price in prices]
+    return lines, warnings
+
+
+def _cells(cost: Cost) -> list[str]:
+    return [f'{cost.days:.2f}', f'{cost.gpu_hours:,.0f}', 'no price' if cost.usd is None else f'${cost.usd:,.0f}']

@@ -1,0 +1,174 @@
+"""The parts of a latent diffusion model that come from diffusers and transformers, and how they are loaded.
+
+Shapes: B batch, E text encoders, L text tokens, D text width (summed over encoders), C latent channels.
+"""
+
+import gzip
+import json
+import tempfile
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from diffusers.models.modeling_utils import ModelMixin
+from torch import Tensor, nn
+from transformers import CLIPTextModel, CLIPTokenizer, PreTrainedTokenizerBase
+
+from diffusion.models.clip_tokens import token_ids
+
+Loadable = TypeVar('Loadable')
+
+
+def load_pretrained(part: type[Loadable], source: str, *, subfolder: str, revision: str | None = None) -> Loadable:
+    """A part of a pipeline by `from_pretrained`, from a folder or the Hugging Face Hub.
+
+    Args:
+        part: The class to load.
+        source: A local folder in diffusers' layout, or a repository on the Hub.
+        subfolder: Which part: `vae`, `text_encoder`, `tokenizer`. Empty where the folder is the part itself.
+        revision: Commit of the repository; ignored for a local folder.
+
+    Raises:
+        ValueError: The files are not there or the Hub can't be reached.
+    """
+    local = Path(source).is_dir()
+    options: dict[str, Any] = {} if local else {'revision': revision}
+    if issubclass(part, nn.Module):
+        options['use_safetensors'] = True  # never unpickle what somebody else wrote
+    if issubclass(part, ModelMixin):
+        options['low_cpu_mem_usage'] = False  # else diffusers asks for accelerate, at length
+    try:
+        return part.from_pretrained(source, subfolder=subfolder, **options)  # type: ignore[attr-defined]
+    except (OSError, ValueError, TypeError) as error:
+        wanted = '/'.join(name for name in (source, subfolder) if name)
+        at = f' at revision {revision}' if revision and not local else ''
+        place = 'this folder' if local else 'the Hugging Face Hub'
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(
+            f'{wanted}: {part.__name__}{at} could not be loaded from {place} ({reason}); '
+            'give the path of a local folder written by save_pretrained instead, with the sub-folders '
+            'vae/, text_encoder/ and tokenizer/ (model.pretrained=/path/to/folder)'
+        ) from error
+
+
+def clip_tokenizer(*, max_length: int = 77, pad_token: str = '!') -> CLIPTokenizer:
+    """CLIP's tokenizer from the vocabulary that open_clip ships, so that nothing is downloaded.
+
+    Ids equal those of `openai/clip-vit-large-patch14`. Stable Diffusion 2 pads with `!`, id 0.
+    """
+    package = find_spec('open_clip')
+    assert package is not None and package.origin is not None, 'open-clip-torch is a core dependency'
+    source = Path(package.origin).parent / 'bpe_simple_vocab_16e6.txt.gz'
+    merges = gzip.decompress(source.read_bytes()).decode('utf-8').split('\n')[1 : 49152 - 256 - 2 + 1]
+    letters = [_byte_letter(byte) for byte in _byte_order()]
+    tokens = letters + [letter + '</w>' for letter in letters] + [merge.replace(' ', '') for merge in merges]
+    # open_clip spells these <start_of_text> and <end_of_text>; under that name transformers would add new ids.
+    tokens += ['<|startoftext|>', '<|endoftext|>']
+    with tempfile.TemporaryDirectory() as folder:
+        vocabulary, rules = Path(folder, 'vocab.json'), Path(folder, 'merges.txt')
+        vocabulary.write_text(json.dumps({token: index for index, token in enumerate(tokens)}), encoding='utf-8')
+        rules.write_text('#version: 0.2\n' + '\n'.join(merges) + '\n', encoding='utf-8')
+        return CLIPTokenizer(str(vocabulary), str(rules), model_max_length=max_length, pad_token=pad_token)
+
+
+def tokenize(tokenizers: Sequence[PreTrainedTokenizerBase], captions: Sequence[str]) -> Tensor:
+    """Tokens of captions, padded and cut to the tokenizers' common length, int64 [B, E, L]."""
+    rows = [[token_ids(tokenizer, caption) for caption in captions] for tokenizer in tokenizers]
+    # PyTorch takes ten times as long to read nested lists.
+    return torch.from_numpy(np.array(rows, dtype=np.int64).swapaxes(0, 1).copy())
+
+
+class TextConditioner(nn.Module):
+    """One or several text encoders whose last hidden states, side by side, condition the denoiser.
+
+    Args:
+        encoders: CLIP text models. Stable Diffusion 2's has its last layer removed, so that its last hidden state is
+            OpenCLIP's penultimate layer after the final norm.
+        tokenizers: One an encoder, of one common length.
+    """
+
+    def __init__(self, encoders: Sequence[CLIPTextModel], tokenizers: Sequence[PreTrainedTokenizerBase]) -> None:
+        super().__init__()
+        lengths = {tokenizer.model_max_length for tokenizer in tokenizers}
+        if len(encoders) != len(tokenizers) or not encoders or len(lengths) != 1:
+            raise ValueError(
+                f'text encoders: {len(encoders)} encoders with {len(tokenizers)} tokenizers of lengths '
+                f'{sorted(lengths)}; give one tokenizer an encoder, all of one length'
+            )
+        for encoder, tokenizer in zip(encoders, tokenizers, strict=True):
+            if len(tokenizer) > encoder.config.vocab_size:
+                raise ValueError(
+                    f'tokenizer: it has {len(tokenizer)} tokens, its text encoder embeds {encoder.config.vocab_size}; '
+                    'load both from the same place'
+                )
+        self.encoders = nn.ModuleList(encoders)
+        self.tokenizers = list(tokenizers)
+
+    @property
+    def width(self) -> int:
+        """D, width of the conditioning."""
+        return sum(encoder.config.hidden_size for encoder in self.encoders)  # type: ignore[union-attr]
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Conditioning [B, L, D] of tokens [B, E, L]."""
+        if input_ids.ndim != 3 or input_ids.shape[1] != len(self.encoders):
+            raise ValueError(
+                f'input_ids: shape {tuple(input_ids.shape)}; '
+                f'expected [batch, {len(self.encoders)} text encoders, tokens]'
+            )
+        states = [encoder(input_ids[:, i]).last_hidden_state for i, encoder in enumerate(self.encoders)]
+        return torch.cat(states, dim=-1)
+
+    def padding_mask(self, input_ids: Tensor) -> Tensor:
+        """True up to the first end-of-text token, bool [B, L]; the first encoder's tokens decide."""
+        end_of_text: Any = self.tokenizers[0].eos_token_id
+        ended = input_ids[:, 0].eq(end_of_text).cumsum(dim=-1)
+        return torch.cat([torch.ones_like(ended[:, :1]), ended[:, :-1] == 0], dim=-1).bool()
+
+
+def latent_statistics(vae: AutoencoderKL) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of the VAE's latents, float32 [C] each: (latents - mean) / std is what is diffused.
+
+    diffusers' configurations say it in two ways, a scaling_factor with an optional shift_factor, or means and standard
+    deviations a channel (and a scaling_factor on top).
+    """
+    config, channels = vae.config, vae.config['latent_channels']
+    mean = config.get('latents_mean') or [config.get('shift_factor') or 0.0] * channels
+    std = config.get('latents_std') or [1.0] * channels
+    if len(mean) != channels or len(std) != channels:
+        raise ValueError(
+            f'vae: latents_mean and latents_std have {len(mean)} and {len(std)} values for {channels} channels'
+        )
+    return torch.tensor(mean, device='cpu'), torch.tensor(std, device='cpu') / config['scaling_factor']
+
+
+def posterior_of(vae: AutoencoderKL, pixels: Tensor) -> DiagonalGaussianDistribution:
+    """What the VAE's encoder says of pictures [B, 3, 8H, 8W] in [-1, 1]."""
+    return vae.encode(pixels, return_dict=False)[0]  # type: ignore[return-value]
+
+
+def reconstruct(vae: AutoencoderKL, latents: Tensor) -> Tensor:
+    """Pictures [B, 3, 8H, 8W], about in [-1, 1], of raw latents [B, C, H, W]."""
+    return vae.decode(latents, return_dict=False)[0]  # type: ignore[arg-type]
+
+
+def downsampling(vae: AutoencoderKL) -> int:
+    """Pixels a latent cell spans along a side: 8 for Stable Diffusion."""
+    return 2 ** (len(vae.config['block_out_channels']) - 1)
+
+
+def _byte_order() -> list[int]:
+    printable = [*range(ord('!'), ord('~') + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
+    return printable + [byte for byte in range(256) if byte not in printable]
+
+
+def _byte_letter(byte: int) -> str:
+    """The printable stand-in for a byte in GPT-2's and CLIP's byte-level vocabularies."""
+    order = _byte_order()
+    printable = order[:188]
+    return chr(byte) if byte in printable else chr(256 + order.index(byte) - 188)

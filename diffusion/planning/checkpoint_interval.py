@@ -1,0 +1,106 @@
+"""Checkpoints: how large, how often, and how much of a run its failures leave.
+
+The interval is Young's (1974), sqrt(2 x stall x MTBF); what remains is Daly's complete model (2006).
+"""
+
+import math
+from dataclasses import dataclass
+
+from diffusion.planning.memory import averages_of
+from diffusion.planning.workload import Phase
+from diffusion.planning.cost_tape import FLOAT32
+
+LLAMA3_HOURS_BETWEEN_FAILURES = 54 * 24 / 419
+LLAMA3_GPUS = 16_384
+"""419 unexpected interruptions in 54 days (Llama 3, 2024); the default MTBF scales with the number of GPUs."""
+WRITE_BYTES_PER_SECOND = 0.2e9
+"""Of one writer to a shared file system: 1.6 GB took 8 s on two slow cores, hashing included."""
+RESTART_SECONDS = 600.0
+"""From a failure to the next batch: noticing it, another node, starting, reading the checkpoint. An assumption."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of a checkpoint."""
+
+    weights: int
+    with_optimizer: int
+    with_averages: int
+
+
+@dataclass(frozen=True)
+class Resilience:
+    """What saving and failing cost."""
+
+    mtbf_hours: float
+    stall_seconds: float
+    restart_seconds: float
+    interval_seconds: float
+    """Young's."""
+    goodput: float
+    """Share of the time that is training, at that interval."""
+    interval_batches: int
+    recipe_interval_seconds: float | None
+    """As trainer.save_interval says, where that is batches."""
+    recipe_goodput: float | None
+
+
+def sizes_of(phase: Phase) -> Sizes:
+    """Trained parameters in float32, two numbers of the optimizer each, and the averages at the run's end."""
+    weights = FLOAT32 * phase.model.trained_parameters
+    return Sizes(weights, 3 * weights, (3 + averages_of(phase)) * weights)
+
+
+def default_mtbf_hours(gpus: int) -> float:
+    """Hours between unexpected interruptions of a run on so many GPUs."""
+    return LLAMA3_HOURS_BETWEEN_FAILURES * LLAMA3_GPUS / gpus
+
+
+def default_stall_seconds(phase: Phase, *, nodes: int) -> float:
+    """How long a save stops training: one writer for whole checkpoints, one a node for those in pieces."""
+    writers = nodes if phase.recipe.parallelism.checkpoints == 'sharded' else 1
+    return sizes_of(phase).with_averages / (writers * WRITE_BYTES_PER_SECOND)
+
+
+def young_interval(*, stall: float, mtbf: float) -> float:
+    """Time between saves that loses least, to first order; in the unit of its arguments."""
+    return math.sqrt(2 * stall * mtbf)
+
+
+def goodput(*, interval: float, stall: float, restart: float, mtbf: float) -> float:
+    """Share of the wall-clock time that is training (Daly 2006, equation 20), failures coming at random.
+
+    A segment of `interval` and a save takes mtbf e^(restart / mtbf) (e^((interval + stall) / mtbf) - 1) on average. All
+    four in one unit.
+    """
+    segment = (interval + stall) / mtbf
+    # 1 / (e^x - 1) = e^-x / (1 - e^-x), which does not overflow.
+    return interval / mtbf * math.exp(-restart / mtbf - segment) / -math.expm1(-segment)
+
+
+def resilience_of(
+    phase: Phase,
+    *,
+    images_per_second: float,
+    nodes: int,
+    mtbf_hours: float,
+    stall_seconds: float | None = None,
+    restart_seconds: float = RESTART_SECONDS,
+) -> Resilience:
+    """How often to save, and what is left of the time."""
+    stall = default_stall_seconds(phase, nodes=nodes) if stall_seconds is None else stall_seconds
+    mtbf, batch_seconds = mtbf_hours * 3600, phase.recipe.global_batch / images_per_second
+    # Not before a batch is done, and not after the run is: its end is always saved.
+    interval = min(max(young_interval(stall=stall, mtbf=mtbf), batch_seconds), phase.batches * batch_seconds)
+    written = str(phase.recipe.trainer.get('save_interval', '1ep'))
+    own = int(written[:-2]) * batch_seconds if written.endswith('ba') and written[:-2].isdigit() else None
+    return Resilience(
+        mtbf_hours=mtbf_hours,
+        stall_seconds=stall,
+        restart_seconds=restart_seconds,
+        interval_seconds=interval,
+        goodput=goodput(interval=interval, stall=stall, restart=restart_seconds, mtbf=mtbf),
+        interval_batches=max(1, round(interval / batch_seconds)),
+        recipe_interval_seconds=own,
+        recipe_goodput=None if not own else goodput(interval=own, stall=stall, restart=restart_seconds, mtbf=mtbf),
+    )

@@ -1,0 +1,108 @@
+"""Cost and days against the number of GPUs, as a PNG."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from diffusion.config.checks import check_devices
+from diffusion.storage.atomic import becoming
+from diffusion.planning.run_cost import Cost, training_cost
+from diffusion.planning.workload import Phase
+from diffusion.planning.plan import Assumptions, Plan, speed_under
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLOURS = ('#4477aa', '#ee6677', '#228833', '#ccbb44', '#66ccee', '#aa3377')
+
+
+def counts_around(phases: Sequence[Phase], chosen: int) -> list[int]:
+    """Halves and doubles of the chosen number, and powers of two, of those that every batch divides over."""
+    odd = chosen // (chosen & -chosen)
+    counts = {chosen, *(factor * 2**power for factor in (1, odd) for power in range(15))}
+    lowest, highest = max(1, min(8, chosen // 4)), max(256, 4 * chosen)
+    return sorted(
+        count
+        for count in counts
+        if lowest <= count <= highest and not any(check_devices(phase.recipe, count) for phase in phases)
+    )
+
+
+def costs_at(phases: Sequence[Phase], given: Assumptions, gpus: int) -> list[Cost]:
+    """What each phase takes on another number of GPUs."""
+    there = replace(given, gpus=gpus)
+    if given.images_per_second is not None:
+        there = replace(there, images_per_second=given.images_per_second * gpus / given.gpus)
+    price = given.price_usd_per_hour
+    return [training_cost(phase, speed_under(phase, there), gpus=gpus, price=price) for phase in phases]
+
+
+def draw(plan: Plan, out: Path) -> None:
+    """Write the picture: days on the left, dollars (GPU-hours without a price) on the right."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    phases, given = [each.phase for each in plan.phases], plan.given
+    counts = counts_around(phases, given.gpus)
+    costs = [costs_at(phases, given, count) for count in counts]
+    days = [[cost.days for cost in column] for column in zip(*costs, strict=True)]
+    price = given.price_usd_per_hour
+    money = [
+        [cost.gpu_hours if cost.usd is None else cost.usd for cost in column] for column in zip(*costs, strict=True)
+    ]
+    figure = Figure(figsize=(10, 4.2), layout='constrained')
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    names = [phase.name for phase in phases]
+    _bars(left, dict(zip(names, days, strict=True)), counts, given, _days)
+    _bars(right, dict(zip(names, money, strict=True)), counts, given, _hours if price is None else _money)
+    left.set_title('days of training', loc='left', fontsize=10)
+    title = 'GPU-hours' if price is None else f'dollars at ${price:.2f} a GPU-hour'
+    right.set_title(title, loc='left', fontsize=10)
+    if len(phases) > 1:
+        left.legend(frameon=False)
+    with becoming(out) as unfinished:
+        figure.savefig(unfinished, dpi=150, format='png')
+
+
+def _bars(
+    axes: 'Axes',
+    values: Mapping[str, Sequence[float]],
+    counts: Sequence[int],
+    given: Assumptions,
+    form: Callable[[float], str],
+) -> None:
+    """A bar a number of GPUs, phases on top of each other, the sum above, the chosen number in bold."""
+    positions, tops = range(len(counts)), [0.0] * len(counts)
+    for index, (name, heights) in enumerate(values.items()):
+        axes.bar(positions, heights, bottom=tops, color=COLOURS[index % len(COLOURS)], width=0.7, label=name)
+        tops = [top + height for top, height in zip(tops, heights, strict=True)]
+    above: dict[str, Any] = {'xytext': (0, 2), 'textcoords': 'offset points', 'ha': 'center', 'fontsize': 8}
+    for position, top in zip(positions, tops, strict=True):
+        weight = 'bold' if counts[position] == given.gpus else 'normal'
+        axes.annotate(form(top), (position, top), weight=weight, **above)
+    axes.set_xticks(list(positions), [str(count) for count in counts])
+    axes.get_xticklabels()[counts.index(given.gpus)].set_fontweight('bold')
+    axes.yaxis.set_major_formatter(lambda value, _: _tick(value, dollars=form is _money))
+    axes.margins(y=0.12)
+    axes.set_xlabel(f'number of {given.gpu.name}')
+    axes.spines[['top', 'right']].set_visible(False)
+    axes.grid(axis='y', alpha=0.3)
+    axes.set_axisbelow(True)
+
+
+def _days(value: float) -> str:
+    return f'{value:.0f}' if value >= 100 else f'{value:.1f}' if value >= 1 else f'{value:.2g}'
+
+
+def _money(value: float) -> str:
+    return f'${value / 1000:,.1f}k' if value >= 1000 else f'${value:,.0f}'
+
+
+def _hours(value: float) -> str:
+    return f'{value:,.0f}'
+
+
+def _tick(value: float, *, dollars: bool) -> str:
+    return f'${value / 1000:,g}k' if dollars and value >= 1000 else f'${value:,g}' if dollars else f'{value:,g}'

@@ -1,0 +1,219 @@
+"""A plan as text for people: sections of aligned columns."""
+
+from collections.abc import Collection, Sequence
+
+from diffusion.planning.run_cost import Cost
+from diffusion.planning.memory import GIB
+from diffusion.planning.workload import Phase
+from diffusion.planning.plan import Plan
+
+PARTS = {
+    'weights': 'weights',
+    'gradients': 'gradients',
+    'optimizer': 'optimizer',
+    'averages': 'averages (EMA)',
+    'encoders': 'frozen encoders',
+    'buckets': 'gradients to reduce',
+    'compute_weights': 'weights for computing',
+    'activations': 'activations',
+    'working': 'working tensors',
+}
+ENCODING_NAMES = {
+    'pictures': 'pictures',
+    'latents': 'latents, text online',
+    'latents+text': 'latents and text',
+}
+
+
+def as_text(plan: Plan) -> str:
+    """The whole plan."""
+    sections = [_what(plan), _time(plan), _memory(plan), _data(plan), _checkpoints(plan)]
+    sections += [_bullets('Notes', plan.notes), _bullets('WARNINGS', plan.warnings)]
+    return '\n\n'.join(section for section in sections if section)
+
+
+def _what(plan: Plan) -> str:
+    rows = [['', 'pictures', 'batches', 'a batch', 'seen', 'trained', 'GFLOP a picture']]
+    for each in plan.phases:
+        phase = each.phase
+        rows.append(
+            [
+                phase.name,
+                _shapes(phase),
+                f'{phase.batches:,}',
+                f'{phase.recipe.global_batch:,}',
+                f'{phase.images / 1e6:,.1f} M',
+                f'{phase.model.trained_parameters / 1e6:,.1f} M',
+                _flops(phase),
+            ]
+        )
+    given = plan.given
+    price = given.price_usd_per_hour
+    asked = 'at no known price' if price is None else f'at ${price:.2f} an hour'
+    nodes = f'{given.nodes} nodes' if given.nodes > 1 else 'one node'
+    title = f'{given.gpus} x {given.gpu.name} ({nodes}), {asked}'
+    return _section(title, rows)
+
+
+def _time(plan: Plan) -> str:
+    rows = [['', 'images/s', 'MFU', 'days', 'GPU-hours', 'dollars', 'by']]
+    for each in plan.phases:
+        speed = each.speed
+        rows.append(
+            [each.phase.name, f'{speed.images_per_second:,.0f}', f'{speed.mfu:.1%}', *_cost(each.cost), speed.source]
+        )
+    if len(plan.phases) > 1:
+        rows.append(['in all', '', '', *_cost(plan.total), f'{plan.flops:.2e} FLOP of training'])
+    goodput = plan.total.hours / plan.expected.hours
+    rows.append(['with saves, failures', '', '', *_cost(plan.expected), f'goodput {goodput:.3f}, see checkpoints'])
+    return _section('Time and cost', rows, left={6})
+
+
+def _memory(plan: Plan) -> str:
+    blocks = []
+    for each in plan.phases:
+        own = each.fit[0]
+        title = f'Memory of one GPU, {each.phase.name}, GiB (it has {plan.given.gpu.memory_gib:.1f})'
+        used = {name: max(getattr(fit.memory, name) for fit in each.fit) for name in PARTS}
+        shown = [name for name in PARTS if used[name] >= 0.005 * GIB]
+        rows = [['strategy', *(PARTS[name] for name in shown), 'peak', 'with allowance', 'largest microbatch']]
+        for fit in each.fit:
+            mark = '' if fit.fits else '  does not fit'
+            cells = [_gib(getattr(fit.memory, name)) for name in shown]
+            label = fit.setup.label + (' (recipe)' if fit is own else '')
+            share = each.phase.recipe.global_batch // plan.given.gpus
+            largest = f'{fit.largest_microbatch} of {share}' if fit.largest_microbatch else 'none'
+            rows.append([label, *cells, _gib(fit.memory.allocated), _gib(fit.memory.reserved), largest + mark])
+        blocks.append(_section(f'{title}, microbatch {own.setup.microbatch}', _stacked(rows)))
+    return '\n\n'.join(blocks)
+
+
+def _data(plan: Plan) -> str:
+    blocks = []
+    for each in plan.phases:
+        rows = [
+            [
+                'stored as',
+                'a sample',
+                'stored',
+                'read',
+                'GB/s in all',
+                'a node',
+                'days in all',
+                'dollars in all',
+                'to precompute',
+            ]
+        ]
+        for other in each.alternatives:
+            own = ' (recipe)' if other.encoding == each.phase.encoding else ''
+            storage = other.storage
+            rows.append(
+                [
+                    ENCODING_NAMES[other.encoding] + own,
+                    _bytes(storage.bytes_per_sample),
+                    _bytes(storage.stored_bytes),
+                    _bytes(storage.read_bytes),
+                    f'{storage.bytes_per_second / 1e9:,.2f}',
+                    f'{storage.bytes_per_second_per_node / 1e9:,.3f}',
+                    f'{other.total.days:,.2f}',
+                    _dollars(other.total),
+                    _dollars(other.precompute),
+                ]
+            )
+        seen = each.phase.different_images / 1e6
+        blocks.append(_section(f'Data, {each.phase.name}, {seen:,.1f} M different pictures', rows))
+    return '\n\n'.join(blocks)
+
+
+def _checkpoints(plan: Plan) -> str:
+    rows = [
+        ['', 'weights', '+ optimizer', '+ averages', 'a save stalls', 'save every', 'goodput', 'the recipe saves every']
+    ]
+    for each in plan.phases:
+        saving = each.resilience
+        own = '(not in batches)'
+        if saving.recipe_interval_seconds is not None:
+            own = f'{each.phase.recipe.trainer["save_interval"]} = {_duration(saving.recipe_interval_seconds)}'
+            own += f', goodput {saving.recipe_goodput:.3f}'
+        rows.append(
+            [
+                each.phase.name,
+                _bytes(each.sizes.weights),
+                _bytes(each.sizes.with_optimizer),
+                _bytes(each.sizes.with_averages),
+                f'{saving.stall_seconds:,.0f} s',
+                f'{saving.interval_batches:,}ba = {_duration(saving.interval_seconds)}',
+                f'{saving.goodput:.3f}',
+                own,
+            ]
+        )
+    mtbf = plan.phases[0].resilience.mtbf_hours
+    return _section(f'Checkpoints; a failure every {_duration(3600 * mtbf)}', rows, left={7})
+
+
+# -- words and numbers --
+
+
+def _flops(phase: Phase) -> str:
+    parts = [f'{phase.training_flops / 1e9:,.1f}']
+    online = phase.encoder_flops(phase.encoding)
+    if online:
+        share = phase.flops() / phase.training_flops
+        parts.append(f'+ {online / 1e9:,.1f} encoding (x {share:.2f})')
+    return ' '.join(parts)
+
+
+def _shapes(phase: Phase) -> str:
+    shapes = list(phase.shapes)
+    return str(shapes[0]) if len(shapes) == 1 else f'{len(shapes)} shapes to {phase.largest_shape}'
+
+
+def _cost(cost: Cost) -> list[str]:
+    return [f'{cost.days:,.2f}', f'{cost.gpu_hours:,.0f}', _dollars(cost)]
+
+
+def _dollars(cost: Cost) -> str:
+    return '' if cost.usd is None else f'${cost.usd:,.0f}'
+
+
+def _gib(count: float) -> str:
+    return f'{count / GIB:,.2f}'
+
+
+def _bytes(count: float) -> str:
+    for unit, size in (('PB', 1e15), ('TB', 1e12), ('GB', 1e9), ('MB', 1e6), ('kB', 1e3)):
+        if count >= size:
+            return f'{count / size:,.2f} {unit}'
+    return f'{count:,.0f} B'
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (('d', 86400), ('h', 3600), ('min', 60)):
+        if seconds >= 2 * size:
+            return f'{seconds / size:,.1f} {unit}'
+    return f'{seconds:,.1f} s'
+
+
+# -- layout --
+
+
+def _section(title: str, rows: Sequence[Sequence[str]], *, left: Collection[int] = ()) -> str:
+    """Rows under a title, columns aligned: the first and those in `left` to the left, the others to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if column == 0 or column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append('  ' + '  '.join(cells).rstrip())
+    return '\n'.join([title, *lines])
+
+
+def _stacked(rows: list[list[str]]) -> list[list[str]]:
+    """Columns as rows: parts of memory under each other, strategies side by side."""
+    return [list(column) for column in zip(*rows, strict=True)]
+
+
+def _bullets(title: str, lines: Sequence[str]) -> str:
+    return '\n'.join([title, *(f'  - {line}' for line in lines)]) if lines else ''

@@ -1,0 +1,47 @@
+"""Time and money of a phase."""
+
+from dataclasses import dataclass
+
+from diffusion.planning.gpus import GPU
+from diffusion.planning.workload import Encoding, Phase
+from diffusion.planning.throughput import PRECOMPUTE_MFU, Speed
+
+HOUR = 3600
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Wall-clock hours on all GPUs together, and what they cost."""
+
+    hours: float
+    gpu_hours: float
+    usd: float | None
+    """None without a price."""
+
+    @property
+    def days(self) -> float:
+        return self.hours / 24
+
+    def __add__(self, other: 'Cost') -> 'Cost':
+        usd = None if self.usd is None or other.usd is None else self.usd + other.usd
+        return Cost(self.hours + other.hours, self.gpu_hours + other.gpu_hours, usd)
+
+    def __mul__(self, factor: float) -> 'Cost':
+        return Cost(self.hours * factor, self.gpu_hours * factor, None if self.usd is None else self.usd * factor)
+
+
+def cost_of_hours(hours: float, *, gpus: int, price: float | None) -> Cost:
+    gpu_hours = hours * gpus
+    return Cost(hours, gpu_hours, None if price is None else gpu_hours * price)
+
+
+def training_cost(phase: Phase, speed: Speed, *, gpus: int, price: float | None) -> Cost:
+    """Of the batches alone: no evaluation, no saves, no failures."""
+    return cost_of_hours(phase.images / speed.images_per_second / HOUR, gpus=gpus, price=price)
+
+
+def precompute_cost(phase: Phase, encoding: Encoding, gpu: GPU, *, gpus: int, price: float | None) -> Cost:
+    """Of encoding every different picture once, before training."""
+    flops = phase.different_images * phase.precompute_flops(encoding)
+    peak = gpus * gpu.peak_flops('fp16')
+    return cost_of_hours(flops / (PRECOMPUTE_MFU * peak) / HOUR, gpus=gpus, price=price)

@@ -1,0 +1,269 @@
+"""A recipe as an amount of work: how many pictures of which shapes, and what is computed for each."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from diffusion.config.image_shapes import Shape, read_buckets
+from diffusion.planning import published_runs
+from diffusion.planning.model_costs import Model, describe
+from diffusion.planning.cost_tape import AMP, AMP_LOW_NORMS, FULL, Precision
+from diffusion.config.recipe import Recipe, SpeedConfig, StreamConfig
+from diffusion.config.schema import MISSING
+from diffusion.config.performance_preset import chosen
+
+Encoding = Literal['pictures', 'latents', 'latents+text']
+ENCODINGS: tuple[Encoding, ...] = ('pictures', 'latents', 'latents+text')
+"""What is stored of a sample: nothing is encoded; the VAE has been run; text encoder and VAE have been run."""
+BACKWARD = 2
+"""FLOPs of the backward pass, in forward passes."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A recipe, and what it says about the work."""
+
+    recipe: Recipe
+    model: Model
+    shapes: Mapping[Shape, float]
+    """Share of the pictures by shape; sums to 1."""
+    batches: int
+    samples: int | None
+    """Different pictures there are, where that is known."""
+    stored_bytes: float | None
+    """Bytes of a picture and its captions in the shards, where these are here to be looked at."""
+    encoding: Encoding
+    notes: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.recipe.name
+
+    @property
+    def images(self) -> int:
+        """Pictures that the run sees, repeated ones counted each time."""
+        return self.batches * self.recipe.global_batch
+
+    @property
+    def different_images(self) -> int:
+        return self.images if self.samples is None else min(self.samples, self.images)
+
+    @property
+    def autocast(self) -> str:
+        """bf16, fp16 or fp32: what the GPU computes in."""
+        precision = str(self.recipe.trainer.get('precision', 'amp_fp16')).lower()
+        return {'amp_bf16': 'bf16', 'amp_fp16': 'fp16', 'amp_fp8': 'bf16'}.get(precision, 'fp32')
+
+    def speed(self, strategy: str | None = None) -> SpeedConfig:
+        """The parts of `speed` as a run on GPUs decides them; None is the recipe's own strategy."""
+        return chosen(self.recipe.speed, on_gpu=True, strategy=strategy or self.recipe.parallelism.strategy)
+
+    def precision(self, strategy: str | None = None) -> Precision:
+        """What autocast keeps for the backward pass; norms that are compiled keep no more than narrow ones."""
+        if self.autocast == 'fp32':
+            return FULL
+        names = {component.name for component in self.recipe.algorithms.values()}
+        narrow = {'low_precision_groupnorm', 'low_precision_layernorm'} <= names
+        parts = self.speed(strategy)
+        narrow = narrow or (self.model.denoiser is not None and bool(parts.compile or parts.low_precision_norms))
+        return AMP_LOW_NORMS if narrow else AMP
+
+    @property
+    def recomputes(self) -> bool:
+        return self.recipe.parallelism.activation_checkpointing
+
+    # -- FLOPs an image, the mean over shapes --
+
+    @cached_property
+    def forward_flops(self) -> float:
+        """Of what is trained."""
+        return self._mean(lambda shape: self.model.train(shape).forward_flops)
+
+    @property
+    def training_flops(self) -> float:
+        """Forward and backward pass of what is trained; recomputed activations are not counted."""
+        return (1 + BACKWARD) * self.forward_flops
+
+    @property
+    def recomputed_flops(self) -> float:
+        return self.forward_flops if self.recomputes else 0.0
+
+    @cached_property
+    def image_encoder_flops(self) -> float:
+        if self.model.denoiser is None:
+            return 0.0
+        return self._mean(lambda shape: self.model.encode_image(shape).forward_flops)
+
+    @cached_property
+    def text_encoder_flops(self) -> float:
+        return 0.0 if self.model.trains_text else float(self.model.encode_text().forward_flops)
+
+    def encoder_flops(self, encoding: Encoding) -> float:
+        """Of frozen encoders that run while training."""
+        image = self.image_encoder_flops if encoding == 'pictures' else 0.0
+        text = 0.0 if encoding == 'latents+text' else self.text_encoder_flops
+        return image + text
+
+    def flops(self, encoding: Encoding | None = None) -> float:
+        """All that a picture asks for while training."""
+        return self.training_flops + self.encoder_flops(encoding or self.encoding)
+
+    def precompute_flops(self, encoding: Encoding) -> float:
+        """Of encoding a picture beforehand."""
+        return self.encoder_flops('pictures') - self.encoder_flops(encoding)
+
+    # -- bytes --
+
+    @cached_property
+    def pixels(self) -> float:
+        return self._mean(lambda shape: shape.pixels)
+
+    @cached_property
+    def latent_elements(self) -> float:
+        return self._mean(self.model.latent_elements)
+
+    @property
+    def largest_shape(self) -> Shape:
+        return max(self.shapes, key=lambda shape: (shape.pixels, shape.aspect))
+
+    def _mean(self, value: Any) -> float:
+        return sum(share * value(shape) for shape, share in self.shapes.items())
+
+
+def phase_of(recipe: Recipe, *, samples: int | None = None, encoding: Encoding | None = None) -> Phase:
+    """What a recipe asks for.
+
+    Args:
+        recipe: One that trains; `???` may stand where the data is.
+        samples: Different pictures there are; looked up where the shards are local.
+        encoding: What is stored, if something else than the recipe says.
+
+    Raises:
+        ValueError: It says too little, or names a model that the plan does not know.
+    """
+    if recipe.task != 'train':
+        raise ValueError(f'task: the plan is for training, not {recipe.task}; leave it out')
+    if not isinstance(recipe.global_batch, int):
+        raise ValueError('global_batch: is still ???; give it, such as global_batch=2048')
+    model = describe(recipe.model.name, recipe.model.kwargs)
+    notes = list(model.notes)
+    shapes, known, stored = _data(recipe, notes)
+    for shape in shapes:
+        model.check_shape(shape)
+    own = _encoding(recipe, model)
+    if encoding == 'latents+text' and model.trains_text:
+        raise ValueError('--stored latents+text: this recipe trains its text encoder; store latents')
+    if encoding not in (None, 'pictures') and model.denoiser is None:
+        raise ValueError(f'--stored {encoding}: {recipe.model.name} trains on pictures')
+    samples = known if samples is None else samples
+    batches = _batches(recipe.trainer.get('max_duration'), recipe.global_batch, recipe.loader.epoch_size or samples)
+    if samples is None:
+        images = batches * recipe.global_batch
+        samples = published_runs.samples(list(shapes), images, model.trained_parameters)
+        if samples is not None:
+            notes.append(
+                f'counted with {samples / 1e6:,.0f} M different pictures, as published; --samples says otherwise'
+            )
+    return Phase(
+        recipe=recipe,
+        model=model,
+        shapes=shapes,
+        batches=batches,
+        samples=samples,
+        stored_bytes=stored if encoding in (None, own) else None,
+        encoding=encoding or own,
+        notes=tuple(notes),
+    )
+
+
+def _batches(duration: Any, batch: int, epoch: int | None) -> int:
+    where = 'trainer.max_duration'
+    if duration is None or duration == MISSING:
+        raise ValueError(f'{where}: is missing; say how long to train, such as 550000ba')
+    match = re.fullmatch(r'(\d+(?:\.\d+)?)(ba|ep|sp)', str(duration))
+    if match is None:
+        raise ValueError(f'{where}: {duration!r} says no number of batches; give batches (550000ba), epochs or samples')
+    amount, unit = float(match[1]), match[2]
+    if unit == 'ep':
+        if epoch is None:
+            raise ValueError(
+                f'{where}: {duration} is as long as its epochs, and how many pictures one has is not known here; '
+                'give --samples 790e6, or loader.epoch_size, or batches'
+            )
+        amount *= epoch // batch
+    batches = int(amount if unit != 'sp' else amount / batch)
+    if batches <= 0:
+        raise ValueError(f'{where}: {duration} is not a whole batch of {batch}; give at least one')
+    return batches
+
+
+def _encoding(recipe: Recipe, model: Model) -> Encoding:
+    if recipe.dataset.name != 'latents':
+        return 'pictures'
+    stores_text = recipe.precompute.latents == 'image+text' and not model.trains_text
+    return 'latents+text' if stores_text else 'latents'
+
+
+def _data(recipe: Recipe, notes: list[str]) -> tuple[dict[Shape, float], int | None, float | None]:
+    """Shares of shapes, different pictures and bytes of one, the latter two where all shards are here."""
+    counts: dict[str, dict[Shape, int] | None] = {}
+    sizes: list[float | None] = []
+    for name, stream in recipe.streams.items():
+        if not isinstance(stream.resolution, int):
+            raise ValueError(f'streams.{name}.resolution: is still ???; give the side in pixels, such as 256')
+        counts[name], size = _local(stream)
+        sizes.append(size)
+        if counts[name] is None and stream.aspects:
+            notes.append(f'streams.{name}: its shapes are not known here; counted as squares of {stream.resolution} px')
+    total = sum(sum(found.values()) for found in counts.values() if found)
+    known = None not in counts.values() and total > 0
+    shares: dict[Shape, float] = {}
+    for name, weight in _weights(recipe, counts, notes).items():
+        inside = counts[name] or {recipe.streams[name].picture_shape: 1}
+        for shape, count in inside.items():
+            shares[shape] = shares.get(shape, 0.0) + weight * count / sum(inside.values())
+    stored = sum(size for size in sizes if size is not None) / total if known and None not in sizes else None
+    return shares, total if known else None, stored
+
+
+def _weights(recipe: Recipe, counts: Mapping[str, Mapping[Shape, int] | None], notes: list[str]) -> dict[str, float]:
+    """Share of the pictures by stream: as the recipe says, or by their sizes, or equal."""
+    said = {name: stream.proportion or stream.choose for name, stream in recipe.streams.items()}
+    sizes = {name: sum(found.values()) for name, found in counts.items() if found}
+    if all(said.values()):
+        given = {name: float(value or 0) for name, value in said.items()}
+    elif len(sizes) == len(counts):
+        given = {name: float(size) for name, size in sizes.items()}
+    else:
+        if len(counts) > 1:
+            notes.append('streams: their sizes are not known here; counted as equal parts')
+        given = dict.fromkeys(counts, 1.0)
+    whole = sum(given.values())
+    return {name: value / whole for name, value in given.items()}
+
+
+def _local(stream: StreamConfig) -> tuple[dict[Shape, int] | None, float | None]:
+    """Samples by shape and bytes in all of a stream whose shards are on this machine."""
+    place = stream.remote if stream.remote is not None else stream.local
+    if place is None or '://' in place or place == MISSING:
+        return None, None
+    folder = Path(place)
+    try:
+        if not stream.aspects:
+            count, size = _index(folder)
+            return {stream.picture_shape: count}, size
+        shapes = list(read_buckets(folder))
+        found = {shape: _index(folder / str(shape)) for shape in shapes}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None, None  # not there yet, or not whole: `diffusion check` and the run itself say so
+    return {shape: count for shape, (count, _) in found.items() if count}, sum(size for _, size in found.values())
+
+
+def _index(folder: Path) -> tuple[int, float]:
+    shards = json.loads((folder / 'index.json').read_text(encoding='utf-8'))['shards']
+    size = sum((shard.get('zip_data') or shard['raw_data'])['bytes'] for shard in shards)
+    return sum(shard['samples'] for shard in shards), float(size)

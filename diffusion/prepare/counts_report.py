@@ -1,0 +1,121 @@
+"""What a preparation made and what it left out, as report.json and as a few lines of text."""
+
+import json
+from dataclasses import dataclass, field, fields
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from diffusion.storage.atomic import write_whole
+
+REPORT = 'report.json'
+
+
+@dataclass
+class Rejected:
+    """Pictures left out for one reason: how many, and the names of the first."""
+
+    count: int = 0
+    names: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Report:
+    """Counts of a preparation; a picture stored at several sizes counts once in `pictures`."""
+
+    source: str
+    arguments: dict[str, Any]
+    max_rejected: float = 1.0
+    """Largest share of rejected pictures at which the preparation passes."""
+    versions: dict[str, str] = field(default_factory=dict)
+    licence: str | None = None
+    pictures: int = 0
+    buckets: dict[str, int] = field(default_factory=dict)
+    """Pictures in each folder, `256px` for one."""
+    empty_buckets: list[str] = field(default_factory=list)
+    """Buckets that no picture went to, which have no folder."""
+    bytes: dict[str, int] = field(default_factory=dict)
+    """Of the shards in each folder."""
+    rejected: dict[str, Rejected] = field(default_factory=dict)
+    inputs: int | None = None
+    """Pictures, captions and rows that were found: those kept and those rejected."""
+    notes: list[str] = field(default_factory=list)
+    """What else a reader should know, such as a filter that never had anything to look at."""
+    statistics: dict[str, Any] = field(default_factory=dict)
+    """Histograms of the kept pictures by what is measured: edges, counts and quantiles."""
+    fingerprint: str | None = None
+    """Of the settings, the input and the versions that the dataset was made of."""
+    seconds: float = 0.0
+
+    @property
+    def rejected_share(self) -> float:
+        """Rejected pictures as a share of all, in [0, 1]."""
+        count = sum(rejected.count for rejected in self.rejected.values())
+        return count / max(1, count + self.pictures)
+
+    @property
+    def passed(self) -> bool:
+        """Whether no more was rejected than `max_rejected` allows."""
+        return self.rejected_share <= self.max_rejected
+
+    def save(self, path: Path) -> None:
+        """Write the report as JSON."""
+        content = {
+            'source': self.source,
+            'arguments': self.arguments,
+            'versions': self.versions,
+            'licence': self.licence,
+            'inputs': self.inputs,
+            'pictures': self.pictures,
+            'buckets': self.buckets,
+            'empty_buckets': self.empty_buckets,
+            'bytes': self.bytes,
+            'rejected': {reason: vars(rejected) for reason, rejected in sorted(self.rejected.items())},
+            'rejected_share': self.rejected_share,
+            'max_rejected': self.max_rejected,
+            'passed': self.passed,
+            'notes': self.notes,
+            'statistics': self.statistics,
+            'fingerprint': self.fingerprint,
+            'seconds': round(self.seconds, 1),
+        }
+        write_whole(path, json.dumps(content, indent=2) + '\n')
+
+    @classmethod
+    def read(cls, path: Path) -> 'Report':
+        """The report that `save` wrote."""
+        content = json.loads(path.read_text(encoding='utf-8'))
+        content['rejected'] = {reason: Rejected(**values) for reason, values in content['rejected'].items()}
+        names = {entry.name for entry in fields(cls)}
+        return cls(**{name: value for name, value in content.items() if name in names})
+
+    def text(self, out: Path | str) -> str:
+        """The report for a reader."""
+        buckets = ', '.join(f'{name} {count}' for name, count in self.buckets.items())
+        lines = [f'{out}: {self.pictures} pictures in {self.seconds:.1f} s ({buckets})', *self.rejections()]
+        if self.empty_buckets:
+            names = ', '.join(self.empty_buckets[:5]) + (', ...' if len(self.empty_buckets) > 5 else '')
+            count = len(self.empty_buckets)
+            lines.append(f'no picture went to {count} of {count + len(self.buckets)} buckets ({names})')
+        lines += self.notes
+        if not self.passed:
+            lines.append(
+                f'too many were rejected: {self.rejected_share:.1%} is above --max-rejected {self.max_rejected:.1%}; '
+                f'the dataset holds the rest, see {out}/{REPORT}'
+            )
+        if self.licence:
+            lines.append(self.licence)
+        return '\n'.join(lines)
+
+    def rejections(self) -> list[str]:
+        """One line a reason, with the first names."""
+        lines = []
+        for reason, rejected in sorted(self.rejected.items()):
+            names = ', '.join(rejected.names[:3]) + (', ...' if rejected.count > 3 else '')
+            lines.append(f'rejected, {reason}: {rejected.count} ({names})')
+        return lines
+
+
+def versions_of(*distributions: str) -> dict[str, str]:
+    """Installed versions of what the bytes of a dataset depend on."""
+    return {name: version(name) for name in distributions}

@@ -1,0 +1,117 @@
+"""The report as one HTML page that needs nothing else: histograms, pictures of every bucket and of every rejection."""
+
+import base64
+import html
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from diffusion.prepare.counts_report import Report
+
+MAX_CAPTION = 200
+STYLE = """
+body { font: 14px/1.4 system-ui, sans-serif; margin: 2em auto; max-width: 70em; padding: 0 1em; color: #222 }
+h1 { font-size: 1.5em } h2 { font-size: 1.15em; margin-top: 2em } h3 { font-size: 1em; margin: 1.2em 0 .4em }
+table { border-collapse: collapse } td, th { padding: .15em .8em .15em 0; text-align: left; vertical-align: top }
+td.number { text-align: right; font-variant-numeric: tabular-nums }
+.bar { background: #4a7ebb; height: .8em; min-width: 1px }
+.pictures { display: flex; flex-wrap: wrap; gap: .8em }
+figure { margin: 0; width: 96px; font-size: 11px; overflow-wrap: anywhere } figure img { display: block }
+.failed { color: #b00020; font-weight: 600 }
+"""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A thumbnail, JPEG, and what is written under it."""
+
+    image: bytes
+    text: str
+
+
+def page(
+    report: Report, out: str, *, buckets: Mapping[str, Iterable[Shown]], rejected: Mapping[str, Iterable[Shown]]
+) -> str:
+    """The page.
+
+    Args:
+        report: What is told.
+        out: Name of the dataset.
+        buckets: Pictures by bucket.
+        rejected: Pictures by the reason why they are left out.
+    """
+    counts = {name: (count, f'{report.bytes.get(name, 0) / 1e6:,.1f} MB') for name, count in report.buckets.items()}
+    sections = [
+        f'<h1>{html.escape(out)}</h1>',
+        _summary(report),
+        '<h2>Buckets</h2>',
+        _bars(counts),
+        f'<p>No picture went to {html.escape(", ".join(report.empty_buckets))}.</p>' if report.empty_buckets else '',
+        *(_pictures(name, shown) for name, shown in buckets.items()),
+        '<h2>Left out</h2>',
+        _bars({reason: (entry.count, '') for reason, entry in sorted(report.rejected.items())}),
+        *(_pictures(reason, shown) for reason, shown in sorted(rejected.items())),
+        *(_histogram(name, values) for name, values in report.statistics.items()),
+        '<h2>Settings</h2>',
+        _table({**report.arguments, **{f'version of {name}': text for name, text in report.versions.items()}}),
+    ]
+    title = html.escape(f'{out}: prepared pictures')
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<title>{title}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n'
+        + '\n'.join(sections)
+        + '\n</body>\n</html>\n'
+    )
+
+
+def _summary(report: Report) -> str:
+    rejected = sum(entry.count for entry in report.rejected.values())
+    lines = {
+        'source': report.source,
+        'inputs': f'{report.inputs:,}',
+        'kept': f'{report.pictures:,}',
+        'left out': f'{rejected:,} ({report.rejected_share:.2%}; {report.max_rejected:.2%} is allowed)',
+        'licence': report.licence or 'not given',
+    }
+    failed = '' if report.passed else '<p class="failed">More was left out than max_rejected allows.</p>'
+    return _table(lines) + ''.join(f'<p>{html.escape(note)}</p>' for note in report.notes) + failed
+
+
+def _table(values: Mapping[str, Any]) -> str:
+    rows = [
+        f'<tr><th>{html.escape(name)}</th><td>{html.escape(str(value))}</td></tr>' for name, value in values.items()
+    ]
+    return f'<table>{"".join(rows)}</table>'
+
+
+def _bars(counts: Mapping[str, tuple[int, str]]) -> str:
+    """A table of counts with a bar for each."""
+    most = max((count for count, _ in counts.values()), default=1) or 1
+    rows = [
+        f'<tr><th>{html.escape(name)}</th><td class="number">{count:,}</td><td class="number">{html.escape(more)}</td>'
+        f'<td><div class="bar" style="width: {300 * count / most:.0f}px"></div></td></tr>'
+        for name, (count, more) in counts.items()
+    ]
+    return f'<table>{"".join(rows)}</table>' if rows else '<p>None.</p>'
+
+
+def _histogram(name: str, values: Mapping[str, Any]) -> str:
+    edges = values['edges']
+    names = [f'{low} to {high}' for low, high in pairwise(edges)] + [f'{edges[-1]} and more']
+    counts = {label: (count, '') for label, count in zip(names, values['counts'], strict=True) if count}
+    quantiles = ', '.join(f'{share} {value:g}' for share, value in values['quantiles'].items())
+    return f'<h2>{html.escape(name.capitalize())}</h2>{_bars(counts)}<p>Quantiles: {html.escape(quantiles)}</p>'
+
+
+def _pictures(name: str, shown: Iterable[Shown]) -> str:
+    figures = [
+        f'<figure><img alt="" src="data:image/jpeg;base64,{base64.b64encode(each.image).decode()}">'
+        f'<figcaption>{html.escape(_short(each.text))}</figcaption></figure>'
+        for each in shown
+    ]
+    return f'<h3>{html.escape(name)}</h3><div class="pictures">{"".join(figures)}</div>' if figures else ''
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= MAX_CAPTION else f'{text[: MAX_CAPTION - 1]}…'

@@ -1,0 +1,304 @@
+"""How fast a run is, and where its time goes."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from composer.callbacks import CheckpointSaver
+from composer.callbacks.speed_monitor import get_gpu_flops_available
+from composer.core import Callback, Event, State
+from composer.loggers import Logger, LoggerDestination
+from composer.utils import dist
+
+from diffusion.algorithms.average import Averager, unwrapped
+from diffusion.callbacks.image_grid import ImageGrid
+from diffusion.callbacks.reduce_once import number_of_microbatches
+from diffusion.models import stage_hooks
+from diffusion.profiling.step_timer import (
+    BACKWARD,
+    CHECKPOINT,
+    COPY,
+    DATA_WAIT,
+    EMA,
+    EVALUATION,
+    FORWARD,
+    LOGGING,
+    OPTIMIZER,
+    OTHER,
+    Recorder,
+    Timeline,
+    shares_of,
+)
+
+log = logging.getLogger(__name__)
+
+NAMES = {'data_wait': 'data wait', 'h2d': 'copies to the device', 'ema': 'EMA'}
+"""How a line for people calls stages whose name is not a word."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """How fast some batches were.
+
+    Attributes:
+        batches: How many.
+        samples: On all devices.
+        devices: How many.
+        step_seconds: Of rank 0, evaluations apart.
+        slowest_step_seconds: Of the slowest rank.
+        flops: On all devices; None for a model that does not count them.
+        peak_flops_per_second: Of a device; None where that is unknown.
+        peak_gib: Most memory that a device's tensors took; None without a GPU.
+        shares: Of the time, by stage; they sum to 1.
+    """
+
+    batches: int
+    samples: int
+    devices: int
+    step_seconds: float
+    slowest_step_seconds: float
+    flops: float | None
+    peak_flops_per_second: float | None
+    peak_gib: float | None
+    shares: Mapping[str, float]
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.samples / (self.batches * self.step_seconds)
+
+    @property
+    def flops_per_second_and_device(self) -> float | None:
+        return None if self.flops is None else self.flops / (self.batches * self.step_seconds * self.devices)
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilisation, in [0, 1]."""
+        rate, peak = self.flops_per_second_and_device, self.peak_flops_per_second
+        return rate / peak if rate is not None and peak else None
+
+    def metrics(self) -> dict[str, float]:
+        """By name; those of throughput are called as Composer's SpeedMonitor calls them."""
+        found: dict[str, float | None] = {
+            'throughput/samples_per_sec': self.samples_per_second,
+            'throughput/batches_per_sec': 1 / self.step_seconds,
+            'throughput/device/samples_per_sec': self.samples_per_second / self.devices,
+            'throughput/device/flops_per_sec': self.flops_per_second_and_device,
+            'throughput/device/mfu': self.mfu,
+            'throughput/step_seconds': self.step_seconds,
+            'throughput/slowest_rank_step_seconds': self.slowest_step_seconds,
+            'memory/peak_gib': self.peak_gib,
+        }
+        found |= {f'time_share/{stage}': share for stage, share in self.shares.items()}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def line(self) -> str:
+        """For people."""
+        rate, per_device = self.samples_per_second, self.samples_per_second / self.devices
+        parts = [f'{_figures(rate)} images/s' + (f', {_figures(per_device)} a device' if self.devices > 1 else '')]
+        if self.mfu is not None:
+            parts.append(f'MFU {100 * self.mfu:.1f} %')
+        step = f'{_figures(1e3 * self.step_seconds)} ms a step'
+        if self.slowest_step_seconds > 1.02 * self.step_seconds:
+            step += f' (slowest rank {_figures(1e3 * self.slowest_step_seconds)})'
+        parts.append(step)
+        if self.peak_gib is not None:
+            parts.append(f'{self.peak_gib:.1f} GiB at most')
+        largest = sorted(self.shares.items(), key=lambda item: -item[1])
+        shown = [f'{NAMES.get(stage, stage)} {100 * share:.0f} %' for stage, share in largest if share >= 0.01]
+        return f'{", ".join(parts)}; {", ".join(shown)}'
+
+
+class Breakdown(Callback):
+    """Log images a second, MFU, and the shares of a step's stages, and say them on a line.
+
+    Stages: `data_wait` (for the loader, and for other ranks that wait for theirs), `h2d` (copies of microbatches to the
+    device), `encode` (frozen encoders), `forward`, `backward`, `optimizer` (clipping too), `ema`, `logging` (callbacks
+    and loggers), `checkpoint`, `evaluation` (pictures too) and `other`. Waits are timed by the host in every batch. On
+    GPUs the other stages are timed by CUDA events in the last `sampled` batches, which are read when the GPU has come
+    to them: nothing waits, and what is idle between two kernels counts to the stage that should have filled it.
+
+    Args:
+        window: Batches between two reports.
+        skip: Batches at the start that are not counted: the first starts the loader and compiles.
+        sampled: Batches of a window that a GPU times.
+        peak_tflops: Of a device in the run's precision; by default Composer's table says.
+    """
+
+    def __init__(self, *, window: int = 50, skip: int = 1, sampled: int = 10, peak_tflops: float | None = None) -> None:
+        for name, batches in {'window': window, 'skip': skip, 'sampled': sampled}.items():
+            if batches < 1:
+                raise ValueError(f'callbacks.breakdown.{name}: {batches} batches; use 1 or more')
+        self.window = window
+        self.skip = skip
+        self.sampled = min(window, sampled)
+        self.peak_flops = None if peak_tflops is None else 1e12 * peak_tflops
+        self.report: Report | None = None
+        """The last one."""
+        self.timeline = Timeline()
+        self._left = 0
+        self._to_skip = skip
+        self._batches = 0
+        self._samples = 0
+        self._flops = 0.0
+        self._undo: list[Callable[[], object]] = []
+
+    # -- what is listened to --
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        self._detach()
+        on_gpu = state.device.name == 'gpu'
+        if self.peak_flops is None:
+            self.peak_flops = float(get_gpu_flops_available(state) or 0)
+        self.timeline = Timeline(Recorder() if on_gpu else None)
+        self._to_skip, self._batches = self.skip, 0
+        for algorithm in state.algorithms:
+            if isinstance(algorithm, Averager):
+                self._time(algorithm, 'apply', EMA)
+        for callback in state.callbacks:
+            if callback is not self:
+                for name in hooks_of(callback):
+                    self._time(callback, name, stage_of(callback))
+        for optimizer in state.optimizers:
+            self._undo.append(optimizer.register_step_post_hook(lambda *_: self._enter(OTHER)).remove)
+        stage_hooks.listen(self.timeline)
+        self._undo.append(lambda: stage_hooks.listen(None))
+
+    def epoch_start(self, state: State, logger: Logger) -> None:
+        self._enter(DATA_WAIT)  # of an epoch's first batch: the loader starts
+
+    def before_dataloader(self, state: State, logger: Logger) -> None:
+        self._enter(DATA_WAIT)
+
+    def after_dataloader(self, state: State, logger: Logger) -> None:
+        self._enter(OTHER)
+
+    def before_train_batch(self, state: State, logger: Logger) -> None:
+        self._left = number_of_microbatches(state)
+        self._enter(COPY)
+
+    def before_forward(self, state: State, logger: Logger) -> None:
+        self._enter(FORWARD)
+
+    def before_backward(self, state: State, logger: Logger) -> None:
+        self._enter(BACKWARD)
+
+    def after_backward(self, state: State, logger: Logger) -> None:
+        self._left -= 1
+        self._enter(COPY if self._left else OPTIMIZER)
+
+    def epoch_end(self, state: State, logger: Logger) -> None:
+        self._enter(OTHER)
+
+    def eval_before_all(self, state: State, logger: Logger) -> None:
+        self._enter(EVALUATION)
+
+    def eval_after_all(self, state: State, logger: Logger) -> None:
+        self._enter(OTHER)
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        if self._to_skip:
+            self._to_skip -= 1
+            if not self._to_skip:
+                self._begin(state)
+            return
+        self._batches += 1
+        count = getattr(unwrapped(state.model), 'flops_per_batch', None)
+        if count is not None:
+            self._flops += count(state.batch)
+        recorder = self.timeline.recorder
+        if recorder is not None and self._batches == self.window - self.sampled:
+            recorder.start()
+        if self._batches == self.window:
+            self._tell(state, logger)
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        if self.report is None and self._batches:
+            self._tell(state, logger)  # of a run that is shorter than a window
+        self._detach()
+
+    def close(self, state: State, logger: Logger) -> None:
+        self._detach()
+
+    # -- parts of the above --
+
+    def _enter(self, stage: str) -> None:
+        self.timeline.switch(stage)
+
+    def _begin(self, state: State) -> None:
+        """Start a window."""
+        self._batches, self._flops = 0, 0.0
+        self._samples = state.timestamp.sample.value
+        self.timeline.take()
+        recorder = self.timeline.recorder
+        if recorder is not None:
+            recorder.stop()
+            if self.sampled == self.window:
+                recorder.start()
+
+    def _tell(self, state: State, logger: Logger) -> None:
+        """Report a window, and start the next."""
+        host = self.timeline.take()
+        recorder = self.timeline.recorder
+        shares = shares_of(host, None if recorder is None else recorder.read())
+        seconds = sum(host.values()) - host.get(EVALUATION, 0.0)
+        step_seconds, flops, peak_bytes = seconds / self._batches, self._flops, 0.0
+        if recorder is not None:
+            peak_bytes = float(torch.cuda.max_memory_allocated())
+        ranks = _of_all_ranks([step_seconds, flops, peak_bytes], state)
+        self.report = Report(
+            batches=self._batches,
+            samples=state.timestamp.sample.value - self._samples,
+            devices=len(ranks),
+            step_seconds=ranks[0][0],
+            slowest_step_seconds=max(rank[0] for rank in ranks),
+            flops=sum(rank[1] for rank in ranks) or None,
+            peak_flops_per_second=self.peak_flops or None,
+            peak_gib=max(rank[2] for rank in ranks) / 2**30 if recorder is not None else None,
+            shares=shares,
+        )
+        self._begin(state)
+        logger.log_metrics(self.report.metrics())
+        if dist.get_global_rank() == 0:
+            log.info('batch %d: %s', state.timestamp.batch.value, self.report.line())
+
+    def _time(self, owner: Any, name: str, stage: str) -> None:
+        """Count a method of one object to a stage."""
+        setattr(owner, name, self.timeline.timed(getattr(owner, name), stage))
+        self._undo.append(lambda: owner.__dict__.pop(name, None))
+
+    def _detach(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+
+def hooks_of(callback: Callback) -> list[str]:
+    """The methods of a callback that do something while training: those that its class has of its own."""
+    kind = type(callback)
+    names = ['run_event', *(event.value for event in Event if event not in (Event.INIT, Event.FIT_START))]
+    if isinstance(callback, LoggerDestination):
+        names += ['log_metrics', 'log_hyperparameters', 'log_traces', 'log_images']
+    base: type = LoggerDestination if isinstance(callback, LoggerDestination) else Callback
+    own = [name for name in names if getattr(kind, name, None) is not getattr(base, name, None)]
+    return ['run_event', *(name for name in own if name.startswith('log_'))] if 'run_event' in own else own
+
+
+def stage_of(callback: Callback) -> str:
+    """What a callback's time is spent on."""
+    if isinstance(callback, CheckpointSaver):
+        return CHECKPOINT
+    return EVALUATION if isinstance(callback, ImageGrid) else LOGGING
+
+
+def _of_all_ranks(figures: Sequence[float], state: State) -> list[list[float]]:
+    """The figures of every rank, in one exchange."""
+    if dist.get_world_size() == 1:
+        return [list(figures)]
+    own = state.device.tensor_to_device(torch.tensor(figures, dtype=torch.float64))
+    return torch.stack(list(dist.all_gather(own))).tolist()
+
+
+def _figures(value: float) -> str:
+    """Three figures, or whole."""
+    return f'{value:.0f}' if value >= 100 else f'{value:.3g}'

@@ -1,0 +1,256 @@
+"""`diffusion profile`: where the time of a few batches goes, and what would save most of it."""
+
+import argparse
+import json
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from composer.core import Callback, State
+from composer.loggers import Logger
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from diffusion.training import build
+from diffusion.config import registry
+from diffusion.profiling.breakdown import Breakdown, Report
+from diffusion.config.checks import check_paths
+from diffusion.config.load import Component, Recipe, RecipeError, StreamConfig, load
+from diffusion.config.image_shapes import Shape
+from diffusion.storage.atomic import write_whole
+from diffusion.profiling.advice import Kernel, Measured, Opportunity, by_kind, largest
+from diffusion.tasks.main import configure_logging
+from diffusion.config.performance_preset import PARTS
+from diffusion.profiling.device_syncs import Site, find_waits
+from diffusion.training.train import OURS, build_trainer
+
+log = logging.getLogger(__name__)
+
+LEFT_OUT = ('breakdown', 'image_grid', 'speed_monitor')
+"""Callbacks of the recipe that are not profiled."""
+KEPT = ('console_lines', 'metrics_file')
+"""Loggers that are: others would open runs with their services."""
+MICROBATCHES = 4
+"""Of a step that stands for one of many devices."""
+BATCHES_WATCHED = 2
+"""In which waits are looked for."""
+
+
+class Phases(Callback):
+    """Warm up, let the breakdown measure, then profile as many batches, and look for waits in two more."""
+
+    def __init__(self, breakdown: Breakdown, *, batches: int, on_gpu: bool) -> None:
+        self.breakdown = breakdown
+        self.batches = batches
+        self.report: Report | None = None
+        self.waits: Counter[Site] = Counter()
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+        self.profiler = profile(activities=activities)
+        self._watching = ExitStack()
+
+    @property
+    def length(self) -> int:
+        """Batches in all."""
+        return self.breakdown.skip + 2 * self.batches + BATCHES_WATCHED
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        done = state.timestamp.batch.value - self.breakdown.skip
+        if done == self.batches:
+            self.report = self.breakdown.report
+            self.breakdown.window = 2 * self.length  # no other report: the profiler slows what follows
+            self.profiler.start()
+        elif done == 2 * self.batches:
+            self.profiler.stop()
+            self.waits = self._watching.enter_context(find_waits())
+        elif done == 2 * self.batches + BATCHES_WATCHED:
+            self._watching.close()
+
+
+def main_from_args(args: argparse.Namespace) -> int:
+    """The command."""
+    configure_logging()
+    recipe = load(args.recipe, args.overrides, allow_missing=args.synthetic)
+    out = Path(args.out or Path('profiles') / recipe.name)
+    if args.batches < 1 or args.warmup < 1:
+        raise ValueError(f'--batches {args.batches} --warmup {args.warmup}; give 1 batch or more')
+    if args.synthetic:
+        recipe = with_synthetic_data(recipe, out / 'data')
+    else:
+        problems = check_paths(replace(recipe, eval_streams={}))
+        if problems:
+            raise RecipeError(problems, f'{args.recipe} (--synthetic needs no data)')
+    print(profile_recipe(recipe, out, batches=args.batches, warmup=args.warmup))
+    return 0
+
+
+def profile_recipe(recipe: Recipe, out: Path, *, batches: int = 10, warmup: int = 5) -> str:
+    """Train some batches of a recipe and write `profile.md`, `profile.json` and `trace.json.gz` to a folder.
+
+    Returns:
+        The content of `profile.md`.
+    """
+    breakdown = Breakdown(window=batches, skip=warmup, sampled=batches)
+    phases = Phases(breakdown, batches=batches, on_gpu=build.on_gpu(recipe))
+    profiled = for_profiling(recipe, out, batches=phases.length)
+    trainer = build_trainer(profiled)
+    trainer.state.callbacks += [breakdown, phases]
+    trainer.fit()
+    trainer.close()
+    assert phases.report is not None
+    trace = out / 'trace.json.gz'
+    out.mkdir(parents=True, exist_ok=True)
+    phases.profiler.export_chrome_trace(str(trace))
+    measured = measured_by(phases, profiled)
+    opportunities = largest(measured)
+    text = table(phases, measured, opportunities, recipe, trace)
+    write_whole(out / 'profile.md', text)
+    write_whole(out / 'profile.json', json.dumps(summary(phases, measured, opportunities), indent=1))
+    return text
+
+
+def for_profiling(recipe: Recipe, out: Path, *, batches: int) -> Recipe:
+    """The recipe for so many batches on this device alone, with nothing saved, evaluated or logged."""
+    ours = (*OURS, 'max_duration', 'eval_interval', 'progress_bar')
+    trainer = {key: value for key, value in recipe.trainer.items() if key not in ours}
+    trainer |= {'max_duration': f'{batches}ba', 'save_folder': None, 'progress_bar': False}
+    microbatch, batch = recipe.device_train_microbatch_size, recipe.global_batch
+    if isinstance(microbatch, int) and batch > MICROBATCHES * microbatch:
+        batch = MICROBATCHES * microbatch
+        log.info('global_batch: %d stands for the share of one device of many', batch)
+    return replace(
+        recipe,
+        name='profiled',
+        runs_dir=str(out),
+        init_from=None,
+        eval_streams={},
+        global_batch=batch,
+        loader=replace(recipe.loader, epoch_size=None),
+        callbacks={key: each for key, each in recipe.callbacks.items() if each.name not in LEFT_OUT},
+        loggers={key: each for key, each in recipe.loggers.items() if each.name in KEPT},
+        trainer=trainer,
+    )
+
+
+def with_synthetic_data(recipe: Recipe, folder: Path) -> Recipe:
+    """The recipe with shards of noise in place of its streams, and encoders of random weights where it loads some."""
+    if recipe.dataset.name != 'image_text':
+        raise ValueError(
+            f'dataset.name: {recipe.dataset.name} cannot be made up; profile pictures (dataset.name=image_text), or '
+            'precompute latents and leave --synthetic out'
+        )
+    streams = {}
+    for name, stream in recipe.streams.items():
+        shape = stream.picture_shape
+        local = folder / name / str(shape)
+        write_noise(local, shape, count=64)
+        streams[name] = StreamConfig(resolution=stream.resolution, shape=str(shape), local=str(local))
+    accepted = {parameter.name for parameter in registry.signature('model', recipe.model.name).parameters}
+    random = {'pretrained': None} if 'pretrained' in accepted else {}
+    return replace(recipe, streams=streams, model=Component(recipe.model.name, recipe.model.kwargs | random))
+
+
+def write_noise(folder: Path, shape: Shape, *, count: int) -> None:
+    """An MDS folder of JPEGs that are noise, which are slow to decode."""
+    import io
+
+    import numpy as np
+    from PIL import Image
+    from streaming import MDSWriter
+
+    columns = {'image': 'bytes', 'captions': 'json', 'width': 'int', 'height': 'int', 'key': 'str'}
+    with MDSWriter(out=str(folder), columns=columns, hashes=['xxh64'], exist_ok=True) as writer:
+        for index in range(count):
+            pixels = np.random.default_rng(index).integers(0, 256, (shape.height, shape.width, 3), dtype=np.uint8)
+            buffer = io.BytesIO()
+            Image.fromarray(pixels).save(buffer, format='JPEG', quality=90)
+            sample = {'image': buffer.getvalue(), 'captions': [f'noise number {index}'], 'key': f'noise{index}'}
+            writer.write(sample | {'width': shape.width, 'height': shape.height})
+
+
+def measured_by(phases: Phases, recipe: Recipe) -> Measured:
+    """What the rules want to know."""
+    assert phases.report is not None
+    on_gpu, parts = build.on_gpu(recipe), build.speed_of(recipe)
+    ours = {str(site): count / BATCHES_WATCHED for site, count in phases.waits.items() if _is_in_the_step(site)}
+    return Measured(
+        shares=phases.report.shares,
+        step_seconds=phases.report.step_seconds,
+        kernels=kernels_of(phases.profiler, phases.batches, on_gpu=on_gpu),
+        waits=ours,
+        on_gpu=on_gpu,
+        precision=str(recipe.trainer.get('precision', 'amp_fp16' if on_gpu else 'fp32')),
+        microbatches=microbatches_of(recipe),
+        off=[part for part in PARTS if not getattr(parts, part)],
+    )
+
+
+def microbatches_of(recipe: Recipe) -> int:
+    """Microbatches of a step on one device."""
+    microbatch = recipe.device_train_microbatch_size
+    return -(-recipe.global_batch // microbatch) if isinstance(microbatch, int) else 1
+
+
+def kernels_of(profiler: profile, batches: int, *, on_gpu: bool) -> list[Kernel]:
+    """Kernels of a step, or operators without a GPU, the longest first."""
+    found = []
+    for event in profiler.key_averages():
+        is_kernel = event.device_type == DeviceType.CUDA
+        if is_kernel != on_gpu or event.is_user_annotation or '#' in event.key:  # a range around others
+            continue
+        microseconds = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        found.append(Kernel(event.key, microseconds / 1e6 / batches, max(1, event.count // batches)))
+    return sorted(found, key=lambda kernel: -kernel.seconds)
+
+
+def _is_in_the_step(site: Site) -> bool:
+    """Whether a wait is ours to avoid, and not Composer's own."""
+    return not site.file.startswith('composer/')
+
+
+def table(phases: Phases, measured: Measured, opportunities: Sequence[Opportunity], recipe: Recipe, trace: Path) -> str:
+    """What is printed: the step, its stages, kinds of kernels, kernels, waits, and what to do."""
+    report = phases.report
+    assert report is not None
+    what = 'kernels' if measured.on_gpu else 'operators'
+    lines = [f'# {recipe.name}: {report.line()}', '', '| stage | ms a step | share, % |', '|---|---|---|']
+    lines += [_row(stage, share * report.step_seconds, share) for stage, share in _sorted(report.shares) if share]
+    lines += ['', f'| {what} by kind | ms a step | share, % |', '|---|---|---|']
+    kinds = by_kind(measured.kernels)
+    lines += [_row(kind, seconds, seconds / measured.step_seconds) for kind, seconds in kinds.items()]
+    lines += ['', f'| {what} | calls a step | ms a step | share, % |', '|---|---|---|---|']
+    for kernel in measured.kernels[:15]:
+        share = kernel.seconds / measured.step_seconds
+        lines.append(_row(f'{kernel.name[:80]} | {kernel.calls}', kernel.seconds, share))
+    lines += ['', '| the host waits for the device at | times a step |', '|---|---|']
+    lines += [f'| {site} | {count / BATCHES_WATCHED:g} |' for site, count in phases.waits.most_common()]
+    lines += ['', 'Largest opportunities:']
+    lines += [f'{i}. Up to {100 * each.share:.0f} %: {each.text}.' for i, each in enumerate(opportunities, 1)]
+    if not opportunities:
+        lines.append('None over a hundredth of the step.')
+    lines += ['', f'Trace: {trace} (chrome://tracing or ui.perfetto.dev)']
+    return '\n'.join(lines)
+
+
+def summary(phases: Phases, measured: Measured, opportunities: Sequence[Opportunity]) -> dict[str, Any]:
+    """The same for programs."""
+    assert phases.report is not None
+    return {
+        'torch': torch.__version__,
+        'metrics': phases.report.metrics(),
+        'kernels': [kernel._asdict() for kernel in measured.kernels[:100]],
+        'waits': {str(site): count / BATCHES_WATCHED for site, count in phases.waits.items()},
+        'opportunities': [each._asdict() for each in opportunities],
+    }
+
+
+def _sorted(shares: Any) -> list[tuple[str, float]]:
+    return sorted(shares.items(), key=lambda item: -item[1])
+
+
+def _row(name: str, seconds: float, share: float) -> str:
+    return f'| {name} | {1e3 * seconds:.2f} | {100 * share:.1f} |'

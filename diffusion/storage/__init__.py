@@ -1,0 +1,1 @@
+"""Files that are whole or absent, object stores, downloads with retries, locks, hashes, and MDS shard writing."""

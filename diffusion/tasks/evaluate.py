@@ -1,0 +1,50 @@
+"""`task: evaluate`: validation losses of a run's checkpoint, and whatever evaluators its recipe names."""
+
+import json
+import logging
+import sys
+from typing import Any
+
+from composer import Trainer
+from composer.models import ComposerModel
+from composer.utils import dist
+
+from diffusion.training import build
+from diffusion.checkpointing.run_folder import Weights, find_checkpoint, load_weights, weights_of
+from diffusion.config.load import Recipe
+from diffusion.data.loader import as_spec
+from diffusion.storage.atomic import write_whole
+from diffusion.config.registry import build
+
+log = logging.getLogger(__name__)
+
+
+def trained_model(recipe: Recipe, which: Weights | None = None) -> tuple[ComposerModel, Weights]:
+    """The model of a recipe with the weights of `checkpoint`, or of its run's latest, and which weights these are."""
+    checkpoint = find_checkpoint(recipe.checkpoint or recipe.run_dir)
+    weights, which = weights_of(checkpoint, which)
+    model = build.build_model(recipe)
+    load_weights(model, weights, str(checkpoint))
+    return model, which
+
+
+def evaluate(recipe: Recipe) -> dict[str, float]:
+    """Evaluate a checkpoint, averaged weights where it has them, and write `evaluation.json` into the run's folder."""
+    model, which = trained_model(recipe)
+    loader = build.build_loader(recipe, 'eval')
+    kept: dict[str, Any] = {'progress_bar': sys.stderr.isatty()}
+    kept |= {key: value for key, value in recipe.trainer.items() if key in ('device', 'precision', 'progress_bar')}
+    # Composer warns about a Trainer without optimizer; this one never steps and so takes no memory.
+    optimizer = build.build_optimizer(recipe, model)
+    trainer = Trainer(model=model, eval_dataloader=as_spec(loader), optimizers=optimizer, seed=recipe.seed, **kept)
+    trainer.eval()
+    metrics = {name: float(metric.compute()) for name, metric in trainer.state.eval_metrics['eval'].items()}
+    if dist.get_global_rank() == 0:
+        for component in recipe.evaluators.values():
+            evaluator = build('evaluator', component.name, component.kwargs)
+            metrics |= evaluator(model, loader.dataset, recipe.run_dir)
+        write_whole(recipe.run_dir / 'evaluation.json', json.dumps({'weights': which} | metrics, indent=2) + '\n')
+        for name, value in metrics.items():
+            print(f'{name:32s} {value:.4f}')
+    dist.barrier()
+    return metrics

@@ -1,0 +1,193 @@
+"""`diffusion export`: a checkpoint to a folder that stock diffusers loads."""
+
+import argparse
+import copy
+import logging
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import torch
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import StableDiffusionPipeline
+from diffusers.schedulers.scheduling_ddim import DDIMScheduler
+from torch import nn
+
+from diffusion.algorithms.average import trained_parameters
+from diffusion.algorithms.snapshots import Reconstruction, find_snapshots, reconstruct
+from diffusion.checkpointing.run_folder import Weights, find_checkpoint, recipe_beside
+from diffusion.config.load import load
+from diffusion.tasks.evaluate import trained_model
+from diffusion.models.autoencoder import Autoencoder
+from diffusion.models.latent_diffusion import LatentDiffusion, encoder_precision
+from diffusion.models.pretrained import latent_statistics
+from diffusion.models.sampler import inference_scheduler
+
+log = logging.getLogger(__name__)
+
+Part = TypeVar('Part', bound=nn.Module)
+
+
+def export(
+    place: str | Path,
+    out: str | Path,
+    *,
+    weights: Weights | None = None,
+    ema_width: float | None = None,
+    at: int | None = None,
+    dtype: Literal['float32', 'float16', 'bfloat16'] = 'float32',
+) -> str:
+    """Write the model of a checkpoint as a StableDiffusionPipeline (an autoencoder's as an AutoencoderKL).
+
+    Args:
+        place: A checkpoint or a run's folder; see `find_checkpoint`.
+        out: A folder that does not exist, or is empty. It appears whole or not at all.
+        weights: Averaged or training weights; by default averaged ones where there are any.
+        ema_width: Instead, the average of this width, which is put together from the run's `post_hoc_ema` snapshots;
+            the checkpoint gives what is not trained.
+        at: Batch of that average; by default that of the checkpoint, or of the last snapshot before it.
+        dtype: Precision of the files.
+
+    Returns:
+        Which weights were written.
+
+    Raises:
+        ValueError: `out` holds something, the checkpoint or a snapshot can't be read, or settings contradict.
+    """
+    out = Path(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f'--out: {out} is not empty; remove it or give another folder')
+    if ema_width is not None and weights is not None:
+        raise ValueError('--ema-width: it makes its own weights; --weights chooses among those of the checkpoint')
+    if ema_width is None and at is not None:
+        raise ValueError(f'--at: batch {at} of what? It goes with --ema-width; else name the checkpoint of that batch')
+    precision = encoder_precision(dtype)
+    checkpoint = find_checkpoint(place)
+    recipe = load(recipe_beside(checkpoint))
+    recipe.checkpoint = str(checkpoint)
+    average = None if ema_width is None else average_of(checkpoint, ema_width, at=at)
+    model, which = trained_model(recipe, weights if average is None else 'training')
+    if average is not None:
+        load_average(model, average)
+        which = f'post-hoc EMA {average.width:g} (batch {average.batch})'
+    unfinished = out.with_name(f'.{out.name}.unfinished-{os.getpid()}')
+    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        if isinstance(model, Autoencoder):
+            _cast(model.finished(), precision).save_pretrained(unfinished)
+        else:
+            assert isinstance(model, LatentDiffusion)
+            pipeline = pipeline_of(model)
+            for part in (pipeline.vae, pipeline.text_encoder, pipeline.unet):
+                _cast(part, precision)
+            pipeline.save_pretrained(unfinished)
+        if out.exists():
+            out.rmdir()
+        os.replace(unfinished, out)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return which
+
+
+def average_of(checkpoint: Path, width: float, *, at: int | None = None) -> Reconstruction:
+    """The average of any width from the snapshots of a checkpoint's run.
+
+    Args:
+        checkpoint: Of the run.
+        width: See `reconstruct`.
+        at: Batch; by default that of the checkpoint, or of the last snapshot before it.
+    """
+    run = recipe_beside(checkpoint).parent
+    named = re.match(r'ba(\d+)', checkpoint.resolve().name)  # ba40000/ of ours, ba40000-rank0.pt of Composer
+    if at is None and named:
+        batches = [snapshot.batch for snapshot in find_snapshots(run)]
+        before = [batch for batch in batches if batch <= int(named[1])]
+        if not before:
+            raise ValueError(f'--ema-width: {checkpoint} is before the first snapshot; give --at {batches[0]} or later')
+        at = before[-1]
+    return reconstruct(run, width, at=at)
+
+
+@torch.no_grad()
+def load_average(model: nn.Module, average: Reconstruction) -> None:
+    """Give a model's trained parameters the values of an average."""
+    parameters = trained_parameters(model)
+    if {name: weight.shape for name, weight in parameters.items()} != average.shapes:
+        raise ValueError(
+            '--ema-width: the snapshots are of another architecture than the recipe; are they of this run?'
+        )
+    for name, weight in parameters.items():
+        weight.copy_(average.tensors[name])
+
+
+def pipeline_of(model: LatentDiffusion) -> StableDiffusionPipeline:
+    """The stock pipeline that draws what the model draws."""
+    if len(model.text.encoders) != 1:
+        raise ValueError(f'export: {len(model.text.encoders)} text encoders; a StableDiffusionPipeline has one')
+    if model.mask_padding:
+        log.warning('export: trained with mask_padding, which the stock pipeline does not do; its pictures will differ')
+    if model.caption_dropout_mode == 'zeros':
+        log.warning(
+            'export: trained with zeros for dropped captions; the stock pipeline uses the empty caption instead'
+        )
+    scheduler = inference_scheduler('ddim', model.objective)
+    assert isinstance(scheduler, DDIMScheduler)
+    return StableDiffusionPipeline(
+        vae=with_folded_statistics(model.vae),
+        text_encoder=model.text.encoders[0],  # type: ignore[arg-type]
+        tokenizer=model.text.tokenizers[0],  # type: ignore[arg-type]
+        unet=model.denoiser,
+        scheduler=scheduler,  # type: ignore[arg-type]
+        safety_checker=None,  # type: ignore[arg-type]
+        feature_extractor=None,  # type: ignore[arg-type]
+        requires_safety_checker=False,
+    )
+
+
+@torch.no_grad()
+def with_folded_statistics(vae: AutoencoderKL) -> AutoencoderKL:
+    """A copy of a VAE whose means and standard deviations a channel are part of its weights.
+
+    Stock pipelines know `scaling_factor` alone. The 1x1 convolutions next to the latents take the rest: with latents
+    z = (m - mean) / std, `quant_conv` gives z's moments and `post_quant_conv` undoes it. A VAE that says nothing of
+    means and standard deviations is copied as it is.
+    """
+    config = vae.config
+    vae = copy.deepcopy(vae).float()
+    if not config.get('latents_mean') and not config.get('latents_std') and not config.get('shift_factor'):
+        return vae
+    if vae.quant_conv is None or vae.post_quant_conv is None:
+        raise ValueError(
+            'export: this VAE has latent statistics a channel but no quant_conv and post_quant_conv to fold them into; '
+            'the stock pipeline cannot represent it'
+        )
+    mean, std = latent_statistics(vae)
+    into, back = vae.quant_conv, vae.post_quant_conv
+    assert into.bias is not None and back.bias is not None
+    back.bias += back.weight[:, :, 0, 0] @ mean
+    back.weight *= std[None, :, None, None]
+    channels = len(std)
+    into.bias[:channels] -= mean
+    into.bias[:channels] /= std
+    into.bias[channels:] -= 2 * std.log()
+    into.weight[:channels] /= std[:, None, None, None]
+    vae.register_to_config(latents_mean=None, latents_std=None, shift_factor=None, scaling_factor=1.0)
+    return vae
+
+
+def _cast(part: Part, dtype: torch.dtype) -> Part:
+    """The part in a precision; diffusers' own `to` warns about modules that these parts do not have."""
+    nn.Module.to(part, dtype)
+    return part
+
+
+def main_from_args(args: argparse.Namespace) -> int:
+    """`diffusion export`."""
+    which = export(
+        args.checkpoint, args.out, weights=args.weights, ema_width=args.ema_width, at=args.at, dtype=args.dtype
+    )
+    kind = 'StableDiffusionPipeline' if (Path(args.out) / 'model_index.json').exists() else 'AutoencoderKL'
+    print(f"{args.out}: {which} weights; {kind}.from_pretrained('{args.out}') loads it")
+    return 0

@@ -1,0 +1,107 @@
+"""Drawing pictures from a checkpoint or an exported pipeline: `task: generate` and `diffusion generate`."""
+
+import argparse
+import logging
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import diffusers.utils.logging
+import torch
+from composer.utils import get_device
+from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import StableDiffusionPipeline
+
+from diffusion.checkpointing.run_folder import find_checkpoint, recipe_beside
+from diffusion.config.load import Recipe, load
+from diffusion.tasks.evaluate import trained_model
+from diffusion.evaluation.image_sheet import save_image, to_images
+from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.models.randomness import Purpose, draws_for
+from diffusion.models.sampler import scheduler_class
+
+log = logging.getLogger(__name__)
+
+
+def generate(recipe: Recipe) -> list[Path]:
+    """Draw the prompts of a recipe's `generate` section; returns the files."""
+    settings = recipe.generate
+    if not settings.prompts:
+        raise ValueError('generate.prompts: there is none; give a list of captions')
+    model, which = trained_model(recipe, settings.weights)
+    if not isinstance(model, LatentDiffusion):
+        raise ValueError(f'model.name: {recipe.model.name} draws no pictures from captions')
+    model = get_device(recipe.trainer.get('device')).module_to_device(model)
+    prompts = [prompt for prompt in settings.prompts for _ in range(settings.num_images_per_prompt)]
+    pictures = model.generate(
+        prompts,
+        negative_prompt=settings.negative_prompt,
+        seeds=[settings.seed + index for index in range(len(prompts))],
+        num_inference_steps=settings.num_inference_steps,
+        guidance_scale=settings.guidance_scale,
+        guidance_rescale=settings.guidance_rescale,
+        noise_scheduler=settings.noise_scheduler,
+    )
+    files = save_pictures(pictures, prompts, Path(settings.out or recipe.run_dir / 'generated'), seed=settings.seed)
+    print(f'{len(files)} pictures with {which} weights in {files[0].parent}')
+    return files
+
+
+def save_pictures(pictures: torch.Tensor, prompts: Sequence[str], folder: Path, *, seed: int) -> list[Path]:
+    """Write pictures [B, 3, H, W] as PNGs named by their seed and prompt."""
+    files = []
+    for index, (image, prompt) in enumerate(zip(to_images(pictures), prompts, strict=True)):
+        words = re.sub(r'[^a-z0-9]+', '-', prompt.lower()).strip('-')[:60] or 'empty'
+        files.append(folder / f'{seed + index:05d}-{words}.png')
+        save_image(image, files[-1])
+    return files
+
+
+def main_from_args(args: argparse.Namespace) -> int:
+    """`diffusion generate`."""
+    source = Path(args.source)
+    if (source / 'model_index.json').is_file():
+        files = _from_pipeline(source, args)
+        print(f'{len(files)} pictures in {files[0].parent}')
+        return 0
+    checkpoint = find_checkpoint(source)
+    recipe = load(recipe_beside(checkpoint))
+    recipe.checkpoint = str(checkpoint)
+    settings = recipe.generate
+    settings.prompts, settings.out = list(args.prompts), args.out or 'generated'
+    settings.seed, settings.negative_prompt, settings.weights = args.seed, args.negative, args.weights
+    settings.num_inference_steps = args.steps or settings.num_inference_steps
+    settings.guidance_scale = settings.guidance_scale if args.guidance is None else args.guidance
+    settings.noise_scheduler = args.scheduler or settings.noise_scheduler
+    generate(recipe)
+    return 0
+
+
+def _from_pipeline(folder: Path, args: argparse.Namespace) -> list[Path]:
+    """Draw with an export, from the noise that a checkpoint's `generate` takes for the same seeds."""
+    if args.weights is not None:
+        raise ValueError(f'--weights: {folder} is an export, whose weights were chosen when it was made')
+    diffusers.utils.logging.disable_progress_bar()
+    pipeline = StableDiffusionPipeline.from_pretrained(folder, local_files_only=True, low_cpu_mem_usage=False)
+    device = 'cuda' if torch.cuda.is_available() else 'cpu'
+    pipeline = pipeline.to(device)
+    pipeline.set_progress_bar_config(disable=True)
+    if args.scheduler is not None:
+        pipeline.scheduler = scheduler_class(args.scheduler).from_config(pipeline.scheduler.config)
+    prompts: list[str] = list(args.prompts)
+    seeds = range(args.seed, args.seed + len(prompts))
+    size = pipeline.unet.config['sample_size']
+    noise = draws_for(seeds, seed=0, device=device).normal(
+        Purpose.SAMPLING, (pipeline.unet.config['in_channels'], size, size)
+    )
+    images = pipeline(
+        prompts,
+        negative_prompt=[args.negative] * len(prompts),
+        num_inference_steps=args.steps or 50,
+        guidance_scale=7.5 if args.guidance is None else args.guidance,
+        latents=noise,
+        generator=[torch.Generator().manual_seed(seed) for seed in seeds],
+        output_type='pt',
+        return_dict=False,
+    )[0]
+    assert isinstance(images, torch.Tensor)
+    return save_pictures(images, prompts, Path(args.out or 'generated'), seed=args.seed)

@@ -1,0 +1,94 @@
+"""The entry point of `run.py`: check the recipe, and only then import torch and run its task."""
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from diffusion.config.load import Recipe, RecipeError, check_devices, check_paths, load
+from diffusion.exit_codes import CONFIG_ERROR, PREEMPTED, Preempted
+from diffusion.launch import heartbeat
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a recipe: `run.py RECIPE [key=value ...]`."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    rank = int(os.environ.get('RANK', '0'))
+    heartbeat.begin()
+    if not arguments or arguments[0] in ('-h', '--help'):
+        print('usage: composer run.py RECIPE [key=value ...]', file=sys.stderr)
+        return 2
+    try:
+        recipe = checked(arguments[0], arguments[1:])
+        run(recipe)
+    except (ValueError, Preempted) as error:
+        status = status_of(error)
+        if status is None:
+            raise
+        # A mistake in a recipe is the same on every rank; what else a rank has to say may be its own.
+        if rank == 0 or not isinstance(error, (RecipeError, Preempted)):
+            who = f'rank {rank}: ' if rank else ''
+            print(error if status == PREEMPTED else f'{who}error: {error}', file=sys.stderr)
+        return status
+    return 0
+
+
+def checked(path: str, overrides: Sequence[str]) -> Recipe:
+    """The recipe, checked as far as it can be without importing torch.
+
+    Raises:
+        RecipeError: With every mistake.
+    """
+    recipe = load(path, overrides)
+    world_size = int(os.environ.get('WORLD_SIZE', '1'))
+    problems = check_devices(recipe, world_size) + check_paths(recipe)
+    if problems:
+        raise RecipeError(problems, path)
+    return recipe
+
+
+def run(recipe: Recipe) -> None:
+    """Import what the task needs, and run it."""
+    configure_logging()
+    if recipe.task == 'train':
+        from diffusion.training.train import train
+
+        train(recipe).close()
+    elif recipe.task == 'precompute':
+        from diffusion.tasks.precompute import precompute
+
+        precompute(recipe)
+    elif recipe.task == 'evaluate':
+        from diffusion.tasks.evaluate import evaluate
+
+        evaluate(recipe)
+    else:
+        from diffusion.tasks.generate import generate
+
+        generate(recipe)
+
+
+def configure_logging() -> None:
+    """Our own messages at INFO on rank zero, everybody else's at WARNING."""
+    logging.basicConfig(format='%(asctime)s %(levelname)s: %(message)s', datefmt='%H:%M:%S')
+    logging.getLogger('diffusion').setLevel(logging.INFO if os.environ.get('RANK', '0') == '0' else logging.WARNING)
+
+
+def status_of(error: Exception) -> int | None:
+    """The exit status that stands for an error, or None where its traceback is needed."""
+    if isinstance(error, Preempted):
+        return PREEMPTED
+    if os.environ.get('DIFFUSION_TRACEBACK') or not is_ours(error):
+        return None
+    # By name: the classes of errors are above this floor.
+    return getattr(error, 'exit_status', CONFIG_ERROR)
+
+
+def is_ours(error: BaseException) -> bool:
+    """Whether an error was raised by this package, so that its message says all there is to say."""
+    trace = error.__traceback__
+    if trace is None:
+        return False
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace.tb_frame.f_globals.get('__name__', '').split('.')[0] == 'diffusion'

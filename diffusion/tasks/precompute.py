@@ -1,0 +1,323 @@
+"""`task: precompute`: what the frozen encoders say of a dataset, into MDS shards with a manifest.
+
+Each of `precompute.streams` becomes a folder of the same name under `precompute.out`, a folder a shape where it has
+several, with its samples in their order. What is stored is what the VAE's encoder says, unscaled, so that the same
+latents serve any normalisation and posterior sampling stays random; nothing of caption dropout is in it.
+
+A shard is a fixed run of samples, encoded in batches that begin with it. So it does not depend on which device makes
+it, on how many there are, or on what was interrupted.
+"""
+
+import logging
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from composer.utils import dist, get_device
+from torch.utils.data import DataLoader, Dataset, default_collate
+from tqdm import tqdm
+
+from diffusion.training import build
+from diffusion.config.load import Component, Recipe
+from diffusion.models import batch_keys
+from diffusion.training.expand_streams import by_shape
+from diffusion.config.image_shapes import BUCKETS, Shape, write_buckets
+from diffusion.data.caption_choice import captions_of, choose
+from diffusion.data.fingerprint import index_hash
+from diffusion.data.image_text import ImageTextDataset
+from diffusion.data.latents import MANIFEST, LatentManifest, manifest_of
+from diffusion.data.loader import default_num_workers, outlive_signals
+from diffusion.storage.shard_store import ShardStore
+from diffusion.data.streams import Bucket
+from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.models.pretrained import downsampling, tokenize
+from diffusion.storage.object_store import upload
+from diffusion.config.recipe import PrecomputeConfig
+from diffusion.storage.uploaded_shards import UploadedShards
+
+log = logging.getLogger(__name__)
+
+PATIENCE_SECONDS = 3600.0
+"""Longest wait for the devices that have more left to do, unless `trainer.dist_timeout` is longer."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stream of one shape on its way to its folder."""
+
+    bucket: Bucket
+    first: int
+    """Id of its first sample in the dataset over all streams."""
+    samples: int
+    manifest: LatentManifest
+    source: str
+    """Hash of its index."""
+    per_shard: int
+    store: ShardStore
+
+    @property
+    def num_shards(self) -> int:
+        return -(-self.samples // self.per_shard)
+
+    def ids(self, shard: int) -> range:
+        """Ids of a shard's samples."""
+        start = self.first + shard * self.per_shard
+        return range(start, min(start + self.per_shard, self.first + self.samples))
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """All that decides its bytes."""
+        settings = {'samples': self.samples, 'samples_per_shard': self.per_shard, 'index_sha256': self.source}
+        return settings | {'manifest': vars(self.manifest), 'columns': self.store.columns}
+
+
+def precompute(recipe: Recipe) -> None:
+    """Encode every stream of a recipe, on any number of devices; go on where an interruption left off.
+
+    Raises:
+        ValueError: The model has no VAE, what is there already is of other settings, or a sample cannot be encoded.
+    """
+    device = get_device(recipe.trainer.get('device'))
+    if int(os.environ.get('WORLD_SIZE', '1')) > 1:
+        dist.initialize_dist(device, max(PATIENCE_SECONDS, recipe.trainer.get('dist_timeout', 0.0)))
+    model = build.build_model(recipe)
+    if not isinstance(model, LatentDiffusion):
+        raise ValueError(f'model.name: {recipe.model.name} has no frozen VAE; latents need a latent diffusion model')
+    if recipe.precompute.latents == 'image+text' and model.train_text_encoder:
+        raise ValueError('precompute.latents: image+text needs a frozen text encoder; the model trains its own')
+    model = cast(LatentDiffusion, device.module_to_device(model))
+    dataset = _dataset(recipe)
+    stages = [stage for stage in _stages(recipe, dataset, model) if not _is_done(stage)]
+    if dist.get_global_rank() == 0:
+        for stage in stages:
+            stage.store.open(stage.plan, 'precompute.out')
+    dist.barrier()
+    _encode(recipe, dataset, model, stages)
+    dist.barrier()
+    if dist.get_global_rank() == 0:
+        for stage in stages:
+            _finish(stage)
+        _list_shapes(recipe, dataset)
+    shutil.rmtree(_scratch(recipe), ignore_errors=True)
+
+
+def _dataset(recipe: Recipe) -> ImageTextDataset:
+    """All pictures in their order: ids count on from stream to stream."""
+    settings = recipe.precompute
+    keywords = {'crop': settings.crop, 'min_crop_scale': settings.min_crop_scale, 'caption_choice': 'first'}
+    return build.build_dataset(
+        recipe,
+        streams=settings.streams,
+        component=Component('image_text', keywords),
+        batch_size=settings.batch_size,
+        shuffle=False,
+    )
+
+
+def _stages(recipe: Recipe, dataset: ImageTextDataset, model: LatentDiffusion) -> list[Stage]:
+    settings = recipe.precompute
+    stages, first = [], 0
+    for bucket, samples in zip(dataset.buckets, dataset.samples_per_stream.tolist(), strict=True):
+        manifest = manifest_of(
+            model.vae,
+            shape=str(bucket.shape),
+            posterior=settings.posterior,
+            dtype=settings.dtype,
+            crop=settings.crop if settings.crop == 'center' else f'random, {settings.min_crop_scale}, {recipe.seed}',
+            text=model.text if settings.latents == 'image+text' else None,
+            captions=settings.captions,
+        )
+        columns = _columns(model, bucket.shape, settings)
+        store = _store(recipe, bucket.name, columns)
+        per_shard = _samples_per_shard(model, bucket.shape, settings)
+        stages.append(Stage(bucket, first, samples, manifest, index_hash(bucket.stream), per_shard, store))
+        first += samples
+    return stages
+
+
+def _store(recipe: Recipe, name: str, columns: Mapping[str, str]) -> ShardStore:
+    """What takes the shards of a stream: a folder that all nodes share, or one of an object store."""
+    out = recipe.precompute.out
+    if '://' in out:
+        return UploadedShards(f'{out.rstrip("/")}/{name}', _scratch(recipe) / name, columns)
+    return ShardStore(Path(out, name), columns)
+
+
+def _scratch(recipe: Recipe) -> Path:
+    return recipe.run_dir / f'precompute-{dist.get_global_rank()}'
+
+
+def _is_done(stage: Stage) -> bool:
+    """Whether these very latents are there already: a job that is started once too often is no failure."""
+    folder = stage.store.finished()
+    if folder is None:
+        return False
+    try:
+        found = LatentManifest.read(folder, 'precompute.out')
+    except ValueError as error:
+        raise ValueError(f'precompute.out: {stage.store} exists; remove it or give another folder ({error})') from error
+    expected = replace(stage.manifest, source=stage.source)
+    if found != expected:
+        wrong = [name for name in vars(expected) if getattr(found, name) != getattr(expected, name)]
+        raise ValueError(
+            f'precompute.out: {stage.store} exists and holds other latents ({", ".join(wrong)} differ); '
+            'remove it or give another folder'
+        )
+    log.info('%s: done already', stage.store)
+    return True
+
+
+def _encode(recipe: Recipe, dataset: ImageTextDataset, model: LatentDiffusion, stages: Sequence[Stage]) -> None:
+    """Write this device's share of the shards that are missing, each from its own batches."""
+    todo = [(stage, number) for stage in stages for number in stage.store.missing(stage.num_shards)]
+    if dist.get_global_rank() == 0 and todo:
+        log.info('shards to encode: %d, on %d devices', len(todo), dist.get_world_size())
+    mine = todo[dist.get_global_rank() :: dist.get_world_size()]
+    batches = [_batches(stage.ids(number), recipe.precompute.batch_size) for stage, number in mine]
+    workers = recipe.loader.num_workers
+    workers = default_num_workers(dist.get_local_world_size()) if workers is None else workers
+    # A plain DataLoader over indices: order is that of the dataset, and nothing is padded or dropped.
+    loader = DataLoader(
+        Pictures(dataset),
+        collate_fn=_collate,
+        batch_sampler=[batch for shard in batches for batch in shard],
+        num_workers=workers,
+        timeout=recipe.loader.timeout_seconds if workers else 0,
+        worker_init_fn=outlive_signals if workers else None,
+    )
+    total = sum(len(stage.ids(number)) for stage, number in mine)
+    with tqdm(total=total, desc='latents', unit='picture', disable=None) as progress:
+        served = iter(loader)
+        for (stage, number), shard in zip(mine, batches, strict=True):
+            encoded = (_encoded(dataset, model, next(served), recipe.precompute) for _ in shard)
+            stage.store.write(number, _counted((row for rows in encoded for row in rows), progress))
+
+
+class Pictures(Dataset[tuple[dict[str, Any], dict[str, Any]]]):
+    """What the model sees of a picture, and what goes into its row as it is; by index."""
+
+    def __init__(self, dataset: ImageTextDataset) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, index: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        sample = self.dataset.get_item(index)
+        captions = captions_of(sample, self.dataset.where(index))
+        return self.dataset[index], {'captions': captions, 'key': str(sample.get('key', index))}
+
+
+def _collate(samples: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    return default_collate([item for item, _ in samples]), [row for _, row in samples]
+
+
+def _encoded(
+    dataset: ImageTextDataset,
+    model: LatentDiffusion,
+    served: tuple[Mapping[str, torch.Tensor], list[dict[str, Any]]],
+    settings: PrecomputeConfig,
+) -> Iterator[dict[str, Any]]:
+    """The rows of a batch."""
+    batch, rows = served
+    moments = model.encode(batch[batch_keys.IMAGE].to(model.device))
+    if settings.posterior == 'mean':
+        moments = moments[:, : model.vae.config['latent_channels']]
+    ids = batch[batch_keys.SAMPLE_ID].tolist()
+    columns = {batch_keys.LATENT_MOMENTS: list(moments.cpu().numpy().astype(settings.dtype))}
+    if settings.latents == 'image+text':
+        for row in rows:
+            row['captions'] = _encoded_captions(row['captions'], settings)
+        columns[batch_keys.TEXT_EMBEDS] = _text(model, [row['captions'] for row in rows], settings)
+    for name, arrays in columns.items():
+        for index, row, array in zip(ids, rows, arrays, strict=True):
+            if not np.isfinite(array).all():
+                raise ValueError(
+                    f'{dataset.where(index)}: its {name} are not finite in {settings.dtype}; '
+                    'use precompute.dtype=float32'
+                )
+            row[name] = array
+    yield from rows
+
+
+def _encoded_captions(captions: list[str], settings: PrecomputeConfig) -> list[str]:
+    return captions if settings.captions == 'all' else [choose(captions, settings.captions, 0)]
+
+
+def _text(model: LatentDiffusion, captions: list[list[str]], settings: PrecomputeConfig) -> list[np.ndarray]:
+    """What the text encoders say of each sample's captions, [captions, L, D]."""
+    flat = tokenize(model.text.tokenizers, [text for texts in captions for text in texts]).to(model.device)
+    embeds = torch.cat([model.embed(part) for part in flat.split(settings.batch_size)])
+    parts = embeds.cpu().numpy().astype(settings.dtype)
+    return np.split(parts, np.cumsum([len(texts) for texts in captions])[:-1])
+
+
+def _finish(stage: Stage) -> None:
+    """Put a stage in its place, its index and manifest last."""
+    missing = stage.store.missing(stage.num_shards)
+    if missing:
+        raise ValueError(
+            f'precompute.out: {len(missing)} shards of {stage.store} are not there (the first is {missing[0]}); '
+            'is it a folder that all nodes share? Start again to go on'
+        )
+    manifest = replace(stage.manifest, source=stage.source)
+    stage.store.finish(stage.num_shards, beside={MANIFEST: manifest.text()})
+    log.info('%s: %d pictures of %s px, shards: %d', stage.store, stage.samples, stage.bucket.shape, stage.num_shards)
+
+
+def _list_shapes(recipe: Recipe, dataset: ImageTextDataset) -> None:
+    """Write the buckets.json of streams that have several shapes."""
+    counts = dict(zip([bucket.name for bucket in dataset.buckets], dataset.samples_per_stream.tolist(), strict=True))
+    shapes = {bucket.name: bucket.shape for bucket in dataset.buckets}
+    for name, stream in recipe.precompute.streams.items():
+        if stream.aspects:
+            buckets = {shapes[each]: {'samples': counts[each]} for each in by_shape({name: stream})}
+            _write_buckets(recipe, name, buckets)
+
+
+def _write_buckets(recipe: Recipe, name: str, buckets: Mapping[Shape, Mapping[str, int]]) -> None:
+    out, resolution = recipe.precompute.out.rstrip('/'), recipe.precompute.streams[name].resolution
+    folder = _scratch(recipe) / name if '://' in out else Path(out, name)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_buckets(folder, resolution, buckets)
+    if '://' in out:
+        upload(folder / BUCKETS, f'{out}/{name}')
+
+
+def _columns(model: LatentDiffusion, shape: Shape, settings: PrecomputeConfig) -> dict[str, str]:
+    size = ','.join(str(side) for side in _moments_shape(model, shape, settings))
+    columns = {'captions': 'json', 'key': 'str', batch_keys.LATENT_MOMENTS: f'ndarray:{settings.dtype}:{size}'}
+    if settings.latents == 'image+text':
+        columns[batch_keys.TEXT_EMBEDS] = f'ndarray:{settings.dtype}'
+    return columns
+
+
+def _moments_shape(model: LatentDiffusion, shape: Shape, settings: PrecomputeConfig) -> tuple[int, int, int]:
+    cell = downsampling(model.vae)
+    if shape.width % cell or shape.height % cell:
+        raise ValueError(f'precompute.streams: {shape} px is no multiple of a latent cell of {cell} px')
+    channels = model.vae.config['latent_channels'] * (1 if settings.posterior == 'mean' else 2)
+    return channels, shape.height // cell, shape.width // cell
+
+
+def _samples_per_shard(model: LatentDiffusion, shape: Shape, settings: PrecomputeConfig) -> int:
+    """Samples of a shard of about `shard_mb`, in whole batches; captions are taken for half a kilobyte."""
+    itemsize = np.dtype(settings.dtype).itemsize
+    size = math.prod(_moments_shape(model, shape, settings)) * itemsize + 512
+    if settings.latents == 'image+text':
+        size += model.text.tokenizers[0].model_max_length * model.text.width * itemsize
+    batches = int(settings.shard_mb * 10**6 / (size * settings.batch_size))
+    return max(1, batches) * settings.batch_size
+
+
+def _batches(ids: range, size: int) -> list[list[int]]:
+    return [list(ids[start : start + size]) for start in range(0, len(ids), size)]
+
+
+def _counted(rows: Iterator[dict[str, Any]], progress: Any) -> Iterator[dict[str, Any]]:
+    for row in rows:
+        yield row
+        progress.update()

@@ -1,0 +1,84 @@
+"""A stream of several shapes as streams of one shape each."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from diffusion.config.image_shapes import BUCKETS, Shape, read_buckets
+from diffusion.storage.download import GaveUp, Source
+from diffusion.config.recipe import StreamConfig
+
+log = logging.getLogger(__name__)
+
+
+def by_shape(streams: Mapping[str, StreamConfig], *, smallest: int = 1) -> dict[str, StreamConfig]:
+    """The streams, each with `aspects` replaced by one a shape, called `photos/640x384`.
+
+    Its proportion is shared out by samples; what it says else holds for every shape.
+
+    Args:
+        streams: By name.
+        smallest: Shapes with fewer samples are left out, and a warning says how many that are.
+
+    Raises:
+        ValueError: A folder has no list of its shapes, or no shape has samples enough.
+    """
+    found: dict[str, StreamConfig] = {}
+    for name, stream in streams.items():
+        found |= _shapes_of(name, stream, smallest) if stream.aspects else {name: stream}
+    return found
+
+
+def _shapes_of(name: str, stream: StreamConfig, smallest: int) -> dict[str, StreamConfig]:
+    counts = _buckets(name, stream)
+    kept = {shape: count for shape, count in counts.items() if count >= smallest}
+    if not kept:
+        raise ValueError(
+            f'streams.{name}: none of its {len(counts)} shapes has the {smallest} samples of a batch; '
+            'prepare it with fewer shapes, or use a smaller global_batch'
+        )
+    if len(kept) < len(counts):
+        left = [f'{shape} ({count})' for shape, count in counts.items() if shape not in kept]
+        log.warning(
+            'streams.%s: left out, since they do not fill a batch of %d: %s; prepare it with fewer shapes to use them',
+            *(name, smallest, ', '.join(left)),
+        )
+    whole = sum(kept.values())
+    return {
+        f'{name}/{shape}': replace(
+            stream,
+            aspects=False,
+            shape=str(shape),
+            remote=_inside(stream.remote, shape),
+            local=_inside(stream.local, shape),
+            proportion=None if stream.proportion is None else stream.proportion * count / whole,
+        )
+        for shape, count in kept.items()
+    }
+
+
+def _buckets(name: str, stream: StreamConfig) -> dict[Shape, int]:
+    try:
+        if stream.remote is None or '://' not in stream.remote:
+            return read_buckets(Path(stream.remote or stream.local or ''))
+        return read_buckets(_fetched(stream))
+    except ValueError as error:
+        raise ValueError(f'streams.{name}: {error}') from error
+
+
+def _fetched(stream: StreamConfig) -> Path:
+    """The folder with the list of an object store's shapes, fetched anew: it may have got more."""
+    if stream.remote is None or stream.local is None:
+        raise ValueError('has a remote and no local; give a folder for the cache')
+    path, tries = Path(stream.local, BUCKETS), 1 + stream.download_retry
+    source = Source(stream.remote, tries=tries, timeout_seconds=stream.download_timeout, wait=lambda: None)
+    try:
+        source.refresh(BUCKETS, path)
+    except GaveUp as error:
+        raise ValueError(f'{source.address(BUCKETS)}: {error}') from error
+    return path.parent
+
+
+def _inside(folder: str | None, shape: Shape) -> str | None:
+    return None if folder is None else f'{folder.rstrip("/")}/{shape}'

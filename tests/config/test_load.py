@@ -1,0 +1,384 @@
+"""Recipes: what is read, and what a mistake is answered with."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from diffusion.config.load import Component, Recipe, RecipeError, check_devices, check_paths, load, to_yaml
+from diffusion.config.yaml_files import dump
+
+ROOT = Path(__file__).parents[2]
+YAMLS = sorted((ROOT / 'yamls').glob('*.yaml'))
+
+VALID = {
+    'name': 'run',
+    'global_batch': 8,
+    'model': {'name': 'tiny', 'resolution': 64},
+    'streams': {'a': {'local': 'data/a', 'resolution': 64}},
+    'trainer': {'max_duration': '8ba'},
+}
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_file(content, name='recipe.yaml'):
+        path = tmp_path / name
+        path.write_text(content if isinstance(content, str) else yaml.safe_dump(VALID | content, sort_keys=False))
+        return path
+
+    return write_file
+
+
+@pytest.mark.parametrize('path', YAMLS, ids=lambda path: path.name)
+def test_every_shipped_recipe_is_accepted(path):
+    recipe = load(path, allow_missing=True)
+    assert recipe.name == path.stem
+    given_values = [f'{problem.where}=s3://bucket/{index}' for index, problem in enumerate(recipe.missing)]
+    assert load(path, given_values).missing == []
+
+
+@pytest.mark.parametrize('path', YAMLS, ids=lambda path: path.name)
+def test_every_shipped_recipe_opens_with_cost_result_and_command(path):
+    head = path.read_text().split('\n\n')[0]
+    assert all(f'# {word}:' in head for word in ('Cost', 'Result', 'Command'))
+
+
+@pytest.mark.parametrize('path', YAMLS, ids=lambda path: path.name)
+def test_the_resolved_recipe_reads_back_equal(path, tmp_path):
+    recipe = load(path, allow_missing=True)
+    given_values = [f'{problem.where}=s3://bucket/{index}' for index, problem in enumerate(recipe.missing)]
+    recipe = load(path, given_values)
+    saved = tmp_path / 'recipe.yaml'
+    saved.write_text(to_yaml(recipe))
+    assert load(saved) == recipe
+
+
+names = st.text('abcdefghij_', min_size=1, max_size=8)
+
+
+@example(batch=1, lr=1.0, streams={'if': 64}, prompts=['1e100', '-', '\x85', 'a\u2028b', '1_0', 'on', '2024-01-01'])
+@given(
+    batch=st.integers(1, 10**6),
+    lr=st.floats(1e-9, 1.0),
+    streams=st.dictionaries(names, st.sampled_from([64, 256, 512]), min_size=1, max_size=4),
+    prompts=st.lists(st.text(max_size=20), max_size=3),
+)
+@settings(max_examples=40, deadline=None)
+def test_any_recipe_survives_the_round_trip(tmp_path_factory, batch, lr, streams, prompts):
+    folder = tmp_path_factory.mktemp('recipes')
+    content = VALID | {
+        'global_batch': batch,
+        'optimizer': {'name': 'adamw', 'lr': lr},
+        'streams': {name: {'remote': f's3://b/{name}', 'resolution': side} for name, side in streams.items()},
+        'generate': {'prompts': [p for p in prompts if p != '???' and '${' not in p]},
+    }
+    first, second = folder / 'a.yaml', folder / 'b.yaml'
+    first.write_text(dump(content), encoding='utf-8')
+    recipe = load(first)
+    assert recipe.generate.prompts == content['generate']['prompts']
+    second.write_text(to_yaml(recipe), encoding='utf-8')
+    assert load(second) == recipe
+
+
+def test_phase_two_shows_only_what_differs():
+    one = load(ROOT / 'yamls/phase1.yaml', ['streams.laion.remote=s3://b/a', 'eval_streams.coco.remote=s3://b/c'])
+    two = load(ROOT / 'yamls/phase2.yaml', ['streams.laion.remote=s3://b/a', 'eval_streams.coco.remote=s3://b/c'])
+    assert two.init_from == 'runs/phase1'
+    assert two.algorithms['ema'] == Component('ema', {'ema_start': '800000ba', 'smoothing': 0.9999})
+    assert two.model.kwargs == one.model.kwargs | {'resolution': 512}
+    assert (one.trainer['max_duration'], two.trainer['max_duration']) == ('550000ba', '850000ba')
+    assert two.optimizer == one.optimizer == Component('adamw', {'lr': 1e-4, 'weight_decay': 0.01})
+    assert (one.global_batch, one.device_train_microbatch_size) == (2048, 16)
+    assert one.scheduler == Component('constant_with_warmup', {'t_warmup': '10000ba'})
+    assert not one.parallelism.reshard_after_forward
+
+
+def test_mappings_merge_and_false_removes(write):
+    base = write({'callbacks': {'lr_monitor': None, 'nan_monitor': None}}, 'base.yaml')
+    child = write(
+        'extends: base.yaml\nname: child\ncallbacks:\n  lr_monitor: false\n  speed_monitor: {window_size: 5}\n'
+    )
+    recipe = load(child)
+    assert set(load(base).callbacks) == {'lr_monitor', 'nan_monitor'}
+    assert recipe.callbacks['speed_monitor'].kwargs == {'window_size': 5}
+    assert set(recipe.callbacks) == {'nan_monitor', 'speed_monitor'}
+    assert set(load(child, ['callbacks.speed_monitor=false']).callbacks) == {'nan_monitor'}
+
+
+def test_two_of_a_kind(write):
+    recipe = load(write({'callbacks': {'a': {'name': 'lr_monitor'}, 'b': {'name': 'lr_monitor'}}}))
+    assert recipe.callbacks['b'] == Component('lr_monitor')
+
+
+def test_overrides_reach_everything(write):
+    overrides = [
+        'optimizer={name: adamw, lr: 1e-4}',
+        'streams.b={remote: s3://x/y, resolution: 32}',
+        'seed=3',
+        'init_from=null',
+    ]
+    recipe = load(write({}), overrides)
+    assert recipe.optimizer.kwargs == {'lr': 1e-4}
+    assert recipe.streams['b'].remote == 's3://x/y'
+    assert recipe.seed == 3
+
+
+def test_interpolation(write):
+    assert load(write({'name': 'big', 'generate': {'out': 'pictures/${name}'}})).generate.out == 'pictures/big'
+
+
+def test_missing_values_are_listed_when_that_is_allowed(write):
+    path = write({'streams': {'a': {'remote': '???', 'resolution': 64}}, 'model': {'name': 'sd2', 'vae': '???'}})
+    assert [problem.where for problem in load(path, allow_missing=True).missing] == ['model.vae', 'streams.a.remote']
+
+
+WRONG = {
+    'replicas without sharding': (
+        {'parallelism': {'replicas': 2}},
+        [],
+        'parallelism.replicas: is for fsdp2 and fsdp1; under ddp every device is a replica: remove it',
+    ),
+    'no replica': (
+        {'parallelism': {'strategy': 'fsdp2', 'replicas': 0}},
+        [],
+        'parallelism.replicas: 0 is not positive',
+    ),
+    'pieces without sharding': (
+        {'parallelism': {'checkpoints': 'sharded'}},
+        [],
+        'parallelism.checkpoints: sharded needs strategy: fsdp2, not ddp; use whole',
+    ),
+    'precision of what is not sharded': (
+        {'parallelism': {'mixed_precision': 'pure'}},
+        [],
+        'parallelism.mixed_precision: is for fsdp2 and fsdp1; ddp follows trainer.precision',
+    ),
+    'fsdp1 on a CPU': (
+        {'parallelism': {'strategy': 'fsdp1'}},
+        ['trainer.device=cpu'],
+        'parallelism.strategy: fsdp1 needs GPUs in Composer; use fsdp2 on a CPU',
+    ),
+    'auto under fsdp2': (
+        {'parallelism': {'strategy': 'fsdp2'}, 'device_train_microbatch_size': 'auto'},
+        [],
+        'device_train_microbatch_size: auto is what Composer does under fsdp1 alone, not fsdp2: .* give a number',
+    ),
+    "names of Composer's checkpoints": (
+        {},
+        ['trainer.save_filename=x.pt'],
+        'trainer.save_filename: is of checkpoints that Composer writes itself; checkpoints go to .*: remove it',
+    ),
+    'unknown section': ({'trainr': {}}, [], "trainr: unknown key; did you mean 'trainer'?"),
+    'unknown key': ({'loader': {'num_worker': 2}}, [], "loader.num_worker: unknown key; did you mean 'num_workers'?"),
+    'wrong type': ({'global_batch': 'many'}, [], "global_batch: 'many' is not an integer"),
+    'wrong type in a list': ({'generate': {'prompts': ['a', 3]}}, [], r'generate.prompts\[1\]: 3 is not a string'),
+    'bool for int': ({'seed': True}, [], 'seed: True is not an integer'),
+    'not a mapping': ({'loader': 3}, [], r'loader: 3 is not a mapping \(key: value\)'),
+    'missing value': (
+        {'streams': {'a': {'remote': '???', 'resolution': 64}}},
+        [],
+        r'streams.a.remote: is still \?\?\?; give the object store folder that holds index.json',
+    ),
+    'missing key': (
+        {'streams': {'a': {'local': 'x'}}},
+        [],
+        'streams.a.resolution: is missing; give the side in pixels',
+    ),
+    'missing in a component': ({'model': {'name': 'tiny', 'vae': '???'}}, [], r'model.vae: is still \?\?\?'),
+    'unknown component': ({'model': {'name': 'sd22'}}, [], "model: no model is called 'sd22'; did you mean 'sd2'?"),
+    'component without name': (
+        {'model': {'resolution': 64}},
+        [],
+        'model.name: is missing; known: autoencoder, sd2, tiny',
+    ),
+    'bad keyword': (
+        {'model': {'name': 'tiny', 'resolutoin': 64}},
+        [],
+        "model.resolutoin: unknown key; did you mean 'resolution'?",
+    ),
+    'bad keyword type': ({'optimizer': {'name': 'adamw', 'lr': 'fast'}}, [], "optimizer.lr: 'fast' is not a number"),
+    'bad choice': (
+        {'model': {'name': 'tiny', 'caption_dropout_mode': 'zero'}},
+        [],
+        "model.caption_dropout_mode: 'zero' is not one of empty, zeros; did you mean 'zeros'?",
+    ),
+    'bad nested keyword': (
+        {'model': {'name': 'tiny', 'objective': {'predction_type': 'epsilon'}}},
+        [],
+        "model.objective.predction_type: unknown key; did you mean 'prediction_type'?",
+    ),
+    'bad nested choice': (
+        {'model': {'name': 'tiny', 'objective': {'timesteps': 'stratifed'}}},
+        [],
+        "model.objective.timesteps: 'stratifed' is not one of uniform, stratified; did you mean 'stratified'?",
+    ),
+    'unknown callback': (
+        {'callbacks': {'lr_monitr': None}},
+        [],
+        "callbacks.lr_monitr: no callback is called 'lr_monitr'; did you mean 'lr_monitor'?",
+    ),
+    'callback without a needed keyword': (
+        {'callbacks': {'image_grid': None}},
+        [],
+        'callbacks.image_grid.prompts: is missing',
+    ),
+    'bad trainer keyword': (
+        {},
+        ['trainer.max_duraton=3ba'],
+        "trainer.max_duraton: unknown key; did you mean 'max_duration'?",
+    ),
+    'trainer keyword of ours': ({}, ['trainer.optimizers=3'], 'trainer.optimizers: is said elsewhere: set optimizer'),
+    'supplied keyword': (
+        {'optimizer': {'name': 'adamw', 'params': 1}},
+        [],
+        'optimizer.params: is set by the program; remove it',
+    ),
+    'no duration': ({'trainer': {'precision': 'fp32'}}, [], 'trainer.max_duration: is missing; say how long to train'),
+    'bad duration': (
+        {'trainer': {'max_duration': '8 batches'}},
+        [],
+        "trainer.max_duration: '8 batches' is not a duration; write",
+    ),
+    'bad resolution': (
+        {'streams': {'a': {'local': 'x', 'resolution': 60}}},
+        [],
+        'streams.a.resolution: 60 is not a multiple of 8',
+    ),
+    'nowhere': ({'streams': {'a': {'resolution': 64}}}, [], 'streams.a: has neither remote nor local; give the folder'),
+    'no stream': ({'streams': {}}, [], 'streams: is empty; training needs at least one stream'),
+    'some proportions': (
+        {'streams': {'a': {'local': 'x', 'resolution': 64, 'proportion': 1.0}, 'b': {'local': 'y', 'resolution': 64}}},
+        [],
+        'streams: b: without proportion beside streams that have one',
+    ),
+    'amounts': (
+        {'streams': {'a': {'local': 'x', 'resolution': 64, 'repeat': 2.0, 'choose': 5}}},
+        [],
+        'streams.a: repeat and choose say one thing in several ways',
+    ),
+    'bad name': ({'name': 'my run/1'}, [], "name: 'my run/1'; use letters, digits"),
+    'bad import': ({'imports': ['no_such_module_here']}, [], r'imports\[0\]: no_such_module_here cannot be imported'),
+    'malformed override': ({}, ['max_duration'], "'max_duration' is not an override; write key=value"),
+    'unclosed override': ({}, ['streams.a={local: x'], 'its value is not YAML; quote it'),
+    'top level list': ('- a\n- b\n', [], r'is not a mapping of sections \(key: value\) but list'),
+    'syntax': ('name: run\nmodel: [1, 2\n', [], r'recipe.yaml:3:1: '),
+    'tab': ('name: run\nmodel:\n\tname: tiny\n', [], r'recipe.yaml:3:1: .*indent with spaces'),
+    'duplicate key': ('name: run\nseed: 1\nseed: 2\n', [], r"recipe.yaml:3:1: 'seed' stands twice, first in line 2"),
+    'extends nothing': ('extends: nowhere.yaml\n', [], r'extends: .*nowhere.yaml cannot be read \(No such file'),
+    'extends itself': ('extends: recipe.yaml\n', [], 'extends: goes round in a circle: .*recipe.yaml -> .*recipe.yaml'),
+    'bad interpolation': ({'name': '${nmae}'}, [], 'nmae'),
+}
+
+
+@pytest.mark.parametrize(('content', 'overrides', 'message'), WRONG.values(), ids=WRONG)
+def test_a_mistake_is_answered_with_where_what_and_the_way_out(write, content, overrides, message):
+    with pytest.raises(RecipeError, match=message):
+        load(write(content), overrides)
+
+
+def test_all_mistakes_are_told_at_once(write):
+    path = write({'trainr': 1, 'seed': 'x', 'loader': {'shufle': True}, 'streams': {'a': {'resolution': '???'}}})
+    with pytest.raises(RecipeError) as error:
+        load(path)
+    assert [problem.where for problem in error.value.problems] == [
+        'trainr',
+        'seed',
+        'loader.shufle',
+        'streams.a.resolution',
+    ]
+    assert str(error.value).startswith(f'{path} has 4 mistakes:\n  trainr: ')
+
+
+def test_a_missing_file_is_an_error(tmp_path):
+    with pytest.raises(RecipeError, match=r'none.yaml cannot be read \(No such file or directory\)'):
+        load(tmp_path / 'none.yaml')
+
+
+@pytest.mark.parametrize(
+    ('batch', 'microbatch', 'devices', 'message'),
+    [
+        (2048, 16, 128, None),
+        (2048, None, 1, None),
+        (100, None, 8, 'global_batch: 100 does not divide over 8 devices; use 96 or 104'),
+        (4, None, 8, 'global_batch: 4 does not divide over 8 devices; use 8'),
+        (
+            64,
+            12,
+            2,
+            "device_train_microbatch_size: 12 does not divide a device's 32 samples .64 over 2 devices.; use 8",
+        ),
+    ],
+)
+def test_batches_divide_over_devices(write, batch, microbatch, devices, message):
+    recipe = load(write({'global_batch': batch, 'device_train_microbatch_size': microbatch}))
+    problems = [str(problem) for problem in check_devices(recipe, devices)]
+    assert len(problems) == (message is not None)
+    if message:
+        import re
+
+        assert re.fullmatch(message, problems[0])
+
+
+def test_local_data_is_looked_for_before_anything_is_imported(write, tmp_path):
+    empty = tmp_path / 'empty'
+    empty.mkdir()
+    (empty / 'index.json').write_text(json.dumps({'version': 2, 'shards': []}))
+    broken = tmp_path / 'broken'
+    broken.mkdir()
+    (broken / 'index.json').write_text('{"shards": [')
+    folders = {'a': tmp_path / 'nowhere', 'b': empty, 'c': broken}
+    streams = {name: {'local': str(folder), 'resolution': 64} for name, folder in folders.items()}
+    recipe = load(write({'streams': streams, 'init_from': str(tmp_path / 'gone')}))
+    problems = {problem.where: problem.what for problem in check_paths(recipe)}
+    assert 'has no index.json; is it an MDS folder?' in problems['streams.a.local']
+    assert 'has no samples' in problems['streams.b.local']
+    assert 'is not an index of MDS shards' in problems['streams.c.local']
+    assert 'does not exist; give a checkpoint or the folder of a run' in problems['init_from']
+
+
+def test_components_of_others(write, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'my_parts.py').write_text(
+        'from diffusion.config.registry import register\n'
+        'def enormous(resolution: int = 64, *, depth: int): ...\n'
+        "register('model', 'enormous', 'my_parts:enormous')\n"
+    )
+    content = {'imports': ['my_parts'], 'model': {'name': 'enormous', 'depth': 5}}
+    assert load(write(content)).model.kwargs == {'depth': 5}
+    with pytest.raises(RecipeError, match="model.dpth: unknown key; did you mean 'depth'"):
+        load(write({'imports': ['my_parts'], 'model': {'name': 'enormous', 'dpth': 5, 'depth': 1}}))
+
+
+def diffusion(*arguments: str) -> subprocess.CompletedProcess[str]:
+    program = (
+        'import sys; from diffusion.cli import main; s = main(sys.argv[1:]); print("torch" in sys.modules); sys.exit(s)'
+    )
+    return subprocess.run([sys.executable, '-c', program, *arguments], capture_output=True, text=True, check=False)
+
+
+def test_check_prints_the_resolved_recipe_without_torch():
+    result = diffusion('check', str(ROOT / 'yamls/phase2.yaml'), 'seed=5')
+    assert result.returncode == 0
+    assert 'seed: 5\n' in result.stdout
+    assert 'shuffle_algo: py1e' in result.stdout, 'defaults included'
+    assert '#   streams.laion.remote: is still ???' in result.stdout
+    assert result.stdout.endswith('False\n'), 'torch was imported'
+    assert diffusion('check', str(ROOT / 'yamls/phase2.yaml'), '--strict').returncode == 2
+
+
+def test_mistakes_cost_a_message_and_no_traceback(write):
+    result = diffusion('check', str(write({'trainr': {}, 'model': {'name': 'sd3'}})))
+    assert result.returncode == 2
+    assert 'Traceback' not in result.stderr
+    assert result.stderr.startswith('error: ')
+    assert "did you mean 'trainer'?" in result.stderr
+
+
+def test_recipe_defaults_are_complete():
+    assert Recipe(name='a', global_batch=1, model=Component('tiny')).run_dir == Path('runs/a')

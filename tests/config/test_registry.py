@@ -1,0 +1,224 @@
+"""Names and what they stand for: signatures read from the source equal those of the imported objects."""
+
+import inspect
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Literal
+
+import pytest
+
+from diffusion.config import registry
+from diffusion.config.registry import build, check_keywords, register, resolve, signature
+from diffusion.config.schema import fits
+from diffusion.config.signatures import simple_type
+
+EVERY_NAME = [(kind, name) for kind in registry.TARGETS for name in registry.names(kind)]
+PARTS = """
+from dataclasses import dataclass
+from typing import Literal, Optional
+
+Way = Literal['up', 'down']
+
+
+@dataclass
+class Options:
+    speed: float
+    way: Way = 'up'
+
+
+class Base:
+    def __init__(self, depth: int, name: Optional[str] = None, *, wide: bool = False) -> None: ...
+
+
+class Derived(Base): ...
+
+
+class Bare: ...
+
+
+def anything(size: int = 1, **others: object) -> None: ...
+"""
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    for kind, table in registry.TARGETS.items():
+        monkeypatch.setitem(registry.TARGETS, kind, dict(table))
+
+
+@pytest.fixture
+def parts(tmp_path, monkeypatch):
+    package = tmp_path / 'parts_package'
+    package.mkdir()
+    # The package must be read, never imported.
+    (package / '__init__.py').write_text("raise RuntimeError('imported')\n")
+    (package / 'parts.py').write_text(PARTS)
+    monkeypatch.syspath_prepend(tmp_path)
+    return 'parts_package.parts'
+
+
+def problems(kind, name, kwargs, **options):
+    return [str(problem) for problem in check_keywords('here', kind, name, kwargs, **options)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(('kind', 'name'), EVERY_NAME)
+def test_signature_from_source_equals_the_imported_one(kind, name):
+    unnamed = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    imported = [p for p in inspect.signature(resolve(kind, name)).parameters.values() if p.kind not in unnamed]
+    read = signature(kind, name).parameters
+    assert [(p.name, p.required) for p in read] == [(p.name, p.default is p.empty) for p in imported]
+
+
+@pytest.mark.parametrize(('kind', 'name'), EVERY_NAME)
+def test_every_name_has_a_signature_without_an_import(kind, name):
+    assert isinstance(signature(kind, name).parameters, tuple)
+
+
+def test_reading_all_signatures_imports_nothing():
+    code = (
+        'import sys; from diffusion import registry\n'
+        '[registry.signature(kind, name) for kind in registry.TARGETS for name in registry.names(kind)]\n'
+        "sys.exit(any(name in sys.modules for name in ('torch', 'composer', 'diffusers', 'streaming')))"
+    )
+    assert subprocess.run([sys.executable, '-c', code], check=False).returncode == 0
+
+
+def test_signatures_of_installed_packages():
+    assert {'params', 'lr', 'betas', 'weight_decay'} <= signature('optimizer', 'adamw').names()
+    assert {'t_warmup', 'alpha', 't_max'} <= signature('scheduler', 'constant_with_warmup').names()
+    assert {'max_duration', 'autoresume', 'precision'} <= signature('trainer', 'composer').names()
+
+
+@pytest.mark.parametrize(
+    ('attribute', 'kwargs', 'expected'),
+    [
+        ('Derived', {'depth': 3, 'wide': True, 'name': None}, []),
+        ('Derived', {'wide': True}, ['here.depth: is missing and has no default; give it (int)']),
+        ('Derived', {'depth': 3, 'wid': True}, ["here.wid: unknown key; did you mean 'wide'?"]),
+        ('Derived', {'depth': 3.5}, ['here.depth: 3.5 is not an integer']),
+        ('Derived', {'depth': True}, ['here.depth: True is not an integer']),
+        ('Derived', {'depth': 1, 'name': 7}, ['here.name: 7 is not a string or null; put it in quotes']),
+        ('Bare', {'depth': 3}, ['here.depth: unknown key; known: none']),
+        ('Options', {'speed': 3}, []),
+        ('Options', {'speed': 3.0, 'way': 'don'}, ["here.way: 'don' is not one of up, down; did you mean 'down'?"]),
+        ('anything', {'size': 2, 'colour': 'red'}, []),
+        ('anything', {'size': 'two'}, ["here.size: 'two' is not an integer"]),
+    ],
+)
+def test_keywords_are_checked_against_the_source(parts, attribute, kwargs, expected):
+    register('model', 'part', f'{parts}:{attribute}')
+    assert problems('model', 'part', kwargs) == expected
+
+
+def test_nested_dataclasses_are_checked_with_their_path():
+    assert problems('model', 'tiny', {'objective': {'prediction_type': 'sample'}}) == []
+    assert problems('model', 'tiny', {'objective': {'prediction_typ': 'sample', 'beta_start': 'low'}}) == [
+        "here.objective.prediction_typ: unknown key; did you mean 'prediction_type'?",
+        "here.objective.beta_start: 'low' is not a number",
+    ]
+
+
+def test_supplied_keywords_are_neither_missing_nor_allowed():
+    assert problems('optimizer', 'adamw', {'lr': 1e-4}, supplied=('params',)) == []
+    assert problems('optimizer', 'adamw', {'params': 1}, supplied=('params',)) == [
+        'here.params: is set by the program; remove it from the recipe'
+    ]
+
+
+def test_what_our_own_parts_pass_on_is_not_for_a_recipe():
+    # ImageTextDataset hands **streaming to StreamingDataset; in a recipe that is the loader section.
+    supplied = ('buckets', 'batch_size', 'tokenizers', 'seed')
+    assert problems('dataset', 'image_text', {'crop': 'random'}, supplied=supplied) == []
+    assert problems('dataset', 'image_text', {'shuffle': True}, supplied=supplied)[0].startswith(
+        'here.shuffle: unknown key'
+    )
+
+
+def test_values_still_to_be_given_are_not_wrong():
+    assert problems('model', 'tiny', {'resolution': '???', 'objective': '???'}) == []
+
+
+@pytest.mark.parametrize(
+    ('target', 'message'),
+    [
+        (
+            'no_such_package.parts:Foo',
+            r'no_such_package.parts: the package no_such_package cannot be found; install it',
+        ),
+        ('diffusion.models.nothing:Foo', r'diffusion.models.nothing: there is no .*nothing.py; was it registered'),
+        ('diffusion.models.builders:Foo', r'diffusion.models.builders defines no Foo; register it by the module'),
+    ],
+)
+def test_a_target_without_source_is_a_problem_and_no_crash(target, message):
+    register('model', 'lost', target)
+    with pytest.raises(ValueError, match=message):
+        signature('model', 'lost')
+    assert problems('model', 'lost', {})[0].startswith('here: ')
+
+
+def test_unknown_names_are_answered_with_the_nearest():
+    with pytest.raises(ValueError, match="no model is called 'sd22'; did you mean 'sd2'?"):
+        resolve('model', 'sd22')
+    with pytest.raises(ValueError, match="no scheduler is called 'xyz'; known: constant, constant_with_warmup, cosine"):
+        resolve('scheduler', 'xyz')
+    with pytest.raises(ValueError, match="no kind of component is called 'modle'; did you mean 'model'?"):
+        resolve('modle', 'sd2')
+
+
+@dataclass
+class Shape:
+    side: int
+    kind: str = 'square'
+
+
+class Drawing:
+    def __init__(self, colour: Literal['red', 'blue'], shape: 'Shape | None' = None, *, device: str = 'cpu') -> None:
+        self.colour, self.shape, self.device = colour, shape, device
+
+
+def test_registered_objects_are_checked_and_built():
+    register('model', 'drawing', Drawing)
+    assert problems('model', 'drawing', {'colour': 'green'}) == ["here.colour: 'green' is not one of red, blue"]
+    drawing = build('model', 'drawing', {'colour': 'red', 'shape': {'side': 3}}, device='gpu')
+    assert (drawing.colour, drawing.shape, drawing.device) == ('red', Shape(3), 'gpu')
+    assert build('model', 'drawing', {'colour': 'red', 'shape': None}).shape is None
+    with pytest.raises(ValueError, match='model drawing: device is set by the program; remove it from the recipe'):
+        build('model', 'drawing', {'colour': 'red', 'device': 'gpu'}, device='cpu')
+
+
+def test_a_name_stands_for_one_thing():
+    register('model', 'drawing', Drawing)
+    register('model', 'drawing', Drawing)
+    with pytest.raises(ValueError, match=r"register: model 'drawing' is .*Drawing.* already; choose another name"):
+        register('model', 'drawing', Shape)
+
+
+@pytest.mark.parametrize(
+    ('annotation', 'good', 'bad'),
+    [
+        ('int', [1], [True, 1.0, '1', None]),
+        ('float', [1, 1.0], ['1e-4', None]),
+        ('bool', [True], [1, 'true']),
+        ('str | None', ['a', None], [1, ['a']]),
+        ('Optional[int]', [1, None], ['a']),
+        ('Union[int, str, None]', [1, 'a', None], [1.5]),
+        ("Literal['a', 3]", ['a', 3], ['b', 4]),
+        ('list[int]', [[], [1]], ['a', [1.5], {}]),
+        ('Sequence[str]', [['a']], ['a', [1]]),
+        ('str | Time', ['1ba'], [5]),
+        ("'int | None'", [1, None], ['a']),
+    ],
+)
+def test_simple_annotations_are_types(annotation, good, bad):
+    kind = simple_type(annotation)
+    assert all(fits(kind, value) for value in good)
+    assert not any(fits(kind, value) for value in bad)
+
+
+@pytest.mark.parametrize(
+    'annotation', ['', 'Optional[Profiler]', 'Callable[[int], str]', 'np.ndarray', 'dict[str, int]']
+)
+def test_other_annotations_are_not_checked(annotation):
+    assert simple_type(annotation) is None

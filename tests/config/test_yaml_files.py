@@ -1,0 +1,143 @@
+"""YAML files: what is read, what later ones change, and what is written."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diffusion.config.yaml_files import UnreadableYAML, dump, dump_inline, merge, read_chain, read_yaml
+
+# PyYAML itself folds control characters such as U+0085.
+text = st.text(st.characters(blacklist_categories=['Cs', 'Cc', 'Zl', 'Zp']), max_size=12) | st.sampled_from(
+    [
+        '1e-4',
+        '1e4',
+        '.5',
+        '08',
+        'yes',
+        'null',
+        '',
+        '2024-01-01',
+        '${a}',
+        r'\${a}',
+        r'\\${',
+        '12:30',
+        '._',
+        '~',
+        'two\nlines',
+        '- a',
+        'a: b',
+    ]
+)
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | text
+values = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text('abc', min_size=1), inner, max_size=3)
+)
+
+
+@given(content=st.dictionaries(st.text('abcdef', min_size=1), values, max_size=4))
+@settings(max_examples=150, deadline=None)
+def test_whatever_is_written_is_read_back(tmp_path_factory, content):
+    path = tmp_path_factory.mktemp('dump') / 'a.yaml'
+    path.write_text(dump(content), encoding='utf-8', newline='')
+    read = merge([read_yaml(path)], [])
+    assert read == content
+    assert repr(read) == repr(content)  # 1 is no 1.0 and no True
+
+
+@given(value=values | st.text(st.characters(blacklist_categories=['Cs']), max_size=12))
+@settings(max_examples=150, deadline=None)
+def test_an_override_on_one_line_gives_the_value_back(value):
+    written = dump_inline(value)
+    assert '\n' not in written
+    assert repr(merge([{}], [f'key={written}'])['key']) == repr(value)
+
+
+@pytest.mark.parametrize(
+    ('written', 'expected'),
+    [
+        ('1e-4', 1e-4),
+        ('2E5', 2e5),
+        ('-1.5e3', -1500.0),
+        ('.5', 0.5),
+        ('1_000', 1000),
+        ('550000ba', '550000ba'),
+        ('2024-01-01', '2024-01-01'),
+        ('08', '08'),
+        ('._', '._'),
+        ("'1e-4'", '1e-4'),
+    ],
+)
+def test_scalars(tmp_path, written, expected):
+    path = tmp_path / 'a.yaml'
+    path.write_text(f'value: {written}\n')
+    value = read_yaml(path)['value']
+    assert value == expected
+    assert type(value) is type(expected)
+    assert merge([{}], [f'value={written}']) == {'value': expected}
+
+
+@pytest.fixture
+def files(tmp_path):
+    def write(**contents):
+        for name, content in contents.items():
+            (tmp_path / f'{name}.yaml').write_text(content)
+        return tmp_path
+
+    return write
+
+
+def test_later_files_change_mappings_and_replace_lists(files):
+    folder = files(
+        a='x: {one: 1, two: 2}\nl: [1, 2]', b='extends: a.yaml\nx: {two: 3}\nl: [4]', c='extends: b.yaml\nx: {one: 0}'
+    )
+    assert merge(read_chain(folder / 'c.yaml'), ['x.three=5']) == {'x': {'one': 0, 'two': 3, 'three': 5}, 'l': [4]}
+
+
+def test_extends_is_relative_to_its_file(files):
+    folder = files(base='seed: 1')
+    (folder / 'deep').mkdir()
+    (folder / 'deep' / 'child.yaml').write_text('extends: ../base.yaml\nname: child')
+    assert merge(read_chain(folder / 'deep' / 'child.yaml'), []) == {'seed': 1, 'name': 'child'}
+
+
+def test_another_component_does_not_inherit_keywords(files):
+    folder = files(
+        a='name: a\nmodel: {name: sd2, vae: x}\noptimizer: {name: adamw, lr: 1}\ncallbacks: {grid: {every: 1ba}}',
+        b='extends: a.yaml\nname: b\nmodel: {name: tiny}\noptimizer: {name: adamw, eps: 2}\n'
+        'callbacks: {grid: {name: other}}',
+    )
+    assert merge(read_chain(folder / 'b.yaml'), []) == {
+        'name': 'b',
+        'model': {'name': 'tiny'},
+        'optimizer': {'name': 'adamw', 'lr': 1, 'eps': 2},
+        'callbacks': {'grid': {'name': 'other'}},
+    }
+
+
+def test_a_circle_names_the_chain(files):
+    folder = files(a='extends: b.yaml', b='extends: a.yaml')
+    with pytest.raises(UnreadableYAML, match=r'goes round in a circle: .*a\.yaml -> .*b\.yaml -> .*a\.yaml'):
+        read_chain(folder / 'a.yaml')
+
+
+def test_a_circle_is_seen_under_another_spelling_of_the_path(files):
+    folder = files(a='extends: deep/../a.yaml')
+    (folder / 'deep').mkdir()
+    with pytest.raises(UnreadableYAML, match='goes round in a circle'):
+        read_chain(folder / 'a.yaml')
+
+
+@pytest.mark.parametrize(
+    ('override', 'message'),
+    [
+        ('seed', "'seed' is not an override; write key=value"),
+        ('=3', "'=3' is not an override; write key=value"),
+        ('l={a: 1}', 'a list cannot replace a mapping'),
+        ('x=[1', 'its value is not YAML; quote it'),
+        ('x=${nothing}', "x: Interpolation key 'nothing' not found"),
+        ('x=${', r'x: .*write \\\$\{ where no interpolation is meant'),
+    ],
+)
+def test_an_override_that_cannot_be_is_answered(override, message):
+    with pytest.raises(UnreadableYAML, match=message):
+        merge([{'l': [1], 'x': 1}], [override])

@@ -1,0 +1,155 @@
+"""`diffusion data look`: the sheet shows what the loader serves."""
+
+import os
+import re
+
+import numpy as np
+import pytest
+from PIL import Image, ImageFont
+from shards import CAPTIONS
+
+from diffusion.training.build import build_dataset
+from diffusion.cli import main
+from diffusion.config.load import load
+from diffusion.models import batch_keys
+from diffusion.config.image_shapes import Shape
+from diffusion.inspection.preview import CAPTION_LINES, SIDE, Row, Seen, page, sheet, size_on_sheet, wrapped
+
+
+@pytest.fixture
+def two_buckets(pictures):
+    return {f'px{side}': {'local': str(folder), 'resolution': side} for side, folder in pictures.items()}
+
+
+def test_a_png_has_a_row_for_each_bucket(write_recipe, two_buckets, tmp_path, capsys):
+    out = tmp_path / 'look.png'
+    assert main(['data', 'look', str(write_recipe(streams=two_buckets)), '--out', str(out), '--samples', '3']) == 0
+    assert capsys.readouterr().out == f'{out}: 6 samples of 2 buckets\n'
+    with Image.open(out) as image:
+        assert image.height > 2 * SIDE
+        image.load()
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith('.')] == []
+
+
+def test_what_is_shown_is_what_the_dataset_serves(write_recipe, pictures, tmp_path):
+    """Crops, flips and caption choice included."""
+    crop = {'crop': 'random', 'min_crop_scale': 0.5, 'flip': True}
+    path = write_recipe(
+        streams={'a': {'local': str(pictures[64]), 'resolution': 32}}, dataset={'name': 'image_text', **crop}
+    )
+    out = tmp_path / 'look.html'
+    assert main(['data', 'look', str(path), '--out', str(out), '--samples', '100']) == 0
+    shown = images_of(out.read_text())
+    assert len(shown) == 24
+    recipe = load(path)
+    dataset = build_dataset(recipe, streams=recipe.streams, component=recipe.dataset, batch_size=1, shuffle=False)
+    for index, image in enumerate(shown):
+        assert np.array_equal(image, dataset[index][batch_keys.IMAGE].permute(1, 2, 0).numpy())
+    captions = [text.replace(' ', '') for text in re.findall('<figcaption>(.*?)</figcaption>', out.read_text())]
+    first = {f'{CAPTIONS[index % len(CAPTIONS)]} {index}'.replace(' ', '') for index in range(100, 124)}
+    second = {f'number{index}' for index in range(100, 124)}
+    assert set(captions) <= first | second
+    assert set(captions) & first and set(captions) & second
+
+
+def images_of(text):
+    import base64
+    import io
+
+    found = re.findall(r'src="data:image/png;base64,([^"]+)"', text)
+    return [np.asarray(Image.open(io.BytesIO(base64.b64decode(each)))) for each in found]
+
+
+def test_each_bucket_shows_its_own(write_recipe, two_buckets, tmp_path):
+    out = tmp_path / 'look.html'
+    assert main(['data', 'look', str(write_recipe(streams=two_buckets)), '--out', str(out), '--samples', '2']) == 0
+    assert [len(image) for image in images_of(out.read_text())] == [32, 32, 64, 64]
+
+
+def test_the_seed_says_which_samples(write_recipe, pictures, tmp_path):
+    path = write_recipe(streams={'a': {'local': str(pictures[32]), 'resolution': 32}})
+    pages = []
+    for number, seed in enumerate((1, 1, 2)):
+        out = tmp_path / f'{number}.html'
+        assert main(['data', 'look', str(path), '--out', str(out), '--samples', '4', '--seed', str(seed)]) == 0
+        pages.append(out.read_text())
+    assert pages[0] == pages[1] != pages[2]
+
+
+def test_the_same_folder_in_several_sections_is_shown_in_each(write_recipe, pictures, tmp_path, capsys):
+    stream = {'local': str(pictures[32]), 'resolution': 32}
+    path = write_recipe(
+        streams={'a': stream}, eval_streams={'a': stream}, precompute={'out': 'x', 'streams': {'a': stream}}
+    )
+    out = tmp_path / 'look.html'
+    assert main(['data', 'look', str(path), '--out', str(out), '--samples', '1']) == 0
+    titles = re.findall(r'<h2>(\S+)', out.read_text())
+    assert titles == ['streams.a', 'eval_streams.a', 'precompute.streams.a']
+
+
+@pytest.mark.parametrize('decode', [True, False])
+def test_latents_are_decoded_by_a_local_vae_or_drawn_as_they_are(write_recipe, latents_of, tmp_path, decode):
+    model, folder = latents_of
+    model = model if decode else model | {'vae': 'somebody/elses-vae'}
+    path = write_recipe(
+        streams={'a': {'local': str(folder), 'resolution': 32}}, dataset={'name': 'latents'}, model=model
+    )
+    out = tmp_path / 'look.html'
+    assert main(['data', 'look', str(path), '--out', str(out), '--samples', '2']) == 0
+    assert {image.shape for image in images_of(out.read_text())} == {(32, 32, 3) if decode else (4, 4, 3)}
+
+
+@pytest.fixture
+def latents_of(tiny_recipe, tmp_path):
+    from streaming import MDSWriter
+
+    from diffusion.data.latents import LatentManifest
+
+    folder = tmp_path / 'latents'
+    columns = {batch_keys.LATENT_MOMENTS: 'ndarray:float16', 'captions': 'json'}
+    with MDSWriter(out=str(folder), columns=columns) as writer:
+        for value in range(3):
+            moments = np.full((8, 4, 4), value / 2, np.float16)
+            writer.write({batch_keys.LATENT_MOMENTS: moments, 'captions': [f'number {value}']})
+    manifest = LatentManifest('v', [0.0] * 4, [1.0] * 4, shape='32x32', posterior='sample', dtype='float16')
+    (folder / 'manifest.json').write_text(manifest.text())
+    return tiny_recipe(tmp_path)['model'], folder
+
+
+@pytest.mark.parametrize(
+    ('out', 'said'),
+    [
+        ('look.gif', "--out: .*look.gif ends in '.gif'; use .png or .html"),
+        ('look', "--out: .*look ends in 'nothing'; use .png or .html"),
+        ('none/look.png', '--out: .*none is no folder that can be written to'),
+        ('there.png', '--out: .*there.png cannot be written'),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_named(write_recipe, pictures, tmp_path, capsys, out, said):
+    (tmp_path / 'there.png').mkdir()
+    path = write_recipe(streams={'a': {'local': str(pictures[32]), 'resolution': 32}})
+    assert main(['data', 'look', str(path), '--out', os.path.join(tmp_path, out)]) == 2
+    assert re.search(said, capsys.readouterr().err)
+    assert not [entry.name for entry in tmp_path.iterdir() if 'look' in entry.name or entry.name.startswith('.')]
+
+
+@pytest.mark.parametrize('shape', [Shape(512, 512), Shape(1024, 256), Shape(256, 1024), Shape(320, 192)])
+def test_pictures_keep_their_aspect_and_have_one_area(shape):
+    width, height = size_on_sheet(shape)
+    assert width / height == pytest.approx(shape.aspect, rel=0.02)
+    assert width * height == pytest.approx(SIDE**2, rel=0.02)
+
+
+def test_captions_are_wrapped_and_cut():
+    font = ImageFont.load_default(size=11)
+    lines = wrapped('many words ' * 30, 150, font)
+    assert len(lines) == CAPTION_LINES and lines[-1].endswith(' ...')
+    assert all(font.getlength(line) <= 150 for line in lines)
+    assert wrapped('', 150, font) == ['']
+    assert all(font.getlength(line) <= 150 for line in wrapped('x' * 500, 150, font))
+
+
+def test_a_page_has_no_markup_of_a_caption():
+    row = Row('streams.a', Shape(8, 8), [Seen(Image.new('RGB', (8, 8)), '<script>alert(1)</script>')])
+    assert '<script>' not in page([row])
+    assert sheet([row]).width > 0

@@ -1,0 +1,61 @@
+"""Metrics for scrapers, read by Prometheus' own parser and as JSON."""
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+
+from diffusion.config.load import load
+from diffusion.loggers.prometheus import JSONLines, PrometheusFile, exposition
+from diffusion.training.train import train
+
+
+def read(text: str) -> dict[tuple[str, str], float]:
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    return {(sample.name, sample.labels['run']): sample.value for sample in samples}
+
+
+def same(one: float, other: float) -> bool:
+    return one == other or (math.isnan(one) and math.isnan(other))
+
+
+@given(st.text(min_size=1), st.dictionaries(st.from_regex(r'\A[a-z/_0-9]{1,20}\Z'), st.floats()))
+def test_prometheus_reads_every_number_under_any_name_of_a_run(run, metrics):
+    found = read(exposition(run, metrics))
+    wanted = {f'diffusion_{name.replace("/", "_")}': value for name, value in metrics.items()}
+    assert {name for name, _ in found} == set(wanted)
+    assert all(label == run and same(value, wanted[name]) for (name, label), value in found.items())
+
+
+def test_a_run_leaves_its_last_metrics(write_recipe, tmp_path, capfd):
+    path = tmp_path / 'metrics' / 'run.prom'
+    loggers = {'prometheus_file': {'path': str(path), 'every_seconds': 0.0}, 'json_lines': {'every_seconds': 0.0}}
+    train(load(write_recipe(loggers=loggers)))
+    found = read(path.read_text())
+    assert found['diffusion_batch', 'run'] == 8
+    assert 0 < found['diffusion_loss_train_total', 'run'] < 10
+    lines = [json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith('{"time"')]
+    assert [line['batch'] for line in lines] == [*range(1, 9), 8]
+    assert lines[-1]['loss/train/total'] == found['diffusion_loss_train_total', 'run']
+    assert lines[-1]['run'] == 'run'
+    assert not list(path.parent.glob('.*')), 'no unfinished file is left'
+
+
+def test_a_number_that_json_has_no_word_for_is_null(capsys):
+    JSONLines().give('run', {'batch': 1.0, 'loss': math.nan, 'limit': math.inf})
+    line = json.loads(capsys.readouterr().out)
+    assert (line['batch'], line['loss'], line['limit']) == (1.0, None, None)
+
+
+def test_a_folder_that_cannot_be_written_ends_no_training(tmp_path, caplog):
+    (tmp_path / 'file').write_text('')
+    PrometheusFile(str(tmp_path / 'file' / 'run.prom')).give('run', {'batch': 1.0})
+    assert 'run.prom cannot be written' in caplog.text
+
+
+def test_a_name_that_the_collector_would_not_read_is_refused():
+    with pytest.raises(ValueError, match=r"prometheus_file\.path: 'run\.txt' must end in \.prom"):
+        PrometheusFile('run.txt')

@@ -1,0 +1,78 @@
+"""Tokens of captions, against transformers' own tokenizer."""
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from diffusion.models.pretrained import clip_tokenizer, tokenize
+from diffusion.models.clip_tokens import token_ids
+
+OURS, THEIRS = clip_tokenizer(), clip_tokenizer()
+SHORT = clip_tokenizer(max_length=8)
+WORDS = [
+    'photo',
+    "john's",
+    '<|endoftext|>',
+    '<|STARTOFTEXT|>',
+    '“quoted”',
+    '&amp;',
+    'ﬁsh',
+    '日本',
+    '!',
+    '...',
+    '3,000',
+    '',
+]
+
+
+def theirs(tokenizer, caption):
+    length = tokenizer.model_max_length
+    return tokenizer(caption, padding='max_length', truncation=True, max_length=length).input_ids
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(max_size=60))
+@example('a\x00b\tc\r\nd\x1b[31m')
+@example('İstanbul naïve ß x²')
+@example('＜|endoftext|＞')
+@example('word ' * 100)
+def test_any_text_gets_the_ids_of_transformers(caption):
+    assert token_ids(OURS, caption) == theirs(THEIRS, caption)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.sampled_from(WORDS), max_size=12).map(' '.join))
+def test_words_that_come_again_get_the_same_ids(caption):
+    assert token_ids(OURS, caption) == theirs(THEIRS, caption)
+    assert token_ids(SHORT, caption) == theirs(SHORT, caption)
+
+
+@given(st.text(st.characters(min_codepoint=32, max_codepoint=126, exclude_characters='&'), max_size=80))
+def test_ftfy_changes_no_printable_ascii(text):
+    """The shortcut in `tokens` rests on it."""
+    import ftfy
+
+    assert ftfy.fix_text(text) == text
+
+
+def test_the_tokenizers_own_memory_does_not_grow():
+    tokenizer = clip_tokenizer()
+    before = len(tokenizer.cache)
+    for number in range(200):
+        token_ids(tokenizer, f'qwx{number}zy plumbus{number}')
+    assert len(tokenizer.cache) == before
+
+
+def test_a_batch_is_int64_of_each_encoder():
+    ids = tokenize([OURS, THEIRS], ['a cat', 'a dog'])
+    assert ids.dtype == torch.int64 and ids.shape == (2, 2, 77) and ids.is_contiguous()
+    assert ids[1, 0].tolist() == theirs(THEIRS, 'a dog')
+
+
+@pytest.mark.parametrize('side', ['padding_side', 'truncation_side'])
+def test_a_tokenizer_with_other_settings_is_asked_itself(side):
+    left = clip_tokenizer(max_length=8)
+    setattr(left, side, 'left')
+    for caption in ('one', 'one two three four five six seven eight nine'):
+        assert token_ids(left, caption) == theirs(left, caption)

@@ -1,0 +1,148 @@
+"""Keyed randomness: known answers, independence, and the statistics of what is drawn."""
+
+import math
+
+import pytest
+import torch
+
+from diffusion.models.randomness import Draws, Purpose, draws_for, keyed_uniforms, philox, philox_rows
+
+ONES = 0xFFFFFFFF
+KNOWN_ANSWERS = [
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((ONES,) * 4, (ONES,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
+
+
+def draws(size: int = 4, *, seed: int = 17, epoch: int = 0, batch_index: int = 0) -> Draws:
+    ids = torch.arange(size)
+    return Draws(seed, ids, torch.full_like(ids, epoch), torch.full_like(ids, batch_index))
+
+
+@pytest.mark.parametrize(('counter', 'key', 'expected'), KNOWN_ANSWERS)
+def test_philox_known_answers(counter, key, expected):
+    assert philox(counter, key) == expected
+    first, second, third, fourth = (torch.tensor([word]) for word in counter)
+    words = philox((first, second, third, fourth), key)
+    assert tuple(int(word) for word in words) == expected
+
+
+def test_rows_give_the_same_words():
+    counters = torch.tensor([counter for counter, _, _ in KNOWN_ANSWERS])
+    rounds = torch.arange(10)[:, None, None]
+    weyl = torch.tensor([0x9E3779B9, 0xBB67AE85])[None, :, None]
+    keys = (torch.tensor([key for _, key, _ in KNOWN_ANSWERS]).T[None] + rounds * weyl) & ONES
+    words = philox_rows(counters[:, [0, 2]].T[:, None], counters[:, [1, 3]].T[:, None], keys[:, :, None])
+    assert words.view(3, 4).tolist() == [list(expected) for _, _, expected in KNOWN_ANSWERS]
+
+
+def test_words_made_at_once_are_the_words():
+    one_by_one = Draws(2**32 - 1, torch.tensor([5, 2**40 + 3]), torch.tensor([2, 0]), torch.tensor([9, 2**33]))
+    at_once = one_by_one.at_once({Purpose.NOISE: 10, Purpose.TIMESTEP: 1, Purpose.FLIP: 8})
+    for purpose in Purpose:
+        for count in (1, 7, 10, 23):
+            words = one_by_one.words(purpose, count)
+            assert torch.equal(at_once.words(purpose, count), words)
+            for row in range(2):
+                sample, epoch, batch = (
+                    int(each[row]) & ONES for each in (one_by_one.sample_id, one_by_one.epoch, one_by_one.batch_index)
+                )
+                key = (2**32 - 1, int(purpose))
+                blocks = [philox((block, sample, epoch, batch), key) for block in range(-(-count // 4))]
+                assert words[row].tolist() == [word for block in blocks for word in block][:count]
+
+
+def test_tensor_and_scalar_draws_agree():
+    words = draws(8, epoch=3).words(Purpose.CROP, 4).double() * 2.0**-32
+    for sample_id in range(8):
+        assert keyed_uniforms(17, Purpose.CROP, sample_id, 3) == tuple(words[sample_id].tolist())
+
+
+def test_a_sample_draws_the_same_in_any_company():
+    alone = Draws(17, torch.tensor([5]), torch.tensor([2]), torch.tensor([9]))
+    together = Draws(17, torch.tensor([1, 5, 8]), torch.tensor([2, 2, 2]), torch.tensor([9, 9, 9]))
+    assert torch.equal(alone.normal(Purpose.NOISE, (4, 8, 8))[0], together.normal(Purpose.NOISE, (4, 8, 8))[1])
+
+
+@pytest.mark.parametrize(
+    'other', [draws(seed=18), draws(epoch=1), draws(batch_index=1)], ids=['seed', 'epoch', 'batch']
+)
+def test_seed_epoch_and_batch_each_change_everything(other):
+    assert not torch.isclose(draws().normal(Purpose.NOISE, (64,)), other.normal(Purpose.NOISE, (64,))).any()
+
+
+def test_purposes_and_samples_are_uncorrelated():
+    rows = torch.cat([draws(8).normal(purpose, (4096,)) for purpose in Purpose])
+    correlation = torch.corrcoef(rows) - torch.eye(len(rows))
+    assert correlation.abs().max() < 5 / math.sqrt(4096)
+
+
+def test_normals_have_the_moments_of_normals():
+    normals = draws(64).normal(Purpose.NOISE, (4, 32, 32)).double()
+    count = normals.numel()
+    assert abs(normals.mean()) < 5 / math.sqrt(count)
+    assert abs(normals.var() - 1) < 5 * math.sqrt(2 / count)
+    assert abs((normals**4).mean() - 3) < 5 * math.sqrt(96 / count)
+    share_beyond_two = (normals.abs() > 2).double().mean()
+    assert abs(share_beyond_two - 0.0455) < 5 * math.sqrt(0.0455 / count)
+
+
+def test_odd_counts_and_shapes():
+    assert draws(3).normal(Purpose.NOISE, (3, 5)).shape == (3, 3, 5)
+    assert torch.equal(draws(3).normal(Purpose.NOISE, (7,)), draws(3).normal(Purpose.NOISE, (8,))[:, :7])
+
+
+def test_stratified_numbers_are_one_in_each_part_and_no_function_of_the_order():
+    for size in (1, 3, 64, 2048):
+        mine = draws(size, batch_index=5)
+        numbers = mine.stratified(Purpose.STRATUM, Purpose.TIMESTEP)
+        assert numbers.min() >= 0 and numbers.max() < 1
+        assert sorted((numbers * size + 1e-12).long().tolist()) == list(range(size))
+        order = torch.randperm(size, generator=torch.Generator().manual_seed(size))
+        shuffled = Draws(17, mine.sample_id[order], mine.epoch, mine.batch_index)
+        assert torch.equal(shuffled.stratified(Purpose.STRATUM, Purpose.TIMESTEP), numbers[order])
+
+
+def test_a_stratified_number_is_uniform_by_itself():
+    """Of one sample over many batches, whose company is the same."""
+    first = torch.stack([draws(8, batch_index=i).stratified(Purpose.STRATUM, Purpose.TIMESTEP) for i in range(4000)])
+    counts = torch.histc(first[:, 0].float(), bins=20, min=0, max=1)
+    assert (counts - 200).abs().max() < 5 * math.sqrt(200)
+    assert abs(torch.corrcoef(first[:, :2].T)[0, 1] + 1 / 7) < 0.08, 'two of eight without replacement'
+
+
+def test_the_largest_stratified_number_is_below_one():
+    largest_word = torch.tensor((2**32 - 1) * 2.0**-32, dtype=torch.float64)
+    assert (2**20 - 1 + largest_word) / 2**20 < 1
+
+
+def test_a_sample_that_comes_twice_has_two_parts():
+    ids = torch.tensor([4, 9, 4, 1])
+    twice = Draws(17, ids, torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int64))
+    numbers = twice.stratified(Purpose.STRATUM, Purpose.TIMESTEP)
+    assert sorted((numbers * 4).long().tolist()) == [0, 1, 2, 3]
+
+
+def test_integers_cover_the_range_evenly():
+    values = draws(20_000).integers(Purpose.TIMESTEP, 10)
+    counts = torch.bincount(values, minlength=10)
+    assert len(counts) == 10
+    assert (counts - 2000).abs().max() < 5 * math.sqrt(2000)
+
+
+def test_a_seed_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match=r'seed: -1 is not in \[0, 2\*\*32\)'):
+        draws_for([0], seed=-1).normal(Purpose.NOISE, (4,))
+
+
+@pytest.mark.gpu
+def test_the_gpu_draws_the_same():
+    cpu = draws_for(range(16), seed=3)
+    gpu = draws_for(range(16), seed=3, device='cuda')
+    assert torch.equal(cpu.words(Purpose.NOISE, 1000), gpu.words(Purpose.NOISE, 1000).cpu())
+    torch.testing.assert_close(cpu.normal(Purpose.NOISE, (1000,)), gpu.normal(Purpose.NOISE, (1000,)).cpu())

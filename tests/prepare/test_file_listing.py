@@ -1,0 +1,296 @@
+"""Files here and in an object store: what is listed, what is copied, and what a failing store makes of it."""
+
+import errno
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from object_store import Store
+
+from diffusion.storage import object_store
+from diffusion.prepare.file_listing import expand_braces, list_files, local_copy, part_name, whole_file
+
+
+def touch(path: Path, content: bytes = b'x') -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
+def test_a_folder_is_listed_with_its_sub_folders_by_name(tmp_path: Path) -> None:
+    for name in ('b/1.tar', 'a.tar', 'b/0.TAR', 'b/0.parquet', '.hidden/2.tar', '.3.tar'):
+        touch(tmp_path / name, name.encode())
+    files = list_files(str(tmp_path), ['.tar'])
+    assert [(file.name, file.size) for file in files] == [('a.tar', 5), ('b/0.TAR', 7), ('b/1.tar', 7)]
+    assert [Path(file.url).read_bytes().decode() for file in files] == ['a.tar', 'b/0.TAR', 'b/1.tar']
+    assert list_files(f'file://{tmp_path}/', ['.tar']) == files
+
+
+def test_a_stamp_changes_with_the_content(tmp_path: Path) -> None:
+    path = touch(tmp_path / 'a.tar')
+    before = list_files(str(tmp_path), ['.tar'])
+    assert list_files(str(tmp_path), ['.tar']) == before
+    touch(path, b'y')
+    os.utime(path, ns=(0, 1))
+    assert list_files(str(tmp_path), ['.tar'])[0].stamp != before[0].stamp
+
+
+def test_one_file_is_listed_whatever_its_suffix(tmp_path: Path) -> None:
+    path = touch(tmp_path / 'a.zip')
+    assert [file.name for file in list_files(str(path), ['.tar'])] == ['a.zip']
+
+
+def test_braces_stand_for_files_in_their_order(tmp_path: Path) -> None:
+    for number in range(12):
+        touch(tmp_path / f'{number:03}.tar')
+    files = list_files(f'{tmp_path}/{{010..011}}.tar', ['.tar'])
+    assert [file.name for file in files] == ['010.tar', '011.tar']
+    assert [file.name for file in list_files(f'{tmp_path}/{{003,001}}.tar', ['.tar'])] == ['003.tar', '001.tar']
+    with pytest.raises(ValueError, match=r'2 of 4 files are missing, the first is .*012\.tar'):
+        list_files(f'{tmp_path}/{{010..013}}.tar', ['.tar'])
+
+
+def test_braces_of_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    touch(tmp_path / '0.tar')
+    monkeypatch.chdir(tmp_path)
+    assert [file.url for file in list_files('{0..0}.tar', ['.tar'])] == ['0.tar']
+
+
+def test_braces_multiply_as_in_a_shell() -> None:
+    assert expand_braces('a/{8..10}-{x,y}.tar') == [f'a/{n}-{x}.tar' for n in (8, 9, 10) for x in 'xy']
+    assert expand_braces('plain') == ['plain']
+
+
+@pytest.mark.parametrize(
+    ('location', 'message'),
+    [
+        ('gone', 'there is no such folder or file'),
+        ('empty', r'has no \.tar files'),
+        ('{a}.tar', r'\{a\} is neither a range such as \{00000..00099\} nor a list'),
+        ('{9..1}.tar', 'runs backwards'),
+        ('{0..9999999}.tar', 'more than 1000000 files'),
+        ('{0..9999}/{0..9999}.tar', 'more than 1000000 files; give their folder'),
+        ('http://host/a.tar', r'http:// cannot be listed; use s3, gs, oci, azure'),
+    ],
+)
+def test_a_wrong_location_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, location: str, message: str
+) -> None:
+    (tmp_path / 'empty').mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=message) as raised:
+        list_files(location, ['.tar'])
+    assert str(raised.value).startswith(location)
+
+
+def test_names_of_parts_are_plain_and_their_own(tmp_path: Path) -> None:
+    names = ('a.tar', 'a.tgz', 'a.TAR', 'a b.tar', 'a_b.tar', 'a/b.tar', 'ä.tar', '0' * 200 + '.tar')
+    for name in names:
+        touch(tmp_path / name)
+    parts = [whole_file(file, '.tar') for file in list_files(str(tmp_path), ['.tar', '.tgz'])]
+    assert len({part.name for part in parts}) == len(names)
+    assert all(
+        part.name.isascii() and set(part.name) <= {*map(chr, range(45, 47)), '_'} | set(filter(str.isalnum, part.name))
+        for part in parts
+    )
+    assert max(len(part.name) for part in parts) < 120
+    assert {'a', 'a.tgz', 'a.TAR', 'a_b'} <= {part.name for part in parts}
+    assert part_name('00000') == '00000'
+
+
+def test_a_name_that_is_not_utf8_can_be_reported(tmp_path: Path) -> None:
+    path = os.fsencode(tmp_path) + b'/caf\xe9.tar'
+    Path(os.fsdecode(path)).write_bytes(b'x')
+    file = list_files(str(tmp_path), ['.tar'])[0]
+    assert file.name.encode() == b'caf\\xe9.tar'
+    with local_copy(file.url) as copy:
+        assert copy.read_bytes() == b'x'
+
+
+def test_a_store_is_listed_and_copied(store: Store) -> None:
+    objects = {'set/b/1.tar': b'one', 'set/a.tar': b'two!', 'settings/c.tar': b'', 'set/a.json': b'{}', 'set/': b''}
+    bucket = store.bucket('pictures', **objects)
+    files = list_files(f'{bucket}/set', ['.tar'])
+    assert [(file.name, file.size, file.url) for file in files] == [
+        ('a.tar', 4, f'{bucket}/set/a.tar'),
+        ('b/1.tar', 3, f'{bucket}/set/b/1.tar'),
+    ]
+    assert list_files(f'{bucket}/set/', ['.tar']) == files
+    assert [file.name for file in list_files(f'{bucket}/set/a.tar', ['.tar'])] == ['a.tar']
+    assert [file.name for file in list_files(bucket, ['.tar'])] == ['set/a.tar', 'set/b/1.tar', 'settings/c.tar']
+    with local_copy(files[0].url, size=4) as path:
+        assert path.read_bytes() == b'two!'
+    assert not path.exists()
+    store.client.put_object(Bucket='pictures', Key='set/a.tar', Body=b'2222')
+    assert list_files(f'{bucket}/set', ['.tar'])[0].stamp != files[0].stamp
+
+
+@pytest.mark.slow
+def test_a_store_is_listed_beyond_its_first_page(store: Store) -> None:
+    bucket = store.bucket('many', **{f'{number:05}.tar': b'' for number in range(1005)})
+    assert len(list_files(bucket, ['.tar'])) == 1005
+    assert [file.name for file in list_files(f'{bucket}/{{01003..01004}}.tar', ['.tar'])] == ['01003.tar', '01004.tar']
+
+
+def test_a_copy_is_removed_also_when_reading_fails(store: Store) -> None:
+    bucket = store.bucket('pictures', **{'a.tar': b'one'})
+    with pytest.raises(RuntimeError), local_copy(f'{bucket}/a.tar') as path:
+        raise RuntimeError
+    assert not path.parent.exists()
+
+
+def test_what_is_not_there_is_said_at_once(store: Store) -> None:
+    bucket = store.bucket('pictures', **{'a.tar': b'one'})
+    for url in (f'{bucket}/gone.tar', 's3://nowhere/a.tar'):
+        store.requests.clear()
+        with pytest.raises(ValueError, match=rf'^{url}: there is no such bucket or object \(404\)'), local_copy(url):
+            pass
+        assert len(store.requests) == 1
+    with pytest.raises(ValueError, match=r'^s3://nowhere: there is no such bucket'):
+        list_files('s3://nowhere', ['.tar'])
+    with pytest.raises(ValueError, match=r'^s3://pictures/gone: has no \.tar files'):
+        list_files(f'{bucket}/gone', ['.tar'])
+
+
+def test_a_refusal_names_the_credentials_to_set(store: Store) -> None:
+    bucket = store.bucket('pictures', **{'a.tar': b'one'})
+    store.fail('GET', 403, times=1)
+    store.fail('HEAD', 403, times=1)
+    with pytest.raises(ValueError, match=r'^s3://pictures: the store refuses access \(403\).*AWS_ACCESS_KEY_ID'):
+        list_files(bucket, ['.tar'])
+    refused = pytest.raises(ValueError, match=r'^s3://pictures/a.tar: the store refuses access \(403\)')
+    with refused, local_copy(f'{bucket}/a.tar'):
+        pass
+    assert not store.faults
+
+
+def test_missing_credentials_are_said(store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    bucket = store.bucket('pictures', **{'a.tar': b'one'})
+    object_store._downloader_of.cache_clear()
+    monkeypatch.setenv('AWS_EC2_METADATA_DISABLED', 'true')
+    monkeypatch.setenv('AWS_SHARED_CREDENTIALS_FILE', str(tmp_path / 'none'))
+    monkeypatch.delenv('AWS_ACCESS_KEY_ID')
+    monkeypatch.delenv('AWS_SECRET_ACCESS_KEY')
+    with pytest.raises(ValueError, match=r'there are no credentials .*; set AWS_ACCESS_KEY_ID'):
+        list_files(bucket, ['.tar'])
+    object_store._downloader_of.cache_clear()
+
+
+def test_an_answer_of_500_is_tried_again(store: Store) -> None:
+    bucket = store.bucket('pictures', **{'a.tar': b'one'})
+    store.fail('GET', 500, times=2)
+    files = list_files(bucket, ['.tar'])
+    store.fail('/a.tar', 500, times=3)
+    with local_copy(files[0].url) as path:
+        assert path.read_bytes() == b'one'
+    assert not store.faults
+
+
+def test_a_store_that_goes_on_failing_is_an_os_error(store: Store) -> None:
+    bucket = store.bucket('pictures', **{'a.tar': b'one'})
+    fault = store.fail('/a.tar', 500, times=100)
+    with (
+        pytest.raises(OSError, match=r'^s3://pictures/a.tar: cannot be read, tried 4 times'),
+        local_copy(f'{bucket}/a.tar'),
+    ):
+        pass
+    assert fault.times == 100 - object_store.ATTEMPTS
+
+
+def test_a_body_cut_short_is_fetched_again(store: Store) -> None:
+    bucket = store.bucket('pictures', **{'a.tar': bytes(10_000)})
+    store.fail('GET /pictures/a.tar', 'cut', times=1)
+    with local_copy(f'{bucket}/a.tar', size=10_000) as path:
+        assert path.stat().st_size == 10_000
+    assert not store.faults
+
+
+def test_another_size_than_was_listed_is_an_error(store: Store) -> None:
+    bucket = store.bucket('pictures', **{'a.tar': b'one'})
+    with pytest.raises(OSError, match='3 bytes came of 5'), local_copy(f'{bucket}/a.tar', size=5):
+        pass
+
+
+def test_a_store_that_nobody_serves_is_an_os_error(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    object_store._downloader_of.cache_clear()
+    monkeypatch.setenv('S3_ENDPOINT_URL', 'http://127.0.0.1:9')
+    with pytest.raises(OSError, match=r'^s3://pictures: cannot be read, tried 4 times'):
+        list_files('s3://pictures', ['.tar'])
+    object_store._downloader_of.cache_clear()
+
+
+def test_a_full_disk_is_said_at_once() -> None:
+    attempts = []
+
+    def attempt() -> None:
+        attempts.append(1)
+        raise OSError(errno.ENOSPC, 'No space left on device')
+
+    with pytest.raises(OSError, match='No space left'):
+        object_store.persist('s3://pictures/a.tar', attempt)
+    assert len(attempts) == 1
+
+
+def test_an_odd_name_stays_in_its_own_folder(store: Store) -> None:
+    bucket = store.bucket('pictures', **{'a/..': b'x', 'ü.csv': b'y'})
+    for name in ('a/..', 'ü.csv'):
+        with local_copy(f'{bucket}/{name}') as path:
+            assert path.parent.name.startswith('diffusion-prepare-') and path.is_file()
+            assert path.suffix == ('.csv' if 'csv' in name else '')
+
+
+def test_braces_in_the_name_of_a_folder_that_is_there(tmp_path: Path) -> None:
+    touch(tmp_path / 'set{1}' / 'a.tar')
+    assert [file.name for file in list_files(str(tmp_path / 'set{1}'), ['.tar'])] == ['a.tar']
+
+
+def test_names_that_streamings_clients_cut_are_refused() -> None:
+    with (
+        pytest.raises(ValueError, match=r'cannot read an object with \?, # or ; in its name'),
+        local_copy('s3://b/a?b.tar'),
+    ):
+        pass
+
+
+class OtherStore:
+    """What the clients of Google, Oracle and Azure have of their listings, over the same three objects."""
+
+    objects = (('set/a.tar', 4, 'x'), ('set/b.tar', 3, 'y'), ('settings/c.tar', 1, 'z'))
+
+    def _found(self, prefix: str) -> list[SimpleNamespace]:
+        return [SimpleNamespace(name=k, size=s, etag=t) for k, s, t in self.objects if k.startswith(prefix)]
+
+    def list_blobs(self, bucket: str = 'bucket', prefix: str = '', name_starts_with: str = '') -> list[SimpleNamespace]:
+        assert bucket == 'bucket'
+        return self._found(prefix or name_starts_with)
+
+    def get_container_client(self, container: str) -> 'OtherStore':
+        assert container == 'bucket'
+        return self
+
+    def get_namespace(self) -> SimpleNamespace:
+        return SimpleNamespace(data='space')
+
+    def list_objects(
+        self, namespace: str, bucket: str, *, prefix: str, start: str | None, fields: str
+    ) -> SimpleNamespace:
+        assert (namespace, bucket, fields) == ('space', 'bucket', 'name,size,etag')
+        found = [each for each in self._found(prefix) if start is None or each.name >= start]
+        following = found[1].name if len(found) > 1 else None
+        return SimpleNamespace(data=SimpleNamespace(objects=found[:1], next_start_with=following))
+
+
+@pytest.mark.parametrize(
+    ('location', 'client'),
+    [
+        ('gs://bucket/set', '_gcs_client'),
+        ('oci://bucket@space/set', '_oci_client'),
+        ('azure://me.blob.core.windows.net/bucket/set', '_azure_client'),
+    ],
+)
+def test_other_clouds_are_listed(monkeypatch: pytest.MonkeyPatch, location: str, client: str) -> None:
+    monkeypatch.setattr(object_store, '_downloader', lambda scheme: SimpleNamespace(**{client: OtherStore()}))
+    files = list_files(location, ['.tar'])
+    assert [(file.name, file.size, file.stamp) for file in files] == [('a.tar', 4, 'x'), ('b.tar', 3, 'y')]
+    assert [file.url for file in files] == [f'{location}/a.tar', f'{location}/b.tar']

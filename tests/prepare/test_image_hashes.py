@@ -1,0 +1,201 @@
+"""Hashes that tell equal and nearly equal pictures, and finding them among many."""
+
+import io
+import time
+import tracemalloc
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image, ImageEnhance
+
+from diffusion.prepare import image_hashes
+from diffusion.prepare.image_hashes import duplicates, exact_hash, is_flat, perceptual_hash
+
+
+def scene(seed: int, side: int = 256) -> Image.Image:
+    """Something like a photograph: shapes of many sizes, coarse ones strongest, and a little noise."""
+    rng = np.random.default_rng(seed)
+    pixels = np.zeros((side, side, 3))
+    for octave in range(2, 7):
+        coarse = Image.fromarray(rng.integers(0, 256, (2**octave, 2**octave, 3), np.uint8))
+        pixels += np.asarray(coarse.resize((side, side), Image.Resampling.BICUBIC), float) / octave
+    pixels = (pixels - pixels.mean()) / pixels.std() * 45 + 120 + rng.normal(0, 3, pixels.shape)
+    return Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
+
+
+def distance(one: Image.Image, other: Image.Image) -> int:
+    return (perceptual_hash(one) ^ perceptual_hash(other)).bit_count()
+
+
+def jpeg(image: Image.Image, quality: int) -> Image.Image:
+    file = io.BytesIO()
+    image.save(file, 'JPEG', quality=quality)
+    return Image.open(file).convert('RGB')
+
+
+def test_exact_hashes_follow_pixels_and_size() -> None:
+    image = scene(0, 64)
+    changed = image.copy()
+    changed.putpixel((5, 5), (1, 2, 3))
+    blank = Image.new('RGB', (8, 2)), Image.new('RGB', (2, 8)), Image.new('RGB', (4, 4))
+    assert exact_hash(image) == exact_hash(scene(0, 64))
+    assert len({exact_hash(each) for each in (image, changed, *blank)}) == 5
+    assert 0 <= exact_hash(image) < 2**64
+
+
+def test_the_perceptual_hash_is_the_dct_of_its_paper() -> None:
+    """Against the plain formula in floating point, where no coefficient is near the median."""
+    for seed in range(20):
+        image = scene(seed)
+        luma = np.asarray(image.convert('L').resize((32, 32), Image.Resampling.BOX), np.float64)
+        u, x = np.mgrid[0:8, 0:32]
+        basis = np.cos(np.pi * u * (2 * x + 1) / 64) * np.where(u == 0, np.sqrt(1 / 32), np.sqrt(2 / 32))
+        low = (basis @ luma @ basis.T).ravel()
+        bits = [(perceptual_hash(image) >> (63 - at)) & 1 for at in range(64)]
+        clear = np.abs(low - np.median(low)) > 0.5
+        assert clear.sum() > 50
+        assert np.array_equal(np.array(bits, bool)[clear], (low > np.median(low))[clear])
+
+
+def test_perceptual_hashes_keep_near_what_looks_alike_and_far_what_does_not() -> None:
+    alike, different = [], []
+    for seed in range(40):
+        image = scene(seed)
+        changed = [image.resize((150, 180)), jpeg(image, 40), ImageEnhance.Brightness(image).enhance(1.1)]
+        alike += [distance(image, each) for each in changed]
+        different += [distance(image, scene(seed + other)) for other in (1, 17)]
+    assert np.mean(np.array(alike) <= 4) > 0.95
+    assert min(different) > 8
+
+
+def test_pictures_with_nothing_in_them_are_flat() -> None:
+    rng = np.random.default_rng(0)
+    noise = Image.fromarray(rng.integers(120, 136, (256, 256, 3), np.uint8))
+    assert all(is_flat(image) for image in (Image.new('RGB', (64, 64), 'navy'), noise, Image.new('RGB', (1, 1))))
+    assert not any(is_flat(scene(seed)) for seed in range(10))
+
+
+def test_hashes_of_any_shape() -> None:
+    for size in ((1, 1), (3, 2000), (2000, 3), (31, 33)):
+        image = Image.new('RGB', size, 'red')
+        assert 0 <= perceptual_hash(image) < 2**64
+        assert 0 <= exact_hash(image) < 2**64
+
+
+def reference(exact: np.ndarray, perceptual: np.ndarray, meaningful: np.ndarray, limit: int) -> list[int]:
+    """`duplicates`, comparing each picture with all before it."""
+    found: list[int] = []
+    for at in range(len(exact)):
+        repeated = (
+            before
+            for before in range(at)
+            if found[before] < 0
+            and (
+                exact[at] == exact[before]
+                or (
+                    meaningful[at]
+                    and meaningful[before]
+                    and (int(perceptual[at]) ^ int(perceptual[before])).bit_count() <= limit
+                )
+            )
+        )
+        found.append(next(repeated, -1))
+    return found
+
+
+def find(perceptual: np.ndarray, limit: int) -> np.ndarray:
+    count = len(perceptual)
+    return duplicates(np.arange(count, dtype=np.uint64), perceptual, np.ones(count, bool), max_distance=limit)
+
+
+@st.composite
+def populations(draw: st.DrawFn) -> tuple[Any, ...]:
+    """Families of hashes that differ by a few bits, some exactly equal, some without meaning."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    count, families, flips = draw(st.integers(0, 90)), draw(st.integers(1, 8)), draw(st.integers(0, 9))
+    perceptual = rng.integers(0, 2**64, families, dtype=np.uint64)[rng.integers(0, families, count)]
+    for _ in range(flips):
+        bits = np.uint64(1) << rng.integers(0, 64, count, dtype=np.uint64)
+        perceptual = np.where(rng.random(count) < 0.5, perceptual ^ bits, perceptual)
+    # Equal pictures have equal perceptual hashes, and both mean something or neither does.
+    meaningful = perceptual % np.uint64(4) > 0
+    exact = np.where(rng.random(count) < 0.6, perceptual, np.arange(count, dtype=np.uint64))
+    return exact, perceptual, meaningful, draw(st.integers(0, 8))
+
+
+@pytest.mark.parametrize(
+    ('few', 'compared', 'near'), [(2048, 1000, 16), (8, 1000, 1000), (8, 5, 16), (4, 1000, 1), (2, 0, 0)]
+)
+def test_duplicates_are_those_of_comparing_all_with_all(
+    monkeypatch: pytest.MonkeyPatch, few: int, compared: int, near: int
+) -> None:
+    """With limits so small that each way of keeping work and memory down is taken."""
+    monkeypatch.setattr(image_hashes, 'FEW', few)
+    monkeypatch.setattr(image_hashes, 'COMPARED_EACH', compared)
+    monkeypatch.setattr(image_hashes, 'NEAR_EACH', near)
+
+    @settings(max_examples=100, deadline=None)
+    @given(populations())
+    def check(population: tuple[Any, ...]) -> None:
+        exact, perceptual, meaningful, limit = population
+        found = duplicates(exact, perceptual, meaningful, max_distance=limit)
+        assert found.dtype == np.int64
+        assert found.tolist() == reference(exact, perceptual, meaningful, limit)
+
+    check()
+
+
+@pytest.mark.parametrize('limit', range(9))
+def test_every_pair_within_the_distance_is_found(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    monkeypatch.setattr(image_hashes, 'FEW', 8)
+    rng = np.random.default_rng(limit)
+    originals = rng.integers(0, 2**64, 2000, dtype=np.uint64)
+    copies = originals.copy()
+    for at in range(len(copies)):
+        for bit in rng.choice(64, limit, replace=False):
+            copies[at] ^= np.uint64(1) << np.uint64(bit)
+    found = find(np.concatenate([originals, copies]), limit)
+    assert np.all(found[:2000] == -1)
+    assert found[2000:].tolist() == list(range(2000))
+
+
+def test_200_000_hashes_take_seconds() -> None:
+    rng = np.random.default_rng(0)
+    perceptual = rng.integers(0, 2**64, 200_000, dtype=np.uint64)
+    perceptual[100_000:110_000] = perceptual[:10_000] ^ np.uint64(0b1011)
+    start = time.monotonic()
+    found = find(perceptual, 4)
+    assert time.monotonic() - start < 10
+    assert found[100_000:110_000].tolist() == list(range(10_000)) and np.sum(found >= 0) == 10_000
+
+
+@pytest.mark.parametrize('kind', ['equal', 'one band', 'all near'])
+def test_100_000_hashes_of_one_kind_take_neither_minutes_nor_gigabytes(kind: str) -> None:
+    rng = np.random.default_rng(0)
+    count = 100_000
+    perceptual = {
+        'equal': np.full(count, 77, np.uint64),
+        'one band': rng.integers(0, 2**50, count, dtype=np.uint64) << np.uint64(14),
+        'all near': rng.permutation(count).astype(np.uint64),
+    }[kind]
+    start = time.monotonic()
+    tracemalloc.start()
+    found = find(perceptual, 4)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert time.monotonic() - start < 20
+    assert peak_bytes < 300 * 2**20
+    kept = perceptual[found < 0]
+    assert np.sum(found >= 0) >= {'equal': count - 1, 'one band': 0, 'all near': count * 0.99}[kind]
+    distances = np.bitwise_xor.outer(kept[:500], kept[:500])[~np.eye(min(500, len(kept)), dtype=bool)]
+    assert all(int(each).bit_count() > 4 for each in np.unique(distances))
+    dropped = np.flatnonzero(found >= 0)[:2000]
+    assert all((int(perceptual[at]) ^ int(perceptual[found[at]])).bit_count() <= 4 for at in dropped)
+
+
+def test_a_distance_that_is_not_offered_is_an_error() -> None:
+    with pytest.raises(ValueError, match='max_distance=9 is out of range; give 0 to 8 bits'):
+        find(np.zeros(1, np.uint64), 9)

@@ -1,0 +1,164 @@
+"""Shards against Streaming's own writer, how samples are cut into them, and which bucket a picture goes to."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from drawn import DrawnSource, samples, settings
+from hypothesis import assume, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from streaming import MDSWriter
+
+from diffusion.storage import mds
+from diffusion.prepare.pipeline import prepare
+from diffusion.prepare.bucket_choice import Buckets
+
+plain = st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.floats(allow_nan=False) | st.text(max_size=8)
+sample_values = st.fixed_dictionaries(
+    {
+        'image': st.binary(max_size=300),
+        'captions': st.lists(st.text(max_size=20), max_size=3),
+        'width': st.integers(0, 2**40),
+        'height': st.integers(0, 2**40),
+        'key': st.text(max_size=20),
+        'metadata': st.dictionaries(st.text(max_size=5), plain, max_size=3),
+    }
+)
+
+
+def write_with_streaming(folder: Path, found: list[dict[str, Any]], *, size_limit: int) -> None:
+    with MDSWriter(out=str(folder), columns=mds.COLUMNS, hashes=list(mds.HASHES), size_limit=size_limit) as writer:
+        for sample in found:
+            writer.write(sample)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@given(found=st.lists(sample_values, min_size=1, max_size=12), size_limit=st.integers(900, 3000))
+@hypothesis_settings(max_examples=60, deadline=None)
+def test_shards_are_byte_for_byte_those_of_streaming(
+    tmp_path_factory: pytest.TempPathFactory, found: list[dict[str, Any]], size_limit: int
+) -> None:
+    encoded = [mds.encode_sample(sample) for sample in found]
+    # It writes an empty shard before a sample that alone is too large.
+    assume(mds.header_bytes(1, size_limit=size_limit) + max(map(len, encoded)) <= size_limit)
+    ours, theirs = (tmp_path_factory.mktemp(name) for name in ('ours', 'theirs'))
+    sizes = np.array([len(each) for each in encoded])
+    entries = []
+    for number, span in enumerate(mds.cut(sizes, size_limit=size_limit)):
+        name, chosen = mds.shard_name(number), encoded[span.start : span.stop]
+        entries.append(
+            mds.write_shard(ours / name, chosen, [len(each) for each in chosen], name=name, size_limit=size_limit)
+        )
+    (ours / 'index.json').write_text(mds.index_text(entries))
+    write_with_streaming(theirs, found, size_limit=size_limit)
+    assert contents(ours) == contents(theirs)
+    assert [mds.decode_sample(each) for each in encoded] == found
+
+
+@given(sizes=st.lists(st.integers(0, 2000), max_size=60), size_limit=st.integers(600, 4000))
+def test_a_cut_is_greedy_and_loses_nothing(sizes: list[int], size_limit: int) -> None:
+    spans = list(mds.cut(np.array(sizes, np.uint32), size_limit=size_limit))
+    assert [at for span in spans for at in span] == list(range(len(sizes)))
+
+    def shard_bytes(span: range) -> int:
+        return mds.header_bytes(len(span), size_limit=size_limit) + sum(sizes[at] for at in span)
+
+    for span in spans:
+        assert len(span) == 1 or shard_bytes(span) <= size_limit
+        if span.stop < len(sizes):
+            assert shard_bytes(range(span.start, span.stop + 1)) > size_limit
+
+
+def test_a_sample_larger_than_a_shard_has_one_of_its_own() -> None:
+    assert list(mds.cut(np.array([5000, 10, 10]), size_limit=1000)) == [range(0, 1), range(1, 3)]
+
+
+def test_samples_that_are_not_of_their_sizes_are_no_shard(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match='not of the given sizes'):
+        mds.write_shard(tmp_path / 'a', [b'abc'], [4], name='a', size_limit=1000)
+
+
+def test_a_dataset_is_what_one_writer_would_have_written_in_the_order_of_the_input(tmp_path: Path) -> None:
+    prepare(settings(tmp_path / 'out', shard_mb=0.012), source=DrawnSource(parts_count=3, each=20))
+    for bucket in ('16px', '32px'):
+        found = samples(tmp_path / 'out' / bucket)
+        write_with_streaming(tmp_path / bucket, found, size_limit=12_000)
+        assert contents(tmp_path / bucket) == contents(tmp_path / 'out' / bucket)
+        numbers = [int(sample['key'].removeprefix('picture-')) for sample in found]
+        assert numbers == sorted(numbers)
+    assert len(list((tmp_path / 'out').rglob('*.mds'))) > 4
+
+
+def test_metadata_says_what_was_measured_and_what_the_source_said(tmp_path: Path) -> None:
+    prepare(settings(tmp_path / 'out', sizes=[16]), source=DrawnSource(1, 8))
+    sample = samples(tmp_path / 'out/16px')[3]
+    metadata = sample['metadata']
+    assert (metadata['aesthetic_score'], metadata['language']) == (3, 'en')
+    assert metadata['caption_length'] == len('a caption of picture 3')
+    assert len(metadata['perceptual_hash']) == 16
+    assert min(metadata['source_width'], metadata['source_height']) >= 16 == min(sample['width'], sample['height'])
+    assert list(metadata) == sorted(metadata)
+
+
+sides = st.integers(8, 3000)
+
+
+@given(width=sides, height=sides, aspects=st.sampled_from(['none', 'sdxl', ['640x384', '384x640'], ['512x512']]))
+@hypothesis_settings(max_examples=300, deadline=None)
+def test_no_picture_needs_to_be_enlarged_for_its_bucket(width: int, height: int, aspects: str | list[str]) -> None:
+    buckets = Buckets([256, 512], aspects)
+    found = buckets.of(width, height)
+    if found is None:
+        fits = [
+            size
+            for size, shapes in buckets.shapes.items()
+            if size <= min(width, height) and any(s.width <= width and s.height <= height for s in shapes)
+        ]
+        assert not fits
+        return
+    size, shape = found
+    assert shape.width <= width and shape.height <= height and size <= min(width, height)
+    assert buckets.name(size, shape) in buckets.names
+    rivals = [s for s in buckets.shapes[size] if s.width <= width and s.height <= height]
+    distance = min(abs(math.log(s.aspect * height / width)) for s in rivals)
+    assert abs(math.log(shape.aspect * height / width)) == pytest.approx(distance)
+
+
+def test_the_bucket_is_the_largest_resolution_that_fits() -> None:
+    squares = Buckets([256, 512], 'none')
+    names = {size: squares.of(*size) for size in [(600, 512), (511, 4000), (4000, 255)]}
+    assert [None if found is None else squares.name(*found) for found in names.values()] == ['512px', '256px', None]
+
+
+def test_listed_shapes_are_those_of_the_largest_size() -> None:
+    assert Buckets([256, 512], ['640x384', '512x512']).names == [
+        '256px/256x256',
+        '256px/320x192',
+        '512px/512x512',
+        '512px/640x384',
+    ]
+
+
+def test_aspect_buckets_are_what_a_recipe_reads(tmp_path: Path) -> None:
+    from diffusion.config.image_shapes import read_buckets
+
+    report = prepare(settings(tmp_path / 'out', aspects='sdxl'), source=DrawnSource(2, 40))
+    assert report is not None
+    for size in ('16px', '32px'):
+        counts = {f'{size}/{shape}': count for shape, count in read_buckets(tmp_path / 'out' / size).items()}
+        assert counts == {name: count for name, count in report.buckets.items() if name.startswith(size)}
+        for name, count in counts.items():
+            stored = samples(tmp_path / 'out' / name)
+            assert len(stored) == count
+            width, height = (int(side) for side in name.partition('/')[2].split('x'))
+            assert all(sample['width'] >= width and sample['height'] >= height for sample in stored)
+    assert set(report.empty_buckets).isdisjoint(report.buckets)
+    assert not any((tmp_path / 'out' / name).exists() for name in report.empty_buckets)
+    assert json.loads((tmp_path / 'out/report.json').read_text())['empty_buckets'] == report.empty_buckets

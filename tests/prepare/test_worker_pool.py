@@ -1,0 +1,141 @@
+"""Jobs over processes: results, errors, and processes that die."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from diffusion.prepare.worker_pool import run_jobs
+
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Square:
+    number: int
+
+    @property
+    def name(self) -> str:
+        return f'square {self.number}'
+
+    def __call__(self, note: Note) -> int:
+        return self.number**2
+
+
+@dataclass(frozen=True)
+class Dying(Square):
+    """Leaves a line in a file, and is killed in its first lives."""
+
+    lives: Path
+    deaths: int
+
+    def __call__(self, note: Note) -> int:
+        with self.lives.open('a') as file:
+            print(f'{self.number} {time.monotonic()}', file=file)
+        if len(self.lives.read_text().split('\n')) <= self.deaths + 1:
+            note('picture 12')
+            os.kill(os.getpid(), signal.SIGKILL)
+        return -1
+
+
+@dataclass(frozen=True)
+class Slow(Square):
+    began: Path
+
+    def __call__(self, note: Note) -> int:
+        time.sleep(0.3)
+        self.began.write_text(str(time.monotonic()))
+        return self.number
+
+
+class Unfortunate(Square):
+    def __call__(self, note: Note) -> int:
+        raise ValueError(f'number {self.number} is unlucky')
+
+
+@pytest.mark.parametrize('workers', [1, 3])
+def test_every_job_is_done_once(workers: int) -> None:
+    assert sorted(run_jobs([Square(n) for n in range(20)], workers=workers)) == [n**2 for n in range(20)]
+
+
+def test_nothing_to_do_starts_nothing() -> None:
+    assert list(run_jobs([], workers=4)) == []
+
+
+def test_an_error_comes_out_as_it_was_raised_with_where_it_was() -> None:
+    with pytest.raises(ValueError, match='number 3 is unlucky') as caught:
+        list(run_jobs([Unfortunate(3)], workers=1))
+    assert 'in __call__' in str(caught.value.__cause__)
+
+
+def test_a_job_whose_process_died_is_tried_again(tmp_path: Path) -> None:
+    jobs = [Dying(n, tmp_path / 'lives', 1) if n == 2 else Square(n) for n in range(6)]
+    assert sorted(run_jobs(jobs, workers=2)) == [-1, 0, 1, 9, 16, 25]
+
+
+def test_the_last_try_is_alone(tmp_path: Path) -> None:
+    slow = [Slow(n, tmp_path / f'slow-{n}') for n in range(3)]
+    assert sorted(run_jobs([Dying(9, tmp_path / 'lives', 2), *slow], workers=2)) == [-1, 0, 1, 2]
+    last = float((tmp_path / 'lives').read_text().split()[-1])
+    assert all(last > float(each.began.read_text()) for each in slow)
+
+
+def test_a_job_that_kills_every_process_ends_it_with_its_name_and_what_it_was_at(tmp_path: Path) -> None:
+    jobs = [Square(1), Dying(7, tmp_path / 'lives', 99)]
+    with pytest.raises(ValueError, match='square 7: its process died 3 times at picture 12, .*killed by SIGKILL'):
+        list(run_jobs(jobs, workers=2))
+
+
+def test_stopping_early_ends_the_processes(tmp_path: Path) -> None:
+    results = run_jobs([Pid(n) for n in range(4)], workers=2)
+    pids = {next(results), next(results)}
+    results.close()  # type: ignore[attr-defined]
+    assert not any(is_alive(pid) for pid in pids)
+
+
+class Pid(Square):
+    def __call__(self, note: Note) -> int:
+        return os.getpid()
+
+
+class Sleeping(Square):
+    def __call__(self, note: Note) -> int:
+        time.sleep(60)
+        return 0
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+PARENT = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from test_queue import Pid, Sleeping, run_jobs
+if __name__ == '__main__':
+    for pid in run_jobs([Pid(0), *(Sleeping(n) for n in range(3))], workers=1):
+        print(pid, flush=True)
+"""
+
+
+def test_a_killed_parent_leaves_no_process_behind() -> None:
+    with subprocess.Popen(
+        [sys.executable, '-c', PARENT, str(Path(__file__).parent)], stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        parent.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while is_alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not is_alive(pid)

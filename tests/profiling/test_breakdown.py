@@ -1,0 +1,315 @@
+"""Where a run's time goes: stages add up, and each is what it says."""
+
+import itertools
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from composer import Trainer
+from composer.core import Callback, State
+from composer.loggers import LoggerDestination
+from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
+from torch.utils.data import DataLoader
+
+from diffusion.algorithms.ema import EMA
+from diffusion.profiling.breakdown import Breakdown, Report
+from diffusion.models import batch_keys
+from diffusion.models import stage_hooks
+from diffusion.models.flops import FlopCount, count_on_meta
+from diffusion.profiling.step_timer import STAGES, WAITS, Recorder, Timeline, shares_of
+
+
+def samples(count: int, *, latents: bool = False) -> Any:
+    generator = torch.Generator().manual_seed(0)
+    image = {batch_keys.IMAGE: torch.randint(0, 256, (3, 32, 32), dtype=torch.uint8, generator=generator)}
+    moments = {batch_keys.LATENT_MOMENTS: torch.randn(8, 4, 4, generator=generator)}
+    return [
+        (moments if latents else image)
+        | {
+            batch_keys.INPUT_IDS: torch.full((1, 16), 320),
+            batch_keys.SAMPLE_ID: torch.tensor(i),
+            batch_keys.EPOCH: torch.tensor(0),
+            batch_keys.BATCH_INDEX: torch.tensor(0),
+        }
+        for i in range(count)
+    ]
+
+
+class SlowData(list[Any]):
+    def __getitem__(self, index: Any) -> Any:
+        time.sleep(0.01)
+        return super().__getitem__(index)
+
+
+class Slow(Callback):
+    """Sleeps in one hook of the Trainer."""
+
+    def __init__(self, hook: str) -> None:
+        setattr(type(self), hook, lambda self, state, logger: time.sleep(0.04))
+
+
+class Heard(LoggerDestination):
+    def __init__(self) -> None:
+        self.metrics: list[dict[str, Any]] = []
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        self.metrics.append(dict(metrics))
+
+
+class Wall(Callback):
+    """Measures steps by itself, from the end of the first batch on."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def batch_end(self, state: State, logger: Any) -> None:
+        self.ends.append(time.perf_counter())
+
+
+@pytest.fixture
+def fit(make_model: Callable[..., Any]) -> Callable[..., Trainer]:
+    def run(
+        *callbacks: Callback, batches: int = 6, data: Any = None, microbatch: int = 4, algorithms: Any = (), **more: Any
+    ) -> Trainer:
+        model = make_model(train_text_encoder=False)
+        trainer = Trainer(
+            model=model,
+            train_dataloader=DataLoader(data or samples(8 * batches), batch_size=8),
+            optimizers=torch.optim.AdamW([w for w in model.parameters() if w.requires_grad]),
+            max_duration=f'{batches}ba',
+            device_train_microbatch_size=microbatch,
+            callbacks=list(callbacks),
+            algorithms=list(algorithms),
+            progress_bar=False,
+            device='cpu',
+            **more,
+        )
+        trainer.fit()
+        trainer.close()
+        return trainer
+
+    return run
+
+
+def report_of(breakdown: Breakdown) -> Report:
+    assert breakdown.report is not None
+    return breakdown.report
+
+
+def test_stages_add_up_to_the_step_that_somebody_else_measures(fit):
+    breakdown, wall = Breakdown(window=5), Wall()
+    fit(breakdown, wall)
+    report = report_of(breakdown)
+    measured = (wall.ends[-1] - wall.ends[0]) / 5
+    stages = sum(report.shares.values()) * report.step_seconds
+    assert stages == pytest.approx(measured, rel=0.05)
+    assert sum(report.shares.values()) == pytest.approx(1, abs=1e-9)
+    assert set(report.shares) == set(STAGES)
+    assert report.batches == 5
+    assert report.samples == 40
+    assert report.samples_per_second == pytest.approx(8 / measured, rel=0.05)
+    for stage in ('encode', 'forward', 'backward', 'optimizer'):
+        assert report.shares[stage] > 0.01, stage
+
+
+@pytest.mark.parametrize(
+    ('hook', 'stage'),
+    [
+        ('batch_start', 'logging'),
+        ('after_loss', 'logging'),
+        ('after_train_batch', 'logging'),
+        ('batch_end', 'logging'),
+        ('eval_batch_end', 'evaluation'),
+    ],
+)
+def test_what_a_callback_takes_is_counted(fit, hook, stage):
+    breakdown = Breakdown(window=3)
+    evaluates = {'eval_dataloader': DataLoader(samples(4), batch_size=4), 'eval_interval': '1ba'}
+    kind = type('Slow', (Slow,), {})
+    fit(breakdown, kind(hook), batches=4, **(evaluates if 'eval' in hook else {}))
+    report = report_of(breakdown)
+    whole = report.batches * report.step_seconds / (1 - report.shares['evaluation'])
+    calls = 3 * (2 if hook == 'after_loss' else 1)  # two microbatches
+    assert report.shares[stage] * whole >= calls * 0.04
+
+
+def test_waiting_for_data_is_counted(fit):
+    breakdown = Breakdown(window=3)
+    fit(breakdown, batches=4, data=SlowData(samples(32)))
+    report = report_of(breakdown)
+    assert report.shares['data_wait'] * report.step_seconds > 8 * 0.01
+
+
+def test_an_algorithm_that_averages_is_ema_and_checkpoints_are_checkpoints(fit, tmp_path, monkeypatch):
+    breakdown = Breakdown(window=3)
+    update = EMA.update
+
+    def slowly(self: EMA) -> None:
+        time.sleep(0.04)
+        update(self)
+
+    monkeypatch.setattr(EMA, 'update', slowly)
+    fit(breakdown, batches=4, algorithms=[EMA()], save_folder=str(tmp_path / 'saved'), save_interval='1ba')
+    report = report_of(breakdown)
+    assert report.shares['ema'] * report.step_seconds > 0.04
+    assert report.shares['checkpoint'] > 0
+
+
+def test_reports_come_every_window_in_metrics_and_on_a_line(fit, caplog):
+    breakdown, heard = Breakdown(window=2, peak_tflops=0.001), Heard()
+    with caplog.at_level('INFO', 'diffusion.profiling.breakdown'):
+        fit(breakdown, batches=6, loggers=[heard])
+    reports = [metrics for metrics in heard.metrics if 'time_share/backward' in metrics]
+    assert len(reports) == 2, 'the first batch is not counted, the last is of a window that is not full'
+    metrics = reports[-1]
+    assert sum(metrics[f'time_share/{stage}'] for stage in STAGES) == pytest.approx(1)
+    assert metrics['throughput/samples_per_sec'] == pytest.approx(8 * metrics['throughput/batches_per_sec'])
+    assert metrics['throughput/device/samples_per_sec'] == metrics['throughput/samples_per_sec']
+    assert metrics['throughput/slowest_rank_step_seconds'] == metrics['throughput/step_seconds']
+    assert metrics['throughput/device/mfu'] == pytest.approx(metrics['throughput/device/flops_per_sec'] / 1e9)
+    lines = [record.getMessage() for record in caplog.records if 'images/s' in record.getMessage()]
+    assert len(lines) == 2
+    assert lines[0].startswith('batch 3: ')
+    assert 'MFU' in lines[0] and 'backward' in lines[0]
+
+
+def test_a_run_shorter_than_a_window_is_told_of_at_its_end(fit):
+    breakdown = Breakdown(window=50)
+    fit(breakdown, batches=3)
+    assert report_of(breakdown).batches == 2
+
+
+def test_nothing_is_left_behind(fit):
+    breakdown, heard = Breakdown(window=2), Heard()
+    trainer = fit(breakdown, batches=3, loggers=[heard], algorithms=[EMA()])
+    assert 'log_metrics' not in vars(heard)
+    assert not any('apply' in vars(algorithm) for algorithm in trainer.state.algorithms)
+    assert stage_hooks._listener is None
+
+
+def test_losses_are_the_same_with_and_without(fit):
+    def losses(*callbacks: Callback) -> list[float]:
+        heard = Heard()
+        fit(*callbacks, batches=3, loggers=[heard])
+        return [m['loss/train/total'] for m in heard.metrics if 'loss/train/total' in m]
+
+    assert losses() == losses(Breakdown(window=2))
+
+
+def test_wrong_settings_are_refused():
+    with pytest.raises(ValueError, match='callbacks.breakdown.window: 0 batches'):
+        Breakdown(window=0)
+
+
+class Tick:
+    """A CUDA event of a GPU that is `lag` marks behind."""
+
+    clock = itertools.count()
+    done = 0.0
+
+    def record(self) -> None:
+        self.at = next(Tick.clock)
+
+    def query(self) -> bool:
+        return self.at < Tick.done
+
+    def elapsed_time(self, other: 'Tick') -> float:
+        return 1e3 * (other.at - self.at)
+
+
+def test_a_recorder_reads_what_the_gpu_has_finished_and_waits_for_nothing():
+    Tick.clock, Tick.done = itertools.count(), 0
+    recorder = Recorder(Tick)
+    timeline = Timeline(recorder)
+    timeline.switch('forward')
+    assert recorder.read() == {}, 'it was not recording'
+    recorder.start()
+    timeline.switch('backward')
+    timeline.switch('optimizer')
+    timeline.switch('forward')
+    assert recorder.read() == {}, 'the GPU has come to none of it'
+    Tick.done = 3
+    assert recorder.read() == {'forward': 1, 'backward': 1}
+    Tick.done = 4
+    assert recorder.read() == {'optimizer': 1}
+    recorder.stop()
+    timeline.switch('backward')
+    assert recorder.read() == {}
+    recorder.start()
+    timeline.switch('forward')
+    Tick.done = math.inf
+    assert recorder.read() == {'backward': 1}, 'what was between two recordings belongs to no stage'
+
+
+def test_the_host_times_waits_and_the_gpu_the_rest():
+    host = {'data_wait': 1.0, 'evaluation': 2.0, 'forward': 0.1, 'backward': 0.1, 'optimizer': 0.8}
+    device = {'data_wait': 9.0, 'forward': 1.0, 'backward': 3.0}
+    shares = shares_of(host, device)
+    assert shares['data_wait'] == pytest.approx(1 / 4)
+    assert shares['evaluation'] == pytest.approx(2 / 4)
+    assert shares['forward'] == pytest.approx(1 / 16)
+    assert shares['backward'] == pytest.approx(3 / 16)
+    assert sum(shares.values()) == pytest.approx(1)
+    assert set(WAITS) < set(shares)
+
+
+def test_stages_inside_of_an_evaluation_are_evaluation():
+    timeline = Timeline()
+    timeline.switch('evaluation')
+    with timeline.stage('encode'):
+        time.sleep(0.002)
+    with pytest.raises(RuntimeError), timeline.stage('logging'):
+        raise RuntimeError
+    timeline.switch('forward')
+    with pytest.raises(RuntimeError), timeline.stage('encode'):
+        raise RuntimeError
+    assert timeline.switch('other') == 'forward', 'an error ends the stage it comes from'
+    assert timeline.seconds['evaluation'] > 0.002
+    assert 'logging' not in timeline.seconds
+
+
+def test_slowest_rank_is_named_when_it_is_slower():
+    fast = Report(10, 640, 2, 0.1, 0.101, 4e12, 1e12, 3.0, {'forward': 0.3, 'backward': 0.6, 'data_wait': 0.1})
+    assert fast.line() == (
+        '640 images/s, 320 a device, MFU 200.0 %, 100 ms a step, 3.0 GiB at most; '
+        'backward 60 %, forward 30 %, data wait 10 %'
+    )
+    slow = Report(10, 640, 2, 0.1, 0.2, None, None, None, {'forward': 1.0})
+    assert '100 ms a step (slowest rank 200)' in slow.line()
+    assert 'throughput/device/mfu' not in slow.metrics()
+
+
+def test_flops_of_stable_diffusion_2_are_the_published_ones():
+    from diffusion.models import sd2_config
+
+    with torch.device('meta'):
+        unet = UNet2DConditionModel(**sd2_config.UNET)
+    for size, gigaflops in {32: 181.09, 64: 804.26}.items():
+        assert FlopCount(unet, channels=4, text_width=1024)(size, size, 77) / 1e9 == pytest.approx(gigaflops, rel=5e-3)
+
+
+@pytest.mark.parametrize('shape', [(4, 4), (8, 4)])
+def test_flops_of_a_batch_are_what_torch_counts(make_model, shape):
+    height, width = shape
+    model = make_model(train_text_encoder=False)
+    denoiser = FlopCount(model.denoiser, channels=4, text_width=32)(height, width, 16)
+    pictures = {
+        batch_keys.IMAGE: torch.zeros(5, 3, 8 * height, 8 * width, dtype=torch.uint8),
+        batch_keys.INPUT_IDS: torch.zeros(5, 1, 16, dtype=torch.int64),
+    }
+    vae = sum(
+        count_on_meta(part, torch.empty(5, channels, *size, device='meta'))
+        for part, channels, size in (
+            (model.vae.encoder, 3, (8 * height, 8 * width)),
+            (model.vae.quant_conv, 8, (height, width)),
+        )
+    )
+    text = count_on_meta(model.text, pictures[batch_keys.INPUT_IDS].to('meta'))
+    assert model.flops_per_batch(pictures) == 5 * 3 * denoiser + vae + text
+    latents = {batch_keys.LATENT_MOMENTS: torch.zeros(5, 8, height, width), batch_keys.INPUT_IDS: pictures[batch_keys.INPUT_IDS]}
+    stored = latents | {batch_keys.TEXT_EMBEDS: torch.zeros(5, 16, 32)}
+    assert model.flops_per_batch(stored) == 15 * denoiser
+    assert 15 * denoiser < model.flops_per_batch(latents) < model.flops_per_batch(pictures)

@@ -1,0 +1,151 @@
+"""`diffusion profile`: what it writes, and what its rules say of what was measured."""
+
+import gzip
+import json
+from dataclasses import replace
+
+import pytest
+import yaml
+
+from diffusion.cli import main
+from diffusion.config.load import load
+from diffusion.profiling.advice import RULES, Kernel, Measured, by_kind, kind_of, largest
+from diffusion.profiling.profile import for_profiling, microbatches_of
+
+BUSY = (Kernel('sm90_xmma_fprop_implicit_gemm_bf16', 0.098, 100),)
+GOOD = Measured(
+    shares={'forward': 0.3, 'backward': 0.62, 'optimizer': 0.04, 'data_wait': 0.004, 'logging': 0.01, 'other': 0.026},
+    step_seconds=0.1,
+    kernels=BUSY,
+    on_gpu=True,
+    precision='amp_bf16',
+)
+
+
+def with_share(**shares: float) -> Measured:
+    return replace(GOOD, shares={**GOOD.shares, **shares})
+
+
+def with_kernel(name: str, share: float, **more: object) -> Measured:
+    kernels = (Kernel('sm90_xmma_fprop_implicit_gemm_bf16', 0.098 - share / 10, 100), Kernel(name, share / 10, 5))
+    return replace(GOOD, kernels=kernels, **more)
+
+
+@pytest.mark.parametrize(
+    ('measured', 'share', 'says'),
+    [
+        (with_share(data_wait=0.2), 0.2, 'loader.num_workers'),
+        (with_share(encode=0.3), 0.3, 'task=precompute'),
+        (replace(with_share(optimizer=0.2), off=['fused_optimizer']), 0.1, 'speed.fused_optimizer=true'),
+        (with_share(optimizer=0.1, ema=0.1), 0.1, 'update_interval'),
+        (replace(GOOD, kernels=(Kernel('gemm', 0.05, 9),), off=['compile']), 0.5, 'speed.compile=true'),
+        (replace(GOOD, kernels=(Kernel('gemm', 0.05, 9),), microbatches=4), 0.5, 'device_train_microbatch_size'),
+        (with_kernel('RowwiseMomentsCUDAKernel<float>', 0.2, off=['low_precision_norms']), 0.1, 'low_precision_norms'),
+        (with_kernel('void cudnn::engines::nchwToNhwcKernel<bf16>', 0.1, off=['channels_last']), 0.1, 'channels_last'),
+        (with_kernel('vectorized_elementwise_kernel<silu>', 0.2, off=['compile']), 0.1, 'speed.compile=true'),
+        (replace(GOOD, precision='fp32'), 0.49, 'amp_bf16'),
+        (replace(GOOD, waits={'my/callback.py:3 (batch_end)': 1}), 0.01, 'my/callback.py:3'),
+        (with_share(logging=0.1), 0.1, 'log less often'),
+        (with_kernel('ncclDevKernel_ReduceScatter', 0.3, off=['reduce_once'], microbatches=4), 0.3, 'reduce_once'),
+        (with_share(other=0.3), 0.3, 'outside of all stages'),
+    ],
+)
+def test_a_rule_names_its_gain_and_its_way(measured, share, says):
+    first = largest(measured, count=1)[0]
+    assert first.share == pytest.approx(share, abs=0.02)
+    assert says in first.text
+
+
+def test_a_good_run_is_left_alone():
+    assert [each for each in largest(GOOD) if each.share > 0.02] == []
+
+
+@pytest.mark.parametrize(('precision', 'kind'), [('amp_bf16', 'BFloat16'), ('amp_fp16', 'Half')])
+def test_narrow_norms_are_not_called_wide(precision, kind):
+    measured = with_kernel(f'RowwiseMomentsCUDAKernel<c10::{kind}, float>', 0.2, precision=precision)
+    assert 'float32' not in str(largest(measured))
+
+
+def test_microbatches_are_those_of_the_step_that_is_profiled(tmp_path, tiny_recipe):
+    (tmp_path / 'recipe.yaml').write_text(yaml.safe_dump(tiny_recipe(tmp_path / 'runs')))
+    recipe = load(tmp_path / 'recipe.yaml')
+    for batch, microbatch, expected in ((8, None, 1), (8, 8, 1), (8, 4, 2), (2048, 16, 4)):
+        asked = replace(recipe, global_batch=batch, device_train_microbatch_size=microbatch)
+        profiled = for_profiling(asked, tmp_path, batches=1)
+        assert (profiled.global_batch, microbatches_of(profiled)) == (min(batch, 64), expected)
+
+
+def test_largest_come_first_and_no_more_than_asked_for():
+    measured = with_share(data_wait=0.1, encode=0.3, logging=0.2, other=0.15)
+    shares = [each.share for each in largest(measured)]
+    assert shares == [0.3, 0.2, pytest.approx(0.15)]
+    assert len(largest(measured, count=2)) == 2
+
+
+def test_rules_have_nothing_to_say_of_nothing():
+    assert largest(Measured(shares={}, step_seconds=1.0)) == []
+    assert len({rule.__doc__ for rule in RULES}) == len(RULES)
+
+
+@pytest.mark.parametrize(
+    ('name', 'kind'),
+    [
+        ('sm90_xmma_wgrad_implicit_gemm_indexed_bf16f32_nhwckrsc', 'convolutions'),
+        ('void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64>>', 'attention'),
+        ('nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT', 'matrix products'),
+        ('void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm>', 'matrix products'),
+        ('triton_red_fused_native_group_norm_silu_3', 'compiled kernels'),
+        ('void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>', 'optimizer'),
+        ('void cudnn::ops::nchwToNhwcKernel<__nv_bfloat16>', 'layout changes'),
+        ('void at::native::vectorized_layer_norm_kernel<float, float>', 'norms'),
+        ('Memcpy HtoD (Pinned -> Device)', 'copies'),
+        ('ncclDevKernel_AllGather_RING_LL', 'communication'),
+        ('aten::mkldnn_convolution', 'convolutions'),
+        ('something else', 'others'),
+    ],
+)
+def test_kernels_are_told_by_their_names(name, kind):
+    assert kind_of(name) == kind
+    assert by_kind([Kernel(name, 2.0, 1), Kernel(name, 1.0, 1)]) == {kind: 3.0}
+
+
+@pytest.mark.slow
+def test_a_recipe_is_profiled_without_its_data_and_without_a_trace_in_its_runs(
+    tmp_path, tiny_recipe, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    content = tiny_recipe(tmp_path / 'runs', callbacks={'loss_guard': None}, global_batch=4)
+    content['streams'] = {'small': {'remote': '???', 'local': 'nowhere', 'resolution': 32}}
+    (tmp_path / 'recipe.yaml').write_text(yaml.safe_dump(content))
+
+    command = ['profile', 'recipe.yaml', '--batches', '2', '--warmup', '1', '--synthetic', '--out', 'found']
+    assert main(command) == 0
+
+    text = capsys.readouterr().out
+    assert text.startswith('# run: ')
+    for words in ('| backward |', '| convolutions |', 'Largest opportunities:', 'composer/trainer/trainer.py'):
+        assert words in text
+    assert (tmp_path / 'found' / 'profile.md').read_text() in text
+    summary = json.loads((tmp_path / 'found' / 'profile.json').read_text())
+    shares = {name: value for name, value in summary['metrics'].items() if name.startswith('time_share/')}
+    assert sum(shares.values()) == pytest.approx(1)
+    assert summary['kernels'][0]['seconds'] > 0
+    with gzip.open(tmp_path / 'found' / 'trace.json.gz') as file:
+        events = json.load(file)['traceEvents']
+    assert any(event.get('name') == 'aten::native_group_norm' for event in events)
+    assert not (tmp_path / 'runs').exists()
+    assert not list(tmp_path.rglob('state.pt'))
+
+
+def test_what_cannot_be_profiled_is_told(tmp_path, tiny_recipe, capsys):
+    content = tiny_recipe(tmp_path / 'runs', dataset={'name': 'latents'})
+    path = tmp_path / 'recipe.yaml'
+    path.write_text(yaml.safe_dump(content))
+    assert main(['profile', str(path), '--synthetic']) == 2
+    assert 'dataset.name: latents cannot be made up' in capsys.readouterr().err
+    content['streams']['small']['local'] = str(tmp_path / 'gone')
+    path.write_text(yaml.safe_dump(content | {'dataset': {'name': 'image_text'}}))
+    assert main(['profile', str(path)]) == 2
+    error = capsys.readouterr().err
+    assert 'has no index.json' in error and '--synthetic' in error
+    assert main(['profile', str(path), '--synthetic', '--batches', '0']) == 2

@@ -1,0 +1,102 @@
+"""run.py under the composer launcher: two gloo processes, killed and resumed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from diffusion.checkpointing.run_folder import find_checkpoint, weights_of
+from diffusion.loggers.metrics_file import read_metrics
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = [pytest.mark.slow, pytest.mark.dist]
+
+
+def start(processes: int, *arguments: str) -> subprocess.Popen[str]:
+    launcher = [sys.executable, '-m', 'composer.cli.launcher', '-n', str(processes)]
+    environment = os.environ | {'OMP_NUM_THREADS': '1', 'CUDA_VISIBLE_DEVICES': ''}
+    return subprocess.Popen(
+        [*launcher, str(ROOT / 'run.py'), *arguments],
+        cwd=ROOT,
+        env=environment,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def run(processes: int, *arguments: str) -> str:
+    process = start(processes, *arguments)
+    output, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, output
+    return output
+
+
+def kill_when(process: subprocess.Popen[str], appears: Path) -> None:
+    """SIGKILL for the launcher and all it started, as soon as a file is there."""
+    deadline = time.monotonic() + 300
+    while not appears.exists():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, f'{appears} never came'
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
+def losses(folder: Path) -> dict[int, float]:
+    return read_metrics(folder / 'metrics.jsonl')['loss/train/total']
+
+
+def test_two_processes_killed_and_run_again_go_on_where_they_were(write_recipe, tmp_path):
+    sections = {'algorithms': {'ema': {'ema_start': '3ba', 'smoothing': 0.5}}}
+    duration = ['trainer.max_duration=20ba', 'trainer.save_interval=2ba']
+    runs = tmp_path / 'runs'
+    run(2, str(write_recipe('whole', **sections)), *duration)
+    path = str(write_recipe('killed', **sections))
+    kill_when(start(2, path, *duration), runs / 'killed' / 'ba6')
+    run(2, path, *duration)
+    assert losses(runs / 'killed') == losses(runs / 'whole')
+    assert len(losses(runs / 'whole')) == 20
+    for which in ('training', 'ema'):
+        whole, killed = (weights_of(find_checkpoint(runs / name), which)[0] for name in ('whole', 'killed'))
+        assert all((whole[name] == killed[name]).all() for name in whole)
+
+
+def test_one_process_two_and_two_that_shard_learn_the_same(write_recipe, tmp_path):
+    sections = {
+        'algorithms': {'ema': {'ema_start': '3ba', 'smoothing': 0.5}},
+        'callbacks': {'image_grid': {'prompts': ['a'], 'every': '8ba', 'num_inference_steps': 1}},
+    }
+    run(1, str(write_recipe('one', **sections)))
+    run(2, str(write_recipe('two', **sections)))
+    run(2, str(write_recipe('sharded', **sections, parallelism={'strategy': 'fsdp2', 'reshard_after_forward': False})))
+    runs = tmp_path / 'runs'
+    one = losses(runs / 'one')
+    averages = weights_of(find_checkpoint(runs / 'one'), 'ema')[0]
+    for name in ('two', 'sharded'):
+        other = losses(runs / name)
+        assert one.keys() == other.keys()
+        assert other[0] == pytest.approx(one[0], rel=1e-6), (
+            'noise, timesteps and dropout belong to samples, not to ranks'
+        )
+        for batch in one:
+            assert other[batch] == pytest.approx(one[batch], rel=1e-4)
+        weights = weights_of(find_checkpoint(runs / name), 'ema')[0]
+        assert weights.keys() == averages.keys()
+        assert all(weights[key].shape == averages[key].shape for key in averages)
+        distance = sum((weights[key] - averages[key]).square().sum() for key in averages) ** 0.5
+        assert distance < 0.02 * sum(averages[key].square().sum() for key in averages) ** 0.5
+
+
+def test_a_mistake_ends_every_process_at_once_with_one_message(write_recipe):
+    process = start(2, str(write_recipe('wrong')), 'global_batch=7')
+    output, _ = process.communicate(timeout=100)
+    assert process.returncode != 0
+    assert output.count('global_batch: 7 does not divide over 2 devices; use 6 or 8') == 1
+    assert 'Traceback' not in output

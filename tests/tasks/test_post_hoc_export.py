@@ -1,0 +1,81 @@
+"""`diffusion export --ema-width`: an average of any width out of the snapshots of a real run."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
+from safetensors.torch import load_file
+
+from diffusion.algorithms.snapshots import FOLDER, find_snapshots, reconstruct
+from diffusion.cli import main
+from diffusion.config.load import load
+from diffusion.tasks.export import export
+from diffusion.training.train import train
+
+Weights = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope='module')
+def run(tmp_path_factory, tiny_recipe) -> Path:
+    """A run of 8 batches with checkpoints after 4 and 8 and snapshots after 3, 6 and 8."""
+    root = tmp_path_factory.mktemp('post-hoc')
+    algorithms = {'post_hoc_ema': {'widths': [0.05, 0.1, 0.2], 'every': '3ba', 'dtype': 'float32'}}
+    recipe = root / 'recipe.yaml'
+    recipe.write_text(yaml.safe_dump(tiny_recipe(root / 'runs', name='run', algorithms=algorithms)))
+    train(load(recipe)).close()
+    return root / 'runs' / 'run'
+
+
+def denoiser_of(exported: Path) -> Weights:
+    return UNet2DConditionModel.from_pretrained(exported / 'unet', low_cpu_mem_usage=False).state_dict()
+
+
+def same(found: Weights, average: Weights) -> bool:
+    names = [name for name in average if name.startswith('denoiser.')]
+    assert len(names) == len(found)
+    return all(torch.allclose(found[n.removeprefix('denoiser.')], average[n], rtol=1e-5, atol=1e-7) for n in names)
+
+
+def test_the_run_s_folder_has_the_snapshots(run):
+    assert sorted({snapshot.batch for snapshot in find_snapshots(run)}) == [3, 6, 8]
+
+
+@pytest.mark.parametrize(
+    ('place', 'options', 'batch'),
+    [('.', [], 8), ('latest', [], 8), ('ba8', ['--at', '6'], 6), ('ba4', [], 3)],
+)
+def test_a_kept_width_is_exported_as_its_snapshot(run, tmp_path, capsys, place, options, batch):
+    command = ['export', str(run / place), '--out', str(tmp_path / 'sd'), '--ema-width', '0.1', *options]
+    assert main(command) == 0
+    assert f'post-hoc EMA 0.1 (batch {batch}) weights; StableDiffusionPipeline' in capsys.readouterr().out
+    assert same(denoiser_of(tmp_path / 'sd'), load_file(run / FOLDER / f'width0.1-ba{batch}.safetensors'))
+
+
+def test_another_width_is_exported_as_it_is_reconstructed(run, tmp_path):
+    assert export(run, tmp_path / 'sd', ema_width=0.15) == 'post-hoc EMA 0.15 (batch 8)'
+    found = denoiser_of(tmp_path / 'sd')
+    assert same(found, reconstruct(run, 0.15).tensors)
+    assert not same(found, load_file(run / FOLDER / 'width0.1-ba8.safetensors'))
+
+
+@pytest.mark.parametrize(
+    ('settings', 'message'),
+    [
+        ({'ema_width': 0.1, 'weights': 'training'}, '--ema-width: it makes its own weights; --weights chooses'),
+        ({'at': 8}, '--at: batch 8 of what'),
+        ({'ema_width': 0.1, 'at': 9}, 'batch 9 is not between 1 and 8'),
+        ({'ema_width': 0.4}, 'width=0.4 is not between 0 and'),
+    ],
+)
+def test_what_cannot_be_exported_is_refused(run, tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        export(run, tmp_path / 'sd', **settings)
+    assert not (tmp_path / 'sd').exists()
+
+
+def test_a_run_without_snapshots_says_how_to_get_them(write_recipe, tmp_path, capsys):
+    train(load(write_recipe('plain'))).close()
+    assert main(['export', str(tmp_path / 'runs/plain'), '--out', str(tmp_path / 'sd'), '--ema-width', '0.1']) == 2
+    assert 'plain/post_hoc_ema: no snapshots; `algorithms: {post_hoc_ema: }` takes them' in capsys.readouterr().err

@@ -1,0 +1,203 @@
+"""Precomputed latents: the same files on any number of devices and after any kill, the same losses as online."""
+
+import hashlib
+import json
+import random
+from pathlib import Path
+
+import pytest
+import yaml
+from ranks import read_losses
+from shards import write_pictures
+
+from diffusion.config.load import load
+from diffusion.config.image_shapes import Shape, write_buckets
+from diffusion.data.latents import LatentManifest
+from diffusion.tasks.precompute import precompute
+from diffusion.storage.object_store import upload
+from diffusion.training.train import train
+from diffusion.storage.uploaded_shards import UploadedShards
+
+COUNTS = {Shape(32, 32): 24, Shape(64, 32): 16, Shape(32, 48): 8}
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """Hash of every file by its path."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob('*'))
+        if path.is_file()
+    }
+
+
+@pytest.fixture(scope='module')
+def content(tmp_path_factory, tiny_recipe):
+    """A recipe that encodes pictures of three shapes and 24 squares of 64 px, in shards of 4 or 8 samples."""
+    root = tmp_path_factory.mktemp('sources')
+    for index, (shape, count) in enumerate(COUNTS.items()):
+        write_pictures(root / 'shapes' / str(shape), count=count, side=80, offset=100 * index)
+    write_buckets(root / 'shapes', 32, {shape: {'samples': count} for shape, count in COUNTS.items()})
+    write_pictures(root / 'squares', count=24, side=70, offset=500)
+    streams = {
+        'shapes': {'local': str(root / 'shapes'), 'resolution': 32, 'aspects': True},
+        'squares': {'local': str(root / 'squares'), 'resolution': 64},
+    }
+    recipe = tiny_recipe(root / 'runs', task='precompute')
+    recipe['precompute'] = {'out': '???', 'streams': streams, 'batch_size': 4, 'shard_mb': 0.01, 'dtype': 'float32'}
+    return recipe
+
+
+@pytest.fixture
+def write(content, tmp_path):
+    """Writes the recipe; keywords replace what `precompute` says."""
+
+    def written(name: str = 'latents', model: dict | None = None, **settings) -> Path:
+        sections = {
+            'runs_dir': str(tmp_path / 'runs'),
+            'model': content['model'] | (model or {}),
+            'precompute': content['precompute'] | {'out': str(tmp_path / name)} | settings,
+        }
+        path = tmp_path / f'{name}.yaml'
+        path.write_text(yaml.safe_dump(content | sections))
+        return path
+
+    return written
+
+
+def test_every_shape_is_a_folder_with_its_manifest_and_no_leftovers(write, tmp_path):
+    precompute(load(write()))
+    out = tmp_path / 'latents'
+    assert sorted(path.name for path in out.iterdir()) == ['shapes', 'squares']
+    listed = json.loads((out / 'shapes/buckets.json').read_text())['buckets']
+    assert {name: bucket['samples'] for name, bucket in listed.items()} == {str(s): n for s, n in COUNTS.items()}
+    for shape, count in COUNTS.items():
+        folder = out / 'shapes' / str(shape)
+        index = json.loads((folder / 'index.json').read_text())
+        assert sum(shard['samples'] for shard in index['shards']) == count
+        assert {*index['shards'][0]['raw_data']['hashes']} == {'sha1', 'xxh64'}
+        assert len(index['shards']) > 1
+        names = {shard['raw_data']['basename'] for shard in index['shards']} | {'index.json', 'manifest.json'}
+        assert {path.name for path in folder.iterdir()} == names
+        assert LatentManifest.read(folder, '').shape == str(shape)
+
+
+def test_started_again_it_is_done_and_with_other_settings_refused(write, tmp_path):
+    precompute(load(write()))
+    before = contents(tmp_path / 'latents')
+    precompute(load(write()))
+    assert contents(tmp_path / 'latents') == before
+    with pytest.raises(ValueError, match=r'precompute\.out: .* holds other latents \(posterior differ\); remove it'):
+        precompute(load(write(posterior='mean')))
+    with pytest.raises(ValueError, match=r'precompute\.out: .* holds other latents \(text_encoder, captions differ\)'):
+        precompute(load(write(model={'train_text_encoder': False}, latents='image+text', captions='first')))
+
+
+def test_what_others_began_is_not_gone_on_with(write, tmp_path, monkeypatch):
+    def full(*_args: object, **_kwargs: object) -> None:
+        raise OSError(28, 'No space left on device')
+
+    with monkeypatch.context() as patch:
+        patch.setattr('diffusion.storage.shard_store.os.replace', full)
+        with pytest.raises(OSError, match='No space left'):
+            precompute(load(write()))
+    assert not list((tmp_path / 'latents').glob('**/index.json'))
+    precompute(load(write('whole')))
+    # What there is of the plan is of batches of 4.
+    (tmp_path / 'latents/.squares.unfinished').mkdir(exist_ok=True, parents=True)
+    plan = {'samples': 24, 'samples_per_shard': 8}
+    (tmp_path / 'latents/.squares.unfinished/plan.json').write_text(json.dumps(plan))
+    with pytest.raises(ValueError, match=r'begun with other settings:\n  samples_per_shard: 8 begun with, 4 now'):
+        precompute(load(write()))
+
+
+def test_a_text_encoder_that_is_trained_cannot_be_stored(write):
+    with pytest.raises(ValueError, match=r'precompute\.latents: image\+text needs a frozen text encoder'):
+        precompute(load(write(latents='image+text', model={'train_text_encoder': True})))
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_the_files_are_the_same_on_two_ranks_and_after_kills(write, tmp_path, ranks):
+    # Not in this process, whose convolutions add up in as many threads as the machine has cores.
+    ranks.run(1, write('whole'))
+    expected = contents(tmp_path / 'whole')
+    ranks.run(2, write('two'))
+    assert contents(tmp_path / 'two') == expected
+    path, rng = write('killed'), random.Random(3)
+    for kill in range(5):
+        # A shard takes some ten operations, and a rank has four shards or more.
+        death = {kill % 2: (rng.randrange(3, 15), tmp_path / 'killed')}
+        job = ranks.start(kill % 2 + 1, path, deaths=death)
+        job.wait_for_death(kill % 2)
+        job.kill()
+    assert not (tmp_path / 'killed/squares').exists()
+    ranks.run(2, path)
+    assert contents(tmp_path / 'killed') == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('latents', ['image', 'image+text'])
+def test_losses_on_latents_equal_losses_on_pictures(latents, write, write_recipe, tmp_path):
+    """The same keyed crops, captions, dropout and noise; float32."""
+    model = yaml.safe_load(write().read_text())['model'] | {'train_text_encoder': False, 'caption_dropout': 0.3}
+    made = write(model={'train_text_encoder': False}, latents=latents, crop='random', min_crop_scale=0.6)
+    precompute(load(made))
+    pictures = yaml.safe_load(made.read_text())['precompute']['streams']
+    stored = {name: stream | {'local': str(tmp_path / 'latents' / name)} for name, stream in pictures.items()}
+    settings = {
+        'model': model,
+        # Shuffling, and drawing a part of a stream, go by shards, which differ: all samples in their order.
+        'loader': {'num_workers': 0, 'shuffle': False},
+        'trainer': {'max_duration': '1ep', 'progress_bar': False, 'device': 'cpu'},
+    }
+    crop = {'name': 'image_text', 'crop': 'random', 'min_crop_scale': 0.6}
+    train(load(write_recipe('online', streams=pictures, dataset=crop, **settings))).close()
+    train(load(write_recipe('offline', streams=stored, dataset={'name': 'latents'}, **settings))).close()
+    online, offline = (read_losses(tmp_path / 'runs' / name) for name in ('online', 'offline'))
+    assert len(online) == 3 + 2 + 1 + 3
+    assert offline.keys() == online.keys()
+    for batch in online:
+        assert offline[batch] == pytest.approx(online[batch], rel=1e-3)
+
+
+def test_latents_in_an_object_store_are_those_of_a_folder(write, tmp_path, store, monkeypatch):
+    """Also when it stops half-way: what was uploaded is not made again, and the index comes last."""
+    precompute(load(write('whole')))
+    path = write('remote', out=store.bucket('latents') + '/here')
+    with monkeypatch.context() as patch:
+        uploads = []
+
+        def stop_after_five(folder: Path, remote: str) -> None:
+            if len(uploads) == 10:
+                raise OSError('the network is gone')
+            uploads.append(folder.name)
+            upload(folder, remote)
+
+        patch.setattr('diffusion.storage.uploaded_shards.upload', stop_after_five)
+        with pytest.raises(OSError, match='the network is gone'):
+            precompute(load(path))
+    there = {item['Key']: item['LastModified'] for item in store.listed('latents')}
+    assert not any(name.endswith('index.json') for name in there)
+    precompute(load(path))
+    for item in store.listed('latents'):
+        assert not item['Key'].endswith('.mds') or item['LastModified'] == there.get(item['Key'], item['LastModified'])
+    made = {
+        name.removeprefix('here/'): hashlib.sha256(body).hexdigest()
+        for name, body in store.objects('latents').items()
+        if 'unfinished' not in name
+    }
+    assert made == contents(tmp_path / 'whole')
+    assert not list((tmp_path / 'runs').glob('**/*.mds')), 'no copies stay behind'
+    precompute(load(path))
+    with pytest.raises(ValueError, match=r'precompute\.out: s3://latents/here/.* holds other latents'):
+        precompute(load(write('remote', out='s3://latents/here', posterior='mean')))
+
+
+def test_what_others_began_in_an_object_store_is_named_where_it_is(tmp_path, store):
+    remote = store.bucket('latents') + '/here'
+    UploadedShards(remote, tmp_path / 'one', {'key': 'str'}).open({'samples': 8}, 'precompute.out')
+    other = UploadedShards(remote, tmp_path / 'other', {'key': 'str'})
+    with pytest.raises(
+        ValueError, match=r'^precompute\.out: s3://latents/here/unfinished was begun with other settings'
+    ):
+        other.open({'samples': 4}, 'precompute.out')

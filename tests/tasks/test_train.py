@@ -1,0 +1,398 @@
+"""Real runs of tiny models: resuming, handing over from phase to phase, evaluating, drawing, exporting."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+from streaming import StreamingDataset
+
+from diffusion.checkpointing.run_folder import find_checkpoint, read_checkpoint, weights_of
+from diffusion.config.load import load
+from diffusion.tasks.evaluate import evaluate
+from diffusion.tasks.export import export, pipeline_of, with_folded_statistics
+from diffusion.tasks.generate import generate
+from diffusion.loggers.metrics_file import read_metrics
+from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.models.pretrained import posterior_of, reconstruct
+from diffusion.tasks.precompute import precompute
+from diffusion.training.train import build_trainer, train
+
+EMA = {'ema': {'ema_start': '3ba', 'smoothing': 0.5}}
+
+
+def losses(run: Path) -> dict[int, float]:
+    return read_metrics(run / 'metrics.jsonl')['loss/train/total']
+
+
+def final_weights(run: Path) -> dict[str, torch.Tensor]:
+    return weights_of(find_checkpoint(run), 'training')[0]
+
+
+@pytest.fixture(scope='module')
+def finished(tmp_path_factory, tiny_recipe, pictures):
+    """A run of 8 batches with EMA, its evaluation data, prompts and pictures."""
+    root = tmp_path_factory.mktemp('finished')
+    path = root / 'recipe.yaml'
+    content = tiny_recipe(root / 'runs', name='finished', algorithms=EMA)
+    content['model']['objective'] = {'prediction_type': 'v_prediction'}
+    content['eval_streams'] = {'other': {'local': str(pictures[64]), 'resolution': 32}}
+    prompts = ['a red square', 'green']
+    content['callbacks'] = {'image_grid': {'prompts': prompts, 'every': '4ba', 'num_inference_steps': 2}}
+    content['evaluators'] = {'retrieval': {'num_captions': 4, 'num_inference_steps': 2, 'num_shown': 4}}
+    content['generate'] = {'num_inference_steps': 2, 'prompts': ['a', 'b']}
+    content['trainer']['eval_interval'] = '4ba'
+    path.write_text(yaml.safe_dump(content))
+    trainer = train(load(path))
+    trainer.close()
+    return path, root / 'runs' / 'finished'
+
+
+def test_a_run_leaves_what_it_promises(finished):
+    _, run = finished
+    files = {file.name for file in run.iterdir()}
+    assert {'recipe.yaml', 'metrics.jsonl', 'loss.png', 'ba4', 'ba8', 'latest'} <= files
+    assert sorted(file.name for file in (run / 'images').iterdir()) == ['ba000004.png', 'ba000008.png']
+    with Image.open(run / 'images' / 'ba000008.png') as sheet:
+        assert sheet.width > 96
+    metrics = read_metrics(run / 'metrics.jsonl')
+    assert list(metrics['loss/train/total']) == list(range(8)), 'a loss for every batch'
+    assert set(metrics['metrics/eval/loss']) == {4, 8}
+    assert 'metrics/eval/loss_t937' in metrics
+
+
+def test_the_saved_recipe_is_the_recipe(finished):
+    path, run = finished
+    assert load(run / 'recipe.yaml') == load(path)
+
+
+def test_checkpoints_hold_training_weights_averages_and_no_frozen_part(finished):
+    _, run = finished
+    state = read_checkpoint(find_checkpoint(run))
+    assert {name.split('.')[0] for name in state['model']} == {'denoiser', 'text_encoder'}
+    own, which = weights_of(find_checkpoint(run), 'training')
+    assert which == 'training'
+    averaged, which = weights_of(find_checkpoint(run))
+    assert which == 'ema'
+    assert any(not torch.equal(own[name], averaged[name]) for name in own)
+    assert own.keys() == averaged.keys()
+
+
+def test_interrupted_and_resumed_equals_uninterrupted(write_recipe, tmp_path):
+    """Bit for bit, in the middle of an epoch: losses, weights and averages."""
+    sections = {'algorithms': EMA, 'dataset': {'name': 'image_text', 'crop': 'random', 'min_crop_scale': 0.5}}
+    train(load(write_recipe('whole', **sections))).close()
+    path = write_recipe('parts', **sections)
+    recipe = load(path, ['trainer.save_interval=1ba'])
+    trainer = build_trainer(recipe)
+    trainer.fit(duration='3ba')
+    trainer.close()
+    train(load(path)).close()
+    train(load(path)).close()  # started once too often: nothing is left to do
+    runs = tmp_path / 'runs'
+    assert losses(runs / 'parts') == losses(runs / 'whole')
+    for which in ('training', 'ema'):
+        whole, parts = (weights_of(find_checkpoint(runs / name), which)[0] for name in ('whole', 'parts'))
+        assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+def test_phase_two_starts_from_the_weights_of_phase_one(write_recipe, pictures, tmp_path):
+    train(load(write_recipe('one'))).close()
+    second = write_recipe(
+        'two', streams={'large': {'local': str(pictures[64]), 'resolution': 64}}, init_from=str(tmp_path / 'runs/one')
+    )
+    model = {'resolution': 64}
+    recipe = load(second, [f'model.{key}={value}' for key, value in model.items()])
+    trainer = build_trainer(recipe)
+    assert trainer.state.timestamp.batch.value == 0
+    assert trainer.state.optimizers[0].state == {}
+    weights = final_weights(tmp_path / 'runs/one')
+    own = trainer.state.model.state_dict()
+    assert weights.keys() == own.keys()
+    assert all(torch.equal(weights[name], own[name]) for name in own)
+    trainer.fit(duration='2ba')
+    trainer.save_checkpoint_to_save_folder()
+    trainer.close()
+    resumed = build_trainer(recipe)
+    assert resumed.state.timestamp.batch.value == 2, 'its own checkpoint goes before init_from'
+    resumed.close()
+
+
+def test_weights_of_another_architecture_are_refused(write_recipe, finished):
+    _, run = finished
+    path = write_recipe('other', init_from=str(run))
+    with pytest.raises(ValueError, match=r'init_from: .*: of another architecture than the recipe: \d+ tensors|is \('):
+        build_trainer(load(path, ['model.block_out_channels=[32, 64]']))
+
+
+def test_evaluation_measures_the_averaged_weights(finished):
+    path, run = finished
+    metrics = evaluate(load(path, ['task=evaluate']))
+    saved = json.loads((run / 'evaluation.json').read_text())
+    assert saved.pop('weights') == 'ema'
+    assert saved == metrics
+    last = read_metrics(run / 'metrics.jsonl')['metrics/eval/loss'][8]
+    assert metrics['loss'] == pytest.approx(last, rel=1e-5), 'as measured at the end of training'
+    assert 0 <= metrics['retrieval_top1'] <= 1
+    assert (run / 'samples.png').exists()
+
+
+def test_generate_draws_by_seed(finished, tmp_path):
+    path, _ = finished
+    files = generate(load(path, ['task=generate', f'generate.out={tmp_path}/a']))
+    again = generate(
+        load(path, ['task=generate', f'generate.out={tmp_path}/b', 'generate.prompts=[b]', 'generate.seed=1'])
+    )
+    assert [file.name for file in files] == ['00000-a.png', '00001-b.png']
+    with Image.open(again[0]) as alone, Image.open(files[1]) as together:
+        one, other = (np.asarray(image).astype(int) for image in (alone, together))
+    assert abs(one - other).max() <= 1, 'sums of a batch of one and of two are rounded differently'
+
+
+def test_folding_the_statistics_changes_nothing_but_the_scale(make_model):
+    model = make_model()
+    folded = with_folded_statistics(model.vae)
+    pixels = torch.rand(2, 3, 64, 64) * 2 - 1
+    theirs, ours = posterior_of(folded, pixels), posterior_of(model.vae, pixels)
+    torch.testing.assert_close(theirs.mean, (ours.mean - model.latent_mean) / model.latent_std, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(theirs.std, ours.std / model.latent_std, rtol=1e-4, atol=1e-5)
+    latents = torch.randn(2, 4, 8, 8)
+    decoded = reconstruct(model.vae, latents * model.latent_std + model.latent_mean)
+    torch.testing.assert_close(reconstruct(folded, latents), decoded, rtol=1e-4, atol=1e-4)
+    assert folded.config['scaling_factor'] == 1.0
+    assert folded.config['latents_mean'] is None
+
+
+STOCK = """
+import sys, torch
+from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import StableDiffusionPipeline
+folder, latents, out = sys.argv[1:]
+pipeline = StableDiffusionPipeline.from_pretrained(folder, local_files_only=True, low_cpu_mem_usage=False)
+start = torch.load(latents)
+images = pipeline('a red square', latents=start, num_inference_steps=5, guidance_scale=3.0, output_type='pt').images
+assert 'diffusion' not in sys.modules
+torch.save(images, out)
+"""
+
+
+@pytest.mark.parametrize('weights', ['ema', 'training'])
+def test_the_stock_pipeline_draws_what_we_draw(finished, tmp_path, weights):
+    path, run = finished
+    assert export(run / 'latest', tmp_path / 'sd', weights=weights) == weights
+    recipe = load(path)
+    from diffusion.tasks.evaluate import trained_model
+
+    model, _ = trained_model(recipe, weights)
+    assert isinstance(model, LatentDiffusion)
+    latents = torch.randn(1, 4, 4, 4)
+    torch.save(latents, tmp_path / 'latents.pt')
+    arguments = [str(tmp_path / name) for name in ('sd', 'latents.pt', 'out.pt')]
+    subprocess.run([sys.executable, '-c', STOCK, *arguments], check=True, cwd=tmp_path, capture_output=True)
+    ours = model.generate(['a red square'], latents=latents, num_inference_steps=5, guidance_scale=3.0)
+    torch.testing.assert_close(torch.load(tmp_path / 'out.pt'), ours, rtol=1e-3, atol=1e-3)
+
+
+def test_export_never_writes_over_anything(finished, tmp_path):
+    _, run = finished
+    (tmp_path / 'full').mkdir()
+    (tmp_path / 'full' / 'thesis.txt').write_text('mine')
+    with pytest.raises(ValueError, match='--out: .*full is not empty; remove it or give another folder'):
+        export(run, tmp_path / 'full')
+    (tmp_path / 'empty').mkdir()
+    export(run, tmp_path / 'empty')
+    assert (tmp_path / 'empty' / 'model_index.json').exists()
+
+
+def test_an_export_that_fails_leaves_nothing(finished, tmp_path, monkeypatch):
+    _, run = finished
+
+    def full(*_args: object, **_kwargs: object) -> None:
+        raise OSError(28, 'No space left on device')
+
+    monkeypatch.setattr('diffusion.tasks.export.StableDiffusionPipeline.save_pretrained', full)
+    with pytest.raises(OSError, match='No space left'):
+        export(run, tmp_path / 'sd')
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    'prediction', [{'zero_terminal_snr': True, 'prediction_type': 'v_prediction'}, {'snr_shift': 2.0}]
+)
+def test_other_objectives_export_their_schedule(make_model, prediction, tmp_path):
+    from diffusion.models.objective import Objective
+
+    model = make_model(objective=Objective(**prediction))
+    pipeline = pipeline_of(model)
+    pipeline.save_pretrained(tmp_path / 'sd')
+    pipeline = type(pipeline).from_pretrained(tmp_path / 'sd', low_cpu_mem_usage=False)
+    pipeline.set_progress_bar_config(disable=True)
+    latents = torch.randn(1, 4, 8, 8)
+    sampling = {'num_inference_steps': 3, 'guidance_scale': 2.0}
+    theirs = pipeline('a', latents=latents, output_type='pt', return_dict=False, **sampling)[0]
+    ours = model.generate(['a'], latents=latents, **sampling)
+    torch.testing.assert_close(theirs, ours, rtol=1e-3, atol=1e-3)
+
+
+@pytest.fixture(scope='module')
+def latents(finished, pictures, tmp_path_factory):
+    """Latents of both buckets in float32, and the recipe that made them."""
+    path, _ = finished
+    out = tmp_path_factory.mktemp('latents')
+    streams = ', '.join(f'px{side}: {{local: {folder}, resolution: {side}}}' for side, folder in pictures.items())
+    overrides = [
+        'task=precompute',
+        f'precompute.out={out}',
+        f'precompute.streams={{{streams}}}',
+        'precompute.dtype=float32',
+        'precompute.batch_size=7',
+    ]
+    precompute(load(path, overrides))
+    return path, out, overrides
+
+
+def test_precomputed_latents_are_what_the_encoder_says(latents, pictures):
+    from diffusion.training.build import build_model
+    from diffusion.config.image_shapes import square
+    from diffusion.data.transforms import picture
+
+    path, out, _ = latents
+    model = build_model(load(path))
+    assert isinstance(model, LatentDiffusion)
+    for side, folder in pictures.items():
+        stored, source = (
+            StreamingDataset(local=str(out / f'px{side}'), batch_size=1),
+            StreamingDataset(local=str(folder), batch_size=1),
+        )
+        assert len(stored) == len(source)
+        for index in (0, len(source) - 1):
+            seen = picture(source[index]['image'], square(side))
+            torch.testing.assert_close(
+                torch.from_numpy(stored[index]['latent_moments'].copy()),
+                model.encode(seen[None])[0],
+                rtol=1e-4,
+                atol=1e-5,
+            )
+            assert stored[index]['captions'] == source[index]['captions']
+            assert stored[index]['key'] == source[index]['key']
+
+
+def test_training_on_latents_equals_training_on_pictures(latents, write_recipe, tmp_path):
+    """With the same ids the same noise: the two ways of feeding a run give one curve."""
+    path, out, _ = latents
+    model = yaml.safe_load(path.read_text())['model']
+    in_order = {'num_workers': 0, 'shuffle': False}  # shuffling goes by shards, which differ
+    train(load(write_recipe('online', model=model, loader=in_order))).close()
+    streams = {'small': {'local': str(out / 'px32'), 'resolution': 32}}
+    train(
+        load(write_recipe('offline', model=model, loader=in_order, dataset={'name': 'latents'}, streams=streams))
+    ).close()
+    online, offline = losses(tmp_path / 'runs/online'), losses(tmp_path / 'runs/offline')
+    assert online.keys() == offline.keys()
+    for batch in online:
+        assert offline[batch] == pytest.approx(online[batch], rel=1e-3)
+
+
+def test_latents_of_another_vae_are_refused(latents, write_recipe, small_vae, tmp_path):
+    from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+
+    path, out, _ = latents
+    vae = AutoencoderKL.from_pretrained(small_vae, low_cpu_mem_usage=False)
+    vae.encoder.conv_in.weight.data += 0.1
+    vae.save_pretrained(tmp_path / 'vae')
+    model = yaml.safe_load(path.read_text())['model'] | {'vae': str(tmp_path / 'vae')}
+    streams = {'small': {'local': str(out / 'px32'), 'resolution': 32}}
+    recipe = load(write_recipe('other', model=model, dataset={'name': 'latents'}, streams=streams))
+    with pytest.raises(
+        ValueError, match='streams.small: its latents were made by another VAE .* precompute them again'
+    ):
+        build_trainer(recipe)
+
+
+def test_latents_at_another_resolution_are_refused(latents, write_recipe):
+    _, out, _ = latents
+    streams = {'small': {'local': str(out / 'px32'), 'resolution': 64}}
+    with pytest.raises(ValueError, match='streams.small: 64x64 px, but its latents were made of pictures of 32x32 px'):
+        build_trainer(load(write_recipe('wrong', dataset={'name': 'latents'}, streams=streams)))
+
+
+def test_pictures_are_not_taken_for_latents(write_recipe):
+    with pytest.raises(ValueError, match='streams.small: its samples have .*, but latent_moments is needed'):
+        build_trainer(load(write_recipe('wrong', dataset={'name': 'latents'})))
+
+
+@pytest.mark.parametrize(
+    ('damage', 'message'),
+    [
+        (lambda file: file.write_bytes(file.read_bytes()[:5000]), 'not readable'),
+        (lambda file: file.write_bytes(b'hello'), 'not'),
+        (lambda file: torch.save({'weights': 1}, file), 'it holds no state'),
+    ],
+    ids=['truncated', 'text', 'other'],
+)
+def test_damaged_checkpoints_are_refused(finished, tmp_path, damage, message):
+    _, run = finished
+    file = tmp_path / 'ba8.pt'
+    file.write_bytes((run / 'ba8' / 'state.pt').read_bytes())
+    damage(file)
+    with pytest.raises(ValueError, match=f'ba8.pt: .*{message}'):
+        read_checkpoint(file)
+
+
+def test_pickled_code_in_a_checkpoint_is_not_run(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return (Path(tmp_path / 'ran').touch, ())
+
+    torch.save({'state': {'model': {}, 'x': Evil()}}, tmp_path / 'evil.pt')
+    with pytest.raises(ValueError, match='it holds a pickled .*, which is not loaded'):
+        read_checkpoint(tmp_path / 'evil.pt')
+    assert not (tmp_path / 'ran').exists()
+
+
+def test_checkpoints_are_found_by_run_latest_and_name(finished):
+    _, run = finished
+    assert find_checkpoint(run) == run / 'ba8'
+    assert find_checkpoint(run / 'latest') == run / 'ba8'
+    assert find_checkpoint(run / 'ba4') == run / 'ba4'
+    with pytest.raises(ValueError, match=r'ba5 is not a checkpoint or a run \(.* holds ba8, ba4'):
+        find_checkpoint(run / 'ba5')
+
+
+def test_averages_are_asked_for_where_there_are_none(write_recipe, tmp_path):
+    train(
+        load(
+            write_recipe(
+                'plain',
+                algorithms={'ema': {'ema_start': '100ba'}},
+                trainer={'max_duration': '1ba', 'device': 'cpu', 'progress_bar': False},
+            )
+        )
+    ).close()
+    with pytest.raises(
+        ValueError, match='it has no averaged weights, its EMA would have started at 100ba; use --weights training'
+    ):
+        weights_of(find_checkpoint(tmp_path / 'runs/plain'), 'ema')
+
+
+def test_a_log_file_gets_lines_and_no_progress_bar(write_recipe, caplog, capsys):
+    with caplog.at_level('INFO', logger='diffusion'):
+        train(load(write_recipe('lines', loggers={'console_lines': {'every_seconds': 0.0}}))).close()
+    assert 'batch 8 of 8, loss ' in caplog.text
+    assert '\r' not in capsys.readouterr().err
+
+
+def test_tensorboard_gets_metrics_and_pictures(write_recipe, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    grid = {'image_grid': {'prompts': ['a'], 'every': '8ba', 'num_inference_steps': 1}}
+    loggers = {'tensorboard': {'log_dir': str(tmp_path / 'tb')}}
+    train(load(write_recipe('logged', loggers=loggers, callbacks=grid))).close()
+    (folder,) = {file.parent for file in (tmp_path / 'tb').rglob('events.*')}
+    events = EventAccumulator(str(folder)).Reload()
+    assert len(events.Scalars('loss/train/total')) == 8
+    assert events.Tags()['images'], 'the grid is there'

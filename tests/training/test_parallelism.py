@@ -1,0 +1,206 @@
+"""How a model is spread: what Composer is told, and that gradients come out the same."""
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from composer.utils.parallelism import FSDP2Config
+from ranks import ROOT, free_port, largest_difference, read_losses
+from torch.distributed.fsdp import FSDPModule
+
+from diffusion.config.load import load
+from diffusion.models.latent_diffusion import is_block
+from diffusion.training.parallelism import parallelism_config
+from diffusion.config.recipe import ParallelismConfig
+from diffusion.training.train import build_trainer
+
+
+def test_ddp_says_nothing():
+    assert parallelism_config(ParallelismConfig()) is None
+
+
+@pytest.mark.parametrize('reshard', [True, False])
+def test_fsdp2_settings_reach_composer(reshard):
+    settings = ParallelismConfig('fsdp2', reshard_after_forward=reshard, mixed_precision='pure')
+    given = parallelism_config(settings)
+    assert given is not None
+    config = given['fsdp']
+    assert isinstance(config, FSDP2Config)
+    assert config.reshard_after_forward is reshard
+    assert config.mixed_precision == 'PURE'
+    assert config.data_parallel_replicate_degree is None
+
+
+@pytest.mark.parametrize(
+    ('reshard', 'replicas', 'expected'),
+    [
+        (True, 1, 'FULL_SHARD'),
+        (False, 1, 'SHARD_GRAD_OP'),
+        (True, 2, 'HYBRID_SHARD'),
+        (False, 2, '_HYBRID_SHARD_ZERO2'),
+    ],
+)
+def test_fsdp1_has_names_for_them(reshard, replicas, expected):
+    given = parallelism_config(ParallelismConfig('fsdp1', reshard_after_forward=reshard, replicas=replicas))
+    assert given is not None
+    assert given['fsdp']['sharding_strategy'] == expected
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """A process group of one rank, which FSDP wants."""
+    for name, value in {'RANK': '0', 'WORLD_SIZE': '1', 'LOCAL_RANK': '0', 'LOCAL_WORLD_SIZE': '1'}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv('MASTER_ADDR', '127.0.0.1')
+    monkeypatch.setenv('MASTER_PORT', str(free_port()))
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def test_fsdp_wraps_the_denoisers_blocks_and_no_frozen_part(write_recipe, alone):
+    trainer = build_trainer(load(write_recipe(parallelism={'strategy': 'fsdp2'})))
+    model: Any = trainer.state.model
+    blocks = [module for module in model.denoiser.modules() if is_block(module)]
+    assert len(blocks) > 8
+    assert all(isinstance(block, FSDPModule) for block in blocks)
+    wrapped = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    assert len(wrapped) == len(blocks) + 2, 'the rest of the denoiser, and the text encoder that is trained'
+    assert not any(isinstance(module, FSDPModule) for part in model._frozen.values() for module in part.modules())
+    trainer.close()
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_every_way_to_spread_is_the_same_curve(write_recipe, ranks, tmp_path):
+    """Clipping is what shows gradients of another scale, which Adam's updates hide."""
+    sections = {
+        'algorithms': {'gradient_clipping': {'clipping_type': 'norm', 'clipping_threshold': 0.1}},
+        'optimizer': {'name': 'adamw', 'lr': 1.0e-4, 'eps': 1.0e-3},
+    }
+
+    def run(name: str, count: int, *overrides: str, **parallelism) -> dict[int, float]:
+        ranks.run(count, write_recipe(name, **sections, parallelism=parallelism), *overrides)
+        return read_losses(tmp_path / 'runs' / name)
+
+    plain = run('plain', 1)
+    others = {
+        'microbatches': run('microbatches', 1, 'device_train_microbatch_size=2'),
+        'recomputed': run('recomputed', 1, activation_checkpointing=True),
+        'sharded': run('sharded', 2, strategy='fsdp2'),
+        'sharded and recomputed': run('both', 2, strategy='fsdp2', activation_checkpointing=True),
+        'sharded microbatches': run('pieces', 2, 'device_train_microbatch_size=2', strategy='fsdp2'),
+    }
+    for name, losses in others.items():
+        assert largest_difference(plain, losses) < 1e-5, name
+
+
+def test_replicas_are_the_outer_dimension_of_the_mesh(monkeypatch):
+    from composer.core.state import _create_device_mesh
+    from composer.devices import DeviceCPU
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    given = parallelism_config(ParallelismConfig('fsdp2', replicas=2))
+    monkeypatch.undo()
+    assert given is not None
+    torch.distributed.init_process_group('fake', store=FakeStore(), rank=5, world_size=8)
+    monkeypatch.setenv('WORLD_SIZE', '8')
+    try:
+        mesh = _create_device_mesh(DeviceCPU(), given['fsdp'], None)
+        assert mesh is not None
+        assert mesh.mesh.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        assert mesh.mesh_dim_names == ('data_parallel_replicate', 'data_parallel_shard')
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_replicas_are_refused_on_cpus():
+    """Torch 2.7 asserts an event of a CUDA stream when it reduces over replicas."""
+    with pytest.raises(ValueError, match='parallelism.replicas: 2 groups need GPUs; use 1 on CPUs'):
+        parallelism_config(ParallelismConfig('fsdp2', replicas=2))
+
+
+def test_recomputing_is_refused_where_there_are_no_blocks(write_recipe):
+    path = write_recipe(model={'name': 'autoencoder'}, parallelism={'activation_checkpointing': True})
+    with pytest.raises(ValueError, match=r'parallelism\.activation_checkpointing: only models with a denoiser'):
+        build_trainer(load(path))
+
+
+EMA_UNDER_FSDP1 = """
+import sys
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from diffusion.algorithms.average import WeightAverage
+
+device = torch.device(sys.argv[1])
+torch.distributed.init_process_group('nccl' if device.type == 'cuda' else 'gloo')
+torch.manual_seed(0)
+plain = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)).to(device)
+sharded = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)).to(device)
+sharded.load_state_dict(plain.state_dict())
+sharded = FullyShardedDataParallel(sharded, use_orig_params=True, device_id=device)
+ours, expected = WeightAverage(), WeightAverage()
+inputs = torch.randn(6, 5, device=device)
+
+def step():
+    for model in (plain, sharded):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        model.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+
+def same():
+    for exchanges in range(2):
+        ours.exchange(sharded), expected.exchange(plain)
+        torch.testing.assert_close(sharded(inputs), plain(inputs))
+
+step()
+ours.start(sharded), expected.start(plain)
+for _ in range(3):
+    step()
+    ours.update(sharded, 0.6), expected.update(plain, 0.6)
+same()
+if device.type == 'cuda':
+    whole = ours.whole(sharded)
+    for name, tensor in expected.tensors.items():
+        torch.testing.assert_close(whole[name], tensor.cpu())
+    ours = WeightAverage()
+    ours.restore(whole)
+    step()
+    ours.update(sharded, 0.6), expected.update(plain, 0.6)
+    same()
+print('same')
+"""
+
+
+def run_fsdp1(tmp_path, device, count):
+    script = tmp_path / 'script.py'
+    script.write_text(EMA_UNDER_FSDP1)
+    common = {'WORLD_SIZE': f'{count}', 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': f'{free_port()}'}
+    common |= {'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1'}
+    outputs = [tmp_path / f'{rank}.log' for rank in range(count)]
+    processes = []
+    for rank, output in enumerate(outputs):
+        with output.open('w') as file:
+            command, environment = [sys.executable, str(script), device], os.environ | common | {'RANK': str(rank)}
+            processes.append(subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT))
+    statuses = [process.wait(timeout=200) for process in processes]
+    assert statuses == [0] * count, '\n'.join(output.read_text() for output in outputs)
+    assert all('same' in output.read_text() for output in outputs)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_averages_under_fsdp1(tmp_path):
+    """Composer's FSDP1 needs a GPU, and so does torch's gathering; averaging and exchanging run on a CPU."""
+    run_fsdp1(tmp_path, 'cpu', 2)
+
+
+@pytest.mark.gpu
+def test_averages_under_fsdp1_are_gathered_and_restored(tmp_path):
+    run_fsdp1(tmp_path, 'cuda', 1)

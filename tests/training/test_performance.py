@@ -1,0 +1,499 @@
+"""Every part of `speed` against the plain model: losses and gradients, names, and what may go wrong with each."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers.models.attention_processor import AttnProcessor
+from diffusers.models.resnet import ResnetBlock2D
+from diffusers.models.transformers.transformer_2d import Transformer2DModel
+from ranks import free_port
+from torch import nn
+
+from diffusion.training import performance
+from diffusion.callbacks.loss_guard import observed
+from diffusion.config.load import load
+from diffusion.models import batch_keys
+from diffusion.loggers.metrics_file import TRAIN_LOSS, read_metrics
+from diffusion.models.latent_diffusion import LatentDiffusion, is_block
+from diffusion.config.recipe import SpeedConfig
+from diffusion.training.performance import apply_speed, keep_layout, set_backends, takes_fused
+from diffusion.config.performance_preset import PARTS, chosen
+from diffusion.profiling.device_syncs import find_waits
+from diffusion.training.train import build_trainer, train
+
+NOTHING = chosen(SpeedConfig(preset='none'), on_gpu=False)
+HALF = 2.0**-8
+"""Rounding of bfloat16, relative."""
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """A process group of one rank, which FSDP wants."""
+    for name, value in {'RANK': '0', 'WORLD_SIZE': '1', 'LOCAL_RANK': '0', 'LOCAL_WORLD_SIZE': '1'}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv('MASTER_ADDR', '127.0.0.1')
+    monkeypatch.setenv('MASTER_PORT', str(free_port()))
+
+
+@pytest.fixture(autouse=True)
+def _compile_fast(monkeypatch):
+    """Tracing and autograd are what a whole model tests; Inductor's kernels are tested block by block."""
+    monkeypatch.setattr(performance, 'BACKEND', 'aot_eager')
+    monkeypatch.setattr(logging.getLogger('torch.__trace'), 'disabled', True)  # pytest would keep megabytes of it
+    names = ('recompile_limit', 'accumulated_recompile_limit', 'optimize_ddp', 'specialize_float')
+    before = {name: getattr(torch._dynamo.config, name) for name in names}
+    yield
+    torch._dynamo.reset()
+    for name, value in before.items():
+        setattr(torch._dynamo.config, name, value)
+
+
+def with_parts(*parts: str) -> SpeedConfig:
+    return replace(NOTHING, **dict.fromkeys(parts, True))
+
+
+def batch_of(model: LatentDiffusion, *, side: int = 32, size: int = 2, first: int = 0) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(first)
+    return {
+        batch_keys.IMAGE: torch.randint(0, 256, (size, 3, side, side), dtype=torch.uint8, generator=generator),
+        batch_keys.INPUT_IDS: model._tokens([f'picture {i}' for i in range(size)]),
+        batch_keys.SAMPLE_ID: torch.arange(first, first + size),
+        batch_keys.EPOCH: torch.zeros(size, dtype=torch.int64),
+        batch_keys.BATCH_INDEX: torch.zeros(size, dtype=torch.int64),
+    }
+
+
+def gradients(model: Any, batch: dict[str, Any], *, half: bool = False) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    with torch.autocast('cpu', torch.bfloat16, enabled=half):
+        loss = model.loss(model(batch), batch)
+    loss.backward()
+    return loss.detach(), {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+def largest_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """Of any gradient, relative to its norm; what is nearly zero by symmetry, to a hundredth of the mean norm."""
+    assert found.keys() == expected.keys()
+    floor = 1e-2 * torch.stack([each.norm() for each in expected.values()]).mean()
+    return max(float((found[name] - each).norm() / (each.norm() + floor)) for name, each in expected.items())
+
+
+def overall_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """Of all gradients as one vector, relative to its norm."""
+    assert found.keys() == expected.keys()
+    differences = torch.stack([(found[name] - each).norm() for name, each in expected.items()])
+    return float(differences.norm() / torch.stack([each.norm() for each in expected.values()]).norm())
+
+
+@pytest.mark.parametrize('frozen_text', [True, False])
+@pytest.mark.parametrize(
+    'part', ['channels_last', pytest.param('compile', marks=pytest.mark.slow), 'flash_attention', 'inference_mode']
+)
+def test_a_part_changes_neither_loss_nor_gradients(make_model, part, frozen_text):
+    model, plain = (make_model(train_text_encoder=not frozen_text) for _ in range(2))
+    plain.denoiser.set_attn_processor(AttnProcessor())
+    model.denoiser.set_attn_processor(AttnProcessor())
+
+    apply_speed(model, with_parts(part))
+
+    batch = batch_of(model)
+    loss, found = gradients(model, batch)
+    expected_loss, expected = gradients(plain, batch)
+    assert loss == pytest.approx(float(expected_loss), rel=1e-6)
+    assert largest_error(found, expected) < 1e-4
+
+
+def test_low_precision_norms_are_as_exact_as_autocast(make_model):
+    plain, low = make_model(), make_model()
+    apply_speed(low, with_parts('low_precision_norms'))
+    batch = batch_of(plain)
+    expected_loss, expected = gradients(plain, batch)
+    ordinary, low_precision = gradients(make_model(), batch, half=True), gradients(low, batch, half=True)
+    assert float(low_precision[0]) == pytest.approx(float(expected_loss), rel=2 * HALF)
+    assert overall_error(low_precision[1], expected) < 2 * overall_error(ordinary[1], expected)
+
+
+@pytest.mark.slow
+def test_all_parts_together_are_as_exact_as_autocast(make_model):
+    plain, fast = make_model(), make_model()
+    apply_speed(fast, replace(NOTHING, **dict.fromkeys(PARTS, True)))
+    batch = batch_of(plain)
+    expected_loss, expected = gradients(plain, batch)
+    ordinary, quick = gradients(make_model(), batch, half=True), gradients(fast, batch, half=True)
+    assert float(quick[0]) == pytest.approx(float(expected_loss), rel=2 * HALF)
+    assert overall_error(quick[1], expected) < 2 * overall_error(ordinary[1], expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('kind', ['residual', 'transformer'])
+def test_kernels_of_a_compiled_block_in_channels_last_and_bfloat16_give_its_gradients(kind, monkeypatch):
+    """With 4 channels a group, where weight gradients of GroupNorm were wrong once (pytorch#140913)."""
+    torch.manual_seed(0)
+    width = 128
+    if kind == 'residual':
+        block: nn.Module = ResnetBlock2D(in_channels=width, temb_channels=32)
+        others, options = (torch.randn(2, 32),), {}
+    else:
+        block = Transformer2DModel(2, 64, in_channels=width, cross_attention_dim=32, use_linear_projection=True)
+        others, options = (torch.randn(2, 7, 32),), {'return_dict': False}
+    picture, weights = torch.randn(2, width, 8, 8), torch.randn(2, width, 8, 8)
+
+    def run(*, half: bool) -> dict[str, torch.Tensor]:
+        block.zero_grad()
+        entering = picture.contiguous(memory_format=torch.channels_last).requires_grad_()
+        with torch.autocast('cpu', torch.bfloat16, enabled=half):
+            result = block(entering, *others, **options)
+        tensor = result if isinstance(result, torch.Tensor) else result[0]
+        (tensor.float() * weights).sum().backward()
+        named = {name: weight.grad.clone() for name, weight in block.named_parameters() if weight.grad is not None}
+        assert entering.grad is not None
+        return named | {'input': entering.grad, 'output': tensor.detach().float()}
+
+    exact, eager = run(half=False), run(half=True)
+    block.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    monkeypatch.setattr(performance, 'BACKEND', 'inductor')
+    performance._compile_forward(block, with_gradients=True)
+    assert largest_error(run(half=True), exact) < max(1.5 * largest_error(eager, exact), 4 * HALF)
+
+
+@pytest.mark.slow
+def test_compiled_blocks_keep_names_and_compile_once_for_each_shape(make_model):
+    model = make_model()
+    names = list(model.state_dict())
+    apply_speed(model, with_parts('compile', 'inference_mode'), shapes=2)
+    counts = torch._dynamo.utils.counters
+    counts.clear()
+
+    def graphs() -> int:
+        return counts['stats']['unique_graphs']
+
+    gradients(model, batch_of(model))
+    first = graphs()
+    gradients(model, batch_of(model, first=5))
+    assert graphs() == first > 0
+    gradients(model, batch_of(model, side=64))
+    second = graphs()
+    assert second > first
+    model.generate(['a cat'], num_inference_steps=2, size=(32, 32))
+    model.eval_forward(batch_of(model, side=64))
+    gradients(model, batch_of(model))
+    assert graphs() == second, 'sampling, evaluation and shapes that were seen compile nothing'
+    assert not counts['graph_break']
+    assert list(model.state_dict()) == names
+    blocks = sum(is_block(module) for module in model.denoiser.modules())
+    assert torch._dynamo.config.recompile_limit >= 2 * blocks
+
+
+@pytest.mark.slow
+def test_compiled_blocks_follow_weights_that_are_exchanged(make_model):
+    """EMA's exchange and checkpoints write into the parameters in place."""
+    model, other = make_model(), make_model()
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.mul_(1.1)
+    batch = batch_of(model)
+    expected, _ = gradients(other, batch)
+    apply_speed(model, with_parts('compile'))
+    before, _ = gradients(model, batch)
+    model.load_state_dict(other.state_dict())
+    after, _ = gradients(model, batch)
+    assert before != pytest.approx(float(expected), rel=1e-3)
+    assert after == pytest.approx(float(expected), rel=1e-6)
+
+
+@pytest.mark.slow
+def test_activations_of_compiled_blocks_can_be_recomputed(make_model):
+    plain, model = make_model(), make_model()
+    model.denoiser.enable_gradient_checkpointing()
+    apply_speed(model, with_parts('compile'))
+    plain.train()
+    model.train()
+    batch = batch_of(model)
+    (loss, found), (expected_loss, expected) = gradients(model, batch), gradients(plain, batch)
+    assert loss == pytest.approx(float(expected_loss), rel=1e-6)
+    assert largest_error(found, expected) < 1e-4
+
+
+def test_channels_last_leaves_contiguous_weights_to_fsdp(make_model):
+    sharded, replicated = make_model(), make_model()
+    apply_speed(sharded, with_parts('channels_last'), strategy='fsdp2')
+    apply_speed(replicated, with_parts('channels_last'), strategy='ddp')
+    assert all(weight.is_contiguous() for weight in sharded.denoiser.parameters())
+    assert not replicated.denoiser.conv_in.weight.is_contiguous()
+    for model in (sharded, replicated):
+        seen = []
+        model.denoiser.conv_in.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0]))
+        gradients(model, batch_of(model))
+        assert seen[0].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_moments_of_a_contiguous_run_follow_weights_in_channels_last():
+    torch.manual_seed(0)
+    saved = torch.optim.AdamW([nn.Parameter(torch.randn(4, 3, 3, 3))])
+    saved.param_groups[0]['params'][0].grad = torch.randn(4, 3, 3, 3)
+    saved.step()
+    moments = saved.state_dict()['state'][0]
+    weight = nn.Parameter(torch.randn(4, 3, 3, 3).contiguous(memory_format=torch.channels_last))
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    keep_layout(optimizer)
+
+    optimizer.load_state_dict(saved.state_dict())
+
+    state = optimizer.state[weight]
+    for name in ('exp_avg', 'exp_avg_sq'):
+        assert state[name].stride() == weight.stride()
+        torch.testing.assert_close(state[name], moments[name])
+    assert optimizer.param_groups[0]['fused'] is True
+    assert state['step'] == 1
+
+
+def test_the_preset_does_nothing_on_a_cpu_and_everything_on_a_gpu():
+    here, there = chosen(SpeedConfig(), on_gpu=False), chosen(SpeedConfig(), on_gpu=True, strategy='fsdp2')
+    assert not any(getattr(here, part) for part in PARTS)
+    assert all(getattr(there, part) for part in PARTS)
+    assert not chosen(SpeedConfig(), on_gpu=True, strategy='fsdp1').compile
+    assert not chosen(SpeedConfig(), on_gpu=True, strategy='ddp').reduce_once
+
+
+@pytest.mark.parametrize('part', PARTS)
+def test_each_part_can_be_turned_off_and_on_by_itself(part):
+    off = chosen(replace(SpeedConfig(), **{part: False}), on_gpu=True, strategy='fsdp2')
+    assert [name for name in PARTS if not getattr(off, name)] == [part]
+    on = chosen(replace(SpeedConfig(preset='none'), **{part: True}), on_gpu=True, strategy='fsdp2')
+    assert [name for name in PARTS if getattr(on, name)] == [part]
+
+
+def test_an_optimizer_is_fused_where_it_can_be_and_nobody_chose():
+    assert takes_fused(['lr', 'fused'], ['lr'])
+    assert not takes_fused(['lr', 'fused'], ['foreach'])
+    assert not takes_fused(['lr'], [])
+
+
+def test_a_fused_optimizer_makes_the_same_steps(make_model):
+    """In float32, on a CPU; Adam makes a rounding of a small gradient larger."""
+    models = [make_model() for _ in range(2)]
+    for model, fused in zip(models, (False, True), strict=True):
+        optimizer = torch.optim.AdamW(model.denoiser.parameters(), lr=1e-3, eps=1e-3, fused=fused)
+        for first in range(3):
+            optimizer.zero_grad()
+            gradients(model, batch_of(model, first=first))
+            optimizer.step()
+    weights, expected = (dict(model.denoiser.named_parameters()) for model in models)
+    assert largest_error(weights, expected) < 1e-4
+
+
+def backends() -> list[bool]:
+    """TF32 of products and of convolutions, and whether cuDNN tries its algorithms."""
+    cudnn = torch.backends.cudnn
+    return [torch.backends.cuda.matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark]
+
+
+@pytest.fixture
+def _backends_as_they_were():
+    products, convolutions, tries = backends()
+    yield
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = products, convolutions
+    torch.backends.cudnn.benchmark = tries
+
+
+@pytest.mark.usefixtures('_backends_as_they_were')
+def test_backends_follow_the_parts_on_a_gpu_alone():
+    on = with_parts('tf32', 'conv_benchmark')
+    set_backends(NOTHING, on_gpu=True)
+    assert backends() == [False, False, False]
+    set_backends(on, on_gpu=False)
+    assert backends() == [False, False, False]
+    set_backends(on, on_gpu=True, deterministic=True)
+    assert backends() == [True, True, False]
+    set_backends(on, on_gpu=True)
+    assert backends() == [True, True, True]
+
+
+def test_parts_that_cannot_be_had_are_refused(write_recipe):
+    with pytest.raises(ValueError, match='speed.compile: GroupNorm under fsdp1'):
+        load(write_recipe(speed={'compile': True}, parallelism={'strategy': 'fsdp1'}, trainer={'max_duration': '1ba'}))
+    with pytest.raises(ValueError, match='speed.reduce_once: is for strategy: fsdp2, not ddp'):
+        load(write_recipe(speed={'reduce_once': True}))
+
+
+def test_copies_run_one_batch_ahead_and_errors_come_in_turn():
+    from diffusion.data.cuda_prefetch import one_ahead
+
+    happened: list[str] = []
+
+    def source() -> Any:
+        for index in range(3):
+            happened.append(f'read {index}')
+            yield index
+        raise RuntimeError('a shard is gone')
+
+    def start(item: int) -> int:
+        happened.append(f'copy {item}')
+        return item
+
+    def finish(item: int) -> int:
+        happened.append(f'use {item}')
+        return item
+
+    got = []
+    with pytest.raises(RuntimeError, match='a shard is gone'):
+        got.extend(one_ahead(source(), start, finish))
+    assert got == [0, 1, 2], 'what came before the error is not lost'
+    assert happened == [
+        *('read 0', 'copy 0', 'read 1', 'copy 1', 'use 0', 'read 2', 'copy 2', 'use 1'),
+        *('use 2',),
+    ]
+    assert list(one_ahead(iter([]), start, finish)) == []
+
+
+WAITS = {
+    'diffusion/callbacks/loss_guard.py (over_all_ranks)': 'before the update; Composer waits for the same loss next',
+    'composer/trainer/trainer.py (_iter_dataloader)': 'whether any rank is at its end',
+    'composer/trainer/trainer.py (_train_microbatches)': "the batch's size over all ranks",
+    'composer/trainer/trainer.py (<lambda>)': "the loss, which is the optimizer's closure",
+    'composer/trainer/trainer.py (<dictcomp>)': 'the loss for the loggers',
+    'composer/trainer/trainer.py (_train_loop)': 'the same from Python 3.12 on',
+    'composer/trainer/trainer.py (_accumulate_time_across_ranks)': 'samples, tokens and seconds over all ranks',
+}
+"""Where the host waits in every batch, and for what. All are between the end of the backward pass and the next forward
+pass: none comes once a microbatch."""
+
+
+def test_a_step_waits_for_the_device_nowhere_but_in_known_places(write_recipe):
+    names = ('breakdown', 'lr_monitor', 'memory_monitor', 'runtime_estimator', 'loss_guard')
+    recipe = write_recipe(
+        callbacks=dict.fromkeys(names),
+        algorithms={'ema': None, 'gradient_clipping': {'clipping_type': 'norm', 'clipping_threshold': 1.0}},
+        scheduler={'name': 'constant_with_warmup', 't_warmup': '3ba'},
+        loggers={'metrics_file': None, 'console_lines': None},
+        device_train_microbatch_size=2,
+        model=load(write_recipe()).model.kwargs | {'name': 'tiny', 'train_text_encoder': False},
+    )
+    trainer = build_trainer(load(recipe))
+    trainer.fit(duration='2ba')
+    with find_waits() as found:
+        trainer.fit(duration='2ba')
+    trainer.close()
+    per_batch = {f'{site.file} ({site.function})': count / 2 for site, count in found.items()}
+    assert set(per_batch) <= set(WAITS), {str(site): count for site, count in found.items()}
+    assert per_batch['diffusion/callbacks/loss_guard.py (over_all_ranks)'] == 1
+
+
+def test_a_new_wait_is_found():
+    with find_waits() as found:
+        values = torch.arange(3.0)
+        float(values.sum())
+        values[values > 1].tolist()
+    assert sum(found.values()) == 3
+    assert {site.function for site in found} == {'test_a_new_wait_is_found'}
+
+
+def test_the_step_itself_needs_no_values(make_model):
+    """On the meta device there are none. (It has no autocast, which encoders turn off.)"""
+    model = make_model(train_text_encoder=False, caption_dropout_mode='zeros').to('meta')
+    model._scale_checked = True
+    apply_speed(model, with_parts('channels_last', 'flash_attention'))
+    optimizer = torch.optim.SGD([weight for weight in model.parameters() if weight.requires_grad])
+    batch = batch_of(make_model())
+    batch |= {batch_keys.LATENT_MOMENTS: torch.randn(2, 8, 4, 4), batch_keys.TEXT_EMBEDS: torch.randn(2, 16, 32)}
+    batch = {name: tensor.to('meta') for name, tensor in batch.items() if name != batch_keys.IMAGE}
+    loss = model.loss(model(batch), batch)
+    loss.backward()
+    optimizer.step()
+    observed(loss, batch, model.sample_losses)
+
+
+EVERYTHING: dict[str, Any] = {'channels_last': True, 'inference_mode': True, 'flash_attention': True}
+
+
+@pytest.mark.slow
+def test_a_run_in_channels_last_resumes_contiguous_and_back(write_recipe, tmp_path):
+    """Strides are a process's own business; checkpoints and averages are numbers."""
+    sections: dict[str, Any] = {
+        'algorithms': {'ema': {'ema_start': '2ba', 'smoothing': 0.5}},
+        'optimizer': {'name': 'adamw', 'lr': 1.0e-3, 'fused': True},
+    }
+    plain = losses_of(write_recipe('plain', **sections), tmp_path)
+    recipe = write_recipe('mixed', **sections)
+    for duration, channels_last in (('4ba', 'true'), ('6ba', 'false'), ('8ba', 'true')):
+        overrides = [f'trainer.max_duration={duration}', 'trainer.save_interval=2ba']
+        trainer = train(load(recipe, [*overrides, f'speed.channels_last={channels_last}']))
+        model: Any = trainer.state.model
+        weight = model.denoiser.conv_in.weight
+        assert weight.is_contiguous() == (channels_last == 'false')
+        assert trainer.state.optimizers[0].state[weight]['exp_avg'].stride() == weight.stride()
+        trainer.close()
+    assert losses_of(None, tmp_path, 'mixed') == pytest.approx(plain, rel=1e-3), 'as far as Adam lets rounding grow'
+    assert len(plain) == 8
+
+
+def losses_of(recipe: Any, folder: Path, name: str = '') -> list[float]:
+    """Of a recipe that is run for it, or of a run that has been."""
+    if recipe is not None:
+        loaded = load(recipe)
+        train(loaded).close()
+        name = loaded.name
+    series = read_metrics(folder / 'runs' / name / 'metrics.jsonl')[TRAIN_LOSS]
+    return [series[batch] for batch in sorted(series)]
+
+
+@pytest.mark.slow
+def test_compiled_blocks_under_fsdp2_train_average_evaluate_draw_and_save_as_eager_ones(
+    write_recipe, tmp_path, alone, pictures
+):
+    sections: dict[str, Any] = {
+        'algorithms': {'ema': {'ema_start': '1ba', 'smoothing': 0.5}},
+        'callbacks': {'image_grid': {'prompts': ['a disc'], 'every': '2ba', 'num_inference_steps': 2}},
+        'eval_streams': {'small': {'local': str(pictures[32]), 'resolution': 32}},
+        'parallelism': {'strategy': 'fsdp2', 'checkpoints': 'sharded', 'activation_checkpointing': True},
+        'device_train_microbatch_size': 4,
+    }
+    speed_parts = {**EVERYTHING, 'compile': True, 'reduce_once': True}
+    overrides = ['trainer.max_duration=3ba', 'trainer.save_interval=2ba', 'trainer.eval_interval=2ba']
+    train(load(write_recipe('eager', **sections), overrides)).close()
+    trainer = train(load(write_recipe('fast', **sections, speed=speed_parts), overrides))
+    assert not torch._dynamo.utils.counters['graph_break']
+    assert torch._dynamo.utils.counters['stats']['unique_graphs'] > 5
+    assert not [name for name in trainer.state.model.state_dict() if '_orig_mod' in name]
+    trainer.close()
+    assert losses_of(None, tmp_path, 'fast') == pytest.approx(losses_of(None, tmp_path, 'eager'), rel=1e-4)
+    train(load(tmp_path / 'eager.yaml', ['trainer.max_duration=5ba'])).close()
+    train(load(tmp_path / 'fast.yaml', ['trainer.max_duration=5ba'])).close()
+    assert losses_of(None, tmp_path, 'fast') == pytest.approx(losses_of(None, tmp_path, 'eager'), rel=1e-4)
+
+
+@pytest.mark.slow
+def test_gradients_are_reduced_once_a_batch(write_recipe, alone):
+    def reductions(name: str, **speed: Any) -> int:
+        sections: dict[str, Any] = {'parallelism': {'strategy': 'fsdp2'}, 'device_train_microbatch_size': 2}
+        trainer = build_trainer(load(write_recipe(name, **sections, speed=speed)))
+        trainer.fit(duration='1ba')
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            trainer.fit(duration='1ba')
+        trainer.close()
+        return sum(event.count for event in profiler.key_averages() if event.key == 'c10d::_reduce_scatter_base_')
+
+    assert reductions('each') == 4 * reductions('once', reduce_once=True) > 0, 'of four microbatches'
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_gradients_reduced_once_are_those_reduced_every_time(write_recipe, ranks, tmp_path):
+    """Two ranks, four microbatches each, clipped: what is reduced twice or never is of another size."""
+    sections: dict[str, Any] = {
+        'algorithms': {'gradient_clipping': {'clipping_type': 'norm', 'clipping_threshold': 0.05}},
+        'parallelism': {'strategy': 'fsdp2', 'reshard_after_forward': False},
+        'device_train_microbatch_size': 1,
+        'optimizer': {'name': 'adamw', 'lr': 1.0e-3, 'eps': 1.0e-2},  # whose updates depend on the gradients' size
+    }
+    ranks.run(2, write_recipe('each', **sections), double=True)
+    ranks.run(2, write_recipe('once', **sections, speed={'reduce_once': True}), double=True)
+    assert losses_of(None, tmp_path, 'once') == pytest.approx(losses_of(None, tmp_path, 'each'), rel=1e-6)
+
+
+def test_the_preset_leaves_a_run_on_a_cpu_as_it_was_to_the_last_bit(write_recipe, tmp_path):
+    full, none = write_recipe('full'), write_recipe('none', speed={'preset': 'none'})
+    assert losses_of(full, tmp_path) == losses_of(none, tmp_path)

@@ -2,7 +2,7 @@
 
 import sys
 
-from diffusion.tasks.main import main
+from diffusion.tasks.run_recipe import main
 
 if __name__ == '__main__':
     sys.exit(main())

@@ -33,13 +33,13 @@ from machine import heading
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from diffusion.profiling.breakdown import Breakdown
 from diffusion.callbacks.loss_guard import LossGuard
-from diffusion.models import batch_keys
 from diffusion.loggers.console_lines import ConsoleLines
 from diffusion.loggers.metrics_file import MetricsFile
+from diffusion.models import batch_keys
 from diffusion.models.builders import tiny
 from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.profiling.breakdown import Breakdown
 from diffusion.profiling.step_timer import Timeline
 
 WARMUP = 5

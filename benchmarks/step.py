@@ -28,14 +28,13 @@ from machine import heading
 from torch import Tensor
 from transformers import CLIPTextConfig, CLIPTextModel
 
-from diffusion.models import batch_keys
-from diffusion.models import sd2_config
+from diffusion.config.performance_preset import chosen
+from diffusion.config.recipe import SpeedConfig
+from diffusion.models import batch_keys, sd2_config
 from diffusion.models.flops import FlopCount
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.pretrained import TextConditioner, clip_tokenizer
-from diffusion.config.recipe import SpeedConfig
 from diffusion.training.performance import apply_speed, set_backends
-from diffusion.config.performance_preset import chosen
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = 'cuda' if ON_GPU else 'cpu'
@@ -199,7 +198,9 @@ def batch_of(model: LatentDiffusion, count: int, size: int) -> dict[str, Tensor]
     """Latents and text embeddings as they are precomputed."""
     batch: dict[str, Any] = {
         batch_keys.LATENT_MOMENTS: torch.randn(count, 8, size, size, dtype=torch.float16),
-        batch_keys.TEXT_EMBEDS: torch.randn(count, 77, model.denoiser.config['cross_attention_dim'], dtype=torch.float16),
+        batch_keys.TEXT_EMBEDS: torch.randn(
+            count, 77, model.denoiser.config['cross_attention_dim'], dtype=torch.float16
+        ),
         batch_keys.INPUT_IDS: torch.zeros(count, 1, 77, dtype=torch.int64),
         batch_keys.SAMPLE_ID: torch.arange(count),
         batch_keys.EPOCH: torch.zeros(count, dtype=torch.int64),

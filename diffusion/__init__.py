@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from diffusion.algorithms.ema import EMA
-    from diffusion.training.build import build_loader, build_model
     from diffusion.config.load import Recipe, RecipeError, load
+    from diffusion.config.registry import register
     from diffusion.models.builders import sd2, tiny
     from diffusion.models.latent_diffusion import LatentDiffusion
     from diffusion.models.objective import Objective
-    from diffusion.config.registry import register
+    from diffusion.training.components import build_loader, build_model
 
 __version__ = '0.1.0'
 
@@ -35,8 +35,8 @@ _HOMES = {
     'Objective': 'diffusion.models.objective',
     'Recipe': 'diffusion.config.load',
     'RecipeError': 'diffusion.config.load',
-    'build_loader': 'diffusion.training.build',
-    'build_model': 'diffusion.training.build',
+    'build_loader': 'diffusion.training.components',
+    'build_model': 'diffusion.training.components',
     'load': 'diffusion.config.load',
     'register': 'diffusion.config.registry',
     'sd2': 'diffusion.models.builders',

@@ -1,6 +1,7 @@
 """The `diffusion` command; what a sub-command needs is imported when it runs."""
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -8,6 +9,8 @@ from typing import Any
 
 import diffusion
 from diffusion.config.schema import nearest
+from diffusion.errors import DataError, UserError
+from diffusion.exit_codes import USAGE_ERROR
 
 COMMANDS = (
     *('check', 'plan', 'profile', 'prepare', 'data', 'generate', 'export'),
@@ -31,13 +34,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.overrides += rest
     try:
         return args.run(args)
-    except ValueError as error:
-        from diffusion.tasks.main import is_ours
-
-        if not is_ours(error):
+    except (UserError, DataError) as error:
+        if os.environ.get('DIFFUSION_TRACEBACK'):
             raise
         print(f'error: {error}', file=sys.stderr)
-        return 2
+        return USAGE_ERROR if isinstance(error, UserError) else error.exit_status
     except KeyboardInterrupt:
         print('interrupted', file=sys.stderr)
         return 130
@@ -102,6 +103,9 @@ def _add_profile(parser: argparse.ArgumentParser) -> None:
 
 def _profile(args: argparse.Namespace) -> int:
     from diffusion.profiling.profile import main_from_args
+    from diffusion.tasks.run_recipe import configure_logging
+
+    configure_logging()
 
     return main_from_args(args)
 

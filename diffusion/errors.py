@@ -1,7 +1,9 @@
 """Errors by whose move is next: the user's (`UserError`), or the storage's and the network's (`DataError`).
 
-Anything else that is raised is a bug or a fault of the machine: it keeps its traceback and the process ends with status 1.
+Any other exception is a bug or a fault of the machine: it keeps its traceback and the process ends with status 1.
 """
+
+from diffusion.exit_codes import CONFIG_ERROR, FAILED
 
 
 class UserError(ValueError):
@@ -12,6 +14,8 @@ class UserError(ValueError):
     storage during the work is not the user's mistake.
     """
 
+    exit_status = CONFIG_ERROR
+
 
 class DataError(RuntimeError):
     """Training data that cannot be read, or is not what its index says; raised on every rank at the same batch.
@@ -19,3 +23,5 @@ class DataError(RuntimeError):
     The store may be back on the next try, so programs print the message without a traceback and end with
     `exit_codes.FAILED`.
     """
+
+    exit_status = FAILED

@@ -1,5 +1,8 @@
 """Exit statuses that a scheduler acts on, and the exception of a run that was told to stop."""
 
+USAGE_ERROR = 2
+"""The `diffusion` command was used wrongly: the convention of argparse."""
+
 FAILED = 1
 """Exit status of what a further try may mend, or not: a crash, data that could not be had."""
 

@@ -165,8 +165,7 @@ def _store_server() -> Iterator['Store']:
 @pytest.fixture
 def store(_store_server: 'Store', monkeypatch: pytest.MonkeyPatch) -> Iterator['Store']:
     """An empty S3, and the variables by which Streaming finds it; tries follow each other at once."""
-    from diffusion.storage import download
-    from diffusion.storage import object_store
+    from diffusion.storage import download, object_store
 
     for name, value in _store_server.environment.items():
         monkeypatch.setenv(name, value)

@@ -74,9 +74,9 @@ def be_run(connection: socket.socket) -> NoReturn:
     Path(f'pid-{os.environ["RANK"]}').write_text(str(os.getpid()))
     connection.sendall(b'begun\n')
     threading.Thread(target=listen, args=(connection,), daemon=True).start()
-    from diffusion.tasks import main
+    from diffusion.tasks import run_recipe
 
-    exit_with(lambda: main.main(order['arguments']), lambda status: connection.sendall(f'{status}\n'.encode()))
+    exit_with(lambda: run_recipe.main(order['arguments']), lambda status: connection.sendall(f'{status}\n'.encode()))
 
 
 def listen(connection: socket.socket) -> None:

@@ -227,16 +227,16 @@ def be_rank(order: dict[str, Any], rank: int, world_size: int) -> int:
     import torch
     from sudden_death import die_before
 
-    from diffusion.training import build
-    from diffusion.tasks import main
+    from diffusion.tasks import run_recipe
+    from diffusion.training import components
 
     if str(rank) in order['deaths']:
         die_before(*order['deaths'][str(rank)])
     if order['double']:
         torch.set_default_dtype(torch.float64)  # transformers makes its causal mask in the default one
-        plain = build.build_model
-        build.build_model = lambda recipe: plain(recipe).double()
-    return main.main(order['arguments'])
+        plain = components.build_model
+        components.build_model = lambda recipe: plain(recipe).double()
+    return run_recipe.main(order['arguments'])
 
 
 def read_losses(run: Path) -> dict[int, float]:

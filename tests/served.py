@@ -7,8 +7,8 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
 
-from diffusion.models import batch_keys
 from diffusion.config.registry import register
+from diffusion.models import batch_keys
 
 
 class Served(Callback):

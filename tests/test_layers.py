@@ -1,4 +1,4 @@
-"""The floors of the package: a module imports only its own floor or lower, and no circle inside a floor."""
+"""The layer of a module is the layer of its folder: a module imports its own layer or lower ones, without cycles."""
 
 import ast
 import subprocess
@@ -8,20 +8,13 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / 'diffusion'
-FLOORS = [
-    # 0: the standard library, omegaconf and yaml
-    'checks cli config data.buckets data.byte_sizes data.order exits files launch '
-    'opportunities planning recipe registry schema signatures speed_parts yaml_files models.sd2_config',
-    # 1: torch, diffusers, transformers; no Composer, no Streaming
-    'data.batch_memory data.captions data.keys data.transforms '
-    'models.flops models.noise models.norms models.objective models.parts models.sampler models.tokens',
-    # 2: Composer and Streaming
-    'algorithms building callbacks checkpointing copy_ahead data '
-    'evaluation loggers models parallelism preflight speed syncs timeline',
-    # 3: programs
-    'evaluate export generate inspection precompute prepare profile programs train uploaded_shards',
+LAYERS = [
+    {'config', 'storage', 'planning', 'launch', 'errors', 'exit_codes'},  # standard library and omegaconf; no torch
+    {'models'},  # torch, diffusers, transformers; no Composer
+    {'data', 'algorithms', 'callbacks', 'loggers', 'checkpointing', 'evaluation', 'profiling', 'training'},  # Composer
+    {'tasks', 'prepare', 'inspection', 'preflight', 'cli', '__main__', '__init__'},  # programs
 ]
-FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names.split()}
+COMPOSER_MODELS = {'models.latent_diffusion', 'models.builders', 'models.autoencoder'}  # beside their parts, on layer 2
 FOREIGN = {
     'torch': 1,
     'torchvision': 1,
@@ -31,75 +24,60 @@ FOREIGN = {
     'composer': 2,
     'streaming': 2,
 }
-"""The lowest floor that may import a package."""
-UPWARDS = {'cli', 'programs', ''}
-"""Modules whose functions import what is above them when they run; `` is diffusion/__init__.py."""
+"""The lowest layer that may import a package."""
 
 MODULES = {
-    '.'.join(path.relative_to(PACKAGE).with_suffix('').parts).removesuffix('__init__').rstrip('.'): path
+    '.'.join(path.relative_to(PACKAGE).with_suffix('').parts).removesuffix('.__init__'): path
     for path in sorted(PACKAGE.rglob('*.py'))
 }
 
 
-def floor(module: str) -> int:
-    """The floor of a module: its own, or else that of its package; the package itself is on the lowest."""
-    while module and module not in FLOOR_OF:
-        module = module.rpartition('.')[0]
-    return FLOOR_OF[module] if module else 0
+def layer(module: str) -> int:
+    if module in COMPOSER_MODELS:
+        return 2
+    return next(number for number, folders in enumerate(LAYERS) if module.partition('.')[0] in folders)
 
 
-def imports(module: str, *, deferred: bool) -> set[str]:
-    """What a module imports when it is imported, or also (deferred) when its functions run."""
-    found: set[str] = set()
-    todo: list[ast.AST] = list(ast.parse(MODULES[module].read_text(encoding='utf-8')).body)
-    while todo:
-        node = todo.pop()
+def imports(module: str) -> set[str]:
+    """The modules and packages that a module names in an import, inside functions too."""
+    found = set()
+    for node in ast.walk(ast.parse(MODULES[module].read_text(encoding='utf-8'))):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f'{module}: relative import; write it out'
-            # `from package import module` imports the module.
-            found |= {
-                f'{node.module}.{alias.name}' if _is_ours(f'{node.module}.{alias.name}') else str(node.module)
-                for alias in node.names
-            }
-        elif isinstance(node, ast.If) and 'TYPE_CHECKING' in ast.unparse(node.test):
-            todo += node.orelse
-        elif deferred or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            todo += ast.iter_child_nodes(node)
+            members = {f'{node.module}.{alias.name}' for alias in node.names}
+            submodules = {name for name in members if name.removeprefix('diffusion.') in MODULES}
+            found |= submodules if submodules == members else {str(node.module), *submodules}
     return found
 
 
-def _is_ours(name: str) -> bool:
-    return name.removeprefix('diffusion.') in MODULES and name.startswith('diffusion.')
+def ours(module: str) -> set[str]:
+    return {name.removeprefix('diffusion.') for name in imports(module)} & MODULES.keys()
 
 
-def ours(module: str, *, deferred: bool = False) -> set[str]:
-    return {name.removeprefix('diffusion.') for name in imports(module, deferred=deferred) if _is_ours(name)}
+def test_a_module_imports_only_its_own_layer_or_lower():
+    upwards = [f'{module} -> {name}' for module in MODULES for name in ours(module) if layer(name) > layer(module)]
+    foreign = [
+        f'{module} -> {name}'
+        for module in MODULES
+        for name in imports(module)
+        if FOREIGN.get(name.partition('.')[0], 0) > layer(module)
+    ]
+    assert not upwards + foreign
 
 
-@pytest.mark.parametrize('module', MODULES)
-def test_a_module_imports_only_its_own_floor_or_lower(module):
-    deferred = module not in UPWARDS
-    above = {name for name in ours(module, deferred=deferred) if floor(name) > floor(module)}
-    # `diffusion check` says which arguments `prepare` takes; that module is as light as floor 0 (see below).
-    assert above <= ({'prepare.cli'} if module == 'cli' else set())
-    packages = {name.partition('.')[0] for name in imports(module, deferred=deferred)}
-    assert not {name for name in packages if FOREIGN.get(name, 0) > floor(module)}
-
-
-@pytest.mark.parametrize('module', MODULES)
-def test_every_module_has_a_floor(module):
-    names = {module.rsplit('.', depth)[0] for depth in range(module.count('.') + 1)} | {module}
-    assert not module or names & FLOOR_OF.keys(), f'{module}: name its floor in the table above'
-
-
-def test_no_circle():
-    edges = {module: ours(module) - {module} for module in MODULES}
+@pytest.mark.parametrize('depth', [1, 9], ids=['packages', 'modules'])
+def test_imports_form_no_cycle(depth):
+    edges: dict[str, set[str]] = {}
+    for module in MODULES.keys() - {'__init__'}:
+        start = '.'.join(module.split('.')[:depth])
+        edges.setdefault(start, set()).update('.'.join(name.split('.')[:depth]) for name in ours(module))
+    edges = {name: needs - {name} for name, needs in edges.items()}
     while edges:
-        leaves = {module for module, needs in edges.items() if not needs & edges.keys()}
-        assert leaves, f'imports go round in a circle among {sorted(edges)}'
-        edges = {module: needs for module, needs in edges.items() if module not in leaves}
+        leaves = {name for name, needs in edges.items() if not needs & edges.keys()}
+        assert leaves, f'a cycle among {sorted(edges)}'
+        edges = {name: needs for name, needs in edges.items() if name not in leaves}
 
 
 def loaded_after(code: str) -> set[str]:
@@ -109,9 +87,14 @@ def loaded_after(code: str) -> set[str]:
     return set(result.stderr.split())
 
 
-def test_floor_zero_runs_without_torch():
-    modules = [name for name in MODULES if floor(name) == 0]
-    assert not loaded_after('import ' + ', '.join(f'diffusion.{name}'.rstrip('.') for name in modules)) & FOREIGN.keys()
+def test_layer_zero_runs_without_torch():
+    modules = [f'diffusion.{name}' for name in MODULES if layer(name) == 0]
+    assert not loaded_after('import ' + ', '.join(modules)) & FOREIGN.keys()
+
+
+def test_layer_one_runs_without_composer():
+    modules = [f'diffusion.{name}' for name in MODULES if layer(name) == 1]
+    assert not loaded_after('import ' + ', '.join(modules)) & {'composer', 'streaming'}
 
 
 def test_check_runs_without_torch():
@@ -121,7 +104,7 @@ def test_check_runs_without_torch():
     assert not loaded & FOREIGN.keys()
 
 
-def test_import_diffusion_costs_nothing():
+def test_import_diffusion_loads_nothing_else():
     assert not loaded_after('import diffusion') & {*FOREIGN, 'omegaconf', 'yaml', 'numpy'}
 
 
@@ -137,7 +120,7 @@ def test_public_names_and_their_homes_agree():
     assert set(diffusion.__all__) <= set(dir(diffusion))
 
 
-def test_a_name_that_is_not_public_is_an_attribute_error():
+def test_unknown_public_name_is_an_attribute_error():
     import diffusion
 
     with pytest.raises(AttributeError, match="module 'diffusion' has no attribute 'sd3'"):

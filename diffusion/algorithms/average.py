@@ -13,6 +13,8 @@ from torch.distributed.fsdp._runtime_utils import _reshard as reshard_fsdp1
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from diffusion.errors import UserError
+
 _WRAPPERS = ('_fsdp_wrapped_module.', '_checkpoint_wrapped_module.', '_orig_mod.')
 """What FSDP1, activation checkpointing and torch.compile put into parameter names."""
 
@@ -103,7 +105,7 @@ class WeightAverage:
         """Put what a checkpoint held where the weights are.
 
         Raises:
-            ValueError: It is the average of another architecture.
+            UserError: It is the average of another architecture.
         """
         if not self._saved:
             return
@@ -231,7 +233,7 @@ def _check_same(saved: Mapping[str, Tensor], parameters: Mapping[str, nn.Paramet
     if not different and shapes:
         different = [name for name, weight in parameters.items() if saved[name].shape != weight.shape]
     if different:
-        raise ValueError(
+        raise UserError(
             f'averages: the checkpoint has {len(saved)} tensors, the model trains {len(parameters)}; '
             f'they differ in {", ".join(different[:3])}: it is of another architecture'
         )

@@ -10,6 +10,7 @@ from composer.loggers import Logger
 from torch import Tensor, nn
 
 from diffusion.algorithms.average import WeightAverage, averages_state
+from diffusion.errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -50,17 +51,17 @@ class EMA(Algorithm):
         self.ema_start = Time.from_timestring(ema_start)
         self.update_interval = Time.from_timestring(update_interval)
         if self.update_interval.unit not in (TimeUnit.BATCH, TimeUnit.EPOCH) or self.update_interval.value < 1:
-            raise ValueError(f'update_interval: {update_interval!r}; give batches or epochs, such as 1ba')
+            raise UserError(f'update_interval: {update_interval!r}; give batches or epochs, such as 1ba')
         if smoothing is not None and half_life is not None:
-            raise ValueError('ema: smoothing and half_life are two ways to say one thing; give one of them')
+            raise UserError('ema: smoothing and half_life are two ways to say one thing; give one of them')
         self.smoothing = 0.9999 if smoothing is None else smoothing
         if half_life is not None:
             halving = Time.from_timestring(half_life)
             if halving.unit != self.update_interval.unit or halving.value <= 0:
-                raise ValueError(f'half_life: {half_life!r}; give it in the unit of update_interval={update_interval}')
+                raise UserError(f'half_life: {half_life!r}; give it in the unit of update_interval={update_interval}')
             self.smoothing = 2.0 ** -(self.update_interval.value / halving.value)
         if not 0 <= self.smoothing < 1:
-            raise ValueError(f'smoothing: {self.smoothing} is not in [0, 1)')
+            raise UserError(f'smoothing: {self.smoothing} is not in [0, 1)')
         self.average = WeightAverage()
         self.updates = 0
         self.gathers = True

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from diffusion.algorithms.average import WeightAverage, averages_state
 from diffusion.algorithms.power_function import beta, gamma_of_width
 from diffusion.algorithms.snapshots import label_of, write_snapshot
+from diffusion.errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -57,10 +58,10 @@ class PostHocEMA(Algorithm):
     ) -> None:
         self.widths = {label_of(width): width for width in widths}
         if not widths or len(self.widths) < len(widths):
-            raise ValueError(f'algorithms.post_hoc_ema.widths: {list(widths)}; give at least one, and none twice')
+            raise UserError(f'algorithms.post_hoc_ema.widths: {list(widths)}; give at least one, and none twice')
         self.gammas = {label: gamma_of_width(width) for label, width in self.widths.items()}
         if Time.from_timestring(every).value <= 0:
-            raise ValueError(f'algorithms.post_hoc_ema.every: {every!r}; give an interval such as 10000ba')
+            raise UserError(f'algorithms.post_hoc_ema.every: {every!r}; give an interval such as 10000ba')
         self.is_due = create_interval_scheduler(every, checkpoint_events=False, final_events=set(_ENDS))
         self.dtype = {'float16': torch.float16, 'bfloat16': torch.bfloat16, 'float32': torch.float32}[dtype]
         self.folder = Path(folder)
@@ -86,7 +87,7 @@ class PostHocEMA(Algorithm):
         self._model = state.model
         batch = state.timestamp.batch.value
         if event == Event.FIT_START and batch > 0 and not self.started:
-            raise ValueError(
+            raise UserError(
                 f'algorithms.post_hoc_ema: the checkpoint of batch {batch} has none of its averages, which begin with '
                 'the first batch; remove it, or start another run from these weights with init_from'
             )
@@ -112,11 +113,11 @@ class PostHocEMA(Algorithm):
         """Take back what a checkpoint kept, by label.
 
         Raises:
-            ValueError: It kept other widths.
+            UserError: It kept other widths.
         """
         missing = sorted(self.widths.keys() - averages.keys())
         if missing:
-            raise ValueError(
+            raise UserError(
                 f'algorithms.post_hoc_ema.widths: the checkpoint has {", ".join(sorted(averages))} and no '
                 f'{", ".join(missing)}; averages begin with the first batch, keep the widths as they were'
             )

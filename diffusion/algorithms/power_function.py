@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from diffusion.errors import UserError
+
 WIDEST = 12**-0.5
 """The width at gamma = 0, where all steps weigh the same."""
 
@@ -35,10 +37,10 @@ def gamma_of_width(width: float) -> float:
     (gamma + 2)^2 (gamma + 3) width^2 = gamma + 1 is a cubic in gamma with one root that is not negative.
 
     Raises:
-        ValueError: No exponent from 0 up has that width.
+        UserError: No exponent from 0 up has that width.
     """
     if not 0 < width <= WIDEST:
-        raise ValueError(f'width={width:g} is not between 0 and {WIDEST:.4f}, where all steps weigh the same')
+        raise UserError(f'width={width:g} is not between 0 and {WIDEST:.4f}, where all steps weigh the same')
     roots = np.roots([1, 7, 16 - width**-2, 12 - width**-2])
     return max(float(roots.real.max()), 0.0)  # all three are real; 0 comes out as -1e-16
 

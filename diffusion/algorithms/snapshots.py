@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from diffusion.algorithms.power_function import WIDEST, Profile, gamma_of_width, mixture
+from diffusion.errors import UserError
 from diffusion.storage.atomic import becoming
 
 log = logging.getLogger(__name__)
@@ -88,13 +89,11 @@ def find_snapshots(run: Path) -> list[Snapshot]:
     """The snapshots of a run, by batch and width; reads their headers alone.
 
     Raises:
-        ValueError: There is none, or a file is damaged.
+        UserError: There is none, or a file is damaged.
     """
     found = [_header(path) for path in sorted((run / FOLDER).glob('width*-ba*.safetensors'))]
     if not found:
-        raise ValueError(
-            f'{run / FOLDER}: no snapshots; `algorithms: {{post_hoc_ema: }}` takes them while a run trains'
-        )
+        raise UserError(f'{run / FOLDER}: no snapshots; `algorithms: {{post_hoc_ema: }}` takes them while a run trains')
     return sorted(found, key=lambda snapshot: (snapshot.batch, snapshot.width))
 
 
@@ -110,14 +109,14 @@ def reconstruct(run: Path, width: float, *, at: int | None = None) -> Reconstruc
             profile is off by some 20 %.
 
     Raises:
-        ValueError: There are no snapshots, they end before `at`, the width is none, or a file is damaged.
+        UserError: There are no snapshots, they end before `at`, the width is none, or a file is damaged.
     """
     gamma = gamma_of_width(width)
     snapshots = find_snapshots(run)
     last = snapshots[-1].batch
     batch = last if at is None else at
     if not 1 <= batch <= last:
-        raise ValueError(f'{run / FOLDER}: batch {batch} is not between 1 and {last}, where the last snapshot is')
+        raise UserError(f'{run / FOLDER}: batch {batch} is not between 1 and {last}, where the last snapshot is')
     # Later ones know little of this batch, and may be of another run: of a trajectory that was left for an earlier
     # checkpoint with another learning rate, and that was not overwritten yet.
     until = min(snapshot.batch for snapshot in snapshots if snapshot.batch >= batch)
@@ -152,7 +151,7 @@ def _mixed(snapshots: Sequence[Snapshot], shares: Sequence[float]) -> dict[str, 
         with _opened(snapshot.path) as file:
             names = list(file.keys())
             if total and set(names) != set(total):
-                raise ValueError(f'{snapshot.path}: it averages other tensors than the snapshots before it; remove it')
+                raise UserError(f'{snapshot.path}: it averages other tensors than the snapshots before it; remove it')
             for name in names:
                 tensor = file.get_tensor(name).float()
                 total[name] = tensor.mul_(share) if name not in total else total[name].add_(tensor, alpha=share)
@@ -163,7 +162,7 @@ def _header(path: Path) -> Snapshot:
     with _opened(path) as file:
         about = json.loads((file.metadata() or {}).get(_KEY, '{}'))
     if about.get('version') != _VERSION:
-        raise ValueError(f'{path}: no snapshot of version {_VERSION}: it says {about or "nothing"}; move it elsewhere')
+        raise UserError(f'{path}: no snapshot of version {_VERSION}: it says {about or "nothing"}; move it elsewhere')
     return Snapshot(path, about['batch'], about['width'], about['gamma'])
 
 
@@ -173,4 +172,4 @@ def _opened(path: Path) -> Iterator[Any]:
         with safe_open(path, framework='pt') as file:
             yield file
     except (SafetensorError, OSError) as error:
-        raise ValueError(f'{path}: not readable ({error}); cut short? Remove it: the others may do') from error
+        raise UserError(f'{path}: not readable ({error}); cut short? Remove it: the others may do') from error

@@ -13,6 +13,7 @@ from composer.utils import create_interval_scheduler, dist
 
 from diffusion.algorithms.average import unwrapped
 from diffusion.algorithms.ema import averaged_weights
+from diffusion.errors import UserError
 from diffusion.evaluation.image_sheet import contact_sheet, save_image, to_images
 
 log = logging.getLogger(__name__)
@@ -55,9 +56,9 @@ class ImageGrid(Callback):
         folder: str = 'runs',
     ) -> None:
         if isinstance(prompts, str) or not prompts:
-            raise ValueError('callbacks.image_grid.prompts: give a list of at least one caption')
+            raise UserError('callbacks.image_grid.prompts: give a list of at least one caption')
         if size is not None and len(size) != 2:
-            raise ValueError(f'callbacks.image_grid.size: {size}; give height and width in pixels')
+            raise UserError(f'callbacks.image_grid.size: {size}; give height and width in pixels')
         self.prompts = list(prompts)
         ends = {Event.BATCH_END, Event.EPOCH_END}
         self.is_due = create_interval_scheduler(every, checkpoint_events=False, final_events=ends)

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from diffusion.algorithms.average import unwrapped
 from diffusion.callbacks.save_now import save_now
+from diffusion.errors import UserError
 from diffusion.models import batch_keys
 
 log = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ WAY_OUT = 'Look at these samples; lower optimizer.lr, or clip gradients (algorit
 OR_SKIP = '; or leave such batches out (callbacks.loss_guard.action: skip)'
 
 
-class BadLoss(ValueError):
+class BadLoss(UserError):
     """A loss or gradients that no update should be made of."""
 
 
@@ -83,13 +84,13 @@ class LossGuard(Callback):
         folder: str = 'runs',
     ) -> None:
         if action not in ('stop', 'skip'):
-            raise ValueError(f'callbacks.loss_guard.action: {action!r}; use stop or skip')
+            raise UserError(f'callbacks.loss_guard.action: {action!r}; use stop or skip')
         if explosion is not None and not explosion > 1:
-            raise ValueError(f'callbacks.loss_guard.explosion: {explosion} times the median; use more than 1, or null')
+            raise UserError(f'callbacks.loss_guard.explosion: {explosion} times the median; use more than 1, or null')
         if window < 2:
-            raise ValueError(f'callbacks.loss_guard.window: {window} batches; use 2 or more')
+            raise UserError(f'callbacks.loss_guard.window: {window} batches; use 2 or more')
         if max_skips < 0:
-            raise ValueError(f'callbacks.loss_guard.max_skips: {max_skips}; use 0 or more')
+            raise UserError(f'callbacks.loss_guard.max_skips: {max_skips}; use 0 or more')
         self.action = action
         self.max_skips = max_skips
         self.explosion = explosion
@@ -105,7 +106,7 @@ class LossGuard(Callback):
 
     def init(self, state: State, logger: Logger) -> None:
         if self.action == 'skip' and state.precision == Precision.AMP_FP16:
-            raise ValueError(
+            raise UserError(
                 'callbacks.loss_guard.action: skip does not go with precision amp_fp16, whose scaler skips updates by '
                 'itself and demands gradients; use stop, or precision amp_bf16'
             )

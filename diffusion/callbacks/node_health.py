@@ -12,6 +12,7 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
 
+from diffusion.errors import UserError
 from diffusion.launch.gpu_health import load_nvml
 
 log = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ class NodeHealth(Callback):
 
     def __init__(self, every: int = 100, seconds: float = 5.0) -> None:
         if every < 1 or seconds <= 0:
-            raise ValueError(f'node_health: every={every} and seconds={seconds} must be positive')
+            raise UserError(f'node_health: every={every} and seconds={seconds} must be positive')
         self.every, self.seconds = every, seconds
         self._latest: dict[str, float] = {}
         self._done = threading.Event()

@@ -8,7 +8,8 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
 
-from diffusion.data.fingerprint import differences
+from diffusion.errors import UserError
+from diffusion.storage.differences import differences
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ class SameRun(Callback):
         """Compare the identity of a checkpoint with this run's.
 
         Raises:
-            ValueError: They differ in more than what may change.
+            UserError: They differ in more than what may change.
         """
         self._compared = True
         if not state:
@@ -52,9 +53,9 @@ class SameRun(Callback):
         ]
         if fixed:
             way_out = 'set it back to go on, or start a new run under another name'
-            raise ValueError(f'{"; ".join(sorted(fixed))}; {way_out}{_listed(data)}')
+            raise UserError(f'{"; ".join(sorted(fixed))}; {way_out}{_listed(data)}')
         if data and not self.allow_data_change:
-            raise ValueError(
+            raise UserError(
                 'streams, dataset, loader: the data is not what the run was started with; set allow_data_change: true '
                 f'to go on with other data, or start a new run under another name{_listed(data)}'
             )

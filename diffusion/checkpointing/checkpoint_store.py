@@ -18,6 +18,7 @@ from typing import IO, Any
 
 import xxhash
 
+from diffusion.errors import UserError
 from diffusion.storage.atomic import sync_folder
 
 log = logging.getLogger(__name__)
@@ -120,42 +121,42 @@ def receipt_of(checkpoint: Path) -> dict[str, Any]:
     """What a checkpoint's receipt says.
 
     Raises:
-        ValueError: There is none, or it can't be read.
+        UserError: There is none, or it can't be read.
     """
     try:
         content = json.loads((checkpoint / RECEIPT).read_text(encoding='utf-8'))
         if content['version'] != VERSION:
-            raise ValueError(f'{checkpoint}: its receipt is of version {content["version"]}, this is {VERSION}')
+            raise UserError(f'{checkpoint}: its receipt is of version {content["version"]}, this is {VERSION}')
         return content | {'files': {name: FileRecord(**record) for name, record in content['files'].items()}}
     except FileNotFoundError as error:
-        raise ValueError(f'{checkpoint}: it has no {RECEIPT}') from error
+        raise UserError(f'{checkpoint}: it has no {RECEIPT}') from error
     except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f'{checkpoint / RECEIPT}: not a receipt ({error})') from error
+        raise UserError(f'{checkpoint / RECEIPT}: not a receipt ({error})') from error
 
 
 def check_whole(checkpoint: Path) -> None:
     """Compare a checkpoint with its receipt, file by file; reads all of it.
 
     Raises:
-        ValueError: It is damaged; says which file and how.
+        UserError: It is damaged; says which file and how.
     """
     for name, expected in receipt_of(checkpoint)['files'].items():
         path = checkpoint / name
         try:
             size = path.stat().st_size
             if size != expected.bytes:
-                raise ValueError(f'{path}: {size} bytes, {expected.bytes} were written')
+                raise UserError(f'{path}: {size} bytes, {expected.bytes} were written')
             if record_of(path) != expected:
-                raise ValueError(f'{path}: its content is not what was written (xxh3_128 differs)')
+                raise UserError(f'{path}: its content is not what was written (xxh3_128 differs)')
         except OSError as error:
-            raise ValueError(f'{path}: not readable ({error.strerror})') from error
+            raise UserError(f'{path}: not readable ({error.strerror})') from error
 
 
 def newest_whole(folder: Path) -> Path | None:
     """A run's newest checkpoint that is whole, or None for a run that has saved none.
 
     Raises:
-        ValueError: There are checkpoints, and all are damaged.
+        UserError: There are checkpoints, and all are damaged.
     """
     damages = []
     for checkpoint in checkpoints(folder):
@@ -167,7 +168,7 @@ def newest_whole(folder: Path) -> Path | None:
             continue
         return checkpoint
     if damages:
-        raise ValueError(
+        raise UserError(
             f'{folder}: none of its {len(damages)} checkpoints is whole: {"; ".join(damages[:3])}; '
             'restore one from a copy, or give the run another name to start anew'
         )

@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from diffusion.algorithms.average import Averager, blank, reshard
-from diffusion.checkpointing import sharded_state
-from diffusion.checkpointing import checkpoint_store
+from diffusion.checkpointing import checkpoint_store, sharded_state
 from diffusion.checkpointing.run_folder import check_architecture, is_sharded, read_content
+from diffusion.errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ def save(state: State, folder: Path, *, sharded_tensors: bool = False) -> Path:
     """Write a checkpoint of a trainer's state; every rank calls this.
 
     Raises:
-        ValueError: A rank could not write; all ranks raise the same, and nothing has the checkpoint's name.
+        UserError: A rank could not write; all ranks raise the same, and nothing has the checkpoint's name.
     """
     batch = state.timestamp.batch.value
     final, work = folder / checkpoint_store.name_of(batch), checkpoint_store.unfinished(folder, batch)
@@ -146,7 +146,7 @@ def load(state: State, logger: Logger, checkpoint: Path) -> list[dict[str, Any]]
         The states of torch's generators, one a rank that saved.
 
     Raises:
-        ValueError: It is of another architecture or optimizer, or of a run that this one may not go on from.
+        UserError: It is of another architecture or optimizer, or of a run that this one may not go on from.
     """
     content = read_content(checkpoint)
     saved = content['state']
@@ -178,7 +178,7 @@ def resume_point(folder: Path) -> Path | None:
     Newer ones, which are damaged, are set aside.
 
     Raises:
-        ValueError: There are checkpoints, and all are damaged.
+        UserError: There are checkpoints, and all are damaged.
     """
     found: Path | None = None
     with all_or_none('autoresume'):
@@ -207,7 +207,7 @@ def all_or_none(where: str) -> Iterator[None]:
         rank, what = failed[0]
         if isinstance(error, ValueError) and len(whats) == 1:
             raise error
-        raise ValueError(f'{where} (rank {rank}: {what})') from error
+        raise UserError(f'{where} (rank {rank}: {what})') from error
 
 
 def _gather(state: State, *, sharded_tensors: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -262,7 +262,7 @@ def _about(state: State, *, sharded_tensors: bool) -> dict[str, Any]:
 def _check_shared(work: Path, records: Mapping[str, checkpoint_store.FileRecord]) -> None:
     absent = [name for name in records if not (work / name).is_file()]
     if absent:
-        raise ValueError(
+        raise UserError(
             f'{work} lacks {", ".join(sorted(absent)[:3])}, which other ranks wrote; '
             'sharded checkpoints need a runs_dir on a file system that all nodes share'
         )
@@ -272,7 +272,7 @@ def _check_optimizer(state: State, content: Mapping[str, Any], checkpoint: Path)
     stored = content.get('optimizer_settings') or content['state'].get('optimizers') or {}
     kind = type(state.optimizers[0]).__qualname__
     if kind not in stored:
-        raise ValueError(
+        raise UserError(
             f'{checkpoint}: of a run with {", ".join(stored) or "no optimizer"}, this one has {kind}; go on with the '
             'optimizer of before, or start a new run from the weights: init_from'
         )

@@ -14,6 +14,7 @@ from torch.torch_version import TorchVersion
 
 from diffusion.checkpointing import sharded_state
 from diffusion.checkpointing.checkpoint_store import LATEST, STATE, check_whole, checkpoints
+from diffusion.errors import UserError
 
 RECIPE = 'recipe.yaml'
 """The resolved recipe, saved beside the checkpoints of its run."""
@@ -28,7 +29,7 @@ def find_checkpoint(place: str | Path) -> Path:
         place: A checkpoint; or a run's folder, which means its latest.
 
     Raises:
-        ValueError: There is none; the message names those that there are.
+        UserError: There is none; the message names those that there are.
     """
     path = Path(place)
     for choice in (path, path / LATEST):
@@ -37,7 +38,7 @@ def find_checkpoint(place: str | Path) -> Path:
     folder = path if path.is_dir() else path.parent
     present = [checkpoint.name for checkpoint in checkpoints(folder)] if folder.is_dir() else []
     have = f'{folder} holds {", ".join(present[:4])}' if present else f'{folder} holds no checkpoint'
-    raise ValueError(f'checkpoint: {place} is not a checkpoint or a run ({have})')
+    raise UserError(f'checkpoint: {place} is not a checkpoint or a run ({have})')
 
 
 def recipe_beside(checkpoint: Path) -> Path:
@@ -45,7 +46,7 @@ def recipe_beside(checkpoint: Path) -> Path:
     folder = checkpoint.resolve().parent
     recipe = next((place / RECIPE for place in (folder, folder.parent) if (place / RECIPE).is_file()), None)
     if recipe is None:
-        raise ValueError(f'{checkpoint}: no {RECIPE} beside it; copy the one of its run there')
+        raise UserError(f'{checkpoint}: no {RECIPE} beside it; copy the one of its run there')
     return recipe
 
 
@@ -56,7 +57,7 @@ def read_content(path: Path) -> dict[str, Any]:
         path: A folder of ours (sharded tensors are not in its pickle), or a file of Composer's own.
 
     Raises:
-        ValueError: It is damaged, or holds objects of classes that are not known to be harmless.
+        UserError: It is damaged, or holds objects of classes that are not known to be harmless.
     """
     file = path / STATE if path.is_dir() else path
     try:
@@ -65,16 +66,16 @@ def read_content(path: Path) -> dict[str, Any]:
     except pickle.UnpicklingError as error:
         found = re.search(r'Unsupported (?:global: GLOBAL|class) (\S+)', str(error))
         if found is None:
-            raise ValueError(f'{file}: not a checkpoint (its pickle is damaged)') from error
-        raise ValueError(
+            raise UserError(f'{file}: not a checkpoint (its pickle is damaged)') from error
+        raise UserError(
             f'{file}: it holds a pickled {found[1]}, which is not loaded; if it is of a component of yours, admit the '
             'class by torch.serialization.add_safe_globals in a module that the recipe imports'
         ) from error
     except (RuntimeError, EOFError, KeyError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ValueError(f'{file}: not readable ({reason}); it may be cut short, use an earlier one') from error
+        raise UserError(f'{file}: not readable ({reason}); it may be cut short, use an earlier one') from error
     if not isinstance(content, dict) or not isinstance(content.get('state'), dict):
-        raise ValueError(f'{file}: it holds no state; is it a checkpoint of Composer?')
+        raise UserError(f'{file}: it holds no state; is it a checkpoint of Composer?')
     return content
 
 
@@ -86,7 +87,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     if is_sharded(path):
         state['model'] = sharded_state.read_whole(path, 'model.')
     if 'model' not in state:
-        raise ValueError(f'{path}: it holds no model; is it a checkpoint of Composer?')
+        raise UserError(f'{path}: it holds no model; is it a checkpoint of Composer?')
     return state
 
 
@@ -103,7 +104,7 @@ def weights_of(path: Path, which: Weights | None = None) -> tuple[dict[str, Tens
         which: Averaged weights, training weights, or (None) averaged ones where there are any.
 
     Raises:
-        ValueError: It has no averaged weights (says when they would have started), or can't be read.
+        UserError: It has no averaged weights (says when they would have started), or can't be read.
     """
     state = read_checkpoint(path)
     model = dict(state['model'])
@@ -114,7 +115,7 @@ def weights_of(path: Path, which: Weights | None = None) -> tuple[dict[str, Tens
     if not has_average:
         start = ema.get('ema_start')
         why = f'its EMA would have started at {start}' if start else 'its run had no EMA'
-        raise ValueError(f'{path}: it has no averaged weights, {why}; use --weights training')
+        raise UserError(f'{path}: it has no averaged weights, {why}; use --weights training')
     averages = ema['averages']['ema'] if 'averages' in ema else sharded_state.read_whole(path, 'averages.EMA.ema.')
     return model | averages, 'ema'
 
@@ -123,21 +124,21 @@ def check_architecture(own: Mapping[str, torch.Size], stored: Mapping[str, torch
     """Compare names and shapes of a model's tensors with those of a checkpoint.
 
     Raises:
-        ValueError: It is of another architecture; the message names the first differences.
+        UserError: It is of another architecture; the message names the first differences.
     """
     missing, unknown = sorted(set(own) - set(stored)), sorted(set(stored) - set(own))
     other = [name for name in own if name in stored and own[name] != stored[name]]
     if missing or unknown or other:
         details = [f'{len(names)} {what} ({", ".join(names[:2])})' for what, names in _named(missing, unknown) if names]
         details += [f'{name} is {tuple(stored[name])}, here {tuple(own[name])}' for name in other[:2]]
-        raise ValueError(f'{where}: of another architecture than the recipe: {"; ".join(details)}')
+        raise UserError(f'{where}: of another architecture than the recipe: {"; ".join(details)}')
 
 
 def load_weights(model: nn.Module, weights: dict[str, Tensor], where: str) -> None:
     """Copy weights into a model that has exactly these names and shapes.
 
     Raises:
-        ValueError: It is of another architecture.
+        UserError: It is of another architecture.
     """
     check_architecture(_shapes(model.state_dict()), _shapes(weights), where)
     model.load_state_dict(weights)

@@ -21,6 +21,8 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from diffusion.errors import UserError
+
 INDEX = '.metadata'
 """Where torch.distributed.checkpoint writes which piece is in which file."""
 
@@ -36,13 +38,13 @@ def read(tensors: dict[str, Tensor], folder: Path) -> None:
     """Fill tensors and DTensors in place; every rank calls this with the same names.
 
     Raises:
-        ValueError: The checkpoint lacks some of them, or has them in other shapes.
+        UserError: The checkpoint lacks some of them, or has them in other shapes.
     """
     stored = shapes(folder)
     for name, tensor in tensors.items():
         if stored.get(name) != tensor.shape:
             found = f'is {tuple(stored[name])}, here {tuple(tensor.shape)}' if name in stored else 'is not in it'
-            raise ValueError(f'{folder}: {name} {found}; the checkpoint is of another architecture or optimizer')
+            raise UserError(f'{folder}: {name} {found}; the checkpoint is of another architecture or optimizer')
     with _quiet():
         load(tensors, storage_reader=_Reader(folder), planner=DefaultLoadPlanner())
 
@@ -77,11 +79,11 @@ class _Reader(filesystem.FileSystemReader):
         try:
             found = _IndexUnpickler(io.BytesIO(path.read_bytes())).load()
         except FileNotFoundError as error:
-            raise ValueError(f'{path}: not there; {path.parent} is not a sharded checkpoint') from error
+            raise UserError(f'{path}: not there; {path.parent} is not a sharded checkpoint') from error
         except (pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError, KeyError) as error:
-            raise ValueError(f'{path}: not the index of a sharded checkpoint ({error})') from error
+            raise UserError(f'{path}: not the index of a sharded checkpoint ({error})') from error
         if not isinstance(found, metadata.Metadata):
-            raise ValueError(f'{path}: not the index of a sharded checkpoint (it holds a {type(found).__name__})')
+            raise UserError(f'{path}: not the index of a sharded checkpoint (it holds a {type(found).__name__})')
         found.storage_meta = found.storage_meta or metadata.StorageMeta()
         found.storage_meta.load_id = self.load_id
         return found

@@ -2,6 +2,8 @@
 
 import re
 
+from diffusion.errors import UserError
+
 UNITS = {'': 1, 'b': 1} | {
     f'{letter}{suffix}': base**power
     for power, letter in enumerate('kmgtp', start=1)
@@ -13,11 +15,11 @@ def parse_bytes(text: str | int) -> int:
     """The bytes of a size: 1gb is 10**9, 1gib is 2**30.
 
     Raises:
-        ValueError: It is no size.
+        UserError: It is no size.
     """
     found = re.fullmatch(r'(\d+(?:\.\d+)?)\s*([a-z]*)', str(text).strip().lower())
     if found is None or found[2] not in UNITS or float(found[1]) == 0:
-        raise ValueError(f'{text!r} is not a size; write a number and a unit, such as 500gb or 64mib')
+        raise UserError(f'{text!r} is not a size; write a number and a unit, such as 500gb or 64mib')
     return int(float(found[1]) * UNITS[found[2]])
 
 

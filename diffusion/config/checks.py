@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from diffusion.config import registry
-from diffusion.config import sample_order
-from diffusion.config.image_shapes import BUCKETS, parse_shape, read_buckets
+from diffusion.config import registry, sample_order
 from diffusion.config.byte_sizes import parse_bytes
+from diffusion.config.image_shapes import BUCKETS, parse_shape, read_buckets
 from diffusion.config.recipe import Component, LoaderConfig, ParallelismConfig, Recipe, SpeedConfig, StreamConfig
 from diffusion.config.schema import MISSING, Gatherer, Problem, join
 

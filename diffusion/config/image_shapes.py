@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from diffusion.errors import UserError
 from diffusion.storage.atomic import write_whole
 
 BUCKETS = 'buckets.json'
@@ -53,14 +54,14 @@ def parse_shape(text: str) -> Shape:
     """The shape that `640x384` stands for: width, then height.
 
     Raises:
-        ValueError: It is written otherwise, or a side is not a positive multiple of 8.
+        UserError: It is written otherwise, or a side is not a positive multiple of 8.
     """
     match = re.fullmatch(r'(\d+)x(\d+)', text) if isinstance(text, str) else None
     if match is None:
-        raise ValueError(f'{text!r} is no shape; write width x height in pixels, such as 640x384')
+        raise UserError(f'{text!r} is no shape; write width x height in pixels, such as 640x384')
     shape = Shape(int(match[1]), int(match[2]))
     if min(shape.width, shape.height) <= 0 or shape.width % STEP or shape.height % STEP:
-        raise ValueError(f'{text!r}: sides are positive multiples of {STEP} pixels')
+        raise UserError(f'{text!r}: sides are positive multiples of {STEP} pixels')
     return shape
 
 
@@ -68,18 +69,18 @@ def read_buckets(folder: Path) -> dict[Shape, int]:
     """The shapes of a folder and their numbers of samples, as its buckets.json says.
 
     Raises:
-        ValueError: There is none, or it is something else.
+        UserError: There is none, or it is something else.
     """
     path = folder / BUCKETS
     try:
         content = json.loads(path.read_text(encoding='utf-8'))
         return {parse_shape(name): int(bucket['samples']) for name, bucket in content['buckets'].items()}
     except FileNotFoundError as error:
-        raise ValueError(
+        raise UserError(
             f'{folder} has no {BUCKETS}; is it a folder of aspect buckets? Else leave out aspects'
         ) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f'{path} is no list of buckets ({error}); prepare the data again') from error
+        raise UserError(f'{path} is no list of buckets ({error}); prepare the data again') from error
 
 
 def write_buckets(folder: Path, resolution: int, buckets: Mapping[Shape, Mapping[str, int]]) -> None:

@@ -12,6 +12,7 @@ from diffusion.config.checks import PLURAL, SINGLE, check, check_components, che
 from diffusion.config.recipe import Component, Recipe, StreamConfig
 from diffusion.config.schema import MISSING, Gatherer, Problem, build, join
 from diffusion.config.yaml_files import UnreadableYAML, dump, merge, read_chain
+from diffusion.errors import UserError
 
 __all__ = [
     'Component',
@@ -26,7 +27,7 @@ __all__ = [
 ]
 
 
-class RecipeError(ValueError):
+class RecipeError(UserError):
     """A recipe with mistakes; the message lists them all."""
 
     def __init__(self, problems: Iterable[Problem], path: str | Path = '') -> None:

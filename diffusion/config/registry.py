@@ -13,6 +13,7 @@ from typing import Any, get_args, get_type_hints
 from diffusion.config.schema import MISSING, Gatherer, Problem, join, nearest
 from diffusion.config.schema import build as build_value
 from diffusion.config.signatures import Parameter, Signature, of_object, of_source, simple_type, words
+from diffusion.errors import UserError
 
 TARGETS: dict[str, dict[str, Any]] = {
     'model': {
@@ -80,7 +81,7 @@ def register(kind: str, name: str, target: Any) -> None:
     """
     table = _table(kind)
     if table.get(name, target) != target:
-        raise ValueError(f'register: {kind} {name!r} is {table[name]!r} already; choose another name')
+        raise UserError(f'register: {kind} {name!r} is {table[name]!r} already; choose another name')
     table[name] = target
 
 
@@ -101,7 +102,7 @@ def resolve(kind: str, name: str) -> Any:
     """What a name stands for; imports it."""
     what = unknown(kind, name)
     if what is not None:
-        raise ValueError(what)
+        raise UserError(what)
     target = _table(kind)[name]
     if not isinstance(target, str):
         return target
@@ -117,7 +118,7 @@ def build(kind: str, name: str, kwargs: Mapping[str, Any], **supplied: Any) -> A
     target = resolve(kind, name)
     both = set(kwargs) & set(supplied)
     if both:
-        raise ValueError(f'{kind} {name}: {", ".join(sorted(both))} is set by the program; remove it from the recipe')
+        raise UserError(f'{kind} {name}: {", ".join(sorted(both))} is set by the program; remove it from the recipe')
     values = dict(kwargs)
     for key, value in kwargs.items():
         if isinstance(value, Mapping):
@@ -192,5 +193,5 @@ def _check_type(where: str, parameter: Parameter, value: Any, *, nested: bool) -
 
 def _table(kind: str) -> dict[str, Any]:
     if kind not in TARGETS:
-        raise ValueError(f'no kind of component is called {kind!r}; {nearest(kind, TARGETS)}')
+        raise UserError(f'no kind of component is called {kind!r}; {nearest(kind, TARGETS)}')
     return TARGETS[kind]

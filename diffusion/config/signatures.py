@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Union
 
+from diffusion.errors import UserError
+
 _SIMPLE = {'int': int, 'float': float, 'str': str, 'bool': bool, 'None': type(None), 'list': list, 'dict': dict}
 
 
@@ -52,13 +54,13 @@ def of_source(module: str, attribute: str) -> Signature:
     """The keywords of a class or function, read without importing it.
 
     Raises:
-        ValueError: The module cannot be found, or defines no such name.
+        UserError: The module cannot be found, or defines no such name.
     """
     tree = _source(module)
     definitions = {n.name: n for n in tree.body if isinstance(n, ast.ClassDef | ast.FunctionDef)}
     node = definitions.get(attribute)
     if node is None:
-        raise ValueError(f'{module} defines no {attribute}; register it by the module that does')
+        raise UserError(f'{module} defines no {attribute}; register it by the module that does')
     nested = {name: f'{home}:{original}' for name, home, original in _imports(tree) if _is_dataclass_in(home, original)}
     aliases = _aliases(tree) | {name: _aliases(_source(home)).get(original) for name, home, original in _imports(tree)}
     while isinstance(node, ast.ClassDef):
@@ -142,13 +144,13 @@ def _source(module: str) -> ast.Module:
     top, *rest = module.split('.')
     spec = importlib.util.find_spec(top)
     if spec is None or spec.origin is None:
-        raise ValueError(f'{module}: the package {top} cannot be found; install it, or put it on PYTHONPATH')
+        raise UserError(f'{module}: the package {top} cannot be found; install it, or put it on PYTHONPATH')
     path = Path(spec.origin)
     if rest:
         path = Path(path.parent, *rest)
         path = path / '__init__.py' if path.is_dir() else path.with_suffix('.py')
     if not path.is_file():
-        raise ValueError(f'{module}: there is no {path}; was it registered by the right name?')
+        raise UserError(f'{module}: there is no {path}; was it registered by the right name?')
     return ast.parse(path.read_text(encoding='utf-8'))
 
 
@@ -170,7 +172,7 @@ def _value(node: ast.expr, tree: ast.Module) -> Any:
     for statement in _source(homes[node.value.id]).body:
         if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == node.attr:
             return ast.literal_eval(statement.value)
-    raise ValueError(f'{homes[node.value.id]}: defines no {node.attr}')
+    raise UserError(f'{homes[node.value.id]}: defines no {node.attr}')
 
 
 def _aliases(tree: ast.Module) -> dict[str, ast.expr | None]:

@@ -9,8 +9,10 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
+from diffusion.errors import UserError
 
-class UnreadableYAML(ValueError):
+
+class UnreadableYAML(UserError):
     """A file or an override that cannot be read."""
 
 

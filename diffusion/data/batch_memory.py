@@ -42,7 +42,9 @@ class BatchMemory:
 
     def collate(self, items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The batch of these samples."""
-        batch = default_collate([{name: value for name, value in item.items() if name != batch_keys.IMAGE} for item in items])
+        batch = default_collate(
+            [{name: value for name, value in item.items() if name != batch_keys.IMAGE} for item in items]
+        )
         if batch_keys.IMAGE in items[0]:
             batch[batch_keys.IMAGE] = side_by_side([item[batch_keys.IMAGE] for item in items])
         self._block = None

@@ -6,7 +6,7 @@ another block size, resuming gives other samples and no message.
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +41,6 @@ def fingerprint(dataset: BucketedDataset, settings: Mapping[str, Any]) -> dict[s
     return json.loads(json.dumps(values, default=str))
 
 
-def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Lines such as `streams.a.choose: 96 in the checkpoint, 128 now`, in the order of what is now."""
-    return list(_differences('', saved, now))
-
-
 def _of_stream(bucket: Bucket, position: int, samples: int) -> dict[str, Any]:
     stream = bucket.stream
     return {
@@ -60,20 +55,3 @@ def _of_stream(bucket: Bucket, position: int, samples: int) -> dict[str, Any]:
 def index_hash(stream: Stream) -> str:
     """SHA-256 of a stream's index, which holds the hash of every shard where they have hashes."""
     return hashlib.sha256(Path(stream.local, stream.split or '', 'index.json').read_bytes()).hexdigest()
-
-
-def _differences(where: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    for key in [*now, *(key for key in saved if key not in now)]:
-        path = f'{where}.{key}' if where else key
-        if key not in saved or key not in now:
-            yield f'{path}: {_said(saved, key)} in the checkpoint, {_said(now, key)} now'
-        elif isinstance(saved[key], Mapping) and isinstance(now[key], Mapping):
-            yield from _differences(path, saved[key], now[key])
-        elif saved[key] != now[key]:
-            yield f'{path}: {saved[key]} in the checkpoint, {now[key]} now'
-
-
-def _said(values: Mapping[str, Any], key: str) -> str:
-    if key not in values:
-        return 'not'
-    return 'there' if isinstance(values[key], Mapping) else str(values[key])

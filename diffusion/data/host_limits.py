@@ -18,6 +18,7 @@ from composer.utils import dist
 
 from diffusion.config.byte_sizes import bytes_text
 from diffusion.data.loader import BucketedLoader
+from diffusion.errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ def check_machine(loader: BucketedLoader) -> None:
     """Compare what training needs with what there is; one process of each machine looks, and all ranks hear of it.
 
     Raises:
-        ValueError: The run cannot work.
+        UserError: The run cannot work.
     """
     problems: list[Problem] = []
     if dist.get_local_rank() == 0:
@@ -59,7 +60,7 @@ def check_machine(loader: BucketedLoader) -> None:
         note_leftovers()
     fatal = [problem.what for found in dist.all_gather_object(problems) for problem in found if problem.fatal]
     if fatal:
-        raise ValueError('\n'.join(dict.fromkeys(fatal)))
+        raise UserError('\n'.join(dict.fromkeys(fatal)))
 
 
 def shared_memory(loader: BucketedLoader) -> Iterator[Problem]:

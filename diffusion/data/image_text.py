@@ -6,13 +6,13 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from diffusion.models import batch_keys
 from diffusion.data.bad_samples import BadSample
 from diffusion.data.caption_choice import CaptionChoice, choose
 from diffusion.data.streams import Bucket, BucketedDataset
 from diffusion.data.transforms import Crop, Undecodable, planes, seen
-from diffusion.models.randomness import Purpose
+from diffusion.models import batch_keys
 from diffusion.models.pretrained import tokenize
+from diffusion.models.randomness import Purpose
 
 
 class ImageTextDataset(BucketedDataset):

@@ -16,13 +16,14 @@ from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from diffusion.models import batch_keys
 from diffusion.data.bad_samples import BadSample
 from diffusion.data.caption_choice import CaptionChoice, chosen
 from diffusion.data.streams import Bucket, BucketedDataset
 from diffusion.data.verified_stream import VerifiedStream
-from diffusion.models.randomness import Purpose
+from diffusion.errors import UserError
+from diffusion.models import batch_keys
 from diffusion.models.pretrained import TextConditioner, latent_statistics, tokenize
+from diffusion.models.randomness import Purpose
 
 MANIFEST = 'manifest.json'
 
@@ -62,18 +63,18 @@ class LatentManifest:
         """The manifest of a folder.
 
         Raises:
-            ValueError: There is none of this version; the message begins with `where`.
+            UserError: There is none of this version; the message begins with `where`.
         """
         path = folder / MANIFEST
         if not path.exists():
-            raise ValueError(f'{where}: no {MANIFEST} beside its shards; latents are made by task=precompute')
+            raise UserError(f'{where}: no {MANIFEST} beside its shards; latents are made by task=precompute')
         known = {field.name for field in dataclasses.fields(cls)}
         try:
             content = json.loads(path.read_text(encoding='utf-8'))
         except ValueError:
             content = {}
         if not isinstance(content, dict) or set(content) != known or content['version'] != 2:
-            raise ValueError(f'{where}: {path} is not a manifest of version 2; precompute the latents again')
+            raise UserError(f'{where}: {path} is not a manifest of version 2; precompute the latents again')
         return cls(**content)
 
 
@@ -141,7 +142,7 @@ class LatentsDataset(BucketedDataset):
         self.with_text = self._all_with_text()
         for bucket, manifest in zip(self.buckets, self.manifests, strict=True):
             if str(bucket.shape) != manifest.shape:
-                raise ValueError(
+                raise UserError(
                     f'streams.{bucket.name}: {bucket.shape} px, but its latents were made of pictures of '
                     f'{manifest.shape} px; correct its resolution or shape'
                 )
@@ -169,14 +170,14 @@ class LatentsDataset(BucketedDataset):
         stored = [manifest.text_encoder is not None for manifest in self.manifests]
         if any(stored) and not all(stored):
             names = ', '.join(bucket.name for bucket, has in zip(self.buckets, stored, strict=True) if not has)
-            raise ValueError(f'streams: {names} hold no encoded text and the others do; precompute all of them alike')
+            raise UserError(f'streams: {names} hold no encoded text and the others do; precompute all of them alike')
         return all(stored)
 
     def check_encoders(self, vae: AutoencoderKL, text: TextConditioner, *, train_text_encoder: bool) -> None:
         """Refuse latents of another VAE than the model's, and stored text of other encoders.
 
         Raises:
-            ValueError: Weights or latent statistics differ, or the model trains the encoders whose text is stored.
+            UserError: Weights or latent statistics differ, or the model trains the encoders whose text is stored.
         """
         if self.with_text:
             self._check_text(text, train_text_encoder)
@@ -185,7 +186,7 @@ class LatentsDataset(BucketedDataset):
             for what in ('vae', 'latent_mean', 'latent_std'):
                 stored, expected = getattr(manifest, what), getattr(own, what)
                 if stored != expected:
-                    raise ValueError(
+                    raise UserError(
                         f'streams.{bucket.name}: its latents were made by another VAE '
                         f'({what} is {stored}, the model has {expected}); '
                         'precompute them again with this model, or give the model their VAE'
@@ -194,14 +195,14 @@ class LatentsDataset(BucketedDataset):
     def _check_text(self, text: TextConditioner, train_text_encoder: bool) -> None:
         names = ', '.join(f'streams.{bucket.name}' for bucket in self.buckets)
         if train_text_encoder:
-            raise ValueError(
+            raise UserError(
                 f'{names}: they hold what a frozen text encoder says, and this model trains its own; '
                 'precompute with latents: image'
             )
         own = weights_fingerprint(text)
         for bucket, manifest in zip(self.buckets, self.manifests, strict=True):
             if manifest.text_encoder != own:
-                raise ValueError(
+                raise UserError(
                     f'streams.{bucket.name}: its text was encoded by another text encoder '
                     f'({manifest.text_encoder}, the model has {own}); precompute it again with this model'
                 )

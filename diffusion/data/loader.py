@@ -19,11 +19,11 @@ from streaming.base.world import World
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from diffusion.models import batch_keys
 from diffusion.data.bad_samples import Tally, quarantine
-from diffusion.data.shared_failure import DataError
 from diffusion.data.streams import BucketedDataset
 from diffusion.data.verified_dataset import told
+from diffusion.errors import DataError, UserError
+from diffusion.models import batch_keys
 from diffusion.models.randomness import Draws, Purpose
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class BucketedLoader(StreamingDataLoader):
         settings = {'collate_fn': dataset.memory.collate} | settings
         super().__init__(dataset, num_workers=num_workers, timeout=look_every, **settings)
         if stratified and not dataset.elastic:
-            raise ValueError('stratified: devices may get batches of unequal size; make the dataset with elastic=True')
+            raise UserError('stratified: devices may get batches of unequal size; make the dataset with elastic=True')
         self.stratified = stratified
         self.patience_seconds = timeout or math.inf
         self.max_bad_samples = max_bad_samples

@@ -21,8 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from diffusion.storage import atomic
-from diffusion.storage import locks
+from diffusion.storage import atomic, locks
 
 INDEX = 'index.json'
 MARK = '.mds'

@@ -12,18 +12,12 @@ import threading
 import time
 from pathlib import Path
 
-from diffusion.exit_codes import FAILED
+from diffusion.errors import DataError
 
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_SECONDS = 0.05
 """A look costs 3 microseconds, and Streaming's threads would take several a sample."""
-
-
-class DataError(ValueError):
-    """Data that cannot be had or is not what it should be; raised on every rank at the same batch."""
-
-    exit_status = FAILED  # a store may be back, a shard restored; the recipe is not to blame
 
 
 class Failures:

@@ -8,13 +8,14 @@ from typing import Any
 
 from streaming import Stream
 
-from diffusion.models import batch_keys
 from diffusion.config import sample_order
+from diffusion.config.image_shapes import Shape, apportion
 from diffusion.data.bad_samples import MAX_ATTEMPTS, BadSample, replacement
 from diffusion.data.batch_memory import BatchMemory
-from diffusion.config.image_shapes import Shape, apportion
 from diffusion.data.caption_choice import captions_of
 from diffusion.data.verified_dataset import VerifiedDataset
+from diffusion.errors import UserError
+from diffusion.models import batch_keys
 from diffusion.models.randomness import Purpose, keyed_uniforms
 
 log = logging.getLogger(__name__)
@@ -216,7 +217,7 @@ class BucketedDataset(VerifiedDataset):
             problems[f'streams.{bucket.name}.choose'] = problem
         for where, problem in problems.items():
             if problem is not None:
-                raise ValueError(f'{where}: {problem}')
+                raise UserError(f'{where}: {problem}')
 
     def _log_epoch(self, bucket: Bucket, samples: int, share: float) -> None:
         if not self._unique_rank_world.is_leader:
@@ -242,11 +243,11 @@ class BucketedDataset(VerifiedDataset):
         for index, bucket in enumerate(self.buckets):
             shards = [s for s, stream in zip(self.shards, self.stream_per_shard, strict=True) if stream == index]
             if not shards:
-                raise ValueError(f'streams.{bucket.name}: it has no samples; prepare it again or remove the stream')
+                raise UserError(f'streams.{bucket.name}: it has no samples; prepare it again or remove the stream')
             present = shards[0].column_names  # type: ignore[attr-defined]
             for choice in columns:
                 if not set(choice) & set(present):
-                    raise ValueError(
+                    raise UserError(
                         f'streams.{bucket.name}: its samples have {", ".join(present)}, '
                         f'but {" or ".join(choice)} is needed; does the recipe name the right dataset?'
                     )

@@ -21,11 +21,12 @@ from streaming.base.format import Reader
 from streaming.base.shared import SharedArray
 
 from diffusion.config.byte_sizes import parse_bytes
-from diffusion.data.shared_failure import DataError, FailureEvent, Failures
-from diffusion.storage.integrity import signature
-from diffusion.data.shm_lock import one_job_at_a_time
 from diffusion.data.shard_cache import Room
+from diffusion.data.shared_failure import FailureEvent, Failures
+from diffusion.data.shm_lock import one_job_at_a_time
 from diffusion.data.verified_stream import DEFAULTS, VerifiedStream, unseen_remotes
+from diffusion.errors import DataError, UserError
+from diffusion.storage.integrity import signature
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ class VerifiedDataset(StreamingDataset):
             # Another rank that has died is not the recipe's fault, and trying again may help.
             if 'gloo' in str(error) or isinstance(error, torch.distributed.DistError):
                 raise
-            raise ValueError(f'{where}: {error}') from error
+            raise UserError(f'{where}: {error}') from error
         self.room = None if cache_limit is None else self._room(cache, parse_bytes(cache_limit))
         for stream in self.streams:
             stream.room = self.room
@@ -262,11 +263,11 @@ def _fetch_indexes(streams: list[VerifiedStream]) -> None:
     found = dist.all_gather_object(own)
     problems = dict.fromkeys(problem for problem, _ in found if problem is not None)
     if problems:
-        raise ValueError('\n'.join(problems))
+        raise UserError('\n'.join(problems))
     mine = found[dist.get_global_rank() - dist.get_local_rank()][1]
     for stream, digest, *others in zip(streams, mine, *(digests for _, digests in found if digests), strict=True):
         if set(others) != {digest}:
-            raise ValueError(f'streams.{stream.name}: machines see different indexes; is it being written just now?')
+            raise UserError(f'streams.{stream.name}: machines see different indexes; is it being written just now?')
         stream.settle(digest)
 
 

@@ -21,11 +21,11 @@ from streaming.base.compression import decompress
 from streaming.base.format import FileInfo, Reader
 
 from diffusion.data import shard_cache
+from diffusion.data.shard_cache import INDEX, Room
+from diffusion.errors import DataError, UserError
 from diffusion.storage import locks
-from diffusion.data.shared_failure import DataError
 from diffusion.storage.download import Damaged, GaveUp, Source
 from diffusion.storage.integrity import algorithm_for, damage
-from diffusion.data.shard_cache import INDEX, Room
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class VerifiedStream(Stream):
         are here. Where its remote gives none, the one that is here holds.
 
         Raises:
-            ValueError: There is no index, or it is none of MDS shards.
+            UserError: There is no index, or it is none of MDS shards.
         """
         folder = self.home / self.split if self.home is not None else self.folder
         content = self._newest_index(folder / INDEX)
@@ -140,14 +140,14 @@ class VerifiedStream(Stream):
         """A small file beside the shards, fetched anew where it comes from a remote.
 
         Raises:
-            ValueError: It is neither there nor here.
+            UserError: It is neither there nor here.
         """
         path = self.folder / name
         if self.source is not None:
             try:
                 self.source.refresh(name, path)
             except GaveUp as error:
-                raise ValueError(f'streams.{self.name}.remote: {self.source.address(name)}: {error}') from error
+                raise UserError(f'streams.{self.name}.remote: {self.source.address(name)}: {error}') from error
         return path
 
     def _fetch(self, path: Path, raw: FileInfo, zipped: FileInfo | None, compression: str | None) -> None:
@@ -203,7 +203,7 @@ class VerifiedStream(Stream):
         here = path.read_bytes() if path.is_file() else None
         if self.source is None:
             if here is None:
-                raise ValueError(f'{where}: {path} does not exist; is it a folder of MDS shards with an index.json?')
+                raise UserError(f'{where}: {path} does not exist; is it a folder of MDS shards with an index.json?')
             self._check_index(here, str(path))
             return here
         fetched, url = [], self.source.address(INDEX)
@@ -212,7 +212,7 @@ class VerifiedStream(Stream):
         except GaveUp as error:
             if here is None:
                 way_out = 'is it a folder of MDS shards with an index.json, and may this machine read it?'
-                raise ValueError(f'{where}.remote: {url}: {error}; {way_out}') from error
+                raise UserError(f'{where}.remote: {url}: {error}; {way_out}') from error
             log.warning('%s: %s: %s; going on with the one in %s', where, url, error, path)
             fetched.append(here)
         self._check_index(fetched[0], url)
@@ -234,15 +234,15 @@ class VerifiedStream(Stream):
         try:
             files = files_of(content)
         except ValueError as error:
-            raise ValueError(f'{where}: {path} {error}; prepare it again') from error
+            raise UserError(f'{where}: {path} {error}; prepare it again') from error
         for file in files:
             name = PurePosixPath(file.basename)
             if name.is_absolute() or '..' in name.parts:
-                raise ValueError(f'{where}: {path} names a file outside of its folder, {file.basename!r}; refused')
+                raise UserError(f'{where}: {path} names a file outside of its folder, {file.basename!r}; refused')
             try:
                 algorithm_for(file.hashes, self.validate_hash)
             except ValueError as error:
-                raise ValueError(f'{where}.{error}') from error
+                raise UserError(f'{where}.{error}') from error
         if any(not file.hashes for file in files):
             log.warning('%s: its shards have no hashes; only their sizes are checked. Write it with hashes', where)
 
@@ -276,16 +276,16 @@ def files_of(index: bytes) -> list[FileInfo]:
     """All files that an index names.
 
     Raises:
-        ValueError: It is no index of MDS shards.
+        UserError: It is no index of MDS shards.
     """
     try:
         content = json.loads(index)
         if content['version'] != 2:
-            raise ValueError(f'version {content["version"]}, not 2')
+            raise UserError(f'version {content["version"]}, not 2')
         kinds = ('raw_data', 'zip_data', 'raw_meta', 'zip_meta')
         return [FileInfo(**shard[kind]) for shard in content['shards'] for kind in kinds if shard.get(kind)]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f'is not an index of MDS shards ({type(error).__name__}: {error})') from error
+        raise UserError(f'is not an index of MDS shards ({type(error).__name__}: {error})') from error
 
 
 def _unpacked(path: Path, raw: FileInfo, compression: str | None, folder: Path | None = None) -> Path:

@@ -6,10 +6,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from diffusion.models import batch_keys
 from diffusion.data.caption_choice import captions_of
 from diffusion.data.image_text import ImageTextDataset
+from diffusion.errors import UserError
 from diffusion.evaluation.image_sheet import contact_sheet, save_image, to_images
+from diffusion.models import batch_keys
 from diffusion.models.latent_diffusion import LatentDiffusion
 
 log = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class Retrieval:
         """Top-1 share, and the sheet in `folder`."""
         count = int(dataset.size)
         if self.num_captions > count:
-            raise ValueError(f'evaluators.retrieval.num_captions: {self.num_captions}, but there are {count} pictures')
+            raise UserError(f'evaluators.retrieval.num_captions: {self.num_captions}, but there are {count} pictures')
         chosen = [index * count // self.num_captions for index in range(self.num_captions)]
         captions = [captions_of(dataset.get_item(index), dataset.where(index))[0] for index in chosen]
         real = torch.stack([dataset[index][batch_keys.IMAGE] for index in range(count)])

@@ -12,16 +12,17 @@ from typing import Any, TypeVar
 
 import torch
 
-from diffusion.training.build import build_dataset, build_loader
 from diffusion.config.load import Recipe
-from diffusion.models import batch_keys
 from diffusion.data.caption_choice import captions_of
 from diffusion.data.streams import BucketedDataset
 from diffusion.data.transforms import Crop, cut_out, planes, resized
+from diffusion.errors import UserError
 from diffusion.inspection.stream_selection import select
+from diffusion.models import batch_keys
 from diffusion.models.pretrained import tokenize
 from diffusion.planning.gpus import GPU, find_gpu, load_gpus
 from diffusion.planning.model_costs import describe
+from diffusion.training.components import build_dataset, build_loader
 
 MOST_SAMPLES = 512
 """That the stages are timed with."""
@@ -80,12 +81,12 @@ def bench(
         mfu: Share of its peak that training reaches.
 
     Raises:
-        ValueError: There are no such streams, or no such GPU.
+        UserError: There are no such streams, or no such GPU.
     """
     fed = find_gpu(gpu, load_gpus(gpus_file))
     streams = select(recipe, names).get('streams')
     if not streams:
-        raise ValueError("bench: it times what trains; name one of the recipe's `streams`")
+        raise UserError("bench: it times what trains; name one of the recipe's `streams`")
     recipe = replace(recipe, streams=streams, global_batch=math.gcd(recipe.global_batch, MOST_IN_A_BATCH))
     a_core, needed = _stages(recipe, fed, mfu)
     best = _loader(recipe, _counts() if workers is None else workers, batches)

@@ -19,16 +19,17 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from diffusion.config import registry
-from diffusion.training.build import build_dataset, deterministic
-from diffusion.config.load import Component, Recipe
-from diffusion.models import batch_keys
 from diffusion.config.image_shapes import Shape
+from diffusion.config.load import Component, Recipe
+from diffusion.config.recipe import StreamConfig
 from diffusion.data.streams import BucketedDataset
-from diffusion.storage.atomic import write_whole
+from diffusion.errors import UserError
 from diffusion.inspection.stream_selection import select
+from diffusion.models import batch_keys
 from diffusion.models.builders import TINY_VAE
 from diffusion.models.pretrained import load_pretrained, reconstruct
-from diffusion.config.recipe import StreamConfig
+from diffusion.storage.atomic import write_whole
+from diffusion.training.components import build_dataset, deterministic
 
 SIDE = 176
 """Of a square picture on a sheet, in pixels; others have its area."""
@@ -72,7 +73,7 @@ def look(
             used, and else the first three channels are drawn.
 
     Raises:
-        ValueError: The file is of another kind or cannot be written, or a stream cannot be read.
+        UserError: The file is of another kind or cannot be written, or a stream cannot be read.
     """
     _check_out(out)
     chosen = select(recipe, names)
@@ -81,15 +82,15 @@ def look(
     try:
         write_whole(out, content)
     except OSError as error:
-        raise ValueError(f'--out: {out} cannot be written ({error.strerror})') from error
+        raise UserError(f'--out: {out} cannot be written ({error.strerror})') from error
     print(f'{out}: {sum(len(row.samples) for row in rows)} samples of {len(rows)} buckets')
 
 
 def _check_out(out: Path) -> None:
     if out.suffix not in ('.png', '.html'):
-        raise ValueError(f'--out: {out} ends in {out.suffix or "nothing"!r}; use .png or .html')
+        raise UserError(f'--out: {out} ends in {out.suffix or "nothing"!r}; use .png or .html')
     if not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
-        raise ValueError(f'--out: {out.parent} is no folder that can be written to; make it, or choose another')
+        raise UserError(f'--out: {out.parent} is no folder that can be written to; make it, or choose another')
 
 
 def _rows(
@@ -132,7 +133,9 @@ class _Painter:
         self.vae = _vae(recipe, anywhere=decode) if manifests else None
 
     def seen(self, item: Mapping[str, Any]) -> Seen:
-        pixels = item[batch_keys.IMAGE] if batch_keys.IMAGE in item else self._of_latents(item[batch_keys.LATENT_MOMENTS])
+        pixels = (
+            item[batch_keys.IMAGE] if batch_keys.IMAGE in item else self._of_latents(item[batch_keys.LATENT_MOMENTS])
+        )
         return Seen(Image.fromarray(pixels.permute(1, 2, 0).numpy()), self._caption(item))
 
     @torch.no_grad()
@@ -164,7 +167,7 @@ def _vae(recipe: Recipe, *, anywhere: bool) -> Any:
             subfolder = '' if Path(source, 'config.json').is_file() else 'vae'
             return load_pretrained(AutoencoderKL, source, subfolder=subfolder, revision=values.get('revision')).eval()
     if anywhere:
-        raise ValueError(f'--decode: model.name={recipe.model.name} names no VAE; give model.vae')
+        raise UserError(f'--decode: model.name={recipe.model.name} names no VAE; give model.vae')
     return None
 
 

@@ -15,13 +15,14 @@ from streaming.base.compression import decompress
 from streaming.base.format import FileInfo
 from streaming.base.format.mds.reader import MDSReader
 
-from diffusion.models import batch_keys
 from diffusion.config.image_shapes import parse_shape
+from diffusion.config.recipe import StreamConfig
 from diffusion.data.caption_choice import captions_of
+from diffusion.data.transforms import JPEG_START, Undecodable, decode
+from diffusion.errors import UserError
+from diffusion.models import batch_keys
 from diffusion.storage.download import GaveUp, Source
 from diffusion.storage.integrity import damage
-from diffusion.data.transforms import JPEG_START, Undecodable, decode
-from diffusion.config.recipe import StreamConfig
 
 Manifest = Mapping[str, Any]
 
@@ -97,7 +98,7 @@ def read_index(place: Place) -> list[dict[str, Any]]:
     """The entries of a stream's shards.
 
     Raises:
-        ValueError: There is no index, or it is none of MDS shards.
+        UserError: There is no index, or it is none of MDS shards.
     """
     try:
         with place.files('index.json') as folder:
@@ -105,9 +106,9 @@ def read_index(place: Place) -> list[dict[str, Any]]:
             for entry in entries:
                 MDSReader.from_json('', '', entry)
     except (OSError, GaveUp) as error:
-        raise ValueError(f'{place.url}: index.json cannot be read ({error})') from error
+        raise UserError(f'{place.url}: index.json cannot be read ({error})') from error
     except Exception as error:  # whatever is missing in it
-        raise ValueError(f'{place.url}: index.json is no index of MDS shards ({error!r})') from error
+        raise UserError(f'{place.url}: index.json is no index of MDS shards ({error!r})') from error
     return entries
 
 
@@ -115,7 +116,7 @@ def read_manifest(place: Place) -> Manifest:
     """What the latents of a stream were made by.
 
     Raises:
-        ValueError: There is no manifest, or it is of another version.
+        UserError: There is no manifest, or it is of another version.
     """
     from diffusion.data.latents import MANIFEST, LatentManifest  # brings all of diffusers
 
@@ -123,7 +124,7 @@ def read_manifest(place: Place) -> Manifest:
         with place.files(MANIFEST) as folder:
             return vars(LatentManifest.read(folder, place.url))
     except GaveUp as error:
-        raise ValueError(f'{place.url}: {MANIFEST} cannot be read ({error})') from error
+        raise UserError(f'{place.url}: {MANIFEST} cannot be read ({error})') from error
 
 
 def check_shard(place: Place, entry: Mapping[str, Any], manifest: Manifest | None) -> Reading:

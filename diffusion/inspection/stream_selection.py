@@ -3,9 +3,10 @@
 from collections.abc import Mapping, Sequence
 
 from diffusion.config.load import Recipe, RecipeError
-from diffusion.training.expand_streams import by_shape
 from diffusion.config.recipe import StreamConfig
 from diffusion.config.schema import nearest
+from diffusion.errors import UserError
+from diffusion.training.expand_streams import by_shape
 
 Sections = dict[str, dict[str, StreamConfig]]
 """Streams by section, such as `precompute.streams`, and name."""
@@ -25,16 +26,16 @@ def select(recipe: Recipe, names: Sequence[str]) -> Sections:
     """The streams that are called so, with or without their section; all of them where no name is given.
 
     Raises:
-        ValueError: There are none, or one that is asked for is not there or has values that are still to be given.
+        UserError: There are none, or one that is asked for is not there or has values that are still to be given.
     """
     sections = sections_of(recipe)
     if not sections:
-        raise ValueError('streams: the recipe has none; name at least one')
+        raise UserError('streams: the recipe has none; name at least one')
     known = {f'{section}.{name}' for section, streams in sections.items() for name in streams}
     bare = {name for streams in sections.values() for name in streams}
     for name in names:
         if name not in known | bare:
-            raise ValueError(f'{name}: no stream of the recipe is called so; {nearest(name, bare | known)}')
+            raise UserError(f'{name}: no stream of the recipe is called so; {nearest(name, bare | known)}')
     chosen = {
         section: {
             name: stream
@@ -51,12 +52,12 @@ def with_shapes(section: str, streams: Mapping[str, StreamConfig]) -> dict[str, 
     """The streams of a section, those of several shapes as one a shape.
 
     Raises:
-        ValueError: A folder has no list of its shapes.
+        UserError: A folder has no list of its shapes.
     """
     try:
         return by_shape(streams)
     except ValueError as error:
-        raise ValueError(f'{section.removesuffix("streams")}{error}') from error
+        raise UserError(f'{section.removesuffix("streams")}{error}') from error
 
 
 def _check_given(recipe: Recipe, chosen: Sections) -> None:

@@ -12,9 +12,10 @@ from typing import Any
 from tqdm import tqdm
 
 from diffusion.config.load import Recipe
-from diffusion.models import batch_keys
-from diffusion.inspection.stream_selection import select, with_shapes
+from diffusion.errors import UserError
 from diffusion.inspection.shard_checks import Defect, Place, Reading, check_shard, place_of, read_index, read_manifest
+from diffusion.inspection.stream_selection import select, with_shapes
+from diffusion.models import batch_keys
 
 DEFECTS = 3
 """Exit status where something is wrong with the data."""
@@ -112,7 +113,7 @@ def _in_turn(pool: Executor, tasks: Sequence[tuple[Any, ...]]) -> Iterator[Readi
         for future in tqdm(as_completed(futures), total=len(futures), unit=' shards', leave=False, disable=None):
             yield future.result()
     except BrokenProcessPool as error:
-        raise ValueError('--jobs: a process died, of a decoder or for want of memory; --jobs 1 shows where') from error
+        raise UserError('--jobs: a process died, of a decoder or for want of memory; --jobs 1 shows where') from error
     finally:
         for future in futures:
             future.cancel()

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from diffusion.errors import UserError
+
 ATTEMPTS = 'attempts.jsonl'
 STUCK_ATTEMPTS = 3
 """So many that end at the same batch are enough, if they took long enough for an outage to pass."""
@@ -76,11 +78,11 @@ def read(run: Path) -> list[Attempt]:
     """The attempts of a run, in order; of each what its last line says.
 
     Raises:
-        ValueError: The run has none.
+        UserError: The run has none.
     """
     path = run / ATTEMPTS
     if not path.exists():
-        raise ValueError(f'{path}: is not there; only runs under diffusion launch keep an account of their attempts')
+        raise UserError(f'{path}: is not there; only runs under diffusion launch keep an account of their attempts')
     found: dict[tuple[int, float], Attempt] = {}
     for line in path.read_text(encoding='utf-8').splitlines():
         try:
@@ -174,7 +176,7 @@ def report(run: Path) -> str:
     """A run's attempts and its goodput, for people.
 
     Raises:
-        ValueError: The run has none.
+        UserError: The run has none.
     """
     attempts = read(run)
     found, lost = account(attempts)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from diffusion.errors import UserError
 from diffusion.launch import environment
 
 
@@ -14,7 +15,7 @@ def fetch(environ: Mapping[str, str]) -> dict[str, str]:
     """The secrets that `environment.SECRETS` names, by the variables they are for.
 
     Raises:
-        ValueError: One cannot be had; the message does not hold it.
+        UserError: One cannot be had; the message does not hold it.
     """
     named = environ.get(environment.SECRETS, '')
     if not named:
@@ -23,7 +24,7 @@ def fetch(environ: Mapping[str, str]) -> dict[str, str]:
         import boto3
         from botocore.exceptions import BotoCoreError, ClientError
     except ImportError as error:
-        raise ValueError('secrets: boto3 is not installed; pip install boto3') from error
+        raise UserError('secrets: boto3 is not installed; pip install boto3') from error
     client = boto3.Session().client('secretsmanager')
     found = {}
     for entry in named.split(','):
@@ -31,5 +32,5 @@ def fetch(environ: Mapping[str, str]) -> dict[str, str]:
         try:
             found[name] = client.get_secret_value(SecretId=source)['SecretString']
         except (BotoCoreError, ClientError, KeyError) as error:
-            raise ValueError(f'secrets.{name}: {source} cannot be read ({error}); may this role read it?') from error
+            raise UserError(f'secrets.{name}: {source} cannot be read ({error}); may this role read it?') from error
     return found

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from diffusion.errors import UserError
 from diffusion.storage.atomic import write_whole
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def preflight(args: argparse.Namespace) -> int:
     """Check this machine; under `srun`, with one task a node, all of them together.
 
     Raises:
-        ValueError: The recipe or the kind of GPU is wrong, or a scheduler's variables contradict each other.
+        UserError: The recipe or the kind of GPU is wrong, or a scheduler's variables contradict each other.
     """
     from diffusion.launch import environment, node
     from diffusion.launch.rank_discovery import count_gpus
@@ -73,7 +74,7 @@ def launch(args: argparse.Namespace) -> int:
     """Check, render, validate and cost every job, and then submit them; nothing is submitted where one is wrong.
 
     Raises:
-        ValueError: A spec, or a recipe in it, is wrong; or a scheduler refuses.
+        UserError: A spec, or a recipe in it, is wrong; or a scheduler refuses.
     """
     from diffusion.launch.job_cost import table
 
@@ -106,7 +107,7 @@ def launch(args: argparse.Namespace) -> int:
         return 0
     absent = [problem for _, checked, _ in prepared for problem in checked.absent]
     if absent:
-        raise ValueError('nothing was submitted:\n  ' + '\n  '.join(str(problem) for problem in absent))
+        raise UserError('nothing was submitted:\n  ' + '\n  '.join(str(problem) for problem in absent))
     for _, checked, rendered in prepared:
         with tempfile.TemporaryDirectory(prefix='diffusion-launch-') as folder:
             _write(rendered.files, Path(folder))
@@ -118,7 +119,7 @@ def ask(args: argparse.Namespace) -> int:
     """Ask the scheduler of a job about it, or to stop it.
 
     Raises:
-        ValueError: The spec is wrong, or the scheduler does not answer.
+        UserError: The spec is wrong, or the scheduler does not answer.
     """
     from diffusion.launch.job_checks import check, load
 
@@ -126,7 +127,7 @@ def ask(args: argparse.Namespace) -> int:
         print(importlib.import_module('diffusion.launch.attempts').report(Path(args.spec)))
         return 0
     if args.action == 'status' and not Path(args.spec).exists():
-        raise ValueError(f"status: {args.spec} is not there; give a run's folder, such as runs/phase1, or a job's YAML")
+        raise UserError(f"status: {args.spec} is not there; give a run's folder, such as runs/phase1, or a job's YAML")
     checked = check(load(args.spec, args.overrides), args.spec)
     print(getattr(checked.backend, args.action)(checked.jobs))
     return 0
@@ -152,7 +153,7 @@ def _prepare(path: str, overrides: Sequence[str]) -> 'tuple[Checked, Rendered]':
 def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     paths = [word for word in words if '=' not in word]
     if not paths:
-        raise ValueError('launch: no job is given; name a YAML file, such as yamls/launch/phase1-slurm.yaml')
+        raise UserError('launch: no job is given; name a YAML file, such as yamls/launch/phase1-slurm.yaml')
     return paths, [word for word in words if '=' in word]
 
 

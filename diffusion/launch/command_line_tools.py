@@ -5,6 +5,8 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 
+from diffusion.errors import UserError
+
 
 def call(
     command: Sequence[str], *, install: str, timeout_seconds: float = 120, env: Mapping[str, str] | None = None
@@ -18,10 +20,10 @@ def call(
         env: Further environment variables.
 
     Raises:
-        ValueError: The tool is missing, fails, or does not answer; with its own words.
+        UserError: The tool is missing, fails, or does not answer; with its own words.
     """
     if shutil.which(command[0]) is None:
-        raise ValueError(f'{command[0]}: is not on PATH; {install}')
+        raise UserError(f'{command[0]}: is not on PATH; {install}')
     try:
         result = subprocess.run(
             command,
@@ -32,8 +34,8 @@ def call(
             env={**os.environ, **(env or {})},
         )
     except subprocess.TimeoutExpired as error:
-        raise ValueError(f'{" ".join(command[:3])}: no answer in {timeout_seconds:.0f} s; is its server up?') from error
+        raise UserError(f'{" ".join(command[:3])}: no answer in {timeout_seconds:.0f} s; is its server up?') from error
     if result.returncode:
         words = (result.stderr or result.stdout).strip() or f'exit status {result.returncode}'
-        raise ValueError(f'{" ".join(command[:3])}: {words}')
+        raise UserError(f'{" ".join(command[:3])}: {words}')
     return result.stdout.strip()

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from diffusion.exit_codes import CONFIG_ERROR
+from diffusion.launch.findings import Finding
 from diffusion.launch.rank_discovery import visible_gpus
 from diffusion.planning.gpus import load_gpus
-from diffusion.launch.findings import Finding
 
 FREE = 0.9
 """Share of a GPU's memory that must be free."""

@@ -9,11 +9,11 @@ from typing import Any
 
 from diffusion.config.load import Recipe, RecipeError, check_devices, read_values
 from diffusion.config.load import load as load_recipe
-from diffusion.launch.backends.base import Backend
+from diffusion.config.schema import Gatherer, Problem, build, join, nearest
 from diffusion.launch.backends import NAMES, backend_of
+from diffusion.launch.backends.base import Backend
 from diffusion.launch.job_spec import Job, JobSpec, Stage, override_words, seconds_of
 from diffusion.planning.gpus import GPU, find_gpu, load_gpus
-from diffusion.config.schema import Gatherer, Problem, build, join, nearest
 
 VARIABLE = re.compile(r'[A-Za-z_][A-Za-z0-9_]*')
 SECRET_NAME = re.compile(r'(?i)(^|_)(token|secret|password|passwd|credentials?|api_?key|access_key|private_key)($|_)')

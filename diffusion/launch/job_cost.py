@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from diffusion.launch.job_spec import Job
-from diffusion.planning.run_cost import Cost
 from diffusion.planning.gpus import GPU, load_gpus
 from diffusion.planning.plan import Assumptions, load_phases, make_plan
+from diffusion.planning.run_cost import Cost
 
 
 @dataclass(frozen=True)

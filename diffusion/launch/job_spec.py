@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from diffusion.exit_codes import BAD_HARDWARE, CONFIG_ERROR, PREEMPTED
 from diffusion.config.yaml_files import dump_inline
+from diffusion.errors import UserError
+from diffusion.exit_codes import BAD_HARDWARE, CONFIG_ERROR, PREEMPTED
 
 Action = Literal['retry', 'elsewhere', 'stop']
 """What follows an exit status: retry; retry on other nodes, where the back end can; or stop."""
@@ -167,9 +168,9 @@ def seconds_of(duration: str) -> int:
     """Seconds of a time limit such as 90m, 12h or 3d.
 
     Raises:
-        ValueError: It is none.
+        UserError: It is none.
     """
     found = re.fullmatch(r'(\d+)([smhd])', duration)
     if found is None or int(found[1]) == 0:
-        raise ValueError(f'{duration!r} is not a time; write a number and its unit, such as 90m, 12h or 3d')
+        raise UserError(f'{duration!r} is not a time; write a number and its unit, such as 90m, 12h or 3d')
     return int(found[1]) * {'s': 1, 'm': 60, 'h': 3600, 'd': 86400}[found[2]]

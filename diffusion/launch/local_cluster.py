@@ -13,8 +13,8 @@ from types import FrameType
 from diffusion.exit_codes import CONFIG_ERROR, FAILED, PREEMPTED
 from diffusion.launch import environment
 from diffusion.launch.backends.local import node_environment
-from diffusion.launch.node import die_with_parent
 from diffusion.launch.job_spec import Job
+from diffusion.launch.node import die_with_parent
 
 TICK_SECONDS = 0.1
 GRACE_SECONDS = 15.0

@@ -21,15 +21,14 @@ from pathlib import Path
 from types import FrameType
 
 from diffusion.config.load import Recipe, load
+from diffusion.errors import UserError
 from diffusion.exit_codes import BAD_HARDWARE, CONFIG_ERROR, FAILED, PREEMPTED
-from diffusion.storage.atomic import write_whole
-from diffusion.launch import attempts, environment, run_lock
-from diffusion.launch import liveness
-from diffusion.launch import heartbeat
+from diffusion.launch import attempts, environment, heartbeat, liveness, run_lock
 from diffusion.launch.attempts import Attempt
-from diffusion.launch.rank_discovery import Place, find_place, rank_environment
 from diffusion.launch.aws_secrets import fetch
+from diffusion.launch.rank_discovery import Place, find_place, rank_environment
 from diffusion.launch.watchdog import PATIENCE_SECONDS, Watchdog
+from diffusion.storage.atomic import write_whole
 
 TICK_SECONDS = 0.1
 LOOK_EVERY_SECONDS = 1.0
@@ -85,7 +84,7 @@ def preflight(recipe_words: Sequence[str], environ: Mapping[str, str]) -> int:
         environ: As a back end makes it: level, kind of GPU, number of processes.
 
     Raises:
-        ValueError: The recipe is wrong, or the environment contradicts itself.
+        UserError: The recipe is wrong, or the environment contradicts itself.
     """
     place, recipe = find_place(environ), load(recipe_words[0], recipe_words[1:])
     return Node(place, Settings.of(environ), ['run.py', *recipe_words], recipe, environ).check()
@@ -110,14 +109,14 @@ class Settings:
         """From the environment that a back end has made.
 
         Raises:
-            ValueError: A variable is not what it should be.
+            UserError: A variable is not what it should be.
         """
         said = environ.get(environment.ON_EXIT, f'{CONFIG_ERROR}=stop,*=retry')
         words = [entry.partition('=') for entry in said.split(',')]
         actions = {status: action for status, _, action in words}
         level = environ.get(environment.PREFLIGHT, 'none')
         if level not in ('none', *PREFLIGHT_SECONDS):
-            raise ValueError(f'{environment.PREFLIGHT}: {level!r} is none of none, {", ".join(PREFLIGHT_SECONDS)}')
+            raise UserError(f'{environment.PREFLIGHT}: {level!r} is none of none, {", ".join(PREFLIGHT_SECONDS)}')
         return Settings(
             actions,
             int(_number(environ, environment.MAX_RESTARTS, sys.maxsize)),
@@ -444,7 +443,7 @@ def _number(environ: Mapping[str, str], name: str, default: float) -> float:
     try:
         return float(environ.get(name, default))
     except ValueError:
-        raise ValueError(f'{name}: {environ[name]!r} is no number') from None
+        raise UserError(f'{name}: {environ[name]!r} is no number') from None
 
 
 @dataclass(frozen=True)

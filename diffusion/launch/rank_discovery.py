@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from diffusion.errors import UserError
 from diffusion.launch import environment
 
 RESOURCES = Path('/opt/ml/input/config/resourceconfig.json')
@@ -58,22 +59,22 @@ def find_place(environ: Mapping[str, str], *, resources: Path = RESOURCES) -> Pl
         resources: SageMaker's file.
 
     Raises:
-        ValueError: The scheduler says too little, or contradicts the job spec.
+        UserError: The scheduler says too little, or contradicts the job spec.
     """
     scheduler = environ.get(environment.SCHEDULER) or _guess(environ, resources)
     if scheduler not in _READERS:
-        raise ValueError(f'{environment.SCHEDULER}: {scheduler!r} is unknown; known: {", ".join(_READERS)}')
+        raise UserError(f'{environment.SCHEDULER}: {scheduler!r} is unknown; known: {", ".join(_READERS)}')
     said = _READERS[scheduler](environ, resources)
     nodes = _agreed('nodes', environment.NODES, environ, said.nodes, scheduler)
     processes = _agreed('processes a node', environment.PROCESSES_PER_NODE, environ, said.processes, scheduler)
     if not 0 <= said.rank < nodes:
-        raise ValueError(f'{scheduler}: this is node {said.rank} of {nodes}; ranks count from 0')
+        raise UserError(f'{scheduler}: this is node {said.rank} of {nodes}; ranks count from 0')
     master = environ.get(environment.MASTER_ADDR) or said.master or ('127.0.0.1' if nodes == 1 else None)
     if master is None:
-        raise ValueError(f'{scheduler} does not say the first of {nodes} nodes; set {environment.MASTER_ADDR}')
+        raise UserError(f'{scheduler} does not say the first of {nodes} nodes; set {environment.MASTER_ADDR}')
     port = said.port or _whole(environment.MASTER_PORT, environ.get(environment.MASTER_PORT, '29500'))
     if not 0 < port <= LONGEST_PORT:
-        raise ValueError(f'{environment.MASTER_PORT}: {port} is no port; give one from 1 to {LONGEST_PORT}')
+        raise UserError(f'{environment.MASTER_PORT}: {port} is no port; give one from 1 to {LONGEST_PORT}')
     return Place(scheduler, said.rank, nodes, processes, master, port)
 
 
@@ -98,12 +99,12 @@ def _agreed(what: str, variable: str, environ: Mapping[str, str], said: int | No
     """A number that the job spec and the scheduler must not contradict each other in."""
     asked = _whole(variable, environ[variable]) if variable in environ else None
     if asked is not None and said is not None and asked != said:
-        raise ValueError(f'{scheduler} gave {said} {what}, the job spec asks for {asked} ({variable}); make them equal')
+        raise UserError(f'{scheduler} gave {said} {what}, the job spec asks for {asked} ({variable}); make them equal')
     number = asked if asked is not None else said
     if number is None:
-        raise ValueError(f'{scheduler} does not say how many {what}; set {variable}')
+        raise UserError(f'{scheduler} does not say how many {what}; set {variable}')
     if number < 1:
-        raise ValueError(f'{variable}: {number} {what}; give 1 or more')
+        raise UserError(f'{variable}: {number} {what}; give 1 or more')
     return number
 
 
@@ -111,12 +112,12 @@ def _whole(variable: str, value: str) -> int:
     try:
         return int(value)
     except ValueError:
-        raise ValueError(f'{variable}: {value!r} is no whole number') from None
+        raise UserError(f'{variable}: {value!r} is no whole number') from None
 
 
 def _needed(environ: Mapping[str, str], variable: str, scheduler: str) -> int:
     if variable not in environ:
-        raise ValueError(f'{variable} is not set; does {scheduler} run this node?')
+        raise UserError(f'{variable} is not set; does {scheduler} run this node?')
     return _whole(variable, environ[variable])
 
 
@@ -164,7 +165,7 @@ def _first_of(nodes: str) -> str:
         command = ['scontrol', 'show', 'hostnames', nodes]
         found = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split()
     except (OSError, subprocess.SubprocessError) as error:
-        raise ValueError(f'scontrol cannot say what {nodes} is ({error}); set {environment.MASTER_ADDR}') from error
+        raise UserError(f'scontrol cannot say what {nodes} is ({error}); set {environment.MASTER_ADDR}') from error
     return found[0]
 
 
@@ -200,7 +201,7 @@ def _sagemaker(environ: Mapping[str, str], resources: Path) -> _Said:
         hosts, own = list(content['hosts']), content['current_host']
         return _Said(hosts.index(own), len(hosts), None, hosts[0])
     except (OSError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f'{resources} does not say where this node stands ({error})') from error
+        raise UserError(f'{resources} does not say where this node stands ({error})') from error
 
 
 def _mosaicml(environ: Mapping[str, str], resources: Path) -> _Said:
@@ -208,7 +209,7 @@ def _mosaicml(environ: Mapping[str, str], resources: Path) -> _Said:
     world, processes = _optional(environ, 'WORLD_SIZE'), _optional(environ, 'LOCAL_WORLD_SIZE')
     nodes = world // processes if world and processes else None
     if nodes and world and processes and nodes * processes != world:
-        raise ValueError(f'WORLD_SIZE={world} is no multiple of LOCAL_WORLD_SIZE={processes}')
+        raise UserError(f'WORLD_SIZE={world} is no multiple of LOCAL_WORLD_SIZE={processes}')
     return _Said(
         _needed(environ, 'NODE_RANK', "MosaicML's platform"),
         nodes,

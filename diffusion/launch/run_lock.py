@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from diffusion.errors import UserError
 from diffusion.exit_codes import CONFIG_ERROR
 from diffusion.launch import environment
 
@@ -33,7 +34,7 @@ SAME_JOB_SECONDS = 240.0
 wait for five minutes."""
 
 
-class Taken(ValueError):
+class Taken(UserError):
     """Another job has the folder.
 
     Attributes:

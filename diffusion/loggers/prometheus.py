@@ -12,8 +12,9 @@ from composer.core import State
 from composer.loggers import Logger, LoggerDestination
 from composer.utils import dist
 
-from diffusion.storage.atomic import write_whole
+from diffusion.errors import UserError
 from diffusion.loggers.metrics_file import is_number
+from diffusion.storage.atomic import write_whole
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ class PrometheusFile(_Latest):
     def __init__(self, path: str, *, every_seconds: float = 15.0) -> None:
         super().__init__(every_seconds=every_seconds)
         if not path.endswith('.prom'):
-            raise ValueError(f'prometheus_file.path: {path!r} must end in .prom; the collector reads no other files')
+            raise UserError(f'prometheus_file.path: {path!r} must end in .prom; the collector reads no other files')
         self.path = Path(path)
 
     def give(self, run: str, metrics: dict[str, float]) -> None:

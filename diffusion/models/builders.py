@@ -8,6 +8,7 @@ from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, PreTrainedTokenizerBase
 
+from diffusion.errors import UserError
 from diffusion.models import sd2_config
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.objective import Objective
@@ -178,5 +179,5 @@ def _load_vae(source: str) -> AutoencoderKL:
 def _latent_size(resolution: int, vae: AutoencoderKL) -> int:
     cell = downsampling(vae)
     if resolution <= 0 or resolution % cell:
-        raise ValueError(f'resolution: {resolution} px is not a multiple of {cell} px, the size of a latent cell')
+        raise UserError(f'resolution: {resolution} px is not a multiple of {cell} px, the size of a latent cell')
     return resolution // cell

@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from diffusion.models.pretrained import TextConditioner, downsampling
-from diffusion.planning.encoders import run_clip_text, run_vae_encoder
 from diffusion.planning.cost_tape import Tape
+from diffusion.planning.encoders import run_clip_text, run_vae_encoder
 from diffusion.planning.unet import run_unet
 
 

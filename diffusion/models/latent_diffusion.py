@@ -17,9 +17,9 @@ from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric
 
+from diffusion.errors import UserError
 from diffusion.models import batch_keys
 from diffusion.models.flops import FlopCount, text_encoder_flops, vae_encoder_flops
-from diffusion.models.randomness import Draws, Purpose, draws_for
 from diffusion.models.objective import Objective, diffuse, loss_weight, target
 from diffusion.models.pretrained import (
     TextConditioner,
@@ -29,6 +29,7 @@ from diffusion.models.pretrained import (
     reconstruct,
     tokenize,
 )
+from diffusion.models.randomness import Draws, Purpose, draws_for
 from diffusion.models.sampler import guide, inference_scheduler, sample_latents
 from diffusion.models.stage_hooks import stage
 
@@ -57,9 +58,9 @@ class ValidationLoss(MeanMetric):
 class LatentDiffusion(ComposerModel):
     """A text-to-image latent diffusion model, trained by Composer.
 
-    A batch holds, under the names of `diffusion.models.batch_keys`, pictures or precomputed latents, and tokens. Randomness is
-    keyed by the samples' ids, epochs and batches; a batch without ids (another project's loader) gets its ids from
-    torch's generator.
+    A batch holds, under the names of `diffusion.models.batch_keys`, images or precomputed latents, and tokens.
+    Randomness is keyed by the samples' ids, epochs and batches; a batch without ids (another project's loader) gets
+    its ids from torch's generator.
 
     The VAE, and the text encoders unless they are trained, are not sub-modules: they have no place in `parameters()`,
     in checkpoints or in DDP's and FSDP's bookkeeping, but they follow the model from device to device.
@@ -105,9 +106,9 @@ class LatentDiffusion(ComposerModel):
         super().__init__()
         _check_parts(denoiser, vae, text)
         if not 0 <= caption_dropout <= 1:
-            raise ValueError(f'caption_dropout: {caption_dropout} is not a share in [0, 1]')
+            raise UserError(f'caption_dropout: {caption_dropout} is not a share in [0, 1]')
         if caption_dropout_mode not in CAPTION_DROPOUT_MODES:
-            raise ValueError(f'caption_dropout_mode: {caption_dropout_mode!r}; use empty or zeros')
+            raise UserError(f'caption_dropout_mode: {caption_dropout_mode!r}; use empty or zeros')
         self.denoiser = denoiser
         denoiser.fsdp_wrap_fn = is_block  # type: ignore[assignment]
         self.objective = objective or Objective()
@@ -207,7 +208,9 @@ class LatentDiffusion(ComposerModel):
         elif batch_keys.IMAGE in batch:
             moments = self.encode(batch[batch_keys.IMAGE])
         else:
-            raise ValueError(f'batch: it holds {sorted(batch)}; one of {batch_keys.IMAGE}, {batch_keys.LATENT_MOMENTS} is needed')
+            raise UserError(
+                f'batch: it holds {sorted(batch)}; one of {batch_keys.IMAGE}, {batch_keys.LATENT_MOMENTS} is needed'
+            )
         latent_channels = self.vae.config['latent_channels']
         mean, log_variance = moments[:, :latent_channels], moments[:, latent_channels:]
         if draws is not None and self.posterior == 'sample' and log_variance.shape[1]:
@@ -218,7 +221,7 @@ class LatentDiffusion(ComposerModel):
     def encode(self, images: Tensor) -> Tensor:
         """Mean and log-variance of the VAE's posterior, float32 [B, 2C, H, W], of pictures uint8 [B, 3, 8H, 8W]."""
         if images.dtype != torch.uint8:
-            raise ValueError(f'{batch_keys.IMAGE}: dtype {images.dtype}; pictures travel as uint8 in [0, 255]')
+            raise UserError(f'{batch_keys.IMAGE}: dtype {images.dtype}; pictures travel as uint8 in [0, 255]')
         vae = self.vae
         with self._encoding(images.device):
             pixels = (images.float() / 127.5 - 1).to(vae.dtype)
@@ -306,10 +309,10 @@ class LatentDiffusion(ComposerModel):
         """
         prompts = list(prompts)
         if not prompts or isinstance(prompts, str):
-            raise ValueError('prompts: give at least one caption')
+            raise UserError('prompts: give at least one caption')
         seeds = list(range(len(prompts))) if seeds is None else list(seeds)
         if len(seeds) != len(prompts):
-            raise ValueError(f'seeds: {len(seeds)} seeds for {len(prompts)} prompts; give one a picture')
+            raise UserError(f'seeds: {len(seeds)} seeds for {len(prompts)} prompts; give one a picture')
         if latents is None:
             shape = self._latent_shape(size)
             latents = draws_for(seeds, seed=0, device=self.device).normal(Purpose.SAMPLING, shape)
@@ -349,7 +352,9 @@ class LatentDiffusion(ComposerModel):
         if sample_id is None:
             sample_id = torch.randint(2**32, (size,), device=self.device)
         zeros = torch.zeros_like(sample_id)
-        draws = Draws(self.seed, sample_id, batch.get(batch_keys.EPOCH, zeros), batch.get(batch_keys.BATCH_INDEX, zeros))
+        draws = Draws(
+            self.seed, sample_id, batch.get(batch_keys.EPOCH, zeros), batch.get(batch_keys.BATCH_INDEX, zeros)
+        )
         return draws.at_once(self._words_of_a_step(batch))
 
     def _words_of_a_step(self, batch: Mapping[str, Tensor]) -> dict[Purpose, int]:
@@ -389,7 +394,7 @@ class LatentDiffusion(ComposerModel):
             return draws.integers(Purpose.TIMESTEP, steps)
         quantiles = batch.get(batch_keys.TIMESTEP_QUANTILE)
         if quantiles is None:
-            raise ValueError(
+            raise UserError(
                 f'batch: it has no {batch_keys.TIMESTEP_QUANTILE}, which objective.timesteps: stratified needs; take a '
                 'BucketedLoader with stratified=True, or timesteps: uniform'
             )
@@ -465,7 +470,7 @@ class LatentDiffusion(ComposerModel):
         cell = downsampling(self.vae)
         height, width = size or (self.denoiser.config['sample_size'] * cell,) * 2
         if height % cell or width % cell:
-            raise ValueError(f'size: {height}x{width} is not a multiple of {cell} pixels, the size of a latent cell')
+            raise UserError(f'size: {height}x{width} is not a multiple of {cell} pixels, the size of a latent cell')
         return self.vae.config['latent_channels'], height // cell, width // cell
 
 
@@ -492,7 +497,7 @@ def encoder_precision(name: str) -> torch.dtype:
         return torch.float16 if torch.cuda.is_available() else torch.float32
     dtypes = {'float32': torch.float32, 'float16': torch.float16, 'bfloat16': torch.bfloat16}
     if name not in dtypes:
-        raise ValueError(f'encoder_dtype: {name!r}; use one of auto, {", ".join(dtypes)}')
+        raise UserError(f'encoder_dtype: {name!r}; use one of auto, {", ".join(dtypes)}')
     return dtypes[name]
 
 
@@ -520,10 +525,10 @@ def is_block(module: nn.Module) -> bool:
 def _check_parts(denoiser: UNet2DConditionModel, vae: AutoencoderKL, text: TextConditioner) -> None:
     channels = vae.config['latent_channels']
     if denoiser.config['in_channels'] != channels or denoiser.config['out_channels'] != channels:
-        raise ValueError(
+        raise UserError(
             f'denoiser: {denoiser.config["in_channels"]} channels in and {denoiser.config["out_channels"]} out, '
             f'but the VAE has {channels} latent channels; build the denoiser for this VAE'
         )
     width = denoiser.config['cross_attention_dim']
     if width != text.width:
-        raise ValueError(f'denoiser: cross_attention_dim {width}, but the text encoders give {text.width}')
+        raise UserError(f'denoiser: cross_attention_dim {width}, but the text encoders give {text.width}')

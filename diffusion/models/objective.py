@@ -11,6 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from diffusion.errors import UserError
+
 PREDICTION_TYPES = ('epsilon', 'v_prediction', 'sample')
 BETA_SCHEDULES = ('scaled_linear', 'linear', 'cosine')
 TIMESTEPS = ('uniform', 'stratified')
@@ -44,19 +46,19 @@ class Objective:
 
     def __post_init__(self) -> None:
         if self.prediction_type not in PREDICTION_TYPES:
-            raise ValueError(f'prediction_type: {self.prediction_type!r}; use one of {", ".join(PREDICTION_TYPES)}')
+            raise UserError(f'prediction_type: {self.prediction_type!r}; use one of {", ".join(PREDICTION_TYPES)}')
         if self.beta_schedule not in BETA_SCHEDULES:
-            raise ValueError(f'beta_schedule: {self.beta_schedule!r}; use one of {", ".join(BETA_SCHEDULES)}')
+            raise UserError(f'beta_schedule: {self.beta_schedule!r}; use one of {", ".join(BETA_SCHEDULES)}')
         if self.timesteps not in TIMESTEPS:
-            raise ValueError(f'timesteps: {self.timesteps!r}; use one of {", ".join(TIMESTEPS)}')
+            raise UserError(f'timesteps: {self.timesteps!r}; use one of {", ".join(TIMESTEPS)}')
         if self.zero_terminal_snr and self.prediction_type == 'epsilon':
-            raise ValueError(
+            raise UserError(
                 'zero_terminal_snr: epsilon says nothing about x at zero SNR; use prediction_type: v_prediction'
             )
         if self.min_snr_gamma is not None and self.min_snr_gamma <= 0:
-            raise ValueError(f'min_snr_gamma: {self.min_snr_gamma} is not positive; 5 is usual, null turns it off')
+            raise UserError(f'min_snr_gamma: {self.min_snr_gamma} is not positive; 5 is usual, null turns it off')
         if self.snr_shift <= 0:
-            raise ValueError(f'snr_shift: {self.snr_shift} is not positive; 1 leaves the schedule alone')
+            raise UserError(f'snr_shift: {self.snr_shift} is not positive; 1 leaves the schedule alone')
 
     def betas(self) -> Tensor:
         """Noise variances of the steps, float64 [T], shift and rescaling included."""

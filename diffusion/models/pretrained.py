@@ -19,6 +19,7 @@ from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTokenizer, PreTrainedTokenizerBase
 
+from diffusion.errors import UserError
 from diffusion.models.clip_tokens import token_ids
 
 Loadable = TypeVar('Loadable')
@@ -34,7 +35,7 @@ def load_pretrained(part: type[Loadable], source: str, *, subfolder: str, revisi
         revision: Commit of the repository; ignored for a local folder.
 
     Raises:
-        ValueError: The files are not there or the Hub can't be reached.
+        UserError: The files are not there or the Hub can't be reached.
     """
     local = Path(source).is_dir()
     options: dict[str, Any] = {} if local else {'revision': revision}
@@ -49,7 +50,7 @@ def load_pretrained(part: type[Loadable], source: str, *, subfolder: str, revisi
         at = f' at revision {revision}' if revision and not local else ''
         place = 'this folder' if local else 'the Hugging Face Hub'
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ValueError(
+        raise UserError(
             f'{wanted}: {part.__name__}{at} could not be loaded from {place} ({reason}); '
             'give the path of a local folder written by save_pretrained instead, with the sub-folders '
             'vae/, text_encoder/ and tokenizer/ (model.pretrained=/path/to/folder)'
@@ -96,13 +97,13 @@ class TextConditioner(nn.Module):
         super().__init__()
         lengths = {tokenizer.model_max_length for tokenizer in tokenizers}
         if len(encoders) != len(tokenizers) or not encoders or len(lengths) != 1:
-            raise ValueError(
+            raise UserError(
                 f'text encoders: {len(encoders)} encoders with {len(tokenizers)} tokenizers of lengths '
                 f'{sorted(lengths)}; give one tokenizer an encoder, all of one length'
             )
         for encoder, tokenizer in zip(encoders, tokenizers, strict=True):
             if len(tokenizer) > encoder.config.vocab_size:
-                raise ValueError(
+                raise UserError(
                     f'tokenizer: it has {len(tokenizer)} tokens, its text encoder embeds {encoder.config.vocab_size}; '
                     'load both from the same place'
                 )
@@ -117,7 +118,7 @@ class TextConditioner(nn.Module):
     def forward(self, input_ids: Tensor) -> Tensor:
         """Conditioning [B, L, D] of tokens [B, E, L]."""
         if input_ids.ndim != 3 or input_ids.shape[1] != len(self.encoders):
-            raise ValueError(
+            raise UserError(
                 f'input_ids: shape {tuple(input_ids.shape)}; '
                 f'expected [batch, {len(self.encoders)} text encoders, tokens]'
             )
@@ -141,7 +142,7 @@ def latent_statistics(vae: AutoencoderKL) -> tuple[Tensor, Tensor]:
     mean = config.get('latents_mean') or [config.get('shift_factor') or 0.0] * channels
     std = config.get('latents_std') or [1.0] * channels
     if len(mean) != channels or len(std) != channels:
-        raise ValueError(
+        raise UserError(
             f'vae: latents_mean and latents_std have {len(mean)} and {len(std)} values for {channels} channels'
         )
     return torch.tensor(mean, device='cpu'), torch.tensor(std, device='cpu') / config['scaling_factor']

@@ -16,6 +16,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from diffusion.errors import UserError
+
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -128,7 +130,7 @@ class Draws:
 
     def _make(self, counts: tuple[tuple[Purpose, int], ...]) -> dict[Purpose, Tensor]:
         if not 0 <= self.seed <= _MASK:
-            raise ValueError(f'seed: {self.seed} is not in [0, 2**32)')
+            raise UserError(f'seed: {self.seed} is not in [0, 2**32)')
         blocks, keys = _layout(self.seed, counts, self.sample_id.device)
         shape = (len(self.sample_id), len(blocks))
         c0, c2 = blocks.expand(shape), (self.epoch[:, None] & _MASK).expand(shape)

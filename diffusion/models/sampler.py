@@ -12,6 +12,7 @@ import diffusers.schedulers
 import torch
 from torch import Tensor
 
+from diffusion.errors import UserError
 from diffusion.models.objective import Objective
 
 Denoise = Callable[[Tensor, Tensor], Tensor]
@@ -40,18 +41,16 @@ def inference_scheduler(name: str, objective: Objective) -> Any:
     accepted = inspect.signature(found.__init__).parameters
     config = objective.scheduler_config()
     if objective.zero_terminal_snr and 'rescale_betas_zero_snr' not in accepted:
-        raise ValueError(
+        raise UserError(
             f'noise_scheduler: {name} has no rescale_betas_zero_snr, which this model (zero_terminal_snr) needs; '
             'use ddim'
         )
     if 'trained_betas' in config and 'trained_betas' not in accepted:
-        raise ValueError(
-            f'noise_scheduler: {name} takes no trained_betas, which this model (snr_shift) needs; use ddim'
-        )
+        raise UserError(f'noise_scheduler: {name} takes no trained_betas, which this model (snr_shift) needs; use ddim')
     try:
         return found(**{key: value for key, value in config.items() if key in accepted})
     except ImportError as error:
-        raise ValueError(f'noise_scheduler: {name} needs a package that is missing: {str(error).strip()}') from error
+        raise UserError(f'noise_scheduler: {name} needs a package that is missing: {str(error).strip()}') from error
 
 
 def scheduler_class(name: str) -> Any:
@@ -60,7 +59,7 @@ def scheduler_class(name: str) -> Any:
     if class_name not in known:
         near = difflib.get_close_matches(name, [*SHORT_NAMES, *known], n=1)
         hint = f'did you mean {near[0]!r}? ' if near else ''
-        raise ValueError(f'noise_scheduler: {name!r} is unknown; {hint}short names: {", ".join(SHORT_NAMES)}')
+        raise UserError(f'noise_scheduler: {name!r} is unknown; {hint}short names: {", ".join(SHORT_NAMES)}')
     return getattr(diffusers.schedulers, class_name)
 
 

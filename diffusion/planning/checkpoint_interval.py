@@ -6,9 +6,9 @@ The interval is Young's (1974), sqrt(2 x stall x MTBF); what remains is Daly's c
 import math
 from dataclasses import dataclass
 
+from diffusion.planning.cost_tape import FLOAT32
 from diffusion.planning.memory import averages_of
 from diffusion.planning.workload import Phase
-from diffusion.planning.cost_tape import FLOAT32
 
 LLAMA3_HOURS_BETWEEN_FAILURES = 54 * 24 / 419
 LLAMA3_GPUS = 16_384

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+from diffusion.errors import UserError
+
 ENCODINGS = ('pictures', 'latents', 'latents+text')
 
 
@@ -40,12 +42,12 @@ def run(args: argparse.Namespace) -> int:
     """Print the plan.
 
     Raises:
-        ValueError: A recipe, or what is said of the cluster, is wrong.
+        UserError: A recipe, or what is said of the cluster, is wrong.
     """
     from diffusion.planning.gpus import find_gpu, load_gpus
     from diffusion.planning.plan import Assumptions, load_phases, make_plan, measured_in
-    from diffusion.planning.plan_table import as_text
     from diffusion.planning.plan_json import as_values
+    from diffusion.planning.plan_table import as_text
 
     words = [*args.recipes, *args.overrides]
     paths = [word for word in words if '=' not in word]
@@ -63,9 +65,9 @@ def run(args: argparse.Namespace) -> int:
         **({} if args.restart is None else {'restart_seconds': args.restart}),
     )
     if not paths:
-        raise ValueError('plan: no recipe is given; name a YAML file, such as yamls/phase1.yaml')
+        raise UserError('plan: no recipe is given; name a YAML file, such as yamls/phase1.yaml')
     if args.images_per_second is not None and len(paths) > 1:
-        raise ValueError(
+        raise UserError(
             '--images-per-second: it is the speed of one recipe; plan the others on their own, or use --mfu'
         )
     phases = load_phases(paths, overrides, samples=args.samples or (), encoding=args.stored)

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diffusion.config.checks import check_devices
-from diffusion.storage.atomic import becoming
+from diffusion.planning.plan import Assumptions, Plan, speed_under
 from diffusion.planning.run_cost import Cost, training_cost
 from diffusion.planning.workload import Phase
-from diffusion.planning.plan import Assumptions, Plan, speed_under
+from diffusion.storage.atomic import becoming
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from diffusion.errors import UserError
 from diffusion.planning.cost_tape import FLOAT32, Activation, Tape
 
 VAE_DEFAULTS: dict[str, Any] = {
@@ -95,5 +96,5 @@ def _middle(tape: Tape, x: Activation, settings: Mapping[str, Any]) -> Activatio
 def _vae_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     for kind in (*config.get('down_block_types', ()), *config.get('up_block_types', ())):
         if kind not in VAE_BLOCKS:
-            raise ValueError(f'VAE: blocks of type {kind} are not counted; known: {", ".join(sorted(VAE_BLOCKS))}')
+            raise UserError(f'VAE: blocks of type {kind} are not counted; known: {", ".join(sorted(VAE_BLOCKS))}')
     return VAE_DEFAULTS | {key: value for key, value in config.items() if key in VAE_DEFAULTS}

@@ -7,6 +7,7 @@ from typing import Any
 
 from diffusion.config.schema import Gatherer, build, field_docs, join, nearest
 from diffusion.config.yaml_files import UnreadableYAML, read_yaml
+from diffusion.errors import UserError
 
 SHIPPED = Path(__file__).with_name('gpus.yaml')
 STALE_DAYS = 180
@@ -39,10 +40,10 @@ class GPU:
         """Dense peak in FLOP/s.
 
         Raises:
-            ValueError: It does not compute in this precision.
+            UserError: It does not compute in this precision.
         """
         if precision not in self.peak_tflops:
-            raise ValueError(
+            raise UserError(
                 f'--gpu {self.name}: it has no {precision} (it has {", ".join(self.peak_tflops)}); '
                 'use another GPU, or another trainer.precision'
             )
@@ -65,7 +66,7 @@ def load_gpus(path: Path | None = None) -> dict[str, GPU]:
     """The GPUs that ship with the package, and those of a file, which come first where both name one.
 
     Raises:
-        ValueError: A file is not as gpus.yaml is.
+        UserError: A file is not as gpus.yaml is.
     """
     found = _read(SHIPPED)
     return found if path is None else found | _read(path)
@@ -80,14 +81,14 @@ def find_gpu(name: str, gpus: dict[str, GPU], *, or_file: bool = True) -> GPU:
         or_file: Whether the command takes a file of others, which the error then names.
 
     Raises:
-        ValueError: There is none; suggests the nearest.
+        UserError: There is none; suggests the nearest.
     """
     key = name.lower().replace('_', '-')
     if key not in gpus:
         starts = [known for known in gpus if key and known.startswith(key)]
         hint = f'did you mean {" or ".join(starts)}?' if starts else nearest(key, gpus)
         file = ' (or describe it in a file: --gpus-file)' if or_file else ''
-        raise ValueError(f'--gpu: no GPU is called {name!r}; {hint}{file}')
+        raise UserError(f'--gpu: no GPU is called {name!r}; {hint}{file}')
     return gpus[key]
 
 
@@ -95,7 +96,7 @@ def _read(path: Path) -> dict[str, GPU]:
     try:
         content = read_yaml(path)
     except UnreadableYAML as error:
-        raise ValueError(f'--gpus-file: {error}') from error
+        raise UserError(f'--gpus-file: {error}') from error
     gather, gpus = Gatherer(), {}
     for key, entry in content.items():
         values: Any = {**entry, 'name': str(key)} if isinstance(entry, dict) else entry
@@ -105,7 +106,7 @@ def _read(path: Path) -> dict[str, GPU]:
         gpus[str(key).lower()] = gpu
     if gather.problems:
         lines = '\n  '.join(str(problem) for problem in gather.problems)
-        raise ValueError(f'{path}:\n  {lines}')
+        raise UserError(f'{path}:\n  {lines}')
     return gpus
 
 

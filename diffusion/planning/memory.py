@@ -8,10 +8,10 @@ which is counted. What cuDNN and NCCL take for themselves, and fragments, are an
 
 from dataclasses import asdict, dataclass, replace
 
+from diffusion.config.recipe import ParallelismConfig
+from diffusion.planning.cost_tape import AMP_LOW_NORMS, FLOAT32, HALF, Precision, Tape
 from diffusion.planning.gpus import GPU
 from diffusion.planning.workload import Phase
-from diffusion.planning.cost_tape import AMP_LOW_NORMS, FLOAT32, HALF, Precision, Tape
-from diffusion.config.recipe import ParallelismConfig
 
 GIB = 2**30
 CONTEXT_BYTES = 1.5 * GIB

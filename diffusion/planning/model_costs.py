@@ -8,11 +8,12 @@ from typing import Any
 
 from diffusion.config import registry
 from diffusion.config.image_shapes import Shape, square
+from diffusion.config.signatures import defaults_of_source
+from diffusion.errors import UserError
 from diffusion.models import sd2_config
 from diffusion.planning import encoders
 from diffusion.planning.cost_tape import AMP_LOW_NORMS, Precision, Tape
 from diffusion.planning.unet import run_unet
-from diffusion.config.signatures import defaults_of_source
 
 _ANY_SHAPE = square(512)
 """For counting what does not depend on it."""
@@ -35,7 +36,7 @@ class Model:
     def check_shape(self, shape: Shape) -> None:
         cell = encoders.downsampling(self.vae)
         if shape.width % cell or shape.height % cell:
-            raise ValueError(f'streams: {shape} px is not a multiple of {cell} px, the size of a latent cell')
+            raise UserError(f'streams: {shape} px is not a multiple of {cell} px, the size of a latent cell')
 
     def denoise(self, shape: Shape, precision: Precision = AMP_LOW_NORMS, *, compiles: bool = False) -> Tape:
         """The denoiser's pass over one sample; none of it for a VAE alone."""
@@ -108,10 +109,10 @@ def describe(name: str, kwargs: Mapping[str, Any]) -> Model:
     """What a recipe's model is made of.
 
     Raises:
-        ValueError: The plan does not know this model.
+        UserError: The plan does not know this model.
     """
     if name not in _DESCRIBERS:
-        raise ValueError(
+        raise UserError(
             f'model.name: the plan does not know what {name!r} is made of (it knows {", ".join(sorted(_DESCRIBERS))}); '
             f"say it in a function under @diffusion.planning.model_costs.describes('{name}') in a module of `imports`"
         )
@@ -195,6 +196,6 @@ def _read(place: str, part: str, notes: list[str]) -> dict[str, Any] | None:
             try:
                 return json.loads(path.read_text(encoding='utf-8'))
             except ValueError as error:
-                raise ValueError(f'{path}: not JSON ({error}); was the folder written by save_pretrained?') from error
+                raise UserError(f'{path}: not JSON ({error}); was the folder written by save_pretrained?') from error
     notes.append(f"{place} is not a local folder with a {part}; counted as this model's usual one")
     return None

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from diffusion.config.checks import check_devices
 from diffusion.config.load import RecipeError, load
+from diffusion.errors import UserError
 from diffusion.planning import published_runs
 from diffusion.planning.checkpoint_interval import (
     RESTART_SECONDS,
@@ -16,12 +17,12 @@ from diffusion.planning.checkpoint_interval import (
     resilience_of,
     sizes_of,
 )
-from diffusion.planning.run_cost import Cost, cost_of_hours, precompute_cost, training_cost
+from diffusion.planning.data_volume import Storage, storage_of
 from diffusion.planning.gpus import GPU
 from diffusion.planning.memory import GIB, Memory, Setup, fits, largest_microbatch, memory_of, strategies, ways_out
-from diffusion.planning.workload import ENCODINGS, Encoding, Phase, phase_of
-from diffusion.planning.data_volume import Storage, storage_of
+from diffusion.planning.run_cost import Cost, cost_of_hours, precompute_cost, training_cost
 from diffusion.planning.throughput import Measured, Speed, read_run, speed_of
+from diffusion.planning.workload import ENCODINGS, Encoding, Phase, phase_of
 
 HOPELESS_GOODPUT = 0.01
 """Less of the time than this, and the plan says so instead of centuries."""
@@ -138,10 +139,10 @@ def load_phases(
         encoding: What is stored of them, if something else than the recipes say.
 
     Raises:
-        ValueError: A recipe is wrong, or says too little to plan with.
+        UserError: A recipe is wrong, or says too little to plan with.
     """
     if len(samples) not in (0, 1, len(paths)):
-        raise ValueError(f'--samples: {len(samples)} numbers for {len(paths)} recipes; give one, or one a recipe')
+        raise UserError(f'--samples: {len(samples)} numbers for {len(paths)} recipes; give one, or one a recipe')
     counts = list(samples) * len(paths) if len(samples) == 1 else list(samples) or [None] * len(paths)
     phases = []
     for path, count in zip(paths, counts, strict=True):
@@ -149,7 +150,7 @@ def load_phases(
         try:
             phases.append(phase_of(recipe, samples=count, encoding=encoding))
         except ValueError as error:
-            raise ValueError(f'{path}: {error}') from error
+            raise UserError(f'{path}: {error}') from error
     return phases
 
 
@@ -160,7 +161,7 @@ def make_plan(
 
     Raises:
         RecipeError: A batch does not divide over the GPUs.
-        ValueError: The GPU does not compute in a recipe's precision.
+        UserError: The GPU does not compute in a recipe's precision.
     """
     for phase in phases:
         problems = check_devices(phase.recipe, given.gpus)
@@ -176,13 +177,13 @@ def measured_in(run: Path) -> Measured:
     """Throughput of a run of ours, and the work that it was throughput of, by the recipe beside its metrics."""
     recipe = run / 'recipe.yaml'
     if not recipe.is_file():
-        raise ValueError(f'--from-run: {run} has no recipe.yaml; give the folder of a run, such as runs/phase1')
+        raise UserError(f'--from-run: {run} has no recipe.yaml; give the folder of a run, such as runs/phase1')
     return read_run(run, phase_of(load(recipe, allow_missing=True)).flops())
 
 
 def _check_progress(saving: Resilience) -> None:
     if saving.goodput < HOPELESS_GOODPUT:
-        raise ValueError(
+        raise UserError(
             f'--mtbf: a failure every {3600 * saving.mtbf_hours:.0f} s leaves nothing of a run that restarts in '
             f'{saving.restart_seconds:.0f} s and saves in {saving.stall_seconds:.0f} s; are all three in their units?'
         )
@@ -299,7 +300,7 @@ def _notes(plans: Sequence[PhasePlan], given: Assumptions) -> tuple[str, ...]:
     if work == published_runs.SAMPLES.keys() and given.gpu.name.startswith('a100') and len(plans) == len(work):
         hours = published_runs.TRAINING_HOURS + published_runs.PRECOMPUTE_HOURS
         found.append(
-            f'MosaicML took {published_runs.TRAINING_HOURS:,} A100-hours to train and {published_runs.PRECOMPUTE_HOURS:,} to '
-            f'precompute: {hours:,}, ${2 * hours:,} at $2 an hour'
+            f'MosaicML took {published_runs.TRAINING_HOURS:,} A100-hours to train and '
+            f'{published_runs.PRECOMPUTE_HOURS:,} to precompute: {hours:,}, ${2 * hours:,} at $2 an hour'
         )
     return tuple(found)

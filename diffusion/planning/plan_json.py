@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from diffusion.planning.run_cost import Cost
 from diffusion.planning.plan import Alternative, Fit, PhasePlan, Plan
+from diffusion.planning.run_cost import Cost
 
 
 def as_values(plan: Plan) -> dict[str, Any]:

@@ -2,10 +2,10 @@
 
 from collections.abc import Collection, Sequence
 
-from diffusion.planning.run_cost import Cost
 from diffusion.planning.memory import GIB
-from diffusion.planning.workload import Phase
 from diffusion.planning.plan import Plan
+from diffusion.planning.run_cost import Cost
+from diffusion.planning.workload import Phase
 
 PARTS = {
     'weights': 'weights',

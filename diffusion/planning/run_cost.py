@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from diffusion.planning.gpus import GPU
-from diffusion.planning.workload import Encoding, Phase
 from diffusion.planning.throughput import PRECOMPUTE_MFU, Speed
+from diffusion.planning.workload import Encoding, Phase
 
 HOUR = 3600
 

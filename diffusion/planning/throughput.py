@@ -6,6 +6,7 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
+from diffusion.errors import UserError
 from diffusion.planning import published_runs
 from diffusion.planning.gpus import GPU
 from diffusion.planning.workload import Encoding, Phase
@@ -87,14 +88,14 @@ def read_run(folder: Path, flops_per_image: float) -> Measured:
         flops_per_image: What a picture asked for in that run.
 
     Raises:
-        ValueError: There is no such file, or no throughput in it.
+        UserError: There is no such file, or no throughput in it.
     """
     path = folder / 'metrics.jsonl'
     values: list[float] = []
     try:
         lines = path.read_text(encoding='utf-8').splitlines()
     except OSError as error:
-        raise ValueError(
+        raise UserError(
             f'--from-run: {path} cannot be read ({error.strerror}); give the folder of a run with loggers.metrics_file'
         ) from error
     for line in lines:
@@ -105,7 +106,7 @@ def read_run(folder: Path, flops_per_image: float) -> Measured:
         if value is not None and math.isfinite(value) and value > 0:
             values.append(value)
     if not values:
-        raise ValueError(
+        raise UserError(
             f'--from-run: {path} has no {THROUGHPUT}; it is there after the first window of callbacks.breakdown, or of '
             'speed_monitor'
         )

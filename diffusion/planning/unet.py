@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from diffusion.errors import UserError
 from diffusion.planning.cost_tape import FLOAT32, Activation, Tape
 
 SUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -60,7 +61,7 @@ def run_unet(tape: Tape, config: Mapping[str, Any], *, height: int, width: int, 
         text_length: L, tokens of the condition.
 
     Raises:
-        ValueError: The configuration has a part that is not known here.
+        UserError: The configuration has a part that is not known here.
     """
     _check(config)
     settings = DEFAULTS | {key: value for key, value in config.items() if key in DEFAULTS}
@@ -177,11 +178,11 @@ def _check(config: Mapping[str, Any]) -> None:
     for key, known in SUPPORTED.items():
         value = config.get(key, known[0])
         if not any(value == choice and type(value) is type(choice) for choice in known):
-            raise ValueError(f'U-Net: {key}={value!r} is not counted; {key} may be {_list(known)}')
+            raise UserError(f'U-Net: {key}={value!r} is not counted; {key} may be {_list(known)}')
     blocks = [*config.get('down_block_types', ()), *config.get('up_block_types', ())]
     for kind in blocks:
         if kind not in BLOCKS:
-            raise ValueError(f'U-Net: blocks of type {kind} are not counted; known: {", ".join(sorted(BLOCKS))}')
+            raise UserError(f'U-Net: blocks of type {kind} are not counted; known: {", ".join(sorted(BLOCKS))}')
 
 
 def _per_level(value: Any, levels: int) -> Sequence[Any]:

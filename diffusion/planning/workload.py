@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from diffusion.config.image_shapes import Shape, read_buckets
-from diffusion.planning import published_runs
-from diffusion.planning.model_costs import Model, describe
-from diffusion.planning.cost_tape import AMP, AMP_LOW_NORMS, FULL, Precision
+from diffusion.config.performance_preset import chosen
 from diffusion.config.recipe import Recipe, SpeedConfig, StreamConfig
 from diffusion.config.schema import MISSING
-from diffusion.config.performance_preset import chosen
+from diffusion.errors import UserError
+from diffusion.planning import published_runs
+from diffusion.planning.cost_tape import AMP, AMP_LOW_NORMS, FULL, Precision
+from diffusion.planning.model_costs import Model, describe
 
 Encoding = Literal['pictures', 'latents', 'latents+text']
 ENCODINGS: tuple[Encoding, ...] = ('pictures', 'latents', 'latents+text')
@@ -143,12 +144,12 @@ def phase_of(recipe: Recipe, *, samples: int | None = None, encoding: Encoding |
         encoding: What is stored, if something else than the recipe says.
 
     Raises:
-        ValueError: It says too little, or names a model that the plan does not know.
+        UserError: It says too little, or names a model that the plan does not know.
     """
     if recipe.task != 'train':
-        raise ValueError(f'task: the plan is for training, not {recipe.task}; leave it out')
+        raise UserError(f'task: the plan is for training, not {recipe.task}; leave it out')
     if not isinstance(recipe.global_batch, int):
-        raise ValueError('global_batch: is still ???; give it, such as global_batch=2048')
+        raise UserError('global_batch: is still ???; give it, such as global_batch=2048')
     model = describe(recipe.model.name, recipe.model.kwargs)
     notes = list(model.notes)
     shapes, known, stored = _data(recipe, notes)
@@ -156,9 +157,9 @@ def phase_of(recipe: Recipe, *, samples: int | None = None, encoding: Encoding |
         model.check_shape(shape)
     own = _encoding(recipe, model)
     if encoding == 'latents+text' and model.trains_text:
-        raise ValueError('--stored latents+text: this recipe trains its text encoder; store latents')
+        raise UserError('--stored latents+text: this recipe trains its text encoder; store latents')
     if encoding not in (None, 'pictures') and model.denoiser is None:
-        raise ValueError(f'--stored {encoding}: {recipe.model.name} trains on pictures')
+        raise UserError(f'--stored {encoding}: {recipe.model.name} trains on pictures')
     samples = known if samples is None else samples
     batches = _batches(recipe.trainer.get('max_duration'), recipe.global_batch, recipe.loader.epoch_size or samples)
     if samples is None:
@@ -183,21 +184,21 @@ def phase_of(recipe: Recipe, *, samples: int | None = None, encoding: Encoding |
 def _batches(duration: Any, batch: int, epoch: int | None) -> int:
     where = 'trainer.max_duration'
     if duration is None or duration == MISSING:
-        raise ValueError(f'{where}: is missing; say how long to train, such as 550000ba')
+        raise UserError(f'{where}: is missing; say how long to train, such as 550000ba')
     match = re.fullmatch(r'(\d+(?:\.\d+)?)(ba|ep|sp)', str(duration))
     if match is None:
-        raise ValueError(f'{where}: {duration!r} says no number of batches; give batches (550000ba), epochs or samples')
+        raise UserError(f'{where}: {duration!r} says no number of batches; give batches (550000ba), epochs or samples')
     amount, unit = float(match[1]), match[2]
     if unit == 'ep':
         if epoch is None:
-            raise ValueError(
+            raise UserError(
                 f'{where}: {duration} is as long as its epochs, and how many pictures one has is not known here; '
                 'give --samples 790e6, or loader.epoch_size, or batches'
             )
         amount *= epoch // batch
     batches = int(amount if unit != 'sp' else amount / batch)
     if batches <= 0:
-        raise ValueError(f'{where}: {duration} is not a whole batch of {batch}; give at least one')
+        raise UserError(f'{where}: {duration} is not a whole batch of {batch}; give at least one')
     return batches
 
 
@@ -214,7 +215,7 @@ def _data(recipe: Recipe, notes: list[str]) -> tuple[dict[Shape, float], int | N
     sizes: list[float | None] = []
     for name, stream in recipe.streams.items():
         if not isinstance(stream.resolution, int):
-            raise ValueError(f'streams.{name}.resolution: is still ???; give the side in pixels, such as 256')
+            raise UserError(f'streams.{name}.resolution: is still ???; give the side in pixels, such as 256')
         counts[name], size = _local(stream)
         sizes.append(size)
         if counts[name] is None and stream.aspects:

@@ -13,12 +13,11 @@ from torch._C._distributed_c10d import TCPStore
 
 from diffusion.config.load import Recipe, load
 from diffusion.exit_codes import FAILED, PREEMPTED
-from diffusion.storage.atomic import write_whole
-from diffusion.launch import environment
-from diffusion.launch import heartbeat
-from diffusion.preflight import collective_checks
+from diffusion.launch import environment, heartbeat
 from diffusion.launch.findings import Finding, as_json, excuse, status_of, table
+from diffusion.preflight import collective_checks
 from diffusion.preflight.collective_checks import Limits, check_together
+from diffusion.storage.atomic import write_whole
 
 REPORT = 'preflight.json'
 TIMEOUT = datetime.timedelta(minutes=5)
@@ -102,8 +101,8 @@ def check(recipe: Recipe, *, deep: bool) -> list[Finding]:
     kind = os.environ.get(environment.GPU, 'none')
     if os.environ['LOCAL_RANK'] == '0':
         # Imports Streaming, which takes seconds of each process that does.
-        from diffusion.preflight.node_checks import check_node
         from diffusion.launch.gpu_health import load_nvml
+        from diffusion.preflight.node_checks import check_node
 
         processes = int(os.environ['LOCAL_WORLD_SIZE'])
         own = check_node(recipe, kind=kind, processes=processes, nvml=load_nvml())

@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from diffusion.config.image_shapes import BUCKETS
 from diffusion.config.byte_sizes import bytes_text
-from diffusion.storage.download import GaveUp, Source
+from diffusion.config.image_shapes import BUCKETS
+from diffusion.config.recipe import Recipe, StreamConfig
 from diffusion.data.shard_cache import INDEX
 from diffusion.exit_codes import CONFIG_ERROR, FAILED
 from diffusion.launch import environment
-from diffusion.planning.checkpoint_interval import sizes_of
-from diffusion.planning.workload import phase_of
 from diffusion.launch.findings import Finding
 from diffusion.launch.gpu_health import check_gpus
-from diffusion.config.recipe import Recipe, StreamConfig
+from diffusion.planning.checkpoint_interval import sizes_of
+from diffusion.planning.workload import phase_of
+from diffusion.storage.download import GaveUp, Source
 
 SHM = Path('/dev/shm')
 SHM_BYTES = 2**28

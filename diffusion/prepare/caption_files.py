@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from diffusion.errors import UserError
+
 
 @dataclass(frozen=True)
 class CaptionRow:
@@ -24,7 +26,7 @@ def read_rows(file: Path) -> Iterator[CaptionRow]:
     """Rows of a CSV with columns `file` and `caption`, or of a JSONL with `file` and `caption` or `captions`.
 
     Raises:
-        ValueError: The file cannot be read as what its suffix says, or a row lacks something or has another type.
+        UserError: The file cannot be read as what its suffix says, or a row lacks something or has another type.
     """
     for where, row in _rows(file):
         others = {name: value for name, value in row.items() if name not in (None, 'file', 'caption', 'captions')}
@@ -35,13 +37,13 @@ def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Rows with where they stand, 'captions.csv line 7'."""
     readers = {'.csv': _csv_rows, '.jsonl': _jsonl_rows}
     if file.suffix.lower() not in readers:
-        raise ValueError(f'--captions: {file} is neither .csv nor .jsonl')
+        raise UserError(f'--captions: {file} is neither .csv nor .jsonl')
     if not file.is_file():
-        raise ValueError(f'--captions: {file} does not exist')
+        raise UserError(f'--captions: {file} does not exist')
     try:
         yield from readers[file.suffix.lower()](file)
     except UnicodeDecodeError as error:
-        raise ValueError(f'--captions: {file} is not UTF-8 ({error}); save it as UTF-8') from error
+        raise UserError(f'--captions: {file} is not UTF-8 ({error}); save it as UTF-8') from error
 
 
 def _csv_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -51,11 +53,11 @@ def _csv_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             columns = list(reader.fieldnames or [])
             missing = [column for column in ('file', 'caption') if column not in columns]
             if missing:
-                raise ValueError(f'{file.name} line 1: has no column {missing[0]!r} (it has {columns}); name it so')
+                raise UserError(f'{file.name} line 1: has no column {missing[0]!r} (it has {columns}); name it so')
             for row in reader:
                 yield f'{file.name} line {reader.line_num}', row
         except csv.Error as error:
-            raise ValueError(f'{file.name} line {reader.reader.line_num}: is not CSV ({error}); correct it') from error
+            raise UserError(f'{file.name} line {reader.reader.line_num}: is not CSV ({error}); correct it') from error
 
 
 def _jsonl_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -67,26 +69,26 @@ def _jsonl_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             try:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
-                raise ValueError(f'{where}: is not JSON ({error}); write one object a line') from error
+                raise UserError(f'{where}: is not JSON ({error}); write one object a line') from error
             if not isinstance(row, dict):
-                raise ValueError(f'{where}: is {type(row).__name__}, not an object with `file` and `caption`')
+                raise UserError(f'{where}: is {type(row).__name__}, not an object with `file` and `caption`')
             yield where, row
 
 
 def _file_of(row: dict[str, Any], where: str) -> Path:
     file = row.get('file')
     if not isinstance(file, str) or not file:
-        raise ValueError(f'{where}: `file` is {file!r}; give a path relative to the folder of pictures')
+        raise UserError(f'{where}: `file` is {file!r}; give a path relative to the folder of pictures')
     path = Path(os.path.normpath(file))
     if path.is_absolute() or '..' in path.parts:
-        raise ValueError(f'{where}: `file` is {file!r}, outside the folder of pictures; give a path relative to it')
+        raise UserError(f'{where}: `file` is {file!r}, outside the folder of pictures; give a path relative to it')
     return path
 
 
 def _captions_of(row: dict[str, Any], where: str) -> list[str]:
     if 'caption' not in row and 'captions' not in row:
-        raise ValueError(f'{where}: has neither `caption` nor `captions`; it has {sorted(row)}')
+        raise UserError(f'{where}: has neither `caption` nor `captions`; it has {sorted(row)}')
     captions = row['captions'] if 'captions' in row else [row['caption']]
     if not isinstance(captions, list) or not all(isinstance(caption, str) for caption in captions):
-        raise ValueError(f'{where}: the caption is {row.get("captions", row.get("caption"))!r}; it must be text')
+        raise UserError(f'{where}: the caption is {row.get("captions", row.get("caption"))!r}; it must be text')
     return captions

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from diffusion.storage.atomic import becoming
 from diffusion.prepare.counts_report import Rejected
 from diffusion.prepare.sample_table import read_rows
+from diffusion.storage.atomic import becoming
 
 DUPLICATE = 'duplicate'
 REJECTED = -1

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from diffusion.errors import UserError
 from diffusion.prepare.counts_report import Report
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     """Prepare and print the report: 0, or 3 when more was rejected than allowed, or 130 when interrupted.
 
     Raises:
-        ValueError: An argument or input is wrong, or writing failed.
+        UserError: An argument or input is wrong, or writing failed.
     """
     if args.source == 'openmoji':
         return _run_openmoji(args)
@@ -167,7 +168,7 @@ def _run_openmoji(args: argparse.Namespace) -> int:
             overwrite=args.overwrite,
         )
     except OSError as error:
-        raise ValueError(f'{args.out}: {error}; nothing is written, make room or give another --out') from error
+        raise UserError(f'{args.out}: {error}; nothing is written, make room or give another --out') from error
     return _tell(report, args.out)
 
 

@@ -10,16 +10,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from diffusion.storage.atomic import new_unfinished, sync_folder, write_whole
-from diffusion.storage import mds
-from diffusion.prepare.image_decoding import Unfit, clean
-from diffusion.prepare.worker_pool import Note
-from diffusion.prepare.sample_table import Row, write_rows
-from diffusion.prepare.process_sample import take, thumbnail
-from diffusion.prepare.settings import PrepareSettings
+from diffusion.errors import UserError
 from diffusion.prepare.bucket_choice import Buckets
+from diffusion.prepare.image_decoding import Unfit, clean
+from diffusion.prepare.process_sample import take, thumbnail
+from diffusion.prepare.sample_table import Row, write_rows
+from diffusion.prepare.settings import PrepareSettings
 from diffusion.prepare.source import Entry, Part, Source
 from diffusion.prepare.work_dir import read_json, remove
+from diffusion.prepare.worker_pool import Note
+from diffusion.storage import mds
+from diffusion.storage.atomic import new_unfinished, sync_folder, write_whole
 
 SHARD_BYTES = 64 * 10**6
 """Of a part's shards, which are held in memory until they are full."""
@@ -63,7 +64,7 @@ class PartJob:
         """Do it, or return what was done before.
 
         Raises:
-            ValueError: The part cannot be read, or there is no room for what it becomes.
+            UserError: The part cannot be read, or there is no room for what it becomes.
         """
         for attempt in range(ATTEMPTS):
             if self.folder.is_dir():
@@ -74,7 +75,7 @@ class PartJob:
                 # What is not there, or not ours to read, will not come with waiting.
                 lasting = isinstance(error.__cause__, FileNotFoundError | NotADirectoryError | PermissionError)
                 if lasting or attempt == ATTEMPTS - 1:
-                    raise ValueError(
+                    raise UserError(
                         f'{self.name}: cannot be read ({error.__cause__}); put it right and start again: '
                         'what is done is kept'
                     ) from error

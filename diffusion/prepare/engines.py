@@ -18,10 +18,11 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from diffusion.errors import UserError
 from diffusion.prepare.pipeline import Run
-from diffusion.prepare.worker_pool import Job, run_jobs
 from diffusion.prepare.settings import PrepareSettings
 from diffusion.prepare.source import Part, Source
+from diffusion.prepare.worker_pool import Job, run_jobs
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -42,14 +43,14 @@ def run_on_ray(jobs: Iterable[Job], *, workers: int | None = None) -> Iterator[A
         workers: Tasks at a time; None is as many as the cluster has cores.
 
     Raises:
-        ValueError: Ray is not installed.
+        UserError: Ray is not installed.
     """
     # Without a cluster to connect to, Ray starts one here, which would report its use to its makers.
     os.environ.setdefault('RAY_USAGE_STATS_ENABLED', '0')
     try:
         import ray.data
     except ImportError as error:
-        raise ValueError(f"--engine ray: Ray is not installed ({error}); pip install 'diffusion[ray]'") from error
+        raise UserError(f"--engine ray: Ray is not installed ({error}); pip install 'diffusion[ray]'") from error
     items = [{'job': pickle.dumps(job)} for job in jobs]
     if not items:
         return
@@ -89,14 +90,14 @@ def samples(
         bucket: `512px`, or `512px/640x384` where there are aspects; the others' samples are left out.
         source: Read instead of what the settings name.
     """
-    from diffusion.prepare.image_decoding import Unfit
-    from diffusion.prepare.sample_table import Row
-    from diffusion.prepare.process_sample import take
     from diffusion.prepare.bucket_choice import Buckets
+    from diffusion.prepare.image_decoding import Unfit
+    from diffusion.prepare.process_sample import take
+    from diffusion.prepare.sample_table import Row
 
     buckets = Buckets(settings.sizes, settings.aspects)
     if bucket not in buckets.names:
-        raise ValueError(f'bucket: {bucket!r} is none of the preparation; it has {", ".join(buckets.names)}')
+        raise UserError(f'bucket: {bucket!r} is none of the preparation; it has {", ".join(buckets.names)}')
     source = source or settings.source.open()
     for text in rows['part']:
         for entry in source.read(Part(**json.loads(text))):

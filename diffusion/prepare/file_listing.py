@@ -13,8 +13,9 @@ from pathlib import Path
 
 import xxhash
 
-from diffusion.storage import object_store
+from diffusion.errors import UserError
 from diffusion.prepare.source import Part
+from diffusion.storage import object_store
 
 MAX_EXPANDED = 1_000_000
 """Files that braces may stand for."""
@@ -44,7 +45,7 @@ def list_files(location: str, suffixes: Collection[str] | None) -> list[File]:
             Hidden files and what is in hidden folders are left out.
 
     Raises:
-        ValueError: There is none, one that the braces name is missing, or a store refuses.
+        UserError: There is none, one that the braces name is missing, or a store refuses.
         OSError: A store does not answer.
     """
     location = location.removeprefix('file://')
@@ -57,7 +58,7 @@ def list_files(location: str, suffixes: Collection[str] | None) -> list[File]:
     endings = ('',) if suffixes is None else tuple(suffixes)
     found = [file for file in listed if file.name.lower().endswith(endings) and not _is_hidden(file.name)]
     if not found and suffixes is not None:
-        raise ValueError(f'{location}: has no {", ".join(sorted(endings))} files; give the folder that has them')
+        raise UserError(f'{location}: has no {", ".join(sorted(endings))} files; give the folder that has them')
     return sorted(found, key=lambda file: file.name)
 
 
@@ -70,7 +71,7 @@ def local_copy(url: str, *, size: int | None = None) -> Iterator[Path]:
         size: Bytes that an object must have.
 
     Raises:
-        ValueError: A store refuses: there is no such object, no permission, no credentials.
+        UserError: A store refuses: there is no such object, no permission, no credentials.
         OSError: A store does not answer.
     """
     if not is_remote(url):
@@ -123,7 +124,7 @@ def expand_braces(location: str) -> list[str]:
     pieces = re.split(r'\{([^{}]*)\}', location)
     choices = [_alternatives(piece, location) if index % 2 else [piece] for index, piece in enumerate(pieces)]
     if math.prod(map(len, choices)) > MAX_EXPANDED:
-        raise ValueError(f'{location}: the braces stand for more than {MAX_EXPANDED} files; give their folder')
+        raise UserError(f'{location}: the braces stand for more than {MAX_EXPANDED} files; give their folder')
     return [''.join(choice) for choice in itertools.product(*choices)]
 
 
@@ -132,10 +133,10 @@ def _alternatives(inside: str, location: str) -> list[str]:
     if span is None and ',' in inside:
         return inside.split(',')
     if span is None:
-        raise ValueError(f'{location}: {{{inside}}} is neither a range such as {{00000..00099}} nor a list {{a,b}}')
+        raise UserError(f'{location}: {{{inside}}} is neither a range such as {{00000..00099}} nor a list {{a,b}}')
     first, last = int(span[1]), int(span[2])
     if not first <= last < first + MAX_EXPANDED:
-        raise ValueError(f'{location}: {{{inside}}} runs backwards or over more than {MAX_EXPANDED} files; correct it')
+        raise UserError(f'{location}: {{{inside}}} runs backwards or over more than {MAX_EXPANDED} files; correct it')
     return [str(number).zfill(len(span[1])) for number in range(first, last + 1)]
 
 
@@ -148,7 +149,7 @@ def _named(wanted: list[str], location: str) -> list[File]:
     wanted = [url if is_remote(location) else os.path.normpath(url) for url in dict.fromkeys(wanted)]
     missing = [url for url in wanted if url not in by_url]
     if missing:
-        raise ValueError(f'{location}: {len(missing)} of {len(wanted)} files are missing, the first is {missing[0]}')
+        raise UserError(f'{location}: {len(missing)} of {len(wanted)} files are missing, the first is {missing[0]}')
     return [by_url[url] for url in wanted]
 
 
@@ -162,7 +163,7 @@ def _list_folder(location: str) -> list[File]:
     if os.path.isfile(root):
         return [_file(root, os.path.basename(root))]
     if not os.path.isdir(root):
-        raise ValueError(f'{location}: there is no such folder or file')
+        raise UserError(f'{location}: there is no such folder or file')
     found = []
     for folder, _, names in os.walk(root, onerror=_cannot_list):
         paths = (os.path.normpath(os.path.join(folder, name)) for name in names)
@@ -178,7 +179,7 @@ def _file(path: str, name: str) -> File:
 
 
 def _cannot_list(error: OSError) -> None:
-    raise ValueError(f'{error.filename}: cannot be listed ({error.strerror}); check its permissions') from error
+    raise UserError(f'{error.filename}: cannot be listed ({error.strerror}); check its permissions') from error
 
 
 def _list_store(location: str) -> list[File]:

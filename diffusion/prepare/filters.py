@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from diffusion.errors import UserError
 from diffusion.prepare.caption_cleaning import MAX_LENGTH, MIN_LENGTH
 
 Missing = Literal['keep', 'reject']
@@ -38,22 +39,18 @@ class Filters:
     def check(self) -> None:
         """Raise ValueError for limits that nothing can pass."""
         if self.min_side < 1:
-            raise ValueError(f'filters.min_side: {self.min_side} is not positive; it is in pixels')
+            raise UserError(f'filters.min_side: {self.min_side} is not positive; it is in pixels')
         if self.max_aspect is not None and self.max_aspect < 1:
-            raise ValueError(
-                f'filters.max_aspect: {self.max_aspect} is under 1; it is the longer side over the shorter'
-            )
+            raise UserError(f'filters.max_aspect: {self.max_aspect} is under 1; it is the longer side over the shorter')
         if not 1 <= self.min_caption <= self.max_caption:
-            raise ValueError(
-                f'filters.min_caption: {self.min_caption} is not from 1 to max_caption, {self.max_caption}'
-            )
+            raise UserError(f'filters.min_caption: {self.min_caption} is not from 1 to max_caption, {self.max_caption}')
         for name, limits in self.columns.items():
             if limits.min is None and limits.max is None:
-                raise ValueError(f'filters.columns.{name}: has no limit; give min, max or both')
+                raise UserError(f'filters.columns.{name}: has no limit; give min, max or both')
             if limits.min is not None and limits.max is not None and limits.max < limits.min:
-                raise ValueError(f'filters.columns.{name}: max {limits.max} is under min {limits.min}')
+                raise UserError(f'filters.columns.{name}: max {limits.max} is under min {limits.min}')
         if len({name.casefold() for name in self.columns}) != len(self.columns):
-            raise ValueError(f'filters.columns: {sorted(self.columns)} names a column twice; capitals do not count')
+            raise UserError(f'filters.columns: {sorted(self.columns)} names a column twice; capitals do not count')
 
     def problem(self, width: int, height: int, captions: Sequence[str], metadata: Mapping[str, Any]) -> str | None:
         """Why a picture is left out, such as `too_small` or `aesthetic_score_below_4.5`; None if it is kept."""

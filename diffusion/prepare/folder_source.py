@@ -8,10 +8,11 @@ from typing import Any
 
 import xxhash
 
+from diffusion.errors import UserError
 from diffusion.prepare.caption_files import read_rows
 from diffusion.prepare.extra_columns import as_json, read_columns
-from diffusion.prepare.source import PICTURES, Entry, Part
 from diffusion.prepare.file_listing import File, as_utf8, is_remote, list_files, local_copy
+from diffusion.prepare.source import PICTURES, Entry, Part
 
 SUFFIXES = tuple(f'.{kind}' for kind in PICTURES)
 PART_PICTURES = 1000
@@ -36,12 +37,12 @@ class FolderSource:
         """The parts, with the captions of a captions file in them.
 
         Raises:
-            ValueError: There are no pictures, the folder cannot be listed, or the captions file is wrong.
+            UserError: There are no pictures, the folder cannot be listed, or the captions file is wrong.
         """
         files = {file.name: file for file in list_files(self.location, None)}
         pictures = [file for file in files.values() if file.name.lower().endswith(SUFFIXES)]
         if not pictures:
-            raise ValueError(f'{self.location}: has no pictures ({", ".join(SUFFIXES)})')
+            raise UserError(f'{self.location}: has no pictures ({", ".join(SUFFIXES)})')
         found = self._beside(pictures, files) if self.captions is None else self._named(self.captions, pictures, files)
         listed = list(found)
         runs = (listed[start : start + PART_PICTURES] for start in range(0, len(listed), PART_PICTURES))
@@ -51,7 +52,7 @@ class FolderSource:
         """The pictures in order.
 
         Raises:
-            ValueError: A store refuses to give one.
+            UserError: A store refuses to give one.
             OSError: One cannot be read now.
         """
         pictures = [_Picture(**values) for values in part.where['pictures']]

@@ -9,6 +9,8 @@ import numpy as np
 import xxhash
 from PIL import Image
 
+from diffusion.errors import UserError
+
 THUMBNAIL = 32
 LOW = 8
 """Frequencies in each direction that the perceptual hash keeps: 64 bits."""
@@ -63,7 +65,7 @@ def duplicates(exact: np.ndarray, perceptual: np.ndarray, meaningful: np.ndarray
         int64, as long as the others.
     """
     if not 0 <= max_distance <= MAX_DISTANCE:
-        raise ValueError(f'max_distance={max_distance} is out of range; give 0 to {MAX_DISTANCE} bits')
+        raise UserError(f'max_distance={max_distance} is out of range; give 0 to {MAX_DISTANCE} bits')
     first = _first_of_equal(exact)
     alone = np.flatnonzero(first == np.arange(len(exact)))
     near = alone[meaningful[alone]]

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from diffusion.storage.atomic import new_unfinished, write_whole
+from diffusion.errors import UserError
 from diffusion.prepare.counts_report import versions_of
 from diffusion.prepare.settings import PrepareSettings
 from diffusion.prepare.source import Part, Source
 from diffusion.prepare.work_dir import WorkFolder, read_json
+from diffusion.storage.atomic import new_unfinished, write_whole
 
 PACKAGES = ('numpy', 'pillow', 'pyarrow', 'simplejpeg', 'xxhash')
 """What the bytes of a dataset depend on."""
@@ -31,13 +32,13 @@ class Plan:
         """List the source.
 
         Raises:
-            ValueError: It cannot be listed.
+            UserError: It cannot be listed.
         """
         parts = list(source.parts())
         names = [part.name for part in parts]
         if len(set(names)) != len(names):
             twice = next(name for name in names if names.count(name) > 1)
-            raise ValueError(f'{settings.source.location}: several parts are called {twice}; rename one')
+            raise UserError(f'{settings.source.location}: several parts are called {twice}; rename one')
         return cls(settings.what_it_makes(), versions_of(*PACKAGES), parts)
 
     @property
@@ -49,7 +50,7 @@ class Plan:
         """Begin a work folder, or make sure that it is this plan's.
 
         Raises:
-            ValueError: It is another plan's; the message says what differs.
+            UserError: It is another plan's; the message says what differs.
         """
         if not work.plan.exists():
             unfinished = new_unfinished(work.plan)
@@ -66,7 +67,7 @@ class Plan:
             return
         differences = list(self._differences(begun))
         more = f'\n  and {len(differences) - SHOWN} more' if len(differences) > SHOWN else ''
-        raise ValueError(
+        raise UserError(
             f'{work.path}: holds a preparation that was begun otherwise:\n  '
             + '\n  '.join(differences[:SHOWN])
             + f'{more}\nundo that and start again to go on with it, or remove {work.path} to begin anew'

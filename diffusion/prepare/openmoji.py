@@ -14,6 +14,7 @@ import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
+from diffusion.errors import UserError
 from diffusion.prepare.counts_report import REPORT, Report, versions_of
 from diffusion.prepare.writer import SHARD_BYTES, BucketWriter, Picture, check_sizes, new_dataset
 
@@ -108,7 +109,7 @@ def prepare_openmoji(
         shard_bytes: Largest size of a shard.
 
     Raises:
-        ValueError: An argument is wrong, an extra is not installed, or `out` is not empty.
+        UserError: An argument is wrong, an extra is not installed, or `out` is not empty.
     """
     arguments = {
         'out': str(out),
@@ -160,11 +161,11 @@ def choose(
 ) -> list[Emoji]:
     """Part of the catalogue in an order that depends on the seed alone, so that a limit takes some of every kind."""
     if select not in get_args(Selection) or split not in get_args(Split):
-        raise ValueError(
+        raise UserError(
             f'select={select!r}, split={split!r}; select is one of {get_args(Selection)}, split of {get_args(Split)}'
         )
     if offset < 0 or (limit is not None and limit <= 0):
-        raise ValueError(f'--limit {limit} --offset {offset}: a limit is positive and an offset not negative')
+        raise UserError(f'--limit {limit} --offset {offset}: a limit is positive and an offset not negative')
     order = sorted(emojis, key=lambda emoji: hashlib.sha256(f'{seed}:{emoji.hexcode}'.encode()).digest())
     if split != 'all':
         order = [emoji for emoji in order if emoji.is_heldout == (split == 'heldout')]
@@ -173,7 +174,7 @@ def choose(
     selected = _distinct(order) if select == 'distinct' else iter(order)
     chosen = list(islice(selected, offset, None if limit is None else offset + limit))
     if not chosen:
-        raise ValueError(f'--offset {offset}: no picture is left of --select {select} --split {split}; lower it')
+        raise UserError(f'--offset {offset}: no picture is left of --select {select} --split {split}; lower it')
     return chosen
 
 
@@ -219,7 +220,7 @@ def _svg_folder() -> Path:
 def _require_packages(*modules: str) -> None:
     missing = [module for module in modules if find_spec(module) is None]
     if missing:
-        raise ValueError(
+        raise UserError(
             f'prepare openmoji: needs the quickstart extra ({", ".join(missing)} is not installed); '
             "pip install -e '.[quickstart]'"
         )

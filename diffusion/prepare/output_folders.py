@@ -6,14 +6,15 @@ from pathlib import Path
 from typing import Protocol
 
 from diffusion.config.image_shapes import BUCKETS
-from diffusion.storage.atomic import sync_folder, write_whole
-from diffusion.storage import mds
-from diffusion.prepare.pack_shards import ShardJob
+from diffusion.errors import UserError
 from diffusion.prepare.counts_report import REPORT, Report
-from diffusion.prepare.settings import PrepareSettings
 from diffusion.prepare.file_listing import local_copy
-from diffusion.storage.object_store import list_objects, split, upload
+from diffusion.prepare.pack_shards import ShardJob
+from diffusion.prepare.settings import PrepareSettings
 from diffusion.prepare.work_dir import WorkFolder, read_json
+from diffusion.storage import mds
+from diffusion.storage.atomic import sync_folder, write_whole
+from diffusion.storage.object_store import list_objects, split, upload
 
 UPLOADS = 8
 """Files that are uploaded at once."""
@@ -30,7 +31,7 @@ class Output(Protocol):
         """Whether it is free, before any work is done for it.
 
         Raises:
-            ValueError: It is not.
+            UserError: It is not.
         """
         ...
 
@@ -73,7 +74,7 @@ class FolderOutput:
         check_new(self.out, overwrite=self.overwrite)
         above = next(path for path in self.out.parents if path.exists())
         if above.stat().st_dev != work.path.stat().st_dev:
-            raise ValueError(f'work: {work.path} is on another file system than {self.out}; give a folder beside it')
+            raise UserError(f'work: {work.path} is on another file system than {self.out}; give a folder beside it')
 
     def has(self, job: ShardJob) -> bool:
         path = job.work.dataset / job.file
@@ -119,7 +120,7 @@ class StoreOutput:
 
     def check(self, work: WorkFolder) -> None:
         if not work.plan.exists() and list_objects(f'{self.out}/'):
-            raise ValueError(f'{self.out}: holds objects already; remove them or give another out')
+            raise UserError(f'{self.out}: holds objects already; remove them or give another out')
 
     def has(self, job: ShardJob) -> bool:
         return job.uploaded.exists()
@@ -159,7 +160,7 @@ class StoreOutput:
         try:
             upload(work.dataset / name, f'{self.out}/{name}'.rpartition('/')[0])
         except (ValueError, OSError) as error:
-            raise ValueError(f'{error}; put it right and start again: what is done is kept') from error
+            raise UserError(f'{error}; put it right and start again: what is done is kept') from error
 
     def _compare(self, expected: dict[str, int], work: WorkFolder) -> None:
         """Whether all that was uploaded, by any start, is there in full; what is not, the next start makes anew."""
@@ -169,7 +170,7 @@ class StoreOutput:
             if there != size:
                 work.complete.unlink()
                 (work.packed / f'{name}.uploaded').unlink(missing_ok=True)
-                raise ValueError(
+                raise UserError(
                     f'{self.out}/{name}: has {there} bytes of {size} after all uploads; '
                     'start again, and it is made anew: what is done is kept'
                 )
@@ -188,15 +189,15 @@ def check_new(out: Path, *, overwrite: bool = False) -> None:
     """Whether a dataset may be written at `out`, before any work is done for it.
 
     Raises:
-        ValueError: It may not.
+        UserError: It may not.
     """
     if os.path.ismount(out):
-        raise ValueError(f'{out}: is a mount point, which cannot be replaced in one step; give a folder inside it')
+        raise UserError(f'{out}: is a mount point, which cannot be replaced in one step; give a folder inside it')
     if out.exists() and not out.is_dir():
-        raise ValueError(f'{out}: is a file; give another --out')
+        raise UserError(f'{out}: is a file; give another --out')
     if not out.is_dir() or not any(out.iterdir()):
         return
     if not overwrite:
-        raise ValueError(f'{out}: exists and is not empty; remove it, give another --out or add --overwrite')
+        raise UserError(f'{out}: exists and is not empty; remove it, give another --out or add --overwrite')
     if not (out / REPORT).is_file():
-        raise ValueError(f'{out}: has no {REPORT}, so it is no prepared dataset to overwrite; give another --out')
+        raise UserError(f'{out}: has no {REPORT}, so it is no prepared dataset to overwrite; give another --out')

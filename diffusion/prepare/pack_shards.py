@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 
 from diffusion.config.image_shapes import parse_shape, write_buckets
-from diffusion.storage.atomic import becoming, write_whole
-from diffusion.storage import mds
+from diffusion.errors import UserError
 from diffusion.prepare.catalog import Catalogue
 from diffusion.prepare.convert_part import samples_begin
-from diffusion.prepare.worker_pool import Note
 from diffusion.prepare.work_dir import WorkFolder, read_json
+from diffusion.prepare.worker_pool import Note
+from diffusion.storage import mds
+from diffusion.storage.atomic import becoming, write_whole
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class ShardJob:
                     file.seek(begin + offset)
                     sample = file.read(size)
                     if len(sample) != size:
-                        raise ValueError(f'{file.name}: was cut short after it was written; remove {folder}')
+                        raise UserError(f'{file.name}: was cut short after it was written; remove {folder}')
                     yield sample
 
 

@@ -8,9 +8,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from diffusion.errors import UserError
 from diffusion.prepare.extra_columns import as_json
-from diffusion.prepare.source import Entry, Part
 from diffusion.prepare.file_listing import File, is_remote, list_files, local_copy, whole_file
+from diffusion.prepare.source import Entry, Part
 
 SUFFIX = '.parquet'
 IMAGE_COLUMNS = ('image', 'jpg', 'jpeg', 'png', 'webp', 'image_bytes', 'img')
@@ -38,7 +39,7 @@ class ParquetSource:
         """A part for each file, or run of row groups of a large one.
 
         Raises:
-            ValueError: There is no file, it cannot be listed, or the first lacks a column.
+            UserError: There is no file, it cannot be listed, or the first lacks a column.
         """
         files = list_files(self.location, (SUFFIX,))
         if not is_remote(files[0].url):  # a mistake in a column's name should not cost more than this
@@ -49,7 +50,7 @@ class ParquetSource:
         """An entry a row; where the file is damaged, those before and then one that says so.
 
         Raises:
-            ValueError: It lacks a column, or a store refuses to give it.
+            UserError: It lacks a column, or a store refuses to give it.
             OSError: It cannot be read now.
         """
         where = part.where
@@ -75,7 +76,7 @@ class ParquetSource:
         image = _column(schema, self.image_column, IMAGE_COLUMNS, where, 'image_column')
         kind = schema.field(image).type
         if not _is_bytes(kind) and not (pa.types.is_struct(kind) and kind.get_field_index('bytes') >= 0):
-            raise ValueError(f"{where}: column {image!r} is of type {kind}; name one of files' bytes with image_column")
+            raise UserError(f"{where}: column {image!r} is of type {kind}; name one of files' bytes with image_column")
         caption = _column(schema, self.caption_column, CAPTION_COLUMNS, where, 'caption_column')
         key = _find(schema, (KEY_COLUMN,))
         taken = {image, caption, key, *(name for name in schema.names if name.lower() in CAPTION_COLUMNS)}
@@ -100,7 +101,7 @@ def _column(schema: pa.Schema, given: str | None, usual: Sequence[str], where: s
     found = _find(schema, usual) if given is None else given if given in schema.names else None
     if found is None:
         tried = ', '.join(usual) if given is None else repr(given)
-        raise ValueError(f'{where}: has no column {tried}; it has {schema.names}; name the one to use with {option}')
+        raise UserError(f'{where}: has no column {tried}; it has {schema.names}; name the one to use with {option}')
     return found
 
 

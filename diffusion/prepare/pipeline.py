@@ -15,21 +15,22 @@ import numpy as np
 from tqdm import tqdm
 
 from diffusion.config.load import RecipeError
-from diffusion.storage.atomic import write_whole
+from diffusion.errors import UserError
 from diffusion.prepare import report_thumbnails
+from diffusion.prepare.bucket_choice import Buckets
 from diffusion.prepare.catalog import Catalogue
+from diffusion.prepare.convert_part import PartJob, read_done
+from diffusion.prepare.counts_report import REPORT, Report
 from diffusion.prepare.histograms import statistics_of
+from diffusion.prepare.html_report import page
+from diffusion.prepare.input_plan import Plan
 from diffusion.prepare.output_folders import Output, output_of
 from diffusion.prepare.pack_shards import ShardJob, plan_shards, read_entries, write_indexes
-from diffusion.prepare.html_report import page
-from diffusion.prepare.convert_part import PartJob, read_done
-from diffusion.prepare.input_plan import Plan
-from diffusion.prepare.worker_pool import Job, run_jobs
-from diffusion.prepare.counts_report import REPORT, Report
 from diffusion.prepare.settings import PrepareSettings, check
-from diffusion.prepare.bucket_choice import Buckets
 from diffusion.prepare.source import Source
 from diffusion.prepare.work_dir import Share, WorkFolder
+from diffusion.prepare.worker_pool import Job, run_jobs
+from diffusion.storage.atomic import write_whole
 
 PAGE = 'report.html'
 Run = Callable[[Iterable[Job]], Iterator[Any]]
@@ -52,7 +53,7 @@ def prepare(
         The report, or None for a share.
 
     Raises:
-        ValueError: A setting is wrong, the output is taken, a part cannot be read, no picture is left, or there is no
+        UserError: A setting is wrong, the output is taken, a part cannot be read, no picture is left, or there is no
             room. What is done is kept for the next start.
     """
     problems = check(settings)
@@ -64,7 +65,7 @@ def prepare(
         with work.locked(share), closing(output_of(settings)) as output:
             return _Preparation(settings, source or settings.source.open(), run, work, output).go(share)
     except OSError as error:
-        raise ValueError(f'{work.path}: {error}; put it right and start again: what is done is kept') from error
+        raise UserError(f'{work.path}: {error}; put it right and start again: what is done is kept') from error
 
 
 class _Preparation:
@@ -139,7 +140,7 @@ class _Preparation:
         if not report.pictures:
             self.work.remove()
             lines = [f'{report.source}: no picture is left, nothing is written', *report.rejections()]
-            raise ValueError('\n'.join(lines))
+            raise UserError('\n'.join(lines))
         self.pack(catalogue)
         entries = read_entries(self.work, report.buckets)
         write_indexes(entries, self.work.dataset)

@@ -7,14 +7,14 @@ from typing import Any
 from PIL import Image
 
 from diffusion.config.image_shapes import Shape
-from diffusion.prepare.image_hashes import exact_hash, is_flat, perceptual_hash
+from diffusion.prepare.bucket_choice import Buckets
+from diffusion.prepare.caption_cleaning import clean_captions
 from diffusion.prepare.extra_columns import as_json
 from diffusion.prepare.image_decoding import Clean, Unfit, clean, encode, fitted
+from diffusion.prepare.image_hashes import exact_hash, is_flat, perceptual_hash
 from diffusion.prepare.sample_table import Row
 from diffusion.prepare.settings import PrepareSettings
-from diffusion.prepare.bucket_choice import Buckets
 from diffusion.prepare.source import Entry
-from diffusion.prepare.caption_cleaning import clean_captions
 
 LANGUAGES = ('language', 'LANGUAGE', 'lang')
 """Columns that say what language the captions are in."""

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 from PIL import Image
 
-from diffusion.storage import mds
 from diffusion.prepare.catalog import DUPLICATE, Catalogue
-from diffusion.prepare.html_report import Shown
 from diffusion.prepare.convert_part import THUMBNAILS, samples_begin
+from diffusion.prepare.html_report import Shown
 from diffusion.prepare.process_sample import thumbnail
 from diffusion.prepare.work_dir import read_json
+from diffusion.storage import mds
 
 A_BUCKET = 8
 A_REASON = 6

@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from diffusion.config.load import RecipeError
 from diffusion.config.image_shapes import parse_shape
-from diffusion.prepare.filters import Filters
-from diffusion.prepare.image_hashes import MAX_DISTANCE
-from diffusion.prepare.image_decoding import MAX_PIXELS
-from diffusion.prepare.bucket_choice import sizes_problem
-from diffusion.prepare.source import Source
-from diffusion.prepare.file_listing import is_remote
+from diffusion.config.load import RecipeError
 from diffusion.config.schema import Gatherer, Problem, build, nearest
 from diffusion.config.yaml_files import UnreadableYAML, merge, read_chain
+from diffusion.prepare.bucket_choice import sizes_problem
+from diffusion.prepare.file_listing import is_remote
+from diffusion.prepare.filters import Filters
+from diffusion.prepare.image_decoding import MAX_PIXELS
+from diffusion.prepare.image_hashes import MAX_DISTANCE
+from diffusion.prepare.source import Source
 
 OPTIONS = {
     'folder': ('captions',),

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from diffusion.prepare.extra_columns import read_columns
-from diffusion.prepare.source import PICTURES, Entry, Part
 from diffusion.prepare.file_listing import as_utf8, list_files, local_copy, whole_file
+from diffusion.prepare.source import PICTURES, Entry, Part
 from diffusion.prepare.tar_reading import Damaged, Member, members
 
 SUFFIXES = ('.tar', '.tar.gz', '.tgz')

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from diffusion.errors import UserError
 from diffusion.storage.atomic import UNFINISHED, new_unfinished
 
 LOCK = 'lock'
@@ -27,7 +28,7 @@ class Share:
         """Of `3/16`."""
         index, _, of = text.partition('/')
         if not (index.isdecimal() and of.isdecimal() and int(index) < int(of)):
-            raise ValueError(f'--share: {text!r} is no share; write 0/16, 1/16, up to 15/16')
+            raise UserError(f'--share: {text!r} is no share; write 0/16, 1/16, up to 15/16')
         return cls(int(index), int(of))
 
     def __str__(self) -> str:
@@ -81,7 +82,7 @@ class WorkFolder:
         """Keep others away: everybody, or for a share those that prepare the whole or the same share.
 
         Raises:
-            ValueError: Somebody else is at it.
+            UserError: Somebody else is at it.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
@@ -136,7 +137,7 @@ def _lock(path: Path, kind: int, stack: ExitStack) -> None:
         try:
             fcntl.flock(file, kind | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ValueError(
+            raise UserError(
                 f'{path.parent}: another process is preparing this dataset; wait for it, or give another --out'
             ) from error
         # Who was done in between has removed the file that we locked.

@@ -14,6 +14,8 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
+from diffusion.errors import UserError
+
 Note = Callable[[str], None]
 """Takes what a job is at, such as a picture's key, for the message when its process dies of it."""
 
@@ -41,7 +43,7 @@ def run_jobs(jobs: Iterable[Job], *, workers: int) -> Iterator[Any]:
     """Do the jobs in at most `workers` processes; yields their results as they come.
 
     Raises:
-        ValueError: A job's process died again and again.
+        UserError: A job's process died again and again.
         Exception: What a job raised; the other jobs are stopped.
     """
     todo, again, alone = iter(jobs), deque[Job](), deque[Job]()
@@ -65,7 +67,7 @@ def run_jobs(jobs: Iterable[Job], *, workers: int) -> Iterator[Any]:
                 except EOFError:
                     deaths[worker.job.name] += 1
                     if deaths[worker.job.name] == DEATHS:
-                        raise ValueError(_obituary(worker)) from None
+                        raise UserError(_obituary(worker)) from None
                     (again if deaths[worker.job.name] == 1 else alone).append(worker.job)
                     worker.stop()
                 else:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from streaming import MDSWriter
 
-from diffusion.prepare.output_folders import check_new
+from diffusion.errors import UserError
 from diffusion.prepare.bucket_choice import sizes_problem
+from diffusion.prepare.output_folders import check_new
 
 COLUMNS = {'image': 'bytes', 'captions': 'json', 'width': 'int', 'height': 'int', 'key': 'str'}
 SHARD_BYTES = 64 * 2**20
@@ -70,7 +71,7 @@ def new_dataset(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
     host removes it.
 
     Raises:
-        ValueError: `out` is there already, or cannot be renamed into.
+        UserError: `out` is there already, or cannot be renamed into.
     """
     out = out.resolve()
     _clean_up_after_the_dead(out)
@@ -90,7 +91,7 @@ def check_sizes(sizes: Sequence[int]) -> list[int]:
     """The sizes in pixels, ascending."""
     problem = sizes_problem(sizes)
     if problem is not None:
-        raise ValueError(f'--sizes: {problem}')
+        raise UserError(f'--sizes: {problem}')
     return sorted(sizes)
 
 

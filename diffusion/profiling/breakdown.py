@@ -15,6 +15,7 @@ from composer.utils import dist
 from diffusion.algorithms.average import Averager, unwrapped
 from diffusion.callbacks.image_grid import ImageGrid
 from diffusion.callbacks.reduce_once import number_of_microbatches
+from diffusion.errors import UserError
 from diffusion.models import stage_hooks
 from diffusion.profiling.step_timer import (
     BACKWARD,
@@ -129,7 +130,7 @@ class Breakdown(Callback):
     def __init__(self, *, window: int = 50, skip: int = 1, sampled: int = 10, peak_tflops: float | None = None) -> None:
         for name, batches in {'window': window, 'skip': skip, 'sampled': sampled}.items():
             if batches < 1:
-                raise ValueError(f'callbacks.breakdown.{name}: {batches} batches; use 1 or more')
+                raise UserError(f'callbacks.breakdown.{name}: {batches} batches; use 1 or more')
         self.window = window
         self.skip = skip
         self.sampled = min(window, sampled)

@@ -16,17 +16,17 @@ from composer.loggers import Logger
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from diffusion.training import build
 from diffusion.config import registry
-from diffusion.profiling.breakdown import Breakdown, Report
 from diffusion.config.checks import check_paths
-from diffusion.config.load import Component, Recipe, RecipeError, StreamConfig, load
 from diffusion.config.image_shapes import Shape
-from diffusion.storage.atomic import write_whole
-from diffusion.profiling.advice import Kernel, Measured, Opportunity, by_kind, largest
-from diffusion.tasks.main import configure_logging
+from diffusion.config.load import Component, Recipe, RecipeError, StreamConfig, load
 from diffusion.config.performance_preset import PARTS
+from diffusion.errors import UserError
+from diffusion.profiling.advice import Kernel, Measured, Opportunity, by_kind, largest
+from diffusion.profiling.breakdown import Breakdown, Report
 from diffusion.profiling.device_syncs import Site, find_waits
+from diffusion.storage.atomic import write_whole
+from diffusion.training import components
 from diffusion.training.train import OURS, build_trainer
 
 log = logging.getLogger(__name__)
@@ -73,11 +73,10 @@ class Phases(Callback):
 
 def main_from_args(args: argparse.Namespace) -> int:
     """The command."""
-    configure_logging()
     recipe = load(args.recipe, args.overrides, allow_missing=args.synthetic)
     out = Path(args.out or Path('profiles') / recipe.name)
     if args.batches < 1 or args.warmup < 1:
-        raise ValueError(f'--batches {args.batches} --warmup {args.warmup}; give 1 batch or more')
+        raise UserError(f'--batches {args.batches} --warmup {args.warmup}; give 1 batch or more')
     if args.synthetic:
         recipe = with_synthetic_data(recipe, out / 'data')
     else:
@@ -95,7 +94,7 @@ def profile_recipe(recipe: Recipe, out: Path, *, batches: int = 10, warmup: int 
         The content of `profile.md`.
     """
     breakdown = Breakdown(window=batches, skip=warmup, sampled=batches)
-    phases = Phases(breakdown, batches=batches, on_gpu=build.on_gpu(recipe))
+    phases = Phases(breakdown, batches=batches, on_gpu=components.on_gpu(recipe))
     profiled = for_profiling(recipe, out, batches=phases.length)
     trainer = build_trainer(profiled)
     trainer.state.callbacks += [breakdown, phases]
@@ -139,7 +138,7 @@ def for_profiling(recipe: Recipe, out: Path, *, batches: int) -> Recipe:
 def with_synthetic_data(recipe: Recipe, folder: Path) -> Recipe:
     """The recipe with shards of noise in place of its streams, and encoders of random weights where it loads some."""
     if recipe.dataset.name != 'image_text':
-        raise ValueError(
+        raise UserError(
             f'dataset.name: {recipe.dataset.name} cannot be made up; profile pictures (dataset.name=image_text), or '
             'precompute latents and leave --synthetic out'
         )
@@ -175,7 +174,7 @@ def write_noise(folder: Path, shape: Shape, *, count: int) -> None:
 def measured_by(phases: Phases, recipe: Recipe) -> Measured:
     """What the rules want to know."""
     assert phases.report is not None
-    on_gpu, parts = build.on_gpu(recipe), build.speed_of(recipe)
+    on_gpu, parts = components.on_gpu(recipe), components.speed_of(recipe)
     ours = {str(site): count / BATCHES_WATCHED for site, count in phases.waits.items() if _is_in_the_step(site)}
     return Measured(
         shares=phases.report.shares,

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from streaming.base.storage import CloudDownloader
 
+from diffusion.errors import DataError
 from diffusion.storage import locks
-from diffusion.data.shared_failure import DataError
 from diffusion.storage.atomic import write_whole
 
 log = logging.getLogger(__name__)

@@ -9,6 +9,8 @@ from typing import Any
 import xxhash
 from streaming.base.format import FileInfo
 
+from diffusion.errors import UserError
+
 FASTEST_FIRST = ('xxh3_64', 'xxh3_128', 'xxh64', 'xxh128', 'xxh32', 'sha1', 'sha256', 'blake2b', 'sha512', 'md5')
 """GB/s on one core, measured from the page cache: xxh3 10.8, xxh64 7.7, sha1 1.7, sha256 1.1, blake2b and md5 0.5."""
 CHUNK = 2**20
@@ -18,11 +20,11 @@ def algorithm_for(hashes: Collection[str], demanded: str | None = None) -> str |
     """The hash to check by: the one that is demanded, else the fastest; None where there is none.
 
     Raises:
-        ValueError: The one that is demanded is not among them.
+        UserError: The one that is demanded is not among them.
     """
     if demanded is not None:
         if demanded not in hashes:
-            raise ValueError(
+            raise UserError(
                 f'validate_hash: its shards have no {demanded}, but {", ".join(sorted(hashes)) or "no hash at all"}; '
                 'remove it, and the fastest they have is used'
             )

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlparse
 
+from diffusion.errors import UserError
+
 ATTEMPTS = 4
 BACKOFF_SECONDS = 1.0
 """Before the second attempt; doubles with each."""
@@ -51,12 +53,12 @@ def list_objects(url: str) -> list[Object]:
     """Objects whose keys begin with what a URL names.
 
     Raises:
-        ValueError: The store refuses, or cannot be listed.
+        UserError: The store refuses, or cannot be listed.
         OSError: It does not answer.
     """
     scheme = urlparse(url).scheme
     if scheme not in _LISTINGS:
-        raise ValueError(f'{url}: {scheme}:// cannot be listed; use {", ".join(_LISTINGS)}, or copy it to a folder')
+        raise UserError(f'{url}: {scheme}:// cannot be listed; use {", ".join(_LISTINGS)}, or copy it to a folder')
     return persist(url, lambda: list(_LISTINGS[scheme](url)))
 
 
@@ -67,11 +69,11 @@ def download(url: str, path: Path, *, size: int | None = None) -> None:
         size: Bytes it must have; not every client notices a body that is cut short.
 
     Raises:
-        ValueError: The store refuses: there is no such object, no permission, no credentials.
+        UserError: The store refuses: there is no such object, no permission, no credentials.
         OSError: It does not answer, or not with so many bytes.
     """
     if not {'?', '#', ';'}.isdisjoint(url):
-        raise ValueError(f"{url}: Streaming's clients cannot read an object with ?, # or ; in its name; rename it")
+        raise UserError(f"{url}: Streaming's clients cannot read an object with ?, # or ; in its name; rename it")
 
     def attempt() -> None:
         path.unlink(missing_ok=True)
@@ -86,7 +88,7 @@ def upload(path: Path, folder: str) -> None:
     """Copy a file into a folder of a store, after several attempts if need be, and see that it is there in full.
 
     Raises:
-        ValueError: The store refuses: there is no such bucket, no permission, no credentials.
+        UserError: The store refuses: there is no such bucket, no permission, no credentials.
         OSError: It does not answer, or has not got all of it.
     """
     url, size = f'{folder}/{path.name}', path.stat().st_size
@@ -111,7 +113,7 @@ def persist(url: str, attempt: Callable[[], Result], what: str = 'read') -> Resu
         what: It is that cannot be done when all attempts have failed.
 
     Raises:
-        ValueError: The store refuses; the message says what to do.
+        UserError: The store refuses; the message says what to do.
         OSError: It failed `ATTEMPTS` times, or there is no room here.
     """
     for number in range(ATTEMPTS):
@@ -122,7 +124,7 @@ def persist(url: str, attempt: Callable[[], Result], what: str = 'read') -> Resu
                 raise
             reason = refusal(error, url)
             if reason:
-                raise ValueError(f'{url}: {reason}') from error
+                raise UserError(f'{url}: {reason}') from error
             if number == ATTEMPTS - 1:
                 raise OSError(f'{url}: cannot be {what}, tried {ATTEMPTS} times ({_text(error)})') from error
         time.sleep(BACKOFF_SECONDS * 2**number)

@@ -15,8 +15,9 @@ from typing import Any
 
 from streaming import MDSWriter
 
-from diffusion.data.fingerprint import differences
+from diffusion.errors import UserError
 from diffusion.storage.atomic import UNFINISHED, becoming, write_whole
+from diffusion.storage.differences import differences
 
 PLAN = 'plan.json'
 HASHES = ['sha1', 'xxh64']
@@ -52,7 +53,7 @@ class ShardStore:
         """Begin, or go on with what the same plan began; for one process.
 
         Raises:
-            ValueError: The folder holds shards of another plan.
+            UserError: The folder holds shards of another plan.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         path, plan = self.folder / PLAN, json.loads(json.dumps(plan))
@@ -60,12 +61,12 @@ class ShardStore:
             write_whole(path, json.dumps(plan, indent=2) + '\n')
             return
         try:
-            found = list(differences(json.loads(path.read_text(encoding='utf-8')), plan))
+            found = differences(json.loads(path.read_text(encoding='utf-8')), plan, saved_in='begun with')
         except ValueError as error:
-            raise ValueError(f'{where}: {path} is damaged ({error}); remove {self.begun}') from error
+            raise UserError(f'{where}: {path} is damaged ({error}); remove {self.begun}') from error
         if found:
-            told = '\n  '.join(line.replace('in the checkpoint', 'begun with') for line in found)
-            raise ValueError(f'{where}: {self.begun} was begun with other settings:\n  {told}\nremove it, or go back')
+            told = '\n  '.join(found)
+            raise UserError(f'{where}: {self.begun} was begun with other settings:\n  {told}\nremove it, or go back')
 
     def missing(self, count: int) -> list[int]:
         """Numbers of the shards, of `count`, that are not there yet."""

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from diffusion.storage.shard_store import PLAN, ShardStore
 from diffusion.storage.object_store import Object, download, list_objects, split, upload
+from diffusion.storage.shard_store import PLAN, ShardStore
 
 BEGUN = 'unfinished'
 """Sub-folder of what going on needs: the plan and the shards' entries. Streaming reads none of it."""

@@ -9,12 +9,12 @@ from composer import Trainer
 from composer.models import ComposerModel
 from composer.utils import dist
 
-from diffusion.training import build
 from diffusion.checkpointing.run_folder import Weights, find_checkpoint, load_weights, weights_of
 from diffusion.config.load import Recipe
+from diffusion.config.registry import build
 from diffusion.data.loader import as_spec
 from diffusion.storage.atomic import write_whole
-from diffusion.config.registry import build
+from diffusion.training import components
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ def trained_model(recipe: Recipe, which: Weights | None = None) -> tuple[Compose
     """The model of a recipe with the weights of `checkpoint`, or of its run's latest, and which weights these are."""
     checkpoint = find_checkpoint(recipe.checkpoint or recipe.run_dir)
     weights, which = weights_of(checkpoint, which)
-    model = build.build_model(recipe)
+    model = components.build_model(recipe)
     load_weights(model, weights, str(checkpoint))
     return model, which
 
@@ -31,11 +31,11 @@ def trained_model(recipe: Recipe, which: Weights | None = None) -> tuple[Compose
 def evaluate(recipe: Recipe) -> dict[str, float]:
     """Evaluate a checkpoint, averaged weights where it has them, and write `evaluation.json` into the run's folder."""
     model, which = trained_model(recipe)
-    loader = build.build_loader(recipe, 'eval')
+    loader = components.build_loader(recipe, 'eval')
     kept: dict[str, Any] = {'progress_bar': sys.stderr.isatty()}
     kept |= {key: value for key, value in recipe.trainer.items() if key in ('device', 'precision', 'progress_bar')}
     # Composer warns about a Trainer without optimizer; this one never steps and so takes no memory.
-    optimizer = build.build_optimizer(recipe, model)
+    optimizer = components.build_optimizer(recipe, model)
     trainer = Trainer(model=model, eval_dataloader=as_spec(loader), optimizers=optimizer, seed=recipe.seed, **kept)
     trainer.eval()
     metrics = {name: float(metric.compute()) for name, metric in trainer.state.eval_metrics['eval'].items()}

@@ -19,11 +19,12 @@ from diffusion.algorithms.average import trained_parameters
 from diffusion.algorithms.snapshots import Reconstruction, find_snapshots, reconstruct
 from diffusion.checkpointing.run_folder import Weights, find_checkpoint, recipe_beside
 from diffusion.config.load import load
-from diffusion.tasks.evaluate import trained_model
+from diffusion.errors import UserError
 from diffusion.models.autoencoder import Autoencoder
 from diffusion.models.latent_diffusion import LatentDiffusion, encoder_precision
 from diffusion.models.pretrained import latent_statistics
 from diffusion.models.sampler import inference_scheduler
+from diffusion.tasks.evaluate import trained_model
 
 log = logging.getLogger(__name__)
 
@@ -54,15 +55,15 @@ def export(
         Which weights were written.
 
     Raises:
-        ValueError: `out` holds something, the checkpoint or a snapshot can't be read, or settings contradict.
+        UserError: `out` holds something, the checkpoint or a snapshot can't be read, or settings contradict.
     """
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f'--out: {out} is not empty; remove it or give another folder')
+        raise UserError(f'--out: {out} is not empty; remove it or give another folder')
     if ema_width is not None and weights is not None:
-        raise ValueError('--ema-width: it makes its own weights; --weights chooses among those of the checkpoint')
+        raise UserError('--ema-width: it makes its own weights; --weights chooses among those of the checkpoint')
     if ema_width is None and at is not None:
-        raise ValueError(f'--at: batch {at} of what? It goes with --ema-width; else name the checkpoint of that batch')
+        raise UserError(f'--at: batch {at} of what? It goes with --ema-width; else name the checkpoint of that batch')
     precision = encoder_precision(dtype)
     checkpoint = find_checkpoint(place)
     recipe = load(recipe_beside(checkpoint))
@@ -105,7 +106,7 @@ def average_of(checkpoint: Path, width: float, *, at: int | None = None) -> Reco
         batches = [snapshot.batch for snapshot in find_snapshots(run)]
         before = [batch for batch in batches if batch <= int(named[1])]
         if not before:
-            raise ValueError(f'--ema-width: {checkpoint} is before the first snapshot; give --at {batches[0]} or later')
+            raise UserError(f'--ema-width: {checkpoint} is before the first snapshot; give --at {batches[0]} or later')
         at = before[-1]
     return reconstruct(run, width, at=at)
 
@@ -115,9 +116,7 @@ def load_average(model: nn.Module, average: Reconstruction) -> None:
     """Give a model's trained parameters the values of an average."""
     parameters = trained_parameters(model)
     if {name: weight.shape for name, weight in parameters.items()} != average.shapes:
-        raise ValueError(
-            '--ema-width: the snapshots are of another architecture than the recipe; are they of this run?'
-        )
+        raise UserError('--ema-width: the snapshots are of another architecture than the recipe; are they of this run?')
     for name, weight in parameters.items():
         weight.copy_(average.tensors[name])
 
@@ -125,7 +124,7 @@ def load_average(model: nn.Module, average: Reconstruction) -> None:
 def pipeline_of(model: LatentDiffusion) -> StableDiffusionPipeline:
     """The stock pipeline that draws what the model draws."""
     if len(model.text.encoders) != 1:
-        raise ValueError(f'export: {len(model.text.encoders)} text encoders; a StableDiffusionPipeline has one')
+        raise UserError(f'export: {len(model.text.encoders)} text encoders; a StableDiffusionPipeline has one')
     if model.mask_padding:
         log.warning('export: trained with mask_padding, which the stock pipeline does not do; its pictures will differ')
     if model.caption_dropout_mode == 'zeros':
@@ -159,7 +158,7 @@ def with_folded_statistics(vae: AutoencoderKL) -> AutoencoderKL:
     if not config.get('latents_mean') and not config.get('latents_std') and not config.get('shift_factor'):
         return vae
     if vae.quant_conv is None or vae.post_quant_conv is None:
-        raise ValueError(
+        raise UserError(
             'export: this VAE has latent statistics a channel but no quant_conv and post_quant_conv to fold them into; '
             'the stock pipeline cannot represent it'
         )

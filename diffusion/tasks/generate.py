@@ -13,11 +13,12 @@ from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import Stabl
 
 from diffusion.checkpointing.run_folder import find_checkpoint, recipe_beside
 from diffusion.config.load import Recipe, load
-from diffusion.tasks.evaluate import trained_model
+from diffusion.errors import UserError
 from diffusion.evaluation.image_sheet import save_image, to_images
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.randomness import Purpose, draws_for
 from diffusion.models.sampler import scheduler_class
+from diffusion.tasks.evaluate import trained_model
 
 log = logging.getLogger(__name__)
 
@@ -26,10 +27,10 @@ def generate(recipe: Recipe) -> list[Path]:
     """Draw the prompts of a recipe's `generate` section; returns the files."""
     settings = recipe.generate
     if not settings.prompts:
-        raise ValueError('generate.prompts: there is none; give a list of captions')
+        raise UserError('generate.prompts: there is none; give a list of captions')
     model, which = trained_model(recipe, settings.weights)
     if not isinstance(model, LatentDiffusion):
-        raise ValueError(f'model.name: {recipe.model.name} draws no pictures from captions')
+        raise UserError(f'model.name: {recipe.model.name} draws no pictures from captions')
     model = get_device(recipe.trainer.get('device')).module_to_device(model)
     prompts = [prompt for prompt in settings.prompts for _ in range(settings.num_images_per_prompt)]
     pictures = model.generate(
@@ -79,7 +80,7 @@ def main_from_args(args: argparse.Namespace) -> int:
 def _from_pipeline(folder: Path, args: argparse.Namespace) -> list[Path]:
     """Draw with an export, from the noise that a checkpoint's `generate` takes for the same seeds."""
     if args.weights is not None:
-        raise ValueError(f'--weights: {folder} is an export, whose weights were chosen when it was made')
+        raise UserError(f'--weights: {folder} is an export, whose weights were chosen when it was made')
     diffusers.utils.logging.disable_progress_bar()
     pipeline = StableDiffusionPipeline.from_pretrained(folder, local_files_only=True, low_cpu_mem_usage=False)
     device = 'cuda' if torch.cuda.is_available() else 'cpu'

@@ -23,23 +23,24 @@ from composer.utils import dist, get_device
 from torch.utils.data import DataLoader, Dataset, default_collate
 from tqdm import tqdm
 
-from diffusion.training import build
-from diffusion.config.load import Component, Recipe
-from diffusion.models import batch_keys
-from diffusion.training.expand_streams import by_shape
 from diffusion.config.image_shapes import BUCKETS, Shape, write_buckets
+from diffusion.config.load import Component, Recipe
+from diffusion.config.recipe import PrecomputeConfig
 from diffusion.data.caption_choice import captions_of, choose
 from diffusion.data.fingerprint import index_hash
 from diffusion.data.image_text import ImageTextDataset
 from diffusion.data.latents import MANIFEST, LatentManifest, manifest_of
 from diffusion.data.loader import default_num_workers, outlive_signals
-from diffusion.storage.shard_store import ShardStore
 from diffusion.data.streams import Bucket
+from diffusion.errors import UserError
+from diffusion.models import batch_keys
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.pretrained import downsampling, tokenize
 from diffusion.storage.object_store import upload
-from diffusion.config.recipe import PrecomputeConfig
+from diffusion.storage.shard_store import ShardStore
 from diffusion.storage.uploaded_shards import UploadedShards
+from diffusion.training import components
+from diffusion.training.expand_streams import by_shape
 
 log = logging.getLogger(__name__)
 
@@ -81,16 +82,16 @@ def precompute(recipe: Recipe) -> None:
     """Encode every stream of a recipe, on any number of devices; go on where an interruption left off.
 
     Raises:
-        ValueError: The model has no VAE, what is there already is of other settings, or a sample cannot be encoded.
+        UserError: The model has no VAE, what is there already is of other settings, or a sample cannot be encoded.
     """
     device = get_device(recipe.trainer.get('device'))
     if int(os.environ.get('WORLD_SIZE', '1')) > 1:
         dist.initialize_dist(device, max(PATIENCE_SECONDS, recipe.trainer.get('dist_timeout', 0.0)))
-    model = build.build_model(recipe)
+    model = components.build_model(recipe)
     if not isinstance(model, LatentDiffusion):
-        raise ValueError(f'model.name: {recipe.model.name} has no frozen VAE; latents need a latent diffusion model')
+        raise UserError(f'model.name: {recipe.model.name} has no frozen VAE; latents need a latent diffusion model')
     if recipe.precompute.latents == 'image+text' and model.train_text_encoder:
-        raise ValueError('precompute.latents: image+text needs a frozen text encoder; the model trains its own')
+        raise UserError('precompute.latents: image+text needs a frozen text encoder; the model trains its own')
     model = cast(LatentDiffusion, device.module_to_device(model))
     dataset = _dataset(recipe)
     stages = [stage for stage in _stages(recipe, dataset, model) if not _is_done(stage)]
@@ -111,7 +112,7 @@ def _dataset(recipe: Recipe) -> ImageTextDataset:
     """All pictures in their order: ids count on from stream to stream."""
     settings = recipe.precompute
     keywords = {'crop': settings.crop, 'min_crop_scale': settings.min_crop_scale, 'caption_choice': 'first'}
-    return build.build_dataset(
+    return components.build_dataset(
         recipe,
         streams=settings.streams,
         component=Component('image_text', keywords),
@@ -161,11 +162,11 @@ def _is_done(stage: Stage) -> bool:
     try:
         found = LatentManifest.read(folder, 'precompute.out')
     except ValueError as error:
-        raise ValueError(f'precompute.out: {stage.store} exists; remove it or give another folder ({error})') from error
+        raise UserError(f'precompute.out: {stage.store} exists; remove it or give another folder ({error})') from error
     expected = replace(stage.manifest, source=stage.source)
     if found != expected:
         wrong = [name for name in vars(expected) if getattr(found, name) != getattr(expected, name)]
-        raise ValueError(
+        raise UserError(
             f'precompute.out: {stage.store} exists and holds other latents ({", ".join(wrong)} differ); '
             'remove it or give another folder'
         )
@@ -235,7 +236,7 @@ def _encoded(
     for name, arrays in columns.items():
         for index, row, array in zip(ids, rows, arrays, strict=True):
             if not np.isfinite(array).all():
-                raise ValueError(
+                raise UserError(
                     f'{dataset.where(index)}: its {name} are not finite in {settings.dtype}; '
                     'use precompute.dtype=float32'
                 )
@@ -259,7 +260,7 @@ def _finish(stage: Stage) -> None:
     """Put a stage in its place, its index and manifest last."""
     missing = stage.store.missing(stage.num_shards)
     if missing:
-        raise ValueError(
+        raise UserError(
             f'precompute.out: {len(missing)} shards of {stage.store} are not there (the first is {missing[0]}); '
             'is it a folder that all nodes share? Start again to go on'
         )
@@ -298,7 +299,7 @@ def _columns(model: LatentDiffusion, shape: Shape, settings: PrecomputeConfig) -
 def _moments_shape(model: LatentDiffusion, shape: Shape, settings: PrecomputeConfig) -> tuple[int, int, int]:
     cell = downsampling(model.vae)
     if shape.width % cell or shape.height % cell:
-        raise ValueError(f'precompute.streams: {shape} px is no multiple of a latent cell of {cell} px')
+        raise UserError(f'precompute.streams: {shape} px is no multiple of a latent cell of {cell} px')
     channels = model.vae.config['latent_channels'] * (1 if settings.posterior == 'mean' else 2)
     return channels, shape.height // cell, shape.width // cell
 

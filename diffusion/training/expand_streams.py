@@ -6,8 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from diffusion.config.image_shapes import BUCKETS, Shape, read_buckets
-from diffusion.storage.download import GaveUp, Source
 from diffusion.config.recipe import StreamConfig
+from diffusion.errors import UserError
+from diffusion.storage.download import GaveUp, Source
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +23,7 @@ def by_shape(streams: Mapping[str, StreamConfig], *, smallest: int = 1) -> dict[
         smallest: Shapes with fewer samples are left out, and a warning says how many that are.
 
     Raises:
-        ValueError: A folder has no list of its shapes, or no shape has samples enough.
+        UserError: A folder has no list of its shapes, or no shape has samples enough.
     """
     found: dict[str, StreamConfig] = {}
     for name, stream in streams.items():
@@ -34,7 +35,7 @@ def _shapes_of(name: str, stream: StreamConfig, smallest: int) -> dict[str, Stre
     counts = _buckets(name, stream)
     kept = {shape: count for shape, count in counts.items() if count >= smallest}
     if not kept:
-        raise ValueError(
+        raise UserError(
             f'streams.{name}: none of its {len(counts)} shapes has the {smallest} samples of a batch; '
             'prepare it with fewer shapes, or use a smaller global_batch'
         )
@@ -64,19 +65,19 @@ def _buckets(name: str, stream: StreamConfig) -> dict[Shape, int]:
             return read_buckets(Path(stream.remote or stream.local or ''))
         return read_buckets(_fetched(stream))
     except ValueError as error:
-        raise ValueError(f'streams.{name}: {error}') from error
+        raise UserError(f'streams.{name}: {error}') from error
 
 
 def _fetched(stream: StreamConfig) -> Path:
     """The folder with the list of an object store's shapes, fetched anew: it may have got more."""
     if stream.remote is None or stream.local is None:
-        raise ValueError('has a remote and no local; give a folder for the cache')
+        raise UserError('has a remote and no local; give a folder for the cache')
     path, tries = Path(stream.local, BUCKETS), 1 + stream.download_retry
     source = Source(stream.remote, tries=tries, timeout_seconds=stream.download_timeout, wait=lambda: None)
     try:
         source.refresh(BUCKETS, path)
     except GaveUp as error:
-        raise ValueError(f'{source.address(BUCKETS)}: {error}') from error
+        raise UserError(f'{source.address(BUCKETS)}: {error}') from error
     return path.parent
 
 

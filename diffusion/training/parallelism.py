@@ -15,6 +15,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.nn.parallel import DistributedDataParallel
 
 from diffusion.config.recipe import ParallelismConfig
+from diffusion.errors import UserError
 
 
 @dataclass
@@ -38,7 +39,7 @@ def parallelism_config(settings: ParallelismConfig) -> dict[str, Any] | None:
         average_gradients_on_cpu()
         if settings.replicas > 1 and not torch.cuda.is_available():
             # torch 2.7 asserts an event of a CUDA stream when it reduces over replicas.
-            raise ValueError(f'parallelism.replicas: {settings.replicas} groups need GPUs; use 1 on CPUs')
+            raise UserError(f'parallelism.replicas: {settings.replicas} groups need GPUs; use 1 on CPUs')
         with warnings.catch_warnings():
             warnings.filterwarnings('ignore', message='FSDP2 Config/APIs are experimental')
             config = HybridFSDP2Config(

@@ -1,6 +1,7 @@
 """What makes a training step fast, part by part: memory format, kernels, precision, compilation, copies.
 
-Every part leaves parameter names, and so checkpoints, as they are. `diffusion.config.recipe.SpeedConfig` says what each does.
+Every part leaves parameter names, and so checkpoints, as they are. `diffusion.config.recipe.SpeedConfig` describes
+each part.
 """
 
 import logging
@@ -19,9 +20,9 @@ from diffusion.algorithms.low_precision_norms import (
     LowPrecisionLayerNormLayer,
     replace_norms,
 )
-from diffusion.models.latent_diffusion import LatentDiffusion, is_block
-from diffusion.config.recipe import SpeedConfig
 from diffusion.config.performance_preset import PARTS
+from diffusion.config.recipe import SpeedConfig
+from diffusion.models.latent_diffusion import LatentDiffusion, is_block
 
 log = logging.getLogger(__name__)
 

@@ -13,27 +13,27 @@ from composer.models import ComposerModel
 from composer.utils import dist, get_device
 from torch.nn.parallel import DistributedDataParallel
 
-from diffusion.training import build
 from diffusion.callbacks.heartbeat import Heartbeat
 from diffusion.callbacks.preemption import Preemption
 from diffusion.callbacks.reduce_once import ReduceOnce
 from diffusion.callbacks.replaced_samples import ReplacedSamples
 from diffusion.callbacks.same_run import SameRun
 from diffusion.callbacks.save_now import save_now
+from diffusion.checkpointing.checkpoint_store import checkpoints
 from diffusion.checkpointing.checkpointer import Checkpointer, resume_point
 from diffusion.checkpointing.run_folder import RECIPE, find_checkpoint, load_weights, weights_of
-from diffusion.checkpointing.checkpoint_store import checkpoints
 from diffusion.config.load import Recipe, to_yaml
+from diffusion.config.registry import build
 from diffusion.data.cuda_prefetch import AheadLoader
-from diffusion.data.shared_failure import DataError
 from diffusion.data.latents import LatentsDataset
 from diffusion.data.loader import BucketedLoader, as_spec
-from diffusion.storage.atomic import write_whole
+from diffusion.errors import DataError, UserError
 from diffusion.launch import run_lock
 from diffusion.loggers.console_lines import ConsoleLines
 from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.storage.atomic import write_whole
+from diffusion.training import components
 from diffusion.training.parallelism import parallelism_config, settle_buckets
-from diffusion.config.registry import build
 from diffusion.training.performance import apply_speed, keep_layout, set_backends
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ def train(recipe: Recipe) -> Trainer:
     """Run a recipe to its max_duration, from its newest whole checkpoint where `autoresume` finds one.
 
     Raises:
-        ValueError: The recipe cannot be run, or another job trains into its folder.
+        UserError: The recipe cannot be run, or another job trains into its folder.
         DataError: Data could not be had, or too much of it is bad.
         Preempted: It was told to stop, and has saved.
     """
@@ -104,9 +104,9 @@ def build_trainer(recipe: Recipe) -> Trainer:
     if int(os.environ.get('WORLD_SIZE', '1')) > 1:
         dist.initialize_dist(get_device(recipe.trainer.get('device')), recipe.trainer.get('dist_timeout', 300.0))
     checkpointer = build_checkpointer(recipe)
-    model = build.build_model(recipe)
-    parts = build.speed_of(recipe)
-    loader = build.build_loader(recipe, 'train', kind=AheadLoader if parts.copy_ahead else BucketedLoader)
+    model = components.build_model(recipe)
+    parts = components.speed_of(recipe)
+    loader = components.build_loader(recipe, 'train', kind=AheadLoader if parts.copy_ahead else BucketedLoader)
     if isinstance(loader.dataset, LatentsDataset) and isinstance(model, LatentDiffusion):
         loader.dataset.check_encoders(model.vae, model.text, train_text_encoder=model.train_text_encoder)
     if recipe.init_from is not None and not _resumes(checkpointer):
@@ -115,7 +115,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
         checkpoint_activations(model)
     strategy = recipe.parallelism.strategy
     apply_speed(model, parts, strategy=strategy, shapes=len({bucket.shape for bucket in loader.dataset.buckets}))
-    optimizer = build.build_optimizer(recipe, model)
+    optimizer = components.build_optimizer(recipe, model)
     keep_layout(optimizer)
     schedulers = None
     if recipe.scheduler is not None:
@@ -123,12 +123,12 @@ def build_trainer(recipe: Recipe) -> Trainer:
     trainer = Trainer(
         model=model,
         train_dataloader=loader,
-        eval_dataloader=as_spec(build.build_loader(recipe, 'eval')) if recipe.eval_streams else None,
+        eval_dataloader=as_spec(components.build_loader(recipe, 'eval')) if recipe.eval_streams else None,
         optimizers=optimizer,
         schedulers=schedulers,
-        algorithms=build.build_algorithms(recipe),
-        callbacks=[*build.build_callbacks(recipe), *_own_callbacks(recipe, loader, checkpointer)],
-        loggers=[*build.build_loggers(recipe), *_console(recipe)],
+        algorithms=components.build_algorithms(recipe),
+        callbacks=[*components.build_callbacks(recipe), *_own_callbacks(recipe, loader, checkpointer)],
+        loggers=[*components.build_loggers(recipe), *_console(recipe)],
         run_name=recipe.name,
         seed=recipe.seed,
         device_train_microbatch_size=recipe.device_train_microbatch_size,
@@ -138,7 +138,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
     if isinstance(trainer.state.model, DistributedDataParallel):
         settle_buckets(trainer.state.model)
     deterministic = bool(recipe.trainer.get('deterministic_mode'))
-    set_backends(parts, on_gpu=build.on_gpu(recipe), deterministic=deterministic)
+    set_backends(parts, on_gpu=components.on_gpu(recipe), deterministic=deterministic)
     return trainer
 
 
@@ -148,7 +148,7 @@ def build_checkpointer(recipe: Recipe) -> Checkpointer | None:
         return None
     resume = resume_point(recipe.run_dir) if recipe.trainer.get('autoresume') else None
     if resume is None and (present := checkpoints(recipe.run_dir)):
-        raise ValueError(
+        raise UserError(
             f'name: {recipe.run_dir} holds {present[0].name} and {len(present) - 1} more checkpoints of another run; '
             'go on from it with trainer.autoresume: true, or give this run another name'
         )
@@ -164,7 +164,7 @@ def build_checkpointer(recipe: Recipe) -> Checkpointer | None:
 def checkpoint_activations(model: ComposerModel) -> None:
     """Let a model's denoiser recompute its blocks in the backward pass."""
     if not isinstance(model, LatentDiffusion):
-        raise ValueError('parallelism.activation_checkpointing: only models with a denoiser have blocks to recompute')
+        raise UserError('parallelism.activation_checkpointing: only models with a denoiser have blocks to recompute')
     model.denoiser.enable_gradient_checkpointing()
 
 
@@ -178,10 +178,10 @@ def start_from(model: ComposerModel, place: str) -> None:
 
 def _own_callbacks(recipe: Recipe, loader: BucketedLoader, checkpointer: Checkpointer | None) -> list[Callback]:
     """What every run has."""
-    identity = build.run_identity(recipe, loader)
+    identity = components.run_identity(recipe, loader)
     same_run = SameRun(identity, allow_data_change=recipe.allow_data_change)
     found: list[Callback] = [RecipeKeeper(recipe), same_run, Preemption(), ReplacedSamples(loader.tally), Heartbeat()]
-    if build.speed_of(recipe).reduce_once:
+    if components.speed_of(recipe).reduce_once:
         found.append(ReduceOnce())
     return found if checkpointer is None else [*found, checkpointer]
 

@@ -18,11 +18,11 @@ from composer.utils import dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from diffusion.tasks import main
 from diffusion.callbacks.loss_guard import LossGuard
 from diffusion.callbacks.preemption import Preemption
+from diffusion.errors import UserError
+from diffusion.exit_codes import PREEMPTED, Preempted
 from diffusion.models import batch_keys
-from diffusion.exit_codes import Preempted
 
 BATCH = 8
 BATCHES = 6
@@ -174,11 +174,9 @@ def main(what: str, folder: Path) -> int:
         assert all(hasattr(parameter, 'to_local') for parameter in trainer.state.model.parameters())
     try:
         trainer.fit()
-    except (ValueError, Preempted) as error:
+    except (UserError, Preempted) as error:
         print(f'rank {rank}: {error}', flush=True)
-        status = main.status_of(error)
-        assert status is not None
-        return status
+        return error.exit_status if isinstance(error, UserError) else PREEMPTED
     finally:
         print(f'rank {rank} ended at {trainer.state.timestamp.batch.value}', flush=True)
         finite = all(bool(weight.isfinite().all()) for weight in weights_of(trainer.state))

@@ -17,14 +17,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.data import DataLoader
 
-from diffusion.tasks import main
 from diffusion.callbacks import loss_guard
 from diffusion.callbacks.loss_guard import BadLoss, LossGuard
 from diffusion.checkpointing.run_folder import find_checkpoint
 from diffusion.checkpointing.run_folder import weights_of as weights_of_run
-from diffusion.models import batch_keys
+from diffusion.errors import UserError
 from diffusion.exit_codes import CONFIG_ERROR
+from diffusion.models import batch_keys
 from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.tasks import run_recipe
 
 BAD = 121
 """A sample of batch 2."""
@@ -73,7 +74,7 @@ def test_a_run_stops_before_the_update_names_the_sample_and_resumes_at_this_batc
         rf'batch 2: loss is nan; sample 121; the weights from before it are in {tmp_path}/ba2.pt. Look at these '
         'samples; lower optimizer.lr, or clip gradients .*; or leave such batches out',
     )
-    assert main.status_of(error) == CONFIG_ERROR
+    assert isinstance(error, UserError)
     assert same(weights_of(trainer.state), recorder.weights[1])
     assert lines(tmp_path) == [
         {
@@ -246,7 +247,10 @@ def test_a_latent_diffusion_names_its_sample(make_model, tmp_path):
     generator = torch.Generator().manual_seed(1)
     moments = torch.randn(8, 8, 8, 8, generator=generator)
     moments[5, 0, 0, 0] = math.inf
-    data = [{batch_keys.LATENT_MOMENTS: moments[i], batch_keys.INPUT_IDS: tokens[i], batch_keys.SAMPLE_ID: 70 + i} for i in range(8)]
+    data = [
+        {batch_keys.LATENT_MOMENTS: moments[i], batch_keys.INPUT_IDS: tokens[i], batch_keys.SAMPLE_ID: 70 + i}
+        for i in range(8)
+    ]
     trainer = Trainer(
         model=model,
         train_dataloader=DataLoader(data, batch_size=4),  # type: ignore[arg-type]
@@ -264,7 +268,7 @@ def test_a_latent_diffusion_names_its_sample(make_model, tmp_path):
 @pytest.mark.slow
 def test_a_real_run_stops_and_goes_on_when_the_cause_is_removed(write_recipe, tmp_path, monkeypatch, capsys):
     sections = {'callbacks': {'loss_guard': None}}
-    assert main.main([str(write_recipe('whole', **sections))]) == 0
+    assert run_recipe.main([str(write_recipe('whole', **sections))]) == 0
     path = str(write_recipe('run', **sections))
     loss = LatentDiffusion.loss
     met = []
@@ -276,11 +280,11 @@ def test_a_real_run_stops_and_goes_on_when_the_cause_is_removed(write_recipe, tm
 
     with monkeypatch.context() as patch:
         patch.setattr(LatentDiffusion, 'loss', spoiled)
-        assert main.main([path]) == CONFIG_ERROR
+        assert run_recipe.main([path]) == CONFIG_ERROR
     runs = tmp_path / 'runs'
     assert f'error: batch 6: loss is nan; sample {met[-1]}; the weights from before it' in capsys.readouterr().err
     assert lines(runs / 'run')[0]['sample_ids'] == [met[-1]]
-    assert main.main([path]) == 0
+    assert run_recipe.main([path]) == 0
     whole, mended = (weights_of_run(find_checkpoint(runs / name), 'training')[0] for name in ('whole', 'run'))
     assert all(torch.equal(whole[name], mended[name]) for name in whole)
 

@@ -14,12 +14,12 @@ from composer.core import Event
 from guarded_ranks import run_two
 from guarded_run import At, make_data, make_trainer, weights_of
 
-from diffusion.tasks import main
 from diffusion.callbacks.preemption import SIGNALS, Preemption
 from diffusion.checkpointing.run_folder import find_checkpoint
 from diffusion.checkpointing.run_folder import weights_of as weights_of_run
 from diffusion.config.load import load
-from diffusion.exit_codes import CONFIG_ERROR, PREEMPTED, Preempted
+from diffusion.exit_codes import PREEMPTED, Preempted
+from diffusion.tasks import run_recipe
 from diffusion.training.train import build_trainer, train
 
 
@@ -203,16 +203,14 @@ def test_a_program_that_was_stopped_exits_75(monkeypatch, capsys):
     def stopped(recipe):
         raise Preempted('stopped at batch 3')
 
-    monkeypatch.setattr(main, 'checked', lambda path, overrides: None)
-    monkeypatch.setattr(main, 'run', stopped)
+    monkeypatch.setattr(run_recipe, 'checked', lambda path, overrides: None)
+    monkeypatch.setattr(run_recipe, 'run', stopped)
     monkeypatch.setenv('RANK', '0')
-    assert main.main(['a.yaml']) == PREEMPTED == 75
+    assert run_recipe.main(['a.yaml']) == PREEMPTED == 75
     assert capsys.readouterr().err == 'stopped at batch 3\n'
     monkeypatch.setenv('RANK', '1')
-    assert main.main(['a.yaml']) == 75
+    assert run_recipe.main(['a.yaml']) == 75
     assert capsys.readouterr().err == ''
-    assert main.CONFIG_ERROR == CONFIG_ERROR == 78
-    assert main.status_of(ValueError('of somebody else')) is None
 
 
 @pytest.mark.slow

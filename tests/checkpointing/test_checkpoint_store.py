@@ -12,7 +12,12 @@ def write(folder, batch, content=b'weights'):
     work = checkpoint_store.unfinished(folder, batch)
     work.mkdir()
     (work / 'state.pt').write_bytes(content)
-    checkpoint_store.publish(work, folder / checkpoint_store.name_of(batch), checkpoint_store.records_of(work, ['state.pt']), {'batch': batch})
+    checkpoint_store.publish(
+        work,
+        folder / checkpoint_store.name_of(batch),
+        checkpoint_store.records_of(work, ['state.pt']),
+        {'batch': batch},
+    )
     return folder / checkpoint_store.name_of(batch)
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from ranks import largest_difference, read_losses
 
-from diffusion.checkpointing.run_folder import find_checkpoint, is_sharded, read_checkpoint, weights_of
 from diffusion.checkpointing.checkpoint_store import check_whole
+from diffusion.checkpointing.run_folder import find_checkpoint, is_sharded, read_checkpoint, weights_of
 from diffusion.config.load import load
 from diffusion.training.train import build_trainer, train
 
@@ -205,7 +205,7 @@ def test_composer_alone_reads_a_whole_checkpoint(uninterrupted):
     """`state.pt` is Composer's own form: no library of ours is needed to go on with it."""
     from composer import Trainer
 
-    from diffusion.training.build import build_loader, build_model, build_optimizer
+    from diffusion.training.components import build_loader, build_model, build_optimizer
 
     whole, write = uninterrupted
     recipe = load(write('composer'))

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diffusion.training.expand_streams import by_shape
 from diffusion.config.image_shapes import (
     SDXL_SHAPES,
     Shape,
@@ -20,6 +19,7 @@ from diffusion.config.image_shapes import (
     write_buckets,
 )
 from diffusion.config.recipe import StreamConfig
+from diffusion.training.expand_streams import by_shape
 
 
 def test_the_table_of_sdxl():

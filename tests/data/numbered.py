@@ -7,12 +7,12 @@ from typing import Any
 
 from streaming import MDSWriter, Stream
 
-from diffusion.models import batch_keys
-from diffusion.data.bad_samples import BadSample
 from diffusion.config.image_shapes import square
+from diffusion.data.bad_samples import BadSample
 from diffusion.data.loader import BucketedLoader
 from diffusion.data.shard_cache import home
 from diffusion.data.streams import Bucket, BucketedDataset
+from diffusion.models import batch_keys
 
 SAMPLES = 60
 

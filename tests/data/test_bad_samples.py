@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numbered import SAMPLES, expected, loader_over, number, payload, served, write_samples
 
-from diffusion.models import batch_keys
 from diffusion.data.bad_samples import MAX_ATTEMPTS, MIN_REPLACED, BadSample, Tally, quarantine, replacement
-from diffusion.data.shared_failure import DataError
+from diffusion.errors import DataError
+from diffusion.models import batch_keys
 
 pytestmark = pytest.mark.usefixtures('many_datasets')
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from diffusion.training.build import build_loader
 from diffusion.config.load import load
-from diffusion.models import batch_keys
 from diffusion.data.batch_memory import MOST_KEPT, BatchMemory, side_by_side
+from diffusion.models import batch_keys
+from diffusion.training.components import build_loader
 
 SHAPE = (3, 4, 5)
 

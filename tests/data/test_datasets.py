@@ -7,13 +7,13 @@ import pytest
 import torch
 from streaming import MDSWriter, Stream
 
-from diffusion.training.build import build_loader
-from diffusion.config.load import load
-from diffusion.models import batch_keys
 from diffusion.config.image_shapes import square
+from diffusion.config.load import load
 from diffusion.data.image_text import ImageTextDataset
 from diffusion.data.loader import BucketedLoader, default_num_workers
 from diffusion.data.streams import Bucket
+from diffusion.models import batch_keys
+from diffusion.training.components import build_loader
 
 
 def two_buckets(pictures):

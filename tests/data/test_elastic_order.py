@@ -14,12 +14,12 @@ from streaming.base.batching import generate_work
 from streaming.base.spanner import Spanner
 from streaming.base.world import World
 
-from diffusion.training.build import build_loader
-from diffusion.config.load import RecipeError, load
-from diffusion.models import batch_keys
 from diffusion.config import sample_order
 from diffusion.config.image_shapes import square
+from diffusion.config.load import RecipeError, load
 from diffusion.data.streams import Bucket, BucketedDataset
+from diffusion.models import batch_keys
+from diffusion.training.components import build_loader
 
 ALGORITHMS = ['py1e', 'py1br', 'py1s', 'py2s', 'naive']
 

@@ -6,13 +6,13 @@ import shutil
 import pytest
 from composer import Trainer
 
-from diffusion.training import build
-from diffusion.training.build import build_loader, run_identity
 from diffusion.callbacks.same_run import SameRun
 from diffusion.config.load import load
-from diffusion.models import batch_keys
-from diffusion.data.fingerprint import differences
 from diffusion.data.streams import BucketedDataset
+from diffusion.models import batch_keys
+from diffusion.storage.differences import differences
+from diffusion.training import components
+from diffusion.training.components import build_loader, run_identity
 
 
 def streams_of(pictures):
@@ -142,11 +142,11 @@ def test_another_seed_is_refused_always(allow):
 def trainer_of(recipe, *, callbacks) -> Trainer:
     loader = build_loader(recipe)
     own = [SameRun(run_identity(recipe, loader), allow_data_change=recipe.allow_data_change)] if callbacks else []
-    model = build.build_model(recipe)
+    model = components.build_model(recipe)
     return Trainer(
         model=model,
         train_dataloader=loader,
-        optimizers=build.build_optimizer(recipe, model),
+        optimizers=components.build_optimizer(recipe, model),
         callbacks=own,
         max_duration='4ba',
         save_folder=str(recipe.run_dir),
@@ -174,7 +174,9 @@ def test_a_trainer_saves_compares_and_goes_on_with_other_data(write_recipe, pict
     assert isinstance(dataset, BucketedDataset)
     trainer.fit()
     assert (dataset.shuffle_seed, dataset.num_canonical_nodes) == (3, 4), 'not those of the checkpoint'
-    assert trainer.state.batch[batch_keys.BATCH_INDEX].unique().tolist() == [2], '16 of 48 samples were seen; 2 more batches'
+    assert trainer.state.batch[batch_keys.BATCH_INDEX].unique().tolist() == [2], (
+        '16 of 48 samples were seen; 2 more batches'
+    )
     trainer.close()
 
 

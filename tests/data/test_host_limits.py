@@ -8,9 +8,9 @@ from numbered import SAMPLES, loader_over, served, write_samples
 from processes import Forked
 from streaming.base.shared import SharedMemory
 
+from diffusion.config.byte_sizes import bytes_text, parse_bytes
 from diffusion.config.load import RecipeError, load
 from diffusion.data import host_limits
-from diffusion.config.byte_sizes import bytes_text, parse_bytes
 
 pytestmark = pytest.mark.usefixtures('many_datasets')
 
@@ -116,7 +116,7 @@ def test_a_cache_limit_below_what_is_read_at_once_is_refused_with_the_least(sour
 
 
 def test_a_recipe_with_too_small_a_limit_is_refused_before_the_first_batch(write_recipe, pictures, tmp_path):
-    from diffusion.training.build import build_loader
+    from diffusion.training.components import build_loader
 
     streams = {'a': {'remote': str(pictures[32]), 'local': str(tmp_path / 'local'), 'resolution': 32}}
     with pytest.raises(ValueError, match=r'loader.cache_limit: 9.0 kB cannot hold .*Way out: at least 1\d\.\d kB'):
@@ -124,7 +124,7 @@ def test_a_recipe_with_too_small_a_limit_is_refused_before_the_first_batch(write
 
 
 def test_a_remote_without_a_local_folder_goes_to_the_cache(write_recipe, pictures, tmp_path):
-    from diffusion.training.build import build_loader
+    from diffusion.training.components import build_loader
 
     streams = {'a': {'remote': str(pictures[32]), 'resolution': 32}}
     loader = {'num_workers': 0, 'cache_folder': str(tmp_path / 'cache')}

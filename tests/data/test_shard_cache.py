@@ -11,13 +11,13 @@ from numbered import Numbers, cached_loader, expected, loader_over, served, shar
 from processes import Forked
 from streaming import Stream
 
-from diffusion.data import shard_cache
-from diffusion.models import batch_keys
-from diffusion.storage import locks
 from diffusion.config.image_shapes import square
+from diffusion.data import shard_cache
 from diffusion.data.loader import BucketedLoader
 from diffusion.data.shard_cache import Room, home
 from diffusion.data.streams import Bucket
+from diffusion.models import batch_keys
+from diffusion.storage import locks
 
 pytestmark = pytest.mark.usefixtures('many_datasets')
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from diffusion.training import build
-from diffusion.training.build import build_loader
 from diffusion.config.load import load
-from diffusion.models import batch_keys
 from diffusion.data.loader import timestep_quantiles
+from diffusion.models import batch_keys
+from diffusion.training import components
+from diffusion.training.components import build_loader
 
 
 @pytest.fixture
@@ -19,7 +19,11 @@ def stratified(write_recipe, pictures):
 
 def global_batch(size: int, *, index: int = 3) -> dict[str, torch.Tensor]:
     ids = torch.randperm(10 * size, generator=torch.Generator().manual_seed(index))[:size]
-    return {batch_keys.SAMPLE_ID: ids, batch_keys.EPOCH: torch.full_like(ids, 1), batch_keys.BATCH_INDEX: torch.full_like(ids, index)}
+    return {
+        batch_keys.SAMPLE_ID: ids,
+        batch_keys.EPOCH: torch.full_like(ids, 1),
+        batch_keys.BATCH_INDEX: torch.full_like(ids, index),
+    }
 
 
 @pytest.mark.parametrize('ranks', [1, 2, 4, 8, 16])
@@ -54,7 +58,7 @@ def test_other_loaders_give_none(write_recipe, pictures):
 
 
 def test_model_and_loader_of_a_recipe_agree(stratified):
-    model = build.build_model(stratified)
+    model = components.build_model(stratified)
     batch = next(iter(build_loader(stratified)))
     loss = model.loss(model(batch), batch)
     assert torch.isfinite(loss)  # type: ignore[arg-type]

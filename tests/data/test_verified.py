@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import streaming.base.storage.download as download
+import streaming.base.storage.download as streaming_download
 from numbered import Numbers, expected, loader_over, payload, served, shards_of, write_samples
 from processes import Forked
 
-from diffusion.storage import download
+from diffusion.errors import DataError
 from diffusion.models import batch_keys
-from diffusion.data.shared_failure import DataError
+from diffusion.storage import download
 
 pytestmark = pytest.mark.usefixtures('many_datasets')
 
@@ -85,7 +85,7 @@ def test_a_store_that_is_slow_is_waited_for_while_it_moves(tmp_path, monkeypatch
     """A shard of 8 kB in 2 seconds, or in 20."""
     monkeypatch.setattr(download, 'PROGRESS_BYTES', 1000)
     monkeypatch.setattr(Elsewhere, 'bytes_a_second', bytes_a_second)
-    monkeypatch.setitem(download.DOWNLOADER_MAPPINGS, 'elsewhere', Elsewhere)
+    monkeypatch.setitem(streaming_download.DOWNLOADER_MAPPINGS, 'elsewhere', Elsewhere)
     source = write_samples(tmp_path / 'source', count=12)
     loader = loader_over(f'elsewhere:/{source}', tmp_path / 'local', download_timeout=0.7, download_retry=0)
     if enough:
@@ -95,7 +95,7 @@ def test_a_store_that_is_slow_is_waited_for_while_it_moves(tmp_path, monkeypatch
             served(loader)
 
 
-class Elsewhere(download.LocalDownloader):
+class Elsewhere(streaming_download.LocalDownloader):
     """A cloud of its own: its URLs are paths after their scheme."""
 
     bytes_a_second = 10**9
@@ -392,7 +392,7 @@ def test_streams_of_several_clouds_and_a_mount_at_once(store, bucket, tmp_path, 
     from diffusion.data.loader import BucketedLoader
     from diffusion.data.streams import Bucket
 
-    monkeypatch.setitem(download.DOWNLOADER_MAPPINGS, 'elsewhere', Elsewhere)
+    monkeypatch.setitem(streaming_download.DOWNLOADER_MAPPINGS, 'elsewhere', Elsewhere)
     remotes = {
         's3': bucket,
         'other': f'elsewhere:/{write_samples(tmp_path / "other", salt="other")}',

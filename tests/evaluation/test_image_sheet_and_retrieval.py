@@ -5,8 +5,8 @@ import pytest
 import torch
 from PIL import Image
 
-from diffusion.evaluation.retrieval import nearest
 from diffusion.evaluation.image_sheet import contact_sheet, save_image, to_images
+from diffusion.evaluation.retrieval import nearest
 
 
 def test_the_nearest_is_the_one_with_the_smallest_squared_difference():

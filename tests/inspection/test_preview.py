@@ -8,12 +8,12 @@ import pytest
 from PIL import Image, ImageFont
 from shards import CAPTIONS
 
-from diffusion.training.build import build_dataset
 from diffusion.cli import main
-from diffusion.config.load import load
-from diffusion.models import batch_keys
 from diffusion.config.image_shapes import Shape
+from diffusion.config.load import load
 from diffusion.inspection.preview import CAPTION_LINES, SIDE, Row, Seen, page, sheet, size_on_sheet, wrapped
+from diffusion.models import batch_keys
+from diffusion.training.components import build_dataset
 
 
 @pytest.fixture

@@ -153,7 +153,9 @@ def latents(folder, shape=(8, 4, 4), **change):
     moments = np.zeros(shape, np.float16)
     samples = [{batch_keys.LATENT_MOMENTS: moments, 'captions': ['a']}] * 2
     columns = {batch_keys.LATENT_MOMENTS: 'ndarray', 'captions': 'json'}
-    stream = write(folder, [*samples, {batch_keys.LATENT_MOMENTS: change.get('last', moments), 'captions': ['b']}], columns)
+    stream = write(
+        folder, [*samples, {batch_keys.LATENT_MOMENTS: change.get('last', moments), 'captions': ['b']}], columns
+    )
     (folder / 'manifest.json').write_text(manifest.text())
     return stream
 

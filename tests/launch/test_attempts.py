@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from diffusion.config.load import load
 from diffusion.launch import attempts, environment
 from diffusion.launch.attempts import Attempt, account, append, hopeless, read, report
+from diffusion.launch.heartbeat import SAVING, TRAINING, Beat
 from diffusion.launch.local_cluster import status_of
 from diffusion.launch.node import Ending, Node, Outcome, Settings, first_bad
 from diffusion.launch.rank_discovery import Place
-from diffusion.launch.heartbeat import SAVING, TRAINING, Beat
 from diffusion.launch.watchdog import LONGER, Watchdog
 
 

@@ -9,8 +9,8 @@ import yaml
 
 from diffusion.cli import main
 from diffusion.launch import environment
-from diffusion.launch.backends.base import Rendered
 from diffusion.launch.backends import kubernetes, kubernetes_types
+from diffusion.launch.backends.base import Rendered
 from tests.launch.ask_kubernetes import keys_of, problems_of
 from tests.launch.specs import changed
 

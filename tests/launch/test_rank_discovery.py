@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from diffusion.launch import environment
-from diffusion.launch import rank_discovery
+from diffusion.launch import environment, rank_discovery
 from diffusion.launch.rank_discovery import Place, find_place, rank_environment
 
 ASKED = {environment.NODES: '3', environment.PROCESSES_PER_NODE: '8', environment.MASTER_PORT: '29501'}

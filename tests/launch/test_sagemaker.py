@@ -6,9 +6,9 @@ import pytest
 
 from diffusion.cli import main
 from diffusion.launch import environment
-from diffusion.launch.backends.base import Rendered
-from diffusion.launch.backends import sagemaker
 from diffusion.launch.aws_secrets import as_text, fetch
+from diffusion.launch.backends import sagemaker
+from diffusion.launch.backends.base import Rendered
 
 CREDENTIALS = {
     'AWS_ACCESS_KEY_ID': 'testing',

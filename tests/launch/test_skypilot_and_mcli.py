@@ -7,9 +7,9 @@ import pytest
 import yaml
 
 from diffusion.cli import main
-from diffusion.launch.backends.base import Rendered
 from diffusion.launch.backends import mcli
 from diffusion.launch.backends import skypilot as backend
+from diffusion.launch.backends.base import Rendered
 from tests.launch.specs import changed
 
 STAGES = {'stages': {name: {'overrides': {'name': name}} for name in ('one', 'two')}}

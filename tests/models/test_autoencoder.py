@@ -7,15 +7,15 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from streaming import StreamingDataset
 
-from diffusion.config.load import load
-from diffusion.models import batch_keys
 from diffusion.config.image_shapes import square
+from diffusion.config.load import load
 from diffusion.data.transforms import picture
-from diffusion.tasks.export import export
+from diffusion.models import batch_keys
 from diffusion.models.autoencoder import psnr_db, tiny_autoencoder
 from diffusion.models.builders import TINY_VAE
 from diffusion.models.pretrained import posterior_of, reconstruct
 from diffusion.prepare.openmoji import prepare_openmoji
+from diffusion.tasks.export import export
 from diffusion.training.train import train
 
 

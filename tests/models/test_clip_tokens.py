@@ -5,8 +5,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from diffusion.models.pretrained import clip_tokenizer, tokenize
 from diffusion.models.clip_tokens import token_ids
+from diffusion.models.pretrained import clip_tokenizer, tokenize
 
 OURS, THEIRS = clip_tokenizer(), clip_tokenizer()
 SHORT = clip_tokenizer(max_length=8)

@@ -9,8 +9,8 @@ from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
 
 from diffusion.models import batch_keys
 from diffusion.models.latent_diffusion import LatentDiffusion
-from diffusion.models.randomness import Draws, Purpose
 from diffusion.models.objective import Objective
+from diffusion.models.randomness import Draws, Purpose
 
 BATCH = 4
 
@@ -111,7 +111,9 @@ def test_the_loss_does_not_depend_on_company_or_order(make_model):
 
 def test_without_ids_torch_decides(make_model):
     model = make_model()
-    batch = {name: tensor for name, tensor in batch_of(model).items() if name in (batch_keys.IMAGE, batch_keys.INPUT_IDS)}
+    batch = {
+        name: tensor for name, tensor in batch_of(model).items() if name in (batch_keys.IMAGE, batch_keys.INPUT_IDS)
+    }
     torch.manual_seed(3)
     first, second = model(batch).target, model(batch).target
     torch.manual_seed(3)
@@ -241,7 +243,10 @@ def test_other_sizes_can_be_drawn(make_model):
             lambda m: m.generate(['a'], noise_scheduler='dimm'),
             "noise_scheduler: 'dimm' is unknown; did you mean 'ddim'",
         ),
-        (lambda m: m({batch_keys.INPUT_IDS: m._tokens(['a'])}), 'batch: it holds .* one of image, latent_moments is needed'),
+        (
+            lambda m: m({batch_keys.INPUT_IDS: m._tokens(['a'])}),
+            'batch: it holds .* one of image, latent_moments is needed',
+        ),
         (lambda m: m.encode(torch.zeros(1, 3, 64, 64)), 'image: dtype torch.float32; pictures travel as uint8'),
         (lambda m: m.text(torch.zeros(1, 16, dtype=torch.long)), r'input_ids: shape \(1, 16\); expected'),
     ],
@@ -268,7 +273,9 @@ def test_bad_settings_are_refused_in_words(make_model, settings, message):
 def test_latents_of_the_wrong_scale_are_told_once(make_model, caplog):
     model = make_model()
     batch = batch_of(model)
-    batch[batch_keys.LATENT_MOMENTS] = model.encode(batch.pop(batch_keys.IMAGE))[:, :4] * 0.0 + torch.randn(BATCH, 4, 8, 8) * 0.03
+    batch[batch_keys.LATENT_MOMENTS] = (
+        model.encode(batch.pop(batch_keys.IMAGE))[:, :4] * 0.0 + torch.randn(BATCH, 4, 8, 8) * 0.03
+    )
     for _ in range(2):
         model(batch)
     assert caplog.text.count('where the noise schedule expects about 1') == 1

@@ -8,6 +8,7 @@ import torch
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 
 from diffusion.algorithms.post_hoc_ema import PostHocEMA
+from diffusion.config.recipe import ParallelismConfig
 from diffusion.models import sd2_config
 from diffusion.models.builders import tiny
 from diffusion.planning.gpus import find_gpu
@@ -20,7 +21,6 @@ from diffusion.planning.memory import (
     strategies,
     ways_out,
 )
-from diffusion.config.recipe import ParallelismConfig
 from tests.planning.recipes import A100, GPUS, PHASES, phase, write_recipe
 
 DDP = ParallelismConfig(strategy='ddp')

@@ -4,12 +4,12 @@ import pytest
 
 from diffusion.config import registry
 from diffusion.config.image_shapes import square
+from diffusion.config.signatures import defaults_of_source
 from diffusion.models import sd2_config
 from diffusion.models.autoencoder import tiny_autoencoder
 from diffusion.models.builders import sd2, tiny
 from diffusion.planning.model_costs import Model, describe, describes
 from diffusion.planning.unet import DEFAULTS
-from diffusion.config.signatures import defaults_of_source
 
 
 def trained(model):

@@ -13,8 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import CLIPTextConfig, CLIPTextModel
 
 from diffusion.models import sd2_config
-from diffusion.planning.encoders import downsampling, run_clip_text, run_vae_decoder, run_vae_encoder
 from diffusion.planning.cost_tape import AMP, AMP_LOW_NORMS, FULL, Tape
+from diffusion.planning.encoders import downsampling, run_clip_text, run_vae_decoder, run_vae_encoder
 from diffusion.planning.unet import run_unet
 
 GOLDEN = {

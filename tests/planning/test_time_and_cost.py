@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diffusion.planning import published_runs
-from diffusion.planning.run_cost import cost_of_hours, precompute_cost, training_cost
 from diffusion.planning.plan import measured_in
+from diffusion.planning.run_cost import cost_of_hours, precompute_cost, training_cost
 from diffusion.planning.throughput import ASSUMED_MFU, THROUGHPUT, read_run, speed_of
 from tests.planning.recipes import A100, GPUS, both, phase, write_recipe
 

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diffusion.config.image_shapes import Shape, square, write_buckets
-from diffusion.planning.workload import phase_of
 from diffusion.config.recipe import StreamConfig
+from diffusion.planning.workload import phase_of
 from tests.planning.recipes import PHASES, both, phase, write_recipe
 
 PHASE1 = phase()
@@ -177,7 +177,7 @@ def test_norms_are_narrow_where_they_are_compiled_or_asked_to_be(tmp_path, part,
 def test_parts_of_speed_are_decided_as_the_run_does(tmp_path, strategy, speed, monkeypatch):
     import torch
 
-    from diffusion.training.build import speed_of
+    from diffusion.training.components import speed_of
 
     work = phase(write_recipe(tmp_path, speed=speed, parallelism={'strategy': strategy}))
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)

@@ -16,12 +16,10 @@ from ranks import free_port
 
 from diffusion.config.load import load
 from diffusion.exit_codes import BAD_HARDWARE, CONFIG_ERROR, FAILED, PREEMPTED
-from diffusion.launch import environment
-from diffusion.preflight import __main__ as program
-from diffusion.preflight import node_checks
-from diffusion.launch import gpu_health
-from diffusion.preflight import collective_checks
+from diffusion.launch import environment, gpu_health
 from diffusion.launch.findings import Finding, as_json, status_of, table
+from diffusion.preflight import __main__ as program
+from diffusion.preflight import collective_checks, node_checks
 from diffusion.preflight.collective_checks import Limits, Measured, judge
 from tests.data.processes import Forked
 from tests.nvml_driver import Driver

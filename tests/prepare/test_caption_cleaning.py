@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diffusion.prepare.image_decoding import Unfit
 from diffusion.prepare.caption_cleaning import clean_captions, clean_text
+from diffusion.prepare.image_decoding import Unfit
 
 
 def reason(*raw: Any, **limits: int) -> str:

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 from object_store import Store
 
-from diffusion.storage import object_store
 from diffusion.prepare.file_listing import expand_braces, list_files, local_copy, part_name, whole_file
+from diffusion.storage import object_store
 
 
 def touch(path: Path, content: bytes = b'x') -> Path:

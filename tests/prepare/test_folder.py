@@ -13,8 +13,8 @@ from streaming import StreamingDataset
 from streaming.base.format import reader_from_json
 
 from diffusion.prepare import cli
-from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.counts_report import Report
+from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.settings import settings_of
 
 

@@ -13,9 +13,9 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from streaming import MDSWriter
 
-from diffusion.storage import mds
-from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.bucket_choice import Buckets
+from diffusion.prepare.pipeline import prepare
+from diffusion.storage import mds
 
 plain = st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.floats(allow_nan=False) | st.text(max_size=8)
 sample_values = st.fixed_dictionaries(

@@ -18,9 +18,9 @@ import pytest
 from drawn import DrawnSource, draw, encode, samples, settings, snapshot
 
 from diffusion.prepare import convert_part as part_module
+from diffusion.prepare.counts_report import Report
 from diffusion.prepare.engines import do
 from diffusion.prepare.pipeline import prepare
-from diffusion.prepare.counts_report import Report
 from diffusion.prepare.source import Entry, Part
 from diffusion.prepare.work_dir import Share, WorkFolder
 

@@ -6,11 +6,10 @@ import pytest
 from drawn import DrawnSource, settings, snapshot
 from object_store import Store
 
-from diffusion.storage import mds
 from diffusion.prepare import output_folders
-from diffusion.storage import object_store
-from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.counts_report import Report
+from diffusion.prepare.pipeline import prepare
+from diffusion.storage import mds, object_store
 
 SOURCE = DrawnSource(4, 10)
 

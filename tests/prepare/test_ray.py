@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from drawn import DrawnSource, samples, settings, snapshot
 
-from diffusion.storage import mds
 from diffusion.prepare.engines import part_rows, run_on_ray
 from diffusion.prepare.engines import samples as spark_samples
 from diffusion.prepare.pipeline import prepare
+from diffusion.storage import mds
 
 SOURCE = DrawnSource(4, 15, broken=7)
 

@@ -15,9 +15,9 @@ from drawn import DrawnSource, draw, encode, settings
 from PIL import Image
 
 from diffusion.prepare import report_thumbnails
+from diffusion.prepare.counts_report import Rejected, Report
 from diffusion.prepare.html_report import Shown, page
 from diffusion.prepare.pipeline import prepare
-from diffusion.prepare.counts_report import Rejected, Report
 from diffusion.prepare.source import Entry
 
 HOSTILE = '<script>alert("x")</script> & "quotes" \'too\''
@@ -148,7 +148,10 @@ def test_a_page_of_three_resolutions_with_all_shapes_is_small() -> None:
     report = Report(source='s', arguments={}, inputs=1)
     report.rejected = {f'reason {number}': Rejected(1, ['x']) for number in range(report_thumbnails.REASONS)}
     text = page(
-        report, 'out', buckets=buckets, rejected={name: [noise] * report_thumbnails.A_REASON for name in report.rejected}
+        report,
+        'out',
+        buckets=buckets,
+        rejected={name: [noise] * report_thumbnails.A_REASON for name in report.rejected},
     )
     assert len(text) < 5e6
 

@@ -8,10 +8,10 @@ import pytest
 
 from diffusion import cli as command
 from diffusion.config.load import RecipeError
+from diffusion.config.schema import field_docs
 from diffusion.prepare import cli
 from diffusion.prepare.settings import PrepareSettings, load, settings_of
 from diffusion.prepare.work_dir import Share
-from diffusion.config.schema import field_docs
 
 YAMLS = sorted((Path(__file__).parents[2] / 'yamls/prepare').glob('*.yaml'))
 VALID: dict[str, Any] = {'source': {'kind': 'webdataset', 'location': 'tars'}, 'out': 'out', 'sizes': [256]}

@@ -15,10 +15,9 @@ from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from torch.utils.data import DataLoader
 
 from diffusion.algorithms.ema import EMA
-from diffusion.profiling.breakdown import Breakdown, Report
-from diffusion.models import batch_keys
-from diffusion.models import stage_hooks
+from diffusion.models import batch_keys, stage_hooks
 from diffusion.models.flops import FlopCount, count_on_meta
+from diffusion.profiling.breakdown import Breakdown, Report
 from diffusion.profiling.step_timer import STAGES, WAITS, Recorder, Timeline, shares_of
 
 
@@ -309,7 +308,10 @@ def test_flops_of_a_batch_are_what_torch_counts(make_model, shape):
     )
     text = count_on_meta(model.text, pictures[batch_keys.INPUT_IDS].to('meta'))
     assert model.flops_per_batch(pictures) == 5 * 3 * denoiser + vae + text
-    latents = {batch_keys.LATENT_MOMENTS: torch.zeros(5, 8, height, width), batch_keys.INPUT_IDS: pictures[batch_keys.INPUT_IDS]}
+    latents = {
+        batch_keys.LATENT_MOMENTS: torch.zeros(5, 8, height, width),
+        batch_keys.INPUT_IDS: pictures[batch_keys.INPUT_IDS],
+    }
     stored = latents | {batch_keys.TEXT_EMBEDS: torch.zeros(5, 16, 32)}
     assert model.flops_per_batch(stored) == 15 * denoiser
     assert 15 * denoiser < model.flops_per_batch(latents) < model.flops_per_batch(pictures)

@@ -68,7 +68,7 @@ def test_shapes_never_mix_and_keep_their_shares_on_any_number_of_ranks(content, 
 
 def test_the_check_knows_the_folders(content, tmp_path):
     from diffusion.config.load import RecipeError, load
-    from diffusion.tasks.main import checked
+    from diffusion.tasks.run_recipe import checked
 
     root, recipe = content
     path = Path(tmp_path, 'recipe.yaml')

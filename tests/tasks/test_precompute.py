@@ -10,13 +10,13 @@ import yaml
 from ranks import read_losses
 from shards import write_pictures
 
-from diffusion.config.load import load
 from diffusion.config.image_shapes import Shape, write_buckets
+from diffusion.config.load import load
 from diffusion.data.latents import LatentManifest
-from diffusion.tasks.precompute import precompute
 from diffusion.storage.object_store import upload
-from diffusion.training.train import train
 from diffusion.storage.uploaded_shards import UploadedShards
+from diffusion.tasks.precompute import precompute
+from diffusion.training.train import train
 
 COUNTS = {Shape(32, 32): 24, Shape(64, 32): 16, Shape(32, 48): 8}
 

@@ -14,12 +14,12 @@ from streaming import StreamingDataset
 
 from diffusion.checkpointing.run_folder import find_checkpoint, read_checkpoint, weights_of
 from diffusion.config.load import load
-from diffusion.tasks.evaluate import evaluate
-from diffusion.tasks.export import export, pipeline_of, with_folded_statistics
-from diffusion.tasks.generate import generate
 from diffusion.loggers.metrics_file import read_metrics
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.pretrained import posterior_of, reconstruct
+from diffusion.tasks.evaluate import evaluate
+from diffusion.tasks.export import export, pipeline_of, with_folded_statistics
+from diffusion.tasks.generate import generate
 from diffusion.tasks.precompute import precompute
 from diffusion.training.train import build_trainer, train
 
@@ -256,9 +256,9 @@ def latents(finished, pictures, tmp_path_factory):
 
 
 def test_precomputed_latents_are_what_the_encoder_says(latents, pictures):
-    from diffusion.training.build import build_model
     from diffusion.config.image_shapes import square
     from diffusion.data.transforms import picture
+    from diffusion.training.components import build_model
 
     path, out, _ = latents
     model = build_model(load(path))

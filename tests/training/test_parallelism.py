@@ -12,9 +12,9 @@ from ranks import ROOT, free_port, largest_difference, read_losses
 from torch.distributed.fsdp import FSDPModule
 
 from diffusion.config.load import load
+from diffusion.config.recipe import ParallelismConfig
 from diffusion.models.latent_diffusion import is_block
 from diffusion.training.parallelism import parallelism_config
-from diffusion.config.recipe import ParallelismConfig
 from diffusion.training.train import build_trainer
 
 

@@ -13,16 +13,16 @@ from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from ranks import free_port
 from torch import nn
 
-from diffusion.training import performance
 from diffusion.callbacks.loss_guard import observed
 from diffusion.config.load import load
-from diffusion.models import batch_keys
-from diffusion.loggers.metrics_file import TRAIN_LOSS, read_metrics
-from diffusion.models.latent_diffusion import LatentDiffusion, is_block
-from diffusion.config.recipe import SpeedConfig
-from diffusion.training.performance import apply_speed, keep_layout, set_backends, takes_fused
 from diffusion.config.performance_preset import PARTS, chosen
+from diffusion.config.recipe import SpeedConfig
+from diffusion.loggers.metrics_file import TRAIN_LOSS, read_metrics
+from diffusion.models import batch_keys
+from diffusion.models.latent_diffusion import LatentDiffusion, is_block
 from diffusion.profiling.device_syncs import find_waits
+from diffusion.training import performance
+from diffusion.training.performance import apply_speed, keep_layout, set_backends, takes_fused
 from diffusion.training.train import build_trainer, train
 
 NOTHING = chosen(SpeedConfig(preset='none'), on_gpu=False)

@@ -1,10 +1,8 @@
 """What a back end is: it turns jobs into files, checks them offline, and hands them to its scheduler.
 
 The border to the node's side, `diffusion.launch.node`: every back end renders `Job.command` for every node, with
-`environment_of(job, ...)` set (see `diffusion.launch.environment`), and nothing else is agreed on. The local back end's
-`submit` calls `diffusion.launch.local_cluster.run(jobs) -> int`, which starts the nodes of a job on this machine, starts them
-again as `restart` says, and returns the exit status of the first job that fails; `diffusion status RUN` prints what
-`diffusion.launch.attempts.report(run: Path) -> str` makes of a run's attempts.jsonl.
+`environment_of(job, ...)` set (see `diffusion.launch.environment`), and nothing else is agreed on. `diffusion status
+RUN` prints what `diffusion.launch.attempts.report(run)` makes of a run's attempts.jsonl.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
+from diffusion.config.schema import Problem
 from diffusion.launch import environment
 from diffusion.launch.job_spec import Job
-from diffusion.config.schema import Problem
 
 IMAGE_WORKDIR = '/workspace'
 """Where docker/Dockerfile puts run.py."""

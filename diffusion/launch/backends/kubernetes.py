@@ -11,12 +11,12 @@ from typing import Any
 
 import yaml
 
+from diffusion.config.schema import Gatherer, Problem, build, join
 from diffusion.launch import environment
 from diffusion.launch.backends.base import Rendered, environment_of, merged, unmounted
 from diffusion.launch.backends.kubernetes_types import JobSet
 from diffusion.launch.command_line_tools import call
 from diffusion.launch.job_spec import Job
-from diffusion.config.schema import Gatherer, Problem, build, join
 
 INSTALL = 'install kubectl, and give it the cluster (kubectl config get-contexts)'
 LABEL = re.compile(r'[a-z]([a-z0-9-]*[a-z0-9])?')

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from diffusion.config.schema import Gatherer, Problem
+from diffusion.errors import UserError
 from diffusion.launch.backends.base import Rendered, environment_of
 from diffusion.launch.job_spec import Job
-from diffusion.config.schema import Gatherer, Problem
 
 
 @dataclass
@@ -55,20 +56,20 @@ def submit(jobs: Sequence[Job], rendered: Rendered, folder: Path) -> str:
     # The processes and their restarts are the node's side.
     code = importlib.import_module('diffusion.launch.local_cluster').run(jobs)
     if code:
-        raise ValueError(f'{jobs[0].spec.name}: ended with {code}')
+        raise UserError(f'{jobs[0].spec.name}: ended with {code}')
     return f'{jobs[0].spec.name}: done'
 
 
 def status(jobs: Sequence[Job]) -> str:
-    raise ValueError(f'status: a local job runs where it was launched; try diffusion status {jobs[0].run_dir}')
+    raise UserError(f'status: a local job runs where it was launched; try diffusion status {jobs[0].run_dir}')
 
 
 def logs(jobs: Sequence[Job]) -> str:
-    raise ValueError('logs: a local job writes where it was launched')
+    raise UserError('logs: a local job writes where it was launched')
 
 
 def cancel(jobs: Sequence[Job]) -> str:
-    raise ValueError('cancel: interrupt a local job where it was launched (Ctrl-C)')
+    raise UserError('cancel: interrupt a local job where it was launched (Ctrl-C)')
 
 
 def _script(job: Job) -> str:

@@ -10,9 +10,10 @@ from typing import Any, NoReturn
 
 import yaml
 
+from diffusion.config.schema import Gatherer, Problem, join
+from diffusion.errors import UserError
 from diffusion.launch.backends.base import IMAGE_WORKDIR, Rendered, environment_of, merged
 from diffusion.launch.job_spec import Job
-from diffusion.config.schema import Gatherer, Problem, join
 
 NAME = re.compile(r'[a-z0-9]([a-z0-9-]*[a-z0-9])?')
 LONGEST = 56
@@ -93,7 +94,7 @@ def validate(rendered: Rendered) -> list[Problem]:
 
 
 def submit(jobs: Sequence[Job], rendered: Rendered, folder: Path) -> NoReturn:
-    raise ValueError('backend.name: runs of mcli are rendered only; use --out DIR, then `mcli run -f` the file')
+    raise UserError('backend.name: runs of mcli are rendered only; use --out DIR, then `mcli run -f` the file')
 
 
 def status(jobs: Sequence[Job]) -> NoReturn:
@@ -109,7 +110,7 @@ def cancel(jobs: Sequence[Job]) -> NoReturn:
 
 
 def _elsewhere(command: str) -> NoReturn:
-    raise ValueError(f'backend.name: runs of mcli are rendered only; use `{command}`')
+    raise UserError(f'backend.name: runs of mcli are rendered only; use `{command}`')
 
 
 def _run(job: Job) -> dict[str, Any]:

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from diffusion.launch import environment
-from diffusion.launch.backends.base import Rendered, environment_of, merged, unmounted
-from diffusion.launch.aws_secrets import as_text
-from diffusion.launch.job_spec import Job
 from diffusion.config.schema import Gatherer, Problem, join
+from diffusion.errors import UserError
+from diffusion.launch import environment
+from diffusion.launch.aws_secrets import as_text
+from diffusion.launch.backends.base import Rendered, environment_of, merged, unmounted
+from diffusion.launch.job_spec import Job
 
 INSTANCES = {
     'a100-40gb': 'ml.p4d.24xlarge',
@@ -312,7 +313,7 @@ def _client(jobs: Sequence[Job]) -> Any:
     try:
         import boto3
     except ImportError as error:
-        raise ValueError('backend.name: sagemaker needs boto3; pip install boto3') from error
+        raise UserError('backend.name: sagemaker needs boto3; pip install boto3') from error
     # Not boto3.client: its session outlives the call, with the credentials that it found first.
     return _call(lambda: boto3.Session(region_name=jobs[0].spec.options.region).client('sagemaker'))
 
@@ -324,7 +325,7 @@ def _call(function: Any, *arguments: Any, **keywords: Any) -> Any:
     try:
         return function(*arguments, **keywords)
     except (BotoCoreError, ClientError) as error:
-        raise ValueError(f'SageMaker: {error}') from error
+        raise UserError(f'SageMaker: {error}') from error
 
 
 def _exists(client: Any, pipeline: str) -> bool:

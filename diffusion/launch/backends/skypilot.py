@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 import yaml
 
+from diffusion.config.schema import Gatherer, Problem, build, join
 from diffusion.launch.backends.base import IMAGE_WORKDIR, Rendered, environment_of, merged, unmounted
 from diffusion.launch.command_line_tools import call
 from diffusion.launch.job_spec import Job
-from diffusion.config.schema import Gatherer, Problem, build, join
 
 INSTALL = 'pip install skypilot, in an environment of its own, and see `sky check`'
 QUIET = {'SKYPILOT_DISABLE_USAGE_COLLECTION': '1'}

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from diffusion.config.schema import Gatherer, Problem, join
+from diffusion.errors import UserError
 from diffusion.launch import environment
 from diffusion.launch.backends.base import Rendered, environment_of, unmounted
 from diffusion.launch.command_line_tools import call
 from diffusion.launch.job_spec import Job
-from diffusion.config.schema import Gatherer, Problem, join
 
 AFTER = Path(__file__).with_name('slurm_after.sh')
 """What the script does when srun has ended."""
@@ -124,7 +125,7 @@ def logs(jobs: Sequence[Job]) -> str:
     own = re.compile(rf'({"|".join(re.escape(job.name) for job in jobs)})-\d+\.log')
     found = [path for path in folder.glob('*.log') if own.fullmatch(path.name)]
     if not found:
-        raise ValueError(f'logs: {folder} has none of {", ".join(job.name for job in jobs)}; has a job started?')
+        raise UserError(f'logs: {folder} has none of {", ".join(job.name for job in jobs)}; has a job started?')
     newest = max(found, key=lambda path: path.stat().st_mtime)
     lines = newest.read_text(encoding='utf-8', errors='replace').splitlines()
     return '\n'.join([f'{newest}:', *lines[-100:]])

@@ -6,7 +6,8 @@ import sys
 from collections.abc import Sequence
 
 from diffusion.config.load import Recipe, RecipeError, check_devices, check_paths, load
-from diffusion.exit_codes import CONFIG_ERROR, PREEMPTED, Preempted
+from diffusion.errors import DataError, UserError
+from diffusion.exit_codes import PREEMPTED, Preempted
 from diffusion.launch import heartbeat
 
 
@@ -21,15 +22,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         recipe = checked(arguments[0], arguments[1:])
         run(recipe)
-    except (ValueError, Preempted) as error:
-        status = status_of(error)
-        if status is None:
+    except Preempted as stopped:
+        if rank == 0:
+            print(stopped, file=sys.stderr)
+        return PREEMPTED
+    except (UserError, DataError) as error:
+        if os.environ.get('DIFFUSION_TRACEBACK'):
             raise
-        # A mistake in a recipe is the same on every rank; what else a rank has to say may be its own.
-        if rank == 0 or not isinstance(error, (RecipeError, Preempted)):
+        # A mistake in a recipe is the same on every rank; other errors may be one rank's own.
+        if rank == 0 or not isinstance(error, RecipeError):
             who = f'rank {rank}: ' if rank else ''
-            print(error if status == PREEMPTED else f'{who}error: {error}', file=sys.stderr)
-        return status
+            print(f'{who}error: {error}', file=sys.stderr)
+        return error.exit_status
     return 0
 
 
@@ -72,23 +76,3 @@ def configure_logging() -> None:
     """Our own messages at INFO on rank zero, everybody else's at WARNING."""
     logging.basicConfig(format='%(asctime)s %(levelname)s: %(message)s', datefmt='%H:%M:%S')
     logging.getLogger('diffusion').setLevel(logging.INFO if os.environ.get('RANK', '0') == '0' else logging.WARNING)
-
-
-def status_of(error: Exception) -> int | None:
-    """The exit status that stands for an error, or None where its traceback is needed."""
-    if isinstance(error, Preempted):
-        return PREEMPTED
-    if os.environ.get('DIFFUSION_TRACEBACK') or not is_ours(error):
-        return None
-    # By name: the classes of errors are above this floor.
-    return getattr(error, 'exit_status', CONFIG_ERROR)
-
-
-def is_ours(error: BaseException) -> bool:
-    """Whether an error was raised by this package, so that its message says all there is to say."""
-    trace = error.__traceback__
-    if trace is None:
-        return False
-    while trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace.tb_frame.f_globals.get('__name__', '').split('.')[0] == 'diffusion'

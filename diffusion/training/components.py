@@ -19,15 +19,16 @@ from transformers import PreTrainedTokenizerBase
 from diffusion.config import registry
 from diffusion.config.checks import SUPPLIED
 from diffusion.config.load import Component, Recipe, StreamConfig
-from diffusion.training.expand_streams import by_shape
+from diffusion.config.performance_preset import chosen
+from diffusion.config.recipe import SpeedConfig
 from diffusion.data.fingerprint import fingerprint
-from diffusion.data.loader import BucketedLoader, default_num_workers, outlive_signals
 from diffusion.data.host_limits import check_machine
+from diffusion.data.loader import BucketedLoader, default_num_workers, outlive_signals
 from diffusion.data.shard_cache import home
 from diffusion.data.streams import Bucket
-from diffusion.config.recipe import SpeedConfig
+from diffusion.errors import UserError
+from diffusion.training.expand_streams import by_shape
 from diffusion.training.performance import takes_fused
-from diffusion.config.performance_preset import chosen
 
 DETERMINISTIC = {'crop': 'center', 'flip': False, 'caption_choice': 'first'}
 """What evaluation and precomputing change in the training dataset's settings."""
@@ -104,15 +105,15 @@ def build_loader(
     """The loader of a recipe's `streams`, or of its `eval_streams`: centre crops and first captions, in order.
 
     Raises:
-        ValueError: The recipe has no such streams, or the global batch does not divide over the devices.
+        UserError: The recipe has no such streams, or the global batch does not divide over the devices.
     """
     evaluating = split == 'eval'
     streams = recipe.eval_streams if evaluating else recipe.streams
     if not streams:
-        raise ValueError(f'{"eval_streams" if evaluating else "streams"}: the recipe has none; name at least one')
+        raise UserError(f'{"eval_streams" if evaluating else "streams"}: the recipe has none; name at least one')
     world_size = composer_dist.get_world_size()
     if recipe.global_batch % world_size:
-        raise ValueError(
+        raise UserError(
             f'global_batch={recipe.global_batch} does not divide over {world_size} devices; '
             f'use a multiple of {world_size}'
         )

@@ -68,12 +68,12 @@ def disturbed_run(folder: Path, launch: list[str], every: int) -> dict[str, tupl
         wait_for_batch(process, run, (number + 1) * every)
         times.append(time.time())
         disturb(folder)
-        while process.poll() is None and len(attempts.read(run)) < number + 2:
+        while process.poll() is None and len(attempts.read_attempts(run)) < number + 2:
             time.sleep(0.05)
     if process.wait():
         raise SystemExit('the run failed; see above')
     names = ('a process killed', 'a node told to stop', f'a process that hangs, {HANG_SECONDS} s allowed')
-    rows, tries = {}, attempts.read(run)
+    rows, tries = {}, attempts.read_attempts(run)
     for name, at, attempt, following in zip(names, times, tries, tries[1:], strict=False):
         rows[name] = attempt.end - at, following.begin - attempt.end, following.first_at - following.begin
     return rows

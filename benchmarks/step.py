@@ -28,7 +28,7 @@ from machine import heading
 from torch import Tensor
 from transformers import CLIPTextConfig, CLIPTextModel
 
-from diffusion.config.performance_preset import chosen
+from diffusion.config.performance_preset import effective_parts
 from diffusion.config.recipe import SpeedConfig
 from diffusion.models import batch_keys, sd2_config
 from diffusion.models.flops import FlopCount
@@ -38,7 +38,7 @@ from diffusion.training.performance import apply_speed, set_backends
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = 'cuda' if ON_GPU else 'cpu'
-PLAIN = chosen(SpeedConfig(preset='none'), on_gpu=ON_GPU)
+PLAIN = effective_parts(SpeedConfig(preset='none'), on_gpu=ON_GPU)
 PARTS = (
     ('tf32',),
     ('fused_optimizer',),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import diffusion
-from diffusion.config.schema import nearest
+from diffusion.config.schema import did_you_mean
 from diffusion.errors import DataError, UserError
 from diffusion.exit_codes import USAGE_ERROR
 
@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = _parser()
     if arguments and not arguments[0].startswith('-') and arguments[0] not in COMMANDS:
-        parser.error(f'there is no command {arguments[0]!r}; {nearest(arguments[0], COMMANDS)}')
+        parser.error(f'there is no command {arguments[0]!r}; {did_you_mean(arguments[0], COMMANDS)}')
     if arguments[:1] == ['prepare'] and arguments[1:2] and arguments[1].endswith(('.yaml', '.yml')):
         arguments.insert(1, 'recipe')
     args, rest = parser.parse_known_args(arguments)
@@ -64,10 +64,10 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('overrides', nargs='*', metavar='KEY=VALUE', help='such as trainer.max_duration=20ba')
     parser.add_argument('--strict', action='store_true', help='values that are still ??? are mistakes')
     parser.add_argument('--quiet', action='store_true', help='do not print the resolved recipe')
-    parser.set_defaults(run=check)
+    parser.set_defaults(run=run_check)
 
 
-def check(args: argparse.Namespace) -> int:
+def run_check(args: argparse.Namespace) -> int:
     """Print the resolved recipe and what is still to be given."""
     from diffusion.config.load import load, to_yaml
 
@@ -88,7 +88,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     from diffusion.planning import cli
 
     cli.add_arguments(parser)
-    parser.set_defaults(run=cli.run)
+    parser.set_defaults(run=cli.run_plan)
 
 
 def _add_profile(parser: argparse.ArgumentParser) -> None:
@@ -102,19 +102,18 @@ def _add_profile(parser: argparse.ArgumentParser) -> None:
 
 
 def _profile(args: argparse.Namespace) -> int:
-    from diffusion.profiling.profile import main_from_args
+    from diffusion.profiling.profile import run_profile
     from diffusion.tasks.run_recipe import configure_logging
 
     configure_logging()
-
-    return main_from_args(args)
+    return run_profile(args)
 
 
 def _add_prepare(parser: argparse.ArgumentParser) -> None:
     from diffusion.prepare import cli
 
     cli.add_arguments(parser)
-    parser.set_defaults(run=cli.run)
+    parser.set_defaults(run=cli.run_prepare)
 
 
 def _add_data(parser: argparse.ArgumentParser) -> None:
@@ -137,9 +136,9 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    from diffusion.tasks.generate import main_from_args
+    from diffusion.tasks.generate import run_generate
 
-    return main_from_args(args)
+    return run_generate(args)
 
 
 def _add_export(parser: argparse.ArgumentParser) -> None:
@@ -153,9 +152,9 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from diffusion.tasks.export import main_from_args
+    from diffusion.tasks.export import run_export
 
-    return main_from_args(args)
+    return run_export(args)
 
 
 def _add_launch(commands: Any) -> None:

@@ -47,7 +47,7 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
-class Reconstruction:
+class ReconstructedAverage:
     """An average that was put together from snapshots.
 
     Attributes:
@@ -97,7 +97,7 @@ def find_snapshots(run: Path) -> list[Snapshot]:
     return sorted(found, key=lambda snapshot: (snapshot.batch, snapshot.width))
 
 
-def reconstruct(run: Path, width: float, *, at: int | None = None) -> Reconstruction:
+def reconstruct_average(run: Path, width: float, *, at: int | None = None) -> ReconstructedAverage:
     """The power-function average of any width at any batch of a run, from its snapshots.
 
     Reads the files one after another: memory is the model in float32, and one tensor.
@@ -125,7 +125,7 @@ def reconstruct(run: Path, width: float, *, at: int | None = None) -> Reconstruc
     if error > LARGE_ERROR:
         advice = _advice(used, batch)
         log.warning('width %g at batch %d: the profile is off by %.0f %%; %s', width, batch, 100 * error, advice)
-    return Reconstruction(_mixed(used, shares.tolist()), width, batch, error)
+    return ReconstructedAverage(_mixed(used, shares.tolist()), width, batch, error)
 
 
 def _advice(snapshots: Sequence[Snapshot], batch: int) -> str:

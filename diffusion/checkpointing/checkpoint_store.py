@@ -86,7 +86,7 @@ def unfinished(folder: Path, batch: int) -> Path:
     return folder / f'.{name_of(batch)}.unfinished'
 
 
-def checkpoints(folder: Path) -> list[Path]:
+def list_checkpoints(folder: Path) -> list[Path]:
     """A run's checkpoints, newest first."""
     found = [path for path in folder.glob('ba*') if path.is_dir() and batch_of(path) is not None]
     return sorted(found, key=lambda path: batch_of(path) or 0, reverse=True)
@@ -107,7 +107,7 @@ def publish(work: Path, final: Path, files: Mapping[str, FileRecord], about: Map
         json.dump(content, file, indent=2)
         flush(file)
     sync_folder(work)
-    remove(final)
+    remove_checkpoint(final)
     os.replace(work, final)
     sync_folder(final.parent)
     link = final.parent / f'.{LATEST}.unfinished'
@@ -159,7 +159,7 @@ def newest_whole(folder: Path) -> Path | None:
         UserError: There are checkpoints, and all are damaged.
     """
     damages = []
-    for checkpoint in checkpoints(folder):
+    for checkpoint in list_checkpoints(folder):
         try:
             check_whole(checkpoint)
         except ValueError as error:
@@ -177,31 +177,31 @@ def newest_whole(folder: Path) -> Path | None:
 
 def set_aside(folder: Path, newest: Path | None) -> None:
     """Rename checkpoints newer than the one a run goes on from, which are damaged, so that nothing counts them."""
-    for path in checkpoints(folder):
+    for path in list_checkpoints(folder):
         if newest is None or (batch_of(path) or 0) > (batch_of(newest) or 0):
             aside = path.with_name(f'{path.name}.damaged')
-            remove(aside)
+            remove_checkpoint(aside)
             os.replace(path, aside)
             log.warning('%s: set aside as %s', path, aside.name)
 
 
-def sweep(folder: Path) -> None:
+def remove_unfinished(folder: Path) -> None:
     """Remove what a killed process left half-written."""
     for path in folder.glob('.ba*.unfinished'):
-        remove(path)
+        remove_checkpoint(path)
     for path in folder.glob('.ba*.removed'):
-        remove(path)
+        remove_checkpoint(path)
 
 
 def prune(folder: Path, keep: int) -> list[Path]:
     """Remove all but the newest checkpoints; returns the removed."""
-    old = checkpoints(folder)[max(1, keep) :]
+    old = list_checkpoints(folder)[max(1, keep) :]
     for path in old:
-        remove(path)
+        remove_checkpoint(path)
     return old
 
 
-def remove(path: Path) -> None:
+def remove_checkpoint(path: Path) -> None:
     """Remove a folder so that, killed in between, none is left that looks whole."""
     if path.is_dir() and not path.name.endswith('.removed'):
         doomed = path.with_name(f'.{path.name.strip(".")}.removed')

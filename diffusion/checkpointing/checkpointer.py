@@ -76,12 +76,12 @@ class Checkpointer(CheckpointSaver):
     def init(self, state: State, logger: Logger) -> None:
         if dist.get_global_rank() == 0:
             self.run_folder.mkdir(parents=True, exist_ok=True)
-            checkpoint_store.sweep(self.run_folder)
+            checkpoint_store.remove_unfinished(self.run_folder)
 
     def before_load(self, state: State, logger: Logger) -> None:
         if self.resume is None:
             return
-        self._random_state = load(state, logger, self.resume)
+        self._random_state = load_checkpoint(state, logger, self.resume)
         self.last_checkpoint_batch = state.timestamp.batch
         log.info('resumed from %s', self.resume)
 
@@ -101,13 +101,13 @@ class Checkpointer(CheckpointSaver):
 
     def _save_checkpoint(self, state: State, logger: Logger) -> None:
         self.last_checkpoint_batch = state.timestamp.batch
-        final = save(state, self.run_folder, sharded_tensors=self.sharded)
+        final = save_checkpoint(state, self.run_folder, sharded_tensors=self.sharded)
         self.saved_checkpoints.append(str(final))
         if dist.get_global_rank() == 0 and self.num_checkpoints_to_keep > 0:
             checkpoint_store.prune(self.run_folder, self.num_checkpoints_to_keep)
 
 
-def save(state: State, folder: Path, *, sharded_tensors: bool = False) -> Path:
+def save_checkpoint(state: State, folder: Path, *, sharded_tensors: bool = False) -> Path:
     """Write a checkpoint of a trainer's state; every rank calls this.
 
     Raises:
@@ -118,13 +118,13 @@ def save(state: State, folder: Path, *, sharded_tensors: bool = False) -> Path:
     rank = dist.get_global_rank()
     with all_or_none(f'{final}: not saved'):
         if rank == 0:
-            checkpoint_store.remove(work)
+            checkpoint_store.remove_checkpoint(work)
             work.mkdir(parents=True)
     content, tensors = _gather(state, sharded_tensors=sharded_tensors)
     records: dict[str, checkpoint_store.FileRecord] = {}
     with all_or_none(f'{final}: not saved'):
         if sharded_tensors:
-            sharded_state.write(tensors, work)
+            sharded_state.write_tensors(tensors, work)
             own = [path.name for path in work.glob(f'__{rank}_*')] + ([sharded_state.INDEX] if rank == 0 else [])
             records |= checkpoint_store.records_of(work, own)
         if rank == 0:
@@ -139,7 +139,7 @@ def save(state: State, folder: Path, *, sharded_tensors: bool = False) -> Path:
     return final
 
 
-def load(state: State, logger: Logger, checkpoint: Path) -> list[dict[str, Any]] | None:
+def load_checkpoint(state: State, logger: Logger, checkpoint: Path) -> list[dict[str, Any]] | None:
     """Read a checkpoint into a trainer's state, before DDP wraps the model and after FSDP does; every rank calls this.
 
     Returns:
@@ -284,7 +284,7 @@ def _load_shards(state: State, settings: Mapping[str, Mapping[str, Any]], checkp
     moments = {name: value for name, value in optimizer.items() if isinstance(value, Tensor)}
     wanted = {f'model.{name}': tensor for name, tensor in model.items()}
     wanted |= {f'optimizer.{name}': tensor for name, tensor in moments.items()}
-    sharded_state.read(wanted, checkpoint)
+    sharded_state.read_tensors(wanted, checkpoint)
     set_model_state_dict(state.model, {name: wanted[f'model.{name}'] for name in model})
     restored = {name: wanted[f'optimizer.{name}'] for name in moments}
     restored |= settings[type(state.optimizers[0]).__qualname__]
@@ -301,7 +301,7 @@ def _load_averages(state: State, saved: Mapping[str, Any], checkpoint: Path) -> 
             wanted = {
                 f'averages.{name}.{label}.{key}': t for label, room in averages.items() for key, t in room.items()
             }
-            sharded_state.read(wanted, checkpoint)
+            sharded_state.read_tensors(wanted, checkpoint)
             algorithm.restore(averages)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
 from diffusion.checkpointing import sharded_state
-from diffusion.checkpointing.checkpoint_store import LATEST, STATE, check_whole, checkpoints
+from diffusion.checkpointing.checkpoint_store import LATEST, STATE, check_whole, list_checkpoints
 from diffusion.errors import UserError
 
 RECIPE = 'recipe.yaml'
@@ -36,7 +36,7 @@ def find_checkpoint(place: str | Path) -> Path:
         if choice.is_file() or (choice / STATE).is_file():
             return choice.parent / choice.readlink() if choice.is_symlink() else choice
     folder = path if path.is_dir() else path.parent
-    present = [checkpoint.name for checkpoint in checkpoints(folder)] if folder.is_dir() else []
+    present = [checkpoint.name for checkpoint in list_checkpoints(folder)] if folder.is_dir() else []
     have = f'{folder} holds {", ".join(present[:4])}' if present else f'{folder} holds no checkpoint'
     raise UserError(f'checkpoint: {place} is not a checkpoint or a run ({have})')
 
@@ -85,7 +85,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         check_whole(path)
     state = read_content(path)['state']
     if is_sharded(path):
-        state['model'] = sharded_state.read_whole(path, 'model.')
+        state['model'] = sharded_state.read_all_tensors(path, 'model.')
     if 'model' not in state:
         raise UserError(f'{path}: it holds no model; is it a checkpoint of Composer?')
     return state
@@ -116,7 +116,9 @@ def weights_of(path: Path, which: Weights | None = None) -> tuple[dict[str, Tens
         start = ema.get('ema_start')
         why = f'its EMA would have started at {start}' if start else 'its run had no EMA'
         raise UserError(f'{path}: it has no averaged weights, {why}; use --weights training')
-    averages = ema['averages']['ema'] if 'averages' in ema else sharded_state.read_whole(path, 'averages.EMA.ema.')
+    averages = (
+        ema['averages']['ema'] if 'averages' in ema else sharded_state.read_all_tensors(path, 'averages.EMA.ema.')
+    )
     return model | averages, 'ema'
 
 

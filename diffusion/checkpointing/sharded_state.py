@@ -27,14 +27,14 @@ INDEX = '.metadata'
 """Where torch.distributed.checkpoint writes which piece is in which file."""
 
 
-def write(tensors: Mapping[str, Tensor], folder: Path) -> None:
+def write_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
     """Write tensors and DTensors, flushed to disk; every rank calls this with the same names."""
     writer = filesystem.FileSystemWriter(folder, sync_files=True)
     with _quiet():
         save(dict(tensors), storage_writer=writer, planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True))
 
 
-def read(tensors: dict[str, Tensor], folder: Path) -> None:
+def read_tensors(tensors: dict[str, Tensor], folder: Path) -> None:
     """Fill tensors and DTensors in place; every rank calls this with the same names.
 
     Raises:
@@ -49,7 +49,7 @@ def read(tensors: dict[str, Tensor], folder: Path) -> None:
         load(tensors, storage_reader=_Reader(folder), planner=DefaultLoadPlanner())
 
 
-def read_whole(folder: Path, prefix: str) -> dict[str, Tensor]:
+def read_all_tensors(folder: Path, prefix: str) -> dict[str, Tensor]:
     """All tensors whose name begins with a prefix, whole and on the CPU, by the rest of their name; no other rank."""
     tensors = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)

@@ -87,7 +87,7 @@ def keyword_types(recipe: Recipe) -> dict[str, str]:
     }
 
 
-def check(recipe: Recipe) -> list[Problem]:
+def check_recipe(recipe: Recipe) -> list[Problem]:
     """What the types alone do not say; values that are still ??? are passed over."""
     gather = Gatherer()
     if _not_positive(recipe.global_batch):

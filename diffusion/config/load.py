@@ -8,9 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from diffusion.config import registry
-from diffusion.config.checks import PLURAL, SINGLE, check, check_components, check_devices, check_paths, keyword_types
+from diffusion.config.checks import (
+    PLURAL,
+    SINGLE,
+    check_components,
+    check_devices,
+    check_paths,
+    check_recipe,
+    keyword_types,
+)
 from diffusion.config.recipe import Component, Recipe, StreamConfig
-from diffusion.config.schema import MISSING, Gatherer, Problem, build, join
+from diffusion.config.schema import MISSING, Gatherer, Problem, build_dataclass, join
 from diffusion.config.yaml_files import UnreadableYAML, dump, merge, read_chain
 from diffusion.errors import UserError
 
@@ -52,7 +60,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, allow_missing: bool
     if 'recipe' in raw and 'backend' in raw:
         what = f"it is a job's YAML, which diffusion launch takes; its recipe is {raw['recipe']}"
         raise RecipeError([Problem('', what)], path)
-    recipe = build(Recipe, _with_components(raw, gather), '', gather)
+    recipe = build_dataclass(Recipe, _with_components(raw, gather), '', gather)
     # Names from imports are known only after importing them, which runs code: not for a recipe that is wrong anyway.
     if isinstance(recipe.imports, list) and not gather.problems:
         gather.problems += _import_all(recipe.imports)
@@ -65,7 +73,9 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, allow_missing: bool
         for value in gather.missing
     ]
     found = [problem.where for problem in gather.problems + gather.missing]
-    gather.problems += [problem for problem in check(recipe) if not any(_same(problem.where, at) for at in found)]
+    gather.problems += [
+        problem for problem in check_recipe(recipe) if not any(_same(problem.where, at) for at in found)
+    ]
     problems = gather.problems if allow_missing else gather.problems + gather.missing
     if problems:
         raise RecipeError(problems, path)

@@ -8,7 +8,7 @@ PARTS = tuple(field.name for field in fields(SpeedConfig) if field.name != 'pres
 """Names of the parts."""
 
 
-def chosen(settings: SpeedConfig, *, on_gpu: bool, strategy: str = 'ddp') -> SpeedConfig:
+def effective_parts(settings: SpeedConfig, *, on_gpu: bool, strategy: str = 'ddp') -> SpeedConfig:
     """The settings with every part decided: what the preset says, where the recipe says nothing."""
     preset = on_gpu and settings.preset == 'full'
     # GroupNorm under FSDP1 does not compile since torch 2.6 (pytorch#152185).

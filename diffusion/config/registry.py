@@ -10,8 +10,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import is_dataclass
 from typing import Any, get_args, get_type_hints
 
-from diffusion.config.schema import MISSING, Gatherer, Problem, join, nearest
-from diffusion.config.schema import build as build_value
+from diffusion.config.schema import MISSING, Gatherer, Problem, did_you_mean, join
+from diffusion.config.schema import build_dataclass as build_value
 from diffusion.config.signatures import Parameter, Signature, of_object, of_source, simple_type, words
 from diffusion.errors import UserError
 
@@ -95,7 +95,7 @@ def unknown(kind: str, name: str) -> str | None:
     table = _table(kind)
     if name in table:
         return None
-    return f'no {kind} is called {name!r}; {nearest(name, table)}'
+    return f'no {kind} is called {name!r}; {did_you_mean(name, table)}'
 
 
 def resolve(kind: str, name: str) -> Any:
@@ -160,7 +160,7 @@ def _check(where: str, found: Signature, kwargs: Mapping[str, Any], supplied: se
         if key in supplied:
             problems.append(Problem(join(where, key), 'is set by the program; remove it from the recipe'))
         elif key not in allowed and not found.open_ended:
-            problems.append(Problem(join(where, key), f'unknown key; {nearest(key, allowed)}'))
+            problems.append(Problem(join(where, key), f'unknown key; {did_you_mean(key, allowed)}'))
     for parameter in found.parameters:
         path = join(where, parameter.name)
         if parameter.name in supplied:
@@ -193,5 +193,5 @@ def _check_type(where: str, parameter: Parameter, value: Any, *, nested: bool) -
 
 def _table(kind: str) -> dict[str, Any]:
     if kind not in TARGETS:
-        raise UserError(f'no kind of component is called {kind!r}; {nearest(kind, TARGETS)}')
+        raise UserError(f'no kind of component is called {kind!r}; {did_you_mean(kind, TARGETS)}')
     return TARGETS[kind]

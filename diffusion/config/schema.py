@@ -40,7 +40,7 @@ class Gatherer:
         self.missing.append(Problem(where, f'is still ???; give {_sentence(doc) or "a value"}'))
 
 
-def nearest(name: str, choices: Iterable[str]) -> str:
+def did_you_mean(name: str, choices: Iterable[str]) -> str:
     """The name that was meant, as a question, or else all there are."""
     known = sorted(choices)
     near = difflib.get_close_matches(str(name), known, n=1)
@@ -52,7 +52,7 @@ def join(where: str, key: object) -> str:
     return f'{where}.{key}' if where else str(key)
 
 
-def build(kind: Any, value: Any, where: str, gather: Gatherer, doc: str = '') -> Any:
+def build_dataclass(kind: Any, value: Any, where: str, gather: Gatherer, doc: str = '') -> Any:
     """The value as the type says; mistakes go to `gather` and give None.
 
     Args:
@@ -77,13 +77,15 @@ def build(kind: Any, value: Any, where: str, gather: Gatherer, doc: str = '') ->
     if origin in (Union, types.UnionType):
         return _union(kind, value, where, gather, doc)
     if origin is list and isinstance(value, list):
-        return [build(arguments[0], item, f'{where}[{i}]', gather, doc) for i, item in enumerate(value)]
+        return [build_dataclass(arguments[0], item, f'{where}[{i}]', gather, doc) for i, item in enumerate(value)]
     if origin is dict and isinstance(value, dict):
-        entries = {str(key): build(arguments[1], item, join(where, key), gather) for key, item in value.items()}
+        entries = {
+            str(key): build_dataclass(arguments[1], item, join(where, key), gather) for key, item in value.items()
+        }
         return {key: item for key, item in entries.items() if item is not None or fits(arguments[1], None)}
     if fits(kind, value):
         return float(value) if kind is float else value
-    gather.problem(where, f'{value!r} is not {describe(kind)}{_hint(kind, value)}')
+    gather.problem(where, f'{value!r} is not {describe_type(kind)}{_hint(kind, value)}')
     return None
 
 
@@ -109,15 +111,15 @@ def fits(kind: Any, value: Any) -> bool:
     return isinstance(value, kind)
 
 
-def describe(kind: Any) -> str:
+def describe_type(kind: Any) -> str:
     """A type in words."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
-        return ' or '.join(describe(choice) for choice in arguments)
+        return ' or '.join(describe_type(choice) for choice in arguments)
     if origin is Literal:
         return 'one of ' + ', '.join(str(choice) for choice in arguments)
     if origin is list:
-        return f'a list, each {describe(arguments[0])}'
+        return f'a list, each {describe_type(arguments[0])}'
     words = {int: 'an integer', float: 'a number', str: 'a string', bool: 'true or false', type(None): 'null'}
     if origin is dict or kind is dict or dataclasses.is_dataclass(kind):
         return 'a mapping (key: value)'
@@ -149,17 +151,17 @@ def _dataclass(kind: Any, value: Any, where: str, gather: Gatherer) -> Any:
     hints, docs = get_type_hints(kind), field_docs(kind)
     for key in value:
         if key not in fields:
-            gather.problem(join(where, key), f'unknown key; {nearest(key, fields)}')
+            gather.problem(join(where, key), f'unknown key; {did_you_mean(key, fields)}')
     built = {}
     for name, metadata in fields.items():
         path = where if metadata.get('flat') else join(where, name)
         if name in value:
             before = len(gather.problems)
-            built[name] = build(hints[name], value[name], path, gather, docs.get(name, ''))
+            built[name] = build_dataclass(hints[name], value[name], path, gather, docs.get(name, ''))
             if built[name] is None and len(gather.problems) > before and name not in _required(kind):
                 del built[name]  # its default lets the other checks go on
         elif name in _required(kind):
-            gather.problem(path, f'is missing; give {_sentence(docs.get(name, "")) or describe(hints[name])}')
+            gather.problem(path, f'is missing; give {_sentence(docs.get(name, "")) or describe_type(hints[name])}')
             built[name] = None
     return kind(**built)
 
@@ -184,10 +186,10 @@ def _union(kind: Any, value: Any, where: str, gather: Gatherer, doc: str) -> Any
         choice for choice in choices if dataclasses.is_dataclass(choice) or get_origin(choice) in (list, dict)
     ]
     if value is not None and structured and not any(fits(c, value) for c in choices if c not in structured):
-        return build(structured[0], value, where, gather, doc)
+        return build_dataclass(structured[0], value, where, gather, doc)
     if fits(kind, value):
         return value
-    gather.problem(where, f'{value!r} is not {describe(kind)}{_hint(kind, value)}')
+    gather.problem(where, f'{value!r} is not {describe_type(kind)}{_hint(kind, value)}')
     return None
 
 
@@ -204,7 +206,7 @@ def _look_for_missing(value: Any, where: str, gather: Gatherer) -> None:
     """Values still to be given inside something without a schema."""
     if isinstance(value, dict):
         for key, item in value.items():
-            build(Any, item, join(where, key), gather)
+            build_dataclass(Any, item, join(where, key), gather)
     elif isinstance(value, list):
         for index, item in enumerate(value):
-            build(Any, item, f'{where}[{index}]', gather)
+            build_dataclass(Any, item, f'{where}[{index}]', gather)

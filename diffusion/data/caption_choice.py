@@ -23,13 +23,13 @@ def captions_of(sample: dict[str, Any], where: str) -> list[str]:
     return captions
 
 
-def choose(captions: list[str], rule: CaptionChoice, draw: float) -> str:
+def choose_caption(captions: list[str], rule: CaptionChoice, draw: float) -> str:
     """One of the captions; `draw`, in [0, 1), decides for the rule `random`."""
-    return captions[chosen(captions, rule, draw)]
+    return captions[choose_caption_index(captions, rule, draw)]
 
 
-def chosen(captions: list[str], rule: CaptionChoice, draw: float) -> int:
-    """The place of the caption that `choose` takes."""
+def choose_caption_index(captions: list[str], rule: CaptionChoice, draw: float) -> int:
+    """The place of the caption that `choose_caption` takes."""
     if rule == 'random':
         return int(draw * len(captions))
     return max(range(len(captions)), key=lambda index: len(captions[index])) if rule == 'longest' else 0

@@ -38,7 +38,7 @@ WORTH_SAYING_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
-class Problem:
+class HostProblem:
     """What is wrong, and whether the run can do without."""
 
     what: str
@@ -51,9 +51,15 @@ def check_machine(loader: BucketedLoader) -> None:
     Raises:
         UserError: The run cannot work.
     """
-    problems: list[Problem] = []
+    problems: list[HostProblem] = []
     if dist.get_local_rank() == 0:
-        problems = [*shared_memory(loader), *memory(loader), *open_files(loader), *disk(loader), *cache(loader)]
+        problems = [
+            *shared_memory_problems(loader),
+            *memory(loader),
+            *open_files(loader),
+            *disk(loader),
+            *cache(loader),
+        ]
         for problem in problems:
             if not problem.fatal:
                 log.warning('%s', problem.what)
@@ -63,7 +69,7 @@ def check_machine(loader: BucketedLoader) -> None:
         raise UserError('\n'.join(dict.fromkeys(fatal)))
 
 
-def shared_memory(loader: BucketedLoader) -> Iterator[Problem]:
+def shared_memory_problems(loader: BucketedLoader) -> Iterator[HostProblem]:
     """Streaming's order of an epoch, and batches on their way from the workers."""
     if not SHM.is_dir():
         return
@@ -71,7 +77,7 @@ def shared_memory(loader: BucketedLoader) -> Iterator[Problem]:
     order = ORDER_BYTES * dataset.epoch_size + SHARD_SHM_BYTES * dataset.num_shards
     batches = _processes(loader) * (loader.prefetch_factor or 0) * _batch_bytes(loader)
     if order + batches > free:
-        yield Problem(
+        yield HostProblem(
             f'{SHM}: about {bytes_text(order + batches)} will be needed, {bytes_text(order)} for the order of '
             f'{dataset.epoch_size} samples and the rest for batches of {loader.num_workers} workers a device, and '
             f'{bytes_text(free)} are free. Way out: docker run --shm-size, or mount -o remount,size=; a smaller '
@@ -80,18 +86,18 @@ def shared_memory(loader: BucketedLoader) -> Iterator[Problem]:
         )
 
 
-def memory(loader: BucketedLoader) -> Iterator[Problem]:
+def memory(loader: BucketedLoader) -> Iterator[HostProblem]:
     """What shuffling an epoch takes."""
     available, need = available_memory(), SHUFFLE_BYTES * loader.dataset.epoch_size
     if available is not None and need > 0.5 * available:
-        yield Problem(
+        yield HostProblem(
             f'memory: shuffling {loader.dataset.epoch_size} samples takes {bytes_text(need)} at the start of an epoch, '
             f'and {bytes_text(available)} are available. Way out: a loader.epoch_size of a part of the data',
             fatal=need > available,
         )
 
 
-def open_files(loader: BucketedLoader) -> Iterator[Problem]:
+def open_files(loader: BucketedLoader) -> Iterator[HostProblem]:
     """Batches on their way; shards are opened for a sample at a time. A limit that may be raised is raised."""
     need = OPEN_FILES + loader.num_workers * (FILES_PER_WORKER + (loader.prefetch_factor or 0) * TENSORS)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -100,14 +106,14 @@ def open_files(loader: BucketedLoader) -> Iterator[Problem]:
     if hard == resource.RLIM_INFINITY or need <= hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (need, hard))
         return
-    yield Problem(
+    yield HostProblem(
         f'ulimit -n: {loader.num_workers} workers need {need} open files, and {hard} are allowed. Way out: raise the '
         'hard limit (docker run --ulimit nofile=65536), or fewer loader.num_workers or a smaller prefetch_factor',
         fatal=False,
     )
 
 
-def disk(loader: BucketedLoader) -> Iterator[Problem]:
+def disk(loader: BucketedLoader) -> Iterator[HostProblem]:
     """What has yet to be fetched of the streams, or may be held of them, by the file system it goes to."""
     dataset = loader.dataset
     missing: dict[int, int] = {}
@@ -125,14 +131,14 @@ def disk(loader: BucketedLoader) -> Iterator[Problem]:
         folder, free = folders[device], shutil.disk_usage(folders[device]).free
         limit = math.inf if dataset.room is None else max(0, dataset.room.limit_bytes - dataset.room.used_bytes())
         if min(need, limit) > free:
-            yield Problem(
+            yield HostProblem(
                 f'{folder}: {bytes_text(need)} of shards are yet to be fetched, and its disk has {bytes_text(free)} '
                 'free. Way out: a loader.cache_limit below what the disk holds, or another disk',
                 fatal=False,
             )
 
 
-def cache(loader: BucketedLoader) -> Iterator[Problem]:
+def cache(loader: BucketedLoader) -> Iterator[HostProblem]:
     """A limit must hold what the processes read and fetch at once; below what is shuffled, shards come again."""
     dataset = loader.dataset
     if dataset.room is None:
@@ -142,7 +148,7 @@ def cache(loader: BucketedLoader) -> Iterator[Problem]:
     limit = dataset.room.limit_bytes
     least = min(2 * _processes(loader), len(fetched)) * largest
     if limit < least:
-        yield Problem(
+        yield HostProblem(
             f'loader.cache_limit: {bytes_text(limit)} cannot hold what {_processes(loader)} processes read and fetch '
             f'at once, two shards each of up to {bytes_text(largest)}. Way out: at least {bytes_text(least)}',
             fatal=True,
@@ -150,7 +156,7 @@ def cache(loader: BucketedLoader) -> Iterator[Problem]:
         return
     shuffled = min(whole, _shuffled_together(loader) * whole / sum(len(shard) for shard in fetched))
     if limit < shuffled:
-        yield Problem(
+        yield HostProblem(
             f'loader.cache_limit: {bytes_text(limit)} hold less than the {bytes_text(shuffled)} that are shuffled '
             'together, so that shards are fetched more than once. Way out: a larger one, or a smaller '
             'loader.shuffle_block_size or num_canonical_nodes (from the start of a run)',

@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from diffusion.data.bad_samples import BadSample
-from diffusion.data.caption_choice import CaptionChoice, choose
+from diffusion.data.caption_choice import CaptionChoice, choose_caption
 from diffusion.data.streams import Bucket, BucketedDataset
 from diffusion.data.transforms import Crop, Undecodable, planes, seen
 from diffusion.models import batch_keys
@@ -57,7 +57,7 @@ class ImageTextDataset(BucketedDataset):
         item: dict[str, Any] = {batch_keys.IMAGE: self._picture(sample, at)}
         if self.tokenizers:
             draw = self.draws(at, Purpose.CAPTION_CHOICE)[0]
-            caption = choose(self.captions(sample, at), self.caption_choice, draw)
+            caption = choose_caption(self.captions(sample, at), self.caption_choice, draw)
             item[batch_keys.INPUT_IDS] = tokenize(self.tokenizers, [caption])[0]
         return item
 

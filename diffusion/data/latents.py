@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from diffusion.data.bad_samples import BadSample
-from diffusion.data.caption_choice import CaptionChoice, chosen
+from diffusion.data.caption_choice import CaptionChoice, choose_caption_index
 from diffusion.data.streams import Bucket, BucketedDataset
 from diffusion.data.verified_stream import VerifiedStream
 from diffusion.errors import UserError
@@ -151,7 +151,7 @@ class LatentsDataset(BucketedDataset):
         """Moments and tokens of a sample, and text embeddings if they are stored."""
         sample = self.get_item(at)
         captions = self.captions(sample, at)
-        place = chosen(captions, self.caption_choice, self.draws(at, Purpose.CAPTION_CHOICE)[0])
+        place = choose_caption_index(captions, self.caption_choice, self.draws(at, Purpose.CAPTION_CHOICE)[0])
         item: dict[str, Any] = {
             batch_keys.LATENT_MOMENTS: self._finite(sample, batch_keys.LATENT_MOMENTS, at).float(),
             batch_keys.INPUT_IDS: tokenize(self.tokenizers, [captions[place]])[0],

@@ -26,7 +26,7 @@ from diffusion.data.shared_failure import FailureEvent, Failures
 from diffusion.data.shm_lock import one_job_at_a_time
 from diffusion.data.verified_stream import DEFAULTS, VerifiedStream, unseen_remotes
 from diffusion.errors import DataError, UserError
-from diffusion.storage.integrity import signature
+from diffusion.storage.integrity import file_signature
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ class VerifiedDataset(StreamingDataset):
             self.look_for_failures(now=True)
             self._stream_of(shard_id).prepare_shard(self.shards[shard_id])
             with contextlib.suppress(FileNotFoundError):  # another job has evicted it again; reading will find out
-                self._signatures[shard_id] = signature(self._path(shard_id))
+                self._signatures[shard_id] = file_signature(self._path(shard_id))
         except BaseException as error:
             if isinstance(error, DataError):
                 self._failed(error)
@@ -197,7 +197,7 @@ class VerifiedDataset(StreamingDataset):
 
     def _is_as_checked(self, shard_id: int) -> bool:
         with contextlib.suppress(FileNotFoundError):
-            return signature(self._path(shard_id)) == int(self._signatures[shard_id])
+            return file_signature(self._path(shard_id)) == int(self._signatures[shard_id])
         return False
 
     def _note_use(self, shard_id: int) -> None:

@@ -24,7 +24,7 @@ from diffusion.data import shard_cache
 from diffusion.data.shard_cache import INDEX, Room
 from diffusion.errors import DataError, UserError
 from diffusion.storage import locks
-from diffusion.storage.download import Damaged, GaveUp, Source
+from diffusion.storage.download import DamagedDownload, GaveUp, RemoteFolder
 from diffusion.storage.integrity import algorithm_for, damage
 
 log = logging.getLogger(__name__)
@@ -68,11 +68,11 @@ class VerifiedStream(Stream):
         self.wait = wait
         self.room: Room | None = None
         self.home: Path | None = None
-        self.source: Source | None = None
+        self.source: RemoteFolder | None = None
         if self.remote not in (None, self.local):
             url = f'{self.remote.rstrip("/")}/{self.split}'.rstrip('/')
             tries, timeout = 1 + self.download_retry, self.download_timeout
-            self.source = Source(url, tries=tries, timeout_seconds=timeout, wait=wait)
+            self.source = RemoteFolder(url, tries=tries, timeout_seconds=timeout, wait=wait)
             self.home = Path(self.local) if cache is not None and Path(self.local).is_relative_to(cache) else None
 
     @property
@@ -109,7 +109,7 @@ class VerifiedStream(Stream):
     def set_up_local(self, shards: list[Reader], cache_usage_per_shard: NDArray[np.int64]) -> None:
         """Take no shard for present, so that each is checked when it is first needed; for one process of a machine."""
         if self.source is not None:
-            locks.sweep(self.folder.resolve())
+            locks.remove_stale_scratch(self.folder.resolve())
         cache_usage_per_shard[:] = 0
 
     def prepare_shard(self, shard: Reader) -> int:
@@ -193,7 +193,7 @@ class VerifiedStream(Stream):
         scratch = locks.scratch_for(path, raw.bytes)
         try:
             os.replace(_unpacked(source, raw, compression, scratch), path)
-        except Damaged as error:
+        except DamagedDownload as error:
             raise DataError(f'streams.{self.name}: {source}: unpacked, {error}. Way out: {RESTORE}') from error
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -226,7 +226,7 @@ class VerifiedStream(Stream):
         try:
             files_of(content)
         except ValueError as error:
-            raise Damaged(str(error)) from error
+            raise DamagedDownload(str(error)) from error
         return content
 
     def _check_index(self, content: bytes, path: str) -> None:
@@ -299,4 +299,4 @@ def _unpacked(path: Path, raw: FileInfo, compression: str | None, folder: Path |
 def _expect(path: Path, expected: FileInfo, demanded: str | None = None) -> None:
     found = damage(path, expected, demanded)
     if found is not None:
-        raise Damaged(found)
+        raise DamagedDownload(found)

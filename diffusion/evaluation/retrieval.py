@@ -64,7 +64,7 @@ class Retrieval:
         captions = [captions_of(dataset.get_item(index), dataset.where(index))[0] for index in chosen]
         real = torch.stack([dataset[index][batch_keys.IMAGE] for index in range(count)])
         drawn = self._draw(model, captions, (real.shape[2], real.shape[3]))
-        found = nearest(drawn, real.float() / 255)
+        found = nearest_images(drawn, real.float() / 255)
         right = [index == truth for index, truth in zip(found.tolist(), chosen, strict=True)]
         shown = list(zip(captions, to_images(drawn), to_images(real[chosen]), strict=True))[: self.num_shown]
         sheet = contact_sheet([(caption, pair) for caption, *pair in shown], columns=self.columns, side=64)
@@ -88,6 +88,6 @@ class Retrieval:
         return torch.cat(pictures).cpu()
 
 
-def nearest(pictures: Tensor, references: Tensor) -> Tensor:
+def nearest_images(pictures: Tensor, references: Tensor) -> Tensor:
     """Index of the reference with the smallest mean squared difference, int64 [B]; both are [., 3, H, W] in [0, 1]."""
     return torch.cdist(pictures.flatten(1), references.flatten(1)).argmin(dim=1)

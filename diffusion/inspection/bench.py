@@ -33,7 +33,7 @@ Result = TypeVar('Result')
 
 
 @dataclass
-class Stage:
+class BenchStage:
     """CPU seconds of one step of making samples, and the bytes that go in."""
 
     seconds: float = 0.0
@@ -44,12 +44,12 @@ class Clock:
     """Adds up stages by name."""
 
     def __init__(self) -> None:
-        self.stages: dict[str, Stage] = {}
+        self.stages: dict[str, BenchStage] = {}
 
     def time(self, name: str, bytes_in: int, call: Callable[[], Result]) -> Result:
         begin = time.process_time()
         result = call()
-        stage = self.stages.setdefault(name, Stage())
+        stage = self.stages.setdefault(name, BenchStage())
         stage.seconds += time.process_time() - begin
         stage.bytes += bytes_in
         return result
@@ -122,7 +122,7 @@ def _stages(recipe: Recipe, gpu: GPU, mfu: float) -> tuple[float, float | str]:
     print('| stage | ms of CPU a sample | share, % | samples/s | MB/s in |')
     print('|---|---|---|---|---|')
     first = next(iter(clock.stages.values()))
-    for name, stage in {**clock.stages, 'all of it': Stage(clock.seconds, first.bytes)}.items():
+    for name, stage in {**clock.stages, 'all of it': BenchStage(clock.seconds, first.bytes)}.items():
         seconds = max(stage.seconds, 1e-9)
         print(f'| {name} | {stage.seconds / count * 1e3:.3f} | {100 * stage.seconds / clock.seconds:.0f} ', end='')
         print(f'| {count / seconds:.0f} | {stage.bytes / 1e6 / seconds:.0f} |')

@@ -27,7 +27,7 @@ from diffusion.errors import UserError
 from diffusion.inspection.stream_selection import select
 from diffusion.models import batch_keys
 from diffusion.models.builders import TINY_VAE
-from diffusion.models.pretrained import load_pretrained, reconstruct
+from diffusion.models.pretrained import decode_latents, load_pretrained
 from diffusion.storage.atomic import write_whole
 from diffusion.training.components import build_dataset, deterministic
 
@@ -50,7 +50,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Row:
+class PreviewRow:
     """Samples of one bucket."""
 
     title: str
@@ -78,7 +78,7 @@ def look(
     _check_out(out)
     chosen = select(recipe, names)
     rows = [row for section in chosen for row in _rows(recipe, section, chosen[section], samples, seed, decode)]
-    content = page(rows).encode('utf-8') if out.suffix == '.html' else png(sheet(rows))
+    content = preview_page(rows).encode('utf-8') if out.suffix == '.html' else png(sheet(rows))
     try:
         write_whole(out, content)
     except OSError as error:
@@ -95,7 +95,7 @@ def _check_out(out: Path) -> None:
 
 def _rows(
     recipe: Recipe, section: str, streams: Mapping[str, StreamConfig], samples: int, seed: int, decode: bool
-) -> Iterator[Row]:
+) -> Iterator[PreviewRow]:
     dataset: BucketedDataset = build_dataset(
         recipe, streams=streams, component=_component(recipe, section), batch_size=1, shuffle=False
     )
@@ -106,7 +106,7 @@ def _rows(
         items = [dataset[begin + int(index)] for index in sorted(chosen)]
         begin += count
         title = f'{section}.{bucket.name}   {bucket.shape} px, {count} samples'
-        yield Row(title, bucket.shape, [painter.seen(item) for item in items])
+        yield PreviewRow(title, bucket.shape, [painter.seen(item) for item in items])
 
 
 def _component(recipe: Recipe, section: str) -> Component:
@@ -143,7 +143,7 @@ class _Painter:
         """The mean of the posterior, decoded, or its first three channels."""
         mean = moments[: self.channels].float()
         if self.vae is not None:
-            pixels = reconstruct(self.vae, mean[None])[0] / 2 + 0.5
+            pixels = decode_latents(self.vae, mean[None])[0] / 2 + 0.5
         else:
             standard = ((mean - self.mean) / self.std)[:3]
             pixels = (standard / 6 + 0.5).expand(3, -1, -1)
@@ -177,7 +177,7 @@ def size_on_sheet(shape: Shape) -> tuple[int, int]:
     return width, max(1, round(width / shape.aspect))
 
 
-def sheet(rows: Sequence[Row]) -> Image.Image:
+def sheet(rows: Sequence[PreviewRow]) -> Image.Image:
     """The samples of each bucket under its title, with their captions, as one picture."""
     font, bold = ImageFont.load_default(size=11), ImageFont.load_default(size=15)
     strips = [_strip(row, font, bold) for row in rows]
@@ -189,7 +189,7 @@ def sheet(rows: Sequence[Row]) -> Image.Image:
     return whole
 
 
-def _strip(row: Row, font: Any, bold: Any) -> Image.Image:
+def _strip(row: PreviewRow, font: Any, bold: Any) -> Image.Image:
     width, height = size_on_sheet(row.shape)
     columns = max(1, (WIDTH - MARGIN) // (width + MARGIN))
     cell = height + CAPTION_LINES * LINE + MARGIN
@@ -234,7 +234,7 @@ def _cut(line: str, width: int, font: Any) -> str:
     return f'{stem.rstrip()} ...'
 
 
-def page(rows: Sequence[Row]) -> str:
+def preview_page(rows: Sequence[PreviewRow]) -> str:
     """The same as HTML in one file, pictures at their own size, captions in full."""
     blocks = []
     for row in rows:

@@ -21,14 +21,14 @@ from diffusion.data.caption_choice import captions_of
 from diffusion.data.transforms import JPEG_START, Undecodable, decode
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
-from diffusion.storage.download import GaveUp, Source
+from diffusion.storage.download import GaveUp, RemoteFolder
 from diffusion.storage.integrity import damage
 
 Manifest = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Place:
+class ShardSource:
     """Where a stream's files are.
 
     Attributes:
@@ -54,7 +54,7 @@ class Place:
                 raise FileNotFoundError(f'{self.url} is no folder')
             yield Path(self.url)
             return
-        source = Source(self.url, tries=self.tries, timeout_seconds=self.timeout_seconds, wait=lambda: None)
+        source = RemoteFolder(self.url, tries=self.tries, timeout_seconds=self.timeout_seconds, wait=lambda: None)
         with tempfile.TemporaryDirectory() as scratch:
             for name in names:
                 path = Path(scratch, name)
@@ -62,10 +62,10 @@ class Place:
             yield Path(scratch)
 
 
-def place_of(stream: StreamConfig) -> Place:
+def place_of(stream: StreamConfig) -> ShardSource:
     """Where a stream comes from: its remote, if it has one, and not the cache of it."""
     url = stream.remote or stream.local or ''
-    return Place(url, 1 + stream.download_retry, stream.download_timeout)
+    return ShardSource(url, 1 + stream.download_retry, stream.download_timeout)
 
 
 @dataclass(frozen=True, order=True)
@@ -94,7 +94,7 @@ class Reading:
     defects: list[Defect] = field(default_factory=list)
 
 
-def read_index(place: Place) -> list[dict[str, Any]]:
+def read_index(place: ShardSource) -> list[dict[str, Any]]:
     """The entries of a stream's shards.
 
     Raises:
@@ -112,7 +112,7 @@ def read_index(place: Place) -> list[dict[str, Any]]:
     return entries
 
 
-def read_manifest(place: Place) -> Manifest:
+def stream_manifest(place: ShardSource) -> Manifest:
     """What the latents of a stream were made by.
 
     Raises:
@@ -127,7 +127,7 @@ def read_manifest(place: Place) -> Manifest:
         raise UserError(f'{place.url}: {MANIFEST} cannot be read ({error})') from error
 
 
-def check_shard(place: Place, entry: Mapping[str, Any], manifest: Manifest | None) -> Reading:
+def check_shard(place: ShardSource, entry: Mapping[str, Any], manifest: Manifest | None) -> Reading:
     """Read a shard: its size and hash, and every sample."""
     raw, name = FileInfo(**entry['raw_data']), entry['raw_data']['basename']
     reading = Reading()

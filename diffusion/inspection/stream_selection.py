@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from diffusion.config.load import Recipe, RecipeError
 from diffusion.config.recipe import StreamConfig
-from diffusion.config.schema import nearest
+from diffusion.config.schema import did_you_mean
 from diffusion.errors import UserError
 from diffusion.training.expand_streams import by_shape
 
@@ -35,7 +35,7 @@ def select(recipe: Recipe, names: Sequence[str]) -> Sections:
     bare = {name for streams in sections.values() for name in streams}
     for name in names:
         if name not in known | bare:
-            raise UserError(f'{name}: no stream of the recipe is called so; {nearest(name, bare | known)}')
+            raise UserError(f'{name}: no stream of the recipe is called so; {did_you_mean(name, bare | known)}')
     chosen = {
         section: {
             name: stream

@@ -13,7 +13,15 @@ from tqdm import tqdm
 
 from diffusion.config.load import Recipe
 from diffusion.errors import UserError
-from diffusion.inspection.shard_checks import Defect, Place, Reading, check_shard, place_of, read_index, read_manifest
+from diffusion.inspection.shard_checks import (
+    Defect,
+    Reading,
+    ShardSource,
+    check_shard,
+    place_of,
+    read_index,
+    stream_manifest,
+)
 from diffusion.inspection.stream_selection import select, with_shapes
 from diffusion.models import batch_keys
 
@@ -22,7 +30,7 @@ DEFECTS = 3
 
 
 @dataclass
-class Report:
+class VerifyReport:
     """What reading a stream gave.
 
     Attributes:
@@ -86,12 +94,14 @@ def verify(recipe: Recipe, names: Sequence[str] = (), *, sample: float = 1.0, se
     return 0 if sound else DEFECTS
 
 
-def verify_stream(place: Place, *, sample: float = 1.0, seed: int = 0, pool: Executor) -> Report:
+def verify_stream(place: ShardSource, *, sample: float = 1.0, seed: int = 0, pool: Executor) -> VerifyReport:
     """Read the shards of one folder."""
-    report = Report()
+    report = VerifyReport()
     try:
         entries = read_index(place)
-        manifest = read_manifest(place) if entries and batch_keys.LATENT_MOMENTS in entries[0]['column_names'] else None
+        manifest = (
+            stream_manifest(place) if entries and batch_keys.LATENT_MOMENTS in entries[0]['column_names'] else None
+        )
     except ValueError as error:
         report.problem = str(error)
         return report

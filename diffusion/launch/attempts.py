@@ -56,12 +56,12 @@ class Attempt:
     detail: str = ''
 
 
-def describe(cause: str, detail: str) -> str:
+def describe_attempt(cause: str, detail: str) -> str:
     """Why an attempt ended, in words."""
     return CAUSES.get(cause, cause) + (f' ({detail})' if detail else '')
 
 
-def append(run: Path, event: str, attempt: Attempt) -> None:
+def append_attempt(run: Path, event: str, attempt: Attempt) -> None:
     """Add a line, in one write, so that a kill leaves no half of it but at the very end of the file."""
     run.mkdir(parents=True, exist_ok=True)
     # It begins a line even where a node was killed in the middle of its own.
@@ -74,7 +74,7 @@ def append(run: Path, event: str, attempt: Attempt) -> None:
         os.close(descriptor)
 
 
-def read(run: Path) -> list[Attempt]:
+def read_attempts(run: Path) -> list[Attempt]:
     """The attempts of a run, in order; of each what its last line says.
 
     Raises:
@@ -178,14 +178,14 @@ def report(run: Path) -> str:
     Raises:
         UserError: The run has none.
     """
-    attempts = read(run)
+    attempts = read_attempts(run)
     found, lost = account(attempts)
     lines = [f'{run}: {len(attempts)} attempt{"s" * (len(attempts) > 1)}']
     for attempt in attempts:
         batches = 'no batch' if attempt.first is None else f'batches {attempt.first} to {attempt.last}'
         status = '' if attempt.status is None else f', exit status {attempt.status}'
         begin = time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(attempt.begin))
-        why = describe(attempt.cause, attempt.detail)
+        why = describe_attempt(attempt.cause, attempt.detail)
         took = _span(attempt.end - attempt.begin)
         lines.append(f'  {attempt.number:3d}  {begin}  {took:>8}  {batches}; {why}{status}')
     parts = {

@@ -6,12 +6,12 @@ from diffusion.errors import UserError
 from diffusion.launch import environment
 
 
-def as_text(secrets: Mapping[str, str | None]) -> str:
+def secret_references(secrets: Mapping[str, str | None]) -> str:
     """The value of `environment.SECRETS`: names and where they are, no secret."""
     return ','.join(f'{name}={source}' for name, source in secrets.items())
 
 
-def fetch(environ: Mapping[str, str]) -> dict[str, str]:
+def fetch_secrets(environ: Mapping[str, str]) -> dict[str, str]:
     """The secrets that `environment.SECRETS` names, by the variables they are for.
 
     Raises:

@@ -1,4 +1,4 @@
-"""`diffusion launch`, `preflight`, `status`, `logs` and `cancel`."""
+"""`diffusion launch`, `run_preflight`, `status`, `logs` and `cancel`."""
 
 import argparse
 import importlib
@@ -29,7 +29,7 @@ def add_launch(parser: argparse.ArgumentParser) -> None:
     what.add_argument('--dry-run', action='store_true', help='check, render, validate and cost; submit nothing')
     what.add_argument('--render', action='store_true', help='print the files that would be submitted')
     parser.add_argument('--out', type=Path, metavar='DIR', help='write the files there too')
-    parser.set_defaults(run=launch, overrides=[])
+    parser.set_defaults(run=run_launch, overrides=[])
 
 
 def add_job(parser: argparse.ArgumentParser, action: str) -> None:
@@ -48,10 +48,10 @@ def add_preflight(parser: argparse.ArgumentParser) -> None:
         '--gpu', metavar='KIND', help='that must be there, such as h100-sxm (default: whatever there is)'
     )
     parser.add_argument('--processes', type=int, metavar='N', help='of a node (default: one a GPU)')
-    parser.set_defaults(run=preflight)
+    parser.set_defaults(run=run_preflight)
 
 
-def preflight(args: argparse.Namespace) -> int:
+def run_preflight(args: argparse.Namespace) -> int:
     """Check this machine; under `srun`, with one task a node, all of them together.
 
     Raises:
@@ -67,16 +67,16 @@ def preflight(args: argparse.Namespace) -> int:
     said = {environment.PREFLIGHT: 'deep' if args.deep else 'fast', environment.GPU: kind}
     if args.processes is not None:
         said[environment.PROCESSES_PER_NODE] = str(args.processes)
-    return node.preflight([args.recipe, *args.overrides], os.environ | said)
+    return node.run_node_preflight([args.recipe, *args.overrides], os.environ | said)
 
 
-def launch(args: argparse.Namespace) -> int:
+def run_launch(args: argparse.Namespace) -> int:
     """Check, render, validate and cost every job, and then submit them; nothing is submitted where one is wrong.
 
     Raises:
         UserError: A spec, or a recipe in it, is wrong; or a scheduler refuses.
     """
-    from diffusion.launch.job_cost import table
+    from diffusion.launch.job_cost import cost_table
 
     paths, overrides = _split([*args.specs, *args.overrides])
     prepared = [(path, *_prepare(path, overrides)) for path in paths]
@@ -88,7 +88,7 @@ def launch(args: argparse.Namespace) -> int:
             _print_files(rendered.files)
             continue
         print(f'{path}: {checked.spec.backend}')
-        lines, found = table(checked.jobs, checked.gpu)
+        lines, found = cost_table(checked.jobs, checked.gpu)
         warnings |= dict.fromkeys(found)
         for line in lines:
             print(f'  {line}')
@@ -121,14 +121,14 @@ def ask(args: argparse.Namespace) -> int:
     Raises:
         UserError: The spec is wrong, or the scheduler does not answer.
     """
-    from diffusion.launch.job_checks import check, load
+    from diffusion.launch.job_checks import check_jobs, load_job_spec
 
     if args.action == 'status' and Path(args.spec).is_dir():
         print(importlib.import_module('diffusion.launch.attempts').report(Path(args.spec)))
         return 0
     if args.action == 'status' and not Path(args.spec).exists():
         raise UserError(f"status: {args.spec} is not there; give a run's folder, such as runs/phase1, or a job's YAML")
-    checked = check(load(args.spec, args.overrides), args.spec)
+    checked = check_jobs(load_job_spec(args.spec, args.overrides), args.spec)
     print(getattr(checked.backend, args.action)(checked.jobs))
     return 0
 
@@ -140,9 +140,9 @@ def _prepare(path: str, overrides: Sequence[str]) -> 'tuple[Checked, Rendered]':
         RecipeError: With every mistake, of the spec, its recipes, or what is rendered.
     """
     from diffusion.config.load import RecipeError
-    from diffusion.launch.job_checks import check, load
+    from diffusion.launch.job_checks import check_jobs, load_job_spec
 
-    checked = check(load(path, overrides), path)
+    checked = check_jobs(load_job_spec(path, overrides), path)
     rendered = checked.backend.render(checked.jobs)
     problems = checked.backend.validate(rendered)
     if problems:

@@ -64,7 +64,7 @@ HANG_SECONDS = 'DIFFUSION_HANG_SECONDS'
 """Shortest time without a batch that counts as hung; unset leaves it to the node entry point."""
 
 SECRETS = 'DIFFUSION_SECRETS'
-"""`NAME=secret-id,NAME=secret-id`: of AWS Secrets Manager, for `diffusion.launch.aws_secrets.fetch` to put in the
+"""`NAME=secret-id,NAME=secret-id` of AWS Secrets Manager; `diffusion.launch.aws_secrets.fetch_secrets` puts them in the
 environment of the workers (sagemaker, which has no secrets of its own)."""
 
 

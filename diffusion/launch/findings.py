@@ -27,7 +27,7 @@ class Finding:
     where: str = ''
 
 
-def status_of(findings: Iterable[Finding]) -> int:
+def findings_exit_status(findings: Iterable[Finding]) -> int:
     """What follows from all of them: a mistake before bad hardware before what may pass."""
     found = {finding.status for finding in findings if not finding.ok}
     return next((status for status in (CONFIG_ERROR, BAD_HARDWARE, FAILED) if status in found), 0)
@@ -51,7 +51,7 @@ def excuse(findings: Sequence[Finding], nodes: int) -> list[Finding]:
     ]
 
 
-def table(findings: Sequence[Finding]) -> str:
+def findings_table(findings: Sequence[Finding]) -> str:
     """A line each, what is wrong last, where it is seen."""
     ordered = sorted(findings, key=lambda finding: (not finding.ok, finding.check, finding.where))
     widths = [max((len(getattr(each, name)) for each in ordered), default=0) for name in ('check', 'where')]
@@ -61,6 +61,11 @@ def table(findings: Sequence[Finding]) -> str:
     )
 
 
-def as_json(findings: Sequence[Finding]) -> str:
+def findings_json(findings: Sequence[Finding]) -> str:
     """For programs."""
-    return json.dumps({'status': status_of(findings), 'findings': [asdict(each) for each in findings]}, indent=1) + '\n'
+    return (
+        json.dumps(
+            {'status': findings_exit_status(findings), 'findings': [asdict(each) for each in findings]}, indent=1
+        )
+        + '\n'
+    )

@@ -9,10 +9,10 @@ from typing import Any
 
 from diffusion.config.load import Recipe, RecipeError, check_devices, read_values
 from diffusion.config.load import load as load_recipe
-from diffusion.config.schema import Gatherer, Problem, build, join, nearest
+from diffusion.config.schema import Gatherer, Problem, build_dataclass, did_you_mean, join
 from diffusion.launch.backends import NAMES, backend_of
 from diffusion.launch.backends.base import Backend
-from diffusion.launch.job_spec import Job, JobSpec, Stage, override_words, seconds_of
+from diffusion.launch.job_spec import Job, JobSpec, JobStage, override_words, seconds_of
 from diffusion.planning.gpus import GPU, find_gpu, load_gpus
 
 VARIABLE = re.compile(r'[A-Za-z_][A-Za-z0-9_]*')
@@ -34,7 +34,7 @@ class Checked:
     """Secrets that must be given before the jobs can be submitted."""
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:
+def load_job_spec(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:
     """Read a job's YAML, what it extends, and `key=value` overrides; the recipe is not looked at.
 
     Raises:
@@ -45,7 +45,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:
         what = f"it is a recipe; a job's YAML names it (recipe: {path}) and a back end, as those in yamls/launch do"
         raise RecipeError([Problem('', what)], path)
     name, options = _backend(raw.pop('backend', None), gather)
-    spec: JobSpec = build(JobSpec, raw, '', gather)
+    spec: JobSpec = build_dataclass(JobSpec, raw, '', gather)
     spec.backend, spec.options = name, options
     gather.problems += gather.missing
     if not gather.problems:
@@ -55,11 +55,11 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:
     return spec
 
 
-def check(spec: JobSpec, path: str | Path, *, environ: Mapping[str, str] | None = None) -> Checked:
+def check_jobs(spec: JobSpec, path: str | Path, *, environ: Mapping[str, str] | None = None) -> Checked:
     """The jobs of a spec, after all checks that need no cluster.
 
     Args:
-        spec: As `load` gives it.
+        spec: As `load_job_spec` gives it.
         path: Of the spec, for messages.
         environ: The environment that the job is submitted from.
 
@@ -83,10 +83,10 @@ def _backend(value: Any, gather: Gatherer) -> tuple[str, Any]:
     options = dict(value) if isinstance(value, dict) else {'name': value}
     name = options.pop('name', None)
     if name not in NAMES:
-        known = nearest(str(name), NAMES) if name is not None else f'known: {", ".join(NAMES)}'
+        known = did_you_mean(str(name), NAMES) if name is not None else f'known: {", ".join(NAMES)}'
         gather.problem('backend.name', f'{name!r} is no back end; {known}')
         return '', None
-    return str(name), build(backend_of(str(name)).Options, options, 'backend', gather)
+    return str(name), build_dataclass(backend_of(str(name)).Options, options, 'backend', gather)
 
 
 def _problems(spec: JobSpec) -> list[Problem]:
@@ -182,7 +182,7 @@ def _gpu(spec: JobSpec) -> tuple[GPU | None, list[Problem]]:
 
 def _jobs(spec: JobSpec) -> tuple[list[Job], list[Recipe], list[Problem]]:
     """Jobs and recipes of all stages, and what is wrong with them."""
-    stages = spec.stages or {'main': Stage()}
+    stages = spec.stages or {'main': JobStage()}
     jobs: list[Job] = []
     recipes: list[Recipe] = []
     wrong: list[Problem] = []

@@ -35,7 +35,7 @@ def estimate(job: Job, gpu: GPU | None) -> Estimate | str:
     return Estimate(plan.expected, given.price_usd_per_hour, warnings)
 
 
-def table(jobs: Sequence[Job], gpu: GPU | None) -> tuple[list[str], list[str]]:
+def cost_table(jobs: Sequence[Job], gpu: GPU | None) -> tuple[list[str], list[str]]:
     """Jobs, what they run on, and what they will cost, as aligned lines; and the planner's warnings."""
     rows = [['job', 'nodes', 'GPUs', 'recipe', 'days', 'GPU-hours', 'dollars']]
     warnings: list[str] = []

@@ -55,7 +55,7 @@ class Schedule:
 
 
 @dataclass
-class Stage:
+class JobStage:
     """One job of a chain; what it leaves out is as for the whole."""
 
     recipe: str | None = None
@@ -78,7 +78,7 @@ class JobSpec:
     """The recipe, a path from the folder that holds run.py."""
     overrides: dict[str, Any] = field(default_factory=dict)
     """Changes of the recipe, as `streams.laion.remote: s3://bucket/256`."""
-    stages: dict[str, Stage] = field(default_factory=dict)
+    stages: dict[str, JobStage] = field(default_factory=dict)
     """Jobs that follow one another, each from the weights of the one before."""
     nodes: int = 1
     """How many machines."""

@@ -17,7 +17,7 @@ SILENT_SECONDS = 90.0
 
 
 def say_alive() -> None:
-    """Leave the time where `problems` looks for it."""
+    """Leave the time where `liveness_problems` looks for it."""
     with contextlib.suppress(OSError):
         _sign(os.getpid()).touch()
 
@@ -28,7 +28,7 @@ def forget() -> None:
         _sign(os.getpid()).unlink(missing_ok=True)
 
 
-def problems(proc: Path = Path('/proc')) -> list[str]:
+def liveness_problems(proc: Path = Path('/proc')) -> list[str]:
     """What is wrong with the node entry points of this container; nothing where it runs something else."""
     found = []
     for folder in proc.glob('[0-9]*'):
@@ -56,7 +56,7 @@ def _sign(pid: int) -> Path:
 
 def main() -> int:
     """Print what is wrong; the exit status."""
-    found = problems()
+    found = liveness_problems()
     for problem in found:
         print(problem, file=sys.stderr)
     return 1 if found else 0

@@ -21,7 +21,7 @@ GRACE_SECONDS = 15.0
 """Left to the other nodes when one has ended badly."""
 
 
-def run(jobs: Sequence[Job]) -> int:
+def run_local_jobs(jobs: Sequence[Job]) -> int:
     """Run jobs one after the other, each again for as long as its spec says; the first status that is not 0."""
     for job in jobs:
         status = LocalJob(job).run()
@@ -70,7 +70,7 @@ class LocalJob:
                         node.kill()  # its workers follow, see `_wait`
                     node.wait()
             said = [int(line.split()[0]) for line in exits.read_text().splitlines()] if exits.exists() else []
-        return status_of(said, [node.returncode for node in self._nodes])
+        return job_exit_status(said, [node.returncode for node in self._nodes])
 
     def _start(self, rank: int, more: dict[str, str]) -> subprocess.Popen[bytes]:
         environ = os.environ | node_environment(self.job, rank) | more
@@ -108,7 +108,7 @@ class LocalJob:
         self._told = True
 
 
-def status_of(said: Sequence[int], codes: Sequence[int]) -> int:
+def job_exit_status(said: Sequence[int], codes: Sequence[int]) -> int:
     """How a job ended, by what its nodes said, in that order, and by how their processes ended.
 
     The first that ended badly is why, unless there is a mistake. A node that could not even say so was killed.

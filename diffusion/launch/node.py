@@ -25,8 +25,8 @@ from diffusion.errors import UserError
 from diffusion.exit_codes import BAD_HARDWARE, CONFIG_ERROR, FAILED, PREEMPTED
 from diffusion.launch import attempts, environment, heartbeat, liveness, run_lock
 from diffusion.launch.attempts import Attempt
-from diffusion.launch.aws_secrets import fetch
-from diffusion.launch.rank_discovery import Place, find_place, rank_environment
+from diffusion.launch.aws_secrets import fetch_secrets
+from diffusion.launch.rank_discovery import NodePlace, find_place, rank_environment
 from diffusion.launch.watchdog import PATIENCE_SECONDS, Watchdog
 from diffusion.storage.atomic import write_whole
 
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         place = find_place(environ)
         settings = Settings.of(environ)
         recipe = load(words[2], words[3:])
-        environ |= fetch(environ)
+        environ |= fetch_secrets(environ)
     except ValueError as error:
         print(f'error: {error}', file=sys.stderr)
         return _leave(CONFIG_ERROR, environ)
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _leave(node.run(), environ, node.outcome)
 
 
-def preflight(recipe_words: Sequence[str], environ: Mapping[str, str]) -> int:
+def run_node_preflight(recipe_words: Sequence[str], environ: Mapping[str, str]) -> int:
     """Check this node, and all others of a job that do the same now, without training; the exit status.
 
     Args:
@@ -143,7 +143,7 @@ class Node:
     """
 
     def __init__(
-        self, place: Place, settings: Settings, command: Sequence[str], recipe: Recipe, environ: Mapping[str, str]
+        self, place: NodePlace, settings: Settings, command: Sequence[str], recipe: Recipe, environ: Mapping[str, str]
     ) -> None:
         self.place, self.settings, self.command, self.run_dir = place, settings, list(command), recipe.run_dir
         self.trains = recipe.task == 'train'
@@ -176,7 +176,7 @@ class Node:
         with tempfile.TemporaryDirectory(prefix='diffusion-node-') as folder:
             outcome = self._preflight(Path(folder), Attempt(0, time.time()))
         if outcome.status:
-            self._say(attempts.describe(outcome.cause, outcome.detail))
+            self._say(attempts.describe_attempt(outcome.cause, outcome.detail))
         return outcome.status
 
     def _attempts(self) -> int:
@@ -200,7 +200,7 @@ class Node:
     def _earlier(self) -> list[Attempt]:
         """The attempts before; the first node alone looks, since it adds to them."""
         with contextlib.suppress(ValueError):
-            return attempts.read(self.run_dir) if self.keeps else []
+            return attempts.read_attempts(self.run_dir) if self.keeps else []
         return []
 
     def _attempt(self, number: int) -> Outcome:
@@ -215,7 +215,7 @@ class Node:
         self.outcome = outcome
         self._account('end', attempt)
         if outcome.status:
-            self._say(attempts.describe(attempt.cause, attempt.detail))
+            self._say(attempts.describe_attempt(attempt.cause, attempt.detail))
         return outcome
 
     def _why(self, outcome: Outcome) -> tuple[str, str]:
@@ -318,7 +318,7 @@ class Node:
         if not self.keeps:
             return
         try:
-            attempts.append(self.run_dir, event, attempt)
+            attempts.append_attempt(self.run_dir, event, attempt)
         except OSError as error:
             self._say(f'{self.run_dir / attempts.ATTEMPTS} cannot be written ({error}); going on without')
 
@@ -344,7 +344,7 @@ class Workers:
         folder: For what they report.
     """
 
-    place: Place
+    place: NodePlace
     command: Sequence[str]
     environ: Mapping[str, str]
     folder: Path

@@ -16,7 +16,7 @@ LONGEST_PORT = 65535
 
 
 @dataclass(frozen=True)
-class Place:
+class NodePlace:
     """A node of a job.
 
     Attributes:
@@ -51,7 +51,7 @@ class _Said:
     port: int | None = None
 
 
-def find_place(environ: Mapping[str, str], *, resources: Path = RESOURCES) -> Place:
+def find_place(environ: Mapping[str, str], *, resources: Path = RESOURCES) -> NodePlace:
     """This node's place.
 
     Args:
@@ -75,7 +75,7 @@ def find_place(environ: Mapping[str, str], *, resources: Path = RESOURCES) -> Pl
     port = said.port or _whole(environment.MASTER_PORT, environ.get(environment.MASTER_PORT, '29500'))
     if not 0 < port <= LONGEST_PORT:
         raise UserError(f'{environment.MASTER_PORT}: {port} is no port; give one from 1 to {LONGEST_PORT}')
-    return Place(scheduler, said.rank, nodes, processes, master, port)
+    return NodePlace(scheduler, said.rank, nodes, processes, master, port)
 
 
 def _guess(environ: Mapping[str, str], resources: Path) -> str:
@@ -232,7 +232,7 @@ _READERS: dict[str, Callable[[Mapping[str, str], Path], _Said]] = {
 _SCRUBBED = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'NODE_RANK', 'MASTER_ADDR', 'MASTER_PORT')
 
 
-def rank_environment(place: Place, local_rank: int, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+def rank_environment(place: NodePlace, local_rank: int, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment of one process of a node, as Composer's launcher would make it."""
     kept = {name: value for name, value in environ.items() if name not in _SCRUBBED}
     rank = place.rank * place.processes + local_rank

@@ -13,12 +13,12 @@ from torch import Tensor
 from torchmetrics import MeanMetric, Metric
 
 from diffusion.models import batch_keys
-from diffusion.models.pretrained import posterior_of, reconstruct
+from diffusion.models.pretrained import decode_latents, posterior_of
 
 _STATISTICS_MOMENTUM = 0.01
 
 
-class Reconstruction(NamedTuple):
+class ReconstructedImages(NamedTuple):
     """Pictures in [-1, 1] before and after [B, 3, 8H, 8W], and the posterior's divergence from N(0, 1), [B]."""
 
     pixels: Tensor
@@ -51,26 +51,28 @@ class Autoencoder(ComposerModel):
         self.register_buffer('latent_mean', torch.zeros(vae.config['latent_channels']))
         self.register_buffer('latent_variance', torch.ones(vae.config['latent_channels']))
 
-    def forward(self, batch: Mapping[str, Tensor]) -> Reconstruction:
+    def forward(self, batch: Mapping[str, Tensor]) -> ReconstructedImages:
         pixels = batch[batch_keys.IMAGE].float() / 127.5 - 1
         posterior = posterior_of(self.vae, pixels)
         latents = posterior.sample() if self.training else posterior.mode()
         if self.training:
             self._follow(latents.detach())
         divergence = 0.5 * (posterior.mean**2 + posterior.var - 1 - posterior.logvar).flatten(1).mean(dim=1)
-        return Reconstruction(pixels, reconstruct(self.vae, latents), divergence)
+        return ReconstructedImages(pixels, decode_latents(self.vae, latents), divergence)
 
-    def loss(self, outputs: Reconstruction, batch: Mapping[str, Tensor]) -> Tensor:
+    def loss(self, outputs: ReconstructedImages, batch: Mapping[str, Tensor]) -> Tensor:
         error = outputs.reconstructed - outputs.pixels
         return error.square().mean() + self.l1_weight * error.abs().mean() + self.kl_weight * outputs.divergence.mean()
 
-    def eval_forward(self, batch: Mapping[str, Tensor], outputs: Reconstruction | None = None) -> Reconstruction:
+    def eval_forward(
+        self, batch: Mapping[str, Tensor], outputs: ReconstructedImages | None = None
+    ) -> ReconstructedImages:
         return outputs or self.forward(batch)
 
     def get_metrics(self, is_train: bool) -> dict[str, Metric]:
         return {} if is_train else {'psnr_db': MeanMetric()}
 
-    def update_metric(self, batch: Mapping[str, Tensor], outputs: Reconstruction, metric: Metric) -> None:
+    def update_metric(self, batch: Mapping[str, Tensor], outputs: ReconstructedImages, metric: Metric) -> None:
         metric.update(psnr_db(outputs.reconstructed, outputs.pixels))
 
     def finished(self) -> AutoencoderKL:

@@ -23,10 +23,10 @@ from diffusion.models.flops import FlopCount, text_encoder_flops, vae_encoder_fl
 from diffusion.models.objective import Objective, diffuse, loss_weight, target
 from diffusion.models.pretrained import (
     TextConditioner,
+    decode_latents,
     downsampling,
     latent_statistics,
     posterior_of,
-    reconstruct,
     tokenize,
 )
 from diffusion.models.randomness import Draws, Purpose, draws_for
@@ -341,7 +341,7 @@ class LatentDiffusion(ComposerModel):
         vae = self.vae
         with torch.autocast(latents.device.type, enabled=False):
             raw = (latents.float() * self.latent_std + self.latent_mean).to(vae.dtype)
-            pixels = reconstruct(vae, raw).float()
+            pixels = decode_latents(vae, raw).float()
         return (pixels / 2 + 0.5).clamp(0, 1)
 
     # -- parts of the above --

@@ -153,7 +153,7 @@ def posterior_of(vae: AutoencoderKL, pixels: Tensor) -> DiagonalGaussianDistribu
     return vae.encode(pixels, return_dict=False)[0]  # type: ignore[return-value]
 
 
-def reconstruct(vae: AutoencoderKL, latents: Tensor) -> Tensor:
+def decode_latents(vae: AutoencoderKL, latents: Tensor) -> Tensor:
     """Pictures [B, 3, 8H, 8W], about in [-1, 1], of raw latents [B, C, H, W]."""
     return vae.decode(latents, return_dict=False)[0]  # type: ignore[arg-type]
 

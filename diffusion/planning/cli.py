@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(overrides=[])
 
 
-def run(args: argparse.Namespace) -> int:
+def run_plan(args: argparse.Namespace) -> int:
     """Print the plan.
 
     Raises:
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     from diffusion.planning.gpus import find_gpu, load_gpus
     from diffusion.planning.plan import Assumptions, load_phases, make_plan, measured_in
     from diffusion.planning.plan_json import as_values
-    from diffusion.planning.plan_table import as_text
+    from diffusion.planning.plan_table import plan_text
 
     words = [*args.recipes, *args.overrides]
     paths = [word for word in words if '=' not in word]
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         )
     phases = load_phases(paths, overrides, samples=args.samples or (), encoding=args.stored)
     plan = make_plan(phases, given, gpus=gpus)
-    print(json.dumps(as_values(plan), indent=2) if args.json else as_text(plan))
+    print(json.dumps(as_values(plan), indent=2) if args.json else plan_text(plan))
     if args.png is not None:
         from diffusion.planning.cost_plot import draw
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diffusion.config.schema import Gatherer, build, field_docs, join, nearest
+from diffusion.config.schema import Gatherer, build_dataclass, did_you_mean, field_docs, join
 from diffusion.config.yaml_files import UnreadableYAML, read_yaml
 from diffusion.errors import UserError
 
@@ -86,7 +86,7 @@ def find_gpu(name: str, gpus: dict[str, GPU], *, or_file: bool = True) -> GPU:
     key = name.lower().replace('_', '-')
     if key not in gpus:
         starts = [known for known in gpus if key and known.startswith(key)]
-        hint = f'did you mean {" or ".join(starts)}?' if starts else nearest(key, gpus)
+        hint = f'did you mean {" or ".join(starts)}?' if starts else did_you_mean(key, gpus)
         file = ' (or describe it in a file: --gpus-file)' if or_file else ''
         raise UserError(f'--gpu: no GPU is called {name!r}; {hint}{file}')
     return gpus[key]
@@ -100,7 +100,7 @@ def _read(path: Path) -> dict[str, GPU]:
     gather, gpus = Gatherer(), {}
     for key, entry in content.items():
         values: Any = {**entry, 'name': str(key)} if isinstance(entry, dict) else entry
-        gpu = build(GPU, values, str(key), gather)
+        gpu = build_dataclass(GPU, values, str(key), gather)
         if not gather.problems:
             _check(gpu, str(key), gather)
         gpus[str(key).lower()] = gpu

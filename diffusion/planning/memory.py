@@ -145,11 +145,11 @@ def largest_microbatch(phase: Phase, setup: Setup, gpu: GPU) -> int:
     """The largest microbatch that fits and divides the device's share of the batch; 0 where none does."""
     share = phase.recipe.global_batch // setup.devices
     divisors = [size for size in range(1, share + 1) if share % size == 0]
-    fitting = [size for size in divisors if fits(memory_of(phase, replace(setup, microbatch=size)), gpu)]
+    fitting = [size for size in divisors if fits_in_memory(memory_of(phase, replace(setup, microbatch=size)), gpu)]
     return max(fitting, default=0)
 
 
-def fits(memory: Memory, gpu: GPU) -> bool:
+def fits_in_memory(memory: Memory, gpu: GPU) -> bool:
     return memory.reserved <= gpu.memory_gib * GIB
 
 
@@ -174,19 +174,19 @@ def ways_out(phase: Phase, setup: Setup, gpu: GPU, gpus: dict[str, GPU]) -> list
     smaller = largest_microbatch(phase, setup, gpu)
     if smaller:
         found.append(f'device_train_microbatch_size={smaller}')
-    if phase.speed().reduce_once and fits(memory_of(_reducing_each(phase), setup), gpu):
+    if phase.speed().reduce_once and fits_in_memory(memory_of(_reducing_each(phase), setup), gpu):
         found.append('speed.reduce_once=false')
     if phase.model.denoiser is not None and not setup.parallelism.activation_checkpointing:
         recomputing = replace(setup, parallelism=replace(setup.parallelism, activation_checkpointing=True))
-        if fits(memory_of(phase, recomputing), gpu):
+        if fits_in_memory(memory_of(phase, recomputing), gpu):
             found.append('parallelism.activation_checkpointing=true (about a third slower)')
     for other in strategies(setup)[1:]:
-        if other.parallelism.strategy == 'fsdp2' and fits(memory_of(phase, other), gpu):
+        if other.parallelism.strategy == 'fsdp2' and fits_in_memory(memory_of(phase, other), gpu):
             resharding = str(other.parallelism.reshard_after_forward).lower()
             found.append(f'parallelism.strategy=fsdp2 parallelism.reshard_after_forward={resharding}')
             break
     memory = memory_of(phase, setup)
-    larger = [other for other in gpus.values() if fits(memory, other) and phase.autocast in other.peak_tflops]
+    larger = [other for other in gpus.values() if fits_in_memory(memory, other) and phase.autocast in other.peak_tflops]
     if larger:
         found.append(f'--gpu {min(larger, key=lambda other: other.memory_gib).name}')
     return found

@@ -19,9 +19,18 @@ from diffusion.planning.checkpoint_interval import (
 )
 from diffusion.planning.data_volume import Storage, storage_of
 from diffusion.planning.gpus import GPU
-from diffusion.planning.memory import GIB, Memory, Setup, fits, largest_microbatch, memory_of, strategies, ways_out
+from diffusion.planning.memory import (
+    GIB,
+    Memory,
+    Setup,
+    fits_in_memory,
+    largest_microbatch,
+    memory_of,
+    strategies,
+    ways_out,
+)
 from diffusion.planning.run_cost import Cost, cost_of_hours, precompute_cost, training_cost
-from diffusion.planning.throughput import Measured, Speed, read_run, speed_of
+from diffusion.planning.throughput import MeasuredSpeed, Speed, planned_speed, read_run
 from diffusion.planning.workload import ENCODINGS, Encoding, Phase, phase_of
 
 HOPELESS_GOODPUT = 0.01
@@ -39,7 +48,7 @@ class Assumptions:
     price: float | None = None
     mfu: float | None = None
     images_per_second: float | None = None
-    measured: Measured | None = None
+    measured: MeasuredSpeed | None = None
     mtbf_hours: float | None = None
     stall_seconds: float | None = None
     restart_seconds: float = RESTART_SECONDS
@@ -173,7 +182,7 @@ def make_plan(
     return Plan(plans, given, _warnings(plans, given, today or datetime.date.today()), _notes(plans, given))
 
 
-def measured_in(run: Path) -> Measured:
+def measured_in(run: Path) -> MeasuredSpeed:
     """Throughput of a run of ours, and the work that it was throughput of, by the recipe beside its metrics."""
     recipe = run / 'recipe.yaml'
     if not recipe.is_file():
@@ -214,7 +223,7 @@ def _plan_phase(phase: Phase, given: Assumptions, gpus: dict[str, GPU]) -> Phase
 
 def speed_under(phase: Phase, given: Assumptions, encoding: Encoding | None = None) -> Speed:
     """How fast a phase goes, as the user says or as the plan finds."""
-    return speed_of(
+    return planned_speed(
         phase,
         given.gpu,
         given.gpus,
@@ -233,7 +242,7 @@ def _fits(phase: Phase, given: Assumptions) -> tuple[Fit, ...]:
     for setup in strategies(Setup(given.gpus, size, phase.recipe.parallelism)):
         memory = memory_of(phase, setup)
         largest = largest_microbatch(phase, setup, given.gpu)
-        found.append(Fit(setup, memory, fits(memory, given.gpu), largest))
+        found.append(Fit(setup, memory, fits_in_memory(memory, given.gpu), largest))
     return tuple(found)
 
 

@@ -25,7 +25,7 @@ ENCODING_NAMES = {
 }
 
 
-def as_text(plan: Plan) -> str:
+def plan_text(plan: Plan) -> str:
     """The whole plan."""
     sections = [_what(plan), _time(plan), _memory(plan), _data(plan), _checkpoints(plan)]
     sections += [_bullets('Notes', plan.notes), _bullets('WARNINGS', plan.warnings)]

@@ -21,7 +21,7 @@ TRAINING_HOURS, PRECOMPUTE_HOURS = 20_051, 3_784
 """A100-hours of both phases, and of encoding their pictures and captions beforehand."""
 
 
-def samples(shapes: list[Shape], images: int, parameters: int) -> int | None:
+def published_samples(shapes: list[Shape], images: int, parameters: int) -> int | None:
     """How many different pictures a published phase had; None for any other."""
     if parameters != SD2_PARAMETERS or len(shapes) != 1 or not shapes[0].is_square:
         return None

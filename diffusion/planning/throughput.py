@@ -31,7 +31,7 @@ class Speed:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredSpeed:
     """What a run's own log says."""
 
     images_per_second_per_device: float
@@ -39,7 +39,7 @@ class Measured:
     source: str
 
 
-def speed_of(
+def planned_speed(
     phase: Phase,
     gpu: GPU,
     gpus: int,
@@ -47,7 +47,7 @@ def speed_of(
     encoding: Encoding | None = None,
     mfu: float | None = None,
     images_per_second: float | None = None,
-    measured: Measured | None = None,
+    measured: MeasuredSpeed | None = None,
 ) -> Speed:
     """How fast a phase goes: as the user says, as a run measured, as published for this model and GPU, or assumed.
 
@@ -80,7 +80,7 @@ def speed_of(
     return Speed(rate, asked * rate / peak, source)
 
 
-def read_run(folder: Path, flops_per_image: float) -> Measured:
+def read_run(folder: Path, flops_per_image: float) -> MeasuredSpeed:
     """Throughput of a run from its metrics.jsonl: the median of what `breakdown` or `speed_monitor` logged.
 
     Args:
@@ -111,7 +111,7 @@ def read_run(folder: Path, flops_per_image: float) -> Measured:
             'speed_monitor'
         )
     rate = statistics.median(values)
-    return Measured(rate, flops_per_image, f'measured: {rate:.1f} images/s a device in {path}')
+    return MeasuredSpeed(rate, flops_per_image, f'measured: {rate:.1f} images/s a device in {path}')
 
 
 def _published(phase: Phase, gpu: GPU, gpus: int, encoding: Encoding) -> tuple[float, str] | None:

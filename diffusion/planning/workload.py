@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from diffusion.config.image_shapes import Shape, read_buckets
-from diffusion.config.performance_preset import chosen
+from diffusion.config.performance_preset import effective_parts
 from diffusion.config.recipe import Recipe, SpeedConfig, StreamConfig
 from diffusion.config.schema import MISSING
 from diffusion.errors import UserError
@@ -61,7 +61,7 @@ class Phase:
 
     def speed(self, strategy: str | None = None) -> SpeedConfig:
         """The parts of `speed` as a run on GPUs decides them; None is the recipe's own strategy."""
-        return chosen(self.recipe.speed, on_gpu=True, strategy=strategy or self.recipe.parallelism.strategy)
+        return effective_parts(self.recipe.speed, on_gpu=True, strategy=strategy or self.recipe.parallelism.strategy)
 
     def precision(self, strategy: str | None = None) -> Precision:
         """What autocast keeps for the backward pass; norms that are compiled keep no more than narrow ones."""
@@ -164,7 +164,7 @@ def phase_of(recipe: Recipe, *, samples: int | None = None, encoding: Encoding |
     batches = _batches(recipe.trainer.get('max_duration'), recipe.global_batch, recipe.loader.epoch_size or samples)
     if samples is None:
         images = batches * recipe.global_batch
-        samples = published_runs.samples(list(shapes), images, model.trained_parameters)
+        samples = published_runs.published_samples(list(shapes), images, model.trained_parameters)
         if samples is not None:
             notes.append(
                 f'counted with {samples / 1e6:,.0f} M different pictures, as published; --samples says otherwise'

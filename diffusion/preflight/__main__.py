@@ -14,9 +14,9 @@ from torch._C._distributed_c10d import TCPStore
 from diffusion.config.load import Recipe, load
 from diffusion.exit_codes import FAILED, PREEMPTED
 from diffusion.launch import environment, heartbeat
-from diffusion.launch.findings import Finding, as_json, excuse, status_of, table
+from diffusion.launch.findings import Finding, excuse, findings_exit_status, findings_json, findings_table
 from diffusion.preflight import collective_checks
-from diffusion.preflight.collective_checks import Limits, check_together
+from diffusion.preflight.collective_checks import CollectiveLimits, check_together
 from diffusion.storage.atomic import write_whole
 
 REPORT = 'preflight.json'
@@ -39,13 +39,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ['LOCAL_RANK'] == '0':  # all processes of a node see the same
             print(f'error: {error}', file=sys.stderr)
         return FAILED
-    found = check(recipe, deep=level == 'deep')
+    found = run_checks(recipe, deep=level == 'deep')
     if dist.get_rank() == 0:
-        print(table(found), flush=True)
+        print(findings_table(found), flush=True)
         _keep(recipe, found)
     leave_together(store)
     own = [finding for finding in found if finding.where.split(' ')[0] in ('', environment.machine_name(os.environ))]
-    return status_of(own) or (PREEMPTED if status_of(found) else 0)
+    return findings_exit_status(own) or (PREEMPTED if findings_exit_status(found) else 0)
 
 
 def leave_together(store: TCPStore) -> None:
@@ -95,7 +95,7 @@ def _absent(store: TCPStore, ranks: int) -> list[int]:
         raise Absent('the first process has given up waiting for others; its message says which') from error
 
 
-def check(recipe: Recipe, *, deep: bool) -> list[Finding]:
+def run_checks(recipe: Recipe, *, deep: bool) -> list[Finding]:
     """What all processes have found, the same in each."""
     own: list[Finding] = []
     kind = os.environ.get(environment.GPU, 'none')
@@ -108,16 +108,16 @@ def check(recipe: Recipe, *, deep: bool) -> list[Finding]:
         own = check_node(recipe, kind=kind, processes=processes, nvml=load_nvml())
     nodes = dist.get_world_size() // int(os.environ['LOCAL_WORLD_SIZE'])
     found = excuse(_all(own), nodes)
-    if status_of(found):
+    if findings_exit_status(found):
         return found  # who is not fit alone may hang in what follows
     device = 'cpu' if kind == 'none' else 'cuda'
     if device == 'cuda':
         found += excuse(_all(cuda_starts(int(os.environ['LOCAL_RANK']))), nodes)
-        if status_of(found):
+        if findings_exit_status(found):
             return found
     group = dist.group.WORLD if device == 'cpu' else dist.new_group(timeout=collective_checks.TIMEOUT, backend='nccl')
     assert group is not None
-    return found + check_together(device, Limits.of(device, deep=deep), group)
+    return found + check_together(device, CollectiveLimits.of(device, deep=deep), group)
 
 
 def cuda_starts(index: int) -> list[Finding]:
@@ -140,7 +140,7 @@ def _all(own: list[Finding]) -> list[Finding]:
 
 def _keep(recipe: Recipe, found: Sequence[Finding]) -> None:
     try:
-        write_whole(recipe.run_dir / REPORT, as_json(found))
+        write_whole(recipe.run_dir / REPORT, findings_json(found))
     except OSError as error:  # it may be what was found
         print(f'warning: {recipe.run_dir / REPORT}: cannot be written ({error})', file=sys.stderr)
 

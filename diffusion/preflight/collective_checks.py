@@ -28,7 +28,7 @@ SKEW_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Limits:
+class CollectiveLimits:
     """What is still fit.
 
     Attributes:
@@ -48,14 +48,14 @@ class Limits:
     links: bool
 
     @staticmethod
-    def of(device: str, *, deep: bool = False) -> 'Limits':
+    def of(device: str, *, deep: bool = False) -> 'CollectiveLimits':
         """Processes on CPUs share cores with others, GPUs are alone; deep takes minutes, in which a GPU gets hot."""
         speed, matrix, message, heat = (0.9, 8192, 2**28, 120.0) if device == 'cuda' else (0.25, 512, 2**22, 2.0)
-        return Limits(speed, matrix, message, 100 if deep else 5, heat if deep else 0.0, links=deep)
+        return CollectiveLimits(speed, matrix, message, 100 if deep else 5, heat if deep else 0.0, links=deep)
 
 
 @dataclass(frozen=True)
-class Measured:
+class RankMeasurements:
     """What a process knows of itself."""
 
     rank: int
@@ -74,7 +74,7 @@ class Measured:
     """Bytes/s to a node beside its own, and back: the faster of both, since a slow one makes two slow."""
 
 
-def check_together(device: str, limits: Limits, group: dist.ProcessGroup) -> list[Finding]:
+def check_together(device: str, limits: CollectiveLimits, group: dist.ProcessGroup) -> list[Finding]:
     """All checks of a job's processes; every process gets the same findings.
 
     Args:
@@ -89,7 +89,7 @@ def check_together(device: str, limits: Limits, group: dist.ProcessGroup) -> lis
     link = _to_neighbours(device, limits, node, group) if limits.links and node < dist.get_world_size() else None
     dist.barrier()
     clock = time.time()
-    own = Measured(
+    own = RankMeasurements(
         rank,
         environment.machine_name(os.environ),
         clock,
@@ -106,7 +106,7 @@ def check_together(device: str, limits: Limits, group: dist.ProcessGroup) -> lis
     return judge(everyone, limits)
 
 
-def judge(everyone: Sequence[Measured], limits: Limits) -> list[Finding]:
+def judge(everyone: Sequence[RankMeasurements], limits: CollectiveLimits) -> list[Finding]:
     """What is wrong with whom; a process that is alone has nobody to be compared with."""
     if len(everyone) == 1:
         speed = Finding('speed', True, f'{everyone[0].teraflops:.3g} TFLOP/s, one process: nothing to compare it with')
@@ -122,7 +122,7 @@ def judge(everyone: Sequence[Measured], limits: Limits) -> list[Finding]:
     ]
 
 
-def multiply(device: str, limits: Limits) -> tuple[float, int]:
+def multiply(device: str, limits: CollectiveLimits) -> tuple[float, int]:
     """TFLOP/s of a product of matrices, and its checksum, -1 where it was not always the same.
 
     The numbers are small whole ones, so that every order of sums gives the same.
@@ -147,7 +147,7 @@ def multiply(device: str, limits: Limits) -> tuple[float, int]:
     return 2 * side**3 / usual / 1e12, checksums.pop() if len(checksums) == 1 else -1
 
 
-def add_up(device: str, limits: Limits, group: dist.ProcessGroup) -> tuple[bool, float]:
+def add_up(device: str, limits: CollectiveLimits, group: dist.ProcessGroup) -> tuple[bool, float]:
     """Whether a sum over the processes of a group is right, and bytes/s on the bus."""
     members = dist.get_process_group_ranks(group)
     seconds, right = [], True
@@ -163,14 +163,14 @@ def add_up(device: str, limits: Limits, group: dist.ProcessGroup) -> tuple[bool,
     return right, 2 * (len(members) - 1) / len(members) * limits.message_bytes / min(seconds[1:])
 
 
-def _within_node(device: str, limits: Limits, processes: int) -> float:
+def _within_node(device: str, limits: CollectiveLimits, processes: int) -> float:
     backend = 'nccl' if device == 'cuda' else 'gloo'
     own, _ = dist.new_subgroups(processes, timeout=TIMEOUT, backend=backend)
     assert own is not None
     return add_up(device, limits, own)[1]
 
 
-def _to_neighbours(device: str, limits: Limits, processes: int, group: dist.ProcessGroup) -> float:
+def _to_neighbours(device: str, limits: CollectiveLimits, processes: int, group: dist.ProcessGroup) -> float:
     """Bytes/s between a process and those of the same place on the nodes before and after its own, the faster."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     node, found = rank // processes, []
@@ -182,7 +182,7 @@ def _to_neighbours(device: str, limits: Limits, processes: int, group: dist.Proc
     return max(found)
 
 
-def _send_both_ways(device: str, limits: Limits, partner: int, group: dist.ProcessGroup) -> float:
+def _send_both_ways(device: str, limits: CollectiveLimits, partner: int, group: dist.ProcessGroup) -> float:
     sent = torch.zeros(limits.message_bytes // 4, device=device)
     received, seconds = torch.empty_like(sent), []
     for _ in range(1 + min(limits.repeats, 20)):
@@ -211,11 +211,11 @@ def _wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def _where(each: Measured) -> str:
+def _where(each: RankMeasurements) -> str:
     return f'{each.host} rank {each.rank}'
 
 
-def _same_versions(everyone: Sequence[Measured]) -> list[Finding]:
+def _same_versions(everyone: Sequence[RankMeasurements]) -> list[Finding]:
     usual, _ = Counter(each.versions for each in everyone).most_common(1)[0]
     found = []
     for each in everyone:
@@ -226,7 +226,7 @@ def _same_versions(everyone: Sequence[Measured]) -> list[Finding]:
     return found or [Finding('versions', True, ', '.join(usual))]
 
 
-def _clocks(everyone: Sequence[Measured]) -> list[Finding]:
+def _clocks(everyone: Sequence[RankMeasurements]) -> list[Finding]:
     middle = statistics.median(each.clock for each in everyone)
     wrong = [each for each in everyone if abs(each.clock - middle) > SKEW_SECONDS]
     found = [
@@ -238,7 +238,11 @@ def _clocks(everyone: Sequence[Measured]) -> list[Finding]:
 
 
 def _slow(
-    check: str, everyone: Sequence[Measured], figures: Sequence[float | None], unit: str, limits: Limits
+    check: str,
+    everyone: Sequence[RankMeasurements],
+    figures: Sequence[float | None],
+    unit: str,
+    limits: CollectiveLimits,
 ) -> list[Finding]:
     """Who falls behind the median of a figure; nothing where nobody has it."""
     known = [figure for figure in figures if figure is not None]
@@ -256,7 +260,7 @@ def _giga(value: float | None) -> float | None:
     return None if value is None else value / 1e9
 
 
-def _products(everyone: Sequence[Measured]) -> list[Finding]:
+def _products(everyone: Sequence[RankMeasurements]) -> list[Finding]:
     steady = Counter(each.product for each in everyone if each.product >= 0)
     usual = steady.most_common(1)[0][0] if steady else -1
     found = []
@@ -268,7 +272,7 @@ def _products(everyone: Sequence[Measured]) -> list[Finding]:
     return found or [Finding('results', True, 'the same on all, each time')]
 
 
-def _sums(everyone: Sequence[Measured]) -> list[Finding]:
+def _sums(everyone: Sequence[RankMeasurements]) -> list[Finding]:
     wrong = [each for each in everyone if not each.sum_is_right]
     slowest = min(each.bus for each in everyone)
     return [Finding('all-reduce', False, 'gave a wrong sum', where=_where(each)) for each in wrong] or [

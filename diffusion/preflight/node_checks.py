@@ -20,7 +20,7 @@ from diffusion.launch.findings import Finding
 from diffusion.launch.gpu_health import check_gpus
 from diffusion.planning.checkpoint_interval import sizes_of
 from diffusion.planning.workload import phase_of
-from diffusion.storage.download import GaveUp, Source
+from diffusion.storage.download import GaveUp, RemoteFolder
 
 SHM = Path('/dev/shm')
 SHM_BYTES = 2**28
@@ -40,10 +40,12 @@ def check_node(recipe: Recipe, *, kind: str, processes: int, nvml: Any | None) -
     """
     checks: dict[str, Callable[[], Iterable[Finding]]] = {
         'gpu': lambda: check_gpus(nvml, kind, processes),
-        'shared memory': lambda: shared_memory(processes),
-        'disk': lambda: disks(recipe),
-        'checkpoints': lambda: checkpoints(recipe),
-        'data': lambda: (finding for name, stream in recipe.streams.items() for finding in shard(name, stream)),
+        'shared memory': lambda: check_shared_memory(processes),
+        'disk': lambda: check_disks(recipe),
+        'checkpoints': lambda: check_run_folder(recipe),
+        'data': lambda: (
+            finding for name, stream in recipe.streams.items() for finding in check_first_shard(name, stream)
+        ),
     }
     found: list[Finding] = []
     for name, check in checks.items():
@@ -55,7 +57,7 @@ def check_node(recipe: Recipe, *, kind: str, processes: int, nvml: Any | None) -
     return [replace(finding, where=host) for finding in found]
 
 
-def shared_memory(processes: int) -> Iterator[Finding]:
+def check_shared_memory(processes: int) -> Iterator[Finding]:
     """What loaders hand their batches over in."""
     if SHM.is_dir():
         free, needed = shutil.disk_usage(SHM).free, SHM_BYTES * processes
@@ -63,7 +65,7 @@ def shared_memory(processes: int) -> Iterator[Finding]:
         yield Finding('shared memory', free >= needed, f'{bytes_text(free)} free{way_out}', CONFIG_ERROR)
 
 
-def disks(recipe: Recipe) -> Iterator[Finding]:
+def check_disks(recipe: Recipe) -> Iterator[Finding]:
     """Room for temporary files, and for a checkpoint beside the one that it replaces."""
     # Not tempfile's: where this one is full, it goes elsewhere without a word.
     temporary = Path(os.environ.get('TMPDIR', '/tmp'))
@@ -83,7 +85,7 @@ def checkpoint_bytes(recipe: Recipe) -> int:
         return SCRATCH_BYTES // 2
 
 
-def checkpoints(recipe: Recipe) -> Iterator[Finding]:
+def check_run_folder(recipe: Recipe) -> Iterator[Finding]:
     """Whether this node can write where checkpoints go."""
     marker = recipe.run_dir / f'.preflight-{environment.machine_name(os.environ)}-{uuid4().hex[:8]}'
     try:
@@ -96,10 +98,10 @@ def checkpoints(recipe: Recipe) -> Iterator[Finding]:
         yield Finding('checkpoints', True, f'{recipe.run_dir}: written and removed')
 
 
-def shard(name: str, stream: StreamConfig) -> Iterator[Finding]:
+def check_first_shard(name: str, stream: StreamConfig) -> Iterator[Finding]:
     """Whether a shard of a stream can be read from its origin."""
     origin = stream.remote or stream.local or ''
-    source = Source(origin, tries=2, timeout_seconds=TIMEOUT_SECONDS, wait=lambda: None)
+    source = RemoteFolder(origin, tries=2, timeout_seconds=TIMEOUT_SECONDS, wait=lambda: None)
     try:
         read = first_shard(source, aspects=bool(stream.aspects))
     except GaveUp as error:
@@ -110,7 +112,7 @@ def shard(name: str, stream: StreamConfig) -> Iterator[Finding]:
         yield Finding('data', True, f'streams.{name}: {source.address(read)} was read')
 
 
-def first_shard(source: Source, *, aspects: bool) -> str:
+def first_shard(source: RemoteFolder, *, aspects: bool) -> str:
     """Read the first shard of a folder of shards, or of one of shapes; its name.
 
     Raises:

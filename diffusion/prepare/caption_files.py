@@ -22,7 +22,7 @@ class CaptionRow:
     metadata: dict[str, Any]
 
 
-def read_rows(file: Path) -> Iterator[CaptionRow]:
+def read_caption_rows(file: Path) -> Iterator[CaptionRow]:
     """Rows of a CSV with columns `file` and `caption`, or of a JSONL with `file` and `caption` or `captions`.
 
     Raises:

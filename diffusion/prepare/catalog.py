@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from diffusion.prepare.counts_report import Rejected
-from diffusion.prepare.sample_table import read_rows
+from diffusion.prepare.sample_table import read_sample_rows
 from diffusion.storage.atomic import becoming
 
 DUPLICATE = 'duplicate'
@@ -54,7 +54,7 @@ class Catalogue:
         rejected: dict[str, Rejected] = {}
         bucket, columns, counts = [], {name: [] for name in NUMBERS}, []
         for folder in parts:
-            rows = read_rows(folder, ['key', 'reason', 'bucket', *NUMBERS])
+            rows = read_sample_rows(folder, ['key', 'reason', 'bucket', *NUMBERS])
             counts.append(len(rows))
             encoded = rows['bucket'].combine_chunks().dictionary_encode()
             lookup = np.array([codes[name] for name in encoded.dictionary.to_pylist()], np.int16)
@@ -86,7 +86,7 @@ class Catalogue:
     def key(self, at: int) -> str:
         """The key of a picture; reads its part's file."""
         part = int(self.part[at])
-        return read_rows(self.parts[part], ['key'])['key'][int(at - self.first[part])].as_py()
+        return read_sample_rows(self.parts[part], ['key'])['key'][int(at - self.first[part])].as_py()
 
     def drop_duplicates(self, mode: str, *, max_distance: int, saved: Path) -> list[tuple[int, int]]:
         """Leave out pictures that repeat an earlier one; the first of them, each with the one that it repeats.

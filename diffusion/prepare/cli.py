@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diffusion.errors import UserError
-from diffusion.prepare.counts_report import Report
+from diffusion.prepare.counts_report import PrepareReport
 
 if TYPE_CHECKING:
     from diffusion.prepare.settings import PrepareSettings
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_openmoji(sources.add_parser('openmoji', help='emoji drawn at any size, captioned by their names'))
 
 
-def run(args: argparse.Namespace) -> int:
+def run_prepare(args: argparse.Namespace) -> int:
     """Prepare and print the report: 0, or 3 when more was rejected than allowed, or 130 when interrupted.
 
     Raises:
@@ -139,10 +139,10 @@ def _add_common(parser: argparse.ArgumentParser, *, out: type) -> None:
 
 
 def _settings(args: argparse.Namespace) -> 'PrepareSettings':
-    from diffusion.prepare.settings import load, settings_of
+    from diffusion.prepare.settings import load_settings, settings_of
 
     if args.source == 'recipe':
-        return load(args.recipe, args.overrides)
+        return load_settings(args.recipe, args.overrides)
     values: dict[str, Any] = {name: getattr(args, name) for name in SETTINGS if getattr(args, name) is not None}
     if values.get('aspects') in (['none'], ['sdxl']):
         values['aspects'] = values['aspects'][0]
@@ -177,6 +177,6 @@ def _announce(out: str | Path) -> None:
         print(f'preparing {out}', file=sys.stderr)
 
 
-def _tell(report: Report, out: str | Path) -> int:
+def _tell(report: PrepareReport, out: str | Path) -> int:
     print(report.text(out))
     return 0 if report.passed else 3

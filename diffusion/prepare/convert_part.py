@@ -14,10 +14,10 @@ from diffusion.errors import UserError
 from diffusion.prepare.bucket_choice import Buckets
 from diffusion.prepare.image_decoding import Unfit, clean
 from diffusion.prepare.process_sample import take, thumbnail
-from diffusion.prepare.sample_table import Row, write_rows
+from diffusion.prepare.sample_table import SampleRow, write_sample_rows
 from diffusion.prepare.settings import PrepareSettings
 from diffusion.prepare.source import Entry, Part, Source
-from diffusion.prepare.work_dir import read_json, remove
+from diffusion.prepare.work_dir import read_json, remove_work_folder
 from diffusion.prepare.worker_pool import Note
 from diffusion.storage import mds
 from diffusion.storage.atomic import new_unfinished, sync_folder, write_whole
@@ -90,7 +90,7 @@ class PartJob:
             sync_folder(unfinished)
             _rename(unfinished, self.folder)
         except BaseException:
-            remove(unfinished)
+            remove_work_folder(unfinished)
             raise
         return done
 
@@ -99,7 +99,7 @@ class PartJob:
         thumbnails: list[dict[str, str]] = []
         buckets = Buckets(self.settings.sizes, self.settings.aspects)
         for entry in self._entries(note):
-            row = Row(entry.key)
+            row = SampleRow(entry.key)
             rows.append(row)
             done.columns |= entry.metadata.keys()
             try:
@@ -115,7 +115,7 @@ class PartJob:
             row.shard, row.offset, row.size = shards.add(mds.encode_sample(sample))
         done.inputs = len(rows)
         shards.finish()
-        write_rows(folder, rows)
+        write_sample_rows(folder, rows)
         write_whole(folder / THUMBNAILS, json.dumps(thumbnails))
         summary = {'inputs': done.inputs, 'rejected': done.rejected, 'columns': sorted(done.columns)}
         write_whole(folder / SUMMARY, json.dumps(summary))
@@ -184,7 +184,7 @@ def _rename(unfinished: Path, done: Path) -> None:
         # Another machine may have been lent the same part; what it wrote is what we wrote.
         if not done.is_dir():
             raise
-        remove(unfinished)
+        remove_work_folder(unfinished)
     sync_folder(done.parent)
 
 

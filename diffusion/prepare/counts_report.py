@@ -20,7 +20,7 @@ class Rejected:
 
 
 @dataclass
-class Report:
+class PrepareReport:
     """Counts of a preparation; a picture stored at several sizes counts once in `pictures`."""
 
     source: str
@@ -82,7 +82,7 @@ class Report:
         write_whole(path, json.dumps(content, indent=2) + '\n')
 
     @classmethod
-    def read(cls, path: Path) -> 'Report':
+    def read(cls, path: Path) -> 'PrepareReport':
         """The report that `save` wrote."""
         content = json.loads(path.read_text(encoding='utf-8'))
         content['rejected'] = {reason: Rejected(**values) for reason, values in content['rejected'].items()}

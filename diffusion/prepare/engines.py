@@ -22,7 +22,7 @@ from diffusion.errors import UserError
 from diffusion.prepare.pipeline import Run
 from diffusion.prepare.settings import PrepareSettings
 from diffusion.prepare.source import Part, Source
-from diffusion.prepare.worker_pool import Job, run_jobs
+from diffusion.prepare.worker_pool import WorkerJob, run_jobs
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -35,7 +35,7 @@ def run_on(engine: str, settings: PrepareSettings) -> Run:
     return partial(run_jobs, workers=settings.worker_count)
 
 
-def run_on_ray(jobs: Iterable[Job], *, workers: int | None = None) -> Iterator[Any]:
+def run_on_ray(jobs: Iterable[WorkerJob], *, workers: int | None = None) -> Iterator[Any]:
     """Do jobs on Ray, by Ray Data; yields their results as they come.
 
     Args:
@@ -62,7 +62,7 @@ def run_on_ray(jobs: Iterable[Job], *, workers: int | None = None) -> Iterator[A
         yield result
 
 
-def do(job: Job) -> Any:
+def do(job: WorkerJob) -> Any:
     """Do a job where nobody watches over it."""
     return job(lambda text: None)
 
@@ -93,7 +93,7 @@ def samples(
     from diffusion.prepare.bucket_choice import Buckets
     from diffusion.prepare.image_decoding import Unfit
     from diffusion.prepare.process_sample import take
-    from diffusion.prepare.sample_table import Row
+    from diffusion.prepare.sample_table import SampleRow
 
     buckets = Buckets(settings.sizes, settings.aspects)
     if bucket not in buckets.names:
@@ -101,7 +101,7 @@ def samples(
     source = source or settings.source.open()
     for text in rows['part']:
         for entry in source.read(Part(**json.loads(text))):
-            row = Row(entry.key)
+            row = SampleRow(entry.key)
             try:
                 sample = take(entry, row, settings=settings, buckets=buckets)
             except Unfit:
@@ -112,7 +112,7 @@ def samples(
 
 def _done(item: dict[str, Any]) -> dict[str, bytes]:
     """What became of a pickled job, pickled: Ray would wrap an error in several of its own."""
-    job: Job = pickle.loads(item['job'])
+    job: WorkerJob = pickle.loads(item['job'])
     try:
         return {'outcome': pickle.dumps((do(job), None))}
     except Exception as error:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def as_json(value: Any) -> Any:
+def json_value(value: Any) -> Any:
     """A value in JSON's types: NaN and infinities as None, decimals as numbers, times and other things as text."""
     if value is None or isinstance(value, bool | int):
         return value
@@ -17,15 +17,15 @@ def as_json(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, decimal.Decimal):
-        return as_json(float(value))
+        return json_value(float(value))
     if isinstance(value, datetime.datetime | datetime.date | datetime.time):
         return value.isoformat()
     if isinstance(value, datetime.timedelta):
         return value.total_seconds()
     if isinstance(value, Mapping):
-        return {as_json(str(name)): as_json(inner) for name, inner in value.items()}
+        return {json_value(str(name)): json_value(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [as_json(inner) for inner in value]
+        return [json_value(inner) for inner in value]
     return str(value)
 
 
@@ -35,7 +35,7 @@ def read_columns(text: bytes) -> dict[str, Any]:
     Of a text that is none only `bad_metadata`, which says why: the picture is none the worse.
     """
     try:
-        columns = as_json(json.loads(text))
+        columns = json_value(json.loads(text))
     except (ValueError, RecursionError) as error:
         return {'bad_metadata': f'{type(error).__name__}: {error}'}
     return columns if isinstance(columns, dict) else {'bad_metadata': f'{type(columns).__name__}, not an object'}

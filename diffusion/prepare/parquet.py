@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from diffusion.errors import UserError
-from diffusion.prepare.extra_columns import as_json
+from diffusion.prepare.extra_columns import json_value
 from diffusion.prepare.file_listing import File, is_remote, list_files, local_copy, whole_file
 from diffusion.prepare.source import Entry, Part
 
@@ -158,11 +158,11 @@ def _plain(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 def _entry(values: dict[str, Any], columns: _Columns, stem: str, row: int, seen: set[str]) -> Entry:
     key = values[columns.key] if columns.key else None
-    entry = Entry(f'{stem}/row-{row}' if key is None else f'{stem}/{as_json(key)}')
+    entry = Entry(f'{stem}/row-{row}' if key is None else f'{stem}/{json_value(key)}')
     image, caption = values[columns.image], values[columns.caption]
     entry.image = image['bytes'] if isinstance(image, dict) else image
     entry.captions = caption if isinstance(caption, list) else [caption]
-    entry.metadata = {name: as_json(values[name]) for name in columns.others}
+    entry.metadata = {name: json_value(values[name]) for name in columns.others}
     if entry.key in seen:
         entry.problem = 'duplicate_key'
     elif entry.image is None:

@@ -20,26 +20,26 @@ from diffusion.prepare import report_thumbnails
 from diffusion.prepare.bucket_choice import Buckets
 from diffusion.prepare.catalog import Catalogue
 from diffusion.prepare.convert_part import PartJob, read_done
-from diffusion.prepare.counts_report import REPORT, Report
+from diffusion.prepare.counts_report import REPORT, PrepareReport
 from diffusion.prepare.histograms import statistics_of
-from diffusion.prepare.html_report import page
-from diffusion.prepare.input_plan import Plan
+from diffusion.prepare.html_report import report_page
+from diffusion.prepare.input_plan import InputPlan
 from diffusion.prepare.output_folders import Output, output_of
 from diffusion.prepare.pack_shards import ShardJob, plan_shards, read_entries, write_indexes
-from diffusion.prepare.settings import PrepareSettings, check
+from diffusion.prepare.settings import PrepareSettings, check_settings
 from diffusion.prepare.source import Source
 from diffusion.prepare.work_dir import Share, WorkFolder
-from diffusion.prepare.worker_pool import Job, run_jobs
+from diffusion.prepare.worker_pool import WorkerJob, run_jobs
 from diffusion.storage.atomic import write_whole
 
 PAGE = 'report.html'
-Run = Callable[[Iterable[Job]], Iterator[Any]]
+Run = Callable[[Iterable[WorkerJob]], Iterator[Any]]
 """Does jobs somewhere, in any order, and yields their results."""
 
 
 def prepare(
     settings: PrepareSettings, *, source: Source | None = None, run: Run | None = None, share: Share | None = None
-) -> Report | None:
+) -> PrepareReport | None:
     """Prepare a dataset, or go on where an earlier start was stopped.
 
     Args:
@@ -56,7 +56,7 @@ def prepare(
         UserError: A setting is wrong, the output is taken, a part cannot be read, no picture is left, or there is no
             room. What is done is kept for the next start.
     """
-    problems = check(settings)
+    problems = check_settings(settings)
     if problems:
         raise RecipeError(problems, 'diffusion prepare')
     work = WorkFolder(settings.work_folder)
@@ -79,11 +79,11 @@ class _Preparation:
         self.output = output
         self.buckets = Buckets(settings.sizes, settings.aspects).names
 
-    def go(self, share: Share | None) -> Report | None:
+    def go(self, share: Share | None) -> PrepareReport | None:
         """Do what is still to be done."""
         start = time.monotonic()
         if not self.work.complete.exists():
-            plan = Plan.make(self.settings, self.source)
+            plan = InputPlan.make(self.settings, self.source)
             finished = None if self.work.plan.exists() else self.output.finished(plan.fingerprint)
             if finished is not None:
                 finished.notes.append('it was prepared of this input before; nothing was to be done')
@@ -99,12 +99,12 @@ class _Preparation:
             except BaseException:
                 self.work.clear_unfinished(share)  # a full disk has better use for it
                 raise
-        report = Report.read(self.work.complete)
+        report = PrepareReport.read(self.work.complete)
         self.output.put_in_place(self.work)
         self.work.remove()
         return report
 
-    def do_parts(self, plan: Plan, share: Share | None) -> None:
+    def do_parts(self, plan: InputPlan, share: Share | None) -> None:
         """Every part into a folder of its own."""
         self.work.parts.mkdir(exist_ok=True)
         mine = [number for number in range(len(plan.parts)) if share is None or share.has(number)]
@@ -126,11 +126,11 @@ class _Preparation:
                 bar.set_postfix_str(f'{rate:.0f} pictures/s, {rejected / max(1, inputs):.1%} left out', refresh=False)
                 bar.update(done.size)
 
-    def results(self, jobs: Iterable[Job]) -> Generator[Any, None, None]:
+    def results(self, jobs: Iterable[WorkerJob]) -> Generator[Any, None, None]:
         """What the jobs return; closing it stops them."""
         yield from self.run(jobs)
 
-    def assemble(self, plan: Plan, start: float) -> None:
+    def assemble(self, plan: InputPlan, start: float) -> None:
         """Duplicates out, final shards, indexes, report; then the dataset is complete."""
         catalogue = Catalogue.read([self.work.part(number) for number in range(len(plan.parts))], self.buckets)
         repeats = catalogue.drop_duplicates(
@@ -145,7 +145,7 @@ class _Preparation:
         entries = read_entries(self.work, report.buckets)
         write_indexes(entries, self.work.dataset)
         report.bytes = {name: sum(shard['raw_data']['bytes'] for shard in entries[name]) for name in entries}
-        html = page(
+        html = report_page(
             report,
             self.settings.out,
             buckets=report_thumbnails.of_buckets(catalogue, self.buckets),
@@ -176,11 +176,11 @@ class _Preparation:
                     self.output.take(job)
                     bar.update(int(job.size.sum()))
 
-    def report_on(self, catalogue: Catalogue, plan: Plan) -> Report:
+    def report_on(self, catalogue: Catalogue, plan: InputPlan) -> PrepareReport:
         """What is known before the shards are written."""
         found = np.bincount(catalogue.bucket[catalogue.kept], minlength=len(self.buckets))
         counts = dict(zip(self.buckets, found.tolist(), strict=True))
-        return Report(
+        return PrepareReport(
             source=self.settings.source.location,
             arguments={'out': self.settings.out} | plan.settings,
             max_rejected=self.settings.max_rejected,
@@ -196,7 +196,7 @@ class _Preparation:
             fingerprint=plan.fingerprint,
         )
 
-    def notes(self, plan: Plan) -> list[str]:
+    def notes(self, plan: InputPlan) -> list[str]:
         """Filters of columns that no picture had."""
         filters = self.settings.filters
         if not filters.columns:

@@ -9,10 +9,10 @@ from PIL import Image
 from diffusion.config.image_shapes import Shape
 from diffusion.prepare.bucket_choice import Buckets
 from diffusion.prepare.caption_cleaning import clean_captions
-from diffusion.prepare.extra_columns import as_json
+from diffusion.prepare.extra_columns import json_value
 from diffusion.prepare.image_decoding import Clean, Unfit, clean, encode, fitted
 from diffusion.prepare.image_hashes import exact_hash, is_flat, perceptual_hash
-from diffusion.prepare.sample_table import Row
+from diffusion.prepare.sample_table import SampleRow
 from diffusion.prepare.settings import PrepareSettings
 from diffusion.prepare.source import Entry
 
@@ -24,7 +24,7 @@ MAX_JPEG_SIDE = 65_500
 THUMBNAIL_SIDE = 96
 
 
-def take(entry: Entry, row: Row, *, settings: PrepareSettings, buckets: Buckets) -> dict[str, Any]:
+def take(entry: Entry, row: SampleRow, *, settings: PrepareSettings, buckets: Buckets) -> dict[str, Any]:
     """The sample of an entry; what is learnt on the way goes into its row, also when it is left out.
 
     Raises:
@@ -79,9 +79,9 @@ def _stored(found: bytes, picture: Clean, shape: Shape, settings: PrepareSetting
     return encode(image, lossless=picture.lossless, jpeg_quality=settings.jpeg_quality), image.size
 
 
-def _metadata(found: Mapping[str, Any], row: Row) -> dict[str, Any]:
+def _metadata(found: Mapping[str, Any], row: SampleRow) -> dict[str, Any]:
     """What the source says of a picture, and what was measured."""
-    kept = {name: as_json(value) for name, value in found.items() if name not in PRIVATE}
+    kept = {name: json_value(value) for name, value in found.items() if name not in PRIVATE}
     measured = {
         'caption_length': row.caption_length,
         'perceptual_hash': f'{row.perceptual_hash:016x}',

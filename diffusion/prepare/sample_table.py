@@ -29,7 +29,7 @@ SCHEMA = pa.schema(
 
 
 @dataclass
-class Row:
+class SampleRow:
     """A picture; what is not known of one that is left out stays zero or empty."""
 
     key: str
@@ -54,7 +54,7 @@ class Row:
     """Whether it shows too little for its perceptual hash to mean anything."""
 
 
-def write_rows(folder: Path, rows: Sequence[Row]) -> None:
+def write_sample_rows(folder: Path, rows: Sequence[SampleRow]) -> None:
     """Write the rows of a part; the same rows give the same bytes."""
     columns = {name: [getattr(row, name) for row in rows] for name in SCHEMA.names}
     # Unpaired surrogates come in with file names and JSON; Arrow takes UTF-8 alone.
@@ -64,6 +64,6 @@ def write_rows(folder: Path, rows: Sequence[Row]) -> None:
         pq.write_table(pa.table(columns, schema=SCHEMA), unfinished, compression='zstd')
 
 
-def read_rows(folder: Path, columns: Sequence[str]) -> pa.Table:
+def read_sample_rows(folder: Path, columns: Sequence[str]) -> pa.Table:
     """Some columns of the rows of a part."""
     return pq.read_table(folder / ROWS, columns=list(columns))

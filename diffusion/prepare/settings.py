@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from diffusion.config.image_shapes import parse_shape
 from diffusion.config.load import RecipeError
-from diffusion.config.schema import Gatherer, Problem, build, nearest
+from diffusion.config.schema import Gatherer, Problem, build_dataclass, did_you_mean
 from diffusion.config.yaml_files import UnreadableYAML, merge, read_chain
 from diffusion.prepare.bucket_choice import sizes_problem
 from diffusion.prepare.file_listing import is_remote
@@ -128,7 +128,7 @@ class PrepareSettings:
         return values
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> PrepareSettings:
+def load_settings(path: str | Path, overrides: Sequence[str] = ()) -> PrepareSettings:
     """Read a preparation's YAML, what it extends, and `key=value` overrides.
 
     Raises:
@@ -154,16 +154,16 @@ def settings_of(
     except UnreadableYAML as error:
         raise RecipeError([Problem('', str(error))], path) from error
     gather = Gatherer()
-    settings = build(PrepareSettings, values, '', gather)
+    settings = build_dataclass(PrepareSettings, values, '', gather)
     problems = gather.problems + gather.missing
     if not problems:
-        problems = check(settings)
+        problems = check_settings(settings)
     if problems:
         raise RecipeError(problems, path)
     return settings
 
 
-def check(settings: PrepareSettings) -> list[Problem]:
+def check_settings(settings: PrepareSettings) -> list[Problem]:
     """The mistakes in settings whose types are right."""
     gather = Gatherer()
     _check_source(settings.source, gather)
@@ -190,7 +190,7 @@ def _check_sizes(settings: PrepareSettings, gather: Gatherer) -> None:
     if problem is not None:
         gather.problem('sizes', problem)
     if isinstance(settings.aspects, str) and settings.aspects not in NAMED_ASPECTS:
-        near = nearest(settings.aspects, NAMED_ASPECTS)
+        near = did_you_mean(settings.aspects, NAMED_ASPECTS)
         gather.problem('aspects', f'{settings.aspects!r}: {near}, or a list of shapes such as [640x384]')
     if settings.aspects == []:
         gather.problem('aspects', 'the list is empty; write none, sdxl, or shapes such as [640x384]')

@@ -36,7 +36,7 @@ WITHOUT_CONTENT = frozenset(
 """Types whose size, if their header has one, is that of something else."""
 
 
-class Damaged(Exception):
+class DamagedTar(Exception):
     """The message is `cut_off`, `unreadable` (from its first byte) or `damaged`."""
 
     def __init__(self, how: str, byte: int, name: str | None) -> None:
@@ -84,8 +84,8 @@ class _Tar:
         self._begin = 0
         self._name: str | None = None
 
-    def damaged(self, how: str) -> Damaged:
-        return Damaged(how, self._begin, self._name)
+    def damaged(self, how: str) -> DamagedTar:
+        return DamagedTar(how, self._begin, self._name)
 
     def members(self) -> Iterator[Member]:
         """See above; names and sizes too long for a header stand in members of their own before it."""

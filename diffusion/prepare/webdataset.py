@@ -7,7 +7,7 @@ from pathlib import Path
 from diffusion.prepare.extra_columns import read_columns
 from diffusion.prepare.file_listing import as_utf8, list_files, local_copy, whole_file
 from diffusion.prepare.source import PICTURES, Entry, Part
-from diffusion.prepare.tar_reading import Damaged, Member, members
+from diffusion.prepare.tar_reading import DamagedTar, Member, members
 
 SUFFIXES = ('.tar', '.tar.gz', '.tgz')
 KNOWN = frozenset({*PICTURES, 'txt', 'json'})
@@ -69,7 +69,7 @@ def _entries(path: Path, stem: str) -> Iterator[Entry]:
                 both = has_image and had_image[sample.key]
                 yield Entry(_key(sample, stem), problem='duplicate_key' if both else 'sample_scattered')
             had_image[sample.key] = has_image or had_image.get(sample.key, False)
-    except Damaged as damage:
+    except DamagedTar as damage:
         yield Entry(f'{stem} at byte {damage.byte}', problem=f'part_{damage}')
 
 
@@ -86,7 +86,7 @@ def _samples(path: Path) -> Iterator[_Sample]:
                     yield sample
                 sample = _Sample(key)
             sample.members[suffix] = member
-    except Damaged as damage:
+    except DamagedTar as damage:
         # The last sample is whole if the damage is in another's member; else what it lacks may be behind it.
         if sample is not None and damage.name is not None and _split(damage.name)[0] != sample.key:
             yield sample

@@ -99,19 +99,19 @@ class WorkFolder:
         """Remove what killed processes were at. Call it under the lock."""
         for left in self.parts.glob(f'*{UNFINISHED}*'):
             if share is None or share.has(int(left.name.partition('.')[0])):
-                remove(left)
+                remove_work_folder(left)
         if share is None:
             for left in (*self.packed.rglob(f'*{UNFINISHED}*'), *self.dataset.rglob(f'*{UNFINISHED}*')):
-                remove(left)
+                remove_work_folder(left)
 
     def remove(self) -> None:
         """Remove everything; `complete` and the lock last, so that a start after a kill goes on removing."""
         for path in sorted(self.path.iterdir(), key=lambda path: (path.name == LOCK, path == self.complete)):
-            remove(path)
+            remove_work_folder(path)
         self.path.rmdir()
 
 
-def remove(path: Path) -> None:
+def remove_work_folder(path: Path) -> None:
     """Remove a file or a folder; half a folder is never seen under its name.
 
     Its writer may still live for a moment and rename it: one of the two renames wins, and neither gets half of it.

@@ -26,7 +26,7 @@ DEATHS = 3
 NOTE_BYTES = 1024
 
 
-class Job(Protocol):
+class WorkerJob(Protocol):
     """Work that another process does; it can be pickled, and doing it twice is as good as once."""
 
     @property
@@ -39,14 +39,14 @@ class Job(Protocol):
         ...
 
 
-def run_jobs(jobs: Iterable[Job], *, workers: int) -> Iterator[Any]:
+def run_jobs(jobs: Iterable[WorkerJob], *, workers: int) -> Iterator[Any]:
     """Do the jobs in at most `workers` processes; yields their results as they come.
 
     Raises:
         UserError: A job's process died again and again.
         Exception: What a job raised; the other jobs are stopped.
     """
-    todo, again, alone = iter(jobs), deque[Job](), deque[Job]()
+    todo, again, alone = iter(jobs), deque[WorkerJob](), deque[WorkerJob]()
     deaths: Counter[str] = Counter()
     idle: list[_Worker] = []
     busy: list[_Worker] = []
@@ -81,7 +81,7 @@ def run_jobs(jobs: Iterable[Job], *, workers: int) -> Iterator[Any]:
 class _Worker:
     """A process that does one job after the other."""
 
-    job: Job
+    job: WorkerJob
 
     def __init__(self) -> None:
         # A forkserver's children share the imports (10 ms each instead of 400) and none of the caller's threads, locks
@@ -99,7 +99,7 @@ class _Worker:
         """What its job was at; readable also after the death of the process."""
         return self._note.value.decode('utf-8', 'replace')
 
-    def give(self, job: Job) -> None:
+    def give(self, job: WorkerJob) -> None:
         self.job = job
         self._note.value = b''
         # That a process died between two jobs is noticed when its result is waited for.

@@ -36,7 +36,7 @@ class Opportunity(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Measured:
+class ProfileMeasurements:
     """What a profile has measured.
 
     Attributes:
@@ -84,13 +84,13 @@ def by_kind(kernels: Sequence[Kernel]) -> dict[str, float]:
     return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
 
-def largest(measured: Measured, count: int = 3) -> list[Opportunity]:
+def largest(measured: ProfileMeasurements, count: int = 3) -> list[Opportunity]:
     """The largest opportunities that the rules find, those under a hundredth of the step left out."""
     found = [opportunity for rule in RULES if (opportunity := rule(measured)) is not None]
     return sorted((each for each in found if each.share >= 0.01), key=lambda each: -each.share)[:count]
 
 
-def data_is_waited_for(measured: Measured) -> Opportunity | None:
+def data_is_waited_for(measured: ProfileMeasurements) -> Opportunity | None:
     """The loader is slower than the device."""
     return Opportunity(
         measured.shares.get('data_wait', 0.0),
@@ -99,7 +99,7 @@ def data_is_waited_for(measured: Measured) -> Opportunity | None:
     )
 
 
-def encoders_run(measured: Measured) -> Opportunity | None:
+def encoders_run(measured: ProfileMeasurements) -> Opportunity | None:
     """Frozen encoders are part of every step."""
     return Opportunity(
         measured.shares.get('encode', 0.0),
@@ -108,7 +108,7 @@ def encoders_run(measured: Measured) -> Opportunity | None:
     )
 
 
-def optimizer_is_large(measured: Measured) -> Opportunity | None:
+def optimizer_is_large(measured: ProfileMeasurements) -> Opportunity | None:
     """What comes once a step is spread over few samples."""
     share = measured.shares.get('optimizer', 0.0) + measured.shares.get('ema', 0.0)
     if share < 0.05:
@@ -124,7 +124,7 @@ def optimizer_is_large(measured: Measured) -> Opportunity | None:
     )
 
 
-def device_idles(measured: Measured) -> Opportunity | None:
+def device_idles(measured: ProfileMeasurements) -> Opportunity | None:
     """Kernels are shorter than the host takes to start them."""
     stages = ('encode', 'forward', 'backward')
     computing = sum(measured.shares.get(stage, 0.0) for stage in stages)
@@ -140,7 +140,7 @@ def device_idles(measured: Measured) -> Opportunity | None:
     )
 
 
-def norms_are_wide(measured: Measured) -> Opportunity | None:
+def norms_are_wide(measured: ProfileMeasurements) -> Opportunity | None:
     """Norms that move float32."""
     if not measured.on_gpu or measured.precision not in ('amp_bf16', 'amp_fp16'):
         return None
@@ -156,7 +156,7 @@ def norms_are_wide(measured: Measured) -> Opportunity | None:
     return Opportunity(share / 2, f'norms compute in float32: {way or "compile the blocks they are in"}')
 
 
-def layouts_change(measured: Measured) -> Opportunity | None:
+def layouts_change(measured: ProfileMeasurements) -> Opportunity | None:
     """Tensors are turned between channels first and channels last."""
     if not measured.on_gpu:
         return None
@@ -168,7 +168,7 @@ def layouts_change(measured: Measured) -> Opportunity | None:
     )
 
 
-def small_kernels_could_fuse(measured: Measured) -> Opportunity | None:
+def small_kernels_could_fuse(measured: ProfileMeasurements) -> Opportunity | None:
     """Norms, activations and sums that one kernel could do."""
     if not measured.on_gpu or 'compile' not in measured.off:
         return None
@@ -176,7 +176,7 @@ def small_kernels_could_fuse(measured: Measured) -> Opportunity | None:
     return Opportunity(share / 2, 'norms, activations, sums and copies each read and write memory: speed.compile=true')
 
 
-def products_are_wide(measured: Measured) -> Opportunity | None:
+def products_are_wide(measured: ProfileMeasurements) -> Opportunity | None:
     """Tensor cores in their slowest mode, or not at all."""
     if not measured.on_gpu or measured.precision != 'fp32':
         return None
@@ -184,7 +184,7 @@ def products_are_wide(measured: Measured) -> Opportunity | None:
     return Opportunity(share / 2, 'products and convolutions are in float32: trainer.precision=amp_bf16')
 
 
-def host_waits(measured: Measured) -> Opportunity | None:
+def host_waits(measured: ProfileMeasurements) -> Opportunity | None:
     """Lines that ask for values."""
     if not measured.waits:
         return None
@@ -193,7 +193,7 @@ def host_waits(measured: Measured) -> Opportunity | None:
     return Opportunity(max(0.01, idle / 2), f'the host waits for the device at {places}: keep values on the device')
 
 
-def logging_is_large(measured: Measured) -> Opportunity | None:
+def logging_is_large(measured: ProfileMeasurements) -> Opportunity | None:
     """Callbacks and loggers."""
     share = measured.shares.get('logging', 0.0)
     return (
@@ -203,7 +203,7 @@ def logging_is_large(measured: Measured) -> Opportunity | None:
     )
 
 
-def ranks_talk(measured: Measured) -> Opportunity | None:
+def ranks_talk(measured: ProfileMeasurements) -> Opportunity | None:
     """Collectives."""
     way = 'speed.reduce_once=true, or ' if 'reduce_once' in measured.off and measured.microbatches > 1 else ''
     return Opportunity(
@@ -212,13 +212,13 @@ def ranks_talk(measured: Measured) -> Opportunity | None:
     )
 
 
-def much_is_outside(measured: Measured) -> Opportunity | None:
+def much_is_outside(measured: ProfileMeasurements) -> Opportunity | None:
     """What no stage accounts for."""
     share = measured.shares.get('other', 0.0) + measured.shares.get('h2d', 0.0)
     return Opportunity(share, 'much is outside of all stages: look for it in the trace') if share > 0.1 else None
 
 
-RULES: tuple[Callable[[Measured], Opportunity | None], ...] = (
+RULES: tuple[Callable[[ProfileMeasurements], Opportunity | None], ...] = (
     data_is_waited_for,
     encoders_run,
     optimizer_is_large,

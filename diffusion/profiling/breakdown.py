@@ -40,7 +40,7 @@ NAMES = {'data_wait': 'data wait', 'h2d': 'copies to the device', 'ema': 'EMA'}
 
 
 @dataclass(frozen=True)
-class Report:
+class BreakdownReport:
     """How fast some batches were.
 
     Attributes:
@@ -135,7 +135,7 @@ class Breakdown(Callback):
         self.skip = skip
         self.sampled = min(window, sampled)
         self.peak_flops = None if peak_tflops is None else 1e12 * peak_tflops
-        self.report: Report | None = None
+        self.report: BreakdownReport | None = None
         """The last one."""
         self.timeline = Timeline()
         self._left = 0
@@ -248,7 +248,7 @@ class Breakdown(Callback):
         if recorder is not None:
             peak_bytes = float(torch.cuda.max_memory_allocated())
         ranks = _of_all_ranks([step_seconds, flops, peak_bytes], state)
-        self.report = Report(
+        self.report = BreakdownReport(
             batches=self._batches,
             samples=state.timestamp.sample.value - self._samples,
             devices=len(ranks),

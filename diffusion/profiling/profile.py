@@ -22,8 +22,8 @@ from diffusion.config.image_shapes import Shape
 from diffusion.config.load import Component, Recipe, RecipeError, StreamConfig, load
 from diffusion.config.performance_preset import PARTS
 from diffusion.errors import UserError
-from diffusion.profiling.advice import Kernel, Measured, Opportunity, by_kind, largest
-from diffusion.profiling.breakdown import Breakdown, Report
+from diffusion.profiling.advice import Kernel, Opportunity, ProfileMeasurements, by_kind, largest
+from diffusion.profiling.breakdown import Breakdown, BreakdownReport
 from diffusion.profiling.device_syncs import Site, find_waits
 from diffusion.storage.atomic import write_whole
 from diffusion.training import components
@@ -47,7 +47,7 @@ class Phases(Callback):
     def __init__(self, breakdown: Breakdown, *, batches: int, on_gpu: bool) -> None:
         self.breakdown = breakdown
         self.batches = batches
-        self.report: Report | None = None
+        self.report: BreakdownReport | None = None
         self.waits: Counter[Site] = Counter()
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
         self.profiler = profile(activities=activities)
@@ -71,7 +71,7 @@ class Phases(Callback):
             self._watching.close()
 
 
-def main_from_args(args: argparse.Namespace) -> int:
+def run_profile(args: argparse.Namespace) -> int:
     """The command."""
     recipe = load(args.recipe, args.overrides, allow_missing=args.synthetic)
     out = Path(args.out or Path('profiles') / recipe.name)
@@ -106,7 +106,7 @@ def profile_recipe(recipe: Recipe, out: Path, *, batches: int = 10, warmup: int 
     phases.profiler.export_chrome_trace(str(trace))
     measured = measured_by(phases, profiled)
     opportunities = largest(measured)
-    text = table(phases, measured, opportunities, recipe, trace)
+    text = profile_table(phases, measured, opportunities, recipe, trace)
     write_whole(out / 'profile.md', text)
     write_whole(out / 'profile.json', json.dumps(summary(phases, measured, opportunities), indent=1))
     return text
@@ -171,12 +171,12 @@ def write_noise(folder: Path, shape: Shape, *, count: int) -> None:
             writer.write(sample | {'width': shape.width, 'height': shape.height})
 
 
-def measured_by(phases: Phases, recipe: Recipe) -> Measured:
+def measured_by(phases: Phases, recipe: Recipe) -> ProfileMeasurements:
     """What the rules want to know."""
     assert phases.report is not None
-    on_gpu, parts = components.on_gpu(recipe), components.speed_of(recipe)
+    on_gpu, parts = components.on_gpu(recipe), components.effective_speed(recipe)
     ours = {str(site): count / BATCHES_WATCHED for site, count in phases.waits.items() if _is_in_the_step(site)}
-    return Measured(
+    return ProfileMeasurements(
         shares=phases.report.shares,
         step_seconds=phases.report.step_seconds,
         kernels=kernels_of(phases.profiler, phases.batches, on_gpu=on_gpu),
@@ -211,7 +211,9 @@ def _is_in_the_step(site: Site) -> bool:
     return not site.file.startswith('composer/')
 
 
-def table(phases: Phases, measured: Measured, opportunities: Sequence[Opportunity], recipe: Recipe, trace: Path) -> str:
+def profile_table(
+    phases: Phases, measured: ProfileMeasurements, opportunities: Sequence[Opportunity], recipe: Recipe, trace: Path
+) -> str:
     """What is printed: the step, its stages, kinds of kernels, kernels, waits, and what to do."""
     report = phases.report
     assert report is not None
@@ -235,7 +237,7 @@ def table(phases: Phases, measured: Measured, opportunities: Sequence[Opportunit
     return '\n'.join(lines)
 
 
-def summary(phases: Phases, measured: Measured, opportunities: Sequence[Opportunity]) -> dict[str, Any]:
+def summary(phases: Phases, measured: ProfileMeasurements, opportunities: Sequence[Opportunity]) -> dict[str, Any]:
     """The same for programs."""
     assert phases.report is not None
     return {

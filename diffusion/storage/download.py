@@ -25,7 +25,7 @@ NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 LONGEST_PAUSE_SECONDS = 30.0
 
 
-class Damaged(Exception):
+class DamagedDownload(Exception):
     """What came is not what should have come."""
 
 
@@ -37,7 +37,7 @@ class GaveUp(Exception):
         self.no_room = no_room
 
 
-class Source:
+class RemoteFolder:
     """A folder of an object store, or of a mount.
 
     Args:
@@ -163,7 +163,7 @@ def _bytes_below(folder: Path) -> int:
 
 def _reason(error: BaseException) -> str:
     text = ' '.join(str(error).split())
-    if isinstance(error, Damaged | TimeoutError):
+    if isinstance(error, DamagedDownload | TimeoutError):
         return text
     cause = getattr(error, 'last_exception', None)  # boto's, which else says only that it has tried several times
     return f'{type(error).__name__}: {text}' + ('' if cause is None else f' ({_reason(cause)})')

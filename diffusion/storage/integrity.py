@@ -58,7 +58,7 @@ def hash_of(path: Path, algorithm: str) -> str:
     return digest.hexdigest()
 
 
-def signature(path: str | Path) -> int:
+def file_signature(path: str | Path) -> int:
     """A number that changes when a file is written to or replaced, and is never 0.
 
     Raises:

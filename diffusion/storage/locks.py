@@ -44,7 +44,7 @@ def reserved_bytes(name: str) -> int:
     return int(parts[1]) if name.endswith(SUFFIX) and len(parts) == 3 and parts[1].isdigit() else 0
 
 
-def sweep(folder: Path) -> None:
+def remove_stale_scratch(folder: Path) -> None:
     """Remove what killed processes left unfinished below a folder; what a living one is at stays."""
     for scratch in folder.rglob(f'.*{SUFFIX}'):
         target = scratch.with_name(scratch.name.removesuffix(SUFFIX).rsplit('.', 2)[0][1:])

@@ -16,7 +16,7 @@ from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from torch import nn
 
 from diffusion.algorithms.average import trained_parameters
-from diffusion.algorithms.snapshots import Reconstruction, find_snapshots, reconstruct
+from diffusion.algorithms.snapshots import ReconstructedAverage, find_snapshots, reconstruct_average
 from diffusion.checkpointing.run_folder import Weights, find_checkpoint, recipe_beside
 from diffusion.config.load import load
 from diffusion.errors import UserError
@@ -92,12 +92,12 @@ def export(
     return which
 
 
-def average_of(checkpoint: Path, width: float, *, at: int | None = None) -> Reconstruction:
+def average_of(checkpoint: Path, width: float, *, at: int | None = None) -> ReconstructedAverage:
     """The average of any width from the snapshots of a checkpoint's run.
 
     Args:
         checkpoint: Of the run.
-        width: See `reconstruct`.
+        width: See `reconstruct_average`.
         at: Batch; by default that of the checkpoint, or of the last snapshot before it.
     """
     run = recipe_beside(checkpoint).parent
@@ -108,11 +108,11 @@ def average_of(checkpoint: Path, width: float, *, at: int | None = None) -> Reco
         if not before:
             raise UserError(f'--ema-width: {checkpoint} is before the first snapshot; give --at {batches[0]} or later')
         at = before[-1]
-    return reconstruct(run, width, at=at)
+    return reconstruct_average(run, width, at=at)
 
 
 @torch.no_grad()
-def load_average(model: nn.Module, average: Reconstruction) -> None:
+def load_average(model: nn.Module, average: ReconstructedAverage) -> None:
     """Give a model's trained parameters the values of an average."""
     parameters = trained_parameters(model)
     if {name: weight.shape for name, weight in parameters.items()} != average.shapes:
@@ -182,7 +182,7 @@ def _cast(part: Part, dtype: torch.dtype) -> Part:
     return part
 
 
-def main_from_args(args: argparse.Namespace) -> int:
+def run_export(args: argparse.Namespace) -> int:
     """`diffusion export`."""
     which = export(
         args.checkpoint, args.out, weights=args.weights, ema_width=args.ema_width, at=args.at, dtype=args.dtype

@@ -57,7 +57,7 @@ def save_pictures(pictures: torch.Tensor, prompts: Sequence[str], folder: Path, 
     return files
 
 
-def main_from_args(args: argparse.Namespace) -> int:
+def run_generate(args: argparse.Namespace) -> int:
     """`diffusion generate`."""
     source = Path(args.source)
     if (source / 'model_index.json').is_file():

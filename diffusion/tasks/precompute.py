@@ -26,7 +26,7 @@ from tqdm import tqdm
 from diffusion.config.image_shapes import BUCKETS, Shape, write_buckets
 from diffusion.config.load import Component, Recipe
 from diffusion.config.recipe import PrecomputeConfig
-from diffusion.data.caption_choice import captions_of, choose
+from diffusion.data.caption_choice import captions_of, choose_caption
 from diffusion.data.fingerprint import index_hash
 from diffusion.data.image_text import ImageTextDataset
 from diffusion.data.latents import MANIFEST, LatentManifest, manifest_of
@@ -49,7 +49,7 @@ PATIENCE_SECONDS = 3600.0
 
 
 @dataclass(frozen=True)
-class Stage:
+class PrecomputeStage:
     """One stream of one shape on its way to its folder."""
 
     bucket: Bucket
@@ -121,7 +121,7 @@ def _dataset(recipe: Recipe) -> ImageTextDataset:
     )
 
 
-def _stages(recipe: Recipe, dataset: ImageTextDataset, model: LatentDiffusion) -> list[Stage]:
+def _stages(recipe: Recipe, dataset: ImageTextDataset, model: LatentDiffusion) -> list[PrecomputeStage]:
     settings = recipe.precompute
     stages, first = [], 0
     for bucket, samples in zip(dataset.buckets, dataset.samples_per_stream.tolist(), strict=True):
@@ -137,7 +137,7 @@ def _stages(recipe: Recipe, dataset: ImageTextDataset, model: LatentDiffusion) -
         columns = _columns(model, bucket.shape, settings)
         store = _store(recipe, bucket.name, columns)
         per_shard = _samples_per_shard(model, bucket.shape, settings)
-        stages.append(Stage(bucket, first, samples, manifest, index_hash(bucket.stream), per_shard, store))
+        stages.append(PrecomputeStage(bucket, first, samples, manifest, index_hash(bucket.stream), per_shard, store))
         first += samples
     return stages
 
@@ -154,7 +154,7 @@ def _scratch(recipe: Recipe) -> Path:
     return recipe.run_dir / f'precompute-{dist.get_global_rank()}'
 
 
-def _is_done(stage: Stage) -> bool:
+def _is_done(stage: PrecomputeStage) -> bool:
     """Whether these very latents are there already: a job that is started once too often is no failure."""
     folder = stage.store.finished()
     if folder is None:
@@ -174,7 +174,9 @@ def _is_done(stage: Stage) -> bool:
     return True
 
 
-def _encode(recipe: Recipe, dataset: ImageTextDataset, model: LatentDiffusion, stages: Sequence[Stage]) -> None:
+def _encode(
+    recipe: Recipe, dataset: ImageTextDataset, model: LatentDiffusion, stages: Sequence[PrecomputeStage]
+) -> None:
     """Write this device's share of the shards that are missing, each from its own batches."""
     todo = [(stage, number) for stage in stages for number in stage.store.missing(stage.num_shards)]
     if dist.get_global_rank() == 0 and todo:
@@ -245,7 +247,7 @@ def _encoded(
 
 
 def _encoded_captions(captions: list[str], settings: PrecomputeConfig) -> list[str]:
-    return captions if settings.captions == 'all' else [choose(captions, settings.captions, 0)]
+    return captions if settings.captions == 'all' else [choose_caption(captions, settings.captions, 0)]
 
 
 def _text(model: LatentDiffusion, captions: list[list[str]], settings: PrecomputeConfig) -> list[np.ndarray]:
@@ -256,7 +258,7 @@ def _text(model: LatentDiffusion, captions: list[list[str]], settings: Precomput
     return np.split(parts, np.cumsum([len(texts) for texts in captions])[:-1])
 
 
-def _finish(stage: Stage) -> None:
+def _finish(stage: PrecomputeStage) -> None:
     """Put a stage in its place, its index and manifest last."""
     missing = stage.store.missing(stage.num_shards)
     if missing:

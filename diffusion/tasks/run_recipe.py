@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         recipe = checked(arguments[0], arguments[1:])
-        run(recipe)
+        run_task(recipe)
     except Preempted as stopped:
         if rank == 0:
             print(stopped, file=sys.stderr)
@@ -51,7 +51,7 @@ def checked(path: str, overrides: Sequence[str]) -> Recipe:
     return recipe
 
 
-def run(recipe: Recipe) -> None:
+def run_task(recipe: Recipe) -> None:
     """Import what the task needs, and run it."""
     configure_logging()
     if recipe.task == 'train':

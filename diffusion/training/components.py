@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from diffusion.config import registry
 from diffusion.config.checks import SUPPLIED
 from diffusion.config.load import Component, Recipe, StreamConfig
-from diffusion.config.performance_preset import chosen
+from diffusion.config.performance_preset import effective_parts
 from diffusion.config.recipe import SpeedConfig
 from diffusion.data.fingerprint import fingerprint
 from diffusion.data.host_limits import check_machine
@@ -175,7 +175,7 @@ def build_optimizer(recipe: Recipe, model: ComposerModel) -> torch.optim.Optimiz
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     name, kwargs = recipe.optimizer.name, recipe.optimizer.kwargs
     accepted = [parameter.name for parameter in registry.signature('optimizer', name).parameters]
-    fused = {'fused': True} if speed_of(recipe).fused_optimizer and takes_fused(accepted, list(kwargs)) else {}
+    fused = {'fused': True} if effective_speed(recipe).fused_optimizer and takes_fused(accepted, list(kwargs)) else {}
     return registry.build('optimizer', name, kwargs | fused, params=trained)
 
 
@@ -184,9 +184,9 @@ def on_gpu(recipe: Recipe) -> bool:
     return torch.cuda.is_available() and recipe.trainer.get('device') in (None, 'gpu')
 
 
-def speed_of(recipe: Recipe) -> SpeedConfig:
+def effective_speed(recipe: Recipe) -> SpeedConfig:
     """The parts of a recipe's `speed` that apply here."""
-    return chosen(recipe.speed, on_gpu=on_gpu(recipe), strategy=recipe.parallelism.strategy)
+    return effective_parts(recipe.speed, on_gpu=on_gpu(recipe), strategy=recipe.parallelism.strategy)
 
 
 def build_algorithms(recipe: Recipe) -> list[Algorithm]:

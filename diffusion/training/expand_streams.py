@@ -8,7 +8,7 @@ from pathlib import Path
 from diffusion.config.image_shapes import BUCKETS, Shape, read_buckets
 from diffusion.config.recipe import StreamConfig
 from diffusion.errors import UserError
-from diffusion.storage.download import GaveUp, Source
+from diffusion.storage.download import GaveUp, RemoteFolder
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def _fetched(stream: StreamConfig) -> Path:
     if stream.remote is None or stream.local is None:
         raise UserError('has a remote and no local; give a folder for the cache')
     path, tries = Path(stream.local, BUCKETS), 1 + stream.download_retry
-    source = Source(stream.remote, tries=tries, timeout_seconds=stream.download_timeout, wait=lambda: None)
+    source = RemoteFolder(stream.remote, tries=tries, timeout_seconds=stream.download_timeout, wait=lambda: None)
     try:
         source.refresh(BUCKETS, path)
     except GaveUp as error:

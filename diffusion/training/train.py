@@ -19,7 +19,7 @@ from diffusion.callbacks.reduce_once import ReduceOnce
 from diffusion.callbacks.replaced_samples import ReplacedSamples
 from diffusion.callbacks.same_run import SameRun
 from diffusion.callbacks.save_now import save_now
-from diffusion.checkpointing.checkpoint_store import checkpoints
+from diffusion.checkpointing.checkpoint_store import list_checkpoints
 from diffusion.checkpointing.checkpointer import Checkpointer, resume_point
 from diffusion.checkpointing.run_folder import RECIPE, find_checkpoint, load_weights, weights_of
 from diffusion.config.load import Recipe, to_yaml
@@ -105,7 +105,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
         dist.initialize_dist(get_device(recipe.trainer.get('device')), recipe.trainer.get('dist_timeout', 300.0))
     checkpointer = build_checkpointer(recipe)
     model = components.build_model(recipe)
-    parts = components.speed_of(recipe)
+    parts = components.effective_speed(recipe)
     loader = components.build_loader(recipe, 'train', kind=AheadLoader if parts.copy_ahead else BucketedLoader)
     if isinstance(loader.dataset, LatentsDataset) and isinstance(model, LatentDiffusion):
         loader.dataset.check_encoders(model.vae, model.text, train_text_encoder=model.train_text_encoder)
@@ -147,7 +147,7 @@ def build_checkpointer(recipe: Recipe) -> Checkpointer | None:
     if 'save_folder' in recipe.trainer:
         return None
     resume = resume_point(recipe.run_dir) if recipe.trainer.get('autoresume') else None
-    if resume is None and (present := checkpoints(recipe.run_dir)):
+    if resume is None and (present := list_checkpoints(recipe.run_dir)):
         raise UserError(
             f'name: {recipe.run_dir} holds {present[0].name} and {len(present) - 1} more checkpoints of another run; '
             'go on from it with trainer.autoresume: true, or give this run another name'
@@ -181,7 +181,7 @@ def _own_callbacks(recipe: Recipe, loader: BucketedLoader, checkpointer: Checkpo
     identity = components.run_identity(recipe, loader)
     same_run = SameRun(identity, allow_data_change=recipe.allow_data_change)
     found: list[Callback] = [RecipeKeeper(recipe), same_run, Preemption(), ReplacedSamples(loader.tally), Heartbeat()]
-    if components.speed_of(recipe).reduce_once:
+    if components.effective_speed(recipe).reduce_once:
         found.append(ReduceOnce())
     return found if checkpointer is None else [*found, checkpointer]
 

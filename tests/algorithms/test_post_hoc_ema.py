@@ -18,7 +18,7 @@ from diffusion.algorithms.average import Averager, trained_parameters
 from diffusion.algorithms.ema import EMA
 from diffusion.algorithms.post_hoc_ema import PostHocEMA
 from diffusion.algorithms.power_function import gamma_of_width
-from diffusion.algorithms.snapshots import FOLDER, find_snapshots, reconstruct
+from diffusion.algorithms.snapshots import FOLDER, find_snapshots, reconstruct_average
 
 BATCHES, EVERY = 600, 20
 Weights = dict[str, Tensor]
@@ -134,7 +134,7 @@ def test_any_width_at_any_batch_is_reconstructed(run, width, at, dtype):
     """Off by no more than the profile is, times what the weights do in the run, and the rounding of the snapshots."""
     root, _, weights = run
     expected = average_by_eq_1(weights, width, at)
-    found = reconstruct(root / dtype, width, at=at)
+    found = reconstruct_average(root / dtype, width, at=at)
     assert found.batch == at
     assert {tensor.dtype for tensor in found.tensors.values()} == {torch.float32}
     error = distance(found.tensors, expected)
@@ -161,7 +161,7 @@ def test_any_width_at_any_batch_is_reconstructed(run, width, at, dtype):
 def test_a_kept_width_is_its_snapshot(run, width):
     root, _, _ = run
     stored = load_file(root / 'float16' / FOLDER / f'width{width:g}-ba400.safetensors')
-    found = reconstruct(root / 'float16', width, at=400)
+    found = reconstruct_average(root / 'float16', width, at=400)
     assert found.profile_error < 1e-6
     assert distance(found.tensors, stored) < 1e-5 * norm(stored)
 
@@ -169,12 +169,12 @@ def test_a_kept_width_is_its_snapshot(run, width):
 def test_large_errors_are_told_with_the_way_out(run, caplog):
     root, _, _ = run
     with caplog.at_level(logging.WARNING):
-        reconstruct(root / 'float32', 0.10, at=400)
+        reconstruct_average(root / 'float32', 0.10, at=400)
         assert caplog.text == ''
-        assert reconstruct(root / 'float32', 0.10, at=390).profile_error > 0.1
+        assert reconstruct_average(root / 'float32', 0.10, at=390).profile_error > 0.1
         assert 'off by 22 %; snapshots are at batch 380, batch 400, not at this one' in caplog.text
         caplog.clear()
-        assert reconstruct(root / 'float32', 0.28).profile_error > 0.1
+        assert reconstruct_average(root / 'float32', 0.28).profile_error > 0.1
     assert 'off by 14 %; 60 snapshots give widths from 0.019 to 0.255 within 5 %' in caplog.text
 
 
@@ -189,12 +189,12 @@ def test_large_errors_are_told_with_the_way_out(run, caplog):
 def test_what_snapshots_cannot_give_is_refused(run, width, at, message):
     root, _, _ = run
     with pytest.raises(ValueError, match=message):
-        reconstruct(root / 'float32', width, at=at)
+        reconstruct_average(root / 'float32', width, at=at)
 
 
 def test_without_snapshots_the_way_out_is_told(tmp_path):
     with pytest.raises(ValueError, match=r'post_hoc_ema: no snapshots; `algorithms: \{post_hoc_ema: \}` takes them'):
-        reconstruct(tmp_path, 0.1)
+        reconstruct_average(tmp_path, 0.1)
 
 
 def snapshots_of(folder: Path) -> dict[str, bytes]:
@@ -212,15 +212,15 @@ def test_a_snapshot_that_is_cut_short_is_named(small, size):
     damaged = small / FOLDER / 'width0.05-ba8.safetensors'
     damaged.write_bytes(damaged.read_bytes()[:size])
     with pytest.raises(ValueError, match=r'width0\.05-ba8\.safetensors: not readable .*; cut short\? Remove it'):
-        reconstruct(small, 0.05)
+        reconstruct_average(small, 0.05)
     damaged.unlink()
-    assert reconstruct(small, 0.05).batch == 12
+    assert reconstruct_average(small, 0.05).batch == 12
 
 
 def test_files_of_others_are_refused(small):
     save_file({'other': torch.zeros(2)}, small / FOLDER / 'width0.2-ba8.safetensors')
     with pytest.raises(ValueError, match=r'width0\.2-ba8\.safetensors: no snapshot of version 1'):
-        reconstruct(small, 0.05)
+        reconstruct_average(small, 0.05)
 
 
 @pytest.mark.parametrize(

@@ -204,7 +204,7 @@ def test_a_program_that_was_stopped_exits_75(monkeypatch, capsys):
         raise Preempted('stopped at batch 3')
 
     monkeypatch.setattr(run_recipe, 'checked', lambda path, overrides: None)
-    monkeypatch.setattr(run_recipe, 'run', stopped)
+    monkeypatch.setattr(run_recipe, 'run_task', stopped)
     monkeypatch.setenv('RANK', '0')
     assert run_recipe.main(['a.yaml']) == PREEMPTED == 75
     assert capsys.readouterr().err == 'stopped at batch 3\n'

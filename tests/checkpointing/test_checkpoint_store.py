@@ -33,7 +33,7 @@ def test_latest_is_the_one_published_last(tmp_path):
     for batch in (5, 10, 15):
         write(tmp_path, batch)
     assert os.readlink(tmp_path / 'latest') == 'ba15'
-    assert [path.name for path in checkpoint_store.checkpoints(tmp_path)] == ['ba15', 'ba10', 'ba5']
+    assert [path.name for path in checkpoint_store.list_checkpoints(tmp_path)] == ['ba15', 'ba10', 'ba5']
     assert checkpoint_store.newest_whole(tmp_path) == tmp_path / 'ba15'
     assert {path.name for path in tmp_path.iterdir()} == {'ba5', 'ba10', 'ba15', 'latest'}, 'nothing temporary is left'
 
@@ -104,7 +104,7 @@ def test_what_a_killed_process_left_is_swept_away(tmp_path):
     (checkpoint_store.unfinished(tmp_path, 10) / 'state.pt').write_bytes(b'hal')
     (tmp_path / '.ba3.removed').mkdir()
     assert checkpoint_store.newest_whole(tmp_path) == tmp_path / 'ba5'
-    checkpoint_store.sweep(tmp_path)
+    checkpoint_store.remove_unfinished(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {'ba5', 'latest'}
 
 
@@ -112,9 +112,9 @@ def test_pruning_keeps_the_newest(tmp_path):
     for batch in (5, 10, 15, 20):
         write(tmp_path, batch)
     assert {path.name for path in checkpoint_store.prune(tmp_path, 2)} == {'ba5', 'ba10'}
-    assert [path.name for path in checkpoint_store.checkpoints(tmp_path)] == ['ba20', 'ba15']
+    assert [path.name for path in checkpoint_store.list_checkpoints(tmp_path)] == ['ba20', 'ba15']
     checkpoint_store.prune(tmp_path, 0)
-    assert [path.name for path in checkpoint_store.checkpoints(tmp_path)] == ['ba20'], 'the newest always stays'
+    assert [path.name for path in checkpoint_store.list_checkpoints(tmp_path)] == ['ba20'], 'the newest always stays'
 
 
 def test_the_writer_hashes_what_it_writes(tmp_path):

@@ -34,14 +34,14 @@ def test_shared_memory(source, tmp_path, monkeypatch):
     """64 MB, as docker gives: enough for the order of 60 samples, not for that of 10 million."""
     monkeypatch.setattr(host_limits.shutil, 'disk_usage', lambda _: type('Usage', (), {'free': 64 * 10**6}))
     loader = loader_over(None, source, workers=1)
-    assert not told(host_limits.shared_memory(loader))
+    assert not told(host_limits.shared_memory_problems(loader))
     loader.dataset.epoch_size = 10_000_000
-    ((what, fatal),) = told(host_limits.shared_memory(loader))
+    ((what, fatal),) = told(host_limits.shared_memory_problems(loader))
     assert fatal
     assert what.startswith('/dev/shm: about 80.0 MB will be needed, 80.0 MB for the order of 10000000 samples')
     assert '64.0 MB are free. Way out: docker run --shm-size' in what
     loader.dataset.epoch_size, loader.prefetch_factor = 60, 5000
-    ((what, fatal),) = told(host_limits.shared_memory(loader))
+    ((what, fatal),) = told(host_limits.shared_memory_problems(loader))
     assert not fatal
 
 

@@ -228,10 +228,10 @@ def test_a_sweep_leaves_what_a_living_process_is_at(tmp_path):
     holder = Forked(hold)
     os.read(read, 1)
     locks.scratch_for(tmp_path / 'sub' / 'shard.2.mds', 10)
-    locks.sweep(tmp_path)
+    locks.remove_stale_scratch(tmp_path)
     assert [locks.reserved_bytes(path.name) for path in tmp_path.rglob('*.unfinished')] == [10]
     holder.kill()
-    locks.sweep(tmp_path)
+    locks.remove_stale_scratch(tmp_path)
     assert not list(tmp_path.rglob('*.unfinished'))
 
 

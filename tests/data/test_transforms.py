@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from diffusion.config.image_shapes import Shape, square
-from diffusion.data.caption_choice import captions_of, choose
+from diffusion.data.caption_choice import captions_of, choose_caption
 from diffusion.data.transforms import (
     SPARE,
     Crop,
@@ -281,9 +281,9 @@ def test_damaged_bytes_are_a_picture_or_undecodable_and_nothing_else(format, dat
 
 def test_caption_rules():
     captions = ['one', 'the longest', 'two']
-    assert choose(captions, 'first', 0.9) == 'one'
-    assert choose(captions, 'longest', 0.0) == 'the longest'
-    assert [choose(captions, 'random', d) for d in (0.0, 0.5, 0.99)] == captions
+    assert choose_caption(captions, 'first', 0.9) == 'one'
+    assert choose_caption(captions, 'longest', 0.0) == 'the longest'
+    assert [choose_caption(captions, 'random', d) for d in (0.0, 0.5, 0.99)] == captions
     assert captions_of({'caption': 'a'}, '') == ['a']
 
 

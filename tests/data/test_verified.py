@@ -345,7 +345,7 @@ def test_a_cut_index_is_fetched_again(store, bucket, tmp_path):
 
 
 def test_a_small_file_is_fetched_anew_and_where_it_cannot_be_had_that_of_before_holds(store, bucket, tmp_path, caplog):
-    source = download.Source(bucket, tries=2, timeout_seconds=5.0, wait=lambda: None)
+    source = download.RemoteFolder(bucket, tries=2, timeout_seconds=5.0, wait=lambda: None)
     path = tmp_path / 'local' / 'manifest.json'
     with pytest.raises(download.GaveUp, match='2 tries'):
         source.refresh(path.name, path)

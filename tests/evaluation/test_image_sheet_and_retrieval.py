@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 from diffusion.evaluation.image_sheet import contact_sheet, save_image, to_images
-from diffusion.evaluation.retrieval import nearest
+from diffusion.evaluation.retrieval import nearest_images
 
 
 def test_the_nearest_is_the_one_with_the_smallest_squared_difference():
@@ -14,9 +14,9 @@ def test_the_nearest_is_the_one_with_the_smallest_squared_difference():
     references = torch.rand(20, 3, 8, 8, generator=generator)
     order = torch.randperm(20, generator=generator)
     noisy = references[order] + 0.1 * torch.randn(20, 3, 8, 8, generator=generator)
-    assert torch.equal(nearest(noisy, references), order)
+    assert torch.equal(nearest_images(noisy, references), order)
     loop = [min(range(20), key=lambda i: (noisy[n] - references[i]).square().mean()) for n in range(20)]
-    assert nearest(noisy, references).tolist() == loop
+    assert nearest_images(noisy, references).tolist() == loop
 
 
 @pytest.mark.parametrize('kind', ['float', 'bytes'])

@@ -11,7 +11,16 @@ from shards import CAPTIONS
 from diffusion.cli import main
 from diffusion.config.image_shapes import Shape
 from diffusion.config.load import load
-from diffusion.inspection.preview import CAPTION_LINES, SIDE, Row, Seen, page, sheet, size_on_sheet, wrapped
+from diffusion.inspection.preview import (
+    CAPTION_LINES,
+    SIDE,
+    PreviewRow,
+    Seen,
+    preview_page,
+    sheet,
+    size_on_sheet,
+    wrapped,
+)
 from diffusion.models import batch_keys
 from diffusion.training.components import build_dataset
 
@@ -150,6 +159,6 @@ def test_captions_are_wrapped_and_cut():
 
 
 def test_a_page_has_no_markup_of_a_caption():
-    row = Row('streams.a', Shape(8, 8), [Seen(Image.new('RGB', (8, 8)), '<script>alert(1)</script>')])
-    assert '<script>' not in page([row])
+    row = PreviewRow('streams.a', Shape(8, 8), [Seen(Image.new('RGB', (8, 8)), '<script>alert(1)</script>')])
+    assert '<script>' not in preview_page([row])
     assert sheet([row]).width > 0

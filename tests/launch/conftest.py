@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from diffusion.launch.backends.base import Rendered
-from diffusion.launch.job_checks import Checked, check, load
+from diffusion.launch.job_checks import Checked, check_jobs, load_job_spec
 from tests.launch.specs import BACKENDS, changed
 
 ROOT = Path(__file__).parents[2]
@@ -50,7 +50,7 @@ def prepare(write_spec: Callable[..., Path]) -> Callable[..., tuple[Checked, Ren
 
     def make(of: str, /, **changes: Any) -> tuple[Checked, Rendered]:
         path = write_spec(of, **changes)
-        checked = check(load(path), path)
+        checked = check_jobs(load_job_spec(path), path)
         rendered = checked.backend.render(checked.jobs)
         problems = checked.backend.validate(rendered)
         assert not problems, '\n'.join(str(problem) for problem in problems)

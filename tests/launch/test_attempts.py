@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from diffusion.config.load import load
 from diffusion.launch import attempts, environment
-from diffusion.launch.attempts import Attempt, account, append, hopeless, read, report
+from diffusion.launch.attempts import Attempt, account, append_attempt, hopeless, read_attempts, report
 from diffusion.launch.heartbeat import SAVING, TRAINING, Beat
-from diffusion.launch.local_cluster import status_of
+from diffusion.launch.local_cluster import job_exit_status
 from diffusion.launch.node import Ending, Node, Outcome, Settings, first_bad
-from diffusion.launch.rank_discovery import Place
+from diffusion.launch.rank_discovery import NodePlace
 from diffusion.launch.watchdog import LONGER, Watchdog
 
 
@@ -27,12 +27,12 @@ def attempt(number, begin, first, last, **more):
 
 def test_the_last_line_of_an_attempt_counts_and_half_a_line_does_not(tmp_path):
     first = attempt(0, 100.0, 0, 7)
-    append(tmp_path, 'begin', Attempt(0, 100.0))
-    append(tmp_path, 'end', first)
-    append(tmp_path, 'begin', Attempt(1, 200.0))
+    append_attempt(tmp_path, 'begin', Attempt(0, 100.0))
+    append_attempt(tmp_path, 'end', first)
+    append_attempt(tmp_path, 'begin', Attempt(1, 200.0))
     with (tmp_path / attempts.ATTEMPTS).open('a') as file:
         file.write('{"event": "en')
-    found = read(tmp_path)
+    found = read_attempts(tmp_path)
     assert found[0] == first
     assert (found[1].number, found[1].cause, found[1].status) == (1, 'lost', None)
     assert found[1].end > 200.0, 'when its last line was written'
@@ -40,7 +40,7 @@ def test_the_last_line_of_an_attempt_counts_and_half_a_line_does_not(tmp_path):
 
 def test_a_run_without_an_account_is_said(tmp_path):
     with pytest.raises(ValueError, match='is not there; only runs under diffusion launch'):
-        read(tmp_path)
+        read_attempts(tmp_path)
 
 
 def test_where_the_time_went():
@@ -67,7 +67,7 @@ def test_every_second_is_accounted_for_once(pieces):
 
 def test_the_report_is_for_people(tmp_path):
     for each in (attempt(0, 0.0, 0, 20, detail='rank 3 by SIGKILL'), attempt(1, 62.0, 15, 40, cause='done', status=0)):
-        append(tmp_path, 'end', each)
+        append_attempt(tmp_path, 'end', each)
     text = report(tmp_path)
     assert '2 attempts' in text
     assert 'batches 0 to 20; a process failed (rank 3 by SIGKILL), exit status 1' in text
@@ -134,7 +134,7 @@ def test_the_start_and_a_save_may_take_longer():
     ],
 )
 def test_a_job_ended_as_its_first_node_that_ended_badly(said, codes, expected):
-    assert status_of(said, codes) == expected
+    assert job_exit_status(said, codes) == expected
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_the_first_node_that_ended_badly_is_named(tmp_path, content, expected):
 def test_an_attempt_ended_as_the_node_did_that_ended_it(tmp_path, write_recipe, own, said, expected):
     (tmp_path / 'exits').write_text(f'0 n1 done\n{said}\n')
     environ = {environment.EXIT_FILE: str(tmp_path / 'exits')}
-    node = Node(Place('local', 0, 2, 1, '127.0.0.1', 29500), Settings.of({}), [], load(write_recipe()), environ)
+    node = Node(NodePlace('local', 0, 2, 1, '127.0.0.1', 29500), Settings.of({}), [], load(write_recipe()), environ)
     assert node._why(own) == expected
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from diffusion.cli import main
 from diffusion.config.load import RecipeError
-from diffusion.launch.job_checks import check, load
+from diffusion.launch.job_checks import check_jobs, load_job_spec
 from tests.launch.specs import ABSENT
 
 RUNS = {'/workspace/runs': 'pvc://runs'}
@@ -15,7 +15,7 @@ RUNS = {'/workspace/runs': 'pvc://runs'}
 def answer(path, *overrides):
     """What `diffusion launch` would say of a spec that is wrong."""
     with pytest.raises(RecipeError) as raised:
-        check(load(path, overrides), path, environ={})
+        check_jobs(load_job_spec(path, overrides), path, environ={})
     return str(raised.value)
 
 
@@ -134,7 +134,7 @@ def test_values_that_a_recipe_still_misses_are_named(write_spec):
 def test_a_recipe_that_would_begin_anew_after_a_restart_is_refused(write_spec):
     path = write_spec('slurm', overrides={'trainer.autoresume': False})
     assert 'trainer.autoresume: is not on, so that a restart would begin anew' in answer(path)
-    check(load(path, ['restart.max_restarts=0']), path)
+    check_jobs(load_job_spec(path, ['restart.max_restarts=0']), path)
 
 
 def test_an_unknown_back_end_gets_the_nearest(write_spec):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from diffusion.launch.job_checks import check, load
+from diffusion.launch.job_checks import check_jobs, load_job_spec
 from tests.launch.ask_kubernetes import problems_of
 
 ROOT = Path(__file__).parents[2]
@@ -19,7 +19,7 @@ EXAMPLES = sorted((ROOT / 'yamls' / 'launch').glob('*.yaml'))
 
 def files_of(back_end):
     """What the examples of a back end render to, as reviewed."""
-    paths = [path for path in EXAMPLES if load(path).backend == back_end]
+    paths = [path for path in EXAMPLES if load_job_spec(path).backend == back_end]
     found = [file.read_text(encoding='utf-8') for path in paths for file in sorted((GOLDEN / path.stem).iterdir())]
     assert found
     return found
@@ -28,7 +28,7 @@ def files_of(back_end):
 @pytest.mark.parametrize('path', EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_renders_as_reviewed(path):
     """After a change that is meant: UPDATE_GOLDEN=1 pytest tests/launch/test_examples.py, and read the difference."""
-    checked = check(load(path), path, environ={'WANDB_API_KEY': 'x'})
+    checked = check_jobs(load_job_spec(path), path, environ={'WANDB_API_KEY': 'x'})
     rendered = checked.backend.render(checked.jobs)
     assert not checked.backend.validate(rendered)
     folder = GOLDEN / path.stem
@@ -71,7 +71,7 @@ def test_sagemaker_takes_the_examples(monkeypatch):
 def test_there_is_an_example_of_every_back_end():
     from diffusion.launch.backends import NAMES
 
-    assert {load(path).backend for path in EXAMPLES} == set(NAMES)
+    assert {load_job_spec(path).backend for path in EXAMPLES} == set(NAMES)
 
 
 def test_all_examples_are_checked_and_priced_offline_in_seconds_without_torch():
@@ -100,7 +100,7 @@ def test_all_examples_are_checked_and_priced_offline_in_seconds_without_torch():
 
 def test_a_chain_goes_on_from_the_weights_of_the_stage_before():
     path = ROOT / 'yamls' / 'launch' / 'bria-slurm.yaml'
-    checked = check(load(path), path)
+    checked = check_jobs(load_job_spec(path), path)
     assert [job.world_size for job in checked.jobs] == [32, 64, 128]
     assert [recipe.model.kwargs['resolution'] for recipe in checked.recipes] == [256, 512, 1024]
     assert [recipe.init_from for recipe in checked.recipes] == [None, 'runs/bria-256', 'runs/bria-512']

@@ -6,7 +6,7 @@ import pytest
 
 from diffusion.exit_codes import BAD_HARDWARE, CONFIG_ERROR
 from diffusion.launch import gpu_health
-from diffusion.launch.findings import status_of
+from diffusion.launch.findings import findings_exit_status
 from diffusion.launch.gpu_health import check_gpus
 from tests.nvml_driver import Driver, NotSupported, NVMLError
 
@@ -23,7 +23,7 @@ def bad(driver, kind='h100-sxm', count=2):
 
 def test_sound_gpus_pass_and_say_what_they_are():
     found = list(check_gpus(Driver(), 'h100-sxm', 2))
-    assert status_of(found) == 0
+    assert findings_exit_status(found) == 0
     assert 'gpu 1: NVIDIA H100 80GB HBM3' in {finding.detail for finding in found}
 
 

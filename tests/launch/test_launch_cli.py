@@ -60,7 +60,7 @@ def test_no_cost_is_no_reason_not_to_launch(prepare):
     found = job_cost.estimate(checked.jobs[0], checked.gpu)
     assert isinstance(found, str) and 'the plan is for training, not precompute' in found
     assert job_cost.estimate(checked.jobs[0], None) == 'runs on CPUs'
-    lines, _ = job_cost.table(checked.jobs, None)
+    lines, _ = job_cost.cost_table(checked.jobs, None)
     assert lines[1].split()[-5:] == ['no', 'cost', 'runs', 'on', 'CPUs']
 
 
@@ -79,16 +79,16 @@ def test_the_cost_is_the_planners(prepare):
     assert isinstance(dearer, job_cost.Estimate)
     assert found.cost.usd and found.price_usd_per_gpu_hour == 2
     assert dearer.cost.usd == pytest.approx(found.cost.usd * 7 / 2)
-    assert job_cost.table(checked.jobs, checked.gpu)[0][-1].startswith('at $7.00 a GPU-hour')
+    assert job_cost.cost_table(checked.jobs, checked.gpu)[0][-1].startswith('at $7.00 a GPU-hour')
 
 
 def test_an_old_price_is_answered_with_the_key_of_the_spec(prepare, monkeypatch):
     monkeypatch.setattr('diffusion.planning.gpus.STALE_DAYS', -1)
     checked, _ = prepare('slurm')
-    (warning,) = (found for found in job_cost.table(checked.jobs, checked.gpu)[1] if 'days old' in found)
+    (warning,) = (found for found in job_cost.cost_table(checked.jobs, checked.gpu)[1] if 'days old' in found)
     assert warning.endswith('set price_usd_per_gpu_hour')
     checked, _ = prepare('slurm', price_usd_per_gpu_hour=2)
-    assert 'days old' not in ' '.join(job_cost.table(checked.jobs, checked.gpu)[1])
+    assert 'days old' not in ' '.join(job_cost.cost_table(checked.jobs, checked.gpu)[1])
 
 
 def test_a_gpu_may_be_written_in_capitals(prepare):

@@ -33,20 +33,20 @@ def own(problems, process):
 
 
 def test_one_that_has_just_started_is_well(entry_point):
-    assert not own(liveness.problems(), entry_point)
+    assert not own(liveness.liveness_problems(), entry_point)
 
 
 def test_one_that_is_silent_is_not(entry_point, monkeypatch, tmp_path):
     monkeypatch.setattr(liveness, 'SILENT_SECONDS', 0.2)
     time.sleep(0.5)
-    (problem,) = own(liveness.problems(), entry_point)
+    (problem,) = own(liveness.liveness_problems(), entry_point)
     assert 'is silent for' in problem
     sign = tmp_path / f'diffusion-alive-{entry_point.pid}'
     sign.touch()
-    assert not own(liveness.problems(), entry_point)
+    assert not own(liveness.liveness_problems(), entry_point)
     os.utime(sign, (1.0, 1.0))  # of the time before the container was started again
     monkeypatch.setattr(liveness, 'SILENT_SECONDS', 1000)
-    assert not own(liveness.problems(), entry_point)
+    assert not own(liveness.liveness_problems(), entry_point)
 
 
 def test_a_container_that_runs_something_else_is_well(tmp_path, monkeypatch, capsys):
@@ -54,10 +54,10 @@ def test_a_container_that_runs_something_else_is_well(tmp_path, monkeypatch, cap
     (tmp_path / '7' / 'cmdline').write_bytes(b'/usr/bin/tini\0--\0python\0-m\0diffusion.launch.node\0')
     os.utime(tmp_path / '7', (1.0, 1.0))
     monkeypatch.setattr(liveness, 'SILENT_SECONDS', -1.0)
-    assert liveness.problems(tmp_path) == []
-    monkeypatch.setattr(liveness, 'problems', list)
+    assert liveness.liveness_problems(tmp_path) == []
+    monkeypatch.setattr(liveness, 'liveness_problems', list)
     assert liveness.main() == 0
-    monkeypatch.setattr(liveness, 'problems', lambda: ['it is silent'])
+    monkeypatch.setattr(liveness, 'liveness_problems', lambda: ['it is silent'])
     assert (liveness.main(), capsys.readouterr().err) == (1, 'it is silent\n')
 
 

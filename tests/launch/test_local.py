@@ -50,7 +50,7 @@ class Launched:
 
     def wait_for_attempt(self, count: int) -> None:
         until = time.monotonic() + 120
-        while len(attempts.read(self.run)) < count:
+        while len(attempts.read_attempts(self.run)) < count:
             assert time.monotonic() < until, self.log.read_text()
             time.sleep(0.05)
 
@@ -130,7 +130,7 @@ def whole(launch) -> Launched:
     """A job that nothing happens to."""
     job = launch('whole')
     assert job.wait() == 0, job.log.read_text()
-    (only,) = attempts.read(job.run)
+    (only,) = attempts.read_attempts(job.run)
     assert (only.first, only.last, only.status, only.cause) == (0, 24, 0, 'done')
     return job
 
@@ -182,7 +182,7 @@ def test_ten_disturbances_at_random_end_with_the_same_weights(launch, whole, tro
         # Each gets some way further, so that a lost batch is done again at most a few times.
         job.wait_for_batches(2 * (number + 1))
         time.sleep(rng.uniform(0, 0.3))
-        attempt = len(attempts.read(job.run))
+        attempt = len(attempts.read_attempts(job.run))
         disturb(job, rng)
         if disturb == trouble.kill_launcher:
             job.process.wait()
@@ -192,7 +192,7 @@ def test_ten_disturbances_at_random_end_with_the_same_weights(launch, whole, tro
         trouble.end_the_stopped()
     assert job.wait() == 0, job.log.read_text()
     assert_same_weights(job.run, whole.run)
-    found = attempts.read(job.run)
+    found = attempts.read_attempts(job.run)
     assert len(found) >= 11
     causes = {attempt.cause for attempt in found}
     assert {'hang', 'preempted', 'lost', 'done'} <= causes
@@ -207,7 +207,7 @@ def test_ten_disturbances_at_random_end_with_the_same_weights(launch, whole, tro
 def test_what_is_wrong_on_the_nodes_alone_is_not_tried_again(launch, tmp_path):
     job = launch('wrong', streams={'gone': {'local': str(tmp_path / 'gone'), 'resolution': 32}})
     assert job.wait() != 0
-    (only,) = attempts.read(job.run)
+    (only,) = attempts.read_attempts(job.run)
     assert (only.status, only.cause, only.first) == (CONFIG_ERROR, 'mistake', None)
     assert 'gone' in job.log.read_text()
 
@@ -219,7 +219,7 @@ def test_a_rank_that_hangs_leaves_stacks_and_the_job_goes_on(launch, trouble):
     job.wait_for_attempt(2)
     trouble.end_the_stopped()
     assert job.wait() == 0, job.log.read_text()
-    first, second = attempts.read(job.run)
+    first, second = attempts.read_attempts(job.run)
     assert (first.status, first.cause, second.status) == (PREEMPTED, 'hang', 0)
     found = ''.join(path.read_text() for path in job.run.glob('stacks-*-node*.txt'))
     assert found.count('--- rank') >= 2
@@ -240,7 +240,7 @@ def test_as_the_first_process_of_a_container(write_job, server):
     os.kill(node, signal.SIGTERM)
     assert job.wait() == PREEMPTED, job.log.read_text()
     assert not job.ranks()
-    assert attempts.read(job.run)[-1].cause == 'preempted'
+    assert attempts.read_attempts(job.run)[-1].cause == 'preempted'
 
 
 def test_a_preflight_comes_first(launch):
@@ -261,5 +261,5 @@ def test_a_second_job_on_the_same_folder_is_refused_and_the_first_goes_on(launch
     assert second.wait() != 0 and f'another: ended with {CONFIG_ERROR}' in second.log.read_text()
     assert first.wait() == 0, first.log.read_text()
     assert 'job job, process' in first.log.read_text() and 'trains into this folder' in first.log.read_text()
-    (only,) = attempts.read(first.run)
+    (only,) = attempts.read_attempts(first.run)
     assert (only.first, only.last, only.status) == (0, 24, 0)

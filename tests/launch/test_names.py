@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from diffusion.launch.backends import backend_of, sagemaker
-from diffusion.launch.job_checks import check, load
+from diffusion.launch.job_checks import check_jobs, load_job_spec
 
 names = (
     st.from_regex(r'[a-zA-Z0-9._-]{1,70}', fullmatch=True)
@@ -65,7 +65,7 @@ def judge():
 
         if backend not in jobs:
             path = write_spec(backend)
-            jobs[backend] = check(load(path), path).jobs
+            jobs[backend] = check_jobs(load_job_spec(path), path).jobs
         spec = replace(jobs[backend][0].spec, name=name)
         job = replace(jobs[backend][0], name=name, spec=spec)
         found = backend_of(backend).problems([job])

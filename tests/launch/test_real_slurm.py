@@ -19,7 +19,7 @@ from ranks import assert_same_weights, batches_done, free_port
 
 from diffusion.cli import main
 from diffusion.exit_codes import BAD_HARDWARE, CONFIG_ERROR, FAILED, PREEMPTED
-from diffusion.launch.attempts import ATTEMPTS, Attempt, read
+from diffusion.launch.attempts import ATTEMPTS, Attempt, read_attempts
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.dist]
@@ -68,7 +68,7 @@ class Job:
         self.wait_until(lambda: batches_done(self.run) >= count)
 
     def attempts(self) -> list[Attempt]:
-        return read(self.run) if (self.run / ATTEMPTS).exists() else []
+        return read_attempts(self.run) if (self.run / ATTEMPTS).exists() else []
 
     def nodes(self, attempt: int) -> set[str]:
         """Where the ranks of an attempt were."""

@@ -6,7 +6,7 @@ import pytest
 
 from diffusion.cli import main
 from diffusion.launch import environment
-from diffusion.launch.aws_secrets import as_text, fetch
+from diffusion.launch.aws_secrets import fetch_secrets, secret_references
 from diffusion.launch.backends import sagemaker
 from diffusion.launch.backends.base import Rendered
 
@@ -139,9 +139,9 @@ def test_a_node_fetches_the_secrets_that_the_job_only_names(aws):
     import boto3
 
     boto3.client('secretsmanager').create_secret(Name='training/key', SecretString='hunter2')
-    environ = {environment.SECRETS: as_text({'KEY': 'training/key'})}
+    environ = {environment.SECRETS: secret_references({'KEY': 'training/key'})}
     assert 'hunter2' not in str(environ)
-    assert fetch(environ) == {'KEY': 'hunter2'}
-    assert fetch({}) == {}
+    assert fetch_secrets(environ) == {'KEY': 'hunter2'}
+    assert fetch_secrets({}) == {}
     with pytest.raises(ValueError, match=r'secrets\.KEY: training/none cannot be read'):
-        fetch({environment.SECRETS: 'KEY=training/none'})
+        fetch_secrets({environment.SECRETS: 'KEY=training/none'})

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from diffusion.cli import main
-from diffusion.launch.job_checks import check, load
+from diffusion.launch.job_checks import check_jobs, load_job_spec
 
 SRUN = """#!/bin/bash
 # As a cluster does: each node says how it ended, and srun ends with the highest status.
@@ -236,6 +236,6 @@ def test_a_stage_may_have_its_own_limit_and_nodes(write_spec):
         'two': {'overrides': {'name': 'two'}},
     }
     path = write_spec('slurm', stages=stages, schedule={'time_limit': '2d'})
-    first, second = check(load(path), path).jobs
+    first, second = check_jobs(load_job_spec(path), path).jobs
     assert (first.nodes, first.time_limit_seconds) == (1, 3600)
     assert (second.nodes, second.time_limit_seconds) == (2, 172800)

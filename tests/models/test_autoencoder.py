@@ -13,7 +13,7 @@ from diffusion.data.transforms import picture
 from diffusion.models import batch_keys
 from diffusion.models.autoencoder import psnr_db, tiny_autoencoder
 from diffusion.models.builders import TINY_VAE
-from diffusion.models.pretrained import posterior_of, reconstruct
+from diffusion.models.pretrained import decode_latents, posterior_of
 from diffusion.prepare.openmoji import prepare_openmoji
 from diffusion.tasks.export import export
 from diffusion.training.train import train
@@ -27,7 +27,7 @@ def test_loss_is_squared_error_with_a_little_l1_and_kl():
     batch = {batch_keys.IMAGE: torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)}
     pixels = batch[batch_keys.IMAGE] / 127.5 - 1
     posterior = posterior_of(model.vae, pixels)
-    error = reconstruct(model.vae, posterior.mean) - pixels
+    error = decode_latents(model.vae, posterior.mean) - pixels
     standard = torch.distributions.Normal(torch.zeros(()), torch.ones(()))
     kl = torch.distributions.kl_divergence(torch.distributions.Normal(posterior.mean, posterior.std), standard).mean()
     expected = error.square().mean() + 0.5 * error.abs().mean() + 0.1 * kl
@@ -76,7 +76,7 @@ def test_the_shipped_autoencoder_reconstructs_pictures_it_has_not_seen(tmp_path)
     vae = AutoencoderKL.from_pretrained(TINY_VAE, low_cpu_mem_usage=False).float()
     with torch.no_grad():
         means = posterior_of(vae, pixels).mean
-        decibels = psnr_db(reconstruct(vae, means), pixels)
+        decibels = psnr_db(decode_latents(vae, means), pixels)
     assert len(data) > 200
     assert decibels.mean() > 25
     mean, std = (torch.tensor(vae.config[name]).view(1, -1, 1, 1) for name in ('latents_mean', 'latents_std'))

@@ -15,7 +15,7 @@ from diffusion.planning.gpus import find_gpu
 from diffusion.planning.memory import (
     GIB,
     Setup,
-    fits,
+    fits_in_memory,
     largest_microbatch,
     memory_of,
     strategies,
@@ -200,8 +200,8 @@ def test_the_largest_microbatch_fits_and_the_next_does_not():
     setup = Setup(8, 16, SHARDED)
     largest = largest_microbatch(PHASE2, setup, gpu)
     assert 256 % largest == 0 and largest < 256
-    assert fits(memory_of(PHASE2, replace(setup, microbatch=largest)), gpu)
-    assert not fits(memory_of(PHASE2, replace(setup, microbatch=2 * largest)), gpu)
+    assert fits_in_memory(memory_of(PHASE2, replace(setup, microbatch=largest)), gpu)
+    assert not fits_in_memory(memory_of(PHASE2, replace(setup, microbatch=2 * largest)), gpu)
 
 
 def test_a_larger_gpu_never_takes_less():
@@ -221,7 +221,7 @@ def test_strategies_begin_with_the_recipes_own_and_name_none_twice():
 
 def test_what_does_not_fit_is_told_what_would():
     gpu, setup = find_gpu('a10g', GPUS), Setup(8, 64, DDP)
-    assert not fits(memory_of(PHASE2, setup), gpu)
+    assert not fits_in_memory(memory_of(PHASE2, setup), gpu)
     told = ways_out(PHASE2, setup, gpu, GPUS)
     assert told[-1] == '--gpu h200'
     sharded = Setup(8, 256, SHARDED)
@@ -230,7 +230,7 @@ def test_what_does_not_fit_is_told_what_would():
     assert any(way.startswith('parallelism.activation_checkpointing=true') for way in told)
     for way in told:
         if way.startswith('device_train'):
-            assert fits(memory_of(PHASE1, replace(sharded, microbatch=int(way.split('=')[1]))), gpu)
+            assert fits_in_memory(memory_of(PHASE1, replace(sharded, microbatch=int(way.split('=')[1]))), gpu)
 
 
 def test_sharding_is_a_way_out_of_ddp():

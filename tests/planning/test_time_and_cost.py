@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from diffusion.planning import published_runs
 from diffusion.planning.plan import measured_in
 from diffusion.planning.run_cost import cost_of_hours, precompute_cost, training_cost
-from diffusion.planning.throughput import ASSUMED_MFU, THROUGHPUT, read_run, speed_of
+from diffusion.planning.throughput import ASSUMED_MFU, THROUGHPUT, planned_speed, read_run
 from tests.planning.recipes import A100, GPUS, both, phase, write_recipe
 
 TABLE = [(8, 81.33, 31_230), (16, 40.42, 31_043), (32, 20.06, 30_805), (64, 10.14, 31_146), (128, 5.51, 33_874)]
@@ -17,7 +17,7 @@ TABLE = [(8, 81.33, 31_230), (16, 40.42, 31_043), (32, 20.06, 30_805), (64, 10.1
 
 
 def total(phases, gpus, **keywords):
-    costs = [training_cost(each, speed_of(each, A100, gpus, **keywords), gpus=gpus, price=2.0) for each in phases]
+    costs = [training_cost(each, planned_speed(each, A100, gpus, **keywords), gpus=gpus, price=2.0) for each in phases]
     return costs[0] + costs[1]
 
 
@@ -52,7 +52,7 @@ def test_precomputing_costs_the_published_hours():
 def test_brias_iterations_are_images_and_mfu():
     """1.8 batches of 2048 a second on 32 A100s, at 256 px."""
     work = phase(encoding='latents+text')
-    speed = speed_of(work, A100, 32, images_per_second=1.8 * 2048)
+    speed = planned_speed(work, A100, 32, images_per_second=1.8 * 2048)
     assert speed.images_per_second == pytest.approx(3686.4)
     assert speed.mfu == pytest.approx(3686.4 * 3 * 181.09e9 / (32 * 312e12), rel=1e-4)
     assert speed.mfu == pytest.approx(0.2006, abs=0.0002)
@@ -60,35 +60,35 @@ def test_brias_iterations_are_images_and_mfu():
 
 @pytest.mark.parametrize(('resolution', 'gpus', 'mfu'), [(0, 8, 0.239), (0, 128, 0.158), (1, 8, 0.28)])
 def test_published_speeds_are_the_published_utilisation(resolution, gpus, mfu):
-    assert speed_of(both(encoding='latents+text')[resolution], A100, gpus).mfu == pytest.approx(mfu, abs=0.001)
+    assert planned_speed(both(encoding='latents+text')[resolution], A100, gpus).mfu == pytest.approx(mfu, abs=0.001)
 
 
 def test_mfu_says_images_and_images_say_mfu():
     work = phase()
-    speed = speed_of(work, GPUS['h100-sxm'], 8, mfu=0.4)
+    speed = planned_speed(work, GPUS['h100-sxm'], 8, mfu=0.4)
     assert speed.mfu == pytest.approx(0.4)
-    back = speed_of(work, GPUS['h100-sxm'], 8, images_per_second=speed.images_per_second)
+    back = planned_speed(work, GPUS['h100-sxm'], 8, images_per_second=speed.images_per_second)
     assert back.mfu == pytest.approx(0.4)
 
 
 def test_forty_percent_of_an_h100_are_728_images_of_256_px():
-    speed = speed_of(phase(encoding='latents+text'), GPUS['h100-sxm'], 1, mfu=0.4)
+    speed = planned_speed(phase(encoding='latents+text'), GPUS['h100-sxm'], 1, mfu=0.4)
     assert speed.images_per_second == pytest.approx(728, abs=0.5)
 
 
 def test_encoding_online_costs_what_was_published_or_by_flops():
     pictures, latents, nothing = (phase(encoding=encoding) for encoding in ('pictures', 'latents', 'latents+text'))
-    rates = [speed_of(work, A100, 128).images_per_second for work in (pictures, latents, nothing)]
+    rates = [planned_speed(work, A100, 128).images_per_second for work in (pictures, latents, nothing)]
     assert rates[2] / rates[0] == pytest.approx(1.4)
     assert rates[2] / rates[1] == pytest.approx(1.083, abs=0.001)
-    by_flops = [speed_of(work, A100, 128, mfu=0.3).images_per_second for work in (pictures, nothing)]
+    by_flops = [planned_speed(work, A100, 128, mfu=0.3).images_per_second for work in (pictures, nothing)]
     assert by_flops[1] / by_flops[0] == pytest.approx(1.585, abs=0.001)
 
 
 def test_recomputing_takes_a_forward_pass_more_and_is_not_utilisation():
-    plain = speed_of(phase(encoding='latents+text'), A100, 8, mfu=0.4)
+    plain = planned_speed(phase(encoding='latents+text'), A100, 8, mfu=0.4)
     work = phase(overrides=['parallelism.activation_checkpointing=true'], encoding='latents+text')
-    recomputing = speed_of(work, A100, 8, mfu=0.4)
+    recomputing = planned_speed(work, A100, 8, mfu=0.4)
     assert plain.images_per_second / recomputing.images_per_second == pytest.approx(4 / 3)
     assert recomputing.mfu == pytest.approx(0.3)
 
@@ -103,7 +103,7 @@ def test_recomputing_takes_a_forward_pass_more_and_is_not_utilisation():
     ],
 )
 def test_what_was_not_published_is_assumed_and_says_so(gpu, overrides):
-    speed = speed_of(phase(overrides=overrides, encoding='latents+text'), GPUS[gpu], 8)
+    speed = planned_speed(phase(overrides=overrides, encoding='latents+text'), GPUS[gpu], 8)
     assert 'assumed: 25% of peak' in speed.source
     assert speed.mfu <= ASSUMED_MFU * (1 + 1e-9)
 
@@ -131,7 +131,7 @@ def write_run(folder, values):
 
 def test_a_runs_own_speed_holds_for_its_recipe_on_more_gpus(tmp_path):
     run = write_run(tmp_path, [1.0, 30.0, 30.0, 31.0])
-    speed = speed_of(phase(run / 'recipe.yaml'), A100, 16, measured=measured_in(run))
+    speed = planned_speed(phase(run / 'recipe.yaml'), A100, 16, measured=measured_in(run))
     assert speed.images_per_second == pytest.approx(16 * 30)
     assert 'measured: 30.0 images/s a device in ' in speed.source
 
@@ -140,7 +140,7 @@ def test_a_runs_own_speed_is_scaled_by_flops_for_another_recipe(tmp_path):
     run = write_run(tmp_path, [30.0])
     larger = phase(run / 'recipe.yaml', ['model.resolution=128', 'streams.a.resolution=128'])
     own = phase(run / 'recipe.yaml')
-    speed = speed_of(larger, A100, 1, measured=measured_in(run))
+    speed = planned_speed(larger, A100, 1, measured=measured_in(run))
     assert speed.images_per_second == pytest.approx(30 * own.flops() / larger.flops())
 
 
@@ -163,10 +163,10 @@ def test_what_breakdown_and_speed_monitor_log_is_what_is_read():
 
     import composer.callbacks.speed_monitor as monitor
 
-    from diffusion.profiling.breakdown import Report
+    from diffusion.profiling.breakdown import BreakdownReport
 
     assert f"'{THROUGHPUT}': dev_samples_per_sec" in Path(monitor.__file__).read_text('utf-8')
-    report = Report(10, 640, 2, 0.1, 0.1, None, None, None, {})
+    report = BreakdownReport(10, 640, 2, 0.1, 0.1, None, None, None, {})
     assert report.metrics()[THROUGHPUT] == 320
 
 

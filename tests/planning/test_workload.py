@@ -177,8 +177,8 @@ def test_norms_are_narrow_where_they_are_compiled_or_asked_to_be(tmp_path, part,
 def test_parts_of_speed_are_decided_as_the_run_does(tmp_path, strategy, speed, monkeypatch):
     import torch
 
-    from diffusion.training.components import speed_of
+    from diffusion.training.components import effective_speed
 
     work = phase(write_recipe(tmp_path, speed=speed, parallelism={'strategy': strategy}))
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
-    assert work.speed() == work.speed(strategy) == speed_of(work.recipe)
+    assert work.speed() == work.speed(strategy) == effective_speed(work.recipe)

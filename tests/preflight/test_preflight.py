@@ -17,10 +17,10 @@ from ranks import free_port
 from diffusion.config.load import load
 from diffusion.exit_codes import BAD_HARDWARE, CONFIG_ERROR, FAILED, PREEMPTED
 from diffusion.launch import environment, gpu_health
-from diffusion.launch.findings import Finding, as_json, status_of, table
+from diffusion.launch.findings import Finding, findings_exit_status, findings_json, findings_table
 from diffusion.preflight import __main__ as program
 from diffusion.preflight import collective_checks, node_checks
-from diffusion.preflight.collective_checks import Limits, Measured, judge
+from diffusion.preflight.collective_checks import CollectiveLimits, RankMeasurements, judge
 from tests.data.processes import Forked
 from tests.nvml_driver import Driver
 
@@ -36,7 +36,7 @@ def bad(findings):
 
 def test_a_sound_node_passes(recipe):
     found = node_checks.check_node(recipe, kind='none', processes=2, nvml=None)
-    assert status_of(found) == 0, table(found)
+    assert findings_exit_status(found) == 0, findings_table(found)
     assert {finding.check for finding in found} == {'shared memory', 'disk', 'checkpoints', 'data'}
     assert not list(recipe.run_dir.iterdir()), 'the marker is gone'
 
@@ -73,7 +73,7 @@ def test_a_check_that_breaks_is_a_finding_and_the_others_are_made(recipe, monkey
 def test_a_folder_of_checkpoints_that_cannot_be_written(recipe):
     recipe.run_dir.parent.mkdir(parents=True)
     recipe.run_dir.write_text('a file is in the way')
-    (found,) = bad(node_checks.checkpoints(recipe))
+    (found,) = bad(node_checks.check_run_folder(recipe))
     assert 'cannot be written' in found.detail
     assert found.status == BAD_HARDWARE
 
@@ -93,7 +93,7 @@ def test_a_bucket_is_read_from(store, pictures, write_recipe, tmp_path, fault, t
     if fault:
         store.fail(*fault)
     found = node_checks.check_node(recipe, kind='none', processes=1, nvml=None)
-    assert status_of(found) == status, table(found)
+    assert findings_exit_status(found) == status, findings_table(found)
     assert all(told in finding.detail and 'streams.far' in finding.detail for finding in bad(found))
     assert not (tmp_path / 'cache').exists()
 
@@ -102,7 +102,7 @@ def test_a_shard_that_is_shorter_than_its_index_says(store, pictures, write_reci
     remote = store.upload(pictures[32])
     store.put(remote, 'shard.00000.mds', b'short')
     recipe = load(write_recipe(streams={'far': {'remote': remote, 'local': str(tmp_path), 'resolution': 32}}))
-    (found,) = bad(node_checks.shard('far', recipe.streams['far']))
+    (found,) = bad(node_checks.check_first_shard('far', recipe.streams['far']))
     assert f'{remote}/shard.00000.mds: 5 bytes came of' in found.detail
 
 
@@ -210,7 +210,7 @@ def test_the_node_at_fault_is_named_and_the_other_tries_again(run_two, meddle, c
     statuses, found = run_two(
         meddle, kind='h100-sxm' if check in ('cuda', 'gpu rows', 'gpu processes', 'gpu count') else 'none'
     )
-    assert {finding.check for finding in bad(found)} == {check}, table(found)
+    assert {finding.check for finding in bad(found)} == {check}, findings_table(found)
     assert expected is None or all('node1' in finding.where for finding in bad(found)) or expected in (BOTH, NO_NODES)
     assert statuses == expected or (expected is None and sorted(statuses) == SECOND)
 
@@ -231,7 +231,7 @@ def test_a_bucket_that_cannot_be_read_may_be_read_later(run_two, store, pictures
 def test_sound_nodes_pass_within_a_minute(run_two, level):
     begin = time.monotonic()
     statuses, found = run_two(level=level)
-    assert statuses == [0, 0], table(found)
+    assert statuses == [0, 0], findings_table(found)
     assert {'versions', 'clock', 'speed', 'results', 'all-reduce'} <= {finding.check for finding in found}
     assert ('link' in {finding.check for finding in found}) == (level == 'deep')
     assert time.monotonic() - begin < 60
@@ -253,7 +253,7 @@ def test_who_does_not_come_is_named(write_recipe, monkeypatch, capsys):
 def measured(rank, **changes):
     values = {'clock': 0.0, 'versions': ('torch 2.7.0',), 'teraflops': 700.0, 'product': 5, 'sum_is_right': True}
     values |= {'rank': rank, 'host': f'node{rank // 8}', 'bus': 4e11, 'node_bus': 4e11, 'link': 4e10}
-    return Measured(**(values | changes))
+    return RankMeasurements(**(values | changes))
 
 
 @pytest.mark.parametrize(
@@ -271,20 +271,20 @@ def measured(rank, **changes):
 )
 def test_one_of_sixteen_that_differs_is_named(changes, check, status):
     everyone = [measured(rank, **(changes if rank == 11 else {})) for rank in range(16)]
-    (found,) = bad(judge(everyone, Limits.of('cuda')))
+    (found,) = bad(judge(everyone, CollectiveLimits.of('cuda')))
     assert (found.check, found.where, found.status) == (check, 'node1 rank 11', status)
-    assert not bad(judge([measured(rank) for rank in range(16)], Limits.of('cuda')))
+    assert not bad(judge([measured(rank) for rank in range(16)], CollectiveLimits.of('cuda')))
 
 
 def test_a_process_that_is_alone_is_compared_with_itself():
-    found = judge([measured(0)], Limits.of('cuda'))
+    found = judge([measured(0)], CollectiveLimits.of('cuda'))
     assert [finding.check for finding in found] == ['versions', 'results', 'speed']
     assert not bad(found)
-    (found,) = bad(judge([measured(0, product=-1)], Limits.of('cuda')))
+    (found,) = bad(judge([measured(0, product=-1)], CollectiveLimits.of('cuda')))
     assert (found.check, found.status) == ('results', BAD_HARDWARE)
 
 
 def test_a_table_and_json_say_the_same():
     found = [Finding('disk', True, '1 TB', where='node0'), Finding('clock', False, '+9 s', where='node1 rank 3')]
-    assert table(found).splitlines()[-1] == 'BAD  clock  node1 rank 3  +9 s'
-    assert json.loads(as_json(found))['status'] == BAD_HARDWARE
+    assert findings_table(found).splitlines()[-1] == 'BAD  clock  node1 rank 3  +9 s'
+    assert json.loads(findings_json(found))['status'] == BAD_HARDWARE

@@ -19,7 +19,7 @@ def asked(monkeypatch):
         found.append((list(words), {key: environ.get(f'DIFFUSION_{key}') for key in ('PREFLIGHT', 'GPU')}))
         return 76
 
-    monkeypatch.setattr(node, 'preflight', preflight)
+    monkeypatch.setattr(node, 'run_node_preflight', preflight)
     return found
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from diffusion.prepare.filters import Filters, Limits
+from diffusion.prepare.filters import Filters, ValueRange
 
 
 def problem(
@@ -34,7 +34,7 @@ def test_caption_lengths() -> None:
 
 
 def test_columns_of_numbers() -> None:
-    filters = Filters(columns={'aesthetic_score': Limits(min=4.5), 'PUNSAFE': Limits(max=0.5)})
+    filters = Filters(columns={'aesthetic_score': ValueRange(min=4.5), 'PUNSAFE': ValueRange(max=0.5)})
     assert problem(filters, AESTHETIC_SCORE=4.5, punsafe=0.5) is None
     assert problem(filters, aesthetic_score=4.49, punsafe=0.9) == 'aesthetic_score_below_4.5'
     assert problem(filters, aesthetic_score='5.1', pUnsafe=0.51) == 'punsafe_above_0.5'
@@ -42,14 +42,14 @@ def test_columns_of_numbers() -> None:
 
 @pytest.mark.parametrize('value', [None, float('nan'), float('inf'), 'high', '', [1], 10**400])
 def test_values_that_are_no_numbers_are_missing(value: Any) -> None:
-    columns = {'score': Limits(min=1)}
+    columns = {'score': ValueRange(min=1)}
     assert problem(Filters(columns=columns), score=value) == 'score_missing'
     assert problem(Filters(columns=columns, missing='keep'), score=value) is None
     assert problem(Filters(columns=columns)) == 'score_missing'
 
 
 def test_a_column_that_no_picture_has_is_told() -> None:
-    filters = Filters(columns={'aesthetic': Limits(min=1), 'PUNSAFE': Limits(max=1)})
+    filters = Filters(columns={'aesthetic': ValueRange(min=1), 'PUNSAFE': ValueRange(max=1)})
     assert filters.columns_in({'punsafe': None, 'aesthetic_score': 1}) == ['PUNSAFE']
     (sentence,) = filters.never_seen({'PUNSAFE'}, available={'punsafe', 'aesthetic_score'})
     assert (
@@ -64,12 +64,12 @@ def test_a_column_that_no_picture_has_is_told() -> None:
         (Filters(max_aspect=0.5), r'filters\.max_aspect: 0\.5 is under 1'),
         (Filters(min_side=0), r'filters\.min_side: 0 is not positive'),
         (Filters(min_caption=9, max_caption=3), r'filters\.min_caption: 9 is not from 1 to max_caption, 3'),
-        (Filters(columns={'a': Limits()}), r'filters\.columns\.a: has no limit'),
-        (Filters(columns={'a': Limits(2, 1)}), r'filters\.columns\.a: max 1 is under min 2'),
-        (Filters(columns={'a': Limits(1), 'A': Limits(2)}), 'names a column twice'),
+        (Filters(columns={'a': ValueRange()}), r'filters\.columns\.a: has no limit'),
+        (Filters(columns={'a': ValueRange(2, 1)}), r'filters\.columns\.a: max 1 is under min 2'),
+        (Filters(columns={'a': ValueRange(1), 'A': ValueRange(2)}), 'names a column twice'),
     ],
 )
 def test_limits_that_nothing_can_pass_are_errors(filters: Filters, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         filters.check()
-    Filters(min_side=5, max_aspect=1.0, columns={'a': Limits(1, 1)}).check()
+    Filters(min_side=5, max_aspect=1.0, columns={'a': ValueRange(1, 1)}).check()

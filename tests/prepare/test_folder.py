@@ -13,7 +13,7 @@ from streaming import StreamingDataset
 from streaming.base.format import reader_from_json
 
 from diffusion.prepare import cli
-from diffusion.prepare.counts_report import Report
+from diffusion.prepare.counts_report import PrepareReport
 from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.settings import settings_of
 
@@ -39,7 +39,9 @@ def picture(sample: dict) -> Image.Image:
     return Image.open(io.BytesIO(sample['image']))
 
 
-def prepare_folder(source: Path, out: Path, sizes: list[int], *, captions: Path | None = None, **values: Any) -> Report:
+def prepare_folder(
+    source: Path, out: Path, sizes: list[int], *, captions: Path | None = None, **values: Any
+) -> PrepareReport:
     where = {'kind': 'folder', 'location': str(source), 'captions': None if captions is None else str(captions)}
     report = prepare(settings_of({'source': where, 'out': str(out), 'sizes': sizes, 'workers': 1} | values))
     assert report is not None
@@ -212,7 +214,7 @@ def test_wrong_arguments(source: Path, out: Path, tmp_path: Path) -> None:
 def run(*arguments: object) -> int:
     parser = argparse.ArgumentParser()
     cli.add_arguments(parser)
-    return cli.run(parser.parse_args([str(argument) for argument in arguments]))
+    return cli.run_prepare(parser.parse_args([str(argument) for argument in arguments]))
 
 
 def test_exit_code_says_when_too_many_are_rejected(

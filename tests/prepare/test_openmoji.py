@@ -13,7 +13,7 @@ from PIL import Image
 from streaming.base.format import reader_from_json
 
 from diffusion.prepare import cli, openmoji
-from diffusion.prepare.openmoji import SKIN_TONES, Emoji, catalogue, choose, prepare_openmoji
+from diffusion.prepare.openmoji import SKIN_TONES, Emoji, catalogue, choose_emoji, prepare_openmoji
 
 
 @pytest.fixture(scope='module')
@@ -81,14 +81,15 @@ def test_variants_of_one_drawing_are_one_family() -> None:
 def test_splits_partition_each_selection(emojis: list[Emoji]) -> None:
     for select in ('named', 'all'):
         train, heldout = (
-            {emoji.hexcode for emoji in choose(emojis, select=select, split=split)} for split in ('train', 'heldout')
+            {emoji.hexcode for emoji in choose_emoji(emojis, select=select, split=split)}
+            for split in ('train', 'heldout')
         )
         assert not train & heldout
-        assert train | heldout == {emoji.hexcode for emoji in choose(emojis, select=select, split='all')}
+        assert train | heldout == {emoji.hexcode for emoji in choose_emoji(emojis, select=select, split='all')}
 
 
 def test_distinct_pictures_are_distinct(emojis: list[Emoji]) -> None:
-    chosen = choose(emojis, select='distinct', split='all', limit=200)
+    chosen = choose_emoji(emojis, select='distinct', split='all', limit=200)
     thumbnails = np.stack([np.asarray(emoji.render(16), np.float32).ravel() / 255 for emoji in chosen])
     distances = np.sqrt(np.mean((thumbnails[:, None] - thumbnails[None]) ** 2, axis=2)) + np.eye(200)
     assert distances.min() >= openmoji.DISTINCT_DISTANCE
@@ -97,9 +98,9 @@ def test_distinct_pictures_are_distinct(emojis: list[Emoji]) -> None:
 
 
 def test_limit_and_offset_are_windows_of_one_order(emojis: list[Emoji]) -> None:
-    whole = choose(emojis, select='distinct', split='all', limit=30)
-    assert choose(emojis, select='distinct', split='all', limit=10, offset=20) == whole[20:]
-    assert choose(emojis, select='distinct', split='all', limit=30, seed=18) != whole
+    whole = choose_emoji(emojis, select='distinct', split='all', limit=30)
+    assert choose_emoji(emojis, select='distinct', split='all', limit=10, offset=20) == whole[20:]
+    assert choose_emoji(emojis, select='distinct', split='all', limit=30, seed=18) != whole
 
 
 def test_unnamed_pictures_are_captioned_emoji(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +123,7 @@ def test_command_prints_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[s
     parser = argparse.ArgumentParser()
     cli.add_arguments(parser)
     out = str(tmp_path / 'out')
-    assert cli.run(parser.parse_args(['openmoji', '--out', out, '--sizes', '16', '--limit', '2'])) == 0
+    assert cli.run_prepare(parser.parse_args(['openmoji', '--out', out, '--sizes', '16', '--limit', '2'])) == 0
     output = capsys.readouterr()
     assert f'{out}: 2 pictures' in output.out
     assert 'CC BY-SA 4.0' in output.out

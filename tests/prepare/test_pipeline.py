@@ -18,14 +18,14 @@ import pytest
 from drawn import DrawnSource, draw, encode, samples, settings, snapshot
 
 from diffusion.prepare import convert_part as part_module
-from diffusion.prepare.counts_report import Report
+from diffusion.prepare.counts_report import PrepareReport
 from diffusion.prepare.engines import do
 from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.source import Entry, Part
 from diffusion.prepare.work_dir import Share, WorkFolder
 
 
-def run(out: Path, source: Any = None, **values: object) -> Report:
+def run(out: Path, source: Any = None, **values: object) -> PrepareReport:
     report = prepare(settings(out, **values), source=source or DrawnSource())
     assert report is not None
     return report

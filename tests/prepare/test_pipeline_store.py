@@ -7,14 +7,14 @@ from drawn import DrawnSource, settings, snapshot
 from object_store import Store
 
 from diffusion.prepare import output_folders
-from diffusion.prepare.counts_report import Report
+from diffusion.prepare.counts_report import PrepareReport
 from diffusion.prepare.pipeline import prepare
 from diffusion.storage import mds, object_store
 
 SOURCE = DrawnSource(4, 10)
 
 
-def run(tmp_path: Path, out: str) -> Report:
+def run(tmp_path: Path, out: str) -> PrepareReport:
     where = {'out': out, 'work': str(tmp_path / 'work')} if '://' in out else {'out': str(tmp_path / out)}
     report = prepare(settings(shard_mb=0.01, aspects='sdxl', **where), source=SOURCE)
     assert report is not None

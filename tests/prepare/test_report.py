@@ -15,8 +15,8 @@ from drawn import DrawnSource, draw, encode, settings
 from PIL import Image
 
 from diffusion.prepare import report_thumbnails
-from diffusion.prepare.counts_report import Rejected, Report
-from diffusion.prepare.html_report import Shown, page
+from diffusion.prepare.counts_report import PrepareReport, Rejected
+from diffusion.prepare.html_report import Shown, report_page
 from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.source import Entry
 
@@ -41,7 +41,7 @@ class Various(DrawnSource):
 
 
 @pytest.fixture(scope='module')
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Report]:
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PrepareReport]:
     out = tmp_path_factory.mktemp('report') / 'out'
     report = prepare(
         settings(out, sizes=[16, 32], aspects='sdxl', duplicates='exact', licence=f'CC0 {HOSTILE}', max_rejected=0.1),
@@ -83,7 +83,7 @@ class Page(html.parser.HTMLParser):
         self.texts.append(data)
 
 
-def test_every_input_is_accounted_for(prepared: tuple[Path, Report]) -> None:
+def test_every_input_is_accounted_for(prepared: tuple[Path, PrepareReport]) -> None:
     out, report = prepared
     counts = {reason: entry.count for reason, entry in report.rejected.items()}
     assert report.inputs == 98 == report.pictures + sum(counts.values())
@@ -102,7 +102,7 @@ def test_every_input_is_accounted_for(prepared: tuple[Path, Report]) -> None:
     assert saved['passed'] is False and 'is above --max-rejected 10.0%' in report.text(out)
 
 
-def test_statistics_are_of_the_kept(prepared: tuple[Path, Report]) -> None:
+def test_statistics_are_of_the_kept(prepared: tuple[Path, PrepareReport]) -> None:
     report = prepared[1]
     assert [sum(each['counts']) for each in report.statistics.values()] == [report.pictures] * 3
     sides, aspects, lengths = report.statistics.values()
@@ -111,12 +111,12 @@ def test_statistics_are_of_the_kept(prepared: tuple[Path, Report]) -> None:
     assert (lengths['quantiles']['0%'], lengths['quantiles']['100%']) == (5.0, float(len(HOSTILE)))
 
 
-def test_a_report_is_read_as_it_was_written(prepared: tuple[Path, Report]) -> None:
-    read = Report.read(prepared[0] / 'report.json')
+def test_a_report_is_read_as_it_was_written(prepared: tuple[Path, PrepareReport]) -> None:
+    read = PrepareReport.read(prepared[0] / 'report.json')
     assert vars(read) == vars(prepared[1])
 
 
-def test_the_page_stands_alone_and_escapes_everything(prepared: tuple[Path, Report]) -> None:
+def test_the_page_stands_alone_and_escapes_everything(prepared: tuple[Path, PrepareReport]) -> None:
     text = (prepared[0] / 'report.html').read_text(encoding='utf-8')
     found = Page(text)
     assert not found.tags.keys() & {'script', 'link', 'iframe'}
@@ -127,7 +127,7 @@ def test_the_page_stands_alone_and_escapes_everything(prepared: tuple[Path, Repo
 
 
 def test_the_page_shows_pictures_of_every_bucket_and_of_every_reason_that_has_any(
-    prepared: tuple[Path, Report],
+    prepared: tuple[Path, PrepareReport],
 ) -> None:
     _, report = prepared
     text = (prepared[0] / 'report.html').read_text(encoding='utf-8')
@@ -145,9 +145,9 @@ def test_a_page_of_three_resolutions_with_all_shapes_is_small() -> None:
     Image.fromarray(rng.integers(0, 256, (96, 96, 3), np.uint8)).save(file, 'JPEG', quality=70)
     noise = Shown(file.getvalue(), 'x' * 10_000)
     buckets = {f'bucket {number}': [noise] * (report_thumbnails.MOST // 123) for number in range(123)}
-    report = Report(source='s', arguments={}, inputs=1)
+    report = PrepareReport(source='s', arguments={}, inputs=1)
     report.rejected = {f'reason {number}': Rejected(1, ['x']) for number in range(report_thumbnails.REASONS)}
-    text = page(
+    text = report_page(
         report,
         'out',
         buckets=buckets,
@@ -156,7 +156,7 @@ def test_a_page_of_three_resolutions_with_all_shapes_is_small() -> None:
     assert len(text) < 5e6
 
 
-def test_the_licence_and_the_settings_are_in_the_report(prepared: tuple[Path, Report]) -> None:
+def test_the_licence_and_the_settings_are_in_the_report(prepared: tuple[Path, PrepareReport]) -> None:
     saved: dict[str, Any] = json.loads((prepared[0] / 'report.json').read_text())
     assert saved['licence'] == f'CC0 {HOSTILE}'
     assert saved['arguments']['duplicates'] == 'exact' and saved['arguments']['sizes'] == [16, 32]

@@ -10,7 +10,7 @@ from diffusion import cli as command
 from diffusion.config.load import RecipeError
 from diffusion.config.schema import field_docs
 from diffusion.prepare import cli
-from diffusion.prepare.settings import PrepareSettings, load, settings_of
+from diffusion.prepare.settings import PrepareSettings, load_settings, settings_of
 from diffusion.prepare.work_dir import Share
 
 YAMLS = sorted((Path(__file__).parents[2] / 'yamls/prepare').glob('*.yaml'))
@@ -26,9 +26,9 @@ def parsed(*arguments: str) -> PrepareSettings:
 @pytest.mark.parametrize('path', YAMLS, ids=[path.stem for path in YAMLS])
 def test_every_yaml_says_what_is_still_to_be_given_and_nothing_else(path: Path) -> None:
     with pytest.raises(RecipeError) as caught:
-        load(path)
+        load_settings(path)
     assert {problem.where for problem in caught.value.problems} == {'source.location', 'out'}
-    assert load(path, ['source.location=tars', 'out=mds']).max_distance == 4
+    assert load_settings(path, ['source.location=tars', 'out=mds']).max_distance == 4
 
 
 def test_every_setting_is_documented() -> None:
@@ -48,13 +48,13 @@ filters: {columns: {aesthetic: {min: 4.5}}}
     (tmp_path / 'a.yaml').write_text(text)
     short = ['parquet', 'pictures', '--image-column', 'jpg', '--out', 'mds', '--sizes', '256', '512', '--workers', '3']
     short += ['--aspects', '640x384', '512x512', '--duplicates', 'near', '--set', 'filters.columns.aesthetic.min=4.5']
-    assert parsed(*short) == load(tmp_path / 'a.yaml') == parsed('recipe', str(tmp_path / 'a.yaml'))
+    assert parsed(*short) == load_settings(tmp_path / 'a.yaml') == parsed('recipe', str(tmp_path / 'a.yaml'))
 
 
 def test_a_yaml_extends_another_and_overrides_win(tmp_path: Path) -> None:
     (tmp_path / 'base.yaml').write_text('source: {kind: webdataset, location: a}\nout: o\nsizes: [256]\nworkers: 2\n')
     (tmp_path / 'child.yaml').write_text('extends: base.yaml\nsizes: [512]\n')
-    settings = load(tmp_path / 'child.yaml', ['workers=5'])
+    settings = load_settings(tmp_path / 'child.yaml', ['workers=5'])
     assert (settings.sizes, settings.workers, settings.source.location) == ([512], 5, 'a')
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from object_store import Store
 
 from diffusion.prepare.source import Entry
-from diffusion.prepare.tar_reading import BLOCK, Damaged, members
+from diffusion.prepare.tar_reading import BLOCK, DamagedTar, members
 from diffusion.prepare.webdataset import WebDatasetSource
 
 Members = Iterable[tuple[str, bytes | None]]
@@ -339,7 +339,7 @@ def test_a_damaged_tar_ends_in_time_and_in_no_other_error(
     try:
         for _ in members(path):
             pass
-    except Damaged as damage:
+    except DamagedTar as damage:
         assert damage.byte <= len(content)  # noqa: PT017
 
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from diffusion.algorithms.ema import EMA
 from diffusion.models import batch_keys, stage_hooks
 from diffusion.models.flops import FlopCount, count_on_meta
-from diffusion.profiling.breakdown import Breakdown, Report
+from diffusion.profiling.breakdown import Breakdown, BreakdownReport
 from diffusion.profiling.step_timer import STAGES, WAITS, Recorder, Timeline, shares_of
 
 
@@ -93,7 +93,7 @@ def fit(make_model: Callable[..., Any]) -> Callable[..., Trainer]:
     return run
 
 
-def report_of(breakdown: Breakdown) -> Report:
+def report_of(breakdown: Breakdown) -> BreakdownReport:
     assert breakdown.report is not None
     return breakdown.report
 
@@ -271,12 +271,12 @@ def test_stages_inside_of_an_evaluation_are_evaluation():
 
 
 def test_slowest_rank_is_named_when_it_is_slower():
-    fast = Report(10, 640, 2, 0.1, 0.101, 4e12, 1e12, 3.0, {'forward': 0.3, 'backward': 0.6, 'data_wait': 0.1})
+    fast = BreakdownReport(10, 640, 2, 0.1, 0.101, 4e12, 1e12, 3.0, {'forward': 0.3, 'backward': 0.6, 'data_wait': 0.1})
     assert fast.line() == (
         '640 images/s, 320 a device, MFU 200.0 %, 100 ms a step, 3.0 GiB at most; '
         'backward 60 %, forward 30 %, data wait 10 %'
     )
-    slow = Report(10, 640, 2, 0.1, 0.2, None, None, None, {'forward': 1.0})
+    slow = BreakdownReport(10, 640, 2, 0.1, 0.2, None, None, None, {'forward': 1.0})
     assert '100 ms a step (slowest rank 200)' in slow.line()
     assert 'throughput/device/mfu' not in slow.metrics()
 

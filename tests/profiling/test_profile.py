@@ -9,11 +9,11 @@ import yaml
 
 from diffusion.cli import main
 from diffusion.config.load import load
-from diffusion.profiling.advice import RULES, Kernel, Measured, by_kind, kind_of, largest
+from diffusion.profiling.advice import RULES, Kernel, ProfileMeasurements, by_kind, kind_of, largest
 from diffusion.profiling.profile import for_profiling, microbatches_of
 
 BUSY = (Kernel('sm90_xmma_fprop_implicit_gemm_bf16', 0.098, 100),)
-GOOD = Measured(
+GOOD = ProfileMeasurements(
     shares={'forward': 0.3, 'backward': 0.62, 'optimizer': 0.04, 'data_wait': 0.004, 'logging': 0.01, 'other': 0.026},
     step_seconds=0.1,
     kernels=BUSY,
@@ -22,11 +22,11 @@ GOOD = Measured(
 )
 
 
-def with_share(**shares: float) -> Measured:
+def with_share(**shares: float) -> ProfileMeasurements:
     return replace(GOOD, shares={**GOOD.shares, **shares})
 
 
-def with_kernel(name: str, share: float, **more: object) -> Measured:
+def with_kernel(name: str, share: float, **more: object) -> ProfileMeasurements:
     kernels = (Kernel('sm90_xmma_fprop_implicit_gemm_bf16', 0.098 - share / 10, 100), Kernel(name, share / 10, 5))
     return replace(GOOD, kernels=kernels, **more)
 
@@ -83,7 +83,7 @@ def test_largest_come_first_and_no_more_than_asked_for():
 
 
 def test_rules_have_nothing_to_say_of_nothing():
-    assert largest(Measured(shares={}, step_seconds=1.0)) == []
+    assert largest(ProfileMeasurements(shares={}, step_seconds=1.0)) == []
     assert len({rule.__doc__ for rule in RULES}) == len(RULES)
 
 

@@ -8,7 +8,7 @@ import yaml
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from safetensors.torch import load_file
 
-from diffusion.algorithms.snapshots import FOLDER, find_snapshots, reconstruct
+from diffusion.algorithms.snapshots import FOLDER, find_snapshots, reconstruct_average
 from diffusion.cli import main
 from diffusion.config.load import load
 from diffusion.tasks.export import export
@@ -56,7 +56,7 @@ def test_a_kept_width_is_exported_as_its_snapshot(run, tmp_path, capsys, place, 
 def test_another_width_is_exported_as_it_is_reconstructed(run, tmp_path):
     assert export(run, tmp_path / 'sd', ema_width=0.15) == 'post-hoc EMA 0.15 (batch 8)'
     found = denoiser_of(tmp_path / 'sd')
-    assert same(found, reconstruct(run, 0.15).tensors)
+    assert same(found, reconstruct_average(run, 0.15).tensors)
     assert not same(found, load_file(run / FOLDER / 'width0.1-ba8.safetensors'))
 
 

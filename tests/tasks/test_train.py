@@ -16,7 +16,7 @@ from diffusion.checkpointing.run_folder import find_checkpoint, read_checkpoint,
 from diffusion.config.load import load
 from diffusion.loggers.metrics_file import read_metrics
 from diffusion.models.latent_diffusion import LatentDiffusion
-from diffusion.models.pretrained import posterior_of, reconstruct
+from diffusion.models.pretrained import decode_latents, posterior_of
 from diffusion.tasks.evaluate import evaluate
 from diffusion.tasks.export import export, pipeline_of, with_folded_statistics
 from diffusion.tasks.generate import generate
@@ -162,8 +162,8 @@ def test_folding_the_statistics_changes_nothing_but_the_scale(make_model):
     torch.testing.assert_close(theirs.mean, (ours.mean - model.latent_mean) / model.latent_std, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(theirs.std, ours.std / model.latent_std, rtol=1e-4, atol=1e-5)
     latents = torch.randn(2, 4, 8, 8)
-    decoded = reconstruct(model.vae, latents * model.latent_std + model.latent_mean)
-    torch.testing.assert_close(reconstruct(folded, latents), decoded, rtol=1e-4, atol=1e-4)
+    decoded = decode_latents(model.vae, latents * model.latent_std + model.latent_mean)
+    torch.testing.assert_close(decode_latents(folded, latents), decoded, rtol=1e-4, atol=1e-4)
     assert folded.config['scaling_factor'] == 1.0
     assert folded.config['latents_mean'] is None
 

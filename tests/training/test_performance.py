@@ -15,7 +15,7 @@ from torch import nn
 
 from diffusion.callbacks.loss_guard import observed
 from diffusion.config.load import load
-from diffusion.config.performance_preset import PARTS, chosen
+from diffusion.config.performance_preset import PARTS, effective_parts
 from diffusion.config.recipe import SpeedConfig
 from diffusion.loggers.metrics_file import TRAIN_LOSS, read_metrics
 from diffusion.models import batch_keys
@@ -25,7 +25,7 @@ from diffusion.training import performance
 from diffusion.training.performance import apply_speed, keep_layout, set_backends, takes_fused
 from diffusion.training.train import build_trainer, train
 
-NOTHING = chosen(SpeedConfig(preset='none'), on_gpu=False)
+NOTHING = effective_parts(SpeedConfig(preset='none'), on_gpu=False)
 HALF = 2.0**-8
 """Rounding of bfloat16, relative."""
 
@@ -251,18 +251,21 @@ def test_moments_of_a_contiguous_run_follow_weights_in_channels_last():
 
 
 def test_the_preset_does_nothing_on_a_cpu_and_everything_on_a_gpu():
-    here, there = chosen(SpeedConfig(), on_gpu=False), chosen(SpeedConfig(), on_gpu=True, strategy='fsdp2')
+    here, there = (
+        effective_parts(SpeedConfig(), on_gpu=False),
+        effective_parts(SpeedConfig(), on_gpu=True, strategy='fsdp2'),
+    )
     assert not any(getattr(here, part) for part in PARTS)
     assert all(getattr(there, part) for part in PARTS)
-    assert not chosen(SpeedConfig(), on_gpu=True, strategy='fsdp1').compile
-    assert not chosen(SpeedConfig(), on_gpu=True, strategy='ddp').reduce_once
+    assert not effective_parts(SpeedConfig(), on_gpu=True, strategy='fsdp1').compile
+    assert not effective_parts(SpeedConfig(), on_gpu=True, strategy='ddp').reduce_once
 
 
 @pytest.mark.parametrize('part', PARTS)
 def test_each_part_can_be_turned_off_and_on_by_itself(part):
-    off = chosen(replace(SpeedConfig(), **{part: False}), on_gpu=True, strategy='fsdp2')
+    off = effective_parts(replace(SpeedConfig(), **{part: False}), on_gpu=True, strategy='fsdp2')
     assert [name for name in PARTS if not getattr(off, name)] == [part]
-    on = chosen(replace(SpeedConfig(preset='none'), **{part: True}), on_gpu=True, strategy='fsdp2')
+    on = effective_parts(replace(SpeedConfig(preset='none'), **{part: True}), on_gpu=True, strategy='fsdp2')
     assert [name for name in PARTS if getattr(on, name)] == [part]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from diffusion.config.schema import Gatherer, Problem, build, join
+from diffusion.config.schema import Gatherer, Problem, build_dataclass, join
 from diffusion.launch import environment
 from diffusion.launch.backends.base import Rendered, environment_of, merged, unmounted
 from diffusion.launch.backends.kubernetes_types import JobSet
@@ -123,7 +123,7 @@ def validate(rendered: Rendered) -> list[Problem]:
     for text in rendered.files.values():
         manifest = yaml.safe_load(text)
         gather = Gatherer()
-        build(JobSet, manifest, '', gather)
+        build_dataclass(JobSet, manifest, '', gather)
         found += gather.problems
         if not found and shutil.which('kubectl'):
             found += [

@@ -12,7 +12,7 @@ from typing import Any
 from diffusion.config.schema import Gatherer, Problem, join
 from diffusion.errors import UserError
 from diffusion.launch import environment
-from diffusion.launch.aws_secrets import as_text
+from diffusion.launch.aws_secrets import secret_references
 from diffusion.launch.backends.base import Rendered, environment_of, merged, unmounted
 from diffusion.launch.job_spec import Job
 
@@ -244,7 +244,7 @@ def _request(job: Job) -> dict[str, Any]:
 def _environment(job: Job) -> dict[str, str]:
     variables = environment_of(job, 'sagemaker', RESTART_IN_PLACE='1')
     if job.spec.secrets:
-        variables[environment.SECRETS] = as_text(job.spec.secrets)
+        variables[environment.SECRETS] = secret_references(job.spec.secrets)
     return variables
 
 

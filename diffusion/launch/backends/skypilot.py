@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import yaml
 
-from diffusion.config.schema import Gatherer, Problem, build, join
+from diffusion.config.schema import Gatherer, Problem, build_dataclass, join
 from diffusion.launch.backends.base import IMAGE_WORKDIR, Rendered, environment_of, merged, unmounted
 from diffusion.launch.command_line_tools import call
 from diffusion.launch.job_spec import Job
@@ -167,7 +167,7 @@ def validate(rendered: Rendered) -> list[Problem]:
     for text in rendered.files.values():
         tasks = list(yaml.safe_load_all(text))
         for task in tasks[1:] if len(tasks) > 1 else tasks:
-            build(Task, task, 'backend.raw', gather)
+            build_dataclass(Task, task, 'backend.raw', gather)
     return gather.problems
 
 

@@ -146,7 +146,7 @@ class BucketedLoader(StreamingDataLoader):
     def _problem(self, error: Exception) -> str:
         """What this rank has to say of an error; its other processes, and those of other ranks here, stop as well."""
         assert self.dataset.failures is not None
-        if not isinstance(error, ValueError):
+        if not isinstance(error, UserError | DataError):
             log.error('rank %d:', dist.get_global_rank(), exc_info=error)
         # A worker's exception has its traceback as its message.
         message = self.dataset.failures.message(now=True) or told(error)

@@ -196,7 +196,7 @@ def demand(recipe: Recipe, dataset: BucketedDataset, gpu: GPU, mfu: float) -> fl
     """Samples a second that a GPU trains on, the backward pass taken for twice the forward pass; or why not known."""
     try:
         model = describe(recipe.model.name, recipe.model.kwargs)
-    except ValueError as error:
+    except UserError as error:
         return str(error)
     counts = dataset.samples_per_stream.tolist()
     flops = [3 * model.train(bucket.shape).forward_flops for bucket in dataset.buckets]

@@ -73,16 +73,13 @@ def look(
             used, and else the first three channels are drawn.
 
     Raises:
-        UserError: The file is of another kind or cannot be written, or a stream cannot be read.
+        UserError: The file is of another kind, its folder cannot be written to, or a stream is not there.
     """
     _check_out(out)
     chosen = select(recipe, names)
     rows = [row for section in chosen for row in _rows(recipe, section, chosen[section], samples, seed, decode)]
     content = preview_page(rows).encode('utf-8') if out.suffix == '.html' else png(sheet(rows))
-    try:
-        write_whole(out, content)
-    except OSError as error:
-        raise UserError(f'--out: {out} cannot be written ({error.strerror})') from error
+    write_whole(out, content)
     print(f'{out}: {sum(len(row.samples) for row in rows)} samples of {len(rows)} buckets')
 
 

@@ -18,6 +18,7 @@ import yaml
 from shards import write_pictures
 
 if TYPE_CHECKING:
+    from forkserver import Server
     from object_store import Store
     from ranks import Ranks
 
@@ -145,13 +146,20 @@ def tiny_recipe(pictures: dict[int, Path], small_vae: Path) -> Callable[..., dic
 
 
 @pytest.fixture(scope='session')
-def ranks() -> Iterator['Ranks']:
+def forkserver() -> Iterator['Server']:
+    """Starts Python processes that need not import PyTorch."""
+    from forkserver import Server
+
+    with contextlib.closing(Server()) as server:
+        yield server
+
+
+@pytest.fixture(scope='session')
+def ranks(forkserver: 'Server', tmp_path_factory: pytest.TempPathFactory) -> 'Ranks':
     """Starts recipes on several processes."""
     from ranks import Ranks
 
-    server = Ranks()
-    yield server
-    server.close()
+    return Ranks(forkserver, tmp_path_factory.mktemp('ranks'))
 
 
 @pytest.fixture(scope='session')

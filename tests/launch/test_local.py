@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from forked_run import SOCKET, Server
+from forkserver import SOCKET, Server
 from ranks import assert_same_weights, batches_done, free_port
 
 from diffusion.exit_codes import CONFIG_ERROR, PREEMPTED
@@ -21,13 +21,6 @@ from diffusion.launch import attempts
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.dist]
-
-
-@pytest.fixture(scope='module')
-def server() -> Iterator[Server]:
-    found = Server()
-    yield found
-    found.close()
 
 
 class Launched:
@@ -107,20 +100,20 @@ def write_job(tmp_path: Path, tiny_recipe) -> Callable[..., tuple[Path, Path, Pa
         }
         spec.write_text(yaml.safe_dump(content | ({} if hang_seconds is None else {'hang_seconds': hang_seconds})))
         (tmp_path / 'run.py').unlink(missing_ok=True)
-        (tmp_path / 'run.py').symlink_to(ROOT / 'tests' / 'forked_run.py')
+        (tmp_path / 'run.py').symlink_to(ROOT / 'tests' / 'forkserver.py')
         return spec, recipe, tmp_path / 'runs' / name
 
     return write
 
 
 @pytest.fixture
-def launch(write_job, server: Server) -> Callable[..., Launched]:
+def launch(write_job, forkserver: Server) -> Callable[..., Launched]:
     """Launches such a job."""
 
     def start(name: str, **settings) -> Launched:
         spec, recipe, run = write_job(name, **settings)
         code = 'import sys; from diffusion.cli import main; sys.exit(main())'
-        return Launched([sys.executable, '-c', code, 'launch', str(spec)], server, recipe, run)
+        return Launched([sys.executable, '-c', code, 'launch', str(spec)], forkserver, recipe, run)
 
     return start
 
@@ -226,7 +219,7 @@ def test_a_rank_that_hangs_leaves_stacks_and_the_job_goes_on(launch, trouble):
     assert 'loader.py' in found or 'distributed' in found or 'trainer.py' in found
 
 
-def test_as_the_first_process_of_a_container(write_job, server):
+def test_as_the_first_process_of_a_container(write_job, forkserver):
     """One node, whose entry point is process 1 of a PID namespace: told to stop, it saves; nobody is left."""
     unshare = ['unshare', '--pid', '--fork', '--kill-child', '--mount-proc']
     if subprocess.run([*unshare, 'true'], capture_output=True, check=False).returncode:
@@ -234,7 +227,7 @@ def test_as_the_first_process_of_a_container(write_job, server):
     _, recipe, run = write_job('contained')
     command = [*unshare, sys.executable, '-m', 'diffusion.launch.node', '--', 'run.py', str(recipe)]
     settings = {'SCHEDULER': 'local', 'NODES': '1', 'PROCESSES_PER_NODE': '2', 'MASTER_PORT': str(free_port())}
-    job = Launched(command, server, recipe, run, **{f'DIFFUSION_{name}': value for name, value in settings.items()})
+    job = Launched(command, forkserver, recipe, run, **{f'DIFFUSION_{name}': value for name, value in settings.items()})
     job.wait_for_batches(6)
     (node,) = job.nodes()
     os.kill(node, signal.SIGTERM)

@@ -4,7 +4,9 @@ import os
 
 os.environ.setdefault('HF_HUB_OFFLINE', '1')
 os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')
+os.environ.setdefault('OMP_NUM_THREADS', '1')  # tests run side by side, and so do the ranks of a run
 
+import atexit
 import contextlib
 import gc
 import sys
@@ -208,9 +210,21 @@ def _leave_process_groups() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _forget_datasets(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Streaming refuses two live datasets on one folder; let go of those that a test left behind."""
+def _forget_trainers_and_datasets(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Free what a test left behind.
+
+    A Trainer's State, with model and optimizer, is 70 MB, and two places keep it until the process ends, 6 GB a suite:
+    Composer has it closed at exit and does not take that back when the Trainer is closed before, and PyTorch caches the
+    names of a model's parameters by the model. Streaming refuses two live datasets on one folder.
+    """
     yield
-    # Collecting takes half a second with all of torch loaded: only where there may be a dataset.
-    if 'many_datasets' in request.fixturenames:
+    engine = sys.modules.get('composer.core.engine')
+    state_dict = sys.modules.get('torch.distributed.checkpoint.state_dict')
+    if engine is not None:
+        atexit.unregister(engine.Engine._close)
+    trained = state_dict is not None and state_dict._get_fqns.cache_info().currsize > 0
+    if trained:
+        state_dict._get_fqns.cache_clear()
+    # Collecting takes half a second with all of PyTorch loaded.
+    if trained or 'many_datasets' in request.fixturenames:
         gc.collect()

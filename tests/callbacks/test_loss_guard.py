@@ -5,6 +5,7 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+import guarded_run
 import pytest
 import torch
 from composer.algorithms import GradientClipping
@@ -357,7 +358,6 @@ def test_skipping_is_refused_where_a_scaler_skips():
 
 
 @pytest.mark.slow
-@pytest.mark.dist
 @pytest.mark.parametrize('what', ['stop', 'skip-fsdp2'])
 def test_two_ranks_act_together_on_what_one_of_them_met(ranks, tmp_path, what):
     job = ranks.start_program(2, guarded_run.__file__, what, tmp_path)

@@ -22,7 +22,7 @@ from diffusion.exit_codes import BAD_HARDWARE, CONFIG_ERROR, FAILED, PREEMPTED
 from diffusion.launch.attempts import ATTEMPTS, Attempt, read_attempts
 
 ROOT = Path(__file__).parents[2]
-pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.dist]
+pytestmark = pytest.mark.slow
 
 RUN = f"""\
 import os, pathlib, sys

@@ -158,7 +158,8 @@ def serve(path: str) -> None:
                     each.close()
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                os.close(woken), os.close(wake)
+                os.close(woken)
+                os.close(wake)
                 obey(connection)
             running[pid] = connection
             with contextlib.suppress(OSError):

@@ -120,7 +120,7 @@ class BucketedLoader(StreamingDataLoader):
         # pass, say, where the other ranks then wait in a collective. Take our workers off its list; `_next` finds a
         # dead one within LOOK_EVERY_SECONDS, and all ranks stop at the same batch.
         if isinstance(served, _MultiProcessingDataLoaderIter) and served._worker_pids_set:
-            signal_handling._remove_worker_pids(id(served))
+            signal_handling._remove_worker_pids(id(served))  # type: ignore[reportPrivateImportUsage]
             served._worker_pids_set = False
         return served
 

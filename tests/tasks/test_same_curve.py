@@ -1,6 +1,6 @@
 """The same curve everywhere: real runs on 1, 2 and 4 ranks, DDP and FSDP2, killed, stopped and resumed.
 
-24 batches of pictures of two resolutions, over the border of an epoch, with keyed crops, flips, captions, dropout and
+20 batches of pictures of two resolutions, over the border of an epoch, with keyed crops, flips, captions, dropout and
 noise, and averages that start late. A run at the same number of ranks under the same strategy must be the same to the
 last bit, whatever happened to it. On others, sums are made in another order, and nothing else may differ: in float64
 the difference must go down with the precision.
@@ -17,7 +17,7 @@ from ranks import Ranks, largest_difference, read_losses
 
 from diffusion.checkpointing.run_folder import Weights, find_checkpoint, weights_of
 
-BATCHES = 24
+BATCHES = 20
 WHICH: tuple[Weights, ...] = ('training', 'ema')
 EPOCH = 17
 """Batches: 88 samples of one stream in batches of 8 and 48 of the other."""
@@ -107,7 +107,7 @@ def test_the_run_is_what_it_says(runs):
         (2, 'ddp', EPOCH - 1),
         (2, 'fsdp2', 9),
         pytest.param(2, 'ddp', 3, marks=pytest.mark.slow),
-        pytest.param(2, 'fsdp2', 20, marks=pytest.mark.slow),
+        pytest.param(2, 'fsdp2', 18, marks=pytest.mark.slow),
         pytest.param(4, 'fsdp2', 9, marks=pytest.mark.slow),
     ],
 )

@@ -220,7 +220,8 @@ def run(command: list[str]) -> None:
             runpy.run_module(others[0], run_name='__main__', alter_sys=True)
         else:
             sys.argv, sys.path[0] = command, str(Path(first).resolve().parent)
-            runpy.run_path(first, run_name='__main__')
+            # Absolute, as in Python itself: processes that it spawns look for it elsewhere.
+            runpy.run_path(os.path.abspath(first), run_name='__main__')
     except SystemExit:
         raise
     except BaseException:

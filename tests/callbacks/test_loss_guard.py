@@ -357,7 +357,6 @@ def test_skipping_is_refused_where_a_scaler_skips():
         LossGuard(action='skip').init(state, logger=None)  # type: ignore[arg-type]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize('what', ['stop', 'skip-fsdp2'])
 def test_two_ranks_act_together_on_what_one_of_them_met(ranks, tmp_path, what):
     job = ranks.start_program(2, guarded_run.__file__, what, tmp_path)

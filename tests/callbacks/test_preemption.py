@@ -213,7 +213,6 @@ def test_a_program_that_was_stopped_exits_75(monkeypatch, capsys):
     assert capsys.readouterr().err == ''
 
 
-@pytest.mark.slow
 def test_a_signal_to_one_rank_stops_both_at_the_same_batch(ranks, tmp_path):
     job = ranks.start_program(2, guarded_run.__file__, 'preemption', tmp_path)
     # Each is sent more until its interpreter has gone.

@@ -5,7 +5,6 @@ that appears when it is whole, and is a function of the input and the settings: 
 was first, or of how often it was stopped. Only the report's `seconds` differ.
 """
 
-import logging
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
@@ -32,8 +31,6 @@ from diffusion.prepare.source import Source
 from diffusion.prepare.work_dir import Share, WorkFolder
 from diffusion.prepare.worker_pool import WorkerJob, run_jobs
 from diffusion.storage.atomic import write_whole
-
-log = logging.getLogger(__name__)
 
 PAGE = 'report.html'
 Run = Callable[[Iterable[WorkerJob]], Iterator[Any]]
@@ -69,8 +66,7 @@ def prepare(
         with work.locked(share), closing(output_of(settings)) as output:
             return _Preparation(settings, source or settings.source.open(), run, work, output).go(share)
     except OSError as error:
-        log.error('%s: %s; put it right and start again: what is done is kept', work.path, error)
-        raise
+        raise OSError(f'{work.path}: {error}; put it right and start again: what is done is kept') from error
 
 
 class _Preparation:

@@ -40,4 +40,5 @@ def main(target: str, statement: str, program: str, arguments: Sequence[str]) ->
 
 
 if __name__ == '__main__':
-    sys.exit(main(*sys.argv[1:4], sys.argv[4:]))
+    target, statement, program, *arguments = sys.argv[1:]
+    sys.exit(main(target, statement, program, arguments))

@@ -9,6 +9,8 @@ import sys
 import tarfile
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / 'README.md').read_text()
 BLOCKS = re.findall(r'```(\w*)\n(.*?)```', README, flags=re.S)

@@ -11,7 +11,6 @@ from streaming import Stream
 from diffusion.config import sample_order
 from diffusion.config.image_shapes import Shape, apportion
 from diffusion.data.bad_samples import MAX_ATTEMPTS, BadSample, replacement
-from diffusion.data.batch_memory import BatchMemory
 from diffusion.data.caption_choice import captions_of
 from diffusion.data.verified_dataset import VerifiedDataset
 from diffusion.errors import UserError
@@ -60,7 +59,6 @@ class BucketedDataset(VerifiedDataset):
         substitute: bool = False,
         **streaming: Any,
     ) -> None:
-        self.memory = BatchMemory(batch_size)
         self.seed = seed
         self.elastic = elastic
         self.substitute = substitute

@@ -5,7 +5,6 @@ each part.
 """
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,7 +26,9 @@ from diffusion.models.latent_diffusion import LatentDiffusion, is_block
 log = logging.getLogger(__name__)
 
 BACKEND = 'inductor'
-"""What torch.compile makes kernels with."""
+"""Backend of torch.compile."""
+FUSED_ALTERNATIVES = {'foreach', 'capturable', 'differentiable'}
+"""Keywords of an optimizer that choose another implementation than `fused`."""
 
 
 def apply_speed(model: ComposerModel, parts: SpeedConfig, *, strategy: str = 'ddp', shapes: int = 1) -> None:
@@ -138,11 +139,6 @@ def _compile_forward(block: nn.Module, *, with_gradients: bool) -> None:
         return compiled(*args, **kwargs)
 
     block.forward = forward
-
-
-def takes_fused(parameters: Sequence[str], given: Sequence[str]) -> bool:
-    """Whether an optimizer has a fused kernel and its keywords in the recipe leave the choice open."""
-    return 'fused' in parameters and not {'fused', 'foreach', 'capturable', 'differentiable'} & set(given)
 
 
 def keep_layout(optimizer: torch.optim.Optimizer) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from diffusion.data.caption_choice import captions_of
 from diffusion.data.image_text import ImageTextDataset
 from diffusion.errors import UserError
-from diffusion.evaluation.image_sheet import contact_sheet, save_image, to_images
+from diffusion.evaluation.image_sheet import Figure, Section, draw_sheet, save_image, to_images
 from diffusion.models import batch_keys
 from diffusion.models.latent_diffusion import LatentDiffusion
 
@@ -66,9 +66,9 @@ class Retrieval:
         drawn = self._draw(model, captions, (real.shape[2], real.shape[3]))
         found = nearest_images(drawn, real.float() / 255)
         right = [index == truth for index, truth in zip(found.tolist(), chosen, strict=True)]
-        shown = list(zip(captions, to_images(drawn), to_images(real[chosen]), strict=True))[: self.num_shown]
-        sheet = contact_sheet([(caption, pair) for caption, *pair in shown], columns=self.columns, side=64)
-        save_image(sheet, folder / 'samples.png')
+        pairs = zip(captions, to_images(drawn), to_images(real[chosen]), strict=True)
+        figures = [Figure(images, caption) for caption, *images in pairs][: self.num_shown]
+        save_image(draw_sheet([Section('', figures)], columns=self.columns, side=64), folder / 'samples.png')
         return {'retrieval_top1': sum(right) / len(right)}
 
     def _draw(self, model: LatentDiffusion, captions: list[str], size: tuple[int, int]) -> Tensor:

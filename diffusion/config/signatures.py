@@ -39,7 +39,8 @@ class Signature:
 
     def accepted(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return those of the values that the component takes by name."""
-        return {name: value for name, value in values.items() if name in self.names()}
+        names = self.names()
+        return {name: value for name, value in values.items() if name in names}
 
 
 def of_object(target: Any) -> Signature:

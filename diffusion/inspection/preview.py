@@ -25,7 +25,7 @@ from diffusion.models import batch_keys
 from diffusion.models.builders import TINY_VAE
 from diffusion.models.pretrained import decode_latents, load_pretrained
 from diffusion.storage.atomic import write_whole
-from diffusion.training.components import build_dataset, deterministic
+from diffusion.training.components import build_dataset, evaluation_dataset
 
 SIDE = 176
 """Side of a square image in pixels; other images have the same area."""
@@ -96,7 +96,7 @@ def _component(recipe: Recipe, section: str) -> Component:
     if section == 'streams':
         return recipe.dataset
     if section == 'eval_streams':
-        return recipe.eval_dataset or deterministic(recipe.dataset)
+        return evaluation_dataset(recipe)
     crop = {'crop': recipe.precompute.crop, 'min_crop_scale': recipe.precompute.min_crop_scale}
     return Component('image_text', {**crop, 'caption_choice': 'first'})
 

@@ -143,7 +143,7 @@ def with_synthetic_data(recipe: Recipe, folder: Path) -> Recipe:
     """Return the recipe with shards of noise as its streams, and random weights in place of pretrained encoders."""
     if recipe.dataset.name != 'image_text':
         raise UserError(
-            f'dataset.name: {recipe.dataset.name} cannot be made up; profile pictures (dataset.name=image_text), or '
+            f'dataset.name: {recipe.dataset.name} cannot be made up; profile images (dataset.name=image_text), or '
             'precompute latents and leave --synthetic out'
         )
     streams = {}

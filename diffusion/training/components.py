@@ -111,7 +111,7 @@ def build_loader(
     Raises:
         UserError: The recipe has no such streams, or the global batch does not divide over the devices.
     """
-    evaluating = split == 'eval'
+    settings, evaluating = recipe.loader, split == 'eval'
     streams = recipe.eval_streams if evaluating else recipe.streams
     if not streams:
         raise UserError(f'{"eval_streams" if evaluating else "streams"}: the recipe has none; name at least one')
@@ -121,25 +121,22 @@ def build_loader(
             f'global_batch={recipe.global_batch} does not divide over {world_size} devices; '
             f'use a multiple of {world_size}'
         )
-    component = recipe.dataset
-    if evaluating:
-        component = recipe.eval_dataset or deterministic(recipe.dataset)
     batch_size = recipe.global_batch // world_size
     if evaluating and isinstance(recipe.device_train_microbatch_size, int):
         batch_size = min(batch_size, recipe.device_train_microbatch_size)
     dataset = build_dataset(
         recipe,
         streams=streams,
-        component=component,
+        component=evaluation_dataset(recipe) if evaluating else recipe.dataset,
         batch_size=batch_size,
-        shuffle=recipe.loader.shuffle and not evaluating,
+        shuffle=settings.shuffle and not evaluating,
         elastic=not evaluating,
-        substitute=recipe.loader.max_bad_samples > 0,
+        substitute=settings.max_bad_samples > 0,
     )
-    settings = recipe.loader
     workers = settings.num_workers
     if workers is None:
         workers = default_num_workers(composer_dist.get_local_world_size())
+    objective = recipe.model.kwargs.get('objective') or {}
     loader = kind(
         dataset,
         batch_size=batch_size,
@@ -152,7 +149,7 @@ def build_loader(
         quarantine=recipe.run_dir / QUARANTINE,
         worker_init_fn=outlive_signals if workers else None,
         drop_last=not evaluating,
-        stratified=not evaluating and (recipe.model.kwargs.get('objective') or {}).get('timesteps') == 'stratified',
+        stratified=not evaluating and objective.get('timesteps') == 'stratified',
     )
     check_machine(loader)
     return loader
@@ -165,10 +162,12 @@ def run_identity(recipe: Recipe, loader: BucketedLoader) -> dict[str, Any]:
     return {'seed': recipe.seed, 'data': fingerprint(loader.dataset, {'name': recipe.dataset.name} | settings)}
 
 
-def deterministic(component: Component) -> Component:
-    """Return a dataset's component without random crops, flips and captions."""
-    fixed = registry.signature('dataset', component.name).accepted(DETERMINISTIC)
-    return Component(component.name, component.kwargs | fixed)
+def evaluation_dataset(recipe: Recipe) -> Component:
+    """Return `eval_dataset` of a recipe, or its training dataset without random crops, flips and captions."""
+    if recipe.eval_dataset is not None:
+        return recipe.eval_dataset
+    fixed = registry.signature('dataset', recipe.dataset.name).accepted(DETERMINISTIC)
+    return Component(recipe.dataset.name, recipe.dataset.kwargs | fixed)
 
 
 def build_optimizer(recipe: Recipe, model: ComposerModel) -> torch.optim.Optimizer:

@@ -129,7 +129,7 @@ def test_a_broken_picture_names_its_shard(tmp_path):
         writer.write({'image': b'no picture', 'caption': 'a'})
     dataset = dataset_over(tmp_path / 'd')
     with pytest.raises(
-        ValueError, match=r'streams.a: sample 0 \(row 0 of shard.00000.mds\): the picture cannot be decoded'
+        ValueError, match=r'streams.a: sample 0 \(row 0 of shard.00000.mds\): the image cannot be decoded'
     ):
         dataset[0]
 

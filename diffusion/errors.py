@@ -1,4 +1,4 @@
-"""Errors by whose move is next: the user's (`UserError`), or the storage's and the network's (`DataError`).
+"""Errors by their cause: the user's input (`UserError`), training data (`DataError`), other programs (`ExternalError`).
 
 Any other exception is a bug or a fault of the machine: it keeps its traceback and the process ends with status 1.
 """
@@ -22,6 +22,15 @@ class DataError(RuntimeError):
 
     The store may be back on the next try, so programs print the message without a traceback and end with
     `exit_codes.FAILED`.
+    """
+
+    exit_status = FAILED
+
+
+class ExternalError(RuntimeError):
+    """A failure of a program or service that this library calls: a scheduler, a cluster, a secrets manager.
+
+    Programs print the message without a traceback and end with `exit_status`.
     """
 
     exit_status = FAILED

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from diffusion.config.load import Recipe, RecipeError, check_devices, check_paths, load
-from diffusion.errors import DataError, UserError
+from diffusion.errors import DataError, ExternalError, UserError
 from diffusion.exit_codes import PREEMPTED, Preempted
 from diffusion.launch import heartbeat
 
@@ -15,7 +15,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a recipe: `run.py RECIPE [key=value ...]`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     rank = int(os.environ.get('RANK', '0'))
-    heartbeat.begin()
+    heartbeat.write_stacks_on_signal()
     if not arguments or arguments[0] in ('-h', '--help'):
         print('usage: composer run.py RECIPE [key=value ...]', file=sys.stderr)
         return 2
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if rank == 0:
             print(stopped, file=sys.stderr)
         return PREEMPTED
-    except (UserError, DataError) as error:
+    except (UserError, DataError, ExternalError) as error:
         if os.environ.get('DIFFUSION_TRACEBACK'):
             raise
         # A mistake in a recipe is the same on every rank; other errors may be one rank's own.

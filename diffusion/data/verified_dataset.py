@@ -254,16 +254,18 @@ class VerifiedDataset(StreamingDataset):
 
 def told(error: BaseException) -> str:
     """An error as its message, with its kind where that is not ours."""
-    return str(error) if isinstance(error, ValueError) else f'{type(error).__name__}: {error}'
+    return str(error) if isinstance(error, ValueError | DataError) else f'{type(error).__name__}: {error}'
 
 
 def _fetch_indexes(streams: list[VerifiedStream]) -> None:
     """Have one process of each machine fetch all indexes; every rank learns of every problem."""
     own = _indexes_of_this_machine(streams) if dist.get_local_rank() == 0 else (None, [])
     found = dist.all_gather_object(own)
-    problems = dict.fromkeys(problem for problem, _ in found if problem is not None)
+    problems = [problem for problem, _ in found if problem is not None]
     if problems:
-        raise UserError('\n'.join(problems))
+        # A mistake of the user outlasts an outage of the store, so it decides the exit status.
+        kind = UserError if any(isinstance(problem, UserError) for problem in problems) else DataError
+        raise kind('\n'.join(dict.fromkeys(map(str, problems))))
     mine = found[dist.get_global_rank() - dist.get_local_rank()][1]
     for stream, digest, *others in zip(streams, mine, *(digests for _, digests in found if digests), strict=True):
         if set(others) != {digest}:
@@ -271,14 +273,14 @@ def _fetch_indexes(streams: list[VerifiedStream]) -> None:
         stream.settle(digest)
 
 
-def _indexes_of_this_machine(streams: list[VerifiedStream]) -> tuple[str | None, list[str]]:
-    """The first problem, if there is one, and the hashes of all indexes."""
+def _indexes_of_this_machine(streams: list[VerifiedStream]) -> tuple[UserError | DataError | None, list[str]]:
+    """Fetch all indexes; returns the first problem, if there is one, and their hashes."""
     digests = []
     for stream in streams:
         try:
             digests.append(stream.fetch_index())
-        except ValueError as error:
-            return str(error), []
+        except (UserError, DataError) as error:
+            return error, []
         except OSError as error:
-            return f'streams.{stream.name}: {told(error)}', []
+            return DataError(f'streams.{stream.name}: {told(error)}'), []
     return None, digests

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,8 @@ from diffusion.launch.findings import Finding
 from diffusion.launch.gpu_health import check_gpus
 from diffusion.planning.checkpoint_interval import sizes_of
 from diffusion.planning.workload import phase_of
-from diffusion.storage.download import GaveUp, RemoteFolder
+from diffusion.storage.object_store import read
+from diffusion.storage.retry import GaveUp, RetryPolicy
 
 SHM = Path('/dev/shm')
 SHM_BYTES = 2**28
@@ -102,44 +102,31 @@ def check_run_folder(recipe: Recipe) -> Iterator[Finding]:
 def check_first_shard(name: str, stream: StreamConfig) -> Iterator[Finding]:
     """Check that a shard of a stream can be read from its origin."""
     origin = stream.remote or stream.local or ''
-    source = RemoteFolder(origin, tries=2, timeout_seconds=TIMEOUT_SECONDS, wait=lambda: None)
     try:
-        read = first_shard(source, aspects=bool(stream.aspects))
-    except GaveUp as error:
+        shard = first_shard(origin, aspects=bool(stream.aspects))
+    except (GaveUp, UserError) as error:
         yield Finding('data', False, f'streams.{name}: {error}', FAILED)
     except (ValueError, LookupError) as error:
         yield Finding('data', False, f'streams.{name}: {origin}: its index cannot be read ({error!r})', CONFIG_ERROR)
     else:
-        yield Finding('data', True, f'streams.{name}: {source.address(read)} was read')
+        yield Finding('data', True, f'streams.{name}: {shard} was read')
 
 
-def first_shard(source: RemoteFolder, *, aspects: bool) -> str:
-    """Download the first shard of a dataset and return its name.
-
-    Args:
-        source: Folder of the dataset.
-        aspects: The dataset has a folder of shards per image shape.
+def first_shard(folder: str, *, aspects: bool) -> str:
+    """Read the first shard of a folder of shards, or of one of shapes; returns its URL or path.
 
     Raises:
-        GaveUp: A file cannot be downloaded, or has another size than in its index.
+        UserError: A file is not there, or may not be read.
+        GaveUp: A file cannot be read, or has not the size that its index says.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        here = Path(folder, 'file')
-
-        def fetched(name: str) -> bytes:
-            try:
-                source.refresh(name, here)
-            except GaveUp as error:
-                raise GaveUp(f'{source.address(name)}: {error}') from error
-            content = here.read_bytes()
-            here.unlink()  # or else the next download could fail and leave this one in its place
-            return content
-
-        inside = f'{next(iter(json.loads(fetched(BUCKETS))["buckets"]))}/' if aspects else ''
-        entry = json.loads(fetched(f'{inside}{INDEX}'))['shards'][0]
-        file = entry.get('zip_data') or entry['raw_data']
-        name = f'{inside}{file["basename"]}'
-        size = len(fetched(name))
-        if size != file['bytes']:
-            raise GaveUp(f'{source.address(name)}: {size} bytes came of {file["bytes"]}')
-        return name
+    retry = RetryPolicy(tries=2, timeout_seconds=TIMEOUT_SECONDS)
+    folder = folder.rstrip('/')
+    if aspects:
+        folder += f'/{next(iter(json.loads(read(f"{folder}/{BUCKETS}", retry=retry))["buckets"]))}'
+    entry = json.loads(read(f'{folder}/{INDEX}', retry=retry))['shards'][0]
+    file = entry.get('zip_data') or entry['raw_data']
+    shard = f'{folder}/{file["basename"]}'
+    size = len(read(shard, retry=retry))
+    if size != file['bytes']:
+        raise GaveUp(f'{shard}: {size} bytes came of {file["bytes"]}')
+    return shard

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from diffusion.config.image_shapes import BUCKETS, Shape, read_buckets
 from diffusion.config.recipe import StreamConfig
-from diffusion.errors import UserError
-from diffusion.storage.download import GaveUp, RemoteFolder
+from diffusion.errors import DataError, UserError
+from diffusion.storage.download import RemoteFolder
+from diffusion.storage.retry import GaveUp, RetryPolicy
 
 log = logging.getLogger(__name__)
 
@@ -66,18 +67,16 @@ def _buckets(name: str, stream: StreamConfig) -> dict[Shape, int]:
         return read_buckets(_fetched(stream))
     except ValueError as error:
         raise UserError(f'streams.{name}: {error}') from error
+    except GaveUp as error:
+        raise DataError(f'streams.{name}: {error}') from error
 
 
 def _fetched(stream: StreamConfig) -> Path:
     """Download the list of shapes from an object store, always anew since it may change; return its local folder."""
     if stream.remote is None or stream.local is None:
         raise UserError('has a remote and no local; give a folder for the cache')
-    path, tries = Path(stream.local, BUCKETS), 1 + stream.download_retry
-    source = RemoteFolder(stream.remote, tries=tries, timeout_seconds=stream.download_timeout, wait=lambda: None)
-    try:
-        source.refresh(BUCKETS, path)
-    except GaveUp as error:
-        raise UserError(f'{source.address(BUCKETS)}: {error}') from error
+    path = Path(stream.local, BUCKETS)
+    RemoteFolder(stream.remote, RetryPolicy(1 + stream.download_retry, stream.download_timeout)).refresh(BUCKETS, path)
     return path.parent
 
 

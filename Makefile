@@ -16,6 +16,10 @@ RUN := runs/quickstart
 # Nothing here needs a model hub; a test or a quickstart that asks for one fails at once.
 OFFLINE := HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 DO_NOT_TRACK=1
 
+# Each worker takes a core and 4 GB, and whole files, whose tests share runs of training.
+TEST_WORKERS := 2
+PYTEST := $(OFFLINE) CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SUFFIXES:
@@ -50,7 +54,7 @@ endef
 	$(call install,"$$($$python -c 'import sys; print(sys.executable)')",.venv,-c constraints.txt -e '.[$(EXTRAS)]')
 	@touch $@
 
-# SkyPilot and Composer want other versions of the same packages. Only the tests ask it: what it thinks of our jobs.
+# SkyPilot and Composer want other versions of the same packages. Only slow tests ask it: what it thinks of our jobs.
 .venv-skypilot/installed: tests/launch/skypilot-requirements.txt | .venv/installed
 	@echo 'installing SkyPilot, which the tests ask, into .venv-skypilot: 0.5 GB, 1 minute'
 	@rm -rf .venv-skypilot
@@ -94,9 +98,14 @@ $(RUN)/export/model_index.json: | $(RUN)/trained
 	@$(OFFLINE) $(BIN)/diffusion export $(RUN)/latest --out $(RUN)/export
 
 .PHONY: test
-test: .venv/installed .venv-skypilot/installed ## run all tests on CPU, without network
-	@echo 'running the tests on CPU'
-	@$(OFFLINE) CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest $(PYTEST_ARGS)
+test: .venv/installed ## run the tests but the slow ones, on CPU, without network: 12 minutes on two cores
+	@echo 'running the tests on CPU, without the slow ones (make test-all)'
+	@$(PYTEST) -m 'not slow' $(PYTEST_ARGS)
+
+.PHONY: test-all
+test-all: .venv/installed .venv-skypilot/installed ## run all tests: 35 minutes on two cores
+	@echo 'running all tests on CPU'
+	@$(PYTEST) $(PYTEST_ARGS)
 
 .PHONY: lint
 lint: .venv/installed ## check style, formatting and types

@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -10,15 +9,9 @@ import sys
 import tarfile
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
 README = (ROOT / 'README.md').read_text()
 BLOCKS = re.findall(r'```(\w*)\n(.*?)```', README, flags=re.S)
-
-
-def command(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, **options)
 
 
 def block(content: str) -> str:
@@ -27,18 +20,16 @@ def block(content: str) -> str:
     return found
 
 
-@pytest.mark.slow
-def test_from_tars_to_the_first_loss(tmp_path):
+def test_from_tars_to_the_first_loss(forkserver, tmp_path):
     script = block('webdataset')
     assert len(script.splitlines()) <= 20
     (tmp_path / 'yamls').symlink_to(ROOT / 'yamls')
     (tmp_path / 'script.py').write_text(script)
     for number in range(2):
         write_tar(tmp_path / 'laion' / f'{number:05}.tar', number)
-    environment = os.environ | {'PYTHONPATH': str(ROOT), 'HF_HUB_OFFLINE': '1'}
-    result = command('script.py', cwd=tmp_path, env=environment)
-    assert result.returncode == 0, result.stderr
-    assert 0 < float(result.stdout.splitlines()[-1].removeprefix('loss ')) < 10
+    said = forkserver.run('script.py', folder=tmp_path, output=tmp_path / 'log')
+    (loss,) = re.findall(r'^loss (.*)$', said, flags=re.MULTILINE)
+    assert 0 < float(loss) < 10
 
 
 def write_tar(path: Path, number: int) -> None:
@@ -60,42 +51,27 @@ def write_tar(path: Path, number: int) -> None:
                 tar.addfile(member, io.BytesIO(content))
 
 
-@pytest.mark.slow
-def test_the_script_for_other_projects_runs(tmp_path):
+def test_the_script_for_other_projects_runs(forkserver, tmp_path):
     """In a folder that has the quickstart's data and nothing else of ours but the installed package."""
     script = block('model.generate')
     (tmp_path / 'yamls').symlink_to(ROOT / 'yamls')
     (tmp_path / 'run.py').symlink_to(ROOT / 'run.py')
     (tmp_path / 'script.py').write_text(script + "\nassert pictures.shape == (1, 3, 64, 64)\nprint('drawn')\n")
-    environment = os.environ | {'PYTHONPATH': str(ROOT), 'HF_HUB_OFFLINE': '1'}
-    prepare = 'import sys; from diffusion.cli import main; sys.exit(main(sys.argv[1:]))'
-    made = command(
-        '-c',
-        prepare,
-        'prepare',
-        'openmoji',
-        '--out',
-        'data/openmoji',
-        '--sizes',
-        '64',
-        '--limit',
-        '32',
-        cwd=tmp_path,
-        env=environment,
-    )
-    assert made.returncode == 0, made.stderr
-    encoded = command('run.py', 'yamls/quickstart.yaml', 'task=precompute', cwd=tmp_path, env=environment)
-    assert encoded.returncode == 0, encoded.stderr
-    result = command('script.py', cwd=tmp_path, env=environment)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.endswith('drawn\n')
+    for command in (
+        '-m diffusion prepare openmoji --out data/openmoji --sizes 64 --limit 32',
+        'run.py yamls/quickstart.yaml task=precompute',
+        'script.py',
+    ):
+        said = forkserver.run(*command.split(), folder=tmp_path, output=tmp_path / 'log')
+    assert '\ndrawn\n' in said
 
 
 def test_the_mistakes_shown_are_the_mistakes_told():
     (shown,) = [text for _, text in BLOCKS if text.startswith('$ diffusion check')]
     line, expected = shown.removeprefix('$ ').split('\n', 1)
     program = 'import sys; from diffusion.cli import main; sys.exit(main(sys.argv[1:]))'
-    result = command('-c', program, *shlex.split(line)[1:], cwd=ROOT)
+    words = [sys.executable, '-c', program, *shlex.split(line)[1:]]
+    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert result.stderr == expected
 

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Mapping
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,6 +18,7 @@ from composer.utils import dist
 from streaming import StreamingDataLoader
 from streaming.base.world import World
 from torch.utils.data import DataLoader
+from torch.utils.data._utils import signal_handling
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from diffusion.data.bad_samples import Tally, quarantine
@@ -30,6 +32,8 @@ log = logging.getLogger(__name__)
 
 LOOK_EVERY_SECONDS = 1.0
 """How often a rank that waits for its workers looks whether another process has failed."""
+DEATH_SECONDS = 5.0
+"""Longest wait for the end of a worker whose connection is broken."""
 SLOWEST_RANK = datetime.timedelta(minutes=30)
 """What the others wait for at most: a rank may be saving while they ask for the next batch."""
 
@@ -88,12 +92,12 @@ class BucketedLoader(StreamingDataLoader):
         for index in itertools.count(first):
             batch, problem = None, None
             try:
-                served = DataLoader.__iter__(self) if served is None else served
+                served = self._start_workers() if served is None else served
                 batch = self._next(served)
                 if batch is None:
                     problem = self._shortfall(index)
             except Exception as error:
-                problem = self._problem(error)
+                problem = self._problem(error, served)
             notes = [] if batch is None else [note for note in batch.pop(batch_keys.REPLACED, []) if note]
             try:
                 if not self._all_have(index, batch, problem, notes):
@@ -108,6 +112,16 @@ class BucketedLoader(StreamingDataLoader):
                 batch[batch_keys.TIMESTEP_QUANTILE] = timestep_quantiles(self.dataset.seed, batch, everyone, world.rank)
             self.num_samples_yielded += len(batch[batch_keys.SAMPLE_ID])
             yield batch
+
+    def _start_workers(self) -> Iterator[Any]:
+        served = DataLoader.__iter__(self)
+        # PyTorch's SIGCHLD handler raises when a worker dies, wherever the main thread is: amid the model's forward
+        # pass, say, where the other ranks then wait in a collective. Take our workers off its list; `_next` finds a
+        # dead one within LOOK_EVERY_SECONDS, and all ranks stop at the same batch.
+        if isinstance(served, _MultiProcessingDataLoaderIter) and served._worker_pids_set:
+            signal_handling._remove_worker_pids(id(served))  # type: ignore[reportPrivateImportUsage]
+            served._worker_pids_set = False
+        return served
 
     def _next(self, served: Iterator[Any]) -> Any | None:
         """The next batch of this rank's workers, None after the last."""
@@ -142,13 +156,17 @@ class BucketedLoader(StreamingDataLoader):
             return None
         return f'{self.dataset.names()}: the epoch ended after {index} of {expected} batches'
 
-    def _problem(self, error: Exception) -> str:
+    def _problem(self, error: Exception, served: Iterator[Any] | None) -> str:
         """What this rank has to say of an error; its other processes, and those of other ranks here, stop as well."""
         assert self.dataset.failures is not None
+        dead = None
         if not isinstance(error, ValueError):
             log.error('rank %d:', dist.get_global_rank(), exc_info=error)
+            dead = dead_workers(served, error)
         # A worker's exception has its traceback as its message.
-        message = self.dataset.failures.message(now=True) or told(error)
+        message = self.dataset.failures.message(now=True) or (
+            f'{self.dataset.names()}: {dead}' if dead else told(error)
+        )
         self.dataset.failures.report(message)
         return message
 
@@ -201,6 +219,38 @@ class BucketedLoader(StreamingDataLoader):
             # NCCL takes no tensors of the CPU, and on the GPU they would wait for all that is queued there.
             self._gloo = torch.distributed.new_group(backend='gloo', timeout=SLOWEST_RANK)
         return self._gloo
+
+
+def dead_workers(served: Iterator[Any] | None, error: Exception) -> str | None:
+    """Describe the workers whose death is behind an error, with the likely cause, or return None."""
+    if not isinstance(served, _MultiProcessingDataLoaderIter):
+        return None
+    # A process that dies closes its connections before its parent can see that it has ended. So PyTorch may report a
+    # killed worker as a ConnectionResetError, an EOFError or a BrokenPipeError of this process: wait for it to end.
+    if isinstance(error, OSError | EOFError) and 'in DataLoader worker process' not in str(error):
+        ending = connection.wait([worker.sentinel for worker in served._workers], timeout=DEATH_SECONDS)
+        for worker in served._workers:
+            if worker.sentinel in ending:
+                worker.join()
+    # One that is at the end of its samples ends with 0.
+    ended = [(number, worker) for number, worker in enumerate(served._workers) if worker.exitcode]
+    return '; '.join(
+        f'DataLoader worker {number} (pid {worker.pid}) {death(worker.exitcode)}' for number, worker in ended
+    )
+
+
+LIKELY_CAUSES = {
+    signal.SIGKILL: '; did the machine or its container run out of memory? '
+    'Way out: lower loader.num_workers or loader.prefetch_factor, or ask for more memory',
+    signal.SIGBUS: '; is /dev/shm full? Way out: give the container more, or lower loader.num_workers',
+}
+
+
+def death(exit_code: int) -> str:
+    """Describe how a process ended and the likely cause."""
+    if exit_code > 0:
+        return f'ended with status {exit_code}'
+    return f'was killed by {signal.Signals(-exit_code).name}{LIKELY_CAUSES.get(signal.Signals(-exit_code), "")}'
 
 
 def timestep_quantiles(seed: int, batch: Mapping[str, torch.Tensor], everyone: torch.Tensor, rank: int) -> torch.Tensor:

@@ -5,13 +5,13 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+import guarded_run
 import pytest
 import torch
 from composer.algorithms import GradientClipping
 from composer.core import Event, Precision
 from composer.loggers import LoggerDestination
 from composer.utils import dist
-from guarded_ranks import run_two
 from guarded_run import At, Recorder, Regression, make_data, make_trainer, weights_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -357,11 +357,10 @@ def test_skipping_is_refused_where_a_scaler_skips():
         LossGuard(action='skip').init(state, logger=None)  # type: ignore[arg-type]
 
 
-@pytest.mark.slow
-@pytest.mark.dist
 @pytest.mark.parametrize('what', ['stop', 'skip-fsdp2'])
-def test_two_ranks_act_together_on_what_one_of_them_met(tmp_path, what):
-    statuses, outputs = run_two(what, tmp_path)
+def test_two_ranks_act_together_on_what_one_of_them_met(ranks, tmp_path, what):
+    job = ranks.start_program(2, guarded_run.__file__, what, tmp_path)
+    statuses, outputs = job.wait(), job.outputs()
     stops = what == 'stop'
     # The bad sample is rank 1's alone.
     assert statuses == ([CONFIG_ERROR] * 2 if stops else [0, 0]), outputs

@@ -77,7 +77,6 @@ def test_a_container_that_may_not_listen_counts_no_xids(monkeypatch):
     assert Xids(driver, driver.gpus[1]).wait(0.0, threading.Event()) == {}
 
 
-@pytest.mark.dist
 def test_the_worst_of_two_ranks_is_named():
     port = free_port()
     own = [{'gpu_temperature': 60, 'gpu_utilization': 0.9}, {'gpu_temperature': 85, 'gpu_utilization': 0.99}]

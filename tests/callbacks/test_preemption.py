@@ -7,11 +7,11 @@ import subprocess
 import threading
 import time
 
+import guarded_run
 import pytest
 import torch
 from composer.callbacks import CheckpointSaver
 from composer.core import Event
-from guarded_ranks import run_two
 from guarded_run import At, make_data, make_trainer, weights_of
 
 from diffusion.callbacks.preemption import SIGNALS, Preemption
@@ -213,12 +213,10 @@ def test_a_program_that_was_stopped_exits_75(monkeypatch, capsys):
     assert capsys.readouterr().err == ''
 
 
-@pytest.mark.slow
-@pytest.mark.dist
-def test_a_signal_to_one_rank_stops_both_at_the_same_batch(tmp_path):
-    statuses, outputs = run_two('preemption', tmp_path)
+def test_a_signal_to_one_rank_stops_both_at_the_same_batch(ranks, tmp_path):
+    job = ranks.start_program(2, guarded_run.__file__, 'preemption', tmp_path)
     # Each is sent more until its interpreter has gone.
-    assert statuses == [PREEMPTED, PREEMPTED], outputs
-    for rank, output in enumerate(outputs):
+    assert job.wait() == [PREEMPTED, PREEMPTED], job.output()
+    for rank, output in enumerate(job.outputs()):
         assert f'rank {rank}: stopped at batch 4 on SIGTERM; {tmp_path}/ba4.pt is saved' in output
     assert sorted(path.name for path in tmp_path.glob('ba*.pt')) == ['ba4.pt']

@@ -276,10 +276,10 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(('content', 'overrides', 'message'), WRONG.values(), ids=WRONG)
-def test_a_mistake_is_answered_with_where_what_and_the_way_out(write, content, overrides, message):
-    with pytest.raises(RecipeError, match=message):
-        load(write(content), overrides)
+def test_a_mistake_is_answered_with_where_what_and_the_way_out(write, subtests):
+    for name, (content, overrides, message) in WRONG.items():
+        with subtests.test(name), pytest.raises(RecipeError, match=message):
+            load(write(content), overrides)
 
 
 def test_all_mistakes_are_told_at_once(write):

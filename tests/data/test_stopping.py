@@ -11,8 +11,6 @@ from ranks import largest_difference, read_losses
 
 from diffusion.exit_codes import FAILED
 
-pytestmark = [pytest.mark.slow, pytest.mark.dist]
-
 BROKEN = {5, 23, 42, 61}
 COUNT = 88
 
@@ -51,7 +49,7 @@ def recipe(tmp_path, tiny_recipe):
     return write
 
 
-@pytest.mark.parametrize(('ranks_count', 'workers'), [(1, 0), (1, 2), (2, 0), (2, 2)])
+@pytest.mark.parametrize(('ranks_count', 'workers'), [pytest.param(1, 0, marks=pytest.mark.slow), (2, 2)])
 def test_a_shard_that_goes_while_training_stops_all_ranks_which_go_on_when_it_is_back(
     store, pictures_of_two_kinds, recipe, ranks, tmp_path, ranks_count, workers
 ):
@@ -80,6 +78,7 @@ def test_a_shard_that_goes_while_training_stops_all_ranks_which_go_on_when_it_is
     assert read_losses(tmp_path / 'runs' / 'stopped') == read_losses(tmp_path / 'runs' / 'whole')
 
 
+@pytest.mark.slow
 def test_bad_samples_are_replaced_alike_on_one_and_two_ranks_and_after_a_resume(
     pictures_of_two_kinds, recipe, ranks, tmp_path
 ):

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from numbered import Numbers, expected, loader_over, payload, served, shards_of, write_samples
 from processes import Forked
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from diffusion.errors import DataError, UserError
 from diffusion.models import batch_keys
@@ -122,13 +123,25 @@ def test_a_failure_leaves_nothing_that_a_later_run_trips_over(store, bucket, tmp
     assert served(loader_over(bucket, tmp_path / 'local')) == expected()
 
 
-def test_a_worker_that_dies_ends_the_epoch(store, bucket, tmp_path):
+@pytest.mark.parametrize('first', [None, ConnectionResetError, EOFError, BrokenPipeError])
+def test_worker_that_dies_is_named_whatever_pytorch_raises_first(store, bucket, tmp_path, monkeypatch, first):
+    """PyTorch may notice the broken connection (`first`) before the death of the worker."""
     loader = loader_over(bucket, tmp_path / 'local', workers=2, predownload=6, shuffle=False)
     store.fail(f'GET {LAST}', 30.0)
     iterator = iter(loader)
     next(iterator)
-    max(multiprocessing.active_children(), key=lambda child: child.pid or 0).kill()  # not one of an earlier test
-    with within(20), pytest.raises(DataError, match='DataLoader worker'):
+    worker = max(multiprocessing.active_children(), key=lambda child: child.pid or 0)  # not one of an earlier test
+
+    def lose_connection(*_: object) -> None:
+        worker.kill()
+        raise first(104, 'Connection reset by peer')
+
+    if first is None:
+        worker.kill()
+    else:
+        monkeypatch.setattr(_MultiProcessingDataLoaderIter, '_try_get_data', lose_connection)
+    told = rf'^streams\.a: DataLoader worker 1 \(pid {worker.pid}\) was killed by SIGKILL; .* out of memory'
+    with within(20), pytest.raises(DataError, match=told):
         for _ in iterator:
             pass
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import slurm_cluster
 import yaml
-from forked_run import SOCKET, Server
+from forkserver import SOCKET, Server
 from ranks import assert_same_weights, batches_done, free_port
 
 from diffusion.cli import main
@@ -22,7 +22,7 @@ from diffusion.exit_codes import BAD_HARDWARE, CONFIG_ERROR, FAILED, PREEMPTED
 from diffusion.launch.attempts import ATTEMPTS, Attempt, read_attempts
 
 ROOT = Path(__file__).parents[2]
-pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.dist]
+pytestmark = pytest.mark.slow
 
 RUN = f"""\
 import os, pathlib, sys
@@ -34,8 +34,8 @@ if node == os.environ.get('UNFIT'):
 os.environ.update(MASTER_ADDR='127.0.0.1', NODE_RANK='0')
 os.environ.update(LOCAL_RANK=os.environ['RANK'], LOCAL_WORLD_SIZE=os.environ['WORLD_SIZE'])
 sys.path.insert(0, {str(ROOT / 'tests')!r})
-import forked_run
-sys.exit(forked_run.main())
+import forkserver
+sys.exit(forkserver.main())
 """
 
 
@@ -90,19 +90,18 @@ class Job:
 
 
 @pytest.fixture(scope='module')
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm_cluster.Cluster]:
+def cluster(forkserver: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm_cluster.Cluster]:
     """Three nodes; this process is on their login node."""
     why_not = slurm_cluster.why_not()
     if why_not:
         pytest.skip(why_not)
     with (
-        contextlib.closing(Server()) as server,
         slurm_cluster.start(tmp_path_factory.mktemp('slurm'), nodes=3) as found,
         pytest.MonkeyPatch.context() as patch,
     ):
         python = {'PATH': f'{Path(sys.executable).parent}:{found.environ["PATH"]}', 'PYTHONPATH': str(ROOT)}
         # The count is as in a job that was restarted, and launches others.
-        variables = found.environ | python | {SOCKET: server.path, 'SLURM_RESTART_COUNT': '7'}
+        variables = found.environ | python | {SOCKET: forkserver.path, 'SLURM_RESTART_COUNT': '7'}
         for name, value in variables.items():
             patch.setenv(name, value)
         yield found

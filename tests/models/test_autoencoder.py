@@ -71,13 +71,13 @@ def test_the_shipped_autoencoder_reconstructs_pictures_it_has_not_seen(tmp_path)
     """At least 25 dB on the held-out families of OpenMoji, and latents of mean 0 and deviation 1."""
     prepare_openmoji(tmp_path / 'heldout', [64], select='all', split='heldout')
     data = StreamingDataset(local=str(tmp_path / 'heldout/64px'), batch_size=1)
-    pictures = [picture(data[i]['image'], square(64)) for i in range(len(data))]
+    pictures = [picture(data[i]['image'], square(64)) for i in range(0, len(data), 4)]
     pixels = torch.stack(pictures) / 127.5 - 1
     vae = AutoencoderKL.from_pretrained(TINY_VAE, low_cpu_mem_usage=False).float()
     with torch.no_grad():
         means = posterior_of(vae, pixels).mean
         decibels = psnr_db(decode_latents(vae, means), pixels)
-    assert len(data) > 200
+    assert len(pictures) > 50
     assert decibels.mean() > 25
     mean, std = (torch.tensor(vae.config[name]).view(1, -1, 1, 1) for name in ('latents_mean', 'latents_std'))
     normalised = (means - mean) / std

@@ -187,7 +187,6 @@ NO_NODES = [FAILED, FAILED]
 
 
 @pytest.mark.slow
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ('meddle', 'check', 'expected'),
     [
@@ -216,7 +215,6 @@ def test_the_node_at_fault_is_named_and_the_other_tries_again(run_two, meddle, c
 
 
 @pytest.mark.slow
-@pytest.mark.dist
 def test_a_bucket_that_cannot_be_read_may_be_read_later(run_two, store, pictures, write_recipe, tmp_path):
     stream = {'remote': store.upload(pictures[32]), 'local': str(tmp_path / 'cache'), 'resolution': 32}
     store.fail('GET shard.00000', 403)
@@ -225,9 +223,7 @@ def test_a_bucket_that_cannot_be_read_may_be_read_later(run_two, store, pictures
     assert statuses == [FAILED, FAILED]
 
 
-@pytest.mark.slow
-@pytest.mark.dist
-@pytest.mark.parametrize('level', ['fast', 'deep'])
+@pytest.mark.parametrize('level', ['fast', pytest.param('deep', marks=pytest.mark.slow)])
 def test_sound_nodes_pass_within_a_minute(run_two, level):
     begin = time.monotonic()
     statuses, found = run_two(level=level)
@@ -237,7 +233,6 @@ def test_sound_nodes_pass_within_a_minute(run_two, level):
     assert time.monotonic() - begin < 60
 
 
-@pytest.mark.dist
 def test_who_does_not_come_is_named(write_recipe, monkeypatch, capsys):
     place = {'RANK': '0', 'WORLD_SIZE': '4', 'LOCAL_RANK': '0', 'LOCAL_WORLD_SIZE': '2'}
     for name, value in (place | {'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(free_port())}).items():

@@ -49,7 +49,6 @@ def test_mistakes_are_a_line(write_recipe, capsys, words, told):
 
 
 @pytest.mark.slow
-@pytest.mark.dist
 def test_a_machine_is_checked_by_all_its_processes(write_recipe, tmp_path):
     recipe = write_recipe()
     code = 'import sys; from diffusion.cli import main; sys.exit(main())'

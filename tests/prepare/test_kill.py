@@ -100,8 +100,7 @@ def run(tmp_path: Path, function: str, **arguments: Any) -> Any:
     return json.loads(done.stdout)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('workers', [1, 2, 4])
+@pytest.mark.parametrize('workers', [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_killed_at_ten_random_points(tmp_path: Path, workers: int) -> None:
     found = run(tmp_path, 'at_random_points', workers=workers, kills=10)
     assert len(found) == 10

@@ -2,6 +2,7 @@
 
 import datetime
 import decimal
+import itertools
 import json
 import pickle
 from pathlib import Path
@@ -74,11 +75,11 @@ def test_hugging_faces_structs_are_read(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize('name', ['image', 'jpg', 'jpeg', 'png', 'webp', 'image_bytes', 'img', 'JPG'])
-@pytest.mark.parametrize('caption', ['caption', 'text', 'TEXT', 'txt', 'Caption'])
-def test_the_usual_columns_are_found(tmp_path: Path, name: str, caption: str) -> None:
-    found = read(tmp_path / 'a.parquet', {'id': [1], name: [b'x'], caption: ['y']})
-    assert (found[0].image, found[0].captions, found[0].metadata) == (b'x', ['y'], {'id': 1})
+def test_the_usual_columns_are_found(tmp_path: Path) -> None:
+    names = ('image', 'jpg', 'jpeg', 'png', 'webp', 'image_bytes', 'img', 'JPG')
+    for name, caption in itertools.product(names, ('caption', 'text', 'TEXT', 'txt', 'Caption')):
+        found = read(tmp_path / f'{name}-{caption}.parquet', {'id': [1], name: [b'x'], caption: ['y']})
+        assert (found[0].image, found[0].captions, found[0].metadata) == (b'x', ['y'], {'id': 1}), (name, caption)
 
 
 def test_columns_can_be_named(tmp_path: Path) -> None:

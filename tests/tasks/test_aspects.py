@@ -11,8 +11,6 @@ from shards import write_pictures
 
 from diffusion.config.image_shapes import Shape, write_buckets
 
-pytestmark = [pytest.mark.slow, pytest.mark.dist]
-
 SHAPES = {
     32: {Shape(32, 32): 30, Shape(40, 24): 20, Shape(24, 40): 14},
     48: {Shape(48, 48): 25, Shape(64, 32): 12, Shape(32, 64): 10},
@@ -47,6 +45,7 @@ def content(tmp_path_factory, tiny_recipe):
     return root, recipe
 
 
+@pytest.mark.slow
 def test_shapes_never_mix_and_keep_their_shares_on_any_number_of_ranks(content, ranks):
     root, recipe = content
     for count in (1, 2):

@@ -14,8 +14,6 @@ from diffusion.loggers.metrics_file import read_metrics
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = [pytest.mark.slow, pytest.mark.dist]
-
 
 def start(processes: int, *arguments: str) -> subprocess.Popen[str]:
     launcher = [sys.executable, '-m', 'composer.cli.launcher', '-n', str(processes)]
@@ -53,11 +51,12 @@ def losses(folder: Path) -> dict[int, float]:
     return read_metrics(folder / 'metrics.jsonl')['loss/train/total']
 
 
-def test_two_processes_killed_and_run_again_go_on_where_they_were(write_recipe, tmp_path):
+@pytest.mark.slow
+def test_two_processes_killed_and_run_again_go_on_where_they_were(ranks, write_recipe, tmp_path):
     sections = {'algorithms': {'ema': {'ema_start': '3ba', 'smoothing': 0.5}}}
     duration = ['trainer.max_duration=20ba', 'trainer.save_interval=2ba']
     runs = tmp_path / 'runs'
-    run(2, str(write_recipe('whole', **sections)), *duration)
+    ranks.run(2, write_recipe('whole', **sections), *duration)
     path = str(write_recipe('killed', **sections))
     kill_when(start(2, path, *duration), runs / 'killed' / 'ba6')
     run(2, path, *duration)
@@ -68,14 +67,16 @@ def test_two_processes_killed_and_run_again_go_on_where_they_were(write_recipe, 
         assert all((whole[name] == killed[name]).all() for name in whole)
 
 
-def test_one_process_two_and_two_that_shard_learn_the_same(write_recipe, tmp_path):
+@pytest.mark.slow
+def test_one_process_two_and_two_that_shard_learn_the_same(ranks, write_recipe, tmp_path):
     sections = {
         'algorithms': {'ema': {'ema_start': '3ba', 'smoothing': 0.5}},
         'callbacks': {'image_grid': {'prompts': ['a'], 'every': '8ba', 'num_inference_steps': 1}},
     }
-    run(1, str(write_recipe('one', **sections)))
-    run(2, str(write_recipe('two', **sections)))
-    run(2, str(write_recipe('sharded', **sections, parallelism={'strategy': 'fsdp2', 'reshard_after_forward': False})))
+    sharded = {'strategy': 'fsdp2', 'reshard_after_forward': False}
+    ranks.run(1, write_recipe('one', **sections))
+    ranks.run(2, write_recipe('two', **sections))
+    ranks.run(2, write_recipe('sharded', **sections, parallelism=sharded))
     runs = tmp_path / 'runs'
     one = losses(runs / 'one')
     averages = weights_of(find_checkpoint(runs / 'one'), 'ema')[0]

@@ -1,6 +1,6 @@
 """The same curve everywhere: real runs on 1, 2 and 4 ranks, DDP and FSDP2, killed, stopped and resumed.
 
-24 batches of pictures of two resolutions, over the border of an epoch, with keyed crops, flips, captions, dropout and
+20 batches of pictures of two resolutions, over the border of an epoch, with keyed crops, flips, captions, dropout and
 noise, and averages that start late. A run at the same number of ranks under the same strategy must be the same to the
 last bit, whatever happened to it. On others, sums are made in another order, and nothing else may differ: in float64
 the difference must go down with the precision.
@@ -17,9 +17,7 @@ from ranks import Ranks, largest_difference, read_losses
 
 from diffusion.checkpointing.run_folder import Weights, find_checkpoint, weights_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.dist]
-
-BATCHES = 24
+BATCHES = 20
 WHICH: tuple[Weights, ...] = ('training', 'ema')
 EPOCH = 17
 """Batches: 88 samples of one stream in batches of 8 and 48 of the other."""
@@ -27,7 +25,6 @@ STRATEGIES = {
     'ddp': {},
     'fsdp2': {'strategy': 'fsdp2', 'checkpoints': 'sharded', 'reshard_after_forward': False},
 }
-PLACES = [(1, 'ddp'), (2, 'ddp'), (1, 'fsdp2'), (2, 'fsdp2')]
 
 
 class Runs:
@@ -106,11 +103,16 @@ def test_the_run_is_what_it_says(runs):
 
 @pytest.mark.parametrize(
     ('count', 'strategy', 'batch'),
-    [(count, 'ddp', batch) for count in (1, 2) for batch in (3, EPOCH - 1, 20)]
-    + [(1, 'fsdp2', EPOCH - 1), (2, 'fsdp2', 9), (2, 'fsdp2', 20), (4, 'ddp', 9), (4, 'fsdp2', 9)],
+    [
+        (2, 'ddp', EPOCH - 1),
+        (2, 'fsdp2', 9),
+        pytest.param(2, 'ddp', 3, marks=pytest.mark.slow),
+        pytest.param(2, 'fsdp2', 18, marks=pytest.mark.slow),
+        pytest.param(4, 'fsdp2', 9, marks=pytest.mark.slow),
+    ],
 )
 def test_killed_and_resumed_is_the_same_to_the_last_bit(runs, count, strategy, batch):
-    """kill -9 as soon as a batch is done: before the first checkpoint, at the end of the epoch, late."""
+    """kill -9 as soon as a batch is done: before the first checkpoint, in an epoch, at its end, late."""
     whole = runs.whole(count, strategy)
     name = f'killed-{count}-{strategy}-{batch}'
     path = runs.recipe(name, strategy)
@@ -122,7 +124,7 @@ def test_killed_and_resumed_is_the_same_to_the_last_bit(runs, count, strategy, b
     same_weights(runs.folder(name), whole)
 
 
-@pytest.mark.parametrize(('count', 'strategy'), [(1, 'ddp'), (2, 'ddp'), (2, 'fsdp2')])
+@pytest.mark.parametrize(('count', 'strategy'), [(2, 'ddp'), pytest.param(2, 'fsdp2', marks=pytest.mark.slow)])
 def test_told_to_stop_and_resumed_is_the_same_to_the_last_bit(runs, count, strategy):
     """SIGTERM to the last rank alone, SIGUSR1 the second time: all save at the same batch and exit with 75."""
     whole = runs.whole(count, strategy)
@@ -141,7 +143,9 @@ def test_told_to_stop_and_resumed_is_the_same_to_the_last_bit(runs, count, strat
     same_weights(runs.folder(name), whole)
 
 
-@pytest.mark.parametrize(('count', 'strategy'), [*PLACES[1:], (4, 'ddp'), (4, 'fsdp2')])
+@pytest.mark.parametrize(
+    ('count', 'strategy'), [(2, 'ddp'), (2, 'fsdp2'), pytest.param(4, 'fsdp2', marks=pytest.mark.slow)]
+)
 def test_another_number_of_ranks_or_strategy_is_the_same_curve(runs, count, strategy):
     one, other = runs.whole(1, 'ddp'), runs.whole(count, strategy)
     first, another = read_losses(one), read_losses(other)
@@ -151,9 +155,10 @@ def test_another_number_of_ranks_or_strategy_is_the_same_curve(runs, count, stra
         assert distance(one, other, which) < 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ('before', 'after'),
-    [((1, 'ddp'), (2, 'fsdp2')), ((2, 'fsdp2'), (1, 'ddp')), ((2, 'ddp'), (1, 'fsdp2')), ((2, 'fsdp2'), (4, 'ddp'))],
+    [((2, 'ddp'), (1, 'fsdp2')), ((1, 'ddp'), (2, 'fsdp2'))],
     ids=lambda place: f'{place[0]}{place[1]}',
 )
 def test_resumed_on_another_number_of_ranks_is_the_same_curve(runs, before, after):
@@ -169,7 +174,8 @@ def test_resumed_on_another_number_of_ranks_is_the_same_curve(runs, before, afte
         assert distance(one, runs.folder(name), which) < 0.05
 
 
-@pytest.mark.parametrize(('count', 'strategy'), [(2, 'ddp'), (2, 'fsdp2'), (4, 'ddp')])
+@pytest.mark.slow
+@pytest.mark.parametrize(('count', 'strategy'), [(2, 'ddp'), (2, 'fsdp2')])
 def test_in_float64_the_difference_goes_down_with_the_precision(runs, count, strategy):
     """Without clipping: with it FSDP2 is 5e-10 away, since torch 2.7 takes the norm of shards less precisely."""
     full = {'mixed_precision': 'full'} if strategy == 'fsdp2' else {}
@@ -187,33 +193,33 @@ def test_in_float64_the_difference_goes_down_with_the_precision(runs, count, str
         assert distance(folders[0], folders[1], which) < 1e-6
 
 
-def test_twenty_kills_at_random(runs):
-    """Anywhere at all, in the middle of a save among other places: each resumes to the weights of the whole run."""
+@pytest.mark.slow
+def test_ten_kills_at_random(runs):
+    """Five at any time and five amid a save: each resumes to the weights of the whole run."""
     randomness = random.Random(20)
     trainer = runs.content['trainer'] | {'save_interval': '2ba', 'max_duration': '12ba'}
     whole = runs.folder('whole-short')
     runs.ranks.run(1, runs.recipe('whole-short', 'ddp', trainer=trainer))
-    interrupted_saves = 0
 
-    def begin(number):
-        path = runs.recipe(f'random-{number}', 'ddp', trainer=trainer)
-        return runs.ranks.start(1, path), path, runs.folder(f'random-{number}')
-
-    for number in range(0, 20, 2):  # two at a time, one for each of two cores
-        jobs = [begin(number), begin(number + 1)]
-        for (job, _, folder), in_a_save in zip(jobs, (False, True), strict=True):
-            if in_a_save:
-                job.wait_for(folder / f'.ba{2 * randomness.randint(1, 5)}.unfinished', or_ended=True)
-                job.spend(randomness.random() * 0.03)
-            else:
-                runs.wait_for_batch(job, folder.name, randomness.randint(0, 7))
-                job.spend(randomness.random() * 0.2)
+    def kill(number: int) -> Path:
+        path, folder = runs.recipe(f'random-{number}', 'ddp', trainer=trainer), runs.folder(f'random-{number}')
+        if number % 2:
+            unfinished = folder / f'.ba{2 * randomness.randint(1, 5)}.unfinished'
+            runs.ranks.start(1, path, deaths={0: (randomness.randrange(1, 5), unfinished)}).wait_for_death(0)
+            assert unfinished.exists()
+        else:
+            job = runs.ranks.start(1, path)
+            runs.wait_for_batch(job, folder.name, randomness.randint(0, 7))
+            job.spend(randomness.random() * 0.2)
             job.kill()
-            interrupted_saves += any(folder.glob('.ba*.unfinished'))
-        again = [runs.ranks.start(1, path) for _, path, _ in jobs]
-        for job, (_, _, folder) in zip(again, jobs, strict=True):
+        return path
+
+    for number in range(0, 10, 2):
+        paths = [kill(number), kill(number + 1)]
+        again = [runs.ranks.start(1, path) for path in paths]  # one for each of two cores
+        for job, path in zip(again, paths, strict=True):
+            folder = runs.folder(path.stem)
             assert job.wait() == [0], job.output()
             assert read_losses(folder) == read_losses(whole), f'after kill {number}'
             same_weights(folder, whole)
             assert not list(folder.glob('.ba*')), 'what was left half-written is swept away'
-    assert interrupted_saves >= 3

@@ -180,7 +180,7 @@ torch.save(images, out)
 """
 
 
-@pytest.mark.parametrize('weights', ['ema', 'training'])
+@pytest.mark.parametrize('weights', ['ema', pytest.param('training', marks=pytest.mark.slow)])
 def test_the_stock_pipeline_draws_what_we_draw(finished, tmp_path, weights):
     path, run = finished
     assert export(run / 'latest', tmp_path / 'sd', weights=weights) == weights

@@ -74,7 +74,6 @@ def test_fsdp_wraps_the_denoisers_blocks_and_no_frozen_part(write_recipe, alone)
 
 
 @pytest.mark.slow
-@pytest.mark.dist
 def test_every_way_to_spread_is_the_same_curve(write_recipe, ranks, tmp_path):
     """Clipping is what shows gradients of another scale, which Adam's updates hide."""
     sections = {
@@ -195,7 +194,6 @@ def run_fsdp1(tmp_path, device, count):
 
 
 @pytest.mark.slow
-@pytest.mark.dist
 def test_averages_under_fsdp1(tmp_path):
     """Composer's FSDP1 needs a GPU, and so does torch's gathering; averaging and exchanging run on a CPU."""
     run_fsdp1(tmp_path, 'cpu', 2)

@@ -492,7 +492,6 @@ def test_gradients_are_reduced_once_a_batch(write_recipe, alone):
 
 
 @pytest.mark.slow
-@pytest.mark.dist
 def test_gradients_reduced_once_are_those_reduced_every_time(write_recipe, ranks, tmp_path):
     """Two ranks, four microbatches each, clipped: what is reduced twice or never is of another size."""
     sections: dict[str, Any] = {

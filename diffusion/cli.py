@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ COMMANDS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a sub-command; errors of the user's making are one message and exit status 2."""
+    """Run a sub-command; a mistake of the user is one message and exit status 2, see `exit_codes`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = _parser()
     if arguments and not arguments[0].startswith('-') and arguments[0] not in COMMANDS:
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return args.run(args)
     except (UserError, DataError, ExternalError) as error:
         if os.environ.get('DIFFUSION_TRACEBACK'):
-            raise
+            traceback.print_exc()
         print(f'error: {error}', file=sys.stderr)
         return USAGE_ERROR if isinstance(error, UserError) else error.exit_status
     except KeyboardInterrupt:

@@ -168,7 +168,7 @@ def check_keywords(
     """
     try:
         found = signature(kind, name)
-    except ValueError as error:
+    except UserError as error:
         return [Problem(where, str(error))]
     return _check(where, found, kwargs, set(supplied))
 

@@ -160,7 +160,7 @@ class BucketedLoader(StreamingDataLoader):
         """What this rank has to say of an error; its other processes, and those of other ranks here, stop as well."""
         assert self.dataset.failures is not None
         dead = None
-        if not isinstance(error, ValueError):
+        if not isinstance(error, UserError | DataError):
             log.error('rank %d:', dist.get_global_rank(), exc_info=error)
             dead = dead_workers(served, error)
         # A worker's exception has its traceback as its message.

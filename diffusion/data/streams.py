@@ -112,7 +112,7 @@ class BucketedDataset(VerifiedDataset):
         """
         try:
             return captions_of(sample, '')
-        except ValueError as error:
+        except BadSample as error:
             raise BadSample(f'{self.where(at)}{error}') from error
 
     def bucket_of(self, index: int) -> Bucket:

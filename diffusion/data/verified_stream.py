@@ -246,13 +246,18 @@ class VerifiedStream(Stream):
             files = files_of(content)
         except ValueError as error:
             raise UserError(f'{where}: {path} {error}; prepare it again') from error
+        shards = json.loads(content)['shards']
+        if not sum(shard.get('samples', 0) for shard in shards):
+            raise UserError(f'{where}: {path} has no samples; prepare it again, or remove the stream')
+        if any('pkl' in shard.get('column_encodings', ()) for shard in shards):
+            raise UserError(f'{where}: {path} has pickled columns, which run code when they are read; refused')
         for file in files:
             name = PurePosixPath(file.basename)
             if name.is_absolute() or '..' in name.parts:
                 raise UserError(f'{where}: {path} names a file outside of its folder, {file.basename!r}; refused')
             try:
                 algorithm_for(file.hashes, self.validate_hash)
-            except ValueError as error:
+            except UserError as error:
                 raise UserError(f'{where}.{error}') from error
         if any(not file.hashes for file in files):
             log.warning('%s: its shards have no hashes; only their sizes are checked. Write it with hashes', where)
@@ -287,16 +292,16 @@ def files_of(index: bytes) -> list[FileInfo]:
     """All files that an index names.
 
     Raises:
-        UserError: It is no index of MDS shards.
+        ValueError: It is not an index of MDS shards.
     """
     try:
         content = json.loads(index)
         if content['version'] != 2:
-            raise UserError(f'version {content["version"]}, not 2')
+            raise ValueError(f'version {content["version"]}, not 2')
         kinds = ('raw_data', 'zip_data', 'raw_meta', 'zip_meta')
         return [FileInfo(**shard[kind]) for shard in content['shards'] for kind in kinds if shard.get(kind)]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f'is not an index of MDS shards ({type(error).__name__}: {error})') from error
+        raise ValueError(f'is not an index of MDS shards ({type(error).__name__}: {error})') from error
 
 
 def _unpacked(path: Path, raw: FileInfo, compression: str | None, folder: Path | None = None) -> Path:

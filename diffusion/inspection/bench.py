@@ -193,7 +193,7 @@ def demand(recipe: Recipe, dataset: BucketedDataset, gpu: GPU, mfu: float) -> fl
     """Return samples per second that a GPU trains on, a backward pass being two forward passes; or why unknown."""
     try:
         model = describe(recipe.model.name, recipe.model.kwargs)
-    except ValueError as error:
+    except UserError as error:
         return str(error)
     counts = dataset.samples_per_stream.tolist()
     flops = [3 * model.train(bucket.shape).forward_flops for bucket in dataset.buckets]

@@ -46,16 +46,13 @@ def look(
             without one the first three latent channels are drawn.
 
     Raises:
-        UserError: The file has another extension or cannot be written, or a stream cannot be read.
+        UserError: The file has another extension, its folder cannot be written to, or a stream cannot be read.
     """
     _check_out(out)
     chosen = select(recipe, names)
     sections = [each for name in chosen for each in _sections(recipe, name, chosen[name], samples, seed, decode)]
     content = preview_page(sections).encode() if out.suffix == '.html' else png_bytes(draw_sheet(sections, side=SIDE))
-    try:
-        write_whole(out, content)
-    except OSError as error:
-        raise UserError(f'--out: {out} cannot be written ({error.strerror})') from error
+    write_whole(out, content)
     print(f'{out}: {sum(len(section.figures) for section in sections)} samples of {len(sections)} buckets')
 
 

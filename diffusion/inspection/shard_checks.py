@@ -16,6 +16,7 @@ from streaming.base.format.mds.reader import MDSReader
 
 from diffusion.config.image_shapes import parse_shape
 from diffusion.config.recipe import StreamConfig
+from diffusion.data.bad_samples import BadSample
 from diffusion.data.caption_choice import captions_of
 from diffusion.data.transforms import JPEG_START, Undecodable, decode
 from diffusion.errors import UserError
@@ -188,7 +189,7 @@ def _problems_of_picture(sample: Mapping[str, Any]) -> Iterator[tuple[str, bool]
 def _problems_of_captions(sample: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
     try:
         captions = captions_of(dict(sample), 'captions')
-    except ValueError as error:
+    except BadSample as error:
         yield str(error).removeprefix('captions: '), False
         return
     if not any(caption.strip() for caption in captions):

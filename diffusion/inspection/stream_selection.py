@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from diffusion.config.load import Recipe, RecipeError
 from diffusion.config.recipe import StreamConfig
 from diffusion.config.schema import did_you_mean
-from diffusion.errors import UserError
+from diffusion.errors import DataError, UserError
 from diffusion.training.expand_streams import by_shape
 
 Sections = dict[str, dict[str, StreamConfig]]
@@ -53,11 +53,12 @@ def with_shapes(section: str, streams: Mapping[str, StreamConfig]) -> dict[str, 
 
     Raises:
         UserError: A folder has no list of its shapes.
+        DataError: The list cannot be read now.
     """
     try:
         return by_shape(streams)
-    except ValueError as error:
-        raise UserError(f'{section.removesuffix("streams")}{error}') from error
+    except (UserError, DataError) as error:
+        raise type(error)(f'{section.removesuffix("streams")}{error}') from error
 
 
 def _check_given(recipe: Recipe, chosen: Sections) -> None:

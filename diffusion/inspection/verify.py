@@ -102,7 +102,7 @@ def verify_stream(source: RemoteFolder, *, sample: float = 1.0, seed: int = 0, p
         manifest = (
             stream_manifest(source) if entries and batch_keys.LATENT_MOMENTS in entries[0]['column_names'] else None
         )
-    except ValueError as error:
+    except UserError as error:
         report.problem = str(error)
         return report
     report.of = len(entries)
@@ -123,7 +123,9 @@ def _in_turn(pool: Executor, tasks: Sequence[tuple[Any, ...]]) -> Iterator[Readi
         for future in tqdm(as_completed(futures), total=len(futures), unit=' shards', leave=False, disable=None):
             yield future.result()
     except BrokenProcessPool as error:
-        raise UserError('--jobs: a process died, of a decoder or for want of memory; --jobs 1 shows where') from error
+        raise RuntimeError(
+            '--jobs: a process died, of a decoder or for want of memory; --jobs 1 shows where'
+        ) from error
     finally:
         for future in futures:
             future.cancel()

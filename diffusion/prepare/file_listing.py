@@ -13,7 +13,7 @@ from pathlib import Path
 
 import xxhash
 
-from diffusion.errors import UserError
+from diffusion.errors import UserError, is_wrong_path
 from diffusion.prepare.source import Part
 from diffusion.storage import object_store
 
@@ -179,6 +179,8 @@ def _file(path: str, name: str) -> File:
 
 
 def _cannot_list(error: OSError) -> None:
+    if not is_wrong_path(error):
+        raise error
     raise UserError(f'{error.filename}: cannot be listed ({error.strerror}); check its permissions') from error
 
 

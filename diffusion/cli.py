@@ -4,12 +4,13 @@ import argparse
 import os
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
 import diffusion
 from diffusion.config.schema import did_you_mean
-from diffusion.errors import DataError, UserError
+from diffusion.errors import DataError, ExternalError, UserError
 from diffusion.exit_codes import USAGE_ERROR
 
 COMMANDS = (
@@ -19,7 +20,7 @@ COMMANDS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a sub-command; errors of the user's making are one message and exit status 2."""
+    """Run a sub-command; a mistake of the user is one message and exit status 2, see `exit_codes`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = _parser()
     if arguments and not arguments[0].startswith('-') and arguments[0] not in COMMANDS:
@@ -34,9 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.overrides += rest
     try:
         return args.run(args)
-    except (UserError, DataError) as error:
+    except (UserError, DataError, ExternalError) as error:
         if os.environ.get('DIFFUSION_TRACEBACK'):
-            raise
+            traceback.print_exc()
         print(f'error: {error}', file=sys.stderr)
         return USAGE_ERROR if isinstance(error, UserError) else error.exit_status
     except KeyboardInterrupt:

@@ -13,9 +13,8 @@ ENVIRONMENT = {
     'AWS_ACCESS_KEY_ID': 'test',
     'AWS_SECRET_ACCESS_KEY': 'test',
     'AWS_DEFAULT_REGION': 'us-east-1',
-    'AWS_MAX_ATTEMPTS': '1',  # boto's own, which wait for seconds
 }
-CODES = {403: 'AccessDenied', 404: 'NoSuchKey', 500: 'InternalError'}
+CODES = {403: 'AccessDenied', 404: 'NoSuchKey', 429: 'TooManyRequests', 500: 'InternalError'}
 ALWAYS = 10**9
 
 
@@ -41,7 +40,7 @@ class Store:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What makes Streaming find the server."""
+        """The variables by which clients find the server."""
         return ENVIRONMENT | {'S3_ENDPOINT_URL': self.client.meta.endpoint_url}
 
     def fail(self, words: str, what: int | str | float, *, times: int = ALWAYS) -> Fault:

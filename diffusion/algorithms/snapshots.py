@@ -171,5 +171,5 @@ def _opened(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework='pt') as file:
             yield file
-    except (SafetensorError, OSError) as error:
+    except SafetensorError as error:
         raise UserError(f'{path}: not readable ({error}); cut short? Remove it: the others may do') from error

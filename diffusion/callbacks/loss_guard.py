@@ -30,7 +30,11 @@ OR_SKIP = '; or leave such batches out (callbacks.loss_guard.action: skip)'
 
 
 class BadLoss(UserError):
-    """A loss or gradients that no update should be made of."""
+    """A loss or gradients that no update should be made of.
+
+    A UserError, although it comes in the middle of a run: a retry draws the same samples, noise and timesteps for this
+    batch and meets the same loss, until somebody changes the recipe or the data.
+    """
 
 
 class Microbatch(NamedTuple):

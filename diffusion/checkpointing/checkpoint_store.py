@@ -11,10 +11,12 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import xxhash
 
@@ -28,7 +30,14 @@ STATE = 'state.pt'
 RECEIPT = 'receipt.json'
 LATEST = 'latest'
 VERSION = 1
+RETRY_PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0)
+"""Pauses before each further try of a read that failed."""
 _CHUNK = 16 * 2**20
+Result = TypeVar('Result')
+
+
+class DamagedCheckpoint(UserError):
+    """A checkpoint whose files are not those of its receipt: one is missing, or its size or hash differs."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +96,18 @@ def unfinished(folder: Path, batch: int) -> Path:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """A run's checkpoints, newest first."""
-    found = [path for path in folder.glob('ba*') if path.is_dir() and batch_of(path) is not None]
-    return sorted(found, key=lambda path: batch_of(path) or 0, reverse=True)
+    """A run's checkpoints, newest first.
+
+    Raises:
+        OSError: The folder exists and cannot be listed. (Path.glob would hide that, and the run would start anew.)
+    """
+    found: dict[int, Path] = {}
+    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
+        for entry in entries:
+            batch = batch_of(Path(entry.name))
+            if batch is not None and entry.is_dir():
+                found[batch] = folder / entry.name
+    return [found[batch] for batch in sorted(found, reverse=True)]
 
 
 def publish(work: Path, final: Path, files: Mapping[str, FileRecord], about: Mapping[str, Any]) -> None:
@@ -110,46 +128,71 @@ def publish(work: Path, final: Path, files: Mapping[str, FileRecord], about: Map
     remove_checkpoint(final)
     os.replace(work, final)
     sync_folder(final.parent)
-    link = final.parent / f'.{LATEST}.unfinished'
+    link_latest(final)
+
+
+def link_latest(checkpoint: Path) -> None:
+    """Point the run's `latest` at a checkpoint."""
+    link = checkpoint.with_name(f'.{LATEST}.unfinished')
     link.unlink(missing_ok=True)
-    link.symlink_to(final.name)
-    os.replace(link, final.parent / LATEST)
-    sync_folder(final.parent)
+    link.symlink_to(checkpoint.name)
+    os.replace(link, checkpoint.with_name(LATEST))
+    sync_folder(checkpoint.parent)
 
 
 def receipt_of(checkpoint: Path) -> dict[str, Any]:
-    """What a checkpoint's receipt says.
+    """Read a checkpoint's receipt.
 
     Raises:
-        UserError: There is none, or it can't be read.
+        DamagedCheckpoint: There is none, or it says nothing that can be understood.
     """
+    path = checkpoint / RECEIPT
     try:
-        content = json.loads((checkpoint / RECEIPT).read_text(encoding='utf-8'))
+        content = json.loads(path.read_text(encoding='utf-8'))
         if content['version'] != VERSION:
-            raise UserError(f'{checkpoint}: its receipt is of version {content["version"]}, this is {VERSION}')
+            raise DamagedCheckpoint(f'{checkpoint}: its receipt is of version {content["version"]}, this is {VERSION}')
         return content | {'files': {name: FileRecord(**record) for name, record in content['files'].items()}}
     except FileNotFoundError as error:
-        raise UserError(f'{checkpoint}: it has no {RECEIPT}') from error
+        raise DamagedCheckpoint(f'{checkpoint}: it has no {RECEIPT}') from error
     except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UserError(f'{checkpoint / RECEIPT}: not a receipt ({error})') from error
+        raise DamagedCheckpoint(f'{path}: not a receipt ({error})') from error
 
 
 def check_whole(checkpoint: Path) -> None:
     """Compare a checkpoint with its receipt, file by file; reads all of it.
 
     Raises:
-        UserError: It is damaged; says which file and how.
+        DamagedCheckpoint: Says which file and how.
+        OSError: A file cannot be read, after several tries. That is no damage: the file may be sound.
     """
-    for name, expected in receipt_of(checkpoint)['files'].items():
-        path = checkpoint / name
+    receipt = read_patiently(lambda: receipt_of(checkpoint))
+    for name, expected in receipt['files'].items():
+        read_patiently(lambda path=checkpoint / name, expected=expected: _check_file(path, expected))
+
+
+def _check_file(path: Path, expected: FileRecord) -> None:
+    try:
+        size = path.stat().st_size
+        if size != expected.bytes:
+            raise DamagedCheckpoint(f'{path}: {size} bytes, {expected.bytes} were written')
+        if record_of(path) != expected:
+            raise DamagedCheckpoint(f'{path}: its content is not what was written (xxh3_128 differs)')
+    except FileNotFoundError as error:
+        raise DamagedCheckpoint(f'{path}: not readable ({error.strerror})') from error
+
+
+def read_patiently(read: Callable[[], Result]) -> Result:
+    """Call `read`, several times over some seconds while it raises OSError.
+
+    ESTALE, EIO and ETIMEDOUT of a network file system often pass, and a large run's newest checkpoint is worth waiting.
+    """
+    for pause in RETRY_PAUSES_SECONDS:
         try:
-            size = path.stat().st_size
-            if size != expected.bytes:
-                raise UserError(f'{path}: {size} bytes, {expected.bytes} were written')
-            if record_of(path) != expected:
-                raise UserError(f'{path}: its content is not what was written (xxh3_128 differs)')
+            return read()
         except OSError as error:
-            raise UserError(f'{path}: not readable ({error.strerror})') from error
+            log.warning('%s; trying again in %g s', error, pause)
+            time.sleep(pause)
+    return read()
 
 
 def newest_whole(folder: Path) -> Path | None:
@@ -157,12 +200,13 @@ def newest_whole(folder: Path) -> Path | None:
 
     Raises:
         UserError: There are checkpoints, and all are damaged.
+        OSError: A checkpoint cannot be read, after several tries.
     """
     damages = []
-    for checkpoint in list_checkpoints(folder):
+    for checkpoint in read_patiently(lambda: list_checkpoints(folder)):
         try:
             check_whole(checkpoint)
-        except ValueError as error:
+        except DamagedCheckpoint as error:
             damages.append(str(error))
             log.warning('damaged checkpoint, looking for an earlier one: %s', error)
             continue
@@ -175,10 +219,13 @@ def newest_whole(folder: Path) -> Path | None:
     return None
 
 
-def set_aside(folder: Path, newest: Path | None) -> None:
-    """Rename checkpoints newer than the one a run goes on from, which are damaged, so that nothing counts them."""
-    for path in list_checkpoints(folder):
-        if newest is None or (batch_of(path) or 0) > (batch_of(newest) or 0):
+def set_aside(newest: Path) -> None:
+    """Rename the checkpoints newer than the one a run goes on from, which are damaged; `latest` then points at it."""
+    link = newest.with_name(LATEST)
+    if not link.is_symlink() or os.readlink(link) != newest.name:
+        link_latest(newest)
+    for path in list_checkpoints(newest.parent):
+        if (batch_of(path) or 0) > (batch_of(newest) or 0):
             aside = path.with_name(f'{path.name}.damaged')
             remove_checkpoint(aside)
             os.replace(path, aside)

@@ -1,7 +1,10 @@
 """Saving and resuming: whole checkpoints, for any number of devices under any strategy."""
 
 import datetime
+import errno
 import logging
+import shutil
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +16,7 @@ from composer.core import State, Time
 from composer.loggers import Logger
 from composer.utils import dist, reproducibility
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -20,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.utils._pytree import tree_leaves
 
 from diffusion.algorithms.average import Averager, blank, reshard
 from diffusion.checkpointing import checkpoint_store, sharded_state
@@ -36,7 +41,7 @@ class Checkpointer(CheckpointSaver):
     """Save checkpoints that are whole or absent, and go on from one.
 
     Composer's CheckpointSaver writes to the final name, so that a process killed meanwhile leaves half a file. This one
-    writes, flushes, hashes and renames (see `store`), and stops all ranks with one message where a rank cannot write.
+    writes, flushes, hashes and renames (see `checkpoint_store`), and stops all ranks where one cannot write.
     Where it is among a Trainer's callbacks, Composer uses it instead of its own.
 
     Args:
@@ -74,9 +79,12 @@ class Checkpointer(CheckpointSaver):
         self._random_state: list[dict[str, Any]] | None = None
 
     def init(self, state: State, logger: Logger) -> None:
-        if dist.get_global_rank() == 0:
-            self.run_folder.mkdir(parents=True, exist_ok=True)
-            checkpoint_store.remove_unfinished(self.run_folder)
+        with all_or_none(str(self.run_folder)):
+            if dist.get_global_rank() == 0:
+                self.run_folder.mkdir(parents=True, exist_ok=True)
+                checkpoint_store.remove_unfinished(self.run_folder)
+        if self.sharded:
+            check_shared(self.run_folder, 'runs_dir')
 
     def before_load(self, state: State, logger: Logger) -> None:
         if self.resume is None:
@@ -111,10 +119,22 @@ def save_checkpoint(state: State, folder: Path, *, sharded_tensors: bool = False
     """Write a checkpoint of a trainer's state; every rank calls this.
 
     Raises:
-        UserError: A rank could not write; all ranks raise the same, and nothing has the checkpoint's name.
+        Exception: A rank could not write. Every rank raises, nothing has the checkpoint's name, and what was written is
+            removed.
     """
     batch = state.timestamp.batch.value
     final, work = folder / checkpoint_store.name_of(batch), checkpoint_store.unfinished(folder, batch)
+    try:
+        _save(state, final, work, sharded_tensors=sharded_tensors)
+    except (Exception, CheckpointException):
+        # A full disk needs the room, and nobody goes on with a part. Nodes that do not share the folder have each their
+        # own; those that do may remove it together.
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+    return final
+
+
+def _save(state: State, final: Path, work: Path, *, sharded_tensors: bool) -> None:
     rank = dist.get_global_rank()
     with all_or_none(f'{final}: not saved'):
         if rank == 0:
@@ -122,7 +142,7 @@ def save_checkpoint(state: State, folder: Path, *, sharded_tensors: bool = False
             work.mkdir(parents=True)
     content, tensors = _gather(state, sharded_tensors=sharded_tensors)
     records: dict[str, checkpoint_store.FileRecord] = {}
-    with all_or_none(f'{final}: not saved'):
+    with all_or_none(f'{final}: not saved'), _full_disk_in_words(final, content, tensors):
         if sharded_tensors:
             sharded_state.write_tensors(tensors, work)
             own = [path.name for path in work.glob(f'__{rank}_*')] + ([sharded_state.INDEX] if rank == 0 else [])
@@ -132,11 +152,9 @@ def save_checkpoint(state: State, folder: Path, *, sharded_tensors: bool = False
     everybodys: dict[str, checkpoint_store.FileRecord] = {}
     for theirs in dist.all_gather_object(records):
         everybodys |= theirs
-    with all_or_none(f'{final}: not saved'):
+    with all_or_none(f'{final}: not saved'), _full_disk_in_words(final, content, tensors):
         if rank == 0:
-            _check_shared(work, everybodys)
             checkpoint_store.publish(work, final, everybodys, _about(state, sharded_tensors=sharded_tensors))
-    return final
 
 
 def load_checkpoint(state: State, logger: Logger, checkpoint: Path) -> list[dict[str, Any]] | None:
@@ -179,35 +197,100 @@ def resume_point(folder: Path) -> Path | None:
 
     Raises:
         UserError: There are checkpoints, and all are damaged.
+        OSError: A checkpoint cannot be read, which is no damage: nothing is set aside. (RuntimeError on other ranks.)
     """
     found: Path | None = None
     with all_or_none('autoresume'):
         if dist.get_global_rank() == 0:
             found = checkpoint_store.newest_whole(folder)
-            checkpoint_store.set_aside(folder, found)
+            if found is not None:
+                checkpoint_store.set_aside(found)
     told = [found]
     dist.broadcast_object_list(told, src=0)
+    if told[0] is not None:
+        check_shared(folder, 'runs_dir')  # every rank reads it
     return told[0]
 
 
 @contextmanager
 def all_or_none(where: str) -> Iterator[None]:
-    """Raise on every rank what any rank raises inside, so that none waits for one that has given up.
+    """Raise on every rank when a rank raises inside, so that none waits for one that has given up.
+
+    A rank that failed raises its own error, with its traceback and a note of `where`; the others raise a RuntimeError
+    that names the first such rank and its error. A UserError is raised as a UserError on all of them.
 
     The block must not end some ranks inside a collective that others wait in.
     """
-    error: Exception | None = None
+    error: BaseException | None = None
     try:
         yield
-    except Exception as caught:
+    except (Exception, CheckpointException) as caught:  # the second is no Exception
         error = caught
-    whats = dist.all_gather_object(None if error is None else f'{type(error).__name__}: {error}')
-    failed = [(rank, what) for rank, what in enumerate(whats) if what is not None]
+    told = None if error is None else (isinstance(error, UserError), f'{type(error).__name__}: {error}', str(error))
+    failed = [(rank, each) for rank, each in enumerate(dist.all_gather_object(told)) if each is not None]
+    if error is not None:
+        error.add_note(f'{where} (rank {dist.get_global_rank()})')
+        raise error
     if failed:
-        rank, what = failed[0]
-        if isinstance(error, ValueError) and len(whats) == 1:
-            raise error
-        raise UserError(f'{where} (rank {rank}: {what})') from error
+        rank, (users, what, message) = failed[0]
+        raise UserError(message) if users else RuntimeError(f'{where} (rank {rank}: {what})')
+
+
+def check_shared(folder: Path, where: str) -> None:
+    """Check that all ranks see the same folder, before the work begins; every rank calls this.
+
+    Args:
+        folder: A folder; rank 0 makes it where it does not exist.
+        where: The key of the recipe that names it.
+
+    Raises:
+        UserError: A rank does not see what rank 0 writes.
+    """
+    if dist.get_world_size() == 1:
+        return
+    probe = [folder / f'.shared-{uuid.uuid4().hex}']
+    dist.broadcast_object_list(probe, src=0)
+    try:
+        with all_or_none(str(folder)):
+            if dist.get_global_rank() == 0:
+                folder.mkdir(parents=True, exist_ok=True)
+                probe[0].touch()
+        with all_or_none(str(folder)):
+            # A name that no node has asked for before, which no cache of a network file system can know as absent.
+            if not probe[0].exists():
+                raise UserError(
+                    f'{where}: {folder} is not the same folder on rank 0 and rank {dist.get_global_rank()}; '
+                    'give one on a file system that all nodes share'
+                )
+    finally:
+        if dist.get_global_rank() == 0:
+            probe[0].unlink(missing_ok=True)
+
+
+@contextmanager
+def _full_disk_in_words(final: Path, content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Say how much room a checkpoint needs where there was none.
+
+    torch.save and torch.distributed.checkpoint raise errors of their own, which do not mention the disk; the OSError is
+    behind them.
+    """
+    try:
+        yield
+    except (Exception, CheckpointException) as error:
+        if not _is_full_disk(error):
+            raise
+        needed = sum(leaf.nbytes for leaf in tree_leaves([content, tensors]) if isinstance(leaf, Tensor)) / 2**30
+        what = f'{final}: not saved, no space left on {final.parent}, {needed:.2f} GiB needed'
+        raise OSError(errno.ENOSPC, f'{what}; make room and start the same command again') from error
+
+
+def _is_full_disk(error: BaseException) -> bool:
+    if isinstance(error, CheckpointException):
+        return any(_is_full_disk(each) for each, _ in error.failures.values())
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    behind = error.__cause__ or error.__context__
+    return behind is not None and _is_full_disk(behind)
 
 
 def _gather(state: State, *, sharded_tensors: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -257,15 +340,6 @@ def _about(state: State, *, sharded_tensors: bool) -> dict[str, Any]:
         'world_size': dist.get_world_size(),
         'saved': datetime.datetime.now(datetime.timezone.utc).isoformat(timespec='seconds'),
     }
-
-
-def _check_shared(work: Path, records: Mapping[str, checkpoint_store.FileRecord]) -> None:
-    absent = [name for name in records if not (work / name).is_file()]
-    if absent:
-        raise UserError(
-            f'{work} lacks {", ".join(sorted(absent)[:3])}, which other ranks wrote; '
-            'sharded checkpoints need a runs_dir on a file system that all nodes share'
-        )
 
 
 def _check_optimizer(state: State, content: Mapping[str, Any], checkpoint: Path) -> None:

@@ -18,6 +18,7 @@ from diffusion.errors import UserError
 
 RECIPE = 'recipe.yaml'
 """The resolved recipe, saved beside the checkpoints of its run."""
+ZIP_START = b'PK\x03\x04'
 
 Weights = Literal['ema', 'training']
 
@@ -60,6 +61,9 @@ def read_content(path: Path) -> dict[str, Any]:
         UserError: It is damaged, or holds objects of classes that are not known to be harmless.
     """
     file = path / STATE if path.is_dir() else path
+    with file.open('rb') as opened:
+        if opened.read(len(ZIP_START)) != ZIP_START:
+            raise UserError(f'{file}: not a checkpoint (torch.save writes a zip archive)')
     try:
         with torch.serialization.safe_globals(_harmless_globals()):
             content = torch.load(file, map_location='cpu', weights_only=True, mmap=True)
@@ -71,7 +75,9 @@ def read_content(path: Path) -> dict[str, Any]:
             f'{file}: it holds a pickled {found[1]}, which is not loaded; if it is of a component of yours, admit the '
             'class by torch.serialization.add_safe_globals in a module that the recipe imports'
         ) from error
-    except (RuntimeError, EOFError, KeyError, OSError) as error:
+    except RuntimeError as error:
+        if 'PytorchStreamReader' not in str(error):  # what torch's reader of zip archives says of a damaged one
+            raise
         reason = str(error).strip().splitlines()[0]
         raise UserError(f'{file}: not readable ({reason}); it may be cut short, use an earlier one') from error
     if not isinstance(content, dict) or not isinstance(content.get('state'), dict):

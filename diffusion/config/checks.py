@@ -11,6 +11,8 @@ from diffusion.config.byte_sizes import parse_bytes
 from diffusion.config.image_shapes import BUCKETS, parse_shape, read_buckets
 from diffusion.config.recipe import Component, LoaderConfig, ParallelismConfig, Recipe, SpeedConfig, StreamConfig
 from diffusion.config.schema import MISSING, Gatherer, Problem, join
+from diffusion.errors import UserError
+from diffusion.storage.writable import why_not_writable
 
 SINGLE = ('model', 'dataset', 'eval_dataset', 'optimizer', 'scheduler')
 """Sections that are one component."""
@@ -146,13 +148,28 @@ def check_paths(recipe: Recipe) -> list[Problem]:
             folder = stream.local if stream.remote is None else stream.remote
             if folder is not None and '://' not in folder:
                 check_folder = _check_buckets if stream.aspects else _check_index
-                check_folder(f'{section}.{name}.{source}', Path(folder), gather)
+                try:
+                    check_folder(f'{section}.{name}.{source}', Path(folder), gather)
+                except PermissionError as error:
+                    what = f'{error.filename} may not be read ({error.strerror}); ask its owner, or give another folder'
+                    gather.problem(f'{section}.{name}.{source}', what)
     # A run that has checkpoints goes on from these; what it once started from may be gone.
     if recipe.task == 'train' and recipe.init_from is not None and not (recipe.run_dir / 'latest').exists():
         _check_checkpoint('init_from', recipe.init_from, gather)
     if recipe.task in ('evaluate', 'generate'):
         _check_checkpoint('checkpoint', recipe.checkpoint or str(recipe.run_dir), gather)
     return gather.problems
+
+
+def check_output(recipe: Recipe) -> list[Problem]:
+    """Find an output folder that cannot be written to, before the work begins."""
+    where, out = 'runs_dir', str(recipe.run_dir)
+    if recipe.task == 'precompute':
+        where, out = 'precompute.out', recipe.precompute.out
+    elif recipe.task == 'generate' and recipe.generate.out:
+        where, out = 'generate.out', recipe.generate.out
+    problem = None if '://' in out else why_not_writable(out)
+    return [] if problem is None else [Problem(where, problem)]
 
 
 def _components(recipe: Recipe) -> list[tuple[str, str, Component]]:
@@ -225,8 +242,10 @@ def _check_loader(recipe: Recipe, gather: Gatherer) -> None:
     if limit not in (None, MISSING):
         try:
             parse_bytes(limit)
-        except ValueError as error:
+        except UserError as error:
             gather.problem('loader.cache_limit', str(error))
+    if isinstance(recipe.loader.shuffle_seed, int) and recipe.loader.shuffle_seed < 0:
+        gather.problem('loader.shuffle_seed', f'{recipe.loader.shuffle_seed} is negative; use 0 or more')
     if isinstance(bad, float) and not 0 <= bad < 1:
         gather.problem('loader.max_bad_samples', f'{bad} is no share of the samples; use 0, or a little more')
 
@@ -244,7 +263,7 @@ def _check_shape(where: str, stream: StreamConfig, gather: Gatherer) -> None:
     if isinstance(stream.shape, str) and stream.shape != MISSING:
         try:
             parse_shape(stream.shape)
-        except ValueError as error:
+        except UserError as error:
             gather.problem(join(where, 'shape'), str(error))
 
 
@@ -339,7 +358,7 @@ def _durations(recipe: Recipe) -> list[tuple[str, Any]]:
 def _check_buckets(where: str, folder: Path, gather: Gatherer) -> None:
     try:
         shapes = read_buckets(folder)
-    except ValueError as error:
+    except UserError as error:
         gather.problem(where, str(error))
         return
     for shape in shapes:

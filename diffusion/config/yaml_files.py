@@ -9,7 +9,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
-from diffusion.errors import UserError
+from diffusion.errors import UserError, is_wrong_path
 
 
 class UnreadableYAML(UserError):
@@ -40,6 +40,8 @@ def read_yaml(path: Path, *, extended_by: Path | None = None) -> dict[str, Any]:
     try:
         text = path.read_text(encoding='utf-8')
     except OSError as error:
+        if not is_wrong_path(error):
+            raise
         reason = f'{path} cannot be read ({error.strerror})'
         if extended_by is None:
             raise UnreadableYAML(f'{reason}; give the path of a YAML file') from error

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from diffusion.errors import DataError
 from diffusion.models.randomness import Purpose, philox
 
 MAX_ATTEMPTS = 8
@@ -18,7 +19,7 @@ MIN_REPLACED = 8
 """So many replaced samples stop no run, whatever their share: one in the first batch is no rate."""
 
 
-class BadSample(ValueError):
+class BadSample(DataError):
     """A sample that was read and cannot be decoded."""
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from diffusion.errors import UserError
+from diffusion.data.bad_samples import BadSample
 
 CaptionChoice = Literal['first', 'random', 'longest']
 
@@ -11,12 +11,12 @@ def captions_of(sample: dict[str, Any], where: str) -> list[str]:
     """The captions of a sample: its `captions`, a list, or its `caption`, a string.
 
     Raises:
-        UserError: There is none, or it is not text.
+        BadSample: There is none, or it is not text.
     """
     value = sample.get('captions', sample.get('caption'))
     captions = [value] if isinstance(value, str) else value
     if not isinstance(captions, list) or not captions or not all(isinstance(text, str) for text in captions):
-        raise UserError(
+        raise BadSample(
             f'{where}: its caption is {value!r}; a sample needs `captions`, a non-empty list of strings, '
             'or `caption`, a string'
         )

@@ -71,7 +71,6 @@ class BucketedLoader(StreamingDataLoader):
     ) -> None:
         # PyTorch raises after its timeout and can be asked again.
         look_every = min(timeout or math.inf, LOOK_EVERY_SECONDS) if num_workers else 0
-        settings = {'collate_fn': dataset.memory.collate} | settings
         super().__init__(dataset, num_workers=num_workers, timeout=look_every, **settings)
         if stratified and not dataset.elastic:
             raise UserError('stratified: devices may get batches of unequal size; make the dataset with elastic=True')
@@ -161,7 +160,7 @@ class BucketedLoader(StreamingDataLoader):
         """What this rank has to say of an error; its other processes, and those of other ranks here, stop as well."""
         assert self.dataset.failures is not None
         dead = None
-        if not isinstance(error, ValueError):
+        if not isinstance(error, UserError | DataError):
             log.error('rank %d:', dist.get_global_rank(), exc_info=error)
             dead = dead_workers(served, error)
         # A worker's exception has its traceback as its message.

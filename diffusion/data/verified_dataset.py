@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from composer.utils import dist
 from filelock import FileLock
 from streaming import Stream, StreamingDataset
@@ -62,15 +61,9 @@ class VerifiedDataset(StreamingDataset):
             for name, stream in streams.items()
         ]
         _fetch_indexes(verified)
-        where = ', '.join(f'streams.{name}' for name in streams)
-        try:
-            with one_job_at_a_time(), unseen_remotes(verified):
-                super().__init__(streams=verified, **streaming)
-        except (ValueError, RuntimeError) as error:
-            # Another rank that has died is not the recipe's fault, and trying again may help.
-            if 'gloo' in str(error) or isinstance(error, torch.distributed.DistError):
-                raise
-            raise UserError(f'{where}: {error}') from error
+        _check_folders_differ(verified)
+        with one_job_at_a_time(), unseen_remotes(verified):
+            super().__init__(streams=verified, **streaming)
         self.room = None if cache_limit is None else self._room(cache, parse_bytes(cache_limit))
         for stream in self.streams:
             stream.room = self.room
@@ -252,33 +245,43 @@ class VerifiedDataset(StreamingDataset):
         self.failures = failures
 
 
+def _check_folders_differ(streams: list[VerifiedStream]) -> None:
+    names: dict[Path, str] = {}
+    for stream in streams:
+        other = names.setdefault(stream.folder.absolute(), stream.name)
+        if other != stream.name:
+            raise UserError(f'streams.{stream.name}: is in {stream.folder}, as streams.{other} is; give it another')
+
+
 def told(error: BaseException) -> str:
     """An error as its message, with its kind where that is not ours."""
-    return str(error) if isinstance(error, ValueError) else f'{type(error).__name__}: {error}'
+    return str(error) if isinstance(error, UserError | DataError) else f'{type(error).__name__}: {error}'
 
 
 def _fetch_indexes(streams: list[VerifiedStream]) -> None:
     """Have one process of each machine fetch all indexes; every rank learns of every problem."""
     own = _indexes_of_this_machine(streams) if dist.get_local_rank() == 0 else (None, [])
     found = dist.all_gather_object(own)
-    problems = dict.fromkeys(problem for problem, _ in found if problem is not None)
+    problems = [problem for problem, _ in found if problem is not None]
     if problems:
-        raise UserError('\n'.join(problems))
+        # A mistake of the user outlasts an outage of the store, so it decides the exit status.
+        kind = UserError if any(isinstance(problem, UserError) for problem in problems) else DataError
+        raise kind('\n'.join(dict.fromkeys(map(str, problems))))
     mine = found[dist.get_global_rank() - dist.get_local_rank()][1]
     for stream, digest, *others in zip(streams, mine, *(digests for _, digests in found if digests), strict=True):
         if set(others) != {digest}:
-            raise UserError(f'streams.{stream.name}: machines see different indexes; is it being written just now?')
+            raise DataError(f'streams.{stream.name}: machines see different indexes; is it being written just now?')
         stream.settle(digest)
 
 
-def _indexes_of_this_machine(streams: list[VerifiedStream]) -> tuple[str | None, list[str]]:
-    """The first problem, if there is one, and the hashes of all indexes."""
+def _indexes_of_this_machine(streams: list[VerifiedStream]) -> tuple[UserError | DataError | None, list[str]]:
+    """Fetch all indexes; returns the first problem, if there is one, and their hashes."""
     digests = []
     for stream in streams:
         try:
             digests.append(stream.fetch_index())
-        except ValueError as error:
-            return str(error), []
+        except (UserError, DataError) as error:
+            return error, []
         except OSError as error:
-            return f'streams.{stream.name}: {told(error)}', []
+            return DataError(f'streams.{stream.name}: {told(error)}'), []
     return None, digests

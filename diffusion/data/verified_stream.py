@@ -24,8 +24,9 @@ from diffusion.data import shard_cache
 from diffusion.data.shard_cache import INDEX, Room
 from diffusion.errors import DataError, UserError
 from diffusion.storage import locks
-from diffusion.storage.download import DamagedDownload, GaveUp, RemoteFolder
+from diffusion.storage.download import RemoteFolder
 from diffusion.storage.integrity import algorithm_for, damage
+from diffusion.storage.retry import NO_ROOM, DamagedDownload, GaveUp, RetryPolicy
 
 log = logging.getLogger(__name__)
 
@@ -71,8 +72,7 @@ class VerifiedStream(Stream):
         self.source: RemoteFolder | None = None
         if self.remote not in (None, self.local):
             url = f'{self.remote.rstrip("/")}/{self.split}'.rstrip('/')
-            tries, timeout = 1 + self.download_retry, self.download_timeout
-            self.source = RemoteFolder(url, tries=tries, timeout_seconds=timeout, wait=wait)
+            self.source = RemoteFolder(url, RetryPolicy(1 + self.download_retry, self.download_timeout, wait))
             self.home = Path(self.local) if cache is not None and Path(self.local).is_relative_to(cache) else None
 
     @property
@@ -87,7 +87,8 @@ class VerifiedStream(Stream):
         are here. Where its remote gives none, the one that is here holds.
 
         Raises:
-            UserError: There is no index, or it is none of MDS shards.
+            UserError: There is no index, it may not be read, or it is none of MDS shards.
+            DataError: Its store does not answer.
         """
         folder = self.home / self.split if self.home is not None else self.folder
         content = self._newest_index(folder / INDEX)
@@ -140,14 +141,17 @@ class VerifiedStream(Stream):
         """A small file beside the shards, fetched anew where it comes from a remote.
 
         Raises:
-            UserError: It is neither there nor here.
+            UserError: It is neither there nor here, or may not be read.
+            DataError: It is not here, and its store does not answer.
         """
         path = self.folder / name
         if self.source is not None:
             try:
                 self.source.refresh(name, path)
+            except UserError as error:
+                raise UserError(f'streams.{self.name}.remote: {error}') from error
             except GaveUp as error:
-                raise UserError(f'streams.{self.name}.remote: {self.source.address(name)}: {error}') from error
+                raise DataError(f'streams.{self.name}.remote: {error}') from error
         return path
 
     def _fetch(self, path: Path, raw: FileInfo, zipped: FileInfo | None, compression: str | None) -> None:
@@ -158,12 +162,18 @@ class VerifiedStream(Stream):
                 return  # another process has fetched it meanwhile
             try:
                 self.source.persist(lambda: self._bring(path, files, compression), files[0].basename)
-            except GaveUp as error:
-                way_out = RESTORE + ' and start the same command again'
-                if error.no_room:
-                    way_out = f'make room in {path.parent}, or give a loader.cache_limit that its disk holds'
+            except (GaveUp, UserError) as error:
+                raise DataError(
+                    f'streams.{self.name}: {error}. Way out: {RESTORE} and start the same command again'
+                ) from error
+            except OSError as error:
+                if error.errno not in NO_ROOM:
+                    raise
                 url = self.source.address(files[0].basename)
-                raise DataError(f'streams.{self.name}: {url}: {error}. Way out: {way_out}') from error
+                raise DataError(
+                    f'streams.{self.name}: {url}: no room on the disk: {error}. '
+                    f'Way out: make room in {path.parent}, or give a loader.cache_limit that its disk holds'
+                ) from error
 
     def _bring(self, path: Path, files: Sequence[FileInfo], compression: str | None) -> None:
         """Download the first of the files, make the last of it, and give that its name when it is sound."""
@@ -208,21 +218,22 @@ class VerifiedStream(Stream):
             return here
         fetched, url = [], self.source.address(INDEX)
         try:
-            self.source.persist(lambda: fetched.append(self._downloaded_index(path)), INDEX)
-        except GaveUp as error:
+            self.source.persist(lambda: fetched.append(self._downloaded_index()), INDEX)
+        except (GaveUp, UserError) as error:
             if here is None:
                 way_out = 'is it a folder of MDS shards with an index.json, and may this machine read it?'
-                raise UserError(f'{where}.remote: {url}: {error}; {way_out}') from error
-            log.warning('%s: %s: %s; going on with the one in %s', where, url, error, path)
+                refused = isinstance(error, UserError) or isinstance(error.__cause__, DamagedDownload)
+                raise (UserError if refused else DataError)(f'{where}.remote: {error}; {way_out}') from error
+            log.warning('%s: %s; going on with the one in %s', where, error, path)
             fetched.append(here)
         self._check_index(fetched[0], url)
         if here is not None and here != fetched[0]:
             log.warning('%s: the dataset was written anew since it was cached; what differs is fetched again', where)
         return fetched[0]
 
-    def _downloaded_index(self, path: Path) -> bytes:
+    def _downloaded_index(self) -> bytes:
         assert self.source is not None
-        content = self.source.content(INDEX, beside=path)
+        content = self.source.read(INDEX)
         try:
             files_of(content)
         except ValueError as error:
@@ -235,13 +246,18 @@ class VerifiedStream(Stream):
             files = files_of(content)
         except ValueError as error:
             raise UserError(f'{where}: {path} {error}; prepare it again') from error
+        shards = json.loads(content)['shards']
+        if not sum(shard.get('samples', 0) for shard in shards):
+            raise UserError(f'{where}: {path} has no samples; prepare it again, or remove the stream')
+        if any('pkl' in shard.get('column_encodings', ()) for shard in shards):
+            raise UserError(f'{where}: {path} has pickled columns, which run code when they are read; refused')
         for file in files:
             name = PurePosixPath(file.basename)
             if name.is_absolute() or '..' in name.parts:
                 raise UserError(f'{where}: {path} names a file outside of its folder, {file.basename!r}; refused')
             try:
                 algorithm_for(file.hashes, self.validate_hash)
-            except ValueError as error:
+            except UserError as error:
                 raise UserError(f'{where}.{error}') from error
         if any(not file.hashes for file in files):
             log.warning('%s: its shards have no hashes; only their sizes are checked. Write it with hashes', where)
@@ -276,22 +292,26 @@ def files_of(index: bytes) -> list[FileInfo]:
     """All files that an index names.
 
     Raises:
-        UserError: It is no index of MDS shards.
+        ValueError: It is not an index of MDS shards.
     """
     try:
         content = json.loads(index)
         if content['version'] != 2:
-            raise UserError(f'version {content["version"]}, not 2')
+            raise ValueError(f'version {content["version"]}, not 2')
         kinds = ('raw_data', 'zip_data', 'raw_meta', 'zip_meta')
         return [FileInfo(**shard[kind]) for shard in content['shards'] for kind in kinds if shard.get(kind)]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f'is not an index of MDS shards ({type(error).__name__}: {error})') from error
+        raise ValueError(f'is not an index of MDS shards ({type(error).__name__}: {error})') from error
 
 
 def _unpacked(path: Path, raw: FileInfo, compression: str | None, folder: Path | None = None) -> Path:
     """The decompressed shard, checked, beside the compressed one or in another folder."""
     unpacked = (folder or path.parent) / PurePosixPath(raw.basename).name
-    unpacked.write_bytes(decompress(compression, path.read_bytes()))
+    try:
+        content = decompress(compression, path.read_bytes())
+    except Exception as error:  # every decompressor raises its own kind
+        raise DamagedDownload(f'{type(error).__name__}: {error}') from error
+    unpacked.write_bytes(content)
     _expect(unpacked, raw)
     return unpacked
 

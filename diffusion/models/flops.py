@@ -9,6 +9,7 @@ from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from diffusion.errors import UserError
 from diffusion.models.pretrained import TextConditioner, downsampling
 from diffusion.planning.cost_tape import Tape
 from diffusion.planning.encoders import run_clip_text, run_vae_encoder
@@ -43,7 +44,7 @@ class FlopCount:
             try:
                 run_unet(tape, dict(self.denoiser.config), height=height, width=width, text_length=text_length)
                 return tape.forward_flops
-            except ValueError:
+            except UserError:
                 pass  # it has a part that the arithmetic does not know
         noisy = torch.empty(1, self.channels, height, width, device='meta')
         text_embeds = torch.empty(1, text_length, self.text_width, device='meta')

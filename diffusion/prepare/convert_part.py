@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from diffusion.errors import UserError
+from diffusion.errors import DataError, UserError
 from diffusion.prepare.bucket_choice import Buckets
 from diffusion.prepare.image_decoding import Unfit, clean
 from diffusion.prepare.process_sample import take, thumbnail
@@ -64,7 +64,8 @@ class PartJob:
         """Do it, or return what was done before.
 
         Raises:
-            UserError: The part cannot be read, or there is no room for what it becomes.
+            UserError: The part is not there, or not ours to read.
+            DataError: The part cannot be read now.
         """
         for attempt in range(ATTEMPTS):
             if self.folder.is_dir():
@@ -75,7 +76,7 @@ class PartJob:
                 # What is not there, or not ours to read, will not come with waiting.
                 lasting = isinstance(error.__cause__, FileNotFoundError | NotADirectoryError | PermissionError)
                 if lasting or attempt == ATTEMPTS - 1:
-                    raise UserError(
+                    raise (UserError if lasting else DataError)(
                         f'{self.name}: cannot be read ({error.__cause__}); put it right and start again: '
                         'what is done is kept'
                     ) from error

@@ -37,7 +37,7 @@ class Filters:
     """What becomes of a picture without a value, or with one that is no number, in a column above."""
 
     def check(self) -> None:
-        """Raise ValueError for limits that nothing can pass."""
+        """Raise UserError for limits that nothing can pass."""
         if self.min_side < 1:
             raise UserError(f'filters.min_side: {self.min_side} is not positive; it is in pixels')
         if self.max_aspect is not None and self.max_aspect < 1:

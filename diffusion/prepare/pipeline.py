@@ -53,8 +53,9 @@ def prepare(
         The report, or None for a share.
 
     Raises:
-        UserError: A setting is wrong, the output is taken, a part cannot be read, no picture is left, or there is no
-            room. What is done is kept for the next start.
+        UserError: A setting is wrong, the output is taken, an input is not there, or no picture is left.
+        DataError: A part cannot be read now, or kills the processes that read it.
+        OSError: There is no room, or another fault of the disk. What is done is kept for the next start.
     """
     problems = check_settings(settings)
     if problems:
@@ -65,7 +66,8 @@ def prepare(
         with work.locked(share), closing(output_of(settings)) as output:
             return _Preparation(settings, source or settings.source.open(), run, work, output).go(share)
     except OSError as error:
-        raise UserError(f'{work.path}: {error}; put it right and start again: what is done is kept') from error
+        error.add_note(f'{work.path}: put it right and start again: what is done is kept')
+        raise
 
 
 class _Preparation:

@@ -11,12 +11,14 @@ from diffusion.config.image_shapes import parse_shape
 from diffusion.config.load import RecipeError
 from diffusion.config.schema import Gatherer, Problem, build_dataclass, did_you_mean
 from diffusion.config.yaml_files import UnreadableYAML, merge, read_chain
+from diffusion.errors import UserError
 from diffusion.prepare.bucket_choice import sizes_problem
 from diffusion.prepare.file_listing import is_remote
 from diffusion.prepare.filters import Filters
 from diffusion.prepare.image_decoding import MAX_PIXELS
 from diffusion.prepare.image_hashes import MAX_DISTANCE
 from diffusion.prepare.source import Source
+from diffusion.storage.writable import why_not_writable
 
 OPTIONS = {
     'folder': ('captions',),
@@ -172,7 +174,7 @@ def check_settings(settings: PrepareSettings) -> list[Problem]:
     _check_colour(settings.background, gather)
     try:
         settings.filters.check()
-    except ValueError as error:
+    except UserError as error:
         gather.problem('', str(error))
     _check_folders(settings, gather)
     return gather.problems
@@ -197,7 +199,7 @@ def _check_sizes(settings: PrepareSettings, gather: Gatherer) -> None:
     for index, text in enumerate(settings.aspects if isinstance(settings.aspects, list) else []):
         try:
             parse_shape(text)
-        except ValueError as error:
+        except UserError as error:
             gather.problem(f'aspects[{index}]', str(error))
 
 
@@ -240,3 +242,6 @@ def _check_folders(settings: PrepareSettings, gather: Gatherer) -> None:
     for path in read:
         if Path(path).resolve().is_relative_to(Path(settings.out).resolve()):
             gather.problem('out', f'{settings.out} holds {path}, which is read; give another folder')
+    problem = why_not_writable(Path(settings.out).absolute().parent)
+    if problem is not None:
+        gather.problem('out', problem)

@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from diffusion.errors import UserError
-
 BLOCK = tarfile.BLOCKSIZE
 MAX_CONTENT = 512 * 2**20
 """Bytes of a file that are read; of a larger one there is no content."""
@@ -136,7 +134,7 @@ class _Tar:
                 record, content = content[:length], content[length:]
                 key, _, value = record.partition(b' ')[2].removesuffix(b'\n').partition(b'=')
                 if length < 5:
-                    raise UserError(f'a record of {length} bytes')
+                    raise ValueError(f'a record of {length} bytes')
                 if key == b'path':
                     name = value.decode('utf-8', 'surrogateescape')
                 elif key == b'size':

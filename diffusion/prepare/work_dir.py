@@ -1,16 +1,15 @@
 """The work folder of a preparation: who may use it, what is done in it, and how things get done in one step."""
 
-import fcntl
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from diffusion.errors import UserError
+from diffusion.storage import locks
 from diffusion.storage.atomic import UNFINISHED, new_unfinished
 
 LOCK = 'lock'
@@ -86,14 +85,23 @@ class WorkFolder:
         """
         self.path.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
-            _lock(self.path / LOCK, fcntl.LOCK_EX if share is None else fcntl.LOCK_SH, stack)
+            self._lock(LOCK, stack, shared=share is not None)
             if share is not None:
-                _lock(self.path / f'{LOCK}-{share.index}-of-{share.of}', fcntl.LOCK_EX, stack)
+                self._lock(f'{LOCK}-{share.index}-of-{share.of}', stack)
             try:
                 yield
             finally:
                 if share is None and self.path.exists() and not self.plan.exists() and not self.complete.exists():
                     self.remove()  # nothing was begun
+
+    def _lock(self, name: str, stack: ExitStack, *, shared: bool = False) -> None:
+        def taken() -> None:
+            raise UserError(
+                f'{self.path}: another process is preparing this dataset; wait for it, or give another --out'
+            )
+
+        if not stack.enter_context(locks.held(self.path / name, taken, shared=shared)):
+            raise UserError(f'{self.path}: is on a file system without locks (flock); set work to a folder on another')
 
     def clear_unfinished(self, share: Share | None = None) -> None:
         """Remove what killed processes were at. Call it under the lock."""
@@ -129,18 +137,3 @@ def remove_work_folder(path: Path) -> None:
 
 def read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding='utf-8'))
-
-
-def _lock(path: Path, kind: int, stack: ExitStack) -> None:
-    while True:
-        file: IO[str] = stack.enter_context(path.open('a'))
-        try:
-            fcntl.flock(file, kind | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(
-                f'{path.parent}: another process is preparing this dataset; wait for it, or give another --out'
-            ) from error
-        # Who was done in between has removed the file that we locked.
-        if path.exists() and os.fstat(file.fileno()).st_ino == path.stat().st_ino:
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)

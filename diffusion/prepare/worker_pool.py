@@ -14,7 +14,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
-from diffusion.errors import UserError
+from diffusion.errors import DataError
 
 Note = Callable[[str], None]
 """Takes what a job is at, such as a picture's key, for the message when its process dies of it."""
@@ -43,7 +43,7 @@ def run_jobs(jobs: Iterable[WorkerJob], *, workers: int) -> Iterator[Any]:
     """Do the jobs in at most `workers` processes; yields their results as they come.
 
     Raises:
-        UserError: A job's process died again and again.
+        DataError: A job's process died again and again.
         Exception: What a job raised; the other jobs are stopped.
     """
     todo, again, alone = iter(jobs), deque[WorkerJob](), deque[WorkerJob]()
@@ -67,7 +67,7 @@ def run_jobs(jobs: Iterable[WorkerJob], *, workers: int) -> Iterator[Any]:
                 except EOFError:
                     deaths[worker.job.name] += 1
                     if deaths[worker.job.name] == DEATHS:
-                        raise UserError(_obituary(worker)) from None
+                        raise DataError(_obituary(worker)) from None
                     (again if deaths[worker.job.name] == 1 else alone).append(worker.job)
                     worker.stop()
                 else:

@@ -23,6 +23,7 @@ from composer.utils import dist, get_device
 from torch.utils.data import DataLoader, Dataset, default_collate
 from tqdm import tqdm
 
+from diffusion.checkpointing.checkpointer import check_shared
 from diffusion.config.image_shapes import BUCKETS, Shape, write_buckets
 from diffusion.config.load import Component, Recipe
 from diffusion.config.recipe import PrecomputeConfig
@@ -32,7 +33,7 @@ from diffusion.data.image_text import ImageTextDataset
 from diffusion.data.latents import MANIFEST, LatentManifest, manifest_of
 from diffusion.data.loader import default_num_workers, outlive_signals
 from diffusion.data.streams import Bucket
-from diffusion.errors import UserError
+from diffusion.errors import DataError, UserError
 from diffusion.models import batch_keys
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.pretrained import downsampling, tokenize
@@ -82,7 +83,8 @@ def precompute(recipe: Recipe) -> None:
     """Encode every stream of a recipe, on any number of devices; go on where an interruption left off.
 
     Raises:
-        UserError: The model has no VAE, what is there already is of other settings, or a sample cannot be encoded.
+        UserError: The model has no VAE, what is there already is of other settings, or latents overflow their dtype.
+        DataError: A sample cannot be decoded.
     """
     device = get_device(recipe.trainer.get('device'))
     if int(os.environ.get('WORLD_SIZE', '1')) > 1:
@@ -94,6 +96,8 @@ def precompute(recipe: Recipe) -> None:
         raise UserError('precompute.latents: image+text needs a frozen text encoder; the model trains its own')
     model = cast(LatentDiffusion, device.module_to_device(model))
     dataset = _dataset(recipe)
+    if '://' not in recipe.precompute.out:
+        check_shared(Path(recipe.precompute.out), 'precompute.out')
     stages = [stage for stage in _stages(recipe, dataset, model) if not _is_done(stage)]
     if dist.get_global_rank() == 0:
         for stage in stages:
@@ -161,7 +165,7 @@ def _is_done(stage: PrecomputeStage) -> bool:
         return False
     try:
         found = LatentManifest.read(folder, 'precompute.out')
-    except ValueError as error:
+    except UserError as error:
         raise UserError(f'precompute.out: {stage.store} exists; remove it or give another folder ({error})') from error
     expected = replace(stage.manifest, source=stage.source)
     if found != expected:
@@ -198,8 +202,17 @@ def _encode(
     with tqdm(total=total, desc='latents', unit='picture', disable=None) as progress:
         served = iter(loader)
         for (stage, number), shard in zip(mine, batches, strict=True):
-            encoded = (_encoded(dataset, model, next(served), recipe.precompute) for _ in shard)
+            encoded = (_encoded(dataset, model, _next(served), recipe.precompute) for _ in shard)
             stage.store.write(number, _counted((row for rows in encoded for row in rows), progress))
+
+
+def _next(served: Iterator[Any]) -> Any:
+    """Take the next batch; of a worker's error PyTorch makes one whose message is a traceback that ends with it."""
+    try:
+        return next(served)
+    except DataError as error:
+        _, _, message = str(error).rpartition(f'{type(error).__qualname__}: ')
+        raise DataError(message.strip()) from error
 
 
 class Pictures(Dataset[tuple[dict[str, Any], dict[str, Any]]]):
@@ -262,9 +275,9 @@ def _finish(stage: PrecomputeStage) -> None:
     """Put a stage in its place, its index and manifest last."""
     missing = stage.store.missing(stage.num_shards)
     if missing:
-        raise UserError(
-            f'precompute.out: {len(missing)} shards of {stage.store} are not there (the first is {missing[0]}); '
-            'is it a folder that all nodes share? Start again to go on'
+        raise RuntimeError(
+            f'precompute.out: {len(missing)} shards of {stage.store} are gone (the first is {missing[0]}); '
+            'start again to go on'
         )
     manifest = replace(stage.manifest, source=stage.source)
     stage.store.finish(stage.num_shards, beside={MANIFEST: manifest.text()})

@@ -3,22 +3,23 @@
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 
-from diffusion.config.load import Recipe, RecipeError, check_devices, check_paths, load
-from diffusion.errors import DataError, UserError
-from diffusion.exit_codes import PREEMPTED, Preempted
+from diffusion.config.load import Recipe, RecipeError, check_devices, check_output, check_paths, load
+from diffusion.errors import DataError, ExternalError, UserError
+from diffusion.exit_codes import PREEMPTED, USAGE_ERROR, Preempted
 from diffusion.launch import heartbeat
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a recipe: `run.py RECIPE [key=value ...]`."""
+    """Run a recipe: `run.py RECIPE [key=value ...]`; the exit statuses are in `exit_codes`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     rank = int(os.environ.get('RANK', '0'))
-    heartbeat.begin()
+    heartbeat.write_stacks_on_signal()
     if not arguments or arguments[0] in ('-h', '--help'):
         print('usage: composer run.py RECIPE [key=value ...]', file=sys.stderr)
-        return 2
+        return USAGE_ERROR
     try:
         recipe = checked(arguments[0], arguments[1:])
         run_task(recipe)
@@ -26,9 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if rank == 0:
             print(stopped, file=sys.stderr)
         return PREEMPTED
-    except (UserError, DataError) as error:
+    except (UserError, DataError, ExternalError) as error:
         if os.environ.get('DIFFUSION_TRACEBACK'):
-            raise
+            traceback.print_exc()
         # A mistake in a recipe is the same on every rank; other errors may be one rank's own.
         if rank == 0 or not isinstance(error, RecipeError):
             who = f'rank {rank}: ' if rank else ''
@@ -45,7 +46,7 @@ def checked(path: str, overrides: Sequence[str]) -> Recipe:
     """
     recipe = load(path, overrides)
     world_size = int(os.environ.get('WORLD_SIZE', '1'))
-    problems = check_devices(recipe, world_size) + check_paths(recipe)
+    problems = check_devices(recipe, world_size) + check_paths(recipe) + check_output(recipe)
     if problems:
         raise RecipeError(problems, path)
     return recipe

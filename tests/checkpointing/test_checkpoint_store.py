@@ -1,5 +1,6 @@
 """Checkpoints on disk: whole or absent, and damage is found."""
 
+import errno
 import json
 import os
 
@@ -84,6 +85,49 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path, cap
     damage(tmp_path / 'ba5')
     with pytest.raises(ValueError, match='none of its 2 checkpoints is whole.*restore one from a copy'):
         checkpoint_store.newest_whole(tmp_path)
+
+
+@pytest.mark.parametrize('number', [errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EACCES])
+def test_a_fault_in_reading_is_tried_again_and_is_no_damage(tmp_path, monkeypatch, caplog, number):
+    for batch in (5, 10):
+        write(tmp_path, batch)
+    plain, faults = checkpoint_store.record_of, [1, 1, 1]
+
+    def record_of(path):
+        if faults:
+            faults.pop()
+            raise OSError(number, os.strerror(number), str(path))
+        return plain(path)
+
+    monkeypatch.setattr(checkpoint_store, 'record_of', record_of)
+    monkeypatch.setattr(checkpoint_store, 'RETRY_PAUSES_SECONDS', (0.0, 0.0, 0.0))
+    assert checkpoint_store.newest_whole(tmp_path) == tmp_path / 'ba10'
+    assert caplog.text.count('trying again') == 3
+    faults[:] = [1] * 4
+    with pytest.raises(OSError, match=os.strerror(number)) as raised:
+        checkpoint_store.newest_whole(tmp_path)
+    assert raised.value.errno == number
+    assert 'damaged' not in caplog.text
+
+
+def test_a_folder_that_cannot_be_listed_is_not_taken_for_an_empty_one(tmp_path, monkeypatch):
+    def scandir(path):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+
+    monkeypatch.setattr(os, 'scandir', scandir)
+    monkeypatch.setattr(checkpoint_store, 'RETRY_PAUSES_SECONDS', (0.0,))
+    with pytest.raises(OSError, match='Stale'):
+        checkpoint_store.newest_whole(tmp_path)
+
+
+def test_latest_moves_to_the_newest_whole_one_when_its_target_is_set_aside(tmp_path):
+    for batch in (5, 10, 15):
+        write(tmp_path, batch)
+    for batch in (10, 15):
+        os.truncate(tmp_path / f'ba{batch}' / 'state.pt', 3)
+    checkpoint_store.set_aside(tmp_path / 'ba5')
+    assert os.readlink(tmp_path / 'latest') == 'ba5'
+    assert {path.name for path in tmp_path.iterdir()} == {'ba5', 'ba10.damaged', 'ba15.damaged', 'latest'}
 
 
 def test_a_run_without_checkpoints_has_none(tmp_path):

@@ -1,5 +1,6 @@
 """Checkpoints of real runs: resumed under other strategies and on other numbers of ranks, and refused with a reason."""
 
+import errno
 import shutil
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from ranks import largest_difference, read_losses
 
+from diffusion.checkpointing import checkpoint_store
 from diffusion.checkpointing.checkpoint_store import check_whole
 from diffusion.checkpointing.run_folder import find_checkpoint, is_sharded, read_checkpoint, weights_of
 from diffusion.config.load import load
@@ -110,6 +112,7 @@ def test_the_newest_damaged_checkpoint_is_passed_over(uninterrupted, caplog):
         weights_of(find_checkpoint(run))
     trainer = build_trainer(load(path, ['trainer.save_interval=2ba']))
     assert trainer.state.timestamp.batch.value == 4
+    assert (run / 'latest').readlink() == Path('ba4'), 'before anything is trained'
     assert 'damaged checkpoint, looking for an earlier one' in caplog.text
     trainer.fit()
     trainer.close()
@@ -153,18 +156,59 @@ def test_a_run_goes_on_with_its_own_seed_and_data(uninterrupted, pictures):
     trainer.close()
 
 
-def test_nothing_is_half_written_when_the_disk_is_full(uninterrupted, monkeypatch):
+def test_a_full_disk_is_told_with_the_room_needed_and_leaves_nothing(uninterrupted, monkeypatch):
     whole, write = uninterrupted
+    plain = checkpoint_store.HashingWriter.write
 
-    def full(*_: object, **__: object) -> None:
-        raise OSError(28, 'No space left on device')
+    def full(writer: checkpoint_store.HashingWriter, data: bytes) -> int:
+        if plain(writer, data) and writer.record().bytes > 2**20:  # in the middle of torch.save's C++
+            raise OSError(errno.ENOSPC, 'No space left on device')
+        return len(data)
 
     trainer = build_trainer(load(write('full'), ['trainer.save_interval=2ba']))
-    monkeypatch.setattr(torch, 'save', full)
-    with pytest.raises(ValueError, match=r'full/ba2: not saved .*No space left on device'):
+    monkeypatch.setattr(checkpoint_store.HashingWriter, 'write', full)
+    with pytest.raises(OSError, match=r'full/ba2: not saved, no space left on .*/full, 0\.0\d GiB needed') as raised:
         trainer.fit()
     trainer.close()
-    assert not list((whole.parent / 'full').glob('ba*'))
+    assert raised.value.errno == errno.ENOSPC
+    assert not list((whole.parent / 'full').glob('*ba2*')), 'nor what was written of it'
+
+
+def test_another_fault_of_the_disk_is_raised_as_it_is(uninterrupted, monkeypatch):
+    whole, write = uninterrupted
+    trainer = build_trainer(load(write('faulty'), ['trainer.save_interval=2ba']))
+    fault = OSError(errno.ESTALE, 'Stale file handle')
+
+    def stale(*_: object) -> None:
+        raise fault
+
+    monkeypatch.setattr(checkpoint_store, 'publish', stale)
+    with pytest.raises(OSError, match='Stale') as raised:
+        trainer.fit()
+    trainer.close()
+    assert raised.value is fault, 'with its own traceback'
+    assert not list((whole.parent / 'faulty').glob('*ba2*'))
+
+
+def test_a_checkpoint_that_cannot_be_read_now_stays_the_newest(uninterrupted, monkeypatch):
+    """A fault of the file system is no damage: the run ends, and the next try goes on from where it was."""
+    whole, write = uninterrupted
+    path = write('unread')
+    train(load(path, ['trainer.max_duration=4ba', 'trainer.save_interval=2ba'])).close()
+    run, plain = whole.parent / 'unread', checkpoint_store.record_of
+
+    def stale(file: Path) -> checkpoint_store.FileRecord:
+        raise OSError(errno.ESTALE, 'Stale file handle', str(file))
+
+    monkeypatch.setattr(checkpoint_store, 'RETRY_PAUSES_SECONDS', (0.0, 0.0))
+    monkeypatch.setattr(checkpoint_store, 'record_of', stale)
+    with pytest.raises(OSError, match='Stale file handle'):
+        build_trainer(load(path))
+    assert {folder.name for folder in run.glob('ba*')} == {'ba2', 'ba4'}
+    monkeypatch.setattr(checkpoint_store, 'record_of', plain)
+    trainer = build_trainer(load(path))
+    assert trainer.state.timestamp.batch.value == 4
+    trainer.close()
 
 
 def test_a_run_that_may_not_go_on_does_not_write_over_another(uninterrupted):

@@ -9,6 +9,7 @@ from streaming import MDSWriter, Stream
 
 from diffusion.config.image_shapes import square
 from diffusion.config.load import load
+from diffusion.data.bad_samples import BadSample
 from diffusion.data.image_text import ImageTextDataset
 from diffusion.data.loader import BucketedLoader, default_num_workers
 from diffusion.data.streams import Bucket
@@ -129,7 +130,7 @@ def test_a_broken_picture_names_its_shard(tmp_path):
         writer.write({'image': b'no picture', 'caption': 'a'})
     dataset = dataset_over(tmp_path / 'd')
     with pytest.raises(
-        ValueError, match=r'streams.a: sample 0 \(row 0 of shard.00000.mds\): the picture cannot be decoded'
+        BadSample, match=r'streams.a: sample 0 \(row 0 of shard.00000.mds\): the image cannot be decoded'
     ):
         dataset[0]
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from diffusion.config.image_shapes import Shape, square
+from diffusion.data.bad_samples import BadSample
 from diffusion.data.caption_choice import captions_of, choose_caption
 from diffusion.data.transforms import (
     SPARE,
@@ -291,5 +292,5 @@ def test_caption_rules():
     'sample', [{}, {'captions': []}, {'captions': [1]}, {'caption': None}, {'captions': {'a': 'b'}}]
 )
 def test_captions_that_are_none_are_refused(sample):
-    with pytest.raises(ValueError, match='streams.a: sample 3: its caption is .* a non-empty list of strings'):
+    with pytest.raises(BadSample, match='streams.a: sample 3: its caption is .* a non-empty list of strings'):
         captions_of(sample, 'streams.a: sample 3')

@@ -206,7 +206,7 @@ def test_disturbances_at_random_end_with_the_same_weights(launch, whole, trouble
 @pytest.mark.slow
 def test_what_is_wrong_on_the_nodes_alone_is_not_tried_again(launch, tmp_path):
     job = launch('wrong', streams={'gone': {'local': str(tmp_path / 'gone'), 'resolution': 32}})
-    assert job.wait() != 0
+    assert job.wait() == CONFIG_ERROR
     (only,) = attempts.read_attempts(job.run)
     assert (only.status, only.cause, only.first) == (CONFIG_ERROR, 'mistake', None)
     assert 'gone' in job.log.read_text()
@@ -261,7 +261,7 @@ def test_a_second_job_on_the_same_folder_is_refused_and_the_first_goes_on(launch
     first = launch('shared')
     first.wait_for_batches(2)
     second = launch('shared', job='another')
-    assert second.wait() != 0 and f'another: ended with {CONFIG_ERROR}' in second.log.read_text()
+    assert second.wait() == CONFIG_ERROR and f'another: ended with {CONFIG_ERROR}' in second.log.read_text()
     assert first.wait() == 0, first.log.read_text()
     assert 'job job, process' in first.log.read_text() and 'trains into this folder' in first.log.read_text()
     (only,) = attempts.read_attempts(first.run)

@@ -38,4 +38,4 @@ def main(target: str, statement: str, program: str, arguments: Sequence[str]) ->
 
 
 if __name__ == '__main__':
-    sys.exit(main(*sys.argv[1:4], sys.argv[4:]))
+    sys.exit(main(sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4:]))

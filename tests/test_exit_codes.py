@@ -84,7 +84,7 @@ def locked_by_another(site: Site) -> list[str | Path]:
     """By this process, which lives."""
     folder = site.run.with_name('locked')
     folder.mkdir()
-    owner = run_lock.Owner.here({})
+    owner = run_lock.Owner.current({})
     content = {'owner': vars(owner), 'count': 0, 'at': owner.since}
     (folder / run_lock.LOCK).write_text(json.dumps(content))
     return site.run_py('name=locked')

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from diffusion.algorithms.average import Averager, blank, reshard
 from diffusion.checkpointing import checkpoint_store, sharded_state
 from diffusion.checkpointing.run_folder import check_architecture, is_sharded, read_content
-from diffusion.errors import UserError
+from diffusion.errors import UserError, add_note
 
 log = logging.getLogger(__name__)
 
@@ -229,7 +229,7 @@ def all_or_none(where: str) -> Iterator[None]:
     told = None if error is None else (isinstance(error, UserError), f'{type(error).__name__}: {error}', str(error))
     failed = [(rank, each) for rank, each in enumerate(dist.all_gather_object(told)) if each is not None]
     if error is not None:
-        error.add_note(f'{where} (rank {dist.get_global_rank()})')
+        add_note(error, f'{where} (rank {dist.get_global_rank()})')
         raise error
     if failed:
         rank, (users, what, message) = failed[0]

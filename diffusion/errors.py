@@ -4,12 +4,8 @@ Any other exception is a bug or a fault of the machine: it keeps its traceback, 
 """
 
 import errno
-import logging
-import sys
 
 from diffusion.exit_codes import CONFIG_ERROR, FAILED
-
-log = logging.getLogger(__name__)
 
 _WRONG_PATH = {
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM),
@@ -51,11 +47,3 @@ class ExternalError(RuntimeError):
 def is_wrong_path(error: OSError) -> bool:
     """Tell a path that is absent, of another kind or not accessible, which its user can correct, from an I/O fault."""
     return error.errno in _WRONG_PATH
-
-
-def add_note(error: BaseException, note: str) -> None:
-    """Show a line below the traceback of an error; Python 3.10 has no such notes (PEP 678), so it is logged there."""
-    if sys.version_info >= (3, 11):
-        error.add_note(note)
-    else:
-        log.error(note)

@@ -174,6 +174,7 @@ COMMAND: dict[str, tuple[Callable[[Site], list[str | Path]], str]] = {
     'unknown GPU': (lambda site: ['plan', ROOT / 'yamls' / 'phase1.yaml', '--gpu', 'h1000'], 'h1000'),
     'export over something': (lambda site: ['export', site.run, '--out', site.folder], '--out: .* is not empty'),
     'export into a file': (lambda site: ['export', site.run, '--out', site.recipe / 'a'], '--out: .*not a folder'),
+    'images into a file': (lambda site: ['generate', site.run, 'a', '--out', site.recipe], '--out: .*not a folder'),
     'export of no run': (lambda site: ['export', site.folder, '--out', 'a'], 'is not a checkpoint or a run'),
     'options that contradict': (lambda site: ['export', site.run, '--out', 'a', '--at', '2'], 'with --ema-width'),
     'no snapshots': (lambda site: ['export', site.run, '--out', 'a', '--ema-width', '0.1'], 'no snapshots'),

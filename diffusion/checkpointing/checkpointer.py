@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from diffusion.algorithms.average import Averager, blank, reshard
 from diffusion.checkpointing import checkpoint_store, sharded_state
 from diffusion.checkpointing.run_folder import check_architecture, is_sharded, read_content
-from diffusion.errors import UserError, add_note
+from diffusion.errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -216,8 +216,8 @@ def resume_point(folder: Path) -> Path | None:
 def all_or_none(where: str) -> Iterator[None]:
     """Raise on every rank when a rank raises inside, so that none waits for one that has given up.
 
-    A rank that failed raises its own error, with its traceback and a note of `where`; the others raise a RuntimeError
-    that names the first such rank and its error. A UserError is raised as a UserError on all of them.
+    A rank that failed raises its own error; the others raise a RuntimeError that names the first such rank and its
+    error. A UserError is raised as a UserError on all of them.
 
     The block must not end some ranks inside a collective that others wait in.
     """
@@ -229,7 +229,8 @@ def all_or_none(where: str) -> Iterator[None]:
     told = None if error is None else (isinstance(error, UserError), f'{type(error).__name__}: {error}', str(error))
     failed = [(rank, each) for rank, each in enumerate(dist.all_gather_object(told)) if each is not None]
     if error is not None:
-        add_note(error, f'{where} (rank {dist.get_global_rank()})')
+        if not isinstance(error, UserError):
+            log.error('%s (rank %d: %s)', where, dist.get_global_rank(), error)
         raise error
     if failed:
         rank, (users, what, message) = failed[0]

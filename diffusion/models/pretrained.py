@@ -3,12 +3,10 @@
 Shapes: B batch, E text encoders, L text tokens, D text width (summed over encoders), C latent channels.
 """
 
-import errno
 import gzip
 import json
 import tempfile
-import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,14 +16,13 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.models.modeling_utils import ModelMixin
-from huggingface_hub import constants, hf_hub_download
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTokenizer, PreTrainedTokenizerBase
 
-from diffusion.errors import UserError, is_wrong_path
+from diffusion.errors import UserError
 from diffusion.models.clip_tokens import token_ids
+from diffusion.models.hub_errors import loading_error
 
 Loadable = TypeVar('Loadable')
 
@@ -40,9 +37,8 @@ def load_pretrained(part: type[Loadable], source: str, *, subfolder: str, revisi
         revision: Commit of the repository; ignored for a local folder.
 
     Raises:
-        UserError: There is no such repository, revision or file, access is refused, the files are damaged, or they are
-            not in the cache in offline mode.
-        OSError: The Hub cannot be reached or does not answer now, or the disk cannot be read.
+        UserError: The files are not there, not accessible or damaged.
+        OSError: The Hub does not answer now, or the disk cannot be read.
     """
     local = Path(source).is_dir()
     options: dict[str, Any] = {} if local else {'revision': revision}
@@ -53,63 +49,10 @@ def load_pretrained(part: type[Loadable], source: str, *, subfolder: str, revisi
     try:
         return part.from_pretrained(source, subfolder=subfolder, **options)  # type: ignore[attr-defined]
     except (OSError, ValueError, TypeError, SafetensorError) as error:
-        # For a tokenizer without its files transformers raises a TypeError that says nothing of the reason.
-        reason = _why_absent(part, source, subfolder, revision) or error
-        users = _is_users_mistake(reason)
-        if not users and not isinstance(reason, OSError):
+        known = loading_error(error, part, source, subfolder=subfolder, revision=revision)
+        if known is None:
             raise
-        wanted = '/'.join(name for name in (source, subfolder) if name)
-        at = f' at revision {revision}' if revision and not local else ''
-        place = 'this folder' if local else 'the Hugging Face Hub'
-        raise (UserError if users else OSError)(
-            f'{wanted}: {part.__name__}{at} could not be loaded from {place} ({_in_one_line(reason)}); '
-            'give the path of a local folder written by save_pretrained instead, with the sub-folders '
-            'vae/, text_encoder/ and tokenizer/ (model.pretrained=/path/to/folder)'
-        ) from reason
-
-
-def _why_absent(part: type, source: str, subfolder: str, revision: str | None) -> Exception | None:
-    """Ask for the files that a part begins with; return the error if one cannot be had."""
-    tokenizer = issubclass(part, PreTrainedTokenizerBase)
-    for name in part.vocab_files_names.values() if tokenizer else ['config.json']:
-        path = Path(source, subfolder, name)
-        if not Path(source).is_dir():
-            try:
-                hf_hub_download(source, name, subfolder=subfolder or None, revision=revision)
-            except Exception as error:
-                return error
-        elif not path.is_file():
-            return FileNotFoundError(errno.ENOENT, 'No such file', str(path))
-    return None
-
-
-def _is_users_mistake(error: BaseException) -> bool:
-    """Tell what fails in the same way next time from what may pass: no answer of the Hub, or one of 429 or 5xx."""
-    chain = list(_chain(error))
-    statuses = [link.response.status_code for link in chain if getattr(link, 'response', None) is not None]  # type: ignore[attr-defined]
-    if statuses:
-        return any(400 <= status < 500 and status not in (408, 429) for status in statuses)
-    if any(isinstance(link, LocalEntryNotFoundError) for link in chain):
-        return bool(constants.HF_HUB_OFFLINE)
-    numbered = [link for link in chain if isinstance(link, OSError) and link.errno is not None]
-    if numbered:
-        return all(is_wrong_path(link) for link in numbered)
-    # diffusers and transformers raise an OSError without a number where a folder lacks a file.
-    return isinstance(error, OSError | HFValidationError | SafetensorError | json.JSONDecodeError)
-
-
-def _in_one_line(error: BaseException) -> str:
-    """Say in one line what an error is about; the Hub's client says it at the end of a chain."""
-    chain = list(_chain(error))
-    answers = [link for link in chain if getattr(link, 'response', None) is not None]
-    teller = answers[0] if answers else chain[-1] if isinstance(error, LocalEntryNotFoundError) else error
-    return textwrap.shorten(str(teller) or type(teller).__name__, 250, placeholder=' ...')
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
+        raise known from error
 
 
 def clip_tokenizer(*, max_length: int = 77, pad_token: str = '!') -> CLIPTokenizer:

@@ -15,7 +15,7 @@ import numpy as np
 from tqdm import tqdm
 
 from diffusion.config.load import RecipeError
-from diffusion.errors import UserError, add_note
+from diffusion.errors import UserError
 from diffusion.prepare import report_thumbnails
 from diffusion.prepare.bucket_choice import Buckets
 from diffusion.prepare.catalog import Catalogue
@@ -66,8 +66,7 @@ def prepare(
         with work.locked(share), closing(output_of(settings)) as output:
             return _Preparation(settings, source or settings.source.open(), run, work, output).go(share)
     except OSError as error:
-        add_note(error, f'{work.path}: what is done is kept; the same command goes on from there')
-        raise
+        raise OSError(f'{work.path}: {error}; put it right and start again: what is done is kept') from error
 
 
 class _Preparation:

@@ -30,6 +30,7 @@ from diffusion.profiling.advice import Kernel, Opportunity, ProfileMeasurements,
 from diffusion.profiling.breakdown import Breakdown, BreakdownReport
 from diffusion.profiling.device_syncs import Site, find_waits
 from diffusion.storage.atomic import write_whole
+from diffusion.storage.writable import check_writable
 from diffusion.training import components
 from diffusion.training.train import CHECKPOINTER_KEYWORDS, build_trainer
 
@@ -81,6 +82,7 @@ def run_profile(args: argparse.Namespace) -> int:
     out = Path(args.out or Path('profiles') / recipe.name)
     if args.batches < 1 or args.warmup < 1:
         raise UserError(f'--batches {args.batches} --warmup {args.warmup}; give 1 batch or more')
+    check_writable(out, '--out')
     if args.synthetic:
         recipe = with_synthetic_data(recipe, out / 'data')
     else:

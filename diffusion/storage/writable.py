@@ -4,7 +4,14 @@ import os
 import stat
 from pathlib import Path
 
-from diffusion.errors import is_wrong_path
+from diffusion.errors import UserError, is_wrong_path
+
+
+def check_writable(folder: str | Path, where: str) -> None:
+    """Raise a UserError that begins with `where` if a folder cannot be written to, or made."""
+    problem = why_not_writable(folder)
+    if problem is not None:
+        raise UserError(f'{where}: {problem}')
 
 
 def why_not_writable(folder: str | Path) -> str | None:

@@ -24,7 +24,7 @@ from diffusion.models.autoencoder import Autoencoder
 from diffusion.models.latent_diffusion import LatentDiffusion, encoder_precision
 from diffusion.models.pretrained import latent_statistics
 from diffusion.models.sampler import inference_scheduler
-from diffusion.storage.writable import why_not_writable
+from diffusion.storage.writable import check_writable
 from diffusion.tasks.evaluate import trained_model
 
 log = logging.getLogger(__name__)
@@ -65,9 +65,7 @@ def export(
         raise UserError('--ema-width: it makes its own weights; --weights chooses among those of the checkpoint')
     if ema_width is None and at is not None:
         raise UserError(f'--at: batch {at} of what? It goes with --ema-width; else name the checkpoint of that batch')
-    problem = why_not_writable(out.parent)
-    if problem is not None:
-        raise UserError(f'--out: {problem}')
+    check_writable(out.parent, '--out')
     precision = encoder_precision(dtype)
     checkpoint = find_checkpoint(place)
     recipe = load(recipe_beside(checkpoint))

@@ -18,6 +18,7 @@ from diffusion.evaluation.image_sheet import save_image, to_images
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.randomness import Purpose, draws_for
 from diffusion.models.sampler import scheduler_class
+from diffusion.storage.writable import check_writable
 from diffusion.tasks.evaluate import trained_model
 
 log = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ def save_pictures(pictures: torch.Tensor, prompts: Sequence[str], folder: Path, 
 def run_generate(args: argparse.Namespace) -> int:
     """`diffusion generate`."""
     source = Path(args.source)
+    check_writable(args.out or 'generated', '--out')
     if (source / 'model_index.json').is_file():
         files = _from_pipeline(source, args)
         print(f'{len(files)} pictures in {files[0].parent}')

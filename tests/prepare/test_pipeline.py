@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from drawn import DrawnSource, draw, encode, samples, settings, snapshot
 
+from diffusion.errors import DataError, UserError
 from diffusion.prepare import convert_part as part_module
 from diffusion.prepare.counts_report import PrepareReport
 from diffusion.prepare.engines import do
@@ -243,7 +244,7 @@ def test_the_same_command_again_does_nothing(tmp_path: Path) -> None:
 
 def test_an_output_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     (tmp_path / 'file').touch()
-    with pytest.raises(ValueError, match=r'file/out.work: .*Not a directory'):
+    with pytest.raises(UserError, match=r'out: .*file is not a folder'):
         run(tmp_path / 'file/out')
     with pytest.raises(ValueError, match='is a file'):
         run(tmp_path / 'file')
@@ -281,7 +282,7 @@ def test_a_part_that_can_never_be_read_stops_it_with_its_name(tmp_path: Path, mo
             yield
 
     monkeypatch.setattr(part_module, 'BACKOFF_SECONDS', 0.0)
-    with pytest.raises(ValueError, match=r'part 0 \(drawn-0\): cannot be read \(the store closed .* is kept'):
+    with pytest.raises(DataError, match=r'part 0 \(drawn-0\): cannot be read \(the store closed .* is kept'):
         prepare(settings(tmp_path / 'out'), source=Broken(), run=here)
 
 
@@ -304,7 +305,7 @@ def test_a_picture_that_kills_its_process_once_costs_nothing(tmp_path: Path) -> 
 
 
 def test_a_picture_that_always_kills_its_process_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"part 1 \(drawn-1\): its process died 3 times at picture 'picture-7'"):
+    with pytest.raises(DataError, match=r"part 1 \(drawn-1\): its process died 3 times at picture 'picture-7'"):
         run(tmp_path / 'out', DrawnSource(3, 5, deadly='picture-7'))
     assert '000000' in names(tmp_path / 'out.work/parts')
 
@@ -324,7 +325,7 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
 def test_a_full_disk_is_named_and_with_more_room_it_goes_on(tmp_path: Path) -> None:
     source = DrawnSource(8, 12)
     with small_disk(tmp_path / 'disk', '260k') as disk:
-        with pytest.raises(ValueError, match=r'out.work: .*No space left on device.* what is done is kept'):
+        with pytest.raises(OSError, match=r'out.work: .*No space left on device.* what is done is kept'):
             run(disk / 'out', source, workers=2)
         assert not list((disk / 'out.work').rglob('*unfinished*'))
         assert names(disk / 'out.work/parts')
@@ -338,7 +339,7 @@ def test_a_file_that_may_not_grow_is_named_and_leaves_no_part(tmp_path: Path) ->
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
-        with pytest.raises(ValueError, match=r'out.work: .*File too large.* what is done is kept'):
+        with pytest.raises(OSError, match=r'out.work: .*File too large.* what is done is kept'):
             prepare(settings(tmp_path / 'out'), source=DrawnSource(1, 40), run=here)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

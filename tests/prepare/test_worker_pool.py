@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from diffusion.errors import DataError
 from diffusion.prepare.worker_pool import run_jobs
 
 Note = Callable[[str], None]
@@ -88,7 +89,7 @@ def test_the_last_try_is_alone(tmp_path: Path) -> None:
 
 def test_a_job_that_kills_every_process_ends_it_with_its_name_and_what_it_was_at(tmp_path: Path) -> None:
     jobs = [Square(1), Dying(7, tmp_path / 'lives', 99)]
-    with pytest.raises(ValueError, match='square 7: its process died 3 times at picture 12, .*killed by SIGKILL'):
+    with pytest.raises(DataError, match='square 7: its process died 3 times at picture 12, .*killed by SIGKILL'):
         list(run_jobs(jobs, workers=2))
 
 

@@ -246,14 +246,16 @@ class AzureClient:
     """Azure Blob Storage, and Data Lake by its blob interface, with an access key or Azure's chain of credentials."""
 
     def __init__(self, _scheme: str, account: str, timeout_seconds: float) -> None:
+        from azure.core.credentials import AzureNamedKeyCredential
         from azure.storage.blob import BlobServiceClient
 
         account = os.environ.get('AZURE_ACCOUNT_NAME') or account or os.environ.get('AZURE_STORAGE_ACCOUNT_NAME', '')
         if not account:
             raise UserError('az://: set AZURE_ACCOUNT_NAME, or write azure://ACCOUNT.blob.core.windows.net/CONTAINER')
         key = os.environ.get('AZURE_ACCOUNT_ACCESS_KEY') or os.environ.get('AZURE_STORAGE_ACCOUNT_KEY')
-        credential: Any = key
-        if not key:
+        if key:
+            credential = AzureNamedKeyCredential(account, key)
+        else:
             from azure.identity import AzureCliCredential, ChainedTokenCredential, DefaultAzureCredential
 
             credential = ChainedTokenCredential(AzureCliCredential(), DefaultAzureCredential())

@@ -17,7 +17,7 @@ from typing import Any
 
 from diffusion.storage import bucket_clients
 from diffusion.storage.bucket_clients import CLIENTS, Client, Location, Object, locate
-from diffusion.storage.retry import DamagedDownload, RetryPolicy
+from diffusion.storage.retry import DamagedDownload, RetryPolicy, status_of
 
 PROGRESS_BYTES = 2**20
 """Bytes that a download must bring within a timeout to go on: 64 of them may share a slow line."""
@@ -206,6 +206,7 @@ def _read_watched(url: str, file: _Watched, span: tuple[int, int] | None, retry:
     read: Callable[[], None] = partial(_read_mount, url, file, span)
     if '://' in url:
         at = locate(url)
+        # Made here, since the time that it takes to make one is not the store's.
         read = partial(_read_store, _taken(at, retry), at, file, span, retry)
     errors: list[BaseException] = []
     reader = threading.Thread(target=_call, args=(read, errors), daemon=True)
@@ -247,8 +248,8 @@ def _read_mount(path: str, file: io.BufferedIOBase, span: tuple[int, int] | None
 def _read_store(
     client: Client, at: Location, file: io.BufferedIOBase, span: tuple[int, int] | None, retry: RetryPolicy
 ) -> None:
-    client.read(at, file, span)
-    _clients(at, retry).append(client)
+    with _given_back(client, at, retry):
+        client.read(at, file, span)
 
 
 def _head(at: Location, retry: RetryPolicy) -> Object:
@@ -256,23 +257,33 @@ def _head(at: Location, retry: RetryPolicy) -> Object:
         return client.head(at)
 
 
+def _client(at: Location, retry: RetryPolicy) -> contextlib.AbstractContextManager[Client]:
+    """Lend a client."""
+    return _given_back(_taken(at, retry), at, retry)
+
+
 @contextlib.contextmanager
-def _client(at: Location, retry: RetryPolicy) -> Iterator[Client]:
-    """Lend a client; one that fails is not used again, since it may hold credentials that have expired."""
-    client = _taken(at, retry)
-    yield client
-    _clients(at, retry).append(client)
+def _given_back(client: Client, at: Location, retry: RetryPolicy) -> Iterator[Client]:
+    """Keep a client after its use, unless it was refused: its credentials may have expired; a new one reads them."""
+    keep = True
+    try:
+        yield client
+    except Exception as error:
+        keep = status_of(error) not in (400, 401, 403)
+        raise
+    finally:
+        if keep:
+            _clients(at, retry).append(client)
 
 
 def _taken(at: Location, retry: RetryPolicy) -> Client:
-    try:
+    with contextlib.suppress(IndexError):  # another thread may take the last one first
         return _clients(at, retry).pop()
-    except IndexError:
-        return CLIENTS[at.scheme](at.scheme, at.account, retry.timeout_seconds + GRACE_SECONDS)
+    return CLIENTS[at.scheme](at.scheme, at.account, retry.timeout_seconds + GRACE_SECONDS)
 
 
 def _clients(at: Location, retry: RetryPolicy) -> list[Client]:
-    """Return the clients that no thread uses. They are kept, since making one takes some 0.1 s.
+    """Return the clients that no thread uses. They are kept, since making one takes 0.1 to 0.5 s.
 
     None of before a fork is among them: both processes would write to its connections.
     """

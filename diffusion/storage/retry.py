@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
-from diffusion.errors import UserError
+from diffusion.errors import DataError, UserError
 
 log = logging.getLogger(__name__)
 
@@ -136,11 +136,13 @@ def is_transient(error: Exception, url: str) -> bool:
     """
     if isinstance(error, DamagedDownload):
         return True
+    if isinstance(error, UserError | DataError | PreconditionFailed):
+        return False
     links = list(_chain(error))
     for link in links:
         if isinstance(link, OSError) and link.errno in LOCAL and link.filename != url:
             raise link
-    status = next((status for link in links if (status := _status(link)) is not None), None)
+    status = status_of(error)
     if status == 412:
         raise PreconditionFailed(f'{url}: has changed, or is there already') from error
     reason = _refusal(links, status, url.partition('://')[0])
@@ -148,6 +150,11 @@ def is_transient(error: Exception, url: str) -> bool:
         raise UserError(f'{url}: {reason}') from error
     known = isinstance(error, OSError) or type(error).__module__.partition('.')[0] in CLIENT_PACKAGES
     return known or status is not None
+
+
+def status_of(error: BaseException) -> int | None:
+    """Return the HTTP status that an error, or one that explains it, carries."""
+    return next((status for link in _chain(error) if (status := _status(link)) is not None), None)
 
 
 def told(error: BaseException) -> str:

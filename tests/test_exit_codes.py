@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +16,13 @@ from forkserver import ROOT, Process, Server
 from ranks import Ranks
 from shards import draw_picture
 
+from diffusion import cli
 from diffusion.launch import run_lock
+from diffusion.tasks import run_recipe
 
 LOG_LINE = re.compile(r'\d\d:\d\d:\d\d (INFO|WARNING): ')
 DIFFUSION = ('-m', 'diffusion')
+Here = Callable[[Callable[[Sequence[str]], int], Sequence[str | Path]], tuple[int | str | None, str]]
 
 
 @dataclass
@@ -43,21 +47,12 @@ class Site:
         assert status is not None, told
         return status, told
 
-    def run_py(self, *overrides: str) -> list[str | Path]:
-        """The command that runs the recipe."""
-        return [ROOT / 'run.py', self.recipe, *overrides]
-
     def file(self, name: str, content: str | bytes) -> Path:
         """Write a file and return its path."""
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
         return path
-
-    def copy_of_run(self, name: str) -> str:
-        """Copy the run under another name; returns the override that goes on with the copy."""
-        shutil.copytree(self.run, self.run.with_name(name), symlinks=True)
-        return f'name={name}'
 
 
 @pytest.fixture(scope='module')
@@ -66,131 +61,125 @@ def site(
 ) -> Site:
     folder = tmp_path_factory.mktemp('exit-codes')
     content = tiny_recipe(folder / 'runs', algorithms={'ema': {'ema_start': '1ba'}})
+    content['model']['block_out_channels'] = [32]
     content['trainer'] |= {'max_duration': '2ba', 'save_interval': '1ba'}
     content['generate'] = {'num_inference_steps': 1, 'prompts': ['a']}
     recipe = folder / 'recipe.yaml'
     recipe.write_text(yaml.safe_dump(content), encoding='utf-8')
     site = Site(forkserver, folder, recipe, folder / 'runs' / 'run')
-    assert site.end(site.run_py())[0] == 0
+    status, told = site.end([ROOT / 'run.py', recipe])
+    assert status == 0, told
     return site
 
 
-def other_index(site: Site) -> list[str | Path]:
-    folder = site.file('other/index.json', '{"shards": 3}').parent
-    return site.run_py('name=new', f'streams.small.local={folder}')
-
-
-def locked_by_another(site: Site) -> list[str | Path]:
-    """By this process, which lives."""
+def locked_by_another(site: Site) -> list[str]:
+    """Make the lock of a run whose owner, this process, lives."""
     folder = site.run.with_name('locked')
     folder.mkdir()
     owner = run_lock.Owner.current({})
     content = {'owner': vars(owner), 'count': 0, 'at': owner.since}
     (folder / run_lock.LOCK).write_text(json.dumps(content))
-    return site.run_py('name=locked')
+    return ['name=locked']
 
 
-def all_damaged(site: Site) -> list[str | Path]:
-    name = site.copy_of_run('damaged')
+def all_damaged(site: Site) -> list[str]:
+    shutil.copytree(site.run, site.run.with_name('damaged'), symlinks=True)
     for checkpoint in ('ba1', 'ba2'):
         os.truncate(site.run.with_name('damaged') / checkpoint / 'state.pt', 1000)
-    return site.run_py(name)
+    return ['name=damaged']
 
 
 def without_captions(site: Site) -> list[str | Path]:
     folder = site.file('images/a.png', draw_picture(0, 64)).parent
-    return [*DIFFUSION, 'prepare', 'folder', folder, '--out', 'prepared', '--sizes', '32', '--workers', '1']
+    return ['prepare', 'folder', folder, '--out', 'prepared', '--sizes', '32', '--workers', '1']
 
 
-RUN_PY: dict[str, tuple[Callable[[Site], list[str | Path]], str]] = {
-    'mistyped key': (lambda site: site.run_py('loader.num_worker=1'), 'loader.num_worker: unknown key; did you mean'),
-    'unknown component': (lambda site: site.run_py('optimizer.name=adamww'), "optimizer: .*'adamww'"),
-    'unknown keyword': (lambda site: site.run_py('model.resolutoin=32'), 'model.resolutoin: unknown key'),
-    'wrong type': (lambda site: site.run_py('global_batch=eight'), "global_batch: 'eight' is not an integer"),
-    'bad duration': (lambda site: site.run_py('trainer.max_duration=long'), "'long' is not a duration"),
-    'value still to be given': (lambda site: site.run_py('streams.small.local=???'), 'streams.small.local: is still'),
-    'several mistakes': (lambda site: site.run_py('global_batch=0', 'seed=-1', 'name=a/b'), 'has 3 mistakes'),
-    'missing recipe': (lambda site: [ROOT / 'run.py', 'none.yaml'], 'none.yaml cannot be read'),
-    'recipe is a folder': (lambda site: [ROOT / 'run.py', site.folder], 'cannot be read'),
-    'recipe is not YAML': (lambda site: [ROOT / 'run.py', site.file('a.yaml', 'a: [')], r'a\.yaml:\d+:\d+: '),
-    'recipe is not text': (lambda site: [ROOT / 'run.py', site.file('b.yaml', b'\xff\xfe')], 'not UTF-8'),
-    'extends nothing': (
-        lambda site: [ROOT / 'run.py', site.file('c.yaml', 'extends: d.yaml')],
-        'd.yaml cannot be read',
+Words = Callable[[Site], Sequence[str | Path]]
+EARLY_RUN: dict[str, tuple[Words, str]] = {
+    'mistyped key': (lambda site: [site.recipe, 'loader.num_worker=1'], 'loader.num_worker: unknown key; did you mean'),
+    'unknown component': (lambda site: [site.recipe, 'optimizer.name=adamww'], "optimizer: .*'adamww'"),
+    'unknown keyword': (lambda site: [site.recipe, 'model.resolutoin=32'], 'model.resolutoin: unknown key'),
+    'wrong type': (lambda site: [site.recipe, 'global_batch=eight'], "global_batch: 'eight' is not an integer"),
+    'bad duration': (lambda site: [site.recipe, 'trainer.max_duration=long'], "'long' is not a duration"),
+    'bad size': (lambda site: [site.recipe, 'loader.cache_limit=much'], "'much' is not a size"),
+    'bad shape': (lambda site: [site.recipe, 'streams.small.shape=33x32'], 'multiples of 8 pixels'),
+    'value still to be given': (lambda site: [site.recipe, 'streams.small.local=???'], 'streams.small.local: is still'),
+    'several mistakes': (lambda site: [site.recipe, 'global_batch=0', 'seed=-1', 'name=a/b'], 'has 3 mistakes'),
+    'missing recipe': (lambda site: ['none.yaml'], 'none.yaml cannot be read'),
+    'recipe is a folder': (lambda site: [site.folder], 'cannot be read'),
+    'recipe is not YAML': (lambda site: [site.file('a.yaml', 'a: [')], r'a\.yaml:\d+:\d+: '),
+    'recipe is not text': (lambda site: [site.file('b.yaml', b'\xff\xfe')], 'not UTF-8'),
+    'extends nothing': (lambda site: [site.file('c.yaml', 'extends: d.yaml')], 'd.yaml cannot be read'),
+    'module cannot be imported': (lambda site: [site.recipe, 'imports=[no_such_parts]'], 'no_such_parts cannot be'),
+    'missing stream': (lambda site: [site.recipe, 'streams.small.local=nowhere'], 'nowhere has no index.json'),
+    'index of something else': (
+        lambda site: [site.recipe, f'streams.small.local={site.file("other/index.json", "{}").parent}'],
+        'is not an index of MDS shards',
     ),
-    'module cannot be imported': (lambda site: site.run_py('imports=[no_such_parts]'), 'no_such_parts cannot be'),
-    'missing stream': (lambda site: site.run_py('streams.small.local=nowhere'), 'nowhere has no index.json'),
-    'index of something else': (other_index, 'is not an index of MDS shards'),
-    'bad shape': (lambda site: site.run_py('streams.small.shape=33x32'), 'multiples of 8 pixels'),
-    'two streams in one folder': (
-        lambda site: site.run_py('name=new', 'streams.again=${streams.small}', 'loader.batching_method=random'),
-        'as streams.small is',
-    ),
-    'latents wanted, images given': (
-        lambda site: site.run_py('name=new', 'dataset.name=latents'),
-        'latent_moments is needed',
-    ),
-    'bad size': (lambda site: site.run_py('loader.cache_limit=much'), "'much' is not a size"),
-    'output cannot be written': (
-        lambda site: site.run_py(f'runs_dir={site.recipe}/runs'),
-        'recipe.yaml is not a folder',
-    ),
+    'output cannot be written': (lambda site: [site.recipe, f'runs_dir={site.recipe}/runs'], 'yaml is not a folder'),
     'precompute into a file': (
-        lambda site: site.run_py(
-            'task=precompute', 'precompute.streams=${streams}', f'precompute.out={site.recipe}', 'name=new'
-        ),
+        lambda site: [site.recipe, 'task=precompute', 'precompute.streams=${streams}', f'precompute.out={site.recipe}'],
         'precompute.out: .* is not a folder',
     ),
-    'no such checkpoint': (lambda site: site.run_py('init_from=nowhere', 'name=new'), 'nowhere does not exist'),
+    'no such checkpoint': (lambda site: [site.recipe, 'init_from=nowhere', 'name=new'], 'nowhere does not exist'),
+}
+LATE_RUN: dict[str, tuple[Words, str]] = {
+    'two streams in one folder': (
+        lambda site: ['name=new', 'streams.again=${streams.small}', 'loader.batching_method=random'],
+        'as streams.small is',
+    ),
+    'latents wanted, images given': (lambda site: ['name=new', 'dataset.name=latents'], 'latent_moments is needed'),
     'folder that is not a checkpoint': (
-        lambda site: site.run_py('task=generate', f'checkpoint={site.folder}'),
+        lambda site: ['task=generate', f'checkpoint={site.folder}'],
         'is not a checkpoint or a run',
     ),
     'weights of another model': (
-        lambda site: site.run_py(f'init_from={site.run}', 'name=new', 'model.block_out_channels=[32,64]'),
+        lambda site: [f'init_from={site.run}', 'name=new', 'model.block_out_channels=[32,64]'],
         'of another architecture',
     ),
     'no such pretrained model': (
-        lambda site: site.run_py('name=new', 'model.vae=nobody/nothing'),
+        lambda site: ['name=new', 'model.vae=nobody/nothing'],
         'nobody/nothing.*could not be loaded',
     ),
     'all checkpoints damaged': (all_damaged, 'none of its 2 checkpoints is whole'),
     'another seed on resume': (
-        lambda site: site.run_py(site.copy_of_run('seed'), 'seed=18', 'trainer.max_duration=3ba'),
+        lambda site: ['seed=18', 'trainer.max_duration=3ba'],
         'seed: 18, the run was started with 17',
     ),
     'another optimizer on resume': (
-        lambda site: site.run_py('optimizer.name=decoupled_adamw', 'trainer.max_duration=3ba'),
+        lambda site: ['optimizer.name=decoupled_adamw', 'trainer.max_duration=3ba'],
         'of a run with AdamW',
     ),
-    'run of somebody else': (lambda site: site.run_py('trainer.autoresume=false'), 'checkpoints of another run'),
+    'run of somebody else': (lambda site: ['trainer.autoresume=false'], 'checkpoints of another run'),
     'run in use': (locked_by_another, 'trains into this folder'),
 }
-COMMAND: dict[str, tuple[Callable[[Site], list[str | Path]], str]] = {
+EARLY_COMMAND: dict[str, tuple[Words, str]] = {
     'unknown command': (lambda site: ['exprot'], "there is no command 'exprot'; did you mean 'export'"),
     'unknown option': (lambda site: ['check', site.recipe, '--strickt'], 'unrecognized arguments: --strickt'),
     'missing value': (lambda site: ['plan', site.recipe, '--gpus'], 'argument --gpus: expected'),
     'mistake in a recipe': (lambda site: ['check', site.recipe, 'seed=x'], "seed: 'x' is not an integer"),
     'unknown GPU': (lambda site: ['plan', ROOT / 'yamls' / 'phase1.yaml', '--gpu', 'h1000'], 'h1000'),
-    'export over something': (lambda site: ['export', site.run, '--out', site.folder], '--out: .* is not empty'),
-    'export into a file': (lambda site: ['export', site.run, '--out', site.recipe / 'a'], '--out: .*not a folder'),
-    'images into a file': (lambda site: ['generate', site.run, 'a', '--out', site.recipe], '--out: .*not a folder'),
-    'export of no run': (lambda site: ['export', site.folder, '--out', 'a'], 'is not a checkpoint or a run'),
-    'options that contradict': (lambda site: ['export', site.run, '--out', 'a', '--at', '2'], 'with --ema-width'),
-    'no snapshots': (lambda site: ['export', site.run, '--out', 'a', '--ema-width', '0.1'], 'no snapshots'),
-    'unknown scheduler': (lambda site: ['generate', site.run, 'a', '--scheduler', 'ddmi'], "'ddmi' is unknown"),
-    'unknown stream': (lambda site: ['data', 'verify', site.recipe, 'smal'], "did you mean 'small'"),
-    'sheet of another kind': (lambda site: ['data', 'look', site.recipe, '--out', 'a.gif'], 'use .png or .html'),
     'prepare nothing': (
         lambda site: ['prepare', 'folder', 'nowhere', '--out', 'prepared', '--sizes', '32'],
         'there is no such folder',
     ),
-    'prepare without captions': (lambda site: without_captions(site)[2:], 'no_caption'),
     'prepare into a file': (
         lambda site: ['prepare', 'folder', site.folder, '--out', site.recipe / 'a', '--sizes', '32'],
         'out: .*is not a folder',
     ),
     'missing job': (lambda site: ['launch', 'none.yaml', '--dry-run'], 'none.yaml cannot be read'),
+}
+LATE_COMMAND: dict[str, tuple[Words, str]] = {
+    'export over something': (lambda site: ['export', site.run, '--out', site.folder], '--out: .* is not empty'),
+    'export into a file': (lambda site: ['export', site.run, '--out', site.recipe / 'a'], '--out: .*not a folder'),
+    'export of no run': (lambda site: ['export', site.folder, '--out', 'a'], 'is not a checkpoint or a run'),
+    'options that contradict': (lambda site: ['export', site.run, '--out', 'a', '--at', '2'], 'with --ema-width'),
+    'no snapshots': (lambda site: ['export', site.run, '--out', 'a', '--ema-width', '0.1'], 'no snapshots'),
+    'unknown scheduler': (lambda site: ['generate', site.run, 'a', '--scheduler', 'ddmi'], "'ddmi' is unknown"),
+    'images into a file': (lambda site: ['generate', site.run, 'a', '--out', site.recipe], '--out: .*not a folder'),
+    'unknown stream': (lambda site: ['data', 'verify', site.recipe, 'smal'], "did you mean 'small'"),
+    'sheet of another kind': (lambda site: ['data', 'look', site.recipe, '--out', 'a.gif'], 'use .png or .html'),
+    'prepare without captions': (without_captions, 'no_caption'),
 }
 
 
@@ -205,31 +194,65 @@ def assert_one_message(told: str, message: str) -> None:
     assert len(lines[start:]) <= (1 + int(mistakes[1]) if mistakes else 3), told
 
 
-@pytest.mark.parametrize('mistake', RUN_PY)
-def test_a_mistake_ends_a_run_with_78_and_one_message(site, mistake):
-    command, message = RUN_PY[mistake]
-    status, told = site.end(command(site))
+@pytest.fixture
+def here(site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Here:
+    """Runs the `main` of a program in this process, which need not import PyTorch."""
+    monkeypatch.chdir(site.folder)
+    monkeypatch.setattr(sys, 'path', [*sys.path])
+
+    def end(main: Callable[[Sequence[str]], int], words: Sequence[str | Path]) -> tuple[int | str | None, str]:
+        try:
+            status: int | str | None = main([str(word) for word in words])
+        except SystemExit as exited:  # of argparse
+            status = exited.code
+        return status, capsys.readouterr().err
+
+    return end
+
+
+@pytest.mark.parametrize('mistake', EARLY_RUN)
+def test_a_mistake_in_a_recipe_ends_a_run_with_78_and_one_message(site, here, mistake):
+    words, message = EARLY_RUN[mistake]
+    status, told = here(run_recipe.main, words(site))
     assert status == 78, told
     assert_one_message(told, message)
 
 
-def test_a_wrong_number_of_devices_ends_a_run_with_78(site):
-    status, told = site.end(site.run_py(), WORLD_SIZE='3')
+def test_a_wrong_number_of_devices_ends_a_run_with_78(site, here, monkeypatch):
+    monkeypatch.setenv('WORLD_SIZE', '3')
+    status, told = here(run_recipe.main, [site.recipe])
     assert status == 78, told
     assert_one_message(told, 'global_batch: 8 does not divide over 3 devices')
 
 
-@pytest.mark.parametrize('mistake', COMMAND)
-def test_a_mistake_ends_the_command_with_2_and_one_message(site, mistake):
-    words, message = COMMAND[mistake]
+@pytest.mark.parametrize('mistake', EARLY_COMMAND)
+def test_a_mistyped_command_ends_with_2_and_one_message(site, here, mistake):
+    words, message = EARLY_COMMAND[mistake]
+    status, told = here(cli.main, words(site))
+    assert status == 2, told
+    assert_one_message(told, message)
+
+
+@pytest.mark.parametrize('mistake', LATE_RUN)
+def test_a_mistake_found_before_the_first_batch_ends_a_run_with_78(site, mistake):
+    words, message = LATE_RUN[mistake]
+    status, told = site.end([ROOT / 'run.py', site.recipe, *words(site)])
+    assert status == 78, told
+    assert_one_message(told, message)
+
+
+@pytest.mark.parametrize('mistake', LATE_COMMAND)
+def test_a_mistake_found_before_the_work_ends_the_command_with_2(site, mistake):
+    words, message = LATE_COMMAND[mistake]
     status, told = site.end([*DIFFUSION, *words(site)])
     assert status == 2, told
     assert_one_message(told, message)
 
 
-def test_the_traceback_of_a_mistake_can_be_asked_for(site):
-    for command, expected in ((site.run_py('seed=x'), 78), ([*DIFFUSION, 'check', site.recipe, 'seed=x'], 2)):
-        status, told = site.end(command, DIFFUSION_TRACEBACK='1')
+def test_the_traceback_of_a_mistake_can_be_asked_for(site, here, monkeypatch):
+    monkeypatch.setenv('DIFFUSION_TRACEBACK', '1')
+    for main, words, expected in ((run_recipe.main, [], 78), (cli.main, ['check'], 2)):
+        status, told = here(main, [*words, site.recipe, 'seed=x'])
         assert status == expected
         assert told.startswith('Traceback')
         assert f'\nerror: {site.recipe} has a mistake:' in told

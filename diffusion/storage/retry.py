@@ -136,7 +136,7 @@ def is_transient(error: Exception, url: str) -> bool:
     """
     if isinstance(error, DamagedDownload):
         return True
-    if isinstance(error, UserError | DataError | PreconditionFailed):
+    if isinstance(error, UserError | DataError | PreconditionFailed | GaveUp):
         return False
     links = list(_chain(error))
     for link in links:

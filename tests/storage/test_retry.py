@@ -9,7 +9,7 @@ from object_store import Store
 
 from diffusion.errors import DataError, UserError
 from diffusion.storage import object_store, retry
-from diffusion.storage.retry import DamagedDownload, GaveUp, PreconditionFailed, RetryPolicy
+from diffusion.storage.retry import DamagedDownload, GaveUp, RetryPolicy
 
 POLICY = RetryPolicy(tries=3)
 PASSING = [408, 425, 429, 500, 502, 503, 504, 'ExpiredToken', 'RequestTimeout', 'reset']
@@ -147,16 +147,3 @@ def test_another_failure_ends_a_pause_and_a_download_that_stalls(store: Store) -
     with pytest.raises(DataError, match='another rank'):
         object_store.read(url, retry=RetryPolicy(wait=wait))
     assert time.monotonic() - begin < 10
-
-
-def test_conditional_writes(store: Store) -> None:
-    url = store.bucket('data') + '/lock'
-    first = object_store.write(url, b'one', if_absent=True)
-    for condition in ({'if_absent': True}, {'if_tag': 'f' * 32}):
-        with pytest.raises(PreconditionFailed, match=f'^{url}: '):
-            object_store.write(url, b'two', **condition)
-        assert object_store.read(url) == b'one'
-    second = object_store.write(url, b'three', if_tag=first.tag)
-    assert second.tag != first.tag and object_store.head(url) == second
-    with pytest.raises(PreconditionFailed):
-        object_store.write(url, b'four', if_tag=first.tag)

@@ -79,20 +79,30 @@ def test_a_refusal_says_what_to_do(store: Store, status: int, message: str) -> N
         object_store.read('s3://data/a')
 
 
-@pytest.mark.parametrize('number', [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES])
-def test_a_local_disk_that_cannot_be_written_is_not_tried_again(number: int) -> None:
+@pytest.mark.parametrize(
+    'local',
+    [
+        OSError(errno.ENOSPC, 'no'),
+        OSError(errno.EDQUOT, 'no', '/local/file'),
+        OSError(errno.EROFS, 'no', '/local/file'),
+        PermissionError(errno.EACCES, 'no', '/local/file'),
+        FileNotFoundError(errno.ENOENT, 'no', '/local/file'),
+    ],
+    ids=lambda error: errno.errorcode[error.errno],
+)
+def test_a_local_disk_that_cannot_be_written_is_not_tried_again(local: OSError) -> None:
     tries = []
 
     def attempt() -> None:
         tries.append(1)
         try:
-            raise OSError(number, 'no')
+            raise local
         except OSError as error:
             raise ConnectionError('wrapped') from error
 
     with pytest.raises(OSError, match='no') as raised:
         RetryPolicy().run(attempt, 's3://data/a')
-    assert raised.value.errno == number and len(tries) == 1
+    assert raised.value is local and len(tries) == 1
 
 
 @pytest.mark.parametrize('error', [AttributeError('bug'), TypeError('bug'), KeyError('bug'), ValueError('bug')])

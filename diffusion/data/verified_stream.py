@@ -1,7 +1,7 @@
-"""Streams that serve a shard only after its size and hash were found to be those of its index.
+"""Streams that serve a shard only after its size and hash have been checked against its index.
 
-Streaming trusts every file that is there: also one that it has just found to be damaged, and one that an earlier run
-left cut short. Here a shard is checked when a run first needs it, and after a download before it gets its name.
+Streaming trusts every file that exists, even one that it has just found to be damaged or that an earlier run left cut
+short. Here a shard is checked when a run first needs it, and after a download before it gets its name.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ DEFAULTS = {
     'validate_hash': None,
     'keep_zip': False,
 }
-"""What StreamingDataset takes where a stream says nothing."""
+"""Values that StreamingDataset takes where a stream has none."""
 RESTORE = 'restore it, or prepare the data again'
 
 
@@ -47,11 +47,11 @@ class VerifiedStream(Stream):
     """A stream whose shards are checked, and fetched again where they are damaged.
 
     Args:
-        stream: What to read.
-        name: Of the stream in a recipe.
+        stream: The stream to take the place of.
+        name: The stream's name in a recipe.
         cache: The cache folder, where the stream's local folder is in one.
-        wait: Called while files are waited for; what it raises ends the wait.
-        defaults: For what the stream does not say.
+        wait: Called while files are waited for; an exception that it raises ends the wait.
+        defaults: Values of the settings that the stream does not have.
     """
 
     def __init__(
@@ -63,6 +63,8 @@ class VerifiedStream(Stream):
         wait: Callable[[], None],
         defaults: Mapping[str, Any] = DEFAULTS,
     ) -> None:
+        # Not by Stream.__init__: a Stream says by the attributes that it has which of `proportion`, `repeat` and
+        # `choose` it was given, and does not keep the arguments under their names.
         vars(self).update(vars(stream))
         self.apply_default(dict(defaults))
         self.name = name
@@ -77,7 +79,7 @@ class VerifiedStream(Stream):
 
     @property
     def folder(self) -> Path:
-        """Where the index and the shards are."""
+        """The folder of the index and the shards."""
         return Path(self.local, self.split)
 
     def fetch_index(self) -> str:
@@ -103,21 +105,21 @@ class VerifiedStream(Stream):
         return digest
 
     def settle(self, digest: str) -> None:
-        """Take the folder of the index of this hash, on every rank."""
+        """Use the cache folder of the index with this hash; on every rank."""
         if self.home is not None:
             self.local = str(shard_cache.version(self.home, digest, self.name))
 
     def set_up_local(self, shards: list[Reader], cache_usage_per_shard: NDArray[np.int64]) -> None:
-        """Take no shard for present, so that each is checked when it is first needed; for one process of a machine."""
+        """Count no shard as present, so that each is checked when it is first needed; for one process of a machine."""
         if self.source is not None:
             locks.remove_stale_scratch(self.folder.resolve())
         cache_usage_per_shard[:] = 0
 
     def prepare_shard(self, shard: Reader) -> int:
-        """Make a shard's files sound.
+        """Check a shard's files, and fetch or unpack those that are missing or damaged.
 
         Raises:
-            DataError: They are not, and cannot be had.
+            DataError: A file is damaged, and cannot be fetched.
         """
         for raw, zipped in shard.file_pairs:
             path = self.folder / raw.basename
@@ -133,12 +135,12 @@ class VerifiedStream(Stream):
         return 0  # Streaming's own limit is never set
 
     def touch(self, path: str | Path) -> None:
-        """Note that a shard is used; a dataset that is no cache is left as it is."""
+        """Note that a shard is used, where it is in a cache."""
         if self.source is not None:
             shard_cache.touch(path)
 
     def beside(self, name: str) -> Path:
-        """A small file beside the shards, fetched anew where it comes from a remote.
+        """Return the path of a small file beside the shards, fetched anew where it comes from a remote.
 
         Raises:
             UserError: It is neither there nor here, or may not be read.
@@ -176,7 +178,7 @@ class VerifiedStream(Stream):
                 ) from error
 
     def _bring(self, path: Path, files: Sequence[FileInfo], compression: str | None) -> None:
-        """Download the first of the files, make the last of it, and give that its name when it is sound."""
+        """Download the first of the files, unpack it if there are two, and give the last its name when it is sound."""
         assert self.source is not None
         scratch = (self.room or locks).scratch_for(path, sum(file.bytes for file in files))
         try:
@@ -195,7 +197,7 @@ class VerifiedStream(Stream):
     def _restore_from_zip(
         self, path: Path, raw: FileInfo, zipped: FileInfo | None, compression: str | None, found: str
     ) -> None:
-        """Unpack a local dataset's shard anew; without a compressed one there is nothing to restore it from."""
+        """Unpack a local dataset's shard again, where it has a compressed one that is sound."""
         source = self.folder / (zipped or raw).basename
         found = found if zipped is None else damage(source, zipped, self.validate_hash) or ''
         if found:
@@ -263,7 +265,7 @@ class VerifiedStream(Stream):
             log.warning('%s: its shards have no hashes; only their sizes are checked. Write it with hashes', where)
 
     def _forget_what_has_no_hash(self, folder: Path, content: bytes) -> None:
-        """Of a dataset that was written anew, a shard of the same size could be an old one."""
+        """Remove shards without hashes when the index changes: an old one could have the size of the new one."""
         path = folder / INDEX
         if self.source is None or not path.exists() or path.read_bytes() == content:
             return
@@ -274,9 +276,10 @@ class VerifiedStream(Stream):
 
 @contextmanager
 def unseen_remotes(streams: Sequence[VerifiedStream]) -> Iterator[None]:
-    """Let Streaming take the streams for local ones.
+    """Let the constructor of StreamingDataset take the streams for local ones.
 
-    It would fetch by itself, and refuse a folder that another job uses or that a killed one has left in its list.
+    With a remote it would fetch the indexes by itself, without checks, and refuse a local folder that another job
+    uses or that a killed one has left in its list in shared memory. Streaming has no setting for either.
     """
     remotes = [stream.remote for stream in streams]
     for stream in streams:
@@ -289,10 +292,10 @@ def unseen_remotes(streams: Sequence[VerifiedStream]) -> Iterator[None]:
 
 
 def files_of(index: bytes) -> list[FileInfo]:
-    """All files that an index names.
+    """Return all files that an index names.
 
     Raises:
-        ValueError: It is not an index of MDS shards.
+        ValueError: The content is not an index of MDS shards.
     """
     try:
         content = json.loads(index)
@@ -305,7 +308,7 @@ def files_of(index: bytes) -> list[FileInfo]:
 
 
 def _unpacked(path: Path, raw: FileInfo, compression: str | None, folder: Path | None = None) -> Path:
-    """The decompressed shard, checked, beside the compressed one or in another folder."""
+    """Unpack a shard beside the compressed one or in another folder, and check it."""
     unpacked = (folder or path.parent) / PurePosixPath(raw.basename).name
     try:
         content = decompress(compression, path.read_bytes())

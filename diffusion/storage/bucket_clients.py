@@ -99,6 +99,7 @@ class S3Client:
 
     def __init__(self, scheme: str, _account: str, timeout_seconds: float) -> None:
         import boto3
+        import botocore.session
         from boto3.s3.transfer import TransferConfig
         from botocore import UNSIGNED
         from botocore.config import Config
@@ -109,7 +110,12 @@ class S3Client:
             raise UserError(f'S3_ENDPOINT_URL={endpoint}: is no URL; write https://{endpoint}')
         settings: dict[str, Any] = {'endpoint_url': endpoint}
         options: dict[str, Any] = {}
-        session = boto3.Session()
+        source = botocore.session.get_session()
+        # An instance's metadata service turns many processes that start at once away; without its answer there would
+        # be no credentials. botocore asks it once.
+        if 'AWS_METADATA_SERVICE_NUM_ATTEMPTS' not in os.environ:
+            source.set_config_variable('metadata_service_num_attempts', 4)
+        session = boto3.Session(botocore_session=source)
         self.anonymous = not self.google and session.get_credentials() is None
         if self.anonymous:
             options['signature_version'] = UNSIGNED

@@ -60,7 +60,13 @@ def head(url: str, *, retry: RetryPolicy = DEFAULT) -> Object:
         UserError: There is no such object, or the store refuses.
         GaveUp: The store does not answer.
     """
-    return retry.run(lambda: _head(locate(url), retry), url)
+    at = locate(url)
+
+    def attempt() -> Object:
+        with _client(at, retry) as client:
+            return client.head(at)
+
+    return retry.run(attempt, url)
 
 
 def read(url: str, *, span: tuple[int, int] | None = None, retry: RetryPolicy = DEFAULT) -> bytes:
@@ -128,7 +134,7 @@ def write(
     def attempt() -> Object:
         with _client(at, retry) as client:
             client.write(at, content, if_absent=if_absent, if_tag=if_tag)
-        there = _head(at, retry)
+        there = head(url, retry=retry)  # with tries of its own: it must not repeat a conditional write
         if there.size != size:
             raise DamagedDownload(f'it has {there.size} bytes of {size} after its upload')
         return there
@@ -250,11 +256,6 @@ def _read_store(
 ) -> None:
     with _given_back(client, at, retry):
         client.read(at, file, span)
-
-
-def _head(at: Location, retry: RetryPolicy) -> Object:
-    with _client(at, retry) as client:
-        return client.head(at)
 
 
 def _client(at: Location, retry: RetryPolicy) -> contextlib.AbstractContextManager[Client]:

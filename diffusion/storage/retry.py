@@ -29,7 +29,8 @@ EXPIRED = frozenset(
 """S3 codes of 400 and 403 that the next try, whose client reads the credentials again, may not meet."""
 NO_CREDENTIALS = frozenset(
     {
-        *('NoCredentialsError', 'PartialCredentialsError', 'CredentialRetrievalError', 'ProfileNotFound'),  # botocore
+        *('NoCredentialsError', 'PartialCredentialsError', 'ProfileNotFound'),  # botocore
+        *('SSOTokenLoadError', 'UnauthorizedSSOTokenError'),  # botocore's too, of `aws sso login`
         *('DefaultCredentialsError', 'ConfigFileNotFound', 'InvalidConfig', 'ClientAuthenticationError'),  # others
     }
 )
@@ -136,11 +137,11 @@ def is_transient(error: Exception, url: str) -> bool:
     """
     if isinstance(error, DamagedDownload):
         return True
-    if isinstance(error, UserError | DataError | PreconditionFailed):
+    if isinstance(error, UserError | DataError | PreconditionFailed | GaveUp):
         return False
     links = list(_chain(error))
     for link in links:
-        if isinstance(link, OSError) and link.errno in LOCAL and link.filename != url:
+        if isinstance(link, OSError) and _is_local(link, url):
             raise link
     status = status_of(error)
     if status == 412:
@@ -164,6 +165,13 @@ def told(error: BaseException) -> str:
         return text
     cause = getattr(error, 'last_exception', None)
     return f'{type(error).__name__}: {text}'.rstrip(': ') + ('' if cause is None else f' ({told(cause)})')
+
+
+def _is_local(error: OSError, url: str) -> bool:
+    # A read of a mount raises the same errors, with the file's name, which is the URL then.
+    if error.errno == errno.ENOENT:
+        return error.filename not in (None, url)
+    return error.errno in LOCAL and error.filename != url
 
 
 def _refusal(links: list[BaseException], status: int | None, scheme: str) -> str | None:

@@ -200,8 +200,11 @@ def _with_local(config: StreamConfig, cache: Path) -> StreamConfig:
 
 def _stream(config: StreamConfig) -> Stream:
     values = asdict(config)
-    for ours in ('resolution', 'shape', 'aspects'):
+    for ours in ('resolution', 'shape', 'aspects', 'remote'):
         del values[ours]
     if config.remote is not None and config.local is not None:
         Path(config.local).mkdir(parents=True, exist_ok=True)
-    return Stream(**{key: value for key, value in values.items() if value is not None})
+    made = Stream(**{key: value for key, value in values.items() if value is not None})
+    # Given to the constructor, Streaming would make a client for it, which is never used, and refuse az://.
+    made.remote = config.remote
+    return made

@@ -94,12 +94,13 @@ def test_every_cloud_lists_reads_and_writes_alike(clouds: Cloud, tmp_path: Path,
 
 
 def test_hugging_face_is_listed_and_read(clouds: Cloud, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from huggingface_hub import HfFileSystem, constants, utils
+    from huggingface_hub import HfFileSystem, constants
+    from huggingface_hub.utils._http import reset_sessions
 
     monkeypatch.setattr(constants, 'HF_HUB_OFFLINE', False)
     template = clouds.url + '/{repo_id}/resolve/{revision}/{filename}'
     monkeypatch.setattr(constants, 'HUGGINGFACE_CO_URL_TEMPLATE', template)
-    utils.reset_sessions()
+    reset_sessions()
     make = partial(HfFileSystem, endpoint=clouds.url, token=False, skip_instance_cache=True)
     monkeypatch.setattr(FsspecClient, 'file_system', lambda self, scheme: make())
     for name in ('mds/a', 'mds/b/1', 'other'):
@@ -116,7 +117,7 @@ def test_hugging_face_is_listed_and_read(clouds: Cloud, monkeypatch: pytest.Monk
     assert (tmp_path / 'a').read_bytes() == b'mds/a'
     with pytest.raises(UserError, match='there is no such bucket or object'):
         object_store.read(f'{folder}/mds/none')
-    utils.reset_sessions()
+    reset_sessions()
 
 
 @pytest.mark.parametrize(('status', 'tries'), [(403, 1), (404, 1), (429, 2), (500, 2), (503, 2)])
@@ -145,9 +146,10 @@ def test_conditional_writes_of_every_cloud(clouds: Cloud, tmp_path: Path, scheme
     path.write_bytes(b'three')
     first = object_store.write(url, b'one', if_absent=True)
     for content in (b'two', path):
-        for condition in ({'if_absent': True}, {'if_tag': 'f' * 32}):
-            with pytest.raises(PreconditionFailed):
-                object_store.write(url, content, **condition)
+        with pytest.raises(PreconditionFailed):
+            object_store.write(url, content, if_absent=True)
+        with pytest.raises(PreconditionFailed):
+            object_store.write(url, content, if_tag='f' * 32)
     second = object_store.write(url, path, if_tag=first.tag)
     assert object_store.read(url) == b'three' and object_store.head(url) == second != first
 

@@ -1,10 +1,9 @@
-"""One picture: from the file's bytes, whatever they are, to upright sRGB pixels, or the reason why it is left out."""
+"""One image: from the file's bytes, whatever they are, to upright sRGB pixels, or the reason why it is left out."""
 
 import io
 import re
 import struct
 import warnings
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import cast
 
 import numpy as np
 import simplejpeg
-from PIL import Image, ImageColor, ImageFile, UnidentifiedImageError, features
+from PIL import ExifTags, Image, ImageColor, ImageFile, ImageOps, UnidentifiedImageError, features
 
 from diffusion.config.image_shapes import Shape
 from diffusion.prepare.color_profiles import is_srgb, to_srgb
@@ -22,18 +21,9 @@ FORMATS = ('JPEG', 'PNG', 'WEBP', 'GIF', 'BMP', 'TIFF', *(['AVIF'] if 'avif' in 
 MAX_PIXELS = 100_000_000
 """Larger pictures are refused before they are decoded; one of these takes 300 MB."""
 FULL_CHROMA_QUALITY = 95
-"""JPEG quality from which colour is stored at full resolution."""
-ORIENTATION = 0x0112
-"""EXIF's tag."""
-TURNS = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
+"""JPEG quality from which color is stored at full resolution."""
+PNG_END = b'IEND\xaeB`\x82'
+"""Name and checksum of a PNG's last chunk, which is empty."""
 HARMLESS = re.compile('Invalid SOS parameters|Unknown Adobe color transform')
 """What libjpeg warns of although it decodes every pixel; some cameras write such files."""
 
@@ -135,11 +125,11 @@ def _clean(encoded: bytes, background: tuple[int, ...], max_pixels: int) -> Clea
 def _open(encoded: bytes) -> Image.Image:
     """The picture with its header read, if the file is all there as far as its format can tell."""
     promised = _signature(encoded)
-    if promised == 'PNG':
-        _check_png(encoded)
-    elif promised == 'WEBP':
-        _check_webp(encoded)
     try:
+        if promised == 'PNG':
+            _check_png(encoded)
+        elif promised == 'WEBP':
+            _check_webp(encoded)
         return Image.open(io.BytesIO(encoded), formats=FORMATS)
     except UnidentifiedImageError as error:
         if promised in FORMATS:
@@ -160,21 +150,11 @@ def _signature(encoded: bytes) -> str | None:
 
 
 def _check_png(encoded: bytes) -> None:
-    """Pillow does not compare the checksums of the pixels' chunks, nor miss the last chunk."""
-    at = 8
-    while at + 12 <= len(encoded):
-        size, kind = struct.unpack_from('>I4s', encoded, at)
-        end = at + 12 + size
-        if end > len(encoded):
-            break
-        is_critical = not kind[0] & 0x20
-        checksum = zlib.crc32(memoryview(encoded)[at + 4 : end - 4])
-        if is_critical and checksum != struct.unpack_from('>I', encoded, end - 4)[0]:
-            raise Unfit('undecodable', f'the checksum of chunk {kind.decode("latin-1")} at byte {at} is wrong')
-        if kind == b'IEND':
-            return
-        at = end
-    raise Unfit('truncated', f'it ends in the chunk at byte {at}')
+    """Compare the chunks' checksums, which Pillow's decoding does not, and look for the last chunk."""
+    if PNG_END not in encoded:
+        raise Unfit('truncated', 'its last chunk is missing or cut')
+    with Image.open(io.BytesIO(encoded), formats=['PNG']) as image:
+        image.verify()
 
 
 def _check_webp(encoded: bytes) -> None:
@@ -236,11 +216,15 @@ def _over(pixels: Image.Image, profile: bytes | None, background: tuple[int, ...
 
 
 def _upright(image: Image.Image, source: Image.Image) -> Image.Image:
+    """Turn pixels as the EXIF block of the file they come from says; without a need, return the same object."""
     try:
-        turn = TURNS.get(source.getexif().get(ORIENTATION, 1))
-    except Exception:  # a broken EXIF block says nothing; the picture is as good as one without
-        turn = None
-    return image if turn is None else image.transpose(turn)
+        orientation = source.getexif().get(ExifTags.Base.Orientation, 1)
+    except Exception:  # a broken EXIF block says nothing; the image is as good as one without
+        orientation = 1
+    if orientation not in range(2, 9):
+        return image
+    image.getexif()[ExifTags.Base.Orientation] = orientation
+    return ImageOps.exif_transpose(image)
 
 
 @contextmanager

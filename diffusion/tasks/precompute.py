@@ -326,7 +326,7 @@ def _finish(stage: PrecomputeStage) -> None:
     final, missing = stage.output.final, stage.missing
     if missing:
         raise RuntimeError(
-            f'precompute.out: {len(missing)} shards of {final} are gone (the first is {missing[0]}); start again to go on'
+            f'precompute.out: {len(missing)} shards of {final} are gone (the first is {missing[0]}); start it again'
         )
     shards = stage.output.shards
     index = index_text(shards.read_entries(range(stage.num_shards)))

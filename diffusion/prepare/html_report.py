@@ -60,7 +60,7 @@ def _summary(report: PrepareReport) -> str:
         'inputs': f'{report.inputs:,}',
         'kept': f'{report.pictures:,}',
         'left out': f'{rejected:,} ({report.rejected_share:.2%}; {report.max_rejected:.2%} is allowed)',
-        'licence': report.licence or 'not given',
+        'license': report.license or 'not given',
     }
     failed = '' if report.passed else '<p class="failed">More was left out than max_rejected allows.</p>'
     return _table(lines) + ''.join(f'<p>{html.escape(note)}</p>' for note in report.notes) + failed

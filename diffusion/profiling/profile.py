@@ -16,7 +16,6 @@ import torch
 from composer.core import Callback, State
 from composer.loggers import Logger
 from PIL import Image
-from streaming import MDSWriter
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -30,6 +29,7 @@ from diffusion.profiling.advice import Kernel, Opportunity, ProfileMeasurements,
 from diffusion.profiling.breakdown import Breakdown, BreakdownReport
 from diffusion.profiling.device_syncs import Site, find_waits
 from diffusion.storage.atomic import write_whole
+from diffusion.storage.mds import write_dataset
 from diffusion.storage.writable import check_writable
 from diffusion.training import components
 from diffusion.training.train import CHECKPOINTER_KEYWORDS, build_trainer
@@ -161,13 +161,14 @@ def with_synthetic_data(recipe: Recipe, folder: Path) -> Recipe:
 def write_noise(folder: Path, shape: Shape, *, count: int) -> None:
     """Write an MDS folder of JPEGs of noise, which are slow to decode."""
     columns = {'image': 'bytes', 'captions': 'json', 'width': 'int', 'height': 'int', 'key': 'str'}
-    with MDSWriter(out=str(folder), columns=columns, hashes=['xxh64'], exist_ok=True) as writer:
-        for index in range(count):
-            pixels = np.random.default_rng(index).integers(0, 256, (shape.height, shape.width, 3), dtype=np.uint8)
-            buffer = io.BytesIO()
-            Image.fromarray(pixels).save(buffer, format='JPEG', quality=90)
-            sample = {'image': buffer.getvalue(), 'captions': [f'noise number {index}'], 'key': f'noise{index}'}
-            writer.write(sample | {'width': shape.width, 'height': shape.height})
+    samples = []
+    for index in range(count):
+        pixels = np.random.default_rng(index).integers(0, 256, (shape.height, shape.width, 3), dtype=np.uint8)
+        buffer = io.BytesIO()
+        Image.fromarray(pixels).save(buffer, format='JPEG', quality=90)
+        sample = {'image': buffer.getvalue(), 'captions': [f'noise number {index}'], 'key': f'noise{index}'}
+        samples.append(sample | {'width': shape.width, 'height': shape.height})
+    write_dataset(folder, samples, columns)
 
 
 def measured_by(phases: Phases, recipe: Recipe) -> ProfileMeasurements:

@@ -6,10 +6,10 @@ import pytest
 from drawn import DrawnSource, settings, snapshot
 from object_store import Store
 
-from diffusion.prepare import output_folders
 from diffusion.prepare.counts_report import PrepareReport
+from diffusion.prepare.engines import do
 from diffusion.prepare.pipeline import prepare
-from diffusion.storage import mds
+from diffusion.storage import folders, mds
 from diffusion.storage.bucket_clients import Location, S3Client
 from diffusion.storage.retry import RetryPolicy
 
@@ -18,7 +18,7 @@ SOURCE = DrawnSource(4, 10)
 
 def run(tmp_path: Path, out: str) -> PrepareReport:
     where = {'out': out, 'work': str(tmp_path / 'work')} if '://' in out else {'out': str(tmp_path / out)}
-    report = prepare(settings(shard_mb=0.01, aspects='sdxl', **where), source=SOURCE)
+    report = prepare(settings(shard_mb=0.01, aspects='sdxl', **where), source=SOURCE, run=lambda jobs: map(do, jobs))
     assert report is not None
     return report
 
@@ -47,10 +47,7 @@ def is_index(name: str) -> bool:
     return name.endswith((mds.INDEX, 'buckets.json'))
 
 
-def test_a_failed_upload_is_named_and_the_next_start_uploads_the_rest(
-    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(output_folders, 'UPLOADS', 1)  # so that the failure comes before the last shard is written
+def test_a_failed_upload_is_named_and_the_next_start_uploads_the_rest(tmp_path: Path, store: Store) -> None:
     store.bucket('mds')
     store.fail('PUT /mds/out/16px/24x16/shard.00000', 500)
     failed = r's3://mds/out/16px/24x16/shard.00000.mds: cannot be written, tried 4 times .*InternalError.*start again'
@@ -104,7 +101,7 @@ def test_a_shard_that_goes_while_others_are_uploaded_is_made_anew(
     tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     victim = '16px/24x16/shard.00000.mds'
-    upload = output_folders.upload
+    upload = folders.upload
 
     def spoil(path: Path, folder: str) -> None:
         upload(path, folder)
@@ -113,7 +110,7 @@ def test_a_shard_that_goes_while_others_are_uploaded_is_made_anew(
 
     store.bucket('mds')
     with monkeypatch.context() as patch:
-        patch.setattr(output_folders, 'upload', spoil)
+        patch.setattr(folders, 'upload', spoil)
         with pytest.raises(
             ValueError, match=rf's3://mds/out/{victim}: has 5 bytes of \d+ after all uploads; start again'
         ):
@@ -144,5 +141,5 @@ def test_a_store_that_holds_something_is_left_alone(tmp_path: Path, store: Store
 
 
 def test_a_store_that_refuses_is_named_before_any_work(tmp_path: Path, store: Store) -> None:
-    with pytest.raises(ValueError, match=r's3://nowhere/out/report.json: there is no such bucket'):
+    with pytest.raises(ValueError, match=r's3://nowhere/out/: there is no such bucket'):
         run(tmp_path, 's3://nowhere/out')

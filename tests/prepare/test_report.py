@@ -45,7 +45,7 @@ class Various(DrawnSource):
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PrepareReport]:
     out = tmp_path_factory.mktemp('report') / 'out'
     report = prepare(
-        settings(out, sizes=[16, 32], aspects='sdxl', duplicates='exact', licence=f'CC0 {HOSTILE}', max_rejected=0.1),
+        settings(out, sizes=[16, 32], aspects='sdxl', duplicates='exact', license=f'CC0 {HOSTILE}', max_rejected=0.1),
         source=Various(7, 14),
     )
     assert report is not None
@@ -157,8 +157,8 @@ def test_a_page_of_three_resolutions_with_all_shapes_is_small() -> None:
     assert len(text) < 5e6
 
 
-def test_the_licence_and_the_settings_are_in_the_report(prepared: tuple[Path, PrepareReport]) -> None:
+def test_the_license_and_the_settings_are_in_the_report(prepared: tuple[Path, PrepareReport]) -> None:
     saved: dict[str, Any] = json.loads((prepared[0] / 'report.json').read_text())
-    assert saved['licence'] == f'CC0 {HOSTILE}'
+    assert saved['license'] == f'CC0 {HOSTILE}'
     assert saved['arguments']['duplicates'] == 'exact' and saved['arguments']['sizes'] == [16, 32]
     assert saved['versions'].keys() >= {'pillow', 'simplejpeg', 'numpy'}

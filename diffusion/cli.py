@@ -10,7 +10,7 @@ from typing import Any
 
 import diffusion
 from diffusion.config.schema import did_you_mean
-from diffusion.errors import DataError, UserError
+from diffusion.errors import DataError, ExternalError, UserError
 from diffusion.exit_codes import USAGE_ERROR
 
 COMMANDS = (
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.overrides += rest
     try:
         return args.run(args)
-    except (UserError, DataError) as error:
+    except (UserError, DataError, ExternalError) as error:
         if os.environ.get('DIFFUSION_TRACEBACK'):
             traceback.print_exc()
         print(f'error: {error}', file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Errors by who can do something about them: the user (`UserError`), or the storage and the network (`DataError`).
+"""Errors by their cause: the user's input (`UserError`), training data (`DataError`), other programs (`ExternalError`).
 
 Any other exception is a bug or a fault of the machine: it keeps its traceback, and the process ends with status 1.
 """
@@ -30,6 +30,15 @@ class DataError(RuntimeError):
 
     The store may be back on the next try, so programs print the message without a traceback and end with
     `exit_codes.FAILED`.
+    """
+
+    exit_status = FAILED
+
+
+class ExternalError(RuntimeError):
+    """A failure of a program or service that this library calls: a scheduler, a cluster, a secrets manager.
+
+    Programs print the message without a traceback and end with `exit_status`.
     """
 
     exit_status = FAILED

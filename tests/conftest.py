@@ -190,13 +190,13 @@ def _store_server() -> Iterator['Store']:
 
 @pytest.fixture
 def store(_store_server: 'Store', monkeypatch: pytest.MonkeyPatch) -> Iterator['Store']:
-    """An empty S3, and the variables by which Streaming finds it; tries follow each other at once."""
-    from diffusion.storage import download, object_store
+    """An empty S3, and the variables by which clients find it; tries follow each other at once."""
+    from diffusion.storage import object_store, retry
 
     for name, value in _store_server.environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(download, 'LONGEST_PAUSE_SECONDS', 0.01)
-    monkeypatch.setattr(object_store, 'BACKOFF_SECONDS', 0.01)
+    monkeypatch.setattr(retry, 'LONGEST_PAUSE_SECONDS', 0.01)
+    monkeypatch.setattr(object_store, '_idle', {})
     yield _store_server
     _store_server.clear()
 

@@ -40,5 +40,4 @@ def main(target: str, statement: str, program: str, arguments: Sequence[str]) ->
 
 
 if __name__ == '__main__':
-    target, statement, program, *arguments = sys.argv[1:]
-    sys.exit(main(target, statement, program, arguments))
+    sys.exit(main(sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4:]))

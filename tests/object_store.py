@@ -1,5 +1,6 @@
 """A real S3 API on localhost, moto's, behind a layer that fails on demand and keeps what was asked."""
 
+import socket
 import threading
 import time
 from collections import Counter
@@ -13,15 +14,18 @@ ENVIRONMENT = {
     'AWS_ACCESS_KEY_ID': 'test',
     'AWS_SECRET_ACCESS_KEY': 'test',
     'AWS_DEFAULT_REGION': 'us-east-1',
-    'AWS_MAX_ATTEMPTS': '1',  # boto's own, which wait for seconds
 }
-CODES = {403: 'AccessDenied', 404: 'NoSuchKey', 500: 'InternalError'}
+CODES = {403: 'AccessDenied', 404: 'NoSuchKey', 500: 'InternalError', 503: 'SlowDown'}
 ALWAYS = 10**9
 
 
 @dataclass
 class Fault:
-    """What happens to the next requests with these words: a status, `cut`, `flip`, or seconds that the body takes."""
+    """What happens to the next requests with these words.
+
+    A status; `cut` or `flip` for the body; `reset` for the connection; another word for an S3 code with status 400;
+    or the seconds that the body takes.
+    """
 
     words: str
     what: int | str | float
@@ -37,11 +41,15 @@ class Store:
     """Those still to come."""
     requests: list[str] = field(default_factory=list)
     """All that came, failed ones included, as `GET /bucket/key?query`."""
+    authorizations: list[str] = field(default_factory=list)
+    """The header of each of them, or nothing."""
+    payers: list[str] = field(default_factory=list)
+    """Who each of them says pays for it."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def environment(self) -> dict[str, str]:
-        """What makes Streaming find the server."""
+        """The variables by which clients find the server."""
         return ENVIRONMENT | {'S3_ENDPOINT_URL': self.client.meta.endpoint_url}
 
     def fail(self, words: str, what: int | str | float, *, times: int = ALWAYS) -> Fault:
@@ -110,13 +118,20 @@ class FaultyApp:
         self.app, self.store = app, store
 
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
+        self.store.authorizations.append(environ.get('HTTP_AUTHORIZATION', ''))
+        self.store.payers.append(environ.get('HTTP_X_AMZ_REQUEST_PAYER', ''))
         fault = self.store.take(f'{environ["REQUEST_METHOD"]} {environ["PATH_INFO"]}?{environ["QUERY_STRING"]}')
         if fault is None:
             return self.app(environ, start_response)
         if isinstance(fault.what, int):
-            return refused(fault.what, start_response)
+            return refused(fault.what, CODES.get(fault.what, 'Other'), start_response)
         if isinstance(fault.what, float):
             return slowly(self.app(environ, start_response), fault.what)
+        if fault.what == 'reset':
+            environ['werkzeug.socket'].shutdown(socket.SHUT_RDWR)
+            raise ConnectionResetError
+        if fault.what not in ('cut', 'flip'):
+            return refused(400, fault.what, start_response)
         # Without the checksums that S3 sends, as not every store sends them.
         plain = lambda status, headers, *rest: start_response(  # noqa: E731
             status, [header for header in headers if 'checksum' not in header[0].lower()], *rest
@@ -128,8 +143,8 @@ class FaultyApp:
         return [bytes(body)]
 
 
-def refused(status: int, start_response: Callable[..., Any]) -> list[bytes]:
-    body = f'<?xml version="1.0"?><Error><Code>{CODES[status]}</Code><Message>as asked</Message></Error>'.encode()
+def refused(status: int, code: str, start_response: Callable[..., Any]) -> list[bytes]:
+    body = f'<?xml version="1.0"?><Error><Code>{code}</Code><Message>as asked</Message></Error>'.encode()
     start_response(f'{status} Failed', [('Content-Type', 'application/xml'), ('Content-Length', str(len(body)))])
     return [body]
 

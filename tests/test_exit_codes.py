@@ -76,7 +76,7 @@ def locked_by_another(site: Site) -> list[str]:
     """Make the lock of a run whose owner, this process, lives."""
     folder = site.run.with_name('locked')
     folder.mkdir()
-    owner = run_lock.Owner.here({})
+    owner = run_lock.Owner.current({})
     content = {'owner': vars(owner), 'count': 0, 'at': owner.since}
     (folder / run_lock.LOCK).write_text(json.dumps(content))
     return ['name=locked']

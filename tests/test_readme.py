@@ -9,6 +9,8 @@ import sys
 import tarfile
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / 'README.md').read_text()
 BLOCKS = re.findall(r'```(\w*)\n(.*?)```', README, flags=re.S)
@@ -20,6 +22,7 @@ def block(content: str) -> str:
     return found
 
 
+@pytest.mark.slow
 def test_from_tars_to_the_first_loss(forkserver, tmp_path):
     script = block('webdataset')
     assert len(script.splitlines()) <= 20
@@ -28,7 +31,7 @@ def test_from_tars_to_the_first_loss(forkserver, tmp_path):
     for number in range(2):
         write_tar(tmp_path / 'laion' / f'{number:05}.tar', number)
     said = forkserver.run('script.py', folder=tmp_path, output=tmp_path / 'log')
-    (loss,) = re.findall(r'^loss (.*)$', said, flags=re.MULTILINE)
+    (loss,) = re.findall(r'loss (\d+\.\d{3})$', said, flags=re.MULTILINE)  # after a progress bar
     assert 0 < float(loss) < 10
 
 
@@ -63,7 +66,7 @@ def test_the_script_for_other_projects_runs(forkserver, tmp_path):
         'script.py',
     ):
         said = forkserver.run(*command.split(), folder=tmp_path, output=tmp_path / 'log')
-    assert '\ndrawn\n' in said
+    assert 'drawn\n' in said
 
 
 def test_the_mistakes_shown_are_the_mistakes_told():

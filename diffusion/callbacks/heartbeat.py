@@ -1,26 +1,26 @@
-"""Tells the node entry point that a rank makes progress."""
+"""Callback that writes the heartbeat of a rank, by which the node entry point detects hangs."""
 
 import time
 
 from composer.core import Callback, Event, State
 from composer.loggers import Logger
 
-from diffusion.launch.heartbeat import SAVING, TRAINING, Beat, write_beat
+from diffusion.launch.heartbeat import SAVING, TRAINING, write_beat
 
-_LONG = {Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT, Event.EVAL_START, Event.FIT_END}
-"""After which something may take much longer than a batch: saves, evaluations, uploads."""
+_BEFORE_SLOW_WORK = {Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT, Event.EVAL_START, Event.FIT_END}
+"""Events before work that may take much longer than a batch: saves, evaluations, uploads."""
 
 
 class Heartbeat(Callback):
-    """Writes a beat before each batch, and before what may take long; see `diffusion.launch.heartbeat`."""
+    """Writes a heartbeat before each batch and before slow work; see `diffusion.launch.heartbeat`."""
 
     def __init__(self) -> None:
         self._first: tuple[int, float] | None = None
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
         # A batch begins with the wait for its data.
-        if event is not Event.BEFORE_DATALOADER and event not in _LONG:
+        if event is not Event.BEFORE_DATALOADER and event not in _BEFORE_SLOW_WORK:
             return
-        now, batch = time.time(), state.timestamp.batch.value
-        self._first = self._first or (batch, now)
-        write_beat(Beat(now, batch, TRAINING if event is Event.BEFORE_DATALOADER else SAVING, *self._first))
+        batch = state.timestamp.batch.value
+        self._first = self._first or (batch, time.monotonic())
+        write_beat(batch, TRAINING if event is Event.BEFORE_DATALOADER else SAVING, *self._first)

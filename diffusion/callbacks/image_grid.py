@@ -14,7 +14,7 @@ from composer.utils import create_interval_scheduler, dist
 from diffusion.algorithms.average import unwrapped
 from diffusion.algorithms.ema import averaged_weights
 from diffusion.errors import UserError
-from diffusion.evaluation.image_sheet import contact_sheet, save_image, to_images
+from diffusion.evaluation.image_sheet import Figure, Section, draw_sheet, save_image, to_images
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +95,8 @@ class ImageGrid(Callback):
                 images += to_images(model.generate(prompts, seeds=seeds, **self.sampling))  # type: ignore[operator]
         if dist.get_global_rank() != 0:
             return
-        sheet = contact_sheet([(p, [i]) for p, i in zip(self.prompts, images, strict=True)], columns=self.columns)
+        figures = [Figure([image], prompt) for prompt, image in zip(self.prompts, images, strict=True)]
+        sheet = draw_sheet([Section('', figures)], columns=self.columns)
         path = self.folder / 'images' / f'ba{batch:06d}.png'
         save_image(sheet, path)
         log.info('%s: %d pictures with %s weights', path, len(images), 'averaged' if averaged else 'training')

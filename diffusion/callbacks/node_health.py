@@ -1,4 +1,4 @@
-"""How the GPUs of a run are: of each figure the worst of all ranks, and whose it is."""
+"""Callback that logs the health of the run's GPUs: the worst value of each metric, and the rank that has it."""
 
 import logging
 import math
@@ -27,20 +27,20 @@ WORST: dict[str, Callable[..., tuple[float, int]]] = {
     'gpu_remapped_rows': max,
     'gpu_xid_errors': max,
 }
-"""Figures by name, and which end of each is bad. Utilization, memory in use and the clock are shares of what there is;
-the temperature is in degrees Celsius; throttled is 1 where heat or power slows the GPU down; errors and rows count."""
+"""Metrics by name, with the function that finds the worst. Utilization, memory in use and the clock are shares of the
+maximum, temperature is in degrees Celsius, throttled is 1 if heat or power slows the GPU down, the rest are counts."""
 FAULTS = ('gpu_ecc_errors', 'gpu_remapped_rows', 'gpu_xid_errors')
-"""Figures that should stay as they are."""
+"""Metrics that never grow on a healthy GPU."""
 
 
 class NodeHealth(Callback):
-    """Logs `health/NAME`, the worst of all ranks, and `health/NAME_rank`, the rank it is of, every so many batches.
+    """Logs `health/NAME`, the worst value of all ranks, and `health/NAME_rank`, the rank that has it.
 
-    NVML is asked in a thread: some of its answers take a tenth of a second. A rank whose count of faults grows warns.
+    NVML is queried in a thread, because some queries take a tenth of a second. A growing count of faults is a warning.
 
     Args:
-        every: Batches between two.
-        seconds: Between two questions to NVML.
+        every: Interval of logging, in batches.
+        seconds: Interval of the queries.
     """
 
     def __init__(self, every: int = 100, seconds: float = 5.0) -> None:
@@ -94,11 +94,11 @@ class NodeHealth(Callback):
 
 
 class Xids:
-    """Counts a GPU's critical errors, as the driver tells of them.
+    """Counts the critical errors (Xids) that the driver reports of a GPU.
 
     Args:
-        nvml: The module pynvml, or what behaves like it.
-        gpu: Its handle.
+        nvml: The module pynvml, or a substitute.
+        gpu: Handle of the GPU.
     """
 
     def __init__(self, nvml: Any, gpu: Any) -> None:
@@ -110,7 +110,7 @@ class Xids:
             self._events = None
 
     def wait(self, seconds: float, done: threading.Event) -> dict[str, float]:
-        """Listen for so long, or until it is done."""
+        """Wait up to `seconds` for events, or until `done` is set; return the metric, empty if not supported."""
         if self._events is None:
             done.wait(seconds)
             return {}
@@ -126,7 +126,7 @@ class Xids:
 
 
 def figures_of(nvml: Any, gpu: Any) -> dict[str, float]:
-    """What NVML says of a GPU; what it does not support is left out."""
+    """Query the metrics of a GPU; those that it does not support are left out."""
 
     def throttled() -> bool:
         slowed = nvml.nvmlClocksThrottleReasonHwSlowdown | nvml.nvmlClocksThrottleReasonSwThermalSlowdown
@@ -163,7 +163,7 @@ def figures_of(nvml: Any, gpu: Any) -> dict[str, float]:
 
 
 def worst_of_all(own: Mapping[str, float], state: State) -> dict[str, float]:
-    """Of each figure that any rank has, the worst and its rank; all ranks must ask together."""
+    """Return the worst value of each metric and its rank; a collective, which all ranks must call."""
     mine = torch.tensor([own.get(name, math.nan) for name in WORST], dtype=torch.float64)
     everyone = [each.tolist() for each in dist.all_gather(state.device.tensor_to_device(mine))]
     found: dict[str, float] = {}

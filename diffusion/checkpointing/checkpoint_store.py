@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -21,7 +20,7 @@ from typing import IO, Any, TypeVar
 import xxhash
 
 from diffusion.errors import UserError
-from diffusion.storage.atomic import sync_folder
+from diffusion.storage.atomic import UNFINISHED, remove, replace_folder, sync_folder
 
 log = logging.getLogger(__name__)
 
@@ -124,10 +123,7 @@ def publish(work: Path, final: Path, files: Mapping[str, FileRecord], about: Map
     with receipt.open('w', encoding='utf-8') as file:
         json.dump(content, file, indent=2)
         flush(file)
-    sync_folder(work)
-    remove_checkpoint(final)
-    os.replace(work, final)
-    sync_folder(final.parent)
+    replace_folder(work, final)
     link_latest(final)
 
 
@@ -227,35 +223,24 @@ def set_aside(newest: Path) -> None:
     for path in list_checkpoints(newest.parent):
         if (batch_of(path) or 0) > (batch_of(newest) or 0):
             aside = path.with_name(f'{path.name}.damaged')
-            remove_checkpoint(aside)
+            remove(aside)
             os.replace(path, aside)
             log.warning('%s: set aside as %s', path, aside.name)
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what a killed process left half-written."""
-    for path in folder.glob('.ba*.unfinished'):
-        remove_checkpoint(path)
-    for path in folder.glob('.ba*.removed'):
-        remove_checkpoint(path)
+    """Remove what a killed process left half-written or half-removed."""
+    for pattern in ('.ba*.unfinished*', f'ba*{UNFINISHED}*', '.ba*.removed'):
+        for path in folder.glob(pattern):
+            remove(path)
 
 
 def prune(folder: Path, keep: int) -> list[Path]:
     """Remove all but the newest checkpoints; returns the removed."""
     old = list_checkpoints(folder)[max(1, keep) :]
     for path in old:
-        remove_checkpoint(path)
+        remove(path)
     return old
-
-
-def remove_checkpoint(path: Path) -> None:
-    """Remove a folder so that, killed in between, none is left that looks whole."""
-    if path.is_dir() and not path.name.endswith('.removed'):
-        doomed = path.with_name(f'.{path.name.strip(".")}.removed')
-        shutil.rmtree(doomed, ignore_errors=True)
-        os.replace(path, doomed)
-        path = doomed
-    shutil.rmtree(path, ignore_errors=True)
 
 
 def flush(file: IO[Any]) -> None:

@@ -30,6 +30,7 @@ from diffusion.algorithms.average import Averager, blank, reshard
 from diffusion.checkpointing import checkpoint_store, sharded_state
 from diffusion.checkpointing.run_folder import check_architecture, is_sharded, read_content
 from diffusion.errors import UserError
+from diffusion.storage.atomic import remove
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +139,7 @@ def _save(state: State, final: Path, work: Path, *, sharded_tensors: bool) -> No
     rank = dist.get_global_rank()
     with all_or_none(f'{final}: not saved'):
         if rank == 0:
-            checkpoint_store.remove_checkpoint(work)
+            remove(work)
             work.mkdir(parents=True)
     content, tensors = _gather(state, sharded_tensors=sharded_tensors)
     records: dict[str, checkpoint_store.FileRecord] = {}

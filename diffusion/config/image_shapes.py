@@ -85,12 +85,17 @@ def read_buckets(folder: Path) -> dict[Shape, int]:
 
 def write_buckets(folder: Path, resolution: int, buckets: Mapping[Shape, Mapping[str, int]]) -> None:
     """Write buckets.json: of each shape at least its number of `samples`."""
+    write_whole(folder / BUCKETS, buckets_text(resolution, buckets))
+
+
+def buckets_text(resolution: int, buckets: Mapping[Shape, Mapping[str, int]]) -> str:
+    """Return the content of buckets.json."""
     content = {
         'version': 1,
         'resolution': resolution,
         'buckets': {str(shape): dict(buckets[shape]) for shape in sorted(buckets, key=_by_aspect)},
     }
-    write_whole(folder / BUCKETS, json.dumps(content, indent=2) + '\n')
+    return json.dumps(content, indent=2) + '\n'
 
 
 def sdxl_shapes(resolution: int) -> list[Shape]:

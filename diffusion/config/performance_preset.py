@@ -1,4 +1,4 @@
-"""Which parts of `speed` are on: as the recipe says, or its preset, where a part can be had."""
+"""Resolve the `speed` section of a recipe: which parts are on, on this machine and under this parallelism."""
 
 from dataclasses import fields, replace
 
@@ -9,7 +9,7 @@ PARTS = tuple(field.name for field in fields(SpeedConfig) if field.name != 'pres
 
 
 def effective_parts(settings: SpeedConfig, *, on_gpu: bool, strategy: str = 'ddp') -> SpeedConfig:
-    """The settings with every part decided: what the preset says, where the recipe says nothing."""
+    """Return the settings with every null part replaced by its preset, and parts that cannot work here turned off."""
     preset = on_gpu and settings.preset == 'full'
     # GroupNorm under FSDP1 does not compile since torch 2.6 (pytorch#152185).
     impossible = {'compile': strategy == 'fsdp1', 'reduce_once': strategy != 'fsdp2', 'copy_ahead': not on_gpu}

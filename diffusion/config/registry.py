@@ -1,7 +1,7 @@
-"""Names that a recipe may use, and what they stand for.
+"""Registry of the components that a recipe can name: check their keywords, and build them.
 
-The signature of what a name stands for is the schema of its keywords. It is read from the source, so that a typo is
-found without importing torch.
+The signature of a component's class or function is the schema of its keywords. It is parsed from the source file, so
+that `diffusion check` finds a typo without importing torch.
 """
 
 import importlib
@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import is_dataclass
 from typing import Any, get_args, get_type_hints
 
+from diffusion.config.recipe import Component
 from diffusion.config.schema import MISSING, Gatherer, Problem, did_you_mean, join
 from diffusion.config.schema import build_dataclass as build_value
 from diffusion.config.signatures import Parameter, Signature, of_object, of_source, simple_type, words
@@ -72,12 +73,15 @@ TARGETS: dict[str, dict[str, Any]] = {
 
 
 def register(kind: str, name: str, target: Any) -> None:
-    """Give a component of your own a name that recipes may use.
+    """Register a component of your own under a name that recipes can use.
 
     Args:
         kind: `model`, `dataset`, `optimizer`, `scheduler`, `algorithm`, `callback`, `logger` or `evaluator`.
-        name: As in the YAML.
-        target: The class or function, or `'module:attribute'`, which is imported when it is used.
+        name: The component's `name:` in a recipe.
+        target: The class or function, or its address `'module:attribute'`, which is imported on first use.
+
+    Raises:
+        UserError: Another component of this kind has the name.
     """
     table = _table(kind)
     if table.get(name, target) != target:
@@ -86,12 +90,12 @@ def register(kind: str, name: str, target: Any) -> None:
 
 
 def names(kind: str) -> list[str]:
-    """The registered names of a kind."""
+    """Return the sorted registered names of a kind."""
     return sorted(_table(kind))
 
 
 def unknown(kind: str, name: str) -> str | None:
-    """What is wrong with a name, or None."""
+    """Return an error message if the name is not registered, else None."""
     table = _table(kind)
     if name in table:
         return None
@@ -99,10 +103,10 @@ def unknown(kind: str, name: str) -> str | None:
 
 
 def resolve(kind: str, name: str) -> Any:
-    """What a name stands for; imports it."""
-    what = unknown(kind, name)
-    if what is not None:
-        raise UserError(what)
+    """Import and return the class or function registered under a name."""
+    problem = unknown(kind, name)
+    if problem is not None:
+        raise UserError(problem)
     target = _table(kind)[name]
     if not isinstance(target, str):
         return target
@@ -110,16 +114,26 @@ def resolve(kind: str, name: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
-def build(kind: str, name: str, kwargs: Mapping[str, Any], **supplied: Any) -> Any:
-    """Make a component of its keywords in a recipe and of what the program supplies.
+def build(kind: str, component: Component, *, offered: Mapping[str, Any] | None = None, **supplied: Any) -> Any:
+    """Build a component from its keywords in the recipe and from values of the program.
 
-    A mapping for a keyword whose type is a dataclass becomes that dataclass.
+    A mapping given for a keyword whose type is a dataclass becomes that dataclass.
+
+    Args:
+        kind: The component's kind, such as `callback`.
+        component: Its name and keywords.
+        offered: Defaults of the program; the component gets those that it accepts and that the recipe does not set.
+        supplied: Keywords that only the program may set; the component gets all of them.
+
+    Raises:
+        UserError: The name is not registered, or the recipe sets a supplied keyword.
     """
+    name, kwargs = component.name, component.kwargs
     target = resolve(kind, name)
     both = set(kwargs) & set(supplied)
     if both:
         raise UserError(f'{kind} {name}: {", ".join(sorted(both))} is set by the program; remove it from the recipe')
-    values = dict(kwargs)
+    values = signature(kind, name).accepted(offered or {}) | kwargs
     for key, value in kwargs.items():
         if isinstance(value, Mapping):
             hint = get_type_hints(target.__init__ if inspect.isclass(target) else target).get(key)
@@ -128,8 +142,14 @@ def build(kind: str, name: str, kwargs: Mapping[str, Any], **supplied: Any) -> A
     return target(**values, **supplied)
 
 
+def keywords(kind: str, component: Component) -> dict[str, Any]:
+    """Return every keyword of a component that has a value: its defaults, overridden by the recipe."""
+    parameters = inspect.signature(resolve(kind, component.name)).parameters.values()
+    return {each.name: each.default for each in parameters if each.default is not each.empty} | component.kwargs
+
+
 def signature(kind: str, name: str) -> Signature:
-    """The keywords of a component, without importing it where it was registered by its address."""
+    """Return the signature of a component, parsed from its source if it is registered by address."""
     target = _table(kind)[name]
     return of_source(*target.split(':')) if isinstance(target, str) else of_object(target)
 
@@ -137,14 +157,14 @@ def signature(kind: str, name: str) -> Signature:
 def check_keywords(
     where: str, kind: str, name: str, kwargs: Mapping[str, Any], *, supplied: Collection[str] = ()
 ) -> list[Problem]:
-    """Unknown, missing and wrongly typed keywords of a component.
+    """Return the unknown, missing and wrongly typed keywords of a component as problems.
 
     Args:
         where: Path of the component in the recipe.
-        kind: Of the component.
-        name: Of the component.
+        kind: The component's kind.
+        name: The component's name.
         kwargs: Its keywords in the recipe.
-        supplied: Keywords that the program gives.
+        supplied: Keywords that only the program may set.
     """
     try:
         found = signature(kind, name)

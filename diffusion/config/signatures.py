@@ -1,4 +1,4 @@
-"""The keywords that a class or function takes, read from its source without importing it."""
+"""Read the signature of a class or function from its source file, without importing it."""
 
 import ast
 import functools
@@ -16,7 +16,7 @@ _SIMPLE = {'int': int, 'float': float, 'str': str, 'bool': bool, 'None': type(No
 
 @dataclass(frozen=True)
 class Parameter:
-    """A keyword of a component; `annotation` is its source text, empty where there is none."""
+    """A keyword of a component; `annotation` is its source text, empty if there is none."""
 
     name: str
     annotation: str
@@ -25,19 +25,26 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Signature:
-    """The keywords of a component, whether it takes any others, and the dataclasses its file imports from us."""
+    """The keywords of a component."""
 
     parameters: tuple[Parameter, ...]
     open_ended: bool
+    """True if the component takes any other keyword too (`**kwargs`)."""
     nested: Mapping[str, str]
+    """Dataclasses that its file imports from this package, as `module:attribute`, by their name in that file."""
 
     def names(self) -> set[str]:
-        """Names of the keywords."""
+        """Return the names of the keywords."""
         return {parameter.name for parameter in self.parameters}
+
+    def accepted(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return those of the values that the component takes by name."""
+        names = self.names()
+        return {name: value for name, value in values.items() if name in names}
 
 
 def of_object(target: Any) -> Signature:
-    """The keywords of a class or function."""
+    """Return the signature of an imported class or function."""
     found = inspect.signature(target).parameters.values()
     parameters = tuple(
         Parameter(
@@ -51,7 +58,7 @@ def of_object(target: Any) -> Signature:
 
 @functools.cache
 def of_source(module: str, attribute: str) -> Signature:
-    """The keywords of a class or function, read without importing it.
+    """Return the signature of a class or function, parsed from its module's source file.
 
     Raises:
         UserError: The module cannot be found, or defines no such name.
@@ -78,7 +85,7 @@ def of_source(module: str, attribute: str) -> Signature:
 
 @functools.cache
 def defaults_of_source(module: str, attribute: str) -> dict[str, Any]:
-    """The defaults of a function's keywords, read without importing it, names of other modules' constants included."""
+    """Return the defaults of a function's keywords, parsed from the source; looks up constants of other modules."""
     tree = _source(module)
     node = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == attribute)
     arguments = node.args
@@ -91,7 +98,7 @@ def defaults_of_source(module: str, attribute: str) -> dict[str, Any]:
 
 
 def simple_type(annotation: str) -> Any:
-    """The type that an annotation's text means, made of simple ones only; None where it is anything else."""
+    """Parse an annotation into a type made of simple types; None if it holds any other type."""
     try:
         return _simple(ast.parse(annotation, mode='eval').body) if annotation else None
     except SyntaxError:
@@ -123,7 +130,7 @@ def _simple(node: ast.expr) -> Any:
 
 
 def _union(members: list[ast.expr]) -> Any:
-    """Classes other than the simple ones are left out: a YAML cannot say them."""
+    """Return the union of the simple types among the members; a YAML cannot hold instances of the other classes."""
     kinds = [_simple(member) for member in members if not _is_class(member)]
     return None if not kinds or None in kinds or kinds == [type(None)] else Union[tuple(kinds)]  # noqa: UP007
 
@@ -134,13 +141,13 @@ def _is_class(node: ast.expr) -> bool:
 
 
 def words(annotation: str) -> set[str]:
-    """The names in an annotation."""
+    """Return the names used in an annotation."""
     return {node.id for node in ast.walk(ast.parse(annotation or 'None')) if isinstance(node, ast.Name)}
 
 
 @functools.cache
 def _source(module: str) -> ast.Module:
-    """The syntax tree of a module, found without importing it or its packages."""
+    """Parse a module's source file, found without importing the module or its packages."""
     top, *rest = module.split('.')
     spec = importlib.util.find_spec(top)
     if spec is None or spec.origin is None:
@@ -155,7 +162,7 @@ def _source(module: str) -> ast.Module:
 
 
 def _imports(tree: ast.Module) -> list[tuple[str, str, str]]:
-    """What a file imports from this package: its name there, the module it comes from, its name in that module."""
+    """List imports from this package as (name in the file, module, name in that module)."""
     return [
         (alias.asname or alias.name, statement.module, alias.name)
         for statement in tree.body
@@ -165,7 +172,7 @@ def _imports(tree: ast.Module) -> list[tuple[str, str, str]]:
 
 
 def _value(node: ast.expr, tree: ast.Module) -> Any:
-    """A literal, or a constant of a module that the file imports: `sd2_config.PRETRAINED`."""
+    """Evaluate a literal, or a constant of a module that the file imports, such as `sd2_config.PRETRAINED`."""
     if not isinstance(node, ast.Attribute) or not isinstance(node.value, ast.Name):
         return ast.literal_eval(node)
     homes = {name: f'{home}.{original}' for name, home, original in _imports(tree)}
@@ -176,7 +183,7 @@ def _value(node: ast.expr, tree: ast.Module) -> Any:
 
 
 def _aliases(tree: ast.Module) -> dict[str, ast.expr | None]:
-    """Types that a file gives a name to, such as `Choice = Literal['first', 'random']`."""
+    """Return the type aliases of a file, such as `Choice = Literal['first', 'random']`, by name."""
     return {
         target.id: statement.value
         for statement in tree.body
@@ -202,7 +209,7 @@ def _arguments(node: ast.FunctionDef, aliases: Mapping[str, ast.expr | None]) ->
 
 
 def _takes_any(node: ast.FunctionDef, module: str) -> bool:
-    # **keywords of ours are what the program supplies, never what a recipe says.
+    # **kwargs of this package's own classes are for the program (StreamingDataset's keywords), never for a recipe.
     return node.args.kwarg is not None and not module.startswith('diffusion.')
 
 

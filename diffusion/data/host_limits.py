@@ -1,6 +1,7 @@
-"""What a run will need of its machine, before the first batch: shared memory, memory, open files, disk.
+"""Check before the first batch that the machine has enough shared memory, memory, open files and disk for the run.
 
-Without it a run dies late and says little: of a bus error in a worker, of the kernel's killer, of too many open files.
+Without these checks a run fails late and with little explanation: a bus error in a worker, the kernel's out-of-memory
+killer, too many open files.
 """
 
 import contextlib
@@ -24,41 +25,42 @@ log = logging.getLogger(__name__)
 
 SHM = Path('/dev/shm')
 ORDER_BYTES = 8
-"""Shared memory a sample of an epoch, on every machine, at its start: Streaming's order of all machines' samples."""
+"""Shared memory per sample of an epoch, on every machine: Streaming's sample order, made at the start of the epoch."""
 SHUFFLE_BYTES = 72
-"""Memory a sample of an epoch while that order is made, in one process of a machine; measured with 10 million."""
+"""Memory per sample of an epoch in the process that makes that order; measured with 10 million samples."""
 SHARD_SHM_BYTES = 17
-"""Shared memory a shard: state, time of last use, signature."""
+"""Shared memory per shard: state, time of last use, signature."""
 TENSORS = 6
-"""Of a batch; each on its way from a worker is an open file."""
+"""Tensors of a batch; each of them is an open file while a worker hands it over."""
 OPEN_FILES = 200
-"""Of a process besides."""
+"""Other open files of a process."""
 FILES_PER_WORKER = 10
-WORTH_SAYING_BYTES = 64 * 2**20
+MIN_LEFTOVER_BYTES = 64 * 2**20
+"""Shared memory of ended runs below this size is not reported."""
 
 
 @dataclass(frozen=True)
 class HostProblem:
-    """What is wrong, and whether the run can do without."""
+    """A shortage of the machine; `fatal` if the run cannot work with it."""
 
     what: str
     fatal: bool
 
 
 def check_machine(loader: BucketedLoader) -> None:
-    """Compare what training needs with what there is; one process of each machine looks, and all ranks hear of it.
+    """Compare what training needs with what the machine has, in one process per machine, and warn on shortages.
 
     Raises:
-        UserError: The run cannot work.
+        UserError: A shortage on any machine is fatal; raised on all ranks.
     """
     problems: list[HostProblem] = []
     if dist.get_local_rank() == 0:
         problems = [
             *shared_memory_problems(loader),
-            *memory(loader),
-            *open_files(loader),
-            *disk(loader),
-            *cache(loader),
+            *memory_problems(loader),
+            *open_file_problems(loader),
+            *disk_problems(loader),
+            *cache_problems(loader),
         ]
         for problem in problems:
             if not problem.fatal:
@@ -70,7 +72,7 @@ def check_machine(loader: BucketedLoader) -> None:
 
 
 def shared_memory_problems(loader: BucketedLoader) -> Iterator[HostProblem]:
-    """Streaming's order of an epoch, and batches on their way from the workers."""
+    """Check shared memory, which holds Streaming's sample order and batches that workers hand over."""
     if not SHM.is_dir():
         return
     free, dataset = shutil.disk_usage(SHM).free, loader.dataset
@@ -86,8 +88,8 @@ def shared_memory_problems(loader: BucketedLoader) -> Iterator[HostProblem]:
         )
 
 
-def memory(loader: BucketedLoader) -> Iterator[HostProblem]:
-    """What shuffling an epoch takes."""
+def memory_problems(loader: BucketedLoader) -> Iterator[HostProblem]:
+    """Check the memory that shuffling an epoch takes."""
     available, need = available_memory(), SHUFFLE_BYTES * loader.dataset.epoch_size
     if available is not None and need > 0.5 * available:
         yield HostProblem(
@@ -97,8 +99,8 @@ def memory(loader: BucketedLoader) -> Iterator[HostProblem]:
         )
 
 
-def open_files(loader: BucketedLoader) -> Iterator[HostProblem]:
-    """Batches on their way; shards are opened for a sample at a time. A limit that may be raised is raised."""
+def open_file_problems(loader: BucketedLoader) -> Iterator[HostProblem]:
+    """Check the limit of open files, which batches from workers are too, and raise the soft limit if needed."""
     need = OPEN_FILES + loader.num_workers * (FILES_PER_WORKER + (loader.prefetch_factor or 0) * TENSORS)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or need <= soft:
@@ -113,8 +115,8 @@ def open_files(loader: BucketedLoader) -> Iterator[HostProblem]:
     )
 
 
-def disk(loader: BucketedLoader) -> Iterator[HostProblem]:
-    """What has yet to be fetched of the streams, or may be held of them, by the file system it goes to."""
+def disk_problems(loader: BucketedLoader) -> Iterator[HostProblem]:
+    """Check that each file system has room for the shards that will be downloaded to it, or for the cache limit."""
     dataset = loader.dataset
     missing: dict[int, int] = {}
     folders: dict[int, Path] = {}
@@ -138,8 +140,8 @@ def disk(loader: BucketedLoader) -> Iterator[HostProblem]:
             )
 
 
-def cache(loader: BucketedLoader) -> Iterator[HostProblem]:
-    """A limit must hold what the processes read and fetch at once; below what is shuffled, shards come again."""
+def cache_problems(loader: BucketedLoader) -> Iterator[HostProblem]:
+    """Check that `cache_limit` holds the shards in use at once, and warn if it cannot hold those shuffled together."""
     dataset = loader.dataset
     if dataset.room is None:
         return
@@ -165,7 +167,7 @@ def cache(loader: BucketedLoader) -> Iterator[HostProblem]:
 
 
 def available_memory() -> int | None:
-    """Bytes that processes may still take, by the kernel and by the container; None where nothing says."""
+    """Return the bytes that processes may still allocate, by the kernel and by the container; None if unknown."""
     found = []
     with_kernel = Path('/proc/meminfo')
     if with_kernel.exists():
@@ -178,12 +180,13 @@ def available_memory() -> int | None:
 
 
 def note_leftovers() -> None:
-    """Say where killed runs have left shared memory behind; who else may use it cannot be seen from a container."""
+    """Warn about shared memory that killed runs seem to have left behind."""
     sizes: dict[str, int] = {}
     for path in unmapped(SHM):
         with contextlib.suppress(FileNotFoundError):
             sizes[path.name[:6]] = sizes.get(path.name[:6], 0) + path.stat().st_size
-    if sum(sizes.values()) > WORTH_SAYING_BYTES:
+    # A process in another container may still use these files, which cannot be seen from here: nothing is deleted.
+    if sum(sizes.values()) > MIN_LEFTOVER_BYTES:
         largest = sorted(sizes, key=lambda prefix: -sizes[prefix])[:8]
         log.warning(
             '%s: %s are of runs that have ended. Unless another container has them in use: rm %s',
@@ -192,7 +195,7 @@ def note_leftovers() -> None:
 
 
 def unmapped(folder: Path) -> list[Path]:
-    """Our files of Streaming's that no process here has mapped."""
+    """Return this user's shared memory files of Streaming that no visible process has mapped."""
     ours = [path for path in folder.glob('[0-9]' * 6 + '_*') if _is_ours(path)]
     maps = ''.join(_readable(path) for path in Path('/proc').glob('[0-9]*/maps')) if ours else ''
     return [path for path in ours if str(path) not in maps]
@@ -208,23 +211,23 @@ def _is_ours(path: Path) -> bool:
 def _readable(path: Path) -> str:
     try:
         return path.read_text()
-    except OSError:  # it has ended, or is another user's
+    except OSError:  # the process has ended, or belongs to another user
         return ''
 
 
 def _processes(loader: BucketedLoader) -> int:
-    """Of a machine that read samples."""
+    """Return the number of processes of this machine that read samples."""
     return max(1, loader.num_workers) * dist.get_local_world_size()
 
 
 def _batch_bytes(loader: BucketedLoader) -> int:
-    """Of a batch of pictures, about; latents take less."""
+    """Return the approximate bytes of a batch of images; latents take less."""
     largest = max(bucket.shape.pixels for bucket in loader.dataset.buckets)
     return 3 * largest * (loader.batch_size or 1)
 
 
 def _shuffled_together(loader: BucketedLoader) -> int:
-    """Samples that a machine has on its way at once."""
+    """Return the number of samples whose shards a machine uses at once."""
     dataset = loader.dataset
     if not dataset.shuffle:
         return (dataset.predownload or 0) * _processes(loader)

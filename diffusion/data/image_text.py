@@ -1,4 +1,4 @@
-"""Pictures with captions, as they are stored by `diffusion prepare`."""
+"""Dataset of images with captions, as `diffusion prepare` writes them."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -9,24 +9,24 @@ from transformers import PreTrainedTokenizerBase
 from diffusion.data.bad_samples import BadSample
 from diffusion.data.caption_choice import CaptionChoice, choose_caption
 from diffusion.data.streams import Bucket, BucketedDataset
-from diffusion.data.transforms import Crop, Undecodable, planes, seen
+from diffusion.data.transforms import Crop, Undecodable, picture
 from diffusion.models import batch_keys
 from diffusion.models.pretrained import tokenize
 from diffusion.models.randomness import Purpose
 
 
 class ImageTextDataset(BucketedDataset):
-    """Pictures as uint8 [3, H, W] in pixels, of the shape of their bucket, and tokens [E, L].
+    """Images as uint8 pixels [3, H, W] in the shape of their bucket, and tokens [E, L].
 
     Args:
-        buckets: Streams whose samples hold `image` (an encoded picture) and `captions` or `caption`.
-        batch_size: Samples a device and batch.
-        tokenizers: One a text encoder; none for a model that reads no text.
-        crop: The middle of the picture, or a random part of it, of the aspect of the bucket.
-        min_crop_scale: Smallest size of a random crop, as a share of the largest that the picture holds.
-        flip: Mirror half of the pictures. Captions that say left and right become wrong.
-        caption_choice: Of several captions the first, the longest, or a random one each epoch.
-        seed: Of crops, flips and caption choice.
+        buckets: Streams whose samples hold `image` (an encoded image) and `captions` or `caption`.
+        batch_size: Samples per device and batch.
+        tokenizers: One per text encoder; empty for a model that reads no text.
+        crop: Crop of the bucket's aspect: the center of the image, or a random part of it.
+        min_crop_scale: Smallest size of a random crop, as a fraction of the largest one that fits.
+        flip: Mirror half of the images at random. Captions that mention left and right become wrong.
+        caption_choice: Caption to use if there are several: the first, the longest, or a random one in each epoch.
+        seed: Seed of crops, flips and caption choice.
         streaming: Keywords of StreamingDataset.
     """
 
@@ -52,23 +52,22 @@ class ImageTextDataset(BucketedDataset):
         self.caption_choice: CaptionChoice = caption_choice
 
     def item(self, at: int) -> dict[str, Any]:
-        """Picture and tokens of a sample."""
+        """Return the image and the tokens of a sample."""
         sample = self.get_item(at)
-        item: dict[str, Any] = {batch_keys.IMAGE: self._picture(sample, at)}
+        item: dict[str, Any] = {batch_keys.IMAGE: self._image(sample, at)}
         if self.tokenizers:
             draw = self.draws(at, Purpose.CAPTION_CHOICE)[0]
             caption = choose_caption(self.captions(sample, at), self.caption_choice, draw)
             item[batch_keys.INPUT_IDS] = tokenize(self.tokenizers, [caption])[0]
         return item
 
-    def _picture(self, sample: dict[str, Any], at: int) -> torch.Tensor:
+    def _image(self, sample: dict[str, Any], at: int) -> torch.Tensor:
         shape = self.bucket_of(at).shape
         draw = self.draws(at, Purpose.CROP)[:3] if self.crop == 'random' else (0.0, 0.0, 0.0)
         flip = self.flip and self.draws(at, Purpose.FLIP)[0] < 0.5
         try:
-            pixels = seen(sample['image'], shape, Crop(self.crop, self.min_crop_scale, draw, flip))
+            return picture(sample['image'], shape, Crop(self.crop, self.min_crop_scale, draw, flip))
         except Undecodable as error:
             raise BadSample(
-                f'{self.where(at)}: the picture cannot be decoded ({error}); prepare the data again'
+                f'{self.where(at)}: the image cannot be decoded ({error}); prepare the data again'
             ) from error
-        return planes(pixels, self.memory.place((3, shape.height, shape.width)))

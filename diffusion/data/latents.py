@@ -30,40 +30,40 @@ MANIFEST = 'manifest.json'
 
 @dataclass(frozen=True)
 class LatentManifest:
-    """What latents were made by; stored beside their shards."""
+    """Encoders and settings that made the latents; stored beside their shards."""
 
     vae: str
     """Fingerprint of the VAE's weights."""
     latent_mean: list[float]
-    """Of each channel, as the VAE's configuration says; not applied to what is stored."""
+    """Mean of each latent channel from the VAE's configuration; not applied to the stored latents."""
     latent_std: list[float]
-    """Of each channel, scaling factor included; not applied to what is stored."""
+    """Standard deviation of each latent channel, scaling factor included; not applied to the stored latents."""
     shape: str
-    """Width x height of the encoded pictures in pixels."""
+    """Width x height of the encoded images in pixels."""
     posterior: str
-    """`sample`: mean and log-variance are stored; `mean`: the mean alone."""
+    """`sample`: mean and log-variance are stored; `mean`: only the mean."""
     dtype: str
-    """Of what is stored."""
+    """Type of the stored numbers."""
     crop: str = 'center'
-    """Which part of a picture was encoded: the middle, or at random, by which smallest scale and seed."""
+    """Part of the images that was encoded: `center`, or `random` with its smallest scale and seed."""
     text_encoder: str | None = None
-    """Fingerprint of the text encoders whose output is stored; None where they run while training."""
+    """Fingerprint of the text encoders whose output is stored; None if they run while training."""
     captions: str = 'all'
-    """Which of a picture's captions are there."""
+    """Captions that are stored: `all`, `first` or `longest`."""
     source: str = ''
-    """SHA-256 of the index of the pictures."""
+    """SHA-256 of the index of the encoded images."""
     version: int = 2
 
     def text(self) -> str:
-        """What stands in manifest.json, beside the shards of a folder."""
+        """Return the content of manifest.json."""
         return json.dumps(dataclasses.asdict(self), indent=2) + '\n'
 
     @classmethod
     def read(cls, folder: Path, where: str) -> 'LatentManifest':
-        """The manifest of a folder.
+        """Read the manifest of a folder.
 
         Raises:
-            UserError: There is none of this version; the message begins with `where`.
+            UserError: There is no manifest of this version; the message begins with `where`.
         """
         path = folder / MANIFEST
         if not path.exists():
@@ -79,7 +79,7 @@ class LatentManifest:
 
 
 def weights_fingerprint(module: nn.Module) -> str:
-    """SHA-256 over names, shapes and values (rounded to float16) of the weights, so that precision does not matter."""
+    """Return 16 hex digits of a SHA-256 over names, shapes and values of weights, rounded to float16."""
     digest = hashlib.sha256()
     for name, tensor in sorted(module.state_dict().items()):
         digest.update(f'{name}{tuple(tensor.shape)}'.encode())
@@ -97,7 +97,7 @@ def manifest_of(
     text: TextConditioner | None = None,
     captions: str = 'all',
 ) -> LatentManifest:
-    """The manifest of latents that this VAE, and these text encoders if any, make."""
+    """Return the manifest of latents that this VAE and these text encoders make."""
     mean, std = latent_statistics(vae)
     return LatentManifest(
         *(weights_fingerprint(vae), mean.tolist(), std.tolist(), shape, posterior, dtype, crop),
@@ -107,7 +107,7 @@ def manifest_of(
 
 
 def read_manifest(bucket: Bucket) -> LatentManifest:
-    """The manifest of a stream, fetched from its remote where that is where it is."""
+    """Read the manifest of a stream, from its remote if it has one."""
     assert isinstance(bucket.stream, VerifiedStream)
     return LatentManifest.read(bucket.stream.beside(MANIFEST).parent, f'streams.{bucket.name}')
 
@@ -116,11 +116,11 @@ class LatentsDataset(BucketedDataset):
     """Moments of the VAE's posterior, float32 [C or 2C, H, W], tokens [E, L], and text embeddings [L, D] if stored.
 
     Args:
-        buckets: Streams made by `task: precompute`, a manifest beside the shards of each.
-        batch_size: Samples a device and batch.
-        tokenizers: One a text encoder.
-        caption_choice: Of several captions the first, the longest, or a random one each epoch.
-        seed: Of the caption choice.
+        buckets: Streams made by `task: precompute`, with a manifest beside the shards of each.
+        batch_size: Samples per device and batch.
+        tokenizers: One per text encoder.
+        caption_choice: Caption to use if there are several: the first, the longest, or a random one in each epoch.
+        seed: Seed of the caption choice.
         streaming: Keywords of StreamingDataset.
     """
 
@@ -143,12 +143,12 @@ class LatentsDataset(BucketedDataset):
         for bucket, manifest in zip(self.buckets, self.manifests, strict=True):
             if str(bucket.shape) != manifest.shape:
                 raise UserError(
-                    f'streams.{bucket.name}: {bucket.shape} px, but its latents were made of pictures of '
+                    f'streams.{bucket.name}: {bucket.shape} px, but its latents were made of images of '
                     f'{manifest.shape} px; correct its resolution or shape'
                 )
 
     def item(self, at: int) -> dict[str, Any]:
-        """Moments and tokens of a sample, and text embeddings if they are stored."""
+        """Return the moments and tokens of a sample, and its text embeddings if they are stored."""
         sample = self.get_item(at)
         captions = self.captions(sample, at)
         place = choose_caption_index(captions, self.caption_choice, self.draws(at, Purpose.CAPTION_CHOICE)[0])

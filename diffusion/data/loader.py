@@ -71,7 +71,6 @@ class BucketedLoader(StreamingDataLoader):
     ) -> None:
         # PyTorch raises after its timeout and can be asked again.
         look_every = min(timeout or math.inf, LOOK_EVERY_SECONDS) if num_workers else 0
-        settings = {'collate_fn': dataset.memory.collate} | settings
         super().__init__(dataset, num_workers=num_workers, timeout=look_every, **settings)
         if stratified and not dataset.elastic:
             raise UserError('stratified: devices may get batches of unequal size; make the dataset with elastic=True')

@@ -1,4 +1,4 @@
-"""The shards that a machine holds: shared by its jobs, below a limit, the least recently used going first.
+"""A cache of shards that the jobs of a machine share, below a limit; the least recently used shards go first.
 
 Layout of a cache folder, the same for every job that is given it:
 
@@ -25,33 +25,33 @@ from diffusion.storage import atomic, locks
 
 INDEX = 'index.json'
 MARK = '.mds'
-"""In the names of shards, compressed or not."""
+"""Part of the names of shards, compressed or not."""
 VERSION = re.compile(r'/[0-9a-f]{16}/')
-"""In the path of a shard in a cache folder: the version of its dataset."""
+"""The version of its dataset in the path of a shard in a cache folder."""
 
 
 class Held(NamedTuple):
     """A shard's file."""
 
     used: int
-    """When it was last used, in ns."""
+    """Time of its last use, in ns."""
     size: int
     path: Path
 
 
 def home(cache: Path, remote: str) -> Path:
-    """The folder of a dataset in a cache."""
+    """Return the folder of a dataset in a cache."""
     readable = re.sub(r'[^A-Za-z0-9]+', '-', remote.partition('://')[2] or remote).strip('-')[-40:]
     return cache / f'{readable}-{hashlib.sha256(remote.rstrip("/").encode()).hexdigest()[:12]}'
 
 
 def version(home: Path, digest: str, stream: str) -> Path:
-    """The folder of the shards of an index, by its hash, as a stream of some name sees it."""
+    """Return the folder of the shards of an index, by its hash, as a stream of some name sees it."""
     return home / digest[:16] / 'as' / re.sub(r'[^A-Za-z0-9._-]+', '_', stream)
 
 
 def make_version(home: Path, digest: str, stream: str) -> Path:
-    """The same, after making it."""
+    """Make that folder and return it."""
     alias = version(home, digest, stream)
     alias.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
@@ -60,7 +60,7 @@ def make_version(home: Path, digest: str, stream: str) -> Path:
 
 
 def bring_up_to_date(path: Path, content: bytes) -> None:
-    """Write a small file whole; one that is the same already stays."""
+    """Write a small file whole, unless it has this content already."""
     if path.exists() and path.read_bytes() == content:
         return
     atomic.write_whole(path, content)
@@ -76,10 +76,10 @@ class Room:
     """A limit on the shards below some folders.
 
     Args:
-        folders: Each with the names of its shards, relative to it; None for a cache folder, where all count that lie in
-            the folder of a version. Nothing else is ever evicted.
-        limit_bytes: Of all of them together, and of what is being fetched.
-        wait: Called while another process makes room; what it raises ends the wait.
+        folders: Each with the names of its shards, relative to it; None for a cache folder, where all shards count that
+            lie in the folder of a version. Nothing else is ever evicted.
+        limit_bytes: Largest size of all shards together, with those being fetched.
+        wait: Called while another process makes room; an exception that it raises ends the wait.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Room:
         self._lock = next(iter(self.folders)) / 'room'
 
     def scratch_for(self, path: Path, size: int) -> Path:
-        """A folder to make a shard in, beside its path, after as much as that needs has been evicted."""
+        """Make a folder beside a shard's path to fetch it into, after evicting as much as it needs."""
         with locks.locked(self._lock, self.wait):
             held, reserved = self._held()
             used = sum(file.size for file in held) + reserved
@@ -103,12 +103,12 @@ class Room:
             return locks.scratch_for(path, size)
 
     def used_bytes(self) -> int:
-        """Of all shards, and of what is being fetched."""
+        """Return the size of all shards, with those being fetched."""
         held, reserved = self._held()
         return sum(file.size for file in held) + reserved
 
     def _held(self) -> tuple[list[Held], int]:
-        """The shards, and the bytes of those that are being fetched."""
+        """List the shards, and add up the bytes of those being fetched."""
         held, reserved = [], 0
         for folder, names in self.folders.items():
             for entry in _entries(folder):
@@ -125,7 +125,7 @@ class Room:
 
 
 def _entries(folder: str | Path) -> Iterator[os.DirEntry[str]]:
-    """All files below a folder, and the folders of what is unfinished, but not what these hold; no link is followed."""
+    """Yield all files and folders below a folder, but not the content of hidden folders; no link is followed."""
     with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
         for entry in entries:
             yield entry

@@ -1,8 +1,8 @@
-"""One failure stops everybody: what processes of a dataset on one machine tell each other, without waiting.
+"""Tell a failure of one process of a dataset to all others on its machine, so that they stop too.
 
 Streaming's workers wait for each other's downloads without end, and a thread that fails there ends its worker's epoch
-early with a line in the log. So the first process that fails leaves its message in a file, and all others look there
-whenever they wait.
+early with a line in the log. So the first process that fails leaves its message in a file, and all others look for
+that whenever they wait.
 """
 
 import contextlib
@@ -17,14 +17,14 @@ from diffusion.errors import DataError
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_SECONDS = 0.05
-"""A look costs 3 microseconds, and Streaming's threads would take several a sample."""
+"""A look costs 3 microseconds, and Streaming's threads would take several per sample."""
 
 
 class Failures:
     """The first failure of a dataset's processes on this machine.
 
     Args:
-        path: Known to all of them, in a folder that is theirs alone.
+        path: The file of the message, the same for all of them and for no other dataset.
     """
 
     def __init__(self, path: Path) -> None:
@@ -33,12 +33,12 @@ class Failures:
         self._looked = 0.0
 
     def clear(self) -> None:
-        """Forget what an earlier run left; for one process, before the others begin."""
+        """Remove the message of an earlier run; for one process, before the others begin."""
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.path.unlink(missing_ok=True)
 
     def report(self, message: str) -> None:
-        """Leave a message, unless there is one."""
+        """Leave a message, unless another process has left one."""
         unfinished = self.path.with_name(f'.{self.path.name}.{os.getpid()}.{threading.get_ident()}')
         try:
             unfinished.write_text(message, encoding='utf-8')
@@ -51,7 +51,7 @@ class Failures:
         self._looked = 0.0
 
     def message(self, *, now: bool = False) -> str | None:
-        """The first message, up to LOOK_EVERY_SECONDS late unless `now`."""
+        """Return the first message, up to LOOK_EVERY_SECONDS late unless `now`."""
         if self._message is None and (now or time.monotonic() - self._looked > LOOK_EVERY_SECONDS):
             self._looked = time.monotonic()
             with contextlib.suppress(FileNotFoundError):
@@ -59,10 +59,10 @@ class Failures:
         return self._message
 
     def check(self, *, now: bool = False) -> None:
-        """Stop where somebody has failed.
+        """Raise the first message, if there is one.
 
         Raises:
-            DataError: With the first message.
+            DataError: A process has failed.
         """
         message = self.message(now=now)
         if message is not None:
@@ -77,5 +77,5 @@ class FailureEvent(threading.Event):
         self.failures = failures
 
     def is_set(self) -> bool:
-        """Whether this process or another one has failed."""
+        """Return whether this process or another one has failed."""
         return super().is_set() or self.failures.message() is not None

@@ -1,21 +1,21 @@
 """One job at a time on a machine may register its datasets in shared memory."""
 
 import contextlib
-import fcntl
 import logging
-import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from composer.utils import dist
+
+from diffusion.storage import locks
 
 log = logging.getLogger(__name__)
 
 LOCK = Path(tempfile.gettempdir()) / 'diffusion-streaming.lock'
 PATIENCE_SECONDS = 15.0
-"""Enough for local data; a job that hangs while it holds the lock must not hold up the others."""
+"""Longest wait for another job: enough for local data, and a job that hangs must not hold up the others."""
 
 
 @contextlib.contextmanager
@@ -25,36 +25,24 @@ def one_job_at_a_time() -> Iterator[None]:
     Streaming looks for a free name in shared memory and takes it later, each rank for itself: of two jobs that start
     on one machine at the same moment, one dies of `FileExistsError`, or its ranks disagree on the name.
     """
-    handle = _lock() if dist.get_local_rank() == 0 else None
-    try:
+    with contextlib.ExitStack() as stack:
+        if dist.get_local_rank() == 0:
+            try:
+                # The file stays: one of another user in /tmp cannot be removed.
+                stack.enter_context(locks.held(LOCK, _patience()))
+            except TimeoutError:
+                log.warning('%s: held by another job for %d s; going on without it', LOCK, PATIENCE_SECONDS)
+            except OSError as error:
+                log.warning('%s: cannot be opened (%s); going on without a lock among jobs', LOCK, error)
         dist.barrier()
         yield
-    finally:
-        if handle is not None:
-            fcntl.flock(handle, fcntl.LOCK_UN)  # closing alone would leave it to a process forked meanwhile
-            os.close(handle)
 
 
-def _lock() -> int | None:
-    handle = _open()
+def _patience() -> Callable[[], None]:
     deadline = time.monotonic() + PATIENCE_SECONDS
-    while handle is not None:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return handle
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                log.warning('%s: held by another job for %d s; going on without it', LOCK, PATIENCE_SECONDS)
-                os.close(handle)
-                return None
-            time.sleep(0.02)
-    return None
 
+    def wait() -> None:
+        if time.monotonic() > deadline:
+            raise TimeoutError
 
-def _open() -> int | None:
-    # A file of another user in a folder that all may write to can be opened, but not with O_CREAT (protected_regular).
-    for flags in (os.O_RDONLY, os.O_RDONLY | os.O_CREAT):
-        with contextlib.suppress(OSError):
-            return os.open(LOCK, flags | os.O_CLOEXEC, 0o666)
-    log.warning('%s: cannot be opened; going on without a lock among the jobs of this machine', LOCK)
-    return None
+    return wait

@@ -11,7 +11,6 @@ from streaming import Stream
 from diffusion.config import sample_order
 from diffusion.config.image_shapes import Shape, apportion
 from diffusion.data.bad_samples import MAX_ATTEMPTS, BadSample, replacement
-from diffusion.data.batch_memory import BatchMemory
 from diffusion.data.caption_choice import captions_of
 from diffusion.data.verified_dataset import VerifiedDataset
 from diffusion.errors import UserError
@@ -22,12 +21,12 @@ log = logging.getLogger(__name__)
 
 
 MAX_SHARE_ERROR = 0.01
-"""Of a stream's share of an epoch, relative; a larger one is warned of."""
+"""Relative error of a stream's share of an epoch above which a warning is logged."""
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """A stream with its name and the shape its pictures are seen at."""
+    """A stream with its name and the shape at which the model sees its images."""
 
     name: str
     stream: Stream
@@ -39,11 +38,11 @@ class BucketedDataset(VerifiedDataset):
 
     Args:
         buckets: The streams.
-        batch_size: Samples a device and batch.
-        columns: What every sample must have; of a tuple, one.
-        seed: Of what is random about a sample, in [0, 2**32).
-        elastic: Serve whole global batches of the same samples on any number of devices, for training; what does not
-            fill a batch waits for another epoch. Otherwise an epoch serves every sample, as evaluation wants it.
+        batch_size: Samples per device and batch.
+        columns: Columns that every sample must have; one of each tuple is enough.
+        seed: Seed of crops, flips and caption choice, in [0, 2**32).
+        elastic: Serve whole global batches of the same samples on any number of devices, for training; samples that do
+            not fill a batch wait for another epoch. Otherwise an epoch serves every sample, for evaluation.
         substitute: Serve another sample of the same shard in place of one that cannot be decoded; see
             `diffusion.data.bad_samples`.
         streaming: Keywords of VerifiedDataset and StreamingDataset.
@@ -60,7 +59,6 @@ class BucketedDataset(VerifiedDataset):
         substitute: bool = False,
         **streaming: Any,
     ) -> None:
-        self.memory = BatchMemory(batch_size)
         self.seed = seed
         self.elastic = elastic
         self.substitute = substitute
@@ -75,12 +73,12 @@ class BucketedDataset(VerifiedDataset):
 
     @property
     def global_batch(self) -> int:
-        """Samples of a batch over all devices."""
+        """Number of samples of a batch over all devices."""
         assert isinstance(self.batch_size, int)
         return self.batch_size * self._parallel_rank_world.num_ranks
 
     def __getitem__(self, at: int) -> dict[str, Any]:  # type: ignore[override]
-        """What a batch holds of a sample, or of the one that replaces it, under the sample's own id."""
+        """Return a sample, or its replacement if it cannot be decoded, under the sample's own id."""
         errors: list[str] = []
         index = int(at)
         while True:
@@ -99,18 +97,18 @@ class BucketedDataset(VerifiedDataset):
         return item | self.identity(at)
 
     def item(self, at: int) -> dict[str, Any]:
-        """What a batch holds of a sample, but for its identity; each kind of dataset has its own.
+        """Return the tensors of a sample without its identity; subclasses implement this.
 
         Raises:
-            BadSample: It was read, and cannot be decoded.
+            BadSample: The sample was read and cannot be decoded.
         """
         raise NotImplementedError
 
     def captions(self, sample: dict[str, Any], at: int) -> list[str]:
-        """The captions of a sample.
+        """Return the captions of a sample.
 
         Raises:
-            BadSample: It has none.
+            BadSample: It has no captions.
         """
         try:
             return captions_of(sample, '')
@@ -118,26 +116,26 @@ class BucketedDataset(VerifiedDataset):
             raise BadSample(f'{self.where(at)}{error}') from error
 
     def bucket_of(self, index: int) -> Bucket:
-        """The stream that a sample belongs to."""
+        """Return the stream that a sample belongs to."""
         shard, _ = self.spanner[index]
         return self.buckets[int(self.stream_per_shard[shard])]
 
     def where(self, index: int) -> str:
-        """A sample's address for error messages."""
+        """Return a sample's address for error messages."""
         shard, row = self.spanner[index]
         reader = self.shards[shard]
         return f'streams.{self.bucket_of(index).name}: sample {index} (row {row} of {reader.raw_data.basename})'
 
     def current_epoch(self) -> int:
-        """The epoch being served; Streaming counts it up when an iteration starts."""
+        """Return the epoch being served; Streaming increments `next_epoch` when an iteration starts."""
         return max(self.next_epoch - 1, 0)
 
     def draws(self, index: int, purpose: Purpose) -> tuple[float, float, float, float]:
-        """Four numbers in [0, 1) that belong to this sample in this epoch."""
+        """Return four uniform numbers in [0, 1) keyed by seed, purpose, sample and epoch."""
         return keyed_uniforms(self.seed, purpose, index, self.current_epoch())
 
     def identity(self, index: int) -> dict[str, int]:
-        """What randomness on the device depends on: which sample, in which epoch."""
+        """Return the id and the epoch of a sample, which key its randomness on the device."""
         return {batch_keys.SAMPLE_ID: int(index), batch_keys.EPOCH: self.current_epoch()}
 
     def _replacement(self, at: int, attempt: int) -> int:
@@ -155,24 +153,25 @@ class BucketedDataset(VerifiedDataset):
         return json.dumps(line | {'epoch': self.current_epoch(), 'error': errors[0]}, default=str)
 
     def load_state_dict(self, obj: dict[str, Any]) -> None:
-        """Go on from a place in an epoch.
+        """Resume in the middle of an epoch.
 
-        Streaming takes `num_canonical_nodes` and `shuffle_seed` from the state too, whatever the dataset was made with,
-        and keeps them for the rest of the run. Here the dataset's own hold: SameRun has compared them, and where data
-        may change, the recipe says to what. The place is rounded down to a batch of the present size, or the end.
+        Streaming also takes `num_canonical_nodes` and `shuffle_seed` from the state and keeps them for the rest of the
+        run. Here the dataset's own values stay: SameRun has compared them, and if data may change, the recipe decides.
+        The position is rounded down to a multiple of the current global batch, or to the end of the epoch.
         """
         if self.elastic:
-            place = min(obj['sample_in_epoch'], self.epoch_size) // self.global_batch * self.global_batch
+            position = min(obj['sample_in_epoch'], self.epoch_size) // self.global_batch * self.global_batch
             own = {'num_canonical_nodes': self.num_canonical_nodes, 'shuffle_seed': self.shuffle_seed}
-            obj = obj | own | {'sample_in_epoch': place}
+            obj = obj | own | {'sample_in_epoch': position}
         super().load_state_dict(obj)
 
     def _take_whole_batches(self) -> None:
-        """Round what an epoch takes of each stream; see `diffusion.config.sample_order`.
+        """Round the samples that an epoch takes of each stream to whole global batches.
 
-        Streaming reads `choose` and `proportion` of a stream, `epoch_size` and `length` when an epoch begins or the
-        length is asked for, never before, and every rank comes to the same figures.
+        See `diffusion.config.sample_order`.
         """
+        # Streaming reads `choose` and `proportion` of a stream, `epoch_size` and `length` when an epoch begins or the
+        # length is asked for, never before, so they can be replaced here. Every rank computes the same numbers.
         if self.num_canonical_nodes is None:
             self.num_canonical_nodes = sample_order.default_canonical_nodes(self.global_batch)
         self._check_order(self.num_canonical_nodes)
@@ -194,7 +193,7 @@ class BucketedDataset(VerifiedDataset):
         assert self.length * self._parallel_rank_world.num_ranks == self.epoch_size
 
     def _batches_of_streams(self, proportions: Sequence[float]) -> list[int]:
-        """Batches that an epoch takes of each stream; where shares are asked for, each is off by less than one."""
+        """Return the batches that an epoch takes of each stream; proportions are off by less than one batch."""
         if not self.by_shares:
             return [
                 sample_order.whole_batches(int(stream.choose), self.global_batch) // self.global_batch

@@ -1,7 +1,7 @@
-"""Streams that serve a shard only after its size and hash were found to be those of its index.
+"""Streams that serve a shard only after its size and hash have been checked against its index.
 
-Streaming trusts every file that is there: also one that it has just found to be damaged, and one that an earlier run
-left cut short. Here a shard is checked when a run first needs it, and after a download before it gets its name.
+Streaming trusts every file that exists, even one that it has just found to be damaged or that an earlier run left cut
+short. Here a shard is checked when a run first needs it, and after a download before it gets its name.
 """
 
 import hashlib
@@ -24,8 +24,9 @@ from diffusion.data import shard_cache
 from diffusion.data.shard_cache import INDEX, Room
 from diffusion.errors import DataError, UserError
 from diffusion.storage import locks
-from diffusion.storage.download import DamagedDownload, GaveUp, RemoteFolder
+from diffusion.storage.download import RemoteFolder
 from diffusion.storage.integrity import algorithm_for, damage
+from diffusion.storage.retry import NO_ROOM, DamagedDownload, GaveUp, RetryPolicy
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ DEFAULTS = {
     'validate_hash': None,
     'keep_zip': False,
 }
-"""What StreamingDataset takes where a stream says nothing."""
+"""Values that StreamingDataset takes where a stream has none."""
 RESTORE = 'restore it, or prepare the data again'
 
 
@@ -46,11 +47,11 @@ class VerifiedStream(Stream):
     """A stream whose shards are checked, and fetched again where they are damaged.
 
     Args:
-        stream: What to read.
-        name: Of the stream in a recipe.
+        stream: The stream to take the place of.
+        name: The stream's name in a recipe.
         cache: The cache folder, where the stream's local folder is in one.
-        wait: Called while files are waited for; what it raises ends the wait.
-        defaults: For what the stream does not say.
+        wait: Called while files are waited for; an exception that it raises ends the wait.
+        defaults: Values of the settings that the stream does not have.
     """
 
     def __init__(
@@ -62,6 +63,8 @@ class VerifiedStream(Stream):
         wait: Callable[[], None],
         defaults: Mapping[str, Any] = DEFAULTS,
     ) -> None:
+        # Not by Stream.__init__: a Stream says by the attributes that it has which of `proportion`, `repeat` and
+        # `choose` it was given, and does not keep the arguments under their names.
         vars(self).update(vars(stream))
         self.apply_default(dict(defaults))
         self.name = name
@@ -71,13 +74,12 @@ class VerifiedStream(Stream):
         self.source: RemoteFolder | None = None
         if self.remote not in (None, self.local):
             url = f'{self.remote.rstrip("/")}/{self.split}'.rstrip('/')
-            tries, timeout = 1 + self.download_retry, self.download_timeout
-            self.source = RemoteFolder(url, tries=tries, timeout_seconds=timeout, wait=wait)
+            self.source = RemoteFolder(url, RetryPolicy(1 + self.download_retry, self.download_timeout, wait))
             self.home = Path(self.local) if cache is not None and Path(self.local).is_relative_to(cache) else None
 
     @property
     def folder(self) -> Path:
-        """Where the index and the shards are."""
+        """The folder of the index and the shards."""
         return Path(self.local, self.split)
 
     def fetch_index(self) -> str:
@@ -87,7 +89,8 @@ class VerifiedStream(Stream):
         are here. Where its remote gives none, the one that is here holds.
 
         Raises:
-            UserError: There is no index, or it is none of MDS shards.
+            UserError: There is no index, it may not be read, or it is none of MDS shards.
+            DataError: Its store does not answer.
         """
         folder = self.home / self.split if self.home is not None else self.folder
         content = self._newest_index(folder / INDEX)
@@ -102,21 +105,21 @@ class VerifiedStream(Stream):
         return digest
 
     def settle(self, digest: str) -> None:
-        """Take the folder of the index of this hash, on every rank."""
+        """Use the cache folder of the index with this hash; on every rank."""
         if self.home is not None:
             self.local = str(shard_cache.version(self.home, digest, self.name))
 
     def set_up_local(self, shards: list[Reader], cache_usage_per_shard: NDArray[np.int64]) -> None:
-        """Take no shard for present, so that each is checked when it is first needed; for one process of a machine."""
+        """Count no shard as present, so that each is checked when it is first needed; for one process of a machine."""
         if self.source is not None:
             locks.remove_stale_scratch(self.folder.resolve())
         cache_usage_per_shard[:] = 0
 
     def prepare_shard(self, shard: Reader) -> int:
-        """Make a shard's files sound.
+        """Check a shard's files, and fetch or unpack those that are missing or damaged.
 
         Raises:
-            DataError: They are not, and cannot be had.
+            DataError: A file is damaged, and cannot be fetched.
         """
         for raw, zipped in shard.file_pairs:
             path = self.folder / raw.basename
@@ -132,22 +135,25 @@ class VerifiedStream(Stream):
         return 0  # Streaming's own limit is never set
 
     def touch(self, path: str | Path) -> None:
-        """Note that a shard is used; a dataset that is no cache is left as it is."""
+        """Note that a shard is used, where it is in a cache."""
         if self.source is not None:
             shard_cache.touch(path)
 
     def beside(self, name: str) -> Path:
-        """A small file beside the shards, fetched anew where it comes from a remote.
+        """Return the path of a small file beside the shards, fetched anew where it comes from a remote.
 
         Raises:
-            UserError: It is neither there nor here.
+            UserError: It is neither there nor here, or may not be read.
+            DataError: It is not here, and its store does not answer.
         """
         path = self.folder / name
         if self.source is not None:
             try:
                 self.source.refresh(name, path)
+            except UserError as error:
+                raise UserError(f'streams.{self.name}.remote: {error}') from error
             except GaveUp as error:
-                raise UserError(f'streams.{self.name}.remote: {self.source.address(name)}: {error}') from error
+                raise DataError(f'streams.{self.name}.remote: {error}') from error
         return path
 
     def _fetch(self, path: Path, raw: FileInfo, zipped: FileInfo | None, compression: str | None) -> None:
@@ -158,15 +164,21 @@ class VerifiedStream(Stream):
                 return  # another process has fetched it meanwhile
             try:
                 self.source.persist(lambda: self._bring(path, files, compression), files[0].basename)
-            except GaveUp as error:
-                way_out = RESTORE + ' and start the same command again'
-                if error.no_room:
-                    way_out = f'make room in {path.parent}, or give a loader.cache_limit that its disk holds'
+            except (GaveUp, UserError) as error:
+                raise DataError(
+                    f'streams.{self.name}: {error}. Way out: {RESTORE} and start the same command again'
+                ) from error
+            except OSError as error:
+                if error.errno not in NO_ROOM:
+                    raise
                 url = self.source.address(files[0].basename)
-                raise DataError(f'streams.{self.name}: {url}: {error}. Way out: {way_out}') from error
+                raise DataError(
+                    f'streams.{self.name}: {url}: no room on the disk: {error}. '
+                    f'Way out: make room in {path.parent}, or give a loader.cache_limit that its disk holds'
+                ) from error
 
     def _bring(self, path: Path, files: Sequence[FileInfo], compression: str | None) -> None:
-        """Download the first of the files, make the last of it, and give that its name when it is sound."""
+        """Download the first of the files, unpack it if there are two, and give the last its name when it is sound."""
         assert self.source is not None
         scratch = (self.room or locks).scratch_for(path, sum(file.bytes for file in files))
         try:
@@ -185,7 +197,7 @@ class VerifiedStream(Stream):
     def _restore_from_zip(
         self, path: Path, raw: FileInfo, zipped: FileInfo | None, compression: str | None, found: str
     ) -> None:
-        """Unpack a local dataset's shard anew; without a compressed one there is nothing to restore it from."""
+        """Unpack a local dataset's shard again, where it has a compressed one that is sound."""
         source = self.folder / (zipped or raw).basename
         found = found if zipped is None else damage(source, zipped, self.validate_hash) or ''
         if found:
@@ -208,21 +220,22 @@ class VerifiedStream(Stream):
             return here
         fetched, url = [], self.source.address(INDEX)
         try:
-            self.source.persist(lambda: fetched.append(self._downloaded_index(path)), INDEX)
-        except GaveUp as error:
+            self.source.persist(lambda: fetched.append(self._downloaded_index()), INDEX)
+        except (GaveUp, UserError) as error:
             if here is None:
                 way_out = 'is it a folder of MDS shards with an index.json, and may this machine read it?'
-                raise UserError(f'{where}.remote: {url}: {error}; {way_out}') from error
-            log.warning('%s: %s: %s; going on with the one in %s', where, url, error, path)
+                refused = isinstance(error, UserError) or isinstance(error.__cause__, DamagedDownload)
+                raise (UserError if refused else DataError)(f'{where}.remote: {error}; {way_out}') from error
+            log.warning('%s: %s; going on with the one in %s', where, error, path)
             fetched.append(here)
         self._check_index(fetched[0], url)
         if here is not None and here != fetched[0]:
             log.warning('%s: the dataset was written anew since it was cached; what differs is fetched again', where)
         return fetched[0]
 
-    def _downloaded_index(self, path: Path) -> bytes:
+    def _downloaded_index(self) -> bytes:
         assert self.source is not None
-        content = self.source.content(INDEX, beside=path)
+        content = self.source.read(INDEX)
         try:
             files_of(content)
         except ValueError as error:
@@ -252,7 +265,7 @@ class VerifiedStream(Stream):
             log.warning('%s: its shards have no hashes; only their sizes are checked. Write it with hashes', where)
 
     def _forget_what_has_no_hash(self, folder: Path, content: bytes) -> None:
-        """Of a dataset that was written anew, a shard of the same size could be an old one."""
+        """Remove shards without hashes when the index changes: an old one could have the size of the new one."""
         path = folder / INDEX
         if self.source is None or not path.exists() or path.read_bytes() == content:
             return
@@ -263,9 +276,10 @@ class VerifiedStream(Stream):
 
 @contextmanager
 def unseen_remotes(streams: Sequence[VerifiedStream]) -> Iterator[None]:
-    """Let Streaming take the streams for local ones.
+    """Let the constructor of StreamingDataset take the streams for local ones.
 
-    It would fetch by itself, and refuse a folder that another job uses or that a killed one has left in its list.
+    With a remote it would fetch the indexes by itself, without checks, and refuse a local folder that another job
+    uses or that a killed one has left in its list in shared memory. Streaming has no setting for either.
     """
     remotes = [stream.remote for stream in streams]
     for stream in streams:
@@ -278,10 +292,10 @@ def unseen_remotes(streams: Sequence[VerifiedStream]) -> Iterator[None]:
 
 
 def files_of(index: bytes) -> list[FileInfo]:
-    """All files that an index names.
+    """Return all files that an index names.
 
     Raises:
-        ValueError: It is not an index of MDS shards.
+        ValueError: The content is not an index of MDS shards.
     """
     try:
         content = json.loads(index)
@@ -294,9 +308,13 @@ def files_of(index: bytes) -> list[FileInfo]:
 
 
 def _unpacked(path: Path, raw: FileInfo, compression: str | None, folder: Path | None = None) -> Path:
-    """The decompressed shard, checked, beside the compressed one or in another folder."""
+    """Unpack a shard beside the compressed one or in another folder, and check it."""
     unpacked = (folder or path.parent) / PurePosixPath(raw.basename).name
-    unpacked.write_bytes(decompress(compression, path.read_bytes()))
+    try:
+        content = decompress(compression, path.read_bytes())
+    except Exception as error:  # every decompressor raises its own kind
+        raise DamagedDownload(f'{type(error).__name__}: {error}') from error
+    unpacked.write_bytes(content)
     _expect(unpacked, raw)
     return unpacked
 

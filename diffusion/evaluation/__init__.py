@@ -1,1 +1,1 @@
-"""What is measured on a trained model."""
+"""Evaluate trained models: retrieval accuracy, and sheets of images."""

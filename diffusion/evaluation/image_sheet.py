@@ -1,50 +1,179 @@
-"""Contact sheets: pictures in rows with a line of text, as one PNG."""
+"""Sheets of captioned images, drawn as one PNG or written as HTML.
 
-import textwrap
-from collections.abc import Sequence
+This module does not import torch, so that preparing images can use it too.
+"""
+
+import base64
+import html
+import io
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
-from torch import Tensor
 
 from diffusion.storage.atomic import becoming
 
-_MARGIN = 6
-_LINE = 13
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SHEET_WIDTH = 1500
+"""Width in pixels of a PNG whose number of columns is not given."""
+MARGIN, LINE_HEIGHT = 8, 13
+CAPTION_LINES = 3
+"""Lines of a caption on a PNG; HTML shows captions in full."""
+GRAY, LIGHT_GRAY = (110, 110, 110), (220, 220, 220)
+STYLE = """
+body { font: 14px/1.4 system-ui, sans-serif; margin: 16px; color: #222 } h2 { font-size: 1.15em }
+.figures { display: flex; flex-wrap: wrap; gap: .8em }
+figure { margin: 0; min-width: 96px } figure img { border: 1px solid #ddd; vertical-align: bottom }
+figcaption { color: #555; font-size: 11px; width: 0; min-width: 100%; overflow-wrap: anywhere }
+"""
 
 
-def to_images(pictures: Tensor) -> list[Image.Image]:
-    """Pictures [B, 3, H, W], float in [0, 1] or uint8, as PIL images."""
-    if pictures.is_floating_point():
-        pictures = (pictures.float() * 255).round().clamp(0, 255)
-    return [Image.fromarray(array.astype(np.uint8)) for array in pictures.permute(0, 2, 3, 1).cpu().numpy()]
+@dataclass(frozen=True)
+class Figure:
+    """Images side by side above one caption; encoded images (JPEG or PNG files) are embedded in HTML as they are."""
+
+    images: Sequence[Image.Image | bytes]
+    caption: str
 
 
-def contact_sheet(cells: Sequence[tuple[str, Sequence[Image.Image]]], *, columns: int, side: int = 96) -> Image.Image:
-    """A sheet of cells, each a few pictures side by side under their caption.
+@dataclass(frozen=True)
+class Section:
+    """Figures of one size under a title, which may be empty."""
 
-    Args:
-        cells: Caption and pictures; every cell has the same number of pictures.
-        columns: Cells a row.
-        side: Of a picture on the sheet, in pixels; small ones are enlarged without smoothing.
-    """
-    pictures = len(cells[0][1])
-    width, height = pictures * side + _MARGIN, side + 2 * _LINE + _MARGIN
-    rows = -(-len(cells) // columns)
-    sheet = Image.new('RGB', (columns * width + _MARGIN, rows * height + _MARGIN), 'white')
-    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=11)
-    for number, (caption, images) in enumerate(cells):
-        left, top = _MARGIN + number % columns * width, _MARGIN + number // columns * height
-        lines = textwrap.wrap(caption, max(8, int(pictures * side / 6)))[:2]
-        draw.multiline_text((left, top), '\n'.join(lines), fill='black', font=font, spacing=1)
-        for index, image in enumerate(images):
-            method = Image.Resampling.NEAREST if image.width < side else Image.Resampling.LANCZOS
-            sheet.paste(image.resize((side, side), method), (left + index * side, top + 2 * _LINE))
-    return sheet
+    title: str
+    figures: Sequence[Figure]
+
+
+def to_images(pixels: 'Tensor') -> list[Image.Image]:
+    """Convert pixels [B, 3, H, W], float in [0, 1] or uint8, to PIL images."""
+    if pixels.is_floating_point():
+        pixels = (pixels.float() * 255).round().clamp(0, 255)
+    return [Image.fromarray(array.astype(np.uint8)) for array in pixels.permute(0, 2, 3, 1).cpu().numpy()]
+
+
+def png_bytes(image: Image.Image) -> bytes:
+    """Encode an image as PNG."""
+    buffer = io.BytesIO()
+    image.save(buffer, 'PNG')
+    return buffer.getvalue()
 
 
 def save_image(image: Image.Image, path: Path) -> None:
-    """Write a PNG, whole or not at all."""
+    """Write a PNG atomically."""
     with becoming(path) as unfinished:
         image.save(unfinished, format='PNG')
+
+
+def size_on_sheet(image: Image.Image, side: int) -> tuple[int, int]:
+    """Return width and height of an image on a sheet: its own aspect, and the area of a square of this side."""
+    aspect = image.width / image.height
+    width = min(SHEET_WIDTH - 2 * MARGIN, round(side * math.sqrt(aspect)))
+    return width, max(1, round(width / aspect))
+
+
+def draw_sheet(sections: Sequence[Section], *, columns: int | None = None, side: int = 96) -> Image.Image:
+    """Draw sections below each other as one image, each figure above the first lines of its caption.
+
+    Args:
+        sections: Titles and figures.
+        columns: Figures per row; None for as many as fit into SHEET_WIDTH.
+        side: Side in pixels of a square image on the sheet; other images have the same area. Images smaller than that
+            are enlarged without smoothing.
+    """
+    strips = [_strip(section, columns, side) for section in sections]
+    height = sum(strip.height for strip in strips) + MARGIN
+    sheet = Image.new('RGB', (max(strip.width for strip in strips), height), 'white')
+    top = 0
+    for strip in strips:
+        sheet.paste(strip, (0, top))
+        top += strip.height
+    return sheet
+
+
+def _strip(section: Section, columns: int | None, side: int) -> Image.Image:
+    font, bold = ImageFont.load_default(size=11), ImageFont.load_default(size=15)
+    first = section.figures[0].images
+    width, height = size_on_sheet(_opened(first[0]), side)
+    figure_width = len(first) * width
+    fitting = columns or max(1, (SHEET_WIDTH - MARGIN) // (figure_width + MARGIN))
+    title_height = 2 * LINE_HEIGHT + MARGIN if section.title else MARGIN
+    row_height = height + CAPTION_LINES * LINE_HEIGHT + MARGIN
+    strip_width = MARGIN + columns * (figure_width + MARGIN) if columns else SHEET_WIDTH
+    strip = Image.new('RGB', (strip_width, title_height + -(-len(section.figures) // fitting) * row_height), 'white')
+    draw = ImageDraw.Draw(strip)
+    draw.text((MARGIN, MARGIN), section.title, fill='black', font=bold)
+    for number, figure in enumerate(section.figures):
+        left = MARGIN + number % fitting * (figure_width + MARGIN)
+        top = title_height + number // fitting * row_height
+        for index, image in enumerate(map(_opened, figure.images)):
+            method = Image.Resampling.LANCZOS if image.width > width else Image.Resampling.NEAREST
+            strip.paste(image.resize((width, height), method), (left + index * width, top))
+        draw.rectangle((left - 1, top - 1, left + figure_width, top + height), outline=LIGHT_GRAY)
+        for line, text in enumerate(wrap_caption(figure.caption, figure_width, font)):
+            draw.text((left, top + height + 2 + line * LINE_HEIGHT), text, fill=GRAY, font=font)
+    return strip
+
+
+def wrap_caption(text: str, width: int, font: Any) -> list[str]:
+    """Wrap a text into at most CAPTION_LINES lines of at most `width` pixels; a text that is cut ends in three dots."""
+    lines, words = [''], text.split()
+    while words:
+        joined = f'{lines[-1]} {words[0]}'.strip()
+        if font.getlength(joined) <= width or not lines[-1]:
+            lines[-1] = joined
+            words.pop(0)
+        elif len(lines) == CAPTION_LINES:
+            break
+        else:
+            lines.append('')
+    if words:
+        lines[-1] += ' ...'
+    return [_shortened(line, width, font) for line in lines]
+
+
+def _shortened(line: str, width: int, font: Any) -> str:
+    if font.getlength(line) <= width:
+        return line
+    stem = line.removesuffix(' ...')
+    while stem and font.getlength(f'{stem} ...') > width:
+        stem = stem[:-1]
+    return f'{stem.rstrip()} ...'
+
+
+def html_figures(figures: Iterable[Figure], *, side: int | None = None) -> str:
+    """Write figures as HTML, with images embedded at their own resolution and captions in full.
+
+    Args:
+        figures: Images and captions; captions are escaped.
+        side: Size at which images are shown, as in `draw_sheet`; None shows them at their own resolution.
+    """
+    blocks = []
+    for figure in figures:
+        images = ''.join(_html_image(image, side) for image in figure.images)
+        blocks.append(f'<figure>{images}<figcaption>{html.escape(figure.caption)}</figcaption></figure>')
+    return f'<div class="figures">{"".join(blocks)}</div>'
+
+
+def html_page(title: str, body: str, *, style: str = '') -> str:
+    """Return an HTML page that needs no other file; `body` is HTML, and `style` is CSS after that of figures."""
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<title>{html.escape(title)}</title>\n<style>{STYLE}{style}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n'
+    )
+
+
+def _html_image(image: Image.Image | bytes, side: int | None) -> str:
+    encoded = image if isinstance(image, bytes) else png_bytes(image)
+    kind = 'jpeg' if encoded.startswith(b'\xff\xd8') else 'png'
+    width = '' if side is None else f' width="{size_on_sheet(_opened(image), side)[0]}"'
+    return f'<img alt="" src="data:image/{kind};base64,{base64.b64encode(encoded).decode()}"{width}>'
+
+
+def _opened(image: Image.Image | bytes) -> Image.Image:
+    return Image.open(io.BytesIO(image)) if isinstance(image, bytes) else image

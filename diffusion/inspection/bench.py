@@ -1,4 +1,4 @@
-"""`diffusion data bench`: how fast samples are made, stage by stage and by the loader, and what a GPU needs."""
+"""`diffusion data bench`: measure data loading per stage and per number of workers, and compare with a GPU's demand."""
 
 import gc
 import itertools
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch.utils.data import default_collate
 
 from diffusion.config.load import Recipe
 from diffusion.data.caption_choice import captions_of
@@ -25,23 +26,23 @@ from diffusion.planning.model_costs import describe
 from diffusion.training.components import build_dataset, build_loader
 
 MOST_SAMPLES = 512
-"""That the stages are timed with."""
+"""Samples for timing the stages."""
 MOST_IN_A_BATCH = 64
-"""A device's share of a global batch that may be for hundreds of them."""
+"""Largest batch for timing, as a device's share of a global batch for hundreds of devices."""
 
 Result = TypeVar('Result')
 
 
 @dataclass
 class BenchStage:
-    """CPU seconds of one step of making samples, and the bytes that go in."""
+    """CPU seconds and input bytes of one stage of making samples."""
 
     seconds: float = 0.0
     bytes: int = 0
 
 
 class Clock:
-    """Adds up stages by name."""
+    """Measures stages by name and sums them up."""
 
     def __init__(self) -> None:
         self.stages: dict[str, BenchStage] = {}
@@ -69,16 +70,16 @@ def bench(
     gpus_file: Path | None = None,
     mfu: float = 0.4,
 ) -> None:
-    """Time the training streams of a recipe, and print tables.
+    """Time the training streams of a recipe and print tables.
 
     Args:
-        recipe: Of training.
-        names: Streams; none for all.
-        workers: Counts of workers to try; None for 0, 1, 2, 4 and so on up to the cores.
-        batches: Timed for each.
-        gpu: To feed, by the name in planning/gpus.yaml.
-        gpus_file: With others, of that form.
-        mfu: Share of its peak that training reaches.
+        recipe: A training recipe.
+        names: Names of streams; empty for all.
+        workers: Numbers of workers to try; None for 0, 1, 2, 4 and so on up to the number of cores.
+        batches: Batches to time for each number of workers.
+        gpu: Name of the GPU to feed, from planning/gpus.yaml.
+        gpus_file: File with more GPUs, in the format of planning/gpus.yaml.
+        mfu: Fraction of the GPU's peak FLOP/s that training reaches.
 
     Raises:
         UserError: There are no such streams, or no such GPU.
@@ -96,14 +97,14 @@ def bench(
         return
     cores = needed / a_core
     print(
-        f'One {fed.name} at {mfu:.0%} of its peak trains on {needed:.0f} samples/s, less where it encodes pictures or '
+        f'One {fed.name} at {mfu:.0%} of its peak trains on {needed:.0f} samples/s, less if it encodes images or '
         f'captions too.\nThat takes {cores:.1f} cores a GPU, {cores * fed.gpus_per_node:.0f} for the '
         f'{fed.gpus_per_node} of a node, besides one for each GPU; this machine feeds {best / needed:.2g} of them.'
     )
 
 
 def _stages(recipe: Recipe, gpu: GPU, mfu: float) -> tuple[float, float | str]:
-    """Print the stages; samples a second of a core, and what the GPU needs, or why that is not known."""
+    """Print the stages; return samples per second of a core, and those that the GPU needs or why they are unknown."""
     dataset = build_dataset(
         recipe,
         streams=recipe.streams,
@@ -130,14 +131,14 @@ def _stages(recipe: Recipe, gpu: GPU, mfu: float) -> tuple[float, float | str]:
 
 
 def make_samples(dataset: BucketedDataset, indices: Sequence[int], batch: int) -> Clock:
-    """Do what the dataset and the loader do, and time it; middle crops and first captions."""
+    """Make samples and batches as the dataset and the loader do, with center crops and first captions; time it."""
     clock, items = Clock(), []
     for number, index in enumerate(indices):
         items.append(_make(dataset, index, clock))
         whole_shape = number + 1 == len(indices) or dataset.bucket_of(indices[number + 1]) != dataset.bucket_of(index)
         if len(items) == batch or whole_shape:
             size = sum(tensor.nbytes for item in items for tensor in item.values())
-            clock.time('collate', size, lambda items=items: dataset.memory.collate(items))
+            clock.time('collate', size, lambda items=items: default_collate(items))
             items = []
     return clock
 
@@ -150,11 +151,7 @@ def _make(dataset: BucketedDataset, index: int, clock: Clock) -> dict[str, torch
     if 'image' in sample:
         encoded, shape = sample['image'], dataset.bucket_of(index).shape
         cut = clock.time('decode', len(encoded), lambda: cut_out(encoded, shape, Crop()))
-        item[batch_keys.IMAGE] = clock.time(
-            'resize',
-            cut.nbytes,
-            lambda: planes(resized(cut, shape), dataset.memory.place((3, shape.height, shape.width))),
-        )
+        item[batch_keys.IMAGE] = clock.time('resize', cut.nbytes, lambda: planes(resized(cut, shape)))
     for name in (batch_keys.LATENT_MOMENTS, batch_keys.TEXT_EMBEDS):
         if name in sample:
             values = sample[name]
@@ -162,12 +159,12 @@ def _make(dataset: BucketedDataset, index: int, clock: Clock) -> dict[str, torch
     tokenizers = getattr(dataset, 'tokenizers', [])
     if tokenizers:
         caption = captions_of(dict(sample), '')[0]
-        item[batch_keys.INPUT_IDS] = clock.time('tokenise', len(caption), lambda: tokenize(tokenizers, [caption])[0])
+        item[batch_keys.INPUT_IDS] = clock.time('tokenize', len(caption), lambda: tokenize(tokenizers, [caption])[0])
     return item
 
 
 def _loader(recipe: Recipe, workers: Sequence[int], batches: int) -> float:
-    """Print the loader's samples a second by workers, and return the best."""
+    """Print the loader's samples per second for each number of workers, and return the largest."""
     print(f'\nThe loader, by the clock, {batches} batches of {recipe.global_batch} each:\n')
     print('| workers | samples/s | a worker |')
     print('|---|---|---|')
@@ -180,11 +177,11 @@ def _loader(recipe: Recipe, workers: Sequence[int], batches: int) -> float:
 
 
 def loader_rate(recipe: Recipe, workers: int, batches: int) -> float:
-    """Samples a second of a loader with so many workers, over as many epochs as it takes."""
+    """Return samples per second of a loader with this many workers, over as many epochs as it takes."""
     gc.collect()  # Streaming refuses two live datasets on one folder
     loader = build_loader(replace(recipe, loader=replace(recipe.loader, num_workers=workers)))
     served = itertools.chain.from_iterable(itertools.repeat(loader))
-    # What the workers have read ahead when the clock starts is none of the time.
+    # Batches that the workers have prefetched are served before the clock starts.
     for _ in range((recipe.loader.prefetch_factor or 2) * workers + 1):
         next(served)
     begin = time.perf_counter()
@@ -193,7 +190,7 @@ def loader_rate(recipe: Recipe, workers: int, batches: int) -> float:
 
 
 def demand(recipe: Recipe, dataset: BucketedDataset, gpu: GPU, mfu: float) -> float | str:
-    """Samples a second that a GPU trains on, the backward pass taken for twice the forward pass; or why not known."""
+    """Return samples per second that a GPU trains on, a backward pass being two forward passes; or why unknown."""
     try:
         model = describe(recipe.model.name, recipe.model.kwargs)
     except UserError as error:

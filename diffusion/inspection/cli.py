@@ -1,4 +1,4 @@
-"""Arguments of `diffusion data`; what a sub-command needs is imported when it runs."""
+"""Command line of `diffusion data`; each sub-command imports its modules when it runs."""
 
 import argparse
 import os
@@ -9,16 +9,18 @@ from typing import Any
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands: Any = parser.add_subparsers(dest='action', required=True, metavar='COMMAND')
-    _add_verify(commands.add_parser('verify', help='read shards: sizes, hashes, every picture, caption and latent'))
-    _add_look(commands.add_parser('look', help='a sheet of what the model sees, bucket by bucket'))
-    _add_bench(commands.add_parser('bench', help='samples a second by stage, and what a GPU needs'))
+    _add_verify(commands.add_parser('verify', help='read shards: check sizes, hashes, every image, caption and latent'))
+    _add_look(commands.add_parser('look', help='draw samples of each bucket as the model sees them'))
+    _add_bench(commands.add_parser('bench', help='measure samples per second by stage, and what a GPU needs'))
 
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:
     _add_recipe(parser)
-    parser.add_argument('--sample', type=share, default=1.0, metavar='X', help='share of the shards, in (0, 1]')
-    parser.add_argument('--seed', type=int, default=0, help='of which shards these are')
-    parser.add_argument('--jobs', type=positive, metavar='N', default=_cores(), help='processes (default: the cores)')
+    parser.add_argument('--sample', type=share, default=1.0, metavar='X', help='fraction of shards to check, in (0, 1]')
+    parser.add_argument('--seed', type=int, default=0, help='seed of the choice of shards')
+    parser.add_argument(
+        '--jobs', type=positive, metavar='N', default=_cores(), help='processes (default: one per core)'
+    )
     parser.set_defaults(run=_verify)
 
 
@@ -31,10 +33,10 @@ def _verify(args: argparse.Namespace) -> int:
 
 def _add_look(parser: argparse.ArgumentParser) -> None:
     _add_recipe(parser)
-    parser.add_argument('--out', type=Path, required=True, metavar='FILE', help='look.png, or look.html')
-    parser.add_argument('--samples', type=positive, default=8, metavar='N', help='of each bucket')
-    parser.add_argument('--seed', type=int, default=0, help='of which samples these are')
-    parser.add_argument('--decode', action='store_true', help="decode latents by the model's VAE, wherever that is")
+    parser.add_argument('--out', type=Path, required=True, metavar='FILE', help='PNG or HTML file to write')
+    parser.add_argument('--samples', type=positive, default=8, metavar='N', help='samples per bucket')
+    parser.add_argument('--seed', type=int, default=0, help='seed of the choice of samples')
+    parser.add_argument('--decode', action='store_true', help='decode latents, downloading the VAE if needed')
     parser.set_defaults(run=_look)
 
 
@@ -49,12 +51,16 @@ def _look(args: argparse.Namespace) -> int:
 def _add_bench(parser: argparse.ArgumentParser) -> None:
     _add_recipe(parser)
     parser.add_argument(
-        '--workers', type=not_negative, nargs='+', metavar='N', help='counts to try (default: 0, 1, 2, 4, ...)'
+        '--workers',
+        type=not_negative,
+        nargs='+',
+        metavar='N',
+        help='numbers to try (default: 0, 1, 2, 4, ...)',
     )
-    parser.add_argument('--batches', type=positive, default=20, metavar='N', help='timed for each')
-    parser.add_argument('--gpu', default='h100-sxm', metavar='NAME', help='to feed, as `diffusion plan` calls it')
-    parser.add_argument('--gpus-file', type=Path, metavar='FILE', help='YAML with other GPUs')
-    parser.add_argument('--mfu', type=share, default=0.4, metavar='X', help='share of its peak that training reaches')
+    parser.add_argument('--batches', type=positive, default=20, metavar='N', help='batches to time for each')
+    parser.add_argument('--gpu', default='h100-sxm', metavar='NAME', help='GPU to feed, as named by `diffusion plan`')
+    parser.add_argument('--gpus-file', type=Path, metavar='FILE', help='YAML file with more GPUs')
+    parser.add_argument('--mfu', type=share, default=0.4, metavar='X', help='fraction of its peak FLOP/s in training')
     parser.set_defaults(run=_bench)
 
 
@@ -69,7 +75,7 @@ def _bench(args: argparse.Namespace) -> int:
 
 def _add_recipe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('recipe', help='a YAML file')
-    # Named as in `check`, whose words after an option the command line adds here.
+    # The command line appends words that follow an option to `overrides`, as for `check`.
     words = 'names of streams (default: all), and overrides of the recipe'
     parser.add_argument('overrides', nargs='*', metavar='STREAM|KEY=VALUE', help=words)
 

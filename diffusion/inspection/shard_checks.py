@@ -4,7 +4,6 @@ import itertools
 import json
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,51 +21,18 @@ from diffusion.data.caption_choice import captions_of
 from diffusion.data.transforms import JPEG_START, Undecodable, decode
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
-from diffusion.storage.download import GaveUp, RemoteFolder
+from diffusion.storage.download import RemoteFolder
 from diffusion.storage.integrity import damage
+from diffusion.storage.retry import GaveUp, RetryPolicy
 
 Manifest = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class ShardSource:
-    """Where a stream's files are.
-
-    Attributes:
-        url: A folder, or one of an object store.
-        tries: Times a file of an object store is asked for.
-        timeout_seconds: Of such a download.
-    """
-
-    url: str
-    tries: int = 3
-    timeout_seconds: float = 60.0
-
-    @contextmanager
-    def files(self, *names: str) -> Iterator[Path]:
-        """A folder that holds these files; what was downloaded goes afterwards.
-
-        Raises:
-            FileNotFoundError: There is no such folder.
-            GaveUp: A file cannot be downloaded.
-        """
-        if '://' not in self.url:
-            if not Path(self.url).is_dir():
-                raise FileNotFoundError(f'{self.url} is no folder')
-            yield Path(self.url)
-            return
-        source = RemoteFolder(self.url, tries=self.tries, timeout_seconds=self.timeout_seconds, wait=lambda: None)
-        with tempfile.TemporaryDirectory() as scratch:
-            for name in names:
-                path = Path(scratch, name)
-                source.persist(lambda name=name, path=path: source.download(name, path), name)
-            yield Path(scratch)
-
-
-def place_of(stream: StreamConfig) -> ShardSource:
-    """Where a stream comes from: its remote, if it has one, and not the cache of it."""
-    url = stream.remote or stream.local or ''
-    return ShardSource(url, 1 + stream.download_retry, stream.download_timeout)
+def source_of(stream: StreamConfig) -> RemoteFolder:
+    """Return the folder that a stream comes from: its remote, if it has one, and not the cache of it."""
+    return RemoteFolder(
+        stream.remote or stream.local or '', RetryPolicy(1 + stream.download_retry, stream.download_timeout)
+    )
 
 
 @dataclass(frozen=True, order=True)
@@ -95,25 +61,25 @@ class Reading:
     defects: list[Defect] = field(default_factory=list)
 
 
-def read_index(place: ShardSource) -> list[dict[str, Any]]:
+def read_index(source: RemoteFolder) -> list[dict[str, Any]]:
     """The entries of a stream's shards.
 
     Raises:
         UserError: There is no index, or it is none of MDS shards.
     """
     try:
-        with place.files('index.json') as folder:
+        with source.files('index.json') as folder:
             entries = json.loads((folder / 'index.json').read_text(encoding='utf-8'))['shards']
             for entry in entries:
                 MDSReader.from_json('', '', entry)
-    except (OSError, GaveUp) as error:
-        raise UserError(f'{place.url}: index.json cannot be read ({error})') from error
+    except (OSError, UserError) as error:
+        raise UserError(f'{source.url}: index.json cannot be read ({error})') from error
     except Exception as error:  # whatever is missing in it
-        raise UserError(f'{place.url}: index.json is no index of MDS shards ({error!r})') from error
+        raise UserError(f'{source.url}: index.json is no index of MDS shards ({error!r})') from error
     return entries
 
 
-def stream_manifest(place: ShardSource) -> Manifest:
+def stream_manifest(source: RemoteFolder) -> Manifest:
     """What the latents of a stream were made by.
 
     Raises:
@@ -122,22 +88,22 @@ def stream_manifest(place: ShardSource) -> Manifest:
     from diffusion.data.latents import MANIFEST, LatentManifest  # brings all of diffusers
 
     try:
-        with place.files(MANIFEST) as folder:
-            return vars(LatentManifest.read(folder, place.url))
+        with source.files(MANIFEST) as folder:
+            return vars(LatentManifest.read(folder, source.url))
     except GaveUp as error:
-        raise UserError(f'{place.url}: {MANIFEST} cannot be read ({error})') from error
+        raise UserError(f'{source.url}: {MANIFEST} cannot be read ({error})') from error
 
 
-def check_shard(place: ShardSource, entry: Mapping[str, Any], manifest: Manifest | None) -> Reading:
+def check_shard(source: RemoteFolder, entry: Mapping[str, Any], manifest: Manifest | None) -> Reading:
     """Read a shard: its size and hash, and every sample."""
     raw, name = FileInfo(**entry['raw_data']), entry['raw_data']['basename']
     reading = Reading()
     stored = FileInfo(**entry['zip_data']) if entry.get('zip_data') else raw
     # Streaming may have unpacked a local shard already.
-    if stored is not raw and '://' not in place.url and Path(place.url, raw.basename).exists():
+    if stored is not raw and '://' not in source.url and Path(source.url, raw.basename).exists():
         stored = raw
     try:
-        with place.files(stored.basename) as folder, tempfile.TemporaryDirectory() as scratch:
+        with source.files(stored.basename) as folder, tempfile.TemporaryDirectory() as scratch:
             found = damage(folder / stored.basename, stored)
             if found is not None:
                 reading.defects.append(Defect(stored.basename, -1, -1, found))
@@ -148,7 +114,7 @@ def check_shard(place: ShardSource, entry: Mapping[str, Any], manifest: Manifest
                 reading.bytes = (folder / raw.basename).stat().st_size
                 problems = _problems_of_rows(MDSReader.from_json(str(folder), '', dict(entry)), manifest, reading)
                 reading.defects += _in_lines(name, problems)
-    except GaveUp as error:
+    except (GaveUp, UserError) as error:
         reading.defects.append(Defect(name, -1, -1, f'it cannot be downloaded ({error})'))
     except Exception as error:  # of a decompressor, on damaged data
         reading.defects.append(Defect(name, -1, -1, f'it cannot be read ({error!r})'))

@@ -1,4 +1,4 @@
-"""Streams of a recipe by name, wherever in it they are."""
+"""Select streams of a recipe by name, from all of its sections."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,7 +13,7 @@ Sections = dict[str, dict[str, StreamConfig]]
 
 
 def sections_of(recipe: Recipe) -> Sections:
-    """All streams of a recipe, as they stand there; empty sections are left out."""
+    """Return all streams of a recipe by section; empty sections are left out."""
     sections = {
         'streams': recipe.streams,
         'eval_streams': recipe.eval_streams,
@@ -23,10 +23,10 @@ def sections_of(recipe: Recipe) -> Sections:
 
 
 def select(recipe: Recipe, names: Sequence[str]) -> Sections:
-    """The streams that are called so, with or without their section; all of them where no name is given.
+    """Return the streams with these names, which may include their section; all streams if there are no names.
 
     Raises:
-        UserError: There are none, or one that is asked for is not there or has values that are still to be given.
+        UserError: The recipe has no streams, or a stream does not exist or has values that are still ???.
     """
     sections = sections_of(recipe)
     if not sections:
@@ -49,7 +49,7 @@ def select(recipe: Recipe, names: Sequence[str]) -> Sections:
 
 
 def with_shapes(section: str, streams: Mapping[str, StreamConfig]) -> dict[str, StreamConfig]:
-    """The streams of a section, those of several shapes as one a shape.
+    """Expand the streams of a section that have several aspect buckets into one stream per shape.
 
     Raises:
         UserError: A folder has no list of its shapes.

@@ -16,14 +16,14 @@ from diffusion.errors import UserError
 from diffusion.inspection.shard_checks import (
     Defect,
     Reading,
-    ShardSource,
     check_shard,
-    place_of,
     read_index,
+    source_of,
     stream_manifest,
 )
 from diffusion.inspection.stream_selection import select, with_shapes
 from diffusion.models import batch_keys
+from diffusion.storage.download import RemoteFolder
 
 DEFECTS = 3
 """Exit status where something is wrong with the data."""
@@ -87,20 +87,20 @@ def verify(recipe: Recipe, names: Sequence[str] = (), *, sample: float = 1.0, se
     with _pool(jobs) as pool:
         for section, streams in select(recipe, names).items():
             for name, stream in with_shapes(section, streams).items():
-                report = verify_stream(place_of(stream), sample=sample, seed=seed, pool=pool)
+                report = verify_stream(source_of(stream), sample=sample, seed=seed, pool=pool)
                 sound &= report.is_sound
                 for line in report.lines(f'{section}.{name}'):
                     print(line, flush=True)
     return 0 if sound else DEFECTS
 
 
-def verify_stream(place: ShardSource, *, sample: float = 1.0, seed: int = 0, pool: Executor) -> VerifyReport:
+def verify_stream(source: RemoteFolder, *, sample: float = 1.0, seed: int = 0, pool: Executor) -> VerifyReport:
     """Read the shards of one folder."""
     report = VerifyReport()
     try:
-        entries = read_index(place)
+        entries = read_index(source)
         manifest = (
-            stream_manifest(place) if entries and batch_keys.LATENT_MOMENTS in entries[0]['column_names'] else None
+            stream_manifest(source) if entries and batch_keys.LATENT_MOMENTS in entries[0]['column_names'] else None
         )
     except UserError as error:
         report.problem = str(error)
@@ -108,7 +108,7 @@ def verify_stream(place: ShardSource, *, sample: float = 1.0, seed: int = 0, poo
     report.of = len(entries)
     chosen = random.Random(seed).sample(entries, min(len(entries), max(1, round(sample * len(entries)))))
     begin = time.monotonic()
-    for reading in _in_turn(pool, [(place, entry, manifest) for entry in chosen]):
+    for reading in _in_turn(pool, [(source, entry, manifest) for entry in chosen]):
         report.shards += 1
         report.add(reading)
     report.seconds = time.monotonic() - begin

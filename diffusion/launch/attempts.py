@@ -1,4 +1,4 @@
-"""attempts.jsonl beside the checkpoints of a run: when it was tried, what ended it, and what that cost."""
+"""The attempts of a run in attempts.jsonl beside its checkpoints: when each began, why it ended, and the goodput."""
 
 import json
 import os
@@ -13,8 +13,9 @@ from diffusion.errors import UserError
 
 ATTEMPTS = 'attempts.jsonl'
 STUCK_ATTEMPTS = 3
-"""So many that end at the same batch are enough, if they took long enough for an outage to pass."""
+"""A run is given up after this many attempts that end at the same batch over at least STUCK_SECONDS."""
 STUCK_SECONDS = 1800.0
+"""Long enough for an outage to pass."""
 CAUSES = {
     'done': 'it was done',
     'preempted': 'the machines were taken away',
@@ -29,19 +30,19 @@ CAUSES = {
 
 @dataclass
 class Attempt:
-    """One start of a run, by the clock of its first node.
+    """One start of a run. Times are seconds since 1970 by the clock of the job's first node.
 
     Attributes:
-        number: 0 at first.
-        begin: Seconds since 1970.
-        end: Where it is not known, the time of the last batch.
-        first: Batches done when the first batch of the attempt began; None where none began.
-        first_at: When it began.
-        last: Batches done in the end.
-        last_at: When the last of them ended.
-        status: The exit status.
+        number: Counts the run's attempts from 0.
+        begin: Time when the attempt began.
+        end: Time when it ended; if that was not recorded, the time of its last record.
+        first: Batches the run had done when the attempt began its first batch; None if it began none.
+        first_at: Time when that batch began.
+        last: Batches the run had done at the attempt's end.
+        last_at: Time when the last of them ended.
+        status: The exit status, or None if it was not recorded.
         cause: A key of `CAUSES`.
-        detail: For people.
+        detail: More about the cause, for people.
     """
 
     number: int
@@ -57,14 +58,14 @@ class Attempt:
 
 
 def describe_attempt(cause: str, detail: str) -> str:
-    """Why an attempt ended, in words."""
+    """Describe in words why an attempt ended."""
     return CAUSES.get(cause, cause) + (f' ({detail})' if detail else '')
 
 
 def append_attempt(run: Path, event: str, attempt: Attempt) -> None:
-    """Add a line, in one write, so that a kill leaves no half of it but at the very end of the file."""
+    """Append a record in one write, so that a killed process can leave half a line only at the end of the file."""
     run.mkdir(parents=True, exist_ok=True)
-    # It begins a line even where a node was killed in the middle of its own.
+    # The leading newline starts a line of its own even after half a line of a killed node.
     line = '\n' + json.dumps({'event': event, 'at': time.time()} | asdict(attempt)) + '\n'
     descriptor = os.open(run / ATTEMPTS, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o644)
     try:
@@ -75,10 +76,10 @@ def append_attempt(run: Path, event: str, attempt: Attempt) -> None:
 
 
 def read_attempts(run: Path) -> list[Attempt]:
-    """The attempts of a run, in order; of each what its last line says.
+    """Read the attempts of a run in order, each as its last record has it.
 
     Raises:
-        UserError: The run has none.
+        UserError: The run has no attempts.jsonl.
     """
     path = run / ATTEMPTS
     if not path.exists():
@@ -90,15 +91,15 @@ def read_attempts(run: Path) -> list[Attempt]:
             event, at = values.pop('event'), values.pop('at')
             attempt = Attempt(**values)
         except (ValueError, KeyError, TypeError, AttributeError):
-            continue  # nothing, or half of what a node wrote that was killed
+            continue  # an empty line, or half a record of a killed node
         if event != 'end':
             attempt.end = at
         found[attempt.number, attempt.begin] = attempt
     return list(found.values())
 
 
-def hopeless(earlier: Sequence[Attempt], max_restarts: int) -> str | None:
-    """Why a further attempt has no point, or None."""
+def reason_to_give_up(earlier: Sequence[Attempt], max_restarts: int) -> str | None:
+    """Explain why another attempt would be useless: restarts used up, or no progress; None if it may help."""
     if len(earlier) > max_restarts:
         return f'all {max_restarts} restarts are used up; raise max_restarts, or remove the file'
     last = earlier[-STUCK_ATTEMPTS:]
@@ -113,15 +114,15 @@ def hopeless(earlier: Sequence[Attempt], max_restarts: int) -> str | None:
 
 @dataclass
 class Account:
-    """Where the time between a run's first start and its end went, in seconds.
+    """Breakdown of the time between a run's first start and its end, in seconds.
 
     Attributes:
-        wall: In all.
-        productive: In batches that count, those done again left out.
-        starting: From an attempt's start to its first batch.
-        redone: In batches that a later attempt did again.
-        down: Between attempts.
-        ending: From an attempt's last batch to its end.
+        wall: The whole time.
+        productive: Time in batches that no later attempt repeated.
+        starting: Time from the start of each attempt to its first batch.
+        redone: Time in batches that a later attempt repeated.
+        down: Time between attempts.
+        ending: Time from the last batch of each attempt to its end.
     """
 
     wall: float
@@ -133,12 +134,12 @@ class Account:
 
     @property
     def goodput(self) -> float:
-        """Productive time over wall time."""
+        """Share of the wall time that was productive."""
         return self.productive / self.wall if self.wall else 0.0
 
 
 def account(attempts: Sequence[Attempt]) -> tuple[Account, dict[str, float]]:
-    """Where the time went, and what was lost to each cause: its ending, the time down, the next start, work redone."""
+    """Break down the time of a run, and sum what each cause cost: ending, downtime, next start and repeated batches."""
     found = Account(attempts[-1].end - attempts[0].begin)
     lost: dict[str, float] = defaultdict(float)
     for index, attempt in enumerate(attempts):
@@ -159,12 +160,12 @@ def account(attempts: Sequence[Attempt]) -> tuple[Account, dict[str, float]]:
 
 
 def _starting(attempt: Attempt) -> float:
-    """Seconds before the first batch."""
+    """Return the seconds before an attempt's first batch."""
     return (attempt.end if attempt.first is None else attempt.first_at) - attempt.begin
 
 
 def _share_redone(attempt: Attempt, later: Sequence[Attempt]) -> float:
-    """The share of an attempt's batches that were done again."""
+    """Return the share of an attempt's batches that later attempts repeated."""
     starts = [each.first for each in later if each.first is not None]
     if attempt.first is None or attempt.last is None or attempt.last == attempt.first or not starts:
         return 0.0
@@ -173,10 +174,10 @@ def _share_redone(attempt: Attempt, later: Sequence[Attempt]) -> float:
 
 
 def report(run: Path) -> str:
-    """A run's attempts and its goodput, for people.
+    """Format a run's attempts, its goodput and the time lost to each cause, for people.
 
     Raises:
-        UserError: The run has none.
+        UserError: The run has no attempts.jsonl.
     """
     attempts = read_attempts(run)
     found, lost = account(attempts)

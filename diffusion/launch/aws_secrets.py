@@ -1,21 +1,25 @@
-"""Secrets that a scheduler cannot hand to a job, fetched on the node by their names in AWS Secrets Manager."""
+"""Secrets that a scheduler cannot pass to a job, fetched on the node by their names in AWS Secrets Manager."""
 
 from collections.abc import Mapping
 
-from diffusion.errors import UserError
+from diffusion.errors import ExternalError, UserError
 from diffusion.launch import environment
+
+REFUSALS = ('AccessDeniedException', 'ResourceNotFoundException', 'ValidationException')
+"""Error codes that another try will not change."""
 
 
 def secret_references(secrets: Mapping[str, str | None]) -> str:
-    """The value of `environment.SECRETS`: names and where they are, no secret."""
+    """Return the value of `environment.SECRETS`: the names of variables and of their secrets, without the secrets."""
     return ','.join(f'{name}={source}' for name, source in secrets.items())
 
 
 def fetch_secrets(environ: Mapping[str, str]) -> dict[str, str]:
-    """The secrets that `environment.SECRETS` names, by the variables they are for.
+    """Fetch the secrets that `environment.SECRETS` names, by the variables they are for.
 
     Raises:
-        UserError: One cannot be had; the message does not hold it.
+        UserError: boto3 is missing, a secret does not exist or is binary, or this role may not read it.
+        ExternalError: Secrets Manager does not answer. No message holds a secret.
     """
     named = environ.get(environment.SECRETS, '')
     if not named:
@@ -32,5 +36,7 @@ def fetch_secrets(environ: Mapping[str, str]) -> dict[str, str]:
         try:
             found[name] = client.get_secret_value(SecretId=source)['SecretString']
         except (BotoCoreError, ClientError, KeyError) as error:
-            raise UserError(f'secrets.{name}: {source} cannot be read ({error}); may this role read it?') from error
+            code = error.response['Error']['Code'] if isinstance(error, ClientError) else ''
+            kind = UserError if code in REFUSALS or isinstance(error, KeyError) else ExternalError
+            raise kind(f'secrets.{name}: {source} cannot be read ({error}); may this role read it?') from error
     return found

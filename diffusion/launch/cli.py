@@ -1,10 +1,10 @@
-"""`diffusion launch`, `run_preflight`, `status`, `logs` and `cancel`."""
+"""The sub-commands `diffusion launch`, `preflight`, `status`, `logs` and `cancel`."""
 
 import argparse
-import importlib
 import os
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,46 +13,55 @@ from diffusion.storage.atomic import write_whole
 
 if TYPE_CHECKING:
     from diffusion.launch.backends.base import Rendered
-    from diffusion.launch.job_checks import Checked
+    from diffusion.launch.job_checks import CheckedSpec
 
-_ASKED = dict.fromkeys(('logs', 'cancel'), "the job's YAML, as it was launched") | {
+_SPEC_HELP = dict.fromkeys(('logs', 'cancel'), "the job's YAML, as it was launched") | {
     'status': "the job's YAML, as it was launched; or the folder of a run, for its attempts and goodput"
 }
 
 
 def add_launch(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `diffusion launch`."""
+    """Add the arguments of `diffusion launch`."""
     parser.add_argument(
-        'specs', nargs='+', metavar='SPEC', help="jobs' YAML files, then KEY=VALUE for all, such as nodes=2"
+        'specs',
+        nargs='+',
+        metavar='SPEC',
+        help='YAML files of jobs, then KEY=VALUE overrides for all of them, such as nodes=2',
     )
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument('--dry-run', action='store_true', help='check, render, validate and cost; submit nothing')
-    what.add_argument('--render', action='store_true', help='print the files that would be submitted')
-    parser.add_argument('--out', type=Path, metavar='DIR', help='write the files there too')
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument(
+        '--dry-run', action='store_true', help='check, render, validate and price the jobs; submit nothing'
+    )
+    mode.add_argument('--render', action='store_true', help='print the files that would be submitted')
+    parser.add_argument('--out', type=Path, metavar='DIR', help='also write the files to this folder')
     parser.set_defaults(run=run_launch, overrides=[])
 
 
 def add_job(parser: argparse.ArgumentParser, action: str) -> None:
-    """The arguments of `diffusion status`, `logs` and `cancel`."""
-    parser.add_argument('spec', metavar='SPEC', help=_ASKED[action])
-    parser.add_argument('overrides', nargs='*', metavar='KEY=VALUE', help='as they were given to launch')
-    parser.set_defaults(run=ask, action=action)
+    """Add the arguments of `diffusion status`, `logs` or `cancel`."""
+    parser.add_argument('spec', metavar='SPEC', help=_SPEC_HELP[action])
+    parser.add_argument('overrides', nargs='*', metavar='KEY=VALUE', help='the overrides that were given to launch')
+    parser.set_defaults(run=run_job_action, action=action)
 
 
 def add_preflight(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `diffusion preflight`."""
-    parser.add_argument('recipe', help='a YAML file: its streams and its folder of checkpoints are tried')
+    """Add the arguments of `diffusion preflight`."""
+    parser.add_argument('recipe', help='a YAML file; its streams and its run folder are tested')
     parser.add_argument('overrides', nargs='*', metavar='KEY=VALUE', help='as for run.py')
-    parser.add_argument('--deep', action='store_true', help='minutes instead of seconds: heat, and links between nodes')
     parser.add_argument(
-        '--gpu', metavar='KIND', help='that must be there, such as h100-sxm (default: whatever there is)'
+        '--deep',
+        action='store_true',
+        help='also test under heat and the links between nodes; minutes instead of seconds',
     )
-    parser.add_argument('--processes', type=int, metavar='N', help='of a node (default: one a GPU)')
+    parser.add_argument(
+        '--gpu', metavar='KIND', help='the GPU that every node must have, such as h100-sxm (default: any)'
+    )
+    parser.add_argument('--processes', type=int, metavar='N', help='processes per node (default: one per GPU)')
     parser.set_defaults(run=run_preflight)
 
 
 def run_preflight(args: argparse.Namespace) -> int:
-    """Check this machine; under `srun`, with one task a node, all of them together.
+    """Check this machine, or all nodes together when run under `srun` with one task per node; return the exit status.
 
     Raises:
         UserError: The recipe or the kind of GPU is wrong, or a scheduler's variables contradict each other.
@@ -64,21 +73,22 @@ def run_preflight(args: argparse.Namespace) -> int:
     kind = 'any' if count_gpus(os.environ) else 'none'
     if args.gpu is not None:
         kind = find_gpu(args.gpu, load_gpus(), or_file=False).name
-    said = {environment.PREFLIGHT: 'deep' if args.deep else 'fast', environment.GPU: kind}
+    settings = {environment.PREFLIGHT: 'deep' if args.deep else 'fast', environment.GPU: kind}
     if args.processes is not None:
-        said[environment.PROCESSES_PER_NODE] = str(args.processes)
-    return node.run_node_preflight([args.recipe, *args.overrides], os.environ | said)
+        settings[environment.PROCESSES_PER_NODE] = str(args.processes)
+    return node.run_node_preflight([args.recipe, *args.overrides], os.environ | settings)
 
 
 def run_launch(args: argparse.Namespace) -> int:
-    """Check, render, validate and cost every job, and then submit them; nothing is submitted where one is wrong.
+    """Check, render, validate and price all jobs, then submit them; one mistake in any job stops them all.
 
     Raises:
-        UserError: A spec, or a recipe in it, is wrong; or a scheduler refuses.
+        UserError: A spec, or a recipe in it, is wrong; or a scheduler's tool is missing.
+        ExternalError: A scheduler refuses or does not answer, or a local job failed.
     """
     from diffusion.launch.job_cost import cost_table
 
-    paths, overrides = _split([*args.specs, *args.overrides])
+    paths, overrides = _split_overrides([*args.specs, *args.overrides])
     prepared = [(path, *_prepare(path, overrides)) for path in paths]
     warnings: dict[str, None] = {}
     for path, checked, rendered in prepared:
@@ -96,7 +106,7 @@ def run_launch(args: argparse.Namespace) -> int:
             print(f'  submit: {" ".join(command)}')
         for note in rendered.notes:
             print(f'  note: {note}')
-        for problem in checked.absent:
+        for problem in checked.missing_secrets:
             print(f'  before it can be submitted: {problem}')
     if args.render:
         return 0
@@ -105,9 +115,9 @@ def run_launch(args: argparse.Namespace) -> int:
     if args.dry_run:
         print('ok; nothing was submitted')
         return 0
-    absent = [problem for _, checked, _ in prepared for problem in checked.absent]
-    if absent:
-        raise UserError('nothing was submitted:\n  ' + '\n  '.join(str(problem) for problem in absent))
+    missing = [problem for _, checked, _ in prepared for problem in checked.missing_secrets]
+    if missing:
+        raise UserError('nothing was submitted:\n  ' + '\n  '.join(map(str, missing)))
     for _, checked, rendered in prepared:
         with tempfile.TemporaryDirectory(prefix='diffusion-launch-') as folder:
             _write(rendered.files, Path(folder))
@@ -115,16 +125,18 @@ def run_launch(args: argparse.Namespace) -> int:
     return 0
 
 
-def ask(args: argparse.Namespace) -> int:
-    """Ask the scheduler of a job about it, or to stop it.
+def run_job_action(args: argparse.Namespace) -> int:
+    """Print a job's status or logs, or cancel it; a run's folder instead of a spec prints its attempts.
 
     Raises:
-        UserError: The spec is wrong, or the scheduler does not answer.
+        UserError: The spec is wrong, or the scheduler's tool is missing.
+        ExternalError: The scheduler does not answer.
     """
+    from diffusion.launch import attempts
     from diffusion.launch.job_checks import check_jobs, load_job_spec
 
     if args.action == 'status' and Path(args.spec).is_dir():
-        print(importlib.import_module('diffusion.launch.attempts').report(Path(args.spec)))
+        print(attempts.report(Path(args.spec)))
         return 0
     if args.action == 'status' and not Path(args.spec).exists():
         raise UserError(f"status: {args.spec} is not there; give a run's folder, such as runs/phase1, or a job's YAML")
@@ -133,24 +145,28 @@ def ask(args: argparse.Namespace) -> int:
     return 0
 
 
-def _prepare(path: str, overrides: Sequence[str]) -> 'tuple[Checked, Rendered]':
-    """The checked spec and what it renders to.
+def _prepare(path: str, overrides: Sequence[str]) -> 'tuple[CheckedSpec, Rendered]':
+    """Check a spec and render it.
 
     Raises:
-        RecipeError: With every mistake, of the spec, its recipes, or what is rendered.
+        RecipeError: Every mistake in the spec and its recipes, or else in the rendered files.
     """
     from diffusion.config.load import RecipeError
+    from diffusion.launch.backends.base import NotValidated
     from diffusion.launch.job_checks import check_jobs, load_job_spec
 
     checked = check_jobs(load_job_spec(path, overrides), path)
     rendered = checked.backend.render(checked.jobs)
-    problems = checked.backend.validate(rendered)
+    try:
+        problems = checked.backend.validate(rendered)
+    except NotValidated as error:
+        return checked, replace(rendered, notes=(*rendered.notes, str(error)))
     if problems:
         raise RecipeError(problems, path)
     return checked, rendered
 
 
-def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+def _split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
     paths = [word for word in words if '=' not in word]
     if not paths:
         raise UserError('launch: no job is given; name a YAML file, such as yamls/launch/phase1-slurm.yaml')

@@ -5,22 +5,29 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 
-from diffusion.errors import UserError
+from diffusion.errors import ExternalError, UserError
 
 
 def call(
-    command: Sequence[str], *, install: str, timeout_seconds: float = 120, env: Mapping[str, str] | None = None
+    command: Sequence[str],
+    *,
+    install: str,
+    timeout_seconds: float = 120,
+    env: Mapping[str, str] | None = None,
+    stdin: str | None = None,
 ) -> str:
-    """What a tool prints.
+    """Run a command-line tool and return what it prints.
 
     Args:
         command: The tool and its arguments.
-        install: What the user must do where the tool is missing.
-        timeout_seconds: After which it is given up.
+        install: Advice for a user who does not have the tool.
+        timeout_seconds: Longest time to wait for it.
         env: Further environment variables.
+        stdin: Text for its standard input.
 
     Raises:
-        UserError: The tool is missing, fails, or does not answer; with its own words.
+        UserError: The tool is missing.
+        ExternalError: The tool fails or does not answer; with its own words.
     """
     if shutil.which(command[0]) is None:
         raise UserError(f'{command[0]}: is not on PATH; {install}')
@@ -32,10 +39,13 @@ def call(
             timeout=timeout_seconds,
             check=False,
             env={**os.environ, **(env or {})},
+            input=stdin,
         )
     except subprocess.TimeoutExpired as error:
-        raise UserError(f'{" ".join(command[:3])}: no answer in {timeout_seconds:.0f} s; is its server up?') from error
+        raise ExternalError(
+            f'{" ".join(command[:3])}: no answer in {timeout_seconds:.0f} s; is its server up?'
+        ) from error
     if result.returncode:
         words = (result.stderr or result.stdout).strip() or f'exit status {result.returncode}'
-        raise UserError(f'{" ".join(command[:3])}: {words}')
+        raise ExternalError(f'{" ".join(command[:3])}: {words}')
     return result.stdout.strip()

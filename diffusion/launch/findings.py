@@ -1,4 +1,4 @@
-"""What a check has found, as a line for people, as JSON, and as an exit status."""
+"""Results of the checks of nodes and GPUs: as a table, as JSON, and as one exit status."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -9,14 +9,14 @@ from diffusion.exit_codes import BAD_HARDWARE, CONFIG_ERROR, FAILED
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a check on a node, or of one process of it.
+    """The result of one check on a node or on one of its processes.
 
     Attributes:
-        check: Its name.
-        ok: Whether training may begin.
-        detail: A figure, or what is wrong and the way out.
-        status: The exit status where it is not ok: 76 for what another node may do better, 78 for what none will, 1
-            for what may pass.
+        check: Name of the check.
+        ok: True if training may begin.
+        detail: The measured value, or the fault and the way out.
+        status: Exit status if not ok: 76 for a fault of this node, 78 for a mistake that every node would have, 1 for a
+            fault that may pass.
         where: The host, and the rank where it matters.
     """
 
@@ -28,15 +28,15 @@ class Finding:
 
 
 def findings_exit_status(findings: Iterable[Finding]) -> int:
-    """What follows from all of them: a mistake before bad hardware before what may pass."""
+    """Return the exit status of all findings together: a mistake outranks bad hardware, which outranks the rest."""
     found = {finding.status for finding in findings if not finding.ok}
     return next((status for status in (CONFIG_ERROR, BAD_HARDWARE, FAILED) if status in found), 0)
 
 
-def excuse(findings: Sequence[Finding], nodes: int) -> list[Finding]:
-    """The findings, where what is wrong on every one of several nodes is no node's fault: a disk that they share.
+def blame_no_node_for_shared_faults(findings: Sequence[Finding], nodes: int) -> list[Finding]:
+    """Change bad hardware to a plain failure (status 1) if a check failed on every one of several nodes.
 
-    To leave them all for others would leave none.
+    Such a fault is in something that they share, as a disk, and excluding all nodes would leave none.
     """
     hosts: dict[str, set[str]] = {}
     for each in findings:
@@ -52,7 +52,7 @@ def excuse(findings: Sequence[Finding], nodes: int) -> list[Finding]:
 
 
 def findings_table(findings: Sequence[Finding]) -> str:
-    """A line each, what is wrong last, where it is seen."""
+    """Format the findings as a line each, the faults last."""
     ordered = sorted(findings, key=lambda finding: (not finding.ok, finding.check, finding.where))
     widths = [max((len(getattr(each, name)) for each in ordered), default=0) for name in ('check', 'where')]
     return '\n'.join(
@@ -62,10 +62,6 @@ def findings_table(findings: Sequence[Finding]) -> str:
 
 
 def findings_json(findings: Sequence[Finding]) -> str:
-    """For programs."""
-    return (
-        json.dumps(
-            {'status': findings_exit_status(findings), 'findings': [asdict(each) for each in findings]}, indent=1
-        )
-        + '\n'
-    )
+    """Format the findings and their exit status as JSON."""
+    content = {'status': findings_exit_status(findings), 'findings': [asdict(each) for each in findings]}
+    return json.dumps(content, indent=1) + '\n'

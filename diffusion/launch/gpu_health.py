@@ -1,4 +1,4 @@
-"""What the driver says of a node's GPUs, through NVML."""
+"""Health of a node's GPUs as the driver reports it through NVML."""
 
 import os
 import re
@@ -11,13 +11,13 @@ from diffusion.launch.findings import Finding
 from diffusion.launch.rank_discovery import visible_gpus
 from diffusion.planning.gpus import load_gpus
 
-FREE = 0.9
+MIN_FREE_SHARE = 0.9
 """Share of a GPU's memory that must be free."""
-WHOLE = 0.9
-"""Share of its nominal memory that a GPU has at least; the driver takes some."""
-LEAVING_SECONDS = 20.0
-"""A process that was killed may hold its memory so long."""
-MENDS = {
+MIN_NOMINAL_SHARE = 0.9
+"""Share of its nominal memory that a GPU must report; the driver takes some."""
+RELEASE_SECONDS = 20.0
+"""Longest time for which a killed process may still hold GPU memory."""
+RECOVERY_ACTIONS = {
     1: 'a reset of the GPU',
     2: 'a reboot',
     3: 'draining its peers',
@@ -26,11 +26,11 @@ MENDS = {
     6: 'a reset of its bus',
     7: 'a reboot of the system',
 }
-"""What nvmlGpuRecoveryAction_t asks for."""
+"""Actions of nvmlGpuRecoveryAction_t in words."""
 
 
 def load_nvml() -> Any | None:
-    """NVML, started; None where there is none."""
+    """Initialize NVML and return its module; None if there is no driver."""
     import pynvml
 
     try:
@@ -41,22 +41,22 @@ def load_nvml() -> Any | None:
 
 
 def check_gpus(nvml: Any, kind: str, count: int) -> Iterator[Finding]:
-    """All checks of a node's GPUs, before any process of the job uses one.
+    """Check a node's GPUs before any process of the job uses one.
 
     Args:
-        nvml: The module pynvml, or what behaves like it.
-        kind: As in planning/gpus.yaml, such as h100-sxm; `any` for whatever there is, `none` for a CPU.
-        count: How many the job uses.
+        nvml: The module pynvml, or a substitute; None if there is no driver.
+        kind: The required GPU as in planning/gpus.yaml, such as h100-sxm; `any` accepts all, `none` is a CPU.
+        count: Number of GPUs that the job uses.
     """
     if kind == 'none':
         return
     if nvml is None:
         yield Finding('gpu', False, 'NVML does not answer; is the driver loaded, and the container given its GPUs?')
         return
-    # The others are somebody else's concern.
+    # Other jobs may use the GPUs that this one cannot see.
     names = visible_gpus(os.environ, int(nvml.nvmlDeviceGetCount()))
     yield Finding('gpu count', len(names) >= count, f'{len(names)} of {count}')
-    until = time.monotonic() + LEAVING_SECONDS
+    until = time.monotonic() + RELEASE_SECONDS
     for name in names:
         try:
             by_index = isinstance(name, int)
@@ -74,28 +74,28 @@ def _check_one(nvml: Any, gpu: Any, name: str, kind: str, until: float) -> Itera
     yield Finding('gpu kind', same, f'{name}: {product}' + ('' if same else f', asked for {kind}'), CONFIG_ERROR)
     foreign, share, total = _use(nvml, gpu)
     known = load_gpus().get(kind)
-    if known is not None and total < WHOLE * known.memory_gib * 2**30:
+    if known is not None and total < MIN_NOMINAL_SHARE * known.memory_gib * 2**30:
         what = f'{name}: {total / 2**30:.0f} GiB of memory, {kind} has {known.memory_gib:.0f}'
         yield Finding('gpu kind', False, what, CONFIG_ERROR)
-    while (foreign or share < FREE) and time.monotonic() < until:
+    while (foreign or share < MIN_FREE_SHARE) and time.monotonic() < until:
         time.sleep(0.5)
         foreign, share, total = _use(nvml, gpu)
-    # In a container they have the host's numbers, or are not told at all.
+    # In a container the process ids are the host's, or not visible at all.
     on_it = f'process {", ".join(map(str, foreign))} is on it; end it' if foreign else 'nobody on it'
     yield Finding('gpu processes', not foreign, f'{name}: {on_it}')
-    yield Finding('gpu memory', share >= FREE, f'{name}: {share:.0%} of {total / 2**30:.0f} GiB free')
+    yield Finding('gpu memory', share >= MIN_FREE_SHARE, f'{name}: {share:.0%} of {total / 2**30:.0f} GiB free')
     yield from _check_health(nvml, gpu, name)
 
 
 def _use(nvml: Any, gpu: Any) -> tuple[list[int], float, int]:
-    """The processes on a GPU, the free share of its memory, and all of that in bytes."""
+    """Return the processes on a GPU, the free share of its memory, and its total memory in bytes."""
     memory = nvml.nvmlDeviceGetMemoryInfo(gpu)
     processes = [each.pid for each in nvml.nvmlDeviceGetComputeRunningProcesses(gpu)]
     return processes, memory.free / memory.total, memory.total
 
 
 def _check_health(nvml: Any, gpu: Any, name: str) -> Iterator[Finding]:
-    """Memory errors, and what the driver asks for; what an older GPU does not have, it says it does not support."""
+    """Check memory errors and the recovery that the driver asks for, if the GPU supports the query."""
     rows = _if_supported(nvml, lambda: nvml.nvmlDeviceGetRemappedRows(gpu))
     if rows is not None:
         _, _, pending, failed = rows
@@ -107,7 +107,7 @@ def _check_health(nvml: Any, gpu: Any, name: str) -> Iterator[Finding]:
         yield Finding('gpu ecc', errors == 0, f'{name}: {errors} uncorrected errors since the driver was loaded')
     action = _if_supported(nvml, lambda: _recovery_action(nvml, gpu))
     if action is not None:
-        what = f'the driver asks for {MENDS.get(action, f"action {action}")}' if action else 'needs nothing'
+        what = f'the driver asks for {RECOVERY_ACTIONS.get(action, f"action {action}")}' if action else 'needs nothing'
         yield Finding('gpu recovery', not action, f'{name}: {what}')
 
 

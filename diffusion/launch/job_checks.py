@@ -1,4 +1,4 @@
-"""From a job's YAML to its jobs, every mistake found before anything is submitted."""
+"""Reading and checking a job's YAML; every mistake is found before anything is submitted."""
 
 import os
 import re
@@ -10,6 +10,7 @@ from typing import Any
 from diffusion.config.load import Recipe, RecipeError, check_devices, read_values
 from diffusion.config.load import load as load_recipe
 from diffusion.config.schema import Gatherer, Problem, build_dataclass, did_you_mean, join
+from diffusion.errors import UserError
 from diffusion.launch.backends import NAMES, backend_of
 from diffusion.launch.backends.base import Backend
 from diffusion.launch.job_spec import Job, JobSpec, JobStage, override_words, seconds_of
@@ -21,24 +22,24 @@ SECRET_VALUE = re.compile(r'\b(AKIA[0-9A-Z]{16}|hf_[A-Za-z0-9]{30,}|gh[pousr]_[A
 
 
 @dataclass(frozen=True)
-class Checked:
-    """A spec without mistakes."""
+class CheckedSpec:
+    """A spec without mistakes, and the jobs it makes."""
 
     spec: JobSpec
     backend: Backend
     jobs: tuple[Job, ...]
     recipes: tuple[Recipe, ...]
-    """Of each job."""
+    """The recipe of each job."""
     gpu: GPU | None
-    absent: tuple[Problem, ...]
-    """Secrets that must be given before the jobs can be submitted."""
+    missing_secrets: tuple[Problem, ...]
+    """Secrets that the user must set before the jobs can be submitted."""
 
 
 def load_job_spec(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:
-    """Read a job's YAML, what it extends, and `key=value` overrides; the recipe is not looked at.
+    """Read a job's YAML, the files it extends, and `key=value` overrides; the recipe is not read.
 
     Raises:
-        RecipeError: With every mistake found.
+        RecipeError: Every mistake in the spec.
     """
     raw, gather = read_values(path, overrides), Gatherer()
     if 'recipe' not in raw and 'backend' not in raw and {'model', 'dataset', 'trainer'} & set(raw):
@@ -55,16 +56,16 @@ def load_job_spec(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:
     return spec
 
 
-def check_jobs(spec: JobSpec, path: str | Path, *, environ: Mapping[str, str] | None = None) -> Checked:
-    """The jobs of a spec, after all checks that need no cluster.
+def check_jobs(spec: JobSpec, path: str | Path, *, environ: Mapping[str, str] | None = None) -> CheckedSpec:
+    """Make the jobs of a spec, after all checks that need no cluster.
 
     Args:
-        spec: As `load_job_spec` gives it.
-        path: Of the spec, for messages.
-        environ: The environment that the job is submitted from.
+        spec: The result of `load_job_spec`.
+        path: Path of the spec, for messages.
+        environ: The environment that the job is submitted from (default: this process's).
 
     Raises:
-        RecipeError: With every mistake in the spec, and in each recipe.
+        RecipeError: Every mistake in the spec and in each recipe.
     """
     gpu, problems = _gpu(spec)
     if gpu is not None:
@@ -74,12 +75,12 @@ def check_jobs(spec: JobSpec, path: str | Path, *, environ: Mapping[str, str] | 
     problems += wrong + _shared_folders(jobs) + (backend.problems(jobs) if jobs else [])
     if problems:
         raise RecipeError(problems, path)
-    absent = _absent_secrets(spec, os.environ if environ is None else environ)
-    return Checked(spec, backend, tuple(jobs), tuple(recipes), gpu, tuple(absent))
+    missing = _missing_secrets(spec, os.environ if environ is None else environ)
+    return CheckedSpec(spec, backend, tuple(jobs), tuple(recipes), gpu, tuple(missing))
 
 
 def _backend(value: Any, gather: Gatherer) -> tuple[str, Any]:
-    """The name and the options of `backend:`, which is a name, or a mapping of `name` and options."""
+    """Read `backend:`, which is a name or a mapping of `name` and options; return the name and the options."""
     options = dict(value) if isinstance(value, dict) else {'name': value}
     name = options.pop('name', None)
     if name not in NAMES:
@@ -90,7 +91,7 @@ def _backend(value: Any, gather: Gatherer) -> tuple[str, Any]:
 
 
 def _problems(spec: JobSpec) -> list[Problem]:
-    """What the types alone do not say."""
+    """Find mistakes that the types alone do not exclude."""
     gather = Gatherer()
     for where, value in (
         ('nodes', spec.nodes),
@@ -113,7 +114,7 @@ def _problems(spec: JobSpec) -> list[Problem]:
     for where, limit in limits.items():
         try:
             _ = None if limit is None else seconds_of(limit)
-        except ValueError as error:
+        except UserError as error:
             gather.problem(where, str(error))
     _check_recipes(spec, gather)
     _check_variables(spec, gather)
@@ -142,7 +143,7 @@ def _check_variables(spec: JobSpec, gather: Gatherer) -> None:
                 gather.problem(join(section, name), 'is set by the launcher; use the key of the spec that means it')
     for name in spec.env:
         if name in spec.secrets:
-            gather.problem(join('env', name), 'is under secrets too; say it once')
+            gather.problem(join('env', name), 'is under secrets too; leave one of them out')
         elif SECRET_NAME.search(name):
             gather.problem(
                 join('env', name), f'looks like a secret, and would be written out; put {name} under secrets'
@@ -159,7 +160,7 @@ def _check_variables(spec: JobSpec, gather: Gatherer) -> None:
 
 
 def _texts(value: Any, where: str = '') -> list[tuple[str, str]]:
-    """All strings in plain values, with their paths."""
+    """List all strings in plain values, with their paths."""
     if isinstance(value, Mapping):
         return [found for key, item in value.items() for found in _texts(item, join(where, key))]
     if isinstance(value, list):
@@ -172,7 +173,7 @@ def _gpu(spec: JobSpec) -> tuple[GPU | None, list[Problem]]:
         return None, []
     try:
         gpu = find_gpu(spec.gpu, load_gpus(), or_file=False)
-    except ValueError as error:
+    except UserError as error:
         return None, [Problem('gpu', str(error).removeprefix('--gpu: '))]
     if spec.gpus_per_node > gpu.gpus_per_node:
         what = f'{spec.gpus_per_node} is more than the {gpu.gpus_per_node} of a machine with {gpu.name}; use more nodes'
@@ -181,7 +182,7 @@ def _gpu(spec: JobSpec) -> tuple[GPU | None, list[Problem]]:
 
 
 def _jobs(spec: JobSpec) -> tuple[list[Job], list[Recipe], list[Problem]]:
-    """Jobs and recipes of all stages, and what is wrong with them."""
+    """Make the jobs and recipes of all stages, and list their mistakes."""
     stages = spec.stages or {'main': JobStage()}
     jobs: list[Job] = []
     recipes: list[Recipe] = []
@@ -239,8 +240,8 @@ def _shared_folders(jobs: Sequence[Job]) -> list[Problem]:
     return problems
 
 
-def _absent_secrets(spec: JobSpec, environ: Mapping[str, str]) -> list[Problem]:
-    """Secrets that the back end takes from the environment of whoever submits, and that are not in it."""
+def _missing_secrets(spec: JobSpec, environ: Mapping[str, str]) -> list[Problem]:
+    """Find secrets that the back end takes from the submitting environment and that are not set there."""
     return [
         Problem(join('secrets', name), 'is not in the environment that the job is submitted from; export it')
         for name, source in spec.secrets.items()

@@ -1,9 +1,10 @@
-"""What jobs will cost, by the planner; a launch goes on without an answer, and says why there is none."""
+"""The cost of jobs by the planner; if it has no answer, the launch continues and shows why."""
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from diffusion.errors import UserError
 from diffusion.launch.job_spec import Job
 from diffusion.planning.gpus import GPU, load_gpus
 from diffusion.planning.plan import Assumptions, load_phases, make_plan
@@ -12,31 +13,31 @@ from diffusion.planning.run_cost import Cost
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of one job."""
+    """The estimate for one job."""
 
     cost: Cost
-    """With saves and failures."""
+    """Includes the time of saves and failures."""
     price_usd_per_gpu_hour: float | None
     warnings: tuple[str, ...]
 
 
 def estimate(job: Job, gpu: GPU | None) -> Estimate | str:
-    """What a job will cost, or why that is not known."""
+    """Estimate the cost of a job, or explain why there is no estimate."""
     if gpu is None:
         return 'runs on CPUs'
     try:
         phases = load_phases([job.recipe], job.overrides)
         given = Assumptions(gpu=gpu, gpus=job.world_size, price=job.spec.price_usd_per_gpu_hour)
         plan = make_plan(phases, given, gpus=load_gpus())
-    except ValueError as error:
+    except UserError as error:
         return str(error).splitlines()[-1].strip()
-    # The plan speaks of its own options.
+    # The planner's warnings name options of its own command.
     warnings = tuple(re.sub(r'give --price.*', 'set price_usd_per_gpu_hour', warning) for warning in plan.warnings)
     return Estimate(plan.expected, given.price_usd_per_hour, warnings)
 
 
 def cost_table(jobs: Sequence[Job], gpu: GPU | None) -> tuple[list[str], list[str]]:
-    """Jobs, what they run on, and what they will cost, as aligned lines; and the planner's warnings."""
+    """Format jobs, their machines and their costs as aligned lines; also return the planner's warnings."""
     rows = [['job', 'nodes', 'GPUs', 'recipe', 'days', 'GPU-hours', 'dollars']]
     warnings: list[str] = []
     estimates = [estimate(job, gpu) for job in jobs]

@@ -1,4 +1,4 @@
-"""The job spec: what to run, on what, where, and what follows when it ends; its fields are the keys of its YAML."""
+"""The job spec: recipe, machines, scheduling and restarts of a job. Its fields are the keys of the job's YAML."""
 
 import re
 import shlex
@@ -11,61 +11,61 @@ from diffusion.errors import UserError
 from diffusion.exit_codes import BAD_HARDWARE, CONFIG_ERROR, PREEMPTED
 
 Action = Literal['retry', 'elsewhere', 'stop']
-"""What follows an exit status: retry; retry on other nodes, where the back end can; or stop."""
+"""Action after an exit status: retry, retry on other nodes if the back end can, or stop."""
 
 ON_EXIT: dict[str, Action] = {str(PREEMPTED): 'retry', str(BAD_HARDWARE): 'elsewhere', str(CONFIG_ERROR): 'stop'}
-"""What follows the exit statuses that the node entry point gives, unless a spec says otherwise."""
+"""Default actions after the exit statuses of the node entry point."""
 
 
 @dataclass
 class Restart:
-    """What follows when a job ends."""
+    """Actions when a job ends."""
 
     max_restarts: int = 100
-    """How often a job is started again."""
+    """Most restarts of a job."""
     on_exit: dict[str, Action] = field(default_factory=dict)
-    """By exit status: retry, elsewhere (other nodes) or stop; 75 (preempted) retries, 76 (bad hardware) goes elsewhere
-    and 78 (a mistake in the recipe) stops unless it is said here."""
+    """Action by exit status: retry, elsewhere (other nodes) or stop. Defaults: 75 (preempted) retry, 76 (bad hardware)
+    elsewhere, 78 (a mistake in the recipe) stop."""
     otherwise: Literal['retry', 'stop'] = 'retry'
-    """What follows every other exit status: a crash, a kill."""
+    """Action after every other exit status: a crash, a kill."""
 
     def actions(self) -> dict[int, Action]:
-        """What follows each exit status that is named, the usual ones included."""
+        """Return the action after each named exit status, the defaults included."""
         return {int(code): action for code, action in sorted((ON_EXIT | self.on_exit).items())}
 
     def codes(self, *wanted: Action) -> list[int]:
-        """The named exit statuses that one of these actions follows."""
+        """Return the named exit statuses with one of these actions."""
         return [code for code, action in self.actions().items() if action in wanted]
 
 
 @dataclass
 class Schedule:
-    """When and how the scheduler runs a job."""
+    """Queue, priority and limits of a job."""
 
     queue: str | None = None
     """Slurm's partition, Kueue's local queue, the MosaicML cluster."""
     priority: str | int | None = None
     """Slurm's QOS, a Kubernetes (or Kueue) priority class, a number for SkyPilot, low or medium or high for mcli."""
     preemptible: bool = False
-    """Run on capacity that can be taken away, for less money."""
+    """Run on cheaper capacity that can be taken away."""
     time_limit: str | None = None
-    """After which the scheduler stops the job, such as 90m, 12h or 3d."""
+    """Longest time that the scheduler lets the job run, such as 90m, 12h or 3d."""
     notice_seconds: int = 120
-    """Time to save in, between the scheduler's warning and the end."""
+    """Seconds between the scheduler's warning and the kill, in which the job saves."""
 
 
 @dataclass
 class JobStage:
-    """One job of a chain; what it leaves out is as for the whole."""
+    """One job of a chain; keys that it leaves out are those of the spec."""
 
     recipe: str | None = None
-    """The recipe."""
+    """Path of the recipe."""
     overrides: dict[str, Any] = field(default_factory=dict)
-    """Changes of the recipe, on top of those of all stages."""
+    """Overrides of the recipe, on top of those of all stages."""
     nodes: int | None = None
-    """How many machines."""
+    """Number of machines."""
     time_limit: str | None = None
-    """Of this stage."""
+    """Time limit of this stage."""
 
 
 @dataclass
@@ -77,17 +77,17 @@ class JobSpec:
     recipe: str | None = None
     """The recipe, a path from the folder that holds run.py."""
     overrides: dict[str, Any] = field(default_factory=dict)
-    """Changes of the recipe, as `streams.laion.remote: s3://bucket/256`."""
+    """Overrides of the recipe, as `streams.laion.remote: s3://bucket/256`."""
     stages: dict[str, JobStage] = field(default_factory=dict)
-    """Jobs that follow one another, each from the weights of the one before."""
+    """Jobs that run one after the other, each from the weights of the one before."""
     nodes: int = 1
-    """How many machines."""
+    """Number of machines."""
     gpu: str | None = None
     """The kind of GPU, as in `diffusion plan --gpu`; null runs on CPUs."""
     gpus_per_node: int = 8
-    """How many GPUs of a machine the job takes, each with a process of its own; without GPUs, how many processes."""
+    """Number of GPUs per machine, each with a process of its own; without GPUs, the number of processes."""
     price_usd_per_gpu_hour: float | None = None
-    """What a GPU costs you an hour; null takes the usual price, as `diffusion plan` does."""
+    """Your price of a GPU per hour; null takes the usual price, as `diffusion plan` does."""
     image: str | None = None
     """The container image; null runs what is installed on the machines."""
     workdir: str | None = None
@@ -95,20 +95,21 @@ class JobSpec:
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables, none of them secret."""
     secrets: dict[str, str | None] = field(default_factory=dict)
-    """Environment variables whose values are secret, and where the back end finds them; null is the environment that
-    the job is submitted from."""
+    """Secret environment variables, by name, and the source from which the back end takes each; null is the environment
+    that the job is submitted from."""
     mounts: dict[str, str] = field(default_factory=dict)
-    """Folders on a node by what is in them: `/workspace/runs: /shared/runs`, `pvc://claim`, `s3://bucket/runs`."""
+    """Sources by the folder on a node where each is mounted: `/workspace/runs: /shared/runs`, `pvc://claim`,
+    `s3://bucket/runs`."""
     restart: Restart = field(default_factory=Restart)
-    """What follows when a job ends."""
+    """Actions when a job ends."""
     preflight: Literal['none', 'fast', 'deep'] = 'fast'
-    """What every node checks before the first step: fast takes under a minute."""
+    """Level of the checks of every node before the first step: fast takes under a minute, deep minutes."""
     hang_seconds: int | None = None
-    """Shortest time without a batch that counts as hung; null leaves it to the node."""
+    """Shortest time without a batch that counts as a hang; null takes the default of the node entry point."""
     master_port: int = 29500
-    """The port on the first node that the ranks meet at."""
+    """Port on the first node where the ranks meet."""
     schedule: Schedule = field(default_factory=Schedule)
-    """When and how the scheduler runs it."""
+    """Queue, priority and limits."""
     options: Any = field(default=None, repr=False)
     """The back end's own settings, from `backend:`."""
     backend: str = field(default='', repr=False)
@@ -117,20 +118,20 @@ class JobSpec:
 
 @dataclass(frozen=True)
 class Job:
-    """One job as a back end renders it: a stage with everything of the spec filled in."""
+    """One job as a back end renders it: a stage with the keys of the spec filled in."""
 
     name: str
-    """The spec's name, with the stage's where there are stages."""
+    """The spec's name, followed by the stage's if there are stages."""
     stage: str
-    """The stage's name; `main` where there are none."""
+    """The stage's name; `main` if there are none."""
     recipe: str
     overrides: tuple[str, ...]
     nodes: int
     time_limit_seconds: int | None
     run_dir: str
-    """Where its recipe puts checkpoints."""
+    """Folder of the run, with its checkpoints."""
     after: str | None
-    """The name of the job that must have ended well before this one starts."""
+    """Name of the job that must have succeeded before this one starts."""
     spec: JobSpec
 
     @property
@@ -139,22 +140,22 @@ class Job:
 
     @property
     def arguments(self) -> list[str]:
-        """What the node entry point is told."""
+        """The arguments of the node entry point."""
         return ['--', 'run.py', self.recipe, *self.overrides]
 
     @property
     def command(self) -> list[str]:
-        """What every node runs."""
+        """The command that every node runs."""
         return ['python', '-m', 'diffusion.launch.node', *self.arguments]
 
     @property
     def shell_command(self) -> str:
-        """The command for bash, which hands on every argument as it is."""
+        """The command quoted for bash."""
         return shlex.join(self.command)
 
 
 def override_words(overrides: Mapping[str, Any], prefix: str = '') -> tuple[str, ...]:
-    """Overrides as `key=value` words, which run.py reads back as the same values; mappings become keys with dots."""
+    """Write overrides as `key=value` words, which run.py reads back as the same values; nested keys get dots."""
     words: list[str] = []
     for key, value in overrides.items():
         if isinstance(value, Mapping) and value:
@@ -165,10 +166,10 @@ def override_words(overrides: Mapping[str, Any], prefix: str = '') -> tuple[str,
 
 
 def seconds_of(duration: str) -> int:
-    """Seconds of a time limit such as 90m, 12h or 3d.
+    """Convert a time limit such as 90m, 12h or 3d to seconds.
 
     Raises:
-        UserError: It is none.
+        UserError: The text is not a time limit.
     """
     found = re.fullmatch(r'(\d+)([smhd])', duration)
     if found is None or int(found[1]) == 0:

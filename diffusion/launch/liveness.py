@@ -1,35 +1,34 @@
-"""`python -m diffusion.launch.liveness`, for a container's health check: 1 where its node entry point has stopped dead.
+"""`python -m diffusion.launch.liveness`: health check of a container, 1 if its node entry point has stopped responding.
 
-What its ranks do is the node entry point's own concern: it ends those that hang.
+The ranks are not looked at here: the node entry point itself ends those that hang.
 """
 
 import contextlib
 import os
 import sys
 import tempfile
-import time
 from pathlib import Path
 
-from diffusion.launch.run_lock import started
+from diffusion.launch.heartbeat import heartbeat_age, write_heartbeat
+from diffusion.launch.run_lock import start_ticks
 
 SILENT_SECONDS = 90.0
-"""The node entry point says every second that it is alive; a file system may hold it up for a while."""
+"""The node entry point writes a heartbeat every second; a file system may hold it up for a while."""
 
 
 def say_alive() -> None:
-    """Leave the time where `liveness_problems` looks for it."""
-    with contextlib.suppress(OSError):
-        _sign(os.getpid()).touch()
+    """Write the heartbeat of this process, which `liveness_problems` reads."""
+    write_heartbeat(_heartbeat_file(os.getpid()))
 
 
-def forget() -> None:
-    """Leave nothing behind."""
+def remove_heartbeat() -> None:
+    """Remove the heartbeat of this process, which is about to end."""
     with contextlib.suppress(OSError):
-        _sign(os.getpid()).unlink(missing_ok=True)
+        _heartbeat_file(os.getpid()).unlink(missing_ok=True)
 
 
 def liveness_problems(proc: Path = Path('/proc')) -> list[str]:
-    """What is wrong with the node entry points of this container; nothing where it runs something else."""
+    """Describe the node entry points of this container that are silent; empty if it runs something else."""
     found = []
     for folder in proc.glob('[0-9]*'):
         with contextlib.suppress(OSError):  # it has ended meanwhile
@@ -37,25 +36,24 @@ def liveness_problems(proc: Path = Path('/proc')) -> list[str]:
             if words[1:3] != [b'-m', b'diffusion.launch.node']:
                 continue
             pid = int(folder.name)
-            sign, silent = _sign(pid), _age_seconds(pid)
-            if sign.exists():  # one of before a restart of the container may be older than the process
-                silent = min(silent, time.time() - sign.stat().st_mtime)
+            # The file may be left over from an earlier process of this number, before a restart of the container.
+            silent = min(_process_age(pid), heartbeat_age(_heartbeat_file(pid)))
             if silent > SILENT_SECONDS:
                 found.append(f'the node entry point, process {pid}, is silent for {silent:.0f} s')
     return found
 
 
-def _age_seconds(pid: int) -> float:
+def _process_age(pid: int) -> float:
     uptime = float(Path('/proc/uptime').read_text(encoding='ascii').split()[0])
-    return uptime - int(started(pid) or 0) / os.sysconf('SC_CLK_TCK')
+    return uptime - int(start_ticks(pid) or 0) / os.sysconf('SC_CLK_TCK')
 
 
-def _sign(pid: int) -> Path:
+def _heartbeat_file(pid: int) -> Path:
     return Path(tempfile.gettempdir(), f'diffusion-alive-{pid}')
 
 
 def main() -> int:
-    """Print what is wrong; the exit status."""
+    """Print the problems; return the exit status."""
     found = liveness_problems()
     for problem in found:
         print(problem, file=sys.stderr)

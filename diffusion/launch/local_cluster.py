@@ -1,4 +1,4 @@
-"""Jobs on this machine: each node is a node entry point here; what a scheduler would do is done by this process."""
+"""Jobs whose nodes are processes of this machine; this process does what a scheduler would do on a cluster."""
 
 import os
 import signal
@@ -12,17 +12,17 @@ from types import FrameType
 
 from diffusion.exit_codes import CONFIG_ERROR, FAILED, PREEMPTED
 from diffusion.launch import environment
-from diffusion.launch.backends.local import node_environment
+from diffusion.launch.backends.base import environment_of
 from diffusion.launch.job_spec import Job
 from diffusion.launch.node import die_with_parent
 
 TICK_SECONDS = 0.1
 GRACE_SECONDS = 15.0
-"""Left to the other nodes when one has ended badly."""
+"""Time for the other nodes when one has failed."""
 
 
 def run_local_jobs(jobs: Sequence[Job]) -> int:
-    """Run jobs one after the other, each again for as long as its spec says; the first status that is not 0."""
+    """Run jobs one after the other, each with the restarts of its spec; return the first status that is not 0."""
     for job in jobs:
         status = LocalJob(job).run()
         if status:
@@ -30,29 +30,34 @@ def run_local_jobs(jobs: Sequence[Job]) -> int:
     return 0
 
 
+def node_environment(job: Job, rank: int) -> dict[str, str]:
+    """Return the environment variables of one node of a job."""
+    return environment_of(job, 'local', NODE_RANK=str(rank), MASTER_ADDR='127.0.0.1')
+
+
 class LocalJob:
     """A job whose nodes are processes of this machine."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self._told = False
+        self._stop_requested = False
         self._nodes: list[subprocess.Popen[bytes]] = []
 
     def run(self) -> int:
-        """Start it until it is done, or until nothing but stopping is left; its exit status."""
+        """Run the job, with the restarts of its spec; return the exit status."""
         restart, count = self.job.spec.restart, 0
-        earlier = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        earlier = {number: signal.signal(number, self._request_stop) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             while True:
                 status = self._attempt(count)
-                follows = restart.actions().get(status, restart.otherwise)
-                if status == 0 or self._told or follows == 'stop':
+                action = restart.actions().get(status, restart.otherwise)
+                if status == 0 or self._stop_requested or action == 'stop':
                     return status
                 if count == restart.max_restarts:
-                    self._say(f'ended with {status}, and all {count} restarts are used up')
+                    self._print(f'ended with {status}, and all {count} restarts are used up')
                     return status
                 count += 1
-                self._say(f'ended with {status}; restart {count}')
+                self._print(f'ended with {status}; restart {count}')
         finally:
             for number, handler in earlier.items():
                 signal.signal(number, handler)
@@ -67,52 +72,56 @@ class LocalJob:
             finally:
                 for node in self._nodes:
                     if node.poll() is None:
-                        node.kill()  # its workers follow, see `_wait`
+                        node.kill()  # the kernel then kills its workers, see die_with_parent
                     node.wait()
-            said = [int(line.split()[0]) for line in exits.read_text().splitlines()] if exits.exists() else []
-        return job_exit_status(said, [node.returncode for node in self._nodes])
+            reported = [int(line.split()[0]) for line in exits.read_text().splitlines()] if exits.exists() else []
+        return job_exit_status(reported, [node.returncode for node in self._nodes])
 
     def _start(self, rank: int, more: dict[str, str]) -> subprocess.Popen[bytes]:
         environ = os.environ | node_environment(self.job, rank) | more
         command = [sys.executable, *self.job.command[1:]]
-        # A group of its own: Ctrl-C comes here, and is handed on once.
+        # A session of its own: Ctrl-C reaches this process alone, which forwards it once.
         folder = self.job.spec.workdir
         return subprocess.Popen(command, env=environ, cwd=folder, start_new_session=True, preexec_fn=die_with_parent)
 
     def _wait(self) -> None:
-        deadline, handed_on = float('inf'), False
+        deadline, forwarded = float('inf'), False
         while any(node.poll() is None for node in self._nodes):
             now = time.monotonic()
-            if self._told and not handed_on:
-                handed_on = True
+            if self._stop_requested and not forwarded:
+                forwarded = True
                 deadline = now + self.job.spec.schedule.notice_seconds
-                self._signal()
-            bad = {node.returncode for node in self._nodes} - {None, 0}
-            if bad and deadline == float('inf'):
-                notice = self.job.spec.schedule.notice_seconds if bad == {PREEMPTED} else GRACE_SECONDS
+                self._terminate()
+            failed = {node.returncode for node in self._nodes} - {None, 0}
+            if failed and deadline == float('inf'):
+                notice = self.job.spec.schedule.notice_seconds if failed == {PREEMPTED} else GRACE_SECONDS
                 deadline = now + notice
-                self._signal()
+                self._terminate()
             if now > deadline:
                 return
             time.sleep(TICK_SECONDS)
 
-    def _signal(self) -> None:
+    def _terminate(self) -> None:
         for node in self._nodes:
             if node.poll() is None:
                 node.send_signal(signal.SIGTERM)
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         print(f'{self.job.name}: {text}', file=sys.stderr, flush=True)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._told = True
+    def _request_stop(self, number: int, frame: FrameType | None) -> None:
+        self._stop_requested = True
 
 
-def job_exit_status(said: Sequence[int], codes: Sequence[int]) -> int:
-    """How a job ended, by what its nodes said, in that order, and by how their processes ended.
+def job_exit_status(reported: Sequence[int], codes: Sequence[int]) -> int:
+    """Combine the exit statuses of a job's nodes.
 
-    The first that ended badly is why, unless there is a mistake. A node that could not even say so was killed.
+    The first node that failed is the reason, unless another reports a mistake. A node that could not report was killed.
+
+    Args:
+        reported: Statuses in the file that the nodes share, in the order of their ends.
+        codes: Exit statuses of the nodes' processes.
     """
-    if CONFIG_ERROR in said:
+    if CONFIG_ERROR in reported:
         return CONFIG_ERROR
-    return next((status for status in said if status), FAILED if any(codes) else 0)
+    return next((status for status in reported if status), FAILED if any(codes) else 0)

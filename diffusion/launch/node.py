@@ -1,10 +1,10 @@
 """The node entry point: `python -m diffusion.launch.node -- run.py RECIPE [key=value ...]`, on every node of a job.
 
-It finds out where the node stands, starts a process for each GPU, hands signals on to them, notices when they hang, and
-ends with a status that says what should follow: 0 done, 75 try again, 76 try elsewhere, 78 do not try again, 1 a crash.
+It finds the node's rank, starts one process per GPU, forwards signals to them, and ends them when they hang. Its exit
+status tells the scheduler what to do next: 0 done, 75 try again, 76 try on other nodes, 78 do not try again, 1 a crash.
 
-The processes are started here, as Composer's launcher would start them, and not by it: told to stop, it leaves them
-behind; its exit status says little of theirs; and importing it takes half a minute.
+It starts the processes itself, with the environment that Composer's launcher would give them. That launcher leaves
+processes behind when it is told to stop, its exit status says little about theirs, and its import takes half a minute.
 """
 
 import contextlib
@@ -21,35 +21,35 @@ from pathlib import Path
 from types import FrameType
 
 from diffusion.config.load import Recipe, load
-from diffusion.errors import UserError
+from diffusion.errors import ExternalError, UserError
 from diffusion.exit_codes import BAD_HARDWARE, CONFIG_ERROR, FAILED, PREEMPTED
 from diffusion.launch import attempts, environment, heartbeat, liveness, run_lock
 from diffusion.launch.attempts import Attempt
 from diffusion.launch.aws_secrets import fetch_secrets
-from diffusion.launch.rank_discovery import NodePlace, find_place, rank_environment
+from diffusion.launch.rank_discovery import NodePosition, find_position, rank_environment
 from diffusion.launch.watchdog import PATIENCE_SECONDS, Watchdog
 from diffusion.storage.atomic import write_whole
 
 TICK_SECONDS = 0.1
-LOOK_EVERY_SECONDS = 1.0
-"""How often beats are read."""
-NOTE_EVERY_SECONDS = 30.0
-"""How often progress is noted, for the case that this process does not live to write its last line."""
+CHECK_EVERY_SECONDS = 1.0
+"""Interval at which heartbeats are read."""
+RECORD_EVERY_SECONDS = 30.0
+"""Interval at which progress is recorded, in case this process is killed before it can write the attempt's end."""
 GRACE_SECONDS = 5.0
-"""Left to the others when one has failed: they wait for it in a collective, but may still say why."""
+"""Time for the other ranks when one has failed: they wait for it in a collective, but may still report why."""
 MARGIN_SECONDS = 5.0
-"""Before the scheduler's SIGKILL comes, for what follows the workers' end."""
+"""Time kept for cleaning up between the workers' end and the scheduler's SIGKILL."""
 KILL_SECONDS = 60.0
-"""In which a process that was killed is gone, unless a device or a disk holds it."""
+"""A killed process that still exists after this time is stuck in a device or a disk."""
 PREFLIGHT_SECONDS = {'fast': 900.0, 'deep': 3600.0}
-"""The slowest node may come after five minutes."""
+"""Longest preflight by level; the slowest node may start after five minutes."""
 PR_SET_PDEATHSIG = 1
-STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the processes of an attempt ended."""
+    """End of an attempt on this node."""
 
     status: int
     cause: str
@@ -58,61 +58,62 @@ class Outcome:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a recipe on this node; its exit status."""
+    """Run a recipe on this node; return the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     environ = dict(os.environ)
     if words[:1] != ['--'] or len(words) < 3:
         print('usage: python -m diffusion.launch.node -- run.py RECIPE [key=value ...]', file=sys.stderr)
-        return _leave(2, environ)
+        return _report_exit(2, environ)
     try:
-        place = find_place(environ)
-        settings = Settings.of(environ)
+        position = find_position(environ)
+        settings = Settings.from_environ(environ)
         recipe = load(words[2], words[3:])
         environ |= fetch_secrets(environ)
-    except ValueError as error:
+    except (UserError, ExternalError) as error:
         print(f'error: {error}', file=sys.stderr)
-        return _leave(CONFIG_ERROR, environ)
-    node = Node(place, settings, words[1:], recipe, environ)
-    return _leave(node.run(), environ, node.outcome)
+        return _report_exit(error.exit_status, environ)
+    node = Node(position, settings, words[1:], recipe, environ)
+    return _report_exit(node.run(), environ, node.outcome)
 
 
 def run_node_preflight(recipe_words: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Check this node, and all others of a job that do the same now, without training; the exit status.
+    """Check this node, together with all nodes of the job that do the same now; return the exit status.
 
     Args:
         recipe_words: The recipe and its overrides.
-        environ: As a back end makes it: level, kind of GPU, number of processes.
+        environ: The environment that a back end would make: level, kind of GPU, number of processes.
 
     Raises:
         UserError: The recipe is wrong, or the environment contradicts itself.
+        ExternalError: The scheduler does not answer.
     """
-    place, recipe = find_place(environ), load(recipe_words[0], recipe_words[1:])
-    return Node(place, Settings.of(environ), ['run.py', *recipe_words], recipe, environ).check()
+    position, recipe = find_position(environ), load(recipe_words[0], recipe_words[1:])
+    return Node(position, Settings.from_environ(environ), ['run.py', *recipe_words], recipe, environ).check()
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the job spec says of beginnings and endings."""
+    """The job spec's settings for the node entry point."""
 
     actions: Mapping[str, str]
-    """What follows an exit status; `*` for all others."""
+    """Action by exit status; `*` for all others."""
     max_restarts: int
     in_place: bool
-    """Nobody else starts the processes again."""
+    """The node entry point itself restarts the workers, because the scheduler does not."""
     notice_seconds: float
     patience_seconds: float
     preflight: str
     """none, fast or deep."""
 
     @staticmethod
-    def of(environ: Mapping[str, str]) -> 'Settings':
-        """From the environment that a back end has made.
+    def from_environ(environ: Mapping[str, str]) -> 'Settings':
+        """Read the settings from the environment that a back end has made.
 
         Raises:
-            UserError: A variable is not what it should be.
+            UserError: A variable has a wrong value.
         """
-        said = environ.get(environment.ON_EXIT, f'{CONFIG_ERROR}=stop,*=retry')
-        words = [entry.partition('=') for entry in said.split(',')]
+        on_exit = environ.get(environment.ON_EXIT, f'{CONFIG_ERROR}=stop,*=retry')
+        words = [entry.partition('=') for entry in on_exit.split(',')]
         actions = {status: action for status, _, action in words}
         level = environ.get(environment.PREFLIGHT, 'none')
         if level not in ('none', *PREFLIGHT_SECONDS):
@@ -126,128 +127,136 @@ class Settings:
             level,
         )
 
-    def follows(self, status: int) -> str:
-        """retry, elsewhere or stop."""
+    def action_after(self, status: int) -> str:
+        """Return retry, elsewhere or stop."""
         return self.actions.get(str(status), self.actions.get('*', 'retry'))
 
 
 class Node:
-    """One node of a job.
+    """One node of a job: its attempts, one after the other.
 
     Args:
-        place: Where it stands.
-        settings: What follows an ending.
+        position: The node's rank in the job.
+        settings: The job spec's settings.
         command: run.py, the recipe and its overrides.
-        recipe: What they say. Of a training, the first node has the lock of the run's folder, and keeps account there.
-        environ: For the processes.
+        recipe: The recipe that they give.
+        environ: The environment of the processes.
     """
 
     def __init__(
-        self, place: NodePlace, settings: Settings, command: Sequence[str], recipe: Recipe, environ: Mapping[str, str]
+        self,
+        position: NodePosition,
+        settings: Settings,
+        command: Sequence[str],
+        recipe: Recipe,
+        environ: Mapping[str, str],
     ) -> None:
-        self.place, self.settings, self.command, self.run_dir = place, settings, list(command), recipe.run_dir
+        self.position, self.settings, self.command = position, settings, list(command)
+        self.run_dir = recipe.run_dir
         self.trains = recipe.task == 'train'
-        self.keeps = self.trains and place.rank == 0
+        self.owns_run = self.trains and position.rank == 0
+        """The first node of a training holds the lock of the run's folder and records its attempts there."""
         self.environ = {**environ, run_lock.HELD: '1'} if self.trains else environ
-        self.told = False
-        """Whether this node was told to stop."""
+        self.stop_requested = False
         self.outcome: Outcome | None = None
-        """Of the last attempt."""
+        """Outcome of the last attempt."""
+        self._epoch = time.time() - time.monotonic()
+        """Added to time.monotonic() for the account, which must not jump when the system clock is set."""
 
     def run(self) -> int:
-        """Start the processes, again if that is this node's part; the exit status."""
-        self._listen()
+        """Run attempts until one is the last for this process; return the exit status."""
+        self._install_signal_handlers()
         with contextlib.ExitStack() as stack:
             try:
-                if self.keeps:
-                    stack.enter_context(run_lock.held(self.run_dir, self.environ, stopped=self._stops_waiting))
-            except run_lock.Taken as error:
-                self._say(str(error))
-                return PREEMPTED if self.told else FAILED if error.again else CONFIG_ERROR
+                if self.owns_run:
+                    stack.enter_context(run_lock.held(self.run_dir, self.environ, stopped=self._stop_waiting))
+            except run_lock.RunLocked as error:
+                self._print(str(error))
+                return PREEMPTED if self.stop_requested else FAILED if error.retry else CONFIG_ERROR
             except OSError as error:
-                self._say(f'{self.run_dir}: cannot be written ({error}); is it mounted, and is there room?')
+                self._print(f'{self.run_dir}: cannot be written ({error}); is it mounted, and is there room?')
                 return FAILED
-            return self._attempts()
+            return self._run_attempts()
 
     def check(self) -> int:
-        """Only see whether the nodes are fit; the exit status."""
-        self.keeps = False
-        self._listen()
+        """Run the preflight alone; return the exit status."""
+        self.owns_run = False
+        self._install_signal_handlers()
         with tempfile.TemporaryDirectory(prefix='diffusion-node-') as folder:
-            outcome = self._preflight(Path(folder), Attempt(0, time.time()))
+            outcome = self._preflight(Path(folder), Attempt(0, self._now()))
         if outcome.status:
-            self._say(attempts.describe_attempt(outcome.cause, outcome.detail))
+            self._print(attempts.describe_attempt(outcome.cause, outcome.detail))
         return outcome.status
 
-    def _attempts(self) -> int:
+    def _run_attempts(self) -> int:
         restarts = 0
         while True:
-            earlier = self._earlier()
-            problem = attempts.hopeless(earlier, self.settings.max_restarts)
+            earlier = self._earlier_attempts()
+            problem = attempts.reason_to_give_up(earlier, self.settings.max_restarts)
             if problem is not None:
-                self._say(f'{self.run_dir / attempts.ATTEMPTS}: {problem}')
+                self._print(f'{self.run_dir / attempts.ATTEMPTS}: {problem}')
                 return CONFIG_ERROR
             outcome = self._attempt(len(earlier))
-            again = self.settings.in_place and self.settings.follows(outcome.status) == 'retry'
-            if outcome.status == 0 or self.told or not again or restarts == self.settings.max_restarts:
+            again = self.settings.in_place and self.settings.action_after(outcome.status) == 'retry'
+            if outcome.status == 0 or self.stop_requested or not again or restarts == self.settings.max_restarts:
                 return outcome.status
             restarts += 1
 
-    def _stops_waiting(self) -> bool:
+    def _stop_waiting(self) -> bool:
         liveness.say_alive()
-        return self.told
+        return self.stop_requested
 
-    def _earlier(self) -> list[Attempt]:
-        """The attempts before; the first node alone looks, since it adds to them."""
-        with contextlib.suppress(ValueError):
-            return attempts.read_attempts(self.run_dir) if self.keeps else []
+    def _earlier_attempts(self) -> list[Attempt]:
+        """Read the earlier attempts on the first node, which adds to them; empty on all others."""
+        with contextlib.suppress(UserError):  # the run has none
+            return attempts.read_attempts(self.run_dir) if self.owns_run else []
         return []
 
     def _attempt(self, number: int) -> Outcome:
-        attempt = Attempt(number, time.time())
-        self._account('begin', attempt)
+        attempt = Attempt(number, self._now())
+        self._record('begin', attempt)
         with tempfile.TemporaryDirectory(prefix='diffusion-node-') as folder:
             outcome = self._preflight(Path(folder), attempt)
             if outcome.status == 0:
-                outcome = self._start(self.command, Path(folder), attempt)
-        attempt.end, attempt.status = time.time(), outcome.status
-        attempt.cause, attempt.detail = self._why(outcome)
+                outcome = self._run_workers(self.command, Path(folder), attempt)
+        attempt.end, attempt.status = self._now(), outcome.status
+        attempt.cause, attempt.detail = self._cause_of_end(outcome)
         self.outcome = outcome
-        self._account('end', attempt)
+        self._record('end', attempt)
         if outcome.status:
-            self._say(attempts.describe_attempt(attempt.cause, attempt.detail))
+            self._print(attempts.describe_attempt(attempt.cause, attempt.detail))
         return outcome
 
-    def _why(self, outcome: Outcome) -> tuple[str, str]:
-        """The cause of an attempt's end, and its detail: a node may be told to stop, or fail, because of another."""
-        first = self._failed_elsewhere()
+    def _cause_of_end(self, outcome: Outcome) -> tuple[str, str]:
+        """Return cause and detail of an attempt's end: another node's if that made this one fail or stop."""
+        first = self._failure_elsewhere()
         if first is None or outcome.cause not in ('preempted', 'crash') or first.cause == outcome.cause:
             return outcome.cause, outcome.detail
         return first.cause, f'{first.machine}: {first.detail or f"status {first.status}"}'
 
-    def _failed_elsewhere(self) -> 'Ending | None':
-        """How another node has failed, and so ended this attempt."""
-        first = first_bad(self.environ)
+    def _failure_elsewhere(self) -> 'NodeExit | None':
+        """Return the exit of the node that failed first and so ended this attempt, if one has."""
+        first = first_failed_node(self.environ)
         return None if first is None or first.cause == 'preempted' else first
 
     def _preflight(self, folder: Path, attempt: Attempt) -> Outcome:
-        """See whether the nodes are fit, before anything is trained."""
+        """Check the nodes before anything is trained."""
         level = self.settings.preflight
         if level == 'none':
             return Outcome(0, 'done')
         command = ['-m', 'diffusion.preflight', level, *self.command[1:]]
-        outcome = self._start(command, folder, attempt, limit_seconds=PREFLIGHT_SECONDS[level])
-        if self.told:
+        outcome = self._run_workers(command, folder, attempt, limit_seconds=PREFLIGHT_SECONDS[level])
+        if self.stop_requested:
             return Outcome(PREEMPTED, 'preempted')
         if outcome.status == PREEMPTED:
-            time.sleep(GRACE_SECONDS)  # the node that is at fault says so first
+            time.sleep(GRACE_SECONDS)  # the node with the fault must be the first to report its exit
         return replace(outcome, detail=f'preflight: {outcome.detail or "see its table"}')
 
-    def _start(
+    def _run_workers(
         self, command: Sequence[str], folder: Path, attempt: Attempt, *, limit_seconds: float | None = None
     ) -> Outcome:
-        """Start a program on all GPUs, and wait for its end, or for so long."""
-        workers = Workers(self.place, command, {**self.environ, heartbeat.FOLDER: str(folder)}, folder)
+        """Run a program on all GPUs to its end, or for at most `limit_seconds`."""
+        workers = Workers(self.position, command, {**self.environ, heartbeat.FOLDER: str(folder)}, folder)
         try:
             outcome = self._watch(workers, attempt, limit_seconds)
         finally:
@@ -260,103 +269,106 @@ class Node:
         return outcome
 
     def _watch(self, workers: 'Workers', attempt: Attempt, limit_seconds: float | None) -> Outcome:
-        """Wait for the end of the processes, or bring it about."""
-        begin = time.time()
+        """Wait until the processes have ended, must be killed for having had their time, or hang."""
+        begin = time.monotonic()
         watchdog = Watchdog(begin, self.settings.patience_seconds) if self.trains and limit_seconds is None else None
-        looked, noted = 0.0, time.monotonic()
-        deadline, handed_on = float('inf'), False
+        last_check, last_record = 0.0, begin
+        deadline, forwarded = float('inf'), False
         while not workers.ended():
             now = time.monotonic()
-            if self.told and not handed_on:
-                handed_on = True
+            if self.stop_requested and not forwarded:
+                forwarded = True
                 workers.signal(signal.SIGTERM)
-                # Where another node has failed, there is nobody left to save with, and the scheduler waits for less.
+                # If another node has failed, no collective save can succeed, and the scheduler waits less long.
                 notice = max(1.0, self.settings.notice_seconds - MARGIN_SECONDS)
-                deadline = min(deadline, now + (GRACE_SECONDS if self._failed_elsewhere() else notice))
-            if deadline == float('inf') and workers.any_ended_badly():
-                # Of those who were told to stop, each saves its own part.
+                deadline = min(deadline, now + (GRACE_SECONDS if self._failure_elsewhere() else notice))
+            if deadline == float('inf') and workers.any_failed():
+                # Ranks that were told to stop end with PREEMPTED, each after it has saved its own part.
                 stopping = set(workers.codes()) <= {None, 0, PREEMPTED}
                 deadline = now + (self.settings.notice_seconds if stopping else GRACE_SECONDS)
             if now > deadline:
-                return workers.outcome(told=self.told, late=True)
-            if now - looked > LOOK_EVERY_SECONDS:
-                looked = now
+                return workers.outcome(stop_requested=self.stop_requested, late=True)
+            if now - last_check > CHECK_EVERY_SECONDS:
+                last_check = now
                 liveness.say_alive()
                 beats = heartbeat.last_beats(workers.folder)
                 if beats and attempt.first is None:
-                    noted = -NOTE_EVERY_SECONDS  # at once
-                problem = None if watchdog is None else watchdog.look(beats, time.time())
-                if limit_seconds is not None and time.time() - begin > limit_seconds:
+                    last_record = -RECORD_EVERY_SECONDS  # at once
+                problem = None if watchdog is None else watchdog.check(beats, now)
+                if limit_seconds is not None and now - begin > limit_seconds:
                     problem = f'no end in {limit_seconds:.0f} s'
                 if problem is not None:
                     workers.write_stacks()
                     self._keep_stacks(workers)
                     return Outcome(PREEMPTED, 'hang', problem)
-            if now - noted > NOTE_EVERY_SECONDS:
-                noted = now
+            if now - last_record > RECORD_EVERY_SECONDS:
+                last_record = now
                 self._take_beats(workers, attempt)
-                self._account('progress', attempt)
+                self._record('progress', attempt)
             workers.reap_orphans()
             time.sleep(TICK_SECONDS)
-        return workers.outcome(told=self.told)
+        return workers.outcome(stop_requested=self.stop_requested)
 
     def _take_beats(self, workers: 'Workers', attempt: Attempt) -> None:
         beats = heartbeat.last_beats(workers.folder)
         if beats:
             first = beats[min(beats)]
-            attempt.first, attempt.first_at = first.first, first.first_at
-            attempt.last, attempt.last_at = first.batch, first.at
+            attempt.first, attempt.first_at = first.first, self._epoch + first.first_at
+            attempt.last, attempt.last_at = first.batch, self._epoch + first.at
 
     def _keep_stacks(self, workers: 'Workers') -> None:
-        found = heartbeat.stacks(workers.folder)
-        path = self.run_dir / f'stacks-{time.strftime("%Y%m%d-%H%M%S")}-node{self.place.rank}.txt'
+        found = heartbeat.read_stacks(workers.folder)
+        path = self.run_dir / f'stacks-{time.strftime("%Y%m%d-%H%M%S")}-node{self.position.rank}.txt'
         with contextlib.suppress(OSError):
             write_whole(path, ''.join(f'--- rank {rank}\n{text}\n' for rank, text in found.items()))
-            self._say(f'the stacks of {len(found)} of {self.place.processes} ranks are in {path}')
+            self._print(f'the stacks of {len(found)} of {self.position.processes} ranks are in {path}')
 
-    def _account(self, event: str, attempt: Attempt) -> None:
-        if not self.keeps:
+    def _record(self, event: str, attempt: Attempt) -> None:
+        if not self.owns_run:
             return
         try:
             attempts.append_attempt(self.run_dir, event, attempt)
         except OSError as error:
-            self._say(f'{self.run_dir / attempts.ATTEMPTS} cannot be written ({error}); going on without')
+            self._print(f'{self.run_dir / attempts.ATTEMPTS} cannot be written ({error}); going on without')
 
-    def _say(self, text: str) -> None:
-        print(f'node {self.place.rank}: {text}', file=sys.stderr, flush=True)
+    def _now(self) -> float:
+        return self._epoch + time.monotonic()
 
-    def _listen(self) -> None:
-        for number in STOPPING:
-            signal.signal(number, self._note)
+    def _print(self, text: str) -> None:
+        print(f'node {self.position.rank}: {text}', file=sys.stderr, flush=True)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.told = True
+    def _install_signal_handlers(self) -> None:
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._request_stop)
+
+    def _request_stop(self, number: int, frame: FrameType | None) -> None:
+        self.stop_requested = True
 
 
 @dataclass
 class Workers:
-    """The processes of a node, one a GPU, each with its children in a group of its own.
+    """The processes of a node, one per GPU, each in a process group with its children.
 
     Args:
-        place: Of the node.
+        position: The node's rank in the job.
         command: run.py and its arguments.
-        environ: For all of them.
-        folder: For what they report.
+        environ: The environment of all processes.
+        folder: Folder for their heartbeats, stacks and output.
     """
 
-    place: NodePlace
+    position: NodePosition
     command: Sequence[str]
     environ: Mapping[str, str]
     folder: Path
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        for local_rank in range(self.place.processes):
-            # What the first rank prints is for people; what all complain of is.
+        for local_rank in range(self.position.processes):
+            # Only the first rank's output is shown, but the errors of all.
             output = None if local_rank == 0 else (self.folder / f'output-{local_rank}.txt').open('wb')
             process = subprocess.Popen(
                 [sys.executable, *self.command],
-                env=rank_environment(self.place, local_rank, self.environ),
+                env=rank_environment(self.position, local_rank, self.environ),
                 stdout=output,
                 start_new_session=True,
                 preexec_fn=die_with_parent,
@@ -366,50 +378,50 @@ class Workers:
                 output.close()
 
     def codes(self) -> list[int | None]:
-        """Exit statuses, negative for a signal, None for who still runs."""
+        """Return the exit statuses: negative for a signal, None for a process that still runs."""
         return [process.poll() for process in self.processes]
 
     def ended(self) -> bool:
         return None not in self.codes()
 
-    def any_ended_badly(self) -> bool:
+    def any_failed(self) -> bool:
         return any(code for code in self.codes())
 
-    def outcome(self, *, told: bool, late: bool = False) -> Outcome:
-        """What these exit statuses mean together."""
-        first = self.place.rank * self.place.processes
+    def outcome(self, *, stop_requested: bool, late: bool = False) -> Outcome:
+        """Combine the exit statuses into one outcome."""
+        first = self.position.rank * self.position.processes
         codes = {first + local: code for local, code in enumerate(self.codes())}
         for status, cause in ((CONFIG_ERROR, 'mistake'), (BAD_HARDWARE, 'hardware')):
             if status in codes.values():
                 return Outcome(status, cause)
         killed = [f'rank {rank} by {signal.Signals(-code).name}' for rank, code in codes.items() if code and code < 0]
         failed = [f'rank {rank} with {code}' for rank, code in codes.items() if code and code > 0 and code != PREEMPTED]
-        if told and not failed:
+        if stop_requested and not failed:
             detail = 'it did not save in time' if late or killed else ''
             done = set(codes.values()) == {0}
             return Outcome(0, 'done') if done else Outcome(PREEMPTED, 'preempted', detail)
-        if killed:  # which makes others fail, and those say nothing of use
+        if killed:  # the others fail because of it, and their errors say nothing of use
             return Outcome(FAILED, 'killed', ', '.join(killed))
         if failed:
             return Outcome(FAILED, 'crash', ', '.join(failed))
         return Outcome(PREEMPTED, 'preempted') if PREEMPTED in codes.values() else Outcome(0, 'done')
 
     def signal(self, number: int) -> None:
-        """Tell every process that still runs."""
+        """Send a signal to every process that still runs."""
         for process in self.processes:
             if process.poll() is None:
                 process.send_signal(number)
 
     def write_stacks(self) -> None:
-        """Have every process write what its threads are at, so far as it still can."""
+        """Make every process that still can write the stacks of its threads."""
         self.signal(heartbeat.SIGNAL)
         until = time.monotonic() + GRACE_SECONDS
-        while len(heartbeat.stacks(self.folder)) < len(self.processes) and time.monotonic() < until:
+        while len(heartbeat.read_stacks(self.folder)) < len(self.processes) and time.monotonic() < until:
             time.sleep(TICK_SECONDS)
-        time.sleep(LOOK_EVERY_SECONDS)  # so that they end what they have begun
+        time.sleep(CHECK_EVERY_SECONDS)  # they may still be writing
 
     def kill(self) -> list[int]:
-        """End all processes, and what they have started and left; those that even that does not end."""
+        """Kill all processes with their children; return the ids of those that are still there after KILL_SECONDS."""
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -422,19 +434,23 @@ class Workers:
         return stuck
 
     def reap_orphans(self) -> None:
-        """As the first process of a container, take leave of whoever lost his parent."""
+        """Reap orphaned processes: as PID 1 of a container, this process inherits them and must call waitpid().
+
+        The status of a worker is left to its Popen.poll(). With WNOWAIT, waitid() reports an ended worker again and
+        again, so the orphans behind it wait until poll() has taken its status.
+        """
         if os.getpid() != 1:
             return
         own = {process.pid for process in self.processes}
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
                 if ended.si_pid in own:
-                    return  # whose status is for poll(); the others' turn comes when it is fetched
+                    return
                 os.waitpid(ended.si_pid, 0)
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when the one that started it is killed; elsewhere than on Linux it lives on."""
+    """Have the kernel kill this process when its parent dies; does nothing on other systems than Linux."""
     if sys.platform == 'linux':
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -447,8 +463,8 @@ def _number(environ: Mapping[str, str], name: str, default: float) -> float:
 
 
 @dataclass(frozen=True)
-class Ending:
-    """What a node has said of its end."""
+class NodeExit:
+    """A node's line in the file that all nodes of a job share, written when it ended."""
 
     status: int
     machine: str
@@ -457,33 +473,33 @@ class Ending:
     detail: str
 
     @staticmethod
-    def of(line: str) -> 'Ending | None':
-        """From its line in the file; None for half of one."""
+    def parse(line: str) -> 'NodeExit | None':
+        """Parse a line; None for half of one."""
         status, machine, cause, detail = (*line.split(' ', 3), '', '', '')[:4]
         if not status.isdigit():
             return None
         usual = {0: 'done', PREEMPTED: 'preempted', BAD_HARDWARE: 'hardware', CONFIG_ERROR: 'mistake'}
-        return Ending(int(status), machine, cause or usual.get(int(status), 'crash'), detail)
+        return NodeExit(int(status), machine, cause or usual.get(int(status), 'crash'), detail)
 
 
-def first_bad(environ: Mapping[str, str]) -> Ending | None:
-    """The first node of this attempt that ended badly, so far as they say."""
+def first_failed_node(environ: Mapping[str, str]) -> NodeExit | None:
+    """Return the exit of the first node of this attempt that did not end with 0, if one has reported it."""
     try:
         lines = Path(environ[environment.EXIT_FILE]).read_text(encoding='utf-8').splitlines()
     except (KeyError, OSError):
         return None
-    return next((ending for ending in map(Ending.of, lines) if ending is not None and ending.status), None)
+    return next((found for found in map(NodeExit.parse, lines) if found is not None and found.status), None)
 
 
-def _leave(status: int, environ: Mapping[str, str], outcome: Outcome | None = None) -> int:
-    """Say to the other nodes how this one ended."""
-    liveness.forget()
-    why = '' if outcome is None or outcome.status != status else f' {outcome.cause} {outcome.detail}'.rstrip()
+def _report_exit(status: int, environ: Mapping[str, str], outcome: Outcome | None = None) -> int:
+    """Append this node's exit to the file that all nodes share; return the status."""
+    liveness.remove_heartbeat()
+    cause = '' if outcome is None or outcome.status != status else f' {outcome.cause} {outcome.detail}'.rstrip()
     path = environ.get(environment.EXIT_FILE)
     if path is not None:
         try:
             with open(path, 'a', encoding='utf-8') as file:
-                file.write(f'{status} {environment.machine_name(environ)}{why}\n')
+                file.write(f'{status} {environment.machine_name(environ)}{cause}\n')
         except OSError as error:
             print(f'{path}: cannot be written ({error})', file=sys.stderr)
     return status

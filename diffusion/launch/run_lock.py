@@ -1,8 +1,8 @@
-"""The lock of a run's folder: two jobs that save into one folder would each resume from the other's checkpoints.
+"""The lock of a run's folder, because two jobs that save into one folder would resume from each other's checkpoints.
 
-`run.lock` says whose the run is, and is written again every few seconds. Whether its owner lives is told by the process
-where both are on one machine, and else by whether the file still changes: clocks of two machines differ, and file
-systems of clusters have no locks to rely on.
+The file run.lock names its owner, who rewrites it every few seconds. On the owner's own machine another job looks for
+the owner's process. From any other machine it can only see whether the file still changes: the clocks of two machines
+differ, and the file systems of clusters have no locks to rely on.
 """
 
 import contextlib
@@ -23,52 +23,54 @@ from diffusion.launch import environment
 
 LOCK = 'run.lock'
 HELD = 'DIFFUSION_RUN_LOCK'
-"""Set where the node entry point has the lock for its processes."""
-_NUMBERS = ('SLURM_JOB_ID', 'SKYPILOT_TASK_ID', 'TRAINING_JOB_NAME', 'RUN_NAME')
-"""Schedulers' variables that stay the same when they restart a job."""
+"""Environment variable of the workers of a node entry point, which holds the lock for them."""
+_JOB_NUMBERS = ('SLURM_JOB_ID', 'SKYPILOT_TASK_ID', 'TRAINING_JOB_NAME', 'RUN_NAME')
+"""Variables of schedulers that stay the same when a job is restarted."""
 REFRESH_SECONDS = 5.0
 WATCH_SECONDS = 120.0
-"""Without a sign of life in which the owner is taken for dead; a file system that takes a checkpoint may be slow."""
+"""An owner on another machine is dead after this time without a change of the file; a file system that takes a
+checkpoint may be slow."""
 SAME_JOB_SECONDS = 240.0
-"""For an earlier attempt of the same job to end, of which the scheduler says that it has; the other nodes of this one
+"""Longest wait for the end of an earlier attempt of the same job on another machine; the other nodes of this attempt
 wait for five minutes."""
 
 
-class Taken(UserError):
-    """Another job has the folder.
+class RunLocked(UserError):
+    """Another job holds the lock.
 
     Attributes:
-        again: Whether it seems to be an earlier attempt of this one, so that a later try may find it gone.
+        retry: The owner may be an earlier attempt of the same job, so that a later try may find it gone.
     """
 
-    def __init__(self, message: str, *, again: bool = False) -> None:
+    def __init__(self, message: str, *, retry: bool = False) -> None:
         super().__init__(message)
-        self.again = again
+        self.retry = retry
 
 
 @dataclass(frozen=True)
 class Owner:
-    """Who has a lock."""
+    """The process that holds a lock."""
 
     token: str
     job: str
-    """The job's name, or nothing."""
+    """Name of its job; empty if there is none."""
     number: str
-    """The scheduler's number for the job, or nothing."""
+    """The scheduler's number for the job; empty if there is none."""
     attempt: int
-    """How often the scheduler has restarted it; -1 where it does not say."""
+    """Number of restarts by the scheduler; -1 if unknown."""
     host: str
     machine: str
-    """A boot of a machine, and the processes that see each other there."""
+    """Boot and process namespace of its machine; two processes of the same one can see each other."""
     pid: int
     started: str
-    """When the process was, by its machine's own count."""
+    """Its start in ticks since the boot, to tell it from a later process of the same number."""
     since: float
+    """Time when it took the lock."""
 
     @staticmethod
-    def here(environ: Mapping[str, str]) -> 'Owner':
-        """This process."""
-        number = next((environ[name] for name in _NUMBERS if environ.get(name)), '')
+    def current(environ: Mapping[str, str]) -> 'Owner':
+        """Describe this process."""
+        number = next((environ[name] for name in _JOB_NUMBERS if environ.get(name)), '')
         attempt = environ.get(environment.ATTEMPT, '')
         return Owner(
             uuid4().hex,
@@ -76,26 +78,26 @@ class Owner:
             number,
             int(attempt) if attempt.isdigit() else -1,
             environment.machine_name(environ),
-            _machine(),
+            _machine_id(),
             os.getpid(),
-            started(os.getpid()),
+            start_ticks(os.getpid()),
             time.time(),
         )
 
-    def follows(self, other: 'Owner') -> bool:
-        """Whether this is a later attempt of the same job, so that the scheduler has ended the other one."""
+    def is_later_attempt_of(self, other: 'Owner') -> bool:
+        """Return True if this is a later attempt of the same job, so that the scheduler has ended the other one."""
         return bool(self.number) and self.number == other.number and self.attempt > other.attempt >= 0
 
-    def may_follow(self, other: 'Owner') -> bool:
-        """Whether this may be another attempt of the same job, by all that is known of both."""
+    def may_be_same_job_as(self, other: 'Owner') -> bool:
+        """Return True if both may be attempts of one job, as far as their names and numbers tell."""
         different = self.number and other.number and self.number != other.number
         return bool(self.job) and self.job == other.job and not different
 
-    def lives(self) -> bool | None:
-        """Whether the process is there; None where that cannot be seen from here."""
-        if not self.machine or self.machine != _machine():
+    def is_alive(self) -> bool | None:
+        """Return True if the process is running; None if that cannot be seen from this machine."""
+        if not self.machine or self.machine != _machine_id():
             return None
-        return started(self.pid) == self.started
+        return start_ticks(self.pid) == self.started
 
     def __str__(self) -> str:
         job = f'job {self.job}{f" ({self.number})" * bool(self.number)}, ' if self.job else ''
@@ -107,19 +109,19 @@ class Owner:
 def held(
     run: Path, environ: Mapping[str, str] = os.environ, *, stopped: Callable[[], bool] = lambda: False
 ) -> Iterator[Owner]:
-    """Have the lock of a run's folder; a process that loses it to somebody ends at once.
+    """Hold the lock of a run's folder; if another job takes it over meanwhile, this process ends at once.
 
     Args:
-        run: The folder.
-        environ: Of this job.
-        stopped: Whether to stop waiting for an owner who may be dead.
+        run: The run's folder.
+        environ: The environment of this job.
+        stopped: Called while waiting for an owner that may be dead; True ends the wait.
 
     Raises:
-        Taken: Another job has it, and lives.
+        RunLocked: Another job holds the lock and is alive.
     """
-    own, path = Owner.here(environ), run / LOCK
+    own, path = Owner.current(environ), run / LOCK
     run.mkdir(parents=True, exist_ok=True)
-    _wait_for(path, own, stopped)
+    _wait_until_free(path, own, stopped)
     _write(path, own, 0)
     done = threading.Event()
     thread = threading.Thread(target=_refresh, args=(path, own, done), daemon=True)
@@ -135,49 +137,50 @@ def held(
 
 
 def owner_of(path: Path) -> Owner | None:
-    """What a lock says; None where there is none, or nobody can read it."""
-    return _owner_in(_content(path))
+    """Read the owner of a lock file; None if there is no file or it cannot be parsed."""
+    return _parse_owner(_read(path))
 
 
-def _owner_in(content: str | None) -> Owner | None:
+def _parse_owner(content: str | None) -> Owner | None:
     with contextlib.suppress(ValueError, TypeError, KeyError):
         return Owner(**json.loads(content or '')['owner'])
     return None
 
 
-def _wait_for(path: Path, own: Owner, stopped: Callable[[], bool]) -> None:
-    """Until there is no owner, or he is known to be dead."""
+def _wait_until_free(path: Path, own: Owner, stopped: Callable[[], bool]) -> None:
+    """Return when there is no owner or it is known to be dead; raise RunLocked if it lives."""
     begin = changed = time.monotonic()
-    content, told = _content(path), False
+    content, announced = _read(path), False
     while content is not None:
-        other = _owner_in(content)
-        if other is not None and (own.follows(other) or other.lives() is False):
+        other = _parse_owner(content)
+        if other is not None and (own.is_later_attempt_of(other) or other.is_alive() is False):
             return
-        now, newer = time.monotonic(), _content(path)
+        # A changed file is a sign of life, whoever wrote it; its time stamps are by another machine's clock.
+        now, newer = time.monotonic(), _read(path)
         if newer != content:
             content, changed = newer, now
         elif now - changed > WATCH_SECONDS:
             return
-        if other is not None and (changed > begin or other.lives()):
-            if stopped() or now - begin > _patience(own, other):
-                raise Taken(
+        if other is not None and (changed > begin or other.is_alive()):
+            if stopped() or now - begin > _longest_wait(own, other):
+                raise RunLocked(
                     f'{path}: {other}, trains into this folder; wait for its end, or give this run another name '
                     '(name=...). When its owner is gone, the lock needs no removing',
-                    again=own.may_follow(other),
+                    retry=own.may_be_same_job_as(other),
                 )
-            if not told:
-                told = True
+            if not announced:
+                announced = True
                 print(f'{path}: {other}, is still there; waiting for its end', file=sys.stderr, flush=True)
         if stopped():
-            raise Taken(f'{path}: told to stop, before it was known whether its owner lives', again=True)
+            raise RunLocked(f'{path}: told to stop, before it was known whether its owner lives', retry=True)
         time.sleep(min(0.5, REFRESH_SECONDS))
 
 
-def _patience(own: Owner, other: Owner) -> float:
-    """How long to wait for the end of somebody who lives: only an attempt of before is about to end."""
-    if not own.may_follow(other):
+def _longest_wait(own: Owner, other: Owner) -> float:
+    """Return how long to wait for the end of a living owner: only an earlier attempt of this job is about to end."""
+    if not own.may_be_same_job_as(other):
         return 0.0
-    return WATCH_SECONDS if other.lives() else SAME_JOB_SECONDS
+    return WATCH_SECONDS if other.is_alive() else SAME_JOB_SECONDS
 
 
 def _refresh(path: Path, own: Owner, done: threading.Event) -> None:
@@ -185,7 +188,8 @@ def _refresh(path: Path, own: Owner, done: threading.Event) -> None:
     while not done.wait(REFRESH_SECONDS):
         other = owner_of(path)
         if other is not None and other.token != own.token:
-            # Nothing that this process still writes would be right.
+            # This process was taken for dead, on a machine that was suspended for example. The folder now belongs to
+            # the other job, and anything that this process still wrote would damage its run: end without any cleanup.
             print(f'error: {path}: {other}, has taken over; this process ends', file=sys.stderr, flush=True)
             os._exit(CONFIG_ERROR)
         count += 1
@@ -194,7 +198,8 @@ def _refresh(path: Path, own: Owner, done: threading.Event) -> None:
 
 
 def _write(path: Path, own: Owner, count: int) -> None:
-    # In place: a file system over a network shows a changed file sooner than another one by the same name.
+    # In place, unlike a heartbeat: a network file system shows a changed file sooner than a new one of the same name.
+    # A reader may see half of it, which counts as a change without an owner.
     line: dict[str, Any] = {'owner': asdict(own), 'count': count, 'at': time.time()}
     content = json.dumps(line).encode() + b'\n'
     descriptor = os.open(path, os.O_CREAT | os.O_WRONLY, 0o644)
@@ -206,16 +211,17 @@ def _write(path: Path, own: Owner, count: int) -> None:
         os.close(descriptor)
 
 
-def _content(path: Path) -> str | None:
+def _read(path: Path) -> str | None:
+    """Return the content of a lock file; None if there is none, empty if the file system does not answer."""
     try:
         return path.read_text(encoding='utf-8', errors='replace')
     except FileNotFoundError:
         return None
-    except OSError:  # of a file system over a network
+    except OSError:  # a network file system that is away
         return ''
 
 
-def _machine() -> str:
+def _machine_id() -> str:
     try:
         boot = Path('/proc/sys/kernel/random/boot_id').read_text(encoding='ascii').strip()
         return f'{boot} {os.readlink("/proc/self/ns/pid")}'
@@ -223,12 +229,12 @@ def _machine() -> str:
         return ''
 
 
-def started(pid: int) -> str:
-    """When a process was started, in ticks since the boot; nothing where it is not there, or dead."""
+def start_ticks(pid: int) -> str:
+    """Return when a process was started, in clock ticks since the boot; empty if it is gone or dead."""
     try:
         content = Path(f'/proc/{pid}/stat').read_text(encoding='utf-8', errors='replace')
     except OSError:
         return ''
-    # The name of a program, the second field, may hold spaces and parentheses.
+    # The second field, the program's name, may hold spaces and parentheses.
     state, *fields = content.rpartition(')')[2].split()
     return '' if state in 'ZX' else fields[18]

@@ -1,4 +1,4 @@
-"""Whether the processes of a node still make progress."""
+"""Detection of hangs: no rank of a node has written a heartbeat for too long."""
 
 import statistics
 from collections import deque
@@ -7,19 +7,19 @@ from collections.abc import Mapping
 from diffusion.launch.heartbeat import SAVING, Beat
 
 PATIENCE_SECONDS = 900.0
-"""Shortest time without a batch that counts as hung."""
+"""Shortest time without a batch that counts as a hang."""
 STEPS = 10
-"""Batches of the usual length that may be missing before it does."""
+"""Number of usual batch times that must also have passed."""
 LONGER = 4
-"""Times longer that the first batch, a save or an evaluation may take."""
+"""Factor of the limit for the first batch, a save or an evaluation."""
 
 
 class Watchdog:
-    """Knows from beats how long a batch takes, and when it has taken too long.
+    """Learns from heartbeats how long a batch takes, and reports when none has come for too long.
 
     Args:
-        begin: When the processes were started, by the clock of their beats.
-        patience_seconds: Shortest time without a batch that counts as hung.
+        begin: Time when the processes were started, by the clock of their heartbeats.
+        patience_seconds: Shortest time without a batch that counts as a hang.
     """
 
     def __init__(self, begin: float, patience_seconds: float = PATIENCE_SECONDS) -> None:
@@ -27,8 +27,11 @@ class Watchdog:
         self._newest = Beat(begin, -1, SAVING, -1, begin)
         self._steps: deque[float] = deque(maxlen=100)
 
-    def look(self, beats: Mapping[int, Beat], now: float) -> str | None:
-        """What is wrong, or None; every process of the node waits for every other one, so the newest beat counts."""
+    def check(self, beats: Mapping[int, Beat], now: float) -> str | None:
+        """Take the ranks' last heartbeats, and describe the hang if there is one.
+
+        The newest heartbeat counts: in a healthy run every rank waits for all others in each batch.
+        """
         newest = max([*beats.values(), self._newest])
         if newest.batch > self._newest.batch >= 0:
             self._steps.append((newest.at - self._newest.at) / (newest.batch - self._newest.batch))
@@ -40,7 +43,7 @@ class Watchdog:
         return f'nothing since {since} for {now - newest.at:.0f} s, {limit:.0f} are allowed'
 
     def limit(self) -> float:
-        """Seconds that may pass until the next beat."""
+        """Return the seconds that may pass until the next heartbeat."""
         usual = STEPS * statistics.median(self._steps) if self._steps else 0.0
         longer = self._newest.doing == SAVING or self._newest.batch == self._newest.first
         return max(usual, self.patience_seconds) * (LONGER if longer else 1)

@@ -1,1 +1,1 @@
-"""Whether nodes are fit to train on, before the first batch: each alone (`alone`), then all together (`together`)."""
+"""Checks of the nodes before the first batch: each alone (`node_checks`), then all together (`collective_checks`)."""

@@ -1,4 +1,4 @@
-"""What only all processes together can find out: who is slow, who computes wrongly, whether they hear each other."""
+"""Cross-rank checks: package versions, clock skew, matmul speed and results, all-reduce results, link bandwidth."""
 
 import datetime
 import os
@@ -22,22 +22,22 @@ from diffusion.launch.findings import Finding
 
 PACKAGES = ('torch', 'mosaicml', 'mosaicml-streaming', 'diffusers', 'diffusion')
 TIMEOUT = datetime.timedelta(minutes=2)
-"""For a sum over all processes, whose first one finds the ways between them; then NCCL ends the process."""
+"""Timeout of an all-reduce, the first of which sets up the connections; after it NCCL ends the process."""
 SKEW_SECONDS = 5.0
-"""Between two clocks; signatures of requests to object stores allow minutes, and logs should be in order."""
+"""Largest clock skew; signed requests to object stores allow minutes, but logs should be in order."""
 
 
 @dataclass(frozen=True)
 class CollectiveLimits:
-    """What is still fit.
+    """Sizes of the measurements, and the limit that a rank must reach.
 
     Attributes:
-        speed: Share of the median of all processes that each must reach, in computing and in sending.
+        speed: Share of the median of all ranks that each must reach, in computing and in sending.
         matrix: Side of the matrices that are multiplied.
-        message_bytes: That are summed over all processes.
-        repeats: Of each, of which the fastest counts.
-        seconds: To go on multiplying for, so that the GPU gets hot; the last of that counts.
-        links: Whether every process also sends to those of the nodes beside its own.
+        message_bytes: Size of the all-reduce and of the messages between nodes.
+        repeats: Number of measurements, of which the fastest counts.
+        seconds: Time to keep multiplying, so that the GPU gets hot; then the last quarter counts.
+        links: Also measure the links between neighboring nodes.
     """
 
     speed: float
@@ -49,14 +49,14 @@ class CollectiveLimits:
 
     @staticmethod
     def of(device: str, *, deep: bool = False) -> 'CollectiveLimits':
-        """Processes on CPUs share cores with others, GPUs are alone; deep takes minutes, in which a GPU gets hot."""
+        """Return the limits for cpu or cuda; ranks on CPUs share cores, so they may differ more."""
         speed, matrix, message, heat = (0.9, 8192, 2**28, 120.0) if device == 'cuda' else (0.25, 512, 2**22, 2.0)
         return CollectiveLimits(speed, matrix, message, 100 if deep else 5, heat if deep else 0.0, links=deep)
 
 
 @dataclass(frozen=True)
 class RankMeasurements:
-    """What a process knows of itself."""
+    """The measurements of one rank."""
 
     rank: int
     host: str
@@ -64,29 +64,29 @@ class RankMeasurements:
     versions: tuple[str, ...]
     teraflops: float
     product: int
-    """Of matrices that are the same everywhere: a checksum."""
+    """Checksum of a matrix product that is the same everywhere; -1 if it varied."""
     sum_is_right: bool
     bus: float
-    """Bytes/s of a sum over all processes, as 2 (n - 1) / n of those that each one gives."""
+    """Bus bandwidth of an all-reduce over all n ranks in bytes/s: 2 (n - 1) / n times message size over time."""
     node_bus: float | None = None
-    """The same over the processes of its node; None where it has one."""
+    """The same over the ranks of its node; None if that is one rank or all of them."""
     link: float | None = None
-    """Bytes/s to a node beside its own, and back: the faster of both, since a slow one makes two slow."""
+    """Bytes/s to a neighboring node and back: the faster of two, because a slow node slows down both neighbors."""
 
 
-def check_together(device: str, limits: CollectiveLimits, group: dist.ProcessGroup) -> list[Finding]:
-    """All checks of a job's processes; every process gets the same findings.
+def check_ranks(device: str, limits: CollectiveLimits, group: dist.ProcessGroup) -> list[Finding]:
+    """Measure all ranks and compare them; every rank returns the same findings.
 
     Args:
         device: cpu or cuda.
-        limits: What is still fit.
-        group: Of all processes, which can send what is on the device.
+        limits: Sizes of the measurements, and the limits.
+        group: Process group of all ranks, with a backend for the device.
     """
     rank, node = dist.get_rank(), int(os.environ['LOCAL_WORLD_SIZE'])
-    teraflops, product = multiply(device, limits)
-    right, bus = add_up(device, limits, group)
-    node_bus = _within_node(device, limits, node) if 1 < node < dist.get_world_size() else None
-    link = _to_neighbours(device, limits, node, group) if limits.links and node < dist.get_world_size() else None
+    teraflops, product = measure_matmul(device, limits)
+    right, bus = measure_all_reduce(device, limits, group)
+    node_bus = _node_bandwidth(device, limits, node) if 1 < node < dist.get_world_size() else None
+    link = _neighbor_bandwidth(device, limits, node, group) if limits.links and node < dist.get_world_size() else None
     dist.barrier()
     clock = time.time()
     own = RankMeasurements(
@@ -103,11 +103,11 @@ def check_together(device: str, limits: CollectiveLimits, group: dist.ProcessGro
     )
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
-    return judge(everyone, limits)
+    return compare_ranks(everyone, limits)
 
 
-def judge(everyone: Sequence[RankMeasurements], limits: CollectiveLimits) -> list[Finding]:
-    """What is wrong with whom; a process that is alone has nobody to be compared with."""
+def compare_ranks(everyone: Sequence[RankMeasurements], limits: CollectiveLimits) -> list[Finding]:
+    """Compare the measurements of all ranks, and name those that differ; one rank alone is only checked by itself."""
     if len(everyone) == 1:
         speed = Finding('speed', True, f'{everyone[0].teraflops:.3g} TFLOP/s, one process: nothing to compare it with')
         return [*_same_versions(everyone), *_products(everyone), speed]
@@ -122,15 +122,15 @@ def judge(everyone: Sequence[RankMeasurements], limits: CollectiveLimits) -> lis
     ]
 
 
-def multiply(device: str, limits: CollectiveLimits) -> tuple[float, int]:
-    """TFLOP/s of a product of matrices, and its checksum, -1 where it was not always the same.
+def measure_matmul(device: str, limits: CollectiveLimits) -> tuple[float, int]:
+    """Measure TFLOP/s of a matrix product, and return it with the checksum of the product, -1 if that varied.
 
-    The numbers are small whole ones, so that every order of sums gives the same.
+    The entries are small whole numbers, so that every order of summation gives the same result.
     """
     side, generator = limits.matrix, torch.Generator().manual_seed(0)
     kind = torch.bfloat16 if device == 'cuda' else torch.float32
     left, right = (torch.randint(-2, 3, (side, side), generator=generator).to(device, kind) for _ in range(2))
-    # A CPU is shared: only the time that it worked for this process says how fast it is.
+    # Processes share a CPU, so only the CPU time of this process measures the speed.
     clock = time.perf_counter if device == 'cuda' else time.process_time
     seconds, checksums, until = [], set(), time.monotonic() + limits.seconds
     while len(seconds) <= limits.repeats or time.monotonic() < until:
@@ -140,20 +140,20 @@ def multiply(device: str, limits: CollectiveLimits) -> tuple[float, int]:
         _wait(device)
         seconds.append(clock() - begin)
         if len(seconds) % 50 == 1:
-            # bfloat16 rounds the sums, alike on every GPU of a kind.
+            # bfloat16 rounds the sums, in the same way on every GPU of a kind.
             checksums.add(int(product.double().abs().sum().item()))
-    # Once it is hot, where there was time for that.
+    # The last quarter is measured on a hot GPU, if there was time for that.
     usual = statistics.median(seconds[-len(seconds) // 4 :]) if limits.seconds else min(seconds[1:])
     return 2 * side**3 / usual / 1e12, checksums.pop() if len(checksums) == 1 else -1
 
 
-def add_up(device: str, limits: CollectiveLimits, group: dist.ProcessGroup) -> tuple[bool, float]:
-    """Whether a sum over the processes of a group is right, and bytes/s on the bus."""
+def measure_all_reduce(device: str, limits: CollectiveLimits, group: dist.ProcessGroup) -> tuple[bool, float]:
+    """Run all-reduces over a group; return True if all sums were right, and the bus bandwidth in bytes/s."""
     members = dist.get_process_group_ranks(group)
     seconds, right = [], True
     for _ in range(1 + limits.repeats):
         message = torch.full((limits.message_bytes // 4,), float(dist.get_rank() + 1), device=device)
-        dist.all_reduce(torch.zeros(1, device=device), group=group)  # all begin at once
+        dist.all_reduce(torch.zeros(1, device=device), group=group)  # makes all ranks start at once
         _wait(device)
         begin = time.perf_counter()
         dist.all_reduce(message, group=group)
@@ -163,26 +163,26 @@ def add_up(device: str, limits: CollectiveLimits, group: dist.ProcessGroup) -> t
     return right, 2 * (len(members) - 1) / len(members) * limits.message_bytes / min(seconds[1:])
 
 
-def _within_node(device: str, limits: CollectiveLimits, processes: int) -> float:
+def _node_bandwidth(device: str, limits: CollectiveLimits, processes: int) -> float:
     backend = 'nccl' if device == 'cuda' else 'gloo'
     own, _ = dist.new_subgroups(processes, timeout=TIMEOUT, backend=backend)
     assert own is not None
-    return add_up(device, limits, own)[1]
+    return measure_all_reduce(device, limits, own)[1]
 
 
-def _to_neighbours(device: str, limits: CollectiveLimits, processes: int, group: dist.ProcessGroup) -> float:
-    """Bytes/s between a process and those of the same place on the nodes before and after its own, the faster."""
+def _neighbor_bandwidth(device: str, limits: CollectiveLimits, processes: int, group: dist.ProcessGroup) -> float:
+    """Return bytes/s to the same local rank of the node before or after this one, whichever is faster."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     node, found = rank // processes, []
-    for first in (0, 1):  # even nodes with those after them, then odd ones
+    for first in (0, 1):  # first even nodes with the next node, then odd ones
         partner = rank + processes if node % 2 == first else rank - processes
         dist.barrier()
         if 0 <= partner < ranks:
-            found.append(_send_both_ways(device, limits, partner, group))
+            found.append(_exchange_bandwidth(device, limits, partner, group))
     return max(found)
 
 
-def _send_both_ways(device: str, limits: CollectiveLimits, partner: int, group: dist.ProcessGroup) -> float:
+def _exchange_bandwidth(device: str, limits: CollectiveLimits, partner: int, group: dist.ProcessGroup) -> float:
     sent = torch.zeros(limits.message_bytes // 4, device=device)
     received, seconds = torch.empty_like(sent), []
     for _ in range(1 + min(limits.repeats, 20)):
@@ -198,7 +198,7 @@ def _send_both_ways(device: str, limits: CollectiveLimits, partner: int, group: 
 
 
 def versions(device: str) -> tuple[str, ...]:
-    """Of what must be the same everywhere."""
+    """Return the versions that must be the same on all ranks."""
     found = (f'Python {platform.python_version()}', *(f'{name} {version(name)}' for name in PACKAGES))
     if device == 'cpu':
         return found
@@ -244,7 +244,7 @@ def _slow(
     unit: str,
     limits: CollectiveLimits,
 ) -> list[Finding]:
-    """Who falls behind the median of a figure; nothing where nobody has it."""
+    """Find the ranks that fall behind the median of a measurement; empty if no rank has made it."""
     known = [figure for figure in figures if figure is not None]
     if not known:
         return []

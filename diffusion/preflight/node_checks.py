@@ -1,9 +1,8 @@
-"""What a node can find out by itself: shared memory, disks, the folder of checkpoints, and one real shard."""
+"""Checks of a node by itself: GPUs, shared memory, disks, the run's folder, and a shard of each stream."""
 
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,29 +13,31 @@ from diffusion.config.byte_sizes import bytes_text
 from diffusion.config.image_shapes import BUCKETS
 from diffusion.config.recipe import Recipe, StreamConfig
 from diffusion.data.shard_cache import INDEX
+from diffusion.errors import UserError
 from diffusion.exit_codes import CONFIG_ERROR, FAILED
 from diffusion.launch import environment
 from diffusion.launch.findings import Finding
 from diffusion.launch.gpu_health import check_gpus
 from diffusion.planning.checkpoint_interval import sizes_of
 from diffusion.planning.workload import phase_of
-from diffusion.storage.download import GaveUp, RemoteFolder
+from diffusion.storage.object_store import read
+from diffusion.storage.retry import GaveUp, RetryPolicy
 
 SHM = Path('/dev/shm')
 SHM_BYTES = 2**28
-"""Of /dev/shm a process; Docker's default is a quarter of it for the whole container."""
+"""Free /dev/shm that each process needs; Docker's default is a quarter of it for the whole container."""
 SCRATCH_BYTES = 2**30
 TIMEOUT_SECONDS = 60.0
 
 
 def check_node(recipe: Recipe, *, kind: str, processes: int, nvml: Any | None) -> list[Finding]:
-    """All checks of this node.
+    """Run all checks of this node.
 
     Args:
-        recipe: What will be trained.
-        kind: Of the GPUs, as in planning/gpus.yaml, or `none`.
-        processes: Of this node, one a GPU.
-        nvml: The module pynvml, or what behaves like it.
+        recipe: The recipe to be trained.
+        kind: The required GPU as in planning/gpus.yaml; `any` accepts all, `none` is a CPU.
+        processes: Number of processes of this node, one per GPU.
+        nvml: The module pynvml, or a substitute; None if there is no driver.
     """
     checks: dict[str, Callable[[], Iterable[Finding]]] = {
         'gpu': lambda: check_gpus(nvml, kind, processes),
@@ -51,14 +52,14 @@ def check_node(recipe: Recipe, *, kind: str, processes: int, nvml: Any | None) -
     for name, check in checks.items():
         try:
             found += check()
-        except Exception as error:  # a file system that is gone raises anything; the other nodes wait for an answer
+        except Exception as error:  # a lost file system raises anything, and the other nodes wait for an answer
             found.append(Finding(name, False, f'cannot be checked ({error!r})'))
     host = environment.machine_name(os.environ)
     return [replace(finding, where=host) for finding in found]
 
 
 def check_shared_memory(processes: int) -> Iterator[Finding]:
-    """What loaders hand their batches over in."""
+    """Check the free memory of /dev/shm, through which loaders pass their batches."""
     if SHM.is_dir():
         free, needed = shutil.disk_usage(SHM).free, SHM_BYTES * processes
         way_out = '' if free >= needed else f' of {bytes_text(needed)}; docker run --shm-size, or a Memory volume'
@@ -66,8 +67,8 @@ def check_shared_memory(processes: int) -> Iterator[Finding]:
 
 
 def check_disks(recipe: Recipe) -> Iterator[Finding]:
-    """Room for temporary files, and for a checkpoint beside the one that it replaces."""
-    # Not tempfile's: where this one is full, it goes elsewhere without a word.
+    """Check that there is room for temporary files, and for a new checkpoint beside the one it replaces."""
+    # Not tempfile.gettempdir(), which silently takes another folder if this one is full.
     temporary = Path(os.environ.get('TMPDIR', '/tmp'))
     folders = {temporary: SCRATCH_BYTES, recipe.run_dir: 2 * checkpoint_bytes(recipe)}
     for folder, needed in folders.items():
@@ -78,15 +79,15 @@ def check_disks(recipe: Recipe) -> Iterator[Finding]:
 
 
 def checkpoint_bytes(recipe: Recipe) -> int:
-    """Of a checkpoint with all averages; of models that the planner does not know, half of SCRATCH_BYTES."""
+    """Return the size of a checkpoint with all averages; half of SCRATCH_BYTES for models the planner does not know."""
     try:
         return sizes_of(phase_of(recipe)).with_averages
-    except ValueError:
+    except UserError:
         return SCRATCH_BYTES // 2
 
 
 def check_run_folder(recipe: Recipe) -> Iterator[Finding]:
-    """Whether this node can write where checkpoints go."""
+    """Check that this node can write into the run's folder."""
     marker = recipe.run_dir / f'.preflight-{environment.machine_name(os.environ)}-{uuid4().hex[:8]}'
     try:
         recipe.run_dir.mkdir(parents=True, exist_ok=True)
@@ -99,42 +100,33 @@ def check_run_folder(recipe: Recipe) -> Iterator[Finding]:
 
 
 def check_first_shard(name: str, stream: StreamConfig) -> Iterator[Finding]:
-    """Whether a shard of a stream can be read from its origin."""
+    """Check that a shard of a stream can be read from its origin."""
     origin = stream.remote or stream.local or ''
-    source = RemoteFolder(origin, tries=2, timeout_seconds=TIMEOUT_SECONDS, wait=lambda: None)
     try:
-        read = first_shard(source, aspects=bool(stream.aspects))
-    except GaveUp as error:
+        shard = first_shard(origin, aspects=bool(stream.aspects))
+    except (GaveUp, UserError) as error:
         yield Finding('data', False, f'streams.{name}: {error}', FAILED)
     except (ValueError, LookupError) as error:
         yield Finding('data', False, f'streams.{name}: {origin}: its index cannot be read ({error!r})', CONFIG_ERROR)
     else:
-        yield Finding('data', True, f'streams.{name}: {source.address(read)} was read')
+        yield Finding('data', True, f'streams.{name}: {shard} was read')
 
 
-def first_shard(source: RemoteFolder, *, aspects: bool) -> str:
-    """Read the first shard of a folder of shards, or of one of shapes; its name.
+def first_shard(folder: str, *, aspects: bool) -> str:
+    """Read the first shard of a folder of shards, or of one of shapes; returns its URL or path.
 
     Raises:
-        GaveUp: A file cannot be had, or has not the size that its index says.
+        UserError: A file is not there, or may not be read.
+        GaveUp: A file cannot be read, or has not the size that its index says.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        here = Path(folder, 'file')
-
-        def fetched(name: str) -> bytes:
-            try:
-                source.refresh(name, here)
-            except GaveUp as error:
-                raise GaveUp(f'{source.address(name)}: {error}') from error
-            content = here.read_bytes()
-            here.unlink()  # which would do for the next one that cannot be had
-            return content
-
-        inside = f'{next(iter(json.loads(fetched(BUCKETS))["buckets"]))}/' if aspects else ''
-        entry = json.loads(fetched(f'{inside}{INDEX}'))['shards'][0]
-        file = entry.get('zip_data') or entry['raw_data']
-        name = f'{inside}{file["basename"]}'
-        size = len(fetched(name))
-        if size != file['bytes']:
-            raise GaveUp(f'{source.address(name)}: {size} bytes came of {file["bytes"]}')
-        return name
+    retry = RetryPolicy(tries=2, timeout_seconds=TIMEOUT_SECONDS)
+    folder = folder.rstrip('/')
+    if aspects:
+        folder += f'/{next(iter(json.loads(read(f"{folder}/{BUCKETS}", retry=retry))["buckets"]))}'
+    entry = json.loads(read(f'{folder}/{INDEX}', retry=retry))['shards'][0]
+    file = entry.get('zip_data') or entry['raw_data']
+    shard = f'{folder}/{file["basename"]}'
+    size = len(read(shard, retry=retry))
+    if size != file['bytes']:
+        raise GaveUp(f'{shard}: {size} bytes came of {file["bytes"]}')
+    return shard

@@ -1,4 +1,4 @@
-"""Which bucket a picture goes to: a resolution, and there a square or one of several aspects."""
+"""The bucket of an image: a resolution, and in it a square or one of several aspects."""
 
 from collections.abc import Sequence
 
@@ -20,16 +20,16 @@ class Buckets:
 
     @property
     def names(self) -> list[str]:
-        """All buckets, the smallest resolution first, there the highest picture first."""
+        """All buckets by resolution, the smallest first, then by aspect, the tallest first."""
         return [self.name(size, shape) for size, shapes in self.shapes.items() for shape in shapes]
 
     def name(self, size: int, shape: Shape) -> str:
         return f'{size}px' if self.squares else f'{size}px/{shape}'
 
     def of(self, width: int, height: int) -> tuple[int, Shape] | None:
-        """The largest resolution with a shape that the picture need not be enlarged for, and the nearest in aspect.
+        """Return the largest resolution with a shape that needs no enlarging, and there the nearest shape in aspect.
 
-        None for a picture that is too small for all.
+        None for an image that is too small for all.
         """
         for size in sorted(self.shapes, reverse=True):
             fitting = [shape for shape in self.shapes[size] if shape.width <= width and shape.height <= height]
@@ -39,7 +39,7 @@ class Buckets:
 
 
 def sizes_problem(sizes: Sequence[int]) -> str | None:
-    """What is wrong with resolutions, or None."""
+    """Return the mistake in a list of resolutions, or None."""
     wrong = [size for size in sizes if size <= 0 or size % STEP]
     if not sizes or wrong:
         return f'{wrong or "none"} given; sizes are positive multiples of {STEP}, in pixels'

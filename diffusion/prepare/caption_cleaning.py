@@ -1,4 +1,4 @@
-"""Captions: from whatever a column held to clean text, or the reason why there is none."""
+"""Cleaning captions: any value of a column becomes clean text or a reason why there is none."""
 
 import math
 import re
@@ -10,18 +10,18 @@ from diffusion.prepare.image_decoding import Unfit
 
 MIN_LENGTH = 1
 MAX_LENGTH = 10_000
-"""Characters; what is longer is a page's text, not a caption."""
+"""Characters; a longer text is a page, not a caption."""
 _SURROGATES = re.compile('[\ud800-\udfff]')
 _INVISIBLE = re.compile(
     '[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f'  # control characters but those that are white space
     '\u00ad\u200b\u200e\u200f\u202a-\u202e\u2060-\u2064\u2066-\u206f\ufeff\ufff9-\ufffb]'  # widthless, and of direction
 )
 _JOINERS = '\u200c\u200d'
-"""Widthless, but Persian is spelt with them and emoji are made of them."""
+"""Characters without width that stay: Persian is spelled with them and emoji are made of them."""
 
 
 def clean_captions(raw: Sequence[Any], *, min_length: int = MIN_LENGTH, max_length: int = MAX_LENGTH) -> list[str]:
-    """The captions that are fit, cleaned, each once, in their order.
+    """Return the usable captions, cleaned, without repeats, in their order.
 
     Args:
         raw: As they were found: None, numbers and NaN included.
@@ -45,7 +45,7 @@ def clean_captions(raw: Sequence[Any], *, min_length: int = MIN_LENGTH, max_leng
 
 
 def clean_text(text: str) -> str:
-    """Text in NFC on one line: white space in single blanks, without control and widthless characters."""
+    """Return text in NFC on one line, with single blanks, without control characters and those without width."""
     text = _INVISIBLE.sub('', _SURROGATES.sub('\ufffd', text))
     return ' '.join(unicodedata.normalize('NFC', text).split())
 

@@ -1,4 +1,4 @@
-"""Captions of a folder's pictures in one CSV or JSONL file."""
+"""Captions of a folder's images in one CSV or JSONL file."""
 
 import csv
 import json
@@ -13,7 +13,7 @@ from diffusion.errors import UserError
 
 @dataclass(frozen=True)
 class CaptionRow:
-    """A row of a captions file: a picture's path below the folder of pictures, its captions and the other columns."""
+    """A row of a captions file: an image's path below the folder of images, its captions and the other columns."""
 
     where: str
     """`captions.csv line 7`"""
@@ -23,7 +23,7 @@ class CaptionRow:
 
 
 def read_caption_rows(file: Path) -> Iterator[CaptionRow]:
-    """Rows of a CSV with columns `file` and `caption`, or of a JSONL with `file` and `caption` or `captions`.
+    """Yield the rows of a CSV with columns `file` and `caption`, or a JSONL with `file` and `caption` or `captions`.
 
     Raises:
         UserError: The file cannot be read as what its suffix says, or a row lacks something or has another type.
@@ -34,7 +34,7 @@ def read_caption_rows(file: Path) -> Iterator[CaptionRow]:
 
 
 def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Rows with where they stand, 'captions.csv line 7'."""
+    """Yield rows with their position, 'captions.csv line 7'."""
     readers = {'.csv': _csv_rows, '.jsonl': _jsonl_rows}
     if file.suffix.lower() not in readers:
         raise UserError(f'--captions: {file} is neither .csv nor .jsonl')
@@ -78,10 +78,10 @@ def _jsonl_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def _file_of(row: dict[str, Any], where: str) -> Path:
     file = row.get('file')
     if not isinstance(file, str) or not file:
-        raise UserError(f'{where}: `file` is {file!r}; give a path relative to the folder of pictures')
+        raise UserError(f'{where}: `file` is {file!r}; give a path relative to the folder of images')
     path = Path(os.path.normpath(file))
     if path.is_absolute() or '..' in path.parts:
-        raise UserError(f'{where}: `file` is {file!r}, outside the folder of pictures; give a path relative to it')
+        raise UserError(f'{where}: `file` is {file!r}, outside the folder of images; give a path relative to it')
     return path
 
 

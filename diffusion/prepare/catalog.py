@@ -1,6 +1,6 @@
-"""All pictures of all parts in order, as columns: what is kept, what is left out, and where the samples are.
+"""A table of all images of all parts in order: those kept, those left out, and the position of each sample.
 
-A row takes about 60 bytes of memory, so 100 million pictures 6 GB; keys and captions stay on disk.
+A row takes about 60 bytes of memory, so 100 million images 6 GB; keys and captions stay on disk.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from diffusion.storage.atomic import becoming
 DUPLICATE = 'duplicate'
 REJECTED = -1
 NAMES_SHOWN = 20
-"""In the report, of each reason."""
+"""Names in the report per reason."""
 NUMBERS = {
     'shard': np.uint32,
     'offset': np.uint32,
@@ -32,23 +32,23 @@ NUMBERS = {
 
 
 @dataclass
-class Catalogue:
-    """Columns over all pictures; those that are left out have bucket -1."""
+class Catalog:
+    """Columns over all images; those that are left out have bucket -1."""
 
     parts: Sequence[Path]
     """Their folders, in order."""
     part: np.ndarray
-    """Number of each picture's part, int32."""
+    """The number of each image's part, int32."""
     bucket: np.ndarray
-    """Number of its bucket, int16."""
+    """The number of each image's bucket, int16."""
     columns: dict[str, np.ndarray]
     rejected: dict[str, Rejected]
-    """By reason, without duplicates."""
+    """Images left out, by reason; without duplicates."""
     first: np.ndarray
-    """Where each part's pictures begin."""
+    """The row of each part's first image."""
 
     @classmethod
-    def read(cls, parts: Sequence[Path], buckets: Sequence[str]) -> 'Catalogue':
+    def read(cls, parts: Sequence[Path], buckets: Sequence[str]) -> 'Catalog':
         """Gather the rows of parts that are done."""
         codes = {name: code for code, name in enumerate(buckets)} | {'': REJECTED}
         rejected: dict[str, Rejected] = {}
@@ -76,20 +76,20 @@ class Catalogue:
 
     @property
     def kept(self) -> np.ndarray:
-        """Where the pictures are that are kept."""
+        """Rows of the images that are kept."""
         return np.flatnonzero(self.bucket != REJECTED)
 
     def of_bucket(self, code: int) -> np.ndarray:
-        """Where the kept pictures of a bucket are."""
+        """Return the rows of a bucket's kept images."""
         return np.flatnonzero(self.bucket == code)
 
     def key(self, at: int) -> str:
-        """The key of a picture; reads its part's file."""
+        """Return the key of an image; reads its part's file."""
         part = int(self.part[at])
         return read_sample_rows(self.parts[part], ['key'])['key'][int(at - self.first[part])].as_py()
 
     def drop_duplicates(self, mode: str, *, max_distance: int, saved: Path) -> list[tuple[int, int]]:
-        """Leave out pictures that repeat an earlier one; the first of them, each with the one that it repeats.
+        """Leave out images that repeat an earlier one; returns the first of them, each with the one that it repeats.
 
         Args:
             mode: `none`, `exact` or `near`.
@@ -120,7 +120,7 @@ class Catalogue:
 
 
 def _count(rows: pa.Table, rejected: dict[str, Rejected]) -> None:
-    """Add a part's pictures that are left out, by reason."""
+    """Add a part's images that are left out, by reason."""
     reasons = rows['reason'].combine_chunks().dictionary_encode()
     codes = reasons.indices.to_numpy()
     for code, reason in enumerate(reasons.dictionary.to_pylist()):

@@ -1,46 +1,45 @@
-"""The arguments of `diffusion prepare`; what reads and writes pictures is imported only when it runs."""
+"""The arguments of `diffusion prepare`; modules that read and write images are imported only when it runs."""
 
 import argparse
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from diffusion.errors import UserError
-from diffusion.prepare.counts_report import PrepareReport
 
 if TYPE_CHECKING:
     from diffusion.prepare.settings import PrepareSettings
 
 SETTINGS = ('out', 'sizes', 'aspects', 'overwrite', 'workers', 'jpeg_quality', 'duplicates', 'max_rejected')
 """Settings of the short forms that have an option of their own; --set gives the others."""
-SOURCE_OPTIONS = ('captions', 'image_column', 'caption_column')
+SOURCE_OPTIONS = (
+    *('location', 'captions', 'image_column', 'caption_column'),
+    *('select', 'split', 'limit', 'offset', 'seed'),
+)
+"""Options of one kind of source or another."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The sub-commands: a recipe, the short forms of a source, and openmoji."""
+    """Add the sub-commands: a recipe, and a short form per kind of source."""
     sources = parser.add_subparsers(dest='source', required=True, metavar='RECIPE.yaml | SOURCE')
     _add_recipe(sources.add_parser('recipe', help='what a YAML says; the word `recipe` may be left out'))
-    _add_folder(sources.add_parser('folder', help='pictures of a folder with .txt beside them, or a CSV or JSONL'))
-    _add_webdataset(sources.add_parser('webdataset', help='tars of pictures and captions, as img2dataset writes them'))
-    _add_parquet(sources.add_parser('parquet', help='Parquet files with a column of pictures'))
+    _add_folder(sources.add_parser('folder', help='images of a folder with .txt beside them, or a CSV or JSONL'))
+    _add_webdataset(sources.add_parser('webdataset', help='tars of images and captions, as img2dataset writes them'))
+    _add_parquet(sources.add_parser('parquet', help='Parquet files with a column of images'))
     _add_openmoji(sources.add_parser('openmoji', help='emoji drawn at any size, captioned by their names'))
 
 
 def run_prepare(args: argparse.Namespace) -> int:
-    """Prepare and print the report: 0, or 3 when more was rejected than allowed, or 130 when interrupted.
+    """Prepare and print the report; returns 0, 3 when more was rejected than allowed, or 130 when interrupted.
 
     Raises:
         UserError: An argument or input is wrong, or writing failed.
     """
-    if args.source == 'openmoji':
-        return _run_openmoji(args)
     from diffusion.prepare.engines import run_on
     from diffusion.prepare.pipeline import prepare
     from diffusion.prepare.work_dir import Share
 
     settings = _settings(args)
     share = None if args.share is None else Share.parse(args.share)
-    _announce(settings.out)
+    if not sys.stderr.isatty():
+        print(f'preparing {settings.out}', file=sys.stderr)
     try:
         report = prepare(settings, run=run_on(args.engine, settings), share=share)
     except KeyboardInterrupt:
@@ -49,7 +48,8 @@ def run_prepare(args: argparse.Namespace) -> int:
     if report is None:
         print(f'{settings.work_folder}: share {share} is done; when all are, the command without --share does the rest')
         return 0
-    return _tell(report, settings.out)
+    print(report.text(settings.out))
+    return 0 if report.passed else 3
 
 
 def _add_recipe(parser: argparse.ArgumentParser) -> None:
@@ -77,16 +77,18 @@ def _add_webdataset(parser: argparse.ArgumentParser) -> None:
 
 def _add_parquet(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('location', metavar='SRC', help='a folder of .parquet files, here or in an object store')
-    parser.add_argument(
-        '--image-column', metavar='NAME', help='column of the pictures (default: one of the usual names)'
-    )
+    parser.add_argument('--image-column', metavar='NAME', help='column of the images (default: one of the usual names)')
     parser.add_argument('--caption-column', metavar='NAME', help='of the captions (default: one of the usual names)')
     _add_short(parser)
 
 
 def _add_short(parser: argparse.ArgumentParser) -> None:
-    """What the short forms have in common; an option that is not given leaves the setting's default."""
-    _add_common(parser, out=str)
+    """Add the options that the short forms share; an option that is not given leaves the setting's default."""
+    parser.add_argument('--out', required=True, metavar='DIR', help='the dataset; each size is a folder in it')
+    parser.add_argument(
+        '--sizes', type=int, nargs='+', required=True, metavar='PX', help='resolution buckets in pixels'
+    )
+    parser.add_argument('--overwrite', action='store_true', help='replace the dataset at --out')
     parser.add_argument('--aspects', nargs='+', metavar='SHAPE', help='none, sdxl, or shapes such as 640x384')
     parser.add_argument('--workers', type=int, metavar='N', help='processes (default: one a core)')
     parser.add_argument('--duplicates', choices=('none', 'exact', 'near'), help='which are left out (default: none)')
@@ -111,31 +113,21 @@ def _add_where(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_openmoji(parser: argparse.ArgumentParser) -> None:
-    _add_common(parser, out=Path)
     parser.add_argument(
         '--select',
         choices=('distinct', 'named', 'all'),
-        default='distinct',
-        help='distinct: named, one a family, no flags, letters and near-copies; named: all with a name but skin tones; '
-        "all: also those without a name, captioned 'emoji' (default: %(default)s)",
+        help='distinct: named, one per family, no flags, letters and near-copies; named: all with a name but skin '
+        "tones; all: also those without a name, captioned 'emoji' (default: distinct)",
     )
     parser.add_argument(
         '--split',
         choices=('all', 'train', 'heldout'),
-        default='all',
-        help='heldout is one family of variants in sixteen (default: %(default)s)',
+        help='heldout is one family of variants in sixteen (default: all)',
     )
-    parser.add_argument('--limit', type=int, metavar='N', help='at most N pictures')
-    parser.add_argument('--offset', type=int, default=0, metavar='N', help='leave out the first N of the selection')
-    parser.add_argument('--seed', type=int, default=17, help="of the selection's order (default: %(default)s)")
-
-
-def _add_common(parser: argparse.ArgumentParser, *, out: type) -> None:
-    parser.add_argument('--out', type=out, required=True, metavar='DIR', help='the dataset, a folder a size in it')
-    parser.add_argument(
-        '--sizes', type=int, nargs='+', required=True, metavar='PX', help='resolution buckets in pixels'
-    )
-    parser.add_argument('--overwrite', action='store_true', help='replace the dataset at --out')
+    parser.add_argument('--limit', type=int, metavar='N', help='use at most N emoji')
+    parser.add_argument('--offset', type=int, metavar='N', help='leave out the first N emoji of the selection')
+    parser.add_argument('--seed', type=int, help="seed of the selection's order (default: 17)")
+    _add_short(parser)
 
 
 def _settings(args: argparse.Namespace) -> 'PrepareSettings':
@@ -147,36 +139,9 @@ def _settings(args: argparse.Namespace) -> 'PrepareSettings':
     if values.get('aspects') in (['none'], ['sdxl']):
         values['aspects'] = values['aspects'][0]
     options = {name: getattr(args, name, None) for name in SOURCE_OPTIONS}
-    given = {name: value for name, value in options.items() if value is not None}
-    values['source'] = {'kind': args.source, 'location': args.location} | given
+    values['source'] = {'kind': args.source} | {name: value for name, value in options.items() if value is not None}
+    if args.source == 'openmoji':
+        from diffusion.prepare import openmoji
+
+        values |= openmoji.SETTINGS
     return settings_of(values, overrides=args.set)
-
-
-def _run_openmoji(args: argparse.Namespace) -> int:
-    from diffusion.prepare.openmoji import prepare_openmoji
-
-    _announce(args.out)
-    try:
-        report = prepare_openmoji(
-            args.out,
-            args.sizes,
-            select=args.select,
-            split=args.split,
-            limit=args.limit,
-            offset=args.offset,
-            seed=args.seed,
-            overwrite=args.overwrite,
-        )
-    except OSError as error:
-        raise UserError(f'{args.out}: {error}; nothing is written, make room or give another --out') from error
-    return _tell(report, args.out)
-
-
-def _announce(out: str | Path) -> None:
-    if not sys.stderr.isatty():
-        print(f'preparing {out}', file=sys.stderr)
-
-
-def _tell(report: PrepareReport, out: str | Path) -> int:
-    print(report.text(out))
-    return 0 if report.passed else 3

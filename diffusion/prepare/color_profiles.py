@@ -1,4 +1,4 @@
-"""Colour profiles: pixels of any ICC profile to sRGB, which the models are trained on."""
+"""Color profiles: pixels of any ICC profile to sRGB, which the models are trained on."""
 
 import functools
 import io
@@ -11,10 +11,10 @@ INVISIBLE = 2
 
 
 def to_srgb(image: Image.Image, profile: bytes | None) -> Image.Image:
-    """The picture in RGB, its colours brought from its ICC profile to sRGB.
+    """Return the image in RGB, its colors converted from its ICC profile to sRGB.
 
-    A profile that cannot be read, or is for other channels than the picture has, is passed over as viewers do: the
-    picture counts as sRGB, or CMYK is converted without a profile.
+    A profile that cannot be read, or is for other channels than the image has, is passed over as viewers do: the
+    image counts as sRGB, or CMYK is converted without a profile.
     """
     transform = _transform(profile, image.mode) if profile else None
     if transform is None:
@@ -25,13 +25,13 @@ def to_srgb(image: Image.Image, profile: bytes | None) -> Image.Image:
 
 
 def is_srgb(image: Image.Image, profile: bytes | None) -> bool:
-    """Whether `to_srgb` leaves the colours as they are."""
+    """Return True if `to_srgb` leaves the colors as they are."""
     return not profile or _transform(profile, image.mode) is None
 
 
 @functools.lru_cache(maxsize=128)  # cameras and programs embed the same few profiles over and over
 def _transform(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
-    """A transform to sRGB; None where there is nothing to do, or the profile is of no use."""
+    """Return a transform to sRGB, or None where there is nothing to do or the profile is unusable."""
     try:
         transform = ImageCms.buildTransform(
             ImageCms.getOpenProfile(io.BytesIO(profile)),
@@ -48,6 +48,6 @@ def _transform(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
 
 def _changes_nothing(transform: ImageCms.ImageCmsTransform) -> bool:
     levels = np.linspace(0, 255, 9).round().astype(np.uint8)
-    colours = np.stack(np.meshgrid(levels, levels, levels), axis=-1).reshape(1, -1, 3)
-    converted = ImageCms.applyTransform(Image.fromarray(colours), transform)
-    return bool(np.abs(np.asarray(converted).astype(int) - colours).max() <= INVISIBLE)
+    colors = np.stack(np.meshgrid(levels, levels, levels), axis=-1).reshape(1, -1, 3)
+    converted = ImageCms.applyTransform(Image.fromarray(colors), transform)
+    return bool(np.abs(np.asarray(converted).astype(int) - colors).max() <= INVISIBLE)

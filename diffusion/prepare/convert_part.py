@@ -13,55 +13,55 @@ from typing import Any
 from diffusion.errors import DataError, UserError
 from diffusion.prepare.bucket_choice import Buckets
 from diffusion.prepare.image_decoding import Unfit, clean
-from diffusion.prepare.process_sample import take, thumbnail
+from diffusion.prepare.process_sample import COLUMNS, take, thumbnail
 from diffusion.prepare.sample_table import SampleRow, write_sample_rows
 from diffusion.prepare.settings import PrepareSettings
 from diffusion.prepare.source import Entry, Part, Source
-from diffusion.prepare.work_dir import read_json, remove_work_folder
+from diffusion.prepare.work_dir import read_json
 from diffusion.prepare.worker_pool import Note
 from diffusion.storage import mds
-from diffusion.storage.atomic import new_unfinished, sync_folder, write_whole
+from diffusion.storage.atomic import becoming_folder, write_whole
 
-SHARD_BYTES = 64 * 10**6
-"""Of a part's shards, which are held in memory until they are full."""
+FORMAT = mds.ShardFormat(COLUMNS, size_limit=64 * 10**6)
+"""The format of a part's shards, which are held in memory until they are full."""
 THUMBNAILS = 'thumbnails.json'
 SUMMARY = 'part.json'
 THUMBNAILS_A_REASON = 6
 ATTEMPTS = 4
 BACKOFF_SECONDS = 1.0
-"""Before the second attempt at a part that cannot be read; doubles with each."""
+"""Seconds before the second attempt at a part that cannot be read; doubles with each."""
 
 
 @dataclass
 class PartDone:
-    """A part's numbers."""
+    """Counts of a part that is done."""
 
     size: int
-    """What progress counts of it."""
+    """The part's size as the progress bar counts it."""
     inputs: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
-    """By reason."""
+    """Number of inputs left out, by reason."""
     columns: set[str] = field(default_factory=set)
-    """Names of what the source says of its pictures."""
+    """Names of the metadata columns."""
 
 
 @dataclass(frozen=True)
 class PartJob:
-    """Prepare a part: its pictures in shards of all buckets together, a row for each input, thumbnails."""
+    """Prepare a part: its samples in shards of all buckets together, a table of all inputs, thumbnails."""
 
     number: int
     part: Part
     source: Source
     settings: PrepareSettings
     folder: Path
-    """What becomes of it, when it is whole."""
+    """The folder of the part, which appears when it is whole."""
 
     @property
     def name(self) -> str:
         return f'part {self.number} ({self.part.name})'
 
     def __call__(self, note: Note) -> PartDone:
-        """Do it, or return what was done before.
+        """Prepare the part, unless it is there already.
 
         Raises:
             UserError: The part is not there, or not ours to read.
@@ -84,16 +84,14 @@ class PartJob:
         raise AssertionError
 
     def _prepare(self, note: Note) -> PartDone:
-        unfinished = new_unfinished(self.folder)
-        unfinished.mkdir()
         try:
-            done = self._write(unfinished, note)
-            sync_folder(unfinished)
-            _rename(unfinished, self.folder)
-        except BaseException:
-            remove_work_folder(unfinished)
-            raise
-        return done
+            with becoming_folder(self.folder) as unfinished:
+                return self._write(unfinished, note)
+        except OSError:
+            # Another machine may have been lent the same part; what it wrote is what we wrote.
+            if not self.folder.is_dir():
+                raise
+            return read_done(self.folder, self.part)
 
     def _write(self, folder: Path, note: Note) -> PartDone:
         done, rows, shards = PartDone(self.part.size), [], _Shards(folder)
@@ -112,8 +110,8 @@ class PartJob:
                     thumbnails += _thumbnails(entry, unfit, self.settings)
                 continue
             except Exception as error:
-                raise RuntimeError(f'{self.name}, picture {entry.key!r}: {error!r}') from error
-            row.shard, row.offset, row.size = shards.add(mds.encode_sample(sample))
+                raise RuntimeError(f'{self.name}, image {entry.key!r}: {error!r}') from error
+            row.shard, row.offset, row.size = shards.add(FORMAT.encode(sample))
         done.inputs = len(rows)
         shards.finish()
         write_sample_rows(folder, rows)
@@ -124,12 +122,12 @@ class PartJob:
         return done
 
     def _entries(self, note: Note) -> Iterator[Entry]:
-        """The part's entries; what goes wrong with reading is told from what goes wrong with writing."""
+        """Yield the part's entries; errors of reading become `_Unreadable`, which tells them from errors of writing."""
         try:
             for entry in self.source.read(self.part):
-                note(f'picture {entry.key!r}')
+                note(f'image {entry.key!r}')
                 yield entry
-                note(f'what comes after picture {entry.key!r}')
+                note(f'what comes after image {entry.key!r}')
         except OSError as error:
             raise _Unreadable from error
 
@@ -148,49 +146,37 @@ class _Shards:
         self._bytes = 0
 
     def add(self, sample: bytes) -> tuple[int, int, int]:
-        """The number of the sample's shard, where its bytes begin after the shard's header, and how many they are."""
-        if self._samples and self._bytes + len(sample) > SHARD_BYTES:
+        """Add a sample; returns the number of its shard, its offset after the shard's header and its size in bytes."""
+        if self._samples and self._bytes + len(sample) > (FORMAT.size_limit or 0):
             self.finish()
         self._samples.append(sample)
         self._bytes += len(sample)
         return len(self.entries), self._bytes - len(sample), len(sample)
 
     def finish(self) -> None:
-        """Write what there is as a shard."""
+        """Write the samples that are held as a shard."""
         if self._samples:
             name = mds.shard_name(len(self.entries))
             sizes = [len(sample) for sample in self._samples]
-            path = self.folder / name
-            self.entries.append(mds.write_shard(path, self._samples, sizes, name=name, size_limit=SHARD_BYTES))
+            self.entries.append(FORMAT.write_shard(self.folder / name, self._samples, sizes, name=name))
         self._samples, self._bytes = [], 0
 
 
 def read_done(folder: Path, part: Part) -> PartDone:
-    """The numbers of a part that is done."""
+    """Return the counts of a part that is done."""
     content = read_json(folder / SUMMARY)
     return PartDone(part.size, content['inputs'], Counter(content['rejected']), set(content['columns']))
 
 
 @functools.lru_cache(maxsize=1024)
 def samples_begin(folder: Path) -> list[int]:
-    """Of each shard of a part that is done, where its samples begin in bytes."""
+    """Return the size of the header of each shard of a part that is done, in bytes."""
     shards = read_json(folder / mds.INDEX)['shards']
-    return [mds.header_bytes(shard['samples'], size_limit=SHARD_BYTES) for shard in shards]
-
-
-def _rename(unfinished: Path, done: Path) -> None:
-    try:
-        unfinished.rename(done)
-    except OSError:
-        # Another machine may have been lent the same part; what it wrote is what we wrote.
-        if not done.is_dir():
-            raise
-        remove_work_folder(unfinished)
-    sync_folder(done.parent)
+    return [FORMAT.header_bytes(shard['samples']) for shard in shards]
 
 
 def _thumbnails(entry: Entry, unfit: Unfit, settings: PrepareSettings) -> list[dict[str, str]]:
-    """The picture that was left out, where it can be seen, as exhibits shows it."""
+    """Return a thumbnail of an image that was left out, if it can be decoded, as report_thumbnails reads it."""
     try:
         image = clean(entry.image or b'', background=settings.background, max_pixels=settings.max_pixels).image
     except Unfit:

@@ -1,4 +1,4 @@
-"""What a preparation made and what it left out, as report.json and as a few lines of text."""
+"""The counts of a preparation, kept and left out, as report.json and as a few lines of text."""
 
 import json
 from dataclasses import dataclass, field, fields
@@ -13,7 +13,7 @@ REPORT = 'report.json'
 
 @dataclass
 class Rejected:
-    """Pictures left out for one reason: how many, and the names of the first."""
+    """Images left out for one reason: how many, and the names of the first."""
 
     count: int = 0
     names: list[str] = field(default_factory=list)
@@ -21,41 +21,41 @@ class Rejected:
 
 @dataclass
 class PrepareReport:
-    """Counts of a preparation; a picture stored at several sizes counts once in `pictures`."""
+    """Counts of a preparation."""
 
     source: str
     arguments: dict[str, Any]
     max_rejected: float = 1.0
-    """Largest share of rejected pictures at which the preparation passes."""
+    """Largest share of rejected images at which the preparation passes."""
     versions: dict[str, str] = field(default_factory=dict)
-    licence: str | None = None
+    license: str | None = None
     pictures: int = 0
     buckets: dict[str, int] = field(default_factory=dict)
-    """Pictures in each folder, `256px` for one."""
+    """Images in each folder, `256px` for one."""
     empty_buckets: list[str] = field(default_factory=list)
-    """Buckets that no picture went to, which have no folder."""
+    """Buckets that no image went to, which have no folder."""
     bytes: dict[str, int] = field(default_factory=dict)
-    """Of the shards in each folder."""
+    """Bytes of the shards in each folder."""
     rejected: dict[str, Rejected] = field(default_factory=dict)
     inputs: int | None = None
-    """Pictures, captions and rows that were found: those kept and those rejected."""
+    """Images, captions and rows that were found: those kept and those rejected."""
     notes: list[str] = field(default_factory=list)
-    """What else a reader should know, such as a filter that never had anything to look at."""
+    """Further remarks, such as a filter of a column that no image has."""
     statistics: dict[str, Any] = field(default_factory=dict)
-    """Histograms of the kept pictures by what is measured: edges, counts and quantiles."""
+    """Histograms of the kept images by what is measured: edges, counts and quantiles."""
     fingerprint: str | None = None
-    """Of the settings, the input and the versions that the dataset was made of."""
+    """Hash of the settings, the input and the versions that the dataset was made of."""
     seconds: float = 0.0
 
     @property
     def rejected_share(self) -> float:
-        """Rejected pictures as a share of all, in [0, 1]."""
+        """Rejected images as a share of all, in [0, 1]."""
         count = sum(rejected.count for rejected in self.rejected.values())
         return count / max(1, count + self.pictures)
 
     @property
     def passed(self) -> bool:
-        """Whether no more was rejected than `max_rejected` allows."""
+        """True if no more was rejected than `max_rejected` allows."""
         return self.rejected_share <= self.max_rejected
 
     def save(self, path: Path) -> None:
@@ -64,7 +64,7 @@ class PrepareReport:
             'source': self.source,
             'arguments': self.arguments,
             'versions': self.versions,
-            'licence': self.licence,
+            'license': self.license,
             'inputs': self.inputs,
             'pictures': self.pictures,
             'buckets': self.buckets,
@@ -83,32 +83,33 @@ class PrepareReport:
 
     @classmethod
     def read(cls, path: Path) -> 'PrepareReport':
-        """The report that `save` wrote."""
+        """Read the report that `save` wrote."""
         content = json.loads(path.read_text(encoding='utf-8'))
+        content.setdefault('license', content.get('licence'))  # the key's former spelling
         content['rejected'] = {reason: Rejected(**values) for reason, values in content['rejected'].items()}
         names = {entry.name for entry in fields(cls)}
         return cls(**{name: value for name, value in content.items() if name in names})
 
     def text(self, out: Path | str) -> str:
-        """The report for a reader."""
+        """Return the report as text."""
         buckets = ', '.join(f'{name} {count}' for name, count in self.buckets.items())
-        lines = [f'{out}: {self.pictures} pictures in {self.seconds:.1f} s ({buckets})', *self.rejections()]
+        lines = [f'{out}: {self.pictures} images in {self.seconds:.1f} s ({buckets})', *self.rejections()]
         if self.empty_buckets:
             names = ', '.join(self.empty_buckets[:5]) + (', ...' if len(self.empty_buckets) > 5 else '')
             count = len(self.empty_buckets)
-            lines.append(f'no picture went to {count} of {count + len(self.buckets)} buckets ({names})')
+            lines.append(f'no image went to {count} of {count + len(self.buckets)} buckets ({names})')
         lines += self.notes
         if not self.passed:
             lines.append(
                 f'too many were rejected: {self.rejected_share:.1%} is above --max-rejected {self.max_rejected:.1%}; '
                 f'the dataset holds the rest, see {out}/{REPORT}'
             )
-        if self.licence:
-            lines.append(self.licence)
+        if self.license:
+            lines.append(self.license)
         return '\n'.join(lines)
 
     def rejections(self) -> list[str]:
-        """One line a reason, with the first names."""
+        """Return one line per reason, with the first names."""
         lines = []
         for reason, rejected in sorted(self.rejected.items()):
             names = ', '.join(rejected.names[:3]) + (', ...' if rejected.count > 3 else '')
@@ -117,5 +118,5 @@ class PrepareReport:
 
 
 def versions_of(*distributions: str) -> dict[str, str]:
-    """Installed versions of what the bytes of a dataset depend on."""
+    """Return the installed versions of distributions."""
     return {name: version(name) for name in distributions}

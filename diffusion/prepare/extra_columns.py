@@ -1,4 +1,4 @@
-"""Columns that come with pictures, as JSON has them."""
+"""Metadata columns that come with images, in JSON's types."""
 
 import datetime
 import decimal
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def json_value(value: Any) -> Any:
-    """A value in JSON's types: NaN and infinities as None, decimals as numbers, times and other things as text."""
+    """Convert a value to JSON's types: NaN and infinities become None, decimals numbers, times and others text."""
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, str):
@@ -30,9 +30,9 @@ def json_value(value: Any) -> Any:
 
 
 def read_columns(text: bytes) -> dict[str, Any]:
-    """The columns that a JSON object beside a picture holds.
+    """Return the columns of a JSON object beside an image.
 
-    Of a text that is none only `bad_metadata`, which says why: the picture is none the worse.
+    A text that is no such object gives only the column `bad_metadata` with the error; the image stays usable.
     """
     try:
         columns = json_value(json.loads(text))

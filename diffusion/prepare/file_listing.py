@@ -1,4 +1,4 @@
-"""Files of a local folder or an object store: listed with size and stamp, copied to disk to be read."""
+"""List the files of a local folder or an object store with size and stamp, and copy them to disk to be read."""
 
 import itertools
 import math
@@ -36,7 +36,7 @@ class File:
 
 
 def list_files(location: str, suffixes: Collection[str] | None) -> list[File]:
-    """Files with one of the suffixes, sorted by name; of braces, in their order.
+    """List the files that have one of the suffixes, sorted by name; those of braces in their order.
 
     Args:
         location: A folder, searched with its sub-folders; one file, whatever its suffix; or files with numbers or
@@ -64,10 +64,10 @@ def list_files(location: str, suffixes: Collection[str] | None) -> list[File]:
 
 @contextmanager
 def local_copy(url: str, *, size: int | None = None) -> Iterator[Path]:
-    """A path to read a file from: a local file in place, an object as a copy in TMPDIR that is removed afterwards.
+    """Lend a path to read a file from: a local file in place, an object as a copy in TMPDIR that is removed afterwards.
 
     Args:
-        url: Of a `File`.
+        url: The `url` of a `File`.
         size: Bytes that an object must have.
 
     Raises:
@@ -87,7 +87,7 @@ def local_copy(url: str, *, size: int | None = None) -> Iterator[Path]:
 
 
 def as_utf8(text: str) -> str:
-    """A file's name as text that UTF-8 can hold, whatever bytes, or surrogates of JSON's, it is made of."""
+    """Return a file's name as text that UTF-8 can hold, whatever bytes or JSON surrogates it is made of."""
     try:
         encoded = text.encode('utf-8', 'surrogateescape')
     except UnicodeEncodeError:
@@ -96,23 +96,23 @@ def as_utf8(text: str) -> str:
 
 
 def is_remote(location: str) -> bool:
-    """Whether it is in an object store."""
+    """Return whether a location is in an object store."""
     return '://' in location
 
 
 def stem_of(file: File, suffix: str) -> str:
-    """A file's name without the suffix, if it has that: of 00000.tar and 00000.tgz only one is 00000."""
+    """Return a file's name without the suffix, if it has that: of 00000.tar and 00000.tgz only one is 00000."""
     return file.name[: -len(suffix)] if file.name.endswith(suffix) else file.name
 
 
 def whole_file(file: File, suffix: str) -> Part:
-    """The part that a file is."""
+    """Return a file as a part."""
     stem = stem_of(file, suffix)
     return Part(part_name(stem), {'url': file.url, 'size': file.size, 'stem': stem}, file.size, file.stamp)
 
 
 def part_name(text: str) -> str:
-    """A text as a name for a part; where letters are lost, a hash of the text tells it from others."""
+    """Make a part's name of a text; where letters are lost, a hash of the text tells it from others."""
     plain = re.sub(r'[^A-Za-z0-9.-]+', '_', text).strip('._')[-80:]
     if plain == text:
         return text
@@ -120,7 +120,7 @@ def part_name(text: str) -> str:
 
 
 def expand_braces(location: str) -> list[str]:
-    """The locations that `{00..99}` or `{a,b}` in one stand for; itself without any."""
+    """Return the locations that `{00..99}` or `{a,b}` in a location stand for; the location itself without any."""
     pieces = re.split(r'\{([^{}]*)\}', location)
     choices = [_alternatives(piece, location) if index % 2 else [piece] for index, piece in enumerate(pieces)]
     if math.prod(map(len, choices)) > MAX_EXPANDED:
@@ -141,7 +141,7 @@ def _alternatives(inside: str, location: str) -> list[str]:
 
 
 def _named(wanted: list[str], location: str) -> list[File]:
-    """The files that the braces of a location stand for; their names begin where it has its first brace."""
+    """List the files that the braces of a location stand for; their names begin where it has its first brace."""
     base = location.partition('{')[0].rpartition('/')[0] + '/'
     base = base if '/' in location.partition('{')[0] else '.'
     listed = _list_store(base) if is_remote(location) else _list_folder(base)
@@ -158,7 +158,7 @@ def _is_hidden(name: str) -> bool:
 
 
 def _list_folder(location: str) -> list[File]:
-    """All files below a folder, or the one file."""
+    """List all files below a folder, or the one file."""
     root = os.path.normpath(location)
     if os.path.isfile(root):
         return [_file(root, os.path.basename(root))]
@@ -185,13 +185,13 @@ def _cannot_list(error: OSError) -> None:
 
 
 def _list_store(location: str) -> list[File]:
-    """All objects below a folder, or the one object."""
+    """List all objects below a folder, or the one object."""
     prefix = object_store.split(location)[1]
     root = location.removesuffix(prefix).rstrip('/') + '/'
     base = prefix if not prefix or prefix.endswith('/') else f'{prefix}/'
     files = []
     for key, size, tag in object_store.list_objects(location):
         name = key.rpartition('/')[2] if key == prefix else key.removeprefix(base)
-        if name and not key.endswith('/') and (key == prefix or key.startswith(base)):
+        if name and not key.endswith('/'):
             files.append(File(root + key, size, tag or str(size), name))
     return files

@@ -1,4 +1,4 @@
-"""Filters: which clean pictures are kept, by size, aspect, caption length and any numeric column."""
+"""Filters of decoded images by size, aspect, caption length and any numeric column."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -21,20 +21,20 @@ class ValueRange:
 
 @dataclass
 class Filters:
-    """What a picture must be; the defaults keep everything."""
+    """Limits that an image must meet; the defaults keep everything."""
 
     min_side: int = 1
     """Shorter side in pixels."""
     max_aspect: float | None = None
     """Longer side over shorter."""
     min_caption: int = MIN_LENGTH
-    """Characters; shorter captions are left out, and pictures that have no other."""
+    """Shortest caption in characters; shorter ones are left out, and images that have no other."""
     max_caption: int = MAX_LENGTH
-    """Characters, as above; 10,000 are some ten times what a model's longest prompt holds."""
+    """Longest caption in characters; 10,000 are some ten times what a model's longest prompt holds."""
     columns: dict[str, ValueRange] = field(default_factory=dict)
-    """By a column's name, in capitals or not: `aesthetic_score: {min: 4.5}`."""
+    """Ranges by the column's name, in capitals or not: `aesthetic_score: {min: 4.5}`."""
     missing: Missing = 'reject'
-    """What becomes of a picture without a value, or with one that is no number, in a column above."""
+    """keep or reject images whose value in a column above is missing or not a number."""
 
     def check(self) -> None:
         """Raise UserError for limits that nothing can pass."""
@@ -53,7 +53,7 @@ class Filters:
             raise UserError(f'filters.columns: {sorted(self.columns)} names a column twice; capitals do not count')
 
     def problem(self, width: int, height: int, captions: Sequence[str], metadata: Mapping[str, Any]) -> str | None:
-        """Why a picture is left out, such as `too_small` or `aesthetic_score_below_4.5`; None if it is kept."""
+        """Return the reason to leave out an image, such as `aesthetic_score_below_4.5`; None if it is kept."""
         if min(width, height) < self.min_side:
             return 'too_small'
         if self.max_aspect is not None and max(width, height) > self.max_aspect * min(width, height):
@@ -67,14 +67,14 @@ class Filters:
         return next((problem for problem in found if problem is not None), None)
 
     def columns_in(self, metadata: Mapping[str, Any]) -> list[str]:
-        """The columns filtered by that a picture has; counted over all, they show a column that none has."""
+        """Return the columns of `columns` that an image has."""
         names = {name.casefold() for name in metadata}
         return [name for name in self.columns if name.casefold() in names]
 
     def never_seen(self, seen: Collection[str], available: Collection[str] = ()) -> list[str]:
-        """A sentence for each column filtered by that no picture had; `available` names those that pictures had."""
+        """Return a sentence per column of `columns` that no image had; `available` names those that images had."""
         return [
-            f'filters.columns.{name}: no picture has such a column; they have {sorted(available) or "none"}'
+            f'filters.columns.{name}: no image has such a column; they have {sorted(available) or "none"}'
             for name in self.columns
             if name not in seen
         ]
@@ -91,7 +91,7 @@ class Filters:
 
 
 def _number(value: Any) -> float | None:
-    """A finite number, also one that a CSV wrote as text."""
+    """Return a finite number, also one that a CSV wrote as text."""
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):

@@ -1,4 +1,4 @@
-"""Picture files of a folder, here or in an object store, with their captions beside them or in one file for all."""
+"""Image files of a folder, here or in an object store, with their captions beside them or in one file for all."""
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,17 +12,17 @@ from diffusion.errors import UserError
 from diffusion.prepare.caption_files import read_caption_rows
 from diffusion.prepare.extra_columns import json_value, read_columns
 from diffusion.prepare.file_listing import File, as_utf8, is_remote, list_files, local_copy
-from diffusion.prepare.source import PICTURES, Entry, Part
+from diffusion.prepare.source import IMAGE_SUFFIXES, Entry, Part
 
-SUFFIXES = tuple(f'.{kind}' for kind in PICTURES)
-PART_PICTURES = 1000
+SUFFIXES = tuple(f'.{kind}' for kind in IMAGE_SUFFIXES)
+PART_IMAGES = 1000
 DOWNLOADS = 16
 """Objects fetched at a time."""
 
 
 @dataclass(frozen=True)
 class FolderSource:
-    """Pictures of a folder and its sub-folders; a part is a run of 1000, a key the path below the folder.
+    """Images of a folder and its sub-folders; a part is a run of 1000, a key the path below the folder.
 
     Without a captions file the captions of `a.jpg` are the lines of `a.txt`, or else `captions` or `caption` of
     `a.json`, whose other columns are metadata: img2dataset's `files` format. A CSV has columns `file` and `caption`, a
@@ -34,46 +34,46 @@ class FolderSource:
     """The captions file, here or in an object store."""
 
     def parts(self) -> list[Part]:
-        """The parts, with the captions of a captions file in them.
+        """Return the parts, with the captions of a captions file in them.
 
         Raises:
-            UserError: There are no pictures, the folder cannot be listed, or the captions file is wrong.
+            UserError: There are no images, the folder cannot be listed, or the captions file is wrong.
         """
         files = {file.name: file for file in list_files(self.location, None)}
-        pictures = [file for file in files.values() if file.name.lower().endswith(SUFFIXES)]
-        if not pictures:
-            raise UserError(f'{self.location}: has no pictures ({", ".join(SUFFIXES)})')
-        found = self._beside(pictures, files) if self.captions is None else self._named(self.captions, pictures, files)
+        images = [file for file in files.values() if file.name.lower().endswith(SUFFIXES)]
+        if not images:
+            raise UserError(f'{self.location}: has no images ({", ".join(SUFFIXES)})')
+        found = self._beside(images, files) if self.captions is None else self._named(self.captions, images, files)
         listed = list(found)
-        runs = (listed[start : start + PART_PICTURES] for start in range(0, len(listed), PART_PICTURES))
+        runs = (listed[start : start + PART_IMAGES] for start in range(0, len(listed), PART_IMAGES))
         return [_part(number, run) for number, run in enumerate(runs)]
 
     def read(self, part: Part) -> Iterator[Entry]:
-        """The pictures in order.
+        """Yield the images in order.
 
         Raises:
             UserError: A store refuses to give one.
             OSError: One cannot be read now.
         """
-        pictures = [_Picture(**values) for values in part.where['pictures']]
+        images = [_ImageFile(**values) for values in part.where['pictures']]
         if not is_remote(self.location):
-            yield from map(_entry, pictures)
+            yield from map(_entry, images)
             return
         with ThreadPoolExecutor(DOWNLOADS) as threads:
-            for start in range(0, len(pictures), DOWNLOADS):
-                yield from threads.map(_entry, pictures[start : start + DOWNLOADS])
+            for start in range(0, len(images), DOWNLOADS):
+                yield from threads.map(_entry, images[start : start + DOWNLOADS])
 
-    def _beside(self, pictures: Iterable[File], files: dict[str, File]) -> Iterator['_Picture']:
-        for file in pictures:
+    def _beside(self, images: Iterable[File], files: dict[str, File]) -> Iterator['_ImageFile']:
+        for file in images:
             stem = file.name.rpartition('.')[0]
             beside = {kind: files.get(f'{stem}.{kind}') for kind in ('txt', 'json')}
             found = {kind: other for kind, other in beside.items() if other is not None}
             stamp = ' '.join([file.stamp, *(other.stamp for other in found.values())])
-            picture = _Picture(file.name, stamp, file.url, file.size, beside={k: v.url for k, v in found.items()})
-            picture.problem = None if found else 'no_caption'
-            yield picture
+            image = _ImageFile(file.name, stamp, file.url, file.size, beside={k: v.url for k, v in found.items()})
+            image.problem = None if found else 'no_caption'
+            yield image
 
-    def _named(self, captions: str, pictures: Iterable[File], files: dict[str, File]) -> Iterator['_Picture']:
+    def _named(self, captions: str, images: Iterable[File], files: dict[str, File]) -> Iterator['_ImageFile']:
         seen: set[str] = set()
         with local_copy(captions) as path:
             for row in read_caption_rows(path):
@@ -81,19 +81,19 @@ class FolderSource:
                 file = files.get(name)
                 if name in seen or file is None:
                     problem = 'missing_file' if file is None else 'duplicate_row'
-                    yield _Picture(f'{name} ({row.where})', problem=problem)
+                    yield _ImageFile(f'{name} ({row.where})', problem=problem)
                 else:
                     metadata = json_value(row.metadata)
-                    yield _Picture(name, file.stamp, file.url, file.size, row.captions, metadata=metadata)
+                    yield _ImageFile(name, file.stamp, file.url, file.size, row.captions, metadata=metadata)
                 seen.add(name)
-        for file in pictures:
+        for file in images:
             if file.name not in seen:
-                yield _Picture(file.name, problem='no_caption')
+                yield _ImageFile(file.name, problem='no_caption')
 
 
 @dataclass
-class _Picture:
-    """What a part knows of a picture; its values are JSON's."""
+class _ImageFile:
+    """An image of a part, with values in JSON's types."""
 
     key: str
     stamp: str = ''
@@ -106,26 +106,26 @@ class _Picture:
     problem: str | None = None
 
 
-def _part(number: int, pictures: Sequence[_Picture]) -> Part:
-    where = {'pictures': [asdict(picture) for picture in pictures]}
+def _part(number: int, images: Sequence[_ImageFile]) -> Part:
+    where = {'pictures': [asdict(image) for image in images]}
     stamp = xxhash.xxh3_128_hexdigest(json.dumps(where))
-    return Part(f'pictures-{number:06}', where, max(1, sum(picture.size for picture in pictures)), stamp)
+    return Part(f'pictures-{number:06}', where, max(1, sum(image.size for image in images)), stamp)
 
 
-def _entry(picture: _Picture) -> Entry:
-    entry = Entry(picture.key, captions=list(picture.captions), metadata=picture.metadata, problem=picture.problem)
+def _entry(image: _ImageFile) -> Entry:
+    entry = Entry(image.key, captions=list(image.captions), metadata=image.metadata, problem=image.problem)
     if entry.problem is None:
         try:
-            entry.image = _read(picture.url, picture.size)
-            if picture.beside:
-                _add_beside(entry, picture.beside)
+            entry.image = _read(image.url, image.size)
+            if image.beside:
+                _add_beside(entry, image.beside)
         except PermissionError:  # one file's, not the disk's
             entry.problem = 'unreadable'
     return entry
 
 
 def _add_beside(entry: Entry, beside: dict[str, str]) -> None:
-    """Captions and metadata of the files beside a picture."""
+    """Add the captions and metadata of the files beside an image."""
     entry.metadata = read_columns(_read(beside['json'])) if 'json' in beside else {}
     captions, caption = entry.metadata.pop('captions', None), entry.metadata.pop('caption', None)
     if isinstance(captions, list):

@@ -1,10 +1,10 @@
-"""Histograms of the pictures that are kept, for the report."""
+"""Histograms of the images that are kept, for the report."""
 
 from typing import Any
 
 import numpy as np
 
-from diffusion.prepare.catalog import Catalogue
+from diffusion.prepare.catalog import Catalog
 
 QUANTILES = (0.0, 0.05, 0.5, 0.95, 1.0)
 SIDES = [0, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 3072, 4096, 8192]
@@ -12,10 +12,10 @@ ASPECTS = [0.0, 0.25, 0.33, 0.4, 0.5, 0.57, 0.67, 0.75, 0.8, 0.9, 1.0, 1.1, 1.25
 LENGTHS = [0, 10, 20, 30, 40, 60, 80, 100, 150, 200, 300, 500, 1000, 2000]
 
 
-def statistics_of(catalogue: Catalogue) -> dict[str, Any]:
-    """Of the pictures as they were found: shorter sides, aspects, and the longest caption's length."""
-    kept = catalogue.kept
-    width, height, length = (catalogue.columns[name][kept] for name in ('width', 'height', 'caption_length'))
+def statistics_of(catalog: Catalog) -> dict[str, Any]:
+    """Return histograms of the images as they were found: shorter sides, aspects, longest captions."""
+    kept = catalog.kept
+    width, height, length = (catalog.columns[name][kept] for name in ('width', 'height', 'caption_length'))
     return {
         'shorter side, pixels': _histogram(np.minimum(width, height), SIDES),
         'aspect, width over height': _histogram(width / height, ASPECTS),
@@ -24,7 +24,7 @@ def statistics_of(catalogue: Catalogue) -> dict[str, Any]:
 
 
 def _histogram(values: np.ndarray, edges: list[Any]) -> dict[str, Any]:
-    """Counts between edges, where the last bin has no upper edge, and quantiles."""
+    """Return counts between edges, where the last bin has no upper edge, and quantiles."""
     counts, _ = np.histogram(values, [*edges, np.inf])
     quantiles = np.quantile(values, QUANTILES)
     return {

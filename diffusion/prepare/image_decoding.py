@@ -1,10 +1,9 @@
-"""One picture: from the file's bytes, whatever they are, to upright sRGB pixels, or the reason why it is left out."""
+"""Decoding an image file, whatever its bytes are, into upright sRGB pixels or a reason why it is left out."""
 
 import io
 import re
 import struct
 import warnings
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,34 +11,25 @@ from typing import cast
 
 import numpy as np
 import simplejpeg
-from PIL import Image, ImageColor, ImageFile, UnidentifiedImageError, features
+from PIL import ExifTags, Image, ImageColor, ImageFile, ImageOps, UnidentifiedImageError, features
 
 from diffusion.config.image_shapes import Shape
 from diffusion.prepare.color_profiles import is_srgb, to_srgb
 
 FORMATS = ('JPEG', 'PNG', 'WEBP', 'GIF', 'BMP', 'TIFF', *(['AVIF'] if 'avif' in features.get_supported() else []))
-"""What is read, by Pillow's names."""
+"""Formats that are read, by Pillow's names."""
 MAX_PIXELS = 100_000_000
-"""Larger pictures are refused before they are decoded; one of these takes 300 MB."""
+"""Larger images are refused before they are decoded; one of these takes 300 MB."""
 FULL_CHROMA_QUALITY = 95
-"""JPEG quality from which colour is stored at full resolution."""
-ORIENTATION = 0x0112
-"""EXIF's tag."""
-TURNS = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
+"""JPEG quality from which color is stored at full resolution."""
+PNG_END = b'IEND\xaeB`\x82'
+"""Name and checksum of a PNG's last chunk, which is empty."""
 HARMLESS = re.compile('Invalid SOS parameters|Unknown Adobe color transform')
-"""What libjpeg warns of although it decodes every pixel; some cameras write such files."""
+"""Warnings of libjpeg after which every pixel is right; some cameras write such files."""
 
 
 class Unfit(Exception):
-    """A picture or caption that is left out; the message is the reason, words joined by underscores."""
+    """An image or caption that is left out; the message is the reason, words joined by underscores."""
 
     def __init__(self, reason: str, detail: str = '') -> None:
         super().__init__(reason)
@@ -49,16 +39,16 @@ class Unfit(Exception):
 
 @dataclass(frozen=True)
 class Clean:
-    """A picture that was decoded in full."""
+    """An image that was decoded in full."""
 
     image: Image.Image
     """RGB in sRGB, upright, without metadata."""
     format: str
-    """Of the file, by Pillow's name: JPEG, PNG."""
+    """The file's format by Pillow's name: JPEG, PNG."""
     lossless: bool
-    """Whether to store it without loss, as the file did on purpose: drawings and screenshots, as PNG."""
+    """True for PNG files: drawings and screenshots, to be stored without loss as they were."""
     as_found: bool
-    """Whether a JPEG, PNG or WebP file that has just these pixels for any decoder: nothing had to be put right."""
+    """True for a JPEG, PNG or WebP file that needed no correction: any decoder gives these pixels."""
 
     @property
     def width(self) -> int:
@@ -70,13 +60,13 @@ class Clean:
 
 
 def clean(encoded: bytes, *, background: str = 'white', max_pixels: int = MAX_PIXELS) -> Clean:
-    """Decode a picture in full, turn it upright, and bring it to sRGB over a background.
+    """Decode an image in full, turn it upright, and bring it to sRGB over a background.
 
     Reasons to refuse it: empty, unknown_format, too_many_pixels, animated, truncated, float_pixels, deep_pixels (32-bit
     integers), undecodable.
 
     Args:
-        background: Any of Pillow's colours, for what is transparent.
+        background: Any of Pillow's colors, for what is transparent.
         max_pixels: Width times height at most, as the file's header has them.
 
     Raises:
@@ -96,7 +86,7 @@ def clean(encoded: bytes, *, background: str = 'white', max_pixels: int = MAX_PI
 
 
 def encode(image: Image.Image, *, lossless: bool, jpeg_quality: int) -> bytes:
-    """PNG, or JPEG with full chroma from quality 95 on; the pixels and nothing else, the same bytes each time."""
+    """Encode pixels, without metadata, as PNG or as JPEG with full chroma from quality 95 on; deterministic."""
     file = io.BytesIO()
     bare = image.copy() if image.info else image
     bare.info = {}  # place, camera and comments stay out of the dataset
@@ -109,7 +99,7 @@ def encode(image: Image.Image, *, lossless: bool, jpeg_quality: int) -> bytes:
 
 
 def fitted(image: Image.Image, shape: Shape) -> Image.Image:
-    """The picture reduced so that it just covers a shape, its own aspect kept; one that is smaller stays as it is."""
+    """Reduce an image so that it just covers a shape, with its own aspect; a smaller one stays as it is."""
     scale = max(shape.width / image.width, shape.height / image.height)
     if scale >= 1:
         return image
@@ -133,24 +123,24 @@ def _clean(encoded: bytes, background: tuple[int, ...], max_pixels: int) -> Clea
 
 
 def _open(encoded: bytes) -> Image.Image:
-    """The picture with its header read, if the file is all there as far as its format can tell."""
+    """Open an image, and check that the file is all there as far as its format can tell."""
     promised = _signature(encoded)
-    if promised == 'PNG':
-        _check_png(encoded)
-    elif promised == 'WEBP':
-        _check_webp(encoded)
     try:
+        if promised == 'PNG':
+            _check_png(encoded)
+        elif promised == 'WEBP':
+            _check_webp(encoded)
         return Image.open(io.BytesIO(encoded), formats=FORMATS)
     except UnidentifiedImageError as error:
         if promised in FORMATS:
-            raise Unfit('undecodable', 'it begins as a picture, but its header cannot be read') from error
+            raise Unfit('undecodable', 'it begins as an image, but its header cannot be read') from error
         raise Unfit('unknown_format', f'it is none of {", ".join(FORMATS)}') from error
     except Image.DecompressionBombError as error:
         raise Unfit('too_many_pixels', str(error)) from error
 
 
 def _signature(encoded: bytes) -> str | None:
-    """The format that the first bytes promise."""
+    """Return the format that the first bytes promise."""
     if encoded[:4] == b'RIFF' and encoded[8:12] == b'WEBP':
         return 'WEBP'
     if encoded[4:12] == b'ftypavif':
@@ -160,21 +150,11 @@ def _signature(encoded: bytes) -> str | None:
 
 
 def _check_png(encoded: bytes) -> None:
-    """Pillow does not compare the checksums of the pixels' chunks, nor miss the last chunk."""
-    at = 8
-    while at + 12 <= len(encoded):
-        size, kind = struct.unpack_from('>I4s', encoded, at)
-        end = at + 12 + size
-        if end > len(encoded):
-            break
-        is_critical = not kind[0] & 0x20
-        checksum = zlib.crc32(memoryview(encoded)[at + 4 : end - 4])
-        if is_critical and checksum != struct.unpack_from('>I', encoded, end - 4)[0]:
-            raise Unfit('undecodable', f'the checksum of chunk {kind.decode("latin-1")} at byte {at} is wrong')
-        if kind == b'IEND':
-            return
-        at = end
-    raise Unfit('truncated', f'it ends in the chunk at byte {at}')
+    """Compare the chunks' checksums, which Pillow's decoding does not, and look for the last chunk."""
+    if PNG_END not in encoded:
+        raise Unfit('truncated', 'its last chunk is missing or cut')
+    with Image.open(io.BytesIO(encoded), formats=['PNG']) as image:
+        image.verify()
 
 
 def _check_webp(encoded: bytes) -> None:
@@ -184,7 +164,7 @@ def _check_webp(encoded: bytes) -> None:
 
 
 def _decode_jpeg(encoded: bytes, image: Image.Image) -> Image.Image:
-    """The pixels, unless libjpeg warns that it made some up; Pillow would pass those over."""
+    """Decode a JPEG, unless libjpeg warns that it made up pixels; Pillow ignores these warnings."""
     colorspace = {'L': 'GRAY', 'RGB': 'RGB', 'CMYK': 'CMYK'}[image.mode]
     try:
         pixels = simplejpeg.decode_jpeg(encoded, colorspace)
@@ -206,27 +186,27 @@ def _decode(image: Image.Image) -> Image.Image:
     if image.mode.startswith('I;16') or (image.mode == 'I' and image.format == 'PNG'):
         return _eight_bits(image)
     if image.mode == '1':
-        grey = image.convert('L')
+        gray = image.convert('L')
         if 'transparency' in image.info:  # 0 or 1, which Pillow compares with 0 and 255
-            grey.info['transparency'] = 255 * image.info['transparency']
-        return grey
+            gray.info['transparency'] = 255 * image.info['transparency']
+        return gray
     if image.mode == 'I':
         raise Unfit('deep_pixels', 'its pixels are 32-bit numbers, of unknown range')
     return image
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
-    """16-bit grey scaled to 8 bits; Pillow's own conversion clips, which leaves white."""
+    """Scale 16-bit gray to 8 bits; Pillow's own conversion clips, which leaves white."""
     deep = np.asarray(image).astype(np.uint32)
-    grey = Image.fromarray(((deep * 255 + 32767) // 65535).astype(np.uint8))
+    gray = Image.fromarray(((deep * 255 + 32767) // 65535).astype(np.uint8))
     clear = image.info.get('transparency')
     if isinstance(clear, int):
-        grey.putalpha(Image.fromarray(np.where(deep == clear, 0, 255).astype(np.uint8)))
-    return grey
+        gray.putalpha(Image.fromarray(np.where(deep == clear, 0, 255).astype(np.uint8)))
+    return gray
 
 
 def _over(pixels: Image.Image, profile: bytes | None, background: tuple[int, ...]) -> tuple[Image.Image, bool]:
-    """Pixels in sRGB, over a background where they are transparent; and whether they are still the same."""
+    """Return pixels in sRGB, over a background where they are transparent, and True if they did not change."""
     if not pixels.has_transparency_data:
         plain = pixels.convert('RGB') if pixels.mode == 'P' else pixels
         return to_srgb(plain, profile), is_srgb(plain, profile)
@@ -236,16 +216,20 @@ def _over(pixels: Image.Image, profile: bytes | None, background: tuple[int, ...
 
 
 def _upright(image: Image.Image, source: Image.Image) -> Image.Image:
+    """Turn pixels as the EXIF block of the file they come from says; without a need, return the same object."""
     try:
-        turn = TURNS.get(source.getexif().get(ORIENTATION, 1))
-    except Exception:  # a broken EXIF block says nothing; the picture is as good as one without
-        turn = None
-    return image if turn is None else image.transpose(turn)
+        orientation = source.getexif().get(ExifTags.Base.Orientation, 1)
+    except Exception:  # a broken EXIF block says nothing; the image is as good as one without
+        orientation = 1
+    if orientation not in range(2, 9):
+        return image
+    image.getexif()[ExifTags.Base.Orientation] = orientation
+    return ImageOps.exif_transpose(image)
 
 
 @contextmanager
 def _pillow_strict_and_silent(max_pixels: int) -> Iterator[None]:
-    """Pillow takes truncated files for errors whatever another library has set, has our limit, and does not warn."""
+    """Make Pillow refuse truncated files whatever another library has set, use our limit, and not warn."""
     lenient, pixels = ImageFile.LOAD_TRUNCATED_IMAGES, Image.MAX_IMAGE_PIXELS
     ImageFile.LOAD_TRUNCATED_IMAGES, Image.MAX_IMAGE_PIXELS = False, max_pixels
     try:

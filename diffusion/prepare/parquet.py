@@ -1,4 +1,4 @@
-"""Parquet files with pictures in a column, as img2dataset and Hugging Face write them."""
+"""Parquet files with images in a column, as img2dataset and Hugging Face write them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,17 +26,17 @@ PART_BYTES = 512 * 2**20
 class ParquetSource:
     """Parquet files of a folder, a file, or a pattern in braces; a part a file, or several of a large one.
 
-    A picture is the bytes of a column, or Hugging Face's struct of bytes and path. Without names the columns are found
+    An image is the bytes of a column, or Hugging Face's struct of bytes and path. Without names the columns are found
     by the usual ones, in capitals or not. A row's key is the file's name and its `key`, or its number.
     """
 
     location: str
     image_column: str | None = None
     caption_column: str | None = None
-    """Of text, or of lists of text."""
+    """The column of captions: text, or lists of text."""
 
     def parts(self) -> list[Part]:
-        """A part for each file, or run of row groups of a large one.
+        """Return a part per file, or per run of row groups of a large one.
 
         Raises:
             UserError: There is no file, it cannot be listed, or the first lacks a column.
@@ -47,7 +47,7 @@ class ParquetSource:
         return [part for file in files for part in _parts_of(file)]
 
     def read(self, part: Part) -> Iterator[Entry]:
-        """An entry a row; where the file is damaged, those before and then one that says so.
+        """Yield an entry per row; of a damaged file, those before the damage and then one that names it.
 
         Raises:
             UserError: It lacks a column, or a store refuses to give it.
@@ -90,7 +90,7 @@ class _Columns:
     caption: str
     key: str | None
     others: list[str]
-    """What becomes metadata."""
+    """Columns that become metadata."""
 
     @property
     def all(self) -> list[str]:
@@ -106,9 +106,9 @@ def _column(schema: pa.Schema, given: str | None, usual: Sequence[str], where: s
 
 
 def _find(schema: pa.Schema, usual: Sequence[str]) -> str | None:
-    """The first of the usual names that the schema has, as it spells it."""
-    spelt = {name.lower(): name for name in reversed(schema.names)}
-    return next((spelt[name] for name in usual if name in spelt), None)
+    """Return the first of the usual names that the schema has, as it spells it."""
+    spelled = {name.lower(): name for name in reversed(schema.names)}
+    return next((spelled[name] for name in usual if name in spelled), None)
 
 
 def _is_bytes(kind: pa.DataType) -> bool:
@@ -116,7 +116,7 @@ def _is_bytes(kind: pa.DataType) -> bool:
 
 
 def _parts_of(file: File) -> list[Part]:
-    """The file, or of a large one on disk runs of its row groups."""
+    """Return the file as a part, or a large one on disk as runs of its row groups."""
     whole = whole_file(file, SUFFIX)
     if is_remote(file.url) or file.size <= PART_BYTES:
         return [whole]
@@ -148,7 +148,7 @@ def _rows(file: pq.ParquetFile, groups: range, columns: _Columns, stem: str) -> 
 
 
 def _plain(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Times as text: Python's have no nanoseconds."""
+    """Convert times to text: Python's have no nanoseconds."""
     arrays = [
         array.cast(pa.string()) if pa.types.is_temporal(array.type) and not pa.types.is_duration(array.type) else array
         for array in batch.columns

@@ -1,8 +1,8 @@
-"""A preparation from beginning to end; stopped at any point, the next start goes on, and the dataset is the same bytes.
+"""A preparation from beginning to end; after a stop at any point, the next start continues to the same bytes.
 
-plan -> parts -> duplicates -> shards -> indexes and report -> the output. Every step leaves what it made under a name
-that appears when it is whole, and is a function of the input and the settings: not of the number of processes, of who
-was first, or of how often it was stopped. Only the report's `seconds` differ.
+plan -> parts -> duplicates -> shards -> indexes and report -> the output. The result of every step appears under its
+name when it is whole, and depends on the input and the settings alone: not on the number of processes, their order, or
+interruptions. Only the report's `seconds` differ.
 """
 
 import time
@@ -18,34 +18,35 @@ from diffusion.config.load import RecipeError
 from diffusion.errors import UserError
 from diffusion.prepare import report_thumbnails
 from diffusion.prepare.bucket_choice import Buckets
-from diffusion.prepare.catalog import Catalogue
+from diffusion.prepare.catalog import Catalog
 from diffusion.prepare.convert_part import PartJob, read_done
 from diffusion.prepare.counts_report import REPORT, PrepareReport
 from diffusion.prepare.histograms import statistics_of
 from diffusion.prepare.html_report import report_page
 from diffusion.prepare.input_plan import InputPlan
-from diffusion.prepare.output_folders import Output, output_of
-from diffusion.prepare.pack_shards import ShardJob, plan_shards, read_entries, write_indexes
+from diffusion.prepare.output_folders import Output, output_of, shard_writer
+from diffusion.prepare.pack_shards import ShardJob, plan_shards, write_indexes
 from diffusion.prepare.settings import PrepareSettings, check_settings
 from diffusion.prepare.source import Source
 from diffusion.prepare.work_dir import Share, WorkFolder
 from diffusion.prepare.worker_pool import WorkerJob, run_jobs
 from diffusion.storage.atomic import write_whole
+from diffusion.storage.shard_writer import ShardWriter
 
 PAGE = 'report.html'
 Run = Callable[[Iterable[WorkerJob]], Iterator[Any]]
-"""Does jobs somewhere, in any order, and yields their results."""
+"""Runs jobs, in any order, and yields their results."""
 
 
 def prepare(
     settings: PrepareSettings, *, source: Source | None = None, run: Run | None = None, share: Share | None = None
 ) -> PrepareReport | None:
-    """Prepare a dataset, or go on where an earlier start was stopped.
+    """Prepare a dataset, or continue where an earlier start was stopped.
 
     Args:
-        settings: What to make of what.
-        source: Read instead of what `settings.source` names.
-        run: Where the jobs are done; the processes of this machine by default.
+        settings: Source, output and all choices.
+        source: A source that replaces `settings.source`.
+        run: Runs the jobs; the processes of this machine by default.
         share: Prepare only these parts, in a work folder that several machines see, and stop. When all have done so,
             a call without it does the rest.
 
@@ -53,7 +54,7 @@ def prepare(
         The report, or None for a share.
 
     Raises:
-        UserError: A setting is wrong, the output is taken, an input is not there, or no picture is left.
+        UserError: A setting is wrong, the output is taken, an input is not there, or no image is left.
         DataError: A part cannot be read now, or kills the processes that read it.
         OSError: There is no room, or another fault of the disk. What is done is kept for the next start.
     """
@@ -63,8 +64,9 @@ def prepare(
     work = WorkFolder(settings.work_folder)
     run = run or partial(run_jobs, workers=settings.worker_count)
     try:
-        with work.locked(share), closing(output_of(settings)) as output:
-            return _Preparation(settings, source or settings.source.open(), run, work, output).go(share)
+        with work.locked(share):
+            source = source or settings.source.open(sizes=settings.sizes)
+            return _Preparation(settings, source, run, work, output_of(settings, work)).go(share)
     except OSError as error:
         raise OSError(f'{work.path}: {error}; put it right and start again: what is done is kept') from error
 
@@ -81,7 +83,7 @@ class _Preparation:
         self.buckets = Buckets(settings.sizes, settings.aspects).names
 
     def go(self, share: Share | None) -> PrepareReport | None:
-        """Do what is still to be done."""
+        """Run all steps that are not done yet."""
         start = time.monotonic()
         if not self.work.complete.exists():
             plan = InputPlan.make(self.settings, self.source)
@@ -89,7 +91,7 @@ class _Preparation:
             if finished is not None:
                 finished.notes.append('it was prepared of this input before; nothing was to be done')
                 return finished
-            self.output.check(self.work)
+            self.output.check()
             plan.agree_with(self.work)
             self.work.clear_unfinished(share)
             try:
@@ -101,12 +103,12 @@ class _Preparation:
                 self.work.clear_unfinished(share)  # a full disk has better use for it
                 raise
         report = PrepareReport.read(self.work.complete)
-        self.output.put_in_place(self.work)
+        self.output.put_in_place()
         self.work.remove()
         return report
 
     def do_parts(self, plan: InputPlan, share: Share | None) -> None:
-        """Every part into a folder of its own."""
+        """Convert every part into a folder of its own."""
         self.work.parts.mkdir(exist_ok=True)
         mine = [number for number in range(len(plan.parts)) if share is None or share.has(number)]
         left = [number for number in mine if not self.work.part(number).is_dir()]
@@ -124,81 +126,85 @@ class _Preparation:
                 inputs += done.inputs
                 rejected += done.rejected.total()
                 rate = inputs / max(bar.format_dict['elapsed'], 1e-3)
-                bar.set_postfix_str(f'{rate:.0f} pictures/s, {rejected / max(1, inputs):.1%} left out', refresh=False)
+                bar.set_postfix_str(f'{rate:.0f} images/s, {rejected / max(1, inputs):.1%} left out', refresh=False)
                 bar.update(done.size)
 
     def results(self, jobs: Iterable[WorkerJob]) -> Generator[Any, None, None]:
-        """What the jobs return; closing it stops them."""
+        """Run jobs and yield their results; closing it stops them."""
         yield from self.run(jobs)
 
     def assemble(self, plan: InputPlan, start: float) -> None:
-        """Duplicates out, final shards, indexes, report; then the dataset is complete."""
-        catalogue = Catalogue.read([self.work.part(number) for number in range(len(plan.parts))], self.buckets)
-        repeats = catalogue.drop_duplicates(
+        """Leave out duplicates and write final shards, indexes and report; then the dataset is complete."""
+        catalog = Catalog.read([self.work.part(number) for number in range(len(plan.parts))], self.buckets)
+        repeats = catalog.drop_duplicates(
             self.settings.duplicates, max_distance=self.settings.max_distance, saved=self.work.duplicates
         )
-        report = self.report_on(catalogue, plan)
+        report = self.report_on(catalog, plan)
         if not report.pictures:
             self.work.remove()
-            lines = [f'{report.source}: no picture is left, nothing is written', *report.rejections()]
+            lines = [f'{report.source}: no image is left, nothing is written', *report.rejections()]
             raise UserError('\n'.join(lines))
-        self.pack(catalogue)
-        entries = read_entries(self.work, report.buckets)
+        self.pack(catalog)
+        writers = {name: self.writer(name) for name in report.buckets}
+        entries = {name: writer.read_entries(sorted(writer.done())) for name, writer in writers.items()}
         write_indexes(entries, self.work.dataset)
         report.bytes = {name: sum(shard['raw_data']['bytes'] for shard in entries[name]) for name in entries}
         html = report_page(
             report,
             self.settings.out,
-            buckets=report_thumbnails.of_buckets(catalogue, self.buckets),
-            rejected=report_thumbnails.of_reasons(catalogue, repeats),
+            buckets=report_thumbnails.of_buckets(catalog, self.buckets),
+            rejected=report_thumbnails.of_reasons(catalog, repeats),
         )
         write_whole(self.work.dataset / PAGE, html)
         report.seconds = time.monotonic() - start
         report.save(self.work.dataset / REPORT)
         write_whole(self.work.complete, (self.work.dataset / REPORT).read_text(encoding='utf-8'))
 
-    def pack(self, catalogue: Catalogue) -> None:
-        """The final shards."""
-        size_limit = self.settings.shard_bytes
-        planned = plan_shards(catalogue, self.buckets, work=self.work, size_limit=size_limit)
-        total = int(catalogue.columns['size'][catalogue.kept].sum())
+    def writer(self, bucket: str) -> ShardWriter:
+        """Return the writer of a bucket's final shards."""
+        return shard_writer(self.output, self.work, bucket, size_limit=self.settings.shard_bytes)
+
+    def pack(self, catalog: Catalog) -> None:
+        """Write the final shards."""
+        total = int(catalog.columns['size'][catalog.kept].sum())
         with tqdm(total=total, desc='shards', unit='B', unit_scale=True, disable=None) as bar:
 
             def left() -> Iterator[ShardJob]:
-                for job in planned:
-                    if self.output.has(job):
-                        bar.update(int(job.size.sum()))
-                    else:
-                        job.make_folders()
-                        yield job
+                for code, bucket in enumerate(self.buckets):
+                    writer = self.writer(bucket)
+                    done = writer.done()
+                    for job in plan_shards(catalog, code, bucket, work=self.work, shards=writer):
+                        if job.number in done:
+                            bar.update(int(job.size.sum()))
+                        else:
+                            yield job
 
             with closing(self.results(left())) as results:
-                for job in results:
-                    self.output.take(job)
-                    bar.update(int(job.size.sum()))
+                for size in results:
+                    bar.update(size)
 
-    def report_on(self, catalogue: Catalogue, plan: InputPlan) -> PrepareReport:
-        """What is known before the shards are written."""
-        found = np.bincount(catalogue.bucket[catalogue.kept], minlength=len(self.buckets))
+    def report_on(self, catalog: Catalog, plan: InputPlan) -> PrepareReport:
+        """Return the report without the sizes of the shards."""
+        found = np.bincount(catalog.bucket[catalog.kept], minlength=len(self.buckets))
         counts = dict(zip(self.buckets, found.tolist(), strict=True))
         return PrepareReport(
-            source=self.settings.source.location,
+            source=self.settings.source.title,
             arguments={'out': self.settings.out} | plan.settings,
             max_rejected=self.settings.max_rejected,
             versions=plan.versions,
-            licence=self.settings.licence,
-            inputs=len(catalogue),
-            pictures=len(catalogue.kept),
+            license=self.settings.license,
+            inputs=len(catalog),
+            pictures=len(catalog.kept),
             buckets={name: count for name, count in counts.items() if count},
             empty_buckets=[name for name, count in counts.items() if not count],
-            rejected=catalogue.rejected,
+            rejected=catalog.rejected,
             notes=self.notes(plan),
-            statistics=statistics_of(catalogue) if len(catalogue.kept) else {},
+            statistics=statistics_of(catalog) if len(catalog.kept) else {},
             fingerprint=plan.fingerprint,
         )
 
     def notes(self, plan: InputPlan) -> list[str]:
-        """Filters of columns that no picture had."""
+        """Return remarks on filters of columns that no image had."""
         filters = self.settings.filters
         if not filters.columns:
             return []

@@ -1,4 +1,4 @@
-"""From an entry of the source to a sample of the dataset, or the reason why it is left out."""
+"""Converting an entry of the source into a sample of the dataset, or a reason why it is left out."""
 
 import io
 from collections.abc import Mapping
@@ -16,16 +16,18 @@ from diffusion.prepare.sample_table import SampleRow
 from diffusion.prepare.settings import PrepareSettings
 from diffusion.prepare.source import Entry
 
+COLUMNS = {'image': 'bytes', 'captions': 'json', 'width': 'int', 'height': 'int', 'key': 'str', 'metadata': 'json'}
+"""MDS encodings of a prepared sample; width and height are those of the stored image, in pixels."""
 LANGUAGES = ('language', 'LANGUAGE', 'lang')
-"""Columns that say what language the captions are in."""
+"""Metadata columns that name the language of the captions."""
 PRIVATE = frozenset({'exif', 'EXIF'})
-"""What img2dataset copies out of a picture's file: the place, the camera and its owner's name stay out."""
+"""Metadata columns that are removed: img2dataset copies location, camera and owner from the image's file."""
 MAX_JPEG_SIDE = 65_500
 THUMBNAIL_SIDE = 96
 
 
 def take(entry: Entry, row: SampleRow, *, settings: PrepareSettings, buckets: Buckets) -> dict[str, Any]:
-    """The sample of an entry; what is learnt on the way goes into its row, also when it is left out.
+    """Return the sample of an entry; measurements go into its row, also when it is left out.
 
     Raises:
         Unfit: It is left out.
@@ -37,18 +39,18 @@ def take(entry: Entry, row: SampleRow, *, settings: PrepareSettings, buckets: Bu
     row.caption_length = max(map(len, captions))
     if entry.image is None:
         raise Unfit('no_image')
-    picture = clean(entry.image, background=settings.background, max_pixels=settings.max_pixels)
-    row.width, row.height = picture.width, picture.height
-    problem = filters.problem(picture.width, picture.height, captions, entry.metadata)
+    decoded = clean(entry.image, background=settings.background, max_pixels=settings.max_pixels)
+    row.width, row.height = decoded.width, decoded.height
+    problem = filters.problem(decoded.width, decoded.height, captions, entry.metadata)
     if problem is not None:
         raise Unfit(problem)
-    bucket = buckets.of(picture.width, picture.height)
+    bucket = buckets.of(decoded.width, decoded.height)
     if bucket is None:
         raise Unfit('too_small')
     row.bucket = buckets.name(*bucket)
-    row.exact_hash, row.perceptual_hash = exact_hash(picture.image), perceptual_hash(picture.image)
-    row.is_flat = is_flat(picture.image)
-    encoded, (width, height) = _stored(entry.image, picture, bucket[1], settings)
+    row.exact_hash, row.perceptual_hash = exact_hash(decoded.image), perceptual_hash(decoded.image)
+    row.is_flat = is_flat(decoded.image)
+    encoded, (width, height) = _stored(entry.image, decoded, bucket[1], settings)
     return {
         'image': encoded,
         'captions': captions,
@@ -60,7 +62,7 @@ def take(entry: Entry, row: SampleRow, *, settings: PrepareSettings, buckets: Bu
 
 
 def thumbnail(image: Image.Image) -> bytes:
-    """A small JPEG of a picture."""
+    """Return a small JPEG of an image."""
     small = image.convert('RGB')
     small.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
     encoded = io.BytesIO()
@@ -68,19 +70,19 @@ def thumbnail(image: Image.Image) -> bytes:
     return encoded.getvalue()
 
 
-def _stored(found: bytes, picture: Clean, shape: Shape, settings: PrepareSettings) -> tuple[bytes, tuple[int, int]]:
-    """What is stored of a picture, and its width and height."""
+def _stored(found: bytes, decoded: Clean, shape: Shape, settings: PrepareSettings) -> tuple[bytes, tuple[int, int]]:
+    """Return the encoded image to store, and its width and height."""
     original = settings.store == 'original'
-    if original and picture.as_found:
-        return found, (picture.width, picture.height)
-    image = picture.image if original else fitted(picture.image, shape)
+    if original and decoded.as_found:
+        return found, (decoded.width, decoded.height)
+    image = decoded.image if original else fitted(decoded.image, shape)
     if max(image.size) > MAX_JPEG_SIDE:
         raise Unfit('too_long')
-    return encode(image, lossless=picture.lossless, jpeg_quality=settings.jpeg_quality), image.size
+    return encode(image, lossless=decoded.lossless, jpeg_quality=settings.jpeg_quality), image.size
 
 
 def _metadata(found: Mapping[str, Any], row: SampleRow) -> dict[str, Any]:
-    """What the source says of a picture, and what was measured."""
+    """Return the source's metadata of an image, and the measurements."""
     kept = {name: json_value(value) for name, value in found.items() if name not in PRIVATE}
     measured = {
         'caption_length': row.caption_length,

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 from PIL import Image
 
-from diffusion.prepare.catalog import DUPLICATE, Catalogue
-from diffusion.prepare.convert_part import THUMBNAILS, samples_begin
-from diffusion.prepare.html_report import Shown
+from diffusion.evaluation.image_sheet import Figure
+from diffusion.prepare.catalog import DUPLICATE, Catalog
+from diffusion.prepare.convert_part import FORMAT, THUMBNAILS, samples_begin
 from diffusion.prepare.process_sample import thumbnail
 from diffusion.prepare.work_dir import read_json
 from diffusion.storage import mds
@@ -22,40 +22,40 @@ REASONS = 30
 """Reasons with thumbnails."""
 
 
-def of_buckets(catalogue: Catalogue, buckets: Sequence[str]) -> dict[str, list[Shown]]:
+def of_buckets(catalog: Catalog, buckets: Sequence[str]) -> dict[str, list[Figure]]:
     """Stored pictures with their first captions, by bucket."""
     each = max(1, min(A_BUCKET, MOST // len(buckets)))
-    first = {name: catalogue.of_bucket(code)[:each] for code, name in enumerate(buckets)}
-    return {name: [_stored(catalogue, at) for at in rows] for name, rows in first.items() if len(rows)}
+    first = {name: catalog.of_bucket(code)[:each] for code, name in enumerate(buckets)}
+    return {name: [_stored(catalog, at) for at in rows] for name, rows in first.items() if len(rows)}
 
 
-def of_reasons(catalogue: Catalogue, repeats: Sequence[tuple[int, int]]) -> dict[str, list[Shown]]:
+def of_reasons(catalog: Catalog, repeats: Sequence[tuple[int, int]]) -> dict[str, list[Figure]]:
     """Pictures that are left out, where they can be seen, with their keys, by reason.
 
     Args:
-        catalogue: With the parts.
+        catalog: With the parts.
         repeats: Pictures that repeat others, each with that one.
     """
-    missing = set(catalogue.rejected) - {DUPLICATE}
-    shown: dict[str, list[Shown]] = {}
-    for folder in catalogue.parts:
+    missing = set(catalog.rejected) - {DUPLICATE}
+    shown: dict[str, list[Figure]] = {}
+    for folder in catalog.parts:
         for each in read_json(folder / THUMBNAILS) if missing else ():
             entries = shown.setdefault(each['reason'], []) if len(shown) < REASONS else shown.get(each['reason'], [])
             if len(entries) < A_REASON:
                 text = f'{each["key"]} ({each["detail"]})' if each['detail'] else each['key']
-                entries.append(Shown(base64.b64decode(each['image']), text))
+                entries.append(Figure([base64.b64decode(each['image'])], text))
         missing -= {reason for reason, entries in shown.items() if len(entries) == A_REASON}
     if repeats:
-        shown[DUPLICATE] = [_stored(catalogue, at, of) for at, of in repeats[:A_REASON]]
+        shown[DUPLICATE] = [_stored(catalog, at, of) for at, of in repeats[:A_REASON]]
     return shown
 
 
-def _stored(catalogue: Catalogue, at: int | np.integer, of: int | None = None) -> Shown:
+def _stored(catalog: Catalog, at: int | np.integer, of: int | None = None) -> Figure:
     """A picture that has a sample in its part's shards."""
-    folder = catalogue.parts[int(catalogue.part[at])]
-    shard, offset, size = (int(catalogue.columns[name][at]) for name in ('shard', 'offset', 'size'))
+    folder = catalog.parts[int(catalog.part[at])]
+    shard, offset, size = (int(catalog.columns[name][at]) for name in ('shard', 'offset', 'size'))
     with (folder / mds.shard_name(shard)).open('rb') as file:
         file.seek(samples_begin(folder)[shard] + offset)
-        sample = mds.decode_sample(file.read(size))
-    text = sample['captions'][0] if of is None else f'{sample["key"]} (duplicate of {catalogue.key(of)})'
-    return Shown(thumbnail(Image.open(io.BytesIO(sample['image']))), text)
+        sample = FORMAT.decode(file.read(size))
+    text = sample['captions'][0] if of is None else f'{sample["key"]} (duplicate of {catalog.key(of)})'
+    return Figure([thumbnail(Image.open(io.BytesIO(sample['image'])))], text)

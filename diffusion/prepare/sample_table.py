@@ -1,4 +1,4 @@
-"""What is known of every picture of a part, kept or left out, as a Parquet file of one row each."""
+"""The table of a part: one row per image, kept or left out, as a Parquet file."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,28 +30,28 @@ SCHEMA = pa.schema(
 
 @dataclass
 class SampleRow:
-    """A picture; what is not known of one that is left out stays zero or empty."""
+    """The row of an image; values unknown for one that is left out stay zero or empty."""
 
     key: str
     reason: str = ''
-    """Why it is left out; empty for one that is kept."""
+    """The reason why it is left out; empty for one that is kept."""
     bucket: str = ''
-    """Its bucket's folder, `512px/640x384` for one."""
+    """The folder of its bucket, such as `512px/640x384`."""
     shard: int = 0
     """The shard of the part that its sample is in."""
     offset: int = 0
-    """Where its sample begins there, in bytes."""
+    """The offset of its sample after that shard's header, in bytes."""
     size: int = 0
-    """Of its sample, in bytes."""
+    """The size of its sample in bytes."""
     width: int = 0
-    """In pixels, as it was found."""
+    """Pixels of the image as it was found."""
     height: int = 0
     caption_length: int = 0
-    """Of the longest, in characters."""
+    """Characters of the longest caption."""
     exact_hash: int = 0
     perceptual_hash: int = 0
     is_flat: bool = False
-    """Whether it shows too little for its perceptual hash to mean anything."""
+    """True if it shows too little for its perceptual hash to mean anything."""
 
 
 def write_sample_rows(folder: Path, rows: Sequence[SampleRow]) -> None:
@@ -65,5 +65,5 @@ def write_sample_rows(folder: Path, rows: Sequence[SampleRow]) -> None:
 
 
 def read_sample_rows(folder: Path, columns: Sequence[str]) -> pa.Table:
-    """Some columns of the rows of a part."""
+    """Return some columns of a part's table."""
     return pq.read_table(folder / ROWS, columns=list(columns))

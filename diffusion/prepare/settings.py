@@ -1,4 +1,4 @@
-"""What a preparation is told: its fields are the keys of its YAML and the options of its command line."""
+"""Settings of a preparation: the fields are the keys of its YAML and the options of its command line."""
 
 import dataclasses
 import os
@@ -21,32 +21,61 @@ from diffusion.prepare.source import Source
 from diffusion.storage.writable import why_not_writable
 
 OPTIONS = {
-    'folder': ('captions',),
-    'webdataset': (),
-    'parquet': ('image_column', 'caption_column'),
+    'folder': ('location', 'captions'),
+    'webdataset': ('location',),
+    'parquet': ('location', 'image_column', 'caption_column'),
+    'openmoji': ('select', 'split', 'limit', 'offset', 'seed'),
 }
-"""What a kind of source takes beside its location."""
+"""Settings of each kind of source."""
 
 NAMED_ASPECTS = ('none', 'sdxl')
 
 
 @dataclass
 class SourceSettings:
-    """Where the pictures come from."""
+    """The source of the images."""
 
-    kind: Literal['folder', 'webdataset', 'parquet']
-    """folder: picture files; webdataset: tars as img2dataset writes them; parquet: files with a column of pictures."""
-    location: str
-    """A folder, a file, or a folder of an object store such as s3://bucket/laion."""
+    kind: Literal['folder', 'webdataset', 'parquet', 'openmoji']
+    """folder: image files; webdataset: tars as img2dataset writes them; parquet: files with a column of images;
+    openmoji: the emoji of an installed package, drawn at each of the sizes.
+    """
+    location: str = ''
+    """A folder, a file, or a folder of an object store such as s3://bucket/laion; openmoji has none."""
     captions: str | None = None
-    """Of a folder: the CSV or JSONL of file and caption; null looks for a .txt beside each picture."""
+    """For folder: the CSV or JSONL of file and caption; null looks for a .txt beside each image."""
     image_column: str | None = None
-    """Of parquet: the column with the pictures; null looks for one of the usual names."""
+    """For parquet: the column with the images; null looks for one of the usual names."""
     caption_column: str | None = None
-    """Of parquet: the column with the captions; null looks for one of the usual names."""
+    """For parquet: the column with the captions; null looks for one of the usual names."""
 
-    def open(self) -> Source:
-        """What reads it."""
+    select: Literal['distinct', 'named', 'all'] = 'distinct'
+    """For openmoji, distinct: named, one per family, no flags, letters and near-copies; named: all that have a name,
+    but no skin tones; all: also those without a name, captioned 'emoji'.
+    """
+    split: Literal['all', 'train', 'heldout'] = 'all'
+    """For openmoji: heldout is one family of variants in sixteen, train the rest."""
+    limit: int | None = None
+    """For openmoji: the largest number of emoji; null takes the whole selection."""
+    offset: int = 0
+    """For openmoji: the number of emoji left out at the start of the selection."""
+    seed: int = 17
+    """For openmoji: the seed of the selection's order."""
+
+    @property
+    def title(self) -> str:
+        """The name of the source in messages and reports."""
+        return 'OpenMoji' if self.kind == 'openmoji' else self.location
+
+    def open(self, *, sizes: Sequence[int]) -> Source:
+        """Return the source.
+
+        Args:
+            sizes: Sides in pixels of the images that a source which draws them is to draw.
+        """
+        if self.kind == 'openmoji':
+            from diffusion.prepare.openmoji import OpenMojiSource
+
+            return OpenMojiSource(tuple(sizes), self.select, self.split, self.limit, self.offset, self.seed)
         if self.kind == 'folder':
             from diffusion.prepare.folder_source import FolderSource
 
@@ -62,16 +91,16 @@ class SourceSettings:
 
 @dataclass
 class PrepareSettings:
-    """A preparation."""
+    """Settings of a preparation."""
 
     source: SourceSettings
-    """Where the pictures come from."""
+    """The source of the images."""
     out: str
     """The dataset: a folder, or one of an object store such as s3://bucket/mds; it must be empty or not exist."""
     sizes: list[int]
-    """Resolution buckets: sides in pixels; each picture goes to the largest that it need not be enlarged for."""
+    """Resolution buckets: sides in pixels; each image goes to the largest that it need not be enlarged for."""
     aspects: str | list[str] = 'none'
-    """Shapes inside a resolution: none keeps each picture's own, sdxl is that paper's table, or shapes of the largest
+    """Shapes inside a resolution: none keeps each image's own, sdxl is that paper's table, or shapes of the largest
     size such as 640x384, scaled for the others. With shapes, each has a folder of shards, and a recipe says `aspects`.
     """
     work: str | None = None
@@ -79,27 +108,27 @@ class PrepareSettings:
     overwrite: bool = False
     """Replace the dataset that is there."""
     workers: int | None = None
-    """Processes; null is one a core."""
+    """Processes; null is one per core."""
     background: str = 'white'
-    """The colour that transparent pictures are put on."""
+    """The color that transparent images are put on."""
     max_pixels: int = MAX_PIXELS
-    """Larger pictures are rejected before they are decoded."""
+    """Larger images are rejected before they are decoded."""
     filters: Filters = field(default_factory=Filters)
-    """Which pictures are left out."""
+    """Limits that images must meet."""
     store: Literal['resized', 'original'] = 'resized'
     """resized: as large as their bucket needs; original: the file's own bytes where they need no correction."""
     jpeg_quality: int = 95
-    """1 to 100, of what is stored as JPEG; what was lossless is stored as PNG."""
+    """Quality of stored JPEGs, 1 to 100; lossless images are stored as PNG."""
     duplicates: Literal['none', 'exact', 'near'] = 'none'
-    """Which repeated pictures are left out: none, those of equal pixels, or also those that look alike."""
+    """Repeated images that are left out: none, exact (equal pixels), or near (also those that look alike)."""
     max_distance: int = 4
-    """Bits out of 64 by which the perceptual hashes of pictures that look alike may differ."""
+    """Bits out of 64 by which the perceptual hashes of images that look alike may differ."""
     max_rejected: float = 0.01
-    """Largest share of pictures left out with which the preparation passes; above it the exit status is 3."""
+    """Largest share of images left out with which the preparation passes; above it the exit status is 3."""
     shard_mb: float = 256.0
     """Largest size of a shard, in MB."""
-    licence: str | None = None
-    """What the pictures may be used for; goes into the report."""
+    license: str | None = None
+    """The license of the images; goes into the report."""
 
     @property
     def shard_bytes(self) -> int:
@@ -112,7 +141,7 @@ class PrepareSettings:
 
     @property
     def is_remote(self) -> bool:
-        """Whether the output is in an object store."""
+        """True if the output is in an object store."""
         return is_remote(self.out)
 
     @property
@@ -123,10 +152,13 @@ class PrepareSettings:
         return out.with_name(f'{out.name}.work')
 
     def what_it_makes(self) -> dict[str, Any]:
-        """The settings that the dataset's bytes depend on; others may change while a preparation goes on."""
+        """Return the settings that the dataset's bytes depend on; others may change while a preparation goes on."""
         values = dataclasses.asdict(self)
-        for name in ('out', 'work', 'overwrite', 'workers', 'max_rejected', 'licence'):
+        for name in ('out', 'work', 'overwrite', 'workers', 'max_rejected', 'license'):
             del values[name]
+        if self.source.kind != 'openmoji':  # absent, as in the plans and fingerprints of versions that had no openmoji
+            for name in OPTIONS['openmoji']:
+                del values['source'][name]
         return values
 
 
@@ -146,7 +178,7 @@ def load_settings(path: str | Path, overrides: Sequence[str] = ()) -> PrepareSet
 def settings_of(
     *contents: dict[str, Any], overrides: Sequence[str] = (), path: str | Path = 'diffusion prepare'
 ) -> PrepareSettings:
-    """The settings that plain values say, later ones first in rank.
+    """Build settings from plain values, of which later ones win.
 
     Raises:
         RecipeError: With every mistake found; its message begins with `path`.
@@ -155,6 +187,8 @@ def settings_of(
         values = merge(contents, overrides)
     except UnreadableYAML as error:
         raise RecipeError([Problem('', str(error))], path) from error
+    if 'licence' in values:  # the key's former spelling
+        values['license'] = values.pop('licence')
     gather = Gatherer()
     settings = build_dataclass(PrepareSettings, values, '', gather)
     problems = gather.problems + gather.missing
@@ -166,12 +200,12 @@ def settings_of(
 
 
 def check_settings(settings: PrepareSettings) -> list[Problem]:
-    """The mistakes in settings whose types are right."""
+    """Return the mistakes in settings whose types are right."""
     gather = Gatherer()
     _check_source(settings.source, gather)
     _check_sizes(settings, gather)
     _check_numbers(settings, gather)
-    _check_colour(settings.background, gather)
+    _check_color(settings.background, gather)
     try:
         settings.filters.check()
     except UserError as error:
@@ -181,10 +215,13 @@ def check_settings(settings: PrepareSettings) -> list[Problem]:
 
 
 def _check_source(source: SourceSettings, gather: Gatherer) -> None:
-    for name in ('captions', 'image_column', 'caption_column'):
-        if getattr(source, name) is not None and name not in OPTIONS[source.kind]:
-            takes = ' and '.join(OPTIONS[source.kind]) or 'nothing else'
-            gather.problem(f'source.{name}', f'is not for {source.kind}, which takes location and {takes}; remove it')
+    takes = OPTIONS[source.kind]
+    for field_ in dataclasses.fields(source):
+        name = field_.name
+        if name != 'kind' and name not in takes and getattr(source, name) != field_.default:
+            gather.problem(f'source.{name}', f'is not for {source.kind}, which takes {" and ".join(takes)}; remove it')
+    if 'location' in takes and not source.location:
+        gather.problem('source.location', 'is missing; give a folder, a file, or a folder of an object store')
 
 
 def _check_sizes(settings: PrepareSettings, gather: Gatherer) -> None:
@@ -218,19 +255,19 @@ def _check_numbers(settings: PrepareSettings, gather: Gatherer) -> None:
             gather.problem(name, f'{value} is out of range; give {least} to {most}')
 
 
-def _check_colour(colour: str, gather: Gatherer) -> None:
+def _check_color(color: str, gather: Gatherer) -> None:
     from PIL import ImageColor
 
     try:
-        channels = len(ImageColor.getrgb(colour))
+        channels = len(ImageColor.getrgb(color))
     except ValueError:
         channels = 0
     if channels != 3:
-        gather.problem('background', f'{colour!r} is no opaque colour; write a name such as white, or #rrggbb')
+        gather.problem('background', f'{color!r} is no opaque color; write a name such as white, or #rrggbb')
 
 
 def _check_folders(settings: PrepareSettings, gather: Gatherer) -> None:
-    """What is written must not lie over what is read."""
+    """Check that the output does not lie over the input."""
     if settings.is_remote:
         if settings.work is None:
             gather.problem('work', f'is missing; out is {settings.out}, so give a local folder for unfinished work')

@@ -1,11 +1,11 @@
-"""What a preparation reads: a source cut into parts, each of which yields pictures with captions."""
+"""The interface of sources: a source is cut into parts, each of which yields images with captions."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-PICTURES = ('jpg', 'jpeg', 'png', 'webp', 'gif', 'bmp', 'tif', 'tiff', 'avif')
-"""Suffixes of files that are pictures."""
+IMAGE_SUFFIXES = ('jpg', 'jpeg', 'png', 'webp', 'gif', 'bmp', 'tif', 'tiff', 'avif')
+"""Suffixes of files that are images."""
 
 
 @dataclass(frozen=True)
@@ -15,34 +15,34 @@ class Part:
     name: str
     """Unique and stable; of letters, digits, dots, dashes and underscores."""
     where: dict[str, Any]
-    """What the source needs to read it, in JSON's types."""
+    """Values that the source needs to read it, in JSON's types."""
     size: int
-    """Bytes, or pictures where bytes are not known; what progress counts."""
+    """Bytes, or images where bytes are not known; the progress bar counts them."""
     stamp: str
-    """Changes when the part's content does: size and time of a file, or the tag an object store gives it."""
+    """A text that changes when the part's content does: size and time of a file, or the tag of an object."""
 
 
 @dataclass
 class Entry:
-    """A picture as it was found, or why there is none."""
+    """An image as it was found, or a reason why there is none."""
 
     key: str
     """Stable id within the source, which the report and the dataset name it by."""
     image: bytes | None = None
     """The file as it was found: still encoded, nothing checked."""
     captions: list[Any] = field(default_factory=list)
-    """As they were found: None, numbers and NaN included."""
+    """Captions as they were found: None, numbers and NaN included."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """Other columns by name, such as `aesthetic_score`, in JSON's types."""
     problem: str | None = None
-    """Why the source could not read it, as a reason for the report, such as `no_image`."""
+    """The reason why the source could not read it, for the report, such as `no_image`."""
 
 
 class Source(Protocol):
-    """Where pictures come from; it travels to other processes, so it is plain data."""
+    """A source of images; it is sent to other processes, so it is plain data."""
 
     def parts(self) -> Sequence[Part]:
-        """The parts in their order, the same whenever the input is the same.
+        """Return the parts in their order, the same whenever the input is the same.
 
         Raises:
             ValueError: There is nothing to read, or it cannot be listed.
@@ -50,7 +50,7 @@ class Source(Protocol):
         ...
 
     def read(self, part: Part) -> Iterator[Entry]:
-        """The entries of a part in their order; every picture, caption or row that is there gives one.
+        """Yield the entries of a part in their order; every image, caption or row that is there gives one.
 
         Raises:
             OSError: The part cannot be read now; trying again may help.

@@ -24,7 +24,7 @@ BEFORE_A_MEMBER = frozenset(
         *(tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.XGLTYPE),
     }
 )
-"""Types of headers that say more of the member after them."""
+"""Types of headers that describe the member after them."""
 WITHOUT_CONTENT = frozenset(
     {
         *(tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.DIRTYPE),
@@ -40,7 +40,7 @@ class DamagedTar(Exception):
     def __init__(self, how: str, byte: int, name: str | None) -> None:
         super().__init__(how)
         self.byte = byte
-        """Where the member begins that cannot be read; in a compressed tar, in what it unpacks to."""
+        """The offset of the member that cannot be read; in a compressed tar, the offset after unpacking."""
         self.name = name
         """That member's name, where its header is whole."""
 
@@ -55,7 +55,7 @@ class Member(NamedTuple):
 
 
 def members(path: Path) -> Iterator[Member]:
-    """The members of a tar, compressed by gzip or not, in their order.
+    """Yield the members of a tar, compressed by gzip or not, in their order.
 
     Raises:
         Damaged: After the members before the damage.
@@ -74,7 +74,7 @@ def members(path: Path) -> Iterator[Member]:
 
 
 class _Tar:
-    """A tar, and where it is being read."""
+    """A tar and the position of reading."""
 
     def __init__(self, file: IO[bytes] | gzip.GzipFile) -> None:
         self.file = file
@@ -86,7 +86,7 @@ class _Tar:
         return DamagedTar(how, self._begin, self._name)
 
     def members(self) -> Iterator[Member]:
-        """See above; names and sizes too long for a header stand in members of their own before it."""
+        """Yield the members; names and sizes too long for a header stand in members of their own before it."""
         name, size, ended = None, None, False
         while True:
             if name is None and size is None:
@@ -126,7 +126,7 @@ class _Tar:
         return header
 
     def _extended(self, content: bytes) -> tuple[str | None, int | None]:
-        """Name and size that a pax header sets; its records read `24 path=a/long/name.jpg`, each with a line's end."""
+        """Return the name and size that a pax header sets; its records are lines such as `24 path=a/long/name.jpg`."""
         name, size = None, None
         try:
             while content:
@@ -146,7 +146,7 @@ class _Tar:
         return name, size
 
     def _content(self, size: int, *, limit: int) -> bytes | None:
-        """What a member holds, and past its padding; None if it is over the limit."""
+        """Read a member's content and its padding; returns None for content over the limit."""
         padding = -size % BLOCK
         if 0 < size <= limit:
             content = self._take(size)
@@ -158,7 +158,7 @@ class _Tar:
         return b'' if size <= limit else None
 
     def _take(self, size: int, *, may_end: bool = False) -> bytes | None:
-        """So many bytes; None at the end of the file, if it may end here."""
+        """Read so many bytes; returns None at the end of the file, if it may end here."""
         taken = self.file.read(size)
         self._read += len(taken)
         if not taken and size and may_end:

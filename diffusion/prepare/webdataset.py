@@ -1,4 +1,4 @@
-"""Tars of pictures and captions, as img2dataset writes them and webdataset reads them."""
+"""Tars of images and captions, as img2dataset writes them and webdataset reads them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -6,16 +6,16 @@ from pathlib import Path
 
 from diffusion.prepare.extra_columns import read_columns
 from diffusion.prepare.file_listing import as_utf8, list_files, local_copy, whole_file
-from diffusion.prepare.source import PICTURES, Entry, Part
+from diffusion.prepare.source import IMAGE_SUFFIXES, Entry, Part
 from diffusion.prepare.tar_reading import DamagedTar, Member, members
 
 SUFFIXES = ('.tar', '.tar.gz', '.tgz')
-KNOWN = frozenset({*PICTURES, 'txt', 'json'})
+KNOWN = frozenset({*IMAGE_SUFFIXES, 'txt', 'json'})
 
 
 @dataclass(frozen=True)
 class WebDatasetSource:
-    """Tars of a folder, a file, or a pattern in braces; a part a tar, a sample a picture.
+    """Tars of a folder, a file, or a pattern in braces; a part a tar, a sample an image.
 
     A sample is what stands side by side under one name: `000000012.jpg`, the caption in `000000012.txt`, metadata in
     `000000012.json`. Its key is the tar's name and its own, `00000/000000012`. Captions are the JSON's `captions`, or
@@ -26,7 +26,7 @@ class WebDatasetSource:
     location: str
 
     def parts(self) -> list[Part]:
-        """A part for each tar.
+        """Return a part for each tar.
 
         Raises:
             ValueError: There is none, or the location cannot be listed.
@@ -34,7 +34,7 @@ class WebDatasetSource:
         return [whole_file(file, SUFFIXES[0]) for file in list_files(self.location, SUFFIXES)]
 
     def read(self, part: Part) -> Iterator[Entry]:
-        """The samples in the tar's order; where it is damaged, those before and then one that says so.
+        """Yield the samples in the tar's order; of a damaged tar, those before the damage and then one that names it.
 
         Raises:
             ValueError: A store refuses to give the tar.
@@ -51,11 +51,11 @@ class _Sample:
 
     key: str
     members: dict[str, Member] = field(default_factory=dict)
-    """By suffix."""
+    """The members by suffix."""
 
     @property
     def image(self) -> Member | None:
-        return next((self.members[suffix] for suffix in PICTURES if suffix in self.members), None)
+        return next((self.members[suffix] for suffix in IMAGE_SUFFIXES if suffix in self.members), None)
 
 
 def _entries(path: Path, stem: str) -> Iterator[Entry]:
@@ -74,7 +74,7 @@ def _entries(path: Path, stem: str) -> Iterator[Entry]:
 
 
 def _samples(path: Path) -> Iterator[_Sample]:
-    """Runs of members of one name; a suffix that comes again begins a new sample."""
+    """Yield runs of members of one name; a suffix that comes again begins a new sample."""
     sample = None
     try:
         for member in members(path):
@@ -96,7 +96,7 @@ def _samples(path: Path) -> Iterator[_Sample]:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """Key and suffix: webdataset cuts the last piece of a path at its first dot."""
+    """Return key and suffix; webdataset cuts the last piece of a path at its first dot."""
     folder, slash, last = name.removeprefix('./').rpartition('/')
     stem, _, suffix = last.partition('.')
     return folder + slash + stem, suffix.lower() if stem else ''

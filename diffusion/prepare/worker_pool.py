@@ -1,4 +1,4 @@
-"""Jobs over processes: what a dying process worked on is known, tried again, and named when that does not help.
+"""Jobs over processes: the job of a process that dies is tried again, and named when that does not help.
 
 Python's own pools either hang when a worker is killed or give all work up, and neither says which job it had.
 """
@@ -17,12 +17,12 @@ from typing import Any, Protocol
 from diffusion.errors import DataError
 
 Note = Callable[[str], None]
-"""Takes what a job is at, such as a picture's key, for the message when its process dies of it."""
+"""Takes the current item of a job, such as an image's key, for the message when its process dies."""
 
 PRELOAD = ['diffusion.prepare.convert_part', 'diffusion.prepare.pack_shards', 'pandas']
-"""What every worker needs; pyarrow imports pandas, half a second of it, when it makes its first array."""
+"""Modules that every worker needs; pyarrow imports pandas, half a second of it, when it makes its first array."""
 DEATHS = 3
-"""How often a job's process may die: at first among others, then alone, since it may have died for want of memory."""
+"""Deaths of a job's process before giving up: it runs beside others, then alone, since memory may have run out."""
 NOTE_BYTES = 1024
 
 
@@ -31,16 +31,16 @@ class WorkerJob(Protocol):
 
     @property
     def name(self) -> str:
-        """What a message calls it."""
+        """The job's name in messages."""
         ...
 
     def __call__(self, note: Note) -> Any:
-        """Do it."""
+        """Run the job."""
         ...
 
 
 def run_jobs(jobs: Iterable[WorkerJob], *, workers: int) -> Iterator[Any]:
-    """Do the jobs in at most `workers` processes; yields their results as they come.
+    """Run the jobs in at most `workers` processes; yields their results as they come.
 
     Raises:
         DataError: A job's process died again and again.
@@ -96,7 +96,7 @@ class _Worker:
 
     @property
     def note(self) -> str:
-        """What its job was at; readable also after the death of the process."""
+        """The current item of its job; readable also after the death of the process."""
         return self._note.value.decode('utf-8', 'replace')
 
     def give(self, job: WorkerJob) -> None:
@@ -107,7 +107,7 @@ class _Worker:
             self.pipe.send(job)
 
     def take(self) -> Any:
-        """The result of its job. Raises EOFError when the process died."""
+        """Return the result of its job. Raises EOFError when the process died."""
         try:
             result, error, trace = self.pipe.recv()
         except OSError as broken:
@@ -117,7 +117,7 @@ class _Worker:
         return result
 
     def stop(self) -> int | None:
-        """End the process if it still lives; its exit code."""
+        """End the process if it still lives; returns its exit code."""
         self._process.kill()
         self._process.join()
         self.pipe.close()
@@ -132,7 +132,7 @@ class _InWorker(Exception):
 
 
 def _ready(busy: list[_Worker]) -> list[_Worker]:
-    """Workers that are done or dead; waits for one."""
+    """Wait until a worker is done or dead; returns all that are."""
     pipes = wait([worker.pipe for worker in busy])
     return [worker for worker in busy if worker.pipe in pipes]
 
@@ -143,12 +143,12 @@ def _obituary(worker: _Worker) -> str:
     at = f' at {note}' if note else ''
     return (
         f'{worker.job.name}: its process died {DEATHS} times{at}, the last time alone and {how}; '
-        'give the machine more memory or take that picture out, then start again: what is done is kept'
+        'give the machine more memory or take that image out, then start again: what is done is kept'
     )
 
 
 def _serve(pipe: Connection, shared: Any, environment: dict[str, str]) -> None:
-    """The life of a worker."""
+    """Run jobs from a pipe: the main function of a worker."""
     os.environ.update(environment)  # the forkserver may have started before a variable was set
     threading.Thread(target=_end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent ends the others
@@ -169,7 +169,7 @@ def _serve(pipe: Connection, shared: Any, environment: dict[str, str]) -> None:
 
 
 def _end_with_parent() -> None:
-    """Without this a worker would work on after its parent was killed, beside those of the next start."""
+    """End this process with its parent; else it would work on beside those of the next start."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

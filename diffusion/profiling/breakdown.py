@@ -1,4 +1,4 @@
-"""How fast a run is, and where its time goes."""
+"""Log the throughput of a run and the share of step time in each stage."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -36,23 +36,23 @@ from diffusion.profiling.step_timer import (
 log = logging.getLogger(__name__)
 
 NAMES = {'data_wait': 'data wait', 'h2d': 'copies to the device', 'ema': 'EMA'}
-"""How a line for people calls stages whose name is not a word."""
+"""Names of stages on the console, if they differ from those of the metrics."""
 
 
 @dataclass(frozen=True)
 class BreakdownReport:
-    """How fast some batches were.
+    """Throughput of a window of batches.
 
     Attributes:
-        batches: How many.
-        samples: On all devices.
-        devices: How many.
-        step_seconds: Of rank 0, evaluations apart.
-        slowest_step_seconds: Of the slowest rank.
-        flops: On all devices; None for a model that does not count them.
-        peak_flops_per_second: Of a device; None where that is unknown.
-        peak_gib: Most memory that a device's tensors took; None without a GPU.
-        shares: Of the time, by stage; they sum to 1.
+        batches: Number of batches.
+        samples: Number of samples on all devices.
+        devices: Number of devices.
+        step_seconds: Seconds per step on rank 0, without evaluations.
+        slowest_step_seconds: Seconds per step on the slowest rank.
+        flops: FLOPs of the window on all devices; None if the model does not count them.
+        peak_flops_per_second: Peak FLOP/s of a device; None if unknown.
+        peak_gib: Peak memory of tensors on the fullest device in GiB; None without a GPU.
+        shares: Fraction of time in each stage; they sum to 1.
     """
 
     batches: int
@@ -75,12 +75,12 @@ class BreakdownReport:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilisation, in [0, 1]."""
+        """Model FLOPs utilization, in [0, 1]; None if unknown."""
         rate, peak = self.flops_per_second_and_device, self.peak_flops_per_second
         return rate / peak if rate is not None and peak else None
 
     def metrics(self) -> dict[str, float]:
-        """By name; those of throughput are called as Composer's SpeedMonitor calls them."""
+        """Return metrics by name; throughput has the names of Composer's SpeedMonitor."""
         found: dict[str, float | None] = {
             'throughput/samples_per_sec': self.samples_per_second,
             'throughput/batches_per_sec': 1 / self.step_seconds,
@@ -95,7 +95,7 @@ class BreakdownReport:
         return {name: value for name, value in found.items() if value is not None}
 
     def line(self) -> str:
-        """For people."""
+        """Return the report as one line of text."""
         rate, per_device = self.samples_per_second, self.samples_per_second / self.devices
         parts = [f'{_figures(rate)} images/s' + (f', {_figures(per_device)} a device' if self.devices > 1 else '')]
         if self.mfu is not None:
@@ -112,19 +112,19 @@ class BreakdownReport:
 
 
 class Breakdown(Callback):
-    """Log images a second, MFU, and the shares of a step's stages, and say them on a line.
+    """Log images per second, MFU and the share of step time in each stage, as metrics and as a line of text.
 
-    Stages: `data_wait` (for the loader, and for other ranks that wait for theirs), `h2d` (copies of microbatches to the
-    device), `encode` (frozen encoders), `forward`, `backward`, `optimizer` (clipping too), `ema`, `logging` (callbacks
-    and loggers), `checkpoint`, `evaluation` (pictures too) and `other`. Waits are timed by the host in every batch. On
-    GPUs the other stages are timed by CUDA events in the last `sampled` batches, which are read when the GPU has come
-    to them: nothing waits, and what is idle between two kernels counts to the stage that should have filled it.
+    Stages: `data_wait` (waiting for the loader, or for other ranks that wait for theirs), `h2d` (copies of microbatches
+    to the device), `encode` (frozen encoders), `forward`, `backward`, `optimizer` (with clipping), `ema`, `logging`
+    (callbacks and loggers), `checkpoint`, `evaluation` (with image grids) and `other`. The host times waits in every
+    batch. On GPUs, CUDA events time the other stages in the last `sampled` batches. They are read once the GPU has
+    passed them, so that the host never waits; idle time of the GPU counts for the stage that the host is in.
 
     Args:
-        window: Batches between two reports.
-        skip: Batches at the start that are not counted: the first starts the loader and compiles.
-        sampled: Batches of a window that a GPU times.
-        peak_tflops: Of a device in the run's precision; by default Composer's table says.
+        window: Batches per report.
+        skip: Batches at the start that are not measured: the first one starts the loader and compiles.
+        sampled: Batches of a window that are timed by CUDA events.
+        peak_tflops: Peak TFLOP/s of a device in the run's precision; from Composer's table by default.
     """
 
     def __init__(self, *, window: int = 50, skip: int = 1, sampled: int = 10, peak_tflops: float | None = None) -> None:
@@ -136,7 +136,7 @@ class Breakdown(Callback):
         self.sampled = min(window, sampled)
         self.peak_flops = None if peak_tflops is None else 1e12 * peak_tflops
         self.report: BreakdownReport | None = None
-        """The last one."""
+        """The last report."""
         self.timeline = Timeline()
         self._left = 0
         self._to_skip = skip
@@ -145,7 +145,7 @@ class Breakdown(Callback):
         self._flops = 0.0
         self._undo: list[Callable[[], object]] = []
 
-    # -- what is listened to --
+    # -- events --
 
     def fit_start(self, state: State, logger: Logger) -> None:
         self._detach()
@@ -156,18 +156,18 @@ class Breakdown(Callback):
         self._to_skip, self._batches = self.skip, 0
         for algorithm in state.algorithms:
             if isinstance(algorithm, Averager):
-                self._time(algorithm, 'apply', EMA)
+                self._time_method(algorithm, 'apply', EMA)
         for callback in state.callbacks:
             if callback is not self:
                 for name in hooks_of(callback):
-                    self._time(callback, name, stage_of(callback))
+                    self._time_method(callback, name, stage_of(callback))
         for optimizer in state.optimizers:
             self._undo.append(optimizer.register_step_post_hook(lambda *_: self._enter(OTHER)).remove)
         stage_hooks.listen(self.timeline)
         self._undo.append(lambda: stage_hooks.listen(None))
 
     def epoch_start(self, state: State, logger: Logger) -> None:
-        self._enter(DATA_WAIT)  # of an epoch's first batch: the loader starts
+        self._enter(DATA_WAIT)  # the loader starts its workers for the first batch
 
     def before_dataloader(self, state: State, logger: Logger) -> None:
         self._enter(DATA_WAIT)
@@ -212,17 +212,17 @@ class Breakdown(Callback):
         if recorder is not None and self._batches == self.window - self.sampled:
             recorder.start()
         if self._batches == self.window:
-            self._tell(state, logger)
+            self._report(state, logger)
 
     def fit_end(self, state: State, logger: Logger) -> None:
         if self.report is None and self._batches:
-            self._tell(state, logger)  # of a run that is shorter than a window
+            self._report(state, logger)  # the run is shorter than a window
         self._detach()
 
     def close(self, state: State, logger: Logger) -> None:
         self._detach()
 
-    # -- parts of the above --
+    # -- helpers of the events --
 
     def _enter(self, stage: str) -> None:
         self.timeline.switch(stage)
@@ -238,8 +238,8 @@ class Breakdown(Callback):
             if self.sampled == self.window:
                 recorder.start()
 
-    def _tell(self, state: State, logger: Logger) -> None:
-        """Report a window, and start the next."""
+    def _report(self, state: State, logger: Logger) -> None:
+        """Report a window on all ranks, and start the next."""
         host = self.timeline.take()
         recorder = self.timeline.recorder
         shares = shares_of(host, None if recorder is None else recorder.read())
@@ -264,8 +264,10 @@ class Breakdown(Callback):
         if dist.get_global_rank() == 0:
             log.info('batch %d: %s', state.timestamp.batch.value, self.report.line())
 
-    def _time(self, owner: Any, name: str, stage: str) -> None:
-        """Count a method of one object to a stage."""
+    def _time_method(self, owner: Any, name: str, stage: str) -> None:
+        """Count the time in a method of an object as a stage, until `_detach`."""
+        # Composer calls callbacks and algorithms one after another within an event and offers no hook around a single
+        # one. A timed wrapper in the instance's __dict__ shadows the class's method; deleting it restores the method.
         setattr(owner, name, self.timeline.timed(getattr(owner, name), stage))
         self._undo.append(lambda: owner.__dict__.pop(name, None))
 
@@ -275,7 +277,7 @@ class Breakdown(Callback):
 
 
 def hooks_of(callback: Callback) -> list[str]:
-    """The methods of a callback that do something while training: those that its class has of its own."""
+    """Return the methods of a callback that run while training: those that its class overrides."""
     kind = type(callback)
     names = ['run_event', *(event.value for event in Event if event not in (Event.INIT, Event.FIT_START))]
     if isinstance(callback, LoggerDestination):
@@ -286,14 +288,14 @@ def hooks_of(callback: Callback) -> list[str]:
 
 
 def stage_of(callback: Callback) -> str:
-    """What a callback's time is spent on."""
+    """Return the stage that a callback's time counts for."""
     if isinstance(callback, CheckpointSaver):
         return CHECKPOINT
     return EVALUATION if isinstance(callback, ImageGrid) else LOGGING
 
 
 def _of_all_ranks(figures: Sequence[float], state: State) -> list[list[float]]:
-    """The figures of every rank, in one exchange."""
+    """Gather these numbers from every rank in one collective."""
     if dist.get_world_size() == 1:
         return [list(figures)]
     own = state.device.tensor_to_device(torch.tensor(figures, dtype=torch.float64))
@@ -301,5 +303,5 @@ def _of_all_ranks(figures: Sequence[float], state: State) -> list[list[float]]:
 
 
 def _figures(value: float) -> str:
-    """Three figures, or whole."""
+    """Format a number with three significant digits, or as an integer from 100 on."""
     return f'{value:.0f}' if value >= 100 else f'{value:.3g}'

@@ -1,4 +1,4 @@
-"""Where the host waits for the device: each such place in a step leaves a GPU without work for a moment."""
+"""Find the source lines where the host waits for the device; each wait in a step leaves the GPU idle for a moment."""
 
 import traceback
 import warnings
@@ -22,17 +22,17 @@ VALUES = {
     'aten::repeat_interleave',
     'aten::_unique2',
 }
-"""Operations that must know a tensor's values before they can go on."""
+"""Operations that need a tensor's values on the host."""
 METHODS = ('cpu', 'numpy', 'tolist')
-"""Methods that need values, too, and dispatch nothing where the tensor is on the CPU already."""
+"""Tensor methods that need values on the host too, and dispatch no operation for a tensor on the CPU."""
 HOSTS = ('/diffusion/data/', '/torch/optim/')
-"""Code whose tensors are on the host on any machine: what loaders read, and the steps that optimizers count."""
+"""Parts of paths of code whose tensors are always on the host: loaders, and the step counts of optimizers."""
 PACKAGES = ('diffusion', 'composer')
-"""Whose code is named; otherwise it is the innermost line outside of PyTorch."""
+"""Packages whose innermost line is reported; without one, the innermost line outside of PyTorch is."""
 
 
 class Site(NamedTuple):
-    """A line that makes the host wait."""
+    """A source line that makes the host wait."""
 
     file: str
     line: int
@@ -44,14 +44,16 @@ class Site(NamedTuple):
 
 @contextmanager
 def find_waits() -> Iterator[Counter[Site]]:
-    """Count the places inside that wait for a GPU; without one, those that would if every tensor were on it."""
+    """Count waits for the GPU per source line; without a GPU, the waits that there would be if tensors were on one."""
     found: Counter[Site] = Counter()
-    with _as_cuda_tells(found) if torch.cuda.is_available() else _as_calls_tell(found):
+    with _count_cuda_warnings(found) if torch.cuda.is_available() else _count_calls(found):
         yield found
 
 
 @contextmanager
-def _as_cuda_tells(found: Counter[Site]) -> Iterator[None]:
+def _count_cuda_warnings(found: Counter[Site]) -> Iterator[None]:
+    """Count the warnings of CUDA's sync debug mode, which PyTorch emits at every synchronizing operation."""
+
     def note(message: Any, category: Any, *rest: Any, **more: Any) -> None:
         if 'synchronizing CUDA operation' in str(message):
             found[_site()] += 1
@@ -71,16 +73,20 @@ def _as_cuda_tells(found: Counter[Site]) -> Iterator[None]:
 
 
 @contextmanager
-def _as_calls_tell(found: Counter[Site]) -> Iterator[None]:
+def _count_calls(found: Counter[Site]) -> Iterator[None]:
+    """Count the calls that would synchronize if their tensors were on a GPU."""
+
+    # A dispatch mode sees every operation. Methods such as Tensor.cpu() dispatch none for a tensor that is on the CPU
+    # already, so they are replaced on the Tensor class for as long as this runs, in this process only.
     class Mode(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if (func._schema.name in VALUES or _masks(func, args)) and not _is_the_hosts():
+            if (func._schema.name in VALUES or _masks(func, args)) and not _is_on_host():
                 found[_site()] += 1
             return func(*args, **(kwargs or {}))
 
     def noting(method: Callable[..., Any]) -> Callable[..., Any]:
         def call(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if not _is_the_hosts():
+            if not _is_on_host():
                 found[_site()] += 1
             return method(self, *args, **kwargs)
 
@@ -98,14 +104,15 @@ def _as_calls_tell(found: Counter[Site]) -> Iterator[None]:
 
 
 def _masks(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether a tensor is indexed by a mask, whose true values must be counted."""
+    """Return True if a tensor is indexed by a boolean mask, which synchronizes to count the true values."""
     if func._schema.name not in ('aten::index', 'aten::index_put_', 'aten::index_put'):
         return False
     return any(index is not None and index.dtype == torch.bool for index in args[1])
 
 
-def _is_the_hosts() -> bool:
-    """Whether the innermost code that has a say in it is the host's (a closure is called by the optimizer)."""
+def _is_on_host() -> bool:
+    """Return True if the innermost relevant frame is code whose tensors are on the host on any machine."""
+    # Frames of HOSTS inside a frame of ours count; the optimizer's frame outside of our closure does not.
     for frame in reversed(traceback.extract_stack()):
         if any(place in frame.filename for place in HOSTS):
             return True
@@ -115,7 +122,7 @@ def _is_the_hosts() -> bool:
 
 
 def _site() -> Site:
-    """The innermost line of ours or of Composer, or else of anything but PyTorch."""
+    """Return the innermost line of PACKAGES, or else of any package but PyTorch."""
     frames = [frame for frame in traceback.extract_stack() if Path(frame.filename) != Path(__file__)]
     frames = [frame for frame in frames if _package(frame.filename) not in ('torch', 'unittest', 'contextlib.py')]
     named = [frame for frame in frames if _package(frame.filename) in PACKAGES]
@@ -128,7 +135,7 @@ def _package(path: str) -> str:
 
 
 def _short(path: str) -> str:
-    """A file by its package: composer/trainer/trainer.py."""
+    """Return a path that starts at its package, such as composer/trainer/trainer.py."""
     for package in PACKAGES:
         _, inside, rest = path.rpartition(f'/{package}/')
         if inside and 'site-packages' not in rest:

@@ -1,6 +1,7 @@
-"""`diffusion profile`: where the time of a few batches goes, and what would save most of it."""
+"""`diffusion profile`: profile a few training batches and print the largest possible speedups."""
 
 import argparse
+import io
 import json
 import logging
 from collections import Counter
@@ -10,9 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from composer.core import Callback, State
 from composer.loggers import Logger
+from PIL import Image
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -26,24 +29,25 @@ from diffusion.profiling.advice import Kernel, Opportunity, ProfileMeasurements,
 from diffusion.profiling.breakdown import Breakdown, BreakdownReport
 from diffusion.profiling.device_syncs import Site, find_waits
 from diffusion.storage.atomic import write_whole
+from diffusion.storage.mds import write_dataset
 from diffusion.storage.writable import check_writable
 from diffusion.training import components
-from diffusion.training.train import OURS, build_trainer
+from diffusion.training.train import CHECKPOINTER_KEYWORDS, build_trainer
 
 log = logging.getLogger(__name__)
 
 LEFT_OUT = ('breakdown', 'image_grid', 'speed_monitor')
-"""Callbacks of the recipe that are not profiled."""
+"""Callbacks that are removed from the profiled recipe."""
 KEPT = ('console_lines', 'metrics_file')
-"""Loggers that are: others would open runs with their services."""
+"""Loggers that are kept; others would open runs at their services."""
 MICROBATCHES = 4
-"""Of a step that stands for one of many devices."""
+"""Microbatches per step at most: this device stands for one of many."""
 BATCHES_WATCHED = 2
-"""In which waits are looked for."""
+"""Batches that are searched for device synchronizations."""
 
 
 class Phases(Callback):
-    """Warm up, let the breakdown measure, then profile as many batches, and look for waits in two more."""
+    """Run the phases of a profile: warm-up, breakdown, PyTorch's profiler, and a search for device synchronizations."""
 
     def __init__(self, breakdown: Breakdown, *, batches: int, on_gpu: bool) -> None:
         self.breakdown = breakdown
@@ -56,14 +60,14 @@ class Phases(Callback):
 
     @property
     def length(self) -> int:
-        """Batches in all."""
+        """Number of batches of all phases."""
         return self.breakdown.skip + 2 * self.batches + BATCHES_WATCHED
 
     def batch_end(self, state: State, logger: Logger) -> None:
         done = state.timestamp.batch.value - self.breakdown.skip
         if done == self.batches:
             self.report = self.breakdown.report
-            self.breakdown.window = 2 * self.length  # no other report: the profiler slows what follows
+            self.breakdown.window = 2 * self.length  # no second report: the profiler slows down later batches
             self.profiler.start()
         elif done == 2 * self.batches:
             self.profiler.stop()
@@ -73,7 +77,7 @@ class Phases(Callback):
 
 
 def run_profile(args: argparse.Namespace) -> int:
-    """The command."""
+    """Run `diffusion profile`."""
     recipe = load(args.recipe, args.overrides, allow_missing=args.synthetic)
     out = Path(args.out or Path('profiles') / recipe.name)
     if args.batches < 1 or args.warmup < 1:
@@ -115,9 +119,9 @@ def profile_recipe(recipe: Recipe, out: Path, *, batches: int = 10, warmup: int 
 
 
 def for_profiling(recipe: Recipe, out: Path, *, batches: int) -> Recipe:
-    """The recipe for so many batches on this device alone, with nothing saved, evaluated or logged."""
-    ours = (*OURS, 'max_duration', 'eval_interval', 'progress_bar')
-    trainer = {key: value for key, value in recipe.trainer.items() if key not in ours}
+    """Return the recipe for this many batches on this device alone, with nothing saved, evaluated or logged."""
+    replaced = (*CHECKPOINTER_KEYWORDS, 'max_duration', 'eval_interval', 'progress_bar')
+    trainer = {key: value for key, value in recipe.trainer.items() if key not in replaced}
     trainer |= {'max_duration': f'{batches}ba', 'save_folder': None, 'progress_bar': False}
     microbatch, batch = recipe.device_train_microbatch_size, recipe.global_batch
     if isinstance(microbatch, int) and batch > MICROBATCHES * microbatch:
@@ -138,10 +142,10 @@ def for_profiling(recipe: Recipe, out: Path, *, batches: int) -> Recipe:
 
 
 def with_synthetic_data(recipe: Recipe, folder: Path) -> Recipe:
-    """The recipe with shards of noise in place of its streams, and encoders of random weights where it loads some."""
+    """Return the recipe with shards of noise as its streams, and random weights in place of pretrained encoders."""
     if recipe.dataset.name != 'image_text':
         raise UserError(
-            f'dataset.name: {recipe.dataset.name} cannot be made up; profile pictures (dataset.name=image_text), or '
+            f'dataset.name: {recipe.dataset.name} cannot be made up; profile images (dataset.name=image_text), or '
             'precompute latents and leave --synthetic out'
         )
     streams = {}
@@ -150,34 +154,28 @@ def with_synthetic_data(recipe: Recipe, folder: Path) -> Recipe:
         local = folder / name / str(shape)
         write_noise(local, shape, count=64)
         streams[name] = StreamConfig(resolution=stream.resolution, shape=str(shape), local=str(local))
-    accepted = {parameter.name for parameter in registry.signature('model', recipe.model.name).parameters}
-    random = {'pretrained': None} if 'pretrained' in accepted else {}
-    return replace(recipe, streams=streams, model=Component(recipe.model.name, recipe.model.kwargs | random))
+    random_weights = registry.signature('model', recipe.model.name).accepted({'pretrained': None})
+    return replace(recipe, streams=streams, model=Component(recipe.model.name, recipe.model.kwargs | random_weights))
 
 
 def write_noise(folder: Path, shape: Shape, *, count: int) -> None:
-    """An MDS folder of JPEGs that are noise, which are slow to decode."""
-    import io
-
-    import numpy as np
-    from PIL import Image
-    from streaming import MDSWriter
-
+    """Write an MDS folder of JPEGs of noise, which are slow to decode."""
     columns = {'image': 'bytes', 'captions': 'json', 'width': 'int', 'height': 'int', 'key': 'str'}
-    with MDSWriter(out=str(folder), columns=columns, hashes=['xxh64'], exist_ok=True) as writer:
-        for index in range(count):
-            pixels = np.random.default_rng(index).integers(0, 256, (shape.height, shape.width, 3), dtype=np.uint8)
-            buffer = io.BytesIO()
-            Image.fromarray(pixels).save(buffer, format='JPEG', quality=90)
-            sample = {'image': buffer.getvalue(), 'captions': [f'noise number {index}'], 'key': f'noise{index}'}
-            writer.write(sample | {'width': shape.width, 'height': shape.height})
+    samples = []
+    for index in range(count):
+        pixels = np.random.default_rng(index).integers(0, 256, (shape.height, shape.width, 3), dtype=np.uint8)
+        buffer = io.BytesIO()
+        Image.fromarray(pixels).save(buffer, format='JPEG', quality=90)
+        sample = {'image': buffer.getvalue(), 'captions': [f'noise number {index}'], 'key': f'noise{index}'}
+        samples.append(sample | {'width': shape.width, 'height': shape.height})
+    write_dataset(folder, samples, columns)
 
 
 def measured_by(phases: Phases, recipe: Recipe) -> ProfileMeasurements:
-    """What the rules want to know."""
+    """Return the measurements that the advice is based on."""
     assert phases.report is not None
     on_gpu, parts = components.on_gpu(recipe), components.effective_speed(recipe)
-    ours = {str(site): count / BATCHES_WATCHED for site, count in phases.waits.items() if _is_in_the_step(site)}
+    ours = {str(site): count / BATCHES_WATCHED for site, count in phases.waits.items() if _is_avoidable(site)}
     return ProfileMeasurements(
         shares=phases.report.shares,
         step_seconds=phases.report.step_seconds,
@@ -191,32 +189,32 @@ def measured_by(phases: Phases, recipe: Recipe) -> ProfileMeasurements:
 
 
 def microbatches_of(recipe: Recipe) -> int:
-    """Microbatches of a step on one device."""
+    """Return the number of microbatches per step on one device."""
     microbatch = recipe.device_train_microbatch_size
     return -(-recipe.global_batch // microbatch) if isinstance(microbatch, int) else 1
 
 
 def kernels_of(profiler: profile, batches: int, *, on_gpu: bool) -> list[Kernel]:
-    """Kernels of a step, or operators without a GPU, the longest first."""
+    """Return the kernels of a step (without a GPU: operators), in descending order of time."""
     found = []
     for event in profiler.key_averages():
         is_kernel = event.device_type == DeviceType.CUDA
-        if is_kernel != on_gpu or event.is_user_annotation or '#' in event.key:  # a range around others
+        if is_kernel != on_gpu or event.is_user_annotation or '#' in event.key:  # a range around other events
             continue
         microseconds = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         found.append(Kernel(event.key, microseconds / 1e6 / batches, max(1, event.count // batches)))
     return sorted(found, key=lambda kernel: -kernel.seconds)
 
 
-def _is_in_the_step(site: Site) -> bool:
-    """Whether a wait is ours to avoid, and not Composer's own."""
+def _is_avoidable(site: Site) -> bool:
+    """Return True if a wait is not Composer's own."""
     return not site.file.startswith('composer/')
 
 
 def profile_table(
     phases: Phases, measured: ProfileMeasurements, opportunities: Sequence[Opportunity], recipe: Recipe, trace: Path
 ) -> str:
-    """What is printed: the step, its stages, kinds of kernels, kernels, waits, and what to do."""
+    """Return the printed tables: stages, kinds of kernels, kernels, device synchronizations, largest opportunities."""
     report = phases.report
     assert report is not None
     what = 'kernels' if measured.on_gpu else 'operators'
@@ -240,7 +238,7 @@ def profile_table(
 
 
 def summary(phases: Phases, measured: ProfileMeasurements, opportunities: Sequence[Opportunity]) -> dict[str, Any]:
-    """The same for programs."""
+    """Return the content of `profile.json`."""
     assert phases.report is not None
     return {
         'torch': torch.__version__,

@@ -1,4 +1,4 @@
-"""Which stage of training a process is in, and how long it was in each: always in exactly one, so shares add up."""
+"""Time the stages of a training step. A process is always in exactly one stage, so that shares sum to 1."""
 
 import functools
 import time
@@ -21,15 +21,15 @@ OPTIMIZER, EMA, LOGGING, CHECKPOINT, EVALUATION, OTHER = (
 )
 STAGES = (DATA_WAIT, COPY, ENCODE, FORWARD, BACKWARD, OPTIMIZER, EMA, LOGGING, CHECKPOINT, EVALUATION, OTHER)
 WAITS = (DATA_WAIT, CHECKPOINT, EVALUATION)
-"""Stages in which a GPU waits for the host, or which end when it has finished: the host's clock says how long."""
+"""Stages timed by the host's clock on GPUs too: the GPU waits for the host, or the host for the GPU."""
 
 
 class Timeline:
-    """The stages of a process by the host's clock and, while `recorder` records, by the GPU's.
+    """The current stage of a process, and the time in each stage by the host's clock and by that of the GPU.
 
     Attributes:
-        seconds: In each stage, up to the last change.
-        recorder: Events on a GPU, None without one.
+        seconds: Host seconds in each stage, up to the last change of stage.
+        recorder: Records the same on the GPU; None without one.
     """
 
     def __init__(self, recorder: 'Recorder | None' = None) -> None:
@@ -39,7 +39,7 @@ class Timeline:
         self._since = time.perf_counter()
 
     def switch(self, stage: str) -> str:
-        """Go over to a stage; returns the one before."""
+        """Enter a stage and return the previous one."""
         now, before = time.perf_counter(), self._stage
         self.seconds[before] += now - self._since
         self._stage, self._since = stage, now
@@ -48,11 +48,11 @@ class Timeline:
         return before
 
     def stage(self, name: str) -> AbstractContextManager[None]:
-        """A stage inside of another; in an evaluation or a checkpoint there are none."""
+        """Return a context manager for a nested stage; inside an evaluation or a checkpoint it does nothing."""
         return _Stage(self, name)
 
     def timed(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """A function whose work is a stage inside of another."""
+        """Wrap a function so that its time counts as a nested stage."""
 
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -62,14 +62,14 @@ class Timeline:
         return run
 
     def take(self) -> dict[str, float]:
-        """The seconds since the last call."""
+        """Return the seconds in each stage since the last call."""
         self.switch(self._stage)
         taken, self.seconds = self.seconds, defaultdict(float)
         return dict(taken)
 
 
 class _Stage:
-    """Not a generator: this is entered some fifty times a batch."""
+    """Context manager of a nested stage; a class, since a generator costs more and a batch enters this 50 times."""
 
     def __init__(self, timeline: Timeline, name: str) -> None:
         self.timeline, self.name = timeline, name
@@ -88,11 +88,11 @@ class _Stage:
 
 
 class Recorder:
-    """Times of the ends of stages on a GPU, read when it has come to them; the host never waits.
+    """Time stages on a GPU by CUDA events at their ends, which are read later so that the host never waits.
 
     Attributes:
-        on: Whether it records.
-        seconds: In each stage, as far as they have been read.
+        on: True while it records.
+        seconds: GPU seconds in each stage since the last `read`.
     """
 
     def __init__(self, make_event: Callable[[], Any] | None = None) -> None:
@@ -103,22 +103,22 @@ class Recorder:
         self._spare: list[Any] = []
 
     def start(self) -> None:
-        """Record from now on."""
+        """Start to record."""
         self.on = True
         self.mark(None)
 
     def mark(self, ended: str | None) -> None:
-        """Note that a stage has ended for what is queued from here on."""
+        """Record an event at the end of a stage, or at the start of recording (None)."""
         event = self._spare.pop() if self._spare else self._make_event()
         event.record()
         self._marks.append((event, ended))
 
     def stop(self) -> None:
-        """Record no more."""
+        """Stop recording."""
         self.on = False
 
     def read(self) -> dict[str, float]:
-        """The seconds in each stage of what the GPU has finished and nobody has read."""
+        """Return the seconds in each stage that the GPU has finished since the last call."""
         marks = self._marks
         while len(marks) > 1 and marks[1][0].query():
             first, _ = marks.popleft()
@@ -131,12 +131,13 @@ class Recorder:
 
 
 def shares_of(host: Mapping[str, float], device: Mapping[str, float] | None) -> dict[str, float]:
-    """Each stage's share of the host's time; they sum to 1.
+    """Return the fraction of time in each stage; they sum to 1.
 
     Args:
-        host: Seconds in each stage by the host's clock.
-        device: The same on the GPU, of some of the batches; None where there is none. What the host did not wait for is
-            shared out as it says: to a GPU's host, a backward pass takes as long as it takes to queue it.
+        host: Host seconds in each stage.
+        device: GPU seconds in each stage of some of the batches, None without a GPU. The host's clock says how long
+            the stages of WAITS took. The rest is divided as the GPU says: to the host, a backward pass takes only as
+            long as queueing its kernels.
     """
     total = sum(host.values())
     if not total:

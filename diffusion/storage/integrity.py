@@ -1,13 +1,12 @@
-"""Whether a shard's file is what the index of its dataset says: its size always, and its hash where there is one."""
+"""Check a shard's file against the index of its dataset: its size, and its hash where the index has one."""
 
 import hashlib
 import os
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import xxhash
-from streaming.base.format import FileInfo
 
 from diffusion.errors import UserError
 
@@ -16,8 +15,15 @@ FASTEST_FIRST = ('xxh3_64', 'xxh3_128', 'xxh64', 'xxh128', 'xxh32', 'sha1', 'sha
 CHUNK = 2**20
 
 
+class FileInfo(Protocol):
+    """A file as an index describes it; Streaming's class of the same name is one."""
+
+    bytes: int
+    hashes: dict[str, str]
+
+
 def algorithm_for(hashes: Collection[str], demanded: str | None = None) -> str | None:
-    """The hash to check by: the one that is demanded, else the fastest; None where there is none.
+    """Return the hash to check by: the one that is demanded, else the fastest; None where there is none.
 
     Raises:
         UserError: The one that is demanded is not among them.
@@ -33,7 +39,7 @@ def algorithm_for(hashes: Collection[str], demanded: str | None = None) -> str |
 
 
 def damage(path: Path, expected: FileInfo, demanded: str | None = None) -> str | None:
-    """What is wrong with a file, such as `8190 bytes, its index says 8192`; None where it is sound."""
+    """Return what is wrong with a file, such as `8190 bytes, its index says 8192`; None where it is sound."""
     try:
         size = path.stat().st_size
         if size != expected.bytes:
@@ -49,7 +55,7 @@ def damage(path: Path, expected: FileInfo, demanded: str | None = None) -> str |
 
 
 def hash_of(path: Path, algorithm: str) -> str:
-    """The hexadecimal hash of a file's content."""
+    """Return the hexadecimal hash of a file's content."""
     digest = _hasher(algorithm)
     chunk = memoryview(bytearray(CHUNK))
     with path.open('rb', buffering=0) as file:
@@ -59,7 +65,7 @@ def hash_of(path: Path, algorithm: str) -> str:
 
 
 def file_signature(path: str | Path) -> int:
-    """A number that changes when a file is written to or replaced, and is never 0.
+    """Return a number that changes when a file is written to or replaced, and is never 0.
 
     Raises:
         FileNotFoundError: It is not there.

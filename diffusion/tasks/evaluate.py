@@ -41,7 +41,7 @@ def evaluate(recipe: Recipe) -> dict[str, float]:
     metrics = {name: float(metric.compute()) for name, metric in trainer.state.eval_metrics['eval'].items()}
     if dist.get_global_rank() == 0:
         for component in recipe.evaluators.values():
-            evaluator = build('evaluator', component.name, component.kwargs)
+            evaluator = build('evaluator', component)
             metrics |= evaluator(model, loader.dataset, recipe.run_dir)
         write_whole(recipe.run_dir / 'evaluation.json', json.dumps({'weights': which} | metrics, indent=2) + '\n')
         for name, value in metrics.items():

@@ -3,9 +3,7 @@
 import argparse
 import copy
 import logging
-import os
 import re
-import shutil
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -24,6 +22,7 @@ from diffusion.models.autoencoder import Autoencoder
 from diffusion.models.latent_diffusion import LatentDiffusion, encoder_precision
 from diffusion.models.pretrained import latent_statistics
 from diffusion.models.sampler import inference_scheduler
+from diffusion.storage.atomic import becoming_folder
 from diffusion.storage.writable import check_writable
 from diffusion.tasks.evaluate import trained_model
 
@@ -75,9 +74,7 @@ def export(
     if average is not None:
         load_average(model, average)
         which = f'post-hoc EMA {average.width:g} (batch {average.batch})'
-    unfinished = out.with_name(f'.{out.name}.unfinished-{os.getpid()}')
-    out.parent.mkdir(parents=True, exist_ok=True)
-    try:
+    with becoming_folder(out) as unfinished:
         if isinstance(model, Autoencoder):
             _cast(model.finished(), precision).save_pretrained(unfinished)
         else:
@@ -86,11 +83,6 @@ def export(
             for part in (pipeline.vae, pipeline.text_encoder, pipeline.unet):
                 _cast(part, precision)
             pipeline.save_pretrained(unfinished)
-        if out.exists():
-            out.rmdir()
-        os.replace(unfinished, out)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
     return which
 
 

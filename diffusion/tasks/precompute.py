@@ -1,11 +1,11 @@
-"""`task: precompute`: what the frozen encoders say of a dataset, into MDS shards with a manifest.
+"""`task: precompute`: outputs of the frozen encoders for a dataset, as MDS shards with a manifest.
 
 Each of `precompute.streams` becomes a folder of the same name under `precompute.out`, a folder a shape where it has
-several, with its samples in their order. What is stored is what the VAE's encoder says, unscaled, so that the same
-latents serve any normalisation and posterior sampling stays random; nothing of caption dropout is in it.
+several, with its samples in their order. Shards hold the raw output of the VAE's encoder, so that the same latents
+serve any normalization and posterior sampling stays random; caption dropout is applied in training.
 
-A shard is a fixed run of samples, encoded in batches that begin with it. So it does not depend on which device makes
-it, on how many there are, or on what was interrupted.
+A shard is a fixed run of samples, encoded in batches that begin with it. So its bytes do not depend on the device that
+writes it, on the number of devices, or on interruptions.
 """
 
 import logging
@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from tqdm import tqdm
 
 from diffusion.checkpointing.checkpointer import check_shared
-from diffusion.config.image_shapes import BUCKETS, Shape, write_buckets
+from diffusion.config.image_shapes import BUCKETS, Shape, buckets_text
 from diffusion.config.load import Component, Recipe
 from diffusion.config.recipe import PrecomputeConfig
 from diffusion.data.caption_choice import captions_of, choose_caption
@@ -37,9 +37,10 @@ from diffusion.errors import DataError, UserError
 from diffusion.models import batch_keys
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.pretrained import downsampling, tokenize
-from diffusion.storage.object_store import upload
-from diffusion.storage.shard_store import ShardStore
-from diffusion.storage.uploaded_shards import UploadedShards
+from diffusion.storage.atomic import remove, remove_unfinished, replace_folder
+from diffusion.storage.folders import Folder, LocalFolder, StoreFolder
+from diffusion.storage.mds import INDEX, ShardFormat, index_text
+from diffusion.storage.shard_writer import ShardWriter, pin_plan
 from diffusion.training import components
 from diffusion.training.expand_streams import by_shape
 
@@ -47,6 +48,33 @@ log = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 3600.0
 """Longest wait for the devices that have more left to do, unless `trainer.dist_timeout` is longer."""
+
+
+@dataclass(frozen=True)
+class StageOutput:
+    """The folder that the shards of a stage go to."""
+
+    final: Folder
+    """The folder; a local one appears when it is whole, one in an object store gets its index last."""
+    begun: Folder
+    """The state of an interrupted job: the plan and the entries of the shards that are done."""
+    shards: ShardWriter
+
+    def is_there(self) -> bool:
+        """Return True if the folder is finished, or something else is in its place."""
+        return self.final.path.exists() if isinstance(self.final, LocalFolder) else INDEX in self.final.sizes()
+
+    def put_in_place(self) -> None:
+        """Give a local folder its name; call it once everything is written."""
+        if isinstance(self.shards.data, LocalFolder) and isinstance(self.final, LocalFolder):
+            remove_unfinished(self.shards.data.path)  # of processes that were killed
+            replace_folder(self.shards.data.path, self.final.path)
+        self.clear()
+
+    def clear(self) -> None:
+        """Remove what is needed locally to go on, also when a kill came between."""
+        if isinstance(self.begun, LocalFolder):
+            remove(self.begun.path)
 
 
 @dataclass(frozen=True)
@@ -61,7 +89,7 @@ class PrecomputeStage:
     source: str
     """Hash of its index."""
     per_shard: int
-    store: ShardStore
+    output: StageOutput
 
     @property
     def num_shards(self) -> int:
@@ -73,14 +101,19 @@ class PrecomputeStage:
         return range(start, min(start + self.per_shard, self.first + self.samples))
 
     @property
+    def missing(self) -> list[int]:
+        """Numbers of the shards that are not there yet."""
+        return sorted(set(range(self.num_shards)) - self.output.shards.done())
+
+    @property
     def plan(self) -> dict[str, Any]:
-        """All that decides its bytes."""
+        """All settings that decide the bytes."""
         settings = {'samples': self.samples, 'samples_per_shard': self.per_shard, 'index_sha256': self.source}
-        return settings | {'manifest': vars(self.manifest), 'columns': self.store.columns}
+        return settings | {'manifest': vars(self.manifest), 'columns': dict(self.output.shards.format.columns)}
 
 
 def precompute(recipe: Recipe) -> None:
-    """Encode every stream of a recipe, on any number of devices; go on where an interruption left off.
+    """Encode every stream of a recipe, on any number of devices; continues after an interruption.
 
     Raises:
         UserError: The model has no VAE, what is there already is of other settings, or latents overflow their dtype.
@@ -101,7 +134,7 @@ def precompute(recipe: Recipe) -> None:
     stages = [stage for stage in _stages(recipe, dataset, model) if not _is_done(stage)]
     if dist.get_global_rank() == 0:
         for stage in stages:
-            stage.store.open(stage.plan, 'precompute.out')
+            pin_plan(stage.output.begun, stage.plan, where='precompute.out')
     dist.barrier()
     _encode(recipe, dataset, model, stages)
     dist.barrier()
@@ -113,7 +146,7 @@ def precompute(recipe: Recipe) -> None:
 
 
 def _dataset(recipe: Recipe) -> ImageTextDataset:
-    """All pictures in their order: ids count on from stream to stream."""
+    """Return all images in their order; ids count on from stream to stream."""
     settings = recipe.precompute
     keywords = {'crop': settings.crop, 'min_crop_scale': settings.min_crop_scale, 'caption_choice': 'first'}
     return components.build_dataset(
@@ -138,20 +171,31 @@ def _stages(recipe: Recipe, dataset: ImageTextDataset, model: LatentDiffusion) -
             text=model.text if settings.latents == 'image+text' else None,
             captions=settings.captions,
         )
-        columns = _columns(model, bucket.shape, settings)
-        store = _store(recipe, bucket.name, columns)
+        output = _output(recipe, bucket.name, ShardFormat(_columns(model, bucket.shape, settings)))
         per_shard = _samples_per_shard(model, bucket.shape, settings)
-        stages.append(PrecomputeStage(bucket, first, samples, manifest, index_hash(bucket.stream), per_shard, store))
+        stages.append(PrecomputeStage(bucket, first, samples, manifest, index_hash(bucket.stream), per_shard, output))
         first += samples
     return stages
 
 
-def _store(recipe: Recipe, name: str, columns: Mapping[str, str]) -> ShardStore:
-    """What takes the shards of a stream: a folder that all nodes share, or one of an object store."""
+def _output(recipe: Recipe, name: str, shards: ShardFormat) -> StageOutput:
+    """Return the output of a stream: a folder that all nodes share, or one of an object store."""
+    final = _folder(recipe, name)
+    if isinstance(final, LocalFolder):
+        work = final.path.with_name(f'.{final.path.name}.unfinished')
+        data, entries = LocalFolder(work / 'dataset'), LocalFolder(work / 'entries')
+        return StageOutput(final, LocalFolder(work), ShardWriter(data, entries, shards))
+    # What going on needs is in the store too, since the nodes share no disk. Streaming reads none of it.
+    begun = StoreFolder(f'{final}/unfinished', _scratch(recipe) / name / 'unfinished')
+    return StageOutput(final, begun, ShardWriter(final, begun, shards))
+
+
+def _folder(recipe: Recipe, name: str) -> LocalFolder | StoreFolder:
+    """Return a folder of the output, one of an object store by way of a local one."""
     out = recipe.precompute.out
     if '://' in out:
-        return UploadedShards(f'{out.rstrip("/")}/{name}', _scratch(recipe) / name, columns)
-    return ShardStore(Path(out, name), columns)
+        return StoreFolder(f'{out.rstrip("/")}/{name}', _scratch(recipe) / name)
+    return LocalFolder(Path(out, name))
 
 
 def _scratch(recipe: Recipe) -> Path:
@@ -159,22 +203,23 @@ def _scratch(recipe: Recipe) -> Path:
 
 
 def _is_done(stage: PrecomputeStage) -> bool:
-    """Whether these very latents are there already: a job that is started once too often is no failure."""
-    folder = stage.store.finished()
-    if folder is None:
+    """Return True if these very latents are there already: a job that is started once too often is no failure."""
+    final = stage.output.final
+    if not stage.output.is_there():
         return False
     try:
-        found = LatentManifest.read(folder, 'precompute.out')
+        found = LatentManifest.read(final.fetch(MANIFEST).parent, 'precompute.out')
     except UserError as error:
-        raise UserError(f'precompute.out: {stage.store} exists; remove it or give another folder ({error})') from error
+        raise UserError(f'precompute.out: {final} exists; remove it or give another folder ({error})') from error
     expected = replace(stage.manifest, source=stage.source)
     if found != expected:
         wrong = [name for name in vars(expected) if getattr(found, name) != getattr(expected, name)]
         raise UserError(
-            f'precompute.out: {stage.store} exists and holds other latents ({", ".join(wrong)} differ); '
+            f'precompute.out: {final} exists and holds other latents ({", ".join(wrong)} differ); '
             'remove it or give another folder'
         )
-    log.info('%s: done already', stage.store)
+    stage.output.clear()
+    log.info('%s: done already', final)
     return True
 
 
@@ -182,7 +227,8 @@ def _encode(
     recipe: Recipe, dataset: ImageTextDataset, model: LatentDiffusion, stages: Sequence[PrecomputeStage]
 ) -> None:
     """Write this device's share of the shards that are missing, each from its own batches."""
-    todo = [(stage, number) for stage in stages for number in stage.store.missing(stage.num_shards)]
+    todo = [(stage, number) for stage in stages for number in stage.missing]
+    dist.barrier()  # a shard that one rank writes before another has listed them would shift the shares
     if dist.get_global_rank() == 0 and todo:
         log.info('shards to encode: %d, on %d devices', len(todo), dist.get_world_size())
     mine = todo[dist.get_global_rank() :: dist.get_world_size()]
@@ -191,7 +237,7 @@ def _encode(
     workers = default_num_workers(dist.get_local_world_size()) if workers is None else workers
     # A plain DataLoader over indices: order is that of the dataset, and nothing is padded or dropped.
     loader = DataLoader(
-        Pictures(dataset),
+        EncoderInputs(dataset),
         collate_fn=_collate,
         batch_sampler=[batch for shard in batches for batch in shard],
         num_workers=workers,
@@ -199,11 +245,15 @@ def _encode(
         worker_init_fn=outlive_signals if workers else None,
     )
     total = sum(len(stage.ids(number)) for stage, number in mine)
-    with tqdm(total=total, desc='latents', unit='picture', disable=None) as progress:
+    with tqdm(total=total, desc='latents', unit='image', disable=None) as progress:
         served = iter(loader)
         for (stage, number), shard in zip(mine, batches, strict=True):
-            encoded = (_encoded(dataset, model, _next(served), recipe.precompute) for _ in shard)
-            stage.store.write(number, _counted((row for rows in encoded for row in rows), progress))
+            writer, samples = stage.output.shards, []
+            for _ in shard:
+                for row in _encoded(dataset, model, _next(served), recipe.precompute):
+                    samples.append(writer.format.encode(row))
+                    progress.update()
+            writer.write(number, samples, [len(sample) for sample in samples])
 
 
 def _next(served: Iterator[Any]) -> Any:
@@ -215,8 +265,8 @@ def _next(served: Iterator[Any]) -> Any:
         raise DataError(message.strip()) from error
 
 
-class Pictures(Dataset[tuple[dict[str, Any], dict[str, Any]]]):
-    """What the model sees of a picture, and what goes into its row as it is; by index."""
+class EncoderInputs(Dataset[tuple[dict[str, Any], dict[str, Any]]]):
+    """The model's input for an image, and the values that go into its row unchanged, by index."""
 
     def __init__(self, dataset: ImageTextDataset) -> None:
         self.dataset = dataset
@@ -237,7 +287,7 @@ def _encoded(
     served: tuple[Mapping[str, torch.Tensor], list[dict[str, Any]]],
     settings: PrecomputeConfig,
 ) -> Iterator[dict[str, Any]]:
-    """The rows of a batch."""
+    """Yield the rows of a batch."""
     batch, rows = served
     moments = model.encode(batch[batch_keys.IMAGE].to(model.device))
     if settings.posterior == 'mean':
@@ -264,7 +314,7 @@ def _encoded_captions(captions: list[str], settings: PrecomputeConfig) -> list[s
 
 
 def _text(model: LatentDiffusion, captions: list[list[str]], settings: PrecomputeConfig) -> list[np.ndarray]:
-    """What the text encoders say of each sample's captions, [captions, L, D]."""
+    """Return the text encoders' outputs for each sample's captions, [captions, L, D]."""
     flat = tokenize(model.text.tokenizers, [text for texts in captions for text in texts]).to(model.device)
     embeds = torch.cat([model.embed(part) for part in flat.split(settings.batch_size)])
     parts = embeds.cpu().numpy().astype(settings.dtype)
@@ -272,16 +322,18 @@ def _text(model: LatentDiffusion, captions: list[list[str]], settings: Precomput
 
 
 def _finish(stage: PrecomputeStage) -> None:
-    """Put a stage in its place, its index and manifest last."""
-    missing = stage.store.missing(stage.num_shards)
+    """Write a stage's manifest and then its index, and put it in its place."""
+    final, missing = stage.output.final, stage.missing
     if missing:
         raise RuntimeError(
-            f'precompute.out: {len(missing)} shards of {stage.store} are gone (the first is {missing[0]}); '
-            'start again to go on'
+            f'precompute.out: {len(missing)} shards of {final} are gone (the first is {missing[0]}); start it again'
         )
-    manifest = replace(stage.manifest, source=stage.source)
-    stage.store.finish(stage.num_shards, beside={MANIFEST: manifest.text()})
-    log.info('%s: %d pictures of %s px, shards: %d', stage.store, stage.samples, stage.bucket.shape, stage.num_shards)
+    shards = stage.output.shards
+    index = index_text(shards.read_entries(range(stage.num_shards)))
+    for name, text in ((MANIFEST, replace(stage.manifest, source=stage.source).text()), (INDEX, index)):
+        shards.data.write_text(name, text)
+    stage.output.put_in_place()
+    log.info('%s: %d images of %s px, shards: %d', final, stage.samples, stage.bucket.shape, stage.num_shards)
 
 
 def _list_shapes(recipe: Recipe, dataset: ImageTextDataset) -> None:
@@ -295,12 +347,7 @@ def _list_shapes(recipe: Recipe, dataset: ImageTextDataset) -> None:
 
 
 def _write_buckets(recipe: Recipe, name: str, buckets: Mapping[Shape, Mapping[str, int]]) -> None:
-    out, resolution = recipe.precompute.out.rstrip('/'), recipe.precompute.streams[name].resolution
-    folder = _scratch(recipe) / name if '://' in out else Path(out, name)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_buckets(folder, resolution, buckets)
-    if '://' in out:
-        upload(folder / BUCKETS, f'{out}/{name}')
+    _folder(recipe, name).write_text(BUCKETS, buckets_text(recipe.precompute.streams[name].resolution, buckets))
 
 
 def _columns(model: LatentDiffusion, shape: Shape, settings: PrecomputeConfig) -> dict[str, str]:
@@ -320,7 +367,7 @@ def _moments_shape(model: LatentDiffusion, shape: Shape, settings: PrecomputeCon
 
 
 def _samples_per_shard(model: LatentDiffusion, shape: Shape, settings: PrecomputeConfig) -> int:
-    """Samples of a shard of about `shard_mb`, in whole batches; captions are taken for half a kilobyte."""
+    """Return the samples per shard of about `shard_mb`, in whole batches; captions count as half a kilobyte."""
     itemsize = np.dtype(settings.dtype).itemsize
     size = math.prod(_moments_shape(model, shape, settings)) * itemsize + 512
     if settings.latents == 'image+text':
@@ -331,9 +378,3 @@ def _samples_per_shard(model: LatentDiffusion, shape: Shape, settings: Precomput
 
 def _batches(ids: range, size: int) -> list[list[int]]:
     return [list(ids[start : start + size]) for start in range(0, len(ids), size)]
-
-
-def _counted(rows: Iterator[dict[str, Any]], progress: Any) -> Iterator[dict[str, Any]]:
-    for row in rows:
-        yield row
-        progress.update()

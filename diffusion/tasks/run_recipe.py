@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Sequence
 
 from diffusion.config.load import Recipe, RecipeError, check_devices, check_output, check_paths, load
-from diffusion.errors import DataError, UserError
+from diffusion.errors import DataError, ExternalError, UserError
 from diffusion.exit_codes import PREEMPTED, USAGE_ERROR, Preempted
 from diffusion.launch import heartbeat
 
@@ -16,7 +16,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a recipe: `run.py RECIPE [key=value ...]`; the exit statuses are in `exit_codes`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     rank = int(os.environ.get('RANK', '0'))
-    heartbeat.begin()
+    heartbeat.write_stacks_on_signal()
     if not arguments or arguments[0] in ('-h', '--help'):
         print('usage: composer run.py RECIPE [key=value ...]', file=sys.stderr)
         return USAGE_ERROR
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if rank == 0:
             print(stopped, file=sys.stderr)
         return PREEMPTED
-    except (UserError, DataError) as error:
+    except (UserError, DataError, ExternalError) as error:
         if os.environ.get('DIFFUSION_TRACEBACK'):
             traceback.print_exc()
         # A mistake in a recipe is the same on every rank; other errors may be one rank's own.

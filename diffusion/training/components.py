@@ -1,6 +1,8 @@
-"""From a recipe to the objects it names: the border between YAML and classes, which know nothing of recipes."""
+"""Build the objects that a recipe names: model, datasets, loaders, optimizer, callbacks.
 
-import inspect
+Only these functions and the tasks know a `Recipe`; the classes they build take plain values.
+"""
+
 import os
 import tempfile
 from collections.abc import Mapping
@@ -10,8 +12,6 @@ from typing import Any, Literal
 
 import composer.utils.dist as composer_dist
 import torch
-from composer.core import Algorithm, Callback
-from composer.loggers import LoggerDestination
 from composer.models import ComposerModel
 from streaming import Stream
 from transformers import PreTrainedTokenizerBase
@@ -21,6 +21,7 @@ from diffusion.config.checks import SUPPLIED
 from diffusion.config.load import Component, Recipe, StreamConfig
 from diffusion.config.performance_preset import effective_parts
 from diffusion.config.recipe import SpeedConfig
+from diffusion.config.signatures import of_object
 from diffusion.data.fingerprint import fingerprint
 from diffusion.data.host_limits import check_machine
 from diffusion.data.loader import BucketedLoader, default_num_workers, outlive_signals
@@ -28,32 +29,25 @@ from diffusion.data.shard_cache import home
 from diffusion.data.streams import Bucket
 from diffusion.errors import UserError
 from diffusion.training.expand_streams import by_shape
-from diffusion.training.performance import takes_fused
+from diffusion.training.performance import FUSED_ALTERNATIVES
 
 DETERMINISTIC = {'crop': 'center', 'flip': False, 'caption_choice': 'first'}
-"""What evaluation and precomputing change in the training dataset's settings."""
+"""Keywords of the training dataset that evaluation sets, so that every evaluation sees the same samples."""
 QUARANTINE = 'quarantine.jsonl'
-"""In a run's folder: its bad samples, a line each."""
+"""File in the run's folder with one JSON line per bad sample."""
 
 
 def build_model(recipe: Recipe) -> ComposerModel:
-    """The model of a recipe, its denoiser untrained; initial weights depend on the recipe's seed alone."""
-    kwargs = dict(recipe.model.kwargs)
-    accepted = {parameter.name for parameter in registry.signature('model', recipe.model.name).parameters}
-    if 'seed' in accepted:
-        kwargs.setdefault('seed', recipe.seed)
+    """Build the model of a recipe; the initial weights of its untrained denoiser depend only on the recipe's seed."""
     with torch.random.fork_rng():
         torch.manual_seed(recipe.seed)
-        return registry.build('model', recipe.model.name, kwargs)
+        return registry.build('model', recipe.model, offered={'seed': recipe.seed})
 
 
 def build_tokenizers(recipe: Recipe) -> list[PreTrainedTokenizerBase]:
-    """The tokenizers of a recipe's model, without the model; none for a model that reads no text."""
+    """Build the tokenizers of a recipe's model without the model; an empty list for a model that reads no text."""
     make = getattr(registry.resolve('model', recipe.model.name), 'tokenizers', None)
-    if make is None:
-        return []
-    accepted = inspect.signature(make).parameters
-    return make(**{key: value for key, value in recipe.model.kwargs.items() if key in accepted})
+    return [] if make is None else make(**of_object(make).accepted(recipe.model.kwargs))
 
 
 def build_dataset(
@@ -66,7 +60,17 @@ def build_dataset(
     elastic: bool = False,
     substitute: bool = False,
 ) -> Any:
-    """The dataset over some of a recipe's streams; `batch_size` is a device's, `elastic` is what training wants."""
+    """Build a dataset over some of a recipe's streams.
+
+    Args:
+        recipe: Loader settings, seed and model of the dataset.
+        streams: The streams, by name.
+        component: The dataset's name and keywords.
+        batch_size: Samples per device and batch.
+        shuffle: Shuffle the samples.
+        elastic: Serve whole global batches that do not depend on the number of devices, for training.
+        substitute: Replace samples that cannot be decoded.
+    """
     settings = recipe.loader
     cache = cache_folder(recipe)
     streams = {name: _with_local(stream, cache) for name, stream in streams.items()}
@@ -89,11 +93,11 @@ def build_dataset(
     }
     buckets = [Bucket(name, _stream(stream), stream.picture_shape) for name, stream in streams.items()]
     supplied = {'tokenizers': build_tokenizers(recipe), 'batch_size': batch_size, 'seed': recipe.seed}
-    return registry.build('dataset', component.name, component.kwargs, buckets=buckets, **supplied, **streaming)
+    return registry.build('dataset', component, buckets=buckets, **supplied, **streaming)
 
 
 def cache_folder(recipe: Recipe) -> Path:
-    """Where the shards of streams are that have no folder of their own."""
+    """Return the folder that caches the shards of remote streams without a `local` folder."""
     folder = recipe.loader.cache_folder
     own = Path(tempfile.gettempdir(), f'diffusion-{os.getuid()}', 'shards')
     return own if folder is None else Path(folder).absolute()
@@ -102,12 +106,12 @@ def cache_folder(recipe: Recipe) -> Path:
 def build_loader(
     recipe: Recipe, split: Literal['train', 'eval'] = 'train', *, kind: type[BucketedLoader] = BucketedLoader
 ) -> BucketedLoader:
-    """The loader of a recipe's `streams`, or of its `eval_streams`: centre crops and first captions, in order.
+    """Build the loader of a recipe's `streams`, or of its `eval_streams` (center crops, first captions, no shuffle).
 
     Raises:
         UserError: The recipe has no such streams, or the global batch does not divide over the devices.
     """
-    evaluating = split == 'eval'
+    settings, evaluating = recipe.loader, split == 'eval'
     streams = recipe.eval_streams if evaluating else recipe.streams
     if not streams:
         raise UserError(f'{"eval_streams" if evaluating else "streams"}: the recipe has none; name at least one')
@@ -117,25 +121,22 @@ def build_loader(
             f'global_batch={recipe.global_batch} does not divide over {world_size} devices; '
             f'use a multiple of {world_size}'
         )
-    component = recipe.dataset
-    if evaluating:
-        component = recipe.eval_dataset or deterministic(recipe.dataset)
     batch_size = recipe.global_batch // world_size
     if evaluating and isinstance(recipe.device_train_microbatch_size, int):
         batch_size = min(batch_size, recipe.device_train_microbatch_size)
     dataset = build_dataset(
         recipe,
         streams=streams,
-        component=component,
+        component=evaluation_dataset(recipe) if evaluating else recipe.dataset,
         batch_size=batch_size,
-        shuffle=recipe.loader.shuffle and not evaluating,
+        shuffle=settings.shuffle and not evaluating,
         elastic=not evaluating,
-        substitute=recipe.loader.max_bad_samples > 0,
+        substitute=settings.max_bad_samples > 0,
     )
-    settings = recipe.loader
     workers = settings.num_workers
     if workers is None:
         workers = default_num_workers(composer_dist.get_local_world_size())
+    objective = recipe.model.kwargs.get('objective') or {}
     loader = kind(
         dataset,
         batch_size=batch_size,
@@ -148,69 +149,47 @@ def build_loader(
         quarantine=recipe.run_dir / QUARANTINE,
         worker_init_fn=outlive_signals if workers else None,
         drop_last=not evaluating,
-        stratified=not evaluating and (recipe.model.kwargs.get('objective') or {}).get('timesteps') == 'stratified',
+        stratified=not evaluating and objective.get('timesteps') == 'stratified',
     )
     check_machine(loader)
     return loader
 
 
 def run_identity(recipe: Recipe, loader: BucketedLoader) -> dict[str, Any]:
-    """What a run is, for `diffusion.callbacks.same_run.SameRun`: its seed, and the data of its training loader."""
-    component = recipe.dataset
-    parameters = inspect.signature(registry.resolve('dataset', component.name)).parameters.values()
-    defaults = {p.name: p.default for p in parameters if p.default is not p.empty and p.name not in SUPPLIED['dataset']}
-    settings = {'name': component.name} | defaults | component.kwargs
-    return {'seed': recipe.seed, 'data': fingerprint(loader.dataset, settings)}
+    """Return what may not change when a run resumes, for `SameRun`: its seed, and the data of its training loader."""
+    keywords = registry.keywords('dataset', recipe.dataset)
+    settings = {name: value for name, value in keywords.items() if name not in SUPPLIED['dataset']}
+    return {'seed': recipe.seed, 'data': fingerprint(loader.dataset, {'name': recipe.dataset.name} | settings)}
 
 
-def deterministic(component: Component) -> Component:
-    """A dataset's component without what is random about it."""
-    accepted = {parameter.name for parameter in registry.signature('dataset', component.name).parameters}
-    fixed = {key: value for key, value in DETERMINISTIC.items() if key in accepted}
-    return Component(component.name, component.kwargs | fixed)
+def evaluation_dataset(recipe: Recipe) -> Component:
+    """Return `eval_dataset` of a recipe, or its training dataset without random crops, flips and captions."""
+    if recipe.eval_dataset is not None:
+        return recipe.eval_dataset
+    fixed = registry.signature('dataset', recipe.dataset.name).accepted(DETERMINISTIC)
+    return Component(recipe.dataset.name, recipe.dataset.kwargs | fixed)
 
 
 def build_optimizer(recipe: Recipe, model: ComposerModel) -> torch.optim.Optimizer:
-    """The optimizer of a recipe over what the model trains."""
+    """Build the optimizer of a recipe over the model's trainable parameters, fused if `speed` says so and it can be."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    name, kwargs = recipe.optimizer.name, recipe.optimizer.kwargs
-    accepted = [parameter.name for parameter in registry.signature('optimizer', name).parameters]
-    fused = {'fused': True} if effective_speed(recipe).fused_optimizer and takes_fused(accepted, list(kwargs)) else {}
-    return registry.build('optimizer', name, kwargs | fused, params=trained)
+    fused = effective_speed(recipe).fused_optimizer and not FUSED_ALTERNATIVES & recipe.optimizer.kwargs.keys()
+    return registry.build('optimizer', recipe.optimizer, offered={'fused': True} if fused else {}, params=trained)
+
+
+def build_all(recipe: Recipe, kind: str, components: Mapping[str, Component]) -> list[Any]:
+    """Build algorithms, callbacks or loggers; each that takes a `folder` gets the run's, unless the recipe sets one."""
+    return [registry.build(kind, each, offered={'folder': str(recipe.run_dir)}) for each in components.values()]
 
 
 def on_gpu(recipe: Recipe) -> bool:
-    """Whether a recipe's Trainer computes on a GPU here."""
+    """Return True if the recipe's Trainer computes on a GPU of this machine."""
     return torch.cuda.is_available() and recipe.trainer.get('device') in (None, 'gpu')
 
 
 def effective_speed(recipe: Recipe) -> SpeedConfig:
-    """The parts of a recipe's `speed` that apply here."""
+    """Return the recipe's `speed` with every part decided for this machine."""
     return effective_parts(recipe.speed, on_gpu=on_gpu(recipe), strategy=recipe.parallelism.strategy)
-
-
-def build_algorithms(recipe: Recipe) -> list[Algorithm]:
-    return _build_all('algorithm', recipe.algorithms, {'folder': str(recipe.run_dir)})
-
-
-def build_callbacks(recipe: Recipe) -> list[Callback]:
-    return _build_all('callback', recipe.callbacks, {'folder': str(recipe.run_dir)})
-
-
-def build_loggers(recipe: Recipe) -> list[LoggerDestination]:
-    return _build_all('logger', recipe.loggers, {'folder': str(recipe.run_dir)})
-
-
-def _build_all(kind: str, components: Mapping[str, Component], offered: Mapping[str, Any] | None = None) -> list[Any]:
-    """Build components, handing the offered values to those that take them and were given none."""
-    built = []
-    for component in components.values():
-        accepted = {parameter.name for parameter in registry.signature(kind, component.name).parameters}
-        extra = {
-            key: value for key, value in (offered or {}).items() if key in accepted and key not in component.kwargs
-        }
-        built.append(registry.build(kind, component.name, component.kwargs, **extra))
-    return built
 
 
 def _with_local(config: StreamConfig, cache: Path) -> StreamConfig:
@@ -221,8 +200,11 @@ def _with_local(config: StreamConfig, cache: Path) -> StreamConfig:
 
 def _stream(config: StreamConfig) -> Stream:
     values = asdict(config)
-    for ours in ('resolution', 'shape', 'aspects'):
+    for ours in ('resolution', 'shape', 'aspects', 'remote'):
         del values[ours]
     if config.remote is not None and config.local is not None:
         Path(config.local).mkdir(parents=True, exist_ok=True)
-    return Stream(**{key: value for key, value in values.items() if value is not None})
+    made = Stream(**{key: value for key, value in values.items() if value is not None})
+    # Given to the constructor, Streaming would make a client for it, which is never used, and refuse az://.
+    made.remote = config.remote
+    return made

@@ -1,4 +1,4 @@
-"""A stream of several shapes as streams of one shape each."""
+"""Expand a stream with several aspect buckets into one stream per image shape."""
 
 import logging
 from collections.abc import Mapping
@@ -7,23 +7,24 @@ from pathlib import Path
 
 from diffusion.config.image_shapes import BUCKETS, Shape, read_buckets
 from diffusion.config.recipe import StreamConfig
-from diffusion.errors import UserError
-from diffusion.storage.download import GaveUp, RemoteFolder
+from diffusion.errors import DataError, UserError
+from diffusion.storage.download import RemoteFolder
+from diffusion.storage.retry import GaveUp, RetryPolicy
 
 log = logging.getLogger(__name__)
 
 
 def by_shape(streams: Mapping[str, StreamConfig], *, smallest: int = 1) -> dict[str, StreamConfig]:
-    """The streams, each with `aspects` replaced by one a shape, called `photos/640x384`.
+    """Replace each stream with `aspects` by one stream per shape, named like `photos/640x384`.
 
-    Its proportion is shared out by samples; what it says else holds for every shape.
+    The stream's proportion is divided by numbers of samples; its other settings hold for every shape.
 
     Args:
-        streams: By name.
-        smallest: Shapes with fewer samples are left out, and a warning says how many that are.
+        streams: Streams by name.
+        smallest: Minimum number of samples of a shape; smaller ones are left out with a warning.
 
     Raises:
-        UserError: A folder has no list of its shapes, or no shape has samples enough.
+        UserError: A folder has no list of its shapes, or no shape has enough samples.
     """
     found: dict[str, StreamConfig] = {}
     for name, stream in streams.items():
@@ -66,18 +67,16 @@ def _buckets(name: str, stream: StreamConfig) -> dict[Shape, int]:
         return read_buckets(_fetched(stream))
     except ValueError as error:
         raise UserError(f'streams.{name}: {error}') from error
+    except GaveUp as error:
+        raise DataError(f'streams.{name}: {error}') from error
 
 
 def _fetched(stream: StreamConfig) -> Path:
-    """The folder with the list of an object store's shapes, fetched anew: it may have got more."""
+    """Download the list of shapes from an object store, always anew since it may change; return its local folder."""
     if stream.remote is None or stream.local is None:
         raise UserError('has a remote and no local; give a folder for the cache')
-    path, tries = Path(stream.local, BUCKETS), 1 + stream.download_retry
-    source = RemoteFolder(stream.remote, tries=tries, timeout_seconds=stream.download_timeout, wait=lambda: None)
-    try:
-        source.refresh(BUCKETS, path)
-    except GaveUp as error:
-        raise UserError(f'{source.address(BUCKETS)}: {error}') from error
+    path = Path(stream.local, BUCKETS)
+    RemoteFolder(stream.remote, RetryPolicy(1 + stream.download_retry, stream.download_timeout)).refresh(BUCKETS, path)
     return path.parent
 
 

@@ -1,4 +1,4 @@
-"""How a model is spread over devices: what Composer and torch are told, and one mistake of theirs mended."""
+"""Parallelism of a run: settings for Composer and PyTorch, the order of DDP's buckets, and a fix for FSDP2 on CPUs."""
 
 import functools
 import operator
@@ -20,10 +20,10 @@ from diffusion.errors import UserError
 
 @dataclass
 class HybridFSDP2Config(FSDP2Config):
-    """Composer's FSDP2Config with groups of devices that hold a whole model each."""
+    """Composer's FSDP2Config with replicas: groups of devices that hold a whole model each (HYBRID_SHARD)."""
 
     replicas: int = 1
-    """How many groups."""
+    """Number of groups."""
 
     @property
     def data_parallel_replicate_degree(self) -> int | None:
@@ -31,7 +31,7 @@ class HybridFSDP2Config(FSDP2Config):
 
 
 def parallelism_config(settings: ParallelismConfig) -> dict[str, Any] | None:
-    """What composer.Trainer takes as parallelism_config."""
+    """Return the `parallelism_config` of composer.Trainer; None for DDP."""
     precision = settings.mixed_precision.upper()
     if settings.strategy == 'ddp':
         return None
@@ -45,7 +45,7 @@ def parallelism_config(settings: ParallelismConfig) -> dict[str, Any] | None:
             config = HybridFSDP2Config(
                 reshard_after_forward=settings.reshard_after_forward,
                 mixed_precision=precision,
-                state_dict_type='full',  # of Composer's own reading and writing; pieces are the Checkpointer's
+                state_dict_type='full',  # for Composer's own checkpoints; our Checkpointer writes sharded ones itself
                 replicas=settings.replicas,
             )
         return {'fsdp': config}
@@ -68,15 +68,20 @@ def parallelism_config(settings: ParallelismConfig) -> dict[str, Any] | None:
 def settle_buckets(model: DistributedDataParallel) -> None:
     """Bring DDP's buckets into their final order before the first batch.
 
-    DDP puts gradients into buckets in the order of the parameters, and after its first batch, in every process that is
-    started, in the order in which they came. How many ranks' gradients are added up, and which first, depends on a
-    parameter's place in its bucket; so on more than two ranks the first batch after a restart would be added up in
-    another order than in a run that nobody stopped. Here gradients of zero come once, from all parameters, in about the
-    order of a real backward pass, which the overlap of reduction and computing depends on.
+    DDP assigns gradients to buckets in the order of the parameters, and reassigns them after the first batch of a
+    process, in the order in which they became ready. The order in which an all-reduce sums over ranks depends on a
+    parameter's offset in its bucket. So on more than two ranks, the first batch after a restart would be summed in
+    another order than in an uninterrupted run, and losses would differ.
+
+    This backward pass of zeros triggers the reassignment before training, in about the order of a real backward pass,
+    which the overlap of reduction and computation depends on.
     """
     module = model.module
     parameters = [parameter for parameter in in_order_of_use(module) if parameter.requires_grad]
-    model.module, model.require_forward_param_sync = _Touch(parameters), False  # it has no buffers to send
+    # DDP offers no call for this: its reducer only counts gradients of a forward pass through the DDP module, and a
+    # pass through the real model would need a batch. So the wrapped module is swapped for one without inputs; it has
+    # no buffers to broadcast.
+    model.module, model.require_forward_param_sync = _Touch(parameters), False
     try:
         model().backward()
     finally:
@@ -86,7 +91,7 @@ def settle_buckets(model: DistributedDataParallel) -> None:
 
 
 def in_order_of_use(module: nn.Module) -> list[nn.Parameter]:
-    """Parameters as a forward pass meets them: diffusers' U-Nets register their middle after what follows it."""
+    """Return parameters in the order of a forward pass; diffusers registers the mid block after the up blocks."""
     later = ('mid_block.', 'up_blocks.', 'conv_norm_out.', 'conv_out.')
     stage_of = {
         name: max((stage for stage, part in enumerate(later, 1) if part in name and 'denoiser.' in name), default=0)
@@ -96,23 +101,24 @@ def in_order_of_use(module: nn.Module) -> list[nn.Parameter]:
 
 
 class _Touch(nn.Module):
-    """Zero, by way of every parameter in turn."""
+    """Compute zero from every parameter, so that each gets a gradient."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__()
-        self._touched = tuple(parameters)  # not registered: they are another module's
+        self._touched = tuple(parameters)  # a tuple is not registered: the parameters stay those of the real module
 
     def forward(self) -> Tensor:
-        # Backward goes from the last to the first.
+        # The sum is left-associative, so its backward pass goes from the last parameter to the first.
         return functools.reduce(operator.add, (each.sum().float() * 0 for each in self._touched))
 
 
 def average_gradients_on_cpu() -> None:
-    """Let FSDP2 average gradients on CPUs, where it sums them.
+    """Make FSDP2 average gradients on CPUs, where torch 2.7 sums them.
 
-    It asks for ReduceOp.AVG, which gloo takes for a sum and says nothing: on N ranks every gradient is N times too
-    large. Adam's updates do not depend on that scale and hide it; clipping, and moments resumed elsewhere, do depend.
-    Measured with torch 2.7.0. Dividing after a plain sum is what FSDP2 itself does in float16.
+    FSDP2 asks for ReduceOp.AVG, which gloo silently treats as a sum: on N ranks every gradient is N times too large.
+    Adam's updates do not depend on that scale and hide it, but gradient clipping and moments that are resumed elsewhere
+    do. Measured with torch 2.7.0. Dividing after a plain sum is what FSDP2 itself does in float16. The patch can go
+    when gloo averages.
     """
     factors = _fsdp_collectives._get_gradient_divide_factors
     if hasattr(factors, '__wrapped__'):

@@ -1,11 +1,10 @@
-"""What makes a training step fast, part by part: memory format, kernels, precision, compilation, copies.
+"""Apply the parts of `speed` to a model: memory format, attention kernels, norms, compilation, optimizer settings.
 
-Every part leaves parameter names, and so checkpoints, as they are. `diffusion.config.recipe.SpeedConfig` describes
+No part changes parameter names, and so checkpoints stay the same. `diffusion.config.recipe.SpeedConfig` describes
 each part.
 """
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,22 +26,24 @@ from diffusion.models.latent_diffusion import LatentDiffusion, is_block
 log = logging.getLogger(__name__)
 
 BACKEND = 'inductor'
-"""What torch.compile makes kernels with."""
+"""Backend of torch.compile."""
+FUSED_ALTERNATIVES = {'foreach', 'capturable', 'differentiable'}
+"""Keywords of an optimizer that choose another implementation than `fused`."""
 
 
 def apply_speed(model: ComposerModel, parts: SpeedConfig, *, strategy: str = 'ddp', shapes: int = 1) -> None:
-    """Do to a model what the parts say, before a Trainer wraps it.
+    """Apply the parts of `speed` to a model, before a Trainer wraps it.
 
     Args:
-        model: A LatentDiffusion; others are left alone.
-        parts: As `chosen` decided.
-        strategy: Of the parallelism.
-        shapes: Different shapes of pictures in the data, each of which is compiled on its own.
+        model: A LatentDiffusion; other models are not changed.
+        parts: Settings as returned by `effective_parts`.
+        strategy: The parallelism's strategy.
+        shapes: Number of image shapes in the data; each is compiled separately.
     """
     if not isinstance(model, LatentDiffusion):
         return
     if parts.channels_last:
-        # fully_shard takes contiguous parameters alone (torch 2.7, _fsdp_param.py: "FSDP does not support
+        # fully_shard takes only contiguous parameters (torch 2.7, _fsdp_param.py: "FSDP does not support
         # non-contiguous parameters yet"); cuDNN then follows the activations.
         channels_last(model, weights=strategy == 'ddp')
     if parts.flash_attention:
@@ -58,7 +59,7 @@ def apply_speed(model: ComposerModel, parts: SpeedConfig, *, strategy: str = 'dd
 
 
 def set_backends(parts: SpeedConfig, *, on_gpu: bool, deterministic: bool = False) -> None:
-    """Set what is global to the process; after a Trainer is made, whose device sets TF32 by itself."""
+    """Set TF32 and cuDNN benchmarking of the process; call it after building the Trainer, which sets TF32 itself."""
     if not on_gpu:
         return
     torch.backends.cuda.matmul.allow_tf32 = bool(parts.tf32)
@@ -68,8 +69,8 @@ def set_backends(parts: SpeedConfig, *, on_gpu: bool, deterministic: bool = Fals
 
 
 def channels_last(model: LatentDiffusion, *, weights: bool) -> None:
-    """Let the denoiser compute with channels innermost; the VAE always with weights in that order too."""
-    # Not vae.to(): diffusers' override of it warns about modules that this VAE has not.
+    """Make the denoiser compute in channels_last; with `weights`, also store its weights so, as the VAE always does."""
+    # Not vae.to(): diffusers overrides it with a method that warns about modules that this VAE does not have.
     nn.Module.to(model.vae, memory_format=torch.channels_last)  # type: ignore[call-overload]
     if weights:
         nn.Module.to(model.denoiser, memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -82,10 +83,10 @@ def _in_channels_last(denoiser: nn.Module, args: tuple[Any, ...]) -> tuple[Any, 
 
 
 def fuse_attention(denoiser: UNet2DConditionModel) -> None:
-    """Compute attention by `scaled_dot_product_attention` where diffusers' plain processor would.
+    """Replace diffusers' plain attention processors by `scaled_dot_product_attention`.
 
-    On GPUs it takes flash attention in half precision for heads of up to 256 channels (SD2's have 64) without a mask:
-    `mask_padding` leaves cross-attention to the memory-efficient kernel.
+    On GPUs it uses flash attention in half precision, for heads of up to 256 channels (SD2's have 64) without a mask.
+    With `mask_padding`, cross-attention uses the memory-efficient kernel.
     """
     processors = denoiser.attn_processors.items()
     fused: Any = {name: AttnProcessor2_0() if type(each) is AttnProcessor else each for name, each in processors}
@@ -93,7 +94,7 @@ def fuse_attention(denoiser: UNet2DConditionModel) -> None:
 
 
 def lower_norms(denoiser: nn.Module, *, except_blocks: bool) -> None:
-    """Let norms compute in autocast's dtype; those inside of compiled blocks are fused, and stay as precise as ever."""
+    """Make norms compute in autocast's dtype; with `except_blocks`, not those in compiled blocks, which are fused."""
     blocks = [block for block in denoiser.modules() if except_blocks and is_block(block)]
     keep = {layer for block in blocks for layer in block.modules()}
     replace_norms(denoiser, nn.GroupNorm, LowPrecisionGroupNormLayer, keep=keep)
@@ -103,13 +104,14 @@ def lower_norms(denoiser: nn.Module, *, except_blocks: bool) -> None:
 def compile_blocks(model: LatentDiffusion, *, shapes: int = 1) -> None:
     """Compile the denoiser's blocks for training, and those of a frozen VAE's encoder.
 
-    A block's `forward` is compiled and not the module: hooks of FSDP stay outside of the graph, and state dicts have
-    the names they had. Evaluation and sampling run the denoiser as it was, since their many batch sizes would each be
-    compiled. Blocks of equal shapes share what was compiled.
+    The `forward` of a block is compiled instead of the module: FSDP's hooks stay outside of the graph, and names in
+    state dicts do not change. Evaluation and sampling run the denoiser eagerly, since each of their many batch sizes
+    would be compiled. Residual blocks of equal shapes share compiled code; transformer blocks do not, because Dynamo
+    guards the identity of each attention processor.
     """
     trained = [block for block in model.denoiser.modules() if is_block(block)]
     encoding = [block for block in model.vae.encoder.modules() if is_block(block)]  # type: ignore[union-attr]
-    # A shape comes with and without gradients, and at an epoch's end in a smaller batch.
+    # Each shape is compiled with and without gradients, and for a smaller last batch.
     configure_dynamo(graphs=4 * shapes * (len(trained) + len(encoding)))
     for block in trained:
         _compile_forward(block, with_gradients=True)
@@ -118,13 +120,13 @@ def compile_blocks(model: LatentDiffusion, *, shapes: int = 1) -> None:
 
 
 def configure_dynamo(*, graphs: int) -> None:
-    """Let Dynamo make so many graphs of one function, which blocks share; past its limit it runs them eagerly."""
+    """Raise Dynamo's limit of graphs per function, which blocks share; beyond the limit it runs them eagerly."""
     config: Any = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, graphs)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, graphs)
-    # Norms of blocks that share code differ in epsilon, which as a variable breaks graphs (torch 2.7).
+    # Norms of blocks that share code differ in epsilon; as a variable, it breaks the graph (torch 2.7).
     config.specialize_float = True
-    # It would cut blocks at DDP's buckets to reduce these early; blocks are small enough.
+    # Dynamo would split graphs at DDP's buckets to reduce gradients early; blocks are small enough.
     config.optimize_ddp = False
 
 
@@ -140,16 +142,11 @@ def _compile_forward(block: nn.Module, *, with_gradients: bool) -> None:
     block.forward = forward
 
 
-def takes_fused(parameters: Sequence[str], given: Sequence[str]) -> bool:
-    """Whether an optimizer has a fused kernel and its keywords in the recipe leave the choice open."""
-    return 'fused' in parameters and not {'fused', 'foreach', 'capturable', 'differentiable'} & set(given)
-
-
 def keep_layout(optimizer: torch.optim.Optimizer) -> None:
-    """After a checkpoint is loaded, moments get the strides of their weights and the optimizer its own settings again.
+    """Restore the strides of moments, `fused` and `foreach` whenever a checkpoint is loaded into an optimizer.
 
-    Fused kernels refuse weights and moments of different strides, as they are where a run without channels_last is
-    continued with it; and a checkpoint says how the optimizer that wrote it computed.
+    Fused kernels refuse weights and moments with different strides, which happens when a run without channels_last is
+    resumed with it. A checkpoint also holds `fused` and `foreach` of the optimizer that wrote it.
     """
     how = {key: optimizer.defaults[key] for key in ('fused', 'foreach') if key in optimizer.defaults}
 

@@ -1,9 +1,10 @@
-"""`task: train`: a recipe to a Composer Trainer, and its run."""
+"""`task: train`: build the Composer Trainer of a recipe and run it."""
 
 import contextlib
 import logging
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 from composer import Trainer
@@ -22,8 +23,9 @@ from diffusion.callbacks.save_now import save_now
 from diffusion.checkpointing.checkpoint_store import list_checkpoints
 from diffusion.checkpointing.checkpointer import Checkpointer, resume_point
 from diffusion.checkpointing.run_folder import RECIPE, find_checkpoint, load_weights, weights_of
+from diffusion.config import registry
 from diffusion.config.load import Recipe, to_yaml
-from diffusion.config.registry import build
+from diffusion.config.recipe import SpeedConfig
 from diffusion.data.cuda_prefetch import AheadLoader
 from diffusion.data.latents import LatentsDataset
 from diffusion.data.loader import BucketedLoader, as_spec
@@ -38,28 +40,34 @@ from diffusion.training.performance import apply_speed, keep_layout, set_backend
 
 log = logging.getLogger(__name__)
 
-OURS = ('autoresume', 'save_interval', 'save_num_checkpoints_to_keep')
-"""Keywords of the Trainer that our Checkpointer takes, unless `trainer.save_folder` asks for Composer's own."""
+CHECKPOINTER_KEYWORDS = ('autoresume', 'save_interval', 'save_num_checkpoints_to_keep')
+"""Keywords of `trainer` that go to our Checkpointer, unless `trainer.save_folder` asks for Composer's own."""
 
 
 class RecipeKeeper(Callback):
-    """Save the resolved recipe beside the checkpoints, so that exporting or resuming elsewhere needs one path."""
+    """Save the resolved recipe beside the checkpoints, so that exporting or resuming elsewhere needs one path.
 
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
+    Args:
+        folder: The run's folder.
+        text: The recipe's YAML.
+    """
+
+    def __init__(self, folder: Path, text: str) -> None:
+        self.folder = folder
+        self.text = text
 
     def fit_start(self, state: State, logger: Logger) -> None:
         if dist.get_global_rank() == 0:
-            write_whole(self.recipe.run_dir / RECIPE, to_yaml(self.recipe))
+            write_whole(self.folder / RECIPE, self.text)
 
 
 def train(recipe: Recipe) -> Trainer:
-    """Run a recipe to its max_duration, from its newest whole checkpoint where `autoresume` finds one.
+    """Train a recipe to its max_duration, from its newest whole checkpoint if `autoresume` finds one.
 
     Raises:
         UserError: The recipe cannot be run, or another job trains into its folder.
-        DataError: Data could not be had, or too much of it is bad.
-        Preempted: It was told to stop, and has saved.
+        DataError: Data could not be read, or too much of it is bad.
+        Preempted: The run was told to stop, and has saved a checkpoint.
     """
     first = os.environ.get('RANK', '0') == '0' and run_lock.HELD not in os.environ
     with run_lock.held(recipe.run_dir) if first else contextlib.nullcontext():
@@ -75,7 +83,7 @@ def _train(recipe: Recipe) -> Trainer:
         fit(trainer)
     except BaseException:
         try:
-            trainer.close()  # loggers send what they have
+            trainer.close()  # flushes loggers
         except Exception:
             log.exception('while the run was closed after the error below')
         raise
@@ -83,10 +91,10 @@ def _train(recipe: Recipe) -> Trainer:
 
 
 def fit(trainer: Trainer) -> None:
-    """Train; where the data ends too early, save what was learned before every rank raises that.
+    """Train; if data cannot be read, save a checkpoint before every rank raises the error.
 
     Raises:
-        DataError: Data could not be had, or too much of it is bad.
+        DataError: Data could not be read, or too much of it is bad.
     """
     try:
         trainer.fit()
@@ -100,7 +108,7 @@ def fit(trainer: Trainer) -> None:
 
 
 def build_trainer(recipe: Recipe) -> Trainer:
-    """The Trainer of a recipe, ready to fit."""
+    """Build the Trainer of a recipe, ready to fit."""
     if int(os.environ.get('WORLD_SIZE', '1')) > 1:
         dist.initialize_dist(get_device(recipe.trainer.get('device')), recipe.trainer.get('dist_timeout', 300.0))
     checkpointer = build_checkpointer(recipe)
@@ -109,7 +117,8 @@ def build_trainer(recipe: Recipe) -> Trainer:
     loader = components.build_loader(recipe, 'train', kind=AheadLoader if parts.copy_ahead else BucketedLoader)
     if isinstance(loader.dataset, LatentsDataset) and isinstance(model, LatentDiffusion):
         loader.dataset.check_encoders(model.vae, model.text, train_text_encoder=model.train_text_encoder)
-    if recipe.init_from is not None and not _resumes(checkpointer):
+    # Without our Checkpointer, Composer may find a checkpoint of its own later, which replaces these weights.
+    if recipe.init_from is not None and (checkpointer is None or checkpointer.resume is None):
         start_from(model, recipe.init_from)
     if recipe.parallelism.activation_checkpointing:
         checkpoint_activations(model)
@@ -117,18 +126,18 @@ def build_trainer(recipe: Recipe) -> Trainer:
     apply_speed(model, parts, strategy=strategy, shapes=len({bucket.shape for bucket in loader.dataset.buckets}))
     optimizer = components.build_optimizer(recipe, model)
     keep_layout(optimizer)
-    schedulers = None
-    if recipe.scheduler is not None:
-        schedulers = build('scheduler', recipe.scheduler.name, recipe.scheduler.kwargs)
     trainer = Trainer(
         model=model,
         train_dataloader=loader,
         eval_dataloader=as_spec(components.build_loader(recipe, 'eval')) if recipe.eval_streams else None,
         optimizers=optimizer,
-        schedulers=schedulers,
-        algorithms=components.build_algorithms(recipe),
-        callbacks=[*components.build_callbacks(recipe), *_own_callbacks(recipe, loader, checkpointer)],
-        loggers=[*components.build_loggers(recipe), *_console(recipe)],
+        schedulers=registry.build('scheduler', recipe.scheduler) if recipe.scheduler is not None else None,
+        algorithms=components.build_all(recipe, 'algorithm', recipe.algorithms),
+        callbacks=[
+            *components.build_all(recipe, 'callback', recipe.callbacks),
+            *_own_callbacks(recipe, parts, loader, checkpointer),
+        ],
+        loggers=[*components.build_all(recipe, 'logger', recipe.loggers), *_console(recipe)],
         run_name=recipe.name,
         seed=recipe.seed,
         device_train_microbatch_size=recipe.device_train_microbatch_size,
@@ -143,7 +152,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
 
 
 def build_checkpointer(recipe: Recipe) -> Checkpointer | None:
-    """What saves and resumes the run; None where `trainer.save_folder` leaves that to Composer."""
+    """Build the callback that saves and resumes the run; None if `trainer.save_folder` leaves that to Composer."""
     if 'save_folder' in recipe.trainer:
         return None
     resume = resume_point(recipe.run_dir) if recipe.trainer.get('autoresume') else None
@@ -162,49 +171,49 @@ def build_checkpointer(recipe: Recipe) -> Checkpointer | None:
 
 
 def checkpoint_activations(model: ComposerModel) -> None:
-    """Let a model's denoiser recompute its blocks in the backward pass."""
+    """Make a model's denoiser recompute its blocks in the backward pass."""
     if not isinstance(model, LatentDiffusion):
         raise UserError('parallelism.activation_checkpointing: only models with a denoiser have blocks to recompute')
     model.denoiser.enable_gradient_checkpointing()
 
 
-def start_from(model: ComposerModel, place: str) -> None:
-    """Give a model the training weights of another run; optimizer and clock stay fresh."""
-    checkpoint = find_checkpoint(place)
+def start_from(model: ComposerModel, init_from: str) -> None:
+    """Load the training weights of another run's checkpoint; the optimizer and the clock start anew."""
+    checkpoint = find_checkpoint(init_from)
     weights, _ = weights_of(checkpoint, 'training')
     load_weights(model, weights, f'init_from: {checkpoint}')
     log.info('weights of %s', checkpoint)
 
 
-def _own_callbacks(recipe: Recipe, loader: BucketedLoader, checkpointer: Checkpointer | None) -> list[Callback]:
-    """What every run has."""
-    identity = components.run_identity(recipe, loader)
-    same_run = SameRun(identity, allow_data_change=recipe.allow_data_change)
-    found: list[Callback] = [RecipeKeeper(recipe), same_run, Preemption(), ReplacedSamples(loader.tally), Heartbeat()]
-    if components.effective_speed(recipe).reduce_once:
-        found.append(ReduceOnce())
-    return found if checkpointer is None else [*found, checkpointer]
+def _own_callbacks(
+    recipe: Recipe, parts: SpeedConfig, loader: BucketedLoader, checkpointer: Checkpointer | None
+) -> list[Callback]:
+    """Build the callbacks of every run, which a recipe does not name."""
+    return [
+        RecipeKeeper(recipe.run_dir, to_yaml(recipe)),
+        SameRun(components.run_identity(recipe, loader), allow_data_change=recipe.allow_data_change),
+        Preemption(),
+        ReplacedSamples(loader.tally),
+        Heartbeat(),
+        *([ReduceOnce()] if parts.reduce_once else []),
+        *([checkpointer] if checkpointer is not None else []),
+    ]
 
 
 def _trainer_keywords(recipe: Recipe) -> dict[str, Any]:
-    """The recipe's keywords of the Trainer, without those of our Checkpointer."""
+    """Return the recipe's keywords of the Trainer, without those of our Checkpointer."""
     composers_own = 'save_folder' in recipe.trainer
-    keywords = {key: value for key, value in recipe.trainer.items() if composers_own or key not in OURS}
+    keywords = {key: each for key, each in recipe.trainer.items() if composers_own or key not in CHECKPOINTER_KEYWORDS}
     return {'progress_bar': sys.stderr.isatty()} | keywords
 
 
 def _console(recipe: Recipe) -> list[LoggerDestination]:
-    """A progress bar is for somebody who looks; a log file gets a line now and then."""
+    """Build the logger of console lines, for runs whose output is a file and shows no progress bar."""
     shown = recipe.trainer.get('progress_bar', sys.stderr.isatty()) or recipe.trainer.get('log_to_console', False)
     return [] if shown or 'console_lines' in recipe.loggers else [ConsoleLines()]
 
 
 def _is_done(state: State) -> bool:
-    """Whether a run was resumed at its end; a job that is started once too often is no failure."""
+    """Return True if a run was resumed at its end: starting a finished job again is no failure."""
     end = state.max_duration
     return end is not None and end.unit != TimeUnit.DURATION and state.timestamp.get(end.unit) >= end
-
-
-def _resumes(checkpointer: Checkpointer | None) -> bool:
-    # Composer looks for its own checkpoints in its own way; weights loaded for nothing are the lesser evil.
-    return checkpointer is not None and checkpointer.resume is not None

@@ -9,6 +9,7 @@ from typing import Literal
 import pytest
 
 from diffusion.config import registry
+from diffusion.config.recipe import Component
 from diffusion.config.registry import build, check_keywords, register, resolve, signature
 from diffusion.config.schema import fits
 from diffusion.config.signatures import simple_type
@@ -177,11 +178,26 @@ class Drawing:
 def test_registered_objects_are_checked_and_built():
     register('model', 'drawing', Drawing)
     assert problems('model', 'drawing', {'colour': 'green'}) == ["here.colour: 'green' is not one of red, blue"]
-    drawing = build('model', 'drawing', {'colour': 'red', 'shape': {'side': 3}}, device='gpu')
+    drawing = build('model', Component('drawing', {'colour': 'red', 'shape': {'side': 3}}), device='gpu')
     assert (drawing.colour, drawing.shape, drawing.device) == ('red', Shape(3), 'gpu')
-    assert build('model', 'drawing', {'colour': 'red', 'shape': None}).shape is None
+    assert build('model', Component('drawing', {'colour': 'red', 'shape': None})).shape is None
     with pytest.raises(ValueError, match='model drawing: device is set by the program; remove it from the recipe'):
-        build('model', 'drawing', {'colour': 'red', 'device': 'gpu'}, device='cpu')
+        build('model', Component('drawing', {'colour': 'red', 'device': 'gpu'}), device='cpu')
+
+
+def test_offered_values_are_used_if_accepted_and_not_in_the_recipe():
+    register('model', 'drawing', Drawing)
+    offered = {'device': 'gpu', 'folder': 'runs/a'}
+    assert build('model', Component('drawing', {'colour': 'red'}), offered=offered).device == 'gpu'
+    assert build('model', Component('drawing', {'colour': 'red', 'device': 'tpu'}), offered=offered).device == 'tpu'
+    with pytest.raises(TypeError, match='folder'):
+        build('model', Component('drawing', {'colour': 'red'}), folder='runs/a')
+
+
+def test_keywords_are_the_defaults_overridden_by_the_recipe():
+    register('model', 'drawing', Drawing)
+    component = Component('drawing', {'colour': 'red', 'device': 'gpu'})
+    assert registry.keywords('model', component) == {'shape': None, 'device': 'gpu', 'colour': 'red'}
 
 
 def test_a_name_stands_for_one_thing():

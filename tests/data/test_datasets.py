@@ -14,6 +14,7 @@ from diffusion.data.image_text import ImageTextDataset
 from diffusion.data.loader import BucketedLoader, default_num_workers
 from diffusion.data.streams import Bucket
 from diffusion.models import batch_keys
+from diffusion.storage import bucket_clients
 from diffusion.training.components import build_loader
 
 
@@ -40,6 +41,14 @@ def test_batches_never_mix_resolutions_and_carry_their_keys(write_recipe, pictur
     assert sorted(ids.tolist()) == list(range(64))
     assert batches[0][batch_keys.INPUT_IDS].shape == (8, 1, 16)
     assert batches[0][batch_keys.IMAGE].dtype == torch.uint8
+
+
+def test_a_remote_may_be_in_a_store_that_streaming_does_not_know(write_recipe, pictures, tmp_path, store, monkeypatch):
+    monkeypatch.setitem(bucket_clients.CLIENTS, 'az', bucket_clients.S3Client)
+    remote = store.upload(pictures[32]).replace('s3://', 'az://')
+    streams = {'a': {'remote': remote, 'local': str(tmp_path / 'local'), 'resolution': 32}}
+    assert len(batches_of(build_loader(load(write_recipe(streams=streams))))) == 5
+    assert len(list((tmp_path / 'local').glob('*.mds'))) == sum('.mds' in path for path in store.shard_reads())
 
 
 def test_epochs_count_and_differ(write_recipe, pictures):
@@ -130,7 +139,7 @@ def test_a_broken_picture_names_its_shard(tmp_path):
         writer.write({'image': b'no picture', 'caption': 'a'})
     dataset = dataset_over(tmp_path / 'd')
     with pytest.raises(
-        BadSample, match=r'streams.a: sample 0 \(row 0 of shard.00000.mds\): the picture cannot be decoded'
+        BadSample, match=r'streams.a: sample 0 \(row 0 of shard.00000.mds\): the image cannot be decoded'
     ):
         dataset[0]
 

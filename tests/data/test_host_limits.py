@@ -63,7 +63,7 @@ def test_memory_for_shuffling(source, monkeypatch, available, fatal):
     monkeypatch.setattr(host_limits, 'available_memory', lambda: available)
     loader = loader_over(None, source)
     loader.dataset.epoch_size = 20_000_000
-    found = told(host_limits.memory(loader))
+    found = told(host_limits.memory_problems(loader))
     assert [each[1] for each in found] == ([] if fatal is None else [fatal])
     assert all('1.4 GB at the start of an epoch' in each[0] for each in found)
 
@@ -79,12 +79,12 @@ def test_a_limit_of_open_files_is_raised_where_it_may_be(source):
     def raised() -> None:
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (210, hard))
-        assert not told(host_limits.open_files(loader))
+        assert not told(host_limits.open_file_problems(loader))
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 210
 
     def refused() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (210, 210))
-        ((what, fatal),) = told(host_limits.open_files(loader))
+        ((what, fatal),) = told(host_limits.open_file_problems(loader))
         assert what.startswith('ulimit -n: 2 workers need 244 open files, and 210 are allowed') and not fatal
 
     assert Forked(raised).wait() == 0
@@ -95,23 +95,25 @@ def test_disk(source, tmp_path, monkeypatch):
     loader = loader_over(source, tmp_path / 'local')
     whole = sum(path.stat().st_size for path in source.glob('*.mds'))
     monkeypatch.setattr(host_limits.shutil, 'disk_usage', lambda _: type('Usage', (), {'free': whole - 1}))
-    ((what, fatal),) = told(host_limits.disk(loader))
+    ((what, fatal),) = told(host_limits.disk_problems(loader))
     assert what.startswith(f'{tmp_path}/local: {bytes_text(whole)} of shards are yet to be fetched') and not fatal
     monkeypatch.setattr(host_limits.shutil, 'disk_usage', lambda _: type('Usage', (), {'free': whole}))
-    assert not told(host_limits.disk(loader))
+    assert not told(host_limits.disk_problems(loader))
     served(loader)
     monkeypatch.setattr(host_limits.shutil, 'disk_usage', lambda _: type('Usage', (), {'free': 0}))
-    assert not told(host_limits.disk(loader)), 'what is there already needs no more room'
+    assert not told(host_limits.disk_problems(loader)), 'what is there already needs no more room'
 
 
 def test_a_cache_limit_below_what_is_read_at_once_is_refused_with_the_least(source, tmp_path):
     largest = max(path.stat().st_size for path in source.glob('*.mds'))
     loader = loader_over(source, tmp_path / 'a', workers=2, cache_limit=4 * largest - 1)
-    ((what, fatal),) = told(host_limits.cache(loader))
+    ((what, fatal),) = told(host_limits.cache_problems(loader))
     assert fatal and what.startswith('loader.cache_limit: ') and f'at least {bytes_text(4 * largest)}' in what
     with pytest.raises(ValueError, match='what 2 processes read and fetch at once, two shards each'):
         host_limits.check_machine(loader)
-    ((what, fatal),) = told(host_limits.cache(loader_over(source, tmp_path / 'b', workers=2, cache_limit=4 * largest)))
+    ((what, fatal),) = told(
+        host_limits.cache_problems(loader_over(source, tmp_path / 'b', workers=2, cache_limit=4 * largest))
+    )
     assert not fatal and 'shards are fetched more than once' in what
 
 

@@ -1,11 +1,27 @@
-"""Contact sheets and the nearest picture."""
+"""Image sheets as PNG and HTML, and the nearest image."""
+
+import html
+import io
+import re
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageFont
 
-from diffusion.evaluation.image_sheet import contact_sheet, save_image, to_images
+from diffusion.evaluation.image_sheet import (
+    CAPTION_LINES,
+    Figure,
+    Section,
+    draw_sheet,
+    html_figures,
+    html_page,
+    png_bytes,
+    save_image,
+    size_on_sheet,
+    to_images,
+    wrap_caption,
+)
 from diffusion.evaluation.retrieval import nearest_images
 
 
@@ -29,10 +45,46 @@ def test_pictures_keep_their_values(kind):
 
 def test_a_sheet_shows_every_picture():
     colours = ['red', 'green', 'blue']
-    cells = [(colour, [Image.new('RGB', (8, 8), colour)]) for colour in colours]
-    sheet = contact_sheet(cells, columns=2, side=16)
-    shown = {pixel for _, pixel in sheet.getcolors(maxcolors=10**6) or []}
-    assert {(255, 0, 0), (0, 128, 0), (0, 0, 255)} <= shown
+    images = [Image.new('RGB', (8, 8), colour) for colour in colours]
+    for pair in ([images[0], images[1]], [images[0], png_bytes(images[1])]):
+        sections = [Section('', [Figure(pair, 'red, green')]), Section('blue', [Figure([images[2]], 'blue')])]
+        sheet = draw_sheet(sections, columns=2, side=16)
+        shown = {pixel for _, pixel in sheet.getcolors(maxcolors=10**6) or []}
+        assert {(255, 0, 0), (0, 128, 0), (0, 0, 255)} <= shown
+
+
+def test_columns_say_how_many_figures_are_in_a_row():
+    figures = [Figure([Image.new('RGB', (8, 8))], str(number)) for number in range(6)]
+    one, two, three = (draw_sheet([Section('', figures)], columns=columns) for columns in (1, 2, 3))
+    assert one.width < two.width < three.width
+    assert one.height > two.height > three.height
+
+
+@pytest.mark.parametrize('size', [(512, 512), (1024, 256), (256, 1024), (320, 192)])
+def test_images_keep_their_aspect_and_have_one_area(size):
+    width, height = size_on_sheet(Image.new('RGB', size), 176)
+    assert width / height == pytest.approx(size[0] / size[1], rel=0.02)
+    assert width * height == pytest.approx(176**2, rel=0.02)
+
+
+def test_captions_are_wrapped_and_cut():
+    font = ImageFont.load_default(size=11)
+    lines = wrap_caption('many words ' * 30, 150, font)
+    assert len(lines) == CAPTION_LINES and lines[-1].endswith(' ...')
+    assert all(font.getlength(line) <= 150 for line in lines)
+    assert wrap_caption('', 150, font) == ['']
+    assert all(font.getlength(line) <= 150 for line in wrap_caption('x' * 500, 150, font))
+
+
+def test_html_embeds_images_and_escapes_texts():
+    jpeg = io.BytesIO()
+    Image.new('RGB', (30, 20), 'red').save(jpeg, 'JPEG')
+    hostile = '<script>alert("x")</script>'
+    figure = Figure([jpeg.getvalue(), Image.new('RGB', (20, 20))], hostile)
+    page = html_page(hostile, html_figures([figure]))
+    assert '<script>' not in page and html.escape(hostile) in page
+    assert re.findall('src="(data:image/[a-z]*)', page) == ['data:image/jpeg', 'data:image/png']
+    assert re.findall(r' width="(\d+)"', html_figures([figure], side=40)) == ['49', '40']
 
 
 def test_saving_leaves_nothing_half_written(tmp_path, monkeypatch):

@@ -23,10 +23,10 @@ def test_stages_and_loader_have_their_lines(recipe, capsys):
     assert main(['data', 'bench', recipe, '--workers', '0', '1', '--batches', '3']) == 0
     out = capsys.readouterr().out
     table = rows(out)
-    assert [name for name in table if name in ('read', 'decode', 'resize', 'tokenise', 'collate', 'all of it')] == [
-        *('read', 'decode', 'resize', 'tokenise', 'collate', 'all of it')
+    assert [name for name in table if name in ('read', 'decode', 'resize', 'tokenize', 'collate', 'all of it')] == [
+        *('read', 'decode', 'resize', 'tokenize', 'collate', 'all of it')
     ]
-    parts = [float(table[name][0]) for name in ('read', 'decode', 'resize', 'tokenise', 'collate')]
+    parts = [float(table[name][0]) for name in ('read', 'decode', 'resize', 'tokenize', 'collate')]
     assert sum(parts) == pytest.approx(float(table['all of it'][0]), abs=0.01)
     assert float(table['0'][0]) > 0 and float(table['1'][0]) > 0
     assert 'One process, 64 samples, batches of 8' in out

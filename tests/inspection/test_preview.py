@@ -5,22 +5,12 @@ import re
 
 import numpy as np
 import pytest
-from PIL import Image, ImageFont
+from PIL import Image
 from shards import CAPTIONS
 
 from diffusion.cli import main
-from diffusion.config.image_shapes import Shape
 from diffusion.config.load import load
-from diffusion.inspection.preview import (
-    CAPTION_LINES,
-    SIDE,
-    PreviewRow,
-    Seen,
-    preview_page,
-    sheet,
-    size_on_sheet,
-    wrapped,
-)
+from diffusion.inspection.preview import SIDE
 from diffusion.models import batch_keys
 from diffusion.training.components import build_dataset
 
@@ -140,25 +130,3 @@ def test_a_file_that_cannot_be_written_is_named(write_recipe, pictures, tmp_path
     assert main(['data', 'look', str(path), '--out', os.path.join(tmp_path, out)]) == 2
     assert re.search(said, capsys.readouterr().err)
     assert not [entry.name for entry in tmp_path.iterdir() if 'look' in entry.name or entry.name.startswith('.')]
-
-
-@pytest.mark.parametrize('shape', [Shape(512, 512), Shape(1024, 256), Shape(256, 1024), Shape(320, 192)])
-def test_pictures_keep_their_aspect_and_have_one_area(shape):
-    width, height = size_on_sheet(shape)
-    assert width / height == pytest.approx(shape.aspect, rel=0.02)
-    assert width * height == pytest.approx(SIDE**2, rel=0.02)
-
-
-def test_captions_are_wrapped_and_cut():
-    font = ImageFont.load_default(size=11)
-    lines = wrapped('many words ' * 30, 150, font)
-    assert len(lines) == CAPTION_LINES and lines[-1].endswith(' ...')
-    assert all(font.getlength(line) <= 150 for line in lines)
-    assert wrapped('', 150, font) == ['']
-    assert all(font.getlength(line) <= 150 for line in wrapped('x' * 500, 150, font))
-
-
-def test_a_page_has_no_markup_of_a_caption():
-    row = PreviewRow('streams.a', Shape(8, 8), [Seen(Image.new('RGB', (8, 8)), '<script>alert(1)</script>')])
-    assert '<script>' not in preview_page([row])
-    assert sheet([row]).width > 0

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from diffusion.launch.backends.base import Rendered
-from diffusion.launch.job_checks import Checked, check_jobs, load_job_spec
+from diffusion.launch.job_checks import CheckedSpec, check_jobs, load_job_spec
 from tests.launch.specs import BACKENDS, changed
 
 ROOT = Path(__file__).parents[2]
@@ -45,10 +45,10 @@ def write_spec(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def prepare(write_spec: Callable[..., Path]) -> Callable[..., tuple[Checked, Rendered]]:
+def prepare(write_spec: Callable[..., Path]) -> Callable[..., tuple[CheckedSpec, Rendered]]:
     """Checks, renders and validates a spec."""
 
-    def make(of: str, /, **changes: Any) -> tuple[Checked, Rendered]:
+    def make(of: str, /, **changes: Any) -> tuple[CheckedSpec, Rendered]:
         path = write_spec(of, **changes)
         checked = check_jobs(load_job_spec(path), path)
         rendered = checked.backend.render(checked.jobs)

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from diffusion.config.load import load
 from diffusion.launch import attempts, environment
-from diffusion.launch.attempts import Attempt, account, append_attempt, hopeless, read_attempts, report
+from diffusion.launch.attempts import Attempt, account, append_attempt, read_attempts, reason_to_give_up, report
 from diffusion.launch.heartbeat import SAVING, TRAINING, Beat
 from diffusion.launch.local_cluster import job_exit_status
-from diffusion.launch.node import Ending, Node, Outcome, Settings, first_bad
-from diffusion.launch.rank_discovery import NodePlace
+from diffusion.launch.node import Node, NodeExit, Outcome, Settings, first_failed_node
+from diffusion.launch.rank_discovery import NodePosition
 from diffusion.launch.watchdog import LONGER, Watchdog
 
 
@@ -77,14 +77,18 @@ def test_the_report_is_for_people(tmp_path):
 
 def test_it_gives_up_where_attempts_end_at_one_batch_for_long():
     stuck = [attempt(number, 1000.0 * number, 40, 40) for number in range(3)]
-    assert hopeless(stuck, 100) == 'the last 3 attempts ended after batch 40 (); mend that, and remove the file'
-    assert hopeless(stuck[:2], 100) is None
-    assert hopeless([attempt(number, 100.0 * number, 40, 40) for number in range(3)], 100) is None, 'an outage may pass'
-    assert hopeless([*stuck[:2], attempt(2, 2000.0, 40, 41)], 100) is None, 'it gets on'
-    assert hopeless([*stuck[:2], attempt(2, 2000.0, 40, 40, cause='preempted')], 100) is None
-    assert hopeless(stuck, 2) == 'all 2 restarts are used up; raise max_restarts, or remove the file'
+    assert (
+        reason_to_give_up(stuck, 100) == 'the last 3 attempts ended after batch 40 (); mend that, and remove the file'
+    )
+    assert reason_to_give_up(stuck[:2], 100) is None
+    assert reason_to_give_up([attempt(number, 100.0 * number, 40, 40) for number in range(3)], 100) is None, (
+        'an outage may pass'
+    )
+    assert reason_to_give_up([*stuck[:2], attempt(2, 2000.0, 40, 41)], 100) is None, 'it gets on'
+    assert reason_to_give_up([*stuck[:2], attempt(2, 2000.0, 40, 40, cause='preempted')], 100) is None
+    assert reason_to_give_up(stuck, 2) == 'all 2 restarts are used up; raise max_restarts, or remove the file'
     never = [Attempt(number, 1000.0 * number, 1000.0 * number + 9, cause='crash') for number in range(3)]
-    assert 'ended before the first batch' in str(hopeless(never, 100))
+    assert 'ended before the first batch' in str(reason_to_give_up(never, 100))
 
 
 def beats(*times, doing=TRAINING):
@@ -95,35 +99,35 @@ def test_ten_batches_of_the_usual_length_are_waited_for():
     watchdog = Watchdog(0.0, patience_seconds=30.0)
     given = beats(*itertools.accumulate([20.0] * 6))
     for found in given:
-        assert watchdog.look(found, found[0].at) is None
+        assert watchdog.check(found, found[0].at) is None
     assert watchdog.limit() == 200.0
-    assert watchdog.look(given[-1], 120.0 + 199) is None
-    assert 'nothing since batch 5 for 201 s, 200 are allowed' in str(watchdog.look(given[-1], 120.0 + 201))
+    assert watchdog.check(given[-1], 120.0 + 199) is None
+    assert 'nothing since batch 5 for 201 s, 200 are allowed' in str(watchdog.check(given[-1], 120.0 + 201))
 
 
 def test_quick_batches_are_given_the_patience_asked_for():
     watchdog = Watchdog(0.0, patience_seconds=30.0)
     for found in beats(*itertools.accumulate([0.1] * 6)):
-        assert watchdog.look(found, found[0].at) is None
+        assert watchdog.check(found, found[0].at) is None
     assert watchdog.limit() == 30.0
 
 
 def test_the_start_and_a_save_may_take_longer():
     watchdog = Watchdog(0.0, patience_seconds=30.0)
-    assert watchdog.look({}, 30.0 * LONGER - 1) is None
-    assert 'nothing since the start' in str(watchdog.look({}, 30.0 * LONGER + 1))
+    assert watchdog.check({}, 30.0 * LONGER - 1) is None
+    assert 'nothing since the start' in str(watchdog.check({}, 30.0 * LONGER + 1))
     watchdog = Watchdog(0.0, patience_seconds=30.0)
     first = Watchdog(0.0, patience_seconds=30)
     # The first batch waits for cold shards and for a compiler.
-    assert first.look({0: Beat(10.0, 4, TRAINING, 4, 10.0)}, 10.0 + 30 * LONGER - 1) is None
-    assert first.look({0: Beat(10.0, 4, TRAINING, 4, 10.0)}, 10.0 + 30 * LONGER + 1) is not None
+    assert first.check({0: Beat(10.0, 4, TRAINING, 4, 10.0)}, 10.0 + 30 * LONGER - 1) is None
+    assert first.check({0: Beat(10.0, 4, TRAINING, 4, 10.0)}, 10.0 + 30 * LONGER + 1) is not None
     saving = {0: Beat(50.0, 4, SAVING, 0, 1.0), 1: Beat(49.0, 4, TRAINING, 0, 1.0)}
-    assert watchdog.look(saving, 50.0 + 30 * LONGER - 1) is None
-    assert watchdog.look(saving, 50.0 + 30 * LONGER + 1) is not None
+    assert watchdog.check(saving, 50.0 + 30 * LONGER - 1) is None
+    assert watchdog.check(saving, 50.0 + 30 * LONGER + 1) is not None
 
 
 @pytest.mark.parametrize(
-    ('said', 'codes', 'expected'),
+    ('reported', 'codes', 'expected'),
     [
         ([0, 0], [0, 0], 0),
         ([75, 1], [75, 1], 75),
@@ -133,8 +137,8 @@ def test_the_start_and_a_save_may_take_longer():
         ([], [1, 1], 1),
     ],
 )
-def test_a_job_ended_as_its_first_node_that_ended_badly(said, codes, expected):
-    assert job_exit_status(said, codes) == expected
+def test_a_job_ended_as_its_first_node_that_ended_badly(reported, codes, expected):
+    assert job_exit_status(reported, codes) == expected
 
 
 @pytest.mark.parametrize(
@@ -142,21 +146,21 @@ def test_a_job_ended_as_its_first_node_that_ended_badly(said, codes, expected):
     [
         (None, None),
         ('0 n1\n0 n2 done\n', None),
-        ('0 n1\n1 n2\n75 n3\n', Ending(1, 'n2', 'crash', '')),
-        ('75 n3\n1 n2\n', Ending(75, 'n3', 'preempted', '')),
-        ('\n75 n3 hang no batch for 9 s\n1 n2\n', Ending(75, 'n3', 'hang', 'no batch for 9 s')),
+        ('0 n1\n1 n2\n75 n3\n', NodeExit(1, 'n2', 'crash', '')),
+        ('75 n3\n1 n2\n', NodeExit(75, 'n3', 'preempted', '')),
+        ('\n75 n3 hang no batch for 9 s\n1 n2\n', NodeExit(75, 'n3', 'hang', 'no batch for 9 s')),
     ],
 )
 def test_the_first_node_that_ended_badly_is_named(tmp_path, content, expected):
     path = tmp_path / 'exits'
     if content is not None:
         path.write_text(content)
-    assert first_bad({environment.EXIT_FILE: str(path)}) == expected
-    assert first_bad({}) is None
+    assert first_failed_node({environment.EXIT_FILE: str(path)}) == expected
+    assert first_failed_node({}) is None
 
 
 @pytest.mark.parametrize(
-    ('own', 'said', 'expected'),
+    ('own', 'reported', 'expected'),
     [
         (Outcome(1, 'crash', 'rank 0 with 1'), '1 n2 killed rank 1 by SIGKILL', ('killed', 'n2: rank 1 by SIGKILL')),
         (Outcome(75, 'preempted'), '75 n2 hang no batch', ('hang', 'n2: no batch')),
@@ -167,13 +171,15 @@ def test_the_first_node_that_ended_badly_is_named(tmp_path, content, expected):
         (Outcome(1, 'crash', 'rank 0 with 1'), '0 n2 done', ('crash', 'rank 0 with 1')),
     ],
 )
-def test_an_attempt_ended_as_the_node_did_that_ended_it(tmp_path, write_recipe, own, said, expected):
-    (tmp_path / 'exits').write_text(f'0 n1 done\n{said}\n')
+def test_an_attempt_ended_as_the_node_did_that_ended_it(tmp_path, write_recipe, own, reported, expected):
+    (tmp_path / 'exits').write_text(f'0 n1 done\n{reported}\n')
     environ = {environment.EXIT_FILE: str(tmp_path / 'exits')}
-    node = Node(NodePlace('local', 0, 2, 1, '127.0.0.1', 29500), Settings.of({}), [], load(write_recipe()), environ)
-    assert node._why(own) == expected
+    node = Node(
+        NodePosition('local', 0, 2, 1, '127.0.0.1', 29500), Settings.from_environ({}), [], load(write_recipe()), environ
+    )
+    assert node._cause_of_end(own) == expected
 
 
 def test_a_level_that_no_preflight_has_is_refused():
     with pytest.raises(ValueError, match="DIFFUSION_PREFLIGHT: 'deap' is none of none, fast, deep"):
-        Settings.of({environment.PREFLIGHT: 'deap'})
+        Settings.from_environ({environment.PREFLIGHT: 'deap'})

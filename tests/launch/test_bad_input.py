@@ -57,7 +57,7 @@ def answer(path, *overrides):
         ('slurm', {'backend': {'raw': {'-C': 'ib'}}}, 'backend.raw.-C: is no long option of sbatch'),
         ('slurm', {'mounts': RUNS}, 'mounts: need an image'),
         ('slurm', {'image': 'image'}, 'mounts: nothing is mounted at /workspace/runs, where job saves'),
-        ('slurm', {'schedule': {'preemptible': True}}, 'schedule.preemptible: is said in Slurm by a partition'),
+        ('slurm', {'schedule': {'preemptible': True}}, 'schedule.preemptible: is chosen in Slurm by a partition'),
         ('kubernetes', {'image': None}, 'image: is missing; a pod needs one'),
         (
             'kubernetes',
@@ -114,7 +114,7 @@ def test_a_mistake_is_named_with_its_place(backend, changes, expected, write_spe
 
 def test_every_mistake_is_in_one_answer(write_spec):
     found = answer(write_spec('kubernetes', name='Job', image=None, schedule={'preemptible': True}))
-    for expected in ("name: 'Job' is no name in Kubernetes", 'image: is missing', 'schedule.preemptible: is said'):
+    for expected in ("name: 'Job' is no name in Kubernetes", 'image: is missing', 'schedule.preemptible: is chosen'):
         assert expected in found
 
 

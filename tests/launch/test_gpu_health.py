@@ -13,7 +13,7 @@ from tests.nvml_driver import Driver, NotSupported, NVMLError
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch):
-    monkeypatch.setattr(gpu_health, 'LEAVING_SECONDS', 0.0)
+    monkeypatch.setattr(gpu_health, 'RELEASE_SECONDS', 0.0)
     monkeypatch.delenv('CUDA_VISIBLE_DEVICES', raising=False)
 
 
@@ -82,7 +82,7 @@ def test_without_a_driver():
 
 
 def test_a_process_that_is_just_leaving_is_waited_for(monkeypatch):
-    monkeypatch.setattr(gpu_health, 'LEAVING_SECONDS', 10.0)
+    monkeypatch.setattr(gpu_health, 'RELEASE_SECONDS', 10.0)
     driver = Driver(processes=[4711])
     left = iter([[4711], [4711], []])
     driver.nvmlDeviceGetComputeRunningProcesses = lambda gpu: [

@@ -3,6 +3,7 @@
 import pytest
 
 from diffusion.cli import main
+from diffusion.exit_codes import CONFIG_ERROR
 from diffusion.launch import job_cost
 from diffusion.launch.backends import NAMES
 from tests.launch.specs import BACKENDS
@@ -101,6 +102,12 @@ def test_a_folder_of_files_has_no_half_written_ones(write_spec, tmp_path):
     out = tmp_path / 'jobs'
     assert main(['launch', str(write_spec('slurm')), '--dry-run', '--out', str(out)]) == 0
     assert [file.name for file in out.iterdir()] == ['job.sbatch']
+
+
+def test_launch_ends_with_the_status_of_a_local_job(write_spec, capsys, monkeypatch):
+    monkeypatch.setattr('diffusion.launch.backends.local.run_local_jobs', lambda jobs: CONFIG_ERROR)
+    assert main(['launch', str(write_spec('local'))]) == CONFIG_ERROR
+    assert capsys.readouterr().err == f'error: job: ended with {CONFIG_ERROR}\n'
 
 
 def test_a_recipe_a_job_and_a_run_are_told_apart(write_spec, tmp_path, capsys):

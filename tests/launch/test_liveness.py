@@ -8,6 +8,7 @@ import time
 import pytest
 
 from diffusion.launch import liveness
+from diffusion.launch.heartbeat import write_heartbeat
 
 SLEEPER = 'import time, sys; print("up", flush=True); time.sleep(1000)'
 
@@ -42,7 +43,9 @@ def test_one_that_is_silent_is_not(entry_point, monkeypatch, tmp_path):
     (problem,) = own(liveness.liveness_problems(), entry_point)
     assert 'is silent for' in problem
     sign = tmp_path / f'diffusion-alive-{entry_point.pid}'
-    sign.touch()
+    sign.touch()  # an ordinary file has the time of the system clock
+    assert own(liveness.liveness_problems(), entry_point)
+    write_heartbeat(sign)
     assert not own(liveness.liveness_problems(), entry_point)
     os.utime(sign, (1.0, 1.0))  # of the time before the container was started again
     monkeypatch.setattr(liveness, 'SILENT_SECONDS', 1000)
@@ -65,6 +68,6 @@ def test_a_sign_is_left_and_taken_away(tmp_path, monkeypatch):
     monkeypatch.setattr(liveness.tempfile, 'gettempdir', lambda: str(tmp_path))
     liveness.say_alive()
     assert [path.name for path in tmp_path.iterdir()] == [f'diffusion-alive-{os.getpid()}']
-    liveness.forget()
-    liveness.forget()
+    liveness.remove_heartbeat()
+    liveness.remove_heartbeat()
     assert not list(tmp_path.iterdir())

@@ -75,13 +75,19 @@ class Launched:
 
 @pytest.fixture
 def write_job(tmp_path: Path, tiny_recipe) -> Callable[..., tuple[Path, Path, Path]]:
-    """Writes a job of the tiny recipe, 24 batches with a checkpoint every 4: its spec, its recipe, its run."""
+    """Writes a job of the tiny recipe with a checkpoint every 4 batches: its spec, its recipe, its run."""
 
     def write(
-        name: str, *, job: str = 'job', hang_seconds: int | None = None, preflight: str = 'none', **sections
+        name: str,
+        *,
+        job: str = 'job',
+        batches: int = 24,
+        hang_seconds: int | None = None,
+        preflight: str = 'none',
+        **sections,
     ) -> tuple[Path, Path, Path]:
         content = tiny_recipe(tmp_path / 'runs', name=name, algorithms={'ema': {'smoothing': 0.9}}) | sections
-        content['trainer'] = content['trainer'] | {'max_duration': '24ba', 'save_interval': '4ba'}
+        content['trainer'] = content['trainer'] | {'max_duration': f'{batches}ba', 'save_interval': '4ba'}
         recipe, spec = tmp_path / f'{name}.yaml', tmp_path / f'{name}-{job}.yaml'
         recipe.write_text(yaml.safe_dump(content))
         content = {
@@ -200,14 +206,14 @@ def test_disturbances_at_random_end_with_the_same_weights(launch, whole, trouble
 @pytest.mark.slow
 def test_what_is_wrong_on_the_nodes_alone_is_not_tried_again(launch, tmp_path):
     job = launch('wrong', streams={'gone': {'local': str(tmp_path / 'gone'), 'resolution': 32}})
-    assert job.wait() != 0
+    assert job.wait() == CONFIG_ERROR
     (only,) = attempts.read_attempts(job.run)
     assert (only.status, only.cause, only.first) == (CONFIG_ERROR, 'mistake', None)
     assert 'gone' in job.log.read_text()
 
 
 def test_a_rank_that_hangs_leaves_stacks_and_the_job_goes_on(launch, trouble):
-    job = launch('hung', hang_seconds=15)
+    job = launch('hung', batches=12, hang_seconds=15)
     job.wait_for_batches(6)
     trouble.hang_rank(job, random.Random(1))
     job.wait_for_attempt(2)
@@ -240,7 +246,7 @@ def test_as_the_first_process_of_a_container(write_job, forkserver):
 
 @pytest.mark.slow
 def test_a_preflight_comes_first(launch):
-    job = launch('checked', preflight='fast')
+    job = launch('checked', batches=4, preflight='fast')
     assert job.wait() == 0, job.log.read_text()
     report = json.loads((job.run / 'preflight.json').read_text())
     assert report['status'] == 0
@@ -255,7 +261,7 @@ def test_a_second_job_on_the_same_folder_is_refused_and_the_first_goes_on(launch
     first = launch('shared')
     first.wait_for_batches(2)
     second = launch('shared', job='another')
-    assert second.wait() != 0 and f'another: ended with {CONFIG_ERROR}' in second.log.read_text()
+    assert second.wait() == CONFIG_ERROR and f'another: ended with {CONFIG_ERROR}' in second.log.read_text()
     assert first.wait() == 0, first.log.read_text()
     assert 'job job, process' in first.log.read_text() and 'trains into this folder' in first.log.read_text()
     (only,) = attempts.read_attempts(first.run)

@@ -131,4 +131,4 @@ def test_skypilot_itself_takes_the_names_that_we_take(name, judge, write_spec, s
 
 
 def test_the_time_that_sagemaker_appends_is_reckoned_with():
-    assert sagemaker.LONGEST == 47
+    assert sagemaker.MAX_NAME == 47

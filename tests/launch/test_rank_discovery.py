@@ -4,8 +4,9 @@ import json
 
 import pytest
 
+from diffusion.errors import ExternalError
 from diffusion.launch import environment, rank_discovery
-from diffusion.launch.rank_discovery import NodePlace, find_place, rank_environment
+from diffusion.launch.rank_discovery import NodePosition, find_position, rank_environment
 
 ASKED = {environment.NODES: '3', environment.PROCESSES_PER_NODE: '8', environment.MASTER_PORT: '29501'}
 SKYPILOT = {'SKYPILOT_NODE_RANK': '1', 'SKYPILOT_NODE_IPS': '10.0.0.1\n10.0.0.2\n10.0.0.3'}
@@ -36,29 +37,36 @@ def resources(tmp_path):
 @pytest.mark.parametrize('told', [True, False])
 def test_every_scheduler_says_the_same(scheduler, variables, told, tmp_path):
     environ = ASKED | variables | ({environment.SCHEDULER: scheduler} if told else {})
-    assert find_place(environ, resources=tmp_path / 'none') == NodePlace(scheduler, 1, 3, 8, '10.0.0.1', 29501)
+    assert find_position(environ, resources=tmp_path / 'none') == NodePosition(scheduler, 1, 3, 8, '10.0.0.1', 29501)
 
 
 def test_sagemaker_says_it_in_a_file(resources, tmp_path):
-    assert find_place(ASKED, resources=resources) == NodePlace('sagemaker', 1, 3, 8, 'algo-1', 29501)
-    with pytest.raises(ValueError, match='none does not say where this node stands'):
-        find_place(ASKED | {environment.SCHEDULER: 'sagemaker'}, resources=tmp_path / 'none')
+    assert find_position(ASKED, resources=resources) == NodePosition('sagemaker', 1, 3, 8, 'algo-1', 29501)
+    with pytest.raises(ExternalError, match='none does not say where this node stands'):
+        find_position(ASKED | {environment.SCHEDULER: 'sagemaker'}, resources=tmp_path / 'none')
+
+
+def test_scontrol_that_does_not_answer_may_answer_later(tmp_path, monkeypatch):
+    monkeypatch.setenv('PATH', str(tmp_path))
+    environ = {'SLURM_NODEID': '1', 'SLURM_NNODES': '3', 'SLURM_JOB_NODELIST': 'node[1-3]'}
+    with pytest.raises(ExternalError, match=r'scontrol cannot say what node\[1-3\] is .*; set DIFFUSION_MASTER_ADDR'):
+        find_position(environ, resources=tmp_path / 'none')
 
 
 def test_without_a_scheduler_there_is_this_machine_with_its_gpus(tmp_path, monkeypatch):
     environ = {environment.PROCESSES_PER_NODE: '2', environment.NODES: '1'}
-    alone = NodePlace('local', 0, 1, 2, '127.0.0.1', 29500)
-    assert find_place(environ, resources=tmp_path / 'none') == alone
+    alone = NodePosition('local', 0, 1, 2, '127.0.0.1', 29500)
+    assert find_position(environ, resources=tmp_path / 'none') == alone
     monkeypatch.setattr(rank_discovery, 'count_gpus', lambda environ: 2)
-    assert find_place({}, resources=tmp_path / 'none') == alone
+    assert find_position({}, resources=tmp_path / 'none') == alone
     monkeypatch.setattr(rank_discovery, 'count_gpus', lambda environ: 0)
-    assert find_place({}, resources=tmp_path / 'none').processes == 1
+    assert find_position({}, resources=tmp_path / 'none').processes == 1
 
 
 def test_what_composer_leaves_of_a_training_alone_is_no_schedulers(tmp_path):
     left = {'NODE_RANK': '0', 'WORLD_SIZE': '1', 'LOCAL_WORLD_SIZE': '1', 'RANK': '0', 'LOCAL_RANK': '0'}
     environ = left | {environment.PROCESSES_PER_NODE: '2'}
-    assert find_place(environ, resources=tmp_path / 'none') == NodePlace('local', 0, 1, 2, '127.0.0.1', 29500)
+    assert find_position(environ, resources=tmp_path / 'none') == NodePosition('local', 0, 1, 2, '127.0.0.1', 29500)
 
 
 def test_gpus_are_counted_by_their_devices(tmp_path):
@@ -88,11 +96,11 @@ def test_gpus_are_counted_by_their_devices(tmp_path):
 )
 def test_what_does_not_fit_together_is_said(environ, told, tmp_path):
     with pytest.raises(ValueError, match=told):
-        find_place(environ, resources=tmp_path / 'none')
+        find_position(environ, resources=tmp_path / 'none')
 
 
 def test_ranks_get_what_composers_launcher_gives_and_nothing_of_a_schedulers_own():
-    second = NodePlace('slurm', 1, 3, 8, '10.0.0.1', 29501)
+    second = NodePosition('slurm', 1, 3, 8, '10.0.0.1', 29501)
     found = rank_environment(second, 2, {'WORLD_SIZE': '3', 'RANK': '7', 'PATH': '/bin'})
     expected = {'RANK': '10', 'WORLD_SIZE': '24', 'LOCAL_RANK': '2', 'LOCAL_WORLD_SIZE': '8', 'NODE_RANK': '1'}
     expected |= {'MASTER_ADDR': '10.0.0.1', 'MASTER_PORT': '29501', 'PYTHONUNBUFFERED': '1', 'PATH': '/bin'}
@@ -100,5 +108,5 @@ def test_ranks_get_what_composers_launcher_gives_and_nothing_of_a_schedulers_own
 
 
 def test_nodes_of_a_local_job_share_their_machine():
-    found = rank_environment(NodePlace('local', 1, 2, 2, '127.0.0.1', 29500), 1, {})
+    found = rank_environment(NodePosition('local', 1, 2, 2, '127.0.0.1', 29500), 1, {})
     assert (found['RANK'], found['LOCAL_RANK'], found['LOCAL_WORLD_SIZE'], found['NODE_RANK']) == ('3', '3', '4', '0')

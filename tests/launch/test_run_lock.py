@@ -15,7 +15,7 @@ import pytest
 from diffusion.config.load import load
 from diffusion.exit_codes import CONFIG_ERROR, FAILED
 from diffusion.launch import environment, run_lock
-from diffusion.launch.run_lock import LOCK, Owner, Taken, held, owner_of
+from diffusion.launch.run_lock import LOCK, Owner, RunLocked, held, owner_of
 from diffusion.training.train import train
 from tests.data.processes import Forked
 
@@ -37,7 +37,7 @@ def wait_for(what, seconds=20.0):
 
 def other_owner(path: Path, environ=JOB, **changes) -> Owner:
     """Another's lock, on another machine unless it is said."""
-    owner = replace(Owner.here(environ), **({'machine': 'another', 'pid': 1, 'host': 'far'} | changes))
+    owner = replace(Owner.current(environ), **({'machine': 'another', 'pid': 1, 'host': 'far'} | changes))
     path.write_text(json.dumps({'owner': vars(owner), 'count': 0, 'at': 0.0}))
     return owner
 
@@ -89,7 +89,7 @@ def test_who_lives_on_this_machine_is_not_waited_for(tmp_path):
         wait_for(lambda: owner_of(tmp_path / LOCK))
         begin = time.monotonic()
         with pytest.raises(
-            Taken, match=rf'run\.lock: process {other.pid} on .*, trains into this folder; .*name='
+            RunLocked, match=rf'run\.lock: process {other.pid} on .*, trains into this folder; .*name='
         ) as told:
             held(tmp_path, {}).__enter__()
         assert time.monotonic() - begin < run_lock.WATCH_SECONDS
@@ -102,7 +102,7 @@ def test_who_lives_on_this_machine_is_not_waited_for(tmp_path):
 
 
 def test_a_number_that_another_process_has_now_says_nothing(tmp_path):
-    here = Owner.here({})
+    here = Owner.current({})
     other_owner(tmp_path / LOCK, environ={}, machine=here.machine, pid=os.getpid(), started='1')
     begin = time.monotonic()
     with held(tmp_path, {}):
@@ -122,15 +122,15 @@ def test_who_gives_no_sign_of_life_elsewhere_is_followed(tmp_path, content):
 @pytest.mark.parametrize('other', [{environment.JOB: 'another'}, JOB | {'SLURM_JOB_ID': '8'}])
 def test_who_lives_elsewhere_is_found_to(tmp_path, beating, other):
     beating(tmp_path / LOCK, environ=other)
-    with pytest.raises(Taken, match=r'job .*, process 1 on far') as told:
+    with pytest.raises(RunLocked, match=r'job .*, process 1 on far') as told:
         held(tmp_path, JOB).__enter__()
-    assert not told.value.again
+    assert not told.value.retry
 
 
 def test_a_later_attempt_follows_an_earlier_one_at_once(tmp_path, beating):
     beating(tmp_path / LOCK, environ=JOB | {environment.ATTEMPT: '0'})
     begin = time.monotonic()
-    run_lock._wait_for(tmp_path / LOCK, Owner.here(JOB), lambda: False)
+    run_lock._wait_until_free(tmp_path / LOCK, Owner.current(JOB), lambda: False)
     assert time.monotonic() - begin < run_lock.WATCH_SECONDS
 
 
@@ -139,9 +139,9 @@ def test_of_the_same_name_an_end_is_waited_for(tmp_path, beating, monkeypatch, c
     monkeypatch.setattr(run_lock, 'SAME_JOB_SECONDS', 1.0)
     beating(tmp_path / LOCK, environ=JOB | other)
     begin = time.monotonic()
-    with pytest.raises(Taken, match='job phase1') as told:
+    with pytest.raises(RunLocked, match='job phase1') as told:
         held(tmp_path, JOB).__enter__()
-    assert time.monotonic() - begin > 1.0 and told.value.again
+    assert time.monotonic() - begin > 1.0 and told.value.retry
     assert capsys.readouterr().err.count('is still there; waiting for its end') == 1
 
 
@@ -149,7 +149,7 @@ def test_of_the_same_name_on_this_machine_a_short_while_is_enough(tmp_path):
     other = Forked(lambda: held_as(tmp_path, JOB))
     wait_for(lambda: owner_of(tmp_path / LOCK))
     begin = time.monotonic()
-    with pytest.raises(Taken, match='job phase1'):
+    with pytest.raises(RunLocked, match='job phase1'):
         held(tmp_path, JOB).__enter__()
     assert time.monotonic() - begin >= run_lock.WATCH_SECONDS
     threading.Timer(0.1, lambda: os.kill(other.pid, signal.SIGKILL)).start()
@@ -159,7 +159,7 @@ def test_of_the_same_name_on_this_machine_a_short_while_is_enough(tmp_path):
 
 def test_a_wait_ends_when_this_job_is_told_to(tmp_path, beating):
     beating(tmp_path / LOCK)
-    with pytest.raises(Taken):
+    with pytest.raises(RunLocked):
         held(tmp_path, JOB, stopped=lambda: True).__enter__()
 
 

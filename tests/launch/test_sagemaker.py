@@ -5,7 +5,9 @@ import json
 import pytest
 
 from diffusion.cli import main
-from diffusion.launch import environment
+from diffusion.errors import UserError
+from diffusion.exit_codes import FAILED
+from diffusion.launch import environment, node
 from diffusion.launch.aws_secrets import fetch_secrets, secret_references
 from diffusion.launch.backends import sagemaker
 from diffusion.launch.backends.base import Rendered
@@ -131,7 +133,7 @@ def test_what_aws_refuses_is_one_line(write_spec, monkeypatch, capsys):
     monkeypatch.setenv('AWS_EC2_METADATA_DISABLED', 'true')
     monkeypatch.setenv('AWS_CONFIG_FILE', 'none')
     monkeypatch.setenv('AWS_SHARED_CREDENTIALS_FILE', 'none')
-    assert main(['launch', str(write_spec('sagemaker', backend={'region': 'us-east-1'}))]) == 2
+    assert main(['launch', str(write_spec('sagemaker', backend={'region': 'us-east-1'}))]) == FAILED
     assert capsys.readouterr().err == 'error: SageMaker: Unable to locate credentials\n'
 
 
@@ -143,5 +145,16 @@ def test_a_node_fetches_the_secrets_that_the_job_only_names(aws):
     assert 'hunter2' not in str(environ)
     assert fetch_secrets(environ) == {'KEY': 'hunter2'}
     assert fetch_secrets({}) == {}
-    with pytest.raises(ValueError, match=r'secrets\.KEY: training/none cannot be read'):
+    with pytest.raises(UserError, match=r'secrets\.KEY: training/none cannot be read'):
         fetch_secrets({environment.SECRETS: 'KEY=training/none'})
+
+
+def test_secrets_manager_that_does_not_answer_may_answer_later(monkeypatch, capsys):
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv('AWS_ENDPOINT_URL', 'http://127.0.0.1:9')
+    monkeypatch.setenv('AWS_MAX_ATTEMPTS', '1')
+    monkeypatch.setenv(environment.SECRETS, 'KEY=training/key')
+    monkeypatch.setenv(environment.SCHEDULER, 'local')
+    assert node.main(['--', 'run.py', 'yamls/quickstart.yaml']) == FAILED
+    assert 'error: secrets.KEY: training/key cannot be read (Could not connect' in capsys.readouterr().err

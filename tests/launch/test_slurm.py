@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from diffusion.cli import main
+from diffusion.exit_codes import FAILED
 from diffusion.launch.job_checks import check_jobs, load_job_spec
 
 SRUN = """#!/bin/bash
@@ -226,7 +227,7 @@ def test_a_job_that_was_launched_by_a_restarted_one_counts_from_0(write_spec, sl
 def test_what_slurm_refuses_is_said_in_its_words(write_spec, slurm, tmp_path, capsys):
     (tmp_path / 'bin' / 'sbatch').write_text('#!/bin/bash\necho "sbatch: error: invalid partition" >&2\nexit 1\n')
     path = write_spec('slurm', backend={'logs': str(tmp_path / 'logs')})
-    assert main(['launch', str(path)]) == 2
+    assert main(['launch', str(path)]) == FAILED
     assert 'sbatch --parsable' in (error := capsys.readouterr().err) and 'invalid partition' in error
 
 

@@ -14,7 +14,8 @@ from diffusion.models import batch_keys
 from diffusion.models.autoencoder import psnr_db, tiny_autoencoder
 from diffusion.models.builders import TINY_VAE
 from diffusion.models.pretrained import decode_latents, posterior_of
-from diffusion.prepare.openmoji import prepare_openmoji
+from diffusion.prepare.pipeline import prepare
+from diffusion.prepare.settings import settings_of
 from diffusion.tasks.export import export
 from diffusion.training.train import train
 
@@ -69,7 +70,8 @@ def test_a_trained_autoencoder_is_exported_whole(write_recipe, tmp_path):
 
 def test_the_shipped_autoencoder_reconstructs_pictures_it_has_not_seen(tmp_path):
     """At least 25 dB on the held-out families of OpenMoji, and latents of mean 0 and deviation 1."""
-    prepare_openmoji(tmp_path / 'heldout', [64], select='all', split='heldout')
+    source = {'kind': 'openmoji', 'select': 'all', 'split': 'heldout'}
+    prepare(settings_of({'source': source, 'out': str(tmp_path / 'heldout'), 'sizes': [64]}))
     data = StreamingDataset(local=str(tmp_path / 'heldout/64px'), batch_size=1)
     pictures = [picture(data[i]['image'], square(64)) for i in range(0, len(data), 4)]
     pixels = torch.stack(pictures) / 127.5 - 1

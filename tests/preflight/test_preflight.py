@@ -20,7 +20,7 @@ from diffusion.launch import environment, gpu_health
 from diffusion.launch.findings import Finding, findings_exit_status, findings_json, findings_table
 from diffusion.preflight import __main__ as program
 from diffusion.preflight import collective_checks, node_checks
-from diffusion.preflight.collective_checks import CollectiveLimits, RankMeasurements, judge
+from diffusion.preflight.collective_checks import CollectiveLimits, RankMeasurements, compare_ranks
 from tests.data.processes import Forked
 from tests.nvml_driver import Driver
 
@@ -134,13 +134,13 @@ def run_two(write_recipe, tmp_path):
 
 
 def slow(rank):
-    measured = collective_checks.multiply
-    collective_checks.multiply = lambda *given: (measured(*given)[0] * (0.1 if rank else 1), measured(*given)[1])
+    measured = collective_checks.measure_matmul
+    collective_checks.measure_matmul = lambda *given: (measured(*given)[0] * (0.1 if rank else 1), measured(*given)[1])
 
 
 def miscalculating(rank):
-    measured = collective_checks.multiply
-    collective_checks.multiply = lambda *given: (measured(*given)[0], measured(*given)[1] + rank)
+    measured = collective_checks.measure_matmul
+    collective_checks.measure_matmul = lambda *given: (measured(*given)[0], measured(*given)[1] + rank)
 
 
 def mishearing(rank):
@@ -175,7 +175,7 @@ def gpu_driver(**second):
         driver = Driver(**(second if rank else {}))
         driver.gpus = driver.gpus[1 : 1 if second.get('gone') and rank else 2]
         gpu_health.load_nvml = lambda: driver
-        gpu_health.LEAVING_SECONDS = 0.0
+        gpu_health.RELEASE_SECONDS = 0.0
 
     return meddle
 
@@ -266,16 +266,16 @@ def measured(rank, **changes):
 )
 def test_one_of_sixteen_that_differs_is_named(changes, check, status):
     everyone = [measured(rank, **(changes if rank == 11 else {})) for rank in range(16)]
-    (found,) = bad(judge(everyone, CollectiveLimits.of('cuda')))
+    (found,) = bad(compare_ranks(everyone, CollectiveLimits.of('cuda')))
     assert (found.check, found.where, found.status) == (check, 'node1 rank 11', status)
-    assert not bad(judge([measured(rank) for rank in range(16)], CollectiveLimits.of('cuda')))
+    assert not bad(compare_ranks([measured(rank) for rank in range(16)], CollectiveLimits.of('cuda')))
 
 
 def test_a_process_that_is_alone_is_compared_with_itself():
-    found = judge([measured(0)], CollectiveLimits.of('cuda'))
+    found = compare_ranks([measured(0)], CollectiveLimits.of('cuda'))
     assert [finding.check for finding in found] == ['versions', 'results', 'speed']
     assert not bad(found)
-    (found,) = bad(judge([measured(0, product=-1)], CollectiveLimits.of('cuda')))
+    (found,) = bad(compare_ranks([measured(0, product=-1)], CollectiveLimits.of('cuda')))
     assert (found.check, found.status) == ('results', BAD_HARDWARE)
 
 

@@ -52,9 +52,7 @@ def test_a_column_that_no_picture_has_is_told() -> None:
     filters = Filters(columns={'aesthetic': ValueRange(min=1), 'PUNSAFE': ValueRange(max=1)})
     assert filters.columns_in({'punsafe': None, 'aesthetic_score': 1}) == ['PUNSAFE']
     (sentence,) = filters.never_seen({'PUNSAFE'}, available={'punsafe', 'aesthetic_score'})
-    assert (
-        sentence == "filters.columns.aesthetic: no picture has such a column; they have ['aesthetic_score', 'punsafe']"
-    )
+    assert sentence == "filters.columns.aesthetic: no image has such a column; they have ['aesthetic_score', 'punsafe']"
     assert filters.never_seen({'PUNSAFE', 'aesthetic'}) == []
 
 

@@ -189,10 +189,10 @@ def test_wrong_captions_file(source: Path, out: Path, tmp_path: Path, name: str,
 
 def test_nothing_left_is_an_error(source: Path, out: Path) -> None:
     source.mkdir()
-    with pytest.raises(ValueError, match='has no pictures'):
+    with pytest.raises(ValueError, match='has no images'):
         prepare_folder(source, out, [16])
     draw(source / 'a.jpg', 8, 8)
-    with pytest.raises(ValueError, match=r'no picture is left(.|\n)*too_small: 1 \(a.jpg\)'):
+    with pytest.raises(ValueError, match=r'no image is left(.|\n)*too_small: 1 \(a.jpg\)'):
         prepare_folder(source, out, [16])
     assert [path.name for path in out.parent.iterdir()] == ['pictures']
 

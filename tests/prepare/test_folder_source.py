@@ -87,7 +87,7 @@ def test_a_captions_file_gives_the_order_and_the_columns(tmp_path: Path, suffix:
 def test_parts_are_runs_and_their_stamps_follow_what_is_in_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folder_source, 'PART_PICTURES', 3)
+    monkeypatch.setattr(folder_source, 'PART_IMAGES', 3)
     for number in range(7):
         put(tmp_path, **{f'{number}.jpg': 'x' * (number + 1), f'{number}.txt': 'y'})
     source = FolderSource(str(tmp_path))
@@ -151,7 +151,7 @@ def test_a_wrong_captions_file_is_named(tmp_path: Path, name: str, content: str,
 
 def test_a_folder_without_pictures_is_named(tmp_path: Path) -> None:
     for _ in ('empty', 'without pictures'):
-        with pytest.raises(ValueError, match=r'has no pictures \(\.jpg'):
+        with pytest.raises(ValueError, match=r'has no images \(\.jpg'):
             FolderSource(str(tmp_path)).parts()
         put(tmp_path, **{'a.txt': 'x'})
     with pytest.raises(ValueError, match='there is no such folder'):

@@ -15,7 +15,7 @@ sys.path[:0] = [sys.argv[1], os.path.dirname(sys.argv[1])]
 from pathlib import Path
 from drawn import DrawnSource, settings, snapshot
 import pandas
-from diffusion.prepare import engines, exhibits, pack, part
+from diffusion.prepare import convert_part, engines, pack_shards, report_thumbnails
 from diffusion.prepare.pipeline import prepare
 from sudden_death import die_before
 
@@ -30,8 +30,16 @@ def start(out, source, *, kill_at=None, with_group=False, inline=False, **values
     os.setsid()
     if kill_at is not None:
         die_before(kill_at, FOLDER, with_group=with_group)
-    run = (lambda jobs: (job(lambda text: None) for job in jobs)) if inline else None
-    prepare(settings(out, **values), source=source, run=run)
+    chosen = settings(out, **values)
+
+    def run(jobs):
+        """Each result is an operation for `die_before` to count: others do the work, and none of theirs count."""
+        for result in engines.run_on('processes', chosen)(jobs):
+            (FOLDER / 'result').write_text('')
+            yield result
+
+    inline = (lambda jobs: (job(lambda text: None) for job in jobs)) if inline else None
+    prepare(chosen, source=source, run=inline or run)
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""OpenMoji's pictures: which are chosen, how they look, and that twice is the same."""
+"""OpenMoji's images: which are chosen, how they look, and that twice is the same."""
 
 import argparse
 import io
@@ -9,22 +9,27 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from drawn import samples, snapshot
 from PIL import Image
-from streaming.base.format import reader_from_json
 
 from diffusion.prepare import cli, openmoji
-from diffusion.prepare.openmoji import SKIN_TONES, Emoji, catalogue, choose_emoji, prepare_openmoji
+from diffusion.prepare.counts_report import PrepareReport
+from diffusion.prepare.engines import do
+from diffusion.prepare.openmoji import SKIN_TONES, Emoji, all_emoji, choose_emoji
+from diffusion.prepare.pipeline import prepare
+from diffusion.prepare.settings import settings_of
 
 
 @pytest.fixture(scope='module')
 def emojis() -> list[Emoji]:
-    return catalogue()
+    return all_emoji()
 
 
-def samples(bucket: Path) -> list[dict]:
-    shards = json.loads((bucket / 'index.json').read_text())['shards']
-    readers = [reader_from_json(str(bucket.parent), bucket.name, shard) for shard in shards]
-    return [reader[at] for reader in readers for at in range(len(reader))]
+def prepare_openmoji(out: Path, sizes: list[int], *, shard_mb: float = 256.0, **source: object) -> PrepareReport:
+    values = {'source': {'kind': 'openmoji'} | source, 'out': str(out), 'sizes': sizes, 'shard_mb': shard_mb}
+    report = prepare(settings_of(values | openmoji.SETTINGS), run=lambda jobs: map(do, jobs))
+    assert report is not None
+    return report
 
 
 def test_every_size_holds_the_same_pictures(tmp_path: Path) -> None:
@@ -39,20 +44,31 @@ def test_every_size_holds_the_same_pictures(tmp_path: Path) -> None:
         assert sample['captions']
         assert all(sample['captions'])
     saved = json.loads((tmp_path / 'out/report.json').read_text())
-    assert saved['pictures'] == 5
-    assert 'CC BY-SA 4.0' in saved['licence']
+    assert saved['source'] == 'OpenMoji'
+    assert saved['arguments']['source']['limit'] == 5
+    assert 'resvg-py' in saved['versions']
+    assert 'CC BY-SA 4.0' in saved['license']
+
+
+def test_images_are_stored_as_they_are_drawn_and_in_the_order_of_the_choice(
+    tmp_path: Path, emojis: list[Emoji]
+) -> None:
+    chosen = choose_emoji(emojis, select='all', split='all', limit=openmoji.PART_EMOJI + 5)
+    prepare_openmoji(tmp_path / 'out', [16], select='all', limit=len(chosen))
+    stored = samples(tmp_path / 'out/16px')
+    assert [sample['key'] for sample in stored] == [emoji.hexcode for emoji in chosen]
+    assert [sample['image'] for sample in stored] == [emoji.png(16) for emoji in chosen]
+    assert [sample['captions'] for sample in stored] == [emoji.names or ['emoji'] for emoji in chosen]
 
 
 def test_twice_gives_the_same_bytes(tmp_path: Path) -> None:
     for name in ('one', 'two'):
-        prepare_openmoji(tmp_path / name, [64], limit=10, shard_bytes=10_000)
-    one, two = (sorted((tmp_path / name / '64px').iterdir()) for name in ('one', 'two'))
-    assert len(one) > 2
-    assert [path.name for path in one] == [path.name for path in two]
-    assert all(a.read_bytes() == b.read_bytes() for a, b in zip(one, two, strict=True))
+        prepare_openmoji(tmp_path / name, [64], limit=10, shard_mb=0.01)
+    assert len(list((tmp_path / 'one/64px').iterdir())) > 2
+    assert snapshot(tmp_path / 'one') == snapshot(tmp_path / 'two')
 
 
-def test_catalogue_joins_drawings_with_names(emojis: list[Emoji]) -> None:
+def test_all_emoji_joins_drawings_with_names(emojis: list[Emoji]) -> None:
     by_hexcode = {emoji.hexcode: emoji for emoji in emojis}
     named = [emoji for emoji in emojis if emoji.names]
     assert (len(emojis), len(named)) == (4495, 3953)
@@ -104,11 +120,11 @@ def test_limit_and_offset_are_windows_of_one_order(emojis: list[Emoji]) -> None:
 
 
 def test_unnamed_pictures_are_captioned_emoji(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    unnamed = [emoji for emoji in catalogue() if not emoji.names][:2]
-    monkeypatch.setattr(openmoji, 'catalogue', lambda: unnamed)
+    unnamed = [emoji for emoji in all_emoji() if not emoji.names][:2]
+    monkeypatch.setattr(openmoji, 'all_emoji', lambda: unnamed)
     prepare_openmoji(tmp_path / 'out', [16], select='all')
     assert [sample['captions'] for sample in samples(tmp_path / 'out/16px')] == [['emoji'], ['emoji']]
-    with pytest.raises(ValueError, match='no picture is left'):
+    with pytest.raises(ValueError, match='no image is left'):
         prepare_openmoji(tmp_path / 'named', [16], select='named')
     assert not (tmp_path / 'named').exists()
 
@@ -116,16 +132,17 @@ def test_unnamed_pictures_are_captioned_emoji(tmp_path: Path, monkeypatch: pytes
 def test_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openmoji, 'find_spec', lambda name: None)
     with pytest.raises(ValueError, match=r"quickstart extra .* pip install -e '\.\[quickstart\]'"):
-        catalogue()
+        all_emoji()
 
 
 def test_command_prints_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
     cli.add_arguments(parser)
     out = str(tmp_path / 'out')
-    assert cli.run_prepare(parser.parse_args(['openmoji', '--out', out, '--sizes', '16', '--limit', '2'])) == 0
+    command = ['openmoji', '--out', out, '--sizes', '16', '--limit', '2', '--offset', '1', '--select', 'named']
+    assert cli.run_prepare(parser.parse_args(command)) == 0
     output = capsys.readouterr()
-    assert f'{out}: 2 pictures' in output.out
+    assert f'{out}: 2 images' in output.out
     assert 'CC BY-SA 4.0' in output.out
     assert output.err == f'preparing {out}\n'
 

@@ -1,88 +1,31 @@
-"""Shards against Streaming's own writer, how samples are cut into them, and which bucket a picture goes to."""
+"""Final shards, and the bucket that an image goes to."""
 
 import json
 import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from drawn import DrawnSource, samples, settings
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from streaming import MDSWriter
 
 from diffusion.prepare.bucket_choice import Buckets
 from diffusion.prepare.pipeline import prepare
+from diffusion.prepare.process_sample import COLUMNS
 from diffusion.storage import mds
-
-plain = st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.floats(allow_nan=False) | st.text(max_size=8)
-sample_values = st.fixed_dictionaries(
-    {
-        'image': st.binary(max_size=300),
-        'captions': st.lists(st.text(max_size=20), max_size=3),
-        'width': st.integers(0, 2**40),
-        'height': st.integers(0, 2**40),
-        'key': st.text(max_size=20),
-        'metadata': st.dictionaries(st.text(max_size=5), plain, max_size=3),
-    }
-)
 
 
 def write_with_streaming(folder: Path, found: list[dict[str, Any]], *, size_limit: int) -> None:
-    with MDSWriter(out=str(folder), columns=mds.COLUMNS, hashes=list(mds.HASHES), size_limit=size_limit) as writer:
+    with MDSWriter(out=str(folder), columns=COLUMNS, hashes=list(mds.HASHES), size_limit=size_limit) as writer:
         for sample in found:
             writer.write(sample)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-@given(found=st.lists(sample_values, min_size=1, max_size=12), size_limit=st.integers(900, 3000))
-@hypothesis_settings(max_examples=60, deadline=None)
-def test_shards_are_byte_for_byte_those_of_streaming(
-    tmp_path_factory: pytest.TempPathFactory, found: list[dict[str, Any]], size_limit: int
-) -> None:
-    encoded = [mds.encode_sample(sample) for sample in found]
-    # It writes an empty shard before a sample that alone is too large.
-    assume(mds.header_bytes(1, size_limit=size_limit) + max(map(len, encoded)) <= size_limit)
-    ours, theirs = (tmp_path_factory.mktemp(name) for name in ('ours', 'theirs'))
-    sizes = np.array([len(each) for each in encoded])
-    entries = []
-    for number, span in enumerate(mds.cut(sizes, size_limit=size_limit)):
-        name, chosen = mds.shard_name(number), encoded[span.start : span.stop]
-        entries.append(
-            mds.write_shard(ours / name, chosen, [len(each) for each in chosen], name=name, size_limit=size_limit)
-        )
-    (ours / 'index.json').write_text(mds.index_text(entries))
-    write_with_streaming(theirs, found, size_limit=size_limit)
-    assert contents(ours) == contents(theirs)
-    assert [mds.decode_sample(each) for each in encoded] == found
-
-
-@given(sizes=st.lists(st.integers(0, 2000), max_size=60), size_limit=st.integers(600, 4000))
-def test_a_cut_is_greedy_and_loses_nothing(sizes: list[int], size_limit: int) -> None:
-    spans = list(mds.cut(np.array(sizes, np.uint32), size_limit=size_limit))
-    assert [at for span in spans for at in span] == list(range(len(sizes)))
-
-    def shard_bytes(span: range) -> int:
-        return mds.header_bytes(len(span), size_limit=size_limit) + sum(sizes[at] for at in span)
-
-    for span in spans:
-        assert len(span) == 1 or shard_bytes(span) <= size_limit
-        if span.stop < len(sizes):
-            assert shard_bytes(range(span.start, span.stop + 1)) > size_limit
-
-
-def test_a_sample_larger_than_a_shard_has_one_of_its_own() -> None:
-    assert list(mds.cut(np.array([5000, 10, 10]), size_limit=1000)) == [range(0, 1), range(1, 3)]
-
-
-def test_samples_that_are_not_of_their_sizes_are_no_shard(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match='not of the given sizes'):
-        mds.write_shard(tmp_path / 'a', [b'abc'], [4], name='a', size_limit=1000)
 
 
 def test_a_dataset_is_what_one_writer_would_have_written_in_the_order_of_the_input(tmp_path: Path) -> None:

@@ -6,17 +6,19 @@ import pytest
 from drawn import DrawnSource, settings, snapshot
 from object_store import Store
 
-from diffusion.prepare import output_folders
 from diffusion.prepare.counts_report import PrepareReport
+from diffusion.prepare.engines import do
 from diffusion.prepare.pipeline import prepare
-from diffusion.storage import mds, object_store
+from diffusion.storage import folders, mds
+from diffusion.storage.bucket_clients import Location, S3Client
+from diffusion.storage.retry import RetryPolicy
 
 SOURCE = DrawnSource(4, 10)
 
 
 def run(tmp_path: Path, out: str) -> PrepareReport:
     where = {'out': out, 'work': str(tmp_path / 'work')} if '://' in out else {'out': str(tmp_path / out)}
-    report = prepare(settings(shard_mb=0.01, aspects='sdxl', **where), source=SOURCE)
+    report = prepare(settings(shard_mb=0.01, aspects='sdxl', **where), source=SOURCE, run=lambda jobs: map(do, jobs))
     assert report is not None
     return report
 
@@ -45,16 +47,13 @@ def is_index(name: str) -> bool:
     return name.endswith((mds.INDEX, 'buckets.json'))
 
 
-def test_a_failed_upload_is_named_and_the_next_start_uploads_the_rest(
-    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(output_folders, 'UPLOADS', 1)  # so that the failure comes before the last shard is written
+def test_a_failed_upload_is_named_and_the_next_start_uploads_the_rest(tmp_path: Path, store: Store) -> None:
     store.bucket('mds')
     store.fail('PUT /mds/out/16px/24x16/shard.00000', 500)
     failed = r's3://mds/out/16px/24x16/shard.00000.mds: cannot be written, tried 4 times .*InternalError.*start again'
     with pytest.raises(ValueError, match=failed):
         run(tmp_path, 's3://mds/out')
-    assert sum('24x16/shard.00000' in name for name in puts(store)) == object_store.ATTEMPTS
+    assert sum('24x16/shard.00000' in name for name in puts(store)) == RetryPolicy().tries
     assert not (tmp_path / 'work/complete').exists()
     there = store.objects('mds')
     assert there and not any(is_index(name) for name in there)
@@ -69,6 +68,15 @@ def test_a_failed_upload_is_named_and_the_next_start_uploads_the_rest(
     assert not (tmp_path / 'work').exists()
 
 
+def test_an_output_store_that_refuses_is_asked_once_and_permissions_are_named(tmp_path: Path, store: Store) -> None:
+    store.bucket('mds')
+    store.fail('PUT /mds/out/16px/24x16/shard.00000', 403)
+    refused = r's3://mds/out/16px/24x16/shard.00000.mds: the store refuses access \(403\).*check the permissions'
+    with pytest.raises(ValueError, match=refused):
+        run(tmp_path, 's3://mds/out')
+    assert sum('24x16/shard.00000' in name for name in puts(store)) == 1
+
+
 def test_an_upload_that_arrives_short_is_made_again(
     tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,7 +89,7 @@ def test_an_upload_that_arrives_short_is_made_again(
 def test_uploads_that_go_on_arriving_short_are_an_error(
     tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shorten(monkeypatch, store, 'report.html', times=object_store.ATTEMPTS)
+    shorten(monkeypatch, store, 'report.html', times=RetryPolicy().tries)
     store.bucket('mds')
     short = r's3://mds/out/report.html: cannot be written, tried 4 times .*it has 5 bytes of \d+ after its upload'
     with pytest.raises(ValueError, match=short):
@@ -93,7 +101,7 @@ def test_a_shard_that_goes_while_others_are_uploaded_is_made_anew(
     tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     victim = '16px/24x16/shard.00000.mds'
-    upload = output_folders.upload
+    upload = folders.upload
 
     def spoil(path: Path, folder: str) -> None:
         upload(path, folder)
@@ -102,7 +110,7 @@ def test_a_shard_that_goes_while_others_are_uploaded_is_made_anew(
 
     store.bucket('mds')
     with monkeypatch.context() as patch:
-        patch.setattr(output_folders, 'upload', spoil)
+        patch.setattr(folders, 'upload', spoil)
         with pytest.raises(
             ValueError, match=rf's3://mds/out/{victim}: has 5 bytes of \d+ after all uploads; start again'
         ):
@@ -114,17 +122,15 @@ def test_a_shard_that_goes_while_others_are_uploaded_is_made_anew(
 
 def shorten(monkeypatch: pytest.MonkeyPatch, store: Store, name: str, *, times: int) -> None:
     """Let uploads of a file arrive cut short, so many times."""
-    from streaming.base.storage.upload import S3Uploader
+    write, left = S3Client.write, [name] * times
 
-    upload, left = S3Uploader.upload_file, [name] * times
+    def cut(self: S3Client, at: Location, content: bytes | Path, *, if_absent: bool, if_tag: str | None) -> None:
+        write(self, at, content, if_absent=if_absent, if_tag=if_tag)
+        if at.key.rpartition('/')[2] in left:
+            left.remove(name)
+            store.client.put_object(Bucket=at.bucket, Key=at.key, Body=b'short')
 
-    def cut(self: S3Uploader, filename: str) -> None:
-        upload(self, filename)
-        if filename in left:
-            left.remove(filename)
-            store.put(self.remote or '', filename, b'short')
-
-    monkeypatch.setattr(S3Uploader, 'upload_file', cut)
+    monkeypatch.setattr(S3Client, 'write', cut)
 
 
 def test_a_store_that_holds_something_is_left_alone(tmp_path: Path, store: Store) -> None:
@@ -135,5 +141,5 @@ def test_a_store_that_holds_something_is_left_alone(tmp_path: Path, store: Store
 
 
 def test_a_store_that_refuses_is_named_before_any_work(tmp_path: Path, store: Store) -> None:
-    with pytest.raises(ValueError, match=r's3://nowhere/out/report.json: there is no such bucket'):
+    with pytest.raises(ValueError, match=r's3://nowhere/out/: there is no such bucket'):
         run(tmp_path, 's3://nowhere/out')

@@ -14,9 +14,10 @@ import pytest
 from drawn import DrawnSource, draw, encode, settings
 from PIL import Image
 
+from diffusion.evaluation.image_sheet import Figure
 from diffusion.prepare import report_thumbnails
 from diffusion.prepare.counts_report import PrepareReport, Rejected
-from diffusion.prepare.html_report import Shown, report_page
+from diffusion.prepare.html_report import report_page
 from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.source import Entry
 
@@ -44,7 +45,7 @@ class Various(DrawnSource):
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PrepareReport]:
     out = tmp_path_factory.mktemp('report') / 'out'
     report = prepare(
-        settings(out, sizes=[16, 32], aspects='sdxl', duplicates='exact', licence=f'CC0 {HOSTILE}', max_rejected=0.1),
+        settings(out, sizes=[16, 32], aspects='sdxl', duplicates='exact', license=f'CC0 {HOSTILE}', max_rejected=0.1),
         source=Various(7, 14),
     )
     assert report is not None
@@ -143,7 +144,7 @@ def test_a_page_of_three_resolutions_with_all_shapes_is_small() -> None:
     rng = np.random.default_rng(0)
     file = io.BytesIO()
     Image.fromarray(rng.integers(0, 256, (96, 96, 3), np.uint8)).save(file, 'JPEG', quality=70)
-    noise = Shown(file.getvalue(), 'x' * 10_000)
+    noise = Figure([file.getvalue()], 'x' * 10_000)
     buckets = {f'bucket {number}': [noise] * (report_thumbnails.MOST // 123) for number in range(123)}
     report = PrepareReport(source='s', arguments={}, inputs=1)
     report.rejected = {f'reason {number}': Rejected(1, ['x']) for number in range(report_thumbnails.REASONS)}
@@ -156,8 +157,8 @@ def test_a_page_of_three_resolutions_with_all_shapes_is_small() -> None:
     assert len(text) < 5e6
 
 
-def test_the_licence_and_the_settings_are_in_the_report(prepared: tuple[Path, PrepareReport]) -> None:
+def test_the_license_and_the_settings_are_in_the_report(prepared: tuple[Path, PrepareReport]) -> None:
     saved: dict[str, Any] = json.loads((prepared[0] / 'report.json').read_text())
-    assert saved['licence'] == f'CC0 {HOSTILE}'
+    assert saved['license'] == f'CC0 {HOSTILE}'
     assert saved['arguments']['duplicates'] == 'exact' and saved['arguments']['sizes'] == [16, 32]
     assert saved['versions'].keys() >= {'pillow', 'simplejpeg', 'numpy'}

@@ -1,6 +1,7 @@
 """What a preparation may be told, from YAML and from the command line, and what it says of mistakes."""
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from diffusion import cli as command
 from diffusion.config.load import RecipeError
 from diffusion.config.schema import field_docs
 from diffusion.prepare import cli
+from diffusion.prepare.counts_report import PrepareReport
 from diffusion.prepare.settings import PrepareSettings, load_settings, settings_of
 from diffusion.prepare.work_dir import Share
 
@@ -51,6 +53,21 @@ filters: {columns: {aesthetic: {min: 4.5}}}
     assert parsed(*short) == load_settings(tmp_path / 'a.yaml') == parsed('recipe', str(tmp_path / 'a.yaml'))
 
 
+def test_the_former_spelling_of_license_is_read(tmp_path: Path) -> None:
+    assert settings_of(VALID | {'licence': 'CC0'}).license == settings_of(VALID | {'license': 'CC0'}).license == 'CC0'
+    (tmp_path / 'a.yaml').write_text('source: {kind: webdataset, location: a}\nout: o\nsizes: [256]\nlicense: null\n')
+    assert load_settings(tmp_path / 'a.yaml', ['licence=CC0']).license == 'CC0'
+    report = {'source': 'tars', 'arguments': {}, 'licence': 'CC0', 'rejected': {}}
+    (tmp_path / 'report.json').write_text(json.dumps(report))
+    assert PrepareReport.read(tmp_path / 'report.json').license == 'CC0'
+
+
+def test_settings_of_openmoji_leave_the_plans_of_other_sources_as_they_were() -> None:
+    assert set(settings_of(VALID).what_it_makes()['source']) == {
+        *('kind', 'location', 'captions', 'image_column', 'caption_column')
+    }
+
+
 def test_a_yaml_extends_another_and_overrides_win(tmp_path: Path) -> None:
     (tmp_path / 'base.yaml').write_text('source: {kind: webdataset, location: a}\nout: o\nsizes: [256]\nworkers: 2\n')
     (tmp_path / 'child.yaml').write_text('extends: base.yaml\nsizes: [512]\n')
@@ -73,14 +90,16 @@ def test_a_yaml_extends_another_and_overrides_win(tmp_path: Path) -> None:
         ({'jpeg_quality': 101}, 'jpeg_quality: 101 is out of range; give 1 to 100'),
         ({'max_distance': 9}, 'max_distance: 9 is out of range; give 0 to 8'),
         ({'shard_mb': 5000}, 'shard_mb: 5000.0 is out of range'),
-        ({'background': 'transparent'}, "background: 'transparent' is no opaque colour"),
-        ({'background': '#00000000'}, "background: '#00000000' is no opaque colour"),
+        ({'background': 'transparent'}, "background: 'transparent' is no opaque color"),
+        ({'background': '#00000000'}, "background: '#00000000' is no opaque color"),
         ({'duplicates': 'nearly'}, "duplicates: 'nearly' is not one of none, exact, near; did you mean 'near'"),
         ({'quality': 3}, "quality: unknown key; did you mean 'jpeg_quality'"),
         ({'filters': {'max_aspect': 0.5}}, 'filters.max_aspect: 0.5 is under 1'),
         ({'filters': {'columns': {'a': {'mim': 1}}}}, "filters.columns.a.mim: unknown key; did you mean 'min'"),
         ({'source': {'kind': 'tar', 'location': 'a'}}, "source.kind: 'tar' is not one of folder, webdataset, parquet"),
         ({'source': {'kind': 'webdataset'}}, 'source.location: is missing; give a folder, a file'),
+        ({'source': VALID['source'] | {'limit': 5}}, 'source.limit: is not for webdataset, which takes location;'),
+        ({'source': {'kind': 'openmoji', 'location': 'a'}}, 'source.location: is not for openmoji, which takes select'),
         ({'source': VALID['source'] | {'captions': 'c.csv'}}, 'source.captions: is not for webdataset'),
         ({'out': 's3://bucket/mds'}, 'work: is missing; out is s3://bucket/mds, so give a local folder'),
         ({'out': 's3://b/mds', 'work': 'w', 'overwrite': True}, 'overwrite: an object store replaces no folder'),

@@ -122,7 +122,7 @@ def is_alive(pid: int) -> bool:
 PARENT = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from test_queue import Pid, Sleeping, run_jobs
+from test_worker_pool import Pid, Sleeping, run_jobs
 if __name__ == '__main__':
     for pid in run_jobs([Pid(0), *(Sleeping(n) for n in range(3))], workers=1):
         print(pid, flush=True)

@@ -13,8 +13,9 @@ from shards import write_pictures
 from diffusion.config.image_shapes import Shape, write_buckets
 from diffusion.config.load import load
 from diffusion.data.latents import LatentManifest
+from diffusion.storage.folders import StoreFolder
 from diffusion.storage.object_store import upload
-from diffusion.storage.uploaded_shards import UploadedShards
+from diffusion.storage.shard_writer import pin_plan
 from diffusion.tasks.precompute import precompute
 from diffusion.training.train import train
 
@@ -97,7 +98,7 @@ def test_what_others_began_is_not_gone_on_with(write, tmp_path, monkeypatch):
         raise OSError(28, 'No space left on device')
 
     with monkeypatch.context() as patch:
-        patch.setattr('diffusion.storage.shard_store.os.replace', full)
+        patch.setattr('diffusion.storage.atomic.Path.replace', full)
         with pytest.raises(OSError, match='No space left'):
             precompute(load(write()))
     assert not list((tmp_path / 'latents').glob('**/index.json'))
@@ -106,7 +107,7 @@ def test_what_others_began_is_not_gone_on_with(write, tmp_path, monkeypatch):
     (tmp_path / 'latents/.squares.unfinished').mkdir(exist_ok=True, parents=True)
     plan = {'samples': 24, 'samples_per_shard': 8}
     (tmp_path / 'latents/.squares.unfinished/plan.json').write_text(json.dumps(plan))
-    with pytest.raises(ValueError, match=r'begun with other settings:\n  samples_per_shard: 8 begun with, 4 now'):
+    with pytest.raises(ValueError, match=r'begun with other settings .*:\n  samples_per_shard: 8 begun with, 4 now'):
         precompute(load(write()))
 
 
@@ -170,7 +171,7 @@ def test_latents_in_an_object_store_are_those_of_a_folder(write, tmp_path, store
             uploads.append(folder.name)
             upload(folder, remote)
 
-        patch.setattr('diffusion.storage.uploaded_shards.upload', stop_after_five)
+        patch.setattr('diffusion.storage.folders.upload', stop_after_five)
         with pytest.raises(OSError, match='the network is gone'):
             precompute(load(path))
     there = {item['Key']: item['LastModified'] for item in store.listed('latents')}
@@ -192,9 +193,9 @@ def test_latents_in_an_object_store_are_those_of_a_folder(write, tmp_path, store
 
 def test_what_others_began_in_an_object_store_is_named_where_it_is(tmp_path, store):
     remote = store.bucket('latents') + '/here'
-    UploadedShards(remote, tmp_path / 'one', {'key': 'str'}).open({'samples': 8}, 'precompute.out')
-    other = UploadedShards(remote, tmp_path / 'other', {'key': 'str'})
+    pin_plan(StoreFolder(f'{remote}/unfinished', tmp_path / 'one'), {'samples': 8}, where='precompute.out')
+    other = StoreFolder(f'{remote}/unfinished', tmp_path / 'other')
     with pytest.raises(
         ValueError, match=r'^precompute\.out: s3://latents/here/unfinished was begun with other settings'
     ):
-        other.open({'samples': 4}, 'precompute.out')
+        pin_plan(other, {'samples': 4}, where='precompute.out')

@@ -158,7 +158,7 @@ def test_another_number_of_ranks_or_strategy_is_the_same_curve(runs, count, stra
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ('before', 'after'),
-    [((2, 'ddp'), (1, 'fsdp2')), ((2, 'fsdp2'), (4, 'ddp'))],
+    [((2, 'ddp'), (1, 'fsdp2')), ((1, 'ddp'), (2, 'fsdp2'))],
     ids=lambda place: f'{place[0]}{place[1]}',
 )
 def test_resumed_on_another_number_of_ranks_is_the_same_curve(runs, before, after):
@@ -175,7 +175,7 @@ def test_resumed_on_another_number_of_ranks_is_the_same_curve(runs, before, afte
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(('count', 'strategy'), [(2, 'fsdp2'), (4, 'ddp')])
+@pytest.mark.parametrize(('count', 'strategy'), [(2, 'ddp'), (2, 'fsdp2')])
 def test_in_float64_the_difference_goes_down_with_the_precision(runs, count, strategy):
     """Without clipping: with it FSDP2 is 5e-10 away, since torch 2.7 takes the norm of shards less precisely."""
     full = {'mixed_precision': 'full'} if strategy == 'fsdp2' else {}

@@ -22,7 +22,8 @@ from diffusion.models import batch_keys
 from diffusion.models.latent_diffusion import LatentDiffusion, is_block
 from diffusion.profiling.device_syncs import find_waits
 from diffusion.training import performance
-from diffusion.training.performance import apply_speed, keep_layout, set_backends, takes_fused
+from diffusion.training.components import build_optimizer
+from diffusion.training.performance import apply_speed, keep_layout, set_backends
 from diffusion.training.train import build_trainer, train
 
 NOTHING = effective_parts(SpeedConfig(preset='none'), on_gpu=False)
@@ -269,10 +270,18 @@ def test_each_part_can_be_turned_off_and_on_by_itself(part):
     assert [name for name in PARTS if getattr(on, name)] == [part]
 
 
-def test_an_optimizer_is_fused_where_it_can_be_and_nobody_chose():
-    assert takes_fused(['lr', 'fused'], ['lr'])
-    assert not takes_fused(['lr', 'fused'], ['foreach'])
-    assert not takes_fused(['lr'], [])
+@pytest.mark.parametrize(
+    ('optimizer', 'fused'),
+    [
+        ({'name': 'adamw'}, True),
+        ({'name': 'adamw', 'fused': False}, False),
+        ({'name': 'adamw', 'foreach': True}, None),
+        ({'name': 'decoupled_adamw'}, None),
+    ],
+)
+def test_an_optimizer_is_fused_if_it_can_be_and_the_recipe_leaves_it_open(write_recipe, make_model, optimizer, fused):
+    recipe = load(write_recipe(optimizer={'lr': 1e-3, **optimizer}, speed={'fused_optimizer': True}))
+    assert build_optimizer(recipe, make_model()).defaults.get('fused') == fused
 
 
 def test_a_fused_optimizer_makes_the_same_steps(make_model):

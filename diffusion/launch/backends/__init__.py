@@ -1,4 +1,4 @@
-"""Back ends by name, one a module; imported when a job wants it."""
+"""Back ends by name, one per module; a module is imported when a job needs it."""
 
 import importlib
 from typing import cast
@@ -9,5 +9,5 @@ NAMES = ('kubernetes', 'local', 'mcli', 'sagemaker', 'skypilot', 'slurm')
 
 
 def backend_of(name: str) -> Backend:
-    """The back end of a name out of NAMES: its module is what has the functions."""
+    """Return the back end of a name in NAMES: the module with its functions."""
     return cast(Backend, importlib.import_module(f'diffusion.launch.backends.{name}'))

@@ -1,8 +1,7 @@
-"""What a back end is: it turns jobs into files, checks them offline, and hands them to its scheduler.
+"""The interface of a back end, which turns jobs into files, checks them offline, and submits them to its scheduler.
 
-The border to the node's side, `diffusion.launch.node`: every back end renders `Job.command` for every node, with
-`environment_of(job, ...)` set (see `diffusion.launch.environment`), and nothing else is agreed on. `diffusion status
-RUN` prints what `diffusion.launch.attempts.report(run)` makes of a run's attempts.jsonl.
+The contract with `diffusion.launch.node`, which runs on the nodes: every back end starts `Job.command` once per node
+with the variables of `environment_of(job, ...)`; `diffusion.launch.environment` documents them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,57 +14,70 @@ from diffusion.launch import environment
 from diffusion.launch.job_spec import Job
 
 IMAGE_WORKDIR = '/workspace'
-"""Where docker/Dockerfile puts run.py."""
+"""Folder of run.py in the image of docker/Dockerfile."""
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """What would be submitted."""
+    """The files that would be submitted."""
 
     files: dict[str, str]
-    """Text by file name."""
+    """Contents by file name."""
     commands: tuple[tuple[str, ...], ...]
-    """How a person would submit the files, as argument lists."""
+    """Commands that submit the files, as argument lists for people to read."""
     notes: tuple[str, ...] = ()
-    """What the user should know and cannot see in the files."""
+    """Advice for the user that the files do not show."""
+
+
+class NotValidated(Exception):
+    """The program or package that reads the files offline is missing; the message says how to get it."""
 
 
 class Backend(Protocol):
-    """A scheduler. Options is the dataclass of its keys beside `name` under `backend:`."""
+    """A module for one scheduler. `Options` is the dataclass of its keys beside `name` under `backend:`."""
 
     Options: type
 
     def problems(self, jobs: Sequence[Job]) -> list[Problem]:
-        """Mistakes in the spec that this scheduler would refuse, or would accept and misunderstand."""
+        """Find mistakes in the spec that this scheduler would refuse, or would accept and misunderstand."""
         ...
 
     def render(self, jobs: Sequence[Job]) -> Rendered:
-        """The files; depends on nothing but the jobs."""
+        """Render the files; a pure function of the jobs."""
         ...
 
     def validate(self, rendered: Rendered) -> list[Problem]:
-        """Mistakes by the scheduler's own schema, offline, so far as what that takes is installed."""
+        """Find mistakes by the scheduler's own schema.
+
+        Raises:
+            NotValidated: The package or program that knows the schema is missing.
+        """
         ...
 
     def submit(self, jobs: Sequence[Job], rendered: Rendered, folder: Path) -> str:
-        """Hand the files, which lie in the folder, to the scheduler; what it answered."""
+        """Submit the files, which lie in the folder, and return a line about the result.
+
+        Raises:
+            UserError: The scheduler's tool is missing.
+            ExternalError: The scheduler refuses or does not answer.
+        """
         ...
 
     def status(self, jobs: Sequence[Job]) -> str:
-        """What the scheduler says of the jobs."""
+        """Return the scheduler's report on the jobs."""
         ...
 
     def logs(self, jobs: Sequence[Job]) -> str:
-        """What the jobs wrote last, or how to see it."""
+        """Return the last output of the jobs, or the command that shows it."""
         ...
 
     def cancel(self, jobs: Sequence[Job]) -> str:
-        """Stop the jobs; what the scheduler answered."""
+        """Stop the jobs and return the scheduler's answer."""
         ...
 
 
 def environment_of(job: Job, scheduler: str, **more: str) -> dict[str, str]:
-    """The variables of every node of a job: the user's own, ours, and `more` by the names in `environment`."""
+    """Return the environment variables of a job's nodes: the user's, ours, and `more` by the names in `environment`."""
     spec = job.spec
     restart = spec.restart
     actions = {str(code): action for code, action in restart.actions().items()} | {'*': restart.otherwise}
@@ -82,14 +94,14 @@ def environment_of(job: Job, scheduler: str, **more: str) -> dict[str, str]:
         environment.NOTICE_SECONDS: str(spec.schedule.notice_seconds),
     }
     if spec.gpu is None:
-        ours['CUDA_VISIBLE_DEVICES'] = ''  # the machine may have one all the same
+        ours['CUDA_VISIBLE_DEVICES'] = ''  # the machine may have GPUs all the same
     if spec.hang_seconds is not None:
         ours[environment.HANG_SECONDS] = str(spec.hang_seconds)
     return spec.env | ours | {getattr(environment, name): value for name, value in more.items()}
 
 
 def merged(base: Any, raw: Any) -> Any:
-    """A document with the user's own on top: mappings merge, null removes a key, everything else replaces."""
+    """Merge the user's own values into a document: mappings merge, null removes a key, everything else replaces."""
     if not isinstance(base, Mapping) or not isinstance(raw, Mapping):
         return raw
     result = dict(base)
@@ -101,8 +113,8 @@ def merged(base: Any, raw: Any) -> Any:
     return result
 
 
-def unmounted(jobs: Sequence[Job]) -> list[Problem]:
-    """Checkpoints that a container would take with it: no mount holds the folder of a run."""
+def unmounted_run_folders(jobs: Sequence[Job]) -> list[Problem]:
+    """Find jobs in a container whose run folder is on no mount, so that their checkpoints would be lost."""
     problems = []
     for job in jobs:
         folder = PurePosixPath(job.spec.workdir or IMAGE_WORKDIR, job.run_dir)

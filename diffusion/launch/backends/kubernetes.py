@@ -1,9 +1,6 @@
-"""Kubernetes: a JobSet, one indexed Job a stage and one pod a node; Kueue by a label."""
+"""Kubernetes: a JobSet with one indexed Job per stage and one pod per node; queued by Kueue through a label."""
 
-import json
 import re
-import shutil
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,21 +8,21 @@ from typing import Any
 
 import yaml
 
-from diffusion.config.schema import Gatherer, Problem, build_dataclass, join
+from diffusion.config.schema import Gatherer, Problem, join
+from diffusion.errors import ExternalError, UserError
 from diffusion.launch import environment
-from diffusion.launch.backends.base import Rendered, environment_of, merged, unmounted
-from diffusion.launch.backends.kubernetes_types import JobSet
+from diffusion.launch.backends.base import NotValidated, Rendered, environment_of, merged, unmounted_run_folders
 from diffusion.launch.command_line_tools import call
 from diffusion.launch.job_spec import Job
 
 INSTALL = 'install kubectl, and give it the cluster (kubectl config get-contexts)'
 LABEL = re.compile(r'[a-z]([a-z0-9-]*[a-z0-9])?')
-LONGEST = 63
-"""Of a label of DNS, which names of pods and of hosts are."""
+MAX_NAME = 63
+"""Longest DNS label, which names of pods and hosts must be."""
 QUEUE = 'kueue.x-k8s.io/queue-name'
 PRIORITY = 'kueue.x-k8s.io/priority-class'
 RESTARTS = 'jobset.sigs.k8s.io/restart-attempt'
-"""Label of a pod: how often its JobSet was restarted before."""
+"""Label of a pod with the number of restarts of its JobSet."""
 RAW = ('jobset', 'job', 'pod', 'container')
 
 
@@ -34,21 +31,21 @@ class Options:
     """Kubernetes' own settings."""
 
     namespace: str | None = None
-    """Of all objects; null is the context's own."""
+    """Namespace of all objects; null is that of the kubectl context."""
     gpu_resource: str = 'nvidia.com/gpu'
-    """What a GPU is called in a pod's limits."""
+    """Name of the GPU resource in a pod's limits."""
     cpus_per_node: int | None = None
-    """Cores that a pod asks for, fewer than a machine has: Kubernetes' own processes need some."""
+    """Cores per pod, fewer than a machine has, because Kubernetes' own processes need some."""
     memory_per_node: str | None = None
-    """Memory that a pod asks for, such as 900Gi, what it puts in /dev/shm included."""
+    """Memory per pod including its /dev/shm, such as 900Gi."""
     shared_memory: str = '64Gi'
-    """Size of /dev/shm, through which the data's workers hand over batches; Docker's default is 64 MB."""
+    """Size of /dev/shm, through which data workers pass batches; Docker's default is 64 MB."""
     service_account: str | None = None
-    """Whose rights the pods have, for the object store say."""
+    """Service account of the pods, for access to the object store for example."""
     keep_seconds: int | None = 604800
-    """Time that a finished JobSet is kept; null keeps it for good."""
+    """Seconds for which a finished JobSet is kept; null keeps it forever."""
     raw: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Merged last into what is rendered, under jobset, job, pod (its spec) and container."""
+    """Values merged last into the manifest, under jobset, job, pod (its spec) and container."""
 
 
 def problems(jobs: Sequence[Job]) -> list[Problem]:
@@ -60,17 +57,17 @@ def problems(jobs: Sequence[Job]) -> list[Problem]:
         )
     for job in jobs:
         # <jobset>-<replicated job>-<job index>-<pod index>-<five characters>
-        excess = len(f'{spec.name}-{job.stage}-0-{job.nodes - 1}-abcde') - LONGEST
+        excess = len(f'{spec.name}-{job.stage}-0-{job.nodes - 1}-abcde') - MAX_NAME
         if excess > 0:
             gather.problem(
                 'name',
-                f'{spec.name!r} is {excess} too long: a pod of stage {job.stage!r} would have more than {LONGEST}',
+                f'{spec.name!r} is {excess} too long: a pod of stage {job.stage!r} would have more than {MAX_NAME}',
             )
     if spec.image is None:
         gather.problem('image', 'is missing; a pod needs one')
     if spec.schedule.preemptible:
         what = (
-            'is said in Kubernetes by a priority or by a node: set schedule.priority, or backend.raw.pod.nodeSelector'
+            'is chosen in Kubernetes by a priority or by a node: set schedule.priority, or backend.raw.pod.nodeSelector'
         )
         gather.problem('schedule.preemptible', what)
     if isinstance(spec.schedule.priority, int):
@@ -86,7 +83,7 @@ def problems(jobs: Sequence[Job]) -> list[Problem]:
     for name in options.raw:
         if name not in RAW:
             gather.problem(join('backend.raw', name), f'is not one of {", ".join(RAW)}')
-    return gather.problems + (unmounted(jobs) if spec.image else [])
+    return gather.problems + (unmounted_run_folders(jobs) if spec.image else [])
 
 
 def render(jobs: Sequence[Job]) -> Rendered:
@@ -118,18 +115,14 @@ def render(jobs: Sequence[Job]) -> Rendered:
 
 
 def validate(rendered: Rendered) -> list[Problem]:
-    """By our copy of the keys; and where kubectl is installed, by the types of Kubernetes itself."""
+    """Validate by the published schemas where the extra `kubernetes` is installed, else by kubectl and its cluster."""
     found = []
     for text in rendered.files.values():
-        manifest = yaml.safe_load(text)
-        gather = Gatherer()
-        build_dataclass(JobSet, manifest, '', gather)
-        found += gather.problems
-        if not found and shutil.which('kubectl'):
-            found += [
-                problem for part in manifest['spec']['replicatedJobs'] for problem in _by_kubectl(part['template'])
-            ]
-    return [Problem(join('backend.raw', problem.where), problem.what) for problem in found]
+        try:
+            found += _schema_problems(yaml.safe_load(text))
+        except ImportError:
+            found += _kubectl_problems(text)
+    return found
 
 
 def submit(jobs: Sequence[Job], rendered: Rendered, folder: Path) -> str:
@@ -156,7 +149,7 @@ def _notes(jobs: Sequence[Job]) -> list[str]:
             'A restart may get the machine that a preflight found to be bad; kubectl cordon the one its message names.'
         )
     if spec.schedule.queue is None and any(job.nodes > 1 for job in jobs):
-        found.append('Without a queue of Kueue (schedule.queue) pods start one by one, and two jobs may wait for ever.')
+        found.append('Without a queue of Kueue (schedule.queue) pods start one by one, and two jobs may wait forever.')
     if len(jobs) > 1:
         found.append('The stages need JobSet 0.8 or later; a restart passes through finished ones, which end at once.')
     if len(jobs) > 1 and spec.schedule.queue is not None:
@@ -181,7 +174,7 @@ def _failure_policy(jobs: Sequence[Job]) -> dict[str, Any]:
 
 
 def _pod_failure_policy(job: Job) -> dict[str, Any]:
-    """A pod that ends with one of these fails its Job for a reason that the JobSet does not restart."""
+    """Return the policy that makes exit statuses which must not be retried final for the JobSet."""
     restart = job.spec.restart
     codes = restart.codes('stop')
     operator = 'In'
@@ -247,7 +240,7 @@ def _container(job: Job) -> dict[str, Any]:
     return {
         'name': 'main',
         'image': spec.image,
-        # Behind the image's own entry point, an init that hands on signals and reaps.
+        # Not `command`, which would replace the image's entry point: tini, which forwards signals and reaps processes.
         'args': [_literal(word) for word in job.command],
         **({} if spec.workdir is None else {'workingDir': spec.workdir}),
         'env': _env(job),
@@ -271,7 +264,7 @@ def _env(job: Job) -> list[dict[str, Any]]:
 
 
 def _literal(text: str) -> str:
-    """A word that Kubernetes hands on as it is: it takes $(NAME) for a variable, and $$ for a dollar."""
+    """Escape a word for Kubernetes, which expands $(NAME) and reads $$ as a dollar."""
     return text.replace('$', '$$')
 
 
@@ -282,34 +275,56 @@ def _volume(name: str, source: str) -> dict[str, Any] | None:
     return {'name': name, 'hostPath': {'path': source}} if source.startswith('/') else None
 
 
-def _by_kubectl(template: dict[str, Any]) -> list[Problem]:
-    """What kubectl does not read of a Job: it keeps what its types have, and drops the rest."""
-    job = {'apiVersion': 'batch/v1', 'kind': 'Job', 'metadata': {'name': 'job'}, 'spec': template['spec']}
-    containers = template['spec']['template']['spec']['containers']
-    image = f'{containers[0]["name"]}=another'  # it prints nothing where nothing changes
-    result = subprocess.run(
-        ['kubectl', 'set', 'image', '--local', '--filename=-', '--output=json', image],
-        input=json.dumps(job),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if result.returncode:
-        return [Problem('', f'kubectl: {result.stderr.strip()}')]
-    return [Problem(where, 'kubectl does not know it') for where in _dropped(job, json.loads(result.stdout))]
+def _schema_problems(manifest: dict[str, Any]) -> list[Problem]:
+    """Unknown keys and wrong types, offline; imported here because the models cost a second.
 
+    Raises:
+        ImportError: The extra `kubernetes` is not installed.
+    """
+    import kubernetes_validate
+    from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
+    from pydantic import ValidationError
 
-def _dropped(wanted: Any, kept: Any, where: str = '') -> list[str]:
-    """Paths of what one document has and another has not; values are normalized there, and not compared."""
-    if isinstance(wanted, dict):
-        kept = kept if isinstance(kept, dict) else {}
-        return [
-            path
-            for key, value in wanted.items()
-            for path in (_dropped(value, kept[key], join(where, key)) if key in kept else [join(where, key)])
-            if key in kept or value not in ('', 0, False, [], {}, None)
+    try:
+        JobsetV1alpha2JobSet.model_validate(manifest, extra='forbid', by_alias=True, by_name=False)
+    except ValidationError as error:
+        # The models know JobSet's own keys. Below a job's template they refuse what Kubernetes accepts (quantities and
+        # ports), since they are generated without its int-or-string types; kubernetes-validate reads that part.
+        found = [
+            Problem(_path(*each['loc']), 'unknown key' if each['type'] == 'extra_forbidden' else each['msg'])
+            for each in error.errors()
+            if 'template' not in each['loc'][:-1]
         ]
-    if isinstance(wanted, list) and isinstance(kept, list) and len(wanted) == len(kept):
-        pairs = enumerate(zip(wanted, kept, strict=True))
-        return [path for index, (one, other) in pairs for path in _dropped(one, other, f'{where}[{index}]')]
+        if found:
+            return found
+    found, version = [], kubernetes_validate.latest_version()
+    for index, part in enumerate(manifest.get('spec', {}).get('replicatedJobs', [])):
+        job = {'apiVersion': 'batch/v1', 'kind': 'Job', 'metadata': {'name': part['name']}, **part['template']}
+        try:
+            kubernetes_validate.validate(job, version, strict=True)
+        except kubernetes_validate.ValidationError as error:
+            where = _path('spec', 'replicatedJobs', index, 'template', *error.absolute_path)
+            found.append(Problem(where, f'{error.message} (Kubernetes {error.version})'))
+    return found
+
+
+def _kubectl_problems(text: str) -> list[Problem]:
+    """Validate by kubectl and the schemas of its cluster.
+
+    Raises:
+        NotValidated: There is no kubectl, or it reaches no cluster.
+    """
+    try:
+        call(['kubectl', 'version', '--request-timeout=10s'], install=INSTALL)
+    except (UserError, ExternalError) as error:
+        raise NotValidated(f"the JobSet was not validated; pip install 'diffusion[kubernetes]' ({error})") from error
+    try:
+        call(['kubectl', 'apply', '--dry-run=client', '--filename=-'], install=INSTALL, stdin=text)
+    except ExternalError as error:
+        return [Problem('backend.raw', str(error))]
     return []
+
+
+def _path(*parts: str | int) -> str:
+    """Return the place in the manifest of what the user wrote, as `backend.raw.spec.replicatedJobs[0].name`."""
+    return 'backend.raw' + ''.join(f'[{part}]' if isinstance(part, int) else f'.{part}' for part in parts)

@@ -1,20 +1,28 @@
-"""This machine: the nodes of a job are processes here, each with ranks of its own."""
+"""This machine as a back end: the nodes of a job are processes here, each with ranks of its own."""
 
-import importlib
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from diffusion.config.schema import Gatherer, Problem
-from diffusion.errors import UserError
-from diffusion.launch.backends.base import Rendered, environment_of
+from diffusion.errors import ExternalError, UserError
+from diffusion.launch.backends.base import Rendered
 from diffusion.launch.job_spec import Job
+from diffusion.launch.local_cluster import node_environment, run_local_jobs
 
 
 @dataclass
 class Options:
-    """Nothing is the local machine's own."""
+    """This back end has no settings of its own."""
+
+
+class JobFailed(ExternalError):
+    """A local job ended with another status than 0, with which `diffusion launch` ends too."""
+
+    def __init__(self, name: str, exit_status: int) -> None:
+        super().__init__(f'{name}: ended with {exit_status}')
+        self.exit_status = exit_status
 
 
 def problems(jobs: Sequence[Job]) -> list[Problem]:
@@ -30,7 +38,7 @@ def problems(jobs: Sequence[Job]) -> list[Problem]:
         'preemptible': schedule.preemptible,
         'time_limit': any(job.time_limit_seconds for job in jobs),
     }
-    for key in (key for key, said in asked.items() if said):
+    for key in (key for key, given in asked.items() if given):
         gather.problem(f'schedule.{key}', 'there is no scheduler on this machine; leave it out')
     for name, source in spec.secrets.items():
         if source is not None:
@@ -38,13 +46,8 @@ def problems(jobs: Sequence[Job]) -> list[Problem]:
     return gather.problems
 
 
-def node_environment(job: Job, rank: int) -> dict[str, str]:
-    """The variables of one node of a job."""
-    return environment_of(job, 'local', NODE_RANK=str(rank), MASTER_ADDR='127.0.0.1')
-
-
 def render(jobs: Sequence[Job]) -> Rendered:
-    """What is run, for a person to read; `submit` starts it without a shell."""
+    """Render scripts for people to read; `submit` starts the same commands without a shell."""
     return Rendered({f'{job.name}.sh': _script(job) for job in jobs}, tuple(('bash', f'{job.name}.sh') for job in jobs))
 
 
@@ -53,10 +56,14 @@ def validate(rendered: Rendered) -> list[Problem]:
 
 
 def submit(jobs: Sequence[Job], rendered: Rendered, folder: Path) -> str:
-    # The processes and their restarts are the node's side.
-    code = importlib.import_module('diffusion.launch.local_cluster').run(jobs)
-    if code:
-        raise UserError(f'{jobs[0].spec.name}: ended with {code}')
+    """Run the jobs to their end.
+
+    Raises:
+        JobFailed: One of them ended with another status than 0.
+    """
+    status = run_local_jobs(jobs)
+    if status:
+        raise JobFailed(jobs[0].spec.name, status)
     return f'{jobs[0].spec.name}: done'
 
 

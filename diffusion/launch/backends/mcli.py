@@ -1,4 +1,4 @@
-"""The MosaicML platform: a run's YAML for `mcli run -f`; rendered, not submitted."""
+"""The MosaicML platform: renders the YAML of a run for `mcli run -f`, and does not submit it."""
 
 import re
 import shlex
@@ -12,12 +12,12 @@ import yaml
 
 from diffusion.config.schema import Gatherer, Problem, join
 from diffusion.errors import UserError
-from diffusion.launch.backends.base import IMAGE_WORKDIR, Rendered, environment_of, merged
+from diffusion.launch.backends.base import IMAGE_WORKDIR, NotValidated, Rendered, environment_of, merged
 from diffusion.launch.job_spec import Job
 
 NAME = re.compile(r'[a-z0-9]([a-z0-9-]*[a-z0-9])?')
-LONGEST = 56
-"""The platform appends a dash and six characters, and stays within 63."""
+MAX_NAME = 56
+"""The platform appends a dash and six characters to a name of at most 63."""
 GPU_TYPES = {
     'a100-40gb': 'a100_40gb',
     'a100-80gb': 'a100_80gb',
@@ -32,16 +32,16 @@ class Options:
     """The platform's own settings."""
 
     gpu_type: str | None = None
-    """What the cluster calls the GPU; null takes the usual name."""
+    """The cluster's name of the GPU; null takes the usual one."""
     raw: dict[str, Any] = field(default_factory=dict)
-    """Merged last into the run."""
+    """Values merged last into the run."""
 
 
 def problems(jobs: Sequence[Job]) -> list[Problem]:
     spec, gather = jobs[0].spec, Gatherer()
     for job in jobs:
-        if NAME.fullmatch(job.name) is None or len(job.name) > LONGEST:
-            gather.problem('name', f'{job.name!r} is no name of a run; use a-z, 0-9 and dashes, at most {LONGEST}')
+        if NAME.fullmatch(job.name) is None or len(job.name) > MAX_NAME:
+            gather.problem('name', f'{job.name!r} is no name of a run; use a-z, 0-9 and dashes, at most {MAX_NAME}')
     if spec.image is None:
         gather.problem('image', 'is missing; a run needs one')
     if spec.schedule.queue is None:
@@ -76,12 +76,12 @@ def render(jobs: Sequence[Job]) -> Rendered:
 
 
 def validate(rendered: Rendered) -> list[Problem]:
-    """By mcli itself, which comes with Composer; what it only warns of is a mistake."""
+    """Validate by mcli itself, which comes with Composer; its warnings count as mistakes."""
     try:
         from mcli.api.exceptions import MAPIException, MCLIException
         from mcli.models.run_config import FinalRunConfig, RunConfig
     except ImportError:
-        return []
+        raise NotValidated("the run was not validated; pip install 'diffusion[mcli]'") from None
     found = []
     for text in rendered.files.values():
         with warnings.catch_warnings():

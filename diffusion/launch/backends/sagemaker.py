@@ -1,4 +1,4 @@
-"""SageMaker: a request of create_training_job; a chain is a pipeline of them."""
+"""SageMaker: a job is a request of create_training_job, a chain is a pipeline of them."""
 
 import datetime
 import functools
@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from diffusion.config.schema import Gatherer, Problem, join
-from diffusion.errors import UserError
+from diffusion.errors import ExternalError, UserError
 from diffusion.launch import environment
 from diffusion.launch.aws_secrets import secret_references
-from diffusion.launch.backends.base import Rendered, environment_of, merged, unmounted
+from diffusion.launch.backends.base import Rendered, environment_of, merged, unmounted_run_folders
 from diffusion.launch.job_spec import Job
 
 INSTANCES = {
@@ -25,10 +25,10 @@ INSTANCES = {
     'l40s': 'ml.g6e.48xlarge',
     'a10g': 'ml.g5.48xlarge',
 }
-"""Machines with eight of a kind."""
+"""Machines with eight GPUs of a kind."""
 NAME = re.compile(r'[a-zA-Z0-9](-*[a-zA-Z0-9])*')
-LONGEST = 63 - len('-20260101-000000')
-"""A name is taken for good, so that each submission appends its time."""
+MAX_NAME = 63 - len('-20260101-000000')
+"""Names cannot be used again, so each submission appends its time."""
 CHANNELS = '/opt/ml/input/data/'
 FSX = re.compile(r'fsx://(?P<id>fs-[0-9a-f]+)(?P<path>/.+)')
 MAX_RETRIES = 30
@@ -47,32 +47,32 @@ class Options:
     instance_type: str | None = None
     """The machine; null is the one with eight of the GPU."""
     volume_gb: int = 500
-    """Size of the disk that a machine without its own gets."""
+    """Size of the disk for machines without a local one."""
     subnets: list[str] = field(default_factory=list)
-    """Of the VPC, for FSx."""
+    """Subnets of the VPC, for FSx."""
     security_groups: list[str] = field(default_factory=list)
-    """Of the VPC."""
+    """Security groups of the VPC."""
     infra_check: bool = True
     """SageMaker checks GPUs and network before it starts the job."""
     keep_alive_seconds: int | None = None
-    """Time that the machines are kept for a next job (a warm pool), which costs money."""
+    """Seconds for which the machines are kept for a next job (a warm pool), which costs money."""
     raw: dict[str, Any] = field(default_factory=dict)
-    """Merged last into the request of create_training_job."""
+    """Values merged last into the request of create_training_job."""
 
 
 def problems(jobs: Sequence[Job]) -> list[Problem]:
     spec, gather = jobs[0].spec, Gatherer()
     options: Options = spec.options
     for job in jobs:
-        if NAME.fullmatch(job.name) is None or len(job.name) > LONGEST:
-            what = f'{job.name!r} is no name of a training job; use a-z, 0-9 and dashes, at most {LONGEST}'
+        if NAME.fullmatch(job.name) is None or len(job.name) > MAX_NAME:
+            what = f'{job.name!r} is no name of a training job; use a-z, 0-9 and dashes, at most {MAX_NAME}'
             gather.problem('name', what)
         if job.time_limit_seconds is None:
             gather.problem('schedule.time_limit', "is missing; SageMaker's own is one day: give one, such as 5d")
     if spec.image is None:
         gather.problem('image', 'is missing; give one in ECR')
     if spec.workdir is not None:
-        gather.problem('workdir', "cannot be said to SageMaker, which takes the image's own; leave it out")
+        gather.problem('workdir', "is not supported by SageMaker, which takes the image's own; leave it out")
     _check_machines(jobs, gather)
     for key in ('queue', 'priority'):
         if getattr(spec.schedule, key) is not None:
@@ -115,11 +115,9 @@ def render(jobs: Sequence[Job]) -> Rendered:
 
 
 def validate(rendered: Rendered) -> list[Problem]:
-    """By the service model that botocore brings: keys and types, which it checks itself, and lengths and patterns."""
-    try:
-        from botocore.validate import ParamValidator
-    except ImportError:
-        return []
+    """Validate by botocore's service model: keys and types, which it checks itself, and lengths and patterns."""
+    from botocore.validate import ParamValidator
+
     shape, found = _request_shape(), []
     for text in rendered.files.values():
         document = json.loads(text)
@@ -199,7 +197,7 @@ def _check_mounts(jobs: Sequence[Job], gather: Gatherer) -> None:
             gather.problem(
                 join('mounts', target), f'{source!r} cannot be mounted; write s3://bucket/folder or fsx://id/path'
             )
-    gather.problems += unmounted(jobs)
+    gather.problems += unmounted_run_folders(jobs)
 
 
 def _request(job: Job) -> dict[str, Any]:
@@ -234,7 +232,7 @@ def _request(job: Job) -> dict[str, Any]:
         'InfraCheckConfig': {'EnableInfraCheck': options.infra_check},
     }
     if spec.restart.max_restarts:
-        # Of SageMaker's own errors; what a run ends with by itself is started again in place.
+        # For errors of SageMaker itself; after a failure of the run the node entry point restarts it in place.
         request['RetryStrategy'] = {'MaximumRetryAttempts': min(spec.restart.max_restarts, MAX_RETRIES)}
     if options.subnets:
         request['VpcConfig'] = {'Subnets': options.subnets, 'SecurityGroupIds': options.security_groups}
@@ -289,7 +287,7 @@ def _request_shape() -> Any:
 
 
 def _limits(shape: Any, value: Any, where: str = '') -> list[Problem]:
-    """What the service model says of lengths, sizes, patterns and choices, and botocore leaves to the service."""
+    """Check lengths, sizes, patterns and choices of the service model, which botocore leaves to the service."""
     if shape.type_name == 'structure':
         return [each for key, item in value.items() for each in _limits(shape.members[key], item, join(where, key))]
     found = []
@@ -314,18 +312,18 @@ def _client(jobs: Sequence[Job]) -> Any:
         import boto3
     except ImportError as error:
         raise UserError('backend.name: sagemaker needs boto3; pip install boto3') from error
-    # Not boto3.client: its session outlives the call, with the credentials that it found first.
+    # Not boto3.client: its session outlives the call, and keeps the credentials that it found first.
     return _call(lambda: boto3.Session(region_name=jobs[0].spec.options.region).client('sagemaker'))
 
 
 def _call(function: Any, *arguments: Any, **keywords: Any) -> Any:
-    """A call of boto3, its errors in one line."""
+    """Call a function of boto3, and raise its errors as one line."""
     from botocore.exceptions import BotoCoreError, ClientError
 
     try:
         return function(*arguments, **keywords)
     except (BotoCoreError, ClientError) as error:
-        raise UserError(f'SageMaker: {error}') from error
+        raise ExternalError(f'SageMaker: {error}') from error
 
 
 def _exists(client: Any, pipeline: str) -> bool:
@@ -334,10 +332,10 @@ def _exists(client: Any, pipeline: str) -> bool:
 
 
 def _newest(jobs: Sequence[Job]) -> list[dict[str, Any]]:
-    """The latest training job of each of ours, of those that there are."""
+    """Return the latest training job of each of our jobs that has one."""
     client, found = _client(jobs), []
     for job in jobs:
-        # Of a chain, a pipeline puts its execution before the name, and a word of its own behind it.
+        # A pipeline puts its execution before the name of a step, and a word of its own behind it.
         name = re.escape(job.name)
         own = re.compile(rf'{name}(-\d{{8}}-\d{{6}})?|pipelines-[^-]+-{name}-[^-]+')
         order = {'SortBy': 'CreationTime', 'SortOrder': 'Descending', 'MaxResults': 20}

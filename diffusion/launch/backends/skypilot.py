@@ -1,4 +1,4 @@
-"""SkyPilot: a managed job on any cloud, which it starts again; a chain is its pipeline."""
+"""SkyPilot: a managed job on any cloud, with SkyPilot's recovery; a chain is a pipeline of tasks."""
 
 import re
 import shlex
@@ -10,7 +10,7 @@ from typing import Any, Literal
 import yaml
 
 from diffusion.config.schema import Gatherer, Problem, build_dataclass, join
-from diffusion.launch.backends.base import IMAGE_WORKDIR, Rendered, environment_of, merged, unmounted
+from diffusion.launch.backends.base import IMAGE_WORKDIR, Rendered, environment_of, merged, unmounted_run_folders
 from diffusion.launch.command_line_tools import call
 from diffusion.launch.job_spec import Job
 
@@ -31,7 +31,7 @@ ACCELERATORS = {
     'v100-16gb': 'V100',
 }
 KILLED = 137
-"""SkyPilot ends the other nodes of a job with it: to recover on it would be to recover from every end."""
+"""Exit status with which SkyPilot kills the other nodes of a job; recovery on it would restart every job that ends."""
 
 
 @dataclass
@@ -39,20 +39,20 @@ class Options:
     """SkyPilot's own settings."""
 
     infra: str | None = None
-    """Cloud, region and zone, such as aws/us-east-1 or k8s/my-context; null takes the cheapest that it may."""
+    """Cloud, region and zone, such as aws/us-east-1 or k8s/my-context; null takes the cheapest enabled one."""
     disk_gb: int | None = None
     """Size of a node's disk."""
     network_tier: Literal['standard', 'best'] | None = None
-    """best asks for the fabric that nodes share gradients over."""
+    """Network between nodes; best asks for the fast fabric."""
     recovery: Literal['FAILOVER', 'EAGER_NEXT_REGION'] | None = None
-    """Where a preempted job goes on: in the same region first, or at once in another."""
+    """Recovery of a preempted job: FAILOVER tries the same region first, EAGER_NEXT_REGION another one at once."""
     raw: dict[str, Any] = field(default_factory=dict)
-    """Merged last into each task."""
+    """Values merged last into each task."""
 
 
 @dataclass
 class JobRecovery:
-    """`job_recovery` of resources."""
+    """Keys of `job_recovery` in resources."""
 
     strategy: str | None = None
     max_restarts_on_errors: int | None = None
@@ -61,7 +61,7 @@ class JobRecovery:
 
 @dataclass
 class Resources:
-    """`resources` of a task."""
+    """Keys of `resources` in a task."""
 
     accelerators: Any = None
     accelerator_args: Any = None
@@ -93,7 +93,7 @@ class Resources:
 
 @dataclass
 class Task:
-    """A task, as far as a job needs it."""
+    """Keys of a task that a job can use."""
 
     run: str
     name: str
@@ -144,7 +144,7 @@ def problems(jobs: Sequence[Job]) -> list[Problem]:
             gather.problem(
                 join('mounts', target), f'{source!r} cannot be mounted; write volume://name or s3://bucket/folder'
             )
-    return gather.problems + (unmounted(jobs) if spec.image else [])
+    return gather.problems + (unmounted_run_folders(jobs) if spec.image else [])
 
 
 def render(jobs: Sequence[Job]) -> Rendered:
@@ -162,7 +162,7 @@ def render(jobs: Sequence[Job]) -> Rendered:
 
 
 def validate(rendered: Rendered) -> list[Problem]:
-    """By our copy of the keys; SkyPilot's own check takes 12 s to import, and comes with `sky jobs launch`."""
+    """Validate by the keys above; SkyPilot's own check takes 12 s to import, and runs in `sky jobs launch`."""
     gather = Gatherer()
     for text in rendered.files.values():
         tasks = list(yaml.safe_load_all(text))
@@ -222,7 +222,7 @@ def _resources(job: Job) -> dict[str, Any]:
     options: Options = spec.options
     schedule, restart = spec.schedule, spec.restart
     codes = restart.codes('retry', 'elsewhere')
-    # Every other failure is 1: the node entry point counts those itself, since SkyPilot's own count is of all.
+    # Every other failure is 1. The node entry point counts those, because SkyPilot counts preemptions as well.
     codes = sorted({*codes, *([1] if restart.otherwise == 'retry' else [])}) if restart.max_restarts else []
     recovery = {'strategy': options.recovery, 'max_restarts_on_errors': 0, 'recover_on_exit_codes': codes}
     resources = {

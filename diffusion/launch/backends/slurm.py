@@ -1,4 +1,4 @@
-"""Slurm: an sbatch script that starts the node entry point once a node, and requeues itself."""
+"""Slurm: an sbatch script that starts the node entry point once per node, and requeues its job."""
 
 import re
 import shlex
@@ -11,16 +11,16 @@ from pathlib import Path
 from diffusion.config.schema import Gatherer, Problem, join
 from diffusion.errors import UserError
 from diffusion.launch import environment
-from diffusion.launch.backends.base import Rendered, environment_of, unmounted
+from diffusion.launch.backends.base import NotValidated, Rendered, environment_of, unmounted_run_folders
 from diffusion.launch.command_line_tools import call
 from diffusion.launch.job_spec import Job
 
 AFTER = Path(__file__).with_name('slurm_after.sh')
-"""What the script does when srun has ended."""
+"""The part of the script that follows srun."""
 INSTALL = 'run this on a login node of the cluster'
 NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9._-]{0,63}')
 WORD = re.compile(r'[^\s"\'\\#]+')
-"""What needs no quotes in an #SBATCH line, where nothing is expanded."""
+"""A word that needs no quotes in an #SBATCH line, where nothing is expanded."""
 
 
 @dataclass
@@ -28,18 +28,18 @@ class Options:
     """Slurm's own settings."""
 
     account: str | None = None
-    """Whom the job is charged to."""
+    """Account that the job is charged to."""
     gpu_type: str | None = None
-    """What the cluster calls the GPU in a request, such as a100; null asks for any."""
+    """The cluster's name of the GPU in a request, such as a100; null asks for any."""
     cpus_per_node: int | None = None
-    """Cores of a node; null takes whole nodes."""
+    """Cores per node; null takes whole nodes."""
     logs: str = 'logs'
-    """Folder of the logs, which all nodes see."""
+    """Folder of the logs, which all nodes share."""
     setup: str = ''
     """Shell lines before the job, on the first node: `source .venv/bin/activate`, `module load cuda`."""
     raw: dict[str, str | int | bool | None] = field(default_factory=dict)
-    """Further #SBATCH options, or others than ours, by their long names: `constraint: ib`; null drops one, true is
-    one without a value."""
+    """Additional #SBATCH options by their long names, which replace ours: `constraint: ib`; null drops an option, true
+    gives it without a value."""
 
 
 def problems(jobs: Sequence[Job]) -> list[Problem]:
@@ -62,7 +62,7 @@ def problems(jobs: Sequence[Job]) -> list[Problem]:
             gather.problem(join('backend.raw', name), 'is no long option of sbatch, such as constraint')
     if spec.schedule.preemptible and spec.schedule.queue is None and spec.schedule.priority is None:
         gather.problem(
-            'schedule.preemptible', 'is said in Slurm by a partition or a QOS; set schedule.queue or priority'
+            'schedule.preemptible', 'is chosen in Slurm by a partition or a QOS; set schedule.queue or priority'
         )
     if spec.image is None and spec.mounts:
         gather.problem('mounts', 'need an image; without one a job sees the folders of its nodes')
@@ -70,7 +70,7 @@ def problems(jobs: Sequence[Job]) -> list[Problem]:
         if not source.startswith('/') or re.search(r'[\s,:]', source + target):
             gather.problem(join('mounts', target), f'{source!r} is no folder of the nodes; write an absolute path')
     if spec.image is not None:
-        gather.problems += unmounted(jobs)
+        gather.problems += unmounted_run_folders(jobs)
     for name, source in spec.secrets.items():
         if source is not None:
             gather.problem(join('secrets', name), 'Slurm has no secrets; leave it null, and export it where you submit')
@@ -87,10 +87,10 @@ def render(jobs: Sequence[Job]) -> Rendered:
 
 
 def validate(rendered: Rendered) -> list[Problem]:
-    """Bash reads the scripts, without running them."""
+    """Check the syntax of the scripts with `bash -n`."""
     bash = shutil.which('bash')
     if bash is None:
-        return []
+        raise NotValidated('the script was not checked: bash is not on PATH')
     found = []
     for name, text in rendered.files.items():
         result = subprocess.run([bash, '-n'], input=text, capture_output=True, text=True, check=False)
@@ -105,16 +105,16 @@ def submit(jobs: Sequence[Job], rendered: Rendered, folder: Path) -> str:
     for job in jobs:
         dependency = _after(number) if job.after else ()
         command = ['sbatch', '--parsable', *dependency, str(folder / f'{job.name}.sbatch')]
-        # sbatch hands on all variables; inside of a job that was restarted, this is of that one.
+        # sbatch passes on all variables, so inside a restarted job the new one would inherit its count.
         number = call(command, install=INSTALL, env={'SLURM_RESTART_COUNT': '0'})
-        number = number.partition(';')[0]  # --parsable puts the cluster behind it
+        number = number.partition(';')[0]  # --parsable may append the cluster's name
         answers.append(f'{job.name}: Slurm job {number}')
     return '\n'.join(answers)
 
 
 def status(jobs: Sequence[Job]) -> str:
     names = ','.join(job.name for job in jobs)
-    # Each a field, and what follows it.
+    # Fields, each with the text that follows it.
     form = 'JobID: ,Name: ,State:; ,TimeUsed: of ,TimeLimit:; restarts: ,RestartCnt:; reason: ,Reason:'
     queued = call(['squeue', '--me', f'--name={names}', '--noheader', f'--Format={form}'], install=INSTALL)
     return queued or f'{names}: nothing in the queue; sacct --name={names} says how they ended'
@@ -138,13 +138,13 @@ def cancel(jobs: Sequence[Job]) -> str:
 
 
 def _logs(jobs: Sequence[Job]) -> Path:
-    """The folder of the logs, which Slurm takes from where the job runs and does not make."""
+    """Return the folder of the logs, which Slurm looks up where the job runs and does not create."""
     spec = jobs[0].spec
     return Path('' if spec.image else spec.workdir or '', spec.options.logs)
 
 
 def _after(number: str) -> tuple[str, ...]:
-    # A job that failed for good would leave the next one waiting for ever.
+    # Without the second option, the next job would wait forever after a final failure.
     return f'--dependency=afterok:{number}', '--kill-on-invalid-dep=yes'
 
 
@@ -165,7 +165,7 @@ def _script(job: Job) -> str:
         f'max_restarts={spec.restart.max_restarts}',
         *_follows(job),
         '',
-        # In a container there is no scontrol.
+        # Found here because there is no scontrol in a container.
         f'export {environment.MASTER_ADDR}=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
         f'srun --kill-on-bad-exit=1 {_cores(spec.options)} \\',
         *_container(job),
@@ -177,13 +177,13 @@ def _script(job: Job) -> str:
 
 
 def _cores(options: Options) -> str:
-    """All cores of a node for its one task, which srun does not take over from sbatch and would bind to fewer."""
+    """Return options that give all cores to the one task of a node; srun does not inherit them from sbatch."""
     cpus = '' if options.cpus_per_node is None else f' --cpus-per-task={options.cpus_per_node}'
     return f'--cpu-bind=none{cpus}'
 
 
 def _directives(job: Job) -> list[str]:
-    """The #SBATCH lines, the user's own last."""
+    """Return the #SBATCH lines; the user's own values replace ours."""
     spec = job.spec
     options: Options = spec.options
     schedule = spec.schedule
@@ -226,14 +226,14 @@ def _container(job: Job) -> list[str]:
 
 
 def _follows(job: Job) -> list[str]:
-    """A shell function: what follows an exit status."""
+    """Return a shell function that prints the action after an exit status."""
     restart = job.spec.restart
     actions = [f'        {code}) echo {action} ;;' for code, action in restart.actions().items()]
     return ['follows() {', '    case $1 in', *actions, f'        *) echo {restart.otherwise} ;;', '    esac', '}']
 
 
 def _time(seconds: int | None) -> str | None:
-    """Days-hours:minutes:seconds, rounded up to a minute as Slurm does."""
+    """Format a time as days-hours:minutes:seconds, rounded up to a minute as Slurm does."""
     if seconds is None:
         return None
     minutes = -(-seconds // 60)

@@ -1,0 +1,57 @@
+"""Heartbeat files: whole at any time, aged by a clock that nobody sets, and fresh even on a full disk."""
+
+import errno
+import math
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from diffusion.launch import heartbeat
+from diffusion.launch.heartbeat import SAVING, TRAINING, Beat, heartbeat_age, last_beats, write_beat, write_heartbeat
+
+
+def test_a_rank_is_read_as_it_wrote(tmp_path):
+    before = time.monotonic()
+    for rank, doing in ((0, TRAINING), (11, SAVING)):
+        write_beat(7, doing, 3, 1.5, {heartbeat.FOLDER: str(tmp_path), 'RANK': str(rank)})
+    found = last_beats(tmp_path)
+    assert found == {0: Beat(found[0].at, 7, TRAINING, 3, 1.5), 11: Beat(found[11].at, 7, SAVING, 3, 1.5)}
+    assert before <= found[0].at <= found[11].at <= time.monotonic()
+
+
+def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_beat(7, TRAINING, 3, 1.5, {})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize('jump', [-3600, 1200])
+def test_setting_the_system_clock_does_not_age_a_heartbeat(tmp_path, monkeypatch, jump):
+    now = time.time
+    monkeypatch.setattr(time, 'time', lambda: now() + jump)
+    write_heartbeat(tmp_path / 'beat')
+    assert 0 <= heartbeat_age(tmp_path / 'beat') < 60
+
+
+def test_a_heartbeat_of_before_the_boot_is_none(tmp_path):
+    write_heartbeat(tmp_path / 'beat')
+    later = time.monotonic() + 1000
+    os.utime(tmp_path / 'beat', (later, later))
+    assert heartbeat_age(tmp_path / 'beat') == math.inf
+    assert heartbeat_age(tmp_path / 'none') == math.inf
+
+
+def test_a_full_disk_does_not_make_a_rank_look_hung(tmp_path, monkeypatch):
+    environ = {heartbeat.FOLDER: str(tmp_path)}
+    write_beat(7, TRAINING, 3, 1.5, environ)
+    os.utime(tmp_path / 'beat-0', (1.0, 1.0))
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, 'No space left on device')
+
+    monkeypatch.setattr(Path, 'write_text', full)
+    write_beat(8, TRAINING, 3, 1.5, environ)
+    (found,) = last_beats(tmp_path).values()
+    assert found.batch == 7 and found.at > 1.0

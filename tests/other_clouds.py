@@ -1,0 +1,167 @@
+"""Google, Azure and Hugging Face on localhost, as much of them as their makers' clients ask for here."""
+
+import base64
+import json
+import re
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import parse_qs, unquote
+from xml.sax.saxutils import escape
+
+PAGE = 2
+"""Objects in a page of a listing."""
+Answer = tuple[int, dict[str, str], bytes]
+
+
+@dataclass
+class Cloud:
+    """Objects by bucket and key, with the number of the write that made them."""
+
+    url: str = ''
+    objects: dict[tuple[str, str], tuple[bytes, int]] = field(default_factory=dict)
+    writes: int = 0
+    status: int | None = None
+    """What all requests are answered with, where it is set."""
+    requests: int = 0
+
+    def put(self, bucket: str, key: str, body: bytes) -> int:
+        self.writes += 1
+        self.objects[bucket, key] = body, self.writes
+        return self.writes
+
+    def page(self, bucket: str, prefix: str, start: str) -> tuple[list[str], str]:
+        """Keys of a page, and where the next one starts."""
+        keys = sorted(key for name, key in self.objects if name == bucket and key.startswith(prefix) and key >= start)
+        return keys[:PAGE], ''.join(keys[PAGE : PAGE + 1])
+
+    def google(self, method: str, path: str, query: dict[str, str], headers: dict[str, str], body: bytes) -> Answer:
+        """Answer a request of the JSON API."""
+        match = re.fullmatch(r'(/upload|/download|)/storage/v1/b/([^/]+)/o(?:/(.+))?', path)
+        assert match is not None, path
+        kind, bucket, key = match[1], match[2], unquote(match[3] or '')
+        if kind == '/upload':
+            content = headers['content-type']
+            boundary = re.search('boundary="?([^";]+)', content)[1].encode()  # type: ignore[index]
+            _, metadata, data, _ = body.split(b'--' + boundary)
+            key = json.loads(metadata.partition(b'\r\n\r\n')[2])['name']
+            found = self.objects.get((bucket, key), (b'', 0))[1]
+            if query.get('ifGenerationMatch', str(found)) != str(found):
+                return 412, {}, b'{}'
+            self.put(bucket, key, data.partition(b'\r\n\r\n')[2].removesuffix(b'\r\n'))
+        elif not key:
+            keys, following = self.page(bucket, query.get('prefix', ''), query.get('pageToken', ''))
+            token = {'nextPageToken': following} if following else {}
+            return 200, {}, json.dumps({'items': [self.metadata(bucket, name) for name in keys], **token}).encode()
+        if (bucket, key) not in self.objects:
+            return 404, {}, b'{}'
+        if method == 'DELETE':
+            del self.objects[bucket, key]
+            return 204, {}, b''
+        if query.get('alt') == 'media':
+            return part_of(self.objects[bucket, key][0], headers.get('range'))
+        return 200, {}, json.dumps(self.metadata(bucket, key)).encode()
+
+    def metadata(self, bucket: str, key: str) -> dict[str, str]:
+        body, generation = self.objects[bucket, key]
+        return {'name': key, 'size': str(len(body)), 'etag': f'G{generation}=', 'generation': str(generation)}
+
+    def azure(self, method: str, path: str, query: dict[str, str], headers: dict[str, str], body: bytes) -> Answer:
+        """Answer a request of the Blob service."""
+        container, _, key = unquote(path).removeprefix('/').partition('/')
+        if query.get('comp') == 'list':
+            keys, following = self.page(container, query.get('prefix', ''), query.get('marker', ''))
+            blobs = ''.join(
+                f'<Blob><Name>{escape(name)}</Name><Properties><BlobType>BlockBlob</BlobType>'
+                f'<Etag>0x{number}</Etag><Content-Length>{len(content)}</Content-Length></Properties></Blob>'
+                for name in keys
+                for content, number in [self.objects[container, name]]
+            )
+            xml = f'<EnumerationResults><Blobs>{blobs}</Blobs><NextMarker>{following}</NextMarker></EnumerationResults>'
+            return 200, {'Content-Type': 'application/xml'}, xml.encode()
+        found = self.objects.get((container, key))
+        if method == 'PUT':
+            if found is not None and headers.get('if-none-match') == '*':
+                return 409, {'x-ms-error-code': 'BlobAlreadyExists'}, b''
+            if 'if-match' in headers and (found is None or headers['if-match'] != f'"0x{found[1]}"'):
+                return 412, {'x-ms-error-code': 'ConditionNotMet'}, b''
+            return 201, {'ETag': f'"0x{self.put(container, key, body)}"'}, b''
+        if found is None:
+            return 404, {'x-ms-error-code': 'BlobNotFound'}, b''
+        if method == 'DELETE':
+            del self.objects[container, key]
+            return 202, {}, b''
+        status, extra, part = part_of(found[0], headers.get('x-ms-range') or headers.get('range'))
+        return status, {'ETag': f'"0x{found[1]}"', 'x-ms-blob-type': 'BlockBlob', **extra}, part
+
+    def hub(self, method: str, path: str, query: dict[str, str], headers: dict[str, str], body: bytes) -> Answer:
+        """Answer a request about the dataset org/name; its objects are in the bucket `datasets`."""
+        files = {key.removeprefix('org/name/'): content for (_, key), (content, _) in self.objects.items()}
+        rest = unquote(path).partition('/datasets/org/name')[2].strip('/')
+        if rest.startswith('resolve/main/'):
+            return (*part_of(files[rest.removeprefix('resolve/main/')], headers.get('range')),)
+        if rest.startswith(('tree/main', 'paths-info/main')):
+            wanted = parse_qs(body.decode()).get('paths', [''])
+            below = rest.removeprefix('tree/main').strip('/') if rest.startswith('tree') else wanted[0]
+            found = [
+                {'type': 'file', 'path': key, 'size': len(content), 'oid': f'oid{len(content)}'}
+                for key, content in files.items()
+                if key == below or not below or (rest.startswith('tree') and key.startswith(below + '/'))
+            ]
+            if not found and below and any(key.startswith(below + '/') for key in files):
+                found = [{'type': 'directory', 'path': below, 'oid': 'tree'}]
+            status = 404 if rest.startswith('tree') and not found else 200
+            return status, {'X-Error-Code': 'EntryNotFound'} if status == 404 else {}, json.dumps(found).encode()
+        return 200, {}, json.dumps({'id': 'org/name', 'sha': 'f' * 40}).encode()
+
+    def application(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> list[bytes]:
+        headers = {name[5:].replace('_', '-').lower(): value for name, value in environ.items() if name[:5] == 'HTTP_'}
+        headers['content-type'] = environ.get('CONTENT_TYPE', '')
+        query = {name: values[0] for name, values in parse_qs(environ['QUERY_STRING']).items()}
+        body = environ['wsgi.input'].read(int(environ.get('CONTENT_LENGTH') or 0))
+        path, method = environ['REQUEST_URI'].partition('?')[0], environ['REQUEST_METHOD']
+        answer = self.google if '/storage/v1/' in path else self.hub if '/datasets/org/' in path else self.azure
+        self.requests += 1
+        if self.status is not None:
+            start_response(f'{self.status} Failed', [('Content-Length', '2')])
+            return [b'{}']
+        status, extra, content = answer(method, path, query, headers, body)
+        start_response(f'{status} Answer', [*({'Content-Length': str(len(content))} | extra).items()])
+        return [] if method == 'HEAD' else [content]
+
+
+def part_of(body: bytes, span: str | None) -> Answer:
+    """Answer a request for a whole body, or for the bytes of a Range header."""
+    from google_crc32c import value
+
+    checksum = base64.b64encode(struct.pack('>I', value(body))).decode()
+    headers = {'Content-Type': 'application/octet-stream', 'X-Goog-Hash': f'crc32c={checksum}'}
+    if span is None or not body:
+        return (416 if span else 200), headers, body
+    first, last = span.removeprefix('bytes=').split('-')
+    end = min(int(last or len(body)), len(body) - 1)
+    return 206, {'Content-Range': f'bytes {first}-{end}/{len(body)}'}, body[int(first) : end + 1]
+
+
+@contextmanager
+def serve() -> Iterator[Cloud]:
+    """Run both clouds in a thread."""
+    import logging
+
+    from werkzeug.serving import make_server
+
+    logging.getLogger('werkzeug').setLevel(logging.ERROR)
+    cloud = Cloud()
+    server = make_server('127.0.0.1', 0, cloud.application, threaded=True)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    cloud.url = f'http://127.0.0.1:{server.server_port}'
+    try:
+        yield cloud
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

@@ -1,0 +1,124 @@
+"""Files and folders are whole or absent."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from diffusion.storage.atomic import (
+    becoming,
+    becoming_folder,
+    new_unfinished,
+    remove,
+    remove_unfinished,
+    replace_folder,
+    write_whole,
+)
+
+
+def write(path: Path, content: str) -> None:
+    with becoming_folder(path) as unfinished:
+        (unfinished / 'below').mkdir()
+        (unfinished / 'below/file').write_text(content)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize('failure', [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize('writer', [becoming, becoming_folder])
+def test_failure_leaves_nothing(tmp_path: Path, writer, failure: type[BaseException]) -> None:
+    def fail() -> None:
+        with writer(tmp_path / 'out') as unfinished:
+            (unfinished / 'file' if unfinished.is_dir() else unfinished).write_text('half')
+            assert names(tmp_path) != ['out']
+            raise failure
+
+    with pytest.raises(failure):
+        fail()
+    assert not names(tmp_path)
+
+
+def test_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, 'No space left on device')
+
+    monkeypatch.setattr(os, 'fsync', full)
+    for name in ('file', 'folder'):
+        with pytest.raises(OSError, match='No space left'):
+            write(tmp_path / name, 'x') if name == 'folder' else write_whole(tmp_path / name, 'x')
+    assert not names(tmp_path)
+
+
+def test_every_file_of_a_folder_is_on_the_disk_before_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a power cut could leave an empty file in a folder that looks whole."""
+    flushed, fsync, rename = set(), os.fsync, os.rename
+
+    def noted(descriptor: int) -> None:
+        flushed.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def checked(old: Path, new: Path) -> None:
+        assert {path.stat().st_ino for path in (old, *Path(old).rglob('*'))} <= flushed
+        rename(old, new)
+
+    monkeypatch.setattr(os, 'fsync', noted)
+    monkeypatch.setattr(os, 'rename', checked)
+    write(tmp_path / 'out', 'x')
+    assert tmp_path.stat().st_ino in flushed
+
+
+def test_folder_fills_an_empty_one_and_no_other(tmp_path: Path) -> None:
+    (tmp_path / 'out').mkdir()
+    write(tmp_path / 'out', 'first')
+    with pytest.raises(OSError, match='not empty'):
+        write(tmp_path / 'out', 'second')
+    assert (tmp_path / 'out/below/file').read_text() == 'first'
+    assert names(tmp_path) == ['out']
+
+
+@pytest.mark.parametrize('aside', [None, 'replaced'])
+def test_replaced_folder_goes_and_comes_back_on_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, aside: str | None
+) -> None:
+    for name in ('out', 'new'):
+        write(tmp_path / name, name)
+    rename = os.rename
+
+    def fail_once(old: Path, new: Path) -> None:
+        if old.name == 'new':
+            raise OSError(errno.EIO, 'Input/output error')
+        rename(old, new)
+
+    where = {'aside': tmp_path / aside} if aside else {}
+    with monkeypatch.context() as patch:
+        patch.setattr(os, 'rename', fail_once)
+        with pytest.raises(OSError, match='Input/output'):
+            replace_folder(tmp_path / 'new', tmp_path / 'out', **where)
+    assert names(tmp_path) == ['new', 'out'] and (tmp_path / 'out/below/file').read_text() == 'out'
+    replace_folder(tmp_path / 'new', tmp_path / 'out', **where)
+    assert names(tmp_path) == ['out'] and (tmp_path / 'out/below/file').read_text() == 'new'
+
+
+def test_what_killed_processes_left_is_swept_and_the_rest_stays(tmp_path: Path) -> None:
+    write(tmp_path / 'out', 'x')
+    for path in (tmp_path / 'out', tmp_path / 'out/below/file'):
+        new_unfinished(path).mkdir()
+        write(new_unfinished(path), 'half')
+    remove_unfinished(tmp_path)
+    assert names(tmp_path) == ['out'] and len(names(tmp_path / 'out/below')) == 3
+    remove_unfinished(tmp_path, below=True)
+    assert names(tmp_path / 'out/below') == ['file']
+
+
+def test_removing_takes_files_folders_and_what_is_gone(tmp_path: Path) -> None:
+    write(tmp_path / 'folder', 'x')
+    write_whole(tmp_path / 'file', 'x')
+    (tmp_path / 'link').symlink_to('folder')
+    remove(tmp_path / 'link')
+    assert names(tmp_path) == ['file', 'folder']
+    for name in ('folder', 'file', 'gone'):
+        remove(tmp_path / name)
+    assert not names(tmp_path)

@@ -1,0 +1,268 @@
+"""Objects of every cloud are listed, read and written alike, in forked processes too, and in full."""
+
+import base64
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from object_store import Store
+from other_clouds import Cloud, serve
+
+from diffusion.errors import UserError
+from diffusion.storage import bucket_clients, object_store
+from diffusion.storage.bucket_clients import FsspecClient, locate
+from diffusion.storage.download import RemoteFolder
+from diffusion.storage.retry import GaveUp, PreconditionFailed, RetryPolicy
+
+# Of google.api_core, when it is imported.
+pytestmark = pytest.mark.filterwarnings('ignore:Please install grpcio-status:ImportWarning')
+
+URLS = {
+    's3': 's3://bucket/set',
+    'gs': 'gs://bucket/set',
+    'azure': 'azure://me.blob.core.windows.net/bucket/set',
+    'az': 'az://bucket/set',
+    'oci': 'oci://bucket@space/set',
+}
+ODD = 'ü ?#;%.mds'
+"""A name that has to be quoted in URLs and XML."""
+
+
+@pytest.fixture(scope='module')
+def _clouds() -> Iterator[Cloud]:
+    with serve() as cloud:
+        yield cloud
+
+
+@pytest.fixture
+def clouds(_clouds: Cloud, store: Store, monkeypatch: pytest.MonkeyPatch) -> Cloud:
+    """Every cloud on localhost, empty; Oracle's is played by a file system of fsspec in memory."""
+    import google.auth
+    from fsspec.implementations.memory import MemoryFileSystem
+    from google.auth.credentials import AnonymousCredentials
+
+    _clouds.objects.clear()
+    store.bucket('bucket')
+    monkeypatch.setattr(google.auth, 'default', lambda: (AnonymousCredentials(), None))
+    monkeypatch.setattr(FsspecClient, 'file_system', lambda self, scheme: MemoryFileSystem())
+    monkeypatch.setattr(MemoryFileSystem, 'store', {})
+    monkeypatch.setattr(MemoryFileSystem, 'pseudo_dirs', [''])
+    for name, value in {
+        'STORAGE_EMULATOR_HOST': _clouds.url,
+        'AZURE_ACCOUNT_NAME': 'me',
+        'AZURE_ACCOUNT_ACCESS_KEY': base64.b64encode(b'key').decode(),
+        'AZURE_STORAGE_ENDPOINT': _clouds.url,
+    }.items():
+        monkeypatch.setenv(name, value)
+    return _clouds
+
+
+@pytest.mark.parametrize('scheme', URLS)
+def test_every_cloud_lists_reads_and_writes_alike(clouds: Cloud, tmp_path: Path, scheme: str) -> None:
+    folder, path = URLS[scheme], tmp_path / ODD
+    contents = {f'set/{name}': name.encode() * 1000 for name in ('a', 'b/1', 'b/2', ODD, 'empty')}
+    contents['set/empty'] = b''
+    bucket = folder.removesuffix('/set')
+    for key, content in (contents | {'settings': b'x', 'set2/a': b'x'}).items():
+        object_store.write(f'{bucket}/{key}', content)
+    path.write_bytes(b'uploaded' * 1000)
+    object_store.upload(path, folder)
+    contents[f'set/{ODD}'] = path.read_bytes()
+    found = {found.key: found for found in object_store.list_objects(folder)}
+    container = 'bucket/' if scheme == 'azure' else ''
+    assert {key: found.size for key, found in found.items()} == {
+        container + key: len(content) for key, content in contents.items()
+    }
+    assert object_store.list_objects(f'{folder}/') == list(found.values())
+    assert [found.size for found in object_store.list_objects(f'{folder}/a')] == [1000]
+    assert not object_store.list_objects(f'{folder}/none')
+    for key, content in contents.items():
+        assert object_store.read(f'{bucket}/{key}') == content
+        object_store.download(f'{bucket}/{key}', path, size=len(content))
+        assert path.read_bytes() == content
+        there = object_store.head(f'{bucket}/{key}')
+        assert there == found[container + key]
+        assert there.tag or scheme == 'oci'
+    assert object_store.read(f'{folder}/{ODD}', span=(3, 9)) == b'oadedu'
+    object_store.delete(f'{folder}/a')
+    for missing in (lambda: object_store.read(f'{folder}/a'), lambda: object_store.head(f'{folder}/a')):
+        with pytest.raises(UserError, match='there is no such bucket or object'):
+            missing()
+
+
+def test_hugging_face_is_listed_and_read(clouds: Cloud, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from huggingface_hub import HfFileSystem, constants
+    from huggingface_hub.utils._http import reset_sessions
+
+    monkeypatch.setattr(constants, 'HF_HUB_OFFLINE', False)
+    template = clouds.url + '/{repo_id}/resolve/{revision}/{filename}'
+    monkeypatch.setattr(constants, 'HUGGINGFACE_CO_URL_TEMPLATE', template)
+    reset_sessions()
+    make = partial(HfFileSystem, endpoint=clouds.url, token=False, skip_instance_cache=True)
+    monkeypatch.setattr(FsspecClient, 'file_system', lambda self, scheme: make())
+    for name in ('mds/a', 'mds/b/1', 'other'):
+        clouds.put('datasets', f'org/name/{name}', name.encode())
+    folder = 'hf://datasets/org/name'
+    assert {found.key: found.size for found in object_store.list_objects(f'{folder}/mds')} == {
+        'org/name/mds/a': 5,
+        'org/name/mds/b/1': 7,
+    }
+    assert len(object_store.list_objects(folder)) == 3
+    assert [found.tag for found in object_store.list_objects(f'{folder}/mds/a')] == ['oid5']
+    assert object_store.read(f'{folder}/mds/b/1') == b'mds/b/1'
+    object_store.download(f'{folder}/mds/a', tmp_path / 'a', size=5)
+    assert (tmp_path / 'a').read_bytes() == b'mds/a'
+    with pytest.raises(UserError, match='there is no such bucket or object'):
+        object_store.read(f'{folder}/mds/none')
+    reset_sessions()
+
+
+@pytest.mark.parametrize(('status', 'tries'), [(403, 1), (404, 1), (429, 2), (500, 2), (503, 2)])
+@pytest.mark.parametrize('scheme', ['gs', 'az'])
+def test_errors_of_other_clouds_are_judged_alike(clouds: Cloud, scheme: str, status: int, tries: int) -> None:
+    url, policy = f'{URLS[scheme]}/a', RetryPolicy(tries=2)
+    tasks: list[Callable[[], object]] = [
+        lambda: object_store.read(url, retry=policy),
+        lambda: object_store.list_objects(url, retry=policy),
+        lambda: object_store.write(url, b'x', retry=policy),
+    ]
+    clouds.status = status
+    try:
+        for task in tasks:
+            clouds.requests = 0
+            with pytest.raises(UserError if tries == 1 else GaveUp, match=f'^{url}: '):
+                task()
+            assert clouds.requests == tries
+    finally:
+        clouds.status = None
+
+
+@pytest.mark.parametrize('scheme', ['s3', 'gs', 'azure', 'az'])
+def test_conditional_writes_of_every_cloud(clouds: Cloud, tmp_path: Path, scheme: str) -> None:
+    url, path = f'{URLS[scheme]}/lock', tmp_path / 'content'
+    path.write_bytes(b'three')
+    first = object_store.write(url, b'one', if_absent=True)
+    for content in (b'two', path):
+        with pytest.raises(PreconditionFailed):
+            object_store.write(url, content, if_absent=True)
+        with pytest.raises(PreconditionFailed):
+            object_store.write(url, content, if_tag='f' * 32)
+    second = object_store.write(url, path, if_tag=first.tag)
+    assert object_store.read(url) == b'three' and object_store.head(url) == second != first
+
+
+def test_clouds_without_conditional_writes_say_so(clouds: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv('GCS_KEY', 'key')
+    monkeypatch.setenv('GCS_SECRET', 'secret')
+    for url in ('oci://bucket@space/lock', 'gs://bucket/lock', 'hf://datasets/org/name/lock'):
+        with pytest.raises(UserError, match='conditional writes|uploading'):
+            object_store.write(url, b'one', if_absent=True)
+    assert object_store._taken(locate('gs://bucket/lock'), object_store.DEFAULT).google  # type: ignore[reportAttributeAccessIssue]
+
+
+def test_a_forked_process_makes_clients_of_its_own(clouds: Cloud) -> None:
+    """A DataLoader worker is forked from a process that has fetched the index."""
+    for url in URLS.values():
+        object_store.write(f'{url}/a', b'content')
+        assert object_store.read(f'{url}/a') == b'content'
+    kept = {id(client) for clients in object_store._idle.values() for client in clients}
+    process = os.fork()
+    if not process:
+        status = 1
+        try:
+            whole = all(object_store.read(f'{url}/a') == b'content' for url in URLS.values())
+            mine = [
+                client for key, clients in object_store._idle.items() if key[0] == os.getpid() for client in clients
+            ]
+            status = 0 if whole and len(mine) == len(URLS) and not kept & set(map(id, mine)) else 2
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
+    assert object_store.read('s3://bucket/set/a') == b'content'
+
+
+def test_a_large_file_is_uploaded_in_parts(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bucket_clients, 'PART_BYTES', 6 * 2**20)
+    path = tmp_path / 'large'
+    path.write_bytes(os.urandom(7 * 2**20))
+    object_store.upload(path, store.bucket('bucket'))
+    assert any('uploadId' in request for request in store.requests)
+    assert object_store.read('s3://bucket/large') == path.read_bytes()
+
+
+def test_requester_pays_buckets_are_said_to_be_paid_for(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv('MOSAICML_STREAMING_AWS_REQUESTER_PAYS', 'other, bucket')
+    url = store.bucket('bucket', a=b'x')
+    object_store.list_objects(url)
+    object_store.read(f'{url}/a')
+    object_store.head(f'{url}/a')
+    assert store.payers[-3:] == ['requester'] * 3
+
+
+@pytest.mark.parametrize('profile', [None, 'mine'])
+def test_credentials_come_from_every_source_of_boto3(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, profile: str | None
+) -> None:
+    url = store.bucket('bucket', a=b'x')
+    for name in ('AWS_ACCESS_KEY_ID', 'AWS_SECRET_ACCESS_KEY'):
+        monkeypatch.delenv(name)
+    path = tmp_path / 'credentials'
+    path.write_text(f'[{profile or "default"}]\naws_access_key_id = FROMFILE\naws_secret_access_key = y\n')
+    monkeypatch.setenv('AWS_SHARED_CREDENTIALS_FILE', str(path))
+    if profile:
+        monkeypatch.setenv('AWS_PROFILE', profile)
+    object_store.read(f'{url}/a')
+    assert 'Credential=FROMFILE/' in store.authorizations[-1]
+
+
+@pytest.mark.parametrize(
+    ('url', 'message'),
+    [
+        ('sftp://host/a', 'sftp:// is not supported; use s3://, gs://, .* or a folder that is mounted'),
+        ('s3:///a', 'names no bucket'),
+        ('azure://me.blob.core.windows.net', 'names no bucket'),
+        ('oci://bucket/a', 'needs the package ocifs; pip install ocifs'),
+    ],
+)
+def test_what_is_not_supported_is_said(url: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        object_store.read(url)
+
+
+def test_an_endpoint_that_is_no_url_is_named(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv('S3_ENDPOINT_URL', 'minio:9000')
+    with pytest.raises(UserError, match='S3_ENDPOINT_URL=minio:9000: is no URL; write https://minio:9000'):
+        object_store.read('s3://bucket/a')
+
+
+def test_a_mount_is_read_as_a_store_is(tmp_path: Path) -> None:
+    (tmp_path / 'a').write_bytes(b'content')
+    assert object_store.read(str(tmp_path / 'a'), span=(2, 4)) == b'nt'
+    RemoteFolder(str(tmp_path)).refresh('a', tmp_path / 'copy' / 'a')
+    assert (tmp_path / 'copy' / 'a').read_bytes() == b'content'
+    with pytest.raises(UserError, match=f'{tmp_path}/none: there is no such file'):
+        object_store.read(f'{tmp_path}/none')
+
+
+def test_a_mount_that_hangs_is_given_up(tmp_path: Path) -> None:
+    fifo = tmp_path / 'fifo'
+    os.mkfifo(fifo)  # opening it to read waits until somebody opens it to write
+    with pytest.raises(TimeoutError, match=r'0 bytes came in 0.2 s and more'):
+        object_store.read_once(str(fifo), RetryPolicy(timeout_seconds=0.2))
+    os.close(os.open(fifo, os.O_RDWR))
+
+
+def test_importing_brings_no_cloud(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    clouds = ['boto3', 'botocore', 'google.cloud', 'azure', 'fsspec', 'huggingface_hub', 'streaming', 'torch']
+    code = (
+        'import sys, diffusion.storage.object_store, diffusion.storage.download\n'
+        f'print([name for name in {clouds} if name in sys.modules])'
+    )
+    result: Any = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == '[]'

@@ -1,0 +1,159 @@
+"""Every fault of a store is tried again or refused at once, and the message says what to do."""
+
+import errno
+import time
+from collections.abc import Callable
+
+import pytest
+from object_store import Store
+
+from diffusion.errors import DataError, UserError
+from diffusion.storage import object_store, retry
+from diffusion.storage.retry import DamagedDownload, GaveUp, RetryPolicy
+
+POLICY = RetryPolicy(tries=3)
+PASSING = [408, 425, 429, 500, 502, 503, 504, 'ExpiredToken', 'RequestTimeout', 'reset']
+REFUSED = [400, 401, 403, 404, 405, 501]
+
+
+def requests(store: Store, method: str) -> int:
+    return sum(request.startswith(f'{method} /data/a') for request in store.requests)
+
+
+@pytest.mark.parametrize('what', [*PASSING, 'cut'])
+def test_a_read_that_may_succeed_later_is_tried_again(store: Store, what: int | str) -> None:
+    url = store.bucket('data', a=b'x' * 100) + '/a'
+    store.fail('GET /data/a', what)
+    with pytest.raises(GaveUp, match=rf'^{url}: cannot be read, tried 3 times \(.+\)$'):
+        object_store.read(url, retry=POLICY)
+    assert requests(store, 'GET') == 3
+    store.faults.clear()
+    store.fail('GET /data/a', what, times=2)
+    assert object_store.read(url, retry=POLICY) == b'x' * 100
+
+
+def test_a_read_that_stalls_is_tried_again(store: Store) -> None:
+    url = store.bucket('data', a=b'x' * 100) + '/a'
+    store.fail('GET /data/a', 20.0, times=1)
+    assert object_store.read(url, retry=RetryPolicy(timeout_seconds=1.0)) == b'x' * 100
+
+
+@pytest.mark.parametrize('what', [*PASSING, 409])
+def test_a_write_that_may_succeed_later_is_tried_again(store: Store, what: int | str) -> None:
+    url = store.bucket('data') + '/a'
+    fault = store.fail('PUT /data/a', what)
+    with pytest.raises(GaveUp, match=rf'^{url}: cannot be written, tried 3 times \(.+\)$'):
+        object_store.write(url, b'x', retry=POLICY)
+    assert requests(store, 'PUT') == 3
+    fault.times = 2
+    assert object_store.write(url, b'xy', retry=POLICY).size == 2
+
+
+@pytest.mark.parametrize('what', REFUSED)
+def test_what_a_store_would_refuse_again_is_asked_once(store: Store, what: int) -> None:
+    url = store.bucket('data', a=b'x') + '/a'
+    store.fail('/data/a', what)
+    store.requests.clear()
+    tasks: dict[str, Callable[[], object]] = {
+        'GET': lambda: object_store.read(url),
+        'PUT': lambda: object_store.write(url, b'y'),
+        'DELETE': lambda: object_store.delete(url),
+    }
+    for method, task in tasks.items():
+        with pytest.raises(UserError, match=f'^{url}: .*check the '):
+            task()
+        assert requests(store, method) == 1
+
+
+@pytest.mark.parametrize(
+    ('status', 'message'),
+    [
+        (403, r'the store refuses access \(403\): AccessDenied: .*; check the permissions, .* AWS_ACCESS_KEY_ID'),
+        (404, r'there is no such bucket or object \(404\); check the spelling'),
+        (301, r'the store refuses \(.*GetObject.*\); check the location'),
+    ],
+)
+def test_a_refusal_says_what_to_do(store: Store, status: int, message: str) -> None:
+    store.fail('GET /data', status)
+    with pytest.raises(UserError, match=f'^s3://data/a: {message}'):
+        object_store.read('s3://data/a')
+
+
+@pytest.mark.parametrize(
+    'local',
+    [
+        OSError(errno.ENOSPC, 'no'),
+        OSError(errno.EDQUOT, 'no', '/local/file'),
+        OSError(errno.EROFS, 'no', '/local/file'),
+        PermissionError(errno.EACCES, 'no', '/local/file'),
+        FileNotFoundError(errno.ENOENT, 'no', '/local/file'),
+    ],
+    ids=lambda error: errno.errorcode[error.errno],
+)
+def test_a_local_disk_that_cannot_be_written_is_not_tried_again(local: OSError) -> None:
+    tries = []
+
+    def attempt() -> None:
+        tries.append(1)
+        try:
+            raise local
+        except OSError as error:
+            raise ConnectionError('wrapped') from error
+
+    with pytest.raises(OSError, match='no') as raised:
+        RetryPolicy().run(attempt, 's3://data/a')
+    assert raised.value is local and len(tries) == 1
+
+
+@pytest.mark.parametrize('error', [AttributeError('bug'), TypeError('bug'), KeyError('bug'), ValueError('bug')])
+def test_a_bug_keeps_its_name_and_is_not_tried_again(error: Exception) -> None:
+    tries = []
+
+    def attempt() -> None:
+        tries.append(1)
+        raise error
+
+    with pytest.raises(type(error), match='bug'):
+        RetryPolicy().run(attempt, 's3://data/a')
+    assert len(tries) == 1
+
+
+def test_an_earlier_refusal_is_no_reason_for_a_later_failure(store: Store) -> None:
+    """It is what the later one happened to be handled in."""
+    url = store.bucket('data')
+    store.fail('GET /data/a', 'reset')
+    try:
+        object_store.read(f'{url}/gone')
+    except UserError:
+        with pytest.raises(GaveUp):
+            object_store.read(f'{url}/a', retry=POLICY)
+
+
+def test_pauses_grow_differ_and_have_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(RetryPolicy, '_pause', lambda self, seconds: pauses.append(seconds))
+    with pytest.raises(GaveUp, match='tried 5 times'):
+        RetryPolicy(tries=5).run(lambda: fail(DamagedDownload('cut')), 's3://data/a')
+    assert pauses == [2, 8, 30, 30]
+    monkeypatch.setattr(retry, 'DEADLINE_SECONDS', -1.0)
+    with pytest.raises(GaveUp, match=r'tried 1 time \(cut\)'):
+        RetryPolicy(tries=5).run(lambda: fail(DamagedDownload('cut')), 's3://data/a')
+
+
+def fail(error: Exception) -> None:
+    raise error
+
+
+def test_another_failure_ends_a_pause_and_a_download_that_stalls(store: Store) -> None:
+    url, begin = store.bucket('data', a=b'x') + '/a', time.monotonic()
+
+    def wait() -> None:
+        if time.monotonic() > begin + 0.3:
+            raise DataError('another rank failed')
+
+    with pytest.raises(DataError, match='another rank'):
+        RetryPolicy(tries=10**6, wait=wait).run(lambda: fail(DamagedDownload('cut')), url)
+    store.fail('GET', 20.0)
+    with pytest.raises(DataError, match='another rank'):
+        object_store.read(url, retry=RetryPolicy(wait=wait))
+    assert time.monotonic() - begin < 10

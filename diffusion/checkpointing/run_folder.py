@@ -1,5 +1,6 @@
 """Finding a run's checkpoints and recipe, and reading weights out of them."""
 
+import os
 import pickle
 import re
 from collections.abc import Mapping
@@ -18,7 +19,6 @@ from diffusion.errors import UserError
 
 RECIPE = 'recipe.yaml'
 """The resolved recipe, saved beside the checkpoints of its run."""
-ZIP_START = b'PK\x03\x04'
 
 Weights = Literal['ema', 'training']
 
@@ -61,9 +61,7 @@ def read_content(path: Path) -> dict[str, Any]:
         UserError: It is damaged, or holds objects of classes that are not known to be harmless.
     """
     file = path / STATE if path.is_dir() else path
-    with file.open('rb') as opened:
-        if opened.read(len(ZIP_START)) != ZIP_START:
-            raise UserError(f'{file}: not a checkpoint (torch.save writes a zip archive)')
+    _check_archive(file)
     try:
         with torch.serialization.safe_globals(_harmless_globals()):
             content = torch.load(file, map_location='cpu', weights_only=True, mmap=True)
@@ -83,6 +81,20 @@ def read_content(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or not isinstance(content.get('state'), dict):
         raise UserError(f'{file}: it holds no state; is it a checkpoint of Composer?')
     return content
+
+
+def _check_archive(file: Path) -> None:
+    """Check both ends of a file of torch.save, a zip archive; of one that is cut short torch raises anything."""
+    with file.open('rb') as opened:
+        start, size = opened.read(4), opened.seek(0, os.SEEK_END)
+        opened.seek(max(0, size - 22))
+        end = opened.read(4)
+    if start != b'PK\x03\x04':
+        raise UserError(f'{file}: not a checkpoint (torch.save writes a zip archive)')
+    if end != b'PK\x05\x06':
+        raise UserError(
+            f'{file}: not readable (the end of the archive is missing); it is cut short, use an earlier one'
+        )
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:

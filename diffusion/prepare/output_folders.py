@@ -130,7 +130,7 @@ class StoreOutput:
                 self.work.complete.unlink()
                 if name in entries:
                     entries[name].unlink()
-                raise UserError(
+                raise OSError(
                     f'{self.folder}/{name}: has {found.get(name)} bytes of {size} after all uploads; '
                     'start again, and it is made anew: what is done is kept'
                 )

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from diffusion.config.image_shapes import parse_shape, write_buckets
-from diffusion.errors import UserError
+from diffusion.errors import DataError
 from diffusion.prepare.catalog import Catalog
 from diffusion.prepare.convert_part import samples_begin
 from diffusion.prepare.work_dir import WorkFolder
@@ -56,7 +56,7 @@ class ShardJob:
                     file.seek(begin + offset)
                     sample = file.read(size)
                     if len(sample) != size:
-                        raise UserError(f'{file.name}: was cut short after it was written; remove {folder}')
+                        raise DataError(f'{file.name}: was cut short after it was written; remove {folder}')
                     yield sample
 
 

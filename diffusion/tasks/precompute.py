@@ -301,6 +301,7 @@ def _encoded(
     for name, arrays in columns.items():
         for index, row, array in zip(ids, rows, arrays, strict=True):
             if not np.isfinite(array).all():
+                # A retry would encode the same image to the same values.
                 raise UserError(
                     f'{dataset.where(index)}: its {name} are not finite in {settings.dtype}; '
                     'use precompute.dtype=float32'

@@ -65,7 +65,7 @@ def _buckets(name: str, stream: StreamConfig) -> dict[Shape, int]:
         if stream.remote is None or '://' not in stream.remote:
             return read_buckets(Path(stream.remote or stream.local or ''))
         return read_buckets(_fetched(stream))
-    except ValueError as error:
+    except UserError as error:
         raise UserError(f'streams.{name}: {error}') from error
     except GaveUp as error:
         raise DataError(f'streams.{name}: {error}') from error

@@ -111,9 +111,7 @@ def test_a_shard_that_goes_while_others_are_uploaded_is_made_anew(
     store.bucket('mds')
     with monkeypatch.context() as patch:
         patch.setattr(folders, 'upload', spoil)
-        with pytest.raises(
-            ValueError, match=rf's3://mds/out/{victim}: has 5 bytes of \d+ after all uploads; start again'
-        ):
+        with pytest.raises(OSError, match=rf's3://mds/out/{victim}: has 5 bytes of \d+ after all uploads; start again'):
             run(tmp_path, 's3://mds/out')
     run(tmp_path, 's3://mds/out')
     run(tmp_path, 'local')

@@ -100,7 +100,7 @@ def test_bad_samples_are_replaced_alike_on_one_and_two_ranks_and_after_a_resume(
     assert by_id['one'] == by_id['two'] == by_id['parts']
     some = by_id['one'][23]
     assert (some['key'], some['stream'], some['epoch']) == ('p23', 'photos', 0)
-    assert re.fullmatch(r'streams.photos: sample 23 .row \d of shard.0000\d.mds.: the picture cannot .*', some['error'])
+    assert re.fullmatch(r'streams.photos: sample 23 .row \d of shard.0000\d.mds.: the image cannot .*', some['error'])
     metrics = lines_of(runs / 'parts' / 'metrics.jsonl')
     counts = [line['data/replaced_samples'] for line in metrics if 'data/replaced_samples' in line]
     assert counts == sorted(counts) and counts[-1] == len(BROKEN), 'the count goes on after a resume'

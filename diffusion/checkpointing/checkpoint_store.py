@@ -184,7 +184,7 @@ def set_aside(folder: Path, newest: Path | None) -> None:
 def remove_unfinished(folder: Path) -> None:
     """Remove what a killed process left half-written or half-removed."""
     for pattern in ('.ba*.unfinished*', f'ba*{UNFINISHED}*', '.ba*.removed'):
-        for path in folder.glob(pattern):
+        for path in [*folder.glob(pattern)]:
             remove(path)
 
 

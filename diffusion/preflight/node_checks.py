@@ -14,12 +14,13 @@ from diffusion.config.byte_sizes import bytes_text
 from diffusion.config.image_shapes import BUCKETS
 from diffusion.config.recipe import Recipe, StreamConfig
 from diffusion.data.shard_cache import INDEX
+from diffusion.errors import UserError
 from diffusion.exit_codes import CONFIG_ERROR, FAILED
 from diffusion.launch import environment
 from diffusion.launch.findings import Finding
 from diffusion.launch.gpu_health import check_gpus
 from diffusion.planning.checkpoint_interval import sizes_of
-from diffusion.planning.workload import phase_of
+from diffusion.planning.model_costs import ModelCosts
 from diffusion.storage.download import GaveUp, RemoteFolder
 
 SHM = Path('/dev/shm')
@@ -78,11 +79,13 @@ def check_disks(recipe: Recipe) -> Iterator[Finding]:
 
 
 def checkpoint_bytes(recipe: Recipe) -> int:
-    """Of a checkpoint with all averages; of models that the planner does not know, half of SCRATCH_BYTES."""
+    """Size of a checkpoint with all averages; half of SCRATCH_BYTES for a model that has not been counted."""
     try:
-        return sizes_of(phase_of(recipe)).with_averages
-    except ValueError:
+        model = ModelCosts(recipe.model, recipe.imports)
+    except UserError:  # a part's configuration is broken; the run will say so
         return SCRATCH_BYTES // 2
+    # Counting imports Composer in another process: too long for all other processes of a job to wait.
+    return sizes_of(recipe, model).with_averages if model.is_counted else SCRATCH_BYTES // 2
 
 
 def check_run_folder(recipe: Recipe) -> Iterator[Finding]:

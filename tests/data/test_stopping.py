@@ -56,7 +56,8 @@ def test_a_shard_that_goes_while_training_stops_all_ranks_which_go_on_when_it_is
     source = pictures_of_two_kinds['whole']
     last = sorted(path.name for path in source.glob('*.mds'))[-1]
     url = store.upload(source)
-    settings = {'num_workers': workers, 'predownload': 8, 'shuffle': False}
+    # Two samples ahead: a missing shard is said at once, and four batches should come first.
+    settings = {'num_workers': workers, 'predownload': 2, 'shuffle': False}
     stream = {'remote': url, 'local': str(tmp_path / 'local'), 'download_retry': 1}
     ranks.run(ranks_count, recipe('whole', {'local': str(source)}, **settings))
 

@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from diffusion.config import registry
 from diffusion.config.image_shapes import Shape, parse_shape
+from diffusion.config.recipe import Component
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
 from diffusion.models.activation_memory import Activations, blocks_of, count_activations
@@ -30,7 +31,7 @@ from diffusion.models.pretrained import downsampling, without_weights
 def build_empty(name: str, kwargs: Mapping[str, Any]) -> nn.Module:
     """A registered model on the meta device, without weights."""
     with without_weights(), torch.device('meta'):
-        return registry.build('model', name, kwargs)
+        return registry.build('model', Component(name, dict(kwargs)))
 
 
 class ModelCounter:

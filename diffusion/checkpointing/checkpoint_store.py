@@ -231,7 +231,7 @@ def set_aside(newest: Path) -> None:
 def remove_unfinished(folder: Path) -> None:
     """Remove what a killed process left half-written or half-removed."""
     for pattern in ('.ba*.unfinished*', f'ba*{UNFINISHED}*', '.ba*.removed'):
-        for path in folder.glob(pattern):
+        for path in [*folder.glob(pattern)]:
             remove(path)
 
 

@@ -145,9 +145,8 @@ def words(annotation: str) -> set[str]:
     return {node.id for node in ast.walk(ast.parse(annotation or 'None')) if isinstance(node, ast.Name)}
 
 
-@functools.cache
-def _source(module: str) -> ast.Module:
-    """Parse a module's source file, found without importing the module or its packages."""
+def source_file(module: str) -> Path:
+    """Return a module's source file, found without importing the module or its packages."""
     top, *rest = module.split('.')
     spec = importlib.util.find_spec(top)
     if spec is None or spec.origin is None:
@@ -158,7 +157,13 @@ def _source(module: str) -> ast.Module:
         path = path / '__init__.py' if path.is_dir() else path.with_suffix('.py')
     if not path.is_file():
         raise UserError(f'{module}: there is no {path}; was it registered by the right name?')
-    return ast.parse(path.read_text(encoding='utf-8'))
+    return path
+
+
+@functools.cache
+def _source(module: str) -> ast.Module:
+    """The syntax tree of a module."""
+    return ast.parse(source_file(module).read_text(encoding='utf-8'))
 
 
 def _imports(tree: ast.Module) -> list[tuple[str, str, str]]:

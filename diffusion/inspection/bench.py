@@ -21,8 +21,9 @@ from diffusion.errors import UserError
 from diffusion.inspection.stream_selection import select
 from diffusion.models import batch_keys
 from diffusion.models.pretrained import tokenize
+from diffusion.planning.count_cache import CountingFailed
 from diffusion.planning.gpus import GPU, find_gpu, load_gpus
-from diffusion.planning.model_costs import describe
+from diffusion.planning.model_costs import ModelCosts
 from diffusion.training.components import build_dataset, build_loader
 
 MOST_SAMPLES = 512
@@ -192,11 +193,12 @@ def loader_rate(recipe: Recipe, workers: int, batches: int) -> float:
 def demand(recipe: Recipe, dataset: BucketedDataset, gpu: GPU, mfu: float) -> float | str:
     """Return samples per second that a GPU trains on, a backward pass being two forward passes; or why unknown."""
     try:
-        model = describe(recipe.model.name, recipe.model.kwargs)
-    except UserError as error:
+        model = ModelCosts(recipe.model, recipe.imports)
+        model.count([bucket.shape for bucket in dataset.buckets])
+    except (UserError, CountingFailed) as error:
         return str(error)
     counts = dataset.samples_per_stream.tolist()
-    flops = [3 * model.train(bucket.shape).forward_flops for bucket in dataset.buckets]
+    flops = [3 * model.trained_flops(bucket.shape) for bucket in dataset.buckets]
     mean = sum(count * each for count, each in zip(counts, flops, strict=True)) / sum(counts)
     return mfu * gpu.peak_flops('bf16') / mean
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from diffusion.errors import UserError
 from diffusion.launch.job_spec import Job
+from diffusion.planning.count_cache import CountingFailed
 from diffusion.planning.gpus import GPU, load_gpus
 from diffusion.planning.plan import Assumptions, load_phases, make_plan
 from diffusion.planning.run_cost import Cost
@@ -29,7 +30,7 @@ def estimate(job: Job, gpu: GPU | None) -> Estimate | str:
         phases = load_phases([job.recipe], job.overrides)
         given = Assumptions(gpu=gpu, gpus=job.world_size, price=job.spec.price_usd_per_gpu_hour)
         plan = make_plan(phases, given, gpus=load_gpus())
-    except UserError as error:
+    except (UserError, CountingFailed) as error:
         return str(error).splitlines()[-1].strip()
     # The planner's warnings name options of its own command.
     warnings = tuple(re.sub(r'give --price.*', 'set price_usd_per_gpu_hour', warning) for warning in plan.warnings)

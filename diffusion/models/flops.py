@@ -1,87 +1,82 @@
-"""FLOPs of forward passes by shape; a multiplication and an addition are 2, as torch's FlopCounterMode counts."""
+"""FLOPs of forward passes, counted on the meta device by FlopCounterMode: a multiplication and an addition are 2."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
-from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from diffusion.errors import UserError
 from diffusion.models.pretrained import TextConditioner, downsampling
-from diffusion.planning.cost_tape import Tape
-from diffusion.planning.encoders import run_clip_text, run_vae_encoder
-from diffusion.planning.unet import run_unet
 
 
 class FlopCount:
-    """FLOPs of a denoiser's forward pass on one sample: of a U-Net by arithmetic, of others on the meta device.
+    """FLOPs of a denoiser's forward pass on one sample.
+
+    They are counted on a copy made here, before the denoiser is compiled, sharded or given hooks.
 
     Args:
-        denoiser: From noisy latents, timesteps and text to a prediction; it is not run.
+        denoiser: Called with noisy latents, timesteps and text embeddings.
         channels: C, of the latents.
-        text_width: D, of the text.
+        text_width: D, of the text embeddings.
     """
 
     def __init__(self, denoiser: nn.Module, *, channels: int, text_width: int) -> None:
-        self.denoiser = denoiser
+        self._denoiser = empty_copy(denoiser, 'meta')
         self.channels = channels
         self.text_width = text_width
         self._known: dict[tuple[int, int, int], int] = {}
 
     def __call__(self, height: int, width: int, text_length: int) -> int:
-        """On latents of height x width cells and so many tokens; the same shape is counted once."""
+        """FLOPs for latents of height x width cells and this many tokens; each shape is counted once."""
         shape = height, width, text_length
         if shape not in self._known:
-            self._known[shape] = self._count(*shape)
+            size = self.channels, height, width
+            inputs = denoiser_inputs(1, size, text_length, self.text_width, device='meta')
+            self._known[shape] = forward_flops(self._denoiser, *inputs, return_dict=False)
         return self._known[shape]
-
-    def _count(self, height: int, width: int, text_length: int) -> int:
-        if isinstance(self.denoiser, UNet2DConditionModel):
-            tape = Tape()
-            try:
-                run_unet(tape, dict(self.denoiser.config), height=height, width=width, text_length=text_length)
-                return tape.forward_flops
-            except UserError:
-                pass  # it has a part that the arithmetic does not know
-        noisy = torch.empty(1, self.channels, height, width, device='meta')
-        text_embeds = torch.empty(1, text_length, self.text_width, device='meta')
-        return count_on_meta(self.denoiser, noisy, torch.zeros(1, device='meta'), text_embeds, return_dict=False)
-
-
-def count_on_meta(module: nn.Module, *args: Any, **kwargs: Any) -> int:
-    """FLOPs of calling a module, counted on a copy of it without data; the arguments are on the meta device."""
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        on_meta(module)(*args, **kwargs)
-    return counter.get_total_flops()
-
-
-def on_meta(module: nn.Module) -> nn.Module:
-    """A copy of a module on the meta device, where tensors have shapes and no data."""
-    memo: dict[int, Any] = {}
-    for parameter in module.parameters():
-        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device='meta')
-        memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-    for buffer in module.buffers():
-        memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device='meta')
-    copied = copy.deepcopy(module, memo)
-    for part in copied.modules():
-        vars(part).pop('forward', None)  # a compiled one, which is the original's
-    return copied
 
 
 def vae_encoder_flops(vae: AutoencoderKL, *, height: int, width: int) -> int:
-    """Of the VAE's encoder on one picture, of height x width latent cells."""
-    tape, cell = Tape(), downsampling(vae)
-    run_vae_encoder(tape, dict(vae.config), height=height * cell, width=width * cell)
-    return tape.forward_flops
+    """FLOPs of the VAE's encoder for one image of height x width latent cells."""
+    cell = downsampling(vae)
+    size = vae.config['in_channels'], height * cell, width * cell
+    pixels = torch.empty(1, *size, dtype=vae.dtype, device='meta')
+    return forward_flops(empty_copy(vae, 'meta').encode, pixels)  # type: ignore[operator]
 
 
 def text_encoder_flops(text: TextConditioner, *, length: int) -> int:
-    """Of all text encoders on one caption of so many tokens."""
-    tape = Tape()
-    for encoder in text.encoders:
-        run_clip_text(tape, encoder.config.to_dict(), length=length)  # type: ignore[union-attr]
-    return tape.forward_flops
+    """FLOPs of all text encoders for one caption of this many tokens."""
+    tokens = torch.zeros(1, len(text.encoders), length, dtype=torch.int64, device='meta')
+    return forward_flops(empty_copy(text, 'meta'), tokens)
+
+
+def forward_flops(function: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
+    """FLOPs of calling a module or a method; it and the arguments are on the meta device."""
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        function(*args, **kwargs)
+    return counter.get_total_flops()
+
+
+def empty_copy(module: nn.Module, device: str) -> nn.Module:
+    """A copy of a module on another device, with parameters and buffers that hold no data of the original."""
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    for buffer in module.buffers():
+        memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+    copied = copy.deepcopy(module, memo)
+    for part in copied.modules():
+        vars(part).pop('forward', None)  # a compiled one, which belongs to the original
+    return copied
+
+
+def denoiser_inputs(
+    batch: int, size: tuple[int, int, int], text_length: int, text_width: int, *, device: str = 'cpu'
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Noisy latents [B, C, H, W], timesteps [B] and text embeddings [B, L, D]."""
+    noisy = torch.empty(batch, *size, device=device)
+    return noisy, torch.zeros(batch, device=device), torch.empty(batch, text_length, text_width, device=device)

@@ -6,7 +6,8 @@ Shapes: B batch, E text encoders, L text tokens, D text width (summed over encod
 import gzip
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,13 +19,26 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.models.modeling_utils import ModelMixin
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import CLIPTextModel, CLIPTokenizer, PreTrainedTokenizerBase
+from transformers import CLIPTextModel, CLIPTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from diffusion.errors import UserError
 from diffusion.models.clip_tokens import token_ids
 from diffusion.models.hub_errors import loading_error
 
 Loadable = TypeVar('Loadable')
+
+_without_weights = False
+
+
+@contextmanager
+def without_weights() -> Iterator[None]:
+    """Let `load_pretrained` make modules of their configurations alone, on torch's default device, for counting."""
+    global _without_weights
+    before, _without_weights = _without_weights, True
+    try:
+        yield
+    finally:
+        _without_weights = before
 
 
 def load_pretrained(part: type[Loadable], source: str, *, subfolder: str, revision: str | None = None) -> Loadable:
@@ -42,12 +56,18 @@ def load_pretrained(part: type[Loadable], source: str, *, subfolder: str, revisi
     """
     local = Path(source).is_dir()
     options: dict[str, Any] = {} if local else {'revision': revision}
-    if issubclass(part, nn.Module):
+    if issubclass(part, nn.Module) and not _without_weights:
         options['use_safetensors'] = True  # never unpickle what somebody else wrote
-    if issubclass(part, ModelMixin):
+    if issubclass(part, ModelMixin) and not _without_weights:
         options['low_cpu_mem_usage'] = False  # else diffusers asks for accelerate, at length
+    loader: Any = part
     try:
-        return part.from_pretrained(source, subfolder=subfolder, **options)  # type: ignore[attr-defined]
+        if _without_weights and issubclass(part, ModelMixin):
+            return loader.from_config(loader.load_config(source, subfolder=subfolder, **options))
+        if _without_weights and issubclass(part, PreTrainedModel):
+            config: Any = part.config_class
+            return loader(config.from_pretrained(source, subfolder=subfolder, **options))
+        return loader.from_pretrained(source, subfolder=subfolder, **options)
     except (OSError, ValueError, TypeError, SafetensorError) as error:
         known = loading_error(error, part, source, subfolder=subfolder, revision=revision)
         if known is None:

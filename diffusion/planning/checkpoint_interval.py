@@ -6,8 +6,9 @@ The interval is Young's (1974), sqrt(2 x stall x MTBF); what remains is Daly's c
 import math
 from dataclasses import dataclass
 
-from diffusion.planning.cost_tape import FLOAT32
+from diffusion.config.recipe import Recipe
 from diffusion.planning.memory import averages_of
+from diffusion.planning.model_costs import FLOAT32, ModelCosts
 from diffusion.planning.workload import Phase
 
 LLAMA3_HOURS_BETWEEN_FAILURES = 54 * 24 / 419
@@ -45,10 +46,10 @@ class Resilience:
     recipe_goodput: float | None
 
 
-def sizes_of(phase: Phase) -> Sizes:
+def sizes_of(recipe: Recipe, model: ModelCosts) -> Sizes:
     """Trained parameters in float32, two numbers of the optimizer each, and the averages at the run's end."""
-    weights = FLOAT32 * phase.model.trained_parameters
-    return Sizes(weights, 3 * weights, (3 + averages_of(phase)) * weights)
+    weights = FLOAT32 * model.trained_parameters
+    return Sizes(weights, 3 * weights, (3 + averages_of(recipe)) * weights)
 
 
 def default_mtbf_hours(gpus: int) -> float:
@@ -59,7 +60,7 @@ def default_mtbf_hours(gpus: int) -> float:
 def default_stall_seconds(phase: Phase, *, nodes: int) -> float:
     """How long a save stops training: one writer for whole checkpoints, one a node for those in pieces."""
     writers = nodes if phase.recipe.parallelism.checkpoints == 'sharded' else 1
-    return sizes_of(phase).with_averages / (writers * WRITE_BYTES_PER_SECOND)
+    return sizes_of(phase.recipe, phase.model).with_averages / (writers * WRITE_BYTES_PER_SECOND)
 
 
 def young_interval(*, stall: float, mtbf: float) -> float:

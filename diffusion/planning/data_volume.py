@@ -61,5 +61,5 @@ def sample_bytes(phase: Phase, encoding: Encoding) -> float:
     settings = phase.recipe.precompute
     width, stores_variance = LATENT_WIDTHS[settings.dtype], settings.posterior == 'sample'
     latents = width * (2 if stores_variance else 1) * phase.latent_elements
-    text = width * phase.model.text_length * phase.model.text.get('hidden_size', 0)
+    text = width * phase.model.text_embedding_elements
     return latents + CAPTION_BYTES + (text if encoding == 'latents+text' else 0)

@@ -1,16 +1,16 @@
 """Memory of one device, part by part, and the largest microbatch that fits.
 
 Weights, optimizer states and averages are counted; gradients are what torch allocates for them. Activations are the
-tensors that autograd keeps, as the tape of planning/tape.py finds them: to the byte what torch keeps on a CPU under
-autocast, and within a hundredth where blocks are compiled. CUDA differs in that its autocast widens norms to float32,
-which is counted. What cuDNN and NCCL take for themselves, and fragments, are an allowance.
+tensors that autograd keeps, as counted on the model itself by models/activation_memory.py: to the byte what torch keeps
+under autocast, and within 3 % where blocks are compiled. What cuDNN and NCCL take for themselves, and fragments, are an
+allowance.
 """
 
 from dataclasses import asdict, dataclass, replace
 
-from diffusion.config.recipe import ParallelismConfig
-from diffusion.planning.cost_tape import AMP_LOW_NORMS, FLOAT32, HALF, Precision, Tape
+from diffusion.config.recipe import ParallelismConfig, Recipe
 from diffusion.planning.gpus import GPU
+from diffusion.planning.model_costs import FLOAT32, HALF, Activations
 from diffusion.planning.workload import Phase
 
 GIB = 2**30
@@ -99,37 +99,36 @@ def memory_of(phase: Phase, setup: Setup) -> Memory:
     """Bytes on one device of a set-up."""
     settings, shards = setup.parallelism, setup.shards
     parts = phase.speed(settings.strategy)
-    precision = phase.precision(settings.strategy)
-    tape = phase.model.train(phase.largest_shape, precision, compiles=bool(parts.compile))
-    trained = tape.parameters
+    activations = phase.model.activations(phase.largest_shape, phase.precision(settings.strategy))
+    trained = phase.model.trained_parameters
     share = max(setup.microbatch, phase.recipe.global_batch // setup.devices)
     accumulates = share > setup.microbatch
     reduces_once = accumulates and shards > 1 and bool(parts.reduce_once)
     whole_gradients = reduces_once or (settings.strategy == 'ddp' and setup.devices > 1)
     fused = phase.recipe.optimizer.name == 'adamw' and parts.fused_optimizer
-    kept = tape.kept_bytes_recomputing if settings.activation_checkpointing else tape.kept_bytes
-    online = phase.encoding == 'pictures' and phase.model.denoiser is not None
+    kept = activations.kept_recomputing if settings.activation_checkpointing else activations.kept
+    encodes = phase.encoding == 'pictures' and phase.model.is_latent_diffusion
     states = ADAM_STATES + bool(phase.recipe.optimizer.kwargs.get('amsgrad'))
     return Memory(
         weights=_divided(FLOAT32 * trained, shards),
         optimizer=_divided(FLOAT32 * states * trained, shards),
-        averages=_divided(FLOAT32 * averages_of(phase) * trained, shards),
+        averages=_divided(FLOAT32 * averages_of(phase.recipe) * trained, shards),
         encoders=encoder_width(phase) * phase.model.frozen_parameters,
         gradients=_divided(FLOAT32 * trained, shards),
         buckets=FLOAT32 * trained if whole_gradients else 0,
-        compute_weights=_compute_weights(tape, settings, keeps_gathered=reduces_once),
+        compute_weights=_compute_weights(phase, activations, settings, keeps_gathered=reduces_once),
         activations=kept * setup.microbatch,
-        working=tape.largest * setup.microbatch + _in_flight(tape, setup),
-        encoding=_encoding_bytes(phase, setup.microbatch) if online else 0,
+        working=activations.largest * setup.microbatch + _in_flight(phase, setup),
+        encoding=_encoding_bytes(phase, activations, setup.microbatch) if encodes else 0,
         step=0 if fused else _divided(FLOAT32 * trained, shards),
         batch=share * _sample_bytes(phase),
         accumulates=accumulates,
     )
 
 
-def averages_of(phase: Phase) -> int:
-    """How many averaged copies of the weights a run holds at its end."""
-    algorithms = phase.recipe.algorithms.values()
+def averages_of(recipe: Recipe) -> int:
+    """Number of averaged copies of the weights that a run holds at its end."""
+    algorithms = recipe.algorithms.values()
     widths = [
         algorithm.kwargs.get('widths', (0.05, 0.10)) for algorithm in algorithms if algorithm.name == 'post_hoc_ema'
     ]
@@ -176,7 +175,7 @@ def ways_out(phase: Phase, setup: Setup, gpu: GPU, gpus: dict[str, GPU]) -> list
         found.append(f'device_train_microbatch_size={smaller}')
     if phase.speed().reduce_once and fits_in_memory(memory_of(_reducing_each(phase), setup), gpu):
         found.append('speed.reduce_once=false')
-    if phase.model.denoiser is not None and not setup.parallelism.activation_checkpointing:
+    if phase.model.is_latent_diffusion and not setup.parallelism.activation_checkpointing:
         recomputing = replace(setup, parallelism=replace(setup.parallelism, activation_checkpointing=True))
         if fits_in_memory(memory_of(phase, recomputing), gpu):
             found.append('parallelism.activation_checkpointing=true (about a third slower)')
@@ -201,33 +200,31 @@ def _divided(total: int, shards: int) -> int:
     return -(-total // shards)
 
 
-def _compute_weights(tape: Tape, settings: ParallelismConfig, *, keeps_gathered: bool) -> int:
-    width = tape.precision.compute
-    # A recomputed block keeps no copies; only those of one at a time are there.
-    copied = tape.matrices_outside + tape.largest_unit if settings.activation_checkpointing else tape.matrices
-    autocast = HALF * copied if width == HALF else 0
+def _compute_weights(
+    phase: Phase, activations: Activations, settings: ParallelismConfig, *, keeps_gathered: bool
+) -> int:
+    autocast = activations.copies_recomputing if settings.activation_checkpointing else activations.copies
     if settings.strategy == 'ddp':
         return autocast
+    width = FLOAT32 if phase.autocast == 'fp32' else HALF
     gathered_width = FLOAT32 if settings.mixed_precision == 'full' else width
-    if keeps_gathered or not settings.reshard_after_forward:
-        gathered = tape.parameters
-    else:
-        # The part that is computed, the one fetched ahead, and what is in no part.
-        gathered = tape.parameters - tape.in_units + 2 * tape.largest_unit
+    facts = phase.model.facts
+    gathered = phase.model.trained_parameters
+    if settings.reshard_after_forward and not keeps_gathered:
+        # The block that is computed, the one fetched ahead, and what is in no block.
+        gathered += 2 * facts['largest_block_parameters'] - facts['block_parameters']
     # Weights that are gathered wider than autocast wants are copied by it.
     return gathered_width * gathered + (autocast if gathered_width > width else 0)
 
 
-def _in_flight(tape: Tape, setup: Setup) -> int:
-    """Gradients of a part that FSDP is about to reduce, in the precision of computing and in float32."""
-    return 0 if setup.shards == 1 else (HALF + FLOAT32) * tape.largest_unit
+def _in_flight(phase: Phase, setup: Setup) -> int:
+    """Gradients of a block that FSDP is about to reduce, in the precision of computing and in float32."""
+    return 0 if setup.shards == 1 else (HALF + FLOAT32) * phase.model.facts['largest_block_parameters']
 
 
-def _encoding_bytes(phase: Phase, microbatch: int) -> int:
-    """About three tensors of the VAE encoder's largest size: a residual, a normalised and an activated one."""
-    half = encoder_width(phase) == HALF
-    precision = AMP_LOW_NORMS if half else Precision(FLOAT32, FLOAT32)
-    return 3 * microbatch * phase.model.encode_image(phase.largest_shape, precision).largest
+def _encoding_bytes(phase: Phase, activations: Activations, microbatch: int) -> int:
+    """About three tensors of the VAE encoder's largest size: a residual, a normalized and an activated one."""
+    return 3 * microbatch * encoder_width(phase) * activations.largest_encoder_elements
 
 
 def _sample_bytes(phase: Phase) -> int:
@@ -235,6 +232,6 @@ def _sample_bytes(phase: Phase) -> int:
     if phase.encoding == 'pictures':
         return 3 * shape.pixels
     stored = 2 if phase.model.posterior == 'sample' else 1
-    text = phase.model.text_length * phase.model.text.get('hidden_size', 0) * HALF
+    text = phase.model.text_embedding_elements * HALF
     latents = phase.model.latent_elements(shape) * stored * HALF
     return latents + (text if phase.encoding == 'latents+text' else 0)

@@ -1,201 +1,180 @@
-"""What a recipe's model is made of: configurations of its parts, without building any of them."""
+"""What a recipe's model costs: parameters, FLOPs per image, activations per sample, as counted on the model itself."""
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Literal, get_args
 
 from diffusion.config import registry
-from diffusion.config.image_shapes import Shape, square
+from diffusion.config.image_shapes import Shape
+from diffusion.config.recipe import Component
 from diffusion.config.signatures import defaults_of_source
 from diffusion.errors import UserError
-from diffusion.models import sd2_config
-from diffusion.planning import encoders
-from diffusion.planning.cost_tape import AMP_LOW_NORMS, Precision, Tape
-from diffusion.planning.unet import run_unet
+from diffusion.planning.count_cache import ModelKey, count, known_counts, merged
 
-_ANY_SHAPE = square(512)
-"""For counting what does not depend on it."""
-TINY_VAE = Path(__file__).parents[1] / 'models' / 'weights' / 'tiny_vae'
+FLOAT32 = 4
+HALF = 2
+Precision = Literal['float32', 'float32+compile', 'half', 'half+low_precision_norms', 'half+compile']
+"""How a GPU computes, as far as it changes what is kept for the backward pass; each is explained in
+models/activation_memory.py, which counts it."""
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+_TRAINING = {'resolution', 'objective', 'encoder_dtype', 'posterior', 'seed', 'mask_padding'}
+_TRAINING |= {'caption_dropout', 'caption_dropout_mode'}
+SAME_ARCHITECTURE = {'sd2': {'revision', *_TRAINING}, 'tiny': _TRAINING, 'autoencoder': {'l1_weight', 'kl_weight'}}
+"""Keywords of our builders that change neither layers nor sizes. Of any other model, every keyword is taken to."""
+WEIGHTS = {'pretrained': ('vae', 'text_encoder'), 'vae': ('vae',)}
+"""Keywords of our builders that name a folder or a repository of pretrained weights, and the parts it holds."""
 
 
 @dataclass(frozen=True)
-class Model:
-    """The parts of a model as configurations: a U-Net with VAE and text encoder, or (denoiser None) a VAE alone."""
+class Activations:
+    """Bytes kept for the backward pass: activations per sample, and autocast's copies of weights, whatever the batch.
 
-    vae: Mapping[str, Any]
-    denoiser: Mapping[str, Any] | None = None
-    text: Mapping[str, Any] = field(default_factory=dict)
-    text_length: int = 0
-    trains_text: bool = False
-    posterior: str = 'sample'
-    notes: tuple[str, ...] = ()
-    """What was assumed."""
+    models/activation_memory.py counts and explains them.
+    """
 
-    def check_shape(self, shape: Shape) -> None:
-        cell = encoders.downsampling(self.vae)
-        if shape.width % cell or shape.height % cell:
-            raise UserError(f'streams: {shape} px is not a multiple of {cell} px, the size of a latent cell')
+    kept: int
+    kept_between: int
+    kept_inside: int
+    copies: int
+    copies_between: int
+    copies_inside: int
+    largest: int
+    """The largest tensor on the way, per sample."""
+    largest_encoder_elements: int
+    """Elements of the largest tensor in the frozen image encoder, per sample."""
 
-    def denoise(self, shape: Shape, precision: Precision = AMP_LOW_NORMS, *, compiles: bool = False) -> Tape:
-        """The denoiser's pass over one sample; none of it for a VAE alone."""
-        tape = Tape(precision, compiles=compiles)
-        if self.denoiser is not None:
-            cell = encoders.downsampling(self.vae)
-            height, width = shape.height // cell, shape.width // cell
-            run_unet(tape, self.denoiser, height=height, width=width, text_length=self.text_length)
-        return tape
+    @property
+    def kept_recomputing(self) -> int:
+        """What is kept between recomputed blocks, and the inside of the largest."""
+        return self.kept_between + self.kept_inside
 
-    def encode_text(self, precision: Precision = AMP_LOW_NORMS) -> Tape:
-        tape = Tape(precision)
-        if self.text:
-            encoders.run_clip_text(tape, self.text, length=self.text_length)
-        return tape
+    @property
+    def copies_recomputing(self) -> int:
+        """The same of copies: a recomputed block keeps none, so only those of one at a time are there."""
+        return self.copies_between + self.copies_inside
 
-    def encode_image(self, shape: Shape, precision: Precision = AMP_LOW_NORMS) -> Tape:
-        """The VAE's encoder alone."""
-        tape = Tape(precision)
-        encoders.run_vae_encoder(tape, self.vae, height=shape.height, width=shape.width)
-        return tape
 
-    def reconstruct(self, shape: Shape, precision: Precision = AMP_LOW_NORMS) -> Tape:
-        """The whole VAE, encoder and decoder."""
-        tape, cell = self.encode_image(shape, precision), encoders.downsampling(self.vae)
-        encoders.run_vae_decoder(tape, self.vae, height=shape.height // cell, width=shape.width // cell)
-        return tape
+class ModelCosts:
+    """The counts of a recipe's model; what has not been counted yet is counted when it is asked for.
 
-    def train(self, shape: Shape, precision: Precision = AMP_LOW_NORMS, *, compiles: bool = False) -> Tape:
-        """The pass over one sample of all that is trained."""
-        if self.denoiser is None:
-            return self.reconstruct(shape, precision)
-        tape = self.denoise(shape, precision, compiles=compiles)
-        if self.trains_text:
-            encoders.run_clip_text(tape, self.text, length=self.text_length)
-        return tape
+    Args:
+        model: The model's name and keywords, as in a recipe.
+        imports: The recipe's modules, which may register the model.
+    """
+
+    def __init__(self, model: Component, imports: Sequence[str] = ()) -> None:
+        self.notes: list[str] = []
+        """What was assumed."""
+        self.posterior: str = model.kwargs.get('posterior', 'sample')
+        self.key = _key_of(model, imports, self.notes)
+        self._counts = known_counts(self.key)
+
+    def count(self, shapes: Sequence[Shape] = (), activations: Sequence[tuple[Shape, Precision]] = ()) -> None:
+        """Make sure that the FLOPs of shapes and the activations of shapes in precisions are known, in one go."""
+        if self.is_counted:
+            self._check_shapes(shapes)
+        pairs = dict.fromkeys((str(shape), precision) for shape, precision in activations)
+        flops = [str(shape) for shape in shapes if str(shape) not in self._counts['flops']]
+        unknown = [pair for pair in pairs if ' '.join(pair) not in self._counts['activations']]
+        if flops or unknown or not self.is_counted:
+            self._counts = merged(self._counts, count(self.key, flops=flops, activations=unknown))
+            self._check_shapes(shapes)
+
+    def _check_shapes(self, shapes: Sequence[Shape]) -> None:
+        cell = self._counts['facts']['pixels_per_cell']
+        for shape in shapes:
+            if shape.width % cell or shape.height % cell:
+                raise UserError(f'streams: {shape} px is not a multiple of {cell} px, the size of a latent cell')
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether the facts are known already."""
+        return bool(self._counts['facts'])
+
+    @property
+    def facts(self) -> Mapping[str, int]:
+        """What does not depend on the images' shape, as `diffusion.models.cost_counting` names it."""
+        self.count()
+        return self._counts['facts']
+
+    @property
+    def is_latent_diffusion(self) -> bool:
+        """Whether a denoiser is trained on latents, which may be computed beforehand."""
+        return bool(self.facts['latent_diffusion'])
+
+    @property
+    def trains_text(self) -> bool:
+        return bool(self.facts['trains_text_encoder'])
 
     @property
     def trained_parameters(self) -> int:
-        return self.train(_ANY_SHAPE).parameters
+        return self.facts['trained_parameters']
 
     @property
     def frozen_parameters(self) -> int:
-        if self.denoiser is None:
-            return 0
-        text = 0 if self.trains_text else self.encode_text().parameters
-        return self.reconstruct(_ANY_SHAPE).parameters + text
+        return self.facts['frozen_parameters']
+
+    @property
+    def text_embedding_elements(self) -> int:
+        """Numbers of a caption's embedding."""
+        return self.facts['text_length'] * self.facts['text_width']
+
+    @property
+    def text_encoder_flops(self) -> int:
+        return self.facts['text_encoder_flops']
+
+    def trained_flops(self, shape: Shape) -> int:
+        """FLOPs per image of the forward pass of all that is trained."""
+        return self._flops(shape)['trained']
+
+    def image_encoder_flops(self, shape: Shape) -> int:
+        """FLOPs per image of the frozen image encoder."""
+        return self._flops(shape)['image_encoder']
+
+    def activations(self, shape: Shape, precision: Precision) -> Activations:
+        """What a sample of this shape keeps for the backward pass."""
+        self.count(activations=[(shape, precision)])
+        return Activations(**self._counts['activations'][f'{shape} {precision}'])
 
     def latent_elements(self, shape: Shape) -> int:
         """Numbers of a latent, without its variances."""
-        cell = encoders.downsampling(self.vae)
-        return self.vae.get('latent_channels', 4) * (shape.height // cell) * (shape.width // cell)
+        cell = self.facts['pixels_per_cell']
+        return self.facts['latent_channels'] * (shape.height // cell) * (shape.width // cell)
+
+    def _flops(self, shape: Shape) -> Mapping[str, int]:
+        self.count(shapes=[shape])
+        return self._counts['flops'][str(shape)]
 
 
-Describer = Callable[[Mapping[str, Any]], Model]
-_DESCRIBERS: dict[str, Describer] = {}
+def _key_of(model: Component, imports: Sequence[str], notes: list[str]) -> ModelKey:
+    """What decides the counts; of our own builders without the keywords that do not."""
+    if model.name not in SAME_ARCHITECTURE:
+        return ModelKey(model.name, model.kwargs, tuple(imports))
+    usual = defaults_of_source(*registry.TARGETS['model'][model.name].split(':'))
+    settings, contents = usual | dict(model.kwargs), []
+    for keyword, parts in WEIGHTS.items():
+        place = settings.get(keyword)
+        if place in (None, usual.get(keyword)):
+            configs = None
+        elif (configs := [_config_of(place, part) for part in parts]) and None in configs:
+            part = parts[configs.index(None)]
+            notes.append(f"{place} is not a local folder with a {part}; counted as this model's usual one")
+            configs = None
+        if keyword in settings:
+            settings[keyword] = None if configs is None else str(place)
+        contents += configs or []
+    kept = {key: value for key, value in settings.items() if key not in SAME_ARCHITECTURE[model.name]}
+    return ModelKey(model.name, kept, (), tuple(contents))
 
 
-def describes(name: str) -> Callable[[Describer], Describer]:
-    """Tell the plan what a model registered under `name` is made of, from its keywords with their defaults."""
-
-    def tie(describer: Describer) -> Describer:
-        _DESCRIBERS[name] = describer
-        return describer
-
-    return tie
-
-
-def describe(name: str, kwargs: Mapping[str, Any]) -> Model:
-    """What a recipe's model is made of.
-
-    Raises:
-        UserError: The plan does not know this model.
-    """
-    if name not in _DESCRIBERS:
-        raise UserError(
-            f'model.name: the plan does not know what {name!r} is made of (it knows {", ".join(sorted(_DESCRIBERS))}); '
-            f"say it in a function under @diffusion.planning.model_costs.describes('{name}') in a module of `imports`"
-        )
-    target = registry.TARGETS['model'][name]
-    defaults = defaults_of_source(*target.split(':')) if isinstance(target, str) else {}
-    return _DESCRIBERS[name](defaults | dict(kwargs))
-
-
-@describes('sd2')
-def _sd2(settings: Mapping[str, Any]) -> Model:
-    notes: list[str] = []
-    own = settings['pretrained'] in (None, sd2_config.PRETRAINED)
-    vae = text = None
-    if settings['vae'] is not None:
-        vae = _read(settings['vae'], 'vae', notes)
-    elif not own:
-        vae = _read(settings['pretrained'], 'vae', notes)
-    if not own:
-        text = _read(settings['pretrained'], 'text_encoder', notes)
-    vae, text = vae or sd2_config.VAE, text or sd2_config.TEXT_ENCODER
-    channels = vae.get('latent_channels', 4)
-    return Model(
-        vae=vae,
-        denoiser=sd2_config.UNET | {'in_channels': channels, 'out_channels': channels},
-        text=text,
-        text_length=text['max_position_embeddings'],
-        trains_text=settings['train_text_encoder'],
-        posterior=settings['posterior'],
-        notes=tuple(notes),
-    )
-
-
-@describes('tiny')
-def _tiny(settings: Mapping[str, Any]) -> Model:
-    """As `diffusion.models.builders.tiny` makes it."""
-    notes: list[str] = []
-    vae = _read(settings['vae'] or str(TINY_VAE), 'vae', notes) or _read(str(TINY_VAE), 'vae', notes)
-    assert vae is not None, 'the tiny VAE ships with the package'
-    channels, widths = vae['latent_channels'], tuple(settings['block_out_channels'])
-    width = settings['text_width']
-    denoiser = {
-        'in_channels': channels,
-        'out_channels': channels,
-        'down_block_types': ('CrossAttnDownBlock2D',) * len(widths),
-        'up_block_types': ('CrossAttnUpBlock2D',) * len(widths),
-        'block_out_channels': widths,
-        'layers_per_block': settings['layers_per_block'],
-        'attention_head_dim': tuple(features // 32 for features in widths),
-        'cross_attention_dim': width,
-        'use_linear_projection': True,
-    }
-    text = {
-        'vocab_size': 49408,
-        'hidden_size': width,
-        'intermediate_size': 4 * width,
-        'num_hidden_layers': settings['text_layers'],
-        'num_attention_heads': width // 32,
-        'max_position_embeddings': settings['max_length'],
-    }
-    return Model(
-        vae=vae,
-        denoiser=denoiser,
-        text=text,
-        text_length=settings['max_length'],
-        trains_text=settings['train_text_encoder'],
-        posterior=settings['posterior'],
-        notes=tuple(notes),
-    )
-
-
-@describes('autoencoder')
-def _autoencoder(settings: Mapping[str, Any]) -> Model:
-    keys = ('block_out_channels', 'latent_channels', 'layers_per_block', 'norm_num_groups')
-    return Model(vae={key: settings[key] for key in keys} | {'mid_block_add_attention': False})
-
-
-def _read(place: str, part: str, notes: list[str]) -> dict[str, Any] | None:
-    """A part's configuration from a local folder: of the part itself, or of a pipeline."""
+def _config_of(place: str, part: str) -> str | None:
+    """The configuration of a part in a local folder, which is the part's own or a pipeline's."""
     for path in (Path(place, part, 'config.json'), Path(place, 'config.json')):
         if path.is_file():
             try:
-                return json.loads(path.read_text(encoding='utf-8'))
+                return json.dumps(json.loads(path.read_text(encoding='utf-8')), sort_keys=True)
             except ValueError as error:
                 raise UserError(f'{path}: not JSON ({error}); was the folder written by save_pretrained?') from error
-    notes.append(f"{place} is not a local folder with a {part}; counted as this model's usual one")
     return None

@@ -158,7 +158,7 @@ def load_phases(
         recipe = load(path, overrides, allow_missing=True)
         try:
             phases.append(phase_of(recipe, samples=count, encoding=encoding))
-        except ValueError as error:
+        except UserError as error:
             raise UserError(f'{path}: {error}') from error
     return phases
 
@@ -209,7 +209,7 @@ def _plan_phase(phase: Phase, given: Assumptions, gpus: dict[str, GPU]) -> Phase
         fit=fit,
         ways_out=() if fit[0].fits else tuple(ways_out(phase, fit[0].setup, given.gpu, gpus)),
         alternatives=_alternatives(phase, given),
-        sizes=sizes_of(phase),
+        sizes=sizes_of(phase.recipe, phase.model),
         resilience=resilience_of(
             phase,
             images_per_second=speed.images_per_second,
@@ -247,7 +247,7 @@ def _fits(phase: Phase, given: Assumptions) -> tuple[Fit, ...]:
 
 
 def _alternatives(phase: Phase, given: Assumptions) -> tuple[Alternative, ...]:
-    if phase.model.denoiser is None:
+    if not phase.model.is_latent_diffusion:
         encodings: tuple[Encoding, ...] = ('pictures',)
     else:
         encodings = ENCODINGS[:2] if phase.model.trains_text else ENCODINGS

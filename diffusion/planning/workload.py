@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,8 +14,7 @@ from diffusion.config.recipe import Recipe, SpeedConfig, StreamConfig
 from diffusion.config.schema import MISSING
 from diffusion.errors import UserError
 from diffusion.planning import published_runs
-from diffusion.planning.cost_tape import AMP, AMP_LOW_NORMS, FULL, Precision
-from diffusion.planning.model_costs import Model, describe
+from diffusion.planning.model_costs import ModelCosts, Precision
 
 Encoding = Literal['pictures', 'latents', 'latents+text']
 ENCODINGS: tuple[Encoding, ...] = ('pictures', 'latents', 'latents+text')
@@ -29,7 +28,7 @@ class Phase:
     """A recipe, and what it says about the work."""
 
     recipe: Recipe
-    model: Model
+    model: ModelCosts
     shapes: Mapping[Shape, float]
     """Share of the pictures by shape; sums to 1."""
     batches: int
@@ -56,22 +55,14 @@ class Phase:
     @property
     def autocast(self) -> str:
         """bf16, fp16 or fp32: what the GPU computes in."""
-        precision = str(self.recipe.trainer.get('precision', 'amp_fp16')).lower()
-        return {'amp_bf16': 'bf16', 'amp_fp16': 'fp16', 'amp_fp8': 'bf16'}.get(precision, 'fp32')
+        return _autocast(self.recipe)
 
     def speed(self, strategy: str | None = None) -> SpeedConfig:
         """The parts of `speed` as a run on GPUs decides them; None is the recipe's own strategy."""
-        return effective_parts(self.recipe.speed, on_gpu=True, strategy=strategy or self.recipe.parallelism.strategy)
+        return _speed(self.recipe, strategy)
 
     def precision(self, strategy: str | None = None) -> Precision:
-        """What autocast keeps for the backward pass; norms that are compiled keep no more than narrow ones."""
-        if self.autocast == 'fp32':
-            return FULL
-        names = {component.name for component in self.recipe.algorithms.values()}
-        narrow = {'low_precision_groupnorm', 'low_precision_layernorm'} <= names
-        parts = self.speed(strategy)
-        narrow = narrow or (self.model.denoiser is not None and bool(parts.compile or parts.low_precision_norms))
-        return AMP_LOW_NORMS if narrow else AMP
+        return _precision(self.recipe, strategy)
 
     @property
     def recomputes(self) -> bool:
@@ -82,7 +73,7 @@ class Phase:
     @cached_property
     def forward_flops(self) -> float:
         """Of what is trained."""
-        return self._mean(lambda shape: self.model.train(shape).forward_flops)
+        return self._mean(self.model.trained_flops)
 
     @property
     def training_flops(self) -> float:
@@ -95,13 +86,11 @@ class Phase:
 
     @cached_property
     def image_encoder_flops(self) -> float:
-        if self.model.denoiser is None:
-            return 0.0
-        return self._mean(lambda shape: self.model.encode_image(shape).forward_flops)
+        return self._mean(self.model.image_encoder_flops)
 
     @cached_property
     def text_encoder_flops(self) -> float:
-        return 0.0 if self.model.trains_text else float(self.model.encode_text().forward_flops)
+        return 0.0 if self.model.trains_text else float(self.model.text_encoder_flops)
 
     def encoder_flops(self, encoding: Encoding) -> float:
         """Of frozen encoders that run while training."""
@@ -129,7 +118,7 @@ class Phase:
 
     @property
     def largest_shape(self) -> Shape:
-        return max(self.shapes, key=lambda shape: (shape.pixels, shape.aspect))
+        return _largest(self.shapes)
 
     def _mean(self, value: Any) -> float:
         return sum(share * value(shape) for shape, share in self.shapes.items())
@@ -144,21 +133,23 @@ def phase_of(recipe: Recipe, *, samples: int | None = None, encoding: Encoding |
         encoding: What is stored, if something else than the recipe says.
 
     Raises:
-        UserError: It says too little, or names a model that the plan does not know.
+        UserError: It says too little, or its model cannot be built.
+        CountingFailed: Its model is not one that ships, and could not be counted.
     """
     if recipe.task != 'train':
         raise UserError(f'task: the plan is for training, not {recipe.task}; leave it out')
     if not isinstance(recipe.global_batch, int):
         raise UserError('global_batch: is still ???; give it, such as global_batch=2048')
-    model = describe(recipe.model.name, recipe.model.kwargs)
+    model = ModelCosts(recipe.model, recipe.imports)
     notes = list(model.notes)
     shapes, known, stored = _data(recipe, notes)
-    for shape in shapes:
-        model.check_shape(shape)
+    # All that a plan asks for, under every strategy that it compares, so that it is counted in one process.
+    largest, strategies = _largest(shapes), (None, 'ddp', 'fsdp2')
+    model.count(list(shapes), [(largest, _precision(recipe, strategy)) for strategy in strategies])
     own = _encoding(recipe, model)
     if encoding == 'latents+text' and model.trains_text:
         raise UserError('--stored latents+text: this recipe trains its text encoder; store latents')
-    if encoding not in (None, 'pictures') and model.denoiser is None:
+    if encoding not in (None, 'pictures') and not model.is_latent_diffusion:
         raise UserError(f'--stored {encoding}: {recipe.model.name} trains on pictures')
     samples = known if samples is None else samples
     batches = _batches(recipe.trainer.get('max_duration'), recipe.global_batch, recipe.loader.epoch_size or samples)
@@ -179,6 +170,31 @@ def phase_of(recipe: Recipe, *, samples: int | None = None, encoding: Encoding |
         encoding=encoding or own,
         notes=tuple(notes),
     )
+
+
+def _autocast(recipe: Recipe) -> str:
+    precision = str(recipe.trainer.get('precision', 'amp_fp16')).lower()
+    return {'amp_bf16': 'bf16', 'amp_fp16': 'fp16', 'amp_fp8': 'bf16'}.get(precision, 'fp32')
+
+
+def _speed(recipe: Recipe, strategy: str | None) -> SpeedConfig:
+    return effective_parts(recipe.speed, on_gpu=True, strategy=strategy or recipe.parallelism.strategy)
+
+
+def _precision(recipe: Recipe, strategy: str | None) -> Precision:
+    """How the denoiser computes, as far as it changes what is kept for the backward pass."""
+    parts = _speed(recipe, strategy)
+    if _autocast(recipe) == 'fp32':
+        return 'float32+compile' if parts.compile else 'float32'
+    if parts.compile:
+        return 'half+compile'
+    names = {component.name for component in recipe.algorithms.values()}
+    narrow = {'low_precision_groupnorm', 'low_precision_layernorm'} <= names
+    return 'half+low_precision_norms' if narrow or parts.low_precision_norms else 'half'
+
+
+def _largest(shapes: Iterable[Shape]) -> Shape:
+    return max(shapes, key=lambda shape: (shape.pixels, shape.aspect))
 
 
 def _batches(duration: Any, batch: int, epoch: int | None) -> int:
@@ -202,7 +218,7 @@ def _batches(duration: Any, batch: int, epoch: int | None) -> int:
     return batches
 
 
-def _encoding(recipe: Recipe, model: Model) -> Encoding:
+def _encoding(recipe: Recipe, model: ModelCosts) -> Encoding:
     if recipe.dataset.name != 'latents':
         return 'pictures'
     stores_text = recipe.precompute.latents == 'image+text' and not model.trains_text

@@ -19,7 +19,7 @@ from diffusion.launch import environment
 from diffusion.launch.findings import Finding
 from diffusion.launch.gpu_health import check_gpus
 from diffusion.planning.checkpoint_interval import sizes_of
-from diffusion.planning.workload import phase_of
+from diffusion.planning.model_costs import ModelCosts
 from diffusion.storage.object_store import read
 from diffusion.storage.retry import GaveUp, RetryPolicy
 
@@ -79,11 +79,13 @@ def check_disks(recipe: Recipe) -> Iterator[Finding]:
 
 
 def checkpoint_bytes(recipe: Recipe) -> int:
-    """Return the size of a checkpoint with all averages; half of SCRATCH_BYTES for models the planner does not know."""
+    """Return the size of a checkpoint with all averages; half of SCRATCH_BYTES for a model that was not counted."""
     try:
-        return sizes_of(phase_of(recipe)).with_averages
-    except UserError:
+        model = ModelCosts(recipe.model, recipe.imports)
+    except UserError:  # a part's configuration is broken; the run will say so
         return SCRATCH_BYTES // 2
+    # Counting imports Composer in another process: too long for all other processes of a job to wait.
+    return sizes_of(recipe, model).with_averages if model.is_counted else SCRATCH_BYTES // 2
 
 
 def check_run_folder(recipe: Recipe) -> Iterator[Finding]:

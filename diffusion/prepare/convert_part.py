@@ -22,8 +22,9 @@ from diffusion.prepare.worker_pool import Note
 from diffusion.storage import mds
 from diffusion.storage.atomic import becoming_folder, write_whole
 
-FORMAT = mds.ShardFormat(COLUMNS, size_limit=64 * 10**6)
-"""The format of a part's shards, which are held in memory until they are full."""
+SHARD_BYTES = 64 * 10**6
+"""Size of a part's shards, which are held in memory until they are full."""
+FORMAT = mds.ShardFormat(COLUMNS, SHARD_BYTES)
 THUMBNAILS = 'thumbnails.json'
 SUMMARY = 'part.json'
 THUMBNAILS_A_REASON = 6
@@ -147,7 +148,7 @@ class _Shards:
 
     def add(self, sample: bytes) -> tuple[int, int, int]:
         """Add a sample; returns the number of its shard, its offset after the shard's header and its size in bytes."""
-        if self._samples and self._bytes + len(sample) > (FORMAT.size_limit or 0):
+        if self._samples and self._bytes + len(sample) > SHARD_BYTES:
             self.finish()
         self._samples.append(sample)
         self._bytes += len(sample)

@@ -144,9 +144,8 @@ class _Preparation:
             self.work.remove()
             lines = [f'{report.source}: no image is left, nothing is written', *report.rejections()]
             raise UserError('\n'.join(lines))
-        self.pack(catalog)
-        writers = {name: self.writer(name) for name in report.buckets}
-        entries = {name: writer.read_entries(sorted(writer.done())) for name, writer in writers.items()}
+        counts = self.pack(catalog)
+        entries = {name: self.writer(name).read_entries(range(counts[name])) for name in report.buckets}
         write_indexes(entries, self.work.dataset)
         report.bytes = {name: sum(shard['raw_data']['bytes'] for shard in entries[name]) for name in entries}
         html = report_page(
@@ -164,8 +163,9 @@ class _Preparation:
         """Return the writer of a bucket's final shards."""
         return shard_writer(self.output, self.work, bucket, size_limit=self.settings.shard_bytes)
 
-    def pack(self, catalog: Catalog) -> None:
-        """Write the final shards."""
+    def pack(self, catalog: Catalog) -> dict[str, int]:
+        """Write the final shards; returns their number by bucket."""
+        counts: dict[str, int] = {}
         total = int(catalog.columns['size'][catalog.kept].sum())
         with tqdm(total=total, desc='shards', unit='B', unit_scale=True, disable=None) as bar:
 
@@ -174,6 +174,7 @@ class _Preparation:
                     writer = self.writer(bucket)
                     done = writer.done()
                     for job in plan_shards(catalog, code, bucket, work=self.work, shards=writer):
+                        counts[bucket] = job.number + 1
                         if job.number in done:
                             bar.update(int(job.size.sum()))
                         else:
@@ -182,6 +183,7 @@ class _Preparation:
             with closing(self.results(left())) as results:
                 for size in results:
                     bar.update(size)
+        return counts
 
     def report_on(self, catalog: Catalog, plan: InputPlan) -> PrepareReport:
         """Return the report without the sizes of the shards."""

@@ -88,7 +88,8 @@ def pin_plan(
         raise UserError(f'{where}: {folder}/{PLAN} is damaged ({error}); remove {folder}') from error
     if begun == now:
         return
-    lines = differences(compared(begun), compared(now), saved_in='begun with') or ['the order of the input']
+    lines = differences(compared(begun), compared(now), saved_in='begun with')
+    lines = lines or ['the order of the input, or where it is read from']
     if len(lines) > DIFFERENCES_SHOWN:
         lines[DIFFERENCES_SHOWN:] = [f'and {len(lines) - DIFFERENCES_SHOWN} more']
     raise UserError(

@@ -56,7 +56,8 @@ def test_a_shard_that_goes_while_training_stops_all_ranks_which_go_on_when_it_is
     source = pictures_of_two_kinds['whole']
     last = sorted(path.name for path in source.glob('*.mds'))[-1]
     url = store.upload(source)
-    settings = {'num_workers': workers, 'predownload': 8, 'shuffle': False}
+    # Two samples ahead: a missing shard is said at once, and four batches should come first.
+    settings = {'num_workers': workers, 'predownload': 2, 'shuffle': False}
     stream = {'remote': url, 'local': str(tmp_path / 'local'), 'download_retry': 1}
     ranks.run(ranks_count, recipe('whole', {'local': str(source)}, **settings))
 
@@ -100,7 +101,7 @@ def test_bad_samples_are_replaced_alike_on_one_and_two_ranks_and_after_a_resume(
     assert by_id['one'] == by_id['two'] == by_id['parts']
     some = by_id['one'][23]
     assert (some['key'], some['stream'], some['epoch']) == ('p23', 'photos', 0)
-    assert re.fullmatch(r'streams.photos: sample 23 .row \d of shard.0000\d.mds.: the picture cannot .*', some['error'])
+    assert re.fullmatch(r'streams.photos: sample 23 .row \d of shard.0000\d.mds.: the image cannot .*', some['error'])
     metrics = lines_of(runs / 'parts' / 'metrics.jsonl')
     counts = [line['data/replaced_samples'] for line in metrics if 'data/replaced_samples' in line]
     assert counts == sorted(counts) and counts[-1] == len(BROKEN), 'the count goes on after a resume'

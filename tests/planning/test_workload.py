@@ -156,18 +156,19 @@ def test_shares_add_up_to_one(proportions):
 def test_precision_is_that_of_autocast():
     assert phase(PHASES[0]).autocast == 'bf16'
     assert phase(PHASES[0], ['trainer.precision=amp_fp16']).autocast == 'fp16'
-    assert phase(PHASES[0], ['trainer.precision=fp32']).precision().compute == 4
+    assert phase(PHASES[0], ['trainer.precision=fp32']).precision() == 'float32+compile'
 
 
 @pytest.mark.parametrize(
-    ('part', 'bytes_of_norms'),
-    [('compile', 2), ('low_precision_norms', 2), ('channels_last', 4)],
+    ('part', 'precision'),
+    [('compile', 'half+compile'), ('low_precision_norms', 'half+low_precision_norms'), ('channels_last', 'half')],
 )
-def test_norms_are_narrow_where_they_are_compiled_or_asked_to_be(tmp_path, part, bytes_of_norms):
+def test_norms_are_narrow_where_they_are_compiled_or_asked_to_be(tmp_path, part, precision):
     path = write_recipe(tmp_path, speed={'preset': 'none', part: True})
-    assert phase(path).precision().norms == bytes_of_norms
+    assert phase(path).precision() == precision
     algorithms = {'low_precision_groupnorm': {}, 'low_precision_layernorm': {}}
-    assert phase(write_recipe(tmp_path, speed={'preset': 'none'}, algorithms=algorithms)).precision().norms == 2
+    path = write_recipe(tmp_path, speed={'preset': 'none'}, algorithms=algorithms)
+    assert phase(path).precision() == 'half+low_precision_norms'
 
 
 @pytest.mark.parametrize('strategy', ['ddp', 'fsdp1', 'fsdp2'])

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from diffusion.algorithms.ema import EMA
 from diffusion.models import batch_keys, stage_hooks
-from diffusion.models.flops import FlopCount, count_on_meta
+from diffusion.models.flops import FlopCount, empty_copy, forward_flops
 from diffusion.profiling.breakdown import Breakdown, BreakdownReport
 from diffusion.profiling.step_timer import STAGES, WAITS, Recorder, Timeline, shares_of
 
@@ -300,13 +300,13 @@ def test_flops_of_a_batch_are_what_torch_counts(make_model, shape):
         batch_keys.INPUT_IDS: torch.zeros(5, 1, 16, dtype=torch.int64),
     }
     vae = sum(
-        count_on_meta(part, torch.empty(5, channels, *size, device='meta'))
+        forward_flops(empty_copy(part, 'meta'), torch.empty(5, channels, *size, device='meta'))
         for part, channels, size in (
             (model.vae.encoder, 3, (8 * height, 8 * width)),
             (model.vae.quant_conv, 8, (height, width)),
         )
     )
-    text = count_on_meta(model.text, pictures[batch_keys.INPUT_IDS].to('meta'))
+    text = forward_flops(empty_copy(model.text, 'meta'), pictures[batch_keys.INPUT_IDS].to('meta'))
     assert model.flops_per_batch(pictures) == 5 * 3 * denoiser + vae + text
     latents = {
         batch_keys.LATENT_MOMENTS: torch.zeros(5, 8, height, width),

@@ -1,0 +1,51 @@
+"""Count the models of the shipped recipes, for the planner to answer at once: writes diffusion/planning/model_counts/.
+
+    python benchmarks/model_counts.py
+
+Takes about ten minutes. Run it when tests/planning/test_count_cache.py finds a shipped count that is wrong.
+"""
+
+import json
+from collections.abc import Iterable
+
+from diffusion.config.image_shapes import Shape, sdxl_shapes, square
+from diffusion.config.recipe import Component
+from diffusion.planning.count_cache import SHIPPED, run_counter
+from diffusion.planning.model_costs import PRECISIONS, ModelCosts
+from diffusion.storage.atomic import write_whole
+
+SD2_SIDES = (256, 512, 768, 1024)
+MODELS = {
+    'the published recipes, phase1.yaml and phase2.yaml': Component('sd2'),
+    'quickstart.yaml': Component('tiny', {'block_out_channels': [64, 128]}),
+    'the usual tiny model': Component('tiny'),
+    'tiny_vae.yaml': Component('autoencoder'),
+}
+
+
+def main() -> None:
+    """Count and write."""
+    for purpose, model in MODELS.items():
+        key = ModelCosts(model).key
+        shapes = [square(side) for side in (SD2_SIDES if model.name == 'sd2' else (64,))]
+        aspects = [sdxl_shapes(side) for side in SD2_SIDES] if model.name == 'sd2' else []
+        largest = [max(each, key=lambda shape: (shape.pixels, shape.aspect)) for each in aspects]
+        request = {
+            'name': key.name,
+            'kwargs': dict(key.kwargs),
+            'imports': [],
+            'flops': unique([*shapes, *(shape for each in aspects for shape in each)]),
+            'activations': [(shape, precision) for shape in unique([*shapes, *largest]) for precision in PRECISIONS],
+        }
+        content = {'model': key.name, 'kwargs': dict(key.kwargs)} | run_counter(request)
+        write_whole(SHIPPED / key.file_name, json.dumps(content, indent=1) + '\n')
+        print(f'{SHIPPED / key.file_name}: {purpose}, {len(request["flops"])} shapes')
+
+
+def unique(shapes: Iterable[Shape]) -> list[str]:
+    """Names of shapes, each once."""
+    return list(dict.fromkeys(map(str, shapes)))
+
+
+if __name__ == '__main__':
+    main()

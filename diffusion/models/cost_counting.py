@@ -1,0 +1,185 @@
+"""Parameters, FLOPs and activation memory of the models that recipes name, counted on the models themselves.
+
+    python -m diffusion.models.cost_counting < request.json
+
+answers a request as JSON (see `answer`). The planner, which does not import torch, runs it in a process of its own.
+
+Shapes: B batch, C latent channels, H W latent size, E text encoders, L text tokens, D text width.
+"""
+
+import contextlib
+import importlib
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from diffusion.config import registry
+from diffusion.config.image_shapes import Shape, parse_shape
+from diffusion.config.recipe import Component
+from diffusion.errors import UserError
+from diffusion.models import batch_keys
+from diffusion.models.activation_memory import Activations, blocks_of, count_activations
+from diffusion.models.flops import FlopCount, denoiser_inputs, forward_flops, text_encoder_flops, vae_encoder_flops
+from diffusion.models.pretrained import downsampling, without_weights
+
+
+def build_empty(name: str, kwargs: Mapping[str, Any]) -> nn.Module:
+    """A registered model on the meta device, without weights."""
+    with without_weights(), torch.device('meta'):
+        return registry.build('model', Component(name, dict(kwargs)))
+
+
+class ModelCounter:
+    """Counts one model: a LatentDiffusion by its parts, any other by its forward pass on a batch of images.
+
+    Args:
+        model: A Composer model on the meta device. It is taken for a LatentDiffusion if it has a `denoiser`, a `vae`
+            and a `text`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.vae, self.text, denoiser = (_part(model, name) for name in ('vae', 'text', 'denoiser'))
+        self.denoiser = denoiser if self.vae is not None and self.text is not None else None
+        self.text_length = 0 if self.text is None else self.text.tokenizers[0].model_max_length
+        self.text_width = 0 if self.text is None else self.text.width
+        self.channels = 0 if self.vae is None else self.vae.config['latent_channels']
+        self.cell = 1 if self.vae is None else downsampling(self.vae)
+        if self.denoiser is not None:
+            self._denoiser_flops = FlopCount(self.denoiser, channels=self.channels, text_width=self.text_width)
+
+    def facts(self) -> dict[str, int | bool]:
+        """Parameters, sizes and FLOPs that do not depend on the images' shape."""
+        parts = [part for part in (self.model, self.vae, self.text) if part is not None]
+        parameters = {id(each): each for part in parts for each in part.parameters()}.values()
+        blocks = [] if self.denoiser is None else [_size(block.parameters()) for block in blocks_of(self.denoiser)]
+        return {
+            'latent_diffusion': self.denoiser is not None,
+            'trained_parameters': _size(each for each in parameters if each.requires_grad),
+            'frozen_parameters': _size(each for each in parameters if not each.requires_grad),
+            'block_parameters': sum(blocks),
+            'largest_block_parameters': max(blocks, default=0),
+            'latent_channels': self.channels,
+            'pixels_per_cell': self.cell,
+            'text_length': self.text_length,
+            'text_width': self.text_width,
+            'trains_text_encoder': self._trains_text,
+            'text_encoder_flops': 0 if self.text is None else text_encoder_flops(self.text, length=self.text_length),
+        }
+
+    def flops(self, shape: Shape) -> dict[str, int]:
+        """FLOPs per image: the forward pass of all that is trained, and frozen image encoders."""
+        if self.denoiser is None:
+            batch = self._image_batch(1, shape, device='meta')
+            with _TrainedFlops(display=False) as trained:
+                self.model(batch)
+            flops = trained.get_total_flops()
+            return {'trained': flops, 'image_encoder': forward_flops(self.model, batch) - flops}
+        height, width = shape.height // self.cell, shape.width // self.cell
+        flops = self._denoiser_flops(height, width, self.text_length)
+        if self._trains_text:
+            flops += text_encoder_flops(self.text, length=self.text_length)
+        return {'trained': flops, 'image_encoder': vae_encoder_flops(self.vae, height=height, width=width)}
+
+    def activations(self, shape: Shape, precision: str) -> Activations:
+        """What training keeps for the backward pass; `speed` changes the denoiser alone."""
+        plain = precision.partition('+')[0]
+        if self.denoiser is None:
+            return count_activations(self.model, lambda batch: (self._image_batch(batch, shape),), plain)
+        size = self.channels, shape.height // self.cell, shape.width // self.cell
+
+        def inputs(batch: int) -> tuple[Tensor, ...]:
+            return denoiser_inputs(batch, size, self.text_length, self.text_width)
+
+        found = count_activations(self.denoiser, inputs, precision)
+        if self._trains_text:
+            found += count_activations(self.text, lambda batch: (self._tokens(batch),), plain)
+        return found
+
+    def largest_encoder_tensor(self, shape: Shape) -> int:
+        """Elements of the largest tensor on the way through a frozen VAE's encoder, per image."""
+        if self.denoiser is None:
+            return 0
+        vae = self.vae
+
+        def pixels(batch: int) -> tuple[Tensor, ...]:
+            return (torch.empty(batch, vae.config['in_channels'], shape.height, shape.width, dtype=vae.dtype),)
+
+        return count_activations(vae.encoder, pixels, 'float32').largest // vae.dtype.itemsize
+
+    @property
+    def _trains_text(self) -> bool:
+        return self.text is not None and any(each.requires_grad for each in self.text.parameters())
+
+    def _tokens(self, count: int, *, device: str = 'cpu') -> Tensor:
+        return torch.zeros(count, len(self.text.encoders), self.text_length, dtype=torch.int64, device=device)
+
+    def _image_batch(self, count: int, shape: Shape, *, device: str = 'cpu') -> dict[str, Tensor]:
+        """A batch as the loader makes it of images, tokens included where the model has a text encoder."""
+        batch = {batch_keys.IMAGE: torch.zeros(count, 3, shape.height, shape.width, dtype=torch.uint8, device=device)}
+        return batch if self.text is None else batch | {batch_keys.INPUT_IDS: self._tokens(count, device=device)}
+
+
+class _TrainedFlops(FlopCounterMode):
+    """Leaves out operations under no_grad: those of frozen parts."""
+
+    def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
+        return super()._count_flops(func_packet, out, args, kwargs) if torch.is_grad_enabled() else out
+
+
+def _part(model: nn.Module, name: str) -> Any:
+    part = getattr(model, name, None)
+    return part if isinstance(part, nn.Module) else None
+
+
+def _size(parameters: Iterable[Tensor]) -> int:
+    return sum(parameter.numel() for parameter in parameters)
+
+
+# -- the program that the planner runs --
+
+
+def answer(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Count what a request asks for.
+
+    Args:
+        request: `imports` and the model's `name` and `kwargs` as in a recipe, the shapes whose `flops` are asked for
+            ('640x384'), and pairs of shape and precision whose `activations` are.
+    """
+    for module in request['imports']:
+        importlib.import_module(module)
+    if (problem := registry.unknown('model', request['name'])) is not None:
+        raise UserError(f'{problem} (it is counted in a process that knows what the modules of `imports` register)')
+    counter = ModelCounter(build_empty(request['name'], request['kwargs']))
+    asked = [(parse_shape(shape), precision) for shape, precision in request['activations']]
+    encoder = {shape: counter.largest_encoder_tensor(shape) for shape in dict(asked)}
+    return {
+        'facts': counter.facts(),
+        'flops': {shape: counter.flops(parse_shape(shape)) for shape in request['flops']},
+        'activations': {
+            f'{shape} {precision}': vars(counter.activations(shape, precision))
+            | {'largest_encoder_elements': encoder[shape]}
+            for shape, precision in asked
+        },
+    }
+
+
+def main() -> int:
+    """Answer the request on stdin; a mistake of the user's is answered as {"mistake": message}."""
+    request = json.load(sys.stdin)
+    with contextlib.redirect_stdout(sys.stderr):  # libraries may print
+        try:
+            found = answer(request)
+        except UserError as error:
+            found = {'mistake': str(error)}
+    json.dump(found, sys.stdout)
+    return 0
+
+
+if __name__ == '__main__':
+    sys.exit(main())

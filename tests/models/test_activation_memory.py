@@ -1,0 +1,161 @@
+"""Bytes kept for the backward pass, against what autograd keeps of real tensors and torch.compile's partitioner."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
+from torch import nn
+
+from diffusion.models.activation_memory import count_activations
+from diffusion.models.flops import denoiser_inputs
+from diffusion.models.latent_diffusion import is_block
+
+SMALL: dict[str, Any] = {
+    'down_block_types': ['CrossAttnDownBlock2D', 'CrossAttnDownBlock2D', 'DownBlock2D'],
+    'up_block_types': ['UpBlock2D', 'CrossAttnUpBlock2D', 'CrossAttnUpBlock2D'],
+    'block_out_channels': [32, 64, 64],
+    'attention_head_dim': [1, 2, 2],
+    'cross_attention_dim': 64,
+    'use_linear_projection': True,
+}
+SIZE, TEXT = (4, 16, 24), (16, 64)
+
+
+def unet(**changes):
+    made = UNet2DConditionModel(**(SMALL | changes)).train()
+    made.fsdp_wrap_fn = is_block  # type: ignore[assignment]
+    return made
+
+
+def count(module, precision):
+    return count_activations(module, lambda batch: denoiser_inputs(batch, SIZE, *TEXT), precision)
+
+
+def kept(module, batch, *, autocast):
+    """Bytes that autograd keeps of real tensors, the parameters themselves left out."""
+    own = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
+    storages = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        storages[storage._cdata] = storage  # held, so that no other takes its address
+        return tensor
+
+    context = torch.autocast('cpu', torch.bfloat16) if autocast else nullcontext()
+    inputs = (torch.randn(batch, *SIZE), torch.zeros(batch), torch.randn(batch, *TEXT))
+    with context, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        module(*inputs)[0]
+    return sum(storage.nbytes() for key, storage in storages.items() if key not in own)
+
+
+@pytest.mark.parametrize('linear', [True, False], ids=['linear', 'conv'])
+@pytest.mark.parametrize('autocast', [False, True], ids=['float32', 'bfloat16'])
+def test_kept_bytes_are_what_autograd_keeps(autocast, linear):
+    module = unet(use_linear_projection=linear)
+    two, four = (kept(module, batch, autocast=autocast) for batch in (2, 4))
+    found = count(module, 'half+low_precision_norms' if autocast else 'float32')
+    real = (four - two) // 2
+    # Means and deviations of norms are float32 in real tensors, and have the input's dtype in torch 2.7's fake ones.
+    assert found.kept == (pytest.approx(real, rel=0.005) if autocast else real)
+    assert found.copies == two - 2 * real
+
+
+@pytest.mark.parametrize('autocast', [False, True], ids=['float32', 'bfloat16'])
+def test_between_recomputed_blocks_is_kept_what_autograd_keeps(autocast):
+    module = unet()
+    found = count(module, 'half+low_precision_norms' if autocast else 'float32')
+    module.enable_gradient_checkpointing()
+    two, four = (kept(module, batch, autocast=autocast) for batch in (2, 4))
+    real = (four - two) // 2
+    assert found.kept_between == (pytest.approx(real, rel=0.005) if autocast else real)
+    assert found.copies_between == two - 2 * real
+    assert 0 < found.kept_inside < found.kept - found.kept_between
+
+
+class Block(nn.Module):
+    """Normalization, activation, product: B x 8 numbers each."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.GroupNorm(1, 8)
+        self.linear = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x):
+        return self.linear(nn.functional.silu(self.norm(x)))
+
+
+class Stack(nn.Module):
+    def __init__(self, blocks=1):
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block() for _ in range(blocks)))
+        self.fsdp_wrap_fn = lambda module: isinstance(module, Block)
+
+    def forward(self, x):
+        return self.blocks(x)
+
+
+@pytest.mark.parametrize(
+    ('precision', 'numbers', 'copies'),
+    [
+        # The inputs of norm, SiLU and product; mean and standard deviation.
+        ('float32', 4 * (3 * 8 + 2), 0),
+        # The input is float32 and stays so up to the product, whose input is a copy.
+        ('half', 4 * (2 * 8 + 2) + 2 * 8, 2 * 64),
+        ('half+low_precision_norms', 4 * (2 * 8 + 2) + 2 * 8, 2 * 64),
+        # SiLU's input is computed again from the norm's.
+        ('float32+compile', 4 * (2 * 8 + 2), 0),
+        ('half+compile', 4 * (8 + 2) + 2 * 8, 2 * 64),
+    ],
+)
+def test_a_block_keeps_what_can_be_counted_by_hand(precision, numbers, copies):
+    found = count_activations(Stack(), lambda batch: (torch.empty(batch, 8, requires_grad=True),), precision)
+    assert (found.kept, found.copies) == (numbers, copies)
+
+
+def test_norms_in_float32_keep_more_in_a_narrow_stream():
+    """Of the second block the input is narrow: CUDA's autocast widens it, and keeps a copy."""
+
+    def second(precision):
+        one, two = (
+            count_activations(Stack(blocks), lambda batch: (torch.empty(batch, 8, requires_grad=True),), precision)
+            for blocks in (1, 2)
+        )
+        return two.kept - one.kept
+
+    assert second('half') == 4 * (2 * 8 + 2) + 2 * 8
+    assert second('half+low_precision_norms') == 2 * 3 * 8 + second('half+compile') - 2 * 2 * 8
+    assert second('half') > second('half+low_precision_norms') > second('half+compile')
+
+
+def test_wide_norms_of_a_unet_lie_between():
+    narrow, wide, full = (count(unet(), name).kept for name in ('half+low_precision_norms', 'half', 'float32'))
+    assert 1.2 < wide / narrow < 1.7
+    assert wide < full
+
+
+def test_the_largest_tensor_is_found():
+    largest = count_activations(Stack(), lambda batch: (torch.empty(batch, 8),), 'float32').largest
+    assert largest == 4 * 8
+
+
+def test_counting_leaves_the_module_as_it_was():
+    module = unet()
+    before = {name: parameter.clone() for name, parameter in module.named_parameters()}
+    count(module, 'half+compile')
+    assert not module.is_gradient_checkpointing
+    assert all(torch.equal(before[name], parameter) for name, parameter in module.named_parameters())
+
+
+@pytest.mark.slow
+@torch._dynamo.config.patch(recompile_limit=100, specialize_float=True)
+def test_compiled_blocks_keep_what_torchs_partitioner_keeps():
+    """Which tensors are kept is decided before kernels are made; this backend makes none."""
+    module = unet()
+    found = count(module, 'half+compile')
+    for block in module.modules():
+        if is_block(block):
+            block.forward = torch.compile(block.forward, dynamic=False, backend='aot_eager_decomp_partition')
+    two, four = (kept(module, batch, autocast=True) for batch in (2, 4))
+    assert found.kept == pytest.approx((four - two) / 2, rel=0.03)

@@ -1,0 +1,137 @@
+"""Counts of whole models: those that recipes name, and one of somebody else's."""
+
+import io
+import json
+from typing import Any
+
+import pytest
+import torch
+from composer.models import ComposerModel
+from torch import nn
+
+from diffusion.config import registry
+from diffusion.config.image_shapes import Shape, square
+from diffusion.errors import UserError
+from diffusion.models import batch_keys
+from diffusion.models.autoencoder import tiny_autoencoder
+from diffusion.models.builders import tiny
+from diffusion.models.cost_counting import ModelCounter, answer, build_empty, main
+
+SETTINGS: dict[str, Any] = {'block_out_channels': [32, 64]}
+
+
+def size_of(module):
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def trained(model):
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+@pytest.mark.parametrize(
+    'settings',
+    [SETTINGS, {**SETTINGS, 'text_width': 64, 'text_layers': 1, 'max_length': 8, 'train_text_encoder': False}],
+    ids=['trained-text', 'frozen-text'],
+)
+def test_facts_of_tiny_are_those_of_the_built_model(settings):
+    built, facts = tiny(**settings), ModelCounter(build_empty('tiny', settings)).facts()
+    assert facts['trained_parameters'] == trained(built)
+    assert facts['frozen_parameters'] == size_of(built.vae) + (0 if built.train_text_encoder else size_of(built.text))
+    assert facts['text_length'] == built.text.tokenizers[0].model_max_length
+    assert facts['text_width'] == built.text.width
+    assert facts['trains_text_encoder'] == built.train_text_encoder
+    assert facts['latent_diffusion']
+
+
+def test_facts_of_sd2_are_the_published_ones():
+    facts = ModelCounter(build_empty('sd2', {'pretrained': None})).facts()
+    assert facts['trained_parameters'] == 865_910_724
+    assert facts['frozen_parameters'] == 83_653_863 + 340_387_840
+    assert facts['text_encoder_flops'] / 1e9 == pytest.approx(45.13, abs=0.005)
+
+
+def test_a_model_without_weights_is_built_without_reading_any(small_vae, tmp_path):
+    (tmp_path / 'config.json').write_text((small_vae / 'config.json').read_text())
+    model = build_empty('tiny', {**SETTINGS, 'vae': str(tmp_path)})
+    counter = ModelCounter(model)
+    assert {tensor.device.type for tensor in (*model.parameters(), *counter.vae.parameters())} == {'meta'}
+    with pytest.raises(ValueError, match='could not be loaded'):
+        tiny(**SETTINGS, vae=str(tmp_path))
+
+
+def test_the_autoencoder_is_trained_as_a_whole():
+    settings = {'block_out_channels': (8, 16, 24), 'latent_channels': 4}
+    counter = ModelCounter(build_empty('autoencoder', settings))
+    facts = counter.facts()
+    assert facts['trained_parameters'] == trained(tiny_autoencoder(**settings))
+    assert (facts['frozen_parameters'], facts['latent_diffusion'], facts['pixels_per_cell']) == (0, False, 4)
+    flops = counter.flops(square(64))
+    assert flops['image_encoder'] == 0 < flops['trained']
+    assert counter.activations(square(64), 'half') == counter.activations(square(64), 'half+compile')
+
+
+def test_training_the_text_encoder_adds_its_work():
+    frozen, training = (
+        ModelCounter(build_empty('tiny', {**SETTINGS, 'train_text_encoder': train})) for train in (False, True)
+    )
+    extra = training.flops(square(64))['trained'] - frozen.flops(square(64))['trained']
+    assert extra == frozen.facts()['text_encoder_flops']
+    kept = [counter.activations(square(64), 'float32').kept for counter in (frozen, training)]
+    assert kept[0] < kept[1]
+
+
+def test_costs_follow_the_shape():
+    counter = ModelCounter(build_empty('tiny', SETTINGS))
+    wide, tall, large = (counter.flops(shape) for shape in (Shape(96, 48), Shape(48, 96), square(128)))
+    assert wide == tall
+    assert large['image_encoder'] == 4 * counter.flops(square(64))['image_encoder']
+
+
+class Pixels(ComposerModel):
+    """Somebody else's model, trained on images, with a frozen teacher and no latents."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        self.student = nn.Conv2d(3, width, 3, padding=1)
+        self.teacher = nn.Conv2d(3, width, 1).requires_grad_(False)
+
+    def forward(self, batch):
+        pixels = batch[batch_keys.IMAGE].float()
+        with torch.no_grad():
+            expected = self.teacher(pixels)
+        return self.student(pixels), expected
+
+    def loss(self, outputs, batch):
+        return (outputs[0] - outputs[1]).square().mean()
+
+
+def test_a_model_of_somebody_elses_is_counted(monkeypatch):
+    monkeypatch.setitem(registry.TARGETS['model'], 'pixels', Pixels)
+    found = answer(
+        {
+            'imports': [],
+            'name': 'pixels',
+            'kwargs': {'width': 16},
+            'flops': ['64x32'],
+            'activations': [('64x32', 'float32'), ('64x32', 'half')],
+        }
+    )
+    facts = found['facts']
+    assert (facts['trained_parameters'], facts['frozen_parameters']) == (16 * (27 + 1), 16 * (3 + 1))
+    pixels = 64 * 32
+    assert found['flops'] == {'64x32': {'trained': 2 * 16 * 27 * pixels, 'image_encoder': 2 * 16 * 3 * pixels}}
+    assert found['activations']['64x32 float32']['kept'] == 4 * 3 * pixels  # the input of the convolution
+    assert found['activations']['64x32 half']['kept'] == 2 * 3 * pixels
+    assert found['activations']['64x32 half']['copies'] == 2 * 16 * 27
+
+
+def test_a_mistake_is_the_answer_of_the_program(monkeypatch, capsys):
+    request = {'imports': [], 'name': 'tiny', 'kwargs': {'vae': 'nowhere'}, 'flops': [], 'activations': []}
+    monkeypatch.setattr('sys.stdin', io.StringIO(json.dumps(request)))
+    assert main() == 0
+    assert 'nowhere/vae: AutoencoderKL could not be loaded' in json.loads(capsys.readouterr().out)['mistake']
+
+
+def test_a_model_that_no_module_registers_says_so():
+    with pytest.raises(UserError, match=r"no model is called 'mine'; .* what the modules of `imports` register"):
+        answer({'imports': [], 'name': 'mine', 'kwargs': {}, 'flops': [], 'activations': []})

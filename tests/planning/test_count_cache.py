@@ -1,0 +1,176 @@
+"""Counts that ship and counts that are cached: when the planner counts, and when it does not."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from diffusion.config.recipe import Component
+from diffusion.planning import count_cache
+from diffusion.planning.count_cache import SHIPPED, CountingFailed, ModelKey, run_counter
+from diffusion.planning.model_costs import PRECISIONS, ModelCosts
+from tests.planning.recipes import PHASES, YAMLS
+
+TINY = {'block_out_channels': [32, 64], 'text_layers': 1}
+SHIPPED_FILES = sorted(SHIPPED.glob('*.json'))
+
+
+@pytest.fixture
+def requests(monkeypatch, tmp_path):
+    """What the counter is asked, with an empty cache."""
+    asked, count = [], count_cache.run_counter
+
+    def asking(request):
+        asked.append(request)
+        return count(request)
+
+    monkeypatch.setattr(count_cache, 'run_counter', asking)
+    monkeypatch.setattr(count_cache, 'cache_folder', lambda: tmp_path / 'cache')
+    return asked
+
+
+def regenerated(content, **asked):
+    request = {'name': content['model'], 'kwargs': content['kwargs'], 'imports': [], 'flops': [], 'activations': []}
+    return count_cache.run_counter(request | asked)
+
+
+@pytest.mark.parametrize('path', SHIPPED_FILES, ids=lambda path: path.stem)
+def test_a_shipped_count_is_what_the_model_says(path):
+    """One shape of each file; if it fails, run benchmarks/model_counts.py."""
+    content = json.loads(path.read_text())
+    shape, precision = next(iter(content['flops'])), 'half+compile'
+    again = regenerated(content, flops=[shape], activations=[(shape, precision)])
+    assert again['facts'] == content['facts']
+    assert again['flops'][shape] == content['flops'][shape]
+    assert again['activations'] == {f'{shape} {precision}': content['activations'][f'{shape} {precision}']}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('path', SHIPPED_FILES, ids=lambda path: path.stem)
+def test_all_shipped_counts_are_what_the_models_say(path):
+    content = json.loads(path.read_text())
+    asked = [tuple(name.split(' ')) for name in content['activations']]
+    again = regenerated(content, flops=list(content['flops']), activations=asked)
+    assert {section: content[section] for section in again} == again
+
+
+@pytest.mark.parametrize('recipe', [*PHASES, YAMLS / 'quickstart.yaml', YAMLS / 'tiny_vae.yaml'], ids=lambda p: p.stem)
+@pytest.mark.parametrize('precision', ['fp32', 'amp_bf16'])
+def test_shipped_recipes_are_planned_without_counting(requests, recipe, precision):
+    from diffusion.config.load import load
+    from diffusion.planning.memory import Setup, memory_of
+    from diffusion.planning.workload import phase_of
+
+    work = phase_of(load(recipe, [f'trainer.precision={precision}'], allow_missing=True))
+    memory_of(work, Setup(1, 8, work.recipe.parallelism))
+    assert work.flops() and not requests
+
+
+def test_what_is_missing_is_counted_once_and_said(requests, capsys, tmp_path):
+    from diffusion.config.image_shapes import square
+
+    model = ModelCosts(Component('tiny', TINY))
+    model.count([square(64)], [(square(64), 'float32')])
+    told = capsys.readouterr().err
+    assert told.startswith('counting FLOPs and activations of tiny on the meta device, about ')
+    assert f'cached in {tmp_path}/cache/tiny-' in told
+    again = ModelCosts(Component('tiny', TINY | {'caption_dropout': 0.5, 'resolution': 128, 'vae': None}))
+    assert again.trained_flops(square(64)) == model.trained_flops(square(64))
+    assert again.activations(square(64), 'float32') == model.activations(square(64), 'float32')
+    assert len(requests) == 1
+    again.trained_flops(square(128))
+    assert [request['flops'] for request in requests] == [['64x64'], ['128x128']]
+    assert ModelCosts(Component('tiny', TINY)).trained_flops(square(128)) == again.trained_flops(square(128))
+    assert len(requests) == 2
+    assert capsys.readouterr().err.count('\n') == 1
+
+
+def test_other_libraries_or_sources_count_anew(requests, monkeypatch):
+    first = ModelCosts(Component('tiny', TINY)).trained_parameters
+    monkeypatch.setattr(ModelKey, 'made_with', lambda self: {'torch': '99'})
+    assert ModelCosts(Component('tiny', TINY)).trained_parameters == first
+    assert len(requests) == 2
+
+
+@pytest.mark.parametrize('keyword', ['block_out_channels', 'layers_per_block', 'text_width', 'train_text_encoder'])
+def test_keywords_that_change_the_architecture_change_the_file(keyword):
+    values = {'block_out_channels': [64], 'layers_per_block': 2, 'text_width': 64, 'train_text_encoder': False}
+    names = {ModelCosts(Component('tiny', kwargs)).key.file_name for kwargs in ({}, {keyword: values[keyword]})}
+    assert len(names) == 2
+
+
+def test_a_cache_that_cannot_be_written_is_said_and_no_error(requests, monkeypatch, capsys, tmp_path):
+    (tmp_path / 'file').write_text('')
+    monkeypatch.setattr(count_cache, 'cache_folder', lambda: tmp_path / 'file' / 'cache')
+    assert ModelCosts(Component('tiny', TINY)).trained_parameters > 0
+    assert 'not written (' in capsys.readouterr().err
+
+
+def test_a_cache_that_was_cut_off_counts_anew(requests):
+    model = ModelCosts(Component('tiny', TINY))
+    model.key.cached.parent.mkdir()
+    model.key.cached.write_text('{"facts": {"trained')
+    assert ModelCosts(Component('tiny', TINY)).trained_parameters > 0
+    assert len(requests) == 1
+
+
+OTHER = """
+from composer.models import ComposerModel
+from torch import nn
+
+from diffusion import register
+
+
+class Pixels(ComposerModel):
+    def __init__(self, width: int = 8):
+        super().__init__()
+        self.net = nn.Conv2d(3, width, 3, padding=1)
+
+    def forward(self, batch):
+        print('libraries may print')
+        return self.net(batch['image'].float())
+
+    def loss(self, outputs, batch):
+        return outputs.mean()
+
+
+register('model', 'pixels', Pixels)
+"""
+
+
+def test_a_recipe_with_a_model_of_somebody_elses_is_planned(tmp_path):
+    """From the command line to the counter's own process, which imports what the recipe imports."""
+    (tmp_path / 'pixels.py').write_text(OTHER)
+    (tmp_path / 'recipe.yaml').write_text(
+        'name: run\nimports: [pixels]\nglobal_batch: 8\nmodel: {name: pixels, width: 16}\n'
+        'streams: {a: {local: x, resolution: 64}}\ntrainer: {max_duration: 80ba, precision: amp_bf16}\n'
+    )
+    environ = count_cache.os.environ | {'XDG_CACHE_HOME': str(tmp_path / 'cache')}
+
+    def plan():
+        command = [sys.executable, '-m', 'diffusion', 'plan', 'recipe.yaml', '--json']
+        return subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
+
+    first, second = plan(), plan()
+    assert first.stderr.startswith('counting FLOPs and activations of pixels on the meta device')
+    assert second.stderr == ''
+    assert first.stdout == second.stdout
+    (phase,) = json.loads(first.stdout)['phases']
+    assert phase['flop_per_image']['forward'] == 2 * 16 * 27 * 64 * 64
+    assert phase['trained_parameters'] == 16 * 28
+
+
+def test_a_counter_that_fails_is_no_mistake_of_the_user(monkeypatch):
+    monkeypatch.setattr(sys, 'executable', '/bin/false')
+    with pytest.raises(CountingFailed, match='counting tiny failed with exit status 1; its traceback is above'):
+        run_counter({'name': 'tiny'})
+
+
+def test_shipped_counts_cover_every_precision():
+    for path in SHIPPED_FILES:
+        content = json.loads(path.read_text())
+        shape = next(iter(content['flops']))
+        assert {name for name in content['activations'] if name.startswith(f'{shape} ')} == {
+            f'{shape} {precision}' for precision in PRECISIONS
+        }

@@ -155,6 +155,9 @@ def _save(state: State, final: Path, work: Path, *, sharded_tensors: bool) -> No
         everybodys |= theirs
     with all_or_none(f'{final}: not saved'), _full_disk_in_words(final, content, tensors):
         if rank == 0:
+            absent = sorted(name for name in everybodys if not (work / name).is_file())
+            if absent:
+                raise FileNotFoundError(f'{work} lacks {", ".join(absent[:3])}, which other ranks wrote')
             checkpoint_store.publish(work, final, everybodys, _about(state, sharded_tensors=sharded_tensors))
 
 
@@ -250,23 +253,24 @@ def check_shared(folder: Path, where: str) -> None:
     """
     if dist.get_world_size() == 1:
         return
-    probe = [folder / f'.shared-{uuid.uuid4().hex}']
-    dist.broadcast_object_list(probe, src=0)
+    # A name that no node has asked for before, which no cache of a network file system can know as absent.
+    name = [f'.shared-{uuid.uuid4().hex}']
+    dist.broadcast_object_list(name, src=0)
+    probe = folder / name[0]
     try:
         with all_or_none(str(folder)):
             if dist.get_global_rank() == 0:
                 folder.mkdir(parents=True, exist_ok=True)
-                probe[0].touch()
+                probe.touch()
         with all_or_none(str(folder)):
-            # A name that no node has asked for before, which no cache of a network file system can know as absent.
-            if not probe[0].exists():
+            if not probe.exists():
                 raise UserError(
                     f'{where}: {folder} is not the same folder on rank 0 and rank {dist.get_global_rank()}; '
                     'give one on a file system that all nodes share'
                 )
     finally:
         if dist.get_global_rank() == 0:
-            probe[0].unlink(missing_ok=True)
+            probe.unlink(missing_ok=True)
 
 
 @contextmanager

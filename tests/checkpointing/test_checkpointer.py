@@ -263,3 +263,27 @@ def test_composer_alone_reads_a_whole_checkpoint(uninterrupted):
     weights = weights_of(find_checkpoint(whole), 'training')[0]
     assert distance(dict(trainer.state.model.state_dict()), weights) == 0
     trainer.close()
+
+
+SHARED = """
+import os, sys
+from pathlib import Path
+from composer.utils import dist, get_device
+from diffusion.checkpointing.checkpointer import check_shared
+from diffusion.errors import UserError
+dist.initialize_dist(get_device('cpu'), 60.0)
+folder = Path(sys.argv[1])
+check_shared(folder / 'same', 'runs_dir')
+try:
+    check_shared(folder / os.environ['RANK'], 'runs_dir')
+except UserError as error:
+    print(error)
+"""
+
+
+def test_ranks_that_do_not_see_the_same_folder_are_told_before_training(ranks, tmp_path):
+    job = ranks.start_program(2, '-c', SHARED, tmp_path)
+    assert job.wait() == [0, 0], job.output()
+    for output in job.outputs():
+        assert '/1 is not the same folder on rank 0 and rank 1; give one on a file system that all nodes' in output
+    assert not [*(tmp_path / 'same').iterdir()], 'nothing is left of the check'

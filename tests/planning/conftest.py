@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from diffusion.errors import UserError
 from diffusion.planning import count_cache
 
 
@@ -12,7 +13,10 @@ def counting_here(tmp_path_factory):
     def count(request):
         from diffusion.models.cost_counting import answer
 
-        return json.loads(json.dumps(answer(request)))
+        try:
+            return json.loads(json.dumps(answer(request)))
+        except UserError as error:
+            return {'mistake': str(error)}
 
     folder = tmp_path_factory.mktemp('model_counts')
     with pytest.MonkeyPatch.context() as patch:

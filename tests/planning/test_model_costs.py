@@ -8,6 +8,7 @@ from diffusion.config import registry
 from diffusion.config.image_shapes import square
 from diffusion.config.recipe import Component
 from diffusion.config.signatures import defaults_of_source
+from diffusion.errors import UserError
 from diffusion.models import sd2_config
 from diffusion.planning.model_costs import SAME_ARCHITECTURE, ModelCosts
 
@@ -72,9 +73,10 @@ def test_parts_from_a_local_folder_are_read(tmp_path):
         costs('tiny', **settings)
 
 
-def test_a_mistake_in_the_model_is_the_plans():
-    with pytest.raises(ValueError, match='model tiny: denoiser: cross_attention_dim'):
-        costs('tiny', text_width=0, text_layers=1).count()
+def test_a_mistake_in_the_model_is_the_plans(tmp_path):
+    (tmp_path / 'config.json').write_text('{"block_out_channels": 3}')
+    with pytest.raises(UserError, match=r'model tiny: .*AutoencoderKL could not be loaded from this folder'):
+        costs('tiny', vae=str(tmp_path)).count()
 
 
 def test_a_shape_that_is_no_multiple_of_a_cell_is_an_error():

@@ -147,7 +147,7 @@ def test_a_shape_beside_its_resolution(tmp_path):
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=4))
 def test_shares_add_up_to_one(proportions):
     streams = {
-        f's{index}': StreamConfig(resolution=64 * (index + 1), local='x', proportion=proportion)
+        f's{index}': StreamConfig(resolution=256 * (index + 1), local='x', proportion=proportion)
         for index, proportion in enumerate(proportions)
     }
     assert sum(phase_of(replace(PHASE1.recipe, streams=streams)).shapes.values()) == pytest.approx(1)

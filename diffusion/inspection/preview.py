@@ -59,6 +59,8 @@ def look(
 def _check_out(out: Path) -> None:
     if out.suffix not in ('.png', '.html'):
         raise UserError(f'--out: {out} ends in {out.suffix or "nothing"!r}; use .png or .html')
+    if out.is_dir():
+        raise UserError(f'--out: {out} cannot be written: it is a folder; choose another name')
     if not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
         raise UserError(f'--out: {out.parent} is no folder that can be written to; make it, or choose another')
 

@@ -2,7 +2,7 @@
 
     python benchmarks/model_counts.py
 
-Takes about ten minutes. Run it when tests/planning/test_count_cache.py finds a shipped count that is wrong.
+Takes about four minutes on one core. Run it when tests/planning/test_count_cache.py finds a wrong shipped count.
 """
 
 import json

@@ -9,6 +9,7 @@ os.environ.setdefault('OMP_NUM_THREADS', '1')  # tests run side by side, and so 
 import atexit
 import contextlib
 import gc
+import json
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -245,3 +246,24 @@ def _forget_trainers_and_datasets(request: pytest.FixtureRequest) -> Iterator[No
     # Collecting takes half a second with all of PyTorch loaded.
     if trained or 'many_datasets' in request.fixturenames:
         gc.collect()
+
+
+@pytest.fixture(scope='session', autouse=True)
+def counting_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Count models for the planner in this process, which has torch anyway, and cache the counts for the session."""
+    from diffusion.errors import UserError
+    from diffusion.planning import count_cache
+
+    def count(request: Any) -> dict[str, Any]:
+        from diffusion.models.cost_counting import answer
+
+        try:
+            return json.loads(json.dumps(answer(request)))
+        except UserError as error:
+            return {'mistake': str(error)}
+
+    folder = tmp_path_factory.mktemp('model_counts')
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(count_cache, 'run_counter', count)
+        patch.setattr(count_cache, 'cache_folder', lambda: folder)
+        yield

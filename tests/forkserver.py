@@ -79,7 +79,11 @@ class Server:
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self.path = str(Path(self._folder.name, 'socket'))
-        environ = os.environ | {'OMP_NUM_THREADS': '1', 'CUDA_VISIBLE_DEVICES': '', 'PYTHONPATH': f'{ROOT}:{ROOT / "tests"}'}
+        environ = os.environ | {
+            'OMP_NUM_THREADS': '1',
+            'CUDA_VISIBLE_DEVICES': '',
+            'PYTHONPATH': f'{ROOT}:{ROOT / "tests"}',
+        }
         command = [sys.executable, __file__, '--serve', self.path]
         self._process = subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._process.stdout is not None
@@ -94,7 +98,11 @@ class Server:
         **settings: Any,
     ) -> Process:
         """Start `python COMMAND`, with stdout and stderr appended to a file and further variables."""
-        environ = os.environ | {'OMP_NUM_THREADS': '1', 'CUDA_VISIBLE_DEVICES': '', 'PYTHONPATH': f'{ROOT}:{ROOT / "tests"}'}
+        environ = os.environ | {
+            'OMP_NUM_THREADS': '1',
+            'CUDA_VISIBLE_DEVICES': '',
+            'PYTHONPATH': f'{ROOT}:{ROOT / "tests"}',
+        }
         with output.open('ab') as file:
             outputs = (file.fileno(), file.fileno())
             return Process(

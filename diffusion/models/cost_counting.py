@@ -69,7 +69,7 @@ class ModelCounter:
             'text_length': self.text_length,
             'text_width': self.text_width,
             'trains_text_encoder': self._trains_text,
-            'text_encoder_flops': 0 if self.text is None else text_encoder_flops(self.text, length=self.text_length),
+            'text_encoder_flops': 0 if self.denoiser is None else self._text_flops(),
         }
 
     def flops(self, shape: Shape) -> dict[str, int]:
@@ -83,7 +83,7 @@ class ModelCounter:
         height, width = shape.height // self.cell, shape.width // self.cell
         flops = self._denoiser_flops(height, width, self.text_length)
         if self._trains_text:
-            flops += text_encoder_flops(self.text, length=self.text_length)
+            flops += self._text_flops()
         return {'trained': flops, 'image_encoder': vae_encoder_flops(self.vae, height=height, width=width)}
 
     def activations(self, shape: Shape, precision: str) -> Activations:
@@ -115,6 +115,9 @@ class ModelCounter:
     @property
     def _trains_text(self) -> bool:
         return self.text is not None and any(each.requires_grad for each in self.text.parameters())
+
+    def _text_flops(self) -> int:
+        return text_encoder_flops(self.text, length=self.text_length)
 
     def _tokens(self, count: int, *, device: str = 'cpu') -> Tensor:
         return torch.zeros(count, len(self.text.encoders), self.text_length, dtype=torch.int64, device=device)

@@ -1,1 +1,1 @@
-"""What a run will take, before it starts: hours, dollars, memory, storage, checkpoints. Arithmetic, without torch."""
+"""The planner: hours, dollars, memory, storage and checkpoints of a run before it starts, without torch."""

@@ -1,4 +1,4 @@
-"""Checkpoints: how large, how often, and how much of a run its failures leave.
+"""Checkpoint size, checkpoint interval, and goodput under failures.
 
 The interval is Young's (1974), sqrt(2 x stall x MTBF); what remains is Daly's complete model (2006).
 """
@@ -15,9 +15,9 @@ LLAMA3_HOURS_BETWEEN_FAILURES = 54 * 24 / 419
 LLAMA3_GPUS = 16_384
 """419 unexpected interruptions in 54 days (Llama 3, 2024); the default MTBF scales with the number of GPUs."""
 WRITE_BYTES_PER_SECOND = 0.2e9
-"""Of one writer to a shared file system: 1.6 GB took 8 s on two slow cores, hashing included."""
+"""Speed of one writer to a shared file system: 1.6 GB took 8 s on two slow cores, hashing included."""
 RESTART_SECONDS = 600.0
-"""From a failure to the next batch: noticing it, another node, starting, reading the checkpoint. An assumption."""
+"""Time from a failure to the next batch: detection, another node, start-up, reading the checkpoint. An assumption."""
 
 
 @dataclass(frozen=True)
@@ -31,18 +31,18 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Resilience:
-    """What saving and failing cost."""
+    """Cost of saves and failures."""
 
     mtbf_hours: float
     stall_seconds: float
     restart_seconds: float
     interval_seconds: float
-    """Young's."""
+    """Young's interval."""
     goodput: float
     """Share of the time that is training, at that interval."""
     interval_batches: int
     recipe_interval_seconds: float | None
-    """As trainer.save_interval says, where that is batches."""
+    """trainer.save_interval, if it is given in batches."""
     recipe_goodput: float | None
 
 
@@ -53,18 +53,18 @@ def sizes_of(recipe: Recipe, model: ModelCosts) -> Sizes:
 
 
 def default_mtbf_hours(gpus: int) -> float:
-    """Hours between unexpected interruptions of a run on so many GPUs."""
+    """Mean hours between unexpected interruptions of a run on this many GPUs."""
     return LLAMA3_HOURS_BETWEEN_FAILURES * LLAMA3_GPUS / gpus
 
 
 def default_stall_seconds(phase: Phase, *, nodes: int) -> float:
-    """How long a save stops training: one writer for whole checkpoints, one a node for those in pieces."""
+    """Seconds that a save stops training: whole checkpoints have one writer, sharded ones have one per node."""
     writers = nodes if phase.recipe.parallelism.checkpoints == 'sharded' else 1
     return sizes_of(phase.recipe, phase.model).with_averages / (writers * WRITE_BYTES_PER_SECOND)
 
 
 def young_interval(*, stall: float, mtbf: float) -> float:
-    """Time between saves that loses least, to first order; in the unit of its arguments."""
+    """The save interval that loses the least time, to first order; in the unit of its arguments."""
     return math.sqrt(2 * stall * mtbf)
 
 
@@ -88,7 +88,7 @@ def resilience_of(
     stall_seconds: float | None = None,
     restart_seconds: float = RESTART_SECONDS,
 ) -> Resilience:
-    """How often to save, and what is left of the time."""
+    """The best save interval, and the goodput at it."""
     stall = default_stall_seconds(phase, nodes=nodes) if stall_seconds is None else stall_seconds
     mtbf, batch_seconds = mtbf_hours * 3600, phase.recipe.global_batch / images_per_second
     # Not before a batch is done, and not after the run is: its end is always saved.

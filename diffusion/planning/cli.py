@@ -12,29 +12,40 @@ ENCODINGS = ('pictures', 'latents', 'latents+text')
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Recipes and overrides, the cluster, and the form of the answer."""
+    """Add arguments for recipes, the cluster and the output format."""
     parser.add_argument(
         'recipes', nargs='+', metavar='RECIPE', help='YAML files of runs that follow each other, then KEY=VALUE for all'
     )
     parser.add_argument('--gpu', default='h100-sxm', metavar='NAME', help='such as a100-80gb (default: %(default)s)')
-    parser.add_argument('--gpus', type=_whole, default=8, metavar='N', help='how many (default: %(default)s)')
+    parser.add_argument('--gpus', type=_whole, default=8, metavar='N', help='number of GPUs (default: %(default)s)')
     speed = parser.add_mutually_exclusive_group()
-    speed.add_argument('--mfu', type=_share, metavar='X', help='share of the peak to reckon with, such as 0.4')
-    speed.add_argument('--images-per-second', type=_positive, metavar='Y', help='of all GPUs together, as measured')
-    speed.add_argument('--from-run', type=Path, metavar='DIR', help='throughput that a run of ours logged')
-    parser.add_argument('--price', type=_not_negative, metavar='USD', help='of a GPU an hour')
-    parser.add_argument('--gpus-file', type=Path, metavar='YAML', help='more GPUs and other prices, as in gpus.yaml')
+    speed.add_argument('--mfu', type=_share, metavar='X', help='model FLOPs utilization to assume, such as 0.4')
+    speed.add_argument('--images-per-second', type=_positive, metavar='Y', help='measured speed of all GPUs together')
+    speed.add_argument(
+        '--from-run', type=Path, metavar='DIR', help='folder of an earlier run, whose logged throughput is used'
+    )
+    parser.add_argument('--price', type=_not_negative, metavar='USD', help='price per GPU-hour')
     parser.add_argument(
-        '--samples', type=_counts, metavar='N[,N]', help='different pictures of each recipe: 790e6,300e6'
+        '--gpus-file', type=Path, metavar='YAML', help='more GPUs and other prices, in the form of gpus.yaml'
     )
     parser.add_argument(
-        '--stored', choices=ENCODINGS, help='what is stored of a sample, if something else than the recipes say'
+        '--samples', type=_counts, metavar='N[,N]', help='number of different images of each recipe: 790e6,300e6'
     )
-    parser.add_argument('--mtbf', type=_positive, metavar='HOURS', help='between failures (default: as of Llama 3)')
-    parser.add_argument('--stall', type=_positive, metavar='SECONDS', help='that a save stops training')
-    parser.add_argument('--restart', type=_not_negative, metavar='SECONDS', help='from a failure to the next batch')
-    parser.add_argument('--json', action='store_true', help='for programs')
-    parser.add_argument('--png', type=Path, metavar='FILE', help='cost and days against the number of GPUs')
+    parser.add_argument(
+        '--stored', choices=ENCODINGS, help='form in which samples are stored, instead of what the recipes say'
+    )
+    parser.add_argument(
+        '--mtbf',
+        type=_positive,
+        metavar='HOURS',
+        help='mean time between failures of the whole cluster (default: the rate of Llama 3)',
+    )
+    parser.add_argument('--stall', type=_positive, metavar='SECONDS', help='time that a save stops training')
+    parser.add_argument(
+        '--restart', type=_not_negative, metavar='SECONDS', help='time from a failure to the next batch'
+    )
+    parser.add_argument('--json', action='store_true', help='print JSON')
+    parser.add_argument('--png', type=Path, metavar='FILE', help='plot cost and days against the number of GPUs')
     parser.set_defaults(overrides=[])
 
 

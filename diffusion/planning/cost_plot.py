@@ -14,7 +14,7 @@ from diffusion.storage.atomic import becoming
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLOURS = ('#4477aa', '#ee6677', '#228833', '#ccbb44', '#66ccee', '#aa3377')
+COLORS = ('#4477aa', '#ee6677', '#228833', '#ccbb44', '#66ccee', '#aa3377')
 
 
 def counts_around(phases: Sequence[Phase], chosen: int) -> list[int]:
@@ -30,7 +30,7 @@ def counts_around(phases: Sequence[Phase], chosen: int) -> list[int]:
 
 
 def costs_at(phases: Sequence[Phase], given: Assumptions, gpus: int) -> list[Cost]:
-    """What each phase takes on another number of GPUs."""
+    """Costs of the phases on another number of GPUs."""
     there = replace(given, gpus=gpus)
     if given.images_per_second is not None:
         there = replace(there, images_per_second=given.images_per_second * gpus / given.gpus)
@@ -39,7 +39,7 @@ def costs_at(phases: Sequence[Phase], given: Assumptions, gpus: int) -> list[Cos
 
 
 def draw(plan: Plan, out: Path) -> None:
-    """Write the picture: days on the left, dollars (GPU-hours without a price) on the right."""
+    """Write the plot: days on the left, dollars (GPU-hours without a price) on the right."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -73,10 +73,10 @@ def _bars(
     given: Assumptions,
     form: Callable[[float], str],
 ) -> None:
-    """A bar a number of GPUs, phases on top of each other, the sum above, the chosen number in bold."""
+    """Draw one bar per number of GPUs: phases stacked, their sum above, the chosen number in bold."""
     positions, tops = range(len(counts)), [0.0] * len(counts)
     for index, (name, heights) in enumerate(values.items()):
-        axes.bar(positions, heights, bottom=tops, color=COLOURS[index % len(COLOURS)], width=0.7, label=name)
+        axes.bar(positions, heights, bottom=tops, color=COLORS[index % len(COLORS)], width=0.7, label=name)
         tops = [top + height for top, height in zip(tops, heights, strict=True)]
     above: dict[str, Any] = {'xytext': (0, 2), 'textcoords': 'offset points', 'ha': 'center', 'fontsize': 8}
     for position, top in zip(positions, tops, strict=True):

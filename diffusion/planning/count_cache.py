@@ -35,13 +35,13 @@ class CountingFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class ModelKey:
-    """What decides a model's counts.
+    """Everything that decides a model's counts.
 
     Attributes:
         name: The registered name.
         kwargs: The keywords that change the architecture.
         imports: The recipe's modules, which register it.
-        contents: What files named in `kwargs` say, where that decides the architecture.
+        contents: Contents of configuration files that `kwargs` names.
     """
 
     name: str
@@ -74,7 +74,7 @@ def cache_folder() -> Path:
 
 
 def known_counts(key: ModelKey) -> dict[str, Any]:
-    """A model's counts that are there already; sections are empty where there are none."""
+    """The counts of a model that exist already; sections are empty if there are none."""
     cached = _read(key.cached)
     fresh = cached if cached.get('made_with') and cached['made_with'] == key.made_with() else _no_counts()
     return merged(fresh, _read(SHIPPED / key.file_name))

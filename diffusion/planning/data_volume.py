@@ -1,11 +1,11 @@
-"""Bytes of the data: stored as pictures or latents, and read while training."""
+"""Bytes of the data: stored as images or latents, and read while training."""
 
 from dataclasses import dataclass
 
 from diffusion.planning.workload import Encoding, Phase
 
 JPEG_BYTES_PER_PIXEL = 62e3 / 512**2
-"""A 512 x 512 JPEG of the usual quality is 62 kB; other sizes in proportion. Used where the shards are not here."""
+"""A 512 x 512 JPEG of the usual quality is 62 kB; other sizes in proportion. Used if the shards are not local."""
 CAPTION_BYTES = 100
 """A caption as text. An assumption, and small."""
 LATENT_WIDTHS = {'float16': 2, 'float32': 4}
@@ -13,13 +13,13 @@ LATENT_WIDTHS = {'float16': 2, 'float32': 4}
 
 @dataclass(frozen=True)
 class Storage:
-    """Bytes of one kind of dataset, and how fast training reads it."""
+    """Bytes of one kind of dataset, and the rate at which training reads it."""
 
     bytes_per_sample: float
     samples: int
-    """Different pictures."""
+    """Number of different images."""
     images: int
-    """Pictures that training reads, repeated ones each time."""
+    """Number of images that training reads, repeated ones counted each time."""
     images_per_second: float
     nodes: int
 
@@ -29,7 +29,7 @@ class Storage:
 
     @property
     def read_bytes(self) -> float:
-        """Egress of the object store, where no cache keeps what comes again."""
+        """Egress of the object store, without a cache for later epochs."""
         return self.bytes_per_sample * self.images
 
     @property
@@ -42,7 +42,7 @@ class Storage:
 
 
 def storage_of(phase: Phase, encoding: Encoding, *, images_per_second: float, nodes: int) -> Storage:
-    """What one kind of dataset takes."""
+    """Storage and bandwidth of one kind of dataset."""
     return Storage(
         bytes_per_sample=sample_bytes(phase, encoding),
         samples=phase.different_images,
@@ -53,7 +53,7 @@ def storage_of(phase: Phase, encoding: Encoding, *, images_per_second: float, no
 
 
 def sample_bytes(phase: Phase, encoding: Encoding) -> float:
-    """Bytes of a picture or its latents, with its caption or its embedding."""
+    """Bytes of an image or its latents, with its caption or text embedding."""
     if phase.stored_bytes is not None and encoding == phase.encoding:
         return phase.stored_bytes
     if encoding == 'pictures':

@@ -1,4 +1,4 @@
-"""GPUs: how fast, how much memory, what an hour costs; read from gpus.yaml, or from a file of the user's."""
+"""Speed, memory and hourly price of GPUs, read from gpus.yaml or from a file of the user's."""
 
 import datetime
 from dataclasses import dataclass
@@ -20,21 +20,21 @@ class GPU:
     peak_tflops: dict[str, float]
     """Dense peak in 10**12 FLOP/s, by precision: bf16, fp16, fp32."""
     memory_gib: float
-    """What the driver reports, in 2**30 bytes."""
+    """Memory that the driver reports, in 2**30 bytes."""
     price_usd_per_hour: float | None = None
-    """What one costs an hour; null asks for --price."""
+    """Price per hour; null asks for --price."""
     date: str | None = None
-    """Of the price, as 2026-05-01."""
+    """Date of the price, such as 2026-05-01."""
     source: str = ''
-    """Where the price is from."""
+    """Source of the price."""
     memory_gb_per_second: float | None = None
     """Bandwidth of its memory."""
     nvlink_gb_per_second: float = 0.0
     """Both directions together; 0 is none."""
     gpus_per_node: int = 8
-    """How many a node has."""
+    """Number of GPUs per node."""
     name: str = ''
-    """What it is called by."""
+    """Name on the command line."""
 
     def peak_flops(self, precision: str) -> float:
         """Dense peak in FLOP/s.
@@ -50,7 +50,7 @@ class GPU:
         return self.peak_tflops[precision] * 1e12
 
     def stale(self, today: datetime.date) -> str | None:
-        """A warning, where the price is too old to plan with."""
+        """A warning if the price is too old to plan with."""
         if self.date is None:
             return None
         days = (today - datetime.date.fromisoformat(self.date)).days
@@ -63,7 +63,7 @@ class GPU:
 
 
 def load_gpus(path: Path | None = None) -> dict[str, GPU]:
-    """The GPUs that ship with the package, and those of a file, which come first where both name one.
+    """The GPUs that ship with the package, and those of a file, which take precedence.
 
     Raises:
         UserError: A file is not as gpus.yaml is.

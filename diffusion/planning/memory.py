@@ -17,14 +17,14 @@ GIB = 2**30
 CONTEXT_BYTES = 1.5 * GIB
 """CUDA's context, libraries and NCCL's buffers; outside of what torch counts as allocated. An assumption."""
 FRAGMENTS = 0.05
-"""Of what is allocated: workspaces of cuDNN and gaps between tensors. An assumption."""
+"""Share of what is allocated, for cuDNN's workspaces and gaps between tensors. An assumption."""
 ADAM_STATES = 2
-"""Numbers a parameter that Adam keeps; amsgrad keeps one more."""
+"""Numbers per parameter that Adam keeps; amsgrad keeps one more."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one device. The peak is what is always there, and the largest of what is there only for a while."""
+    """Bytes on one device. The peak is all that is resident, and the largest of what comes and goes."""
 
     weights: int
     optimizer: int
@@ -37,7 +37,7 @@ class Memory:
     compute_weights: int
     """Weights in the precision of autocast: its cache, or what FSDP has gathered."""
     activations: int
-    """Kept for the backward pass, of one microbatch."""
+    """Tensors of one microbatch that are kept for the backward pass."""
     working: int
     """Tensors that come and go during the backward pass."""
     encoding: int
@@ -47,11 +47,11 @@ class Memory:
     batch: int
     """The device's share of the batch, as it comes from the loader."""
     accumulates: bool
-    """Whether gradients of an earlier microbatch are there during the forward pass."""
+    """True if gradients of an earlier microbatch exist during the forward pass."""
 
     @property
     def resident(self) -> int:
-        """What is there all the time."""
+        """Bytes that are there all the time."""
         return self.weights + self.optimizer + self.averages + self.encoders + self.buckets + self.batch
 
     @property
@@ -64,7 +64,7 @@ class Memory:
 
     @property
     def reserved(self) -> int:
-        """The peak with allowances: what the GPU has to have."""
+        """The peak with allowances: the memory that the GPU must have."""
         return round(self.allocated * (1 + FRAGMENTS) + CONTEXT_BYTES)
 
     def parts(self) -> dict[str, int]:
@@ -74,7 +74,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Setup:
-    """How a model is spread over devices, and what of a batch a device takes at once."""
+    """Parallelism and microbatch of a run."""
 
     devices: int
     microbatch: int
@@ -82,7 +82,7 @@ class Setup:
 
     @property
     def shards(self) -> int:
-        """Over how many devices weights, gradients and optimizer states are divided."""
+        """Number of devices that weights, gradients and optimizer states are divided over."""
         return 1 if self.parallelism.strategy == 'ddp' else max(1, self.devices // self.parallelism.replicas)
 
     @property
@@ -96,7 +96,7 @@ class Setup:
 
 
 def memory_of(phase: Phase, setup: Setup) -> Memory:
-    """Bytes on one device of a set-up."""
+    """Bytes on one device under a set-up."""
     settings, shards = setup.parallelism, setup.shards
     parts = phase.speed(settings.strategy)
     activations = phase.model.activations(phase.largest_shape, phase.precision(settings.strategy))
@@ -136,12 +136,12 @@ def averages_of(recipe: Recipe) -> int:
 
 
 def encoder_width(phase: Phase) -> int:
-    """Bytes a parameter of frozen parts; `auto` is float16 on a GPU."""
+    """Bytes per parameter of frozen parts; `auto` is float16 on a GPU."""
     return FLOAT32 if phase.recipe.model.kwargs.get('encoder_dtype') == 'float32' else HALF
 
 
 def largest_microbatch(phase: Phase, setup: Setup, gpu: GPU) -> int:
-    """The largest microbatch that fits and divides the device's share of the batch; 0 where none does."""
+    """The largest microbatch that fits and divides the device's share of the batch; 0 if none does."""
     share = phase.recipe.global_batch // setup.devices
     divisors = [size for size in range(1, share + 1) if share % size == 0]
     fitting = [size for size in divisors if fits_in_memory(memory_of(phase, replace(setup, microbatch=size)), gpu)]
@@ -168,7 +168,7 @@ def strategies(setup: Setup) -> list[Setup]:
 
 
 def ways_out(phase: Phase, setup: Setup, gpu: GPU, gpus: dict[str, GPU]) -> list[str]:
-    """What would make a set-up fit that does not."""
+    """Settings that would make a set-up fit that does not."""
     found = []
     smaller = largest_microbatch(phase, setup, gpu)
     if smaller:

@@ -1,4 +1,4 @@
-"""What a recipe's model costs: parameters, FLOPs per image, activations per sample, as counted on the model itself."""
+"""Parameters, FLOPs per image and activations per sample of a recipe's model, as counted on the model itself."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,13 +16,13 @@ from diffusion.planning.count_cache import ModelKey, count, known_counts, merged
 FLOAT32 = 4
 HALF = 2
 Precision = Literal['float32', 'float32+compile', 'half', 'half+low_precision_norms', 'half+compile']
-"""How a GPU computes, as far as it changes what is kept for the backward pass; each is explained in
-models/activation_memory.py, which counts it."""
+"""Settings of a GPU run that change what is kept for the backward pass; models/activation_memory.py, which counts each,
+explains them."""
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 _TRAINING = {'resolution', 'objective', 'encoder_dtype', 'posterior', 'seed', 'mask_padding'}
 _TRAINING |= {'caption_dropout', 'caption_dropout_mode'}
 SAME_ARCHITECTURE = {'sd2': {'revision', *_TRAINING}, 'tiny': _TRAINING, 'autoencoder': {'l1_weight', 'kl_weight'}}
-"""Keywords of our builders that change neither layers nor sizes. Of any other model, every keyword is taken to."""
+"""Keywords of our builders that change neither layers nor sizes; every keyword of any other model is assumed to."""
 WEIGHTS = {'pretrained': ('vae', 'text_encoder'), 'vae': ('vae',)}
 """Keywords of our builders that name a folder or a repository of pretrained weights, and the parts it holds."""
 
@@ -47,12 +47,12 @@ class Activations:
 
     @property
     def kept_recomputing(self) -> int:
-        """What is kept between recomputed blocks, and the inside of the largest."""
+        """Bytes kept between recomputed blocks, and inside of the largest."""
         return self.kept_between + self.kept_inside
 
     @property
     def copies_recomputing(self) -> int:
-        """The same of copies: a recomputed block keeps none, so only those of one at a time are there."""
+        """The same for copies of weights: a recomputed block keeps none, so those of one block at a time are there."""
         return self.copies_between + self.copies_inside
 
 
@@ -66,7 +66,7 @@ class ModelCosts:
 
     def __init__(self, model: Component, imports: Sequence[str] = ()) -> None:
         self.notes: list[str] = []
-        """What was assumed."""
+        """Assumptions that the plan states."""
         self.posterior: str = model.kwargs.get('posterior', 'sample')
         self.key = _key_of(model, imports, self.notes)
         self._counts = known_counts(self.key)
@@ -90,18 +90,18 @@ class ModelCosts:
 
     @property
     def is_counted(self) -> bool:
-        """Whether the facts are known already."""
+        """True if the facts are known already."""
         return bool(self._counts['facts'])
 
     @property
     def facts(self) -> Mapping[str, int]:
-        """What does not depend on the images' shape, as `diffusion.models.cost_counting` names it."""
+        """Counts that do not depend on the images' shape, under the names of `diffusion.models.cost_counting`."""
         self.count()
         return self._counts['facts']
 
     @property
     def is_latent_diffusion(self) -> bool:
-        """Whether a denoiser is trained on latents, which may be computed beforehand."""
+        """True if a denoiser is trained on latents, which may be precomputed."""
         return bool(self.facts['latent_diffusion'])
 
     @property
@@ -134,7 +134,7 @@ class ModelCosts:
         return self._flops(shape)['image_encoder']
 
     def activations(self, shape: Shape, precision: Precision) -> Activations:
-        """What a sample of this shape keeps for the backward pass."""
+        """Bytes that a sample of this shape keeps for the backward pass."""
         self.count(activations=[(shape, precision)])
         return Activations(**self._counts['activations'][f'{shape} {precision}'])
 
@@ -149,7 +149,7 @@ class ModelCosts:
 
 
 def _key_of(model: Component, imports: Sequence[str], notes: list[str]) -> ModelKey:
-    """What decides the counts; of our own builders without the keywords that do not."""
+    """Name, keywords and files that decide the counts."""
     if model.name not in SAME_ARCHITECTURE:
         return ModelKey(model.name, model.kwargs, tuple(imports))
     usual = defaults_of_source(*registry.TARGETS['model'][model.name].split(':'))

@@ -34,14 +34,14 @@ from diffusion.planning.throughput import MeasuredSpeed, Speed, planned_speed, r
 from diffusion.planning.workload import ENCODINGS, Encoding, Phase, phase_of
 
 HOPELESS_GOODPUT = 0.01
-"""Less of the time than this, and the plan says so instead of centuries."""
+"""Below this goodput the plan refuses, instead of printing centuries."""
 LAUNCH_SECONDS = 0.02
 """A microbatch that takes less than this waits for kernels to be launched. A rule of thumb."""
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What the user says about the cluster; None leaves it to the plan."""
+    """The user's statements about the cluster; None leaves a choice to the plan."""
 
     gpu: GPU
     gpus: int
@@ -64,7 +64,7 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class Fit:
-    """A strategy, what it takes of a GPU's memory, and the largest microbatch that fits."""
+    """Memory of one strategy, and the largest microbatch that fits."""
 
     setup: Setup
     memory: Memory
@@ -74,7 +74,7 @@ class Fit:
 
 @dataclass(frozen=True)
 class Alternative:
-    """Where the encoders run, and what that makes of time, money and storage."""
+    """Time, money and storage of one way to run the encoders: online or precomputed."""
 
     encoding: Encoding
     speed: Speed
@@ -97,7 +97,7 @@ class PhasePlan:
     fit: tuple[Fit, ...]
     """The recipe's own strategy first."""
     ways_out: tuple[str, ...]
-    """What would make it fit, where it does not."""
+    """Settings that would make it fit, if it does not."""
     alternatives: tuple[Alternative, ...]
     """The recipe's own among them."""
     sizes: Sizes
@@ -105,7 +105,7 @@ class PhasePlan:
 
     @property
     def expected(self) -> Cost:
-        """With saves and failures, at the best interval."""
+        """Cost with saves and failures, at the best save interval."""
         return self.cost * (1 / self.resilience.goodput)
 
 
@@ -128,7 +128,7 @@ class Plan:
 
     @property
     def flops(self) -> float:
-        """Of training, forward and backward, encoders left out."""
+        """FLOPs of training, forward and backward, without the encoders."""
         return sum(each.phase.training_flops * each.phase.images for each in self.phases)
 
 
@@ -139,13 +139,13 @@ def load_phases(
     samples: Sequence[int | None] = (),
     encoding: Encoding | None = None,
 ) -> list[Phase]:
-    """Recipes as amounts of work; `???` may stand where only the data is said.
+    """Read recipes as amounts of work; values about the data alone may be `???`.
 
     Args:
-        paths: Of the recipes, in the order of the runs.
-        overrides: `key=value`, of every recipe.
-        samples: Different pictures of each recipe's data; of all, where only one is given.
-        encoding: What is stored of them, if something else than the recipes say.
+        paths: The recipes, in the order of the runs.
+        overrides: `key=value`, applied to every recipe.
+        samples: Number of different images of each recipe's data; one number is that of all.
+        encoding: What is stored of them, instead of what the recipes say.
 
     Raises:
         UserError: A recipe is wrong, or says too little to plan with.
@@ -183,7 +183,7 @@ def make_plan(
 
 
 def measured_in(run: Path) -> MeasuredSpeed:
-    """Throughput of a run of ours, and the work that it was throughput of, by the recipe beside its metrics."""
+    """Throughput of an earlier run, and its FLOPs per image by the recipe beside its metrics."""
     recipe = run / 'recipe.yaml'
     if not recipe.is_file():
         raise UserError(f'--from-run: {run} has no recipe.yaml; give the folder of a run, such as runs/phase1')
@@ -222,7 +222,7 @@ def _plan_phase(phase: Phase, given: Assumptions, gpus: dict[str, GPU]) -> Phase
 
 
 def speed_under(phase: Phase, given: Assumptions, encoding: Encoding | None = None) -> Speed:
-    """How fast a phase goes, as the user says or as the plan finds."""
+    """Images per second of a phase, as given by the user or found by the plan."""
     return planned_speed(
         phase,
         given.gpu,

@@ -7,7 +7,7 @@ from diffusion.planning.run_cost import Cost
 
 
 def as_values(plan: Plan) -> dict[str, Any]:
-    """What JSON can say of a plan."""
+    """The plan as dictionaries, lists and numbers for JSON."""
     given = plan.given
     return {
         'gpu': given.gpu.name,

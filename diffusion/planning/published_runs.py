@@ -1,4 +1,4 @@
-"""What was published of training Stable Diffusion 2 from scratch: speeds, data, hours.
+"""Published figures of training Stable Diffusion 2 from scratch: speed, data, hours.
 
 MosaicML, "Training Stable Diffusion from Scratch for <$50k", part 2 (2023), and its code.
 """
@@ -12,24 +12,24 @@ IMAGES_PER_SECOND: dict[int, dict[int, float]] = {
     256: {8: 1100, 16: 2180, 32: 4080, 64: 8530, 128: 11600},
     512: {8: 290, 16: 585, 32: 1195, 64: 2340, 128: 4590},
 }
-"""By resolution and number of A100s, the output of both encoders precomputed."""
+"""Images per second by resolution and number of A100s, the output of both encoders precomputed."""
 ONLINE_SLOWDOWN = 1.4
-"""How much longer a run took that encoded online; by FLOPs alone it would be 1.59 at 256 px and 1.48 at 512."""
+"""Factor by which encoding online slowed a run; by FLOPs alone it would be 1.59 at 256 px and 1.48 at 512."""
 SAMPLES = {(256, 550_000 * 2048): 790_000_000, (512, 850_000 * 2048): 300_000_000}
-"""Different pictures of a phase, by its resolution and the pictures it saw."""
+"""Different images of a phase, by its resolution and the number of images it saw."""
 TRAINING_HOURS, PRECOMPUTE_HOURS = 20_051, 3_784
-"""A100-hours of both phases, and of encoding their pictures and captions beforehand."""
+"""A100-hours of both phases, and of encoding their images and captions beforehand."""
 
 
 def published_samples(shapes: list[Shape], images: int, parameters: int) -> int | None:
-    """How many different pictures a published phase had; None for any other."""
+    """Number of different images of a published phase; None for any other."""
     if parameters != SD2_PARAMETERS or len(shapes) != 1 or not shapes[0].is_square:
         return None
     return SAMPLES.get((shapes[0].width, images))
 
 
 def images_per_second(shapes: list[Shape], gpus: int, parameters: int) -> float | None:
-    """Published throughput on so many A100s; None for another model or shape."""
+    """Published throughput on this many A100s; None for another model or shape."""
     known = IMAGES_PER_SECOND.get(shapes[0].width) if len(shapes) == 1 and shapes[0].is_square else None
     return None if known is None or parameters != SD2_PARAMETERS else interpolate(known, gpus)
 

@@ -36,12 +36,12 @@ def cost_of_hours(hours: float, *, gpus: int, price: float | None) -> Cost:
 
 
 def training_cost(phase: Phase, speed: Speed, *, gpus: int, price: float | None) -> Cost:
-    """Of the batches alone: no evaluation, no saves, no failures."""
+    """Cost of the batches alone: no evaluation, no saves, no failures."""
     return cost_of_hours(phase.images / speed.images_per_second / HOUR, gpus=gpus, price=price)
 
 
 def precompute_cost(phase: Phase, encoding: Encoding, gpu: GPU, *, gpus: int, price: float | None) -> Cost:
-    """Of encoding every different picture once, before training."""
+    """Cost of encoding every different image once, before training."""
     flops = phase.different_images * phase.precompute_flops(encoding)
     peak = gpus * gpu.peak_flops('fp16')
     return cost_of_hours(flops / (PRECOMPUTE_MFU * peak) / HOUR, gpus=gpus, price=price)

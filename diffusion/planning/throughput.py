@@ -1,4 +1,4 @@
-"""Images a second: measured, published, or of an assumed share of the peak."""
+"""Images per second: measured, published, or at an assumed MFU."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from diffusion.planning.workload import Encoding, Phase
 ASSUMED_MFU = 0.25
 """The published code reached 0.24 at 256 px and 0.28 at 512 on 8 A100s, 0.16 and 0.28 on 128."""
 PRECOMPUTE_MFU = 0.141
-"""Of the encoders alone: the published 3,784 A100-hours for 790 M pictures at 256 px and 300 M at 512."""
+"""MFU of the encoders alone: the published 3,784 A100-hours for 790 M images at 256 px and 300 M at 512."""
 
 THROUGHPUT = 'throughput/device/samples_per_sec'
 """The metric of a run's log, by the name that Composer's SpeedMonitor gives it."""
@@ -22,17 +22,17 @@ THROUGHPUT = 'throughput/device/samples_per_sec'
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast a phase goes, and how that is known."""
+    """Images per second of a phase, and where the figure comes from."""
 
     images_per_second: float
     mfu: float
-    """Model FLOPs utilisation: what the pictures ask for, recomputation left out, as a share of the peak."""
+    """Model FLOPs utilization: FLOPs of the images, without recomputation, as a share of the peak."""
     source: str
 
 
 @dataclass(frozen=True)
 class MeasuredSpeed:
-    """What a run's own log says."""
+    """Throughput in the log of a run."""
 
     images_per_second_per_device: float
     flops_per_image: float
@@ -49,16 +49,16 @@ def planned_speed(
     images_per_second: float | None = None,
     measured: MeasuredSpeed | None = None,
 ) -> Speed:
-    """How fast a phase goes: as the user says, as a run measured, as published for this model and GPU, or assumed.
+    """Speed of a phase: given by the user, measured by a run, published for this model and GPU, or assumed.
 
     Args:
         phase: The work.
-        gpu: The kind of device.
-        gpus: How many.
-        encoding: Where the encoders run, if elsewhere than the recipe says.
-        mfu: Share of the peak to reckon with.
-        images_per_second: Of all devices together, encoders as the recipe has them.
-        measured: Of another run.
+        gpu: The kind of GPU.
+        gpus: Number of GPUs.
+        encoding: Where the encoders run, instead of where the recipe says.
+        mfu: MFU to assume.
+        images_per_second: Speed of all GPUs together, with the encoders as in the recipe.
+        measured: Speed of another run.
     """
     encoding = encoding or phase.encoding
     asked = phase.flops(encoding)
@@ -84,8 +84,8 @@ def read_run(folder: Path, flops_per_image: float) -> MeasuredSpeed:
     """Throughput of a run from its metrics.jsonl: the median of what `breakdown` or `speed_monitor` logged.
 
     Args:
-        folder: Of the run, such as runs/phase1.
-        flops_per_image: What a picture asked for in that run.
+        folder: The run's folder, such as runs/phase1.
+        flops_per_image: FLOPs per image in that run.
 
     Raises:
         UserError: There is no such file, or no throughput in it.

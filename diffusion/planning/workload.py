@@ -1,4 +1,4 @@
-"""A recipe as an amount of work: how many pictures of which shapes, and what is computed for each."""
+"""A recipe as an amount of work: number and shapes of images, and FLOPs for each."""
 
 import json
 import re
@@ -18,24 +18,24 @@ from diffusion.planning.model_costs import ModelCosts, Precision
 
 Encoding = Literal['pictures', 'latents', 'latents+text']
 ENCODINGS: tuple[Encoding, ...] = ('pictures', 'latents', 'latents+text')
-"""What is stored of a sample: nothing is encoded; the VAE has been run; text encoder and VAE have been run."""
+"""Form in which samples are stored: not encoded; encoded by the VAE; encoded by VAE and text encoder."""
 BACKWARD = 2
 """FLOPs of the backward pass, in forward passes."""
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A recipe, and what it says about the work."""
+    """A recipe, and the work that follows from it."""
 
     recipe: Recipe
     model: ModelCosts
     shapes: Mapping[Shape, float]
-    """Share of the pictures by shape; sums to 1."""
+    """Share of the images by shape; sums to 1."""
     batches: int
     samples: int | None
-    """Different pictures there are, where that is known."""
+    """Number of different images, if it is known."""
     stored_bytes: float | None
-    """Bytes of a picture and its captions in the shards, where these are here to be looked at."""
+    """Bytes per image with its captions in the shards, if these are local."""
     encoding: Encoding
     notes: tuple[str, ...] = ()
 
@@ -45,7 +45,7 @@ class Phase:
 
     @property
     def images(self) -> int:
-        """Pictures that the run sees, repeated ones counted each time."""
+        """Number of images that the run sees, repeated ones counted each time."""
         return self.batches * self.recipe.global_batch
 
     @property
@@ -54,7 +54,7 @@ class Phase:
 
     @property
     def autocast(self) -> str:
-        """bf16, fp16 or fp32: what the GPU computes in."""
+        """The precision that the GPU computes in: bf16, fp16 or fp32."""
         return _autocast(self.recipe)
 
     def speed(self, strategy: str | None = None) -> SpeedConfig:
@@ -72,12 +72,12 @@ class Phase:
 
     @cached_property
     def forward_flops(self) -> float:
-        """Of what is trained."""
+        """FLOPs of the forward pass of all that is trained."""
         return self._mean(self.model.trained_flops)
 
     @property
     def training_flops(self) -> float:
-        """Forward and backward pass of what is trained; recomputed activations are not counted."""
+        """FLOPs of the forward and backward pass of all that is trained, without recomputation."""
         return (1 + BACKWARD) * self.forward_flops
 
     @property
@@ -93,17 +93,17 @@ class Phase:
         return 0.0 if self.model.trains_text else float(self.model.text_encoder_flops)
 
     def encoder_flops(self, encoding: Encoding) -> float:
-        """Of frozen encoders that run while training."""
+        """FLOPs of frozen encoders that run while training."""
         image = self.image_encoder_flops if encoding == 'pictures' else 0.0
         text = 0.0 if encoding == 'latents+text' else self.text_encoder_flops
         return image + text
 
     def flops(self, encoding: Encoding | None = None) -> float:
-        """All that a picture asks for while training."""
+        """All FLOPs per image while training."""
         return self.training_flops + self.encoder_flops(encoding or self.encoding)
 
     def precompute_flops(self, encoding: Encoding) -> float:
-        """Of encoding a picture beforehand."""
+        """FLOPs of encoding an image beforehand."""
         return self.encoder_flops('pictures') - self.encoder_flops(encoding)
 
     # -- bytes --
@@ -125,12 +125,12 @@ class Phase:
 
 
 def phase_of(recipe: Recipe, *, samples: int | None = None, encoding: Encoding | None = None) -> Phase:
-    """What a recipe asks for.
+    """The work that a recipe asks for.
 
     Args:
         recipe: One that trains; `???` may stand where the data is.
-        samples: Different pictures there are; looked up where the shards are local.
-        encoding: What is stored, if something else than the recipe says.
+        samples: Number of different images; looked up if the shards are local.
+        encoding: What is stored, instead of what the recipe says.
 
     Raises:
         UserError: It says too little, or its model cannot be built.
@@ -143,6 +143,8 @@ def phase_of(recipe: Recipe, *, samples: int | None = None, encoding: Encoding |
     model = ModelCosts(recipe.model, recipe.imports)
     notes = list(model.notes)
     shapes, known, stored = _data(recipe, notes)
+    samples = known if samples is None else samples
+    batches = _batches(recipe.trainer.get('max_duration'), recipe.global_batch, recipe.loader.epoch_size or samples)
     # All that a plan asks for, under every strategy that it compares, so that it is counted in one process.
     largest, strategies = _largest(shapes), (None, 'ddp', 'fsdp2')
     model.count(list(shapes), [(largest, _precision(recipe, strategy)) for strategy in strategies])
@@ -151,8 +153,6 @@ def phase_of(recipe: Recipe, *, samples: int | None = None, encoding: Encoding |
         raise UserError('--stored latents+text: this recipe trains its text encoder; store latents')
     if encoding not in (None, 'pictures') and not model.is_latent_diffusion:
         raise UserError(f'--stored {encoding}: {recipe.model.name} trains on pictures')
-    samples = known if samples is None else samples
-    batches = _batches(recipe.trainer.get('max_duration'), recipe.global_batch, recipe.loader.epoch_size or samples)
     if samples is None:
         images = batches * recipe.global_batch
         samples = published_runs.published_samples(list(shapes), images, model.trained_parameters)
@@ -182,7 +182,7 @@ def _speed(recipe: Recipe, strategy: str | None) -> SpeedConfig:
 
 
 def _precision(recipe: Recipe, strategy: str | None) -> Precision:
-    """How the denoiser computes, as far as it changes what is kept for the backward pass."""
+    """The settings of a run that change what is kept for the backward pass."""
     parts = _speed(recipe, strategy)
     if _autocast(recipe) == 'fp32':
         return 'float32+compile' if parts.compile else 'float32'
@@ -226,7 +226,7 @@ def _encoding(recipe: Recipe, model: ModelCosts) -> Encoding:
 
 
 def _data(recipe: Recipe, notes: list[str]) -> tuple[dict[Shape, float], int | None, float | None]:
-    """Shares of shapes, different pictures and bytes of one, the latter two where all shards are here."""
+    """Shares of shapes; number of different images and bytes of one, if all shards are local."""
     counts: dict[str, dict[Shape, int] | None] = {}
     sizes: list[float | None] = []
     for name, stream in recipe.streams.items():
@@ -248,7 +248,7 @@ def _data(recipe: Recipe, notes: list[str]) -> tuple[dict[Shape, float], int | N
 
 
 def _weights(recipe: Recipe, counts: Mapping[str, Mapping[Shape, int] | None], notes: list[str]) -> dict[str, float]:
-    """Share of the pictures by stream: as the recipe says, or by their sizes, or equal."""
+    """Share of the images by stream: as the recipe says, or by their sizes, or equal."""
     said = {name: stream.proportion or stream.choose for name, stream in recipe.streams.items()}
     sizes = {name: sum(found.values()) for name, found in counts.items() if found}
     if all(said.values()):

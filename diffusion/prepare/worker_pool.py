@@ -11,6 +11,7 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
@@ -88,6 +89,7 @@ class _Worker:
         # and open files, as they would after a plain fork of a process with torch in it.
         context = multiprocessing.get_context('forkserver')
         context.set_forkserver_preload(PRELOAD)
+        _start_forkserver()
         self._note = context.RawArray('c', NOTE_BYTES)
         self.pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, self._note, dict(os.environ)), daemon=True)
@@ -145,6 +147,20 @@ def _obituary(worker: _Worker) -> str:
         f'{worker.job.name}: its process died {DEATHS} times{at}, the last time alone and {how}; '
         'give the machine more memory or take that image out, then start again: what is done is kept'
     )
+
+
+def _start_forkserver() -> None:
+    """Start the forkserver with Ctrl-C ignored, which its children inherit.
+
+    Ctrl-C reaches all processes; a child that is still importing would otherwise die with a traceback of its own.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return  # only the main thread may set a signal's handler, and only it gets Ctrl-C
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def _serve(pipe: Connection, shared: Any, environment: dict[str, str]) -> None:

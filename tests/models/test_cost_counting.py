@@ -7,15 +7,18 @@ from typing import Any
 import pytest
 import torch
 from composer.models import ComposerModel
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from torch import nn
+from transformers import CLIPTextConfig
 
 from diffusion.config import registry
 from diffusion.config.image_shapes import Shape, square
 from diffusion.errors import UserError
-from diffusion.models import batch_keys
+from diffusion.models import batch_keys, sd2_config
 from diffusion.models.autoencoder import tiny_autoencoder
 from diffusion.models.builders import tiny
 from diffusion.models.cost_counting import ModelCounter, answer, build_empty, main
+from diffusion.models.pretrained import clip_tokenizer
 
 SETTINGS: dict[str, Any] = {'block_out_channels': [32, 64]}
 
@@ -57,6 +60,17 @@ def test_a_model_without_weights_is_built_without_reading_any(small_vae, tmp_pat
     assert {tensor.device.type for tensor in (*model.parameters(), *counter.vae.parameters())} == {'meta'}
     with pytest.raises(ValueError, match='could not be loaded'):
         tiny(**SETTINGS, vae=str(tmp_path))
+
+
+def test_sd2_is_built_from_the_configurations_of_a_folder(tmp_path):
+    vae: dict[str, Any] = sd2_config.VAE | {'latent_channels': 16}
+    text: dict[str, Any] = sd2_config.TEXT_ENCODER | {'num_hidden_layers': 2}
+    with torch.device('meta'):
+        AutoencoderKL(**vae).save_config(tmp_path / 'vae')
+    CLIPTextConfig(**text).save_pretrained(tmp_path / 'text_encoder')
+    clip_tokenizer().save_pretrained(tmp_path / 'tokenizer')
+    counter = ModelCounter(build_empty('sd2', {'pretrained': str(tmp_path)}))
+    assert (counter.channels, len(counter.text.encoders[0].text_model.encoder.layers)) == (16, 2)
 
 
 def test_the_autoencoder_is_trained_as_a_whole():

@@ -51,7 +51,7 @@ def test_a_failed_upload_is_named_and_the_next_start_uploads_the_rest(tmp_path: 
     store.bucket('mds')
     store.fail('PUT /mds/out/16px/24x16/shard.00000', 500)
     failed = r's3://mds/out/16px/24x16/shard.00000.mds: cannot be written, tried 4 times .*InternalError.*start again'
-    with pytest.raises(ValueError, match=failed):
+    with pytest.raises(OSError, match=failed):
         run(tmp_path, 's3://mds/out')
     assert sum('24x16/shard.00000' in name for name in puts(store)) == RetryPolicy().tries
     assert not (tmp_path / 'work/complete').exists()
@@ -92,7 +92,7 @@ def test_uploads_that_go_on_arriving_short_are_an_error(
     shorten(monkeypatch, store, 'report.html', times=RetryPolicy().tries)
     store.bucket('mds')
     short = r's3://mds/out/report.html: cannot be written, tried 4 times .*it has 5 bytes of \d+ after its upload'
-    with pytest.raises(ValueError, match=short):
+    with pytest.raises(OSError, match=short):
         run(tmp_path, 's3://mds/out')
     assert (tmp_path / 'work/complete').exists()
 

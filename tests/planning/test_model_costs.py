@@ -10,6 +10,7 @@ from diffusion.config.recipe import Component
 from diffusion.config.signatures import defaults_of_source
 from diffusion.errors import UserError
 from diffusion.models import sd2_config
+from diffusion.planning import count_cache
 from diffusion.planning.model_costs import SAME_ARCHITECTURE, ModelCosts
 
 
@@ -72,9 +73,10 @@ def test_parts_from_a_local_folder_are_read(tmp_path):
         costs('tiny', **settings)
 
 
-def test_a_mistake_in_the_model_is_the_plans(tmp_path):
-    with pytest.raises(UserError, match=r'model tiny: .*AutoencoderKL could not be loaded from this folder'):
-        costs('tiny', vae=str(tmp_path)).count()
+def test_a_mistake_in_the_model_is_the_plans(monkeypatch):
+    monkeypatch.setattr(count_cache, 'run_counter', lambda request: {'mistake': 'vae: has no config.json'})
+    with pytest.raises(UserError, match='model tiny: .*vae: has no config.json'):
+        costs('tiny', block_out_channels=[32, 96]).count()
 
 
 def test_a_shape_that_is_no_multiple_of_a_cell_is_an_error():

@@ -274,7 +274,7 @@ BUGS = {
         'torch.zeros(3).reshape(2, 2)',
         TRAIN,
     ),
-    'shapes in data': ('diffusion.data.image_text:picture', 'numpy.zeros(3).reshape(2, 2)', TRAIN),
+    'shapes in data': ('diffusion.data.image_text:planes', 'numpy.zeros(3).reshape(2, 2)', TRAIN),
     'TypeError in algorithms': ('diffusion.algorithms.ema:EMA.apply', "len(3) + 'a'", TRAIN),
     'AssertionError in callbacks': (
         'diffusion.callbacks.replaced_samples:ReplacedSamples.batch_end',

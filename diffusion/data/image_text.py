@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from diffusion.data.bad_samples import BadSample
 from diffusion.data.caption_choice import CaptionChoice, choose_caption
 from diffusion.data.streams import Bucket, BucketedDataset
-from diffusion.data.transforms import Crop, Undecodable, picture
+from diffusion.data.transforms import Crop, Undecodable, planes, seen
 from diffusion.models import batch_keys
 from diffusion.models.pretrained import tokenize
 from diffusion.models.randomness import Purpose
@@ -66,8 +66,9 @@ class ImageTextDataset(BucketedDataset):
         draw = self.draws(at, Purpose.CROP)[:3] if self.crop == 'random' else (0.0, 0.0, 0.0)
         flip = self.flip and self.draws(at, Purpose.FLIP)[0] < 0.5
         try:
-            return picture(sample['image'], shape, Crop(self.crop, self.min_crop_scale, draw, flip))
+            pixels = seen(sample['image'], shape, Crop(self.crop, self.min_crop_scale, draw, flip))
         except Undecodable as error:
             raise BadSample(
                 f'{self.where(at)}: the image cannot be decoded ({error}); prepare the data again'
             ) from error
+        return planes(pixels, self.image_block.place((3, shape.height, shape.width)))

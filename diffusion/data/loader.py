@@ -23,7 +23,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from diffusion.data.bad_samples import Tally, quarantine
 from diffusion.data.streams import BucketedDataset
-from diffusion.data.verified_dataset import told
+from diffusion.data.verified_dataset import described
 from diffusion.errors import DataError, UserError
 from diffusion.models import batch_keys
 from diffusion.models.randomness import Draws, Purpose
@@ -71,6 +71,7 @@ class BucketedLoader(StreamingDataLoader):
     ) -> None:
         # PyTorch raises after its timeout and can be asked again.
         look_every = min(timeout or math.inf, LOOK_EVERY_SECONDS) if num_workers else 0
+        settings = {'collate_fn': dataset.image_block.collate} | settings
         super().__init__(dataset, num_workers=num_workers, timeout=look_every, **settings)
         if stratified and not dataset.elastic:
             raise UserError('stratified: devices may get batches of unequal size; make the dataset with elastic=True')
@@ -165,7 +166,7 @@ class BucketedLoader(StreamingDataLoader):
             dead = dead_workers(served, error)
         # A worker's exception has its traceback as its message.
         message = self.dataset.failures.message(now=True) or (
-            f'{self.dataset.names()}: {dead}' if dead else told(error)
+            f'{self.dataset.names()}: {dead}' if dead else described(error)
         )
         self.dataset.failures.report(message)
         return message

@@ -12,6 +12,7 @@ from diffusion.config import sample_order
 from diffusion.config.image_shapes import Shape, apportion
 from diffusion.data.bad_samples import MAX_ATTEMPTS, BadSample, replacement
 from diffusion.data.caption_choice import captions_of
+from diffusion.data.image_block import ImageBlock
 from diffusion.data.verified_dataset import VerifiedDataset
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
@@ -59,6 +60,7 @@ class BucketedDataset(VerifiedDataset):
         substitute: bool = False,
         **streaming: Any,
     ) -> None:
+        self.image_block = ImageBlock(batch_size)
         self.seed = seed
         self.elastic = elastic
         self.substitute = substitute

@@ -62,7 +62,7 @@ class Crop:
 
 def picture(encoded: bytes | Image.Image, shape: Shape, crop: Crop = Crop()) -> Tensor:
     """What the model sees of a picture, uint8 [3, height, width]; see `seen`."""
-    return planes(seen(encoded, shape, crop))
+    return planes(seen(encoded, shape, crop), torch.empty((3, shape.height, shape.width), dtype=torch.uint8))
 
 
 def seen(encoded: bytes | Image.Image, shape: Shape, crop: Crop) -> Pixels:
@@ -188,8 +188,7 @@ def _cut(pixels: Pixels, box: CropBox) -> Pixels:
     return pixels[box.top : box.top + box.height, box.left : box.left + box.width]
 
 
-def planes(pixels: Pixels) -> Tensor:
-    """Transpose pixels [height, width, 3] to uint8 [3, height, width]; OpenCV takes a sixth of PyTorch's time."""
-    split = torch.empty((3, *pixels.shape[:2]), dtype=torch.uint8)
-    cv2.split(pixels, list(split.numpy()))
-    return split
+def planes(pixels: Pixels, out: Tensor) -> Tensor:
+    """Copy pixels [H, W, 3] into `out`, uint8 [3, H, W], and return it; OpenCV takes a sixth of PyTorch's time."""
+    cv2.split(pixels, list(out.numpy()))
+    return out

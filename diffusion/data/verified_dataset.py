@@ -113,7 +113,7 @@ class VerifiedDataset(StreamingDataset):
             if isinstance(error, DataError):
                 self._failed(error)
             elif isinstance(error, Exception):
-                self._failed(f'{self._where(shard_id)}: {told(error)}')
+                self._failed(f'{self._where(shard_id)}: {described(error)}')
             self._shard_states[shard_id] = _ShardState.REMOTE
             raise
         self._shard_states[shard_id] = _ShardState.LOCAL
@@ -212,7 +212,7 @@ class VerifiedDataset(StreamingDataset):
 
     def _failed(self, error: BaseException | str) -> DataError:
         """Tell the other processes of this machine, and give back what to raise."""
-        message = error if isinstance(error, str) else told(error)
+        message = error if isinstance(error, str) else described(error)
         if self.failures is not None:
             self.failures.report(message)
         return DataError(message)
@@ -253,8 +253,8 @@ def _check_folders_differ(streams: list[VerifiedStream]) -> None:
             raise UserError(f'streams.{stream.name}: is in {stream.folder}, as streams.{other} is; give it another')
 
 
-def told(error: BaseException) -> str:
-    """An error as its message, with its kind where that is not ours."""
+def described(error: BaseException) -> str:
+    """Return the message of an error, after the name of its class unless the class is ours."""
     return str(error) if isinstance(error, UserError | DataError) else f'{type(error).__name__}: {error}'
 
 
@@ -283,5 +283,5 @@ def _indexes_of_this_machine(streams: list[VerifiedStream]) -> tuple[UserError |
         except (UserError, DataError) as error:
             return error, []
         except OSError as error:
-            return DataError(f'streams.{stream.name}: {told(error)}'), []
+            return DataError(f'streams.{stream.name}: {described(error)}'), []
     return None, digests

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.data import default_collate
 
 from diffusion.config.load import Recipe
 from diffusion.data.caption_choice import captions_of
@@ -139,7 +138,7 @@ def make_samples(dataset: BucketedDataset, indices: Sequence[int], batch: int) -
         whole_shape = number + 1 == len(indices) or dataset.bucket_of(indices[number + 1]) != dataset.bucket_of(index)
         if len(items) == batch or whole_shape:
             size = sum(tensor.nbytes for item in items for tensor in item.values())
-            clock.time('collate', size, lambda items=items: default_collate(items))
+            clock.time('collate', size, lambda items=items: dataset.image_block.collate(items))
             items = []
     return clock
 
@@ -152,7 +151,11 @@ def _make(dataset: BucketedDataset, index: int, clock: Clock) -> dict[str, torch
     if 'image' in sample:
         encoded, shape = sample['image'], dataset.bucket_of(index).shape
         cut = clock.time('decode', len(encoded), lambda: cut_out(encoded, shape, Crop()))
-        item[batch_keys.IMAGE] = clock.time('resize', cut.nbytes, lambda: planes(resized(cut, shape)))
+        item[batch_keys.IMAGE] = clock.time(
+            'resize',
+            cut.nbytes,
+            lambda: planes(resized(cut, shape), dataset.image_block.place((3, shape.height, shape.width))),
+        )
     for name in (batch_keys.LATENT_MOMENTS, batch_keys.TEXT_EMBEDS):
         if name in sample:
             values = sample[name]

@@ -1,5 +1,6 @@
 """Datasets and loader over real shards."""
 
+import multiprocessing
 import shutil
 from pathlib import Path
 
@@ -152,6 +153,17 @@ def test_a_missing_shard_is_not_a_short_epoch(write_recipe, pictures, tmp_path):
     victim.unlink()
     with pytest.raises((ValueError, RuntimeError, FileNotFoundError)):
         batches_of(loader)
+
+
+def test_workers_live_on_from_epoch_to_epoch(write_recipe, pictures):
+    before = set(multiprocessing.active_children())
+    loader = build_loader(load(write_recipe(streams=two_buckets(pictures), loader={'num_workers': 1})))
+    workers = []
+    for _ in range(2):
+        batches_of(loader)
+        workers.append({process.pid for process in set(multiprocessing.active_children()) - before})
+    assert len(workers[0]) == 1
+    assert workers[0] == workers[1]
 
 
 def test_worker_count_leaves_a_core_for_each_device():

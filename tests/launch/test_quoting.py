@@ -20,6 +20,7 @@ HOSTILE = [
     'two\nlines\n',
     '--flag=x',
     '-- \t é 漢',
+    'line\x85break\u2028',
     '${oc.env:HOME}',
     "$'\\n'",
     '',

@@ -151,7 +151,7 @@ def render(jobs: Sequence[Job]) -> Rendered:
     spec = jobs[0].spec
     tasks = [_task(job) for job in jobs]
     documents = [{'name': spec.name}, *tasks] if len(jobs) > 1 else tasks
-    text = yaml.safe_dump_all(documents, sort_keys=False, width=1000, allow_unicode=True)
+    text = yaml.safe_dump_all(documents, sort_keys=False, width=1000)
     name = f'{spec.name}.yaml'
     notes = []
     if any(not source.startswith('volume://') for source in spec.mounts.values()):

@@ -38,6 +38,7 @@ LONGEST = (
     'test_precompute.py',
 )
 """Files that begin first: a worker takes whole files, and is not to begin with a long one when the other ends."""
+RANK_VARIABLES = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'NODE_RANK', 'MASTER_ADDR', 'MASTER_PORT')
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -216,7 +217,8 @@ def write_recipe(tmp_path: Path, tiny_recipe: Callable[..., dict[str, Any]]) -> 
 
 @pytest.fixture(autouse=True)
 def _leave_process_groups() -> Iterator[None]:
-    """A process group that a test joined, on its own or through FSDP, is not for the next one."""
+    """Leave the process group that a test joined, and forget the variables that Composer set to make it."""
+    before = {name: os.environ.get(name) for name in RANK_VARIABLES}
     yield
     torch = sys.modules.get('torch')
     if torch is not None and torch.distributed.is_initialized():
@@ -224,6 +226,21 @@ def _leave_process_groups() -> Iterator[None]:
             # A thread of gloo that lets go of a tensor needs the GIL, which destroying the group holds.
             torch.distributed.barrier()
         torch.distributed.destroy_process_group()
+    for name, value in before.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Describes a job of one rank, which makes a process group of its own, as FSDP wants."""
+    from ranks import free_port
+
+    for name, value in {'RANK': '0', 'WORLD_SIZE': '1', 'LOCAL_RANK': '0', 'LOCAL_WORLD_SIZE': '1'}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv('MASTER_ADDR', '127.0.0.1')
+    monkeypatch.setenv('MASTER_PORT', str(free_port()))
 
 
 @pytest.fixture(autouse=True)
@@ -265,5 +282,5 @@ def counting_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     folder = tmp_path_factory.mktemp('model_counts')
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(count_cache, 'run_counter', count)
-        patch.setattr(count_cache, 'cache_folder', lambda: folder)
+        patch.setattr(count_cache, 'counts_folder', lambda: folder)
         yield

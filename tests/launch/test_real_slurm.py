@@ -232,7 +232,8 @@ def test_a_node_that_is_not_fit_is_avoided(launch, whole):
     (job,) = launch(env={'UNFIT': 'n2'})
     assert job.wait() == 'COMPLETED', job.story()
     assert (job.field('ExcNodeList'), job.field('Restarts')) == ('n2', '1')
-    assert job.nodes(0) == {'n1', 'n2'} and job.nodes(1) == {'n1', 'n3'}
+    # n2 may fail before the rank on n1 has written where it is.
+    assert {'n2'} <= job.nodes(0) <= {'n1', 'n2'} and job.nodes(1) == {'n1', 'n3'}
     assert_same_weights(job.run, whole.run)
 
 

@@ -49,18 +49,6 @@ def test_fsdp1_has_names_for_them(reshard, replicas, expected):
     assert given['fsdp']['sharding_strategy'] == expected
 
 
-@pytest.fixture
-def alone(monkeypatch):
-    """A process group of one rank, which FSDP wants."""
-    for name, value in {'RANK': '0', 'WORLD_SIZE': '1', 'LOCAL_RANK': '0', 'LOCAL_WORLD_SIZE': '1'}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv('MASTER_ADDR', '127.0.0.1')
-    monkeypatch.setenv('MASTER_PORT', str(free_port()))
-    yield
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-
-
 def test_fsdp_wraps_the_denoisers_blocks_and_no_frozen_part(write_recipe, alone):
     trainer = build_trainer(load(write_recipe(parallelism={'strategy': 'fsdp2'})))
     model: Any = trainer.state.model

@@ -10,7 +10,6 @@ import torch
 from diffusers.models.attention_processor import AttnProcessor
 from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
-from ranks import free_port
 from torch import nn
 
 from diffusion.callbacks.loss_guard import observed
@@ -29,15 +28,6 @@ from diffusion.training.train import build_trainer, train
 NOTHING = effective_parts(SpeedConfig(preset='none'), on_gpu=False)
 HALF = 2.0**-8
 """Rounding of bfloat16, relative."""
-
-
-@pytest.fixture
-def alone(monkeypatch):
-    """A process group of one rank, which FSDP wants."""
-    for name, value in {'RANK': '0', 'WORLD_SIZE': '1', 'LOCAL_RANK': '0', 'LOCAL_WORLD_SIZE': '1'}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv('MASTER_ADDR', '127.0.0.1')
-    monkeypatch.setenv('MASTER_PORT', str(free_port()))
 
 
 @pytest.fixture(autouse=True)

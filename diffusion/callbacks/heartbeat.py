@@ -5,14 +5,14 @@ import time
 from composer.core import Callback, Event, State
 from composer.loggers import Logger
 
-from diffusion.launch.heartbeat import SAVING, TRAINING, write_beat
+from diffusion.launch.heartbeat_file import SAVING, TRAINING, write_beat
 
 _BEFORE_SLOW_WORK = {Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT, Event.EVAL_START, Event.FIT_END}
 """Events before work that may take much longer than a batch: saves, evaluations, uploads."""
 
 
 class Heartbeat(Callback):
-    """Writes a heartbeat before each batch and before slow work; see `diffusion.launch.heartbeat`."""
+    """Writes a heartbeat before each batch and before slow work; see `diffusion.launch.heartbeat_file`."""
 
     def __init__(self) -> None:
         self._first: tuple[int, float] | None = None

@@ -228,7 +228,7 @@ def set_aside(newest: Path) -> None:
             log.warning('%s: set aside as %s', path, aside.name)
 
 
-def remove_unfinished(folder: Path) -> None:
+def remove_unfinished_saves(folder: Path) -> None:
     """Remove what a killed process left half-written or half-removed."""
     for pattern in ('.ba*.unfinished*', f'ba*{UNFINISHED}*', '.ba*.removed'):
         for path in [*folder.glob(pattern)]:

@@ -83,7 +83,7 @@ class Checkpointer(CheckpointSaver):
         with all_or_none(str(self.run_folder)):
             if dist.get_global_rank() == 0:
                 self.run_folder.mkdir(parents=True, exist_ok=True)
-                checkpoint_store.remove_unfinished(self.run_folder)
+                checkpoint_store.remove_unfinished_saves(self.run_folder)
         if self.sharded:
             check_shared(self.run_folder, 'runs_dir')
 

@@ -166,14 +166,18 @@ def cache_problems(loader: BucketedLoader) -> Iterator[HostProblem]:
         )
 
 
-def available_memory() -> int | None:
-    """Return the bytes that processes may still allocate, by the kernel and by the container; None if unknown."""
+def available_memory(*, meminfo: Path = Path('/proc/meminfo'), cgroup: Path = Path('/sys/fs/cgroup')) -> int | None:
+    """Return the bytes that processes may still allocate, by the kernel and by the container; None if unknown.
+
+    Args:
+        meminfo: The kernel's file.
+        cgroup: The container's folder of limits (cgroup v2).
+    """
     found = []
-    with_kernel = Path('/proc/meminfo')
-    if with_kernel.exists():
-        line = re.search(r'MemAvailable:\s+(\d+) kB', with_kernel.read_text())
+    if meminfo.exists():
+        line = re.search(r'MemAvailable:\s+(\d+) kB', meminfo.read_text())
         found += [int(line[1]) * 1024] if line else []
-    limit, used = Path('/sys/fs/cgroup/memory.max'), Path('/sys/fs/cgroup/memory.current')
+    limit, used = cgroup / 'memory.max', cgroup / 'memory.current'
     if limit.exists() and used.exists() and limit.read_text().strip() != 'max':
         found.append(int(limit.read_text()) - int(used.read_text()))
     return min(found, default=None)

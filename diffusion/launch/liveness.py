@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from diffusion.launch.heartbeat import heartbeat_age, write_heartbeat
+from diffusion.launch.heartbeat_file import heartbeat_age, write_heartbeat
 from diffusion.launch.run_lock import start_ticks
 
 SILENT_SECONDS = 90.0

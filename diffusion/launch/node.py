@@ -23,7 +23,7 @@ from types import FrameType
 from diffusion.config.load import Recipe, load
 from diffusion.errors import ExternalError, UserError
 from diffusion.exit_codes import BAD_HARDWARE, CONFIG_ERROR, FAILED, PREEMPTED
-from diffusion.launch import attempts, environment, heartbeat, liveness, run_lock
+from diffusion.launch import attempts, environment, heartbeat_file, liveness, run_lock
 from diffusion.launch.attempts import Attempt
 from diffusion.launch.aws_secrets import fetch_secrets
 from diffusion.launch.rank_discovery import NodePosition, find_position, rank_environment
@@ -256,7 +256,7 @@ class Node:
         self, command: Sequence[str], folder: Path, attempt: Attempt, *, limit_seconds: float | None = None
     ) -> Outcome:
         """Run a program on all GPUs to its end, or for at most `limit_seconds`."""
-        workers = Workers(self.position, command, {**self.environ, heartbeat.FOLDER: str(folder)}, folder)
+        workers = Workers(self.position, command, {**self.environ, heartbeat_file.FOLDER: str(folder)}, folder)
         try:
             outcome = self._watch(workers, attempt, limit_seconds)
         finally:
@@ -291,7 +291,7 @@ class Node:
             if now - last_check > CHECK_EVERY_SECONDS:
                 last_check = now
                 liveness.say_alive()
-                beats = heartbeat.last_beats(workers.folder)
+                beats = heartbeat_file.last_beats(workers.folder)
                 if beats and attempt.first is None:
                     last_record = -RECORD_EVERY_SECONDS  # at once
                 problem = None if watchdog is None else watchdog.check(beats, now)
@@ -310,14 +310,14 @@ class Node:
         return workers.outcome(stop_requested=self.stop_requested)
 
     def _take_beats(self, workers: 'Workers', attempt: Attempt) -> None:
-        beats = heartbeat.last_beats(workers.folder)
+        beats = heartbeat_file.last_beats(workers.folder)
         if beats:
             first = beats[min(beats)]
             attempt.first, attempt.first_at = first.first, self._epoch + first.first_at
             attempt.last, attempt.last_at = first.batch, self._epoch + first.at
 
     def _keep_stacks(self, workers: 'Workers') -> None:
-        found = heartbeat.read_stacks(workers.folder)
+        found = heartbeat_file.read_stacks(workers.folder)
         path = self.run_dir / f'stacks-{time.strftime("%Y%m%d-%H%M%S")}-node{self.position.rank}.txt'
         with contextlib.suppress(OSError):
             write_whole(path, ''.join(f'--- rank {rank}\n{text}\n' for rank, text in found.items()))
@@ -414,9 +414,9 @@ class Workers:
 
     def write_stacks(self) -> None:
         """Make every process that still can write the stacks of its threads."""
-        self.signal(heartbeat.SIGNAL)
+        self.signal(heartbeat_file.SIGNAL)
         until = time.monotonic() + GRACE_SECONDS
-        while len(heartbeat.read_stacks(self.folder)) < len(self.processes) and time.monotonic() < until:
+        while len(heartbeat_file.read_stacks(self.folder)) < len(self.processes) and time.monotonic() < until:
             time.sleep(TICK_SECONDS)
         time.sleep(CHECK_EVERY_SECONDS)  # they may still be writing
 

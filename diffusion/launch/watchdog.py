@@ -4,7 +4,7 @@ import statistics
 from collections import deque
 from collections.abc import Mapping
 
-from diffusion.launch.heartbeat import SAVING, Beat
+from diffusion.launch.heartbeat_file import SAVING, Beat
 
 PATIENCE_SECONDS = 900.0
 """Shortest time without a batch that counts as a hang."""

@@ -57,7 +57,7 @@ class ModelKey:
     @property
     def cached(self) -> Path:
         """The file of this machine's own counts."""
-        return cache_folder() / self.file_name
+        return counts_folder() / self.file_name
 
     def made_with(self) -> dict[str, str]:
         """Versions of libraries and a hash of the model's source; counts made with others are made again."""
@@ -67,7 +67,7 @@ class ModelKey:
         return versions | {'source': _source_hash((home, *self.imports))}
 
 
-def cache_folder() -> Path:
+def counts_folder() -> Path:
     """The folder of what was counted on this machine."""
     home = os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'
     return Path(home) / 'diffusion' / 'model_counts'

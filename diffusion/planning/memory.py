@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 
 from diffusion.config.recipe import ParallelismConfig, Recipe
 from diffusion.planning.gpus import GPU
-from diffusion.planning.model_costs import FLOAT32, HALF, Activations
+from diffusion.planning.model_costs import FLOAT32, HALF, ActivationCounts
 from diffusion.planning.workload import Phase
 
 GIB = 2**30
@@ -201,7 +201,7 @@ def _divided(total: int, shards: int) -> int:
 
 
 def _compute_weights(
-    phase: Phase, activations: Activations, settings: ParallelismConfig, *, keeps_gathered: bool
+    phase: Phase, activations: ActivationCounts, settings: ParallelismConfig, *, keeps_gathered: bool
 ) -> int:
     autocast = activations.copies_recomputing if settings.activation_checkpointing else activations.copies
     if settings.strategy == 'ddp':
@@ -222,7 +222,7 @@ def _in_flight(phase: Phase, setup: Setup) -> int:
     return 0 if setup.shards == 1 else (HALF + FLOAT32) * phase.model.facts['largest_block_parameters']
 
 
-def _encoding_bytes(phase: Phase, activations: Activations, microbatch: int) -> int:
+def _encoding_bytes(phase: Phase, activations: ActivationCounts, microbatch: int) -> int:
     """About three tensors of the VAE encoder's largest size: a residual, a normalized and an activated one."""
     return 3 * microbatch * encoder_width(phase) * activations.largest_encoder_elements
 

@@ -28,7 +28,7 @@ WEIGHTS = {'pretrained': ('vae', 'text_encoder'), 'vae': ('vae',)}
 
 
 @dataclass(frozen=True)
-class Activations:
+class ActivationCounts:
     """Bytes kept for the backward pass: activations per sample, and autocast's copies of weights, whatever the batch.
 
     models/activation_memory.py counts and explains them.
@@ -133,10 +133,10 @@ class ModelCosts:
         """FLOPs per image of the frozen image encoder."""
         return self._flops(shape)['image_encoder']
 
-    def activations(self, shape: Shape, precision: Precision) -> Activations:
+    def activations(self, shape: Shape, precision: Precision) -> ActivationCounts:
         """Bytes that a sample of this shape keeps for the backward pass."""
         self.count(activations=[(shape, precision)])
-        return Activations(**self._counts['activations'][f'{shape} {precision}'])
+        return ActivationCounts(**self._counts['activations'][f'{shape} {precision}'])
 
     def latent_elements(self, shape: Shape) -> int:
         """Numbers of a latent, without its variances."""

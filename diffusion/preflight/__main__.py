@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from diffusion.config.load import Recipe, load
 from diffusion.exit_codes import FAILED, PREEMPTED
-from diffusion.launch import environment, heartbeat
+from diffusion.launch import environment, heartbeat_file
 from diffusion.launch.findings import (
     Finding,
     blame_no_node_for_shared_faults,
@@ -36,7 +36,7 @@ class RanksMissing(Exception):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the checks; return this node's exit status, or 75 if only other nodes are at fault."""
-    heartbeat.write_stacks_on_signal()
+    heartbeat_file.write_stacks_on_signal()
     level, path, *overrides = list(sys.argv[1:] if argv is None else argv)
     recipe = load(path, overrides)
     try:

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from diffusion.config.load import Recipe, RecipeError, check_devices, check_output, check_paths, load
 from diffusion.errors import DataError, ExternalError, UserError
 from diffusion.exit_codes import PREEMPTED, USAGE_ERROR, Preempted
-from diffusion.launch import heartbeat
+from diffusion.launch import heartbeat_file
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a recipe: `run.py RECIPE [key=value ...]`; the exit statuses are in `exit_codes`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     rank = int(os.environ.get('RANK', '0'))
-    heartbeat.write_stacks_on_signal()
+    heartbeat_file.write_stacks_on_signal()
     if not arguments or arguments[0] in ('-h', '--help'):
         print('usage: composer run.py RECIPE [key=value ...]', file=sys.stderr)
         return USAGE_ERROR

@@ -148,7 +148,7 @@ def test_what_a_killed_process_left_is_swept_away(tmp_path):
     (checkpoint_store.unfinished(tmp_path, 10) / 'state.pt').write_bytes(b'hal')
     (tmp_path / '.ba3.removed').mkdir()
     assert checkpoint_store.newest_whole(tmp_path) == tmp_path / 'ba5'
-    checkpoint_store.remove_unfinished(tmp_path)
+    checkpoint_store.remove_unfinished_saves(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {'ba5', 'latest'}
 
 

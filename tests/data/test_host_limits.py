@@ -73,6 +73,16 @@ def test_available_memory_is_a_figure():
     assert available is not None and available > 10**8
 
 
+@pytest.mark.parametrize(('limit', 'expected'), [('5000', 1000), ('max', 2048 * 1024), ('9000000', 2048 * 1024)])
+def test_available_memory_is_the_smaller_of_the_kernels_and_the_containers(tmp_path, limit, expected):
+    meminfo = tmp_path / 'meminfo'
+    meminfo.write_text('MemTotal:  4096 kB\nMemAvailable:  2048 kB\n')
+    (tmp_path / 'memory.max').write_text(f'{limit}\n')
+    (tmp_path / 'memory.current').write_text('4000\n')
+    assert host_limits.available_memory(meminfo=meminfo, cgroup=tmp_path) == expected
+    assert host_limits.available_memory(meminfo=tmp_path / 'none', cgroup=tmp_path / 'none') is None
+
+
 def test_a_limit_of_open_files_is_raised_where_it_may_be(source):
     loader = loader_over(None, source, workers=2)
 

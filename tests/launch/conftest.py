@@ -91,7 +91,7 @@ def skypilot(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SkyPilot]:
     """SkyPilot as `make .venv-skypilot/installed` installs it, without a cloud, a server or a network."""
     python = ROOT / '.venv-skypilot' / 'bin' / 'python'
     if not python.exists():
-        pytest.skip('SkyPilot is not installed; make .venv-skypilot/installed (make test does)')
+        pytest.skip('SkyPilot is not installed; make test-all installs it')
     home = tmp_path_factory.mktemp('home')
     environ = os.environ | {'HOME': str(home), 'SKYPILOT_DISABLE_USAGE_COLLECTION': '1', 'https_proxy': 'localhost:1'}
     command = [str(python), str(Path(__file__).with_name('ask_skypilot.py'))]

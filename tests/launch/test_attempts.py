@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from diffusion.config.load import load
 from diffusion.launch import attempts, environment
 from diffusion.launch.attempts import Attempt, account, append_attempt, read_attempts, reason_to_give_up, report
-from diffusion.launch.heartbeat import SAVING, TRAINING, Beat
+from diffusion.launch.heartbeat_file import SAVING, TRAINING, Beat
 from diffusion.launch.local_cluster import job_exit_status
 from diffusion.launch.node import Node, NodeExit, Outcome, Settings, first_failed_node
 from diffusion.launch.rank_discovery import NodePosition

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from diffusion.launch import liveness
-from diffusion.launch.heartbeat import write_heartbeat
+from diffusion.launch.heartbeat_file import write_heartbeat
 
 SLEEPER = 'import time, sys; print("up", flush=True); time.sleep(1000)'
 

@@ -135,6 +135,12 @@ def test_mcli_takes_the_run_without_a_warning(prepare):
     assert run['scheduling']['max_duration'] == 1.5
 
 
+@pytest.mark.parametrize('restarts', [0, 1, 5])
+def test_mcli_restarts_a_run_as_often_as_its_spec_says(prepare, restarts):
+    scheduling = task_of(prepare('mcli', restart={'max_restarts': restarts})[1])['scheduling']
+    assert (scheduling['max_retries'], scheduling['retry_on_system_failure']) == (restarts, restarts > 0)
+
+
 @pytest.mark.parametrize(
     'raw', [{'unheard': 1}, {'compute': {'gpu': 8}}, {'scheduling': {'retries': 1}}, {'image': 'UPPER CASE'}]
 )

@@ -26,7 +26,7 @@ def requests(monkeypatch, tmp_path):
         return count(request)
 
     monkeypatch.setattr(count_cache, 'run_counter', asking)
-    monkeypatch.setattr(count_cache, 'cache_folder', lambda: tmp_path / 'cache')
+    monkeypatch.setattr(count_cache, 'counts_folder', lambda: tmp_path / 'cache')
     return asked
 
 
@@ -105,7 +105,7 @@ def test_keywords_that_change_the_architecture_change_the_file(keyword):
 
 def test_a_cache_that_cannot_be_written_is_said_and_no_error(requests, monkeypatch, capsys, tmp_path):
     (tmp_path / 'file').write_text('')
-    monkeypatch.setattr(count_cache, 'cache_folder', lambda: tmp_path / 'file' / 'cache')
+    monkeypatch.setattr(count_cache, 'counts_folder', lambda: tmp_path / 'file' / 'cache')
     assert ModelCosts(Component('tiny', TINY)).trained_parameters > 0
     assert 'not written (' in capsys.readouterr().err
 
@@ -122,8 +122,6 @@ OTHER = """
 from composer.models import ComposerModel
 from torch import nn
 
-from diffusion import register
-
 
 class Pixels(ComposerModel):
     def __init__(self, width: int = 8):
@@ -136,17 +134,15 @@ class Pixels(ComposerModel):
 
     def loss(self, outputs, batch):
         return outputs.mean()
-
-
-register('model', 'pixels', Pixels)
 """
 
 
 def test_a_recipe_with_a_model_of_somebody_elses_is_planned(tmp_path):
     """From the command line to the counter's own process, which imports what the recipe imports."""
     (tmp_path / 'pixels.py').write_text(OTHER)
+    (tmp_path / 'parts.py').write_text("import diffusion\ndiffusion.register('model', 'pixels', 'pixels:Pixels')\n")
     (tmp_path / 'recipe.yaml').write_text(
-        'name: run\nimports: [pixels]\nglobal_batch: 8\nmodel: {name: pixels, width: 16}\n'
+        'name: run\nimports: [parts]\nglobal_batch: 8\nmodel: {name: pixels, width: 16}\n'
         'streams: {a: {local: x, resolution: 64}}\ntrainer: {max_duration: 80ba, precision: amp_bf16}\n'
     )
     environ = count_cache.os.environ | {'XDG_CACHE_HOME': str(tmp_path / 'cache')}

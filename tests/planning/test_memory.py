@@ -74,6 +74,13 @@ def test_every_average_is_a_copy(tmp_path, algorithms, copies):
     assert memory.averages == copies * memory.weights
 
 
+def test_a_batch_is_what_the_loader_hands_over():
+    """Phase 2 reads latents of 4 x 64 x 64 with their variances, in float16; text of 77 x 1024 where it is stored."""
+    stored = {'latents': 2 * 2 * 4 * 64 * 64, 'latents+text': 2 * (2 * 4 * 64 * 64 + 77 * 1024), 'pictures': 3 * 512**2}
+    for encoding, size in stored.items():
+        assert memory_of(replace(PHASE2, encoding=encoding), Setup(128, 16, SHARDED)).batch == 16 * size
+
+
 def test_sd2_is_16_bytes_a_parameter_with_ema():
     memory = memory_of(PHASE2, Setup(1, 16, DDP))
     assert memory.weights + memory.optimizer + memory.averages == 16 * SD2

@@ -47,6 +47,16 @@ def test_the_published_story(capsys):
     assert 'WARNINGS' not in out
 
 
+def test_numbers_stand_under_the_end_of_their_heading_and_words_under_its_start(capsys):
+    out = planned(capsys, *BOTH, '--gpu', 'a100-80gb', '--gpus', '128')
+    header, *rows = out.partition('Checkpoints;')[2].split('\n')[1:4]
+    words = header.index('the recipe saves every')
+    numbers = header.index('goodput') + len('goodput')
+    for row in rows:
+        assert row[words - 1] == ' ' != row[words]
+        assert row[numbers - 1] != ' ' == row[numbers]
+
+
 def test_the_published_table_through_the_command_line(capsys):
     words = [*BOTH, '--gpu', 'a100-80gb', '--gpus', '64', '--price', '2', '--stored', 'latents+text']
     total = as_json(capsys, *words)['total']

@@ -70,6 +70,17 @@ def test_a_check_that_breaks_is_a_finding_and_the_others_are_made(recipe, monkey
     assert {'checkpoints', 'data'} <= {finding.check for finding in found if finding.ok}
 
 
+def test_a_gpu_on_which_cuda_does_not_start_is_a_finding_of_its_rank(monkeypatch):
+    def set_device(index):
+        raise RuntimeError(f'CUDA error: device {index}\nis unavailable')
+
+    monkeypatch.setenv('RANK', '11')
+    monkeypatch.setattr(torch.cuda, 'set_device', set_device)
+    (found,) = bad(program.check_cuda(3))
+    assert (found.check, found.detail) == ('cuda', 'CUDA error: device 3 is unavailable')
+    assert found.where.endswith(' rank 11')
+
+
 def test_a_folder_of_checkpoints_that_cannot_be_written(recipe):
     recipe.run_dir.parent.mkdir(parents=True)
     recipe.run_dir.write_text('a file is in the way')

@@ -8,14 +8,22 @@ from pathlib import Path
 
 import pytest
 
-from diffusion.launch import heartbeat
-from diffusion.launch.heartbeat import SAVING, TRAINING, Beat, heartbeat_age, last_beats, write_beat, write_heartbeat
+from diffusion.launch import heartbeat_file
+from diffusion.launch.heartbeat_file import (
+    SAVING,
+    TRAINING,
+    Beat,
+    heartbeat_age,
+    last_beats,
+    write_beat,
+    write_heartbeat,
+)
 
 
 def test_a_rank_is_read_as_it_wrote(tmp_path):
     before = time.monotonic()
     for rank, doing in ((0, TRAINING), (11, SAVING)):
-        write_beat(7, doing, 3, 1.5, {heartbeat.FOLDER: str(tmp_path), 'RANK': str(rank)})
+        write_beat(7, doing, 3, 1.5, {heartbeat_file.FOLDER: str(tmp_path), 'RANK': str(rank)})
     found = last_beats(tmp_path)
     assert found == {0: Beat(found[0].at, 7, TRAINING, 3, 1.5), 11: Beat(found[11].at, 7, SAVING, 3, 1.5)}
     assert before <= found[0].at <= found[11].at <= time.monotonic()
@@ -44,7 +52,7 @@ def test_a_heartbeat_of_before_the_boot_is_none(tmp_path):
 
 
 def test_a_full_disk_does_not_make_a_rank_look_hung(tmp_path, monkeypatch):
-    environ = {heartbeat.FOLDER: str(tmp_path)}
+    environ = {heartbeat_file.FOLDER: str(tmp_path)}
     write_beat(7, TRAINING, 3, 1.5, environ)
     os.utime(tmp_path / 'beat-0', (1.0, 1.0))
 

@@ -110,7 +110,6 @@ def test_kernels_are_told_by_their_names(name, kind):
     assert by_kind([Kernel(name, 2.0, 1), Kernel(name, 1.0, 1)]) == {kind: 3.0}
 
 
-@pytest.mark.slow
 def test_a_recipe_is_profiled_without_its_data_and_without_a_trace_in_its_runs(
     tmp_path, tiny_recipe, monkeypatch, capsys
 ):

@@ -82,10 +82,14 @@ def test_every_shape_is_a_folder_with_its_manifest_and_no_leftovers(write, tmp_p
         assert LatentManifest.read(folder, '').shape == str(shape)
 
 
-def test_started_again_it_is_done_and_with_other_settings_refused(write, tmp_path):
+def test_started_again_it_is_done_and_with_other_settings_refused(write, tmp_path, caplog):
+    caplog.set_level('INFO')
     precompute(load(write()))
+    assert 'shards to encode: ' in caplog.text
+    caplog.clear()
     before = contents(tmp_path / 'latents')
     precompute(load(write()))
+    assert 'shards to encode: ' not in caplog.text
     assert contents(tmp_path / 'latents') == before
     with pytest.raises(ValueError, match=r'precompute\.out: .* holds other latents \(posterior differ\); remove it'):
         precompute(load(write(posterior='mean')))

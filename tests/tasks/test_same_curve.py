@@ -105,7 +105,7 @@ def test_the_run_is_what_it_says(runs):
     ('count', 'strategy', 'batch'),
     [
         (2, 'ddp', EPOCH - 1),
-        (2, 'fsdp2', 9),
+        pytest.param(2, 'fsdp2', 9, marks=pytest.mark.slow),
         pytest.param(2, 'ddp', 3, marks=pytest.mark.slow),
         pytest.param(2, 'fsdp2', 18, marks=pytest.mark.slow),
         pytest.param(4, 'fsdp2', 9, marks=pytest.mark.slow),

@@ -10,7 +10,6 @@ from diffusion.config.recipe import Component
 from diffusion.config.signatures import defaults_of_source
 from diffusion.errors import UserError
 from diffusion.models import sd2_config
-from diffusion.planning import count_cache
 from diffusion.planning.model_costs import SAME_ARCHITECTURE, ModelCosts
 
 
@@ -73,10 +72,12 @@ def test_parts_from_a_local_folder_are_read(tmp_path):
         costs('tiny', **settings)
 
 
-def test_a_mistake_in_the_model_is_the_plans(monkeypatch):
-    monkeypatch.setattr(count_cache, 'run_counter', lambda request: {'mistake': 'vae: has no config.json'})
-    with pytest.raises(UserError, match='model tiny: .*vae: has no config.json'):
-        costs('tiny', block_out_channels=[32, 96]).count()
+def test_user_error_while_counting_is_reported_by_the_plan(tmp_path):
+    (tmp_path / 'vae').mkdir()
+    config = sd2_config.VAE | {'block_out_channels': [32] * 4, 'latents_mean': [0.0], 'latents_std': [1.0]}
+    (tmp_path / 'vae' / 'config.json').write_text(json.dumps(config))
+    with pytest.raises(UserError, match='model tiny: .*vae: latents_mean and latents_std have 1 and 1 values for 4'):
+        costs('tiny', block_out_channels=[32], text_layers=1, vae=str(tmp_path)).count()
 
 
 def test_a_shape_that_is_no_multiple_of_a_cell_is_an_error():

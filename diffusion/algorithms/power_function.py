@@ -1,8 +1,8 @@
 """Power-function averages: exponents and widths, and the best mixture of saved profiles for any other profile.
 
 Karras, Aittala, Lehtinen, Hellsten, Aila and Laine 2024, "Analyzing and Improving the Training Dynamics of Diffusion
-Models" (arXiv 2312.02696), section 3 and appendix C. The average at training step t is over the parameters of all steps tau,
-weighted by the profile p(tau) = (gamma + 1) tau^gamma / t^(gamma + 1), which is 0 at step 0 and increases (eq. 1). The
+Models" (arXiv 2312.02696), section 3 and appendix C. The average at training step t weights the parameters of each step tau
+by the profile p(tau) = (gamma + 1) tau^gamma / t^(gamma + 1), which is 0 at step 0 and increases (eq. 1). The
 width of a profile is its standard deviation as a fraction of t, sigma_rel in the paper.
 """
 

@@ -1,9 +1,9 @@
 """Power-function averages: exponents and widths, and the best mixture of saved profiles for any other profile.
 
 Karras, Aittala, Lehtinen, Hellsten, Aila and Laine 2024, "Analyzing and Improving the Training Dynamics of Diffusion
-Models" (arXiv 2312.02696), section 3 and appendix C. The average at training step t weights the parameters of each step tau
-by the profile p(tau) = (gamma + 1) tau^gamma / t^(gamma + 1), which is 0 at step 0 and increases (eq. 1). The
-width of a profile is its standard deviation as a fraction of t, sigma_rel in the paper.
+Models" (arXiv 2312.02696), section 3 and appendix C. The average at training step t weights the parameters of step tau
+by its profile p(tau) = (gamma + 1) tau^gamma / t^(gamma + 1), which is 0 at step 0 and increases (eq. 1). The width of
+a profile is its standard deviation as a fraction of t, sigma_rel in the paper.
 """
 
 from collections.abc import Sequence

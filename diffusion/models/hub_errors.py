@@ -24,11 +24,11 @@ def loading_error(
 
     Returns:
         A UserError if the repository, revision or file does not exist, access is denied, the files are damaged, or
-        they are not in the cache in offline mode. An OSError if the Hub does not answer now or the disk cannot be read. None
-        for a bug.
+        they are not in the cache in offline mode. An OSError if the Hub does not answer now or the disk cannot be
+        read. None for a bug.
     """
-    # `from_pretrained` raises OSError, ValueError or TypeError alike for a misspelled repository, a Hub that returns 429
-    # and an unreadable disk. The reason is in the chain of causes, or nowhere: for a tokenizer without files,
+    # `from_pretrained` raises OSError, ValueError or TypeError alike for a misspelled repository, a Hub that returns
+    # 429 and an unreadable disk. The reason is in the chain of causes, or nowhere: for a tokenizer without files,
     # transformers raises a TypeError that does not mention them. So request the first files and look at that error.
     reason = _find_missing_file(part, source, subfolder, revision) or error
     is_mistake = _is_mistake(reason)

@@ -58,7 +58,7 @@ class Objective:
                 'zero_terminal_snr: epsilon does not determine x at zero SNR; use prediction_type: v_prediction'
             )
         if self.min_snr_gamma is not None and self.min_snr_gamma <= 0:
-            raise UserError(f'min_snr_gamma: {self.min_snr_gamma} is not positive; use 5 as in the paper, or null to turn it off')
+            raise UserError(f'min_snr_gamma: {self.min_snr_gamma} is not positive; use 5, or null to turn it off')
         if self.snr_shift <= 0:
             raise UserError(f'snr_shift: {self.snr_shift} is not positive; use 1 to leave the schedule unchanged')
 
@@ -110,7 +110,7 @@ class Objective:
 
 
 def rescale_to_zero_terminal_snr(alpha_bars: Tensor) -> Tensor:
-    """Shift and scale sqrt(alpha_bar) so that it ends at 0 and its first value is unchanged (Lin et al. 2024, alg. 1)."""
+    """Shift and scale sqrt(alpha_bar) so that the last value is 0 and the first unchanged (Lin et al. 2024, alg. 1)."""
     roots = alpha_bars.sqrt()
     return ((roots - roots[-1]) * roots[0] / (roots[0] - roots[-1])) ** 2
 

@@ -1,7 +1,7 @@
 """Keyed randomness: random numbers that depend only on (seed, purpose, sample, epoch, batch).
 
-A stateful generator makes a run depend on how often it was called, and so on the number of devices and on interruptions.
-A counter-based generator has no state; any number can be drawn anywhere, in any order. This is Philox 4x32-10
+A stateful generator makes a run depend on how often it was called: on the number of devices and on interruptions. A
+counter-based generator has no state; any number can be drawn anywhere, in any order. This is Philox 4x32-10
 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011), in integer arithmetic that gives
 the same bits on every device.
 """
@@ -117,7 +117,7 @@ class Draws:
 
     def at_once(self, counts: Mapping[Purpose, int]) -> 'Draws':
         """Return equal draws with the given number of words per purpose precomputed together."""
-        # On a GPU the cost of such small draws is the number of kernels; one call for all purposes takes a sixth of them.
+        # On a GPU the cost of such small draws is the number of kernels; one call for all purposes needs a sixth.
         return replace(self, ready=self._make(tuple(counts.items())))
 
     def words(self, purpose: Purpose, count: int) -> Tensor:

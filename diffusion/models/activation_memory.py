@@ -163,7 +163,7 @@ class _Recording:
             if isinstance(tensor, Tensor):
                 self._add(tensor, self.inputs)
         assert self._block is None, 'checkpointed blocks do not nest'
-        self._block = {}
+        self._block = {}  # `keep` records here until the block ends
         self.inside.append(self._block)
         out = function(*args)
         self._block = None
@@ -219,6 +219,7 @@ class _AsOnGPU(TorchFunctionMode):
             saved.append(tensor)
             return tensor
 
+        # Only the innermost hooks run, so tensors saved in here do not reach `recording.keep` on their own.
         before = recording.flops_seen
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             out = func(*args, **kwargs)

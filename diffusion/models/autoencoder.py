@@ -78,6 +78,7 @@ class Autoencoder(ComposerModel):
 
     def finished(self) -> AutoencoderKL:
         """Write the latent statistics to the autoencoder's configuration, and return the autoencoder."""
+        # `latent_statistics` divides by the scaling factor, which must be 1 next to latents_std.
         mean, std = self.latent_mean, self.latent_variance.sqrt()
         self.vae.register_to_config(
             latents_mean=[round(value, 5) for value in mean.tolist()],
@@ -94,6 +95,7 @@ class Autoencoder(ComposerModel):
 def psnr_db(images: Tensor, references: Tensor) -> Tensor:
     """Return the peak signal-to-noise ratio of each image in decibels, [B]; values are clipped to [-1, 1]."""
     error = (images.clamp(-1, 1) - references.clamp(-1, 1)) / 2
+    # The clamp limits the ratio of equal images to 100 dB.
     return -10 * error.square().flatten(1).mean(dim=1).clamp(min=1e-10).log10()
 
 

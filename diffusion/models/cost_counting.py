@@ -55,6 +55,7 @@ class ModelCounter:
 
     def facts(self) -> dict[str, int | bool]:
         """Return parameter counts, sizes and FLOPs that do not depend on the images' shape."""
+        # A LatentDiffusion's own parameters include a trained text encoder but no frozen parts: count by identity.
         parts = [part for part in (self.model, self.vae, self.text) if part is not None]
         parameters = {id(each): each for part in parts for each in part.parameters()}.values()
         blocks = [] if self.denoiser is None else [_size(block.parameters()) for block in blocks_of(self.denoiser)]

@@ -110,6 +110,7 @@ class LatentDiffusion(ComposerModel):
         if caption_dropout_mode not in CAPTION_DROPOUT_MODES:
             raise UserError(f'caption_dropout_mode: {caption_dropout_mode!r}; use empty or zeros')
         self.denoiser = denoiser
+        # Composer calls this function to choose the submodules that FSDP wraps.
         denoiser.fsdp_wrap_fn = is_block  # type: ignore[assignment]
         self.objective = objective or Objective()
         self.caption_dropout = caption_dropout
@@ -126,7 +127,7 @@ class LatentDiffusion(ComposerModel):
         self._sample_flops: dict[tuple[int | bool, ...], int] = {}
 
         # A plain dict hides the frozen parts from nn.Module: FSDP would shard them, but `vae.encode` bypasses the hooks
-        # that gather the shards ("got mixed torch.Tensor and DTensor"), and checkpoints would store them in vain.
+        # that gather the shards ("got mixed torch.Tensor and DTensor"), and checkpoints would include them.
         dtype = encoder_precision(encoder_dtype)
         self._frozen: dict[str, nn.Module] = {'vae': _freeze(vae, dtype)}
         if train_text_encoder:
@@ -134,6 +135,7 @@ class LatentDiffusion(ComposerModel):
         else:
             self._frozen['text'] = _freeze(text, dtype)
 
+        # Not persistent: the buffers follow from the settings, and a checkpoint must not replace them.
         mean, std = latent_statistics(vae)
         empty_ids = tokenize(text.tokenizers, [''])[0]
         self.register_buffer('alpha_bars', self.objective.alpha_bars().float(), persistent=False)
@@ -221,6 +223,7 @@ class LatentDiffusion(ComposerModel):
             raise UserError(
                 f'batch: has {sorted(batch)}, but needs one of {batch_keys.IMAGE} and {batch_keys.LATENT_MOMENTS}'
             )
+        # Stored moments may be means alone; log_variance then has no channels.
         latent_channels = self.vae.config['latent_channels']
         mean, log_variance = moments[:, :latent_channels], moments[:, latent_channels:]
         if draws is not None and self.posterior == 'sample' and log_variance.shape[1]:
@@ -251,6 +254,7 @@ class LatentDiffusion(ComposerModel):
         count, _, text_length = batch[batch_keys.INPUT_IDS].shape
         runs_encoders = batch_keys.LATENT_MOMENTS not in batch, batch_keys.TEXT_EMBEDS not in batch
         shape = *self._latent_size_of(batch), text_length, *runs_encoders
+        # Shapes repeat (aspect-ratio buckets), and counting one takes a forward pass on the meta device.
         if shape not in self._sample_flops:
             self._sample_flops[shape] = self._count_sample(*shape)
         return count * self._sample_flops[shape]
@@ -327,6 +331,7 @@ class LatentDiffusion(ComposerModel):
         if len(seeds) != len(prompts):
             raise UserError(f'seeds: {len(seeds)} seeds for {len(prompts)} prompts; give one seed per prompt')
         if latents is None:
+            # An image's seed takes the place of a sample id, so that its noise does not depend on the other images.
             shape = self._latent_shape(size)
             latents = draws_for(seeds, seed=0, device=self.device).normal(Purpose.SAMPLING, shape)
         scheduler = inference_scheduler(noise_scheduler, self.objective)
@@ -440,6 +445,7 @@ class LatentDiffusion(ComposerModel):
         if draws is not None and self.caption_dropout:
             keep = draws.uniform(Purpose.CAPTION_DROPOUT) >= self.caption_dropout
         if keep is not None and self.caption_dropout_mode == 'empty':
+            # Replace the token ids, not only the embeddings: the padding mask is made of the ids.
             input_ids = torch.where(keep[:, None, None], input_ids, self.empty_ids)
             if embeds is not None:
                 embeds = torch.where(keep[:, None, None], embeds, self._empty_caption_embeds().to(embeds.dtype))
@@ -466,6 +472,7 @@ class LatentDiffusion(ComposerModel):
     @contextmanager
     def _encoding(self, device: torch.device) -> Iterator[None]:
         """Context for running frozen encoders: without gradients and autocast, timed as the stage `encode`."""
+        # Without autocast, which would run a float32 VAE in half precision.
         frozen = torch.inference_mode() if self.encoders_in_inference_mode else torch.no_grad()
         with stage('encode'), frozen, torch.autocast(device.type, enabled=False):
             yield

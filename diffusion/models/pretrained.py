@@ -83,11 +83,13 @@ def clip_tokenizer(*, max_length: int = 77, pad_token: str = '!') -> CLIPTokeniz
     package = find_spec('open_clip')
     assert package is not None and package.origin is not None, 'open-clip-torch is a core dependency'
     source = Path(package.origin).parent / 'bpe_simple_vocab_16e6.txt.gz'
+    # A header line, then 49152 - 256 - 2 merges: the same slice as in transformers' tokenizer.
     merges = gzip.decompress(source.read_bytes()).decode('utf-8').split('\n')[1 : 49152 - 256 - 2 + 1]
     letters = [_byte_letter(byte) for byte in _byte_order()]
     tokens = letters + [letter + '</w>' for letter in letters] + [merge.replace(' ', '') for merge in merges]
     # open_clip names these <start_of_text> and <end_of_text>; under those names transformers would add new ids.
     tokens += ['<|startoftext|>', '<|endoftext|>']
+    # CLIPTokenizer reads its vocabulary from files only.
     with tempfile.TemporaryDirectory() as folder:
         vocabulary, rules = Path(folder, 'vocab.json'), Path(folder, 'merges.txt')
         vocabulary.write_text(json.dumps({token: index for index, token in enumerate(tokens)}), encoding='utf-8')

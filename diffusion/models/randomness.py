@@ -19,6 +19,7 @@ from torch import Tensor
 from diffusion.errors import UserError
 
 _MASK = 0xFFFFFFFF
+# Constants of Philox 4x32-10 from the paper.
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10

@@ -86,6 +86,8 @@ def sample_latents(
     scheduler.set_timesteps(num_inference_steps, device=noise.device)
     extra: dict[str, Any] = {}
     if 'generator' in inspect.signature(scheduler.step).parameters:
+        # One generator per image, so that its noise does not depend on the other images; on the CPU, so that it does
+        # not depend on the device.
         extra['generator'] = [torch.Generator().manual_seed(seed) for seed in seeds]
     latents = noise * scheduler.init_noise_sigma
     for timestep in scheduler.timesteps:

@@ -246,20 +246,20 @@ def test_last_snapshot_is_written_before_the_last_checkpoint(tmp_path, duration)
 def test_resumed_run_ends_with_the_same_averages_and_writes_the_same_snapshots(tmp_path):
     uninterrupted = PostHocEMA(every='3ba', folder=str(tmp_path / 'uninterrupted'))
     make_trainer([uninterrupted]).fit()
-    folder = str(tmp_path / 'parts')
+    folder = str(tmp_path / 'resumed')
     # Stopped after batch 8 of 12 and resumed from the checkpoint of batch 5, so that 6, 7 and 8 are repeated.
     first = make_trainer(
         [PostHocEMA(every='3ba', folder=folder)], duration='8ba', save_folder=f'{tmp_path}/saved', save_interval='5ba'
     )
     first.fit()
     first.close()
-    before = snapshots_of(tmp_path / 'parts')
+    before = snapshots_of(tmp_path / 'resumed')
     resumed = PostHocEMA(every='3ba', folder=folder)
     make_trainer([resumed], load_path=f'{tmp_path}/saved/ep0-ba5-rank0.pt').fit()
     for label, average in uninterrupted.averages.items():
         for name, tensor in average.tensors.items():
             assert torch.equal(resumed.averages[label].tensors[name], tensor), f'{label} {name}'
-    reference, after = snapshots_of(tmp_path / 'uninterrupted'), snapshots_of(tmp_path / 'parts')
+    reference, after = snapshots_of(tmp_path / 'uninterrupted'), snapshots_of(tmp_path / 'resumed')
     assert {name: after[name] for name in before} == before
     assert {name: after[name] for name in reference} == reference
 

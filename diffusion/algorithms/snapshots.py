@@ -150,7 +150,7 @@ def _mixed(snapshots: Sequence[Snapshot], shares: Sequence[float]) -> dict[str, 
     for snapshot, share in zip(snapshots, shares, strict=True):
         if abs(share) < _NEGLIGIBLE:
             continue
-        with _opened(snapshot.path) as file:
+        with _open_snapshot(snapshot.path) as file:
             names = list(file.keys())
             if total and set(names) != set(total):
                 raise UserError(
@@ -163,7 +163,8 @@ def _mixed(snapshots: Sequence[Snapshot], shares: Sequence[float]) -> dict[str, 
 
 
 def _header(path: Path) -> Snapshot:
-    with _opened(path) as file:
+    """Read the header of a snapshot file."""
+    with _open_snapshot(path) as file:
         header = json.loads((file.metadata() or {}).get(_KEY, '{}'))
     if header.get('version') != _VERSION:
         raise UserError(
@@ -173,7 +174,8 @@ def _header(path: Path) -> Snapshot:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _open_snapshot(path: Path) -> Iterator[Any]:
+    """Open a safetensors file for reading, or raise UserError if it is damaged."""
     try:
         with safe_open(path, framework='pt') as file:
             yield file

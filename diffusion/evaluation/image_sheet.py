@@ -100,7 +100,7 @@ def _strip(section: Section, columns: int | None, side: int) -> Image.Image:
     """Draw one section at the width of the sheet."""
     font, bold = ImageFont.load_default(size=11), ImageFont.load_default(size=15)
     first = section.figures[0].images
-    width, height = size_on_sheet(_opened(first[0]), side)
+    width, height = size_on_sheet(_decoded(first[0]), side)
     figure_width = len(first) * width
     fitting = columns or max(1, (SHEET_WIDTH - MARGIN) // (figure_width + MARGIN))
     title_height = 2 * LINE_HEIGHT + MARGIN if section.title else MARGIN
@@ -112,7 +112,7 @@ def _strip(section: Section, columns: int | None, side: int) -> Image.Image:
     for number, figure in enumerate(section.figures):
         left = MARGIN + number % fitting * (figure_width + MARGIN)
         top = title_height + number // fitting * row_height
-        for index, image in enumerate(map(_opened, figure.images)):
+        for index, image in enumerate(map(_decoded, figure.images)):
             method = Image.Resampling.LANCZOS if image.width > width else Image.Resampling.NEAREST
             strip.paste(image.resize((width, height), method), (left + index * width, top))
         draw.rectangle((left - 1, top - 1, left + figure_width, top + height), outline=LIGHT_GRAY)
@@ -172,9 +172,10 @@ def html_page(title: str, body: str, *, style: str = '') -> str:
 def _html_image(image: Image.Image | bytes, side: int | None) -> str:
     encoded = image if isinstance(image, bytes) else png_bytes(image)
     kind = 'jpeg' if encoded.startswith(b'\xff\xd8') else 'png'
-    width = '' if side is None else f' width="{size_on_sheet(_opened(image), side)[0]}"'
+    width = '' if side is None else f' width="{size_on_sheet(_decoded(image), side)[0]}"'
     return f'<img alt="" src="data:image/{kind};base64,{base64.b64encode(encoded).decode()}"{width}>'
 
 
-def _opened(image: Image.Image | bytes) -> Image.Image:
+def _decoded(image: Image.Image | bytes) -> Image.Image:
+    """Return an image that may be encoded as a PIL image."""
     return Image.open(io.BytesIO(image)) if isinstance(image, bytes) else image

@@ -208,7 +208,7 @@ class _AsOnGPU(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.float32_norms and getattr(func, '__name__', '') in FLOAT32_ON_CUDA:
-            args, kwargs = tree_map(_widened, (args, kwargs))
+            args, kwargs = tree_map(_to_float32, (args, kwargs))
         return self._fused(func, args, kwargs) if self.recording.fused_depth else func(*args, **kwargs)
 
     def _fused(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -235,7 +235,8 @@ class _AsOnGPU(TorchFunctionMode):
         return out
 
 
-def _widened(value: Any) -> Any:
+def _to_float32(value: Any) -> Any:
+    """Convert a 16-bit tensor to float32, and return any other value unchanged."""
     narrow = isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
     return value.float() if narrow else value
 

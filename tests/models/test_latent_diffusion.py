@@ -102,11 +102,11 @@ def test_loss_of_a_sample_does_not_depend_on_batch_order(make_model):
     """A batch's loss is the mean of its samples' losses for any split over devices, so runs can change their number."""
     model = make_model()
     batch = batch_of(model)
-    whole = model(batch)
+    full = model(batch)
     order = torch.tensor([2, 0, 3, 1])
     shuffled = model({name: tensor[order] for name, tensor in batch.items()})
-    torch.testing.assert_close(whole.prediction[order], shuffled.prediction, rtol=1e-4, atol=1e-5)
-    assert torch.equal(whole.target[order], shuffled.target)
+    torch.testing.assert_close(full.prediction[order], shuffled.prediction, rtol=1e-4, atol=1e-5)
+    assert torch.equal(full.target[order], shuffled.target)
 
 
 def test_batch_without_ids_uses_torchs_generator(make_model):
@@ -298,9 +298,9 @@ def test_stratified_timesteps_do_not_depend_on_microbatches(make_model):
     batch = stratified_batch(model, [0.0, 0.2505, 0.9999, 1 - 2.0**-52])
     assert model._timesteps(batch, draws_of(model, batch)).tolist() == [0, 250, 999, 999]
     with torch.no_grad():
-        whole = model(batch)
+        full = model(batch)
         parts = [model({name: tensor[i : i + 2] for name, tensor in batch.items()}) for i in (0, 2)]
-    torch.testing.assert_close(torch.cat([part.prediction for part in parts]), whole.prediction, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.cat([part.prediction for part in parts]), full.prediction, rtol=1e-4, atol=1e-5)
 
 
 def test_stratified_timesteps_need_quantiles_in_the_batch(make_model):

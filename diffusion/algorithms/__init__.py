@@ -1,1 +1,1 @@
-"""Composer algorithms: weight averaging and low-precision normalisation."""
+"""Composer algorithms: weight averaging and low-precision normalization."""

@@ -1,4 +1,4 @@
-"""A running average of the trained weights, placed on the devices as the weights themselves are."""
+"""Running average of the trained weights, sharded over the devices in the same way as the weights."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,16 +16,16 @@ from torch.nn.parallel import DistributedDataParallel
 from diffusion.errors import UserError
 
 _WRAPPERS = ('_fsdp_wrapped_module.', '_checkpoint_wrapped_module.', '_orig_mod.')
-"""What FSDP1, activation checkpointing and torch.compile put into parameter names."""
+"""Prefixes that FSDP1, activation checkpointing and torch.compile insert into parameter names."""
 
 
 class WeightAverage:
-    """A copy of the trained weights that moves towards them.
+    """Running average of a model's trained weights.
 
-    Under FSDP each device holds the average of its own shard. Nothing is held before `start` or `restore`.
+    Under FSDP each device stores the average of its own shard. No memory is allocated before `start` or `restore`.
 
     Attributes:
-        tensors: Parameter name -> this device's part of the average.
+        tensors: This device's part of the average by parameter name.
     """
 
     def __init__(self) -> None:
@@ -35,12 +35,12 @@ class WeightAverage:
 
     @property
     def started(self) -> bool:
-        """Whether there is an average."""
+        """True once the average exists."""
         return bool(self.tensors) or bool(self._saved)
 
     @torch.no_grad()
     def start(self, model: nn.Module) -> None:
-        """Begin with the weights as they are."""
+        """Initialize the average with a copy of the current weights."""
         reshard(model)
         self._parameters = trained_parameters(model)
         self.tensors = {name: _local(weight).clone() for name, weight in self._parameters.items()}
@@ -48,79 +48,90 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, model: nn.Module, keep: float) -> None:
-        """In place: average = keep * average + (1 - keep) * weights."""
-        if _is_fsdp1(model):  # its parameters are views of whatever is there, gathered or not
+        """Update in place: average = keep * average + (1 - keep) * weights."""
+        # FSDP1's parameters are views into the gathered weights while these exist, else into the shard. FSDP2's shards
+        # are tensors of their own and stay valid, so there is no need to make it gather again.
+        if _is_fsdp1(model):
             reshard(model)
         averages, weights = self.pairs(model)
         torch._foreach_lerp_(averages, weights, 1 - keep)  # type: ignore[reportPrivateImportUsage]
 
     @torch.no_grad()
     def exchange(self, model: nn.Module) -> None:
-        """Swap average and weights, tensor by tensor."""
+        """Swap the average with the model's weights in place."""
         reshard(model)
+        # Swap one tensor at a time: the temporary copy is the size of one tensor, not of the model.
         for average, weight in zip(*self.pairs(model), strict=True):
-            weights = weight.clone()
+            copied = weight.clone()
             weight.copy_(average)
-            average.copy_(weights)
+            average.copy_(copied)
 
     def pairs(self, model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-        """Averages and weights of this device, in one order."""
+        """Return this device's averages and weights, both in the same order."""
         self.place(model)
         return list(self.tensors.values()), [_local(weight).detach() for weight in self._parameters.values()]
 
     # -- checkpoints --
 
     def whole(self, model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
-        """The average by parameter name, gathered; every rank has to call this.
+        """Return the full (unsharded) average by parameter name. Collective: every rank must call it.
 
         Args:
-            model: The model it is an average of.
-            keep: Whether this rank wants the tensors; others take part in the gathering and get none.
+            model: The model whose weights are averaged.
+            keep: False to take part in the collectives but return an empty dict, which saves memory on ranks that do
+                not write.
         """
         self.place(model)
         if _is_fsdp1(model):
-            with self._inside(model):
+            # A rank's piece of an FSDP1 flat parameter has lost its shape and offset. Only FSDP1's own state dict code
+            # can assemble the pieces, and it reads them from the model: put the average there for the duration.
+            with self._in_model(model):
                 options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-                gathered: dict[str, Any] = get_model_state_dict(model, options=options)
-            return {name: gathered[name] for name in self.tensors} if keep else {}
-        found = {}
+                state: dict[str, Any] = get_model_state_dict(model, options=options)
+            return {name: state[name] for name in self.tensors} if keep else {}
+        gathered = {}
         for name, shard in self.shards(model).items():
-            # One tensor at a time leaves the device before the next is gathered.
+            # Move each tensor to the CPU before gathering the next, so that the device holds one full tensor at a time.
             tensor = shard.full_tensor().cpu() if isinstance(shard, DTensor) else shard
             if keep:
-                found[name] = tensor
-        return found
+                gathered[name] = tensor
+        return gathered
 
     def shards(self, model: nn.Module) -> dict[str, Tensor]:
-        """The average by parameter name, as DTensors where the weights are: what a sharded checkpoint stores."""
+        """Return the average by parameter name for a sharded checkpoint: DTensors wherever the weights are DTensors."""
         self.place(model)
-        return {name: _as(self._parameters[name], average) for name, average in self.tensors.items()}
+        return {name: _with_sharding_of(self._parameters[name], average) for name, average in self.tensors.items()}
 
     def restore(self, saved: Mapping[str, Tensor]) -> None:
-        """Go on from whole tensors, or from shards that `blank` made; they are placed when the model is first seen."""
+        """Load the average from full tensors, or from shards allocated by `blank`.
+
+        The tensors are sharded and moved by the first later call that is given the model.
+        """
+        # `Algorithm.load_state_dict` is not given the model, so placement waits for a call that is.
         self._saved = saved
         self.tensors = {}
 
     def place(self, model: nn.Module) -> None:
-        """Put what a checkpoint held where the weights are.
+        """Shard and move the restored tensors like the model's weights; do nothing if there are none to place.
 
         Raises:
-            UserError: It is the average of another architecture.
+            UserError: The restored tensors have other names or shapes than the model's trained weights.
         """
         if not self._saved:
             return
         reshard(model)
         self._parameters = trained_parameters(model)
-        sharded_flat = _is_fsdp1(model)  # FSDP1's parameters are this device's pieces, whose shapes say nothing
+        sharded_flat = _is_fsdp1(model)
+        # Under FSDP1 a parameter is a flat piece of this device, so its shape cannot be compared.
         _check_same(self._saved, self._parameters, shapes=not sharded_flat)
         if sharded_flat:
-            self.tensors = _placed_by_fsdp1(self._saved, self._parameters, model)
+            self.tensors = _shard_with_fsdp1(self._saved, self._parameters, model)
         else:
-            self.tensors = {name: _placed(self._saved[name], weight) for name, weight in self._parameters.items()}
+            self.tensors = {name: _shard_like(self._saved[name], weight) for name, weight in self._parameters.items()}
         self._saved = {}
 
     @contextmanager
-    def _inside(self, model: nn.Module) -> Iterator[None]:
+    def _in_model(self, model: nn.Module) -> Iterator[None]:
         self.exchange(model)
         try:
             yield
@@ -130,11 +141,11 @@ class WeightAverage:
 
 @runtime_checkable
 class Averager(Protocol):
-    """An algorithm whose state holds averages of the weights, which are as large as the model.
+    """Interface of algorithms that keep averages of the weights, each as large as the model, in their state.
 
     Attributes:
-        averages: By label; none before they start.
-        gathers: Whether `state_dict` holds whole averages, or leaves them to the writer of a sharded checkpoint.
+        averages: Averages by label; empty before averaging starts.
+        gathers: True if `state_dict` contains the full averages; False if the sharded checkpoint writer saves them.
     """
 
     gathers: bool
@@ -146,10 +157,9 @@ class Averager(Protocol):
 
 
 def averages_state(algorithm: Averager, model: nn.Module) -> dict[str, Any]:
-    """What an algorithm that averages puts into a checkpoint: whole tensors, or only the labels of its averages.
+    """Return an averaging algorithm's checkpoint state: its full averages, or their labels if `gathers` is False.
 
-    Whoever writes a sharded checkpoint stores the tensors itself, and sets `gathers` to False while it asks for the
-    rest.
+    The writer of a sharded checkpoint sets `gathers` to False while it collects state, and saves the tensors itself.
     """
     if not algorithm.gathers:
         return {'sharded_averages': sorted(algorithm.averages)}
@@ -158,21 +168,21 @@ def averages_state(algorithm: Averager, model: nn.Module) -> dict[str, Any]:
 
 
 def blank(model: nn.Module) -> dict[str, Tensor]:
-    """Room for an average, placed as the weights are, to read a sharded checkpoint into."""
+    """Return uninitialized tensors, sharded like the trained weights, to read a sharded checkpoint into."""
     return {name: torch.empty_like(weight.detach()) for name, weight in trained_parameters(model).items()}
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters that are trained, by their name in the bare model."""
-    return {_bare(name): weight for name, weight in unwrapped(model).named_parameters() if weight.requires_grad}
+    """Return the trained parameters by their name in the model without wrappers."""
+    return {_bare_name(name): weight for name, weight in unwrapped(model).named_parameters() if weight.requires_grad}
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside DDP's wrapper, or itself."""
+    """Return the model inside a DDP wrapper, or the model itself if it has none."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-def _bare(name: str) -> str:
+def _bare_name(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, '')
     return name
@@ -182,35 +192,40 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _as(weight: Tensor, average: Tensor) -> Tensor:
-    """A device's part of an average as a tensor of the same kind as the weight."""
+def _with_sharding_of(weight: Tensor, average: Tensor) -> Tensor:
+    """Return this device's part of an average as a DTensor sharded like the weight; unchanged for a plain weight."""
     if not isinstance(weight, DTensor):
         return average
+    # Shards may be uneven, so pass the global shape; run_check=False avoids a collective per tensor.
     return DTensor.from_local(
         average, weight.device_mesh, weight.placements, shape=weight.shape, stride=weight.stride(), run_check=False
     )
 
 
-def _placed(saved: Tensor, weight: Tensor) -> Tensor:
+def _shard_like(saved: Tensor, weight: Tensor) -> Tensor:
+    """Return this device's part of a restored tensor, on the weight's device and with its strides."""
     if isinstance(saved, DTensor):
         return saved.to_local()
     if isinstance(weight, DTensor):
         return distribute_tensor(saved.to(weight.device), weight.device_mesh, weight.placements).to_local()
-    return torch.empty_like(weight.detach()).copy_(saved)  # in the weight's own strides, channels_last for one
+    # empty_like keeps the weight's strides, such as channels_last, which a checkpoint does not.
+    return torch.empty_like(weight.detach()).copy_(saved)
 
 
 @torch.no_grad()
-def _placed_by_fsdp1(
+def _shard_with_fsdp1(
     saved: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter], model: nn.Module
 ) -> dict[str, Tensor]:
-    """FSDP1 shards flat parameters in its own way: load the average as if it were the weights, and take it back out."""
+    """Return this device's flat pieces of a restored average under FSDP1."""
+    # FSDP1 alone knows how it cuts its flat parameters. Load the average as if it were the weights, copy out the
+    # pieces, and put the weights back. strict=False: an average lacks the frozen parameters and the buffers.
     weights = {name: weight.detach().clone() for name, weight in parameters.items()}
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, strict=False)
     set_model_state_dict(model, dict(saved), options=options)
-    placed = {name: weight.detach().clone() for name, weight in parameters.items()}
+    pieces = {name: weight.detach().clone() for name, weight in parameters.items()}
     for name, weight in parameters.items():
         weight.copy_(weights[name])
-    return placed
+    return pieces
 
 
 def _is_fsdp1(model: nn.Module) -> bool:
@@ -218,22 +233,26 @@ def _is_fsdp1(model: nn.Module) -> bool:
 
 
 def reshard(model: nn.Module) -> None:
-    """Drop FSDP's gathered copies, which a forward pass leaves at the root: they hide the weights that are kept."""
+    """Free FSDP's gathered weights, so that the model's parameters are this device's shards."""
+    # The root module keeps its weights gathered after a forward pass. Until they are freed, `named_parameters` returns
+    # the gathered copies, and what is written to those is lost at the next all-gather.
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
         elif isinstance(module, FullyShardedDataParallel):
+            # Private API: FSDP1 has no public way to free its gathered weights. Goes when support for FSDP1 does.
             handle = module._handle
             if handle is not None and handle.uses_sharded_strategy:
                 reshard_fsdp1(module, handle, free_unsharded_flat_param=True)
 
 
 def _check_same(saved: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter], *, shapes: bool) -> None:
+    """Raise UserError unless both have the same names and, if `shapes`, the same shapes."""
     different: Sequence[str] = sorted(set(saved) ^ set(parameters))
     if not different and shapes:
         different = [name for name, weight in parameters.items() if saved[name].shape != weight.shape]
     if different:
         raise UserError(
             f'averages: the checkpoint has {len(saved)} tensors, the model trains {len(parameters)}; '
-            f'they differ in {", ".join(different[:3])}: it is of another architecture'
+            f'they differ in {", ".join(different[:3])}; the checkpoint belongs to another architecture'
         )

@@ -1,4 +1,4 @@
-"""Exponential moving average of the trained weights, with a late start."""
+"""Exponential moving average (EMA) of the trained weights, with an optional late start."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -28,17 +28,25 @@ _EVENTS = (
 class EMA(Algorithm):
     """Average the trained weights: after each `update_interval`, average = s * average + (1 - s) * weights.
 
-    Differs from Composer's EMA in four ways that matter at scale. Nothing is allocated or saved before `ema_start`.
-    The model slot of a checkpoint always holds the training weights, and the average stands beside it, by parameter
-    name. Only trained parameters are averaged, buffers are the model's own; evaluation and pictures see the average by
-    exchange in place. Under FSDP each device holds the average of its own shard.
+    Differs from Composer's EMA in four ways that matter at scale:
+
+    * Nothing is allocated or saved before `ema_start`.
+    * The model slot of a checkpoint always holds the training weights; the average is stored separately, by parameter
+      name.
+    * Only trained parameters are averaged, not buffers. Evaluation and image logging use the average, by swapping it
+      with the weights in place.
+    * Under FSDP each device stores the average of its own shard.
 
     Args:
-        ema_start: When averaging begins, a Composer time string: `800000ba`, `10ep`, `0.9dur`.
-        smoothing: s above, the share of the average that an update keeps; 0.9999 in the Stable Diffusion recipe.
-        half_life: Instead of smoothing, the time in which a weight's share halves, in the unit of update_interval.
+        ema_start: Time at which averaging starts, as a Composer time string: `800000ba`, `10ep`, `0.9dur`.
+        smoothing: s above, the fraction of the average that an update keeps; 0.9999 in the Stable Diffusion recipe.
+        half_life: Time in which a weight's share halves, in the unit of update_interval; replaces smoothing.
         update_interval: Time between updates, in batches (`1ba`) or epochs.
     """
+
+    # Composer 0.32.1's EMA allocates its copy at INIT whatever `ema_start` is and swaps the roles of model and average
+    # in checkpoints. It raises AttributeError under FSDP1, and under FSDP2 it silently corrupts the weights of a run
+    # that resumes after the start (first losses 0.326 and 0.582 instead of 0.258 and 0.521).
 
     def __init__(
         self,
@@ -51,15 +59,15 @@ class EMA(Algorithm):
         self.ema_start = Time.from_timestring(ema_start)
         self.update_interval = Time.from_timestring(update_interval)
         if self.update_interval.unit not in (TimeUnit.BATCH, TimeUnit.EPOCH) or self.update_interval.value < 1:
-            raise UserError(f'update_interval: {update_interval!r}; give batches or epochs, such as 1ba')
+            raise UserError(f'update_interval: {update_interval!r}; use batches or epochs, such as 1ba')
         if smoothing is not None and half_life is not None:
-            raise UserError('ema: smoothing and half_life are two ways to say one thing; give one of them')
+            raise UserError('ema: smoothing and half_life set the same quantity; set only one of them')
         self.smoothing = 0.9999 if smoothing is None else smoothing
         if half_life is not None:
-            halving = Time.from_timestring(half_life)
-            if halving.unit != self.update_interval.unit or halving.value <= 0:
-                raise UserError(f'half_life: {half_life!r}; give it in the unit of update_interval={update_interval}')
-            self.smoothing = 2.0 ** -(self.update_interval.value / halving.value)
+            half_life_time = Time.from_timestring(half_life)
+            if half_life_time.unit != self.update_interval.unit or half_life_time.value <= 0:
+                raise UserError(f'half_life: {half_life!r}; use the unit of update_interval={update_interval}')
+            self.smoothing = 2.0 ** -(self.update_interval.value / half_life_time.value)
         if not 0 <= self.smoothing < 1:
             raise UserError(f'smoothing: {self.smoothing} is not in [0, 1)')
         self.average = WeightAverage()
@@ -70,18 +78,20 @@ class EMA(Algorithm):
 
     @property
     def started(self) -> bool:
-        """Whether there is an average."""
+        """True once averaging has started."""
         return self.average.started
 
     @property
     def averages(self) -> Mapping[str, WeightAverage]:
-        """What checkpoints keep, by label; none before the start."""
+        """Averages to save in checkpoints, by label; empty before the start."""
         return {'ema': self.average} if self.started else {}
 
     def match(self, event: Event, state: State) -> bool:
         return event in _EVENTS
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
+        # Every event updates the reference: Composer wraps the model for FSDP between INIT and AFTER_LOAD, and for DDP
+        # after it.
         self._model = state.model
         if event in (Event.INIT, Event.AFTER_LOAD):
             return
@@ -93,7 +103,7 @@ class EMA(Algorithm):
                 self._exchange()
             return
         if not self.started:
-            if self._reached(state):
+            if self._start_reached(state):
                 self._start(state)
             return
         unit = self.update_interval.unit
@@ -102,13 +112,13 @@ class EMA(Algorithm):
             self.update()
 
     def update(self) -> None:
-        """Move the average towards the weights."""
+        """Apply one update to the average."""
         self.average.update(self._root(), self.smoothing)
         self.updates += 1
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """The model with averaged weights inside, with its own outside; nothing happens before the start."""
+        """Context in which the model holds the averaged weights; a no-op before the start or if already inside."""
         if not self.started or self._exchanged:
             yield
             return
@@ -122,7 +132,7 @@ class EMA(Algorithm):
         state = super().state_dict()
         if not self.started:
             return state | {'ema_start': self.ema_start.to_timestring()}
-        assert not self._exchanged, 'a checkpoint was asked for while the averaged weights were in the model'
+        assert not self._exchanged, 'checkpoint requested while the model holds the averaged weights'
         return state | averages_state(self, self._root()) | {'updates': self.updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -132,10 +142,10 @@ class EMA(Algorithm):
         self.updates = state.get('updates', 0)
 
     def restore(self, averages: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Take back what a sharded checkpoint kept, by label."""
+        """Load the averages of a sharded checkpoint, by label."""
         self.average.restore(averages['ema'])
 
-    def _reached(self, state: State) -> bool:
+    def _start_reached(self, state: State) -> bool:
         if self.ema_start.unit == TimeUnit.DURATION:
             elapsed = state.get_elapsed_duration()
             return elapsed is not None and elapsed >= self.ema_start
@@ -144,27 +154,29 @@ class EMA(Algorithm):
     def _warn_if_never(self, state: State) -> None:
         end = state.max_duration
         if end is not None and end.unit == self.ema_start.unit and self.ema_start >= end:
-            log.warning('EMA starts at %s, after the end of the run at %s: never', self.ema_start, end)
+            log.warning('EMA never starts: ema_start=%s is not before the end of the run at %s', self.ema_start, end)
 
     def _start(self, state: State) -> None:
         self.average.start(self._root())
-        log.info('EMA starts at batch %d: %d tensors', state.timestamp.batch.value, len(self.average.tensors))
+        log.info(
+            'EMA starts at batch %d and averages %d tensors', state.timestamp.batch.value, len(self.average.tensors)
+        )
 
     def _exchange(self) -> None:
         self.average.exchange(self._root())
         self._exchanged = not self._exchanged
 
     def _root(self) -> nn.Module:
-        assert self._model is not None, 'the algorithm has not met its model yet'
+        assert self._model is not None, 'the algorithm has no model before Event.INIT'
         return self._model
 
 
 @contextmanager
 def averaged_weights(state: State) -> Iterator[bool]:
-    """The model with the average of the run's EMA, if it has one that has started; yields whether it has."""
-    found = next((algorithm for algorithm in state.algorithms if isinstance(algorithm, EMA)), None)
-    if found is None:
+    """Context in which the model holds the weights averaged by the run's EMA; yields False if there are none yet."""
+    ema = next((algorithm for algorithm in state.algorithms if isinstance(algorithm, EMA)), None)
+    if ema is None:
         yield False
         return
-    with found.averaged():
-        yield found.started
+    with ema.averaged():
+        yield ema.started

@@ -1,7 +1,7 @@
-"""Normalisation of the denoiser in the precision of autocast.
+"""Normalization layers of the denoiser in autocast's dtype instead of float32.
 
-CUDA's autocast runs group_norm and layer_norm in float32, which doubles the bytes of layers that do little but move
-bytes. These algorithms run them in autocast's own dtype; statistics are accumulated in float32 by the kernels anyway.
+CUDA's autocast runs group_norm and layer_norm in float32, which doubles the memory traffic of layers that are bound by
+it. These algorithms run them in autocast's own dtype; the kernels accumulate statistics in float32 anyway.
 """
 
 import logging
@@ -17,26 +17,30 @@ log = logging.getLogger(__name__)
 
 
 class LowPrecisionGroupNormLayer(nn.GroupNorm):
-    """A GroupNorm that computes in autocast's dtype."""
+    """GroupNorm that computes in autocast's dtype."""
 
     def forward(self, input: Tensor) -> Tensor:
         dtype = _dtype(input)
+        # With autocast on, group_norm would cast its input to float32 again: it is on CUDA's float32 list.
         with torch.autocast(input.device.type, enabled=False):
             weight, bias = _cast(self.weight, dtype), _cast(self.bias, dtype)
             return functional.group_norm(input.to(dtype), self.num_groups, weight, bias, self.eps)
 
 
 class LowPrecisionLayerNormLayer(nn.LayerNorm):
-    """A LayerNorm that computes in autocast's dtype."""
+    """LayerNorm that computes in autocast's dtype."""
 
     def forward(self, input: Tensor) -> Tensor:
         dtype = _dtype(input)
+        # As above.
         with torch.autocast(input.device.type, enabled=False):
             weight, bias = _cast(self.weight, dtype), _cast(self.bias, dtype)
             return functional.layer_norm(input.to(dtype), self.normalized_shape, weight, bias, self.eps)
 
 
 class _LowPrecisionNorm(Algorithm):
+    """Base class: replaces the denoiser's layers of class `plain` by `fast` when training starts."""
+
     plain: type[nn.Module]
     fast: type[nn.Module]
 
@@ -46,23 +50,23 @@ class _LowPrecisionNorm(Algorithm):
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if state.precision not in (Precision.AMP_FP16, Precision.AMP_BF16):
             log.warning(
-                '%s: does nothing in precision %s; it is for amp_bf16 and amp_fp16',
+                '%s: has no effect with precision %s; use amp_bf16 or amp_fp16',
                 type(self).__name__,
                 state.precision,
             )
             return
         count = replace_norms(state.model.denoiser, self.plain, self.fast)  # type: ignore[arg-type]
-        log.info('%s: %d layers of the denoiser', type(self).__name__, count)
+        log.info('%s: replaced %d layers of the denoiser', type(self).__name__, count)
 
 
 class DenoiserLowPrecisionGroupNorm(_LowPrecisionNorm):
-    """GroupNorm of the denoiser in autocast's dtype."""
+    """Run the denoiser's GroupNorm layers in autocast's dtype."""
 
     plain, fast = nn.GroupNorm, LowPrecisionGroupNormLayer
 
 
 class DenoiserLowPrecisionLayerNorm(_LowPrecisionNorm):
-    """LayerNorm of the denoiser in autocast's dtype."""
+    """Run the denoiser's LayerNorm layers in autocast's dtype."""
 
     plain, fast = nn.LayerNorm, LowPrecisionLayerNormLayer
 
@@ -70,16 +74,18 @@ class DenoiserLowPrecisionLayerNorm(_LowPrecisionNorm):
 def replace_norms(
     module: nn.Module, plain: type[nn.Module], fast: type[nn.Module], *, keep: Collection[nn.Module] = ()
 ) -> int:
-    """Make layers of exactly the class `plain`, but for those to keep, into `fast` in place; returns how many."""
+    """Convert layers of exactly class `plain`, except those in `keep`, to `fast` in place; return their number."""
     layers = [layer for layer in module.modules() if type(layer) is plain and layer not in keep]
+    # Changing the class keeps the layer object, so the optimizer's parameters, hooks and state dict names stay valid.
     for layer in layers:
         layer.__class__ = fast
     return len(layers)
 
 
 def _dtype(input: Tensor) -> torch.dtype:
-    kind = input.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
+    # is_autocast_enabled() without a device type asks about CUDA alone and is False under autocast('cpu').
+    device_type = input.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else input.dtype
 
 
 def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:

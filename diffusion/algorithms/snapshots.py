@@ -1,4 +1,4 @@
-"""Snapshots of averaged weights, and the average of any width put together from them."""
+"""Snapshots of averaged weights, and reconstruction of the average of any width from them."""
 
 import json
 import logging
@@ -21,19 +21,19 @@ from diffusion.storage.atomic import becoming
 log = logging.getLogger(__name__)
 
 FOLDER = 'post_hoc_ema'
-"""Of a run's snapshots, in the run's folder."""
+"""Name of the folder of snapshots in the run's folder."""
 LARGE_ERROR = 0.05
-"""Of a profile, relative; from here on it is told."""
+"""Relative profile error above which a reconstruction logs a warning."""
 
 _KEY = 'post_hoc_ema'
 _VERSION = 1
 _NEGLIGIBLE = 1e-8
-"""A share of a snapshot that float32 weights do not notice."""
+"""Coefficient below which a snapshot does not change float32 weights."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A file that holds one average of a run."""
+    """File of one average of a run at one batch."""
 
     path: Path
     batch: int
@@ -42,19 +42,20 @@ class Snapshot:
 
     @property
     def profile(self) -> Profile:
-        """What it averages."""
+        """Profile of the average."""
         return Profile(self.batch, self.gamma)
 
 
 @dataclass(frozen=True)
 class ReconstructedAverage:
-    """An average that was put together from snapshots.
+    """Average that was reconstructed from snapshots.
 
     Attributes:
-        tensors: float32, by parameter name.
-        width: As asked for.
-        batch: Of the run, at which it is the average.
-        profile_error: |p - sum x_i p_i| / |p|, of the profile p asked for and of what the snapshots make of it.
+        tensors: Averaged weights by parameter name, float32.
+        width: Requested width.
+        batch: Batch of the run up to which it averages.
+        profile_error: Relative error |p - sum x_i p_i| / |p| between the requested profile p and the mixture of the
+            snapshots' profiles p_i.
     """
 
     tensors: dict[str, Tensor]
@@ -64,61 +65,61 @@ class ReconstructedAverage:
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
-        """By parameter name."""
+        """Shapes of the tensors by parameter name."""
         return {name: tensor.shape for name, tensor in self.tensors.items()}
 
 
 def write_snapshot(run: Path, tensors: Mapping[str, Tensor], *, batch: int, width: float, dtype: torch.dtype) -> Path:
-    """Write an average of whole tensors; the file appears whole or not at all."""
+    """Write the full tensors of an average to a file atomically, and return its path."""
     path = run / FOLDER / f'{label_of(width)}-ba{batch}.safetensors'
-    about = {'version': _VERSION, 'batch': batch, 'width': width, 'gamma': gamma_of_width(width)}
-    # Safetensors refuses the strides of channels_last.
+    header = {'version': _VERSION, 'batch': batch, 'width': width, 'gamma': gamma_of_width(width)}
+    # safetensors rejects non-contiguous tensors, and channels_last tensors are.
     stored = {name: tensor.to('cpu', dtype).contiguous() for name, tensor in tensors.items()}
-    # One key: safetensors writes several in another order each time, and a file that is written again should be equal.
+    # One metadata key: safetensors writes several in an order that varies, and a resumed run must write equal files.
     with becoming(path) as unfinished:
-        save_file(stored, unfinished, metadata={_KEY: json.dumps(about)})
+        save_file(stored, unfinished, metadata={_KEY: json.dumps(header)})
     return path
 
 
 def label_of(width: float) -> str:
-    """What the average of a width is called in checkpoints and file names."""
+    """Return the name of the average of a width in checkpoints and file names, such as `width0.05`."""
     return f'width{width:g}'
 
 
 def find_snapshots(run: Path) -> list[Snapshot]:
-    """The snapshots of a run, by batch and width; reads their headers alone.
+    """Return the snapshots of a run, sorted by batch and width; only file headers are read.
 
     Raises:
-        UserError: There is none, or a file is damaged.
+        UserError: There are no snapshots, or a file is damaged.
     """
     found = [_header(path) for path in sorted((run / FOLDER).glob('width*-ba*.safetensors'))]
     if not found:
-        raise UserError(f'{run / FOLDER}: no snapshots; `algorithms: {{post_hoc_ema: }}` takes them while a run trains')
+        raise UserError(f'{run / FOLDER}: no snapshots; `algorithms: {{post_hoc_ema: }}` takes them during training')
     return sorted(found, key=lambda snapshot: (snapshot.batch, snapshot.width))
 
 
 def reconstruct_average(run: Path, width: float, *, at: int | None = None) -> ReconstructedAverage:
-    """The power-function average of any width at any batch of a run, from its snapshots.
+    """Reconstruct the power-function average of any width at any batch of a run from its snapshots.
 
-    Reads the files one after another: memory is the model in float32, and one tensor.
+    Files are read one at a time; peak memory is the model in float32 plus one tensor.
 
     Args:
         run: The run's folder.
-        width: Standard deviation of the profile as a share of the training so far, above 0 and up to 0.2887.
-        at: Batch after which it is the average, by default that of the last snapshot. Between two snapshots the
-            profile is off by some 20 %.
+        width: Standard deviation of the profile as a fraction of the training so far, in (0, 0.2887].
+        at: Batch up to which to average; that of the last snapshot by default. Between two snapshots the profile is
+            off by about 20 %.
 
     Raises:
-        UserError: There are no snapshots, they end before `at`, the width is none, or a file is damaged.
+        UserError: There are no snapshots, `at` is beyond the last one, the width is out of range, or a file is damaged.
     """
     gamma = gamma_of_width(width)
     snapshots = find_snapshots(run)
     last = snapshots[-1].batch
     batch = last if at is None else at
     if not 1 <= batch <= last:
-        raise UserError(f'{run / FOLDER}: batch {batch} is not between 1 and {last}, where the last snapshot is')
-    # Later ones know little of this batch, and may be of another run: of a trajectory that was left for an earlier
-    # checkpoint with another learning rate, and that was not overwritten yet.
+        raise UserError(f'{run / FOLDER}: batch {batch} is not between 1 and {last}, the batch of the last snapshot')
+    # Ignore snapshots far beyond this batch. They say little about it, and may be from an abandoned trajectory: a run
+    # that resumed from an earlier checkpoint with another learning rate and has not overwritten them yet.
     until = min(snapshot.batch for snapshot in snapshots if snapshot.batch >= batch)
     used = [snapshot for snapshot in snapshots if snapshot.batch <= until]
     shares, error = mixture([snapshot.profile for snapshot in used], Profile(batch, gamma))
@@ -129,29 +130,32 @@ def reconstruct_average(run: Path, width: float, *, at: int | None = None) -> Re
 
 
 def _advice(snapshots: Sequence[Snapshot], batch: int) -> str:
-    """Which widths the snapshots can give."""
+    """Return the part of the warning that names the batches or widths these snapshots can reconstruct."""
     batches = sorted({snapshot.batch for snapshot in snapshots})
     if batch < batches[-1]:
-        # A profile stops at its batch, from its highest value to 0; a mixture of others has no such edge.
-        return f'snapshots are at {", ".join(f"batch {each}" for each in batches[-2:])}, not at this one'
-    kept = [snapshot.profile for snapshot in snapshots]
+        # A profile drops from its maximum to 0 at its own batch; no mixture of other batches' profiles has that edge.
+        return f'the nearest snapshots are at {" and ".join(f"batch {each}" for each in batches[-2:])}'
+    profiles = [snapshot.profile for snapshot in snapshots]
     candidates = np.geomspace(0.005, WIDEST, 100)
-    good = [width for width in candidates if mixture(kept, Profile(batch, gamma_of_width(width)))[1] <= LARGE_ERROR]
+    good = [width for width in candidates if mixture(profiles, Profile(batch, gamma_of_width(width)))[1] <= LARGE_ERROR]
     if not good:
-        return f'{len(kept)} snapshots are too few for any width'
-    bar = f'{100 * LARGE_ERROR:.0f} %'
-    return f'{len(kept)} snapshots give widths from {min(good):.3f} to {max(good):.3f} within {bar}'
+        return f'{len(profiles)} snapshots are too few for any width'
+    tolerance = f'{100 * LARGE_ERROR:.0f} %'
+    return f'{len(profiles)} snapshots give widths from {min(good):.3f} to {max(good):.3f} within {tolerance}'
 
 
 def _mixed(snapshots: Sequence[Snapshot], shares: Sequence[float]) -> dict[str, Tensor]:
+    """Return the weighted sum of the snapshots' tensors, float32."""
     total: dict[str, Tensor] = {}
     for snapshot, share in zip(snapshots, shares, strict=True):
         if abs(share) < _NEGLIGIBLE:
             continue
-        with _opened(snapshot.path) as file:
+        with _open_snapshot(snapshot.path) as file:
             names = list(file.keys())
             if total and set(names) != set(total):
-                raise UserError(f'{snapshot.path}: it averages other tensors than the snapshots before it; remove it')
+                raise UserError(
+                    f'{snapshot.path}: its tensors differ from those of the snapshots before; remove this file'
+                )
             for name in names:
                 tensor = file.get_tensor(name).float()
                 total[name] = tensor.mul_(share) if name not in total else total[name].add_(tensor, alpha=share)
@@ -159,17 +163,21 @@ def _mixed(snapshots: Sequence[Snapshot], shares: Sequence[float]) -> dict[str, 
 
 
 def _header(path: Path) -> Snapshot:
-    with _opened(path) as file:
-        about = json.loads((file.metadata() or {}).get(_KEY, '{}'))
-    if about.get('version') != _VERSION:
-        raise UserError(f'{path}: no snapshot of version {_VERSION}: it says {about or "nothing"}; move it elsewhere')
-    return Snapshot(path, about['batch'], about['width'], about['gamma'])
+    """Read the header of a snapshot file."""
+    with _open_snapshot(path) as file:
+        header = json.loads((file.metadata() or {}).get(_KEY, '{}'))
+    if header.get('version') != _VERSION:
+        raise UserError(
+            f'{path}: not a snapshot of version {_VERSION} (its header is {header or "empty"}); move it elsewhere'
+        )
+    return Snapshot(path, header['batch'], header['width'], header['gamma'])
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _open_snapshot(path: Path) -> Iterator[Any]:
+    """Open a safetensors file for reading, or raise UserError if it is damaged."""
     try:
         with safe_open(path, framework='pt') as file:
             yield file
     except SafetensorError as error:
-        raise UserError(f'{path}: not readable ({error}); cut short? Remove it: the others may do') from error
+        raise UserError(f'{path}: not readable ({error}); truncated? Remove it to use the others') from error

@@ -1,1 +1,1 @@
-"""Evaluate trained models: retrieval accuracy, and sheets of images."""
+"""Evaluation of trained models: retrieval accuracy and sheets of images."""

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SHEET_WIDTH = 1500
-"""Width in pixels of a PNG whose number of columns is not given."""
+"""Width in pixels of a PNG if the number of columns is not set."""
 MARGIN, LINE_HEIGHT = 8, 13
 CAPTION_LINES = 3
-"""Lines of a caption on a PNG; HTML shows captions in full."""
+"""Maximum number of lines per caption in a PNG; HTML shows captions in full."""
 GRAY, LIGHT_GRAY = (110, 110, 110), (220, 220, 220)
 STYLE = """
 body { font: 14px/1.4 system-ui, sans-serif; margin: 16px; color: #222 } h2 { font-size: 1.15em }
@@ -36,7 +36,7 @@ figcaption { color: #555; font-size: 11px; width: 0; min-width: 100%; overflow-w
 
 @dataclass(frozen=True)
 class Figure:
-    """Images side by side above one caption; encoded images (JPEG or PNG files) are embedded in HTML as they are."""
+    """Images side by side above one caption; encoded images (JPEG or PNG) are embedded in HTML without re-encoding."""
 
     images: Sequence[Image.Image | bytes]
     caption: str
@@ -44,7 +44,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Section:
-    """Figures of one size under a title, which may be empty."""
+    """Figures of equal size under a title, which may be empty."""
 
     title: str
     figures: Sequence[Figure]
@@ -71,20 +71,20 @@ def save_image(image: Image.Image, path: Path) -> None:
 
 
 def size_on_sheet(image: Image.Image, side: int) -> tuple[int, int]:
-    """Return width and height of an image on a sheet: its own aspect, and the area of a square of this side."""
+    """Return width and height that keep an image's aspect ratio and have the area of a square with the given side."""
     aspect = image.width / image.height
     width = min(SHEET_WIDTH - 2 * MARGIN, round(side * math.sqrt(aspect)))
     return width, max(1, round(width / aspect))
 
 
 def draw_sheet(sections: Sequence[Section], *, columns: int | None = None, side: int = 96) -> Image.Image:
-    """Draw sections below each other as one image, each figure above the first lines of its caption.
+    """Draw sections one below the other in a single image, with the first lines of each caption below its figure.
 
     Args:
         sections: Titles and figures.
         columns: Figures per row; None for as many as fit into SHEET_WIDTH.
-        side: Side in pixels of a square image on the sheet; other images have the same area. Images smaller than that
-            are enlarged without smoothing.
+        side: Side in pixels of a square image on the sheet; other images have the same area. Smaller images are
+            enlarged without smoothing.
     """
     strips = [_strip(section, columns, side) for section in sections]
     height = sum(strip.height for strip in strips) + MARGIN
@@ -97,9 +97,10 @@ def draw_sheet(sections: Sequence[Section], *, columns: int | None = None, side:
 
 
 def _strip(section: Section, columns: int | None, side: int) -> Image.Image:
+    """Draw one section at the width of the sheet."""
     font, bold = ImageFont.load_default(size=11), ImageFont.load_default(size=15)
     first = section.figures[0].images
-    width, height = size_on_sheet(_opened(first[0]), side)
+    width, height = size_on_sheet(_decoded(first[0]), side)
     figure_width = len(first) * width
     fitting = columns or max(1, (SHEET_WIDTH - MARGIN) // (figure_width + MARGIN))
     title_height = 2 * LINE_HEIGHT + MARGIN if section.title else MARGIN
@@ -111,7 +112,7 @@ def _strip(section: Section, columns: int | None, side: int) -> Image.Image:
     for number, figure in enumerate(section.figures):
         left = MARGIN + number % fitting * (figure_width + MARGIN)
         top = title_height + number // fitting * row_height
-        for index, image in enumerate(map(_opened, figure.images)):
+        for index, image in enumerate(map(_decoded, figure.images)):
             method = Image.Resampling.LANCZOS if image.width > width else Image.Resampling.NEAREST
             strip.paste(image.resize((width, height), method), (left + index * width, top))
         draw.rectangle((left - 1, top - 1, left + figure_width, top + height), outline=LIGHT_GRAY)
@@ -121,7 +122,7 @@ def _strip(section: Section, columns: int | None, side: int) -> Image.Image:
 
 
 def wrap_caption(text: str, width: int, font: Any) -> list[str]:
-    """Wrap a text into at most CAPTION_LINES lines of at most `width` pixels; a text that is cut ends in three dots."""
+    """Wrap text into at most CAPTION_LINES lines of at most `width` pixels; truncated text ends in three dots."""
     lines, words = [''], text.split()
     while words:
         joined = f'{lines[-1]} {words[0]}'.strip()
@@ -147,11 +148,11 @@ def _shortened(line: str, width: int, font: Any) -> str:
 
 
 def html_figures(figures: Iterable[Figure], *, side: int | None = None) -> str:
-    """Write figures as HTML, with images embedded at their own resolution and captions in full.
+    """Return figures as HTML, with images embedded at their own resolution and captions in full.
 
     Args:
-        figures: Images and captions; captions are escaped.
-        side: Size at which images are shown, as in `draw_sheet`; None shows them at their own resolution.
+        figures: Images and captions; captions are HTML-escaped.
+        side: Display size of images, as in `draw_sheet`; None for their own resolution.
     """
     blocks = []
     for figure in figures:
@@ -161,7 +162,7 @@ def html_figures(figures: Iterable[Figure], *, side: int | None = None) -> str:
 
 
 def html_page(title: str, body: str, *, style: str = '') -> str:
-    """Return an HTML page that needs no other file; `body` is HTML, and `style` is CSS after that of figures."""
+    """Return a self-contained HTML page; `body` is HTML, and `style` is CSS that follows the styles of figures."""
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<title>{html.escape(title)}</title>\n<style>{STYLE}{style}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n'
@@ -171,9 +172,10 @@ def html_page(title: str, body: str, *, style: str = '') -> str:
 def _html_image(image: Image.Image | bytes, side: int | None) -> str:
     encoded = image if isinstance(image, bytes) else png_bytes(image)
     kind = 'jpeg' if encoded.startswith(b'\xff\xd8') else 'png'
-    width = '' if side is None else f' width="{size_on_sheet(_opened(image), side)[0]}"'
+    width = '' if side is None else f' width="{size_on_sheet(_decoded(image), side)[0]}"'
     return f'<img alt="" src="data:image/{kind};base64,{base64.b64encode(encoded).decode()}"{width}>'
 
 
-def _opened(image: Image.Image | bytes) -> Image.Image:
+def _decoded(image: Image.Image | bytes) -> Image.Image:
+    """Return an image that may be encoded as a PIL image."""
     return Image.open(io.BytesIO(image)) if isinstance(image, bytes) else image

@@ -1,4 +1,4 @@
-"""Retrieval accuracy of generated images among the images that the model was trained on."""
+"""Retrieval accuracy of generated images among the training images."""
 
 import logging
 from pathlib import Path
@@ -17,22 +17,22 @@ log = logging.getLogger(__name__)
 
 
 class Retrieval:
-    """Generate images from captions of a dataset and look up the nearest image of the dataset.
+    """Evaluator that generates images from a dataset's captions and looks up the nearest real image of each.
 
-    Each of `num_captions` captions gives one image, with the caption's number as its seed. The nearest image of the
-    dataset has the smallest mean squared difference of pixel values. Top-1 is the fraction of captions whose own image
-    is the nearest. It measures on training data how well the model knows which image belongs to which caption, and
-    nothing about captions that it has not seen.
+    One image is generated per caption, with the caption's index as its seed. The nearest real image is the one with
+    the smallest mean squared pixel difference. Top-1 is the fraction of captions whose own image is the nearest. It
+    measures how well the model has learned which training image belongs to which caption, and does not measure
+    generalization to new captions.
 
-    Writes `samples.png`, a sheet of generated and real images with their captions.
+    The evaluator also writes `samples.png`, a sheet of generated and real images with their captions.
 
     Args:
         num_captions: Number of captions, evenly spread over the dataset.
         guidance_scale: Scale of classifier-free guidance; 1 turns it off.
-        num_inference_steps: Steps of the noise scheduler.
+        num_inference_steps: Steps of the noise scheduler per image.
         noise_scheduler: Name from `diffusion.models.sampler.SHORT_NAMES`.
-        batch_size: Images generated at once.
-        num_shown: Captions on the sheet.
+        batch_size: Images generated per batch.
+        num_shown: Number of captions on the sheet.
         columns: Captions per row of the sheet.
     """
 
@@ -56,22 +56,24 @@ class Retrieval:
         self.columns = columns
 
     def __call__(self, model: LatentDiffusion, dataset: ImageTextDataset, folder: Path) -> dict[str, float]:
-        """Return the top-1 fraction, and write the sheet to `folder`."""
+        """Return the top-1 fraction as `retrieval_top1`, and write the sheet to `folder`."""
         count = int(dataset.size)
         if self.num_captions > count:
-            raise UserError(f'evaluators.retrieval.num_captions: {self.num_captions}, but there are {count} images')
+            raise UserError(
+                f'evaluators.retrieval.num_captions: {self.num_captions} is more than the {count} images of the dataset'
+            )
         chosen = [index * count // self.num_captions for index in range(self.num_captions)]
         captions = [captions_of(dataset.get_item(index), dataset.where(index))[0] for index in chosen]
         real = torch.stack([dataset[index][batch_keys.IMAGE] for index in range(count)])
-        drawn = self._draw(model, captions, (real.shape[2], real.shape[3]))
-        found = nearest_images(drawn, real.float() / 255)
-        right = [index == truth for index, truth in zip(found.tolist(), chosen, strict=True)]
-        pairs = zip(captions, to_images(drawn), to_images(real[chosen]), strict=True)
+        generated = self._generate(model, captions, (real.shape[2], real.shape[3]))
+        nearest = nearest_images(generated, real.float() / 255)
+        correct = [index == truth for index, truth in zip(nearest.tolist(), chosen, strict=True)]
+        pairs = zip(captions, to_images(generated), to_images(real[chosen]), strict=True)
         figures = [Figure(images, caption) for caption, *images in pairs][: self.num_shown]
         save_image(draw_sheet([Section('', figures)], columns=self.columns, side=64), folder / 'samples.png')
-        return {'retrieval_top1': sum(right) / len(right)}
+        return {'retrieval_top1': sum(correct) / len(correct)}
 
-    def _draw(self, model: LatentDiffusion, captions: list[str], size: tuple[int, int]) -> Tensor:
+    def _generate(self, model: LatentDiffusion, captions: list[str], size: tuple[int, int]) -> Tensor:
         images = []
         for start in range(0, len(captions), self.batch_size):
             batch = captions[start : start + self.batch_size]
@@ -89,5 +91,10 @@ class Retrieval:
 
 
 def nearest_images(images: Tensor, references: Tensor) -> Tensor:
-    """Return the index of the nearest reference by mean squared difference, int64 [B]; inputs are [B, 3, H, W]."""
+    """Return the index of each image's nearest reference by mean squared difference, int64 [B].
+
+    Args:
+        images: Float [B, 3, H, W].
+        references: Float [R, 3, H, W].
+    """
     return torch.cdist(images.flatten(1), references.flatten(1)).argmin(dim=1)

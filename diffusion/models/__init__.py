@@ -1,1 +1,1 @@
-"""Models: the parts, the objective, and the ComposerModel that binds them."""
+"""Diffusion models: their parts, the training objective, and the ComposerModel that combines them."""

@@ -1,8 +1,4 @@
-"""Bytes that a forward pass keeps for the backward pass, counted by running it on fake tensors, which hold no data.
-
-The tensors are fake CPU tensors and not on the meta device: that has no fused attention, and its replacement keeps all
-L x L attention weights (70 MiB per sample where a GPU keeps 8).
-"""
+"""Activation memory: bytes that a forward pass keeps for the backward pass, counted on fake tensors without data."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -23,60 +19,70 @@ from torch.utils.flop_counter import flop_registry
 from diffusion.models.flops import empty_copy
 
 BATCHES = 2, 4
-"""Batch sizes of two passes, whose difference is what one sample keeps. A batch of 1 keeps less: some of its transposed
-tensors are contiguous, and not copied."""
+"""Batch sizes of the two counted passes; their difference gives the bytes per sample. Not 1: with a single sample some
+transposed tensors are contiguous and are not copied."""
 FLOAT32_ON_CUDA = frozenset(
     ['group_norm', 'layer_norm', 'softmax', 'log_softmax', 'pow', '__pow__', 'rsqrt', 'exp', 'log', 'softplus']
 )
-"""Functions that CUDA's autocast computes in float32 and the CPU's does not, as far as denoisers use them."""
+"""Functions used by denoisers that autocast computes in float32 on CUDA but not on the CPU."""
 _WITH_FLOPS = {*flop_registry, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu}
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes that a forward pass keeps: activations per sample, and copies of weights in 16 bits, whatever the batch."""
+    """Bytes that a forward pass keeps for the backward pass.
+
+    Fields `kept...` are activations, in bytes per sample. Fields `copies...` are autocast's 16-bit copies of weights,
+    whose bytes do not depend on the batch size.
+    """
 
     kept: int
+    """Bytes per sample without activation checkpointing."""
     kept_between: int
-    """Under activation checkpointing: kept between blocks, their inputs included."""
+    """Bytes per sample kept outside of the blocks under activation checkpointing, including the blocks' inputs."""
     kept_inside: int
-    """Under activation checkpointing: kept inside of the largest block, while it is recomputed."""
+    """Bytes per sample kept inside the largest block while activation checkpointing recomputes it."""
     copies: int
+    """Bytes of weight copies without activation checkpointing."""
     copies_between: int
+    """Bytes of weight copies kept outside of the blocks under activation checkpointing."""
     copies_inside: int
+    """Bytes of weight copies kept inside a block while activation checkpointing recomputes it; the maximum."""
     largest: int
-    """The largest tensor on the way, per sample."""
+    """Bytes per sample of the largest intermediate tensor."""
 
     def __add__(self, other: 'Activations') -> 'Activations':
-        """Both parts of one pass: what is kept adds up, but for what is there for one block at a time."""
-        largest = ('kept_inside', 'copies_inside', 'largest')
-        mine, theirs = vars(self), vars(other)
+        """Return the memory of two modules in one pass: sums, but maxima of what exists for one block at a time."""
+        transient = ('kept_inside', 'copies_inside', 'largest')
+        first, second = vars(self), vars(other)
         return Activations(
-            **{key: max(mine[key], theirs[key]) if key in largest else mine[key] + theirs[key] for key in mine}
+            **{key: max(first[key], second[key]) if key in transient else first[key] + second[key] for key in first}
         )
 
 
 def count_activations(module: nn.Module, inputs: Callable[[int], tuple[Any, ...]], precision: str) -> Activations:
-    """Run the forward pass of an empty copy of a module, and count what autograd keeps of it.
+    """Run the forward pass of an empty copy of a module, and count the bytes that autograd keeps.
 
     Args:
-        module: Submodules for which its `fsdp_wrap_fn` is true are those that `speed.compile` compiles.
-        inputs: Makes the arguments for a batch size.
+        module: Module to count. The submodules selected by its `fsdp_wrap_fn` are those that `speed.compile` compiles.
+        inputs: Function from a batch size to the arguments of the forward pass.
         precision: One of
             float32: no autocast;
-            half: autocast to 16 bits as CUDA does it, which computes norms in float32;
+            half: 16-bit autocast as on CUDA, with norms in float32;
             half+low_precision_norms: the same with norms in 16 bits (speed.low_precision_norms);
-            float32+compile, half+compile: with compiled blocks, which keep no result that is cheap to compute again
-            (and so compute norms in float32 without keeping anything in float32).
+            float32+compile, half+compile: with compiled blocks, which recompute cheap results instead of keeping them
+            (so that they compute norms in float32 without keeping anything in float32).
     """
     flags = set(precision.split('+'))
+    # Fake CPU tensors, not the meta device: that has no fused attention, and its replacement keeps all L x L attention
+    # weights (70 MiB per sample where a GPU keeps 8).
     with FakeTensorMode(allow_non_fake_inputs=True):
         copied = empty_copy(module, 'cpu').train()
         small, large = (_record(copied, inputs(batch), flags) for batch in BATCHES)
     span = BATCHES[1] - BATCHES[0]
 
     def line(few: int, many: int) -> tuple[int, int]:
-        """Bytes per sample, and bytes that do not depend on the batch."""
+        """Return bytes per sample and bytes independent of the batch from the bytes of the two passes."""
         slope = (many - few) // span
         return slope, few - BATCHES[0] * slope
 
@@ -97,29 +103,30 @@ def count_activations(module: nn.Module, inputs: Callable[[int], tuple[Any, ...]
 
 @dataclass
 class _Recording:
-    """Storages that a forward pass keeps, in bytes by address."""
+    """Sizes in bytes, by address, of the storages that a forward pass keeps."""
 
-    own: set[int]
-    """Addresses of parameters and buffers, which are no activations."""
+    weights: set[int]
+    """Addresses of parameters and buffers, which are not activations."""
     outside: dict[int, int] = field(default_factory=dict)
-    """Kept between checkpointed blocks."""
+    """Storages kept outside of checkpointed blocks."""
     inside: list[dict[int, int]] = field(default_factory=list)
-    """Kept inside of each checkpointed block, where it is not recomputed."""
+    """Storages kept inside each block if it is not checkpointed."""
     inputs: dict[int, int] = field(default_factory=dict)
-    """Inputs of checkpointed blocks, kept where these are recomputed."""
+    """Inputs of checkpointed blocks, kept for recomputing them."""
     outputs: list[int] = field(default_factory=list)
-    """Bytes of the largest output of each operation, in order."""
+    """Bytes of the largest output of each operation, in order of execution."""
     flops_seen: int = 0
-    """Operations so far that torch counts FLOPs for."""
+    """Number of operations so far for which torch counts FLOPs."""
     fused_depth: int = 0
-    """How many compiled blocks the pass is inside of."""
+    """Number of compiled blocks that the pass is currently inside."""
     recomputable: set[int] = field(default_factory=set)
-    """Storages that a compiled block computes again in the backward pass."""
+    """Addresses of storages that a compiled block can recompute in the backward pass."""
     _alive: list[Any] = field(default_factory=list)
     _block: dict[int, int] | None = None
 
     @property
     def total(self) -> int:
+        """Bytes kept without activation checkpointing."""
         everything = dict(self.outside)
         for block in self.inside:
             everything |= block
@@ -127,41 +134,48 @@ class _Recording:
 
     @property
     def between(self) -> int:
+        """Bytes kept outside of the blocks under activation checkpointing, including the blocks' inputs."""
         return sum((self.outside | self.inputs).values())
 
     @property
     def blocks(self) -> list[int]:
+        """Bytes that each block adds while it is recomputed."""
         known = self.outside | self.inputs
         return [sum(count for key, count in block.items() if key not in known) for block in self.inside]
 
     def key(self, tensor: Tensor) -> int:
+        """Return the address of a tensor's storage."""
         storage = tensor.untyped_storage()
-        self._alive.append(storage)  # so that no later storage gets its address
+        # A freed storage's address would be reused, and two storages counted as one.
+        self._alive.append(storage)
         return storage._cdata
 
     def keep(self, tensor: Tensor) -> Tensor:
+        """Record a tensor that autograd saves, and return it."""
         self._add(tensor, self.outside if self._block is None else self._block)
         return tensor
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, use_reentrant: bool = False) -> Any:
-        """Stand in for torch.utils.checkpoint.checkpoint: record the block's inputs and its inside apart."""
+        """Run a block in place of torch.utils.checkpoint.checkpoint, recording its inputs and its inside separately."""
+        # The real function would save the inputs alone in the forward pass. Running the block once without
+        # checkpointing shows what it keeps while it is recomputed.
         for tensor in tree_leaves(args):
             if isinstance(tensor, Tensor):
                 self._add(tensor, self.inputs)
         assert self._block is None, 'checkpointed blocks do not nest'
-        self._block = {}
+        self._block = {}  # `keep` records here until the block ends
         self.inside.append(self._block)
         out = function(*args)
         self._block = None
         return out
 
     def _add(self, tensor: Tensor, kept: dict[int, int]) -> None:
-        if (key := self.key(tensor)) not in self.own:
+        if (key := self.key(tensor)) not in self.weights:
             kept[key] = tensor.untyped_storage().nbytes()
 
 
 class _Operations(TorchDispatchMode):
-    """Notes the size of every operation's largest output, and which operations have FLOPs."""
+    """Record the size of every operation's largest output, and count operations that have FLOPs."""
 
     def __init__(self, recording: _Recording) -> None:
         super().__init__()
@@ -171,38 +185,41 @@ class _Operations(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         self.recording.flops_seen += func._overloadpacket in _WITH_FLOPS
         sizes = [leaf.untyped_storage().nbytes() for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        if sizes:  # others are questions, for a tensor's device, which caches answer
+        # Operations without tensor outputs ask for properties, such as a tensor's device. Caches answer some of them in
+        # the second pass, and the outputs of both passes are compared one by one.
+        if sizes:
             self.recording.outputs.append(max(sizes))
         return out
 
 
 class _AsOnGPU(TorchFunctionMode):
-    """Lets torch's functions keep what they would keep on a GPU: CUDA's autocast, and compiled blocks.
+    """Make functions on the CPU keep the same tensors as on a GPU, under CUDA's autocast and in compiled blocks."""
 
-    torch.compile's partitioner keeps the inputs and results of what it does not fuse (convolutions, products,
-    attention), and computes again what was fused. Running the partitioner itself takes minutes for a U-Net. This rule
-    takes nothing, and is within 3 % of it: a fused function whose input is kept (or recomputable) has a recomputable
-    result, and a recomputable tensor is kept only for a function with FLOPs.
-    """
+    # torch.compile's partitioner keeps the inputs and results of operations that it does not fuse (convolutions, matrix
+    # products, attention), and recomputes the fused ones. Running the partitioner takes minutes for a U-Net. The rule
+    # in `_fused` costs nothing and is within 3 % of it: a fused function whose input is kept (or recomputable) has a
+    # recomputable result, and a recomputable tensor is kept only for a function with FLOPs.
 
-    def __init__(self, recording: _Recording, *, wide_norms: bool) -> None:
+    def __init__(self, recording: _Recording, *, float32_norms: bool) -> None:
         super().__init__()
         self.recording = recording
-        self.wide_norms = wide_norms
+        self.float32_norms = float32_norms
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.wide_norms and getattr(func, '__name__', '') in FLOAT32_ON_CUDA:
-            args, kwargs = tree_map(_widened, (args, kwargs))
+        if self.float32_norms and getattr(func, '__name__', '') in FLOAT32_ON_CUDA:
+            args, kwargs = tree_map(_to_float32, (args, kwargs))
         return self._fused(func, args, kwargs) if self.recording.fused_depth else func(*args, **kwargs)
 
     def _fused(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call a function of a compiled block, and record the tensors that the compiled code would keep for it."""
         recording, saved = self.recording, list[Tensor]()
 
         def pack(tensor: Tensor) -> Tensor:
             saved.append(tensor)
             return tensor
 
+        # Only the innermost hooks run, so tensors saved in here do not reach `recording.keep` on their own.
         before = recording.flops_seen
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             out = func(*args, **kwargs)
@@ -211,29 +228,34 @@ class _AsOnGPU(TorchFunctionMode):
             if has_flops or recording.key(tensor) not in recording.recomputable:
                 recording.keep(tensor)
         inputs = {recording.key(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-        if not has_flops and inputs & {recording.key(tensor) for tensor in saved} - recording.own:
+        if not has_flops and inputs & {recording.key(tensor) for tensor in saved} - recording.weights:
             results = {recording.key(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)}
-            recording.recomputable |= results - inputs  # a view is as good as what it is a view of
+            # A view shares its input's storage: it is kept if and only if that is.
+            recording.recomputable |= results - inputs
         return out
 
 
-def _widened(value: Any) -> Any:
+def _to_float32(value: Any) -> Any:
+    """Convert a 16-bit tensor to float32, and return any other value unchanged."""
     narrow = isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
     return value.float() if narrow else value
 
 
 def _record(module: nn.Module, args: tuple[Any, ...], flags: set[str]) -> _Recording:
+    """Run one forward pass and record the tensors that autograd keeps."""
     recording = _Recording({tensor.untyped_storage()._cdata for tensor in (*module.parameters(), *module.buffers())})
     with contextlib.ExitStack() as stack:
         if enable := getattr(module, 'enable_gradient_checkpointing', None):
             enable()
+            # diffusers looks the function up at each call, so that patching it here is enough.
             stack.enter_context(mock.patch.object(torch.utils.checkpoint, 'checkpoint', recording.checkpoint))
         if 'compile' in flags:
             stack.enter_context(_compiled_blocks(module, recording))
-        # bfloat16 stands for float16 as well; the CPU's autocast leaves norms in the precision of their input.
+        # bfloat16 also represents float16, of the same size. Unlike CUDA's, the CPU's autocast leaves norms in the
+        # precision of their input; _AsOnGPU corrects that.
         stack.enter_context(torch.autocast('cpu', torch.bfloat16, enabled='half' in flags))
         if flags != {'float32'}:
-            stack.enter_context(_AsOnGPU(recording, wide_norms=flags == {'half'}))
+            stack.enter_context(_AsOnGPU(recording, float32_norms=flags == {'half'}))
         stack.enter_context(_Operations(recording))
         stack.enter_context(saved_tensors_hooks(recording.keep, lambda tensor: tensor))
         module(*args)
@@ -242,7 +264,7 @@ def _record(module: nn.Module, args: tuple[Any, ...], flags: set[str]) -> _Recor
 
 @contextlib.contextmanager
 def _compiled_blocks(module: nn.Module, recording: _Recording) -> Iterator[None]:
-    """Track how deep the pass is in compiled blocks."""
+    """Track the nesting depth of compiled blocks during the pass."""
 
     def enter(*_: Any) -> None:
         recording.fused_depth += 1
@@ -261,6 +283,6 @@ def _compiled_blocks(module: nn.Module, recording: _Recording) -> Iterator[None]
 
 
 def blocks_of(module: nn.Module) -> list[nn.Module]:
-    """The submodules that FSDP gathers, and torch.compile compiles, on their own: by the module's `fsdp_wrap_fn`."""
-    chosen: Any = getattr(module, 'fsdp_wrap_fn', None)
-    return [] if chosen is None else [part for part in module.modules() if chosen(part)]
+    """Return the submodules selected by the module's `fsdp_wrap_fn`: FSDP and torch.compile treat each as one unit."""
+    is_selected: Any = getattr(module, 'fsdp_wrap_fn', None)
+    return [] if is_selected is None else [part for part in module.modules() if is_selected(part)]

@@ -1,4 +1,4 @@
-"""Training of a small AutoencoderKL, the VAE of the quickstart.
+"""ComposerModel that trains a small AutoencoderKL, the VAE of the quickstart.
 
 Shapes: B batch, C latent channels, H W latent size.
 """
@@ -16,10 +16,11 @@ from diffusion.models import batch_keys
 from diffusion.models.pretrained import decode_latents, posterior_of
 
 _STATISTICS_MOMENTUM = 0.01
+"""Weight of a batch in the running latent statistics."""
 
 
 class ReconstructedImages(NamedTuple):
-    """Pictures in [-1, 1] before and after [B, 3, 8H, 8W], and the posterior's divergence from N(0, 1), [B]."""
+    """Original and reconstructed images in [-1, 1], [B, 3, 8H, 8W], and the posterior's KL from N(0, 1), [B]."""
 
     pixels: Tensor
     reconstructed: Tensor
@@ -27,17 +28,17 @@ class ReconstructedImages(NamedTuple):
 
 
 class Autoencoder(ComposerModel):
-    """An AutoencoderKL trained for squared error, with a little L1 for edges and a little KL for smooth latents.
+    """AutoencoderKL trained with squared error, a small L1 term for edges and a small KL term for smooth latents.
 
-    No adversarial and no perceptual loss: it is meant for pictures of flat colour.
+    There is no adversarial and no perceptual loss: the model is meant for images of flat color.
 
-    The latents' mean and variance a channel are followed by a running average; `finished()` writes them into the
-    configuration of the result, so that a diffusion model sees latents of mean 0 and standard deviation 1.
+    Training tracks a running mean and variance of the latents per channel. `finished()` writes them to the VAE's
+    configuration, so that a diffusion model sees latents of mean 0 and standard deviation 1.
 
     Args:
-        vae: The autoencoder.
-        l1_weight: Of the mean absolute error, beside the mean squared error's 1.
-        kl_weight: Of the mean divergence a latent number.
+        vae: Autoencoder to train.
+        l1_weight: Weight of the mean absolute error; the mean squared error has weight 1.
+        kl_weight: Weight of the KL divergence per latent element.
     """
 
     latent_mean: Tensor
@@ -56,7 +57,7 @@ class Autoencoder(ComposerModel):
         posterior = posterior_of(self.vae, pixels)
         latents = posterior.sample() if self.training else posterior.mode()
         if self.training:
-            self._follow(latents.detach())
+            self._update_statistics(latents.detach())
         divergence = 0.5 * (posterior.mean**2 + posterior.var - 1 - posterior.logvar).flatten(1).mean(dim=1)
         return ReconstructedImages(pixels, decode_latents(self.vae, latents), divergence)
 
@@ -76,7 +77,8 @@ class Autoencoder(ComposerModel):
         metric.update(psnr_db(outputs.reconstructed, outputs.pixels))
 
     def finished(self) -> AutoencoderKL:
-        """The autoencoder, its latent statistics in its configuration."""
+        """Write the latent statistics to the autoencoder's configuration, and return the autoencoder."""
+        # `latent_statistics` divides by the scaling factor, which must be 1 next to latents_std.
         mean, std = self.latent_mean, self.latent_variance.sqrt()
         self.vae.register_to_config(
             latents_mean=[round(value, 5) for value in mean.tolist()],
@@ -85,14 +87,15 @@ class Autoencoder(ComposerModel):
         )
         return self.vae
 
-    def _follow(self, latents: Tensor) -> None:
+    def _update_statistics(self, latents: Tensor) -> None:
         self.latent_mean.lerp_(latents.mean(dim=(0, 2, 3)), _STATISTICS_MOMENTUM)
         self.latent_variance.lerp_(latents.var(dim=(0, 2, 3)), _STATISTICS_MOMENTUM)
 
 
-def psnr_db(pictures: Tensor, references: Tensor) -> Tensor:
-    """Peak signal-to-noise ratio of each picture in decibels, [B]; values are in [-1, 1], clipped there."""
-    error = (pictures.clamp(-1, 1) - references.clamp(-1, 1)) / 2
+def psnr_db(images: Tensor, references: Tensor) -> Tensor:
+    """Return the peak signal-to-noise ratio of each image in decibels, [B]; values are clipped to [-1, 1]."""
+    error = (images.clamp(-1, 1) - references.clamp(-1, 1)) / 2
+    # The clamp limits the ratio of equal images to 100 dB.
     return -10 * error.square().flatten(1).mean(dim=1).clamp(min=1e-10).log10()
 
 
@@ -105,7 +108,16 @@ def tiny_autoencoder(
     l1_weight: float = 0.05,
     kl_weight: float = 1e-4,
 ) -> Autoencoder:
-    """A small AutoencoderKL without attention; each level after the first halves the side."""
+    """Build a small AutoencoderKL without attention.
+
+    Args:
+        block_out_channels: Widths of the levels; each level after the first halves the image side.
+        latent_channels: C, channels of the latents.
+        layers_per_block: Residual blocks per level.
+        norm_num_groups: Groups of the GroupNorm layers; must divide every width.
+        l1_weight: Weight of the mean absolute error; the mean squared error has weight 1.
+        kl_weight: Weight of the KL divergence per latent element.
+    """
     levels = len(block_out_channels)
     vae = AutoencoderKL(
         down_block_types=('DownEncoderBlock2D',) * levels,  # type: ignore[arg-type]

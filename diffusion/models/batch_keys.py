@@ -1,28 +1,28 @@
-"""Names of what a batch holds; every tensor has the batch as its first dimension."""
+"""Keys of a batch; the first dimension of every tensor is the batch."""
 
 IMAGE = 'image'
-"""Pictures, uint8 [B, 3, H, W] in pixels."""
+"""Images, uint8 [B, 3, H, W], with H and W in pixels."""
 
 LATENT_MOMENTS = 'latent_moments'
-"""What the VAE's encoder says of a picture, before any scaling: mean, or mean and log-variance, [B, C or 2C, H, W]."""
+"""Output of the VAE's encoder before any scaling: the mean, or mean and log-variance, [B, C or 2C, H, W]."""
 
 INPUT_IDS = 'input_ids'
-"""Tokens of the caption, int64 [B, E, L], E text encoders of L tokens."""
+"""Token ids of the caption, int64 [B, E, L], for E text encoders with L tokens each."""
 
 TEXT_EMBEDS = 'text_embeds'
-"""What the frozen text encoders say of the caption, [B, L, D]; beside its tokens, which a mask is made of."""
+"""Output of the frozen text encoders, [B, L, D]. The batch has the token ids too: the padding mask needs them."""
 
 SAMPLE_ID = 'sample_id'
-"""Index of the sample in its dataset, int64 [B]; what keyed randomness depends on."""
+"""Index of the sample in its dataset, int64 [B]; the key of its random numbers."""
 
 EPOCH = 'epoch'
-"""Pass over the data that the sample belongs to, int64 [B]."""
+"""Epoch that the sample belongs to, int64 [B]."""
 
 BATCH_INDEX = 'batch_index'
-"""Number of the global batch within the epoch, int64 [B]."""
+"""Index of the global batch within the epoch, int64 [B]."""
 
 TIMESTEP_QUANTILE = 'timestep_quantile'
-"""Share of the noise schedule below the sample's timestep, float64 [B] in [0, 1), each in an own part of it."""
+"""Quantile of the sample's timestep in the noise schedule, float64 [B] in [0, 1); stratified over the global batch."""
 
 REPLACED = 'replaced'
-"""On the way from a worker to the loader: of a sample that stands for a bad one a note, otherwise ''; no tensor."""
+"""Note about the bad sample that this one replaces, or ''; a string, used only between a worker and the loader."""

@@ -1,4 +1,4 @@
-"""The models by name: functions from a few settings to a LatentDiffusion; a recipe's `model.name` is one of them."""
+"""Model builders: functions from a few settings to a LatentDiffusion, selected by a recipe's `model.name`."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,28 +15,26 @@ from diffusion.models.objective import Objective
 from diffusion.models.pretrained import TextConditioner, clip_tokenizer, downsampling, load_pretrained
 
 TINY_VAE = Path(__file__).parent / 'weights' / 'tiny_vae'
-"""An autoencoder of 64 px OpenMoji pictures that ships with the package; yamls/tiny_vae.yaml made it."""
+"""Folder of the packaged autoencoder for 64 px OpenMoji images, trained by yamls/tiny_vae.yaml."""
 
 Builder = TypeVar('Builder', bound=Callable[..., Any])
 
 
 def tokenizes_with(tokenizers: Callable[..., list[PreTrainedTokenizerBase]]) -> Callable[[Builder], Builder]:
-    """Tie a builder to the function that makes its tokenizers from the same keywords.
+    """Return a decorator that attaches to a builder the function that builds its tokenizers from the same keywords."""
 
-    The loader's workers tokenise; they need the tokenizers and not the model.
-    """
-
-    def tie(builder: Builder) -> Builder:
+    # The loader's workers tokenize captions: they need the tokenizers but must not build the model.
+    def decorate(builder: Builder) -> Builder:
         builder.tokenizers = tokenizers  # type: ignore[attr-defined]
         return builder
 
-    return tie
+    return decorate
 
 
 def sd2_tokenizers(
     *, pretrained: str | None = sd2_config.PRETRAINED, revision: str | None = sd2_config.REVISION
 ) -> list[PreTrainedTokenizerBase]:
-    """Stable Diffusion 2's tokenizer; without `pretrained`, the same made of open_clip's vocabulary."""
+    """Return Stable Diffusion 2's tokenizer; if `pretrained` is None, an equal one from open_clip's vocabulary."""
     if pretrained is None:
         return [clip_tokenizer(max_length=77)]
     return [load_pretrained(CLIPTokenizer, pretrained, subfolder='tokenizer', revision=revision)]
@@ -58,15 +56,15 @@ def sd2(
     posterior: Literal['sample', 'mean'] = 'sample',
     seed: int = 17,
 ) -> LatentDiffusion:
-    """Stable Diffusion 2 with a U-Net from scratch (865,910,724 parameters) and pretrained VAE and text encoder.
+    """Build Stable Diffusion 2: a U-Net from scratch (865,910,724 parameters) with pretrained VAE and text encoder.
 
     Args:
-        resolution: Side of the pictures in pixels, a multiple of 8; it sets nothing but the default size of samples.
-        pretrained: Where VAE, text encoder and tokenizer come from: a repository on the Hub or a local folder in
-            diffusers' layout. None makes them with random weights, which is for tests and for counting.
+        resolution: Side of the images in pixels, a multiple of 8; sets only the default size of generated images.
+        pretrained: Source of VAE, text encoder and tokenizer: a repository on the Hub or a local folder in diffusers'
+            layout. None builds them with random weights, for tests and for counting parameters and FLOPs.
         revision: Commit of that repository.
-        vae: Another place for the VAE alone, a folder of an AutoencoderKL or a repository with a `vae` sub-folder.
-        objective: See `diffusion.Objective`; the other keywords: see `diffusion.LatentDiffusion`.
+        vae: Other source of the VAE: a folder of an AutoencoderKL, or a repository with a `vae` subfolder.
+        objective: See `diffusion.Objective`. For the other keywords see `diffusion.LatentDiffusion`.
     """
     if vae is not None:
         autoencoder = _load_vae(vae)
@@ -97,7 +95,7 @@ def sd2(
 
 
 def tiny_tokenizers(*, max_length: int = 16) -> list[PreTrainedTokenizerBase]:
-    """CLIP's vocabulary, cut to short captions."""
+    """Return a tokenizer with CLIP's vocabulary that truncates captions to `max_length` tokens."""
     return [clip_tokenizer(max_length=max_length)]
 
 
@@ -120,17 +118,17 @@ def tiny(
     posterior: Literal['sample', 'mean'] = 'sample',
     seed: int = 17,
 ) -> LatentDiffusion:
-    """Stable Diffusion in miniature: the same classes, small enough to train on a laptop.
+    """Build a miniature Stable Diffusion: the same classes, small enough to train on a laptop.
 
     Args:
-        resolution: Side of the pictures in pixels, a multiple of 8.
-        vae: Folder of an AutoencoderKL; the package's own, made for 64 px OpenMoji, by default.
+        resolution: Side of the images in pixels, a multiple of 8.
+        vae: Folder of an AutoencoderKL; the packaged one for 64 px OpenMoji images by default.
         block_out_channels: Widths of the U-Net's levels, multiples of 32.
-        layers_per_block: Residual blocks a level.
+        layers_per_block: Residual blocks per level.
         text_width: D, width of the text encoder, a multiple of 32.
-        text_layers: Layers of the text encoder.
-        max_length: L, tokens a caption is cut to.
-        objective: See `diffusion.Objective`; the other keywords: see `diffusion.LatentDiffusion`.
+        text_layers: Number of layers of the text encoder.
+        max_length: L, number of tokens to which captions are padded and truncated.
+        objective: See `diffusion.Objective`. For the other keywords see `diffusion.LatentDiffusion`.
     """
     autoencoder = _load_vae(vae or str(TINY_VAE))
     channels = autoencoder.config['latent_channels']
@@ -172,11 +170,13 @@ def tiny(
 
 
 def _load_vae(source: str) -> AutoencoderKL:
+    """Load a VAE from its own folder, or from the `vae` subfolder of a model's folder or repository."""
     subfolder = '' if (Path(source) / 'config.json').is_file() else 'vae'
     return load_pretrained(AutoencoderKL, source, subfolder=subfolder)
 
 
 def _latent_size(resolution: int, vae: AutoencoderKL) -> int:
+    """Return the side in latent cells, or raise UserError if the resolution is not a multiple of a cell."""
     cell = downsampling(vae)
     if resolution <= 0 or resolution % cell:
         raise UserError(f'resolution: {resolution} px is not a multiple of {cell} px, the size of a latent cell')

@@ -1,8 +1,8 @@
-"""Parameters, FLOPs and activation memory of the models that recipes name, counted on the models themselves.
+"""Parameters, FLOPs and activation memory of a recipe's model, counted by building the model without weights.
 
     python -m diffusion.models.cost_counting < request.json
 
-answers a request as JSON (see `answer`). The planner, which does not import torch, runs it in a process of its own.
+prints the counts as JSON (see `answer`). The planner does not import torch and runs this program in a subprocess.
 
 Shapes: B batch, C latent channels, H W latent size, E text encoders, L text tokens, D text width.
 """
@@ -29,17 +29,17 @@ from diffusion.models.pretrained import downsampling, without_weights
 
 
 def build_empty(name: str, kwargs: Mapping[str, Any]) -> nn.Module:
-    """A registered model on the meta device, without weights."""
+    """Build a registered model on the meta device, without reading its weights."""
     with without_weights(), torch.device('meta'):
         return registry.build('model', Component(name, dict(kwargs)))
 
 
 class ModelCounter:
-    """Counts one model: a LatentDiffusion by its parts, any other by its forward pass on a batch of images.
+    """Counter of one model's costs: part by part for a LatentDiffusion, by a forward pass on images for other models.
 
     Args:
-        model: A Composer model on the meta device. It is taken for a LatentDiffusion if it has a `denoiser`, a `vae`
-            and a `text`.
+        model: Composer model on the meta device. Models with `denoiser`, `vae` and `text` are treated as a
+            LatentDiffusion.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -54,7 +54,8 @@ class ModelCounter:
             self._denoiser_flops = FlopCount(self.denoiser, channels=self.channels, text_width=self.text_width)
 
     def facts(self) -> dict[str, int | bool]:
-        """Parameters, sizes and FLOPs that do not depend on the images' shape."""
+        """Return parameter counts, sizes and FLOPs that do not depend on the images' shape."""
+        # A LatentDiffusion's own parameters include a trained text encoder but no frozen parts: count by identity.
         parts = [part for part in (self.model, self.vae, self.text) if part is not None]
         parameters = {id(each): each for part in parts for each in part.parameters()}.values()
         blocks = [] if self.denoiser is None else [_size(block.parameters()) for block in blocks_of(self.denoiser)]
@@ -73,7 +74,7 @@ class ModelCounter:
         }
 
     def flops(self, shape: Shape) -> dict[str, int]:
-        """FLOPs per image: the forward pass of all that is trained, and frozen image encoders."""
+        """Return the forward FLOPs per image of the trained parts and of the frozen image encoder."""
         if self.denoiser is None:
             batch = self._image_batch(1, shape, device='meta')
             with _TrainedFlops(display=False) as trained:
@@ -87,7 +88,8 @@ class ModelCounter:
         return {'trained': flops, 'image_encoder': vae_encoder_flops(self.vae, height=height, width=width)}
 
     def activations(self, shape: Shape, precision: str) -> Activations:
-        """What training keeps for the backward pass; `speed` changes the denoiser alone."""
+        """Return the activation memory of training at an image shape; see `count_activations` for `precision`."""
+        # Settings of `speed` (compile, low_precision_norms) apply to the denoiser alone.
         plain = precision.partition('+')[0]
         if self.denoiser is None:
             return count_activations(self.model, lambda batch: (self._image_batch(batch, shape),), plain)
@@ -96,13 +98,13 @@ class ModelCounter:
         def inputs(batch: int) -> tuple[Tensor, ...]:
             return denoiser_inputs(batch, size, self.text_length, self.text_width)
 
-        found = count_activations(self.denoiser, inputs, precision)
+        total = count_activations(self.denoiser, inputs, precision)
         if self._trains_text:
-            found += count_activations(self.text, lambda batch: (self._tokens(batch),), plain)
-        return found
+            total += count_activations(self.text, lambda batch: (self._tokens(batch),), plain)
+        return total
 
     def largest_encoder_tensor(self, shape: Shape) -> int:
-        """Elements of the largest tensor on the way through a frozen VAE's encoder, per image."""
+        """Return the number of elements per image of the largest tensor in a frozen VAE's encoder."""
         if self.denoiser is None:
             return 0
         vae = self.vae
@@ -123,15 +125,16 @@ class ModelCounter:
         return torch.zeros(count, len(self.text.encoders), self.text_length, dtype=torch.int64, device=device)
 
     def _image_batch(self, count: int, shape: Shape, *, device: str = 'cpu') -> dict[str, Tensor]:
-        """A batch as the loader makes it of images, tokens included where the model has a text encoder."""
+        """Return a batch of images as the loader makes it, with token ids if the model has a text encoder."""
         batch = {batch_keys.IMAGE: torch.zeros(count, 3, shape.height, shape.width, dtype=torch.uint8, device=device)}
         return batch if self.text is None else batch | {batch_keys.INPUT_IDS: self._tokens(count, device=device)}
 
 
 class _TrainedFlops(FlopCounterMode):
-    """Leaves out operations under no_grad: those of frozen parts."""
+    """FLOP counter that ignores operations under no_grad, those of frozen parts."""
 
     def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
+        # FlopCounterMode has no public way to filter operations.
         return super()._count_flops(func_packet, out, args, kwargs) if torch.is_grad_enabled() else out
 
 
@@ -144,43 +147,49 @@ def _size(parameters: Iterable[Tensor]) -> int:
     return sum(parameter.numel() for parameter in parameters)
 
 
-# -- the program that the planner runs --
+# -- command line program, run by the planner --
 
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Count what a request asks for.
+    """Return the counts for a request.
 
     Args:
-        request: `imports` and the model's `name` and `kwargs` as in a recipe, the shapes whose `flops` are asked for
-            ('640x384'), and pairs of shape and precision whose `activations` are.
+        request: `imports` and the model's `name` and `kwargs` as in a recipe; `flops`, a list of image shapes
+            ('640x384'); and `activations`, a list of pairs of shape and precision.
+
+    Returns:
+        `facts`, `flops` by shape, and `activations` by 'SHAPE PRECISION'.
+
+    Raises:
+        UserError: No imported module registers the model, or the model cannot be built.
     """
     for module in request['imports']:
         importlib.import_module(module)
     if (problem := registry.unknown('model', request['name'])) is not None:
-        raise UserError(f'{problem} (it is counted in a process that knows what the modules of `imports` register)')
+        raise UserError(f'{problem} (models are counted in a process that imports only the modules of `imports`)')
     counter = ModelCounter(build_empty(request['name'], request['kwargs']))
-    asked = [(parse_shape(shape), precision) for shape, precision in request['activations']]
-    encoder = {shape: counter.largest_encoder_tensor(shape) for shape in dict(asked)}
+    requested = [(parse_shape(shape), precision) for shape, precision in request['activations']]
+    encoder = {shape: counter.largest_encoder_tensor(shape) for shape in dict(requested)}
     return {
         'facts': counter.facts(),
         'flops': {shape: counter.flops(parse_shape(shape)) for shape in request['flops']},
         'activations': {
             f'{shape} {precision}': vars(counter.activations(shape, precision))
             | {'largest_encoder_elements': encoder[shape]}
-            for shape, precision in asked
+            for shape, precision in requested
         },
     }
 
 
 def main() -> int:
-    """Answer the request on stdin; a mistake of the user's is answered as {"mistake": message}."""
+    """Read a request from stdin and print the counts as JSON, or {"mistake": message} for a UserError; return 0."""
     request = json.load(sys.stdin)
-    with contextlib.redirect_stdout(sys.stderr):  # libraries may print
+    with contextlib.redirect_stdout(sys.stderr):  # what libraries print must not mix with the JSON
         try:
-            found = answer(request)
+            result = answer(request)
         except UserError as error:
-            found = {'mistake': str(error)}
-    json.dump(found, sys.stdout)
+            result = {'mistake': str(error)}
+    json.dump(result, sys.stdout)
     return 0
 
 

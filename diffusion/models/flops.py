@@ -1,4 +1,4 @@
-"""FLOPs of forward passes, counted on the meta device by FlopCounterMode: a multiplication and an addition are 2."""
+"""FLOPs of forward passes, counted by FlopCounterMode on the meta device; a multiply-add counts as 2 FLOPs."""
 
 import copy
 from collections.abc import Callable
@@ -13,34 +13,33 @@ from diffusion.models.pretrained import TextConditioner, downsampling
 
 
 class FlopCount:
-    """FLOPs of a denoiser's forward pass on one sample.
-
-    They are counted on a copy made here, before the denoiser is compiled, sharded or given hooks.
+    """Callable that returns the FLOPs of a denoiser's forward pass on one sample.
 
     Args:
-        denoiser: Called with noisy latents, timesteps and text embeddings.
-        channels: C, of the latents.
-        text_width: D, of the text embeddings.
+        denoiser: Module called with noisy latents, timesteps and text embeddings.
+        channels: C, channels of the latents.
+        text_width: D, width of the text embeddings.
     """
 
     def __init__(self, denoiser: nn.Module, *, channels: int, text_width: int) -> None:
+        # Copy now, before training compiles or shards the denoiser or adds hooks: a later copy would include them.
         self._denoiser = empty_copy(denoiser, 'meta')
         self.channels = channels
         self.text_width = text_width
-        self._known: dict[tuple[int, int, int], int] = {}
+        self._counted: dict[tuple[int, int, int], int] = {}
 
     def __call__(self, height: int, width: int, text_length: int) -> int:
-        """FLOPs for latents of height x width cells and this many tokens; each shape is counted once."""
+        """Return the FLOPs for latents of height x width cells and `text_length` tokens, cached by shape."""
         shape = height, width, text_length
-        if shape not in self._known:
+        if shape not in self._counted:
             size = self.channels, height, width
             inputs = denoiser_inputs(1, size, text_length, self.text_width, device='meta')
-            self._known[shape] = forward_flops(self._denoiser, *inputs, return_dict=False)
-        return self._known[shape]
+            self._counted[shape] = forward_flops(self._denoiser, *inputs, return_dict=False)
+        return self._counted[shape]
 
 
 def vae_encoder_flops(vae: AutoencoderKL, *, height: int, width: int) -> int:
-    """FLOPs of the VAE's encoder for one image of height x width latent cells."""
+    """Return the FLOPs of the VAE's encoder for one image of height x width latent cells."""
     cell = downsampling(vae)
     size = vae.config['in_channels'], height * cell, width * cell
     pixels = torch.empty(1, *size, dtype=vae.dtype, device='meta')
@@ -48,20 +47,21 @@ def vae_encoder_flops(vae: AutoencoderKL, *, height: int, width: int) -> int:
 
 
 def text_encoder_flops(text: TextConditioner, *, length: int) -> int:
-    """FLOPs of all text encoders for one caption of this many tokens."""
+    """Return the FLOPs of all text encoders for one caption of `length` tokens."""
     tokens = torch.zeros(1, len(text.encoders), length, dtype=torch.int64, device='meta')
     return forward_flops(empty_copy(text, 'meta'), tokens)
 
 
 def forward_flops(function: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
-    """FLOPs of calling a module or a method; it and the arguments are on the meta device."""
+    """Return the FLOPs of calling a module or method; it and its arguments must be on the meta device."""
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         function(*args, **kwargs)
     return counter.get_total_flops()
 
 
 def empty_copy(module: nn.Module, device: str) -> nn.Module:
-    """A copy of a module on another device, with parameters and buffers that hold no data of the original."""
+    """Return a copy of a module on another device, with uninitialized parameters and buffers."""
+    # deepcopy takes the copy of an object from its memo: with empty tensors there, it never copies the data.
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
         empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
@@ -70,13 +70,22 @@ def empty_copy(module: nn.Module, device: str) -> nn.Module:
         memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
     copied = copy.deepcopy(module, memo)
     for part in copied.modules():
-        vars(part).pop('forward', None)  # a compiled one, which belongs to the original
+        # A compiled `forward` is set on the instance and bound to the original module.
+        vars(part).pop('forward', None)
     return copied
 
 
 def denoiser_inputs(
     batch: int, size: tuple[int, int, int], text_length: int, text_width: int, *, device: str = 'cpu'
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Noisy latents [B, C, H, W], timesteps [B] and text embeddings [B, L, D]."""
+    """Return placeholder inputs of a denoiser: latents [B, C, H, W], timesteps [B] and text embeddings [B, L, D].
+
+    Args:
+        batch: B.
+        size: C, H and W.
+        text_length: L.
+        text_width: D.
+        device: Device of the tensors.
+    """
     noisy = torch.empty(batch, *size, device=device)
     return noisy, torch.zeros(batch, device=device), torch.empty(batch, text_length, text_width, device=device)

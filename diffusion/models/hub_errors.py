@@ -1,8 +1,4 @@
-"""Errors of loading a pretrained part, told apart: what the user has to correct, and what may pass by itself.
-
-`from_pretrained` raises an OSError, a ValueError or a TypeError for a misspelled repository, for a Hub that answers 429
-and for a disk that cannot be read alike; the reason is in the chain of causes, or nowhere.
-"""
+"""Classification of errors from loading pretrained parts: mistakes of the user, or transient failures worth a retry."""
 
 import errno
 import json
@@ -17,38 +13,40 @@ from transformers import PreTrainedTokenizerBase
 
 from diffusion.errors import UserError, is_wrong_path
 
-MAY_PASS = (408, 429)
-"""Statuses of 4xx after which the Hub may answer."""
+TRANSIENT_STATUSES = (408, 429)
+"""HTTP 4xx statuses (request timeout, too many requests) after which a retry may succeed."""
 
 
 def loading_error(
     error: Exception, part: type, source: str, *, subfolder: str, revision: str | None
 ) -> UserError | OSError | None:
-    """Make the error to raise for one that `part.from_pretrained` has raised.
+    """Return the error to raise in place of one that `part.from_pretrained` has raised.
 
     Returns:
-        A UserError: there is no such repository, revision or file, access is refused, the files are damaged, or they
-        are not in the cache in offline mode. An OSError: the Hub does not answer now, or the disk cannot be read. None
-        for a bug.
+        A UserError if the repository, revision or file does not exist, access is denied, the files are damaged, or
+        they are not in the cache in offline mode. An OSError if the Hub does not answer now or the disk cannot be
+        read. None for a bug.
     """
-    # For a tokenizer without its files transformers raises a TypeError that says nothing of the reason.
-    reason = _why_absent(part, source, subfolder, revision) or error
+    # `from_pretrained` raises OSError, ValueError or TypeError alike for a misspelled repository, a Hub that returns
+    # 429 and an unreadable disk. The reason is in the chain of causes, or nowhere: for a tokenizer without files,
+    # transformers raises a TypeError that does not mention them. So request the first files and look at that error.
+    reason = _find_missing_file(part, source, subfolder, revision) or error
     is_mistake = _is_mistake(reason)
     if not is_mistake and not isinstance(reason, OSError):
         return None
     local = Path(source).is_dir()
-    wanted = '/'.join(name for name in (source, subfolder) if name)
-    at = f' at revision {revision}' if revision and not local else ''
+    full_name = '/'.join(name for name in (source, subfolder) if name)
+    at_revision = f' at revision {revision}' if revision and not local else ''
     place = 'this folder' if local else 'the Hugging Face Hub'
     return (UserError if is_mistake else OSError)(
-        f'{wanted}: {part.__name__}{at} could not be loaded from {place} ({_in_one_line(reason)}); '
-        'give the path of a local folder written by save_pretrained instead, with the sub-folders '
+        f'{full_name}: {part.__name__}{at_revision} could not be loaded from {place} ({_summary(reason)}); '
+        'use a local folder written by save_pretrained instead, with the subfolders '
         'vae/, text_encoder/ and tokenizer/ (model.pretrained=/path/to/folder)'
     )
 
 
-def _why_absent(part: type, source: str, subfolder: str, revision: str | None) -> Exception | None:
-    """Ask for the files that a part begins with; returns the error if one cannot be had."""
+def _find_missing_file(part: type, source: str, subfolder: str, revision: str | None) -> Exception | None:
+    """Request the first files that a part needs; return the error of one that is unavailable, or None."""
     is_tokenizer = issubclass(part, PreTrainedTokenizerBase)
     for name in part.vocab_files_names.values() if is_tokenizer else ['config.json']:
         path = Path(source, subfolder, name)
@@ -63,26 +61,28 @@ def _why_absent(part: type, source: str, subfolder: str, revision: str | None) -
 
 
 def _is_mistake(error: BaseException) -> bool:
-    """Tell what fails in the same way next time from what may pass."""
+    """Return True if a retry would fail in the same way."""
+    # The HTTP status decides if there is one, then offline mode, then the error numbers of the file system.
     chain = list(_chain(error))
     statuses = [link.response.status_code for link in chain if _has_response(link)]  # type: ignore[attr-defined]
     if statuses:
-        return any(400 <= status < 500 and status not in MAY_PASS for status in statuses)
+        return any(400 <= status < 500 and status not in TRANSIENT_STATUSES for status in statuses)
     if any(isinstance(link, LocalEntryNotFoundError) for link in chain):
         return bool(constants.HF_HUB_OFFLINE)
     numbered = [link for link in chain if isinstance(link, OSError) and link.errno is not None]
     if numbered:
         return all(is_wrong_path(link) for link in numbered)
-    # diffusers and transformers raise an OSError without a number where a folder lacks a file.
+    # diffusers and transformers raise an OSError without errno if a folder lacks a file.
     return isinstance(error, OSError | HFValidationError | SafetensorError | json.JSONDecodeError)
 
 
-def _in_one_line(error: BaseException) -> str:
-    """Say in one line what an error is about; the Hub's client says it at the end of a chain."""
+def _summary(error: BaseException) -> str:
+    """Return the most informative message of an error's chain in one line of at most 250 characters."""
     chain = list(_chain(error))
-    answers = [link for link in chain if _has_response(link)]
-    teller = answers[0] if answers else chain[-1] if isinstance(error, LocalEntryNotFoundError) else error
-    return textwrap.shorten(str(teller) or type(teller).__name__, 250, placeholder=' ...')
+    responses = [link for link in chain if _has_response(link)]
+    # The message of LocalEntryNotFoundError is generic; the network error is its first cause, at the end of the chain.
+    best = responses[0] if responses else chain[-1] if isinstance(error, LocalEntryNotFoundError) else error
+    return textwrap.shorten(str(best) or type(best).__name__, 250, placeholder=' ...')
 
 
 def _has_response(error: BaseException) -> bool:
@@ -90,6 +90,7 @@ def _has_response(error: BaseException) -> bool:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and its causes, outermost first."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

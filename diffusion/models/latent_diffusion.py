@@ -1,4 +1,4 @@
-"""LatentDiffusion: one ComposerModel of VAE, text encoders, denoiser and noise schedule.
+"""LatentDiffusion: a ComposerModel of VAE, text encoders, denoiser and noise schedule.
 
 Shapes: B batch, C latent channels, H W latent size, E text encoders, L text tokens, D text width.
 """
@@ -40,7 +40,7 @@ CAPTION_DROPOUT_MODES = ('empty', 'zeros')
 
 
 class Denoised(NamedTuple):
-    """What the denoiser said, what it should have said [B, C, H, W], and the weight of each sample [B]."""
+    """Prediction of the denoiser and its target, [B, C, H, W], and the loss weight of each sample, [B]."""
 
     prediction: Tensor
     target: Tensor
@@ -48,7 +48,7 @@ class Denoised(NamedTuple):
 
 
 class ValidationLoss(MeanMetric):
-    """Mean squared error at one of the validation timesteps, or over all of them (`index` None)."""
+    """Mean squared error at one of the validation timesteps, or over all of them if `index` is None."""
 
     def __init__(self, index: int | None = None) -> None:
         super().__init__()
@@ -56,27 +56,27 @@ class ValidationLoss(MeanMetric):
 
 
 class LatentDiffusion(ComposerModel):
-    """A text-to-image latent diffusion model, trained by Composer.
+    """Text-to-image latent diffusion model for Composer's Trainer.
 
-    A batch holds, under the names of `diffusion.models.batch_keys`, images or precomputed latents, and tokens.
-    Randomness is keyed by the samples' ids, epochs and batches; a batch without ids (another project's loader) gets
-    its ids from torch's generator.
+    A batch contains images or precomputed latents, and token ids; `diffusion.models.batch_keys` defines its keys.
+    Random numbers are keyed by the samples' ids, epochs and batches. A batch without sample ids (from another project's
+    loader) gets random ids from torch's generator.
 
-    The VAE, and the text encoders unless they are trained, are not sub-modules: they have no place in `parameters()`,
-    in checkpoints or in DDP's and FSDP's bookkeeping, but they follow the model from device to device.
+    The VAE and frozen text encoders are not submodules: they are not in `parameters()` or checkpoints, and DDP and FSDP
+    ignore them. They still move with the model between devices.
 
     Args:
-        denoiser: U-Net from noisy latents, timestep and text to a prediction.
-        vae: Autoencoder with its own latent statistics (scaling_factor, or means and standard deviations a channel).
+        denoiser: U-Net that predicts from noisy latents, timestep and text embeddings.
+        vae: Autoencoder with its latent statistics (scaling_factor, or means and standard deviations per channel).
         text: Text encoders and their tokenizers.
-        objective: Prediction type, noise schedule, loss weighting.
-        caption_dropout: Share of captions dropped, for classifier-free guidance.
-        caption_dropout_mode: What a dropped caption becomes: the empty caption, or zeros instead of its embedding.
-        mask_padding: Hide the padding after the caption's end from cross-attention.
-        train_text_encoder: Train the text encoders with the denoiser.
-        encoder_dtype: Precision of the frozen parts; auto is float16 where there is a GPU, else float32.
-        posterior: Diffuse a sample of the VAE's posterior, or its mean.
-        seed: Of noise, timesteps, posterior and caption dropout, in [0, 2**32).
+        objective: Prediction type, noise schedule and loss weighting.
+        caption_dropout: Fraction of captions dropped, for classifier-free guidance.
+        caption_dropout_mode: Replacement of a dropped caption: the empty caption, or zeros as its embedding.
+        mask_padding: Hide the padding after the end of the caption from cross-attention.
+        train_text_encoder: Train the text encoders together with the denoiser.
+        encoder_dtype: Data type of the frozen parts; auto is float16 if there is a GPU, else float32.
+        posterior: Train on a sample of the VAE's posterior, or on its mean.
+        seed: Seed of noise, timesteps, posterior and caption dropout, in [0, 2**32).
     """
 
     alpha_bars: Tensor
@@ -84,9 +84,9 @@ class LatentDiffusion(ComposerModel):
     latent_std: Tensor
     empty_ids: Tensor
     sample_losses: Tensor | None
-    """What the last `loss` was the mean of, float32 [B]: a `LossGuard` names samples by it. No buffer, never saved."""
+    """Losses per sample of the last call of `loss`, float32 [B]; `LossGuard` names bad samples by them. Never saved."""
     encoders_in_inference_mode: bool
-    """Whether frozen encoders run in torch's inference mode, or under no_grad."""
+    """True to run frozen encoders in torch's inference mode, False to run them under no_grad."""
 
     def __init__(
         self,
@@ -106,10 +106,11 @@ class LatentDiffusion(ComposerModel):
         super().__init__()
         _check_parts(denoiser, vae, text)
         if not 0 <= caption_dropout <= 1:
-            raise UserError(f'caption_dropout: {caption_dropout} is not a share in [0, 1]')
+            raise UserError(f'caption_dropout: {caption_dropout} is not a fraction in [0, 1]')
         if caption_dropout_mode not in CAPTION_DROPOUT_MODES:
             raise UserError(f'caption_dropout_mode: {caption_dropout_mode!r}; use empty or zeros')
         self.denoiser = denoiser
+        # Composer calls this function to choose the submodules that FSDP wraps.
         denoiser.fsdp_wrap_fn = is_block  # type: ignore[assignment]
         self.objective = objective or Objective()
         self.caption_dropout = caption_dropout
@@ -125,6 +126,8 @@ class LatentDiffusion(ComposerModel):
         self._denoiser_flops = FlopCount(denoiser, channels=vae.config['latent_channels'], text_width=text.width)
         self._sample_flops: dict[tuple[int | bool, ...], int] = {}
 
+        # A plain dict hides the frozen parts from nn.Module: FSDP would shard them, but `vae.encode` bypasses the hooks
+        # that gather the shards ("got mixed torch.Tensor and DTensor"), and checkpoints would include them.
         dtype = encoder_precision(encoder_dtype)
         self._frozen: dict[str, nn.Module] = {'vae': _freeze(vae, dtype)}
         if train_text_encoder:
@@ -132,6 +135,7 @@ class LatentDiffusion(ComposerModel):
         else:
             self._frozen['text'] = _freeze(text, dtype)
 
+        # Not persistent: the buffers follow from the settings, and a checkpoint must not replace them.
         mean, std = latent_statistics(vae)
         empty_ids = tokenize(text.tokenizers, [''])[0]
         self.register_buffer('alpha_bars', self.objective.alpha_bars().float(), persistent=False)
@@ -141,6 +145,7 @@ class LatentDiffusion(ComposerModel):
 
     @property
     def vae(self) -> AutoencoderKL:
+        """The frozen autoencoder."""
         return self._frozen['vae']  # type: ignore[return-value]
 
     @property
@@ -150,15 +155,19 @@ class LatentDiffusion(ComposerModel):
 
     @property
     def device(self) -> torch.device:
+        """Device of the model's buffers."""
         return self.alpha_bars.device
 
     def _apply(self, fn: Any, recurse: bool = True) -> 'LatentDiffusion':
+        # nn.Module.to, half, cuda and others all call _apply, which does not see the frozen parts.
         for part in self._frozen.values():
             part._apply(fn)
         return super()._apply(fn, recurse)
 
     def to_empty(self, *, device: torch.device | str | int | None, recurse: bool = True) -> 'LatentDiffusion':
-        """Empty what is trained; frozen parts move, since nobody would fill them again (Composer fills from rank 0)."""
+        """Replace trained parameters by uninitialized memory; move frozen parts with their weights."""
+        # Composer empties the models of ranks other than 0 and fills them from rank 0's state dict, which does not
+        # contain the frozen parts.
         frozen, self._frozen = self._frozen, {}
         try:
             super().to_empty(device=device, recurse=recurse)
@@ -171,7 +180,7 @@ class LatentDiffusion(ComposerModel):
     # -- training --
 
     def forward(self, batch: Mapping[str, Tensor]) -> Denoised:
-        """Noise a batch and let the denoiser predict."""
+        """Add noise to a batch at random timesteps and return the denoiser's predictions."""
         draws = self._draws(batch)
         latents = self.latents_of(batch, draws)
         self._check_scale(latents)
@@ -185,7 +194,7 @@ class LatentDiffusion(ComposerModel):
     def denoise(
         self, latents: Tensor, noise: Tensor, timesteps: Tensor, text_embeds: Tensor, mask: Tensor | None = None
     ) -> Denoised:
-        """Noise latents [B, C, H, W] to timesteps [B] and let the denoiser predict."""
+        """Add noise to latents [B, C, H, W] at timesteps [B] and return the denoiser's predictions."""
         alpha_bar = self.alpha_bars[timesteps]
         noisy = diffuse(latents, noise, alpha_bar=alpha_bar)
         prediction = self._predict(noisy, timesteps, text_embeds, mask)
@@ -193,15 +202,18 @@ class LatentDiffusion(ComposerModel):
         return Denoised(prediction, expected, loss_weight(self.objective, alpha_bar=alpha_bar))
 
     def loss(self, outputs: Denoised, batch: Mapping[str, Tensor]) -> Tensor:
-        """Weighted mean squared error of the prediction, in float32."""
+        """Return the weighted mean squared error of the prediction, in float32, and set `sample_losses`."""
         losses = outputs.weight * squared_error(outputs)
         self.sample_losses = losses.detach()
         return losses.mean()
 
     def latents_of(self, batch: Mapping[str, Tensor], draws: Draws | None = None) -> Tensor:
-        """Normalised latents [B, C, H, W] of a batch, of its pictures or of its precomputed moments.
+        """Return normalized latents [B, C, H, W] of a batch, from its images or its precomputed moments.
 
-        With draws they are samples of the VAE's posterior (where the model's `posterior` says so), else its means.
+        Args:
+            batch: Batch with images or latent moments.
+            draws: Random numbers for sampling the VAE's posterior, if the model's `posterior` is 'sample'. Without
+                them the latents are the posterior's means.
         """
         if batch_keys.LATENT_MOMENTS in batch:
             moments = batch[batch_keys.LATENT_MOMENTS].float()
@@ -209,19 +221,25 @@ class LatentDiffusion(ComposerModel):
             moments = self.encode(batch[batch_keys.IMAGE])
         else:
             raise UserError(
-                f'batch: it holds {sorted(batch)}; one of {batch_keys.IMAGE}, {batch_keys.LATENT_MOMENTS} is needed'
+                f'batch: has {sorted(batch)}, but needs one of {batch_keys.IMAGE} and {batch_keys.LATENT_MOMENTS}'
             )
+        # Stored moments may be means alone; log_variance then has no channels.
         latent_channels = self.vae.config['latent_channels']
         mean, log_variance = moments[:, :latent_channels], moments[:, latent_channels:]
         if draws is not None and self.posterior == 'sample' and log_variance.shape[1]:
             noise = draws.normal(Purpose.POSTERIOR, mean.shape[1:])
+            # The same clamp as in diffusers' DiagonalGaussianDistribution.
             mean = mean + (0.5 * log_variance.clamp(-30.0, 20.0)).exp() * noise
         return (mean - self.latent_mean) / self.latent_std
 
     def encode(self, images: Tensor) -> Tensor:
-        """Mean and log-variance of the VAE's posterior, float32 [B, 2C, H, W], of pictures uint8 [B, 3, 8H, 8W]."""
+        """Return the mean and log-variance of the VAE's posterior, float32 [B, 2C, H, W].
+
+        Args:
+            images: uint8 [B, 3, 8H, 8W].
+        """
         if images.dtype != torch.uint8:
-            raise UserError(f'{batch_keys.IMAGE}: dtype {images.dtype}; pictures travel as uint8 in [0, 255]')
+            raise UserError(f'{batch_keys.IMAGE}: dtype {images.dtype}; images must be uint8 in [0, 255]')
         vae = self.vae
         with self._encoding(images.device):
             pixels = (images.float() / 127.5 - 1).to(vae.dtype)
@@ -229,13 +247,14 @@ class LatentDiffusion(ComposerModel):
         return for_autograd(moments)
 
     def flops_per_batch(self, batch: Mapping[str, Tensor]) -> int:
-        """FLOPs of training on a device's batch, by its shape: three forward passes of what it trains, one of encoders.
+        """Return the FLOPs of training on a device's batch, by its shape; Composer's SpeedMonitor calls this method.
 
-        Composer's SpeedMonitor asks for this by this name.
+        Counts three forward passes of trained parts (forward and backward) and one of frozen encoders that are run.
         """
         count, _, text_length = batch[batch_keys.INPUT_IDS].shape
-        encodes = batch_keys.LATENT_MOMENTS not in batch, batch_keys.TEXT_EMBEDS not in batch
-        shape = *self._latent_size_of(batch), text_length, *encodes
+        runs_encoders = batch_keys.LATENT_MOMENTS not in batch, batch_keys.TEXT_EMBEDS not in batch
+        shape = *self._latent_size_of(batch), text_length, *runs_encoders
+        # Shapes repeat (aspect-ratio buckets), and counting one takes a forward pass on the meta device.
         if shape not in self._sample_flops:
             self._sample_flops[shape] = self._count_sample(*shape)
         return count * self._sample_flops[shape]
@@ -244,11 +263,9 @@ class LatentDiffusion(ComposerModel):
 
     @torch.no_grad()
     def eval_forward(self, batch: Mapping[str, Tensor], outputs: Any = None) -> Tensor:
-        """Squared errors at 8 equidistant timesteps with fixed noise, float32 [8, B].
-
-        Fixed noise makes the figures of two checkpoints comparable, and this loss follows sample quality where the
-        training loss, dominated by which timesteps came up, does not (Esser et al. 2024, section 5.2).
-        """
+        """Return squared errors at 8 equidistant timesteps with fixed noise, float32 [8, B]."""
+        # Fixed noise makes the losses of two checkpoints comparable. This loss correlates with sample quality; the
+        # training loss does not, because it depends mostly on the timesteps drawn (Esser et al. 2024, section 5.2).
         latents = self.latents_of(batch)
         condition = self._condition_of(batch)
         sample_id = batch.get(batch_keys.SAMPLE_ID, torch.arange(len(latents), device=latents.device))
@@ -261,7 +278,7 @@ class LatentDiffusion(ComposerModel):
         return torch.stack(errors)
 
     def validation_timesteps(self) -> list[int]:
-        """Middles of 8 equal parts of the schedule."""
+        """Return the midpoints of 8 equal parts of the noise schedule."""
         steps = self.objective.num_train_timesteps
         return [int((i + 0.5) * steps / NUM_VALIDATION_TIMESTEPS) for i in range(NUM_VALIDATION_TIMESTEPS)]
 
@@ -291,37 +308,39 @@ class LatentDiffusion(ComposerModel):
         noise_scheduler: str = 'ddim',
         latents: Tensor | None = None,
     ) -> Tensor:
-        """Draw a picture for each prompt.
+        """Generate one image per prompt.
 
         Args:
             prompts: B captions.
-            negative_prompt: What guidance moves away from.
-            seeds: One a picture, in [0, 2**32); 0, 1, 2, ... by default. A picture depends on its own seed alone.
-            size: Height and width in pixels; the denoiser's own by default.
-            num_inference_steps: Steps of the scheduler.
+            negative_prompt: Prompt that guidance moves away from.
+            seeds: One seed per image, in [0, 2**32); 0, 1, 2, ... by default. An image depends on no other seed.
+            size: Height and width in pixels; the denoiser's own size by default.
+            num_inference_steps: Steps of the noise scheduler.
             guidance_scale: 1 or less turns guidance off.
             guidance_rescale: See `diffusion.models.sampler.guide`.
-            noise_scheduler: A name of `diffusion.models.sampler.SHORT_NAMES`, or a class of diffusers.
-            latents: Standard normals [B, C, H, W] to start from, instead of those of the seeds.
+            noise_scheduler: A name from `diffusion.models.sampler.SHORT_NAMES`, or a scheduler class of diffusers.
+            latents: Initial noise, standard normal [B, C, H, W], instead of the noise drawn from the seeds.
 
         Returns:
-            Pictures, float32 [B, 3, height, width] in [0, 1].
+            Images, float32 [B, 3, height, width] in [0, 1].
         """
         prompts = list(prompts)
         if not prompts or isinstance(prompts, str):
             raise UserError('prompts: give at least one caption')
         seeds = list(range(len(prompts))) if seeds is None else list(seeds)
         if len(seeds) != len(prompts):
-            raise UserError(f'seeds: {len(seeds)} seeds for {len(prompts)} prompts; give one a picture')
+            raise UserError(f'seeds: {len(seeds)} seeds for {len(prompts)} prompts; give one seed per prompt')
         if latents is None:
+            # An image's seed takes the place of a sample id, so that its noise does not depend on the other images.
             shape = self._latent_shape(size)
             latents = draws_for(seeds, seed=0, device=self.device).normal(Purpose.SAMPLING, shape)
         scheduler = inference_scheduler(noise_scheduler, self.objective)
         embeds, mask = self._condition(self._tokens(prompts))
         if guidance_scale > 1:
-            other_embeds, other_mask = self._unconditional(negative_prompt, len(prompts))
-            embeds = torch.cat([other_embeds, embeds])
-            mask = None if mask is None or other_mask is None else torch.cat([other_mask, mask])
+            negative_embeds, negative_mask = self._unconditional(negative_prompt, len(prompts))
+            # Both predictions come from one pass of twice the batch.
+            embeds = torch.cat([negative_embeds, embeds])
+            mask = None if mask is None or negative_mask is None else torch.cat([negative_mask, mask])
 
         def denoise(noisy: Tensor, timestep: Tensor) -> Tensor:
             if guidance_scale <= 1:
@@ -337,16 +356,17 @@ class LatentDiffusion(ComposerModel):
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """Pictures float32 [B, 3, 8H, 8W] in [0, 1] of normalised latents [B, C, H, W]."""
+        """Return images, float32 [B, 3, 8H, 8W] in [0, 1], for normalized latents [B, C, H, W]."""
         vae = self.vae
         with torch.autocast(latents.device.type, enabled=False):
             raw = (latents.float() * self.latent_std + self.latent_mean).to(vae.dtype)
             pixels = decode_latents(vae, raw).float()
         return (pixels / 2 + 0.5).clamp(0, 1)
 
-    # -- parts of the above --
+    # -- internals --
 
     def _draws(self, batch: Mapping[str, Tensor]) -> Draws:
+        """Return the random numbers of a batch, precomputed for the purposes of a training step."""
         size = len(batch[batch_keys.INPUT_IDS])
         sample_id = batch.get(batch_keys.SAMPLE_ID)
         if sample_id is None:
@@ -358,11 +378,12 @@ class LatentDiffusion(ComposerModel):
         return draws.at_once(self._words_of_a_step(batch))
 
     def _words_of_a_step(self, batch: Mapping[str, Tensor]) -> dict[Purpose, int]:
-        """How many random words a sample takes, by purpose."""
+        """Return the number of random words that a training step needs per sample, by purpose."""
         channels = self.vae.config['latent_channels']
         if batch_keys.LATENT_MOMENTS not in batch and batch_keys.IMAGE not in batch:
             return {Purpose.TIMESTEP: 1}
         height, width = self._latent_size_of(batch)
+        # Box-Muller makes normals in pairs, so odd counts take one word more.
         normals = channels * height * width + channels * height * width % 2
         counts = {Purpose.TIMESTEP: 1, Purpose.CAPTION_DROPOUT: 1, Purpose.NOISE: normals}
         if self.posterior == 'sample':
@@ -372,7 +393,7 @@ class LatentDiffusion(ComposerModel):
         return counts
 
     def _latent_size_of(self, batch: Mapping[str, Tensor]) -> tuple[int, int]:
-        """Height and width in latent cells."""
+        """Return height and width of a batch in latent cells."""
         if batch_keys.LATENT_MOMENTS in batch:
             return tuple(batch[batch_keys.LATENT_MOMENTS].shape[2:])  # type: ignore[return-value]
         height, width = batch[batch_keys.IMAGE].shape[2:]
@@ -380,6 +401,7 @@ class LatentDiffusion(ComposerModel):
         return height // cell, width // cell
 
     def _count_sample(self, height: int, width: int, text_length: int, encodes_images: bool, encodes_text: bool) -> int:
+        """Return the FLOPs of training on one sample of a given shape."""
         total = 3 * self._denoiser_flops(height, width, text_length)
         if encodes_images:
             total += vae_encoder_flops(self.vae, height=height, width=width)
@@ -389,53 +411,58 @@ class LatentDiffusion(ComposerModel):
         return total
 
     def _timesteps(self, batch: Mapping[str, Tensor], draws: Draws) -> Tensor:
+        """Return the timesteps of a batch, int64 [B]."""
         steps = self.objective.num_train_timesteps
         if self.objective.timesteps == 'uniform':
             return draws.integers(Purpose.TIMESTEP, steps)
         quantiles = batch.get(batch_keys.TIMESTEP_QUANTILE)
         if quantiles is None:
             raise UserError(
-                f'batch: it has no {batch_keys.TIMESTEP_QUANTILE}, which objective.timesteps: stratified needs; take a '
+                f'batch: has no {batch_keys.TIMESTEP_QUANTILE}, which objective.timesteps: stratified needs; use a '
                 'BucketedLoader with stratified=True, or timesteps: uniform'
             )
+        # A quantile just below 1, such as 1 - 2**-52, times 1000 is rounded to 1000.
         return (quantiles * steps).long().clamp(max=steps - 1)
 
     def _check_scale(self, latents: Tensor) -> None:
-        """Latents scaled twice, or not at all, train without complaint and draw nothing: look at the first batch."""
+        """Log a warning if the latents of the first batch do not have a standard deviation of about 1."""
+        # Latents that are scaled twice, or not at all, train without an error but generate no usable images. Only the
+        # first batch is checked: reading the value waits for the GPU.
         if self._scale_checked:
             return
         self._scale_checked = True
         std = float(latents.std())
         if not 0.5 < std < 2:
             log.warning(
-                'latents: standard deviation %.2f in the first batch, where the noise schedule expects about 1; is the '
-                'VAE the right one for these pictures, and is its scaling_factor (or latents_std) its own?',
+                'latents: standard deviation %.2f in the first batch, but the noise schedule expects about 1; check '
+                'that the VAE suits these images and that its scaling_factor (or latents_std) is correct',
                 std,
             )
 
     def _condition_of(self, batch: Mapping[str, Tensor], draws: Draws | None = None) -> tuple[Tensor, Tensor | None]:
-        """Text embeddings and padding mask of a batch; with draws, captions are dropped."""
+        """Return text embeddings and padding mask of a batch; with `draws`, some captions are dropped."""
         input_ids, embeds, keep = batch[batch_keys.INPUT_IDS], batch.get(batch_keys.TEXT_EMBEDS), None
         if draws is not None and self.caption_dropout:
             keep = draws.uniform(Purpose.CAPTION_DROPOUT) >= self.caption_dropout
         if keep is not None and self.caption_dropout_mode == 'empty':
+            # Replace the token ids, not only the embeddings: the padding mask is made of the ids.
             input_ids = torch.where(keep[:, None, None], input_ids, self.empty_ids)
             if embeds is not None:
-                embeds = torch.where(keep[:, None, None], embeds, self._embeds_of_nothing().to(embeds.dtype))
+                embeds = torch.where(keep[:, None, None], embeds, self._empty_caption_embeds().to(embeds.dtype))
             keep = None
         return self._condition(input_ids, keep, embeds)
 
     def _condition(
         self, input_ids: Tensor, keep: Tensor | None = None, embeds: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Text embeddings [B, L, D], zeros where `keep` is False, and the padding mask [B, L] where it is used."""
+        """Return text embeddings [B, L, D], zeros where `keep` is False, and the padding mask [B, L] if it is used."""
         embeds = self.embed(input_ids) if embeds is None else at_least_float32(embeds)
         if keep is not None:
             embeds = embeds * keep[:, None, None]
         return embeds, self.text.padding_mask(input_ids) if self.mask_padding else None
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """What the text encoders say of tokens [B, E, L]: [B, L, D], float32 of frozen ones."""
+        """Return the text embeddings [B, L, D] of token ids [B, E, L]; those of frozen encoders are float32."""
         if self.train_text_encoder:
             return self.text(input_ids)
         with self._encoding(input_ids.device):
@@ -444,18 +471,20 @@ class LatentDiffusion(ComposerModel):
 
     @contextmanager
     def _encoding(self, device: torch.device) -> Iterator[None]:
-        """Frozen encoders at work: no gradients, in their own precision."""
+        """Context for running frozen encoders: without gradients and autocast, timed as the stage `encode`."""
+        # Without autocast, which would run a float32 VAE in half precision.
         frozen = torch.inference_mode() if self.encoders_in_inference_mode else torch.no_grad()
         with stage('encode'), frozen, torch.autocast(device.type, enabled=False):
             yield
 
-    def _embeds_of_nothing(self) -> Tensor:
-        """What the frozen text encoders say of the empty caption [1, L, D], asked once."""
+    def _empty_caption_embeds(self) -> Tensor:
+        """Return the frozen text encoders' embeddings of the empty caption [1, L, D], cached per device."""
         if self._empty_embeds is None or self._empty_embeds.device != self.device:
             self._empty_embeds = self.embed(self.empty_ids[None])
         return self._empty_embeds
 
     def _unconditional(self, negative_prompt: str, count: int) -> tuple[Tensor, Tensor | None]:
+        """Return text embeddings and padding mask of the negative prompt, or of dropped captions if it is empty."""
         dropped = self.caption_dropout_mode == 'zeros' and not negative_prompt
         keep = torch.zeros(count, dtype=torch.bool, device=self.device) if dropped else None
         return self._condition(self._tokens([negative_prompt] * count), keep)
@@ -467,6 +496,7 @@ class LatentDiffusion(ComposerModel):
         return tokenize(self.text.tokenizers, captions).to(self.device)
 
     def _latent_shape(self, size: tuple[int, int] | None) -> tuple[int, int, int]:
+        """Return C, H and W of the latents of an image size in pixels; the denoiser's own size if None."""
         cell = downsampling(self.vae)
         height, width = size or (self.denoiser.config['sample_size'] * cell,) * 2
         if height % cell or width % cell:
@@ -475,24 +505,25 @@ class LatentDiffusion(ComposerModel):
 
 
 def squared_error(outputs: Denoised) -> Tensor:
-    """Mean squared error of each sample, float32 [B] (float64 of a model in float64)."""
+    """Return the mean squared error of each sample, float32 [B] (float64 for a float64 model)."""
     difference = at_least_float32(outputs.prediction) - at_least_float32(outputs.target)
     return difference.square().flatten(1).mean(dim=1)
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
-    """Half precision widened; float64, which tests of summation order use, stays."""
+    """Convert half precision to float32; keep float64, which tests of summation order use."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 def for_autograd(tensor: Tensor) -> Tensor:
-    """At least float32, and a tensor that a graph may keep: one made in inference mode may not be."""
-    wide = at_least_float32(tensor)
-    return wide.clone() if wide.is_inference() else wide
+    """Return a tensor in at least float32 that autograd may save."""
+    # Autograd refuses to save tensors made in inference mode; a clone made outside of it is an ordinary tensor.
+    converted = at_least_float32(tensor)
+    return converted.clone() if converted.is_inference() else converted
 
 
 def encoder_precision(name: str) -> torch.dtype:
-    """The dtype of frozen parts; `auto` is float16 where there is a GPU, else float32."""
+    """Return the dtype of frozen parts by name; `auto` is float16 if there is a GPU, else float32."""
     if name == 'auto':
         return torch.float16 if torch.cuda.is_available() else torch.float32
     dtypes = {'float32': torch.float32, 'float16': torch.float16, 'bfloat16': torch.bfloat16}
@@ -503,7 +534,7 @@ def encoder_precision(name: str) -> torch.dtype:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode, and back to where it was."""
+    """Context in which a model is in evaluation mode; its mode is restored afterwards."""
     training = model.training
     model.eval()
     try:
@@ -513,22 +544,23 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _freeze(part: nn.Module, dtype: torch.dtype) -> nn.Module:
-    # Not part.to(dtype): diffusers' override of it warns about modules that this VAE has not.
+    # Not part.to(dtype): diffusers' override warns about modules that this VAE does not have.
     return nn.Module.to(part.requires_grad_(False).eval(), dtype)
 
 
 def is_block(module: nn.Module) -> bool:
-    """Whether FSDP gathers a module's weights on their own: the denoiser's residual and transformer blocks."""
+    """Return True for the denoiser's residual and transformer blocks, which FSDP gathers one at a time."""
     return isinstance(module, ResnetBlock2D | Transformer2DModel)
 
 
 def _check_parts(denoiser: UNet2DConditionModel, vae: AutoencoderKL, text: TextConditioner) -> None:
+    """Raise UserError if the sizes of the parts do not match."""
     channels = vae.config['latent_channels']
     if denoiser.config['in_channels'] != channels or denoiser.config['out_channels'] != channels:
         raise UserError(
-            f'denoiser: {denoiser.config["in_channels"]} channels in and {denoiser.config["out_channels"]} out, '
+            f'denoiser: {denoiser.config["in_channels"]} input and {denoiser.config["out_channels"]} output channels, '
             f'but the VAE has {channels} latent channels; build the denoiser for this VAE'
         )
     width = denoiser.config['cross_attention_dim']
     if width != text.width:
-        raise UserError(f'denoiser: cross_attention_dim {width}, but the text encoders give {text.width}')
+        raise UserError(f'denoiser: cross_attention_dim is {width}, but the text encoders have width {text.width}')

@@ -1,7 +1,7 @@
-"""What the denoiser is asked to predict, and how noise grows with the timestep.
+"""Training objective: the denoiser's target, the noise schedule and the loss weighting.
 
 Shapes: B batch, C latent channels, H W latent size, T timesteps of the schedule.
-`alpha_bar` is the share of signal variance left at a timestep: x_t = sqrt(alpha_bar) x + sqrt(1 - alpha_bar) eps.
+`alpha_bar` is the fraction of signal variance left at a timestep: x_t = sqrt(alpha_bar) x + sqrt(1 - alpha_bar) eps.
 """
 
 import math
@@ -39,10 +39,12 @@ class Objective:
     offset_noise: float = 0.0
     """Standard deviation of a constant per channel added to the noise; 0.1 is common."""
     snr_shift: float = 1.0
-    """Divide the SNR by shift**2: side over the base resolution's side (Hoogeboom et al. 2023, eq. 5)."""
+    """Divide the SNR by shift**2, where shift is the image side over the base resolution's side (Hoogeboom et al. 2023,
+    eq. 5)."""
     timesteps: Literal['uniform', 'stratified'] = 'uniform'
-    """uniform: each sample's by itself; stratified: one in each N-th of the schedule over the N samples of a global
-    batch, so that losses vary less from batch to batch (the low-discrepancy sampler of Kingma et al. 2021)."""
+    """uniform: drawn independently for each sample; stratified: one in each of N equal parts of the schedule for the N
+    samples of a global batch, so that losses vary less between batches (the low-discrepancy sampler of Kingma et al.
+    2021)."""
 
     def __post_init__(self) -> None:
         if self.prediction_type not in PREDICTION_TYPES:
@@ -53,28 +55,28 @@ class Objective:
             raise UserError(f'timesteps: {self.timesteps!r}; use one of {", ".join(TIMESTEPS)}')
         if self.zero_terminal_snr and self.prediction_type == 'epsilon':
             raise UserError(
-                'zero_terminal_snr: epsilon says nothing about x at zero SNR; use prediction_type: v_prediction'
+                'zero_terminal_snr: epsilon does not determine x at zero SNR; use prediction_type: v_prediction'
             )
         if self.min_snr_gamma is not None and self.min_snr_gamma <= 0:
-            raise UserError(f'min_snr_gamma: {self.min_snr_gamma} is not positive; 5 is usual, null turns it off')
+            raise UserError(f'min_snr_gamma: {self.min_snr_gamma} is not positive; use 5, or null to turn it off')
         if self.snr_shift <= 0:
-            raise UserError(f'snr_shift: {self.snr_shift} is not positive; 1 leaves the schedule alone')
+            raise UserError(f'snr_shift: {self.snr_shift} is not positive; use 1 to leave the schedule unchanged')
 
     def betas(self) -> Tensor:
-        """Noise variances of the steps, float64 [T], shift and rescaling included."""
+        """Return the noise variances of the steps, float64 [T], including shift and rescaling."""
         alpha_bars = self.alpha_bars()
         previous = torch.cat([alpha_bars.new_ones(1), alpha_bars[:-1]])
         return 1 - alpha_bars / previous
 
     def alpha_bars(self) -> Tensor:
-        """Share of signal variance after each step, float64 [T], decreasing."""
+        """Return the fraction of signal variance after each step, float64 [T], decreasing."""
         alpha_bars = torch.cumprod(1 - self._plain_betas(), dim=0)
         if self.snr_shift != 1:
             alpha_bars = alpha_bars / (alpha_bars + self.snr_shift**2 * (1 - alpha_bars))
         return rescale_to_zero_terminal_snr(alpha_bars) if self.zero_terminal_snr else alpha_bars
 
     def scheduler_config(self) -> dict[str, Any]:
-        """Configuration that makes any of diffusers' schedulers walk this very schedule."""
+        """Return the configuration for any of diffusers' schedulers that gives the same noise schedule."""
         config: dict[str, Any] = {
             'num_train_timesteps': self.num_train_timesteps,
             'prediction_type': self.prediction_type,
@@ -84,7 +86,7 @@ class Objective:
             'skip_prk_steps': True,
         }
         if self.zero_terminal_snr:
-            # Sampling must start at the step without signal, or the training for it is wasted (Lin et al. 2024).
+            # Sampling must start at the step without signal, or its training is wasted (Lin et al. 2024).
             config |= {'timestep_spacing': 'trailing', 'rescale_betas_zero_snr': True}
         if self.snr_shift != 1:
             unrescaled = Objective(**{**vars(self), 'zero_terminal_snr': False})
@@ -93,6 +95,8 @@ class Objective:
         return config | {'beta_schedule': schedule, 'beta_start': self.beta_start, 'beta_end': self.beta_end}
 
     def _plain_betas(self) -> Tensor:
+        """Return the betas of the schedule without shift and rescaling, float64 [T]."""
+        # On the CPU also under torch.device('meta'), where models are built to be counted.
         steps = self.num_train_timesteps
         if self.beta_schedule == 'linear':
             return torch.linspace(self.beta_start, self.beta_end, steps, dtype=torch.float64, device='cpu')
@@ -106,25 +110,25 @@ class Objective:
 
 
 def rescale_to_zero_terminal_snr(alpha_bars: Tensor) -> Tensor:
-    """Shift and scale sqrt(alpha_bar) so that its last value is 0 and its first stays (Lin et al. 2024, alg. 1)."""
+    """Shift and scale sqrt(alpha_bar) so that the last value is 0 and the first unchanged (Lin et al. 2024, alg. 1)."""
     roots = alpha_bars.sqrt()
     return ((roots - roots[-1]) * roots[0] / (roots[0] - roots[-1])) ** 2
 
 
 def diffuse(latents: Tensor, noise: Tensor, *, alpha_bar: Tensor) -> Tensor:
-    """Noisy latents x_t, [B, C, H, W]; alpha_bar is [B]."""
+    """Return noisy latents x_t, [B, C, H, W]; alpha_bar is [B]."""
     alpha_bar = _per_sample(alpha_bar, latents)
     return alpha_bar.sqrt() * latents + (1 - alpha_bar).sqrt() * noise
 
 
 def velocity(latents: Tensor, noise: Tensor, *, alpha_bar: Tensor) -> Tensor:
-    """Target of v-prediction, v = sqrt(a) eps - sqrt(1 - a) x (Salimans and Ho 2022)."""
+    """Return the target of v-prediction, v = sqrt(a) eps - sqrt(1 - a) x (Salimans and Ho 2022)."""
     alpha_bar = _per_sample(alpha_bar, latents)
     return alpha_bar.sqrt() * noise - (1 - alpha_bar).sqrt() * latents
 
 
 def target(objective: Objective, latents: Tensor, noise: Tensor, *, alpha_bar: Tensor) -> Tensor:
-    """What the denoiser should say, [B, C, H, W]."""
+    """Return the target of the denoiser, [B, C, H, W]."""
     if objective.prediction_type == 'epsilon':
         return noise
     if objective.prediction_type == 'sample':
@@ -133,10 +137,10 @@ def target(objective: Objective, latents: Tensor, noise: Tensor, *, alpha_bar: T
 
 
 def loss_weight(objective: Objective, *, alpha_bar: Tensor) -> Tensor:
-    """Weight of a sample's squared error, [B]; ones without min-SNR.
+    """Return the weight of each sample's squared error, [B]; ones without min-SNR.
 
-    Min-SNR (Hang et al. 2023) clips the weight that an error in x has, min(SNR, gamma), and translates it to the
-    space of the prediction: an error in x is 1/sqrt(SNR) of one in epsilon and 1/sqrt(SNR + 1) of one in v.
+    Min-SNR (Hang et al. 2023) clips the weight of an error in x to min(SNR, gamma). It is converted to the space of the
+    prediction: an error in x is 1/sqrt(SNR) of one in epsilon and 1/sqrt(SNR + 1) of one in v.
     """
     if objective.min_snr_gamma is None:
         return torch.ones_like(alpha_bar)
@@ -150,4 +154,5 @@ def loss_weight(objective: Objective, *, alpha_bar: Tensor) -> Tensor:
 
 
 def _per_sample(values: Tensor, like: Tensor) -> Tensor:
+    """Return values [B] in a shape that broadcasts with a tensor [B, ...], and in its dtype."""
     return values.view(-1, *[1] * (like.ndim - 1)).to(like.dtype)

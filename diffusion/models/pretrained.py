@@ -1,4 +1,4 @@
-"""The parts of a latent diffusion model that come from diffusers and transformers, and how they are loaded.
+"""Loading and use of the parts of a latent diffusion model that come from diffusers and transformers.
 
 Shapes: B batch, E text encoders, L text tokens, D text width (summed over encoders), C latent channels.
 """
@@ -32,7 +32,7 @@ _without_weights = False
 
 @contextmanager
 def without_weights() -> Iterator[None]:
-    """Let `load_pretrained` make modules of their configurations alone, on torch's default device, for counting."""
+    """Context in which `load_pretrained` builds modules from configurations only, on torch's default device."""
     global _without_weights
     before, _without_weights = _without_weights, True
     try:
@@ -42,24 +42,24 @@ def without_weights() -> Iterator[None]:
 
 
 def load_pretrained(part: type[Loadable], source: str, *, subfolder: str, revision: str | None = None) -> Loadable:
-    """A part of a pipeline by `from_pretrained`, from a folder or the Hugging Face Hub.
+    """Load a part of a pipeline with `from_pretrained` from a folder or the Hugging Face Hub.
 
     Args:
-        part: The class to load.
-        source: A local folder in diffusers' layout, or a repository on the Hub.
-        subfolder: Which part: `vae`, `text_encoder`, `tokenizer`. Empty where the folder is the part itself.
+        part: Class to load.
+        source: Local folder in diffusers' layout, or repository on the Hub.
+        subfolder: `vae`, `text_encoder` or `tokenizer`; empty if the folder is the part itself.
         revision: Commit of the repository; ignored for a local folder.
 
     Raises:
-        UserError: The files are not there, not accessible or damaged.
+        UserError: The files do not exist, are not accessible, or are damaged.
         OSError: The Hub does not answer now, or the disk cannot be read.
     """
     local = Path(source).is_dir()
     options: dict[str, Any] = {} if local else {'revision': revision}
     if issubclass(part, nn.Module) and not _without_weights:
-        options['use_safetensors'] = True  # never unpickle what somebody else wrote
+        options['use_safetensors'] = True  # unpickling a downloaded file could run any code
     if issubclass(part, ModelMixin) and not _without_weights:
-        options['low_cpu_mem_usage'] = False  # else diffusers asks for accelerate, at length
+        options['low_cpu_mem_usage'] = False  # otherwise diffusers logs a long request to install accelerate
     loader: Any = part
     try:
         if _without_weights and issubclass(part, ModelMixin):
@@ -69,25 +69,27 @@ def load_pretrained(part: type[Loadable], source: str, *, subfolder: str, revisi
             return loader(config.from_pretrained(source, subfolder=subfolder, **options))
         return loader.from_pretrained(source, subfolder=subfolder, **options)
     except (OSError, ValueError, TypeError, SafetensorError) as error:
-        known = loading_error(error, part, source, subfolder=subfolder, revision=revision)
-        if known is None:
+        replacement = loading_error(error, part, source, subfolder=subfolder, revision=revision)
+        if replacement is None:
             raise
-        raise known from error
+        raise replacement from error
 
 
 def clip_tokenizer(*, max_length: int = 77, pad_token: str = '!') -> CLIPTokenizer:
-    """CLIP's tokenizer from the vocabulary that open_clip ships, so that nothing is downloaded.
+    """Build CLIP's tokenizer from the vocabulary in the open_clip package, without a download.
 
-    Ids equal those of `openai/clip-vit-large-patch14`. Stable Diffusion 2 pads with `!`, id 0.
+    Token ids equal those of `openai/clip-vit-large-patch14`. Stable Diffusion 2 pads with `!`, id 0.
     """
     package = find_spec('open_clip')
     assert package is not None and package.origin is not None, 'open-clip-torch is a core dependency'
     source = Path(package.origin).parent / 'bpe_simple_vocab_16e6.txt.gz'
+    # A header line, then 49152 - 256 - 2 merges: the same slice as in transformers' tokenizer.
     merges = gzip.decompress(source.read_bytes()).decode('utf-8').split('\n')[1 : 49152 - 256 - 2 + 1]
     letters = [_byte_letter(byte) for byte in _byte_order()]
     tokens = letters + [letter + '</w>' for letter in letters] + [merge.replace(' ', '') for merge in merges]
-    # open_clip spells these <start_of_text> and <end_of_text>; under that name transformers would add new ids.
+    # open_clip names these <start_of_text> and <end_of_text>; under those names transformers would add new ids.
     tokens += ['<|startoftext|>', '<|endoftext|>']
+    # CLIPTokenizer reads its vocabulary from files only.
     with tempfile.TemporaryDirectory() as folder:
         vocabulary, rules = Path(folder, 'vocab.json'), Path(folder, 'merges.txt')
         vocabulary.write_text(json.dumps({token: index for index, token in enumerate(tokens)}), encoding='utf-8')
@@ -96,19 +98,19 @@ def clip_tokenizer(*, max_length: int = 77, pad_token: str = '!') -> CLIPTokeniz
 
 
 def tokenize(tokenizers: Sequence[PreTrainedTokenizerBase], captions: Sequence[str]) -> Tensor:
-    """Tokens of captions, padded and cut to the tokenizers' common length, int64 [B, E, L]."""
+    """Return the token ids of captions, padded and truncated to the tokenizers' common length, int64 [B, E, L]."""
     rows = [[token_ids(tokenizer, caption) for caption in captions] for tokenizer in tokenizers]
-    # PyTorch takes ten times as long to read nested lists.
+    # By way of NumPy: torch.tensor takes ten times as long to read nested lists.
     return torch.from_numpy(np.array(rows, dtype=np.int64).swapaxes(0, 1).copy())
 
 
 class TextConditioner(nn.Module):
-    """One or several text encoders whose last hidden states, side by side, condition the denoiser.
+    """Text encoders whose concatenated last hidden states condition the denoiser.
 
     Args:
-        encoders: CLIP text models. Stable Diffusion 2's has its last layer removed, so that its last hidden state is
-            OpenCLIP's penultimate layer after the final norm.
-        tokenizers: One an encoder, of one common length.
+        encoders: CLIP text models. Stable Diffusion 2's is published without its last layer, so that its last hidden
+            state is OpenCLIP's penultimate layer after the final norm.
+        tokenizers: One tokenizer per encoder, all of the same length.
     """
 
     def __init__(self, encoders: Sequence[CLIPTextModel], tokenizers: Sequence[PreTrainedTokenizerBase]) -> None:
@@ -117,24 +119,24 @@ class TextConditioner(nn.Module):
         if len(encoders) != len(tokenizers) or not encoders or len(lengths) != 1:
             raise UserError(
                 f'text encoders: {len(encoders)} encoders with {len(tokenizers)} tokenizers of lengths '
-                f'{sorted(lengths)}; give one tokenizer an encoder, all of one length'
+                f'{sorted(lengths)}; use one tokenizer per encoder, all of the same length'
             )
         for encoder, tokenizer in zip(encoders, tokenizers, strict=True):
             if len(tokenizer) > encoder.config.vocab_size:
                 raise UserError(
-                    f'tokenizer: it has {len(tokenizer)} tokens, its text encoder embeds {encoder.config.vocab_size}; '
-                    'load both from the same place'
+                    f'tokenizer: has {len(tokenizer)} tokens, but its text encoder embeds {encoder.config.vocab_size}; '
+                    'load both from the same source'
                 )
         self.encoders = nn.ModuleList(encoders)
         self.tokenizers = list(tokenizers)
 
     @property
     def width(self) -> int:
-        """D, width of the conditioning."""
+        """D, the width of the conditioning."""
         return sum(encoder.config.hidden_size for encoder in self.encoders)  # type: ignore[union-attr]
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Conditioning [B, L, D] of tokens [B, E, L]."""
+        """Return the conditioning [B, L, D] of token ids [B, E, L]."""
         if input_ids.ndim != 3 or input_ids.shape[1] != len(self.encoders):
             raise UserError(
                 f'input_ids: shape {tuple(input_ids.shape)}; '
@@ -144,18 +146,16 @@ class TextConditioner(nn.Module):
         return torch.cat(states, dim=-1)
 
     def padding_mask(self, input_ids: Tensor) -> Tensor:
-        """True up to the first end-of-text token, bool [B, L]; the first encoder's tokens decide."""
+        """Return a mask that is True up to the first end-of-text token, bool [B, L], by the first encoder's tokens."""
         end_of_text: Any = self.tokenizers[0].eos_token_id
         ended = input_ids[:, 0].eq(end_of_text).cumsum(dim=-1)
         return torch.cat([torch.ones_like(ended[:, :1]), ended[:, :-1] == 0], dim=-1).bool()
 
 
 def latent_statistics(vae: AutoencoderKL) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of the VAE's latents, float32 [C] each: (latents - mean) / std is what is diffused.
-
-    diffusers' configurations say it in two ways, a scaling_factor with an optional shift_factor, or means and standard
-    deviations a channel (and a scaling_factor on top).
-    """
+    """Return mean and standard deviation of the VAE's latents, float32 [C] each; models use (latents - mean) / std."""
+    # diffusers' configurations have two forms: a scaling_factor with an optional shift_factor, or means and standard
+    # deviations per channel with an additional scaling_factor.
     config, channels = vae.config, vae.config['latent_channels']
     mean = config.get('latents_mean') or [config.get('shift_factor') or 0.0] * channels
     std = config.get('latents_std') or [1.0] * channels
@@ -167,27 +167,28 @@ def latent_statistics(vae: AutoencoderKL) -> tuple[Tensor, Tensor]:
 
 
 def posterior_of(vae: AutoencoderKL, pixels: Tensor) -> DiagonalGaussianDistribution:
-    """What the VAE's encoder says of pictures [B, 3, 8H, 8W] in [-1, 1]."""
+    """Return the VAE's posterior over latents for images [B, 3, 8H, 8W] in [-1, 1]."""
     return vae.encode(pixels, return_dict=False)[0]  # type: ignore[return-value]
 
 
 def decode_latents(vae: AutoencoderKL, latents: Tensor) -> Tensor:
-    """Pictures [B, 3, 8H, 8W], about in [-1, 1], of raw latents [B, C, H, W]."""
+    """Return images [B, 3, 8H, 8W], roughly in [-1, 1], for unnormalized latents [B, C, H, W]."""
     return vae.decode(latents, return_dict=False)[0]  # type: ignore[arg-type]
 
 
 def downsampling(vae: AutoencoderKL) -> int:
-    """Pixels a latent cell spans along a side: 8 for Stable Diffusion."""
+    """Return the pixels per latent cell along one side: 8 for Stable Diffusion."""
     return 2 ** (len(vae.config['block_out_channels']) - 1)
 
 
 def _byte_order() -> list[int]:
+    """Return all bytes in the order of their ids in the vocabulary: printable ones first."""
     printable = [*range(ord('!'), ord('~') + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     return printable + [byte for byte in range(256) if byte not in printable]
 
 
 def _byte_letter(byte: int) -> str:
-    """The printable stand-in for a byte in GPT-2's and CLIP's byte-level vocabularies."""
+    """Return the printable character for a byte in GPT-2's and CLIP's byte-level vocabularies."""
     order = _byte_order()
     printable = order[:188]
     return chr(byte) if byte in printable else chr(256 + order.index(byte) - 188)

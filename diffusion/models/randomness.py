@@ -1,7 +1,7 @@
-"""Keyed randomness: numbers that depend on (seed, purpose, sample, epoch, batch) and on nothing else.
+"""Keyed randomness: random numbers that depend only on (seed, purpose, sample, epoch, batch).
 
-A stream of random numbers makes a run depend on how often it was read: on the number of devices, on interruptions.
-A counter-based generator has no state; any number can be drawn anywhere, in any order. This is Philox 4x32-10
+A stateful generator makes a run depend on how often it was called: on the number of devices and on interruptions. A
+counter-based generator has no state; any number can be drawn anywhere, in any order. This is Philox 4x32-10
 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011), in integer arithmetic that gives
 the same bits on every device.
 """
@@ -19,13 +19,14 @@ from torch import Tensor
 from diffusion.errors import UserError
 
 _MASK = 0xFFFFFFFF
+# Constants of Philox 4x32-10 from the paper.
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 
 
 class Purpose(IntEnum):
-    """What a number is drawn for; two purposes never share numbers. Values are part of every run: never renumber."""
+    """Use of a random number; two purposes never share numbers. Never renumber: that would change every run."""
 
     NOISE = 1
     TIMESTEP = 2
@@ -49,7 +50,8 @@ def philox(counter: tuple[Words, Words, Words, Words], key: tuple[int, int]) -> 
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
-        # The signed 64-bit product wraps, which leaves its bits right; the mask undoes the sign of the shift.
+        # The signed 64-bit product wraps around, which keeps its bits correct; the mask removes the sign bits that the
+        # shift copies.
         product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0, c1, c2, c3 = (
             ((product1 >> 32) & _MASK) ^ c1 ^ k0,
@@ -62,19 +64,19 @@ def philox(counter: tuple[Words, Words, Words, Words], key: tuple[int, int]) -> 
 
 
 def philox_rows(even: Tensor, odd: Tensor, keys: Tensor) -> Tensor:
-    """The same as `philox` in a fifth of the kernels, for many counters that each have their own key.
+    """Return the words of `philox` for many counters with their own keys, in a fifth of the kernels.
 
     Args:
         even: Words 0 and 2 of the counters, int64 [2, B, N].
         odd: Words 1 and 3 of the counters, int64 [2, B, N].
-        keys: Both words of every round's keys, int64 [rounds, 2, 1, N].
+        keys: Both key words of every round, int64 [rounds, 2, 1, N].
 
     Returns:
-        Word after word of each block, int64 [B, 4 N].
+        Words of all blocks in order, int64 [B, 4 N].
     """
     multipliers = _multipliers(even.device)
     for key in keys:
-        # As above; low words are left unmasked, since what is above their 32 bits goes in the mask after the next xor.
+        # As above. Low words stay unmasked: the mask after the next xor removes what is above their 32 bits.
         product = even.mul(multipliers).flip(0)
         even, odd = ((product >> 32) ^ odd ^ key) & _MASK, product
     return torch.stack((even, odd & _MASK)).permute(2, 3, 1, 0).flatten(1)
@@ -87,7 +89,7 @@ def _multipliers(device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=32)
 def _layout(seed: int, counts: tuple[tuple[Purpose, int], ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Number in its purpose of each block [N], and the round keys [rounds, 2, 1, N], of several purposes in a row."""
+    """Return each block's index within its purpose [N] and round keys [rounds, 2, 1, N], for several purposes."""
     blocks = [-(-count // 4) for _, count in counts]
     number = torch.cat([torch.arange(count) for count in blocks])
     purpose = torch.repeat_interleave(torch.tensor([int(each) for each, _ in counts]), torch.tensor(blocks))
@@ -98,14 +100,14 @@ def _layout(seed: int, counts: tuple[tuple[Purpose, int], ...], device: torch.de
 
 @dataclass(frozen=True)
 class Draws:
-    """The random numbers of the samples of one batch.
+    """Random numbers of the samples of one batch.
 
     Attributes:
         seed: Seed of the run, in [0, 2**32).
-        sample_id: int64 [B].
-        epoch: int64 [B].
-        batch_index: int64 [B]; tells a sample that comes twice in an epoch from itself.
-        ready: Words that `at_once` has made already, by purpose.
+        sample_id: Index of each sample in its dataset, int64 [B].
+        epoch: Epoch of each sample, int64 [B].
+        batch_index: Index of the global batch, int64 [B]; distinguishes repetitions of a sample within an epoch.
+        ready: Words precomputed by `at_once`, by purpose.
     """
 
     seed: int
@@ -115,20 +117,19 @@ class Draws:
     ready: Mapping[Purpose, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def at_once(self, counts: Mapping[Purpose, int]) -> 'Draws':
-        """The same draws, with so many words for each of some purposes made in one go.
-
-        On a GPU it is the number of kernels that such small draws cost, and this takes a sixth of them.
-        """
+        """Return equal draws with the given number of words per purpose precomputed together."""
+        # On a GPU the cost of such small draws is the number of kernels; one call for all purposes needs a sixth.
         return replace(self, ready=self._make(tuple(counts.items())))
 
     def words(self, purpose: Purpose, count: int) -> Tensor:
-        """Uniform 32-bit words, int64 [B, count]."""
+        """Return uniform 32-bit words, int64 [B, count]."""
         ready = self.ready.get(purpose)
         if ready is None or ready.shape[1] < count:
             ready = self._make(((purpose, count),))[purpose]
         return ready[:, :count]
 
     def _make(self, counts: tuple[tuple[Purpose, int], ...]) -> dict[Purpose, Tensor]:
+        """Return the words of several purposes, int64 [B, count rounded up to a multiple of 4] each."""
         if not 0 <= self.seed <= _MASK:
             raise UserError(f'seed: {self.seed} is not in [0, 2**32)')
         blocks, keys = _layout(self.seed, counts, self.sample_id.device)
@@ -140,32 +141,31 @@ class Draws:
         return {purpose: part for (purpose, _), part in zip(counts, words.split(widths, dim=1), strict=True)}
 
     def uniform(self, purpose: Purpose) -> Tensor:
-        """One number in [0, 1) a sample, float64 [B], exact."""
+        """Return one number in [0, 1) per sample, float64 [B], exact."""
         return self.words(purpose, 1)[:, 0].double() * 2.0**-32
 
     def stratified(self, stratum: Purpose, within: Purpose) -> Tensor:
-        """One number in [0, 1) a sample, float64 [B], one in each B-th of it; by itself each is uniform.
+        """Return one number in [0, 1) per sample, float64 [B], one in each of B equal parts; each alone is uniform.
 
-        Which part a sample gets depends on all samples, whatever their order; B is at most 2**20, so that none is
-        rounded to 1.
+        The part that a sample gets depends on all samples of the batch, but not on their order.
         """
-        assert len(self.sample_id) <= 2**20
-        # Samples in the order of random words; of equal words, which are rare, in that of their ids.
+        assert len(self.sample_id) <= 2**20  # larger batches could round a number to 1
+        # Sort samples by random words. Equal words are rare and are sorted by sample id.
         by_id = self.sample_id.argsort(stable=True)
         order = by_id[self.words(stratum, 1)[by_id, 0].argsort(stable=True)]
         parts = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         return (parts.double() + self.uniform(within)) / len(order)
 
     def integers(self, purpose: Purpose, high: int) -> Tensor:
-        """One integer in [0, high) a sample, int64 [B]; high is at most 2**31."""
+        """Return one integer in [0, high) per sample, int64 [B]; high is at most 2**31."""
         return (self.words(purpose, 1)[:, 0] * high) >> 32
 
     def normal(self, purpose: Purpose, shape: Sequence[int]) -> Tensor:
-        """Standard normals by Box and Muller (1958), float32 [B, *shape]."""
+        """Return standard normals by the method of Box and Muller (1958), float32 [B, *shape]."""
         count = math.prod(shape)
         words = self.words(purpose, count + count % 2)
         first, second = words[:, 0::2], words[:, 1::2]
-        # 24 bits are what a float32 holds exactly; +1 keeps the logarithm's argument in (0, 1].
+        # A float32 holds 24 bits exactly; +1 keeps the argument of the logarithm in (0, 1].
         radius = (((first >> 8) + 1).float() * 2.0**-24).log().mul(-2.0).sqrt()
         angle = (second >> 8).float() * (2.0**-24 * 2.0 * math.pi)
         normals = torch.stack((radius * angle.cos(), radius * angle.sin()), dim=-1)
@@ -173,13 +173,13 @@ class Draws:
 
 
 def keyed_uniforms(seed: int, purpose: Purpose, sample_id: int, epoch: int) -> tuple[float, float, float, float]:
-    """Four numbers in [0, 1) of one sample in one epoch, without tensors: what data workers want."""
-    # int(): Streaming counts in numpy's integers, whose products warn when they wrap.
+    """Return four numbers in [0, 1) for one sample in one epoch, without tensors, for data workers."""
+    # int(): Streaming passes NumPy integers, which warn when a product overflows.
     w0, w1, w2, w3 = philox((0, int(sample_id) & _MASK, int(epoch) & _MASK, 0), (seed, int(purpose)))
     return w0 * 2.0**-32, w1 * 2.0**-32, w2 * 2.0**-32, w3 * 2.0**-32
 
 
 def draws_for(ids: Sequence[int], *, seed: int, device: torch.device | str = 'cpu') -> Draws:
-    """Draws outside of any epoch: validation noise, sampling."""
+    """Return draws that belong to no epoch, for validation noise and image generation."""
     sample_id = torch.tensor(list(ids), dtype=torch.int64, device=device)
     return Draws(seed, sample_id, torch.zeros_like(sample_id), torch.zeros_like(sample_id))

@@ -1,4 +1,4 @@
-"""Drawing latents: the denoising loop, classifier-free guidance, and the choice of an inference scheduler.
+"""Sampling of latents: the denoising loop, classifier-free guidance, and inference schedulers.
 
 Shapes: B images, C latent channels, H W latent size, L text tokens, D text width.
 """
@@ -16,7 +16,7 @@ from diffusion.errors import UserError
 from diffusion.models.objective import Objective
 
 Denoise = Callable[[Tensor, Tensor], Tensor]
-"""Noisy latents [B, C, H, W] and a timestep [] to a prediction [B, C, H, W]."""
+"""Function from noisy latents [B, C, H, W] and a timestep [] to a prediction [B, C, H, W]."""
 
 SHORT_NAMES = {
     'ddim': 'DDIMScheduler',
@@ -31,11 +31,14 @@ SHORT_NAMES = {
 
 
 def inference_scheduler(name: str, objective: Objective) -> Any:
-    """One of diffusers' schedulers, walking the schedule that the model was trained on.
+    """Return one of diffusers' schedulers with the noise schedule that the model was trained on.
 
     Args:
         name: See `scheduler_class`.
-        objective: What the model was trained for.
+        objective: Training objective of the model.
+
+    Raises:
+        UserError: The scheduler does not exist, does not support the schedule, or needs a package that is missing.
     """
     found = scheduler_class(name)
     accepted = inspect.signature(found.__init__).parameters
@@ -46,7 +49,7 @@ def inference_scheduler(name: str, objective: Objective) -> Any:
             'use ddim'
         )
     if 'trained_betas' in config and 'trained_betas' not in accepted:
-        raise UserError(f'noise_scheduler: {name} takes no trained_betas, which this model (snr_shift) needs; use ddim')
+        raise UserError(f'noise_scheduler: {name} has no trained_betas, which this model (snr_shift) needs; use ddim')
     try:
         return found(**{key: value for key, value in config.items() if key in accepted})
     except ImportError as error:
@@ -54,7 +57,7 @@ def inference_scheduler(name: str, objective: Objective) -> Any:
 
 
 def scheduler_class(name: str) -> Any:
-    """A scheduler by its short name (`ddim`, `dpm++`, `euler`, ...) or the name of its class in diffusers."""
+    """Return a scheduler class by short name (`ddim`, `dpm++`, `euler`, ...) or by its class name in diffusers."""
     class_name, known = SHORT_NAMES.get(name, name), _scheduler_names()
     if class_name not in known:
         near = difflib.get_close_matches(name, [*SHORT_NAMES, *known], n=1)
@@ -74,15 +77,17 @@ def sample_latents(
     """Denoise from pure noise, [B, C, H, W] to [B, C, H, W].
 
     Args:
-        denoise: The model, guidance included.
+        denoise: Model with guidance.
         scheduler: One of diffusers' schedulers.
-        noise: Standard normals.
+        noise: Initial noise, standard normal.
         num_inference_steps: Steps of the scheduler.
-        seeds: One an image, for schedulers that add noise on the way.
+        seeds: One seed per image, for schedulers that add noise in each step.
     """
     scheduler.set_timesteps(num_inference_steps, device=noise.device)
     extra: dict[str, Any] = {}
     if 'generator' in inspect.signature(scheduler.step).parameters:
+        # One generator per image, so that its noise does not depend on the other images; on the CPU, so that it does
+        # not depend on the device.
         extra['generator'] = [torch.Generator().manual_seed(seed) for seed in seeds]
     latents = noise * scheduler.init_noise_sigma
     for timestep in scheduler.timesteps:
@@ -92,14 +97,14 @@ def sample_latents(
 
 
 def guide(unconditional: Tensor, conditional: Tensor, *, scale: float, rescale: float = 0.0) -> Tensor:
-    """Classifier-free guidance (Ho and Salimans 2022), [B, C, H, W].
+    """Apply classifier-free guidance (Ho and Salimans 2022), [B, C, H, W].
 
     Args:
         unconditional: Prediction for the negative prompt.
         conditional: Prediction for the prompt.
-        scale: 1 is no guidance.
-        rescale: Share, in [0, 1], of pulling the standard deviation back to the conditional one's
-            (Lin et al. 2024, equations 15 and 16; they use 0.7).
+        scale: Guidance scale; 1 is no guidance.
+        rescale: Interpolation in [0, 1] towards a result with the standard deviation of `conditional` (Lin et al. 2024,
+            equations 15 and 16, who use 0.7).
     """
     guided = unconditional + scale * (conditional - unconditional)
     if rescale == 0:

@@ -1,7 +1,7 @@
-"""Configuration of Stable Diffusion 2 base, so that building it from scratch downloads nothing.
+"""Configuration of Stable Diffusion 2 base, for building it from scratch without a download.
 
-Published as stabilityai/stable-diffusion-2-base (Rombach et al. 2022), withdrawn by its authors in November 2025 and
-kept by the community under the name below.
+Published as stabilityai/stable-diffusion-2-base (Rombach et al. 2022), withdrawn by its authors in November 2025, and
+preserved by the community in the repository below.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ UNET: dict[str, Any] = {
     'up_block_types': ['UpBlock2D', 'CrossAttnUpBlock2D', 'CrossAttnUpBlock2D', 'CrossAttnUpBlock2D'],
     'block_out_channels': [320, 640, 1280, 1280],
     'layers_per_block': 2,
-    'attention_head_dim': [5, 10, 20, 20],  # diffusers' misnomer: these are numbers of heads, 64 wide each
+    'attention_head_dim': [5, 10, 20, 20],  # misnamed in diffusers: numbers of heads, each of width 64
     'cross_attention_dim': 1024,
     'use_linear_projection': True,
 }
@@ -39,7 +39,7 @@ TEXT_ENCODER: dict[str, Any] = {
     'vocab_size': 49408,
     'hidden_size': 1024,
     'intermediate_size': 4096,
-    'num_hidden_layers': 23,  # OpenCLIP ViT-H has 24; the last is left out
+    'num_hidden_layers': 23,  # OpenCLIP ViT-H has 24; the last is not used
     'num_attention_heads': 16,
     'max_position_embeddings': 77,
     'hidden_act': 'gelu',

@@ -1,26 +1,28 @@
-"""Stages of a forward pass by name, for whoever times them; they cost a function call while nobody does."""
+"""Named stages of a forward pass that a profiler can time; without a listener a stage costs one function call."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
-_NOTHING = nullcontext()
+_NULL_CONTEXT = nullcontext()
 
 
 class Listener(Protocol):
-    """Is told where stages begin and end."""
+    """Interface of profilers that time stages."""
 
-    def stage(self, name: str) -> AbstractContextManager[None]: ...
+    def stage(self, name: str) -> AbstractContextManager[None]:
+        """Return a context manager that is entered when a stage begins and left when it ends."""
+        ...
 
 
 _listener: Listener | None = None
 
 
 def stage(name: str) -> AbstractContextManager[None]:
-    """The work of a stage, such as `encode`, happens inside."""
-    return _NOTHING if _listener is None else _listener.stage(name)
+    """Return the context manager in which the work of a stage, such as `encode`, runs."""
+    return _NULL_CONTEXT if _listener is None else _listener.stage(name)
 
 
 def listen(listener: Listener | None) -> None:
-    """Tell one listener of the stages of this process from now on, or nobody."""
+    """Set the listener that receives the stages of this process; None removes it."""
     global _listener
     _listener = listener

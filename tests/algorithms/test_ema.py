@@ -1,4 +1,4 @@
-"""EMA: its arithmetic against a float64 loop, its late start, and what a checkpoint holds."""
+"""EMA: arithmetic against a float64 loop, the late start, and the contents of a checkpoint."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from diffusion.algorithms.ema import EMA, averaged_weights
 
 
 class Recorder(Callback):
-    """Copies of the trained weights after each batch."""
+    """Record copies of the trained weights after each batch."""
 
     def __init__(self) -> None:
         self.weights: list[dict[str, torch.Tensor]] = []
@@ -68,7 +68,7 @@ def test_only_trained_parameters_are_averaged():
     assert not any('running_mean' in name or '0.bias' in name for name in ema.average.tensors)
 
 
-def test_nothing_is_allocated_or_saved_before_the_start():
+def test_nothing_is_allocated_or_saved_before_start():
     ema = EMA('100ba')
     trainer = make_trainer(ema)
     trainer.fit()
@@ -79,53 +79,53 @@ def test_nothing_is_allocated_or_saved_before_the_start():
     assert not any(isinstance(value, torch.Tensor | dict) for value in saved.values())
 
 
-def test_half_life_halves():
+def test_half_life_sets_smoothing():
     ema = EMA(half_life='10ba')
     assert ema.smoothing**10 == pytest.approx(0.5)
     assert EMA(half_life='10ba', update_interval='2ba').smoothing ** 5 == pytest.approx(0.5)
 
 
-def test_evaluation_sees_the_average_and_training_does_not():
+def test_evaluation_uses_the_average_and_training_does_not():
     ema = EMA('2ba', smoothing=0.9)
     trainer = make_trainer(ema)
     trainer.fit()
-    own = {n: p.detach().clone() for n, p in trained_parameters(trainer.state.model).items()}
+    weights = {n: p.detach().clone() for n, p in trained_parameters(trainer.state.model).items()}
     averages = {n: a.clone() for n, a in ema.average.tensors.items()}
     storage = {n: p.data_ptr() for n, p in trained_parameters(trainer.state.model).items()}
     with averaged_weights(trainer.state) as averaged:
         assert averaged
         for name, parameter in trained_parameters(trainer.state.model).items():
             assert torch.equal(parameter, averages[name])
-            assert parameter.data_ptr() == storage[name], 'exchanged in place'
+            assert parameter.data_ptr() == storage[name], 'swapped in place'
     for name, parameter in trained_parameters(trainer.state.model).items():
-        assert torch.equal(parameter, own[name])
+        assert torch.equal(parameter, weights[name])
     seen = {}
 
-    class Peek(Callback):
+    class EvalRecorder(Callback):
         def eval_batch_start(self, state: State, logger: Logger) -> None:
             seen.update({n: p.detach().clone() for n, p in trained_parameters(state.model).items()})
 
-    trainer.state.callbacks.append(Peek())
+    trainer.state.callbacks.append(EvalRecorder())
     trainer.eval(eval_dataloader=trainer.state.train_dataloader)
     assert all(torch.equal(seen[name], averages[name]) for name in averages)
-    assert all(torch.equal(p, own[n]) for n, p in trained_parameters(trainer.state.model).items())
+    assert all(torch.equal(p, weights[n]) for n, p in trained_parameters(trainer.state.model).items())
 
 
-def test_an_exception_inside_gives_the_weights_back():
+def test_exception_inside_averaged_restores_the_weights():
     ema = EMA('2ba')
     trainer = make_trainer(ema)
     trainer.fit()
-    own = {n: p.detach().clone() for n, p in trained_parameters(trainer.state.model).items()}
+    weights = {n: p.detach().clone() for n, p in trained_parameters(trainer.state.model).items()}
     with pytest.raises(RuntimeError, match='out of memory'), ema.averaged():
         raise RuntimeError('out of memory')
-    assert all(torch.equal(p, own[n]) for n, p in trained_parameters(trainer.state.model).items())
+    assert all(torch.equal(p, weights[n]) for n, p in trained_parameters(trainer.state.model).items())
 
 
 @pytest.mark.parametrize('stop', [3, 8])
-def test_a_resumed_run_ends_with_the_same_average(tmp_path, stop):
-    straight, resumed = EMA('5ba', smoothing=0.8), EMA('5ba', smoothing=0.8)
-    whole = make_trainer(straight)
-    whole.fit()
+def test_resumed_run_ends_with_the_same_average(tmp_path, stop):
+    uninterrupted, resumed = EMA('5ba', smoothing=0.8), EMA('5ba', smoothing=0.8)
+    reference = make_trainer(uninterrupted)
+    reference.fit()
     first = make_trainer(
         EMA('5ba', smoothing=0.8), duration=f'{stop}ba', save_folder=str(tmp_path), save_interval='1ba'
     )
@@ -133,11 +133,11 @@ def test_a_resumed_run_ends_with_the_same_average(tmp_path, stop):
     first.close()
     second = make_trainer(resumed, load_path=str(tmp_path / 'latest-rank0.pt'))
     second.fit()
-    for name in straight.average.tensors:
-        torch.testing.assert_close(resumed.average.tensors[name], straight.average.tensors[name])
+    for name in uninterrupted.average.tensors:
+        torch.testing.assert_close(resumed.average.tensors[name], uninterrupted.average.tensors[name])
 
 
-def test_the_model_slot_holds_the_training_weights(tmp_path):
+def test_model_slot_of_checkpoint_holds_the_training_weights(tmp_path):
     ema = EMA('2ba', smoothing=0.99)
     trainer = make_trainer(ema, save_folder=str(tmp_path), save_interval='1ba')
     trainer.fit()
@@ -147,7 +147,7 @@ def test_the_model_slot_holds_the_training_weights(tmp_path):
         assert torch.equal(dict(state['algorithms'])['EMA']['averages']['ema'][name], ema.average.tensors[name])
 
 
-def test_averages_of_another_architecture_are_refused():
+def test_averages_of_another_architecture_are_rejected():
     ema = EMA('0ba')
     trainer = make_trainer(ema)
     ema.load_state_dict({'averages': {'ema': {'other.weight': torch.zeros(1)}}, 'updates': 3})
@@ -157,21 +157,21 @@ def test_averages_of_another_architecture_are_refused():
         trainer.fit()
 
 
-def test_a_start_after_the_end_is_told(caplog):
+def test_start_after_the_end_of_the_run_is_logged(caplog):
     make_trainer(EMA('500ba'), duration='1ba').fit()
-    assert 'EMA starts at' in caplog.text
-    assert 'never' in caplog.text
+    assert 'EMA never starts' in caplog.text
+    assert 'end of the run' in caplog.text
 
 
 @pytest.mark.parametrize(
     ('settings', 'message'),
     [
-        ({'smoothing': 0.9, 'half_life': '3ba'}, 'two ways to say one thing'),
+        ({'smoothing': 0.9, 'half_life': '3ba'}, 'smoothing and half_life set the same quantity'),
         ({'smoothing': 1.0}, r'smoothing: 1.0 is not in \[0, 1\)'),
-        ({'update_interval': '3sp'}, "update_interval: '3sp'; give batches or epochs"),
-        ({'half_life': '3ep'}, "half_life: '3ep'; give it in the unit of update_interval=1ba"),
+        ({'update_interval': '3sp'}, "update_interval: '3sp'; use batches or epochs"),
+        ({'half_life': '3ep'}, "half_life: '3ep'; use the unit of update_interval=1ba"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(settings, message):
+def test_invalid_settings_are_rejected(settings, message):
     with pytest.raises(ValueError, match=message):
         EMA(**settings)

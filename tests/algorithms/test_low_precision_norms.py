@@ -1,4 +1,4 @@
-"""Low-precision norms of the denoiser against float32 norms, values and gradients."""
+"""Values and gradients of the denoiser's low-precision norms against float32 norms."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from diffusion.algorithms.low_precision_norms import (
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize('width', [320, 640, 960, 1280, 1920, 2560])
 @pytest.mark.parametrize('kind', ['group', 'layer'])
-def test_values_and_gradients_are_those_of_float32(kind, width, dtype):
+def test_values_and_gradients_match_float32(kind, width, dtype):
     torch.manual_seed(0)
     plain = nn.GroupNorm(32, width) if kind == 'group' else nn.LayerNorm(width)
     nn.init.normal_(plain.weight, 1.0, 0.2)
@@ -38,7 +38,7 @@ def test_values_and_gradients_are_those_of_float32(kind, width, dtype):
         assert (low.float() - reference).norm() / reference.norm() < tolerance
 
 
-def test_only_exact_classes_are_replaced_and_names_stay(make_model):
+def test_only_exact_classes_are_replaced_and_state_dict_names_stay(make_model):
     model = make_model()
     before = list(model.state_dict())
     count = replace_norms(model.denoiser, nn.GroupNorm, LowPrecisionGroupNormLayer)

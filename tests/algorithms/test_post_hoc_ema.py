@@ -1,4 +1,4 @@
-"""Post-hoc EMA: real runs whose averages of other widths are known, resumed runs, snapshots that are damaged."""
+"""Post-hoc EMA: runs with known averages of other widths, resumed runs, damaged snapshots."""
 
 import logging
 from pathlib import Path
@@ -25,7 +25,7 @@ Weights = dict[str, Tensor]
 
 
 class Recorder(Callback):
-    """Copies of the trained weights after each batch."""
+    """Record copies of the trained weights after each batch."""
 
     def __init__(self) -> None:
         self.weights: list[Weights] = []
@@ -35,7 +35,7 @@ class Recorder(Callback):
 
 
 class Stop(Callback):
-    """What an early stopper does."""
+    """Stop training at a batch, like an early stopper."""
 
     def __init__(self, batch: int) -> None:
         self.batch = batch
@@ -45,8 +45,8 @@ class Stop(Callback):
             state.stop_training()
 
 
-class Peek(Callback):
-    """The last snapshots that there are when checkpoints are saved."""
+class SnapshotRecorder(Callback):
+    """Record the batch of the newest snapshot at each checkpoint event."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -78,7 +78,7 @@ def make_trainer(algorithms, *, duration: str = '12ba', callbacks: tuple[Callbac
 
 
 def average_by_eq_1(weights: list[Weights], width: float, at: int) -> Weights:
-    """The integral of eq. 1 in float64, over weights that stay as they are during a step."""
+    """Return the integral of eq. 1 in float64, over weights that are constant during a step."""
     gamma = gamma_of_width(width)
     shares = torch.from_numpy(np.diff((np.arange(at + 1) / at) ** (gamma + 1)))
     stacked = {name: torch.stack([each[name] for each in weights[:at]]).double() for name in weights[0]}
@@ -96,7 +96,7 @@ def distance(a: Weights, b: Weights) -> float:
 
 @pytest.fixture(scope='module')
 def run(tmp_path_factory):
-    """600 batches with 30 snapshots a width in float32 and in float16, and the weights after each batch."""
+    """Run of 600 batches with 30 snapshots per width in float32 and float16, and its weights after each batch."""
     root = tmp_path_factory.mktemp('run')
     recorder = Recorder()
     algorithms = [
@@ -106,7 +106,7 @@ def run(tmp_path_factory):
     return root, algorithms[0], recorder.weights
 
 
-def test_the_averages_equal_the_integral(run):
+def test_averages_equal_the_integral(run):
     _, algorithm, weights = run
     assert isinstance(algorithm, Averager)
     for width in (0.05, 0.10):
@@ -114,7 +114,7 @@ def test_the_averages_equal_the_integral(run):
         assert distance(algorithm.averages[f'width{width:g}'].tensors, expected) < 2e-6 * norm(expected)
 
 
-def test_snapshots_are_ordinary_state_dicts_of_the_dtype_asked_for(run):
+def test_snapshots_are_state_dicts_of_the_configured_dtype(run):
     root, _, weights = run
     snapshots = find_snapshots(root / 'float16')
     assert [(s.batch, s.width) for s in snapshots] == [
@@ -131,20 +131,20 @@ def test_snapshots_are_ordinary_state_dicts_of_the_dtype_asked_for(run):
 @pytest.mark.parametrize('width', [0.04, 0.07, 0.15, 0.20])
 @pytest.mark.parametrize('dtype', ['float16', 'float32'])
 def test_any_width_at_any_batch_is_reconstructed(run, width, at, dtype):
-    """Off by no more than the profile is, times what the weights do in the run, and the rounding of the snapshots."""
+    """The error is bounded by the profile error times the spread of the weights, plus the snapshots' rounding."""
     root, _, weights = run
     expected = average_by_eq_1(weights, width, at)
     found = reconstruct_average(root / dtype, width, at=at)
     assert found.batch == at
     assert {tensor.dtype for tensor in found.tensors.values()} == {torch.float32}
     error = distance(found.tensors, expected)
-    # Both profiles sum to 1, so the error is the sum of (p - p') (theta - expected); by Cauchy and Schwarz that is up
-    # to |p - p'| times the spread, where |p|^2 = (gamma + 1)^2 / ((2 gamma + 1) t).
+    # Both profiles sum to 1, so the error is the sum of (p - p') (theta - expected). By Cauchy-Schwarz that is at most
+    # |p - p'| times the spread, where |p|^2 = (gamma + 1)^2 / ((2 gamma + 1) t).
     gamma = gamma_of_width(width)
     read = weights[: EVERY * -(-at // EVERY)]
     spread = sum(distance(each, expected) ** 2 for each in read) ** 0.5
     bound = found.profile_error * (gamma + 1) / ((2 * gamma + 1) * at) ** 0.5 * spread
-    # A share of 4 of float16's half an ulp, 2**-11, at random; width 0.04 has such shares.
+    # Random rounding by half an ulp of float16, 2**-11, times coefficients of up to 4 at width 0.04.
     rounding = {'float16': 5e-4, 'float32': 1e-6}[dtype] * norm(expected)
     kept = average_by_eq_1(weights, 0.05 if width < 0.06 else 0.10, at)
     print(
@@ -158,7 +158,7 @@ def test_any_width_at_any_batch_is_reconstructed(run, width, at, dtype):
 
 
 @pytest.mark.parametrize('width', [0.05, 0.10])
-def test_a_kept_width_is_its_snapshot(run, width):
+def test_saved_width_is_read_from_its_snapshot(run, width):
     root, _, _ = run
     stored = load_file(root / 'float16' / FOLDER / f'width{width:g}-ba400.safetensors')
     found = reconstruct_average(root / 'float16', width, at=400)
@@ -166,13 +166,13 @@ def test_a_kept_width_is_its_snapshot(run, width):
     assert distance(found.tensors, stored) < 1e-5 * norm(stored)
 
 
-def test_large_errors_are_told_with_the_way_out(run, caplog):
+def test_large_errors_are_logged_with_alternatives(run, caplog):
     root, _, _ = run
     with caplog.at_level(logging.WARNING):
         reconstruct_average(root / 'float32', 0.10, at=400)
         assert caplog.text == ''
         assert reconstruct_average(root / 'float32', 0.10, at=390).profile_error > 0.1
-        assert 'off by 22 %; snapshots are at batch 380, batch 400, not at this one' in caplog.text
+        assert 'off by 22 %; the nearest snapshots are at batch 380 and batch 400' in caplog.text
         caplog.clear()
         assert reconstruct_average(root / 'float32', 0.28).profile_error > 0.1
     assert 'off by 14 %; 60 snapshots give widths from 0.019 to 0.255 within 5 %' in caplog.text
@@ -182,17 +182,17 @@ def test_large_errors_are_told_with_the_way_out(run, caplog):
     ('width', 'at', 'message'),
     [
         (0.3, None, r'width=0.3 is not between 0 and 0\.2887'),
-        (0.1, 601, f'batch 601 is not between 1 and {BATCHES}, where the last snapshot is'),
+        (0.1, 601, f'batch 601 is not between 1 and {BATCHES}, the batch of the last snapshot'),
         (0.1, 0, 'batch 0 is not between 1'),
     ],
 )
-def test_what_snapshots_cannot_give_is_refused(run, width, at, message):
+def test_width_or_batch_out_of_range_is_rejected(run, width, at, message):
     root, _, _ = run
     with pytest.raises(ValueError, match=message):
         reconstruct_average(root / 'float32', width, at=at)
 
 
-def test_without_snapshots_the_way_out_is_told(tmp_path):
+def test_missing_snapshots_are_reported_with_the_setting_that_saves_them(tmp_path):
     with pytest.raises(ValueError, match=r'post_hoc_ema: no snapshots; `algorithms: \{post_hoc_ema: \}` takes them'):
         reconstruct_average(tmp_path, 0.1)
 
@@ -208,18 +208,18 @@ def small(tmp_path):
 
 
 @pytest.mark.parametrize('size', [0, 100, -1])
-def test_a_snapshot_that_is_cut_short_is_named(small, size):
+def test_truncated_snapshot_is_named(small, size):
     damaged = small / FOLDER / 'width0.05-ba8.safetensors'
     damaged.write_bytes(damaged.read_bytes()[:size])
-    with pytest.raises(ValueError, match=r'width0\.05-ba8\.safetensors: not readable .*; cut short\? Remove it'):
+    with pytest.raises(ValueError, match=r'width0\.05-ba8\.safetensors: not readable .*; truncated\? Remove it'):
         reconstruct_average(small, 0.05)
     damaged.unlink()
     assert reconstruct_average(small, 0.05).batch == 12
 
 
-def test_files_of_others_are_refused(small):
+def test_file_of_another_program_is_rejected(small):
     save_file({'other': torch.zeros(2)}, small / FOLDER / 'width0.2-ba8.safetensors')
-    with pytest.raises(ValueError, match=r'width0\.2-ba8\.safetensors: no snapshot of version 1'):
+    with pytest.raises(ValueError, match=r'width0\.2-ba8\.safetensors: not a snapshot of version 1'):
         reconstruct_average(small, 0.05)
 
 
@@ -227,44 +227,44 @@ def test_files_of_others_are_refused(small):
     ('duration', 'callbacks', 'last'),
     [('10ba', (), 10), ('1ep', (), 60), ('20ba', (Stop(7),), 7), ('2ep', (Stop(7),), 7)],
 )
-def test_the_end_of_training_has_a_snapshot(tmp_path, duration, callbacks, last):
+def test_end_of_training_has_a_snapshot(tmp_path, duration, callbacks, last):
     make_trainer([PostHocEMA(every='50ba', folder=str(tmp_path))], duration=duration, callbacks=callbacks).fit()
     assert sorted({snapshot.batch for snapshot in find_snapshots(tmp_path)}) == [b for b in (50,) if b < last] + [last]
 
 
 @pytest.mark.parametrize('duration', ['10ba', '1ep'])
-def test_the_last_snapshot_is_there_before_the_last_checkpoint(tmp_path, duration):
-    """Killed between the two, a run that is done would not take it any more."""
+def test_last_snapshot_is_written_before_the_last_checkpoint(tmp_path, duration):
+    """Otherwise a run killed between the two would count as finished and never write it."""
     make_trainer(
         [PostHocEMA(every='50ba', folder=str(tmp_path))],
         duration=duration,
-        callbacks=(peek := Peek(tmp_path),),
+        callbacks=(recorder := SnapshotRecorder(tmp_path),),
     ).fit()
-    assert peek.seen[-1] == find_snapshots(tmp_path)[-1].batch
+    assert recorder.seen[-1] == find_snapshots(tmp_path)[-1].batch
 
 
-def test_a_resumed_run_ends_with_the_same_averages_and_writes_the_same_snapshots(tmp_path):
-    straight = PostHocEMA(every='3ba', folder=str(tmp_path / 'straight'))
-    make_trainer([straight]).fit()
-    folder = str(tmp_path / 'parts')
-    # Killed after batch 8 of 12; what it resumes from is of batch 5, so that 6, 7 and 8 are done again.
+def test_resumed_run_ends_with_the_same_averages_and_writes_the_same_snapshots(tmp_path):
+    uninterrupted = PostHocEMA(every='3ba', folder=str(tmp_path / 'uninterrupted'))
+    make_trainer([uninterrupted]).fit()
+    folder = str(tmp_path / 'resumed')
+    # Stopped after batch 8 of 12 and resumed from the checkpoint of batch 5, so that 6, 7 and 8 are repeated.
     first = make_trainer(
         [PostHocEMA(every='3ba', folder=folder)], duration='8ba', save_folder=f'{tmp_path}/saved', save_interval='5ba'
     )
     first.fit()
     first.close()
-    before = snapshots_of(tmp_path / 'parts')
+    before = snapshots_of(tmp_path / 'resumed')
     resumed = PostHocEMA(every='3ba', folder=folder)
     make_trainer([resumed], load_path=f'{tmp_path}/saved/ep0-ba5-rank0.pt').fit()
-    for label, average in straight.averages.items():
+    for label, average in uninterrupted.averages.items():
         for name, tensor in average.tensors.items():
             assert torch.equal(resumed.averages[label].tensors[name], tensor), f'{label} {name}'
-    whole, after = snapshots_of(tmp_path / 'straight'), snapshots_of(tmp_path / 'parts')
+    reference, after = snapshots_of(tmp_path / 'uninterrupted'), snapshots_of(tmp_path / 'resumed')
     assert {name: after[name] for name in before} == before
-    assert {name: after[name] for name in whole} == whole
+    assert {name: after[name] for name in reference} == reference
 
 
-def test_checkpoints_hold_the_averages_beside_the_training_weights(tmp_path):
+def test_checkpoints_hold_the_averages_and_the_training_weights(tmp_path):
     algorithm = PostHocEMA(folder=str(tmp_path))
     trainer = make_trainer([algorithm, EMA('2ba')], save_folder=str(tmp_path), save_interval='6ba')
     trainer.fit()
@@ -277,20 +277,22 @@ def test_checkpoints_hold_the_averages_beside_the_training_weights(tmp_path):
 
 
 @pytest.mark.filterwarnings('ignore:PostHocEMA is not in the state_dict')
-def test_averages_that_did_not_begin_with_the_run_are_refused(tmp_path):
+def test_averages_that_did_not_start_with_the_run_are_rejected(tmp_path):
     make_trainer([], duration='5ba', save_folder=str(tmp_path), save_interval='5ba').fit()
     trainer = make_trainer([PostHocEMA(folder=str(tmp_path))], load_path=str(tmp_path / 'latest-rank0.pt'))
-    with pytest.raises(ValueError, match='checkpoint of batch 5 has none of its averages, which begin with the first'):
+    with pytest.raises(
+        ValueError, match='checkpoint of batch 5 has no averages, which must start with the first batch'
+    ):
         trainer.fit()
 
 
-def test_other_widths_than_the_checkpoint_s_are_refused():
+def test_widths_that_the_checkpoint_lacks_are_rejected():
     algorithm = PostHocEMA(widths=[0.05, 0.2])
-    with pytest.raises(ValueError, match=r'widths: the checkpoint has width0\.05, width0\.1 and no width0\.2; '):
+    with pytest.raises(ValueError, match=r'widths: the checkpoint has width0\.05, width0\.1 but not width0\.2; '):
         algorithm.load_state_dict({'averages': {'width0.05': {}, 'width0.1': {}}})
 
 
-def test_nothing_is_held_before_the_first_batch():
+def test_nothing_is_allocated_or_saved_before_the_first_batch():
     algorithm = PostHocEMA()
     assert algorithm.averages == {}
     assert not any(isinstance(value, Tensor | dict) for value in algorithm.state_dict().values())
@@ -299,12 +301,12 @@ def test_nothing_is_held_before_the_first_batch():
 @pytest.mark.parametrize(
     ('settings', 'message'),
     [
-        ({'widths': []}, r'widths: \[\]; give at least one'),
-        ({'widths': [0.1, 0.1]}, r'widths: \[0.1, 0.1\]; give at least one, and none twice'),
+        ({'widths': []}, r'widths: \[\]; use at least one width'),
+        ({'widths': [0.1, 0.1]}, r'widths: \[0.1, 0.1\]; use at least one width, without repeats'),
         ({'widths': [0.5]}, 'width=0.5 is not between 0 and 0.2887'),
-        ({'every': '0ba'}, "every: '0ba'; give an interval such as 10000ba"),
+        ({'every': '0ba'}, "every: '0ba'; use a positive interval such as 10000ba"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(settings, message):
+def test_invalid_settings_are_rejected(settings, message):
     with pytest.raises(ValueError, match=message):
         PostHocEMA(**settings)

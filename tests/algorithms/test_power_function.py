@@ -1,4 +1,4 @@
-"""Power functions: the paper's values, inner products against quadrature, mixtures against the profiles themselves."""
+"""Power functions: the paper's values, inner products against quadrature, mixtures against their target profiles."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ STEPS = st.integers(1, 10**6)
 
 
 def kept(count: int, every: int = 10_000) -> list[Profile]:
-    """Snapshots of the paper's two widths."""
+    """Return the profiles of `count` snapshots of each of the paper's two widths."""
     return [Profile(every * (i + 1), gamma_of_width(width)) for i in range(count) for width in (0.05, 0.10)]
 
 
@@ -30,19 +30,19 @@ def density(profile: Profile, steps: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize(('width', 'gamma'), [(0.05, 16.97), (0.10, 6.94), (WIDEST, 0.0)])
-def test_the_exponents_of_the_paper(width, gamma):
+def test_exponents_match_the_paper(width, gamma):
     assert gamma_of_width(width) == pytest.approx(gamma, abs=5e-3)
 
 
 @given(WIDTHS)
-def test_exponent_and_width_are_inverse(width):
+def test_exponent_and_width_are_inverse_functions(width):
     gamma = gamma_of_width(width)
     assert gamma >= 0
     assert width_of_gamma(gamma) == pytest.approx(width, rel=1e-9)
 
 
 @given(st.floats(0.02, 0.28))
-def test_the_width_is_the_standard_deviation_of_the_profile(width):
+def test_width_is_the_standard_deviation_of_the_profile(width):
     steps = (np.arange(20_000) + 0.5) / 20_000
     weights = density(Profile(1, gamma_of_width(width)), steps) / len(steps)
     mean = weights @ steps
@@ -50,14 +50,14 @@ def test_the_width_is_the_standard_deviation_of_the_profile(width):
 
 
 @pytest.mark.parametrize('width', [0.0, -0.1, 0.29, 1.0])
-def test_widths_that_no_power_has_are_refused(width):
+def test_width_out_of_range_is_rejected(width):
     with pytest.raises(ValueError, match=rf'width={width:g} is not between 0 and 0\.2887'):
         gamma_of_width(width)
 
 
 @given(st.integers(1, 400), st.floats(0, 60))
-def test_updates_give_each_step_the_integral_of_the_profile_over_it(last, gamma):
-    """Eq. 2 is eq. 1 of weights that stay as they are during a step."""
+def test_updates_weight_each_step_by_the_integral_of_the_profile_over_it(last, gamma):
+    """Eq. 2 equals eq. 1 for weights that are constant during a step."""
     shares = np.zeros(last)
     for step in range(1, last + 1):
         shares *= beta(step, gamma)
@@ -80,7 +80,7 @@ def test_inner_products_equal_quadrature(first, second, gamma, other_gamma):
 
 
 @pytest.mark.parametrize('count', [1, 6, 55, 250])
-def test_a_profile_that_is_kept_is_itself(count):
+def test_saved_profile_is_reconstructed_from_itself(count):
     for index in {0, 1, count, 2 * count - 1}:
         shares, error = mixture(kept(count), kept(count)[index])
         np.testing.assert_allclose(shares, np.eye(2 * count)[index], atol=1e-6)
@@ -89,7 +89,7 @@ def test_a_profile_that_is_kept_is_itself(count):
 
 @pytest.mark.parametrize('width', [0.03, 0.07, 0.15, 0.25])
 @pytest.mark.parametrize('count', [8, 25, 55])
-def test_the_error_is_that_of_the_mixed_profile(width, count):
+def test_reported_error_is_that_of_the_mixed_profile(width, count):
     target = Profile(count * 10_000, gamma_of_width(width))
     shares, error = mixture(kept(count), target)
     assert shares.sum() == pytest.approx(1, abs=1e-9)
@@ -100,8 +100,8 @@ def test_the_error_is_that_of_the_mixed_profile(width, count):
 
 
 @pytest.mark.parametrize(('count', 'widest_error'), [(25, 0.047), (55, 0.018)])
-def test_two_widths_give_all_between(count, widest_error):
-    """The figures in PostHocEMA's docstring."""
+def test_two_widths_are_enough_for_a_range_of_widths(count, widest_error):
+    """Check the figures in PostHocEMA's docstring."""
     end = count * 10_000
     errors = [mixture(kept(count), Profile(end, gamma_of_width(w)))[1] for w in np.linspace(0.03, 0.25, 45)]
     assert max(errors) < widest_error
@@ -109,22 +109,22 @@ def test_two_widths_give_all_between(count, widest_error):
     assert max(between) < 0.002
 
 
-def test_a_profile_that_ends_between_two_snapshots_has_an_edge_that_no_mixture_has():
+def test_profile_that_ends_between_two_snapshots_is_not_reconstructed():
     _, error = mixture(kept(21), Profile(205_000, gamma_of_width(0.10)))
     _, error_at_a_snapshot = mixture(kept(21), Profile(210_000, gamma_of_width(0.12)))
     assert 0.1 < error < 0.3
     assert error_at_a_snapshot < 0.003
 
 
-def test_the_same_snapshot_twice_shares_its_weight():
+def test_weight_is_split_over_two_equal_snapshots():
     shares, error = mixture([*kept(3), kept(3)[-1]], kept(3)[-1])
     np.testing.assert_allclose(shares[-2:], 0.5, atol=1e-9)
     assert error < 1e-6
 
 
 @given(WIDTHS, st.integers(1, 60))
-def test_closer_than_any_other_shares(width, seed):
-    """The mixture is the minimum: no shares near by that sum to 1 do better."""
+def test_mixture_has_the_least_error(width, seed):
+    """No nearby coefficients that sum to 1 have a smaller error."""
     profiles, target = kept(4), Profile(40_000, gamma_of_width(width))
     shares, error = mixture(profiles, target)
     rng = np.random.default_rng(seed)

@@ -1,4 +1,4 @@
-"""Image sheets as PNG and HTML, and the nearest image."""
+"""Image sheets as PNG and HTML, and the nearest-image lookup."""
 
 import html
 import io
@@ -25,7 +25,7 @@ from diffusion.evaluation.image_sheet import (
 from diffusion.evaluation.retrieval import nearest_images
 
 
-def test_the_nearest_is_the_one_with_the_smallest_squared_difference():
+def test_nearest_image_has_the_smallest_squared_difference():
     generator = torch.Generator().manual_seed(0)
     references = torch.rand(20, 3, 8, 8, generator=generator)
     order = torch.randperm(20, generator=generator)
@@ -36,16 +36,16 @@ def test_the_nearest_is_the_one_with_the_smallest_squared_difference():
 
 
 @pytest.mark.parametrize('kind', ['float', 'bytes'])
-def test_pictures_keep_their_values(kind):
+def test_converted_images_keep_their_values(kind):
     values = torch.randint(0, 256, (2, 3, 4, 5), dtype=torch.uint8)
     images = to_images(values if kind == 'bytes' else values / 255)
     assert images[0].size == (5, 4)
     assert np.array_equal(np.asarray(images[1]), values[1].permute(1, 2, 0).numpy())
 
 
-def test_a_sheet_shows_every_picture():
-    colours = ['red', 'green', 'blue']
-    images = [Image.new('RGB', (8, 8), colour) for colour in colours]
+def test_sheet_shows_every_image():
+    colors = ['red', 'green', 'blue']
+    images = [Image.new('RGB', (8, 8), color) for color in colors]
     for pair in ([images[0], images[1]], [images[0], png_bytes(images[1])]):
         sections = [Section('', [Figure(pair, 'red, green')]), Section('blue', [Figure([images[2]], 'blue')])]
         sheet = draw_sheet(sections, columns=2, side=16)
@@ -53,7 +53,7 @@ def test_a_sheet_shows_every_picture():
         assert {(255, 0, 0), (0, 128, 0), (0, 0, 255)} <= shown
 
 
-def test_columns_say_how_many_figures_are_in_a_row():
+def test_columns_set_the_number_of_figures_per_row():
     figures = [Figure([Image.new('RGB', (8, 8))], str(number)) for number in range(6)]
     one, two, three = (draw_sheet([Section('', figures)], columns=columns) for columns in (1, 2, 3))
     assert one.width < two.width < three.width
@@ -61,13 +61,13 @@ def test_columns_say_how_many_figures_are_in_a_row():
 
 
 @pytest.mark.parametrize('size', [(512, 512), (1024, 256), (256, 1024), (320, 192)])
-def test_images_keep_their_aspect_and_have_one_area(size):
+def test_images_keep_their_aspect_ratio_and_have_equal_areas(size):
     width, height = size_on_sheet(Image.new('RGB', size), 176)
     assert width / height == pytest.approx(size[0] / size[1], rel=0.02)
     assert width * height == pytest.approx(176**2, rel=0.02)
 
 
-def test_captions_are_wrapped_and_cut():
+def test_captions_are_wrapped_and_truncated():
     font = ImageFont.load_default(size=11)
     lines = wrap_caption('many words ' * 30, 150, font)
     assert len(lines) == CAPTION_LINES and lines[-1].endswith(' ...')
@@ -76,7 +76,7 @@ def test_captions_are_wrapped_and_cut():
     assert all(font.getlength(line) <= 150 for line in wrap_caption('x' * 500, 150, font))
 
 
-def test_html_embeds_images_and_escapes_texts():
+def test_html_embeds_images_and_escapes_captions():
     jpeg = io.BytesIO()
     Image.new('RGB', (30, 20), 'red').save(jpeg, 'JPEG')
     hostile = '<script>alert("x")</script>'
@@ -87,7 +87,7 @@ def test_html_embeds_images_and_escapes_texts():
     assert re.findall(r' width="(\d+)"', html_figures([figure], side=40)) == ['49', '40']
 
 
-def test_saving_leaves_nothing_half_written(tmp_path, monkeypatch):
+def test_failed_save_leaves_no_file(tmp_path, monkeypatch):
     image = Image.new('RGB', (4, 4))
     save_image(image, tmp_path / 'a' / 'b.png')
     assert [file.name for file in (tmp_path / 'a').iterdir()] == ['b.png']

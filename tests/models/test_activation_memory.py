@@ -1,4 +1,4 @@
-"""Bytes kept for the backward pass, against what autograd keeps of real tensors and torch.compile's partitioner."""
+"""Activation memory against the bytes that autograd keeps of real tensors, and against torch.compile's partitioner."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -34,36 +34,37 @@ def count(module, precision):
 
 
 def kept(module, batch, *, autocast):
-    """Bytes that autograd keeps of real tensors, the parameters themselves left out."""
-    own = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
+    """Return the bytes that autograd keeps of real tensors, without the parameters."""
+    weights = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
     storages = {}
 
     def pack(tensor):
         storage = tensor.untyped_storage()
-        storages[storage._cdata] = storage  # held, so that no other takes its address
+        storages[storage._cdata] = storage  # keep a reference, so that no other storage reuses its address
         return tensor
 
     context = torch.autocast('cpu', torch.bfloat16) if autocast else nullcontext()
     inputs = (torch.randn(batch, *SIZE), torch.zeros(batch), torch.randn(batch, *TEXT))
     with context, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         module(*inputs)[0]
-    return sum(storage.nbytes() for key, storage in storages.items() if key not in own)
+    return sum(storage.nbytes() for key, storage in storages.items() if key not in weights)
 
 
 @pytest.mark.parametrize('linear', [True, False], ids=['linear', 'conv'])
 @pytest.mark.parametrize('autocast', [False, True], ids=['float32', 'bfloat16'])
-def test_kept_bytes_are_what_autograd_keeps(autocast, linear):
+def test_kept_bytes_match_autograd(autocast, linear):
     module = unet(use_linear_projection=linear)
     two, four = (kept(module, batch, autocast=autocast) for batch in (2, 4))
     found = count(module, 'half+low_precision_norms' if autocast else 'float32')
     real = (four - two) // 2
-    # Means and deviations of norms are float32 in real tensors, and have the input's dtype in torch 2.7's fake ones.
+    # Means and standard deviations of norms are float32 in real tensors but have the input's dtype in torch 2.7's fake
+    # tensors.
     assert found.kept == (pytest.approx(real, rel=0.005) if autocast else real)
     assert found.copies == two - 2 * real
 
 
 @pytest.mark.parametrize('autocast', [False, True], ids=['float32', 'bfloat16'])
-def test_between_recomputed_blocks_is_kept_what_autograd_keeps(autocast):
+def test_bytes_kept_between_checkpointed_blocks_match_autograd(autocast):
     module = unet()
     found = count(module, 'half+low_precision_norms' if autocast else 'float32')
     module.enable_gradient_checkpointing()
@@ -75,7 +76,7 @@ def test_between_recomputed_blocks_is_kept_what_autograd_keeps(autocast):
 
 
 class Block(nn.Module):
-    """Normalization, activation, product: B x 8 numbers each."""
+    """Normalization, activation and matrix product, of B x 8 numbers each."""
 
     def __init__(self):
         super().__init__()
@@ -101,46 +102,46 @@ class Stack(nn.Module):
     [
         # The inputs of norm, SiLU and product; mean and standard deviation.
         ('float32', 4 * (3 * 8 + 2), 0),
-        # The input is float32 and stays so up to the product, whose input is a copy.
+        # The input is float32 up to the product, whose input is a 16-bit copy.
         ('half', 4 * (2 * 8 + 2) + 2 * 8, 2 * 64),
         ('half+low_precision_norms', 4 * (2 * 8 + 2) + 2 * 8, 2 * 64),
-        # SiLU's input is computed again from the norm's.
+        # SiLU's input is recomputed from the norm's.
         ('float32+compile', 4 * (2 * 8 + 2), 0),
         ('half+compile', 4 * (8 + 2) + 2 * 8, 2 * 64),
     ],
 )
-def test_a_block_keeps_what_can_be_counted_by_hand(precision, numbers, copies):
+def test_bytes_of_a_block_match_a_count_by_hand(precision, numbers, copies):
     found = count_activations(Stack(), lambda batch: (torch.empty(batch, 8, requires_grad=True),), precision)
     assert (found.kept, found.copies) == (numbers, copies)
 
 
-def test_norms_in_float32_keep_more_in_a_narrow_stream():
-    """Of the second block the input is narrow: CUDA's autocast widens it, and keeps a copy."""
+def test_float32_norms_keep_more_if_their_input_has_16_bits():
+    """The second block's input has 16 bits: CUDA's autocast converts it to float32, and keeps the copy."""
 
-    def second(precision):
+    def of_second_block(precision):
         one, two = (
             count_activations(Stack(blocks), lambda batch: (torch.empty(batch, 8, requires_grad=True),), precision)
             for blocks in (1, 2)
         )
         return two.kept - one.kept
 
-    assert second('half') == 4 * (2 * 8 + 2) + 2 * 8
-    assert second('half+low_precision_norms') == 2 * 3 * 8 + second('half+compile') - 2 * 2 * 8
-    assert second('half') > second('half+low_precision_norms') > second('half+compile')
+    assert of_second_block('half') == 4 * (2 * 8 + 2) + 2 * 8
+    assert of_second_block('half+low_precision_norms') == 2 * 3 * 8 + of_second_block('half+compile') - 2 * 2 * 8
+    assert of_second_block('half') > of_second_block('half+low_precision_norms') > of_second_block('half+compile')
 
 
-def test_wide_norms_of_a_unet_lie_between():
-    narrow, wide, full = (count(unet(), name).kept for name in ('half+low_precision_norms', 'half', 'float32'))
-    assert 1.2 < wide / narrow < 1.7
-    assert wide < full
+def test_memory_with_float32_norms_is_between_low_precision_norms_and_float32():
+    low, half, full = (count(unet(), name).kept for name in ('half+low_precision_norms', 'half', 'float32'))
+    assert 1.2 < half / low < 1.7
+    assert half < full
 
 
-def test_the_largest_tensor_is_found():
+def test_largest_tensor_is_found():
     largest = count_activations(Stack(), lambda batch: (torch.empty(batch, 8),), 'float32').largest
     assert largest == 4 * 8
 
 
-def test_counting_leaves_the_module_as_it_was():
+def test_counting_does_not_change_the_module():
     module = unet()
     before = {name: parameter.clone() for name, parameter in module.named_parameters()}
     count(module, 'half+compile')
@@ -150,8 +151,8 @@ def test_counting_leaves_the_module_as_it_was():
 
 @pytest.mark.slow
 @torch._dynamo.config.patch(recompile_limit=100, specialize_float=True)
-def test_compiled_blocks_keep_what_torchs_partitioner_keeps():
-    """Which tensors are kept is decided before kernels are made; this backend makes none."""
+def test_bytes_of_compiled_blocks_match_torchs_partitioner():
+    """The partitioner runs before kernels are generated; this backend generates none."""
     module = unet()
     found = count(module, 'half+compile')
     for block in module.modules():

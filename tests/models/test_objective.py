@@ -1,4 +1,4 @@
-"""Noise schedules and targets, against diffusers' own and against the papers' closed forms."""
+"""Noise schedules and targets against diffusers and against closed forms from the papers."""
 
 import pytest
 import torch
@@ -11,20 +11,20 @@ SCHEDULES = ['scaled_linear', 'linear', 'cosine']
 
 
 @pytest.mark.parametrize('schedule', SCHEDULES)
-def test_schedule_equals_diffusers(schedule):
+def test_schedule_matches_diffusers(schedule):
     objective = Objective(beta_schedule=schedule)
-    theirs = DDPMScheduler(
+    reference = DDPMScheduler(
         **{
             k: v
             for k, v in objective.scheduler_config().items()
             if 'steps_' not in k and k != 'skip_prk_steps' and k != 'set_alpha_to_one'
         }
     )
-    torch.testing.assert_close(objective.alpha_bars().float(), theirs.alphas_cumprod, rtol=2e-4, atol=1e-7)
+    torch.testing.assert_close(objective.alpha_bars().float(), reference.alphas_cumprod, rtol=2e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize('schedule', SCHEDULES)
-def test_zero_terminal_snr_ends_at_zero_and_equals_diffusers(schedule):
+def test_zero_terminal_snr_ends_at_zero_and_matches_diffusers(schedule):
     objective = Objective(beta_schedule=schedule, zero_terminal_snr=True, prediction_type='v_prediction')
     alpha_bars = objective.alpha_bars()
     assert alpha_bars[-1] == 0
@@ -34,7 +34,7 @@ def test_zero_terminal_snr_ends_at_zero_and_equals_diffusers(schedule):
     torch.testing.assert_close(DDIMScheduler(**config).alphas_cumprod, alpha_bars.float(), rtol=2e-3, atol=1e-6)
 
 
-def test_shift_divides_the_snr_by_its_square():
+def test_shift_divides_the_snr_by_shift_squared():
     snr = [a / (1 - a) for a in (Objective().alpha_bars(), Objective(snr_shift=2).alpha_bars())]
     torch.testing.assert_close(snr[0] / snr[1], torch.full((1000,), 4.0, dtype=torch.float64))
     config = Objective(snr_shift=2).scheduler_config()
@@ -45,19 +45,23 @@ def test_shift_divides_the_snr_by_its_square():
 
 
 @pytest.mark.parametrize('prediction_type', ['epsilon', 'v_prediction', 'sample'])
-def test_targets_give_back_latents_and_noise(prediction_type):
+def test_latents_are_recovered_from_noisy_latents_and_target(prediction_type):
     latents, noise = torch.randn(2, 5, 4, 8, 8, dtype=torch.float64).unbind()
     alpha_bar = torch.rand(5, dtype=torch.float64)
     noisy = diffuse(latents, noise, alpha_bar=alpha_bar)
-    said = target(Objective(prediction_type=prediction_type), latents, noise, alpha_bar=alpha_bar)
+    predicted = target(Objective(prediction_type=prediction_type), latents, noise, alpha_bar=alpha_bar)
     root, other = (a.sqrt().view(5, 1, 1, 1) for a in (alpha_bar, 1 - alpha_bar))
-    recovered = {'epsilon': (noisy - other * said) / root, 'v_prediction': root * noisy - other * said, 'sample': said}
+    recovered = {
+        'epsilon': (noisy - other * predicted) / root,
+        'v_prediction': root * noisy - other * predicted,
+        'sample': predicted,
+    }
     torch.testing.assert_close(recovered[prediction_type], latents)
 
 
 @pytest.mark.parametrize('prediction_type', ['epsilon', 'v_prediction', 'sample'])
-def test_min_snr_weights_are_one_error_in_x(prediction_type):
-    """An error d in x is d sqrt(SNR) in epsilon and d sqrt(SNR + 1) in v; weighted and squared all are one."""
+def test_min_snr_weights_an_error_in_x_equally_for_all_prediction_types(prediction_type):
+    """An error d in x is d sqrt(SNR) in epsilon and d sqrt(SNR + 1) in v; squared and weighted, all are equal."""
     alpha_bar = torch.linspace(0.01, 0.99, 50, dtype=torch.float64)
     snr = alpha_bar / (1 - alpha_bar)
     squared = {'epsilon': snr, 'v_prediction': snr + 1, 'sample': torch.ones_like(snr)}[prediction_type]
@@ -80,6 +84,6 @@ def test_min_snr_with_zero_terminal_snr_is_finite():
         ({'snr_shift': -1.0}, 'snr_shift: -1.0 is not positive'),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(settings, message):
+def test_invalid_settings_are_rejected(settings, message):
     with pytest.raises(ValueError, match=message):
         Objective(**settings)

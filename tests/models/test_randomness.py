@@ -1,4 +1,4 @@
-"""Keyed randomness: known answers, independence, and the statistics of what is drawn."""
+"""Keyed randomness: known answers, independence, and statistics of the numbers drawn."""
 
 import math
 
@@ -32,7 +32,7 @@ def test_philox_known_answers(counter, key, expected):
     assert tuple(int(word) for word in words) == expected
 
 
-def test_rows_give_the_same_words():
+def test_philox_rows_gives_the_same_words_as_philox():
     counters = torch.tensor([counter for counter, _, _ in KNOWN_ANSWERS])
     rounds = torch.arange(10)[:, None, None]
     weyl = torch.tensor([0x9E3779B9, 0xBB67AE85])[None, :, None]
@@ -41,13 +41,13 @@ def test_rows_give_the_same_words():
     assert words.view(3, 4).tolist() == [list(expected) for _, _, expected in KNOWN_ANSWERS]
 
 
-def test_words_made_at_once_are_the_words():
+def test_precomputed_words_equal_words_drawn_one_purpose_at_a_time():
     one_by_one = Draws(2**32 - 1, torch.tensor([5, 2**40 + 3]), torch.tensor([2, 0]), torch.tensor([9, 2**33]))
-    at_once = one_by_one.at_once({Purpose.NOISE: 10, Purpose.TIMESTEP: 1, Purpose.FLIP: 8})
+    precomputed = one_by_one.at_once({Purpose.NOISE: 10, Purpose.TIMESTEP: 1, Purpose.FLIP: 8})
     for purpose in Purpose:
         for count in (1, 7, 10, 23):
             words = one_by_one.words(purpose, count)
-            assert torch.equal(at_once.words(purpose, count), words)
+            assert torch.equal(precomputed.words(purpose, count), words)
             for row in range(2):
                 sample, epoch, batch = (
                     int(each[row]) & ONES for each in (one_by_one.sample_id, one_by_one.epoch, one_by_one.batch_index)
@@ -63,16 +63,16 @@ def test_tensor_and_scalar_draws_agree():
         assert keyed_uniforms(17, Purpose.CROP, sample_id, 3) == tuple(words[sample_id].tolist())
 
 
-def test_a_sample_draws_the_same_in_any_company():
+def test_draws_of_a_sample_do_not_depend_on_its_batch():
     alone = Draws(17, torch.tensor([5]), torch.tensor([2]), torch.tensor([9]))
-    together = Draws(17, torch.tensor([1, 5, 8]), torch.tensor([2, 2, 2]), torch.tensor([9, 9, 9]))
-    assert torch.equal(alone.normal(Purpose.NOISE, (4, 8, 8))[0], together.normal(Purpose.NOISE, (4, 8, 8))[1])
+    batched = Draws(17, torch.tensor([1, 5, 8]), torch.tensor([2, 2, 2]), torch.tensor([9, 9, 9]))
+    assert torch.equal(alone.normal(Purpose.NOISE, (4, 8, 8))[0], batched.normal(Purpose.NOISE, (4, 8, 8))[1])
 
 
 @pytest.mark.parametrize(
     'other', [draws(seed=18), draws(epoch=1), draws(batch_index=1)], ids=['seed', 'epoch', 'batch']
 )
-def test_seed_epoch_and_batch_each_change_everything(other):
+def test_seed_epoch_and_batch_each_change_all_numbers(other):
     assert not torch.isclose(draws().normal(Purpose.NOISE, (64,)), other.normal(Purpose.NOISE, (64,))).any()
 
 
@@ -88,8 +88,8 @@ def test_normals_have_the_moments_of_normals():
     assert abs(normals.mean()) < 5 / math.sqrt(count)
     assert abs(normals.var() - 1) < 5 * math.sqrt(2 / count)
     assert abs((normals**4).mean() - 3) < 5 * math.sqrt(96 / count)
-    share_beyond_two = (normals.abs() > 2).double().mean()
-    assert abs(share_beyond_two - 0.0455) < 5 * math.sqrt(0.0455 / count)
+    fraction_beyond_two = (normals.abs() > 2).double().mean()
+    assert abs(fraction_beyond_two - 0.0455) < 5 * math.sqrt(0.0455 / count)
 
 
 def test_odd_counts_and_shapes():
@@ -97,51 +97,51 @@ def test_odd_counts_and_shapes():
     assert torch.equal(draws(3).normal(Purpose.NOISE, (7,)), draws(3).normal(Purpose.NOISE, (8,))[:, :7])
 
 
-def test_stratified_numbers_are_one_in_each_part_and_no_function_of_the_order():
+def test_stratified_numbers_are_one_per_part_in_any_order_of_samples():
     for size in (1, 3, 64, 2048):
-        mine = draws(size, batch_index=5)
-        numbers = mine.stratified(Purpose.STRATUM, Purpose.TIMESTEP)
+        batch = draws(size, batch_index=5)
+        numbers = batch.stratified(Purpose.STRATUM, Purpose.TIMESTEP)
         assert numbers.min() >= 0 and numbers.max() < 1
         assert sorted((numbers * size + 1e-12).long().tolist()) == list(range(size))
         order = torch.randperm(size, generator=torch.Generator().manual_seed(size))
-        shuffled = Draws(17, mine.sample_id[order], mine.epoch, mine.batch_index)
+        shuffled = Draws(17, batch.sample_id[order], batch.epoch, batch.batch_index)
         assert torch.equal(shuffled.stratified(Purpose.STRATUM, Purpose.TIMESTEP), numbers[order])
 
 
-def test_a_stratified_number_is_uniform_by_itself():
-    """Of one sample over many batches, whose company is the same."""
+def test_each_stratified_number_is_uniform():
+    """Checked for one sample over many batches of the same samples."""
     first = torch.stack([draws(8, batch_index=i).stratified(Purpose.STRATUM, Purpose.TIMESTEP) for i in range(4000)])
     counts = torch.histc(first[:, 0].float(), bins=20, min=0, max=1)
     assert (counts - 200).abs().max() < 5 * math.sqrt(200)
     assert abs(torch.corrcoef(first[:, :2].T)[0, 1] + 1 / 7) < 0.08, 'two of eight without replacement'
 
 
-def test_the_largest_stratified_number_is_below_one():
+def test_largest_stratified_number_is_below_one():
     largest_word = torch.tensor((2**32 - 1) * 2.0**-32, dtype=torch.float64)
     assert (2**20 - 1 + largest_word) / 2**20 < 1
 
 
-def test_a_sample_that_comes_twice_has_two_parts():
+def test_repeated_sample_gets_two_parts():
     ids = torch.tensor([4, 9, 4, 1])
     twice = Draws(17, ids, torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int64))
     numbers = twice.stratified(Purpose.STRATUM, Purpose.TIMESTEP)
     assert sorted((numbers * 4).long().tolist()) == [0, 1, 2, 3]
 
 
-def test_integers_cover_the_range_evenly():
+def test_integers_are_uniform():
     values = draws(20_000).integers(Purpose.TIMESTEP, 10)
     counts = torch.bincount(values, minlength=10)
     assert len(counts) == 10
     assert (counts - 2000).abs().max() < 5 * math.sqrt(2000)
 
 
-def test_a_seed_that_does_not_fit_is_refused():
+def test_seed_out_of_range_is_rejected():
     with pytest.raises(ValueError, match=r'seed: -1 is not in \[0, 2\*\*32\)'):
         draws_for([0], seed=-1).normal(Purpose.NOISE, (4,))
 
 
 @pytest.mark.gpu
-def test_the_gpu_draws_the_same():
+def test_gpu_draws_the_same_numbers_as_the_cpu():
     cpu = draws_for(range(16), seed=3)
     gpu = draws_for(range(16), seed=3, device='cuda')
     assert torch.equal(cpu.words(Purpose.NOISE, 1000), gpu.words(Purpose.NOISE, 1000).cpu())

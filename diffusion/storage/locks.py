@@ -14,7 +14,7 @@ from pathlib import Path
 
 SUFFIX = '.unfinished'
 STALE_SECONDS = 24 * 3600.0
-"""Age at which unfinished files are removed from a file system without locks, where nothing shows if they are in use."""
+"""Age at which unfinished files are removed from a file system without locks, since they might still be in use."""
 
 
 @contextlib.contextmanager

@@ -269,7 +269,7 @@ def find_problem(loss: float, gradients_finite: bool, limit: float, history: Seq
     if not math.isfinite(loss):
         return f'loss is {loss}'
     if not gradients_finite:
-        return f'gradients are not finite (the loss is: {loss:.4g})'
+        return f'gradients are not finite (loss {loss:.4g})'
     if loss > limit:
         middle = median(history)
         return f'loss is {loss:.4g}, {loss / middle:.0f} times the median {middle:.4g} of the last {len(history)}'

@@ -157,9 +157,7 @@ def test_skipped_update_changes_nothing_but_the_timestamp(tmp_path, cause, clip)
 
 def test_bad_gradients_alone_report_the_samples_of_the_batch(tmp_path):
     trainer = make_trainer(make_data(bad_gradient=[BAD]), [LossGuard(folder=str(tmp_path))], folder=tmp_path)
-    assert_stops(
-        trainer, r'batch 2: gradients are not finite \(loss .*\); samples 116, 117, 118, .*, 123; the weights'
-    )
+    assert_stops(trainer, r'batch 2: gradients are not finite \(loss .*\); samples 116, 117, 118, .*, 123; the weights')
     unguarded = make_trainer(make_data(bad_gradient=[BAD]), [LossGuard(check_gradients=False, folder=str(tmp_path))])
     assert_stops(unguarded, 'batch 3: loss is nan')
 

@@ -111,7 +111,7 @@ def test_what_others_began_is_not_gone_on_with(write, tmp_path, monkeypatch):
     (tmp_path / 'latents/.squares.unfinished').mkdir(exist_ok=True, parents=True)
     plan = {'samples': 24, 'samples_per_shard': 8}
     (tmp_path / 'latents/.squares.unfinished/plan.json').write_text(json.dumps(plan))
-    with pytest.raises(ValueError, match=r'started with other settings .*:\n  samples_per_shard: 8 at the start, 4 now'):
+    with pytest.raises(ValueError, match=r'other settings .*:\n  samples_per_shard: 8 at the start, 4 now'):
         precompute(load(write()))
 
 

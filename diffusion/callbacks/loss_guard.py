@@ -30,7 +30,7 @@ OR_SKIP = '; or skip such batches (callbacks.loss_guard.action: skip)'
 
 
 class BadLoss(UserError):
-    """The loss or gradients of a batch are not usable for an update.
+    """Error for a batch whose loss or gradients cannot be used for an update.
 
     A UserError although it occurs in the middle of a run: a retry would draw the same samples, noise and timesteps for
     this batch and get the same loss until the recipe or the data is changed.

@@ -36,7 +36,7 @@ Result = TypeVar('Result')
 
 
 class DamagedCheckpoint(UserError):
-    """A checkpoint does not match its receipt: a file is missing, or its size or hash differs."""
+    """Error for a checkpoint that does not match its receipt: a file is missing, or its size or hash differs."""
 
 
 @dataclass(frozen=True)

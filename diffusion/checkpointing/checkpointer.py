@@ -165,7 +165,7 @@ def _save(state: State, final: Path, work: Path, *, sharded_tensors: bool) -> No
         all_records |= rank_records
     with raise_on_all_ranks(f'{final}: not saved'), _explain_full_disk(final, content, tensors):
         if rank == 0:
-            # The files of other nodes may be missing here if the folder is not shared, or not visible yet.
+            # If the folder is not shared, rank 0 does not see the files of other nodes.
             missing = sorted(name for name in all_records if not (work / name).is_file())
             if missing:
                 raise FileNotFoundError(f'{work}: files of other ranks are missing: {", ".join(missing[:3])}')

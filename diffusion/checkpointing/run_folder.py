@@ -91,7 +91,7 @@ def read_content(path: Path) -> dict[str, Any]:
 
 def _check_archive(file: Path) -> None:
     """Check the first and last bytes of a file of torch.save, which is a zip archive."""
-    # For a truncated archive, torch.load raises errors of many types, which cannot be told from bugs.
+    # For a truncated archive, torch.load raises errors of many types, which cannot be distinguished from bugs.
     with file.open('rb') as opened:
         start, size = opened.read(4), opened.seek(0, os.SEEK_END)
         opened.seek(max(0, size - 22))  # size of zip's end-of-central-directory record
@@ -147,7 +147,7 @@ def weights_of(path: Path, which: Weights | None = None) -> tuple[dict[str, Tens
         start = ema.get('ema_start')
         why = f'its EMA would have started at {start}' if start else 'its run had no EMA'
         raise UserError(f'{path}: it has no averaged weights, {why}; use --weights training')
-    # Over the training weights: the averages lack what is not averaged, such as buffers.
+    # The averages include trained parameters only; the rest, such as buffers, comes from the training weights.
     averages = (
         ema['averages']['ema'] if 'averages' in ema else sharded_state.read_all_tensors(path, 'averages.EMA.ema.')
     )

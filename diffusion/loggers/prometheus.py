@@ -75,6 +75,7 @@ class PrometheusFile(_LatestMetrics):
         self.path = Path(path)
 
     def export(self, run: str, metrics: dict[str, float]) -> None:
+        # Replaced atomically, since the collector may read the file at any moment.
         try:
             write_whole(self.path, exposition(run, metrics))
         except OSError as error:  # lost metrics must not end the training

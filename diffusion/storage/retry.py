@@ -57,15 +57,15 @@ Result = TypeVar('Result')
 
 
 class DamagedDownload(Exception):
-    """A download that was truncated or has the wrong hash; it is retried."""
+    """Error for a download that was truncated or has the wrong hash; it is retried."""
 
 
 class GaveUp(OSError):
-    """Every try failed; the message has the URL, the number of tries and the last error."""
+    """Error after every try failed; the message has the URL, the number of tries and the last error."""
 
 
 class PreconditionFailed(Exception):
-    """A conditional write failed: the object exists already, or its etag is not the expected one.
+    """Error for a failed conditional write: the object exists already, or its etag is not the expected one.
 
     If the response to an earlier try of the same call was lost, that try may have written the object.
     """

@@ -1,4 +1,4 @@
-"""The check that an output folder is writable."""
+"""Checks of output folders for write access."""
 
 import os
 

@@ -135,20 +135,20 @@ LATE_RUN: dict[str, tuple[Words, str]] = {
     ),
     'weights of another model': (
         lambda site: [f'init_from={site.run}', 'name=new', 'model.block_out_channels=[32,64]'],
-        'of another architecture',
+        'the architecture differs from the recipe',
     ),
     'no such pretrained model': (
         lambda site: ['name=new', 'model.vae=nobody/nothing'],
         'nobody/nothing.*could not be loaded',
     ),
-    'all checkpoints damaged': (all_damaged, 'none of its 2 checkpoints is whole'),
+    'all checkpoints damaged': (all_damaged, 'all 2 checkpoints are damaged'),
     'another seed on resume': (
         lambda site: ['seed=18', 'trainer.max_duration=3ba'],
-        'seed: 18, the run was started with 17',
+        'seed: 18, but the run was started with 17',
     ),
     'another optimizer on resume': (
         lambda site: ['optimizer.name=decoupled_adamw', 'trainer.max_duration=3ba'],
-        'of a run with AdamW',
+        'saved with optimizer AdamW',
     ),
     'run of somebody else': (lambda site: ['trainer.autoresume=false'], 'checkpoints of another run'),
     'run in use': (locked_by_another, 'trains into this folder'),

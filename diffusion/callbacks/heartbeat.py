@@ -1,4 +1,4 @@
-"""Callback that writes the heartbeat of a rank, by which the node entry point detects hangs."""
+"""Callback that writes a rank's heartbeat file, by which the node entry point detects hangs."""
 
 import time
 
@@ -8,17 +8,17 @@ from composer.loggers import Logger
 from diffusion.launch.heartbeat_file import SAVING, TRAINING, write_beat
 
 _BEFORE_SLOW_WORK = {Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT, Event.EVAL_START, Event.FIT_END}
-"""Events before work that may take much longer than a batch: saves, evaluations, uploads."""
+"""Events before work that can take much longer than a batch: saves, evaluations and uploads."""
 
 
 class Heartbeat(Callback):
-    """Writes a heartbeat before each batch and before slow work; see `diffusion.launch.heartbeat_file`."""
+    """Write a heartbeat before each batch and before slow work; see `diffusion.launch.heartbeat_file`."""
 
     def __init__(self) -> None:
         self._first: tuple[int, float] | None = None
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
-        # A batch begins with the wait for its data.
+        # BEFORE_DATALOADER instead of BATCH_START, so that a batch includes the wait for its data.
         if event is not Event.BEFORE_DATALOADER and event not in _BEFORE_SLOW_WORK:
             return
         batch = state.timestamp.batch.value

@@ -1,4 +1,4 @@
-"""Pictures of fixed prompts and fixed seeds, drawn while the model learns."""
+"""Callback that samples images for fixed prompts and seeds during training."""
 
 import logging
 from collections.abc import Sequence
@@ -20,23 +20,24 @@ log = logging.getLogger(__name__)
 
 
 class ImageGrid(Callback):
-    """Draw the same prompts from the same noise at intervals, with the averaged weights once there are any.
+    """Sample the same prompts from the same noise at intervals, with the averaged weights if there are any.
 
-    The sheet goes to `folder/images/ba000500.png` and to every logger that takes images, as `images/samples`.
+    The image sheet is saved as `folder/images/ba000500.png` and sent to every logger that supports images, as
+    `images/samples`.
 
     Args:
-        prompts: Captions to draw.
-        every: Interval, a Composer time string; the end of training counts too.
-        negative_prompt: What guidance moves away from.
-        guidance_scale: 1 turns guidance off.
+        prompts: Prompts to sample.
+        every: Interval, a Composer time string; the end of training always counts.
+        negative_prompt: Negative prompt for classifier-free guidance.
+        guidance_scale: Scale of classifier-free guidance; 1 turns it off.
         guidance_rescale: See `diffusion.models.sampler.guide`.
-        num_inference_steps: Steps of the scheduler.
-        noise_scheduler: A name of `diffusion.models.sampler.SHORT_NAMES`.
-        size: Height and width in pixels; the model's own by default.
-        seed: Of the first prompt; the others count up.
-        batch_size: Pictures drawn at once.
-        columns: Pictures a row.
-        folder: Of the run.
+        num_inference_steps: Number of sampling steps.
+        noise_scheduler: A name in `diffusion.models.sampler.SHORT_NAMES`.
+        size: Height and width in pixels; the model's default if None.
+        seed: Seed of the first prompt; each further prompt has the next integer.
+        batch_size: Number of images sampled per batch.
+        columns: Number of images per row of the sheet.
+        folder: The run's folder.
     """
 
     def __init__(
@@ -60,8 +61,8 @@ class ImageGrid(Callback):
         if size is not None and len(size) != 2:
             raise UserError(f'callbacks.image_grid.size: {size}; give height and width in pixels')
         self.prompts = list(prompts)
-        ends = {Event.BATCH_END, Event.EPOCH_END}
-        self.is_due = create_interval_scheduler(every, checkpoint_events=False, final_events=ends)
+        final_events = {Event.BATCH_END, Event.EPOCH_END}
+        self.is_due = create_interval_scheduler(every, checkpoint_events=False, final_events=final_events)
         self.sampling: dict[str, Any] = {
             'negative_prompt': negative_prompt,
             'guidance_scale': guidance_scale,
@@ -77,17 +78,17 @@ class ImageGrid(Callback):
         self._last_batch = -1
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
-        ends = event in (Event.BATCH_END, Event.EPOCH_END)
+        is_end = event in (Event.BATCH_END, Event.EPOCH_END)
         batch = state.timestamp.batch.value
-        if ends and self.is_due(state, event) and batch != self._last_batch:
+        if is_end and self.is_due(state, event) and batch != self._last_batch:
             self._last_batch = batch
-            self._draw(state, logger)
+            self._sample(state, logger)
 
-    def _draw(self, state: State, logger: Logger) -> None:
+    def _sample(self, state: State, logger: Logger) -> None:
         batch = state.timestamp.batch.value
         model = unwrapped(state.model)
         images = []
-        # Every rank draws: under FSDP each one holds a part of the weights.
+        # Every rank samples: under FSDP the forward passes are collectives, since each rank has a shard of the weights.
         with averaged_weights(state) as averaged, get_precision_context(state.precision):
             for start in range(0, len(self.prompts), self.batch_size):
                 prompts = self.prompts[start : start + self.batch_size]
@@ -99,5 +100,5 @@ class ImageGrid(Callback):
         sheet = draw_sheet([Section('', figures)], columns=self.columns)
         path = self.folder / 'images' / f'ba{batch:06d}.png'
         save_image(sheet, path)
-        log.info('%s: %d pictures with %s weights', path, len(images), 'averaged' if averaged else 'training')
+        log.info('%s: %d images with %s weights', path, len(images), 'averaged' if averaged else 'training')
         logger.log_images(np.asarray(sheet), name='images/samples', channels_last=True, step=batch)

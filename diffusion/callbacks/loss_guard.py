@@ -1,4 +1,4 @@
-"""A batch whose loss or gradients are beyond use is not learned from, and its samples are named."""
+"""Stop or skip optimizer updates with a NaN, infinite or exploding loss or gradients, and report the samples' IDs."""
 
 import json
 import logging
@@ -22,59 +22,61 @@ from diffusion.models import batch_keys
 
 log = logging.getLogger(__name__)
 
-MAX_NAMED = 16
-"""Samples named in an error; the file has them all."""
+MAX_IDS_SHOWN = 16
+"""Number of sample IDs in an error message; the file lists all of them."""
 
-WAY_OUT = 'Look at these samples; lower optimizer.lr, or clip gradients (algorithms.gradient_clipping)'
-OR_SKIP = '; or leave such batches out (callbacks.loss_guard.action: skip)'
+REMEDY = 'Inspect these samples; lower optimizer.lr, or clip gradients (algorithms.gradient_clipping)'
+OR_SKIP = '; or skip such batches (callbacks.loss_guard.action: skip)'
 
 
 class BadLoss(UserError):
-    """A loss or gradients that no update should be made of.
+    """Error for a batch whose loss or gradients cannot be used for an update.
 
-    A UserError, although it comes in the middle of a run: a retry draws the same samples, noise and timesteps for this
-    batch and meets the same loss, until somebody changes the recipe or the data.
+    A UserError although it occurs in the middle of a run: a retry would draw the same samples, noise and timesteps for
+    this batch and get the same loss until the recipe or the data is changed.
     """
 
 
 class Microbatch(NamedTuple):
-    """What is kept of a microbatch until its batch is judged; on its device."""
+    """Losses and sample IDs of a microbatch, on its device, kept until the whole batch is checked; B samples."""
 
     loss: Tensor
-    """Mean, float32 []."""
+    """Mean loss, float32 []."""
     sample_losses: Tensor
-    """Float32 [B]."""
+    """Loss of each sample, float32 [B]."""
     sample_ids: Tensor | None
-    """Int64 [B], None where the batch has none."""
+    """Int64 [B], or None if the batch has no IDs."""
 
 
 class Samples(NamedTuple):
-    """The same of a rank's whole batch, on the CPU, to be gathered."""
+    """Losses and sample IDs of a rank's batch, on the CPU, to be gathered over all ranks."""
 
     losses: list[float]
     ids: list[int]
-    at_fault: bool
-    """Whether this rank's loss or gradients are not finite."""
+    not_finite: bool
+    """True if this rank's loss or gradients are not finite."""
 
 
 class LossGuard(Callback):
-    """Stop at, or skip, an update whose loss or gradients are not finite or whose loss explodes.
+    """Stop or skip an update whose loss or gradients are not finite, or whose loss explodes.
 
-    All ranks judge together, before the optimizer's step. `stop` saves a checkpoint of the weights and the clock from
-    before the batch, so that the run can do this batch again, and raises `BadLoss` with the samples' ids. `skip` drops
-    the gradients, so that neither weights nor moments change, and goes on with the next batch. Either way
-    `folder/bad_batches.jsonl` gets a line.
+    All ranks decide together, before the optimizer's step. `stop` saves a checkpoint of the state before the batch, so
+    that the batch is repeated after a restart, and raises `BadLoss` with the samples' IDs. `skip` drops the gradients,
+    so that neither the weights nor the optimizer's moments change, and continues with the next batch. Both append a
+    line to `folder/bad_batches.jsonl`.
 
-    Samples are named by their own loss if the model keeps `sample_losses` [B], as LatentDiffusion does. Under precision
-    amp_fp16 gradients are not judged: its scaler meets infinite ones as a matter of course.
+    The reported samples are those with a bad loss of their own if the model sets `sample_losses` [B], as
+    LatentDiffusion does. With precision amp_fp16 gradients are not checked, since infinite ones are normal there: its
+    loss scaler handles them.
 
     Args:
-        action: Stop, or skip the update.
-        max_skips: Updates that may be skipped within `window` batches before the run stops after all.
-        explosion: A loss so many times the median of the last `window` is bad; None turns this off.
-        window: Batches; an explosion is not judged before half of them are known.
-        check_gradients: Judge gradients too.
-        folder: Of the run.
+        action: `stop` or `skip`.
+        max_skips: Maximum number of updates skipped within `window` batches before the run stops.
+        explosion: A loss larger than this multiple of the median of the last `window` losses is bad; None turns this
+            check off.
+        window: Number of batches; explosions are not checked before half of them are known.
+        check_gradients: If True, check gradients too.
+        folder: The run's folder.
     """
 
     def __init__(
@@ -102,24 +104,24 @@ class LossGuard(Callback):
         self.check_gradients = check_gradients
         self.path = Path(folder) / 'bad_batches.jsonl'
         self.history: list[float] = []
-        """Losses of the last `window` batches that were learned from."""
+        """Losses of the last `window` batches whose updates were made."""
         self.skipped: list[int] = []
-        """Numbers of the batches that were not."""
+        """Numbers of the batches whose updates were skipped."""
         self._microbatches: list[Microbatch] = []
         self._first_batch = 0
 
     def init(self, state: State, logger: Logger) -> None:
         if self.action == 'skip' and state.precision == Precision.AMP_FP16:
             raise UserError(
-                'callbacks.loss_guard.action: skip does not go with precision amp_fp16, whose scaler skips updates by '
-                'itself and demands gradients; use stop, or precision amp_bf16'
+                'callbacks.loss_guard.action: skip does not support precision amp_fp16, whose scaler skips updates by '
+                'itself and requires gradients; use stop, or precision amp_bf16'
             )
 
     def fit_start(self, state: State, logger: Logger) -> None:
         self._first_batch = state.timestamp.batch.value
 
     def before_train_batch(self, state: State, logger: Logger) -> None:
-        # Composer starts a batch again when it finds a smaller microbatch size.
+        # Composer repeats a batch when automatic microbatching finds a smaller size: drop the first try's microbatches.
         self._microbatches = []
 
     def after_loss(self, state: State, logger: Logger) -> None:
@@ -127,15 +129,19 @@ class LossGuard(Callback):
         self._microbatches.append(observed(state.loss, state.batch, sample_losses))
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
-        # Gradients are complete and clipped (algorithms come first; a norm that is NaN made all of them NaN), and the
-        # optimizer has not stepped. With closures, Composer's default outside of fp16, this runs inside its step().
+        # At AFTER_TRAIN_BATCH the gradients are complete and clipped (Composer runs algorithms before callbacks;
+        # clipping by a NaN norm makes all of them NaN), and the optimizer has not stepped yet. With closures, which
+        # Composer uses outside of fp16, this runs inside optimizer.step(), so the step cannot be prevented from here:
+        # `_act` drops the gradients instead.
         finite = self._gradients_are_finite(state)
         loss, gradients_finite = over_all_ranks(self._microbatches, finite)
         limit = explosion_limit(self.history, self.explosion, self.window)
-        reason = what_is_wrong(loss, gradients_finite, limit, self.history)
+        reason = find_problem(loss, gradients_finite, limit, self.history)
         if reason is None:
             self.history = [*self.history, loss][-self.window :]
             return
+        # Only now, when a batch is bad on some rank, are the losses of single samples gathered and copied to the CPU.
+        # All ranks get here together, since the loss and the flag were reduced over all of them.
         ranks = dist.all_gather_object(samples_of(self._microbatches, finite))
         self._act(state, logger, loss, reason, suspects(ranks, limit))
 
@@ -154,12 +160,13 @@ class LossGuard(Callback):
 
     def _act(self, state: State, logger: Logger, loss: float, reason: str, ids: list[int]) -> None:
         batch = state.timestamp.batch.value
-        recent = sum(each > batch - self.window for each in self.skipped)
+        recent = sum(skipped > batch - self.window for skipped in self.skipped)
         skip = self.action == 'skip' and recent < self.max_skips
         if self.action == 'skip' and not skip:
             reason += f', after {recent} skipped updates in the last {self.window} batches'
-        # Its gradients are good for nothing; and for a checkpoint's sake there must be none while the optimizer has no
-        # state yet (torch.distributed.checkpoint would leave that out).
+        # With no gradients the optimizer's step, if one follows, changes neither weights nor moments. They must be gone
+        # before a save too: torch's get_optimizer_state_dict initializes the state of an optimizer that has none only
+        # if no parameter has a gradient; otherwise the checkpoint would lack it.
         for optimizer in state.optimizers:
             optimizer.zero_grad(set_to_none=True)
         if dist.get_global_rank() == 0:
@@ -176,21 +183,29 @@ class LossGuard(Callback):
             with self.path.open('a', encoding='utf-8') as file:
                 file.write(json.dumps(line) + '\n')
         if not skip:
-            # A run that stops where it started leaves the checkpoint that it came from, if any, as it is.
+            # If the run stops at its first batch, the checkpoint that it resumed from has the same state already. It
+            # must not be overwritten: it may be the only good one.
             started_here = batch == self._first_batch
             saved = None if started_here else save_now(state, logger)
-            what = f'batch {batch}: {reason}; {named(ids, self.path)}; {kept(saved, started_here=started_here)}'
-            raise BadLoss(f'{what}. {WAY_OUT}{"" if self.action == "skip" else OR_SKIP}')
+            checkpoint = describe_checkpoint(saved, started_here=started_here)
+            what = f'batch {batch}: {reason}; {describe_samples(ids, self.path)}; {checkpoint}'
+            raise BadLoss(f'{what}. {REMEDY}{"" if self.action == "skip" else OR_SKIP}')
         self.skipped = [*self.skipped, batch]
         logger.log_metrics({'loss_guard/skipped_updates': len(self.skipped)})
-        log.warning('batch %d: %s; update skipped, %s', batch, reason, named(ids, self.path))
+        log.warning('batch %d: %s; update skipped, %s', batch, reason, describe_samples(ids, self.path))
 
 
 def observed(loss: Any, batch: Any, sample_losses: Tensor | None) -> Microbatch:
-    """What to keep of a microbatch: nothing is waited for or moved."""
+    """Return the losses and sample IDs of a microbatch, without a device synchronization or copy.
+
+    Args:
+        loss: Composer's `state.loss`: a tensor, a sequence of tensors, or a mapping.
+        batch: The microbatch.
+        sample_losses: Loss of each sample, [B], or None if the model has none; the mean is used for every sample then.
+    """
     if isinstance(loss, Mapping):
         loss = loss['total'] if 'total' in loss else tuple(loss.values())
-    # New tensors: Composer scales the loss in place before it goes backward.
+    # New tensors, since Composer scales the loss in place before the backward pass.
     total = torch.stack([part.detach().float().mean() for part in ensure_tuple(loss)]).sum()
     ids = batch.get(batch_keys.SAMPLE_ID) if isinstance(batch, Mapping) else None
     if sample_losses is None or (ids is not None and len(sample_losses) != len(ids)):
@@ -199,7 +214,7 @@ def observed(loss: Any, batch: Any, sample_losses: Tensor | None) -> Microbatch:
 
 
 def are_finite(gradients: Iterable[Tensor | None]) -> Tensor:
-    """Whether all of this rank's (shards of) gradients are finite; a bool [] on their device."""
+    """Return True, as a bool [] on their device, if all of this rank's gradients (under FSDP2, shards) are finite."""
     local = [each.to_local() if isinstance(each, DTensor) else each for each in gradients if each is not None]
     if not local:
         return torch.tensor(True)
@@ -207,26 +222,33 @@ def are_finite(gradients: Iterable[Tensor | None]) -> Tensor:
 
 
 def scaled_are_finite(gradients: list[Tensor]) -> Tensor:
-    """By the check of GradScaler, with a scale of one; on CPUs it takes half as long as norms."""
+    """Return True if all gradients are finite, as a bool []; checked with GradScaler's kernel and a scale of 1."""
+    # On CPUs this takes half as long as norms. It multiplies the gradients in place, by 1, which changes nothing.
     found, scale = torch.zeros((), dtype=torch.float32), torch.ones((), dtype=torch.float32)
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, scale)  # type: ignore[reportPrivateImportUsage]
     return found == 0
 
 
 def norms_are_finite(gradients: list[Tensor]) -> Tensor:
-    """By norms, which on GPUs only read, all gradients in one kernel."""
-    # Squares of half precision overflow in half precision.
+    """Return True if all gradients are finite, as a bool []; checked by their norms."""
+    # On GPUs norms take one fused kernel that only reads, where GradScaler's check writes the gradients too. In float32
+    # at least: in half precision the squares of finite gradients overflow.
     wide = torch.promote_types(gradients[0].dtype, torch.float32)
     norms = torch._foreach_norm(gradients, 2, dtype=wide)  # type: ignore[reportPrivateImportUsage]
     return torch.stack(norms).sum().isfinite()
 
 
 def over_all_ranks(microbatches: Sequence[Microbatch], finite: Tensor | None) -> tuple[float, bool]:
-    """The mean loss over all samples, and whether gradients are finite (`finite` of every rank)."""
+    """Return the mean loss over the samples of all ranks, and True if `finite` holds on every rank; a collective.
+
+    Args:
+        microbatches: This rank's microbatches.
+        finite: True if this rank's gradients are finite, bool []; None if they are not checked.
+    """
     total = torch.stack([each.loss * len(each.sample_losses) for each in microbatches]).sum()
     count = torch.full_like(total, sum(len(each.sample_losses) for each in microbatches))
     bad = torch.zeros_like(total) if finite is None else (~finite).to(total)
-    # One tensor: one collective and one wait for the device a batch.
+    # In one tensor: a single collective and a single device synchronization per batch.
     figures = torch.stack([total, count, bad])
     dist.all_reduce(figures, reduce_operation='SUM')
     total, count, bad = figures.tolist()
@@ -234,20 +256,20 @@ def over_all_ranks(microbatches: Sequence[Microbatch], finite: Tensor | None) ->
 
 
 def explosion_limit(history: Sequence[float], explosion: float | None, window: int) -> float:
-    """The loss above which a batch is bad."""
+    """Return the loss above which a batch is bad; infinite if explosions are not checked, or not yet."""
     if explosion is None or len(history) < window // 2:
         return math.inf
     middle = median(history)
-    # Times of a median say nothing where losses may be zero or below.
+    # A multiple of the median is no meaningful limit for losses that can be zero or negative.
     return explosion * middle if middle > 0 else math.inf
 
 
-def what_is_wrong(loss: float, gradients_finite: bool, limit: float, history: Sequence[float]) -> str | None:
-    """What is wrong with a batch, or None."""
+def find_problem(loss: float, gradients_finite: bool, limit: float, history: Sequence[float]) -> str | None:
+    """Return a description of what is wrong with a batch, or None if nothing is."""
     if not math.isfinite(loss):
         return f'loss is {loss}'
     if not gradients_finite:
-        return f'gradients are not finite (loss {loss:.4g} is)'
+        return f'gradients are not finite (loss {loss:.4g})'
     if loss > limit:
         middle = median(history)
         return f'loss is {loss:.4g}, {loss / middle:.0f} times the median {middle:.4g} of the last {len(history)}'
@@ -255,36 +277,36 @@ def what_is_wrong(loss: float, gradients_finite: bool, limit: float, history: Se
 
 
 def samples_of(microbatches: Sequence[Microbatch], finite: Tensor | None) -> Samples:
-    """This rank's samples, for the ranks to exchange."""
+    """Return the losses and IDs of this rank's samples, to be gathered over all ranks."""
     losses = torch.cat([each.sample_losses for each in microbatches]).tolist()
     ids = [int(i) for each in microbatches if each.sample_ids is not None for i in each.sample_ids.tolist()]
     total = torch.stack([each.loss for each in microbatches]).sum()
-    at_fault = not bool(total.isfinite()) or not (finite is None or bool(finite))
-    return Samples(losses, ids, at_fault)
+    not_finite = not bool(total.isfinite()) or not (finite is None or bool(finite))
+    return Samples(losses, ids, not_finite)
 
 
 def suspects(ranks: Sequence[Samples], limit: float) -> list[int]:
-    """Ids of the samples to look at, the largest loss first; empty where batches carry no ids.
+    """Return the IDs of the suspicious samples, the largest loss first; empty if batches have no IDs.
 
-    Those whose own loss is not finite or above the limit; if there are none, all samples of the ranks whose loss or
-    gradients are not finite. (Under DDP that is every rank, since gradients are averaged.)
+    Suspicious samples are those whose own loss is not finite or above the limit; if there are none, all samples of the
+    ranks whose loss or gradients are not finite. (Under DDP these are all ranks, since gradients are averaged.)
     """
     pairs = [pair for rank in ranks if rank.ids for pair in zip(rank.losses, rank.ids, strict=True)]
     found = [(loss, i) for loss, i in pairs if not math.isfinite(loss)]
     found = found or sorted([(loss, i) for loss, i in pairs if loss > limit], reverse=True)
-    return [i for _, i in found] or [i for rank in ranks if rank.at_fault for i in rank.ids]
+    return [i for _, i in found] or [i for rank in ranks if rank.not_finite for i in rank.ids]
 
 
-def named(ids: Sequence[int], path: Path) -> str:
-    """Some of the ids, and where the others are."""
+def describe_samples(ids: Sequence[int], path: Path) -> str:
+    """Return the first sample IDs as text, with the file that lists the others."""
     if not ids:
-        return f'the batch has no {batch_keys.SAMPLE_ID} to tell which'
-    more = f' and {len(ids) - MAX_NAMED} more, in {path}' if len(ids) > MAX_NAMED else ''
-    return f'sample{"s" if len(ids) > 1 else ""} {", ".join(str(i) for i in ids[:MAX_NAMED])}{more}'
+        return f'samples unknown, the batch has no {batch_keys.SAMPLE_ID}'
+    more = f' and {len(ids) - MAX_IDS_SHOWN} more, in {path}' if len(ids) > MAX_IDS_SHOWN else ''
+    return f'sample{"s" if len(ids) > 1 else ""} {", ".join(str(i) for i in ids[:MAX_IDS_SHOWN])}{more}'
 
 
-def kept(saved: str | None, *, started_here: bool) -> str:
-    """What the run can go on from."""
+def describe_checkpoint(saved: str | None, *, started_here: bool) -> str:
+    """Return as text which checkpoint the run can resume from."""
     if started_here:
-        return 'nothing was learned since this run started'
-    return f'the weights from before it are in {saved}' if saved else 'nothing is saved, for want of a save_folder'
+        return 'no update was made since this run started'
+    return f'the weights before this batch are in {saved}' if saved else 'nothing is saved: there is no save_folder'

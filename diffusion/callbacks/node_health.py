@@ -1,4 +1,4 @@
-"""Callback that logs the health of the run's GPUs: the worst value of each metric, and the rank that has it."""
+"""Callback that logs the health of the run's GPUs: the worst value of each metric and its rank."""
 
 import logging
 import math
@@ -27,21 +27,22 @@ WORST: dict[str, Callable[..., tuple[float, int]]] = {
     'gpu_remapped_rows': max,
     'gpu_xid_errors': max,
 }
-"""Metrics by name, with the function that finds the worst. Utilization, memory in use and the clock are shares of the
-maximum, temperature is in degrees Celsius, throttled is 1 if heat or power slows the GPU down, the rest are counts."""
+"""Metrics by name, with the function that selects the worst value. Utilization, used memory and clock are fractions of
+the maximum, temperature is in degrees Celsius, throttled is 1 if heat or power slows the GPU down, the rest are counts.
+"""
 FAULTS = ('gpu_ecc_errors', 'gpu_remapped_rows', 'gpu_xid_errors')
-"""Metrics that never grow on a healthy GPU."""
+"""Metrics that never increase on a healthy GPU."""
 
 
 class NodeHealth(Callback):
-    """Logs `health/NAME`, the worst value of all ranks, and `health/NAME_rank`, the rank that has it.
-
-    NVML is queried in a thread, because some queries take a tenth of a second. A growing count of faults is a warning.
+    """Log `health/NAME`, the worst value over all ranks, and `health/NAME_rank`, its rank; warn when FAULTS increase.
 
     Args:
-        every: Interval of logging, in batches.
-        seconds: Interval of the queries.
+        every: Logging interval in batches.
+        seconds: Interval between queries of the driver.
     """
+
+    # NVML is queried in a thread, since some of its queries take 0.1 s; `batch_end` only reads the latest values.
 
     def __init__(self, every: int = 100, seconds: float = 5.0) -> None:
         if every < 1 or seconds <= 0:
@@ -57,15 +58,15 @@ class NodeHealth(Callback):
         uuid = f'GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}'
         nvml = load_nvml()
         if nvml is None:
-            log.warning('node_health: NVML does not answer; nothing is known of this GPU')
+            log.warning("node_health: NVML is not available; this GPU's health is not monitored")
             return
         self._done.clear()
-        self._thread = threading.Thread(target=self._ask, args=(nvml, uuid), daemon=True)
+        self._thread = threading.Thread(target=self._poll, args=(nvml, uuid), daemon=True)
         self._thread.start()
 
     def batch_end(self, state: State, logger: Logger) -> None:
         if state.timestamp.batch.value % self.every == 0:
-            figures = worst_of_all(self._latest, state)
+            figures = worst_over_ranks(self._latest, state)
             if figures:
                 logger.log_metrics(figures)
 
@@ -75,30 +76,30 @@ class NodeHealth(Callback):
             self._thread.join(timeout=self.seconds)
             self._thread = None
 
-    def _ask(self, nvml: Any, uuid: str) -> None:
+    def _poll(self, nvml: Any, uuid: str) -> None:
         try:
-            gpu = nvml.nvmlDeviceGetHandleByUUID(uuid)  # not by index: CUDA_VISIBLE_DEVICES renumbers
+            gpu = nvml.nvmlDeviceGetHandleByUUID(uuid)  # not by index, which CUDA_VISIBLE_DEVICES renumbers
             xids = Xids(nvml, gpu)
             while not self._done.is_set():
-                self._take(figures_of(nvml, gpu) | xids.wait(self.seconds, self._done))
+                self._update(query_metrics(nvml, gpu) | xids.wait(self.seconds, self._done))
         except nvml.NVMLError as error:
-            log.warning('node_health: %s: %s: %s; it is not asked again', socket.gethostname(), uuid, error)
+            log.warning('node_health: %s: %s: %s; monitoring stopped', socket.gethostname(), uuid, error)
             self._latest = {}
 
-    def _take(self, figures: dict[str, float]) -> None:
+    def _update(self, figures: dict[str, float]) -> None:
         before, self._latest = self._latest, figures
         for name in FAULTS:
             if name in before and name in figures and figures[name] > before[name]:
                 host, rank = socket.gethostname(), dist.get_global_rank()
-                log.warning('%s rank %d: %s went from %.0f to %.0f', host, rank, name, before[name], figures[name])
+                log.warning('%s rank %d: %s rose from %.0f to %.0f', host, rank, name, before[name], figures[name])
 
 
 class Xids:
-    """Counts the critical errors (Xids) that the driver reports of a GPU.
+    """Counter of the critical errors (Xids) that the driver reports for a GPU.
 
     Args:
         nvml: The module pynvml, or a substitute.
-        gpu: Handle of the GPU.
+        gpu: NVML's handle of the GPU.
     """
 
     def __init__(self, nvml: Any, gpu: Any) -> None:
@@ -110,10 +111,11 @@ class Xids:
             self._events = None
 
     def wait(self, seconds: float, done: threading.Event) -> dict[str, float]:
-        """Wait up to `seconds` for events, or until `done` is set; return the metric, empty if not supported."""
+        """Wait up to `seconds` or until `done` is set; return the metric, or nothing if Xids are not supported."""
         if self._events is None:
             done.wait(seconds)
             return {}
+        # Polled with a timeout of 0: a wait inside NVML could not be interrupted by `done` when training ends.
         try:
             event = self._nvml.nvmlEventSetWait_v2(self._events, 0)
             self._count += 1
@@ -125,8 +127,8 @@ class Xids:
         return {'gpu_xid_errors': float(self._count)}
 
 
-def figures_of(nvml: Any, gpu: Any) -> dict[str, float]:
-    """Query the metrics of a GPU; those that it does not support are left out."""
+def query_metrics(nvml: Any, gpu: Any) -> dict[str, float]:
+    """Return the metrics of a GPU without those that it does not support."""
 
     def throttled() -> bool:
         slowed = nvml.nvmlClocksThrottleReasonHwSlowdown | nvml.nvmlClocksThrottleReasonSwThermalSlowdown
@@ -144,7 +146,7 @@ def figures_of(nvml: Any, gpu: Any) -> dict[str, float]:
         kind, since = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
         return nvml.nvmlDeviceGetTotalEccErrors(gpu, kind, since)
 
-    questions = {
+    queries = {
         'gpu_utilization': lambda: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,
         'gpu_memory_used': memory_used,
         'gpu_temperature': lambda: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
@@ -154,22 +156,23 @@ def figures_of(nvml: Any, gpu: Any) -> dict[str, float]:
         'gpu_remapped_rows': lambda: sum(nvml.nvmlDeviceGetRemappedRows(gpu)[:2]),
     }
     found = {}
-    for name, question in questions.items():
+    for name, query in queries.items():
         try:
-            found[name] = float(question())
+            found[name] = float(query())
         except nvml.NVMLError_NotSupported:
             continue
     return found
 
 
-def worst_of_all(own: Mapping[str, float], state: State) -> dict[str, float]:
-    """Return the worst value of each metric and its rank; a collective, which all ranks must call."""
-    mine = torch.tensor([own.get(name, math.nan) for name in WORST], dtype=torch.float64)
-    everyone = [each.tolist() for each in dist.all_gather(state.device.tensor_to_device(mine))]
+def worst_over_ranks(own: Mapping[str, float], state: State) -> dict[str, float]:
+    """Return the worst value of each metric over all ranks and its rank; a collective, which every rank must call."""
+    # A fixed row of numbers with NaN for missing metrics, since the ranks' GPUs may support different ones.
+    row = torch.tensor([own.get(name, math.nan) for name in WORST], dtype=torch.float64)
+    rows = [each.tolist() for each in dist.all_gather(state.device.tensor_to_device(row))]
     found: dict[str, float] = {}
-    for column, (name, worse) in enumerate(WORST.items()):
-        given = [(row[column], rank) for rank, row in enumerate(everyone) if not math.isnan(row[column])]
-        if given:
-            value, rank = worse(given, key=lambda pair: pair[0])
+    for column, (name, worst) in enumerate(WORST.items()):
+        values = [(row[column], rank) for rank, row in enumerate(rows) if not math.isnan(row[column])]
+        if values:
+            value, rank = worst(values, key=lambda pair: pair[0])
             found |= {f'health/{name}': value, f'health/{name}_rank': float(rank)}
     return found

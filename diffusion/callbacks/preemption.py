@@ -1,4 +1,4 @@
-"""Stopping in good order when the machines are taken away: SIGTERM or SIGUSR1, a checkpoint, exit status 75."""
+"""Graceful preemption: on SIGTERM or SIGUSR1 save a checkpoint and raise `Preempted`, which exits with status 75."""
 
 import logging
 import os
@@ -22,107 +22,114 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class Preemption(Callback):
-    """On SIGTERM or SIGUSR1 at any rank, all ranks end the batch, save a checkpoint and raise `Preempted`.
+    """On SIGTERM or SIGUSR1 to any rank, finish the batch, save a checkpoint and raise `Preempted` on all ranks.
 
-    The signal may come during a batch, an evaluation or a save. A run that ends with this batch ends as usual. From
-    the start of training the signals do nothing else, and in a process that was told to stop they never do again: so
-    neither a second one, nor a launcher that tells the other ranks when the first has gone, ends a save or an upload.
+    The signal may arrive during a batch, an evaluation or a save. If training ends with this batch, it ends as usual.
     """
+
+    # From the start of training the signals only set a flag, and in a process that has received one they are ignored
+    # from then on. Otherwise a second signal, or a launcher that signals the remaining ranks once the first has exited,
+    # would kill a save or an upload.
 
     def __init__(self) -> None:
         self.signal = 0
-        """The signal that this process was sent, or 0."""
+        """The signal that this process has received, or 0."""
         self._process = os.getpid()
-        self._earlier: dict[int, Any] = {}
+        self._previous_handlers: dict[int, Any] = {}
 
     def fit_start(self, state: State, logger: Logger) -> None:
         if threading.current_thread() is not threading.main_thread():
-            log.warning('this process cannot be told to stop: only the main thread may handle signals')
+            log.warning('preemption signals are not handled: training does not run in the main thread')
             return
         self._process = os.getpid()
         for number in SIGNALS:
-            earlier = signal.signal(number, self._note)
-            if earlier != self._note:
-                self._earlier[number] = earlier
+            previous = signal.signal(number, self._handle_signal)
+            # Not in a second fit(), where the previous handler is this one.
+            if previous != self._handle_signal:
+                self._previous_handlers[number] = previous
 
     def batch_start(self, state: State, logger: Logger) -> None:
-        # PyTorch has a handler from when it starts the first workers of a loader.
+        # At every batch, since PyTorch installs its SIGCHLD handler only when the first loader starts its workers.
         handler = signal.getsignal(signal.SIGCHLD)
-        if self._earlier and callable(handler) and handler != self._child_ended:
-            self._earlier[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, self._child_ended)
+        if self._previous_handlers and callable(handler) and handler != self._handle_child_exit:
+            self._previous_handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, self._handle_child_exit)
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
-        # After the evaluation of this batch, if it had one, and before Composer's CheckpointSaver, which comes last.
-        self._stop_if_told(state, logger)
+        # This event comes after the batch's evaluation, if any, and this callback before Composer's CheckpointSaver,
+        # which is the last one.
+        self._stop_if_signaled(state, logger)
 
     def epoch_checkpoint(self, state: State, logger: Logger) -> None:
-        # An evaluation at the end of an epoch can be long, and so can the wait for the next epoch's first batch.
-        self._stop_if_told(state, logger)
+        # Here too, to stop before the next batch: the evaluation at the end of an epoch can be long, and so can the
+        # wait for the next epoch's first batch.
+        self._stop_if_signaled(state, logger)
 
     def post_close(self) -> None:
-        # Uploads have been waited for, at the end of training. A program that goes on can be ended again; one that was
-        # told to stop is ending.
+        # By post_close, uploads have finished. A process that continues must be stoppable again, so the handlers are
+        # restored; one that was signaled is exiting and keeps ignoring signals.
         if self.signal or threading.current_thread() is not threading.main_thread():
             return
-        for number, earlier in self._earlier.items():
-            if signal.getsignal(number) in (self._note, self._child_ended):
-                signal.signal(number, earlier)
+        for number, previous in self._previous_handlers.items():
+            if signal.getsignal(number) in (self._handle_signal, self._handle_child_exit):
+                signal.signal(number, previous)
 
-    def _stop_if_told(self, state: State, logger: Logger) -> None:
-        number = loudest(self.signal, state.device)
-        if not number or is_over(state):
+    def _stop_if_signaled(self, state: State, logger: Logger) -> None:
+        number = highest_signal(self.signal, state.device)
+        if not number or is_last_batch(state):
             return
         saved = save_now(state, logger)
-        if self._earlier:
+        if self._previous_handlers:
             for each in SIGNALS:
-                # Not only noted: Python gives its own handlers up some time before the process ends, ignored signals
-                # stay ignored.
+                # SIG_IGN instead of the handler: Python removes its own handlers some time before the process exits,
+                # while ignored signals stay ignored until the end.
                 signal.signal(each, signal.SIG_IGN)
-        what = (
-            f'{saved} is saved, the same command goes on from there'
+        outcome = (
+            f'{saved} is saved, the same command resumes from it'
             if saved
-            else 'nothing is saved, for want of a save_folder'
+            else 'nothing is saved: there is no save_folder'
         )
-        raise Preempted(f'stopped at batch {state.timestamp.batch.value} on {signal.Signals(number).name}; {what}')
+        raise Preempted(f'stopped at batch {state.timestamp.batch.value} on {signal.Signals(number).name}; {outcome}')
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() == self._process:
-            # The earlier handler is not called: it is Composer's, which exits at once. (MLFlowLogger's SIGTERM handler
-            # is one of its monitor, a process of its own.)
+            # The previous handler is not called: it is Composer's, which exits immediately. (MLFlowLogger's SIGTERM
+            # handler belongs to its monitor, which is a separate process.)
             self.signal = number
             return
-        # A child that was forked while training, such as a loader's worker, has no batch to finish.
-        earlier = self._earlier[number]
-        if callable(earlier):
-            earlier(number, frame)
+        # A child process that was forked during training, such as a loader worker, inherits this handler but has no
+        # batch to finish: do what it would have done without it.
+        previous = self._previous_handlers[number]
+        if callable(previous):
+            previous(number, frame)
 
-    def _child_ended(self, number: int, frame: FrameType | None) -> None:
+    def _handle_child_exit(self, number: int, frame: FrameType | None) -> None:
         try:
-            self._earlier[signal.SIGCHLD](number, frame)
+            self._previous_handlers[signal.SIGCHLD](number, frame)
         except RuntimeError as error:
-            # A scheduler may signal the whole process group. The loader's workers die of it, and PyTorch raises that in
-            # the middle of a batch, which does not need them any more. (Where one is needed, the loader finds out.)
+            # A scheduler may signal the whole process group, which kills the loader's workers. PyTorch's SIGCHLD
+            # handler would then raise in the middle of the batch, which does not need the workers any more. (If one is
+            # needed, the loader detects that it is gone.)
             if 'killed by signal: Terminated' not in str(error):
                 raise
 
 
-def loudest(number: int, device: Device) -> int:
-    """The highest of the ranks' signals, the same on every rank."""
+def highest_signal(number: int, device: Device) -> int:
+    """Return the highest signal number over all ranks, 0 if there is none; a collective, which every rank must call."""
     if dist.get_world_size() == 1:
         return number
-    # On the ranks' own device, since Composer's process group for GPUs (NCCL) takes nothing else. This waits for no
-    # computation: Composer has just waited for the loss, which comes after the batch's last kernel.
+    # On the ranks' device, since Composer's process group for GPUs (NCCL) supports no other. This adds no wait for the
+    # device: Composer has just waited for the loss, which comes after the batch's last kernel.
     numbers = device.tensor_to_device(torch.tensor([number]))
     dist.all_reduce(numbers, reduce_operation='MAX')
     return int(numbers.item())
 
 
-def is_over(state: State) -> bool:
-    """Whether training ends with this batch."""
+def is_last_batch(state: State) -> bool:
+    """Return True if training ends with this batch."""
     end = state.max_duration
     assert end is not None
     if state.timestamp >= end:
         return True
-    # At BATCH_CHECKPOINT the clock has not counted the epoch yet.
+    # At BATCH_CHECKPOINT Composer's timestamp has not counted the epoch yet that ends with this batch.
     last_of_epoch = state.timestamp.batch_in_epoch.value == state.dataloader_len
     return last_of_epoch and state.timestamp.to_next_epoch() >= end

@@ -1,4 +1,4 @@
-"""Under FSDP2, gradients of a batch that is cut into microbatches are reduced once."""
+"""Callback that reduces gradients once per batch under FSDP2 when a batch is split into microbatches."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,39 +11,40 @@ from torch.distributed.fsdp import FSDPModule
 
 
 class ReduceOnce(Callback):
-    """Let FSDP2 keep gradients and gathered weights on each device until the last microbatch of a batch.
+    """Keep unreduced gradients and gathered weights on each device until the last microbatch of a batch."""
 
-    Composer leaves FSDP2 to reduce gradients after every microbatch; its `ddp_sync_strategy`, by which DDP reduces once
-    a batch, is for DDP alone.
-    """
+    # By default FSDP2 reduces gradients after every microbatch. Composer's `ddp_sync_strategy`, which makes DDP reduce
+    # once per batch, has no effect on FSDP2.
 
     def __init__(self) -> None:
         self._left = 0
 
     def before_train_batch(self, state: State, logger: Logger) -> None:
-        # Of the whole batch; while its microbatches are computed, state.batch is one of them.
+        # Counted here, while state.batch is the whole batch: during the forward passes it is a microbatch.
         self._left = number_of_microbatches(state)
 
     def before_forward(self, state: State, logger: Logger) -> None:
         self._left -= 1
         last = self._left == 0
-        for module in sharded(state.model):
+        # Set on every module, since FSDP2 reads the flags per module in the backward pass. `recurse=False` because the
+        # loop visits all modules already.
+        for module in fsdp_modules(state.model):
             module.set_requires_gradient_sync(last, recurse=False)
             module.set_reshard_after_backward(last, recurse=False)
 
 
 def number_of_microbatches(state: State) -> int:
-    """Into how many microbatches Composer cuts this device's batch."""
+    """Return the number of microbatches that Composer splits this device's batch into."""
     size = state.device_train_microbatch_size
     assert size is not None
     return -(-samples_in(state.batch) // int(size))
 
 
 def samples_in(batch: Any) -> int:
-    """Samples of a device's batch, of a mapping or of a sequence of tensors."""
+    """Return the number of samples of a batch, which is a mapping or a sequence of tensors."""
     return len(next(iter(batch.values() if isinstance(batch, Mapping) else ensure_tuple(batch))))
 
 
-def sharded(model: nn.Module) -> Iterator[FSDPModule]:
-    """The modules that FSDP2 gathers on their own."""
+def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
+    """Return the modules that FSDP2 shards and gathers separately."""
     return (module for module in model.modules() if isinstance(module, FSDPModule))

@@ -1,4 +1,4 @@
-"""How many samples stood for ones that could not be decoded: a metric, and a count that outlives restarts."""
+"""Callback that logs the number of undecodable samples that were replaced, and keeps the count over restarts."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ from diffusion.data.bad_samples import Tally
 
 
 class ReplacedSamples(Callback):
-    """Log `data/replaced_samples`, over all ranks and since the run began, once there are any.
+    """Log `data/replaced_samples`, the count over all ranks since the start of the run, once it is not zero.
 
     Args:
-        tally: The training loader's, which stops the run where there are too many.
+        tally: The training loader's tally, which stops the run if too many samples are replaced.
     """
 
     def __init__(self, tally: Tally) -> None:

@@ -1,4 +1,4 @@
-"""A run goes on as what it was begun as: the same seed, and the same data unless it is said that it may change."""
+"""Verify on resume that the run has the same seed and training data as when it started."""
 
 import logging
 from collections.abc import Mapping
@@ -14,18 +14,18 @@ from diffusion.storage.differences import differences
 log = logging.getLogger(__name__)
 
 DATA = 'data'
-"""Part of an identity that may change."""
+"""Key of the part of an identity that may change if `allow_data_change` is set."""
 
 
 class SameRun(Callback):
-    """Save in every checkpoint what a run is, and compare it when the run goes on.
+    """Save the run's identity in every checkpoint, and compare it with the current one on resume.
 
-    Where data may change, Streaming's own state still says the epoch and the place in it; the order after that is the
-    recipe's (see `BucketedDataset.load_state_dict`).
+    With changed data, the epoch and the position in it are still those of Streaming's saved state; the order of samples
+    from there on is the recipe's (see `BucketedDataset.load_state_dict`).
 
     Args:
-        identity: Plain values, `data` among them (see `diffusion.data.fingerprint`).
-        allow_data_change: Warn of other data instead of refusing it.
+        identity: Plain values, with those of the data under the key `data` (see `diffusion.data.fingerprint`).
+        allow_data_change: Log a warning about changed data instead of raising an error.
     """
 
     def __init__(self, identity: Mapping[str, Any], *, allow_data_change: bool) -> None:
@@ -37,41 +37,41 @@ class SameRun(Callback):
         return self.identity
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Compare the identity of a checkpoint with this run's.
+        """Compare the identity in a checkpoint with this run's.
 
         Raises:
-            UserError: They differ in more than what may change.
+            UserError: They differ, except for data if `allow_data_change` is set.
         """
         self._compared = True
         if not state:
-            return self._warn_of_none()
+            return self._warn_unknown()
         data = differences(state.get(DATA, {}), self.identity.get(DATA, {}))
         fixed = [
-            f'{key}: {self.identity.get(key)}, the run was started with {state.get(key)}'
+            f'{key}: {self.identity.get(key)}, but the run was started with {state.get(key)}'
             for key in self.identity.keys() | state.keys()
             if key != DATA and self.identity.get(key) != state.get(key)
         ]
         if fixed:
-            way_out = 'set it back to go on, or start a new run under another name'
+            way_out = 'set it back to resume, or start a new run under another name'
             raise UserError(f'{"; ".join(sorted(fixed))}; {way_out}{_listed(data)}')
         if data and not self.allow_data_change:
             raise UserError(
-                'streams, dataset, loader: the data is not what the run was started with; set allow_data_change: true '
-                f'to go on with other data, or start a new run under another name{_listed(data)}'
+                'streams, dataset, loader: the data differs from when the run was started; set allow_data_change: true '
+                f'to resume with other data, or start a new run under another name{_listed(data)}'
             )
         if data and dist.get_global_rank() == 0:
-            log.warning('the run goes on with other data than it was started with%s', _listed(data))
+            log.warning('the run resumes with other data than it was started with%s', _listed(data))
 
     def after_load(self, state: State, logger: Logger) -> None:
+        # Composer does not call load_state_dict for a callback that the checkpoint has no state of.
         if state.timestamp.batch.value and not self._compared:
-            self._warn_of_none()
+            self._warn_unknown()
 
-    def _warn_of_none(self) -> None:
+    def _warn_unknown(self) -> None:
         if dist.get_global_rank() == 0:
-            log.warning(
-                'the checkpoint does not say which seed and data it is of; whether they are the same is unknown'
-            )
+            log.warning('the checkpoint does not record its seed and data; they cannot be compared with this run')
 
 
 def _listed(lines: list[str]) -> str:
+    """Return lines as an indented list that follows a message."""
     return ''.join(f'\n  {line}' for line in lines)

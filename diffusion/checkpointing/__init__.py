@@ -1,1 +1,1 @@
-"""Reading runs and checkpoints: which file, which weights, which recipe."""
+"""Saving and loading of checkpoints, and reading of a run's weights and recipe."""

@@ -1,9 +1,9 @@
-"""Checkpoints on disk: there whole or not at all, and checked before they are trusted.
+"""Atomic, verified checkpoints on disk.
 
-A run's folder holds ba100/, ba200/, ... and `latest`, a link to the newest. A checkpoint is written under a temporary
-name and flushed to disk, with a receipt that has the size and hash of each of its files; then it is renamed, and only
-then does `latest` move. So a checkpoint with its own name was whole once, and one that disagrees with its receipt was
-damaged since.
+A run's folder holds ba100/, ba200/, ... and `latest`, a symbolic link to the newest. A checkpoint is written under a
+temporary name and flushed to the disk, together with a receipt that records the size and hash of each file. Then it is
+renamed, and last `latest` is updated. A checkpoint under its final name was therefore complete when it was written; if
+it does not match its receipt, it was damaged later.
 """
 
 import json
@@ -25,31 +25,32 @@ from diffusion.storage.atomic import UNFINISHED, remove, replace_folder, sync_fo
 log = logging.getLogger(__name__)
 
 STATE = 'state.pt'
-"""Everything but sharded tensors, in Composer's own form."""
+"""File with everything but sharded tensors, in Composer's format."""
 RECEIPT = 'receipt.json'
 LATEST = 'latest'
 VERSION = 1
 RETRY_PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0)
-"""Pauses before each further try of a read that failed."""
+"""Pauses before each retry of a failed read."""
 _CHUNK = 16 * 2**20
 Result = TypeVar('Result')
 
 
 class DamagedCheckpoint(UserError):
-    """A checkpoint whose files are not those of its receipt: one is missing, or its size or hash differs."""
+    """Error for a checkpoint that does not match its receipt: a file is missing, or its size or hash differs."""
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a file should be."""
+    """Expected size and hash of a file."""
 
     bytes: int
     xxh3_128: str
 
 
 class HashingWriter:
-    """A binary file that hashes what is written to it, on the way."""
+    """A binary file that hashes the data written to it."""
 
+    # Hashed while writing: reading a large checkpoint back would double its I/O.
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self._hash = xxhash.xxh3_128()
@@ -64,12 +65,12 @@ class HashingWriter:
         self._file.flush()
 
     def record(self) -> FileRecord:
-        """Of all that was written."""
+        """Return the size and hash of all data written so far."""
         return FileRecord(self._bytes, self._hash.hexdigest())
 
 
 def record_of(path: Path) -> FileRecord:
-    """Size and hash of a file as it is on disk."""
+    """Return the size and hash of a file on disk."""
     digest, size = xxhash.xxh3_128(), 0
     with path.open('rb') as file:
         while chunk := file.read(_CHUNK):
@@ -78,28 +79,30 @@ def record_of(path: Path) -> FileRecord:
     return FileRecord(size, digest.hexdigest())
 
 
-def name_of(batch: int) -> str:
-    """The name of the checkpoint after so many batches."""
+def checkpoint_name(batch: int) -> str:
+    """Return the folder name of the checkpoint after this number of batches."""
     return f'ba{batch}'
 
 
 def batch_of(path: Path) -> int | None:
-    """The batch in a checkpoint's name, or None for another name."""
+    """Return the batch number in a checkpoint's name, or None if it is not the name of a checkpoint."""
     found = re.fullmatch(r'ba(\d+)', path.name)
     return int(found[1]) if found else None
 
 
-def unfinished(folder: Path, batch: int) -> Path:
-    """Where a checkpoint is written before it has its name."""
-    return folder / f'.{name_of(batch)}.unfinished'
+def unfinished_path(folder: Path, batch: int) -> Path:
+    """Return the temporary path that a checkpoint is written to."""
+    # The same on every rank, unlike `new_unfinished`: under FSDP2 all ranks write into it.
+    return folder / f'.{checkpoint_name(batch)}.unfinished'
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """A run's checkpoints, newest first.
+    """Return the paths of a run's checkpoints, newest first; empty if the folder does not exist.
 
     Raises:
-        OSError: The folder exists and cannot be listed. (Path.glob would hide that, and the run would start anew.)
+        OSError: The folder exists but cannot be listed.
     """
+    # Not Path.glob, which hides errors: the run would look as if it had no checkpoints and start from scratch.
     found: dict[int, Path] = {}
     with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
         for entry in entries:
@@ -110,13 +113,13 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def publish(work: Path, final: Path, files: Mapping[str, FileRecord], about: Mapping[str, Any]) -> None:
-    """Give a written checkpoint its receipt and its name, and move `latest` to it.
+    """Write the receipt of a checkpoint, rename it to its final path, and point `latest` to it.
 
     Args:
-        work: The temporary folder; its files are flushed already.
-        final: The name; what is there is replaced.
-        files: What each file should be.
-        about: What else the receipt says.
+        work: The temporary folder; its files must be flushed already.
+        final: The final path; an existing checkpoint is replaced.
+        files: Size and hash of each file, by name.
+        about: Further fields of the receipt.
     """
     content = {'version': VERSION, **about, 'files': {name: asdict(record) for name, record in sorted(files.items())}}
     receipt = work / RECEIPT
@@ -128,7 +131,8 @@ def publish(work: Path, final: Path, files: Mapping[str, FileRecord], about: Map
 
 
 def link_latest(checkpoint: Path) -> None:
-    """Point the run's `latest` at a checkpoint."""
+    """Point the run's `latest` link to a checkpoint."""
+    # A new link is renamed over the old one, so that `latest` exists at every moment.
     link = checkpoint.with_name(f'.{LATEST}.unfinished')
     link.unlink(missing_ok=True)
     link.symlink_to(checkpoint.name)
@@ -136,87 +140,91 @@ def link_latest(checkpoint: Path) -> None:
     sync_folder(checkpoint.parent)
 
 
-def receipt_of(checkpoint: Path) -> dict[str, Any]:
-    """Read a checkpoint's receipt.
+def read_receipt(checkpoint: Path) -> dict[str, Any]:
+    """Return the content of a checkpoint's receipt, with a `FileRecord` per file.
 
     Raises:
-        DamagedCheckpoint: There is none, or it says nothing that can be understood.
+        DamagedCheckpoint: The receipt is missing or cannot be parsed.
     """
     path = checkpoint / RECEIPT
     try:
         content = json.loads(path.read_text(encoding='utf-8'))
         if content['version'] != VERSION:
-            raise DamagedCheckpoint(f'{checkpoint}: its receipt is of version {content["version"]}, this is {VERSION}')
+            raise DamagedCheckpoint(f'{checkpoint}: its receipt has version {content["version"]}, expected {VERSION}')
         return content | {'files': {name: FileRecord(**record) for name, record in content['files'].items()}}
     except FileNotFoundError as error:
-        raise DamagedCheckpoint(f'{checkpoint}: it has no {RECEIPT}') from error
+        raise DamagedCheckpoint(f'{checkpoint}: {RECEIPT} is missing') from error
     except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise DamagedCheckpoint(f'{path}: not a receipt ({error})') from error
+        raise DamagedCheckpoint(f'{path}: not a valid receipt ({error})') from error
 
 
-def check_whole(checkpoint: Path) -> None:
-    """Compare a checkpoint with its receipt, file by file; reads all of it.
+def verify_checkpoint(checkpoint: Path) -> None:
+    """Check every file of a checkpoint against its receipt; reads all data.
 
     Raises:
-        DamagedCheckpoint: Says which file and how.
-        OSError: A file cannot be read, after several tries. That is no damage: the file may be sound.
+        DamagedCheckpoint: A file is damaged; the message has its path and the difference.
+        OSError: A file cannot be read after several tries, which does not mean that it is damaged.
     """
-    receipt = read_patiently(lambda: receipt_of(checkpoint))
+    receipt = read_with_retries(lambda: read_receipt(checkpoint))
     for name, expected in receipt['files'].items():
-        read_patiently(lambda path=checkpoint / name, expected=expected: _check_file(path, expected))
+        read_with_retries(lambda path=checkpoint / name, expected=expected: _check_file(path, expected))
 
 
 def _check_file(path: Path, expected: FileRecord) -> None:
     try:
         size = path.stat().st_size
         if size != expected.bytes:
-            raise DamagedCheckpoint(f'{path}: {size} bytes, {expected.bytes} were written')
+            raise DamagedCheckpoint(f'{path}: {size} bytes, expected {expected.bytes}')
         if record_of(path) != expected:
-            raise DamagedCheckpoint(f'{path}: its content is not what was written (xxh3_128 differs)')
+            raise DamagedCheckpoint(f'{path}: the content has changed since it was written (xxh3_128 differs)')
     except FileNotFoundError as error:
-        raise DamagedCheckpoint(f'{path}: not readable ({error.strerror})') from error
+        raise DamagedCheckpoint(f'{path}: the file does not exist') from error
 
 
-def read_patiently(read: Callable[[], Result]) -> Result:
-    """Call `read`, several times over some seconds while it raises OSError.
-
-    ESTALE, EIO and ETIMEDOUT of a network file system often pass, and a large run's newest checkpoint is worth waiting.
-    """
+def read_with_retries(read: Callable[[], Result]) -> Result:
+    """Return the result of `read`, retrying after an OSError with the pauses of RETRY_PAUSES_SECONDS."""
+    # ESTALE, EIO and ETIMEDOUT of a network file system are often transient, and falling back to an older checkpoint
+    # would cost a large run hours.
     for pause in RETRY_PAUSES_SECONDS:
         try:
             return read()
         except OSError as error:
-            log.warning('%s; trying again in %g s', error, pause)
+            log.warning('%s; retrying in %g s', error, pause)
             time.sleep(pause)
     return read()
 
 
-def newest_whole(folder: Path) -> Path | None:
-    """A run's newest checkpoint that is whole, or None for a run that has saved none.
+def newest_intact(folder: Path) -> Path | None:
+    """Return a run's newest undamaged checkpoint, or None if it has no checkpoints.
 
     Raises:
-        UserError: There are checkpoints, and all are damaged.
-        OSError: A checkpoint cannot be read, after several tries.
+        UserError: All of the run's checkpoints are damaged.
+        OSError: A checkpoint cannot be read after several tries.
     """
     damages = []
-    for checkpoint in read_patiently(lambda: list_checkpoints(folder)):
+    for checkpoint in read_with_retries(lambda: list_checkpoints(folder)):
+        # Only damage is skipped. An OSError ends the run with status 1: after a transient error of the file system, a
+        # restart resumes from this checkpoint instead of repeating hours of work from an older one.
         try:
-            check_whole(checkpoint)
+            verify_checkpoint(checkpoint)
         except DamagedCheckpoint as error:
             damages.append(str(error))
-            log.warning('damaged checkpoint, looking for an earlier one: %s', error)
+            log.warning('damaged checkpoint, trying an earlier one: %s', error)
             continue
         return checkpoint
+    # Never start from scratch here: the run would overwrite checkpoints that may be repairable.
     if damages:
         raise UserError(
-            f'{folder}: none of its {len(damages)} checkpoints is whole: {"; ".join(damages[:3])}; '
-            'restore one from a copy, or give the run another name to start anew'
+            f'{folder}: all {len(damages)} checkpoints are damaged: {"; ".join(damages[:3])}; '
+            'restore one from a backup, or change the name of the run to start over'
         )
     return None
 
 
 def set_aside(newest: Path) -> None:
-    """Rename the checkpoints newer than the one a run goes on from, which are damaged; `latest` then points at it."""
+    """Rename the checkpoints newer than `newest`, which are damaged, and point `latest` to `newest`."""
+    # The link first: it must not dangle if the process is killed in between. The checkpoints are renamed instead of
+    # removed, since they may be repairable, and the run will write new ones under their names.
     link = newest.with_name(LATEST)
     if not link.is_symlink() or os.readlink(link) != newest.name:
         link_latest(newest)
@@ -225,18 +233,18 @@ def set_aside(newest: Path) -> None:
             aside = path.with_name(f'{path.name}.damaged')
             remove(aside)
             os.replace(path, aside)
-            log.warning('%s: set aside as %s', path, aside.name)
+            log.warning('%s: damaged, renamed to %s', path, aside.name)
 
 
 def remove_unfinished_saves(folder: Path) -> None:
-    """Remove what a killed process left half-written or half-removed."""
+    """Remove incomplete checkpoints that a killed process left while it wrote, replaced or removed them."""
     for pattern in ('.ba*.unfinished*', f'ba*{UNFINISHED}*', '.ba*.removed'):
         for path in [*folder.glob(pattern)]:
             remove(path)
 
 
 def prune(folder: Path, keep: int) -> list[Path]:
-    """Remove all but the newest checkpoints; returns the removed."""
+    """Remove all but the newest `keep` checkpoints, at least one; return the paths of the removed ones."""
     old = list_checkpoints(folder)[max(1, keep) :]
     for path in old:
         remove(path)
@@ -244,11 +252,11 @@ def prune(folder: Path, keep: int) -> list[Path]:
 
 
 def flush(file: IO[Any]) -> None:
-    """Flush a file to the disk itself."""
+    """Flush an open file to the disk, not only to the operating system."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def records_of(folder: Path, names: Iterable[str]) -> dict[str, FileRecord]:
-    """Records of some files of a folder."""
+    """Return the size and hash of files in a folder, by name."""
     return {name: record_of(folder / name) for name in names}

@@ -1,4 +1,4 @@
-"""Finding a run's checkpoints and recipe, and reading weights out of them."""
+"""Lookup of a run's checkpoints and recipe, and reading of weights from checkpoints."""
 
 import os
 import pickle
@@ -14,23 +14,23 @@ from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
 from diffusion.checkpointing import sharded_state
-from diffusion.checkpointing.checkpoint_store import LATEST, STATE, check_whole, list_checkpoints
+from diffusion.checkpointing.checkpoint_store import LATEST, STATE, list_checkpoints, verify_checkpoint
 from diffusion.errors import UserError
 
 RECIPE = 'recipe.yaml'
-"""The resolved recipe, saved beside the checkpoints of its run."""
+"""Name of the resolved recipe's file in the run's folder."""
 
 Weights = Literal['ema', 'training']
 
 
 def find_checkpoint(place: str | Path) -> Path:
-    """The checkpoint that a path means: a folder of ours, or a file of Composer's own.
+    """Return the path of a checkpoint: a folder of this library, or a file of Composer's own saver.
 
     Args:
-        place: A checkpoint; or a run's folder, which means its latest.
+        place: A checkpoint, or a run's folder for its latest checkpoint.
 
     Raises:
-        UserError: There is none; the message names those that there are.
+        UserError: There is no such checkpoint; the message lists the existing ones.
     """
     path = Path(place)
     for choice in (path, path / LATEST):
@@ -38,91 +38,104 @@ def find_checkpoint(place: str | Path) -> Path:
             return choice.parent / choice.readlink() if choice.is_symlink() else choice
     folder = path if path.is_dir() else path.parent
     present = [checkpoint.name for checkpoint in list_checkpoints(folder)] if folder.is_dir() else []
-    have = f'{folder} holds {", ".join(present[:4])}' if present else f'{folder} holds no checkpoint'
-    raise UserError(f'checkpoint: {place} is not a checkpoint or a run ({have})')
+    found = f'{folder} contains {", ".join(present[:4])}' if present else f'{folder} contains no checkpoint'
+    raise UserError(f'checkpoint: {place} is not a checkpoint or a run ({found})')
 
 
 def recipe_beside(checkpoint: Path) -> Path:
-    """The resolved recipe of the run that a checkpoint belongs to."""
+    """Return the path of the resolved recipe of the run that a checkpoint belongs to.
+
+    Raises:
+        UserError: There is no recipe in the checkpoint's folder or the folder above.
+    """
     folder = checkpoint.resolve().parent
-    recipe = next((place / RECIPE for place in (folder, folder.parent) if (place / RECIPE).is_file()), None)
+    recipe = next((parent / RECIPE for parent in (folder, folder.parent) if (parent / RECIPE).is_file()), None)
     if recipe is None:
-        raise UserError(f'{checkpoint}: no {RECIPE} beside it; copy the one of its run there')
+        raise UserError(f'{checkpoint}: there is no {RECIPE} next to it; copy the {RECIPE} of its run to {folder}')
     return recipe
 
 
 def read_content(path: Path) -> dict[str, Any]:
-    """All that a checkpoint's pickle holds, tensors on the CPU, without running anything that is pickled in it.
+    """Return the content of a checkpoint's pickle with tensors on the CPU, without executing pickled code.
 
     Args:
-        path: A folder of ours (sharded tensors are not in its pickle), or a file of Composer's own.
+        path: A folder of this library, whose sharded tensors are not in the pickle, or a file of Composer's own saver.
 
     Raises:
-        UserError: It is damaged, or holds objects of classes that are not known to be harmless.
+        UserError: The file is damaged, or contains objects of classes that are not on the list of safe ones.
     """
     file = path / STATE if path.is_dir() else path
     _check_archive(file)
     try:
-        with torch.serialization.safe_globals(_harmless_globals()):
+        # mmap: a large file is not copied into memory for the few tensors that a caller may need.
+        with torch.serialization.safe_globals(_safe_globals()):
             content = torch.load(file, map_location='cpu', weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         found = re.search(r'Unsupported (?:global: GLOBAL|class) (\S+)', str(error))
         if found is None:
             raise UserError(f'{file}: not a checkpoint (its pickle is damaged)') from error
         raise UserError(
-            f'{file}: it holds a pickled {found[1]}, which is not loaded; if it is of a component of yours, admit the '
-            'class by torch.serialization.add_safe_globals in a module that the recipe imports'
+            f'{file}: contains a pickled {found[1]}, which is not loaded; if it belongs to a component of yours, allow '
+            'the class with torch.serialization.add_safe_globals in a module that the recipe imports'
         ) from error
     except RuntimeError as error:
-        if 'PytorchStreamReader' not in str(error):  # what torch's reader of zip archives says of a damaged one
+        # torch has no error class for a damaged zip archive; the name of its reader is in the message.
+        if 'PytorchStreamReader' not in str(error):
             raise
         reason = str(error).strip().splitlines()[0]
-        raise UserError(f'{file}: not readable ({reason}); it may be cut short, use an earlier one') from error
+        raise UserError(f'{file}: not readable ({reason}); it may be truncated, use an earlier checkpoint') from error
     if not isinstance(content, dict) or not isinstance(content.get('state'), dict):
-        raise UserError(f'{file}: it holds no state; is it a checkpoint of Composer?')
+        raise UserError(f'{file}: contains no state; is it a checkpoint of Composer?')
     return content
 
 
 def _check_archive(file: Path) -> None:
-    """Check both ends of a file of torch.save, a zip archive; of one that is cut short torch raises anything."""
+    """Check the first and last bytes of a file of torch.save, which is a zip archive."""
+    # For a truncated archive, torch.load raises errors of many types, which cannot be distinguished from bugs.
     with file.open('rb') as opened:
         start, size = opened.read(4), opened.seek(0, os.SEEK_END)
-        opened.seek(max(0, size - 22))
+        opened.seek(max(0, size - 22))  # size of zip's end-of-central-directory record
         end = opened.read(4)
     if start != b'PK\x03\x04':
         raise UserError(f'{file}: not a checkpoint (torch.save writes a zip archive)')
     if end != b'PK\x05\x06':
         raise UserError(
-            f'{file}: not readable (the end of the archive is missing); it is cut short, use an earlier one'
+            f'{file}: not readable (the end of the archive is missing); it is truncated, use an earlier checkpoint'
         )
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """The `state` of a checkpoint that is checked to be whole, with the model's weights."""
+    """Verify a checkpoint and return its `state`, including the model's weights.
+
+    Raises:
+        UserError: The checkpoint is damaged or has no model.
+    """
+    # A file of Composer's own saver has no receipt.
     if path.is_dir():
-        check_whole(path)
+        verify_checkpoint(path)
     state = read_content(path)['state']
     if is_sharded(path):
         state['model'] = sharded_state.read_all_tensors(path, 'model.')
     if 'model' not in state:
-        raise UserError(f'{path}: it holds no model; is it a checkpoint of Composer?')
+        raise UserError(f'{path}: contains no model; is it a checkpoint of Composer?')
     return state
 
 
 def is_sharded(path: Path) -> bool:
-    """Whether a checkpoint's tensors are in pieces."""
+    """Return True if a checkpoint's tensors are stored sharded."""
     return (path / sharded_state.INDEX).is_file()
 
 
 def weights_of(path: Path, which: Weights | None = None) -> tuple[dict[str, Tensor], Weights]:
-    """A checkpoint's weights by parameter name, and which they are.
+    """Return a checkpoint's weights by parameter name, and which kind they are.
 
     Args:
         path: The checkpoint.
-        which: Averaged weights, training weights, or (None) averaged ones where there are any.
+        which: Averaged weights, training weights, or None for averaged weights if there are any, otherwise training
+            weights.
 
     Raises:
-        UserError: It has no averaged weights (says when they would have started), or can't be read.
+        UserError: The checkpoint is damaged, or has no averaged weights; the message has the start of averaging.
     """
     state = read_checkpoint(path)
     model = dict(state['model'])
@@ -134,6 +147,7 @@ def weights_of(path: Path, which: Weights | None = None) -> tuple[dict[str, Tens
         start = ema.get('ema_start')
         why = f'its EMA would have started at {start}' if start else 'its run had no EMA'
         raise UserError(f'{path}: it has no averaged weights, {why}; use --weights training')
+    # The averages include trained parameters only; the rest, such as buffers, comes from the training weights.
     averages = (
         ema['averages']['ema'] if 'averages' in ema else sharded_state.read_all_tensors(path, 'averages.EMA.ema.')
     )
@@ -141,24 +155,30 @@ def weights_of(path: Path, which: Weights | None = None) -> tuple[dict[str, Tens
 
 
 def check_architecture(own: Mapping[str, torch.Size], stored: Mapping[str, torch.Size], where: str) -> None:
-    """Compare names and shapes of a model's tensors with those of a checkpoint.
+    """Check that the names and shapes of a model's tensors equal those of a checkpoint.
+
+    Args:
+        own: Shapes of the model's tensors by name.
+        stored: Shapes of the checkpoint's tensors by name.
+        where: The checkpoint, for messages.
 
     Raises:
-        UserError: It is of another architecture; the message names the first differences.
+        UserError: The architectures differ; the message lists the first differences.
     """
     missing, unknown = sorted(set(own) - set(stored)), sorted(set(stored) - set(own))
-    other = [name for name in own if name in stored and own[name] != stored[name]]
-    if missing or unknown or other:
-        details = [f'{len(names)} {what} ({", ".join(names[:2])})' for what, names in _named(missing, unknown) if names]
-        details += [f'{name} is {tuple(stored[name])}, here {tuple(own[name])}' for name in other[:2]]
-        raise UserError(f'{where}: of another architecture than the recipe: {"; ".join(details)}')
+    reshaped = [name for name in own if name in stored and own[name] != stored[name]]
+    if missing or unknown or reshaped:
+        lists = [('tensors missing', missing), ('unknown tensors', unknown)]
+        details = [f'{len(names)} {label} ({", ".join(names[:2])})' for label, names in lists if names]
+        details += [f'{name} is {tuple(stored[name])}, expected {tuple(own[name])}' for name in reshaped[:2]]
+        raise UserError(f'{where}: the architecture differs from the recipe: {"; ".join(details)}')
 
 
 def load_weights(model: nn.Module, weights: dict[str, Tensor], where: str) -> None:
-    """Copy weights into a model that has exactly these names and shapes.
+    """Copy weights into a model whose tensors must have exactly these names and shapes.
 
     Raises:
-        UserError: It is of another architecture.
+        UserError: The names or shapes differ.
     """
     check_architecture(_shapes(model.state_dict()), _shapes(weights), where)
     model.load_state_dict(weights)
@@ -168,12 +188,9 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in tensors.items()}
 
 
-def _named(missing: list[str], unknown: list[str]) -> list[tuple[str, list[str]]]:
-    return [('tensors missing', missing), ('tensors unknown', unknown)]
-
-
-def _harmless_globals() -> list[Any]:
-    """The classes in what Composer saves besides tensors: versions, clocks, numpy's random states."""
-    reconstruct = np.zeros(1).__reduce__()[0]  # its module has another name in numpy 1 and 2
+def _safe_globals() -> list[Any]:
+    """Return the classes in Composer's checkpoints besides tensors, for versions, times and NumPy's random states."""
+    # Taken from an array, since the function's module has different names in NumPy 1 and 2.
+    reconstruct = np.zeros(1).__reduce__()[0]
     dtypes = [type(np.dtype(name)) for name in ('bool', 'uint32', 'int64', 'float32', 'float64')]
     return [TorchVersion, timedelta, np.ndarray, np.dtype, reconstruct, *dtypes]

@@ -1,7 +1,7 @@
-"""Tensors of a checkpoint in pieces: each rank writes what it holds, and reads what it needs.
+"""Sharded tensors of a checkpoint: each rank writes its own shards and reads the shards that it needs.
 
-This is torch.distributed.checkpoint for tensors alone: whatever else a checkpoint holds is in its state.pt. A piece is
-found by its place in the whole tensor, so any number of ranks under any strategy can read what another number wrote.
+A wrapper of torch.distributed.checkpoint for tensors only; everything else of a checkpoint is in its state.pt. Shards
+are indexed by their offsets in the full tensor, so they can be read by any number of ranks with any strategy.
 """
 
 import collections
@@ -24,33 +24,34 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from diffusion.errors import UserError
 
 INDEX = '.metadata'
-"""Where torch.distributed.checkpoint writes which piece is in which file."""
+"""Name of the index file, in which torch.distributed.checkpoint records the file of each shard."""
 
 
 def write_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Write tensors and DTensors, flushed to disk; every rank calls this with the same names."""
+    """Write tensors and DTensors and flush them to the disk; every rank must call this with the same names."""
+    # Tensors that all ranks hold are written by the lowest rank only.
     writer = filesystem.FileSystemWriter(folder, sync_files=True)
     with _quiet():
         save(dict(tensors), storage_writer=writer, planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True))
 
 
 def read_tensors(tensors: dict[str, Tensor], folder: Path) -> None:
-    """Fill tensors and DTensors in place; every rank calls this with the same names.
+    """Read tensors and DTensors in place; every rank must call this with the same names.
 
     Raises:
-        UserError: The checkpoint lacks some of them, or has them in other shapes.
+        UserError: A tensor is missing in the checkpoint or has another shape.
     """
     stored = shapes(folder)
     for name, tensor in tensors.items():
         if stored.get(name) != tensor.shape:
-            found = f'is {tuple(stored[name])}, here {tuple(tensor.shape)}' if name in stored else 'is not in it'
-            raise UserError(f'{folder}: {name} {found}; the checkpoint is of another architecture or optimizer')
+            found = f'is {tuple(stored[name])}, expected {tuple(tensor.shape)}' if name in stored else 'is missing'
+            raise UserError(f'{folder}: {name} {found}; the architecture or optimizer differs from the recipe')
     with _quiet():
         load(tensors, storage_reader=_Reader(folder), planner=DefaultLoadPlanner())
 
 
 def read_all_tensors(folder: Path, prefix: str) -> dict[str, Tensor]:
-    """All tensors whose name begins with a prefix, whole and on the CPU, by the rest of their name; no other rank."""
+    """Return the full tensors whose names have a prefix, on the CPU, by name without the prefix; not a collective."""
     tensors = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in _entries(folder).items()
@@ -62,7 +63,7 @@ def read_all_tensors(folder: Path, prefix: str) -> dict[str, Tensor]:
 
 
 def shapes(folder: Path) -> dict[str, torch.Size]:
-    """Names and shapes of a checkpoint's tensors."""
+    """Return the shapes of a sharded checkpoint's tensors by name."""
     return {name: entry.size for name, entry in _entries(folder).items()}
 
 
@@ -72,27 +73,30 @@ def _entries(folder: Path) -> dict[str, metadata.TensorStorageMetadata]:
 
 
 class _Reader(filesystem.FileSystemReader):
-    """Reads the index without running anything that is pickled in it."""
+    """Reader that loads the index without executing pickled code."""
 
+    # torch's FileSystemReader.read_metadata calls pickle.load, which would run code of a checkpoint from elsewhere. The
+    # lines after the load repeat those of torch 2.7.
     def read_metadata(self) -> metadata.Metadata:
         path = Path(self.path) / INDEX
         try:
             found = _IndexUnpickler(io.BytesIO(path.read_bytes())).load()
         except FileNotFoundError as error:
-            raise UserError(f'{path}: not there; {path.parent} is not a sharded checkpoint') from error
+            raise UserError(f'{path}: does not exist; {path.parent} is not a sharded checkpoint') from error
         except (pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError, KeyError) as error:
             raise UserError(f'{path}: not the index of a sharded checkpoint ({error})') from error
         if not isinstance(found, metadata.Metadata):
-            raise UserError(f'{path}: not the index of a sharded checkpoint (it holds a {type(found).__name__})')
+            raise UserError(f'{path}: not the index of a sharded checkpoint (contains a {type(found).__name__})')
         found.storage_meta = found.storage_meta or metadata.StorageMeta()
         found.storage_meta.load_id = self.load_id
         return found
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Admits the classes of an index and nothing else."""
+    """Unpickler that allows only the classes of an index."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
+        """Return the class or function with this name if an index may contain it; raise UnpicklingError otherwise."""
         allowed = {
             'torch.distributed.checkpoint.metadata': metadata,
             'torch.distributed.checkpoint.filesystem': filesystem,
@@ -109,21 +113,23 @@ class _IndexUnpickler(pickle.Unpickler):
         found = getattr(allowed.get(module_name), global_name, None)
         if module_name == 'torch' and isinstance(getattr(torch, global_name, None), torch.dtype):
             return getattr(torch, global_name)
+        # Only classes defined in these modules: what they import, such as os or pickle, must not be reachable.
         if isinstance(found, type) and found.__module__ == module_name:
             return found
-        raise pickle.UnpicklingError(f'it holds a pickled {module_name}.{global_name}, which is not loaded')
+        raise pickle.UnpicklingError(f'contains a pickled {module_name}.{global_name}, which is not loaded')
 
 
 def _layout(name: str) -> torch.layout:
+    """Return a layout by name, as torch.serialization._get_layout does, for the unpickler."""
     found = getattr(torch, name.removeprefix('torch.'), None)
     if not isinstance(found, torch.layout):
-        raise pickle.UnpicklingError(f'{name!r} is no layout of a tensor')
+        raise pickle.UnpicklingError(f'{name!r} is not a tensor layout')
     return found
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without torch's remarks on running in one process, and on its own deprecated storage."""
+    """Suppress torch's warnings about running in one process and about its own use of deprecated storage."""
     with warnings.catch_warnings():
         warnings.filterwarnings('ignore', message='torch.distributed is disabled')
         warnings.filterwarnings('ignore', message='TypedStorage is deprecated')

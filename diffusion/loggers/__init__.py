@@ -1,1 +1,1 @@
-"""Logger destinations that Composer does not have."""
+"""Logger destinations in addition to Composer's."""

@@ -1,4 +1,4 @@
-"""A line now and then for a run whose output goes to a file."""
+"""Logger that writes a progress line at intervals, for runs whose output goes to a file instead of a terminal."""
 
 import logging
 import time
@@ -12,16 +12,16 @@ log = logging.getLogger(__name__)
 
 
 class ConsoleLines(LoggerDestination):
-    """Batch, loss, speed and time left on one line, and the validation metrics on another.
+    """Log a line with batch, loss, batches per second and remaining time, and a line per evaluation with its metrics.
 
     Args:
-        every_seconds: Time between lines.
+        every_seconds: Minimum time between two lines.
     """
 
     def __init__(self, *, every_seconds: float = 15.0) -> None:
         self.every_seconds = every_seconds
         self._loss = float('nan')
-        self._spoke = 0.0
+        self._last_line_time = 0.0
         self._batch = 0
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
@@ -29,16 +29,16 @@ class ConsoleLines(LoggerDestination):
             self._loss = float(metrics['loss/train/total'])
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        self._spoke, self._batch = time.monotonic(), state.timestamp.batch.value
+        self._last_line_time, self._batch = time.monotonic(), state.timestamp.batch.value
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        elapsed = time.monotonic() - self._spoke
+        elapsed = time.monotonic() - self._last_line_time
         if elapsed >= self.every_seconds:
-            self._speak(state, elapsed)
+            self._log_progress(state, elapsed)
 
     def fit_end(self, state: State, logger: Logger) -> None:
         if state.timestamp.batch.value > self._batch:
-            self._speak(state, time.monotonic() - self._spoke)
+            self._log_progress(state, time.monotonic() - self._last_line_time)
 
     def eval_end(self, state: State, logger: Logger) -> None:
         if dist.get_global_rank() == 0 and state.dataloader_label is not None:
@@ -46,21 +46,29 @@ class ConsoleLines(LoggerDestination):
             figures = ', '.join(f'{name} {float(metric.compute()):.4f}' for name, metric in metrics.items())
             log.info('batch %d, evaluation: %s', state.timestamp.batch.value, figures)
 
-    def _speak(self, state: State, elapsed: float) -> None:
+    def _log_progress(self, state: State, elapsed: float) -> None:
         batch = state.timestamp.batch.value
         speed = (batch - self._batch) / elapsed
-        self._spoke, self._batch = time.monotonic(), batch
+        self._last_line_time, self._batch = time.monotonic(), batch
         if dist.get_global_rank() == 0:
-            log.info('batch %s, loss %.4f, %.2f batches/s%s', _of(state), self._loss, speed, _left(state, speed))
+            log.info(
+                'batch %s, loss %.4f, %.2f batches/s%s',
+                _format_progress(state),
+                self._loss,
+                speed,
+                _format_remaining(state, speed),
+            )
 
 
-def _of(state: State) -> str:
+def _format_progress(state: State) -> str:
+    """Return the batch number, with the total if the training duration is given in batches."""
     end = state.max_duration
     batch = state.timestamp.batch.value
     return f'{batch} of {end.value}' if end is not None and end.unit == TimeUnit.BATCH else str(batch)
 
 
-def _left(state: State, speed: float) -> str:
+def _format_remaining(state: State, speed: float) -> str:
+    """Return the estimated remaining time as a suffix, empty if the training duration is not given in batches."""
     end = state.max_duration
     if end is None or end.unit != TimeUnit.BATCH or not speed:
         return ''

@@ -1,4 +1,4 @@
-"""Every metric of a run as a line of JSON, and its loss curve as a picture."""
+"""Logger that appends a run's metrics to a file of JSON lines, and draws its loss curve."""
 
 import json
 import logging
@@ -16,13 +16,13 @@ TRAIN_LOSS = 'loss/train/total'
 
 
 class MetricsFile(LoggerDestination):
-    """Append metrics to `folder/metrics.jsonl`, one object a line: the batch as `step`, and the metrics by name.
+    """Append metrics to `folder/metrics.jsonl`, one JSON object per line with the batch as `step` and metrics by name.
 
-    A resumed run goes on in the same file; lines of batches that it does again are left out when the file is read
-    by `read_metrics`. When training ends the loss curve is drawn to `folder/loss.png`.
+    A resumed run appends to the same file; for batches that it repeats, `read_metrics` keeps the later values. When
+    training ends, the loss curve is drawn to `folder/loss.png`.
 
     Args:
-        folder: Of the run.
+        folder: The run's folder.
     """
 
     def __init__(self, folder: str = 'runs') -> None:
@@ -31,6 +31,7 @@ class MetricsFile(LoggerDestination):
 
     @property
     def path(self) -> Path:
+        """Path of the metrics file."""
         return self.folder / 'metrics.jsonl'
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
@@ -41,7 +42,8 @@ class MetricsFile(LoggerDestination):
             return
         if self._file is None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            # Line by line: a run that is killed resumes from a checkpoint, and what came before that must be here.
+            # Line-buffered: a killed run resumes after its last checkpoint and does not repeat the batches before it,
+            # whose metrics must be in the file.
             self._file = self.path.open('a', encoding='utf-8', buffering=1)
         self._file.write(json.dumps({'step': step} | numbers) + '\n')
 
@@ -56,13 +58,13 @@ class MetricsFile(LoggerDestination):
 
 
 def read_metrics(path: Path) -> dict[str, dict[int, float]]:
-    """Metric name -> batch -> value; of a batch that was done twice, the later line."""
+    """Return the values of each metric by batch: name -> batch -> value; the later line counts for repeated batches."""
     series: dict[str, dict[int, float]] = {}
     for line in path.read_text(encoding='utf-8').splitlines():
         try:
             values = json.loads(line)
         except json.JSONDecodeError:
-            continue  # a process was killed while it wrote this line
+            continue  # incomplete: the process was killed while it wrote this line
         step = values.pop('step')
         for name, value in values.items():
             if step is not None:
@@ -71,7 +73,12 @@ def read_metrics(path: Path) -> dict[str, dict[int, float]]:
 
 
 def draw_loss_curve(metrics: Path, out: Path) -> None:
-    """The training loss over batches, as it is and smoothed, with the validation losses."""
+    """Draw the training loss over batches, raw and smoothed, and the validation losses to a PNG file.
+
+    Args:
+        metrics: Path of the metrics file; nothing is drawn if it has no training loss.
+        out: Path of the image.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -97,7 +104,7 @@ def draw_loss_curve(metrics: Path, out: Path) -> None:
 
 
 def _smoothed(values: tuple[float, ...]) -> list[float]:
-    """Exponential average over about a fiftieth of the curve."""
+    """Return an exponential moving average over about 1/50 of the curve."""
     keep = math.exp(-50 / max(50, len(values)))
     average, smoothed = values[0], []
     for value in values:
@@ -107,5 +114,5 @@ def _smoothed(values: tuple[float, ...]) -> list[float]:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a metric is one number, or a tensor of one."""
+    """Return True if a metric is a number or a tensor with one element."""
     return isinstance(value, int | float) or (hasattr(value, 'numel') and value.numel() == 1)

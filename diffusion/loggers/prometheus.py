@@ -1,4 +1,4 @@
-"""The latest metrics for who comes by and takes them: Prometheus' textfile collector, and scrapers of logs."""
+"""Loggers that export the latest metrics to Prometheus' textfile collector or to log scrapers."""
 
 import json
 import logging
@@ -19,21 +19,21 @@ from diffusion.storage.atomic import write_whole
 log = logging.getLogger(__name__)
 
 
-class _Latest(LoggerDestination):
-    """Keeps the latest number of each metric on rank zero, and gives them out now and then.
+class _LatestMetrics(LoggerDestination):
+    """Base class that keeps the latest value of each metric on rank 0 and exports them at intervals.
 
     Args:
-        every_seconds: Time between two.
+        every_seconds: Minimum time between two exports.
     """
 
     def __init__(self, *, every_seconds: float = 15.0) -> None:
         self.every_seconds = every_seconds
         self._latest: dict[str, Any] = {}
         self._run = ''
-        self._gave = -math.inf
+        self._last_export = -math.inf
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        # Not a number yet: that would wait for the GPU at every batch.
+        # Kept as tensors until the export: float() would wait for the GPU at every batch.
         if dist.get_global_rank() == 0:
             self._latest |= {name: value for name, value in metrics.items() if is_number(value)}
 
@@ -42,69 +42,75 @@ class _Latest(LoggerDestination):
 
     def batch_end(self, state: State, logger: Logger) -> None:
         now = time.monotonic()
-        if now - self._gave >= self.every_seconds:
-            self._gave = now
-            self._give(state)
+        if now - self._last_export >= self.every_seconds:
+            self._last_export = now
+            self._export_latest(state)
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        self._give(state)
+        self._export_latest(state)
 
-    def _give(self, state: State) -> None:
+    def _export_latest(self, state: State) -> None:
         if dist.get_global_rank() == 0:
             batch = {'batch': float(state.timestamp.batch.value)}
-            self.give(self._run, batch | {name: float(value) for name, value in self._latest.items()})
+            self.export(self._run, batch | {name: float(value) for name, value in self._latest.items()})
 
-    def give(self, run: str, metrics: dict[str, float]) -> None:
-        """Give out the latest metrics of a run, the batch first."""
+    def export(self, run: str, metrics: dict[str, float]) -> None:
+        """Export the latest metrics of a run, of which `batch` is the first."""
         raise NotImplementedError
 
 
-class PrometheusFile(_Latest):
-    """Writes a file of gauges such as `diffusion_loss_train_total{run="phase1"} 0.12`, whole each time.
+class PrometheusFile(_LatestMetrics):
+    """Write a file of gauges such as `diffusion_loss_train_total{run="phase1"} 0.12`, replaced atomically.
 
     Args:
-        path: In the folder that node_exporter's --collector.textfile.directory names; it must end in .prom.
-        every_seconds: Time between two.
+        path: Path of the file, which must end in .prom, in the folder of node_exporter's
+            --collector.textfile.directory.
+        every_seconds: Minimum time between two writes.
     """
 
     def __init__(self, path: str, *, every_seconds: float = 15.0) -> None:
         super().__init__(every_seconds=every_seconds)
         if not path.endswith('.prom'):
-            raise UserError(f'prometheus_file.path: {path!r} must end in .prom; the collector reads no other files')
+            raise UserError(f'prometheus_file.path: {path!r} must end in .prom; the collector ignores other files')
         self.path = Path(path)
 
-    def give(self, run: str, metrics: dict[str, float]) -> None:
+    def export(self, run: str, metrics: dict[str, float]) -> None:
+        # Replaced atomically, since the collector may read the file at any moment.
         try:
             write_whole(self.path, exposition(run, metrics))
-        except OSError as error:  # no reason to end a training
+        except OSError as error:  # lost metrics must not end the training
             log.warning('prometheus_file: %s cannot be written (%s)', self.path, error)
 
 
-class JSONLines(_Latest):
-    """Prints a line of JSON, `{"batch": 100, "loss/train/total": 0.12, ...}`, as CloudWatch and its like collect it.
+class JSONLines(_LatestMetrics):
+    """Print a JSON line, `{"batch": 100, "loss/train/total": 0.12, ...}`, for log collectors such as CloudWatch.
 
-    A number that JSON has no word for is null.
+    NaN and infinite values, which JSON cannot represent, are null.
 
     Args:
-        every_seconds: Time between two.
+        every_seconds: Minimum time between two lines.
     """
 
-    def give(self, run: str, metrics: dict[str, float]) -> None:
+    def export(self, run: str, metrics: dict[str, float]) -> None:
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         print(json.dumps({'time': time.time(), 'run': run} | finite), flush=True)
 
 
 def exposition(run: str, metrics: dict[str, float]) -> str:
-    """Gauges in Prometheus' text format, version 0.0.4; of two names that read the same there, the later."""
+    """Return metrics as gauges in Prometheus' text format, version 0.0.4.
+
+    If two names become equal after replacing the characters that Prometheus does not allow, the later one is kept.
+    """
     label = run.replace('\\', r'\\').replace('"', r'\"').replace('\n', r'\n')
     gauges = {'diffusion_' + re.sub('[^a-zA-Z0-9_]', '_', name): value for name, value in metrics.items()}
     lines = []
     for name, value in gauges.items():
-        lines += [f'# TYPE {name} gauge', f'{name}{{run="{label}"}} {_shown(value)}']
+        lines += [f'# TYPE {name} gauge', f'{name}{{run="{label}"}} {_format_value(value)}']
     return '\n'.join(lines) + '\n'
 
 
-def _shown(value: float) -> str:
+def _format_value(value: float) -> str:
+    """Return a number in Prometheus' text format, whose words for special values are NaN, +Inf and -Inf."""
     if math.isnan(value):
         return 'NaN'
     return repr(value) if math.isfinite(value) else f'{value:+}'.replace('inf', 'Inf')

@@ -1,1 +1,1 @@
-"""Files that are whole or absent, object stores, downloads with retries, locks, hashes, and MDS shard writing."""
+"""Atomic file writes, object stores, downloads with retries, file locks, hashes, and MDS shard writing."""

@@ -1,6 +1,6 @@
-"""Files and folders that are whole or absent.
+"""Atomic writes of files and folders: after a crash each is either complete or absent.
 
-Each is written under an unfinished name beside its own, flushed to the disk and renamed.
+Each is written under a temporary name in the same folder, flushed to the disk and renamed.
 """
 
 import os
@@ -11,35 +11,38 @@ from pathlib import Path
 from uuid import uuid4
 
 UNFINISHED = '.unfinished-'
-"""Part of the name of everything that is not whole, including what a killed process leaves behind."""
+"""Substring in the name of every incomplete file and folder, including those that a killed process leaves behind."""
 
 
 def new_unfinished(path: Path) -> Path:
-    """Return a name beside `path` that nobody else uses, for what becomes `path` when it is whole."""
+    """Return a unique temporary path in the folder of `path`, to write to before renaming to `path`."""
+    # The same folder, since a rename is atomic only within one file system.
     return path.with_name(f'{path.name}{UNFINISHED}{uuid4().hex[:12]}')
 
 
 @contextmanager
 def becoming(path: Path) -> Iterator[Path]:
-    """Yield a name to write a file under; when the block ends well, the file is flushed and renamed to `path`."""
+    """Yield a temporary path to write a file to; if the block succeeds, the file is flushed and renamed to `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = new_unfinished(path)
     try:
         yield unfinished
+        # The content before the rename: otherwise a power cut could leave an empty file under the final name.
         _flush(unfinished)
         unfinished.replace(path)
-    except BaseException:
+    except BaseException:  # KeyboardInterrupt too
         unfinished.unlink(missing_ok=True)
         raise
+    # The new name is in the folder, which is flushed separately from the file.
     sync_folder(path.parent)
 
 
 @contextmanager
 def becoming_folder(path: Path) -> Iterator[Path]:
-    """Yield an empty folder to fill; when the block ends well, it is flushed and renamed to `path`.
+    """Yield an empty temporary folder to fill; if the block succeeds, it is flushed and renamed to `path`.
 
     Raises:
-        OSError: `path` is there by then, and is not an empty folder.
+        OSError: `path` exists by then and is not an empty folder.
     """
     unfinished = new_unfinished(path)
     unfinished.mkdir(parents=True)
@@ -49,6 +52,7 @@ def becoming_folder(path: Path) -> Iterator[Path]:
             for name in names:
                 _flush(Path(folder, name))
             sync_folder(Path(folder))
+        # rename(2) replaces an empty folder and fails on any other, so an existing dataset is never overwritten.
         os.rename(unfinished, path)
     except BaseException:
         remove(unfinished)
@@ -57,17 +61,20 @@ def becoming_folder(path: Path) -> Iterator[Path]:
 
 
 def replace_folder(written: Path, path: Path, *, aside: Path | None = None) -> None:
-    """Rename a folder whose files are flushed to `path`; a folder that is there goes, or comes back on an error.
+    """Rename a folder to `path`, replacing an existing folder, which is restored if the rename fails.
 
     Args:
-        written: The folder, on the same file system.
-        path: Its new name.
-        aside: Name of the replaced folder in between, which a kill leaves behind; by default an unfinished name.
+        written: The folder, on the same file system; its files must be flushed already.
+        path: New path of the folder.
+        aside: Temporary path of the replaced folder, which remains if the process is killed between the two renames;
+            a path of `new_unfinished` by default.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     sync_folder(written)
     aside = new_unfinished(path) if aside is None else aside
     replaces = path.exists()
+    # Two renames, since rename(2) cannot replace a folder that has files: a kill between them leaves no folder at
+    # `path`, and both complete folders under other names.
     if replaces:
         os.rename(path, aside)
     try:
@@ -81,33 +88,40 @@ def replace_folder(written: Path, path: Path, *, aside: Path | None = None) -> N
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file, text as UTF-8, through to the disk; a file that is there is replaced."""
+    """Write a file atomically and flush it to the disk, text as UTF-8; replaces an existing file."""
     with becoming(path) as unfinished:
         unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder, if it is there; a removal that is killed leaves no half of it under its name."""
+    """Remove a file or a folder if it exists; a killed removal never leaves a partial folder under its name."""
     if not path.is_dir() or path.is_symlink():
         path.unlink(missing_ok=True)
         return
-    # Its writer may live on for a moment and rename it too: one of the two renames wins, and neither gets half of it.
+    # The process that writes the folder may still be alive and rename it too: one of the two renames succeeds, and
+    # the other finds nothing.
     removed = new_unfinished(path)
     with suppress(FileNotFoundError):
         path.rename(removed)
-    # NFS keeps a file that somebody still reads; it goes with the next sweep.
+    # NFS keeps a file that a process has open (.nfsXXXX), which makes rmtree fail; the next call of
+    # remove_unfinished removes it.
     shutil.rmtree(removed, ignore_errors=True)
 
 
 def remove_unfinished(folder: Path, *, below: bool = False) -> None:
-    """Remove what killed processes left in a folder, or also below it; nobody may be writing there."""
+    """Remove incomplete files and folders that killed processes left; no other process may be writing there.
+
+    Args:
+        folder: The folder to clean.
+        below: Clean all of its subfolders too.
+    """
     pattern = f'*{UNFINISHED}*'
     for path in [*(folder.rglob(pattern) if below else folder.glob(pattern))]:
         remove(path)
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush the names in a folder to the disk, where the file system can."""
+    """Flush the directory entries of a folder to the disk, if the file system supports it."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -117,6 +131,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _flush(path: Path) -> None:
-    """Flush a file to the disk: a full disk can go unnoticed on a network mount, a power cut leave an empty file."""
+    """Flush a file's content to the disk."""
+    # Network mounts may report a full disk only at fsync, and without it a power cut can leave an empty file.
     with path.open('rb+') as file:
         os.fsync(file.fileno())

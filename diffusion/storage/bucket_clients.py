@@ -1,9 +1,11 @@
-"""Clients of object stores behind the same five requests; each request is made once, and `retry` judges its errors.
+"""Clients of object stores with one interface of five requests; each request is tried once, `retry` repeats it.
 
-S3, Google and Azure are reached through the packages of their makers, which Streaming brings. Not through obstore,
-whose one Tokio runtime per process does not survive a fork: measured with 0.12.1 against moto, a process that has used
-it once forks children in which every request hangs, through a new client too, and DataLoader workers are such children.
+S3, Google and Azure are accessed through their vendors' packages, which are dependencies of Streaming.
 """
+
+# obstore is not used: its one Tokio runtime per process does not survive a fork. Measured with 0.12.1 against moto:
+# after one request in the parent process, every request in a forked child hangs, with a new client too; DataLoader
+# workers are forked children.
 
 import contextlib
 import io
@@ -17,14 +19,14 @@ from diffusion.storage.retry import PreconditionFailed
 
 CHUNK_BYTES = 2**18
 PART_BYTES = 2**26
-"""Part of an upload; a larger file is uploaded in several, some of them at once."""
+"""Part size of multipart uploads in bytes; a larger file is uploaded in parts, several of them in parallel."""
 CONNECT_SECONDS = 10.0
 GOOGLE_S3 = 'https://storage.googleapis.com'
-"""Google's S3 interface, for the HMAC keys in GCS_KEY and GCS_SECRET."""
+"""Google's S3-compatible endpoint, used with the HMAC keys in GCS_KEY and GCS_SECRET."""
 
 
 class Object(NamedTuple):
-    """An object of a store: its key in the bucket, its bytes, and its etag."""
+    """Metadata of an object: its key (see `Location`), its size in bytes, and its etag."""
 
     key: str
     size: int
@@ -32,10 +34,11 @@ class Object(NamedTuple):
 
 
 class Location(NamedTuple):
-    """An object, or all whose keys begin alike.
+    """Location of an object, or of all objects whose keys have the prefix `key`.
 
-    `account` is that of Azure, else empty. Keys of `Object` are those of URLs: what follows the first slash, which in
-    azure://ACCOUNT.blob.core.windows.net/CONTAINER/KEY has the container in it, and in all other URLs is the key.
+    `account` is the Azure account, and empty for other stores. The key of an `Object` is the part of its URL after the
+    first slash, which for azure://ACCOUNT.blob.core.windows.net/CONTAINER/KEY includes the container; `Location.key`
+    never does.
     """
 
     scheme: str
@@ -45,32 +48,32 @@ class Location(NamedTuple):
 
 
 class Client(Protocol):
-    """Requests to one kind of store. A client serves one thread at a time, in the process that made it."""
+    """Requests to one kind of store; for one thread at a time, in the process that created the client."""
 
-    def list(self, at: Location) -> Iterator[Object]:
-        """Yield the objects whose keys begin with that of `at`."""
+    def list(self, location: Location) -> Iterator[Object]:
+        """Yield the objects whose keys have the prefix of `location`."""
         ...
 
-    def head(self, at: Location) -> Object:
-        """Return the size and etag of an object; an error of status 404 where there is none."""
+    def head(self, location: Location) -> Object:
+        """Return the metadata of an object; raises an error with status 404 if it does not exist."""
         ...
 
-    def read(self, at: Location, file: io.BufferedIOBase, span: tuple[int, int] | None) -> None:
-        """Write an object's content to a file, or its bytes from the first of `span` up to the second."""
+    def read(self, location: Location, file: io.BufferedIOBase, span: tuple[int, int] | None) -> None:
+        """Copy an object's content to a file, or its bytes in the half-open range `span`."""
         ...
 
-    def write(self, at: Location, content: bytes | Path, *, if_absent: bool, if_tag: str | None) -> None:
-        """Make an object of bytes or of a file.
+    def write(self, location: Location, content: bytes | Path, *, if_absent: bool, if_tag: str | None) -> None:
+        """Write an object.
 
         Args:
-            at: The object.
+            location: Location of the object.
             content: The bytes, or the path of a file.
-            if_absent: Fail with status 412 where there is such an object.
-            if_tag: Fail with status 412 where the object has another etag.
+            if_absent: Fail with status 412 if the object exists.
+            if_tag: Fail with status 412 if the object's etag differs from this one.
         """
         ...
 
-    def delete(self, at: Location) -> None:
+    def delete(self, location: Location) -> None:
         """Remove an object."""
         ...
 
@@ -79,23 +82,23 @@ def locate(url: str) -> Location:
     """Parse the URL of an object or a folder.
 
     Raises:
-        UserError: Its scheme has no client, or it names no bucket.
+        UserError: The scheme is not supported, or the URL has no bucket.
     """
     scheme, separator, rest = url.partition('://')
     if not separator or scheme not in CLIENTS:
         schemes = ', '.join(f'{scheme}://' for scheme in CLIENTS)
-        raise UserError(f'{url}: {scheme}:// is not supported; use {schemes}, or a folder that is mounted')
+        raise UserError(f'{url}: {scheme}:// is not supported; use {schemes}, or a mounted folder')
     bucket, _, key = rest.partition('/')
     key, account = key.lstrip('/'), ''
     if scheme == 'azure':
         account, (bucket, _, key) = bucket.partition('.')[0], key.partition('/')
     if not bucket:
-        raise UserError(f'{url}: names no bucket; write it as {scheme}://bucket/folder')
+        raise UserError(f'{url}: the bucket is missing; write it as {scheme}://bucket/folder')
     return Location(scheme, account, bucket, key)
 
 
 class S3Client:
-    """S3, and what speaks its language: every source of credentials that boto3 has, or none for public buckets."""
+    """S3 and S3-compatible stores, with boto3's chain of credentials; without credentials, public buckets only."""
 
     def __init__(self, scheme: str, _account: str, timeout_seconds: float) -> None:
         import boto3
@@ -107,12 +110,12 @@ class S3Client:
         self.google = scheme == 'gs'
         endpoint = os.environ.get('S3_ENDPOINT_URL')
         if endpoint and not endpoint.startswith(('http://', 'https://')):
-            raise UserError(f'S3_ENDPOINT_URL={endpoint}: is no URL; write https://{endpoint}')
+            raise UserError(f'S3_ENDPOINT_URL={endpoint}: is not a URL; write https://{endpoint}')
         settings: dict[str, Any] = {'endpoint_url': endpoint}
         options: dict[str, Any] = {}
         source = botocore.session.get_session()
-        # An instance's metadata service turns many processes that start at once away; without its answer there would
-        # be no credentials. botocore asks it once.
+        # An instance's metadata service throttles many processes that start at the same time. botocore tries it only
+        # once by default, and would continue without credentials.
         if 'AWS_METADATA_SERVICE_NUM_ATTEMPTS' not in os.environ:
             source.set_config_variable('metadata_service_num_attempts', 4)
         session = boto3.Session(botocore_session=source)
@@ -122,7 +125,7 @@ class S3Client:
         if self.google:
             keys = {'aws_access_key_id': os.environ['GCS_KEY'], 'aws_secret_access_key': os.environ['GCS_SECRET']}
             settings = {'endpoint_url': GOOGLE_S3, 'region_name': 'auto', **keys}
-            # Google knows none of the checksums that boto3 adds to S3's requests.
+            # Google's S3 interface does not support the checksums that boto3 adds to requests by default.
             options |= {
                 'request_checksum_calculation': 'when_required',
                 'response_checksum_validation': 'when_required',
@@ -130,17 +133,18 @@ class S3Client:
         config = Config(
             connect_timeout=min(CONNECT_SECONDS, timeout_seconds),
             read_timeout=timeout_seconds,
-            retries={'total_max_attempts': 1},
+            retries={'total_max_attempts': 1},  # `RetryPolicy` does the retries; botocore's would multiply them
             **options,
         )
         self.client: Any = session.client('s3', config=config, **settings)
         self.transfer = TransferConfig(multipart_threshold=PART_BYTES, multipart_chunksize=PART_BYTES)
+        # Streaming's variable: the names of requester-pays buckets, separated by commas.
         payers = os.environ.get('MOSAICML_STREAMING_AWS_REQUESTER_PAYS', '')
         self.requester_pays = {name.strip() for name in payers.split(',') if name.strip()}
 
-    def list(self, at: Location) -> Iterator[Object]:
-        """List in pages of 1000."""
-        request, token = {'Bucket': at.bucket, 'Prefix': at.key, **self._payer(at)}, {}
+    def list(self, location: Location) -> Iterator[Object]:
+        """Yield the objects with a key prefix, listed in pages of 1000."""
+        request, token = {'Bucket': location.bucket, 'Prefix': location.key, **self._payer(location)}, {}
         while True:
             page = self._call(self.client.list_objects_v2, **request, **token)
             for found in page.get('Contents', ()):
@@ -149,44 +153,51 @@ class S3Client:
                 return
             token = {'ContinuationToken': page['NextContinuationToken']}
 
-    def head(self, at: Location) -> Object:
-        """Ask for the metadata."""
-        found = self._call(self.client.head_object, Bucket=at.bucket, Key=at.key, **self._payer(at))
-        return Object(at.key, found['ContentLength'], found['ETag'].strip('"'))
+    def head(self, location: Location) -> Object:
+        """Return the metadata of an object."""
+        found = self._call(self.client.head_object, Bucket=location.bucket, Key=location.key, **self._payer(location))
+        return Object(location.key, found['ContentLength'], found['ETag'].strip('"'))
 
-    def read(self, at: Location, file: io.BufferedIOBase, span: tuple[int, int] | None) -> None:
-        """Stream the body; botocore sees to its length, and to its checksum where S3 sends one."""
+    def read(self, location: Location, file: io.BufferedIOBase, span: tuple[int, int] | None) -> None:
+        """Stream the body to a file; botocore checks its length, and its checksum if S3 sends one."""
         part = {} if span is None else {'Range': f'bytes={span[0]}-{span[1] - 1}'}
-        answer = self._call(self.client.get_object, Bucket=at.bucket, Key=at.key, **part, **self._payer(at))
+        answer = self._call(
+            self.client.get_object, Bucket=location.bucket, Key=location.key, **part, **self._payer(location)
+        )
         with contextlib.closing(answer['Body']) as body:
             for chunk in body.iter_chunks(CHUNK_BYTES):
                 file.write(chunk)
 
-    def write(self, at: Location, content: bytes | Path, *, if_absent: bool, if_tag: str | None) -> None:
-        """Upload in one request, or a large file in parts."""
+    def write(self, location: Location, content: bytes | Path, *, if_absent: bool, if_tag: str | None) -> None:
+        """Upload in one request, or a large file in parts if the write is unconditional."""
         # Streaming's variable: a canned ACL such as bucket-owner-full-control.
         extra = {'ACL': os.environ['S3_CANNED_ACL']} if os.environ.get('S3_CANNED_ACL') else {}
         conditions = {'IfNoneMatch': '*'} if if_absent else {'IfMatch': f'"{if_tag}"'} if if_tag else {}
         if conditions and self.google:
             raise UserError(
-                f'gs://{at.bucket}: conditional writes need Application Default Credentials; '
+                f'gs://{location.bucket}: conditional writes need Application Default Credentials; '
                 'unset GCS_KEY and GCS_SECRET'
             )
         if isinstance(content, bytes):
-            self._call(self.client.put_object, Bucket=at.bucket, Key=at.key, Body=content, **extra, **conditions)
-        elif conditions:  # in one request, which S3 takes up to 5 GiB
+            self._call(
+                self.client.put_object, Bucket=location.bucket, Key=location.key, Body=content, **extra, **conditions
+            )
+        elif conditions:
+            # boto3's upload_file does not accept conditions. A single put_object does, for files of up to 5 GiB.
             with content.open('rb') as body:
-                self._call(self.client.put_object, Bucket=at.bucket, Key=at.key, Body=body, **extra, **conditions)
+                self._call(
+                    self.client.put_object, Bucket=location.bucket, Key=location.key, Body=body, **extra, **conditions
+                )
         else:
             upload = self.client.upload_file
-            self._call(upload, str(content), at.bucket, at.key, ExtraArgs=extra, Config=self.transfer)
+            self._call(upload, str(content), location.bucket, location.key, ExtraArgs=extra, Config=self.transfer)
 
-    def delete(self, at: Location) -> None:
-        """Remove; S3 says nothing where there is none."""
-        self._call(self.client.delete_object, Bucket=at.bucket, Key=at.key)
+    def delete(self, location: Location) -> None:
+        """Delete an object; S3 reports no error if it does not exist."""
+        self._call(self.client.delete_object, Bucket=location.bucket, Key=location.key)
 
-    def _payer(self, at: Location) -> dict[str, str]:
-        return {'RequestPayer': 'requester'} if at.bucket in self.requester_pays else {}
+    def _payer(self, location: Location) -> dict[str, str]:
+        return {'RequestPayer': 'requester'} if location.bucket in self.requester_pays else {}
 
     def _call(self, request: Callable[..., Any], *args: Any, **settings: Any) -> Any:
         from botocore.exceptions import ClientError, NoCredentialsError
@@ -194,13 +205,14 @@ class S3Client:
         try:
             return request(*args, **settings)
         except ClientError as error:
+            # The bucket is not public: the missing credentials are the reason, not missing permissions.
             if self.anonymous and error.response['ResponseMetadata']['HTTPStatusCode'] in (401, 403):
-                raise NoCredentialsError from error  # the bucket is not public
+                raise NoCredentialsError from error
             raise
 
 
 class GoogleClient:
-    """Google Cloud Storage by Application Default Credentials."""
+    """Google Cloud Storage with Application Default Credentials."""
 
     def __init__(self, _scheme: str, _account: str, timeout_seconds: float) -> None:
         from google.auth import default
@@ -208,48 +220,53 @@ class GoogleClient:
 
         credentials, project = default()
         self.client: Any = Client(project=project, credentials=credentials)
+        # Options of every request: `retry=None` turns Google's own retries off.
         self.once: dict[str, Any] = {'timeout': (min(CONNECT_SECONDS, timeout_seconds), timeout_seconds), 'retry': None}
 
-    def list(self, at: Location) -> Iterator[Object]:
-        """List in pages of 1000."""
+    def list(self, location: Location) -> Iterator[Object]:
+        """Yield the objects with a key prefix, listed in pages of 1000."""
         fields = 'items(name,size,etag),nextPageToken'
-        for blob in self.client.list_blobs(at.bucket, prefix=at.key, fields=fields, **self.once):
+        for blob in self.client.list_blobs(location.bucket, prefix=location.key, fields=fields, **self.once):
             yield Object(blob.name, blob.size, blob.etag)
 
-    def head(self, at: Location) -> Object:
-        """Ask for the metadata."""
-        blob = self._blob(at)
+    def head(self, location: Location) -> Object:
+        """Return the metadata of an object."""
+        blob = self._blob(location)
         blob.reload(**self.once)
-        return Object(at.key, blob.size, blob.etag)
+        return Object(location.key, blob.size, blob.etag)
 
-    def read(self, at: Location, file: io.BufferedIOBase, span: tuple[int, int] | None) -> None:
-        """Stream the body as it is stored; Google's client checks its hash."""
+    def read(self, location: Location, file: io.BufferedIOBase, span: tuple[int, int] | None) -> None:
+        """Stream the stored bytes to a file, without decompression; Google's client checks their hash."""
         part = {} if span is None else {'start': span[0], 'end': span[1] - 1}
-        self._blob(at).download_to_file(file, raw_download=True, **part, **self.once)
+        self._blob(location).download_to_file(file, raw_download=True, **part, **self.once)
 
-    def write(self, at: Location, content: bytes | Path, *, if_absent: bool, if_tag: str | None) -> None:
-        """Upload; conditions of Google's are on an object's generation, and 0 stands for none."""
-        blob, condition = self._blob(at), {'if_generation_match': 0} if if_absent else {}
+    def write(self, location: Location, content: bytes | Path, *, if_absent: bool, if_tag: str | None) -> None:
+        """Upload bytes or a file, in one or more requests."""
+        # Google has no condition on etags for uploads, only on generations; generation 0 is an object that does not
+        # exist.
+        blob, condition = self._blob(location), {'if_generation_match': 0} if if_absent else {}
         if if_tag is not None:
+            # Not a race: reload() returns the etag and the generation together, so a write by another process after
+            # it changes the generation, and the upload fails with status 412.
             blob.reload(**self.once)
             if blob.etag != if_tag:
-                raise PreconditionFailed(f'gs://{at.bucket}/{at.key}: has etag {blob.etag}, not {if_tag}')
+                raise PreconditionFailed(f'gs://{location.bucket}/{location.key}: has etag {blob.etag}, not {if_tag}')
             condition = {'if_generation_match': blob.generation}
         if isinstance(content, bytes):
             blob.upload_from_string(content, 'application/octet-stream', **condition, **self.once)
         else:
             blob.upload_from_filename(str(content), **condition, **self.once)
 
-    def delete(self, at: Location) -> None:
-        """Remove."""
-        self._blob(at).delete(**self.once)
+    def delete(self, location: Location) -> None:
+        """Delete an object."""
+        self._blob(location).delete(**self.once)
 
-    def _blob(self, at: Location) -> Any:
-        return self.client.bucket(at.bucket).blob(at.key)
+    def _blob(self, location: Location) -> Any:
+        return self.client.bucket(location.bucket).blob(location.key)
 
 
 class AzureClient:
-    """Azure Blob Storage, and Data Lake by its blob interface, with an access key or Azure's chain of credentials."""
+    """Azure Blob Storage, and Data Lake through its blob interface, with an access key or Azure's credential chain."""
 
     def __init__(self, _scheme: str, account: str, timeout_seconds: float) -> None:
         from azure.core.credentials import AzureNamedKeyCredential
@@ -269,103 +286,108 @@ class AzureClient:
         self.client = BlobServiceClient(
             endpoint,
             credential=credential,
-            retry_total=0,
+            retry_total=0,  # `RetryPolicy` does the retries
             connection_timeout=min(CONNECT_SECONDS, timeout_seconds),
             read_timeout=timeout_seconds,
         )
 
-    def list(self, at: Location) -> Iterator[Object]:
-        """List in pages of 5000."""
-        for blob in self.client.get_container_client(at.bucket).list_blobs(name_starts_with=at.key):
-            yield Object(self._key(at, blob.name), blob.size, (blob.etag or '').strip('"'))
+    def list(self, location: Location) -> Iterator[Object]:
+        """Yield the objects with a key prefix, listed in pages of 5000."""
+        for blob in self.client.get_container_client(location.bucket).list_blobs(name_starts_with=location.key):
+            yield Object(self._key(location, blob.name), blob.size, (blob.etag or '').strip('"'))
 
-    def head(self, at: Location) -> Object:
-        """Ask for the metadata."""
-        found = self._blob(at).get_blob_properties()
-        return Object(self._key(at, at.key), found.size, (found.etag or '').strip('"'))
+    def head(self, location: Location) -> Object:
+        """Return the metadata of an object."""
+        found = self._blob(location).get_blob_properties()
+        return Object(self._key(location, location.key), found.size, (found.etag or '').strip('"'))
 
-    def read(self, at: Location, file: io.BufferedIOBase, span: tuple[int, int] | None) -> None:
-        """Stream the body, in ranges of 4 MiB after the first 32 MiB."""
+    def read(self, location: Location, file: io.BufferedIOBase, span: tuple[int, int] | None) -> None:
+        """Stream the body to a file, in ranges of 4 MiB after the first 32 MiB."""
         part = {} if span is None else {'offset': span[0], 'length': span[1] - span[0]}
-        self._blob(at).download_blob(**part).readinto(file)
+        self._blob(location).download_blob(**part).readinto(file)
 
-    def write(self, at: Location, content: bytes | Path, *, if_absent: bool, if_tag: str | None) -> None:
-        """Upload, a large file in blocks."""
+    def write(self, location: Location, content: bytes | Path, *, if_absent: bool, if_tag: str | None) -> None:
+        """Upload bytes or a file; a large file in blocks."""
         from azure.core import MatchConditions
         from azure.core.exceptions import ResourceExistsError
 
         condition = {'etag': f'"{if_tag}"', 'match_condition': MatchConditions.IfNotModified} if if_tag else {}
         try:
             if isinstance(content, bytes):
-                self._blob(at).upload_blob(content, overwrite=not if_absent, **condition)
+                self._blob(location).upload_blob(content, overwrite=not if_absent, **condition)
             else:
                 with content.open('rb') as body:
                     size = content.stat().st_size
-                    self._blob(at).upload_blob(body, length=size, overwrite=not if_absent, **condition)
-        except ResourceExistsError as error:  # 409, which elsewhere means that one should try again
+                    self._blob(location).upload_blob(body, length=size, overwrite=not if_absent, **condition)
+        except ResourceExistsError as error:
+            # Azure answers a failed `overwrite=False` with 409 instead of 412; `retry` would try a 409 again.
             if not if_absent:
                 raise
-            raise PreconditionFailed(f'{at.bucket}/{at.key}: is there already') from error
+            raise PreconditionFailed(f'{location.bucket}/{location.key}: already exists') from error
 
-    def delete(self, at: Location) -> None:
-        """Remove."""
-        self._blob(at).delete_blob()
+    def delete(self, location: Location) -> None:
+        """Delete an object."""
+        self._blob(location).delete_blob()
 
-    def _blob(self, at: Location) -> Any:
-        return self.client.get_blob_client(at.bucket, at.key)
+    def _blob(self, location: Location) -> Any:
+        return self.client.get_blob_client(location.bucket, location.key)
 
     @staticmethod
-    def _key(at: Location, name: str) -> str:
-        return f'{at.bucket}/{name}' if at.scheme == 'azure' else name
+    def _key(location: Location, name: str) -> str:
+        return f'{location.bucket}/{name}' if location.scheme == 'azure' else name
 
 
 class FsspecClient:
-    """A file system of fsspec: Hugging Face's, which is only read here, and Oracle's, for which ocifs is needed."""
+    """Stores accessed through fsspec: Hugging Face, read-only here, and Oracle, which requires the package ocifs."""
 
     def __init__(self, scheme: str, _account: str, _timeout_seconds: float) -> None:
         self.files = self.file_system(scheme)
 
     def file_system(self, scheme: str) -> Any:
-        """Make an instance that nobody shares."""
+        """Return a new, unshared file system of fsspec."""
         import fsspec
 
         try:
+            # fsspec caches instances per process; each client here is used by one thread at a time.
             return fsspec.filesystem(scheme, skip_instance_cache=True)
         except ImportError as error:
-            raise UserError(f'{scheme}://: needs the package {scheme}fs; pip install {scheme}fs') from error
+            raise UserError(f'{scheme}://: the package {scheme}fs is missing; pip install {scheme}fs') from error
 
-    def list(self, at: Location) -> Iterator[Object]:
-        """List what is at or below a path."""
+    def list(self, location: Location) -> Iterator[Object]:
+        """Yield the object at a path and the objects below it."""
+        # fsspec caches listings; another process may have written since.
         self.files.invalidate_cache()
-        for path, found in self.files.find(f'{at.bucket}/{at.key}'.rstrip('/'), detail=True).items():
+        for path, found in self.files.find(f'{location.bucket}/{location.key}'.rstrip('/'), detail=True).items():
             yield self._object(path, found)
 
-    def head(self, at: Location) -> Object:
-        """Ask for the metadata."""
+    def head(self, location: Location) -> Object:
+        """Return the metadata of an object."""
         self.files.invalidate_cache()
-        return self._object(f'{at.bucket}/{at.key}', self.files.info(f'{at.bucket}/{at.key}'))
+        return self._object(f'{location.bucket}/{location.key}', self.files.info(f'{location.bucket}/{location.key}'))
 
-    def read(self, at: Location, file: io.BufferedIOBase, span: tuple[int, int] | None) -> None:
-        """Stream the content."""
-        path = f'{at.bucket}/{at.key}'
+    def read(self, location: Location, file: io.BufferedIOBase, span: tuple[int, int] | None) -> None:
+        """Stream the content to a file, or read a byte range in one request."""
+        path = f'{location.bucket}/{location.key}'
         if span is None:
             self.files.get_file(path, file)
         else:
             file.write(self.files.cat_file(path, start=span[0], end=span[1]))
 
-    def write(self, at: Location, content: bytes | Path, *, if_absent: bool, if_tag: str | None) -> None:
-        """Upload."""
-        if at.scheme == 'hf' or if_absent or if_tag:
-            kind = 'conditional writes are' if at.scheme != 'hf' else 'uploading is'
-            raise UserError(f'{at.scheme}://{at.bucket}/{at.key}: {kind} not supported here; use another store')
+    def write(self, location: Location, content: bytes | Path, *, if_absent: bool, if_tag: str | None) -> None:
+        """Upload bytes or a file; conditional writes and uploads to Hugging Face are refused."""
+        if location.scheme == 'hf' or if_absent or if_tag:
+            kind = 'conditional writes are' if location.scheme != 'hf' else 'uploading is'
+            raise UserError(
+                f'{location.scheme}://{location.bucket}/{location.key}: {kind} not supported; use another store'
+            )
         if isinstance(content, bytes):
-            self.files.pipe_file(f'{at.bucket}/{at.key}', content)
+            self.files.pipe_file(f'{location.bucket}/{location.key}', content)
         else:
-            self.files.put_file(str(content), f'{at.bucket}/{at.key}')
+            self.files.put_file(str(content), f'{location.bucket}/{location.key}')
 
-    def delete(self, at: Location) -> None:
-        """Remove."""
-        self.files.rm_file(f'{at.bucket}/{at.key}')
+    def delete(self, location: Location) -> None:
+        """Delete an object."""
+        self.files.rm_file(f'{location.bucket}/{location.key}')
 
     @staticmethod
     def _object(path: str, found: dict[str, Any]) -> Object:
@@ -387,4 +409,4 @@ CLIENTS: dict[str, Callable[[str, str, float], Client]] = {
     'oci': FsspecClient,
     'hf': FsspecClient,
 }
-"""Constructors by scheme, called with the scheme, the account, and the seconds in which a request must be answered."""
+"""Client constructors by URL scheme; called with the scheme, the account, and the request timeout in seconds."""

@@ -1,15 +1,15 @@
-"""Compare nested settings that were saved with those of now, one line per difference."""
+"""Comparison of saved nested settings with the current ones, one line per difference."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any], *, saved_in: str = 'in the checkpoint') -> list[str]:
-    """Return lines such as `streams.a.choose: 96 in the checkpoint, 128 now`, ordered as `now` is.
+    """Return lines such as `streams.a.choose: 96 in the checkpoint, 128 now`, in the order of `now`.
 
     Args:
         saved: Nested mappings of plain values.
-        now: The same settings today.
+        now: The current settings.
         saved_in: Words that follow a saved value.
     """
     return list(_differences('', saved, now, saved_in))
@@ -19,14 +19,14 @@ def _differences(where: str, saved: Mapping[str, Any], now: Mapping[str, Any], s
     for key in [*now, *(key for key in saved if key not in now)]:
         path = f'{where}.{key}' if where else key
         if key not in saved or key not in now:
-            yield f'{path}: {_described(saved, key)} {saved_in}, {_described(now, key)} now'
+            yield f'{path}: {_format_value(saved, key)} {saved_in}, {_format_value(now, key)} now'
         elif isinstance(saved[key], Mapping) and isinstance(now[key], Mapping):
             yield from _differences(path, saved[key], now[key], saved_in)
         elif saved[key] != now[key]:
             yield f'{path}: {saved[key]} {saved_in}, {now[key]} now'
 
 
-def _described(values: Mapping[str, Any], key: str) -> str:
+def _format_value(values: Mapping[str, Any], key: str) -> str:
     if key not in values:
-        return 'not'
-    return 'there' if isinstance(values[key], Mapping) else str(values[key])
+        return 'missing'
+    return 'present' if isinstance(values[key], Mapping) else str(values[key])

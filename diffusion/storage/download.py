@@ -1,4 +1,4 @@
-"""Files of a folder in an object store or on a mount."""
+"""Reading and downloading the files of a folder in an object store or on a mount."""
 
 import contextlib
 import logging
@@ -17,11 +17,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RemoteFolder:
-    """A folder of an object store, or of a mount.
+    """A folder in an object store or on a mount.
 
     Args:
         url: The folder's URL or path.
-        retry: How often and how patiently its files are asked for.
+        retry: Number of tries and timeout of each read.
     """
 
     url: str
@@ -32,51 +32,50 @@ class RemoteFolder:
         return f'{self.url.rstrip("/")}/{name}'
 
     def persist(self, make: Callable[[], None], name: str) -> None:
-        """Call `make`, which downloads and checks a file, until it succeeds.
+        """Call `make`, which downloads and checks a file, again until it succeeds or the tries are used up.
 
         Raises:
-            UserError: The store refuses.
+            UserError: The store refuses the request.
             GaveUp: Every try failed.
             OSError: The local disk is full.
         """
         self.retry.run(make, self.address(name))
 
     def download(self, name: str, path: Path) -> None:
-        """Download a file in a single try, for `persist`."""
+        """Download a file in a single try; call it from `persist`."""
         object_store.download_once(self.address(name), path, self.retry)
 
     def read(self, name: str) -> bytes:
-        """Return the content of a small file in a single try, for `persist`."""
+        """Return the content of a small file, read in a single try; call it from `persist`."""
         return object_store.read_once(self.address(name), self.retry)
 
     def refresh(self, name: str, path: Path) -> None:
-        """Fetch a small file anew: no index tells whether the one at `path` is still the same.
-
-        Where it cannot be had, the one at `path` holds, and a warning says so.
+        """Download a small file to `path`; if that fails, log a warning and keep the existing file at `path`.
 
         Raises:
-            UserError: The store refuses, and there is nothing at `path`.
-            GaveUp: Every try failed, and there is nothing at `path`.
+            UserError: The store refuses the request, and `path` does not exist.
+            GaveUp: Every try failed, and `path` does not exist.
         """
+        # Always downloaded: no index has the size or hash of this file, so a stale copy cannot be recognized.
         try:
             self.persist(lambda: write_whole(path, self.read(name)), name)
         except (GaveUp, UserError) as error:
             if not path.exists():
                 raise
-            log.warning('%s; going on with the one in %s', error, path)
+            log.warning('%s; using the existing copy %s', error, path)
 
     @contextlib.contextmanager
     def files(self, *names: str) -> Iterator[Path]:
-        """Lend a folder that holds these files: the folder itself where it is local, else a temporary copy.
+        """Yield a local folder with these files: the folder itself if it is local, otherwise a temporary copy.
 
         Raises:
-            FileNotFoundError: There is no such local folder.
-            UserError: The store refuses.
+            FileNotFoundError: The local folder does not exist.
+            UserError: The store refuses the request.
             GaveUp: Every try failed.
         """
         if '://' not in self.url:
             if not Path(self.url).is_dir():
-                raise FileNotFoundError(f'{self.url} is no folder')
+                raise FileNotFoundError(f'{self.url} is not a folder')
             yield Path(self.url)
             return
         with tempfile.TemporaryDirectory() as scratch:

@@ -1,4 +1,4 @@
-"""One interface to a local folder and to a folder of an object store: files appear in it whole, and are listed."""
+"""One interface to local folders and object-store folders: atomic writes, listing and reading of files."""
 
 import os
 from collections.abc import Iterator
@@ -12,33 +12,33 @@ from diffusion.storage.object_store import download, list_objects, split, upload
 
 
 class Folder(Protocol):
-    """A folder that several processes write files into."""
+    """A folder that several processes write files to."""
 
     def sizes(self) -> dict[str, int]:
-        """Return the bytes of every whole file in the folder and below, by its path from here."""
+        """Return the size in bytes of every complete file in the folder and its subfolders, by relative path."""
         ...
 
     def writing(self, name: str) -> AbstractContextManager[Path]:
-        """Yield a local path to write a new file at; it appears here when the block ends well."""
+        """Yield a local path to write a new file to; if the block succeeds, the file appears in the folder."""
         ...
 
     def fetch(self, name: str) -> Path:
-        """Return a local path of a file that is here."""
+        """Return a local path of an existing file."""
         ...
 
-    def write_first(self, name: str, text: str) -> None:
-        """Write a file unless it is here already."""
+    def write_if_absent(self, name: str, text: str) -> None:
+        """Write a text file unless it exists."""
         ...
 
     def write_text(self, name: str, text: str) -> None:
-        """Write a file."""
+        """Write a text file, replacing an existing one."""
         with self.writing(name) as path:
             path.write_text(text, encoding='utf-8')
 
 
 @dataclass(frozen=True)
 class LocalFolder(Folder):
-    """A folder of a file system that all processes share."""
+    """A folder on a file system that all processes share."""
 
     path: Path
 
@@ -46,25 +46,27 @@ class LocalFolder(Folder):
         return str(self.path)
 
     def sizes(self) -> dict[str, int]:
-        """Return the bytes of every whole file in the folder and below, by its path from here."""
+        """Return the size in bytes of every complete file in the folder and its subfolders, by relative path."""
         files = (path for path in self.path.rglob('*') if UNFINISHED not in path.name and path.is_file())
         return {path.relative_to(self.path).as_posix(): path.stat().st_size for path in files}
 
     def writing(self, name: str) -> AbstractContextManager[Path]:
-        """Yield a local path to write a new file at; it appears here when the block ends well."""
+        """Yield a temporary path to write a new file to; if the block succeeds, it is renamed to its final name."""
         return becoming(self.path / name)
 
     def fetch(self, name: str) -> Path:
         """Return the path of a file."""
         return self.path / name
 
-    def write_first(self, name: str, text: str) -> None:
-        """Write a file unless it is here already; of several processes that do so at once, one is first."""
+    def write_if_absent(self, name: str, text: str) -> None:
+        """Write a text file unless it exists; if several processes call this concurrently, exactly one of them wins."""
         path = self.path / name
         if path.exists():
             return
         unfinished = new_unfinished(path)
         write_whole(unfinished, text)
+        # A hard link fails if the name exists, where a rename would silently replace another process's file. The
+        # linked file is complete already, so no reader can see a partial one.
         with suppress(FileExistsError):
             os.link(unfinished, path)
         unfinished.unlink()
@@ -72,11 +74,11 @@ class LocalFolder(Folder):
 
 @dataclass(frozen=True)
 class StoreFolder(Folder):
-    """A folder of an object store; files pass through a local folder.
+    """A folder in an object store; files are staged in a local folder.
 
     Attributes:
-        url: The folder in the store.
-        scratch: The local folder; no other process writes files of the same names there.
+        url: URL of the folder.
+        scratch: The local folder; no other process may write files of the same names there.
     """
 
     url: str
@@ -86,16 +88,16 @@ class StoreFolder(Folder):
         return self.url
 
     def sizes(self) -> dict[str, int]:
-        """Return the bytes of every object in the folder and below, by its path from here."""
+        """Return the size in bytes of every object in the folder and its subfolders, by relative path."""
         prefix = f'{split(self.url)[1]}/'
         return {found.key.removeprefix(prefix): found.size for found in list_objects(f'{self.url}/')}
 
     @contextmanager
     def writing(self, name: str) -> Iterator[Path]:
-        """Yield a local path to write a new file at; it is uploaded and removed when the block ends well."""
+        """Yield a local path to write a new file to; the file is uploaded if the block succeeds, then removed."""
         path = self.scratch / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)  # of a process that was killed
+        path.unlink(missing_ok=True)  # left by a killed process; writers open it with mode 'x'
         try:
             yield path
             upload(path, f'{self.url}/{name}'.rpartition('/')[0])
@@ -103,13 +105,14 @@ class StoreFolder(Folder):
             path.unlink(missing_ok=True)
 
     def fetch(self, name: str) -> Path:
-        """Return the path of a local copy."""
+        """Download a file and return the path of the local copy."""
         path = self.scratch / name
         path.parent.mkdir(parents=True, exist_ok=True)
         download(f'{self.url}/{name}', path)
         return path
 
-    def write_first(self, name: str, text: str) -> None:
-        """Write a file unless it is here already; for one process at a time."""
+    def write_if_absent(self, name: str, text: str) -> None:
+        """Write a text file unless it exists; only one process at a time may call this."""
+        # No conditional write: `bucket_clients` has none for Oracle, nor for Google with HMAC keys.
         if name not in self.sizes():
             self.write_text(name, text)

@@ -1,4 +1,4 @@
-"""Check a shard's file against the index of its dataset: its size, and its hash where the index has one."""
+"""Check of a shard's file against the index of its dataset: its size, and its hash if the index has one."""
 
 import hashlib
 import os
@@ -16,47 +16,48 @@ CHUNK = 2**20
 
 
 class FileInfo(Protocol):
-    """A file as an index describes it; Streaming's class of the same name is one."""
+    """Size and hashes of a file as recorded in an index; Streaming's class of the same name satisfies it."""
 
     bytes: int
     hashes: dict[str, str]
 
 
 def algorithm_for(hashes: Collection[str], demanded: str | None = None) -> str | None:
-    """Return the hash to check by: the one that is demanded, else the fastest; None where there is none.
+    """Return the hash algorithm to check with: `demanded`, or the fastest available; None if there is no known hash.
 
     Raises:
-        UserError: The one that is demanded is not among them.
+        UserError: `demanded` is not among the available hashes.
     """
     if demanded is not None:
         if demanded not in hashes:
             raise UserError(
-                f'validate_hash: its shards have no {demanded}, but {", ".join(sorted(hashes)) or "no hash at all"}; '
-                'remove it, and the fastest they have is used'
+                f'validate_hash: the shards have no {demanded} hash, only {", ".join(sorted(hashes)) or "sizes"}; '
+                'remove it to use the fastest available hash'
             )
         return demanded
     return next((name for name in FASTEST_FIRST if name in hashes), None)
 
 
 def damage(path: Path, expected: FileInfo, demanded: str | None = None) -> str | None:
-    """Return what is wrong with a file, such as `8190 bytes, its index says 8192`; None where it is sound."""
+    """Return a description of the damage to a file, such as `8190 bytes, expected 8192`; None if it is intact."""
     try:
         size = path.stat().st_size
         if size != expected.bytes:
-            return f'{size} bytes, its index says {expected.bytes}'
+            return f'{size} bytes, expected {expected.bytes}'
         algorithm = algorithm_for(expected.hashes, demanded)
         if algorithm is None:
             return None
         found = hash_of(path, algorithm)
     except FileNotFoundError:
-        return 'it is not there'
+        return 'the file does not exist'
     wanted = expected.hashes[algorithm]
-    return None if found == wanted else f'{algorithm} {found}, its index says {wanted}'
+    return None if found == wanted else f'{algorithm} {found}, expected {wanted}'
 
 
 def hash_of(path: Path, algorithm: str) -> str:
     """Return the hexadecimal hash of a file's content."""
     digest = _hasher(algorithm)
+    # One buffer for all reads, unbuffered: no allocation and no second copy per chunk.
     chunk = memoryview(bytearray(CHUNK))
     with path.open('rb', buffering=0) as file:
         while count := file.readinto(chunk):
@@ -65,13 +66,13 @@ def hash_of(path: Path, algorithm: str) -> str:
 
 
 def file_signature(path: str | Path) -> int:
-    """Return a number that changes when a file is written to or replaced, and is never 0.
+    """Return an integer that changes when a file is modified or replaced, and is never 0.
 
     Raises:
-        FileNotFoundError: It is not there.
+        FileNotFoundError: The file does not exist.
     """
     status = os.stat(path)
-    # Of whole numbers, the same in every process.
+    # A hash of integers does not depend on PYTHONHASHSEED, so it is the same in every process.
     return hash((status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)) & 2**64 - 1 | 1
 
 

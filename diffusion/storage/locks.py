@@ -1,6 +1,6 @@
-"""Locks between processes of a machine, which end with their owner, and folders for unfinished files.
+"""File locks between processes of one machine, released when the owner exits, and temporary folders for downloads.
 
-Jobs of several machines are kept apart by `launch.run_lock`, since file systems of clusters may have no locks.
+`launch.run_lock` locks a run against jobs on other machines, since shared file systems may not support flock.
 """
 
 import contextlib
@@ -14,28 +14,28 @@ from pathlib import Path
 
 SUFFIX = '.unfinished'
 STALE_SECONDS = 24 * 3600.0
-"""Age at which unfinished files are removed from a file system without locks, which cannot tell who is at them."""
+"""Age at which unfinished files are removed from a file system without locks, since they might still be in use."""
 
 
 @contextlib.contextmanager
 def locked(path: Path, wait: Callable[[], None]) -> Iterator[bool]:
-    """Hold the lock of a path, in a hidden file beside it; as `held`."""
-    with held(_lock_of(path), wait, remove=True) as is_held:
+    """Hold the lock of a path, a hidden file in the same folder; arguments and yielded value are those of `held`."""
+    with held(_lock_path(path), wait, remove=True) as is_held:
         yield is_held
 
 
 @contextlib.contextmanager
 def held(file: Path, wait: Callable[[], None], *, shared: bool = False, remove: bool = False) -> Iterator[bool]:
-    """Hold the lock that a file stands for; yields False where the file system has no locks and nothing is held.
+    """Hold the lock of a lock file; yields False if the file system does not support locks, in which case none is held.
 
     Args:
-        file: Made if it is not there, with its folder.
-        wait: Called every few milliseconds while another process holds the lock; an exception that it raises ends
-            the wait.
-        shared: Let others hold it too, who ask for it shared.
-        remove: Remove the file afterwards; only for files that nobody holds shared.
+        file: The lock file; created with its folder if it does not exist.
+        wait: Called every 20 ms while another process holds the lock; an exception that it raises ends the wait.
+        shared: Take a shared lock, which other processes can hold at the same time if theirs is shared too.
+        remove: Remove the lock file afterwards; only for files on which no process takes a shared lock.
     """
-    while (handle := _taken(file, shared=shared)) is None:
+    # Polled, since a blocking flock could not call `wait`, by which callers raise a timeout or another rank's failure.
+    while (handle := _try_lock(file, shared=shared)) is None:
         wait()
         time.sleep(0.02)
     try:
@@ -45,7 +45,7 @@ def held(file: Path, wait: Callable[[], None], *, shared: bool = False, remove: 
 
 
 def scratch_for(path: Path, size: int) -> Path:
-    """Make a folder beside a path, to make the file in; its name says how large that will be."""
+    """Create a temporary folder next to `path` in which to write the file; `size`, in bytes, is part of its name."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f'.{path.name}.{size}.{uuid.uuid4().hex[:12]}{SUFFIX}')
     scratch.mkdir()
@@ -53,17 +53,18 @@ def scratch_for(path: Path, size: int) -> Path:
 
 
 def reserved_bytes(name: str) -> int:
-    """Return the size that a folder of `scratch_for` will hold, from its name; 0 for another name."""
+    """Return the size in bytes from the name of a folder of `scratch_for`; 0 for any other name."""
     parts = name.removesuffix(SUFFIX).rsplit('.', 2)
     return int(parts[1]) if name.endswith(SUFFIX) and len(parts) == 3 and parts[1].isdigit() else 0
 
 
 def remove_stale_scratch(folder: Path) -> None:
-    """Remove the unfinished files of killed processes below a folder; those that a living one is at stay."""
+    """Remove the temporary folders of killed processes below a folder; those in use by a running process stay."""
     for scratch in folder.rglob(f'.*{SUFFIX}'):
         target = scratch.with_name(scratch.name.removesuffix(SUFFIX).rsplit('.', 2)[0][1:])
-        lock = _lock_of(target)
-        handle = _taken(lock)
+        # A download holds the lock of its target while it runs: if the lock can be taken, its process has ended.
+        lock = _lock_path(target)
+        handle = _try_lock(lock)
         if handle is None:
             continue
         try:
@@ -73,12 +74,12 @@ def remove_stale_scratch(folder: Path) -> None:
             _release(handle, lock)
 
 
-def _lock_of(path: Path) -> Path:
+def _lock_path(path: Path) -> Path:
     return path.with_name(f'.{path.name}.lock')
 
 
-def _taken(lock: Path, *, shared: bool = False) -> int | None:
-    """Return a handle that holds the lock, -1 where there are no locks, None where another process holds it."""
+def _try_lock(lock: Path, *, shared: bool = False) -> int | None:
+    """Return a descriptor that holds the lock, -1 if locks are not supported, None if another process holds it."""
     while True:
         lock.parent.mkdir(parents=True, exist_ok=True)
         handle = _open(lock)
@@ -90,8 +91,9 @@ def _taken(lock: Path, *, shared: bool = False) -> int | None:
         except OSError:
             os.close(handle)
             return -1
-        # The owner before may have removed the file after it was opened here: the lock is then of a file without a
-        # name, and the next process would make another one.
+        # The previous owner may have removed the file between the open and the flock here. This lock is then on an
+        # unlinked inode, while the next process would create and lock a new file: both would hold "the" lock. Keep it
+        # only if the name still refers to the same inode, otherwise try again.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(handle), lock.stat()):
                 return handle
@@ -102,17 +104,19 @@ def _open(lock: Path) -> int:
     try:
         return os.open(lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
     except PermissionError:
-        # Another user's file in a folder that all may write to, such as /tmp, can be opened to be read, and not with
-        # O_CREAT (sysctl fs.protected_regular).
+        # In a world-writable sticky folder such as /tmp, another user's file cannot be opened with O_CREAT (sysctl
+        # fs.protected_regular) or for writing, but it can be opened for reading, which is enough for flock.
         return os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
 
 
 def _release(handle: int, lock: Path | None) -> None:
     if handle < 0:
         return
+    # Unlinked before the lock is released: afterwards it could be the file that another process has just locked.
     if lock is not None:
         lock.unlink(missing_ok=True)
-    fcntl.flock(handle, fcntl.LOCK_UN)  # closing alone would leave it to a process forked meanwhile
+    # Unlocked explicitly: closing alone would not release the lock if a process forked meanwhile shares the descriptor.
+    fcntl.flock(handle, fcntl.LOCK_UN)
     os.close(handle)
 
 

@@ -1,8 +1,10 @@
-"""MDS shards, Streaming's file format, written without Streaming: importing that takes 4 CPU seconds and brings torch.
+"""Writer of MDS shards, Streaming's file format, that does not import Streaming.
 
-A shard is its number of samples n, n + 1 offsets, the columns as JSON, then the samples; integers are little-endian.
-The tests compare every byte with what Streaming's MDSWriter writes.
+A shard consists of its number of samples n, n + 1 offsets, the columns as JSON, and the samples; integers are
+little-endian. The tests compare every byte with the output of Streaming's MDSWriter.
 """
+
+# MDSWriter itself is not used: importing Streaming takes 4 CPU seconds per process and imports torch.
 
 import functools
 import hashlib
@@ -22,7 +24,7 @@ import xxhash
 from diffusion.storage.atomic import becoming, write_whole
 
 HASHES = ('sha1', 'xxh64')
-"""Both algorithms that a recipe's `validate_hash` may ask for; Streaming checks one of them."""
+"""Hash algorithms of each shard, both of which a recipe's `validate_hash` may select; Streaming checks one of them."""
 INDEX = 'index.json'
 
 _NEW_HASH: dict[str, Callable[[], Any]] = {'sha1': hashlib.sha1, 'xxh64': xxhash.xxh64}
@@ -43,19 +45,19 @@ _DECODE: dict[str, Callable[[bytes], Any]] = {
 
 @dataclass(frozen=True)
 class ShardFormat:
-    """The settings that the header of every shard of a dataset repeats.
+    """Columns and size limit of a dataset's shards, stored in the header of each shard.
 
     Attributes:
-        columns: Encodings by column: bytes, str, int, json, ndarray:DTYPE:SIDES (float16:4,8,8) or ndarray:DTYPE, whose
-            shape may differ by sample.
-        size_limit: Largest size of a shard in bytes; None for no limit.
+        columns: Encoding of each column: bytes, str, int, json, ndarray:DTYPE:SHAPE (ndarray:float16:4,8,8), or
+            ndarray:DTYPE for arrays whose shape may differ between samples.
+        size_limit: Maximum size of a shard in bytes; None for no limit.
     """
 
     columns: Mapping[str, str]
     size_limit: int | None = None
 
     def encode(self, sample: Mapping[str, Any]) -> bytes:
-        """Return a sample's bytes in a shard: the sizes of the columns whose size varies, then all columns by name."""
+        """Return the encoded sample: the sizes of the variable-size columns, then the values of all columns by name."""
         names = sorted(self.columns)
         values = [_encode(self.columns[name], sample[name]) for name in names]
         sizes = [
@@ -64,19 +66,24 @@ class ShardFormat:
         return struct.pack(f'<{len(sizes)}I', *sizes) + b''.join(values)
 
     def decode(self, encoded: bytes) -> dict[str, Any]:
-        """Return the sample that `encode` encoded; not for arrays."""
+        """Return the sample of an output of `encode`; does not support arrays."""
         varying = sum(_fixed_size(encoding) is None for encoding in self.columns.values())
         sizes = iter(struct.unpack_from(f'<{varying}I', encoded))
-        sample, at = {}, 4 * varying
+        sample, offset = {}, 4 * varying
         for name in sorted(self.columns):
             size = _fixed_size(self.columns[name]) or next(sizes)
-            sample[name] = _DECODE[self.columns[name]](encoded[at : at + size])
-            at += size
+            sample[name] = _DECODE[self.columns[name]](encoded[offset : offset + size])
+            offset += size
         return sample
 
     def cut(self, sizes: np.ndarray) -> Iterator[range]:
-        """Yield the samples of each shard: as many as fit by their sizes in bytes, but at least one."""
+        """Yield the range of samples of each shard: as many as fit into the size limit, but at least one.
+
+        Args:
+            sizes: Sizes of the encoded samples in bytes.
+        """
         assert self.size_limit is not None
+        # Each sample takes 4 bytes more, for its offset.
         ends = np.concatenate([[0], np.cumsum(sizes.astype(np.int64) + 4)])
         room = self.size_limit - self.header_bytes(0)
         start = 0
@@ -86,26 +93,26 @@ class ShardFormat:
             start = stop
 
     def write_shard(self, path: Path, samples: Iterable[bytes], sizes: Sequence[int], *, name: str) -> dict[str, Any]:
-        """Write encoded samples to a new file, through to the disk, and return its entry of the index.
+        """Write encoded samples to a new file, flush it to the disk, and return its index entry.
 
         Args:
-            path: The file.
-            samples: In order; they may come one by one, so that a shard need not fit into memory.
-            sizes: The samples' sizes in bytes.
-            name: The file's name in the index.
+            path: Path of the file, which must not exist.
+            samples: The samples in order; may be a generator, so that a shard need not fit into memory.
+            sizes: Sizes of the samples in bytes, known beforehand since the header has the offsets.
+            name: Name of the file in the index.
         """
         header = self._header(sizes)
         hashes = {algorithm: _NEW_HASH[algorithm]() for algorithm in HASHES}
         with path.open('xb') as file:
             for piece in chain([header], samples):
                 file.write(piece)
-                for each in hashes.values():
-                    each.update(piece)
+                for digest in hashes.values():
+                    digest.update(piece)
             written = file.tell()
             file.flush()
             os.fsync(file.fileno())
-        assert written == len(header) + sum(sizes), f'{path}: its samples are not of the given sizes'
-        digests = {algorithm: each.hexdigest() for algorithm, each in hashes.items()}
+        assert written == len(header) + sum(sizes), f'{path}: the samples do not have the given sizes'
+        digests = {algorithm: digest.hexdigest() for algorithm, digest in hashes.items()}
         return {
             'samples': len(sizes),
             'raw_data': {'basename': name, 'bytes': written, 'hashes': digests},
@@ -114,7 +121,7 @@ class ShardFormat:
         }
 
     def header_bytes(self, samples: int) -> int:
-        """Return the offset of the first sample in a shard of so many."""
+        """Return the size of the header of a shard with this number of samples."""
         return 4 + 4 * (samples + 1) + len(self._config_bytes())
 
     def _header(self, sizes: Sequence[int]) -> bytes:
@@ -139,17 +146,17 @@ class ShardFormat:
 
 
 def shard_name(number: int) -> str:
-    """Return the file name of a shard."""
+    """Return the file name of the shard with this number."""
     return f'shard.{number:05}.mds'
 
 
 def index_text(shards: Sequence[Mapping[str, Any]]) -> str:
-    """Return the content of index.json."""
+    """Return the content of index.json for these index entries."""
     return json.dumps({'version': 2, 'shards': list(shards)}, sort_keys=True)
 
 
 def write_dataset(folder: Path, samples: Iterable[Mapping[str, Any]], columns: Mapping[str, str]) -> None:
-    """Write samples into a folder as one shard with its index; the samples are held in memory."""
+    """Write samples to a folder as one shard with its index; all samples are held in memory."""
     shards = ShardFormat(columns)
     encoded = [shards.encode(sample) for sample in samples]
     path = folder / shard_name(0)
@@ -160,14 +167,14 @@ def write_dataset(folder: Path, samples: Iterable[Mapping[str, Any]], columns: M
 
 @functools.cache
 def _array_type(encoding: str) -> tuple[np.dtype, tuple[int, ...] | None]:
-    """Return the data type and, where it is fixed, the shape of `ndarray:float16:4,8,8`."""
+    """Return the data type and the shape of an encoding such as `ndarray:float16:4,8,8`; None for a variable shape."""
     _, dtype, *sides = encoding.split(':')
     return np.dtype(dtype), tuple(int(side) for side in sides[0].split(',')) if sides else None
 
 
 @functools.cache
 def _fixed_size(encoding: str) -> int | None:
-    """Return the bytes of every value of a column, or None where they vary."""
+    """Return the size in bytes of every value of a column, or None if it varies."""
     if not encoding.startswith('ndarray'):
         return _INT_BYTES if encoding == 'int' else None
     dtype, shape = _array_type(encoding)
@@ -181,7 +188,8 @@ def _encode(encoding: str, value: Any) -> bytes:
     assert value.dtype == dtype and value.size and shape in (None, value.shape), f'{value.dtype} {value.shape}'
     if shape is not None:
         return value.tobytes()
-    # Sides in the smallest of 1, 2, 4 and 8 bytes; the byte before them holds their count and that choice.
-    side = np.min_scalar_type(max(value.shape))
-    head = bytes([value.ndim << 2 | side.itemsize.bit_length() - 1])
-    return head + np.array(value.shape, side).tobytes() + value.tobytes()
+    # Streaming's layout: one byte with the number of dimensions (upper 6 bits) and log2 of the integer size (lower 2),
+    # then the shape in the smallest unsigned integers of 1, 2, 4 or 8 bytes that hold it.
+    integer = np.min_scalar_type(max(value.shape))
+    head = bytes([value.ndim << 2 | integer.itemsize.bit_length() - 1])
+    return head + np.array(value.shape, integer).tobytes() + value.tobytes()

@@ -1,7 +1,7 @@
-"""Objects by URL: list, read, download, upload, write, delete, each tried as often as its `RetryPolicy` says.
+"""Object-store operations by URL (list, read, download, upload, write, delete), with retries by a `RetryPolicy`.
 
-Schemes are those of `bucket_clients.CLIENTS`; a path without a scheme can be read and downloaded too, since a mount may
-stall as a store does.
+Supported schemes are those of `bucket_clients.CLIENTS`. Paths without a scheme can be read and downloaded too, with the
+same timeout and retries, since a network mount may stall as a store does.
 """
 
 import contextlib
@@ -20,9 +20,9 @@ from diffusion.storage.bucket_clients import CLIENTS, Client, Location, Object, 
 from diffusion.storage.retry import DamagedDownload, RetryPolicy, status_of
 
 PROGRESS_BYTES = 2**20
-"""Bytes that a download must bring within a timeout to go on: 64 of them may share a slow line."""
+"""Bytes that a download must receive per timeout to continue; small, since 64 downloads may share a slow link."""
 GRACE_SECONDS = 5.0
-"""Time after which a client's own timeout ends the thread of a download that was given up."""
+"""Time that a client's own timeout is longer than the policy's; it ends the thread of an abandoned download."""
 POLL_SECONDS = 0.02
 DEFAULT = RetryPolicy()
 
@@ -30,84 +30,84 @@ _idle: dict[tuple[Any, ...], list[Client]] = {}
 
 
 def split(url: str) -> tuple[str, str]:
-    """Return the first part of a URL after its scheme, the bucket's name or Azure's account, and the rest."""
+    """Split a URL into the part after the scheme (the bucket, or Azure's account and host) and the rest, the key."""
     bucket, _, prefix = url.partition('://')[2].partition('/')
     return bucket, prefix.lstrip('/')
 
 
 def list_objects(url: str, *, retry: RetryPolicy = DEFAULT) -> list[Object]:
-    """List the object of a URL and all below it, with their keys as `split` gives them.
+    """Return the object at a URL and all objects below it, with keys as returned by `split`.
 
     Raises:
-        UserError: The store refuses, or its scheme is not supported.
-        GaveUp: The store does not answer.
+        UserError: The store refuses the request, or the scheme is not supported.
+        GaveUp: Every try failed.
     """
-    at, whole = locate(url), split(url)[1]
-    below = whole if not whole or whole.endswith('/') else f'{whole}/'
+    location, key = locate(url), split(url)[1]
+    below = key if not key or key.endswith('/') else f'{key}/'
 
     def attempt() -> list[Object]:
-        with _client(at, retry) as client:
-            # A prefix of the store's is any text: `set` finds `settings/` too.
-            return [found for found in client.list(at) if found.key == whole or found.key.startswith(below)]
+        with _client(location, retry) as client:
+            # Stores match prefixes as text: listing `set` returns `settings/` too.
+            return [found for found in client.list(location) if found.key == key or found.key.startswith(below)]
 
     return retry.run(attempt, url)
 
 
 def head(url: str, *, retry: RetryPolicy = DEFAULT) -> Object:
-    """Return the size and etag of an object.
+    """Return the key, size and etag of an object.
 
     Raises:
-        UserError: There is no such object, or the store refuses.
-        GaveUp: The store does not answer.
+        UserError: The object does not exist, or the store refuses the request.
+        GaveUp: Every try failed.
     """
-    at = locate(url)
+    location = locate(url)
 
     def attempt() -> Object:
-        with _client(at, retry) as client:
-            return client.head(at)
+        with _client(location, retry) as client:
+            return client.head(location)
 
     return retry.run(attempt, url)
 
 
 def read(url: str, *, span: tuple[int, int] | None = None, retry: RetryPolicy = DEFAULT) -> bytes:
-    """Return the content of an object or a file, or its bytes from the first of `span` up to the second.
+    """Return the content of an object or a file, or its bytes in the half-open range `span`.
 
     Raises:
-        UserError: There is no such object, or the store refuses.
-        GaveUp: The store does not answer.
+        UserError: The object does not exist, or the store refuses the request.
+        GaveUp: Every try failed.
     """
     return retry.run(partial(read_once, url, retry, span=span), url)
 
 
 def download(url: str, path: Path, *, size: int | None = None, retry: RetryPolicy = DEFAULT) -> None:
-    """Copy an object or a file to a path.
+    """Copy an object or a file to a local path.
 
     Args:
-        url: The object, or a path.
-        path: The copy; after a failure it may be there in part.
-        size: Bytes that it must have; not every client notices a body that is cut short.
-        retry: How patiently.
+        url: URL of the object, or path of the file.
+        path: Path of the copy; after a failure it may be incomplete.
+        size: Expected size in bytes, checked since not every client detects a truncated body; None skips the check.
+        retry: Number of tries and timeout.
 
     Raises:
-        UserError: There is no such object, or the store refuses.
-        GaveUp: The store does not answer, or not with so many bytes.
+        UserError: The object does not exist, or the store refuses the request.
+        GaveUp: Every try failed, or returned another size.
         OSError: The local disk is full.
     """
 
     def attempt() -> None:
         download_once(url, path, retry)
         if size is not None and path.stat().st_size != size:
-            raise DamagedDownload(f'{path.stat().st_size} bytes came of {size}')
+            raise DamagedDownload(f'received {path.stat().st_size} of {size} bytes')
 
     retry.run(attempt, url)
 
 
 def upload(path: Path, folder: str, *, retry: RetryPolicy = DEFAULT) -> None:
-    """Copy a file into a folder of a store, and verify that it arrived in full.
+    """Upload a file into a folder of a store and verify its size there.
 
     Raises:
-        UserError: The store refuses: there is no such bucket, no permission, no credentials.
-        GaveUp: The store does not answer, or has another size.
+        UserError: The store refuses the request: no such bucket, no permission, or no credentials.
+        GaveUp: Every try failed, or the uploaded object has another size.
     """
     write(f'{folder}/{path.name}', path, retry=retry)
 
@@ -115,66 +115,69 @@ def upload(path: Path, folder: str, *, retry: RetryPolicy = DEFAULT) -> None:
 def write(
     url: str, content: bytes | Path, *, if_absent: bool = False, if_tag: str | None = None, retry: RetryPolicy = DEFAULT
 ) -> Object:
-    """Make an object of bytes or of a file's content, and verify its size; returns its size and etag.
+    """Write an object, verify its size, and return its metadata.
 
     Args:
-        url: The object.
+        url: URL of the object.
         content: The bytes, or the path of a file.
-        if_absent: Write only where there is no such object.
-        if_tag: Write only where the object has this etag.
-        retry: How patiently.
+        if_absent: Write only if the object does not exist.
+        if_tag: Write only if the object has this etag.
+        retry: Number of tries and timeout.
 
     Raises:
-        UserError: The store refuses.
-        PreconditionFailed: One of the conditions does not hold.
-        GaveUp: The store does not answer, or has another size.
+        UserError: The store refuses the request.
+        PreconditionFailed: A condition does not hold.
+        GaveUp: Every try failed, or the written object has another size.
     """
-    at, size = locate(url), len(content) if isinstance(content, bytes) else content.stat().st_size
+    location, size = locate(url), len(content) if isinstance(content, bytes) else content.stat().st_size
 
     def attempt() -> Object:
-        with _client(at, retry) as client:
-            client.write(at, content, if_absent=if_absent, if_tag=if_tag)
-        there = head(url, retry=retry)  # with tries of its own: it must not repeat a conditional write
-        if there.size != size:
-            raise DamagedDownload(f'it has {there.size} bytes of {size} after its upload')
-        return there
+        with _client(location, retry) as client:
+            client.write(location, content, if_absent=if_absent, if_tag=if_tag)
+        # `head` retries by itself. If it failed here in a single try, the write would be repeated, and a conditional
+        # write would then fail because of the object that it has just written.
+        stored = head(url, retry=retry)
+        if stored.size != size:
+            raise DamagedDownload(f'the uploaded object has {stored.size} of {size} bytes')
+        return stored
 
     return retry.run(attempt, url, 'written')
 
 
 def delete(url: str, *, retry: RetryPolicy = DEFAULT) -> None:
-    """Remove an object.
+    """Delete an object.
 
     Raises:
-        UserError: The store refuses, or, in some stores, there is no such object.
-        GaveUp: The store does not answer.
+        UserError: The store refuses the request, or, in some stores, the object does not exist.
+        GaveUp: Every try failed.
     """
-    at = locate(url)
+    location = locate(url)
 
     def attempt() -> None:
-        with _client(at, retry) as client:
-            client.delete(at)
+        with _client(location, retry) as client:
+            client.delete(location)
 
     retry.run(attempt, url, 'deleted')
 
 
 def download_once(url: str, path: Path, retry: RetryPolicy) -> None:
-    """Copy an object or a file to a path in a single try, whose errors are those of the store's client.
+    """Copy an object or a file to a local path in a single try; errors of the store's client are raised unchanged.
 
     Raises:
-        TimeoutError: It stalled.
+        TimeoutError: The download stalled.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)  # a try that stalled may still have it open
+    # The thread of an earlier try that stalled may still have the file open and write to it: give this try a new one.
+    path.unlink(missing_ok=True)
     with _WatchedFile(io.FileIO(path, 'wb')) as file:
         _read_watched(url, file, None, retry)
 
 
 def read_once(url: str, retry: RetryPolicy, *, span: tuple[int, int] | None = None) -> bytes:
-    """Return the content of an object or a file in a single try, whose errors are those of the store's client.
+    """Return the content of an object or a file in a single try; errors of the store's client are raised unchanged.
 
     Raises:
-        TimeoutError: It stalled.
+        TimeoutError: The download stalled.
     """
     file = _WatchedBuffer()
     _read_watched(url, file, span, retry)
@@ -182,14 +185,14 @@ def read_once(url: str, retry: RetryPolicy, *, span: tuple[int, int] | None = No
 
 
 class _Watched(io.BufferedIOBase):
-    """A file that counts what is written to it, and that ends a download which nobody waits for any more."""
+    """A file that counts the bytes written to it and aborts an abandoned download at its next write."""
 
     received = 0
     abandoned = False
 
     def write(self, data: Any, /) -> int:
         if self.abandoned:
-            raise TimeoutError('nobody waits for it any more')
+            raise TimeoutError('the download was abandoned')
         count = super().write(data)
         self.received += count
         return count
@@ -204,29 +207,28 @@ class _WatchedBuffer(_Watched, io.BytesIO):
 
 
 def _read_watched(url: str, file: _Watched, span: tuple[int, int] | None, retry: RetryPolicy) -> None:
-    """Read into a file, and raise TimeoutError where less than PROGRESS_BYTES come within the timeout.
-
-    A read of a mount that hangs cannot be interrupted, and a client's own timeout starts anew with every byte. So the
-    read has a thread of its own, which is left behind when it stalls, and ends with its next bytes or its socket.
-    """
+    """Read into a file; raise TimeoutError if fewer than PROGRESS_BYTES are received within the timeout."""
+    # In a separate thread, since a read from a hung mount cannot be interrupted, and a client's own timeout restarts
+    # with every byte received. A stalled thread is abandoned; it ends at its next write to `file` or when its socket
+    # times out. It is a daemon, so that the interpreter does not wait for it at exit.
     read: Callable[[], None] = partial(_read_mount, url, file, span)
     if '://' in url:
-        at = locate(url)
-        # Made here, since the time that it takes to make one is not the store's.
-        read = partial(_read_store, _taken(at, retry), at, file, span, retry)
+        location = locate(url)
+        # Created before the clock starts: importing the package and reading credentials is not the store's time.
+        read = partial(_read_store, _acquire_client(location, retry), location, file, span, retry)
     errors: list[BaseException] = []
-    reader = threading.Thread(target=_call, args=(read, errors), daemon=True)
+    reader = threading.Thread(target=_capture_error, args=(read, errors), daemon=True)
     reader.start()
     seen, since = 0, time.monotonic()
     try:
         while reader.is_alive():
             reader.join(POLL_SECONDS)
-            retry.wait()
+            retry.wait()  # raises if, for example, another rank has failed
             now = time.monotonic()
             if now - since <= retry.timeout_seconds:
                 continue
             if reader.is_alive() and file.received < seen + PROGRESS_BYTES:
-                raise TimeoutError(f'{file.received} bytes came in {retry.timeout_seconds:g} s and more')
+                raise TimeoutError(f'stalled after {file.received} bytes (timeout {retry.timeout_seconds:g} s)')
             seen, since = file.received, now
     except BaseException:
         file.abandoned = True
@@ -235,7 +237,8 @@ def _read_watched(url: str, file: _Watched, span: tuple[int, int] | None, retry:
         raise errors[0]
 
 
-def _call(read: Callable[[], None], errors: list[BaseException]) -> None:
+def _capture_error(read: Callable[[], None], errors: list[BaseException]) -> None:
+    """Call `read` and append an exception to `errors`, for the thread that waits to raise."""
     try:
         read()
     except BaseException as error:
@@ -252,20 +255,22 @@ def _read_mount(path: str, file: io.BufferedIOBase, span: tuple[int, int] | None
 
 
 def _read_store(
-    client: Client, at: Location, file: io.BufferedIOBase, span: tuple[int, int] | None, retry: RetryPolicy
+    client: Client, location: Location, file: io.BufferedIOBase, span: tuple[int, int] | None, retry: RetryPolicy
 ) -> None:
-    with _given_back(client, at, retry):
-        client.read(at, file, span)
+    with _release_after(client, location, retry):
+        client.read(location, file, span)
 
 
-def _client(at: Location, retry: RetryPolicy) -> contextlib.AbstractContextManager[Client]:
-    """Lend a client."""
-    return _given_back(_taken(at, retry), at, retry)
+def _client(location: Location, retry: RetryPolicy) -> contextlib.AbstractContextManager[Client]:
+    """Return a context manager that yields a client, and keeps it for later requests afterwards."""
+    return _release_after(_acquire_client(location, retry), location, retry)
 
 
 @contextlib.contextmanager
-def _given_back(client: Client, at: Location, retry: RetryPolicy) -> Iterator[Client]:
-    """Keep a client after its use, unless it was refused: its credentials may have expired; a new one reads them."""
+def _release_after(client: Client, location: Location, retry: RetryPolicy) -> Iterator[Client]:
+    """Yield a client and return it to the idle ones, unless the store refused its request."""
+    # After a refusal the client is dropped: its credentials may have expired, and the next try's new client reads them
+    # again.
     keep = True
     try:
         yield client
@@ -274,18 +279,18 @@ def _given_back(client: Client, at: Location, retry: RetryPolicy) -> Iterator[Cl
         raise
     finally:
         if keep:
-            _clients(at, retry).append(client)
+            _idle_clients(location, retry).append(client)
 
 
-def _taken(at: Location, retry: RetryPolicy) -> Client:
-    with contextlib.suppress(IndexError):  # another thread may take the last one first
-        return _clients(at, retry).pop()
-    return CLIENTS[at.scheme](at.scheme, at.account, retry.timeout_seconds + GRACE_SECONDS)
+def _acquire_client(location: Location, retry: RetryPolicy) -> Client:
+    """Return an idle client, or a new one if there is none."""
+    # pop() without a check: another thread may take the last client between a check and the pop.
+    with contextlib.suppress(IndexError):
+        return _idle_clients(location, retry).pop()
+    return CLIENTS[location.scheme](location.scheme, location.account, retry.timeout_seconds + GRACE_SECONDS)
 
 
-def _clients(at: Location, retry: RetryPolicy) -> list[Client]:
-    """Return the clients that no thread uses. They are kept, since making one takes 0.1 to 0.5 s.
-
-    None of before a fork is among them: both processes would write to its connections.
-    """
-    return _idle.setdefault((os.getpid(), at.scheme, at.account, retry.timeout_seconds), [])
+def _idle_clients(location: Location, retry: RetryPolicy) -> list[Client]:
+    """Return the list of clients that no thread uses; they are kept, since creating one takes 0.1 to 0.5 s."""
+    # Keyed by process ID: after a fork, parent and child would write to the same connections of an inherited client.
+    return _idle.setdefault((os.getpid(), location.scheme, location.account, retry.timeout_seconds), [])

@@ -1,4 +1,4 @@
-"""The retry policy for storage: which faults are tried again, which are refused at once, and how long to wait."""
+"""Retry policy for storage: which errors are retried, which fail immediately, and how long to wait between tries."""
 
 import errno
 import logging
@@ -15,35 +15,36 @@ log = logging.getLogger(__name__)
 FIRST_PAUSE_SECONDS = 2.0
 PAUSE_FACTOR = 4.0
 LONGEST_PAUSE_SECONDS = 30.0
-"""Three tries outlast an outage of 5 to 10 s, four one of 20 to 40 s."""
+"""With jitter, three tries bridge an outage of 5 to 10 s, and four tries one of 20 to 40 s."""
 DEADLINE_SECONDS = 600.0
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 LOCAL = NO_ROOM | {errno.EROFS, errno.EACCES, errno.EISDIR, errno.ENOTDIR}
-"""Errors of the local disk, which the next try would meet again."""
+"""Error numbers of the local disk that a retry would meet again."""
 TRANSIENT_STATUS = frozenset({408, 409, 425, 429})
-"""Besides 5xx. 409 is S3's and Azure's answer while another request works on the same object."""
+"""Retried status codes, in addition to 5xx. S3 and Azure return 409 while another request modifies the same object."""
 EXPIRED = frozenset(
     {'ExpiredToken', 'ExpiredTokenException', 'RequestExpired', 'RequestTimeout', 'TokenRefreshRequired'}
 )
-"""S3 codes of 400 and 403 that the next try, whose client reads the credentials again, may not meet."""
+"""S3 error codes with status 400 or 403 that are retried, since the next try's client reads the credentials again."""
 NO_CREDENTIALS = frozenset(
     {
         *('NoCredentialsError', 'PartialCredentialsError', 'ProfileNotFound'),  # botocore
-        *('SSOTokenLoadError', 'UnauthorizedSSOTokenError'),  # botocore's too, of `aws sso login`
+        *('SSOTokenLoadError', 'UnauthorizedSSOTokenError'),  # botocore, `aws sso login`
         *('DefaultCredentialsError', 'ConfigFileNotFound', 'InvalidConfig', 'ClientAuthenticationError'),  # others
     }
 )
-"""Error names; importing the packages for their classes takes seconds."""
+"""Class names of errors for missing credentials; names, since importing the packages for the classes takes seconds."""
 INVALID_SETTINGS = frozenset({'ParamValidationError', 'InvalidRegionError', 'HFValidationError'})
+"""Class names of errors for invalid arguments, such as a bucket name."""
 CLIENT_PACKAGES = frozenset(
     {'azure', 'boto3', 'botocore', 'google', 'http', 'huggingface_hub', 'oci', 'requests', 's3transfer', 'urllib3'}
 )
-"""Packages whose errors without an HTTP status mean that a request failed on its way."""
+"""Packages whose errors without an HTTP status mean that a request failed on the network."""
 _GOOGLE = 'set GCS_KEY and GCS_SECRET, or Application Default Credentials'
 _AZURE = 'set AZURE_ACCOUNT_NAME and AZURE_ACCOUNT_ACCESS_KEY'
 CREDENTIALS = {
-    's3': 'set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE, and S3_ENDPOINT_URL for another than AWS',
+    's3': 'set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE, and S3_ENDPOINT_URL for a store outside AWS',
     'gs': _GOOGLE,
     'azure': _AZURE,
     'azure-dl': _AZURE,
@@ -51,21 +52,22 @@ CREDENTIALS = {
     'oci': 'write ~/.oci/config',
     'hf': 'set HF_TOKEN, or log in with `hf auth login`',
 }
+"""How to provide credentials, by URL scheme; part of error messages."""
 Result = TypeVar('Result')
 
 
 class DamagedDownload(Exception):
-    """A download that was cut short, or has another hash than it should have; the next try may be sound."""
+    """Error for a download that was truncated or has the wrong hash; it is retried."""
 
 
 class GaveUp(OSError):
-    """Every try failed; the message has the URL, the reason and the number of tries."""
+    """Error after every try failed; the message has the URL, the number of tries and the last error."""
 
 
 class PreconditionFailed(Exception):
-    """An object was not written since it is there already, or has another etag than the one demanded.
+    """Error for a failed conditional write: the object exists already, or its etag is not the expected one.
 
-    After a lost answer the object may be there because an earlier try of the same call wrote it.
+    If the response to an earlier try of the same call was lost, that try may have written the object.
     """
 
 
@@ -75,13 +77,13 @@ def _no_wait() -> None:
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How often and how patiently an operation on a store is tried.
+    """Number of tries and timeout of an operation on a store.
 
     Args:
-        tries: Attempts, with the first.
-        timeout_seconds: Time in which a request must be answered, and a download must end or bring
+        tries: Maximum number of attempts, including the first.
+        timeout_seconds: Time within which a request must be answered, and a download must finish or receive
             `object_store.PROGRESS_BYTES`.
-        wait: Called every few milliseconds during a pause or a download; an exception that it raises ends the wait.
+        wait: Called every 20 ms during a pause or a download; an exception that it raises ends the wait.
     """
 
     tries: int = 4
@@ -89,28 +91,30 @@ class RetryPolicy:
     wait: Callable[[], None] = _no_wait
 
     def run(self, attempt: Callable[[], Result], url: str, verb: str = 'read') -> Result:
-        """Return the result of `attempt`, which is called again after a fault that may pass.
+        """Return the result of `attempt`, retrying it after transient errors.
 
         Args:
-            attempt: Does the whole operation; may be called several times.
-            url: Named in messages.
+            attempt: Performs the operation; may be called several times.
+            url: URL for messages.
             verb: Past participle for the message "cannot be read".
 
         Raises:
-            UserError: The store refuses, and would do so again: no permission, no credentials, no such object.
-            PreconditionFailed: A conditional write came too late.
-            GaveUp: Every try failed, or the first failure is `DEADLINE_SECONDS` ago.
-            OSError: The local disk is full, or cannot be written.
-            Exception: Any other error of `attempt`, at once.
+            UserError: The store refuses the request and would refuse it again: no permission, no credentials, or no
+                such object.
+            PreconditionFailed: The condition of a conditional write does not hold.
+            GaveUp: Every try failed, or the first failure was more than `DEADLINE_SECONDS` ago.
+            OSError: The local disk is full or cannot be written.
+            Exception: Any other error of `attempt`, without a retry.
         """
+        # The deadline starts with the first failure, not with the call: an attempt may be a download of many minutes.
         deadline = float('inf')
         for number in range(1, self.tries + 1):
             try:
                 return attempt()
-            except Exception as error:  # every client raises errors of its own
+            except Exception as error:  # the clients' errors have no common base class
                 if not is_transient(error, url):
                     raise
-                reason = told(error)
+                reason = error_text(error)
                 deadline = min(deadline, time.monotonic() + DEADLINE_SECONDS)
                 if number == self.tries or time.monotonic() > deadline:
                     times = '1 time' if number == 1 else f'{number} times'
@@ -120,7 +124,7 @@ class RetryPolicy:
         raise AssertionError(f'{self.tries} tries')
 
     def _pause(self, seconds: float) -> None:
-        # Jitter: thousands of loader workers that a store turned away must not come back together.
+        # Jitter: thousands of loader workers that a store throttled must not all retry at the same time.
         end = time.monotonic() + seconds * random.uniform(0.5, 1.0)
         while time.monotonic() < end:
             self.wait()
@@ -128,24 +132,25 @@ class RetryPolicy:
 
 
 def is_transient(error: Exception, url: str) -> bool:
-    """Return whether the next try may succeed; False for errors that are neither the store's nor the network's.
+    """Return True if a retry may succeed, False for an error that is neither the store's nor the network's.
 
     Raises:
-        UserError: The store refuses; the message says what to do.
-        PreconditionFailed: The store has another version of the object than a conditional write demanded.
-        OSError: The error is of the local disk.
+        UserError: The store refuses the request; the message has the way out.
+        PreconditionFailed: The condition of a conditional write does not hold.
+        OSError: The error is the local disk's.
     """
     if isinstance(error, DamagedDownload):
         return True
     if isinstance(error, UserError | DataError | PreconditionFailed | GaveUp):
         return False
+    # Clients wrap the errors of the file that they write to: a full disk must not be retried as a network error.
     links = list(_chain(error))
     for link in links:
         if isinstance(link, OSError) and _is_local(link, url):
             raise link
     status = status_of(error)
     if status == 412:
-        raise PreconditionFailed(f'{url}: has changed, or is there already') from error
+        raise PreconditionFailed(f'{url}: has changed, or exists already') from error
     reason = _refusal(links, status, url.partition('://')[0])
     if reason is not None:
         raise UserError(f'{url}: {reason}') from error
@@ -154,36 +159,40 @@ def is_transient(error: Exception, url: str) -> bool:
 
 
 def status_of(error: BaseException) -> int | None:
-    """Return the HTTP status that an error, or one that explains it, carries."""
+    """Return the HTTP status of an error or of the first of its causes that has one; None if none has."""
     return next((status for link in _chain(error) if (status := _status(link)) is not None), None)
 
 
-def told(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return an error as one line: its class and message, with the cause that boto3 and s3transfer hide."""
-    text = ' '.join(str(error).split()).replace(' (reached max retries: 0)', '')  # botocore's, which makes one try
+    # botocore appends the number of its own retries, which are off; the message of `GaveUp` has the number of tries.
+    text = ' '.join(str(error).split()).replace(' (reached max retries: 0)', '')
     if isinstance(error, DamagedDownload) or type(error) is TimeoutError:
         return text
     cause = getattr(error, 'last_exception', None)
-    return f'{type(error).__name__}: {text}'.rstrip(': ') + ('' if cause is None else f' ({told(cause)})')
+    return f'{type(error).__name__}: {text}'.rstrip(': ') + ('' if cause is None else f' ({error_text(cause)})')
 
 
 def _is_local(error: OSError, url: str) -> bool:
-    # A read of a mount raises the same errors, with the file's name, which is the URL then.
+    """Return True if an error came from the local disk, and not from a mount whose path is `url`."""
+    # A read from a mount raises the same error numbers, but its file name is `url`. ENOENT without a file name does not
+    # come from opening a local file either.
     if error.errno == errno.ENOENT:
         return error.filename not in (None, url)
     return error.errno in LOCAL and error.filename != url
 
 
 def _refusal(links: list[BaseException], status: int | None, scheme: str) -> str | None:
-    """Return why a store will go on refusing, and the way out; None for what may pass."""
-    text = told(links[0])
+    """Return why a store would refuse every retry, and the way out; None for transient errors."""
+    text = error_text(links[0])
     if scheme not in CREDENTIALS:
-        return {403: f'may not be read ({text})', 404: 'there is no such file'}.get(status or 0)
+        return {403: f'permission denied ({text})', 404: 'there is no such file'}.get(status or 0)
     credentials = CREDENTIALS[scheme]
+    # Azure raises ClientAuthenticationError both without credentials and, with a status, for a refused request.
     if any(type(link).__name__ in NO_CREDENTIALS and _status(link) is None for link in links):
         return f'there are no credentials ({text}); {credentials}'
     if any(type(link).__name__ in INVALID_SETTINGS for link in links):
-        return f'cannot be used ({text}); {credentials}'
+        return f'invalid location or settings ({text}); {credentials}'
     if any(_code(link) in EXPIRED for link in links):
         return None
     if status in (401, 403):
@@ -196,20 +205,20 @@ def _refusal(links: list[BaseException], status: int | None, scheme: str) -> str
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and the errors that explain it."""
+    """Yield an error and its causes, the outermost first."""
     link: BaseException | None = error
     while link is not None:
         yield link
         following = link.__cause__ or getattr(link, 'last_exception', None)
-        # S3UploadFailedError is raised while a ClientError is handled, not from it. Other contexts may be of an
-        # operation before this one.
+        # boto3 raises S3UploadFailedError while it handles a ClientError, but not `from` it, so only __context__ has
+        # the status. For other packages __context__ may be an unrelated error of an earlier operation.
         hidden = link.__context__ if type(link).__module__.startswith('boto3') else None
         link = following if isinstance(following, BaseException) else hidden
 
 
 def _status(error: BaseException) -> int | None:
-    """Return the HTTP status that a client's error carries."""
-    if isinstance(error, FileNotFoundError | PermissionError):  # of a mount, and of Hugging Face's file system
+    """Return the HTTP status of a client's error; None if it has none."""
+    if isinstance(error, FileNotFoundError | PermissionError):  # from a mount, or from Hugging Face's file system
         return 404 if isinstance(error, FileNotFoundError) else 403
     response = getattr(error, 'response', None)
     if isinstance(response, dict):  # botocore

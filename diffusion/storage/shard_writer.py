@@ -1,8 +1,8 @@
-"""Resumable writing of numbered MDS shards: each whole, in any order, by any process, and their index last.
+"""Resumable writing of numbered MDS shards, in any order and by any number of processes.
 
-A shard counts as done when its entry of the index is there, which is written after it. After an interruption, on any
-number of processes, those without an entry are written again. A plan file pins what is being made, so that the shards
-of one dataset are never mixed with those of another.
+A shard is complete once its index entry exists, which is written after it; after an interruption, shards without an
+entry are written again. The dataset's index is assembled last. A plan file records the settings of the dataset, so that
+shards of different datasets are never mixed.
 """
 
 import json
@@ -18,17 +18,17 @@ from diffusion.storage.mds import ShardFormat, shard_name
 
 PLAN = 'plan.json'
 FETCHES = 16
-"""Entries read at once; those in an object store come one by one."""
+"""Number of index entries read in parallel, since each one in an object store takes a request."""
 DIFFERENCES_SHOWN = 5
 
 
 @dataclass(frozen=True)
 class ShardWriter:
-    """Writes the shards of one folder of a dataset.
+    """Writer of the shards of one folder of a dataset.
 
     Attributes:
-        data: Takes the shards.
-        entries: Takes an entry of the index per shard; `data` itself or another folder.
+        data: Folder of the shards.
+        entries: Folder of the index entries, one file per shard; `data` itself or another folder.
         format: Columns and size limit of the shards.
     """
 
@@ -37,28 +37,36 @@ class ShardWriter:
     format: ShardFormat
 
     def done(self) -> set[int]:
-        """Return the numbers of the shards that are there."""
+        """Return the numbers of the complete shards: those with both a file and an index entry."""
         entries = self.entries.sizes()
+        # Listing a large folder of an object store takes many requests; skip it when nothing can be complete.
         if not any(name.endswith('.mds.json') for name in entries):
             return set()
-        there = self.data.sizes()
-        return {int(name.split('.')[1]) for name in there if f'{name}.json' in entries}
+        files = self.data.sizes()
+        return {int(name.split('.')[1]) for name in files if f'{name}.json' in entries}
 
     def write(self, number: int, samples: Iterable[bytes], sizes: Sequence[int]) -> None:
-        """Write a shard of encoded samples, whose sizes in bytes are known beforehand."""
+        """Write a shard of encoded samples and its index entry.
+
+        Args:
+            number: Number of the shard.
+            samples: The encoded samples in order; may be a generator.
+            sizes: Sizes of the samples in bytes.
+        """
         name = shard_name(number)
         with self.data.writing(name) as path:
             entry = self.format.write_shard(path, samples, sizes, name=name)
+        # Only now, when the shard is complete: the entry marks it as done.
         self.entries.write_text(f'{name}.json', json.dumps(entry, sort_keys=True))
 
     def read_entries(self, numbers: Iterable[int]) -> list[dict[str, Any]]:
-        """Return the entries of the index of shards that are there."""
+        """Return the index entries of complete shards, in the order of `numbers`."""
 
-        def entry(number: int) -> dict[str, Any]:
+        def read_entry(number: int) -> dict[str, Any]:
             return json.loads(self.entries.fetch(f'{shard_name(number)}.json').read_text(encoding='utf-8'))
 
         with ThreadPoolExecutor(FETCHES) as threads:
-            return list(threads.map(entry, numbers))
+            return list(threads.map(read_entry, numbers))
 
 
 def pin_plan(
@@ -68,31 +76,33 @@ def pin_plan(
     where: str,
     compared: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict,
 ) -> None:
-    """Begin work by writing its plan, or check that the work which was begun has the same plan.
+    """Write the plan of a new dataset, or check that the unfinished dataset in the folder has the same plan.
 
     Args:
-        folder: The folder of the unfinished work.
-        plan: All that decides the bytes of the result, in JSON's types.
-        where: The setting that names the folder, for messages.
-        compared: Returns the form of a plan that differences are shown of.
+        folder: Folder of the unfinished work.
+        plan: All settings that determine the bytes of the result, as JSON types.
+        where: Key of the setting that gives the folder, for messages.
+        compared: Function that returns the part of a plan whose differences are shown.
 
     Raises:
-        UserError: The folder holds work of another plan; the message says what differs.
+        UserError: The folder has unfinished work with another plan; the message lists the differences.
     """
     text = json.dumps(plan, indent=1) + '\n'
-    folder.write_first(PLAN, text)
+    folder.write_if_absent(PLAN, text)
+    # Through JSON, as the saved plan went, which for example turns tuples into lists.
     now = json.loads(text)
+    # Read back even after writing it: of several processes that start together, only one has written its plan.
     try:
-        begun = json.loads(folder.fetch(PLAN).read_text(encoding='utf-8'))
+        saved = json.loads(folder.fetch(PLAN).read_text(encoding='utf-8'))
     except ValueError as error:
         raise UserError(f'{where}: {folder}/{PLAN} is damaged ({error}); remove {folder}') from error
-    if begun == now:
+    if saved == now:
         return
-    lines = differences(compared(begun), compared(now), saved_in='begun with')
-    lines = lines or ['the order of the input, or where it is read from']
+    lines = differences(compared(saved), compared(now), saved_in='at the start')
+    lines = lines or ['the order of the input, or the location that it is read from']
     if len(lines) > DIFFERENCES_SHOWN:
         lines[DIFFERENCES_SHOWN:] = [f'and {len(lines) - DIFFERENCES_SHOWN} more']
     raise UserError(
-        f'{where}: {folder} was begun with other settings or another input:\n  ' + '\n  '.join(lines) + '\n'
-        f'undo that and start again to go on with it, or remove {folder} to begin anew'
+        f'{where}: {folder} was started with other settings or another input:\n  ' + '\n  '.join(lines) + '\n'
+        f'restore them to resume, or remove {folder} to start over'
     )

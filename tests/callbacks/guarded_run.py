@@ -1,4 +1,4 @@
-"""A tiny run that tests disturb: imported by them, and a program that each of several ranks runs."""
+"""A tiny training run for fault-injection tests; a module for tests, and the program of each rank in two-rank tests."""
 
 import os
 import signal
@@ -26,11 +26,11 @@ from diffusion.models import batch_keys
 
 BATCH = 8
 BATCHES = 6
-"""In an epoch."""
+"""Batches per epoch."""
 
 
 class BadGradient(torch.autograd.Function):
-    """The identity, with gradients that are NaN for some samples."""
+    """Identity function whose gradients are NaN for some samples."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bad: Tensor) -> Tensor:
@@ -44,19 +44,19 @@ class BadGradient(torch.autograd.Function):
 
 
 class Regression(ComposerModel):
-    """A small network; `tells` is whether it keeps its samples' losses."""
+    """A small regression network; if `keep_sample_losses`, it sets `sample_losses` as LatentDiffusion does."""
 
-    def __init__(self, *, tells: bool = True) -> None:
+    def __init__(self, *, keep_sample_losses: bool = True) -> None:
         super().__init__()
         self.network = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-        self.tells = tells
+        self.keep_sample_losses = keep_sample_losses
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         return BadGradient.apply(self.network(batch['x']), batch['bad_gradient'])  # type: ignore[return-value]
 
     def loss(self, outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
         losses = (outputs - batch['y']).square().mean(dim=1)
-        if self.tells:
+        if self.keep_sample_losses:
             self.sample_losses = losses.detach()
         return losses.mean()
 
@@ -65,7 +65,7 @@ class Regression(ComposerModel):
 
 
 class At(Callback):
-    """Do something at an event of a batch (the number it has at that event)."""
+    """Call a function at an event, when Composer's timestamp has the given batch number."""
 
     def __init__(self, event: Event, batch: int, do: Callable[[], Any]) -> None:
         self.event, self.batch, self.do = event, batch, do
@@ -76,7 +76,7 @@ class At(Callback):
 
 
 class Recorder(Callback):
-    """Copies of weights and moments after each batch, and the learning rates."""
+    """Record copies of the weights and moments after each batch, and the learning rates."""
 
     def __init__(self) -> None:
         self.weights: list[list[Tensor]] = []
@@ -97,7 +97,7 @@ def weights_of(state: State) -> list[Tensor]:
 def make_data(
     *, bad: Collection[int] = (), value: float = torch.nan, bad_gradient: Collection[int] = (), ids: bool = True
 ) -> list[dict[str, Any]]:
-    """48 samples, numbered from 100; the targets of the bad ones are multiplied by a value."""
+    """Return 48 samples with IDs from 100; the targets of the samples in `bad` are multiplied by `value`."""
     generator = torch.Generator().manual_seed(3)
     data = []
     for number in range(100, 100 + BATCH * BATCHES):
@@ -113,12 +113,12 @@ def make_trainer(
     *,
     duration: str = '12ba',
     folder: Path | None = None,
-    tells: bool = True,
+    keep_sample_losses: bool = True,
     workers: int = 0,
     **settings: Any,
 ) -> Trainer:
     torch.manual_seed(0)
-    model = Regression(tells=tells)
+    model = Regression(keep_sample_losses=keep_sample_losses)
     settings = {
         'save_folder': folder and str(folder),
         'save_interval': '100ba',
@@ -147,30 +147,30 @@ def make_trainer(
 
 
 def keep_killing() -> None:
-    """SIGTERM for this process until it is gone, as a launcher sends one when another rank has gone."""
-    endless = f'while kill -TERM {os.getpid()}; do sleep 0.002; done'
-    subprocess.Popen(['sh', '-c', endless], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    """Send SIGTERM to this process until it has exited, as a launcher does once another rank has exited."""
+    loop = f'while kill -TERM {os.getpid()}; do sleep 0.002; done'
+    subprocess.Popen(['sh', '-c', loop], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
-def main(what: str, folder: Path) -> int:
-    """What a rank does in the tests with two."""
+def main(scenario: str, folder: Path) -> int:
+    """Run one rank of a two-rank test and return its exit status."""
     rank = dist.get_global_rank()
     callbacks: list[Callback] = [Preemption()]
     settings: dict[str, Any] = {}
     data = make_data()
-    if what == 'preemption':
+    if scenario == 'preemption':
         if rank == 1:
             callbacks.append(At(Event.AFTER_LOSS, 3, lambda: os.kill(os.getpid(), signal.SIGTERM)))
     else:
-        # Two ranks of four: samples 108, 110, 112, 114 and 109, 111, 113, 115.
+        # Four samples per rank in batch 1: 108, 110, 112, 114 on rank 0 and 109, 111, 113, 115 on rank 1.
         data = make_data(bad=[111])
-        callbacks.append(LossGuard(action=what.partition('-')[0], folder=str(folder)))  # type: ignore[arg-type]
-    if what.endswith('-fsdp2'):
+        callbacks.append(LossGuard(action=scenario.partition('-')[0], folder=str(folder)))  # type: ignore[arg-type]
+    if scenario.endswith('-fsdp2'):
         from composer.utils.parallelism import FSDP2Config
 
         settings['parallelism_config'] = {'fsdp': FSDP2Config(state_dict_type='full')}
     trainer = make_trainer(data, callbacks, folder=folder, **settings)
-    if what.endswith('-fsdp2'):
+    if scenario.endswith('-fsdp2'):
         assert all(hasattr(parameter, 'to_local') for parameter in trainer.state.model.parameters())
     try:
         trainer.fit()
@@ -182,7 +182,7 @@ def main(what: str, folder: Path) -> int:
         finite = all(bool(weight.isfinite().all()) for weight in weights_of(trainer.state))
         print(f'rank {rank} has finite weights: {finite}', flush=True)
         trainer.close()
-        if what == 'preemption':
+        if scenario == 'preemption':
             keep_killing()
     return 0
 

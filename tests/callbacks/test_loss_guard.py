@@ -1,4 +1,4 @@
-"""Batches that must not be learned from: found on all ranks, named, and left without a trace in the weights."""
+"""LossGuard: bad batches are detected on all ranks, reported, and have no effect on the weights."""
 
 import json
 import math
@@ -28,11 +28,11 @@ from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.tasks import run_recipe
 
 BAD = 121
-"""A sample of batch 2."""
+"""ID of a sample of batch 2."""
 
 
 class InMemory(LoggerDestination):
-    """The values of one metric."""
+    """Logger that keeps the values of one metric."""
 
     def __init__(self, name: str = 'loss_guard/skipped_updates') -> None:
         self.name = name
@@ -47,35 +47,35 @@ def lines(folder) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / 'bad_batches.jsonl').read_text().splitlines()]
 
 
-def fails(trainer, match: str) -> BadLoss:
+def assert_stops(trainer, match: str) -> BadLoss:
     with pytest.raises(BadLoss, match=match) as caught:
         trainer.fit()
     trainer.close()
     return caught.value
 
 
-def ended(trainer):
+def run_to_end(trainer):
     trainer.fit()
     trainer.close()
     return weights_of(trainer.state)
 
 
-def same(ours, theirs) -> bool:
-    return all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
+def all_equal(ours, theirs) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
-def test_a_run_stops_before_the_update_names_the_sample_and_resumes_at_this_batch(tmp_path):
-    clean = ended(make_trainer(make_data(), []))
+def test_run_stops_before_the_update_reports_the_sample_and_resumes_at_this_batch(tmp_path):
+    clean = run_to_end(make_trainer(make_data(), []))
     guard = LossGuard(folder=str(tmp_path))
     recorder = Recorder()
     trainer = make_trainer(make_data(bad=[BAD]), [guard, recorder], folder=tmp_path)
-    error = fails(
+    error = assert_stops(
         trainer,
-        rf'batch 2: loss is nan; sample 121; the weights from before it are in {tmp_path}/ba2.pt. Look at these '
-        'samples; lower optimizer.lr, or clip gradients .*; or leave such batches out',
+        rf'batch 2: loss is nan; sample 121; the weights before this batch are in {tmp_path}/ba2.pt. Inspect these '
+        'samples; lower optimizer.lr, or clip gradients .*; or skip such batches',
     )
     assert isinstance(error, UserError)
-    assert same(weights_of(trainer.state), recorder.weights[1])
+    assert all_equal(weights_of(trainer.state), recorder.weights[1])
     assert lines(tmp_path) == [
         {
             'batch': 2,
@@ -90,38 +90,38 @@ def test_a_run_stops_before_the_update_names_the_sample_and_resumes_at_this_batc
     resumed: dict[str, Any] = {'folder': tmp_path, 'load_path': str(tmp_path / 'ba2.pt')}
     written = (tmp_path / 'ba2.pt').stat().st_mtime_ns
     again = make_trainer(make_data(bad=[BAD]), [LossGuard(folder=str(tmp_path))], **resumed)
-    fails(again, 'batch 2: loss is nan; sample 121; nothing was learned since this run started')
-    assert (tmp_path / 'ba2.pt').stat().st_mtime_ns == written, 'the only good checkpoint is left alone'
-    mended = make_trainer(make_data(), [LossGuard(folder=str(tmp_path))], **resumed)
-    assert same(ended(mended), clean)
+    assert_stops(again, 'batch 2: loss is nan; sample 121; no update was made since this run started')
+    assert (tmp_path / 'ba2.pt').stat().st_mtime_ns == written, 'the only good checkpoint is not overwritten'
+    repaired = make_trainer(make_data(), [LossGuard(folder=str(tmp_path))], **resumed)
+    assert all_equal(run_to_end(repaired), clean)
 
 
-def test_a_checkpoint_of_this_batch_is_not_written_again(tmp_path):
+def test_existing_checkpoint_of_this_batch_is_not_written_again(tmp_path):
     trainer = make_trainer(
         make_data(bad=[BAD]), [LossGuard(folder=str(tmp_path))], folder=tmp_path, save_interval='2ba'
     )
     trainer.state.callbacks.append(At(Event.AFTER_LOSS, 2, lambda: (tmp_path / 'ba2.pt').unlink()))
-    fails(trainer, 'are in .*ba2.pt')
+    assert_stops(trainer, 'are in .*ba2.pt')
     assert not (tmp_path / 'ba2.pt').exists()
 
 
-def test_before_the_first_update_there_is_nothing_to_save(tmp_path):
+def test_nothing_is_saved_before_the_first_update(tmp_path):
     trainer = make_trainer(make_data(bad=[100]), [LossGuard(folder=str(tmp_path))], folder=tmp_path)
-    fails(trainer, 'batch 0: loss is nan; sample 100; nothing was learned since this run started')
+    assert_stops(trainer, 'batch 0: loss is nan; sample 100; no update was made since this run started')
     assert not list(tmp_path.glob('*.pt'))
 
 
-def test_a_run_whose_first_batches_were_skipped_still_saves_and_resumes(tmp_path):
-    """The optimizer has no state then."""
+def test_run_saves_and_resumes_although_its_first_batches_were_skipped(tmp_path):
+    """The optimizer has no state at that point."""
     settings: dict[str, Any] = {'action': 'skip', 'max_skips': 1, 'folder': str(tmp_path)}
     trainer = make_trainer(make_data(bad=[100, 108]), [LossGuard(**settings)], folder=tmp_path)
-    fails(trainer, 'batch 1: loss is nan, after 1 skipped updates .*ba1.pt')
-    assert len(ended(make_trainer(make_data(), [], load_path=str(tmp_path / 'ba1.pt')))) == 4
+    assert_stops(trainer, 'batch 1: loss is nan, after 1 skipped updates .*ba1.pt')
+    assert len(run_to_end(make_trainer(make_data(), [], load_path=str(tmp_path / 'ba1.pt')))) == 4
 
 
 @pytest.mark.parametrize('clip', [False, True])
 @pytest.mark.parametrize('cause', ['bad', 'bad_gradient'])
-def test_a_skipped_update_leaves_no_trace_and_the_clock_goes_on(tmp_path, cause, clip):
+def test_skipped_update_changes_nothing_but_the_timestamp(tmp_path, cause, clip):
     causes: dict[str, Any] = {cause: [BAD]}
     recorder = Recorder()
     algorithms = [GradientClipping('norm', 0.5)] if clip else []
@@ -131,11 +131,11 @@ def test_a_skipped_update_leaves_no_trace_and_the_clock_goes_on(tmp_path, cause,
         duration='6ba',
         algorithms=algorithms,
     )
-    ours = ended(trainer)
-    assert same(recorder.weights[2], recorder.weights[1])
-    assert same(recorder.moments[2], recorder.moments[1])
-    assert not same(recorder.weights[3], recorder.weights[2])
-    # Composer steps its schedulers before its clock: the rate of batch n is that of time n - 1.
+    ours = run_to_end(trainer)
+    assert all_equal(recorder.weights[2], recorder.weights[1])
+    assert all_equal(recorder.moments[2], recorder.moments[1])
+    assert not all_equal(recorder.weights[3], recorder.weights[2])
+    # Composer steps its schedulers before its timestamp: the learning rate of batch n is that of time n - 1.
     rates = [0.05 * (1 - max(0, batch - 1) / 12) for batch in range(7)]
     assert recorder.rates == pytest.approx(rates[1:])
 
@@ -151,99 +151,103 @@ def test_a_skipped_update_leaves_no_trace_and_the_clock_goes_on(tmp_path, cause,
         if clip:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
-    for mine, other in zip(ours, weights_of(SimpleNamespace(model=model)), strict=True):  # type: ignore[arg-type]
-        torch.testing.assert_close(mine, other)
+    for one, other in zip(ours, weights_of(SimpleNamespace(model=model)), strict=True):  # type: ignore[arg-type]
+        torch.testing.assert_close(one, other)
 
 
-def test_bad_gradients_alone_name_the_batch(tmp_path):
+def test_bad_gradients_alone_report_the_samples_of_the_batch(tmp_path):
     trainer = make_trainer(make_data(bad_gradient=[BAD]), [LossGuard(folder=str(tmp_path))], folder=tmp_path)
-    fails(
-        trainer, r'batch 2: gradients are not finite \(loss .* is\); samples 116, 117, 118, .*, 123; the weights from'
-    )
+    assert_stops(trainer, r'batch 2: gradients are not finite \(loss .*\); samples 116, 117, 118, .*, 123; the weights')
     unguarded = make_trainer(make_data(bad_gradient=[BAD]), [LossGuard(check_gradients=False, folder=str(tmp_path))])
-    fails(unguarded, 'batch 3: loss is nan')
+    assert_stops(unguarded, 'batch 3: loss is nan')
 
 
 def test_without_a_save_folder_nothing_is_saved(tmp_path):
-    fails(make_trainer(make_data(bad=[BAD]), [LossGuard(folder=str(tmp_path))]), 'nothing is saved, for want of')
+    assert_stops(
+        make_trainer(make_data(bad=[BAD]), [LossGuard(folder=str(tmp_path))]),
+        'nothing is saved: there is no save_folder',
+    )
 
 
 def test_skips_are_limited_within_the_window(tmp_path):
     data = make_data(bad=[100, 108, 124])
     many: dict[str, Any] = {'action': 'skip', 'max_skips': 2, 'folder': str(tmp_path)}
-    error = fails(
+    error = assert_stops(
         make_trainer(data, [LossGuard(**many)]), 'batch 3: loss is nan, after 2 skipped updates in the last 100 batches'
     )
-    assert 'leave such batches out' not in str(error)
+    assert 'skip such batches' not in str(error)
     assert [line['action'] for line in lines(tmp_path)] == ['skip', 'skip', 'stop']
     guard = LossGuard(**dict(many, window=3))
-    ended(make_trainer(data, [guard]))
+    run_to_end(make_trainer(data, [guard]))
     assert guard.skipped == [0, 1, 3, 6, 7, 9]
 
 
-def test_skipped_updates_are_counted_and_told(tmp_path, caplog):
+def test_skipped_updates_are_counted_and_logged(tmp_path, caplog):
     guard = LossGuard(action='skip', folder=str(tmp_path))
     trainer = make_trainer(make_data(bad=[BAD]), [guard], loggers=[metrics := InMemory()])
-    ended(trainer)
+    run_to_end(trainer)
     assert metrics.values == [1, 2]
     assert 'batch 2: loss is nan; update skipped, sample 121' in caplog.text
 
 
-def test_a_loss_that_explodes(tmp_path):
+def test_exploding_loss_stops_or_skips_the_update(tmp_path):
     exploding = make_data(bad=[BAD, 123], value=30.0)
-    judged: dict[str, Any] = {'window': 4, 'folder': str(tmp_path)}
-    fails(
-        make_trainer(exploding, [LossGuard(**judged)]),
+    guard_settings: dict[str, Any] = {'window': 4, 'folder': str(tmp_path)}
+    assert_stops(
+        make_trainer(exploding, [LossGuard(**guard_settings)]),
         r'batch 2: loss is \d+\.?\d*, \d+ times the median [\d.]+ of the last 2; samples 1(21, 123|23, 121); nothing',
     )
     assert lines(tmp_path)[0]['loss'] > 20 * lines(tmp_path)[0]['median']
     for settings in ({'window': 6}, {'explosion': None}, {'explosion': 1e6}):
-        guard = LossGuard(**dict(judged, **settings))
-        ended(make_trainer(exploding, [guard], duration='4ba'))
+        guard = LossGuard(**dict(guard_settings, **settings))
+        run_to_end(make_trainer(exploding, [guard], duration='4ba'))
         assert len(guard.history) == 4
-    guard = LossGuard(**dict(judged, action='skip'))
-    ended(make_trainer(exploding, [guard], duration='4ba'))
+    guard = LossGuard(**dict(guard_settings, action='skip'))
+    run_to_end(make_trainer(exploding, [guard], duration='4ba'))
     assert guard.skipped == [2]
-    assert len(guard.history) == 3 and max(guard.history) < 10, 'a skipped loss is none to measure others by'
+    assert len(guard.history) == 3 and max(guard.history) < 10, 'a skipped loss is not part of the median'
 
 
-def test_a_resumed_run_decides_as_the_uninterrupted_one(tmp_path):
+def test_resumed_run_skips_the_same_updates_as_the_uninterrupted_run(tmp_path):
     data = make_data(bad=[BAD, 140], value=30.0)
     settings: dict[str, Any] = {'action': 'skip', 'window': 4, 'folder': str(tmp_path)}
-    whole = LossGuard(**settings)
-    expected = ended(make_trainer(data, [whole], duration='6ba'))
-    ended(make_trainer(data, [LossGuard(**settings)], folder=tmp_path, save_interval='1ba', duration='5ba'))
+    reference = LossGuard(**settings)
+    expected = run_to_end(make_trainer(data, [reference], duration='6ba'))
+    run_to_end(make_trainer(data, [LossGuard(**settings)], folder=tmp_path, save_interval='1ba', duration='5ba'))
     resumed = LossGuard(**settings)
-    weights = ended(make_trainer(data, [resumed], duration='6ba', load_path=str(tmp_path / 'ba5.pt')))
-    assert resumed.skipped == whole.skipped == [2, 5]
-    assert resumed.history == whole.history
-    assert same(weights, expected)
+    weights = run_to_end(make_trainer(data, [resumed], duration='6ba', load_path=str(tmp_path / 'ba5.pt')))
+    assert resumed.skipped == reference.skipped == [2, 5]
+    assert resumed.history == reference.history
+    assert all_equal(weights, expected)
 
 
 @pytest.mark.parametrize('microbatch', [8, 4, 3])
-def test_the_loss_judged_is_the_one_composer_logs(tmp_path, microbatch):
+def test_checked_loss_equals_the_loss_that_composer_logs(tmp_path, microbatch):
     guard = LossGuard(window=10, folder=str(tmp_path))
     logged = InMemory('loss/train/total')
-    ended(make_trainer(make_data(), [guard], loggers=[logged], device_train_microbatch_size=microbatch))
+    run_to_end(make_trainer(make_data(), [guard], loggers=[logged], device_train_microbatch_size=microbatch))
     assert guard.history == pytest.approx(logged.values[-10:])
 
 
 @pytest.mark.parametrize(
-    ('tells', 'ids', 'says'),
-    [(False, True, 'samples 120, 121, 122, 123;'), (True, False, 'the batch has no sample_id to tell which;')],
+    ('keep_sample_losses', 'ids', 'message'),
+    [(False, True, 'samples 120, 121, 122, 123;'), (True, False, 'samples unknown, the batch has no sample_id;')],
 )
-def test_models_and_batches_that_tell_less(tmp_path, tells, ids, says):
+def test_models_without_sample_losses_and_batches_without_ids(tmp_path, keep_sample_losses, ids, message):
     trainer = make_trainer(
-        make_data(bad=[BAD], ids=ids), [LossGuard(folder=str(tmp_path))], tells=tells, device_train_microbatch_size=4
+        make_data(bad=[BAD], ids=ids),
+        [LossGuard(folder=str(tmp_path))],
+        keep_sample_losses=keep_sample_losses,
+        device_train_microbatch_size=4,
     )
-    fails(trainer, f'batch 2: loss is nan; {says}')
+    assert_stops(trainer, f'batch 2: loss is nan; {message}')
 
 
-def test_a_latent_diffusion_names_its_sample(make_model, tmp_path):
+def test_latent_diffusion_model_reports_the_bad_sample(make_model, tmp_path):
     from composer import Trainer
 
     model = make_model(caption_dropout=0.0)
-    tokens = model._tokens([f'picture {i}' for i in range(8)])
+    tokens = model._tokens([f'image {i}' for i in range(8)])
     generator = torch.Generator().manual_seed(1)
     moments = torch.randn(8, 8, 8, 8, generator=generator)
     moments[5, 0, 0, 0] = math.inf
@@ -261,48 +265,48 @@ def test_a_latent_diffusion_names_its_sample(make_model, tmp_path):
         progress_bar=False,
         device='cpu',
     )
-    fails(trainer, 'batch 1: loss is nan; sample 75;')
+    assert_stops(trainer, 'batch 1: loss is nan; sample 75;')
     assert not any('sample_losses' in name for name in model.state_dict())
 
 
 @pytest.mark.slow
-def test_a_real_run_stops_and_goes_on_when_the_cause_is_removed(write_recipe, tmp_path, monkeypatch, capsys):
+def test_real_run_stops_and_resumes_after_the_cause_is_removed(write_recipe, tmp_path, monkeypatch, capsys):
     sections = {'callbacks': {'loss_guard': None}}
-    assert run_recipe.main([str(write_recipe('whole', **sections))]) == 0
+    assert run_recipe.main([str(write_recipe('reference', **sections))]) == 0
     path = str(write_recipe('run', **sections))
     loss = LatentDiffusion.loss
-    met = []
+    seen = []
 
-    def spoiled(self, outputs, batch):
-        met.append(int(batch[batch_keys.SAMPLE_ID][3]))
-        outputs.weight[3] *= torch.nan if len(met) == 7 else 1
+    def broken_loss(self, outputs, batch):
+        seen.append(int(batch[batch_keys.SAMPLE_ID][3]))
+        outputs.weight[3] *= torch.nan if len(seen) == 7 else 1
         return loss(self, outputs, batch)
 
     with monkeypatch.context() as patch:
-        patch.setattr(LatentDiffusion, 'loss', spoiled)
+        patch.setattr(LatentDiffusion, 'loss', broken_loss)
         assert run_recipe.main([path]) == CONFIG_ERROR
     runs = tmp_path / 'runs'
-    assert f'error: batch 6: loss is nan; sample {met[-1]}; the weights from before it' in capsys.readouterr().err
-    assert lines(runs / 'run')[0]['sample_ids'] == [met[-1]]
+    assert f'error: batch 6: loss is nan; sample {seen[-1]}; the weights before this batch' in capsys.readouterr().err
+    assert lines(runs / 'run')[0]['sample_ids'] == [seen[-1]]
     assert run_recipe.main([path]) == 0
-    whole, mended = (weights_of_run(find_checkpoint(runs / name), 'training')[0] for name in ('whole', 'run'))
-    assert all(torch.equal(whole[name], mended[name]) for name in whole)
+    reference, repaired = (weights_of_run(find_checkpoint(runs / name), 'training')[0] for name in ('reference', 'run'))
+    assert all(torch.equal(reference[name], repaired[name]) for name in reference)
 
 
-def test_many_samples_are_named_in_the_file(tmp_path):
+def test_error_refers_to_the_file_for_more_samples(tmp_path):
     ids = list(range(40))
     path = tmp_path / 'bad_batches.jsonl'
-    assert loss_guard.named(ids, path).endswith(f', 14, 15 and 24 more, in {path}')
-    assert loss_guard.named(ids[:16], path).endswith(', 14, 15')
+    assert loss_guard.describe_samples(ids, path).endswith(f', 14, 15 and 24 more, in {path}')
+    assert loss_guard.describe_samples(ids[:16], path).endswith(', 14, 15')
 
 
-def test_an_explosion_is_of_a_positive_median():
+def test_explosion_limit_requires_a_positive_median():
     assert loss_guard.explosion_limit([1.0, 2.0, 9.0], 20.0, 6) == 40.0
     assert loss_guard.explosion_limit([-1.0, 0.0, 1.0], 20.0, 6) == math.inf
     assert loss_guard.explosion_limit([1.0, 2.0, 9.0], 20.0, 8) == math.inf
 
 
-def test_gradients_of_any_kind_are_judged():
+def test_gradients_of_any_kind_are_checked():
     dist.initialize_dist('cpu')
     mesh = init_device_mesh('cpu', (1,))
     good: list[torch.Tensor | None] = [torch.ones(3), None, torch.ones(2, 2, dtype=torch.bfloat16), torch.zeros(0)]
@@ -319,25 +323,25 @@ def _default_dtype():
     torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize('judge', [loss_guard.scaled_are_finite, loss_guard.norms_are_finite])
+@pytest.mark.parametrize('check', [loss_guard.scaled_are_finite, loss_guard.norms_are_finite])
 @pytest.mark.parametrize(
     ('dtype', 'default_dtype'),
     [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.float64, torch.float64)],
 )
 @pytest.mark.usefixtures('_default_dtype')
-def test_whoever_judges_gradients_sees_one_bad_number_and_leaves_the_others_alone(judge, dtype, default_dtype):
+def test_gradient_checks_detect_one_bad_value_and_change_nothing(check, dtype, default_dtype):
     torch.set_default_dtype(default_dtype)
     gradients = [torch.linspace(-3, 3e4, 700, dtype=dtype).view(7, 100), torch.ones(5, dtype=dtype)]
     before = [each.clone() for each in gradients]
-    assert judge(gradients)
+    assert check(gradients)
     assert all(torch.equal(one, other) for one, other in zip(gradients, before, strict=True))
     for value in (math.inf, -math.inf, math.nan):
         gradients[0][6, 99] = value
-        assert not judge(gradients)
+        assert not check(gradients)
 
 
 @pytest.mark.parametrize(
-    ('settings', 'says'),
+    ('settings', 'message'),
     [
         ({'action': 'ignore'}, "action: 'ignore'; use stop or skip"),
         ({'explosion': 1.0}, 'explosion: 1.0 times the median; use more than 1, or null'),
@@ -345,30 +349,31 @@ def test_whoever_judges_gradients_sees_one_bad_number_and_leaves_the_others_alon
         ({'max_skips': -1}, 'max_skips: -1; use 0 or more'),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(settings, says):
-    with pytest.raises(ValueError, match=f'callbacks.loss_guard.{says}'):
+def test_invalid_settings_are_refused(settings, message):
+    with pytest.raises(ValueError, match=f'callbacks.loss_guard.{message}'):
         LossGuard(**settings)
 
 
-def test_skipping_is_refused_where_a_scaler_skips():
+def test_action_skip_is_refused_with_amp_fp16():
     state: Any = SimpleNamespace(precision=Precision.AMP_FP16)
     LossGuard().init(state, logger=None)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match='action: skip does not go with precision amp_fp16'):
+    with pytest.raises(ValueError, match='action: skip does not support precision amp_fp16'):
         LossGuard(action='skip').init(state, logger=None)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize('what', ['stop', 'skip-fsdp2'])
-def test_two_ranks_act_together_on_what_one_of_them_met(ranks, tmp_path, what):
-    job = ranks.start_program(2, guarded_run.__file__, what, tmp_path)
+@pytest.mark.parametrize('scenario', ['stop', 'skip-fsdp2'])
+def test_two_ranks_act_together_on_a_bad_sample_of_one(ranks, tmp_path, scenario):
+    job = ranks.start_program(2, guarded_run.__file__, scenario, tmp_path)
     statuses, outputs = job.wait(), job.outputs()
-    stops = what == 'stop'
-    # The bad sample is rank 1's alone.
+    stops = scenario == 'stop'
+    # Only rank 1 has the bad sample.
     assert statuses == ([CONFIG_ERROR] * 2 if stops else [0, 0]), outputs
     for rank, output in enumerate(outputs):
         assert f'rank {rank} ended at {1 if stops else 12}' in output
         assert f'rank {rank} has finite weights: True' in output
         assert (
-            not stops or f'rank {rank}: batch 1: loss is nan; sample 111; the weights from before it are in' in output
+            not stops
+            or f'rank {rank}: batch 1: loss is nan; sample 111; the weights before this batch are in' in output
         )
     assert [(line['batch'], line['sample_ids']) for line in lines(tmp_path)] == [(1, [111]), (7, [111])][: 2 - stops]
     assert (tmp_path / 'ba1.pt').exists() == stops

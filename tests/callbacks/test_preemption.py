@@ -1,4 +1,4 @@
-"""A run that is told to stop: all ranks at one batch, a checkpoint, and a resumed run that ends the same."""
+"""Preemption: all ranks stop at the same batch with a checkpoint, and the resumed run ends with the same weights."""
 
 import multiprocessing
 import os
@@ -24,22 +24,22 @@ from diffusion.training.train import build_trainer, train
 
 
 @pytest.fixture(autouse=True)
-def _own_handlers():
-    earlier = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGCHLD)}
+def _restore_handlers():
+    previous = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGCHLD)}
     yield
-    for number, handler in earlier.items():
+    for number, handler in previous.items():
         signal.signal(number, handler)
 
 
-def told(number=signal.SIGTERM, *, batch=4, event=Event.AFTER_LOSS):
-    """A signal at an event of a batch (before its clock moves: batch 4 is the fifth)."""
+def signal_at(number=signal.SIGTERM, *, batch=4, event=Event.AFTER_LOSS):
+    """Return a callback that raises a signal at an event; batch 4 is the fifth, since counting starts at 0."""
     return At(event, batch, lambda: signal.raise_signal(number))
 
 
 @pytest.mark.parametrize('number', SIGNALS)
-def test_a_signal_ends_the_batch_saves_and_stops(tmp_path, number):
-    trainer = make_trainer(make_data(), [Preemption(), told(number)], folder=tmp_path)
-    expected = rf'stopped at batch 5 on {number.name}; {tmp_path}/ba5.pt is saved, the same command goes on from there'
+def test_signal_finishes_the_batch_saves_and_stops(tmp_path, number):
+    trainer = make_trainer(make_data(), [Preemption(), signal_at(number)], folder=tmp_path)
+    expected = rf'stopped at batch 5 on {number.name}; {tmp_path}/ba5.pt is saved, the same command resumes from it'
     with pytest.raises(Preempted, match=expected):
         trainer.fit()
     trainer.close()
@@ -49,12 +49,12 @@ def test_a_signal_ends_the_batch_saves_and_stops(tmp_path, number):
 @pytest.mark.parametrize(
     'batch', [4, pytest.param(5, marks=pytest.mark.filterwarnings('ignore:No batches were trained'))]
 )
-def test_a_resumed_run_ends_with_the_same_weights(tmp_path, batch):
-    """In the middle of an epoch, and at its end."""
-    whole = make_trainer(make_data(), [])
-    whole.fit()
-    whole.close()
-    first = make_trainer(make_data(), [Preemption(), told(batch=batch)], folder=tmp_path)
+def test_resumed_run_ends_with_the_same_weights(tmp_path, batch):
+    """Stopped in the middle of an epoch, and at its end."""
+    reference = make_trainer(make_data(), [])
+    reference.fit()
+    reference.close()
+    first = make_trainer(make_data(), [Preemption(), signal_at(batch=batch)], folder=tmp_path)
     with pytest.raises(Preempted):
         first.fit()
     first.close()
@@ -62,41 +62,41 @@ def test_a_resumed_run_ends_with_the_same_weights(tmp_path, batch):
     second.fit()
     second.close()
     assert second.state.timestamp.batch == 12
-    for mine, other in zip(weights_of(second.state), weights_of(whole.state), strict=True):
-        assert torch.equal(mine, other)
+    for one, other in zip(weights_of(second.state), weights_of(reference.state), strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     'batch', [2, pytest.param(4, marks=pytest.mark.filterwarnings('ignore:No batches were trained'))]
 )
-def test_a_real_run_goes_on_where_it_was_stopped(write_recipe, tmp_path, batch):
-    """In the middle of an epoch of 5 batches, and at its end."""
-    train(load(str(write_recipe('whole')))).close()
+def test_real_run_resumes_where_it_was_stopped(write_recipe, tmp_path, batch):
+    """Stopped in the middle of an epoch of 5 batches, and at its end."""
+    train(load(str(write_recipe('reference')))).close()
     recipe = load(str(write_recipe('run')))
     trainer = build_trainer(recipe)
-    trainer.state.callbacks.append(told(batch=batch))
+    trainer.state.callbacks.append(signal_at(batch=batch))
     with pytest.raises(Preempted, match=f'stopped at batch {batch + 1} on SIGTERM; .*/run/ba{batch + 1} is saved'):
         trainer.fit()
     trainer.close()
     train(recipe).close()
     runs = tmp_path / 'runs'
-    whole, resumed = (weights_of_run(find_checkpoint(runs / name), 'training')[0] for name in ('whole', 'run'))
-    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    reference, resumed = (weights_of_run(find_checkpoint(runs / name), 'training')[0] for name in ('reference', 'run'))
+    assert all(torch.equal(reference[name], resumed[name]) for name in reference)
 
 
 @pytest.mark.parametrize(('interval', 'stops_at'), [('2ba', 4), ('1ep', 6)])
-def test_a_signal_during_evaluation_counts_for_the_batch_before_it(tmp_path, interval, stops_at):
+def test_signal_during_evaluation_stops_after_the_batch_before_it(tmp_path, interval, stops_at):
     evaluation = {'eval_dataloader': torch.utils.data.DataLoader(make_data(), batch_size=8), 'eval_interval': interval}  # type: ignore[arg-type]
-    signalled = told(batch=stops_at, event=Event.EVAL_BATCH_END)
-    trainer = make_trainer(make_data(), [Preemption(), signalled], folder=tmp_path, **evaluation)
+    signaled = signal_at(batch=stops_at, event=Event.EVAL_BATCH_END)
+    trainer = make_trainer(make_data(), [Preemption(), signaled], folder=tmp_path, **evaluation)
     with pytest.raises(Preempted, match=f'stopped at batch {stops_at} '):
         trainer.fit()
     trainer.close()
     assert (tmp_path / f'ba{stops_at}.pt').exists()
 
 
-def test_more_signals_during_the_save_and_after_it_do_no_harm(tmp_path, monkeypatch):
+def test_further_signals_during_and_after_the_save_are_ignored(tmp_path, monkeypatch):
     save = torch.save
 
     def interrupted(*args, **kwargs):
@@ -105,7 +105,7 @@ def test_more_signals_during_the_save_and_after_it_do_no_harm(tmp_path, monkeypa
         save(*args, **kwargs)
 
     monkeypatch.setattr(torch, 'save', interrupted)
-    trainer = make_trainer(make_data(), [Preemption(), told()], folder=tmp_path)
+    trainer = make_trainer(make_data(), [Preemption(), signal_at()], folder=tmp_path)
     with pytest.raises(Preempted, match='on SIGTERM; .*ba5.pt is saved'):
         trainer.fit()
     os.kill(os.getpid(), signal.SIGTERM)
@@ -113,7 +113,7 @@ def test_more_signals_during_the_save_and_after_it_do_no_harm(tmp_path, monkeypa
     assert torch.load(tmp_path / 'ba5.pt', weights_only=False)['state']['timestamp']['Timestamp']['batch'] == 5
 
 
-def test_a_batch_is_not_saved_twice(tmp_path, monkeypatch):
+def test_same_batch_is_not_saved_twice(tmp_path, monkeypatch):
     saved = []
     save = CheckpointSaver._save_checkpoint
     monkeypatch.setattr(
@@ -121,37 +121,37 @@ def test_a_batch_is_not_saved_twice(tmp_path, monkeypatch):
         '_save_checkpoint',
         lambda self, state, logger: (saved.append(state.timestamp.batch.value), save(self, state, logger)),
     )
-    # Evaluating at the end of the epoch, after the saver's turn at its last batch.
+    # The evaluation at the end of the epoch comes after the save of its last batch.
     evaluation = {'eval_dataloader': torch.utils.data.DataLoader(make_data(), batch_size=8), 'eval_interval': '1ep'}  # type: ignore[arg-type]
-    signalled = told(batch=6, event=Event.EVAL_START)
-    trainer = make_trainer(make_data(), [Preemption(), signalled], folder=tmp_path, **evaluation, save_interval='3ba')
+    signaled = signal_at(batch=6, event=Event.EVAL_START)
+    trainer = make_trainer(make_data(), [Preemption(), signaled], folder=tmp_path, **evaluation, save_interval='3ba')
     with pytest.raises(Preempted, match='stopped at batch 6 .*ba6.pt is saved'):
         trainer.fit()
     trainer.close()
     assert saved == [3, 6]
 
 
-def test_a_run_that_saves_nothing_says_so():
-    trainer = make_trainer(make_data(), [Preemption(), told()])
-    with pytest.raises(Preempted, match='stopped at batch 5 on SIGTERM; nothing is saved, for want of a save_folder'):
+def test_message_of_a_run_without_save_folder():
+    trainer = make_trainer(make_data(), [Preemption(), signal_at()])
+    with pytest.raises(Preempted, match='stopped at batch 5 on SIGTERM; nothing is saved: there is no save_folder'):
         trainer.fit()
     trainer.close()
 
 
 @pytest.mark.parametrize('duration', ['6ba', '1ep', '9ba', '48sp'])
-def test_a_run_that_ends_with_this_batch_ends_as_usual(tmp_path, duration):
+def test_run_that_ends_with_this_batch_ends_as_usual(tmp_path, duration):
     last = {'9ba': 8}.get(duration, 5)
-    trainer = make_trainer(make_data(), [Preemption(), told(batch=last)], duration=duration, folder=tmp_path)
+    trainer = make_trainer(make_data(), [Preemption(), signal_at(batch=last)], duration=duration, folder=tmp_path)
     trainer.fit()
     trainer.close()
     assert (tmp_path / f'ba{last + 1}.pt').exists()
 
 
-def test_a_signal_to_the_whole_process_group_does_not_fail_for_its_dead_workers(tmp_path):
+def test_signal_to_the_process_group_that_kills_loader_workers_still_saves(tmp_path):
     def signal_all():
         workers = [str(child.pid) for child in multiprocessing.active_children()]
         assert len(workers) == 1
-        # Not from this process: a worker that its parent terminates ends with status 0.
+        # Sent from another process: a worker that its parent terminates ends with status 0.
         subprocess.run(['sh', '-c', f'kill -TERM {" ".join(workers)} {os.getpid()}'], check=True)
         time.sleep(0.3)
 
@@ -161,31 +161,31 @@ def test_a_signal_to_the_whole_process_group_does_not_fail_for_its_dead_workers(
     trainer.close()
 
 
-def test_only_the_main_thread_hears_signals(caplog):
+def test_training_outside_of_the_main_thread_logs_a_warning(caplog):
     trainer = make_trainer(make_data(), [Preemption()], duration='2ba')
     thread = threading.Thread(target=trainer.fit)
     thread.start()
     thread.join()
     trainer.close()
     assert trainer.state.timestamp.batch == 2
-    assert 'cannot be told to stop' in caplog.text
+    assert 'preemption signals are not handled' in caplog.text
 
 
-def test_after_a_run_that_was_not_stopped_signals_do_what_they_did():
-    earlier = []
+def test_previous_signal_handlers_are_restored_after_a_run():
+    received = []
     for number in SIGNALS:
-        signal.signal(number, lambda number, frame: earlier.append(number))
+        signal.signal(number, lambda number, frame: received.append(number))
     trainer = make_trainer(make_data(), [Preemption()], duration='1ba')
     trainer.fit()
     trainer.close()
     for number in SIGNALS:
         signal.raise_signal(number)
-    assert earlier == [*SIGNALS]
+    assert received == [*SIGNALS]
 
 
-def test_a_forked_child_keeps_the_handler_it_would_have_had():
-    earlier = []
-    signal.signal(signal.SIGTERM, lambda number, frame: earlier.append(number))
+def test_forked_child_uses_the_previous_handler():
+    received = []
+    signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
     preemption = Preemption()
 
     def in_child():
@@ -195,11 +195,11 @@ def test_a_forked_child_keeps_the_handler_it_would_have_had():
     trainer = make_trainer(make_data(), [preemption, At(Event.AFTER_LOSS, 0, in_child)], duration='1ba')
     trainer.fit()
     trainer.close()
-    assert earlier == [signal.SIGTERM]
+    assert received == [signal.SIGTERM]
     assert preemption.signal == 0
 
 
-def test_a_program_that_was_stopped_exits_75(monkeypatch, capsys):
+def test_preempted_program_exits_with_status_75(monkeypatch, capsys):
     def stopped(recipe):
         raise Preempted('stopped at batch 3')
 
@@ -213,9 +213,9 @@ def test_a_program_that_was_stopped_exits_75(monkeypatch, capsys):
     assert capsys.readouterr().err == ''
 
 
-def test_a_signal_to_one_rank_stops_both_at_the_same_batch(ranks, tmp_path):
+def test_signal_to_one_rank_stops_both_at_the_same_batch(ranks, tmp_path):
     job = ranks.start_program(2, guarded_run.__file__, 'preemption', tmp_path)
-    # Each is sent more until its interpreter has gone.
+    # Each process receives further signals until it has exited.
     assert job.wait() == [PREEMPTED, PREEMPTED], job.output()
     for rank, output in enumerate(job.outputs()):
         assert f'rank {rank}: stopped at batch 4 on SIGTERM; {tmp_path}/ba4.pt is saved' in output

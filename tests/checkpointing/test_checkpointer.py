@@ -1,4 +1,4 @@
-"""Checkpoints of real runs: resumed under other strategies and on other numbers of ranks, and refused with a reason."""
+"""Checkpoints of real runs: resumed with other strategies and numbers of ranks, or refused with a reason."""
 
 import errno
 import shutil
@@ -9,7 +9,7 @@ import torch
 from ranks import largest_difference, read_losses
 
 from diffusion.checkpointing import checkpoint_store
-from diffusion.checkpointing.checkpoint_store import check_whole
+from diffusion.checkpointing.checkpoint_store import verify_checkpoint
 from diffusion.checkpointing.run_folder import find_checkpoint, is_sharded, read_checkpoint, weights_of
 from diffusion.config.load import load
 from diffusion.training.train import build_trainer, train
@@ -29,7 +29,7 @@ def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
 
 @pytest.fixture(scope='module')
 def uninterrupted(tmp_path_factory, tiny_recipe):
-    """A run of 8 batches on one rank, and how to make others like it."""
+    """Return the folder of a run of 8 batches on one rank, and a function that writes recipes like its own."""
     import yaml
 
     root = tmp_path_factory.mktemp('checkpointer')
@@ -41,8 +41,8 @@ def uninterrupted(tmp_path_factory, tiny_recipe):
         path.write_text(yaml.safe_dump(content))
         return path
 
-    train(load(write('whole'))).close()
-    return root / 'runs' / 'whole', write
+    train(load(write('reference'))).close()
+    return root / 'runs' / 'reference', write
 
 
 @pytest.mark.parametrize(
@@ -54,22 +54,22 @@ def uninterrupted(tmp_path_factory, tiny_recipe):
     ],
     ids=lambda legs: '-'.join(f'{count}{strategy}' for count, strategy in legs),
 )
-def test_a_run_goes_on_anywhere(uninterrupted, ranks, legs):
-    """Stopped after the averages have started, twice: 4 batches, 2 more, and to the end."""
-    whole, write = uninterrupted
+def test_run_resumes_on_any_number_of_ranks_with_any_strategy(uninterrupted, ranks, legs):
+    """The run is stopped twice after averaging has started: 4 batches, 2 more, and to the end."""
+    reference, write = uninterrupted
     name = '-'.join(f'{count}{strategy}' for count, strategy in legs)
     for (count, strategy), duration in zip(legs, ('4ba', '6ba', '8ba'), strict=True):
         path = write(name, parallelism=STRATEGIES[strategy])
         ranks.run(count, path, f'trainer.max_duration={duration}', 'trainer.save_interval=2ba')
-        checkpoint = find_checkpoint(whole.parent / name)
+        checkpoint = find_checkpoint(reference.parent / name)
         assert is_sharded(checkpoint) == (strategy == 'sharded')
-        check_whole(checkpoint)
-    run = whole.parent / name
-    assert largest_difference(read_losses(whole), read_losses(run)) < 1e-4
+        verify_checkpoint(checkpoint)
+    run = reference.parent / name
+    assert largest_difference(read_losses(reference), read_losses(run)) < 1e-4
     for which in ('training', 'ema'):
-        ours, theirs = weights_of(find_checkpoint(run), which)[0], weights_of(find_checkpoint(whole), which)[0]
-        # An update of AdamW moves a weight by up to the learning rate, whatever the size of its gradient; where the
-        # true gradient is zero, rounding decides on the direction.
+        ours, theirs = weights_of(find_checkpoint(run), which)[0], weights_of(find_checkpoint(reference), which)[0]
+        # An update of AdamW moves a weight by up to the learning rate regardless of the size of its gradient; where the
+        # true gradient is zero, rounding determines the direction.
         assert distance(ours, theirs) < 8 * 2e-4
         norm = sum(float(theirs[key].square().sum()) for key in theirs) ** 0.5
         moved = sum(float((ours[key] - theirs[key]).square().sum()) for key in theirs) ** 0.5
@@ -79,76 +79,83 @@ def test_a_run_goes_on_anywhere(uninterrupted, ranks, legs):
 
 
 @pytest.mark.slow
-def test_sharded_and_interrupted_equals_sharded_and_uninterrupted(uninterrupted, ranks, pictures):
-    """Bit for bit, weights and averages: the case in which Composer's own EMA corrupts weights."""
-    whole, write = uninterrupted
+def test_interrupted_sharded_run_equals_uninterrupted_sharded_run(uninterrupted, ranks, pictures):
+    """Bit for bit, weights and averages: Composer's own EMA corrupts the weights in this case."""
+    reference, write = uninterrupted
     sections = {
         'parallelism': STRATEGIES['sharded'],
-        # Forward passes right before a checkpoint, before the averages have started and after.
+        # Forward passes right before a checkpoint, both before and after the start of averaging.
         'eval_streams': {'other': {'local': str(pictures[64]), 'resolution': 32}},
         'callbacks': {'image_grid': {'prompts': ['a'], 'every': '2ba', 'num_inference_steps': 1}},
     }
-    own = ['trainer.save_interval=1ba', 'trainer.eval_interval=4ba']
-    ranks.run(2, write('sharded', **sections), *own)
+    overrides = ['trainer.save_interval=1ba', 'trainer.eval_interval=4ba']
+    ranks.run(2, write('sharded', **sections), *overrides)
     for duration in ('5ba', '8ba'):
-        ranks.run(2, write('sharded-parts', **sections), *own, f'trainer.max_duration={duration}')
-    runs = whole.parent
+        ranks.run(2, write('sharded-parts', **sections), *overrides, f'trainer.max_duration={duration}')
+    runs = reference.parent
     assert read_losses(runs / 'sharded') == read_losses(runs / 'sharded-parts')
     for which in ('training', 'ema'):
         one, other = (weights_of(find_checkpoint(runs / name), which)[0] for name in ('sharded', 'sharded-parts'))
         assert distance(one, other) == 0
 
 
-def test_the_newest_damaged_checkpoint_is_passed_over(uninterrupted, caplog):
-    whole, write = uninterrupted
+def test_newest_checkpoint_is_skipped_if_it_is_damaged(uninterrupted, caplog):
+    reference, write = uninterrupted
     path = write('damaged')
     train(load(path, ['trainer.max_duration=6ba', 'trainer.save_interval=2ba'])).close()
-    run = whole.parent / 'damaged'
+    run = reference.parent / 'damaged'
     state = run / 'ba6' / 'state.pt'
     content = bytearray(state.read_bytes())
     content[len(content) // 2] ^= 16
     state.write_bytes(content)
-    with pytest.raises(ValueError, match=r'ba6/state\.pt: its content is not what was written'):
+    with pytest.raises(ValueError, match=r'ba6/state\.pt: the content has changed since it was written'):
         weights_of(find_checkpoint(run))
     trainer = build_trainer(load(path, ['trainer.save_interval=2ba']))
     assert trainer.state.timestamp.batch.value == 4
-    assert (run / 'latest').readlink() == Path('ba4'), 'before anything is trained'
-    assert 'damaged checkpoint, looking for an earlier one' in caplog.text
+    assert (run / 'latest').readlink() == Path('ba4'), 'before training starts'
+    assert 'damaged checkpoint, trying an earlier one' in caplog.text
     trainer.fit()
     trainer.close()
-    check_whole(run / 'ba6')
-    assert (run / 'ba6.damaged' / 'state.pt').read_bytes() == bytes(content), 'set aside, not deleted'
-    assert read_losses(run) == read_losses(whole)
-    assert distance(weights_of(find_checkpoint(run))[0], weights_of(find_checkpoint(whole))[0]) == 0
+    verify_checkpoint(run / 'ba6')
+    assert (run / 'ba6.damaged' / 'state.pt').read_bytes() == bytes(content), 'renamed, not deleted'
+    assert read_losses(run) == read_losses(reference)
+    assert distance(weights_of(find_checkpoint(run))[0], weights_of(find_checkpoint(reference))[0]) == 0
 
 
 @pytest.mark.parametrize(
     ('override', 'message'),
     [
-        ('model.block_out_channels=[32, 64]', r'ba8: of another architecture than the recipe: .*denoiser\.'),
-        ('optimizer.name=decoupled_adamw', r'ba8: of a run with AdamW, this one has DecoupledAdamW; .* init_from'),
+        ('model.block_out_channels=[32, 64]', r'ba8: the architecture differs from the recipe: .*denoiser\.'),
+        (
+            'optimizer.name=decoupled_adamw',
+            r'ba8: saved with optimizer AdamW, the recipe has DecoupledAdamW; .* init_from',
+        ),
     ],
 )
-def test_a_checkpoint_of_another_model_is_refused(uninterrupted, override, message):
-    whole, write = uninterrupted
+def test_checkpoint_of_another_model_or_optimizer_is_refused(uninterrupted, override, message):
+    reference, write = uninterrupted
     path = write('other')
-    if not (whole.parent / 'other').exists():
-        shutil.copytree(whole, whole.parent / 'other', symlinks=True)
+    if not (reference.parent / 'other').exists():
+        shutil.copytree(reference, reference.parent / 'other', symlinks=True)
     with pytest.raises(ValueError, match=message):
         build_trainer(load(path, [override, 'trainer.max_duration=10ba']))
 
 
-def test_a_run_goes_on_with_its_own_seed_and_data(uninterrupted, pictures):
-    """Both would go on without a word, as another run."""
+def test_resume_requires_the_same_seed_and_data(uninterrupted, pictures):
+    """Otherwise the run would silently continue as a different one."""
     _, write = uninterrupted
     path = write('own')
     train(load(path, ['trainer.max_duration=4ba'])).close()
-    with pytest.raises(ValueError, match=r'seed: 18, the run was started with 17; .* start a new run'):
+    with pytest.raises(ValueError, match=r'seed: 18, but the run was started with 17; .* start a new run'):
         build_trainer(load(path, ['seed=18', 'loader.shuffle_seed=17']))
     other = [f'streams.more={{local: {pictures[64]}, resolution: 32}}', 'dataset.flip=true']
-    with pytest.raises(ValueError, match='set allow_data_change: true to go on with other data') as refused:
+    with pytest.raises(ValueError, match='set allow_data_change: true to resume with other data') as refused:
         build_trainer(load(path, other))
-    for line in ('dataset.flip: False in the checkpoint, True now', 'streams.more: not in the checkpoint, there now'):
+    differences = [
+        'dataset.flip: False in the checkpoint, True now',
+        'streams.more: missing in the checkpoint, present now',
+    ]
+    for line in differences:
         assert line in str(refused.value)
     trainer = build_trainer(load(path, [*other, 'allow_data_change=true']))
     assert trainer.state.timestamp.batch.value == 4
@@ -156,26 +163,26 @@ def test_a_run_goes_on_with_its_own_seed_and_data(uninterrupted, pictures):
     trainer.close()
 
 
-def test_a_full_disk_is_told_with_the_room_needed_and_leaves_nothing(uninterrupted, monkeypatch):
-    whole, write = uninterrupted
+def test_full_disk_error_has_the_space_needed_and_leaves_no_files(uninterrupted, monkeypatch):
+    reference, write = uninterrupted
     plain = checkpoint_store.HashingWriter.write
 
-    def full(writer: checkpoint_store.HashingWriter, data: bytes) -> int:
+    def write_until_full(writer: checkpoint_store.HashingWriter, data: bytes) -> int:
         if plain(writer, data) and writer.record().bytes > 2**20:  # in the middle of torch.save's C++
             raise OSError(errno.ENOSPC, 'No space left on device')
         return len(data)
 
     trainer = build_trainer(load(write('full'), ['trainer.save_interval=2ba']))
-    monkeypatch.setattr(checkpoint_store.HashingWriter, 'write', full)
+    monkeypatch.setattr(checkpoint_store.HashingWriter, 'write', write_until_full)
     with pytest.raises(OSError, match=r'full/ba2: not saved, no space left on .*/full, 0\.0\d GiB needed') as raised:
         trainer.fit()
     trainer.close()
     assert raised.value.errno == errno.ENOSPC
-    assert not list((whole.parent / 'full').glob('*ba2*')), 'nor what was written of it'
+    assert not list((reference.parent / 'full').glob('*ba2*')), 'no partial files'
 
 
-def test_another_fault_of_the_disk_is_raised_as_it_is(uninterrupted, monkeypatch):
-    whole, write = uninterrupted
+def test_other_disk_errors_are_raised_unchanged(uninterrupted, monkeypatch):
+    reference, write = uninterrupted
     trainer = build_trainer(load(write('faulty'), ['trainer.save_interval=2ba']))
     fault = OSError(errno.ESTALE, 'Stale file handle')
 
@@ -186,16 +193,16 @@ def test_another_fault_of_the_disk_is_raised_as_it_is(uninterrupted, monkeypatch
     with pytest.raises(OSError, match='Stale') as raised:
         trainer.fit()
     trainer.close()
-    assert raised.value is fault, 'with its own traceback'
-    assert not list((whole.parent / 'faulty').glob('*ba2*'))
+    assert raised.value is fault, 'with its original traceback'
+    assert not list((reference.parent / 'faulty').glob('*ba2*'))
 
 
-def test_a_checkpoint_that_cannot_be_read_now_stays_the_newest(uninterrupted, monkeypatch):
-    """A fault of the file system is no damage: the run ends, and the next try goes on from where it was."""
-    whole, write = uninterrupted
+def test_checkpoint_with_a_read_error_stays_the_newest(uninterrupted, monkeypatch):
+    """An error of the file system is not damage: the run fails, and the next try resumes from the same checkpoint."""
+    reference, write = uninterrupted
     path = write('unread')
     train(load(path, ['trainer.max_duration=4ba', 'trainer.save_interval=2ba'])).close()
-    run, plain = whole.parent / 'unread', checkpoint_store.record_of
+    run, plain = reference.parent / 'unread', checkpoint_store.record_of
 
     def stale(file: Path) -> checkpoint_store.FileRecord:
         raise OSError(errno.ESTALE, 'Stale file handle', str(file))
@@ -211,7 +218,7 @@ def test_a_checkpoint_that_cannot_be_read_now_stays_the_newest(uninterrupted, mo
     trainer.close()
 
 
-def test_a_run_that_may_not_go_on_does_not_write_over_another(uninterrupted):
+def test_run_without_autoresume_does_not_overwrite_checkpoints(uninterrupted):
     _, write = uninterrupted
     path = write('again')
     train(load(path, ['trainer.max_duration=1ba'])).close()
@@ -219,35 +226,35 @@ def test_a_run_that_may_not_go_on_does_not_write_over_another(uninterrupted):
         build_trainer(load(path, ['trainer.autoresume=false']))
 
 
-def test_only_so_many_are_kept(uninterrupted):
-    whole, write = uninterrupted
+def test_only_the_newest_checkpoints_are_kept(uninterrupted):
+    reference, write = uninterrupted
     path = write('pruned')
     keep = ['trainer.save_interval=1ba', 'trainer.save_num_checkpoints_to_keep=2']
     train(load(path, [*keep, 'trainer.max_duration=4ba'])).close()
     train(load(path, [*keep, 'trainer.max_duration=6ba'])).close()
-    assert sorted(folder.name for folder in (whole.parent / 'pruned').glob('ba*')) == ['ba5', 'ba6']
+    assert sorted(folder.name for folder in (reference.parent / 'pruned').glob('ba*')) == ['ba5', 'ba6']
 
 
-def test_composers_own_saver_resumes_too(uninterrupted, tmp_path):
-    """What a `save_folder` asks for: it can upload, which ours cannot."""
-    whole, write = uninterrupted
+def test_run_with_composers_own_saver_resumes(uninterrupted, tmp_path):
+    """A `save_folder` selects Composer's saver, which can upload checkpoints."""
+    reference, write = uninterrupted
     path = write('uploaded')
-    own = [f'trainer.save_folder={tmp_path}', 'trainer.save_overwrite=true', 'trainer.save_interval=2ba']
-    train(load(path, [*own, 'trainer.max_duration=6ba'])).close()
-    assert not list((whole.parent / 'uploaded').glob('ba*'))
-    train(load(path, own)).close()
-    assert read_losses(whole.parent / 'uploaded') == read_losses(whole)
-    ours = weights_of(find_checkpoint(whole))[0]
+    overrides = [f'trainer.save_folder={tmp_path}', 'trainer.save_overwrite=true', 'trainer.save_interval=2ba']
+    train(load(path, [*overrides, 'trainer.max_duration=6ba'])).close()
+    assert not list((reference.parent / 'uploaded').glob('ba*'))
+    train(load(path, overrides)).close()
+    assert read_losses(reference.parent / 'uploaded') == read_losses(reference)
+    ours = weights_of(find_checkpoint(reference))[0]
     assert distance(ours, weights_of(find_checkpoint(tmp_path / 'latest-rank0.pt'))[0]) == 0
 
 
-def test_composer_alone_reads_a_whole_checkpoint(uninterrupted):
-    """`state.pt` is Composer's own form: no library of ours is needed to go on with it."""
+def test_composer_alone_loads_an_unsharded_checkpoint(uninterrupted):
+    """`state.pt` has Composer's format, so that training can continue without this library."""
     from composer import Trainer
 
     from diffusion.training.components import build_loader, build_model, build_optimizer
 
-    whole, write = uninterrupted
+    reference, write = uninterrupted
     recipe = load(write('composer'))
     model = build_model(recipe)
     trainer = Trainer(
@@ -255,17 +262,17 @@ def test_composer_alone_reads_a_whole_checkpoint(uninterrupted):
         optimizers=build_optimizer(recipe, model),
         train_dataloader=build_loader(recipe),
         max_duration='9ba',
-        load_path=str(whole / 'latest' / 'state.pt'),
+        load_path=str(reference / 'latest' / 'state.pt'),
         device='cpu',
         progress_bar=False,
     )
     assert trainer.state.timestamp.batch.value == 8
-    weights = weights_of(find_checkpoint(whole), 'training')[0]
+    weights = weights_of(find_checkpoint(reference), 'training')[0]
     assert distance(dict(trainer.state.model.state_dict()), weights) == 0
     trainer.close()
 
 
-SHARED = """
+CHECK_SHARED = """
 import os, sys
 from pathlib import Path
 from composer.utils import dist, get_device
@@ -281,9 +288,9 @@ except UserError as error:
 """
 
 
-def test_ranks_that_do_not_see_the_same_folder_are_told_before_training(ranks, tmp_path):
-    job = ranks.start_program(2, '-c', SHARED, tmp_path)
+def test_folder_that_ranks_do_not_share_is_detected_before_training(ranks, tmp_path):
+    job = ranks.start_program(2, '-c', CHECK_SHARED, tmp_path)
     assert job.wait() == [0, 0], job.output()
     for output in job.outputs():
-        assert '/1 is not the same folder on rank 0 and rank 1; give one on a file system that all nodes' in output
-    assert not [*(tmp_path / 'same').iterdir()], 'nothing is left of the check'
+        assert '/1 is not the same folder on rank 0 and rank 1; use a folder on a file system that all nodes' in output
+    assert not [*(tmp_path / 'same').iterdir()], 'the check leaves no files'

@@ -74,7 +74,7 @@ def test_a_shard_of_nothing_else_is_given_up(tmp_path):
 def test_a_damaged_file_is_no_bad_sample(tmp_path):
     local = write_samples(tmp_path / 'local')
     (local / 'shard.00001.mds').unlink()
-    with pytest.raises(DataError, match='shard.00001.mds: it is not there'):
+    with pytest.raises(DataError, match='shard.00001.mds: the file does not exist'):
         served(loader_over(None, local, substitute=True))
 
 

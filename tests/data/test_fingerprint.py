@@ -72,9 +72,9 @@ def test_streams_that_come_go_or_change_places_are_differences(identity, picture
     both = streams_of(pictures)
     one = {'px32': both['px32']}
     lines = differences(identity()['data'], identity(streams=one)['data'])
-    assert lines[-1] == 'streams.px64: there in the checkpoint, not now'
+    assert lines[-1] == 'streams.px64: present in the checkpoint, missing now'
     assert differences(identity(streams=one)['data'], identity()['data'])[-1] == (
-        'streams.px64: not in the checkpoint, there now'
+        'streams.px64: missing in the checkpoint, present now'
     )
     recipe = load(write_recipe(streams=both))
     recipe.streams = dict(reversed(recipe.streams.items()))
@@ -122,7 +122,7 @@ def test_the_same_run_goes_on_in_silence(caplog):
 
 def test_other_data_is_refused_or_warned_of(caplog):
     line = 'streams.a.choose: 96 in the checkpoint, 128 now'
-    with pytest.raises(ValueError, match=f'set allow_data_change: true to go on with other data, .*\n  {line}'):
+    with pytest.raises(ValueError, match=f'set allow_data_change: true to resume with other data, .*\n  {line}'):
         same_run(choose=128).load_state_dict(SAVED)
     assert caplog.text == ''
     same_run(choose=128, allow=True).load_state_dict(SAVED)
@@ -132,7 +132,7 @@ def test_other_data_is_refused_or_warned_of(caplog):
 @pytest.mark.parametrize('allow', [True, False])
 def test_another_seed_is_refused_always(allow):
     message = (
-        'seed: 18, the run was started with 17; set it back to go on, or start a new run under another name\n'
+        'seed: 18, but the run was started with 17; set it back to resume, or start a new run under another name\n'
         '  streams.a.choose: 96 in the checkpoint, 128 now'
     )
     with pytest.raises(ValueError, match=message):
@@ -185,4 +185,4 @@ def test_a_checkpoint_without_identity_is_warned_of(write_recipe, caplog):
     trainer_of(recipe, callbacks=False).fit()
     with pytest.warns(UserWarning, match='SameRun is not in the state_dict'):
         trainer_of(recipe, callbacks=True)
-    assert 'the checkpoint does not say which seed and data it is of' in caplog.text
+    assert 'the checkpoint does not record its seed and data' in caplog.text

@@ -83,7 +83,7 @@ def test_a_flipped_bit_is_found_by_its_hash(verify, copied):
     shard.write_bytes(content)
     status, lines = verify({'a': {'local': str(copied)}})
     assert status == DAMAGED
-    assert f'  {shard.name}: sha1 {hashlib.sha1(content).hexdigest()}, its index says {expected}' in lines
+    assert f'  {shard.name}: sha1 {hashlib.sha1(content).hexdigest()}, expected {expected}' in lines
 
 
 def test_a_shard_cut_short_names_the_rows_that_are_gone(verify, copied):
@@ -93,7 +93,7 @@ def test_a_shard_cut_short_names_the_rows_that_are_gone(verify, copied):
     shard.write_bytes(shard.read_bytes()[: size // 2])
     status, lines = verify({'a': {'local': str(copied)}})
     assert status == DAMAGED
-    assert f'  {shard.name}: {size // 2} bytes, its index says {size}' in lines
+    assert f'  {shard.name}: {size // 2} bytes, expected {size}' in lines
     assert any(f'{shard.name}, row' in line and line.partition(': ')[0].endswith(f'{samples - 1}') for line in lines)
     assert len(lines) < 8
 
@@ -102,7 +102,7 @@ def test_a_missing_shard_is_named(verify, copied):
     first_shard(copied).unlink()
     status, lines = verify({'a': {'local': str(copied)}})
     assert status == DAMAGED
-    assert f'  {first_shard(copied).name.replace("00001", "00000")}: it is not there' in lines
+    assert f'  {first_shard(copied).name.replace("00001", "00000")}: the file does not exist' in lines
 
 
 def test_a_picture_that_is_none_and_captions_that_are_none_have_their_rows(verify, tmp_path):
@@ -143,7 +143,7 @@ def test_compressed_shards_are_read(verify, tmp_path, compression):
     packed.write_bytes(packed.read_bytes()[:-9])
     status, lines = verify({'a': stream})
     assert status == DAMAGED
-    assert any('its index says' in line for line in lines)
+    assert any('expected' in line for line in lines)
 
 
 def latents(folder, shape=(8, 4, 4), **change):
@@ -231,7 +231,7 @@ def test_what_is_no_dataset_is_damaged_and_the_others_are_still_read(verify, pic
     }
     status, lines = verify(streams)
     assert status == DAMAGED
-    assert f'  {tmp_path}/none: index.json cannot be read ({tmp_path}/none is no folder)' in lines
+    assert f'  {tmp_path}/none: index.json cannot be read ({tmp_path}/none is not a folder)' in lines
     assert any('odd: index.json is no index of MDS shards' in line for line in lines)
     assert lines[-1].startswith('streams.c_good: ok')
 
@@ -274,6 +274,6 @@ def test_a_remote_is_read_shard_by_shard_and_leaves_nothing(verify, store, pictu
     status, lines = verify({'a': stream})
     assert status == DAMAGED
     assert any('shard.00000.mds: it cannot be downloaded' in line for line in lines)
-    assert any('shard.00001.mds: 3 bytes, its index says' in line for line in lines)
+    assert any('shard.00001.mds: 3 bytes, expected' in line for line in lines)
     assert not list(scratch.iterdir())
     assert not (tmp_path / 'cache').exists()

@@ -1,4 +1,4 @@
-"""Metrics for scrapers, read by Prometheus' own parser and as JSON."""
+"""Exported metrics, read with Prometheus' own parser and as JSON."""
 
 import json
 import math
@@ -18,19 +18,19 @@ def read(text: str) -> dict[tuple[str, str], float]:
     return {(sample.name, sample.labels['run']): sample.value for sample in samples}
 
 
-def same(one: float, other: float) -> bool:
+def equal_or_nan(one: float, other: float) -> bool:
     return one == other or (math.isnan(one) and math.isnan(other))
 
 
 @given(st.text(min_size=1), st.dictionaries(st.from_regex(r'\A[a-z/_0-9]{1,20}\Z'), st.floats()))
-def test_prometheus_reads_every_number_under_any_name_of_a_run(run, metrics):
+def test_prometheus_parses_every_value_for_any_run_name(run, metrics):
     found = read(exposition(run, metrics))
-    wanted = {f'diffusion_{name.replace("/", "_")}': value for name, value in metrics.items()}
-    assert {name for name, _ in found} == set(wanted)
-    assert all(label == run and same(value, wanted[name]) for (name, label), value in found.items())
+    expected = {f'diffusion_{name.replace("/", "_")}': value for name, value in metrics.items()}
+    assert {name for name, _ in found} == set(expected)
+    assert all(label == run and equal_or_nan(value, expected[name]) for (name, label), value in found.items())
 
 
-def test_a_run_leaves_its_last_metrics(write_recipe, tmp_path, capfd):
+def test_run_exports_its_last_metrics(write_recipe, tmp_path, capfd):
     path = tmp_path / 'metrics' / 'run.prom'
     loggers = {'prometheus_file': {'path': str(path), 'every_seconds': 0.0}, 'json_lines': {'every_seconds': 0.0}}
     train(load(write_recipe(loggers=loggers)))
@@ -44,18 +44,18 @@ def test_a_run_leaves_its_last_metrics(write_recipe, tmp_path, capfd):
     assert not list(path.parent.glob('.*')), 'no unfinished file is left'
 
 
-def test_a_number_that_json_has_no_word_for_is_null(capsys):
-    JSONLines().give('run', {'batch': 1.0, 'loss': math.nan, 'limit': math.inf})
+def test_value_that_json_cannot_represent_is_null(capsys):
+    JSONLines().export('run', {'batch': 1.0, 'loss': math.nan, 'limit': math.inf})
     line = json.loads(capsys.readouterr().out)
     assert (line['batch'], line['loss'], line['limit']) == (1.0, None, None)
 
 
-def test_a_folder_that_cannot_be_written_ends_no_training(tmp_path, caplog):
+def test_unwritable_folder_does_not_end_training(tmp_path, caplog):
     (tmp_path / 'file').write_text('')
-    PrometheusFile(str(tmp_path / 'file' / 'run.prom')).give('run', {'batch': 1.0})
+    PrometheusFile(str(tmp_path / 'file' / 'run.prom')).export('run', {'batch': 1.0})
     assert 'run.prom cannot be written' in caplog.text
 
 
-def test_a_name_that_the_collector_would_not_read_is_refused():
+def test_file_name_that_the_collector_ignores_is_refused():
     with pytest.raises(ValueError, match=r"prometheus_file\.path: 'run\.txt' must end in \.prom"):
         PrometheusFile('run.txt')

@@ -68,8 +68,8 @@ def test_braces_multiply_as_in_a_shell() -> None:
         ('{9..1}.tar', 'runs backwards'),
         ('{0..9999999}.tar', 'more than 1000000 files'),
         ('{0..9999}/{0..9999}.tar', 'more than 1000000 files; give their folder'),
-        ('http://host/a.tar', r'http:// is not supported; use s3://, gs://, .*hf://, or a folder that is mounted'),
-        ('s3://', 'names no bucket'),
+        ('http://host/a.tar', r'http:// is not supported; use s3://, gs://, .*hf://, or a mounted folder'),
+        ('s3://', 'the bucket is missing'),
     ],
 )
 def test_a_wrong_location_is_named(
@@ -205,7 +205,7 @@ def test_a_body_cut_short_is_fetched_again(store: Store) -> None:
 
 def test_another_size_than_was_listed_is_an_error(store: Store) -> None:
     bucket = store.bucket('pictures', **{'a.tar': b'one'})
-    with pytest.raises(OSError, match='3 bytes came of 5'), local_copy(f'{bucket}/a.tar', size=5):
+    with pytest.raises(OSError, match='received 3 of 5 bytes'), local_copy(f'{bucket}/a.tar', size=5):
         pass
 
 

@@ -181,11 +181,11 @@ class Backwards(DrawnSource):
 @pytest.mark.parametrize(
     ('values', 'source', 'message'),
     [
-        ({'jpeg_quality': 80}, DrawnSource(3, 4), 'settings.jpeg_quality: 95 begun with, 80 now'),
-        ({'filters': {'min_side': 9}}, DrawnSource(3, 4), 'settings.filters.min_side: 1 begun with, 9 now'),
-        ({}, DrawnSource(2, 4), 'parts.drawn-2: 1 begun with, not now'),
-        ({}, DrawnSource(4, 4), 'parts.drawn-3: not begun with, 1 now'),
-        ({}, DrawnSource(3, 4, stamp='2'), 'parts.drawn-0: 1 begun with, 2 now'),
+        ({'jpeg_quality': 80}, DrawnSource(3, 4), 'settings.jpeg_quality: 95 at the start, 80 now'),
+        ({'filters': {'min_side': 9}}, DrawnSource(3, 4), 'settings.filters.min_side: 1 at the start, 9 now'),
+        ({}, DrawnSource(2, 4), 'parts.drawn-2: 1 at the start, missing now'),
+        ({}, DrawnSource(4, 4), 'parts.drawn-3: missing at the start, 1 now'),
+        ({}, DrawnSource(3, 4, stamp='2'), 'parts.drawn-0: 1 at the start, 2 now'),
         ({}, Backwards(3, 4), 'the order of the input'),
     ],
 )
@@ -193,7 +193,7 @@ def test_other_settings_or_another_input_are_not_gone_on_with(
     tmp_path: Path, values: dict[str, Any], source: DrawnSource, message: str
 ) -> None:
     stop(tmp_path / 'out', DrawnSource(3, 4))
-    begun = 'work: .*out.work was begun with other settings or another input'
+    begun = 'work: .*out.work was started with other settings or another input'
     with pytest.raises(ValueError, match=f'{begun}:\n  {message}'):
         run(tmp_path / 'out', source, **values)
     run(tmp_path / 'out', DrawnSource(3, 4), workers=1, max_rejected=0.5)  # which change no byte

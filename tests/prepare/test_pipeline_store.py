@@ -91,7 +91,7 @@ def test_uploads_that_go_on_arriving_short_are_an_error(
 ) -> None:
     shorten(monkeypatch, store, 'report.html', times=RetryPolicy().tries)
     store.bucket('mds')
-    short = r's3://mds/out/report.html: cannot be written, tried 4 times .*it has 5 bytes of \d+ after its upload'
+    short = r's3://mds/out/report.html: cannot be written, tried 4 times .*the uploaded object has 5 of \d+ bytes'
     with pytest.raises(OSError, match=short):
         run(tmp_path, 's3://mds/out')
     assert (tmp_path / 'work/complete').exists()

@@ -1,4 +1,4 @@
-"""Files and folders are whole or absent."""
+"""Atomic writes of files and folders."""
 
 import errno
 import os
@@ -42,35 +42,35 @@ def test_failure_leaves_nothing(tmp_path: Path, writer, failure: type[BaseExcept
 
 
 def test_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(descriptor: int) -> None:
+    def raise_disk_full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, 'No space left on device')
 
-    monkeypatch.setattr(os, 'fsync', full)
+    monkeypatch.setattr(os, 'fsync', raise_disk_full)
     for name in ('file', 'folder'):
         with pytest.raises(OSError, match='No space left'):
             write(tmp_path / name, 'x') if name == 'folder' else write_whole(tmp_path / name, 'x')
     assert not names(tmp_path)
 
 
-def test_every_file_of_a_folder_is_on_the_disk_before_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a power cut could leave an empty file in a folder that looks whole."""
+def test_folder_contents_are_flushed_before_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a power cut could leave an empty file in a folder that looks complete."""
     flushed, fsync, rename = set(), os.fsync, os.rename
 
-    def noted(descriptor: int) -> None:
+    def recording_fsync(descriptor: int) -> None:
         flushed.add(os.fstat(descriptor).st_ino)
         fsync(descriptor)
 
-    def checked(old: Path, new: Path) -> None:
+    def checking_rename(old: Path, new: Path) -> None:
         assert {path.stat().st_ino for path in (old, *Path(old).rglob('*'))} <= flushed
         rename(old, new)
 
-    monkeypatch.setattr(os, 'fsync', noted)
-    monkeypatch.setattr(os, 'rename', checked)
+    monkeypatch.setattr(os, 'fsync', recording_fsync)
+    monkeypatch.setattr(os, 'rename', checking_rename)
     write(tmp_path / 'out', 'x')
     assert tmp_path.stat().st_ino in flushed
 
 
-def test_folder_fills_an_empty_one_and_no_other(tmp_path: Path) -> None:
+def test_new_folder_replaces_an_empty_folder_only(tmp_path: Path) -> None:
     (tmp_path / 'out').mkdir()
     write(tmp_path / 'out', 'first')
     with pytest.raises(OSError, match='not empty'):
@@ -80,7 +80,7 @@ def test_folder_fills_an_empty_one_and_no_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize('aside', [None, 'replaced'])
-def test_replaced_folder_goes_and_comes_back_on_an_error(
+def test_replaced_folder_is_removed_or_restored_on_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, aside: str | None
 ) -> None:
     for name in ('out', 'new'):
@@ -102,7 +102,7 @@ def test_replaced_folder_goes_and_comes_back_on_an_error(
     assert names(tmp_path) == ['out'] and (tmp_path / 'out/below/file').read_text() == 'new'
 
 
-def test_what_killed_processes_left_is_swept_and_the_rest_stays(tmp_path: Path) -> None:
+def test_only_leftovers_of_killed_processes_are_removed(tmp_path: Path) -> None:
     write(tmp_path / 'out', 'x')
     for path in (tmp_path / 'out', tmp_path / 'out/below/file'):
         new_unfinished(path).mkdir()
@@ -113,12 +113,12 @@ def test_what_killed_processes_left_is_swept_and_the_rest_stays(tmp_path: Path) 
     assert names(tmp_path / 'out/below') == ['file']
 
 
-def test_removing_takes_files_folders_and_what_is_gone(tmp_path: Path) -> None:
+def test_remove_handles_files_folders_links_and_missing_paths(tmp_path: Path) -> None:
     write(tmp_path / 'folder', 'x')
     write_whole(tmp_path / 'file', 'x')
     (tmp_path / 'link').symlink_to('folder')
     remove(tmp_path / 'link')
     assert names(tmp_path) == ['file', 'folder']
-    for name in ('folder', 'file', 'gone'):
+    for name in ('folder', 'file', 'missing'):
         remove(tmp_path / name)
     assert not names(tmp_path)

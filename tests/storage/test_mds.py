@@ -1,4 +1,4 @@
-"""Shards against Streaming's own writer, and how samples are cut into them."""
+"""MDS shards compared with Streaming's own writer, and the split of samples into shards."""
 
 import json
 from pathlib import Path
@@ -60,12 +60,12 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @given(found=samples_of(IMAGES), size_limit=st.integers(900, 3000))
 @hypothesis_settings(max_examples=60, deadline=None)
-def test_shards_are_byte_for_byte_those_of_streaming(
+def test_shards_equal_those_of_streaming_byte_for_byte(
     tmp_path_factory: pytest.TempPathFactory, found: list[dict[str, Any]], size_limit: int
 ) -> None:
     shards = ShardFormat({name: encoding for name, (encoding, _) in IMAGES.items()}, size_limit)
     encoded = [shards.encode(sample) for sample in found]
-    # It writes an empty shard before a sample that alone is too large.
+    # MDSWriter writes an empty shard before a sample that is larger than a shard.
     assume(shards.header_bytes(1) + max(map(len, encoded)) <= size_limit)
     ours, theirs = (tmp_path_factory.mktemp(name) for name in ('ours', 'theirs'))
     entries = []
@@ -80,7 +80,7 @@ def test_shards_are_byte_for_byte_those_of_streaming(
 
 @given(found=samples_of(LATENTS))
 @hypothesis_settings(max_examples=60, deadline=None)
-def test_arrays_are_byte_for_byte_those_of_streaming(
+def test_arrays_equal_those_of_streaming_byte_for_byte(
     tmp_path_factory: pytest.TempPathFactory, found: list[dict[str, Any]]
 ) -> None:
     columns = {name: encoding for name, (encoding, _) in LATENTS.items()}
@@ -90,7 +90,7 @@ def test_arrays_are_byte_for_byte_those_of_streaming(
     assert contents(ours) == contents(theirs)
 
 
-def test_a_dataset_is_written_again_over_another(tmp_path: Path) -> None:
+def test_writing_a_dataset_replaces_an_existing_one(tmp_path: Path) -> None:
     for word in ('first', 'second'):
         mds.write_dataset(tmp_path / 'out', [{'key': word}], {'key': 'str'})
     (shard,) = json.loads((tmp_path / 'out/index.json').read_text())['shards']
@@ -98,19 +98,19 @@ def test_a_dataset_is_written_again_over_another(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize('value', [np.zeros(3, np.float32), np.zeros((3, 1), np.float16), np.zeros(0, np.float16)])
-def test_arrays_of_another_type_or_shape_are_refused(value: np.ndarray) -> None:
+def test_arrays_with_another_type_or_shape_are_refused(value: np.ndarray) -> None:
     with pytest.raises(AssertionError, match=str(value.dtype)):
         ShardFormat({'moments': 'ndarray:float16:3'}).encode({'moments': value})
 
 
 @given(sizes=st.lists(st.integers(0, 2000), max_size=60), size_limit=st.integers(600, 4000))
-def test_a_cut_is_greedy_and_loses_nothing(sizes: list[int], size_limit: int) -> None:
+def test_cut_fills_shards_greedily_and_keeps_every_sample(sizes: list[int], size_limit: int) -> None:
     shards = ShardFormat({'image': 'bytes'}, size_limit)
     spans = list(shards.cut(np.array(sizes, np.uint32)))
-    assert [at for span in spans for at in span] == list(range(len(sizes)))
+    assert [index for span in spans for index in span] == list(range(len(sizes)))
 
     def shard_bytes(span: range) -> int:
-        return shards.header_bytes(len(span)) + sum(sizes[at] for at in span)
+        return shards.header_bytes(len(span)) + sum(sizes[index] for index in span)
 
     for span in spans:
         assert len(span) == 1 or shard_bytes(span) <= size_limit
@@ -118,10 +118,10 @@ def test_a_cut_is_greedy_and_loses_nothing(sizes: list[int], size_limit: int) ->
             assert shard_bytes(range(span.start, span.stop + 1)) > size_limit
 
 
-def test_a_sample_larger_than_a_shard_has_one_of_its_own() -> None:
+def test_sample_larger_than_a_shard_gets_its_own_shard() -> None:
     assert list(ShardFormat({'image': 'bytes'}, 1000).cut(np.array([5000, 10, 10]))) == [range(0, 1), range(1, 3)]
 
 
-def test_samples_that_are_not_of_their_sizes_are_no_shard(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match='not of the given sizes'):
+def test_samples_that_do_not_have_the_given_sizes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match='do not have the given sizes'):
         ShardFormat({'image': 'bytes'}).write_shard(tmp_path / 'a', [b'abc'], [4], name='a')

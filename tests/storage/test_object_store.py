@@ -1,4 +1,4 @@
-"""Objects of every cloud are listed, read and written alike, in forked processes too, and in full."""
+"""Listing, reading and writing objects of every cloud, in forked processes too."""
 
 import base64
 import os
@@ -17,7 +17,7 @@ from diffusion.storage.bucket_clients import FsspecClient, locate
 from diffusion.storage.download import RemoteFolder
 from diffusion.storage.retry import GaveUp, PreconditionFailed, RetryPolicy
 
-# Of google.api_core, when it is imported.
+# Emitted by google.api_core on import.
 pytestmark = pytest.mark.filterwarnings('ignore:Please install grpcio-status:ImportWarning')
 
 URLS = {
@@ -28,7 +28,7 @@ URLS = {
     'oci': 'oci://bucket@space/set',
 }
 ODD = 'ü ?#;%.mds'
-"""A name that has to be quoted in URLs and XML."""
+"""A name with characters that must be escaped in URLs and XML."""
 
 
 @pytest.fixture(scope='module')
@@ -39,7 +39,7 @@ def _clouds() -> Iterator[Cloud]:
 
 @pytest.fixture
 def clouds(_clouds: Cloud, store: Store, monkeypatch: pytest.MonkeyPatch) -> Cloud:
-    """Every cloud on localhost, empty; Oracle's is played by a file system of fsspec in memory."""
+    """Every cloud on localhost, empty; an in-memory file system of fsspec stands in for Oracle's."""
     import google.auth
     from fsspec.implementations.memory import MemoryFileSystem
     from google.auth.credentials import AnonymousCredentials
@@ -61,7 +61,7 @@ def clouds(_clouds: Cloud, store: Store, monkeypatch: pytest.MonkeyPatch) -> Clo
 
 
 @pytest.mark.parametrize('scheme', URLS)
-def test_every_cloud_lists_reads_and_writes_alike(clouds: Cloud, tmp_path: Path, scheme: str) -> None:
+def test_every_cloud_lists_reads_and_writes_the_same_way(clouds: Cloud, tmp_path: Path, scheme: str) -> None:
     folder, path = URLS[scheme], tmp_path / ODD
     contents = {f'set/{name}': name.encode() * 1000 for name in ('a', 'b/1', 'b/2', ODD, 'empty')}
     contents['set/empty'] = b''
@@ -83,9 +83,9 @@ def test_every_cloud_lists_reads_and_writes_alike(clouds: Cloud, tmp_path: Path,
         assert object_store.read(f'{bucket}/{key}') == content
         object_store.download(f'{bucket}/{key}', path, size=len(content))
         assert path.read_bytes() == content
-        there = object_store.head(f'{bucket}/{key}')
-        assert there == found[container + key]
-        assert there.tag or scheme == 'oci'
+        stored = object_store.head(f'{bucket}/{key}')
+        assert stored == found[container + key]
+        assert stored.tag or scheme == 'oci'
     assert object_store.read(f'{folder}/{ODD}', span=(3, 9)) == b'oadedu'
     object_store.delete(f'{folder}/a')
     for missing in (lambda: object_store.read(f'{folder}/a'), lambda: object_store.head(f'{folder}/a')):
@@ -122,7 +122,9 @@ def test_hugging_face_is_listed_and_read(clouds: Cloud, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(('status', 'tries'), [(403, 1), (404, 1), (429, 2), (500, 2), (503, 2)])
 @pytest.mark.parametrize('scheme', ['gs', 'az'])
-def test_errors_of_other_clouds_are_judged_alike(clouds: Cloud, scheme: str, status: int, tries: int) -> None:
+def test_errors_of_other_clouds_are_retried_like_those_of_s3(
+    clouds: Cloud, scheme: str, status: int, tries: int
+) -> None:
     url, policy = f'{URLS[scheme]}/a', RetryPolicy(tries=2)
     tasks: list[Callable[[], object]] = [
         lambda: object_store.read(url, retry=policy),
@@ -154,17 +156,17 @@ def test_conditional_writes_of_every_cloud(clouds: Cloud, tmp_path: Path, scheme
     assert object_store.read(url) == b'three' and object_store.head(url) == second != first
 
 
-def test_clouds_without_conditional_writes_say_so(clouds: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clouds_without_conditional_writes_raise_an_error(clouds: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv('GCS_KEY', 'key')
     monkeypatch.setenv('GCS_SECRET', 'secret')
     for url in ('oci://bucket@space/lock', 'gs://bucket/lock', 'hf://datasets/org/name/lock'):
         with pytest.raises(UserError, match='conditional writes|uploading'):
             object_store.write(url, b'one', if_absent=True)
-    assert object_store._taken(locate('gs://bucket/lock'), object_store.DEFAULT).google  # type: ignore[reportAttributeAccessIssue]
+    assert object_store._acquire_client(locate('gs://bucket/lock'), object_store.DEFAULT).google  # type: ignore[reportAttributeAccessIssue]
 
 
-def test_a_forked_process_makes_clients_of_its_own(clouds: Cloud) -> None:
-    """A DataLoader worker is forked from a process that has fetched the index."""
+def test_forked_process_creates_its_own_clients(clouds: Cloud) -> None:
+    """DataLoader workers are forked from a process that has already used a client to fetch the index."""
     for url in URLS.values():
         object_store.write(f'{url}/a', b'content')
         assert object_store.read(f'{url}/a') == b'content'
@@ -173,18 +175,18 @@ def test_a_forked_process_makes_clients_of_its_own(clouds: Cloud) -> None:
     if not process:
         status = 1
         try:
-            whole = all(object_store.read(f'{url}/a') == b'content' for url in URLS.values())
-            mine = [
+            readable = all(object_store.read(f'{url}/a') == b'content' for url in URLS.values())
+            created = [
                 client for key, clients in object_store._idle.items() if key[0] == os.getpid() for client in clients
             ]
-            status = 0 if whole and len(mine) == len(URLS) and not kept & set(map(id, mine)) else 2
+            status = 0 if readable and len(created) == len(URLS) and not kept & set(map(id, created)) else 2
         finally:
             os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
     assert object_store.read('s3://bucket/set/a') == b'content'
 
 
-def test_a_large_file_is_uploaded_in_parts(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_file_is_uploaded_in_parts(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bucket_clients, 'PART_BYTES', 6 * 2**20)
     path = tmp_path / 'large'
     path.write_bytes(os.urandom(7 * 2**20))
@@ -193,7 +195,7 @@ def test_a_large_file_is_uploaded_in_parts(store: Store, tmp_path: Path, monkeyp
     assert object_store.read('s3://bucket/large') == path.read_bytes()
 
 
-def test_requester_pays_buckets_are_said_to_be_paid_for(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_to_requester_pays_buckets_name_the_payer(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv('MOSAICML_STREAMING_AWS_REQUESTER_PAYS', 'other, bucket')
     url = store.bucket('bucket', a=b'x')
     object_store.list_objects(url)
@@ -221,24 +223,24 @@ def test_credentials_come_from_every_source_of_boto3(
 @pytest.mark.parametrize(
     ('url', 'message'),
     [
-        ('sftp://host/a', 'sftp:// is not supported; use s3://, gs://, .* or a folder that is mounted'),
-        ('s3:///a', 'names no bucket'),
-        ('azure://me.blob.core.windows.net', 'names no bucket'),
-        ('oci://bucket/a', 'needs the package ocifs; pip install ocifs'),
+        ('sftp://host/a', 'sftp:// is not supported; use s3://, gs://, .* or a mounted folder'),
+        ('s3:///a', 'the bucket is missing'),
+        ('azure://me.blob.core.windows.net', 'the bucket is missing'),
+        ('oci://bucket/a', 'the package ocifs is missing; pip install ocifs'),
     ],
 )
-def test_what_is_not_supported_is_said(url: str, message: str) -> None:
+def test_unsupported_urls_raise_an_error(url: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         object_store.read(url)
 
 
-def test_an_endpoint_that_is_no_url_is_named(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endpoint_that_is_not_a_url_raises_an_error(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv('S3_ENDPOINT_URL', 'minio:9000')
-    with pytest.raises(UserError, match='S3_ENDPOINT_URL=minio:9000: is no URL; write https://minio:9000'):
+    with pytest.raises(UserError, match='S3_ENDPOINT_URL=minio:9000: is not a URL; write https://minio:9000'):
         object_store.read('s3://bucket/a')
 
 
-def test_a_mount_is_read_as_a_store_is(tmp_path: Path) -> None:
+def test_mount_is_read_like_a_store(tmp_path: Path) -> None:
     (tmp_path / 'a').write_bytes(b'content')
     assert object_store.read(str(tmp_path / 'a'), span=(2, 4)) == b'nt'
     RemoteFolder(str(tmp_path)).refresh('a', tmp_path / 'copy' / 'a')
@@ -247,15 +249,15 @@ def test_a_mount_is_read_as_a_store_is(tmp_path: Path) -> None:
         object_store.read(f'{tmp_path}/none')
 
 
-def test_a_mount_that_hangs_is_given_up(tmp_path: Path) -> None:
+def test_read_of_a_hung_mount_times_out(tmp_path: Path) -> None:
     fifo = tmp_path / 'fifo'
-    os.mkfifo(fifo)  # opening it to read waits until somebody opens it to write
-    with pytest.raises(TimeoutError, match=r'0 bytes came in 0.2 s and more'):
+    os.mkfifo(fifo)  # opening it for reading blocks until a process opens it for writing
+    with pytest.raises(TimeoutError, match=r'stalled after 0 bytes \(timeout 0.2 s\)'):
         object_store.read_once(str(fifo), RetryPolicy(timeout_seconds=0.2))
     os.close(os.open(fifo, os.O_RDWR))
 
 
-def test_importing_brings_no_cloud(tmp_path: Path) -> None:
+def test_import_does_not_import_the_clients_packages(tmp_path: Path) -> None:
     import subprocess
     import sys
 

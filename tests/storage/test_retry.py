@@ -1,4 +1,4 @@
-"""Every fault of a store is tried again or refused at once, and the message says what to do."""
+"""Errors of a store are retried or fail immediately, with a message that has the way out."""
 
 import errno
 import time
@@ -12,7 +12,7 @@ from diffusion.storage import object_store, retry
 from diffusion.storage.retry import DamagedDownload, GaveUp, RetryPolicy
 
 POLICY = RetryPolicy(tries=3)
-PASSING = [408, 429, 500, 503, 'ExpiredToken', 'RequestTimeout', 'reset']
+TRANSIENT = [408, 429, 500, 503, 'ExpiredToken', 'RequestTimeout', 'reset']
 REFUSED = [400, 401, 403, 404, 501]
 
 
@@ -20,39 +20,39 @@ def requests(store: Store, method: str) -> int:
     return sum(request.startswith(f'{method} /data/a') for request in store.requests)
 
 
-@pytest.mark.parametrize('what', [*PASSING, 'cut'])
-def test_a_read_that_may_succeed_later_is_tried_again(store: Store, what: int | str) -> None:
+@pytest.mark.parametrize('fault', [*TRANSIENT, 'cut'])
+def test_read_is_retried_after_a_transient_error(store: Store, fault: int | str) -> None:
     url = store.bucket('data', a=b'x' * 100) + '/a'
-    store.fail('GET /data/a', what)
+    store.fail('GET /data/a', fault)
     with pytest.raises(GaveUp, match=rf'^{url}: cannot be read, tried 3 times \(.+\)$'):
         object_store.read(url, retry=POLICY)
     assert requests(store, 'GET') == 3
     store.faults.clear()
-    store.fail('GET /data/a', what, times=2)
+    store.fail('GET /data/a', fault, times=2)
     assert object_store.read(url, retry=POLICY) == b'x' * 100
 
 
-def test_a_read_that_stalls_is_tried_again(store: Store) -> None:
+def test_read_that_stalls_is_retried(store: Store) -> None:
     url = store.bucket('data', a=b'x' * 100) + '/a'
     store.fail('GET /data/a', 20.0, times=1)
     assert object_store.read(url, retry=RetryPolicy(timeout_seconds=1.0)) == b'x' * 100
 
 
-@pytest.mark.parametrize('what', [409, 429, 500, 'ExpiredToken', 'reset'])
-def test_a_write_that_may_succeed_later_is_tried_again(store: Store, what: int | str) -> None:
+@pytest.mark.parametrize('fault', [409, 429, 500, 'ExpiredToken', 'reset'])
+def test_write_is_retried_after_a_transient_error(store: Store, fault: int | str) -> None:
     url = store.bucket('data') + '/a'
-    fault = store.fail('PUT /data/a', what)
+    failing = store.fail('PUT /data/a', fault)
     with pytest.raises(GaveUp, match=rf'^{url}: cannot be written, tried 3 times \(.+\)$'):
         object_store.write(url, b'x', retry=POLICY)
     assert requests(store, 'PUT') == 3
-    fault.times = 2
+    failing.times = 2
     assert object_store.write(url, b'xy', retry=POLICY).size == 2
 
 
-@pytest.mark.parametrize('what', REFUSED)
-def test_what_a_store_would_refuse_again_is_asked_once(store: Store, what: int) -> None:
+@pytest.mark.parametrize('fault', REFUSED)
+def test_refused_request_is_not_retried(store: Store, fault: int) -> None:
     url = store.bucket('data', a=b'x') + '/a'
-    store.fail('/data/a', what)
+    store.fail('/data/a', fault)
     store.requests.clear()
     tasks: dict[str, Callable[[], object]] = {
         'GET': lambda: object_store.read(url),
@@ -73,7 +73,7 @@ def test_what_a_store_would_refuse_again_is_asked_once(store: Store, what: int) 
         (301, r'the store refuses \(.*GetObject.*\); check the location'),
     ],
 )
-def test_a_refusal_says_what_to_do(store: Store, status: int, message: str) -> None:
+def test_refusal_has_a_way_out(store: Store, status: int, message: str) -> None:
     store.fail('GET /data', status)
     with pytest.raises(UserError, match=f'^s3://data/a: {message}'):
         object_store.read('s3://data/a')
@@ -90,7 +90,7 @@ def test_a_refusal_says_what_to_do(store: Store, status: int, message: str) -> N
     ],
     ids=lambda error: errno.errorcode[error.errno],
 )
-def test_a_local_disk_that_cannot_be_written_is_not_tried_again(local: OSError) -> None:
+def test_error_of_the_local_disk_is_not_retried(local: OSError) -> None:
     tries = []
 
     def attempt() -> None:
@@ -106,7 +106,7 @@ def test_a_local_disk_that_cannot_be_written_is_not_tried_again(local: OSError) 
 
 
 @pytest.mark.parametrize('error', [AttributeError('bug'), TypeError('bug'), KeyError('bug'), ValueError('bug')])
-def test_a_bug_keeps_its_name_and_is_not_tried_again(error: Exception) -> None:
+def test_bug_is_raised_unchanged_and_not_retried(error: Exception) -> None:
     tries = []
 
     def attempt() -> None:
@@ -118,18 +118,18 @@ def test_a_bug_keeps_its_name_and_is_not_tried_again(error: Exception) -> None:
     assert len(tries) == 1
 
 
-def test_an_earlier_refusal_is_no_reason_for_a_later_failure(store: Store) -> None:
-    """It is what the later one happened to be handled in."""
+def test_earlier_refusal_does_not_affect_a_later_transient_error(store: Store) -> None:
+    """The earlier error is the `__context__` of the later one, but not its cause."""
     url = store.bucket('data')
     store.fail('GET /data/a', 'reset')
     try:
-        object_store.read(f'{url}/gone')
+        object_store.read(f'{url}/missing')
     except UserError:
         with pytest.raises(GaveUp):
             object_store.read(f'{url}/a', retry=POLICY)
 
 
-def test_pauses_grow_differ_and_have_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pauses_grow_up_to_a_limit_and_end_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
     monkeypatch.setattr(RetryPolicy, '_pause', lambda self, seconds: pauses.append(seconds))
     with pytest.raises(GaveUp, match='tried 5 times'):
@@ -144,11 +144,11 @@ def fail(error: Exception) -> None:
     raise error
 
 
-def test_another_failure_ends_a_pause_and_a_download_that_stalls(store: Store) -> None:
-    url, begin = store.bucket('data', a=b'x') + '/a', time.monotonic()
+def test_error_raised_by_wait_ends_a_pause_and_a_stalled_download(store: Store) -> None:
+    url, start = store.bucket('data', a=b'x') + '/a', time.monotonic()
 
     def wait() -> None:
-        if time.monotonic() > begin + 0.3:
+        if time.monotonic() > start + 0.3:
             raise DataError('another rank failed')
 
     with pytest.raises(DataError, match='another rank'):
@@ -156,4 +156,4 @@ def test_another_failure_ends_a_pause_and_a_download_that_stalls(store: Store) -
     store.fail('GET', 20.0)
     with pytest.raises(DataError, match='another rank'):
         object_store.read(url, retry=RetryPolicy(wait=wait))
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - start < 10

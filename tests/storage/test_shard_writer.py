@@ -1,4 +1,4 @@
-"""Shards appear whole, in any order, in a local folder or an object store; a plan is never mixed with another."""
+"""Resumable writing of shards to a local folder or an object store, and plans of unfinished datasets."""
 
 import json
 from collections.abc import Callable
@@ -17,7 +17,7 @@ Open = Callable[[str], Folder]
 
 @pytest.fixture(params=['local', 'store'])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
-    """Opens a folder by its name."""
+    """Return a function that opens a folder by name."""
     if request.param == 'local':
         return lambda name: LocalFolder(tmp_path / 'data' / name)
     url = request.getfixturevalue('store').bucket('data')
@@ -29,7 +29,7 @@ def write(writer: ShardWriter, number: int) -> None:
     writer.write(number, samples, [len(sample) for sample in samples])
 
 
-def test_shards_in_any_order_have_the_index_of_their_numbers(folder: Open) -> None:
+def test_index_does_not_depend_on_the_order_of_writing(folder: Open) -> None:
     indexes = []
     for name, order in (('one', (0, 1, 2)), ('two', (2, 0, 1))):
         writer = ShardWriter(folder(name), folder(f'{name}-entries'), FORMAT)
@@ -43,14 +43,14 @@ def test_shards_in_any_order_have_the_index_of_their_numbers(folder: Open) -> No
     assert {shard['raw_data']['basename']: shard['raw_data']['bytes'] for shard in shards} == folder('one').sizes()
 
 
-def test_entries_may_lie_beside_or_below_the_shards(folder: Open) -> None:
-    for name in ('beside', 'beside/below'):
-        writer = ShardWriter(folder('beside'), folder(name), FORMAT)
+def test_entries_can_be_in_the_folder_of_the_shards_or_below(folder: Open) -> None:
+    for name in ('same', 'same/below'):
+        writer = ShardWriter(folder('same'), folder(name), FORMAT)
         write(writer, 0)
         assert writer.done() == {0}
 
 
-def test_a_shard_that_is_interrupted_is_not_there(folder: Open, tmp_path: Path) -> None:
+def test_interrupted_shard_does_not_exist(folder: Open, tmp_path: Path) -> None:
     writer = ShardWriter(folder('data'), folder('entries'), FORMAT)
 
     def interrupted() -> Any:
@@ -65,7 +65,7 @@ def test_a_shard_that_is_interrupted_is_not_there(folder: Open, tmp_path: Path) 
     assert writer.done() == {0}
 
 
-def test_a_shard_without_its_entry_or_gone_is_missing(tmp_path: Path) -> None:
+def test_shard_without_its_file_or_its_entry_is_not_done(tmp_path: Path) -> None:
     writer = ShardWriter(LocalFolder(tmp_path / 'data'), LocalFolder(tmp_path / 'entries'), FORMAT)
     for number in range(3):
         write(writer, number)
@@ -74,34 +74,32 @@ def test_a_shard_without_its_entry_or_gone_is_missing(tmp_path: Path) -> None:
     assert writer.done() == {2}
 
 
-def test_no_local_copies_stay(store: Any, tmp_path: Path) -> None:
+def test_local_copies_are_removed_after_the_upload(store: Any, tmp_path: Path) -> None:
     folder = StoreFolder(store.bucket('data') + '/out', tmp_path / 'scratch')
     write(ShardWriter(folder, folder, FORMAT), 0)
     assert not [path for path in tmp_path.rglob('*') if path.is_file()]
     assert folder.sizes().keys() == {'shard.00000.mds', 'shard.00000.mds.json'}
 
 
-def test_work_goes_on_with_its_plan_and_with_no_other(folder: Open) -> None:
+def test_work_resumes_with_the_same_plan_only(folder: Open) -> None:
     plan = {'settings': {'side': 64, 'names': ['a', 'b']}, 'parts': [1, 2]}
     pin_plan(folder('work'), plan, where='out')
     pin_plan(folder('work'), json.loads(json.dumps(plan)), where='out')
     other = plan | {'settings': {'side': 32, 'names': ['a', 'b']}}
-    message = (
-        r'^out: .*work was begun with other settings or another input:\n  settings.side: 64 begun with, 32 now\nundo'
-    )
+    message = r'^out: .*work was started with other settings .*:\n  settings.side: 64 at the start, 32 now\nrestore'
     with pytest.raises(ValueError, match=message):
         pin_plan(folder('work'), other, where='out')
     with pytest.raises(ValueError, match='the order of the input'):
         pin_plan(folder('work'), plan | {'parts': [2, 1]}, where='out', compared=lambda plan: plan['settings'])
 
 
-def test_of_many_differences_five_are_told(tmp_path: Path) -> None:
+def test_at_most_five_differences_are_listed(tmp_path: Path) -> None:
     pin_plan(LocalFolder(tmp_path), {}, where='out')
-    with pytest.raises(ValueError, match=r'(a\d: not begun with, \d now\n  ){5}and 3 more\nundo'):
+    with pytest.raises(ValueError, match=r'(a\d: missing at the start, \d now\n  ){5}and 3 more\nrestore'):
         pin_plan(LocalFolder(tmp_path), {f'a{number}': number for number in range(8)}, where='out')
 
 
-def test_a_damaged_plan_is_named(tmp_path: Path) -> None:
+def test_damaged_plan_raises_an_error(tmp_path: Path) -> None:
     (tmp_path / 'plan.json').write_text('{')
     with pytest.raises(ValueError, match=r'^out: .*/plan.json is damaged \(.*\); remove'):
         pin_plan(LocalFolder(tmp_path), {}, where='out')

@@ -111,7 +111,7 @@ def test_what_others_began_is_not_gone_on_with(write, tmp_path, monkeypatch):
     (tmp_path / 'latents/.squares.unfinished').mkdir(exist_ok=True, parents=True)
     plan = {'samples': 24, 'samples_per_shard': 8}
     (tmp_path / 'latents/.squares.unfinished/plan.json').write_text(json.dumps(plan))
-    with pytest.raises(ValueError, match=r'begun with other settings .*:\n  samples_per_shard: 8 begun with, 4 now'):
+    with pytest.raises(ValueError, match=r'other settings .*:\n  samples_per_shard: 8 at the start, 4 now'):
         precompute(load(write()))
 
 
@@ -200,6 +200,6 @@ def test_what_others_began_in_an_object_store_is_named_where_it_is(tmp_path, sto
     pin_plan(StoreFolder(f'{remote}/unfinished', tmp_path / 'one'), {'samples': 8}, where='precompute.out')
     other = StoreFolder(f'{remote}/unfinished', tmp_path / 'other')
     with pytest.raises(
-        ValueError, match=r'^precompute\.out: s3://latents/here/unfinished was begun with other settings'
+        ValueError, match=r'^precompute\.out: s3://latents/here/unfinished was started with other settings'
     ):
         pin_plan(other, {'samples': 4}, where='precompute.out')

@@ -135,7 +135,7 @@ def test_told_to_stop_and_resumed_is_the_same_to_the_last_bit(runs, count, strat
         runs.wait_for_batch(job, name, batch)
         job.send(number, rank=count - 1)
         assert job.wait() == [75] * count, job.output()
-        assert 'the same command goes on from there' in job.output()
+        assert 'the same command resumes from it' in job.output()
         saved = find_checkpoint(runs.folder(name))
         assert int(saved.name.removeprefix('ba')) > batch
     runs.ranks.run(count, path)

@@ -126,7 +126,7 @@ def test_phase_two_starts_from_the_weights_of_phase_one(write_recipe, pictures, 
 def test_weights_of_another_architecture_are_refused(write_recipe, finished):
     _, run = finished
     path = write_recipe('other', init_from=str(run))
-    with pytest.raises(ValueError, match=r'init_from: .*: of another architecture than the recipe: \d+ tensors|is \('):
+    with pytest.raises(ValueError, match=r'init_from: .*: the architecture differs from the recipe: \d+ tensors|is \('):
         build_trainer(load(path, ['model.block_out_channels=[32, 64]']))
 
 
@@ -330,7 +330,7 @@ def test_pictures_are_not_taken_for_latents(write_recipe):
     [
         (lambda file: file.write_bytes(file.read_bytes()[:5000]), 'not readable'),
         (lambda file: file.write_bytes(b'hello'), 'not'),
-        (lambda file: torch.save({'weights': 1}, file), 'it holds no state'),
+        (lambda file: torch.save({'weights': 1}, file), 'contains no state'),
     ],
     ids=['truncated', 'text', 'other'],
 )
@@ -349,7 +349,7 @@ def test_pickled_code_in_a_checkpoint_is_not_run(tmp_path):
             return (Path(tmp_path / 'ran').touch, ())
 
     torch.save({'state': {'model': {}, 'x': Evil()}}, tmp_path / 'evil.pt')
-    with pytest.raises(ValueError, match='it holds a pickled .*, which is not loaded'):
+    with pytest.raises(ValueError, match='contains a pickled .*, which is not loaded'):
         read_checkpoint(tmp_path / 'evil.pt')
     assert not (tmp_path / 'ran').exists()
 
@@ -359,7 +359,7 @@ def test_checkpoints_are_found_by_run_latest_and_name(finished):
     assert find_checkpoint(run) == run / 'ba8'
     assert find_checkpoint(run / 'latest') == run / 'ba8'
     assert find_checkpoint(run / 'ba4') == run / 'ba4'
-    with pytest.raises(ValueError, match=r'ba5 is not a checkpoint or a run \(.* holds ba8, ba4'):
+    with pytest.raises(ValueError, match=r'ba5 is not a checkpoint or a run \(.* contains ba8, ba4'):
         find_checkpoint(run / 'ba5')
 
 

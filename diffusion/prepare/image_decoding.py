@@ -1,4 +1,4 @@
-"""Decoding an image file, whatever its bytes are, into upright sRGB pixels or a reason why it is left out."""
+"""Decode an untrusted image file into upright sRGB pixels, or reject it with a reason."""
 
 import io
 import re
@@ -17,38 +17,38 @@ from diffusion.config.image_shapes import Shape
 from diffusion.prepare.color_profiles import is_srgb, to_srgb
 
 FORMATS = ('JPEG', 'PNG', 'WEBP', 'GIF', 'BMP', 'TIFF', *(['AVIF'] if 'avif' in features.get_supported() else []))
-"""Formats that are read, by Pillow's names."""
+"""Supported formats, by Pillow's names."""
 MAX_PIXELS = 100_000_000
-"""Larger images are refused before they are decoded; one of these takes 300 MB."""
+"""Default maximum of width times height; a decoded RGB image of this size takes 300 MB."""
 FULL_CHROMA_QUALITY = 95
-"""JPEG quality from which color is stored at full resolution."""
+"""JPEG quality at and above which chroma is stored at full resolution."""
 PNG_END = b'IEND\xaeB`\x82'
-"""Name and checksum of a PNG's last chunk, which is empty."""
+"""Name and checksum of the last chunk of a PNG, which has no content."""
 HARMLESS = re.compile('Invalid SOS parameters|Unknown Adobe color transform')
-"""Warnings of libjpeg after which every pixel is right; some cameras write such files."""
+"""libjpeg warnings that do not affect any pixel; some cameras write such files."""
 
 
 class Unfit(Exception):
-    """An image or caption that is left out; the message is the reason, words joined by underscores."""
+    """An input is rejected; the message is the reason in snake case, such as `too_small`."""
 
     def __init__(self, reason: str, detail: str = '') -> None:
         super().__init__(reason)
         self.detail = detail
-        """The reason in words, with figures."""
+        """Explanation of the reason with the values found."""
 
 
 @dataclass(frozen=True)
 class Clean:
-    """An image that was decoded in full."""
+    """A fully decoded image."""
 
     image: Image.Image
-    """RGB in sRGB, upright, without metadata."""
+    """Upright RGB image in sRGB, without metadata."""
     format: str
-    """The file's format by Pillow's name: JPEG, PNG."""
+    """Format of the file by Pillow's name, such as JPEG or PNG."""
     lossless: bool
-    """True for PNG files: drawings and screenshots, to be stored without loss as they were."""
+    """True for PNG files, mostly drawings and screenshots, which are stored losslessly again."""
     as_found: bool
-    """True for a JPEG, PNG or WebP file that needed no correction: any decoder gives these pixels."""
+    """True for a JPEG, PNG or WebP file that needed no correction, so that any decoder returns these pixels."""
 
     @property
     def width(self) -> int:
@@ -60,17 +60,16 @@ class Clean:
 
 
 def clean(encoded: bytes, *, background: str = 'white', max_pixels: int = MAX_PIXELS) -> Clean:
-    """Decode an image in full, turn it upright, and bring it to sRGB over a background.
-
-    Reasons to refuse it: empty, unknown_format, too_many_pixels, animated, truncated, float_pixels, deep_pixels (32-bit
-    integers), undecodable.
+    """Decode an image completely, apply its orientation, convert it to sRGB, and fill transparent areas.
 
     Args:
-        background: Any of Pillow's colors, for what is transparent.
-        max_pixels: Width times height at most, as the file's header has them.
+        encoded: The file; may be damaged or not an image at all.
+        background: Color of transparent areas, in any notation that Pillow accepts.
+        max_pixels: Maximum width times height, compared with the header of the file before it is decoded.
 
     Raises:
-        Unfit: It is refused; nothing else, whatever the bytes are.
+        Unfit: The image is rejected: empty, unknown_format, too_many_pixels, animated, truncated, float_pixels,
+            deep_pixels (32-bit integers) or undecodable. No other exception is raised for any input.
     """
     rgb = ImageColor.getrgb(background)[:3]
     if not encoded:
@@ -80,16 +79,16 @@ def clean(encoded: bytes, *, background: str = 'white', max_pixels: int = MAX_PI
             return _clean(encoded, rgb, max_pixels)
         except Unfit:
             raise
-        except Exception as error:  # on damaged files Pillow's decoders raise nearly anything
+        except Exception as error:  # for damaged files Pillow's decoders raise exceptions of many types
             reason = 'truncated' if 'truncated' in str(error).lower() else 'undecodable'
             raise Unfit(reason, f'{type(error).__name__}: {error}') from error
 
 
 def encode(image: Image.Image, *, lossless: bool, jpeg_quality: int) -> bytes:
-    """Encode pixels, without metadata, as PNG or as JPEG with full chroma from quality 95 on; deterministic."""
+    """Encode an image without metadata as PNG or JPEG; deterministic."""
     file = io.BytesIO()
     bare = image.copy() if image.info else image
-    bare.info = {}  # place, camera and comments stay out of the dataset
+    bare.info = {}  # Pillow would write location, camera and comments into the new file
     if lossless:
         bare.save(file, 'PNG', compress_level=6)
     else:
@@ -99,7 +98,7 @@ def encode(image: Image.Image, *, lossless: bool, jpeg_quality: int) -> bytes:
 
 
 def fitted(image: Image.Image, shape: Shape) -> Image.Image:
-    """Reduce an image so that it just covers a shape, with its own aspect; a smaller one stays as it is."""
+    """Downscale an image to the smallest size that covers a shape, keeping its aspect ratio; never upscale."""
     scale = max(shape.width / image.width, shape.height / image.height)
     if scale >= 1:
         return image
@@ -109,11 +108,11 @@ def fitted(image: Image.Image, shape: Shape) -> Image.Image:
 
 def _clean(encoded: bytes, background: tuple[int, ...], max_pixels: int) -> Clean:
     image = _open(encoded)
-    name = 'JPEG' if image.format == 'MPO' else cast(str, image.format)  # a phone's JPEG with a preview behind it
+    name = 'JPEG' if image.format == 'MPO' else cast(str, image.format)  # JPEG from a phone, with a preview appended
     if image.width * image.height > max_pixels:
-        raise Unfit('too_many_pixels', f'{image.width} x {image.height} pixels are more than {max_pixels}')
+        raise Unfit('too_many_pixels', f'{image.width} x {image.height} pixels exceed the limit of {max_pixels}')
     if name != 'JPEG' and getattr(image, 'n_frames', 1) > 1:
-        raise Unfit('animated', 'it has several frames or pages')
+        raise Unfit('animated', 'the file has several frames or pages')
     pixels = _decode_jpeg(encoded, image) if name == 'JPEG' else _decode(image)
     opaque, is_same = _over(pixels, image.info.get('icc_profile'), background)
     upright = _upright(opaque, image)
@@ -123,7 +122,7 @@ def _clean(encoded: bytes, background: tuple[int, ...], max_pixels: int) -> Clea
 
 
 def _open(encoded: bytes) -> Image.Image:
-    """Open an image, and check that the file is all there as far as its format can tell."""
+    """Open an image, and check that the file is complete where its format allows this."""
     promised = _signature(encoded)
     try:
         if promised == 'PNG':
@@ -133,14 +132,16 @@ def _open(encoded: bytes) -> Image.Image:
         return Image.open(io.BytesIO(encoded), formats=FORMATS)
     except UnidentifiedImageError as error:
         if promised in FORMATS:
-            raise Unfit('undecodable', 'it begins as an image, but its header cannot be read') from error
-        raise Unfit('unknown_format', f'it is none of {", ".join(FORMATS)}') from error
+            raise Unfit(
+                'undecodable', 'the first bytes are those of an image, but the header cannot be read'
+            ) from error
+        raise Unfit('unknown_format', f'the format is none of {", ".join(FORMATS)}') from error
     except Image.DecompressionBombError as error:
         raise Unfit('too_many_pixels', str(error)) from error
 
 
 def _signature(encoded: bytes) -> str | None:
-    """Return the format that the first bytes promise."""
+    """Return the format according to the first bytes, or None if unknown."""
     if encoded[:4] == b'RIFF' and encoded[8:12] == b'WEBP':
         return 'WEBP'
     if encoded[4:12] == b'ftypavif':
@@ -150,9 +151,10 @@ def _signature(encoded: bytes) -> str | None:
 
 
 def _check_png(encoded: bytes) -> None:
-    """Compare the chunks' checksums, which Pillow's decoding does not, and look for the last chunk."""
+    """Check that the last chunk exists and that the checksums of all chunks are correct."""
+    # Pillow does not check them when it decodes.
     if PNG_END not in encoded:
-        raise Unfit('truncated', 'its last chunk is missing or cut')
+        raise Unfit('truncated', 'the last chunk is missing or incomplete')
     with Image.open(io.BytesIO(encoded), formats=['PNG']) as image:
         image.verify()
 
@@ -160,11 +162,13 @@ def _check_png(encoded: bytes) -> None:
 def _check_webp(encoded: bytes) -> None:
     promised = struct.unpack_from('<I', encoded, 4)[0] + 8
     if promised > len(encoded):
-        raise Unfit('truncated', f'{len(encoded)} bytes of {promised}')
+        raise Unfit('truncated', f'{len(encoded)} of {promised} bytes')
 
 
 def _decode_jpeg(encoded: bytes, image: Image.Image) -> Image.Image:
-    """Decode a JPEG, unless libjpeg warns that it made up pixels; Pillow ignores these warnings."""
+    """Decode a JPEG; reject it if libjpeg warns that data is missing or corrupt."""
+    # Pillow ignores these warnings and returns an image in which libjpeg made up the missing pixels. simplejpeg raises
+    # ValueError for every warning, so decode again without checks after one that is known to be harmless.
     colorspace = {'L': 'GRAY', 'RGB': 'RGB', 'CMYK': 'CMYK'}[image.mode]
     try:
         pixels = simplejpeg.decode_jpeg(encoded, colorspace)
@@ -173,7 +177,7 @@ def _decode_jpeg(encoded: bytes, image: Image.Image) -> Image.Image:
             reason = 'truncated' if 'Premature end of JPEG' in str(error) else 'undecodable'
             raise Unfit(reason, str(error)) from error
         pixels = simplejpeg.decode_jpeg(encoded, colorspace, strict=False)
-    if image.mode == 'CMYK':  # Adobe's are inverted, which Pillow knows
+    if image.mode == 'CMYK':  # Adobe stores inverted CMYK, which Pillow handles and simplejpeg does not
         image.load()
         return image
     return Image.fromarray(pixels[:, :, 0] if image.mode == 'L' else pixels)
@@ -182,21 +186,22 @@ def _decode_jpeg(encoded: bytes, image: Image.Image) -> Image.Image:
 def _decode(image: Image.Image) -> Image.Image:
     image.load()
     if image.mode == 'F':
-        raise Unfit('float_pixels', 'its pixels are floating-point numbers, of unknown range')
+        raise Unfit('float_pixels', 'pixels are floating-point numbers of unknown range')
     if image.mode.startswith('I;16') or (image.mode == 'I' and image.format == 'PNG'):
         return _eight_bits(image)
     if image.mode == '1':
         gray = image.convert('L')
-        if 'transparency' in image.info:  # 0 or 1, which Pillow compares with 0 and 255
+        if 'transparency' in image.info:  # is 0 or 1 in the file, but compared with 0 and 255 after conversion to L
             gray.info['transparency'] = 255 * image.info['transparency']
         return gray
     if image.mode == 'I':
-        raise Unfit('deep_pixels', 'its pixels are 32-bit numbers, of unknown range')
+        raise Unfit('deep_pixels', 'pixels are 32-bit integers of unknown range')
     return image
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
-    """Scale 16-bit gray to 8 bits; Pillow's own conversion clips, which leaves white."""
+    """Scale 16-bit gray to 8 bits."""
+    # Pillow's conversion clips values above 255 instead of scaling, which makes the image almost completely white.
     deep = np.asarray(image).astype(np.uint32)
     gray = Image.fromarray(((deep * 255 + 32767) // 65535).astype(np.uint8))
     clear = image.info.get('transparency')
@@ -206,7 +211,7 @@ def _eight_bits(image: Image.Image) -> Image.Image:
 
 
 def _over(pixels: Image.Image, profile: bytes | None, background: tuple[int, ...]) -> tuple[Image.Image, bool]:
-    """Return pixels in sRGB, over a background where they are transparent, and True if they did not change."""
+    """Convert to sRGB and fill transparent areas with the background; return the image, and True if nothing changed."""
     if not pixels.has_transparency_data:
         plain = pixels.convert('RGB') if pixels.mode == 'P' else pixels
         return to_srgb(plain, profile), is_srgb(plain, profile)
@@ -216,10 +221,10 @@ def _over(pixels: Image.Image, profile: bytes | None, background: tuple[int, ...
 
 
 def _upright(image: Image.Image, source: Image.Image) -> Image.Image:
-    """Turn pixels as the EXIF block of the file they come from says; without a need, return the same object."""
+    """Apply the EXIF orientation of `source` to `image`; return the same object if it is upright already."""
     try:
         orientation = source.getexif().get(ExifTags.Base.Orientation, 1)
-    except Exception:  # a broken EXIF block says nothing; the image is as good as one without
+    except Exception:  # a damaged EXIF block; treat the image as one without EXIF
         orientation = 1
     if orientation not in range(2, 9):
         return image
@@ -229,7 +234,8 @@ def _upright(image: Image.Image, source: Image.Image) -> Image.Image:
 
 @contextmanager
 def _pillow_strict_and_silent(max_pixels: int) -> Iterator[None]:
-    """Make Pillow refuse truncated files whatever another library has set, use our limit, and not warn."""
+    """Make Pillow reject truncated files, use our pixel limit, and issue no warnings."""
+    # These are globals of Pillow that other libraries set too, so set them for each image and restore them afterwards.
     lenient, pixels = ImageFile.LOAD_TRUNCATED_IMAGES, Image.MAX_IMAGE_PIXELS
     ImageFile.LOAD_TRUNCATED_IMAGES, Image.MAX_IMAGE_PIXELS = False, max_pixels
     try:

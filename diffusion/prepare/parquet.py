@@ -1,4 +1,4 @@
-"""Parquet files with images in a column, as img2dataset and Hugging Face write them."""
+"""Source for Parquet files with an image column, as written by img2dataset and Hugging Face."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,40 +18,41 @@ IMAGE_COLUMNS = ('image', 'jpg', 'jpeg', 'png', 'webp', 'image_bytes', 'img')
 CAPTION_COLUMNS = ('captions', 'caption', 'txt', 'text')
 KEY_COLUMN = 'key'
 BATCH_ROWS = 64
+"""Rows decoded at a time, which bounds memory: a row holds a whole image file."""
 PART_BYTES = 512 * 2**20
-"""A larger file on disk is several parts, each of whole row groups."""
+"""Size above which a local file is split into several parts, each with whole row groups."""
 
 
 @dataclass(frozen=True)
 class ParquetSource:
-    """Parquet files of a folder, a file, or a pattern in braces; a part a file, or several of a large one.
+    """Parquet files in a folder, a single file, or a pattern with braces; each file is a part, or several if it is large.
 
-    An image is the bytes of a column, or Hugging Face's struct of bytes and path. Without names the columns are found
-    by the usual ones, in capitals or not. A row's key is the file's name and its `key`, or its number.
+    The image column holds bytes, or Hugging Face's struct of bytes and path. Columns that are not named are detected by
+    common names, ignoring case. The key of a row is the stem of the file plus its `key` column or its row number.
     """
 
     location: str
     image_column: str | None = None
     caption_column: str | None = None
-    """The column of captions: text, or lists of text."""
+    """Caption column: strings or lists of strings."""
 
     def parts(self) -> list[Part]:
-        """Return a part per file, or per run of row groups of a large one.
+        """Return one part per file, or one per range of row groups of a large file.
 
         Raises:
-            UserError: There is no file, it cannot be listed, or the first lacks a column.
+            UserError: There is no file, the location cannot be listed, or the first file lacks a column.
         """
         files = list_files(self.location, (SUFFIX,))
-        if not is_remote(files[0].url):  # a mistake in a column's name should not cost more than this
+        if not is_remote(files[0].url):  # report a wrong column name before any work is done
             self._check(Path(files[0].url))
         return [part for file in files for part in _parts_of(file)]
 
     def read(self, part: Part) -> Iterator[Entry]:
-        """Yield an entry per row; of a damaged file, those before the damage and then one that names it.
+        """Yield one entry per row; for a damaged file, the rows before the damage, then an entry that reports it.
 
         Raises:
-            UserError: It lacks a column, or a store refuses to give it.
-            OSError: It cannot be read now.
+            UserError: The file lacks a column, or the store denies access.
+            OSError: The file cannot be read at the moment.
         """
         where = part.where
         with local_copy(where['url'], size=where['size']) as path, path.open('rb') as opened:
@@ -69,14 +70,16 @@ class ParquetSource:
         try:
             schema = pq.read_schema(path)
         except (pa.ArrowException, OSError):
-            return  # which the report will say
+            return  # `read` will report the damaged file as a rejected input
         self._columns(schema, str(path))
 
     def _columns(self, schema: pa.Schema, where: str) -> '_Columns':
         image = _column(schema, self.image_column, IMAGE_COLUMNS, where, 'image_column')
         kind = schema.field(image).type
         if not _is_bytes(kind) and not (pa.types.is_struct(kind) and kind.get_field_index('bytes') >= 0):
-            raise UserError(f"{where}: column {image!r} is of type {kind}; name one of files' bytes with image_column")
+            raise UserError(
+                f'{where}: column {image!r} has type {kind}; set image_column to a column of encoded images'
+            )
         caption = _column(schema, self.caption_column, CAPTION_COLUMNS, where, 'caption_column')
         key = _find(schema, (KEY_COLUMN,))
         taken = {image, caption, key, *(name for name in schema.names if name.lower() in CAPTION_COLUMNS)}
@@ -90,7 +93,7 @@ class _Columns:
     caption: str
     key: str | None
     others: list[str]
-    """Columns that become metadata."""
+    """Names of the metadata columns."""
 
     @property
     def all(self) -> list[str]:
@@ -101,12 +104,12 @@ def _column(schema: pa.Schema, given: str | None, usual: Sequence[str], where: s
     found = _find(schema, usual) if given is None else given if given in schema.names else None
     if found is None:
         tried = ', '.join(usual) if given is None else repr(given)
-        raise UserError(f'{where}: has no column {tried}; it has {schema.names}; name the one to use with {option}')
+        raise UserError(f'{where}: has no column {tried}, only {schema.names}; set {option}')
     return found
 
 
 def _find(schema: pa.Schema, usual: Sequence[str]) -> str | None:
-    """Return the first of the usual names that the schema has, as it spells it."""
+    """Return the first of the usual names that the schema has, ignoring case, as spelled in the schema."""
     spelled = {name.lower(): name for name in reversed(schema.names)}
     return next((spelled[name] for name in usual if name in spelled), None)
 
@@ -116,14 +119,15 @@ def _is_bytes(kind: pa.DataType) -> bool:
 
 
 def _parts_of(file: File) -> list[Part]:
-    """Return the file as a part, or a large one on disk as runs of its row groups."""
+    """Return a file as one part, or as several ranges of row groups if it is local and large."""
+    # A remote file stays one part: each part would download the whole file.
     whole = whole_file(file, SUFFIX)
     if is_remote(file.url) or file.size <= PART_BYTES:
         return [whole]
     try:
         metadata = pq.read_metadata(file.url)
     except (pa.ArrowException, OSError):
-        return [whole]  # reading it will say why
+        return [whole]  # `read` will report why
     sizes = [metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups)]
     parts, start = [], 0
     for stop in range(1, len(sizes) + 1):
@@ -148,7 +152,8 @@ def _rows(file: pq.ParquetFile, groups: range, columns: _Columns, stem: str) -> 
 
 
 def _plain(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Convert times to text: Python's have no nanoseconds."""
+    """Convert dates and times to strings."""
+    # Parquet has nanoseconds and Python's datetime does not, so `to_pylist` cannot convert every value.
     arrays = [
         array.cast(pa.string()) if pa.types.is_temporal(array.type) and not pa.types.is_duration(array.type) else array
         for array in batch.columns
@@ -172,6 +177,7 @@ def _entry(values: dict[str, Any], columns: _Columns, stem: str, row: int, seen:
 
 
 def _raise_if_of_the_disk(error: BaseException) -> None:
-    # pyarrow raises OSError for damaged files as well, but those have no number.
+    # pyarrow raises OSError for damaged files as well, but without an errno. A real I/O error must propagate, since it
+    # is retried, while damage is reported.
     if isinstance(error, OSError) and error.errno is not None:
         raise error

@@ -1,8 +1,8 @@
-"""A preparation from beginning to end; after a stop at any point, the next start continues to the same bytes.
+"""Run a preparation: plan -> parts -> duplicates -> shards -> indexes and report -> output.
 
-plan -> parts -> duplicates -> shards -> indexes and report -> the output. The result of every step appears under its
-name when it is whole, and depends on the input and the settings alone: not on the number of processes, their order, or
-interruptions. Only the report's `seconds` differ.
+A preparation can be stopped at any point, and the next start resumes it. Each step renames its result to the final name
+only when it is complete. The dataset depends only on the input and the settings, not on the number of processes, the
+order in which they finish, or interruptions; only `seconds` in the report varies.
 """
 
 import time
@@ -35,28 +35,28 @@ from diffusion.storage.shard_writer import ShardWriter
 
 PAGE = 'report.html'
 Run = Callable[[Iterable[WorkerJob]], Iterator[Any]]
-"""Runs jobs, in any order, and yields their results."""
+"""Function that runs jobs in any order and yields their results."""
 
 
 def prepare(
     settings: PrepareSettings, *, source: Source | None = None, run: Run | None = None, share: Share | None = None
 ) -> PrepareReport | None:
-    """Prepare a dataset, or continue where an earlier start was stopped.
+    """Prepare a dataset, or resume a preparation that was stopped.
 
     Args:
-        settings: Source, output and all choices.
-        source: A source that replaces `settings.source`.
-        run: Runs the jobs; the processes of this machine by default.
-        share: Prepare only these parts, in a work folder that several machines see, and stop. When all have done so,
-            a call without it does the rest.
+        settings: Settings of the preparation.
+        source: Source to read instead of `settings.source`.
+        run: Function that runs the jobs (default: processes on this machine).
+        share: Convert only this share of the parts, then return. For several machines with a common work folder; when
+            all shares are done, a call without `share` finishes the preparation.
 
     Returns:
-        The report, or None for a share.
+        The report, or None if `share` is given.
 
     Raises:
-        UserError: A setting is wrong, the output is taken, an input is not there, or no image is left.
-        DataError: A part cannot be read now, or kills the processes that read it.
-        OSError: There is no room, or another fault of the disk. What is done is kept for the next start.
+        UserError: A setting is invalid, the output is not empty, an input does not exist, or no image is left.
+        DataError: A part cannot be read at the moment, or the processes that read it died.
+        OSError: The disk is full or fails. Finished work is kept for the next start.
     """
     problems = check_settings(settings)
     if problems:
@@ -68,11 +68,13 @@ def prepare(
             source = source or settings.source.open(sizes=settings.sizes)
             return _Preparation(settings, source, run, work, output_of(settings, work)).go(share)
     except OSError as error:
-        raise OSError(f'{work.path}: {error}; put it right and start again: what is done is kept') from error
+        raise OSError(
+            f'{work.path}: {error}; fix the cause and run the same command again; finished work is kept'
+        ) from error
 
 
 class _Preparation:
-    """A preparation that has its work folder to itself."""
+    """A preparation that holds the lock of its work folder."""
 
     def __init__(self, settings: PrepareSettings, source: Source, run: Run, work: WorkFolder, output: Output) -> None:
         self.settings = settings
@@ -83,13 +85,16 @@ class _Preparation:
         self.buckets = Buckets(settings.sizes, settings.aspects).names
 
     def go(self, share: Share | None) -> PrepareReport | None:
-        """Run all steps that are not done yet."""
+        """Run all steps that are not done yet; return the report, or None for a share."""
         start = time.monotonic()
+        # `complete` is written last. If it exists, an earlier start was killed while it moved the dataset into place, and
+        # the input need not be listed again.
         if not self.work.complete.exists():
             plan = InputPlan.make(self.settings, self.source)
+            # A plan means that a preparation was stopped here: resume it, even if an earlier dataset is in the output.
             finished = None if self.work.plan.exists() else self.output.finished(plan.fingerprint)
             if finished is not None:
-                finished.notes.append('it was prepared of this input before; nothing was to be done')
+                finished.notes.append('already prepared from the same input with the same settings; nothing to do')
                 return finished
             self.output.check()
             plan.agree_with(self.work)
@@ -100,7 +105,8 @@ class _Preparation:
                     return None
                 self.assemble(plan, start)
             except BaseException:
-                self.work.clear_unfinished(share)  # a full disk has better use for it
+                # The next start would remove these files too, but the disk may be full now.
+                self.work.clear_unfinished(share)
                 raise
         report = PrepareReport.read(self.work.complete)
         self.output.put_in_place()
@@ -108,7 +114,7 @@ class _Preparation:
         return report
 
     def do_parts(self, plan: InputPlan, share: Share | None) -> None:
-        """Convert every part into a folder of its own."""
+        """Convert each part of the share into its own folder, skipping parts that are done."""
         self.work.parts.mkdir(exist_ok=True)
         mine = [number for number in range(len(plan.parts)) if share is None or share.has(number)]
         left = [number for number in mine if not self.work.part(number).is_dir()]
@@ -118,6 +124,7 @@ class _Preparation:
             PartJob(number, plan.parts[number], self.source, self.settings, self.work.part(number)) for number in left
         )
         inputs = rejected = 0
+        # `closing` stops the workers as soon as an error or Ctrl-C leaves this block, not when the generator is collected.
         with (
             tqdm(total=whole, initial=whole - todo, desc='parts', unit='B', unit_scale=True, disable=None) as bar,
             closing(self.results(jobs)) as results,
@@ -126,15 +133,15 @@ class _Preparation:
                 inputs += done.inputs
                 rejected += done.rejected.total()
                 rate = inputs / max(bar.format_dict['elapsed'], 1e-3)
-                bar.set_postfix_str(f'{rate:.0f} images/s, {rejected / max(1, inputs):.1%} left out', refresh=False)
+                bar.set_postfix_str(f'{rate:.0f} images/s, {rejected / max(1, inputs):.1%} rejected', refresh=False)
                 bar.update(done.size)
 
     def results(self, jobs: Iterable[WorkerJob]) -> Generator[Any, None, None]:
-        """Run jobs and yield their results; closing it stops them."""
+        """Run jobs and yield their results; closing the generator stops the jobs."""
         yield from self.run(jobs)
 
     def assemble(self, plan: InputPlan, start: float) -> None:
-        """Leave out duplicates and write final shards, indexes and report; then the dataset is complete."""
+        """Remove duplicates, and write the final shards, indexes and report into the work folder."""
         catalog = Catalog.read([self.work.part(number) for number in range(len(plan.parts))], self.buckets)
         repeats = catalog.drop_duplicates(
             self.settings.duplicates, max_distance=self.settings.max_distance, saved=self.work.duplicates
@@ -142,7 +149,7 @@ class _Preparation:
         report = self.report_on(catalog, plan)
         if not report.pictures:
             self.work.remove()
-            lines = [f'{report.source}: no image is left, nothing is written', *report.rejections()]
+            lines = [f'{report.source}: every image was rejected; nothing was written', *report.rejections()]
             raise UserError('\n'.join(lines))
         counts = self.pack(catalog)
         entries = {name: self.writer(name).read_entries(range(counts[name])) for name in report.buckets}
@@ -157,6 +164,7 @@ class _Preparation:
         write_whole(self.work.dataset / PAGE, html)
         report.seconds = time.monotonic() - start
         report.save(self.work.dataset / REPORT)
+        # After the report and every shard: this file marks the dataset as complete.
         write_whole(self.work.complete, (self.work.dataset / REPORT).read_text(encoding='utf-8'))
 
     def writer(self, bucket: str) -> ShardWriter:
@@ -164,7 +172,7 @@ class _Preparation:
         return shard_writer(self.output, self.work, bucket, size_limit=self.settings.shard_bytes)
 
     def pack(self, catalog: Catalog) -> dict[str, int]:
-        """Write the final shards; returns their number by bucket."""
+        """Write the final shards that are not done yet; return the number of shards per bucket."""
         counts: dict[str, int] = {}
         total = int(catalog.columns['size'][catalog.kept].sum())
         with tqdm(total=total, desc='shards', unit='B', unit_scale=True, disable=None) as bar:
@@ -186,7 +194,7 @@ class _Preparation:
         return counts
 
     def report_on(self, catalog: Catalog, plan: InputPlan) -> PrepareReport:
-        """Return the report without the sizes of the shards."""
+        """Return the report, without `bytes` and `seconds`, which are known only after packing."""
         found = np.bincount(catalog.bucket[catalog.kept], minlength=len(self.buckets))
         counts = dict(zip(self.buckets, found.tolist(), strict=True))
         return PrepareReport(
@@ -206,7 +214,7 @@ class _Preparation:
         )
 
     def notes(self, plan: InputPlan) -> list[str]:
-        """Return remarks on filters of columns that no image had."""
+        """Return a message for each filtered column that no input has."""
         filters = self.settings.filters
         if not filters.columns:
             return []

@@ -1,4 +1,4 @@
-"""Converting an entry of the source into a sample of the dataset, or a reason why it is left out."""
+"""Convert a source entry into a dataset sample, or reject it with a reason."""
 
 import io
 from collections.abc import Mapping
@@ -17,21 +17,24 @@ from diffusion.prepare.settings import PrepareSettings
 from diffusion.prepare.source import Entry
 
 COLUMNS = {'image': 'bytes', 'captions': 'json', 'width': 'int', 'height': 'int', 'key': 'str', 'metadata': 'json'}
-"""MDS encodings of a prepared sample; width and height are those of the stored image, in pixels."""
+"""MDS encodings by column; width and height are those of the stored image, in pixels."""
 LANGUAGES = ('language', 'LANGUAGE', 'lang')
-"""Metadata columns that name the language of the captions."""
+"""Metadata columns that may hold the language of the captions, in order of precedence."""
 PRIVATE = frozenset({'exif', 'EXIF'})
-"""Metadata columns that are removed: img2dataset copies location, camera and owner from the image's file."""
+"""Metadata columns to remove: img2dataset copies location, camera and owner from the image file."""
 MAX_JPEG_SIDE = 65_500
+"""Maximum side of a JPEG in pixels, a limit of libjpeg."""
 THUMBNAIL_SIDE = 96
+"""Maximum side of a thumbnail in the report, in pixels."""
 
 
 def take(entry: Entry, row: SampleRow, *, settings: PrepareSettings, buckets: Buckets) -> dict[str, Any]:
-    """Return the sample of an entry; measurements go into its row, also when it is left out.
+    """Return the sample of an entry, and write its measurements into `row`, even if it is then rejected.
 
     Raises:
-        Unfit: It is left out.
+        Unfit: The entry is rejected.
     """
+    # Captions before the image: decoding takes most of the time.
     if entry.problem is not None:
         raise Unfit(entry.problem)
     filters = settings.filters
@@ -71,7 +74,7 @@ def thumbnail(image: Image.Image) -> bytes:
 
 
 def _stored(found: bytes, decoded: Clean, shape: Shape, settings: PrepareSettings) -> tuple[bytes, tuple[int, int]]:
-    """Return the encoded image to store, and its width and height."""
+    """Return the encoded image to store, and its (width, height)."""
     original = settings.store == 'original'
     if original and decoded.as_found:
         return found, (decoded.width, decoded.height)
@@ -82,7 +85,7 @@ def _stored(found: bytes, decoded: Clean, shape: Shape, settings: PrepareSetting
 
 
 def _metadata(found: Mapping[str, Any], row: SampleRow) -> dict[str, Any]:
-    """Return the source's metadata of an image, and the measurements."""
+    """Return the metadata to store: the columns of the source and our measurements, sorted by name."""
     kept = {name: json_value(value) for name, value in found.items() if name not in PRIVATE}
     measured = {
         'caption_length': row.caption_length,

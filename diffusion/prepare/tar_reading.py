@@ -1,8 +1,7 @@
-"""Reading a tar from beginning to end, to the byte at which it is damaged.
+"""Sequential tar reader that detects damage and reports its byte offset."""
 
-The standard library's TarFile takes a file cut off between two members, or broken by a bad header, for a whole one, and
-can run for years on a header with a wrong size; so only its parser of headers is used here.
-"""
+# tarfile.TarFile reports no error for a file that is truncated between two members or has a bad header after the first
+# one, and loops practically forever on a header with a huge wrong size. Only its header parser is used here.
 
 import gzip
 import tarfile
@@ -13,8 +12,9 @@ from typing import IO, NamedTuple
 
 BLOCK = tarfile.BLOCKSIZE
 MAX_CONTENT = 512 * 2**20
-"""Bytes of a file that are read; of a larger one there is no content."""
+"""Maximum size of a member that is read, in bytes; `content` of a larger member is None."""
 MAX_NAME = 2**20
+"""Maximum size of a header that describes the next member, in bytes."""
 CHUNK = 2**20
 GZIP = b'\x1f\x8b'
 
@@ -24,42 +24,42 @@ BEFORE_A_MEMBER = frozenset(
         *(tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.XGLTYPE),
     }
 )
-"""Types of headers that describe the member after them."""
+"""Header types that describe the next member."""
 WITHOUT_CONTENT = frozenset(
     {
         *(tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.DIRTYPE),
         *(tarfile.FIFOTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE),
     }
 )
-"""Types whose size, if their header has one, is that of something else."""
+"""Member types without content; their header may still have a size, such as that of a link's target."""
 
 
 class DamagedTar(Exception):
-    """The message is `cut_off`, `unreadable` (from its first byte) or `damaged`."""
+    """A tar is damaged; the message is `cut_off`, `unreadable` (from the first byte) or `damaged`."""
 
     def __init__(self, how: str, byte: int, name: str | None) -> None:
         super().__init__(how)
         self.byte = byte
-        """The offset of the member that cannot be read; in a compressed tar, the offset after unpacking."""
+        """Offset of the member that cannot be read; for a compressed tar, in the uncompressed data."""
         self.name = name
-        """That member's name, where its header is whole."""
+        """Name of that member; None if its header is damaged."""
 
 
 class Member(NamedTuple):
-    """A member of a tar: a file, or a link, folder or device."""
+    """Member of a tar: a file, link, folder or device."""
 
     name: str
     is_file: bool
     content: bytes | None
-    """None for what is no file or larger than `MAX_CONTENT`."""
+    """None if it is not a file or is larger than `MAX_CONTENT`."""
 
 
 def members(path: Path) -> Iterator[Member]:
-    """Yield the members of a tar, compressed by gzip or not, in their order.
+    """Yield the members of a tar in order; the tar may be compressed with gzip.
 
     Raises:
-        Damaged: After the members before the damage.
-        OSError: The disk fails.
+        DamagedTar: The tar is damaged; raised after the members before the damage.
+        OSError: The disk failed.
     """
     with path.open('rb') as file:
         packed = file.read(2) == GZIP
@@ -67,14 +67,14 @@ def members(path: Path) -> Iterator[Member]:
         tar = _Tar(gzip.GzipFile(fileobj=file) if packed else file)
         try:
             yield from tar.members()
-        except EOFError as error:  # gzip's
+        except EOFError as error:  # raised by gzip for a truncated stream
             raise tar.damaged('cut_off') from error
         except (gzip.BadGzipFile, zlib.error) as error:
             raise tar.damaged('damaged') from error
 
 
 class _Tar:
-    """A tar and the position of reading."""
+    """Tar reader with its current position."""
 
     def __init__(self, file: IO[bytes] | gzip.GzipFile) -> None:
         self.file = file
@@ -86,7 +86,9 @@ class _Tar:
         return DamagedTar(how, self._begin, self._name)
 
     def members(self) -> Iterator[Member]:
-        """Yield the members; names and sizes too long for a header stand in members of their own before it."""
+        """Yield the members in order."""
+        # A name or size that does not fit into a header is stored in an extra member before it; `name` and `size` hold
+        # such values until the member that they describe.
         name, size, ended = None, None, False
         while True:
             if name is None and size is None:
@@ -95,7 +97,7 @@ class _Tar:
             block = self._take(BLOCK, may_end=ended)
             if block is None:
                 return
-            if not any(block):  # the mark of the end; another tar may follow where two were joined
+            if not any(block):  # end-of-archive marker; another tar may follow if two were concatenated
                 ended = True
                 continue
             ended = False
@@ -126,7 +128,7 @@ class _Tar:
         return header
 
     def _extended(self, content: bytes) -> tuple[str | None, int | None]:
-        """Return the name and size that a pax header sets; its records are lines such as `24 path=a/long/name.jpg`."""
+        """Return the name and size in a pax header; each record is a line such as `24 path=a/long/name.jpg`."""
         name, size = None, None
         try:
             while content:
@@ -134,7 +136,7 @@ class _Tar:
                 record, content = content[:length], content[length:]
                 key, _, value = record.partition(b' ')[2].removesuffix(b'\n').partition(b'=')
                 if length < 5:
-                    raise ValueError(f'a record of {length} bytes')
+                    raise ValueError(f'pax record of {length} bytes')
                 if key == b'path':
                     name = value.decode('utf-8', 'surrogateescape')
                 elif key == b'size':
@@ -146,19 +148,25 @@ class _Tar:
         return name, size
 
     def _content(self, size: int, *, limit: int) -> bytes | None:
-        """Read a member's content and its padding; returns None for content over the limit."""
+        """Read the content of a member and its padding; return None if it is larger than `limit`."""
         padding = -size % BLOCK
         if 0 < size <= limit:
             content = self._take(size)
             self._take(padding)
             return content
+        # Skip by reading: gzip streams cannot seek cheaply, and seeking past the end of a file would not show that it is
+        # truncated.
         left = size + padding
         while left:
             left -= len(self._take(min(left, CHUNK)) or b'')
         return b'' if size <= limit else None
 
     def _take(self, size: int, *, may_end: bool = False) -> bytes | None:
-        """Read so many bytes; returns None at the end of the file, if it may end here."""
+        """Read exactly `size` bytes, or return None at the end of the file if `may_end`.
+
+        Raises:
+            DamagedTar: The file ends before.
+        """
         taken = self.file.read(size)
         self._read += len(taken)
         if not taken and size and may_end:

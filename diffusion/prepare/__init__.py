@@ -8,7 +8,7 @@ Modules, in the order of the data flow:
 | | `settings` | settings from YAML files and command-line options, validated |
 | | `pipeline` | runs all steps; resumable at any point |
 | | `work_dir` | layout and lock of the work folder; shares for several machines |
-| source | `source` | the source interface: a source has parts, and each part yields entries (image, captions, metadata) |
+| source | `source` | the source interface: a source has parts, a part yields entries (image, captions, metadata) |
 | | `folder_source` | image files in a folder; `caption_files` reads captions from a CSV or JSONL file |
 | | `webdataset` | tar files written by img2dataset; `tar_reading` reads a damaged tar up to the damage |
 | | `parquet` | Parquet files with an image column |

@@ -27,7 +27,7 @@ class Buckets:
         return f'{size}px' if self.squares else f'{size}px/{shape}'
 
     def of(self, width: int, height: int) -> tuple[int, Shape] | None:
-        """Return the largest resolution that has a shape the image covers without upscaling, and the shape closest in aspect.
+        """Select the largest resolution that needs no upscaling and, within it, the shape closest in aspect ratio.
 
         Returns:
             (size, shape), or None if the image is smaller than every bucket.

@@ -15,7 +15,7 @@ MAX_LENGTH = 10_000
 _SURROGATES = re.compile('[\ud800-\udfff]')
 _INVISIBLE = re.compile(
     '[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f'  # control characters except white space
-    '\u00ad\u200b\u200e\u200f\u202a-\u202e\u2060-\u2064\u2066-\u206f\ufeff\ufff9-\ufffb]'  # zero-width and bidirectional formatting characters
+    '\u00ad\u200b\u200e\u200f\u202a-\u202e\u2060-\u2064\u2066-\u206f\ufeff\ufff9-\ufffb]'  # zero width, text direction
 )
 _JOINERS = '\u200c\u200d'
 """Zero-width characters to keep: Persian spelling and composed emoji need them."""

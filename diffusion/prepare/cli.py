@@ -53,9 +53,7 @@ def run_prepare(args: argparse.Namespace) -> int:
         )
         return 130
     if report is None:
-        print(
-            f'{settings.work_folder}: share {share} is done; when all are done, run the command without --share to finish'
-        )
+        print(f'{settings.work_folder}: share {share} is done; after the last share, run the command without --share')
         return 0
     print(report.text(settings.out))
     return 0 if report.passed else 3
@@ -149,8 +147,8 @@ def _add_openmoji(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--select',
         choices=('distinct', 'named', 'all'),
-        help='distinct: named emoji, one per family, without flags, letters and near-duplicates; named: all with a name, '
-        "except skin tones; all: everything, with the caption 'emoji' for unnamed ones (default: distinct)",
+        help='distinct: named emoji, one per family, without flags, letters and near-duplicates; named: all with a '
+        "name, except skin tones; all: everything, with the caption 'emoji' for unnamed ones (default: distinct)",
     )
     parser.add_argument(
         '--split',

@@ -81,8 +81,8 @@ class PartJob:
                 lasting = isinstance(error.__cause__, FileNotFoundError | NotADirectoryError | PermissionError)
                 if lasting or attempt == ATTEMPTS - 1:
                     raise (UserError if lasting else DataError)(
-                        f'{self.name}: cannot be read ({error.__cause__}); fix the cause and run the same command again; '
-                        'finished work is kept'
+                        f'{self.name}: cannot be read ({error.__cause__}); fix the cause and run the same command '
+                        'again; finished work is kept'
                     ) from error
                 time.sleep(BACKOFF_SECONDS * 2**attempt)
         raise AssertionError

@@ -103,8 +103,8 @@ class PrepareReport:
         lines += self.notes
         if not self.passed:
             lines.append(
-                f'too many images were rejected: {self.rejected_share:.1%} is above --max-rejected {self.max_rejected:.1%}; '
-                f'the dataset contains the others, see {out}/{REPORT}'
+                f'too many inputs were rejected: {self.rejected_share:.1%} is above --max-rejected '
+                f'{self.max_rejected:.1%}; the dataset contains the others, see {out}/{REPORT}'
             )
         if self.license:
             lines.append(self.license)

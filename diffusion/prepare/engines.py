@@ -4,8 +4,8 @@ All machines need access to the work folder (NFS, Lustre, a mounted bucket) and 
 
 - Ray: `diffusion prepare RECIPE.yaml --engine ray`, on a cluster started with `ray start`, or on this machine.
 - No engine: run `--share 0/16` to `--share 15/16`, one per machine, then once without `--share`.
-- Another engine: `prepare(settings, run=function)`, where the function runs jobs, which can be pickled, and yields their
-  results. For Spark: `lambda jobs: spark.sparkContext.parallelize(list(jobs)).map(do).toLocalIterator()`.
+- Another engine: `prepare(settings, run=function)`, where the function runs picklable jobs and yields their results.
+  For Spark: `lambda jobs: spark.sparkContext.parallelize(list(jobs)).map(do).toLocalIterator()`.
 """
 
 import os
@@ -62,7 +62,7 @@ def do(job: WorkerJob) -> Any:
 
 def _done(item: dict[str, Any]) -> dict[str, bytes]:
     """Run a pickled job; return its pickled result or error."""
-    # Ray would wrap an exception in several of its own, and `prepare` would no longer recognize a UserError or DataError.
+    # Ray would wrap an exception in several of its own, and callers could not catch UserError or DataError.
     job: WorkerJob = pickle.loads(item['job'])
     try:
         return {'outcome': pickle.dumps((do(job), None))}

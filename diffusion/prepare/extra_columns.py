@@ -9,7 +9,7 @@ from typing import Any
 
 
 def json_value(value: Any) -> Any:
-    """Convert a value to JSON types: NaN and infinities to None, decimals and durations to numbers, others to strings."""
+    """Convert a value to JSON types: NaN and infinity to None, decimals and durations to numbers, others to text."""
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, str):

@@ -30,7 +30,7 @@ class File:
     size: int
     """Size in bytes."""
     stamp: str
-    """Text that changes when the content changes: size and modification time of a local file, or the ETag of an object."""
+    """Text that changes with the content: size and modification time of a local file, or the ETag of an object."""
     name: str
     """Path relative to the listed location, with forward slashes."""
 
@@ -89,9 +89,9 @@ def local_copy(url: str, *, size: int | None = None) -> Iterator[Path]:
 
 
 def as_utf8(text: str) -> str:
-    """Return a file name as valid UTF-8 text; bytes that are not UTF-8 and lone surrogates become escapes like `\\xe9`."""
-    # Python reads undecodable bytes of a file name as surrogates (surrogateescape); JSON can hold other surrogates, which
-    # surrogateescape rejects.
+    """Return a file name as valid UTF-8; bytes that are not UTF-8 and lone surrogates become backslash escapes."""
+    # Python reads undecodable bytes of a file name as surrogates (surrogateescape). JSON can hold other surrogates,
+    # which surrogateescape rejects.
     try:
         encoded = text.encode('utf-8', 'surrogateescape')
     except UnicodeEncodeError:

@@ -28,9 +28,9 @@ class Filters:
     max_aspect: float | None = None
     """Maximum ratio of the longer to the shorter side; null for no limit."""
     min_caption: int = MIN_LENGTH
-    """Minimum caption length in characters; shorter captions are dropped, and images without another one are rejected."""
+    """Minimum caption length in characters; shorter captions are dropped, and images left without one are rejected."""
     max_caption: int = MAX_LENGTH
-    """Maximum caption length in characters, treated like `min_caption`; 10,000 is about ten times the longest prompt of a model."""
+    """Maximum caption length in characters, like `min_caption`; 10,000 is about ten times the longest model prompt."""
     columns: dict[str, ValueRange] = field(default_factory=dict)
     """Ranges by column name, ignoring case, such as `aesthetic_score: {min: 4.5}`."""
     missing: Missing = 'reject'

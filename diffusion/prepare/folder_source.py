@@ -1,4 +1,4 @@
-"""Source for image files in a local or object store folder, with captions in files beside them or in one CSV or JSONL."""
+"""Source for image files in a local or object store folder, with captions beside them or in one CSV or JSONL."""
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,10 +25,10 @@ DOWNLOADS = 16
 class FolderSource:
     """Images in a folder and its subfolders, in parts of 1000; the key of an image is its path relative to the folder.
 
-    Without a captions file, the captions of `a.jpg` are read as in img2dataset's `files` format: `captions` in `a.json`,
-    else the lines of `a.txt`, else `caption` in `a.json`; other columns of `a.json` are metadata. A captions file is a
-    CSV with columns `file` and `caption`, or a JSONL with `file` and `caption` or `captions`; other columns are
-    metadata.
+    Without a captions file, the captions of `a.jpg` are read as in img2dataset's `files` format: `captions` in
+    `a.json`, else the lines of `a.txt`, else `caption` in `a.json`; other columns of `a.json` are metadata. A captions
+    file is a CSV with columns `file` and `caption`, or a JSONL with `file` and `caption` or `captions`; other columns
+    are metadata.
     """
 
     location: str

@@ -13,7 +13,7 @@ LENGTHS = [0, 10, 20, 30, 40, 60, 80, 100, 150, 200, 300, 500, 1000, 2000]
 
 
 def statistics_of(catalog: Catalog) -> dict[str, Any]:
-    """Return histograms of kept images: shorter side and aspect ratio before resizing, and length of the longest caption."""
+    """Return histograms of kept images: shorter side and aspect ratio before resizing, longest caption."""
     kept = catalog.kept
     width, height, length = (catalog.columns[name][kept] for name in ('width', 'height', 'caption_length'))
     return {

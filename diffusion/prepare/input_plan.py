@@ -1,4 +1,4 @@
-"""Plan of a preparation, written before work begins, so that only the same preparation can resume from a work folder."""
+"""Plan of a preparation, written before work begins; a work folder can only be resumed with an equal plan."""
 
 import hashlib
 import json

@@ -92,9 +92,9 @@ class OpenMojiSource:
 
     Attributes:
         sizes: Side lengths of the images in pixels.
-        select: `distinct`: named emoji that differ visibly, one per family, without skin tones, regional flags, keycaps,
-            lettered buttons and near-duplicates. `named`: all with a name, except skin tones. `all`: everything;
-            unnamed emoji get the caption 'emoji' (for training an autoencoder, which ignores captions).
+        select: `distinct`: named emoji that differ visibly, one per family, without skin tones, regional flags,
+            keycaps, lettered buttons and near-duplicates. `named`: all with a name, except skin tones. `all`:
+            everything; unnamed emoji get the caption 'emoji' (for training an autoencoder, which ignores captions).
         split: `heldout`: 1 of 16 families of variants; `train`: the others.
         limit: Maximum number of emoji, taken in shuffled order.
         offset: Number of emoji to skip at the start of the selection.
@@ -172,7 +172,7 @@ def choose_emoji(
     selected = _distinct(order) if select == 'distinct' else iter(order)
     chosen = list(islice(selected, offset, None if limit is None else offset + limit))
     if not chosen:
-        raise UserError(f'--offset {offset}: --select {select} --split {split} has no more images; use a lower offset')
+        raise UserError(f'--offset {offset}: no emoji is left of --select {select} --split {split}; use a lower offset')
     return chosen
 
 

@@ -1,4 +1,4 @@
-"""Pack the samples of the parts into final shards; the content of each is planned first, so they can be written in parallel."""
+"""Pack the samples of the parts into final shards, which are planned in advance and written in parallel."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -65,7 +65,7 @@ class ShardJob:
                     sample = file.read(size)
                     if len(sample) != size:
                         raise DataError(
-                            f'{file.name}: was truncated after it was written; remove {folder} and run the same command again'
+                            f'{file.name}: was truncated after it was written; remove {folder} and run the command again'
                         )
                     yield sample
 

@@ -25,7 +25,7 @@ PART_BYTES = 512 * 2**20
 
 @dataclass(frozen=True)
 class ParquetSource:
-    """Parquet files in a folder, a single file, or a pattern with braces; each file is a part, or several if it is large.
+    """Parquet files in a folder, a single file, or a pattern with braces; each file is one part, or several if large.
 
     The image column holds bytes, or Hugging Face's struct of bytes and path. Columns that are not named are detected by
     common names, ignoring case. The key of a row is the stem of the file plus its `key` column or its row number.

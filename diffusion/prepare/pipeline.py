@@ -87,8 +87,8 @@ class _Preparation:
     def go(self, share: Share | None) -> PrepareReport | None:
         """Run all steps that are not done yet; return the report, or None for a share."""
         start = time.monotonic()
-        # `complete` is written last. If it exists, an earlier start was killed while it moved the dataset into place, and
-        # the input need not be listed again.
+        # `complete` is written last. If it exists, an earlier start was killed while it moved the dataset into place,
+        # and the input need not be listed again.
         if not self.work.complete.exists():
             plan = InputPlan.make(self.settings, self.source)
             # A plan means that a preparation was stopped here: resume it, even if an earlier dataset is in the output.
@@ -124,7 +124,8 @@ class _Preparation:
             PartJob(number, plan.parts[number], self.source, self.settings, self.work.part(number)) for number in left
         )
         inputs = rejected = 0
-        # `closing` stops the workers as soon as an error or Ctrl-C leaves this block, not when the generator is collected.
+        # `closing` stops the workers as soon as an error or Ctrl-C leaves this block, instead of when the generator is
+        # garbage collected.
         with (
             tqdm(total=whole, initial=whole - todo, desc='parts', unit='B', unit_scale=True, disable=None) as bar,
             closing(self.results(jobs)) as results,

@@ -53,7 +53,7 @@ def of_reasons(catalog: Catalog, repeats: Sequence[tuple[int, int]]) -> dict[str
 
 
 def _stored(catalog: Catalog, at: int | np.integer, of: int | None = None) -> Figure:
-    """Return a thumbnail of an image with a sample in the shards of its part: row `at`, a duplicate of row `of` if given."""
+    """Read the sample of row `at` from the shards of its part; `of` is the row of its original if it is a duplicate."""
     folder = catalog.parts[int(catalog.part[at])]
     shard, offset, size = (int(catalog.columns[name][at]) for name in ('shard', 'offset', 'size'))
     with (folder / mds.shard_name(shard)).open('rb') as file:

@@ -153,12 +153,12 @@ class PrepareSettings:
         return out.with_name(f'{out.name}.work')
 
     def what_it_makes(self) -> dict[str, Any]:
-        """Return the settings that affect the bytes of the dataset; the others may change when a preparation resumes."""
+        """Return the settings that affect the bytes of the dataset; the others may change when a run is resumed."""
         values = dataclasses.asdict(self)
         for name in ('out', 'work', 'overwrite', 'workers', 'max_rejected', 'license'):
             del values[name]
-        # Earlier versions had no openmoji settings. Leave them out for the other sources, so that plans and fingerprints
-        # written by those versions still match.
+        # Earlier versions had no openmoji settings. Leave them out for the other sources, so that plans and
+        # fingerprints written by those versions still match.
         if self.source.kind != 'openmoji':
             for name in OPTIONS['openmoji']:
                 del values['source'][name]

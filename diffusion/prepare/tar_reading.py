@@ -154,8 +154,8 @@ class _Tar:
             content = self._take(size)
             self._take(padding)
             return content
-        # Skip by reading: gzip streams cannot seek cheaply, and seeking past the end of a file would not show that it is
-        # truncated.
+        # Skip by reading: gzip streams cannot seek cheaply, and seeking past the end of a file would not show that it
+        # is truncated.
         left = size + padding
         while left:
             left -= len(self._take(min(left, CHUNK)) or b'')

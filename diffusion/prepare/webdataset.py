@@ -34,7 +34,7 @@ class WebDatasetSource:
         return [whole_file(file, SUFFIXES[0]) for file in list_files(self.location, SUFFIXES)]
 
     def read(self, part: Part) -> Iterator[Entry]:
-        """Yield the samples in tar order; for a damaged tar, the samples before the damage, then an entry that reports it.
+        """Yield the samples in tar order; for a damaged tar, those before the damage, then an entry that reports it.
 
         Raises:
             ValueError: The store denies access to the tar.

@@ -89,8 +89,8 @@ class _Worker:
     job: WorkerJob
 
     def __init__(self) -> None:
-        # Workers started by a forkserver share its imports (10 ms per start instead of 400). A plain fork would also copy
-        # the caller's threads, locks and open files, which is unsafe in a process that has imported torch.
+        # Workers started by a forkserver share its imports (10 ms per start instead of 400). A plain fork would copy
+        # the caller's locks and open files without its threads, which is unsafe in a process that has imported torch.
         context = multiprocessing.get_context('forkserver')
         context.set_forkserver_preload(PRELOAD)
         _start_forkserver()

@@ -26,7 +26,7 @@ class Buckets:
     def name(self, size: int, shape: Shape) -> str:
         return f'{size}px' if self.squares else f'{size}px/{shape}'
 
-    def of(self, width: int, height: int) -> tuple[int, Shape] | None:
+    def choose(self, width: int, height: int) -> tuple[int, Shape] | None:
         """Select the largest resolution that needs no upscaling and, within it, the shape closest in aspect ratio.
 
         Returns:

@@ -13,7 +13,7 @@ MIN_LENGTH = 1
 MAX_LENGTH = 10_000
 """Default maximum length of a caption in characters; a longer text is a web page, not a caption."""
 _SURROGATES = re.compile('[\ud800-\udfff]')
-_INVISIBLE = re.compile(
+_REMOVED = re.compile(
     '[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f'  # control characters except white space
     '\u00ad\u200b\u200e\u200f\u202a-\u202e\u2060-\u2064\u2066-\u206f\ufeff\ufff9-\ufffb]'  # zero width, text direction
 )
@@ -34,21 +34,21 @@ def clean_captions(raw: Sequence[Any], *, min_length: int = MIN_LENGTH, max_leng
             captions, the first reason other than no_caption.
     """
     kept: dict[str, None] = {}
-    refused: list[Unfit] = []
+    rejections: list[Unfit] = []
     for caption in raw:
         try:
             kept[_clean_caption(caption, min_length, max_length)] = None
         except Unfit as reason:
-            refused.append(reason)
+            rejections.append(reason)
     if not kept:
-        said = (reason for reason in refused if str(reason) != 'no_caption')
-        raise next(said, Unfit('no_caption', 'the image has no caption'))
+        specific = (reason for reason in rejections if str(reason) != 'no_caption')
+        raise next(specific, Unfit('no_caption', 'the image has no caption'))
     return list(kept)
 
 
 def clean_text(text: str) -> str:
     """Return text in NFC on one line with single spaces, without control characters and zero-width characters."""
-    text = _INVISIBLE.sub('', _SURROGATES.sub('\ufffd', text))
+    text = _REMOVED.sub('', _SURROGATES.sub('\ufffd', text))
     return ' '.join(unicodedata.normalize('NFC', text).split())
 
 

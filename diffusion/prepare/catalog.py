@@ -48,7 +48,7 @@ class Catalog:
     """The columns in `NUMBERS`."""
     rejected: dict[str, Rejected]
     """Rejected inputs by reason; includes duplicates after `drop_duplicates`."""
-    first: np.ndarray
+    first_row: np.ndarray
     """Row of the first input of each part, int64, and the number of rows at the end."""
 
     @classmethod
@@ -71,7 +71,7 @@ class Catalog:
             bucket.append(lookup[encoded.indices.to_numpy()])
             for name, kind in NUMBERS.items():
                 columns[name].append(rows[name].to_numpy().astype(kind, copy=False))
-            _count(rows, rejected)
+            _count_rejected(rows, rejected)
         return cls(
             parts,
             np.repeat(np.arange(len(parts), dtype=np.int32), counts),
@@ -89,14 +89,14 @@ class Catalog:
         """Rows of the kept images."""
         return np.flatnonzero(self.bucket != REJECTED)
 
-    def of_bucket(self, code: int) -> np.ndarray:
+    def rows_of_bucket(self, code: int) -> np.ndarray:
         """Return the rows of the kept images of a bucket."""
         return np.flatnonzero(self.bucket == code)
 
-    def key(self, at: int) -> str:
+    def key(self, row: int) -> str:
         """Return the key of an input; reads the table of its part from disk."""
-        part = int(self.part[at])
-        return read_sample_rows(self.parts[part], ['key'])['key'][int(at - self.first[part])].as_py()
+        part = int(self.part[row])
+        return read_sample_rows(self.parts[part], ['key'])['key'][int(row - self.first_row[part])].as_py()
 
     def drop_duplicates(self, mode: str, *, max_distance: int, saved: Path) -> list[tuple[int, int]]:
         """Reject images that are duplicates of an earlier one.
@@ -112,19 +112,20 @@ class Catalog:
         if mode == 'none':
             return []
         kept = self.kept
-        repeats = np.load(saved, allow_pickle=False) if saved.exists() else self._repeats(kept, mode, max_distance)
+        repeats = np.load(saved, allow_pickle=False) if saved.exists() else self._search(kept, mode, max_distance)
         if not saved.exists():
             with becoming(saved) as unfinished, unfinished.open('xb') as file:
                 np.save(file, repeats)
         dropped = np.flatnonzero(repeats >= 0)
         self.bucket[kept[dropped]] = REJECTED
-        shown = [(int(kept[at]), int(kept[repeats[at]])) for at in dropped[:NAMES_SHOWN]]
+        shown = [(int(kept[index]), int(kept[repeats[index]])) for index in dropped[:NAMES_SHOWN]]
         if len(dropped):
-            names = [f'{self.key(at)} (duplicate of {self.key(of)})' for at, of in shown]
+            names = [f'{self.key(row)} (duplicate of {self.key(original)})' for row, original in shown]
             self.rejected[DUPLICATE] = Rejected(len(dropped), names)
         return shown
 
-    def _repeats(self, kept: np.ndarray, mode: str, max_distance: int) -> np.ndarray:
+    def _search(self, kept: np.ndarray, mode: str, max_distance: int) -> np.ndarray:
+        """Return `image_hashes.duplicates` of the kept images."""
         from diffusion.prepare.image_hashes import duplicates
 
         meaningful = ~self.columns['is_flat'][kept] if mode == 'near' else np.zeros(len(kept), bool)
@@ -132,13 +133,13 @@ class Catalog:
         return duplicates(exact, perceptual, meaningful, max_distance=max_distance)
 
 
-def _count(rows: pa.Table, rejected: dict[str, Rejected]) -> None:
+def _count_rejected(rows: pa.Table, rejected: dict[str, Rejected]) -> None:
     """Add the rejected inputs of a part to `rejected`, by reason."""
     reasons = rows['reason'].combine_chunks().dictionary_encode()
     codes = reasons.indices.to_numpy()
     for code, reason in enumerate(reasons.dictionary.to_pylist()):
         if reason:
             found = np.flatnonzero(codes == code)
-            so_far = rejected.setdefault(reason, Rejected())
-            so_far.count += len(found)
-            so_far.names += rows['key'].take(found[: NAMES_SHOWN - len(so_far.names)]).to_pylist()
+            entry = rejected.setdefault(reason, Rejected())
+            entry.count += len(found)
+            entry.names += rows['key'].take(found[: NAMES_SHOWN - len(entry.names)]).to_pylist()

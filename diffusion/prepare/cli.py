@@ -64,7 +64,7 @@ def _add_recipe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         'overrides', nargs='*', metavar='KEY=VALUE', help='override a setting, such as filters.min_side=512'
     )
-    _add_where(parser)
+    _add_execution_options(parser)
 
 
 def _add_folder(parser: argparse.ArgumentParser) -> None:
@@ -75,14 +75,14 @@ def _add_folder(parser: argparse.ArgumentParser) -> None:
         help='.csv with columns file and caption, or .jsonl with file and caption or captions '
         '(default: a .txt or .json file beside each image)',
     )
-    _add_short(parser)
+    _add_shared_options(parser)
 
 
 def _add_webdataset(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         'location', metavar='SRC', help='folder of tar files, local or in an object store: s3://bucket/laion'
     )
-    _add_short(parser)
+    _add_shared_options(parser)
 
 
 def _add_parquet(parser: argparse.ArgumentParser) -> None:
@@ -93,10 +93,10 @@ def _add_parquet(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--caption-column', metavar='NAME', help='name of the caption column (default: detect by common names)'
     )
-    _add_short(parser)
+    _add_shared_options(parser)
 
 
-def _add_short(parser: argparse.ArgumentParser) -> None:
+def _add_shared_options(parser: argparse.ArgumentParser) -> None:
     """Add the options shared by all source kinds; an omitted option keeps the default of its setting."""
     parser.add_argument('--out', required=True, metavar='DIR', help='output dataset; contains one folder per size')
     parser.add_argument(
@@ -126,10 +126,10 @@ def _add_short(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--set', action='append', default=[], metavar='KEY=VALUE', help='set any other setting: filters.min_side=512'
     )
-    _add_where(parser)
+    _add_execution_options(parser)
 
 
-def _add_where(parser: argparse.ArgumentParser) -> None:
+def _add_execution_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--share',
         metavar='I/N',
@@ -158,7 +158,7 @@ def _add_openmoji(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--limit', type=int, metavar='N', help='use at most N emoji (default: all)')
     parser.add_argument('--offset', type=int, metavar='N', help='skip the first N emoji of the selection (default: 0)')
     parser.add_argument('--seed', type=int, help='seed of the order of the selection (default: 17)')
-    _add_short(parser)
+    _add_shared_options(parser)
 
 
 def _settings(args: argparse.Namespace) -> 'PrepareSettings':

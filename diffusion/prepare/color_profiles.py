@@ -6,7 +6,7 @@ import io
 import numpy as np
 from PIL import Image, ImageCms
 
-INVISIBLE = 2
+MAX_SRGB_DIFFERENCE = 2
 """Maximum difference, in levels of 255, at which a profile is treated as sRGB and pixels are not converted."""
 
 
@@ -41,13 +41,13 @@ def _transform(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
             renderingIntent=ImageCms.Intent.RELATIVE_COLORIMETRIC,
             flags=ImageCms.Flags.BLACKPOINTCOMPENSATION,
         )
-        return None if mode == 'RGB' and _changes_nothing(transform) else transform
+        return None if mode == 'RGB' and _is_identity(transform) else transform
     except (ImageCms.PyCMSError, OSError, ValueError, TypeError):
         return None
 
 
-def _changes_nothing(transform: ImageCms.ImageCmsTransform) -> bool:
+def _is_identity(transform: ImageCms.ImageCmsTransform) -> bool:
     levels = np.linspace(0, 255, 9).round().astype(np.uint8)
     colors = np.stack(np.meshgrid(levels, levels, levels), axis=-1).reshape(1, -1, 3)
     converted = ImageCms.applyTransform(Image.fromarray(colors), transform)
-    return bool(np.abs(np.asarray(converted).astype(int) - colors).max() <= INVISIBLE)
+    return bool(np.abs(np.asarray(converted).astype(int) - colors).max() <= MAX_SRGB_DIFFERENCE)

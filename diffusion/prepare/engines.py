@@ -5,7 +5,7 @@ All machines need access to the work folder (NFS, Lustre, a mounted bucket) and 
 - Ray: `diffusion prepare RECIPE.yaml --engine ray`, on a cluster started with `ray start`, or on this machine.
 - No engine: run `--share 0/16` to `--share 15/16`, one per machine, then once without `--share`.
 - Another engine: `prepare(settings, run=function)`, where the function runs picklable jobs and yields their results.
-  For Spark: `lambda jobs: spark.sparkContext.parallelize(list(jobs)).map(do).toLocalIterator()`.
+  For Spark: `lambda jobs: spark.sparkContext.parallelize(list(jobs)).map(run_job).toLocalIterator()`.
 """
 
 import os
@@ -48,23 +48,23 @@ def run_on_ray(jobs: Iterable[WorkerJob], *, workers: int | None = None) -> Iter
         return
     # One block per job: Ray schedules blocks, so a larger block would run its jobs one after the other.
     data = ray.data.from_items(items, override_num_blocks=len(items))
-    for row in data.map(_done, concurrency=workers).iter_rows():
+    for row in data.map(_run_pickled, concurrency=workers).iter_rows():
         result, error = pickle.loads(row['outcome'])
         if error is not None:
             raise error
         yield result
 
 
-def do(job: WorkerJob) -> Any:
+def run_job(job: WorkerJob) -> Any:
     """Run a job in this process; its progress notes are discarded."""
     return job(lambda text: None)
 
 
-def _done(item: dict[str, Any]) -> dict[str, bytes]:
+def _run_pickled(item: dict[str, Any]) -> dict[str, bytes]:
     """Run a pickled job; return its pickled result or error."""
     # Ray would wrap an exception in several of its own, and callers could not catch UserError or DataError.
     job: WorkerJob = pickle.loads(item['job'])
     try:
-        return {'outcome': pickle.dumps((do(job), None))}
+        return {'outcome': pickle.dumps((run_job(job), None))}
     except Exception as error:
         return {'outcome': pickle.dumps((None, error))}

@@ -51,7 +51,7 @@ def list_files(location: str, suffixes: Collection[str] | None) -> list[File]:
     location = location.removeprefix('file://')
     wanted = [location] if os.path.exists(location) else expand_braces(location)
     if wanted != [location]:
-        return _named(wanted, location)
+        return _list_expanded(wanted, location)
     listed = _list_store(location) if is_remote(location) else _list_folder(location)
     if len(listed) == 1 and listed[0].url in (location, os.path.normpath(location)):
         return listed
@@ -110,7 +110,7 @@ def stem_of(file: File, suffix: str) -> str:
     return file.name[: -len(suffix)] if file.name.endswith(suffix) else file.name
 
 
-def whole_file(file: File, suffix: str) -> Part:
+def single_file_part(file: File, suffix: str) -> Part:
     """Return a part that consists of one file."""
     stem = stem_of(file, suffix)
     return Part(part_name(stem), {'url': file.url, 'size': file.size, 'stem': stem}, file.size, file.stamp)
@@ -147,7 +147,7 @@ def _alternatives(inside: str, location: str) -> list[str]:
     return [str(number).zfill(len(span[1])) for number in range(first, last + 1)]
 
 
-def _named(wanted: list[str], location: str) -> list[File]:
+def _list_expanded(wanted: list[str], location: str) -> list[File]:
     """List the expanded locations; names are relative to the folder before the first brace."""
     # One listing of that folder instead of one request per file.
     base = location.partition('{')[0].rpartition('/')[0] + '/'
@@ -173,7 +173,7 @@ def _list_folder(location: str) -> list[File]:
     if not os.path.isdir(root):
         raise UserError(f'{location}: there is no such folder or file')
     found = []
-    for folder, _, names in os.walk(root, onerror=_cannot_list):
+    for folder, _, names in os.walk(root, onerror=_raise_listing_error):
         paths = (os.path.normpath(os.path.join(folder, name)) for name in names)
         found += [
             _file(path, os.path.relpath(path, root).replace(os.sep, '/')) for path in paths if os.path.isfile(path)
@@ -186,7 +186,7 @@ def _file(path: str, name: str) -> File:
     return File(path, status.st_size, f'{status.st_size}-{status.st_mtime_ns}', as_utf8(name))
 
 
-def _cannot_list(error: OSError) -> None:
+def _raise_listing_error(error: OSError) -> None:
     if not is_wrong_path(error):
         raise error
     raise UserError(f'{error.filename}: cannot be listed ({error.strerror}); check its permissions') from error

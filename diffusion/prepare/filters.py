@@ -81,7 +81,7 @@ class Filters:
         names = {name.casefold() for name in metadata}
         return [name for name in self.columns if name.casefold() in names]
 
-    def never_seen(self, seen: Collection[str], available: Collection[str] = ()) -> list[str]:
+    def unknown_column_notes(self, seen: Collection[str], available: Collection[str] = ()) -> list[str]:
         """Return a message for each column of `columns` that no image has.
 
         Args:

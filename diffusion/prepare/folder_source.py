@@ -45,7 +45,7 @@ class FolderSource:
         images = [file for file in files.values() if file.name.lower().endswith(SUFFIXES)]
         if not images:
             raise UserError(f'{self.location}: contains no images ({", ".join(SUFFIXES)})')
-        found = self._beside(images, files) if self.captions is None else self._named(self.captions, images, files)
+        found = self._paired(images, files) if self.captions is None else self._listed(self.captions, images, files)
         listed = list(found)
         runs = (listed[start : start + PART_IMAGES] for start in range(0, len(listed), PART_IMAGES))
         return [_part(number, run) for number, run in enumerate(runs)]
@@ -66,7 +66,8 @@ class FolderSource:
             for start in range(0, len(images), DOWNLOADS):
                 yield from threads.map(_entry, images[start : start + DOWNLOADS])
 
-    def _beside(self, images: Iterable[File], files: dict[str, File]) -> Iterator['_ImageFile']:
+    def _paired(self, images: Iterable[File], files: dict[str, File]) -> Iterator['_ImageFile']:
+        """Yield the images with the .txt and .json files beside them."""
         for file in images:
             stem = file.name.rpartition('.')[0]
             beside = {kind: files.get(f'{stem}.{kind}') for kind in ('txt', 'json')}
@@ -76,7 +77,8 @@ class FolderSource:
             image.problem = None if found else 'no_caption'
             yield image
 
-    def _named(self, captions: str, images: Iterable[File], files: dict[str, File]) -> Iterator['_ImageFile']:
+    def _listed(self, captions: str, images: Iterable[File], files: dict[str, File]) -> Iterator['_ImageFile']:
+        """Yield the images in the order of a captions file, then those that it does not list."""
         seen: set[str] = set()
         with local_copy(captions) as path:
             for row in read_caption_rows(path):
@@ -110,6 +112,7 @@ class _ImageFile:
 
 
 def _part(number: int, images: Sequence[_ImageFile]) -> Part:
+    # The key and the name are part of the plan: renaming them would change the fingerprint of every prepared dataset.
     where = {'pictures': [asdict(image) for image in images]}
     stamp = xxhash.xxh3_128_hexdigest(json.dumps(where))
     return Part(f'pictures-{number:06}', where, max(1, sum(image.size for image in images)), stamp)
@@ -121,13 +124,13 @@ def _entry(image: _ImageFile) -> Entry:
         try:
             entry.image = _read(image.url, image.size)
             if image.beside:
-                _add_beside(entry, image.beside)
+                _add_sidecars(entry, image.beside)
         except PermissionError:  # concerns only this file; other I/O errors stop the part
             entry.problem = 'unreadable'
     return entry
 
 
-def _add_beside(entry: Entry, beside: dict[str, str]) -> None:
+def _add_sidecars(entry: Entry, beside: dict[str, str]) -> None:
     """Set the captions and metadata of an entry from its .txt and .json file."""
     entry.metadata = read_columns(_read(beside['json'])) if 'json' in beside else {}
     captions, caption = entry.metadata.pop('captions', None), entry.metadata.pop('caption', None)

@@ -78,11 +78,11 @@ def _table(values: Mapping[str, Any]) -> str:
 
 def _bars(counts: Mapping[str, tuple[int, str]]) -> str:
     """Return an HTML table of counts with a bar for each."""
-    most = max((count for count, _ in counts.values()), default=1) or 1
+    largest = max((count for count, _ in counts.values()), default=1) or 1
     rows = [
-        f'<tr><th>{html.escape(name)}</th><td class="number">{count:,}</td><td class="number">{html.escape(more)}</td>'
-        f'<td><div class="bar" style="width: {300 * count / most:.0f}px"></div></td></tr>'
-        for name, (count, more) in counts.items()
+        f'<tr><th>{html.escape(name)}</th><td class="number">{count:,}</td><td class="number">{html.escape(extra)}</td>'
+        f'<td><div class="bar" style="width: {300 * count / largest:.0f}px"></div></td></tr>'
+        for name, (count, extra) in counts.items()
     ]
     return f'<table>{"".join(rows)}</table>' if rows else '<p>None.</p>'
 

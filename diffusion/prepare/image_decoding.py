@@ -24,7 +24,7 @@ FULL_CHROMA_QUALITY = 95
 """JPEG quality at and above which chroma is stored at full resolution."""
 PNG_END = b'IEND\xaeB`\x82'
 """Name and checksum of the last chunk of a PNG, which has no content."""
-HARMLESS = re.compile('Invalid SOS parameters|Unknown Adobe color transform')
+HARMLESS_WARNINGS = re.compile('Invalid SOS parameters|Unknown Adobe color transform')
 """libjpeg warnings that do not affect any pixel; some cameras write such files."""
 
 
@@ -38,7 +38,7 @@ class Unfit(Exception):
 
 
 @dataclass(frozen=True)
-class Clean:
+class DecodedImage:
     """A fully decoded image."""
 
     image: Image.Image
@@ -47,7 +47,7 @@ class Clean:
     """Format of the file by Pillow's name, such as JPEG or PNG."""
     lossless: bool
     """True for PNG files, mostly drawings and screenshots, which are stored losslessly again."""
-    as_found: bool
+    is_unmodified: bool
     """True for a JPEG, PNG or WebP file that needed no correction, so that any decoder returns these pixels."""
 
     @property
@@ -59,7 +59,7 @@ class Clean:
         return self.image.height
 
 
-def clean(encoded: bytes, *, background: str = 'white', max_pixels: int = MAX_PIXELS) -> Clean:
+def decode_image(encoded: bytes, *, background: str = 'white', max_pixels: int = MAX_PIXELS) -> DecodedImage:
     """Decode an image completely, apply its orientation, convert it to sRGB, and fill transparent areas.
 
     Args:
@@ -74,9 +74,9 @@ def clean(encoded: bytes, *, background: str = 'white', max_pixels: int = MAX_PI
     rgb = ImageColor.getrgb(background)[:3]
     if not encoded:
         raise Unfit('empty', 'the file has no bytes')
-    with _pillow_strict_and_silent(max_pixels):
+    with _strict_pillow(max_pixels):
         try:
-            return _clean(encoded, rgb, max_pixels)
+            return _decode_checked(encoded, rgb, max_pixels)
         except Unfit:
             raise
         except Exception as error:  # for damaged files Pillow's decoders raise exceptions of many types
@@ -87,17 +87,17 @@ def clean(encoded: bytes, *, background: str = 'white', max_pixels: int = MAX_PI
 def encode(image: Image.Image, *, lossless: bool, jpeg_quality: int) -> bytes:
     """Encode an image without metadata as PNG or JPEG; deterministic."""
     file = io.BytesIO()
-    bare = image.copy() if image.info else image
-    bare.info = {}  # Pillow would write location, camera and comments into the new file
+    stripped = image.copy() if image.info else image
+    stripped.info = {}  # Pillow would write location, camera and comments into the new file
     if lossless:
-        bare.save(file, 'PNG', compress_level=6)
+        stripped.save(file, 'PNG', compress_level=6)
     else:
         subsampling = '4:4:4' if jpeg_quality >= FULL_CHROMA_QUALITY else '4:2:0'
-        bare.save(file, 'JPEG', quality=jpeg_quality, subsampling=subsampling)
+        stripped.save(file, 'JPEG', quality=jpeg_quality, subsampling=subsampling)
     return file.getvalue()
 
 
-def fitted(image: Image.Image, shape: Shape) -> Image.Image:
+def shrink_to_cover(image: Image.Image, shape: Shape) -> Image.Image:
     """Downscale an image to the smallest size that covers a shape, keeping its aspect ratio; never upscale."""
     scale = max(shape.width / image.width, shape.height / image.height)
     if scale >= 1:
@@ -106,32 +106,34 @@ def fitted(image: Image.Image, shape: Shape) -> Image.Image:
     return image.resize(size, Image.Resampling.LANCZOS, reducing_gap=3.0)
 
 
-def _clean(encoded: bytes, background: tuple[int, ...], max_pixels: int) -> Clean:
+def _decode_checked(encoded: bytes, background: tuple[int, ...], max_pixels: int) -> DecodedImage:
     image = _open(encoded)
     name = 'JPEG' if image.format == 'MPO' else cast(str, image.format)  # JPEG from a phone, with a preview appended
     if image.width * image.height > max_pixels:
         raise Unfit('too_many_pixels', f'{image.width} x {image.height} pixels exceed the limit of {max_pixels}')
     if name != 'JPEG' and getattr(image, 'n_frames', 1) > 1:
         raise Unfit('animated', 'the file has several frames or pages')
-    pixels = _decode_jpeg(encoded, image) if name == 'JPEG' else _decode(image)
-    opaque, is_same = _over(pixels, image.info.get('icc_profile'), background)
-    upright = _upright(opaque, image)
+    pixels = _decode_jpeg(encoded, image) if name == 'JPEG' else _decode_other(image)
+    opaque, is_unchanged = _to_opaque_srgb(pixels, image.info.get('icc_profile'), background)
+    upright = _apply_orientation(opaque, image)
     upright.info = {}
-    as_found = name in ('JPEG', 'PNG', 'WEBP') and image.mode in ('RGB', 'L') and is_same and upright is opaque
-    return Clean(upright, name, lossless=name == 'PNG', as_found=as_found)
+    is_unmodified = (
+        name in ('JPEG', 'PNG', 'WEBP') and image.mode in ('RGB', 'L') and is_unchanged and upright is opaque
+    )
+    return DecodedImage(upright, name, lossless=name == 'PNG', is_unmodified=is_unmodified)
 
 
 def _open(encoded: bytes) -> Image.Image:
     """Open an image, and check that the file is complete where its format allows this."""
-    promised = _signature(encoded)
+    expected = _signature(encoded)
     try:
-        if promised == 'PNG':
+        if expected == 'PNG':
             _check_png(encoded)
-        elif promised == 'WEBP':
+        elif expected == 'WEBP':
             _check_webp(encoded)
         return Image.open(io.BytesIO(encoded), formats=FORMATS)
     except UnidentifiedImageError as error:
-        if promised in FORMATS:
+        if expected in FORMATS:
             raise Unfit(
                 'undecodable', 'the first bytes are those of an image, but the header cannot be read'
             ) from error
@@ -146,8 +148,8 @@ def _signature(encoded: bytes) -> str | None:
         return 'WEBP'
     if encoded[4:12] == b'ftypavif':
         return 'AVIF'
-    beginnings = {b'\xff\xd8\xff': 'JPEG', b'\x89PNG\r\n\x1a\n': 'PNG', b'GIF8': 'GIF'}
-    return next((name for start, name in beginnings.items() if encoded.startswith(start)), None)
+    signatures = {b'\xff\xd8\xff': 'JPEG', b'\x89PNG\r\n\x1a\n': 'PNG', b'GIF8': 'GIF'}
+    return next((name for start, name in signatures.items() if encoded.startswith(start)), None)
 
 
 def _check_png(encoded: bytes) -> None:
@@ -160,9 +162,9 @@ def _check_png(encoded: bytes) -> None:
 
 
 def _check_webp(encoded: bytes) -> None:
-    promised = struct.unpack_from('<I', encoded, 4)[0] + 8
-    if promised > len(encoded):
-        raise Unfit('truncated', f'{len(encoded)} of {promised} bytes')
+    expected = struct.unpack_from('<I', encoded, 4)[0] + 8
+    if expected > len(encoded):
+        raise Unfit('truncated', f'{len(encoded)} of {expected} bytes')
 
 
 def _decode_jpeg(encoded: bytes, image: Image.Image) -> Image.Image:
@@ -173,7 +175,7 @@ def _decode_jpeg(encoded: bytes, image: Image.Image) -> Image.Image:
     try:
         pixels = simplejpeg.decode_jpeg(encoded, colorspace)
     except ValueError as error:
-        if not HARMLESS.search(str(error)):
+        if not HARMLESS_WARNINGS.search(str(error)):
             reason = 'truncated' if 'Premature end of JPEG' in str(error) else 'undecodable'
             raise Unfit(reason, str(error)) from error
         pixels = simplejpeg.decode_jpeg(encoded, colorspace, strict=False)
@@ -183,12 +185,12 @@ def _decode_jpeg(encoded: bytes, image: Image.Image) -> Image.Image:
     return Image.fromarray(pixels[:, :, 0] if image.mode == 'L' else pixels)
 
 
-def _decode(image: Image.Image) -> Image.Image:
+def _decode_other(image: Image.Image) -> Image.Image:
     image.load()
     if image.mode == 'F':
         raise Unfit('float_pixels', 'pixels are floating-point numbers of unknown range')
     if image.mode.startswith('I;16') or (image.mode == 'I' and image.format == 'PNG'):
-        return _eight_bits(image)
+        return _scale_to_8_bits(image)
     if image.mode == '1':
         gray = image.convert('L')
         if 'transparency' in image.info:  # is 0 or 1 in the file, but compared with 0 and 255 after conversion to L
@@ -199,28 +201,30 @@ def _decode(image: Image.Image) -> Image.Image:
     return image
 
 
-def _eight_bits(image: Image.Image) -> Image.Image:
+def _scale_to_8_bits(image: Image.Image) -> Image.Image:
     """Scale 16-bit gray to 8 bits."""
     # Pillow's conversion clips values above 255 instead of scaling, which makes the image almost completely white.
-    deep = np.asarray(image).astype(np.uint32)
-    gray = Image.fromarray(((deep * 255 + 32767) // 65535).astype(np.uint8))
-    clear = image.info.get('transparency')
-    if isinstance(clear, int):
-        gray.putalpha(Image.fromarray(np.where(deep == clear, 0, 255).astype(np.uint8)))
+    gray16 = np.asarray(image).astype(np.uint32)
+    gray = Image.fromarray(((gray16 * 255 + 32767) // 65535).astype(np.uint8))
+    transparent = image.info.get('transparency')
+    if isinstance(transparent, int):
+        gray.putalpha(Image.fromarray(np.where(gray16 == transparent, 0, 255).astype(np.uint8)))
     return gray
 
 
-def _over(pixels: Image.Image, profile: bytes | None, background: tuple[int, ...]) -> tuple[Image.Image, bool]:
+def _to_opaque_srgb(
+    pixels: Image.Image, profile: bytes | None, background: tuple[int, ...]
+) -> tuple[Image.Image, bool]:
     """Convert to sRGB and fill transparent areas with the background; return the image, and True if nothing changed."""
     if not pixels.has_transparency_data:
         plain = pixels.convert('RGB') if pixels.mode == 'P' else pixels
         return to_srgb(plain, profile), is_srgb(plain, profile)
-    whole = pixels.convert('RGBA')
-    opaque = to_srgb(whole.convert('RGB'), profile)
-    return Image.composite(opaque, Image.new('RGB', opaque.size, background), whole.getchannel('A')), False
+    rgba = pixels.convert('RGBA')
+    opaque = to_srgb(rgba.convert('RGB'), profile)
+    return Image.composite(opaque, Image.new('RGB', opaque.size, background), rgba.getchannel('A')), False
 
 
-def _upright(image: Image.Image, source: Image.Image) -> Image.Image:
+def _apply_orientation(image: Image.Image, source: Image.Image) -> Image.Image:
     """Apply the EXIF orientation of `source` to `image`; return the same object if it is upright already."""
     try:
         orientation = source.getexif().get(ExifTags.Base.Orientation, 1)
@@ -233,7 +237,7 @@ def _upright(image: Image.Image, source: Image.Image) -> Image.Image:
 
 
 @contextmanager
-def _pillow_strict_and_silent(max_pixels: int) -> Iterator[None]:
+def _strict_pillow(max_pixels: int) -> Iterator[None]:
     """Make Pillow reject truncated files, use our pixel limit, and issue no warnings."""
     # These are globals of Pillow that other libraries set too, so set them for each image and restore them afterwards.
     lenient, pixels = ImageFile.LOAD_TRUNCATED_IMAGES, Image.MAX_IMAGE_PIXELS

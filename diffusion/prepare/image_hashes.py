@@ -11,21 +11,21 @@ from PIL import Image
 
 from diffusion.errors import UserError
 
-THUMBNAIL = 32
+THUMBNAIL_SIDE = 32
 """Side of the thumbnail that is hashed, in pixels."""
-LOW = 8
+LOW_FREQUENCIES = 8
 """DCT frequencies per direction in the perceptual hash: 8 x 8 = 64 bits."""
 FLAT_LEVELS = 4.0
 """Standard deviation of a thumbnail, in levels of 255, below which noise determines the perceptual hash."""
 MAX_DISTANCE = 8
 """Maximum supported Hamming distance of near-duplicates, in bits."""
-FEW = 2048
+ALL_PAIRS_LIMIT = 2048
 """Number of hashes up to which all pairs are compared."""
-COMPARED_EACH = 1000
+MAX_COMPARISONS_PER_HASH = 1000
 """Comparisons per hash after which a search with more, smaller groups is tried."""
-NEAR_EACH = 16
+MAX_PAIRS_PER_HASH = 16
 """Near pairs per hash that are held in memory."""
-MOST_TABLES = 1000
+MAX_TABLES = 1000
 """Maximum number of sorted tables in one search."""
 
 
@@ -76,31 +76,31 @@ def duplicates(exact: np.ndarray, perceptual: np.ndarray, meaningful: np.ndarray
     if not 0 <= max_distance <= MAX_DISTANCE:
         raise UserError(f'max_distance={max_distance} is out of range; give 0 to {MAX_DISTANCE} bits')
     first = _first_of_equal(exact)
-    alone = np.flatnonzero(first == np.arange(len(exact)))
-    near = alone[meaningful[alone]]
-    first[near] = near[_first_of_equal(perceptual[near])]
-    distinct = near[first[near] == near]
+    unique = np.flatnonzero(first == np.arange(len(exact)))
+    comparable = unique[meaningful[unique]]
+    first[comparable] = comparable[_first_of_equal(perceptual[comparable])]
+    distinct = comparable[first[comparable] == comparable]
     repeated = np.full(len(exact), -1)
     found = _greedy(perceptual[distinct], max_distance)
     repeated[distinct[found >= 0]] = distinct[found[found >= 0]]
     # An image that was replaced is a duplicate of its replacement, or of the image that the replacement duplicates.
-    leader = first[first]
-    return np.where(repeated[leader] >= 0, repeated[leader], np.where(leader == np.arange(len(exact)), -1, leader))
+    root = first[first]
+    return np.where(repeated[root] >= 0, repeated[root], np.where(root == np.arange(len(exact)), -1, root))
 
 
 @lru_cache(maxsize=1)
 def _cosines() -> np.ndarray:
-    """Return the lowest rows of the DCT matrix, scaled to integers, int64 [LOW, THUMBNAIL]."""
+    """Return the lowest rows of the DCT matrix, scaled to integers, int64 [LOW_FREQUENCIES, THUMBNAIL_SIDE]."""
     # 14 bits per value, so that no sum overflows int64.
-    frequencies, samples = np.arange(LOW)[:, None], np.arange(THUMBNAIL) + 0.5
-    cosines = np.cos(np.pi / THUMBNAIL * frequencies * samples)
+    frequencies, samples = np.arange(LOW_FREQUENCIES)[:, None], np.arange(THUMBNAIL_SIDE) + 0.5
+    cosines = np.cos(np.pi / THUMBNAIL_SIDE * frequencies * samples)
     cosines[0] /= np.sqrt(2)
     return (cosines * 2**14).round().astype(np.int64)
 
 
 def _thumbnail(image: Image.Image) -> np.ndarray:
     """Return luma averaged over 32 x 32 cells, uint8 [32, 32]."""
-    return np.asarray(image.convert('L').resize((THUMBNAIL, THUMBNAIL), Image.Resampling.BOX))
+    return np.asarray(image.convert('L').resize((THUMBNAIL_SIDE, THUMBNAIL_SIDE), Image.Resampling.BOX))
 
 
 def _first_of_equal(values: np.ndarray) -> np.ndarray:
@@ -134,15 +134,15 @@ def _resolve(count: int, later: np.ndarray, earlier: np.ndarray) -> np.ndarray:
     # An image is rejected only for an image that is kept: near is not transitive.
     found = np.full(count, -1)
     order = np.lexsort((earlier, later))
-    for one, other in zip(later[order].tolist(), earlier[order].tolist(), strict=True):
-        if found[other] < 0 and found[one] < 0:
-            found[one] = other
+    for image, original in zip(later[order].tolist(), earlier[order].tolist(), strict=True):
+        if found[original] < 0 and found[image] < 0:
+            found[image] = original
     return found
 
 
 def _near_pairs(hashes: np.ndarray, distance: int) -> tuple[np.ndarray, np.ndarray] | None:
     """Return all pairs of distinct hashes within a distance as (later, earlier) indices; None if they are too many."""
-    if len(hashes) <= FEW:
+    if len(hashes) <= ALL_PAIRS_LIMIT:
         later, earlier = np.tril_indices(len(hashes), -1)
         near = _within(hashes[later] ^ hashes[earlier], distance)
         return later[near], earlier[near]
@@ -167,15 +167,15 @@ def _pairs_by_blocks(hashes: np.ndarray, distance: int, blocks: int) -> tuple[np
         first = np.maximum.accumulate(np.where(np.r_[True, keys[1:] != keys[:-1]], positions, 0))
         counts = positions - first
         compared += int(counts.sum())
-        if compared > COMPARED_EACH * len(hashes):
+        if compared > MAX_COMPARISONS_PER_HASH * len(hashes):
             return None
-        for at, of in _matches(ordered, first, counts, ordered, distance):
-            found.append((order[at], order[of]))
-            near += len(at)
-            if near > NEAR_EACH * len(hashes):
+        for hash_index, match_index in _matches(ordered, first, counts, ordered, distance):
+            found.append((order[hash_index], order[match_index]))
+            near += len(hash_index)
+            if near > MAX_PAIRS_PER_HASH * len(hashes):
                 return None
-    one, other = (np.concatenate([pair[side] for pair in found]) for side in (0, 1))
-    return np.maximum(one, other), np.minimum(one, other)
+    left, right = (np.concatenate([pair[side] for pair in found]) for side in (0, 1))
+    return np.maximum(left, right), np.minimum(left, right)
 
 
 def _first_near(kept: np.ndarray, hashes: np.ndarray, distance: int) -> np.ndarray:
@@ -187,8 +187,8 @@ def _first_near(kept: np.ndarray, hashes: np.ndarray, distance: int) -> np.ndarr
         keys = ordered & mask
         first = np.searchsorted(keys, hashes & mask, 'left')
         counts = np.searchsorted(keys, hashes & mask, 'right') - first
-        for at, of in _matches(ordered, first, counts, hashes, distance):
-            found[at] = np.minimum(found[at], order[of])
+        for hash_index, match_index in _matches(ordered, first, counts, hashes, distance):
+            found[hash_index] = np.minimum(found[hash_index], order[match_index])
     return np.where(found == len(kept), -1, found)
 
 
@@ -201,13 +201,13 @@ def _matches(
     """
     # Step k compares the k-th candidate of every hash in one vector operation, so the number of steps is the size of
     # the largest group.
-    todo, offset = np.flatnonzero(counts), 0
-    while len(todo):
-        of = first[todo] + offset
-        near = _within(ordered[of] ^ hashes[todo], distance)
-        yield todo[near], of[near]
+    active, offset = np.flatnonzero(counts), 0
+    while len(active):
+        candidates = first[active] + offset
+        near = _within(ordered[candidates] ^ hashes[active], distance)
+        yield active[near], candidates[near]
         offset += 1
-        todo = todo[counts[todo] > offset]
+        active = active[counts[active] > offset]
 
 
 def _within(differences: np.ndarray, distance: int) -> np.ndarray:
@@ -238,5 +238,5 @@ def _numbers_of_blocks(count: int, distance: int) -> list[int]:
 
     least = min(range(distance + 1, distance + 7), key=nanoseconds)
     return [
-        blocks for blocks in (least, least + 1, least + 2) if comb(blocks, distance) <= MOST_TABLES or blocks == least
+        blocks for blocks in (least, least + 1, least + 2) if comb(blocks, distance) <= MAX_TABLES or blocks == least
     ]

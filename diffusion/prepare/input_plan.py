@@ -38,25 +38,25 @@ class InputPlan:
         parts = list(source.parts())
         names = [part.name for part in parts]
         if len(set(names)) != len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise UserError(f'{settings.source.title}: several parts are named {twice}; rename one')
+            repeated = next(name for name in names if names.count(name) > 1)
+            raise UserError(f'{settings.source.title}: several parts are named {repeated}; rename one')
         packages = PACKAGES + PACKAGES_OF_KIND.get(settings.source.kind, ())
-        return cls(settings.what_it_makes(), versions_of(*packages), parts)
+        return cls(settings.content_settings(), versions_of(*packages), parts)
 
     @property
     def fingerprint(self) -> str:
         """SHA-256 of the plan, in hexadecimal."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
-    def agree_with(self, work: WorkFolder) -> None:
+    def write_or_check(self, work: WorkFolder) -> None:
         """Write the plan to a new work folder, or check that the plan in the work folder is equal.
 
         Raises:
             UserError: The work folder has another plan; the message lists the differences.
         """
-        pin_plan(LocalFolder(work.path), asdict(self), where='work', compared=_by_part)
+        pin_plan(LocalFolder(work.path), asdict(self), where='work', compared=_stamps_by_part)
 
 
-def _by_part(plan: Mapping[str, Any]) -> dict[str, Any]:
+def _stamps_by_part(plan: Mapping[str, Any]) -> dict[str, Any]:
     """Return a plan with its parts as {name: stamp}, so that a comparison names the missing, new and changed parts."""
     return {**plan, 'parts': {part['name']: part['stamp'] for part in plan['parts']}}

@@ -178,12 +178,12 @@ def choose_emoji(
 
 def _distinct(emojis: list[Emoji]) -> Iterator[Emoji]:
     """Yield the drawing with the fewest code points of each family, without near-duplicates of an earlier one."""
-    plainest: dict[str, Emoji] = {}
+    simplest: dict[str, Emoji] = {}
     for emoji in sorted(emojis, key=lambda emoji: (len(emoji.codes), emoji.hexcode)):
-        plainest.setdefault(emoji.family, emoji)
+        simplest.setdefault(emoji.family, emoji)
     thumbnails = np.empty((0, 16 * 16 * 3), np.float32)
     for emoji in emojis:
-        if plainest[emoji.family] is not emoji or _is_lettered(emoji):
+        if simplest[emoji.family] is not emoji or _is_lettered(emoji):
             continue
         thumbnail = np.asarray(emoji.render(16), np.float32).reshape(1, -1) / 255
         distances = np.sqrt(np.mean((thumbnails - thumbnail) ** 2, axis=1))

@@ -21,7 +21,7 @@ from diffusion.storage.shard_writer import ShardWriter
 class Output(Protocol):
     """Destination of the dataset."""
 
-    def finished(self, fingerprint: str) -> PrepareReport | None:
+    def finished_report(self, fingerprint: str) -> PrepareReport | None:
         """Return the report of the existing dataset if its fingerprint is equal, otherwise None."""
         ...
 
@@ -62,14 +62,14 @@ class FolderOutput:
         self.work = work
         self.overwrite = overwrite
 
-    def finished(self, fingerprint: str) -> PrepareReport | None:
+    def finished_report(self, fingerprint: str) -> PrepareReport | None:
         path = self.out / REPORT
-        return _same(path, fingerprint) if path.is_file() and not self.overwrite else None
+        return _report_if_equal(path, fingerprint) if path.is_file() and not self.overwrite else None
 
     def check(self) -> None:
         self._check_free()
-        above = next(path for path in self.out.parents if path.exists())
-        if above.stat().st_dev != self.work.path.stat().st_dev:
+        parent = next(path for path in self.out.parents if path.exists())
+        if parent.stat().st_dev != self.work.path.stat().st_dev:
             raise UserError(
                 f'work: {self.work.path} is on another file system than {self.out}; give a folder on the same one'
             )
@@ -104,8 +104,8 @@ class StoreOutput:
         self.work = work
         self.folder = StoreFolder(out, work.path / 'uploading')
 
-    def finished(self, fingerprint: str) -> PrepareReport | None:
-        return _same(self.folder.fetch(REPORT), fingerprint) if REPORT in self.folder.sizes() else None
+    def finished_report(self, fingerprint: str) -> PrepareReport | None:
+        return _report_if_equal(self.folder.fetch(REPORT), fingerprint) if REPORT in self.folder.sizes() else None
 
     def check(self) -> None:
         if not self.work.plan.exists() and self.folder.sizes():
@@ -138,7 +138,7 @@ class StoreOutput:
                 )
 
 
-def _same(path: Path, fingerprint: str) -> PrepareReport | None:
+def _report_if_equal(path: Path, fingerprint: str) -> PrepareReport | None:
     """Return the report in a file if its fingerprint is equal; None if not, or if it cannot be parsed."""
     try:
         report = PrepareReport.read(path)

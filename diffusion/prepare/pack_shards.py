@@ -11,7 +11,7 @@ import numpy as np
 from diffusion.config.image_shapes import parse_shape, write_buckets
 from diffusion.errors import DataError
 from diffusion.prepare.catalog import Catalog
-from diffusion.prepare.convert_part import samples_begin
+from diffusion.prepare.convert_part import header_sizes
 from diffusion.prepare.work_dir import WorkFolder
 from diffusion.prepare.worker_pool import Note
 from diffusion.storage import mds
@@ -59,13 +59,13 @@ class ShardJob:
             folder = self.work.part(part)
             note(str(folder))
             with (folder / mds.shard_name(shard)).open('rb') as file:
-                begin = samples_begin(folder)[shard]
+                begin = header_sizes(folder)[shard]
                 for offset, size in zip(self.offset[start:stop].tolist(), self.size[start:stop].tolist(), strict=True):
                     file.seek(begin + offset)
                     sample = file.read(size)
                     if len(sample) != size:
                         raise DataError(
-                            f'{file.name}: was truncated after it was written; remove {folder} and run the command again'
+                            f'{file.name}: was truncated after it was written; remove {folder} and start again'
                         )
                     yield sample
 
@@ -74,7 +74,7 @@ def plan_shards(
     catalog: Catalog, code: int, bucket: str, *, work: WorkFolder, shards: ShardWriter
 ) -> Iterator[ShardJob]:
     """Yield the jobs for the final shards of a bucket: its kept images in input order, as many per shard as fit."""
-    columns, rows = catalog.columns, catalog.of_bucket(code)
+    columns, rows = catalog.columns, catalog.rows_of_bucket(code)
     for number, span in enumerate(shards.format.cut(columns['size'][rows])):
         chosen = rows[span.start : span.stop]
         places = (columns[name][chosen] for name in ('shard', 'offset', 'size'))

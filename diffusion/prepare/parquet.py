@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from diffusion.errors import UserError
 from diffusion.prepare.extra_columns import json_value
-from diffusion.prepare.file_listing import File, is_remote, list_files, local_copy, whole_file
+from diffusion.prepare.file_listing import File, is_remote, list_files, local_copy, single_file_part
 from diffusion.prepare.source import Entry, Part
 
 SUFFIX = '.parquet'
@@ -59,7 +59,7 @@ class ParquetSource:
             try:
                 file = pq.ParquetFile(opened, memory_map=False, pre_buffer=False)
             except (pa.ArrowException, OSError) as error:
-                _raise_if_of_the_disk(error)
+                _raise_if_io_error(error)
                 yield Entry(where['stem'], problem='part_unreadable')
                 return
             columns = self._columns(file.schema_arrow, where['url'])
@@ -74,14 +74,14 @@ class ParquetSource:
         self._columns(schema, str(path))
 
     def _columns(self, schema: pa.Schema, where: str) -> '_Columns':
-        image = _column(schema, self.image_column, IMAGE_COLUMNS, where, 'image_column')
+        image = _resolve_column(schema, self.image_column, IMAGE_COLUMNS, where, 'image_column')
         kind = schema.field(image).type
         if not _is_bytes(kind) and not (pa.types.is_struct(kind) and kind.get_field_index('bytes') >= 0):
             raise UserError(
                 f'{where}: column {image!r} has type {kind}; set image_column to a column of encoded images'
             )
-        caption = _column(schema, self.caption_column, CAPTION_COLUMNS, where, 'caption_column')
-        key = _find(schema, (KEY_COLUMN,))
+        caption = _resolve_column(schema, self.caption_column, CAPTION_COLUMNS, where, 'caption_column')
+        key = _find_column(schema, (KEY_COLUMN,))
         taken = {image, caption, key, *(name for name in schema.names if name.lower() in CAPTION_COLUMNS)}
         others = [field.name for field in schema if field.name not in taken and not _is_bytes(field.type)]
         return _Columns(image, caption, key, others)
@@ -100,18 +100,18 @@ class _Columns:
         return [self.image, self.caption, *([self.key] if self.key else []), *self.others]
 
 
-def _column(schema: pa.Schema, given: str | None, usual: Sequence[str], where: str, option: str) -> str:
-    found = _find(schema, usual) if given is None else given if given in schema.names else None
+def _resolve_column(schema: pa.Schema, given: str | None, common_names: Sequence[str], where: str, option: str) -> str:
+    found = _find_column(schema, common_names) if given is None else given if given in schema.names else None
     if found is None:
-        tried = ', '.join(usual) if given is None else repr(given)
+        tried = ', '.join(common_names) if given is None else repr(given)
         raise UserError(f'{where}: has no column {tried}, only {schema.names}; set {option}')
     return found
 
 
-def _find(schema: pa.Schema, usual: Sequence[str]) -> str | None:
+def _find_column(schema: pa.Schema, common_names: Sequence[str]) -> str | None:
     """Return the first of the usual names that the schema has, ignoring case, as spelled in the schema."""
     spelled = {name.lower(): name for name in reversed(schema.names)}
-    return next((spelled[name] for name in usual if name in spelled), None)
+    return next((spelled[name] for name in common_names if name in spelled), None)
 
 
 def _is_bytes(kind: pa.DataType) -> bool:
@@ -121,7 +121,7 @@ def _is_bytes(kind: pa.DataType) -> bool:
 def _parts_of(file: File) -> list[Part]:
     """Return a file as one part, or as several ranges of row groups if it is local and large."""
     # A remote file stays one part: each part would download the whole file.
-    whole = whole_file(file, SUFFIX)
+    whole = single_file_part(file, SUFFIX)
     if is_remote(file.url) or file.size <= PART_BYTES:
         return [whole]
     try:
@@ -143,15 +143,15 @@ def _rows(file: pq.ParquetFile, groups: range, columns: _Columns, stem: str) -> 
     seen: set[str] = set()
     try:
         for batch in file.iter_batches(BATCH_ROWS, list(groups), columns.all, use_threads=False):
-            for values in _plain(batch).to_pylist():
+            for values in _times_to_text(batch).to_pylist():
                 yield _entry(values, columns, stem, row, seen)
                 row += 1
     except (pa.ArrowException, OSError) as error:
-        _raise_if_of_the_disk(error)
+        _raise_if_io_error(error)
         yield Entry(f'{stem} at row {row}', problem='part_damaged')
 
 
-def _plain(batch: pa.RecordBatch) -> pa.RecordBatch:
+def _times_to_text(batch: pa.RecordBatch) -> pa.RecordBatch:
     """Convert dates and times to strings."""
     # Parquet has nanoseconds and Python's datetime does not, so `to_pylist` cannot convert every value.
     arrays = [
@@ -176,7 +176,7 @@ def _entry(values: dict[str, Any], columns: _Columns, stem: str, row: int, seen:
     return entry
 
 
-def _raise_if_of_the_disk(error: BaseException) -> None:
+def _raise_if_io_error(error: BaseException) -> None:
     # pyarrow raises OSError for damaged files as well, but without an errno. A real I/O error must propagate, since it
     # is retried, while damage is reported.
     if isinstance(error, OSError) and error.errno is not None:

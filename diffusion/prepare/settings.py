@@ -20,7 +20,7 @@ from diffusion.prepare.image_hashes import MAX_DISTANCE
 from diffusion.prepare.source import Source
 from diffusion.storage.writable import why_not_writable
 
-OPTIONS = {
+SETTINGS_OF_SOURCE = {
     'folder': ('location', 'captions'),
     'webdataset': ('location',),
     'parquet': ('location', 'image_column', 'caption_column'),
@@ -152,7 +152,7 @@ class PrepareSettings:
         out = Path(self.out).resolve()
         return out.with_name(f'{out.name}.work')
 
-    def what_it_makes(self) -> dict[str, Any]:
+    def content_settings(self) -> dict[str, Any]:
         """Return the settings that affect the bytes of the dataset; the others may change when a run is resumed."""
         values = dataclasses.asdict(self)
         for name in ('out', 'work', 'overwrite', 'workers', 'max_rejected', 'license'):
@@ -160,7 +160,7 @@ class PrepareSettings:
         # Earlier versions had no openmoji settings. Leave them out for the other sources, so that plans and
         # fingerprints written by those versions still match.
         if self.source.kind != 'openmoji':
-            for name in OPTIONS['openmoji']:
+            for name in SETTINGS_OF_SOURCE['openmoji']:
                 del values['source'][name]
         return values
 
@@ -218,14 +218,14 @@ def check_settings(settings: PrepareSettings) -> list[Problem]:
 
 
 def _check_source(source: SourceSettings, gather: Gatherer) -> None:
-    takes = OPTIONS[source.kind]
+    accepted = SETTINGS_OF_SOURCE[source.kind]
     for field_ in dataclasses.fields(source):
         name = field_.name
-        if name != 'kind' and name not in takes and getattr(source, name) != field_.default:
+        if name != 'kind' and name not in accepted and getattr(source, name) != field_.default:
             gather.problem(
-                f'source.{name}', f'is not a setting of {source.kind}, which takes {" and ".join(takes)}; remove it'
+                f'source.{name}', f'is not a setting of {source.kind}, which takes {" and ".join(accepted)}; remove it'
             )
-    if 'location' in takes and not source.location:
+    if 'location' in accepted and not source.location:
         gather.problem('source.location', 'is missing; give a folder, a file, or an object store folder')
 
 
@@ -254,10 +254,10 @@ def _check_numbers(settings: PrepareSettings, gather: Gatherer) -> None:
         'max_rejected': (0, 1),
         'shard_mb': (0.001, 4000),
     }
-    for name, (least, most) in ranges.items():
+    for name, (low, high) in ranges.items():
         value = getattr(settings, name)
-        if value is not None and not least <= value <= most:
-            gather.problem(name, f'{value} is out of range; give {least} to {most}')
+        if value is not None and not low <= value <= high:
+            gather.problem(name, f'{value} is out of range; give {low} to {high}')
 
 
 def _check_color(color: str, gather: Gatherer) -> None:
@@ -283,8 +283,8 @@ def _check_folders(settings: PrepareSettings, gather: Gatherer) -> None:
             )
         return
     source = settings.source
-    read = [path for path in (source.location, source.captions) if path and not is_remote(path)]
-    for path in read:
+    inputs = [path for path in (source.location, source.captions) if path and not is_remote(path)]
+    for path in inputs:
         if Path(path).resolve().is_relative_to(Path(settings.out).resolve()):
             gather.problem('out', f'{settings.out} contains the input {path}; give another folder')
     problem = why_not_writable(Path(settings.out).absolute().parent)

@@ -18,7 +18,7 @@ MAX_NAME = 2**20
 CHUNK = 2**20
 GZIP = b'\x1f\x8b'
 
-BEFORE_A_MEMBER = frozenset(
+DESCRIBES_NEXT_MEMBER = frozenset(
     {
         *(tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK),
         *(tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.XGLTYPE),
@@ -37,8 +37,8 @@ WITHOUT_CONTENT = frozenset(
 class DamagedTar(Exception):
     """A tar is damaged; the message is `cut_off`, `unreadable` (from the first byte) or `damaged`."""
 
-    def __init__(self, how: str, byte: int, name: str | None) -> None:
-        super().__init__(how)
+    def __init__(self, reason: str, byte: int, name: str | None) -> None:
+        super().__init__(reason)
         self.byte = byte
         """Offset of the member that cannot be read; for a compressed tar, in the uncompressed data."""
         self.name = name
@@ -62,9 +62,9 @@ def members(path: Path) -> Iterator[Member]:
         OSError: The disk failed.
     """
     with path.open('rb') as file:
-        packed = file.read(2) == GZIP
+        is_gzip = file.read(2) == GZIP
         file.seek(0)
-        tar = _Tar(gzip.GzipFile(fileobj=file) if packed else file)
+        tar = _Tar(gzip.GzipFile(fileobj=file) if is_gzip else file)
         try:
             yield from tar.members()
         except EOFError as error:  # raised by gzip for a truncated stream
@@ -78,12 +78,12 @@ class _Tar:
 
     def __init__(self, file: IO[bytes] | gzip.GzipFile) -> None:
         self.file = file
-        self._read = 0
-        self._begin = 0
-        self._name: str | None = None
+        self._position = 0
+        self._member_start = 0
+        self._member_name: str | None = None
 
-    def damaged(self, how: str) -> DamagedTar:
-        return DamagedTar(how, self._begin, self._name)
+    def damaged(self, reason: str) -> DamagedTar:
+        return DamagedTar(reason, self._member_start, self._member_name)
 
     def members(self) -> Iterator[Member]:
         """Yield the members in order."""
@@ -92,9 +92,9 @@ class _Tar:
         name, size, ended = None, None, False
         while True:
             if name is None and size is None:
-                self._begin = self._read
-            self._name = None
-            block = self._take(BLOCK, may_end=ended)
+                self._member_start = self._position
+            self._member_name = None
+            block = self._read_exactly(BLOCK, may_end=ended)
             if block is None:
                 return
             if not any(block):  # end-of-archive marker; another tar may follow if two were concatenated
@@ -102,7 +102,7 @@ class _Tar:
                 continue
             ended = False
             header = self._header(block)
-            if header.type in BEFORE_A_MEMBER:
+            if header.type in DESCRIBES_NEXT_MEMBER:
                 content = self._content(header.size, limit=MAX_NAME)
                 if content is None:
                     raise self.damaged('damaged')
@@ -111,18 +111,18 @@ class _Tar:
                 elif header.type in (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE):
                     name, size = self._extended(content)
                 continue
-            self._name = header.name if name is None else name
+            self._member_name = header.name if name is None else name
             is_file = header.isreg()
             stored = 0 if header.type in WITHOUT_CONTENT else header.size if size is None else size
             content = self._content(stored, limit=MAX_CONTENT if is_file else 0)
-            yield Member(self._name, is_file, content if is_file else None)
+            yield Member(self._member_name, is_file, content if is_file else None)
             name = size = None
 
     def _header(self, block: bytes) -> tarfile.TarInfo:
         try:
             header = tarfile.TarInfo.frombuf(block, 'utf-8', 'surrogateescape')
         except (tarfile.HeaderError, ValueError) as error:
-            raise self.damaged('damaged' if self._read > BLOCK else 'unreadable') from error
+            raise self.damaged('damaged' if self._position > BLOCK else 'unreadable') from error
         if header.size < 0 or header.type == tarfile.GNUTYPE_SPARSE:
             raise self.damaged('damaged')
         return header
@@ -151,26 +151,26 @@ class _Tar:
         """Read the content of a member and its padding; return None if it is larger than `limit`."""
         padding = -size % BLOCK
         if 0 < size <= limit:
-            content = self._take(size)
-            self._take(padding)
+            content = self._read_exactly(size)
+            self._read_exactly(padding)
             return content
         # Skip by reading: gzip streams cannot seek cheaply, and seeking past the end of a file would not show that it
         # is truncated.
-        left = size + padding
-        while left:
-            left -= len(self._take(min(left, CHUNK)) or b'')
+        remaining = size + padding
+        while remaining:
+            remaining -= len(self._read_exactly(min(remaining, CHUNK)) or b'')
         return b'' if size <= limit else None
 
-    def _take(self, size: int, *, may_end: bool = False) -> bytes | None:
+    def _read_exactly(self, size: int, *, may_end: bool = False) -> bytes | None:
         """Read exactly `size` bytes, or return None at the end of the file if `may_end`.
 
         Raises:
             DamagedTar: The file ends before.
         """
-        taken = self.file.read(size)
-        self._read += len(taken)
-        if not taken and size and may_end:
+        data = self.file.read(size)
+        self._position += len(data)
+        if not data and size and may_end:
             return None
-        if len(taken) < size:
+        if len(data) < size:
             raise self.damaged('cut_off')
-        return taken
+        return data

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from diffusion.prepare.extra_columns import read_columns
-from diffusion.prepare.file_listing import as_utf8, list_files, local_copy, whole_file
+from diffusion.prepare.file_listing import as_utf8, list_files, local_copy, single_file_part
 from diffusion.prepare.source import IMAGE_SUFFIXES, Entry, Part
 from diffusion.prepare.tar_reading import DamagedTar, Member, members
 
@@ -31,7 +31,7 @@ class WebDatasetSource:
         Raises:
             ValueError: There is no tar, or the location cannot be listed.
         """
-        return [whole_file(file, SUFFIXES[0]) for file in list_files(self.location, SUFFIXES)]
+        return [single_file_part(file, SUFFIXES[0]) for file in list_files(self.location, SUFFIXES)]
 
     def read(self, part: Part) -> Iterator[Entry]:
         """Yield the samples in tar order; for a damaged tar, those before the damage, then an entry that reports it.

@@ -32,7 +32,7 @@ class Share:
     def __str__(self) -> str:
         return f'{self.index}/{self.of}'
 
-    def has(self, number: int) -> bool:
+    def includes(self, number: int) -> bool:
         return number % self.of == self.index
 
 
@@ -94,12 +94,12 @@ class WorkFolder:
                     self.remove()  # no work was begun, so do not leave an empty folder behind
 
     def _lock(self, name: str, stack: ExitStack, *, shared: bool = False) -> None:
-        def taken() -> None:
+        def fail() -> None:
             raise UserError(
                 f'{self.path}: another process is preparing this dataset; wait until it ends, or give another --out'
             )
 
-        if not stack.enter_context(locks.held(self.path / name, taken, shared=shared)):
+        if not stack.enter_context(locks.held(self.path / name, fail, shared=shared)):
             raise UserError(
                 f'{self.path}: the file system does not support locks (flock); set work to a folder on another one'
             )
@@ -113,9 +113,9 @@ class WorkFolder:
             remove_unfinished(self.dataset, below=True)
             return
         # Processes with other shares may be writing in this folder: touch only the parts of our own share.
-        for left in self.parts.glob(f'*{UNFINISHED}*'):
-            if share.has(int(left.name.partition('.')[0])):
-                remove(left)
+        for path in self.parts.glob(f'*{UNFINISHED}*'):
+            if share.includes(int(path.name.partition('.')[0])):
+                remove(path)
 
     def remove(self) -> None:
         """Remove the folder and everything in it."""

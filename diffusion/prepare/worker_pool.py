@@ -49,31 +49,31 @@ def run_jobs(jobs: Iterable[WorkerJob], *, workers: int) -> Iterator[Any]:
         DataError: A job's process died `DEATHS` times.
         Exception: A job raised it; the other jobs are stopped.
     """
-    # After the first death a job runs again beside the others; after the second it runs with no other job, because the
-    # usual cause is the out-of-memory killer, and the jobs beside it may have used the memory.
-    todo, again, alone = iter(jobs), deque[WorkerJob](), deque[WorkerJob]()
+    # After the first death a job runs again beside the others; after the second it runs with no other job, because
+    # memory may have run out, and the jobs beside it may have used it.
+    pending, retries, last_tries = iter(jobs), deque[WorkerJob](), deque[WorkerJob]()
     deaths: Counter[str] = Counter()
     idle: list[_Worker] = []
     busy: list[_Worker] = []
     try:
         while True:
-            while len(busy) < workers and (job := again.popleft() if again else next(todo, None)) is not None:
+            while len(busy) < workers and (job := retries.popleft() if retries else next(pending, None)) is not None:
                 busy.append(idle.pop() if idle else _Worker())
-                busy[-1].give(job)
-            if not busy and alone:
+                busy[-1].send(job)
+            if not busy and last_tries:
                 busy.append(idle.pop() if idle else _Worker())
-                busy[-1].give(alone.popleft())
+                busy[-1].send(last_tries.popleft())
             if not busy:
                 return
-            for worker in _ready(busy):
+            for worker in _wait_for_any(busy):
                 busy.remove(worker)
                 try:
-                    result = worker.take()
+                    result = worker.receive()
                 except EOFError:
                     deaths[worker.job.name] += 1
                     if deaths[worker.job.name] == DEATHS:
-                        raise DataError(_obituary(worker)) from None
-                    (again if deaths[worker.job.name] == 1 else alone).append(worker.job)
+                        raise DataError(_death_message(worker)) from None
+                    (retries if deaths[worker.job.name] == 1 else last_tries).append(worker.job)
                     worker.stop()
                 else:
                     idle.append(worker)
@@ -96,36 +96,37 @@ class _Worker:
         _start_forkserver()
         # Shared memory, not a message: the parent can still read it after the worker was killed.
         self._note = context.RawArray('c', NOTE_BYTES)
-        self.pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, self._note, dict(os.environ)), daemon=True)
+        self.pipe, child_pipe = context.Pipe()
+        self._process = context.Process(target=_serve, args=(child_pipe, self._note, dict(os.environ)), daemon=True)
         self._process.start()
         # While the parent has the child's end open, a dead child causes no EOFError and `recv` would block forever.
-        theirs.close()
+        child_pipe.close()
 
     @property
     def note(self) -> str:
         """Current item of the job; also readable after the process died."""
         return self._note.value.decode('utf-8', 'replace')
 
-    def give(self, job: WorkerJob) -> None:
+    def send(self, job: WorkerJob) -> None:
         self.job = job
         self._note.value = b''
         # If the process died between two jobs, receiving the result raises EOFError, and the job is retried.
         with suppress(ConnectionError):
             self.pipe.send(job)
 
-    def take(self) -> Any:
+    def receive(self) -> Any:
         """Return the result of the job, or raise its exception.
 
         Raises:
             EOFError: The process died.
         """
         try:
-            result, error, trace = self.pipe.recv()
-        except OSError as broken:  # raised instead of EOFError if it died within a message or before it read its job
-            raise EOFError from broken
-        if error is not None:
-            raise error from _InWorker(trace)
+            result, job_error, worker_traceback = self.pipe.recv()
+        except OSError as error:
+            # Raised instead of EOFError if the process died within a message or before it read its job.
+            raise EOFError from error
+        if job_error is not None:
+            raise job_error from _WorkerTraceback(worker_traceback)
         return result
 
     def stop(self) -> int | None:
@@ -136,25 +137,25 @@ class _Worker:
         return self._process.exitcode
 
 
-class _InWorker(Exception):
+class _WorkerTraceback(Exception):
     """Traceback text of an exception raised in a worker, attached as its cause."""
 
     def __str__(self) -> str:
         return f'\n{self.args[0]}'
 
 
-def _ready(busy: list[_Worker]) -> list[_Worker]:
+def _wait_for_any(busy: list[_Worker]) -> list[_Worker]:
     """Wait until at least one worker has finished or died; return all such workers."""
     pipes = wait([worker.pipe for worker in busy])
     return [worker for worker in busy if worker.pipe in pipes]
 
 
-def _obituary(worker: _Worker) -> str:
+def _death_message(worker: _Worker) -> str:
     note, code = worker.note, worker.stop() or 0
-    how = f'killed by {signal.Signals(-code).name}' if code < 0 else f'exited with status {code}'
-    at = f' at {note}' if note else ''
+    cause = f'killed by {signal.Signals(-code).name}' if code < 0 else f'exited with status {code}'
+    position = f' at {note}' if note else ''
     return (
-        f'{worker.job.name}: its process died {DEATHS} times{at}, the last time with no other job running and {how}; '
+        f'{worker.job.name}: its process died {DEATHS} times{position}, {cause} with no other job running; '
         'add memory or remove that image, then run the same command again; finished work is kept'
     )
 
@@ -175,7 +176,7 @@ def _start_forkserver() -> None:
 def _serve(pipe: Connection, shared: Any, environment: dict[str, str]) -> None:
     """Run the jobs received through a pipe until it closes; main function of a worker."""
     os.environ.update(environment)  # the forkserver may be older than a variable that the caller set since
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and kills its workers
 
     def note(text: str) -> None:
@@ -193,7 +194,7 @@ def _serve(pipe: Connection, shared: Any, environment: dict[str, str]) -> None:
         pipe.send(outcome)
 
 
-def _end_with_parent() -> None:
+def _exit_with_parent() -> None:
     """Wait for the parent process to end, then exit this process."""
     parent = multiprocessing.parent_process()
     assert parent is not None

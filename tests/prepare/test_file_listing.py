@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from object_store import Store
 
-from diffusion.prepare.file_listing import expand_braces, list_files, local_copy, part_name, whole_file
+from diffusion.prepare.file_listing import expand_braces, list_files, local_copy, part_name, single_file_part
 
 
 def touch(path: Path, content: bytes = b'x') -> Path:
@@ -86,7 +86,7 @@ def test_names_of_parts_are_plain_and_their_own(tmp_path: Path) -> None:
     names = ('a.tar', 'a.tgz', 'a.TAR', 'a b.tar', 'a_b.tar', 'a/b.tar', 'ä.tar', '0' * 200 + '.tar')
     for name in names:
         touch(tmp_path / name)
-    parts = [whole_file(file, '.tar') for file in list_files(str(tmp_path), ['.tar', '.tgz'])]
+    parts = [single_file_part(file, '.tar') for file in list_files(str(tmp_path), ['.tar', '.tgz'])]
     assert len({part.name for part in parts}) == len(names)
     assert all(
         part.name.isascii() and set(part.name) <= {*map(chr, range(45, 47)), '_'} | set(filter(str.isalnum, part.name))

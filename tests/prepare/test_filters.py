@@ -51,9 +51,9 @@ def test_values_that_are_no_numbers_are_missing(value: Any) -> None:
 def test_a_column_that_no_picture_has_is_told() -> None:
     filters = Filters(columns={'aesthetic': ValueRange(min=1), 'PUNSAFE': ValueRange(max=1)})
     assert filters.columns_in({'punsafe': None, 'aesthetic_score': 1}) == ['PUNSAFE']
-    (sentence,) = filters.never_seen({'PUNSAFE'}, available={'punsafe', 'aesthetic_score'})
+    (sentence,) = filters.unknown_column_notes({'PUNSAFE'}, available={'punsafe', 'aesthetic_score'})
     assert sentence == "filters.columns.aesthetic: no image has such a column; they have ['aesthetic_score', 'punsafe']"
-    assert filters.never_seen({'PUNSAFE', 'aesthetic'}) == []
+    assert filters.unknown_column_notes({'PUNSAFE', 'aesthetic'}) == []
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageCms, ImageFile, PngImagePlugin
 
 from diffusion.config.image_shapes import Shape
-from diffusion.prepare.image_decoding import FORMATS, Clean, Unfit, clean, encode, fitted
+from diffusion.prepare.image_decoding import FORMATS, DecodedImage, Unfit, decode_image, encode, shrink_to_cover
 
 LOSSY = 12
 """Largest difference that JPEG makes in a smooth picture, in levels of 255."""
@@ -40,7 +40,7 @@ def difference(image: Image.Image, other: Image.Image) -> int:
 
 def reason(encoded: bytes, **options: Any) -> str:
     with pytest.raises(Unfit) as refused:
-        clean(encoded, **options)
+        decode_image(encoded, **options)
     assert refused.value.detail
     return str(refused.value)
 
@@ -56,7 +56,7 @@ def swapped_profile() -> bytes:
 @pytest.mark.parametrize('kind', FORMATS)
 def test_every_format_is_decoded(kind: str) -> None:
     lossless = kind in ('PNG', 'BMP', 'TIFF')
-    picture = clean(file_of(smooth(), kind, **({'quality': 95} if kind in ('JPEG', 'WEBP', 'AVIF') else {})))
+    picture = decode_image(file_of(smooth(), kind, **({'quality': 95} if kind in ('JPEG', 'WEBP', 'AVIF') else {})))
     assert (picture.format, picture.width, picture.height, picture.image.mode) == (kind, 48, 32, 'RGB')
     assert picture.lossless == (kind == 'PNG')
     assert np.abs(np.asarray(picture.image).astype(int) - np.asarray(smooth())).mean() <= (0 if lossless else 4)
@@ -65,7 +65,7 @@ def test_every_format_is_decoded(kind: str) -> None:
 def test_a_jpeg_has_the_pixels_that_pillow_decodes() -> None:
     for mode in ('RGB', 'L', 'CMYK'):
         encoded = file_of(smooth().convert(mode), quality=90)
-        assert difference(clean(encoded).image, Image.open(io.BytesIO(encoded)).convert('RGB')) == 0
+        assert difference(decode_image(encoded).image, Image.open(io.BytesIO(encoded)).convert('RGB')) == 0
 
 
 @pytest.mark.parametrize('orientation', range(1, 9))
@@ -85,7 +85,7 @@ def test_pictures_are_turned_upright(kind: str, orientation: int) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
     options = {'JPEG': {'quality': 100, 'subsampling': '4:4:4'}, 'WEBP': {'lossless': True}}.get(kind, {})
-    picture = clean(file_of(stored, kind, exif=exif, **options))
+    picture = decode_image(file_of(stored, kind, exif=exif, **options))
     assert picture.image.size == upright.size
     assert difference(picture.image, upright) <= (LOSSY if kind == 'JPEG' else 0)
     assert not picture.image.getexif() and not picture.image.info
@@ -94,7 +94,7 @@ def test_pictures_are_turned_upright(kind: str, orientation: int) -> None:
 @pytest.mark.parametrize('exif', [b'Exif\0\0MM\0*', b'Exif\0\0no', b'Exif\0\0II*\0\xff\xff\xff\xff\xff\xff'])
 @pytest.mark.parametrize('kind', ['JPEG', 'PNG', 'WEBP'])
 def test_a_broken_exif_block_is_passed_over(kind: str, exif: bytes) -> None:
-    assert clean(file_of(smooth(), kind, exif=exif)).image.size == (48, 32)
+    assert decode_image(file_of(smooth(), kind, exif=exif)).image.size == (48, 32)
 
 
 @pytest.mark.parametrize('kind', ['PNG', 'WEBP', 'TIFF'])
@@ -104,7 +104,7 @@ def test_what_is_transparent_shows_the_background(kind: str) -> None:
     image.paste((0, 0, 0, 128), (8, 8, 16, 16))
     encoded = file_of(image, kind, **({'lossless': True} if kind == 'WEBP' else {}))
     for background, rgb in (('white', (255, 255, 255)), ('#204060', (32, 64, 96))):
-        picture = clean(encoded, background=background).image
+        picture = decode_image(encoded, background=background).image
         assert picture.getpixel((2, 2)) == (0, 0, 200)
         assert picture.getpixel((12, 2)) == rgb
         assert difference(picture.crop((12, 12, 13, 13)), Image.new('RGB', (1, 1), tuple(v // 2 for v in rgb))) <= 1
@@ -126,19 +126,19 @@ def test_every_kind_of_transparency_is_seen(mode: str) -> None:
         if mode == 'P':
             image.putpalette([0, 0, 0, 90, 90, 90])
         encoded = file_of(image, 'PNG', transparency=(9, 8, 7) if mode == 'RGB' else 1)
-    picture = clean(encoded, background='lime').image
+    picture = decode_image(encoded, background='lime').image
     assert [picture.getpixel((x, 4)) for x in (1, 6)] == [(0, 0, 0), (0, 255, 0)]
 
 
 def test_partly_clear_palettes_are_blended() -> None:
     image = Image.new('P', (4, 4), 0)
     image.putpalette([0, 0, 0])
-    picture = clean(file_of(image, 'PNG', transparency=bytes([128])), background='white').image
+    picture = decode_image(file_of(image, 'PNG', transparency=bytes([128])), background='white').image
     assert picture.getpixel((0, 0)) == (127, 127, 127)
 
 
 def test_cmyk_is_converted() -> None:
-    colours = clean(file_of(Image.new('CMYK', (16, 16), (0, 255, 255, 0)), quality=100)).image
+    colours = decode_image(file_of(Image.new('CMYK', (16, 16), (0, 255, 255, 0)), quality=100)).image
     red, green, blue = colours.getpixel((8, 8))  # type: ignore[misc]
     assert red > 230 and green < 30 and blue < 30
 
@@ -146,7 +146,7 @@ def test_cmyk_is_converted() -> None:
 def test_wide_gamut_is_brought_to_srgb() -> None:
     image = Image.new('RGB', (16, 16), (250, 10, 10))
     for kind in ('PNG', 'JPEG', 'WEBP'):
-        red, green, _ = clean(file_of(image, kind, icc_profile=swapped_profile())).image.getpixel((8, 8))  # type: ignore[misc]
+        red, green, _ = decode_image(file_of(image, kind, icc_profile=swapped_profile())).image.getpixel((8, 8))  # type: ignore[misc]
         assert green > 200 > red, kind
 
 
@@ -157,46 +157,46 @@ def test_a_profile_that_is_srgb_but_for_its_rounding_changes_nothing() -> None:
     profile = bytes(profile)
     transform = ImageCms.buildTransform(io.BytesIO(profile), ImageCms.createProfile('sRGB'), 'RGB', 'RGB')
     assert difference(ImageCms.applyTransform(smooth(), transform), smooth()) == 1  # type: ignore[arg-type]
-    assert difference(clean(file_of(smooth(), 'PNG', icc_profile=profile)).image, smooth()) == 0
+    assert difference(decode_image(file_of(smooth(), 'PNG', icc_profile=profile)).image, smooth()) == 0
 
 
 def test_profiles_apply_to_grey_and_to_palettes_and_below_transparency() -> None:
     clear = Image.new('RGBA', (8, 8), (250, 10, 10, 255))
     clear.paste((0, 0, 0, 0), (0, 0, 4, 8))
-    picture = clean(file_of(clear, 'PNG', icc_profile=swapped_profile()), background='red').image
+    picture = decode_image(file_of(clear, 'PNG', icc_profile=swapped_profile()), background='red').image
     assert picture.getpixel((1, 1)) == (255, 0, 0)  # the background is sRGB as it is
     assert picture.getpixel((6, 1))[1] > 200  # type: ignore[index]
     palette = Image.new('P', (8, 8), 0)
     palette.putpalette([250, 10, 10])
-    assert clean(file_of(palette, 'PNG', icc_profile=swapped_profile())).image.getpixel((1, 1))[1] > 200  # type: ignore[index]
+    assert decode_image(file_of(palette, 'PNG', icc_profile=swapped_profile())).image.getpixel((1, 1))[1] > 200  # type: ignore[index]
 
 
 @pytest.mark.parametrize('profile', [b'no profile', b'\0' * 128])
 @pytest.mark.parametrize('mode', ['RGB', 'L', 'CMYK'])
 def test_a_profile_that_cannot_be_read_is_passed_over(profile: bytes, mode: str) -> None:
     encoded = file_of(smooth().convert(mode), icc_profile=profile)
-    assert difference(clean(encoded).image, clean(file_of(smooth().convert(mode))).image) == 0
+    assert difference(decode_image(encoded).image, decode_image(file_of(smooth().convert(mode))).image) == 0
 
 
 def test_a_profile_of_other_channels_is_passed_over() -> None:
     profile = ImageCms.ImageCmsProfile(ImageCms.createProfile('sRGB')).tobytes()
     encoded = file_of(smooth().convert('L'), 'PNG', icc_profile=profile)
-    assert difference(clean(encoded).image, smooth().convert('L').convert('RGB')) == 0
+    assert difference(decode_image(encoded).image, smooth().convert('L').convert('RGB')) == 0
 
 
 @pytest.mark.parametrize('kind', ['PNG', 'TIFF'])
 def test_sixteen_bits_are_scaled_not_clipped(kind: str) -> None:
     ramp = np.linspace(0, 65535, 256).round().astype(np.uint16).reshape(1, 256).repeat(4, axis=0)
-    picture = clean(file_of(Image.fromarray(ramp), kind))
+    picture = decode_image(file_of(Image.fromarray(ramp), kind))
     assert np.array_equal(np.asarray(picture.image)[2, :, 0], np.arange(256))
-    near = clean(file_of(Image.fromarray(np.array([[128, 129, 65406, 65407]], np.uint16)), kind))
+    near = decode_image(file_of(Image.fromarray(np.array([[128, 129, 65406, 65407]], np.uint16)), kind))
     assert np.asarray(near.image)[0, :, 0].tolist() == [0, 1, 254, 255]
 
 
 def test_sixteen_bit_colour_keeps_its_ramp() -> None:
     ramp = (np.arange(256) * 257).astype('>u2')
     row = b'\0' + np.stack([ramp] * 3, axis=1).tobytes()
-    picture = clean(png(struct.pack('>IIBBBBB', 256, 1, 16, 2, 0, 0, 0), row))
+    picture = decode_image(png(struct.pack('>IIBBBBB', 256, 1, 16, 2, 0, 0, 0), row))
     assert np.array_equal(np.asarray(picture.image)[0, :, 1], np.arange(256))
 
 
@@ -212,7 +212,7 @@ def png(header: bytes, rows: bytes, *extra: tuple[bytes, bytes]) -> bytes:
 def test_sixteen_bit_grey_with_a_clear_value() -> None:
     header = struct.pack('>IIBBBBB', 2, 1, 16, 0, 0, 0, 0)
     encoded = png(header, b'\0' + struct.pack('>HH', 0, 770), (b'tRNS', struct.pack('>H', 770)))
-    picture = clean(encoded, background='red').image
+    picture = decode_image(encoded, background='red').image
     assert [picture.getpixel((x, 0)) for x in (0, 1)] == [(0, 0, 0), (255, 0, 0)]
 
 
@@ -228,7 +228,7 @@ def test_animated_pictures_are_refused(kind: str) -> None:
 
 
 def test_a_phones_jpeg_with_a_preview_is_a_jpeg() -> None:
-    picture = clean(file_of(smooth(), 'MPO', save_all=True, append_images=[smooth(12, 8)]))
+    picture = decode_image(file_of(smooth(), 'MPO', save_all=True, append_images=[smooth(12, 8)]))
     assert (picture.format, picture.image.size) == ('JPEG', (48, 32))
 
 
@@ -267,7 +267,7 @@ def test_a_jpeg_without_its_end_or_with_a_hole_is_refused(options: dict[str, Any
     middle = len(encoded) // 2
     assert reason(encoded[:middle] + bytes(len(encoded) - middle)) == 'truncated'
     assert reason(encoded[:middle] + bytes(300) + encoded[middle + 300 :]) == 'undecodable'
-    assert clean(encoded + b'\0' * 100).image.size == (400, 300)  # what follows the end harms nobody
+    assert decode_image(encoded + b'\0' * 100).image.size == (400, 300)  # what follows the end harms nobody
 
 
 def test_a_changed_byte_in_a_png_is_refused() -> None:
@@ -281,7 +281,7 @@ def test_huge_pictures_are_refused_before_they_are_decoded() -> None:
     bomb = png(struct.pack('>IIBBBBB', 60_000, 60_000, 1, 0, 0, 0, 0), bytes(7501 * 1000))
     assert reason(bomb) == 'too_many_pixels'
     assert reason(file_of(smooth(20, 20), 'PNG'), max_pixels=399) == 'too_many_pixels'
-    assert clean(file_of(smooth(20, 20), 'PNG'), max_pixels=400).width == 20
+    assert decode_image(file_of(smooth(20, 20), 'PNG'), max_pixels=400).width == 20
     assert time.monotonic() - start < 5
 
 
@@ -289,15 +289,15 @@ def test_pillows_own_limit_neither_counts_nor_warns(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Image, 'MAX_IMAGE_PIXELS', 300)
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter('always')
-        assert clean(file_of(smooth(20, 20), 'PNG')).width == 20
-        assert clean(file_of(smooth(40, 20), 'PNG')).width == 40
+        assert decode_image(file_of(smooth(20, 20), 'PNG')).width == 20
+        assert decode_image(file_of(smooth(40, 20), 'PNG')).width == 40
     assert not shown
     assert Image.MAX_IMAGE_PIXELS == 300
 
 
 def test_a_wrong_background_is_the_callers_mistake() -> None:
     with pytest.raises(ValueError, match='unknown color'):
-        clean(file_of(smooth()), background='no colour')
+        decode_image(file_of(smooth()), background='no colour')
 
 
 def test_only_a_picture_that_needed_no_correction_is_as_found() -> None:
@@ -310,7 +310,7 @@ def test_only_a_picture_that_needed_no_correction_is_as_found() -> None:
         file_of(smooth().convert('L'), 'PNG'),
         file_of(smooth(), icc_profile=srgb),
     ]
-    assert all(clean(encoded).as_found for encoded in found)
+    assert all(decode_image(encoded).is_unmodified for encoded in found)
     put_right = [
         file_of(smooth(), exif=exif),
         file_of(smooth(), icc_profile=swapped_profile()),
@@ -320,7 +320,7 @@ def test_only_a_picture_that_needed_no_correction_is_as_found() -> None:
         file_of(smooth(), 'PNG', transparency=(1, 2, 3)),
         file_of(smooth(), 'BMP'),
     ]
-    assert not any(clean(encoded).as_found for encoded in put_right)
+    assert not any(decode_image(encoded).is_unmodified for encoded in put_right)
 
 
 def test_a_bomb_in_a_text_chunk_is_refused() -> None:
@@ -351,10 +351,10 @@ def test_whatever_the_bytes_are_it_is_clean_or_unfit(data: st.DataObject) -> Non
         encoded[at] = data.draw(st.integers(0, 255))
     cut = data.draw(st.integers(0, len(encoded)) | st.just(len(encoded)))
     try:
-        picture = clean(bytes(encoded[:cut]), max_pixels=1_000_000)
+        picture = decode_image(bytes(encoded[:cut]), max_pixels=1_000_000)
     except Unfit:
         return
-    assert isinstance(picture, Clean)
+    assert isinstance(picture, DecodedImage)
     assert picture.image.mode == 'RGB'
     assert np.asarray(picture.image).shape == (picture.height, picture.width, 3)
 
@@ -370,7 +370,7 @@ def test_encoding_is_the_same_each_time_and_keeps_no_metadata(lossless: bool) ->
     decoded = Image.open(io.BytesIO(encoded))
     assert decoded.format == ('PNG' if lossless else 'JPEG')
     assert difference(decoded, bare) <= (0 if lossless else LOSSY)
-    assert clean(encoded).lossless == lossless
+    assert decode_image(encoded).lossless == lossless
 
 
 def test_colour_is_whole_at_high_quality_only() -> None:
@@ -378,7 +378,7 @@ def test_colour_is_whole_at_high_quality_only() -> None:
     stripes[:, ::2] = (255, 0, 0)
     errors = [
         difference(
-            clean(encode(Image.fromarray(stripes), lossless=False, jpeg_quality=quality)).image,
+            decode_image(encode(Image.fromarray(stripes), lossless=False, jpeg_quality=quality)).image,
             Image.fromarray(stripes),
         )
         for quality in (94, 95)
@@ -390,7 +390,7 @@ def test_colour_is_whole_at_high_quality_only() -> None:
 @settings(max_examples=200, deadline=2000)
 def test_fitted_just_covers_the_shape_and_never_enlarges(width: int, height: int, shape: tuple[int, int]) -> None:
     wanted = Shape(shape[0] * 8, shape[1] * 8)
-    image = fitted(Image.new('RGB', (width, height)), wanted)
+    image = shrink_to_cover(Image.new('RGB', (width, height)), wanted)
     if width < wanted.width or height < wanted.height:
         assert image.size == (width, height)
         return

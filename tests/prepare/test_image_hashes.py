@@ -133,9 +133,9 @@ def test_duplicates_are_those_of_comparing_all_with_all(
     monkeypatch: pytest.MonkeyPatch, few: int, compared: int, near: int
 ) -> None:
     """With limits so small that each way of keeping work and memory down is taken."""
-    monkeypatch.setattr(image_hashes, 'FEW', few)
-    monkeypatch.setattr(image_hashes, 'COMPARED_EACH', compared)
-    monkeypatch.setattr(image_hashes, 'NEAR_EACH', near)
+    monkeypatch.setattr(image_hashes, 'ALL_PAIRS_LIMIT', few)
+    monkeypatch.setattr(image_hashes, 'MAX_COMPARISONS_PER_HASH', compared)
+    monkeypatch.setattr(image_hashes, 'MAX_PAIRS_PER_HASH', near)
 
     @settings(max_examples=100, deadline=None)
     @given(populations())
@@ -150,7 +150,7 @@ def test_duplicates_are_those_of_comparing_all_with_all(
 
 @pytest.mark.parametrize('limit', range(9))
 def test_every_pair_within_the_distance_is_found(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
-    monkeypatch.setattr(image_hashes, 'FEW', 8)
+    monkeypatch.setattr(image_hashes, 'ALL_PAIRS_LIMIT', 8)
     rng = np.random.default_rng(limit)
     originals = rng.integers(0, 2**64, 2000, dtype=np.uint64)
     copies = originals.copy()

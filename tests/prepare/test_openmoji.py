@@ -14,7 +14,7 @@ from PIL import Image
 
 from diffusion.prepare import cli, openmoji
 from diffusion.prepare.counts_report import PrepareReport
-from diffusion.prepare.engines import do
+from diffusion.prepare.engines import run_job
 from diffusion.prepare.openmoji import SKIN_TONES, Emoji, all_emoji, choose_emoji
 from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.settings import settings_of
@@ -27,7 +27,7 @@ def emojis() -> list[Emoji]:
 
 def prepare_openmoji(out: Path, sizes: list[int], *, shard_mb: float = 256.0, **source: object) -> PrepareReport:
     values = {'source': {'kind': 'openmoji'} | source, 'out': str(out), 'sizes': sizes, 'shard_mb': shard_mb}
-    report = prepare(settings_of(values | openmoji.SETTINGS), run=lambda jobs: map(do, jobs))
+    report = prepare(settings_of(values | openmoji.SETTINGS), run=lambda jobs: map(run_job, jobs))
     assert report is not None
     return report
 

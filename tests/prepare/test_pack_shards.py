@@ -57,7 +57,7 @@ sides = st.integers(8, 3000)
 @hypothesis_settings(max_examples=300, deadline=None)
 def test_no_picture_needs_to_be_enlarged_for_its_bucket(width: int, height: int, aspects: str | list[str]) -> None:
     buckets = Buckets([256, 512], aspects)
-    found = buckets.of(width, height)
+    found = buckets.choose(width, height)
     if found is None:
         fits = [
             size
@@ -76,7 +76,7 @@ def test_no_picture_needs_to_be_enlarged_for_its_bucket(width: int, height: int,
 
 def test_the_bucket_is_the_largest_resolution_that_fits() -> None:
     squares = Buckets([256, 512], 'none')
-    names = {size: squares.of(*size) for size in [(600, 512), (511, 4000), (4000, 255)]}
+    names = {size: squares.choose(*size) for size in [(600, 512), (511, 4000), (4000, 255)]}
     assert [None if found is None else squares.name(*found) for found in names.values()] == ['512px', '256px', None]
 
 

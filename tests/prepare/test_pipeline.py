@@ -20,7 +20,7 @@ from drawn import DrawnSource, draw, encode, samples, settings, snapshot
 from diffusion.errors import DataError, UserError
 from diffusion.prepare import convert_part as part_module
 from diffusion.prepare.counts_report import PrepareReport
-from diffusion.prepare.engines import do
+from diffusion.prepare.engines import run_job
 from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.source import Entry, Part
 from diffusion.prepare.work_dir import Share, WorkFolder
@@ -34,7 +34,7 @@ def run(out: Path, source: Any = None, **values: object) -> PrepareReport:
 
 def here(jobs: Any) -> Iterator[Any]:
     """Does jobs in this process, for sources whose classes others cannot import."""
-    return map(do, jobs)
+    return map(run_job, jobs)
 
 
 def names(folder: Path) -> list[str]:
@@ -163,7 +163,7 @@ def test_an_interrupted_preparation_goes_on_with_what_is_done(tmp_path: Path) ->
     def watched(jobs: Any) -> Iterator[Any]:
         for job in jobs:
             read.append(job.name)
-            yield do(job)
+            yield run_job(job)
 
     prepare(settings(tmp_path / 'out', workers=1), source=source, run=watched)
     assert read[:2] == ['part 3 (drawn-3)', 'part 4 (drawn-4)'] and 'shard' in read[2]

@@ -7,7 +7,7 @@ from drawn import DrawnSource, settings, snapshot
 from object_store import Store
 
 from diffusion.prepare.counts_report import PrepareReport
-from diffusion.prepare.engines import do
+from diffusion.prepare.engines import run_job
 from diffusion.prepare.pipeline import prepare
 from diffusion.storage import folders, mds
 from diffusion.storage.bucket_clients import Location, S3Client
@@ -18,7 +18,9 @@ SOURCE = DrawnSource(4, 10)
 
 def run(tmp_path: Path, out: str) -> PrepareReport:
     where = {'out': out, 'work': str(tmp_path / 'work')} if '://' in out else {'out': str(tmp_path / out)}
-    report = prepare(settings(shard_mb=0.01, aspects='sdxl', **where), source=SOURCE, run=lambda jobs: map(do, jobs))
+    report = prepare(
+        settings(shard_mb=0.01, aspects='sdxl', **where), source=SOURCE, run=lambda jobs: map(run_job, jobs)
+    )
     assert report is not None
     return report
 

@@ -145,14 +145,14 @@ def test_a_page_of_three_resolutions_with_all_shapes_is_small() -> None:
     file = io.BytesIO()
     Image.fromarray(rng.integers(0, 256, (96, 96, 3), np.uint8)).save(file, 'JPEG', quality=70)
     noise = Figure([file.getvalue()], 'x' * 10_000)
-    buckets = {f'bucket {number}': [noise] * (report_thumbnails.MOST // 123) for number in range(123)}
+    buckets = {f'bucket {number}': [noise] * (report_thumbnails.MAX_BUCKET_THUMBNAILS // 123) for number in range(123)}
     report = PrepareReport(source='s', arguments={}, inputs=1)
-    report.rejected = {f'reason {number}': Rejected(1, ['x']) for number in range(report_thumbnails.REASONS)}
+    report.rejected = {f'reason {number}': Rejected(1, ['x']) for number in range(report_thumbnails.MAX_REASONS)}
     text = report_page(
         report,
         'out',
         buckets=buckets,
-        rejected={name: [noise] * report_thumbnails.A_REASON for name in report.rejected},
+        rejected={name: [noise] * report_thumbnails.THUMBNAILS_PER_REASON for name in report.rejected},
     )
     assert len(text) < 5e6
 

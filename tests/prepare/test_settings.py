@@ -63,7 +63,7 @@ def test_the_former_spelling_of_license_is_read(tmp_path: Path) -> None:
 
 
 def test_settings_of_openmoji_leave_the_plans_of_other_sources_as_they_were() -> None:
-    assert set(settings_of(VALID).what_it_makes()['source']) == {
+    assert set(settings_of(VALID).content_settings()['source']) == {
         *('kind', 'location', 'captions', 'image_column', 'caption_column')
     }
 
@@ -139,4 +139,4 @@ def test_a_share_that_is_none(text: str) -> None:
 
 def test_shares_are_a_partition() -> None:
     shares = [Share.parse(f'{index}/5') for index in range(5)]
-    assert all(sum(share.has(number) for share in shares) == 1 for number in range(23))
+    assert all(sum(share.includes(number) for share in shares) == 1 for number in range(23))

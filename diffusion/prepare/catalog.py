@@ -128,6 +128,7 @@ class Catalog:
         """Return `image_hashes.duplicates` of the kept images."""
         from diffusion.prepare.image_hashes import duplicates
 
+        # Noise determines the perceptual hashes of flat images, which would make unrelated ones near-duplicates.
         meaningful = ~self.columns['is_flat'][kept] if mode == 'near' else np.zeros(len(kept), bool)
         exact, perceptual = self.columns['exact_hash'][kept], self.columns['perceptual_hash'][kept]
         return duplicates(exact, perceptual, meaningful, max_distance=max_distance)

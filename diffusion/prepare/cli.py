@@ -43,7 +43,7 @@ def run_prepare(args: argparse.Namespace) -> int:
 
     settings = _settings(args)
     share = None if args.share is None else Share.parse(args.share)
-    if not sys.stderr.isatty():
+    if not sys.stderr.isatty():  # progress bars are shown only on a terminal
         print(f'preparing {settings.out}', file=sys.stderr)
     try:
         report = prepare(settings, run=run_on(args.engine, settings), share=share)

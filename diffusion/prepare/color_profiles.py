@@ -41,6 +41,7 @@ def _transform(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
             renderingIntent=ImageCms.Intent.RELATIVE_COLORIMETRIC,
             flags=ImageCms.Flags.BLACKPOINTCOMPENSATION,
         )
+        # Only RGB can stay as it is; other modes must be converted to RGB in any case.
         return None if mode == 'RGB' and _is_identity(transform) else transform
     except (ImageCms.PyCMSError, OSError, ValueError, TypeError):
         return None

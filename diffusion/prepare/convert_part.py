@@ -114,7 +114,7 @@ class PartJob:
                 if counts.rejected[row.reason] <= THUMBNAILS_PER_REASON:
                     thumbnails += _thumbnails(entry, unfit, self.settings)
                 continue
-            except Exception as error:
+            except Exception as error:  # a bug, not a bad image; name the image that triggers it
                 raise RuntimeError(f'{self.name}, image {entry.key!r}: {error!r}') from error
             row.shard, row.offset, row.size = shards.add(FORMAT.encode(sample))
         counts.inputs = len(rows)

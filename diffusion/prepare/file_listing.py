@@ -49,6 +49,7 @@ def list_files(location: str, suffixes: Collection[str] | None) -> list[File]:
         OSError: The store does not respond.
     """
     location = location.removeprefix('file://')
+    # Braces in the name of an existing folder are part of the name.
     wanted = [location] if os.path.exists(location) else expand_braces(location)
     if wanted != [location]:
         return _list_expanded(wanted, location)

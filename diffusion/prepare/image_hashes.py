@@ -31,6 +31,7 @@ MAX_TABLES = 1000
 
 def exact_hash(image: Image.Image) -> int:
     """Return a 64-bit hash (XXH3) of the size and RGB pixels of an image."""
+    # Include the size: images of one color with the same number of pixels have the same bytes.
     state = xxhash.xxh3_64(f'{image.width}x{image.height}:'.encode())
     state.update(np.ascontiguousarray(image if image.mode == 'RGB' else image.convert('RGB')).data)
     return state.intdigest()

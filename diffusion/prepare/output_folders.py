@@ -68,6 +68,7 @@ class FolderOutput:
 
     def check(self) -> None:
         self._check_free()
+        # The dataset is renamed from the work folder, which is only possible within a file system.
         parent = next(path for path in self.out.parents if path.exists())
         if parent.stat().st_dev != self.work.path.stat().st_dev:
             raise UserError(
@@ -78,6 +79,7 @@ class FolderOutput:
         return LocalFolder(self.work.dataset / name)
 
     def put_in_place(self) -> None:
+        # Absent if an earlier start was killed after it had moved the dataset and before it removed the work folder.
         if self.work.dataset.exists():
             self._check_free()  # another process may have written to it since the first check
             replace_folder(self.work.dataset, self.out, aside=self.work.path / 'replaced')
@@ -108,6 +110,7 @@ class StoreOutput:
         return _report_if_equal(self.folder.fetch(REPORT), fingerprint) if REPORT in self.folder.sizes() else None
 
     def check(self) -> None:
+        # With a plan, the objects are shards that an earlier start uploaded.
         if not self.work.plan.exists() and self.folder.sizes():
             raise UserError(f'{self.folder}: is not empty; remove its objects or give another out')
 

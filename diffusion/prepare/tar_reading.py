@@ -123,6 +123,7 @@ class _Tar:
             header = tarfile.TarInfo.frombuf(block, 'utf-8', 'surrogateescape')
         except (tarfile.HeaderError, ValueError) as error:
             raise self.damaged('damaged' if self._position > BLOCK else 'unreadable') from error
+        # Sparse files are not supported; their content has another layout.
         if header.size < 0 or header.type == tarfile.GNUTYPE_SPARSE:
             raise self.damaged('damaged')
         return header

@@ -84,6 +84,8 @@ class WorkFolder:
         """
         self.path.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
+            # A share holds the main lock shared, so that it excludes full runs but not other shares, and a lock of its
+            # own exclusively, so that the same share cannot run twice.
             self._lock(LOCK, stack, shared=share is not None)
             if share is not None:
                 self._lock(f'{LOCK}-{share.index}-of-{share.of}', stack)

@@ -262,7 +262,7 @@ def test_unwritable_output_is_an_error(tmp_path: Path) -> None:
 
 def test_rejecting_every_image_leaves_no_files(tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match=r'every image was rejected; nothing was written\nrejected, too_small: 32 \(pic'
+        ValueError, match=r'every image was rejected; nothing was written\nrejected, too_small: 32 \(image'
     ):
         run(tmp_path / 'out', sizes=[512])
     assert names(tmp_path) == []

@@ -132,8 +132,8 @@ class PartJob:
         Raises:
             _Unreadable: Reading failed.
         """
-        # `_write` reads and writes in one loop. Only this wrapper can tell an OSError of the source, which is retried,
-        # from one of the work folder, such as a full disk, which is not.
+        # `_write` reads and writes in one loop, so only this wrapper can distinguish an OSError of the source, which is
+        # retried, from one of the work folder, such as a full disk, which is not.
         try:
             for entry in self.source.read(self.part):
                 note(f'image {entry.key!r}')

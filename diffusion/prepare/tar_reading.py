@@ -166,7 +166,7 @@ class _Tar:
         """Read exactly `size` bytes, or return None at the end of the file if `may_end`.
 
         Raises:
-            DamagedTar: The file ends before.
+            DamagedTar: The file ends earlier.
         """
         data = self.file.read(size)
         self._position += len(data)

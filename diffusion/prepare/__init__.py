@@ -1,35 +1,35 @@
-"""Preparing images and captions: MDS shards, one folder per resolution bucket.
+"""Convert images and captions into MDS shards, one folder per resolution bucket.
 
-The modules in the order of the data flow:
+Modules, in the order of the data flow:
 
-| step | module | what it does |
+| step | module | purpose |
 |---|---|---|
 | command | `cli` | options of `diffusion prepare` |
-| | `settings` | settings from YAML and options, checked |
-| | `pipeline` | a preparation from beginning to end, resumable at any point |
-| | `work_dir` | the folder of unfinished work: its files, its lock, shares of several machines |
-| source | `source` | what a source is: parts, which yield entries (an encoded image with captions and metadata) |
-| | `folder_source` | image files of a folder; `caption_files` reads a CSV or JSONL of captions |
-| | `webdataset` | tars as img2dataset writes them; `tar_reading` reads damaged ones as far as they go |
-| | `parquet` | Parquet files with a column of images |
-| | `openmoji` | emoji of an installed package, drawn at each size |
-| | `file_listing` | files of a local folder or an object store |
-| | `extra_columns` | metadata in JSON's types |
-| plan | `input_plan` | settings, versions and parts, pinned before work begins |
-| jobs | `worker_pool` | jobs over processes of this machine; a job that kills its process is named |
-| | `engines` | jobs on Ray or another engine |
-| parts | `convert_part` | one part of the input into one folder of shards |
-| | `process_sample` | an entry into a sample, or the reason why it is left out |
-| | `image_decoding` | an image file into upright sRGB pixels; `color_profiles` applies ICC profiles |
-| | `caption_cleaning` | captions into clean text |
-| | `filters` | limits on size, aspect, captions and columns |
-| | `bucket_choice` | the bucket of an image |
-| | `image_hashes` | exact and perceptual hashes, and finding equal and similar images among many |
-| | `sample_table` | a table of every input of a part, kept or left out |
-| shards | `catalog` | the tables of all parts together; leaves out duplicates |
-| | `pack_shards` | samples of parts into final shards, and their indexes |
-| | `output_folders` | the dataset's place: a local folder or an object store |
+| | `settings` | settings from YAML files and command-line options, validated |
+| | `pipeline` | runs all steps; resumable at any point |
+| | `work_dir` | layout and lock of the work folder; shares for several machines |
+| source | `source` | the source interface: a source has parts, a part yields entries (image, captions, metadata) |
+| | `folder_source` | image files in a folder; `caption_files` reads captions from a CSV or JSONL file |
+| | `webdataset` | tar files written by img2dataset; `tar_reading` reads a damaged tar up to the damage |
+| | `parquet` | Parquet files with an image column |
+| | `openmoji` | emoji from an installed package, rendered at each size |
+| | `file_listing` | lists files in a local folder or an object store |
+| | `extra_columns` | converts metadata to JSON types |
+| plan | `input_plan` | settings, versions and parts, fixed before work begins |
+| jobs | `worker_pool` | runs jobs in local processes; reports the job whose process died |
+| | `engines` | runs jobs on Ray or another engine |
+| parts | `convert_part` | converts one input part into one folder of shards |
+| | `process_sample` | converts an entry into a sample, or rejects it with a reason |
+| | `image_decoding` | decodes an image file into upright sRGB pixels; `color_profiles` applies ICC profiles |
+| | `caption_cleaning` | cleans captions |
+| | `filters` | limits on size, aspect ratio, caption length and metadata columns |
+| | `bucket_choice` | selects the bucket of an image |
+| | `image_hashes` | exact and perceptual hashes; search for duplicates |
+| | `sample_table` | table of all inputs of a part, kept and rejected |
+| shards | `catalog` | the tables of all parts combined; removes duplicates |
+| | `pack_shards` | copies samples from the parts into final shards; writes their indexes |
+| | `output_folders` | the output dataset: a local folder or an object store |
 | report | `counts_report` | counts as JSON and text |
 | | `histograms` | statistics of the kept images |
-| | `html_report` | the report as an HTML page; `report_thumbnails` chooses its images |
+| | `html_report` | the report as an HTML page; `report_thumbnails` selects its images |
 """

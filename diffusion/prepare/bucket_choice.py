@@ -1,4 +1,4 @@
-"""The bucket of an image: a resolution, and in it a square or one of several aspects."""
+"""Selection of the bucket of an image: a resolution and, within it, a square or one of several shapes."""
 
 from collections.abc import Sequence
 
@@ -6,12 +6,12 @@ from diffusion.config.image_shapes import STEP, Shape, parse_shape, sdxl_shapes,
 
 
 class Buckets:
-    """The buckets of a preparation by name: `512px`, or `512px/640x384` where there are aspects.
+    """Buckets of a preparation; a name is `512px`, or `512px/640x384` with aspect-ratio buckets.
 
     Args:
         sizes: Resolutions in pixels.
-        aspects: `none` for squares alone, `sdxl` for the shapes of its table, or shapes of the largest of the sizes;
-            for the others they are scaled.
+        aspects: `none` for squares only, `sdxl` for the shapes of the SDXL table, or a list of shapes at the largest
+            size, which are scaled for the other sizes.
     """
 
     def __init__(self, sizes: Sequence[int], aspects: str | Sequence[str]) -> None:
@@ -20,16 +20,17 @@ class Buckets:
 
     @property
     def names(self) -> list[str]:
-        """All buckets by resolution, the smallest first, then by aspect, the tallest first."""
+        """Names of all buckets, sorted by resolution, then by aspect ratio from tall to wide."""
         return [self.name(size, shape) for size, shapes in self.shapes.items() for shape in shapes]
 
     def name(self, size: int, shape: Shape) -> str:
         return f'{size}px' if self.squares else f'{size}px/{shape}'
 
-    def of(self, width: int, height: int) -> tuple[int, Shape] | None:
-        """Return the largest resolution with a shape that needs no enlarging, and there the nearest shape in aspect.
+    def choose(self, width: int, height: int) -> tuple[int, Shape] | None:
+        """Select the largest resolution that needs no upscaling and, within it, the shape closest in aspect ratio.
 
-        None for an image that is too small for all.
+        Returns:
+            (size, shape), or None if the image is smaller than every bucket.
         """
         for size in sorted(self.shapes, reverse=True):
             fitting = [shape for shape in self.shapes[size] if shape.width <= width and shape.height <= height]
@@ -39,11 +40,11 @@ class Buckets:
 
 
 def sizes_problem(sizes: Sequence[int]) -> str | None:
-    """Return the mistake in a list of resolutions, or None."""
+    """Return an error message for an invalid list of resolutions, or None if it is valid."""
     wrong = [size for size in sizes if size <= 0 or size % STEP]
     if not sizes or wrong:
-        return f'{wrong or "none"} given; sizes are positive multiples of {STEP}, in pixels'
-    return f'{list(sizes)} repeats a size; name each once' if len(set(sizes)) != len(sizes) else None
+        return f'{wrong or "the list is empty"}; sizes must be positive multiples of {STEP}, in pixels'
+    return f'{list(sizes)} contains a size twice; list each size once' if len(set(sizes)) != len(sizes) else None
 
 
 def _shapes(size: int, largest: int, aspects: str | Sequence[str]) -> list[Shape]:

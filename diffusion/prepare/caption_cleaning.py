@@ -1,4 +1,4 @@
-"""Cleaning captions: any value of a column becomes clean text or a reason why there is none."""
+"""Caption cleaning: convert raw values of a caption column to clean text, or reject them with a reason."""
 
 import math
 import re
@@ -9,59 +9,65 @@ from typing import Any
 from diffusion.prepare.image_decoding import Unfit
 
 MIN_LENGTH = 1
+"""Default minimum length of a caption in characters."""
 MAX_LENGTH = 10_000
-"""Characters; a longer text is a page, not a caption."""
+"""Default maximum length of a caption in characters; a longer text is a web page, not a caption."""
 _SURROGATES = re.compile('[\ud800-\udfff]')
-_INVISIBLE = re.compile(
-    '[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f'  # control characters but those that are white space
-    '\u00ad\u200b\u200e\u200f\u202a-\u202e\u2060-\u2064\u2066-\u206f\ufeff\ufff9-\ufffb]'  # widthless, and of direction
+_REMOVED = re.compile(
+    '[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f'  # control characters except white space
+    '\u00ad\u200b\u200e\u200f\u202a-\u202e\u2060-\u2064\u2066-\u206f\ufeff\ufff9-\ufffb]'  # zero width, text direction
 )
 _JOINERS = '\u200c\u200d'
-"""Characters without width that stay: Persian is spelled with them and emoji are made of them."""
+"""Zero-width characters to keep: Persian spelling and composed emoji need them."""
 
 
 def clean_captions(raw: Sequence[Any], *, min_length: int = MIN_LENGTH, max_length: int = MAX_LENGTH) -> list[str]:
-    """Return the usable captions, cleaned, without repeats, in their order.
+    """Clean captions, and drop unusable and repeated ones; the order is kept.
 
     Args:
-        raw: As they were found: None, numbers and NaN included.
-        min_length, max_length: In characters, of a cleaned caption.
+        raw: Raw values, which may include None, numbers and NaN.
+        min_length: Minimum length of a cleaned caption in characters.
+        max_length: Maximum length of a cleaned caption in characters.
 
     Raises:
-        Unfit: None is left: no_caption, caption_not_text, caption_too_short, caption_too_long; of several captions,
-            the reason of the first that holds something.
+        Unfit: No caption is usable: no_caption, caption_not_text, caption_too_short or caption_too_long; for several
+            captions, the first reason other than no_caption.
     """
     kept: dict[str, None] = {}
-    refused: list[Unfit] = []
+    rejections: list[Unfit] = []
     for caption in raw:
         try:
             kept[_clean_caption(caption, min_length, max_length)] = None
         except Unfit as reason:
-            refused.append(reason)
+            rejections.append(reason)
     if not kept:
-        said = (reason for reason in refused if str(reason) != 'no_caption')
-        raise next(said, Unfit('no_caption', 'it has no caption'))
+        specific = (reason for reason in rejections if str(reason) != 'no_caption')
+        raise next(specific, Unfit('no_caption', 'the image has no caption'))
     return list(kept)
 
 
 def clean_text(text: str) -> str:
-    """Return text in NFC on one line, with single blanks, without control characters and those without width."""
-    text = _INVISIBLE.sub('', _SURROGATES.sub('\ufffd', text))
+    """Return text in NFC on one line with single spaces, without control characters and zero-width characters."""
+    text = _REMOVED.sub('', _SURROGATES.sub('\ufffd', text))
     return ' '.join(unicodedata.normalize('NFC', text).split())
 
 
 def _clean_caption(caption: Any, min_length: int, max_length: int) -> str:
     if caption is None or (isinstance(caption, float) and math.isnan(caption)):
-        raise Unfit('no_caption', 'it has no caption')
+        raise Unfit('no_caption', 'the image has no caption')
     if not isinstance(caption, str):
-        raise Unfit('caption_not_text', f'its caption is of type {type(caption).__name__}')
-    # Before it is cleaned: putting 100 kB of accents in order takes Python minutes.
+        raise Unfit('caption_not_text', f'the caption has type {type(caption).__name__}')
+    # Check the raw length first: NFC normalization of 100 kB of combining accents takes minutes in Python. Cleaning
+    # shortens a text (white space, combining characters), so compare with a multiple of the maximum.
     too_long = len(caption) > 4 * max_length
     text = '' if too_long else clean_text(caption)
     if too_long or len(text) > max_length:
-        raise Unfit('caption_too_long', f'its caption has {len(text) or len(caption)} characters, over {max_length}')
+        raise Unfit(
+            'caption_too_long',
+            f'the caption has {len(text) or len(caption)} characters, above the maximum of {max_length}',
+        )
     if not text.strip(_JOINERS):
-        raise Unfit('no_caption', 'its caption is empty')
+        raise Unfit('no_caption', 'the caption is empty')
     if len(text) < min_length:
-        raise Unfit('caption_too_short', f'its caption has {len(text)} characters, under {min_length}')
+        raise Unfit('caption_too_short', f'the caption has {len(text)} characters, below the minimum of {min_length}')
     return text

@@ -1,4 +1,4 @@
-"""Captions of a folder's images in one CSV or JSONL file."""
+"""Reader for a CSV or JSONL file with the captions of a folder of images."""
 
 import csv
 import json
@@ -13,20 +13,20 @@ from diffusion.errors import UserError
 
 @dataclass(frozen=True)
 class CaptionRow:
-    """A row of a captions file: an image's path below the folder of images, its captions and the other columns."""
+    """Row of a captions file: path of an image relative to the image folder, its captions and the other columns."""
 
     where: str
-    """`captions.csv line 7`"""
+    """Position for messages, such as `captions.csv line 7`."""
     path: Path
     captions: list[str]
     metadata: dict[str, Any]
 
 
 def read_caption_rows(file: Path) -> Iterator[CaptionRow]:
-    """Yield the rows of a CSV with columns `file` and `caption`, or a JSONL with `file` and `caption` or `captions`.
+    """Yield the rows of a CSV with columns `file` and `caption`, or of a JSONL with `file` and `caption` or `captions`.
 
     Raises:
-        UserError: The file cannot be read as what its suffix says, or a row lacks something or has another type.
+        UserError: The file does not exist or cannot be parsed, or a row has a missing or invalid column.
     """
     for where, row in _rows(file):
         others = {name: value for name, value in row.items() if name not in (None, 'file', 'caption', 'captions')}
@@ -34,7 +34,7 @@ def read_caption_rows(file: Path) -> Iterator[CaptionRow]:
 
 
 def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield rows with their position, 'captions.csv line 7'."""
+    """Yield (position, columns) of each row; a position is text such as 'captions.csv line 7'."""
     readers = {'.csv': _csv_rows, '.jsonl': _jsonl_rows}
     if file.suffix.lower() not in readers:
         raise UserError(f'--captions: {file} is neither .csv nor .jsonl')
@@ -53,11 +53,15 @@ def _csv_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             columns = list(reader.fieldnames or [])
             missing = [column for column in ('file', 'caption') if column not in columns]
             if missing:
-                raise UserError(f'{file.name} line 1: has no column {missing[0]!r} (it has {columns}); name it so')
+                raise UserError(
+                    f'{file.name} line 1: has no column {missing[0]!r}, only {columns}; rename the matching column'
+                )
             for row in reader:
                 yield f'{file.name} line {reader.line_num}', row
         except csv.Error as error:
-            raise UserError(f'{file.name} line {reader.reader.line_num}: is not CSV ({error}); correct it') from error
+            raise UserError(
+                f'{file.name} line {reader.reader.line_num}: is not valid CSV ({error}); correct it'
+            ) from error
 
 
 def _jsonl_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -69,7 +73,7 @@ def _jsonl_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             try:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
-                raise UserError(f'{where}: is not JSON ({error}); write one object a line') from error
+                raise UserError(f'{where}: is not JSON ({error}); write one object per line') from error
             if not isinstance(row, dict):
                 raise UserError(f'{where}: is {type(row).__name__}, not an object with `file` and `caption`')
             yield where, row
@@ -78,10 +82,10 @@ def _jsonl_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def _file_of(row: dict[str, Any], where: str) -> Path:
     file = row.get('file')
     if not isinstance(file, str) or not file:
-        raise UserError(f'{where}: `file` is {file!r}; give a path relative to the folder of images')
+        raise UserError(f'{where}: `file` is {file!r}; give a path relative to the image folder')
     path = Path(os.path.normpath(file))
     if path.is_absolute() or '..' in path.parts:
-        raise UserError(f'{where}: `file` is {file!r}, outside the folder of images; give a path relative to it')
+        raise UserError(f'{where}: `file` is {file!r}, outside the image folder; give a path relative to it')
     return path
 
 

@@ -1,6 +1,6 @@
-"""A table of all images of all parts in order: those kept, those left out, and the position of each sample.
+"""Table of all inputs of all parts in order: bucket or rejection, measurements, and the position of each sample.
 
-A row takes about 60 bytes of memory, so 100 million images 6 GB; keys and captions stay on disk.
+A row takes about 60 bytes of memory, so 100 million images take 6 GB; keys and captions stay on disk.
 """
 
 from collections.abc import Sequence
@@ -15,9 +15,11 @@ from diffusion.prepare.sample_table import read_sample_rows
 from diffusion.storage.atomic import becoming
 
 DUPLICATE = 'duplicate'
+"""Rejection reason of duplicates."""
 REJECTED = -1
+"""Bucket number of rejected inputs."""
 NAMES_SHOWN = 20
-"""Names in the report per reason."""
+"""Maximum number of names per reason in the report."""
 NUMBERS = {
     'shard': np.uint32,
     'offset': np.uint32,
@@ -29,39 +31,47 @@ NUMBERS = {
     'perceptual_hash': np.uint64,
     'is_flat': np.bool_,
 }
+"""Numeric columns of the table, with their types."""
 
 
 @dataclass
 class Catalog:
-    """Columns over all images; those that are left out have bucket -1."""
+    """Columns with one value per input; rejected inputs have bucket -1."""
 
     parts: Sequence[Path]
-    """Their folders, in order."""
+    """Folders of the parts, in order."""
     part: np.ndarray
-    """The number of each image's part, int32."""
+    """Part number of each input, int32."""
     bucket: np.ndarray
-    """The number of each image's bucket, int16."""
+    """Bucket number of each input, int16."""
     columns: dict[str, np.ndarray]
+    """The columns in `NUMBERS`."""
     rejected: dict[str, Rejected]
-    """Images left out, by reason; without duplicates."""
-    first: np.ndarray
-    """The row of each part's first image."""
+    """Rejected inputs by reason; includes duplicates after `drop_duplicates`."""
+    first_row: np.ndarray
+    """Row of the first input of each part, int64, and the number of rows at the end."""
 
     @classmethod
     def read(cls, parts: Sequence[Path], buckets: Sequence[str]) -> 'Catalog':
-        """Gather the rows of parts that are done."""
+        """Read the tables of converted parts.
+
+        Args:
+            parts: Folders of the parts, in order.
+            buckets: Names of the buckets; their index is the bucket number.
+        """
         codes = {name: code for code, name in enumerate(buckets)} | {'': REJECTED}
         rejected: dict[str, Rejected] = {}
         bucket, columns, counts = [], {name: [] for name in NUMBERS}, []
         for folder in parts:
             rows = read_sample_rows(folder, ['key', 'reason', 'bucket', *NUMBERS])
             counts.append(len(rows))
+            # Map the few distinct names to numbers, and not each of up to 100 million strings in Python.
             encoded = rows['bucket'].combine_chunks().dictionary_encode()
             lookup = np.array([codes[name] for name in encoded.dictionary.to_pylist()], np.int16)
             bucket.append(lookup[encoded.indices.to_numpy()])
             for name, kind in NUMBERS.items():
                 columns[name].append(rows[name].to_numpy().astype(kind, copy=False))
-            _count(rows, rejected)
+            _count_rejected(rows, rejected)
         return cls(
             parts,
             np.repeat(np.arange(len(parts), dtype=np.int32), counts),
@@ -76,56 +86,61 @@ class Catalog:
 
     @property
     def kept(self) -> np.ndarray:
-        """Rows of the images that are kept."""
+        """Rows of the kept images."""
         return np.flatnonzero(self.bucket != REJECTED)
 
-    def of_bucket(self, code: int) -> np.ndarray:
-        """Return the rows of a bucket's kept images."""
+    def rows_of_bucket(self, code: int) -> np.ndarray:
+        """Return the rows of the kept images of a bucket."""
         return np.flatnonzero(self.bucket == code)
 
-    def key(self, at: int) -> str:
-        """Return the key of an image; reads its part's file."""
-        part = int(self.part[at])
-        return read_sample_rows(self.parts[part], ['key'])['key'][int(at - self.first[part])].as_py()
+    def key(self, row: int) -> str:
+        """Return the key of an input; reads the table of its part from disk."""
+        part = int(self.part[row])
+        return read_sample_rows(self.parts[part], ['key'])['key'][int(row - self.first_row[part])].as_py()
 
     def drop_duplicates(self, mode: str, *, max_distance: int, saved: Path) -> list[tuple[int, int]]:
-        """Leave out images that repeat an earlier one; returns the first of them, each with the one that it repeats.
+        """Reject images that are duplicates of an earlier one.
 
         Args:
             mode: `none`, `exact` or `near`.
-            max_distance: Bits by which the perceptual hashes of near ones may differ.
-            saved: File that keeps the answer, for it may take long.
+            max_distance: Maximum number of bits in which the perceptual hashes of near-duplicates may differ.
+            saved: File that caches the result of the search for a resumed preparation, since the search may be slow.
+
+        Returns:
+            Rows of the first `NAMES_SHOWN` duplicates, each with the row of its original.
         """
         if mode == 'none':
             return []
         kept = self.kept
-        repeats = np.load(saved, allow_pickle=False) if saved.exists() else self._repeats(kept, mode, max_distance)
+        repeats = np.load(saved, allow_pickle=False) if saved.exists() else self._search(kept, mode, max_distance)
         if not saved.exists():
             with becoming(saved) as unfinished, unfinished.open('xb') as file:
                 np.save(file, repeats)
         dropped = np.flatnonzero(repeats >= 0)
         self.bucket[kept[dropped]] = REJECTED
-        shown = [(int(kept[at]), int(kept[repeats[at]])) for at in dropped[:NAMES_SHOWN]]
+        shown = [(int(kept[index]), int(kept[repeats[index]])) for index in dropped[:NAMES_SHOWN]]
         if len(dropped):
-            names = [f'{self.key(at)} (duplicate of {self.key(of)})' for at, of in shown]
+            names = [f'{self.key(row)} (duplicate of {self.key(original)})' for row, original in shown]
             self.rejected[DUPLICATE] = Rejected(len(dropped), names)
         return shown
 
-    def _repeats(self, kept: np.ndarray, mode: str, max_distance: int) -> np.ndarray:
+    def _search(self, kept: np.ndarray, mode: str, max_distance: int) -> np.ndarray:
+        """Return `image_hashes.duplicates` of the kept images."""
         from diffusion.prepare.image_hashes import duplicates
 
+        # Noise determines the perceptual hashes of flat images, which would make unrelated ones near-duplicates.
         meaningful = ~self.columns['is_flat'][kept] if mode == 'near' else np.zeros(len(kept), bool)
         exact, perceptual = self.columns['exact_hash'][kept], self.columns['perceptual_hash'][kept]
         return duplicates(exact, perceptual, meaningful, max_distance=max_distance)
 
 
-def _count(rows: pa.Table, rejected: dict[str, Rejected]) -> None:
-    """Add a part's images that are left out, by reason."""
+def _count_rejected(rows: pa.Table, rejected: dict[str, Rejected]) -> None:
+    """Add the rejected inputs of a part to `rejected`, by reason."""
     reasons = rows['reason'].combine_chunks().dictionary_encode()
     codes = reasons.indices.to_numpy()
     for code, reason in enumerate(reasons.dictionary.to_pylist()):
         if reason:
             found = np.flatnonzero(codes == code)
-            so_far = rejected.setdefault(reason, Rejected())
-            so_far.count += len(found)
-            so_far.names += rows['key'].take(found[: NAMES_SHOWN - len(so_far.names)]).to_pylist()
+            entry = rejected.setdefault(reason, Rejected())
+            entry.count += len(found)
+            entry.names += rows['key'].take(found[: NAMES_SHOWN - len(entry.names)]).to_pylist()

@@ -1,4 +1,4 @@
-"""Color profiles: pixels of any ICC profile to sRGB, which the models are trained on."""
+"""Conversion of images with an ICC profile to sRGB, the color space of the training data."""
 
 import functools
 import io
@@ -6,32 +6,32 @@ import io
 import numpy as np
 from PIL import Image, ImageCms
 
-INVISIBLE = 2
-"""Largest difference, in levels of 255, at which a profile counts as sRGB and pixels stay as they are."""
+MAX_SRGB_DIFFERENCE = 2
+"""Maximum difference, in levels of 255, at which a profile is treated as sRGB and pixels are not converted."""
 
 
 def to_srgb(image: Image.Image, profile: bytes | None) -> Image.Image:
-    """Return the image in RGB, its colors converted from its ICC profile to sRGB.
+    """Convert an image from its ICC profile to sRGB; the result has mode RGB.
 
-    A profile that cannot be read, or is for other channels than the image has, is passed over as viewers do: the
-    image counts as sRGB, or CMYK is converted without a profile.
+    As in image viewers, a profile that cannot be read or that has other channels than the image is ignored: the image
+    is treated as sRGB, and CMYK is converted without a profile.
     """
     transform = _transform(profile, image.mode) if profile else None
     if transform is None:
         return image.convert('RGB')
     converted = ImageCms.applyTransform(image, transform)
-    assert converted is not None  # None is for conversions in place
+    assert converted is not None  # applyTransform returns None only for in-place conversion
     return converted
 
 
 def is_srgb(image: Image.Image, profile: bytes | None) -> bool:
-    """Return True if `to_srgb` leaves the colors as they are."""
+    """Return True if `to_srgb` does not change the colors."""
     return not profile or _transform(profile, image.mode) is None
 
 
-@functools.lru_cache(maxsize=128)  # cameras and programs embed the same few profiles over and over
+@functools.lru_cache(maxsize=128)  # building a transform is slow, and most files have one of a few common profiles
 def _transform(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
-    """Return a transform to sRGB, or None where there is nothing to do or the profile is unusable."""
+    """Return a transform to sRGB, or None if the profile changes nothing or is unusable."""
     try:
         transform = ImageCms.buildTransform(
             ImageCms.getOpenProfile(io.BytesIO(profile)),
@@ -41,13 +41,14 @@ def _transform(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
             renderingIntent=ImageCms.Intent.RELATIVE_COLORIMETRIC,
             flags=ImageCms.Flags.BLACKPOINTCOMPENSATION,
         )
-        return None if mode == 'RGB' and _changes_nothing(transform) else transform
+        # Only RGB can stay as it is; other modes must be converted to RGB in any case.
+        return None if mode == 'RGB' and _is_identity(transform) else transform
     except (ImageCms.PyCMSError, OSError, ValueError, TypeError):
         return None
 
 
-def _changes_nothing(transform: ImageCms.ImageCmsTransform) -> bool:
+def _is_identity(transform: ImageCms.ImageCmsTransform) -> bool:
     levels = np.linspace(0, 255, 9).round().astype(np.uint8)
     colors = np.stack(np.meshgrid(levels, levels, levels), axis=-1).reshape(1, -1, 3)
     converted = ImageCms.applyTransform(Image.fromarray(colors), transform)
-    return bool(np.abs(np.asarray(converted).astype(int) - colors).max() <= INVISIBLE)
+    return bool(np.abs(np.asarray(converted).astype(int) - colors).max() <= MAX_SRGB_DIFFERENCE)

@@ -1,4 +1,4 @@
-"""One part of the input into one folder of shards, which appears when it is whole."""
+"""Convert one part of the input into one folder of shards, which is renamed into place when complete."""
 
 import base64
 import functools
@@ -12,8 +12,8 @@ from typing import Any
 
 from diffusion.errors import DataError, UserError
 from diffusion.prepare.bucket_choice import Buckets
-from diffusion.prepare.image_decoding import Unfit, clean
-from diffusion.prepare.process_sample import COLUMNS, take, thumbnail
+from diffusion.prepare.image_decoding import Unfit, decode_image
+from diffusion.prepare.process_sample import COLUMNS, make_sample, thumbnail
 from diffusion.prepare.sample_table import SampleRow, write_sample_rows
 from diffusion.prepare.settings import PrepareSettings
 from diffusion.prepare.source import Entry, Part, Source
@@ -23,122 +23,132 @@ from diffusion.storage import mds
 from diffusion.storage.atomic import becoming_folder, write_whole
 
 SHARD_BYTES = 64 * 10**6
-"""Size of a part's shards, which are held in memory until they are full."""
+"""Maximum size of a shard of a part; each one is held in memory until it is full."""
 FORMAT = mds.ShardFormat(COLUMNS, SHARD_BYTES)
-THUMBNAILS = 'thumbnails.json'
-SUMMARY = 'part.json'
-THUMBNAILS_A_REASON = 6
+THUMBNAILS_FILE = 'thumbnails.json'
+"""File of a part with thumbnails of rejected images."""
+COUNTS_FILE = 'part.json'
+"""File of a part with its counts."""
+THUMBNAILS_PER_REASON = 6
 ATTEMPTS = 4
+"""Attempts at reading a part before the preparation fails."""
 BACKOFF_SECONDS = 1.0
-"""Seconds before the second attempt at a part that cannot be read; doubles with each."""
+"""Seconds before the second attempt at reading a part; doubles with each attempt."""
 
 
 @dataclass
-class PartDone:
-    """Counts of a part that is done."""
+class PartCounts:
+    """Counts of a converted part."""
 
     size: int
-    """The part's size as the progress bar counts it."""
+    """Size of the part in the progress bar, in the unit of `Part.size`."""
     inputs: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
-    """Number of inputs left out, by reason."""
+    """Number of rejected inputs by reason."""
     columns: set[str] = field(default_factory=set)
     """Names of the metadata columns."""
 
 
 @dataclass(frozen=True)
 class PartJob:
-    """Prepare a part: its samples in shards of all buckets together, a table of all inputs, thumbnails."""
+    """Convert a part into shards with samples of all buckets mixed, a table of all inputs, and thumbnails."""
 
     number: int
     part: Part
     source: Source
     settings: PrepareSettings
     folder: Path
-    """The folder of the part, which appears when it is whole."""
+    """Output folder of the part; exists only when complete."""
 
     @property
     def name(self) -> str:
         return f'part {self.number} ({self.part.name})'
 
-    def __call__(self, note: Note) -> PartDone:
-        """Prepare the part, unless it is there already.
+    def __call__(self, note: Note) -> PartCounts:
+        """Convert the part unless its folder exists, and return its counts.
 
         Raises:
-            UserError: The part is not there, or not ours to read.
-            DataError: The part cannot be read now.
+            UserError: The part does not exist, or permission is denied.
+            DataError: The part still cannot be read after `ATTEMPTS` attempts.
         """
         for attempt in range(ATTEMPTS):
             if self.folder.is_dir():
-                return read_done(self.folder, self.part)
+                return read_counts(self.folder, self.part)
             try:
                 return self._prepare(note)
             except _Unreadable as error:
-                # What is not there, or not ours to read, will not come with waiting.
-                lasting = isinstance(error.__cause__, FileNotFoundError | NotADirectoryError | PermissionError)
-                if lasting or attempt == ATTEMPTS - 1:
-                    raise (UserError if lasting else DataError)(
-                        f'{self.name}: cannot be read ({error.__cause__}); put it right and start again: '
-                        'what is done is kept'
+                # A missing file or a missing permission does not change by waiting; other errors may be temporary.
+                permanent = isinstance(error.__cause__, FileNotFoundError | NotADirectoryError | PermissionError)
+                if permanent or attempt == ATTEMPTS - 1:
+                    raise (UserError if permanent else DataError)(
+                        f'{self.name}: cannot be read ({error.__cause__}); fix the cause and run the same command '
+                        'again; finished work is kept'
                     ) from error
                 time.sleep(BACKOFF_SECONDS * 2**attempt)
         raise AssertionError
 
-    def _prepare(self, note: Note) -> PartDone:
+    def _prepare(self, note: Note) -> PartCounts:
         try:
             with becoming_folder(self.folder) as unfinished:
                 return self._write(unfinished, note)
         except OSError:
-            # Another machine may have been lent the same part; what it wrote is what we wrote.
+            # Renaming fails if another machine was given the same part and finished first. Its folder holds the same
+            # bytes, so use it.
             if not self.folder.is_dir():
                 raise
-            return read_done(self.folder, self.part)
+            return read_counts(self.folder, self.part)
 
-    def _write(self, folder: Path, note: Note) -> PartDone:
-        done, rows, shards = PartDone(self.part.size), [], _Shards(folder)
+    def _write(self, folder: Path, note: Note) -> PartCounts:
+        counts, rows, shards = PartCounts(self.part.size), [], _ShardBuffer(folder)
         thumbnails: list[dict[str, str]] = []
         buckets = Buckets(self.settings.sizes, self.settings.aspects)
         for entry in self._entries(note):
             row = SampleRow(entry.key)
             rows.append(row)
-            done.columns |= entry.metadata.keys()
+            counts.columns |= entry.metadata.keys()
             try:
-                sample = take(entry, row, settings=self.settings, buckets=buckets)
+                sample = make_sample(entry, row, settings=self.settings, buckets=buckets)
             except Unfit as unfit:
                 row.reason, row.bucket = str(unfit), ''
-                done.rejected[row.reason] += 1
-                if done.rejected[row.reason] <= THUMBNAILS_A_REASON:
+                counts.rejected[row.reason] += 1
+                if counts.rejected[row.reason] <= THUMBNAILS_PER_REASON:
                     thumbnails += _thumbnails(entry, unfit, self.settings)
                 continue
-            except Exception as error:
+            except Exception as error:  # a bug, not a bad image; name the image that triggers it
                 raise RuntimeError(f'{self.name}, image {entry.key!r}: {error!r}') from error
             row.shard, row.offset, row.size = shards.add(FORMAT.encode(sample))
-        done.inputs = len(rows)
-        shards.finish()
+        counts.inputs = len(rows)
+        shards.flush()
         write_sample_rows(folder, rows)
-        write_whole(folder / THUMBNAILS, json.dumps(thumbnails))
-        summary = {'inputs': done.inputs, 'rejected': done.rejected, 'columns': sorted(done.columns)}
-        write_whole(folder / SUMMARY, json.dumps(summary))
+        write_whole(folder / THUMBNAILS_FILE, json.dumps(thumbnails))
+        summary = {'inputs': counts.inputs, 'rejected': counts.rejected, 'columns': sorted(counts.columns)}
+        write_whole(folder / COUNTS_FILE, json.dumps(summary))
         write_whole(folder / mds.INDEX, mds.index_text(shards.entries))
-        return done
+        return counts
 
     def _entries(self, note: Note) -> Iterator[Entry]:
-        """Yield the part's entries; errors of reading become `_Unreadable`, which tells them from errors of writing."""
+        """Yield the entries of the part, and record each one as the current item.
+
+        Raises:
+            _Unreadable: Reading failed.
+        """
+        # `_write` reads and writes in one loop, so only this wrapper can distinguish an OSError of the source, which is
+        # retried, from one of the work folder, such as a full disk, which is not.
         try:
             for entry in self.source.read(self.part):
                 note(f'image {entry.key!r}')
                 yield entry
-                note(f'what comes after image {entry.key!r}')
+                note(f'the entry after image {entry.key!r}')
         except OSError as error:
             raise _Unreadable from error
 
 
 class _Unreadable(Exception):
-    """Reading failed; the cause says how."""
+    """The source raised an OSError while it read a part; `__cause__` holds it."""
 
 
-class _Shards:
-    """The samples of a part in shards of a size that fits into memory."""
+class _ShardBuffer:
+    """Writer of the shards of a part; buffers one shard in memory."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -147,15 +157,19 @@ class _Shards:
         self._bytes = 0
 
     def add(self, sample: bytes) -> tuple[int, int, int]:
-        """Add a sample; returns the number of its shard, its offset after the shard's header and its size in bytes."""
+        """Add an encoded sample.
+
+        Returns:
+            Number of its shard, its offset after the header of that shard in bytes, and its size in bytes.
+        """
         if self._samples and self._bytes + len(sample) > SHARD_BYTES:
-            self.finish()
+            self.flush()
         self._samples.append(sample)
         self._bytes += len(sample)
         return len(self.entries), self._bytes - len(sample), len(sample)
 
-    def finish(self) -> None:
-        """Write the samples that are held as a shard."""
+    def flush(self) -> None:
+        """Write the buffered samples as a shard."""
         if self._samples:
             name = mds.shard_name(len(self.entries))
             sizes = [len(sample) for sample in self._samples]
@@ -163,23 +177,23 @@ class _Shards:
         self._samples, self._bytes = [], 0
 
 
-def read_done(folder: Path, part: Part) -> PartDone:
-    """Return the counts of a part that is done."""
-    content = read_json(folder / SUMMARY)
-    return PartDone(part.size, content['inputs'], Counter(content['rejected']), set(content['columns']))
+def read_counts(folder: Path, part: Part) -> PartCounts:
+    """Read the counts of a converted part."""
+    content = read_json(folder / COUNTS_FILE)
+    return PartCounts(part.size, content['inputs'], Counter(content['rejected']), set(content['columns']))
 
 
 @functools.lru_cache(maxsize=1024)
-def samples_begin(folder: Path) -> list[int]:
-    """Return the size of the header of each shard of a part that is done, in bytes."""
+def header_sizes(folder: Path) -> list[int]:
+    """Return the header size in bytes of each shard of a converted part, which is the offset of its first sample."""
     shards = read_json(folder / mds.INDEX)['shards']
     return [FORMAT.header_bytes(shard['samples']) for shard in shards]
 
 
 def _thumbnails(entry: Entry, unfit: Unfit, settings: PrepareSettings) -> list[dict[str, str]]:
-    """Return a thumbnail of an image that was left out, if it can be decoded, as report_thumbnails reads it."""
+    """Return a thumbnail record of a rejected image, for `report_thumbnails`; empty if it cannot be decoded."""
     try:
-        image = clean(entry.image or b'', background=settings.background, max_pixels=settings.max_pixels).image
+        image = decode_image(entry.image or b'', background=settings.background, max_pixels=settings.max_pixels).image
     except Unfit:
         return []
     encoded = base64.b64encode(thumbnail(image)).decode()

@@ -1,4 +1,4 @@
-"""The counts of a preparation, kept and left out, as report.json and as a few lines of text."""
+"""Counts of a preparation, kept and rejected, as report.json and as text."""
 
 import json
 from dataclasses import dataclass, field, fields
@@ -13,7 +13,7 @@ REPORT = 'report.json'
 
 @dataclass
 class Rejected:
-    """Images left out for one reason: how many, and the names of the first."""
+    """Inputs rejected for one reason: their number, and the names of the first ones."""
 
     count: int = 0
     names: list[str] = field(default_factory=list)
@@ -21,41 +21,43 @@ class Rejected:
 
 @dataclass
 class PrepareReport:
-    """Counts of a preparation."""
+    """Report of a preparation."""
 
     source: str
     arguments: dict[str, Any]
     max_rejected: float = 1.0
-    """Largest share of rejected images at which the preparation passes."""
+    """Maximum fraction of rejected inputs with which the preparation passes."""
     versions: dict[str, str] = field(default_factory=dict)
     license: str | None = None
     pictures: int = 0
+    """Number of kept images."""
     buckets: dict[str, int] = field(default_factory=dict)
-    """Images in each folder, `256px` for one."""
+    """Number of images by bucket folder, such as `256px`."""
     empty_buckets: list[str] = field(default_factory=list)
-    """Buckets that no image went to, which have no folder."""
+    """Buckets without images, which have no folder."""
     bytes: dict[str, int] = field(default_factory=dict)
-    """Bytes of the shards in each folder."""
+    """Size of the shards in bytes, by bucket folder."""
     rejected: dict[str, Rejected] = field(default_factory=dict)
     inputs: int | None = None
-    """Images, captions and rows that were found: those kept and those rejected."""
+    """Number of inputs (images, captions or rows), kept and rejected."""
     notes: list[str] = field(default_factory=list)
-    """Further remarks, such as a filter of a column that no image has."""
+    """Further messages, such as a filter for a column that no image has."""
     statistics: dict[str, Any] = field(default_factory=dict)
-    """Histograms of the kept images by what is measured: edges, counts and quantiles."""
+    """Histograms of the kept images by quantity: edges, counts and quantiles."""
     fingerprint: str | None = None
-    """Hash of the settings, the input and the versions that the dataset was made of."""
+    """Hash of the settings, the input and the package versions."""
     seconds: float = 0.0
+    """Elapsed time of the last start in seconds."""
 
     @property
     def rejected_share(self) -> float:
-        """Rejected images as a share of all, in [0, 1]."""
+        """Fraction of inputs that were rejected, in [0, 1]."""
         count = sum(rejected.count for rejected in self.rejected.values())
         return count / max(1, count + self.pictures)
 
     @property
     def passed(self) -> bool:
-        """True if no more was rejected than `max_rejected` allows."""
+        """True if `rejected_share` is at most `max_rejected`."""
         return self.rejected_share <= self.max_rejected
 
     def save(self, path: Path) -> None:
@@ -83,33 +85,33 @@ class PrepareReport:
 
     @classmethod
     def read(cls, path: Path) -> 'PrepareReport':
-        """Read the report that `save` wrote."""
+        """Read a report written by `save`."""
         content = json.loads(path.read_text(encoding='utf-8'))
-        content.setdefault('license', content.get('licence'))  # the key's former spelling
+        content.setdefault('license', content.get('licence'))  # spelling used by earlier versions
         content['rejected'] = {reason: Rejected(**values) for reason, values in content['rejected'].items()}
         names = {entry.name for entry in fields(cls)}
         return cls(**{name: value for name, value in content.items() if name in names})
 
     def text(self, out: Path | str) -> str:
-        """Return the report as text."""
+        """Return a summary of the report as text."""
         buckets = ', '.join(f'{name} {count}' for name, count in self.buckets.items())
         lines = [f'{out}: {self.pictures} images in {self.seconds:.1f} s ({buckets})', *self.rejections()]
         if self.empty_buckets:
             names = ', '.join(self.empty_buckets[:5]) + (', ...' if len(self.empty_buckets) > 5 else '')
             count = len(self.empty_buckets)
-            lines.append(f'no image went to {count} of {count + len(self.buckets)} buckets ({names})')
+            lines.append(f'{count} of {count + len(self.buckets)} buckets have no images ({names})')
         lines += self.notes
         if not self.passed:
             lines.append(
-                f'too many were rejected: {self.rejected_share:.1%} is above --max-rejected {self.max_rejected:.1%}; '
-                f'the dataset holds the rest, see {out}/{REPORT}'
+                f'too many inputs were rejected: {self.rejected_share:.1%} is above --max-rejected '
+                f'{self.max_rejected:.1%}; the dataset contains the others, see {out}/{REPORT}'
             )
         if self.license:
             lines.append(self.license)
         return '\n'.join(lines)
 
     def rejections(self) -> list[str]:
-        """Return one line per reason, with the first names."""
+        """Return one line per rejection reason, with the first names."""
         lines = []
         for reason, rejected in sorted(self.rejected.items()):
             names = ', '.join(rejected.names[:3]) + (', ...' if rejected.count > 3 else '')
@@ -118,5 +120,5 @@ class PrepareReport:
 
 
 def versions_of(*distributions: str) -> dict[str, str]:
-    """Return the installed versions of distributions."""
+    """Return the installed version of each distribution."""
     return {name: version(name) for name in distributions}

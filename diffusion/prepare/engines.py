@@ -1,11 +1,11 @@
-"""The same preparation on more machines: Ray, Spark, or any other engine that can run jobs.
+"""Run the jobs of a preparation on several machines: Ray, Spark or another engine.
 
-The machines see one work folder (NFS, Lustre, a mounted bucket), and each input where its location says.
+All machines need access to the work folder (NFS, Lustre, a mounted bucket) and to the input at the same location.
 
-- Ray: `diffusion prepare RECIPE.yaml --engine ray`, on a cluster that `ray start` made, or on this machine.
-- No engine: `--share 0/16` to `--share 15/16`, one a machine, then once without it.
-- Another engine: `prepare(settings, run=function)`, where the function runs jobs, which can be pickled, and yields what
-  they return: for Spark `lambda jobs: spark.sparkContext.parallelize(list(jobs)).map(do).toLocalIterator()`.
+- Ray: `diffusion prepare RECIPE.yaml --engine ray`, on a cluster started with `ray start`, or on this machine.
+- No engine: run `--share 0/16` to `--share 15/16`, one per machine, then once without `--share`.
+- Another engine: `prepare(settings, run=function)`, where the function runs picklable jobs and yields their results.
+  For Spark: `lambda jobs: spark.sparkContext.parallelize(list(jobs)).map(run_job).toLocalIterator()`.
 """
 
 import os
@@ -21,23 +21,23 @@ from diffusion.prepare.worker_pool import WorkerJob, run_jobs
 
 
 def run_on(engine: str, settings: PrepareSettings) -> Run:
-    """Return the function that runs the jobs of a preparation: on `processes` of this machine, or on `ray`."""
+    """Return the function that runs jobs on an engine: `processes` (on this machine) or `ray`."""
     if engine == 'ray':
         return partial(run_on_ray, workers=settings.workers)
     return partial(run_jobs, workers=settings.worker_count)
 
 
 def run_on_ray(jobs: Iterable[WorkerJob], *, workers: int | None = None) -> Iterator[Any]:
-    """Run jobs on Ray, by Ray Data; yields their results as they come.
+    """Run jobs with Ray Data and yield their results as they finish.
 
     Args:
-        jobs: Each is done by one task of one core.
-        workers: Tasks at a time; None is as many as the cluster has cores.
+        jobs: Jobs; each one is a Ray task that uses one core.
+        workers: Maximum number of concurrent tasks; None for one per core of the cluster.
 
     Raises:
         UserError: Ray is not installed.
     """
-    # Without a cluster to connect to, Ray starts one here, which would report its use to its makers.
+    # Without a cluster to connect to, Ray starts a local one, which would send usage statistics to Anyscale.
     os.environ.setdefault('RAY_USAGE_STATS_ENABLED', '0')
     try:
         import ray.data
@@ -46,23 +46,25 @@ def run_on_ray(jobs: Iterable[WorkerJob], *, workers: int | None = None) -> Iter
     items = [{'job': pickle.dumps(job)} for job in jobs]
     if not items:
         return
+    # One block per job: Ray schedules blocks, so a larger block would run its jobs one after the other.
     data = ray.data.from_items(items, override_num_blocks=len(items))
-    for row in data.map(_done, concurrency=workers).iter_rows():
+    for row in data.map(_run_pickled, concurrency=workers).iter_rows():
         result, error = pickle.loads(row['outcome'])
         if error is not None:
             raise error
         yield result
 
 
-def do(job: WorkerJob) -> Any:
-    """Run a job without taking its notes on progress."""
+def run_job(job: WorkerJob) -> Any:
+    """Run a job in this process; its progress notes are discarded."""
     return job(lambda text: None)
 
 
-def _done(item: dict[str, Any]) -> dict[str, bytes]:
-    """Return the result or the error of a pickled job, pickled: Ray would wrap an error in several of its own."""
+def _run_pickled(item: dict[str, Any]) -> dict[str, bytes]:
+    """Run a pickled job; return its pickled result or error."""
+    # Ray would wrap an exception in several of its own, and callers could not catch UserError or DataError.
     job: WorkerJob = pickle.loads(item['job'])
     try:
-        return {'outcome': pickle.dumps((do(job), None))}
+        return {'outcome': pickle.dumps((run_job(job), None))}
     except Exception as error:
         return {'outcome': pickle.dumps((None, error))}

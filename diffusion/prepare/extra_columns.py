@@ -1,4 +1,4 @@
-"""Metadata columns that come with images, in JSON's types."""
+"""Conversion of metadata columns to JSON values."""
 
 import datetime
 import decimal
@@ -9,11 +9,13 @@ from typing import Any
 
 
 def json_value(value: Any) -> Any:
-    """Convert a value to JSON's types: NaN and infinities become None, decimals numbers, times and others text."""
+    """Convert a value to JSON types: NaN and infinity to None, decimals and durations to numbers, others to text."""
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, str):
-        return value.encode('utf-8', 'replace').decode()  # JSON can spell lone surrogates, UTF-8 cannot
+        return value.encode(
+            'utf-8', 'replace'
+        ).decode()  # JSON escapes can hold lone surrogates, which are not valid UTF-8
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, decimal.Decimal):
@@ -30,9 +32,9 @@ def json_value(value: Any) -> Any:
 
 
 def read_columns(text: bytes) -> dict[str, Any]:
-    """Return the columns of a JSON object beside an image.
+    """Parse a JSON object into metadata columns.
 
-    A text that is no such object gives only the column `bad_metadata` with the error; the image stays usable.
+    Invalid text returns a single column `bad_metadata` with the error, so that the image can still be used.
     """
     try:
         columns = json_value(json.loads(text))

@@ -1,4 +1,4 @@
-"""List the files of a local folder or an object store with size and stamp, and copy them to disk to be read."""
+"""List files in a local folder or an object store, and copy objects to disk for reading."""
 
 import itertools
 import math
@@ -18,61 +18,64 @@ from diffusion.prepare.source import Part
 from diffusion.storage import object_store
 
 MAX_EXPANDED = 1_000_000
-"""Files that braces may stand for."""
+"""Maximum number of locations that braces may expand to."""
 
 
 @dataclass(frozen=True)
 class File:
-    """A file as a listing shows it."""
+    """A listed file."""
 
     url: str
-    """What `local_copy` takes: a path, or s3://bucket/key."""
+    """Path, or URL such as s3://bucket/key; the argument of `local_copy`."""
     size: int
-    """Bytes."""
+    """Size in bytes."""
     stamp: str
-    """Changes when the content does: size and time of a local file, the ETag of an object."""
+    """Text that changes with the content: size and modification time of a local file, or the ETag of an object."""
     name: str
-    """Its path below the listed location, with forward slashes."""
+    """Path relative to the listed location, with forward slashes."""
 
 
 def list_files(location: str, suffixes: Collection[str] | None) -> list[File]:
-    """List the files that have one of the suffixes, sorted by name; those of braces in their order.
+    """List files sorted by name, or in the order of the braces in `location`; hidden files and folders are skipped.
 
     Args:
-        location: A folder, searched with its sub-folders; one file, whatever its suffix; or files with numbers or
-            words in braces, as webdataset's users write them: s3://bucket/laion/{00000..00099}.tar.
-        suffixes: In lower case, `.tar` for one; a file's own may be in capitals. None lists all, and there may be none.
-            Hidden files and what is in hidden folders are left out.
+        location: A folder, searched recursively; a single file with any suffix; or a webdataset-style pattern with
+            braces, such as s3://bucket/laion/{00000..00099}.tar.
+        suffixes: Suffixes to keep, in lower case, such as `.tar`; compared without regard to case. None keeps all
+            files and allows an empty result.
 
     Raises:
-        UserError: There is none, one that the braces name is missing, or a store refuses.
-        OSError: A store does not answer.
+        UserError: No file was found, a file named by the braces is missing, or the store denies access.
+        OSError: The store does not respond.
     """
     location = location.removeprefix('file://')
+    # Braces in the name of an existing folder are part of the name.
     wanted = [location] if os.path.exists(location) else expand_braces(location)
     if wanted != [location]:
-        return _named(wanted, location)
+        return _list_expanded(wanted, location)
     listed = _list_store(location) if is_remote(location) else _list_folder(location)
     if len(listed) == 1 and listed[0].url in (location, os.path.normpath(location)):
         return listed
     endings = ('',) if suffixes is None else tuple(suffixes)
     found = [file for file in listed if file.name.lower().endswith(endings) and not _is_hidden(file.name)]
     if not found and suffixes is not None:
-        raise UserError(f'{location}: has no {", ".join(sorted(endings))} files; give the folder that has them')
+        raise UserError(
+            f'{location}: contains no {", ".join(sorted(endings))} files; give the folder that contains them'
+        )
     return sorted(found, key=lambda file: file.name)
 
 
 @contextmanager
 def local_copy(url: str, *, size: int | None = None) -> Iterator[Path]:
-    """Lend a path to read a file from: a local file in place, an object as a copy in TMPDIR that is removed afterwards.
+    """Yield a local path of a file; an object is copied to TMPDIR, and the copy is removed when the block ends.
 
     Args:
         url: The `url` of a `File`.
-        size: Bytes that an object must have.
+        size: Expected size of an object in bytes; a download of another size is retried.
 
     Raises:
-        UserError: A store refuses: there is no such object, no permission, no credentials.
-        OSError: A store does not answer.
+        UserError: The object does not exist, or permission or credentials are missing.
+        OSError: The store does not respond.
     """
     if not is_remote(url):
         yield Path(url)
@@ -87,7 +90,9 @@ def local_copy(url: str, *, size: int | None = None) -> Iterator[Path]:
 
 
 def as_utf8(text: str) -> str:
-    """Return a file's name as text that UTF-8 can hold, whatever bytes or JSON surrogates it is made of."""
+    """Return a file name as valid UTF-8; bytes that are not UTF-8 and lone surrogates become backslash escapes."""
+    # Python reads undecodable bytes of a file name as surrogates (surrogateescape). JSON can hold other surrogates,
+    # which surrogateescape rejects.
     try:
         encoded = text.encode('utf-8', 'surrogateescape')
     except UnicodeEncodeError:
@@ -96,23 +101,24 @@ def as_utf8(text: str) -> str:
 
 
 def is_remote(location: str) -> bool:
-    """Return whether a location is in an object store."""
+    """Return True if a location is in an object store."""
     return '://' in location
 
 
 def stem_of(file: File, suffix: str) -> str:
-    """Return a file's name without the suffix, if it has that: of 00000.tar and 00000.tgz only one is 00000."""
+    """Return the name of a file without `suffix`; a name with another suffix is returned unchanged."""
+    # Removing any suffix would give 00000.tar and 00000.tgz the same stem.
     return file.name[: -len(suffix)] if file.name.endswith(suffix) else file.name
 
 
-def whole_file(file: File, suffix: str) -> Part:
-    """Return a file as a part."""
+def single_file_part(file: File, suffix: str) -> Part:
+    """Return a part that consists of one file."""
     stem = stem_of(file, suffix)
     return Part(part_name(stem), {'url': file.url, 'size': file.size, 'stem': stem}, file.size, file.stamp)
 
 
 def part_name(text: str) -> str:
-    """Make a part's name of a text; where letters are lost, a hash of the text tells it from others."""
+    """Return a valid part name for a text; if characters had to be replaced, a hash of the text keeps it unique."""
     plain = re.sub(r'[^A-Za-z0-9.-]+', '_', text).strip('._')[-80:]
     if plain == text:
         return text
@@ -120,11 +126,11 @@ def part_name(text: str) -> str:
 
 
 def expand_braces(location: str) -> list[str]:
-    """Return the locations that `{00..99}` or `{a,b}` in a location stand for; the location itself without any."""
+    """Expand `{00..99}` and `{a,b}` in a location; return only the location itself if it has no braces."""
     pieces = re.split(r'\{([^{}]*)\}', location)
     choices = [_alternatives(piece, location) if index % 2 else [piece] for index, piece in enumerate(pieces)]
     if math.prod(map(len, choices)) > MAX_EXPANDED:
-        raise UserError(f'{location}: the braces stand for more than {MAX_EXPANDED} files; give their folder')
+        raise UserError(f'{location}: the braces expand to more than {MAX_EXPANDED} files; give the folder instead')
     return [''.join(choice) for choice in itertools.product(*choices)]
 
 
@@ -136,12 +142,15 @@ def _alternatives(inside: str, location: str) -> list[str]:
         raise UserError(f'{location}: {{{inside}}} is neither a range such as {{00000..00099}} nor a list {{a,b}}')
     first, last = int(span[1]), int(span[2])
     if not first <= last < first + MAX_EXPANDED:
-        raise UserError(f'{location}: {{{inside}}} runs backwards or over more than {MAX_EXPANDED} files; correct it')
+        raise UserError(
+            f'{location}: {{{inside}}} is a descending range or has more than {MAX_EXPANDED} files; correct it'
+        )
     return [str(number).zfill(len(span[1])) for number in range(first, last + 1)]
 
 
-def _named(wanted: list[str], location: str) -> list[File]:
-    """List the files that the braces of a location stand for; their names begin where it has its first brace."""
+def _list_expanded(wanted: list[str], location: str) -> list[File]:
+    """List the expanded locations; names are relative to the folder before the first brace."""
+    # One listing of that folder instead of one request per file.
     base = location.partition('{')[0].rpartition('/')[0] + '/'
     base = base if '/' in location.partition('{')[0] else '.'
     listed = _list_store(base) if is_remote(location) else _list_folder(base)
@@ -149,7 +158,7 @@ def _named(wanted: list[str], location: str) -> list[File]:
     wanted = [url if is_remote(location) else os.path.normpath(url) for url in dict.fromkeys(wanted)]
     missing = [url for url in wanted if url not in by_url]
     if missing:
-        raise UserError(f'{location}: {len(missing)} of {len(wanted)} files are missing, the first is {missing[0]}')
+        raise UserError(f'{location}: {len(missing)} of {len(wanted)} files are missing, the first one is {missing[0]}')
     return [by_url[url] for url in wanted]
 
 
@@ -158,14 +167,14 @@ def _is_hidden(name: str) -> bool:
 
 
 def _list_folder(location: str) -> list[File]:
-    """List all files below a folder, or the one file."""
+    """List all files below a local folder, or the file itself."""
     root = os.path.normpath(location)
     if os.path.isfile(root):
         return [_file(root, os.path.basename(root))]
     if not os.path.isdir(root):
         raise UserError(f'{location}: there is no such folder or file')
     found = []
-    for folder, _, names in os.walk(root, onerror=_cannot_list):
+    for folder, _, names in os.walk(root, onerror=_raise_listing_error):
         paths = (os.path.normpath(os.path.join(folder, name)) for name in names)
         found += [
             _file(path, os.path.relpath(path, root).replace(os.sep, '/')) for path in paths if os.path.isfile(path)
@@ -178,14 +187,14 @@ def _file(path: str, name: str) -> File:
     return File(path, status.st_size, f'{status.st_size}-{status.st_mtime_ns}', as_utf8(name))
 
 
-def _cannot_list(error: OSError) -> None:
+def _raise_listing_error(error: OSError) -> None:
     if not is_wrong_path(error):
         raise error
     raise UserError(f'{error.filename}: cannot be listed ({error.strerror}); check its permissions') from error
 
 
 def _list_store(location: str) -> list[File]:
-    """List all objects below a folder, or the one object."""
+    """List all objects below an object store folder, or the object itself."""
     prefix = object_store.split(location)[1]
     root = location.removesuffix(prefix).rstrip('/') + '/'
     base = prefix if not prefix or prefix.endswith('/') else f'{prefix}/'

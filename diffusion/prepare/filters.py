@@ -1,4 +1,4 @@
-"""Filters of decoded images by size, aspect, caption length and any numeric column."""
+"""Filters for decoded images: size, aspect ratio, caption length and numeric metadata columns."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -13,7 +13,7 @@ Missing = Literal['keep', 'reject']
 
 @dataclass
 class ValueRange:
-    """Smallest and largest value that a column may have; None is no limit."""
+    """Allowed range of a column, inclusive; None for no limit."""
 
     min: float | None = None
     max: float | None = None
@@ -21,39 +21,49 @@ class ValueRange:
 
 @dataclass
 class Filters:
-    """Limits that an image must meet; the defaults keep everything."""
+    """Limits on images and captions."""
 
     min_side: int = 1
-    """Shorter side in pixels."""
+    """Minimum length of the shorter side in pixels."""
     max_aspect: float | None = None
-    """Longer side over shorter."""
+    """Maximum ratio of the longer to the shorter side; null for no limit."""
     min_caption: int = MIN_LENGTH
-    """Shortest caption in characters; shorter ones are left out, and images that have no other."""
+    """Minimum caption length in characters; shorter captions are dropped, and images left without one are rejected."""
     max_caption: int = MAX_LENGTH
-    """Longest caption in characters; 10,000 are some ten times what a model's longest prompt holds."""
+    """Maximum caption length in characters, like `min_caption`; 10,000 is about ten times the longest model prompt."""
     columns: dict[str, ValueRange] = field(default_factory=dict)
-    """Ranges by the column's name, in capitals or not: `aesthetic_score: {min: 4.5}`."""
+    """Ranges by column name, ignoring case, such as `aesthetic_score: {min: 4.5}`."""
     missing: Missing = 'reject'
-    """keep or reject images whose value in a column above is missing or not a number."""
+    """keep or reject images without a numeric value in a column of `columns`."""
 
     def check(self) -> None:
-        """Raise UserError for limits that nothing can pass."""
+        """Check the limits.
+
+        Raises:
+            UserError: A limit is invalid, or nothing can pass it.
+        """
         if self.min_side < 1:
-            raise UserError(f'filters.min_side: {self.min_side} is not positive; it is in pixels')
+            raise UserError(f'filters.min_side: {self.min_side} is not positive; give pixels')
         if self.max_aspect is not None and self.max_aspect < 1:
-            raise UserError(f'filters.max_aspect: {self.max_aspect} is under 1; it is the longer side over the shorter')
+            raise UserError(
+                f'filters.max_aspect: {self.max_aspect} is below 1; it is the ratio of the longer to the shorter side'
+            )
         if not 1 <= self.min_caption <= self.max_caption:
-            raise UserError(f'filters.min_caption: {self.min_caption} is not from 1 to max_caption, {self.max_caption}')
+            raise UserError(
+                f'filters.min_caption: {self.min_caption} is not between 1 and max_caption={self.max_caption}'
+            )
         for name, limits in self.columns.items():
             if limits.min is None and limits.max is None:
                 raise UserError(f'filters.columns.{name}: has no limit; give min, max or both')
             if limits.min is not None and limits.max is not None and limits.max < limits.min:
-                raise UserError(f'filters.columns.{name}: max {limits.max} is under min {limits.min}')
+                raise UserError(f'filters.columns.{name}: max {limits.max} is below min {limits.min}')
         if len({name.casefold() for name in self.columns}) != len(self.columns):
-            raise UserError(f'filters.columns: {sorted(self.columns)} names a column twice; capitals do not count')
+            raise UserError(
+                f'filters.columns: {sorted(self.columns)} contains a column twice; names are compared ignoring case'
+            )
 
     def problem(self, width: int, height: int, captions: Sequence[str], metadata: Mapping[str, Any]) -> str | None:
-        """Return the reason to leave out an image, such as `aesthetic_score_below_4.5`; None if it is kept."""
+        """Return the reason to reject an image, such as `aesthetic_score_below_4.5`, or None to keep it."""
         if min(width, height) < self.min_side:
             return 'too_small'
         if self.max_aspect is not None and max(width, height) > self.max_aspect * min(width, height):
@@ -67,14 +77,19 @@ class Filters:
         return next((problem for problem in found if problem is not None), None)
 
     def columns_in(self, metadata: Mapping[str, Any]) -> list[str]:
-        """Return the columns of `columns` that an image has."""
+        """Return the names in `columns` that exist in `metadata`, ignoring case."""
         names = {name.casefold() for name in metadata}
         return [name for name in self.columns if name.casefold() in names]
 
-    def never_seen(self, seen: Collection[str], available: Collection[str] = ()) -> list[str]:
-        """Return a sentence per column of `columns` that no image had; `available` names those that images had."""
+    def unknown_column_notes(self, seen: Collection[str], available: Collection[str] = ()) -> list[str]:
+        """Return a message for each column of `columns` that no image has.
+
+        Args:
+            seen: Names in `columns` that at least one image has.
+            available: All metadata columns of the images, for the message.
+        """
         return [
-            f'filters.columns.{name}: no image has such a column; they have {sorted(available) or "none"}'
+            f'filters.columns.{name}: no image has this column; available columns: {sorted(available) or "none"}'
             for name in self.columns
             if name not in seen
         ]
@@ -91,7 +106,7 @@ class Filters:
 
 
 def _number(value: Any) -> float | None:
-    """Return a finite number, also one that a CSV wrote as text."""
+    """Return a value as a finite float, or None; text is parsed, since CSV columns are text."""
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):

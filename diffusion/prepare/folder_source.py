@@ -1,4 +1,4 @@
-"""Image files of a folder, here or in an object store, with their captions beside them or in one file for all."""
+"""Source for image files in a local or object store folder, with captions beside them or in one CSV or JSONL."""
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,54 +16,58 @@ from diffusion.prepare.source import IMAGE_SUFFIXES, Entry, Part
 
 SUFFIXES = tuple(f'.{kind}' for kind in IMAGE_SUFFIXES)
 PART_IMAGES = 1000
+"""Images per part."""
 DOWNLOADS = 16
-"""Objects fetched at a time."""
+"""Number of objects to download at the same time."""
 
 
 @dataclass(frozen=True)
 class FolderSource:
-    """Images of a folder and its sub-folders; a part is a run of 1000, a key the path below the folder.
+    """Images in a folder and its subfolders, in parts of 1000; the key of an image is its path relative to the folder.
 
-    Without a captions file the captions of `a.jpg` are the lines of `a.txt`, or else `captions` or `caption` of
-    `a.json`, whose other columns are metadata: img2dataset's `files` format. A CSV has columns `file` and `caption`, a
-    JSONL `file` and `caption` or `captions`; other columns are metadata.
+    Without a captions file, the captions of `a.jpg` are read as in img2dataset's `files` format: `captions` in
+    `a.json`, else the lines of `a.txt`, else `caption` in `a.json`; other columns of `a.json` are metadata. A captions
+    file is a CSV with columns `file` and `caption`, or a JSONL with `file` and `caption` or `captions`; other columns
+    are metadata.
     """
 
     location: str
     captions: str | None = None
-    """The captions file, here or in an object store."""
+    """Captions file, local or in an object store."""
 
     def parts(self) -> list[Part]:
-        """Return the parts, with the captions of a captions file in them.
+        """Return the parts, including the captions if there is a captions file.
 
         Raises:
-            UserError: There are no images, the folder cannot be listed, or the captions file is wrong.
+            UserError: There are no images, the folder cannot be listed, or the captions file is invalid.
         """
         files = {file.name: file for file in list_files(self.location, None)}
         images = [file for file in files.values() if file.name.lower().endswith(SUFFIXES)]
         if not images:
-            raise UserError(f'{self.location}: has no images ({", ".join(SUFFIXES)})')
-        found = self._beside(images, files) if self.captions is None else self._named(self.captions, images, files)
+            raise UserError(f'{self.location}: contains no images ({", ".join(SUFFIXES)})')
+        found = self._paired(images, files) if self.captions is None else self._listed(self.captions, images, files)
         listed = list(found)
         runs = (listed[start : start + PART_IMAGES] for start in range(0, len(listed), PART_IMAGES))
         return [_part(number, run) for number, run in enumerate(runs)]
 
     def read(self, part: Part) -> Iterator[Entry]:
-        """Yield the images in order.
+        """Yield the images of a part in order.
 
         Raises:
-            UserError: A store refuses to give one.
-            OSError: One cannot be read now.
+            UserError: The store denies access to an image.
+            OSError: An image cannot be read at the moment.
         """
         images = [_ImageFile(**values) for values in part.where['pictures']]
         if not is_remote(self.location):
             yield from map(_entry, images)
             return
         with ThreadPoolExecutor(DOWNLOADS) as threads:
+            # In groups, since `map` over all images would download the whole part ahead of the reader.
             for start in range(0, len(images), DOWNLOADS):
                 yield from threads.map(_entry, images[start : start + DOWNLOADS])
 
-    def _beside(self, images: Iterable[File], files: dict[str, File]) -> Iterator['_ImageFile']:
+    def _paired(self, images: Iterable[File], files: dict[str, File]) -> Iterator['_ImageFile']:
+        """Yield the images with the .txt and .json files beside them."""
         for file in images:
             stem = file.name.rpartition('.')[0]
             beside = {kind: files.get(f'{stem}.{kind}') for kind in ('txt', 'json')}
@@ -73,7 +77,8 @@ class FolderSource:
             image.problem = None if found else 'no_caption'
             yield image
 
-    def _named(self, captions: str, images: Iterable[File], files: dict[str, File]) -> Iterator['_ImageFile']:
+    def _listed(self, captions: str, images: Iterable[File], files: dict[str, File]) -> Iterator['_ImageFile']:
+        """Yield the images in the order of a captions file, then those that it does not list."""
         seen: set[str] = set()
         with local_copy(captions) as path:
             for row in read_caption_rows(path):
@@ -93,7 +98,7 @@ class FolderSource:
 
 @dataclass
 class _ImageFile:
-    """An image of a part, with values in JSON's types."""
+    """Image of a part; all values are JSON types, since a part is stored in the plan."""
 
     key: str
     stamp: str = ''
@@ -101,12 +106,13 @@ class _ImageFile:
     size: int = 0
     captions: list[str] = field(default_factory=list)
     beside: dict[str, str] = field(default_factory=dict)
-    """URLs of the .txt and .json, by suffix."""
+    """URLs of its .txt and .json file, by suffix."""
     metadata: dict[str, Any] = field(default_factory=dict)
     problem: str | None = None
 
 
 def _part(number: int, images: Sequence[_ImageFile]) -> Part:
+    # The key and the name are part of the plan: renaming them would change the fingerprint of every prepared dataset.
     where = {'pictures': [asdict(image) for image in images]}
     stamp = xxhash.xxh3_128_hexdigest(json.dumps(where))
     return Part(f'pictures-{number:06}', where, max(1, sum(image.size for image in images)), stamp)
@@ -118,14 +124,14 @@ def _entry(image: _ImageFile) -> Entry:
         try:
             entry.image = _read(image.url, image.size)
             if image.beside:
-                _add_beside(entry, image.beside)
-        except PermissionError:  # one file's, not the disk's
+                _add_sidecars(entry, image.beside)
+        except PermissionError:  # concerns only this file; other I/O errors stop the part
             entry.problem = 'unreadable'
     return entry
 
 
-def _add_beside(entry: Entry, beside: dict[str, str]) -> None:
-    """Add the captions and metadata of the files beside an image."""
+def _add_sidecars(entry: Entry, beside: dict[str, str]) -> None:
+    """Set the captions and metadata of an entry from its .txt and .json file."""
     entry.metadata = read_columns(_read(beside['json'])) if 'json' in beside else {}
     captions, caption = entry.metadata.pop('captions', None), entry.metadata.pop('caption', None)
     if isinstance(captions, list):

@@ -1,4 +1,4 @@
-"""Histograms of the images that are kept, for the report."""
+"""Histograms of the kept images for the report."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ LENGTHS = [0, 10, 20, 30, 40, 60, 80, 100, 150, 200, 300, 500, 1000, 2000]
 
 
 def statistics_of(catalog: Catalog) -> dict[str, Any]:
-    """Return histograms of the images as they were found: shorter sides, aspects, longest captions."""
+    """Return histograms of kept images: shorter side and aspect ratio before resizing, longest caption."""
     kept = catalog.kept
     width, height, length = (catalog.columns[name][kept] for name in ('width', 'height', 'caption_length'))
     return {
@@ -24,7 +24,7 @@ def statistics_of(catalog: Catalog) -> dict[str, Any]:
 
 
 def _histogram(values: np.ndarray, edges: list[Any]) -> dict[str, Any]:
-    """Return counts between edges, where the last bin has no upper edge, and quantiles."""
+    """Return bin edges, counts and quantiles; the last bin has no upper edge."""
     counts, _ = np.histogram(values, [*edges, np.inf])
     quantiles = np.quantile(values, QUANTILES)
     return {

@@ -1,4 +1,4 @@
-"""Write the report as one HTML page: histograms, and thumbnails of every bucket and of every reason for rejection."""
+"""HTML report of a preparation: counts, histograms, and thumbnails per bucket and per rejection reason."""
 
 import html
 from collections.abc import Iterable, Mapping
@@ -10,6 +10,7 @@ from diffusion.evaluation.image_sheet import Figure, html_figures, html_page
 from diffusion.prepare.counts_report import PrepareReport
 
 MAX_CAPTION = 200
+"""Maximum length of a caption in the report, in characters."""
 STYLE = """
 body { margin: 2em auto; max-width: 70em; padding: 0 1em }
 h1 { font-size: 1.5em } h2 { margin-top: 2em } h3 { font-size: 1em; margin: 1.2em 0 .4em }
@@ -27,7 +28,7 @@ def report_page(
     buckets: Mapping[str, Iterable[Figure]],
     rejected: Mapping[str, Iterable[Figure]],
 ) -> str:
-    """Return the page.
+    """Return the report as an HTML page.
 
     Args:
         report: Counts, statistics and settings to show.
@@ -41,9 +42,11 @@ def report_page(
         _summary(report),
         '<h2>Buckets</h2>',
         _bars(counts),
-        f'<p>No picture went to {html.escape(", ".join(report.empty_buckets))}.</p>' if report.empty_buckets else '',
+        f'<p>Buckets without images: {html.escape(", ".join(report.empty_buckets))}.</p>'
+        if report.empty_buckets
+        else '',
         *(_figures(name, shown) for name, shown in buckets.items()),
-        '<h2>Left out</h2>',
+        '<h2>Rejected</h2>',
         _bars({reason: (entry.count, '') for reason, entry in sorted(report.rejected.items())}),
         *(_figures(reason, shown) for reason, shown in sorted(rejected.items())),
         *(_histogram(name, values) for name, values in report.statistics.items()),
@@ -59,10 +62,10 @@ def _summary(report: PrepareReport) -> str:
         'source': report.source,
         'inputs': f'{report.inputs:,}',
         'kept': f'{report.pictures:,}',
-        'left out': f'{rejected:,} ({report.rejected_share:.2%}; {report.max_rejected:.2%} is allowed)',
+        'rejected': f'{rejected:,} ({report.rejected_share:.2%}; the limit is {report.max_rejected:.2%})',
         'license': report.license or 'not given',
     }
-    failed = '' if report.passed else '<p class="failed">More was left out than max_rejected allows.</p>'
+    failed = '' if report.passed else '<p class="failed">More images were rejected than max_rejected allows.</p>'
     return _table(lines) + ''.join(f'<p>{html.escape(note)}</p>' for note in report.notes) + failed
 
 
@@ -74,19 +77,19 @@ def _table(values: Mapping[str, Any]) -> str:
 
 
 def _bars(counts: Mapping[str, tuple[int, str]]) -> str:
-    """A table of counts with a bar for each."""
-    most = max((count for count, _ in counts.values()), default=1) or 1
+    """Return an HTML table of counts with a bar for each."""
+    largest = max((count for count, _ in counts.values()), default=1) or 1
     rows = [
-        f'<tr><th>{html.escape(name)}</th><td class="number">{count:,}</td><td class="number">{html.escape(more)}</td>'
-        f'<td><div class="bar" style="width: {300 * count / most:.0f}px"></div></td></tr>'
-        for name, (count, more) in counts.items()
+        f'<tr><th>{html.escape(name)}</th><td class="number">{count:,}</td><td class="number">{html.escape(extra)}</td>'
+        f'<td><div class="bar" style="width: {300 * count / largest:.0f}px"></div></td></tr>'
+        for name, (count, extra) in counts.items()
     ]
     return f'<table>{"".join(rows)}</table>' if rows else '<p>None.</p>'
 
 
 def _histogram(name: str, values: Mapping[str, Any]) -> str:
     edges = values['edges']
-    names = [f'{low} to {high}' for low, high in pairwise(edges)] + [f'{edges[-1]} and more']
+    names = [f'{low} to {high}' for low, high in pairwise(edges)] + [f'{edges[-1]} or more']
     counts = {label: (count, '') for label, count in zip(names, values['counts'], strict=True) if count}
     quantiles = ', '.join(f'{share} {value:g}' for share, value in values['quantiles'].items())
     return f'<h2>{html.escape(name.capitalize())}</h2>{_bars(counts)}<p>Quantiles: {html.escape(quantiles)}</p>'

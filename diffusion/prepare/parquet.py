@@ -1,4 +1,4 @@
-"""Parquet files with images in a column, as img2dataset and Hugging Face write them."""
+"""Source for Parquet files with an image column, as written by img2dataset and Hugging Face."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from diffusion.errors import UserError
 from diffusion.prepare.extra_columns import json_value
-from diffusion.prepare.file_listing import File, is_remote, list_files, local_copy, whole_file
+from diffusion.prepare.file_listing import File, is_remote, list_files, local_copy, single_file_part
 from diffusion.prepare.source import Entry, Part
 
 SUFFIX = '.parquet'
@@ -18,47 +18,48 @@ IMAGE_COLUMNS = ('image', 'jpg', 'jpeg', 'png', 'webp', 'image_bytes', 'img')
 CAPTION_COLUMNS = ('captions', 'caption', 'txt', 'text')
 KEY_COLUMN = 'key'
 BATCH_ROWS = 64
+"""Rows decoded at a time, which bounds memory: a row holds a whole image file."""
 PART_BYTES = 512 * 2**20
-"""A larger file on disk is several parts, each of whole row groups."""
+"""Size above which a local file is split into several parts, each with whole row groups."""
 
 
 @dataclass(frozen=True)
 class ParquetSource:
-    """Parquet files of a folder, a file, or a pattern in braces; a part a file, or several of a large one.
+    """Parquet files in a folder, a single file, or a pattern with braces; each file is one part, or several if large.
 
-    An image is the bytes of a column, or Hugging Face's struct of bytes and path. Without names the columns are found
-    by the usual ones, in capitals or not. A row's key is the file's name and its `key`, or its number.
+    The image column holds bytes, or Hugging Face's struct of bytes and path. Columns that are not named are detected by
+    common names, ignoring case. The key of a row is the stem of the file plus its `key` column or its row number.
     """
 
     location: str
     image_column: str | None = None
     caption_column: str | None = None
-    """The column of captions: text, or lists of text."""
+    """Caption column: strings or lists of strings."""
 
     def parts(self) -> list[Part]:
-        """Return a part per file, or per run of row groups of a large one.
+        """Return one part per file, or one per range of row groups of a large file.
 
         Raises:
-            UserError: There is no file, it cannot be listed, or the first lacks a column.
+            UserError: There is no file, the location cannot be listed, or the first file lacks a column.
         """
         files = list_files(self.location, (SUFFIX,))
-        if not is_remote(files[0].url):  # a mistake in a column's name should not cost more than this
+        if not is_remote(files[0].url):  # report a wrong column name before any work is done
             self._check(Path(files[0].url))
         return [part for file in files for part in _parts_of(file)]
 
     def read(self, part: Part) -> Iterator[Entry]:
-        """Yield an entry per row; of a damaged file, those before the damage and then one that names it.
+        """Yield one entry per row; for a damaged file, the rows before the damage, then an entry that reports it.
 
         Raises:
-            UserError: It lacks a column, or a store refuses to give it.
-            OSError: It cannot be read now.
+            UserError: The file lacks a column, or the store denies access.
+            OSError: The file cannot be read at the moment.
         """
         where = part.where
         with local_copy(where['url'], size=where['size']) as path, path.open('rb') as opened:
             try:
                 file = pq.ParquetFile(opened, memory_map=False, pre_buffer=False)
             except (pa.ArrowException, OSError) as error:
-                _raise_if_of_the_disk(error)
+                _raise_if_io_error(error)
                 yield Entry(where['stem'], problem='part_unreadable')
                 return
             columns = self._columns(file.schema_arrow, where['url'])
@@ -69,16 +70,18 @@ class ParquetSource:
         try:
             schema = pq.read_schema(path)
         except (pa.ArrowException, OSError):
-            return  # which the report will say
+            return  # `read` will report the damaged file as a rejected input
         self._columns(schema, str(path))
 
     def _columns(self, schema: pa.Schema, where: str) -> '_Columns':
-        image = _column(schema, self.image_column, IMAGE_COLUMNS, where, 'image_column')
+        image = _resolve_column(schema, self.image_column, IMAGE_COLUMNS, where, 'image_column')
         kind = schema.field(image).type
         if not _is_bytes(kind) and not (pa.types.is_struct(kind) and kind.get_field_index('bytes') >= 0):
-            raise UserError(f"{where}: column {image!r} is of type {kind}; name one of files' bytes with image_column")
-        caption = _column(schema, self.caption_column, CAPTION_COLUMNS, where, 'caption_column')
-        key = _find(schema, (KEY_COLUMN,))
+            raise UserError(
+                f'{where}: column {image!r} has type {kind}; set image_column to a column of encoded images'
+            )
+        caption = _resolve_column(schema, self.caption_column, CAPTION_COLUMNS, where, 'caption_column')
+        key = _find_column(schema, (KEY_COLUMN,))
         taken = {image, caption, key, *(name for name in schema.names if name.lower() in CAPTION_COLUMNS)}
         others = [field.name for field in schema if field.name not in taken and not _is_bytes(field.type)]
         return _Columns(image, caption, key, others)
@@ -90,25 +93,25 @@ class _Columns:
     caption: str
     key: str | None
     others: list[str]
-    """Columns that become metadata."""
+    """Names of the metadata columns."""
 
     @property
     def all(self) -> list[str]:
         return [self.image, self.caption, *([self.key] if self.key else []), *self.others]
 
 
-def _column(schema: pa.Schema, given: str | None, usual: Sequence[str], where: str, option: str) -> str:
-    found = _find(schema, usual) if given is None else given if given in schema.names else None
+def _resolve_column(schema: pa.Schema, given: str | None, common_names: Sequence[str], where: str, option: str) -> str:
+    found = _find_column(schema, common_names) if given is None else given if given in schema.names else None
     if found is None:
-        tried = ', '.join(usual) if given is None else repr(given)
-        raise UserError(f'{where}: has no column {tried}; it has {schema.names}; name the one to use with {option}')
+        tried = ', '.join(common_names) if given is None else repr(given)
+        raise UserError(f'{where}: has no column {tried}, only {schema.names}; set {option}')
     return found
 
 
-def _find(schema: pa.Schema, usual: Sequence[str]) -> str | None:
-    """Return the first of the usual names that the schema has, as it spells it."""
+def _find_column(schema: pa.Schema, common_names: Sequence[str]) -> str | None:
+    """Return the first of the usual names that the schema has, ignoring case, as spelled in the schema."""
     spelled = {name.lower(): name for name in reversed(schema.names)}
-    return next((spelled[name] for name in usual if name in spelled), None)
+    return next((spelled[name] for name in common_names if name in spelled), None)
 
 
 def _is_bytes(kind: pa.DataType) -> bool:
@@ -116,14 +119,15 @@ def _is_bytes(kind: pa.DataType) -> bool:
 
 
 def _parts_of(file: File) -> list[Part]:
-    """Return the file as a part, or a large one on disk as runs of its row groups."""
-    whole = whole_file(file, SUFFIX)
+    """Return a file as one part, or as several ranges of row groups if it is local and large."""
+    # A remote file stays one part: each part would download the whole file.
+    whole = single_file_part(file, SUFFIX)
     if is_remote(file.url) or file.size <= PART_BYTES:
         return [whole]
     try:
         metadata = pq.read_metadata(file.url)
     except (pa.ArrowException, OSError):
-        return [whole]  # reading it will say why
+        return [whole]  # `read` will report why
     sizes = [metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups)]
     parts, start = [], 0
     for stop in range(1, len(sizes) + 1):
@@ -139,16 +143,17 @@ def _rows(file: pq.ParquetFile, groups: range, columns: _Columns, stem: str) -> 
     seen: set[str] = set()
     try:
         for batch in file.iter_batches(BATCH_ROWS, list(groups), columns.all, use_threads=False):
-            for values in _plain(batch).to_pylist():
+            for values in _times_to_text(batch).to_pylist():
                 yield _entry(values, columns, stem, row, seen)
                 row += 1
     except (pa.ArrowException, OSError) as error:
-        _raise_if_of_the_disk(error)
+        _raise_if_io_error(error)
         yield Entry(f'{stem} at row {row}', problem='part_damaged')
 
 
-def _plain(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Convert times to text: Python's have no nanoseconds."""
+def _times_to_text(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Convert dates and times to strings."""
+    # Parquet has nanoseconds and Python's datetime does not, so `to_pylist` cannot convert every value.
     arrays = [
         array.cast(pa.string()) if pa.types.is_temporal(array.type) and not pa.types.is_duration(array.type) else array
         for array in batch.columns
@@ -171,7 +176,8 @@ def _entry(values: dict[str, Any], columns: _Columns, stem: str, row: int, seen:
     return entry
 
 
-def _raise_if_of_the_disk(error: BaseException) -> None:
-    # pyarrow raises OSError for damaged files as well, but those have no number.
+def _raise_if_io_error(error: BaseException) -> None:
+    # pyarrow raises OSError for damaged files as well, but without an errno. A real I/O error must propagate, since it
+    # is retried, while damage is reported.
     if isinstance(error, OSError) and error.errno is not None:
         raise error

@@ -1,8 +1,8 @@
-"""A preparation from beginning to end; after a stop at any point, the next start continues to the same bytes.
+"""Run a preparation: plan -> parts -> duplicates -> shards -> indexes and report -> output.
 
-plan -> parts -> duplicates -> shards -> indexes and report -> the output. The result of every step appears under its
-name when it is whole, and depends on the input and the settings alone: not on the number of processes, their order, or
-interruptions. Only the report's `seconds` differ.
+A preparation can be stopped at any point, and the next start resumes it. Each step renames its result to the final name
+only when it is complete. The dataset depends only on the input and the settings, not on the number of processes, the
+order in which they finish, or interruptions; only `seconds` in the report varies.
 """
 
 import time
@@ -19,7 +19,7 @@ from diffusion.errors import UserError
 from diffusion.prepare import report_thumbnails
 from diffusion.prepare.bucket_choice import Buckets
 from diffusion.prepare.catalog import Catalog
-from diffusion.prepare.convert_part import PartJob, read_done
+from diffusion.prepare.convert_part import PartJob, read_counts
 from diffusion.prepare.counts_report import REPORT, PrepareReport
 from diffusion.prepare.histograms import statistics_of
 from diffusion.prepare.html_report import report_page
@@ -33,30 +33,30 @@ from diffusion.prepare.worker_pool import WorkerJob, run_jobs
 from diffusion.storage.atomic import write_whole
 from diffusion.storage.shard_writer import ShardWriter
 
-PAGE = 'report.html'
+HTML_REPORT = 'report.html'
 Run = Callable[[Iterable[WorkerJob]], Iterator[Any]]
-"""Runs jobs, in any order, and yields their results."""
+"""Function that runs jobs in any order and yields their results."""
 
 
 def prepare(
     settings: PrepareSettings, *, source: Source | None = None, run: Run | None = None, share: Share | None = None
 ) -> PrepareReport | None:
-    """Prepare a dataset, or continue where an earlier start was stopped.
+    """Prepare a dataset, or resume a preparation that was stopped.
 
     Args:
-        settings: Source, output and all choices.
-        source: A source that replaces `settings.source`.
-        run: Runs the jobs; the processes of this machine by default.
-        share: Prepare only these parts, in a work folder that several machines see, and stop. When all have done so,
-            a call without it does the rest.
+        settings: Settings of the preparation.
+        source: Source to read instead of `settings.source`.
+        run: Function that runs the jobs (default: processes on this machine).
+        share: Convert only this share of the parts, then return. For several machines with a common work folder; when
+            all shares are done, a call without `share` finishes the preparation.
 
     Returns:
-        The report, or None for a share.
+        The report, or None if `share` is given.
 
     Raises:
-        UserError: A setting is wrong, the output is taken, an input is not there, or no image is left.
-        DataError: A part cannot be read now, or kills the processes that read it.
-        OSError: There is no room, or another fault of the disk. What is done is kept for the next start.
+        UserError: A setting is invalid, the output is not empty, an input does not exist, or no image is left.
+        DataError: A part cannot be read at the moment, or the processes that read it died.
+        OSError: The disk is full or fails. Finished work is kept for the next start.
     """
     problems = check_settings(settings)
     if problems:
@@ -66,13 +66,15 @@ def prepare(
     try:
         with work.locked(share):
             source = source or settings.source.open(sizes=settings.sizes)
-            return _Preparation(settings, source, run, work, output_of(settings, work)).go(share)
+            return _Preparation(settings, source, run, work, output_of(settings, work)).execute(share)
     except OSError as error:
-        raise OSError(f'{work.path}: {error}; put it right and start again: what is done is kept') from error
+        raise OSError(
+            f'{work.path}: {error}; fix the cause and run the same command again; finished work is kept'
+        ) from error
 
 
 class _Preparation:
-    """A preparation that has its work folder to itself."""
+    """A preparation that holds the lock of its work folder."""
 
     def __init__(self, settings: PrepareSettings, source: Source, run: Run, work: WorkFolder, output: Output) -> None:
         self.settings = settings
@@ -82,69 +84,83 @@ class _Preparation:
         self.output = output
         self.buckets = Buckets(settings.sizes, settings.aspects).names
 
-    def go(self, share: Share | None) -> PrepareReport | None:
-        """Run all steps that are not done yet."""
+    def execute(self, share: Share | None) -> PrepareReport | None:
+        """Run all steps that are not done yet; return the report, or None for a share."""
         start = time.monotonic()
+        # `complete` is written last. If it exists, an earlier start was killed while it moved the dataset into place,
+        # and the input need not be listed again.
         if not self.work.complete.exists():
             plan = InputPlan.make(self.settings, self.source)
-            finished = None if self.work.plan.exists() else self.output.finished(plan.fingerprint)
+            # A plan means that a preparation was stopped here: resume it, even if an earlier dataset is in the output.
+            finished = None if self.work.plan.exists() else self.output.finished_report(plan.fingerprint)
             if finished is not None:
-                finished.notes.append('it was prepared of this input before; nothing was to be done')
+                finished.notes.append('already prepared from the same input with the same settings; nothing to do')
                 return finished
             self.output.check()
-            plan.agree_with(self.work)
+            plan.write_or_check(self.work)
             self.work.clear_unfinished(share)
             try:
-                self.do_parts(plan, share)
+                self.convert_parts(plan, share)
                 if share is not None:
                     return None
-                self.assemble(plan, start)
+                self.finish_dataset(plan, start)
             except BaseException:
-                self.work.clear_unfinished(share)  # a full disk has better use for it
+                # The next start would remove these files too, but the disk may be full now.
+                self.work.clear_unfinished(share)
                 raise
         report = PrepareReport.read(self.work.complete)
         self.output.put_in_place()
         self.work.remove()
         return report
 
-    def do_parts(self, plan: InputPlan, share: Share | None) -> None:
-        """Convert every part into a folder of its own."""
+    def convert_parts(self, plan: InputPlan, share: Share | None) -> None:
+        """Convert each part of the share into its own folder, skipping parts that are done."""
         self.work.parts.mkdir(exist_ok=True)
-        mine = [number for number in range(len(plan.parts)) if share is None or share.has(number)]
-        left = [number for number in mine if not self.work.part(number).is_dir()]
-        todo = sum(plan.parts[number].size for number in left)
-        whole = sum(plan.parts[number].size for number in mine)
+        numbers = [number for number in range(len(plan.parts)) if share is None or share.includes(number)]
+        remaining = [number for number in numbers if not self.work.part(number).is_dir()]
+        remaining_size = sum(plan.parts[number].size for number in remaining)
+        total_size = sum(plan.parts[number].size for number in numbers)
         jobs = (
-            PartJob(number, plan.parts[number], self.source, self.settings, self.work.part(number)) for number in left
+            PartJob(number, plan.parts[number], self.source, self.settings, self.work.part(number))
+            for number in remaining
         )
         inputs = rejected = 0
+        # `closing` stops the workers as soon as an error or Ctrl-C leaves this block, instead of when the generator is
+        # garbage collected.
         with (
-            tqdm(total=whole, initial=whole - todo, desc='parts', unit='B', unit_scale=True, disable=None) as bar,
+            tqdm(
+                total=total_size,
+                initial=total_size - remaining_size,
+                desc='parts',
+                unit='B',
+                unit_scale=True,
+                disable=None,
+            ) as bar,
             closing(self.results(jobs)) as results,
         ):
             for done in results:
                 inputs += done.inputs
                 rejected += done.rejected.total()
                 rate = inputs / max(bar.format_dict['elapsed'], 1e-3)
-                bar.set_postfix_str(f'{rate:.0f} images/s, {rejected / max(1, inputs):.1%} left out', refresh=False)
+                bar.set_postfix_str(f'{rate:.0f} images/s, {rejected / max(1, inputs):.1%} rejected', refresh=False)
                 bar.update(done.size)
 
     def results(self, jobs: Iterable[WorkerJob]) -> Generator[Any, None, None]:
-        """Run jobs and yield their results; closing it stops them."""
+        """Run jobs and yield their results; closing the generator stops the jobs."""
         yield from self.run(jobs)
 
-    def assemble(self, plan: InputPlan, start: float) -> None:
-        """Leave out duplicates and write final shards, indexes and report; then the dataset is complete."""
+    def finish_dataset(self, plan: InputPlan, start: float) -> None:
+        """Remove duplicates, and write the final shards, indexes and report into the work folder."""
         catalog = Catalog.read([self.work.part(number) for number in range(len(plan.parts))], self.buckets)
         repeats = catalog.drop_duplicates(
             self.settings.duplicates, max_distance=self.settings.max_distance, saved=self.work.duplicates
         )
-        report = self.report_on(catalog, plan)
+        report = self.make_report(catalog, plan)
         if not report.pictures:
             self.work.remove()
-            lines = [f'{report.source}: no image is left, nothing is written', *report.rejections()]
+            lines = [f'{report.source}: every image was rejected; nothing was written', *report.rejections()]
             raise UserError('\n'.join(lines))
-        counts = self.pack(catalog)
+        counts = self.pack_shards(catalog)
         entries = {name: self.writer(name).read_entries(range(counts[name])) for name in report.buckets}
         write_indexes(entries, self.work.dataset)
         report.bytes = {name: sum(shard['raw_data']['bytes'] for shard in entries[name]) for name in entries}
@@ -154,22 +170,23 @@ class _Preparation:
             buckets=report_thumbnails.of_buckets(catalog, self.buckets),
             rejected=report_thumbnails.of_reasons(catalog, repeats),
         )
-        write_whole(self.work.dataset / PAGE, html)
+        write_whole(self.work.dataset / HTML_REPORT, html)
         report.seconds = time.monotonic() - start
         report.save(self.work.dataset / REPORT)
+        # After the report and every shard: this file marks the dataset as complete.
         write_whole(self.work.complete, (self.work.dataset / REPORT).read_text(encoding='utf-8'))
 
     def writer(self, bucket: str) -> ShardWriter:
         """Return the writer of a bucket's final shards."""
         return shard_writer(self.output, self.work, bucket, size_limit=self.settings.shard_bytes)
 
-    def pack(self, catalog: Catalog) -> dict[str, int]:
-        """Write the final shards; returns their number by bucket."""
+    def pack_shards(self, catalog: Catalog) -> dict[str, int]:
+        """Write the final shards that are not done yet; return the number of shards per bucket."""
         counts: dict[str, int] = {}
         total = int(catalog.columns['size'][catalog.kept].sum())
         with tqdm(total=total, desc='shards', unit='B', unit_scale=True, disable=None) as bar:
 
-            def left() -> Iterator[ShardJob]:
+            def remaining() -> Iterator[ShardJob]:
                 for code, bucket in enumerate(self.buckets):
                     writer = self.writer(bucket)
                     done = writer.done()
@@ -180,13 +197,13 @@ class _Preparation:
                         else:
                             yield job
 
-            with closing(self.results(left())) as results:
+            with closing(self.results(remaining())) as results:
                 for size in results:
                     bar.update(size)
         return counts
 
-    def report_on(self, catalog: Catalog, plan: InputPlan) -> PrepareReport:
-        """Return the report without the sizes of the shards."""
+    def make_report(self, catalog: Catalog, plan: InputPlan) -> PrepareReport:
+        """Return the report, without `bytes` and `seconds`, which are known only after packing."""
         found = np.bincount(catalog.bucket[catalog.kept], minlength=len(self.buckets))
         counts = dict(zip(self.buckets, found.tolist(), strict=True))
         return PrepareReport(
@@ -206,10 +223,10 @@ class _Preparation:
         )
 
     def notes(self, plan: InputPlan) -> list[str]:
-        """Return remarks on filters of columns that no image had."""
+        """Return a message for each filtered column that no input has."""
         filters = self.settings.filters
         if not filters.columns:
             return []
-        done = (read_done(self.work.part(number), part) for number, part in enumerate(plan.parts))
+        done = (read_counts(self.work.part(number), part) for number, part in enumerate(plan.parts))
         columns = set().union(*(part.columns for part in done))
-        return filters.never_seen(filters.columns_in(dict.fromkeys(columns)), columns)
+        return filters.unknown_column_notes(filters.columns_in(dict.fromkeys(columns)), columns)

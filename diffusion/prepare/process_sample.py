@@ -1,4 +1,4 @@
-"""Converting an entry of the source into a sample of the dataset, or a reason why it is left out."""
+"""Convert a source entry into a dataset sample, or reject it with a reason."""
 
 import io
 from collections.abc import Mapping
@@ -10,28 +10,31 @@ from diffusion.config.image_shapes import Shape
 from diffusion.prepare.bucket_choice import Buckets
 from diffusion.prepare.caption_cleaning import clean_captions
 from diffusion.prepare.extra_columns import json_value
-from diffusion.prepare.image_decoding import Clean, Unfit, clean, encode, fitted
+from diffusion.prepare.image_decoding import DecodedImage, Unfit, decode_image, encode, shrink_to_cover
 from diffusion.prepare.image_hashes import exact_hash, is_flat, perceptual_hash
 from diffusion.prepare.sample_table import SampleRow
 from diffusion.prepare.settings import PrepareSettings
 from diffusion.prepare.source import Entry
 
 COLUMNS = {'image': 'bytes', 'captions': 'json', 'width': 'int', 'height': 'int', 'key': 'str', 'metadata': 'json'}
-"""MDS encodings of a prepared sample; width and height are those of the stored image, in pixels."""
-LANGUAGES = ('language', 'LANGUAGE', 'lang')
-"""Metadata columns that name the language of the captions."""
-PRIVATE = frozenset({'exif', 'EXIF'})
-"""Metadata columns that are removed: img2dataset copies location, camera and owner from the image's file."""
+"""MDS encodings by column; width and height are those of the stored image, in pixels."""
+LANGUAGE_COLUMNS = ('language', 'LANGUAGE', 'lang')
+"""Metadata columns that may hold the language of the captions, in order of precedence."""
+PRIVATE_COLUMNS = frozenset({'exif', 'EXIF'})
+"""Metadata columns to remove: img2dataset copies location, camera and owner from the image file."""
 MAX_JPEG_SIDE = 65_500
+"""Maximum side of a JPEG in pixels, a limit of libjpeg."""
 THUMBNAIL_SIDE = 96
+"""Maximum side of a thumbnail in the report, in pixels."""
 
 
-def take(entry: Entry, row: SampleRow, *, settings: PrepareSettings, buckets: Buckets) -> dict[str, Any]:
-    """Return the sample of an entry; measurements go into its row, also when it is left out.
+def make_sample(entry: Entry, row: SampleRow, *, settings: PrepareSettings, buckets: Buckets) -> dict[str, Any]:
+    """Return the sample of an entry, and write its measurements into `row`, even if it is then rejected.
 
     Raises:
-        Unfit: It is left out.
+        Unfit: The entry is rejected.
     """
+    # Captions before the image: decoding takes most of the time.
     if entry.problem is not None:
         raise Unfit(entry.problem)
     filters = settings.filters
@@ -39,12 +42,12 @@ def take(entry: Entry, row: SampleRow, *, settings: PrepareSettings, buckets: Bu
     row.caption_length = max(map(len, captions))
     if entry.image is None:
         raise Unfit('no_image')
-    decoded = clean(entry.image, background=settings.background, max_pixels=settings.max_pixels)
+    decoded = decode_image(entry.image, background=settings.background, max_pixels=settings.max_pixels)
     row.width, row.height = decoded.width, decoded.height
     problem = filters.problem(decoded.width, decoded.height, captions, entry.metadata)
     if problem is not None:
         raise Unfit(problem)
-    bucket = buckets.of(decoded.width, decoded.height)
+    bucket = buckets.choose(decoded.width, decoded.height)
     if bucket is None:
         raise Unfit('too_small')
     row.bucket = buckets.name(*bucket)
@@ -70,25 +73,27 @@ def thumbnail(image: Image.Image) -> bytes:
     return encoded.getvalue()
 
 
-def _stored(found: bytes, decoded: Clean, shape: Shape, settings: PrepareSettings) -> tuple[bytes, tuple[int, int]]:
-    """Return the encoded image to store, and its width and height."""
-    original = settings.store == 'original'
-    if original and decoded.as_found:
-        return found, (decoded.width, decoded.height)
-    image = decoded.image if original else fitted(decoded.image, shape)
+def _stored(
+    encoded: bytes, decoded: DecodedImage, shape: Shape, settings: PrepareSettings
+) -> tuple[bytes, tuple[int, int]]:
+    """Return the encoded image to store, and its (width, height)."""
+    keep_original = settings.store == 'original'
+    if keep_original and decoded.is_unmodified:
+        return encoded, (decoded.width, decoded.height)
+    image = decoded.image if keep_original else shrink_to_cover(decoded.image, shape)
     if max(image.size) > MAX_JPEG_SIDE:
         raise Unfit('too_long')
     return encode(image, lossless=decoded.lossless, jpeg_quality=settings.jpeg_quality), image.size
 
 
-def _metadata(found: Mapping[str, Any], row: SampleRow) -> dict[str, Any]:
-    """Return the source's metadata of an image, and the measurements."""
-    kept = {name: json_value(value) for name, value in found.items() if name not in PRIVATE}
+def _metadata(columns: Mapping[str, Any], row: SampleRow) -> dict[str, Any]:
+    """Return the metadata to store: the columns of the source and our measurements, sorted by name."""
+    kept = {name: json_value(value) for name, value in columns.items() if name not in PRIVATE_COLUMNS}
     measured = {
         'caption_length': row.caption_length,
         'perceptual_hash': f'{row.perceptual_hash:016x}',
         'source_height': row.height,
         'source_width': row.width,
     }
-    language = next((str(found[name]) for name in LANGUAGES if found.get(name)), None)
+    language = next((str(columns[name]) for name in LANGUAGE_COLUMNS if columns.get(name)), None)
     return dict(sorted((kept | measured | ({'language': language} if language else {})).items()))

@@ -1,4 +1,4 @@
-"""Thumbnails for the report: the first pictures of every bucket and of every reason, by the order of the input."""
+"""Thumbnails for the report: the first images of each bucket and of each rejection reason, in input order."""
 
 import base64
 import io
@@ -9,53 +9,55 @@ from PIL import Image
 
 from diffusion.evaluation.image_sheet import Figure
 from diffusion.prepare.catalog import DUPLICATE, Catalog
-from diffusion.prepare.convert_part import FORMAT, THUMBNAILS, samples_begin
+from diffusion.prepare.convert_part import FORMAT, THUMBNAILS_FILE, header_sizes
 from diffusion.prepare.process_sample import thumbnail
 from diffusion.prepare.work_dir import read_json
 from diffusion.storage import mds
 
-A_BUCKET = 8
-A_REASON = 6
-MOST = 300
-"""Thumbnails of buckets on a page; one takes 4 to 7 kB there."""
-REASONS = 30
-"""Reasons with thumbnails."""
+THUMBNAILS_PER_BUCKET = 8
+THUMBNAILS_PER_REASON = 6
+MAX_BUCKET_THUMBNAILS = 300
+"""Maximum number of thumbnails of all buckets; one takes 4 to 7 kB of the page."""
+MAX_REASONS = 30
+"""Maximum number of reasons with thumbnails."""
 
 
 def of_buckets(catalog: Catalog, buckets: Sequence[str]) -> dict[str, list[Figure]]:
-    """Stored pictures with their first captions, by bucket."""
-    each = max(1, min(A_BUCKET, MOST // len(buckets)))
-    first = {name: catalog.of_bucket(code)[:each] for code, name in enumerate(buckets)}
-    return {name: [_stored(catalog, at) for at in rows] for name, rows in first.items() if len(rows)}
+    """Return the first stored images of each bucket with their first captions."""
+    each = max(1, min(THUMBNAILS_PER_BUCKET, MAX_BUCKET_THUMBNAILS // len(buckets)))
+    first = {name: catalog.rows_of_bucket(code)[:each] for code, name in enumerate(buckets)}
+    return {name: [_stored(catalog, row) for row in rows] for name, rows in first.items() if len(rows)}
 
 
 def of_reasons(catalog: Catalog, repeats: Sequence[tuple[int, int]]) -> dict[str, list[Figure]]:
-    """Pictures that are left out, where they can be seen, with their keys, by reason.
+    """Return the first rejected images of each reason with their keys; images that cannot be decoded are skipped.
 
     Args:
-        catalog: With the parts.
-        repeats: Pictures that repeat others, each with that one.
+        catalog: Table of all inputs.
+        repeats: Rows of duplicates, each with the row of its original.
     """
     missing = set(catalog.rejected) - {DUPLICATE}
     shown: dict[str, list[Figure]] = {}
     for folder in catalog.parts:
-        for each in read_json(folder / THUMBNAILS) if missing else ():
-            entries = shown.setdefault(each['reason'], []) if len(shown) < REASONS else shown.get(each['reason'], [])
-            if len(entries) < A_REASON:
-                text = f'{each["key"]} ({each["detail"]})' if each['detail'] else each['key']
-                entries.append(Figure([base64.b64decode(each['image'])], text))
-        missing -= {reason for reason, entries in shown.items() if len(entries) == A_REASON}
+        for record in read_json(folder / THUMBNAILS_FILE) if missing else ():
+            entries = (
+                shown.setdefault(record['reason'], []) if len(shown) < MAX_REASONS else shown.get(record['reason'], [])
+            )
+            if len(entries) < THUMBNAILS_PER_REASON:
+                text = f'{record["key"]} ({record["detail"]})' if record['detail'] else record['key']
+                entries.append(Figure([base64.b64decode(record['image'])], text))
+        missing -= {reason for reason, entries in shown.items() if len(entries) == THUMBNAILS_PER_REASON}
     if repeats:
-        shown[DUPLICATE] = [_stored(catalog, at, of) for at, of in repeats[:A_REASON]]
+        shown[DUPLICATE] = [_stored(catalog, row, original) for row, original in repeats[:THUMBNAILS_PER_REASON]]
     return shown
 
 
-def _stored(catalog: Catalog, at: int | np.integer, of: int | None = None) -> Figure:
-    """A picture that has a sample in its part's shards."""
-    folder = catalog.parts[int(catalog.part[at])]
-    shard, offset, size = (int(catalog.columns[name][at]) for name in ('shard', 'offset', 'size'))
+def _stored(catalog: Catalog, row: int | np.integer, original: int | None = None) -> Figure:
+    """Return a thumbnail of the sample of `row`; `original` is the row that it duplicates, if any."""
+    folder = catalog.parts[int(catalog.part[row])]
+    shard, offset, size = (int(catalog.columns[name][row]) for name in ('shard', 'offset', 'size'))
     with (folder / mds.shard_name(shard)).open('rb') as file:
-        file.seek(samples_begin(folder)[shard] + offset)
+        file.seek(header_sizes(folder)[shard] + offset)
         sample = FORMAT.decode(file.read(size))
-    text = sample['captions'][0] if of is None else f'{sample["key"]} (duplicate of {catalog.key(of)})'
+    text = sample['captions'][0] if original is None else f'{sample["key"]} (duplicate of {catalog.key(original)})'
     return Figure([thumbnail(Image.open(io.BytesIO(sample['image'])))], text)

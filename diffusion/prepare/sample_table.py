@@ -1,4 +1,4 @@
-"""The table of a part: one row per image, kept or left out, as a Parquet file."""
+"""Table of a part as a Parquet file: one row per input, kept or rejected."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,34 +30,34 @@ SCHEMA = pa.schema(
 
 @dataclass
 class SampleRow:
-    """The row of an image; values unknown for one that is left out stay zero or empty."""
+    """Row of an input; values that are unknown because it was rejected stay zero or empty."""
 
     key: str
     reason: str = ''
-    """The reason why it is left out; empty for one that is kept."""
+    """Reason for rejection; empty if kept."""
     bucket: str = ''
-    """The folder of its bucket, such as `512px/640x384`."""
+    """Folder of its bucket, such as `512px/640x384`."""
     shard: int = 0
-    """The shard of the part that its sample is in."""
+    """Number of the shard of the part that holds its sample."""
     offset: int = 0
-    """The offset of its sample after that shard's header, in bytes."""
+    """Offset of its sample after the header of that shard, in bytes."""
     size: int = 0
-    """The size of its sample in bytes."""
+    """Size of its sample in bytes."""
     width: int = 0
-    """Pixels of the image as it was found."""
+    """Width of the decoded image in pixels, before it is resized."""
     height: int = 0
     caption_length: int = 0
-    """Characters of the longest caption."""
+    """Length of the longest caption in characters."""
     exact_hash: int = 0
     perceptual_hash: int = 0
     is_flat: bool = False
-    """True if it shows too little for its perceptual hash to mean anything."""
+    """True if the image has too little contrast for a meaningful perceptual hash."""
 
 
 def write_sample_rows(folder: Path, rows: Sequence[SampleRow]) -> None:
-    """Write the rows of a part; the same rows give the same bytes."""
+    """Write the table of a part; the same rows give the same bytes."""
     columns = {name: [getattr(row, name) for row in rows] for name in SCHEMA.names}
-    # Unpaired surrogates come in with file names and JSON; Arrow takes UTF-8 alone.
+    # File names and JSON can contain lone surrogates, which Arrow rejects because they are not valid UTF-8.
     text = [name for name in SCHEMA.names if SCHEMA.field(name).type == pa.string()]
     columns |= {name: [value.encode('utf-8', 'backslashreplace').decode() for value in columns[name]] for name in text}
     with becoming(folder / ROWS) as unfinished:
@@ -65,5 +65,5 @@ def write_sample_rows(folder: Path, rows: Sequence[SampleRow]) -> None:
 
 
 def read_sample_rows(folder: Path, columns: Sequence[str]) -> pa.Table:
-    """Return some columns of a part's table."""
+    """Read columns of the table of a part."""
     return pq.read_table(folder / ROWS, columns=list(columns))

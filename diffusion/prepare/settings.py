@@ -1,4 +1,4 @@
-"""Settings of a preparation: the fields are the keys of its YAML and the options of its command line."""
+"""Settings of `diffusion prepare`; the fields are the keys of its YAML file and its command-line options."""
 
 import dataclasses
 import os
@@ -20,57 +20,57 @@ from diffusion.prepare.image_hashes import MAX_DISTANCE
 from diffusion.prepare.source import Source
 from diffusion.storage.writable import why_not_writable
 
-OPTIONS = {
+SETTINGS_OF_SOURCE = {
     'folder': ('location', 'captions'),
     'webdataset': ('location',),
     'parquet': ('location', 'image_column', 'caption_column'),
     'openmoji': ('select', 'split', 'limit', 'offset', 'seed'),
 }
-"""Settings of each kind of source."""
+"""Setting names that each source kind accepts."""
 
 NAMED_ASPECTS = ('none', 'sdxl')
 
 
 @dataclass
 class SourceSettings:
-    """The source of the images."""
+    """Source of the images."""
 
     kind: Literal['folder', 'webdataset', 'parquet', 'openmoji']
-    """folder: image files; webdataset: tars as img2dataset writes them; parquet: files with a column of images;
-    openmoji: the emoji of an installed package, drawn at each of the sizes.
+    """folder: image files; webdataset: tar files written by img2dataset; parquet: Parquet files with an image column;
+    openmoji: emoji from an installed package, rendered at each of the sizes.
     """
     location: str = ''
-    """A folder, a file, or a folder of an object store such as s3://bucket/laion; openmoji has none."""
+    """Folder, file, or object store folder such as s3://bucket/laion; empty for openmoji."""
     captions: str | None = None
-    """For folder: the CSV or JSONL of file and caption; null looks for a .txt beside each image."""
+    """folder only: CSV or JSONL file with columns file and caption; null reads a .txt or .json beside each image."""
     image_column: str | None = None
-    """For parquet: the column with the images; null looks for one of the usual names."""
+    """parquet only: image column; null detects it by common names."""
     caption_column: str | None = None
-    """For parquet: the column with the captions; null looks for one of the usual names."""
+    """parquet only: caption column; null detects it by common names."""
 
     select: Literal['distinct', 'named', 'all'] = 'distinct'
-    """For openmoji, distinct: named, one per family, no flags, letters and near-copies; named: all that have a name,
-    but no skin tones; all: also those without a name, captioned 'emoji'.
+    """openmoji only. distinct: named emoji, one per family, without flags, letters and near-duplicates; named: all with
+    a name, except skin tones; all: everything, with the caption 'emoji' for unnamed ones.
     """
     split: Literal['all', 'train', 'heldout'] = 'all'
-    """For openmoji: heldout is one family of variants in sixteen, train the rest."""
+    """openmoji only. heldout: 1 of 16 families of variants; train: the others."""
     limit: int | None = None
-    """For openmoji: the largest number of emoji; null takes the whole selection."""
+    """openmoji only: maximum number of emoji; null uses the whole selection."""
     offset: int = 0
-    """For openmoji: the number of emoji left out at the start of the selection."""
+    """openmoji only: number of emoji to skip at the start of the selection."""
     seed: int = 17
-    """For openmoji: the seed of the selection's order."""
+    """openmoji only: seed of the order of the selection."""
 
     @property
     def title(self) -> str:
-        """The name of the source in messages and reports."""
+        """Name of the source in messages and reports."""
         return 'OpenMoji' if self.kind == 'openmoji' else self.location
 
     def open(self, *, sizes: Sequence[int]) -> Source:
-        """Return the source.
+        """Return the source object for these settings.
 
         Args:
-            sizes: Sides in pixels of the images that a source which draws them is to draw.
+            sizes: Side lengths in pixels at which openmoji renders; other sources ignore it.
         """
         if self.kind == 'openmoji':
             from diffusion.prepare.openmoji import OpenMojiSource
@@ -94,45 +94,46 @@ class PrepareSettings:
     """Settings of a preparation."""
 
     source: SourceSettings
-    """The source of the images."""
+    """Source of the images."""
     out: str
-    """The dataset: a folder, or one of an object store such as s3://bucket/mds; it must be empty or not exist."""
+    """Output dataset: a local folder, or an object store folder such as s3://bucket/mds; must be empty or not exist."""
     sizes: list[int]
-    """Resolution buckets: sides in pixels; each image goes to the largest that it need not be enlarged for."""
+    """Side lengths of the resolution buckets, in pixels; an image goes to the largest one that needs no upscaling."""
     aspects: str | list[str] = 'none'
-    """Shapes inside a resolution: none keeps each image's own, sdxl is that paper's table, or shapes of the largest
-    size such as 640x384, scaled for the others. With shapes, each has a folder of shards, and a recipe says `aspects`.
+    """Aspect-ratio buckets per resolution. none: images keep their own aspect ratio; sdxl: the table of the SDXL paper;
+    or a list of shapes at the largest size, such as 640x384, which are scaled for the other sizes. Each shape gets a
+    folder of shards; a recipe reads them with `aspects: true`.
     """
     work: str | None = None
-    """The folder of unfinished work; null is the output's name with .work. It needs as much room as the dataset."""
+    """Work folder; null appends .work to the name of the output. It needs as much disk space as the dataset."""
     overwrite: bool = False
-    """Replace the dataset that is there."""
+    """Replace an existing dataset."""
     workers: int | None = None
-    """Processes; null is one per core."""
+    """Number of worker processes; null uses one per core."""
     background: str = 'white'
-    """The color that transparent images are put on."""
+    """Background color for transparent images."""
     max_pixels: int = MAX_PIXELS
-    """Larger images are rejected before they are decoded."""
+    """Maximum width times height; larger images are rejected before they are decoded."""
     filters: Filters = field(default_factory=Filters)
-    """Limits that images must meet."""
+    """Limits on images and captions."""
     store: Literal['resized', 'original'] = 'resized'
-    """resized: as large as their bucket needs; original: the file's own bytes where they need no correction."""
+    """resized: scale images down to their bucket; original: keep the bytes of files that need no correction."""
     jpeg_quality: int = 95
     """Quality of stored JPEGs, 1 to 100; lossless images are stored as PNG."""
     duplicates: Literal['none', 'exact', 'near'] = 'none'
-    """Repeated images that are left out: none, exact (equal pixels), or near (also those that look alike)."""
+    """Duplicates to remove: none, exact (equal pixels), or near (also images that look alike)."""
     max_distance: int = 4
-    """Bits out of 64 by which the perceptual hashes of images that look alike may differ."""
+    """For duplicates: near, the maximum number of bits, of 64, in which two perceptual hashes may differ."""
     max_rejected: float = 0.01
-    """Largest share of images left out with which the preparation passes; above it the exit status is 3."""
+    """Maximum fraction of rejected inputs; above it the exit status is 3."""
     shard_mb: float = 256.0
-    """Largest size of a shard, in MB."""
+    """Maximum size of a shard, in MB."""
     license: str | None = None
-    """The license of the images; goes into the report."""
+    """License of the images, shown in the report."""
 
     @property
     def shard_bytes(self) -> int:
-        """Largest size of a shard, in bytes."""
+        """Maximum size of a shard, in bytes."""
         return round(self.shard_mb * 10**6)
 
     @property
@@ -141,7 +142,7 @@ class PrepareSettings:
 
     @property
     def is_remote(self) -> bool:
-        """True if the output is in an object store."""
+        """True if the output is an object store folder."""
         return is_remote(self.out)
 
     @property
@@ -151,22 +152,24 @@ class PrepareSettings:
         out = Path(self.out).resolve()
         return out.with_name(f'{out.name}.work')
 
-    def what_it_makes(self) -> dict[str, Any]:
-        """Return the settings that the dataset's bytes depend on; others may change while a preparation goes on."""
+    def content_settings(self) -> dict[str, Any]:
+        """Return the settings that affect the bytes of the dataset; the others may change when a run is resumed."""
         values = dataclasses.asdict(self)
         for name in ('out', 'work', 'overwrite', 'workers', 'max_rejected', 'license'):
             del values[name]
-        if self.source.kind != 'openmoji':  # absent, as in the plans and fingerprints of versions that had no openmoji
-            for name in OPTIONS['openmoji']:
+        # Earlier versions had no openmoji settings. Leave them out for the other sources, so that plans and
+        # fingerprints written by those versions still match.
+        if self.source.kind != 'openmoji':
+            for name in SETTINGS_OF_SOURCE['openmoji']:
                 del values['source'][name]
         return values
 
 
 def load_settings(path: str | Path, overrides: Sequence[str] = ()) -> PrepareSettings:
-    """Read a preparation's YAML, what it extends, and `key=value` overrides.
+    """Load settings from a YAML file, the files that it extends, and `key=value` overrides.
 
     Raises:
-        RecipeError: With every mistake found.
+        RecipeError: The settings are invalid; lists all mistakes.
     """
     try:
         contents = read_chain(Path(path))
@@ -178,16 +181,16 @@ def load_settings(path: str | Path, overrides: Sequence[str] = ()) -> PrepareSet
 def settings_of(
     *contents: dict[str, Any], overrides: Sequence[str] = (), path: str | Path = 'diffusion prepare'
 ) -> PrepareSettings:
-    """Build settings from plain values, of which later ones win.
+    """Build settings from dictionaries; later dictionaries and `overrides` take precedence.
 
     Raises:
-        RecipeError: With every mistake found; its message begins with `path`.
+        RecipeError: The settings are invalid; lists all mistakes after `path`.
     """
     try:
         values = merge(contents, overrides)
     except UnreadableYAML as error:
         raise RecipeError([Problem('', str(error))], path) from error
-    if 'licence' in values:  # the key's former spelling
+    if 'licence' in values:  # spelling used by earlier versions
         values['license'] = values.pop('licence')
     gather = Gatherer()
     settings = build_dataclass(PrepareSettings, values, '', gather)
@@ -200,7 +203,7 @@ def settings_of(
 
 
 def check_settings(settings: PrepareSettings) -> list[Problem]:
-    """Return the mistakes in settings whose types are right."""
+    """Return the mistakes in settings whose types are already validated."""
     gather = Gatherer()
     _check_source(settings.source, gather)
     _check_sizes(settings, gather)
@@ -215,13 +218,15 @@ def check_settings(settings: PrepareSettings) -> list[Problem]:
 
 
 def _check_source(source: SourceSettings, gather: Gatherer) -> None:
-    takes = OPTIONS[source.kind]
+    accepted = SETTINGS_OF_SOURCE[source.kind]
     for field_ in dataclasses.fields(source):
         name = field_.name
-        if name != 'kind' and name not in takes and getattr(source, name) != field_.default:
-            gather.problem(f'source.{name}', f'is not for {source.kind}, which takes {" and ".join(takes)}; remove it')
-    if 'location' in takes and not source.location:
-        gather.problem('source.location', 'is missing; give a folder, a file, or a folder of an object store')
+        if name != 'kind' and name not in accepted and getattr(source, name) != field_.default:
+            gather.problem(
+                f'source.{name}', f'is not a setting of {source.kind}, which takes {" and ".join(accepted)}; remove it'
+            )
+    if 'location' in accepted and not source.location:
+        gather.problem('source.location', 'is missing; give a folder, a file, or an object store folder')
 
 
 def _check_sizes(settings: PrepareSettings, gather: Gatherer) -> None:
@@ -232,7 +237,7 @@ def _check_sizes(settings: PrepareSettings, gather: Gatherer) -> None:
         near = did_you_mean(settings.aspects, NAMED_ASPECTS)
         gather.problem('aspects', f'{settings.aspects!r}: {near}, or a list of shapes such as [640x384]')
     if settings.aspects == []:
-        gather.problem('aspects', 'the list is empty; write none, sdxl, or shapes such as [640x384]')
+        gather.problem('aspects', 'the list is empty; use none, sdxl, or shapes such as [640x384]')
     for index, text in enumerate(settings.aspects if isinstance(settings.aspects, list) else []):
         try:
             parse_shape(text)
@@ -249,10 +254,10 @@ def _check_numbers(settings: PrepareSettings, gather: Gatherer) -> None:
         'max_rejected': (0, 1),
         'shard_mb': (0.001, 4000),
     }
-    for name, (least, most) in ranges.items():
+    for name, (low, high) in ranges.items():
         value = getattr(settings, name)
-        if value is not None and not least <= value <= most:
-            gather.problem(name, f'{value} is out of range; give {least} to {most}')
+        if value is not None and not low <= value <= high:
+            gather.problem(name, f'{value} is out of range; give {low} to {high}')
 
 
 def _check_color(color: str, gather: Gatherer) -> None:
@@ -263,22 +268,25 @@ def _check_color(color: str, gather: Gatherer) -> None:
     except ValueError:
         channels = 0
     if channels != 3:
-        gather.problem('background', f'{color!r} is no opaque color; write a name such as white, or #rrggbb')
+        gather.problem('background', f'{color!r} is not an opaque color; use a name such as white, or #rrggbb')
 
 
 def _check_folders(settings: PrepareSettings, gather: Gatherer) -> None:
-    """Check that the output does not lie over the input."""
+    """Check that the output can be written and does not contain the input."""
     if settings.is_remote:
         if settings.work is None:
-            gather.problem('work', f'is missing; out is {settings.out}, so give a local folder for unfinished work')
+            gather.problem('work', f'is missing; out is {settings.out}, so give a local work folder')
         if settings.overwrite:
-            gather.problem('overwrite', 'an object store replaces no folder in one step; give an out that is empty')
+            gather.problem(
+                'overwrite',
+                'is not supported for object stores, which cannot replace a folder atomically; give an empty out',
+            )
         return
     source = settings.source
-    read = [path for path in (source.location, source.captions) if path and not is_remote(path)]
-    for path in read:
+    inputs = [path for path in (source.location, source.captions) if path and not is_remote(path)]
+    for path in inputs:
         if Path(path).resolve().is_relative_to(Path(settings.out).resolve()):
-            gather.problem('out', f'{settings.out} holds {path}, which is read; give another folder')
+            gather.problem('out', f'{settings.out} contains the input {path}; give another folder')
     problem = why_not_writable(Path(settings.out).absolute().parent)
     if problem is not None:
         gather.problem('out', problem)

@@ -1,58 +1,58 @@
-"""The interface of sources: a source is cut into parts, each of which yields images with captions."""
+"""Source interface: a source is split into parts, and each part yields images with captions."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 IMAGE_SUFFIXES = ('jpg', 'jpeg', 'png', 'webp', 'gif', 'bmp', 'tif', 'tiff', 'avif')
-"""Suffixes of files that are images."""
+"""File suffixes of images, in lower case and without a dot."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of the input that one process reads from beginning to end, such as a tar or a run of files."""
+    """Unit of input that one process reads in order, such as a tar or a range of files."""
 
     name: str
-    """Unique and stable; of letters, digits, dots, dashes and underscores."""
+    """Unique, stable name of letters, digits, dots, dashes and underscores."""
     where: dict[str, Any]
-    """Values that the source needs to read it, in JSON's types."""
+    """JSON values that the source needs to read the part."""
     size: int
-    """Bytes, or images where bytes are not known; the progress bar counts them."""
+    """Size in bytes, or the number of images if bytes are unknown; unit of the progress bar."""
     stamp: str
-    """A text that changes when the part's content does: size and time of a file, or the tag of an object."""
+    """Text that changes when the content changes: size and modification time of a file, or the ETag of an object."""
 
 
 @dataclass
 class Entry:
-    """An image as it was found, or a reason why there is none."""
+    """One input: an undecoded image with its captions and metadata, or the reason why it could not be read."""
 
     key: str
-    """Stable id within the source, which the report and the dataset name it by."""
+    """Stable ID within the source, used in the report and the dataset."""
     image: bytes | None = None
-    """The file as it was found: still encoded, nothing checked."""
+    """Encoded image file, not validated."""
     captions: list[Any] = field(default_factory=list)
-    """Captions as they were found: None, numbers and NaN included."""
+    """Raw captions, which may include None, numbers and NaN."""
     metadata: dict[str, Any] = field(default_factory=dict)
-    """Other columns by name, such as `aesthetic_score`, in JSON's types."""
+    """Other columns by name, such as `aesthetic_score`, as JSON values."""
     problem: str | None = None
-    """The reason why the source could not read it, for the report, such as `no_image`."""
+    """Reason why the source could not read it, such as `no_image`; shown in the report."""
 
 
 class Source(Protocol):
-    """A source of images; it is sent to other processes, so it is plain data."""
+    """Source of images; must be picklable, since it is sent to other processes."""
 
     def parts(self) -> Sequence[Part]:
-        """Return the parts in their order, the same whenever the input is the same.
+        """Return the parts in order; the same input gives the same parts.
 
         Raises:
-            ValueError: There is nothing to read, or it cannot be listed.
+            ValueError: There is nothing to read, or the input cannot be listed.
         """
         ...
 
     def read(self, part: Part) -> Iterator[Entry]:
-        """Yield the entries of a part in their order; every image, caption or row that is there gives one.
+        """Yield the entries of a part in order; each image, caption or row of the input gives an entry.
 
         Raises:
-            OSError: The part cannot be read now; trying again may help.
+            OSError: The part cannot be read at the moment; a retry may succeed.
         """
         ...

@@ -1,8 +1,7 @@
-"""Reading a tar from beginning to end, to the byte at which it is damaged.
+"""Sequential tar reader that detects damage and reports its byte offset."""
 
-The standard library's TarFile takes a file cut off between two members, or broken by a bad header, for a whole one, and
-can run for years on a header with a wrong size; so only its parser of headers is used here.
-"""
+# tarfile.TarFile reports no error for a file that is truncated between two members or has a bad header after the first
+# one, and loops practically forever on a header with a huge wrong size. Only its header parser is used here.
 
 import gzip
 import tarfile
@@ -13,94 +12,97 @@ from typing import IO, NamedTuple
 
 BLOCK = tarfile.BLOCKSIZE
 MAX_CONTENT = 512 * 2**20
-"""Bytes of a file that are read; of a larger one there is no content."""
+"""Maximum size of a member that is read, in bytes; `content` of a larger member is None."""
 MAX_NAME = 2**20
+"""Maximum size of a header that describes the next member, in bytes."""
 CHUNK = 2**20
 GZIP = b'\x1f\x8b'
 
-BEFORE_A_MEMBER = frozenset(
+DESCRIBES_NEXT_MEMBER = frozenset(
     {
         *(tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK),
         *(tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.XGLTYPE),
     }
 )
-"""Types of headers that describe the member after them."""
+"""Header types that describe the next member."""
 WITHOUT_CONTENT = frozenset(
     {
         *(tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.DIRTYPE),
         *(tarfile.FIFOTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE),
     }
 )
-"""Types whose size, if their header has one, is that of something else."""
+"""Member types without content; their header may still have a size, such as that of a link's target."""
 
 
 class DamagedTar(Exception):
-    """The message is `cut_off`, `unreadable` (from its first byte) or `damaged`."""
+    """A tar is damaged; the message is `cut_off`, `unreadable` (from the first byte) or `damaged`."""
 
-    def __init__(self, how: str, byte: int, name: str | None) -> None:
-        super().__init__(how)
+    def __init__(self, reason: str, byte: int, name: str | None) -> None:
+        super().__init__(reason)
         self.byte = byte
-        """The offset of the member that cannot be read; in a compressed tar, the offset after unpacking."""
+        """Offset of the member that cannot be read; for a compressed tar, in the uncompressed data."""
         self.name = name
-        """That member's name, where its header is whole."""
+        """Name of that member; None if its header is damaged."""
 
 
 class Member(NamedTuple):
-    """A member of a tar: a file, or a link, folder or device."""
+    """Member of a tar: a file, link, folder or device."""
 
     name: str
     is_file: bool
     content: bytes | None
-    """None for what is no file or larger than `MAX_CONTENT`."""
+    """None if it is not a file or is larger than `MAX_CONTENT`."""
 
 
 def members(path: Path) -> Iterator[Member]:
-    """Yield the members of a tar, compressed by gzip or not, in their order.
+    """Yield the members of a tar in order; the tar may be compressed with gzip.
 
     Raises:
-        Damaged: After the members before the damage.
-        OSError: The disk fails.
+        DamagedTar: The tar is damaged; raised after the members before the damage.
+        OSError: The disk failed.
     """
     with path.open('rb') as file:
-        packed = file.read(2) == GZIP
+        is_gzip = file.read(2) == GZIP
         file.seek(0)
-        tar = _Tar(gzip.GzipFile(fileobj=file) if packed else file)
+        tar = _Tar(gzip.GzipFile(fileobj=file) if is_gzip else file)
         try:
             yield from tar.members()
-        except EOFError as error:  # gzip's
+        except EOFError as error:  # raised by gzip for a truncated stream
             raise tar.damaged('cut_off') from error
         except (gzip.BadGzipFile, zlib.error) as error:
             raise tar.damaged('damaged') from error
 
 
 class _Tar:
-    """A tar and the position of reading."""
+    """Tar reader with its current position."""
 
     def __init__(self, file: IO[bytes] | gzip.GzipFile) -> None:
         self.file = file
-        self._read = 0
-        self._begin = 0
-        self._name: str | None = None
+        self._position = 0
+        self._member_start = 0
+        self._member_name: str | None = None
 
-    def damaged(self, how: str) -> DamagedTar:
-        return DamagedTar(how, self._begin, self._name)
+    def damaged(self, reason: str) -> DamagedTar:
+        return DamagedTar(reason, self._member_start, self._member_name)
 
     def members(self) -> Iterator[Member]:
-        """Yield the members; names and sizes too long for a header stand in members of their own before it."""
+        """Yield the members in order."""
+        # A name or size that does not fit into a header is stored in an extra member before it; `name` and `size` hold
+        # such values until the member that they describe.
         name, size, ended = None, None, False
         while True:
             if name is None and size is None:
-                self._begin = self._read
-            self._name = None
-            block = self._take(BLOCK, may_end=ended)
+                self._member_start = self._position
+            self._member_name = None
+            block = self._read_exactly(BLOCK, may_end=ended)
             if block is None:
                 return
-            if not any(block):  # the mark of the end; another tar may follow where two were joined
+            if not any(block):  # end-of-archive marker; another tar may follow if two were concatenated
                 ended = True
                 continue
             ended = False
             header = self._header(block)
-            if header.type in BEFORE_A_MEMBER:
+            if header.type in DESCRIBES_NEXT_MEMBER:
                 content = self._content(header.size, limit=MAX_NAME)
                 if content is None:
                     raise self.damaged('damaged')
@@ -109,24 +111,25 @@ class _Tar:
                 elif header.type in (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE):
                     name, size = self._extended(content)
                 continue
-            self._name = header.name if name is None else name
+            self._member_name = header.name if name is None else name
             is_file = header.isreg()
             stored = 0 if header.type in WITHOUT_CONTENT else header.size if size is None else size
             content = self._content(stored, limit=MAX_CONTENT if is_file else 0)
-            yield Member(self._name, is_file, content if is_file else None)
+            yield Member(self._member_name, is_file, content if is_file else None)
             name = size = None
 
     def _header(self, block: bytes) -> tarfile.TarInfo:
         try:
             header = tarfile.TarInfo.frombuf(block, 'utf-8', 'surrogateescape')
         except (tarfile.HeaderError, ValueError) as error:
-            raise self.damaged('damaged' if self._read > BLOCK else 'unreadable') from error
+            raise self.damaged('damaged' if self._position > BLOCK else 'unreadable') from error
+        # Sparse files are not supported; their content has another layout.
         if header.size < 0 or header.type == tarfile.GNUTYPE_SPARSE:
             raise self.damaged('damaged')
         return header
 
     def _extended(self, content: bytes) -> tuple[str | None, int | None]:
-        """Return the name and size that a pax header sets; its records are lines such as `24 path=a/long/name.jpg`."""
+        """Return the name and size in a pax header; each record is a line such as `24 path=a/long/name.jpg`."""
         name, size = None, None
         try:
             while content:
@@ -134,7 +137,7 @@ class _Tar:
                 record, content = content[:length], content[length:]
                 key, _, value = record.partition(b' ')[2].removesuffix(b'\n').partition(b'=')
                 if length < 5:
-                    raise ValueError(f'a record of {length} bytes')
+                    raise ValueError(f'pax record of {length} bytes')
                 if key == b'path':
                     name = value.decode('utf-8', 'surrogateescape')
                 elif key == b'size':
@@ -146,23 +149,29 @@ class _Tar:
         return name, size
 
     def _content(self, size: int, *, limit: int) -> bytes | None:
-        """Read a member's content and its padding; returns None for content over the limit."""
+        """Read the content of a member and its padding; return None if it is larger than `limit`."""
         padding = -size % BLOCK
         if 0 < size <= limit:
-            content = self._take(size)
-            self._take(padding)
+            content = self._read_exactly(size)
+            self._read_exactly(padding)
             return content
-        left = size + padding
-        while left:
-            left -= len(self._take(min(left, CHUNK)) or b'')
+        # Skip by reading: gzip streams cannot seek cheaply, and seeking past the end of a file would not show that it
+        # is truncated.
+        remaining = size + padding
+        while remaining:
+            remaining -= len(self._read_exactly(min(remaining, CHUNK)) or b'')
         return b'' if size <= limit else None
 
-    def _take(self, size: int, *, may_end: bool = False) -> bytes | None:
-        """Read so many bytes; returns None at the end of the file, if it may end here."""
-        taken = self.file.read(size)
-        self._read += len(taken)
-        if not taken and size and may_end:
+    def _read_exactly(self, size: int, *, may_end: bool = False) -> bytes | None:
+        """Read exactly `size` bytes, or return None at the end of the file if `may_end`.
+
+        Raises:
+            DamagedTar: The file ends earlier.
+        """
+        data = self.file.read(size)
+        self._position += len(data)
+        if not data and size and may_end:
             return None
-        if len(taken) < size:
+        if len(data) < size:
             raise self.damaged('cut_off')
-        return taken
+        return data

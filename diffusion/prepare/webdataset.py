@@ -1,11 +1,11 @@
-"""Tars of images and captions, as img2dataset writes them and webdataset reads them."""
+"""Source for tar files of images and captions in webdataset format, as written by img2dataset."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from diffusion.prepare.extra_columns import read_columns
-from diffusion.prepare.file_listing import as_utf8, list_files, local_copy, whole_file
+from diffusion.prepare.file_listing import as_utf8, list_files, local_copy, single_file_part
 from diffusion.prepare.source import IMAGE_SUFFIXES, Entry, Part
 from diffusion.prepare.tar_reading import DamagedTar, Member, members
 
@@ -15,30 +15,30 @@ KNOWN = frozenset({*IMAGE_SUFFIXES, 'txt', 'json'})
 
 @dataclass(frozen=True)
 class WebDatasetSource:
-    """Tars of a folder, a file, or a pattern in braces; a part a tar, a sample an image.
+    """Tar files in a folder, a single tar, or a pattern with braces; each tar is a part.
 
-    A sample is what stands side by side under one name: `000000012.jpg`, the caption in `000000012.txt`, metadata in
-    `000000012.json`. Its key is the tar's name and its own, `00000/000000012`. Captions are the JSON's `captions`, or
-    else the .txt, or else the JSON's `caption`; the JSON's other columns are metadata. Other files are passed over,
-    such as the `00000.parquet` and `00000_stats.json` that img2dataset puts beside its tars.
+    A sample is a run of adjacent members with the same stem: the image `000000012.jpg`, the caption `000000012.txt` and
+    the metadata `000000012.json`. Its key is the stem of the tar plus its own, `00000/000000012`. Captions come from
+    `captions` in the JSON, else from the .txt, else from `caption` in the JSON; other JSON columns are metadata. Other
+    files are ignored, such as the `00000.parquet` and `00000_stats.json` that img2dataset writes beside its tars.
     """
 
     location: str
 
     def parts(self) -> list[Part]:
-        """Return a part for each tar.
+        """Return one part per tar.
 
         Raises:
-            ValueError: There is none, or the location cannot be listed.
+            ValueError: There is no tar, or the location cannot be listed.
         """
-        return [whole_file(file, SUFFIXES[0]) for file in list_files(self.location, SUFFIXES)]
+        return [single_file_part(file, SUFFIXES[0]) for file in list_files(self.location, SUFFIXES)]
 
     def read(self, part: Part) -> Iterator[Entry]:
-        """Yield the samples in the tar's order; of a damaged tar, those before the damage and then one that names it.
+        """Yield the samples in tar order; for a damaged tar, those before the damage, then an entry that reports it.
 
         Raises:
-            ValueError: A store refuses to give the tar.
-            OSError: It cannot be read now.
+            ValueError: The store denies access to the tar.
+            OSError: The tar cannot be read at the moment.
         """
         stem, size = part.where['stem'], part.where['size']
         with local_copy(part.where['url'], size=size) as path:
@@ -47,11 +47,11 @@ class WebDatasetSource:
 
 @dataclass
 class _Sample:
-    """Members of one name that stand side by side."""
+    """Adjacent members of a tar with the same stem."""
 
     key: str
     members: dict[str, Member] = field(default_factory=dict)
-    """The members by suffix."""
+    """Members by suffix."""
 
     @property
     def image(self) -> Member | None:
@@ -59,6 +59,8 @@ class _Sample:
 
 
 def _entries(path: Path, stem: str) -> Iterator[Entry]:
+    # A key that appears a second time would become two samples with one key. If both have an image it is a duplicate;
+    # otherwise the members of one sample were not adjacent, so that image and caption were read as two samples.
     had_image: dict[str, bool] = {}
     try:
         for sample in _samples(path):
@@ -74,7 +76,7 @@ def _entries(path: Path, stem: str) -> Iterator[Entry]:
 
 
 def _samples(path: Path) -> Iterator[_Sample]:
-    """Yield runs of members of one name; a suffix that comes again begins a new sample."""
+    """Yield runs of adjacent members with the same stem; a repeated suffix starts a new sample."""
     sample = None
     try:
         for member in members(path):
@@ -87,7 +89,8 @@ def _samples(path: Path) -> Iterator[_Sample]:
                 sample = _Sample(key)
             sample.members[suffix] = member
     except DamagedTar as damage:
-        # The last sample is whole if the damage is in another's member; else what it lacks may be behind it.
+        # If the damaged member belongs to another sample, the last sample is complete. Otherwise, or if the name of the
+        # damaged member is unknown, members of the last sample may be missing.
         if sample is not None and damage.name is not None and _split(damage.name)[0] != sample.key:
             yield sample
         raise
@@ -96,7 +99,7 @@ def _samples(path: Path) -> Iterator[_Sample]:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """Return key and suffix; webdataset cuts the last piece of a path at its first dot."""
+    """Return (key, suffix) of a member, split at the first dot of the file name as webdataset does."""
     folder, slash, last = name.removeprefix('./').rpartition('/')
     stem, _, suffix = last.partition('.')
     return folder + slash + stem, suffix.lower() if stem else ''

@@ -1,4 +1,4 @@
-"""The work folder of a preparation: its files, its lock, and shares of several machines."""
+"""Work folder of a preparation: its layout, its lock, and shares for several machines."""
 
 import json
 from collections.abc import Iterator
@@ -16,60 +16,60 @@ LOCK = 'lock'
 
 @dataclass(frozen=True)
 class Share:
-    """The parts that one of several machines prepares: those whose number leaves `index` when divided by `of`."""
+    """The parts that one of several machines converts: those whose number modulo `of` is `index`."""
 
     index: int
     of: int
 
     @classmethod
     def parse(cls, text: str) -> 'Share':
-        """Parse `3/16`."""
+        """Parse a share such as `3/16`."""
         index, _, of = text.partition('/')
         if not (index.isdecimal() and of.isdecimal() and int(index) < int(of)):
-            raise UserError(f'--share: {text!r} is no share; write 0/16, 1/16, up to 15/16')
+            raise UserError(f'--share: {text!r} is not a share; use 0/16, 1/16, up to 15/16')
         return cls(int(index), int(of))
 
     def __str__(self) -> str:
         return f'{self.index}/{self.of}'
 
-    def has(self, number: int) -> bool:
+    def includes(self, number: int) -> bool:
         return number % self.of == self.index
 
 
 @dataclass(frozen=True)
 class WorkFolder:
-    """The folder that a stopped preparation leaves, and continues with."""
+    """Folder that holds the state of a preparation, from which a stopped preparation resumes."""
 
     path: Path
 
     @property
     def plan(self) -> Path:
-        """Settings and parts, written first."""
+        """File with the settings and parts, written first."""
         return self.path / 'plan.json'
 
     @property
     def parts(self) -> Path:
-        """Holds a folder per part that is done, named by its number."""
+        """Folder with one folder per converted part, named by its number."""
         return self.path / 'parts'
 
     @property
     def packed(self) -> Path:
-        """Holds a file per final shard that is done, with its entry of the index."""
+        """Folder with one file per finished final shard, which holds its index entry."""
         return self.path / 'packed'
 
     @property
     def duplicates(self) -> Path:
-        """An array with the earlier image that each image repeats, written when all parts are done."""
+        """Array with the result of the duplicate search, written when all parts are converted."""
         return self.path / 'duplicates.npy'
 
     @property
     def dataset(self) -> Path:
-        """The folder that becomes the output."""
+        """Folder that is renamed to the output."""
         return self.path / 'dataset'
 
     @property
     def complete(self) -> Path:
-        """A file that is there when the dataset is whole and only needs to be put in place."""
+        """Copy of the report; exists when the dataset is complete and only has to be moved to the output."""
         return self.path / 'complete'
 
     def part(self, number: int) -> Path:
@@ -77,13 +77,15 @@ class WorkFolder:
 
     @contextmanager
     def locked(self, share: Share | None = None) -> Iterator[None]:
-        """Lock the folder against all others; for a share, against those that prepare the whole or the same share.
+        """Lock the folder exclusively; for a share, let processes with other shares use it at the same time.
 
         Raises:
-            UserError: Somebody else is at it.
+            UserError: Another process holds the lock, or the file system has no locks.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
+            # A share holds the main lock shared, so that it excludes full runs but not other shares, and a lock of its
+            # own exclusively, so that the same share cannot run twice.
             self._lock(LOCK, stack, shared=share is not None)
             if share is not None:
                 self._lock(f'{LOCK}-{share.index}-of-{share.of}', stack)
@@ -91,31 +93,36 @@ class WorkFolder:
                 yield
             finally:
                 if share is None and self.path.exists() and not self.plan.exists() and not self.complete.exists():
-                    self.remove()  # nothing was begun
+                    self.remove()  # no work was begun, so do not leave an empty folder behind
 
     def _lock(self, name: str, stack: ExitStack, *, shared: bool = False) -> None:
-        def taken() -> None:
+        def fail() -> None:
             raise UserError(
-                f'{self.path}: another process is preparing this dataset; wait for it, or give another --out'
+                f'{self.path}: another process is preparing this dataset; wait until it ends, or give another --out'
             )
 
-        if not stack.enter_context(locks.held(self.path / name, taken, shared=shared)):
-            raise UserError(f'{self.path}: is on a file system without locks (flock); set work to a folder on another')
+        if not stack.enter_context(locks.held(self.path / name, fail, shared=shared)):
+            raise UserError(
+                f'{self.path}: the file system does not support locks (flock); set work to a folder on another one'
+            )
 
     def clear_unfinished(self, share: Share | None = None) -> None:
-        """Remove what killed processes left unfinished. Call it under the lock."""
+        """Remove the unfinished files of killed processes; requires the lock."""
         if share is None:
             remove_unfinished(self.path)
             remove_unfinished(self.parts)
             remove_unfinished(self.packed, below=True)
             remove_unfinished(self.dataset, below=True)
             return
-        for left in self.parts.glob(f'*{UNFINISHED}*'):
-            if share.has(int(left.name.partition('.')[0])):
-                remove(left)
+        # Processes with other shares may be writing in this folder: touch only the parts of our own share.
+        for path in self.parts.glob(f'*{UNFINISHED}*'):
+            if share.includes(int(path.name.partition('.')[0])):
+                remove(path)
 
     def remove(self) -> None:
-        """Remove everything; `complete` and the lock last, so that a start after a kill continues removing."""
+        """Remove the folder and everything in it."""
+        # `complete` and the lock go last: if this is killed, the next start finds `complete` and continues removing,
+        # instead of finding an incomplete work folder and preparing again.
         for path in sorted(self.path.iterdir(), key=lambda path: (path.name == LOCK, path == self.complete)):
             remove(path)
         self.path.rmdir()

@@ -1,6 +1,7 @@
-"""Jobs over processes: the job of a process that dies is tried again, and named when that does not help.
+"""Process pool that survives the death of a worker: it retries the job, then reports which job and which item failed.
 
-Python's own pools either hang when a worker is killed or give all work up, and neither says which job it had.
+When a worker is killed, `multiprocessing.Pool` hangs and `ProcessPoolExecutor` fails all pending work; neither reports
+which job the worker was running.
 """
 
 import multiprocessing
@@ -18,21 +19,22 @@ from typing import Any, Protocol
 from diffusion.errors import DataError
 
 Note = Callable[[str], None]
-"""Takes the current item of a job, such as an image's key, for the message when its process dies."""
+"""Callback that records the current item of a job, such as the key of an image, for the error if its process dies."""
 
 PRELOAD = ['diffusion.prepare.convert_part', 'diffusion.prepare.pack_shards', 'pandas']
-"""Modules that every worker needs; pyarrow imports pandas, half a second of it, when it makes its first array."""
+"""Modules that the forkserver imports once for all workers; pyarrow imports pandas (0.5 s) for its first array."""
 DEATHS = 3
-"""Deaths of a job's process before giving up: it runs beside others, then alone, since memory may have run out."""
+"""Number of times that a job's process may die before the preparation fails."""
 NOTE_BYTES = 1024
+"""Size of the shared buffer that holds the current item of a job."""
 
 
 class WorkerJob(Protocol):
-    """Work that another process does; it can be pickled, and doing it twice is as good as once."""
+    """Work for another process; must be picklable and idempotent, since it may run more than once."""
 
     @property
     def name(self) -> str:
-        """The job's name in messages."""
+        """Name of the job in messages."""
         ...
 
     def __call__(self, note: Note) -> Any:
@@ -41,35 +43,37 @@ class WorkerJob(Protocol):
 
 
 def run_jobs(jobs: Iterable[WorkerJob], *, workers: int) -> Iterator[Any]:
-    """Run the jobs in at most `workers` processes; yields their results as they come.
+    """Run jobs in at most `workers` processes and yield their results as they finish.
 
     Raises:
-        DataError: A job's process died again and again.
-        Exception: What a job raised; the other jobs are stopped.
+        DataError: A job's process died `DEATHS` times.
+        Exception: A job raised it; the other jobs are stopped.
     """
-    todo, again, alone = iter(jobs), deque[WorkerJob](), deque[WorkerJob]()
+    # After the first death a job runs again beside the others; after the second it runs with no other job, because
+    # memory may have run out, and the jobs beside it may have used it.
+    pending, retries, last_tries = iter(jobs), deque[WorkerJob](), deque[WorkerJob]()
     deaths: Counter[str] = Counter()
     idle: list[_Worker] = []
     busy: list[_Worker] = []
     try:
         while True:
-            while len(busy) < workers and (job := again.popleft() if again else next(todo, None)) is not None:
+            while len(busy) < workers and (job := retries.popleft() if retries else next(pending, None)) is not None:
                 busy.append(idle.pop() if idle else _Worker())
-                busy[-1].give(job)
-            if not busy and alone:
+                busy[-1].send(job)
+            if not busy and last_tries:
                 busy.append(idle.pop() if idle else _Worker())
-                busy[-1].give(alone.popleft())
+                busy[-1].send(last_tries.popleft())
             if not busy:
                 return
-            for worker in _ready(busy):
+            for worker in _wait_for_any(busy):
                 busy.remove(worker)
                 try:
-                    result = worker.take()
+                    result = worker.receive()
                 except EOFError:
                     deaths[worker.job.name] += 1
                     if deaths[worker.job.name] == DEATHS:
-                        raise DataError(_obituary(worker)) from None
-                    (again if deaths[worker.job.name] == 1 else alone).append(worker.job)
+                        raise DataError(_death_message(worker)) from None
+                    (retries if deaths[worker.job.name] == 1 else last_tries).append(worker.job)
                     worker.stop()
                 else:
                     idle.append(worker)
@@ -80,82 +84,88 @@ def run_jobs(jobs: Iterable[WorkerJob], *, workers: int) -> Iterator[Any]:
 
 
 class _Worker:
-    """A process that does one job after the other."""
+    """A process that runs one job after another."""
 
     job: WorkerJob
 
     def __init__(self) -> None:
-        # A forkserver's children share the imports (10 ms each instead of 400) and none of the caller's threads, locks
-        # and open files, as they would after a plain fork of a process with torch in it.
+        # Workers started by a forkserver share its imports (10 ms per start instead of 400). A plain fork would copy
+        # the caller's locks and open files without its threads, which is unsafe in a process that has imported torch.
         context = multiprocessing.get_context('forkserver')
         context.set_forkserver_preload(PRELOAD)
         _start_forkserver()
+        # Shared memory, not a message: the parent can still read it after the worker was killed.
         self._note = context.RawArray('c', NOTE_BYTES)
-        self.pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, self._note, dict(os.environ)), daemon=True)
+        self.pipe, child_pipe = context.Pipe()
+        self._process = context.Process(target=_serve, args=(child_pipe, self._note, dict(os.environ)), daemon=True)
         self._process.start()
-        theirs.close()
+        # While the parent has the child's end open, a dead child causes no EOFError and `recv` would block forever.
+        child_pipe.close()
 
     @property
     def note(self) -> str:
-        """The current item of its job; readable also after the death of the process."""
+        """Current item of the job; also readable after the process died."""
         return self._note.value.decode('utf-8', 'replace')
 
-    def give(self, job: WorkerJob) -> None:
+    def send(self, job: WorkerJob) -> None:
         self.job = job
         self._note.value = b''
-        # That a process died between two jobs is noticed when its result is waited for.
+        # If the process died between two jobs, receiving the result raises EOFError, and the job is retried.
         with suppress(ConnectionError):
             self.pipe.send(job)
 
-    def take(self) -> Any:
-        """Return the result of its job. Raises EOFError when the process died."""
+    def receive(self) -> Any:
+        """Return the result of the job, or raise its exception.
+
+        Raises:
+            EOFError: The process died.
+        """
         try:
-            result, error, trace = self.pipe.recv()
-        except OSError as broken:
-            raise EOFError from broken
-        if error is not None:
-            raise error from _InWorker(trace)
+            result, job_error, worker_traceback = self.pipe.recv()
+        except OSError as error:
+            # Raised instead of EOFError if the process died within a message or before it read its job.
+            raise EOFError from error
+        if job_error is not None:
+            raise job_error from _WorkerTraceback(worker_traceback)
         return result
 
     def stop(self) -> int | None:
-        """End the process if it still lives; returns its exit code."""
+        """Kill the process if it is still alive; return its exit code."""
         self._process.kill()
         self._process.join()
         self.pipe.close()
         return self._process.exitcode
 
 
-class _InWorker(Exception):
-    """The traceback of an error in another process."""
+class _WorkerTraceback(Exception):
+    """Traceback text of an exception raised in a worker, attached as its cause."""
 
     def __str__(self) -> str:
         return f'\n{self.args[0]}'
 
 
-def _ready(busy: list[_Worker]) -> list[_Worker]:
-    """Wait until a worker is done or dead; returns all that are."""
+def _wait_for_any(busy: list[_Worker]) -> list[_Worker]:
+    """Wait until at least one worker has finished or died; return all such workers."""
     pipes = wait([worker.pipe for worker in busy])
     return [worker for worker in busy if worker.pipe in pipes]
 
 
-def _obituary(worker: _Worker) -> str:
+def _death_message(worker: _Worker) -> str:
     note, code = worker.note, worker.stop() or 0
-    how = f'killed by {signal.Signals(-code).name}' if code < 0 else f'ended with status {code}'
-    at = f' at {note}' if note else ''
+    cause = f'killed by {signal.Signals(-code).name}' if code < 0 else f'exited with status {code}'
+    position = f' at {note}' if note else ''
     return (
-        f'{worker.job.name}: its process died {DEATHS} times{at}, the last time alone and {how}; '
-        'give the machine more memory or take that image out, then start again: what is done is kept'
+        f'{worker.job.name}: its process died {DEATHS} times{position}, {cause} with no other job running; '
+        'add memory or remove that image, then run the same command again; finished work is kept'
     )
 
 
 def _start_forkserver() -> None:
-    """Start the forkserver with Ctrl-C ignored, which its children inherit.
-
-    Ctrl-C reaches all processes; a child that is still importing would otherwise die with a traceback of its own.
-    """
+    """Start the forkserver with SIGINT ignored, so that workers inherit this."""
+    # The terminal sends Ctrl-C to the whole process group. A worker that is still importing, before `_serve` ignores
+    # SIGINT, would die with a traceback of its own.
     if threading.current_thread() is not threading.main_thread():
-        return  # only the main thread may set a signal's handler, and only it gets Ctrl-C
+        return  # only the main thread may set signal handlers
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         forkserver.ensure_running()
@@ -164,10 +174,10 @@ def _start_forkserver() -> None:
 
 
 def _serve(pipe: Connection, shared: Any, environment: dict[str, str]) -> None:
-    """Run jobs from a pipe: the main function of a worker."""
-    os.environ.update(environment)  # the forkserver may have started before a variable was set
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent ends the others
+    """Run the jobs received through a pipe until it closes; main function of a worker."""
+    os.environ.update(environment)  # the forkserver may be older than a variable that the caller set since
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and kills its workers
 
     def note(text: str) -> None:
         shared.value = text.encode('utf-8', 'replace')[: NOTE_BYTES - 1]
@@ -184,9 +194,11 @@ def _serve(pipe: Connection, shared: Any, environment: dict[str, str]) -> None:
         pipe.send(outcome)
 
 
-def _end_with_parent() -> None:
-    """End this process with its parent; else it would work on beside those of the next start."""
+def _exit_with_parent() -> None:
+    """Wait for the parent process to end, then exit this process."""
     parent = multiprocessing.parent_process()
     assert parent is not None
+    # A daemon process is not stopped if its parent is killed with SIGKILL; it would go on writing while the next start
+    # resumes the same part. `sys.exit` would end only this thread.
     parent.join()
     os._exit(1)

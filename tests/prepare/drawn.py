@@ -1,4 +1,4 @@
-"""Parts of small pictures drawn from their numbers, so that preparing them needs no files."""
+"""Source of small synthetic images, each drawn from its number, so that tests need no image files."""
 
 import functools
 import io
@@ -22,7 +22,7 @@ FORMATS = ('JPEG', 'PNG', 'WEBP', 'GIF', 'BMP', 'TIFF')
 
 
 def draw(number: int, *, width: int = 0, height: int = 0) -> Image.Image:
-    """A picture of its own for each number, of sides between 16 and 79 px unless they are given."""
+    """Return a different image for each number, with sides of 16 to 79 px unless they are given."""
     rng = np.random.default_rng(number)
     width, height = width or int(rng.integers(16, 80)), height or int(rng.integers(16, 80))
     coarse = Image.fromarray(rng.integers(0, 256, (5, 5, 3), np.uint8))
@@ -30,8 +30,8 @@ def draw(number: int, *, width: int = 0, height: int = 0) -> Image.Image:
 
 
 @functools.cache
-def drawn(number: int) -> bytes:
-    """A picture's file, of a format of its own."""
+def encoded_image(number: int) -> bytes:
+    """Return the encoded image of a number; the format depends on the number."""
     return encode(draw(number), FORMATS[number % len(FORMATS)])
 
 
@@ -42,7 +42,7 @@ def encode(image: Image.Image, kind: str = 'JPEG') -> bytes:
 
 
 class Deadly(bytes):
-    """A picture that kills who looks at it, as one that a decoder crashes on."""
+    """Encoded image that kills the process that decodes it, like one that crashes the decoder."""
 
     once: str = ''
 
@@ -55,17 +55,17 @@ class Deadly(bytes):
 
 @dataclass(frozen=True)
 class DrawnSource:
-    """Parts of pictures that exist in no file.
+    """Source of synthetic images.
 
     Attributes:
-        parts_count: Parts.
-        each: Pictures a part.
-        broken: Every so many pictures one that is cut short; 0 is none.
-        seconds: Waited for each picture.
-        stamp: Of every part.
-        gone: A folder; a part vanishes when a file of its name is there.
-        deadly: The key of a picture that kills the process.
-        once: A file that the deadly picture leaves, and that makes it harmless.
+        parts_count: Number of parts.
+        each: Number of images per part.
+        broken: Truncate every n-th image; 0 for none.
+        seconds: Delay before each image.
+        stamp: Stamp of every part.
+        gone: Folder; a part cannot be read while it contains a file with the name of the part.
+        deadly: Key of an image that kills the process.
+        once: File that the deadly image creates before it kills; the image is harmless while the file exists.
     """
 
     parts_count: int = 4
@@ -82,7 +82,7 @@ class DrawnSource:
 
     def read(self, part: Part) -> Iterator[Entry]:
         for number in range(part.where['first'], part.where['first'] + self.each):
-            key = f'picture-{number}'
+            key = f'image-{number}'
             if self.gone and Path(self.gone, part.name).exists():
                 raise FileNotFoundError(f'{part.name}: no such file')
             if self.seconds:
@@ -90,24 +90,24 @@ class DrawnSource:
             yield self.entry(key, number)
 
     def entry(self, key: str, number: int) -> Entry:
-        image = drawn(number)
+        image = encoded_image(number)
         if self.broken and number % self.broken == 0:
             image = image[: len(image) // 2]
         if key == self.deadly and not (self.once and Path(self.once).exists()):
             image = Deadly(image)
             image.once = self.once
         metadata = {'aesthetic_score': number % 10, 'language': 'en'}
-        return Entry(key, image, [f'a caption of picture {number}', f'another {number}'], metadata)
+        return Entry(key, image, [f'a caption of image {number}', f'another {number}'], metadata)
 
 
 def settings(out: Path | str, **values: object) -> PrepareSettings:
-    """Settings for a source that is given to `prepare`."""
+    """Return settings for a source that is passed to `prepare`."""
     defaults = {'source': {'kind': 'folder', 'location': 'drawn'}, 'out': str(out), 'sizes': [16, 32], 'workers': 2}
     return settings_of(defaults | {'max_rejected': 1.0} | values)
 
 
 def samples(bucket: Path) -> list[dict[str, Any]]:
-    """The samples of a folder of shards, in order, as Streaming reads them."""
+    """Return the samples of a folder of shards in order, read with Streaming."""
     from streaming.base.format import reader_from_json
 
     shards = json.loads((bucket / 'index.json').read_text())['shards']
@@ -116,7 +116,7 @@ def samples(bucket: Path) -> list[dict[str, Any]]:
 
 
 def snapshot(out: Path) -> dict[str, bytes]:
-    """Every file of a dataset, without what may differ: its own name and the seconds it took."""
+    """Return the content of every file of a dataset, without its own path and the elapsed seconds, which may differ."""
     files = (path for path in sorted(out.rglob('*')) if path.is_file())
     found = {path.relative_to(out).as_posix(): path.read_bytes().replace(bytes(out), b'OUT') for path in files}
     found['report.json'] = re.sub(rb'"seconds": [0-9.]+', b'"seconds": 0', found['report.json'])

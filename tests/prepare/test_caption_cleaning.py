@@ -1,4 +1,4 @@
-"""From what a column holds to clean captions."""
+"""Caption cleaning: raw column values to clean captions."""
 
 import time
 import unicodedata
@@ -14,37 +14,37 @@ from diffusion.prepare.image_decoding import Unfit
 
 
 def reason(*raw: Any, **limits: int) -> str:
-    with pytest.raises(Unfit) as refused:
+    with pytest.raises(Unfit) as rejection:
         clean_captions(list(raw), **limits)
-    assert refused.value.detail
-    return str(refused.value)
+    assert rejection.value.detail
+    return str(rejection.value)
 
 
 @pytest.mark.parametrize(
     'raw', [None, float('nan'), np.float64('nan'), '', ' \n\t\u3000', '\0\u200b\ufeff', '\u200d\u200c']
 )
-def test_nothing_is_no_caption(raw: Any) -> None:
+def test_empty_values_are_no_caption(raw: Any) -> None:
     assert reason(raw) == 'no_caption'
     assert reason() == 'no_caption'
 
 
 @pytest.mark.parametrize('raw', [3, 2.5, True, b'a cat', ['a cat'], {'a': 'cat'}])
-def test_what_is_not_text_is_refused(raw: Any) -> None:
+def test_values_that_are_not_text_are_rejected(raw: Any) -> None:
     assert reason(raw) == 'caption_not_text'
 
 
-def test_lengths_count_clean_characters() -> None:
+def test_lengths_count_characters_after_cleaning() -> None:
     assert reason('  ab  ', min_length=3) == 'caption_too_short'
     assert clean_captions([' a\n\n b '], min_length=3, max_length=3) == ['a b']
     assert reason('abcd', max_length=3) == 'caption_too_long'
     assert clean_captions(['e\u0301' * 3], max_length=3) == ['ééé']
 
 
-def test_100_kb_are_refused_by_default() -> None:
+def test_caption_of_100_kb_is_rejected_by_default() -> None:
     assert reason('x' * 100_000) == 'caption_too_long'
 
 
-def test_accents_in_the_worst_order_take_no_minutes() -> None:
+def test_worst_case_accents_are_rejected_quickly() -> None:
     start = time.monotonic()
     assert reason('a' + '\u0301\u0316' * 50_000) == 'caption_too_long'
     assert time.monotonic() - start < 1
@@ -64,12 +64,12 @@ def test_accents_in_the_worst_order_take_no_minutes() -> None:
         ('می\u200cخواهم', 'می\u200cخواهم'),
     ],
 )
-def test_control_and_widthless_characters_go(raw: str, clean: str) -> None:
+def test_control_and_zero_width_characters_are_removed(raw: str, clean: str) -> None:
     assert clean_captions([raw]) == [clean]
 
 
 @given(st.text(alphabet=st.characters(), max_size=200))
-def test_clean_text_is_clean_and_stays_as_it_is(text: str) -> None:
+def test_cleaning_is_idempotent(text: str) -> None:
     clean = clean_text(text)
     clean.encode('utf-8')
     assert clean_text(clean) == clean
@@ -78,10 +78,10 @@ def test_clean_text_is_clean_and_stays_as_it_is(text: str) -> None:
     assert not any(unicodedata.category(character) in ('Cc', 'Cs') for character in clean)
 
 
-def test_of_several_captions_the_fit_ones_are_kept_once_in_order() -> None:
+def test_usable_captions_are_kept_once_and_in_order() -> None:
     assert clean_captions(['b ', None, 'a', 7, 'b', '\0', 'a b c'], max_length=3) == ['b', 'a']
 
 
-def test_when_none_is_fit_the_first_that_holds_something_is_the_reason() -> None:
+def test_reason_is_that_of_the_first_caption_with_content() -> None:
     assert reason(None, '', 7, 'x' * 50_000) == 'caption_not_text'
     assert reason(None, 'x' * 50_000, 7) == 'caption_too_long'

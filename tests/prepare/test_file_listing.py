@@ -1,4 +1,4 @@
-"""Files here and in an object store: what is listed, what is copied, and what a failing store makes of it."""
+"""Listing and copying of local files and objects, and errors of failing stores."""
 
 import os
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from object_store import Store
 
-from diffusion.prepare.file_listing import expand_braces, list_files, local_copy, part_name, whole_file
+from diffusion.prepare.file_listing import expand_braces, list_files, local_copy, part_name, single_file_part
 
 
 def touch(path: Path, content: bytes = b'x') -> Path:
@@ -15,7 +15,7 @@ def touch(path: Path, content: bytes = b'x') -> Path:
     return path
 
 
-def test_a_folder_is_listed_with_its_sub_folders_by_name(tmp_path: Path) -> None:
+def test_folder_is_listed_recursively_and_sorted(tmp_path: Path) -> None:
     for name in ('b/1.tar', 'a.tar', 'b/0.TAR', 'b/0.parquet', '.hidden/2.tar', '.3.tar'):
         touch(tmp_path / name, name.encode())
     files = list_files(str(tmp_path), ['.tar'])
@@ -24,7 +24,7 @@ def test_a_folder_is_listed_with_its_sub_folders_by_name(tmp_path: Path) -> None
     assert list_files(f'file://{tmp_path}/', ['.tar']) == files
 
 
-def test_a_stamp_changes_with_the_content(tmp_path: Path) -> None:
+def test_stamp_changes_with_the_content(tmp_path: Path) -> None:
     path = touch(tmp_path / 'a.tar')
     before = list_files(str(tmp_path), ['.tar'])
     assert list_files(str(tmp_path), ['.tar']) == before
@@ -33,28 +33,28 @@ def test_a_stamp_changes_with_the_content(tmp_path: Path) -> None:
     assert list_files(str(tmp_path), ['.tar'])[0].stamp != before[0].stamp
 
 
-def test_one_file_is_listed_whatever_its_suffix(tmp_path: Path) -> None:
+def test_single_file_is_listed_with_any_suffix(tmp_path: Path) -> None:
     path = touch(tmp_path / 'a.zip')
     assert [file.name for file in list_files(str(path), ['.tar'])] == ['a.zip']
 
 
-def test_braces_stand_for_files_in_their_order(tmp_path: Path) -> None:
+def test_braces_expand_to_files_in_order(tmp_path: Path) -> None:
     for number in range(12):
         touch(tmp_path / f'{number:03}.tar')
     files = list_files(f'{tmp_path}/{{010..011}}.tar', ['.tar'])
     assert [file.name for file in files] == ['010.tar', '011.tar']
     assert [file.name for file in list_files(f'{tmp_path}/{{003,001}}.tar', ['.tar'])] == ['003.tar', '001.tar']
-    with pytest.raises(ValueError, match=r'2 of 4 files are missing, the first is .*012\.tar'):
+    with pytest.raises(ValueError, match=r'2 of 4 files are missing, the first one is .*012\.tar'):
         list_files(f'{tmp_path}/{{010..013}}.tar', ['.tar'])
 
 
-def test_braces_of_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_braces_expand_in_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     touch(tmp_path / '0.tar')
     monkeypatch.chdir(tmp_path)
     assert [file.url for file in list_files('{0..0}.tar', ['.tar'])] == ['0.tar']
 
 
-def test_braces_multiply_as_in_a_shell() -> None:
+def test_several_braces_expand_as_in_a_shell() -> None:
     assert expand_braces('a/{8..10}-{x,y}.tar') == [f'a/{n}-{x}.tar' for n in (8, 9, 10) for x in 'xy']
     assert expand_braces('plain') == ['plain']
 
@@ -63,16 +63,16 @@ def test_braces_multiply_as_in_a_shell() -> None:
     ('location', 'message'),
     [
         ('gone', 'there is no such folder or file'),
-        ('empty', r'has no \.tar files'),
+        ('empty', r'contains no \.tar files'),
         ('{a}.tar', r'\{a\} is neither a range such as \{00000..00099\} nor a list'),
-        ('{9..1}.tar', 'runs backwards'),
+        ('{9..1}.tar', 'is a descending range'),
         ('{0..9999999}.tar', 'more than 1000000 files'),
-        ('{0..9999}/{0..9999}.tar', 'more than 1000000 files; give their folder'),
+        ('{0..9999}/{0..9999}.tar', 'more than 1000000 files; give the folder instead'),
         ('http://host/a.tar', r'http:// is not supported; use s3://, gs://, .*hf://, or a mounted folder'),
         ('s3://', 'the bucket is missing'),
     ],
 )
-def test_a_wrong_location_is_named(
+def test_invalid_location_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, location: str, message: str
 ) -> None:
     (tmp_path / 'empty').mkdir()
@@ -82,11 +82,11 @@ def test_a_wrong_location_is_named(
     assert str(raised.value).startswith(location)
 
 
-def test_names_of_parts_are_plain_and_their_own(tmp_path: Path) -> None:
+def test_part_names_are_plain_and_unique(tmp_path: Path) -> None:
     names = ('a.tar', 'a.tgz', 'a.TAR', 'a b.tar', 'a_b.tar', 'a/b.tar', 'ä.tar', '0' * 200 + '.tar')
     for name in names:
         touch(tmp_path / name)
-    parts = [whole_file(file, '.tar') for file in list_files(str(tmp_path), ['.tar', '.tgz'])]
+    parts = [single_file_part(file, '.tar') for file in list_files(str(tmp_path), ['.tar', '.tgz'])]
     assert len({part.name for part in parts}) == len(names)
     assert all(
         part.name.isascii() and set(part.name) <= {*map(chr, range(45, 47)), '_'} | set(filter(str.isalnum, part.name))
@@ -97,7 +97,7 @@ def test_names_of_parts_are_plain_and_their_own(tmp_path: Path) -> None:
     assert part_name('00000') == '00000'
 
 
-def test_a_name_that_is_not_utf8_can_be_reported(tmp_path: Path) -> None:
+def test_name_that_is_not_utf8_can_be_reported(tmp_path: Path) -> None:
     path = os.fsencode(tmp_path) + b'/caf\xe9.tar'
     Path(os.fsdecode(path)).write_bytes(b'x')
     file = list_files(str(tmp_path), ['.tar'])[0]
@@ -106,7 +106,7 @@ def test_a_name_that_is_not_utf8_can_be_reported(tmp_path: Path) -> None:
         assert copy.read_bytes() == b'x'
 
 
-def test_a_store_is_listed_and_copied(store: Store) -> None:
+def test_object_store_is_listed_and_copied(store: Store) -> None:
     objects = {'set/b/1.tar': b'one', 'set/a.tar': b'two!', 'settings/c.tar': b'', 'set/a.json': b'{}', 'set/': b''}
     bucket = store.bucket('pictures', **objects)
     files = list_files(f'{bucket}/set', ['.tar'])
@@ -125,20 +125,20 @@ def test_a_store_is_listed_and_copied(store: Store) -> None:
 
 
 @pytest.mark.slow
-def test_a_store_is_listed_beyond_its_first_page(store: Store) -> None:
+def test_object_store_is_listed_beyond_its_first_page(store: Store) -> None:
     bucket = store.bucket('many', **{f'{number:05}.tar': b'' for number in range(1005)})
     assert len(list_files(bucket, ['.tar'])) == 1005
     assert [file.name for file in list_files(f'{bucket}/{{01003..01004}}.tar', ['.tar'])] == ['01003.tar', '01004.tar']
 
 
-def test_a_copy_is_removed_also_when_reading_fails(store: Store) -> None:
+def test_copy_is_removed_when_reading_fails(store: Store) -> None:
     bucket = store.bucket('pictures', **{'a.tar': b'one'})
     with pytest.raises(RuntimeError), local_copy(f'{bucket}/a.tar') as path:
         raise RuntimeError
     assert not path.parent.exists()
 
 
-def test_what_is_not_there_is_said_at_once(store: Store) -> None:
+def test_missing_object_is_reported_without_retry(store: Store) -> None:
     bucket = store.bucket('pictures', **{'a.tar': b'one'})
     for url in (f'{bucket}/gone.tar', 's3://nowhere/a.tar'):
         store.requests.clear()
@@ -147,11 +147,11 @@ def test_what_is_not_there_is_said_at_once(store: Store) -> None:
         assert len(store.requests) == 1
     with pytest.raises(ValueError, match=r'^s3://nowhere: there is no such bucket'):
         list_files('s3://nowhere', ['.tar'])
-    with pytest.raises(ValueError, match=r'^s3://pictures/gone: has no \.tar files'):
+    with pytest.raises(ValueError, match=r'^s3://pictures/gone: contains no \.tar files'):
         list_files(f'{bucket}/gone', ['.tar'])
 
 
-def test_a_refusal_names_the_credentials_to_set(store: Store) -> None:
+def test_denied_access_names_the_credentials_to_set(store: Store) -> None:
     bucket = store.bucket('pictures', **{'a.tar': b'one'})
     store.fail('GET', 403, times=2)
     with pytest.raises(ValueError, match=r'^s3://pictures: the store refuses access \(403\).*AWS_ACCESS_KEY_ID'):
@@ -162,19 +162,19 @@ def test_a_refusal_names_the_credentials_to_set(store: Store) -> None:
     assert not store.faults
 
 
-def test_missing_credentials_are_said(store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_credentials_are_reported(store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     bucket = store.bucket('pictures', **{'a.tar': b'one'})
     monkeypatch.setenv('AWS_EC2_METADATA_DISABLED', 'true')
     monkeypatch.setenv('AWS_SHARED_CREDENTIALS_FILE', str(tmp_path / 'none'))
     monkeypatch.delenv('AWS_ACCESS_KEY_ID')
     monkeypatch.delenv('AWS_SECRET_ACCESS_KEY')
-    assert list_files(bucket, ['.tar']), 'everybody may read it'
+    assert list_files(bucket, ['.tar']), 'public buckets need no credentials'
     store.fail('GET', 403, times=1)
     with pytest.raises(ValueError, match=r'there are no credentials .*; set AWS_ACCESS_KEY_ID'):
         list_files(bucket, ['.tar'])
 
 
-def test_an_answer_of_500_is_tried_again(store: Store) -> None:
+def test_status_500_is_retried(store: Store) -> None:
     bucket = store.bucket('pictures', **{'a.tar': b'one'})
     store.fail('GET', 500, times=2)
     files = list_files(bucket, ['.tar'])
@@ -184,7 +184,7 @@ def test_an_answer_of_500_is_tried_again(store: Store) -> None:
     assert not store.faults
 
 
-def test_a_store_that_goes_on_failing_is_an_os_error(store: Store) -> None:
+def test_store_that_keeps_failing_raises_an_os_error(store: Store) -> None:
     bucket = store.bucket('pictures', **{'a.tar': b'one'})
     fault = store.fail('/a.tar', 500, times=100)
     with (
@@ -195,7 +195,7 @@ def test_a_store_that_goes_on_failing_is_an_os_error(store: Store) -> None:
     assert fault.times == 96
 
 
-def test_a_body_cut_short_is_fetched_again(store: Store) -> None:
+def test_truncated_body_is_fetched_again(store: Store) -> None:
     bucket = store.bucket('pictures', **{'a.tar': bytes(10_000)})
     store.fail('GET /pictures/a.tar', 'cut', times=1)
     with local_copy(f'{bucket}/a.tar', size=10_000) as path:
@@ -203,19 +203,19 @@ def test_a_body_cut_short_is_fetched_again(store: Store) -> None:
     assert not store.faults
 
 
-def test_another_size_than_was_listed_is_an_error(store: Store) -> None:
+def test_size_that_differs_from_the_listing_is_an_error(store: Store) -> None:
     bucket = store.bucket('pictures', **{'a.tar': b'one'})
     with pytest.raises(OSError, match='received 3 of 5 bytes'), local_copy(f'{bucket}/a.tar', size=5):
         pass
 
 
-def test_a_store_that_nobody_serves_is_an_os_error(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_store_raises_an_os_error(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv('S3_ENDPOINT_URL', 'http://127.0.0.1:9')
     with pytest.raises(OSError, match=r'^s3://pictures: cannot be read, tried 4 times'):
         list_files('s3://pictures', ['.tar'])
 
 
-def test_an_odd_name_stays_in_its_own_folder(store: Store) -> None:
+def test_unusual_name_stays_in_its_own_folder(store: Store) -> None:
     bucket = store.bucket('pictures', **{'a/..': b'x', 'ü.csv': b'y', 'a?b#c;d.csv': b'z'})
     for name in ('a/..', 'ü.csv', 'a?b#c;d.csv'):
         with local_copy(f'{bucket}/{name}') as path:
@@ -223,6 +223,6 @@ def test_an_odd_name_stays_in_its_own_folder(store: Store) -> None:
             assert path.suffix == ('.csv' if 'csv' in name else '')
 
 
-def test_braces_in_the_name_of_a_folder_that_is_there(tmp_path: Path) -> None:
+def test_braces_in_the_name_of_an_existing_folder(tmp_path: Path) -> None:
     touch(tmp_path / 'set{1}' / 'a.tar')
     assert [file.name for file in list_files(str(tmp_path / 'set{1}'), ['.tar'])] == ['a.tar']

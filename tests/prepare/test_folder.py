@@ -1,4 +1,4 @@
-"""Folders of pictures: buckets, captions, and what is left out and why."""
+"""Preparing a folder of images: buckets, captions, rejections and exit codes."""
 
 import argparse
 import io
@@ -35,7 +35,7 @@ def samples(bucket: Path) -> list[dict]:
     return [reader[at] for reader in readers for at in range(len(reader))]
 
 
-def picture(sample: dict) -> Image.Image:
+def stored_image(sample: dict) -> Image.Image:
     return Image.open(io.BytesIO(sample['image']))
 
 
@@ -50,7 +50,7 @@ def prepare_folder(
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    return tmp_path / 'pictures'
+    return tmp_path / 'images'
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def out(tmp_path: Path) -> Path:
     return tmp_path / 'out'
 
 
-def test_pictures_go_to_their_buckets(source: Path, out: Path) -> None:
+def test_images_go_to_their_buckets(source: Path, out: Path) -> None:
     draw(source / 'a.jpg', 40, 32)
     draw(source / 'sub/b.png', 32, 70, caption='one\n\n two \n')
     draw(source / 'c.webp', 20, 25)
@@ -69,13 +69,13 @@ def test_pictures_go_to_their_buckets(source: Path, out: Path) -> None:
     assert [sample['key'] for sample in small] == ['c.webp', 'd.BMP']
     assert [sample['key'] for sample in large] == ['a.jpg', 'sub/b.png']
     assert [sample['captions'] for sample in large] == [['a gradient'], ['one', 'two']]
-    assert [picture(sample).format for sample in [*small, *large]] == ['JPEG', 'JPEG', 'JPEG', 'PNG']
+    assert [stored_image(sample).format for sample in [*small, *large]] == ['JPEG', 'JPEG', 'JPEG', 'PNG']
     for sample in [*small, *large]:
-        assert picture(sample).size == (sample['width'], sample['height'])
+        assert stored_image(sample).size == (sample['width'], sample['height'])
     assert [(sample['width'], sample['height']) for sample in small] == [(16, 20), (17, 16)]
 
 
-def test_prepared_folder_streams(source: Path, out: Path) -> None:
+def test_streaming_reads_a_prepared_folder(source: Path, out: Path) -> None:
     for number in range(3):
         draw(source / f'{number}.jpg')
     prepare_folder(source, out, [16])
@@ -83,7 +83,7 @@ def test_prepared_folder_streams(source: Path, out: Path) -> None:
     assert sorted(sample['key'] for sample in dataset) == ['0.jpg', '1.jpg', '2.jpg']
 
 
-def test_twice_gives_the_same_bytes(source: Path, tmp_path: Path) -> None:
+def test_preparing_twice_gives_the_same_bytes(source: Path, tmp_path: Path) -> None:
     for number in range(4):
         draw(source / f'{number}.jpg', 30 + number, 20)
     for name in ('one', 'two'):
@@ -93,26 +93,26 @@ def test_twice_gives_the_same_bytes(source: Path, tmp_path: Path) -> None:
     assert [path.read_bytes() for path in one] == [path.read_bytes() for path in two]
 
 
-def test_orientation_and_transparency(source: Path, out: Path) -> None:
+def test_orientation_is_applied_and_transparency_filled(source: Path, out: Path) -> None:
     path = draw(source / 'a.jpg', 40, 20)
     exif = Image.Exif()
-    exif[0x0112] = 6  # turn by 90 degrees to look at it
+    exif[0x0112] = 6  # rotated by 90 degrees
     Image.open(path).save(path, exif=exif)
     Image.new('RGBA', (16, 16), (255, 0, 0, 0)).save(source / 'b.png')
     (source / 'b.txt').write_text('nothing')
     prepare_folder(source, out, [16])
     turned, clear = samples(out / '16px')
     assert (turned['width'], turned['height']) == (16, 32)
-    assert not picture(turned).getexif()
-    assert picture(clear).getpixel((8, 8)) == (255, 255, 255)
+    assert not stored_image(turned).getexif()
+    assert stored_image(clear).getpixel((8, 8)) == (255, 255, 255)
 
 
 def test_rejections_are_counted_by_reason(source: Path, out: Path) -> None:
     good = draw(source / 'good.jpg', 64, 64)
     (source / 'cut.jpg').write_bytes(good.read_bytes()[:-200])
     (source / 'cut.txt').write_text('cut short')
-    (source / 'text.png').write_text('no picture')
-    (source / 'text.txt').write_text('no picture')
+    (source / 'text.png').write_text('not an image')
+    (source / 'text.txt').write_text('not an image')
     draw(source / 'small.jpg', 40, 15)
     draw(source / 'silent.jpg', caption=None)
     draw(source / 'blank.jpg', caption=' \n')
@@ -133,7 +133,9 @@ def test_rejections_are_counted_by_reason(source: Path, out: Path) -> None:
 
 
 @pytest.mark.parametrize('suffix', ['.csv', '.jsonl'])
-def test_captions_file(source: Path, out: Path, tmp_path: Path, suffix: str) -> None:
+def test_captions_file_gives_captions_and_reports_bad_rows(
+    source: Path, out: Path, tmp_path: Path, suffix: str
+) -> None:
     for name in ('a.jpg', 'sub/b.jpg', 'unnamed.jpg'):
         draw(source / name, caption='not used')
     rows = [('sub/b.jpg', 'second, first'), ('./a.jpg', 'first'), ('gone.jpg', 'gone'), ('a.jpg', 'again')]
@@ -153,7 +155,7 @@ def test_captions_file(source: Path, out: Path, tmp_path: Path, suffix: str) -> 
     }
 
 
-def test_jsonl_with_several_captions(source: Path, out: Path, tmp_path: Path) -> None:
+def test_jsonl_with_several_captions_is_read(source: Path, out: Path, tmp_path: Path) -> None:
     draw(source / 'a.jpg')
     (tmp_path / 'c.jsonl').write_text('{"file": "a.jpg", "captions": ["one", "two"]}\n')
     prepare_folder(source, out, [16], captions=tmp_path / 'c.jsonl')
@@ -167,7 +169,7 @@ def test_jsonl_with_several_captions(source: Path, out: Path, tmp_path: Path) ->
         ('c.csv', b'file,text\na.jpg,x\n', r"c\.csv line 1: has no column 'caption'"),
         ('c.csv', b'', r"c\.csv line 1: has no column 'file'"),
         ('c.csv', b'file,caption\na.jpg\n', r'c\.csv line 2: the caption is None; it must be text'),
-        ('c.csv', b'file,caption\na.jpg,"x\n', r'c\.csv line 2: is not CSV'),
+        ('c.csv', b'file,caption\na.jpg,"x\n', r'c\.csv line 2: is not valid CSV'),
         ('c.csv', b'file,caption\n../a.jpg,x\n', r'c\.csv line 2: `file` is .* outside'),
         ('c.csv', b'file,caption\na.jpg,caf\xe9\n', 'is not UTF-8'),
         ('c.jsonl', b'\n{"file": "a.jpg", "caption": 3}\n', r'c\.jsonl line 2: the caption is 3; it must be text'),
@@ -179,7 +181,9 @@ def test_jsonl_with_several_captions(source: Path, out: Path, tmp_path: Path) ->
         ('c.txt', b'', 'neither .csv nor .jsonl'),
     ],
 )
-def test_wrong_captions_file(source: Path, out: Path, tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_invalid_captions_file_is_an_error(
+    source: Path, out: Path, tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
     draw(source / 'a.jpg')
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
@@ -187,17 +191,17 @@ def test_wrong_captions_file(source: Path, out: Path, tmp_path: Path, name: str,
     assert not out.exists()
 
 
-def test_nothing_left_is_an_error(source: Path, out: Path) -> None:
+def test_empty_result_is_an_error(source: Path, out: Path) -> None:
     source.mkdir()
-    with pytest.raises(ValueError, match='has no images'):
+    with pytest.raises(ValueError, match='contains no images'):
         prepare_folder(source, out, [16])
     draw(source / 'a.jpg', 8, 8)
-    with pytest.raises(ValueError, match=r'no image is left(.|\n)*too_small: 1 \(a.jpg\)'):
+    with pytest.raises(ValueError, match=r'every image was rejected(.|\n)*too_small: 1 \(a.jpg\)'):
         prepare_folder(source, out, [16])
-    assert [path.name for path in out.parent.iterdir()] == ['pictures']
+    assert [path.name for path in out.parent.iterdir()] == ['images']
 
 
-def test_wrong_arguments(source: Path, out: Path, tmp_path: Path) -> None:
+def test_invalid_arguments_are_errors(source: Path, out: Path, tmp_path: Path) -> None:
     draw(source / 'a.jpg')
     with pytest.raises(ValueError, match='there is no such folder'):
         prepare_folder(tmp_path / 'none', out, [16])
@@ -207,7 +211,7 @@ def test_wrong_arguments(source: Path, out: Path, tmp_path: Path) -> None:
         prepare_folder(source, out, [16], jpeg_quality=0)
     with pytest.raises(ValueError, match='max_rejected: 5.0 is out of range'):
         prepare_folder(source, out, [16], max_rejected=5)
-    with pytest.raises(ValueError, match='which is read'):
+    with pytest.raises(ValueError, match='contains the input'):
         prepare_folder(source, tmp_path, [16], overwrite=True)
 
 
@@ -217,7 +221,7 @@ def run(*arguments: object) -> int:
     return cli.run_prepare(parser.parse_args([str(argument) for argument in arguments]))
 
 
-def test_exit_code_says_when_too_many_are_rejected(
+def test_exit_code_is_3_when_too_many_images_are_rejected(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     draw(source / 'a.jpg')

@@ -1,4 +1,4 @@
-"""Pictures of a folder with what is beside them, or with a captions file."""
+"""Folder source: images with captions in files beside them, or in one captions file."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def entries(source: FolderSource) -> list[Entry]:
     return [entry for part in parts for entry in source.read(part)]
 
 
-def test_pictures_come_by_name_with_the_lines_beside_them(tmp_path: Path) -> None:
+def test_images_are_sorted_by_name_with_captions_from_txt_files(tmp_path: Path) -> None:
     put(
         tmp_path, **{'b.JPG': b'b', 'b.txt': 'one\n\ntwo\n', 'a/c.png': b'c', 'a/c.txt': '\ufeffmarked', 'notes.md': ''}
     )
@@ -38,7 +38,7 @@ def test_pictures_come_by_name_with_the_lines_beside_them(tmp_path: Path) -> Non
     ]
 
 
-def test_img2datasets_files_are_read(tmp_path: Path) -> None:
+def test_img2dataset_files_are_read(tmp_path: Path) -> None:
     columns = {'caption': 'a cat', 'status': 'success', 'similarity': 0.3, 'bad': float('nan')}
     put(tmp_path / '00000', **{'000000001.jpg': b'x', '000000001.txt': 'a cat', '000000001.json': json.dumps(columns)})
     put(tmp_path / '00000', **{'000000002.jpg': b'y', '000000002.json': '{"captions": ["one", "two"]}'})
@@ -50,20 +50,20 @@ def test_img2datasets_files_are_read(tmp_path: Path) -> None:
     assert list(found[2].metadata) == ['bad_metadata']
 
 
-def test_a_row_whose_name_no_file_can_have_is_a_missing_file(tmp_path: Path) -> None:
+def test_row_with_an_impossible_file_name_is_a_missing_file(tmp_path: Path) -> None:
     put(tmp_path, **{'a.jpg': b'x', 'rows.jsonl': '{"file": "\\ud800.jpg", "caption": "half of a pair"}'})
     first, _ = entries(FolderSource(str(tmp_path), captions=str(tmp_path / 'rows.jsonl')))
     assert (first.key, first.problem) == ('\\ud800.jpg (rows.jsonl line 1)', 'missing_file')
 
 
-def test_pictures_without_caption_are_told_without_being_read(tmp_path: Path) -> None:
+def test_images_without_caption_are_reported_without_being_read(tmp_path: Path) -> None:
     put(tmp_path, **{'a.jpg': b'x', 'b.jpg': b'x', 'b.txt': b'caf\xe9'})
     found = entries(FolderSource(str(tmp_path)))
     assert [(entry.problem, entry.image) for entry in found] == [('no_caption', None), ('caption_not_utf8', b'x')]
 
 
 @pytest.mark.parametrize('suffix', ['csv', 'jsonl'])
-def test_a_captions_file_gives_the_order_and_the_columns(tmp_path: Path, suffix: str) -> None:
+def test_captions_file_gives_order_and_columns(tmp_path: Path, suffix: str) -> None:
     put(tmp_path / 'in', **{name: name for name in ('a.jpg', 'sub/b.jpg', 'unnamed.jpg')})
     rows = [('sub/b.jpg', 'second'), ('./a.jpg', 'first'), ('gone.jpg', 'gone'), ('a.jpg', 'again')]
     if suffix == 'csv':
@@ -84,9 +84,7 @@ def test_a_captions_file_gives_the_order_and_the_columns(tmp_path: Path, suffix:
     assert found[0].metadata == {'score': '5.5' if suffix == 'csv' else 5.5}
 
 
-def test_parts_are_runs_and_their_stamps_follow_what_is_in_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_are_ranges_with_stamps_of_their_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder_source, 'PART_IMAGES', 3)
     for number in range(7):
         put(tmp_path, **{f'{number}.jpg': 'x' * (number + 1), f'{number}.txt': 'y'})
@@ -101,7 +99,7 @@ def test_parts_are_runs_and_their_stamps_follow_what_is_in_them(
     assert changed == [True, False, True]
 
 
-def test_a_changed_caption_in_the_file_changes_the_stamp(tmp_path: Path) -> None:
+def test_changed_caption_in_the_file_changes_the_stamp(tmp_path: Path) -> None:
     put(tmp_path / 'in', **{'a.jpg': 'x'})
     stamps = set()
     for caption in ('one', 'two'):
@@ -117,14 +115,14 @@ def test_names_that_are_not_utf8_are_read_and_can_be_reported(tmp_path: Path) ->
     assert [(entry.key.encode(), entry.problem, entry.captions) for entry in found] == [(b'caf\\xe9.jpg', None, ['x'])]
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason='root may read everything')
-def test_a_picture_that_may_not_be_read_is_told(tmp_path: Path) -> None:
+@pytest.mark.skipif(os.geteuid() == 0, reason='root can read every file')
+def test_image_without_read_permission_is_reported(tmp_path: Path) -> None:
     put(tmp_path, **{'a.jpg': 'x', 'a.txt': 'y'})
     (tmp_path / 'a.jpg').chmod(0)
     assert entries(FolderSource(str(tmp_path)))[0].problem == 'unreadable'
 
 
-def test_a_picture_that_vanished_is_an_os_error(tmp_path: Path) -> None:
+def test_deleted_image_raises_an_os_error(tmp_path: Path) -> None:
     put(tmp_path, **{'a.jpg': 'x', 'a.txt': 'y'})
     source = FolderSource(str(tmp_path))
     part = source.parts()[0]
@@ -142,23 +140,23 @@ def test_a_picture_that_vanished_is_an_os_error(tmp_path: Path) -> None:
         ('c.txt', '', 'neither .csv nor .jsonl'),
     ],
 )
-def test_a_wrong_captions_file_is_named(tmp_path: Path, name: str, content: str, message: str) -> None:
+def test_invalid_captions_file_is_reported(tmp_path: Path, name: str, content: str, message: str) -> None:
     put(tmp_path / 'in', **{'a.jpg': 'x'})
     put(tmp_path, **{name: content})
     with pytest.raises(ValueError, match=message):
         FolderSource(str(tmp_path / 'in'), str(tmp_path / name)).parts()
 
 
-def test_a_folder_without_pictures_is_named(tmp_path: Path) -> None:
-    for _ in ('empty', 'without pictures'):
-        with pytest.raises(ValueError, match=r'has no images \(\.jpg'):
+def test_folder_without_images_is_an_error(tmp_path: Path) -> None:
+    for _ in ('empty', 'without images'):
+        with pytest.raises(ValueError, match=r'contains no images \(\.jpg'):
             FolderSource(str(tmp_path)).parts()
         put(tmp_path, **{'a.txt': 'x'})
     with pytest.raises(ValueError, match='there is no such folder'):
         FolderSource(str(tmp_path / 'none')).parts()
 
 
-def test_a_folder_of_a_store(store: Store) -> None:
+def test_folder_in_an_object_store_is_read(store: Store) -> None:
     objects = {f'in/{number:02}.{suffix}': f'{number}'.encode() for number in range(20) for suffix in ('jpg', 'txt')}
     bucket = store.bucket('pictures', **objects, **{'c.csv': b'file,caption\n03.jpg,three\n'})
     found = entries(FolderSource(f'{bucket}/in'))

@@ -1,4 +1,4 @@
-"""From a file's bytes to clean pixels: every format and mode, and every way in which a file is bad."""
+"""Image decoding: every format and mode, and damaged files."""
 
 import io
 import struct
@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from PIL import Image, ImageCms, ImageFile, PngImagePlugin
 
 from diffusion.config.image_shapes import Shape
-from diffusion.prepare.image_decoding import FORMATS, Clean, Unfit, clean, encode, fitted
+from diffusion.prepare.image_decoding import FORMATS, DecodedImage, Unfit, decode_image, encode, shrink_to_cover
 
 LOSSY = 12
-"""Largest difference that JPEG makes in a smooth picture, in levels of 255."""
+"""Maximum error of JPEG in a smooth image, in levels of 255."""
 
 
 def smooth(width: int = 48, height: int = 32) -> Image.Image:
-    """A colour gradient with a dark corner: no two turns of it are alike."""
+    """Return a color gradient with a dark corner, which looks different in each orientation."""
     y, x = np.mgrid[0:height, 0:width]
     pixels = np.stack([x * 255 / width, y * 255 / height, 255 - x * 128 / width - y * 127 / height], axis=2)
     pixels[: height // 4, : width // 4] = 20
@@ -39,14 +39,14 @@ def difference(image: Image.Image, other: Image.Image) -> int:
 
 
 def reason(encoded: bytes, **options: Any) -> str:
-    with pytest.raises(Unfit) as refused:
-        clean(encoded, **options)
-    assert refused.value.detail
-    return str(refused.value)
+    with pytest.raises(Unfit) as rejection:
+        decode_image(encoded, **options)
+    assert rejection.value.detail
+    return str(rejection.value)
 
 
 def swapped_profile() -> bytes:
-    """A profile that calls sRGB's red green: where it is applied, nobody can miss it."""
+    """Return an sRGB profile with red and green swapped, so that applying it is obvious."""
     content = bytearray(ImageCms.ImageCmsProfile(ImageCms.createProfile('sRGB')).tobytes())
     red, green = content.index(b'rXYZ'), content.index(b'gXYZ')
     content[red : red + 1], content[green : green + 1] = b'g', b'r'
@@ -56,21 +56,21 @@ def swapped_profile() -> bytes:
 @pytest.mark.parametrize('kind', FORMATS)
 def test_every_format_is_decoded(kind: str) -> None:
     lossless = kind in ('PNG', 'BMP', 'TIFF')
-    picture = clean(file_of(smooth(), kind, **({'quality': 95} if kind in ('JPEG', 'WEBP', 'AVIF') else {})))
-    assert (picture.format, picture.width, picture.height, picture.image.mode) == (kind, 48, 32, 'RGB')
-    assert picture.lossless == (kind == 'PNG')
-    assert np.abs(np.asarray(picture.image).astype(int) - np.asarray(smooth())).mean() <= (0 if lossless else 4)
+    decoded = decode_image(file_of(smooth(), kind, **({'quality': 95} if kind in ('JPEG', 'WEBP', 'AVIF') else {})))
+    assert (decoded.format, decoded.width, decoded.height, decoded.image.mode) == (kind, 48, 32, 'RGB')
+    assert decoded.lossless == (kind == 'PNG')
+    assert np.abs(np.asarray(decoded.image).astype(int) - np.asarray(smooth())).mean() <= (0 if lossless else 4)
 
 
-def test_a_jpeg_has_the_pixels_that_pillow_decodes() -> None:
+def test_jpeg_pixels_equal_those_of_pillow() -> None:
     for mode in ('RGB', 'L', 'CMYK'):
         encoded = file_of(smooth().convert(mode), quality=90)
-        assert difference(clean(encoded).image, Image.open(io.BytesIO(encoded)).convert('RGB')) == 0
+        assert difference(decode_image(encoded).image, Image.open(io.BytesIO(encoded)).convert('RGB')) == 0
 
 
 @pytest.mark.parametrize('orientation', range(1, 9))
 @pytest.mark.parametrize('kind', ['JPEG', 'PNG', 'WEBP', 'TIFF'])
-def test_pictures_are_turned_upright(kind: str, orientation: int) -> None:
+def test_orientation_is_applied(kind: str, orientation: int) -> None:
     upright, turns = smooth(), Image.Transpose
     undo = {
         2: turns.FLIP_LEFT_RIGHT,
@@ -85,34 +85,34 @@ def test_pictures_are_turned_upright(kind: str, orientation: int) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
     options = {'JPEG': {'quality': 100, 'subsampling': '4:4:4'}, 'WEBP': {'lossless': True}}.get(kind, {})
-    picture = clean(file_of(stored, kind, exif=exif, **options))
-    assert picture.image.size == upright.size
-    assert difference(picture.image, upright) <= (LOSSY if kind == 'JPEG' else 0)
-    assert not picture.image.getexif() and not picture.image.info
+    decoded = decode_image(file_of(stored, kind, exif=exif, **options))
+    assert decoded.image.size == upright.size
+    assert difference(decoded.image, upright) <= (LOSSY if kind == 'JPEG' else 0)
+    assert not decoded.image.getexif() and not decoded.image.info
 
 
 @pytest.mark.parametrize('exif', [b'Exif\0\0MM\0*', b'Exif\0\0no', b'Exif\0\0II*\0\xff\xff\xff\xff\xff\xff'])
 @pytest.mark.parametrize('kind', ['JPEG', 'PNG', 'WEBP'])
-def test_a_broken_exif_block_is_passed_over(kind: str, exif: bytes) -> None:
-    assert clean(file_of(smooth(), kind, exif=exif)).image.size == (48, 32)
+def test_damaged_exif_is_ignored(kind: str, exif: bytes) -> None:
+    assert decode_image(file_of(smooth(), kind, exif=exif)).image.size == (48, 32)
 
 
 @pytest.mark.parametrize('kind', ['PNG', 'WEBP', 'TIFF'])
-def test_what_is_transparent_shows_the_background(kind: str) -> None:
+def test_transparent_areas_show_the_background(kind: str) -> None:
     image = Image.new('RGBA', (16, 16), (200, 0, 0, 0))
     image.paste((0, 0, 200, 255), (0, 0, 8, 16))
     image.paste((0, 0, 0, 128), (8, 8, 16, 16))
     encoded = file_of(image, kind, **({'lossless': True} if kind == 'WEBP' else {}))
     for background, rgb in (('white', (255, 255, 255)), ('#204060', (32, 64, 96))):
-        picture = clean(encoded, background=background).image
-        assert picture.getpixel((2, 2)) == (0, 0, 200)
-        assert picture.getpixel((12, 2)) == rgb
-        assert difference(picture.crop((12, 12, 13, 13)), Image.new('RGB', (1, 1), tuple(v // 2 for v in rgb))) <= 1
+        decoded = decode_image(encoded, background=background).image
+        assert decoded.getpixel((2, 2)) == (0, 0, 200)
+        assert decoded.getpixel((12, 2)) == rgb
+        assert difference(decoded.crop((12, 12, 13, 13)), Image.new('RGB', (1, 1), tuple(v // 2 for v in rgb))) <= 1
 
 
 @pytest.mark.parametrize('mode', ['LA', 'PA', 'P', 'L', 'RGB', '1'])
-def test_every_kind_of_transparency_is_seen(mode: str) -> None:
-    """Half of each picture is black and half is clear."""
+def test_every_kind_of_transparency_is_detected(mode: str) -> None:
+    # Half of each image is black and half is transparent.
     if mode in ('LA', 'PA'):
         image = Image.new(mode[0], (8, 8), 0)
         alpha = Image.new('L', (8, 8), 255)
@@ -126,82 +126,82 @@ def test_every_kind_of_transparency_is_seen(mode: str) -> None:
         if mode == 'P':
             image.putpalette([0, 0, 0, 90, 90, 90])
         encoded = file_of(image, 'PNG', transparency=(9, 8, 7) if mode == 'RGB' else 1)
-    picture = clean(encoded, background='lime').image
-    assert [picture.getpixel((x, 4)) for x in (1, 6)] == [(0, 0, 0), (0, 255, 0)]
+    decoded = decode_image(encoded, background='lime').image
+    assert [decoded.getpixel((x, 4)) for x in (1, 6)] == [(0, 0, 0), (0, 255, 0)]
 
 
-def test_partly_clear_palettes_are_blended() -> None:
+def test_partly_transparent_palettes_are_blended() -> None:
     image = Image.new('P', (4, 4), 0)
     image.putpalette([0, 0, 0])
-    picture = clean(file_of(image, 'PNG', transparency=bytes([128])), background='white').image
-    assert picture.getpixel((0, 0)) == (127, 127, 127)
+    decoded = decode_image(file_of(image, 'PNG', transparency=bytes([128])), background='white').image
+    assert decoded.getpixel((0, 0)) == (127, 127, 127)
 
 
-def test_cmyk_is_converted() -> None:
-    colours = clean(file_of(Image.new('CMYK', (16, 16), (0, 255, 255, 0)), quality=100)).image
-    red, green, blue = colours.getpixel((8, 8))  # type: ignore[misc]
+def test_cmyk_is_converted_to_srgb() -> None:
+    converted = decode_image(file_of(Image.new('CMYK', (16, 16), (0, 255, 255, 0)), quality=100)).image
+    red, green, blue = converted.getpixel((8, 8))  # type: ignore[misc]
     assert red > 230 and green < 30 and blue < 30
 
 
-def test_wide_gamut_is_brought_to_srgb() -> None:
+def test_icc_profile_is_converted_to_srgb() -> None:
     image = Image.new('RGB', (16, 16), (250, 10, 10))
     for kind in ('PNG', 'JPEG', 'WEBP'):
-        red, green, _ = clean(file_of(image, kind, icc_profile=swapped_profile())).image.getpixel((8, 8))  # type: ignore[misc]
+        red, green, _ = decode_image(file_of(image, kind, icc_profile=swapped_profile())).image.getpixel((8, 8))  # type: ignore[misc]
         assert green > 200 > red, kind
 
 
-def test_a_profile_that_is_srgb_but_for_its_rounding_changes_nothing() -> None:
+def test_profile_that_equals_srgb_up_to_rounding_changes_nothing() -> None:
     profile = bytearray(ImageCms.ImageCmsProfile(ImageCms.createProfile('sRGB')).tobytes())
     at = int.from_bytes(profile[profile.index(b'rXYZ') + 4 :][:4], 'big') + 8
     profile[at : at + 4] = (int.from_bytes(profile[at : at + 4], 'big') + 30).to_bytes(4, 'big')
     profile = bytes(profile)
     transform = ImageCms.buildTransform(io.BytesIO(profile), ImageCms.createProfile('sRGB'), 'RGB', 'RGB')
     assert difference(ImageCms.applyTransform(smooth(), transform), smooth()) == 1  # type: ignore[arg-type]
-    assert difference(clean(file_of(smooth(), 'PNG', icc_profile=profile)).image, smooth()) == 0
+    assert difference(decode_image(file_of(smooth(), 'PNG', icc_profile=profile)).image, smooth()) == 0
 
 
-def test_profiles_apply_to_grey_and_to_palettes_and_below_transparency() -> None:
+def test_profiles_apply_to_palettes_and_transparent_images() -> None:
     clear = Image.new('RGBA', (8, 8), (250, 10, 10, 255))
     clear.paste((0, 0, 0, 0), (0, 0, 4, 8))
-    picture = clean(file_of(clear, 'PNG', icc_profile=swapped_profile()), background='red').image
-    assert picture.getpixel((1, 1)) == (255, 0, 0)  # the background is sRGB as it is
-    assert picture.getpixel((6, 1))[1] > 200  # type: ignore[index]
+    decoded = decode_image(file_of(clear, 'PNG', icc_profile=swapped_profile()), background='red').image
+    assert decoded.getpixel((1, 1)) == (255, 0, 0)  # the background is sRGB, so it is not converted
+    assert decoded.getpixel((6, 1))[1] > 200  # type: ignore[index]
     palette = Image.new('P', (8, 8), 0)
     palette.putpalette([250, 10, 10])
-    assert clean(file_of(palette, 'PNG', icc_profile=swapped_profile())).image.getpixel((1, 1))[1] > 200  # type: ignore[index]
+    assert decode_image(file_of(palette, 'PNG', icc_profile=swapped_profile())).image.getpixel((1, 1))[1] > 200  # type: ignore[index]
 
 
 @pytest.mark.parametrize('profile', [b'no profile', b'\0' * 128])
 @pytest.mark.parametrize('mode', ['RGB', 'L', 'CMYK'])
-def test_a_profile_that_cannot_be_read_is_passed_over(profile: bytes, mode: str) -> None:
+def test_unreadable_profile_is_ignored(profile: bytes, mode: str) -> None:
     encoded = file_of(smooth().convert(mode), icc_profile=profile)
-    assert difference(clean(encoded).image, clean(file_of(smooth().convert(mode))).image) == 0
+    assert difference(decode_image(encoded).image, decode_image(file_of(smooth().convert(mode))).image) == 0
 
 
-def test_a_profile_of_other_channels_is_passed_over() -> None:
+def test_profile_with_other_channels_is_ignored() -> None:
     profile = ImageCms.ImageCmsProfile(ImageCms.createProfile('sRGB')).tobytes()
     encoded = file_of(smooth().convert('L'), 'PNG', icc_profile=profile)
-    assert difference(clean(encoded).image, smooth().convert('L').convert('RGB')) == 0
+    assert difference(decode_image(encoded).image, smooth().convert('L').convert('RGB')) == 0
 
 
 @pytest.mark.parametrize('kind', ['PNG', 'TIFF'])
-def test_sixteen_bits_are_scaled_not_clipped(kind: str) -> None:
+def test_16_bit_gray_is_scaled_not_clipped(kind: str) -> None:
     ramp = np.linspace(0, 65535, 256).round().astype(np.uint16).reshape(1, 256).repeat(4, axis=0)
-    picture = clean(file_of(Image.fromarray(ramp), kind))
-    assert np.array_equal(np.asarray(picture.image)[2, :, 0], np.arange(256))
-    near = clean(file_of(Image.fromarray(np.array([[128, 129, 65406, 65407]], np.uint16)), kind))
+    decoded = decode_image(file_of(Image.fromarray(ramp), kind))
+    assert np.array_equal(np.asarray(decoded.image)[2, :, 0], np.arange(256))
+    near = decode_image(file_of(Image.fromarray(np.array([[128, 129, 65406, 65407]], np.uint16)), kind))
     assert np.asarray(near.image)[0, :, 0].tolist() == [0, 1, 254, 255]
 
 
-def test_sixteen_bit_colour_keeps_its_ramp() -> None:
+def test_16_bit_color_is_scaled() -> None:
     ramp = (np.arange(256) * 257).astype('>u2')
     row = b'\0' + np.stack([ramp] * 3, axis=1).tobytes()
-    picture = clean(png(struct.pack('>IIBBBBB', 256, 1, 16, 2, 0, 0, 0), row))
-    assert np.array_equal(np.asarray(picture.image)[0, :, 1], np.arange(256))
+    decoded = decode_image(png(struct.pack('>IIBBBBB', 256, 1, 16, 2, 0, 0, 0), row))
+    assert np.array_equal(np.asarray(decoded.image)[0, :, 1], np.arange(256))
 
 
 def png(header: bytes, rows: bytes, *extra: tuple[bytes, bytes]) -> bytes:
-    """A PNG of chunks."""
+    """Return a PNG with the given header, rows and extra chunks."""
     chunks = [(b'IHDR', header), *extra, (b'IDAT', zlib.compress(rows)), (b'IEND', b'')]
     packed = (
         struct.pack('>I', len(data)) + kind + data + struct.pack('>I', zlib.crc32(kind + data)) for kind, data in chunks
@@ -209,98 +209,98 @@ def png(header: bytes, rows: bytes, *extra: tuple[bytes, bytes]) -> bytes:
     return b'\x89PNG\r\n\x1a\n' + b''.join(packed)
 
 
-def test_sixteen_bit_grey_with_a_clear_value() -> None:
+def test_16_bit_gray_with_a_transparent_value() -> None:
     header = struct.pack('>IIBBBBB', 2, 1, 16, 0, 0, 0, 0)
     encoded = png(header, b'\0' + struct.pack('>HH', 0, 770), (b'tRNS', struct.pack('>H', 770)))
-    picture = clean(encoded, background='red').image
-    assert [picture.getpixel((x, 0)) for x in (0, 1)] == [(0, 0, 0), (255, 0, 0)]
+    decoded = decode_image(encoded, background='red').image
+    assert [decoded.getpixel((x, 0)) for x in (0, 1)] == [(0, 0, 0), (255, 0, 0)]
 
 
-def test_pixels_of_unknown_range_are_refused() -> None:
+def test_pixels_of_unknown_range_are_rejected() -> None:
     assert reason(file_of(Image.new('F', (8, 8), 0.5), 'TIFF')) == 'float_pixels'
     assert reason(file_of(Image.new('I', (8, 8), 7), 'TIFF')) == 'deep_pixels'
 
 
 @pytest.mark.parametrize('kind', ['GIF', 'PNG', 'WEBP', 'TIFF', *(['AVIF'] if 'AVIF' in FORMATS else [])])
-def test_animated_pictures_are_refused(kind: str) -> None:
-    frames = [Image.new('RGB', (16, 16), colour) for colour in ('red', 'green')]
+def test_animated_images_are_rejected(kind: str) -> None:
+    frames = [Image.new('RGB', (16, 16), color) for color in ('red', 'green')]
     assert reason(file_of(frames[0], kind, save_all=True, append_images=frames[1:])) == 'animated'
 
 
-def test_a_phones_jpeg_with_a_preview_is_a_jpeg() -> None:
-    picture = clean(file_of(smooth(), 'MPO', save_all=True, append_images=[smooth(12, 8)]))
-    assert (picture.format, picture.image.size) == ('JPEG', (48, 32))
+def test_jpeg_with_an_appended_preview_is_a_jpeg() -> None:
+    decoded = decode_image(file_of(smooth(), 'MPO', save_all=True, append_images=[smooth(12, 8)]))
+    assert (decoded.format, decoded.image.size) == ('JPEG', (48, 32))
 
 
-def test_an_empty_file_is_refused() -> None:
+def test_empty_file_is_rejected() -> None:
     assert reason(b'') == 'empty'
 
 
 @pytest.mark.parametrize('encoded', [b'x', b'<html>404</html>', b'%PDF-1.4', bytes(5000), b'\x1f\x8b' + bytes(50)])
-def test_what_is_no_picture_is_refused(encoded: bytes) -> None:
+def test_file_that_is_not_an_image_is_rejected(encoded: bytes) -> None:
     assert reason(encoded) == 'unknown_format'
 
 
-def test_no_other_formats_are_read() -> None:
+def test_other_formats_are_rejected() -> None:
     assert reason(file_of(smooth(), 'PPM')) == 'unknown_format'
 
 
 @pytest.mark.parametrize('lenient', [False, True])
 @pytest.mark.parametrize('kind', FORMATS)
-def test_truncated_pictures_are_refused_whatever_pillow_is_told(
+def test_truncated_images_are_rejected_despite_pillow_settings(
     kind: str, lenient: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ImageFile, 'LOAD_TRUNCATED_IMAGES', lenient)
     encoded = file_of(smooth(200, 150), kind)
-    exactly = {'truncated'} if kind in ('JPEG', 'PNG', 'WEBP') else {'truncated', 'undecodable'}
+    expected = {'truncated'} if kind in ('JPEG', 'PNG', 'WEBP') else {'truncated', 'undecodable'}
     for kept in (len(encoded) - 2, len(encoded) * 3 // 4, len(encoded) // 2):
         if (kind, kept) == ('GIF', len(encoded) - 2):
-            continue  # all pixels are there
-        assert reason(encoded[:kept]) in exactly, kept
+            continue  # only the trailer is missing, all pixels can be decoded
+        assert reason(encoded[:kept]) in expected, kept
     assert ImageFile.LOAD_TRUNCATED_IMAGES is lenient
 
 
 @pytest.mark.parametrize('options', [{}, {'progressive': True}, {'subsampling': '4:4:4'}])
-def test_a_jpeg_without_its_end_or_with_a_hole_is_refused(options: dict[str, Any]) -> None:
+def test_jpeg_with_missing_data_is_rejected(options: dict[str, Any]) -> None:
     encoded = file_of(smooth(400, 300), quality=95, **options)
     assert reason(encoded[:-2]) == 'truncated'
     middle = len(encoded) // 2
     assert reason(encoded[:middle] + bytes(len(encoded) - middle)) == 'truncated'
     assert reason(encoded[:middle] + bytes(300) + encoded[middle + 300 :]) == 'undecodable'
-    assert clean(encoded + b'\0' * 100).image.size == (400, 300)  # what follows the end harms nobody
+    assert decode_image(encoded + b'\0' * 100).image.size == (400, 300)  # trailing bytes are ignored
 
 
-def test_a_changed_byte_in_a_png_is_refused() -> None:
+def test_png_with_a_changed_byte_is_rejected() -> None:
     encoded = bytearray(file_of(smooth(100, 100), 'PNG'))
     encoded[len(encoded) // 2] ^= 1
     assert reason(bytes(encoded)) == 'undecodable'
 
 
-def test_huge_pictures_are_refused_before_they_are_decoded() -> None:
+def test_huge_images_are_rejected_before_they_are_decoded() -> None:
     start = time.monotonic()
     bomb = png(struct.pack('>IIBBBBB', 60_000, 60_000, 1, 0, 0, 0, 0), bytes(7501 * 1000))
     assert reason(bomb) == 'too_many_pixels'
     assert reason(file_of(smooth(20, 20), 'PNG'), max_pixels=399) == 'too_many_pixels'
-    assert clean(file_of(smooth(20, 20), 'PNG'), max_pixels=400).width == 20
+    assert decode_image(file_of(smooth(20, 20), 'PNG'), max_pixels=400).width == 20
     assert time.monotonic() - start < 5
 
 
-def test_pillows_own_limit_neither_counts_nor_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pillow_pixel_limit_is_ignored_and_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Image, 'MAX_IMAGE_PIXELS', 300)
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter('always')
-        assert clean(file_of(smooth(20, 20), 'PNG')).width == 20
-        assert clean(file_of(smooth(40, 20), 'PNG')).width == 40
+        assert decode_image(file_of(smooth(20, 20), 'PNG')).width == 20
+        assert decode_image(file_of(smooth(40, 20), 'PNG')).width == 40
     assert not shown
     assert Image.MAX_IMAGE_PIXELS == 300
 
 
-def test_a_wrong_background_is_the_callers_mistake() -> None:
+def test_invalid_background_is_a_value_error() -> None:
     with pytest.raises(ValueError, match='unknown color'):
-        clean(file_of(smooth()), background='no colour')
+        decode_image(file_of(smooth()), background='no color')
 
 
-def test_only_a_picture_that_needed_no_correction_is_as_found() -> None:
+def test_only_images_without_correction_are_unmodified() -> None:
     exif = Image.Exif()
     exif[0x0112] = 3
     srgb = ImageCms.ImageCmsProfile(ImageCms.createProfile('sRGB')).tobytes()
@@ -310,8 +310,8 @@ def test_only_a_picture_that_needed_no_correction_is_as_found() -> None:
         file_of(smooth().convert('L'), 'PNG'),
         file_of(smooth(), icc_profile=srgb),
     ]
-    assert all(clean(encoded).as_found for encoded in found)
-    put_right = [
+    assert all(decode_image(encoded).is_unmodified for encoded in found)
+    corrected = [
         file_of(smooth(), exif=exif),
         file_of(smooth(), icc_profile=swapped_profile()),
         file_of(smooth().convert('CMYK')),
@@ -320,10 +320,10 @@ def test_only_a_picture_that_needed_no_correction_is_as_found() -> None:
         file_of(smooth(), 'PNG', transparency=(1, 2, 3)),
         file_of(smooth(), 'BMP'),
     ]
-    assert not any(clean(encoded).as_found for encoded in put_right)
+    assert not any(decode_image(encoded).is_unmodified for encoded in corrected)
 
 
-def test_a_bomb_in_a_text_chunk_is_refused() -> None:
+def test_decompression_bomb_in_a_text_chunk_is_rejected() -> None:
     info = PngImagePlugin.PngInfo()
     info.add_text('Comment', 'x' * (PngImagePlugin.MAX_TEXT_CHUNK + 1), zip=True)
     assert reason(file_of(smooth(), 'PNG', pnginfo=info)) == 'undecodable'
@@ -344,41 +344,41 @@ SEEDS = {
 
 @settings(max_examples=1500, deadline=5000)
 @given(data=st.data())
-def test_whatever_the_bytes_are_it_is_clean_or_unfit(data: st.DataObject) -> None:
+def test_any_bytes_are_decoded_or_rejected(data: st.DataObject) -> None:
     encoded = bytearray(SEEDS[data.draw(st.sampled_from(sorted(SEEDS)))])
     for _ in range(data.draw(st.integers(0, 4))):
         at = data.draw(st.integers(0, len(encoded) - 1))
         encoded[at] = data.draw(st.integers(0, 255))
     cut = data.draw(st.integers(0, len(encoded)) | st.just(len(encoded)))
     try:
-        picture = clean(bytes(encoded[:cut]), max_pixels=1_000_000)
+        decoded = decode_image(bytes(encoded[:cut]), max_pixels=1_000_000)
     except Unfit:
         return
-    assert isinstance(picture, Clean)
-    assert picture.image.mode == 'RGB'
-    assert np.asarray(picture.image).shape == (picture.height, picture.width, 3)
+    assert isinstance(decoded, DecodedImage)
+    assert decoded.image.mode == 'RGB'
+    assert np.asarray(decoded.image).shape == (decoded.height, decoded.width, 3)
 
 
 @pytest.mark.parametrize('lossless', [True, False])
-def test_encoding_is_the_same_each_time_and_keeps_no_metadata(lossless: bool) -> None:
+def test_encoding_is_deterministic_and_keeps_no_metadata(lossless: bool) -> None:
     image = smooth()
     image.info |= {'comment': b'my house', 'exif': b'Exif\0\0', 'icc_profile': b'x', 'dpi': (72, 72), 'gamma': 0.5}
-    bare = smooth()
+    without_metadata = smooth()
     encoded = encode(image, lossless=lossless, jpeg_quality=95)
-    assert encoded == encode(bare, lossless=lossless, jpeg_quality=95)
+    assert encoded == encode(without_metadata, lossless=lossless, jpeg_quality=95)
     assert image.info['dpi'] == (72, 72)
     decoded = Image.open(io.BytesIO(encoded))
     assert decoded.format == ('PNG' if lossless else 'JPEG')
-    assert difference(decoded, bare) <= (0 if lossless else LOSSY)
-    assert clean(encoded).lossless == lossless
+    assert difference(decoded, without_metadata) <= (0 if lossless else LOSSY)
+    assert decode_image(encoded).lossless == lossless
 
 
-def test_colour_is_whole_at_high_quality_only() -> None:
+def test_chroma_has_full_resolution_only_at_high_quality() -> None:
     stripes = np.zeros((16, 16, 3), np.uint8)
     stripes[:, ::2] = (255, 0, 0)
     errors = [
         difference(
-            clean(encode(Image.fromarray(stripes), lossless=False, jpeg_quality=quality)).image,
+            decode_image(encode(Image.fromarray(stripes), lossless=False, jpeg_quality=quality)).image,
             Image.fromarray(stripes),
         )
         for quality in (94, 95)
@@ -388,9 +388,11 @@ def test_colour_is_whole_at_high_quality_only() -> None:
 
 @given(width=st.integers(1, 300), height=st.integers(1, 300), shape=st.tuples(st.integers(1, 20), st.integers(1, 20)))
 @settings(max_examples=200, deadline=2000)
-def test_fitted_just_covers_the_shape_and_never_enlarges(width: int, height: int, shape: tuple[int, int]) -> None:
+def test_shrink_to_cover_just_covers_the_shape_and_never_upscales(
+    width: int, height: int, shape: tuple[int, int]
+) -> None:
     wanted = Shape(shape[0] * 8, shape[1] * 8)
-    image = fitted(Image.new('RGB', (width, height)), wanted)
+    image = shrink_to_cover(Image.new('RGB', (width, height)), wanted)
     if width < wanted.width or height < wanted.height:
         assert image.size == (width, height)
         return

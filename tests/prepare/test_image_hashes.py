@@ -1,4 +1,4 @@
-"""Hashes that tell equal and nearly equal pictures, and finding them among many."""
+"""Image hashes, and the search for duplicates."""
 
 import io
 import time
@@ -16,7 +16,7 @@ from diffusion.prepare.image_hashes import duplicates, exact_hash, is_flat, perc
 
 
 def scene(seed: int, side: int = 256) -> Image.Image:
-    """Something like a photograph: shapes of many sizes, coarse ones strongest, and a little noise."""
+    """Return an image with photograph-like statistics: structures of all sizes, mostly coarse, and some noise."""
     rng = np.random.default_rng(seed)
     pixels = np.zeros((side, side, 3))
     for octave in range(2, 7):
@@ -36,7 +36,7 @@ def jpeg(image: Image.Image, quality: int) -> Image.Image:
     return Image.open(file).convert('RGB')
 
 
-def test_exact_hashes_follow_pixels_and_size() -> None:
+def test_exact_hash_depends_on_pixels_and_size() -> None:
     image = scene(0, 64)
     changed = image.copy()
     changed.putpixel((5, 5), (1, 2, 3))
@@ -46,8 +46,8 @@ def test_exact_hashes_follow_pixels_and_size() -> None:
     assert 0 <= exact_hash(image) < 2**64
 
 
-def test_the_perceptual_hash_is_the_dct_of_its_paper() -> None:
-    """Against the plain formula in floating point, where no coefficient is near the median."""
+def test_perceptual_hash_equals_the_dct_of_the_paper() -> None:
+    # Compare with the formula in floating point; skip coefficients near the median, where rounding decides.
     for seed in range(20):
         image = scene(seed)
         luma = np.asarray(image.convert('L').resize((32, 32), Image.Resampling.BOX), np.float64)
@@ -60,7 +60,7 @@ def test_the_perceptual_hash_is_the_dct_of_its_paper() -> None:
         assert np.array_equal(np.array(bits, bool)[clear], (low > np.median(low))[clear])
 
 
-def test_perceptual_hashes_keep_near_what_looks_alike_and_far_what_does_not() -> None:
+def test_perceptual_hashes_are_near_only_for_similar_images() -> None:
     alike, different = [], []
     for seed in range(40):
         image = scene(seed)
@@ -71,14 +71,14 @@ def test_perceptual_hashes_keep_near_what_looks_alike_and_far_what_does_not() ->
     assert min(different) > 8
 
 
-def test_pictures_with_nothing_in_them_are_flat() -> None:
+def test_images_without_content_are_flat() -> None:
     rng = np.random.default_rng(0)
     noise = Image.fromarray(rng.integers(120, 136, (256, 256, 3), np.uint8))
     assert all(is_flat(image) for image in (Image.new('RGB', (64, 64), 'navy'), noise, Image.new('RGB', (1, 1))))
     assert not any(is_flat(scene(seed)) for seed in range(10))
 
 
-def test_hashes_of_any_shape() -> None:
+def test_images_of_any_shape_have_hashes() -> None:
     for size in ((1, 1), (3, 2000), (2000, 3), (31, 33)):
         image = Image.new('RGB', size, 'red')
         assert 0 <= perceptual_hash(image) < 2**64
@@ -86,7 +86,7 @@ def test_hashes_of_any_shape() -> None:
 
 
 def reference(exact: np.ndarray, perceptual: np.ndarray, meaningful: np.ndarray, limit: int) -> list[int]:
-    """`duplicates`, comparing each picture with all before it."""
+    """Return the result of `duplicates` by comparing each image with all earlier ones."""
     found: list[int] = []
     for at in range(len(exact)):
         repeated = (
@@ -113,29 +113,30 @@ def find(perceptual: np.ndarray, limit: int) -> np.ndarray:
 
 @st.composite
 def populations(draw: st.DrawFn) -> tuple[Any, ...]:
-    """Families of hashes that differ by a few bits, some exactly equal, some without meaning."""
+    """Draw families of hashes that differ in a few bits; some are equal, and some are not meaningful."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     count, families, flips = draw(st.integers(0, 90)), draw(st.integers(1, 8)), draw(st.integers(0, 9))
     perceptual = rng.integers(0, 2**64, families, dtype=np.uint64)[rng.integers(0, families, count)]
     for _ in range(flips):
         bits = np.uint64(1) << rng.integers(0, 64, count, dtype=np.uint64)
         perceptual = np.where(rng.random(count) < 0.5, perceptual ^ bits, perceptual)
-    # Equal pictures have equal perceptual hashes, and both mean something or neither does.
+    # Equal images have equal perceptual hashes and equal values of `meaningful`.
     meaningful = perceptual % np.uint64(4) > 0
     exact = np.where(rng.random(count) < 0.6, perceptual, np.arange(count, dtype=np.uint64))
     return exact, perceptual, meaningful, draw(st.integers(0, 8))
 
 
 @pytest.mark.parametrize(
-    ('few', 'compared', 'near'), [(2048, 1000, 16), (8, 1000, 1000), (8, 5, 16), (4, 1000, 1), (2, 0, 0)]
+    ('all_pairs_limit', 'max_comparisons', 'max_pairs'),
+    [(2048, 1000, 16), (8, 1000, 1000), (8, 5, 16), (4, 1000, 1), (2, 0, 0)],
 )
-def test_duplicates_are_those_of_comparing_all_with_all(
-    monkeypatch: pytest.MonkeyPatch, few: int, compared: int, near: int
+def test_duplicates_equal_a_comparison_of_all_pairs(
+    monkeypatch: pytest.MonkeyPatch, all_pairs_limit: int, max_comparisons: int, max_pairs: int
 ) -> None:
-    """With limits so small that each way of keeping work and memory down is taken."""
-    monkeypatch.setattr(image_hashes, 'FEW', few)
-    monkeypatch.setattr(image_hashes, 'COMPARED_EACH', compared)
-    monkeypatch.setattr(image_hashes, 'NEAR_EACH', near)
+    # The limits are so small that every code path that bounds time and memory is taken.
+    monkeypatch.setattr(image_hashes, 'ALL_PAIRS_LIMIT', all_pairs_limit)
+    monkeypatch.setattr(image_hashes, 'MAX_COMPARISONS_PER_HASH', max_comparisons)
+    monkeypatch.setattr(image_hashes, 'MAX_PAIRS_PER_HASH', max_pairs)
 
     @settings(max_examples=100, deadline=None)
     @given(populations())
@@ -150,7 +151,7 @@ def test_duplicates_are_those_of_comparing_all_with_all(
 
 @pytest.mark.parametrize('limit', range(9))
 def test_every_pair_within_the_distance_is_found(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
-    monkeypatch.setattr(image_hashes, 'FEW', 8)
+    monkeypatch.setattr(image_hashes, 'ALL_PAIRS_LIMIT', 8)
     rng = np.random.default_rng(limit)
     originals = rng.integers(0, 2**64, 2000, dtype=np.uint64)
     copies = originals.copy()
@@ -162,7 +163,7 @@ def test_every_pair_within_the_distance_is_found(monkeypatch: pytest.MonkeyPatch
     assert found[2000:].tolist() == list(range(2000))
 
 
-def test_200_000_hashes_take_seconds() -> None:
+def test_search_of_200_000_hashes_takes_seconds() -> None:
     rng = np.random.default_rng(0)
     perceptual = rng.integers(0, 2**64, 200_000, dtype=np.uint64)
     perceptual[100_000:110_000] = perceptual[:10_000] ^ np.uint64(0b1011)
@@ -173,7 +174,7 @@ def test_200_000_hashes_take_seconds() -> None:
 
 
 @pytest.mark.parametrize('kind', ['equal', 'one band', 'all near'])
-def test_100_000_hashes_of_one_kind_take_neither_minutes_nor_gigabytes(kind: str) -> None:
+def test_search_of_100_000_similar_hashes_is_bounded_in_time_and_memory(kind: str) -> None:
     rng = np.random.default_rng(0)
     count = 100_000
     perceptual = {
@@ -196,6 +197,6 @@ def test_100_000_hashes_of_one_kind_take_neither_minutes_nor_gigabytes(kind: str
     assert all((int(perceptual[at]) ^ int(perceptual[found[at]])).bit_count() <= 4 for at in dropped)
 
 
-def test_a_distance_that_is_not_offered_is_an_error() -> None:
+def test_distance_out_of_range_is_an_error() -> None:
     with pytest.raises(ValueError, match='max_distance=9 is out of range; give 0 to 8 bits'):
         find(np.zeros(1, np.uint64), 9)

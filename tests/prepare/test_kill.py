@@ -1,4 +1,4 @@
-"""Killed with SIGKILL, and started again: the dataset is byte for byte that of a preparation that nobody stopped."""
+"""A preparation killed with SIGKILL and resumed gives byte for byte the same dataset as an uninterrupted one."""
 
 import json
 import subprocess
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 CHILDREN = '''
-"""Preparations in forked children of one process, which pays for the imports once."""
+"""Run preparations in forked children of one process, which imports the modules once."""
 import json, os, random, signal, sys
 sys.path[:0] = [sys.argv[1], os.path.dirname(sys.argv[1])]
 from pathlib import Path
@@ -23,7 +23,7 @@ FOLDER, ARGUMENTS = Path(sys.argv[2]), json.loads(sys.argv[3])
 
 
 def start(out, source, *, kill_at=None, with_group=False, inline=False, **values):
-    """A child that prepares, in a process group of its own."""
+    """Start a preparation in a child process with its own process group; return its process ID."""
     pid = os.fork()
     if pid:
         return pid
@@ -33,7 +33,7 @@ def start(out, source, *, kill_at=None, with_group=False, inline=False, **values
     chosen = settings(out, **values)
 
     def run(jobs):
-        """Each result is an operation for `die_before` to count: others do the work, and none of theirs count."""
+        """Run jobs in other processes, and write a file per result, since `die_before` counts only our operations."""
         for result in engines.run_on('processes', chosen)(jobs):
             (FOLDER / 'result').write_text('')
             yield result
@@ -48,17 +48,17 @@ def status(pid):
 
 
 def same(one, two):
-    assert snapshot(one) == snapshot(two), f'{two} is not {one}'
+    assert snapshot(one) == snapshot(two), f'{two} differs from {one}'
 
 
 def done(out):
-    """Parts and shards that a preparation has done."""
+    """Return the number of parts and shards that a preparation has finished."""
     names = [name for _, folders, files in os.walk(out.with_name(out.name + '.work')) for name in folders + files]
     return sum(name.isdecimal() or name.endswith('.mds.json') for name in names)
 
 
 def at_random_points(workers, kills):
-    """Kill the whole group of processes at random moments, three times a preparation, which is then finished."""
+    """Kill the process group at random moments, up to three times per preparation, then resume to the end."""
     source = DrawnSource(8, 12, broken=7)
     values = dict(workers=workers, aspects='sdxl', duplicates='near', shard_mb=0.01)
     draw = random.Random(workers)
@@ -78,11 +78,12 @@ def at_random_points(workers, kills):
 
 
 def at_every_step():
-    """Kill one process before each of its steps that change the disk or open a file."""
-    os.fsync = lambda descriptor: None  # which takes most of the time, and means nothing to a killed process
+    """Kill a preparation before each step that changes the disk or opens a file, then resume it."""
+    # fsync takes most of the time, and does not matter when only the process is killed.
+    os.fsync = lambda descriptor: None
     source = DrawnSource(2, 5, broken=4)
     for part in source.parts():
-        list(source.read(part))  # drawn once for all children
+        list(source.read(part))  # fill the cache of encoded images for all children
     values = dict(aspects=['32x32', '32x24'], sizes=[32], duplicates='near', shard_mb=0.005, inline=True)
     assert status(start(FOLDER / 'whole', source, **values)) == 0
     steps = 0
@@ -109,12 +110,12 @@ def run(tmp_path: Path, function: str, **arguments: Any) -> Any:
 
 
 @pytest.mark.parametrize('workers', [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_killed_at_ten_random_points(tmp_path: Path, workers: int) -> None:
+def test_preparation_killed_at_ten_random_points_resumes(tmp_path: Path, workers: int) -> None:
     found = run(tmp_path, 'at_random_points', workers=workers, kills=10)
     assert len(found) == 10
-    assert len(set(found)) > 3, f'the kills came at the same few points: {found}'
+    assert len(set(found)) > 3, f'all kills happened at the same few points: {found}'
 
 
 @pytest.mark.slow
-def test_killed_before_any_step(tmp_path: Path) -> None:
+def test_preparation_killed_before_any_step_resumes(tmp_path: Path) -> None:
     assert run(tmp_path, 'at_every_step') > 100

@@ -1,4 +1,4 @@
-"""OpenMoji's images: which are chosen, how they look, and that twice is the same."""
+"""OpenMoji source: selection, rendering, splits and reproducibility."""
 
 import argparse
 import io
@@ -14,7 +14,7 @@ from PIL import Image
 
 from diffusion.prepare import cli, openmoji
 from diffusion.prepare.counts_report import PrepareReport
-from diffusion.prepare.engines import do
+from diffusion.prepare.engines import run_job
 from diffusion.prepare.openmoji import SKIN_TONES, Emoji, all_emoji, choose_emoji
 from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.settings import settings_of
@@ -27,12 +27,12 @@ def emojis() -> list[Emoji]:
 
 def prepare_openmoji(out: Path, sizes: list[int], *, shard_mb: float = 256.0, **source: object) -> PrepareReport:
     values = {'source': {'kind': 'openmoji'} | source, 'out': str(out), 'sizes': sizes, 'shard_mb': shard_mb}
-    report = prepare(settings_of(values | openmoji.SETTINGS), run=lambda jobs: map(do, jobs))
+    report = prepare(settings_of(values | openmoji.SETTINGS), run=lambda jobs: map(run_job, jobs))
     assert report is not None
     return report
 
 
-def test_every_size_holds_the_same_pictures(tmp_path: Path) -> None:
+def test_every_size_has_the_same_images(tmp_path: Path) -> None:
     report = prepare_openmoji(tmp_path / 'out', [64, 16], limit=5)
     small, large = samples(tmp_path / 'out/16px'), samples(tmp_path / 'out/64px')
     assert report.buckets == {'16px': 5, '64px': 5}
@@ -50,9 +50,7 @@ def test_every_size_holds_the_same_pictures(tmp_path: Path) -> None:
     assert 'CC BY-SA 4.0' in saved['license']
 
 
-def test_images_are_stored_as_they_are_drawn_and_in_the_order_of_the_choice(
-    tmp_path: Path, emojis: list[Emoji]
-) -> None:
+def test_images_are_stored_as_rendered_and_in_selection_order(tmp_path: Path, emojis: list[Emoji]) -> None:
     chosen = choose_emoji(emojis, select='all', split='all', limit=openmoji.PART_EMOJI + 5)
     prepare_openmoji(tmp_path / 'out', [16], select='all', limit=len(chosen))
     stored = samples(tmp_path / 'out/16px')
@@ -61,7 +59,7 @@ def test_images_are_stored_as_they_are_drawn_and_in_the_order_of_the_choice(
     assert [sample['captions'] for sample in stored] == [emoji.names or ['emoji'] for emoji in chosen]
 
 
-def test_twice_gives_the_same_bytes(tmp_path: Path) -> None:
+def test_preparing_twice_gives_the_same_bytes(tmp_path: Path) -> None:
     for name in ('one', 'two'):
         prepare_openmoji(tmp_path / name, [64], limit=10, shard_mb=0.01)
     assert len(list((tmp_path / 'one/64px').iterdir())) > 2
@@ -79,11 +77,11 @@ def test_all_emoji_joins_drawings_with_names(emojis: list[Emoji]) -> None:
     assert '+1' not in by_hexcode['1F44D'].names
 
 
-def test_no_heldout_picture_has_a_near_copy_in_train(emojis: list[Emoji]) -> None:
+def test_no_heldout_image_has_a_near_duplicate_in_train(emojis: list[Emoji]) -> None:
     thumbnails = np.stack([np.asarray(emoji.render(16), np.float64).ravel() / 255 for emoji in emojis])
     is_heldout = np.array([emoji.is_heldout for emoji in emojis])
     heldout, train = thumbnails[is_heldout], thumbnails[~is_heldout]
-    # |a - b|^2 = |a|^2 + |b|^2 - 2ab: one product instead of a difference for each pair.
+    # |a - b|^2 = |a|^2 + |b|^2 - 2ab: one matrix product instead of a difference for each pair.
     squares = (heldout**2).sum(axis=1)[:, None] + (train**2).sum(axis=1) - 2 * heldout @ train.T
     assert 200 < len(heldout) < 360
     assert np.sqrt(squares.min() / thumbnails.shape[1]) > 0.01
@@ -104,7 +102,7 @@ def test_splits_partition_each_selection(emojis: list[Emoji]) -> None:
         assert train | heldout == {emoji.hexcode for emoji in choose_emoji(emojis, select=select, split='all')}
 
 
-def test_distinct_pictures_are_distinct(emojis: list[Emoji]) -> None:
+def test_distinct_images_differ(emojis: list[Emoji]) -> None:
     chosen = choose_emoji(emojis, select='distinct', split='all', limit=200)
     thumbnails = np.stack([np.asarray(emoji.render(16), np.float32).ravel() / 255 for emoji in chosen])
     distances = np.sqrt(np.mean((thumbnails[:, None] - thumbnails[None]) ** 2, axis=2)) + np.eye(200)
@@ -113,23 +111,23 @@ def test_distinct_pictures_are_distinct(emojis: list[Emoji]) -> None:
     assert not any('button' in emoji.names[0] or '20E3' in emoji.codes for emoji in chosen)
 
 
-def test_limit_and_offset_are_windows_of_one_order(emojis: list[Emoji]) -> None:
+def test_limit_and_offset_select_from_the_same_order(emojis: list[Emoji]) -> None:
     whole = choose_emoji(emojis, select='distinct', split='all', limit=30)
     assert choose_emoji(emojis, select='distinct', split='all', limit=10, offset=20) == whole[20:]
     assert choose_emoji(emojis, select='distinct', split='all', limit=30, seed=18) != whole
 
 
-def test_unnamed_pictures_are_captioned_emoji(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unnamed_images_have_the_caption_emoji(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unnamed = [emoji for emoji in all_emoji() if not emoji.names][:2]
     monkeypatch.setattr(openmoji, 'all_emoji', lambda: unnamed)
     prepare_openmoji(tmp_path / 'out', [16], select='all')
     assert [sample['captions'] for sample in samples(tmp_path / 'out/16px')] == [['emoji'], ['emoji']]
-    with pytest.raises(ValueError, match='no image is left'):
+    with pytest.raises(ValueError, match='no emoji is left'):
         prepare_openmoji(tmp_path / 'named', [16], select='named')
     assert not (tmp_path / 'named').exists()
 
 
-def test_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openmoji, 'find_spec', lambda name: None)
     with pytest.raises(ValueError, match=r"quickstart extra .* pip install -e '\.\[quickstart\]'"):
         all_emoji()
@@ -147,7 +145,7 @@ def test_command_prints_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert output.err == f'preparing {out}\n'
 
 
-def test_arguments_import_nothing_heavy() -> None:
+def test_adding_arguments_imports_nothing_heavy() -> None:
     code = (
         'import argparse, sys; from diffusion.prepare.cli import add_arguments; '
         'add_arguments(argparse.ArgumentParser()); print({"torch", "streaming", "PIL", "numpy"} & set(sys.modules))'

@@ -1,4 +1,4 @@
-"""Final shards, and the bucket that an image goes to."""
+"""Final shards, and the selection of the bucket of an image."""
 
 import json
 import math
@@ -28,23 +28,23 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_a_dataset_is_what_one_writer_would_have_written_in_the_order_of_the_input(tmp_path: Path) -> None:
+def test_dataset_equals_that_of_a_single_mds_writer(tmp_path: Path) -> None:
     prepare(settings(tmp_path / 'out', shard_mb=0.012), source=DrawnSource(parts_count=3, each=20))
     for bucket in ('16px', '32px'):
         found = samples(tmp_path / 'out' / bucket)
         write_with_streaming(tmp_path / bucket, found, size_limit=12_000)
         assert contents(tmp_path / bucket) == contents(tmp_path / 'out' / bucket)
-        numbers = [int(sample['key'].removeprefix('picture-')) for sample in found]
+        numbers = [int(sample['key'].removeprefix('image-')) for sample in found]
         assert numbers == sorted(numbers)
     assert len(list((tmp_path / 'out').rglob('*.mds'))) > 4
 
 
-def test_metadata_says_what_was_measured_and_what_the_source_said(tmp_path: Path) -> None:
+def test_metadata_has_measurements_and_source_columns(tmp_path: Path) -> None:
     prepare(settings(tmp_path / 'out', sizes=[16]), source=DrawnSource(1, 8))
     sample = samples(tmp_path / 'out/16px')[3]
     metadata = sample['metadata']
     assert (metadata['aesthetic_score'], metadata['language']) == (3, 'en')
-    assert metadata['caption_length'] == len('a caption of picture 3')
+    assert metadata['caption_length'] == len('a caption of image 3')
     assert len(metadata['perceptual_hash']) == 16
     assert min(metadata['source_width'], metadata['source_height']) >= 16 == min(sample['width'], sample['height'])
     assert list(metadata) == sorted(metadata)
@@ -55,9 +55,9 @@ sides = st.integers(8, 3000)
 
 @given(width=sides, height=sides, aspects=st.sampled_from(['none', 'sdxl', ['640x384', '384x640'], ['512x512']]))
 @hypothesis_settings(max_examples=300, deadline=None)
-def test_no_picture_needs_to_be_enlarged_for_its_bucket(width: int, height: int, aspects: str | list[str]) -> None:
+def test_no_image_is_upscaled_for_its_bucket(width: int, height: int, aspects: str | list[str]) -> None:
     buckets = Buckets([256, 512], aspects)
-    found = buckets.of(width, height)
+    found = buckets.choose(width, height)
     if found is None:
         fits = [
             size
@@ -74,13 +74,13 @@ def test_no_picture_needs_to_be_enlarged_for_its_bucket(width: int, height: int,
     assert abs(math.log(shape.aspect * height / width)) == pytest.approx(distance)
 
 
-def test_the_bucket_is_the_largest_resolution_that_fits() -> None:
+def test_bucket_is_the_largest_resolution_that_fits() -> None:
     squares = Buckets([256, 512], 'none')
-    names = {size: squares.of(*size) for size in [(600, 512), (511, 4000), (4000, 255)]}
+    names = {size: squares.choose(*size) for size in [(600, 512), (511, 4000), (4000, 255)]}
     assert [None if found is None else squares.name(*found) for found in names.values()] == ['512px', '256px', None]
 
 
-def test_listed_shapes_are_those_of_the_largest_size() -> None:
+def test_listed_shapes_apply_to_the_largest_size() -> None:
     assert Buckets([256, 512], ['640x384', '512x512']).names == [
         '256px/256x256',
         '256px/320x192',
@@ -89,7 +89,7 @@ def test_listed_shapes_are_those_of_the_largest_size() -> None:
     ]
 
 
-def test_aspect_buckets_are_what_a_recipe_reads(tmp_path: Path) -> None:
+def test_recipe_reads_the_aspect_buckets(tmp_path: Path) -> None:
     from diffusion.config.image_shapes import read_buckets
 
     report = prepare(settings(tmp_path / 'out', aspects='sdxl'), source=DrawnSource(2, 40))

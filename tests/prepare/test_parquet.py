@@ -1,4 +1,4 @@
-"""Parquet with pictures, as img2dataset and Hugging Face write it, and in bad shape."""
+"""Parquet files written by img2dataset and Hugging Face, and damaged ones."""
 
 import datetime
 import decimal
@@ -46,7 +46,7 @@ def read(path: Path, columns: dict[str, Any] | pa.Table, **options: Any) -> list
     return entries(ParquetSource(str(write(path, columns)), **options))
 
 
-def test_img2datasets_parquet_is_read(tmp_path: Path) -> None:
+def test_img2dataset_parquet_is_read(tmp_path: Path) -> None:
     write(tmp_path / '00000.parquet', IMG2DATASET, row_group_size=2)
     write(tmp_path / '00001.parquet', IMG2DATASET)
     source = pickle.loads(pickle.dumps(ParquetSource(str(tmp_path))))
@@ -65,7 +65,7 @@ def test_img2datasets_parquet_is_read(tmp_path: Path) -> None:
     }
 
 
-def test_hugging_faces_structs_are_read(tmp_path: Path) -> None:
+def test_hugging_face_structs_are_read(tmp_path: Path) -> None:
     images = [{'bytes': b'a', 'path': 'a.jpg'}, {'bytes': None, 'path': 'b.jpg'}, None]
     found = read(tmp_path / 'a.parquet', {'image': images, 'text': ['x', 'y', 'z']})
     assert [(entry.key, entry.image, entry.problem) for entry in found] == [
@@ -75,7 +75,7 @@ def test_hugging_faces_structs_are_read(tmp_path: Path) -> None:
     ]
 
 
-def test_the_usual_columns_are_found(tmp_path: Path) -> None:
+def test_common_column_names_are_detected(tmp_path: Path) -> None:
     names = ('image', 'jpg', 'jpeg', 'png', 'webp', 'image_bytes', 'img', 'JPG')
     for name, caption in itertools.product(names, ('caption', 'text', 'TEXT', 'txt', 'Caption')):
         found = read(tmp_path / f'{name}-{caption}.parquet', {'id': [1], name: [b'x'], caption: ['y']})
@@ -88,17 +88,17 @@ def test_columns_can_be_named(tmp_path: Path) -> None:
     assert (found[0].image, found[0].captions, found[0].metadata) == (b'x', ['long', 'longer'], {})
 
 
-def test_lists_of_captions_come_first(tmp_path: Path) -> None:
+def test_column_with_lists_of_captions_takes_precedence(tmp_path: Path) -> None:
     found = read(tmp_path / 'a.parquet', {'jpg': [b'x'], 'caption': ['one'], 'captions': [['two', None, 'three']]})
     assert found[0].captions == ['two', None, 'three']
 
 
-def test_bad_captions_are_passed_on_as_they_are(tmp_path: Path) -> None:
+def test_captions_are_not_validated_by_the_source(tmp_path: Path) -> None:
     columns = {'jpg': [b'x', b'x'], 'caption': pa.array([1.5, float('nan')])}
     assert [str(entry.captions) for entry in read(tmp_path / 'a.parquet', columns)] == ['[1.5]', '[nan]']
 
 
-def test_metadata_is_what_json_can_hold(tmp_path: Path) -> None:
+def test_metadata_is_converted_to_json_types(tmp_path: Path) -> None:
     when = datetime.datetime(2024, 2, 29, 12, 30, tzinfo=datetime.timezone.utc)
     columns = {
         'jpg': [b'x'],
@@ -128,7 +128,7 @@ def test_metadata_is_what_json_can_hold(tmp_path: Path) -> None:
     }
 
 
-def test_second_rows_of_a_key_are_told(tmp_path: Path) -> None:
+def test_repeated_keys_are_reported(tmp_path: Path) -> None:
     found = read(tmp_path / 'a.parquet', {'key': [7, 8, 7, None], 'jpg': [b'x'] * 4, 'caption': ['y'] * 4})
     assert [(entry.key, entry.problem) for entry in found] == [
         ('a/7', None),
@@ -144,18 +144,18 @@ def test_second_rows_of_a_key_are_told(tmp_path: Path) -> None:
         (
             {'url': ['u'], 'caption': ['c']},
             {},
-            r"has no column image, jpg, .*; it has \['url', 'caption'\]; .* image_column",
+            r"has no column image, jpg, .*, only \['url', 'caption'\]; set image_column",
         ),
         (
             {'jpg': [b'x'], 'title': ['c']},
             {},
-            r"has no column captions, .*; it has \['jpg', 'title'\]; .* caption_column",
+            r"has no column captions, .*, only \['jpg', 'title'\]; set caption_column",
         ),
-        ({'jpg': [b'x'], 'text': ['c']}, {'image_column': 'jpgs'}, r"has no column 'jpgs'; it has \['jpg', 'text'\]"),
-        ({'jpg': ['x'], 'text': ['c']}, {}, "column 'jpg' is of type string"),
+        ({'jpg': [b'x'], 'text': ['c']}, {'image_column': 'jpgs'}, r"has no column 'jpgs', only \['jpg', 'text'\]"),
+        ({'jpg': ['x'], 'text': ['c']}, {}, "column 'jpg' has type string"),
     ],
 )
-def test_a_missing_column_is_named_before_anything_is_read(
+def test_missing_column_is_reported_before_anything_is_read(
     tmp_path: Path, columns: dict[str, Any], options: dict[str, Any], message: str
 ) -> None:
     path = write(tmp_path / 'a.parquet', columns)
@@ -164,7 +164,7 @@ def test_a_missing_column_is_named_before_anything_is_read(
     assert str(raised.value).startswith(str(path))
 
 
-def test_a_column_missing_in_a_later_file_is_named(tmp_path: Path) -> None:
+def test_column_missing_in_a_later_file_is_reported(tmp_path: Path) -> None:
     write(tmp_path / 'a.parquet', IMG2DATASET)
     write(tmp_path / 'b.parquet', {'jpg': [b'x']})
     with pytest.raises(ValueError, match=r'b\.parquet: has no column captions'):
@@ -172,7 +172,7 @@ def test_a_column_missing_in_a_later_file_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize('content', [b'', b'PAR1', b'no parquet at all', 'cut', 'footer'])
-def test_a_file_that_cannot_be_read_is_told(tmp_path: Path, content: bytes | str) -> None:
+def test_unreadable_file_is_reported(tmp_path: Path, content: bytes | str) -> None:
     path = write(tmp_path / 'a.parquet', IMG2DATASET)
     whole = path.read_bytes()
     broken = {'cut': whole[:-30], 'footer': whole[:-100] + bytes(90) + whole[-10:]}
@@ -181,7 +181,7 @@ def test_a_file_that_cannot_be_read_is_told(tmp_path: Path, content: bytes | str
     assert [(entry.key, entry.problem) for entry in found] == [('a', 'part_unreadable')]
 
 
-def test_rows_before_a_damaged_page_are_served(tmp_path: Path) -> None:
+def test_rows_before_a_damaged_page_are_read(tmp_path: Path) -> None:
     columns = {'jpg': [bytes([n]) * 5000 for n in range(200)], 'caption': ['y'] * 200}
     path = write(tmp_path / 'a.parquet', columns, row_group_size=100, use_dictionary=False, compression='zstd')
     content = bytearray(path.read_bytes())
@@ -194,7 +194,7 @@ def test_rows_before_a_damaged_page_are_served(tmp_path: Path) -> None:
     assert [entry.image for entry in served] == columns['jpg'][: len(served)]
 
 
-def test_a_large_file_is_several_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_file_is_split_into_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     columns = {'jpg': [rng.bytes(1000) for _ in range(50)], 'caption': [str(n) for n in range(50)]}
     path = write(tmp_path / 'a.parquet', columns, row_group_size=10)
@@ -209,7 +209,7 @@ def test_a_large_file_is_several_parts(tmp_path: Path, monkeypatch: pytest.Monke
     assert [entry.key for entry in source.read(parts[1])] == [f'a/row-{n}' for n in range(20, 40)]
 
 
-def test_parquet_of_a_store(store: Store, tmp_path: Path) -> None:
+def test_parquet_in_an_object_store_is_read(store: Store, tmp_path: Path) -> None:
     content = write(tmp_path / 'a.parquet', IMG2DATASET).read_bytes()
     bucket = store.bucket('pictures', **{'set/00000.parquet': content})
     assert [entry.image for entry in entries(ParquetSource(f'{bucket}/set'))] == [b'zero', None, b'two']

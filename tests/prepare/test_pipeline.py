@@ -1,4 +1,4 @@
-"""Whole preparations: every input accounted for, whatever goes wrong on the way."""
+"""Complete preparations: resume, errors, locks and shares; every input is accounted for."""
 
 import io
 import json
@@ -20,7 +20,7 @@ from drawn import DrawnSource, draw, encode, samples, settings, snapshot
 from diffusion.errors import DataError, UserError
 from diffusion.prepare import convert_part as part_module
 from diffusion.prepare.counts_report import PrepareReport
-from diffusion.prepare.engines import do
+from diffusion.prepare.engines import run_job
 from diffusion.prepare.pipeline import prepare
 from diffusion.prepare.source import Entry, Part
 from diffusion.prepare.work_dir import Share, WorkFolder
@@ -33,8 +33,8 @@ def run(out: Path, source: Any = None, **values: object) -> PrepareReport:
 
 
 def here(jobs: Any) -> Iterator[Any]:
-    """Does jobs in this process, for sources whose classes others cannot import."""
-    return map(do, jobs)
+    """Run jobs in this process, for sources whose classes other processes cannot import."""
+    return map(run_job, jobs)
 
 
 def names(folder: Path) -> list[str]:
@@ -42,7 +42,7 @@ def names(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize('workers', [2, 4])
-def test_the_number_of_processes_changes_no_byte(tmp_path: Path, workers: int) -> None:
+def test_dataset_does_not_depend_on_the_number_of_processes(tmp_path: Path, workers: int) -> None:
     source = DrawnSource(6, 12, broken=7)
     choices: dict[str, Any] = {'aspects': 'sdxl', 'duplicates': 'near', 'shard_mb': 0.01}
     run(tmp_path / 'one', source, workers=1, **choices)
@@ -51,45 +51,45 @@ def test_the_number_of_processes_changes_no_byte(tmp_path: Path, workers: int) -
     assert names(tmp_path) == ['many', 'one']
 
 
-def test_what_appears_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a power cut could leave an empty file under a name that says it is whole."""
+def test_every_file_is_flushed_before_it_is_renamed_into_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Otherwise a power failure could leave an empty file under its final name.
     flushed, missed, fsync = set(), set(), os.fsync
 
-    def noted(descriptor: int) -> None:
+    def recording_fsync(descriptor: int) -> None:
         flushed.add(os.fstat(descriptor).st_ino)
         fsync(descriptor)
 
-    def look(pattern: str) -> None:
+    def find_unflushed(pattern: str) -> None:
         missed.update(
             path.name for path in tmp_path.glob(pattern) if path.is_file() and path.stat().st_ino not in flushed
         )
 
-    def looking(jobs: Any) -> Iterator[Any]:
+    def checking_run(jobs: Any) -> Iterator[Any]:
         for done in here(jobs):
-            look('out.work/parts/*/*')
+            find_unflushed('out.work/parts/*/*')
             yield done
 
-    monkeypatch.setattr(os, 'fsync', noted)
-    prepare(settings(tmp_path / 'out', aspects='sdxl'), source=DrawnSource(2, 6, broken=5), run=looking)
-    look('out/**/*')
+    monkeypatch.setattr(os, 'fsync', recording_fsync)
+    prepare(settings(tmp_path / 'out', aspects='sdxl'), source=DrawnSource(2, 6, broken=5), run=checking_run)
+    find_unflushed('out/**/*')
     assert not missed and len(flushed) > 10
 
 
 @pytest.mark.slow
-def test_two_thousand_pictures_of_mixed_formats_with_a_hundred_broken_are_all_accounted_for(tmp_path: Path) -> None:
+def test_report_accounts_for_all_of_2000_images_with_100_broken(tmp_path: Path) -> None:
     report = run(tmp_path / 'out', DrawnSource(10, 200, broken=20), aspects='sdxl', sizes=[16, 32, 64])
     counts = {reason: entry.count for reason, entry in report.rejected.items()}
     assert report.inputs == 2000 == report.pictures + sum(counts.values())
     assert sum(counts.values()) == 100 and set(counts) <= {'truncated', 'undecodable', 'unknown_format'}
     stored = [sample['key'] for name in report.buckets for sample in samples(tmp_path / 'out' / name)]
-    assert sorted(stored) == sorted(f'picture-{number}' for number in range(2000) if number % 20)
+    assert sorted(stored) == sorted(f'image-{number}' for number in range(2000) if number % 20)
     assert {name: len(samples(tmp_path / 'out' / name)) for name in report.buckets} == report.buckets
     rejected = [name for entry in report.rejected.values() for name in entry.names]
-    assert all(int(name.removeprefix('picture-')) % 20 == 0 for name in rejected)
+    assert all(int(name.removeprefix('image-')) % 20 == 0 for name in rejected)
 
 
 class Repeating(DrawnSource):
-    """Every picture twice: once more in the next part, smaller and compressed harder."""
+    """Every image twice; the second one is smaller and compressed more."""
 
     def entry(self, key: str, number: int) -> Entry:
         image = draw(number // 2, width=96, height=80)
@@ -98,14 +98,14 @@ class Repeating(DrawnSource):
         return Entry(key, encode(image, 'JPEG' if number % 2 else 'PNG'), [f'caption {number}'])
 
 
-def test_near_duplicates_are_left_out_and_named(tmp_path: Path) -> None:
+def test_near_duplicates_are_rejected_with_the_key_of_their_original(tmp_path: Path) -> None:
     report = run(tmp_path / 'out', Repeating(4, 9), duplicates='near', max_distance=8)
     assert report.rejected['duplicate'].count == 18
-    assert report.rejected['duplicate'].names[0] == 'picture-1 (duplicate of picture-0)'
-    assert [sample['key'] for sample in samples(tmp_path / 'out/32px')] == [f'picture-{n}' for n in range(0, 36, 2)]
+    assert report.rejected['duplicate'].names[0] == 'image-1 (duplicate of image-0)'
+    assert [sample['key'] for sample in samples(tmp_path / 'out/32px')] == [f'image-{n}' for n in range(0, 36, 2)]
 
 
-def test_exact_duplicates_are_those_of_equal_pixels(tmp_path: Path) -> None:
+def test_exact_duplicates_are_images_with_equal_pixels(tmp_path: Path) -> None:
     class Same(DrawnSource):
         def entry(self, key: str, number: int) -> Entry:
             image = draw(number // 3, width=64, height=64)
@@ -113,11 +113,11 @@ def test_exact_duplicates_are_those_of_equal_pixels(tmp_path: Path) -> None:
 
     report = prepare(settings(tmp_path / 'out', duplicates='exact'), source=Same(2, 6), run=here)
     assert report is not None
-    assert report.rejected['duplicate'].names == [f'picture-{n + 1} (duplicate of picture-{n})' for n in (0, 3, 6, 9)]
+    assert report.rejected['duplicate'].names == [f'image-{n + 1} (duplicate of image-{n})' for n in (0, 3, 6, 9)]
     assert run(tmp_path / 'all', Repeating(4, 9), duplicates='none').rejected == {}
 
 
-def test_originals_keep_their_bytes_unless_they_need_correction(tmp_path: Path) -> None:
+def test_store_original_keeps_bytes_unless_the_image_needs_correction(tmp_path: Path) -> None:
     turned = draw(1, width=40, height=64)
     exif = turned.getexif()
     exif[0x0112] = 6
@@ -141,14 +141,14 @@ def test_originals_keep_their_bytes_unless_they_need_correction(tmp_path: Path) 
     assert all((sample['width'], sample['height']) == (64, 40) for sample in stored.values())
 
 
-def test_a_filter_of_a_column_that_no_picture_has_is_noted(tmp_path: Path) -> None:
+def test_report_notes_a_filter_for_a_column_that_no_image_has(tmp_path: Path) -> None:
     filters = {'columns': {'beauty': {'min': 1}}, 'missing': 'keep'}
     report = run(tmp_path / 'out', filters=filters)
-    assert report.notes[0].startswith('filters.columns.beauty: no image has such a column')
+    assert report.notes[0].startswith('filters.columns.beauty: no image has this column')
     assert 'filters.columns.beauty' in report.text('out')
 
 
-def test_an_interrupted_preparation_goes_on_with_what_is_done(tmp_path: Path) -> None:
+def test_interrupted_preparation_resumes_from_finished_parts(tmp_path: Path) -> None:
     source = DrawnSource(5, 6)
     (tmp_path / 'gone').mkdir()
     (tmp_path / 'gone/drawn-3').touch()
@@ -163,7 +163,7 @@ def test_an_interrupted_preparation_goes_on_with_what_is_done(tmp_path: Path) ->
     def watched(jobs: Any) -> Iterator[Any]:
         for job in jobs:
             read.append(job.name)
-            yield do(job)
+            yield run_job(job)
 
     prepare(settings(tmp_path / 'out', workers=1), source=source, run=watched)
     assert read[:2] == ['part 3 (drawn-3)', 'part 4 (drawn-4)'] and 'shard' in read[2]
@@ -172,7 +172,7 @@ def test_an_interrupted_preparation_goes_on_with_what_is_done(tmp_path: Path) ->
 
 
 class Backwards(DrawnSource):
-    """The same parts in another order."""
+    """Source with the same parts in reverse order."""
 
     def parts(self) -> Sequence[Part]:
         return super().parts()[::-1]
@@ -189,7 +189,7 @@ class Backwards(DrawnSource):
         ({}, Backwards(3, 4), 'the order of the input'),
     ],
 )
-def test_other_settings_or_another_input_are_not_gone_on_with(
+def test_resume_with_other_settings_or_input_is_rejected(
     tmp_path: Path, values: dict[str, Any], source: DrawnSource, message: str
 ) -> None:
     stop(tmp_path / 'out', DrawnSource(3, 4))
@@ -212,7 +212,7 @@ def stop(out: Path, source: DrawnSource) -> None:
 
 
 @pytest.mark.parametrize('at', ['aside', 'placed'])
-def test_killed_while_replacing_a_dataset_it_is_replaced_by_the_next_start(tmp_path: Path, at: str) -> None:
+def test_next_start_finishes_replacing_a_dataset_after_a_kill(tmp_path: Path, at: str) -> None:
     run(tmp_path / 'out', DrawnSource(1, 4))
     run(tmp_path / 'new', DrawnSource(2, 4))
     work = WorkFolder(tmp_path / 'out.work')
@@ -225,24 +225,24 @@ def test_killed_while_replacing_a_dataset_it_is_replaced_by_the_next_start(tmp_p
     assert names(tmp_path) == ['out']
 
 
-def test_overwriting_replaces_a_dataset_and_nothing_else(tmp_path: Path) -> None:
+def test_overwrite_replaces_only_a_prepared_dataset(tmp_path: Path) -> None:
     run(tmp_path / 'out', DrawnSource(1, 4))
     with pytest.raises(ValueError, match='exists and is not empty'):
         run(tmp_path / 'out', DrawnSource(2, 4))
     assert run(tmp_path / 'out', DrawnSource(2, 4), overwrite=True).pictures == 8
     (tmp_path / 'home').mkdir()
     (tmp_path / 'home/diary.txt').touch()
-    with pytest.raises(ValueError, match='no prepared dataset'):
+    with pytest.raises(ValueError, match='not a prepared dataset'):
         run(tmp_path / 'home', overwrite=True)
     assert names(tmp_path) == ['home', 'out']
 
 
-def test_the_same_command_again_does_nothing(tmp_path: Path) -> None:
+def test_same_command_again_does_nothing(tmp_path: Path) -> None:
     first = run(tmp_path / 'out')
     before = snapshot(tmp_path / 'out')
     again = run(tmp_path / 'out', workers=1)
     assert (again.pictures, again.buckets, again.rejected) == (first.pictures, first.buckets, first.rejected)
-    assert again.notes == ['it was prepared of this input before; nothing was to be done']
+    assert again.notes == ['already prepared from the same input with the same settings; nothing to do']
     assert snapshot(tmp_path / 'out') == before and names(tmp_path) == ['out']
     with pytest.raises(ValueError, match='exists and is not empty'):
         run(tmp_path / 'out', jpeg_quality=80)
@@ -251,7 +251,7 @@ def test_the_same_command_again_does_nothing(tmp_path: Path) -> None:
         run(tmp_path / 'out')
 
 
-def test_an_output_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+def test_unwritable_output_is_an_error(tmp_path: Path) -> None:
     (tmp_path / 'file').touch()
     with pytest.raises(UserError, match=r'out: .*file is not a folder'):
         run(tmp_path / 'file/out')
@@ -260,14 +260,16 @@ def test_an_output_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     assert names(tmp_path) == ['file']
 
 
-def test_nothing_that_fits_leaves_nothing_behind(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r'no image is left, nothing is written\nrejected, too_small: 32 \(pic'):
+def test_rejecting_every_image_leaves_no_files(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r'every image was rejected; nothing was written\nrejected, too_small: 32 \(image'
+    ):
         run(tmp_path / 'out', sizes=[512])
     assert names(tmp_path) == []
 
 
 class Flaky(DrawnSource):
-    """Fails at its first reading of every part, as a store may."""
+    """Source that fails once for every part, as an object store may."""
 
     def read(self, part: Part) -> Iterator[Entry]:
         marker = Path(self.once, part.name)
@@ -278,13 +280,13 @@ class Flaky(DrawnSource):
             yield entry
 
 
-def test_a_part_that_cannot_be_read_now_is_tried_again(tmp_path: Path) -> None:
+def test_part_with_a_temporary_read_error_is_retried(tmp_path: Path) -> None:
     (tmp_path / 'once').mkdir()
     report = run(tmp_path / 'out', Flaky(2, 5, once=str(tmp_path / 'once')))
     assert (report.inputs, report.pictures) == (10, 10)
 
 
-def test_a_part_that_can_never_be_read_stops_it_with_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_part_with_a_permanent_read_error_fails_with_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken(DrawnSource):
         def read(self, part: Part) -> Iterator[Entry]:
             raise ConnectionResetError('the store closed the connection')
@@ -296,26 +298,26 @@ def test_a_part_that_can_never_be_read_stops_it_with_its_name(tmp_path: Path, mo
 
 
 class Failing(DrawnSource):
-    """An error of ours, not of a picture."""
+    """Source with a bug that is unrelated to the image."""
 
     def entry(self, key: str, number: int) -> Entry:
         return Entry(key, encode(draw(number)), 3)  # type: ignore[arg-type]
 
 
-def test_an_error_that_is_no_pictures_names_the_picture(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"part \d \(drawn-\d\), image 'picture-\d+': TypeError"):
+def test_unexpected_error_names_the_image(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"part \d \(drawn-\d\), image 'image-\d+': TypeError"):
         run(tmp_path / 'out', Failing())
 
 
-def test_a_picture_that_kills_its_process_once_costs_nothing(tmp_path: Path) -> None:
-    source = DrawnSource(3, 5, deadly='picture-7', once=str(tmp_path / 'once'))
+def test_image_that_kills_its_process_once_is_still_prepared(tmp_path: Path) -> None:
+    source = DrawnSource(3, 5, deadly='image-7', once=str(tmp_path / 'once'))
     assert run(tmp_path / 'out', source).pictures == 15
     assert not list((tmp_path / 'out').rglob('*unfinished*'))
 
 
-def test_a_picture_that_always_kills_its_process_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"part 1 \(drawn-1\): its process died 3 times at image 'picture-7'"):
-        run(tmp_path / 'out', DrawnSource(3, 5, deadly='picture-7'))
+def test_image_that_always_kills_its_process_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"part 1 \(drawn-1\): its process died 3 times at image 'image-7'"):
+        run(tmp_path / 'out', DrawnSource(3, 5, deadly='image-7'))
     assert '000000' in names(tmp_path / 'out.work/parts')
 
 
@@ -331,10 +333,10 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
         subprocess.run(['umount', str(folder)], check=True)
 
 
-def test_a_full_disk_is_named_and_with_more_room_it_goes_on(tmp_path: Path) -> None:
+def test_full_disk_is_reported_and_resume_works_with_more_space(tmp_path: Path) -> None:
     source = DrawnSource(8, 12)
     with small_disk(tmp_path / 'disk', '260k') as disk:
-        with pytest.raises(OSError, match=r'out.work: .*No space left on device.* what is done is kept'):
+        with pytest.raises(OSError, match=r'out.work: .*No space left on device.* finished work is kept'):
             run(disk / 'out', source, workers=2)
         assert not list((disk / 'out.work').rglob('*unfinished*'))
         assert names(disk / 'out.work/parts')
@@ -344,11 +346,11 @@ def test_a_full_disk_is_named_and_with_more_room_it_goes_on(tmp_path: Path) -> N
         assert snapshot(disk / 'out') == snapshot(tmp_path / 'out')
 
 
-def test_a_file_that_may_not_grow_is_named_and_leaves_no_part(tmp_path: Path) -> None:
+def test_file_size_limit_is_reported_and_leaves_no_part(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
-        with pytest.raises(OSError, match=r'out.work: .*File too large.* what is done is kept'):
+        with pytest.raises(OSError, match=r'out.work: .*File too large.* finished work is kept'):
             prepare(settings(tmp_path / 'out'), source=DrawnSource(1, 40), run=here)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -356,7 +358,7 @@ def test_a_file_that_may_not_grow_is_named_and_leaves_no_part(tmp_path: Path) ->
     run(tmp_path / 'out', DrawnSource(1, 40))
 
 
-def test_two_preparations_of_one_output_do_not_mix(tmp_path: Path) -> None:
+def test_second_preparation_of_the_same_output_is_locked_out(tmp_path: Path) -> None:
     with (
         WorkFolder(tmp_path / 'out.work').locked(),
         pytest.raises(ValueError, match='out.work: another process is preparing this dataset'),
@@ -365,7 +367,7 @@ def test_two_preparations_of_one_output_do_not_mix(tmp_path: Path) -> None:
     run(tmp_path / 'out')
 
 
-def test_shares_of_several_machines_make_the_same_dataset(tmp_path: Path) -> None:
+def test_shares_of_several_machines_give_the_same_dataset(tmp_path: Path) -> None:
     source = DrawnSource(5, 8)
     for index in (2, 0, 1):
         assert prepare(settings(tmp_path / 'out'), source=source, share=Share(index, 3)) is None
@@ -377,7 +379,7 @@ def test_shares_of_several_machines_make_the_same_dataset(tmp_path: Path) -> Non
     assert snapshot(tmp_path / 'out') == snapshot(tmp_path / 'whole')
 
 
-def test_shares_keep_the_whole_and_themselves_away_but_not_each_other(tmp_path: Path) -> None:
+def test_shares_lock_out_themselves_and_full_runs_but_not_other_shares(tmp_path: Path) -> None:
     work = WorkFolder(tmp_path / 'work')
     with work.locked(Share(0, 2)), work.locked(Share(1, 2)):
         for share in (None, Share(1, 2)):
@@ -385,7 +387,7 @@ def test_shares_keep_the_whole_and_themselves_away_but_not_each_other(tmp_path: 
                 pass
 
 
-def test_what_a_killed_share_left_is_removed_by_that_share_alone(tmp_path: Path) -> None:
+def test_unfinished_files_of_a_killed_share_are_removed_only_by_that_share(tmp_path: Path) -> None:
     work = WorkFolder(tmp_path / 'work')
     left = [work.parts / f'{number:06}.unfinished-1' for number in (2, 3)]
     for path in left:
@@ -409,19 +411,20 @@ if __name__ == '__main__':
 """
 
 
-def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:
+def test_ctrl_c_prints_how_to_resume(tmp_path: Path) -> None:
     (tmp_path / 'script.py').write_text(INTERRUPTED)
     command = [sys.executable, str(tmp_path / 'script.py'), str(Path(__file__).parent), str(tmp_path / 'out')]
-    # A group of its own, as a terminal has, so that the signal reaches every process of it.
+    # In a new process group, so that the signal reaches all its processes, as Ctrl-C in a terminal does.
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     deadline = time.monotonic() + 30
     while not list(tmp_path.glob('out.work/parts/00000*')) and time.monotonic() < deadline:
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGINT)
-    said = process.communicate(timeout=30)[1]
+    output = process.communicate(timeout=30)[1]
     assert process.returncode == 130
-    assert said == (
-        f'preparing {tmp_path}/out\ninterrupted; the same command goes on, what is done is in {tmp_path}/out.work\n'
+    assert output == (
+        f'preparing {tmp_path}/out\n'
+        f'interrupted; run the same command to resume, finished work is in {tmp_path}/out.work\n'
     )
     report = prepare(settings(tmp_path / 'out', sizes=[16], source=json.loads(SOURCE)), source=DrawnSource(4, 10))
     assert report is not None and report.pictures == 40

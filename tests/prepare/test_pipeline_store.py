@@ -1,4 +1,4 @@
-"""Preparing into an object store: indexes last, what is there is compared, and a failure costs what it costs."""
+"""Preparing into an object store: indexes are uploaded last, sizes are checked, and failures can be resumed."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from drawn import DrawnSource, settings, snapshot
 from object_store import Store
 
 from diffusion.prepare.counts_report import PrepareReport
-from diffusion.prepare.engines import do
+from diffusion.prepare.engines import run_job
 from diffusion.prepare.pipeline import prepare
 from diffusion.storage import folders, mds
 from diffusion.storage.bucket_clients import Location, S3Client
@@ -18,7 +18,9 @@ SOURCE = DrawnSource(4, 10)
 
 def run(tmp_path: Path, out: str) -> PrepareReport:
     where = {'out': out, 'work': str(tmp_path / 'work')} if '://' in out else {'out': str(tmp_path / out)}
-    report = prepare(settings(shard_mb=0.01, aspects='sdxl', **where), source=SOURCE, run=lambda jobs: map(do, jobs))
+    report = prepare(
+        settings(shard_mb=0.01, aspects='sdxl', **where), source=SOURCE, run=lambda jobs: map(run_job, jobs)
+    )
     assert report is not None
     return report
 
@@ -27,7 +29,7 @@ def puts(store: Store) -> list[str]:
     return [request.split()[1].partition('?')[0] for request in store.requests if request.startswith('PUT')]
 
 
-def test_the_store_gets_what_a_folder_would_have_got(tmp_path: Path, store: Store) -> None:
+def test_object_store_gets_the_same_dataset_as_a_folder(tmp_path: Path, store: Store) -> None:
     store.bucket('mds')
     store.requests.clear()
     run(tmp_path, 's3://mds/out')
@@ -47,10 +49,10 @@ def is_index(name: str) -> bool:
     return name.endswith((mds.INDEX, 'buckets.json'))
 
 
-def test_a_failed_upload_is_named_and_the_next_start_uploads_the_rest(tmp_path: Path, store: Store) -> None:
+def test_failed_upload_is_reported_and_the_next_start_uploads_the_rest(tmp_path: Path, store: Store) -> None:
     store.bucket('mds')
     store.fail('PUT /mds/out/16px/24x16/shard.00000', 500)
-    failed = r's3://mds/out/16px/24x16/shard.00000.mds: cannot be written, tried 4 times .*InternalError.*start again'
+    failed = r's3://mds/out/16px/24x16/shard.00000.mds: cannot be written, tried 4 times .*InternalError.*work is kept'
     with pytest.raises(OSError, match=failed):
         run(tmp_path, 's3://mds/out')
     assert sum('24x16/shard.00000' in name for name in puts(store)) == RetryPolicy().tries
@@ -68,7 +70,7 @@ def test_a_failed_upload_is_named_and_the_next_start_uploads_the_rest(tmp_path: 
     assert not (tmp_path / 'work').exists()
 
 
-def test_an_output_store_that_refuses_is_asked_once_and_permissions_are_named(tmp_path: Path, store: Store) -> None:
+def test_denied_upload_is_not_retried_and_names_the_permissions(tmp_path: Path, store: Store) -> None:
     store.bucket('mds')
     store.fail('PUT /mds/out/16px/24x16/shard.00000', 403)
     refused = r's3://mds/out/16px/24x16/shard.00000.mds: the store refuses access \(403\).*check the permissions'
@@ -77,16 +79,14 @@ def test_an_output_store_that_refuses_is_asked_once_and_permissions_are_named(tm
     assert sum('24x16/shard.00000' in name for name in puts(store)) == 1
 
 
-def test_an_upload_that_arrives_short_is_made_again(
-    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_truncated_upload_is_retried(tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     shorten(monkeypatch, store, 'report.html', times=1)
     store.bucket('mds')
     run(tmp_path, 's3://mds/out')
     assert len(store.objects('mds')['out/report.html']) > len(b'short')
 
 
-def test_uploads_that_go_on_arriving_short_are_an_error(
+def test_upload_that_is_always_truncated_is_an_error(
     tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shorten(monkeypatch, store, 'report.html', times=RetryPolicy().tries)
@@ -97,7 +97,7 @@ def test_uploads_that_go_on_arriving_short_are_an_error(
     assert (tmp_path / 'work/complete').exists()
 
 
-def test_a_shard_that_goes_while_others_are_uploaded_is_made_anew(
+def test_shard_damaged_during_other_uploads_is_written_again(
     tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     victim = '16px/24x16/shard.00000.mds'
@@ -111,7 +111,9 @@ def test_a_shard_that_goes_while_others_are_uploaded_is_made_anew(
     store.bucket('mds')
     with monkeypatch.context() as patch:
         patch.setattr(folders, 'upload', spoil)
-        with pytest.raises(OSError, match=rf's3://mds/out/{victim}: has 5 bytes of \d+ after all uploads; start again'):
+        with pytest.raises(
+            OSError, match=rf's3://mds/out/{victim}: has 5 of \d+ bytes after all uploads; run the same command'
+        ):
             run(tmp_path, 's3://mds/out')
     run(tmp_path, 's3://mds/out')
     run(tmp_path, 'local')
@@ -119,25 +121,25 @@ def test_a_shard_that_goes_while_others_are_uploaded_is_made_anew(
 
 
 def shorten(monkeypatch: pytest.MonkeyPatch, store: Store, name: str, *, times: int) -> None:
-    """Let uploads of a file arrive cut short, so many times."""
-    write, left = S3Client.write, [name] * times
+    """Truncate the first `times` uploads of a file."""
+    write, remaining = S3Client.write, [name] * times
 
     def cut(self: S3Client, at: Location, content: bytes | Path, *, if_absent: bool, if_tag: str | None) -> None:
         write(self, at, content, if_absent=if_absent, if_tag=if_tag)
-        if at.key.rpartition('/')[2] in left:
-            left.remove(name)
+        if at.key.rpartition('/')[2] in remaining:
+            remaining.remove(name)
             store.client.put_object(Bucket=at.bucket, Key=at.key, Body=b'short')
 
     monkeypatch.setattr(S3Client, 'write', cut)
 
 
-def test_a_store_that_holds_something_is_left_alone(tmp_path: Path, store: Store) -> None:
+def test_nonempty_output_in_a_store_is_not_touched(tmp_path: Path, store: Store) -> None:
     store.bucket('mds', **{'out/something': b'x', 'outside': b'y'})
-    with pytest.raises(ValueError, match='s3://mds/out: holds objects already'):
+    with pytest.raises(ValueError, match='s3://mds/out: is not empty'):
         run(tmp_path, 's3://mds/out')
     assert not (tmp_path / 'work').exists()
 
 
-def test_a_store_that_refuses_is_named_before_any_work(tmp_path: Path, store: Store) -> None:
+def test_missing_output_bucket_is_reported_before_any_work(tmp_path: Path, store: Store) -> None:
     with pytest.raises(ValueError, match=r's3://nowhere/out/: there is no such bucket'):
         run(tmp_path, 's3://nowhere/out')

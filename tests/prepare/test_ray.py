@@ -1,4 +1,4 @@
-"""Other engines: the same dataset from Ray."""
+"""Ray gives the same dataset as local processes."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +18,7 @@ def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     patch = pytest.MonkeyPatch()
     patch.setenv('RAY_USAGE_STATS_ENABLED', '0')
     patch.setenv('RAY_AUTH_MODE', 'disabled')
-    # Its workers find the modules of these tests.
+    # So that Ray's workers can import the modules of these tests.
     patch.setenv('PYTHONPATH', str(Path(__file__).parent), prepend=':')
     ray = pytest.importorskip('ray')
     ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
@@ -28,8 +28,8 @@ def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings(r'ignore::DeprecationWarning:ray\.')  # of settings that Ray itself makes
-def test_ray_makes_the_same_dataset_and_tells_the_same_errors(tmp_path: Path, ray: Any) -> None:
+@pytest.mark.filterwarnings(r'ignore::DeprecationWarning:ray\.')  # from settings that Ray uses itself
+def test_ray_gives_the_same_dataset_and_the_same_errors(tmp_path: Path, ray: Any) -> None:
     values: dict[str, Any] = {'aspects': 'sdxl', 'duplicates': 'near', 'shard_mb': 0.01}
     assert prepare(settings(tmp_path / 'ray', **values), source=SOURCE, run=run_on_ray) is not None
     prepare(settings(tmp_path / 'processes', **values), source=SOURCE)

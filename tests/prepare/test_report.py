@@ -1,4 +1,4 @@
-"""The report: numbers that add up, and a page that stands alone, is small, and shows what it tells."""
+"""The report: consistent counts, and an HTML page that is self-contained and small."""
 
 import base64
 import html.parser
@@ -25,7 +25,7 @@ HOSTILE = '<script>alert("x")</script> & "quotes" \'too\''
 
 
 class Various(DrawnSource):
-    """Pictures for every way out: good, too small, broken, without caption, repeated, with a hostile name."""
+    """Source with images for every outcome: good, too small, broken, without caption, repeated, with a hostile name."""
 
     def entry(self, key: str, number: int) -> Entry:
         image = encode(draw(number, width=64, height=48), 'PNG')
@@ -53,7 +53,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PrepareRep
 
 
 class Page(html.parser.HTMLParser):
-    """Tags, texts and pictures; fails on tags that are not closed in order."""
+    """Parser that collects tags, texts and images of a page, and fails on unbalanced tags."""
 
     VOID = frozenset({'meta', 'img', 'br'})
 
@@ -61,7 +61,7 @@ class Page(html.parser.HTMLParser):
         super().__init__()
         self.open: list[str] = []
         self.tags: Counter[str] = Counter()
-        self.pictures: list[bytes] = []
+        self.images: list[bytes] = []
         self.texts: list[str] = []
         self.feed(text)
         self.close()
@@ -75,7 +75,7 @@ class Page(html.parser.HTMLParser):
             assert name not in ('href', 'onload', 'onclick')
             if name == 'src':
                 assert value is not None and value.startswith('data:image/jpeg;base64,')
-                self.pictures.append(base64.b64decode(value.partition(',')[2]))
+                self.images.append(base64.b64decode(value.partition(',')[2]))
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
@@ -84,7 +84,7 @@ class Page(html.parser.HTMLParser):
         self.texts.append(data)
 
 
-def test_every_input_is_accounted_for(prepared: tuple[Path, PrepareReport]) -> None:
+def test_report_accounts_for_every_input(prepared: tuple[Path, PrepareReport]) -> None:
     out, report = prepared
     counts = {reason: entry.count for reason, entry in report.rejected.items()}
     assert report.inputs == 98 == report.pictures + sum(counts.values())
@@ -103,7 +103,7 @@ def test_every_input_is_accounted_for(prepared: tuple[Path, PrepareReport]) -> N
     assert saved['passed'] is False and 'is above --max-rejected 10.0%' in report.text(out)
 
 
-def test_statistics_are_of_the_kept(prepared: tuple[Path, PrepareReport]) -> None:
+def test_statistics_are_of_kept_images(prepared: tuple[Path, PrepareReport]) -> None:
     report = prepared[1]
     assert [sum(each['counts']) for each in report.statistics.values()] == [report.pictures] * 3
     sides, aspects, lengths = report.statistics.values()
@@ -112,12 +112,12 @@ def test_statistics_are_of_the_kept(prepared: tuple[Path, PrepareReport]) -> Non
     assert (lengths['quantiles']['0%'], lengths['quantiles']['100%']) == (5.0, float(len(HOSTILE)))
 
 
-def test_a_report_is_read_as_it_was_written(prepared: tuple[Path, PrepareReport]) -> None:
+def test_report_is_read_as_it_was_written(prepared: tuple[Path, PrepareReport]) -> None:
     read = PrepareReport.read(prepared[0] / 'report.json')
     assert vars(read) == vars(prepared[1])
 
 
-def test_the_page_stands_alone_and_escapes_everything(prepared: tuple[Path, PrepareReport]) -> None:
+def test_page_is_self_contained_and_escapes_text(prepared: tuple[Path, PrepareReport]) -> None:
     text = (prepared[0] / 'report.html').read_text(encoding='utf-8')
     found = Page(text)
     assert not found.tags.keys() & {'script', 'link', 'iframe'}
@@ -127,7 +127,7 @@ def test_the_page_stands_alone_and_escapes_everything(prepared: tuple[Path, Prep
     assert 'secret' not in text
 
 
-def test_the_page_shows_pictures_of_every_bucket_and_of_every_reason_that_has_any(
+def test_page_shows_images_of_every_bucket_and_reason(
     prepared: tuple[Path, PrepareReport],
 ) -> None:
     _, report = prepared
@@ -135,29 +135,29 @@ def test_the_page_shows_pictures_of_every_bucket_and_of_every_reason_that_has_an
     found = Page(text)
     headings = re.findall('<h3>(.*?)</h3>', text)
     assert set(headings) == {*report.buckets, 'too_small', 'no_caption', 'no_image', 'duplicate'}
-    sizes = {Image.open(io.BytesIO(picture)).size for picture in found.pictures}
+    sizes = {Image.open(io.BytesIO(image)).size for image in found.images}
     assert all(max(size) <= 96 for size in sizes) and (20, 9) in sizes
     assert len(text) < 5e6
 
 
-def test_a_page_of_three_resolutions_with_all_shapes_is_small() -> None:
+def test_page_of_three_resolutions_with_all_shapes_is_small() -> None:
     rng = np.random.default_rng(0)
     file = io.BytesIO()
     Image.fromarray(rng.integers(0, 256, (96, 96, 3), np.uint8)).save(file, 'JPEG', quality=70)
     noise = Figure([file.getvalue()], 'x' * 10_000)
-    buckets = {f'bucket {number}': [noise] * (report_thumbnails.MOST // 123) for number in range(123)}
+    buckets = {f'bucket {number}': [noise] * (report_thumbnails.MAX_BUCKET_THUMBNAILS // 123) for number in range(123)}
     report = PrepareReport(source='s', arguments={}, inputs=1)
-    report.rejected = {f'reason {number}': Rejected(1, ['x']) for number in range(report_thumbnails.REASONS)}
+    report.rejected = {f'reason {number}': Rejected(1, ['x']) for number in range(report_thumbnails.MAX_REASONS)}
     text = report_page(
         report,
         'out',
         buckets=buckets,
-        rejected={name: [noise] * report_thumbnails.A_REASON for name in report.rejected},
+        rejected={name: [noise] * report_thumbnails.THUMBNAILS_PER_REASON for name in report.rejected},
     )
     assert len(text) < 5e6
 
 
-def test_the_license_and_the_settings_are_in_the_report(prepared: tuple[Path, PrepareReport]) -> None:
+def test_report_has_license_and_settings(prepared: tuple[Path, PrepareReport]) -> None:
     saved: dict[str, Any] = json.loads((prepared[0] / 'report.json').read_text())
     assert saved['license'] == f'CC0 {HOSTILE}'
     assert saved['arguments']['duplicates'] == 'exact' and saved['arguments']['sizes'] == [16, 32]

@@ -1,4 +1,4 @@
-"""Tars as img2dataset writes them, and every way in which they are damaged."""
+"""Tars written by img2dataset, and damaged ones."""
 
 import gzip
 import io
@@ -22,7 +22,7 @@ Members = Iterable[tuple[str, bytes | None]]
 
 
 def tar_of(found: Members, *, form: int = tarfile.GNU_FORMAT) -> bytes:
-    """Files by name; None is a folder."""
+    """Return a tar with these members; a member with content None is a folder."""
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode='w', format=form) as tar:
         for name, content in found:
@@ -34,10 +34,10 @@ def tar_of(found: Members, *, form: int = tarfile.GNU_FORMAT) -> bytes:
 
 
 def sample(key: str, caption: str = 'a cat', **columns: Any) -> list[tuple[str, bytes]]:
-    """The members that img2dataset writes, in its order."""
+    """Return the members of a sample as img2dataset writes them, in its order."""
     metadata = {'caption': caption, 'url': f'http://host/{key}', 'key': key, 'status': 'success', **columns}
     return [
-        (f'{key}.jpg', f'picture {key}'.encode()),
+        (f'{key}.jpg', f'image {key}'.encode()),
         (f'{key}.txt', caption.encode()),
         (f'{key}.json', json.dumps(metadata, indent=4).encode()),
     ]
@@ -59,7 +59,7 @@ def problems(found: list[Entry]) -> list[tuple[str, str | None]]:
 
 
 @pytest.mark.parametrize('form', [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
-def test_img2datasets_tars_are_read_in_their_order(tmp_path: Path, form: int) -> None:
+def test_img2dataset_tars_are_read_in_order(tmp_path: Path, form: int) -> None:
     columns = {'width': 512, 'height': 384, 'sha256': 'ab', 'exif': '{}', 'similarity': 0.31, 'punsafe': 0.01}
     for number in (1, 0):
         found = [*sample(f'{number:05}0002', 'two', **columns), *sample(f'{number:05}0001', 'one\nline')]
@@ -73,12 +73,12 @@ def test_img2datasets_tars_are_read_in_their_order(tmp_path: Path, form: int) ->
         *('00000/000000002', '00000/000000001', '00001/000010002', '00001/000010001')
     ]
     assert [entry.captions for entry in found[:2]] == [['two'], ['one\nline']]
-    assert found[0].image == b'picture 000000002' and found[0].problem is None
+    assert found[0].image == b'image 000000002' and found[0].problem is None
     expected = columns | {'url': 'http://host/000000002', 'key': '000000002', 'status': 'success'}
     assert found[0].metadata == expected
 
 
-def test_part_says_size_and_stamp(tmp_path: Path) -> None:
+def test_part_has_size_and_stamp_of_its_tar(tmp_path: Path) -> None:
     read(tmp_path, sample('1'))
     part = WebDatasetSource(str(tmp_path)).parts()[0]
     assert part.size == (tmp_path / '00000.tar').stat().st_size
@@ -88,7 +88,7 @@ def test_part_says_size_and_stamp(tmp_path: Path) -> None:
     assert json.loads(json.dumps(part.where)) == part.where
 
 
-def test_tars_of_one_name_in_two_folders_keep_their_keys_apart(tmp_path: Path) -> None:
+def test_tars_with_equal_names_in_two_folders_have_different_keys(tmp_path: Path) -> None:
     for folder in ('a', 'b'):
         read(tmp_path / folder, sample('1'))
     source = WebDatasetSource(str(tmp_path))
@@ -97,11 +97,11 @@ def test_tars_of_one_name_in_two_folders_keep_their_keys_apart(tmp_path: Path) -
 
 
 @pytest.mark.parametrize('suffix', ['jpg', 'jpeg', 'JPG', 'png', 'webp'])
-def test_suffixes_of_pictures(tmp_path: Path, suffix: str) -> None:
+def test_image_suffixes_are_recognized(tmp_path: Path, suffix: str) -> None:
     assert read(tmp_path, [(f'1.{suffix}', b'x'), ('1.txt', b'y')])[0].image == b'x'
 
 
-def test_captions_of_the_json_come_first_when_there_are_several(tmp_path: Path) -> None:
+def test_list_of_captions_in_json_takes_precedence(tmp_path: Path) -> None:
     found = [
         *sample('1', 'from txt', captions=['one', 'two', None]),
         ('2.jpg', b'x'),
@@ -116,29 +116,29 @@ def test_captions_of_the_json_come_first_when_there_are_several(tmp_path: Path) 
     assert captions == [['one', 'two', None], ['from json'], [], [], ['with a mark']]
 
 
-def test_a_sample_without_picture_is_told(tmp_path: Path) -> None:
+def test_sample_without_image_is_reported(tmp_path: Path) -> None:
     found = read(tmp_path, [*sample('1'), ('2.txt', b'x'), ('2.json', b'{"a": 1}'), *sample('3')])
     assert problems(found) == [('00000/1', None), ('00000/2', 'no_image'), ('00000/3', None)]
     assert found[1].metadata == {'a': 1}
 
 
-def test_a_picture_that_is_a_link_or_folder_is_told(tmp_path: Path) -> None:
+def test_image_that_is_a_link_or_folder_is_reported(tmp_path: Path) -> None:
     assert problems(read(tmp_path, [('1.jpg', None), ('1.txt', b'x')])) == [('00000/1', 'no_image')]
 
 
-def test_a_link_with_a_size_and_a_long_name_has_no_content(tmp_path: Path) -> None:
+def test_link_with_a_size_and_a_long_name_has_no_content(tmp_path: Path) -> None:
     info = tarfile.TarInfo('long/' * 40 + '1.jpg')
     info.type, info.size, info.linkname = tarfile.LNKTYPE, 5000, 'long/' * 40 + '0.jpg'
     found = read(tmp_path, info.tobuf(tarfile.GNU_FORMAT) + tar_of(sample('2')))
     assert problems(found) == [(f'00000/{"long/" * 40}1', 'no_image'), ('00000/2', None)]
 
 
-def test_an_empty_picture_is_left_to_the_decoder(tmp_path: Path) -> None:
+def test_empty_image_is_passed_to_the_decoder(tmp_path: Path) -> None:
     found = read(tmp_path, [('1.jpg', b''), ('1.txt', b'x')])
     assert (found[0].image, found[0].problem) == (b'', None)
 
 
-def test_captions_that_are_not_utf8_are_told(tmp_path: Path) -> None:
+def test_captions_that_are_not_utf8_are_reported(tmp_path: Path) -> None:
     found = [
         ('1.jpg', b'x'),
         ('1.txt', b'caf\xe9'),
@@ -150,32 +150,32 @@ def test_captions_that_are_not_utf8_are_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize('text', [b'{', b'', b'\xff', b'[1]', b'[' * 100_000, b'1' * 10_000])
-def test_a_broken_json_costs_its_columns_and_not_the_picture(tmp_path: Path, text: bytes) -> None:
+def test_invalid_json_loses_its_columns_but_not_the_image(tmp_path: Path, text: bytes) -> None:
     found = read(tmp_path, [('1.jpg', b'x'), ('1.txt', b'y'), ('1.json', text)])
     assert (found[0].problem, found[0].image, found[0].captions) == (None, b'x', ['y'])
     assert list(found[0].metadata) == ['bad_metadata']
 
 
-def test_metadata_is_what_json_can_hold(tmp_path: Path) -> None:
+def test_metadata_is_converted_to_json_types(tmp_path: Path) -> None:
     text = b'{"a": NaN, "b": [Infinity, 1], "c": "\\ud800", "d": {"e": true}}'
     found = read(tmp_path, [('1.jpg', b'x'), ('1.json', text)])
     assert found[0].metadata == {'a': None, 'b': [None, 1], 'c': '?', 'd': {'e': True}}
     json.dumps(found[0].metadata, allow_nan=False).encode()
 
 
-def test_second_samples_of_a_key_are_told(tmp_path: Path) -> None:
+def test_repeated_keys_are_reported(tmp_path: Path) -> None:
     found = read(tmp_path, [*sample('1'), *sample('1'), *sample('2'), *sample('1')])
-    told = [('00000/1', None), ('00000/1', 'duplicate_key'), ('00000/2', None), ('00000/1', 'duplicate_key')]
-    assert problems(found) == told
+    expected = [('00000/1', None), ('00000/1', 'duplicate_key'), ('00000/2', None), ('00000/1', 'duplicate_key')]
+    assert problems(found) == expected
 
 
-def test_members_of_a_sample_that_stand_apart_are_told(tmp_path: Path) -> None:
+def test_members_of_a_sample_that_are_not_adjacent_are_reported(tmp_path: Path) -> None:
     (jpg, txt, _), other = sample('1'), sample('2')
-    told = [('00000/1', None), ('00000/2', None), ('00000/1', 'sample_scattered')]
-    assert problems(read(tmp_path, [jpg, *other, txt])) == told
+    expected = [('00000/1', None), ('00000/2', None), ('00000/1', 'sample_scattered')]
+    assert problems(read(tmp_path, [jpg, *other, txt])) == expected
 
 
-def test_folders_and_odd_names_in_a_tar(tmp_path: Path) -> None:
+def test_folders_and_unusual_names_in_a_tar_are_read(tmp_path: Path) -> None:
     deep = 'deep/' * 60 + '1'
     found = [
         ('./a/1.jpg', b'x'),
@@ -197,23 +197,23 @@ def test_folders_and_odd_names_in_a_tar(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize('name', ['00000.tar.gz', '00000.tgz', '00000.tar'])
-def test_gzipped_tars(tmp_path: Path, name: str) -> None:
+def test_gzipped_tars_are_read(tmp_path: Path, name: str) -> None:
     packed = gzip.compress(tar_of([*sample('1'), *sample('2')]))
     assert [entry.key.rpartition('/')[2] for entry in read(tmp_path, packed, name)] == ['1', '2']
 
 
-def test_a_tar_without_members_has_no_entries(tmp_path: Path) -> None:
+def test_tar_without_members_has_no_entries(tmp_path: Path) -> None:
     assert read(tmp_path, []) == []
 
 
-def test_what_is_no_tar_is_told(tmp_path: Path) -> None:
+def test_file_that_is_not_a_tar_is_reported(tmp_path: Path) -> None:
     assert problems(read(tmp_path, b'<html>' * 1000)) == [('00000 at byte 0', 'part_unreadable')]
     assert problems(read(tmp_path, b'')) == [('00000 at byte 0', 'part_cut_off')]
     assert problems(read(tmp_path, gzip.compress(b'x' * 1000))) == [('00000 at byte 0', 'part_unreadable')]
 
 
 @pytest.mark.parametrize('packed', [False, True])
-def test_a_tar_cut_off_anywhere_serves_what_is_before_and_says_where(tmp_path: Path, packed: bool) -> None:
+def test_truncated_tar_yields_samples_before_the_cut_and_reports_its_offset(tmp_path: Path, packed: bool) -> None:
     whole = tar_of([*sample('1'), *sample('2', 'long ' * 300), *sample('3')])
     second, third = (whole.index(f'{key}.jpg'.encode()) for key in '23')
     ends = {'00000/1': second, '00000/2': third}
@@ -231,28 +231,28 @@ def test_a_tar_cut_off_anywhere_serves_what_is_before_and_says_where(tmp_path: P
         assert all(entry.problem is None for entry in served)
 
 
-def test_a_cut_at_the_end_of_a_member_is_noticed(tmp_path: Path) -> None:
+def test_truncation_between_members_is_detected(tmp_path: Path) -> None:
     whole = tar_of(sample('1'))
     end = whole.rindex(b'}') // BLOCK * BLOCK + BLOCK
     assert problems(read(tmp_path, whole[:end])) == [(f'00000 at byte {end}', 'part_cut_off')]
 
 
-def test_a_broken_header_is_told_with_its_byte(tmp_path: Path) -> None:
+def test_damaged_header_is_reported_with_its_offset(tmp_path: Path) -> None:
     whole = bytearray(tar_of([*sample('1'), *sample('2')]))
     second = whole.index(b'2.jpg')
     whole[second + 3] ^= 1
     assert problems(read(tmp_path, bytes(whole))) == [(f'00000 at byte {second}', 'part_damaged')]
 
 
-def test_a_broken_gzip_is_told(tmp_path: Path) -> None:
+def test_damaged_gzip_is_reported(tmp_path: Path) -> None:
     packed = bytearray(gzip.compress(tar_of([*sample('1'), *sample('2', 'x' * 5000)]), mtime=0))
     packed[-6] ^= 1  # its checksum
     found = read(tmp_path, bytes(packed))
     assert found[-1].problem == 'part_damaged'
 
 
-def test_a_header_with_a_wrong_size_ends_soon(tmp_path: Path) -> None:
-    """TarFile would count up to this size."""
+def test_header_with_a_huge_size_ends_quickly(tmp_path: Path) -> None:
+    # TarFile would take practically forever to skip this many bytes.
     info = tarfile.TarInfo('1.bin')
     info.size = 2**70
     content = tar_of(sample('0'))[: 6 * BLOCK] + info.tobuf(tarfile.GNU_FORMAT) + bytes(5000)
@@ -260,12 +260,12 @@ def test_a_header_with_a_wrong_size_ends_soon(tmp_path: Path) -> None:
     assert problems(found) == [('00000/0', None), (f'00000 at byte {6 * BLOCK}', 'part_cut_off')]
 
 
-def test_two_tars_joined_are_both_read(tmp_path: Path) -> None:
+def test_concatenated_tars_are_both_read(tmp_path: Path) -> None:
     found = read(tmp_path, tar_of(sample('1')) + tar_of(sample('2')))
     assert problems(found) == [('00000/1', None), ('00000/2', None)]
 
 
-def test_a_cut_after_a_first_mark_of_the_end_is_noticed(tmp_path: Path) -> None:
+def test_truncation_after_a_first_end_marker_is_detected(tmp_path: Path) -> None:
     first, second = tar_of(sample('1')), tar_of(sample('2'))
     end = len(first) + second.rindex(b'}') // BLOCK * BLOCK + BLOCK
     found = read(tmp_path, (first + second)[:end])
@@ -273,14 +273,14 @@ def test_a_cut_after_a_first_mark_of_the_end_is_noticed(tmp_path: Path) -> None:
 
 
 def extended(record: bytes) -> bytes:
-    """A pax header with one record, and a file."""
+    """Return a pax header with one record, followed by a file."""
     header = tarfile.TarInfo('pax')
     header.type, header.size = tarfile.XHDTYPE, len(record)
     return header.tobuf(tarfile.USTAR_FORMAT) + record.ljust(BLOCK, b'\0') + tar_of([('1.jpg', b'x')])
 
 
 @pytest.mark.parametrize('record', [b'0 path=x\n', b'-9 path=x\n', b'x path=x\n', b'14 size=-2000\n', b'12 size=one\n'])
-def test_pax_headers_that_lie_are_told(tmp_path: Path, record: bytes) -> None:
+def test_invalid_pax_headers_are_reported(tmp_path: Path, record: bytes) -> None:
     assert problems(read(tmp_path, extended(record))) == [('00000 at byte 0', 'part_damaged')]
 
 
@@ -288,14 +288,14 @@ def test_pax_headers_set_names(tmp_path: Path) -> None:
     assert problems(read(tmp_path, extended(b'14 path=2.jpg\n'))) == [('00000/2', None)]
 
 
-def test_negative_sizes_are_told(tmp_path: Path) -> None:
+def test_negative_sizes_are_reported(tmp_path: Path) -> None:
     info = tarfile.TarInfo('1.bin')
     info.size = -2000
     content = info.tobuf(tarfile.GNU_FORMAT) + bytes(5000)
     assert problems(read(tmp_path, content)) == [('00000 at byte 0', 'part_damaged')]
 
 
-def test_too_large_a_picture_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_large_image_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr('diffusion.prepare.tar_reading.MAX_CONTENT', 100)
     found = read(tmp_path, [('1.jpg', bytes(101)), ('1.txt', b'y'), ('2.jpg', bytes(100))])
     assert problems(found) == [('00000/1', 'file_too_large'), ('00000/2', None)]
@@ -309,7 +309,7 @@ CONTENTS = st.binary(max_size=1500) | st.sampled_from([b'', bytes(512), b'x' * 5
 
 @settings(max_examples=150, deadline=None)
 @given(found=st.lists(st.tuples(NAMES, CONTENTS), max_size=6), form=st.sampled_from([0, 1, 2]), packed=st.booleans())
-def test_members_are_those_of_tarfile(
+def test_members_equal_those_of_tarfile(
     tmp_path_factory: pytest.TempPathFactory, found: list[tuple[str, bytes]], form: int, packed: bool
 ) -> None:
     content = tar_of(found, form=form)
@@ -322,7 +322,7 @@ def test_members_are_those_of_tarfile(
 
 @settings(max_examples=300, deadline=2000)
 @given(data=st.data())
-def test_a_damaged_tar_ends_in_time_and_in_no_other_error(
+def test_damaged_tar_raises_only_damaged_tar_and_in_time(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     form = data.draw(st.sampled_from([0, 1, 2]))
@@ -331,7 +331,9 @@ def test_a_damaged_tar_ends_in_time_and_in_no_other_error(
         header = data.draw(st.sampled_from(range(0, len(content) // BLOCK, 1))) * BLOCK
         at = header + data.draw(st.sampled_from([*range(100, 160), *range(512)])) % BLOCK
         content[at] = data.draw(st.integers(0, 255))
-        if data.draw(st.booleans()) and content[header : header + BLOCK] != bytes(BLOCK):  # a wrong header, right sum
+        if data.draw(st.booleans()) and content[header : header + BLOCK] != bytes(
+            BLOCK
+        ):  # damaged header with a valid checksum
             content[header + 148 : header + 156] = b' ' * 8
             content[header + 148 : header + 155] = b'%06o\0' % sum(content[header : header + BLOCK])
     path = tmp_path_factory.mktemp('tars') / 'a.tar'
@@ -343,7 +345,7 @@ def test_a_damaged_tar_ends_in_time_and_in_no_other_error(
         assert damage.byte <= len(content)  # noqa: PT017
 
 
-def test_tars_of_a_store(store: Store) -> None:
+def test_tars_in_an_object_store_are_read(store: Store) -> None:
     objects = {
         'laion/00000.tar': tar_of(sample('1')),
         'laion/00001.tar': tar_of(sample('2')),

@@ -1,4 +1,4 @@
-"""Jobs over processes: results, errors, and processes that die."""
+"""The worker pool: results, errors, and processes that die."""
 
 import os
 import signal
@@ -31,7 +31,7 @@ class Square:
 
 @dataclass(frozen=True)
 class Dying(Square):
-    """Leaves a line in a file, and is killed in its first lives."""
+    """Job that appends a line to `lives`, and is killed in its first `deaths` attempts."""
 
     lives: Path
     deaths: int
@@ -40,7 +40,7 @@ class Dying(Square):
         with self.lives.open('a') as file:
             print(f'{self.number} {time.monotonic()}', file=file)
         if len(self.lives.read_text().split('\n')) <= self.deaths + 1:
-            note('picture 12')
+            note('image 12')
             os.kill(os.getpid(), signal.SIGKILL)
         return -1
 
@@ -55,45 +55,45 @@ class Slow(Square):
         return self.number
 
 
-class Unfortunate(Square):
+class Failing(Square):
     def __call__(self, note: Note) -> int:
-        raise ValueError(f'number {self.number} is unlucky')
+        raise ValueError(f'number {self.number} is invalid')
 
 
 @pytest.mark.parametrize('workers', [1, 3])
-def test_every_job_is_done_once(workers: int) -> None:
+def test_every_job_runs_once(workers: int) -> None:
     assert sorted(run_jobs([Square(n) for n in range(20)], workers=workers)) == [n**2 for n in range(20)]
 
 
-def test_nothing_to_do_starts_nothing() -> None:
+def test_no_jobs_give_no_results() -> None:
     assert list(run_jobs([], workers=4)) == []
 
 
-def test_an_error_comes_out_as_it_was_raised_with_where_it_was() -> None:
-    with pytest.raises(ValueError, match='number 3 is unlucky') as caught:
-        list(run_jobs([Unfortunate(3)], workers=1))
+def test_error_of_a_job_is_raised_with_its_traceback() -> None:
+    with pytest.raises(ValueError, match='number 3 is invalid') as caught:
+        list(run_jobs([Failing(3)], workers=1))
     assert 'in __call__' in str(caught.value.__cause__)
 
 
-def test_a_job_whose_process_died_is_tried_again(tmp_path: Path) -> None:
+def test_job_whose_process_died_is_retried(tmp_path: Path) -> None:
     jobs = [Dying(n, tmp_path / 'lives', 1) if n == 2 else Square(n) for n in range(6)]
     assert sorted(run_jobs(jobs, workers=2)) == [-1, 0, 1, 9, 16, 25]
 
 
-def test_the_last_try_is_alone(tmp_path: Path) -> None:
+def test_last_attempt_runs_with_no_other_job(tmp_path: Path) -> None:
     slow = [Slow(n, tmp_path / f'slow-{n}') for n in range(3)]
     assert sorted(run_jobs([Dying(9, tmp_path / 'lives', 2), *slow], workers=2)) == [-1, 0, 1, 2]
     last = float((tmp_path / 'lives').read_text().split()[-1])
     assert all(last > float(each.began.read_text()) for each in slow)
 
 
-def test_a_job_that_kills_every_process_ends_it_with_its_name_and_what_it_was_at(tmp_path: Path) -> None:
+def test_job_that_kills_every_process_is_reported_with_its_current_item(tmp_path: Path) -> None:
     jobs = [Square(1), Dying(7, tmp_path / 'lives', 99)]
-    with pytest.raises(DataError, match='square 7: its process died 3 times at picture 12, .*killed by SIGKILL'):
+    with pytest.raises(DataError, match='square 7: its process died 3 times at image 12, .*killed by SIGKILL'):
         list(run_jobs(jobs, workers=2))
 
 
-def test_stopping_early_ends_the_processes(tmp_path: Path) -> None:
+def test_closing_the_results_stops_the_processes(tmp_path: Path) -> None:
     results = run_jobs([Pid(n) for n in range(4)], workers=2)
     pids = {next(results), next(results)}
     results.close()  # type: ignore[attr-defined]
@@ -129,7 +129,7 @@ if __name__ == '__main__':
 """
 
 
-def test_a_killed_parent_leaves_no_process_behind() -> None:
+def test_killed_parent_leaves_no_process_behind() -> None:
     with subprocess.Popen(
         [sys.executable, '-c', PARENT, str(Path(__file__).parent)], stdout=subprocess.PIPE, text=True
     ) as parent:

@@ -15,7 +15,7 @@ import torch
 from diffusion.config.load import Recipe
 from diffusion.data.caption_choice import captions_of
 from diffusion.data.streams import BucketedDataset
-from diffusion.data.transforms import Crop, cut_out, planes, resized
+from diffusion.data.transforms import Crop, decode_crop, planes, resize
 from diffusion.errors import UserError
 from diffusion.inspection.stream_selection import select
 from diffusion.models import batch_keys
@@ -25,9 +25,9 @@ from diffusion.planning.gpus import GPU, find_gpu, load_gpus
 from diffusion.planning.model_costs import ModelCosts
 from diffusion.training.components import build_dataset, build_loader
 
-MOST_SAMPLES = 512
+MAX_SAMPLES = 512
 """Samples for timing the stages."""
-MOST_IN_A_BATCH = 64
+MAX_BATCH = 64
 """Largest batch for timing, as a device's share of a global batch for hundreds of devices."""
 
 Result = TypeVar('Result')
@@ -88,9 +88,9 @@ def bench(
     streams = select(recipe, names).get('streams')
     if not streams:
         raise UserError("bench: it times what trains; name one of the recipe's `streams`")
-    recipe = replace(recipe, streams=streams, global_batch=math.gcd(recipe.global_batch, MOST_IN_A_BATCH))
-    a_core, needed = _stages(recipe, fed, mfu)
-    best = _loader(recipe, _counts() if workers is None else workers, batches)
+    recipe = replace(recipe, streams=streams, global_batch=math.gcd(recipe.global_batch, MAX_BATCH))
+    a_core, needed = _print_stages(recipe, fed, mfu)
+    best = _print_loader_rates(recipe, _worker_counts() if workers is None else workers, batches)
     print(f'\nA core makes {a_core:.0f} samples/s; this machine {best:.0f}.')
     if isinstance(needed, str):
         print(f'What a GPU needs is not known: {needed}')
@@ -103,7 +103,7 @@ def bench(
     )
 
 
-def _stages(recipe: Recipe, gpu: GPU, mfu: float) -> tuple[float, float | str]:
+def _print_stages(recipe: Recipe, gpu: GPU, mfu: float) -> tuple[float, float | str]:
     """Print the stages; return samples per second of a core, and those that the GPU needs or why they are unknown."""
     dataset = build_dataset(
         recipe,
@@ -112,7 +112,7 @@ def _stages(recipe: Recipe, gpu: GPU, mfu: float) -> tuple[float, float | str]:
         batch_size=recipe.global_batch,
         shuffle=False,
     )
-    indices = range(0, dataset.num_samples, -(-dataset.num_samples // MOST_SAMPLES))
+    indices = range(0, dataset.num_samples, -(-dataset.num_samples // MAX_SAMPLES))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in a worker
     make_samples(dataset, indices, recipe.global_batch)  # fetches and checks shards
@@ -134,7 +134,7 @@ def make_samples(dataset: BucketedDataset, indices: Sequence[int], batch: int) -
     """Make samples and batches as the dataset and the loader do, with center crops and first captions; time it."""
     clock, items = Clock(), []
     for number, index in enumerate(indices):
-        items.append(_make(dataset, index, clock))
+        items.append(_make_sample(dataset, index, clock))
         whole_shape = number + 1 == len(indices) or dataset.bucket_of(indices[number + 1]) != dataset.bucket_of(index)
         if len(items) == batch or whole_shape:
             size = sum(tensor.nbytes for item in items for tensor in item.values())
@@ -143,18 +143,18 @@ def make_samples(dataset: BucketedDataset, indices: Sequence[int], batch: int) -
     return clock
 
 
-def _make(dataset: BucketedDataset, index: int, clock: Clock) -> dict[str, torch.Tensor]:
+def _make_sample(dataset: BucketedDataset, index: int, clock: Clock) -> dict[str, torch.Tensor]:
     shard, row = dataset.spanner[index]
     size = len(dataset.shards[shard].get_sample_data(row))  # type: ignore[attr-defined]
     sample: Mapping[str, Any] = clock.time('read', size, lambda: dataset.get_item(index))
     item = {}
     if 'image' in sample:
         encoded, shape = sample['image'], dataset.bucket_of(index).shape
-        cut = clock.time('decode', len(encoded), lambda: cut_out(encoded, shape, Crop()))
+        cut = clock.time('decode', len(encoded), lambda: decode_crop(encoded, shape, Crop()))
         item[batch_keys.IMAGE] = clock.time(
             'resize',
             cut.nbytes,
-            lambda: planes(resized(cut, shape), dataset.image_block.place((3, shape.height, shape.width))),
+            lambda: planes(resize(cut, shape), dataset.image_block.place((3, shape.height, shape.width))),
         )
     for name in (batch_keys.LATENT_MOMENTS, batch_keys.TEXT_EMBEDS):
         if name in sample:
@@ -167,7 +167,7 @@ def _make(dataset: BucketedDataset, index: int, clock: Clock) -> dict[str, torch
     return item
 
 
-def _loader(recipe: Recipe, workers: Sequence[int], batches: int) -> float:
+def _print_loader_rates(recipe: Recipe, workers: Sequence[int], batches: int) -> float:
     """Print the loader's samples per second for each number of workers, and return the largest."""
     print(f'\nThe loader, by the clock, {batches} batches of {recipe.global_batch} each:\n')
     print('| workers | samples/s | a worker |')
@@ -206,6 +206,6 @@ def demand(recipe: Recipe, dataset: BucketedDataset, gpu: GPU, mfu: float) -> fl
     return mfu * gpu.peak_flops('bf16') / mean
 
 
-def _counts() -> list[int]:
+def _worker_counts() -> list[int]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
     return [0, *(2**power for power in range(cores.bit_length()))]

@@ -53,7 +53,7 @@ class Defect:
 
 
 @dataclass
-class Reading:
+class ShardResult:
     """What reading a shard gave."""
 
     samples: int = 0
@@ -94,10 +94,10 @@ def stream_manifest(source: RemoteFolder) -> Manifest:
         raise UserError(f'{source.url}: {MANIFEST} cannot be read ({error})') from error
 
 
-def check_shard(source: RemoteFolder, entry: Mapping[str, Any], manifest: Manifest | None) -> Reading:
+def check_shard(source: RemoteFolder, entry: Mapping[str, Any], manifest: Manifest | None) -> ShardResult:
     """Read a shard: its size and hash, and every sample."""
     raw, name = FileInfo(**entry['raw_data']), entry['raw_data']['basename']
-    reading = Reading()
+    reading = ShardResult()
     stored = FileInfo(**entry['zip_data']) if entry.get('zip_data') else raw
     # Streaming may have unpacked a local shard already.
     if stored is not raw and '://' not in source.url and Path(source.url, raw.basename).exists():
@@ -112,8 +112,8 @@ def check_shard(source: RemoteFolder, entry: Mapping[str, Any], manifest: Manife
                 folder = Path(scratch)
             if (folder / raw.basename).exists():
                 reading.bytes = (folder / raw.basename).stat().st_size
-                problems = _problems_of_rows(MDSReader.from_json(str(folder), '', dict(entry)), manifest, reading)
-                reading.defects += _in_lines(name, problems)
+                problems = _row_problems(MDSReader.from_json(str(folder), '', dict(entry)), manifest, reading)
+                reading.defects += _merge_rows(name, problems)
     except (GaveUp, UserError) as error:
         reading.defects.append(Defect(name, -1, -1, f'it cannot be downloaded ({error})'))
     except Exception as error:  # of a decompressor, on damaged data
@@ -125,8 +125,8 @@ def _unpack(packed: Path, to: Path, algorithm: str) -> None:
     to.write_bytes(decompress(algorithm, packed.read_bytes()))
 
 
-def _problems_of_rows(
-    reader: MDSReader, manifest: Manifest | None, reading: Reading
+def _row_problems(
+    reader: MDSReader, manifest: Manifest | None, reading: ShardResult
 ) -> Iterator[tuple[int, str, bool]]:
     for row in range(reader.size):
         try:
@@ -138,11 +138,11 @@ def _problems_of_rows(
             yield row, f'it cannot be read ({error!r})', False
             continue
         reading.samples += 1
-        for what, harmless in problems_of(sample, manifest):
+        for what, harmless in sample_problems(sample, manifest):
             yield row, what, harmless
 
 
-def _in_lines(shard: str, problems: Iterator[tuple[int, str, bool]]) -> Iterator[Defect]:
+def _merge_rows(shard: str, problems: Iterator[tuple[int, str, bool]]) -> Iterator[Defect]:
     """One line for rows that follow each other and have the same problem, as behind the end of a file cut short."""
     open_lines: dict[tuple[str, bool], Defect] = {}
     for row, what, harmless in problems:
@@ -156,16 +156,16 @@ def _in_lines(shard: str, problems: Iterator[tuple[int, str, bool]]) -> Iterator
     yield from open_lines.values()
 
 
-def problems_of(sample: Mapping[str, Any], manifest: Manifest | None) -> Iterator[tuple[str, bool]]:
+def sample_problems(sample: Mapping[str, Any], manifest: Manifest | None) -> Iterator[tuple[str, bool]]:
     """What is wrong with a sample, and whether the loader serves it all the same."""
     return itertools.chain(
-        _problems_of_picture(sample) if 'image' in sample else (),
-        _problems_of_captions(sample) if {'captions', 'caption'} & sample.keys() else (),
-        _problems_of_latents(sample, manifest) if manifest is not None else (),
+        _image_problems(sample) if 'image' in sample else (),
+        _caption_problems(sample) if {'captions', 'caption'} & sample.keys() else (),
+        _latent_problems(sample, manifest) if manifest is not None else (),
     )
 
 
-def _problems_of_picture(sample: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
+def _image_problems(sample: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
     encoded, complaint, size = sample['image'], None, None
     if isinstance(encoded, bytes) and encoded.startswith(JPEG_START):
         try:
@@ -186,7 +186,7 @@ def _problems_of_picture(sample: Mapping[str, Any]) -> Iterator[tuple[str, bool]
         yield f'its picture has {size[0]}x{size[1]} pixels, its columns say {told[0]}x{told[1]}', True
 
 
-def _problems_of_captions(sample: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
+def _caption_problems(sample: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
     try:
         captions = captions_of(dict(sample), 'captions')
     except BadSample as error:
@@ -196,7 +196,7 @@ def _problems_of_captions(sample: Mapping[str, Any]) -> Iterator[tuple[str, bool
         yield 'its captions are empty', True
 
 
-def _problems_of_latents(sample: Mapping[str, Any], manifest: Manifest) -> Iterator[tuple[str, bool]]:
+def _latent_problems(sample: Mapping[str, Any], manifest: Manifest) -> Iterator[tuple[str, bool]]:
     for name in (batch_keys.LATENT_MOMENTS, batch_keys.TEXT_EMBEDS):
         if name in sample and not np.isfinite(sample[name]).all():
             yield f'its {name} are not finite', False

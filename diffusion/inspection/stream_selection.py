@@ -44,7 +44,7 @@ def select(recipe: Recipe, names: Sequence[str]) -> Sections:
         }
         for section, streams in sections.items()
     }
-    _check_given(recipe, chosen)
+    _check_no_missing_values(recipe, chosen)
     return {section: streams for section, streams in chosen.items() if streams}
 
 
@@ -61,7 +61,7 @@ def with_shapes(section: str, streams: Mapping[str, StreamConfig]) -> dict[str, 
         raise type(error)(f'{section.removesuffix("streams")}{error}') from error
 
 
-def _check_given(recipe: Recipe, chosen: Sections) -> None:
+def _check_no_missing_values(recipe: Recipe, chosen: Sections) -> None:
     asked = [f'{section}.{name}.' for section, streams in chosen.items() for name in streams]
     missing = [problem for problem in recipe.missing if any(f'{problem.where}.'.startswith(at) for at in asked)]
     if missing:

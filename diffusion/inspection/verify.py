@@ -15,7 +15,7 @@ from diffusion.config.load import Recipe
 from diffusion.errors import UserError
 from diffusion.inspection.shard_checks import (
     Defect,
-    Reading,
+    ShardResult,
     check_shard,
     read_index,
     source_of,
@@ -25,7 +25,7 @@ from diffusion.inspection.stream_selection import select, with_shapes
 from diffusion.models import batch_keys
 from diffusion.storage.download import RemoteFolder
 
-DEFECTS = 3
+DEFECTS_FOUND = 3
 """Exit status where something is wrong with the data."""
 
 
@@ -40,7 +40,7 @@ class VerifyReport:
     """
 
     shards: int = 0
-    of: int = 0
+    total_shards: int = 0
     samples: int = 0
     bytes: int = 0
     seconds: float = 0.0
@@ -48,7 +48,7 @@ class VerifyReport:
     problem: str | None = None
     """What is wrong with the stream as a whole."""
 
-    def add(self, reading: Reading) -> None:
+    def add(self, reading: ShardResult) -> None:
         self.samples += reading.samples
         self.bytes += reading.bytes
         self.defects += reading.defects
@@ -61,7 +61,7 @@ class VerifyReport:
         """A summary, and a line a defect."""
         rate = self.bytes / 1e6 / self.seconds if self.seconds else 0.0
         yield (
-            f'{name}: {"ok" if self.is_sound else "DAMAGED"}; {self.shards} of {self.of} shards, '
+            f'{name}: {"ok" if self.is_sound else "DAMAGED"}; {self.shards} of {self.total_shards} shards, '
             f'{self.samples} samples, {self.bytes / 1e6:.1f} MB, {self.seconds:.1f} s ({rate:.0f} MB/s)'
         )
         if self.problem is not None:
@@ -91,7 +91,7 @@ def verify(recipe: Recipe, names: Sequence[str] = (), *, sample: float = 1.0, se
                 sound &= report.is_sound
                 for line in report.lines(f'{section}.{name}'):
                     print(line, flush=True)
-    return 0 if sound else DEFECTS
+    return 0 if sound else DEFECTS_FOUND
 
 
 def verify_stream(source: RemoteFolder, *, sample: float = 1.0, seed: int = 0, pool: Executor) -> VerifyReport:
@@ -105,10 +105,10 @@ def verify_stream(source: RemoteFolder, *, sample: float = 1.0, seed: int = 0, p
     except UserError as error:
         report.problem = str(error)
         return report
-    report.of = len(entries)
+    report.total_shards = len(entries)
     chosen = random.Random(seed).sample(entries, min(len(entries), max(1, round(sample * len(entries)))))
     begin = time.monotonic()
-    for reading in _in_turn(pool, [(source, entry, manifest) for entry in chosen]):
+    for reading in _results(pool, [(source, entry, manifest) for entry in chosen]):
         report.shards += 1
         report.add(reading)
     report.seconds = time.monotonic() - begin
@@ -117,8 +117,8 @@ def verify_stream(source: RemoteFolder, *, sample: float = 1.0, seed: int = 0, p
     return report
 
 
-def _in_turn(pool: Executor, tasks: Sequence[tuple[Any, ...]]) -> Iterator[Reading]:
-    futures: list[Future[Reading]] = [pool.submit(check_shard, *task) for task in tasks]
+def _results(pool: Executor, tasks: Sequence[tuple[Any, ...]]) -> Iterator[ShardResult]:
+    futures: list[Future[ShardResult]] = [pool.submit(check_shard, *task) for task in tasks]
     try:
         for future in tqdm(as_completed(futures), total=len(futures), unit=' shards', leave=False, disable=None):
             yield future.result()
@@ -133,14 +133,14 @@ def _in_turn(pool: Executor, tasks: Sequence[tuple[Any, ...]]) -> Iterator[Readi
 
 def _pool(jobs: int) -> Executor:
     if jobs == 1:
-        return _Here()
+        return _InlineExecutor()
     # Its children share the imports, and have none of this process's threads and locks.
     context = multiprocessing.get_context('forkserver')
     context.set_forkserver_preload(['diffusion.inspection.shard_checks'])
     return ProcessPoolExecutor(jobs, mp_context=context)
 
 
-class _Here(Executor):
+class _InlineExecutor(Executor):
     """Runs what it is given at once, in this process."""
 
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:

@@ -81,7 +81,7 @@ def test_a_damaged_file_is_no_bad_sample(tmp_path):
 def test_above_the_rate_it_stops(tmp_path):
     local = write_samples(tmp_path / 'local', bad=frozenset(range(0, SAMPLES, 3)))
     loader = loader_over(None, local, substitute=True, loader={'quarantine': tmp_path / 'q.jsonl'})
-    with pytest.raises(DataError, match=r'loader.max_bad_samples: \d+ of \d+ .*1.0e-04 is allowed; see .*q.jsonl'):
+    with pytest.raises(DataError, match=r'loader.max_bad_samples: \d+ of \d+ .*the limit is 1.0e-04; see .*q.jsonl'):
         served(loader)
     assert len((tmp_path / 'q.jsonl').read_text().splitlines()) == loader.tally.replaced > MIN_REPLACED
 

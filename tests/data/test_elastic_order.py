@@ -88,8 +88,8 @@ def dataset_without_shards(
     dataset.epoch_size = Stream.apply_weights(
         dataset.streams, dataset.samples_per_stream, epoch_size, dataset.shuffle_seed
     )
-    dataset.by_shares = epoch_size is not None or any(stream._proportion is not None for stream in dataset.streams)
-    dataset._take_whole_batches()
+    dataset.is_proportional = epoch_size is not None or any(stream._proportion is not None for stream in dataset.streams)
+    dataset._round_to_whole_batches()
     return dataset
 
 

@@ -21,7 +21,7 @@ def source(tmp_path):
 
 
 def told(problems) -> list[tuple[str, bool]]:
-    return [(problem.what, problem.fatal) for problem in problems]
+    return [(problem.message, problem.fatal) for problem in problems]
 
 
 def test_a_machine_with_enough_of_everything_is_told_nothing(source, tmp_path, caplog):
@@ -151,11 +151,11 @@ def test_shared_memory_of_the_dead_is_told_from_that_of_the_living(tmp_path, sou
     dead.write_bytes(b'x' * 65 * 2**20)
     try:
         loader = loader_over(None, source)
-        found = host_limits.unmapped(host_limits.SHM)
+        found = host_limits.unmapped_files(host_limits.SHM)
         assert dead in found
         mine = f'{loader.dataset._shm_prefix_int:06}_'
         assert not [path for path in found if path.name.startswith(mine)]
-        host_limits.note_leftovers()
+        host_limits.warn_about_leftovers()
         assert 'are of runs that have ended' in caplog.text and '/dev/shm/999990_*' in caplog.text
     finally:
         dead.unlink()

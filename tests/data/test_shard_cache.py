@@ -14,7 +14,7 @@ from streaming import Stream
 from diffusion.config.image_shapes import square
 from diffusion.data import shard_cache
 from diffusion.data.loader import BucketedLoader
-from diffusion.data.shard_cache import Room, home
+from diffusion.data.shard_cache import CacheBudget, home
 from diffusion.data.streams import Bucket
 from diffusion.models import batch_keys
 from diffusion.storage import locks
@@ -125,7 +125,7 @@ def test_killed_while_fetching_others_go_on_at_once(store, bucket, tmp_path):
 
 
 def test_jobs_under_a_limit_evict_from_each_other_and_serve_right(store, bucket, tmp_path):
-    """Room for three of six shards, two jobs that shuffle all of them, one with workers."""
+    """CacheBudget for three of six shards, two jobs that shuffle all of them, one with workers."""
     cache, limit = tmp_path / 'cache', 3 * SHARD
     settings = {'cache_limit': limit, 'predownload': 6}
 
@@ -178,7 +178,7 @@ def test_the_least_recently_used_go_first_and_no_more_than_needed(tmp_path_facto
     (folder / 'd-1').mkdir(exist_ok=True)
     (folder / 'd-1' / 'index.json').write_bytes(b'x' * 5000)
     (folder / 'd-1' / 'shard.mine.mds').write_bytes(b'x' * 5000)
-    scratch = Room({folder: None}, limit, lambda: None).scratch_for(folder / 'd-1' / VERSION / 'shard.new.mds', size)
+    scratch = CacheBudget({folder: None}, limit, lambda: None).scratch_for(folder / 'd-1' / VERSION / 'shard.new.mds', size)
     kept = {use for use, path in paths.items() if path.exists()}
     gone = set(used) - kept
     assert not gone or not kept or max(gone) < min(kept)
@@ -190,7 +190,7 @@ def test_the_least_recently_used_go_first_and_no_more_than_needed(tmp_path_facto
 
 
 def test_what_is_being_fetched_counts(tmp_path):
-    room = Room({tmp_path: None}, 1000, lambda: None)
+    room = CacheBudget({tmp_path: None}, 1000, lambda: None)
     old = tmp_path / 'd' / VERSION / 'shard.0.mds'
     old.parent.mkdir(parents=True)
     old.write_bytes(b'x' * 300)
@@ -204,7 +204,7 @@ def test_reading_keeps_a_shard_from_being_evicted(store, bucket, tmp_path, monke
     """Of two datasets in a cache, the one that is read from stays."""
     from diffusion.data import verified_dataset
 
-    monkeypatch.setattr(verified_dataset, 'TOUCH_EVERY_SECONDS', 0.0)
+    monkeypatch.setattr(verified_dataset, 'TOUCH_INTERVAL_SECONDS', 0.0)
     cache = tmp_path / 'cache'
     is_served_right(cached_loader(bucket, cache))
     for path in shards_in(cache):

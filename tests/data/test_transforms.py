@@ -17,14 +17,14 @@ from diffusion.config.image_shapes import Shape, square
 from diffusion.data.bad_samples import BadSample
 from diffusion.data.caption_choice import captions_of, choose_caption
 from diffusion.data.transforms import (
-    SPARE,
+    MIN_OVERSAMPLING,
     Crop,
     CropBox,
     Undecodable,
     crop_box,
     decode,
     picture,
-    reduced,
+    reduce_box,
     reduction_for,
 )
 
@@ -154,7 +154,7 @@ def test_reduced_decoding_is_near_the_full_one(photograph, size, shape, subsampl
     box = crop_box(size[0], size[1], shape, crop)
     reduction = reduction_for(box, shape)
     assert reduction > 1
-    grid = reduced(box, reduction)
+    grid = reduce_box(box, reduction)
     on_grid = CropBox(*(reduction * value for value in (grid.left, grid.top, grid.width, grid.height)))
     expected = bicubic(extended(Image.open(io.BytesIO(source)), reduction), on_grid, shape)
     assert decibels(picture(source, shape, crop), planes(expected)) > 42
@@ -165,7 +165,7 @@ def test_reduced_decoding_is_near_the_full_one(photograph, size, shape, subsampl
 def test_rounding_a_crop_moves_its_edges_by_a_quarter_of_a_pixel_at_most(width, height, shape, at):
     box = crop_box(width, height, shape, Crop('random', 0.5, (0.5, *at)))
     reduction = reduction_for(box, shape)
-    grid = reduced(box, reduction)
+    grid = reduce_box(box, reduction)
     for edge, of, scale in (
         (box.left, grid.left, shape.width / box.width),
         (box.left + box.width, grid.left + grid.width, shape.width / box.width),
@@ -181,10 +181,10 @@ def test_a_reduced_crop_stays_so_much_larger_than_its_shape(width, height, shape
     reduction = reduction_for(box, shape)
     assert reduction in (1, 2, 4, 8)
     if reduction > 1:
-        assert min(box.width / reduction / shape.width, box.height / reduction / shape.height) >= SPARE
+        assert min(box.width / reduction / shape.width, box.height / reduction / shape.height) >= MIN_OVERSAMPLING
     if reduction < 8:
         larger = 2 * reduction
-        assert min(box.width / larger / shape.width, box.height / larger / shape.height) < SPARE
+        assert min(box.width / larger / shape.width, box.height / larger / shape.height) < MIN_OVERSAMPLING
 
 
 def test_a_zone_plate_does_not_alias():

@@ -190,8 +190,8 @@ class BucketedDataset(VerifiedDataset):
 
         See `diffusion.config.sample_order` for the reason.
         """
-        # Streaming reads a stream's `choose` and `proportion`, and the dataset's `epoch_size` and `length`, only when an
-        # epoch begins or the length is requested. So they can be replaced here, after its constructor has computed
+        # Streaming reads a stream's `choose` and `proportion`, and the dataset's `epoch_size` and `length`, only when
+        # an epoch begins or the length is requested. So they can be replaced here, after its constructor has computed
         # them and before the first epoch. Every rank computes the same numbers from the same indexes.
         if self.num_canonical_nodes is None:
             self.num_canonical_nodes = sample_order.default_canonical_nodes(self.global_batch)

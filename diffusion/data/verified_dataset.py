@@ -273,7 +273,7 @@ class VerifiedDataset(StreamingDataset):
         return CacheBudget(folders, limit, self.check_failures) if folders else None
 
     def _create_shared_state(self) -> None:
-        """Create the shard signatures and the failure file that all processes on this machine share; a collective call."""
+        """Create the shard signatures and the failure file that all processes of a machine share; a collective call."""
         # Streaming's private prefix is unique to this dataset among the live jobs of the machine.
         prefix = f'{self._shm_prefix_int:06}'
         # A killed run may have left shared memory with the same prefix. With the number of shards in the name, an

@@ -98,8 +98,8 @@ class VerifiedStream(Stream):
             UserError: The index does not exist, cannot be accessed, or is not one of MDS shards.
             DataError: The store does not answer.
         """
-        # A dataset that was rewritten at the same URL has another index. In a cache it gets another folder, so that jobs
-        # that still read the old version are not disturbed. In a stream's own folder, the hashes in the new index
+        # A dataset that was rewritten at the same URL has another index. In a cache it gets another folder, so that
+        # jobs that still read the old version are not disturbed. In a stream's own folder, the hashes in the new index
         # identify the shards that have to be downloaded again.
         folder = self.home / self.split if self.home is not None else self.folder
         content = self._newest_index(folder / INDEX)
@@ -114,7 +114,7 @@ class VerifiedStream(Stream):
         return digest
 
     def use_index(self, digest: str) -> None:
-        """Set `local` to the cache folder of the index with this SHA-256, if the stream is cached; call on every rank."""
+        """Set `local` to the cache folder for the index with this SHA-256, if the stream is cached; call on all ranks."""
         if self.home is not None:
             self.local = str(shard_cache.version(self.home, digest, self.name))
 
@@ -333,9 +333,9 @@ class VerifiedStream(Stream):
 @contextmanager
 def hidden_remotes(streams: Sequence[VerifiedStream]) -> Iterator[None]:
     """Set the remote of all streams to None while StreamingDataset's constructor runs."""
-    # For a stream with a remote, the constructor downloads the index without checks, and get_shm_prefix() raises "Reused
-    # local directory" for a folder that another job uses, or that a killed job has left in shared memory. Streaming has
-    # no setting for either. Remove this when local folders can be shared between jobs.
+    # For a stream with a remote, the constructor downloads the index without checks, and get_shm_prefix() raises
+    # "Reused local directory" if another job uses the folder, or if a killed job has left the folder's name in shared
+    # memory. Streaming has no setting for either. Remove this when jobs can share local folders.
     remotes = [stream.remote for stream in streams]
     for stream in streams:
         stream.remote = None

@@ -114,7 +114,7 @@ class VerifiedStream(Stream):
         return digest
 
     def use_index(self, digest: str) -> None:
-        """Set `local` to the cache folder for the index with this SHA-256, if the stream is cached; call on all ranks."""
+        """Set `local` to the cache folder for the index with this SHA-256, if the stream is cached, on every rank."""
         if self.home is not None:
             self.local = str(shard_cache.version(self.home, digest, self.name))
 

@@ -94,7 +94,7 @@ class VerifiedDataset(StreamingDataset):
             try:
                 sample = self.shards[shard_id][row]
             except Exception:
-                # In an unchanged shard the error is real, such as a sample that cannot be decoded. In a changed one it
+                # In an unchanged shard the error is real, such as a column that cannot be decoded. In a changed one, it
                 # is a consequence of the change.
                 if self._is_unchanged(shard_id):
                     raise

@@ -242,7 +242,7 @@ class VerifiedStream(Stream):
         try:
             os.replace(_unpacked(source, raw, compression, scratch), path)
         except DamagedDownload as error:
-            raise DataError(f'streams.{self.name}: {source}: unpacked, {error}. Way out: {RESTORE}') from error
+            raise DataError(f'streams.{self.name}: {source}: after unpacking, {error}. Way out: {RESTORE}') from error
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 

@@ -131,7 +131,7 @@ def test_missing_folder_raises_with_stream_name(tmp_path):
 def test_missing_caption_column_raises_at_start(tmp_path):
     with MDSWriter(out=str(tmp_path / 'd'), columns={'image': 'bytes'}) as writer:
         writer.write({'image': b'x'})
-    with pytest.raises(ValueError, match='streams.a: its samples have the columns image, but captions or'):
+    with pytest.raises(ValueError, match='its samples have the columns image, but captions or caption is required'):
         dataset_over(tmp_path / 'd')
 
 

@@ -221,7 +221,7 @@ def test_samples_per_epoch_are_rounded_to_whole_batches_and_logged(caplog):
     assert (dataset.epoch_size, dataset.length) == (224, 224)
     assert sum(stream.proportion for stream in dataset.streams) == pytest.approx(1)
     assert 'streams.s1: 64 samples (2 batches) per epoch; 6 of its 70 are left for another epoch' in caplog.text
-    assert 'streams.s2: its 5 samples do not fill a global batch of 32; a batch will hold dup' in caplog.text
+    assert 'streams.s2: its 5 samples do not fill a global batch of 32; a batch will hold duplicate' in caplog.text
 
 
 @pytest.mark.parametrize('by', ['proportion', 'samples'])

@@ -125,7 +125,7 @@ def test_job_continues_when_downloading_job_is_killed(store, bucket, tmp_path):
 
 
 def test_concurrent_jobs_stay_below_limit_and_serve_correct_samples(store, bucket, tmp_path):
-    """CacheBudget for three of six shards, two jobs that shuffle all of them, one with workers."""
+    """Space for three of six shards; two jobs, one with workers, shuffle all six."""
     cache, limit = tmp_path / 'cache', 3 * SHARD
     settings = {'cache_limit': limit, 'predownload': 6}
 

@@ -370,9 +370,8 @@ def test_refresh_downloads_newest_file_and_falls_back_to_local_copy(store, bucke
 def test_full_disk_is_reported(store, bucket, tmp_path):
     def small_disk() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (6000, resource.RLIM_INFINITY))
-        with pytest.raises(
-            DataError, match=r'shard.0000\d.mds: no space left on the disk: .*Way out: free space in .*l'
-        ):
+        message = r'shard.0000\d.mds: no space left on the disk: .*Way out: free space in .*local'
+        with pytest.raises(DataError, match=message):
             served(loader_over(bucket, tmp_path / 'local'))
 
     assert Forked(small_disk).wait() == 0

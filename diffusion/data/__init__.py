@@ -1,1 +1,1 @@
-"""Data: resolution buckets of pictures, captions and latents, streamed from MDS shards."""
+"""Datasets and loader for buckets of images, captions and precomputed latents, streamed from MDS shards."""

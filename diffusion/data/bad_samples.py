@@ -1,9 +1,9 @@
-"""Samples that cannot be decoded: another of the same shard is served in their place, and that is counted.
+"""Replace samples that cannot be decoded by other samples of the same shard, and count and limit the replacements.
 
-To skip them would make the ranks' batches unequal. Which sample comes instead depends on the seed, the sample and the
-epoch alone, so that batches are the same on any number of ranks and after a resume. What is served is the other
-sample's content, its own crop and caption included, under the id of the sample that was asked for: noise, timestep and
-caption dropout are that one's, and a batch that holds the other sample itself as well does not see the same twice.
+Skipping bad samples would give ranks batches of different sizes. The choice of the replacement depends only on the
+seed, the sample id, the epoch and the attempt, so batches are the same on any number of ranks and after a resume. The
+replacement's content, including its crop and caption, is served under the id of the bad sample, which keys noise,
+timestep and caption dropout. So a batch that also holds the replacement itself does not train on identical inputs.
 """
 
 import json
@@ -16,44 +16,58 @@ from diffusion.models.randomness import Purpose, philox
 
 MAX_ATTEMPTS = 8
 MIN_REPLACED = 8
-"""So many replaced samples stop no run, whatever their share: one in the first batch is no rate."""
+"""Number of replaced samples up to which a run never stops: too few to estimate a rate from."""
 
 
 class BadSample(DataError):
-    """A sample that was read and cannot be decoded."""
+    """Raised for a sample that was read but cannot be decoded."""
 
 
 def replacement(seed: int, sample_id: int, epoch: int, attempt: int, *, samples: int) -> int:
-    """The row, of a shard with so many, that replaces a sample at the n-th attempt."""
+    """Return the row that replaces a bad sample.
+
+    Args:
+        seed: The dataset's seed.
+        sample_id: Id of the bad sample.
+        epoch: The current epoch.
+        attempt: Number of the attempt, from 1; an earlier replacement may be bad as well.
+        samples: Number of rows in the shard.
+    """
     word, *_ = philox((attempt, sample_id & 0xFFFFFFFF, epoch & 0xFFFFFFFF, 0), (seed, int(Purpose.REPLACEMENT)))
     return word * samples >> 32
 
 
 @dataclass
 class Tally:
-    """Samples that a run has served, over all ranks.
+    """Counts of the samples that a run has served on all ranks.
 
     Attributes:
-        served: All of them.
-        replaced: Those of them that stand for a bad one.
+        served: Number of samples, replaced ones included.
+        replaced: Number of samples that were replaced because they cannot be decoded.
     """
 
     served: int = 0
     replaced: int = 0
 
     def problem(self, max_rate: float) -> str | None:
-        """What is wrong where too many were replaced, or None."""
+        """Return a message if more than this fraction of samples was replaced, or None."""
         if self.replaced <= MIN_REPLACED or self.replaced <= max_rate * self.served:
             return None
         rate = self.replaced / self.served
         return (
-            f'loader.max_bad_samples: {self.replaced} of {self.served} samples could not be decoded, a share of '
-            f'{rate:.1e}, and {max_rate:.1e} is allowed'
+            f'loader.max_bad_samples: {self.replaced} of {self.served} samples could not be decoded ({rate:.1e}); '
+            f'the limit is {max_rate:.1e}'
         )
 
 
 def quarantine(path: Path, notes: Sequence[str], batch: int) -> None:
-    """Add notes on replaced samples to a file, a line each; for one process of a run."""
+    """Append notes on replaced samples to a JSON Lines file; call it in one process of a run.
+
+    Args:
+        path: The file; it is created with its folder if it does not exist.
+        notes: One JSON object per replaced sample.
+        batch: Index of the global batch in its epoch, added to each note.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open('a', encoding='utf-8') as file:
         file.write(''.join(json.dumps(json.loads(note) | {'batch_in_epoch': batch}) + '\n' for note in notes))

@@ -1,4 +1,4 @@
-"""Which of a picture's captions is used."""
+"""Choice of one of an image's captions."""
 
 from typing import Any, Literal
 
@@ -8,10 +8,14 @@ CaptionChoice = Literal['first', 'random', 'longest']
 
 
 def captions_of(sample: dict[str, Any], where: str) -> list[str]:
-    """The captions of a sample: its `captions`, a list, or its `caption`, a string.
+    """Return the captions of a sample: its column `captions`, a list, or `caption`, a string.
+
+    Args:
+        sample: A sample of an MDS shard.
+        where: Address of the sample, for the error message.
 
     Raises:
-        BadSample: There is none, or it is not text.
+        BadSample: The sample has no captions, or they are not strings.
     """
     value = sample.get('captions', sample.get('caption'))
     captions = [value] if isinstance(value, str) else value
@@ -24,12 +28,12 @@ def captions_of(sample: dict[str, Any], where: str) -> list[str]:
 
 
 def choose_caption(captions: list[str], rule: CaptionChoice, draw: float) -> str:
-    """One of the captions; `draw`, in [0, 1), decides for the rule `random`."""
+    """Return one of the captions; the rule `random` uses `draw`, a uniform number in [0, 1)."""
     return captions[choose_caption_index(captions, rule, draw)]
 
 
 def choose_caption_index(captions: list[str], rule: CaptionChoice, draw: float) -> int:
-    """The place of the caption that `choose_caption` takes."""
+    """Return the index of the caption that `choose_caption` returns."""
     if rule == 'random':
         return int(draw * len(captions))
     return max(range(len(captions)), key=lambda index: len(captions[index])) if rule == 'longest' else 0

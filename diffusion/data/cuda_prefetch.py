@@ -1,4 +1,4 @@
-"""Batches that are on the GPU when they are asked for: the next one is copied while this one is computed."""
+"""Loader that copies the next batch to the GPU while the current one is being computed."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -8,43 +8,45 @@ from torch import Tensor
 
 from diffusion.data.loader import BucketedLoader
 
-Given = TypeVar('Given')
-Ready = TypeVar('Ready')
+Item = TypeVar('Item')
+Started = TypeVar('Started')
 
 
 class AheadLoader(BucketedLoader):
-    """A BucketedLoader whose batches come from pinned memory to the current GPU on a stream of their own.
+    """BucketedLoader that copies its batches from pinned memory to the current GPU on a separate CUDA stream.
 
-    A batch is asked of the workers when the one before it is handed out. The place in the data that a checkpoint holds
-    is not affected: Composer counts the samples that were trained on.
+    It is one batch ahead of the trainer. The data position in a checkpoint is not affected, because Composer counts the
+    samples that were trained on.
     """
 
     def __iter__(self) -> Iterator[Any]:
-        copies = Copies(torch.device('cuda', torch.cuda.current_device()))
+        copies = HostToDeviceCopier(torch.device('cuda', torch.cuda.current_device()))
         return one_ahead(super().__iter__(), copies.start, copies.finish)
 
 
-class Copies:
-    """Copies of batches to a GPU, beside what it computes."""
+class HostToDeviceCopier:
+    """Asynchronous copies of batches to a GPU, on a CUDA stream separate from the computation."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream: Any = torch.cuda.Stream(device)
 
     def start(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-        """Begin to copy a batch, and the event of its end; it may be used after `finish`."""
+        """Start copying a batch; return the copy, usable after `finish`, and the event that marks its end."""
         with torch.cuda.stream(self.stream):
             copied = {name: self._copy(value) for name, value in batch.items()}
             return copied, self.stream.record_event()
 
     def finish(self, started: tuple[dict[str, Any], Any]) -> dict[str, Any]:
-        """The batch, for whatever is queued from now on; the host does not wait."""
+        """Return the batch, ready for kernels that are queued from now on; the host does not wait."""
         batch, done = started
         current = torch.cuda.current_stream(self.device)
         current.wait_event(done)
         for value in batch.values():
             if isinstance(value, Tensor):
-                value.record_stream(current)  # or its memory could be the next batch's while it is in use
+                # The memory belongs to the copy stream. Without this, the caching allocator would give it to the next
+                # batch as soon as Python drops the tensor, although queued kernels may still read it.
+                value.record_stream(current)
         return batch
 
     def _copy(self, value: Any) -> Any:
@@ -52,10 +54,17 @@ class Copies:
 
 
 def one_ahead(
-    items: Iterator[Given], start: Callable[[Given], Ready], finish: Callable[[Ready], Given]
-) -> Iterator[Given]:
-    """The items in order; when one is handed out, the next has been started. What the iterator raises comes in turn."""
-    started: list[Ready] = []
+    items: Iterator[Item], start: Callable[[Item], Started], finish: Callable[[Started], Item]
+) -> Iterator[Item]:
+    """Yield the items in order, each after the next one has been started.
+
+    Args:
+        items: The items; an exception that the iterator raises is raised after the items before it.
+        start: Starts the work on an item without waiting for it.
+        finish: Returns the item after its work.
+    """
+    # A list of zero or one item: zero before the first item.
+    started: list[Started] = []
     while True:
         error: Exception | None = None
         ended = False
@@ -64,6 +73,7 @@ def one_ahead(
         except StopIteration:
             upcoming, ended = [], True
         except Exception as caught:
+            # The item that was started before is good and comes first. Raising now would drop it.
             upcoming, error = [], caught
         for each in started:
             yield finish(each)

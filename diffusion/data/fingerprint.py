@@ -1,7 +1,7 @@
-"""What decides the data of a run, as plain values that are compared when it goes on.
+"""Fingerprint of a run's training data, saved in checkpoints and compared on resume.
 
-Streaming's own state says where an epoch stood, not which data it went over: with another batch size, another stream or
-another block size, resuming gives other samples and no message.
+Streaming's own state holds only the position in the epoch. With a different batch size, stream or shuffle block size,
+it resumes with different samples and reports nothing.
 """
 
 import hashlib
@@ -16,13 +16,13 @@ from diffusion.data.streams import Bucket, BucketedDataset
 
 
 def fingerprint(dataset: BucketedDataset, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything that decides which samples come when and what is made of them, in JSON's types.
+    """Return all settings that determine the samples of a run, their order and their content, as JSON types.
 
-    Folders and object stores are no part of it, since data may move; nor are devices, workers and reading ahead.
+    Paths and URLs are left out, since data may move; so are the numbers of devices and workers and the prefetching.
 
     Args:
-        dataset: As it was made, before an epoch begins.
-        settings: Kind of the dataset and its keywords that change samples, such as `crop`.
+        dataset: The dataset before its first epoch begins.
+        settings: Name of the dataset component and its keywords that change samples, such as `crop`.
     """
     order = ('batching_method', 'shuffle', 'shuffle_algo', 'shuffle_seed', 'shuffle_block_size')
     sampling = ('num_canonical_nodes', 'partition_algo', 'sampling_method', 'sampling_granularity')
@@ -37,14 +37,14 @@ def fingerprint(dataset: BucketedDataset, settings: Mapping[str, Any]) -> dict[s
             )
         },
     }
-    # str: whatever a dataset of somebody else takes.
+    # Keywords of a user's dataset class may be of any type: compare those that JSON does not have as strings.
     return json.loads(json.dumps(values, default=str))
 
 
 def _of_stream(bucket: Bucket, position: int, samples: int) -> dict[str, Any]:
     stream = bucket.stream
     return {
-        'position': position,  # ids of samples count on from stream to stream
+        'position': position,  # sample ids, which key all randomness, are numbered across streams
         'shape': str(bucket.shape),
         'choose': int(stream.choose),
         'samples': samples,
@@ -53,5 +53,5 @@ def _of_stream(bucket: Bucket, position: int, samples: int) -> dict[str, Any]:
 
 
 def index_hash(stream: Stream) -> str:
-    """SHA-256 of a stream's index, which holds the hash of every shard where they have hashes."""
+    """Return the SHA-256 of a stream's index.json, which contains the hashes of its shards if they have any."""
     return hashlib.sha256(Path(stream.local, stream.split or '', 'index.json').read_bytes()).hexdigest()

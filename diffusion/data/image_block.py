@@ -1,7 +1,7 @@
-"""Decode the images of a batch side by side in one block of memory, so that collating them copies nothing.
+"""Decode the images of a batch into one contiguous block of memory, so that collating them copies nothing.
 
-A batch of 16 images of 512 px has 12.6 MB. To copy them together, and to have the kernel clear new memory for each
-batch, takes a noticeable part of the time in which they are read and decoded (benchmarks/loader.py).
+A batch of 16 images of 512 px has 12.6 MB. Copying the images into a batch, and having the kernel zero new memory for
+each batch, costs a noticeable fraction of the time to read and decode them (benchmarks/loader.py).
 """
 
 import contextlib
@@ -19,16 +19,16 @@ from torch.utils.data import default_collate, get_worker_info
 from diffusion.models import batch_keys
 
 MAX_FREE = 2
-"""Freed buffers that are kept."""
+"""Maximum number of unused buffers that are kept for later batches."""
 
 
 class ImageBlock:
-    """The memory that the images of the next batch are decoded into.
+    """Allocator of the memory that the images of the next batch are decoded into.
 
-    A block belongs to the batch that is made of it; its memory is used again when no tensor uses it any more.
+    A block belongs to the batch that is collated from it. Its memory is reused once no tensor refers to it.
 
     Args:
-        batch_size: Images per batch. Batches of another size, and of images in another order, are copied as usual.
+        batch_size: Images per batch. Batches of another size or order are copied, as without this class.
     """
 
     def __init__(self, batch_size: int) -> None:
@@ -38,39 +38,48 @@ class ImageBlock:
         self._free = deque[bytearray](maxlen=MAX_FREE)
 
     def place(self, shape: Sequence[int]) -> Tensor:
-        """Return uninitialized memory for an image, uint8 [3, H, W], directly behind that of the image before."""
+        """Return uninitialized memory for one image, uint8 [3, H, W], adjacent to that of the previous image."""
+        # An image of another shape starts a new batch, since batches never mix shapes.
         if self._block is None or self._used == self.batch_size or self._block.shape[1:] != tuple(shape):
             self._block, self._used = self._new_block((self.batch_size, *shape)), 0
         self._used += 1
         return self._block[self._used - 1]
 
     def collate(self, items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the batch of these samples, with images [B, 3, H, W]."""
+        """Collate samples into a batch, with images [B, 3, H, W]; the loader's `collate_fn`."""
         batch = default_collate([{name: item[name] for name in item if name != batch_keys.IMAGE} for item in items])
         if batch_keys.IMAGE in items[0]:
             batch[batch_keys.IMAGE] = as_batch([item[batch_keys.IMAGE] for item in items])
+        # The batch now owns the memory: never write another image into it.
         self._block = None
         return batch
 
     def _new_block(self, shape: Sequence[int]) -> Tensor:
         size = math.prod(shape)
         if get_worker_info() is not None:
-            # A worker's batch has to be in shared memory, where default_collate puts it too, or is copied there.
+            # A worker passes its batch through shared memory, into which any other tensor would be copied. PyTorch's
+            # default_collate allocates there with this private method too. The memory is not recycled, because a worker
+            # cannot know when the main process is done with it.
             return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size)).view(*shape)
+        # Recycle the buffer of a freed batch: its pages are mapped, so the kernel need not zero new ones.
         memory = bytearray()
         with contextlib.suppress(IndexError):
             memory = self._free.pop()
         if not size <= len(memory) <= 2 * size:
             memory = bytearray(size)
         array = np.frombuffer(memory, np.uint8, count=size)
-        # PyTorch holds the array, which is nowhere else, for as long as a tensor uses its memory. Whichever thread lets
-        # go of the last one: the queue takes and gives each buffer once.
+        # Reuse a buffer only when nothing can read it. torch.from_numpy keeps a reference to the array for as long as
+        # any tensor or view uses the memory, and no other reference to the array exists. So its finalizer runs exactly
+        # when the last of them is gone. That may be in any thread; append and pop of a deque are atomic, so each buffer
+        # is handed out once. At interpreter exit no buffer is needed, hence no `atexit`.
         weakref.finalize(array, self._free.append, memory).atexit = False
         return torch.from_numpy(array).view(*shape)
 
 
 def as_batch(images: Sequence[Tensor]) -> Tensor:
-    """Return images of one shape as a batch: a view where they lie one behind the other in a block, else a copy."""
+    """Return images of one shape as a batch: a view if they are adjacent and in order in one block, else a copy."""
+    # Compare addresses instead of trusting the call order: a dataset may have decoded an image that it then replaced
+    # because the sample was bad, which leaves a gap in the block.
     first = images[0]
     memory, begin, size = first.untyped_storage().data_ptr(), first.storage_offset(), first.numel()
     for number, image in enumerate(images):

@@ -1,4 +1,4 @@
-"""Precomputed latents: the dataset that serves them, and the manifest that says which VAE made them.
+"""Dataset of precomputed latents, and the manifest that identifies the encoders that made them.
 
 Shapes: B batch, C latent channels, H W latent size, E text encoders, L text tokens.
 """
@@ -30,7 +30,7 @@ MANIFEST = 'manifest.json'
 
 @dataclass(frozen=True)
 class LatentManifest:
-    """Encoders and settings that made the latents; stored beside their shards."""
+    """Encoders and settings that made a dataset of latents, stored as manifest.json next to its shards."""
 
     vae: str
     """Fingerprint of the VAE's weights."""
@@ -45,11 +45,11 @@ class LatentManifest:
     dtype: str
     """Type of the stored numbers."""
     crop: str = 'center'
-    """Part of the images that was encoded: `center`, or `random` with its smallest scale and seed."""
+    """Crop of the images that was encoded: `center`, or `random` with its minimum scale and seed."""
     text_encoder: str | None = None
-    """Fingerprint of the text encoders whose output is stored; None if they run while training."""
+    """Fingerprint of the text encoders whose output is stored; None if they run during training."""
     captions: str = 'all'
-    """Captions that are stored: `all`, `first` or `longest`."""
+    """Captions stored per sample: `all`, `first` or `longest`."""
     source: str = ''
     """SHA-256 of the index of the encoded images."""
     version: int = 2
@@ -62,12 +62,16 @@ class LatentManifest:
     def read(cls, folder: Path, where: str) -> 'LatentManifest':
         """Read the manifest of a folder.
 
+        Args:
+            folder: The folder of the shards.
+            where: Name of the stream or its URL, for the error message.
+
         Raises:
-            UserError: There is no manifest of this version; the message begins with `where`.
+            UserError: The folder has no manifest, or it has another version.
         """
         path = folder / MANIFEST
         if not path.exists():
-            raise UserError(f'{where}: no {MANIFEST} beside its shards; latents are made by task=precompute')
+            raise UserError(f'{where}: no {MANIFEST} next to its shards; make latents with task=precompute')
         known = {field.name for field in dataclasses.fields(cls)}
         try:
             content = json.loads(path.read_text(encoding='utf-8'))
@@ -79,7 +83,8 @@ class LatentManifest:
 
 
 def weights_fingerprint(module: nn.Module) -> str:
-    """Return 16 hex digits of a SHA-256 over names, shapes and values of weights, rounded to float16."""
+    """Return the first 16 hex digits of a SHA-256 over the names, shapes and values of a module's weights."""
+    # Values are rounded to float16, so that the same weights loaded in float32 and in float16 agree.
     digest = hashlib.sha256()
     for name, tensor in sorted(module.state_dict().items()):
         digest.update(f'{name}{tuple(tensor.shape)}'.encode())
@@ -97,7 +102,7 @@ def manifest_of(
     text: TextConditioner | None = None,
     captions: str = 'all',
 ) -> LatentManifest:
-    """Return the manifest of latents that this VAE and these text encoders make."""
+    """Return the manifest of latents made by this VAE, and by these text encoders if their output is stored."""
     mean, std = latent_statistics(vae)
     return LatentManifest(
         *(weights_fingerprint(vae), mean.tolist(), std.tolist(), shape, posterior, dtype, crop),
@@ -109,16 +114,16 @@ def manifest_of(
 def read_manifest(bucket: Bucket) -> LatentManifest:
     """Read the manifest of a stream, from its remote if it has one."""
     assert isinstance(bucket.stream, VerifiedStream)
-    return LatentManifest.read(bucket.stream.beside(MANIFEST).parent, f'streams.{bucket.name}')
+    return LatentManifest.read(bucket.stream.fetch_sidecar(MANIFEST).parent, f'streams.{bucket.name}')
 
 
 class LatentsDataset(BucketedDataset):
-    """Moments of the VAE's posterior, float32 [C or 2C, H, W], tokens [E, L], and text embeddings [L, D] if stored.
+    """Dataset of VAE posterior moments, float32 [C or 2C, H, W], tokens [E, L], and text embeddings [L, D] if stored.
 
     Args:
-        buckets: Streams made by `task: precompute`, with a manifest beside the shards of each.
+        buckets: Streams made by `task: precompute`, each with a manifest next to its shards.
         batch_size: Samples per device and batch.
-        tokenizers: One per text encoder.
+        tokenizers: One per text encoder (E).
         caption_choice: Caption to use if there are several: the first, the longest, or a random one in each epoch.
         seed: Seed of the caption choice.
         streaming: Keywords of StreamingDataset.
@@ -143,52 +148,59 @@ class LatentsDataset(BucketedDataset):
         for bucket, manifest in zip(self.buckets, self.manifests, strict=True):
             if str(bucket.shape) != manifest.shape:
                 raise UserError(
-                    f'streams.{bucket.name}: {bucket.shape} px, but its latents were made of images of '
+                    f'streams.{bucket.name}: {bucket.shape} px, but its latents were made from images of '
                     f'{manifest.shape} px; correct its resolution or shape'
                 )
 
-    def item(self, at: int) -> dict[str, Any]:
-        """Return the moments and tokens of a sample, and its text embeddings if they are stored."""
-        sample = self.get_item(at)
-        captions = self.captions(sample, at)
-        place = choose_caption_index(captions, self.caption_choice, self.draws(at, Purpose.CAPTION_CHOICE)[0])
+    def item(self, index: int) -> dict[str, Any]:
+        """Return the moments and tokens of a sample, and its text embeddings if they are stored.
+
+        Raises:
+            BadSample: The stored values are not finite, or there is no caption.
+        """
+        sample = self.get_item(index)
+        captions = self.captions(sample, index)
+        caption_index = choose_caption_index(
+            captions, self.caption_choice, self.draws(index, Purpose.CAPTION_CHOICE)[0]
+        )
         item: dict[str, Any] = {
-            batch_keys.LATENT_MOMENTS: self._finite(sample, batch_keys.LATENT_MOMENTS, at).float(),
-            batch_keys.INPUT_IDS: tokenize(self.tokenizers, [captions[place]])[0],
+            batch_keys.LATENT_MOMENTS: self._finite(sample, batch_keys.LATENT_MOMENTS, index).float(),
+            batch_keys.INPUT_IDS: tokenize(self.tokenizers, [captions[caption_index]])[0],
         }
         if self.with_text:
-            item[batch_keys.TEXT_EMBEDS] = self._finite(sample, batch_keys.TEXT_EMBEDS, at)[place].clone()
+            item[batch_keys.TEXT_EMBEDS] = self._finite(sample, batch_keys.TEXT_EMBEDS, index)[caption_index].clone()
         return item
 
-    def _finite(self, sample: dict[str, Any], name: str, at: int) -> torch.Tensor:
+    def _finite(self, sample: dict[str, Any], name: str, index: int) -> torch.Tensor:
         values = torch.from_numpy(sample[name].copy())
         if not values.isfinite().all():
-            raise BadSample(f'{self.where(at)}: its {name} are not finite; precompute them again')
+            raise BadSample(f'{self.where(index)}: its {name} are not finite; precompute them again')
         return values
 
     def _all_with_text(self) -> bool:
         stored = [manifest.text_encoder is not None for manifest in self.manifests]
         if any(stored) and not all(stored):
             names = ', '.join(bucket.name for bucket, has in zip(self.buckets, stored, strict=True) if not has)
-            raise UserError(f'streams: {names} hold no encoded text and the others do; precompute all of them alike')
+            raise UserError(f'streams: {names} have no text embeddings, the others do; precompute all in the same way')
         return all(stored)
 
     def check_encoders(self, vae: AutoencoderKL, text: TextConditioner, *, train_text_encoder: bool) -> None:
-        """Refuse latents of another VAE than the model's, and stored text of other encoders.
+        """Check that the latents and text embeddings were made by the model's own encoders.
 
         Raises:
-            UserError: Weights or latent statistics differ, or the model trains the encoders whose text is stored.
+            UserError: The weights or the latent statistics differ, or the model trains the text encoders whose output
+                is stored.
         """
         if self.with_text:
             self._check_text(text, train_text_encoder)
-        own = manifest_of(vae, shape='', posterior='', dtype='')
+        of_model = manifest_of(vae, shape='', posterior='', dtype='')
         for bucket, manifest in zip(self.buckets, self.manifests, strict=True):
-            for what in ('vae', 'latent_mean', 'latent_std'):
-                stored, expected = getattr(manifest, what), getattr(own, what)
+            for name in ('vae', 'latent_mean', 'latent_std'):
+                stored, expected = getattr(manifest, name), getattr(of_model, name)
                 if stored != expected:
                     raise UserError(
                         f'streams.{bucket.name}: its latents were made by another VAE '
-                        f'({what} is {stored}, the model has {expected}); '
+                        f'({name} is {stored}, the model has {expected}); '
                         'precompute them again with this model, or give the model their VAE'
                     )
 
@@ -196,13 +208,13 @@ class LatentsDataset(BucketedDataset):
         names = ', '.join(f'streams.{bucket.name}' for bucket in self.buckets)
         if train_text_encoder:
             raise UserError(
-                f'{names}: they hold what a frozen text encoder says, and this model trains its own; '
+                f'{names}: text embeddings are stored, but this model trains its text encoder; '
                 'precompute with latents: image'
             )
-        own = weights_fingerprint(text)
+        expected = weights_fingerprint(text)
         for bucket, manifest in zip(self.buckets, self.manifests, strict=True):
-            if manifest.text_encoder != own:
+            if manifest.text_encoder != expected:
                 raise UserError(
-                    f'streams.{bucket.name}: its text was encoded by another text encoder '
-                    f'({manifest.text_encoder}, the model has {own}); precompute it again with this model'
+                    f'streams.{bucket.name}: its text embeddings were made by another text encoder '
+                    f'({manifest.text_encoder}, the model has {expected}); precompute them again with this model'
                 )

@@ -1,4 +1,4 @@
-"""The loader: batches with their place in the epoch; what goes wrong on one rank stops all of them at that batch."""
+"""Data loader that numbers its batches within the epoch and makes all ranks stop at the same batch on any failure."""
 
 import datetime
 import itertools
@@ -23,36 +23,37 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from diffusion.data.bad_samples import Tally, quarantine
 from diffusion.data.streams import BucketedDataset
-from diffusion.data.verified_dataset import described
+from diffusion.data.verified_dataset import describe_error
 from diffusion.errors import DataError, UserError
 from diffusion.models import batch_keys
 from diffusion.models.randomness import Draws, Purpose
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_SECONDS = 1.0
-"""How often a rank that waits for its workers looks whether another process has failed."""
-DEATH_SECONDS = 5.0
-"""Longest wait for the end of a worker whose connection is broken."""
-SLOWEST_RANK = datetime.timedelta(minutes=30)
-"""What the others wait for at most: a rank may be saving while they ask for the next batch."""
+POLL_SECONDS = 1.0
+"""Interval at which a rank that waits for its workers checks whether another process has failed."""
+WORKER_EXIT_SECONDS = 5.0
+"""Maximum wait for a worker to exit after its connection broke."""
+COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
+"""Timeout of the loader's collectives: one rank may be saving a checkpoint while the others request the next batch."""
 
 
 class BucketedLoader(StreamingDataLoader):
-    """A StreamingDataLoader that numbers its batches and never ends early.
+    """StreamingDataLoader that numbers its batches, never ends an epoch early, and fails on all ranks together.
 
-    The number of a global batch within its epoch is the same on any number of devices and after any interruption, so
-    randomness may depend on it.
+    The index of a global batch within its epoch is the same on any number of devices and after any resume, so random
+    draws may be keyed by it.
 
-    All ranks iterate together: before each batch they tell each other whether they have it, so that when one cannot,
-    all raise the same `DataError` at the same batch, and none waits for another in a collective of the model.
+    All ranks iterate in lockstep: before each batch they agree that every rank has one. If a rank has none, all ranks
+    raise the same `DataError` at the same batch.
 
     Args:
-        dataset: What it serves.
-        stratified: Give samples a timestep quantile, for `Objective.timesteps: stratified`.
-        timeout: Longest wait for a worker's batch, in seconds.
-        max_bad_samples: Share of samples that may be replaced because they cannot be decoded.
-        quarantine: File that gets a line for each of these.
+        dataset: The dataset to load.
+        stratified: Add a timestep quantile to each sample, for `Objective.timesteps: stratified`.
+        timeout: Maximum wait for a batch from a worker, in seconds; 0 for no limit.
+        max_bad_samples: Maximum fraction of samples that may be replaced because they cannot be decoded.
+        quarantine: JSON Lines file to which each replaced sample is appended.
+        num_workers: Worker processes per device.
         settings: Keywords of StreamingDataLoader.
     """
 
@@ -69,14 +70,16 @@ class BucketedLoader(StreamingDataLoader):
         num_workers: int = 0,
         **settings: Any,
     ) -> None:
-        # PyTorch raises after its timeout and can be asked again.
-        look_every = min(timeout or math.inf, LOOK_EVERY_SECONDS) if num_workers else 0
+        # PyTorch's timeout only serves to poll: `_next_batch` catches it, checks for failures, and calls next() again.
+        poll_seconds = min(timeout or math.inf, POLL_SECONDS) if num_workers else 0
         settings = {'collate_fn': dataset.image_block.collate} | settings
-        super().__init__(dataset, num_workers=num_workers, timeout=look_every, **settings)
+        super().__init__(dataset, num_workers=num_workers, timeout=poll_seconds, **settings)
         if stratified and not dataset.elastic:
-            raise UserError('stratified: devices may get batches of unequal size; make the dataset with elastic=True')
+            raise UserError(
+                'stratified: batches may differ in size between devices; create the dataset with elastic=True'
+            )
         self.stratified = stratified
-        self.patience_seconds = timeout or math.inf
+        self.timeout_seconds = timeout or math.inf
         self.max_bad_samples = max_bad_samples
         self.quarantine = quarantine
         self.tally = Tally()
@@ -84,186 +87,227 @@ class BucketedLoader(StreamingDataLoader):
 
     def __iter__(self) -> Iterator[Any]:
         world = World.detect()
-        # Read before the workers start, since they count the epoch up.
+        # `_resume` is private to StreamingDataset: it reads the position of a loaded checkpoint, which no public method
+        # returns. Call it before the workers start, because they increment `next_epoch`, and the position of an earlier
+        # epoch counts as stale.
         _, sample_in_epoch = self.dataset._resume(world, self.dataset.next_epoch)
         assert self.batch_size is not None
         first = sample_in_epoch // (self.batch_size * world.num_ranks)
+        # StreamingDataLoader.state_dict() reads this count. Its __iter__, which maintains it, is bypassed here: it is a
+        # generator, which an exception ends for good, so next() could not be called again after a timeout.
         self.num_samples_yielded = 0
-        served: Iterator[Any] | None = None
+        worker_batches: Iterator[Any] | None = None
         for index in itertools.count(first):
             batch, problem = None, None
+            # Hold every error until all ranks have agreed on this batch: a rank that raised here would leave the others
+            # waiting for it in a collective of the model until the timeout of the process group.
             try:
-                served = self._start_workers() if served is None else served
-                batch = self._next(served)
+                worker_batches = self._start_workers() if worker_batches is None else worker_batches
+                batch = self._next_batch(worker_batches)
                 if batch is None:
-                    problem = self._shortfall(index)
+                    problem = self._early_end(index)
             except Exception as error:
-                problem = self._problem(error, served)
+                problem = self._report_problem(error, worker_batches)
             notes = [] if batch is None else [note for note in batch.pop(batch_keys.REPLACED, []) if note]
             try:
-                if not self._all_have(index, batch, problem, notes):
+                if not self._all_ranks_have_batch(index, batch, problem, notes):
                     return
             except DataError:
-                self._end_workers(served)
+                self._end_workers(worker_batches)
                 raise
             assert batch is not None
             batch[batch_keys.BATCH_INDEX] = torch.full_like(batch[batch_keys.SAMPLE_ID], index)
             if self.stratified:
-                everyone = self._of_all_ranks(batch[batch_keys.SAMPLE_ID])
-                batch[batch_keys.TIMESTEP_QUANTILE] = timestep_quantiles(self.dataset.seed, batch, everyone, world.rank)
+                all_ids = self._gather_ids(batch[batch_keys.SAMPLE_ID])
+                batch[batch_keys.TIMESTEP_QUANTILE] = timestep_quantiles(self.dataset.seed, batch, all_ids, world.rank)
             self.num_samples_yielded += len(batch[batch_keys.SAMPLE_ID])
             yield batch
 
     def _start_workers(self) -> Iterator[Any]:
-        served = DataLoader.__iter__(self)
-        # PyTorch's SIGCHLD handler raises when a worker dies, wherever the main thread is: amid the model's forward
-        # pass, say, where the other ranks then wait in a collective. Take our workers off its list; `_next` finds a
-        # dead one within LOOK_EVERY_SECONDS, and all ranks stop at the same batch.
-        if isinstance(served, _MultiProcessingDataLoaderIter) and served._worker_pids_set:
-            signal_handling._remove_worker_pids(id(served))  # type: ignore[reportPrivateImportUsage]
-            served._worker_pids_set = False
-        return served
+        """Start this rank's workers and return the iterator over their batches."""
+        worker_batches = DataLoader.__iter__(self)
+        # PyTorch's SIGCHLD handler raises as soon as a worker dies, at whatever line the main thread is executing. In
+        # the middle of a forward pass, for example, the other ranks would wait for this one in a collective. So remove
+        # our workers from the handler's list; `_next_batch` detects a dead worker within POLL_SECONDS, and all ranks
+        # stop at the same batch.
+        if isinstance(worker_batches, _MultiProcessingDataLoaderIter) and worker_batches._worker_pids_set:
+            signal_handling._remove_worker_pids(id(worker_batches))  # type: ignore[reportPrivateImportUsage]
+            worker_batches._worker_pids_set = False
+        return worker_batches
 
-    def _next(self, served: Iterator[Any]) -> Any | None:
-        """The next batch of this rank's workers, None after the last."""
-        self.dataset.look_for_failures()
+    def _next_batch(self, worker_batches: Iterator[Any]) -> Any | None:
+        """Return the next batch of this rank's workers, or None after the last one.
+
+        Raises:
+            DataError: A process on this machine has failed, or no batch arrived within `timeout_seconds`.
+        """
+        self.dataset.check_failures()
         begin = time.monotonic()
         while True:
             try:
-                return next(served, None)
+                return next(worker_batches, None)
             except RuntimeError as error:
+                # PyTorch has no class for its timeout.
                 if 'DataLoader timed out' not in str(error):
                     raise
-                self.dataset.look_for_failures()
-                if time.monotonic() - begin > self.patience_seconds:
-                    at = ', '.join(self.dataset.being_fetched()) or 'nothing'
+                self.dataset.check_failures()
+                if time.monotonic() - begin > self.timeout_seconds:
+                    shards = ', '.join(self.dataset.shards_in_progress()) or 'none'
                     raise DataError(
-                        f'loader.timeout_seconds: no batch came for {self.patience_seconds:g} s; being fetched: {at}. '
-                        'Way out: raise it where the store or the disk is slow'
+                        f'loader.timeout_seconds: no batch within {self.timeout_seconds:g} s; shards in progress: '
+                        f'{shards}. Way out: raise the timeout if the store or the disk is slow'
                     ) from error
 
-    def _end_workers(self, served: Iterator[Any] | None) -> None:
-        """End this rank's workers now: left to the garbage collector, PyTorch waits 5 s for each of them."""
-        if isinstance(served, _MultiProcessingDataLoaderIter):
-            served._shutdown_workers()
+    def _end_workers(self, worker_batches: Iterator[Any] | None) -> None:
+        """End this rank's workers immediately."""
+        # If the iterator is left to the garbage collector, PyTorch waits 5 s for each worker.
+        if isinstance(worker_batches, _MultiProcessingDataLoaderIter):
+            worker_batches._shutdown_workers()
             self._iterator = None
 
-    def _shortfall(self, index: int) -> str | None:
-        """What is wrong with an epoch that ends before this batch, or None."""
+    def _early_end(self, index: int) -> str | None:
+        """Return a message if the epoch ended too early, before the batch with this index, or None."""
+        # Streaming ends an epoch early, without an exception, if a shard is missing; so count the batches.
         if not self.dataset.elastic:
-            return None  # where batches need not be whole, every worker has counted its samples
+            return None  # batches may be partial; VerifiedDataset counts the samples in every worker instead
         expected = self.dataset.epoch_size // self.dataset.global_batch
         if index == expected:
             return None
         return f'{self.dataset.names()}: the epoch ended after {index} of {expected} batches'
 
-    def _problem(self, error: Exception, served: Iterator[Any] | None) -> str:
-        """What this rank has to say of an error; its other processes, and those of other ranks here, stop as well."""
+    def _report_problem(self, error: Exception, worker_batches: Iterator[Any] | None) -> str:
+        """Return this rank's message for an error, and report it to all processes on this machine so that they stop."""
         assert self.dataset.failures is not None
         dead = None
         if not isinstance(error, UserError | DataError):
             log.error('rank %d:', dist.get_global_rank(), exc_info=error)
-            dead = dead_workers(served, error)
-        # A worker's exception has its traceback as its message.
+            dead = dead_workers(worker_batches, error)
+        # Prefer the message that the failing process reported: PyTorch re-raises a worker's exception with the whole
+        # traceback as its message.
         message = self.dataset.failures.message(now=True) or (
-            f'{self.dataset.names()}: {dead}' if dead else described(error)
+            f'{self.dataset.names()}: {dead}' if dead else describe_error(error)
         )
         self.dataset.failures.report(message)
         return message
 
-    def _all_have(self, index: int, batch: Any, problem: str | None, notes: list[str]) -> bool:
-        """Whether there is a batch on every rank; False where all are at their end.
+    def _all_ranks_have_batch(self, index: int, batch: Any, problem: str | None, notes: list[str]) -> bool:
+        """Return True if every rank has a batch, False if the epoch has ended on all of them; a collective call.
+
+        Args:
+            index: Index of the global batch in the epoch.
+            batch: This rank's batch, or None.
+            problem: This rank's error message, or None.
+            notes: JSON notes on this rank's replaced samples.
 
         Raises:
-            DataError: A rank has failed, the ranks are not at their ends together, or too many samples are bad.
+            DataError: A rank has failed, the ranks do not end together, or too many samples were replaced.
         """
+        # The sums below are the same on every rank, so every rank takes the same branches and makes the same further
+        # collective calls. Deciding by a rank's own values instead would deadlock.
         count = 0 if batch is None else len(batch[batch_keys.SAMPLE_ID])
         figures = torch.tensor([problem is not None, batch is None, count, len(notes)], dtype=torch.int64)
         if dist.get_world_size() > 1:
-            torch.distributed.all_reduce(figures, group=self._group())
+            torch.distributed.all_reduce(figures, group=self._gloo_group())
         failed, ended, served, replaced = figures.tolist()
         if failed:
-            self._stop(problem)
+            self._raise_on_all_ranks(problem)
         if ended:
             if ended < dist.get_world_size():
-                self._stop(f'{self.dataset.names()}: {ended} ranks had {index} batches, and the others have more')
+                self._raise_on_all_ranks(
+                    f'{self.dataset.names()}: {ended} of {dist.get_world_size()} ranks ended after {index} batches, '
+                    'the others have more'
+                )
             return False
         self.tally.served += served
         if replaced:
-            self._count(index, replaced, notes)
+            self._count_replaced(index, replaced, notes)
         return True
 
-    def _stop(self, problem: str | None) -> NoReturn:
-        """Raise on every rank what some of them have to say."""
+    def _raise_on_all_ranks(self, problem: str | None) -> NoReturn:
+        """Raise the problems of all ranks on every rank; a collective call."""
         problems = [problem] if self._gloo is None else dist.all_gather_object(problem, group=self._gloo)
         raise DataError('\n'.join(dict.fromkeys(each for each in problems if each is not None)))
 
-    def _count(self, index: int, replaced: int, notes: list[str]) -> None:
-        """Count and note bad samples of this batch; every rank is here."""
+    def _count_replaced(self, index: int, replaced: int, notes: list[str]) -> None:
+        """Count the replaced samples of this batch and write them to the quarantine file; a collective call.
+
+        Raises:
+            DataError: More than `max_bad_samples` were replaced so far.
+        """
         self.tally.replaced += replaced
-        everyone = [notes] if self._gloo is None else dist.all_gather_object(notes, group=self._gloo)
-        place = ''
+        all_notes = [notes] if self._gloo is None else dist.all_gather_object(notes, group=self._gloo)
+        pointer = ''
         if self.quarantine is not None:
-            place = f'; see {self.quarantine}'
+            pointer = f'; see {self.quarantine}'
             if dist.get_global_rank() == 0:
-                quarantine(self.quarantine, [note for notes in everyone for note in notes], index)
+                quarantine(self.quarantine, [note for notes in all_notes for note in notes], index)
         problem = self.tally.problem(self.max_bad_samples)
         if problem is not None:
-            raise DataError(f'{problem}{place}. Way out: prepare the data again, or raise it')
+            raise DataError(f'{problem}{pointer}. Way out: prepare the data again, or raise the limit')
 
-    def _of_all_ranks(self, ids: torch.Tensor) -> torch.Tensor:
-        """The ids of a global batch, rank after rank."""
-        return ids if dist.get_world_size() == 1 else torch.cat(list(dist.all_gather(ids, group=self._group())))
+    def _gather_ids(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the sample ids of the global batch in rank order; a collective call."""
+        return ids if dist.get_world_size() == 1 else torch.cat(list(dist.all_gather(ids, group=self._gloo_group())))
 
-    def _group(self) -> torch.distributed.ProcessGroup | None:
+    def _gloo_group(self) -> torch.distributed.ProcessGroup | None:
+        """Return the loader's gloo process group, created on first use, or None without torch.distributed."""
         if self._gloo is None and torch.distributed.is_initialized():
-            # NCCL takes no tensors of the CPU, and on the GPU they would wait for all that is queued there.
-            self._gloo = torch.distributed.new_group(backend='gloo', timeout=SLOWEST_RANK)
+            # NCCL does not take CPU tensors, and on the GPU the all-reduce would wait for all queued kernels.
+            self._gloo = torch.distributed.new_group(backend='gloo', timeout=COLLECTIVE_TIMEOUT)
         return self._gloo
 
 
-def dead_workers(served: Iterator[Any] | None, error: Exception) -> str | None:
-    """Describe the workers whose death is behind an error, with the likely cause, or return None."""
-    if not isinstance(served, _MultiProcessingDataLoaderIter):
+def dead_workers(worker_batches: Iterator[Any] | None, error: Exception) -> str | None:
+    """Return a description of the workers whose death caused an error, with the likely reason, or None."""
+    if not isinstance(worker_batches, _MultiProcessingDataLoaderIter):
         return None
-    # A process that dies closes its connections before its parent can see that it has ended. So PyTorch may report a
-    # killed worker as a ConnectionResetError, an EOFError or a BrokenPipeError of this process: wait for it to end.
+    # A dying process closes its connections before its parent can reap it. So PyTorch may report a killed worker as a
+    # ConnectionResetError, EOFError or BrokenPipeError of this process. Wait for the exit status.
     if isinstance(error, OSError | EOFError) and 'in DataLoader worker process' not in str(error):
-        ending = connection.wait([worker.sentinel for worker in served._workers], timeout=DEATH_SECONDS)
-        for worker in served._workers:
+        sentinels = [worker.sentinel for worker in worker_batches._workers]
+        ending = connection.wait(sentinels, timeout=WORKER_EXIT_SECONDS)
+        for worker in worker_batches._workers:
             if worker.sentinel in ending:
                 worker.join()
-    # One that is at the end of its samples ends with 0.
-    ended = [(number, worker) for number, worker in enumerate(served._workers) if worker.exitcode]
+    # A worker that has served all its samples exits with status 0.
+    ended = [(number, worker) for number, worker in enumerate(worker_batches._workers) if worker.exitcode]
     return '; '.join(
-        f'DataLoader worker {number} (pid {worker.pid}) {death(worker.exitcode)}' for number, worker in ended
+        f'DataLoader worker {number} (pid {worker.pid}) {describe_exit(worker.exitcode)}' for number, worker in ended
     )
 
 
 LIKELY_CAUSES = {
     signal.SIGKILL: '; did the machine or its container run out of memory? '
-    'Way out: lower loader.num_workers or loader.prefetch_factor, or ask for more memory',
-    signal.SIGBUS: '; is /dev/shm full? Way out: give the container more, or lower loader.num_workers',
+    'Way out: lower loader.num_workers or loader.prefetch_factor, or request more memory',
+    signal.SIGBUS: '; is /dev/shm full? Way out: give the container a larger /dev/shm, or lower loader.num_workers',
 }
 
 
-def death(exit_code: int) -> str:
-    """Describe how a process ended and the likely cause."""
+def describe_exit(exit_code: int) -> str:
+    """Return how a process ended, with the likely reason, from its nonzero exit code (negative for a signal)."""
     if exit_code > 0:
-        return f'ended with status {exit_code}'
+        return f'exited with status {exit_code}'
     return f'was killed by {signal.Signals(-exit_code).name}{LIKELY_CAUSES.get(signal.Signals(-exit_code), "")}'
 
 
-def timestep_quantiles(seed: int, batch: Mapping[str, torch.Tensor], everyone: torch.Tensor, rank: int) -> torch.Tensor:
-    """Quantiles of a rank's share of a global batch, float64 [B]; `everyone` holds the ids of all ranks in turn."""
-    first = {name: batch[name][:1].expand(len(everyone)) for name in (batch_keys.EPOCH, batch_keys.BATCH_INDEX)}
-    draws = Draws(seed, everyone, first[batch_keys.EPOCH], first[batch_keys.BATCH_INDEX])
+def timestep_quantiles(seed: int, batch: Mapping[str, torch.Tensor], all_ids: torch.Tensor, rank: int) -> torch.Tensor:
+    """Return timestep quantiles of a rank's part of a global batch, float64 [B].
+
+    Args:
+        seed: Seed of the draws.
+        batch: This rank's batch of B samples.
+        all_ids: Sample ids of the global batch in rank order.
+        rank: Global rank.
+    """
+    first = {name: batch[name][:1].expand(len(all_ids)) for name in (batch_keys.EPOCH, batch_keys.BATCH_INDEX)}
+    draws = Draws(seed, all_ids, first[batch_keys.EPOCH], first[batch_keys.BATCH_INDEX])
     size = len(batch[batch_keys.SAMPLE_ID])
     return draws.stratified(Purpose.STRATUM, Purpose.TIMESTEP)[rank * size : (rank + 1) * size]
 
 
 def as_spec(loader: BucketedLoader) -> DataSpec:
-    """The loader for a Trainer's evaluation: Composer's own splitting warns about a last batch that is short."""
+    """Wrap the loader for a Trainer's evaluation."""
+    # Composer's default split_batch warns about a last batch that is short.
     return DataSpec(loader, split_batch=_split)
 
 
@@ -274,12 +318,14 @@ def _split(batch: dict[str, torch.Tensor], size: int | float) -> list[dict[str, 
 
 
 def outlive_signals(worker: int) -> None:
-    """Let a worker ignore what tells a run to stop: its process ends it, after the batch (see `Preemption`)."""
+    """Make a worker process ignore SIGTERM and SIGUSR1, as its `worker_init_fn`."""
+    # These signals ask a run to stop and reach its whole process group. The main process first finishes the current
+    # batch (see `Preemption`), for which it needs its workers, and ends them afterwards.
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
 
 
 def default_num_workers(devices_on_node: int) -> int:
-    """Workers a device: the cores that this process may use, shared out, one kept for the device's own process."""
+    """Return the workers per device, 0 to 8: an equal share of the available cores, less one for the main process."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
     return max(0, min(8, cores // max(1, devices_on_node) - 1))

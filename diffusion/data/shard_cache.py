@@ -1,15 +1,16 @@
-"""A cache of shards that the jobs of a machine share, below a limit; the least recently used shards go first.
+"""Cache of shards shared by the jobs of a machine, with a size limit and least-recently-used eviction.
 
-Layout of a cache folder, the same for every job that is given it:
+Layout of a cache folder, which all jobs that use it follow:
 
-    bucket-laion-512-1f0c8a6e2b7d/        a dataset, by the end of its URL and a hash of it
-        index.json                        the newest that was seen
-        9d3c1e44a0b2f715/                 the shards of one index, by its hash: of a dataset that is written anew while
-            index.json                    jobs read it, old and new shards are never mixed
+    bucket-laion-512-1f0c8a6e2b7d/        one dataset: the end of its URL and a hash of the URL
+        index.json                        the newest index seen
+        9d3c1e44a0b2f715/                 the shards of one version of the dataset, by the hash of its index; if the
+            index.json                    dataset is rewritten while jobs read it, old and new shards are never mixed
             shard.00000.mds
-            as/photos -> ..               Streaming wants a folder for each stream
+            as/photos -> ..               Streaming requires a folder per stream
 
-A shard may go while somebody reads it: what is open stays readable, and the next read finds it missing and fetches it.
+A shard may be evicted while a process reads it: an open file stays readable, and the next read finds the shard missing
+and downloads it again.
 """
 
 import contextlib
@@ -24,34 +25,43 @@ from typing import NamedTuple
 from diffusion.storage import atomic, locks
 
 INDEX = 'index.json'
-MARK = '.mds'
-"""Part of the names of shards, compressed or not."""
+SHARD_MARKER = '.mds'
+"""Substring of the file names of all shards, compressed or not."""
 VERSION = re.compile(r'/[0-9a-f]{16}/')
-"""The version of its dataset in the path of a shard in a cache folder."""
+"""Pattern of the version folder in the path of a cached shard."""
 
 
-class Held(NamedTuple):
-    """A shard's file."""
+class CachedShard(NamedTuple):
+    """File of a cached shard; sorts by its last use."""
 
     used: int
-    """Time of its last use, in ns."""
+    """Access time in ns."""
     size: int
+    """Size in bytes."""
     path: Path
 
 
 def home(cache: Path, remote: str) -> Path:
-    """Return the folder of a dataset in a cache."""
+    """Return the folder of the dataset at a remote URL in a cache."""
     readable = re.sub(r'[^A-Za-z0-9]+', '-', remote.partition('://')[2] or remote).strip('-')[-40:]
     return cache / f'{readable}-{hashlib.sha256(remote.rstrip("/").encode()).hexdigest()[:12]}'
 
 
 def version(home: Path, digest: str, stream: str) -> Path:
-    """Return the folder of the shards of an index, by its hash, as a stream of some name sees it."""
+    """Return the folder of one version of a dataset for a stream.
+
+    Args:
+        home: The dataset's folder in the cache.
+        digest: SHA-256 of the version's index, in hexadecimal.
+        stream: Name of the stream.
+    """
+    # StreamingDataset refuses two streams with the same local folder, so each stream gets a symbolic link of its own to
+    # the version's folder.
     return home / digest[:16] / 'as' / re.sub(r'[^A-Za-z0-9._-]+', '_', stream)
 
 
-def make_version(home: Path, digest: str, stream: str) -> Path:
-    """Make that folder and return it."""
+def create_version(home: Path, digest: str, stream: str) -> Path:
+    """Create the folder of one version of a dataset for a stream, see `version`, and return it."""
     alias = version(home, digest, stream)
     alias.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
@@ -59,27 +69,29 @@ def make_version(home: Path, digest: str, stream: str) -> Path:
     return alias
 
 
-def bring_up_to_date(path: Path, content: bytes) -> None:
-    """Write a small file whole, unless it has this content already."""
+def write_if_changed(path: Path, content: bytes) -> None:
+    """Replace a small file atomically, unless it already has this content."""
     if path.exists() and path.read_bytes() == content:
         return
     atomic.write_whole(path, content)
 
 
 def touch(path: str | Path) -> None:
-    """Note that a shard is used, in its access time alone; file systems themselves note it once a day or never."""
+    """Set the access time of a shard to now."""
+    # File systems update it once per day (relatime) or never (noatime). Keep the modification time: it is part of the
+    # signature that shows whether a shard has changed since it was checked.
     with contextlib.suppress(OSError):
         os.utime(path, ns=(time.time_ns(), os.stat(path).st_mtime_ns))
 
 
-class Room:
-    """A limit on the shards below some folders.
+class CacheBudget:
+    """Limit on the total size of the shards in some folders.
 
     Args:
-        folders: Each with the names of its shards, relative to it; None for a cache folder, where all shards count that
-            lie in the folder of a version. Nothing else is ever evicted.
-        limit_bytes: Largest size of all shards together, with those being fetched.
-        wait: Called while another process makes room; an exception that it raises ends the wait.
+        folders: Folders with the names of their shards, relative to the folder; None in place of the names for a cache
+            folder, where all shards in version folders count. No other file is ever evicted.
+        limit_bytes: Maximum total size of all shards, including those being downloaded.
+        wait: Called repeatedly while another process evicts; an exception that it raises ends the wait.
     """
 
     def __init__(
@@ -91,9 +103,17 @@ class Room:
         self._lock = next(iter(self.folders)) / 'room'
 
     def scratch_for(self, path: Path, size: int) -> Path:
-        """Make a folder beside a shard's path to fetch it into, after evicting as much as it needs."""
+        """Create a folder next to a shard's path to download it into, after evicting enough other shards.
+
+        Args:
+            path: Path of the shard.
+            size: Size of the download in bytes, including the unpacked shard if it is compressed.
+        """
+        # Evict and reserve under one lock, which all jobs that share the cache take. Otherwise, two processes would
+        # count the same free space and together exceed the limit. The folder's name holds the reserved size, so that
+        # other processes count it before the download is complete.
         with locks.locked(self._lock, self.wait):
-            held, reserved = self._held()
+            held, reserved = self._cached_shards()
             used = sum(file.size for file in held) + reserved
             for file in sorted(held):
                 if used + size <= self.limit_bytes:
@@ -103,29 +123,32 @@ class Room:
             return locks.scratch_for(path, size)
 
     def used_bytes(self) -> int:
-        """Return the size of all shards, with those being fetched."""
-        held, reserved = self._held()
+        """Return the total size of all shards in bytes, including those being downloaded."""
+        held, reserved = self._cached_shards()
         return sum(file.size for file in held) + reserved
 
-    def _held(self) -> tuple[list[Held], int]:
-        """List the shards, and add up the bytes of those being fetched."""
+    def _cached_shards(self) -> tuple[list[CachedShard], int]:
+        """Return the cached shards, and the total size in bytes of those being downloaded."""
+        # Always list the folders: other jobs add and evict shards, so a count kept in this process would be wrong.
         held, reserved = [], 0
         for folder, names in self.folders.items():
             for entry in _entries(folder):
                 reserved += locks.reserved_bytes(entry.name)
-                if MARK not in entry.name or entry.name.startswith('.'):
+                if SHARD_MARKER not in entry.name or entry.name.startswith('.'):
                     continue
                 name = os.path.relpath(entry.path, folder)
                 if name not in names if names is not None else not VERSION.search(name):
                     continue
                 with contextlib.suppress(FileNotFoundError):
                     status = entry.stat(follow_symlinks=False)
-                    held.append(Held(status.st_atime_ns, status.st_size, Path(entry.path)))
+                    held.append(CachedShard(status.st_atime_ns, status.st_size, Path(entry.path)))
         return held, reserved
 
 
 def _entries(folder: str | Path) -> Iterator[os.DirEntry[str]]:
-    """Yield all files and folders below a folder, but not the content of hidden folders; no link is followed."""
+    """Yield all files and folders below a folder, without the content of hidden folders."""
+    # Hidden folders hold incomplete downloads. Symbolic links are not followed: each stream's link leads to the folder
+    # that contains it, and its shards would count twice.
     with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
         for entry in entries:
             yield entry

@@ -1,8 +1,8 @@
-"""Tell a failure of one process of a dataset to all others on its machine, so that they stop too.
+"""Share the first failure of a dataset's processes with all others on the same machine, so that all of them stop.
 
-Streaming's workers wait for each other's downloads without end, and a thread that fails there ends its worker's epoch
-early with a line in the log. So the first process that fails leaves its message in a file, and all others look for
-that whenever they wait.
+Streaming's workers wait for each other's downloads indefinitely, and a download thread that fails only ends its
+worker's epoch early, with a log line. So the first process that fails writes its message to a file, and all others
+check for the file whenever they wait.
 """
 
 import contextlib
@@ -16,50 +16,52 @@ from diffusion.errors import DataError
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_SECONDS = 0.05
-"""A look costs 3 microseconds, and Streaming's threads would take several per sample."""
+POLL_SECONDS = 0.05
+"""Minimum interval between checks of the file: one takes 3 us, and Streaming's threads check several times a sample."""
 
 
 class Failures:
-    """The first failure of a dataset's processes on this machine.
+    """First failure of a dataset's processes on this machine.
 
     Args:
-        path: The file of the message, the same for all of them and for no other dataset.
+        path: Path of the message file, the same in all processes of the dataset and different for every other dataset.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._message: str | None = None
-        self._looked = 0.0
+        self._last_poll = 0.0
 
     def clear(self) -> None:
-        """Remove the message of an earlier run; for one process, before the others begin."""
+        """Remove the message of an earlier run; call it in one process before the others start."""
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.path.unlink(missing_ok=True)
 
     def report(self, message: str) -> None:
-        """Leave a message, unless another process has left one."""
+        """Write a message, unless another process has already written one."""
+        # A reader must never see a partial message: write to a temporary file first. os.link fails if the target
+        # exists, unlike a rename, so the first message, which names the cause, stays in place.
         unfinished = self.path.with_name(f'.{self.path.name}.{os.getpid()}.{threading.get_ident()}')
         try:
             unfinished.write_text(message, encoding='utf-8')
             with contextlib.suppress(FileExistsError):
-                os.link(unfinished, self.path)  # unlike a rename it leaves the first message in place
+                os.link(unfinished, self.path)
             unfinished.unlink()
         except OSError as error:
-            log.warning('%s: cannot be written (%s); the other processes hear of no failure', self.path, error)
+            log.warning('%s: cannot be written (%s); other processes will not see this failure', self.path, error)
             self._message = message
-        self._looked = 0.0
+        self._last_poll = 0.0
 
     def message(self, *, now: bool = False) -> str | None:
-        """Return the first message, up to LOOK_EVERY_SECONDS late unless `now`."""
-        if self._message is None and (now or time.monotonic() - self._looked > LOOK_EVERY_SECONDS):
-            self._looked = time.monotonic()
+        """Return the first message or None, up to POLL_SECONDS late unless `now`."""
+        if self._message is None and (now or time.monotonic() - self._last_poll > POLL_SECONDS):
+            self._last_poll = time.monotonic()
             with contextlib.suppress(FileNotFoundError):
                 self._message = self.path.read_text(encoding='utf-8')
         return self._message
 
     def check(self, *, now: bool = False) -> None:
-        """Raise the first message, if there is one.
+        """Raise the first message, if there is one, up to POLL_SECONDS late unless `now`.
 
         Raises:
             DataError: A process has failed.
@@ -70,12 +72,15 @@ class Failures:
 
 
 class FailureEvent(threading.Event):
-    """The event that Streaming's threads stop at, set for all processes at once."""
+    """Event that Streaming's threads check in order to stop; also set when another process has failed."""
+
+    # Streaming's threads wait for a shard in loops that end only when their event is set, and each worker has an event
+    # of its own. Without this class, threads would wait forever for a shard whose download failed in another worker.
 
     def __init__(self, failures: Failures) -> None:
         super().__init__()
         self.failures = failures
 
     def is_set(self) -> bool:
-        """Return whether this process or another one has failed."""
+        """Return True if this process or another one on this machine has failed."""
         return super().is_set() or self.failures.message() is not None

@@ -1,4 +1,4 @@
-"""One job at a time on a machine may register its datasets in shared memory."""
+"""Lock that lets only one job per machine register its datasets in shared memory at a time."""
 
 import contextlib
 import logging
@@ -14,32 +14,32 @@ from diffusion.storage import locks
 log = logging.getLogger(__name__)
 
 LOCK = Path(tempfile.gettempdir()) / 'diffusion-streaming.lock'
-PATIENCE_SECONDS = 15.0
-"""Longest wait for another job: enough for local data, and a job that hangs must not hold up the others."""
+TIMEOUT_SECONDS = 15.0
+"""Maximum wait for another job: long enough to open local data, and short enough if the other job hangs."""
 
 
 @contextlib.contextmanager
 def one_job_at_a_time() -> Iterator[None]:
-    """Hold the machine's lock while a dataset is made.
-
-    Streaming looks for a free name in shared memory and takes it later, each rank for itself: of two jobs that start
-    on one machine at the same moment, one dies of `FileExistsError`, or its ranks disagree on the name.
-    """
+    """Hold the machine's lock while a dataset is created; a collective call. Warn and continue if it is unavailable."""
+    # Streaming's get_shm_prefix() looks for a free name in shared memory on each rank and claims it only afterwards. If
+    # two jobs start on one machine at the same time, one fails with `FileExistsError`, or its ranks choose different
+    # names. Remove this lock when Streaming claims the name in one step.
     with contextlib.ExitStack() as stack:
         if dist.get_local_rank() == 0:
             try:
-                # The file stays: one of another user in /tmp cannot be removed.
-                stack.enter_context(locks.held(LOCK, _patience()))
+                # Do not remove the lock file afterwards: /tmp is sticky, so another user could not.
+                stack.enter_context(locks.held(LOCK, _wait_until_timeout()))
             except TimeoutError:
-                log.warning('%s: held by another job for %d s; going on without it', LOCK, PATIENCE_SECONDS)
+                log.warning('%s: held by another job for %d s; continuing without the lock', LOCK, TIMEOUT_SECONDS)
             except OSError as error:
-                log.warning('%s: cannot be opened (%s); going on without a lock among jobs', LOCK, error)
+                log.warning('%s: cannot be opened (%s); continuing without the lock', LOCK, error)
+        # Only one rank per machine takes the lock; the others wait here until it holds it.
         dist.barrier()
         yield
 
 
-def _patience() -> Callable[[], None]:
-    deadline = time.monotonic() + PATIENCE_SECONDS
+def _wait_until_timeout() -> Callable[[], None]:
+    deadline = time.monotonic() + TIMEOUT_SECONDS
 
     def wait() -> None:
         if time.monotonic() > deadline:

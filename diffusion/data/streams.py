@@ -1,4 +1,4 @@
-"""Named streams of MDS shards and the dataset over several of them."""
+"""Dataset over several named streams of MDS shards, one image shape per stream."""
 
 import json
 import logging
@@ -27,7 +27,7 @@ MAX_SHARE_ERROR = 0.01
 
 @dataclass(frozen=True)
 class Bucket:
-    """A stream with its name and the shape at which the model sees its images."""
+    """A stream with its name and the shape to which its images are cropped and resized."""
 
     name: str
     stream: Stream
@@ -35,16 +35,18 @@ class Bucket:
 
 
 class BucketedDataset(VerifiedDataset):
-    """Samples of several streams, each with its own shape, and the keys that randomness depends on.
+    """Base class of datasets over several streams, each with its own shape; subclasses implement `item`.
+
+    Samples carry their id and epoch, which key all randomness.
 
     Args:
         buckets: The streams.
         batch_size: Samples per device and batch.
         columns: Columns that every sample must have; one of each tuple is enough.
         seed: Seed of crops, flips and caption choice, in [0, 2**32).
-        elastic: Serve whole global batches of the same samples on any number of devices, for training; samples that do
-            not fill a batch wait for another epoch. Otherwise an epoch serves every sample, for evaluation.
-        substitute: Serve another sample of the same shard in place of one that cannot be decoded; see
+        elastic: For training: serve whole global batches, the same on any number of devices; samples that do not fill a
+            batch are left for another epoch. Otherwise, for evaluation, an epoch serves every sample.
+        substitute: Replace samples that cannot be decoded by others of the same shard; see
             `diffusion.data.bad_samples`.
         streaming: Keywords of VerifiedDataset and StreamingDataset.
     """
@@ -64,23 +66,30 @@ class BucketedDataset(VerifiedDataset):
         self.seed = seed
         self.elastic = elastic
         self.substitute = substitute
-        # Read before Streaming gives every stream a proportion.
+        # Streaming's constructor derives a `proportion` for every stream. Only the private `_proportion` shows whether
+        # the recipe set one.
         given = [bucket.stream for bucket in buckets if bucket.stream._proportion is not None]
-        self.by_shares = bool(given) or streaming.get('epoch_size') is not None
+        self.is_proportional = bool(given) or streaming.get('epoch_size') is not None
         super().__init__({bucket.name: bucket.stream for bucket in buckets}, batch_size=batch_size, **streaming)
         self.buckets = [replace(bucket, stream=stream) for bucket, stream in zip(buckets, self.streams, strict=True)]
         self._check_columns(columns)
         if elastic:
-            self._take_whole_batches()
+            self._round_to_whole_batches()
 
     @property
     def global_batch(self) -> int:
-        """Number of samples of a batch over all devices."""
+        """Number of samples per batch over all devices."""
         assert isinstance(self.batch_size, int)
+        # Streaming's own view of the ranks, private, and fixed when the dataset was created.
         return self.batch_size * self._parallel_rank_world.num_ranks
 
     def __getitem__(self, at: int) -> dict[str, Any]:  # type: ignore[override]
-        """Return a sample, or its replacement if it cannot be decoded, under the sample's own id."""
+        """Return a sample with its id and epoch; with `substitute`, replace its content if it cannot be decoded.
+
+        Raises:
+            BadSample: The sample cannot be decoded, nor can `MAX_ATTEMPTS` replacements if `substitute` is set.
+            DataError: The shard cannot be read; such errors are never substituted.
+        """
         errors: list[str] = []
         index = int(at)
         while True:
@@ -92,21 +101,24 @@ class BucketedDataset(VerifiedDataset):
                 if not self.substitute:
                     raise
                 if len(errors) > MAX_ATTEMPTS:
-                    raise BadSample(f'{errors[0]}; so are {MAX_ATTEMPTS} others of its shard') from error
+                    raise BadSample(
+                        f'{errors[0]}; {MAX_ATTEMPTS} other samples of its shard cannot be decoded either'
+                    ) from error
             index = self._replacement(int(at), len(errors))
+        # Always set the key, since collating takes the keys of the first sample of a batch.
         if self.substitute:
-            item[batch_keys.REPLACED] = self._note(int(at), index, errors) if errors else ''
+            item[batch_keys.REPLACED] = self._replacement_note(int(at), index, errors) if errors else ''
         return item | self.identity(at)
 
-    def item(self, at: int) -> dict[str, Any]:
-        """Return the tensors of a sample without its identity; subclasses implement this.
+    def item(self, index: int) -> dict[str, Any]:
+        """Return the tensors of a sample, without its id and epoch; subclasses implement this.
 
         Raises:
             BadSample: The sample was read and cannot be decoded.
         """
         raise NotImplementedError
 
-    def captions(self, sample: dict[str, Any], at: int) -> list[str]:
+    def captions(self, sample: dict[str, Any], index: int) -> list[str]:
         """Return the captions of a sample.
 
         Raises:
@@ -115,72 +127,79 @@ class BucketedDataset(VerifiedDataset):
         try:
             return captions_of(sample, '')
         except BadSample as error:
-            raise BadSample(f'{self.where(at)}{error}') from error
+            raise BadSample(f'{self.where(index)}{error}') from error
 
     def bucket_of(self, index: int) -> Bucket:
-        """Return the stream that a sample belongs to."""
+        """Return the bucket that a sample belongs to."""
         shard, _ = self.spanner[index]
         return self.buckets[int(self.stream_per_shard[shard])]
 
     def where(self, index: int) -> str:
-        """Return a sample's address for error messages."""
+        """Return the stream, row and shard of a sample, for error messages."""
         shard, row = self.spanner[index]
         reader = self.shards[shard]
         return f'streams.{self.bucket_of(index).name}: sample {index} (row {row} of {reader.raw_data.basename})'
 
     def current_epoch(self) -> int:
-        """Return the epoch being served; Streaming increments `next_epoch` when an iteration starts."""
+        """Return the number of the epoch being served, from 0."""
+        # Streaming increments `next_epoch` when an iteration starts; before the first one it is 0.
         return max(self.next_epoch - 1, 0)
 
     def draws(self, index: int, purpose: Purpose) -> tuple[float, float, float, float]:
-        """Return four uniform numbers in [0, 1) keyed by seed, purpose, sample and epoch."""
+        """Return four uniform numbers in [0, 1), keyed by seed, purpose, sample and epoch."""
         return keyed_uniforms(self.seed, purpose, index, self.current_epoch())
 
     def identity(self, index: int) -> dict[str, int]:
-        """Return the id and the epoch of a sample, which key its randomness on the device."""
+        """Return the id and epoch of a sample, which key its random draws on the device."""
         return {batch_keys.SAMPLE_ID: int(index), batch_keys.EPOCH: self.current_epoch()}
 
-    def _replacement(self, at: int, attempt: int) -> int:
-        shard, _ = self.spanner[at]
+    def _replacement(self, index: int, attempt: int) -> int:
+        """Return the id of the sample that replaces a bad one at this attempt."""
+        # From the same shard: it has the same shape, so the batch stays uniform, and it is already on the local disk.
+        shard, _ = self.spanner[index]
         first = int(self.sample_offset_per_shard[shard])
         samples = int(self.samples_per_shard[shard])
-        return first + replacement(self.seed, at, self.current_epoch(), attempt, samples=samples)
+        return first + replacement(self.seed, index, self.current_epoch(), attempt, samples=samples)
 
-    def _note(self, at: int, served: int, errors: Sequence[str]) -> str:
-        shard, row = self.spanner[at]
+    def _replacement_note(self, index: int, served: int, errors: Sequence[str]) -> str:
+        """Return the quarantine entry of a replaced sample as JSON."""
+        shard, row = self.spanner[index]
         raw = self.shards[shard].file_pairs[0][0].basename
-        key = self.get_item(at).get('key')
-        name = self.bucket_of(at).name
-        line = {'sample_id': at, 'served': served, 'stream': name, 'shard': raw, 'row': int(row), 'key': key}
+        key = self.get_item(index).get('key')
+        name = self.bucket_of(index).name
+        line = {'sample_id': index, 'served': served, 'stream': name, 'shard': raw, 'row': int(row), 'key': key}
         return json.dumps(line | {'epoch': self.current_epoch(), 'error': errors[0]}, default=str)
 
     def load_state_dict(self, obj: dict[str, Any]) -> None:
-        """Resume in the middle of an epoch.
+        """Resume at a position within an epoch.
 
-        Streaming also takes `num_canonical_nodes` and `shuffle_seed` from the state and keeps them for the rest of the
-        run. Here the dataset's own values stay: SameRun has compared them, and if data may change, the recipe decides.
-        The position is rounded down to a multiple of the current global batch, or to the end of the epoch.
+        The position is rounded down to a multiple of the current global batch, and to at most the end of the epoch.
         """
         if self.elastic:
+            # Streaming would replace `num_canonical_nodes` and `shuffle_seed` by those of the state for the rest of the
+            # run. Keep the dataset's own values: SameRun has compared them with the checkpoint's, and if the data may
+            # change, the recipe decides. Streaming also accepts a position within a batch, or beyond the end of the
+            # epoch, if the batch size or the data have changed.
             position = min(obj['sample_in_epoch'], self.epoch_size) // self.global_batch * self.global_batch
-            own = {'num_canonical_nodes': self.num_canonical_nodes, 'shuffle_seed': self.shuffle_seed}
-            obj = obj | own | {'sample_in_epoch': position}
+            order = {'num_canonical_nodes': self.num_canonical_nodes, 'shuffle_seed': self.shuffle_seed}
+            obj = obj | order | {'sample_in_epoch': position}
         super().load_state_dict(obj)
 
-    def _take_whole_batches(self) -> None:
-        """Round the samples that an epoch takes of each stream to whole global batches.
+    def _round_to_whole_batches(self) -> None:
+        """Round the number of samples per epoch of each stream to whole global batches.
 
-        See `diffusion.config.sample_order`.
+        See `diffusion.config.sample_order` for the reason.
         """
-        # Streaming reads `choose` and `proportion` of a stream, `epoch_size` and `length` when an epoch begins or the
-        # length is asked for, never before, so they can be replaced here. Every rank computes the same numbers.
+        # Streaming reads a stream's `choose` and `proportion`, and the dataset's `epoch_size` and `length`, only when
+        # an epoch begins or the length is requested. So they can be replaced here, after its constructor has computed
+        # them and before the first epoch. Every rank computes the same numbers from the same indexes.
         if self.num_canonical_nodes is None:
             self.num_canonical_nodes = sample_order.default_canonical_nodes(self.global_batch)
         self._check_order(self.num_canonical_nodes)
-        asked = [float(stream.proportion) for stream in self.streams]
-        batches = self._batches_of_streams(asked)
+        requested = [float(stream.proportion) for stream in self.streams]
+        batches = self._batches_of_streams(requested)
         self.epoch_size = sum(batches) * self.global_batch
-        samples_of = zip(self.buckets, self.samples_per_stream.tolist(), batches, asked, strict=True)
+        samples_of = zip(self.buckets, self.samples_per_stream.tolist(), batches, requested, strict=True)
         for bucket, samples, count, share in samples_of:
             bucket.stream.choose = count * self.global_batch
             bucket.stream.repeat = bucket.stream.choose / samples
@@ -189,14 +208,15 @@ class BucketedDataset(VerifiedDataset):
         self.length = self.epoch_size // self._parallel_rank_world.num_ranks
         granularity = sample_order.sampling_granularity(int(self.samples_per_stream.max()))
         self.sampling_granularity = max(self.sampling_granularity, granularity)
-        # The default depends on num_canonical_nodes alone, which is known now.
+        # Streaming's private method for the default block size, which depends only on num_canonical_nodes. Call it now
+        # instead of at the first epoch, so that the fingerprint contains the value.
         self._set_shuffle_block_size(self._parallel_rank_world)
         assert all(stream.choose % self.global_batch == 0 for stream in self.streams)
         assert self.length * self._parallel_rank_world.num_ranks == self.epoch_size
 
     def _batches_of_streams(self, proportions: Sequence[float]) -> list[int]:
-        """Return the batches that an epoch takes of each stream; proportions are off by less than one batch."""
-        if not self.by_shares:
+        """Return the number of batches per epoch of each stream; proportions are kept to within one batch."""
+        if not self.is_proportional:
             return [
                 sample_order.whole_batches(int(stream.choose), self.global_batch) // self.global_batch
                 for stream in self.streams
@@ -205,6 +225,7 @@ class BucketedDataset(VerifiedDataset):
         return [max(1, count) for count in apportion(total, proportions)]
 
     def _check_order(self, canonical_nodes: int) -> None:
+        """Raise UserError if a setting makes the order of samples depend on the number of devices."""
         problems = {
             'num_canonical_nodes': sample_order.canonical_nodes_problem(canonical_nodes, self.global_batch)
             or sample_order.nodes_problem(canonical_nodes, self._parallel_rank_world.num_nodes),
@@ -225,18 +246,17 @@ class BucketedDataset(VerifiedDataset):
             return
         taken = bucket.stream.choose
         log.info(
-            'streams.%s: an epoch takes %d samples, %d batches, and leaves %d of its %d for another epoch',
+            'streams.%s: %d samples (%d batches) per epoch; %d of its %d are left for another epoch',
             *(bucket.name, taken, taken // self.global_batch, max(0, samples - taken), samples),
         )
-        if self.by_shares and abs(bucket.stream.proportion / share - 1) > MAX_SHARE_ERROR:
+        if self.is_proportional and abs(bucket.stream.proportion / share - 1) > MAX_SHARE_ERROR:
             log.warning(
-                'streams.%s: %.4f of an epoch was asked for, in whole batches it is %.4f; a larger loader.epoch_size '
-                'comes nearer',
+                'streams.%s: %.4f of an epoch requested, %.4f in whole batches; a larger loader.epoch_size is closer',
                 *(bucket.name, share, bucket.stream.proportion),
             )
         if samples < self.global_batch:
             log.warning(
-                'streams.%s: its %d samples do not fill a global batch of %d; a batch holds samples more than once',
+                'streams.%s: its %d samples do not fill a global batch of %d; a batch will hold duplicate samples',
                 *(bucket.name, samples, self.global_batch),
             )
 
@@ -244,11 +264,11 @@ class BucketedDataset(VerifiedDataset):
         for index, bucket in enumerate(self.buckets):
             shards = [s for s, stream in zip(self.shards, self.stream_per_shard, strict=True) if stream == index]
             if not shards:
-                raise UserError(f'streams.{bucket.name}: it has no samples; prepare it again or remove the stream')
+                raise UserError(f'streams.{bucket.name}: no samples; prepare it again or remove the stream')
             present = shards[0].column_names  # type: ignore[attr-defined]
             for choice in columns:
                 if not set(choice) & set(present):
                     raise UserError(
-                        f'streams.{bucket.name}: its samples have {", ".join(present)}, '
-                        f'but {" or ".join(choice)} is needed; does the recipe name the right dataset?'
+                        f'streams.{bucket.name}: its samples have the columns {", ".join(present)}, '
+                        f'but {" or ".join(choice)} is required; does the recipe name the right dataset?'
                     )

@@ -1,4 +1,4 @@
-"""A StreamingDataset that serves only checked shards, and whose processes stop together when one of them fails."""
+"""StreamingDataset that serves only verified shards, and whose processes all stop when one of them fails."""
 
 import contextlib
 import logging
@@ -20,26 +20,29 @@ from streaming.base.format import Reader
 from streaming.base.shared import SharedArray
 
 from diffusion.config.byte_sizes import parse_bytes
-from diffusion.data.shard_cache import Room
+from diffusion.data.shard_cache import CacheBudget
 from diffusion.data.shared_failure import FailureEvent, Failures
 from diffusion.data.shm_lock import one_job_at_a_time
-from diffusion.data.verified_stream import DEFAULTS, VerifiedStream, unseen_remotes
+from diffusion.data.verified_stream import DEFAULTS, VerifiedStream, hidden_remotes
 from diffusion.errors import DataError, UserError
 from diffusion.storage.integrity import file_signature
 
 log = logging.getLogger(__name__)
 
-TOUCH_EVERY_SECONDS = 60.0
-"""How exactly a cache knows when a shard was last used."""
+TOUCH_INTERVAL_SECONDS = 60.0
+"""Minimum interval between updates of a shard's access time, which the cache evicts by."""
 
 
 class VerifiedDataset(StreamingDataset):
-    """Samples of named streams, each shard checked against its index before a sample of it is served.
+    """StreamingDataset over named streams that checks each shard against its index before it serves a sample from it.
+
+    It replaces Streaming's `prepare_shard`, `get_item` and error handling. Streaming trusts any file that exists, ends
+    an epoch early without an exception if a shard is missing, and may hang with several workers.
 
     Args:
-        streams: By name.
-        cache_folder: Where the shards of streams are that have a local folder in it; jobs may share it.
-        cache_limit: Largest size of what is fetched, such as 500gb.
+        streams: Streams by name.
+        cache_folder: Folder that jobs may share; it holds the shards of the streams whose `local` folder is in it.
+        cache_limit: Maximum total size of downloaded shards, such as `500gb`.
         streaming: Keywords of StreamingDataset.
     """
 
@@ -57,25 +60,33 @@ class VerifiedDataset(StreamingDataset):
         cache = None if cache_folder is None else Path(cache_folder)
         defaults = DEFAULTS | {key: value for key, value in streaming.items() if key in DEFAULTS}
         verified = [
-            VerifiedStream(stream, name, cache=cache, wait=self.look_for_failures, defaults=defaults)
+            VerifiedStream(stream, name, cache=cache, wait=self.check_failures, defaults=defaults)
             for name, stream in streams.items()
         ]
         _fetch_indexes(verified)
         _check_folders_differ(verified)
-        with one_job_at_a_time(), unseen_remotes(verified):
+        with one_job_at_a_time(), hidden_remotes(verified):
             super().__init__(streams=verified, **streaming)
-        self.room = None if cache_limit is None else self._room(cache, parse_bytes(cache_limit))
+        self.cache_budget = None if cache_limit is None else self._make_cache_budget(cache, parse_bytes(cache_limit))
         for stream in self.streams:
-            stream.room = self.room
+            stream.cache_budget = self.cache_budget
+        # Streaming's own `cache_limit` is never set: its eviction sees only the shards of one job, and with a limit
+        # below the shuffled working set it hangs without an error.
         self._touched: dict[int, float] = {}
-        self._share()
+        self._create_shared_state()
 
     def get_item(self, sample_id: int, retry: int = 7) -> Any:
-        """A sample of a shard that is as it was when it was checked.
+        """Return a sample from a shard that has not changed since it was checked.
+
+        Args:
+            sample_id: Index of the sample in the dataset.
+            retry: Number of times to check the shard again if it changed or disappeared.
 
         Raises:
-            DataError: The shard cannot be had, or somebody keeps writing to it.
+            DataError: The shard cannot be read or downloaded, or it keeps changing.
         """
+        # Another job may evict or replace the file at any time, and a reader holds no lock. So read optimistically,
+        # then compare the file's signature with that of the moment it was checked, and start over if they differ.
         shard_id, row = self.spanner[sample_id]
         for _ in range(1 + retry):
             if self._shard_states[shard_id] != _ShardState.LOCAL:
@@ -83,92 +94,116 @@ class VerifiedDataset(StreamingDataset):
             try:
                 sample = self.shards[shard_id][row]
             except Exception:
-                if self._is_as_checked(shard_id):
+                # In an unchanged shard the error is real, such as a column that cannot be decoded. In a changed one, it
+                # is a consequence of the change.
+                if self._is_unchanged(shard_id):
                     raise
             else:
-                # Looked at after reading: a file that is being written to has another time then.
-                if self._is_as_checked(shard_id):
-                    self._note_use(shard_id)
+                # Compare after reading: a write during the read changes the modification time.
+                if self._is_unchanged(shard_id):
+                    self._touch_shard(shard_id)
                     return sample
-            self._mistrust(shard_id)
-        raise self._failed(f'{self._where(shard_id)}: it changed or went {1 + retry} times while it was read')
+            self._invalidate(shard_id)
+        raise self._report_failure(
+            f'{self._address(shard_id)}: it changed or disappeared {1 + retry} times while being read'
+        )
 
     def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
-        """Make a shard sound, or wait for the process that is at it.
+        """Check a shard, and download it if it is missing or damaged; only one process per machine does so at a time.
+
+        Args:
+            shard_id: Index of the shard.
+            blocking: Wait if another process is preparing the shard, instead of returning immediately.
 
         Raises:
-            DataError: It cannot be had, or another process has failed.
+            DataError: The shard cannot be read or downloaded, or another process has failed.
         """
+        # `_shard_states` is private to StreamingDataset: one byte per shard, in memory shared by all ranks and workers
+        # on this machine. Here, REMOTE means "not checked yet". A process claims a shard by changing REMOTE to
+        # PREPARING under the lock, and owns it until it sets LOCAL, or REMOTE again after an error. Streaming's own
+        # prepare_shard leaves the state at PREPARING after an exception, and all others wait for the shard forever.
         while not self._claim(shard_id):
             if not blocking or self._shard_states[shard_id] == _ShardState.LOCAL:
                 return
-            self.look_for_failures()
+            # The process that claimed the shard may have been killed before it could reset the state. Its rank then
+            # reports the failure.
+            self.check_failures()
             time.sleep(TICK)
         try:
-            self.look_for_failures(now=True)
+            self.check_failures(now=True)
             self._stream_of(shard_id).prepare_shard(self.shards[shard_id])
-            with contextlib.suppress(FileNotFoundError):  # another job has evicted it again; reading will find out
+            # Another job may have evicted the shard again. Then `get_item` finds it missing and retries.
+            with contextlib.suppress(FileNotFoundError):
                 self._signatures[shard_id] = file_signature(self._path(shard_id))
         except BaseException as error:
+            # Report the failure before the state is reset: a process that claims the shard next checks for failures
+            # first, and so stops instead of trying the same download. BaseException: a KeyboardInterrupt must not leave
+            # the shard claimed either.
             if isinstance(error, DataError):
-                self._failed(error)
+                self._report_failure(error)
             elif isinstance(error, Exception):
-                self._failed(f'{self._where(shard_id)}: {described(error)}')
+                self._report_failure(f'{self._address(shard_id)}: {describe_error(error)}')
             self._shard_states[shard_id] = _ShardState.REMOTE
             raise
+        # Set last: from now on other processes read the shard and compare it with the signature.
         self._shard_states[shard_id] = _ShardState.LOCAL
 
     def on_exception(self, future: Future) -> None:
-        """Tell everybody that a thread has failed; Streaming would log it and end this worker's epoch."""
+        """Report the failure of one of Streaming's threads to all processes; a callback of its executor."""
+        # Streaming re-raises here, but an executor only logs what a callback raises: the epoch would end early.
         error = future.exception()
         if error is not None:
-            self._failed(error)
+            self._report_failure(error)
             self._event.set()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        self.look_for_failures()
+        self.check_failures()
         assert self.failures is not None
+        # Streaming's __iter__ creates a plain Event unless this private attribute exists; its threads stop when the
+        # event is set. It cannot be created in the constructor, because its lock cannot be pickled for workers.
         self._event = FailureEvent(self.failures)
         try:
             yield from super().__iter__()
         except Exception as error:
-            self._failed(error)
+            self._report_failure(error)
             raise
 
     def _each_sample_id(self, it: _Iterator) -> Iterator[int]:
         yield from super()._each_sample_id(it)
-        # Here and not after the iteration, which would wait for the end of a download first.
-        self.look_for_failures()
+        # Streaming's private generator also ends, without an exception, when its event is set. Check here instead of in
+        # __iter__: there Streaming would first wait for its threads, which may be in the middle of a download.
+        self.check_failures()
         if it.yield_index < it.total and not it.should_exit():
             raise DataError(f'{self.names()}: the epoch ended after {it.yield_index} of {it.total} samples')
 
-    def look_for_failures(self, *, now: bool = False) -> None:
-        """Stop where another process of this machine has failed.
+    def check_failures(self, *, now: bool = False) -> None:
+        """Raise the failure of another process on this machine, if there is one.
 
         Raises:
-            DataError: With what that one said.
+            DataError: Another process has failed; it has that process's message.
         """
         if self.failures is not None:
             self.failures.check(now=now)
 
     def names(self) -> str:
-        """The streams, for messages."""
+        """Return the names of all streams, for messages."""
         return ', '.join(f'streams.{stream.name}' for stream in self.streams)
 
     def shards_of_streams(self) -> Iterator[tuple[VerifiedStream, list[Reader]]]:
-        """Every stream and its shards."""
+        """Yield each stream with its shards."""
         for stream, first, count in zip(
             self.streams, self.shard_offset_per_stream, self.shards_per_stream, strict=True
         ):
             yield stream, self.shards[first : first + count]
 
-    def being_fetched(self) -> list[str]:
-        """Shards that a process of this machine is at now."""
-        at = np.flatnonzero(self._shard_states.numpy() == _ShardState.PREPARING)
-        return [self._where(int(shard_id)) for shard_id in at]
+    def shards_in_progress(self) -> list[str]:
+        """Return the addresses of the shards that processes on this machine are checking or downloading now."""
+        claimed = np.flatnonzero(self._shard_states.numpy() == _ShardState.PREPARING)
+        return [self._address(int(shard_id)) for shard_id in claimed]
 
     def _claim(self, shard_id: int) -> bool:
-        """Whether this process is the one to make a shard sound."""
+        """Claim an unchecked shard for this process; return False if it is checked or claimed by another process."""
+        # Most calls end here, without the lock.
         if self._shard_states[shard_id] != _ShardState.REMOTE:
             return False
         with self._states_locked():
@@ -177,25 +212,31 @@ class VerifiedDataset(StreamingDataset):
             self._shard_states[shard_id] = _ShardState.PREPARING
             return True
 
-    def _mistrust(self, shard_id: int) -> None:
-        """Have a shard checked again before it is served."""
+    def _invalidate(self, shard_id: int) -> None:
+        """Mark a shard as unchecked, so that it is checked again before it is served."""
+        # Leave a shard alone that another process has already claimed.
         with self._states_locked():
             if self._shard_states[shard_id] == _ShardState.LOCAL:
                 self._shard_states[shard_id] = _ShardState.REMOTE
 
     def _states_locked(self) -> FileLock:
-        if not hasattr(self, '_cache_filelock'):  # made late: it holds a thread's lock, which cannot be pickled
+        """Return the lock of the shard states, shared by all processes on this machine."""
+        # Create it on first use, as Streaming does, in each process: it contains a threading lock, which cannot be
+        # pickled for workers. The path is private to Streaming, and unique to this dataset on the machine.
+        if not hasattr(self, '_cache_filelock'):
             self._cache_filelock = FileLock(self._cache_filelock_path)
         return self._cache_filelock
 
-    def _is_as_checked(self, shard_id: int) -> bool:
+    def _is_unchanged(self, shard_id: int) -> bool:
+        """Return True if a shard's file exists and has not changed since it was checked."""
         with contextlib.suppress(FileNotFoundError):
             return file_signature(self._path(shard_id)) == int(self._signatures[shard_id])
         return False
 
-    def _note_use(self, shard_id: int) -> None:
+    def _touch_shard(self, shard_id: int) -> None:
+        """Update a shard's access time, at most once every TOUCH_INTERVAL_SECONDS."""
         now = time.monotonic()
-        if now - self._touched.get(shard_id, now - TOUCH_EVERY_SECONDS) >= TOUCH_EVERY_SECONDS:
+        if now - self._touched.get(shard_id, now - TOUCH_INTERVAL_SECONDS) >= TOUCH_INTERVAL_SECONDS:
             self._touched[shard_id] = now
             self._stream_of(shard_id).touch(self._path(shard_id))
 
@@ -203,22 +244,24 @@ class VerifiedDataset(StreamingDataset):
         return self.streams[int(self.stream_per_shard[shard_id])]
 
     def _path(self, shard_id: int) -> str:
+        """Return the path of a shard's raw file."""
         shard = self.shards[shard_id]
-        # For every sample: os.path.join takes ten times as long.
+        # This runs for every sample, and os.path.join takes ten times as long as an f-string.
         return f'{shard.dirname}/{shard.split}/{shard.file_pairs[0][0].basename}'
 
-    def _where(self, shard_id: int) -> str:
+    def _address(self, shard_id: int) -> str:
+        """Return a shard's stream and file name, for messages."""
         return f'streams.{self._stream_of(shard_id).name}: {self.shards[shard_id].file_pairs[0][0].basename}'
 
-    def _failed(self, error: BaseException | str) -> DataError:
-        """Tell the other processes of this machine, and give back what to raise."""
-        message = error if isinstance(error, str) else described(error)
+    def _report_failure(self, error: BaseException | str) -> DataError:
+        """Report a failure to the other processes on this machine, and return the exception to raise here."""
+        message = error if isinstance(error, str) else describe_error(error)
         if self.failures is not None:
             self.failures.report(message)
         return DataError(message)
 
-    def _room(self, cache: Path | None, limit: int) -> Room | None:
-        """What the limit is about: the cache folder, and the local folders of other streams that have a remote."""
+    def _make_cache_budget(self, cache: Path | None, limit: int) -> CacheBudget | None:
+        """Return a limit on the cache folder and on the local folders of other streams with a remote, or None."""
         folders: dict[Path, set[str] | None] = {}
         for stream, shards in self.shards_of_streams():
             if stream.home is not None and cache is not None:
@@ -227,18 +270,21 @@ class VerifiedDataset(StreamingDataset):
                 folders[stream.folder] = {
                     file.basename for shard in shards for pair in shard.file_pairs for file in pair if file
                 }
-        return Room(folders, limit, self.look_for_failures) if folders else None
+        return CacheBudget(folders, limit, self.check_failures) if folders else None
 
-    def _share(self) -> None:
-        """What all processes of this machine have in common, besides what Streaming shares."""
+    def _create_shared_state(self) -> None:
+        """Create the shard signatures and the failure file that all processes of a machine share; a collective call."""
+        # Streaming's private prefix is unique to this dataset among the live jobs of the machine.
         prefix = f'{self._shm_prefix_int:06}'
-        # As large as it has to be under its name, even if a killed run has left one.
+        # A killed run may have left shared memory with the same prefix. With the number of shards in the name, an
+        # existing file has the required size.
         name = f'{prefix}_signatures_{self.num_shards}'
         failures = Failures(Path(tempfile.gettempdir(), f'diffusion-{os.getuid()}', f'failed-{prefix}'))
         if self._unique_rank_world.is_local_leader:
             failures.clear()
             self._signatures = SharedArray(self.num_shards, np.uint64, name)
             self._signatures.numpy()[:] = 0
+        # The other ranks attach only after the array exists and is zero, which no signature is.
         dist.barrier()
         if not self._unique_rank_world.is_local_leader:
             self._signatures = SharedArray(self.num_shards, np.uint64, name)
@@ -246,36 +292,51 @@ class VerifiedDataset(StreamingDataset):
 
 
 def _check_folders_differ(streams: list[VerifiedStream]) -> None:
+    """Raise UserError if two streams have the same folder."""
     names: dict[Path, str] = {}
     for stream in streams:
         other = names.setdefault(stream.folder.absolute(), stream.name)
         if other != stream.name:
-            raise UserError(f'streams.{stream.name}: is in {stream.folder}, as streams.{other} is; give it another')
+            raise UserError(
+                f'streams.{stream.name}: has the same folder as streams.{other}, {stream.folder}; use another one'
+            )
 
 
-def described(error: BaseException) -> str:
-    """Return the message of an error, after the name of its class unless the class is ours."""
+def describe_error(error: BaseException) -> str:
+    """Return an error's message, preceded by its class name unless it is a UserError or a DataError."""
     return str(error) if isinstance(error, UserError | DataError) else f'{type(error).__name__}: {error}'
 
 
 def _fetch_indexes(streams: list[VerifiedStream]) -> None:
-    """Have one process of each machine fetch all indexes; every rank learns of every problem."""
-    own = _indexes_of_this_machine(streams) if dist.get_local_rank() == 0 else (None, [])
-    found = dist.all_gather_object(own)
+    """Fetch all indexes in one process per machine; a collective call.
+
+    Raises:
+        UserError: An index on some machine does not exist, cannot be accessed, or is not one of MDS shards; raised on
+            all ranks.
+        DataError: A store does not answer, or machines have different indexes; raised on all ranks.
+    """
+    result = _fetch_indexes_once(streams) if dist.get_local_rank() == 0 else (None, [])
+    # Gather even after an error: a rank that raised alone would leave the others waiting in this collective.
+    found = dist.all_gather_object(result)
     problems = [problem for problem, _ in found if problem is not None]
     if problems:
-        # A mistake of the user outlasts an outage of the store, so it decides the exit status.
+        # The class decides the exit status. A user's mistake remains when the store is back, so it takes precedence.
         kind = UserError if any(isinstance(problem, UserError) for problem in problems) else DataError
         raise kind('\n'.join(dict.fromkeys(map(str, problems))))
-    mine = found[dist.get_global_rank() - dist.get_local_rank()][1]
-    for stream, digest, *others in zip(streams, mine, *(digests for _, digests in found if digests), strict=True):
+    # Results come in rank order, and local rank 0 is the first rank of its machine.
+    local_digests = found[dist.get_global_rank() - dist.get_local_rank()][1]
+    for stream, digest, *others in zip(
+        streams, local_digests, *(digests for _, digests in found if digests), strict=True
+    ):
         if set(others) != {digest}:
-            raise DataError(f'streams.{stream.name}: machines see different indexes; is it being written just now?')
-        stream.settle(digest)
+            raise DataError(
+                f'streams.{stream.name}: machines read different indexes; is the dataset being rewritten now?'
+            )
+        stream.use_index(digest)
 
 
-def _indexes_of_this_machine(streams: list[VerifiedStream]) -> tuple[UserError | DataError | None, list[str]]:
-    """Fetch all indexes; returns the first problem, if there is one, and their hashes."""
+def _fetch_indexes_once(streams: list[VerifiedStream]) -> tuple[UserError | DataError | None, list[str]]:
+    """Fetch all indexes; return the first problem or None, and the SHA-256 of each index."""
     digests = []
     for stream in streams:
         try:
@@ -283,5 +344,5 @@ def _indexes_of_this_machine(streams: list[VerifiedStream]) -> tuple[UserError |
         except (UserError, DataError) as error:
             return error, []
         except OSError as error:
-            return DataError(f'streams.{stream.name}: {described(error)}'), []
+            return DataError(f'streams.{stream.name}: {describe_error(error)}'), []
     return None, digests

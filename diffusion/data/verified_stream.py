@@ -1,7 +1,8 @@
 """Streams that serve a shard only after its size and hash have been checked against its index.
 
-Streaming trusts every file that exists, even one that it has just found to be damaged or that an earlier run left cut
-short. Here a shard is checked when a run first needs it, and after a download before it gets its name.
+Streaming trusts any file that exists, even one whose hash it has just found to be wrong, or one that an earlier run
+left truncated. Here, a shard is checked when a run first needs it, and a download is checked before it is renamed to
+its final name.
 """
 
 import hashlib
@@ -21,7 +22,7 @@ from streaming.base.compression import decompress
 from streaming.base.format import FileInfo, Reader
 
 from diffusion.data import shard_cache
-from diffusion.data.shard_cache import INDEX, Room
+from diffusion.data.shard_cache import INDEX, CacheBudget
 from diffusion.errors import DataError, UserError
 from diffusion.storage import locks
 from diffusion.storage.download import RemoteFolder
@@ -39,19 +40,24 @@ DEFAULTS = {
     'validate_hash': None,
     'keep_zip': False,
 }
-"""Values that StreamingDataset takes where a stream has none."""
+"""StreamingDataset's defaults for settings that a stream does not have."""
 RESTORE = 'restore it, or prepare the data again'
 
 
 class VerifiedStream(Stream):
-    """A stream whose shards are checked, and fetched again where they are damaged.
+    """Stream whose shards are checked before use, and downloaded again if they are damaged.
 
     Args:
-        stream: The stream to take the place of.
-        name: The stream's name in a recipe.
-        cache: The cache folder, where the stream's local folder is in one.
-        wait: Called while files are waited for; an exception that it raises ends the wait.
+        stream: The stream to copy.
+        name: The stream's name in the recipe.
+        cache: The cache folder; the stream is cached if its `local` folder is inside it.
+        wait: Called repeatedly while waiting for files; an exception that it raises ends the wait.
         defaults: Values of the settings that the stream does not have.
+
+    Attributes:
+        cache_budget: Limit on the size of downloaded shards, set by the dataset; None for no limit.
+        home: The dataset's folder in the cache, or None if the stream is not cached.
+        source: The remote folder, or None for local data.
     """
 
     def __init__(
@@ -63,13 +69,14 @@ class VerifiedStream(Stream):
         wait: Callable[[], None],
         defaults: Mapping[str, Any] = DEFAULTS,
     ) -> None:
-        # Not by Stream.__init__: a Stream says by the attributes that it has which of `proportion`, `repeat` and
-        # `choose` it was given, and does not keep the arguments under their names.
+        # Copy the attributes instead of calling Stream.__init__: a Stream does not keep its arguments, and
+        # Stream.validate_weights() tests with hasattr() which of `proportion`, `repeat` and `choose` were given. So an
+        # attribute must be absent if its argument was. Replace this if Stream gets a copy method.
         vars(self).update(vars(stream))
         self.apply_default(dict(defaults))
         self.name = name
         self.wait = wait
-        self.room: Room | None = None
+        self.cache_budget: CacheBudget | None = None
         self.home: Path | None = None
         self.source: RemoteFolder | None = None
         if self.remote not in (None, self.local):
@@ -79,47 +86,54 @@ class VerifiedStream(Stream):
 
     @property
     def folder(self) -> Path:
-        """The folder of the index and the shards."""
+        """Folder of the index and the shards."""
         return Path(self.local, self.split)
 
     def fetch_index(self) -> str:
-        """Bring the index up to date, for one process of a machine; returns its SHA-256.
+        """Download the index if it has changed, in one process per machine, and return its SHA-256.
 
-        A dataset that was written anew has another index, whose hashes tell which of its shards are still those that
-        are here. Where its remote gives none, the one that is here holds.
+        If the remote cannot be reached, the local index is used, if there is one.
 
         Raises:
-            UserError: There is no index, it may not be read, or it is none of MDS shards.
-            DataError: Its store does not answer.
+            UserError: The index does not exist, cannot be accessed, or is not one of MDS shards.
+            DataError: The store does not answer.
         """
+        # A dataset that was rewritten at the same URL has another index. In a cache it gets another folder, so that
+        # jobs that still read the old version are not disturbed. In a stream's own folder, the hashes in the new index
+        # identify the shards that have to be downloaded again.
         folder = self.home / self.split if self.home is not None else self.folder
         content = self._newest_index(folder / INDEX)
         if self.home is None:
-            self._forget_what_has_no_hash(folder, content)
+            self._remove_shards_without_hashes(folder, content)
         if self.source is not None:
-            shard_cache.bring_up_to_date(folder / INDEX, content)
+            shard_cache.write_if_changed(folder / INDEX, content)
         digest = hashlib.sha256(content).hexdigest()
         if self.home is not None:
-            alias = shard_cache.make_version(self.home, digest, self.name)
-            shard_cache.bring_up_to_date(alias / self.split / INDEX, content)
+            alias = shard_cache.create_version(self.home, digest, self.name)
+            shard_cache.write_if_changed(alias / self.split / INDEX, content)
         return digest
 
-    def settle(self, digest: str) -> None:
-        """Use the cache folder of the index with this hash; on every rank."""
+    def use_index(self, digest: str) -> None:
+        """Set `local` to the cache folder for the index with this SHA-256, if the stream is cached, on every rank."""
         if self.home is not None:
             self.local = str(shard_cache.version(self.home, digest, self.name))
 
     def set_up_local(self, shards: list[Reader], cache_usage_per_shard: NDArray[np.int64]) -> None:
-        """Count no shard as present, so that each is checked when it is first needed; for one process of a machine."""
+        """Mark all shards as not present, in one process per machine; StreamingDataset's constructor calls this."""
+        # Streaming would mark every existing file as LOCAL. Without that mark, each shard is checked by `prepare_shard`
+        # when it is first needed.
         if self.source is not None:
             locks.remove_stale_scratch(self.folder.resolve())
         cache_usage_per_shard[:] = 0
 
     def prepare_shard(self, shard: Reader) -> int:
-        """Check a shard's files, and fetch or unpack those that are missing or damaged.
+        """Check a shard's files, and download or unpack those that are missing or damaged.
+
+        Returns:
+            0, in place of the change of the cache's size that StreamingDataset expects.
 
         Raises:
-            DataError: A file is damaged, and cannot be fetched.
+            DataError: A file is damaged or missing, and cannot be downloaded or unpacked.
         """
         for raw, zipped in shard.file_pairs:
             path = self.folder / raw.basename
@@ -130,21 +144,21 @@ class VerifiedStream(Stream):
                 self._restore_from_zip(path, raw, zipped, shard.compression, found)
             else:
                 if path.exists():
-                    log.warning('streams.%s: %s: %s; it is fetched again', self.name, path, found)
-                self._fetch(path, raw, zipped, shard.compression)
-        return 0  # Streaming's own limit is never set
+                    log.warning('streams.%s: %s: %s; downloading it again', self.name, path, found)
+                self._download(path, raw, zipped, shard.compression)
+        return 0  # only used for Streaming's own cache_limit, which is never set
 
     def touch(self, path: str | Path) -> None:
-        """Note that a shard is used, where it is in a cache."""
+        """Set the access time of a shard to now, if it was downloaded."""
         if self.source is not None:
             shard_cache.touch(path)
 
-    def beside(self, name: str) -> Path:
-        """Return the path of a small file beside the shards, fetched anew where it comes from a remote.
+    def fetch_sidecar(self, name: str) -> Path:
+        """Return the path of a small file next to the shards, after downloading its newest version from the remote.
 
         Raises:
-            UserError: It is neither there nor here, or may not be read.
-            DataError: It is not here, and its store does not answer.
+            UserError: The file exists neither in the remote nor locally, or cannot be accessed.
+            DataError: The file does not exist locally, and the store does not answer.
         """
         path = self.folder / name
         if self.source is not None:
@@ -156,14 +170,21 @@ class VerifiedStream(Stream):
                 raise DataError(f'streams.{self.name}.remote: {error}') from error
         return path
 
-    def _fetch(self, path: Path, raw: FileInfo, zipped: FileInfo | None, compression: str | None) -> None:
+    def _download(self, path: Path, raw: FileInfo, zipped: FileInfo | None, compression: str | None) -> None:
+        """Download a shard to its final path, or wait for another job that is downloading it.
+
+        Raises:
+            DataError: It cannot be downloaded, or the disk is full.
+        """
         assert self.source is not None
         files = [raw] if zipped is None else [zipped, raw]
+        # The shard states in shared memory only coordinate the processes of this job. The lock on the file coordinates
+        # the jobs that share a cache, so that only one of them downloads the shard. It ends with its owner's process.
         with locks.locked(path, self.wait):
             if damage(path, raw, self.validate_hash) is None:
-                return  # another process has fetched it meanwhile
+                return  # another job downloaded it while this one waited for the lock
             try:
-                self.source.persist(lambda: self._bring(path, files, compression), files[0].basename)
+                self.source.persist(lambda: self._download_and_unpack(path, files, compression), files[0].basename)
             except (GaveUp, UserError) as error:
                 raise DataError(
                     f'streams.{self.name}: {error}. Way out: {RESTORE} and start the same command again'
@@ -173,31 +194,46 @@ class VerifiedStream(Stream):
                     raise
                 url = self.source.address(files[0].basename)
                 raise DataError(
-                    f'streams.{self.name}: {url}: no room on the disk: {error}. '
-                    f'Way out: make room in {path.parent}, or give a loader.cache_limit that its disk holds'
+                    f'streams.{self.name}: {url}: no space left on the disk: {error}. '
+                    f'Way out: free space in {path.parent}, or set loader.cache_limit to less than its disk holds'
                 ) from error
 
-    def _bring(self, path: Path, files: Sequence[FileInfo], compression: str | None) -> None:
-        """Download the first of the files, unpack it if there are two, and give the last its name when it is sound."""
+    def _download_and_unpack(self, path: Path, files: Sequence[FileInfo], compression: str | None) -> None:
+        """Download the first file, unpack it if there are two, and rename the last one to `path` if it is undamaged.
+
+        Args:
+            path: Final path of the raw shard.
+            files: The raw file, or the compressed and the raw file.
+            compression: Compression algorithm of the first of two files.
+
+        Raises:
+            DamagedDownload: The file has another size or hash than in the index, or cannot be unpacked.
+        """
         assert self.source is not None
-        scratch = (self.room or locks).scratch_for(path, sum(file.bytes for file in files))
+        # A file has its final name only if it is complete and undamaged: download into a hidden folder in the same file
+        # system, then rename atomically. The folder of a killed process is removed by `remove_stale_scratch`.
+        scratch = (self.cache_budget or locks).scratch_for(path, sum(file.bytes for file in files))
         try:
-            came = scratch / PurePosixPath(files[0].basename).name
-            self.source.download(files[0].basename, came)
-            _expect(came, files[0], self.validate_hash)
+            downloaded = scratch / PurePosixPath(files[0].basename).name
+            self.source.download(files[0].basename, downloaded)
+            _check_download(downloaded, files[0], self.validate_hash)
             if len(files) > 1:
-                unpacked = _unpacked(came, files[1], compression)
+                unpacked = _unpacked(downloaded, files[1], compression)
                 if self.safe_keep_zip:
-                    os.replace(came, self.folder / files[0].basename)
-                came = unpacked
-            os.replace(came, path)
+                    os.replace(downloaded, self.folder / files[0].basename)
+                downloaded = unpacked
+            os.replace(downloaded, path)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 
     def _restore_from_zip(
         self, path: Path, raw: FileInfo, zipped: FileInfo | None, compression: str | None, found: str
     ) -> None:
-        """Unpack a local dataset's shard again, where it has a compressed one that is sound."""
+        """Unpack a shard of local data from its compressed file.
+
+        Raises:
+            DataError: There is no compressed file, or it is damaged.
+        """
         source = self.folder / (zipped or raw).basename
         found = found if zipped is None else damage(source, zipped, self.validate_hash) or ''
         if found:
@@ -206,81 +242,100 @@ class VerifiedStream(Stream):
         try:
             os.replace(_unpacked(source, raw, compression, scratch), path)
         except DamagedDownload as error:
-            raise DataError(f'streams.{self.name}: {source}: unpacked, {error}. Way out: {RESTORE}') from error
+            raise DataError(f'streams.{self.name}: {source}: after unpacking, {error}. Way out: {RESTORE}') from error
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 
     def _newest_index(self, path: Path) -> bytes:
+        """Return the content of the remote index, or of the local one at `path` if the remote cannot be reached."""
         where = f'streams.{self.name}'
-        here = path.read_bytes() if path.is_file() else None
+        local = path.read_bytes() if path.is_file() else None
         if self.source is None:
-            if here is None:
+            if local is None:
                 raise UserError(f'{where}: {path} does not exist; is it a folder of MDS shards with an index.json?')
-            self._check_index(here, str(path))
-            return here
+            self._check_index(local, str(path))
+            return local
         fetched, url = [], self.source.address(INDEX)
         try:
             self.source.persist(lambda: fetched.append(self._downloaded_index()), INDEX)
         except (GaveUp, UserError) as error:
-            if here is None:
-                way_out = 'is it a folder of MDS shards with an index.json, and may this machine read it?'
+            if local is None:
+                way_out = 'is it a folder of MDS shards with an index.json, and does this machine have access to it?'
+                # A file that still is not an index after all tries is a user's mistake, not an outage.
                 refused = isinstance(error, UserError) or isinstance(error.__cause__, DamagedDownload)
                 raise (UserError if refused else DataError)(f'{where}.remote: {error}; {way_out}') from error
-            log.warning('%s: %s; going on with the one in %s', where, error, path)
-            fetched.append(here)
+            log.warning('%s: %s; using the local copy %s', where, error, path)
+            fetched.append(local)
         self._check_index(fetched[0], url)
-        if here is not None and here != fetched[0]:
-            log.warning('%s: the dataset was written anew since it was cached; what differs is fetched again', where)
+        if local is not None and local != fetched[0]:
+            log.warning('%s: the dataset was rewritten since it was cached; downloading the shards that differ', where)
         return fetched[0]
 
     def _downloaded_index(self) -> bytes:
+        """Return the content of the remote index.
+
+        Raises:
+            DamagedDownload: It is not an index of MDS shards.
+        """
         assert self.source is not None
         content = self.source.read(INDEX)
+        # An index has no hash to check against, and a truncated one is not valid JSON: parse it to detect that, so that
+        # the download is tried again.
         try:
-            files_of(content)
+            files_in_index(content)
         except ValueError as error:
             raise DamagedDownload(str(error)) from error
         return content
 
     def _check_index(self, content: bytes, path: str) -> None:
+        """Raise UserError if the index cannot be used, and warn if its shards have no hashes."""
         where = f'streams.{self.name}'
         try:
-            files = files_of(content)
+            files = files_in_index(content)
         except ValueError as error:
             raise UserError(f'{where}: {path} {error}; prepare it again') from error
         shards = json.loads(content)['shards']
         if not sum(shard.get('samples', 0) for shard in shards):
             raise UserError(f'{where}: {path} has no samples; prepare it again, or remove the stream')
+        # An index from a remote is untrusted input. Without these checks, it could run code on this machine, or
+        # overwrite files outside of the dataset's folder.
         if any('pkl' in shard.get('column_encodings', ()) for shard in shards):
-            raise UserError(f'{where}: {path} has pickled columns, which run code when they are read; refused')
+            raise UserError(
+                f'{where}: {path} has pickled columns, which run code when they are read; prepare the data without them'
+            )
         for file in files:
             name = PurePosixPath(file.basename)
             if name.is_absolute() or '..' in name.parts:
-                raise UserError(f'{where}: {path} names a file outside of its folder, {file.basename!r}; refused')
+                raise UserError(
+                    f'{where}: {path} lists a file outside of its folder, {file.basename!r}; prepare it again'
+                )
             try:
                 algorithm_for(file.hashes, self.validate_hash)
             except UserError as error:
                 raise UserError(f'{where}.{error}') from error
         if any(not file.hashes for file in files):
-            log.warning('%s: its shards have no hashes; only their sizes are checked. Write it with hashes', where)
+            log.warning(
+                '%s: its shards have no hashes, so only sizes are checked; write the shards with hashes=["xxh64"]',
+                where,
+            )
 
-    def _forget_what_has_no_hash(self, folder: Path, content: bytes) -> None:
-        """Remove shards without hashes when the index changes: an old one could have the size of the new one."""
+    def _remove_shards_without_hashes(self, folder: Path, content: bytes) -> None:
+        """Remove local shards without hashes if the index has changed."""
+        # Only a hash tells an old shard from a new one of the same size.
         path = folder / INDEX
         if self.source is None or not path.exists() or path.read_bytes() == content:
             return
-        for file in files_of(content):
+        for file in files_in_index(content):
             if not file.hashes:
                 (folder / file.basename).unlink(missing_ok=True)
 
 
 @contextmanager
-def unseen_remotes(streams: Sequence[VerifiedStream]) -> Iterator[None]:
-    """Let the constructor of StreamingDataset take the streams for local ones.
-
-    With a remote it would fetch the indexes by itself, without checks, and refuse a local folder that another job
-    uses or that a killed one has left in its list in shared memory. Streaming has no setting for either.
-    """
+def hidden_remotes(streams: Sequence[VerifiedStream]) -> Iterator[None]:
+    """Set the remote of all streams to None while StreamingDataset's constructor runs."""
+    # For a stream with a remote, the constructor downloads the index without checks, and get_shm_prefix() raises
+    # "Reused local directory" if another job uses the folder, or if a killed job has left the folder's name in shared
+    # memory. Streaming has no setting for either. Remove this when jobs can share local folders.
     remotes = [stream.remote for stream in streams]
     for stream in streams:
         stream.remote = None
@@ -291,8 +346,8 @@ def unseen_remotes(streams: Sequence[VerifiedStream]) -> Iterator[None]:
             stream.remote = remote
 
 
-def files_of(index: bytes) -> list[FileInfo]:
-    """Return all files that an index names.
+def files_in_index(index: bytes) -> list[FileInfo]:
+    """Return all files listed in an index.
 
     Raises:
         ValueError: The content is not an index of MDS shards.
@@ -308,18 +363,23 @@ def files_of(index: bytes) -> list[FileInfo]:
 
 
 def _unpacked(path: Path, raw: FileInfo, compression: str | None, folder: Path | None = None) -> Path:
-    """Unpack a shard beside the compressed one or in another folder, and check it."""
+    """Unpack a shard next to its compressed file, or into `folder`, check it, and return its path.
+
+    Raises:
+        DamagedDownload: It cannot be unpacked, or has another size or hash than in the index.
+    """
     unpacked = (folder or path.parent) / PurePosixPath(raw.basename).name
     try:
         content = decompress(compression, path.read_bytes())
-    except Exception as error:  # every decompressor raises its own kind
+    except Exception as error:  # every decompression library has exceptions of its own
         raise DamagedDownload(f'{type(error).__name__}: {error}') from error
     unpacked.write_bytes(content)
-    _expect(unpacked, raw)
+    _check_download(unpacked, raw)
     return unpacked
 
 
-def _expect(path: Path, expected: FileInfo, demanded: str | None = None) -> None:
-    found = damage(path, expected, demanded)
+def _check_download(path: Path, expected: FileInfo, algorithm: str | None = None) -> None:
+    """Raise DamagedDownload if a file has another size or hash than in the index."""
+    found = damage(path, expected, algorithm)
     if found is not None:
         raise DamagedDownload(found)

@@ -1,1 +1,1 @@
-"""`diffusion data`: whether shards are sound, what the model sees of them, and how fast they can be read."""
+"""`diffusion data`: verify shards, preview samples as the model sees them, and measure loading speed."""

@@ -15,7 +15,7 @@ import torch
 from diffusion.config.load import Recipe
 from diffusion.data.caption_choice import captions_of
 from diffusion.data.streams import BucketedDataset
-from diffusion.data.transforms import Crop, cut_out, planes, resized
+from diffusion.data.transforms import Crop, decode_crop, planes, resize
 from diffusion.errors import UserError
 from diffusion.inspection.stream_selection import select
 from diffusion.models import batch_keys
@@ -25,29 +25,30 @@ from diffusion.planning.gpus import GPU, find_gpu, load_gpus
 from diffusion.planning.model_costs import ModelCosts
 from diffusion.training.components import build_dataset, build_loader
 
-MOST_SAMPLES = 512
-"""Samples for timing the stages."""
-MOST_IN_A_BATCH = 64
-"""Largest batch for timing, as a device's share of a global batch for hundreds of devices."""
+MAX_SAMPLES = 512
+"""Maximum number of samples for timing the stages."""
+MAX_BATCH = 64
+"""Maximum batch size for timing; a recipe's global batch is for many devices."""
 
 Result = TypeVar('Result')
 
 
 @dataclass
 class BenchStage:
-    """CPU seconds and input bytes of one stage of making samples."""
+    """CPU seconds and input bytes of one stage of data loading."""
 
     seconds: float = 0.0
     bytes: int = 0
 
 
 class Clock:
-    """Measures stages by name and sums them up."""
+    """Accumulates the CPU time and the input bytes of stages by name."""
 
     def __init__(self) -> None:
         self.stages: dict[str, BenchStage] = {}
 
     def time(self, name: str, bytes_in: int, call: Callable[[], Result]) -> Result:
+        """Call a function, add its CPU time and input bytes to a stage, and return its result."""
         begin = time.process_time()
         result = call()
         stage = self.stages.setdefault(name, BenchStage())
@@ -57,6 +58,7 @@ class Clock:
 
     @property
     def seconds(self) -> float:
+        """CPU seconds of all stages."""
         return sum(stage.seconds for stage in self.stages.values())
 
 
@@ -77,34 +79,39 @@ def bench(
         names: Names of streams; empty for all.
         workers: Numbers of workers to try; None for 0, 1, 2, 4 and so on up to the number of cores.
         batches: Batches to time for each number of workers.
-        gpu: Name of the GPU to feed, from planning/gpus.yaml.
+        gpu: Name of the GPU whose demand is estimated, from planning/gpus.yaml.
         gpus_file: File with more GPUs, in the format of planning/gpus.yaml.
         mfu: Fraction of the GPU's peak FLOP/s that training reaches.
 
     Raises:
-        UserError: There are no such streams, or no such GPU.
+        UserError: A stream or the GPU does not exist.
     """
-    fed = find_gpu(gpu, load_gpus(gpus_file))
+    target = find_gpu(gpu, load_gpus(gpus_file))
     streams = select(recipe, names).get('streams')
     if not streams:
-        raise UserError("bench: it times what trains; name one of the recipe's `streams`")
-    recipe = replace(recipe, streams=streams, global_batch=math.gcd(recipe.global_batch, MOST_IN_A_BATCH))
-    a_core, needed = _stages(recipe, fed, mfu)
-    best = _loader(recipe, _counts() if workers is None else workers, batches)
-    print(f'\nA core makes {a_core:.0f} samples/s; this machine {best:.0f}.')
+        raise UserError("bench: only training streams can be timed; name one of the recipe's `streams`")
+    recipe = replace(recipe, streams=streams, global_batch=math.gcd(recipe.global_batch, MAX_BATCH))
+    rate_per_core, needed = _print_stages(recipe, target, mfu)
+    best = _print_loader_rates(recipe, _worker_counts() if workers is None else workers, batches)
+    print(f'\nOne core loads {rate_per_core:.0f} samples/s, this machine {best:.0f} samples/s.')
     if isinstance(needed, str):
-        print(f'What a GPU needs is not known: {needed}')
+        print(f'The demand of a GPU is unknown: {needed}')
         return
-    cores = needed / a_core
+    cores = needed / rate_per_core
     print(
-        f'One {fed.name} at {mfu:.0%} of its peak trains on {needed:.0f} samples/s, less if it encodes images or '
-        f'captions too.\nThat takes {cores:.1f} cores a GPU, {cores * fed.gpus_per_node:.0f} for the '
-        f'{fed.gpus_per_node} of a node, besides one for each GPU; this machine feeds {best / needed:.2g} of them.'
+        f'One {target.name} at {mfu:.0%} of its peak trains on {needed:.0f} samples/s, less if it also encodes images '
+        f'or captions.\nThat takes {cores:.1f} cores per GPU, {cores * target.gpus_per_node:.0f} for the '
+        f'{target.gpus_per_node} GPUs of a node, plus one core per GPU for training. This machine can feed '
+        f'{best / needed:.2g} GPUs.'
     )
 
 
-def _stages(recipe: Recipe, gpu: GPU, mfu: float) -> tuple[float, float | str]:
-    """Print the stages; return samples per second of a core, and those that the GPU needs or why they are unknown."""
+def _print_stages(recipe: Recipe, gpu: GPU, mfu: float) -> tuple[float, float | str]:
+    """Print the table of stages.
+
+    Returns:
+        Samples per second of one core, and the GPU's demand in samples per second or the reason why it is unknown.
+    """
     dataset = build_dataset(
         recipe,
         streams=recipe.streams,
@@ -112,18 +119,20 @@ def _stages(recipe: Recipe, gpu: GPU, mfu: float) -> tuple[float, float | str]:
         batch_size=recipe.global_batch,
         shuffle=False,
     )
-    indices = range(0, dataset.num_samples, -(-dataset.num_samples // MOST_SAMPLES))
+    indices = range(0, dataset.num_samples, -(-dataset.num_samples // MAX_SAMPLES))
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as in a worker
-    make_samples(dataset, indices, recipe.global_batch)  # fetches and checks shards
+    torch.set_num_threads(1)  # as in a DataLoader worker
+    # Run once without timing: the first pass downloads and checks the shards.
+    make_samples(dataset, indices, recipe.global_batch)
     clock = make_samples(dataset, indices, recipe.global_batch)
     torch.set_num_threads(threads)
     count = len(indices)
     print(f'One process, {count} samples, batches of {recipe.global_batch}:\n')
-    print('| stage | ms of CPU a sample | share, % | samples/s | MB/s in |')
+    print('| stage | CPU ms per sample | share, % | samples/s | MB/s in |')
     print('|---|---|---|---|---|')
     first = next(iter(clock.stages.values()))
-    for name, stage in {**clock.stages, 'all of it': BenchStage(clock.seconds, first.bytes)}.items():
+    for name, stage in {**clock.stages, 'total': BenchStage(clock.seconds, first.bytes)}.items():
+        # A stage of a few samples may be shorter than the resolution of the clock.
         seconds = max(stage.seconds, 1e-9)
         print(f'| {name} | {stage.seconds / count * 1e3:.3f} | {100 * stage.seconds / clock.seconds:.0f} ', end='')
         print(f'| {count / seconds:.0f} | {stage.bytes / 1e6 / seconds:.0f} |')
@@ -131,30 +140,33 @@ def _stages(recipe: Recipe, gpu: GPU, mfu: float) -> tuple[float, float | str]:
 
 
 def make_samples(dataset: BucketedDataset, indices: Sequence[int], batch: int) -> Clock:
-    """Make samples and batches as the dataset and the loader do, with center crops and first captions; time it."""
+    """Time making samples and batches as the dataset and the loader do, with center crops and first captions."""
     clock, items = Clock(), []
     for number, index in enumerate(indices):
-        items.append(_make(dataset, index, clock))
-        whole_shape = number + 1 == len(indices) or dataset.bucket_of(indices[number + 1]) != dataset.bucket_of(index)
-        if len(items) == batch or whole_shape:
+        items.append(_make_sample(dataset, index, clock))
+        # Samples are in the order of their buckets, and a batch cannot mix shapes.
+        end_of_bucket = number + 1 == len(indices) or dataset.bucket_of(indices[number + 1]) != dataset.bucket_of(index)
+        if len(items) == batch or end_of_bucket:
             size = sum(tensor.nbytes for item in items for tensor in item.values())
             clock.time('collate', size, lambda items=items: dataset.image_block.collate(items))
             items = []
     return clock
 
 
-def _make(dataset: BucketedDataset, index: int, clock: Clock) -> dict[str, torch.Tensor]:
+def _make_sample(dataset: BucketedDataset, index: int, clock: Clock) -> dict[str, torch.Tensor]:
+    """Time each stage of making one sample, and return its tensors."""
+    # This repeats `ImageTextDataset.item` and `LatentsDataset.item` step by step, which have no hooks for timing.
     shard, row = dataset.spanner[index]
     size = len(dataset.shards[shard].get_sample_data(row))  # type: ignore[attr-defined]
     sample: Mapping[str, Any] = clock.time('read', size, lambda: dataset.get_item(index))
     item = {}
     if 'image' in sample:
         encoded, shape = sample['image'], dataset.bucket_of(index).shape
-        cut = clock.time('decode', len(encoded), lambda: cut_out(encoded, shape, Crop()))
+        cut = clock.time('decode', len(encoded), lambda: decode_crop(encoded, shape, Crop()))
         item[batch_keys.IMAGE] = clock.time(
             'resize',
             cut.nbytes,
-            lambda: planes(resized(cut, shape), dataset.image_block.place((3, shape.height, shape.width))),
+            lambda: planes(resize(cut, shape), dataset.image_block.place((3, shape.height, shape.width))),
         )
     for name in (batch_keys.LATENT_MOMENTS, batch_keys.TEXT_EMBEDS):
         if name in sample:
@@ -167,10 +179,10 @@ def _make(dataset: BucketedDataset, index: int, clock: Clock) -> dict[str, torch
     return item
 
 
-def _loader(recipe: Recipe, workers: Sequence[int], batches: int) -> float:
-    """Print the loader's samples per second for each number of workers, and return the largest."""
-    print(f'\nThe loader, by the clock, {batches} batches of {recipe.global_batch} each:\n')
-    print('| workers | samples/s | a worker |')
+def _print_loader_rates(recipe: Recipe, workers: Sequence[int], batches: int) -> float:
+    """Print the loader's samples per second for each number of workers, and return the highest."""
+    print(f'\nLoader throughput in wall-clock time, {batches} batches of {recipe.global_batch} each:\n')
+    print('| workers | samples/s | samples/s per worker |')
     print('|---|---|---|')
     best = 0.0
     for count in workers:
@@ -181,11 +193,12 @@ def _loader(recipe: Recipe, workers: Sequence[int], batches: int) -> float:
 
 
 def loader_rate(recipe: Recipe, workers: int, batches: int) -> float:
-    """Return samples per second of a loader with this many workers, over as many epochs as it takes."""
-    gc.collect()  # Streaming refuses two live datasets on one folder
+    """Return the samples per second of a loader with this many workers, over as many epochs as needed."""
+    # Streaming rejects two live datasets with the same local folder: collect the one of the previous measurement.
+    gc.collect()
     loader = build_loader(replace(recipe, loader=replace(recipe.loader, num_workers=workers)))
     served = itertools.chain.from_iterable(itertools.repeat(loader))
-    # Batches that the workers have prefetched are served before the clock starts.
+    # Consume the batches that the workers prefetch while they start, so that only steady throughput is measured.
     for _ in range((recipe.loader.prefetch_factor or 2) * workers + 1):
         next(served)
     begin = time.perf_counter()
@@ -194,7 +207,10 @@ def loader_rate(recipe: Recipe, workers: int, batches: int) -> float:
 
 
 def demand(recipe: Recipe, dataset: BucketedDataset, gpu: GPU, mfu: float) -> float | str:
-    """Return samples per second that a GPU trains on, a backward pass being two forward passes; or why unknown."""
+    """Return the samples per second that a GPU trains on, or the reason why this cannot be estimated.
+
+    A training step counts as three forward passes: a backward pass costs as much as two.
+    """
     try:
         model = ModelCosts(recipe.model, recipe.imports)
         model.count([bucket.shape for bucket in dataset.buckets])
@@ -206,6 +222,7 @@ def demand(recipe: Recipe, dataset: BucketedDataset, gpu: GPU, mfu: float) -> fl
     return mfu * gpu.peak_flops('bf16') / mean
 
 
-def _counts() -> list[int]:
+def _worker_counts() -> list[int]:
+    """Return 0 and the powers of two up to the number of available cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
     return [0, *(2**power for power in range(cores.bit_length()))]

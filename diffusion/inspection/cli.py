@@ -1,4 +1,4 @@
-"""Command line of `diffusion data`; each sub-command imports its modules when it runs."""
+"""Command line of `diffusion data`; each subcommand imports its modules only when it runs."""
 
 import argparse
 import os
@@ -8,18 +8,21 @@ from typing import Any
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the subcommands `verify`, `look` and `bench` to a parser."""
     commands: Any = parser.add_subparsers(dest='action', required=True, metavar='COMMAND')
-    _add_verify(commands.add_parser('verify', help='read shards: check sizes, hashes, every image, caption and latent'))
+    _add_verify(commands.add_parser('verify', help='check shards: sizes, hashes, every image, caption and latent'))
     _add_look(commands.add_parser('look', help='draw samples of each bucket as the model sees them'))
-    _add_bench(commands.add_parser('bench', help='measure samples per second by stage, and what a GPU needs'))
+    _add_bench(commands.add_parser('bench', help='measure loading speed and compare it with the demand of a GPU'))
 
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:
     _add_recipe(parser)
-    parser.add_argument('--sample', type=share, default=1.0, metavar='X', help='fraction of shards to check, in (0, 1]')
-    parser.add_argument('--seed', type=int, default=0, help='seed of the choice of shards')
     parser.add_argument(
-        '--jobs', type=positive, metavar='N', default=_cores(), help='processes (default: one per core)'
+        '--sample', type=share, default=1.0, metavar='X', help='fraction of shards to check, in (0, 1] (default: 1)'
+    )
+    parser.add_argument('--seed', type=int, default=0, help='seed for choosing the shards (default: 0)')
+    parser.add_argument(
+        '--jobs', type=positive, metavar='N', default=_cores(), help='number of processes (default: one per core)'
     )
     parser.set_defaults(run=_verify)
 
@@ -34,9 +37,11 @@ def _verify(args: argparse.Namespace) -> int:
 def _add_look(parser: argparse.ArgumentParser) -> None:
     _add_recipe(parser)
     parser.add_argument('--out', type=Path, required=True, metavar='FILE', help='PNG or HTML file to write')
-    parser.add_argument('--samples', type=positive, default=8, metavar='N', help='samples per bucket')
-    parser.add_argument('--seed', type=int, default=0, help='seed of the choice of samples')
-    parser.add_argument('--decode', action='store_true', help='decode latents, downloading the VAE if needed')
+    parser.add_argument('--samples', type=positive, default=8, metavar='N', help='samples per bucket (default: 8)')
+    parser.add_argument('--seed', type=int, default=0, help='seed for choosing the samples (default: 0)')
+    parser.add_argument(
+        '--decode', action='store_true', help='download the VAE if it is not local, in order to decode latents'
+    )
     parser.set_defaults(run=_look)
 
 
@@ -55,12 +60,21 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         type=not_negative,
         nargs='+',
         metavar='N',
-        help='numbers to try (default: 0, 1, 2, 4, ...)',
+        help='numbers of workers to time (default: 0, 1, 2, 4, ... up to the number of cores)',
     )
-    parser.add_argument('--batches', type=positive, default=20, metavar='N', help='batches to time for each')
-    parser.add_argument('--gpu', default='h100-sxm', metavar='NAME', help='GPU to feed, as named by `diffusion plan`')
-    parser.add_argument('--gpus-file', type=Path, metavar='FILE', help='YAML file with more GPUs')
-    parser.add_argument('--mfu', type=share, default=0.4, metavar='X', help='fraction of its peak FLOP/s in training')
+    parser.add_argument(
+        '--batches', type=positive, default=20, metavar='N', help='batches to time per number of workers (default: 20)'
+    )
+    parser.add_argument(
+        '--gpu',
+        default='h100-sxm',
+        metavar='NAME',
+        help='GPU to compare with, as named by `diffusion plan` (default: h100-sxm)',
+    )
+    parser.add_argument('--gpus-file', type=Path, metavar='FILE', help='YAML file with additional GPUs')
+    parser.add_argument(
+        '--mfu', type=share, default=0.4, metavar='X', help='fraction of peak FLOP/s reached in training (default: 0.4)'
+    )
     parser.set_defaults(run=_bench)
 
 
@@ -74,13 +88,14 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _add_recipe(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument('recipe', help='a YAML file')
-    # The command line appends words that follow an option to `overrides`, as for `check`.
-    words = 'names of streams (default: all), and overrides of the recipe'
+    parser.add_argument('recipe', help='YAML file of the recipe')
+    # The main command line also appends the arguments that follow an option to `overrides`, as for `check`.
+    words = 'names of streams (default: all), and overrides of recipe values'
     parser.add_argument('overrides', nargs='*', metavar='STREAM|KEY=VALUE', help=words)
 
 
 def _recipe_and_names(words: Sequence[str], path: str) -> tuple[Any, list[str]]:
+    """Load a recipe with the overrides among the arguments; return it and the other arguments, names of streams."""
     from diffusion.config.load import load
 
     recipe = load(path, [word for word in words if '=' in word], allow_missing=True)
@@ -88,6 +103,7 @@ def _recipe_and_names(words: Sequence[str], path: str) -> tuple[Any, list[str]]:
 
 
 def share(text: str) -> float:
+    """Parse a fraction in (0, 1]."""
     value = float(text)
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f'{text} is not in (0, 1]')
@@ -95,6 +111,7 @@ def share(text: str) -> float:
 
 
 def not_negative(text: str) -> int:
+    """Parse an integer of at least 0."""
     value = int(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f'{text} is negative')
@@ -102,6 +119,7 @@ def not_negative(text: str) -> int:
 
 
 def positive(text: str) -> int:
+    """Parse an integer of at least 1."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f'{text} is not at least 1')

@@ -1,4 +1,4 @@
-"""`diffusion data look`: draw samples as the model sees them, after crops, flips and the choice of captions."""
+"""`diffusion data look`: draw samples as the model sees them, with crops, flips and caption choice applied."""
 
 import html
 import os
@@ -28,7 +28,7 @@ from diffusion.storage.atomic import write_whole
 from diffusion.training.components import build_dataset, evaluation_dataset
 
 SIDE = 176
-"""Side of a square image in pixels; other images have the same area."""
+"""Side in pixels at which a square image is drawn; other shapes are drawn with the same area."""
 
 
 def look(
@@ -42,11 +42,11 @@ def look(
         out: PNG or HTML file to write.
         samples: Number of random samples per bucket.
         seed: Seed of the choice of samples; crops, flips and captions are those of the first epoch of a run.
-        decode: Download the model's VAE if needed to decode latents. Otherwise a VAE in a local folder is used, and
-            without one the first three latent channels are drawn.
+        decode: Download the model's VAE, if it is not local, to decode latents. Otherwise, a VAE in a local folder is
+            used, or without one the first three latent channels are drawn.
 
     Raises:
-        UserError: The file has another extension, its folder cannot be written to, or a stream cannot be read.
+        UserError: The file has another extension or cannot be written, or a stream cannot be read.
     """
     _check_out(out)
     chosen = select(recipe, names)
@@ -57,16 +57,18 @@ def look(
 
 
 def _check_out(out: Path) -> None:
+    """Raise UserError if the output file cannot be written."""
+    # Check before the samples are drawn, which may take minutes if shards or a VAE have to be downloaded.
     if out.suffix not in ('.png', '.html'):
-        raise UserError(f'--out: {out} ends in {out.suffix or "nothing"!r}; use .png or .html')
+        raise UserError(f'--out: {out} has the extension {out.suffix or "none"!r}; use .png or .html')
     if out.is_dir():
-        raise UserError(f'--out: {out} cannot be written: it is a folder; choose another name')
+        raise UserError(f'--out: {out} is a folder; choose another name')
     if not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
-        raise UserError(f'--out: {out.parent} is no folder that can be written to; make it, or choose another')
+        raise UserError(f'--out: {out.parent} is not a writable folder; create it, or choose another one')
 
 
 def preview_page(sections: Sequence[Section]) -> str:
-    """Return the samples as an HTML page, images at their own resolution and captions in full."""
+    """Return the samples as an HTML page, with images at full resolution and complete captions."""
     parts = [f'<h2>{html.escape(each.title)}</h2>{html_figures(each.figures, side=SIDE)}' for each in sections]
     return html_page('diffusion data look', '\n'.join(parts))
 
@@ -91,7 +93,7 @@ def _sections(
 
 
 def _component(recipe: Recipe, section: str) -> Component:
-    """Return the dataset component of a section's streams."""
+    """Return the dataset component that loads a section's streams."""
     if section == 'streams':
         return recipe.dataset
     if section == 'eval_streams':
@@ -101,26 +103,27 @@ def _component(recipe: Recipe, section: str) -> Component:
 
 
 def _image(item: Mapping[str, Any], manifest: LatentManifest | None, vae: AutoencoderKL | None) -> Image.Image:
-    """Draw a sample: its image, or the mean of its latents."""
+    """Return a sample's image, or a drawing of the mean of its latents."""
     pixels = item[batch_keys.IMAGE] if manifest is None else _pixels(item[batch_keys.LATENT_MOMENTS], manifest, vae)
     return Image.fromarray(pixels.permute(1, 2, 0).numpy())
 
 
 @torch.no_grad()
 def _pixels(moments: Tensor, manifest: LatentManifest, vae: AutoencoderKL | None) -> Tensor:
-    """Return uint8 pixels [3, H, W] of the posterior's mean: decoded, or without a VAE its first three channels."""
+    """Return the posterior mean as uint8 pixels [3, H, W]: decoded, or without a VAE its first three channels."""
     latent_mean, latent_std = (torch.tensor(values) for values in (manifest.latent_mean, manifest.latent_std))
     mean = moments[: len(latent_mean)].float()
     if vae is not None:
         pixels = decode_latents(vae, mean[None])[0] / 2 + 0.5
     else:
+        # Show three standard deviations on each side of the channel's mean.
         standard = ((mean - latent_mean.view(-1, 1, 1)) / latent_std.view(-1, 1, 1))[:3]
         pixels = (standard / 6 + 0.5).expand(3, -1, -1)
     return (pixels.clamp(0, 1) * 255).round().to(torch.uint8)
 
 
 def _caption(item: Mapping[str, Any], tokenizers: Sequence[PreTrainedTokenizerBase]) -> str:
-    """Decode a sample's tokens, which shows where the tokenizer cut the caption."""
+    """Return a sample's caption decoded from its tokens, which shows where the tokenizer truncated it."""
     if batch_keys.INPUT_IDS not in item or not tokenizers:
         return ''
     ids = item[batch_keys.INPUT_IDS][0].tolist()
@@ -129,13 +132,13 @@ def _caption(item: Mapping[str, Any], tokenizers: Sequence[PreTrainedTokenizerBa
 
 
 def _vae(recipe: Recipe, *, download: bool) -> AutoencoderKL | None:
-    """Load the model's VAE from a local folder, or with `download` from wherever the recipe says."""
+    """Load the model's VAE from a local folder, or with `download` also from the Hub; return None if there is none."""
     values = registry.keywords('model', recipe.model)
-    own = str(TINY_VAE) if recipe.model.name == 'tiny' else None
-    for source in (values.get('vae') or own, values.get('pretrained')):
+    bundled = str(TINY_VAE) if recipe.model.name == 'tiny' else None
+    for source in (values.get('vae') or bundled, values.get('pretrained')):
         if isinstance(source, str) and (download or Path(source).is_dir()):
             subfolder = '' if Path(source, 'config.json').is_file() else 'vae'
             return load_pretrained(AutoencoderKL, source, subfolder=subfolder, revision=values.get('revision')).eval()
     if download:
-        raise UserError(f'--decode: model.name={recipe.model.name} names no VAE; give model.vae')
+        raise UserError(f'--decode: the model {recipe.model.name} has no VAE; set model.vae')
     return None

@@ -1,4 +1,4 @@
-"""One shard, read in full: its files against the index, and every sample of it."""
+"""Checks of one shard: its files against the index, and every sample in it."""
 
 import itertools
 import json
@@ -29,7 +29,7 @@ Manifest = Mapping[str, Any]
 
 
 def source_of(stream: StreamConfig) -> RemoteFolder:
-    """Return the folder that a stream comes from: its remote, if it has one, and not the cache of it."""
+    """Return the folder with a stream's data: its remote if it has one, otherwise its local folder."""
     return RemoteFolder(
         stream.remote or stream.local or '', RetryPolicy(1 + stream.download_retry, stream.download_timeout)
     )
@@ -37,24 +37,26 @@ def source_of(stream: StreamConfig) -> RemoteFolder:
 
 @dataclass(frozen=True, order=True)
 class Defect:
-    """Something wrong with a shard, or with rows of it in a line."""
+    """Problem of a shard, or of a range of its rows."""
 
     shard: str
+    """File name of the shard."""
     first: int
-    """Row; -1 for the shard as a whole."""
+    """First row; -1 for the whole shard."""
     last: int
-    what: str
+    """Last row; -1 for the whole shard."""
+    problem: str
     harmless: bool = False
-    """The loader serves it all the same."""
+    """True if the loader still serves the rows; reported as a warning."""
 
     def __str__(self) -> str:
-        lines = f', rows {self.first}-{self.last}' if self.last > self.first else f', row {self.first}'
-        return f'{self.shard}{lines if self.first >= 0 else ""}: {self.what}'
+        rows = f', rows {self.first}-{self.last}' if self.last > self.first else f', row {self.first}'
+        return f'{self.shard}{rows if self.first >= 0 else ""}: {self.problem}'
 
 
 @dataclass
-class Reading:
-    """What reading a shard gave."""
+class ShardResult:
+    """Result of checking one shard: the samples and bytes that were read, and the defects that were found."""
 
     samples: int = 0
     bytes: int = 0
@@ -62,10 +64,10 @@ class Reading:
 
 
 def read_index(source: RemoteFolder) -> list[dict[str, Any]]:
-    """The entries of a stream's shards.
+    """Return the entries of a stream's index, one per shard.
 
     Raises:
-        UserError: There is no index, or it is none of MDS shards.
+        UserError: The index cannot be read, or is not one of MDS shards.
     """
     try:
         with source.files('index.json') as folder:
@@ -74,18 +76,18 @@ def read_index(source: RemoteFolder) -> list[dict[str, Any]]:
                 MDSReader.from_json('', '', entry)
     except (OSError, UserError) as error:
         raise UserError(f'{source.url}: index.json cannot be read ({error})') from error
-    except Exception as error:  # whatever is missing in it
-        raise UserError(f'{source.url}: index.json is no index of MDS shards ({error!r})') from error
+    except Exception as error:  # any class: the content may be any JSON
+        raise UserError(f'{source.url}: index.json is not an index of MDS shards ({error!r})') from error
     return entries
 
 
 def stream_manifest(source: RemoteFolder) -> Manifest:
-    """What the latents of a stream were made by.
+    """Return the manifest of a stream of latents.
 
     Raises:
-        UserError: There is no manifest, or it is of another version.
+        UserError: The manifest cannot be read, or has another version.
     """
-    from diffusion.data.latents import MANIFEST, LatentManifest  # brings all of diffusers
+    from diffusion.data.latents import MANIFEST, LatentManifest  # slow: imports diffusers
 
     try:
         with source.files(MANIFEST) as folder:
@@ -94,99 +96,107 @@ def stream_manifest(source: RemoteFolder) -> Manifest:
         raise UserError(f'{source.url}: {MANIFEST} cannot be read ({error})') from error
 
 
-def check_shard(source: RemoteFolder, entry: Mapping[str, Any], manifest: Manifest | None) -> Reading:
-    """Read a shard: its size and hash, and every sample."""
+def check_shard(source: RemoteFolder, entry: Mapping[str, Any], manifest: Manifest | None) -> ShardResult:
+    """Read a whole shard, and check its size, its hash and every sample.
+
+    Args:
+        source: The folder of the stream.
+        entry: The shard's entry in the index.
+        manifest: The manifest of a stream of latents, otherwise None.
+    """
     raw, name = FileInfo(**entry['raw_data']), entry['raw_data']['basename']
-    reading = Reading()
+    result = ShardResult()
     stored = FileInfo(**entry['zip_data']) if entry.get('zip_data') else raw
-    # Streaming may have unpacked a local shard already.
+    # Streaming unpacks a compressed shard next to it, and may remove the compressed file: check the raw one instead.
     if stored is not raw and '://' not in source.url and Path(source.url, raw.basename).exists():
         stored = raw
     try:
         with source.files(stored.basename) as folder, tempfile.TemporaryDirectory() as scratch:
             found = damage(folder / stored.basename, stored)
             if found is not None:
-                reading.defects.append(Defect(stored.basename, -1, -1, found))
+                result.defects.append(Defect(stored.basename, -1, -1, found))
             if stored is not raw and (folder / stored.basename).exists():
                 _unpack(folder / stored.basename, Path(scratch, raw.basename), entry['compression'])
                 folder = Path(scratch)
+            # Read the rows of a damaged shard too: the report then shows how many samples are lost.
             if (folder / raw.basename).exists():
-                reading.bytes = (folder / raw.basename).stat().st_size
-                problems = _problems_of_rows(MDSReader.from_json(str(folder), '', dict(entry)), manifest, reading)
-                reading.defects += _in_lines(name, problems)
+                result.bytes = (folder / raw.basename).stat().st_size
+                problems = _row_problems(MDSReader.from_json(str(folder), '', dict(entry)), manifest, result)
+                result.defects += _merge_rows(name, problems)
     except (GaveUp, UserError) as error:
-        reading.defects.append(Defect(name, -1, -1, f'it cannot be downloaded ({error})'))
-    except Exception as error:  # of a decompressor, on damaged data
-        reading.defects.append(Defect(name, -1, -1, f'it cannot be read ({error!r})'))
-    return reading
+        result.defects.append(Defect(name, -1, -1, f'it cannot be downloaded ({error})'))
+    except Exception as error:  # decompression libraries raise any class on damaged data
+        result.defects.append(Defect(name, -1, -1, f'it cannot be read ({error!r})'))
+    return result
 
 
 def _unpack(packed: Path, to: Path, algorithm: str) -> None:
     to.write_bytes(decompress(algorithm, packed.read_bytes()))
 
 
-def _problems_of_rows(
-    reader: MDSReader, manifest: Manifest | None, reading: Reading
-) -> Iterator[tuple[int, str, bool]]:
+def _row_problems(reader: MDSReader, manifest: Manifest | None, result: ShardResult) -> Iterator[tuple[int, str, bool]]:
+    """Yield row, problem and harmlessness of every problem in a shard, and count its readable samples in `result`."""
     for row in range(reader.size):
         try:
             sample = reader[row]
         except IndexError:
-            yield row, 'it is behind the end of the file', False
+            yield row, 'it is past the end of the file', False
             continue
-        except Exception as error:  # whatever the encodings of its columns raise
+        except Exception as error:  # each column encoding raises classes of its own
             yield row, f'it cannot be read ({error!r})', False
             continue
-        reading.samples += 1
-        for what, harmless in problems_of(sample, manifest):
-            yield row, what, harmless
+        result.samples += 1
+        for problem, harmless in sample_problems(sample, manifest):
+            yield row, problem, harmless
 
 
-def _in_lines(shard: str, problems: Iterator[tuple[int, str, bool]]) -> Iterator[Defect]:
-    """One line for rows that follow each other and have the same problem, as behind the end of a file cut short."""
-    open_lines: dict[tuple[str, bool], Defect] = {}
-    for row, what, harmless in problems:
-        before = open_lines.get((what, harmless))
-        if before is not None and before.last == row - 1:
-            open_lines[what, harmless] = Defect(shard, before.first, row, what, harmless)
+def _merge_rows(shard: str, problems: Iterator[tuple[int, str, bool]]) -> Iterator[Defect]:
+    """Merge consecutive rows with the same problem into one defect, such as the missing rows of a truncated shard."""
+    ranges: dict[tuple[str, bool], Defect] = {}
+    for row, problem, harmless in problems:
+        previous = ranges.get((problem, harmless))
+        if previous is not None and previous.last == row - 1:
+            ranges[problem, harmless] = Defect(shard, previous.first, row, problem, harmless)
             continue
-        if before is not None:
-            yield before
-        open_lines[what, harmless] = Defect(shard, row, row, what, harmless)
-    yield from open_lines.values()
+        if previous is not None:
+            yield previous
+        ranges[problem, harmless] = Defect(shard, row, row, problem, harmless)
+    yield from ranges.values()
 
 
-def problems_of(sample: Mapping[str, Any], manifest: Manifest | None) -> Iterator[tuple[str, bool]]:
-    """What is wrong with a sample, and whether the loader serves it all the same."""
+def sample_problems(sample: Mapping[str, Any], manifest: Manifest | None) -> Iterator[tuple[str, bool]]:
+    """Yield the problems of a sample, each with True if the loader serves the sample nevertheless."""
     return itertools.chain(
-        _problems_of_picture(sample) if 'image' in sample else (),
-        _problems_of_captions(sample) if {'captions', 'caption'} & sample.keys() else (),
-        _problems_of_latents(sample, manifest) if manifest is not None else (),
+        _image_problems(sample) if 'image' in sample else (),
+        _caption_problems(sample) if {'captions', 'caption'} & sample.keys() else (),
+        _latent_problems(sample, manifest) if manifest is not None else (),
     )
 
 
-def _problems_of_picture(sample: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
-    encoded, complaint, size = sample['image'], None, None
+def _image_problems(sample: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
+    # libjpeg-turbo reports corrupt data inside a JPEG. Pillow, to which the loader falls back, may decode it silently.
+    encoded, warning, size = sample['image'], None, None
     if isinstance(encoded, bytes) and encoded.startswith(JPEG_START):
         try:
             height, width = simplejpeg.decode_jpeg(encoded, colorspace='GRAY').shape[:2]
             size = width, height
         except ValueError as error:
-            complaint = str(error)
+            warning = str(error)
     if size is None:
         try:
             size = decode(encoded).size
         except Undecodable as error:
-            yield f'its picture cannot be decoded ({error})', False
+            yield f'its image cannot be decoded ({error})', False
             return
-    if complaint is not None:
-        yield f'its picture is decoded, but libjpeg says: {complaint}', True
-    told = sample.get('width'), sample.get('height')
-    if all(isinstance(side, int | np.integer) for side in told) and told not in (size, size[::-1]):
-        yield f'its picture has {size[0]}x{size[1]} pixels, its columns say {told[0]}x{told[1]}', True
+    if warning is not None:
+        yield f'its image can be decoded, but libjpeg reports: {warning}', True
+    stated = sample.get('width'), sample.get('height')
+    # Sides may be swapped: the columns may hold the size before or after the EXIF rotation.
+    if all(isinstance(side, int | np.integer) for side in stated) and stated not in (size, size[::-1]):
+        yield f'its image has {size[0]}x{size[1]} pixels, but its columns state {stated[0]}x{stated[1]}', True
 
 
-def _problems_of_captions(sample: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
+def _caption_problems(sample: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
     try:
         captions = captions_of(dict(sample), 'captions')
     except BadSample as error:
@@ -196,7 +206,7 @@ def _problems_of_captions(sample: Mapping[str, Any]) -> Iterator[tuple[str, bool
         yield 'its captions are empty', True
 
 
-def _problems_of_latents(sample: Mapping[str, Any], manifest: Manifest) -> Iterator[tuple[str, bool]]:
+def _latent_problems(sample: Mapping[str, Any], manifest: Manifest) -> Iterator[tuple[str, bool]]:
     for name in (batch_keys.LATENT_MOMENTS, batch_keys.TEXT_EMBEDS):
         if name in sample and not np.isfinite(sample[name]).all():
             yield f'its {name} are not finite', False
@@ -205,13 +215,14 @@ def _problems_of_latents(sample: Mapping[str, Any], manifest: Manifest) -> Itera
         return
     shape = sample[batch_keys.LATENT_MOMENTS].shape
     channels = len(manifest['latent_mean']) * (2 if manifest['posterior'] == 'sample' else 1)
-    pictures = parse_shape(manifest['shape'])
-    cells = {(pictures.height // cell, pictures.width // cell) for cell in (1, 2, 4, 8, 16, 32, 64)}
-    if len(shape) != 3 or shape[0] != channels or tuple(shape[1:]) not in cells:
+    images = parse_shape(manifest['shape'])
+    # The manifest does not hold the VAE's downscaling factor, which is a power of two.
+    sizes = {(images.height // factor, images.width // factor) for factor in (1, 2, 4, 8, 16, 32, 64)}
+    if len(shape) != 3 or shape[0] != channels or tuple(shape[1:]) not in sizes:
         yield (
             (
-                f'its {batch_keys.LATENT_MOMENTS} have shape {list(shape)}; the manifest says {channels} channels '
-                f'of pictures of {pictures} px'
+                f'its {batch_keys.LATENT_MOMENTS} have shape {list(shape)}; the manifest states {channels} channels '
+                f'for images of {images} px'
             ),
             False,
         )

@@ -13,7 +13,7 @@ Sections = dict[str, dict[str, StreamConfig]]
 
 
 def sections_of(recipe: Recipe) -> Sections:
-    """Return all streams of a recipe by section; empty sections are left out."""
+    """Return all streams of a recipe by section, without empty sections."""
     sections = {
         'streams': recipe.streams,
         'eval_streams': recipe.eval_streams,
@@ -23,19 +23,23 @@ def sections_of(recipe: Recipe) -> Sections:
 
 
 def select(recipe: Recipe, names: Sequence[str]) -> Sections:
-    """Return the streams with these names, which may include their section; all streams if there are no names.
+    """Return the streams with these names, or all streams if no names are given.
+
+    Args:
+        recipe: The recipe.
+        names: Names of streams, with or without their section: `photos`, or `eval_streams.photos`.
 
     Raises:
-        UserError: The recipe has no streams, or a stream does not exist or has values that are still ???.
+        UserError: The recipe has no streams, a name does not exist, or a chosen stream has values that are still ???.
     """
     sections = sections_of(recipe)
     if not sections:
-        raise UserError('streams: the recipe has none; name at least one')
+        raise UserError('streams: the recipe has none; add at least one')
     known = {f'{section}.{name}' for section, streams in sections.items() for name in streams}
     bare = {name for streams in sections.values() for name in streams}
     for name in names:
         if name not in known | bare:
-            raise UserError(f'{name}: no stream of the recipe is called so; {did_you_mean(name, bare | known)}')
+            raise UserError(f'{name}: no such stream in the recipe; {did_you_mean(name, bare | known)}')
     chosen = {
         section: {
             name: stream
@@ -44,7 +48,7 @@ def select(recipe: Recipe, names: Sequence[str]) -> Sections:
         }
         for section, streams in sections.items()
     }
-    _check_given(recipe, chosen)
+    _check_no_missing_values(recipe, chosen)
     return {section: streams for section, streams in chosen.items() if streams}
 
 
@@ -53,7 +57,7 @@ def with_shapes(section: str, streams: Mapping[str, StreamConfig]) -> dict[str, 
 
     Raises:
         UserError: A folder has no list of its shapes.
-        DataError: The list cannot be read now.
+        DataError: A store with such a list does not answer.
     """
     try:
         return by_shape(streams)
@@ -61,8 +65,9 @@ def with_shapes(section: str, streams: Mapping[str, StreamConfig]) -> dict[str, 
         raise type(error)(f'{section.removesuffix("streams")}{error}') from error
 
 
-def _check_given(recipe: Recipe, chosen: Sections) -> None:
-    asked = [f'{section}.{name}.' for section, streams in chosen.items() for name in streams]
-    missing = [problem for problem in recipe.missing if any(f'{problem.where}.'.startswith(at) for at in asked)]
+def _check_no_missing_values(recipe: Recipe, chosen: Sections) -> None:
+    """Raise RecipeError if a chosen stream has values that are still ???; other streams may have some."""
+    prefixes = [f'{section}.{name}.' for section, streams in chosen.items() for name in streams]
+    missing = [problem for problem in recipe.missing if any(f'{problem.where}.'.startswith(p) for p in prefixes)]
     if missing:
         raise RecipeError(missing)

@@ -1,4 +1,4 @@
-"""`diffusion data verify`: read shards in full, in several processes, and name everything that is wrong."""
+"""`diffusion data verify`: read whole shards in several processes and report every defect."""
 
 import multiprocessing
 import random
@@ -15,7 +15,7 @@ from diffusion.config.load import Recipe
 from diffusion.errors import UserError
 from diffusion.inspection.shard_checks import (
     Defect,
-    Reading,
+    ShardResult,
     check_shard,
     read_index,
     source_of,
@@ -25,43 +25,48 @@ from diffusion.inspection.stream_selection import select, with_shapes
 from diffusion.models import batch_keys
 from diffusion.storage.download import RemoteFolder
 
-DEFECTS = 3
-"""Exit status where something is wrong with the data."""
+DEFECTS_FOUND = 3
+"""Exit status if the data has defects."""
 
 
 @dataclass
 class VerifyReport:
-    """What reading a stream gave.
+    """Result of verifying one stream.
 
     Attributes:
-        shards: Of them, those that were read.
-        of: Shards of the stream.
-        seconds: From the first shard to the last, with all processes.
+        shards: Number of shards that were read.
+        total_shards: Number of shards in the stream.
+        samples: Number of samples that were read.
+        bytes: Bytes that were read, uncompressed.
+        seconds: Wall-clock time from the first shard to the last, with all processes.
+        defects: Problems of single shards.
     """
 
     shards: int = 0
-    of: int = 0
+    total_shards: int = 0
     samples: int = 0
     bytes: int = 0
     seconds: float = 0.0
     defects: list[Defect] = field(default_factory=list)
     problem: str | None = None
-    """What is wrong with the stream as a whole."""
+    """Problem of the whole stream, or None."""
 
-    def add(self, reading: Reading) -> None:
-        self.samples += reading.samples
-        self.bytes += reading.bytes
-        self.defects += reading.defects
+    def add(self, result: ShardResult) -> None:
+        """Add the result of one shard."""
+        self.samples += result.samples
+        self.bytes += result.bytes
+        self.defects += result.defects
 
     @property
     def is_sound(self) -> bool:
+        """True if there are no problems apart from harmless ones."""
         return self.problem is None and all(defect.harmless for defect in self.defects)
 
     def lines(self, name: str) -> Iterator[str]:
-        """A summary, and a line a defect."""
+        """Yield a summary line, then one line per defect."""
         rate = self.bytes / 1e6 / self.seconds if self.seconds else 0.0
         yield (
-            f'{name}: {"ok" if self.is_sound else "DAMAGED"}; {self.shards} of {self.of} shards, '
+            f'{name}: {"ok" if self.is_sound else "DAMAGED"}; {self.shards} of {self.total_shards} shards, '
             f'{self.samples} samples, {self.bytes / 1e6:.1f} MB, {self.seconds:.1f} s ({rate:.0f} MB/s)'
         )
         if self.problem is not None:
@@ -71,17 +76,17 @@ class VerifyReport:
 
 
 def verify(recipe: Recipe, names: Sequence[str] = (), *, sample: float = 1.0, seed: int = 0, jobs: int = 1) -> int:
-    """Read the shards of a recipe's streams and print what was found.
+    """Check the shards of a recipe's streams and print a report.
 
     Args:
-        recipe: Of training, evaluation and precomputing; its model is not made.
-        names: Streams; none for all.
-        sample: Share of each stream's shards, at least one.
-        seed: Of which shards these are.
-        jobs: Processes.
+        recipe: A recipe with streams for training, evaluation or precomputing; its model is not built.
+        names: Names of streams; empty for all.
+        sample: Fraction of each stream's shards to check; at least one shard is checked.
+        seed: Seed for choosing the shards.
+        jobs: Number of processes.
 
     Returns:
-        The exit status: 0, or 3 where something is wrong.
+        The exit status: 0, or 3 if the data has defects.
     """
     sound = True
     with _pool(jobs) as pool:
@@ -91,11 +96,18 @@ def verify(recipe: Recipe, names: Sequence[str] = (), *, sample: float = 1.0, se
                 sound &= report.is_sound
                 for line in report.lines(f'{section}.{name}'):
                     print(line, flush=True)
-    return 0 if sound else DEFECTS
+    return 0 if sound else DEFECTS_FOUND
 
 
 def verify_stream(source: RemoteFolder, *, sample: float = 1.0, seed: int = 0, pool: Executor) -> VerifyReport:
-    """Read the shards of one folder."""
+    """Check the shards of one stream.
+
+    Args:
+        source: The folder of the stream.
+        sample: Fraction of the shards to check; at least one shard is checked.
+        seed: Seed for choosing the shards.
+        pool: Executor that checks the shards.
+    """
     report = VerifyReport()
     try:
         entries = read_index(source)
@@ -105,43 +117,47 @@ def verify_stream(source: RemoteFolder, *, sample: float = 1.0, seed: int = 0, p
     except UserError as error:
         report.problem = str(error)
         return report
-    report.of = len(entries)
+    report.total_shards = len(entries)
     chosen = random.Random(seed).sample(entries, min(len(entries), max(1, round(sample * len(entries)))))
     begin = time.monotonic()
-    for reading in _in_turn(pool, [(source, entry, manifest) for entry in chosen]):
+    for result in _results(pool, [(source, entry, manifest) for entry in chosen]):
         report.shards += 1
-        report.add(reading)
+        report.add(result)
     report.seconds = time.monotonic() - begin
     if not entries:
         report.problem = 'it has no shards'
     return report
 
 
-def _in_turn(pool: Executor, tasks: Sequence[tuple[Any, ...]]) -> Iterator[Reading]:
-    futures: list[Future[Reading]] = [pool.submit(check_shard, *task) for task in tasks]
+def _results(pool: Executor, tasks: Sequence[tuple[Any, ...]]) -> Iterator[ShardResult]:
+    """Yield the results of `check_shard` for these arguments as they complete, with a progress bar."""
+    futures: list[Future[ShardResult]] = [pool.submit(check_shard, *task) for task in tasks]
     try:
         for future in tqdm(as_completed(futures), total=len(futures), unit=' shards', leave=False, disable=None):
             yield future.result()
     except BrokenProcessPool as error:
         raise RuntimeError(
-            '--jobs: a process died, of a decoder or for want of memory; --jobs 1 shows where'
+            '--jobs: a process died in a decoder or ran out of memory; use --jobs 1 to see where'
         ) from error
     finally:
+        # After an error or Ctrl-C, the executor would otherwise check all remaining shards before it shuts down.
         for future in futures:
             future.cancel()
 
 
 def _pool(jobs: int) -> Executor:
+    """Return an executor with this many processes, or one that runs in this process if there is one job."""
     if jobs == 1:
-        return _Here()
-    # Its children share the imports, and have none of this process's threads and locks.
+        return _InlineExecutor()
+    # A fork server's children share its imports, which take seconds, and do not inherit this process's threads and
+    # held locks, unlike a plain fork.
     context = multiprocessing.get_context('forkserver')
     context.set_forkserver_preload(['diffusion.inspection.shard_checks'])
     return ProcessPoolExecutor(jobs, mp_context=context)
 
 
-class _Here(Executor):
-    """Runs what it is given at once, in this process."""
+class _InlineExecutor(Executor):
+    """Executor that runs each call immediately in this process."""
 
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()

@@ -1,4 +1,4 @@
-"""Datasets whose every sample can be told from every other: numbers that stand for its bytes."""
+"""Datasets in which every sample has a unique number, derived from its bytes, to detect wrong content."""
 
 import hashlib
 from collections import Counter
@@ -18,16 +18,17 @@ SAMPLES = 60
 
 
 def payload(index: int, salt: str = '') -> bytes:
-    """Some 700 bytes that no other sample has."""
+    """Return about 700 bytes that are unique to a sample."""
     return b''.join(hashlib.sha256(f'{salt}{index} {part}'.encode()).digest() for part in range(20 + index % 5))
 
 
 def number(content: bytes) -> int:
+    """Return the number of a sample with this payload."""
     return int.from_bytes(hashlib.sha256(content).digest()[:6], 'big')
 
 
 def write_samples(folder: Path, *, salt: str = '', count: int = SAMPLES, bad: frozenset[int] = frozenset(), **settings):
-    """Shards of about ten samples; those of `bad` cannot be decoded."""
+    """Write shards of about ten samples each; the samples in `bad` cannot be decoded."""
     settings = {'hashes': ['sha1', 'xxh64'], 'size_limit': 8192} | settings
     with MDSWriter(out=str(folder), columns={'payload': 'bytes', 'key': 'str'}, **settings) as writer:
         for index in range(count):
@@ -37,39 +38,47 @@ def write_samples(folder: Path, *, salt: str = '', count: int = SAMPLES, bad: fr
 
 
 class Numbers(BucketedDataset):
-    """Items with the `number` of a sample."""
+    """Dataset of items with the `number` of each sample."""
 
     def __init__(self, buckets: list[Bucket], **settings: Any) -> None:
         super().__init__(buckets, columns=[('payload',)], seed=3, **settings)
 
-    def item(self, at: int) -> dict[str, Any]:
-        content = self.get_item(at)['payload']
+    def item(self, index: int) -> dict[str, Any]:
+        content = self.get_item(index)['payload']
         if content.startswith(b'bad'):
-            raise BadSample(f'{self.where(at)}: bad')
+            raise BadSample(f'{self.where(index)}: bad')
         return {'number': number(content)}
 
 
 def loader_over(
     remote: str | Path | None, local: Path, *, workers: int = 0, loader: dict[str, Any] | None = None, **settings
 ) -> BucketedLoader:
-    """Batches of six; keywords of Stream, of the dataset, and `loader` for those of the loader."""
+    """Return a loader with batches of six.
+
+    Args:
+        remote: Folder or URL of the shards; None for local data.
+        local: The stream's local folder.
+        workers: Number of worker processes.
+        loader: Keywords of the loader.
+        settings: Keywords of the stream and of the dataset.
+    """
     names = ('download_retry', 'download_timeout', 'validate_hash', 'keep_zip')
-    stream = {name: settings.pop(name) for name in names if name in settings}
-    made = Stream(remote=None if remote is None else str(remote), local=str(local), **stream)
+    keywords_of_stream = {name: settings.pop(name) for name in names if name in settings}
+    stream = Stream(remote=None if remote is None else str(remote), local=str(local), **keywords_of_stream)
     settings = {'elastic': True, 'shuffle': True, 'num_canonical_nodes': 1} | settings
-    dataset = Numbers([Bucket('a', made, square(32))], batch_size=6, **settings)
+    dataset = Numbers([Bucket('a', stream, square(32))], batch_size=6, **settings)
     prefetch = 2 if workers else None
     keywords: dict[str, Any] = {'timeout': 60} | (loader or {})
     return BucketedLoader(dataset, batch_size=6, num_workers=workers, prefetch_factor=prefetch, **keywords)
 
 
 def cached_loader(url: str, cache: Path, **settings) -> BucketedLoader:
-    """The same, with the shards in a cache folder."""
+    """Return a loader with batches of six, with the shards in a cache folder."""
     return loader_over(url, home(cache, url), cache_folder=str(cache), **settings)
 
 
 def served(loader: BucketedLoader) -> dict[int, int]:
-    """The number of every sample of an epoch, by id; a sample that comes twice must come alike."""
+    """Return the number of every sample in an epoch by id; a sample served twice must have the same number."""
     found: dict[int, int] = {}
     for batch in loader:
         for index, value in zip(batch[batch_keys.SAMPLE_ID].tolist(), batch['number'].tolist(), strict=True):
@@ -78,8 +87,10 @@ def served(loader: BucketedLoader) -> dict[int, int]:
 
 
 def expected(salt: str = '', count: int = SAMPLES) -> dict[int, int]:
+    """Return the correct number of every sample by id."""
     return {index: number(payload(index, salt)) for index in range(count)}
 
 
 def shards_of(reads: Counter[str]) -> dict[str, int]:
+    """Return the number of reads by file name, from the number of reads by object key."""
     return {key.rpartition('/')[2]: count for key, count in reads.items()}

@@ -1,4 +1,4 @@
-"""Work in forked processes: a second job, without a second's import."""
+"""Run a function in a forked process, as a second job that need not import everything again."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class Forked:
-    """A process that does some work, and exits with 0 where that ends well."""
+    """Forked process that calls a function and exits with 0, or with 1 if the function raises."""
 
     def __init__(self, work: Callable[[], object]) -> None:
         self._status: int | None = None
@@ -26,15 +26,17 @@ class Forked:
                 os._exit(status)
 
     def running(self) -> bool:
+        """Return True if the process has not ended."""
         return self._ended(os.WNOHANG) is None
 
     def wait(self) -> int:
-        """Its exit status; negative for a signal."""
+        """Wait for the process to end and return its exit status, negative for a signal."""
         status = self._ended(0)
         assert status is not None
         return status
 
     def kill(self) -> None:
+        """Kill the process with SIGKILL and wait for it."""
         os.kill(self.pid, signal.SIGKILL)
         assert self.wait() == -signal.SIGKILL
 

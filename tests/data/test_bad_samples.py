@@ -1,4 +1,4 @@
-"""Samples that cannot be decoded: what is served in their place, and when that is too much."""
+"""Replacement of samples that cannot be decoded, and the limit on their number."""
 
 import json
 
@@ -17,31 +17,31 @@ BAD = frozenset({3, 17, 40})
 LENIENT = {'max_bad_samples': 0.9}
 
 
-def test_another_sample_of_the_same_shard_is_served_under_the_same_id(tmp_path):
+def test_bad_sample_is_replaced_from_same_shard_under_same_id(tmp_path):
     local = write_samples(tmp_path / 'local', bad=BAD)
     loader = loader_over(None, local, substitute=True, loader=LENIENT | {'quarantine': tmp_path / 'q.jsonl'})
     found = served(loader)
     assert sorted(found) == list(range(SAMPLES))
-    assert {at for at, value in found.items() if value != expected()[at]} == BAD
+    assert {index for index, value in found.items() if value != expected()[index]} == BAD
     spans = loader.dataset.spanner
     for line in (tmp_path / 'q.jsonl').read_text().splitlines():
         note = json.loads(line)
-        at, instead = note['sample_id'], note['served']
-        assert spans[at][0] == spans[instead][0] and instead not in BAD
-        assert found[at] == number(payload(instead))
-        assert (note['key'], note['row'], note['epoch']) == (f'k{at}', spans[at][1], 0)
-        assert note['error'] == f'streams.a: sample {at} (row {note["row"]} of {note["shard"]}): bad'
+        index, instead = note['sample_id'], note['served']
+        assert spans[index][0] == spans[instead][0] and instead not in BAD
+        assert found[index] == number(payload(instead))
+        assert (note['key'], note['row'], note['epoch']) == (f'k{index}', spans[index][1], 0)
+        assert note['error'] == f'streams.a: sample {index} (row {note["row"]} of {note["shard"]}): bad'
     assert (loader.tally.served, loader.tally.replaced) == (SAMPLES, 3)
 
 
-def test_workers_and_resumption_change_nothing_about_it(tmp_path):
+def test_replacements_do_not_depend_on_workers_or_resume(tmp_path):
     local = write_samples(tmp_path / 'local', bad=BAD)
     alone = served(loader_over(None, local, substitute=True, loader=LENIENT))
     assert served(loader_over(None, local, substitute=True, workers=2, loader=LENIENT)) == alone
-    begun = loader_over(None, local, substitute=True, loader=LENIENT)
-    iterator = iter(begun)
+    interrupted = loader_over(None, local, substitute=True, loader=LENIENT)
+    iterator = iter(interrupted)
     first = [next(iterator) for _ in range(4)]
-    state = begun.state_dict()
+    state = interrupted.state_dict()
     assert state is not None
     resumed = loader_over(None, local, substitute=True, loader=LENIENT)
     resumed.load_state_dict(state)
@@ -51,62 +51,62 @@ def test_workers_and_resumption_change_nothing_about_it(tmp_path):
     assert rest == alone
 
 
-def test_batches_hold_no_note(tmp_path):
+def test_replacement_notes_are_removed_from_batches(tmp_path):
     local = write_samples(tmp_path / 'local', bad=BAD)
     for batch in loader_over(None, local, substitute=True, workers=1, loader=LENIENT):
         assert set(batch) == {'number', batch_keys.SAMPLE_ID, batch_keys.EPOCH, batch_keys.BATCH_INDEX}
 
 
 @pytest.mark.parametrize('workers', [0, 2])
-def test_without_substitution_the_first_one_stops_the_epoch(tmp_path, workers):
+def test_without_substitution_first_bad_sample_stops_epoch(tmp_path, workers):
     local = write_samples(tmp_path / 'local', bad=BAD)
     with pytest.raises(DataError, match=r'^streams.a: sample (3|17|40) \(row \d+ of shard.0000\d.mds\): bad$'):
         served(loader_over(None, local, workers=workers))
 
 
-def test_a_shard_of_nothing_else_is_given_up(tmp_path):
+def test_shard_with_only_bad_samples_raises(tmp_path):
     local = write_samples(tmp_path / 'local', bad=frozenset(range(20)))
     dataset = loader_over(None, local, substitute=True).dataset
-    with pytest.raises(BadSample, match=rf'sample 3 .*: bad; so are {MAX_ATTEMPTS} others of its shard'):
+    with pytest.raises(BadSample, match=rf'sample 3 .*: bad; {MAX_ATTEMPTS} other samples of its shard cannot'):
         dataset[3]
 
 
-def test_a_damaged_file_is_no_bad_sample(tmp_path):
+def test_missing_shard_is_not_substituted(tmp_path):
     local = write_samples(tmp_path / 'local')
     (local / 'shard.00001.mds').unlink()
     with pytest.raises(DataError, match='shard.00001.mds: the file does not exist'):
         served(loader_over(None, local, substitute=True))
 
 
-def test_above_the_rate_it_stops(tmp_path):
+def test_too_many_bad_samples_stop_epoch(tmp_path):
     local = write_samples(tmp_path / 'local', bad=frozenset(range(0, SAMPLES, 3)))
     loader = loader_over(None, local, substitute=True, loader={'quarantine': tmp_path / 'q.jsonl'})
-    with pytest.raises(DataError, match=r'loader.max_bad_samples: \d+ of \d+ .*1.0e-04 is allowed; see .*q.jsonl'):
+    with pytest.raises(DataError, match=r'loader.max_bad_samples: \d+ of \d+ .*the limit is 1.0e-04; see .*q.jsonl'):
         served(loader)
     assert len((tmp_path / 'q.jsonl').read_text().splitlines()) == loader.tally.replaced > MIN_REPLACED
 
 
 @given(st.integers(0, 10**9), st.integers(0, 10**12), st.floats(0, 1))
-def test_the_rate_is_judged_on_enough_of_them(replaced, more, rate):
+def test_rate_limit_applies_only_above_minimum_count(replaced, more, rate):
     tally = Tally(served=replaced + more, replaced=replaced)
     too_many = replaced > MIN_REPLACED and replaced > rate * (replaced + more)
     assert (tally.problem(rate) is not None) == too_many
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, 2**40), st.integers(0, 2**20), st.integers(1, 8), st.integers(1, 9999))
-def test_a_replacement_is_a_row_of_the_shard_and_always_the_same(seed, sample, epoch, attempt, samples):
+def test_replacement_is_a_deterministic_row_of_the_shard(seed, sample, epoch, attempt, samples):
     row = replacement(seed, sample, epoch, attempt, samples=samples)
     assert 0 <= row < samples
     assert row == replacement(seed, sample, epoch, attempt, samples=samples)
 
 
-def test_replacements_are_spread_over_the_shard():
+def test_replacements_are_uniform_over_shard():
     rows = [replacement(1, sample, 0, attempt, samples=10) for sample in range(200) for attempt in (1, 2)]
     counts = [rows.count(row) for row in range(10)]
     assert sum(counts) == 400 and min(counts) > 20
 
 
-def test_notes_are_added_to_a_file(tmp_path):
+def test_quarantine_appends_to_file(tmp_path):
     for batch in (3, 7):
         quarantine(tmp_path / 'run' / 'q.jsonl', [json.dumps({'sample_id': batch})], batch)
     lines = [json.loads(line) for line in (tmp_path / 'run' / 'q.jsonl').read_text().splitlines()]

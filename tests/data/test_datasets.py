@@ -1,4 +1,4 @@
-"""Datasets and loader over real shards."""
+"""Datasets and loader on real shards."""
 
 import multiprocessing
 import shutil
@@ -32,10 +32,10 @@ def copy_of(folder: Path, to: Path) -> Path:
     return to
 
 
-def test_batches_never_mix_resolutions_and_carry_their_keys(write_recipe, pictures):
+def test_batches_have_one_resolution_and_all_keys(write_recipe, pictures):
     loader = build_loader(load(write_recipe(streams=two_buckets(pictures))))
     batches = batches_of(loader)
-    assert len(batches) == 8  # 40 and 24 pictures in eights
+    assert len(batches) == 8  # 40 and 24 images in batches of 8
     assert {batch[batch_keys.IMAGE].shape for batch in batches} == {(8, 3, 32, 32), (8, 3, 64, 64)}
     assert [batch[batch_keys.BATCH_INDEX].unique().tolist() for batch in batches] == [[i] for i in range(8)]
     ids = torch.cat([batch[batch_keys.SAMPLE_ID] for batch in batches])
@@ -44,7 +44,7 @@ def test_batches_never_mix_resolutions_and_carry_their_keys(write_recipe, pictur
     assert batches[0][batch_keys.IMAGE].dtype == torch.uint8
 
 
-def test_a_remote_may_be_in_a_store_that_streaming_does_not_know(write_recipe, pictures, tmp_path, store, monkeypatch):
+def test_remote_may_use_store_unknown_to_streaming(write_recipe, pictures, tmp_path, store, monkeypatch):
     monkeypatch.setitem(bucket_clients.CLIENTS, 'az', bucket_clients.S3Client)
     remote = store.upload(pictures[32]).replace('s3://', 'az://')
     streams = {'a': {'remote': remote, 'local': str(tmp_path / 'local'), 'resolution': 32}}
@@ -52,7 +52,7 @@ def test_a_remote_may_be_in_a_store_that_streaming_does_not_know(write_recipe, p
     assert len(list((tmp_path / 'local').glob('*.mds'))) == sum('.mds' in path for path in store.shard_reads())
 
 
-def test_epochs_count_and_differ(write_recipe, pictures):
+def test_epochs_are_numbered_and_shuffled_differently(write_recipe, pictures):
     loader = build_loader(load(write_recipe(streams=two_buckets(pictures))))
     first, second = batches_of(loader), batches_of(loader)
     assert {batch[batch_keys.EPOCH].unique().item() for batch in first} == {0}
@@ -61,39 +61,39 @@ def test_epochs_count_and_differ(write_recipe, pictures):
     assert orders[0] != orders[1]
 
 
-def test_going_on_in_the_middle_gives_the_rest(write_recipe, pictures):
+def test_resume_mid_epoch_equals_uninterrupted(write_recipe, pictures):
     path = write_recipe(
         streams=two_buckets(pictures),
         dataset={'name': 'image_text', 'crop': 'random', 'min_crop_scale': 0.5, 'flip': True},
     )
-    whole = batches_of(build_loader(load(path)))
-    again = build_loader(load(path))
-    iterator = iter(again)
+    uninterrupted = batches_of(build_loader(load(path)))
+    loader = build_loader(load(path))
+    iterator = iter(loader)
     for _ in range(3):
         next(iterator)
-    state = again.state_dict()
-    del iterator, again
+    state = loader.state_dict()
+    del iterator, loader
     resumed = build_loader(load(path))
     assert state is not None
     resumed.load_state_dict(state)
     rest = batches_of(resumed)
     assert len(rest) == 5
-    for expected, batch in zip(whole[3:], rest, strict=True):
+    for expected, batch in zip(uninterrupted[3:], rest, strict=True):
         assert all(torch.equal(expected[name], batch[name]) for name in expected)
 
 
-def test_workers_change_nothing(write_recipe, pictures):
+def test_batches_do_not_depend_on_worker_count(write_recipe, pictures):
     sections = {
         'streams': two_buckets(pictures),
         'dataset': {'name': 'image_text', 'crop': 'random', 'min_crop_scale': 0.5, 'flip': True},
     }
-    alone = batches_of(build_loader(load(write_recipe(**sections))))
-    helped = batches_of(build_loader(load(write_recipe(**sections, loader={'num_workers': 1}))))
-    for expected, batch in zip(alone, helped, strict=True):
+    without_worker = batches_of(build_loader(load(write_recipe(**sections))))
+    with_worker = batches_of(build_loader(load(write_recipe(**sections, loader={'num_workers': 1}))))
+    for expected, batch in zip(without_worker, with_worker, strict=True):
         assert all(torch.equal(expected[name], batch[name]) for name in expected)
 
 
-def test_evaluation_is_in_order_complete_and_without_chance(write_recipe, pictures):
+def test_evaluation_is_ordered_complete_and_deterministic(write_recipe, pictures):
     streams = {'eval': {'local': str(pictures[32]), 'resolution': 32}}
     recipe = load(
         write_recipe(
@@ -115,27 +115,27 @@ def dataset_over(folder, **settings):
     return ImageTextDataset([bucket], batch_size=4, tokenizers=tiny_tokenizers(), shuffle=False, **settings)
 
 
-def test_caption_choice_changes_from_epoch_to_epoch(pictures):
+def test_caption_choice_varies_between_epochs(pictures):
     dataset = dataset_over(pictures[32])
     loader = BucketedLoader(dataset, batch_size=4)
     first, second = (torch.cat([batch[batch_keys.INPUT_IDS] for batch in loader]) for _ in range(2))
     same = (first == second).all(dim=(1, 2)) if first.ndim == 3 else first == second
-    assert 5 < int(same.sum()) < 35, 'of two captions each, about half are chosen again'
+    assert 5 < int(same.sum()) < 35, 'with two captions each, about half keep their caption'
 
 
-def test_a_missing_folder_says_so(tmp_path):
+def test_missing_folder_raises_with_stream_name(tmp_path):
     with pytest.raises(ValueError, match='streams.a: .*'):
         dataset_over(tmp_path / 'nothing')
 
 
-def test_samples_without_captions_are_found_before_training(tmp_path):
+def test_missing_caption_column_raises_at_start(tmp_path):
     with MDSWriter(out=str(tmp_path / 'd'), columns={'image': 'bytes'}) as writer:
         writer.write({'image': b'x'})
-    with pytest.raises(ValueError, match='streams.a: its samples have image, but captions or caption is needed'):
+    with pytest.raises(ValueError, match='its samples have the columns image, but captions or caption is required'):
         dataset_over(tmp_path / 'd')
 
 
-def test_a_broken_picture_names_its_shard(tmp_path):
+def test_undecodable_image_error_names_shard_and_row(tmp_path):
     with MDSWriter(out=str(tmp_path / 'd'), columns={'image': 'bytes', 'caption': 'str'}) as writer:
         writer.write({'image': b'no picture', 'caption': 'a'})
     dataset = dataset_over(tmp_path / 'd')
@@ -145,7 +145,7 @@ def test_a_broken_picture_names_its_shard(tmp_path):
         dataset[0]
 
 
-def test_a_missing_shard_is_not_a_short_epoch(write_recipe, pictures, tmp_path):
+def test_missing_shard_raises_instead_of_shortening_epoch(write_recipe, pictures, tmp_path):
     remote = copy_of(pictures[32], tmp_path / 'remote')
     streams = {'a': {'remote': str(remote), 'local': str(tmp_path / 'local'), 'resolution': 32, 'download_retry': 1}}
     loader = build_loader(load(write_recipe(streams=streams)))
@@ -155,7 +155,7 @@ def test_a_missing_shard_is_not_a_short_epoch(write_recipe, pictures, tmp_path):
         batches_of(loader)
 
 
-def test_workers_live_on_from_epoch_to_epoch(write_recipe, pictures):
+def test_workers_persist_across_epochs(write_recipe, pictures):
     before = set(multiprocessing.active_children())
     loader = build_loader(load(write_recipe(streams=two_buckets(pictures), loader={'num_workers': 1})))
     workers = []
@@ -166,7 +166,7 @@ def test_workers_live_on_from_epoch_to_epoch(write_recipe, pictures):
     assert workers[0] == workers[1]
 
 
-def test_worker_count_leaves_a_core_for_each_device():
+def test_default_worker_count_leaves_one_core_per_device():
     import os
 
     cores = len(os.sched_getaffinity(0))
@@ -174,7 +174,7 @@ def test_worker_count_leaves_a_core_for_each_device():
     assert default_num_workers(10_000) == 0
 
 
-def test_proportions_share_an_epoch(write_recipe, pictures):
+def test_epoch_follows_stream_proportions(write_recipe, pictures):
     streams = two_buckets(pictures)
     for name, proportion in (('px32', 1.0), ('px64', 3.0)):
         streams[name]['proportion'] = proportion

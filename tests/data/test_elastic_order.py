@@ -1,4 +1,4 @@
-"""Global batches hold the same samples on any number of devices, however these are spread, and after any resumption."""
+"""Global batches contain the same samples on any number of devices and nodes, and after any resume."""
 
 import logging
 import math
@@ -26,7 +26,7 @@ ALGORITHMS = ['py1e', 'py1br', 'py1s', 'py2s', 'naive']
 
 @dataclass(frozen=True)
 class Layout:
-    """Devices as they may be spread over machines, and data workers a device."""
+    """Number of nodes, devices per node and data workers per device."""
 
     nodes: int
     ranks_per_node: int
@@ -47,13 +47,13 @@ LAYOUTS = [
     for nodes in {1, max(1, ranks // 8), ranks}
     for workers in (1, 2)
 ]
-"""Up to 64 devices on one node, eight a node, and one a node. Streaming calls no worker processes one worker."""
+"""Up to 64 devices on one node, eight per node, and one per node. Streaming counts no worker process as one worker."""
 
 
 def dataset_without_shards(
     streams: list[tuple[Stream, list[int]]], global_batch: int, *, layout: Layout = LAYOUTS[0], **streaming
 ) -> BucketedDataset:
-    """A BucketedDataset with the figures that Streaming reads from indexes: the sizes of each stream's shards."""
+    """Return a BucketedDataset with given sizes of each stream's shards, which Streaming reads from indexes."""
     dataset = BucketedDataset.__new__(BucketedDataset)
     epoch_size = streaming.pop('epoch_size', None)
     values = {
@@ -88,23 +88,25 @@ def dataset_without_shards(
     dataset.epoch_size = Stream.apply_weights(
         dataset.streams, dataset.samples_per_stream, epoch_size, dataset.shuffle_seed
     )
-    dataset.by_shares = epoch_size is not None or any(stream._proportion is not None for stream in dataset.streams)
-    dataset._take_whole_batches()
+    dataset.is_proportional = epoch_size is not None or any(
+        stream._proportion is not None for stream in dataset.streams
+    )
+    dataset._round_to_whole_batches()
     return dataset
 
 
 def batches(dataset: BucketedDataset, layout: Layout, *, epoch: int = 0, skipped: int = 0) -> list[list[int]]:
-    """Ids of every global batch, sorted, as the loaders of all ranks together would serve them."""
+    """Return the sorted ids of every global batch that the loaders of all ranks together would serve."""
     global_batch = dataset.global_batch
     dataset.batch_size = global_batch // layout.ranks
     dataset._parallel_rank_world = layout.world
     work = generate_work(dataset.batching_method, dataset, layout.world, epoch, skipped * global_batch)
     assert work.shape[:3] == (layout.nodes, layout.ranks_per_node, layout.workers)
-    # A rank's loader asks its workers in turn, each for a batch; -1 is served by none.
+    # A rank's loader takes batches from its workers in turn; -1 is padding that no worker serves.
     rows = work.transpose(3, 2, 0, 1, 4).reshape(-1, global_batch)
     served = rows[~(rows == -1).all(axis=1)]
-    assert (rows[: len(served)] == served).all(), 'what is not served comes last'
-    assert (served >= 0).all(), 'every batch is full'
+    assert (rows[: len(served)] == served).all(), 'padding must come last'
+    assert (served >= 0).all(), 'every batch must be full'
     return [sorted(row) for row in served.tolist()]
 
 
@@ -139,9 +141,7 @@ def weighted_streams(draw) -> list[tuple[Stream, list[int]]]:
     epoch=st.integers(0, 3),
     data=st.data(),
 )
-def test_batches_are_the_same_on_1_to_64_devices_and_after_any_interruption(
-    streams, global_batch, shuffle, method, epoch, data
-):
+def test_batches_are_equal_on_1_to_64_devices_and_after_resume(streams, global_batch, shuffle, method, epoch, data):
     dataset = dataset_without_shards(streams, global_batch, batching_method=method, **shuffle)
     expected = batches(dataset, LAYOUTS[0], epoch=epoch)
     assert len(expected) * global_batch == dataset.epoch_size
@@ -159,7 +159,7 @@ def test_batches_are_the_same_on_1_to_64_devices_and_after_any_interruption(
 @given(
     streams=weighted_streams(), batch=st.integers(1, 200), shuffle=shuffling, workers=st.integers(1, 3), data=st.data()
 )
-def test_any_batch_on_any_number_of_devices_that_divides_it(streams, batch, shuffle, workers, data):
+def test_batches_are_equal_on_any_device_count_that_divides_batch(streams, batch, shuffle, workers, data):
     ranks = data.draw(st.sampled_from([n for n in range(1, batch + 1) if batch % n == 0]))
     rows = data.draw(st.sampled_from([None, *(n for n in range(1, batch + 1) if batch % n == 0)]))
     dataset = dataset_without_shards(streams, batch, num_canonical_nodes=rows, **shuffle)
@@ -177,7 +177,7 @@ def _rows(dataset: BucketedDataset) -> int:
 @given(
     sizes=st.lists(shard_sizes, min_size=1, max_size=3), global_batch=st.sampled_from([8, 48, 64]), shuffle=shuffling
 )
-def test_an_epoch_repeats_nothing_and_leaves_less_than_a_batch_of_a_stream(sizes, global_batch, shuffle):
+def test_epoch_has_no_repeats_and_omits_less_than_one_batch_per_stream(sizes, global_batch, shuffle):
     dataset = dataset_without_shards([(stream(), shards) for shards in sizes], global_batch, **shuffle)
     served = Counter(index for batch in batches(dataset, LAYOUTS[0]) for index in batch)
     by_stream = Counter(dataset.bucket_of(index).name for index in served)
@@ -185,18 +185,18 @@ def test_an_epoch_repeats_nothing_and_leaves_less_than_a_batch_of_a_stream(sizes
         if sum(shards) >= global_batch:
             assert by_stream[bucket.name] == sum(shards) // global_batch * global_batch
         else:
-            assert by_stream[bucket.name] == sum(shards), 'all of it, some of it more than once'
+            assert by_stream[bucket.name] == sum(shards), 'all samples, some more than once'
 
 
 @pytest.mark.parametrize('shuffle', [True, False])
-def test_what_an_epoch_leaves_comes_in_another(shuffle):
+def test_samples_omitted_from_one_epoch_appear_in_another(shuffle):
     dataset = dataset_without_shards([(stream(), [100, 60, 31])], 64, shuffle=shuffle)
     epochs = [{i for batch in batches(dataset, LAYOUTS[0], epoch=e) for i in batch} for e in range(30)]
     assert {len(epoch) for epoch in epochs} == {128}
     assert len(set.union(*epochs)) == 191
 
 
-def test_a_single_stream_is_ordered_the_same_by_both_methods():
+def test_single_stream_has_same_order_with_both_batching_methods():
     orders = [
         batches(dataset_without_shards([(stream(), [100, 60, 31])], 32, batching_method=method), LAYOUTS[5])
         for method in ('per_stream', 'random')
@@ -208,25 +208,25 @@ def test_epochs_and_batches_are_shuffled():
     dataset = dataset_without_shards([(stream(), [250, 250])], 50)
     first, second = batches(dataset, LAYOUTS[0]), batches(dataset, LAYOUTS[0], epoch=1)
     assert first != second
-    # Of two samples of one batch in one epoch, about one in ten pairs meets again in the next.
-    again = sum(math.comb(len(set(a) & set(b)), 2) for a in first for b in second) / (10 * math.comb(50, 2))
-    assert again == pytest.approx(0.1, abs=0.03)
+    # About one in ten pairs of samples in the same batch shares a batch in the next epoch too.
+    pairs_kept = sum(math.comb(len(set(a) & set(b)), 2) for a in first for b in second) / (10 * math.comb(50, 2))
+    assert pairs_kept == pytest.approx(0.1, abs=0.03)
 
 
-def test_amounts_are_rounded_to_whole_batches_and_said(caplog):
+def test_samples_per_epoch_are_rounded_to_whole_batches_and_logged(caplog):
     with caplog.at_level(logging.INFO):
         streams = [(stream(repeat=1.5), [100]), (stream(), [70]), (stream(), [5])]
         dataset = dataset_without_shards(streams, 32)
     assert [stream.choose for stream in dataset.streams] == [128, 64, 32]
     assert (dataset.epoch_size, dataset.length) == (224, 224)
     assert sum(stream.proportion for stream in dataset.streams) == pytest.approx(1)
-    assert 'streams.s1: an epoch takes 64 samples, 2 batches, and leaves 6 of its 70 for another epoch' in caplog.text
-    assert 'streams.s2: its 5 samples do not fill a global batch of 32; a batch holds samples more' in caplog.text
+    assert 'streams.s1: 64 samples (2 batches) per epoch; 6 of its 70 are left for another epoch' in caplog.text
+    assert 'streams.s2: its 5 samples do not fill a global batch of 32; a batch will hold duplicate' in caplog.text
 
 
 @pytest.mark.parametrize('by', ['proportion', 'samples'])
-def test_six_shapes_keep_their_shares_to_a_hundredth_on_1_to_64_devices(by):
-    """Two resolutions of three aspects, in an epoch of 1,000 batches."""
+def test_six_shapes_keep_proportions_within_one_percent_on_1_to_64_devices(by):
+    """Two resolutions with three aspect ratios each, in an epoch of 1,000 batches."""
     shares = [0.31, 0.2, 0.09, 0.25, 0.1, 0.05]
     sizes = [round(100_000 * share) for share in shares] if by == 'samples' else [500, 9000, 70, 4000, 4000, 30_000]
     streams = [
@@ -243,21 +243,21 @@ def test_six_shapes_keep_their_shares_to_a_hundredth_on_1_to_64_devices(by):
         assert batches(dataset, layout) == expected
 
 
-def test_a_share_that_whole_batches_cannot_keep_is_told(caplog):
+def test_warns_if_whole_batches_change_proportion(caplog):
     dataset = dataset_without_shards([(stream(proportion=0.95), [1000]), (stream(proportion=0.05), [1000])], 100)
     assert [stream.choose for stream in dataset.streams] == [1900, 100]
     assert 'in whole batches' not in caplog.text
     dataset_without_shards([(stream(proportion=0.95), [1000]), (stream(proportion=0.07), [1000])], 100)
-    assert 'streams.s1: 0.0686 of an epoch was asked for, in whole batches it is 0.0500; a larger' in caplog.text
+    assert 'streams.s1: 0.0686 of an epoch requested, 0.0500 in whole batches; a larger' in caplog.text
 
 
-def test_an_epoch_of_very_many_samples_is_drawn_in_handfuls():
-    """One by one, Streaming's loop takes 11 s for ten million samples, on every node and at every epoch."""
+def test_large_epochs_use_coarser_sampling_granularity():
+    """One by one, Streaming's loop takes 11 s for ten million samples, on every node and in every epoch."""
     assert dataset_without_shards([(stream(), [2**20])], 96).sampling_granularity == 1
     assert dataset_without_shards([(stream(), [2**20] * 3)], 96).sampling_granularity == 3
 
 
-def test_a_number_of_nodes_that_does_not_fit_says_the_way_out():
+def test_unsuitable_node_count_error_suggests_canonical_nodes():
     message = r'num_canonical_nodes: 64 cannot be shared out evenly over 3 nodes; use 192 from the start'
     with pytest.raises(ValueError, match=message):
         dataset_without_shards([(stream(), [4000])], 1536, layout=Layout(3, 8))
@@ -275,12 +275,12 @@ def test_a_number_of_nodes_that_does_not_fit_says_the_way_out():
         ({}, {'batching_method': 'device_per_stream'}, 'batching_method: device_per_stream makes batches that depend'),
     ],
 )
-def test_settings_that_depend_on_the_devices_are_refused(amount, settings, message):
+def test_device_dependent_settings_are_rejected(amount, settings, message):
     with pytest.raises(ValueError, match=message):
         dataset_without_shards([(stream(**amount), [300])], 64, **settings)
 
 
-def test_the_recipe_check_says_the_same_without_data(write_recipe, pictures):
+def test_recipe_check_reports_same_problems_without_data(write_recipe, pictures):
     local = {'local': str(pictures[32])}
     streams = {'a': {**local, 'resolution': 32, 'choose': 12}, 'b': {**local, 'resolution': 64}}
     loader = {'num_canonical_nodes': 3, 'batching_method': 'random'}
@@ -298,8 +298,8 @@ def two_buckets(pictures):
     return {f'px{side}': {'local': str(folder), 'resolution': side} for side, folder in pictures.items()}
 
 
-def test_a_real_loader_serves_these_batches(write_recipe, pictures):
-    """40 and 24 pictures in batches of 16: 8 of each wait for another epoch."""
+def test_real_loader_serves_simulated_batches(write_recipe, pictures):
+    """40 and 24 images in batches of 16: 8 of each are left for another epoch."""
     loader = build_loader(load(write_recipe(streams=two_buckets(pictures), global_batch=16)))
     served = [sorted(batch[batch_keys.SAMPLE_ID].tolist()) for batch in loader]
     assert len(loader) == len(served) == 3
@@ -307,30 +307,30 @@ def test_a_real_loader_serves_these_batches(write_recipe, pictures):
         assert batches(loader.dataset, layout) == served
 
 
-def test_a_real_dataset_in_a_world_of_eight(write_recipe, pictures, monkeypatch):
-    """What rank 5 of two nodes of four computes, but for the process group, which needs the others."""
+def test_real_dataset_on_eight_ranks_matches_one_rank(write_recipe, pictures, monkeypatch):
+    """Build the dataset as rank 4 of two nodes with four ranks each, without the process group."""
     recipe = load(write_recipe(streams=two_buckets(pictures), global_batch=16))
-    alone = build_loader(recipe).dataset
-    expected = batches(alone, Layout(1, 1))
-    del alone
+    dataset_of_one_rank = build_loader(recipe).dataset
+    expected = batches(dataset_of_one_rank, Layout(1, 1))
+    del dataset_of_one_rank
     for name, value in {'WORLD_SIZE': 8, 'LOCAL_WORLD_SIZE': 4, 'RANK': 4, 'LOCAL_RANK': 0, 'NODE_RANK': 1}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr('composer.utils.dist.barrier', lambda *_: None)
-    monkeypatch.setattr('composer.utils.dist.all_gather_object', lambda own, *_: [own] * 8)
+    monkeypatch.setattr('composer.utils.dist.all_gather_object', lambda value, *_: [value] * 8)
     monkeypatch.setattr('streaming.base.dataset.maybe_init_dist', lambda: False)
-    monkeypatch.setattr('streaming.base.dataset.get_shm_prefix', _prefix_of_a_lone_rank)
+    monkeypatch.setattr('streaming.base.dataset.get_shm_prefix', _prefix_of_single_rank)
     dataset = build_loader(recipe).dataset
     assert (dataset.batch_size, dataset.global_batch, len(dataset)) == (2, 16, 6)
     assert batches(dataset, Layout(2, 4)) == expected
 
 
-def _prefix_of_a_lone_rank(local, remote, world):
+def _prefix_of_single_rank(local, remote, world):
     from streaming.base.shared import get_shm_prefix
 
     return get_shm_prefix(local, remote, World(1, 1, 1, 0))
 
 
-def test_evaluation_is_left_alone(write_recipe, pictures):
+def test_evaluation_keeps_data_order(write_recipe, pictures):
     streams = {'eval': {'local': str(pictures[32]), 'resolution': 32}}
     loader = build_loader(
         load(write_recipe(global_batch=16, eval_streams=streams, loader={'num_canonical_nodes': 16})), 'eval'
@@ -338,21 +338,21 @@ def test_evaluation_is_left_alone(write_recipe, pictures):
     assert [index for batch in loader for index in batch[batch_keys.SAMPLE_ID].tolist()] == list(range(40))
 
 
-def test_another_order_may_be_loaded_over(write_recipe, pictures):
-    """Where the data may change, the recipe's own order holds, from the batch that the run has come to."""
+def test_resume_keeps_order_of_recipe_not_checkpoint(write_recipe, pictures):
+    """If the data may change, a resumed run continues at its batch, in the order of the recipe."""
     state = {'epoch': 0, 'sample_in_epoch': 24, 'num_canonical_nodes': 64, 'shuffle_seed': 3}
     recipe = load(write_recipe(global_batch=16, streams={'a': {'local': str(pictures[32]), 'resolution': 32}}))
     loader = build_loader(recipe)
-    whole = [batches(loader.dataset, Layout(1, 1), epoch=epoch) for epoch in (0, 1)]
+    uninterrupted = [batches(loader.dataset, Layout(1, 1), epoch=epoch) for epoch in (0, 1)]
     loader.load_state_dict(state | {'initial_physical_nodes': 1})
-    for expected, first in ((whole[0][1:], 1), (whole[1], 0)):
+    for expected, first in ((uninterrupted[0][1:], 1), (uninterrupted[1], 0)):
         served = list(loader)
         assert [sorted(batch[batch_keys.SAMPLE_ID].tolist()) for batch in served] == expected
         numbers = [batch[batch_keys.BATCH_INDEX].unique().tolist() for batch in served]
         assert numbers == [[first + i] for i in range(len(expected))]
 
 
-def test_a_place_beyond_the_end_of_a_shorter_epoch_is_its_end(write_recipe, pictures):
+def test_resume_position_past_end_of_epoch_starts_next_epoch(write_recipe, pictures):
     recipe = load(write_recipe(global_batch=16, streams={'a': {'local': str(pictures[32]), 'resolution': 32}}))
     loader = build_loader(recipe)
     state = {'epoch': 0, 'sample_in_epoch': 480, 'num_canonical_nodes': 64, 'shuffle_seed': 3}

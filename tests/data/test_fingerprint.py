@@ -1,4 +1,4 @@
-"""A run says what its data is, and is stopped where it would go on with other data."""
+"""Fingerprint of a run's data, and its comparison on resume."""
 
 import json
 import shutil
@@ -21,22 +21,22 @@ def streams_of(pictures):
 
 @pytest.fixture
 def identity(write_recipe, pictures):
-    """The identity of a recipe over both buckets, some sections or overrides changed."""
+    """Return a function that returns the identity of a recipe with both buckets and some changes."""
 
-    def of(*overrides, **sections):
+    def build(*overrides, **sections):
         sections = {'streams': streams_of(pictures)} | sections
         recipe = load(write_recipe(**sections), overrides)
         return run_identity(recipe, build_loader(recipe))
 
-    return of
+    return build
 
 
-def test_it_is_plain_and_says_what_the_data_is(identity):
+def test_fingerprint_is_plain_json_and_describes_data(identity):
     found = identity()
     assert json.loads(json.dumps(found)) == found
     data = found['data']
     assert (found['seed'], data['global_batch'], data['num_canonical_nodes']) == (17, 8, 8)
-    assert data['shuffle_block_size'] == 500_000, 'what Streaming makes of null is said too'
+    assert data['shuffle_block_size'] == 500_000, "Streaming's default for null is included"
     assert data['dataset'] == {
         **{'name': 'image_text', 'crop': 'center', 'min_crop_scale': 1.0, 'flip': False, 'caption_choice': 'random'}
     }
@@ -64,11 +64,11 @@ CHANGES = {
 
 
 @pytest.mark.parametrize(('override', 'expected'), CHANGES.items(), ids=CHANGES)
-def test_a_change_is_told_by_its_name(identity, override, expected):
+def test_changed_setting_is_named_in_differences(identity, override, expected):
     assert differences(identity()['data'], identity(override)['data']) == expected
 
 
-def test_streams_that_come_go_or_change_places_are_differences(identity, pictures, write_recipe):
+def test_added_removed_and_reordered_streams_are_differences(identity, pictures, write_recipe):
     both = streams_of(pictures)
     one = {'px32': both['px32']}
     lines = differences(identity()['data'], identity(streams=one)['data'])
@@ -85,7 +85,7 @@ def test_streams_that_come_go_or_change_places_are_differences(identity, picture
     ]
 
 
-def test_what_does_not_decide_the_data_is_no_difference(identity, pictures, tmp_path):
+def test_settings_that_do_not_affect_data_are_no_difference(identity, pictures, tmp_path):
     moved = {name: stream | {'local': str(tmp_path / name)} for name, stream in streams_of(pictures).items()}
     for side, folder in pictures.items():
         shutil.copytree(folder, tmp_path / f'px{side}')
@@ -93,7 +93,7 @@ def test_what_does_not_decide_the_data_is_no_difference(identity, pictures, tmp_
     assert differences(identity(), identity(*overrides, streams=moved)) == []
 
 
-def test_other_shards_under_the_same_name_are_a_difference(identity, pictures, tmp_path):
+def test_changed_shards_of_same_stream_are_a_difference(identity, pictures, tmp_path):
     folder = tmp_path / 'px32'
     shutil.copytree(pictures[32], folder)
     streams = {'px32': {'local': str(folder), 'resolution': 32}}
@@ -113,14 +113,14 @@ def same_run(*, allow=False, seed=17, choose=96):
     return SameRun({'seed': seed, 'data': data}, allow_data_change=allow)
 
 
-def test_the_same_run_goes_on_in_silence(caplog):
+def test_resume_with_same_data_logs_nothing(caplog):
     callback = same_run()
     assert callback.state_dict() == SAVED
     callback.load_state_dict(SAVED)
     assert caplog.text == ''
 
 
-def test_other_data_is_refused_or_warned_of(caplog):
+def test_changed_data_raises_or_warns(caplog):
     line = 'streams.a.choose: 96 in the checkpoint, 128 now'
     with pytest.raises(ValueError, match=f'set allow_data_change: true to resume with other data, .*\n  {line}'):
         same_run(choose=128).load_state_dict(SAVED)
@@ -130,7 +130,7 @@ def test_other_data_is_refused_or_warned_of(caplog):
 
 
 @pytest.mark.parametrize('allow', [True, False])
-def test_another_seed_is_refused_always(allow):
+def test_changed_seed_always_raises(allow):
     message = (
         'seed: 18, but the run was started with 17; set it back to resume, or start a new run under another name\n'
         '  streams.a.choose: 96 in the checkpoint, 128 now'
@@ -141,13 +141,15 @@ def test_another_seed_is_refused_always(allow):
 
 def trainer_of(recipe, *, callbacks) -> Trainer:
     loader = build_loader(recipe)
-    own = [SameRun(run_identity(recipe, loader), allow_data_change=recipe.allow_data_change)] if callbacks else []
+    same_run_check = (
+        [SameRun(run_identity(recipe, loader), allow_data_change=recipe.allow_data_change)] if callbacks else []
+    )
     model = components.build_model(recipe)
     return Trainer(
         model=model,
         train_dataloader=loader,
         optimizers=components.build_optimizer(recipe, model),
-        callbacks=own,
+        callbacks=same_run_check,
         max_duration='4ba',
         save_folder=str(recipe.run_dir),
         save_filename='ba{batch}.pt',
@@ -159,7 +161,7 @@ def trainer_of(recipe, *, callbacks) -> Trainer:
     )
 
 
-def test_a_trainer_saves_compares_and_goes_on_with_other_data(write_recipe, pictures, caplog):
+def test_trainer_compares_data_on_resume_and_accepts_allowed_change(write_recipe, pictures, caplog):
     path = write_recipe(streams=streams_of(pictures))
     trainer = trainer_of(load(path), callbacks=True)
     trainer.fit()
@@ -173,14 +175,16 @@ def test_a_trainer_saves_compares_and_goes_on_with_other_data(write_recipe, pict
     dataset = trainer.state.train_dataloader.dataset  # type: ignore[union-attr]
     assert isinstance(dataset, BucketedDataset)
     trainer.fit()
-    assert (dataset.shuffle_seed, dataset.num_canonical_nodes) == (3, 4), 'not those of the checkpoint'
+    assert (dataset.shuffle_seed, dataset.num_canonical_nodes) == (3, 4), (
+        'the values of the recipe, not of the checkpoint'
+    )
     assert trainer.state.batch[batch_keys.BATCH_INDEX].unique().tolist() == [2], (
-        '16 of 48 samples were seen; 2 more batches'
+        '16 of 48 samples were used before, 2 more batches follow'
     )
     trainer.close()
 
 
-def test_a_checkpoint_without_identity_is_warned_of(write_recipe, caplog):
+def test_checkpoint_without_fingerprint_warns(write_recipe, caplog):
     recipe = load(write_recipe())
     trainer_of(recipe, callbacks=False).fit()
     with pytest.warns(UserWarning, match='SameRun is not in the state_dict'):

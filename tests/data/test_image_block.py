@@ -1,4 +1,4 @@
-"""Images that are decoded to where their batch will be."""
+"""Images decoded directly into the memory of their batch."""
 
 import tracemalloc
 
@@ -17,7 +17,7 @@ def filled(block, value, shape=SHAPE):
     return {batch_keys.IMAGE: block.place(shape).fill_(value), batch_keys.SAMPLE_ID: value}
 
 
-def test_a_batch_is_where_its_images_were_written():
+def test_batch_is_a_view_of_the_decoded_images():
     block = ImageBlock(3)
     items = [filled(block, value) for value in range(3)]
     batch = block.collate(items)
@@ -26,14 +26,14 @@ def test_a_batch_is_where_its_images_were_written():
     assert batch[batch_keys.IMAGE].data_ptr() == items[0][batch_keys.IMAGE].data_ptr()
 
 
-def test_images_that_do_not_follow_one_another_are_copied():
+def test_nonadjacent_images_are_copied():
     block = ImageBlock(2)
     first, skipped, second = (filled(block, value) for value in range(3))
     assert block.collate([first, second])[batch_keys.IMAGE][:, 0, 0, 0].tolist() == [0, 2]
     assert block.collate([second, first])[batch_keys.IMAGE][:, 0, 0, 0].tolist() == [2, 0]
     assert skipped[batch_keys.IMAGE].unique().tolist() == [1]
-    apart = [torch.zeros(SHAPE, dtype=torch.uint8), torch.ones(SHAPE, dtype=torch.uint8)]
-    assert torch.equal(as_batch(apart), torch.stack(apart))
+    separate = [torch.zeros(SHAPE, dtype=torch.uint8), torch.ones(SHAPE, dtype=torch.uint8)]
+    assert torch.equal(as_batch(separate), torch.stack(separate))
 
 
 def batches(block, shape=SHAPE):
@@ -43,14 +43,14 @@ def batches(block, shape=SHAPE):
 
 
 @pytest.mark.parametrize('part', [lambda batch: batch, lambda batch: batch[1, 2, 3], lambda batch: batch.numpy()[0]])
-def test_what_somebody_holds_a_part_of_is_never_written_to(part):
+def test_memory_in_use_is_never_overwritten(part):
     block = ImageBlock(2)
     kept = [part(batch) for batch in batches(block)]
     for number, values in enumerate(kept):
         assert (values == number).all()
 
 
-def test_memory_that_nobody_uses_is_used_again_and_little_is_kept():
+def test_free_memory_is_reused_and_bounded():
     shape = (3, 256, 256)
     tracemalloc.start()
     try:
@@ -68,7 +68,7 @@ def test_memory_that_nobody_uses_is_used_again_and_little_is_kept():
         tracemalloc.stop()
 
 
-def test_a_short_batch_and_another_shape_begin_anew():
+def test_partial_batch_and_new_shape_start_new_block():
     block = ImageBlock(3)
     assert block.collate([filled(block, 1)])[batch_keys.IMAGE].shape == (1, *SHAPE)
     other = block.collate([filled(block, value, (3, 8, 2)) for value in range(3)])[batch_keys.IMAGE]
@@ -76,8 +76,8 @@ def test_a_short_batch_and_another_shape_begin_anew():
 
 
 @pytest.mark.parametrize('workers', [0, 1])
-def test_batches_of_a_loader_stay_what_they_were(write_recipe, pictures, workers):
-    """The consumer may keep them: later batches must not be written over them."""
+def test_batches_of_loader_are_never_overwritten(write_recipe, pictures, workers):
+    """A consumer may keep batches, so later batches must not overwrite them."""
     streams = {f'px{side}': {'local': str(folder), 'resolution': side} for side, folder in pictures.items()}
     loader = build_loader(load(write_recipe(streams=streams, loader={'num_workers': workers})))
     batches, copies = [], []

@@ -1,4 +1,4 @@
-"""The cache that the jobs of a machine share: read once, never wrong, never above its limit, whoever is killed."""
+"""Cache shared by the jobs of a machine: each shard is downloaded once, is never wrong, and the limit always holds."""
 
 import os
 import time
@@ -14,7 +14,7 @@ from streaming import Stream
 from diffusion.config.image_shapes import square
 from diffusion.data import shard_cache
 from diffusion.data.loader import BucketedLoader
-from diffusion.data.shard_cache import Room, home
+from diffusion.data.shard_cache import CacheBudget, home
 from diffusion.data.streams import Bucket
 from diffusion.models import batch_keys
 from diffusion.storage import locks
@@ -28,12 +28,12 @@ VERSION = '0123456789abcdef'
 
 @pytest.fixture
 def bucket(store, tmp_path):
-    """The URL of a dataset."""
+    """Return the URL of a dataset in the object store."""
     return store.upload(write_samples(tmp_path / 'source'))
 
 
 def shards_in(folder: Path) -> list[Path]:
-    """Whole shards; what goes while they are listed is left out."""
+    """Return the paths of complete shards; files that disappear during the listing are left out."""
     found = [Path(root, name) for root, _, names in os.walk(folder) for name in names]
     return [path for path in found if path.match('shard.*.mds') and '.unfinished' not in str(path)]
 
@@ -42,27 +42,27 @@ def total(paths: list[Path]) -> int:
     return sum(path.stat().st_size for path in paths)
 
 
-def is_served_right(*loaders: BucketedLoader) -> None:
+def assert_correct(*loaders: BucketedLoader) -> None:
     for loader in loaders:
         assert served(loader) == expected()
 
 
-def test_a_second_job_reads_nothing_from_the_store(store, bucket, tmp_path):
-    assert Forked(lambda: is_served_right(cached_loader(bucket, tmp_path / 'cache'))).wait() == 0
+def test_second_job_downloads_nothing(store, bucket, tmp_path):
+    assert Forked(lambda: assert_correct(cached_loader(bucket, tmp_path / 'cache'))).wait() == 0
     assert len(store.shard_reads()) == SHARDS
     store.requests.clear()
-    assert Forked(lambda: is_served_right(cached_loader(bucket, tmp_path / 'cache', workers=1))).wait() == 0
+    assert Forked(lambda: assert_correct(cached_loader(bucket, tmp_path / 'cache', workers=1))).wait() == 0
     assert not store.shard_reads()
 
 
-def test_jobs_that_miss_the_same_shards_at_once_read_each_of_them_once(store, bucket, tmp_path):
+def test_concurrent_jobs_download_each_shard_once(store, bucket, tmp_path):
     store.fail('GET .mds', 0.3)
-    jobs = [Forked(lambda: is_served_right(cached_loader(bucket, tmp_path / 'cache'))) for _ in range(3)]
+    jobs = [Forked(lambda: assert_correct(cached_loader(bucket, tmp_path / 'cache'))) for _ in range(3)]
     assert [job.wait() for job in jobs] == [0, 0, 0]
     assert set(shards_of(store.shard_reads()).values()) == {1}
 
 
-def test_two_streams_and_an_evaluation_over_one_folder_share_its_shards(store, bucket, tmp_path):
+def test_streams_and_evaluation_share_cached_shards(store, bucket, tmp_path):
     cache = tmp_path / 'cache'
     streams = {name: Stream(remote=bucket, local=str(home(cache, bucket))) for name in ('large', 'small')}
     buckets = [Bucket(name, stream, square(32)) for name, stream in streams.items()]
@@ -72,25 +72,25 @@ def test_two_streams_and_an_evaluation_over_one_folder_share_its_shards(store, b
     evaluation = cached_loader(bucket, cache, shuffle=False)
     both = iter(BucketedLoader(dataset, batch_size=6))
     next(both)
-    is_served_right(evaluation)
+    assert_correct(evaluation)
     for _ in both:
         pass
     assert set(shards_of(store.shard_reads()).values()) == {1}
     assert len(shards_in(cache)) == SHARDS
 
 
-def test_a_damaged_shard_in_the_cache_is_fetched_again(store, bucket, tmp_path):
-    is_served_right(cached_loader(bucket, tmp_path / 'cache'))
+def test_damaged_cached_shard_is_downloaded_again(store, bucket, tmp_path):
+    assert_correct(cached_loader(bucket, tmp_path / 'cache'))
     store.requests.clear()
     victim = shards_in(tmp_path / 'cache')[0]
     content = bytearray(victim.read_bytes())
     content[500] ^= 1
     victim.write_bytes(content)
-    is_served_right(cached_loader(bucket, tmp_path / 'cache'))
+    assert_correct(cached_loader(bucket, tmp_path / 'cache'))
     assert shards_of(store.shard_reads()) == {victim.name: 1}
 
 
-def test_jobs_on_an_old_and_a_new_version_do_not_disturb_each_other(store, bucket, tmp_path):
+def test_jobs_on_old_and_new_version_do_not_interfere(store, bucket, tmp_path):
     old = iter(cached_loader(bucket, tmp_path / 'cache', predownload=60))
     found = [next(old)]
     deadline = time.monotonic() + 20
@@ -105,61 +105,61 @@ def test_jobs_on_an_old_and_a_new_version_do_not_disturb_each_other(store, bucke
     assert dict(pairs) == expected()
 
 
-def test_killed_while_fetching_others_go_on_at_once(store, bucket, tmp_path):
-    """The lock dies with its process, and what that has left is swept away."""
+def test_job_continues_when_downloading_job_is_killed(store, bucket, tmp_path):
+    """The lock ends with its process, and the incomplete files of that process are removed."""
     cache = tmp_path / 'cache'
     store.fail('GET shard.00000', 30.0, times=1)
     victim = Forked(lambda: served(cached_loader(bucket, cache, shuffle=False)))
     while not any('shard.00000' in key for key in store.shard_reads()):
         assert victim.running()
         time.sleep(0.02)
-    other = Forked(lambda: is_served_right(cached_loader(bucket, cache, shuffle=False)))
+    other = Forked(lambda: assert_correct(cached_loader(bucket, cache, shuffle=False)))
     time.sleep(3)
-    assert other.running(), 'it waits for the one that fetches'
+    assert other.running(), 'it waits for the job that is downloading'
     victim.kill()
     begin = time.monotonic()
     assert other.wait() == 0
     assert time.monotonic() - begin < 15
-    is_served_right(cached_loader(bucket, cache))
+    assert_correct(cached_loader(bucket, cache))
     assert not list(cache.rglob('.*'))
 
 
-def test_jobs_under_a_limit_evict_from_each_other_and_serve_right(store, bucket, tmp_path):
-    """Room for three of six shards, two jobs that shuffle all of them, one with workers."""
+def test_concurrent_jobs_stay_below_limit_and_serve_correct_samples(store, bucket, tmp_path):
+    """Space for three of six shards; two jobs, one with workers, shuffle all six."""
     cache, limit = tmp_path / 'cache', 3 * SHARD
     settings = {'cache_limit': limit, 'predownload': 6}
 
     def job(workers: int) -> None:
         loader = cached_loader(bucket, cache, workers=workers, **settings)
-        is_served_right(loader, loader)
+        assert_correct(loader, loader)
 
     jobs = [Forked(lambda: job(0)), Forked(lambda: job(1))]
-    most = 0
+    largest = 0
     while jobs[0].running():
         if cache.exists():
-            with locks.locked(cache / 'room', lambda: None):  # nothing is evicted meanwhile
-                most = max(most, total(shards_in(cache)))
+            with locks.locked(cache / 'room', lambda: None):  # no job evicts or reserves space meanwhile
+                largest = max(largest, total(shards_in(cache)))
         time.sleep(0.005)
     assert [job.wait() for job in jobs] == [0, 0]
-    assert 0 < most <= limit
-    assert sum(store.shard_reads().values()) > SHARDS, 'they had to be fetched more than once'
+    assert 0 < largest <= limit
+    assert sum(store.shard_reads().values()) > SHARDS, 'some shards must be downloaded more than once'
 
 
-def test_a_limit_without_a_cache_folder_is_for_what_is_fetched_alone(store, bucket, tmp_path):
+def test_limit_without_cache_folder_applies_only_to_downloaded_shards(store, bucket, tmp_path):
     local = tmp_path / 'local'
-    (local / 'mine').mkdir(parents=True)
-    (local / 'mine' / 'shard.00000.mds').write_bytes(b'x' * 50_000)
+    (local / 'other').mkdir(parents=True)
+    (local / 'other' / 'shard.00000.mds').write_bytes(b'x' * 50_000)
     (local / 'notes.mds').write_bytes(b'x' * 50_000)
     loader = loader_over(bucket, local, cache_limit=3 * SHARD)
-    is_served_right(loader, loader)
+    assert_correct(loader, loader)
     assert total(list(local.glob('shard.*.mds'))) <= 3 * SHARD
-    assert (local / 'mine' / 'shard.00000.mds').exists() and (local / 'notes.mds').exists()
+    assert (local / 'other' / 'shard.00000.mds').exists() and (local / 'notes.mds').exists()
 
 
-def test_a_limit_never_touches_local_data(tmp_path):
+def test_limit_never_evicts_local_data(tmp_path):
     local = write_samples(tmp_path / 'local')
     loader = loader_over(None, local, cache_limit=3 * SHARD)
-    is_served_right(loader)
+    assert_correct(loader)
     assert len(shards_in(local)) == SHARDS
 
 
@@ -167,7 +167,7 @@ names = st.lists(st.integers(0, 40), min_size=1, max_size=12, unique=True)
 
 
 @given(names, st.integers(0, 3000), st.integers(0, 900), st.randoms())
-def test_the_least_recently_used_go_first_and_no_more_than_needed(tmp_path_factory, used, limit, size, randomness):
+def test_eviction_is_least_recently_used_and_minimal(tmp_path_factory, used, limit, size, randomness):
     folder = tmp_path_factory.mktemp('room')
     paths = {use: folder / 'd-1' / VERSION / f'shard.{randomness.randrange(10**6)}.{use}.mds' for use in used}
     sizes = {use: randomness.randrange(1, 500) for use in used}
@@ -177,36 +177,38 @@ def test_the_least_recently_used_go_first_and_no_more_than_needed(tmp_path_facto
         os.utime(path, ns=(use * 10**9, 0))
     (folder / 'd-1').mkdir(exist_ok=True)
     (folder / 'd-1' / 'index.json').write_bytes(b'x' * 5000)
-    (folder / 'd-1' / 'shard.mine.mds').write_bytes(b'x' * 5000)
-    scratch = Room({folder: None}, limit, lambda: None).scratch_for(folder / 'd-1' / VERSION / 'shard.new.mds', size)
+    (folder / 'd-1' / 'shard.other.mds').write_bytes(b'x' * 5000)
+    scratch = CacheBudget({folder: None}, limit, lambda: None).scratch_for(
+        folder / 'd-1' / VERSION / 'shard.new.mds', size
+    )
     kept = {use for use, path in paths.items() if path.exists()}
-    gone = set(used) - kept
-    assert not gone or not kept or max(gone) < min(kept)
+    evicted = set(used) - kept
+    assert not evicted or not kept or max(evicted) < min(kept)
     assert sum(sizes[use] for use in kept) + size <= limit or not kept
-    if gone:
-        assert sum(sizes[use] for use in kept | {max(gone)}) + size > limit
-    assert (folder / 'd-1' / 'index.json').exists() and (folder / 'd-1' / 'shard.mine.mds').exists()
+    if evicted:
+        assert sum(sizes[use] for use in kept | {max(evicted)}) + size > limit
+    assert (folder / 'd-1' / 'index.json').exists() and (folder / 'd-1' / 'shard.other.mds').exists()
     assert locks.reserved_bytes(scratch.name) == size
 
 
-def test_what_is_being_fetched_counts(tmp_path):
-    room = Room({tmp_path: None}, 1000, lambda: None)
+def test_shards_being_downloaded_count_toward_limit(tmp_path):
+    budget = CacheBudget({tmp_path: None}, 1000, lambda: None)
     old = tmp_path / 'd' / VERSION / 'shard.0.mds'
     old.parent.mkdir(parents=True)
     old.write_bytes(b'x' * 300)
-    room.scratch_for(tmp_path / 'shard.1.mds', 600)
-    assert (room.used_bytes(), old.exists()) == (900, True)
-    room.scratch_for(tmp_path / 'shard.2.mds', 200)
+    budget.scratch_for(tmp_path / 'shard.1.mds', 600)
+    assert (budget.used_bytes(), old.exists()) == (900, True)
+    budget.scratch_for(tmp_path / 'shard.2.mds', 200)
     assert not old.exists()
 
 
-def test_reading_keeps_a_shard_from_being_evicted(store, bucket, tmp_path, monkeypatch):
-    """Of two datasets in a cache, the one that is read from stays."""
+def test_reading_updates_access_time(store, bucket, tmp_path, monkeypatch):
+    """Shards that are read have a recent access time, so they are evicted last."""
     from diffusion.data import verified_dataset
 
-    monkeypatch.setattr(verified_dataset, 'TOUCH_EVERY_SECONDS', 0.0)
+    monkeypatch.setattr(verified_dataset, 'TOUCH_INTERVAL_SECONDS', 0.0)
     cache = tmp_path / 'cache'
-    is_served_right(cached_loader(bucket, cache))
+    assert_correct(cached_loader(bucket, cache))
     for path in shards_in(cache):
         os.utime(path, ns=(0, path.stat().st_mtime_ns))
     loader = cached_loader(bucket, cache, shuffle=False)
@@ -216,7 +218,7 @@ def test_reading_keeps_a_shard_from_being_evicted(store, bucket, tmp_path, monke
     assert {'shard.00000.mds', 'shard.00001.mds'} <= recent
 
 
-def test_a_sweep_leaves_what_a_living_process_is_at(tmp_path):
+def test_cleanup_keeps_scratch_of_live_process(tmp_path):
     read, write = os.pipe()
 
     def hold() -> None:
@@ -235,8 +237,8 @@ def test_a_sweep_leaves_what_a_living_process_is_at(tmp_path):
     assert not list(tmp_path.rglob('*.unfinished'))
 
 
-def test_one_at_a_time_holds_a_lock(tmp_path):
-    """Four processes count to 100 in one file, each reading and writing it."""
+def test_lock_is_exclusive(tmp_path):
+    """Four processes increment one counter in a file to 100, each reading and writing it under the lock."""
     counter = tmp_path / 'counter'
     counter.write_text('0')
 
@@ -252,22 +254,22 @@ def test_one_at_a_time_holds_a_lock(tmp_path):
     assert not list(tmp_path.glob('.*'))
 
 
-def test_the_wait_for_a_lock_can_be_ended(tmp_path):
-    class Enough(Exception):
+def test_wait_callback_can_abort_lock(tmp_path):
+    class Abort(Exception):
         pass
 
-    def enough() -> None:
-        raise Enough
+    def abort() -> None:
+        raise Abort
 
-    def try_it() -> None:
-        with pytest.raises(Enough), locks.locked(tmp_path / 'x', enough):
+    def try_to_lock() -> None:
+        with pytest.raises(Abort), locks.locked(tmp_path / 'x', abort):
             pass
 
     with locks.locked(tmp_path / 'x', lambda: None):
-        assert Forked(try_it).wait() == 0
+        assert Forked(try_to_lock).wait() == 0
 
 
-def test_homes_are_told_apart_and_readable():
+def test_cache_folder_names_are_unique_and_readable():
     first, second = (home(Path('c'), f's3://bucket/laion/{size}') for size in (256, 512))
     assert first != second and first.name.startswith('bucket-laion-256-')
     assert home(Path('c'), 's3://bucket/laion/256/') == first

@@ -1,4 +1,4 @@
-"""Real runs whose data fails them: all ranks stop at one batch with one message, and go on when it is mended."""
+"""Real runs with failing data: all ranks stop at the same batch with the same message, and resume after the repair."""
 
 import json
 import re
@@ -16,13 +16,13 @@ COUNT = 88
 
 
 @pytest.fixture(scope='module')
-def pictures_of_two_kinds(tmp_path_factory):
-    """Whole pictures, and the same of which some cannot be decoded."""
+def intact_and_broken_images(tmp_path_factory):
+    """Return folders of shards: images, and the same images with some that cannot be decoded."""
     from shards import CAPTIONS, draw_picture
     from streaming import MDSWriter
 
     folders = {}
-    for name, broken in (('whole', set()), ('broken', BROKEN)):
+    for name, broken in (('intact', set()), ('broken', BROKEN)):
         folders[name] = tmp_path_factory.mktemp('data') / name
         columns = {'image': 'bytes', 'captions': 'json', 'key': 'str'}
         with MDSWriter(out=str(folders[name]), columns=columns, hashes=['xxh64'], size_limit=4096) as writer:
@@ -35,7 +35,7 @@ def pictures_of_two_kinds(tmp_path_factory):
 
 @pytest.fixture
 def recipe(tmp_path, tiny_recipe):
-    """Writes a recipe of eleven batches to an epoch, in the order of the data."""
+    """Return a function that writes a recipe of one epoch with eleven batches."""
 
     def write(name: str, stream: dict, **loader) -> Path:
         content = tiny_recipe(tmp_path / 'runs', name=name)
@@ -50,16 +50,16 @@ def recipe(tmp_path, tiny_recipe):
 
 
 @pytest.mark.parametrize(('ranks_count', 'workers'), [pytest.param(1, 0, marks=pytest.mark.slow), (2, 2)])
-def test_a_shard_that_goes_while_training_stops_all_ranks_which_go_on_when_it_is_back(
-    store, pictures_of_two_kinds, recipe, ranks, tmp_path, ranks_count, workers
+def test_missing_shard_stops_all_ranks_and_run_resumes_when_restored(
+    store, intact_and_broken_images, recipe, ranks, tmp_path, ranks_count, workers
 ):
-    source = pictures_of_two_kinds['whole']
+    source = intact_and_broken_images['intact']
     last = sorted(path.name for path in source.glob('*.mds'))[-1]
     url = store.upload(source)
-    # Two samples ahead: a missing shard is said at once, and four batches should come first.
+    # Prefetch only two samples: a missing shard is reported immediately, and four batches should come before that.
     settings = {'num_workers': workers, 'predownload': 2, 'shuffle': False}
     stream = {'remote': url, 'local': str(tmp_path / 'local'), 'download_retry': 1}
-    ranks.run(ranks_count, recipe('whole', {'local': str(source)}, **settings))
+    ranks.run(ranks_count, recipe('intact', {'local': str(source)}, **settings))
 
     body = (source / last).read_bytes()
     store.delete(url, last)
@@ -67,10 +67,10 @@ def test_a_shard_that_goes_while_training_stops_all_ranks_which_go_on_when_it_is
     job = ranks.start(ranks_count, recipe('stopped', stream, **settings), environment=store.environment)
     statuses, output = job.wait(timeout=90), job.output()
     assert statuses == [FAILED] * ranks_count, output
-    told = re.findall(rf'^(?:rank 1: )?error: streams.photos: {url}/{last}: .*$', output, flags=re.MULTILINE)
-    assert len(told) == ranks_count, output
+    errors = re.findall(rf'^(?:rank 1: )?error: streams.photos: {url}/{last}: .*$', output, flags=re.MULTILINE)
+    assert len(errors) == ranks_count, output
     saved = re.findall(r'ba(\d+) is saved; the same command goes on from there', output)
-    # Workers are ahead of training, and one that misses a shard stops all at once.
+    # Workers are ahead of training, and a worker that cannot read a shard stops all processes immediately.
     first = 1 if workers else 4
     assert len(saved) == ranks_count and len(set(saved)) == 1 and int(saved[0]) >= first, output
     assert time.monotonic() - begin < 60
@@ -78,14 +78,14 @@ def test_a_shard_that_goes_while_training_stops_all_ranks_which_go_on_when_it_is
     store.put(url, last, body)
     job = ranks.start(ranks_count, recipe('stopped', stream, **settings), environment=store.environment)
     assert job.wait() == [0] * ranks_count, job.output()
-    assert read_losses(tmp_path / 'runs' / 'stopped') == read_losses(tmp_path / 'runs' / 'whole')
+    assert read_losses(tmp_path / 'runs' / 'stopped') == read_losses(tmp_path / 'runs' / 'intact')
 
 
 @pytest.mark.slow
-def test_bad_samples_are_replaced_alike_on_one_and_two_ranks_and_after_a_resume(
-    pictures_of_two_kinds, recipe, ranks, tmp_path
+def test_replacements_are_equal_on_one_and_two_ranks_and_after_resume(
+    intact_and_broken_images, recipe, ranks, tmp_path
 ):
-    stream, runs = {'local': str(pictures_of_two_kinds['broken'])}, tmp_path / 'runs'
+    stream, runs = {'local': str(intact_and_broken_images['broken'])}, tmp_path / 'runs'
     allowed = {'max_bad_samples': 0.5}
     ranks.run(1, recipe('one', stream, **allowed))
     ranks.run(2, recipe('two', stream, num_workers=1, **allowed))
@@ -99,12 +99,12 @@ def test_bad_samples_are_replaced_alike_on_one_and_two_ranks_and_after_a_resume(
         assert {note['sample_id'] for note in found} == BROKEN and len(found) == len(BROKEN)
     by_id = {name: {note.pop('sample_id'): note for note in found} for name, found in notes.items()}
     assert by_id['one'] == by_id['two'] == by_id['parts']
-    some = by_id['one'][23]
-    assert (some['key'], some['stream'], some['epoch']) == ('p23', 'photos', 0)
-    assert re.fullmatch(r'streams.photos: sample 23 .row \d of shard.0000\d.mds.: the image cannot .*', some['error'])
+    note = by_id['one'][23]
+    assert (note['key'], note['stream'], note['epoch']) == ('p23', 'photos', 0)
+    assert re.fullmatch(r'streams.photos: sample 23 .row \d of shard.0000\d.mds.: the image cannot .*', note['error'])
     metrics = lines_of(runs / 'parts' / 'metrics.jsonl')
     counts = [line['data/replaced_samples'] for line in metrics if 'data/replaced_samples' in line]
-    assert counts == sorted(counts) and counts[-1] == len(BROKEN), 'the count goes on after a resume'
+    assert counts == sorted(counts) and counts[-1] == len(BROKEN), 'the count continues after a resume'
 
 
 def lines_of(path: Path) -> list[dict]:
@@ -122,6 +122,6 @@ def test_too_many_bad_samples_stop_all_ranks(recipe, ranks, tmp_path):
     job = ranks.start(2, recipe('bad', {'local': str(tmp_path / 'bad')}))
     statuses, output = job.wait(timeout=90), job.output()
     assert set(statuses) == {FAILED}
-    told = re.findall(r'error: loader.max_bad_samples: (\d+) of (\d+) samples could not be decoded', output)
-    assert len(told) == 2 and len(set(told)) == 1 and int(told[0][0]) > 8, output
+    counts = re.findall(r'error: loader.max_bad_samples: (\d+) of (\d+) samples could not be decoded', output)
+    assert len(counts) == 2 and len(set(counts)) == 1 and int(counts[0][0]) > 8, output
     assert f'see {tmp_path}/runs/bad/quarantine.jsonl' in output

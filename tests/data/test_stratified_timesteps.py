@@ -1,4 +1,4 @@
-"""Timestep quantiles over the global batch: the loader's are the same on any number of ranks, one in each part."""
+"""Timestep quantiles stratified over the global batch: one per stratum, the same on any number of ranks."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from diffusion.training.components import build_loader
 
 @pytest.fixture
 def stratified(write_recipe, pictures):
-    """The recipe of a loader that gives quantiles."""
+    """Return a recipe whose loader provides quantiles."""
     streams = {f'px{side}': {'local': str(folder), 'resolution': side} for side, folder in pictures.items()}
     return load(write_recipe(streams=streams), ['model.objective.timesteps=stratified'])
 
@@ -27,29 +27,31 @@ def global_batch(size: int, *, index: int = 3) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize('ranks', [1, 2, 4, 8, 16])
-def test_quantiles_belong_to_samples_and_not_to_ranks(ranks):
-    whole = global_batch(48)
-    alone = timestep_quantiles(17, whole, whole[batch_keys.SAMPLE_ID], 0)
-    expected = dict(zip(whole[batch_keys.SAMPLE_ID].tolist(), alone.tolist(), strict=True))
-    # As Streaming deals them out: sample i to rank i % ranks.
-    shares = [{name: tensor[rank::ranks] for name, tensor in whole.items()} for rank in range(ranks)]
-    everyone = torch.cat([share[batch_keys.SAMPLE_ID] for share in shares])
-    for rank, share in enumerate(shares):
-        quantiles = timestep_quantiles(17, share, everyone, rank)
+def test_quantiles_depend_on_samples_not_ranks(ranks):
+    batch = global_batch(48)
+    on_one_rank = timestep_quantiles(17, batch, batch[batch_keys.SAMPLE_ID], 0)
+    expected = dict(zip(batch[batch_keys.SAMPLE_ID].tolist(), on_one_rank.tolist(), strict=True))
+    # Streaming assigns sample i to rank i % ranks.
+    parts = [{name: tensor[rank::ranks] for name, tensor in batch.items()} for rank in range(ranks)]
+    all_ids = torch.cat([part[batch_keys.SAMPLE_ID] for part in parts])
+    for rank, part in enumerate(parts):
+        quantiles = timestep_quantiles(17, part, all_ids, rank)
         assert quantiles.dtype == torch.float64
-        assert quantiles.tolist() == [expected[index] for index in share[batch_keys.SAMPLE_ID].tolist()]
-    assert sorted((alone * 48).long().tolist()) == list(range(48))
+        assert quantiles.tolist() == [expected[index] for index in part[batch_keys.SAMPLE_ID].tolist()]
+    assert sorted((on_one_rank * 48).long().tolist()) == list(range(48))
 
 
-def test_every_global_batch_of_a_loader_covers_the_schedule(stratified):
+def test_each_global_batch_covers_all_strata(stratified):
     loader = build_loader(stratified)
     quantiles = [batch[batch_keys.TIMESTEP_QUANTILE] for batch in loader]
     assert len(quantiles) == 8
     assert all(sorted((q * 8).long().tolist()) == list(range(8)) for q in quantiles)
-    assert len({tuple((q * 8).long().tolist()) for q in quantiles}) == 8, 'which sample gets which differs'
+    assert len({tuple((q * 8).long().tolist()) for q in quantiles}) == 8, (
+        'the assignment of strata must differ between batches'
+    )
 
 
-def test_other_loaders_give_none(write_recipe, pictures):
+def test_other_loaders_provide_no_quantiles(write_recipe, pictures):
     streams = {'eval': {'local': str(pictures[32]), 'resolution': 32}}
     plain = load(write_recipe())
     evaluating = load(write_recipe(eval_streams=streams), ['model.objective.timesteps=stratified'])
@@ -57,7 +59,7 @@ def test_other_loaders_give_none(write_recipe, pictures):
         assert batch_keys.TIMESTEP_QUANTILE not in next(iter(loader))
 
 
-def test_model_and_loader_of_a_recipe_agree(stratified):
+def test_model_accepts_batches_of_stratified_loader(stratified):
     model = components.build_model(stratified)
     batch = next(iter(build_loader(stratified)))
     loss = model.loss(model(batch), batch)

@@ -1,4 +1,4 @@
-"""From encoded pictures to what the model sees."""
+"""Decoding, cropping and resizing of images, and the choice of captions."""
 
 import io
 import struct
@@ -17,14 +17,14 @@ from diffusion.config.image_shapes import Shape, square
 from diffusion.data.bad_samples import BadSample
 from diffusion.data.caption_choice import captions_of, choose_caption
 from diffusion.data.transforms import (
-    SPARE,
+    MIN_OVERSAMPLING,
     Crop,
     CropBox,
     Undecodable,
     crop_box,
     decode,
     picture,
-    reduced,
+    reduce_box,
     reduction_for,
 )
 
@@ -47,18 +47,18 @@ def planes(image):
 
 
 def bicubic(image, box, shape):
-    """By Pillow, of the crop alone."""
+    """Return the crop of an image, resized by Pillow."""
     inside = image.crop((box.left, box.top, box.left + box.width, box.top + box.height))
     return inside.resize((shape.width, shape.height), Image.Resampling.BICUBIC)
 
 
-def decibels(seen, expected):
-    return float(-10 * ((seen.double() - expected.double()) / 255).square().mean().log10())
+def psnr_db(actual, expected):
+    return float(-10 * ((actual.double() - expected.double()) / 255).square().mean().log10())
 
 
 @pytest.fixture(scope='module')
 def photograph():
-    """Grace Hopper at 1024 x 1200 pixels."""
+    """Return the portrait of Grace Hopper at 1024 x 1200 pixels."""
     image = Image.open(Path(matplotlib.get_data_path()) / 'sample_data' / 'grace_hopper.jpg')
     return image.convert('RGB').resize((1024, 1200), Image.Resampling.LANCZOS)
 
@@ -70,7 +70,7 @@ def photograph():
     st.tuples(shares, shares, shares),
     st.floats(0.1, 1),
 )
-def test_a_crop_is_a_square_inside_the_picture(width, height, rule, draw, min_scale):
+def test_square_crop_is_inside_image(width, height, rule, draw, min_scale):
     box = crop_box(width, height, square(64), Crop(rule, min_scale, draw))
     assert box.left >= 0
     assert box.top >= 0
@@ -81,35 +81,35 @@ def test_a_crop_is_a_square_inside_the_picture(width, height, rule, draw, min_sc
 
 
 @given(st.integers(8, 900), st.integers(8, 900), st.sampled_from(SHAPES), st.tuples(shares, shares, shares))
-def test_a_crop_has_the_aspect_of_its_shape_and_touches_two_edges(width, height, shape, draw):
+def test_crop_has_aspect_of_shape_and_touches_two_edges(width, height, shape, draw):
     box = crop_box(width, height, shape, Crop('random', draw=draw))
     assert 0 <= box.left <= width - box.width and 0 <= box.top <= height - box.height
     assert box.width == width or box.height == height
     assert abs(box.width - box.height * shape.aspect) <= 1 + shape.aspect
 
 
-def test_the_centre_is_the_centre():
+def test_center_crop_is_centered():
     assert crop_box(300, 100, square(8), Crop()) == CropBox(100, 0, 100, 100)
     assert crop_box(100, 301, square(8), Crop()) == CropBox(0, 100, 100, 100)
 
 
-def test_random_crops_reach_both_ends():
+def test_random_crops_reach_both_edges():
     lefts = {crop_box(12, 10, square(8), Crop('random', draw=(0, d / 10, 0))).left for d in range(10)}
     assert lefts == {0, 1, 2}
 
 
-def test_transparency_lies_over_white_and_rotation_is_applied():
+def test_transparency_becomes_white_and_exif_rotation_is_applied():
     clear = Image.new('RGBA', (4, 4), (255, 0, 0, 0))
     assert decode(encoded(clear)).getpixel((0, 0)) == (255, 255, 255)
     image = Image.fromarray(np.arange(2 * 3 * 3, dtype=np.uint8).reshape(2, 3, 3) * 10)
     exif = Image.Exif()
-    exif[0x0112] = 6  # the camera was turned by 90 degrees
+    exif[0x0112] = 6  # orientation: rotated by 90 degrees
     assert decode(encoded(image, exif=exif)).size == (2, 3)
 
 
 @pytest.mark.parametrize('format', ['PNG', 'JPEG', 'WEBP'])
 @pytest.mark.parametrize('flip', [False, True])
-def test_a_crop_as_large_as_its_shape_keeps_the_decoded_pixels(format, flip):
+def test_crop_of_target_size_keeps_decoded_pixels(format, flip):
     source = encoded(noise(64, 40), format)
     seen = picture(source, Shape(40, 40), Crop(flip=flip))
     expected = planes(Image.open(io.BytesIO(source)).convert('RGB').crop((12, 0, 52, 40)))
@@ -117,7 +117,7 @@ def test_a_crop_as_large_as_its_shape_keeps_the_decoded_pixels(format, flip):
     assert torch.equal(seen, expected.flip(2) if flip else expected)
 
 
-def test_an_image_that_is_decoded_already_is_taken_as_it_is():
+def test_decoded_image_is_used_unchanged():
     assert torch.equal(picture(noise(16, 16), square(16)), planes(noise(16, 16)))
 
 
@@ -127,7 +127,7 @@ def test_an_image_that_is_decoded_already_is_taken_as_it_is():
     st.sampled_from([Shape(64, 64), Shape(32, 96), Shape(8, 8), Shape(256, 128)]),
     st.tuples(shares, shares, shares),
 )
-def test_resizing_is_pillows_bicubic_to_two_grey_levels(size, shape, draw):
+def test_resizing_matches_pillow_bicubic_within_two_gray_levels(size, shape, draw):
     image, crop = noise(*size), Crop('random', 0.5, draw)
     expected = bicubic(image, crop_box(size[0], size[1], shape, crop), shape)
     difference = picture(encoded(image), shape, crop).int() - planes(expected).int()
@@ -135,7 +135,7 @@ def test_resizing_is_pillows_bicubic_to_two_grey_levels(size, shape, draw):
 
 
 def extended(image, multiple):
-    """Repeat the last row and column: a reduced JPEG has a pixel for the part of a cell at its edge too."""
+    """Pad an image with its last row and column; a reduced JPEG also has a pixel for a partial cell at its edge."""
     pixels = np.asarray(image.convert('RGB'))
     return Image.fromarray(np.pad(pixels, [(0, -side % multiple) for side in pixels.shape[:2]] + [(0, 0)], 'edge'))
 
@@ -148,47 +148,47 @@ def extended(image, multiple):
     st.sampled_from(['4:2:0', '4:4:4']),
     st.tuples(shares, shares, shares),
 )
-def test_reduced_decoding_is_near_the_full_one(photograph, size, shape, subsampling, draw):
+def test_reduced_decoding_is_close_to_full_decoding(photograph, size, shape, subsampling, draw):
     source = encoded(photograph.crop((0, 0, *size)), 'JPEG', quality=92, subsampling=subsampling)
     crop = Crop('random', 0.6, draw)
     box = crop_box(size[0], size[1], shape, crop)
     reduction = reduction_for(box, shape)
     assert reduction > 1
-    grid = reduced(box, reduction)
+    grid = reduce_box(box, reduction)
     on_grid = CropBox(*(reduction * value for value in (grid.left, grid.top, grid.width, grid.height)))
     expected = bicubic(extended(Image.open(io.BytesIO(source)), reduction), on_grid, shape)
-    assert decibels(picture(source, shape, crop), planes(expected)) > 42
+    assert psnr_db(picture(source, shape, crop), planes(expected)) > 42
 
 
 @settings(max_examples=500, deadline=None)
 @given(st.integers(8, 3000), st.integers(8, 3000), st.sampled_from([*SHAPES, square(64)]), st.tuples(shares, shares))
-def test_rounding_a_crop_moves_its_edges_by_a_quarter_of_a_pixel_at_most(width, height, shape, at):
+def test_rounding_moves_crop_edges_by_at_most_quarter_pixel(width, height, shape, at):
     box = crop_box(width, height, shape, Crop('random', 0.5, (0.5, *at)))
     reduction = reduction_for(box, shape)
-    grid = reduced(box, reduction)
-    for edge, of, scale in (
+    grid = reduce_box(box, reduction)
+    for edge, reduced_edge, scale in (
         (box.left, grid.left, shape.width / box.width),
         (box.left + box.width, grid.left + grid.width, shape.width / box.width),
         (box.top, grid.top, shape.height / box.height),
         (box.top + box.height, grid.top + grid.height, shape.height / box.height),
     ):
-        assert abs(edge - reduction * of) * scale <= (0.25 if reduction > 1 else 0)
+        assert abs(edge - reduction * reduced_edge) * scale <= (0.25 if reduction > 1 else 0)
 
 
 @given(st.integers(8, 5000), st.integers(8, 5000), st.sampled_from([*SHAPES, square(64)]))
-def test_a_reduced_crop_stays_so_much_larger_than_its_shape(width, height, shape):
+def test_reduced_crop_keeps_minimum_oversampling(width, height, shape):
     box = crop_box(width, height, shape, Crop())
     reduction = reduction_for(box, shape)
     assert reduction in (1, 2, 4, 8)
     if reduction > 1:
-        assert min(box.width / reduction / shape.width, box.height / reduction / shape.height) >= SPARE
+        assert min(box.width / reduction / shape.width, box.height / reduction / shape.height) >= MIN_OVERSAMPLING
     if reduction < 8:
         larger = 2 * reduction
-        assert min(box.width / larger / shape.width, box.height / larger / shape.height) < SPARE
+        assert min(box.width / larger / shape.width, box.height / larger / shape.height) < MIN_OVERSAMPLING
 
 
-def test_a_zone_plate_does_not_alias():
-    """Rings too fine for the result must become grey, whichever size the JPEG is decoded at."""
+def test_zone_plate_does_not_alias():
+    """Rings too fine for the result must become gray, at whatever size the JPEG is decoded."""
     y, x = np.mgrid[:1024, :1024] - 511.5
     rings = 127.5 + 127.5 * np.cos(np.pi * (x**2 + y**2) / 1024)
     source = encoded(Image.fromarray(rings.astype(np.uint8)).convert('RGB'), 'JPEG', quality=95)
@@ -196,10 +196,10 @@ def test_a_zone_plate_does_not_alias():
         seen = picture(source, square(side))[1].double()
         v, u = (np.mgrid[:side, :side] - (side - 1) / 2) * 1024 / side
         too_fine = torch.from_numpy(np.maximum(abs(u), abs(v)) / 1024 > 1.3 * side / 2048)
-        assert seen[too_fine].std() < 7, side  # 12 by OpenCV's INTER_AREA, over 38 without antialiasing
+        assert seen[too_fine].std() < 7, side  # 12 with OpenCV's INTER_AREA, more than 38 without antialiasing
 
 
-def test_resizing_keeps_flat_colour():
+def test_resizing_keeps_flat_color():
     for format in ('PNG', 'JPEG'):
         seen = picture(encoded(Image.new('RGB', (1000, 600), (200, 200, 200)), format), Shape(32, 16))
         assert seen.shape == (3, 16, 32)
@@ -207,7 +207,7 @@ def test_resizing_keeps_flat_colour():
 
 
 @pytest.mark.parametrize('tag', [1, 3, 6])
-def test_a_photograph_is_turned_upright(photograph, tag):
+def test_photograph_is_rotated_upright(photograph, tag):
     exif = Image.Exif()
     exif[0x0112] = tag
     source = encoded(photograph.resize((120, 80)), 'JPEG', exif=exif)
@@ -216,20 +216,20 @@ def test_a_photograph_is_turned_upright(photograph, tag):
 
 
 @pytest.mark.parametrize('mode', ['L', 'LA', 'P', 'RGBA', '1', 'CMYK', 'I;16'])
-def test_every_kind_of_colour_becomes_rgb(mode):
-    grey = Image.new('L', (32, 32), 255)
-    image = Image.fromarray(np.full((32, 32), 65535, np.uint16)) if mode == 'I;16' else grey.convert(mode)
+def test_all_color_modes_become_rgb(mode):
+    gray = Image.new('L', (32, 32), 255)
+    image = Image.fromarray(np.full((32, 32), 65535, np.uint16)) if mode == 'I;16' else gray.convert(mode)
     for format in ['PNG', 'JPEG'] if mode in ('L', '1') else ['JPEG'] if mode == 'CMYK' else ['PNG']:
         assert picture(encoded(image, format), square(16)).unique().tolist() == [255], format
 
 
-def test_sixteen_bits_are_scaled_and_not_cut_off():
+def test_sixteen_bit_values_are_scaled_not_clipped():
     image = Image.fromarray(np.full((8, 8), 0x4000, np.uint16))
     assert picture(encoded(image), square(8)).unique().tolist() == [0x40]
 
 
-def test_a_jpeg_that_only_pillow_reads_is_read():
-    """Some cameras pad between segments; libjpeg warns of it."""
+def test_jpeg_readable_only_by_pillow_is_decoded():
+    """Some cameras write padding between segments, about which libjpeg warns."""
     source = encoded(noise(32, 32), 'JPEG')
     scan = source.index(b'\xff\xda')
     padded = source[:scan] + b'\0\0\0' + source[scan:]
@@ -250,10 +250,10 @@ def huge_jpeg():
 
 
 @pytest.mark.parametrize(
-    ('broken', 'said'),
+    ('broken', 'message'),
     [
         (b'', 'cannot identify'),
-        (b'no picture', 'cannot identify'),
+        (b'not an image', 'cannot identify'),
         (b'\xff\xd8\xff', 'cannot identify'),
         (encoded(noise(64, 64), 'JPEG')[:-700], 'truncated'),
         (encoded(noise(64, 64), 'JPEG')[:300], '.'),
@@ -263,12 +263,12 @@ def huge_jpeg():
         (huge_jpeg(), 'decompression bomb'),
     ],
 )
-def test_bytes_that_are_no_picture_are_undecodable(broken, said):
-    with pytest.raises(Undecodable, match=said):
+def test_invalid_images_are_undecodable(broken, message):
+    with pytest.raises(Undecodable, match=message):
         picture(broken, square(32))
 
 
-def test_a_sound_jpeg_of_too_many_pixels_is_refused():
+def test_valid_jpeg_with_too_many_pixels_is_rejected():
     with pytest.raises(Undecodable, match='decompression bomb'):
         picture(encoded(Image.new('L', (13_400, 13_400)), 'JPEG'), square(32))
 
@@ -276,7 +276,7 @@ def test_a_sound_jpeg_of_too_many_pixels_is_refused():
 @settings(max_examples=200, deadline=None)
 @given(st.sampled_from(['PNG', 'JPEG', 'WEBP', 'GIF', 'BMP', 'TIFF']), st.data())
 @pytest.mark.filterwarnings('ignore')
-def test_damaged_bytes_are_a_picture_or_undecodable_and_nothing_else(format, data):
+def test_damaged_bytes_decode_or_raise_undecodable(format, data):
     source = bytearray(encoded(noise(24, 24), format))
     for _ in range(data.draw(st.integers(1, 8))):
         source[data.draw(st.integers(0, len(source) - 1))] = data.draw(st.integers(0, 255))
@@ -287,7 +287,7 @@ def test_damaged_bytes_are_a_picture_or_undecodable_and_nothing_else(format, dat
     assert seen.shape == (3, 16, 16)
 
 
-def test_caption_rules():
+def test_caption_choice_rules():
     captions = ['one', 'the longest', 'two']
     assert choose_caption(captions, 'first', 0.9) == 'one'
     assert choose_caption(captions, 'longest', 0.0) == 'the longest'
@@ -298,6 +298,6 @@ def test_caption_rules():
 @pytest.mark.parametrize(
     'sample', [{}, {'captions': []}, {'captions': [1]}, {'caption': None}, {'captions': {'a': 'b'}}]
 )
-def test_captions_that_are_none_are_refused(sample):
+def test_invalid_captions_are_rejected(sample):
     with pytest.raises(BadSample, match='streams.a: sample 3: its caption is .* a non-empty list of strings'):
         captions_of(sample, 'streams.a: sample 3')

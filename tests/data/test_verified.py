@@ -1,4 +1,4 @@
-"""Nothing is served wrong: what an object store and a disk may do to shards, and what comes of it."""
+"""No wrong sample is ever served, whatever an object store, a disk or another process does to the shards."""
 
 import contextlib
 import itertools
@@ -31,32 +31,33 @@ LAST = 'shard.00005.mds'
 
 @pytest.fixture
 def bucket(store, tmp_path):
-    """The URL of a dataset."""
+    """Return the URL of a dataset in the object store."""
     return store.upload(write_samples(tmp_path / 'source'))
 
 
 @contextlib.contextmanager
 def within(seconds: float) -> Iterator[None]:
+    """Fail if the block takes longer."""
     begin = time.monotonic()
     yield
     assert time.monotonic() - begin < seconds
 
 
-def test_a_sound_store_is_read_once(store, bucket, tmp_path):
+def test_each_shard_is_downloaded_once(store, bucket, tmp_path):
     assert served(loader_over(bucket, tmp_path / 'local')) == expected()
     assert set(store.shard_reads().values()) == {1}
 
 
-@pytest.mark.parametrize('what', [500, 429, 'cut', 'flip'])
-def test_a_read_that_fails_for_a_while_is_made_again(store, bucket, tmp_path, what):
-    store.fail('GET shard.00002', what, times=2)
+@pytest.mark.parametrize('fault', [500, 429, 'cut', 'flip'])
+def test_transient_download_error_is_retried(store, bucket, tmp_path, fault):
+    store.fail('GET shard.00002', fault, times=2)
     assert served(loader_over(bucket, tmp_path / 'local')) == expected()
     assert shards_of(store.shard_reads())['shard.00002.mds'] == 3
 
 
 @WORKERS
 @pytest.mark.parametrize(
-    ('what', 'told'),
+    ('fault', 'message'),
     [
         (404, r'there is no such bucket or object \(404\)'),
         (403, r'the store refuses access \(403\): AccessDenied.* check the permissions.* AWS_ACCESS_KEY_ID'),
@@ -65,19 +66,19 @@ def test_a_read_that_fails_for_a_while_is_made_again(store, bucket, tmp_path, wh
         ('flip', r'tried 2 times \(xxh64 [0-9a-f]{16}, expected [0-9a-f]{16}\)'),
     ],
 )
-def test_a_shard_that_stays_bad_stops_the_epoch_with_its_name(store, bucket, tmp_path, workers, what, told):
-    store.fail('GET shard.00003', what)
+def test_persistently_failing_shard_stops_epoch_with_its_name(store, bucket, tmp_path, workers, fault, message):
+    store.fail('GET shard.00003', fault)
     loader = loader_over(bucket, tmp_path / 'local', workers=workers, download_retry=1)
-    with within(20), pytest.raises(DataError, match=told) as caught:
+    with within(20), pytest.raises(DataError, match=message) as caught:
         served(loader)
     assert str(caught.value).startswith(f'streams.a: {bucket}/shard.00003.mds: ')
     assert 'Way out: ' in str(caught.value)
-    assert shards_of(store.shard_reads())['shard.00003.mds'] == (1 if what in (403, 404) else 2)
+    assert shards_of(store.shard_reads())['shard.00003.mds'] == (1 if fault in (403, 404) else 2)
     assert not (tmp_path / 'local' / 'shard.00003.mds').exists()
 
 
 @WORKERS
-def test_a_store_that_stalls_is_waited_for_no_longer_than_said(store, bucket, tmp_path, workers):
+def test_stalled_download_times_out(store, bucket, tmp_path, workers):
     store.fail('GET shard.00001', 60.0)
     loader = loader_over(bucket, tmp_path / 'local', workers=workers, download_timeout=0.5, download_retry=1)
     with within(20), pytest.raises(DataError, match=r'shard.00001.mds: .*2 times \(stalled after \d+ bytes'):
@@ -85,8 +86,8 @@ def test_a_store_that_stalls_is_waited_for_no_longer_than_said(store, bucket, tm
 
 
 @pytest.mark.parametrize(('seconds', 'enough'), [(2.0, True), (20.0, False)])
-def test_a_store_that_is_slow_is_waited_for_while_it_moves(store, bucket, tmp_path, monkeypatch, seconds, enough):
-    """A shard of 8 kB in eight pieces."""
+def test_slow_download_continues_while_it_makes_progress(store, bucket, tmp_path, monkeypatch, seconds, enough):
+    """A shard of 8 kB arrives in eight pieces."""
     monkeypatch.setattr(object_store, 'PROGRESS_BYTES', 1000)
     monkeypatch.setattr(bucket_clients, 'CHUNK_BYTES', 100)
     store.fail('GET shard.00001', seconds)
@@ -99,14 +100,14 @@ def test_a_store_that_is_slow_is_waited_for_while_it_moves(store, bucket, tmp_pa
 
 
 @WORKERS
-@pytest.mark.parametrize('what', ['deleted', 'overwritten'])
-def test_a_shard_that_changes_in_the_store_while_training(store, bucket, tmp_path, workers, what):
+@pytest.mark.parametrize('change', ['deleted', 'overwritten'])
+def test_shard_that_changes_in_store_during_training_raises(store, bucket, tmp_path, workers, change):
     loader = loader_over(
         bucket, tmp_path / 'local', workers=workers, predownload=6, shuffle=False, num_canonical_nodes=1
     )
     iterator = iter(loader)
     next(iterator)
-    if what == 'deleted':
+    if change == 'deleted':
         store.delete(bucket, LAST)
     else:
         store.put(bucket, LAST, b'something else')
@@ -115,7 +116,7 @@ def test_a_shard_that_changes_in_the_store_while_training(store, bucket, tmp_pat
             pass
 
 
-def test_a_failure_leaves_nothing_that_a_later_run_trips_over(store, bucket, tmp_path):
+def test_run_after_failure_serves_all_samples(store, bucket, tmp_path):
     store.fail('GET shard.00003', 500)
     with pytest.raises(DataError):
         served(loader_over(bucket, tmp_path / 'local', download_retry=0))
@@ -124,8 +125,8 @@ def test_a_failure_leaves_nothing_that_a_later_run_trips_over(store, bucket, tmp
 
 
 @pytest.mark.parametrize('first', [None, ConnectionResetError, EOFError, BrokenPipeError])
-def test_worker_that_dies_is_named_whatever_pytorch_raises_first(store, bucket, tmp_path, monkeypatch, first):
-    """PyTorch may notice the broken connection (`first`) before the death of the worker."""
+def test_dead_worker_is_named_whatever_pytorch_raises_first(store, bucket, tmp_path, monkeypatch, first):
+    """PyTorch may raise for the broken connection (`first`) before it detects that the worker died."""
     loader = loader_over(bucket, tmp_path / 'local', workers=2, predownload=6, shuffle=False)
     store.fail(f'GET {LAST}', 30.0)
     iterator = iter(loader)
@@ -140,21 +141,24 @@ def test_worker_that_dies_is_named_whatever_pytorch_raises_first(store, bucket, 
         worker.kill()
     else:
         monkeypatch.setattr(_MultiProcessingDataLoaderIter, '_try_get_data', lose_connection)
-    told = rf'^streams\.a: DataLoader worker 1 \(pid {worker.pid}\) was killed by SIGKILL; .* out of memory'
-    with within(20), pytest.raises(DataError, match=told):
+    message = rf'^streams\.a: DataLoader worker 1 \(pid {worker.pid}\) was killed by SIGKILL; .* out of memory'
+    with within(20), pytest.raises(DataError, match=message):
         for _ in iterator:
             pass
 
 
-def test_the_wait_for_a_worker_has_an_end_that_names_what_is_fetched(store, bucket, tmp_path):
+def test_worker_timeout_names_shards_in_progress(store, bucket, tmp_path):
     store.fail('GET shard.0000', 30.0)
     loader = loader_over(bucket, tmp_path / 'local', workers=2, loader={'timeout': 2})
-    with within(25), pytest.raises(DataError, match='timeout_seconds: no batch came for 2 s; being fetched: streams.a'):
+    with (
+        within(25),
+        pytest.raises(DataError, match='timeout_seconds: no batch within 2 s; shards in progress: streams.a'),
+    ):
         served(loader)
 
 
 @pytest.mark.parametrize('workers', [0, 1])
-def test_a_worker_that_ends_early_is_an_error(tmp_path, monkeypatch, workers):
+def test_worker_that_ends_early_raises(tmp_path, monkeypatch, workers):
     plain = Numbers.__iter__
     monkeypatch.setattr(Numbers, '__iter__', lambda self: itertools.islice(plain(self), 30))
     with pytest.raises(DataError, match='^streams.a: the epoch ended after 5 of 10 batches$'):
@@ -162,8 +166,8 @@ def test_a_worker_that_ends_early_is_an_error(tmp_path, monkeypatch, workers):
 
 
 @pytest.mark.parametrize('elastic', [True, False])
-def test_threads_that_end_early_are_an_error(tmp_path, elastic):
-    """Without a word, as Streaming's do."""
+def test_threads_that_end_early_raise(tmp_path, elastic):
+    """Streaming's threads end without an exception."""
     loader = loader_over(None, write_samples(tmp_path / 'local'), elastic=elastic)
     iterator = iter(loader)
     next(iterator)
@@ -174,14 +178,14 @@ def test_threads_that_end_early_are_an_error(tmp_path, elastic):
 
 
 @pytest.mark.parametrize('harm', ['truncated', 'flipped', 'emptied', 'grown'])
-def test_a_damaged_shard_of_an_earlier_run_is_fetched_again(store, bucket, tmp_path, caplog, harm):
+def test_shard_damaged_after_earlier_run_is_downloaded_again(store, bucket, tmp_path, caplog, harm):
     local = tmp_path / 'local'
     served(loader_over(bucket, local))
     store.requests.clear()
     damage_file(local / 'shard.00004.mds', harm)
     assert served(loader_over(bucket, local)) == expected()
     assert shards_of(store.shard_reads()) == {'shard.00004.mds': 1}
-    assert re.search(r'streams.a: .*shard.00004.mds: .*expected .*; it is fetched again', caplog.text)
+    assert re.search(r'streams.a: .*shard.00004.mds: .*expected .*; downloading it again', caplog.text)
 
 
 def damage_file(path: Path, harm: str) -> None:
@@ -191,7 +195,7 @@ def damage_file(path: Path, harm: str) -> None:
     path.write_bytes({'truncated': content[:-100], 'flipped': content, 'emptied': b'', 'grown': content + b'x'}[harm])
 
 
-def test_a_sound_cache_is_not_fetched_again(store, bucket, tmp_path):
+def test_undamaged_cache_is_not_downloaded_again(store, bucket, tmp_path):
     served(loader_over(bucket, tmp_path / 'local'))
     store.requests.clear()
     assert served(loader_over(bucket, tmp_path / 'local')) == expected()
@@ -199,21 +203,21 @@ def test_a_sound_cache_is_not_fetched_again(store, bucket, tmp_path):
 
 
 @WORKERS
-def test_a_damaged_shard_of_local_data_is_an_error_with_what_was_found(tmp_path, workers):
+def test_damaged_local_shard_raises_with_details(tmp_path, workers):
     local = write_samples(tmp_path / 'local')
     damage_file(local / 'shard.00002.mds', 'truncated')
     size = (local / 'shard.00002.mds').stat().st_size
     loader = loader_over(None, local, workers=workers)
-    told = f'{local}/shard.00002.mds: {size} bytes, expected {size + 100}'
-    with within(20), pytest.raises(DataError, match=f'^streams.a: {re.escape(told)}. Way out: restore it'):
+    message = f'{local}/shard.00002.mds: {size} bytes, expected {size + 100}'
+    with within(20), pytest.raises(DataError, match=f'^streams.a: {re.escape(message)}. Way out: restore it'):
         served(loader)
-    assert (local / 'shard.00002.mds').stat().st_size == size, 'what is not a cache is left alone'
+    assert (local / 'shard.00002.mds').stat().st_size == size, 'local data must not be modified'
 
 
 @WORKERS
 @pytest.mark.parametrize('harm', ['deleted', 'overwritten'])
-def test_local_data_that_changes_while_training_is_noticed(tmp_path, workers, harm):
-    """The shard has been found sound and has been read before."""
+def test_local_data_that_changes_during_training_raises(tmp_path, workers, harm):
+    """The shards have been checked and read before they change."""
     local = write_samples(tmp_path / 'local')
     loader = loader_over(None, local, workers=workers, predownload=6)
     iterator = iter(loader)
@@ -226,7 +230,7 @@ def test_local_data_that_changes_while_training_is_noticed(tmp_path, workers, ha
             pass
 
 
-def test_a_cached_shard_that_is_overwritten_while_training_is_fetched_again(store, bucket, tmp_path):
+def test_cached_shard_overwritten_during_training_is_downloaded_again(store, bucket, tmp_path):
     local = tmp_path / 'local'
     loader = loader_over(bucket, local, predownload=60)
     found = {}
@@ -237,7 +241,7 @@ def test_a_cached_shard_that_is_overwritten_while_training_is_fetched_again(stor
     assert found == expected()
 
 
-def test_a_shard_that_somebody_only_touches_is_served_on(tmp_path):
+def test_touched_shard_is_still_served(tmp_path):
     local = write_samples(tmp_path / 'local')
     for batch in loader_over(None, local):
         for shard in local.glob('*.mds'):
@@ -246,28 +250,28 @@ def test_a_shard_that_somebody_only_touches_is_served_on(tmp_path):
 
 
 @pytest.mark.parametrize('hashes', [['sha1'], ['xxh64'], ['md5', 'sha256']])
-def test_whatever_hash_there_is_is_used(store, tmp_path, hashes):
+def test_any_supported_hash_is_checked(store, tmp_path, hashes):
     url = store.upload(write_samples(tmp_path / 'source', hashes=hashes))
     store.fail('GET shard.00001', 'flip')
     with pytest.raises(DataError, match=rf'shard.00001.mds: .*\(({"|".join(hashes)}) [0-9a-f]+, expected'):
         served(loader_over(url, tmp_path / 'local', download_retry=0))
 
 
-def test_without_hashes_sizes_are_checked_and_that_is_said(store, tmp_path, caplog):
+def test_without_hashes_sizes_are_checked_with_warning(store, tmp_path, caplog):
     url = store.upload(write_samples(tmp_path / 'source', hashes=[]))
     store.put(url, 'shard.00001.mds', b'short')
     with pytest.raises(DataError, match=r'shard.00001.mds: .*\(5 bytes, expected \d+\)'):
         served(loader_over(url, tmp_path / 'local', download_retry=0))
-    assert 'streams.a: its shards have no hashes; only their sizes are checked' in caplog.text
+    assert 'streams.a: its shards have no hashes, so only sizes are checked' in caplog.text
 
 
-def test_a_demanded_hash_that_is_not_there_is_refused_at_once(tmp_path):
+def test_missing_required_hash_is_rejected_at_start(tmp_path):
     with pytest.raises(ValueError, match=r'validate_hash: the shards have no xxh3_64 hash, only sha1, xxh64; '):
         loader_over(None, write_samples(tmp_path / 'local'), validate_hash='xxh3_64')
 
 
 @pytest.mark.parametrize('keep_zip', [False, True])
-def test_compressed_shards_are_checked_before_and_after(store, tmp_path, keep_zip):
+def test_compressed_shards_are_checked_before_and_after_unpacking(store, tmp_path, keep_zip):
     url = store.upload(write_samples(tmp_path / 'source', compression='zstd'))
     store.fail('GET shard.00001', 'flip', times=1)
     local = tmp_path / 'local'
@@ -279,7 +283,7 @@ def test_compressed_shards_are_checked_before_and_after(store, tmp_path, keep_zi
     assert shards_of(store.shard_reads()) == {'shard.00002.mds.zstd': 1}
 
 
-def test_compressed_local_data_is_unpacked_again(tmp_path):
+def test_damaged_local_shard_is_unpacked_again(tmp_path):
     local = write_samples(tmp_path / 'local', compression='zstd')
     assert served(loader_over(None, local)) == expected()
     damage_file(local / 'shard.00002.mds', 'flipped')
@@ -291,57 +295,57 @@ def test_compressed_local_data_is_unpacked_again(tmp_path):
 
 
 @pytest.mark.parametrize('hashes', [['xxh64'], []])
-def test_a_dataset_that_was_written_anew_is_never_mixed_with_the_old(store, tmp_path, caplog, hashes):
+def test_rewritten_dataset_is_never_mixed_with_old_shards(store, tmp_path, caplog, hashes):
     url = store.upload(write_samples(tmp_path / 'source', hashes=hashes))
     local = tmp_path / 'local'
     assert served(loader_over(url, local)) == expected()
     for path in write_samples(tmp_path / 'again', salt='other', hashes=hashes).iterdir():
         store.put(url, path.name, path.read_bytes())
-    if not hashes:  # alike to the last byte but for its place, an index says nothing of a dataset
+    if not hashes:  # without hashes both versions have the same index: change its formatting
         index = json.loads((tmp_path / 'again' / 'index.json').read_text())
         store.put(url, 'index.json', json.dumps(index, indent=1).encode())
     assert served(loader_over(url, local)) == expected('other')
-    assert 'streams.a: the dataset was written anew since it was cached' in caplog.text
+    assert 'streams.a: the dataset was rewritten since it was cached' in caplog.text
 
 
-def test_a_store_without_an_index_serves_what_is_cached(store, bucket, tmp_path, caplog):
+def test_cached_index_is_used_if_remote_index_is_missing(store, bucket, tmp_path, caplog):
     served(loader_over(bucket, tmp_path / 'local'))
     store.fail('GET index.json', 404)
     assert served(loader_over(bucket, tmp_path / 'local')) == expected()
-    assert 'going on with the one in' in caplog.text
+    assert 'using the local copy' in caplog.text
 
 
 @pytest.mark.parametrize(
-    ('content', 'told'),
+    ('content', 'message'),
     [
         (b'{"version": 2, "shards": [{"sam', 'is not an index of MDS shards .JSONDecodeError'),
         (b'[]', 'is not an index of MDS shards .TypeError'),
         (b'{"version": 1, "shards": []}', 'version 1, not 2'),
     ],
 )
-def test_an_index_that_is_none_is_refused(store, bucket, tmp_path, content, told):
+def test_invalid_index_is_rejected(store, bucket, tmp_path, content, message):
     store.put(bucket, 'index.json', content)
-    with pytest.raises(ValueError, match=f'streams.a.remote: {bucket}/index.json: .*{told}'):
+    with pytest.raises(ValueError, match=f'streams.a.remote: {bucket}/index.json: .*{message}'):
         loader_over(bucket, tmp_path / 'local')
     assert not (tmp_path / 'local').exists()
 
 
 @pytest.mark.parametrize('name', ['../outside.mds', '/outside.mds'])
-def test_an_index_that_points_outside_of_its_folder_is_refused(tmp_path, name):
+def test_index_with_path_outside_its_folder_is_rejected(tmp_path, name):
     local = write_samples(tmp_path / 'local')
     index = json.loads((local / 'index.json').read_text())
     index['shards'][1]['raw_data']['basename'] = name
     (local / 'index.json').write_text(json.dumps(index))
-    with pytest.raises(ValueError, match='names a file outside of its folder'):
+    with pytest.raises(ValueError, match='lists a file outside of its folder'):
         loader_over(None, local)
 
 
-def test_a_cut_index_is_fetched_again(store, bucket, tmp_path):
+def test_truncated_index_is_downloaded_again(store, bucket, tmp_path):
     store.fail('GET index.json', 'cut', times=1)
     assert served(loader_over(bucket, tmp_path / 'local')) == expected()
 
 
-def test_a_small_file_is_fetched_anew_and_where_it_cannot_be_had_that_of_before_holds(store, bucket, tmp_path, caplog):
+def test_refresh_downloads_newest_file_and_falls_back_to_local_copy(store, bucket, tmp_path, caplog):
     source = RemoteFolder(bucket, RetryPolicy(tries=2, timeout_seconds=5.0))
     path = tmp_path / 'local' / 'manifest.json'
     fault = store.fail(f'GET {path.name}', 500)
@@ -363,17 +367,18 @@ def test_a_small_file_is_fetched_anew_and_where_it_cannot_be_had_that_of_before_
     assert [each.name for each in path.parent.iterdir()] == [path.name]
 
 
-def test_a_full_disk_is_said(store, bucket, tmp_path):
+def test_full_disk_is_reported(store, bucket, tmp_path):
     def small_disk() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (6000, resource.RLIM_INFINITY))
-        with pytest.raises(DataError, match=r'shard.0000\d.mds: no room on the disk: .*Way out: make room in .*local'):
+        message = r'shard.0000\d.mds: no space left on the disk: .*Way out: free space in .*local'
+        with pytest.raises(DataError, match=message):
             served(loader_over(bucket, tmp_path / 'local'))
 
     assert Forked(small_disk).wait() == 0
     assert not list((tmp_path / 'local').rglob('*.mds'))
 
 
-def test_killed_while_fetching_the_next_start_is_right(store, bucket, tmp_path):
+def test_run_after_kill_during_download_is_correct(store, bucket, tmp_path):
     local = tmp_path / 'local'
     store.fail('GET shard.00002', 30.0, times=1)
     job = Forked(lambda: served(loader_over(bucket, local, shuffle=False)))
@@ -386,8 +391,8 @@ def test_killed_while_fetching_the_next_start_is_right(store, bucket, tmp_path):
     assert not [path for path in local.iterdir() if path.name.startswith('.')]
 
 
-def test_streams_of_several_clouds_and_a_mount_at_once(store, bucket, tmp_path, monkeypatch):
-    """Oracle's cloud is played by a file system of fsspec in memory."""
+def test_streams_from_several_clouds_and_a_mount(store, bucket, tmp_path, monkeypatch):
+    """An in-memory file system of fsspec stands in for Oracle's cloud."""
     import fsspec
     from streaming import Stream
 
@@ -406,8 +411,8 @@ def test_streams_of_several_clouds_and_a_mount_at_once(store, bucket, tmp_path, 
     streams = {name: Stream(remote=remote, local=str(tmp_path / 'local' / name)) for name, remote in remotes.items()}
     buckets = [Bucket(name, stream, square(32)) for name, stream in streams.items()]
     loader = BucketedLoader(Numbers(buckets, batch_size=6, elastic=True, batching_method='per_stream'), batch_size=6)
-    whole = [number for salt in ('', 'other', 'mount') for number in expected(salt).values()]
-    assert served(loader) == dict(enumerate(whole))
+    numbers = [number for salt in ('', 'other', 'mount') for number in expected(salt).values()]
+    assert served(loader) == dict(enumerate(numbers))
 
 
 def test_payloads_differ():

@@ -1,4 +1,4 @@
-"""`diffusion data bench`: the tables, and what a GPU needs."""
+"""`diffusion data bench`: its tables, and the estimate of a GPU's demand."""
 
 import re
 
@@ -15,26 +15,28 @@ def rows(text):
 @pytest.fixture
 def recipe(write_recipe, pictures):
     return str(
-        write_recipe(streams={f'px{side}': {'local': str(at), 'resolution': side} for side, at in pictures.items()})
+        write_recipe(
+            streams={f'px{side}': {'local': str(folder), 'resolution': side} for side, folder in pictures.items()}
+        )
     )
 
 
-def test_stages_and_loader_have_their_lines(recipe, capsys):
+def test_tables_list_all_stages_and_worker_counts(recipe, capsys):
     assert main(['data', 'bench', recipe, '--workers', '0', '1', '--batches', '3']) == 0
     out = capsys.readouterr().out
     table = rows(out)
-    assert [name for name in table if name in ('read', 'decode', 'resize', 'tokenize', 'collate', 'all of it')] == [
-        *('read', 'decode', 'resize', 'tokenize', 'collate', 'all of it')
+    assert [name for name in table if name in ('read', 'decode', 'resize', 'tokenize', 'collate', 'total')] == [
+        *('read', 'decode', 'resize', 'tokenize', 'collate', 'total')
     ]
     parts = [float(table[name][0]) for name in ('read', 'decode', 'resize', 'tokenize', 'collate')]
-    assert sum(parts) == pytest.approx(float(table['all of it'][0]), abs=0.01)
+    assert sum(parts) == pytest.approx(float(table['total'][0]), abs=0.01)
     assert float(table['0'][0]) > 0 and float(table['1'][0]) > 0
     assert 'One process, 64 samples, batches of 8' in out
     assert re.search(r'One h100-sxm at 40% of its peak trains on \d+ samples/s', out)
 
 
-def test_an_h100_needs_what_its_flops_say(tmp_path, pictures, capsys):
-    """Stable Diffusion 2 at 256 px, 40 % of 989 TFLOP/s: 728 pictures a second (3 x 181.09 GFLOP each)."""
+def test_h100_demand_matches_flops(tmp_path, pictures, capsys):
+    """Stable Diffusion 2 at 256 px, at 40 % of 989 TFLOP/s: 728 images per second, of 3 x 181.09 GFLOP each."""
     import yaml
 
     path = tmp_path / 'sd2.yaml'
@@ -48,20 +50,20 @@ def test_an_h100_needs_what_its_flops_say(tmp_path, pictures, capsys):
 
 
 @pytest.mark.parametrize(
-    ('words', 'said'),
+    ('arguments', 'message'),
     [
         (['--gpu', 'h100'], "--gpu: no GPU is called 'h100'; "),
         (['--mfu', '2'], 'argument --mfu: 2 is not in (0, 1]'),
         (['--workers', '-1'], 'argument --workers: -1'),
-        (['pixels'], 'pixels: no stream of the recipe is called so'),
+        (['pixels'], 'pixels: no such stream in the recipe'),
     ],
 )
-def test_mistakes_are_named_before_anything_is_timed(recipe, capsys, words, said):
+def test_invalid_arguments_are_reported_before_timing(recipe, capsys, arguments, message):
     try:
-        status = main(['data', 'bench', recipe, *words])
+        status = main(['data', 'bench', recipe, *arguments])
     except SystemExit as stop:
         status = stop.code
-    told = capsys.readouterr()
+    captured = capsys.readouterr()
     assert status == 2
-    assert said in told.err
-    assert told.out == ''
+    assert message in captured.err
+    assert captured.out == ''

@@ -1,4 +1,4 @@
-"""`diffusion data look`: the sheet shows what the loader serves."""
+"""`diffusion data look`: the sheet shows the samples that the loader serves."""
 
 import os
 import re
@@ -20,7 +20,7 @@ def two_buckets(pictures):
     return {f'px{side}': {'local': str(folder), 'resolution': side} for side, folder in pictures.items()}
 
 
-def test_a_png_has_a_row_for_each_bucket(write_recipe, two_buckets, tmp_path, capsys):
+def test_png_has_one_row_per_bucket(write_recipe, two_buckets, tmp_path, capsys):
     out = tmp_path / 'look.png'
     assert main(['data', 'look', str(write_recipe(streams=two_buckets)), '--out', str(out), '--samples', '3']) == 0
     assert capsys.readouterr().out == f'{out}: 6 samples of 2 buckets\n'
@@ -30,8 +30,8 @@ def test_a_png_has_a_row_for_each_bucket(write_recipe, two_buckets, tmp_path, ca
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith('.')] == []
 
 
-def test_what_is_shown_is_what_the_dataset_serves(write_recipe, pictures, tmp_path):
-    """Crops, flips and caption choice included."""
+def test_preview_shows_what_dataset_serves(write_recipe, pictures, tmp_path):
+    """Crops, flips and caption choice are included."""
     crop = {'crop': 'random', 'min_crop_scale': 0.5, 'flip': True}
     path = write_recipe(
         streams={'a': {'local': str(pictures[64]), 'resolution': 32}}, dataset={'name': 'image_text', **crop}
@@ -59,13 +59,13 @@ def images_of(text):
     return [np.asarray(Image.open(io.BytesIO(base64.b64decode(each)))) for each in found]
 
 
-def test_each_bucket_shows_its_own(write_recipe, two_buckets, tmp_path):
+def test_each_bucket_shows_its_own_samples(write_recipe, two_buckets, tmp_path):
     out = tmp_path / 'look.html'
     assert main(['data', 'look', str(write_recipe(streams=two_buckets)), '--out', str(out), '--samples', '2']) == 0
     assert [len(image) for image in images_of(out.read_text())] == [32, 32, 64, 64]
 
 
-def test_the_seed_says_which_samples(write_recipe, pictures, tmp_path):
+def test_seed_determines_samples(write_recipe, pictures, tmp_path):
     path = write_recipe(streams={'a': {'local': str(pictures[32]), 'resolution': 32}})
     pages = []
     for number, seed in enumerate((1, 1, 2)):
@@ -75,7 +75,7 @@ def test_the_seed_says_which_samples(write_recipe, pictures, tmp_path):
     assert pages[0] == pages[1] != pages[2]
 
 
-def test_the_same_folder_in_several_sections_is_shown_in_each(write_recipe, pictures, tmp_path, capsys):
+def test_folder_used_in_several_sections_is_shown_in_each(write_recipe, pictures, tmp_path, capsys):
     stream = {'local': str(pictures[32]), 'resolution': 32}
     path = write_recipe(
         streams={'a': stream}, eval_streams={'a': stream}, precompute={'out': 'x', 'streams': {'a': stream}}
@@ -87,9 +87,9 @@ def test_the_same_folder_in_several_sections_is_shown_in_each(write_recipe, pict
 
 
 @pytest.mark.parametrize('decode', [True, False])
-def test_latents_are_decoded_by_a_local_vae_or_drawn_as_they_are(write_recipe, latents_of, tmp_path, decode):
+def test_latents_are_decoded_by_local_vae_or_drawn_as_channels(write_recipe, latents_of, tmp_path, decode):
     model, folder = latents_of
-    model = model if decode else model | {'vae': 'somebody/elses-vae'}
+    model = model if decode else model | {'vae': 'someone/other-vae'}
     path = write_recipe(
         streams={'a': {'local': str(folder), 'resolution': 32}}, dataset={'name': 'latents'}, model=model
     )
@@ -116,17 +116,17 @@ def latents_of(tiny_recipe, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ('out', 'said'),
+    ('out', 'message'),
     [
-        ('look.gif', "--out: .*look.gif ends in '.gif'; use .png or .html"),
-        ('look', "--out: .*look ends in 'nothing'; use .png or .html"),
-        ('none/look.png', '--out: .*none is no folder that can be written to'),
-        ('there.png', '--out: .*there.png cannot be written'),
+        ('look.gif', "--out: .*look.gif has the extension '.gif'; use .png or .html"),
+        ('look', "--out: .*look has the extension 'none'; use .png or .html"),
+        ('none/look.png', '--out: .*none is not a writable folder'),
+        ('there.png', '--out: .*there.png is a folder'),
     ],
 )
-def test_a_file_that_cannot_be_written_is_named(write_recipe, pictures, tmp_path, capsys, out, said):
+def test_unwritable_output_is_reported(write_recipe, pictures, tmp_path, capsys, out, message):
     (tmp_path / 'there.png').mkdir()
     path = write_recipe(streams={'a': {'local': str(pictures[32]), 'resolution': 32}})
     assert main(['data', 'look', str(path), '--out', os.path.join(tmp_path, out)]) == 2
-    assert re.search(said, capsys.readouterr().err)
+    assert re.search(message, capsys.readouterr().err)
     assert not [entry.name for entry in tmp_path.iterdir() if 'look' in entry.name or entry.name.startswith('.')]

@@ -1,4 +1,4 @@
-"""`diffusion data verify` on real shards, sound and damaged."""
+"""`diffusion data verify` on undamaged and damaged shards."""
 
 import hashlib
 import io
@@ -14,18 +14,18 @@ from streaming import MDSWriter
 from diffusion.cli import main
 from diffusion.models import batch_keys
 
-SOUND, DAMAGED, MISTAKEN = 0, 3, 2
+UNDAMAGED, DAMAGED, USER_ERROR = 0, 3, 2
 
 
 @pytest.fixture
 def verify(write_recipe, capsys):
-    """Verifies streams by name; returns the exit status and the lines that were printed."""
+    """Return a function that verifies streams, and returns the exit status and the printed lines."""
 
-    def run(streams, *words, **sections):
+    def run(streams, *arguments, **sections):
         path = write_recipe(streams={name: {'resolution': 32} | stream for name, stream in streams.items()}, **sections)
-        status = main(['data', 'verify', str(path), '--jobs', '1', *words])
-        told = capsys.readouterr()
-        return status, (told.out + told.err).splitlines()
+        status = main(['data', 'verify', str(path), '--jobs', '1', *arguments])
+        captured = capsys.readouterr()
+        return status, (captured.out + captured.err).splitlines()
 
     return run
 
@@ -53,9 +53,9 @@ def jpeg(side=32):
     return buffer.getvalue()
 
 
-def test_sound_streams_are_ok_and_counted(verify, pictures):
+def test_undamaged_streams_are_ok_and_counted(verify, pictures):
     status, lines = verify({'small': {'local': str(pictures[32])}, 'large': {'local': str(pictures[64])}})
-    assert status == SOUND
+    assert status == UNDAMAGED
     shards = {side: len(list(folder.glob('*.mds'))) for side, folder in pictures.items()}
     size = {side: sum(path.stat().st_size for path in folder.glob('*.mds')) for side, folder in pictures.items()}
     assert lines[0].startswith(
@@ -65,17 +65,17 @@ def test_sound_streams_are_ok_and_counted(verify, pictures):
 
 
 @pytest.mark.slow
-def test_several_processes_find_the_same(write_recipe, copied, pictures, capsys):
+def test_several_processes_report_same_defects(write_recipe, copied, pictures, capsys):
     first_shard(copied).write_bytes(b'')
     path = write_recipe(streams={'a': {'local': str(copied), 'resolution': 32}})
-    told = []
+    reports = []
     for jobs in ('1', '2'):
         assert main(['data', 'verify', str(path), '--jobs', jobs]) == DAMAGED
-        told.append([line.partition(' MB,')[0] for line in capsys.readouterr().out.splitlines()])
-    assert told[0] == told[1]
+        reports.append([line.partition(' MB,')[0] for line in capsys.readouterr().out.splitlines()])
+    assert reports[0] == reports[1]
 
 
-def test_a_flipped_bit_is_found_by_its_hash(verify, copied):
+def test_flipped_bit_is_found_by_hash(verify, copied):
     shard = first_shard(copied)
     content = bytearray(shard.read_bytes())
     expected = hashlib.sha1(content).hexdigest()
@@ -86,7 +86,7 @@ def test_a_flipped_bit_is_found_by_its_hash(verify, copied):
     assert f'  {shard.name}: sha1 {hashlib.sha1(content).hexdigest()}, expected {expected}' in lines
 
 
-def test_a_shard_cut_short_names_the_rows_that_are_gone(verify, copied):
+def test_truncated_shard_reports_missing_rows(verify, copied):
     shard = first_shard(copied)
     samples = json.loads((copied / 'index.json').read_text())['shards'][0]['samples']
     size = shard.stat().st_size
@@ -98,47 +98,49 @@ def test_a_shard_cut_short_names_the_rows_that_are_gone(verify, copied):
     assert len(lines) < 8
 
 
-def test_a_missing_shard_is_named(verify, copied):
+def test_missing_shard_is_reported(verify, copied):
     first_shard(copied).unlink()
     status, lines = verify({'a': {'local': str(copied)}})
     assert status == DAMAGED
     assert f'  {first_shard(copied).name.replace("00001", "00000")}: the file does not exist' in lines
 
 
-def test_a_picture_that_is_none_and_captions_that_are_none_have_their_rows(verify, tmp_path):
+def test_bad_images_and_captions_are_reported_by_row(verify, tmp_path):
     good = {'image': jpeg(), 'captions': ['a'], 'width': 32, 'height': 32}
-    bad = [{'image': b'no picture'}, {'captions': []}, {'captions': ['']}, {'width': 31}, {'captions': [1]}]
+    bad = [{'image': b'not an image'}, {'captions': []}, {'captions': ['']}, {'width': 31}, {'captions': [1]}]
     columns = {'image': 'bytes', 'captions': 'json', 'width': 'int', 'height': 'int'}
     stream = write(tmp_path / 'd', [good, *(good | change for change in bad)], columns)
     status, lines = verify({'a': stream})
     assert status == DAMAGED
-    told = '\n'.join(lines)
-    assert 'shard.00000.mds, row 0' not in told
-    for row, what in (
-        (1, 'its picture cannot be decoded'),
+    report = '\n'.join(lines)
+    assert 'shard.00000.mds, row 0' not in report
+    for row, problem in (
+        (1, 'its image cannot be decoded'),
         (2, r'its caption is \[\]'),
         (5, r'its caption is \[1\]'),
     ):
-        assert f'  shard.00000.mds, row {row}: {what}'.replace('\\', '') in told
-    assert '  warning: shard.00000.mds, row 3: its captions are empty' in told
-    assert '  warning: shard.00000.mds, row 4: its picture has 32x32 pixels, its columns say 31x32' in told
+        assert f'  shard.00000.mds, row {row}: {problem}'.replace('\\', '') in report
+    assert '  warning: shard.00000.mds, row 3: its captions are empty' in report
+    assert '  warning: shard.00000.mds, row 4: its image has 32x32 pixels, but its columns state 31x32' in report
 
 
-def test_zeroed_bytes_inside_a_jpeg_are_a_warning_without_hashes(verify, tmp_path):
-    """Pillow decodes it without a word."""
+def test_zeroed_bytes_inside_jpeg_are_a_warning(verify, tmp_path):
+    """Pillow decodes such an image without an error."""
     damaged = bytearray(jpeg(256))
     damaged[20_000:22_000] = bytes(2000)
     status, lines = verify({'a': write(tmp_path / 'd', [{'image': bytes(damaged)}], {'image': 'bytes'})})
-    assert status == SOUND
-    assert lines[1].startswith('  warning: shard.00000.mds, row 0: its picture is decoded, but libjpeg says: Corrupt')
+    assert status == UNDAMAGED
+    assert lines[1].startswith(
+        '  warning: shard.00000.mds, row 0: its image can be decoded, but libjpeg reports: Corrupt'
+    )
 
 
 @pytest.mark.parametrize('compression', ['zstd', 'gz'])
-def test_compressed_shards_are_read(verify, tmp_path, compression):
+def test_compressed_shards_are_checked(verify, tmp_path, compression):
     stream = write(
         tmp_path / 'd', [{'image': jpeg()}] * 5, {'image': 'bytes'}, compression=compression, hashes=['sha1']
     )
-    assert verify({'a': stream})[0] == SOUND
+    assert verify({'a': stream})[0] == UNDAMAGED
     (packed,) = (tmp_path / 'd').glob('shard.*')
     packed.write_bytes(packed.read_bytes()[:-9])
     status, lines = verify({'a': stream})
@@ -160,8 +162,8 @@ def latents(folder, shape=(8, 4, 4), **change):
     return stream
 
 
-def test_latents_are_finite_and_of_the_manifests_shape(verify, tmp_path):
-    assert verify({'a': latents(tmp_path / 'good')})[0] == SOUND
+def test_latents_must_be_finite_and_match_manifest(verify, tmp_path):
+    assert verify({'a': latents(tmp_path / 'good')})[0] == UNDAMAGED
     infinite = np.full((8, 4, 4), np.inf, np.float16)
     status, lines = verify({'a': latents(tmp_path / 'infinite', last=infinite)})
     assert status == DAMAGED
@@ -169,47 +171,47 @@ def test_latents_are_finite_and_of_the_manifests_shape(verify, tmp_path):
     status, lines = verify({'a': latents(tmp_path / 'other', shape=(4, 4, 4))})
     assert status == DAMAGED
     assert lines[1].startswith(
-        '  shard.00000.mds, rows 0-2: its latent_moments have shape [4, 4, 4]; the manifest says 8'
+        '  shard.00000.mds, rows 0-2: its latent_moments have shape [4, 4, 4]; the manifest states 8'
     )
 
 
-def test_latents_without_a_manifest_are_no_use(verify, tmp_path):
+def test_latents_without_manifest_are_a_defect(verify, tmp_path):
     stream = latents(tmp_path / 'd')
     (tmp_path / 'd/manifest.json').unlink()
     status, lines = verify({'a': stream})
     assert status == DAMAGED
-    assert 'no manifest.json beside its shards' in lines[1]
+    assert 'no manifest.json next to its shards' in lines[1]
 
 
-def test_a_share_of_the_shards_is_drawn_by_the_seed(verify, pictures):
+def test_sample_option_checks_fraction_of_shards_chosen_by_seed(verify, pictures):
     stream = {'small': {'local': str(pictures[32])}}
     shards = len(list(pictures[32].glob('*.mds')))
     assert shards > 1
     status, lines = verify(stream, '--sample', '0.01')
-    assert status == SOUND
+    assert status == UNDAMAGED
     assert lines[0].startswith(f'streams.small: ok; 1 of {shards} shards')
     counts = {verify(stream, '--sample', '0.01', '--seed', str(seed))[1][0].split(' samples')[0] for seed in range(8)}
     assert len(counts) > 1  # the last shard is shorter
 
 
-def test_streams_are_chosen_by_name_in_all_sections(verify, pictures):
+def test_streams_are_selected_by_name_in_all_sections(verify, pictures):
     small, large = ({'local': str(pictures[side]), 'resolution': side} for side in (32, 64))
     sections = {'eval_streams': {'held': large}, 'precompute': {'out': 'x', 'streams': {'raw': large}}}
     streams = {'small': small, 'other': {'remote': '???', 'local': 'here'}}
-    for words, expected in (
+    for names, expected in (
         (['small'], ['streams.small']),
         (['held', 'raw'], ['eval_streams.held', 'precompute.streams.raw']),
         (['precompute.streams.raw'], ['precompute.streams.raw']),
     ):
-        status, lines = verify(streams, *words, **sections)
-        assert status == SOUND
+        status, lines = verify(streams, *names, **sections)
+        assert status == UNDAMAGED
         assert [line.partition(':')[0] for line in lines] == expected
     status, lines = verify(streams, **sections)
-    assert status == MISTAKEN
+    assert status == USER_ERROR
     assert 'streams.other.remote: is still ???' in '\n'.join(lines)
 
 
-def test_aspect_buckets_are_streams_of_their_own(verify, pictures, tmp_path):
+def test_aspect_buckets_are_verified_separately(verify, pictures, tmp_path):
     from diffusion.config.image_shapes import Shape, write_buckets
 
     root = tmp_path / 'photos'
@@ -217,11 +219,11 @@ def test_aspect_buckets_are_streams_of_their_own(verify, pictures, tmp_path):
         shutil.copytree(pictures[32], root / name)
     write_buckets(root, 32, {Shape(64, 32): {'samples': 40}, Shape(32, 64): {'samples': 40}})
     status, lines = verify({'photos': {'local': str(root), 'aspects': True}})
-    assert status == SOUND
+    assert status == UNDAMAGED
     assert [line.partition(':')[0] for line in lines] == ['streams.photos/32x64', 'streams.photos/64x32']
 
 
-def test_what_is_no_dataset_is_damaged_and_the_others_are_still_read(verify, pictures, tmp_path):
+def test_invalid_folder_is_a_defect_and_other_streams_are_checked(verify, pictures, tmp_path):
     (tmp_path / 'odd').mkdir()
     (tmp_path / 'odd/index.json').write_text('{"shards": [{"version": 2}]}')
     streams = {
@@ -232,42 +234,42 @@ def test_what_is_no_dataset_is_damaged_and_the_others_are_still_read(verify, pic
     status, lines = verify(streams)
     assert status == DAMAGED
     assert f'  {tmp_path}/none: index.json cannot be read ({tmp_path}/none is not a folder)' in lines
-    assert any('odd: index.json is no index of MDS shards' in line for line in lines)
+    assert any('odd: index.json is not an index of MDS shards' in line for line in lines)
     assert lines[-1].startswith('streams.c_good: ok')
 
 
 @pytest.mark.parametrize(
-    ('words', 'said'),
+    ('arguments', 'message'),
     [
-        (['smal'], "smal: no stream of the recipe is called so; did you mean 'small'?"),
+        (['smal'], "smal: no such stream in the recipe; did you mean 'small'?"),
         (['--sample', '0'], 'argument --sample: 0 is not in (0, 1]'),
         (['--jobs', '0'], 'argument --jobs: 0 is not at least 1'),
         (['streams.small.resolution=x'], 'streams.small.resolution'),
     ],
 )
-def test_mistakes_are_named(verify, pictures, capsys, words, said):
+def test_invalid_arguments_are_reported(verify, pictures, capsys, arguments, message):
     try:
-        status, lines = verify({'small': {'local': str(pictures[32])}}, *words)
+        status, lines = verify({'small': {'local': str(pictures[32])}}, *arguments)
     except SystemExit as stop:
         status, lines = stop.code, capsys.readouterr().err.splitlines()
-    assert status == MISTAKEN
-    assert said in '\n'.join(lines)
+    assert status == USER_ERROR
+    assert message in '\n'.join(lines)
 
 
-def test_what_is_no_recipe_is_named(tmp_path, capsys):
-    assert main(['data', 'verify', str(tmp_path / 'none.yaml')]) == MISTAKEN
+def test_missing_recipe_is_reported(tmp_path, capsys):
+    assert main(['data', 'verify', str(tmp_path / 'none.yaml')]) == USER_ERROR
     assert 'none.yaml cannot be read' in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_a_remote_is_read_shard_by_shard_and_leaves_nothing(verify, store, pictures, tmp_path, monkeypatch):
+def test_remote_is_checked_shard_by_shard_without_leftover_files(verify, store, pictures, tmp_path, monkeypatch):
     url = store.upload(pictures[32])
     scratch = tmp_path / 'scratch'
     scratch.mkdir()
     monkeypatch.setattr('tempfile.tempdir', str(scratch))
     stream = {'remote': url, 'local': str(tmp_path / 'cache'), 'download_retry': 0}
     status, lines = verify({'a': stream})
-    assert status == SOUND
+    assert status == UNDAMAGED
     assert ', 40 samples' in lines[0]
     store.delete(url, 'shard.00000.mds')
     store.put(url, 'shard.00001.mds', b'cut')

@@ -316,7 +316,7 @@ def test_latents_of_another_vae_are_refused(latents, write_recipe, small_vae, tm
 def test_latents_at_another_resolution_are_refused(latents, write_recipe):
     _, out, _ = latents
     streams = {'small': {'local': str(out / 'px32'), 'resolution': 64}}
-    with pytest.raises(ValueError, match='streams.small: 64x64 px, but its latents were made of images of 32x32 px'):
+    with pytest.raises(ValueError, match='streams.small: 64x64 px, but its latents were made from images of 32x32 px'):
         build_trainer(load(write_recipe('wrong', dataset={'name': 'latents'}, streams=streams)))
 
 

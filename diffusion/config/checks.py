@@ -316,9 +316,7 @@ def _check_parallelism(recipe: Recipe, gather: Gatherer) -> None:
     if settings.checkpoints == 'sharded' and settings.strategy != 'fsdp2':
         gather.problem('parallelism.checkpoints', f'sharded needs strategy: fsdp2, not {settings.strategy}; use whole')
     if settings.mixed_precision != 'default' and not sharded:
-        gather.problem(
-            'parallelism.mixed_precision', 'needs fsdp2 or fsdp1; ddp follows trainer.precision: remove it'
-        )
+        gather.problem('parallelism.mixed_precision', 'needs fsdp2 or fsdp1; ddp follows trainer.precision: remove it')
     if recipe.device_train_microbatch_size == 'auto' and settings.strategy != 'fsdp1':
         gather.problem(
             'device_train_microbatch_size',

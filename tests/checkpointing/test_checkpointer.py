@@ -215,7 +215,7 @@ def test_a_run_that_may_not_go_on_does_not_write_over_another(uninterrupted):
     _, write = uninterrupted
     path = write('again')
     train(load(path, ['trainer.max_duration=1ba'])).close()
-    with pytest.raises(ValueError, match=r'again holds ba1 and 0 more checkpoints of another run; go on from it'):
+    with pytest.raises(ValueError, match=r'again holds ba1 and 0 more checkpoints of another run; resume it'):
         build_trainer(load(path, ['trainer.autoresume=false']))
 
 

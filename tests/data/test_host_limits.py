@@ -176,5 +176,5 @@ def test_what_is_no_size_is_refused_by_check(write_recipe, text):
 
 @pytest.mark.parametrize('share', [-0.1, 1.0, 3.0])
 def test_a_share_of_bad_samples_that_is_none_is_refused_by_check(write_recipe, share):
-    with pytest.raises(RecipeError, match='loader.max_bad_samples: .* is no share of the samples'):
+    with pytest.raises(RecipeError, match='loader.max_bad_samples: .* is not a fraction of the samples'):
         load(write_recipe(loader={'max_bad_samples': share}))

@@ -69,7 +69,7 @@ def test_a_shard_that_goes_while_training_stops_all_ranks_which_go_on_when_it_is
     assert statuses == [FAILED] * ranks_count, output
     told = re.findall(rf'^(?:rank 1: )?error: streams.photos: {url}/{last}: .*$', output, flags=re.MULTILINE)
     assert len(told) == ranks_count, output
-    saved = re.findall(r'ba(\d+) is saved; the same command goes on from there', output)
+    saved = re.findall(r'ba(\d+) is saved; run the same command again to resume from it', output)
     # Workers are ahead of training, and one that misses a shard stops all at once.
     first = 1 if workers else 4
     assert len(saved) == ranks_count and len(set(saved)) == 1 and int(saved[0]) >= first, output

@@ -96,6 +96,7 @@ def keyword_types(recipe: Recipe) -> dict[str, str]:
 
 def check_recipe(recipe: Recipe) -> list[Problem]:
     """Return mistakes that the types of the values cannot show, as problems; skips values that are still ???."""
+    # A value may be ???, or None because its type was wrong; both are reported elsewhere. Hence the type checks.
     gather = Gatherer()
     if _not_positive(recipe.global_batch):
         gather.problem('global_batch', f'{recipe.global_batch} is not positive')

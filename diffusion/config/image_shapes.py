@@ -114,6 +114,7 @@ def sdxl_shapes(resolution: int) -> list[Shape]:
 
 def shape_for(width: int, height: int, shapes: Sequence[Shape]) -> Shape:
     """Return the shape whose aspect ratio is nearest on a log scale; of two equally near, the more square one."""
+    # On a log scale, 2:1 and 1:2 are equally far from 1:1.
     aspect = math.log(width / height)
     return min(
         shapes, key=lambda shape: (abs(math.log(shape.aspect) - aspect), abs(math.log(shape.aspect)), _by_aspect(shape))

@@ -72,6 +72,7 @@ def of_source(module: str, attribute: str) -> Signature:
     if node is None:
         raise UserError(f'{module} defines no {attribute}; register it by the module that defines it')
     nested = {name: f'{home}:{original}' for name, home, original in _imports(tree) if _is_dataclass_in(home, original)}
+    # Annotations may name type aliases such as CaptionChoice, of this file or of one that it imports them from.
     aliases = _aliases(tree) | {name: _aliases(_source(home)).get(original) for name, home, original in _imports(tree)}
     # Follow a class without __init__ to its first base in the same file; a base from another file is not looked up.
     while isinstance(node, ast.ClassDef):

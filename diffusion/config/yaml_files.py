@@ -62,6 +62,7 @@ def read_yaml(path: Path, *, extended_by: Path | None = None) -> dict[str, Any]:
         content = yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
+        # PyYAML reports a tab as a character that "cannot start any token", which does not tell users what to do.
         line = f':{mark.line + 1}:{mark.column + 1}' if mark else ''
         hint = '; indent with spaces' if r"'\t'" in str(error.problem) else ''
         raise UnreadableYAML(f'{path}{line}: {error.problem or error.context}{hint}') from error
@@ -90,6 +91,7 @@ def merge(contents: Sequence[dict[str, Any]], overrides: Sequence[str]) -> dict[
                     f'{override!r} is not an override; write key=value, such as trainer.max_duration=20ba'
                 )
             OmegaConf.update(merged, key.strip(), _value(override, value), merge=True, force_add=True)
+        # Keep ???, which the caller reports together with the description of the value.
         plain = OmegaConf.to_container(merged, resolve=True, throw_on_missing=False)
     except OmegaConfBaseException as error:
         where = f'{error.full_key}: ' if getattr(error, 'full_key', None) else ''

@@ -44,6 +44,7 @@ def evaluate(recipe: Recipe) -> dict[str, float]:
     """
     model, which = trained_model(recipe)
     loader = components.build_loader(recipe, 'eval')
+    # The other keywords of the recipe's Trainer are for training.
     kept: dict[str, Any] = {'progress_bar': sys.stderr.isatty()}
     kept |= {key: value for key, value in recipe.trainer.items() if key in ('device', 'precision', 'progress_bar')}
     # Composer warns about a Trainer without an optimizer. This one never steps, so it allocates no state.

@@ -84,6 +84,7 @@ def _from_pipeline(folder: Path, args: argparse.Namespace) -> list[Path]:
     if args.weights is not None:
         raise UserError(f'--weights: {folder} is an export, which holds one set of weights; remove --weights')
     diffusers.utils.logging.disable_progress_bar()
+    # low_cpu_mem_usage needs accelerate, which is not a dependency; diffusers warns if it is not turned off.
     pipeline = StableDiffusionPipeline.from_pretrained(folder, local_files_only=True, low_cpu_mem_usage=False)
     device = 'cuda' if torch.cuda.is_available() else 'cpu'
     pipeline = pipeline.to(device)
@@ -96,6 +97,8 @@ def _from_pipeline(folder: Path, args: argparse.Namespace) -> list[Path]:
     noise = draws_for(seeds, seed=0, device=device).normal(
         Purpose.SAMPLING, (pipeline.unet.config['in_channels'], size, size)
     )
+    # Schedulers that draw noise in every step use one generator per image, so that an image does not depend on its
+    # batch.
     images = pipeline(
         prompts,
         negative_prompt=[args.negative] * len(prompts),

@@ -313,6 +313,7 @@ def _encoded(
     batch, rows = served
     moments = model.encode(batch[batch_keys.IMAGE].to(model.device))
     if settings.posterior == 'mean':
+        # The first half of the channels are means, the second half log-variances.
         moments = moments[:, : model.vae.config['latent_channels']]
     ids = batch[batch_keys.SAMPLE_ID].tolist()
     columns = {batch_keys.LATENT_MOMENTS: list(moments.cpu().numpy().astype(settings.dtype))}

@@ -39,6 +39,7 @@ QUARANTINE = 'quarantine.jsonl'
 
 def build_model(recipe: Recipe) -> ComposerModel:
     """Build the model of a recipe; the initial weights of its denoiser depend only on the recipe's seed."""
+    # fork_rng restores the generator's state, so that building a model does not change other random numbers.
     with torch.random.fork_rng():
         torch.manual_seed(recipe.seed)
         return registry.build('model', recipe.model, offered={'seed': recipe.seed})
@@ -122,6 +123,7 @@ def build_loader(
             f'use a multiple of {world_size}'
         )
     batch_size = recipe.global_batch // world_size
+    # Evaluation has no microbatches, so limit its batch to the size that training fits into memory.
     if evaluating and isinstance(recipe.device_train_microbatch_size, int):
         batch_size = min(batch_size, recipe.device_train_microbatch_size)
     dataset = build_dataset(

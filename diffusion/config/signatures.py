@@ -28,7 +28,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Signature:
-    """The keywords of a component."""
+    """Keywords that a component accepts."""
 
     parameters: tuple[Parameter, ...]
     open_ended: bool

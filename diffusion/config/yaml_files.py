@@ -62,7 +62,7 @@ def read_yaml(path: Path, *, extended_by: Path | None = None) -> dict[str, Any]:
         content = yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        # PyYAML reports a tab as a character that "cannot start any token", which does not tell users what to do.
+        # PyYAML reports a tab as a character that "cannot start any token", without a way out.
         line = f':{mark.line + 1}:{mark.column + 1}' if mark else ''
         hint = '; indent with spaces' if r"'\t'" in str(error.problem) else ''
         raise UnreadableYAML(f'{path}{line}: {error.problem or error.context}{hint}') from error

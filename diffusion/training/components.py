@@ -173,7 +173,7 @@ def evaluation_dataset(recipe: Recipe) -> Component:
 
 
 def build_optimizer(recipe: Recipe, model: ComposerModel) -> torch.optim.Optimizer:
-    """Build a recipe's optimizer over the trainable parameters, fused if `speed` asks for it and the recipe allows."""
+    """Build a recipe's optimizer over the trainable parameters, fused if `speed` and its keywords allow it."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     fused = effective_speed(recipe).fused_optimizer and not FUSED_ALTERNATIVES & recipe.optimizer.kwargs.keys()
     return registry.build('optimizer', recipe.optimizer, offered={'fused': True} if fused else {}, params=trained)

@@ -140,7 +140,7 @@ def test_files_are_identical_on_two_ranks_and_after_kills(write, tmp_path, ranks
 
 @pytest.mark.parametrize('latents', [pytest.param('image', marks=pytest.mark.slow), 'image+text'])
 def test_losses_on_latents_equal_losses_on_images(latents, write, write_recipe, tmp_path):
-    """With the same keyed crops, captions, dropout and noise, in float32."""
+    """Compare in float32, with the same keyed crops, captions, dropout and noise."""
     model = yaml.safe_load(write().read_text())['model'] | {'train_text_encoder': False, 'caption_dropout': 0.3}
     path = write(model={'train_text_encoder': False}, latents=latents, crop='random', min_crop_scale=0.6)
     precompute(load(path))
@@ -163,7 +163,7 @@ def test_losses_on_latents_equal_losses_on_images(latents, write, write_recipe, 
 
 
 def test_latents_in_an_object_store_equal_those_in_a_folder(write, tmp_path, store, monkeypatch):
-    """Also after an interruption: uploaded shards are not encoded again, and the index is uploaded last."""
+    """Interrupt the job, too: uploaded shards are not encoded again, and the index is uploaded last."""
     precompute(load(write('whole')))
     path = write('remote', out=store.bucket('latents') + '/here')
     with monkeypatch.context() as patch:

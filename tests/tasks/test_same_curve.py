@@ -126,7 +126,7 @@ def test_killed_and_resumed_run_equals_uninterrupted_bit_for_bit(runs, count, st
 
 @pytest.mark.parametrize(('count', 'strategy'), [(2, 'ddp'), pytest.param(2, 'fsdp2', marks=pytest.mark.slow)])
 def test_stopped_and_resumed_run_equals_uninterrupted_bit_for_bit(runs, count, strategy):
-    """After SIGTERM, and later SIGUSR1, to the last rank only, all ranks save at the same batch and exit with 75."""
+    """Send SIGTERM, and later SIGUSR1, to the last rank only: all ranks save at the same batch and exit with 75."""
     whole = runs.whole(count, strategy)
     name = f'stopped-{count}-{strategy}'
     path = runs.recipe(name, strategy, trainer=runs.content['trainer'] | {'save_interval': '1000ba'})

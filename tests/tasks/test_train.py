@@ -282,7 +282,7 @@ def test_precomputed_latents_equal_encoder_output(latents, pictures):
 
 
 def test_training_on_latents_equals_training_on_images(latents, write_recipe, tmp_path):
-    """The same sample IDs get the same noise, so both kinds of data give the same curve."""
+    """Noise depends on sample IDs, which are the same for both kinds of data."""
     path, out, _ = latents
     model = yaml.safe_load(path.read_text())['model']
     in_order = {'num_workers': 0, 'shuffle': False}  # shuffling depends on the shards, which differ

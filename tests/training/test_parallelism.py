@@ -63,7 +63,7 @@ def test_fsdp2_wraps_denoiser_blocks_but_no_frozen_part(write_recipe, alone):
 
 @pytest.mark.slow
 def test_every_parallelism_setting_gives_the_same_curve(write_recipe, ranks, tmp_path):
-    """With gradient clipping, which reveals gradients of another scale; Adam's updates hide them."""
+    """Use gradient clipping, which reveals gradients of another scale; Adam's updates hide them."""
     sections = {
         'algorithms': {'gradient_clipping': {'clipping_type': 'norm', 'clipping_threshold': 0.1}},
         'optimizer': {'name': 'adamw', 'lr': 1.0e-4, 'eps': 1.0e-3},

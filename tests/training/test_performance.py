@@ -124,7 +124,7 @@ def test_all_parts_together_are_as_accurate_as_autocast(make_model):
 @pytest.mark.slow
 @pytest.mark.parametrize('kind', ['residual', 'transformer'])
 def test_compiled_block_in_channels_last_and_bfloat16_has_correct_gradients(kind, monkeypatch):
-    """With 4 channels per group, where weight gradients of GroupNorm used to be wrong (pytorch#140913)."""
+    """Use 4 channels per group, where weight gradients of GroupNorm used to be wrong (pytorch#140913)."""
     torch.manual_seed(0)
     width = 128
     if kind == 'residual':
@@ -278,7 +278,7 @@ def test_optimizer_is_fused_if_possible_unless_the_recipe_decides(write_recipe, 
 
 
 def test_fused_optimizer_makes_the_same_steps(make_model):
-    """In float32 on a CPU, with a large epsilon because Adam amplifies rounding errors of small gradients."""
+    """Compare in float32 on a CPU, with a large epsilon because Adam amplifies rounding errors of small gradients."""
     models = [make_model() for _ in range(2)]
     for model, fused in zip(models, (False, True), strict=True):
         optimizer = torch.optim.AdamW(model.denoiser.parameters(), lr=1e-3, eps=1e-3, fused=fused)
@@ -486,7 +486,7 @@ def test_gradients_are_reduced_once_per_batch(write_recipe, alone):
 
 @pytest.mark.slow
 def test_gradients_reduced_once_equal_those_reduced_per_microbatch(write_recipe, ranks, tmp_path):
-    """On two ranks with four microbatches each; clipping reveals gradients that are reduced twice or never."""
+    """Run two ranks with four microbatches each; clipping reveals gradients that are reduced twice or never."""
     sections: dict[str, Any] = {
         'algorithms': {'gradient_clipping': {'clipping_type': 'norm', 'clipping_threshold': 0.05}},
         'parallelism': {'strategy': 'fsdp2', 'reshard_after_forward': False},

@@ -17,13 +17,18 @@ from diffusion.config.schema import MISSING, Gatherer, Problem, join
 from diffusion.errors import UserError
 from diffusion.storage.writable import why_not_writable
 
-SINGLE = ('model', 'dataset', 'eval_dataset', 'optimizer', 'scheduler')
+SINGLE_COMPONENT_SECTIONS = ('model', 'dataset', 'eval_dataset', 'optimizer', 'scheduler')
 """Recipe sections that hold one component."""
-PLURAL = {'algorithms': 'algorithm', 'callbacks': 'callback', 'loggers': 'logger', 'evaluators': 'evaluator'}
+NAMED_COMPONENT_SECTIONS = {
+    'algorithms': 'algorithm',
+    'callbacks': 'callback',
+    'loggers': 'logger',
+    'evaluators': 'evaluator',
+}
 """Recipe sections that map names to components, with the kind of these components."""
 SUPPLIED = {'dataset': ('buckets', 'batch_size', 'tokenizers', 'seed'), 'optimizer': ('params',)}
 """Keywords that only the program may set, by kind of component."""
-ELSEWHERE = {
+SET_IN_OTHER_SECTIONS = {
     'model': 'model',
     'train_dataloader': 'streams and dataset',
     'eval_dataloader': 'eval_streams and eval_dataset',
@@ -39,7 +44,7 @@ ELSEWHERE = {
     'load_path': 'init_from (another run) or trainer.autoresume (this one)',
 }
 """Keywords of composer.Trainer that belong in another section of a recipe, with that section's name."""
-COMPOSERS_OWN = {
+COMPOSER_SAVER_KEYWORDS = {
     'save_filename',
     'save_ignore_keys',
     'save_latest_filename',
@@ -77,9 +82,11 @@ def check_components(recipe: Recipe) -> list[Problem]:
     if not isinstance(recipe.trainer, dict):
         return problems
     for key in recipe.trainer:
-        if key in ELSEWHERE:
-            problems.append(Problem(join('trainer', key), f'belongs in another section; set {ELSEWHERE[key]}'))
-    rest = {key: value for key, value in recipe.trainer.items() if key not in ELSEWHERE}
+        if key in SET_IN_OTHER_SECTIONS:
+            problems.append(
+                Problem(join('trainer', key), f'belongs in another section; set {SET_IN_OTHER_SECTIONS[key]}')
+            )
+    rest = {key: value for key, value in recipe.trainer.items() if key not in SET_IN_OTHER_SECTIONS}
     return problems + registry.check_keywords('trainer', 'trainer', 'composer', rest, supplied=('model',))
 
 
@@ -183,8 +190,10 @@ def check_output(recipe: Recipe) -> list[Problem]:
 
 def _components(recipe: Recipe) -> list[tuple[str, str, Component]]:
     """Return the path, kind and component of every component that a recipe names."""
-    found = [(section, section.removeprefix('eval_'), getattr(recipe, section)) for section in SINGLE]
-    for section, kind in PLURAL.items():
+    found = [
+        (section, section.removeprefix('eval_'), getattr(recipe, section)) for section in SINGLE_COMPONENT_SECTIONS
+    ]
+    for section, kind in NAMED_COMPONENT_SECTIONS.items():
         entries = getattr(recipe, section)
         if isinstance(entries, dict):
             found += [(join(section, key), kind, component) for key, component in entries.items()]
@@ -343,7 +352,7 @@ def _check_saving(recipe: Recipe, gather: Gatherer) -> None:
     """Report settings that only Composer's own CheckpointSaver reads, where this package's Checkpointer is used."""
     if not isinstance(recipe.trainer, dict) or 'save_folder' in recipe.trainer:
         return
-    for key in sorted(COMPOSERS_OWN & recipe.trainer.keys()):
+    for key in sorted(COMPOSER_SAVER_KEYWORDS & recipe.trainer.keys()):
         gather.problem(
             join('trainer', key),
             f"applies only to Composer's own checkpoints; this run saves to {recipe.runs_dir}/{recipe.name}/baN: "

@@ -9,8 +9,8 @@ from typing import Any
 
 from diffusion.config import registry
 from diffusion.config.checks import (
-    PLURAL,
-    SINGLE,
+    NAMED_COMPONENT_SECTIONS,
+    SINGLE_COMPONENT_SECTIONS,
     check_components,
     check_devices,
     check_output,
@@ -110,7 +110,7 @@ def to_yaml(recipe: Recipe) -> str:
     Omits values that are null by default, and component names that equal their key.
     """
     values = _plain(recipe)
-    for section in PLURAL:
+    for section in NAMED_COMPONENT_SECTIONS:
         for key, entry in dict(values[section]).items():
             if isinstance(entry, dict) and entry['name'] == key:
                 del entry['name']
@@ -138,10 +138,10 @@ def _with_components(raw: Mapping[str, Any], gather: Gatherer) -> dict[str, Any]
     In YAML, a component's keywords are beside its name; the `Component` dataclass separates them.
     """
     values = dict(raw)
-    for section in SINGLE:
+    for section in SINGLE_COMPONENT_SECTIONS:
         if isinstance(values.get(section), dict):
             values[section] = _component(values[section], None, section, gather)
-    for section in PLURAL:
+    for section in NAMED_COMPONENT_SECTIONS:
         if isinstance(values.get(section), dict):
             values[section] = {
                 key: _component({} if entry in (None, True, '') else entry, str(key), join(section, key), gather)
@@ -152,7 +152,7 @@ def _with_components(raw: Mapping[str, Any], gather: Gatherer) -> dict[str, Any]
         if isinstance(values.get(section), dict):
             values[section] = {key: stream for key, stream in values[section].items() if stream is not False}
     # A key without a value, such as `callbacks:` with all its lines commented out, is null in YAML.
-    emptiable = (*PLURAL, 'streams', 'eval_streams', 'trainer', 'imports')
+    emptiable = (*NAMED_COMPONENT_SECTIONS, 'streams', 'eval_streams', 'trainer', 'imports')
     return {key: value for key, value in values.items() if value is not None or key not in emptiable}
 
 

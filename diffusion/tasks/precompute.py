@@ -46,7 +46,7 @@ from diffusion.training.expand_streams import by_shape
 
 log = logging.getLogger(__name__)
 
-PATIENCE_SECONDS = 3600.0
+MIN_TIMEOUT_SECONDS = 3600.0
 """Minimum timeout of collectives: a device that is done waits in a barrier for those with more shards to encode."""
 
 
@@ -128,7 +128,7 @@ def precompute(recipe: Recipe) -> None:
     """
     device = get_device(recipe.trainer.get('device'))
     if int(os.environ.get('WORLD_SIZE', '1')) > 1:
-        dist.initialize_dist(device, max(PATIENCE_SECONDS, recipe.trainer.get('dist_timeout', 0.0)))
+        dist.initialize_dist(device, max(MIN_TIMEOUT_SECONDS, recipe.trainer.get('dist_timeout', 0.0)))
     model = components.build_model(recipe)
     if not isinstance(model, LatentDiffusion):
         raise UserError(f'model.name: {recipe.model.name} has no frozen VAE; latents need a latent diffusion model')

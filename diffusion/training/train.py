@@ -213,8 +213,8 @@ def _own_callbacks(
 
 def _trainer_keywords(recipe: Recipe) -> dict[str, Any]:
     """Return the recipe's keywords of composer.Trainer, without those of this package's Checkpointer."""
-    composers_own = 'save_folder' in recipe.trainer
-    keywords = {key: each for key, each in recipe.trainer.items() if composers_own or key not in CHECKPOINTER_KEYWORDS}
+    composer_saves = 'save_folder' in recipe.trainer
+    keywords = {key: each for key, each in recipe.trainer.items() if composer_saves or key not in CHECKPOINTER_KEYWORDS}
     return {'progress_bar': sys.stderr.isatty()} | keywords
 
 

@@ -1,5 +1,5 @@
-# `make` lists the targets. Each makes .venv by itself: with uv if it is installed, else with venv and pip.
-# PYTHON=python3.12 picks the interpreter, UV= does without uv.
+# `make` lists the targets. Each target creates .venv if needed: with uv if it is installed, else with venv and pip.
+# PYTHON=python3.12 selects the interpreter, and UV= uses pip even if uv is installed.
 
 PYTHON ?=
 UV ?= $(shell command -v uv 2>/dev/null)
@@ -9,14 +9,14 @@ BIN := .venv/bin
 CODE := $(wildcard diffusion tests benchmarks run.py)
 
 RECIPE := yamls/quickstart.yaml
-PICTURES := data/openmoji/64px/index.json
+IMAGES := data/openmoji/64px/index.json
 LATENTS := data/openmoji-latents/openmoji/index.json
 RUN := runs/quickstart
 
-# Nothing here needs a model hub; a test or a quickstart that asks for one fails at once.
+# Tests and quickstart need no model hub. Offline, an accidental download fails immediately instead of succeeding.
 OFFLINE := HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 DO_NOT_TRACK=1
 
-# Each worker takes a core and 4 GB, and whole files, whose tests share runs of training.
+# Each worker needs one core and 4 GB. Tests are distributed by file, since the tests of a file share training runs.
 TEST_WORKERS := 2
 PYTEST := $(OFFLINE) CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
@@ -28,7 +28,7 @@ PYTEST := $(OFFLINE) CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n $(TEST_WOR
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' Makefile
 
-# $(call install,PYTHON,FOLDER,ARGUMENTS): a new environment, and what pip installs into it.
+# $(call install,PYTHON,FOLDER,ARGUMENTS): create an environment and install into it.
 define install
 if [ -n '$(UV)' ]; then \
   '$(UV)' venv --quiet --python $(1) $(2) && '$(UV)' pip install --quiet --python $(2)/bin/python $(3); \
@@ -37,7 +37,7 @@ else \
 fi
 endef
 
-# A pyenv shim can stand on PATH with no interpreter behind it, so run each candidate instead of looking for it.
+# Run each candidate instead of looking for it on PATH: a pyenv shim can be there without an interpreter behind it.
 .venv/installed: pyproject.toml constraints.txt
 	@python=; \
 	for candidate in $(or $(PYTHON),$(PYTHONS)); do \
@@ -46,7 +46,7 @@ endef
 	  fi; \
 	done; \
 	if [ -z "$$python" ]; then \
-	  echo 'error: none of $(or $(PYTHON),$(PYTHONS)) is a Python from 3.10 to 3.12; install one or give PYTHON=path' >&2; \
+	  echo 'error: none of $(or $(PYTHON),$(PYTHONS)) is a Python from 3.10 to 3.12; install one or set PYTHON=path' >&2; \
 	  exit 1; \
 	fi; \
 	echo "installing into .venv with $$($$python --version) and $(if $(UV),uv,pip): 6 GB, 1 to 10 minutes"; \
@@ -54,43 +54,44 @@ endef
 	$(call install,"$$($$python -c 'import sys; print(sys.executable)')",.venv,-c constraints.txt -e '.[$(EXTRAS)]')
 	@touch $@
 
-# SkyPilot and Composer want other versions of the same packages. Only slow tests ask it: what it thinks of our jobs.
+# SkyPilot gets an environment of its own, because it needs other versions of packages that Composer pins. Only slow
+# tests use it, to validate rendered jobs.
 .venv-skypilot/installed: tests/launch/skypilot-requirements.txt | .venv/installed
-	@echo 'installing SkyPilot, which the tests ask, into .venv-skypilot: 0.5 GB, 1 minute'
+	@echo 'installing SkyPilot, which the tests validate jobs with, into .venv-skypilot: 0.5 GB, 1 minute'
 	@rm -rf .venv-skypilot
 	@$(call install,$(BIN)/python,.venv-skypilot,-r $<)
 	@touch $@
 
 .PHONY: quickstart
-quickstart: $(RUN)/evaluation.json $(RUN)/export/model_index.json ## prepare pictures, train, sample and export on a CPU: 15 minutes
+quickstart: $(RUN)/evaluation.json $(RUN)/export/model_index.json ## prepare images, train, sample and export on a CPU: 15 minutes
 	@echo
 	@$(BIN)/python -c "import json; share = json.load(open('$(RUN)/evaluation.json'))['retrieval_top1']; \
-	  print(f'Retrieval top-1: {share:.0%} of 100 captions. A picture was drawn for each; so often its own real picture is')"
-	@echo 'the nearest of all 200, by mean squared difference of pixels.'
-	@echo 'Look at:'
-	@echo '  $(RUN)/samples.png   caption, what the model drew, the real picture'
-	@echo '  $(RUN)/loss.png      the loss curve'
-	@echo '  $(RUN)/export        a folder for StableDiffusionPipeline.from_pretrained'
-	@echo 'Train again from the start: rm -r $(RUN) && make quickstart'
+	  print(f'Retrieval top-1: {share:.0%} of 100 captions: fraction of generated images whose nearest image')"
+	@echo 'out of the 200 real ones, by mean squared difference of pixels, is that of the same caption.'
+	@echo 'Results:'
+	@echo '  $(RUN)/samples.png   captions, generated images and real images'
+	@echo '  $(RUN)/loss.png      loss curve'
+	@echo '  $(RUN)/export        folder for StableDiffusionPipeline.from_pretrained'
+	@echo 'To train again from the start: rm -r $(RUN) && make quickstart'
 
-# A step runs when what it makes is missing; each program writes its last file only when all is well. The order-only
-# prerequisites (|) keep a new install or a touched file from training again over a finished run.
-$(PICTURES): | .venv/installed
-	@echo '[1/5] rendering 200 OpenMoji pictures (seconds)'
+# A step runs if its output is missing; each program writes its last file only after everything else succeeded. The
+# order-only prerequisites (|) prevent a new installation or a touched file from training over a finished run.
+$(IMAGES): | .venv/installed
+	@echo '[1/5] rendering 200 OpenMoji images (seconds)'
 	@$(OFFLINE) $(BIN)/diffusion prepare openmoji --out data/openmoji --sizes 64 --limit 200
 
-$(LATENTS): | $(PICTURES)
-	@echo '[2/5] encoding them into latents (1 minute)'
+$(LATENTS): | $(IMAGES)
+	@echo '[2/5] encoding the images into latents (1 minute)'
 	@$(OFFLINE) $(BIN)/python run.py $(RECIPE) task=precompute
 
-# Checkpoints are there long before training ends: only a stamp can say that it did. Interrupted, it goes on.
+# Checkpoints exist long before training ends, so a stamp file marks its end. After an interruption, training resumes.
 $(RUN)/trained: | $(LATENTS)
-	@echo '[3/5] training (8 minutes on two fast cores; after an interruption make quickstart goes on)'
+	@echo '[3/5] training (8 minutes on two fast cores; after an interruption, run make quickstart again to resume)'
 	@$(OFFLINE) $(BIN)/python run.py $(RECIPE)
 	@touch $@
 
 $(RUN)/evaluation.json: | $(RUN)/trained
-	@echo '[4/5] drawing 100 captions and looking for the nearest real picture (1 minute)'
+	@echo '[4/5] generating images for 100 captions and finding the nearest real image of each (1 minute)'
 	@$(OFFLINE) $(BIN)/python run.py $(RECIPE) task=evaluate
 
 $(RUN)/export/model_index.json: | $(RUN)/trained
@@ -98,8 +99,8 @@ $(RUN)/export/model_index.json: | $(RUN)/trained
 	@$(OFFLINE) $(BIN)/diffusion export $(RUN)/latest --out $(RUN)/export
 
 .PHONY: test
-test: .venv/installed ## run the tests but the slow ones, on CPU, without network: 12 minutes on two cores
-	@echo 'running the tests on CPU, without the slow ones (make test-all)'
+test: .venv/installed ## run all tests except slow ones, on CPU, without network: 12 minutes on two cores
+	@echo 'running the tests on CPU, except slow ones (make test-all runs them too)'
 	@$(PYTEST) -m 'not slow' $(PYTEST_ARGS)
 
 .PHONY: test-all
@@ -115,11 +116,11 @@ lint: .venv/installed ## check style, formatting and types
 	@echo 'pyright (1 minute)'; $(BIN)/pyright --pythonpath $(BIN)/python
 
 .PHONY: format
-format: .venv/installed ## format the code and mend what ruff can mend
+format: .venv/installed ## format the code and apply ruff's automatic fixes
 	@$(BIN)/ruff format $(CODE)
 	@$(BIN)/ruff check --fix $(CODE)
 
 .PHONY: clean
-clean: ## remove .venv, caches and builds; data/ and runs/ stay
+clean: ## remove .venv, caches and builds, but not data/ and runs/
 	rm -rf .venv .venv-skypilot build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +

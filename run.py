@@ -1,4 +1,4 @@
-"""Every multi-device job starts here: `composer run.py RECIPE [key=value ...]`."""
+"""Run the task of a recipe, on any number of devices: `composer run.py RECIPE [key=value ...]`."""
 
 import sys
 

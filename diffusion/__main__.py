@@ -1,4 +1,4 @@
-"""`python -m diffusion`: the same as the `diffusion` command."""
+"""Entry point of `python -m diffusion`, which is the same as the `diffusion` command."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The `diffusion` command; what a sub-command needs is imported when it runs."""
+"""The `diffusion` command line. A subcommand imports what it needs when it runs."""
 
 import argparse
 import os
@@ -17,18 +17,20 @@ COMMANDS = (
     *('check', 'plan', 'profile', 'prepare', 'data', 'generate', 'export'),
     *('launch', 'preflight', 'status', 'logs', 'cancel'),
 )
+"""Names of the subcommands, to suggest the nearest one for a typo."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a sub-command; a mistake of the user is one message and exit status 2, see `exit_codes`."""
+    """Run a subcommand, and return the exit status; a user's mistake is one message and status 2 (`exit_codes`)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = _parser()
     if arguments and not arguments[0].startswith('-') and arguments[0] not in COMMANDS:
         parser.error(f'there is no command {arguments[0]!r}; {did_you_mean(arguments[0], COMMANDS)}')
+    # `diffusion prepare RECIPE.yaml` is short for `diffusion prepare recipe RECIPE.yaml`.
     if arguments[:1] == ['prepare'] and arguments[1:2] and arguments[1].endswith(('.yaml', '.yml')):
         arguments.insert(1, 'recipe')
     args, rest = parser.parse_known_args(arguments)
-    # argparse takes no KEY=VALUE after an option that follows the recipe.
+    # argparse does not accept further KEY=VALUE once an option has followed the recipe, so add the rest here.
     if rest and (not hasattr(args, 'overrides') or any(word.startswith('-') for word in rest)):
         parser.error(f'unrecognized arguments: {" ".join(rest)}')
     if rest:
@@ -42,34 +44,38 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USAGE_ERROR if isinstance(error, UserError) else error.exit_status
     except KeyboardInterrupt:
         print('interrupted', file=sys.stderr)
-        return 130
+        return 130  # 128 + SIGINT, as shells report it
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog='diffusion', description=diffusion.__doc__)
     parser.add_argument('--version', action='version', version=diffusion.__version__)
     commands: Any = parser.add_subparsers(dest='command', required=True, metavar='COMMAND')
-    _add_check(commands.add_parser('check', help='the resolved recipe, or every mistake in it, without torch'))
-    _add_plan(commands.add_parser('plan', help='hours, dollars, memory, storage and checkpoints of runs'))
-    _add_profile(commands.add_parser('profile', help='where the time of a few batches goes, and what would save it'))
-    _add_prepare(commands.add_parser('prepare', help='pictures and captions to bucketed MDS shards'))
-    _add_data(commands.add_parser('data', help='whether shards are sound, what the model sees of them, how fast'))
-    _add_generate(commands.add_parser('generate', help='draw pictures with a checkpoint or an export'))
-    _add_export(commands.add_parser('export', help='a checkpoint to a folder that diffusers loads'))
+    _add_check(commands.add_parser('check', help='check a recipe without importing torch, and print it resolved'))
+    _add_plan(commands.add_parser('plan', help='estimate time, cost, GPU memory, storage and checkpoints of runs'))
+    _add_profile(
+        commands.add_parser('profile', help='measure where the time of a few batches goes, and suggest changes')
+    )
+    _add_prepare(commands.add_parser('prepare', help='convert images and captions to bucketed MDS shards'))
+    _add_data(commands.add_parser('data', help='verify shards, preview samples, and benchmark the loader'))
+    _add_generate(commands.add_parser('generate', help='generate images with a checkpoint or an export'))
+    _add_export(commands.add_parser('export', help='export a checkpoint to a folder that diffusers loads'))
     _add_launch(commands)
     return parser
 
 
 def _add_check(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument('recipe', help='a YAML file')
-    parser.add_argument('overrides', nargs='*', metavar='KEY=VALUE', help='such as trainer.max_duration=20ba')
-    parser.add_argument('--strict', action='store_true', help='values that are still ??? are mistakes')
+    parser.add_argument('recipe', help='YAML file of the recipe')
+    parser.add_argument(
+        'overrides', nargs='*', metavar='KEY=VALUE', help='change to the recipe, such as trainer.max_duration=20ba'
+    )
+    parser.add_argument('--strict', action='store_true', help='fail on values that are still ??? (default: list them)')
     parser.add_argument('--quiet', action='store_true', help='do not print the resolved recipe')
     parser.set_defaults(run=run_check)
 
 
 def run_check(args: argparse.Namespace) -> int:
-    """Print the resolved recipe and what is still to be given."""
+    """Run `diffusion check`: print the resolved recipe and its values that are still ???; return the exit status."""
     from diffusion.config.load import load, to_yaml
 
     started = time.perf_counter()
@@ -77,7 +83,7 @@ def run_check(args: argparse.Namespace) -> int:
     if not args.quiet:
         print(to_yaml(recipe))
     if recipe.missing:
-        print(f'# {args.recipe}: valid; before it can run it needs')
+        print(f'# {args.recipe}: valid, but incomplete; before it can run it needs')
         for problem in recipe.missing:
             print(f'#   {problem}')
     else:
@@ -93,12 +99,20 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_profile(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument('recipe', help='a YAML file')
-    parser.add_argument('overrides', nargs='*', metavar='KEY=VALUE', help='such as speed.compile=false')
-    parser.add_argument('--batches', type=int, default=10, metavar='N', help='that are measured (default: 10)')
-    parser.add_argument('--warmup', type=int, default=5, metavar='N', help='before them (default: 5)')
-    parser.add_argument('--out', metavar='DIR', help='folder for the trace and the table (default: profiles/NAME)')
-    parser.add_argument('--synthetic', action='store_true', help='made-up pictures and random weights of the encoders')
+    parser.add_argument('recipe', help='YAML file of the recipe')
+    parser.add_argument(
+        'overrides', nargs='*', metavar='KEY=VALUE', help='change to the recipe, such as speed.compile=false'
+    )
+    parser.add_argument('--batches', type=int, default=10, metavar='N', help='number of measured batches (default: 10)')
+    parser.add_argument(
+        '--warmup', type=int, default=5, metavar='N', help='number of batches before the measured ones (default: 5)'
+    )
+    parser.add_argument(
+        '--out', metavar='DIR', help='output folder for the trace and the table (default: profiles/NAME)'
+    )
+    parser.add_argument(
+        '--synthetic', action='store_true', help='use generated images and random encoder weights instead of real ones'
+    )
     parser.set_defaults(run=_profile)
 
 
@@ -124,15 +138,34 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument('source', metavar='DIR_OR_CHECKPOINT', help='an export, a checkpoint, or the folder of a run')
-    parser.add_argument('prompts', nargs='+', metavar='PROMPT', help='a picture is drawn for each')
-    parser.add_argument('--out', metavar='DIR', help='folder for the PNGs (default: generated)')
-    parser.add_argument('--seed', type=int, default=0, help='of the first picture; the others count up')
-    parser.add_argument('--steps', type=int, metavar='N', help='steps of the scheduler')
-    parser.add_argument('--guidance', type=float, metavar='X', help='1 turns guidance off')
-    parser.add_argument('--negative', default='', metavar='TEXT', help='negative prompt')
-    parser.add_argument('--scheduler', metavar='NAME', help='ddim, dpm++, euler, ... or a class of diffusers')
-    parser.add_argument('--weights', choices=('ema', 'training'), help='default: averaged ones where there are any')
+    parser.add_argument(
+        'source', metavar='DIR_OR_CHECKPOINT', help='exported folder, checkpoint, or run folder to generate with'
+    )
+    parser.add_argument('prompts', nargs='+', metavar='PROMPT', help='prompt; one image is generated per prompt')
+    parser.add_argument('--out', metavar='DIR', help='output folder for the PNG files (default: generated)')
+    parser.add_argument(
+        '--seed', type=int, default=0, help='seed of the first image; each further image adds 1 (default: 0)'
+    )
+    parser.add_argument(
+        '--steps', type=int, metavar='N', help="number of sampling steps (default: the recipe's; 50 for an export)"
+    )
+    parser.add_argument(
+        '--guidance',
+        type=float,
+        metavar='X',
+        help="guidance scale; 1 turns guidance off (default: the recipe's; 7.5 for an export)",
+    )
+    parser.add_argument('--negative', default='', metavar='TEXT', help='negative prompt for all images (default: none)')
+    parser.add_argument(
+        '--scheduler',
+        metavar='NAME',
+        help='noise scheduler: ddim, dpm++, euler, ... or a class of diffusers (default: that of the recipe or export)',
+    )
+    parser.add_argument(
+        '--weights',
+        choices=('ema', 'training'),
+        help='weights to generate with: averaged or training (default: averaged if the checkpoint has them)',
+    )
     parser.set_defaults(run=_generate)
 
 
@@ -143,12 +176,33 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _add_export(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument('checkpoint', help='a checkpoint, or the folder of a run')
-    parser.add_argument('--out', required=True, metavar='DIR', help='a folder that does not exist or is empty')
-    parser.add_argument('--weights', choices=('ema', 'training'), help='default: averaged ones where there are any')
-    parser.add_argument('--ema-width', type=float, metavar='X', help='average made of the post_hoc_ema snapshots: 0.1')
-    parser.add_argument('--at', type=int, metavar='BATCH', help='of that average (default: the checkpoint)')
-    parser.add_argument('--dtype', choices=('float32', 'float16', 'bfloat16'), default='float32', help='of the files')
+    parser.add_argument('checkpoint', help='checkpoint, or run folder for its latest checkpoint')
+    parser.add_argument(
+        '--out', required=True, metavar='DIR', help='output folder, which must not exist or must be empty'
+    )
+    parser.add_argument(
+        '--weights',
+        choices=('ema', 'training'),
+        help='weights to export: averaged or training (default: averaged if the checkpoint has them)',
+    )
+    parser.add_argument(
+        '--ema-width',
+        type=float,
+        metavar='X',
+        help='export a post-hoc EMA of this relative width, such as 0.1, reconstructed from post_hoc_ema snapshots',
+    )
+    parser.add_argument(
+        '--at',
+        type=int,
+        metavar='BATCH',
+        help="batch of the post-hoc EMA (default: the checkpoint's, or the last snapshot before it)",
+    )
+    parser.add_argument(
+        '--dtype',
+        choices=('float32', 'float16', 'bfloat16'),
+        default='float32',
+        help='dtype of the exported weights (default: float32)',
+    )
     parser.set_defaults(run=_export)
 
 
@@ -161,8 +215,10 @@ def _export(args: argparse.Namespace) -> int:
 def _add_launch(commands: Any) -> None:
     from diffusion.launch import cli
 
-    cli.add_launch(commands.add_parser('launch', help='submit jobs to Slurm, Kubernetes and others, or run them here'))
-    cli.add_preflight(commands.add_parser('preflight', help='whether machines are fit to train on'))
-    cli.add_job(commands.add_parser('status', help='what a scheduler says of a job'), 'status')
-    cli.add_job(commands.add_parser('logs', help='what a job wrote last'), 'logs')
-    cli.add_job(commands.add_parser('cancel', help='stop a job'), 'cancel')
+    cli.add_launch(commands.add_parser('launch', help='submit a job to Slurm, Kubernetes or others, or run it locally'))
+    cli.add_preflight(commands.add_parser('preflight', help='check that machines are fit for training'))
+    cli.add_job(
+        commands.add_parser('status', help="show a job's state, or the attempts and goodput of a run"), 'status'
+    )
+    cli.add_job(commands.add_parser('logs', help="show the end of a job's log"), 'logs')
+    cli.add_job(commands.add_parser('cancel', help='cancel a job'), 'cancel')

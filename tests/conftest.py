@@ -1,10 +1,10 @@
-"""What the tests share: tiny real models and tiny real data, made once a session."""
+"""Shared fixtures: tiny real models and tiny real data, created once per session."""
 
 import os
 
 os.environ.setdefault('HF_HUB_OFFLINE', '1')
 os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')
-os.environ.setdefault('OMP_NUM_THREADS', '1')  # tests run side by side, and so do the ranks of a run
+os.environ.setdefault('OMP_NUM_THREADS', '1')  # tests run in parallel, and so do the ranks of a run
 
 import atexit
 import contextlib
@@ -37,13 +37,13 @@ LONGEST = (
     'test_readme.py',
     'test_precompute.py',
 )
-"""Files that begin first: a worker takes whole files, and is not to begin with a long one when the other ends."""
+"""Test files that start first: a worker runs whole files, and a long one started last would run alone at the end."""
 RANK_VARIABLES = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'NODE_RANK', 'MASTER_ADDR', 'MASTER_PORT')
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    begins = {name: number for number, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: begins.get(item.path.name, len(begins)))
+    order = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
     if not any(item.get_closest_marker('gpu') for item in items):
         return
     import torch
@@ -56,11 +56,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope='session')
 def many_datasets() -> None:
-    """Let go of a dataset's shared memory with the dataset.
-
-    Streaming opens all segments of the machine for each dataset, and closes them and its own at exit: 20 000 files in a
-    suite, and `select` takes 1024.
-    """
+    """Release the shared memory of a dataset when the dataset is garbage-collected."""
+    # Streaming opens all of its segments on the machine for each dataset, and closes them only at exit. That would be
+    # 20,000 open files in a test session, and `select` supports 1024.
     import streaming.base.shared.memory as memory
 
     class AtExit:
@@ -72,6 +70,7 @@ def many_datasets() -> None:
 
 
 def _release(created: list[Any], opened: list[Any], process: int) -> None:
+    # Forked processes inherit the finalizer, but the segments belong to the process that created them.
     if os.getpid() != process:
         return
     for segment in [*created, *opened]:
@@ -83,7 +82,7 @@ def _release(created: list[Any], opened: list[Any], process: int) -> None:
 
 @pytest.fixture(scope='session')
 def pictures(tmp_path_factory: pytest.TempPathFactory, many_datasets: None) -> dict[int, Path]:
-    """Two buckets of pictures: 40 at 32 px and 24 at 64 px."""
+    """Two MDS folders of images by side: 40 images at 32 px and 24 at 64 px."""
     root = tmp_path_factory.mktemp('pictures')
     return {
         32: write_pictures(root / '32px', count=40, side=32),
@@ -93,7 +92,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory, many_datasets: None) -> d
 
 @pytest.fixture(scope='session')
 def small_vae(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A VAE of random weights, 8x down, 4 channels, with latent statistics that make its latents about standard."""
+    """Folder of a VAE with random weights, 8x downsampling, 4 channels, and statistics that normalize its latents."""
     import torch
     from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
@@ -117,7 +116,7 @@ def small_vae(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope='session')
 def make_model(small_vae: Path) -> Callable[..., object]:
-    """A tiny LatentDiffusion of some 0.3 M parameters in the denoiser; keywords as for `diffusion.tiny`."""
+    """Function that builds a LatentDiffusion whose denoiser has 0.3 M parameters; keywords as for `diffusion.tiny`."""
     import torch
 
     def make(**settings: object) -> object:
@@ -132,7 +131,7 @@ def make_model(small_vae: Path) -> Callable[..., object]:
 
 @pytest.fixture(scope='session')
 def tiny_recipe(pictures: dict[int, Path], small_vae: Path) -> Callable[..., dict[str, Any]]:
-    """The content of a recipe that trains the tiny model on 32 px pictures for 8 batches; keywords replace sections."""
+    """Function that returns a recipe for 8 batches of the tiny model on 32 px images; keywords replace sections."""
 
     def content(runs_dir: Path, **sections: Any) -> dict[str, Any]:
         recipe: dict[str, Any] = {
@@ -167,7 +166,7 @@ def tiny_recipe(pictures: dict[int, Path], small_vae: Path) -> Callable[..., dic
 
 @pytest.fixture(scope='session')
 def forkserver() -> Iterator['Server']:
-    """Starts Python processes that need not import PyTorch."""
+    """Server that starts Python processes with PyTorch already imported."""
     from forkserver import Server
 
     with contextlib.closing(Server()) as server:
@@ -176,7 +175,7 @@ def forkserver() -> Iterator['Server']:
 
 @pytest.fixture(scope='session')
 def ranks(forkserver: 'Server', tmp_path_factory: pytest.TempPathFactory) -> 'Ranks':
-    """Starts recipes on several processes."""
+    """Starter of recipes on several ranks."""
     from ranks import Ranks
 
     return Ranks(forkserver, tmp_path_factory.mktemp('ranks'))
@@ -192,7 +191,7 @@ def _store_server() -> Iterator['Store']:
 
 @pytest.fixture
 def store(_store_server: 'Store', monkeypatch: pytest.MonkeyPatch) -> Iterator['Store']:
-    """An empty S3, and the variables by which clients find it; tries follow each other at once."""
+    """Empty S3 server, with the environment variables that lead clients to it, and retries without pauses."""
     from diffusion.storage import object_store, retry
 
     for name, value in _store_server.environment.items():
@@ -205,7 +204,7 @@ def store(_store_server: 'Store', monkeypatch: pytest.MonkeyPatch) -> Iterator['
 
 @pytest.fixture
 def write_recipe(tmp_path: Path, tiny_recipe: Callable[..., dict[str, Any]]) -> Callable[..., Path]:
-    """Writes a tiny recipe with its runs in the test's own folder."""
+    """Function that writes a tiny recipe whose runs go to the test's temporary folder, and returns its path."""
 
     def write(name: str = 'run', **sections: Any) -> Path:
         path = tmp_path / f'{name}.yaml'
@@ -217,13 +216,14 @@ def write_recipe(tmp_path: Path, tiny_recipe: Callable[..., dict[str, Any]]) -> 
 
 @pytest.fixture(autouse=True)
 def _leave_process_groups() -> Iterator[None]:
-    """Leave the process group that a test joined, and forget the variables that Composer set to make it."""
+    """Leave the process group that a test joined, and restore the variables that Composer set for it."""
     before = {name: os.environ.get(name) for name in RANK_VARIABLES}
     yield
     torch = sys.modules.get('torch')
     if torch is not None and torch.distributed.is_initialized():
         if torch.distributed.get_backend() == 'gloo':
-            # A thread of gloo that lets go of a tensor needs the GIL, which destroying the group holds.
+            # Finish pending work first: destroying the group holds the GIL, which a gloo thread needs to release a
+            # tensor, and so they would deadlock.
             torch.distributed.barrier()
         torch.distributed.destroy_process_group()
     for name, value in before.items():
@@ -234,7 +234,7 @@ def _leave_process_groups() -> Iterator[None]:
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Describes a job of one rank, which makes a process group of its own, as FSDP wants."""
+    """Set the environment variables of a job of one rank, so that it creates the process group that FSDP needs."""
     from ranks import free_port
 
     for name, value in {'RANK': '0', 'WORLD_SIZE': '1', 'LOCAL_RANK': '0', 'LOCAL_WORLD_SIZE': '1'}.items():
@@ -245,12 +245,11 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _forget_trainers_and_datasets(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Free what a test left behind.
-
-    A Trainer's State, with model and optimizer, is 70 MB, and two places keep it until the process ends, 6 GB a suite:
-    Composer has it closed at exit and does not take that back when the Trainer is closed before, and PyTorch caches the
-    names of a model's parameters by the model. Streaming refuses two live datasets on one folder.
-    """
+    """Free the Trainers and datasets that a test created."""
+    # A Trainer's State with model and optimizer has 70 MB, and two places reference it until the process ends, 6 GB per
+    # test session: Composer registers the engine's _close at exit and does not unregister it when the Trainer is
+    # closed, and PyTorch caches the names of a model's parameters with the model as key. Besides, Streaming refuses two
+    # live datasets on one folder.
     yield
     engine = sys.modules.get('composer.core.engine')
     state_dict = sys.modules.get('torch.distributed.checkpoint.state_dict')
@@ -260,7 +259,7 @@ def _forget_trainers_and_datasets(request: pytest.FixtureRequest) -> Iterator[No
     if state_dict is not None:
         trained = state_dict._get_fqns.cache_info().currsize > 0
         state_dict._get_fqns.cache_clear()
-    # Collecting takes half a second with all of PyTorch loaded.
+    # A collection takes half a second with PyTorch loaded, so run it only where needed.
     if trained or 'many_datasets' in request.fixturenames:
         gc.collect()
 

@@ -1,8 +1,9 @@
-"""Python processes that start at once: forks of a server that has imported PyTorch, Composer and all of ours.
+"""Start Python processes without import time: forks of a server that has imported PyTorch, Composer and this package.
 
-`Server.start` is `python COMMAND` otherwise: arguments, environment, working folder, output, signals and exit status.
-This file itself, run as a program, is `python run.py ARGUMENTS` by the server whose socket `FORKSERVER` names, for jobs
-that start their processes themselves: signals that it gets are passed on, and each of both dies with the other.
+`Server.start` behaves like `python COMMAND` in all other respects: arguments, environment, working folder, output,
+signals and exit status. Run as a program, this file acts as `python run.py ARGUMENTS` through the server whose socket
+the environment variable FORKSERVER names, for jobs that start their processes themselves: it forwards the signals it
+receives, and if it or the forked process dies, so does the other.
 """
 
 import contextlib
@@ -23,17 +24,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]  # jobs know this file under another name
+ROOT = Path(__file__).resolve().parents[1]  # resolved, because jobs run this file through a link of another name
 SOCKET = 'FORKSERVER'
 PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 
 
 class Process:
-    """A process of the server whose socket is at `path`. `outputs` are its stdout and stderr.
+    """Process forked by a server.
 
     Args:
-        double: Train in float64.
-        death: Operation on a folder's files before which it is killed, and the folder, see `sudden_death.die_before`.
+        path: The server's socket.
+        command: Arguments of `python`.
+        environ: The process's environment variables.
+        folder: The process's working folder.
+        outputs: File descriptors of its stdout and stderr.
+        double: True trains in float64.
+        death: Number of the file operation before which the process kills itself, and the folder of the files; see
+            `sudden_death.die_before`.
     """
 
     def __init__(
@@ -50,7 +57,7 @@ class Process:
         order = {'command': [*command], 'environ': dict(environ), 'folder': folder, 'double': double, 'death': death}
         text = json.dumps(order).encode()
         self.status: int | None = None
-        """Its exit status when it has ended; negative for a signal."""
+        """Exit status once the process has ended, negative for a signal; None before."""
         self.connection = socket.socket(socket.AF_UNIX)
         self.connection.connect(path)
         socket.send_fds(self.connection, [len(text).to_bytes(4, 'big')], outputs)
@@ -58,23 +65,28 @@ class Process:
         self.pid = self._number()
 
     def poll(self, timeout: float | None = 0) -> int | None:
-        """Its exit status, or None if it still runs after a timeout in seconds; None waits for its end."""
+        """Wait for the end of the process, and return its exit status, or None if it still runs.
+
+        Args:
+            timeout: Seconds to wait; None waits until the process ends.
+        """
         if self.status is None and select.select([self.connection], [], [], timeout)[0]:
             self.status = self._number()
             self.connection.close()
         return self.status
 
     def _number(self) -> int:
+        """Read the next number that the server sends: the PID, then the exit status."""
         text = b''
         while not text.endswith(b'\n'):
             piece = self.connection.recv(1)
-            assert piece, 'the server of processes has died'
+            assert piece, 'the fork server died'
             text += piece
         return int(text)
 
 
 class Server:
-    """The process that is forked; make one a session."""
+    """Server process that forks; create one per test session."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
@@ -97,7 +109,15 @@ class Server:
         environment: Mapping[str, str] | None = None,
         **settings: Any,
     ) -> Process:
-        """Start `python COMMAND`, with stdout and stderr appended to a file and further variables."""
+        """Start `python COMMAND`.
+
+        Args:
+            command: Arguments of `python`.
+            output: File that stdout and stderr are appended to.
+            folder: The working folder; None is the repository's root.
+            environment: Variables added to those of this process.
+            settings: Further arguments of `Process`.
+        """
         environ = os.environ | {
             'OMP_NUM_THREADS': '1',
             'CUDA_VISIBLE_DEVICES': '',
@@ -115,14 +135,14 @@ class Server:
             )
 
     def run(self, *command: str | Path, output: Path, timeout: float = 550, **settings: Any) -> str:
-        """Run `python COMMAND` to its end, which must be a good one; returns what it printed."""
+        """Run `python COMMAND` to its end and return its output; fail if its exit status is not 0."""
         process = self.start(*command, output=output, **settings)
         status = process.poll(timeout)
         assert status == 0, f'{status}\n{output.read_text()}'
         return output.read_text()
 
     def close(self) -> None:
-        self._process.communicate()  # the end of its input ends it
+        self._process.communicate()  # closes its stdin, at which the server exits
         self._folder.cleanup()
 
 
@@ -130,12 +150,12 @@ class Server:
 
 
 def serve(path: str) -> None:
-    """Fork a process for each connection, tell its pid and, when it has ended, its status."""
+    """Fork a process for each connection; send the client its PID, and its exit status when it has ended."""
     import diffusion.models.builders
     import diffusion.training.train  # noqa: F401
 
-    gc.freeze()  # what is here now is not collected in the forks, which would copy all of it
-    # No tensor may be made here: the threads that compute would be missing in the forks, which would wait for them.
+    gc.freeze()  # keep imported objects out of garbage collection, which would copy their pages in every fork
+    # Create no tensor in the server: it would start compute threads, which a fork does not have but would wait for.
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)
@@ -174,7 +194,7 @@ def serve(path: str) -> None:
 
 
 def obey(connection: socket.socket) -> None:
-    """Run the command of a client, in a fork; ends the interpreter as a program ends."""
+    """Run a client's command in the fork; never returns, but exits like a program."""
     length, outputs, _, _ = socket.recv_fds(connection, 4, 2)
     text = b''
     while missing := int.from_bytes(length, 'big') - len(text):
@@ -197,7 +217,7 @@ def obey(connection: socket.socket) -> None:
 
 
 def take_signals(connection: socket.socket) -> None:
-    """Take signals from the client, and die with it."""
+    """Send this process the signals that the client forwards, and kill it when the client dies."""
     while numbers := connection.recv(16):
         for number in numbers:
             os.kill(os.getpid(), number)
@@ -205,17 +225,18 @@ def take_signals(connection: socket.socket) -> None:
 
 
 def train_in_float64() -> None:
+    """Patch this process so that models are built and computed in float64."""
     import torch
 
     from diffusion.training import components
 
-    torch.set_default_dtype(torch.float64)  # transformers makes its causal mask in the default one
+    torch.set_default_dtype(torch.float64)  # transformers creates its causal mask in the default dtype
     plain = components.build_model
     components.build_model = lambda recipe: plain(recipe).double()
 
 
 def run(command: list[str]) -> None:
-    """Do as `python COMMAND` does; raises SystemExit."""
+    """Run a command as `python COMMAND` would; always raises SystemExit."""
     first, *others = command
     try:
         if first == '-c':
@@ -227,24 +248,24 @@ def run(command: list[str]) -> None:
             runpy.run_module(others[0], run_name='__main__', alter_sys=True)
         else:
             sys.argv, sys.path[0] = command, str(Path(first).resolve().parent)
-            # Absolute, as in Python itself: processes that it spawns look for it elsewhere.
+            # Absolute, as Python itself makes it: spawned processes look for the main module from other folders.
             runpy.run_path(os.path.abspath(first), run_name='__main__')
     except SystemExit:
         raise
     except BaseException:
-        # Without the server's own frames, which are no part of the program.
+        # Print it here: the traceback of an uncaught exception would include the server's frames.
         traceback.print_exc()
         sys.exit(1)
     sys.exit(0)
 
 
-# -- run.py by the server --
+# -- run.py through the server --
 
 
 def main() -> int:
     command = [str(ROOT / 'run.py'), *sys.argv[1:]]
     process = Process(os.environ[SOCKET], command, environ=os.environ, folder=os.getcwd(), outputs=(1, 2))
-    # Through the connection, since it need not be in this process's PID namespace.
+    # Forward signals through the connection, since the process may be in another PID namespace.
     for number in PASSED_ON:
         signal.signal(number, lambda number, _: process.connection.sendall(bytes([number])))
     Path(f'pid-{os.environ["RANK"]}').write_text(str(process.pid))

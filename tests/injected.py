@@ -1,4 +1,4 @@
-"""One of our programs with a fault in it: `injected.py TARGET STATEMENT PROGRAM ARGUMENTS...`.
+"""Run a program with an injected fault: `injected.py TARGET STATEMENT PROGRAM ARGUMENTS...`.
 
 TARGET, such as `diffusion.training.train:write_whole`, is replaced by a function that executes STATEMENT. PROGRAM is
 `run.py` or `diffusion`.
@@ -16,6 +16,7 @@ import torch
 
 
 def inject(target: str, statement: str) -> None:
+    """Replace `module:attribute` by a function that executes a statement."""
     module, _, path = target.partition(':')
     *outer, name = path.split('.')
     owner = importlib.import_module(module)
@@ -34,7 +35,7 @@ def main(target: str, statement: str, program: str, arguments: Sequence[str]) ->
     from diffusion.tasks import run_recipe
 
     checkpoint_store.RETRY_PAUSES_SECONDS = (0.01, 0.01)
-    cpuinfo.get_cpu_info = dict  # Composer asks, which takes a process and half a second
+    cpuinfo.get_cpu_info = dict  # Composer calls it, which starts a process and takes half a second
     inject(target, statement)
     return {'run.py': run_recipe.main, 'diffusion': cli.main}[program](arguments)
 

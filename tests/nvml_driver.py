@@ -1,4 +1,4 @@
-"""A made-up driver of two GPUs, which answers as pynvml does."""
+"""Fake of the pynvml module with two GPUs."""
 
 from types import SimpleNamespace
 
@@ -16,7 +16,7 @@ class TimedOut(NVMLError):
 
 
 class Driver:
-    """Two sound H100s, unless the second one's entries say otherwise."""
+    """Fake pynvml with two healthy H100s; keywords change values of the second one, exceptions are raised when read."""
 
     NVMLError, NVMLError_NotSupported, NVMLError_Timeout = NVMLError, NotSupported, TimedOut
     NVML_TEMPERATURE_GPU, NVML_CLOCK_SM = 0, 1
@@ -26,9 +26,9 @@ class Driver:
     NVML_FI_DEV_GET_GPU_RECOVERY_ACTION = 230
 
     def __init__(self, **second) -> None:
-        sound = {'name': 'NVIDIA H100 80GB HBM3', 'free': 79, 'total': 80, 'processes': [], 'rows': (0, 0, 0, 0)}
-        sound |= {'errors': 0, 'recovery': 0, 'temperature': 71, 'throttle': 4}
-        self.gpus = [sound, sound | second]
+        healthy = {'name': 'NVIDIA H100 80GB HBM3', 'free': 79, 'total': 80, 'processes': [], 'rows': (0, 0, 0, 0)}
+        healthy |= {'errors': 0, 'recovery': 0, 'temperature': 71, 'throttle': 4}
+        self.gpus = [healthy, healthy | second]
         self.xids: list[int] = []
 
     def get(self, gpu, key):

@@ -1,4 +1,4 @@
-"""A real S3 API on localhost, moto's, behind a layer that fails on demand and keeps what was asked."""
+"""S3 server on localhost (moto's) that fails requests on demand and records all requests."""
 
 import socket
 import threading
@@ -21,51 +21,53 @@ ALWAYS = 10**9
 
 @dataclass
 class Fault:
-    """What happens to the next requests with these words.
-
-    A status; `cut` or `flip` for the body; `reset` for the connection; another word for an S3 code with status 400;
-    or the seconds that the body takes.
-    """
+    """Fault that is injected into the next matching requests."""
 
     words: str
+    """Words that a request must all contain, such as `GET shard.00000`."""
     what: int | str | float
+    """Kind of fault: an integer is an HTTP status; a float is the number of seconds that the body takes; `cut` halves
+    the body, `flip` flips a bit of it, `reset` resets the connection; any other text is an S3 error code with status
+    400."""
     times: int
+    """Number of further requests that fail."""
 
 
 @dataclass
 class Store:
-    """The server; `client` is boto3's."""
+    """Handle of the server: buckets and objects, faults to inject, and recorded requests."""
 
     client: Any
+    """boto3 client of the server."""
     faults: list[Fault] = field(default_factory=list)
-    """Those still to come."""
+    """Faults that have not been used up."""
     requests: list[str] = field(default_factory=list)
-    """All that came, failed ones included, as `GET /bucket/key?query`."""
+    """All requests, failed ones included, as `GET /bucket/key?query`."""
     authorizations: list[str] = field(default_factory=list)
-    """The header of each of them, or nothing."""
+    """Authorization header of each request, or an empty text."""
     payers: list[str] = field(default_factory=list)
-    """Who each of them says pays for it."""
+    """x-amz-request-payer header of each request, or an empty text."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables by which clients find the server."""
+        """Environment variables that lead clients to the server."""
         return ENVIRONMENT | {'S3_ENDPOINT_URL': self.client.meta.endpoint_url}
 
     def fail(self, words: str, what: int | str | float, *, times: int = ALWAYS) -> Fault:
-        """Let the next requests fail that hold all of some words, such as `GET shard.00000`."""
+        """Make the next requests that contain all of the words fail, and return the fault; see `Fault`."""
         self.faults.append(Fault(words, what, times))
         return self.faults[-1]
 
     def bucket(self, name: str, **objects: bytes) -> str:
-        """A new bucket's URL."""
+        """Create a bucket with objects, and return its URL."""
         self.client.create_bucket(Bucket=name)
         for key, body in objects.items():
             self.client.put_object(Bucket=name, Key=key, Body=body)
         return f's3://{name}'
 
     def upload(self, folder: Path, bucket: str = 'data') -> str:
-        """Put a folder into a new bucket; returns its URL."""
+        """Upload a folder into a new bucket, and return its URL."""
         files = sorted(path for path in folder.rglob('*') if path.is_file())
         return self.bucket(bucket, **{f'mds/{path.relative_to(folder)}': path.read_bytes() for path in files}) + '/mds'
 
@@ -78,21 +80,22 @@ class Store:
         self.client.delete_object(Bucket=bucket, Key=f'{key}/{name}')
 
     def objects(self, bucket: str) -> dict[str, bytes]:
-        """What a bucket holds."""
+        """Return the contents of a bucket's objects by key."""
         keys = [found['Key'] for found in self.listed(bucket)]
         return {key: self.client.get_object(Bucket=bucket, Key=key)['Body'].read() for key in keys}
 
     def listed(self, bucket: str) -> list[dict[str, Any]]:
+        """Return the entries of a bucket's listing."""
         pages = self.client.get_paginator('list_objects_v2').paginate(Bucket=bucket)
         return [found for page in pages for found in page.get('Contents', ())]
 
     def shard_reads(self) -> Counter[str]:
-        """GETs of shards, by path."""
+        """Return the number of GET requests per shard, by path."""
         paths = [request.split()[1].partition('?')[0] for request in self.requests if request.startswith('GET')]
         return Counter(path for path in paths if '.mds' in path)
 
     def clear(self) -> None:
-        """Empty it, and let it work."""
+        """Delete all buckets, faults and recorded requests."""
         self.faults.clear()
         for bucket in self.client.list_buckets()['Buckets']:
             for found in self.listed(bucket['Name']):
@@ -101,6 +104,7 @@ class Store:
         self.requests.clear()
 
     def take(self, request: str) -> Fault | None:
+        """Record a request, and return the fault to inject into it, if any."""
         with self._lock:
             self.requests.append(request)
             fault = next((each for each in self.faults if all(word in request for word in each.words.split())), None)
@@ -112,7 +116,7 @@ class Store:
 
 
 class FaultyApp:
-    """Passes requests on, but for those that are to fail."""
+    """WSGI application that forwards requests to another one, except for those that must fail."""
 
     def __init__(self, app: Callable[..., Any], store: Store) -> None:
         self.app, self.store = app, store
@@ -132,7 +136,7 @@ class FaultyApp:
             raise ConnectionResetError
         if fault.what not in ('cut', 'flip'):
             return refused(400, fault.what, start_response)
-        # Without the checksums that S3 sends, as not every store sends them.
+        # Remove S3's checksum headers, since not every store sends them and clients would detect the damage by them.
         plain = lambda status, headers, *rest: start_response(  # noqa: E731
             status, [header for header in headers if 'checksum' not in header[0].lower()], *rest
         )
@@ -144,13 +148,14 @@ class FaultyApp:
 
 
 def refused(status: int, code: str, start_response: Callable[..., Any]) -> list[bytes]:
+    """Return an S3 error response."""
     body = f'<?xml version="1.0"?><Error><Code>{code}</Code><Message>as asked</Message></Error>'.encode()
     start_response(f'{status} Failed', [('Content-Type', 'application/xml'), ('Content-Length', str(len(body)))])
     return [body]
 
 
 def slowly(parts: Any, seconds: float) -> Iterator[bytes]:
-    """The body in eight pieces, over so many seconds."""
+    """Yield a body in eight pieces, spread over a number of seconds."""
     body = b''.join(parts)
     step = max(1, len(body) // 8)
     for start in range(0, len(body), step):
@@ -160,7 +165,7 @@ def slowly(parts: Any, seconds: float) -> Iterator[bytes]:
 
 @contextmanager
 def serve() -> Iterator[Store]:
-    """Run the server in a thread."""
+    """Run the server in a thread, and yield its handle."""
     import logging
 
     import boto3

@@ -1,4 +1,4 @@
-"""Google, Azure and Hugging Face on localhost, as much of them as their makers' clients ask for here."""
+"""Fakes of Google Cloud Storage, Azure Blob Storage and the Hugging Face Hub on localhost, for their real clients."""
 
 import base64
 import json
@@ -13,33 +13,39 @@ from urllib.parse import parse_qs, unquote
 from xml.sax.saxutils import escape
 
 PAGE = 2
-"""Objects in a page of a listing."""
+"""Number of objects per page of a listing."""
 Answer = tuple[int, dict[str, str], bytes]
+"""Status, headers and body of a response."""
 
 
 @dataclass
 class Cloud:
-    """Objects by bucket and key, with the number of the write that made them."""
+    """Object store behind the three APIs."""
 
     url: str = ''
+    """URL of the server."""
     objects: dict[tuple[str, str], tuple[bytes, int]] = field(default_factory=dict)
+    """Content of each object, and the number of the write that created it, by bucket and key."""
     writes: int = 0
+    """Number of writes."""
     status: int | None = None
-    """What all requests are answered with, where it is set."""
+    """HTTP status of all responses; None answers normally."""
     requests: int = 0
+    """Number of requests."""
 
     def put(self, bucket: str, key: str, body: bytes) -> int:
+        """Write an object, and return the number of the write."""
         self.writes += 1
         self.objects[bucket, key] = body, self.writes
         return self.writes
 
     def page(self, bucket: str, prefix: str, start: str) -> tuple[list[str], str]:
-        """Keys of a page, and where the next one starts."""
+        """Return the keys of a page of a listing, and the first key of the next page or an empty text."""
         keys = sorted(key for name, key in self.objects if name == bucket and key.startswith(prefix) and key >= start)
         return keys[:PAGE], ''.join(keys[PAGE : PAGE + 1])
 
     def google(self, method: str, path: str, query: dict[str, str], headers: dict[str, str], body: bytes) -> Answer:
-        """Answer a request of the JSON API."""
+        """Answer a request to the JSON API of Google Cloud Storage."""
         match = re.fullmatch(r'(/upload|/download|)/storage/v1/b/([^/]+)/o(?:/(.+))?', path)
         assert match is not None, path
         kind, bucket, key = match[1], match[2], unquote(match[3] or '')
@@ -66,11 +72,12 @@ class Cloud:
         return 200, {}, json.dumps(self.metadata(bucket, key)).encode()
 
     def metadata(self, bucket: str, key: str) -> dict[str, str]:
+        """Return an object's metadata in Google's format."""
         body, generation = self.objects[bucket, key]
         return {'name': key, 'size': str(len(body)), 'etag': f'G{generation}=', 'generation': str(generation)}
 
     def azure(self, method: str, path: str, query: dict[str, str], headers: dict[str, str], body: bytes) -> Answer:
-        """Answer a request of the Blob service."""
+        """Answer a request to Azure Blob Storage."""
         container, _, key = unquote(path).removeprefix('/').partition('/')
         if query.get('comp') == 'list':
             keys, following = self.page(container, query.get('prefix', ''), query.get('marker', ''))
@@ -98,7 +105,7 @@ class Cloud:
         return status, {'ETag': f'"0x{found[1]}"', 'x-ms-blob-type': 'BlockBlob', **extra}, part
 
     def hub(self, method: str, path: str, query: dict[str, str], headers: dict[str, str], body: bytes) -> Answer:
-        """Answer a request about the dataset org/name; its objects are in the bucket `datasets`."""
+        """Answer a request to the Hugging Face Hub about the dataset org/name; its files are in bucket `datasets`."""
         files = {key.removeprefix('org/name/'): content for (_, key), (content, _) in self.objects.items()}
         rest = unquote(path).partition('/datasets/org/name')[2].strip('/')
         if rest.startswith('resolve/main/'):
@@ -118,6 +125,7 @@ class Cloud:
         return 200, {}, json.dumps({'id': 'org/name', 'sha': 'f' * 40}).encode()
 
     def application(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> list[bytes]:
+        """Answer a WSGI request with the API that its path belongs to."""
         headers = {name[5:].replace('_', '-').lower(): value for name, value in environ.items() if name[:5] == 'HTTP_'}
         headers['content-type'] = environ.get('CONTENT_TYPE', '')
         query = {name: values[0] for name, values in parse_qs(environ['QUERY_STRING']).items()}
@@ -134,7 +142,7 @@ class Cloud:
 
 
 def part_of(body: bytes, span: str | None) -> Answer:
-    """Answer a request for a whole body, or for the bytes of a Range header."""
+    """Return the response with a whole body, or with the bytes of a Range header."""
     from google_crc32c import value
 
     checksum = base64.b64encode(struct.pack('>I', value(body))).decode()
@@ -148,7 +156,7 @@ def part_of(body: bytes, span: str | None) -> Answer:
 
 @contextmanager
 def serve() -> Iterator[Cloud]:
-    """Run both clouds in a thread."""
+    """Run the server in a thread, and yield its object store."""
     import logging
 
     from werkzeug.serving import make_server

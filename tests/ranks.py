@@ -1,4 +1,4 @@
-"""Runs of recipes on several ranks, by the server of processes; and what tests compare of runs."""
+"""Start recipes on several ranks through the fork server, and compare the results of runs."""
 
 import contextlib
 import os
@@ -12,33 +12,35 @@ from forkserver import ROOT, Process, Server
 
 
 class Job:
-    """The ranks of one run."""
+    """Processes of a run, one per rank, with the log file of each."""
 
     def __init__(self, processes: Sequence[Process], logs: Sequence[Path]) -> None:
         self.processes, self.logs = processes, logs
 
     def running(self) -> bool:
+        """Return True if a rank still runs."""
         return any(process.poll() is None for process in self.processes)
 
     def send(self, number: int, rank: int) -> None:
+        """Send a signal to a rank."""
         os.kill(self.processes[rank].pid, number)
 
     def wait_for_death(self, rank: int, timeout: float = 120) -> None:
-        """Return when a rank has been killed; it is an error if it ends in another way."""
+        """Wait until a rank was killed by SIGKILL; fail if it ends in another way, or not within the timeout."""
         status = self.processes[rank].poll(timeout)
-        assert status is not None, f'rank {rank} goes on:\n{self.output()}'
+        assert status is not None, f'rank {rank} is still running:\n{self.output()}'
         assert status == -signal.SIGKILL, self.output()
 
     def kill(self) -> None:
-        """SIGKILL for all ranks, as when the machine goes."""
+        """Send SIGKILL to all ranks, as if the machine failed, and wait for their end."""
         for process in self.processes:
             if process.poll() is None:
-                with contextlib.suppress(ProcessLookupError):  # it has ended, and the news is on its way
+                with contextlib.suppress(ProcessLookupError):  # it has just ended, and its status has not arrived yet
                     os.kill(process.pid, signal.SIGKILL)
         self.wait()
 
     def wait(self, timeout: float = 240) -> list[int]:
-        """The ranks' exit statuses; negative for a signal."""
+        """Wait for the end of all ranks, and return their exit statuses; negative for a signal."""
         deadline = time.monotonic() + timeout
         statuses = []
         for process in self.processes:
@@ -48,29 +50,30 @@ class Job:
         return statuses
 
     def wait_for(self, path: Path, timeout: float = 120, *, or_ended: bool = False) -> None:
-        """Return as soon as a file is there; with `or_ended`, also when the run has ended and it never was seen."""
+        """Wait until a file exists; with `or_ended`, return also if the run ends without the file being seen."""
         deadline = time.monotonic() + timeout
         while not path.exists():
             if or_ended and not self.running():
                 return
-            assert self.running(), f'ended before {path} was there:\n{self.output()}'
-            assert time.monotonic() < deadline, f'{path} never came:\n{self.output()}'
+            assert self.running(), f'the run ended before {path} existed:\n{self.output()}'
+            assert time.monotonic() < deadline, f'{path} does not exist after {timeout} s:\n{self.output()}'
             time.sleep(0.002)
 
     def spend(self, seconds: float) -> None:
-        """Let it run on for a while."""
+        """Let the run continue for some seconds."""
         time.sleep(seconds)
 
     def outputs(self) -> list[str]:
-        """What each rank printed."""
+        """Return the output of each rank."""
         return [log.read_text() for log in self.logs]
 
     def output(self) -> str:
+        """Return the output of all ranks as one text, with a header per rank."""
         return ''.join(f'--- rank {rank}\n{text}' for rank, text in enumerate(self.outputs()))
 
 
 class Ranks:
-    """Starts runs, with their output in a folder; make one a session."""
+    """Starter of runs, with their logs in a folder; create one per test session."""
 
     def __init__(self, server: Server, folder: Path) -> None:
         self._server, self._folder = server, folder
@@ -85,9 +88,16 @@ class Ranks:
         environment: Mapping[str, str] | None = None,
         deaths: Mapping[int, tuple[int, Path]] | None = None,
     ) -> Job:
-        """Start a recipe on so many ranks, in float64 if asked, with further variables.
+        """Start a recipe on several ranks.
 
-        `deaths` says of a rank before which operation on a folder's files it dies, see `sudden_death.die_before`.
+        Args:
+            ranks: Number of ranks.
+            recipe: The recipe's file.
+            overrides: Changes to the recipe as `key=value`.
+            double: True trains in float64.
+            environment: Additional environment variables.
+            deaths: Number of the file operation before which a rank kills itself, and the folder of the files, by rank;
+                see `sudden_death.die_before`.
         """
         return self.start_program(
             ranks, ROOT / 'run.py', recipe, *overrides, double=double, environment=environment, deaths=deaths
@@ -101,7 +111,7 @@ class Ranks:
         environment: Mapping[str, str] | None = None,
         deaths: Mapping[int, tuple[int, Path]] | None = None,
     ) -> Job:
-        """Start `python COMMAND` on so many ranks, as the composer launcher would."""
+        """Start `python COMMAND` on several ranks, as the composer launcher would; arguments as for `start`."""
         self._count += 1
         logs = [self._folder / f'{self._count}-{rank}.log' for rank in range(ranks)]
         common = {
@@ -127,7 +137,7 @@ class Ranks:
         return Job(processes, logs)
 
     def run(self, ranks: int, recipe: Path, *overrides: str, double: bool = False) -> str:
-        """Run a recipe to its end; returns what the ranks printed."""
+        """Run a recipe to its end on several ranks, and return their output; fail if a rank fails."""
         job = self.start(ranks, recipe, *overrides, double=double)
         statuses = job.wait()
         assert not any(statuses), f'{statuses}\n{job.output()}'
@@ -135,31 +145,33 @@ class Ranks:
 
 
 def free_port() -> int:
+    """Return a TCP port that is free on localhost."""
     with socket.socket() as probe:
         probe.bind(('127.0.0.1', 0))
         return probe.getsockname()[1]
 
 
 def read_losses(run: Path) -> dict[int, float]:
+    """Return a run's training losses by batch."""
     from diffusion.loggers.metrics_file import TRAIN_LOSS, read_metrics
 
     return read_metrics(run / 'metrics.jsonl')[TRAIN_LOSS]
 
 
 def largest_difference(one: dict[int, float], other: dict[int, float]) -> float:
-    """The largest relative difference of two runs' losses, batch by batch."""
+    """Return the largest relative difference between the losses of two runs over all batches."""
     assert one.keys() == other.keys()
     return max(abs(one[batch] - other[batch]) / abs(one[batch]) for batch in one)
 
 
 def batches_done(run: Path) -> int:
-    """Batches that a run has done, those done again included, by its metrics."""
+    """Return the number of batches in a run's metrics; batches that were repeated after a restart count again."""
     metrics = run / 'metrics.jsonl'
     return metrics.read_text().count('"loss/train/total"') if metrics.exists() else 0
 
 
 def assert_same_weights(one: Path, other: Path) -> None:
-    """The averaged weights of two runs' newest checkpoints are equal to the last bit."""
+    """Assert that the averaged weights of two runs' newest checkpoints are equal bit for bit."""
     import torch
 
     from diffusion.checkpointing.run_folder import find_checkpoint, weights_of

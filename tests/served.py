@@ -1,4 +1,4 @@
-"""A callback that notes what a run served: an own line a rank and batch, with ids and shape."""
+"""Callback that records which samples a run served: one line per rank and batch, with sample IDs and image shape."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from diffusion.models import batch_keys
 
 
 class Served(Callback):
-    """Writes `served-<rank>.jsonl` into a folder."""
+    """Write the sample IDs and the image shape of every batch to `served-<rank>.jsonl` in a folder."""
 
     def __init__(self, folder: str = 'runs') -> None:
         self.path = Path(folder) / f'served-{dist.get_global_rank()}.jsonl'
@@ -29,7 +29,7 @@ register('callback', 'served', Served)
 
 
 def read_served(folder: Path) -> list[tuple[list[int], set[tuple[int, ...]]]]:
-    """Sorted ids and shapes of every global batch."""
+    """Return the sorted sample IDs and the image shapes (height, width) of every global batch."""
     ranks = [
         [json.loads(line) for line in path.read_text().splitlines()] for path in sorted(folder.glob('served-*.jsonl'))
     ]

@@ -1,4 +1,4 @@
-"""Pictures and MDS folders that tests make."""
+"""Create test images and MDS folders."""
 
 import io
 from pathlib import Path
@@ -9,28 +9,28 @@ CAPTIONS = ['a red square', 'a blue disc', 'green stripes', 'a yellow cross', 'a
 
 
 def draw_picture(index: int, side: int) -> bytes:
-    """A PNG of simple shapes that differ by index."""
+    """Return a PNG with an ellipse whose color and position depend on the index."""
     from PIL import Image, ImageDraw
 
     rng = np.random.default_rng(index)
     image = Image.new('RGB', (side, side), 'white')
     draw = ImageDraw.Draw(image)
-    colour = tuple(int(value) for value in rng.integers(0, 200, 3))
+    color = tuple(int(value) for value in rng.integers(0, 200, 3))
     left, top = (int(value) for value in rng.integers(0, side // 2, 2))
-    draw.ellipse((left, top, left + side // 2, top + side // 3), fill=colour)
+    draw.ellipse((left, top, left + side // 2, top + side // 3), fill=color)
     buffer = io.BytesIO()
     image.save(buffer, format='PNG')
     return buffer.getvalue()
 
 
 def write_pictures(folder: Path, *, count: int, side: int, offset: int = 0) -> Path:
-    """An MDS folder as `diffusion prepare` writes it."""
+    """Write an MDS folder with the columns of `diffusion prepare`, and return it."""
     from streaming import MDSWriter
 
     columns = {'image': 'bytes', 'captions': 'json', 'width': 'int', 'height': 'int', 'key': 'str'}
     with MDSWriter(out=str(folder), columns=columns, hashes=['sha1'], size_limit=8192) as writer:
         for index in range(offset, offset + count):
             captions = [f'{CAPTIONS[index % len(CAPTIONS)]} {index}', f'number {index}']
-            picture = draw_picture(index, side)
-            writer.write({'image': picture, 'captions': captions, 'width': side, 'height': side, 'key': f'p{index}'})
+            image = draw_picture(index, side)
+            writer.write({'image': image, 'captions': captions, 'width': side, 'height': side, 'key': f'p{index}'})
     return folder

@@ -1,7 +1,7 @@
-"""A real Slurm on this machine: Debian's slurmctld and slurmd, with nodes that are processes of one PID namespace.
+"""Real Slurm cluster on one machine: Debian's slurmctld and slurmd, with the nodes as processes of a PID namespace.
 
-Nothing outside of a folder is written, no privileged port or user is needed, and all of it ends with whoever started
-it: the first process of the namespace reads a pipe, and the kernel ends the others, jobs included, with that one.
+It writes to one folder only and needs no privileged port or user. It ends with the process that started it: the first
+process of the namespace reads a pipe from that process, and when it exits, the kernel kills all others, jobs included.
 """
 
 import os
@@ -28,7 +28,7 @@ SlurmctldPort={port}
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
-# A requeued job waits for as long as a credential lives; 5 s is the shortest.
+# A requeued job waits until its credential expires; 5 s is the minimum.
 AuthInfo=socket={folder}/munge.socket,cred_expire=5
 CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
 StateSaveLocation={folder}/state
@@ -50,7 +50,7 @@ PartitionName=main Nodes=ALL Default=YES PriorityTier=1 GraceTime=60
 PartitionName=urgent Nodes=ALL PriorityTier=2
 """
 
-# The shell is process 1: it takes leave of orphans, and when there is no more to read, the namespace ends.
+# The shell is PID 1 of the namespace: it reaps orphaned processes, and when its stdin is closed, the namespace ends.
 START = """\
 munged --foreground --force --key-file=key --socket="$PWD/munge.socket" \\
     --pid-file="$PWD/munged.pid" --seed-file="$PWD/munged.seed" --log-file="$PWD/munged.log" </dev/null >&2 &
@@ -73,7 +73,7 @@ done
 
 
 def why_not() -> str | None:
-    """Why there can be no such cluster here, or None."""
+    """Return the reason why no cluster can be started on this machine, or None."""
     absent = [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
     if absent:
         what = 'apt-get install --no-install-recommends slurmctld slurmd slurm-client munge'
@@ -84,15 +84,19 @@ def why_not() -> str | None:
 
 @dataclass
 class Cluster:
-    """A cluster that runs; `environ` leads Slurm's own programs to it."""
+    """Running cluster."""
 
     folder: Path
+    """Folder of all its files."""
     nodes: tuple[str, ...]
+    """Names of the nodes."""
     environ: dict[str, str]
+    """Environment variables that lead Slurm's programs to the cluster."""
     daemons: 'subprocess.Popen[str]'
+    """Process that holds the namespace; its stdin takes the signals to send to nodes."""
 
     def call(self, *command: str) -> str:
-        """What one of Slurm's programs prints."""
+        """Run one of Slurm's programs and return its output."""
         result = subprocess.run(
             command, capture_output=True, text=True, timeout=60, env=os.environ | self.environ, check=False
         )
@@ -100,35 +104,36 @@ class Cluster:
         return result.stdout.strip()
 
     def field(self, job: str, name: str) -> str:
-        """What `scontrol show job` says of one thing, such as JobState."""
+        """Return a field of `scontrol show job`, such as JobState."""
         words = self.call('scontrol', '--oneliner', 'show', 'job', job).split()
         return next(word.partition('=')[2] for word in words if word.startswith(f'{name}='))
 
     def signal(self, node: str, name: str) -> None:
-        """Send a signal to a node's slurmd: STOP makes a node that nobody reaches, whose jobs go on."""
+        """Send a signal to a node's slurmd; STOP makes the node unreachable while its jobs keep running."""
         assert self.daemons.stdin is not None and self.daemons.stdout is not None
         print(node, name, file=self.daemons.stdin, flush=True)
         assert self.daemons.stdout.readline() == 'sent\n'
 
     def wait_until_idle(self) -> None:
-        """Wait until all nodes are there, with nothing to do."""
-        until = time.monotonic() + READY_SECONDS
+        """Wait until all nodes are registered and idle."""
+        deadline = time.monotonic() + READY_SECONDS
         states: list[str] = []
         while states != ['idle'] * len(self.nodes):
-            assert self.daemons.poll() is None and time.monotonic() < until, f'nodes: {states}\n{self.log()}'
+            assert self.daemons.poll() is None and time.monotonic() < deadline, f'nodes: {states}\n{self.log()}'
             time.sleep(0.1)
             command = ['sinfo', '--Node', '--partition=main', '--noheader', '--format=%T']
-            environ = os.environ | self.environ  # at first nobody answers
+            environ = os.environ | self.environ
+            # Not call(), which asserts success: at first slurmctld does not answer.
             states = subprocess.run(command, capture_output=True, text=True, env=environ, check=False).stdout.split()
 
     def log(self) -> str:
-        """What the daemons said."""
+        """Return the log of the daemons."""
         return (self.folder / 'log').read_text(errors='replace')
 
 
 @contextmanager
 def start(folder: Path, *, nodes: int) -> Iterator[Cluster]:
-    """Start a cluster that writes to an empty folder, wait until its nodes are idle, and end it with all its jobs."""
+    """Start a cluster in an empty folder, yield it when its nodes are idle, and end it with all its jobs afterwards."""
     names = tuple(f'n{number + 1}' for number in range(nodes))
     user = pwd.getpwuid(os.geteuid()).pw_name
     host = socket.gethostname().partition('.')[0]
@@ -148,16 +153,17 @@ def start(folder: Path, *, nodes: int) -> Iterator[Cluster]:
             cwd=folder,
             env=os.environ | environ,
             text=True,
-            start_new_session=True,  # Ctrl-C is for the tests
+            start_new_session=True,  # Ctrl-C must reach only the tests
         )
     cluster = Cluster(folder, names, environ, daemons)
     try:
         cluster.wait_until_idle()
         yield cluster
     finally:
-        daemons.communicate()  # closes the pipe, and waits for all
+        daemons.communicate()  # closes the pipe, which ends the namespace, and waits for it
 
 
 def _namespace() -> list[str]:
-    own = [] if os.geteuid() == 0 else ['--user', '--map-current-user']
-    return ['unshare', *own, '--pid', '--fork', '--kill-child', '--mount-proc']
+    """Return the command that runs a program in a new PID namespace."""
+    user = [] if os.geteuid() == 0 else ['--user', '--map-current-user']
+    return ['unshare', *user, '--pid', '--fork', '--kill-child', '--mount-proc']

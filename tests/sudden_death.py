@@ -1,4 +1,4 @@
-"""Death at a chosen moment, the same on a fast machine and a slow one."""
+"""Kill a process at a chosen file operation, so that the moment does not depend on the machine's speed."""
 
 import os
 import signal
@@ -6,12 +6,16 @@ import sys
 from pathlib import Path
 
 EVENTS = {'open', 'os.rename', 'os.remove', 'os.rmdir', 'os.mkdir', 'os.link'}
+"""Audit events of Python that count as file operations."""
 
 
 def die_before(step: int, folder: Path | str, *, with_group: bool = False) -> None:
-    """Let SIGKILL take this process before its so-manyth operation on a file in a folder; the first is number 0.
+    """Make this process kill itself with SIGKILL before a certain operation on a file in a folder.
 
-    Processes that it forks count for themselves. `with_group` takes all of the process group as soon as one is there.
+    Args:
+        step: Number of the operation; the first is 0. Forked processes count their operations separately.
+        folder: The folder, with its subfolders.
+        with_group: True kills the whole process group when the first of its processes reaches the operation.
     """
     steps = iter(range(step))
 

@@ -1,4 +1,4 @@
-"""The benchmarks run, at a size that says nothing about seconds; what they count is what they should."""
+"""Benchmarks run at a tiny size, where times mean nothing, and their counts are checked."""
 
 import runpy
 import sys
@@ -15,7 +15,7 @@ ADDED = ('tf32', 'fused_optimizer', 'flash_attention', 'conv_benchmark', 'channe
 
 @pytest.fixture
 def rows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Rows]:
-    """Run `python benchmarks/<name>.py <words>` and read the rows of its tables: first cell -> the others."""
+    """Function that runs `python benchmarks/NAME.py WORDS` and returns the rows of its tables by their first cell."""
 
     def run(name: str, *words: str) -> Rows:
         path = str(BENCHMARKS / f'{name}.py')
@@ -28,7 +28,7 @@ def rows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     return run
 
 
-def test_ema_allocates_nothing_before_its_start_and_in_updates(rows):
+def test_ema_allocates_nothing_before_its_start_or_during_updates(rows):
     table = rows('ema', '1', '1')
 
     assert len(table) == 6
@@ -38,18 +38,18 @@ def test_ema_allocates_nothing_before_its_start_and_in_updates(rows):
 
 
 @pytest.mark.slow
-def test_a_trainer_is_compared_with_loops_step_by_step(rows):
+def test_overhead_benchmark_compares_the_trainer_with_plain_loops(rows):
     table = rows('overhead', '25', '2')
 
     assert {'Trainer', 'bare PyTorch loop', "trainer as in diffusers' example"} <= set(table)
-    # What it takes of a step is the benchmark's to say; that stages add up is no matter of speed.
+    # The overhead itself is for the benchmark to measure. That the stages add up does not depend on the speed.
     assert float(table['sum of the stages, share of what another clock says, %'][0]) == pytest.approx(100, abs=5)
     assert 30 < int(table['changes of stage a step'][0]) < 100
     assert 'in all, share of the step, %' in table
 
 
 @pytest.mark.slow
-def test_a_step_has_a_row_for_each_part(rows):
+def test_step_benchmark_has_a_row_per_part(rows):
     table = rows('step', '--pixels', '256', '--steps', '1', '--warmup', '1', '--millions', '1')
 
     names = [name for name in table if name.startswith('+ ')]
@@ -57,31 +57,31 @@ def test_a_step_has_a_row_for_each_part(rows):
     assert names == [f'+ {part}' for part in ADDED]
 
 
-def test_noise_counts_draws(rows):
+def test_noise_benchmark_counts_operations_per_draw(rows):
     table = rows('noise', '1', '1')
 
     assert table['256 px'][0] == '8192'
-    # 42 of Philox, moving words included, and 1.5 of Box and Muller; the single numbers of a sample hardly count.
+    # 42 for Philox, including moves of words, and 1.5 for Box-Muller; the per-sample draws are negligible.
     assert float(table['256 px'][1]) / 8192 == pytest.approx(43.8, rel=0.01)
     assert {'keyed draws', 'A100 80GB, 256 px', 'H200, 512 px'} <= set(table)
 
 
 @pytest.mark.slow
-def test_the_loader_is_compared_with_the_published_one_and_a_loop(rows):
+def test_loader_benchmark_compares_with_the_published_loader_and_a_loop(rows):
     table = rows('loader', '32', '1')
 
-    players = ('the published loader', 'our loader', 'a bare loop')
+    loaders = ('the published loader', 'our loader', 'a bare loop')
     assert [name for name in table if ' px, ' in name] == [
-        f'{side} px, {name}' for side in (256, 512) for name in players
+        f'{side} px, {name}' for side in (256, 512) for name in loaders
     ]
     assert all(float(cells[0]) > 0 for name, cells in table.items() if ' px, ' in name)
     assert 'times the published' in table['512 px, our loader'][3]
 
 
 @pytest.mark.slow
-def test_startup_has_a_row_for_each_size(rows):
+def test_startup_benchmark_has_a_row_per_size(rows):
     table = rows('startup', '0.1')
 
     epoch, *_, shared = table['0.1 M']
     assert epoch == 'all'
-    assert 0.8 <= float(shared) < 20  # 8 bytes a sample, for a moment, and little else
+    assert 0.8 <= float(shared) < 20  # 8 bytes per sample temporarily, and little else

@@ -1,4 +1,4 @@
-"""`diffusion check`, from what is typed to what is printed."""
+"""`diffusion check`: command lines, printed output and exit statuses."""
 
 import subprocess
 import sys
@@ -47,7 +47,7 @@ def write(tmp_path):
     return write_file
 
 
-def test_a_good_recipe_is_printed_and_timed(write, capsys):
+def test_valid_recipe_is_printed_and_timed(write, capsys):
     assert main(['check', write(GOOD), 'seed=3']) == 0
     out = capsys.readouterr().out
     assert 'seed: 3\n' in out
@@ -55,37 +55,37 @@ def test_a_good_recipe_is_printed_and_timed(write, capsys):
     assert ': ok, checked in ' in out.splitlines()[-1]
 
 
-def test_what_is_printed_is_a_recipe(write, capsys):
+def test_printed_recipe_loads_and_is_equal(write, capsys):
     path = write(GOOD)
     main(['check', path])
     assert load(write(capsys.readouterr().out, 'printed.yaml')) == load(path)
 
 
-def test_values_still_to_be_given_stay_in_what_is_printed(capsys):
+def test_missing_values_are_printed_and_listed_with_their_description(capsys):
     assert main(['check', str(YAMLS / 'phase1.yaml')]) == 0
     out = capsys.readouterr().out
     assert 'remote: ???\n' in out
     assert '#   streams.laion.remote: is still ???; give the object store folder that holds index.json' in out
 
 
-def test_a_keyword_still_to_be_given_says_its_type(write, capsys):
+def test_missing_keyword_of_a_component_is_listed_with_its_type(write, capsys):
     assert main(['check', write(GOOD), 'callbacks.speed_monitor.window_size=???', '--quiet']) == 0
     assert '#   callbacks.speed_monitor.window_size: is still ???; give int\n' in capsys.readouterr().out
 
 
-def test_strict_wants_every_value(capsys):
+def test_strict_fails_on_missing_values(capsys):
     assert main(['check', str(YAMLS / 'phase1.yaml'), '--strict']) == 2
     assert 'streams.laion.remote: is still ???' in capsys.readouterr().err
 
 
-def test_mistakes_are_told_beside_values_still_to_be_given(capsys):
+def test_mistakes_are_reported_despite_missing_values(capsys):
     assert main(['check', str(YAMLS / 'phase1.yaml'), 'trainer.max_duration=long', 'streams.laion.resolution=60']) == 2
     error = capsys.readouterr().err
     assert 'trainer.max_duration' in error
     assert 'streams.laion.resolution' in error
 
 
-def test_mistakes_of_every_sort_are_told_at_once(write, capsys):
+def test_mistakes_of_all_kinds_are_reported_in_one_run(write, capsys):
     text = GOOD.replace('8ba', 'long') + 'loader: {shufle: true}\noptimizer: {name: adamw, lrr: 1}\ncallbacks: {lr: }\n'
     assert main(['check', write(text)]) == 2
     error = capsys.readouterr().err
@@ -94,7 +94,7 @@ def test_mistakes_of_every_sort_are_told_at_once(write, capsys):
 
 
 @pytest.mark.parametrize('order', [('R', '--quiet', 'seed=x'), ('--quiet', 'R', 'seed=x'), ('R', 'seed=x', '--quiet')])
-def test_overrides_and_options_come_in_any_order(write, capsys, order):
+def test_overrides_and_options_can_be_in_any_order(write, capsys, order):
     path = write(GOOD)
     assert main(['check', *(path if word == 'R' else word for word in order)]) == 2
     assert "seed: 'x' is not an integer" in capsys.readouterr().err
@@ -113,13 +113,13 @@ def test_quiet_prints_one_line(write, capsys):
         ([], 'the following arguments are required: COMMAND'),
     ],
 )
-def test_wrong_arguments_are_answered(capsys, words, message):
+def test_wrong_arguments_exit_with_2_and_a_message(capsys, words, message):
     with pytest.raises(SystemExit, match='2'):
         main(words)
     assert message in capsys.readouterr().err
 
 
-def test_version(capsys):
+def test_version_is_printed(capsys):
     import diffusion
 
     with pytest.raises(SystemExit, match='0'):
@@ -128,7 +128,7 @@ def test_version(capsys):
 
 
 @pytest.mark.parametrize('name', MISTAKES)
-def test_a_mistake_is_one_message_that_names_the_file(write, capsys, name):
+def test_mistake_prints_one_message_with_the_file_name(write, capsys, name):
     path = write(MISTAKES[name], f'{name}.yaml')
     assert main(['check', path]) == 2
     captured = capsys.readouterr()
@@ -136,7 +136,7 @@ def test_a_mistake_is_one_message_that_names_the_file(write, capsys, name):
     assert captured.err.startswith(f'error: {path} has ')
 
 
-def test_no_mistake_prints_a_traceback(write):
+def test_mistakes_print_no_traceback(write):
     paths = [write(text, f'{name}.yaml') for name, text in MISTAKES.items()]
     program = 'import sys; from diffusion.cli import main; print([main(["check", path]) for path in sys.argv[1:]])'
     result = subprocess.run([sys.executable, '-c', program, *paths], capture_output=True, text=True, check=True)

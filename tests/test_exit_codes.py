@@ -1,4 +1,4 @@
-"""How our programs end, as real processes: mistakes of the user, injected bugs and injected faults of storage."""
+"""Exit statuses and messages of the programs, as real processes: user mistakes, injected bugs and storage faults."""
 
 import json
 import os
@@ -22,12 +22,12 @@ from diffusion.tasks import run_recipe
 
 LOG_LINE = re.compile(r'\d\d:\d\d:\d\d (INFO|WARNING): ')
 DIFFUSION = ('-m', 'diffusion')
-Here = Callable[[Callable[[Sequence[str]], int], Sequence[str | Path]], tuple[int | str | None, str]]
+InProcess = Callable[[Callable[[Sequence[str]], int], Sequence[str | Path]], tuple[int | str | None, str]]
 
 
 @dataclass
 class Site:
-    """A recipe of two batches, its finished run, and processes of our programs."""
+    """Working folder with a recipe of two batches and its finished run, in which programs are executed."""
 
     server: Server
     folder: Path
@@ -35,17 +35,17 @@ class Site:
     run: Path
     """Folder of the run, with the checkpoints ba1 and ba2."""
 
-    def end(self, command: Sequence[str | Path], **variables: str) -> tuple[int, str]:
-        """Run `python COMMAND`; returns its exit status and what it wrote to stderr."""
+    def execute(self, command: Sequence[str | Path], **variables: str) -> tuple[int, str]:
+        """Run `python COMMAND`, and return its exit status and its stderr."""
         environ = os.environ | {'OMP_NUM_THREADS': '1', 'CUDA_VISIBLE_DEVICES': '', 'PYTHONPATH': str(ROOT)} | variables
         with (self.folder / 'stdout').open('wb') as out, (self.folder / 'stderr').open('wb') as error:
             outputs = (out.fileno(), error.fileno())
             words = [str(word) for word in command]
             process = Process(self.server.path, words, environ=environ, folder=str(self.folder), outputs=outputs)
             status = process.poll(120)
-        told = (self.folder / 'stderr').read_text()
-        assert status is not None, told
-        return status, told
+        stderr = (self.folder / 'stderr').read_text()
+        assert status is not None, stderr
+        return status, stderr
 
     def file(self, name: str, content: str | bytes) -> Path:
         """Write a file and return its path."""
@@ -67,13 +67,13 @@ def site(
     recipe = folder / 'recipe.yaml'
     recipe.write_text(yaml.safe_dump(content), encoding='utf-8')
     site = Site(forkserver, folder, recipe, folder / 'runs' / 'run')
-    status, told = site.end([ROOT / 'run.py', recipe])
-    assert status == 0, told
+    status, stderr = site.execute([ROOT / 'run.py', recipe])
+    assert status == 0, stderr
     return site
 
 
 def locked_by_another(site: Site) -> list[str]:
-    """Make the lock of a run whose owner, this process, lives."""
+    """Create the lock of a run with this process, which is alive, as its owner; return overrides that use the run."""
     folder = site.run.with_name('locked')
     folder.mkdir()
     owner = run_lock.Owner.current({})
@@ -128,7 +128,7 @@ LATE_RUN: dict[str, tuple[Words, str]] = {
         lambda site: ['name=new', 'streams.again=${streams.small}', 'loader.batching_method=random'],
         'as streams.small is',
     ),
-    'latents wanted, images given': (lambda site: ['name=new', 'dataset.name=latents'], 'latent_moments is needed'),
+    'images instead of latents': (lambda site: ['name=new', 'dataset.name=latents'], 'latent_moments is needed'),
     'folder that is not a checkpoint': (
         lambda site: ['task=generate', f'checkpoint={site.folder}'],
         'is not a checkpoint or a run',
@@ -150,7 +150,7 @@ LATE_RUN: dict[str, tuple[Words, str]] = {
         lambda site: ['optimizer.name=decoupled_adamw', 'trainer.max_duration=3ba'],
         'saved with optimizer AdamW',
     ),
-    'run of somebody else': (lambda site: ['trainer.autoresume=false'], 'checkpoints of another run'),
+    'folder of another run': (lambda site: ['trainer.autoresume=false'], 'checkpoints of another run'),
     'run in use': (locked_by_another, 'trains into this folder'),
 }
 EARLY_COMMAND: dict[str, tuple[Words, str]] = {
@@ -172,8 +172,11 @@ EARLY_COMMAND: dict[str, tuple[Words, str]] = {
 LATE_COMMAND: dict[str, tuple[Words, str]] = {
     'export over something': (lambda site: ['export', site.run, '--out', site.folder], '--out: .* is not empty'),
     'export into a file': (lambda site: ['export', site.run, '--out', site.recipe / 'a'], '--out: .*not a folder'),
-    'export of no run': (lambda site: ['export', site.folder, '--out', 'a'], 'is not a checkpoint or a run'),
-    'options that contradict': (lambda site: ['export', site.run, '--out', 'a', '--at', '2'], 'with --ema-width'),
+    'export of a folder without checkpoint': (
+        lambda site: ['export', site.folder, '--out', 'a'],
+        'is not a checkpoint or a run',
+    ),
+    'options that contradict': (lambda site: ['export', site.run, '--out', 'a', '--at', '2'], 'needs --ema-width'),
     'no snapshots': (lambda site: ['export', site.run, '--out', 'a', '--ema-width', '0.1'], 'no snapshots'),
     'unknown scheduler': (lambda site: ['generate', site.run, 'a', '--scheduler', 'ddmi'], "'ddmi' is unknown"),
     'images into a file': (lambda site: ['generate', site.run, 'a', '--out', site.recipe], '--out: .*not a folder'),
@@ -183,79 +186,84 @@ LATE_COMMAND: dict[str, tuple[Words, str]] = {
 }
 
 
-def assert_one_message(told: str, message: str) -> None:
-    """The log, if there is one, and then an error of one to three lines, or a line for each mistake of a recipe."""
-    assert 'Traceback' not in told
-    lines = told.splitlines()
+def assert_one_message(stderr: str, message: str) -> None:
+    """Assert that stderr has optional log lines and then one error of up to three lines, or one line per mistake."""
+    assert 'Traceback' not in stderr
+    lines = stderr.splitlines()
     start = next(number for number, line in enumerate(lines) if 'error: ' in line)
-    assert re.search(message, told), told
-    assert all(LOG_LINE.match(line) or line.startswith(('usage: ', ' ', 'preparing ')) for line in lines[:start]), told
+    assert re.search(message, stderr), stderr
+    assert all(LOG_LINE.match(line) or line.startswith(('usage: ', ' ', 'preparing ')) for line in lines[:start]), (
+        stderr
+    )
     mistakes = re.search(r'has (\d+) mistakes:$', lines[start])
-    assert len(lines[start:]) <= (1 + int(mistakes[1]) if mistakes else 3), told
+    assert len(lines[start:]) <= (1 + int(mistakes[1]) if mistakes else 3), stderr
 
 
 @pytest.fixture
-def here(site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Here:
-    """Runs the `main` of a program in this process, which need not import PyTorch."""
+def in_process(site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> InProcess:
+    """Function that runs the `main` of a program in this process, and returns its exit status and stderr.
+
+    It is faster than a new process, for mistakes that are found before PyTorch is imported.
+    """
     monkeypatch.chdir(site.folder)
     monkeypatch.setattr(sys, 'path', [*sys.path])
 
-    def end(main: Callable[[Sequence[str]], int], words: Sequence[str | Path]) -> tuple[int | str | None, str]:
+    def execute(main: Callable[[Sequence[str]], int], words: Sequence[str | Path]) -> tuple[int | str | None, str]:
         try:
             status: int | str | None = main([str(word) for word in words])
         except SystemExit as exited:  # of argparse
             status = exited.code
         return status, capsys.readouterr().err
 
-    return end
+    return execute
 
 
 @pytest.mark.parametrize('mistake', EARLY_RUN)
-def test_a_mistake_in_a_recipe_ends_a_run_with_78_and_one_message(site, here, mistake):
+def test_mistake_in_a_recipe_exits_with_78_and_one_message(site, in_process, mistake):
     words, message = EARLY_RUN[mistake]
-    status, told = here(run_recipe.main, words(site))
-    assert status == 78, told
-    assert_one_message(told, message)
+    status, stderr = in_process(run_recipe.main, words(site))
+    assert status == 78, stderr
+    assert_one_message(stderr, message)
 
 
-def test_a_wrong_number_of_devices_ends_a_run_with_78(site, here, monkeypatch):
+def test_wrong_number_of_devices_exits_with_78(site, in_process, monkeypatch):
     monkeypatch.setenv('WORLD_SIZE', '3')
-    status, told = here(run_recipe.main, [site.recipe])
-    assert status == 78, told
-    assert_one_message(told, 'global_batch: 8 does not divide over 3 devices')
+    status, stderr = in_process(run_recipe.main, [site.recipe])
+    assert status == 78, stderr
+    assert_one_message(stderr, 'global_batch: 8 does not divide over 3 devices')
 
 
 @pytest.mark.parametrize('mistake', EARLY_COMMAND)
-def test_a_mistyped_command_ends_with_2_and_one_message(site, here, mistake):
+def test_wrong_command_line_exits_with_2_and_one_message(site, in_process, mistake):
     words, message = EARLY_COMMAND[mistake]
-    status, told = here(cli.main, words(site))
-    assert status == 2, told
-    assert_one_message(told, message)
+    status, stderr = in_process(cli.main, words(site))
+    assert status == 2, stderr
+    assert_one_message(stderr, message)
 
 
 @pytest.mark.parametrize('mistake', LATE_RUN)
-def test_a_mistake_found_before_the_first_batch_ends_a_run_with_78(site, mistake):
+def test_mistake_found_before_the_first_batch_exits_with_78(site, mistake):
     words, message = LATE_RUN[mistake]
-    status, told = site.end([ROOT / 'run.py', site.recipe, *words(site)])
-    assert status == 78, told
-    assert_one_message(told, message)
+    status, stderr = site.execute([ROOT / 'run.py', site.recipe, *words(site)])
+    assert status == 78, stderr
+    assert_one_message(stderr, message)
 
 
 @pytest.mark.parametrize('mistake', LATE_COMMAND)
-def test_a_mistake_found_before_the_work_ends_the_command_with_2(site, mistake):
+def test_mistake_found_by_a_command_before_its_work_exits_with_2(site, mistake):
     words, message = LATE_COMMAND[mistake]
-    status, told = site.end([*DIFFUSION, *words(site)])
-    assert status == 2, told
-    assert_one_message(told, message)
+    status, stderr = site.execute([*DIFFUSION, *words(site)])
+    assert status == 2, stderr
+    assert_one_message(stderr, message)
 
 
-def test_the_traceback_of_a_mistake_can_be_asked_for(site, here, monkeypatch):
+def test_traceback_of_a_mistake_is_printed_on_request(site, in_process, monkeypatch):
     monkeypatch.setenv('DIFFUSION_TRACEBACK', '1')
     for main, words, expected in ((run_recipe.main, [], 78), (cli.main, ['check'], 2)):
-        status, told = here(main, [*words, site.recipe, 'seed=x'])
+        status, stderr = in_process(main, [*words, site.recipe, 'seed=x'])
         assert status == expected
-        assert told.startswith('Traceback')
-        assert f'\nerror: {site.recipe} has a mistake:' in told
+        assert stderr.startswith('Traceback')
+        assert f'\nerror: {site.recipe} has a mistake:' in stderr
 
 
 TRAIN = ['run.py', '{recipe}', 'name=new-{count}']
@@ -289,7 +297,7 @@ BUGS = {
     ),
     'int() at resume': ('diffusion.checkpointing.checkpointer:_check_optimizer', "int('x')", RESUME),
     'RecursionError in tasks': (
-        'diffusion.tasks.generate:save_pictures',
+        'diffusion.tasks.generate:save_images',
         'injected()',
         ['run.py', '{recipe}', 'task=generate'],
     ),
@@ -328,46 +336,48 @@ DATA_FAULTS = {
 }
 
 
-def end_with(site: Site, target: str, statement: str, command: Sequence[str]) -> tuple[int, str]:
+def run_with_fault(site: Site, target: str, statement: str, command: Sequence[str]) -> tuple[int, str]:
+    """Run a program with an injected fault, see `injected.py`; return its exit status and stderr."""
     images = site.file('images/a.png', draw_picture(0, 64)).parent
     count = len([*site.run.parent.iterdir()])
     words = [str(word).replace('{recipe}', str(site.recipe)).replace('{run}', str(site.run)) for word in command]
     words = [word.replace('{count}', str(count)).replace('{images}', str(images)) for word in words]
-    return site.end([ROOT / 'tests' / 'injected.py', target, statement, *words])
+    return site.execute([ROOT / 'tests' / 'injected.py', target, statement, *words])
 
 
 def raising(name: str) -> str:
+    """Return a statement that raises the OSError of an errno's name, such as ESTALE."""
     return f'raise OSError(errno.{name}, os.strerror(errno.{name}))'
 
 
 @pytest.mark.parametrize('bug', BUGS)
-def test_a_bug_ends_with_1_and_its_traceback(site, bug):
-    status, told = end_with(site, *BUGS[bug])
-    assert status == 1, told
-    assert 'Traceback' in told
-    assert 'in injected\n' in told, 'the frame that raised'
+def test_bug_exits_with_1_and_its_traceback(site, bug):
+    status, stderr = run_with_fault(site, *BUGS[bug])
+    assert status == 1, stderr
+    assert 'Traceback' in stderr
+    assert 'in injected\n' in stderr, 'the frame that raised'
 
 
 @pytest.mark.parametrize('fault', FAULTS)
-def test_a_fault_of_storage_ends_with_1_and_its_traceback(site, fault):
+def test_storage_fault_exits_with_1_and_its_traceback(site, fault):
     target, name, command = FAULTS[fault]
-    status, told = end_with(site, target, raising(name), command)
-    assert status == 1, told
-    assert 'Traceback' in told
-    assert 'in injected\n' in told, 'the frame that raised'
+    status, stderr = run_with_fault(site, target, raising(name), command)
+    assert status == 1, stderr
+    assert 'Traceback' in stderr
+    assert 'in injected\n' in stderr, 'the frame that raised'
     if fault == 'save on a full disk':
-        assert re.search(r'ba1: not saved, no space left on \S+, 0\.\d\d GiB needed', told)
+        assert re.search(r'ba1: not saved, no space left on \S+, 0\.\d\d GiB needed', stderr)
 
 
 @pytest.mark.parametrize('fault', DATA_FAULTS)
-def test_a_fault_in_reading_data_ends_with_1_and_names_the_stream(site, fault):
+def test_fault_while_reading_data_exits_with_1_and_names_the_stream(site, fault):
     target, name, command = DATA_FAULTS[fault]
-    status, told = end_with(site, target, raising(name), command)
-    assert status == 1, told
-    assert re.search(r'(?m)^error: streams\.small: .*Input/output error', told), told
+    status, stderr = run_with_fault(site, target, raising(name), command)
+    assert status == 1, stderr
+    assert re.search(r'(?m)^error: streams\.small: .*Input/output error', stderr), stderr
 
 
-def test_a_save_that_fails_on_one_rank_ends_all_with_1(site, ranks: Ranks):
+def test_save_that_fails_on_one_rank_exits_all_ranks_with_1(site, ranks: Ranks):
     command = [ROOT / 'tests' / 'injected.py', 'diffusion.checkpointing.checkpoint_store:publish', raising('ESTALE')]
     job = ranks.start_program(2, *command, 'run.py', site.recipe, 'name=two')
     assert job.wait() == [1, 1], job.output()

@@ -1,4 +1,4 @@
-"""The layer of a module is the layer of its folder: a module imports its own layer or lower ones, without cycles."""
+"""Layers of modules: a module imports only its own layer and lower ones, without cycles; its folder sets the layer."""
 
 import ast
 import subprocess
@@ -14,7 +14,11 @@ LAYERS = [
     {'data', 'algorithms', 'callbacks', 'loggers', 'checkpointing', 'evaluation', 'profiling', 'training'},  # Composer
     {'tasks', 'prepare', 'inspection', 'preflight', 'cli', '__main__', '__init__'},  # programs
 ]
-COMPOSER_MODELS = {'models.latent_diffusion', 'models.builders', 'models.autoencoder'}  # beside their parts, on layer 2
+COMPOSER_MODELS = {
+    'models.latent_diffusion',
+    'models.builders',
+    'models.autoencoder',
+}  # on layer 2, in the folder of their parts
 FOREIGN = {
     'torch': 1,
     'torchvision': 1,
@@ -24,7 +28,7 @@ FOREIGN = {
     'composer': 2,
     'streaming': 2,
 }
-"""The lowest layer that may import a package."""
+"""Lowest layer that may import each third-party package."""
 
 MODULES = {
     '.'.join(path.relative_to(PACKAGE).with_suffix('').parts).removesuffix('.__init__'): path
@@ -33,31 +37,35 @@ MODULES = {
 
 
 def layer(module: str) -> int:
+    """Return the layer of a module, by its folder."""
     if module in COMPOSER_MODELS:
         return 2
     return next(number for number, folders in enumerate(LAYERS) if module.partition('.')[0] in folders)
 
 
 def imports(module: str) -> set[str]:
-    """The modules and packages that a module names in an import, inside functions too."""
+    """Return the modules and packages that a module imports, also inside functions."""
     found = set()
     for node in ast.walk(ast.parse(MODULES[module].read_text(encoding='utf-8'))):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f'{module}: relative import; write it out'
+            assert node.level == 0, f'{module}: relative import; use an absolute one'
             members = {f'{node.module}.{alias.name}' for alias in node.names}
             submodules = {name for name in members if name.removeprefix('diffusion.') in MODULES}
             found |= submodules if submodules == members else {str(node.module), *submodules}
     return found
 
 
-def ours(module: str) -> set[str]:
+def own_imports(module: str) -> set[str]:
+    """Return the modules of this package that a module imports."""
     return {name.removeprefix('diffusion.') for name in imports(module)} & MODULES.keys()
 
 
 def test_a_module_imports_only_its_own_layer_or_lower():
-    upwards = [f'{module} -> {name}' for module in MODULES for name in ours(module) if layer(name) > layer(module)]
+    upwards = [
+        f'{module} -> {name}' for module in MODULES for name in own_imports(module) if layer(name) > layer(module)
+    ]
     foreign = [
         f'{module} -> {name}'
         for module in MODULES
@@ -72,7 +80,7 @@ def test_imports_form_no_cycle(depth):
     edges: dict[str, set[str]] = {}
     for module in MODULES.keys() - {'__init__'}:
         start = '.'.join(module.split('.')[:depth])
-        edges.setdefault(start, set()).update('.'.join(name.split('.')[:depth]) for name in ours(module))
+        edges.setdefault(start, set()).update('.'.join(name.split('.')[:depth]) for name in own_imports(module))
     edges = {name: needs - {name} for name, needs in edges.items()}
     while edges:
         leaves = {name for name, needs in edges.items() if not needs & edges.keys()}
@@ -81,7 +89,7 @@ def test_imports_form_no_cycle(depth):
 
 
 def loaded_after(code: str) -> set[str]:
-    """Top-level packages in memory after running code in a fresh process."""
+    """Return the top-level packages that are imported after running code in a new process."""
     program = f'import sys\n{code}\nprint(*{{name.partition(".")[0] for name in sys.modules}}, file=sys.stderr)'
     result = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, check=True)
     return set(result.stderr.split())
@@ -108,8 +116,8 @@ def test_import_diffusion_loads_nothing_else():
     assert not loaded_after('import diffusion') & {*FOREIGN, 'omegaconf', 'yaml', 'numpy'}
 
 
-def test_public_names_and_their_homes_agree():
-    """Type checkers read one table, Python the other."""
+def test_public_names_and_their_modules_agree():
+    """Type checkers read the imports under TYPE_CHECKING; at run time, `_HOMES` is used."""
     import diffusion
 
     tree = ast.parse((PACKAGE / '__init__.py').read_text(encoding='utf-8'))

@@ -1,4 +1,4 @@
-"""What an installation gets: bounds, pins, declared imports, package data, image and CI."""
+"""Packaging: version bounds, pins, declared dependencies, package data, Docker image and Makefile."""
 
 import ast
 import importlib
@@ -28,18 +28,18 @@ everything = [Requirement(line) for line in [*project['dependencies'], *(r for r
 
 
 def pins(python: str) -> dict[NormalizedName, str]:
-    """Name -> version of constraints.txt under one Python."""
+    """Return the versions that constraints.txt pins under a Python version, by package name."""
     lines = (ROOT / 'constraints.txt').read_text().splitlines()
     found = [Requirement(line) for line in lines if not line.startswith('#')]
-    under = {**default_environment(), 'python_version': python, 'python_full_version': f'{python}.0'}
-    applying = [r for r in found if r.marker is None or r.marker.evaluate(under)]
+    environment = {**default_environment(), 'python_version': python, 'python_full_version': f'{python}.0'}
+    applying = [r for r in found if r.marker is None or r.marker.evaluate(environment)]
     versions = {canonicalize_name(r.name): str(r.specifier).removeprefix('==') for r in applying}
     assert len(versions) == len(applying), 'a package is pinned twice'
     return versions
 
 
 def imported_packages(folder: Path) -> Iterator[tuple[Path, str]]:
-    """Top-level packages that the files of a folder import, wherever in the file."""
+    """Yield the files of a folder with each top-level package that they import, also inside functions."""
     for path in sorted(folder.rglob('*.py')):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
@@ -49,7 +49,7 @@ def imported_packages(folder: Path) -> Iterator[tuple[Path, str]]:
 
 
 @pytest.mark.parametrize('python', PYTHONS)
-def test_every_pin_lies_within_its_bounds(python: str):
+def test_every_pin_is_within_its_bounds(python: str):
     pinned = pins(python)
     found = {requirement: pinned.get(canonicalize_name(requirement.name), 'not pinned') for requirement in everything}
     outside = [f'{wanted}: {pin}' for wanted, pin in found.items() if not wanted.specifier.contains(pin)]
@@ -67,7 +67,7 @@ def test_constraints_are_plain_pins():
     assert [line for line in lines if not re.fullmatch(pin, line)] == []
 
 
-def test_every_package_imported_is_declared():
+def test_every_imported_package_is_declared():
     declared = {canonicalize_name(Requirement(r).name) for r in project['dependencies'] + extras['quickstart']}
     optional = [line for name in ('eval', 'kubernetes', 'mcli', 'ray') for line in extras[name]]
     declared |= {canonicalize_name(Requirement(line).name) for line in optional}
@@ -81,7 +81,7 @@ def test_every_package_imported_is_declared():
     assert undeclared == set()
 
 
-def test_wheel_holds_every_file_of_the_package(tmp_path: Path):
+def test_wheel_contains_every_file_of_the_package(tmp_path: Path):
     build = [sys.executable, '-m', 'hatchling', 'build', '--target', 'wheel', '--directory', str(tmp_path)]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
     (wheel,) = tmp_path.glob('*.whl')
@@ -91,10 +91,10 @@ def test_wheel_holds_every_file_of_the_package(tmp_path: Path):
     assert packed == {path.relative_to(ROOT).as_posix() for path in files}
 
 
-def test_commands_of_the_image_are_modules_of_ours():
+def test_commands_of_the_image_are_existing_modules():
     dockerfile = (ROOT / 'docker' / 'Dockerfile').read_text()
     commands = [json.loads(words) for words in re.findall(r'CMD (\[.*\])$', dockerfile, re.MULTILINE)]
-    assert len(commands) == 2, 'the health check and the default'
+    assert len(commands) == 2, 'the health check and the default command'
     for python, option, module in commands:
         assert (python, option) == ('python', '-m') and find_spec(module), module
 
@@ -104,7 +104,7 @@ def test_console_script_exists():
     assert callable(getattr(importlib.import_module(module), function))
 
 
-def test_make_without_a_usable_python_says_what_it_wants(tmp_path: Path):
+def test_make_without_a_usable_python_fails_with_a_message(tmp_path: Path):
     for name in ('Makefile', 'pyproject.toml', 'constraints.txt'):
         shutil.copy(ROOT / name, tmp_path)
     run = subprocess.run(['make', 'test', 'PYTHON=no-such-python'], cwd=tmp_path, capture_output=True, text=True)

@@ -1,1 +1,1 @@
-"""Recipes: reading, validating and printing them. Standard library and OmegaConf only; nothing here imports torch."""
+"""Read, check and print recipes. Imports only the standard library, PyYAML and OmegaConf, never torch."""

@@ -1,4 +1,4 @@
-"""Sizes as recipes write them: `500gb`, `64 MiB`."""
+"""Parse and format sizes in bytes, such as `500gb` and `64 MiB`."""
 
 import re
 
@@ -12,10 +12,10 @@ UNITS = {'': 1, 'b': 1} | {
 
 
 def parse_bytes(text: str | int) -> int:
-    """The bytes of a size: 1gb is 10**9, 1gib is 2**30.
+    """Return the number of bytes that a size stands for: 1gb is 10**9, 1gib is 2**30, a bare number is bytes.
 
     Raises:
-        UserError: It is no size.
+        UserError: The text is not a positive number with an optional unit.
     """
     found = re.fullmatch(r'(\d+(?:\.\d+)?)\s*([a-z]*)', str(text).strip().lower())
     if found is None or found[2] not in UNITS or float(found[1]) == 0:
@@ -24,7 +24,7 @@ def parse_bytes(text: str | int) -> int:
 
 
 def bytes_text(size: float) -> str:
-    """A size for people: `1.5 GB`."""
+    """Return a size in bytes as readable text with a decimal unit, such as `1.5 GB`."""
     for unit in ('B', 'kB', 'MB', 'GB', 'TB'):
         if size < 1000 or unit == 'TB':
             return f'{size:.0f} {unit}' if unit == 'B' else f'{size:.1f} {unit}'

@@ -1,4 +1,7 @@
-"""What makes a recipe wrong beyond the types of its values; none of it needs a heavy import."""
+"""Checks of a recipe beyond the types of its values: names, keywords, durations, batch sizes, streams and paths.
+
+None of them needs a heavy import.
+"""
 
 import json
 import re
@@ -14,13 +17,18 @@ from diffusion.config.schema import MISSING, Gatherer, Problem, join
 from diffusion.errors import UserError
 from diffusion.storage.writable import why_not_writable
 
-SINGLE = ('model', 'dataset', 'eval_dataset', 'optimizer', 'scheduler')
-"""Sections that are one component."""
-PLURAL = {'algorithms': 'algorithm', 'callbacks': 'callback', 'loggers': 'logger', 'evaluators': 'evaluator'}
-"""Sections that are components by name, and their kind."""
+SINGLE_COMPONENT_SECTIONS = ('model', 'dataset', 'eval_dataset', 'optimizer', 'scheduler')
+"""Recipe sections that hold one component."""
+NAMED_COMPONENT_SECTIONS = {
+    'algorithms': 'algorithm',
+    'callbacks': 'callback',
+    'loggers': 'logger',
+    'evaluators': 'evaluator',
+}
+"""Recipe sections that map names to components, with the kind of these components."""
 SUPPLIED = {'dataset': ('buckets', 'batch_size', 'tokenizers', 'seed'), 'optimizer': ('params',)}
-"""Keywords of components that the program gives."""
-ELSEWHERE = {
+"""Keywords that only the program may set, by kind of component."""
+SET_IN_OTHER_SECTIONS = {
     'model': 'model',
     'train_dataloader': 'streams and dataset',
     'eval_dataloader': 'eval_streams and eval_dataset',
@@ -35,16 +43,17 @@ ELSEWHERE = {
     'parallelism_config': 'parallelism',
     'load_path': 'init_from (another run) or trainer.autoresume (this one)',
 }
-"""Keywords of the Trainer that are said in another section."""
-COMPOSERS_OWN = {
+"""Keywords of composer.Trainer that belong in another section of a recipe, with that section's name."""
+COMPOSER_SAVER_KEYWORDS = {
     'save_filename',
     'save_ignore_keys',
     'save_latest_filename',
     'save_overwrite',
     'save_weights_only',
 }
-"""Keywords of the Trainer that are about files which Composer's own CheckpointSaver writes."""
+"""Keywords of composer.Trainer that affect only the files of Composer's own CheckpointSaver."""
 DURATION = re.compile(r'\d+(\.\d+)?(ba|ep|sp|tok|dur|iter|sec)')
+"""Pattern of Composer's duration strings, such as `1000ba`."""
 DURATION_KEYS = (
     'max_duration',
     'eval_interval',
@@ -56,10 +65,11 @@ DURATION_KEYS = (
     'update_interval',
     'every',
 )
+"""Keywords of components and of the Trainer whose string values are durations."""
 
 
 def check_components(recipe: Recipe) -> list[Problem]:
-    """Names and keywords of components, and keywords of the Trainer."""
+    """Return the unknown components, and the wrong keywords of components and of composer.Trainer, as problems."""
     problems = []
     for where, kind, component in _components(recipe):
         what = registry.unknown(kind, component.name)
@@ -72,14 +82,16 @@ def check_components(recipe: Recipe) -> list[Problem]:
     if not isinstance(recipe.trainer, dict):
         return problems
     for key in recipe.trainer:
-        if key in ELSEWHERE:
-            problems.append(Problem(join('trainer', key), f'is said elsewhere: set {ELSEWHERE[key]}'))
-    rest = {key: value for key, value in recipe.trainer.items() if key not in ELSEWHERE}
+        if key in SET_IN_OTHER_SECTIONS:
+            problems.append(
+                Problem(join('trainer', key), f'belongs in another section; set {SET_IN_OTHER_SECTIONS[key]}')
+            )
+    rest = {key: value for key, value in recipe.trainer.items() if key not in SET_IN_OTHER_SECTIONS}
     return problems + registry.check_keywords('trainer', 'trainer', 'composer', rest, supplied=('model',))
 
 
 def keyword_types(recipe: Recipe) -> dict[str, str]:
-    """The annotation of every keyword that a component of the recipe, or the Trainer, takes, by its path."""
+    """Return the type annotations of all keywords of the recipe's components and of the Trainer, by path."""
     places = [*_components(recipe), ('trainer', 'trainer', Component('composer'))]
     return {
         join(where, parameter.name): parameter.annotation
@@ -90,7 +102,8 @@ def keyword_types(recipe: Recipe) -> dict[str, str]:
 
 
 def check_recipe(recipe: Recipe) -> list[Problem]:
-    """What the types alone do not say; values that are still ??? are passed over."""
+    """Return mistakes that the types of the values cannot show, as problems; skips values that are still ???."""
+    # A value may be ???, or None because its type was wrong; both are reported elsewhere. Hence the type checks.
     gather = Gatherer()
     if _not_positive(recipe.global_batch):
         gather.problem('global_batch', f'{recipe.global_batch} is not positive')
@@ -116,7 +129,7 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
 
 
 def check_devices(recipe: Recipe, world_size: int) -> list[Problem]:
-    """Whether the batch divides over the devices, and a device's share into microbatches."""
+    """Check that the global batch divides over the devices, and each device's part of it into microbatches."""
     batch, microbatch = recipe.global_batch, recipe.device_train_microbatch_size
     if recipe.task not in ('train', 'evaluate'):
         return []
@@ -140,7 +153,7 @@ def check_devices(recipe: Recipe, world_size: int) -> list[Problem]:
 
 
 def check_paths(recipe: Recipe) -> list[Problem]:
-    """Local data and checkpoints that the task needs and that are not there."""
+    """Return local data and checkpoints that the task needs but that are missing or unreadable, as problems."""
     gather = Gatherer()
     for section, streams in _stream_sections(recipe):
         for name, stream in streams.items():
@@ -151,9 +164,12 @@ def check_paths(recipe: Recipe) -> list[Problem]:
                 try:
                     check_folder(f'{section}.{name}.{source}', Path(folder), gather)
                 except PermissionError as error:
-                    what = f'{error.filename} may not be read ({error.strerror}); ask its owner, or give another folder'
+                    what = (
+                        f'{error.filename} cannot be read ({error.strerror}); ask its owner for access, '
+                        'or use another folder'
+                    )
                     gather.problem(f'{section}.{name}.{source}', what)
-    # A run that has checkpoints goes on from these; what it once started from may be gone.
+    # A run that has checkpoints resumes from them and no longer reads init_from, which may have been deleted since.
     if recipe.task == 'train' and recipe.init_from is not None and not (recipe.run_dir / 'latest').exists():
         _check_checkpoint('init_from', recipe.init_from, gather)
     if recipe.task in ('evaluate', 'generate'):
@@ -162,7 +178,7 @@ def check_paths(recipe: Recipe) -> list[Problem]:
 
 
 def check_output(recipe: Recipe) -> list[Problem]:
-    """Find an output folder that cannot be written to, before the work begins."""
+    """Return an output folder that cannot be written to as a problem, so that a task fails before its work."""
     where, out = 'runs_dir', str(recipe.run_dir)
     if recipe.task == 'precompute':
         where, out = 'precompute.out', recipe.precompute.out
@@ -173,9 +189,11 @@ def check_output(recipe: Recipe) -> list[Problem]:
 
 
 def _components(recipe: Recipe) -> list[tuple[str, str, Component]]:
-    """Where, kind and component of all that a recipe names."""
-    found = [(section, section.removeprefix('eval_'), getattr(recipe, section)) for section in SINGLE]
-    for section, kind in PLURAL.items():
+    """Return the path, kind and component of every component that a recipe names."""
+    found = [
+        (section, section.removeprefix('eval_'), getattr(recipe, section)) for section in SINGLE_COMPONENT_SECTIONS
+    ]
+    for section, kind in NAMED_COMPONENT_SECTIONS.items():
         entries = getattr(recipe, section)
         if isinstance(entries, dict):
             found += [(join(section, key), kind, component) for key, component in entries.items()]
@@ -183,7 +201,7 @@ def _components(recipe: Recipe) -> list[tuple[str, str, Component]]:
 
 
 def _stream_sections(recipe: Recipe) -> list[tuple[str, dict[str, StreamConfig]]]:
-    """The streams that the task reads, but for those that are still ???."""
+    """Return the streams that the task reads, by section, without those that are still ???."""
     sections = {
         'train': [('streams', recipe.streams), ('eval_streams', recipe.eval_streams)],
         'precompute': [('precompute.streams', recipe.precompute.streams)],
@@ -201,16 +219,16 @@ def _check_task(recipe: Recipe, gather: Gatherer) -> None:
         if not recipe.streams:
             gather.problem('streams', 'is empty; training needs at least one stream')
         if 'max_duration' not in recipe.trainer:
-            gather.problem('trainer.max_duration', 'is missing; say how long to train, such as 1000ba')
+            gather.problem('trainer.max_duration', 'is missing; set how long to train, such as 1000ba')
     if recipe.task == 'precompute':
         if not recipe.precompute.streams:
-            gather.problem('precompute.streams', 'is empty; name the pictures to encode')
+            gather.problem('precompute.streams', 'is empty; add at least one stream of images to encode')
         if not recipe.precompute.out:
-            gather.problem('precompute.out', 'is missing; give the folder for the latents')
+            gather.problem('precompute.out', 'is missing; set the output folder for the latents')
     if recipe.task == 'evaluate' and not recipe.eval_streams:
         gather.problem('eval_streams', 'is empty; evaluation needs at least one stream')
     if recipe.task == 'generate' and not recipe.generate.prompts:
-        gather.problem('generate.prompts', 'is empty; give captions to draw')
+        gather.problem('generate.prompts', 'is empty; add at least one prompt')
 
 
 def _check_streams(section: str, streams: Mapping[str, StreamConfig], gather: Gatherer) -> None:
@@ -223,16 +241,14 @@ def _check_streams(section: str, streams: Mapping[str, StreamConfig], gather: Ga
         _check_shape(where, stream, gather)
         amounts = [key for key in ('proportion', 'repeat', 'choose') if getattr(stream, key) is not None]
         if len(amounts) > 1:
-            gather.problem(where, f'{" and ".join(amounts)} say one thing in several ways; keep one')
+            gather.problem(where, f'{" and ".join(amounts)} are mutually exclusive; keep one')
         for key in amounts:
             if _not_positive(getattr(stream, key)):
                 gather.problem(join(where, key), f'{getattr(stream, key)} is not positive; remove the stream instead')
     with_proportion = [name for name, stream in streams.items() if stream.proportion is not None]
     if with_proportion and len(with_proportion) != len(streams):
         rest = ', '.join(name for name in streams if name not in with_proportion)
-        gather.problem(
-            section, f'{rest}: without proportion beside streams that have one; give all of them one, or none'
-        )
+        gather.problem(section, f'{rest}: no proportion, but other streams have one; set it for all streams or none')
 
 
 def _check_loader(recipe: Recipe, gather: Gatherer) -> None:
@@ -247,18 +263,16 @@ def _check_loader(recipe: Recipe, gather: Gatherer) -> None:
     if isinstance(recipe.loader.shuffle_seed, int) and recipe.loader.shuffle_seed < 0:
         gather.problem('loader.shuffle_seed', f'{recipe.loader.shuffle_seed} is negative; use 0 or more')
     if isinstance(bad, float) and not 0 <= bad < 1:
-        gather.problem('loader.max_bad_samples', f'{bad} is no share of the samples; use 0, or a little more')
+        gather.problem('loader.max_bad_samples', f'{bad} is not a fraction of the samples; use at least 0, below 1')
 
 
 def _check_shape(where: str, stream: StreamConfig, gather: Gatherer) -> None:
     if stream.aspects:
         if stream.shape is not None:
-            gather.problem(
-                join(where, 'shape'), 'is given by each folder of an `aspects` stream; remove one of the two'
-            )
+            gather.problem(join(where, 'shape'), 'is set by the folders of an `aspects` stream; remove one of the two')
         if stream.choose is not None:
             gather.problem(
-                join(where, 'choose'), 'cannot be shared out over shapes; use proportion and loader.epoch_size'
+                join(where, 'choose'), 'cannot be divided over image shapes; use proportion and loader.epoch_size'
             )
     if isinstance(stream.shape, str) and stream.shape != MISSING:
         try:
@@ -272,7 +286,7 @@ def _shape_text(stream: StreamConfig) -> str:
 
 
 def _check_order(recipe: Recipe, gather: Gatherer) -> None:
-    """What would make batches depend on the number of devices."""
+    """Report settings that would make global batches depend on the number of devices."""
     streams, batch = dict(_stream_sections(recipe)).get('streams', {}), recipe.global_batch
     problems = {}
     if isinstance(recipe.loader, LoaderConfig):
@@ -290,7 +304,7 @@ def _check_order(recipe: Recipe, gather: Gatherer) -> None:
             if absolute:
                 gather.problem(
                     join(join('streams', absolute[0]), 'choose or repeat'),
-                    'says how much an epoch takes, as loader.epoch_size does; use proportion with it',
+                    'conflicts with loader.epoch_size, which sets the samples per epoch too; use proportion with it',
                 )
     for name, stream in streams.items():
         if _positive(batch) and _positive(stream.choose):
@@ -308,47 +322,46 @@ def _check_parallelism(recipe: Recipe, gather: Gatherer) -> None:
     if _not_positive(settings.replicas):
         gather.problem('parallelism.replicas', f'{settings.replicas} is not positive; 1 shards over all devices')
     elif settings.replicas != 1 and not sharded:
-        gather.problem('parallelism.replicas', 'is for fsdp2 and fsdp1; under ddp every device is a replica: remove it')
+        gather.problem('parallelism.replicas', 'needs fsdp2 or fsdp1; under ddp every device is a replica: remove it')
     if settings.checkpoints == 'sharded' and settings.strategy != 'fsdp2':
         gather.problem('parallelism.checkpoints', f'sharded needs strategy: fsdp2, not {settings.strategy}; use whole')
     if settings.mixed_precision != 'default' and not sharded:
-        gather.problem(
-            'parallelism.mixed_precision', 'is for fsdp2 and fsdp1; ddp follows trainer.precision: remove it'
-        )
+        gather.problem('parallelism.mixed_precision', 'needs fsdp2 or fsdp1; ddp follows trainer.precision: remove it')
     if recipe.device_train_microbatch_size == 'auto' and settings.strategy != 'fsdp1':
         gather.problem(
             'device_train_microbatch_size',
-            f'auto is what Composer does under fsdp1 alone, not {settings.strategy}: ranks that run out of memory at '
-            'different sizes would wait for each other; give a number',
+            f'auto works only under fsdp1, not {settings.strategy}: ranks that run out of memory at different sizes '
+            'would wait for each other forever; set a number',
         )
     if settings.strategy == 'fsdp1' and isinstance(recipe.trainer, dict) and recipe.trainer.get('device') == 'cpu':
         gather.problem('parallelism.strategy', 'fsdp1 needs GPUs in Composer; use fsdp2 on a CPU')
 
 
 def _check_speed(recipe: Recipe, gather: Gatherer) -> None:
-    """Parts that are asked for by name and cannot be had."""
+    """Report parts that are explicitly turned on but cannot work under the strategy."""
     if not isinstance(recipe.speed, SpeedConfig) or not isinstance(recipe.parallelism, ParallelismConfig):
         return
     strategy = recipe.parallelism.strategy
     if recipe.speed.compile is True and strategy == 'fsdp1':
         gather.problem('speed.compile', 'GroupNorm under fsdp1 does not compile (pytorch#152185); use strategy: fsdp2')
     if recipe.speed.reduce_once is True and strategy != 'fsdp2':
-        gather.problem('speed.reduce_once', f'is for strategy: fsdp2, not {strategy}; remove it')
+        gather.problem('speed.reduce_once', f'needs strategy: fsdp2, not {strategy}; remove it')
 
 
 def _check_saving(recipe: Recipe, gather: Gatherer) -> None:
-    """Composer's own checkpoints have settings that ours do not know."""
+    """Report settings that only Composer's own CheckpointSaver reads, where this package's Checkpointer is used."""
     if not isinstance(recipe.trainer, dict) or 'save_folder' in recipe.trainer:
         return
-    for key in sorted(COMPOSERS_OWN & recipe.trainer.keys()):
+    for key in sorted(COMPOSER_SAVER_KEYWORDS & recipe.trainer.keys()):
         gather.problem(
             join('trainer', key),
-            f'is of checkpoints that Composer writes itself; checkpoints go to {recipe.runs_dir}/{recipe.name}/baN: '
-            'remove it, or give trainer.save_folder as well and do without their checks',
+            f"applies only to Composer's own checkpoints; this run saves to {recipe.runs_dir}/{recipe.name}/baN: "
+            "remove it, or also set trainer.save_folder for Composer's checkpoints, which are not verified",
         )
 
 
 def _durations(recipe: Recipe) -> list[tuple[str, Any]]:
+    """Return the path and value of every keyword that takes a duration."""
     places = [(where, component.kwargs) for where, _, component in _components(recipe)]
     if isinstance(recipe.trainer, dict):
         places.append(('trainer', recipe.trainer))
@@ -368,9 +381,9 @@ def _check_buckets(where: str, folder: Path, gather: Gatherer) -> None:
 def _check_index(where: str, folder: Path, gather: Gatherer) -> None:
     index = folder / 'index.json'
     if not index.is_file():
-        way_out = 'make it with `diffusion prepare`, or latents with task=precompute'
+        way_out = 'create it with `diffusion prepare`, or latents with task=precompute'
         if (folder / BUCKETS).is_file():
-            way_out = f'it has {BUCKETS}: say aspects: true'
+            way_out = f'it has {BUCKETS}; set aspects: true'
         gather.problem(where, f'{folder} has no index.json; is it an MDS folder? {way_out}')
         return
     try:
@@ -385,9 +398,9 @@ def _check_index(where: str, folder: Path, gather: Gatherer) -> None:
         gather.problem(where, f'{folder} has no samples; prepare it again, or remove the stream')
 
 
-def _check_checkpoint(where: str, place: str, gather: Gatherer) -> None:
-    if '://' not in place and not Path(place).exists():
-        gather.problem(where, f'{place} does not exist; give a checkpoint or the folder of a run')
+def _check_checkpoint(where: str, path: str, gather: Gatherer) -> None:
+    if '://' not in path and not Path(path).exists():
+        gather.problem(where, f'{path} does not exist; give a checkpoint or the folder of a run')
 
 
 def _positive(value: Any) -> TypeGuard[int]:

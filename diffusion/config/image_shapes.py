@@ -1,4 +1,4 @@
-"""Buckets: which shape a picture is seen at, and which pictures may share a batch. Sizes are in pixels."""
+"""Image shapes and aspect-ratio buckets: images of one bucket have the same shape and can share a batch."""
 
 import json
 import math
@@ -11,20 +11,20 @@ from diffusion.errors import UserError
 from diffusion.storage.atomic import write_whole
 
 BUCKETS = 'buckets.json'
-"""Lists the shapes of a folder that holds a folder of shards for each."""
+"""Name of the file that lists the image shapes of a dataset with one subfolder of shards per shape."""
 STEP = 8
-"""Sides are multiples of a latent cell."""
+"""Side of a latent cell in pixels; image sides are multiples of it."""
 SDXL_SHAPES = (
     *((512, 2048), (512, 1984), (512, 1920), (512, 1856), (576, 1792), (576, 1728), (576, 1664), (640, 1600)),
     *((640, 1536), (704, 1472), (704, 1408), (704, 1344), (768, 1344), (768, 1280), (832, 1216), (832, 1152)),
     *((896, 1152), (896, 1088), (960, 1088), (960, 1024), (1024, 1024)),
 )
-"""Height and width of the landscape half of the aspect buckets around 1024 px (Podell et al. 2023, appendix I)."""
+"""(Height, width) of SDXL's landscape and square buckets around 1024 px (Podell et al. 2023, appendix I)."""
 
 
 @dataclass(frozen=True, order=True)
 class Shape:
-    """Width and height of what the model sees, in pixels; written 640x384."""
+    """Width and height in pixels of the images that the model sees; written as 640x384."""
 
     width: int
     height: int
@@ -34,7 +34,7 @@ class Shape:
 
     @property
     def aspect(self) -> float:
-        """Width over height."""
+        """Width divided by height."""
         return self.width / self.height
 
     @property
@@ -51,25 +51,25 @@ def square(side: int) -> Shape:
 
 
 def parse_shape(text: str) -> Shape:
-    """The shape that `640x384` stands for: width, then height.
+    """Parse a shape written as width x height, such as `640x384`.
 
     Raises:
-        UserError: It is written otherwise, or a side is not a positive multiple of 8.
+        UserError: The text has another form, or a side is not a positive multiple of 8.
     """
     match = re.fullmatch(r'(\d+)x(\d+)', text) if isinstance(text, str) else None
     if match is None:
-        raise UserError(f'{text!r} is no shape; write width x height in pixels, such as 640x384')
+        raise UserError(f'{text!r} is not a shape; write width x height in pixels, such as 640x384')
     shape = Shape(int(match[1]), int(match[2]))
     if min(shape.width, shape.height) <= 0 or shape.width % STEP or shape.height % STEP:
-        raise UserError(f'{text!r}: sides are positive multiples of {STEP} pixels')
+        raise UserError(f'{text!r}: sides must be positive multiples of {STEP} pixels')
     return shape
 
 
 def read_buckets(folder: Path) -> dict[Shape, int]:
-    """The shapes of a folder and their numbers of samples, as its buckets.json says.
+    """Read a folder's buckets.json and return the number of samples per shape.
 
     Raises:
-        UserError: There is none, or it is something else.
+        UserError: The file does not exist or is not a valid list of buckets.
     """
     path = folder / BUCKETS
     try:
@@ -77,14 +77,14 @@ def read_buckets(folder: Path) -> dict[Shape, int]:
         return {parse_shape(name): int(bucket['samples']) for name, bucket in content['buckets'].items()}
     except FileNotFoundError as error:
         raise UserError(
-            f'{folder} has no {BUCKETS}; is it a folder of aspect buckets? Else leave out aspects'
+            f'{folder} has no {BUCKETS}; is it a folder of aspect buckets? If not, remove aspects'
         ) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f'{path} is no list of buckets ({error}); prepare the data again') from error
+        raise UserError(f'{path} is not a valid list of buckets ({error}); prepare the data again') from error
 
 
 def write_buckets(folder: Path, resolution: int, buckets: Mapping[Shape, Mapping[str, int]]) -> None:
-    """Write buckets.json: of each shape at least its number of `samples`."""
+    """Write buckets.json into a folder; each bucket holds at least the number of `samples` of its shape."""
     write_whole(folder / BUCKETS, buckets_text(resolution, buckets))
 
 
@@ -99,9 +99,9 @@ def buckets_text(resolution: int, buckets: Mapping[Shape, Mapping[str, int]]) ->
 
 
 def sdxl_shapes(resolution: int) -> list[Shape]:
-    """SDXL's aspect buckets of about `resolution`**2 pixels, by aspect: 41 of them, from 1:4 to 4:1.
+    """Return SDXL's 41 aspect buckets of about `resolution`**2 pixels, sorted by aspect ratio from 1:4 to 4:1.
 
-    The table is that of 1024 px, scaled; sides are rounded to multiples of 8, and of 64 from 1024 px on.
+    They are the buckets for 1024 px, scaled. Sides are rounded to multiples of 8 below 1024 px and of 64 from there on.
     """
     step = STEP if resolution < 1024 else 64
 
@@ -113,7 +113,8 @@ def sdxl_shapes(resolution: int) -> list[Shape]:
 
 
 def shape_for(width: int, height: int, shapes: Sequence[Shape]) -> Shape:
-    """The shape nearest in aspect, by ratio; of two as near, the more square one."""
+    """Return the shape whose aspect ratio is nearest on a log scale; of two equally near, the more square one."""
+    # On a log scale, 2:1 and 1:2 are equally far from 1:1.
     aspect = math.log(width / height)
     return min(
         shapes, key=lambda shape: (abs(math.log(shape.aspect) - aspect), abs(math.log(shape.aspect)), _by_aspect(shape))
@@ -121,9 +122,12 @@ def shape_for(width: int, height: int, shapes: Sequence[Shape]) -> Shape:
 
 
 def apportion(total: int, weights: Sequence[float]) -> list[int]:
-    """`total` shared out by weights in whole numbers, each off by less than one (largest remainders; ties: first)."""
-    whole = math.fsum(weights)
-    exact = [total * weight / whole for weight in weights]
+    """Divide `total` into integers proportional to the weights, each off by less than one (largest remainder method).
+
+    Of equal remainders, the first gets the extra one.
+    """
+    weight_sum = math.fsum(weights)
+    exact = [total * weight / weight_sum for weight in weights]
     shares = [math.floor(value) for value in exact]
     by_remainder = sorted(range(len(exact)), key=lambda index: (shares[index] - exact[index], index))
     for index in by_remainder[: total - sum(shares)]:

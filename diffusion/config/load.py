@@ -1,4 +1,4 @@
-"""How YAML becomes a recipe, with every mistake in one error, and how a recipe becomes YAML again."""
+"""Load a recipe from YAML, with all its mistakes in one error, and write a resolved recipe back to YAML."""
 
 import dataclasses
 import importlib
@@ -9,8 +9,8 @@ from typing import Any
 
 from diffusion.config import registry
 from diffusion.config.checks import (
-    PLURAL,
-    SINGLE,
+    NAMED_COMPONENT_SECTIONS,
+    SINGLE_COMPONENT_SECTIONS,
     check_components,
     check_devices,
     check_output,
@@ -38,7 +38,7 @@ __all__ = [
 
 
 class RecipeError(UserError):
-    """A recipe with mistakes; the message lists them all."""
+    """Error for a recipe with mistakes; its message lists them all, and `problems` holds them one by one."""
 
     def __init__(self, problems: Iterable[Problem], path: str | Path = '') -> None:
         self.problems = list(problems)
@@ -48,35 +48,37 @@ class RecipeError(UserError):
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), *, allow_missing: bool = False) -> Recipe:
-    """Read a recipe, what it extends, and overrides; check all that can be checked without heavy imports.
+    """Load a recipe with the files it extends and overrides; check all that can be checked without heavy imports.
 
     Args:
-        path: A YAML file.
-        overrides: `key=value` with dots for depth and YAML for values: `trainer.max_duration=20ba`.
-        allow_missing: Leave `???` where it stands, and list it in `recipe.missing`.
+        path: The recipe's YAML file.
+        overrides: Changes as `key=value`, with dots for depth and YAML for values: `trainer.max_duration=20ba`.
+        allow_missing: Accept values that are still `???`, and list them in `recipe.missing`.
 
     Raises:
-        RecipeError: With every mistake found.
+        RecipeError: The recipe has mistakes; the error lists all of them.
     """
     raw, gather = read_values(path, overrides), Gatherer()
     if 'recipe' in raw and 'backend' in raw:
-        what = f"it is a job's YAML, which diffusion launch takes; its recipe is {raw['recipe']}"
+        what = f'this is a job file, which diffusion launch takes; its recipe is {raw["recipe"]}'
         raise RecipeError([Problem('', what)], path)
     recipe = build_dataclass(Recipe, _with_components(raw, gather), '', gather)
-    # Names from imports are known only after importing them, which runs code: not for a recipe that is wrong anyway.
+    # Components of `imports` are known only after importing these modules, which runs user code. Do not run it for a
+    # recipe that has mistakes already.
     if isinstance(recipe.imports, list) and not gather.problems:
         gather.problems += _import_all(recipe.imports)
     if not recipe.imports or not gather.problems:
         gather.problems += check_components(recipe)
-    # Names and signatures are sound where there is no problem so far.
+    # keyword_types looks up signatures, which needs component names that are known to be registered.
     meanings = {} if gather.problems else keyword_types(recipe)
     gather.missing = [
         Problem(value.where, f'is still ???; give {meanings[value.where]}') if meanings.get(value.where) else value
         for value in gather.missing
     ]
+    # A value of the wrong type was replaced by None or its default, so a later check may report the same path again.
     found = [problem.where for problem in gather.problems + gather.missing]
     gather.problems += [
-        problem for problem in check_recipe(recipe) if not any(_same(problem.where, at) for at in found)
+        problem for problem in check_recipe(recipe) if not any(_overlap(problem.where, where) for where in found)
     ]
     problems = gather.problems if allow_missing else gather.problems + gather.missing
     if problems:
@@ -86,10 +88,10 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, allow_missing: bool
 
 
 def read_values(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """What a YAML says together with what it extends and overrides.
+    """Return the plain values of a YAML file, merged with the files it extends and with overrides.
 
     Raises:
-        RecipeError: It cannot be read.
+        RecipeError: A file or an override cannot be read.
     """
     try:
         return merge(read_chain(Path(path)), overrides)
@@ -97,18 +99,18 @@ def read_values(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, An
         raise RecipeError([Problem('', str(error))], path) from error
 
 
-def _same(where: str, at: str) -> bool:
-    """Whether a path leads to another or lies in it; what follows from one mistake is not a second one."""
-    return f'{at}.'.startswith(f'{where}.') or f'{where}.'.startswith(f'{at}.')
+def _overlap(one: str, other: str) -> bool:
+    """Return True if two paths are equal or one contains the other."""
+    return f'{other}.'.startswith(f'{one}.') or f'{one}.'.startswith(f'{other}.')
 
 
 def to_yaml(recipe: Recipe) -> str:
-    """The resolved recipe, defaults included, as YAML that `load` reads back to an equal one.
+    """Return the resolved recipe, defaults included, as YAML that `load` reads back to an equal recipe.
 
-    Values that are null by default and names that their key says already are left out.
+    Omits values that are null by default, and component names that equal their key.
     """
     values = _plain(recipe)
-    for section in PLURAL:
+    for section in NAMED_COMPONENT_SECTIONS:
         for key, entry in dict(values[section]).items():
             if isinstance(entry, dict) and entry['name'] == key:
                 del entry['name']
@@ -116,6 +118,7 @@ def to_yaml(recipe: Recipe) -> str:
 
 
 def _plain(value: Any) -> Any:
+    """Return a recipe's value as mappings, lists and scalars."""
     if isinstance(value, Component):
         return {'name': value.name} | _plain(value.kwargs)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -130,12 +133,15 @@ def _plain(value: Any) -> Any:
 
 
 def _with_components(raw: Mapping[str, Any], gather: Gatherer) -> dict[str, Any]:
-    """The raw values with components as {name, kwargs}; their keywords stand beside the name in a YAML."""
+    """Return the raw values with each component as {name, kwargs}, and without the entries that are false.
+
+    In YAML, a component's keywords are beside its name; the `Component` dataclass separates them.
+    """
     values = dict(raw)
-    for section in SINGLE:
+    for section in SINGLE_COMPONENT_SECTIONS:
         if isinstance(values.get(section), dict):
             values[section] = _component(values[section], None, section, gather)
-    for section in PLURAL:
+    for section in NAMED_COMPONENT_SECTIONS:
         if isinstance(values.get(section), dict):
             values[section] = {
                 key: _component({} if entry in (None, True, '') else entry, str(key), join(section, key), gather)
@@ -145,8 +151,8 @@ def _with_components(raw: Mapping[str, Any], gather: Gatherer) -> dict[str, Any]
     for section in ('streams', 'eval_streams'):
         if isinstance(values.get(section), dict):
             values[section] = {key: stream for key, stream in values[section].items() if stream is not False}
-    # An empty section is as good as none.
-    emptiable = (*PLURAL, 'streams', 'eval_streams', 'trainer', 'imports')
+    # A key without a value, such as `callbacks:` with all its lines commented out, is null in YAML.
+    emptiable = (*NAMED_COMPONENT_SECTIONS, 'streams', 'eval_streams', 'trainer', 'imports')
     return {key: value for key, value in values.items() if value is not None or key not in emptiable}
 
 
@@ -166,7 +172,7 @@ def _component(value: Any, name: str | None, where: str, gather: Gatherer) -> An
 
 def _import_all(modules: list[str]) -> list[Problem]:
     problems = []
-    # Like python itself: modules beside where the command was given.
+    # As with `python -c`, modules of the working directory can be imported; a console script does not add it.
     if '' not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     for index, module in enumerate(modules):

@@ -1,18 +1,19 @@
-"""Resolve the `speed` section of a recipe: which parts are on, on this machine and under this parallelism."""
+"""Resolve the `speed` section of a recipe: which parts are on for a device type and a parallelism strategy."""
 
 from dataclasses import fields, replace
 
 from diffusion.config.recipe import SpeedConfig
 
 PARTS = tuple(field.name for field in fields(SpeedConfig) if field.name != 'preset')
-"""Names of the parts."""
+"""Names of the parts of `speed`: all its fields but the preset."""
 
 
 def effective_parts(settings: SpeedConfig, *, on_gpu: bool, strategy: str = 'ddp') -> SpeedConfig:
-    """Return the settings with every null part replaced by its preset, and parts that cannot work here turned off."""
+    """Return the settings with every null part set by the preset, and parts that cannot work turned off."""
     preset = on_gpu and settings.preset == 'full'
-    # GroupNorm under FSDP1 does not compile since torch 2.6 (pytorch#152185).
+    # GroupNorm under FSDP1 does not compile since torch 2.6 (pytorch#152185). Composer's DDP already reduces once per
+    # batch, so reduce_once changes only FSDP2. copy_ahead overlaps host-to-GPU copies, which a CPU does not have.
     impossible = {'compile': strategy == 'fsdp1', 'reduce_once': strategy != 'fsdp2', 'copy_ahead': not on_gpu}
     decided = {part: getattr(settings, part) for part in PARTS}
-    decided = {part: preset if said is None else said for part, said in decided.items()}
+    decided = {part: preset if choice is None else choice for part, choice in decided.items()}
     return replace(settings, **{part: on and not impossible.get(part, False) for part, on in decided.items()})

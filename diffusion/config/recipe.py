@@ -1,4 +1,7 @@
-"""The recipe: its sections, what each value means, and the defaults."""
+"""Dataclasses of a recipe's sections: each field is a YAML key, with its type, default and description.
+
+The doc string under a field is its reference: `diffusion check` quotes the first sentence for missing values.
+"""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,247 +13,284 @@ from diffusion.config.schema import Problem
 
 @dataclass
 class Component:
-    """Something with a registered name and keywords."""
+    """A component, such as a model or a callback: its registered name and its keywords."""
 
     name: str
-    """A registered name."""
+    """The registered name of the component."""
     kwargs: dict[str, Any] = field(default_factory=dict, metadata={'flat': True})
-    """Its keywords, which stand beside the name in a YAML."""
+    """Keywords of the component, written beside the name in YAML."""
 
 
 @dataclass
 class StreamConfig:
-    """A folder of MDS shards, or of one such folder a shape."""
+    """A stream of training data: a folder of MDS shards, or a folder with one subfolder of shards per image shape."""
 
     resolution: int
-    """The side in pixels of the squares that the model sees, such as 256, or of a square of as many pixels."""
+    """The side in pixels of the square images that the model sees, a multiple of 8, such as 256. With `shape` or
+    `aspects`, the side of a square with about as many pixels."""
     shape: str | None = None
-    """Width x height in pixels that the model sees, such as 320x192; null is a square of `resolution`."""
+    """Width x height in pixels of the images that the model sees, multiples of 8, such as 320x192. Null is a square of
+    `resolution`."""
     aspects: bool = False
-    """The folder holds a folder a shape, as `diffusion prepare` writes aspect buckets: each becomes a stream."""
+    """True if the folder holds one subfolder of shards per image shape, as `diffusion prepare` writes aspect buckets.
+    Each shape becomes a stream of its own."""
     remote: str | None = None
-    """The object store folder that holds index.json, such as s3://bucket/mds; null for data that is local."""
+    """The object store folder that holds index.json, such as s3://bucket/mds. Null for data in `local`."""
     local: str | None = None
-    """The local folder: of the data itself, or of the cache of `remote`."""
+    """The local folder of the data, or of the cache if `remote` is set. Null with a remote caches in
+    `loader.cache_folder`."""
     proportion: float | None = None
-    """Share of this stream in an epoch, relative to the other streams' proportions."""
+    """The fraction of an epoch that comes from this stream, relative to the other streams' proportions. All streams set
+    it or none. Excludes `repeat` and `choose`; null for all three uses each sample once per epoch."""
     repeat: float | None = None
-    """How often an epoch goes over this stream."""
+    """The number of passes over this stream per epoch; may be fractional. Excludes `proportion` and `choose`."""
     choose: int | None = None
-    """Samples an epoch takes of this stream, a multiple of global_batch."""
+    """The number of samples per epoch from this stream, a multiple of `global_batch`. Excludes `proportion` and
+    `repeat`."""
     download_retry: int = 2
-    """Further tries after a download that failed, or brought a damaged shard."""
+    """The number of retries after a download that failed or returned a damaged shard."""
     download_timeout: float = 60.0
-    """Seconds in which a download must end, or bring another MiB."""
+    """The timeout of a download in seconds; it restarts with every MiB received."""
     validate_hash: str | None = None
-    """Hash that shards must have, and are checked by; null takes the fastest that they have."""
+    """The hash algorithm that shards are verified with, such as xxh64; shards without it are refused. Null uses the
+    fastest algorithm that their index lists."""
 
     @property
     def picture_shape(self) -> Shape:
-        """What the model sees of this stream, unless it is one of several shapes (`aspects`)."""
+        """Shape of the images that the model sees; undefined for a stream of several shapes (`aspects`)."""
         return parse_shape(self.shape) if self.shape is not None else square(self.resolution)
 
 
 @dataclass
 class LoaderConfig:
-    """How samples are read and ordered."""
+    """The `loader` section: how samples are read, cached and ordered."""
 
     num_workers: int | None = None
-    """Processes a device that read; null chooses from the cores."""
+    """The number of DataLoader worker processes per device. Null uses up to 8, as the CPU cores allow; 0 reads in the
+    main process."""
     prefetch_factor: int | None = None
-    """Batches each worker reads ahead."""
+    """The number of batches that each worker reads ahead; null is 2."""
     timeout_seconds: int = 600
-    """Longest wait for a worker's batch."""
+    """Timeout in seconds for a batch from a worker."""
     predownload: int | None = None
-    """Samples whose shards are fetched ahead."""
+    """The number of samples per worker whose shards are downloaded ahead; null lets Streaming choose."""
     cache_folder: str | None = None
-    """Where the shards of streams with a remote and no `local` are kept, shared by the jobs of a machine; null is a
-    folder in the machine's temporary one."""
+    """The local folder that caches the shards of streams with a `remote` and no `local`, shared by all jobs of a
+    machine. Null is `diffusion-<user id>/shards` in the machine's temporary folder."""
     cache_limit: str | None = None
-    """Largest size of cache_folder and of the local folders of other remotes, such as 500gb; the least recently used
-    shards go first."""
+    """The maximum total size of `cache_folder` and the `local` folders of remote streams, such as 500gb; the least
+    recently used shards are evicted first. Null sets no limit."""
     max_bad_samples: float = 1.0e-4
-    """Share of samples that may be replaced since they cannot be decoded; 0 stops at the first."""
+    """The maximum fraction of samples that may be replaced because they cannot be decoded, in [0, 1); 0 stops at the
+    first."""
     shuffle: bool = True
-    """Shuffle the training data."""
+    """True shuffles the training data; false reads it in the order of the shards."""
     shuffle_algo: Literal['py1e', 'py1br', 'py1s', 'py2s', 'naive'] = 'py1e'
-    """Streaming's shuffling algorithm."""
+    """The shuffling algorithm of StreamingDataset: py1e, py1br, py1s, py2s or naive."""
     shuffle_seed: int | None = None
-    """Seed of the order; null is the run's seed."""
+    """The seed of the sample order, at least 0; null is the run's `seed`."""
     shuffle_block_size: int | None = None
-    """Samples that are shuffled together; null lets Streaming choose."""
+    """The number of samples that are shuffled together; null lets Streaming choose."""
     epoch_size: int | None = None
-    """Samples of an epoch, a multiple of global_batch, over all streams; null is what the streams hold or say."""
+    """The number of samples per epoch over all streams, a multiple of `global_batch`. Null is the sum over the streams,
+    as their sizes, `repeat` and `choose` give it."""
     num_canonical_nodes: int | None = None
-    """Parts the order is cut in, of which nodes read whole ones; null is 64, or what of it divides global_batch."""
+    """The number of parts into which the sample order is split, a divisor of `global_batch`; each node reads whole
+    parts. It must not change during a run. Null is the largest divisor of `global_batch` out of 64, 32, ..., 1."""
     batching_method: Literal['per_stream', 'random'] = 'per_stream'
-    """per_stream never mixes streams in a batch; random does, where their resolution is the same."""
+    """The way in which batches are composed: per_stream never mixes streams in a batch; random mixes streams, which
+    must have the same shape."""
 
 
 @dataclass
 class ParallelismConfig:
-    """How the model is spread over devices."""
+    """The `parallelism` section: how the model is distributed over devices."""
 
     strategy: Literal['ddp', 'fsdp2', 'fsdp1'] = 'ddp'
-    """ddp: a copy on every device; fsdp2: sharded, the denoiser block by block; fsdp1: its predecessor, GPUs only."""
+    """The parallelism strategy: ddp keeps a copy of the model on every device; fsdp2 shards it, the denoiser block by
+    block; fsdp1 is PyTorch's older sharding, for GPUs only."""
     reshard_after_forward: bool = True
-    """Shard weights again after the forward pass (FULL_SHARD); false keeps them until the step (SHARD_GRAD_OP)."""
+    """Under FSDP, true frees gathered weights after the forward pass and gathers them again for the backward pass
+    (FULL_SHARD); false keeps them until the optimizer step (SHARD_GRAD_OP)."""
     replicas: int = 1
-    """Groups of devices that hold a whole model each, sharded inside the group (HYBRID_SHARD); 1 shards over all."""
+    """The number of device groups that each hold a whole model, sharded within the group (HYBRID_SHARD); it must divide
+    the number of devices. 1 shards over all devices. Needs FSDP, and GPUs under fsdp2."""
     mixed_precision: Literal['default', 'pure', 'full'] = 'default'
-    """Under FSDP: default gathers weights in trainer.precision and reduces gradients in float32, pure reduces them in
-    trainer.precision as well, full does both in float32."""
+    """The precision of communication under FSDP: default gathers weights in `trainer.precision` and reduces gradients
+    in float32; pure uses `trainer.precision` for both; full uses float32 for both."""
     activation_checkpointing: bool = False
-    """Recompute the denoiser's blocks in the backward pass instead of keeping what they computed."""
+    """True recomputes the activations of the denoiser's blocks in the backward pass instead of storing them: less
+    memory, slower steps."""
     checkpoints: Literal['whole', 'sharded'] = 'whole'
-    """whole: rank 0 writes all; sharded: every device writes its pieces, under fsdp2. Either resumes anywhere."""
+    """The format of checkpoints: whole is written by rank 0 alone; sharded is written by all devices in parallel and
+    needs fsdp2. Both can be resumed on any number of devices and under any strategy."""
 
 
 @dataclass
 class SpeedConfig:
-    """What makes a training step fast on a GPU; a part that is null follows the preset, and is off on a CPU."""
+    """The `speed` section: optimizations of a training step on a GPU. A part that is null follows the preset."""
 
     preset: Literal['full', 'none'] = 'full'
-    """full: every part; none: PyTorch's own defaults."""
+    """The default of all parts: full turns on every part that works on the GPU under the strategy, and no part on a
+    CPU; none keeps PyTorch's defaults."""
     channels_last: bool | None = None
-    """Convolutions with the channels innermost, as tensor cores want them: of the denoiser and the VAE. Under FSDP the
-    denoiser's weights stay as they are, and its activations alone have that order."""
+    """True runs the convolutions of the denoiser and the VAE in the channels_last memory format, which tensor cores
+    need. Under FSDP, the denoiser's weights stay contiguous and only its activations change. Null follows `preset`."""
     compile: bool | None = None
-    """torch.compile of the denoiser's residual and transformer blocks for training, and of those of a frozen VAE, once
-    for each shape. GroupNorm, SiLU and additions become one kernel. Not under fsdp1."""
+    """True compiles the residual and transformer blocks of the denoiser and of a frozen VAE with torch.compile, once
+    per image shape, for training. It fuses GroupNorm, SiLU and additions. Not possible under fsdp1. Null follows
+    `preset`."""
     low_precision_norms: bool | None = None
-    """GroupNorm and LayerNorm in autocast's dtype where they are not compiled; compiled ones move no more bytes."""
+    """True computes GroupNorm and LayerNorm in the autocast dtype where they are not compiled; fused norms of compiled
+    blocks would not gain from it. Null follows `preset`."""
     flash_attention: bool | None = None
-    """Attention by PyTorch's fused kernels, flash attention among them, in place of diffusers' plain processor."""
+    """True uses PyTorch's fused attention kernels, flash attention among them, instead of diffusers' plain attention
+    processor. Null follows `preset`."""
     fused_optimizer: bool | None = None
-    """All of the optimizer's update in a few kernels, if it has such (AdamW does)."""
+    """True uses the optimizer's fused implementation, which updates all parameters in a few kernels, if it has one
+    (AdamW does). Null follows `preset`."""
     tf32: bool | None = None
-    """What is left in float32 may round to TF32 in matrix products and convolutions."""
+    """True allows TF32 in float32 matrix products and convolutions. Null follows `preset`."""
     conv_benchmark: bool | None = None
-    """cuDNN tries its algorithms for each new shape and keeps the fastest."""
+    """True lets cuDNN time its convolution algorithms for each new shape and use the fastest. Ignored with
+    `trainer.deterministic_mode`. Null follows `preset`."""
     inference_mode: bool | None = None
-    """Frozen encoders run without autograd's bookkeeping."""
+    """True runs frozen encoders in torch.inference_mode, without autograd's overhead. Null follows `preset`."""
     copy_ahead: bool | None = None
-    """The next batch goes to the GPU while the one before is computed."""
+    """True copies the next batch to the GPU while the current one is processed. Null follows `preset`."""
     reduce_once: bool | None = None
-    """Under fsdp2, gradients are reduced and weights gathered once a batch instead of once a microbatch, for the memory
-    of whole gradients and weights on each device. Under ddp Composer reduces once in any case."""
+    """True reduces gradients and gathers weights once per batch instead of once per microbatch under fsdp2, at the cost
+    of unsharded gradients and weights on each device. Under ddp, Composer always reduces once. Null follows
+    `preset`."""
 
 
 @dataclass
 class PrecomputeConfig:
-    """`task: precompute`: which pictures become latents, and where these go."""
+    """The `precompute` section: the images that `task: precompute` encodes into latents, and the output format."""
 
     streams: dict[str, StreamConfig] = field(default_factory=dict)
-    """The streams of pictures."""
+    """The streams of images to encode, by name."""
     out: str = ''
-    """The folder for the latents, one sub-folder a stream."""
+    """The output folder for the latents, local or in an object store; it gets one subfolder per stream."""
     latents: Literal['image', 'image+text'] = 'image'
-    """image: the text encoder runs while training; image+text: its output is stored too, 158 kB a caption for SD2."""
+    """The encoders whose output is stored: image stores the VAE's only, and the text encoder runs during training;
+    image+text stores the text encoder's too, 158 kB per caption for SD2."""
     captions: Literal['all', 'first', 'longest'] = 'all'
-    """Which of a picture's captions image+text encodes; those of image are all kept, as text."""
+    """The captions of an image that are encoded with `latents: image+text`: all, first or longest. With
+    `latents: image`, all captions are stored as text."""
     posterior: Literal['sample', 'mean'] = 'sample'
-    """sample stores mean and log-variance, so that every epoch draws anew; mean stores half as much."""
+    """The part of the VAE's posterior that is stored: sample stores mean and log-variance, so that training samples new
+    latents in every epoch; mean stores the mean only, half the bytes."""
     dtype: Literal['float16', 'float32'] = 'float16'
-    """Of what is stored."""
+    """The dtype of the stored latents and text embeddings: float16 or float32."""
     crop: Literal['center', 'random'] = 'center'
-    """The middle of a picture, or the crop that training on the pictures would take in its first epoch."""
+    """The crop of an image: center, or random, which is the crop that training on the images would use in its first
+    epoch."""
     min_crop_scale: float = 1.0
-    """Smallest size of a random crop, as a share of the largest."""
+    """The minimum size of a random crop, as a fraction of the largest possible crop."""
     batch_size: int = 64
-    """Pictures encoded at once."""
+    """The number of images that a device encodes at a time."""
     shard_mb: float = 256.0
-    """Size of a shard in 10**6 bytes, about; an interruption can cost so much of the work on each device."""
+    """The approximate size of a shard in MB (10**6 bytes). An interruption loses at most one shard of work per
+    device."""
 
 
 @dataclass
 class GenerateConfig:
-    """`task: generate`, and the defaults of `diffusion generate`."""
+    """The `generate` section: settings of `task: generate`, and defaults of `diffusion generate`."""
 
     prompts: list[str] = field(default_factory=list)
-    """Captions to draw."""
+    """The prompts to generate images for."""
     negative_prompt: str = ''
-    """What guidance moves away from."""
+    """The negative prompt of classifier-free guidance, for all prompts; empty is the unconditional caption."""
     out: str | None = None
-    """Folder for the pictures; null is `generated` in the run's folder."""
+    """The output folder for the images; null is `generated` in the run's folder."""
     guidance_scale: float = 7.5
-    """1 turns guidance off."""
+    """The scale of classifier-free guidance; 1 turns guidance off."""
     guidance_rescale: float = 0.0
-    """Share of pulling the guided prediction's deviation back."""
+    """The strength, from 0 to 1, with which the guided prediction is rescaled to the standard deviation of the
+    conditional one; 0 turns rescaling off."""
     num_inference_steps: int = 50
-    """Steps of the scheduler."""
+    """The number of sampling steps of the noise scheduler."""
     num_images_per_prompt: int = 1
-    """Pictures a caption."""
+    """The number of images per prompt."""
     seed: int = 0
-    """Of the first picture; the others count up."""
+    """The seed of the first image; image number i uses `seed` + i."""
     noise_scheduler: str = 'ddim'
-    """ddim, dpm++, euler, ... or a class of diffusers."""
+    """The noise scheduler for sampling: a short name, such as ddim, dpm++ or euler, or a class name of diffusers."""
     weights: Literal['ema', 'training'] | None = None
-    """null takes averaged weights where there are any."""
+    """The weights to generate with: ema (averaged) or training. Null uses averaged weights if the checkpoint has
+    them."""
 
 
 @dataclass
 class Recipe:
-    """Everything about a run."""
+    """A complete recipe: all settings of a run."""
 
     name: str
-    """The name of the run, which its folder is called by."""
+    """The name of the run, which is also the name of its folder: letters, digits, dots, dashes and underscores."""
     global_batch: int
-    """The samples an optimizer step sees, over all devices."""
+    """The number of samples per optimizer step, over all devices."""
     model: Component
-    """The model: name and keywords."""
+    """The model: its registered name and its keywords."""
     task: Literal['train', 'precompute', 'evaluate', 'generate'] = 'train'
-    """What run.py does."""
+    """The task that run.py runs: train, precompute, evaluate or generate."""
     seed: int = 17
-    """Of everything that is random."""
+    """The seed of everything random, in [0, 2**32)."""
     imports: list[str] = field(default_factory=list)
-    """Modules to import first, which register components of yours."""
+    """The Python modules to import before the recipe is checked, which register custom components."""
     runs_dir: str = 'runs'
-    """Where the folders of runs are."""
+    """The folder that holds the folders of runs."""
     device_train_microbatch_size: int | Literal['auto'] | None = None
-    """Samples a device takes at once; null takes its whole share of the batch."""
+    """The number of samples that a device processes in one forward and backward pass; it must divide the batch per
+    device. Auto, only under fsdp1, searches for the largest that fits into memory. Null is the whole batch per
+    device."""
     init_from: str | None = None
-    """Checkpoint or folder of another run whose weights this one starts from."""
+    """The checkpoint, or the folder of another run, whose training weights this run starts from. Null starts from the
+    model's initial weights."""
     checkpoint: str | None = None
-    """What to evaluate or to generate with; null is the run's latest."""
+    """The checkpoint, or run folder, that `task: evaluate` and `task: generate` use; null is this run's latest."""
     dataset: Component = field(default_factory=lambda: Component('image_text'))
-    """Kind of the training data, and how samples are made of it."""
+    """The training dataset: its registered name (image_text or latents) and its keywords, such as crops and caption
+    choice."""
     streams: dict[str, StreamConfig] = field(default_factory=dict)
-    """Training data by name."""
+    """The streams of training data, by name."""
     allow_data_change: bool = False
-    """Go on with other data, or another order of it, than the run was started with."""
+    """True resumes a run even if its data, or the order of the data, differs from when it was started; false stops with
+    an error."""
     eval_dataset: Component | None = None
-    """Kind of the evaluation data; null is the training dataset's without what is random about it."""
+    """The evaluation dataset: its registered name and its keywords. Null uses `dataset` with center crops, no flips and
+    first captions."""
     eval_streams: dict[str, StreamConfig] = field(default_factory=dict)
-    """Evaluation data by name."""
+    """The streams of evaluation data, by name."""
     loader: LoaderConfig = field(default_factory=LoaderConfig)
-    """How samples are read and ordered."""
+    """Settings of the data loaders: reading, caching and order of samples."""
     optimizer: Component = field(default_factory=lambda: Component('adamw', {'lr': 1.0e-4, 'weight_decay': 0.01}))
-    """The optimizer."""
+    """The optimizer: its registered name and its keywords."""
     scheduler: Component | None = None
-    """The learning rate's schedule; null keeps it constant."""
+    """The learning rate scheduler: its registered name and its keywords. Null keeps the learning rate constant."""
     algorithms: dict[str, Component] = field(default_factory=dict)
-    """Composer algorithms by name."""
+    """The Composer algorithms, by name; `name: false` removes an inherited one."""
     callbacks: dict[str, Component] = field(default_factory=dict)
-    """Composer callbacks by name."""
+    """The Composer callbacks, by name; `name: false` removes an inherited one."""
     loggers: dict[str, Component] = field(default_factory=dict)
-    """Where metrics go."""
+    """The loggers of metrics, by name; `name: false` removes an inherited one."""
     evaluators: dict[str, Component] = field(default_factory=dict)
-    """What `task: evaluate` measures besides the validation losses."""
+    """The evaluators that `task: evaluate` runs in addition to the validation losses, by name."""
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
-    """How the model is spread over devices."""
+    """Settings of how the model is distributed over devices."""
     speed: SpeedConfig = field(default_factory=SpeedConfig)
-    """What makes a step fast."""
+    """Optimizations of a training step on a GPU."""
     precompute: PrecomputeConfig = field(default_factory=PrecomputeConfig)
-    """What `task: precompute` does."""
+    """Settings of `task: precompute`."""
     generate: GenerateConfig = field(default_factory=GenerateConfig)
-    """What `task: generate` draws."""
+    """Settings of `task: generate`."""
     trainer: dict[str, Any] = field(default_factory=dict)
-    """Keywords of composer.Trainer."""
+    """The keywords of composer.Trainer that no other section sets, such as max_duration and precision."""
     missing: list[Problem] = field(default_factory=list, repr=False, compare=False)
-    """Values that are still ???, where that was allowed."""
+    """The values that are still ???, if loading allowed them; not a key of a recipe."""
 
     @property
     def run_dir(self) -> Path:
-        """Where the run's checkpoints, metrics and pictures are."""
+        """Folder of the run's checkpoints, metrics and images."""
         return Path(self.runs_dir) / self.name

@@ -70,6 +70,7 @@ TARGETS: dict[str, dict[str, Any]] = {
     'evaluator': {'retrieval': 'diffusion.evaluation.retrieval:Retrieval'},
     'trainer': {'composer': 'composer.trainer.trainer:Trainer'},
 }
+"""Registered components by kind and name: a class or function, or its address `'module:attribute'`."""
 
 
 def register(kind: str, name: str, target: Any) -> None:
@@ -85,7 +86,7 @@ def register(kind: str, name: str, target: Any) -> None:
     """
     table = _table(kind)
     if table.get(name, target) != target:
-        raise UserError(f'register: {kind} {name!r} is {table[name]!r} already; choose another name')
+        raise UserError(f'register: {kind} {name!r} is already {table[name]!r}; choose another name')
     table[name] = target
 
 
@@ -117,11 +118,11 @@ def resolve(kind: str, name: str) -> Any:
 def build(kind: str, component: Component, *, offered: Mapping[str, Any] | None = None, **supplied: Any) -> Any:
     """Build a component from its keywords in the recipe and from values of the program.
 
-    A mapping given for a keyword whose type is a dataclass becomes that dataclass.
+    If the type of a keyword is a dataclass, a mapping given for it is converted to that dataclass.
 
     Args:
         kind: The component's kind, such as `callback`.
-        component: Its name and keywords.
+        component: The component's name and keywords.
         offered: Defaults of the program; the component gets those that it accepts and that the recipe does not set.
         supplied: Keywords that only the program may set; the component gets all of them.
 
@@ -134,6 +135,7 @@ def build(kind: str, component: Component, *, offered: Mapping[str, Any] | None 
     if both:
         raise UserError(f'{kind} {name}: {", ".join(sorted(both))} is set by the program; remove it from the recipe')
     values = signature(kind, name).accepted(offered or {}) | kwargs
+    # The annotation may be `Objective | None`, so look at the union's members too.
     for key, value in kwargs.items():
         if isinstance(value, Mapping):
             hint = get_type_hints(target.__init__ if inspect.isclass(target) else target).get(key)
@@ -163,7 +165,7 @@ def check_keywords(
         where: Path of the component in the recipe.
         kind: The component's kind.
         name: The component's name.
-        kwargs: Its keywords in the recipe.
+        kwargs: The component's keywords in the recipe.
         supplied: Keywords that only the program may set.
     """
     try:
@@ -191,6 +193,7 @@ def _check(where: str, found: Signature, kwargs: Mapping[str, Any], supplied: se
                 problems.append(Problem(path, f'is missing and has no default; give it{meaning}'))
             continue
         value = kwargs[parameter.name]
+        # A keyword whose annotation names a dataclass of this package is checked against the fields of that dataclass.
         nested = [target for text, target in found.nested.items() if text in words(parameter.annotation)]
         if isinstance(value, Mapping) and nested:
             problems += _check(path, of_source(*nested[0].split(':')), value, set())

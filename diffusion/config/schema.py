@@ -1,4 +1,4 @@
-"""From plain YAML values to dataclasses, every mistake gathered with the path where it stands."""
+"""Convert plain YAML values to dataclasses, and collect every mistake with its path instead of stopping at one."""
 
 import ast
 import dataclasses
@@ -12,59 +12,63 @@ from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 MISSING = '???'
-"""What a YAML says where only its user knows."""
+"""Placeholder in a YAML file for a value that its user must fill in."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A mistake: where it is, what it is, and the way out."""
+    """A mistake in a YAML file."""
 
     where: str
+    """Path of the value, such as `model.resolution`; empty for the whole file."""
     what: str
+    """Description of the mistake and of the way out."""
 
     def __str__(self) -> str:
         return f'{self.where}: {self.what}' if self.where else self.what
 
 
 class Gatherer:
-    """Problems, and values that are still to be given."""
+    """Collects the mistakes in a YAML file, and its values that are still `???`."""
 
     def __init__(self) -> None:
         self.problems: list[Problem] = []
         self.missing: list[Problem] = []
 
     def problem(self, where: str, what: str) -> None:
+        """Add a mistake."""
         self.problems.append(Problem(where, what))
 
     def still_missing(self, where: str, doc: str) -> None:
+        """Add a value that is still `???`; `doc` describes the value to give."""
         self.missing.append(Problem(where, f'is still ???; give {_sentence(doc) or "a value"}'))
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
-    """The name that was meant, as a question, or else all there are."""
+    """Return `did you mean 'NAME'?` with the nearest of the choices, or a list of all choices if none is near."""
     known = sorted(choices)
     near = difflib.get_close_matches(str(name), known, n=1)
     return f"did you mean '{near[0]}'?" if near else f'known: {", ".join(known) or "none"}'
 
 
 def join(where: str, key: object) -> str:
-    """The path of a key under a path."""
+    """Return the path of a key within a section."""
     return f'{where}.{key}' if where else str(key)
 
 
 def build_dataclass(kind: Any, value: Any, where: str, gather: Gatherer, doc: str = '') -> Any:
-    """The value as the type says; mistakes go to `gather` and give None.
+    """Convert a plain value to a type; return None and add to `gather` if it has a mistake.
 
     Args:
         kind: A dataclass, a simple type, Literal, a union, `list[...]`, `dict[str, ...]` or Any.
-        value: Plain YAML: mappings, lists, strings, numbers, booleans, None; `???` stays as it is.
+        value: Plain YAML: mappings, lists, strings, numbers, booleans, None; `???` is returned unchanged.
         where: Path of the value.
-        gather: Takes the mistakes.
-        doc: What the value means, for one that is missing.
+        gather: Collects the mistakes.
+        doc: Description of the value, for the message if it is missing.
     """
     if isinstance(value, str) and value == MISSING:
         if dataclasses.is_dataclass(kind) and not _required(kind):
-            gather.problem(where, 'is a section; write ??? for the value in it that its user must give')
+            gather.problem(where, 'is a section; write ??? for single values in it instead')
             return None
         gather.still_missing(where, doc)
         return value
@@ -82,6 +86,7 @@ def build_dataclass(kind: Any, value: Any, where: str, gather: Gatherer, doc: st
         entries = {
             str(key): build_dataclass(arguments[1], item, join(where, key), gather) for key, item in value.items()
         }
+        # An entry with a mistake is None here; drop it, so that later checks see only entries of the right type.
         return {key: item for key, item in entries.items() if item is not None or fits(arguments[1], None)}
     if fits(kind, value):
         return float(value) if kind is float else value
@@ -90,13 +95,14 @@ def build_dataclass(kind: Any, value: Any, where: str, gather: Gatherer, doc: st
 
 
 def fits(kind: Any, value: Any) -> bool:
-    """Whether a plain value is of a simple type; an int is fine for a float, a bool is not an int."""
+    """Return True if a plain value has a simple type; an int is accepted as a float, but a bool is not an int."""
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
         return True
     if origin in (Union, types.UnionType):
         return any(fits(choice, value) for choice in arguments)
     if origin is Literal:
+        # Compare types too: in Python, True == 1 == 1.0.
         return any(value == choice and type(value) is type(choice) for choice in arguments)
     if origin is list or kind is list:
         return isinstance(value, list) and all(fits(arguments[0], item) for item in value if arguments)
@@ -112,7 +118,7 @@ def fits(kind: Any, value: Any) -> bool:
 
 
 def describe_type(kind: Any) -> str:
-    """A type in words."""
+    """Return a readable description of a type for messages, such as `an integer or null`."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return ' or '.join(describe_type(choice) for choice in arguments)
@@ -120,15 +126,16 @@ def describe_type(kind: Any) -> str:
         return 'one of ' + ', '.join(str(choice) for choice in arguments)
     if origin is list:
         return f'a list, each {describe_type(arguments[0])}'
-    words = {int: 'an integer', float: 'a number', str: 'a string', bool: 'true or false', type(None): 'null'}
+    names = {int: 'an integer', float: 'a number', str: 'a string', bool: 'true or false', type(None): 'null'}
     if origin is dict or kind is dict or dataclasses.is_dataclass(kind):
         return 'a mapping (key: value)'
-    return words.get(kind, getattr(kind, '__name__', str(kind)))
+    return names.get(kind, getattr(kind, '__name__', str(kind)))
 
 
 @functools.cache
 def field_docs(kind: type) -> dict[str, str]:
-    """The doc strings under a dataclass's fields, their first sentence."""
+    """Return the first sentence of the doc string under each field of a dataclass, without its period."""
+    # Python does not keep doc strings of attributes at run time, so parse the source.
     tree = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
     assert isinstance(tree, ast.ClassDef)
     docs = {}
@@ -159,7 +166,7 @@ def _dataclass(kind: Any, value: Any, where: str, gather: Gatherer) -> Any:
             before = len(gather.problems)
             built[name] = build_dataclass(hints[name], value[name], path, gather, docs.get(name, ''))
             if built[name] is None and len(gather.problems) > before and name not in _required(kind):
-                del built[name]  # its default lets the other checks go on
+                del built[name]  # use the default, so that the other checks can continue
         elif name in _required(kind):
             gather.problem(path, f'is missing; give {_sentence(docs.get(name, "")) or describe_type(hints[name])}')
             built[name] = None
@@ -167,12 +174,12 @@ def _dataclass(kind: Any, value: Any, where: str, gather: Gatherer) -> Any:
 
 
 def _sentence(doc: str) -> str:
-    """A doc string to go on with in the middle of a sentence."""
+    """Return a doc string with a lower-case first letter, for the middle of a sentence."""
     return doc[:1].lower() + doc[1:]
 
 
 def _required(kind: Any) -> set[str]:
-    """Fields of a dataclass without a default."""
+    """Return the names of a dataclass's fields that have no default."""
     return {
         field.name
         for field in dataclasses.fields(kind)
@@ -185,6 +192,7 @@ def _union(kind: Any, value: Any, where: str, gather: Gatherer, doc: str) -> Any
     structured = [
         choice for choice in choices if dataclasses.is_dataclass(choice) or get_origin(choice) in (list, dict)
     ]
+    # A value of none of the simple types is taken for the structured one, so that mistakes inside it get their paths.
     if value is not None and structured and not any(fits(c, value) for c in choices if c not in structured):
         return build_dataclass(structured[0], value, where, gather, doc)
     if fits(kind, value):
@@ -194,6 +202,7 @@ def _union(kind: Any, value: Any, where: str, gather: Gatherer, doc: str) -> Any
 
 
 def _hint(kind: Any, value: Any) -> str:
+    """Return the way out for a value of the wrong type, with a leading semicolon, or an empty text."""
     if get_origin(kind) is Literal and isinstance(value, str):
         near = difflib.get_close_matches(value, [str(choice) for choice in get_args(kind)], n=1)
         return f"; did you mean '{near[0]}'?" if near else ''
@@ -203,7 +212,7 @@ def _hint(kind: Any, value: Any) -> str:
 
 
 def _look_for_missing(value: Any, where: str, gather: Gatherer) -> None:
-    """Values still to be given inside something without a schema."""
+    """Collect the values that are still `???` inside a value without a schema."""
     if isinstance(value, dict):
         for key, item in value.items():
             build_dataclass(Any, item, join(where, key), gather)

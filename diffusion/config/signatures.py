@@ -11,34 +11,37 @@ from typing import Any, Literal, Union
 
 from diffusion.errors import UserError
 
+# Types that YAML values can have; keywords of any other type are not checked.
 _SIMPLE = {'int': int, 'float': float, 'str': str, 'bool': bool, 'None': type(None), 'list': list, 'dict': dict}
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A keyword of a component; `annotation` is its source text, empty if there is none."""
+    """A keyword of a component."""
 
     name: str
     annotation: str
+    """Source text of its annotation, empty if it has none."""
     required: bool
+    """True if it has no default."""
 
 
 @dataclass(frozen=True)
 class Signature:
-    """The keywords of a component."""
+    """Keywords that a component accepts."""
 
     parameters: tuple[Parameter, ...]
     open_ended: bool
     """True if the component takes any other keyword too (`**kwargs`)."""
     nested: Mapping[str, str]
-    """Dataclasses that its file imports from this package, as `module:attribute`, by their name in that file."""
+    """Dataclasses that the component's file imports from this package, as `module:attribute`, by name in that file."""
 
     def names(self) -> set[str]:
         """Return the names of the keywords."""
         return {parameter.name for parameter in self.parameters}
 
     def accepted(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return those of the values that the component takes by name."""
+        """Return the values whose names are keywords of the component."""
         names = self.names()
         return {name: value for name, value in values.items() if name in names}
 
@@ -67,9 +70,11 @@ def of_source(module: str, attribute: str) -> Signature:
     definitions = {n.name: n for n in tree.body if isinstance(n, ast.ClassDef | ast.FunctionDef)}
     node = definitions.get(attribute)
     if node is None:
-        raise UserError(f'{module} defines no {attribute}; register it by the module that does')
+        raise UserError(f'{module} defines no {attribute}; register it by the module that defines it')
     nested = {name: f'{home}:{original}' for name, home, original in _imports(tree) if _is_dataclass_in(home, original)}
+    # Annotations may name type aliases such as CaptionChoice, of this file or of one that it imports them from.
     aliases = _aliases(tree) | {name: _aliases(_source(home)).get(original) for name, home, original in _imports(tree)}
+    # Follow a class without __init__ to its first base in the same file; a base from another file is not looked up.
     while isinstance(node, ast.ClassDef):
         inits = [item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == '__init__']
         if inits:
@@ -85,7 +90,7 @@ def of_source(module: str, attribute: str) -> Signature:
 
 @functools.cache
 def defaults_of_source(module: str, attribute: str) -> dict[str, Any]:
-    """Return the defaults of a function's keywords, parsed from the source; looks up constants of other modules."""
+    """Return the defaults of a function's keywords, parsed from its source; resolves constants of other modules."""
     tree = _source(module)
     node = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == attribute)
     arguments = node.args
@@ -98,7 +103,7 @@ def defaults_of_source(module: str, attribute: str) -> dict[str, Any]:
 
 
 def simple_type(annotation: str) -> Any:
-    """Parse an annotation into a type made of simple types; None if it holds any other type."""
+    """Parse an annotation into a type made of simple types; return None if it contains any other type."""
     try:
         return _simple(ast.parse(annotation, mode='eval').body) if annotation else None
     except SyntaxError:
@@ -136,6 +141,7 @@ def _union(members: list[ast.expr]) -> Any:
 
 
 def _is_class(node: ast.expr) -> bool:
+    """Return True if a member of a union is a known class whose instances a YAML cannot hold."""
     name = node.attr if isinstance(node, ast.Attribute) else getattr(node, 'id', '')
     return name in ('Tensor', 'Time', 'Precision', 'Device', 'Callable', 'Path')
 
@@ -156,13 +162,13 @@ def source_file(module: str) -> Path:
         path = Path(path.parent, *rest)
         path = path / '__init__.py' if path.is_dir() else path.with_suffix('.py')
     if not path.is_file():
-        raise UserError(f'{module}: there is no {path}; was it registered by the right name?')
+        raise UserError(f'{module}: {path} does not exist; was it registered by the right name?')
     return path
 
 
 @functools.cache
 def _source(module: str) -> ast.Module:
-    """The syntax tree of a module."""
+    """Return the syntax tree of a module."""
     return ast.parse(source_file(module).read_text(encoding='utf-8'))
 
 
@@ -214,7 +220,8 @@ def _arguments(node: ast.FunctionDef, aliases: Mapping[str, ast.expr | None]) ->
 
 
 def _takes_any(node: ast.FunctionDef, module: str) -> bool:
-    # **kwargs of this package's own classes are for the program (StreamingDataset's keywords), never for a recipe.
+    # Classes of this package take **kwargs only for values that the program sets, such as StreamingDataset's keywords.
+    # Accepting them from a recipe would hide typos and bypass the `loader` section.
     return node.args.kwarg is not None and not module.startswith('diffusion.')
 
 

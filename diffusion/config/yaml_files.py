@@ -1,4 +1,4 @@
-"""YAML files: what one extends, overrides from the command line, errors that say where, and writing."""
+"""Read YAML files with `extends` and command-line overrides, with errors that show the line, and write them."""
 
 import re
 from collections.abc import Sequence
@@ -13,30 +13,39 @@ from diffusion.errors import UserError, is_wrong_path
 
 
 class UnreadableYAML(UserError):
-    """A file or an override that cannot be read."""
+    """Error for a file or an override that cannot be read."""
 
 
 def read_chain(path: Path) -> list[dict[str, Any]]:
-    """The contents of a file and of what it extends, the most basic first, `extends` removed."""
+    """Return the contents of a file and of the files it extends, without `extends`, the most basic file first."""
     contents: list[dict[str, Any]] = []
     seen: list[Path] = []
     current: Path | None = path
     while current is not None:
+        # Compare resolved paths: a file can extend itself under another spelling, such as deep/../a.yaml.
         if current.resolve() in [p.resolve() for p in seen]:
             chain = ' -> '.join(str(p) for p in [*seen, current])
-            raise UnreadableYAML(f'extends: goes round in a circle: {chain}')
+            raise UnreadableYAML(f'extends: circular reference: {chain}; remove one of them')
         seen.append(current)
         content = read_yaml(current, extended_by=seen[-2] if len(seen) > 1 else None)
         base = content.pop('extends', None)
         if base is not None and not isinstance(base, str):
-            raise UnreadableYAML(f'{current}: extends: {base!r} is not a path; one file can be extended')
+            raise UnreadableYAML(f'{current}: extends: {base!r} is not a path; a file can extend one other file')
         contents.insert(0, content)
         current = current.parent / base if base else None
     return contents
 
 
 def read_yaml(path: Path, *, extended_by: Path | None = None) -> dict[str, Any]:
-    """The mapping in a YAML file; a key that stands twice is an error."""
+    """Return the mapping in a YAML file.
+
+    Args:
+        path: The file.
+        extended_by: The file whose `extends` names this one, for the error message.
+
+    Raises:
+        UnreadableYAML: The path is wrong, or the file is not a YAML mapping without duplicate keys.
+    """
     try:
         text = path.read_text(encoding='utf-8')
     except OSError as error:
@@ -45,7 +54,7 @@ def read_yaml(path: Path, *, extended_by: Path | None = None) -> dict[str, Any]:
         reason = f'{path} cannot be read ({error.strerror})'
         if extended_by is None:
             raise UnreadableYAML(f'{reason}; give the path of a YAML file') from error
-        way_out = 'the path is relative to the file that extends'
+        way_out = 'the path is relative to the extending file'
         raise UnreadableYAML(f'{extended_by}: extends: {reason}; {way_out}') from error
     except UnicodeDecodeError as error:
         raise UnreadableYAML(f'{path}: not UTF-8 text ({error})') from error
@@ -53,6 +62,7 @@ def read_yaml(path: Path, *, extended_by: Path | None = None) -> dict[str, Any]:
         content = yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
+        # PyYAML reports a tab as a character that "cannot start any token", without a way out.
         line = f':{mark.line + 1}:{mark.column + 1}' if mark else ''
         hint = '; indent with spaces' if r"'\t'" in str(error.problem) else ''
         raise UnreadableYAML(f'{path}{line}: {error.problem or error.context}{hint}') from error
@@ -64,9 +74,10 @@ def read_yaml(path: Path, *, extended_by: Path | None = None) -> dict[str, Any]:
 
 
 def merge(contents: Sequence[dict[str, Any]], overrides: Sequence[str]) -> dict[str, Any]:
-    """One mapping of several, later ones first in rank, `key=value` overrides last; interpolations resolved.
+    """Merge mappings and `key=value` overrides into one, and resolve interpolations.
 
-    Where a later file gives a component another name, the earlier one's keywords are dropped: they are not its own.
+    Later mappings take precedence over earlier ones, and overrides over all. If a later mapping gives a component
+    another name, the earlier component's keywords are dropped.
     """
     for index, content in enumerate(contents):
         for earlier in contents[:index]:
@@ -80,26 +91,27 @@ def merge(contents: Sequence[dict[str, Any]], overrides: Sequence[str]) -> dict[
                     f'{override!r} is not an override; write key=value, such as trainer.max_duration=20ba'
                 )
             OmegaConf.update(merged, key.strip(), _value(override, value), merge=True, force_add=True)
+        # Keep ???, which the caller reports together with the description of the value.
         plain = OmegaConf.to_container(merged, resolve=True, throw_on_missing=False)
     except OmegaConfBaseException as error:
         where = f'{error.full_key}: ' if getattr(error, 'full_key', None) else ''
         way_out = ''
         if isinstance(error, GrammarParseError):
-            way_out = r'; write \${ where no interpolation is meant'
+            way_out = r'; write \${ for a literal ${'
         elif 'incompatible container types' in str(error):
-            way_out = '; a list cannot replace a mapping (key: value), nor a mapping a list'
+            way_out = '; a list cannot replace a mapping (key: value), or a mapping a list'
         raise UnreadableYAML(f'{where}{str(error).splitlines()[0]}{way_out}') from error
     assert isinstance(plain, dict)
     return plain  # type: ignore[return-value]
 
 
 def dump(values: dict[str, Any]) -> str:
-    """Plain values as YAML that `read_yaml` and `merge` read back as they were."""
+    """Return plain values as YAML text that `read_yaml` and `merge` read back unchanged."""
     return yaml.dump(_escaped(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
 def dump_inline(value: Any) -> str:
-    """A plain value on one line, as an override `key=value` gives it back."""
+    """Return a plain value as one line of YAML, for the value of an override `key=value`."""
     width = float('inf')
     text = yaml.dump(
         _escaped(value), Dumper=_InlineDumper, sort_keys=False, default_flow_style=True, allow_unicode=True, width=width
@@ -108,16 +120,17 @@ def dump_inline(value: Any) -> str:
 
 
 def _escaped(value: Any) -> Any:
-    """Without interpolations: `${` is what it says, however many backslashes stand before it."""
+    """Return a value with every `${` escaped, so that OmegaConf reads it literally."""
     if isinstance(value, dict):
         return {key: _escaped(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_escaped(item) for item in value]
+    # OmegaConf halves the backslashes before `${`, and an odd number escapes it: double those there are and add one.
     return re.sub(r'(\\*)\$\{', r'\1\1\\${', value) if isinstance(value, str) else value
 
 
 def _drop_renamed(earlier: dict[str, Any], later: dict[str, Any]) -> None:
-    """Empty the mappings of one file that another one gives another `name`."""
+    """Empty the mappings of an earlier file to which a later file gives another `name`, in place."""
     for key, new in later.items():
         old = earlier.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
@@ -135,7 +148,10 @@ def _value(override: str, text: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML with 1e-4 a number, a date a string, and a key that stands twice an error."""
+    """SafeLoader that reads 1e-4 as a number and a date as a string, and rejects duplicate keys.
+
+    PyYAML implements YAML 1.1, in which 1e-4 is a string (it wants 1.0e-4), and keeps the last of duplicate keys.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[Any, yaml.Mark] = {}
@@ -143,7 +159,7 @@ class _Loader(yaml.SafeLoader):
             key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
             if isinstance(key, str | int | float) and key in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f'{key!r} stands twice, first in line {seen[key].line + 1}', key_node.start_mark
+                    None, None, f'duplicate key {key!r}, first in line {seen[key].line + 1}', key_node.start_mark
                 )
             if isinstance(key, str | int | float):
                 seen[key] = key_node.start_mark
@@ -151,14 +167,14 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what _Loader would read as something else; repeats what stands twice."""
+    """SafeDumper that quotes text which _Loader would read as another type, and writes no anchors and aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    # Other line breaks than \n would be folded into spaces, unless they are escaped.
+    # Unescaped, line breaks other than \n would be folded into spaces; double quotes make PyYAML escape them.
     style = '"' if re.search('[\x85\u2028\u2029]', text) else None
     return dumper.represent_scalar('tag:yaml.org,2002:str', text, style=style)
 
@@ -167,7 +183,7 @@ _Dumper.add_representer(str, _represent_text)
 
 
 class _InlineDumper(_Dumper):
-    """Writes line breaks and other control characters as escapes."""
+    """Dumper that writes line breaks and other unprintable characters as escapes, so that text fits on one line."""
 
 
 def _represent_inline(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
@@ -177,6 +193,7 @@ def _represent_inline(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 
 _InlineDumper.add_representer(str, _represent_inline)
 
+# PyYAML's pattern, extended to exponents without a decimal point or a sign.
 _FLOAT = re.compile(
     r"""^(?:[-+]?[0-9][0-9_]*(?:\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[eE][-+]?[0-9]+)
     |[-+]?\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?
@@ -187,7 +204,7 @@ _FLOAT = re.compile(
 
 
 def _resolve_as_1_2(schema: Any) -> None:
-    """Make floats and dates of a loader or dumper what they are in YAML 1.2."""
+    """Make a loader or dumper treat floats and dates as YAML 1.2 does: 1e-4 is a float, a date is a string."""
     schema.yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag != 'tag:yaml.org,2002:timestamp']
         for first, resolvers in schema.yaml_implicit_resolvers.items()

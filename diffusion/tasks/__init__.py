@@ -1,1 +1,1 @@
-"""The tasks a recipe can run: train, precompute, evaluate, generate; plus exporting a checkpoint to diffusers."""
+"""Tasks of a recipe: train, precompute, evaluate and generate; and export of checkpoints to diffusers."""

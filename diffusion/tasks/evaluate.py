@@ -1,4 +1,4 @@
-"""`task: evaluate`: validation losses of a run's checkpoint, and whatever evaluators its recipe names."""
+"""`task: evaluate`: measure the validation losses of a checkpoint and run the evaluators that its recipe names."""
 
 import json
 import logging
@@ -20,7 +20,15 @@ log = logging.getLogger(__name__)
 
 
 def trained_model(recipe: Recipe, which: Weights | None = None) -> tuple[ComposerModel, Weights]:
-    """The model of a recipe with the weights of `checkpoint`, or of its run's latest, and which weights these are."""
+    """Build a recipe's model with the weights of its checkpoint.
+
+    Args:
+        recipe: The recipe; `checkpoint` names the checkpoint, null is the run's latest.
+        which: Averaged or training weights; None loads averaged weights if the checkpoint has them.
+
+    Returns:
+        The model, and which weights were loaded.
+    """
     checkpoint = find_checkpoint(recipe.checkpoint or recipe.run_dir)
     weights, which = weights_of(checkpoint, which)
     model = components.build_model(recipe)
@@ -29,12 +37,17 @@ def trained_model(recipe: Recipe, which: Weights | None = None) -> tuple[Compose
 
 
 def evaluate(recipe: Recipe) -> dict[str, float]:
-    """Evaluate a checkpoint, averaged weights where it has them, and write `evaluation.json` into the run's folder."""
+    """Evaluate a checkpoint with averaged weights if it has them, and write `evaluation.json` into the run's folder.
+
+    Returns:
+        The metrics by name.
+    """
     model, which = trained_model(recipe)
     loader = components.build_loader(recipe, 'eval')
+    # The other keywords of the recipe's Trainer are for training.
     kept: dict[str, Any] = {'progress_bar': sys.stderr.isatty()}
     kept |= {key: value for key, value in recipe.trainer.items() if key in ('device', 'precision', 'progress_bar')}
-    # Composer warns about a Trainer without optimizer; this one never steps and so takes no memory.
+    # Composer warns about a Trainer without an optimizer. This one never steps, so it allocates no state.
     optimizer = components.build_optimizer(recipe, model)
     trainer = Trainer(model=model, eval_dataloader=as_spec(loader), optimizers=optimizer, seed=recipe.seed, **kept)
     trainer.eval()

@@ -1,4 +1,4 @@
-"""`diffusion export`: a checkpoint to a folder that stock diffusers loads."""
+"""`diffusion export`: convert a checkpoint to a folder that unmodified diffusers loads."""
 
 import argparse
 import copy
@@ -40,36 +40,37 @@ def export(
     at: int | None = None,
     dtype: Literal['float32', 'float16', 'bfloat16'] = 'float32',
 ) -> str:
-    """Write the model of a checkpoint as a StableDiffusionPipeline (an autoencoder's as an AutoencoderKL).
+    """Export the model of a checkpoint as a StableDiffusionPipeline, or an autoencoder as an AutoencoderKL.
 
     Args:
         place: A checkpoint or a run's folder; see `find_checkpoint`.
-        out: A folder that does not exist, or is empty. It appears whole or not at all.
-        weights: Averaged or training weights; by default averaged ones where there are any.
-        ema_width: Instead, the average of this width, which is put together from the run's `post_hoc_ema` snapshots;
-            the checkpoint gives what is not trained.
-        at: Batch of that average; by default that of the checkpoint, or of the last snapshot before it.
-        dtype: Precision of the files.
+        out: The output folder, which must not exist or be empty. It appears complete or not at all.
+        weights: Averaged or training weights; None exports averaged weights if the checkpoint has them.
+        ema_width: Width of a post-hoc EMA to export instead, reconstructed from the run's `post_hoc_ema` snapshots; the
+            checkpoint supplies the parts that are not trained.
+        at: Batch of the post-hoc EMA; None is the checkpoint's, or the last snapshot before it.
+        dtype: Precision of the exported weights.
 
     Returns:
-        Which weights were written.
+        Description of the weights that were exported, such as `ema`.
 
     Raises:
-        UserError: `out` holds something, the checkpoint or a snapshot can't be read, or settings contradict.
+        UserError: `out` is not empty, the checkpoint or a snapshot cannot be read, or settings contradict each other.
     """
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f'--out: {out} is not empty; remove it or give another folder')
     if ema_width is not None and weights is not None:
-        raise UserError('--ema-width: it makes its own weights; --weights chooses among those of the checkpoint')
+        raise UserError('--ema-width: it reconstructs weights from snapshots; remove --weights')
     if ema_width is None and at is not None:
-        raise UserError(f'--at: batch {at} of what? It goes with --ema-width; else name the checkpoint of that batch')
+        raise UserError(f'--at: batch {at} needs --ema-width; without it, give the checkpoint of that batch')
     check_writable(out.parent, '--out')
     precision = encoder_precision(dtype)
     checkpoint = find_checkpoint(place)
     recipe = load(recipe_beside(checkpoint))
     recipe.checkpoint = str(checkpoint)
     average = None if ema_width is None else average_of(checkpoint, ema_width, at=at)
+    # An average replaces all trained parameters below, so load the weights that every checkpoint has.
     model, which = trained_model(recipe, weights if average is None else 'training')
     if average is not None:
         load_average(model, average)
@@ -87,15 +88,18 @@ def export(
 
 
 def average_of(checkpoint: Path, width: float, *, at: int | None = None) -> ReconstructedAverage:
-    """The average of any width from the snapshots of a checkpoint's run.
+    """Reconstruct the average of any width from the snapshots of a checkpoint's run.
 
     Args:
-        checkpoint: Of the run.
-        width: See `reconstruct_average`.
-        at: Batch; by default that of the checkpoint, or of the last snapshot before it.
+        checkpoint: A checkpoint of the run.
+        width: Width of the average; see `reconstruct_average`.
+        at: Batch of the average; None is the checkpoint's, or the last snapshot before it.
+
+    Raises:
+        UserError: The checkpoint is older than the first snapshot.
     """
     run = recipe_beside(checkpoint).parent
-    named = re.match(r'ba(\d+)', checkpoint.resolve().name)  # ba40000/ of ours, ba40000-rank0.pt of Composer
+    named = re.match(r'ba(\d+)', checkpoint.resolve().name)  # ba40000/ of Checkpointer, ba40000-rank0.pt of Composer
     if at is None and named:
         batches = [snapshot.batch for snapshot in find_snapshots(run)]
         before = [batch for batch in batches if batch <= int(named[1])]
@@ -107,23 +111,29 @@ def average_of(checkpoint: Path, width: float, *, at: int | None = None) -> Reco
 
 @torch.no_grad()
 def load_average(model: nn.Module, average: ReconstructedAverage) -> None:
-    """Give a model's trained parameters the values of an average."""
+    """Copy the values of an average into a model's trained parameters."""
     parameters = trained_parameters(model)
     if {name: weight.shape for name, weight in parameters.items()} != average.shapes:
-        raise UserError('--ema-width: the snapshots are of another architecture than the recipe; are they of this run?')
+        raise UserError('--ema-width: the snapshots have another architecture than the recipe; are they from this run?')
     for name, weight in parameters.items():
         weight.copy_(average.tensors[name])
 
 
 def pipeline_of(model: LatentDiffusion) -> StableDiffusionPipeline:
-    """The stock pipeline that draws what the model draws."""
+    """Return the diffusers pipeline that generates the same images as the model.
+
+    Raises:
+        UserError: The model has several text encoders, or a VAE whose latent statistics cannot be folded.
+    """
     if len(model.text.encoders) != 1:
         raise UserError(f'export: {len(model.text.encoders)} text encoders; a StableDiffusionPipeline has one')
     if model.mask_padding:
-        log.warning('export: trained with mask_padding, which the stock pipeline does not do; its pictures will differ')
+        log.warning(
+            'export: trained with mask_padding, which the diffusers pipeline does not apply; its images will differ'
+        )
     if model.caption_dropout_mode == 'zeros':
         log.warning(
-            'export: trained with zeros for dropped captions; the stock pipeline uses the empty caption instead'
+            'export: trained with zeros for dropped captions; the diffusers pipeline uses the empty caption instead'
         )
     scheduler = inference_scheduler('ddim', model.objective)
     assert isinstance(scheduler, DDIMScheduler)
@@ -141,11 +151,11 @@ def pipeline_of(model: LatentDiffusion) -> StableDiffusionPipeline:
 
 @torch.no_grad()
 def with_folded_statistics(vae: AutoencoderKL) -> AutoencoderKL:
-    """A copy of a VAE whose means and standard deviations a channel are part of its weights.
+    """Return a copy of a VAE with its per-channel latent means and standard deviations folded into its weights.
 
-    Stock pipelines know `scaling_factor` alone. The 1x1 convolutions next to the latents take the rest: with latents
-    z = (m - mean) / std, `quant_conv` gives z's moments and `post_quant_conv` undoes it. A VAE that says nothing of
-    means and standard deviations is copied as it is.
+    diffusers' Stable Diffusion pipeline applies `scaling_factor` only. The 1x1 convolutions next to the latents can
+    apply the rest: with normalized latents z = (m - mean) / std, `quant_conv` outputs the moments of z, and
+    `post_quant_conv` maps z back to m. A VAE without latent statistics is copied unchanged.
     """
     config = vae.config
     vae = copy.deepcopy(vae).float()
@@ -153,14 +163,16 @@ def with_folded_statistics(vae: AutoencoderKL) -> AutoencoderKL:
         return vae
     if vae.quant_conv is None or vae.post_quant_conv is None:
         raise UserError(
-            'export: this VAE has latent statistics a channel but no quant_conv and post_quant_conv to fold them into; '
-            'the stock pipeline cannot represent it'
+            'export: this VAE has latent statistics per channel but no quant_conv and post_quant_conv to fold them '
+            'into; the diffusers pipeline cannot represent it'
         )
     mean, std = latent_statistics(vae)
     into, back = vae.quant_conv, vae.post_quant_conv
     assert into.bias is not None and back.bias is not None
+    # W (z * std + mean) + b = (W * std) z + (b + W mean); the bias must use W before it is scaled.
     back.bias += back.weight[:, :, 0, 0] @ mean
     back.weight *= std[None, :, None, None]
+    # The first half of the output channels are means, the second half log-variances, which shift by -2 log(std).
     channels = len(std)
     into.bias[:channels] -= mean
     into.bias[:channels] /= std
@@ -171,16 +183,17 @@ def with_folded_statistics(vae: AutoencoderKL) -> AutoencoderKL:
 
 
 def _cast(part: Part, dtype: torch.dtype) -> Part:
-    """The part in a precision; diffusers' own `to` warns about modules that these parts do not have."""
+    """Convert a part of a pipeline to a dtype in place, and return it."""
+    # Not part.to(): diffusers overrides it with a method that warns about modules that these parts do not have.
     nn.Module.to(part, dtype)
     return part
 
 
 def run_export(args: argparse.Namespace) -> int:
-    """`diffusion export`."""
+    """Run `diffusion export`; return the exit status."""
     which = export(
         args.checkpoint, args.out, weights=args.weights, ema_width=args.ema_width, at=args.at, dtype=args.dtype
     )
     kind = 'StableDiffusionPipeline' if (Path(args.out) / 'model_index.json').exists() else 'AutoencoderKL'
-    print(f"{args.out}: {which} weights; {kind}.from_pretrained('{args.out}') loads it")
+    print(f"{args.out}: {which} weights; load with {kind}.from_pretrained('{args.out}')")
     return 0

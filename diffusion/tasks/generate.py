@@ -1,4 +1,4 @@
-"""Drawing pictures from a checkpoint or an exported pipeline: `task: generate` and `diffusion generate`."""
+"""Generate images with a checkpoint or an exported pipeline: `task: generate` and `diffusion generate`."""
 
 import argparse
 import logging
@@ -25,16 +25,16 @@ log = logging.getLogger(__name__)
 
 
 def generate(recipe: Recipe) -> list[Path]:
-    """Draw the prompts of a recipe's `generate` section; returns the files."""
+    """Generate images for the prompts of a recipe's `generate` section, and return the files."""
     settings = recipe.generate
     if not settings.prompts:
-        raise UserError('generate.prompts: there is none; give a list of captions')
+        raise UserError('generate.prompts: is empty; add at least one prompt')
     model, which = trained_model(recipe, settings.weights)
     if not isinstance(model, LatentDiffusion):
-        raise UserError(f'model.name: {recipe.model.name} draws no pictures from captions')
+        raise UserError(f'model.name: {recipe.model.name} does not generate images from prompts; use sd2, for example')
     model = get_device(recipe.trainer.get('device')).module_to_device(model)
     prompts = [prompt for prompt in settings.prompts for _ in range(settings.num_images_per_prompt)]
-    pictures = model.generate(
+    images = model.generate(
         prompts,
         negative_prompt=settings.negative_prompt,
         seeds=[settings.seed + index for index in range(len(prompts))],
@@ -43,15 +43,15 @@ def generate(recipe: Recipe) -> list[Path]:
         guidance_rescale=settings.guidance_rescale,
         noise_scheduler=settings.noise_scheduler,
     )
-    files = save_pictures(pictures, prompts, Path(settings.out or recipe.run_dir / 'generated'), seed=settings.seed)
-    print(f'{len(files)} pictures with {which} weights in {files[0].parent}')
+    files = save_images(images, prompts, Path(settings.out or recipe.run_dir / 'generated'), seed=settings.seed)
+    print(f'{len(files)} images with {which} weights in {files[0].parent}')
     return files
 
 
-def save_pictures(pictures: torch.Tensor, prompts: Sequence[str], folder: Path, *, seed: int) -> list[Path]:
-    """Write pictures [B, 3, H, W] as PNGs named by their seed and prompt."""
+def save_images(images: torch.Tensor, prompts: Sequence[str], folder: Path, *, seed: int) -> list[Path]:
+    """Write images [B, 3, H, W] as PNGs named by their seed and prompt, and return the files."""
     files = []
-    for index, (image, prompt) in enumerate(zip(to_images(pictures), prompts, strict=True)):
+    for index, (image, prompt) in enumerate(zip(to_images(images), prompts, strict=True)):
         words = re.sub(r'[^a-z0-9]+', '-', prompt.lower()).strip('-')[:60] or 'empty'
         files.append(folder / f'{seed + index:05d}-{words}.png')
         save_image(image, files[-1])
@@ -59,12 +59,12 @@ def save_pictures(pictures: torch.Tensor, prompts: Sequence[str], folder: Path, 
 
 
 def run_generate(args: argparse.Namespace) -> int:
-    """`diffusion generate`."""
+    """Run `diffusion generate`; return the exit status."""
     source = Path(args.source)
     check_writable(args.out or 'generated', '--out')
     if (source / 'model_index.json').is_file():
         files = _from_pipeline(source, args)
-        print(f'{len(files)} pictures in {files[0].parent}')
+        print(f'{len(files)} images in {files[0].parent}')
         return 0
     checkpoint = find_checkpoint(source)
     recipe = load(recipe_beside(checkpoint))
@@ -80,10 +80,11 @@ def run_generate(args: argparse.Namespace) -> int:
 
 
 def _from_pipeline(folder: Path, args: argparse.Namespace) -> list[Path]:
-    """Draw with an export, from the noise that a checkpoint's `generate` takes for the same seeds."""
+    """Generate with an exported pipeline, from the same noise as `generate` with a checkpoint for equal seeds."""
     if args.weights is not None:
-        raise UserError(f'--weights: {folder} is an export, whose weights were chosen when it was made')
+        raise UserError(f'--weights: {folder} is an export, which holds one set of weights; remove --weights')
     diffusers.utils.logging.disable_progress_bar()
+    # low_cpu_mem_usage needs accelerate, which is not a dependency; diffusers warns if it is not turned off.
     pipeline = StableDiffusionPipeline.from_pretrained(folder, local_files_only=True, low_cpu_mem_usage=False)
     device = 'cuda' if torch.cuda.is_available() else 'cpu'
     pipeline = pipeline.to(device)
@@ -96,6 +97,8 @@ def _from_pipeline(folder: Path, args: argparse.Namespace) -> list[Path]:
     noise = draws_for(seeds, seed=0, device=device).normal(
         Purpose.SAMPLING, (pipeline.unet.config['in_channels'], size, size)
     )
+    # Schedulers that draw noise in every step use one generator per image, so that an image does not depend on its
+    # batch.
     images = pipeline(
         prompts,
         negative_prompt=[args.negative] * len(prompts),
@@ -107,4 +110,4 @@ def _from_pipeline(folder: Path, args: argparse.Namespace) -> list[Path]:
         return_dict=False,
     )[0]
     assert isinstance(images, torch.Tensor)
-    return save_pictures(images, prompts, Path(args.out or 'generated'), seed=args.seed)
+    return save_images(images, prompts, Path(args.out or 'generated'), seed=args.seed)

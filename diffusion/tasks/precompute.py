@@ -1,11 +1,11 @@
-"""`task: precompute`: outputs of the frozen encoders for a dataset, as MDS shards with a manifest.
+"""`task: precompute`: store the outputs of the frozen encoders for a dataset, as MDS shards with a manifest.
 
-Each of `precompute.streams` becomes a folder of the same name under `precompute.out`, a folder a shape where it has
-several, with its samples in their order. Shards hold the raw output of the VAE's encoder, so that the same latents
-serve any normalization and posterior sampling stays random; caption dropout is applied in training.
+Each of `precompute.streams` becomes a folder of the same name under `precompute.out`, with one subfolder per image
+shape if it has several; samples keep their order. Shards hold the raw output of the VAE's encoder, so that the same
+latents work with any normalization and posterior sampling stays random; caption dropout is applied in training.
 
-A shard is a fixed run of samples, encoded in batches that begin with it. So its bytes do not depend on the device that
-writes it, on the number of devices, or on interruptions.
+A shard holds a fixed range of samples, encoded in batches that start with the shard. Therefore its bytes do not depend
+on the device that writes it, the number of devices, or interruptions.
 """
 
 import logging
@@ -46,82 +46,89 @@ from diffusion.training.expand_streams import by_shape
 
 log = logging.getLogger(__name__)
 
-PATIENCE_SECONDS = 3600.0
-"""Longest wait for the devices that have more left to do, unless `trainer.dist_timeout` is longer."""
+MIN_TIMEOUT_SECONDS = 3600.0
+"""Minimum timeout of collectives: a device that is done waits in a barrier for those with more shards to encode."""
 
 
 @dataclass(frozen=True)
 class StageOutput:
-    """The folder that the shards of a stage go to."""
+    """Output folder of a stage, with the state that resuming needs."""
 
     final: Folder
-    """The folder; a local one appears when it is whole, one in an object store gets its index last."""
+    """Output folder; a local one is renamed into place when complete, one in an object store gets its index last."""
     begun: Folder
-    """The state of an interrupted job: the plan and the entries of the shards that are done."""
+    """Folder with the state of an unfinished job: its plan, and the index entries of finished shards."""
     shards: ShardWriter
+    """Writer of the shards and their index entries."""
 
     def is_there(self) -> bool:
-        """Return True if the folder is finished, or something else is in its place."""
+        """Return True if the output folder is finished, or something else has its name."""
         return self.final.path.exists() if isinstance(self.final, LocalFolder) else INDEX in self.final.sizes()
 
     def put_in_place(self) -> None:
-        """Give a local folder its name; call it once everything is written."""
+        """Rename a local folder to its final name, and clear the state; call it when all files are written."""
         if isinstance(self.shards.data, LocalFolder) and isinstance(self.final, LocalFolder):
-            remove_unfinished(self.shards.data.path)  # of processes that were killed
+            remove_unfinished(self.shards.data.path)  # temporary files of killed processes
             replace_folder(self.shards.data.path, self.final.path)
         self.clear()
 
     def clear(self) -> None:
-        """Remove what is needed locally to go on, also when a kill came between."""
+        """Remove the local state of an unfinished job; also for a job killed between rename and removal."""
         if isinstance(self.begun, LocalFolder):
             remove(self.begun.path)
 
 
 @dataclass(frozen=True)
 class PrecomputeStage:
-    """One stream of one shape on its way to its folder."""
+    """Encoding of one stream of one image shape."""
 
     bucket: Bucket
+    """Stream of images, and their shape."""
     first: int
-    """Id of its first sample in the dataset over all streams."""
+    """ID of the stream's first sample in the dataset over all streams."""
     samples: int
+    """Number of samples."""
     manifest: LatentManifest
+    """Description of the latents, without the hash of their source."""
     source: str
-    """Hash of its index."""
+    """Hash of the index of the stream of images."""
     per_shard: int
+    """Number of samples per shard."""
     output: StageOutput
+    """Output folder."""
 
     @property
     def num_shards(self) -> int:
+        """Number of shards, finished or not."""
         return -(-self.samples // self.per_shard)
 
     def ids(self, shard: int) -> range:
-        """Ids of a shard's samples."""
+        """Return the sample IDs of a shard."""
         start = self.first + shard * self.per_shard
         return range(start, min(start + self.per_shard, self.first + self.samples))
 
     @property
     def missing(self) -> list[int]:
-        """Numbers of the shards that are not there yet."""
+        """Numbers of the shards that are not written yet, sorted."""
         return sorted(set(range(self.num_shards)) - self.output.shards.done())
 
     @property
     def plan(self) -> dict[str, Any]:
-        """All settings that decide the bytes."""
+        """Settings that determine the bytes of the shards; a job resumes only with equal ones."""
         settings = {'samples': self.samples, 'samples_per_shard': self.per_shard, 'index_sha256': self.source}
         return settings | {'manifest': vars(self.manifest), 'columns': dict(self.output.shards.format.columns)}
 
 
 def precompute(recipe: Recipe) -> None:
-    """Encode every stream of a recipe, on any number of devices; continues after an interruption.
+    """Encode every stream of a recipe, on any number of devices; resume after an interruption.
 
     Raises:
-        UserError: The model has no VAE, what is there already is of other settings, or latents overflow their dtype.
+        UserError: The model has no VAE, existing output has other settings, or latents overflow their dtype.
         DataError: A sample cannot be decoded.
     """
     device = get_device(recipe.trainer.get('device'))
     if int(os.environ.get('WORLD_SIZE', '1')) > 1:
-        dist.initialize_dist(device, max(PATIENCE_SECONDS, recipe.trainer.get('dist_timeout', 0.0)))
+        dist.initialize_dist(device, max(MIN_TIMEOUT_SECONDS, recipe.trainer.get('dist_timeout', 0.0)))
     model = components.build_model(recipe)
     if not isinstance(model, LatentDiffusion):
         raise UserError(f'model.name: {recipe.model.name} has no frozen VAE; latents need a latent diffusion model')
@@ -135,9 +142,9 @@ def precompute(recipe: Recipe) -> None:
     if dist.get_global_rank() == 0:
         for stage in stages:
             pin_plan(stage.output.begun, stage.plan, where='precompute.out')
-    dist.barrier()
+    dist.barrier()  # a rank must not write shards before rank 0 has checked the plan of an unfinished job
     _encode(recipe, dataset, model, stages)
-    dist.barrier()
+    dist.barrier()  # rank 0 needs the shards of all ranks for the index
     if dist.get_global_rank() == 0:
         for stage in stages:
             _finish(stage)
@@ -146,7 +153,7 @@ def precompute(recipe: Recipe) -> None:
 
 
 def _dataset(recipe: Recipe) -> ImageTextDataset:
-    """Return all images in their order; ids count on from stream to stream."""
+    """Return the dataset of all images in their order; sample IDs continue from stream to stream."""
     settings = recipe.precompute
     keywords = {'crop': settings.crop, 'min_crop_scale': settings.min_crop_scale, 'caption_choice': 'first'}
     return components.build_dataset(
@@ -159,6 +166,7 @@ def _dataset(recipe: Recipe) -> ImageTextDataset:
 
 
 def _stages(recipe: Recipe, dataset: ImageTextDataset, model: LatentDiffusion) -> list[PrecomputeStage]:
+    """Return one stage per stream and image shape."""
     settings = recipe.precompute
     stages, first = [], 0
     for bucket, samples in zip(dataset.buckets, dataset.samples_per_stream.tolist(), strict=True):
@@ -179,19 +187,20 @@ def _stages(recipe: Recipe, dataset: ImageTextDataset, model: LatentDiffusion) -
 
 
 def _output(recipe: Recipe, name: str, shards: ShardFormat) -> StageOutput:
-    """Return the output of a stream: a folder that all nodes share, or one of an object store."""
+    """Return the output of a stream: a local folder shared by all nodes, or a folder in an object store."""
     final = _folder(recipe, name)
     if isinstance(final, LocalFolder):
         work = final.path.with_name(f'.{final.path.name}.unfinished')
         data, entries = LocalFolder(work / 'dataset'), LocalFolder(work / 'entries')
         return StageOutput(final, LocalFolder(work), ShardWriter(data, entries, shards))
-    # What going on needs is in the store too, since the nodes share no disk. Streaming reads none of it.
+    # With a store as output the nodes need not share a disk, so the state for resuming must be in the store too.
+    # StreamingDataset ignores it: index.json does not list it.
     begun = StoreFolder(f'{final}/unfinished', _scratch(recipe) / name / 'unfinished')
     return StageOutput(final, begun, ShardWriter(final, begun, shards))
 
 
 def _folder(recipe: Recipe, name: str) -> LocalFolder | StoreFolder:
-    """Return a folder of the output, one of an object store by way of a local one."""
+    """Return a subfolder of the output; one in an object store is written through a local folder."""
     out = recipe.precompute.out
     if '://' in out:
         return StoreFolder(f'{out.rstrip("/")}/{name}', _scratch(recipe) / name)
@@ -199,11 +208,16 @@ def _folder(recipe: Recipe, name: str) -> LocalFolder | StoreFolder:
 
 
 def _scratch(recipe: Recipe) -> Path:
+    """Return this rank's local folder for files on their way to or from an object store."""
     return recipe.run_dir / f'precompute-{dist.get_global_rank()}'
 
 
 def _is_done(stage: PrecomputeStage) -> bool:
-    """Return True if these very latents are there already: a job that is started once too often is no failure."""
+    """Return True if the output already exists with the same settings, so that a finished job can be started again.
+
+    Raises:
+        UserError: The output exists and has other settings, or is not a folder of latents.
+    """
     final = stage.output.final
     if not stage.output.is_there():
         return False
@@ -219,23 +233,26 @@ def _is_done(stage: PrecomputeStage) -> bool:
             'remove it or give another folder'
         )
     stage.output.clear()
-    log.info('%s: done already', final)
+    log.info('%s: already done', final)
     return True
 
 
 def _encode(
     recipe: Recipe, dataset: ImageTextDataset, model: LatentDiffusion, stages: Sequence[PrecomputeStage]
 ) -> None:
-    """Write this device's share of the shards that are missing, each from its own batches."""
+    """Write this rank's part of the missing shards, each from batches of its own samples only."""
     todo = [(stage, number) for stage in stages for number in stage.missing]
-    dist.barrier()  # a shard that one rank writes before another has listed them would shift the shares
+    # All ranks must list the same missing shards. Without this barrier, a rank could list after another had already
+    # written one, and the strided split below would assign shards twice or not at all.
+    dist.barrier()
     if dist.get_global_rank() == 0 and todo:
         log.info('shards to encode: %d, on %d devices', len(todo), dist.get_world_size())
-    mine = todo[dist.get_global_rank() :: dist.get_world_size()]
-    batches = [_batches(stage.ids(number), recipe.precompute.batch_size) for stage, number in mine]
+    assigned = todo[dist.get_global_rank() :: dist.get_world_size()]
+    batches = [_batches(stage.ids(number), recipe.precompute.batch_size) for stage, number in assigned]
     workers = recipe.loader.num_workers
     workers = default_num_workers(dist.get_local_world_size()) if workers is None else workers
-    # A plain DataLoader over indices: order is that of the dataset, and nothing is padded or dropped.
+    # A plain DataLoader over indices reads exactly the samples of the missing shards, in order. Iterating over the
+    # StreamingDataset itself would pad and drop samples to make ranks equal.
     loader = DataLoader(
         EncoderInputs(dataset),
         collate_fn=_collate,
@@ -244,10 +261,10 @@ def _encode(
         timeout=recipe.loader.timeout_seconds if workers else 0,
         worker_init_fn=outlive_signals if workers else None,
     )
-    total = sum(len(stage.ids(number)) for stage, number in mine)
+    total = sum(len(stage.ids(number)) for stage, number in assigned)
     with tqdm(total=total, desc='latents', unit='image', disable=None) as progress:
         served = iter(loader)
-        for (stage, number), shard in zip(mine, batches, strict=True):
+        for (stage, number), shard in zip(assigned, batches, strict=True):
             writer, samples = stage.output.shards, []
             for _ in shard:
                 for row in _encoded(dataset, model, _next(served), recipe.precompute):
@@ -257,16 +274,17 @@ def _encode(
 
 
 def _next(served: Iterator[Any]) -> Any:
-    """Take the next batch; of a worker's error PyTorch makes one whose message is a traceback that ends with it."""
+    """Return the next batch; raise a worker's DataError with its original message."""
     try:
         return next(served)
     except DataError as error:
+        # PyTorch raises a worker's exception again with the worker's whole traceback as the message; keep the end.
         _, _, message = str(error).rpartition(f'{type(error).__qualname__}: ')
         raise DataError(message.strip()) from error
 
 
 class EncoderInputs(Dataset[tuple[dict[str, Any], dict[str, Any]]]):
-    """The model's input for an image, and the values that go into its row unchanged, by index."""
+    """Dataset of the model's input for an image, and the values that its row stores unchanged, by sample ID."""
 
     def __init__(self, dataset: ImageTextDataset) -> None:
         self.dataset = dataset
@@ -287,10 +305,15 @@ def _encoded(
     served: tuple[Mapping[str, torch.Tensor], list[dict[str, Any]]],
     settings: PrecomputeConfig,
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a batch."""
+    """Encode a batch and yield its rows, one per sample.
+
+    Raises:
+        UserError: A value overflows the dtype of the output.
+    """
     batch, rows = served
     moments = model.encode(batch[batch_keys.IMAGE].to(model.device))
     if settings.posterior == 'mean':
+        # The first half of the channels are means, the second half log-variances.
         moments = moments[:, : model.vae.config['latent_channels']]
     ids = batch[batch_keys.SAMPLE_ID].tolist()
     columns = {batch_keys.LATENT_MOMENTS: list(moments.cpu().numpy().astype(settings.dtype))}
@@ -301,7 +324,7 @@ def _encoded(
     for name, arrays in columns.items():
         for index, row, array in zip(ids, rows, arrays, strict=True):
             if not np.isfinite(array).all():
-                # A retry would encode the same image to the same values.
+                # A UserError, which is not retried: the same image would be encoded to the same values again.
                 raise UserError(
                     f'{dataset.where(index)}: its {name} are not finite in {settings.dtype}; '
                     'use precompute.dtype=float32'
@@ -311,6 +334,7 @@ def _encoded(
 
 
 def _encoded_captions(captions: list[str], settings: PrecomputeConfig) -> list[str]:
+    """Return the captions of a sample that the text encoder encodes."""
     return captions if settings.captions == 'all' else [choose_caption(captions, settings.captions, 0)]
 
 
@@ -323,14 +347,15 @@ def _text(model: LatentDiffusion, captions: list[list[str]], settings: Precomput
 
 
 def _finish(stage: PrecomputeStage) -> None:
-    """Write a stage's manifest and then its index, and put it in its place."""
+    """Write a stage's manifest and then its index, and rename a local output folder into place."""
     final, missing = stage.output.final, stage.missing
     if missing:
         raise RuntimeError(
-            f'precompute.out: {len(missing)} shards of {final} are gone (the first is {missing[0]}); start it again'
+            f'precompute.out: {len(missing)} shards of {final} are missing (the first is {missing[0]}); start it again'
         )
     shards = stage.output.shards
     index = index_text(shards.read_entries(range(stage.num_shards)))
+    # The index last: in an object store, a folder with an index counts as finished.
     for name, text in ((MANIFEST, replace(stage.manifest, source=stage.source).text()), (INDEX, index)):
         shards.data.write_text(name, text)
     stage.output.put_in_place()
@@ -338,7 +363,7 @@ def _finish(stage: PrecomputeStage) -> None:
 
 
 def _list_shapes(recipe: Recipe, dataset: ImageTextDataset) -> None:
-    """Write the buckets.json of streams that have several shapes."""
+    """Write buckets.json for every stream with several image shapes."""
     counts = dict(zip([bucket.name for bucket in dataset.buckets], dataset.samples_per_stream.tolist(), strict=True))
     shapes = {bucket.name: bucket.shape for bucket in dataset.buckets}
     for name, stream in recipe.precompute.streams.items():
@@ -352,6 +377,7 @@ def _write_buckets(recipe: Recipe, name: str, buckets: Mapping[Shape, Mapping[st
 
 
 def _columns(model: LatentDiffusion, shape: Shape, settings: PrecomputeConfig) -> dict[str, str]:
+    """Return the MDS columns of the output, and their encodings."""
     size = ','.join(str(side) for side in _moments_shape(model, shape, settings))
     columns = {'captions': 'json', 'key': 'str', batch_keys.LATENT_MOMENTS: f'ndarray:{settings.dtype}:{size}'}
     if settings.latents == 'image+text':
@@ -360,15 +386,16 @@ def _columns(model: LatentDiffusion, shape: Shape, settings: PrecomputeConfig) -
 
 
 def _moments_shape(model: LatentDiffusion, shape: Shape, settings: PrecomputeConfig) -> tuple[int, int, int]:
+    """Return the shape [C, H, W] of a sample's stored moments."""
     cell = downsampling(model.vae)
     if shape.width % cell or shape.height % cell:
-        raise UserError(f'precompute.streams: {shape} px is no multiple of a latent cell of {cell} px')
+        raise UserError(f'precompute.streams: {shape} px is not a multiple of a latent cell of {cell} px')
     channels = model.vae.config['latent_channels'] * (1 if settings.posterior == 'mean' else 2)
     return channels, shape.height // cell, shape.width // cell
 
 
 def _samples_per_shard(model: LatentDiffusion, shape: Shape, settings: PrecomputeConfig) -> int:
-    """Return the samples per shard of about `shard_mb`, in whole batches; captions count as half a kilobyte."""
+    """Return the number of samples of a shard of about `shard_mb`, in whole batches; captions count as 512 bytes."""
     itemsize = np.dtype(settings.dtype).itemsize
     size = math.prod(_moments_shape(model, shape, settings)) * itemsize + 512
     if settings.latents == 'image+text':
@@ -378,4 +405,5 @@ def _samples_per_shard(model: LatentDiffusion, shape: Shape, settings: Precomput
 
 
 def _batches(ids: range, size: int) -> list[list[int]]:
+    """Split sample IDs into batches of a size; the last may be smaller."""
     return [list(ids[start : start + size]) for start in range(0, len(ids), size)]

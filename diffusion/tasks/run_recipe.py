@@ -1,4 +1,4 @@
-"""The entry point of `run.py`: check the recipe, and only then import torch and run its task."""
+"""Entry point of `run.py`: check the recipe, and only then import torch and run its task."""
 
 import logging
 import os
@@ -13,7 +13,7 @@ from diffusion.launch import heartbeat_file
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a recipe: `run.py RECIPE [key=value ...]`; the exit statuses are in `exit_codes`."""
+    """Run `run.py RECIPE [key=value ...]`, and return the exit status; `diffusion.exit_codes` defines them."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     rank = int(os.environ.get('RANK', '0'))
     heartbeat_file.write_stacks_on_signal()
@@ -30,19 +30,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UserError, DataError, ExternalError) as error:
         if os.environ.get('DIFFUSION_TRACEBACK'):
             traceback.print_exc()
-        # A mistake in a recipe is the same on every rank; other errors may be one rank's own.
+        # All ranks find the same mistakes in a recipe, so only rank 0 prints them. Other errors, such as a missing
+        # shard, may occur on one rank only.
         if rank == 0 or not isinstance(error, RecipeError):
-            who = f'rank {rank}: ' if rank else ''
-            print(f'{who}error: {error}', file=sys.stderr)
+            prefix = f'rank {rank}: ' if rank else ''
+            print(f'{prefix}error: {error}', file=sys.stderr)
         return error.exit_status
     return 0
 
 
 def checked(path: str, overrides: Sequence[str]) -> Recipe:
-    """The recipe, checked as far as it can be without importing torch.
+    """Load a recipe and check all that can be checked without importing torch: values, devices, paths and output.
 
     Raises:
-        RecipeError: With every mistake.
+        RecipeError: The recipe has mistakes; the error lists all of them.
     """
     recipe = load(path, overrides)
     world_size = int(os.environ.get('WORLD_SIZE', '1'))
@@ -53,7 +54,7 @@ def checked(path: str, overrides: Sequence[str]) -> Recipe:
 
 
 def run_task(recipe: Recipe) -> None:
-    """Import what the task needs, and run it."""
+    """Import the recipe's task and run it."""
     configure_logging()
     if recipe.task == 'train':
         from diffusion.training.train import train
@@ -74,6 +75,6 @@ def run_task(recipe: Recipe) -> None:
 
 
 def configure_logging() -> None:
-    """Our own messages at INFO on rank zero, everybody else's at WARNING."""
+    """Log messages of this package from INFO on rank 0, and from WARNING on other ranks and for other packages."""
     logging.basicConfig(format='%(asctime)s %(levelname)s: %(message)s', datefmt='%H:%M:%S')
     logging.getLogger('diffusion').setLevel(logging.INFO if os.environ.get('RANK', '0') == '0' else logging.WARNING)

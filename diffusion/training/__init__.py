@@ -1,1 +1,1 @@
-"""Build a Composer Trainer from a recipe and run it: components, parallelism, performance settings."""
+"""Build a Composer Trainer from a recipe and run it: components, parallelism and performance settings."""

@@ -1,6 +1,6 @@
 """Build the objects that a recipe names: model, datasets, loaders, optimizer, callbacks.
 
-Only these functions and the tasks know a `Recipe`; the classes they build take plain values.
+Only these functions and the tasks take a `Recipe`; the classes that they build take plain values.
 """
 
 import os
@@ -38,7 +38,8 @@ QUARANTINE = 'quarantine.jsonl'
 
 
 def build_model(recipe: Recipe) -> ComposerModel:
-    """Build the model of a recipe; the initial weights of its untrained denoiser depend only on the recipe's seed."""
+    """Build the model of a recipe; the initial weights of its denoiser depend only on the recipe's seed."""
+    # fork_rng restores the generator's state, so that building a model does not change other random numbers.
     with torch.random.fork_rng():
         torch.manual_seed(recipe.seed)
         return registry.build('model', recipe.model, offered={'seed': recipe.seed})
@@ -81,8 +82,8 @@ def build_dataset(
         'shuffle_seed': recipe.seed if settings.shuffle_seed is None else settings.shuffle_seed,
         'shuffle_block_size': settings.shuffle_block_size,
         'num_canonical_nodes': settings.num_canonical_nodes if elastic else None,
-        # A single stream has no resolutions to mix: both give it the same order, but per_stream drops what does not
-        # fill a batch, and with workers warns that it does even where nothing is dropped.
+        # For a single stream both methods give the same order. But per_stream drops samples that do not fill a batch,
+        # and with workers Streaming warns about that even if it drops none.
         'batching_method': settings.batching_method if len(streams) > 1 else 'random',
         'epoch_size': settings.epoch_size if elastic else None,
         'elastic': elastic,
@@ -99,8 +100,8 @@ def build_dataset(
 def cache_folder(recipe: Recipe) -> Path:
     """Return the folder that caches the shards of remote streams without a `local` folder."""
     folder = recipe.loader.cache_folder
-    own = Path(tempfile.gettempdir(), f'diffusion-{os.getuid()}', 'shards')
-    return own if folder is None else Path(folder).absolute()
+    default = Path(tempfile.gettempdir(), f'diffusion-{os.getuid()}', 'shards')
+    return default if folder is None else Path(folder).absolute()
 
 
 def build_loader(
@@ -122,6 +123,7 @@ def build_loader(
             f'use a multiple of {world_size}'
         )
     batch_size = recipe.global_batch // world_size
+    # Evaluation has no microbatches, so limit its batch to the size that training fits into memory.
     if evaluating and isinstance(recipe.device_train_microbatch_size, int):
         batch_size = min(batch_size, recipe.device_train_microbatch_size)
     dataset = build_dataset(
@@ -156,14 +158,14 @@ def build_loader(
 
 
 def run_identity(recipe: Recipe, loader: BucketedLoader) -> dict[str, Any]:
-    """Return what may not change when a run resumes, for `SameRun`: its seed, and the data of its training loader."""
+    """Return the properties that must not change when a run resumes, for `SameRun`: its seed and training data."""
     keywords = registry.keywords('dataset', recipe.dataset)
     settings = {name: value for name, value in keywords.items() if name not in SUPPLIED['dataset']}
     return {'seed': recipe.seed, 'data': fingerprint(loader.dataset, {'name': recipe.dataset.name} | settings)}
 
 
 def evaluation_dataset(recipe: Recipe) -> Component:
-    """Return `eval_dataset` of a recipe, or its training dataset without random crops, flips and captions."""
+    """Return a recipe's `eval_dataset`, or its training dataset without random crops, flips and captions."""
     if recipe.eval_dataset is not None:
         return recipe.eval_dataset
     fixed = registry.signature('dataset', recipe.dataset.name).accepted(DETERMINISTIC)
@@ -171,14 +173,14 @@ def evaluation_dataset(recipe: Recipe) -> Component:
 
 
 def build_optimizer(recipe: Recipe, model: ComposerModel) -> torch.optim.Optimizer:
-    """Build the optimizer of a recipe over the model's trainable parameters, fused if `speed` says so and it can be."""
+    """Build a recipe's optimizer over the trainable parameters, fused if `speed` and its keywords allow it."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     fused = effective_speed(recipe).fused_optimizer and not FUSED_ALTERNATIVES & recipe.optimizer.kwargs.keys()
     return registry.build('optimizer', recipe.optimizer, offered={'fused': True} if fused else {}, params=trained)
 
 
 def build_all(recipe: Recipe, kind: str, components: Mapping[str, Component]) -> list[Any]:
-    """Build algorithms, callbacks or loggers; each that takes a `folder` gets the run's, unless the recipe sets one."""
+    """Build algorithms, callbacks or loggers; those with a keyword `folder` get the run's folder by default."""
     return [registry.build(kind, each, offered={'folder': str(recipe.run_dir)}) for each in components.values()]
 
 
@@ -193,18 +195,21 @@ def effective_speed(recipe: Recipe) -> SpeedConfig:
 
 
 def _with_local(config: StreamConfig, cache: Path) -> StreamConfig:
+    """Return a stream's settings with a `local` folder in the cache, if it has a remote and no local folder."""
     if config.remote is None or config.local is not None:
         return config
     return replace(config, local=str(home(cache, config.remote)))
 
 
 def _stream(config: StreamConfig) -> Stream:
+    """Build the StreamingDataset stream of a recipe's stream."""
     values = asdict(config)
-    for ours in ('resolution', 'shape', 'aspects', 'remote'):
-        del values[ours]
+    for name in ('resolution', 'shape', 'aspects', 'remote'):
+        del values[name]
     if config.remote is not None and config.local is not None:
         Path(config.local).mkdir(parents=True, exist_ok=True)
-    made = Stream(**{key: value for key, value in values.items() if value is not None})
-    # Given to the constructor, Streaming would make a client for it, which is never used, and refuse az://.
-    made.remote = config.remote
-    return made
+    stream = Stream(**{key: value for key, value in values.items() if value is not None})
+    # Set the remote after construction: the constructor would create a storage client, which is never used because
+    # diffusion.storage downloads the shards, and it refuses az:// URLs.
+    stream.remote = config.remote
+    return stream

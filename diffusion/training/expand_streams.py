@@ -17,14 +17,16 @@ log = logging.getLogger(__name__)
 def by_shape(streams: Mapping[str, StreamConfig], *, smallest: int = 1) -> dict[str, StreamConfig]:
     """Replace each stream with `aspects` by one stream per shape, named like `photos/640x384`.
 
-    The stream's proportion is divided by numbers of samples; its other settings hold for every shape.
+    A stream's proportion is divided in proportion to the shapes' numbers of samples; its other settings apply to every
+    shape.
 
     Args:
         streams: Streams by name.
-        smallest: Minimum number of samples of a shape; smaller ones are left out with a warning.
+        smallest: Minimum number of samples of a shape; smaller shapes are skipped with a warning.
 
     Raises:
         UserError: A folder has no list of its shapes, or no shape has enough samples.
+        DataError: The list of shapes cannot be downloaded.
     """
     found: dict[str, StreamConfig] = {}
     for name, stream in streams.items():
@@ -41,12 +43,12 @@ def _shapes_of(name: str, stream: StreamConfig, smallest: int) -> dict[str, Stre
             'prepare it with fewer shapes, or use a smaller global_batch'
         )
     if len(kept) < len(counts):
-        left = [f'{shape} ({count})' for shape, count in counts.items() if shape not in kept]
+        skipped = [f'{shape} ({count})' for shape, count in counts.items() if shape not in kept]
         log.warning(
-            'streams.%s: left out, since they do not fill a batch of %d: %s; prepare it with fewer shapes to use them',
-            *(name, smallest, ', '.join(left)),
+            'streams.%s: skipped shapes that do not fill a batch of %d: %s; prepare it with fewer shapes to use them',
+            *(name, smallest, ', '.join(skipped)),
         )
-    whole = sum(kept.values())
+    total = sum(kept.values())
     return {
         f'{name}/{shape}': replace(
             stream,
@@ -54,13 +56,14 @@ def _shapes_of(name: str, stream: StreamConfig, smallest: int) -> dict[str, Stre
             shape=str(shape),
             remote=_inside(stream.remote, shape),
             local=_inside(stream.local, shape),
-            proportion=None if stream.proportion is None else stream.proportion * count / whole,
+            proportion=None if stream.proportion is None else stream.proportion * count / total,
         )
         for shape, count in kept.items()
     }
 
 
 def _buckets(name: str, stream: StreamConfig) -> dict[Shape, int]:
+    """Return the number of samples per image shape of a stream, local or remote."""
     try:
         if stream.remote is None or '://' not in stream.remote:
             return read_buckets(Path(stream.remote or stream.local or ''))
@@ -72,9 +75,12 @@ def _buckets(name: str, stream: StreamConfig) -> dict[Shape, int]:
 
 
 def _fetched(stream: StreamConfig) -> Path:
-    """Download the list of shapes from an object store, always anew since it may change; return its local folder."""
+    """Download the list of shapes from an object store, and return its local folder.
+
+    It is downloaded on every start, since data may have been added; a copy from before serves if the remote fails.
+    """
     if stream.remote is None or stream.local is None:
-        raise UserError('has a remote and no local; give a folder for the cache')
+        raise UserError('has a remote and no local; set local to a folder for the cache')
     path = Path(stream.local, BUCKETS)
     RemoteFolder(stream.remote, RetryPolicy(1 + stream.download_retry, stream.download_timeout)).refresh(BUCKETS, path)
     return path.parent

@@ -1,4 +1,4 @@
-"""Parallelism of a run: settings for Composer and PyTorch, the order of DDP's buckets, and a fix for FSDP2 on CPUs."""
+"""Parallelism settings for Composer and PyTorch, the order of DDP's buckets, and a fix for FSDP2 on CPUs."""
 
 import functools
 import operator
@@ -20,13 +20,17 @@ from diffusion.errors import UserError
 
 @dataclass
 class HybridFSDP2Config(FSDP2Config):
-    """Composer's FSDP2Config with replicas: groups of devices that hold a whole model each (HYBRID_SHARD)."""
+    """Composer's FSDP2Config extended by replicas: groups of devices that each hold a whole model (HYBRID_SHARD)."""
 
     replicas: int = 1
     """Number of groups."""
 
     @property
     def data_parallel_replicate_degree(self) -> int | None:
+        """Size of the outer dimension of the device mesh; None if there is one group.
+
+        Composer 0.32 builds the mesh from this attribute, which its FSDP2Config always returns as None.
+        """
         return self.replicas if self.replicas > 1 else None
 
 
@@ -38,7 +42,7 @@ def parallelism_config(settings: ParallelismConfig) -> dict[str, Any] | None:
     if settings.strategy == 'fsdp2':
         average_gradients_on_cpu()
         if settings.replicas > 1 and not torch.cuda.is_available():
-            # torch 2.7 asserts an event of a CUDA stream when it reduces over replicas.
+            # When it reduces over replicas, FSDP2 in torch 2.7 asserts that a CUDA stream event exists.
             raise UserError(f'parallelism.replicas: {settings.replicas} groups need GPUs; use 1 on CPUs')
         with warnings.catch_warnings():
             warnings.filterwarnings('ignore', message='FSDP2 Config/APIs are experimental')
@@ -50,6 +54,7 @@ def parallelism_config(settings: ParallelismConfig) -> dict[str, Any] | None:
             )
         return {'fsdp': config}
     hybrid = settings.replicas > 1
+    # FSDP1 has one name per combination; FSDP2 has separate arguments. Keys: (reshard_after_forward, hybrid).
     strategies = {
         (True, False): 'FULL_SHARD',
         (False, False): 'SHARD_GRAD_OP',
@@ -66,21 +71,20 @@ def parallelism_config(settings: ParallelismConfig) -> dict[str, Any] | None:
 
 
 def settle_buckets(model: DistributedDataParallel) -> None:
-    """Bring DDP's buckets into their final order before the first batch.
+    """Put DDP's gradient buckets into their final order before the first batch, so that resuming is bit-exact.
 
-    DDP assigns gradients to buckets in the order of the parameters, and reassigns them after the first batch of a
-    process, in the order in which they became ready. The order in which an all-reduce sums over ranks depends on a
-    parameter's offset in its bucket. So on more than two ranks, the first batch after a restart would be summed in
-    another order than in an uninterrupted run, and losses would differ.
-
-    This backward pass of zeros triggers the reassignment before training, in about the order of a real backward pass,
-    which the overlap of reduction and computation depends on.
+    Runs a backward pass of zeros through the DDP module, which triggers DDP's reassignment of parameters to buckets.
     """
+    # DDP assigns gradients to buckets in the order of the parameters, and reassigns them after the first batch of a
+    # process, in the order in which they became ready. The order in which an all-reduce sums over ranks depends on a
+    # parameter's offset in its bucket. So on more than two ranks, the first batch after a restart would be summed in
+    # another order than in an uninterrupted run, and losses would differ.
     module = model.module
+    # About the order of a real backward pass, on which the overlap of reduction and computation depends.
     parameters = [parameter for parameter in in_order_of_use(module) if parameter.requires_grad]
-    # DDP offers no call for this: its reducer only counts gradients of a forward pass through the DDP module, and a
-    # pass through the real model would need a batch. So the wrapped module is swapped for one without inputs; it has
-    # no buffers to broadcast.
+    # DDP has no call for this: its reducer counts only gradients of a forward pass through the DDP module, and a pass
+    # through the real model would need a batch. So replace the wrapped module by one without inputs, and skip the
+    # broadcast of buffers before the forward pass, since the replacement has none.
     model.module, model.require_forward_param_sync = _Touch(parameters), False
     try:
         model().backward()
@@ -91,7 +95,8 @@ def settle_buckets(model: DistributedDataParallel) -> None:
 
 
 def in_order_of_use(module: nn.Module) -> list[nn.Parameter]:
-    """Return parameters in the order of a forward pass; diffusers registers the mid block after the up blocks."""
+    """Return a model's parameters in the order in which a forward pass uses them."""
+    # diffusers' U-Net registers the mid block after the up blocks, so its parameters are not in the order of use.
     later = ('mid_block.', 'up_blocks.', 'conv_norm_out.', 'conv_out.')
     stage_of = {
         name: max((stage for stage, part in enumerate(later, 1) if part in name and 'denoiser.' in name), default=0)
@@ -101,28 +106,26 @@ def in_order_of_use(module: nn.Module) -> list[nn.Parameter]:
 
 
 class _Touch(nn.Module):
-    """Compute zero from every parameter, so that each gets a gradient."""
+    """Module without inputs whose output is zero and depends on every parameter, so that each gets a gradient."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__()
-        self._touched = tuple(parameters)  # a tuple is not registered: the parameters stay those of the real module
+        self._touched = tuple(parameters)  # not registered in a tuple, so they still belong to the real module only
 
     def forward(self) -> Tensor:
-        # The sum is left-associative, so its backward pass goes from the last parameter to the first.
+        # reduce() adds from the left, so the backward pass goes from the last parameter to the first, as in training.
         return functools.reduce(operator.add, (each.sum().float() * 0 for each in self._touched))
 
 
 def average_gradients_on_cpu() -> None:
-    """Make FSDP2 average gradients on CPUs, where torch 2.7 sums them.
-
-    FSDP2 asks for ReduceOp.AVG, which gloo silently treats as a sum: on N ranks every gradient is N times too large.
-    Adam's updates do not depend on that scale and hide it, but gradient clipping and moments that are resumed elsewhere
-    do. Measured with torch 2.7.0. Dividing after a plain sum is what FSDP2 itself does in float16. The patch can go
-    when gloo averages.
-    """
+    """Patch FSDP2 so that it averages gradients on CPUs, where torch 2.7 sums them; safe to call repeatedly."""
+    # FSDP2 requests ReduceOp.AVG, which gloo silently treats as a sum: on N ranks every gradient is N times too large
+    # (measured with torch 2.7.0). Adam's updates do not depend on that scale and hide it, but gradient clipping does,
+    # and so do moments that are resumed on another number of ranks. The patch returns divide factors for a plain sum
+    # and a division afterwards, as FSDP2 itself does for float16. Remove it when gloo averages.
     factors = _fsdp_collectives._get_gradient_divide_factors
     if hasattr(factors, '__wrapped__'):
-        return
+        return  # patched already
 
     @functools.wraps(factors)
     def averaging(scatter: Any, replicate: Any, dtype: torch.dtype, device_type: str = '') -> Any:

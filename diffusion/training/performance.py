@@ -1,6 +1,6 @@
 """Apply the parts of `speed` to a model: memory format, attention kernels, norms, compilation, optimizer settings.
 
-No part changes parameter names, and so checkpoints stay the same. `diffusion.config.recipe.SpeedConfig` describes
+No part changes parameter names, so checkpoints do not depend on them. `diffusion.config.recipe.SpeedConfig` describes
 each part.
 """
 
@@ -59,7 +59,14 @@ def apply_speed(model: ComposerModel, parts: SpeedConfig, *, strategy: str = 'dd
 
 
 def set_backends(parts: SpeedConfig, *, on_gpu: bool, deterministic: bool = False) -> None:
-    """Set TF32 and cuDNN benchmarking of the process; call it after building the Trainer, which sets TF32 itself."""
+    """Set TF32 and cuDNN benchmarking of the process on a GPU; call it after building the Trainer.
+
+    Args:
+        parts: Settings as returned by `effective_parts`.
+        on_gpu: True if the Trainer computes on a GPU.
+        deterministic: True leaves cuDNN benchmarking as Composer's deterministic mode sets it.
+    """
+    # Composer's Trainer sets TF32 when it is built, which would undo a call before.
     if not on_gpu:
         return
     torch.backends.cuda.matmul.allow_tf32 = bool(parts.tf32)
@@ -69,7 +76,12 @@ def set_backends(parts: SpeedConfig, *, on_gpu: bool, deterministic: bool = Fals
 
 
 def channels_last(model: LatentDiffusion, *, weights: bool) -> None:
-    """Make the denoiser compute in channels_last; with `weights`, also store its weights so, as the VAE always does."""
+    """Make denoiser and VAE compute in the channels_last memory format.
+
+    Args:
+        model: The model.
+        weights: True also stores the denoiser's weights in channels_last; the VAE's always are.
+    """
     # Not vae.to(): diffusers overrides it with a method that warns about modules that this VAE does not have.
     nn.Module.to(model.vae, memory_format=torch.channels_last)  # type: ignore[call-overload]
     if weights:
@@ -78,6 +90,7 @@ def channels_last(model: LatentDiffusion, *, weights: bool) -> None:
 
 
 def _in_channels_last(denoiser: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the denoiser's positional arguments with the latents in channels_last."""
     noisy: Tensor = args[0]
     return (noisy.contiguous(memory_format=torch.channels_last), *args[1:])
 
@@ -94,7 +107,12 @@ def fuse_attention(denoiser: UNet2DConditionModel) -> None:
 
 
 def lower_norms(denoiser: nn.Module, *, except_blocks: bool) -> None:
-    """Make norms compute in autocast's dtype; with `except_blocks`, not those in compiled blocks, which are fused."""
+    """Replace GroupNorm and LayerNorm by layers that compute in the autocast dtype.
+
+    Args:
+        denoiser: The denoiser.
+        except_blocks: True keeps the norms of compiled blocks, which torch.compile fuses.
+    """
     blocks = [block for block in denoiser.modules() if except_blocks and is_block(block)]
     keep = {layer for block in blocks for layer in block.modules()}
     replace_norms(denoiser, nn.GroupNorm, LowPrecisionGroupNormLayer, keep=keep)
@@ -102,13 +120,11 @@ def lower_norms(denoiser: nn.Module, *, except_blocks: bool) -> None:
 
 
 def compile_blocks(model: LatentDiffusion, *, shapes: int = 1) -> None:
-    """Compile the denoiser's blocks for training, and those of a frozen VAE's encoder.
-
-    The `forward` of a block is compiled instead of the module: FSDP's hooks stay outside of the graph, and names in
-    state dicts do not change. Evaluation and sampling run the denoiser eagerly, since each of their many batch sizes
-    would be compiled. Residual blocks of equal shapes share compiled code; transformer blocks do not, because Dynamo
-    guards the identity of each attention processor.
-    """
+    """Compile the blocks of the denoiser, for training only, and of a frozen VAE's encoder."""
+    # The `forward` of a block is compiled instead of the module, so that FSDP's hooks stay outside of the graph and
+    # names in state dicts do not change. Evaluation and sampling run the denoiser eagerly, because each of their many
+    # batch sizes would be compiled. Residual blocks of equal shapes share compiled code; transformer blocks do not,
+    # because Dynamo guards the identity of each attention processor.
     trained = [block for block in model.denoiser.modules() if is_block(block)]
     encoding = [block for block in model.vae.encoder.modules() if is_block(block)]  # type: ignore[union-attr]
     # Each shape is compiled with and without gradients, and for a smaller last batch.
@@ -120,17 +136,20 @@ def compile_blocks(model: LatentDiffusion, *, shapes: int = 1) -> None:
 
 
 def configure_dynamo(*, graphs: int) -> None:
-    """Raise Dynamo's limit of graphs per function, which blocks share; beyond the limit it runs them eagerly."""
+    """Configure torch.compile for blocks: the number of graphs per function, floats as constants, no graph splits."""
+    # All blocks of a class share one `forward`, so they share its limit of 8 recompilations in torch 2.7. Beyond the
+    # limit, Dynamo runs them eagerly with no more than a warning.
     config: Any = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, graphs)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, graphs)
-    # Norms of blocks that share code differ in epsilon; as a variable, it breaks the graph (torch 2.7).
+    # Norms of blocks that share code differ in epsilon. As a variable, epsilon breaks the graph (torch 2.7).
     config.specialize_float = True
-    # Dynamo would split graphs at DDP's buckets to reduce gradients early; blocks are small enough.
+    # Dynamo would split graphs at DDP's buckets to overlap their reduction; blocks are smaller than that already.
     config.optimize_ddp = False
 
 
 def _compile_forward(block: nn.Module, *, with_gradients: bool) -> None:
+    """Replace a block's `forward` by a compiled one; `with_gradients` runs eagerly while gradients are disabled."""
     eager = block.forward
     compiled = torch.compile(eager, dynamic=False, backend=BACKEND)
 
@@ -143,21 +162,20 @@ def _compile_forward(block: nn.Module, *, with_gradients: bool) -> None:
 
 
 def keep_layout(optimizer: torch.optim.Optimizer) -> None:
-    """Restore the strides of moments, `fused` and `foreach` whenever a checkpoint is loaded into an optimizer.
-
-    Fused kernels refuse weights and moments with different strides, which happens when a run without channels_last is
-    resumed with it. A checkpoint also holds `fused` and `foreach` of the optimizer that wrote it.
-    """
-    how = {key: optimizer.defaults[key] for key in ('fused', 'foreach') if key in optimizer.defaults}
+    """Restore the strides of moments, `fused` and `foreach` whenever a checkpoint is loaded into an optimizer."""
+    # Fused kernels refuse weights and moments with different strides, which happens when a run without channels_last
+    # is resumed with it. A checkpoint also holds `fused` and `foreach` of the optimizer that wrote it.
+    settings = {key: optimizer.defaults[key] for key in ('fused', 'foreach') if key in optimizer.defaults}
 
     def restore(optimizer: torch.optim.Optimizer) -> None:
         for group in optimizer.param_groups:
-            group.update(how)
+            group.update(settings)
             for parameter in group['params']:
                 state = optimizer.state.get(parameter, {})
                 state.update(
                     {key: _like(value, parameter) for key, value in state.items() if isinstance(value, Tensor)}
                 )
+                # Fused kernels also need `step` on the weights' device; other implementations keep it on the CPU.
                 if group.get('fused') and isinstance(state.get('step'), Tensor):
                     state['step'] = state['step'].to(parameter.device, torch.float32)
 
@@ -165,6 +183,9 @@ def keep_layout(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _like(value: Tensor, parameter: Tensor) -> Tensor:
+    """Return a tensor of an optimizer's state with the strides of its parameter."""
+    # Subclasses are left alone: under FSDP2, weights and moments are DTensors, which are always contiguous (see
+    # apply_speed).
     if type(value) is not Tensor or value.shape != parameter.shape or value.stride() == parameter.stride():
         return value
     return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)

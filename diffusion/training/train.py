@@ -41,11 +41,11 @@ from diffusion.training.performance import apply_speed, keep_layout, set_backend
 log = logging.getLogger(__name__)
 
 CHECKPOINTER_KEYWORDS = ('autoresume', 'save_interval', 'save_num_checkpoints_to_keep')
-"""Keywords of `trainer` that go to our Checkpointer, unless `trainer.save_folder` asks for Composer's own."""
+"""Keywords of `trainer` for this package's Checkpointer; with `trainer.save_folder` they go to Composer instead."""
 
 
 class RecipeKeeper(Callback):
-    """Save the resolved recipe beside the checkpoints, so that exporting or resuming elsewhere needs one path.
+    """Save the resolved recipe beside the checkpoints, so that export and other tasks need only the run's folder.
 
     Args:
         folder: The run's folder.
@@ -62,22 +62,25 @@ class RecipeKeeper(Callback):
 
 
 def train(recipe: Recipe) -> Trainer:
-    """Train a recipe to its max_duration, from its newest whole checkpoint if `autoresume` finds one.
+    """Train a recipe to its max_duration, and return its Trainer, which the caller closes.
+
+    With `trainer.autoresume`, training resumes from the newest complete checkpoint of the run, if it has one.
 
     Raises:
         UserError: The recipe cannot be run, or another job trains into its folder.
         DataError: Data could not be read, or too much of it is bad.
-        Preempted: The run was told to stop, and has saved a checkpoint.
+        Preempted: A signal stopped the run, which saved a checkpoint first.
     """
-    first = os.environ.get('RANK', '0') == '0' and run_lock.HELD not in os.environ
-    with run_lock.held(recipe.run_dir) if first else contextlib.nullcontext():
+    # One rank holds the lock of the run's folder, unless the node entry point holds it for the whole job already.
+    takes_lock = os.environ.get('RANK', '0') == '0' and run_lock.HELD not in os.environ
+    with run_lock.held(recipe.run_dir) if takes_lock else contextlib.nullcontext():
         return _train(recipe)
 
 
 def _train(recipe: Recipe) -> Trainer:
     trainer = build_trainer(recipe)
     if _is_done(trainer.state):
-        log.info('%s: done already, at %s', recipe.run_dir, trainer.state.max_duration)
+        log.info('%s: already trained to %s', recipe.run_dir, trainer.state.max_duration)
         return trainer
     try:
         fit(trainer)
@@ -85,30 +88,34 @@ def _train(recipe: Recipe) -> Trainer:
         try:
             trainer.close()  # flushes loggers
         except Exception:
-            log.exception('while the run was closed after the error below')
+            # Log it and raise the original error, which has the cause.
+            log.exception('closing the run failed after the error below')
         raise
     return trainer
 
 
 def fit(trainer: Trainer) -> None:
-    """Train; if data cannot be read, save a checkpoint before every rank raises the error.
+    """Train to the end; if data cannot be read, save a checkpoint before raising the error.
 
     Raises:
-        DataError: Data could not be read, or too much of it is bad.
+        DataError: Data could not be read, or too much of it is bad; on every rank.
     """
     try:
         trainer.fit()
     except DataError as error:
+        # The training loader raises the same error at the same batch on every rank, between two steps, so that all
+        # ranks can save together. An error of the evaluation loader, or before the first step, is raised unsaved.
         state = trainer.state
         training = state.dataloader is state.train_dataloader
         saved = save_now(state, trainer.logger) if training and state.timestamp.batch.value else None
         if saved is None:
             raise
-        raise DataError(f'{error}\n{saved} is saved; the same command goes on from there') from error
+        raise DataError(f'{error}\n{saved} is saved; run the same command again to resume from it') from error
 
 
 def build_trainer(recipe: Recipe) -> Trainer:
     """Build the Trainer of a recipe, ready to fit."""
+    # The checkpointer and the datasets communicate before the Trainer, which would initialize distributed otherwise.
     if int(os.environ.get('WORLD_SIZE', '1')) > 1:
         dist.initialize_dist(get_device(recipe.trainer.get('device')), recipe.trainer.get('dist_timeout', 300.0))
     checkpointer = build_checkpointer(recipe)
@@ -117,7 +124,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
     loader = components.build_loader(recipe, 'train', kind=AheadLoader if parts.copy_ahead else BucketedLoader)
     if isinstance(loader.dataset, LatentsDataset) and isinstance(model, LatentDiffusion):
         loader.dataset.check_encoders(model.vae, model.text, train_text_encoder=model.train_text_encoder)
-    # Without our Checkpointer, Composer may find a checkpoint of its own later, which replaces these weights.
+    # Without this package's Checkpointer, Composer may later find its own checkpoint, which replaces these weights.
     if recipe.init_from is not None and (checkpointer is None or checkpointer.resume is None):
         start_from(model, recipe.init_from)
     if recipe.parallelism.activation_checkpointing:
@@ -152,14 +159,18 @@ def build_trainer(recipe: Recipe) -> Trainer:
 
 
 def build_checkpointer(recipe: Recipe) -> Checkpointer | None:
-    """Build the callback that saves and resumes the run; None if `trainer.save_folder` leaves that to Composer."""
+    """Build the callback that saves and resumes the run; return None if `trainer.save_folder` leaves it to Composer.
+
+    Raises:
+        UserError: The run's folder has checkpoints, and `trainer.autoresume` is off.
+    """
     if 'save_folder' in recipe.trainer:
         return None
     resume = resume_point(recipe.run_dir) if recipe.trainer.get('autoresume') else None
     if resume is None and (present := list_checkpoints(recipe.run_dir)):
         raise UserError(
             f'name: {recipe.run_dir} holds {present[0].name} and {len(present) - 1} more checkpoints of another run; '
-            'go on from it with trainer.autoresume: true, or give this run another name'
+            'resume it with trainer.autoresume: true, or give this run another name'
         )
     return Checkpointer(
         recipe.run_dir,
@@ -178,17 +189,17 @@ def checkpoint_activations(model: ComposerModel) -> None:
 
 
 def start_from(model: ComposerModel, init_from: str) -> None:
-    """Load the training weights of another run's checkpoint; the optimizer and the clock start anew."""
+    """Load the training weights of another run's checkpoint into a model, without optimizer state and step counter."""
     checkpoint = find_checkpoint(init_from)
     weights, _ = weights_of(checkpoint, 'training')
     load_weights(model, weights, f'init_from: {checkpoint}')
-    log.info('weights of %s', checkpoint)
+    log.info('loaded the training weights of %s', checkpoint)
 
 
 def _own_callbacks(
     recipe: Recipe, parts: SpeedConfig, loader: BucketedLoader, checkpointer: Checkpointer | None
 ) -> list[Callback]:
-    """Build the callbacks of every run, which a recipe does not name."""
+    """Build the callbacks that every run has without naming them in its recipe."""
     return [
         RecipeKeeper(recipe.run_dir, to_yaml(recipe)),
         SameRun(components.run_identity(recipe, loader), allow_data_change=recipe.allow_data_change),
@@ -201,9 +212,9 @@ def _own_callbacks(
 
 
 def _trainer_keywords(recipe: Recipe) -> dict[str, Any]:
-    """Return the recipe's keywords of the Trainer, without those of our Checkpointer."""
-    composers_own = 'save_folder' in recipe.trainer
-    keywords = {key: each for key, each in recipe.trainer.items() if composers_own or key not in CHECKPOINTER_KEYWORDS}
+    """Return the recipe's keywords of composer.Trainer, without those of this package's Checkpointer."""
+    composer_saves = 'save_folder' in recipe.trainer
+    keywords = {key: each for key, each in recipe.trainer.items() if composer_saves or key not in CHECKPOINTER_KEYWORDS}
     return {'progress_bar': sys.stderr.isatty()} | keywords
 
 
@@ -214,6 +225,6 @@ def _console(recipe: Recipe) -> list[LoggerDestination]:
 
 
 def _is_done(state: State) -> bool:
-    """Return True if a run was resumed at its end: starting a finished job again is no failure."""
+    """Return True if a run was resumed at its end, so that starting a finished job again succeeds."""
     end = state.max_duration
     return end is not None and end.unit != TimeUnit.DURATION and state.timestamp.get(end.unit) >= end

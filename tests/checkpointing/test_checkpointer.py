@@ -222,7 +222,7 @@ def test_run_without_autoresume_does_not_overwrite_checkpoints(uninterrupted):
     _, write = uninterrupted
     path = write('again')
     train(load(path, ['trainer.max_duration=1ba'])).close()
-    with pytest.raises(ValueError, match=r'again holds ba1 and 0 more checkpoints of another run; go on from it'):
+    with pytest.raises(ValueError, match=r'again holds ba1 and 0 more checkpoints of another run; resume it'):
         build_trainer(load(path, ['trainer.autoresume=false']))
 
 

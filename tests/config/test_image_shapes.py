@@ -1,4 +1,4 @@
-"""Shapes, aspect buckets and shares in whole numbers."""
+"""Image shapes, aspect buckets, and division into integer parts."""
 
 import json
 import logging
@@ -22,7 +22,7 @@ from diffusion.config.recipe import StreamConfig
 from diffusion.training.expand_streams import by_shape
 
 
-def test_the_table_of_sdxl():
+def test_sdxl_has_41_shapes_of_about_1024_squared_pixels():
     shapes = sdxl_shapes(1024)
     assert len(shapes) == 41 and len(SDXL_SHAPES) == 21
     assert {shape.aspect for shape in shapes} >= {0.25, 1.0, 4.0}
@@ -41,13 +41,13 @@ def test_other_resolutions_have_the_same_aspects(resolution):
 
 
 @given(st.integers(256, 4000), st.integers(256, 4000))
-def test_no_picture_is_enlarged(width, height):
+def test_images_are_never_upscaled(width, height):
     resolution = max(side for side in (256, 512, 1024) if side <= min(width, height))
     shape = shape_for(width, height, sdxl_shapes(resolution))
     assert max(shape.width / width, shape.height / height) <= 1
 
 
-def test_the_nearest_aspect_is_by_ratio_and_a_tie_goes_to_the_square():
+def test_nearest_aspect_is_measured_by_ratio_and_ties_go_to_the_more_square_shape():
     shapes = [Shape(512, 512), Shape(1024, 512), Shape(512, 1024)]
     assert shape_for(1500, 1000, shapes) == Shape(1024, 512)
     assert shape_for(1400, 1000, shapes) == Shape(512, 512)
@@ -55,7 +55,7 @@ def test_the_nearest_aspect_is_by_ratio_and_a_tie_goes_to_the_square():
     assert shape_for(100, 25, [Shape(512, 128), Shape(2048, 512), Shape(512, 512)]) == Shape(512, 128)
 
 
-def test_the_shapes_of_an_object_store_are_those_of_now_or_of_the_last_time(store, tmp_path):
+def test_shapes_in_an_object_store_are_read_on_every_start_and_cached_for_when_that_fails(store, tmp_path):
     def found(local: str) -> list[tuple[str, str | None]]:
         stream = StreamConfig(remote=url, local=str(tmp_path / local), resolution=512, aspects=True, download_retry=0)
         return [(name, each.remote) for name, each in by_shape({'photos': stream}).items()]
@@ -77,20 +77,20 @@ def test_the_shapes_of_an_object_store_are_those_of_now_or_of_the_last_time(stor
 
 
 @pytest.mark.parametrize('text', ['640', '640x', '640x380', '0x8', '640 x 384', '-8x8', None])
-def test_what_is_no_shape_is_refused(text):
+def test_malformed_shape_is_an_error(text):
     with pytest.raises(ValueError, match='640x384|multiples of 8'):
         parse_shape(text)
 
 
 @given(st.integers(0, 10_000), st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=30))
-def test_shares_add_up_and_are_off_by_less_than_one(total, weights):
+def test_apportioned_parts_add_up_and_are_off_by_less_than_one(total, weights):
     shares = apportion(total, weights)
     assert sum(shares) == total
     for share, weight in zip(shares, weights, strict=True):
         assert abs(share - total * weight / sum(weights)) < 1 + 1e-6
 
 
-def test_buckets_are_read_as_they_were_written(tmp_path):
+def test_buckets_file_round_trips(tmp_path):
     counts = {Shape(64, 32): {'samples': 5, 'bytes': 100}, Shape(32, 32): {'samples': 7}}
     write_buckets(tmp_path, 32, counts)
     assert read_buckets(tmp_path) == {Shape(32, 32): 7, Shape(64, 32): 5}
@@ -98,13 +98,13 @@ def test_buckets_are_read_as_they_were_written(tmp_path):
 
 
 @pytest.mark.parametrize('content', ['', '[]', '{"buckets": {"a": {"samples": 1}}}', '{"buckets": {"8x8": {}}}'])
-def test_another_buckets_file_is_refused(tmp_path, content):
+def test_invalid_buckets_file_is_an_error(tmp_path, content):
     (tmp_path / 'buckets.json').write_text(content)
-    with pytest.raises(ValueError, match='is no list of buckets'):
+    with pytest.raises(ValueError, match='is not a valid list of buckets'):
         read_buckets(tmp_path)
 
 
-def test_a_stream_of_shapes_becomes_one_a_shape(tmp_path):
+def test_stream_of_several_shapes_becomes_one_stream_per_shape(tmp_path):
     write_buckets(tmp_path, 32, {Shape(64, 32): {'samples': 30}, Shape(32, 32): {'samples': 10}})
     streams = by_shape(
         {'a': StreamConfig(32, local=str(tmp_path), aspects=True, proportion=0.8), 'b': StreamConfig(64)}
@@ -115,17 +115,17 @@ def test_a_stream_of_shapes_becomes_one_a_shape(tmp_path):
     assert wide.proportion == pytest.approx(0.6)
 
 
-def test_shapes_that_do_not_fill_a_batch_are_left_out_loudly(tmp_path, caplog):
+def test_shapes_that_do_not_fill_a_batch_are_skipped_with_a_warning(tmp_path, caplog):
     write_buckets(tmp_path, 32, {Shape(64, 32): {'samples': 30}, Shape(32, 32): {'samples': 10}})
     stream = StreamConfig(32, local=str(tmp_path), aspects=True)
     with caplog.at_level(logging.WARNING):
         assert list(by_shape({'a': stream}, smallest=16)) == ['a/64x32']
-    assert 'streams.a: left out, since they do not fill a batch of 16: 32x32 (10)' in caplog.text
+    assert 'streams.a: skipped shapes that do not fill a batch of 16: 32x32 (10)' in caplog.text
     with pytest.raises(ValueError, match=r'streams\.a: none of its 2 shapes has the 31 samples'):
         by_shape({'a': stream}, smallest=31)
 
 
-def test_a_folder_without_the_list_says_what_to_do(tmp_path):
+def test_missing_buckets_file_error_says_to_remove_aspects(tmp_path):
     (tmp_path / 'index.json').write_text(json.dumps({'shards': []}))
-    with pytest.raises(ValueError, match=r'streams\.a: .* has no buckets\.json; .* leave out aspects'):
+    with pytest.raises(ValueError, match=r'streams\.a: .* has no buckets\.json; .* remove aspects'):
         by_shape({'a': StreamConfig(32, local=str(tmp_path), aspects=True)})

@@ -1,4 +1,4 @@
-"""Recipes: what is read, and what a mistake is answered with."""
+"""Loading of recipes, and the error messages for mistakes in them."""
 
 import json
 import subprocess
@@ -36,7 +36,7 @@ def write(tmp_path):
 
 
 @pytest.mark.parametrize('path', YAMLS, ids=lambda path: path.name)
-def test_every_shipped_recipe_is_accepted(path):
+def test_shipped_recipe_loads(path):
     recipe = load(path, allow_missing=True)
     assert recipe.name == path.stem
     given_values = [f'{problem.where}=s3://bucket/{index}' for index, problem in enumerate(recipe.missing)]
@@ -44,13 +44,13 @@ def test_every_shipped_recipe_is_accepted(path):
 
 
 @pytest.mark.parametrize('path', YAMLS, ids=lambda path: path.name)
-def test_every_shipped_recipe_opens_with_cost_result_and_command(path):
+def test_shipped_recipe_starts_with_cost_result_and_command(path):
     head = path.read_text().split('\n\n')[0]
     assert all(f'# {word}:' in head for word in ('Cost', 'Result', 'Command'))
 
 
 @pytest.mark.parametrize('path', YAMLS, ids=lambda path: path.name)
-def test_the_resolved_recipe_reads_back_equal(path, tmp_path):
+def test_resolved_recipe_reads_back_equal(path, tmp_path):
     recipe = load(path, allow_missing=True)
     given_values = [f'{problem.where}=s3://bucket/{index}' for index, problem in enumerate(recipe.missing)]
     recipe = load(path, given_values)
@@ -70,7 +70,7 @@ names = st.text('abcdefghij_', min_size=1, max_size=8)
     prompts=st.lists(st.text(max_size=20), max_size=3),
 )
 @settings(max_examples=40, deadline=None)
-def test_any_recipe_survives_the_round_trip(tmp_path_factory, batch, lr, streams, prompts):
+def test_random_recipe_round_trips_through_yaml(tmp_path_factory, batch, lr, streams, prompts):
     folder = tmp_path_factory.mktemp('recipes')
     content = VALID | {
         'global_batch': batch,
@@ -86,7 +86,7 @@ def test_any_recipe_survives_the_round_trip(tmp_path_factory, batch, lr, streams
     assert load(second) == recipe
 
 
-def test_phase_two_shows_only_what_differs():
+def test_phase_two_changes_only_some_settings_of_phase_one():
     one = load(ROOT / 'yamls/phase1.yaml', ['streams.laion.remote=s3://b/a', 'eval_streams.coco.remote=s3://b/c'])
     two = load(ROOT / 'yamls/phase2.yaml', ['streams.laion.remote=s3://b/a', 'eval_streams.coco.remote=s3://b/c'])
     assert two.init_from == 'runs/phase1'
@@ -99,7 +99,7 @@ def test_phase_two_shows_only_what_differs():
     assert not one.parallelism.reshard_after_forward
 
 
-def test_mappings_merge_and_false_removes(write):
+def test_mappings_merge_and_false_removes_an_entry(write):
     base = write({'callbacks': {'lr_monitor': None, 'nan_monitor': None}}, 'base.yaml')
     child = write(
         'extends: base.yaml\nname: child\ncallbacks:\n  lr_monitor: false\n  speed_monitor: {window_size: 5}\n'
@@ -111,12 +111,12 @@ def test_mappings_merge_and_false_removes(write):
     assert set(load(child, ['callbacks.speed_monitor=false']).callbacks) == {'nan_monitor'}
 
 
-def test_two_of_a_kind(write):
+def test_two_callbacks_of_the_same_name_under_different_keys(write):
     recipe = load(write({'callbacks': {'a': {'name': 'lr_monitor'}, 'b': {'name': 'lr_monitor'}}}))
     assert recipe.callbacks['b'] == Component('lr_monitor')
 
 
-def test_overrides_reach_everything(write):
+def test_overrides_replace_sections_and_add_entries(write):
     overrides = [
         'optimizer={name: adamw, lr: 1e-4}',
         'streams.b={remote: s3://x/y, resolution: 32}',
@@ -129,11 +129,11 @@ def test_overrides_reach_everything(write):
     assert recipe.seed == 3
 
 
-def test_interpolation(write):
-    assert load(write({'name': 'big', 'generate': {'out': 'pictures/${name}'}})).generate.out == 'pictures/big'
+def test_interpolation_is_resolved(write):
+    assert load(write({'name': 'big', 'generate': {'out': 'images/${name}'}})).generate.out == 'images/big'
 
 
-def test_missing_values_are_listed_when_that_is_allowed(write):
+def test_missing_values_are_listed_if_allowed(write):
     path = write({'streams': {'a': {'remote': '???', 'resolution': 64}}, 'model': {'name': 'sd2', 'vae': '???'}})
     assert [problem.where for problem in load(path, allow_missing=True).missing] == ['model.vae', 'streams.a.remote']
 
@@ -142,22 +142,22 @@ WRONG = {
     'replicas without sharding': (
         {'parallelism': {'replicas': 2}},
         [],
-        'parallelism.replicas: is for fsdp2 and fsdp1; under ddp every device is a replica: remove it',
+        'parallelism.replicas: needs fsdp2 or fsdp1; under ddp every device is a replica: remove it',
     ),
-    'no replica': (
+    'zero replicas': (
         {'parallelism': {'strategy': 'fsdp2', 'replicas': 0}},
         [],
         'parallelism.replicas: 0 is not positive',
     ),
-    'pieces without sharding': (
+    'sharded checkpoints without sharding': (
         {'parallelism': {'checkpoints': 'sharded'}},
         [],
         'parallelism.checkpoints: sharded needs strategy: fsdp2, not ddp; use whole',
     ),
-    'precision of what is not sharded': (
+    'mixed_precision without sharding': (
         {'parallelism': {'mixed_precision': 'pure'}},
         [],
-        'parallelism.mixed_precision: is for fsdp2 and fsdp1; ddp follows trainer.precision',
+        'parallelism.mixed_precision: needs fsdp2 or fsdp1; ddp follows trainer.precision',
     ),
     'fsdp1 on a CPU': (
         {'parallelism': {'strategy': 'fsdp1'}},
@@ -167,12 +167,12 @@ WRONG = {
     'auto under fsdp2': (
         {'parallelism': {'strategy': 'fsdp2'}, 'device_train_microbatch_size': 'auto'},
         [],
-        'device_train_microbatch_size: auto is what Composer does under fsdp1 alone, not fsdp2: .* give a number',
+        'device_train_microbatch_size: auto works only under fsdp1, not fsdp2: .* set a number',
     ),
-    "names of Composer's checkpoints": (
+    "file name of Composer's checkpoints": (
         {},
         ['trainer.save_filename=x.pt'],
-        'trainer.save_filename: is of checkpoints that Composer writes itself; checkpoints go to .*: remove it',
+        "trainer.save_filename: applies only to Composer's own checkpoints; this run saves to .*: remove it",
     ),
     'unknown section': ({'trainr': {}}, [], "trainr: unknown key; did you mean 'trainer'?"),
     'unknown key': ({'loader': {'num_worker': 2}}, [], "loader.num_worker: unknown key; did you mean 'num_workers'?"),
@@ -233,13 +233,17 @@ WRONG = {
         ['trainer.max_duraton=3ba'],
         "trainer.max_duraton: unknown key; did you mean 'max_duration'?",
     ),
-    'trainer keyword of ours': ({}, ['trainer.optimizers=3'], 'trainer.optimizers: is said elsewhere: set optimizer'),
+    'trainer keyword of another section': (
+        {},
+        ['trainer.optimizers=3'],
+        'trainer.optimizers: belongs in another section; set optimizer',
+    ),
     'supplied keyword': (
         {'optimizer': {'name': 'adamw', 'params': 1}},
         [],
         'optimizer.params: is set by the program; remove it',
     ),
-    'no duration': ({'trainer': {'precision': 'fp32'}}, [], 'trainer.max_duration: is missing; say how long to train'),
+    'no duration': ({'trainer': {'precision': 'fp32'}}, [], 'trainer.max_duration: is missing; set how long to train'),
     'bad duration': (
         {'trainer': {'max_duration': '8 batches'}},
         [],
@@ -250,17 +254,21 @@ WRONG = {
         [],
         'streams.a.resolution: 60 is not a multiple of 8',
     ),
-    'nowhere': ({'streams': {'a': {'resolution': 64}}}, [], 'streams.a: has neither remote nor local; give the folder'),
+    'stream without folder': (
+        {'streams': {'a': {'resolution': 64}}},
+        [],
+        'streams.a: has neither remote nor local; give the folder',
+    ),
     'no stream': ({'streams': {}}, [], 'streams: is empty; training needs at least one stream'),
     'some proportions': (
         {'streams': {'a': {'local': 'x', 'resolution': 64, 'proportion': 1.0}, 'b': {'local': 'y', 'resolution': 64}}},
         [],
-        'streams: b: without proportion beside streams that have one',
+        'streams: b: no proportion, but other streams have one; set it for all streams or none',
     ),
-    'amounts': (
+    'repeat and choose': (
         {'streams': {'a': {'local': 'x', 'resolution': 64, 'repeat': 2.0, 'choose': 5}}},
         [],
-        'streams.a: repeat and choose say one thing in several ways',
+        'streams.a: repeat and choose are mutually exclusive',
     ),
     'bad name': ({'name': 'my run/1'}, [], "name: 'my run/1'; use letters, digits"),
     'bad import': ({'imports': ['no_such_module_here']}, [], r'imports\[0\]: no_such_module_here cannot be imported'),
@@ -269,20 +277,20 @@ WRONG = {
     'top level list': ('- a\n- b\n', [], r'is not a mapping of sections \(key: value\) but list'),
     'syntax': ('name: run\nmodel: [1, 2\n', [], r'recipe.yaml:3:1: '),
     'tab': ('name: run\nmodel:\n\tname: tiny\n', [], r'recipe.yaml:3:1: .*indent with spaces'),
-    'duplicate key': ('name: run\nseed: 1\nseed: 2\n', [], r"recipe.yaml:3:1: 'seed' stands twice, first in line 2"),
+    'duplicate key': ('name: run\nseed: 1\nseed: 2\n', [], r"recipe.yaml:3:1: duplicate key 'seed', first in line 2"),
     'extends nothing': ('extends: nowhere.yaml\n', [], r'extends: .*nowhere.yaml cannot be read \(No such file'),
-    'extends itself': ('extends: recipe.yaml\n', [], 'extends: goes round in a circle: .*recipe.yaml -> .*recipe.yaml'),
+    'extends itself': ('extends: recipe.yaml\n', [], 'extends: circular reference: .*recipe.yaml -> .*recipe.yaml'),
     'bad interpolation': ({'name': '${nmae}'}, [], 'nmae'),
 }
 
 
-def test_a_mistake_is_answered_with_where_what_and_the_way_out(write, subtests):
+def test_mistake_is_reported_with_path_cause_and_way_out(write, subtests):
     for name, (content, overrides, message) in WRONG.items():
         with subtests.test(name), pytest.raises(RecipeError, match=message):
             load(write(content), overrides)
 
 
-def test_all_mistakes_are_told_at_once(write):
+def test_all_mistakes_are_reported_in_one_error(write):
     path = write({'trainr': 1, 'seed': 'x', 'loader': {'shufle': True}, 'streams': {'a': {'resolution': '???'}}})
     with pytest.raises(RecipeError) as error:
         load(path)
@@ -295,7 +303,7 @@ def test_all_mistakes_are_told_at_once(write):
     assert str(error.value).startswith(f'{path} has 4 mistakes:\n  trainr: ')
 
 
-def test_a_missing_file_is_an_error(tmp_path):
+def test_missing_file_is_an_error(tmp_path):
     with pytest.raises(RecipeError, match=r'none.yaml cannot be read \(No such file or directory\)'):
         load(tmp_path / 'none.yaml')
 
@@ -315,7 +323,7 @@ def test_a_missing_file_is_an_error(tmp_path):
         ),
     ],
 )
-def test_batches_divide_over_devices(write, batch, microbatch, devices, message):
+def test_batch_must_divide_over_devices_and_microbatches(write, batch, microbatch, devices, message):
     recipe = load(write({'global_batch': batch, 'device_train_microbatch_size': microbatch}))
     problems = [str(problem) for problem in check_devices(recipe, devices)]
     assert len(problems) == (message is not None)
@@ -325,7 +333,7 @@ def test_batches_divide_over_devices(write, batch, microbatch, devices, message)
         assert re.fullmatch(message, problems[0])
 
 
-def test_local_data_is_looked_for_before_anything_is_imported(write, tmp_path):
+def test_missing_local_data_is_found_by_check_paths(write, tmp_path):
     empty = tmp_path / 'empty'
     empty.mkdir()
     (empty / 'index.json').write_text(json.dumps({'version': 2, 'shards': []}))
@@ -342,7 +350,7 @@ def test_local_data_is_looked_for_before_anything_is_imported(write, tmp_path):
     assert 'does not exist; give a checkpoint or the folder of a run' in problems['init_from']
 
 
-def test_components_of_others(write, tmp_path, monkeypatch):
+def test_imports_register_custom_components(write, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / 'my_parts.py').write_text(
         'from diffusion.config.registry import register\n'
@@ -372,7 +380,7 @@ def test_check_prints_the_resolved_recipe_without_torch():
     assert diffusion('check', str(ROOT / 'yamls/phase2.yaml'), '--strict').returncode == 2
 
 
-def test_mistakes_cost_a_message_and_no_traceback(write):
+def test_mistakes_print_a_message_without_traceback(write):
     result = diffusion('check', str(write({'trainr': {}, 'model': {'name': 'sd3'}})))
     assert result.returncode == 2
     assert 'Traceback' not in result.stderr

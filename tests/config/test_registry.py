@@ -1,4 +1,4 @@
-"""Names and what they stand for: signatures read from the source equal those of the imported objects."""
+"""Registered components: signatures parsed from source equal those of the imported objects; checks of keywords."""
 
 import inspect
 import subprocess
@@ -19,13 +19,13 @@ PARTS = """
 from dataclasses import dataclass
 from typing import Literal, Optional
 
-Way = Literal['up', 'down']
+Direction = Literal['up', 'down']
 
 
 @dataclass
 class Options:
     speed: float
-    way: Way = 'up'
+    direction: Direction = 'up'
 
 
 class Base:
@@ -52,7 +52,7 @@ def registered(monkeypatch):
 def parts(tmp_path, monkeypatch):
     package = tmp_path / 'parts_package'
     package.mkdir()
-    # The package must be read, never imported.
+    # Importing the package fails, so the test shows that it is only read.
     (package / '__init__.py').write_text("raise RuntimeError('imported')\n")
     (package / 'parts.py').write_text(PARTS)
     monkeypatch.syspath_prepend(tmp_path)
@@ -64,7 +64,7 @@ def problems(kind, name, kwargs, **options):
 
 
 @pytest.mark.slow
-def test_signature_from_source_equals_the_imported_one(subtests):
+def test_signature_from_source_equals_that_of_the_imported_object(subtests):
     unnamed = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     for kind, name in EVERY_NAME:
         with subtests.test(kind=kind, name=name):
@@ -73,7 +73,7 @@ def test_signature_from_source_equals_the_imported_one(subtests):
             assert [(p.name, p.required) for p in read] == [(p.name, p.default is p.empty) for p in imported]
 
 
-def test_every_name_has_a_signature_without_an_import():
+def test_every_name_has_a_signature_without_heavy_imports():
     code = (
         'import sys; from diffusion.config import registry\n'
         '[registry.signature(kind, name) for kind in registry.TARGETS for name in registry.names(kind)]\n'
@@ -99,8 +99,12 @@ def test_signatures_of_installed_packages():
         ('Derived', {'depth': 1, 'name': 7}, ['here.name: 7 is not a string or null; put it in quotes']),
         ('Bare', {'depth': 3}, ['here.depth: unknown key; known: none']),
         ('Options', {'speed': 3}, []),
-        ('Options', {'speed': 3.0, 'way': 'don'}, ["here.way: 'don' is not one of up, down; did you mean 'down'?"]),
-        ('anything', {'size': 2, 'colour': 'red'}, []),
+        (
+            'Options',
+            {'speed': 3.0, 'direction': 'don'},
+            ["here.direction: 'don' is not one of up, down; did you mean 'down'?"],
+        ),
+        ('anything', {'size': 2, 'color': 'red'}, []),
         ('anything', {'size': 'two'}, ["here.size: 'two' is not an integer"]),
     ],
 )
@@ -124,8 +128,8 @@ def test_supplied_keywords_are_neither_missing_nor_allowed():
     ]
 
 
-def test_what_our_own_parts_pass_on_is_not_for_a_recipe():
-    # ImageTextDataset hands **streaming to StreamingDataset; in a recipe that is the loader section.
+def test_recipe_cannot_set_keywords_that_a_dataset_passes_to_streaming():
+    # ImageTextDataset passes **streaming to StreamingDataset; a recipe sets these values in its loader section.
     supplied = ('buckets', 'batch_size', 'tokenizers', 'seed')
     assert problems('dataset', 'image_text', {'crop': 'random'}, supplied=supplied) == []
     assert problems('dataset', 'image_text', {'shuffle': True}, supplied=supplied)[0].startswith(
@@ -133,7 +137,7 @@ def test_what_our_own_parts_pass_on_is_not_for_a_recipe():
     )
 
 
-def test_values_still_to_be_given_are_not_wrong():
+def test_missing_values_are_not_type_errors():
     assert problems('model', 'tiny', {'resolution': '???', 'objective': '???'}) == []
 
 
@@ -144,18 +148,18 @@ def test_values_still_to_be_given_are_not_wrong():
             'no_such_package.parts:Foo',
             r'no_such_package.parts: the package no_such_package cannot be found; install it',
         ),
-        ('diffusion.models.nothing:Foo', r'diffusion.models.nothing: there is no .*nothing.py; was it registered'),
+        ('diffusion.models.nothing:Foo', r'diffusion.models.nothing: .*nothing.py does not exist; was it registered'),
         ('diffusion.models.builders:Foo', r'diffusion.models.builders defines no Foo; register it by the module'),
     ],
 )
-def test_a_target_without_source_is_a_problem_and_no_crash(target, message):
+def test_target_without_source_is_reported_as_a_problem(target, message):
     register('model', 'lost', target)
     with pytest.raises(ValueError, match=message):
         signature('model', 'lost')
     assert problems('model', 'lost', {})[0].startswith('here: ')
 
 
-def test_unknown_names_are_answered_with_the_nearest():
+def test_unknown_name_error_suggests_the_nearest():
     with pytest.raises(ValueError, match="no model is called 'sd22'; did you mean 'sd2'?"):
         resolve('model', 'sd22')
     with pytest.raises(ValueError, match="no scheduler is called 'xyz'; known: constant, constant_with_warmup, cosine"):
@@ -171,39 +175,39 @@ class Shape:
 
 
 class Drawing:
-    def __init__(self, colour: Literal['red', 'blue'], shape: 'Shape | None' = None, *, device: str = 'cpu') -> None:
-        self.colour, self.shape, self.device = colour, shape, device
+    def __init__(self, color: Literal['red', 'blue'], shape: 'Shape | None' = None, *, device: str = 'cpu') -> None:
+        self.color, self.shape, self.device = color, shape, device
 
 
 def test_registered_objects_are_checked_and_built():
     register('model', 'drawing', Drawing)
-    assert problems('model', 'drawing', {'colour': 'green'}) == ["here.colour: 'green' is not one of red, blue"]
-    drawing = build('model', Component('drawing', {'colour': 'red', 'shape': {'side': 3}}), device='gpu')
-    assert (drawing.colour, drawing.shape, drawing.device) == ('red', Shape(3), 'gpu')
-    assert build('model', Component('drawing', {'colour': 'red', 'shape': None})).shape is None
+    assert problems('model', 'drawing', {'color': 'green'}) == ["here.color: 'green' is not one of red, blue"]
+    drawing = build('model', Component('drawing', {'color': 'red', 'shape': {'side': 3}}), device='gpu')
+    assert (drawing.color, drawing.shape, drawing.device) == ('red', Shape(3), 'gpu')
+    assert build('model', Component('drawing', {'color': 'red', 'shape': None})).shape is None
     with pytest.raises(ValueError, match='model drawing: device is set by the program; remove it from the recipe'):
-        build('model', Component('drawing', {'colour': 'red', 'device': 'gpu'}), device='cpu')
+        build('model', Component('drawing', {'color': 'red', 'device': 'gpu'}), device='cpu')
 
 
 def test_offered_values_are_used_if_accepted_and_not_in_the_recipe():
     register('model', 'drawing', Drawing)
     offered = {'device': 'gpu', 'folder': 'runs/a'}
-    assert build('model', Component('drawing', {'colour': 'red'}), offered=offered).device == 'gpu'
-    assert build('model', Component('drawing', {'colour': 'red', 'device': 'tpu'}), offered=offered).device == 'tpu'
+    assert build('model', Component('drawing', {'color': 'red'}), offered=offered).device == 'gpu'
+    assert build('model', Component('drawing', {'color': 'red', 'device': 'tpu'}), offered=offered).device == 'tpu'
     with pytest.raises(TypeError, match='folder'):
-        build('model', Component('drawing', {'colour': 'red'}), folder='runs/a')
+        build('model', Component('drawing', {'color': 'red'}), folder='runs/a')
 
 
 def test_keywords_are_the_defaults_overridden_by_the_recipe():
     register('model', 'drawing', Drawing)
-    component = Component('drawing', {'colour': 'red', 'device': 'gpu'})
-    assert registry.keywords('model', component) == {'shape': None, 'device': 'gpu', 'colour': 'red'}
+    component = Component('drawing', {'color': 'red', 'device': 'gpu'})
+    assert registry.keywords('model', component) == {'shape': None, 'device': 'gpu', 'color': 'red'}
 
 
-def test_a_name_stands_for_one_thing():
+def test_registering_another_component_under_a_used_name_is_an_error():
     register('model', 'drawing', Drawing)
     register('model', 'drawing', Drawing)
-    with pytest.raises(ValueError, match=r"register: model 'drawing' is .*Drawing.* already; choose another name"):
+    with pytest.raises(ValueError, match=r"register: model 'drawing' is already .*Drawing.*; choose another name"):
         register('model', 'drawing', Shape)
 
 

@@ -1,4 +1,4 @@
-"""YAML files: what is read, what later ones change, and what is written."""
+"""Reading, merging and writing of YAML files."""
 
 import pytest
 from hypothesis import given, settings
@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from diffusion.config.yaml_files import UnreadableYAML, dump, dump_inline, merge, read_chain, read_yaml
 
-# PyYAML itself folds control characters such as U+0085.
+# Without control characters and Unicode line breaks such as U+0085, which PyYAML folds.
 text = st.text(st.characters(blacklist_categories=['Cs', 'Cc', 'Zl', 'Zp']), max_size=12) | st.sampled_from(
     [
         '1e-4',
@@ -36,17 +36,17 @@ values = st.recursive(
 
 @given(content=st.dictionaries(st.text('abcdef', min_size=1), values, max_size=4))
 @settings(max_examples=150, deadline=None)
-def test_whatever_is_written_is_read_back(tmp_path_factory, content):
+def test_dumped_values_are_read_back_unchanged(tmp_path_factory, content):
     path = tmp_path_factory.mktemp('dump') / 'a.yaml'
     path.write_text(dump(content), encoding='utf-8', newline='')
     read = merge([read_yaml(path)], [])
     assert read == content
-    assert repr(read) == repr(content)  # 1 is no 1.0 and no True
+    assert repr(read) == repr(content)  # repr distinguishes 1, 1.0 and True
 
 
 @given(value=values | st.text(st.characters(blacklist_categories=['Cs']), max_size=12))
 @settings(max_examples=150, deadline=None)
-def test_an_override_on_one_line_gives_the_value_back(value):
+def test_override_from_dump_inline_restores_the_value(value):
     written = dump_inline(value)
     assert '\n' not in written
     assert repr(merge([{}], [f'key={written}'])['key']) == repr(value)
@@ -67,7 +67,7 @@ def test_an_override_on_one_line_gives_the_value_back(value):
         ("'1e-4'", '1e-4'),
     ],
 )
-def test_scalars(tmp_path, written, expected):
+def test_scalar_is_read_as_its_yaml_1_2_type(tmp_path, written, expected):
     path = tmp_path / 'a.yaml'
     path.write_text(f'value: {written}\n')
     value = read_yaml(path)['value']
@@ -100,7 +100,7 @@ def test_extends_is_relative_to_its_file(files):
     assert merge(read_chain(folder / 'deep' / 'child.yaml'), []) == {'seed': 1, 'name': 'child'}
 
 
-def test_another_component_does_not_inherit_keywords(files):
+def test_component_with_another_name_does_not_inherit_keywords(files):
     folder = files(
         a='name: a\nmodel: {name: sd2, vae: x}\noptimizer: {name: adamw, lr: 1}\ncallbacks: {grid: {every: 1ba}}',
         b='extends: a.yaml\nname: b\nmodel: {name: tiny}\noptimizer: {name: adamw, eps: 2}\n'
@@ -114,16 +114,16 @@ def test_another_component_does_not_inherit_keywords(files):
     }
 
 
-def test_a_circle_names_the_chain(files):
+def test_circular_extends_error_shows_the_chain(files):
     folder = files(a='extends: b.yaml', b='extends: a.yaml')
-    with pytest.raises(UnreadableYAML, match=r'goes round in a circle: .*a\.yaml -> .*b\.yaml -> .*a\.yaml'):
+    with pytest.raises(UnreadableYAML, match=r'circular reference: .*a\.yaml -> .*b\.yaml -> .*a\.yaml'):
         read_chain(folder / 'a.yaml')
 
 
-def test_a_circle_is_seen_under_another_spelling_of_the_path(files):
+def test_circular_extends_is_detected_under_another_spelling_of_the_path(files):
     folder = files(a='extends: deep/../a.yaml')
     (folder / 'deep').mkdir()
-    with pytest.raises(UnreadableYAML, match='goes round in a circle'):
+    with pytest.raises(UnreadableYAML, match='circular reference'):
         read_chain(folder / 'a.yaml')
 
 
@@ -135,9 +135,9 @@ def test_a_circle_is_seen_under_another_spelling_of_the_path(files):
         ('l={a: 1}', 'a list cannot replace a mapping'),
         ('x=[1', 'its value is not YAML; quote it'),
         ('x=${nothing}', "x: Interpolation key 'nothing' not found"),
-        ('x=${', r'x: .*write \\\$\{ where no interpolation is meant'),
+        ('x=${', r'x: .*write \\\$\{ for a literal \$\{'),
     ],
 )
-def test_an_override_that_cannot_be_is_answered(override, message):
+def test_invalid_override_is_an_error(override, message):
     with pytest.raises(UnreadableYAML, match=message):
         merge([{'l': [1], 'x': 1}], [override])

@@ -258,7 +258,7 @@ def test_large_epochs_use_coarser_sampling_granularity():
 
 
 def test_unsuitable_node_count_error_suggests_canonical_nodes():
-    message = r'num_canonical_nodes: 64 cannot be shared out evenly over 3 nodes; use 192 from the start'
+    message = r'num_canonical_nodes: 64 cannot be split evenly over 3 nodes; use 192 from the start'
     with pytest.raises(ValueError, match=message):
         dataset_without_shards([(stream(), [4000])], 1536, layout=Layout(3, 8))
     dataset = dataset_without_shards([(stream(), [4000])], 1536, layout=Layout(3, 8), num_canonical_nodes=192)
@@ -291,7 +291,7 @@ def test_recipe_check_reports_same_problems_without_data(write_recipe, pictures)
         'loader.num_canonical_nodes',
         'streams.a.choose',
     ]
-    assert 'random puts pictures of 32x32, 64x64 px in one batch; use per_stream' in str(error.value)
+    assert 'random mixes images of 32x32, 64x64 px in a batch; use per_stream' in str(error.value)
 
 
 def two_buckets(pictures):

@@ -177,5 +177,5 @@ def test_invalid_cache_limit_is_rejected_by_recipe_check(write_recipe, text):
 
 @pytest.mark.parametrize('share', [-0.1, 1.0, 3.0])
 def test_invalid_bad_sample_rate_is_rejected_by_recipe_check(write_recipe, share):
-    with pytest.raises(RecipeError, match='loader.max_bad_samples: .* is no share of the samples'):
+    with pytest.raises(RecipeError, match='loader.max_bad_samples: .* is not a fraction of the samples'):
         load(write_recipe(loader={'max_bad_samples': share}))

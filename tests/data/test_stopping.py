@@ -69,7 +69,7 @@ def test_missing_shard_stops_all_ranks_and_run_resumes_when_restored(
     assert statuses == [FAILED] * ranks_count, output
     errors = re.findall(rf'^(?:rank 1: )?error: streams.photos: {url}/{last}: .*$', output, flags=re.MULTILINE)
     assert len(errors) == ranks_count, output
-    saved = re.findall(r'ba(\d+) is saved; the same command goes on from there', output)
+    saved = re.findall(r'ba(\d+) is saved; run the same command again to resume from it', output)
     # Workers are ahead of training, and a worker that cannot read a shard stops all processes immediately.
     first = 1 if workers else 4
     assert len(saved) == ranks_count and len(set(saved)) == 1 and int(saved[0]) >= first, output

@@ -85,7 +85,7 @@ def test_yaml_extends_another_and_overrides_take_precedence(tmp_path: Path) -> N
         ({'aspects': 'sdxxl'}, "aspects: 'sdxxl': did you mean 'sdxl'.*, or a list of shapes"),
         ({'aspects': 'all'}, "aspects: 'all': known: none, sdxl, or a list of shapes"),
         ({'aspects': []}, 'aspects: the list is empty'),
-        ({'aspects': ['640x383']}, r"aspects\[0\]: '640x383': sides are positive multiples of 8"),
+        ({'aspects': ['640x383']}, r"aspects\[0\]: '640x383': sides must be positive multiples of 8"),
         ({'workers': 0}, 'workers: 0 is out of range; give 1 to 4096'),
         ({'jpeg_quality': 101}, 'jpeg_quality: 101 is out of range; give 1 to 100'),
         ({'max_distance': 9}, 'max_distance: 9 is out of range; give 0 to 8'),

@@ -1,4 +1,4 @@
-"""Two resolutions of three aspects in one run, on one rank and on two."""
+"""Runs with two resolutions and three aspect ratios each, on one rank and on two."""
 
 from collections import Counter
 from pathlib import Path
@@ -46,7 +46,7 @@ def content(tmp_path_factory, tiny_recipe):
 
 
 @pytest.mark.slow
-def test_shapes_never_mix_and_keep_their_shares_on_any_number_of_ranks(content, ranks):
+def test_batches_never_mix_shapes_and_keep_proportions_on_any_number_of_ranks(content, ranks):
     root, recipe = content
     for count in (1, 2):
         path = root / f'on{count}.yaml'
@@ -59,13 +59,13 @@ def test_shapes_never_mix_and_keep_their_shares_on_any_number_of_ranks(content, 
     assert len(shares) == 6
     for resolution, counts in SHAPES.items():
         for shape, samples in counts.items():
-            asked = PROPORTIONS[resolution] * samples / sum(counts.values())
-            assert shares[shape.height, shape.width] / BATCHES == pytest.approx(asked, abs=0.01)
+            expected = PROPORTIONS[resolution] * samples / sum(counts.values())
+            assert shares[shape.height, shape.width] / BATCHES == pytest.approx(expected, abs=0.01)
     losses = [read_losses(root / 'runs' / name) for name in ('on1', 'on2')]
     assert largest_difference(*losses) < 1e-4
 
 
-def test_the_check_knows_the_folders(content, tmp_path):
+def test_check_finds_mistakes_about_folders_of_several_shapes(content, tmp_path):
     from diffusion.config.load import RecipeError, load
     from diffusion.tasks.run_recipe import checked
 
@@ -75,7 +75,7 @@ def test_the_check_knows_the_folders(content, tmp_path):
     assert checked(str(path), []).streams['px32'].aspects
     with pytest.raises(RecipeError, match=r'streams\.px32\.local: .* has no buckets\.json'):
         checked(str(path), [f'streams.px32.local={root}'])
-    with pytest.raises(RecipeError, match=r'streams\.px32\.local: .*it has buckets\.json: say aspects: true'):
+    with pytest.raises(RecipeError, match=r'streams\.px32\.local: .*it has buckets\.json; set aspects: true'):
         checked(str(path), ['streams.px32.aspects=false'])
-    with pytest.raises(RecipeError, match=r'streams\.px32\.choose: cannot be shared out over shapes'):
+    with pytest.raises(RecipeError, match=r'streams\.px32\.choose: cannot be divided over image shapes'):
         load(str(path), ['streams.px32.choose=8', 'streams.px32.proportion=null'])

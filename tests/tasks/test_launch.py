@@ -1,4 +1,4 @@
-"""run.py under the composer launcher: two gloo processes, killed and resumed."""
+"""run.py under the composer launcher: two gloo processes that are killed and resumed."""
 
 import os
 import signal
@@ -37,11 +37,11 @@ def run(processes: int, *arguments: str) -> str:
 
 
 def kill_when(process: subprocess.Popen[str], appears: Path) -> None:
-    """SIGKILL for the launcher and all it started, as soon as a file is there."""
+    """Send SIGKILL to the launcher and all processes it started, as soon as a file exists."""
     deadline = time.monotonic() + 300
     while not appears.exists():
         assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, f'{appears} never came'
+        assert time.monotonic() < deadline, f'{appears} does not exist after 300 s'
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
@@ -52,7 +52,7 @@ def losses(folder: Path) -> dict[int, float]:
 
 
 @pytest.mark.slow
-def test_two_processes_killed_and_run_again_go_on_where_they_were(ranks, write_recipe, tmp_path):
+def test_two_killed_processes_resume_bit_for_bit(ranks, write_recipe, tmp_path):
     sections = {'algorithms': {'ema': {'ema_start': '3ba', 'smoothing': 0.5}}}
     duration = ['trainer.max_duration=20ba', 'trainer.save_interval=2ba']
     runs = tmp_path / 'runs'
@@ -68,7 +68,7 @@ def test_two_processes_killed_and_run_again_go_on_where_they_were(ranks, write_r
 
 
 @pytest.mark.slow
-def test_one_process_two_and_two_that_shard_learn_the_same(ranks, write_recipe, tmp_path):
+def test_one_process_two_ddp_and_two_fsdp2_processes_train_alike(ranks, write_recipe, tmp_path):
     sections = {
         'algorithms': {'ema': {'ema_start': '3ba', 'smoothing': 0.5}},
         'callbacks': {'image_grid': {'prompts': ['a'], 'every': '8ba', 'num_inference_steps': 1}},
@@ -84,7 +84,7 @@ def test_one_process_two_and_two_that_shard_learn_the_same(ranks, write_recipe, 
         other = losses(runs / name)
         assert one.keys() == other.keys()
         assert other[0] == pytest.approx(one[0], rel=1e-6), (
-            'noise, timesteps and dropout belong to samples, not to ranks'
+            'noise, timesteps and dropout depend on samples, not on ranks'
         )
         for batch in one:
             assert other[batch] == pytest.approx(one[batch], rel=1e-4)
@@ -95,7 +95,7 @@ def test_one_process_two_and_two_that_shard_learn_the_same(ranks, write_recipe, 
         assert distance < 0.02 * sum(averages[key].square().sum() for key in averages) ** 0.5
 
 
-def test_a_mistake_ends_every_process_at_once_with_one_message(write_recipe):
+def test_mistake_ends_all_processes_with_one_message(write_recipe):
     process = start(2, str(write_recipe('wrong')), 'global_batch=7')
     output, _ = process.communicate(timeout=100)
     assert process.returncode != 0

@@ -1,4 +1,4 @@
-"""`diffusion export --ema-width`: an average of any width out of the snapshots of a real run."""
+"""`diffusion export --ema-width`: export of an average of any width, reconstructed from a run's snapshots."""
 
 from pathlib import Path
 
@@ -38,7 +38,7 @@ def same(found: Weights, average: Weights) -> bool:
     return all(torch.allclose(found[n.removeprefix('denoiser.')], average[n], rtol=1e-5, atol=1e-7) for n in names)
 
 
-def test_the_run_s_folder_has_the_snapshots(run):
+def test_run_writes_snapshots_at_interval_and_end(run):
     assert sorted({snapshot.batch for snapshot in find_snapshots(run)}) == [3, 6, 8]
 
 
@@ -46,14 +46,15 @@ def test_the_run_s_folder_has_the_snapshots(run):
     ('place', 'options', 'batch'),
     [('.', [], 8), ('latest', [], 8), ('ba8', ['--at', '6'], 6), ('ba4', [], 3)],
 )
-def test_a_kept_width_is_exported_as_its_snapshot(run, tmp_path, capsys, place, options, batch):
+def test_width_with_a_snapshot_exports_that_snapshot(run, tmp_path, capsys, place, options, batch):
     command = ['export', str(run / place), '--out', str(tmp_path / 'sd'), '--ema-width', '0.1', *options]
     assert main(command) == 0
-    assert f'post-hoc EMA 0.1 (batch {batch}) weights; StableDiffusionPipeline' in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert f'post-hoc EMA 0.1 (batch {batch}) weights; load with StableDiffusionPipeline' in output
     assert same(denoiser_of(tmp_path / 'sd'), load_file(run / FOLDER / f'width0.1-ba{batch}.safetensors'))
 
 
-def test_another_width_is_exported_as_it_is_reconstructed(run, tmp_path):
+def test_width_without_a_snapshot_is_reconstructed(run, tmp_path):
     assert export(run, tmp_path / 'sd', ema_width=0.15) == 'post-hoc EMA 0.15 (batch 8)'
     found = denoiser_of(tmp_path / 'sd')
     assert same(found, reconstruct_average(run, 0.15).tensors)
@@ -63,19 +64,22 @@ def test_another_width_is_exported_as_it_is_reconstructed(run, tmp_path):
 @pytest.mark.parametrize(
     ('settings', 'message'),
     [
-        ({'ema_width': 0.1, 'weights': 'training'}, '--ema-width: it makes its own weights; --weights chooses'),
-        ({'at': 8}, '--at: batch 8 of what'),
+        (
+            {'ema_width': 0.1, 'weights': 'training'},
+            '--ema-width: it reconstructs weights from snapshots; remove --weights',
+        ),
+        ({'at': 8}, '--at: batch 8 needs --ema-width'),
         ({'ema_width': 0.1, 'at': 9}, 'batch 9 is not between 1 and 8'),
         ({'ema_width': 0.4}, 'width=0.4 is not between 0 and'),
     ],
 )
-def test_what_cannot_be_exported_is_refused(run, tmp_path, settings, message):
+def test_invalid_width_or_batch_is_an_error(run, tmp_path, settings, message):
     with pytest.raises(ValueError, match=message):
         export(run, tmp_path / 'sd', **settings)
     assert not (tmp_path / 'sd').exists()
 
 
-def test_a_run_without_snapshots_says_how_to_get_them(write_recipe, tmp_path, capsys):
+def test_missing_snapshots_error_names_the_algorithm_that_takes_them(write_recipe, tmp_path, capsys):
     train(load(write_recipe('plain'))).close()
     assert main(['export', str(tmp_path / 'runs/plain'), '--out', str(tmp_path / 'sd'), '--ema-width', '0.1']) == 2
     assert 'plain/post_hoc_ema: no snapshots; `algorithms: {post_hoc_ema: }` takes them' in capsys.readouterr().err

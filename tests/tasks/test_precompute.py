@@ -1,4 +1,4 @@
-"""Precomputed latents: the same files on any number of devices and after any kill, the same losses as online."""
+"""Precomputed latents: identical files on any number of devices and after kills, and the same losses as online."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ COUNTS = {Shape(32, 32): 24, Shape(64, 32): 16, Shape(32, 48): 8}
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """Hash of every file by its path."""
+    """Return the hash of every file in a folder by its path."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob('*'))
@@ -33,7 +33,7 @@ def contents(folder: Path) -> dict[str, str]:
 
 @pytest.fixture(scope='module')
 def content(tmp_path_factory, tiny_recipe):
-    """A recipe that encodes pictures of three shapes and 24 squares of 64 px, in shards of 4 or 8 samples."""
+    """Recipe that encodes images of three shapes and 24 squares of 64 px, in shards of 4 or 8 samples."""
     root = tmp_path_factory.mktemp('sources')
     for index, (shape, count) in enumerate(COUNTS.items()):
         write_pictures(root / 'shapes' / str(shape), count=count, side=80, offset=100 * index)
@@ -50,9 +50,9 @@ def content(tmp_path_factory, tiny_recipe):
 
 @pytest.fixture
 def write(content, tmp_path):
-    """Writes the recipe; keywords replace what `precompute` says."""
+    """Function that writes the recipe; keywords replace values of its `precompute` section."""
 
-    def written(name: str = 'latents', model: dict | None = None, **settings) -> Path:
+    def write_file(name: str = 'latents', model: dict | None = None, **settings) -> Path:
         sections = {
             'runs_dir': str(tmp_path / 'runs'),
             'model': content['model'] | (model or {}),
@@ -62,10 +62,10 @@ def write(content, tmp_path):
         path.write_text(yaml.safe_dump(content | sections))
         return path
 
-    return written
+    return write_file
 
 
-def test_every_shape_is_a_folder_with_its_manifest_and_no_leftovers(write, tmp_path):
+def test_every_shape_is_a_folder_with_shards_index_and_manifest_only(write, tmp_path):
     precompute(load(write()))
     out = tmp_path / 'latents'
     assert sorted(path.name for path in out.iterdir()) == ['shapes', 'squares']
@@ -82,7 +82,7 @@ def test_every_shape_is_a_folder_with_its_manifest_and_no_leftovers(write, tmp_p
         assert LatentManifest.read(folder, '').shape == str(shape)
 
 
-def test_started_again_it_is_done_and_with_other_settings_refused(write, tmp_path, caplog):
+def test_finished_job_can_be_started_again_but_not_with_other_settings(write, tmp_path, caplog):
     caplog.set_level('INFO')
     precompute(load(write()))
     assert 'shards to encode: ' in caplog.text
@@ -97,7 +97,7 @@ def test_started_again_it_is_done_and_with_other_settings_refused(write, tmp_pat
         precompute(load(write(model={'train_text_encoder': False}, latents='image+text', captions='first')))
 
 
-def test_what_others_began_is_not_gone_on_with(write, tmp_path, monkeypatch):
+def test_unfinished_job_is_not_resumed_with_other_settings(write, tmp_path, monkeypatch):
     def full(*_args: object, **_kwargs: object) -> None:
         raise OSError(28, 'No space left on device')
 
@@ -107,7 +107,7 @@ def test_what_others_began_is_not_gone_on_with(write, tmp_path, monkeypatch):
             precompute(load(write()))
     assert not list((tmp_path / 'latents').glob('**/index.json'))
     precompute(load(write('whole')))
-    # What there is of the plan is of batches of 4.
+    # The plan of an unfinished job with 8 samples per shard; the recipe has 4.
     (tmp_path / 'latents/.squares.unfinished').mkdir(exist_ok=True, parents=True)
     plan = {'samples': 24, 'samples_per_shard': 8}
     (tmp_path / 'latents/.squares.unfinished/plan.json').write_text(json.dumps(plan))
@@ -115,20 +115,20 @@ def test_what_others_began_is_not_gone_on_with(write, tmp_path, monkeypatch):
         precompute(load(write()))
 
 
-def test_a_text_encoder_that_is_trained_cannot_be_stored(write):
+def test_output_of_a_trained_text_encoder_cannot_be_stored(write):
     with pytest.raises(ValueError, match=r'precompute\.latents: image\+text needs a frozen text encoder'):
         precompute(load(write(latents='image+text', model={'train_text_encoder': True})))
 
 
-def test_the_files_are_the_same_on_two_ranks_and_after_kills(write, tmp_path, ranks):
-    # Not in this process, whose convolutions add up in as many threads as the machine has cores.
+def test_files_are_identical_on_two_ranks_and_after_kills(write, tmp_path, ranks):
+    # Not in this process, where convolutions use one thread per core and so add in another order.
     ranks.run(1, write('whole'))
     expected = contents(tmp_path / 'whole')
     ranks.run(2, write('two'))
     assert contents(tmp_path / 'two') == expected
     path, rng = write('killed'), random.Random(3)
     for kill in range(3):
-        # A shard takes some ten operations, and a rank has four shards or more.
+        # Writing a shard takes about ten file operations, and a rank has at least four shards.
         death = {kill % 2: (rng.randrange(3, 15), tmp_path / 'killed')}
         job = ranks.start(kill % 2 + 1, path, deaths=death)
         job.wait_for_death(kill % 2)
@@ -139,21 +139,21 @@ def test_the_files_are_the_same_on_two_ranks_and_after_kills(write, tmp_path, ra
 
 
 @pytest.mark.parametrize('latents', [pytest.param('image', marks=pytest.mark.slow), 'image+text'])
-def test_losses_on_latents_equal_losses_on_pictures(latents, write, write_recipe, tmp_path):
-    """The same keyed crops, captions, dropout and noise; float32."""
+def test_losses_on_latents_equal_losses_on_images(latents, write, write_recipe, tmp_path):
+    """Compare in float32, with the same keyed crops, captions, dropout and noise."""
     model = yaml.safe_load(write().read_text())['model'] | {'train_text_encoder': False, 'caption_dropout': 0.3}
-    made = write(model={'train_text_encoder': False}, latents=latents, crop='random', min_crop_scale=0.6)
-    precompute(load(made))
-    pictures = yaml.safe_load(made.read_text())['precompute']['streams']
-    stored = {name: stream | {'local': str(tmp_path / 'latents' / name)} for name, stream in pictures.items()}
+    path = write(model={'train_text_encoder': False}, latents=latents, crop='random', min_crop_scale=0.6)
+    precompute(load(path))
+    images = yaml.safe_load(path.read_text())['precompute']['streams']
+    stored = {name: stream | {'local': str(tmp_path / 'latents' / name)} for name, stream in images.items()}
     settings = {
         'model': model,
-        # Shuffling, and drawing a part of a stream, go by shards, which differ: all samples in their order.
+        # Shuffling and subsampling of a stream depend on its shards, which differ: use all samples in order.
         'loader': {'num_workers': 0, 'shuffle': False},
         'trainer': {'max_duration': '1ep', 'progress_bar': False, 'device': 'cpu'},
     }
     crop = {'name': 'image_text', 'crop': 'random', 'min_crop_scale': 0.6}
-    train(load(write_recipe('online', streams=pictures, dataset=crop, **settings))).close()
+    train(load(write_recipe('online', streams=images, dataset=crop, **settings))).close()
     train(load(write_recipe('offline', streams=stored, dataset={'name': 'latents'}, **settings))).close()
     online, offline = (read_losses(tmp_path / 'runs' / name) for name in ('online', 'offline'))
     assert len(online) == 3 + 2 + 1 + 3
@@ -162,40 +162,40 @@ def test_losses_on_latents_equal_losses_on_pictures(latents, write, write_recipe
         assert offline[batch] == pytest.approx(online[batch], rel=1e-3)
 
 
-def test_latents_in_an_object_store_are_those_of_a_folder(write, tmp_path, store, monkeypatch):
-    """Also when it stops half-way: what was uploaded is not made again, and the index comes last."""
+def test_latents_in_an_object_store_equal_those_in_a_folder(write, tmp_path, store, monkeypatch):
+    """Interrupt the job, too: uploaded shards are not encoded again, and the index is uploaded last."""
     precompute(load(write('whole')))
     path = write('remote', out=store.bucket('latents') + '/here')
     with monkeypatch.context() as patch:
         uploads = []
 
-        def stop_after_five(folder: Path, remote: str) -> None:
+        def fail_after_ten_uploads(folder: Path, remote: str) -> None:
             if len(uploads) == 10:
                 raise OSError('the network is gone')
             uploads.append(folder.name)
             upload(folder, remote)
 
-        patch.setattr('diffusion.storage.folders.upload', stop_after_five)
+        patch.setattr('diffusion.storage.folders.upload', fail_after_ten_uploads)
         with pytest.raises(OSError, match='the network is gone'):
             precompute(load(path))
-    there = {item['Key']: item['LastModified'] for item in store.listed('latents')}
-    assert not any(name.endswith('index.json') for name in there)
+    before = {item['Key']: item['LastModified'] for item in store.listed('latents')}
+    assert not any(name.endswith('index.json') for name in before)
     precompute(load(path))
     for item in store.listed('latents'):
-        assert not item['Key'].endswith('.mds') or item['LastModified'] == there.get(item['Key'], item['LastModified'])
-    made = {
+        assert not item['Key'].endswith('.mds') or item['LastModified'] == before.get(item['Key'], item['LastModified'])
+    found = {
         name.removeprefix('here/'): hashlib.sha256(body).hexdigest()
         for name, body in store.objects('latents').items()
         if 'unfinished' not in name
     }
-    assert made == contents(tmp_path / 'whole')
-    assert not list((tmp_path / 'runs').glob('**/*.mds')), 'no copies stay behind'
+    assert found == contents(tmp_path / 'whole')
+    assert not list((tmp_path / 'runs').glob('**/*.mds')), 'no local copies remain'
     precompute(load(path))
     with pytest.raises(ValueError, match=r'precompute\.out: s3://latents/here/.* holds other latents'):
         precompute(load(write('remote', out='s3://latents/here', posterior='mean')))
 
 
-def test_what_others_began_in_an_object_store_is_named_where_it_is(tmp_path, store):
+def test_unfinished_job_in_an_object_store_is_reported_with_its_url(tmp_path, store):
     remote = store.bucket('latents') + '/here'
     pin_plan(StoreFolder(f'{remote}/unfinished', tmp_path / 'one'), {'samples': 8}, where='precompute.out')
     other = StoreFolder(f'{remote}/unfinished', tmp_path / 'other')

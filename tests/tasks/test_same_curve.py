@@ -1,9 +1,9 @@
-"""The same curve everywhere: real runs on 1, 2 and 4 ranks, DDP and FSDP2, killed, stopped and resumed.
+"""Loss curves of real runs on 1, 2 and 4 ranks, with DDP and FSDP2, killed, stopped and resumed: they must be the same.
 
-20 batches of pictures of two resolutions, over the border of an epoch, with keyed crops, flips, captions, dropout and
-noise, and averages that start late. A run at the same number of ranks under the same strategy must be the same to the
-last bit, whatever happened to it. On others, sums are made in another order, and nothing else may differ: in float64
-the difference must go down with the precision.
+A run has 20 batches of images of two resolutions and crosses the end of an epoch, with keyed crops, flips, captions,
+dropout and noise, and with an EMA that starts late. On the same number of ranks under the same strategy, an interrupted
+run must equal an uninterrupted one bit for bit. On other numbers of ranks, sums have another order, but nothing else
+may differ: in float64 the difference must shrink with the precision.
 """
 
 import random
@@ -20,7 +20,7 @@ from diffusion.checkpointing.run_folder import Weights, find_checkpoint, weights
 BATCHES = 20
 WHICH: tuple[Weights, ...] = ('training', 'ema')
 EPOCH = 17
-"""Batches: 88 samples of one stream in batches of 8 and 48 of the other."""
+"""Batches per epoch: 88 samples of one stream and 48 of the other, in batches of 8."""
 STRATEGIES = {
     'ddp': {},
     'fsdp2': {'strategy': 'fsdp2', 'checkpoints': 'sharded', 'reshard_after_forward': False},
@@ -28,7 +28,7 @@ STRATEGIES = {
 
 
 class Runs:
-    """Runs of one recipe, made when they are first asked for."""
+    """Runs of one recipe, started when they are first needed."""
 
     def __init__(self, root: Path, content: dict, ranks: Ranks) -> None:
         self.root, self.content, self.ranks = root, content, ranks
@@ -42,7 +42,7 @@ class Runs:
         return self.root / 'runs' / name
 
     def whole(self, count: int, strategy: str) -> Path:
-        """The run that nothing happens to."""
+        """Return the folder of an uninterrupted run."""
         name = f'whole-{count}-{strategy}'
         if not self.folder(name).exists():
             self.ranks.run(count, self.recipe(name, strategy))
@@ -87,15 +87,15 @@ def same_weights(one: Path, other: Path) -> None:
 
 
 def distance(one: Path, other: Path, which: Weights) -> float:
-    """Of two runs' weights, relative to how far training moved them."""
+    """Return the distance of two runs' weights, relative to how far training moved them since batch 6."""
     ours, theirs = (weights_of(find_checkpoint(run), which)[0] for run in (one, other))
-    begun = weights_of(one / 'ba6', 'training')[0]
-    apart = sum(float((ours[name].double() - theirs[name].double()).square().sum()) for name in ours)
-    moved = sum(float((ours[name].double() - begun[name].double()).square().sum()) for name in ours)
-    return (apart / moved) ** 0.5
+    start = weights_of(one / 'ba6', 'training')[0]
+    difference = sum(float((ours[name].double() - theirs[name].double()).square().sum()) for name in ours)
+    moved = sum(float((ours[name].double() - start[name].double()).square().sum()) for name in ours)
+    return (difference / moved) ** 0.5
 
 
-def test_the_run_is_what_it_says(runs):
+def test_run_logs_every_batch_and_crosses_an_epoch(runs):
     losses = read_losses(runs.whole(1, 'ddp'))
     assert list(losses) == list(range(BATCHES))
     assert EPOCH < BATCHES
@@ -111,8 +111,8 @@ def test_the_run_is_what_it_says(runs):
         pytest.param(4, 'fsdp2', 9, marks=pytest.mark.slow),
     ],
 )
-def test_killed_and_resumed_is_the_same_to_the_last_bit(runs, count, strategy, batch):
-    """kill -9 as soon as a batch is done: before the first checkpoint, in an epoch, at its end, late."""
+def test_killed_and_resumed_run_equals_uninterrupted_bit_for_bit(runs, count, strategy, batch):
+    """kill -9 right after a batch: before the first checkpoint, within an epoch, at its end, and late."""
     whole = runs.whole(count, strategy)
     name = f'killed-{count}-{strategy}-{batch}'
     path = runs.recipe(name, strategy)
@@ -125,8 +125,8 @@ def test_killed_and_resumed_is_the_same_to_the_last_bit(runs, count, strategy, b
 
 
 @pytest.mark.parametrize(('count', 'strategy'), [(2, 'ddp'), pytest.param(2, 'fsdp2', marks=pytest.mark.slow)])
-def test_told_to_stop_and_resumed_is_the_same_to_the_last_bit(runs, count, strategy):
-    """SIGTERM to the last rank alone, SIGUSR1 the second time: all save at the same batch and exit with 75."""
+def test_stopped_and_resumed_run_equals_uninterrupted_bit_for_bit(runs, count, strategy):
+    """Send SIGTERM, and later SIGUSR1, to the last rank only: all ranks save at the same batch and exit with 75."""
     whole = runs.whole(count, strategy)
     name = f'stopped-{count}-{strategy}'
     path = runs.recipe(name, strategy, trainer=runs.content['trainer'] | {'save_interval': '1000ba'})
@@ -146,7 +146,7 @@ def test_told_to_stop_and_resumed_is_the_same_to_the_last_bit(runs, count, strat
 @pytest.mark.parametrize(
     ('count', 'strategy'), [(2, 'ddp'), (2, 'fsdp2'), pytest.param(4, 'fsdp2', marks=pytest.mark.slow)]
 )
-def test_another_number_of_ranks_or_strategy_is_the_same_curve(runs, count, strategy):
+def test_other_numbers_of_ranks_and_strategies_give_the_same_curve(runs, count, strategy):
     one, other = runs.whole(1, 'ddp'), runs.whole(count, strategy)
     first, another = read_losses(one), read_losses(other)
     assert another[0] == pytest.approx(first[0], rel=1e-6)
@@ -159,9 +159,9 @@ def test_another_number_of_ranks_or_strategy_is_the_same_curve(runs, count, stra
 @pytest.mark.parametrize(
     ('before', 'after'),
     [((2, 'ddp'), (1, 'fsdp2')), ((1, 'ddp'), (2, 'fsdp2'))],
-    ids=lambda place: f'{place[0]}{place[1]}',
+    ids=lambda layout: f'{layout[0]}{layout[1]}',
 )
-def test_resumed_on_another_number_of_ranks_is_the_same_curve(runs, before, after):
+def test_resuming_on_another_number_of_ranks_gives_the_same_curve(runs, before, after):
     one = runs.whole(1, 'ddp')
     name = f'moved-{before[0]}-{before[1]}-{after[0]}-{after[1]}'
     path = runs.recipe(name, before[1])
@@ -176,8 +176,8 @@ def test_resumed_on_another_number_of_ranks_is_the_same_curve(runs, before, afte
 
 @pytest.mark.slow
 @pytest.mark.parametrize(('count', 'strategy'), [(2, 'ddp'), (2, 'fsdp2')])
-def test_in_float64_the_difference_goes_down_with_the_precision(runs, count, strategy):
-    """Without clipping: with it FSDP2 is 5e-10 away, since torch 2.7 takes the norm of shards less precisely."""
+def test_in_float64_the_difference_shrinks_with_the_precision(runs, count, strategy):
+    """Without clipping: with it FSDP2 differs by 5e-10, since torch 2.7 computes the norm of shards less precisely."""
     full = {'mixed_precision': 'full'} if strategy == 'fsdp2' else {}
     algorithms = {'ema': runs.content['algorithms']['ema']}
     folders = []
@@ -194,8 +194,8 @@ def test_in_float64_the_difference_goes_down_with_the_precision(runs, count, str
 
 
 @pytest.mark.slow
-def test_ten_kills_at_random(runs):
-    """Five at any time and five amid a save: each resumes to the weights of the whole run."""
+def test_runs_killed_at_random_times_resume_bit_for_bit(runs):
+    """Five kills at any time and five during a save; each run ends with the weights of the uninterrupted run."""
     randomness = random.Random(20)
     trainer = runs.content['trainer'] | {'save_interval': '2ba', 'max_duration': '12ba'}
     whole = runs.folder('whole-short')
@@ -216,10 +216,10 @@ def test_ten_kills_at_random(runs):
 
     for number in range(0, 10, 2):
         paths = [kill(number), kill(number + 1)]
-        again = [runs.ranks.start(1, path) for path in paths]  # one for each of two cores
-        for job, path in zip(again, paths, strict=True):
+        resumed = [runs.ranks.start(1, path) for path in paths]  # one per core of a machine with two
+        for job, path in zip(resumed, paths, strict=True):
             folder = runs.folder(path.stem)
             assert job.wait() == [0], job.output()
             assert read_losses(folder) == read_losses(whole), f'after kill {number}'
             same_weights(folder, whole)
-            assert not list(folder.glob('.ba*')), 'what was left half-written is swept away'
+            assert not list(folder.glob('.ba*')), 'unfinished checkpoints are removed'

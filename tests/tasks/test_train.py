@@ -1,4 +1,4 @@
-"""Real runs of tiny models: resuming, handing over from phase to phase, evaluating, drawing, exporting."""
+"""Real runs of tiny models: resuming, starting from another run's weights, evaluating, generating and exporting."""
 
 import json
 import subprocess
@@ -36,7 +36,7 @@ def final_weights(run: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope='module')
 def finished(tmp_path_factory, tiny_recipe, pictures):
-    """A run of 8 batches with EMA, its evaluation data, prompts and pictures."""
+    """Recipe and folder of a finished run of 8 batches with EMA, evaluation, image grids and prompts."""
     root = tmp_path_factory.mktemp('finished')
     path = root / 'recipe.yaml'
     content = tiny_recipe(root / 'runs', name='finished', algorithms=EMA)
@@ -53,7 +53,7 @@ def finished(tmp_path_factory, tiny_recipe, pictures):
     return path, root / 'runs' / 'finished'
 
 
-def test_a_run_leaves_what_it_promises(finished):
+def test_run_writes_recipe_metrics_checkpoints_and_images(finished):
     _, run = finished
     files = {file.name for file in run.iterdir()}
     assert {'recipe.yaml', 'metrics.jsonl', 'loss.png', 'ba4', 'ba8', 'latest'} <= files
@@ -66,25 +66,25 @@ def test_a_run_leaves_what_it_promises(finished):
     assert 'metrics/eval/loss_t937' in metrics
 
 
-def test_the_saved_recipe_is_the_recipe(finished):
+def test_saved_recipe_equals_the_recipe(finished):
     path, run = finished
     assert load(run / 'recipe.yaml') == load(path)
 
 
-def test_checkpoints_hold_training_weights_averages_and_no_frozen_part(finished):
+def test_checkpoints_contain_training_and_averaged_weights_without_frozen_parts(finished):
     _, run = finished
     state = read_checkpoint(find_checkpoint(run))
     assert {name.split('.')[0] for name in state['model']} == {'denoiser', 'text_encoder'}
-    own, which = weights_of(find_checkpoint(run), 'training')
+    trained, which = weights_of(find_checkpoint(run), 'training')
     assert which == 'training'
     averaged, which = weights_of(find_checkpoint(run))
     assert which == 'ema'
-    assert any(not torch.equal(own[name], averaged[name]) for name in own)
-    assert own.keys() == averaged.keys()
+    assert any(not torch.equal(trained[name], averaged[name]) for name in trained)
+    assert trained.keys() == averaged.keys()
 
 
 def test_interrupted_and_resumed_equals_uninterrupted(write_recipe, tmp_path):
-    """Bit for bit, in the middle of an epoch: losses, weights and averages."""
+    """Losses, weights and averages are equal bit for bit after an interruption in the middle of an epoch."""
     sections = {'algorithms': EMA, 'dataset': {'name': 'image_text', 'crop': 'random', 'min_crop_scale': 0.5}}
     train(load(write_recipe('whole', **sections))).close()
     path = write_recipe('parts', **sections)
@@ -93,7 +93,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(write_recipe, tmp_path):
     trainer.fit(duration='3ba')
     trainer.close()
     train(load(path)).close()
-    train(load(path)).close()  # started once too often: nothing is left to do
+    train(load(path)).close()  # starting a finished run again does nothing
     runs = tmp_path / 'runs'
     assert losses(runs / 'parts') == losses(runs / 'whole')
     for which in ('training', 'ema'):
@@ -112,49 +112,49 @@ def test_phase_two_starts_from_the_weights_of_phase_one(write_recipe, pictures, 
     assert trainer.state.timestamp.batch.value == 0
     assert trainer.state.optimizers[0].state == {}
     weights = final_weights(tmp_path / 'runs/one')
-    own = trainer.state.model.state_dict()
-    assert weights.keys() == own.keys()
-    assert all(torch.equal(weights[name], own[name]) for name in own)
+    loaded = trainer.state.model.state_dict()
+    assert weights.keys() == loaded.keys()
+    assert all(torch.equal(weights[name], loaded[name]) for name in loaded)
     trainer.fit(duration='2ba')
     trainer.save_checkpoint_to_save_folder()
     trainer.close()
     resumed = build_trainer(recipe)
-    assert resumed.state.timestamp.batch.value == 2, 'its own checkpoint goes before init_from'
+    assert resumed.state.timestamp.batch.value == 2, "the run's own checkpoint takes precedence over init_from"
     resumed.close()
 
 
-def test_weights_of_another_architecture_are_refused(write_recipe, finished):
+def test_init_from_another_architecture_is_an_error(write_recipe, finished):
     _, run = finished
     path = write_recipe('other', init_from=str(run))
     with pytest.raises(ValueError, match=r'init_from: .*: the architecture differs from the recipe: \d+ tensors|is \('):
         build_trainer(load(path, ['model.block_out_channels=[32, 64]']))
 
 
-def test_evaluation_measures_the_averaged_weights(finished):
+def test_evaluation_uses_the_averaged_weights(finished):
     path, run = finished
     metrics = evaluate(load(path, ['task=evaluate']))
     saved = json.loads((run / 'evaluation.json').read_text())
     assert saved.pop('weights') == 'ema'
     assert saved == metrics
     last = read_metrics(run / 'metrics.jsonl')['metrics/eval/loss'][8]
-    assert metrics['loss'] == pytest.approx(last, rel=1e-5), 'as measured at the end of training'
+    assert metrics['loss'] == pytest.approx(last, rel=1e-5), 'equals the evaluation at the end of training'
     assert 0 <= metrics['retrieval_top1'] <= 1
     assert (run / 'samples.png').exists()
 
 
-def test_generate_draws_by_seed(finished, tmp_path):
+def test_generated_images_depend_on_prompt_and_seed_only(finished, tmp_path):
     path, _ = finished
     files = generate(load(path, ['task=generate', f'generate.out={tmp_path}/a']))
     again = generate(
         load(path, ['task=generate', f'generate.out={tmp_path}/b', 'generate.prompts=[b]', 'generate.seed=1'])
     )
     assert [file.name for file in files] == ['00000-a.png', '00001-b.png']
-    with Image.open(again[0]) as alone, Image.open(files[1]) as together:
-        one, other = (np.asarray(image).astype(int) for image in (alone, together))
-    assert abs(one - other).max() <= 1, 'sums of a batch of one and of two are rounded differently'
+    with Image.open(again[0]) as single, Image.open(files[1]) as batched:
+        one, other = (np.asarray(image).astype(int) for image in (single, batched))
+    assert abs(one - other).max() <= 1, 'sums in batches of one and two are rounded differently'
 
 
-def test_folding_the_statistics_changes_nothing_but_the_scale(make_model):
+def test_folded_latent_statistics_change_only_the_scale_of_latents(make_model):
     model = make_model()
     folded = with_folded_statistics(model.vae)
     pixels = torch.rand(2, 3, 64, 64) * 2 - 1
@@ -181,7 +181,7 @@ torch.save(images, out)
 
 
 @pytest.mark.parametrize('weights', ['ema', pytest.param('training', marks=pytest.mark.slow)])
-def test_the_stock_pipeline_draws_what_we_draw(finished, tmp_path, weights):
+def test_diffusers_pipeline_generates_the_same_images(finished, tmp_path, weights):
     path, run = finished
     assert export(run / 'latest', tmp_path / 'sd', weights=weights) == weights
     recipe = load(path)
@@ -197,10 +197,10 @@ def test_the_stock_pipeline_draws_what_we_draw(finished, tmp_path, weights):
     torch.testing.assert_close(torch.load(tmp_path / 'out.pt'), ours, rtol=1e-3, atol=1e-3)
 
 
-def test_export_never_writes_over_anything(finished, tmp_path):
+def test_export_never_overwrites_a_folder(finished, tmp_path):
     _, run = finished
     (tmp_path / 'full').mkdir()
-    (tmp_path / 'full' / 'thesis.txt').write_text('mine')
+    (tmp_path / 'full' / 'thesis.txt').write_text('text')
     with pytest.raises(ValueError, match='--out: .*full is not empty; remove it or give another folder'):
         export(run, tmp_path / 'full')
     (tmp_path / 'empty').mkdir()
@@ -208,7 +208,7 @@ def test_export_never_writes_over_anything(finished, tmp_path):
     assert (tmp_path / 'empty' / 'model_index.json').exists()
 
 
-def test_an_export_that_fails_leaves_nothing(finished, tmp_path, monkeypatch):
+def test_failed_export_leaves_no_files(finished, tmp_path, monkeypatch):
     _, run = finished
 
     def full(*_args: object, **_kwargs: object) -> None:
@@ -223,7 +223,7 @@ def test_an_export_that_fails_leaves_nothing(finished, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     'prediction', [{'zero_terminal_snr': True, 'prediction_type': 'v_prediction'}, {'snr_shift': 2.0}]
 )
-def test_other_objectives_export_their_schedule(make_model, prediction, tmp_path):
+def test_export_keeps_the_noise_schedule_of_other_objectives(make_model, prediction, tmp_path):
     from diffusion.models.objective import Objective
 
     model = make_model(objective=Objective(**prediction))
@@ -240,7 +240,7 @@ def test_other_objectives_export_their_schedule(make_model, prediction, tmp_path
 
 @pytest.fixture(scope='module')
 def latents(finished, pictures, tmp_path_factory):
-    """Latents of both buckets in float32, and the recipe that made them."""
+    """Recipe, output folder and overrides of a finished job that encoded both buckets in float32."""
     path, _ = finished
     out = tmp_path_factory.mktemp('latents')
     streams = ', '.join(f'px{side}: {{local: {folder}, resolution: {side}}}' for side, folder in pictures.items())
@@ -255,7 +255,7 @@ def latents(finished, pictures, tmp_path_factory):
     return path, out, overrides
 
 
-def test_precomputed_latents_are_what_the_encoder_says(latents, pictures):
+def test_precomputed_latents_equal_encoder_output(latents, pictures):
     from diffusion.config.image_shapes import square
     from diffusion.data.transforms import picture
     from diffusion.training.components import build_model
@@ -270,10 +270,10 @@ def test_precomputed_latents_are_what_the_encoder_says(latents, pictures):
         )
         assert len(stored) == len(source)
         for index in (0, len(source) - 1):
-            seen = picture(source[index]['image'], square(side))
+            image = picture(source[index]['image'], square(side))
             torch.testing.assert_close(
                 torch.from_numpy(stored[index]['latent_moments'].copy()),
-                model.encode(seen[None])[0],
+                model.encode(image[None])[0],
                 rtol=1e-4,
                 atol=1e-5,
             )
@@ -281,11 +281,11 @@ def test_precomputed_latents_are_what_the_encoder_says(latents, pictures):
             assert stored[index]['key'] == source[index]['key']
 
 
-def test_training_on_latents_equals_training_on_pictures(latents, write_recipe, tmp_path):
-    """With the same ids the same noise: the two ways of feeding a run give one curve."""
+def test_training_on_latents_equals_training_on_images(latents, write_recipe, tmp_path):
+    """Noise depends on sample IDs, which are the same for both kinds of data."""
     path, out, _ = latents
     model = yaml.safe_load(path.read_text())['model']
-    in_order = {'num_workers': 0, 'shuffle': False}  # shuffling goes by shards, which differ
+    in_order = {'num_workers': 0, 'shuffle': False}  # shuffling depends on the shards, which differ
     train(load(write_recipe('online', model=model, loader=in_order))).close()
     streams = {'small': {'local': str(out / 'px32'), 'resolution': 32}}
     train(
@@ -297,7 +297,7 @@ def test_training_on_latents_equals_training_on_pictures(latents, write_recipe, 
         assert offline[batch] == pytest.approx(online[batch], rel=1e-3)
 
 
-def test_latents_of_another_vae_are_refused(latents, write_recipe, small_vae, tmp_path):
+def test_latents_of_another_vae_are_an_error(latents, write_recipe, small_vae, tmp_path):
     from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
     path, out, _ = latents
@@ -313,14 +313,14 @@ def test_latents_of_another_vae_are_refused(latents, write_recipe, small_vae, tm
         build_trainer(recipe)
 
 
-def test_latents_at_another_resolution_are_refused(latents, write_recipe):
+def test_latents_of_another_resolution_are_an_error(latents, write_recipe):
     _, out, _ = latents
     streams = {'small': {'local': str(out / 'px32'), 'resolution': 64}}
     with pytest.raises(ValueError, match='streams.small: 64x64 px, but its latents were made from images of 32x32 px'):
         build_trainer(load(write_recipe('wrong', dataset={'name': 'latents'}, streams=streams)))
 
 
-def test_pictures_are_not_taken_for_latents(write_recipe):
+def test_images_instead_of_latents_are_an_error(write_recipe):
     with pytest.raises(ValueError, match='streams.small: its samples have .*, but latent_moments is needed'):
         build_trainer(load(write_recipe('wrong', dataset={'name': 'latents'})))
 
@@ -334,7 +334,7 @@ def test_pictures_are_not_taken_for_latents(write_recipe):
     ],
     ids=['truncated', 'text', 'other'],
 )
-def test_damaged_checkpoints_are_refused(finished, tmp_path, damage, message):
+def test_damaged_checkpoint_is_an_error(finished, tmp_path, damage, message):
     _, run = finished
     file = tmp_path / 'ba8.pt'
     file.write_bytes((run / 'ba8' / 'state.pt').read_bytes())
@@ -343,7 +343,7 @@ def test_damaged_checkpoints_are_refused(finished, tmp_path, damage, message):
         read_checkpoint(file)
 
 
-def test_pickled_code_in_a_checkpoint_is_not_run(tmp_path):
+def test_pickled_code_in_a_checkpoint_is_not_executed(tmp_path):
     class Evil:
         def __reduce__(self):
             return (Path(tmp_path / 'ran').touch, ())
@@ -354,7 +354,7 @@ def test_pickled_code_in_a_checkpoint_is_not_run(tmp_path):
     assert not (tmp_path / 'ran').exists()
 
 
-def test_checkpoints_are_found_by_run_latest_and_name(finished):
+def test_checkpoint_is_found_by_run_folder_latest_and_name(finished):
     _, run = finished
     assert find_checkpoint(run) == run / 'ba8'
     assert find_checkpoint(run / 'latest') == run / 'ba8'
@@ -363,7 +363,7 @@ def test_checkpoints_are_found_by_run_latest_and_name(finished):
         find_checkpoint(run / 'ba5')
 
 
-def test_averages_are_asked_for_where_there_are_none(write_recipe, tmp_path):
+def test_missing_averaged_weights_error_names_the_start_of_ema(write_recipe, tmp_path):
     train(
         load(
             write_recipe(
@@ -379,14 +379,14 @@ def test_averages_are_asked_for_where_there_are_none(write_recipe, tmp_path):
         weights_of(find_checkpoint(tmp_path / 'runs/plain'), 'ema')
 
 
-def test_a_log_file_gets_lines_and_no_progress_bar(write_recipe, caplog, capsys):
+def test_log_file_gets_lines_instead_of_a_progress_bar(write_recipe, caplog, capsys):
     with caplog.at_level('INFO', logger='diffusion'):
         train(load(write_recipe('lines', loggers={'console_lines': {'every_seconds': 0.0}}))).close()
     assert 'batch 8 of 8, loss ' in caplog.text
     assert '\r' not in capsys.readouterr().err
 
 
-def test_tensorboard_gets_metrics_and_pictures(write_recipe, tmp_path):
+def test_tensorboard_gets_metrics_and_images(write_recipe, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     grid = {'image_grid': {'prompts': ['a'], 'every': '8ba', 'num_inference_steps': 1}}
@@ -395,4 +395,4 @@ def test_tensorboard_gets_metrics_and_pictures(write_recipe, tmp_path):
     (folder,) = {file.parent for file in (tmp_path / 'tb').rglob('events.*')}
     events = EventAccumulator(str(folder)).Reload()
     assert len(events.Scalars('loss/train/total')) == 8
-    assert events.Tags()['images'], 'the grid is there'
+    assert events.Tags()['images'], 'the image grid is logged'

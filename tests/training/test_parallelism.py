@@ -1,4 +1,4 @@
-"""How a model is spread: what Composer is told, and that gradients come out the same."""
+"""Parallelism: the settings passed to Composer, and equal gradients under every strategy."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ from diffusion.training.parallelism import parallelism_config
 from diffusion.training.train import build_trainer
 
 
-def test_ddp_says_nothing():
+def test_ddp_needs_no_parallelism_config():
     assert parallelism_config(ParallelismConfig()) is None
 
 
@@ -43,27 +43,27 @@ def test_fsdp2_settings_reach_composer(reshard):
         (False, 2, '_HYBRID_SHARD_ZERO2'),
     ],
 )
-def test_fsdp1_has_names_for_them(reshard, replicas, expected):
+def test_fsdp1_settings_map_to_a_sharding_strategy(reshard, replicas, expected):
     given = parallelism_config(ParallelismConfig('fsdp1', reshard_after_forward=reshard, replicas=replicas))
     assert given is not None
     assert given['fsdp']['sharding_strategy'] == expected
 
 
-def test_fsdp_wraps_the_denoisers_blocks_and_no_frozen_part(write_recipe, alone):
+def test_fsdp2_wraps_denoiser_blocks_but_no_frozen_part(write_recipe, alone):
     trainer = build_trainer(load(write_recipe(parallelism={'strategy': 'fsdp2'})))
     model: Any = trainer.state.model
     blocks = [module for module in model.denoiser.modules() if is_block(module)]
     assert len(blocks) > 8
     assert all(isinstance(block, FSDPModule) for block in blocks)
     wrapped = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
-    assert len(wrapped) == len(blocks) + 2, 'the rest of the denoiser, and the text encoder that is trained'
+    assert len(wrapped) == len(blocks) + 2, 'the rest of the denoiser, and the trained text encoder'
     assert not any(isinstance(module, FSDPModule) for part in model._frozen.values() for module in part.modules())
     trainer.close()
 
 
 @pytest.mark.slow
-def test_every_way_to_spread_is_the_same_curve(write_recipe, ranks, tmp_path):
-    """Clipping is what shows gradients of another scale, which Adam's updates hide."""
+def test_every_parallelism_setting_gives_the_same_curve(write_recipe, ranks, tmp_path):
+    """Use gradient clipping, which reveals gradients of another scale; Adam's updates hide them."""
     sections = {
         'algorithms': {'gradient_clipping': {'clipping_type': 'norm', 'clipping_threshold': 0.1}},
         'optimizer': {'name': 'adamw', 'lr': 1.0e-4, 'eps': 1.0e-3},
@@ -79,7 +79,7 @@ def test_every_way_to_spread_is_the_same_curve(write_recipe, ranks, tmp_path):
         'recomputed': run('recomputed', 1, activation_checkpointing=True),
         'sharded': run('sharded', 2, strategy='fsdp2'),
         'sharded and recomputed': run('both', 2, strategy='fsdp2', activation_checkpointing=True),
-        'sharded microbatches': run('pieces', 2, 'device_train_microbatch_size=2', strategy='fsdp2'),
+        'sharded microbatches': run('sharded_microbatches', 2, 'device_train_microbatch_size=2', strategy='fsdp2'),
     }
     for name, losses in others.items():
         assert largest_difference(plain, losses) < 1e-5, name
@@ -105,13 +105,13 @@ def test_replicas_are_the_outer_dimension_of_the_mesh(monkeypatch):
         torch.distributed.destroy_process_group()
 
 
-def test_replicas_are_refused_on_cpus():
-    """Torch 2.7 asserts an event of a CUDA stream when it reduces over replicas."""
+def test_replicas_on_cpus_are_an_error():
+    """When it reduces over replicas, torch 2.7 asserts that a CUDA stream event exists."""
     with pytest.raises(ValueError, match='parallelism.replicas: 2 groups need GPUs; use 1 on CPUs'):
         parallelism_config(ParallelismConfig('fsdp2', replicas=2))
 
 
-def test_recomputing_is_refused_where_there_are_no_blocks(write_recipe):
+def test_activation_checkpointing_without_denoiser_is_an_error(write_recipe):
     path = write_recipe(model={'name': 'autoencoder'}, parallelism={'activation_checkpointing': True})
     with pytest.raises(ValueError, match=r'parallelism\.activation_checkpointing: only models with a denoiser'):
         build_trainer(load(path))
@@ -182,11 +182,11 @@ def run_fsdp1(tmp_path, device, count):
 
 
 @pytest.mark.slow
-def test_averages_under_fsdp1(tmp_path):
-    """Composer's FSDP1 needs a GPU, and so does torch's gathering; averaging and exchanging run on a CPU."""
+def test_ema_under_fsdp1_on_two_ranks(tmp_path):
+    """Only averaging and exchanging run on a CPU; Composer's FSDP1 and torch's gathering of weights need a GPU."""
     run_fsdp1(tmp_path, 'cpu', 2)
 
 
 @pytest.mark.gpu
-def test_averages_under_fsdp1_are_gathered_and_restored(tmp_path):
+def test_ema_under_fsdp1_is_gathered_and_restored(tmp_path):
     run_fsdp1(tmp_path, 'cuda', 1)

@@ -1,4 +1,4 @@
-"""Every part of `speed` against the plain model: losses and gradients, names, and what may go wrong with each."""
+"""Parts of `speed` compared with the plain model: losses, gradients, parameter names, and each part's failure modes."""
 
 import logging
 from dataclasses import replace
@@ -27,14 +27,14 @@ from diffusion.training.train import build_trainer, train
 
 NOTHING = effective_parts(SpeedConfig(preset='none'), on_gpu=False)
 HALF = 2.0**-8
-"""Rounding of bfloat16, relative."""
+"""Relative rounding error of bfloat16."""
 
 
 @pytest.fixture(autouse=True)
 def _compile_fast(monkeypatch):
-    """Tracing and autograd are what a whole model tests; Inductor's kernels are tested block by block."""
+    """Compile without Inductor: whole models test tracing and autograd; Inductor's kernels are tested by block."""
     monkeypatch.setattr(performance, 'BACKEND', 'aot_eager')
-    monkeypatch.setattr(logging.getLogger('torch.__trace'), 'disabled', True)  # pytest would keep megabytes of it
+    monkeypatch.setattr(logging.getLogger('torch.__trace'), 'disabled', True)  # pytest would capture megabytes of it
     names = ('recompile_limit', 'accumulated_recompile_limit', 'optimize_ddp', 'specialize_float')
     before = {name: getattr(torch._dynamo.config, name) for name in names}
     yield
@@ -51,7 +51,7 @@ def batch_of(model: LatentDiffusion, *, side: int = 32, size: int = 2, first: in
     generator = torch.Generator().manual_seed(first)
     return {
         batch_keys.IMAGE: torch.randint(0, 256, (size, 3, side, side), dtype=torch.uint8, generator=generator),
-        batch_keys.INPUT_IDS: model._tokens([f'picture {i}' for i in range(size)]),
+        batch_keys.INPUT_IDS: model._tokens([f'image {i}' for i in range(size)]),
         batch_keys.SAMPLE_ID: torch.arange(first, first + size),
         batch_keys.EPOCH: torch.zeros(size, dtype=torch.int64),
         batch_keys.BATCH_INDEX: torch.zeros(size, dtype=torch.int64),
@@ -66,14 +66,17 @@ def gradients(model: Any, batch: dict[str, Any], *, half: bool = False) -> tuple
 
 
 def largest_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """Of any gradient, relative to its norm; what is nearly zero by symmetry, to a hundredth of the mean norm."""
+    """Return the largest error of a gradient, relative to its norm plus a hundredth of the mean norm.
+
+    The second term is for gradients that are nearly zero by symmetry.
+    """
     assert found.keys() == expected.keys()
     floor = 1e-2 * torch.stack([each.norm() for each in expected.values()]).mean()
     return max(float((found[name] - each).norm() / (each.norm() + floor)) for name, each in expected.items())
 
 
 def overall_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """Of all gradients as one vector, relative to its norm."""
+    """Return the error of all gradients as one vector, relative to its norm."""
     assert found.keys() == expected.keys()
     differences = torch.stack([(found[name] - each).norm() for name, each in expected.items()])
     return float(differences.norm() / torch.stack([each.norm() for each in expected.values()]).norm())
@@ -83,7 +86,7 @@ def overall_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 @pytest.mark.parametrize(
     'part', ['channels_last', pytest.param('compile', marks=pytest.mark.slow), 'flash_attention', 'inference_mode']
 )
-def test_a_part_changes_neither_loss_nor_gradients(make_model, part, frozen_text):
+def test_single_part_changes_neither_loss_nor_gradients(make_model, part, frozen_text):
     model, plain = (make_model(train_text_encoder=not frozen_text) for _ in range(2))
     plain.denoiser.set_attn_processor(AttnProcessor())
     model.denoiser.set_attn_processor(AttnProcessor())
@@ -97,7 +100,7 @@ def test_a_part_changes_neither_loss_nor_gradients(make_model, part, frozen_text
     assert largest_error(found, expected) < 1e-4
 
 
-def test_low_precision_norms_are_as_exact_as_autocast(make_model):
+def test_low_precision_norms_are_as_accurate_as_autocast(make_model):
     plain, low = make_model(), make_model()
     apply_speed(low, with_parts('low_precision_norms'))
     batch = batch_of(plain)
@@ -108,7 +111,7 @@ def test_low_precision_norms_are_as_exact_as_autocast(make_model):
 
 
 @pytest.mark.slow
-def test_all_parts_together_are_as_exact_as_autocast(make_model):
+def test_all_parts_together_are_as_accurate_as_autocast(make_model):
     plain, fast = make_model(), make_model()
     apply_speed(fast, replace(NOTHING, **dict.fromkeys(PARTS, True)))
     batch = batch_of(plain)
@@ -120,8 +123,8 @@ def test_all_parts_together_are_as_exact_as_autocast(make_model):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('kind', ['residual', 'transformer'])
-def test_kernels_of_a_compiled_block_in_channels_last_and_bfloat16_give_its_gradients(kind, monkeypatch):
-    """With 4 channels a group, where weight gradients of GroupNorm were wrong once (pytorch#140913)."""
+def test_compiled_block_in_channels_last_and_bfloat16_has_correct_gradients(kind, monkeypatch):
+    """Use 4 channels per group, where weight gradients of GroupNorm used to be wrong (pytorch#140913)."""
     torch.manual_seed(0)
     width = 128
     if kind == 'residual':
@@ -130,18 +133,18 @@ def test_kernels_of_a_compiled_block_in_channels_last_and_bfloat16_give_its_grad
     else:
         block = Transformer2DModel(2, 64, in_channels=width, cross_attention_dim=32, use_linear_projection=True)
         others, options = (torch.randn(2, 7, 32),), {'return_dict': False}
-    picture, weights = torch.randn(2, width, 8, 8), torch.randn(2, width, 8, 8)
+    image, weights = torch.randn(2, width, 8, 8), torch.randn(2, width, 8, 8)
 
     def run(*, half: bool) -> dict[str, torch.Tensor]:
         block.zero_grad()
-        entering = picture.contiguous(memory_format=torch.channels_last).requires_grad_()
+        inputs = image.contiguous(memory_format=torch.channels_last).requires_grad_()
         with torch.autocast('cpu', torch.bfloat16, enabled=half):
-            result = block(entering, *others, **options)
+            result = block(inputs, *others, **options)
         tensor = result if isinstance(result, torch.Tensor) else result[0]
         (tensor.float() * weights).sum().backward()
         named = {name: weight.grad.clone() for name, weight in block.named_parameters() if weight.grad is not None}
-        assert entering.grad is not None
-        return named | {'input': entering.grad, 'output': tensor.detach().float()}
+        assert inputs.grad is not None
+        return named | {'input': inputs.grad, 'output': tensor.detach().float()}
 
     exact, eager = run(half=False), run(half=True)
     block.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -151,7 +154,7 @@ def test_kernels_of_a_compiled_block_in_channels_last_and_bfloat16_give_its_grad
 
 
 @pytest.mark.slow
-def test_compiled_blocks_keep_names_and_compile_once_for_each_shape(make_model):
+def test_compiled_blocks_keep_names_and_compile_once_per_shape(make_model):
     model = make_model()
     names = list(model.state_dict())
     apply_speed(model, with_parts('compile', 'inference_mode'), shapes=2)
@@ -171,7 +174,7 @@ def test_compiled_blocks_keep_names_and_compile_once_for_each_shape(make_model):
     model.generate(['a cat'], num_inference_steps=2, size=(32, 32))
     model.eval_forward(batch_of(model, side=64))
     gradients(model, batch_of(model))
-    assert graphs() == second, 'sampling, evaluation and shapes that were seen compile nothing'
+    assert graphs() == second, 'sampling, evaluation and known shapes compile nothing'
     assert not counts['graph_break']
     assert list(model.state_dict()) == names
     blocks = sum(is_block(module) for module in model.denoiser.modules())
@@ -179,8 +182,8 @@ def test_compiled_blocks_keep_names_and_compile_once_for_each_shape(make_model):
 
 
 @pytest.mark.slow
-def test_compiled_blocks_follow_weights_that_are_exchanged(make_model):
-    """EMA's exchange and checkpoints write into the parameters in place."""
+def test_compiled_blocks_use_weights_that_are_replaced_in_place(make_model):
+    """EMA's exchange of weights and loading of checkpoints write into the parameters in place."""
     model, other = make_model(), make_model()
     with torch.no_grad():
         for weight in other.parameters():
@@ -196,7 +199,7 @@ def test_compiled_blocks_follow_weights_that_are_exchanged(make_model):
 
 
 @pytest.mark.slow
-def test_activations_of_compiled_blocks_can_be_recomputed(make_model):
+def test_compiled_blocks_support_activation_checkpointing(make_model):
     plain, model = make_model(), make_model()
     model.denoiser.enable_gradient_checkpointing()
     apply_speed(model, with_parts('compile'))
@@ -208,7 +211,7 @@ def test_activations_of_compiled_blocks_can_be_recomputed(make_model):
     assert largest_error(found, expected) < 1e-4
 
 
-def test_channels_last_leaves_contiguous_weights_to_fsdp(make_model):
+def test_channels_last_keeps_weights_contiguous_under_fsdp(make_model):
     sharded, replicated = make_model(), make_model()
     apply_speed(sharded, with_parts('channels_last'), strategy='fsdp2')
     apply_speed(replicated, with_parts('channels_last'), strategy='ddp')
@@ -221,7 +224,7 @@ def test_channels_last_leaves_contiguous_weights_to_fsdp(make_model):
         assert seen[0].is_contiguous(memory_format=torch.channels_last)
 
 
-def test_moments_of_a_contiguous_run_follow_weights_in_channels_last():
+def test_loaded_moments_get_the_strides_of_channels_last_weights():
     torch.manual_seed(0)
     saved = torch.optim.AdamW([nn.Parameter(torch.randn(4, 3, 3, 3))])
     saved.param_groups[0]['params'][0].grad = torch.randn(4, 3, 3, 3)
@@ -241,19 +244,19 @@ def test_moments_of_a_contiguous_run_follow_weights_in_channels_last():
     assert state['step'] == 1
 
 
-def test_the_preset_does_nothing_on_a_cpu_and_everything_on_a_gpu():
-    here, there = (
+def test_preset_turns_all_parts_on_on_a_gpu_and_none_on_a_cpu():
+    cpu, gpu = (
         effective_parts(SpeedConfig(), on_gpu=False),
         effective_parts(SpeedConfig(), on_gpu=True, strategy='fsdp2'),
     )
-    assert not any(getattr(here, part) for part in PARTS)
-    assert all(getattr(there, part) for part in PARTS)
+    assert not any(getattr(cpu, part) for part in PARTS)
+    assert all(getattr(gpu, part) for part in PARTS)
     assert not effective_parts(SpeedConfig(), on_gpu=True, strategy='fsdp1').compile
     assert not effective_parts(SpeedConfig(), on_gpu=True, strategy='ddp').reduce_once
 
 
 @pytest.mark.parametrize('part', PARTS)
-def test_each_part_can_be_turned_off_and_on_by_itself(part):
+def test_each_part_can_be_turned_off_and_on_separately(part):
     off = effective_parts(replace(SpeedConfig(), **{part: False}), on_gpu=True, strategy='fsdp2')
     assert [name for name in PARTS if not getattr(off, name)] == [part]
     on = effective_parts(replace(SpeedConfig(preset='none'), **{part: True}), on_gpu=True, strategy='fsdp2')
@@ -269,13 +272,13 @@ def test_each_part_can_be_turned_off_and_on_by_itself(part):
         ({'name': 'decoupled_adamw'}, None),
     ],
 )
-def test_an_optimizer_is_fused_if_it_can_be_and_the_recipe_leaves_it_open(write_recipe, make_model, optimizer, fused):
+def test_optimizer_is_fused_if_possible_unless_the_recipe_decides(write_recipe, make_model, optimizer, fused):
     recipe = load(write_recipe(optimizer={'lr': 1e-3, **optimizer}, speed={'fused_optimizer': True}))
     assert build_optimizer(recipe, make_model()).defaults.get('fused') == fused
 
 
-def test_a_fused_optimizer_makes_the_same_steps(make_model):
-    """In float32, on a CPU; Adam makes a rounding of a small gradient larger."""
+def test_fused_optimizer_makes_the_same_steps(make_model):
+    """Compare in float32 on a CPU, with a large epsilon because Adam amplifies rounding errors of small gradients."""
     models = [make_model() for _ in range(2)]
     for model, fused in zip(models, (False, True), strict=True):
         optimizer = torch.optim.AdamW(model.denoiser.parameters(), lr=1e-3, eps=1e-3, fused=fused)
@@ -288,21 +291,21 @@ def test_a_fused_optimizer_makes_the_same_steps(make_model):
 
 
 def backends() -> list[bool]:
-    """TF32 of products and of convolutions, and whether cuDNN tries its algorithms."""
+    """Return the settings: TF32 in matrix products, TF32 in convolutions, and cuDNN's benchmark mode."""
     cudnn = torch.backends.cudnn
     return [torch.backends.cuda.matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark]
 
 
 @pytest.fixture
-def _backends_as_they_were():
-    products, convolutions, tries = backends()
+def _restore_backends():
+    products, convolutions, benchmark = backends()
     yield
     torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = products, convolutions
-    torch.backends.cudnn.benchmark = tries
+    torch.backends.cudnn.benchmark = benchmark
 
 
-@pytest.mark.usefixtures('_backends_as_they_were')
-def test_backends_follow_the_parts_on_a_gpu_alone():
+@pytest.mark.usefixtures('_restore_backends')
+def test_backends_are_set_on_a_gpu_only():
     on = with_parts('tf32', 'conv_benchmark')
     set_backends(NOTHING, on_gpu=True)
     assert backends() == [False, False, False]
@@ -314,37 +317,37 @@ def test_backends_follow_the_parts_on_a_gpu_alone():
     assert backends() == [True, True, True]
 
 
-def test_parts_that_cannot_be_had_are_refused(write_recipe):
+def test_parts_that_a_strategy_does_not_support_are_an_error(write_recipe):
     with pytest.raises(ValueError, match='speed.compile: GroupNorm under fsdp1'):
         load(write_recipe(speed={'compile': True}, parallelism={'strategy': 'fsdp1'}, trainer={'max_duration': '1ba'}))
-    with pytest.raises(ValueError, match='speed.reduce_once: is for strategy: fsdp2, not ddp'):
+    with pytest.raises(ValueError, match='speed.reduce_once: needs strategy: fsdp2, not ddp'):
         load(write_recipe(speed={'reduce_once': True}))
 
 
-def test_copies_run_one_batch_ahead_and_errors_come_in_turn():
+def test_copies_run_one_batch_ahead_and_errors_follow_earlier_batches():
     from diffusion.data.cuda_prefetch import one_ahead
 
-    happened: list[str] = []
+    events: list[str] = []
 
     def source() -> Any:
         for index in range(3):
-            happened.append(f'read {index}')
+            events.append(f'read {index}')
             yield index
-        raise RuntimeError('a shard is gone')
+        raise RuntimeError('a shard is missing')
 
     def start(item: int) -> int:
-        happened.append(f'copy {item}')
+        events.append(f'copy {item}')
         return item
 
     def finish(item: int) -> int:
-        happened.append(f'use {item}')
+        events.append(f'use {item}')
         return item
 
-    got = []
-    with pytest.raises(RuntimeError, match='a shard is gone'):
-        got.extend(one_ahead(source(), start, finish))
-    assert got == [0, 1, 2], 'what came before the error is not lost'
-    assert happened == [
+    received = []
+    with pytest.raises(RuntimeError, match='a shard is missing'):
+        received.extend(one_ahead(source(), start, finish))
+    assert received == [0, 1, 2], 'batches before the error are not lost'
+    assert events == [
         *('read 0', 'copy 0', 'read 1', 'copy 1', 'use 0', 'read 2', 'copy 2', 'use 1'),
         *('use 2',),
     ]
@@ -352,19 +355,19 @@ def test_copies_run_one_batch_ahead_and_errors_come_in_turn():
 
 
 WAITS = {
-    'diffusion/callbacks/loss_guard.py (over_all_ranks)': 'before the update; Composer waits for the same loss next',
-    'composer/trainer/trainer.py (_iter_dataloader)': 'whether any rank is at its end',
-    'composer/trainer/trainer.py (_train_microbatches)': "the batch's size over all ranks",
-    'composer/trainer/trainer.py (<lambda>)': "the loss, which is the optimizer's closure",
-    'composer/trainer/trainer.py (<dictcomp>)': 'the loss for the loggers',
-    'composer/trainer/trainer.py (_train_loop)': 'the same from Python 3.12 on',
+    'diffusion/callbacks/loss_guard.py (over_all_ranks)': 'loss, before the update; Composer waits for it next',
+    'composer/trainer/trainer.py (_iter_dataloader)': 'flag that a rank has no more data',
+    'composer/trainer/trainer.py (_train_microbatches)': 'batch size over all ranks',
+    'composer/trainer/trainer.py (<lambda>)': "loss, as the result of the optimizer's closure",
+    'composer/trainer/trainer.py (<dictcomp>)': 'loss for the loggers',
+    'composer/trainer/trainer.py (_train_loop)': 'loss for the loggers, from Python 3.12 on',
     'composer/trainer/trainer.py (_accumulate_time_across_ranks)': 'samples, tokens and seconds over all ranks',
 }
-"""Where the host waits in every batch, and for what. All are between the end of the backward pass and the next forward
-pass: none comes once a microbatch."""
+"""Places where the host waits for the device in every batch, with the values it waits for. All are between the end of
+the backward pass and the next forward pass; none is executed per microbatch."""
 
 
-def test_a_step_waits_for_the_device_nowhere_but_in_known_places(write_recipe):
+def test_step_waits_for_the_device_only_in_known_places(write_recipe):
     names = ('breakdown', 'lr_monitor', 'memory_monitor', 'runtime_estimator', 'loss_guard')
     recipe = write_recipe(
         callbacks=dict.fromkeys(names),
@@ -384,17 +387,17 @@ def test_a_step_waits_for_the_device_nowhere_but_in_known_places(write_recipe):
     assert per_batch['diffusion/callbacks/loss_guard.py (over_all_ranks)'] == 1
 
 
-def test_a_new_wait_is_found():
+def test_find_waits_reports_a_new_wait():
     with find_waits() as found:
         values = torch.arange(3.0)
         float(values.sum())
         values[values > 1].tolist()
     assert sum(found.values()) == 3
-    assert {site.function for site in found} == {'test_a_new_wait_is_found'}
+    assert {site.function for site in found} == {'test_find_waits_reports_a_new_wait'}
 
 
-def test_the_step_itself_needs_no_values(make_model):
-    """On the meta device there are none. (It has no autocast, which encoders turn off.)"""
+def test_step_reads_no_values_from_the_device(make_model):
+    """It runs on the meta device, which has no values (and no autocast, so encoders are skipped)."""
     model = make_model(train_text_encoder=False, caption_dropout_mode='zeros').to('meta')
     model._scale_checked = True
     apply_speed(model, with_parts('channels_last', 'flash_attention'))
@@ -412,8 +415,8 @@ EVERYTHING: dict[str, Any] = {'channels_last': True, 'inference_mode': True, 'fl
 
 
 @pytest.mark.slow
-def test_a_run_in_channels_last_resumes_contiguous_and_back(write_recipe, tmp_path):
-    """Strides are a process's own business; checkpoints and averages are numbers."""
+def test_run_can_switch_channels_last_off_and_on_when_it_resumes(write_recipe, tmp_path):
+    """Checkpoints and averages do not depend on the strides of a process."""
     sections: dict[str, Any] = {
         'algorithms': {'ema': {'ema_start': '2ba', 'smoothing': 0.5}},
         'optimizer': {'name': 'adamw', 'lr': 1.0e-3, 'fused': True},
@@ -428,12 +431,14 @@ def test_a_run_in_channels_last_resumes_contiguous_and_back(write_recipe, tmp_pa
         assert weight.is_contiguous() == (channels_last == 'false')
         assert trainer.state.optimizers[0].state[weight]['exp_avg'].stride() == weight.stride()
         trainer.close()
-    assert losses_of(None, tmp_path, 'mixed') == pytest.approx(plain, rel=1e-3), 'as far as Adam lets rounding grow'
+    assert losses_of(None, tmp_path, 'mixed') == pytest.approx(plain, rel=1e-3), (
+        'up to rounding errors, which Adam amplifies'
+    )
     assert len(plain) == 8
 
 
 def losses_of(recipe: Any, folder: Path, name: str = '') -> list[float]:
-    """Of a recipe that is run for it, or of a run that has been."""
+    """Return the losses of a recipe, which is run first, or of the finished run `name`."""
     if recipe is not None:
         loaded = load(recipe)
         train(loaded).close()
@@ -443,9 +448,7 @@ def losses_of(recipe: Any, folder: Path, name: str = '') -> list[float]:
 
 
 @pytest.mark.slow
-def test_compiled_blocks_under_fsdp2_train_average_evaluate_draw_and_save_as_eager_ones(
-    write_recipe, tmp_path, alone, pictures
-):
+def test_compiled_run_under_fsdp2_equals_eager_run(write_recipe, tmp_path, alone, pictures):
     sections: dict[str, Any] = {
         'algorithms': {'ema': {'ema_start': '1ba', 'smoothing': 0.5}},
         'callbacks': {'image_grid': {'prompts': ['a disc'], 'every': '2ba', 'num_inference_steps': 2}},
@@ -468,7 +471,7 @@ def test_compiled_blocks_under_fsdp2_train_average_evaluate_draw_and_save_as_eag
 
 
 @pytest.mark.slow
-def test_gradients_are_reduced_once_a_batch(write_recipe, alone):
+def test_gradients_are_reduced_once_per_batch(write_recipe, alone):
     def reductions(name: str, **speed: Any) -> int:
         sections: dict[str, Any] = {'parallelism': {'strategy': 'fsdp2'}, 'device_train_microbatch_size': 2}
         trainer = build_trainer(load(write_recipe(name, **sections, speed=speed)))
@@ -478,23 +481,27 @@ def test_gradients_are_reduced_once_a_batch(write_recipe, alone):
         trainer.close()
         return sum(event.count for event in profiler.key_averages() if event.key == 'c10d::_reduce_scatter_base_')
 
-    assert reductions('each') == 4 * reductions('once', reduce_once=True) > 0, 'of four microbatches'
+    assert reductions('each') == 4 * reductions('once', reduce_once=True) > 0, 'a batch has four microbatches'
 
 
 @pytest.mark.slow
-def test_gradients_reduced_once_are_those_reduced_every_time(write_recipe, ranks, tmp_path):
-    """Two ranks, four microbatches each, clipped: what is reduced twice or never is of another size."""
+def test_gradients_reduced_once_equal_those_reduced_per_microbatch(write_recipe, ranks, tmp_path):
+    """Run two ranks with four microbatches each; clipping reveals gradients that are reduced twice or never."""
     sections: dict[str, Any] = {
         'algorithms': {'gradient_clipping': {'clipping_type': 'norm', 'clipping_threshold': 0.05}},
         'parallelism': {'strategy': 'fsdp2', 'reshard_after_forward': False},
         'device_train_microbatch_size': 1,
-        'optimizer': {'name': 'adamw', 'lr': 1.0e-3, 'eps': 1.0e-2},  # whose updates depend on the gradients' size
+        'optimizer': {
+            'name': 'adamw',
+            'lr': 1.0e-3,
+            'eps': 1.0e-2,
+        },  # a large eps, so that updates depend on gradient scale
     }
     ranks.run(2, write_recipe('each', **sections), double=True)
     ranks.run(2, write_recipe('once', **sections, speed={'reduce_once': True}), double=True)
     assert losses_of(None, tmp_path, 'once') == pytest.approx(losses_of(None, tmp_path, 'each'), rel=1e-6)
 
 
-def test_the_preset_leaves_a_run_on_a_cpu_as_it_was_to_the_last_bit(write_recipe, tmp_path):
+def test_preset_does_not_change_a_run_on_a_cpu(write_recipe, tmp_path):
     full, none = write_recipe('full'), write_recipe('none', speed={'preset': 'none'})
     assert losses_of(full, tmp_path) == losses_of(none, tmp_path)

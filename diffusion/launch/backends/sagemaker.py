@@ -246,7 +246,7 @@ def _request(job: Job) -> dict[str, Any]:
         'InfraCheckConfig': {'EnableInfraCheck': options.infra_check},
     }
     if spec.restart.max_restarts:
-        # Covers only errors of SageMaker itself; after a failure of the run, the node entry point restarts it in file_system.
+        # Covers only errors of SageMaker itself; after a failure of the run, the node entry point restarts the workers.
         request['RetryStrategy'] = {'MaximumRetryAttempts': min(spec.restart.max_restarts, MAX_RETRIES)}
     if options.subnets:
         request['VpcConfig'] = {'Subnets': options.subnets, 'SecurityGroupIds': options.security_groups}
@@ -359,7 +359,7 @@ def _newest(jobs: Sequence[Job]) -> list[dict[str, Any]]:
     client, found = _client(jobs), []
     for job in jobs:
         # NameContains also matches jobs with longer names. A pipeline adds its execution id before the name of a step,
-        # and a random suffix.
+        # and a suffix after it.
         name = re.escape(job.name)
         pattern = re.compile(rf'{name}(-\d{{8}}-\d{{6}})?|pipelines-[^-]+-{name}-[^-]+')
         order = {'SortBy': 'CreationTime', 'SortOrder': 'Descending', 'MaxResults': 20}

@@ -52,8 +52,8 @@ class Options:
     """Values that are deep_merge last into each task."""
 
 
-# The next three classes copy the keys of SkyPilot's schemas, because importing SkyPilot takes 12 s. A test compares them
-# with the installed SkyPilot.
+# The next three classes copy the keys of the SkyPilot schemas, because importing SkyPilot takes 12 s. A test compares
+# them with the installed SkyPilot.
 @dataclass
 class JobRecovery:
     """Keys of `job_recovery` in resources."""

@@ -61,7 +61,7 @@ class Attempt:
 
 
 def describe_attempt(cause: str, detail: str) -> str:
-    """Return a description of reason an attempt ended."""
+    """Return a description of why an attempt ended."""
     return CAUSES.get(cause, cause) + (f' ({detail})' if detail else '')
 
 
@@ -71,8 +71,7 @@ def append_attempt(run: Path, event: str, attempt: Attempt) -> None:
     # A killed node can leave a partial line. A single write() to a file opened with O_APPEND leaves it at the end of
     # the file only, and the leading newline keeps the next record off that line.
     line = '\n' + json.dumps({'event': event, 'at': time.time()} | asdict(attempt)) + '\n'
-    # Not an atomic replace: rewriting the file could lose earlier records, and fsync makes this one survive the loss of
-    # the node.
+    # fsync, so that the record survives the loss of the node.
     descriptor = os.open(run / ATTEMPTS, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o644)
     try:
         os.write(descriptor, line.encode())
@@ -107,12 +106,12 @@ def read_attempts(run: Path) -> list[Attempt]:
 
 
 def reason_to_give_up(earlier: Sequence[Attempt], max_restarts: int) -> str | None:
-    """Return reason another attempt would be useless (no restarts left, or no progress), or None if it may help."""
+    """Return why another attempt would be useless (no restarts left, or no progress), or None if it may help."""
     if len(earlier) > max_restarts:
         return f'all {max_restarts} restarts are used; raise max_restarts, or delete this file'
     last = earlier[-STUCK_ATTEMPTS:]
-    # Preemption and bad hardware are no evidence of a broken run: the next machines may get further. A run that ends
-    # with 'mistake' is not restarted at all.
+    # Preemption and bad hardware are no evidence of a broken run, since the next machines may get further. A run that
+    # ends with 'mistake' is not restarted by default.
     failed = all(attempt.cause in ('crash', 'killed', 'hang', 'lost') for attempt in last)
     if len(last) < STUCK_ATTEMPTS or not failed or len({attempt.last for attempt in last}) > 1:
         return None
@@ -151,14 +150,15 @@ class TimeBreakdown:
 
 
 def time_breakdown(attempts: Sequence[Attempt]) -> tuple[TimeBreakdown, dict[str, float]]:
-    """Return the time of a run by category, and the time lost by cause (shutdown, downtime, next startup, repeated
-    batches).
+    """Return the time of a run by category, and the time lost to each cause: shutdown, downtime, startup, repeated
+    batches.
     """
     found = TimeBreakdown(attempts[-1].end - attempts[0].begin)
     lost: dict[str, float] = defaultdict(float)
     for index, attempt in enumerate(attempts):
         later = attempts[index + 1 :]
         began = attempt.first is not None
+        # The categories partition the elapsed time: each second of a run is counted once.
         training = attempt.last_at - attempt.first_at if began else 0.0
         ending = attempt.end - attempt.last_at if began else 0.0
         redone = _fraction_redone(attempt, later) * training
@@ -169,6 +169,7 @@ def time_breakdown(attempts: Sequence[Attempt]) -> tuple[TimeBreakdown, dict[str
         found.ending += ending
         found.down += down
         if later:
+            # Startup of the next attempt is charged to the cause too: without it, that would not have been needed.
             lost[attempt.cause] += ending + down + redone + _starting(later[0])
     return found, dict(lost)
 

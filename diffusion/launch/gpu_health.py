@@ -71,7 +71,7 @@ def check_gpus(nvml: Any, kind: str, count: int) -> Iterator[Finding]:
 def _check_one(nvml: Any, gpu: Any, name: str, kind: str, until: float) -> Iterator[Finding]:
     product = _text(nvml.nvmlDeviceGetName(gpu))
     # The driver reports product names such as `NVIDIA H100 80GB HBM3`, so only the family is compared by name. The
-    # memory size below tells the variants apart.
+    # memory size below distinguishes the variants of a family.
     family = kind.split('-')[0]
     same = kind == 'any' or re.sub('[^a-z0-9]', '', family) in re.sub('[^a-z0-9]', '', product.lower())
     yield Finding('gpu kind', same, f'{name}: {product}' + ('' if same else f', expected {kind}'), CONFIG_ERROR)
@@ -80,6 +80,7 @@ def _check_one(nvml: Any, gpu: Any, name: str, kind: str, until: float) -> Itera
     if known is not None and total < MIN_NOMINAL_SHARE * known.memory_gib * 2**30:
         detail = f'{name}: {total / 2**30:.0f} GiB of memory, {kind} has {known.memory_gib:.0f}'
         yield Finding('gpu kind', False, detail, CONFIG_ERROR)
+    # The processes of a killed attempt may need some seconds to release the GPU.
     while (foreign or free < MIN_FREE_SHARE) and time.monotonic() < until:
         time.sleep(0.5)
         foreign, free, total = _processes_and_memory(nvml, gpu)

@@ -66,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         position = find_position(environ)
         settings = Settings.from_environ(environ)
+        # Loaded here too, so that a mistake in the recipe ends the job before any process is started.
         recipe = load(words[2], words[3:])
         environ |= fetch_secrets(environ)
     except (UserError, ExternalError) as error:
@@ -156,6 +157,7 @@ class Node:
         self.owns_run = self.trains and position.rank == 0
         """True on the first node of a training run, which holds the lock of the run folder and records the attempts
         there."""
+        # Without HELD, the first rank would try to take the lock that this process holds.
         self.environ = {**environ, run_lock.HELD: '1'} if self.trains else environ
         self.stop_requested = False
         self.outcome: Outcome | None = None
@@ -183,6 +185,7 @@ class Node:
 
     def check(self) -> int:
         """Run only the preflight; return the exit status."""
+        # No lock and no record of an attempt: nothing is trained.
         self.owns_run = False
         self._install_signal_handlers()
         with tempfile.TemporaryDirectory(prefix='diffusion-node-') as folder:
@@ -316,6 +319,7 @@ class Node:
                     # next.
                     workers.write_stacks()
                     self._keep_stacks(workers)
+                    # 75 retries on any nodes: the node that caused the hang is unknown, so none is excluded.
                     return Outcome(PREEMPTED, 'hang', problem)
             if now - last_record > RECORD_EVERY_SECONDS:
                 last_record = now
@@ -328,6 +332,7 @@ class Node:
     def _take_beats(self, workers: 'Workers', attempt: Attempt) -> None:
         beats = heartbeat_file.last_beats(workers.folder)
         if beats:
+            # One rank stands for the node, since all ranks are at the same batch up to one.
             first = beats[min(beats)]
             attempt.first, attempt.first_at = first.first, self._epoch + first.first_at
             attempt.last, attempt.last_at = first.batch, self._epoch + first.at

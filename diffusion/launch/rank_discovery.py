@@ -141,14 +141,12 @@ def _local(environ: Mapping[str, str], resources: Path) -> _SchedulerValues:
 
 def count_gpus(environ: Mapping[str, str], devices: Path = Path('/dev')) -> int:
     """Return the number of GPUs of this machine or container that this job may use."""
-    # Counts device files instead of asking torch or NVML, which take seconds to import or may not be installed.
+    # Device files are counted, because importing torch takes seconds.
     return len(visible_gpus(environ, sum(1 for path in devices.glob('nvidia[0-9]*'))))
 
 
 def visible_gpus(environ: Mapping[str, str], count: int) -> list[int | str]:
-    """Return the indices or UUIDs of the GPUs, out of `count` in the machine, that CUDA_VISIBLE_DEVICES leaves
-    visible.
-    """
+    """Return the indices or UUIDs of the GPUs, out of `count`, that CUDA_VISIBLE_DEVICES leaves visible."""
     visible = environ.get('CUDA_VISIBLE_DEVICES')
     if visible is None:
         return list(range(count))

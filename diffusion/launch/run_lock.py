@@ -86,8 +86,8 @@ class Owner:
         )
 
     def is_later_attempt_of(self, other: 'Owner') -> bool:
-        """Return True if this is a later attempt of the same job, so that the scheduler has already ended the other
-        one.
+        """Return True if this is a later attempt of the same job, whose earlier attempt the scheduler has already
+        ended.
         """
         return bool(self.number) and self.number == other.number and self.attempt > other.attempt >= 0
 
@@ -173,6 +173,8 @@ def _wait_until_free(path: Path, this_owner: Owner, stopped: Callable[[], bool])
         elif now - changed > STALE_SECONDS:
             return
         if other is not None and (changed > begin or other.is_alive()):
+            # The owner is alive. Only an earlier attempt of this job is about to end; any other job is refused
+            # immediately.
             if stopped() or now - begin > _max_wait(this_owner, other):
                 raise RunLocked(
                     f'{path}: {other}, trains into this folder; wait for it to end or set another run name (name=...). '
@@ -215,6 +217,7 @@ def _write(path: Path, this_owner: Owner, count: int) -> None:
     # same name. A reader may see a partial write, which counts as a change without an owner.
     line: dict[str, Any] = {'owner': asdict(this_owner), 'count': count, 'at': time.time()}
     content = json.dumps(line).encode() + b'\n'
+    # No O_TRUNC: the file would be empty until the write, and a reader would see no owner.
     descriptor = os.open(path, os.O_CREAT | os.O_WRONLY, 0o644)
     try:
         os.pwrite(descriptor, content, 0)
@@ -235,6 +238,7 @@ def _read(path: Path) -> str | None:
 
 
 def _machine_id() -> str:
+    # The PID namespace as well as the boot id: containers on one machine share the kernel, but not their process ids.
     try:
         boot = Path('/proc/sys/kernel/random/boot_id').read_text(encoding='ascii').strip()
         return f'{boot} {os.readlink("/proc/self/ns/pid")}'

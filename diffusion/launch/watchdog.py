@@ -43,7 +43,7 @@ class Watchdog:
 
     def limit(self) -> float:
         """Return the time in seconds until the next heartbeat is overdue."""
-        # The median, because a few batches in a window of 100 include a stall of the loader or a compilation.
+        # The median is robust against single slow batches, such as those that include a save or an evaluation.
         typical = MEDIAN_STEPS * statistics.median(self._steps) if self._steps else 0.0
         # The first batch waits for cold shards and for the compiler; a save or an evaluation may take many batch times.
         slow_work = self._newest.doing == SAVING or self._newest.batch == self._newest.first

@@ -243,9 +243,8 @@ def test_unreachable_node_is_replaced(launch, cluster, undisturbed):
     (job,) = launch()
     job.wait_for_batches(2)
     cluster.signal('n1', 'STOP')
-    cluster.call(
-        'scontrol', 'update', 'NodeName=n1', 'State=DOWN', 'Reason=test'
-    )  # as Slurm does itself after a timeout
+    # As Slurm does itself after a timeout.
+    cluster.call('scontrol', 'update', 'NodeName=n1', 'State=DOWN', 'Reason=test')
     try:
         assert job.wait() == 'COMPLETED', job.diagnostics()
         # The first attempt ends on the unreachable node, and must not requeue the second.

@@ -121,9 +121,7 @@ def deep_merge(base: Any, changes: Any) -> Any:
 
 
 def unmounted_run_folders(jobs: Sequence[Job]) -> list[Problem]:
-    """Return a problem if a job in a container saves to a folder outside of all mounts, which is lost with the
-    container.
-    """
+    """Return a problem if a job in a container saves outside of all mounts, where its checkpoints would be lost."""
     problems = []
     for job in jobs:
         folder = PurePosixPath(job.spec.workdir or IMAGE_WORKDIR, job.run_dir)

@@ -45,7 +45,7 @@ class Options:
     keep_seconds: int | None = 604800
     """Time in seconds for which a finished JobSet is kept; null keeps it forever."""
     raw: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Values that are deep_merge last into the manifest, under jobset, job, pod (its spec) and container."""
+    """Values that are merged last into the manifest, under jobset, job, pod (its spec) and container."""
 
 
 def problems(jobs: Sequence[Job]) -> list[Problem]:
@@ -222,6 +222,7 @@ def _pod(job: Job) -> dict[str, Any]:
     if options.service_account is not None:
         pod['serviceAccountName'] = options.service_account
     if spec.gpu is not None:
+        # GPU nodes are commonly tainted with the name of their resource.
         pod['tolerations'] = [{'key': options.gpu_resource, 'operator': 'Exists', 'effect': 'NoSchedule'}]
     pod['containers'] = [deep_merge(_container(job), options.raw.get('container', {}))]
     pod['volumes'] = [shared, *volumes]
@@ -256,11 +257,13 @@ def _container(job: Job) -> dict[str, Any]:
 
 def _env(job: Job) -> list[dict[str, Any]]:
     spec = job.spec
+    # Host name of the first pod: <jobset>-<replicated job>-<job index>-<pod index>.<subdomain>.
     first = f'{spec.name}-{job.stage}-0-0.{spec.name}'
     variables = environment_of(job, 'jobset', MASTER_ADDR=first)
     env: list[dict[str, Any]] = [{'name': name, 'value': _literal(value)} for name, value in variables.items()]
     label = {'fieldRef': {'fieldPath': f"metadata.labels['{RESTARTS}']"}}
     env.append({'name': environment.ATTEMPT, 'valueFrom': label})
+    # The name of the node rather than of the pod, because `kubectl cordon` takes that.
     env.append({'name': environment.MACHINE, 'valueFrom': {'fieldRef': {'fieldPath': 'spec.nodeName'}}})
     for name, source in spec.secrets.items():
         secret, _, key = str(source).partition('/')
@@ -333,7 +336,5 @@ def _kubectl_problems(text: str) -> list[Problem]:
 
 
 def _path(*parts: str | int) -> str:
-    """Return the path of a value in the manifest as a key of the spec, such as
-    `backend.raw.spec.replicatedJobs[0].name`.
-    """
+    """Return the path of a manifest value as a key of the spec, such as `backend.raw.spec.replicatedJobs[0].name`."""
     return 'backend.raw' + ''.join(f'[{part}]' if isinstance(part, int) else f'.{part}' for part in parts)

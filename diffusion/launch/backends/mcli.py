@@ -34,7 +34,7 @@ class Options:
     gpu_type: str | None = None
     """Name of the GPU type in the cluster; null uses the default name of the GPU."""
     raw: dict[str, Any] = field(default_factory=dict)
-    """Values that are deep_merge last into the run."""
+    """Values that are merged last into the run."""
 
 
 def problems(jobs: Sequence[Job]) -> list[Problem]:
@@ -138,6 +138,7 @@ def _run(job: Job) -> dict[str, Any]:
         },
         'scheduling': {key: value for key, value in scheduling.items() if value is not None},
         'env_variables': environment_of(job, 'mosaicml'),
+        # exec, so that signals of the platform reach the node entry point instead of a shell.
         'command': f'cd {shlex.quote(spec.workdir or IMAGE_WORKDIR)} && exec {job.shell_command}',
     }
     return deep_merge(run, spec.options.raw)

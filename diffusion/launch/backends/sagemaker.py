@@ -58,7 +58,7 @@ class Options:
     keep_alive_seconds: int | None = None
     """Time in seconds for which the machines are kept for the next job (a warm pool), at the usual price."""
     raw: dict[str, Any] = field(default_factory=dict)
-    """Values that are deep_merge last into the request of create_training_job."""
+    """Values that are merged last into the request of create_training_job."""
 
 
 def problems(jobs: Sequence[Job]) -> list[Problem]:
@@ -132,6 +132,7 @@ def validate(rendered: Rendered) -> list[Problem]:
         document = json.loads(text)
         requests = [document]
         if 'Steps' in document:
+            # Steps of a pipeline have no TrainingJobName, which the service model requires.
             requests = [{'TrainingJobName': step['Name'], **step['Arguments']} for step in document['Steps']]
         for request in requests:
             report = ParamValidator().validate(request, shape)

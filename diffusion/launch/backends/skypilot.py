@@ -49,7 +49,7 @@ class Options:
     """Recovery of a preempted job: FAILOVER tries the same region first, EAGER_NEXT_REGION tries another one
     immediately."""
     raw: dict[str, Any] = field(default_factory=dict)
-    """Values that are deep_merge last into each task."""
+    """Values that are merged last into each task."""
 
 
 # The next three classes copy the keys of the SkyPilot schemas, because importing SkyPilot takes 12 s. A test compares
@@ -221,6 +221,7 @@ def _task(job: Job) -> dict[str, Any]:
         'secrets': dict.fromkeys(spec.secrets),
         'volumes': volumes,
         'file_mounts': {target: {'source': source, 'mode': 'MOUNT'} for target, source in buckets.items()},
+        # exec, so that signals of the platform reach the node entry point instead of a shell.
         'run': f'cd {shlex.quote(spec.workdir or IMAGE_WORKDIR)} && exec {job.shell_command}',
     }
     return deep_merge({key: value for key, value in task.items() if value}, options.raw)

@@ -1,30 +1,30 @@
-"""Exit statuses of our programs, and the exception of a run that was told to stop.
+"""Exit statuses of the programs, and the exception of a run that was asked to stop.
 
-`run.py` and the node entry point end with 0, FAILED, PREEMPTED, BAD_HARDWARE or CONFIG_ERROR, which a scheduler acts
-on. The `diffusion` command is typed by people and ends with 0; FAILED; USAGE_ERROR for every mistake of the user, as
-argparse does for a wrong option; 3 where what it was asked to check is not sound (`data verify`, `prepare`); 130 when
-it was interrupted.
+`run.py` and the node entry point exit with 0, FAILED, PREEMPTED, BAD_HARDWARE or CONFIG_ERROR, on which a scheduler
+acts. The `diffusion` command is for interactive use. It exits with 0; FAILED; USAGE_ERROR for every user error, as
+argparse does for a wrong option; 3 if the data that it checked is not valid (`data verify`, `prepare`); 130 if it was
+interrupted.
 
-A mistake of the user (`errors.UserError`) is printed in one to three lines, a line for each mistake of a recipe. So is
-data that could not be read (`errors.DataError`). Everything else keeps its traceback and ends with FAILED: bugs, and
-faults of storage, network and machine once the work has begun. DIFFUSION_TRACEBACK=1 adds the traceback in every case.
+A user error (`errors.UserError`) is printed in one to three lines, or as one line per mistake of a recipe. So is data
+that cannot be read (`errors.DataError`). Everything else keeps its traceback and exits with FAILED: bugs, and faults of
+storage, network and machine after the work has begun. DIFFUSION_TRACEBACK=1 adds the traceback in every case.
 """
 
 FAILED = 1
-"""Something unexpected, or data that could not be had: a retry may help."""
+"""Unexpected failure, or training data that cannot be read. A retry may help."""
 
 USAGE_ERROR = 2
-"""The `diffusion` command: the user has to correct something."""
+"""Exit status of the `diffusion` command for an error that the user must correct."""
 
 PREEMPTED = 75
-"""Told to stop, and saved: start again to go on (sysexits.h: EX_TEMPFAIL)."""
+"""Stopped on request after saving a checkpoint. Restart to resume (sysexits.h: EX_TEMPFAIL)."""
 
 BAD_HARDWARE = 76
-"""This node is not fit to train on: start again on another one."""
+"""Hardware fault of this node. Restart on another node."""
 
 CONFIG_ERROR = 78
-"""The user has to correct something, no retry will help (sysexits.h: EX_CONFIG)."""
+"""Error that the user must correct; a retry cannot succeed (sysexits.h: EX_CONFIG)."""
 
 
 class Preempted(Exception):
-    """A run was told to stop, and has saved what it had."""
+    """Raised when a run was asked to stop and has saved its state."""

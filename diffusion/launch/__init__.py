@@ -1,1 +1,1 @@
-"""From a job's YAML to a running job, here or on Slurm, Kubernetes, SageMaker, SkyPilot or the MosaicML platform."""
+"""Job launching from a YAML spec: locally, or on Slurm, Kubernetes, SageMaker, SkyPilot or the MosaicML platform."""

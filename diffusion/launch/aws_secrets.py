@@ -1,4 +1,4 @@
-"""Secrets that a scheduler cannot pass to a job, fetched on the node by their names in AWS Secrets Manager."""
+"""Secrets from AWS Secrets Manager, fetched on the node because the scheduler cannot pass them to a job."""
 
 from collections.abc import Mapping
 
@@ -6,23 +6,25 @@ from diffusion.errors import ExternalError, UserError
 from diffusion.launch import environment
 
 REFUSALS = ('AccessDeniedException', 'ResourceNotFoundException', 'ValidationException')
-"""Error codes that another try will not change."""
+"""Error codes for which a retry cannot succeed."""
 
 
 def secret_references(secrets: Mapping[str, str | None]) -> str:
-    """Return the value of `environment.SECRETS`: the names of variables and of their secrets, without the secrets."""
+    """Return the value of `environment.SECRETS`: pairs of variable name and secret id, without the secret values."""
     return ','.join(f'{name}={source}' for name, source in secrets.items())
 
 
 def fetch_secrets(environ: Mapping[str, str]) -> dict[str, str]:
-    """Fetch the secrets that `environment.SECRETS` names, by the variables they are for.
+    """Fetch the secrets listed in `environment.SECRETS`; return their values by environment variable.
+
+    No error message contains a secret.
 
     Raises:
         UserError: boto3 is missing, a secret does not exist or is binary, or this role may not read it.
-        ExternalError: Secrets Manager does not answer. No message holds a secret.
+        ExternalError: Secrets Manager does not respond.
     """
-    named = environ.get(environment.SECRETS, '')
-    if not named:
+    references = environ.get(environment.SECRETS, '')
+    if not references:
         return {}
     try:
         import boto3
@@ -31,12 +33,15 @@ def fetch_secrets(environ: Mapping[str, str]) -> dict[str, str]:
         raise UserError('secrets: boto3 is not installed; pip install boto3') from error
     client = boto3.Session().client('secretsmanager')
     found = {}
-    for entry in named.split(','):
+    for entry in references.split(','):
         name, _, source = entry.partition('=')
         try:
             found[name] = client.get_secret_value(SecretId=source)['SecretString']
         except (BotoCoreError, ClientError, KeyError) as error:
+            # A binary secret has no SecretString (KeyError). Neither that nor a refusal changes with time, so the
+            # scheduler must not retry; an unreachable service may recover.
             code = error.response['Error']['Code'] if isinstance(error, ClientError) else ''
             kind = UserError if code in REFUSALS or isinstance(error, KeyError) else ExternalError
-            raise kind(f'secrets.{name}: {source} cannot be read ({error}); may this role read it?') from error
+            message = f'secrets.{name}: {source} cannot be read ({error}); check that this role may read it'
+            raise kind(message) from error
     return found

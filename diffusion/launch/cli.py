@@ -1,4 +1,4 @@
-"""The sub-commands `diffusion launch`, `preflight`, `status`, `logs` and `cancel`."""
+"""Subcommands `diffusion launch`, `preflight`, `status`, `logs` and `cancel`."""
 
 import argparse
 import os
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from diffusion.launch.backends.base import Rendered
     from diffusion.launch.job_checks import CheckedSpec
 
-_SPEC_HELP = dict.fromkeys(('logs', 'cancel'), "the job's YAML, as it was launched") | {
-    'status': "the job's YAML, as it was launched; or the folder of a run, for its attempts and goodput"
+_SPEC_HELP = dict.fromkeys(('logs', 'cancel'), 'YAML file of the job, as passed to launch') | {
+    'status': 'YAML file of the job, as passed to launch; or the folder of a run, to show its attempts and goodput'
 }
 
 
@@ -26,45 +26,49 @@ def add_launch(parser: argparse.ArgumentParser) -> None:
         'specs',
         nargs='+',
         metavar='SPEC',
-        help='YAML files of jobs, then KEY=VALUE overrides for all of them, such as nodes=2',
+        help='YAML files of the jobs, followed by KEY=VALUE overrides for all of them, such as nodes=2',
     )
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument(
-        '--dry-run', action='store_true', help='check, render, validate and price the jobs; submit nothing'
+        '--dry-run',
+        action='store_true',
+        help='check, render and validate the jobs and estimate their cost, without submitting them',
     )
-    mode.add_argument('--render', action='store_true', help='print the files that would be submitted')
-    parser.add_argument('--out', type=Path, metavar='DIR', help='also write the files to this folder')
+    mode.add_argument('--render', action='store_true', help='print the files that would be submitted, and exit')
+    parser.add_argument('--out', type=Path, metavar='DIR', help='write the files to this folder as well')
     parser.set_defaults(run=run_launch, overrides=[])
 
 
 def add_job(parser: argparse.ArgumentParser, action: str) -> None:
     """Add the arguments of `diffusion status`, `logs` or `cancel`."""
     parser.add_argument('spec', metavar='SPEC', help=_SPEC_HELP[action])
-    parser.add_argument('overrides', nargs='*', metavar='KEY=VALUE', help='the overrides that were given to launch')
+    parser.add_argument('overrides', nargs='*', metavar='KEY=VALUE', help='the overrides that were passed to launch')
     parser.set_defaults(run=run_job_action, action=action)
 
 
 def add_preflight(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `diffusion preflight`."""
-    parser.add_argument('recipe', help='a YAML file; its streams and its run folder are tested')
-    parser.add_argument('overrides', nargs='*', metavar='KEY=VALUE', help='as for run.py')
+    parser.add_argument('recipe', help='YAML file of a recipe, whose streams and run folder are checked')
+    parser.add_argument('overrides', nargs='*', metavar='KEY=VALUE', help='overrides of the recipe, as for run.py')
     parser.add_argument(
         '--deep',
         action='store_true',
-        help='also test under heat and the links between nodes; minutes instead of seconds',
+        help='also check the GPUs under sustained load and the links between nodes; takes minutes instead of seconds',
     )
     parser.add_argument(
-        '--gpu', metavar='KIND', help='the GPU that every node must have, such as h100-sxm (default: any)'
+        '--gpu', metavar='KIND', help='GPU model that every node must have, such as h100-sxm (default: any)'
     )
-    parser.add_argument('--processes', type=int, metavar='N', help='processes per node (default: one per GPU)')
+    parser.add_argument(
+        '--processes', type=int, metavar='N', help='number of processes per node (default: one per GPU)'
+    )
     parser.set_defaults(run=run_preflight)
 
 
 def run_preflight(args: argparse.Namespace) -> int:
-    """Check this machine, or all nodes together when run under `srun` with one task per node; return the exit status.
+    """Check this machine, or all nodes together under `srun` with one task per node; return the exit status.
 
     Raises:
-        UserError: The recipe or the kind of GPU is wrong, or a scheduler's variables contradict each other.
+        UserError: The recipe or the GPU model is wrong, or the variables of the scheduler contradict each other.
     """
     from diffusion.launch import environment, node
     from diffusion.launch.rank_discovery import count_gpus
@@ -80,15 +84,16 @@ def run_preflight(args: argparse.Namespace) -> int:
 
 
 def run_launch(args: argparse.Namespace) -> int:
-    """Check, render, validate and price all jobs, then submit them; one mistake in any job stops them all.
+    """Check, render and validate all jobs and estimate their cost, then submit them; a mistake in any job stops all.
 
     Raises:
-        UserError: A spec, or a recipe in it, is wrong; or a scheduler's tool is missing.
-        ExternalError: A scheduler refuses or does not answer, or a local job failed.
+        UserError: A job spec or its recipe is wrong, or the tool of a scheduler is missing.
+        ExternalError: A scheduler refuses a job or does not respond, or a local job failed.
     """
     from diffusion.launch.job_cost import cost_table
 
     paths, overrides = _split_overrides([*args.specs, *args.overrides])
+    # All jobs are prepared before any is submitted, so that a mistake in the last one submits none.
     prepared = [(path, *_prepare(path, overrides)) for path in paths]
     warnings: dict[str, None] = {}
     for path, checked, rendered in prepared:
@@ -107,7 +112,7 @@ def run_launch(args: argparse.Namespace) -> int:
         for note in rendered.notes:
             print(f'  note: {note}')
         for problem in checked.missing_secrets:
-            print(f'  before it can be submitted: {problem}')
+            print(f'  required before submission: {problem}')
     if args.render:
         return 0
     for warning in warnings:
@@ -126,11 +131,11 @@ def run_launch(args: argparse.Namespace) -> int:
 
 
 def run_job_action(args: argparse.Namespace) -> int:
-    """Print a job's status or logs, or cancel it; a run's folder instead of a spec prints its attempts.
+    """Print the status or logs of a job, or cancel it; with the folder of a run, print its attempts.
 
     Raises:
-        UserError: The spec is wrong, or the scheduler's tool is missing.
-        ExternalError: The scheduler does not answer.
+        UserError: The spec is wrong, or the tool of the scheduler is missing.
+        ExternalError: The scheduler does not respond.
     """
     from diffusion.launch import attempts
     from diffusion.launch.job_checks import check_jobs, load_job_spec
@@ -139,17 +144,19 @@ def run_job_action(args: argparse.Namespace) -> int:
         print(attempts.report(Path(args.spec)))
         return 0
     if args.action == 'status' and not Path(args.spec).exists():
-        raise UserError(f"status: {args.spec} is not there; give a run's folder, such as runs/phase1, or a job's YAML")
+        raise UserError(
+            f'status: {args.spec} does not exist; give the folder of a run, such as runs/phase1, or a job YAML'
+        )
     checked = check_jobs(load_job_spec(args.spec, args.overrides), args.spec)
     print(getattr(checked.backend, args.action)(checked.jobs))
     return 0
 
 
 def _prepare(path: str, overrides: Sequence[str]) -> 'tuple[CheckedSpec, Rendered]':
-    """Check a spec and render it.
+    """Check and render a spec.
 
     Raises:
-        RecipeError: Every mistake in the spec and its recipes, or else in the rendered files.
+        RecipeError: All mistakes in the spec and its recipes, or else all mistakes in the rendered files.
     """
     from diffusion.config.load import RecipeError
     from diffusion.launch.backends.base import NotValidated
@@ -166,11 +173,11 @@ def _prepare(path: str, overrides: Sequence[str]) -> 'tuple[CheckedSpec, Rendere
     return checked, rendered
 
 
-def _split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    paths = [word for word in words if '=' not in word]
+def _split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    paths = [argument for argument in arguments if '=' not in argument]
     if not paths:
-        raise UserError('launch: no job is given; name a YAML file, such as yamls/launch/phase1-slurm.yaml')
-    return paths, [word for word in words if '=' in word]
+        raise UserError('launch: no job given; pass a YAML file, such as yamls/launch/phase1-slurm.yaml')
+    return paths, [argument for argument in arguments if '=' in argument]
 
 
 def _write(files: dict[str, str], folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Running a scheduler's own command-line tools."""
+"""Calls of the command-line tools of schedulers."""
 
 import os
 import shutil
@@ -16,18 +16,18 @@ def call(
     env: Mapping[str, str] | None = None,
     stdin: str | None = None,
 ) -> str:
-    """Run a command-line tool and return what it prints.
+    """Run a command-line tool and return its standard output.
 
     Args:
         command: The tool and its arguments.
         install: Advice for a user who does not have the tool.
-        timeout_seconds: Longest time to wait for it.
-        env: Further environment variables.
-        stdin: Text for its standard input.
+        timeout_seconds: Maximum time to wait for the tool.
+        env: Additional environment variables.
+        stdin: Text for the standard input of the tool.
 
     Raises:
-        UserError: The tool is missing.
-        ExternalError: The tool fails or does not answer; with its own words.
+        UserError: The tool is not on PATH.
+        ExternalError: The tool failed, or did not respond in time; the message includes its own error message.
     """
     if shutil.which(command[0]) is None:
         raise UserError(f'{command[0]}: is not on PATH; {install}')
@@ -43,9 +43,9 @@ def call(
         )
     except subprocess.TimeoutExpired as error:
         raise ExternalError(
-            f'{" ".join(command[:3])}: no answer in {timeout_seconds:.0f} s; is its server up?'
+            f'{" ".join(command[:3])}: no response in {timeout_seconds:.0f} s; check that its server is up'
         ) from error
     if result.returncode:
-        words = (result.stderr or result.stdout).strip() or f'exit status {result.returncode}'
-        raise ExternalError(f'{" ".join(command[:3])}: {words}')
+        message = (result.stderr or result.stdout).strip() or f'exit status {result.returncode}'
+        raise ExternalError(f'{" ".join(command[:3])}: {message}')
     return result.stdout.strip()

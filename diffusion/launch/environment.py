@@ -1,73 +1,74 @@
-"""Environment variables by which a back end configures the node entry point.
+"""Environment variables through which a back end configures the node entry point.
 
-Every node of every job runs `python -m diffusion.launch.node -- run.py RECIPE [key=value ...]` with these set. Values
-that are only known on a node, such as its rank, come from the scheduler's own variables; SCHEDULER names the scheduler.
+Every node of every job runs `python -m diffusion.launch.node -- run.py RECIPE [key=value ...]` with these variables.
+Values that are known only on the node, such as its rank, come from the variables of the scheduler that SCHEDULER names.
 """
 
 import socket
 from collections.abc import Mapping
 
 SCHEDULER = 'DIFFUSION_SCHEDULER'
-"""The scheduler whose variables give a node's rank and the first node's address: local, slurm, jobset, kubeflow,
-sagemaker, skypilot or mosaicml. Guessed from the variables that are there if unset."""
+"""Scheduler whose variables give the rank of the node and the address of the first node: local, slurm, jobset,
+kubeflow, sagemaker, skypilot or mosaicml. If unset, it is detected from the variables that are set."""
 
 JOB = 'DIFFUSION_JOB'
-"""The job's name, the same at every attempt."""
+"""Name of the job, the same for every attempt."""
 
 NODES = 'DIFFUSION_NODES'
-"""Number of nodes; an error if the scheduler contradicts it."""
+"""Number of nodes; it is an error if the scheduler provides another number."""
 
 PROCESSES_PER_NODE = 'DIFFUSION_PROCESSES_PER_NODE'
 """Number of processes per node, one per GPU."""
 
 GPU = 'DIFFUSION_GPU'
-"""Kind of the GPUs as in planning/gpus.yaml, such as a100-80gb, which the preflight compares with what it finds; `any`
-accepts every kind, `none` is a CPU."""
+"""GPU model as in planning/gpus.yaml, such as a100-80gb, which the preflight compares with the GPUs of the node; `any`
+accepts every model, `none` is a CPU."""
 
 NODE_RANK = 'DIFFUSION_NODE_RANK'
-"""This node's rank, if no scheduler gives it (local)."""
+"""Rank of this node, for a scheduler that does not provide it (local)."""
 
 MACHINE = 'DIFFUSION_MACHINE'
-"""The machine's name for its operators, if the host name is another (jobset: pods have their own)."""
+"""Name of the machine for its operators, if it differs from the host name (jobset: pods have names of their own)."""
 
 MASTER_ADDR = 'DIFFUSION_MASTER_ADDR'
-"""Address of the first node, if no scheduler gives it (local, jobset)."""
+"""Address of the first node, for a scheduler that does not provide it (local, jobset)."""
 
 MASTER_PORT = 'DIFFUSION_MASTER_PORT'
-"""Port on the first node where the ranks meet."""
+"""Port on the first node for the rendezvous of the ranks."""
 
 PREFLIGHT = 'DIFFUSION_PREFLIGHT'
 """Level of the preflight: none, fast or deep."""
 
 ATTEMPT = 'DIFFUSION_ATTEMPT'
-"""Number of earlier starts of this job by the scheduler, from 0; unset if the scheduler does not count."""
+"""Number of previous starts of this job by the scheduler, from 0; unset if the scheduler does not count them."""
 
 MAX_RESTARTS = 'DIFFUSION_MAX_RESTARTS'
-"""Most restarts of a run, counted in its attempts.jsonl; after them the node entry point ends with 78 and says so. For
-schedulers that do not count."""
+"""Maximum number of restarts of a run, counted in its attempts.jsonl; when it is reached, the node entry point prints a
+message and exits with 78. For schedulers that do not count restarts."""
 
 ON_EXIT = 'DIFFUSION_ON_EXIT'
-"""Action after each exit status, as `75=retry,76=elsewhere,78=stop,*=retry`."""
+"""Action after each exit status, such as `75=retry,76=elsewhere,78=stop,*=retry`."""
 
 RESTART_IN_PLACE = 'DIFFUSION_RESTART_IN_PLACE'
-"""1 if the scheduler does not restart a job that ends (sagemaker): the node entry point then restarts its workers
-itself while ON_EXIT says retry, up to MAX_RESTARTS times."""
+"""1 if the scheduler does not restart a job that ends (sagemaker). The node entry point then restarts its workers
+itself while the action in ON_EXIT is retry, up to MAX_RESTARTS times."""
 
 EXIT_FILE = 'DIFFUSION_EXIT_FILE'
-"""A file that all nodes share. Each node appends one line when it ends: its exit status, its host name, the cause and
-details. The first line with another status than 0 is why the job ended; later nodes were killed because of it."""
+"""Path of a file on storage shared by all nodes. Each node appends one line when it ends: exit status, host name, cause
+and details. The first line with a nonzero status gives the reason why the job ended; the nodes that follow were killed
+because of it."""
 
 NOTICE_SECONDS = 'DIFFUSION_NOTICE_SECONDS'
-"""Seconds between the scheduler's SIGTERM (or SIGUSR1) and its SIGKILL, in which the workers must have saved."""
+"""Time in seconds between SIGTERM (or SIGUSR1) and SIGKILL from the scheduler, in which the workers must save."""
 
 HANG_SECONDS = 'DIFFUSION_HANG_SECONDS'
-"""Shortest time without a batch that counts as a hang; the watchdog's default if unset."""
+"""Minimum time in seconds without a batch that counts as a hang; if unset, the default of the watchdog."""
 
 SECRETS = 'DIFFUSION_SECRETS'
-"""`NAME=secret-id,NAME=secret-id` of AWS Secrets Manager; `diffusion.launch.aws_secrets.fetch_secrets` adds them to the
-environment of the workers (sagemaker, which has no secrets of its own)."""
+"""Secrets of AWS Secrets Manager as `NAME=secret-id,NAME=secret-id`. `diffusion.launch.aws_secrets.fetch_secrets` adds
+them to the environment of the workers (sagemaker, which cannot pass secrets to a job)."""
 
 
 def machine_name(environ: Mapping[str, str]) -> str:
-    """Return the name by which the operators of the cluster know this machine."""
+    """Return the name of this machine as the operators of the cluster know it."""
     return environ.get(MACHINE) or environ.get('SLURMD_NODENAME') or socket.gethostname()

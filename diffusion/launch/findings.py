@@ -1,4 +1,4 @@
-"""Results of the checks of nodes and GPUs: as a table, as JSON, and as one exit status."""
+"""Results of node and GPU checks, and their output as a table, as JSON and as one exit status."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -9,15 +9,15 @@ from diffusion.exit_codes import BAD_HARDWARE, CONFIG_ERROR, FAILED
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check on a node or on one of its processes.
+    """Result of one check on a node or on one of its processes.
 
     Attributes:
         check: Name of the check.
         ok: True if training may begin.
-        detail: The measured value, or the fault and the way out.
-        status: Exit status if not ok: 76 for a fault of this node, 78 for a mistake that every node would have, 1 for a
-            fault that may pass.
-        where: The host, and the rank where it matters.
+        detail: The measured value, or the fault and how to fix it.
+        status: Exit status if not ok: 76 for a fault of this node, 78 for a mistake that would fail on every node, 1
+            for a fault that may pass.
+        where: The host, and the rank if the check is per rank.
     """
 
     check: str
@@ -28,31 +28,30 @@ class Finding:
 
 
 def findings_exit_status(findings: Iterable[Finding]) -> int:
-    """Return the exit status of all findings together: a mistake outranks bad hardware, which outranks the rest."""
+    """Return one exit status for all findings: user error (78) before bad hardware (76) before any other fault (1)."""
     found = {finding.status for finding in findings if not finding.ok}
     return next((status for status in (CONFIG_ERROR, BAD_HARDWARE, FAILED) if status in found), 0)
 
 
 def blame_no_node_for_shared_faults(findings: Sequence[Finding], nodes: int) -> list[Finding]:
-    """Change bad hardware to a plain failure (status 1) if a check failed on every one of several nodes.
-
-    Such a fault is in something that they share, as a disk, and excluding all nodes would leave none.
-    """
+    """Change bad hardware (76) to a plain failure (1) for checks that failed on every one of several nodes."""
+    # A check that fails on all nodes points to something that they share, such as a disk. Status 76 would make the
+    # scheduler exclude every node of the job, and none might be left to run it.
     hosts: dict[str, set[str]] = {}
     for each in findings:
         if not each.ok and each.status == BAD_HARDWARE:
             hosts.setdefault(each.check, set()).add(each.where.split(' ')[0])
-    everywhere = {check for check, names in hosts.items() if len(names) == nodes > 1}
+    failed_everywhere = {check for check, names in hosts.items() if len(names) == nodes > 1}
     return [
         replace(each, status=FAILED, detail=f'{each.detail} (on all nodes)')
-        if not each.ok and each.status == BAD_HARDWARE and each.check in everywhere
+        if not each.ok and each.status == BAD_HARDWARE and each.check in failed_everywhere
         else each
         for each in findings
     ]
 
 
 def findings_table(findings: Sequence[Finding]) -> str:
-    """Format the findings as a line each, the faults last."""
+    """Format the findings as a table with one line per finding, failed checks last."""
     ordered = sorted(findings, key=lambda finding: (not finding.ok, finding.check, finding.where))
     widths = [max((len(getattr(each, name)) for each in ordered), default=0) for name in ('check', 'where')]
     return '\n'.join(

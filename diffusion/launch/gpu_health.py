@@ -1,4 +1,4 @@
-"""Health of a node's GPUs as the driver reports it through NVML."""
+"""GPU health checks of a node through NVML, the management library of the driver."""
 
 import os
 import re
@@ -12,25 +12,25 @@ from diffusion.launch.rank_discovery import visible_gpus
 from diffusion.planning.gpus import load_gpus
 
 MIN_FREE_SHARE = 0.9
-"""Share of a GPU's memory that must be free."""
+"""Minimum fraction of the memory of a GPU that must be free."""
 MIN_NOMINAL_SHARE = 0.9
-"""Share of its nominal memory that a GPU must report; the driver takes some."""
+"""Minimum fraction of its nominal memory that a GPU must report; the driver reserves some."""
 RELEASE_SECONDS = 20.0
-"""Longest time for which a killed process may still hold GPU memory."""
+"""Maximum time for which a killed process may still hold GPU memory."""
 RECOVERY_ACTIONS = {
-    1: 'a reset of the GPU',
-    2: 'a reboot',
-    3: 'draining its peers',
-    4: 'draining it, and a reset',
+    1: 'a GPU reset',
+    2: 'a node reboot',
+    3: 'a drain of its peers',
+    4: 'a drain and a reset',
     5: 'a recovery of its IMEX domain',
-    6: 'a reset of its bus',
-    7: 'a reboot of the system',
+    6: 'a bus reset',
+    7: 'a system reboot',
 }
-"""Actions of nvmlGpuRecoveryAction_t in words."""
+"""Names of the actions of nvmlGpuRecoveryAction_t."""
 
 
 def load_nvml() -> Any | None:
-    """Initialize NVML and return its module; None if there is no driver."""
+    """Initialize NVML and return its module, or None if there is no driver."""
     import pynvml
 
     try:
@@ -41,21 +41,22 @@ def load_nvml() -> Any | None:
 
 
 def check_gpus(nvml: Any, kind: str, count: int) -> Iterator[Finding]:
-    """Check a node's GPUs before any process of the job uses one.
+    """Check the GPUs of a node before any process of the job uses one.
 
     Args:
-        nvml: The module pynvml, or a substitute; None if there is no driver.
+        nvml: The module pynvml or a substitute; None if there is no driver.
         kind: The required GPU as in planning/gpus.yaml, such as h100-sxm; `any` accepts all, `none` is a CPU.
         count: Number of GPUs that the job uses.
     """
     if kind == 'none':
         return
     if nvml is None:
-        yield Finding('gpu', False, 'NVML does not answer; is the driver loaded, and the container given its GPUs?')
+        yield Finding('gpu', False, 'NVML does not respond; check that the driver is loaded and the container has GPUs')
         return
-    # Other jobs may use the GPUs that this one cannot see.
+    # Only visible GPUs are checked; other jobs may use the rest.
     names = visible_gpus(os.environ, int(nvml.nvmlDeviceGetCount()))
     yield Finding('gpu count', len(names) >= count, f'{len(names)} of {count}')
+    # One deadline for all GPUs, because the processes of a killed attempt release them at the same time.
     until = time.monotonic() + RELEASE_SECONDS
     for name in names:
         try:
@@ -63,63 +64,66 @@ def check_gpus(nvml: Any, kind: str, count: int) -> Iterator[Finding]:
             gpu = nvml.nvmlDeviceGetHandleByIndex(name) if by_index else nvml.nvmlDeviceGetHandleByUUID(name)
             yield from _check_one(nvml, gpu, f'gpu {name}', kind, until)
         except nvml.NVMLError as error:
-            # One that has fallen off the bus answers nothing.
+            # A GPU that has fallen off the bus fails every query.
             yield Finding('gpu', False, f'gpu {name}: {error}')
 
 
 def _check_one(nvml: Any, gpu: Any, name: str, kind: str, until: float) -> Iterator[Finding]:
     product = _text(nvml.nvmlDeviceGetName(gpu))
+    # The driver reports product names such as `NVIDIA H100 80GB HBM3`, so only the family is compared by name. The
+    # memory size below distinguishes the variants of a family.
     family = kind.split('-')[0]
     same = kind == 'any' or re.sub('[^a-z0-9]', '', family) in re.sub('[^a-z0-9]', '', product.lower())
-    yield Finding('gpu kind', same, f'{name}: {product}' + ('' if same else f', asked for {kind}'), CONFIG_ERROR)
-    foreign, share, total = _use(nvml, gpu)
+    yield Finding('gpu kind', same, f'{name}: {product}' + ('' if same else f', expected {kind}'), CONFIG_ERROR)
+    foreign, free, total = _processes_and_memory(nvml, gpu)
     known = load_gpus().get(kind)
     if known is not None and total < MIN_NOMINAL_SHARE * known.memory_gib * 2**30:
-        what = f'{name}: {total / 2**30:.0f} GiB of memory, {kind} has {known.memory_gib:.0f}'
-        yield Finding('gpu kind', False, what, CONFIG_ERROR)
-    while (foreign or share < MIN_FREE_SHARE) and time.monotonic() < until:
+        detail = f'{name}: {total / 2**30:.0f} GiB of memory, {kind} has {known.memory_gib:.0f}'
+        yield Finding('gpu kind', False, detail, CONFIG_ERROR)
+    # The processes of a killed attempt may need some seconds to release the GPU.
+    while (foreign or free < MIN_FREE_SHARE) and time.monotonic() < until:
         time.sleep(0.5)
-        foreign, share, total = _use(nvml, gpu)
-    # In a container the process ids are the host's, or not visible at all.
-    on_it = f'process {", ".join(map(str, foreign))} is on it; end it' if foreign else 'nobody on it'
-    yield Finding('gpu processes', not foreign, f'{name}: {on_it}')
-    yield Finding('gpu memory', share >= MIN_FREE_SHARE, f'{name}: {share:.0%} of {total / 2**30:.0f} GiB free')
+        foreign, free, total = _processes_and_memory(nvml, gpu)
+    # In a container, NVML reports process ids of the host or none at all, so the free memory is checked as well.
+    users = f'in use by process {", ".join(map(str, foreign))}; stop it' if foreign else 'no other process'
+    yield Finding('gpu processes', not foreign, f'{name}: {users}')
+    yield Finding('gpu memory', free >= MIN_FREE_SHARE, f'{name}: {free:.0%} of {total / 2**30:.0f} GiB free')
     yield from _check_health(nvml, gpu, name)
 
 
-def _use(nvml: Any, gpu: Any) -> tuple[list[int], float, int]:
-    """Return the processes on a GPU, the free share of its memory, and its total memory in bytes."""
+def _processes_and_memory(nvml: Any, gpu: Any) -> tuple[list[int], float, int]:
+    """Return the ids of the processes on a GPU, the free fraction of its memory, and its total memory in bytes."""
     memory = nvml.nvmlDeviceGetMemoryInfo(gpu)
     processes = [each.pid for each in nvml.nvmlDeviceGetComputeRunningProcesses(gpu)]
     return processes, memory.free / memory.total, memory.total
 
 
 def _check_health(nvml: Any, gpu: Any, name: str) -> Iterator[Finding]:
-    """Check memory errors and the recovery that the driver asks for, if the GPU supports the query."""
+    """Check memory errors and the recovery action that the driver requests, where the GPU supports the query."""
     rows = _if_supported(nvml, lambda: nvml.nvmlDeviceGetRemappedRows(gpu))
     if rows is not None:
         _, _, pending, failed = rows
-        what = 'rows could not be remapped; replace it' if failed else 'a reset is due' if pending else 'no row waits'
-        yield Finding('gpu rows', not (failed or pending), f'{name}: {what}')
+        state = 'failed; replace the GPU' if failed else 'pending; reset the GPU' if pending else 'not pending'
+        yield Finding('gpu rows', not (failed or pending), f'{name}: row remapping {state}')
     kind, since = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
     errors = _if_supported(nvml, lambda: nvml.nvmlDeviceGetTotalEccErrors(gpu, kind, since))
     if errors is not None:
-        yield Finding('gpu ecc', errors == 0, f'{name}: {errors} uncorrected errors since the driver was loaded')
+        yield Finding('gpu ecc', errors == 0, f'{name}: {errors} uncorrected errors since driver load')
     action = _if_supported(nvml, lambda: _recovery_action(nvml, gpu))
     if action is not None:
-        what = f'the driver asks for {RECOVERY_ACTIONS.get(action, f"action {action}")}' if action else 'needs nothing'
-        yield Finding('gpu recovery', not action, f'{name}: {what}')
+        needed = RECOVERY_ACTIONS.get(action, f'action {action}') if action else 'no action'
+        yield Finding('gpu recovery', not action, f'{name}: driver requests {needed}')
 
 
 def _recovery_action(nvml: Any, gpu: Any) -> int | None:
-    (answer,) = nvml.nvmlDeviceGetFieldValues(gpu, [nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])
-    # A driver that does not know the field says so in the answer.
-    return None if answer.nvmlReturn else int(answer.value.uiVal)
+    (field,) = nvml.nvmlDeviceGetFieldValues(gpu, [nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])
+    # An older driver reports an unknown field in the result instead of raising an error.
+    return None if field.nvmlReturn else int(field.value.uiVal)
 
 
-def _if_supported(nvml: Any, ask: Callable[[], Any]) -> Any | None:
+def _if_supported(nvml: Any, query: Callable[[], Any]) -> Any | None:
     try:
-        return ask()
+        return query()
     except nvml.NVMLError_NotSupported:
         return None
 

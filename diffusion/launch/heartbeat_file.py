@@ -1,8 +1,8 @@
-"""Heartbeat files, by which the processes of a node show that they are alive, and the stacks of those that hang.
+"""Heartbeat files that show that the processes of a node make progress, and stack dumps of hung processes.
 
-A rank writes its heartbeat to FOLDER before each batch and before slow work such as a save, and its stacks when it gets
-SIGNAL; without FOLDER in its environment it does neither. `diffusion.launch.liveness` uses the same files for the node
-entry point. The lock of a run (`run_lock`) does not: it is read on other machines.
+Each rank writes its heartbeat to the folder FOLDER before each batch and before slow work such as a save, and writes
+its stacks when it receives SIGNAL. If FOLDER is not set, it does neither. `diffusion.launch.liveness` uses the same
+file format for the node entry point. The run lock (`run_lock`) has its own, because other machines read it.
 """
 
 import contextlib
@@ -17,36 +17,37 @@ from pathlib import Path
 from typing import NamedTuple
 
 FOLDER = 'DIFFUSION_ATTEMPT_FOLDER'
-"""Environment variable with the folder of the attempt, on the node's own disk."""
+"""Environment variable with the folder of the attempt, on the local disk of the node."""
 SIGNAL = signal.SIGUSR2
-"""Signal at which a process writes the stacks of all its threads."""
+"""Signal on which a process writes the stacks of all its threads."""
 SAVING, TRAINING = 'saving', 'training'
 
 
 class Beat(NamedTuple):
-    """The last heartbeat of a rank. Times are by time.monotonic(), the same clock in all processes of a machine."""
+    """Last heartbeat of a rank. Times are from time.monotonic(), which all processes of a machine share."""
 
     at: float
     """Time of the heartbeat."""
     batch: int
-    """Batches that the run has done."""
+    """Number of batches that the run has completed."""
     doing: str
-    """TRAINING, or SAVING for everything that may take much longer than a batch (evaluations included)."""
+    """TRAINING, or SAVING for all work that may take much longer than a batch (evaluations included)."""
     first: int
-    """Batches that the run had done when this process began its first."""
+    """Number of batches that the run had completed when this process began its first."""
     first_at: float
     """Time when that batch began."""
 
 
 def write_heartbeat(path: Path, content: str = '') -> None:
-    """Replace a heartbeat file in one step; a write that fails is ignored."""
-    # The modification time is set to time.monotonic(): a system clock that is set, or a machine that is suspended, must
-    # not end a healthy run. It is also what still works on a full disk, which is no reason to end a run either.
+    """Replace a heartbeat file atomically and set its modification time; a write that fails is ignored."""
+    # The modification time is set to time.monotonic(), because a system clock that is adjusted or a machine that is
+    # suspended must not end a healthy run. Setting the time also works on a full disk, where the new content cannot be
+    # written; a full disk is no reason to end a run as hung.
     now = time.monotonic()
     unfinished = path.with_name(f'.{path.name}')
     with contextlib.suppress(OSError):
         try:
-            unfinished.write_text(content, encoding='utf-8')  # without fsync: a batch may take less time than that
+            unfinished.write_text(content, encoding='utf-8')  # no fsync: it can take longer than a batch
             os.utime(unfinished, (now, now))
             unfinished.replace(path)
         except OSError:
@@ -54,32 +55,35 @@ def write_heartbeat(path: Path, content: str = '') -> None:
 
 
 def heartbeat_age(path: Path) -> float:
-    """Return the seconds since a heartbeat file was written; infinity if there is none since the machine was booted."""
+    """Return the seconds since a heartbeat file was written; infinity if there is none since the last boot."""
     try:
         age = time.monotonic() - path.stat().st_mtime
     except FileNotFoundError:
         return math.inf
+    # time.monotonic() restarts at boot, so a file from before it can appear to be from the future.
     return age if age >= 0 else math.inf
 
 
 def write_stacks_on_signal(environ: Mapping[str, str] = os.environ) -> None:
-    """Install the handler of SIGNAL; call this in the very first lines of a program."""
+    """Install the stack dump on SIGNAL; call this first in a program."""
     folder = environ.get(FOLDER)
     if folder is None:
         return
-    stacks = open(Path(folder, f'stacks-{_rank(environ)}.txt'), 'w', encoding='utf-8')  # noqa: SIM115 - open for good
+    # faulthandler keeps the file descriptor and writes from the signal handler in C, so it works while the interpreter
+    # is blocked in a collective. The file must stay open for the life of the process.
+    stacks = open(Path(folder, f'stacks-{_rank(environ)}.txt'), 'w', encoding='utf-8')  # noqa: SIM115
     faulthandler.register(SIGNAL, file=stacks, all_threads=True)
 
 
 def write_beat(batch: int, doing: str, first: int, first_at: float, environ: Mapping[str, str] = os.environ) -> None:
-    """Write the heartbeat of this rank; the arguments are the fields of `Beat`."""
+    """Write the heartbeat of this rank. The arguments are the fields of `Beat`."""
     folder = environ.get(FOLDER)
     if folder is not None:
         write_heartbeat(Path(folder, f'beat-{_rank(environ)}'), json.dumps([batch, doing, first, first_at]))
 
 
 def last_beats(folder: Path) -> dict[int, Beat]:
-    """Read the last heartbeat of each rank that has written one."""
+    """Return the last heartbeat of each rank that has written one, by rank."""
     found = {}
     for path in folder.glob('beat-*'):
         at = time.monotonic() - heartbeat_age(path)
@@ -88,7 +92,7 @@ def last_beats(folder: Path) -> dict[int, Beat]:
 
 
 def read_stacks(folder: Path) -> dict[int, str]:
-    """Read the stacks that ranks have written."""
+    """Return the stacks that ranks have written, by rank."""
     found = {int(path.stem.rpartition('-')[2]): path.read_text(encoding='utf-8') for path in folder.glob('stacks-*')}
     return {rank: text for rank, text in sorted(found.items()) if text}
 

@@ -1,4 +1,4 @@
-"""Reading and checking a job's YAML; every mistake is found before anything is submitted."""
+"""Job spec loading and validation. All mistakes are found before anything is submitted."""
 
 import os
 import re
@@ -17,81 +17,83 @@ from diffusion.launch.job_spec import Job, JobSpec, JobStage, override_words, se
 from diffusion.planning.gpus import GPU, find_gpu, load_gpus
 
 VARIABLE = re.compile(r'[A-Za-z_][A-Za-z0-9_]*')
+# A job spec is rendered to files, printed and committed, so it must not contain secrets. These patterns match the usual
+# variable names of secrets, and the key formats of AWS, Hugging Face, GitHub and OpenAI.
 SECRET_NAME = re.compile(r'(?i)(^|_)(token|secret|password|passwd|credentials?|api_?key|access_key|private_key)($|_)')
 SECRET_VALUE = re.compile(r'\b(AKIA[0-9A-Z]{16}|hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{30,}|sk-[A-Za-z0-9_-]{30,})')
 
 
 @dataclass(frozen=True)
 class CheckedSpec:
-    """A spec without mistakes, and the jobs it makes."""
+    """A valid spec and its jobs."""
 
     spec: JobSpec
     backend: Backend
     jobs: tuple[Job, ...]
     recipes: tuple[Recipe, ...]
-    """The recipe of each job."""
+    """Recipe of each job."""
     gpu: GPU | None
     missing_secrets: tuple[Problem, ...]
-    """Secrets that the user must set before the jobs can be submitted."""
+    """Secrets that must be set before the jobs can be submitted."""
 
 
 def load_job_spec(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:
-    """Read a job's YAML, the files it extends, and `key=value` overrides; the recipe is not read.
+    """Load a job spec from its YAML, the files it extends and `key=value` overrides; recipes are not loaded.
 
     Raises:
-        RecipeError: Every mistake in the spec.
+        RecipeError: All mistakes in the spec.
     """
     raw, gather = read_values(path, overrides), Gatherer()
     if 'recipe' not in raw and 'backend' not in raw and {'model', 'dataset', 'trainer'} & set(raw):
-        what = f"it is a recipe; a job's YAML names it (recipe: {path}) and a back end, as those in yamls/launch do"
-        raise RecipeError([Problem('', what)], path)
-    name, options = _backend(raw.pop('backend', None), gather)
+        message = f'this is a recipe; write a job YAML with recipe: {path} and a backend, like those in yamls/launch'
+        raise RecipeError([Problem('', message)], path)
+    name, options = _read_backend(raw.pop('backend', None), gather)
     spec: JobSpec = build_dataclass(JobSpec, raw, '', gather)
     spec.backend, spec.options = name, options
     gather.problems += gather.missing
     if not gather.problems:
-        gather.problems += _problems(spec)
+        gather.problems += _spec_problems(spec)
     if gather.problems:
         raise RecipeError(gather.problems, path)
     return spec
 
 
 def check_jobs(spec: JobSpec, path: str | Path, *, environ: Mapping[str, str] | None = None) -> CheckedSpec:
-    """Make the jobs of a spec, after all checks that need no cluster.
+    """Return the jobs of a spec after all checks that need no cluster.
 
     Args:
-        spec: The result of `load_job_spec`.
+        spec: Result of `load_job_spec`.
         path: Path of the spec, for messages.
-        environ: The environment that the job is submitted from (default: this process's).
+        environ: Environment in which the job is submitted (default: that of this process).
 
     Raises:
-        RecipeError: Every mistake in the spec and in each recipe.
+        RecipeError: All mistakes in the spec and in its recipes.
     """
-    gpu, problems = _gpu(spec)
+    gpu, problems = _find_gpu(spec)
     if gpu is not None:
-        spec = replace(spec, gpu=gpu.name)  # in the planner's own spelling
-    jobs, recipes, wrong = _jobs(spec)
+        spec = replace(spec, gpu=gpu.name)  # normalized, since back ends look up instance types by name
+    jobs, recipes, mistakes = _make_jobs(spec)
     backend = backend_of(spec.backend)
-    problems += wrong + _shared_folders(jobs) + (backend.problems(jobs) if jobs else [])
+    problems += mistakes + _shared_run_folders(jobs) + (backend.problems(jobs) if jobs else [])
     if problems:
         raise RecipeError(problems, path)
     missing = _missing_secrets(spec, os.environ if environ is None else environ)
     return CheckedSpec(spec, backend, tuple(jobs), tuple(recipes), gpu, tuple(missing))
 
 
-def _backend(value: Any, gather: Gatherer) -> tuple[str, Any]:
-    """Read `backend:`, which is a name or a mapping of `name` and options; return the name and the options."""
+def _read_backend(value: Any, gather: Gatherer) -> tuple[str, Any]:
+    """Return the name and options from `backend:`, which is a name or a mapping of `name` and options."""
     options = dict(value) if isinstance(value, dict) else {'name': value}
     name = options.pop('name', None)
     if name not in NAMES:
         known = did_you_mean(str(name), NAMES) if name is not None else f'known: {", ".join(NAMES)}'
-        gather.problem('backend.name', f'{name!r} is no back end; {known}')
+        gather.problem('backend.name', f'{name!r} is not a back end; {known}')
         return '', None
     return str(name), build_dataclass(backend_of(str(name)).Options, options, 'backend', gather)
 
 
-def _problems(spec: JobSpec) -> list[Problem]:
-    """Find mistakes that the types alone do not exclude."""
+def _spec_problems(spec: JobSpec) -> list[Problem]:
+    """Return mistakes that the types do not exclude."""
     gather = Gatherer()
     for where, value in (
         ('nodes', spec.nodes),
@@ -105,10 +107,10 @@ def _problems(spec: JobSpec) -> list[Problem]:
     if spec.price_usd_per_gpu_hour is not None and spec.price_usd_per_gpu_hour < 0:
         gather.problem('price_usd_per_gpu_hour', f'{spec.price_usd_per_gpu_hour} is negative')
     if spec.restart.max_restarts < 0:
-        gather.problem('restart.max_restarts', f'{spec.restart.max_restarts} is negative; 0 never starts again')
+        gather.problem('restart.max_restarts', f'{spec.restart.max_restarts} is negative; use 0 for no restarts')
     for code in spec.restart.on_exit:
         if not code.isdecimal() or not 1 <= int(code) <= 255:
-            gather.problem(join('restart.on_exit', code), 'is no exit status; write one from 1 to 255')
+            gather.problem(join('restart.on_exit', code), 'is not an exit status; use 1 to 255')
     limits = {'schedule.time_limit': spec.schedule.time_limit}
     limits |= {f'stages.{name}.time_limit': stage.time_limit for name, stage in spec.stages.items()}
     for where, limit in limits.items():
@@ -120,33 +122,35 @@ def _problems(spec: JobSpec) -> list[Problem]:
     _check_variables(spec, gather)
     for target in spec.mounts:
         if not target.startswith('/'):
-            gather.problem(join('mounts', target), 'is no absolute path on a node; write what is mounted behind it')
+            gather.problem(
+                join('mounts', target), 'is not an absolute path; write the folder on the node, followed by its source'
+            )
     return gather.problems
 
 
 def _check_recipes(spec: JobSpec, gather: Gatherer) -> None:
     if not spec.stages and spec.recipe is None:
-        gather.problem('recipe', 'is missing; give the path of a recipe, such as yamls/phase1.yaml, or stages')
+        gather.problem('recipe', 'is missing; give the path of a recipe, such as yamls/phase1.yaml, or define stages')
     for name, stage in spec.stages.items():
         if re.fullmatch(r'[a-z]([a-z0-9-]*[a-z0-9])?', name) is None:
-            gather.problem(join('stages', name), 'is no name of a stage; use a-z, 0-9 and dashes between them')
+            gather.problem(join('stages', name), 'is not a valid stage name; use a-z, 0-9 and inner dashes')
         if spec.recipe is None and stage.recipe is None:
-            gather.problem(f'stages.{name}.recipe', 'is missing, and there is none for all stages either')
+            gather.problem(f'stages.{name}.recipe', 'is missing; set it here, or set recipe for all stages')
 
 
 def _check_variables(spec: JobSpec, gather: Gatherer) -> None:
     for section, variables in (('env', spec.env), ('secrets', spec.secrets)):
         for name in variables:
             if VARIABLE.fullmatch(name) is None:
-                gather.problem(join(section, name), 'is no name of an environment variable')
+                gather.problem(join(section, name), 'is not a valid name of an environment variable')
             if name.startswith('DIFFUSION_'):
-                gather.problem(join(section, name), 'is set by the launcher; use the key of the spec that means it')
+                gather.problem(join(section, name), 'is set by the launcher; use the corresponding key of the spec')
     for name in spec.env:
         if name in spec.secrets:
-            gather.problem(join('env', name), 'is under secrets too; leave one of them out')
+            gather.problem(join('env', name), 'is also in secrets; remove one of them')
         elif SECRET_NAME.search(name):
             gather.problem(
-                join('env', name), f'looks like a secret, and would be written out; put {name} under secrets'
+                join('env', name), f'looks like a secret, and would be written in plain text; move {name} to secrets'
             )
     written = {
         'env': spec.env,
@@ -154,21 +158,23 @@ def _check_variables(spec: JobSpec, gather: Gatherer) -> None:
         'stages': {name: {'overrides': stage.overrides} for name, stage in spec.stages.items()},
         'backend': vars(spec.options) if spec.options else {},
     }
-    for where, text in _texts(written):
+    for where, text in _all_strings(written):
         if SECRET_VALUE.search(text):
-            gather.problem(where, 'holds what looks like a secret, and would be written out; name it under secrets')
+            gather.problem(
+                where, 'contains what looks like a secret, and would be written in plain text; move it to secrets'
+            )
 
 
-def _texts(value: Any, where: str = '') -> list[tuple[str, str]]:
-    """List all strings in plain values, with their paths."""
+def _all_strings(value: Any, where: str = '') -> list[tuple[str, str]]:
+    """Return all strings in plain values, with their paths."""
     if isinstance(value, Mapping):
-        return [found for key, item in value.items() for found in _texts(item, join(where, key))]
+        return [found for key, item in value.items() for found in _all_strings(item, join(where, key))]
     if isinstance(value, list):
-        return [found for index, item in enumerate(value) for found in _texts(item, f'{where}[{index}]')]
+        return [found for index, item in enumerate(value) for found in _all_strings(item, f'{where}[{index}]')]
     return [(where, value)] if isinstance(value, str) else []
 
 
-def _gpu(spec: JobSpec) -> tuple[GPU | None, list[Problem]]:
+def _find_gpu(spec: JobSpec) -> tuple[GPU | None, list[Problem]]:
     if spec.gpu is None:
         return None, []
     try:
@@ -176,21 +182,23 @@ def _gpu(spec: JobSpec) -> tuple[GPU | None, list[Problem]]:
     except UserError as error:
         return None, [Problem('gpu', str(error).removeprefix('--gpu: '))]
     if spec.gpus_per_node > gpu.gpus_per_node:
-        what = f'{spec.gpus_per_node} is more than the {gpu.gpus_per_node} of a machine with {gpu.name}; use more nodes'
-        return gpu, [Problem('gpus_per_node', what)]
+        limit = f'the {gpu.gpus_per_node} GPUs of a machine with {gpu.name}'
+        return gpu, [Problem('gpus_per_node', f'{spec.gpus_per_node} is more than {limit}; use more nodes')]
     return gpu, []
 
 
-def _jobs(spec: JobSpec) -> tuple[list[Job], list[Recipe], list[Problem]]:
-    """Make the jobs and recipes of all stages, and list their mistakes."""
+def _make_jobs(spec: JobSpec) -> tuple[list[Job], list[Recipe], list[Problem]]:
+    """Return the jobs and recipes of all stages, and their mistakes."""
     stages = spec.stages or {'main': JobStage()}
     jobs: list[Job] = []
     recipes: list[Recipe] = []
-    wrong: list[Problem] = []
+    mistakes: list[Problem] = []
     for name, stage in stages.items():
         where = f'stages.{name}' if spec.stages else ''
         path = stage.recipe or spec.recipe or ''
         overrides = spec.overrides | stage.overrides
+        # A later stage starts from the weights of the previous one unless it sets init_from itself. The run folder is
+        # known before that stage has run.
         if jobs and 'init_from' not in overrides:
             overrides['init_from'] = jobs[-1].run_dir
         words = override_words(overrides)
@@ -199,9 +207,9 @@ def _jobs(spec: JobSpec) -> tuple[list[Job], list[Recipe], list[Problem]]:
             recipe = load_recipe(path, words)
             problems = _recipe_problems(recipe, spec, nodes * spec.gpus_per_node)
         except RecipeError as error:
-            wrong += [Problem(join(where, 'recipe'), f'{path}: {problem}') for problem in error.problems]
+            mistakes += [Problem(join(where, 'recipe'), f'{path}: {problem}') for problem in error.problems]
             continue
-        wrong += [Problem(join(where, 'recipe'), f'{path}: {problem}') for problem in problems]
+        mistakes += [Problem(join(where, 'recipe'), f'{path}: {problem}') for problem in problems]
         recipes.append(recipe)
         jobs.append(
             Job(
@@ -218,32 +226,32 @@ def _jobs(spec: JobSpec) -> tuple[list[Job], list[Recipe], list[Problem]]:
                 spec=spec,
             )
         )
-    return jobs, recipes, wrong
+    return jobs, recipes, mistakes
 
 
 def _recipe_problems(recipe: Recipe, spec: JobSpec, world_size: int) -> list[Problem]:
     problems = check_devices(recipe, world_size)
     if recipe.task == 'train' and spec.restart.max_restarts and not recipe.trainer.get('autoresume'):
-        what = 'is not on, so that a restart would begin anew; set it, or restart.max_restarts: 0 in the job'
-        problems.append(Problem('trainer.autoresume', what))
+        message = 'is off, so a restart would start from scratch; turn it on, or set restart.max_restarts: 0 in the job'
+        problems.append(Problem('trainer.autoresume', message))
     return problems
 
 
-def _shared_folders(jobs: Sequence[Job]) -> list[Problem]:
+def _shared_run_folders(jobs: Sequence[Job]) -> list[Problem]:
     problems = []
     owners: dict[str, Job] = {}
     for job in jobs:
         owner = owners.setdefault(job.run_dir, job)
         if owner is not job:
-            what = f'saves to {job.run_dir}, as stages.{owner.stage} does; give it another overrides.name'
-            problems.append(Problem(f'stages.{job.stage}', what))
+            message = f'saves to {job.run_dir}, like stages.{owner.stage}; set a different overrides.name'
+            problems.append(Problem(f'stages.{job.stage}', message))
     return problems
 
 
 def _missing_secrets(spec: JobSpec, environ: Mapping[str, str]) -> list[Problem]:
-    """Find secrets that the back end takes from the submitting environment and that are not set there."""
+    """Return the secrets that the back end reads from the submitting environment and that are not set there."""
     return [
-        Problem(join('secrets', name), 'is not in the environment that the job is submitted from; export it')
+        Problem(join('secrets', name), 'is not set in the environment; export it before submitting')
         for name, source in spec.secrets.items()
         if source is None and not environ.get(name)
     ]

@@ -1,4 +1,4 @@
-"""The cost of jobs by the planner; if it has no answer, the launch continues and shows why."""
+"""Cost estimates of jobs from the planner. A job without an estimate can still be launched."""
 
 import re
 from collections.abc import Sequence
@@ -14,16 +14,16 @@ from diffusion.planning.run_cost import Cost
 
 @dataclass(frozen=True)
 class Estimate:
-    """The estimate for one job."""
+    """Cost estimate of one job."""
 
     cost: Cost
-    """Includes the time of saves and failures."""
+    """Expected cost, including the time of saves and failures."""
     price_usd_per_gpu_hour: float | None
     warnings: tuple[str, ...]
 
 
 def estimate(job: Job, gpu: GPU | None) -> Estimate | str:
-    """Estimate the cost of a job, or explain why there is no estimate."""
+    """Return the cost estimate of a job, or the reason why there is none."""
     if gpu is None:
         return 'runs on CPUs'
     try:
@@ -32,13 +32,13 @@ def estimate(job: Job, gpu: GPU | None) -> Estimate | str:
         plan = make_plan(phases, given, gpus=load_gpus())
     except (UserError, CountingFailed) as error:
         return str(error).splitlines()[-1].strip()
-    # The planner's warnings name options of its own command.
+    # The planner warns in terms of the options of `diffusion plan`; a job spec has a key instead.
     warnings = tuple(re.sub(r'give --price.*', 'set price_usd_per_gpu_hour', warning) for warning in plan.warnings)
     return Estimate(plan.expected, given.price_usd_per_hour, warnings)
 
 
 def cost_table(jobs: Sequence[Job], gpu: GPU | None) -> tuple[list[str], list[str]]:
-    """Format jobs, their machines and their costs as aligned lines; also return the planner's warnings."""
+    """Return a table of jobs, their machines and their costs as aligned lines, and the warnings of the planner."""
     rows = [['job', 'nodes', 'GPUs', 'recipe', 'days', 'GPU-hours', 'dollars']]
     warnings: list[str] = []
     estimates = [estimate(job, gpu) for job in jobs]
@@ -52,11 +52,12 @@ def cost_table(jobs: Sequence[Job], gpu: GPU | None) -> tuple[list[str], list[st
             warnings += found.warnings
     known = [each.cost for each in estimates if isinstance(each, Estimate)]
     if len(jobs) > 1 and len(known) == len(jobs):
-        rows.append(['in all', '', '', '', *_cells(sum(known[1:], known[0]))])
+        rows.append(['total', '', '', '', *_cells(sum(known[1:], known[0]))])
+    # A reason why there is no estimate may be long; it must not widen the column of days.
     widths = [max(len(row[column]) for row in rows if row[4] != 'no cost' or column < 4) for column in range(7)]
     lines = ['  '.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     prices = {each.price_usd_per_gpu_hour for each in estimates if isinstance(each, Estimate)} - {None}
-    lines += [f'at ${price:,.2f} a GPU-hour, with the time of saves and failures' for price in prices]
+    lines += [f'at ${price:,.2f} per GPU-hour, including the time of saves and failures' for price in prices]
     return lines, warnings
 
 

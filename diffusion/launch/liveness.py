@@ -1,6 +1,6 @@
-"""`python -m diffusion.launch.liveness`: health check of a container, 1 if its node entry point has stopped responding.
+"""Container health check, `python -m diffusion.launch.liveness`: exit with 1 if the node entry point does not respond.
 
-The ranks are not looked at here: the node entry point itself ends those that hang.
+The check ignores the ranks, because the node entry point itself ends ranks that hang.
 """
 
 import contextlib
@@ -13,33 +13,35 @@ from diffusion.launch.heartbeat_file import heartbeat_age, write_heartbeat
 from diffusion.launch.run_lock import start_ticks
 
 SILENT_SECONDS = 90.0
-"""The node entry point writes a heartbeat every second; a file system may hold it up for a while."""
+"""Time without a heartbeat after which the node entry point counts as stopped. It writes one per second, but a slow
+file system can delay it."""
 
 
-def say_alive() -> None:
+def update_heartbeat() -> None:
     """Write the heartbeat of this process, which `liveness_problems` reads."""
     write_heartbeat(_heartbeat_file(os.getpid()))
 
 
 def remove_heartbeat() -> None:
-    """Remove the heartbeat of this process, which is about to end."""
+    """Remove the heartbeat of this process before it ends."""
     with contextlib.suppress(OSError):
         _heartbeat_file(os.getpid()).unlink(missing_ok=True)
 
 
 def liveness_problems(proc: Path = Path('/proc')) -> list[str]:
-    """Describe the node entry points of this container that are silent; empty if it runs something else."""
+    """Describe each node entry point of this container that has no recent heartbeat."""
     found = []
     for folder in proc.glob('[0-9]*'):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            words = (folder / 'cmdline').read_bytes().split(b'\0')
-            if words[1:3] != [b'-m', b'diffusion.launch.node']:
+        with contextlib.suppress(OSError):  # the process ended during the scan
+            arguments = (folder / 'cmdline').read_bytes().split(b'\0')
+            if arguments[1:3] != [b'-m', b'diffusion.launch.node']:
                 continue
             pid = int(folder.name)
-            # The file may be left over from an earlier process of this number, before a restart of the container.
-            silent = min(_process_age(pid), heartbeat_age(_heartbeat_file(pid)))
-            if silent > SILENT_SECONDS:
-                found.append(f'the node entry point, process {pid}, is silent for {silent:.0f} s')
+            # A restarted container reuses process ids, so the file may be from an earlier process. The age of this
+            # process is an upper limit for the time since its last heartbeat.
+            seconds = min(_process_age(pid), heartbeat_age(_heartbeat_file(pid)))
+            if seconds > SILENT_SECONDS:
+                found.append(f'the node entry point (process {pid}) has written no heartbeat for {seconds:.0f} s')
     return found
 
 
@@ -53,7 +55,7 @@ def _heartbeat_file(pid: int) -> Path:
 
 
 def main() -> int:
-    """Print the problems; return the exit status."""
+    """Print the problems and return the exit status."""
     found = liveness_problems()
     for problem in found:
         print(problem, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Jobs whose nodes are processes of this machine; this process does what a scheduler would do on a cluster."""
+"""Local jobs, whose nodes are processes of this machine; this process takes the role of the scheduler."""
 
 import os
 import signal
@@ -18,11 +18,11 @@ from diffusion.launch.node import die_with_parent
 
 TICK_SECONDS = 0.1
 GRACE_SECONDS = 15.0
-"""Time for the other nodes when one has failed."""
+"""Time for the other nodes to end after one has failed."""
 
 
 def run_local_jobs(jobs: Sequence[Job]) -> int:
-    """Run jobs one after the other, each with the restarts of its spec; return the first status that is not 0."""
+    """Run jobs in sequence, each with the restarts of its spec; return the first nonzero exit status, or 0."""
     for job in jobs:
         status = LocalJob(job).run()
         if status:
@@ -36,7 +36,7 @@ def node_environment(job: Job, rank: int) -> dict[str, str]:
 
 
 class LocalJob:
-    """A job whose nodes are processes of this machine."""
+    """One job whose nodes are processes of this machine."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -44,9 +44,9 @@ class LocalJob:
         self._nodes: list[subprocess.Popen[bytes]] = []
 
     def run(self) -> int:
-        """Run the job, with the restarts of its spec; return the exit status."""
+        """Run the job and its restarts; return the exit status of the last attempt."""
         restart, count = self.job.spec.restart, 0
-        earlier = {number: signal.signal(number, self._request_stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        handlers = {number: signal.signal(number, self._request_stop) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             while True:
                 status = self._attempt(count)
@@ -54,33 +54,34 @@ class LocalJob:
                 if status == 0 or self._stop_requested or action == 'stop':
                     return status
                 if count == restart.max_restarts:
-                    self._print(f'ended with {status}, and all {count} restarts are used up')
+                    self._print(f'exited with status {status}; all {count} restarts are used')
                     return status
                 count += 1
-                self._print(f'ended with {status}; restart {count}')
+                self._print(f'exited with status {status}; starting restart {count}')
         finally:
-            for number, handler in earlier.items():
+            for number, handler in handlers.items():
                 signal.signal(number, handler)
 
     def _attempt(self, count: int) -> int:
+        # A new exit file per attempt: a line of an earlier attempt would be taken as the reason why this one ended.
         with tempfile.TemporaryDirectory(prefix='diffusion-job-') as folder:
             exits = Path(folder, 'exits')
-            more = {environment.ATTEMPT: str(count), environment.EXIT_FILE: str(exits)}
-            self._nodes = [self._start(rank, more) for rank in range(self.job.nodes)]
+            variables = {environment.ATTEMPT: str(count), environment.EXIT_FILE: str(exits)}
+            self._nodes = [self._start(rank, variables) for rank in range(self.job.nodes)]
             try:
                 self._wait()
             finally:
                 for node in self._nodes:
                     if node.poll() is None:
-                        node.kill()  # the kernel then kills its workers, see die_with_parent
+                        node.kill()  # the kernel then kills its workers; see die_with_parent
                     node.wait()
             reported = [int(line.split()[0]) for line in exits.read_text().splitlines()] if exits.exists() else []
         return job_exit_status(reported, [node.returncode for node in self._nodes])
 
-    def _start(self, rank: int, more: dict[str, str]) -> subprocess.Popen[bytes]:
-        environ = os.environ | node_environment(self.job, rank) | more
+    def _start(self, rank: int, variables: dict[str, str]) -> subprocess.Popen[bytes]:
+        environ = os.environ | node_environment(self.job, rank) | variables
         command = [sys.executable, *self.job.command[1:]]
-        # A session of its own: Ctrl-C reaches this process alone, which forwards it once.
+        # A new session, so that Ctrl-C in the terminal reaches only this process, which forwards it once.
         folder = self.job.spec.workdir
         return subprocess.Popen(command, env=environ, cwd=folder, start_new_session=True, preexec_fn=die_with_parent)
 
@@ -92,6 +93,8 @@ class LocalJob:
                 forwarded = True
                 deadline = now + self.job.spec.schedule.notice_seconds
                 self._terminate()
+            # When one node ends, the scheduler ends the others. Nodes that were preempted get the full notice, because
+            # they are saving; after a failure, no collective save can succeed.
             failed = {node.returncode for node in self._nodes} - {None, 0}
             if failed and deadline == float('inf'):
                 notice = self.job.spec.schedule.notice_seconds if failed == {PREEMPTED} else GRACE_SECONDS
@@ -114,14 +117,14 @@ class LocalJob:
 
 
 def job_exit_status(reported: Sequence[int], codes: Sequence[int]) -> int:
-    """Combine the exit statuses of a job's nodes.
-
-    The first node that failed is the reason, unless another reports a mistake. A node that could not report was killed.
+    """Return the exit status of a job from those of its nodes.
 
     Args:
-        reported: Statuses in the file that the nodes share, in the order of their ends.
-        codes: Exit statuses of the nodes' processes.
+        reported: Exit statuses in the file shared by the nodes, in the order in which the nodes ended.
+        codes: Exit statuses of the node processes.
     """
+    # A user error on any node would occur again on every retry. Otherwise the first node that failed is the reason, and
+    # the later ones ended because of it. A node that failed without reporting was killed.
     if CONFIG_ERROR in reported:
         return CONFIG_ERROR
     return next((status for status in reported if status), FAILED if any(codes) else 0)

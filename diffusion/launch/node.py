@@ -1,10 +1,8 @@
-"""The node entry point: `python -m diffusion.launch.node -- run.py RECIPE [key=value ...]`, on every node of a job.
+"""Node entry point, `python -m diffusion.launch.node -- run.py RECIPE [key=value ...]`, run on every node of a job.
 
-It finds the node's rank, starts one process per GPU, forwards signals to them, and ends them when they hang. Its exit
-status tells the scheduler what to do next: 0 done, 75 try again, 76 try on other nodes, 78 do not try again, 1 a crash.
-
-It starts the processes itself, with the environment that Composer's launcher would give them. That launcher leaves
-processes behind when it is told to stop, its exit status says little about theirs, and its import takes half a minute.
+It determines the rank of the node, starts one process per GPU, forwards signals to them, and ends them if they hang.
+Its exit status tells the scheduler how to continue: 0 done, 75 retry, 76 retry on other nodes, 78 do not retry, 1
+crash.
 """
 
 import contextlib
@@ -27,29 +25,30 @@ from diffusion.launch import attempts, environment, heartbeat_file, liveness, ru
 from diffusion.launch.attempts import Attempt
 from diffusion.launch.aws_secrets import fetch_secrets
 from diffusion.launch.rank_discovery import NodePosition, find_position, rank_environment
-from diffusion.launch.watchdog import PATIENCE_SECONDS, Watchdog
+from diffusion.launch.watchdog import HANG_SECONDS, Watchdog
 from diffusion.storage.atomic import write_whole
 
 TICK_SECONDS = 0.1
 CHECK_EVERY_SECONDS = 1.0
-"""Interval at which heartbeats are read."""
+"""Interval at which heartbeats are checked."""
 RECORD_EVERY_SECONDS = 30.0
-"""Interval at which progress is recorded, in case this process is killed before it can write the attempt's end."""
+"""Interval at which progress is recorded, for the case that this process is killed before it can record the end."""
 GRACE_SECONDS = 5.0
-"""Time for the other ranks when one has failed: they wait for it in a collective, but may still report why."""
+"""Time for the other ranks to end after one has failed. They wait for it in a collective, but may still report an
+error."""
 MARGIN_SECONDS = 5.0
-"""Time kept for cleaning up between the workers' end and the scheduler's SIGKILL."""
+"""Time reserved for cleanup between the end of the workers and the SIGKILL of the scheduler."""
 KILL_SECONDS = 60.0
-"""A killed process that still exists after this time is stuck in a device or a disk."""
+"""Time after which a killed process that still exists counts as stuck in a device or disk operation."""
 PREFLIGHT_SECONDS = {'fast': 900.0, 'deep': 3600.0}
-"""Longest preflight by level; the slowest node may start after five minutes."""
+"""Maximum duration of the preflight by level. The slowest node may start five minutes late."""
 PR_SET_PDEATHSIG = 1
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """End of an attempt on this node."""
+    """Result of an attempt on this node."""
 
     status: int
     cause: str
@@ -58,7 +57,7 @@ class Outcome:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a recipe on this node; return the exit status."""
+    """Run a recipe on this node and return the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     environ = dict(os.environ)
     if words[:1] != ['--'] or len(words) < 3:
@@ -67,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         position = find_position(environ)
         settings = Settings.from_environ(environ)
+        # Loaded here too, so that a mistake in the recipe ends the job before any process is started.
         recipe = load(words[2], words[3:])
         environ |= fetch_secrets(environ)
     except (UserError, ExternalError) as error:
@@ -77,15 +77,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_node_preflight(recipe_words: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Check this node, together with all nodes of the job that do the same now; return the exit status.
+    """Run the preflight on this node, together with all nodes of the job that run it now; return the exit status.
 
     Args:
         recipe_words: The recipe and its overrides.
-        environ: The environment that a back end would make: level, kind of GPU, number of processes.
+        environ: The environment that a back end would set: preflight level, GPU model, number of processes.
 
     Raises:
-        UserError: The recipe is wrong, or the environment contradicts itself.
-        ExternalError: The scheduler does not answer.
+        UserError: The recipe is wrong, or the variables contradict each other.
+        ExternalError: The scheduler does not respond.
     """
     position, recipe = find_position(environ), load(recipe_words[0], recipe_words[1:])
     return Node(position, Settings.from_environ(environ), ['run.py', *recipe_words], recipe, environ).check()
@@ -93,54 +93,54 @@ def run_node_preflight(recipe_words: Sequence[str], environ: Mapping[str, str]) 
 
 @dataclass(frozen=True)
 class Settings:
-    """The job spec's settings for the node entry point."""
+    """Settings of the job spec for the node entry point."""
 
     actions: Mapping[str, str]
-    """Action by exit status; `*` for all others."""
+    """Action by exit status; `*` stands for all others."""
     max_restarts: int
     in_place: bool
-    """The node entry point itself restarts the workers, because the scheduler does not."""
+    """True if the node entry point restarts the workers itself because the scheduler does not."""
     notice_seconds: float
-    patience_seconds: float
+    hang_seconds: float
     preflight: str
-    """none, fast or deep."""
+    """Preflight level: none, fast or deep."""
 
     @staticmethod
     def from_environ(environ: Mapping[str, str]) -> 'Settings':
-        """Read the settings from the environment that a back end has made.
+        """Return the settings from the environment that a back end has set.
 
         Raises:
-            UserError: A variable has a wrong value.
+            UserError: A variable has an invalid value.
         """
         on_exit = environ.get(environment.ON_EXIT, f'{CONFIG_ERROR}=stop,*=retry')
         words = [entry.partition('=') for entry in on_exit.split(',')]
         actions = {status: action for status, _, action in words}
         level = environ.get(environment.PREFLIGHT, 'none')
         if level not in ('none', *PREFLIGHT_SECONDS):
-            raise UserError(f'{environment.PREFLIGHT}: {level!r} is none of none, {", ".join(PREFLIGHT_SECONDS)}')
+            raise UserError(f'{environment.PREFLIGHT}: {level!r} is not one of none, {", ".join(PREFLIGHT_SECONDS)}')
         return Settings(
             actions,
             int(_number(environ, environment.MAX_RESTARTS, sys.maxsize)),
             environ.get(environment.RESTART_IN_PLACE) == '1',
             _number(environ, environment.NOTICE_SECONDS, 120),
-            _number(environ, environment.HANG_SECONDS, PATIENCE_SECONDS),
+            _number(environ, environment.HANG_SECONDS, HANG_SECONDS),
             level,
         )
 
     def action_after(self, status: int) -> str:
-        """Return retry, elsewhere or stop."""
+        """Return the action after an exit status: retry, elsewhere or stop."""
         return self.actions.get(str(status), self.actions.get('*', 'retry'))
 
 
 class Node:
-    """One node of a job: its attempts, one after the other.
+    """One node of a job, which runs the attempts of the job in sequence.
 
     Args:
-        position: The node's rank in the job.
-        settings: The job spec's settings.
+        position: Rank of the node in the job.
+        settings: Settings of the job spec.
         command: run.py, the recipe and its overrides.
-        recipe: The recipe that they give.
-        environ: The environment of the processes.
+        recipe: The loaded recipe.
+        environ: Environment of the processes.
     """
 
     def __init__(
@@ -155,31 +155,37 @@ class Node:
         self.run_dir = recipe.run_dir
         self.trains = recipe.task == 'train'
         self.owns_run = self.trains and position.rank == 0
-        """The first node of a training holds the lock of the run's folder and records its attempts there."""
+        """True on the first node of a training run, which holds the lock of the run folder and records the attempts
+        there."""
+        # Without HELD, the first rank would try to take the lock that this process holds.
         self.environ = {**environ, run_lock.HELD: '1'} if self.trains else environ
         self.stop_requested = False
         self.outcome: Outcome | None = None
-        """Outcome of the last attempt."""
+        """Outcome of the last attempt, or None before its end."""
         self._epoch = time.time() - time.monotonic()
-        """Added to time.monotonic() for the account, which must not jump when the system clock is set."""
+        """Offset from time.monotonic() to the wall clock, fixed at start: recorded times must not jump when the system
+        clock is set."""
 
     def run(self) -> int:
-        """Run attempts until one is the last for this process; return the exit status."""
+        """Run attempts until one is final for this process; return the exit status."""
+        # Installed before the lock is taken: the wait for an earlier attempt can take minutes and must react to
+        # SIGTERM.
         self._install_signal_handlers()
         with contextlib.ExitStack() as stack:
             try:
                 if self.owns_run:
-                    stack.enter_context(run_lock.held(self.run_dir, self.environ, stopped=self._stop_waiting))
+                    stack.enter_context(run_lock.held(self.run_dir, self.environ, stopped=self._poll_while_waiting))
             except run_lock.RunLocked as error:
                 self._print(str(error))
                 return PREEMPTED if self.stop_requested else FAILED if error.retry else CONFIG_ERROR
             except OSError as error:
-                self._print(f'{self.run_dir}: cannot be written ({error}); is it mounted, and is there room?')
+                self._print(f'{self.run_dir}: cannot be written ({error}); check that it is mounted and has free space')
                 return FAILED
             return self._run_attempts()
 
     def check(self) -> int:
-        """Run the preflight alone; return the exit status."""
+        """Run only the preflight; return the exit status."""
+        # No lock and no record of an attempt: nothing is trained.
         self.owns_run = False
         self._install_signal_handlers()
         with tempfile.TemporaryDirectory(prefix='diffusion-node-') as folder:
@@ -197,18 +203,19 @@ class Node:
                 self._print(f'{self.run_dir / attempts.ATTEMPTS}: {problem}')
                 return CONFIG_ERROR
             outcome = self._attempt(len(earlier))
-            again = self.settings.in_place and self.settings.action_after(outcome.status) == 'retry'
-            if outcome.status == 0 or self.stop_requested or not again or restarts == self.settings.max_restarts:
+            # Only SageMaker needs restarts in place; every other scheduler acts on the exit status.
+            restart = self.settings.in_place and self.settings.action_after(outcome.status) == 'retry'
+            if outcome.status == 0 or self.stop_requested or not restart or restarts == self.settings.max_restarts:
                 return outcome.status
             restarts += 1
 
-    def _stop_waiting(self) -> bool:
-        liveness.say_alive()
+    def _poll_while_waiting(self) -> bool:
+        liveness.update_heartbeat()
         return self.stop_requested
 
     def _earlier_attempts(self) -> list[Attempt]:
-        """Read the earlier attempts on the first node, which adds to them; empty on all others."""
-        with contextlib.suppress(UserError):  # the run has none
+        """Return the earlier attempts on the first node, which records them; an empty list on all other nodes."""
+        with contextlib.suppress(UserError):  # the run has no attempts.jsonl yet
             return attempts.read_attempts(self.run_dir) if self.owns_run else []
         return []
 
@@ -228,19 +235,21 @@ class Node:
         return outcome
 
     def _cause_of_end(self, outcome: Outcome) -> tuple[str, str]:
-        """Return cause and detail of an attempt's end: another node's if that made this one fail or stop."""
+        """Return the cause and detail of an end, those of another node if its failure made this one fail or stop."""
         first = self._failure_elsewhere()
+        # When another node fails, this one is stopped or crashes in a collective. The cause that it observes is then
+        # only a consequence, and would be misleading in attempts.jsonl.
         if first is None or outcome.cause not in ('preempted', 'crash') or first.cause == outcome.cause:
             return outcome.cause, outcome.detail
         return first.cause, f'{first.machine}: {first.detail or f"status {first.status}"}'
 
     def _failure_elsewhere(self) -> 'NodeExit | None':
-        """Return the exit of the node that failed first and so ended this attempt, if one has."""
+        """Return the exit of the node that failed first and so ended this attempt, or None."""
         first = first_failed_node(self.environ)
         return None if first is None or first.cause == 'preempted' else first
 
     def _preflight(self, folder: Path, attempt: Attempt) -> Outcome:
-        """Check the nodes before anything is trained."""
+        """Run the preflight of the job before training."""
         level = self.settings.preflight
         if level == 'none':
             return Outcome(0, 'done')
@@ -249,29 +258,33 @@ class Node:
         if self.stop_requested:
             return Outcome(PREEMPTED, 'preempted')
         if outcome.status == PREEMPTED:
-            time.sleep(GRACE_SECONDS)  # the node with the fault must be the first to report its exit
-        return replace(outcome, detail=f'preflight: {outcome.detail or "see its table"}')
+            # The first line of the exit file gives the reason for the end, so the faulty node must write it before this
+            # one, which ends with 75 only because of it.
+            time.sleep(GRACE_SECONDS)
+        return replace(outcome, detail=f'preflight: {outcome.detail or "see the table of findings"}')
 
     def _run_workers(
         self, command: Sequence[str], folder: Path, attempt: Attempt, *, limit_seconds: float | None = None
     ) -> Outcome:
-        """Run a program on all GPUs to its end, or for at most `limit_seconds`."""
+        """Run a program on all GPUs until it ends, or for at most `limit_seconds`."""
         workers = Workers(self.position, command, {**self.environ, heartbeat_file.FOLDER: str(folder)}, folder)
         try:
             outcome = self._watch(workers, attempt, limit_seconds)
         finally:
+            # Also after a normal end: a rank may leave data loader workers behind in its process group.
             stuck = workers.kill()
             self._take_beats(workers, attempt)
         if stuck:
-            # They wait for a device or a disk that does not answer.
+            # Not even SIGKILL ends a process in an uninterruptible system call, on a device or disk that does not
+            # respond. No restart on this node can work.
             detail = f'process {", ".join(map(str, stuck))} cannot be killed'
             return Outcome(BAD_HARDWARE, 'hardware', detail)
         return outcome
 
     def _watch(self, workers: 'Workers', attempt: Attempt, limit_seconds: float | None) -> Outcome:
-        """Wait until the processes have ended, must be killed for having had their time, or hang."""
+        """Wait until the processes have ended, exceed their time to stop, or hang; return the outcome."""
         begin = time.monotonic()
-        watchdog = Watchdog(begin, self.settings.patience_seconds) if self.trains and limit_seconds is None else None
+        watchdog = Watchdog(begin, self.settings.hang_seconds) if self.trains and limit_seconds is None else None
         last_check, last_record = 0.0, begin
         deadline, forwarded = float('inf'), False
         while not workers.ended():
@@ -279,27 +292,34 @@ class Node:
             if self.stop_requested and not forwarded:
                 forwarded = True
                 workers.signal(signal.SIGTERM)
-                # If another node has failed, no collective save can succeed, and the scheduler waits less long.
+                # SIGTERM whichever signal came: it is one that the workers handle by saving. If another node has
+                # failed, no collective save can succeed, and the scheduler kills this node sooner than the notice says.
                 notice = max(1.0, self.settings.notice_seconds - MARGIN_SECONDS)
                 deadline = min(deadline, now + (GRACE_SECONDS if self._failure_elsewhere() else notice))
             if deadline == float('inf') and workers.any_failed():
-                # Ranks that were told to stop end with PREEMPTED, each after it has saved its own part.
+                # The first rank that fails starts the deadline. Ranks that were asked to stop end with PREEMPTED one
+                # after the other, each after it has saved its part, so they get the full notice. After a failure the
+                # others only wait for the failed rank in a collective.
                 stopping = set(workers.codes()) <= {None, 0, PREEMPTED}
                 deadline = now + (self.settings.notice_seconds if stopping else GRACE_SECONDS)
             if now > deadline:
                 return workers.outcome(stop_requested=self.stop_requested, late=True)
             if now - last_check > CHECK_EVERY_SECONDS:
                 last_check = now
-                liveness.say_alive()
+                liveness.update_heartbeat()
                 beats = heartbeat_file.last_beats(workers.folder)
                 if beats and attempt.first is None:
-                    last_record = -RECORD_EVERY_SECONDS  # at once
+                    # Record the first batch immediately: if this node is lost soon after, the startup time is known.
+                    last_record = -RECORD_EVERY_SECONDS
                 problem = None if watchdog is None else watchdog.check(beats, now)
                 if limit_seconds is not None and now - begin > limit_seconds:
-                    problem = f'no end in {limit_seconds:.0f} s'
+                    problem = f'did not finish in {limit_seconds:.0f} s'
                 if problem is not None:
+                    # The stacks must be copied now: the folder of the attempt is temporary, and the workers are killed
+                    # next.
                     workers.write_stacks()
                     self._keep_stacks(workers)
+                    # 75 retries on any nodes: the node that caused the hang is unknown, so none is excluded.
                     return Outcome(PREEMPTED, 'hang', problem)
             if now - last_record > RECORD_EVERY_SECONDS:
                 last_record = now
@@ -312,6 +332,7 @@ class Node:
     def _take_beats(self, workers: 'Workers', attempt: Attempt) -> None:
         beats = heartbeat_file.last_beats(workers.folder)
         if beats:
+            # One rank stands for the node, since all ranks are at the same batch up to one.
             first = beats[min(beats)]
             attempt.first, attempt.first_at = first.first, self._epoch + first.first_at
             attempt.last, attempt.last_at = first.batch, self._epoch + first.at
@@ -321,7 +342,7 @@ class Node:
         path = self.run_dir / f'stacks-{time.strftime("%Y%m%d-%H%M%S")}-node{self.position.rank}.txt'
         with contextlib.suppress(OSError):
             write_whole(path, ''.join(f'--- rank {rank}\n{text}\n' for rank, text in found.items()))
-            self._print(f'the stacks of {len(found)} of {self.position.processes} ranks are in {path}')
+            self._print(f'wrote the stacks of {len(found)} of {self.position.processes} ranks to {path}')
 
     def _record(self, event: str, attempt: Attempt) -> None:
         if not self.owns_run:
@@ -329,7 +350,7 @@ class Node:
         try:
             attempts.append_attempt(self.run_dir, event, attempt)
         except OSError as error:
-            self._print(f'{self.run_dir / attempts.ATTEMPTS} cannot be written ({error}); going on without')
+            self._print(f'{self.run_dir / attempts.ATTEMPTS} cannot be written ({error}); continuing without it')
 
     def _now(self) -> float:
         return self._epoch + time.monotonic()
@@ -347,12 +368,12 @@ class Node:
 
 @dataclass
 class Workers:
-    """The processes of a node, one per GPU, each in a process group with its children.
+    """Processes of a node, one per GPU, each in a process group with its children.
 
     Args:
-        position: The node's rank in the job.
+        position: Rank of the node in the job.
         command: run.py and its arguments.
-        environ: The environment of all processes.
+        environ: Environment of all processes.
         folder: Folder for their heartbeats, stacks and output.
     """
 
@@ -363,9 +384,13 @@ class Workers:
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        # Composer's launcher is not used: it leaves its workers behind when it receives SIGTERM, its exit status does
+        # not reflect theirs, and its import takes half a minute. The workers get the environment that it would set.
         for local_rank in range(self.position.processes):
-            # Only the first rank's output is shown, but the errors of all.
+            # The output of one rank is enough to follow a run, but errors (stderr) are shown for all ranks.
             output = None if local_rank == 0 else (self.folder / f'output-{local_rank}.txt').open('wb')
+            # A new session makes each rank the leader of a process group. kill() can then end it together with its data
+            # loader workers, and Ctrl-C reaches only this process, which forwards it once.
             process = subprocess.Popen(
                 [sys.executable, *self.command],
                 env=rank_environment(self.position, local_rank, self.environ),
@@ -378,7 +403,7 @@ class Workers:
                 output.close()
 
     def codes(self) -> list[int | None]:
-        """Return the exit statuses: negative for a signal, None for a process that still runs."""
+        """Return the exit statuses: negative for a signal, None for a running process."""
         return [process.poll() for process in self.processes]
 
     def ended(self) -> bool:
@@ -388,40 +413,41 @@ class Workers:
         return any(code for code in self.codes())
 
     def outcome(self, *, stop_requested: bool, late: bool = False) -> Outcome:
-        """Combine the exit statuses into one outcome."""
+        """Return one outcome for the exit statuses of all processes."""
         first = self.position.rank * self.position.processes
         codes = {first + local: code for local, code in enumerate(self.codes())}
+        # A user error or bad hardware on one rank explains all other statuses: the other ranks fail because of it.
         for status, cause in ((CONFIG_ERROR, 'mistake'), (BAD_HARDWARE, 'hardware')):
             if status in codes.values():
                 return Outcome(status, cause)
         killed = [f'rank {rank} by {signal.Signals(-code).name}' for rank, code in codes.items() if code and code < 0]
         failed = [f'rank {rank} with {code}' for rank, code in codes.items() if code and code > 0 and code != PREEMPTED]
         if stop_requested and not failed:
-            detail = 'it did not save in time' if late or killed else ''
+            detail = 'did not save in time' if late or killed else ''
             done = set(codes.values()) == {0}
             return Outcome(0, 'done') if done else Outcome(PREEMPTED, 'preempted', detail)
-        if killed:  # the others fail because of it, and their errors say nothing of use
+        if killed:  # for example by the OOM killer; the other ranks then fail in a collective with misleading errors
             return Outcome(FAILED, 'killed', ', '.join(killed))
         if failed:
             return Outcome(FAILED, 'crash', ', '.join(failed))
         return Outcome(PREEMPTED, 'preempted') if PREEMPTED in codes.values() else Outcome(0, 'done')
 
     def signal(self, number: int) -> None:
-        """Send a signal to every process that still runs."""
+        """Send a signal to every running process."""
         for process in self.processes:
             if process.poll() is None:
                 process.send_signal(number)
 
     def write_stacks(self) -> None:
-        """Make every process that still can write the stacks of its threads."""
+        """Have every responsive process write the stacks of its threads, and wait for them."""
         self.signal(heartbeat_file.SIGNAL)
         until = time.monotonic() + GRACE_SECONDS
         while len(heartbeat_file.read_stacks(self.folder)) < len(self.processes) and time.monotonic() < until:
             time.sleep(TICK_SECONDS)
-        time.sleep(CHECK_EVERY_SECONDS)  # they may still be writing
+        time.sleep(CHECK_EVERY_SECONDS)  # the files may still be incomplete
 
     def kill(self) -> list[int]:
-        """Kill all processes with their children; return the ids of those that are still there after KILL_SECONDS."""
+        """Kill all processes with their children; return the ids of those that still exist after KILL_SECONDS."""
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -434,24 +460,24 @@ class Workers:
         return stuck
 
     def reap_orphans(self) -> None:
-        """Reap orphaned processes: as PID 1 of a container, this process inherits them and must call waitpid().
-
-        The status of a worker is left to its Popen.poll(). With WNOWAIT, waitid() reports an ended worker again and
-        again, so the orphans behind it wait until poll() has taken its status.
-        """
+        """Reap orphaned processes if this process is PID 1 of a container, as it then inherits them."""
         if os.getpid() != 1:
             return
-        own = {process.pid for process in self.processes}
+        # Without waitpid() orphans stay zombies until the container runs out of process ids. The status of a worker
+        # belongs to Popen.poll(): WNOWAIT looks at an ended child without reaping it. It reports the same worker until
+        # poll() has taken its status, so the orphans behind it wait for the next call.
+        worker_pids = {process.pid for process in self.processes}
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
-                if ended.si_pid in own:
+                if ended.si_pid in worker_pids:
                     return
                 os.waitpid(ended.si_pid, 0)
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies; does nothing on other systems than Linux."""
+    """Have the kernel kill this process when its parent dies. Does nothing on systems other than Linux."""
     if sys.platform == 'linux':
+        # No signal handler runs after SIGKILL of the parent, and orphaned ranks would keep the GPUs and the port.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -459,12 +485,12 @@ def _number(environ: Mapping[str, str], name: str, default: float) -> float:
     try:
         return float(environ.get(name, default))
     except ValueError:
-        raise UserError(f'{name}: {environ[name]!r} is no number') from None
+        raise UserError(f'{name}: {environ[name]!r} is not a number') from None
 
 
 @dataclass(frozen=True)
 class NodeExit:
-    """A node's line in the file that all nodes of a job share, written when it ended."""
+    """Line of a node in the exit file shared by all nodes of a job, written when the node ends."""
 
     status: int
     machine: str
@@ -474,16 +500,16 @@ class NodeExit:
 
     @staticmethod
     def parse(line: str) -> 'NodeExit | None':
-        """Parse a line; None for half of one."""
+        """Return the exit in a line, or None for a partial line."""
         status, machine, cause, detail = (*line.split(' ', 3), '', '', '')[:4]
         if not status.isdigit():
             return None
-        usual = {0: 'done', PREEMPTED: 'preempted', BAD_HARDWARE: 'hardware', CONFIG_ERROR: 'mistake'}
-        return NodeExit(int(status), machine, cause or usual.get(int(status), 'crash'), detail)
+        default_causes = {0: 'done', PREEMPTED: 'preempted', BAD_HARDWARE: 'hardware', CONFIG_ERROR: 'mistake'}
+        return NodeExit(int(status), machine, cause or default_causes.get(int(status), 'crash'), detail)
 
 
 def first_failed_node(environ: Mapping[str, str]) -> NodeExit | None:
-    """Return the exit of the first node of this attempt that did not end with 0, if one has reported it."""
+    """Return the exit of the first node of this attempt that ended with a nonzero status, or None."""
     try:
         lines = Path(environ[environment.EXIT_FILE]).read_text(encoding='utf-8').splitlines()
     except (KeyError, OSError):
@@ -492,7 +518,7 @@ def first_failed_node(environ: Mapping[str, str]) -> NodeExit | None:
 
 
 def _report_exit(status: int, environ: Mapping[str, str], outcome: Outcome | None = None) -> int:
-    """Append this node's exit to the file that all nodes share; return the status."""
+    """Append the exit of this node to the file shared by all nodes; return the status."""
     liveness.remove_heartbeat()
     cause = '' if outcome is None or outcome.status != status else f' {outcome.cause} {outcome.detail}'.rstrip()
     path = environ.get(environment.EXIT_FILE)

@@ -1,4 +1,4 @@
-"""Rank and size of the job that a node belongs to, from the variables of the scheduler that started it."""
+"""Node rank, job size and master address, read from the variables of the scheduler that started this node."""
 
 import json
 import os
@@ -11,13 +11,13 @@ from diffusion.errors import ExternalError, UserError
 from diffusion.launch import environment
 
 RESOURCES = Path('/opt/ml/input/config/resourceconfig.json')
-"""SageMaker's file with the hosts of a job."""
+"""File in which SageMaker lists the hosts of a job."""
 MAX_PORT = 65535
 
 
 @dataclass(frozen=True)
 class NodePosition:
-    """The position of a node in its job.
+    """Position of a node in its job.
 
     Attributes:
         scheduler: Name of the scheduler.
@@ -25,7 +25,7 @@ class NodePosition:
         nodes: Number of nodes.
         processes: Number of processes per node.
         master_addr: Address of the first node.
-        master_port: Port on the first node where the ranks meet.
+        master_port: Port on the first node for the rendezvous of the ranks.
     """
 
     scheduler: str
@@ -42,7 +42,7 @@ class NodePosition:
 
 @dataclass(frozen=True)
 class _SchedulerValues:
-    """Values that a scheduler gives; None for those it does not."""
+    """Values that a scheduler provides; None for those that it does not."""
 
     rank: int
     nodes: int | None = None
@@ -52,171 +52,178 @@ class _SchedulerValues:
 
 
 def find_position(environ: Mapping[str, str], *, resources: Path = RESOURCES) -> NodePosition:
-    """Find the position of this node.
+    """Return the position of this node.
 
     Args:
         environ: The environment of the node entry point.
-        resources: SageMaker's file of hosts.
+        resources: Path of SageMaker's file of hosts.
 
     Raises:
         UserError: The scheduler's variables are incomplete, or contradict the job spec.
-        ExternalError: scontrol does not answer, or SageMaker's file cannot be read.
+        ExternalError: scontrol does not respond, or SageMaker's file cannot be read.
     """
-    scheduler = environ.get(environment.SCHEDULER) or _guess(environ, resources)
+    scheduler = environ.get(environment.SCHEDULER) or _detect_scheduler(environ, resources)
     if scheduler not in _READERS:
         raise UserError(f'{environment.SCHEDULER}: {scheduler!r} is unknown; known: {", ".join(_READERS)}')
     given = _READERS[scheduler](environ, resources)
-    nodes = _agreed('nodes', environment.NODES, environ, given.nodes, scheduler)
-    processes = _agreed('processes a node', environment.PROCESSES_PER_NODE, environ, given.processes, scheduler)
+    nodes = _reconcile('nodes', environment.NODES, environ, given.nodes, scheduler)
+    processes = _reconcile('processes per node', environment.PROCESSES_PER_NODE, environ, given.processes, scheduler)
     if not 0 <= given.rank < nodes:
-        raise UserError(f'{scheduler}: this is node {given.rank} of {nodes}; ranks count from 0')
+        raise UserError(f'{scheduler}: node rank {given.rank} is out of range for {nodes} nodes; ranks start at 0')
     master = environ.get(environment.MASTER_ADDR) or given.master or ('127.0.0.1' if nodes == 1 else None)
     if master is None:
-        raise UserError(f'{scheduler} does not say the first of {nodes} nodes; set {environment.MASTER_ADDR}')
-    port = given.port or _whole(environment.MASTER_PORT, environ.get(environment.MASTER_PORT, '29500'))
+        raise UserError(f'{scheduler} does not provide the address of the first node; set {environment.MASTER_ADDR}')
+    port = given.port or _parse_int(environment.MASTER_PORT, environ.get(environment.MASTER_PORT, '29500'))
     if not 0 < port <= MAX_PORT:
-        raise UserError(f'{environment.MASTER_PORT}: {port} is no port; give one from 1 to {MAX_PORT}')
+        raise UserError(f'{environment.MASTER_PORT}: {port} is not a port number; use 1 to {MAX_PORT}')
     return NodePosition(scheduler, given.rank, nodes, processes, master, port)
 
 
-def _guess(environ: Mapping[str, str], resources: Path) -> str:
-    """Guess the scheduler by its variables; `local` if there are none."""
-    signs = {
+def _detect_scheduler(environ: Mapping[str, str], resources: Path) -> str:
+    """Return the scheduler whose variables are set, or `local` if there is none."""
+    rank_variables = {
         'slurm': 'SLURM_NODEID',
         'skypilot': 'SKYPILOT_NODE_RANK',
         'jobset': 'JOB_COMPLETION_INDEX',
         'kubeflow': 'PET_NODE_RANK',
         'mosaicml': 'NODE_RANK',
     }
-    # A Slurm cluster may run inside of another scheduler's pods, never the other way round: the first one wins.
-    found = [name for name, variable in signs.items() if variable in environ]
-    # Composer leaves these in the environment of a process that trained alone, such as a notebook, for its children.
+    # Several may be set: Slurm may run inside the pods of another scheduler, but never the other way round, so the
+    # first match in this order wins.
+    found = [name for name, variable in rank_variables.items() if variable in environ]
+    # Composer sets these variables in the environment of a single-process training, such as a notebook, and child
+    # processes inherit them.
     if found == ['mosaicml'] and environ.get('WORLD_SIZE') == '1':
         found = []
     return found[0] if found else 'sagemaker' if resources.exists() else 'local'
 
 
-def _agreed(what: str, variable: str, environ: Mapping[str, str], given: int | None, scheduler: str) -> int:
-    """Return a number that the job spec and the scheduler must agree on if both give it."""
-    asked = _whole(variable, environ[variable]) if variable in environ else None
-    if asked is not None and given is not None and asked != given:
-        raise UserError(f'{scheduler} gave {given} {what}, the job spec asks for {asked} ({variable}); make them equal')
-    number = asked if asked is not None else given
+def _reconcile(quantity: str, variable: str, environ: Mapping[str, str], given: int | None, scheduler: str) -> int:
+    """Return a number that the job spec and the scheduler must agree on if both provide it."""
+    requested = _parse_int(variable, environ[variable]) if variable in environ else None
+    if requested is not None and given is not None and requested != given:
+        raise UserError(
+            f'{scheduler} gave {given} {quantity}, the job spec says {requested} ({variable}); make them equal'
+        )
+    number = requested if requested is not None else given
     if number is None:
-        raise UserError(f'{scheduler} does not say how many {what}; set {variable}')
+        raise UserError(f'{scheduler} does not provide the number of {quantity}; set {variable}')
     if number < 1:
-        raise UserError(f'{variable}: {number} {what}; give 1 or more')
+        raise UserError(f'{variable}: {number} {quantity}; use 1 or more')
     return number
 
 
-def _whole(variable: str, value: str) -> int:
+def _parse_int(variable: str, value: str) -> int:
     try:
         return int(value)
     except ValueError:
-        raise UserError(f'{variable}: {value!r} is no whole number') from None
+        raise UserError(f'{variable}: {value!r} is not an integer') from None
 
 
-def _needed(environ: Mapping[str, str], variable: str, scheduler: str) -> int:
+def _required_int(environ: Mapping[str, str], variable: str, scheduler: str) -> int:
     if variable not in environ:
-        raise UserError(f'{variable} is not set; does {scheduler} run this node?')
-    return _whole(variable, environ[variable])
+        raise UserError(f'{variable} is not set; was this node started by {scheduler}?')
+    return _parse_int(variable, environ[variable])
 
 
-def _optional(environ: Mapping[str, str], variable: str) -> int | None:
-    return _whole(variable, environ[variable]) if variable in environ else None
+def _optional_int(environ: Mapping[str, str], variable: str) -> int | None:
+    return _parse_int(variable, environ[variable]) if variable in environ else None
 
 
 def _local(environ: Mapping[str, str], resources: Path) -> _SchedulerValues:
-    """Take the numbers of the job spec, or else this machine alone with all its GPUs."""
+    """Return the values of the job spec, or else those of this machine alone with all its GPUs."""
     return _SchedulerValues(
-        _whole(environment.NODE_RANK, environ.get(environment.NODE_RANK, '0')),
+        _parse_int(environment.NODE_RANK, environ.get(environment.NODE_RANK, '0')),
         None if environment.NODES in environ else 1,
         None if environment.PROCESSES_PER_NODE in environ else max(1, count_gpus(environ)),
     )
 
 
 def count_gpus(environ: Mapping[str, str], devices: Path = Path('/dev')) -> int:
-    """Count the GPUs of this machine or container that this job may use."""
+    """Return the number of GPUs of this machine or container that this job may use."""
+    # Device files are counted, because importing torch takes seconds.
     return len(visible_gpus(environ, sum(1 for path in devices.glob('nvidia[0-9]*'))))
 
 
 def visible_gpus(environ: Mapping[str, str], count: int) -> list[int | str]:
-    """Return the indices or UUIDs of the GPUs, of `count` in the machine, that CUDA_VISIBLE_DEVICES leaves visible."""
-    words = environ.get('CUDA_VISIBLE_DEVICES')
-    if words is None:
+    """Return the indices or UUIDs of the GPUs, out of `count`, that CUDA_VISIBLE_DEVICES leaves visible."""
+    visible = environ.get('CUDA_VISIBLE_DEVICES')
+    if visible is None:
         return list(range(count))
-    names = [int(word) if word.isdigit() else word for word in map(str.strip, words.split(',')) if word]
+    names = [int(word) if word.isdigit() else word for word in map(str.strip, visible.split(',')) if word]
     return [name for name in names if not isinstance(name, int) or name < count]
 
 
 def _slurm(environ: Mapping[str, str], resources: Path) -> _SchedulerValues:
+    # The step comes first, because srun may start fewer nodes than the job has.
     names = environ.get('SLURM_STEP_NODELIST') or environ.get('SLURM_JOB_NODELIST')
-    nodes = _optional(environ, 'SLURM_STEP_NUM_NODES') or _optional(environ, 'SLURM_NNODES')
+    nodes = _optional_int(environ, 'SLURM_STEP_NUM_NODES') or _optional_int(environ, 'SLURM_NNODES')
     return _SchedulerValues(
-        _needed(environ, 'SLURM_NODEID', 'slurm'),
+        _required_int(environ, 'SLURM_NODEID', 'slurm'),
         nodes,
-        _optional(environ, 'SLURM_GPUS_ON_NODE'),
-        None if names is None or nodes == 1 or environment.MASTER_ADDR in environ else _first_of(names),
+        _optional_int(environ, 'SLURM_GPUS_ON_NODE'),
+        None if names is None or nodes == 1 or environment.MASTER_ADDR in environ else _first_hostname(names),
     )
 
 
-def _first_of(nodes: str) -> str:
-    """Return the first name of Slurm's `node[01-04,07]`."""
+def _first_hostname(nodes: str) -> str:
+    """Return the first host name of a Slurm node list such as `node[01-04,07]`."""
     try:
         command = ['scontrol', 'show', 'hostnames', nodes]
         found = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split()
     except (OSError, subprocess.SubprocessError) as error:
-        raise ExternalError(f'scontrol cannot say what {nodes} is ({error}); set {environment.MASTER_ADDR}') from error
+        raise ExternalError(f'scontrol cannot expand {nodes} ({error}); set {environment.MASTER_ADDR}') from error
     return found[0]
 
 
 def _jobset(environ: Mapping[str, str], resources: Path) -> _SchedulerValues:
-    return _SchedulerValues(_needed(environ, 'JOB_COMPLETION_INDEX', 'the JobSet'))
+    return _SchedulerValues(_required_int(environ, 'JOB_COMPLETION_INDEX', 'the JobSet'))
 
 
 def _kubeflow(environ: Mapping[str, str], resources: Path) -> _SchedulerValues:
     return _SchedulerValues(
-        _needed(environ, 'PET_NODE_RANK', 'Kubeflow Trainer'),
-        _optional(environ, 'PET_NNODES'),
-        _optional(environ, 'PET_NPROC_PER_NODE'),
+        _required_int(environ, 'PET_NODE_RANK', 'Kubeflow Trainer'),
+        _optional_int(environ, 'PET_NNODES'),
+        _optional_int(environ, 'PET_NPROC_PER_NODE'),
         environ.get('PET_MASTER_ADDR'),
-        _optional(environ, 'PET_MASTER_PORT'),
+        _optional_int(environ, 'PET_MASTER_PORT'),
     )
 
 
 def _skypilot(environ: Mapping[str, str], resources: Path) -> _SchedulerValues:
     addresses = environ.get('SKYPILOT_NODE_IPS', '').split()
     return _SchedulerValues(
-        _needed(environ, 'SKYPILOT_NODE_RANK', 'SkyPilot'),
+        _required_int(environ, 'SKYPILOT_NODE_RANK', 'SkyPilot'),
         len(addresses) or None,
-        # It is 0 on a machine without GPUs.
-        _optional(environ, 'SKYPILOT_NUM_GPUS_PER_NODE') or None,
+        # SkyPilot sets 0 on machines without GPUs.
+        _optional_int(environ, 'SKYPILOT_NUM_GPUS_PER_NODE') or None,
         addresses[0] if addresses else None,
     )
 
 
 def _sagemaker(environ: Mapping[str, str], resources: Path) -> _SchedulerValues:
-    # Only images with SageMaker's own toolkit set the variables SM_*.
+    # The variables SM_* are set only in images with the SageMaker training toolkit. The order of the file gives the
+    # ranks: sorted by name, algo-10 would come before algo-2.
     try:
         content = json.loads(resources.read_text(encoding='utf-8'))
-        hosts, own = list(content['hosts']), content['current_host']
-        return _SchedulerValues(hosts.index(own), len(hosts), None, hosts[0])
+        hosts, current = list(content['hosts']), content['current_host']
+        return _SchedulerValues(hosts.index(current), len(hosts), None, hosts[0])
     except (OSError, KeyError, TypeError, ValueError) as error:
-        raise ExternalError(f'{resources} does not say where this node stands ({error})') from error
+        raise ExternalError(f'{resources} does not provide the rank of this node ({error})') from error
 
 
 def _mosaicml(environ: Mapping[str, str], resources: Path) -> _SchedulerValues:
-    # Here WORLD_SIZE counts processes, elsewhere nodes.
-    world, processes = _optional(environ, 'WORLD_SIZE'), _optional(environ, 'LOCAL_WORLD_SIZE')
+    # WORLD_SIZE counts processes here, and nodes on some other platforms.
+    world, processes = _optional_int(environ, 'WORLD_SIZE'), _optional_int(environ, 'LOCAL_WORLD_SIZE')
     nodes = world // processes if world and processes else None
     if nodes and world and processes and nodes * processes != world:
-        raise UserError(f'WORLD_SIZE={world} is no multiple of LOCAL_WORLD_SIZE={processes}')
+        raise UserError(f'WORLD_SIZE={world} is not a multiple of LOCAL_WORLD_SIZE={processes}')
     return _SchedulerValues(
-        _needed(environ, 'NODE_RANK', "MosaicML's platform"),
+        _required_int(environ, 'NODE_RANK', "MosaicML's platform"),
         nodes,
         processes,
         environ.get('MASTER_ADDR'),
-        _optional(environ, 'MASTER_PORT'),
+        _optional_int(environ, 'MASTER_PORT'),
     )
 
 
@@ -230,16 +237,17 @@ _READERS: dict[str, Callable[[Mapping[str, str], Path], _SchedulerValues]] = {
     'mosaicml': _mosaicml,
 }
 
-_SCRUBBED = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'NODE_RANK', 'MASTER_ADDR', 'MASTER_PORT')
+_RANK_VARIABLES = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'NODE_RANK', 'MASTER_ADDR', 'MASTER_PORT')
 
 
 def rank_environment(
     position: NodePosition, local_rank: int, environ: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Return the environment of one process of a node, as Composer's launcher would make it."""
-    kept = {name: value for name, value in environ.items() if name not in _SCRUBBED}
+    """Return the environment of one process of a node, equal to that from Composer's launcher."""
+    # Schedulers set some of these variables with other meanings (WORLD_SIZE as nodes), so none is inherited.
+    kept = {name: value for name, value in environ.items() if name not in _RANK_VARIABLES}
     rank = position.rank * position.processes + local_rank
-    # The nodes of a local job share a machine with its GPUs, memory and caches, so the ranks are told of one node.
+    # All nodes of a local job share one machine with its GPUs, memory and caches, so the ranks must see one node.
     shared = position.scheduler == 'local'
     return kept | {
         'RANK': str(rank),

@@ -1,8 +1,7 @@
-"""The lock of a run's folder, because two jobs that save into one folder would resume from each other's checkpoints.
+"""Lock on a run's folder: two jobs that save to one folder would resume from each other's checkpoints.
 
-The file run.lock names its owner, who rewrites it every few seconds. On the owner's own machine another job looks for
-the owner's process. From any other machine it can only see whether the file still changes: the clocks of two machines
-differ, and the file systems of clusters have no locks to rely on.
+The file run.lock names its owner, which rewrites it every few seconds. A job on the owner's machine looks for the
+owner's process. A job on any other machine can only check whether the file still changes.
 """
 
 import contextlib
@@ -21,25 +20,27 @@ from diffusion.errors import UserError
 from diffusion.exit_codes import CONFIG_ERROR
 from diffusion.launch import environment
 
+# No flock or fcntl lock: network file systems of clusters are often mounted without working locks. No comparison of
+# timestamps either: the clocks of two machines differ.
 LOCK = 'run.lock'
 HELD = 'DIFFUSION_RUN_LOCK'
-"""Environment variable of the workers of a node entry point, which holds the lock for them."""
-_JOB_NUMBERS = ('SLURM_JOB_ID', 'SKYPILOT_TASK_ID', 'TRAINING_JOB_NAME', 'RUN_NAME')
-"""Variables of schedulers that stay the same when a job is restarted."""
+"""Environment variable that marks the workers of a node entry point, which holds the lock for them."""
+_JOB_ID_VARIABLES = ('SLURM_JOB_ID', 'SKYPILOT_TASK_ID', 'TRAINING_JOB_NAME', 'RUN_NAME')
+"""Scheduler variables that keep their value when a job is restarted."""
 REFRESH_SECONDS = 5.0
-WATCH_SECONDS = 120.0
-"""An owner on another machine is dead after this time without a change of the file; a file system that takes a
-checkpoint may be slow."""
+STALE_SECONDS = 120.0
+"""Time without a change of the file after which an owner on another machine counts as dead. A file system that is busy
+with a checkpoint may be slow."""
 SAME_JOB_SECONDS = 240.0
-"""Longest wait for the end of an earlier attempt of the same job on another machine; the other nodes of this attempt
-wait for five minutes."""
+"""Maximum wait for an earlier attempt of the same job to end on another machine. It is less than the five minutes for
+which the other nodes of this attempt wait."""
 
 
 class RunLocked(UserError):
     """Another job holds the lock.
 
     Attributes:
-        retry: The owner may be an earlier attempt of the same job, so that a later try may find it gone.
+        retry: True if the owner may be an earlier attempt of the same job, so that a later attempt may succeed.
     """
 
     def __init__(self, message: str, *, retry: bool = False) -> None:
@@ -49,28 +50,28 @@ class RunLocked(UserError):
 
 @dataclass(frozen=True)
 class Owner:
-    """The process that holds a lock."""
+    """Process that holds a lock. The fields are the keys of `owner` in run.lock."""
 
     token: str
     job: str
-    """Name of its job; empty if there is none."""
+    """Name of the job, or empty if there is none."""
     number: str
-    """The scheduler's number for the job; empty if there is none."""
+    """Job id of the scheduler, or empty if there is none."""
     attempt: int
-    """Number of restarts by the scheduler; -1 if unknown."""
+    """Number of restarts by the scheduler, or -1 if unknown."""
     host: str
     machine: str
-    """Boot and process namespace of its machine; two processes of the same one can see each other."""
+    """Boot id and PID namespace. Processes with the same value can see each other."""
     pid: int
     started: str
-    """Its start in ticks since the boot, to tell it from a later process of the same number."""
+    """Start time of the process in ticks since boot, which distinguishes it from a later process with the same id."""
     since: float
-    """Time when it took the lock."""
+    """Time when the process took the lock, in seconds since 1970."""
 
     @staticmethod
     def current(environ: Mapping[str, str]) -> 'Owner':
-        """Describe this process."""
-        number = next((environ[name] for name in _JOB_NUMBERS if environ.get(name)), '')
+        """Return the owner record of this process."""
+        number = next((environ[name] for name in _JOB_ID_VARIABLES if environ.get(name)), '')
         attempt = environ.get(environment.ATTEMPT, '')
         return Owner(
             uuid4().hex,
@@ -85,16 +86,18 @@ class Owner:
         )
 
     def is_later_attempt_of(self, other: 'Owner') -> bool:
-        """Return True if this is a later attempt of the same job, so that the scheduler has ended the other one."""
+        """Return True if this is a later attempt of the same job, whose earlier attempt the scheduler has already
+        ended.
+        """
         return bool(self.number) and self.number == other.number and self.attempt > other.attempt >= 0
 
     def may_be_same_job_as(self, other: 'Owner') -> bool:
-        """Return True if both may be attempts of one job, as far as their names and numbers tell."""
-        different = self.number and other.number and self.number != other.number
-        return bool(self.job) and self.job == other.job and not different
+        """Return True if both may be attempts of one job, judging by job name and id."""
+        different_ids = self.number and other.number and self.number != other.number
+        return bool(self.job) and self.job == other.job and not different_ids
 
     def is_alive(self) -> bool | None:
-        """Return True if the process is running; None if that cannot be seen from this machine."""
+        """Return True if the process is running, or None if this machine cannot tell."""
         if not self.machine or self.machine != _machine_id():
             return None
         return start_ticks(self.pid) == self.started
@@ -109,35 +112,38 @@ class Owner:
 def held(
     run: Path, environ: Mapping[str, str] = os.environ, *, stopped: Callable[[], bool] = lambda: False
 ) -> Iterator[Owner]:
-    """Hold the lock of a run's folder; if another job takes it over meanwhile, this process ends at once.
+    """Hold the lock of a run's folder; if another job takes the lock in the meantime, end this process immediately.
 
     Args:
         run: The run's folder.
         environ: The environment of this job.
-        stopped: Called while waiting for an owner that may be dead; True ends the wait.
+        stopped: Polled while waiting for an owner that may be dead; the wait ends when it returns True.
 
     Raises:
         RunLocked: Another job holds the lock and is alive.
     """
-    own, path = Owner.current(environ), run / LOCK
+    this_owner, path = Owner.current(environ), run / LOCK
     run.mkdir(parents=True, exist_ok=True)
-    _wait_until_free(path, own, stopped)
-    _write(path, own, 0)
+    # Without file locks this is not an atomic test-and-set, and two jobs may both find the lock free. The one that
+    # writes last wins; the other finds a foreign token at its next refresh and exits.
+    _wait_until_free(path, this_owner, stopped)
+    _write(path, this_owner, 0)
     done = threading.Event()
-    thread = threading.Thread(target=_refresh, args=(path, own, done), daemon=True)
+    thread = threading.Thread(target=_refresh, args=(path, this_owner, done), daemon=True)
     thread.start()
     try:
-        yield own
+        yield this_owner
     finally:
         done.set()
         thread.join()
         other = owner_of(path)
-        if other is not None and other.token == own.token:
+        # Another job may have taken the lock while this one was suspended; never delete that.
+        if other is not None and other.token == this_owner.token:
             path.unlink(missing_ok=True)
 
 
 def owner_of(path: Path) -> Owner | None:
-    """Read the owner of a lock file; None if there is no file or it cannot be parsed."""
+    """Return the owner in a lock file, or None if the file does not exist or cannot be parsed."""
     return _parse_owner(_read(path))
 
 
@@ -147,61 +153,71 @@ def _parse_owner(content: str | None) -> Owner | None:
     return None
 
 
-def _wait_until_free(path: Path, own: Owner, stopped: Callable[[], bool]) -> None:
-    """Return when there is no owner or it is known to be dead; raise RunLocked if it lives."""
+def _wait_until_free(path: Path, this_owner: Owner, stopped: Callable[[], bool]) -> None:
+    """Wait until the lock has no owner or its owner is known to be dead.
+
+    Raises:
+        RunLocked: The owner is alive, or `stopped` returned True.
+    """
     begin = changed = time.monotonic()
     content, announced = _read(path), False
     while content is not None:
         other = _parse_owner(content)
-        if other is not None and (own.is_later_attempt_of(other) or other.is_alive() is False):
+        if other is not None and (this_owner.is_later_attempt_of(other) or other.is_alive() is False):
             return
-        # A changed file is a sign of life, whoever wrote it; its time stamps are by another machine's clock.
-        now, newer = time.monotonic(), _read(path)
-        if newer != content:
-            content, changed = newer, now
-        elif now - changed > WATCH_SECONDS:
+        # Any change of the content shows that its writer is alive, even if the content cannot be parsed (a reader may
+        # see a partial write). The modification time is no evidence: it is from the clock of another machine.
+        now, current = time.monotonic(), _read(path)
+        if current != content:
+            content, changed = current, now
+        elif now - changed > STALE_SECONDS:
             return
         if other is not None and (changed > begin or other.is_alive()):
-            if stopped() or now - begin > _longest_wait(own, other):
+            # The owner is alive. Only an earlier attempt of this job is about to end; any other job is refused
+            # immediately.
+            if stopped() or now - begin > _max_wait(this_owner, other):
                 raise RunLocked(
-                    f'{path}: {other}, trains into this folder; wait for its end, or give this run another name '
-                    '(name=...). When its owner is gone, the lock needs no removing',
-                    retry=own.may_be_same_job_as(other),
+                    f'{path}: {other}, trains into this folder; wait for it to end or set another run name (name=...). '
+                    'The lock expires if its owner has died',
+                    retry=this_owner.may_be_same_job_as(other),
                 )
             if not announced:
                 announced = True
-                print(f'{path}: {other}, is still there; waiting for its end', file=sys.stderr, flush=True)
+                print(f'{path}: {other}, holds the lock; waiting for it to end', file=sys.stderr, flush=True)
         if stopped():
-            raise RunLocked(f'{path}: told to stop, before it was known whether its owner lives', retry=True)
+            raise RunLocked(f'{path}: asked to stop while waiting to see if the lock owner is alive', retry=True)
         time.sleep(min(0.5, REFRESH_SECONDS))
 
 
-def _longest_wait(own: Owner, other: Owner) -> float:
-    """Return how long to wait for the end of a living owner: only an earlier attempt of this job is about to end."""
-    if not own.may_be_same_job_as(other):
+def _max_wait(this_owner: Owner, other: Owner) -> float:
+    """Return how many seconds to wait for a live owner to end: only an earlier attempt of this job is about to end."""
+    if not this_owner.may_be_same_job_as(other):
         return 0.0
-    return WATCH_SECONDS if other.is_alive() else SAME_JOB_SECONDS
+    return STALE_SECONDS if other.is_alive() else SAME_JOB_SECONDS
 
 
-def _refresh(path: Path, own: Owner, done: threading.Event) -> None:
+def _refresh(path: Path, this_owner: Owner, done: threading.Event) -> None:
     count = 0
     while not done.wait(REFRESH_SECONDS):
         other = owner_of(path)
-        if other is not None and other.token != own.token:
-            # This process was taken for dead, on a machine that was suspended for example. The folder now belongs to
-            # the other job, and anything that this process still wrote would damage its run: end without any cleanup.
-            print(f'error: {path}: {other}, has taken over; this process ends', file=sys.stderr, flush=True)
+        if other is not None and other.token != this_owner.token:
+            # This process was taken for dead, for example because its machine was suspended. The folder now belongs to
+            # the other job, and any further write would damage its run. os._exit skips all cleanup, which might write a
+            # checkpoint or delete the lock of the other job. CONFIG_ERROR, so that the scheduler does not start a retry
+            # that competes for the folder.
+            print(f'error: {path}: {other}, took over the lock; this process exits', file=sys.stderr, flush=True)
             os._exit(CONFIG_ERROR)
         count += 1
-        with contextlib.suppress(OSError):  # the disk may be full, or gone for a while
-            _write(path, own, count)
+        with contextlib.suppress(OSError):  # the disk may be full or temporarily unavailable
+            _write(path, this_owner, count)
 
 
-def _write(path: Path, own: Owner, count: int) -> None:
-    # In place, unlike a heartbeat: a network file system shows a changed file sooner than a new one of the same name.
-    # A reader may see half of it, which counts as a change without an owner.
-    line: dict[str, Any] = {'owner': asdict(own), 'count': count, 'at': time.time()}
+def _write(path: Path, this_owner: Owner, count: int) -> None:
+    # In place, unlike a heartbeat: clients of a network file system see a changed file sooner than a new one of the
+    # same name. A reader may see a partial write, which counts as a change without an owner.
+    line: dict[str, Any] = {'owner': asdict(this_owner), 'count': count, 'at': time.time()}
     content = json.dumps(line).encode() + b'\n'
+    # No O_TRUNC: the file would be empty until the write, and a reader would see no owner.
     descriptor = os.open(path, os.O_CREAT | os.O_WRONLY, 0o644)
     try:
         os.pwrite(descriptor, content, 0)
@@ -212,16 +228,17 @@ def _write(path: Path, own: Owner, count: int) -> None:
 
 
 def _read(path: Path) -> str | None:
-    """Return the content of a lock file; None if there is none, empty if the file system does not answer."""
+    """Return the content of a lock file; None if it does not exist, empty if the file system does not respond."""
     try:
         return path.read_text(encoding='utf-8', errors='replace')
     except FileNotFoundError:
         return None
-    except OSError:  # a network file system that is away
+    except OSError:  # for example ESTALE while a network file system fails over
         return ''
 
 
 def _machine_id() -> str:
+    # The PID namespace as well as the boot id: containers on one machine share the kernel, but not their process ids.
     try:
         boot = Path('/proc/sys/kernel/random/boot_id').read_text(encoding='ascii').strip()
         return f'{boot} {os.readlink("/proc/self/ns/pid")}'
@@ -230,11 +247,12 @@ def _machine_id() -> str:
 
 
 def start_ticks(pid: int) -> str:
-    """Return when a process was started, in clock ticks since the boot; empty if it is gone or dead."""
+    """Return the start time of a process in clock ticks since boot; empty if the process has ended or is a zombie."""
     try:
         content = Path(f'/proc/{pid}/stat').read_text(encoding='utf-8', errors='replace')
     except OSError:
         return ''
-    # The second field, the program's name, may hold spaces and parentheses.
+    # Parse after the last parenthesis: field 2 is the program name in parentheses, which may contain spaces and
+    # parentheses itself. Field 22 is the start time (man 5 proc).
     state, *fields = content.rpartition(')')[2].split()
     return '' if state in 'ZX' else fields[18]

@@ -1,4 +1,4 @@
-"""Detection of hangs: no rank of a node has written a heartbeat for too long."""
+"""Hang detection: no rank of a node has written a heartbeat within the time limit."""
 
 import statistics
 from collections import deque
@@ -6,32 +6,31 @@ from collections.abc import Mapping
 
 from diffusion.launch.heartbeat_file import SAVING, Beat
 
-PATIENCE_SECONDS = 900.0
-"""Shortest time without a batch that counts as a hang."""
-STEPS = 10
-"""Number of usual batch times that must also have passed."""
-LONGER = 4
-"""Factor of the limit for the first batch, a save or an evaluation."""
+HANG_SECONDS = 900.0
+"""Minimum time without a heartbeat that counts as a hang."""
+MEDIAN_STEPS = 10
+"""Number of median batch times that must also have passed."""
+SLOW_WORK_FACTOR = 4
+"""Factor on the limit for the first batch, saves and evaluations."""
 
 
 class Watchdog:
-    """Learns from heartbeats how long a batch takes, and reports when none has come for too long.
+    """Estimates the batch time from heartbeats, and reports a hang if the next heartbeat is overdue.
 
     Args:
-        begin: Time when the processes were started, by the clock of their heartbeats.
-        patience_seconds: Shortest time without a batch that counts as a hang.
+        begin: Start time of the processes, by the clock of their heartbeats.
+        hang_seconds: Minimum time without a heartbeat that counts as a hang.
     """
 
-    def __init__(self, begin: float, patience_seconds: float = PATIENCE_SECONDS) -> None:
-        self.patience_seconds = patience_seconds
+    def __init__(self, begin: float, hang_seconds: float = HANG_SECONDS) -> None:
+        self.hang_seconds = hang_seconds
         self._newest = Beat(begin, -1, SAVING, -1, begin)
         self._steps: deque[float] = deque(maxlen=100)
 
     def check(self, beats: Mapping[int, Beat], now: float) -> str | None:
-        """Take the ranks' last heartbeats, and describe the hang if there is one.
-
-        The newest heartbeat counts: in a healthy run every rank waits for all others in each batch.
-        """
+        """Update the estimate from the last heartbeat of each rank; return a description of the hang, or None."""
+        # The newest heartbeat of all ranks counts. In a healthy run every rank waits for all others in each batch, so
+        # one hung rank stops the heartbeats of all, and a rank that is merely slow does not look hung.
         newest = max([*beats.values(), self._newest])
         if newest.batch > self._newest.batch >= 0:
             self._steps.append((newest.at - self._newest.at) / (newest.batch - self._newest.batch))
@@ -40,10 +39,12 @@ class Watchdog:
         if now - newest.at <= limit:
             return None
         since = 'the start' if newest.batch < 0 else f'batch {newest.batch}'
-        return f'nothing since {since} for {now - newest.at:.0f} s, {limit:.0f} are allowed'
+        return f'no heartbeat for {now - newest.at:.0f} s since {since} (limit {limit:.0f} s)'
 
     def limit(self) -> float:
-        """Return the seconds that may pass until the next heartbeat."""
-        usual = STEPS * statistics.median(self._steps) if self._steps else 0.0
-        longer = self._newest.doing == SAVING or self._newest.batch == self._newest.first
-        return max(usual, self.patience_seconds) * (LONGER if longer else 1)
+        """Return the time in seconds until the next heartbeat is overdue."""
+        # The median is robust against single slow batches, such as those that include a save or an evaluation.
+        typical = MEDIAN_STEPS * statistics.median(self._steps) if self._steps else 0.0
+        # The first batch waits for cold shards and for the compiler; a save or an evaluation may take many batch times.
+        slow_work = self._newest.doing == SAVING or self._newest.batch == self._newest.first
+        return max(typical, self.hang_seconds) * (SLOW_WORK_FACTOR if slow_work else 1)

@@ -1,8 +1,8 @@
-"""What SkyPilot itself says of tasks; run by an interpreter that has it, which is not that of the tests.
+"""Server that validates tasks with SkyPilot itself, run by an interpreter that has SkyPilot installed.
 
-SkyPilot and Composer want other versions of the same packages, and SkyPilot takes seconds to import: one process
-answers all questions. The first line it writes is what SkyPilot knows; then each line of JSON on stdin, a file's text,
-is answered by one on stdout, what is wrong with it or null.
+SkyPilot and Composer need different versions of the same packages, and SkyPilot takes seconds to import, so one process
+answers all requests. The first line of output holds the keys that SkyPilot knows. Each line of JSON on stdin, the text
+of a file, is then answered by one line on stdout: an error or null.
 """
 # pyright: reportMissingImports=false
 
@@ -11,14 +11,14 @@ import os
 import sys
 
 answers = os.fdopen(os.dup(1), 'w', buffering=1)
-os.dup2(2, 1)  # SkyPilot prints what it does
+os.dup2(2, 1)  # SkyPilot logs to stdout, which here carries the answers
 
 from sky.jobs import utils as jobs_utils  # noqa: E402
 from sky.utils import common_utils, dag_utils, registry, schemas  # noqa: E402
 
 
 def known():
-    """The keys of a task and of what is in it, and the names of strategies."""
+    """Return the keys of tasks and their parts, and the names of recovery strategies."""
     resources = schemas.get_resources_schema()
     recovery = resources['properties']['job_recovery']['anyOf'][1]
     found = {'Task': schemas.get_task_schema(), 'Resources': resources, 'JobRecovery': recovery}
@@ -27,10 +27,10 @@ def known():
 
 
 def problem_of(text):
-    """By what `sky jobs launch` does with a file before it asks a cloud."""
+    """Return the error that `sky jobs launch` would report before it contacts a cloud, or None."""
     try:
         for task in dag_utils.load_dag_from_yaml_str(text).tasks:
-            # Not Task.validate, which fetches a list of what clouds offer.
+            # Not Task.validate(), which downloads a catalog of cloud offerings.
             task.validate_name()
             task.validate_run()
             task.expand_and_validate_file_mounts()

@@ -1,4 +1,4 @@
-"""Job specs to break, over recipes that are sound; and SkyPilot, to ask what it thinks of them."""
+"""Fixtures for valid job specs over valid recipes, and for validation by an installed SkyPilot."""
 
 import json
 import os
@@ -18,25 +18,25 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
-def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recipes are named from the folder that holds run.py."""
+def _in_root_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Change to the repository root, which recipe paths are relative to."""
     monkeypatch.chdir(ROOT)
 
 
 @pytest.fixture
 def write_spec(tmp_path: Path) -> Callable[..., Path]:
-    """Writes a sound spec of a back end; keywords are put on top."""
+    """Write a valid spec for a back end, with the keyword arguments merged in; return its path."""
 
-    def write(of: str, /, **changes: Any) -> Path:
+    def write(backend: str, /, **changes: Any) -> Path:
         content = {
             'name': 'job',
-            'backend': {'name': of},
+            'backend': {'name': backend},
             'recipe': 'yamls/quickstart.yaml',
             'image': 'registry.example.com/diffusion:latest',
             'nodes': 2,
             'gpu': 'a100-80gb',
         }
-        content = changed(changed(content, BACKENDS[of]), changes)
+        content = changed(changed(content, BACKENDS[backend]), changes)
         path = tmp_path / 'job.yaml'
         path.write_text(yaml.safe_dump(content, sort_keys=False), encoding='utf-8')
         return path
@@ -46,10 +46,10 @@ def write_spec(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def prepare(write_spec: Callable[..., Path]) -> Callable[..., tuple[CheckedSpec, Rendered]]:
-    """Checks, renders and validates a spec."""
+    """Check, render and validate a spec; return the checked spec and the rendered files."""
 
-    def make(of: str, /, **changes: Any) -> tuple[CheckedSpec, Rendered]:
-        path = write_spec(of, **changes)
+    def make(backend: str, /, **changes: Any) -> tuple[CheckedSpec, Rendered]:
+        path = write_spec(backend, **changes)
         checked = check_jobs(load_job_spec(path), path)
         rendered = checked.backend.render(checked.jobs)
         problems = checked.backend.validate(rendered)
@@ -60,20 +60,20 @@ def prepare(write_spec: Callable[..., Path]) -> Callable[..., tuple[CheckedSpec,
 
 
 class SkyPilot:
-    """SkyPilot in a process of its own interpreter.
+    """SkyPilot, running in a process with its own interpreter.
 
     Args:
-        process: Runs ask_skypilot.py.
-        log: What it complains of.
+        process: Process that runs ask_skypilot.py.
+        log: File with the stderr of that process.
     """
 
     def __init__(self, process: 'subprocess.Popen[str]', log: Path) -> None:
         self._process, self._log = process, log
         self.known: dict[str, list[str]] = self._answer()
-        """Keys by the name of what has them, and `strategies`."""
+        """Keys by schema name, and the names of recovery strategies under `strategies`."""
 
     def problem(self, text: str) -> str | None:
-        """What is wrong with a file for `sky jobs launch`."""
+        """Return the error of `sky jobs launch` for the text of a file, or None."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(text) + '\n')
         self._process.stdin.flush()
@@ -88,7 +88,7 @@ class SkyPilot:
 
 @pytest.fixture(scope='session')
 def skypilot(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SkyPilot]:
-    """SkyPilot as `make .venv-skypilot/installed` installs it, without a cloud, a server or a network."""
+    """SkyPilot as installed by `make .venv-skypilot/installed`, without a cloud, a server or a network."""
     python = ROOT / '.venv-skypilot' / 'bin' / 'python'
     if not python.exists():
         pytest.skip('SkyPilot is not installed; make test-all installs it')

@@ -1,4 +1,4 @@
-"""What a sound job spec of each back end holds."""
+"""Minimal valid job specs for each back end, as changes of a common base."""
 
 from typing import Any
 
@@ -14,14 +14,14 @@ BACKENDS: dict[str, dict[str, Any]] = {
     'skypilot': {'mounts': {'/workspace/runs': 'volume://runs'}},
     'mcli': {'schedule': {'queue': 'cluster'}},
 }
-"""What each back end needs to be content."""
+"""Keys that each back end requires."""
 
 ABSENT = object()
-"""As a value of a change: the key goes."""
+"""Value of a change that removes the key."""
 
 
 def changed(base: Any, change: Any) -> Any:
-    """A copy of plain values with others on top."""
+    """Return a copy of plain values with changes merged in."""
     if not isinstance(base, dict) or not isinstance(change, dict):
         return change
     both = base | {key: changed(base.get(key), value) for key, value in change.items()}

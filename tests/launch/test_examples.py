@@ -1,4 +1,4 @@
-"""The examples in yamls/launch: sound, priced offline in seconds, and rendered as reviewed."""
+"""Examples in yamls/launch: valid, priced offline within seconds, and rendered as reviewed."""
 
 import json
 import os
@@ -15,17 +15,17 @@ GOLDEN = Path(__file__).parent / 'golden'
 EXAMPLES = sorted((ROOT / 'yamls' / 'launch').glob('*.yaml'))
 
 
-def files_of(back_end):
-    """What the examples of a back end render to, as reviewed."""
-    paths = [path for path in EXAMPLES if load_job_spec(path).backend == back_end]
+def files_of(backend):
+    """Return the reviewed files of the examples of a back end."""
+    paths = [path for path in EXAMPLES if load_job_spec(path).backend == backend]
     found = [file.read_text(encoding='utf-8') for path in paths for file in sorted((GOLDEN / path.stem).iterdir())]
     assert found
     return found
 
 
 @pytest.mark.parametrize('path', EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_renders_as_reviewed(path):
-    """After a change that is meant: UPDATE_GOLDEN=1 pytest tests/launch/test_examples.py, and read the difference."""
+def test_example_renders_as_reviewed(path):
+    """After an intended change, run UPDATE_GOLDEN=1 pytest tests/launch/test_examples.py and review the diff."""
     checked = check_jobs(load_job_spec(path), path, environ={'WANDB_API_KEY': 'x'})
     rendered = checked.backend.render(checked.jobs)
     assert not checked.backend.validate(rendered)
@@ -40,12 +40,12 @@ def test_an_example_renders_as_reviewed(path):
 
 
 @pytest.mark.slow
-def test_skypilot_itself_takes_the_examples(skypilot):
+def test_skypilot_accepts_the_examples(skypilot):
     assert [skypilot.problem(text) for text in files_of('skypilot')] == [None]
 
 
-def test_sagemaker_takes_the_examples(monkeypatch):
-    """By botocore, which checks before it sends, and by moto, which answers for AWS in this process."""
+def test_sagemaker_accepts_the_examples(monkeypatch):
+    """Validated by botocore, which checks before it sends, and by moto, which mocks AWS in this process."""
     import boto3
     from moto import mock_aws
 
@@ -57,23 +57,23 @@ def test_sagemaker_takes_the_examples(monkeypatch):
             request = json.loads(text)
             client.create_training_job(**request)
             job = client.describe_training_job(TrainingJobName=request['TrainingJobName'])
-            del job['AlgorithmSpecification']['MetricDefinitions']  # of moto's own
-            kept = request.keys() - {'Environment', 'InfraCheckConfig', 'RetryStrategy'}  # which moto forgets
+            del job['AlgorithmSpecification']['MetricDefinitions']  # added by moto
+            kept = request.keys() - {'Environment', 'InfraCheckConfig', 'RetryStrategy'}  # which moto does not store
             assert {key: job[key] for key in kept} == {key: request[key] for key in kept}
 
 
-def test_there_is_an_example_of_every_back_end():
+def test_every_backend_has_an_example():
     from diffusion.launch.backends import NAMES
 
     assert {load_job_spec(path).backend for path in EXAMPLES} == set(NAMES)
 
 
-def test_all_examples_are_checked_and_priced_offline_in_seconds_without_torch():
+def test_examples_are_checked_and_priced_offline_without_torch():
     names = ', '.join(repr(str(path.relative_to(ROOT))) for path in EXAMPLES)
     program = (
         'import sys\n'
         'import socket\n'
-        'def refuse(*_): raise AssertionError("the network was asked")\n'
+        'def refuse(*_): raise AssertionError("network access")\n'
         'socket.socket.connect = refuse\n'
         'from diffusion.cli import main\n'
         f'assert main(["launch", {names}, "--dry-run"]) == 0\n'
@@ -88,11 +88,11 @@ def test_all_examples_are_checked_and_priced_offline_in_seconds_without_torch():
     for line in ('sd2-phase1  16     128 x a100-80gb', 'bria-px1024  16     128 x a100-80gb', 'nothing was submitted'):
         assert line in result.stdout
     costs = [line for line in result.stdout.splitlines() if line.split()[-1].startswith('$')]
-    assert len(costs) == 9, 'one each of five single jobs, three stages, and all stages'
-    assert result.stdout.count('at $2.00 a GPU-hour') == 6, 'of all but the one on CPUs'
+    assert len(costs) == 9, 'five single jobs, three stages, and the total of the stages'
+    assert result.stdout.count('at $2.00 per GPU-hour') == 6, 'all examples except the one on CPUs'
 
 
-def test_a_chain_goes_on_from_the_weights_of_the_stage_before():
+def test_each_stage_starts_from_weights_of_previous_one():
     path = ROOT / 'yamls' / 'launch' / 'bria-slurm.yaml'
     checked = check_jobs(load_job_spec(path), path)
     assert [job.world_size for job in checked.jobs] == [32, 64, 128]

@@ -1,4 +1,4 @@
-"""What the driver says of GPUs, by one that is made up."""
+"""GPU health checks against a fake driver."""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ from tests.nvml_driver import Driver, NotSupported, NVMLError
 
 
 @pytest.fixture(autouse=True)
-def _at_once(monkeypatch):
+def _without_waiting(monkeypatch):
     monkeypatch.setattr(gpu_health, 'RELEASE_SECONDS', 0.0)
     monkeypatch.delenv('CUDA_VISIBLE_DEVICES', raising=False)
 
@@ -21,46 +21,46 @@ def bad(driver, kind='h100-sxm', count=2):
     return [finding for finding in check_gpus(driver, kind, count) if not finding.ok]
 
 
-def test_sound_gpus_pass_and_say_what_they_are():
+def test_healthy_gpus_pass_and_are_named():
     found = list(check_gpus(Driver(), 'h100-sxm', 2))
     assert findings_exit_status(found) == 0
     assert 'gpu 1: NVIDIA H100 80GB HBM3' in {finding.detail for finding in found}
 
 
 @pytest.mark.parametrize(
-    ('second', 'check', 'told'),
+    ('second', 'check', 'message'),
     [
-        ({'rows': (0, 2, 0, 1)}, 'gpu rows', 'gpu 1: rows could not be remapped; replace it'),
-        ({'rows': (0, 2, 1, 0)}, 'gpu rows', 'gpu 1: a reset is due'),
+        ({'rows': (0, 2, 0, 1)}, 'gpu rows', 'gpu 1: row remapping failed; replace the GPU'),
+        ({'rows': (0, 2, 1, 0)}, 'gpu rows', 'gpu 1: row remapping pending; reset the GPU'),
         ({'errors': 3}, 'gpu ecc', 'gpu 1: 3 uncorrected errors'),
-        ({'processes': [4711]}, 'gpu processes', 'gpu 1: process 4711 is on it; end it'),
-        ({'recovery': 2}, 'gpu recovery', 'gpu 1: the driver asks for a reboot'),
+        ({'processes': [4711]}, 'gpu processes', 'gpu 1: in use by process 4711; stop it'),
+        ({'recovery': 2}, 'gpu recovery', 'gpu 1: driver requests a node reboot'),
         ({'free': 20}, 'gpu memory', 'gpu 1: 25% of 80 GiB free'),
         ({'name': NVMLError('GPU is lost')}, 'gpu', 'gpu 1: GPU is lost'),
     ],
 )
-def test_bad_hardware_is_named(second, check, told):
+def test_bad_hardware_is_reported(second, check, message):
     (found,) = bad(Driver(**second))
     assert (found.check, found.status) == (check, BAD_HARDWARE)
-    assert told in found.detail
+    assert message in found.detail
 
 
-def test_a_gpu_that_is_missing_is_counted():
+def test_missing_gpus_are_reported():
     (found,) = bad(Driver(), count=8)
     assert (found.check, found.detail, found.status) == ('gpu count', '2 of 8', BAD_HARDWARE)
 
 
-def test_another_kind_is_a_mistake_that_no_other_node_mends():
+def test_wrong_gpu_model_is_a_user_error():
     found = bad(Driver(), kind='a100-80gb')
     assert {finding.status for finding in found} == {CONFIG_ERROR}
-    assert 'NVIDIA H100 80GB HBM3, asked for a100-80gb' in found[0].detail
+    assert 'NVIDIA H100 80GB HBM3, expected a100-80gb' in found[0].detail
 
 
-def test_what_a_gpu_does_not_support_is_not_asked_of_it():
+def test_unsupported_queries_are_skipped():
     assert not bad(Driver(rows=NotSupported(), errors=NotSupported(), recovery=None))
 
 
-def test_a_smaller_card_of_the_family_is_another_kind():
+def test_smaller_gpu_of_same_family_is_wrong_model():
     driver = Driver(name='NVIDIA A100-SXM4-40GB', total=40, free=39)
     driver.gpus = driver.gpus[1:]
     (found,) = bad(driver, kind='a100-80gb', count=1)
@@ -68,24 +68,24 @@ def test_a_smaller_card_of_the_family_is_another_kind():
     assert not bad(driver, kind='a100-40gb', count=1)
 
 
-def test_gpus_that_the_job_does_not_use_are_somebody_elses(monkeypatch):
+def test_invisible_gpus_are_not_checked(monkeypatch):
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '0')
     assert not bad(Driver(processes=[4711]), count=1)
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '0,7')
     assert {finding.detail for finding in bad(Driver())} == {'1 of 2'}
 
 
-def test_without_a_driver():
+def test_missing_driver_is_reported():
     (found,) = bad(None)
-    assert 'NVML does not answer' in found.detail
-    assert not list(check_gpus(None, 'none', 2)), 'a CPU has none'
+    assert 'NVML does not respond' in found.detail
+    assert not list(check_gpus(None, 'none', 2)), 'no GPU is required'
 
 
-def test_a_process_that_is_just_leaving_is_waited_for(monkeypatch):
+def test_ending_process_is_waited_for(monkeypatch):
     monkeypatch.setattr(gpu_health, 'RELEASE_SECONDS', 10.0)
     driver = Driver(processes=[4711])
-    left = iter([[4711], [4711], []])
+    remaining = iter([[4711], [4711], []])
     driver.nvmlDeviceGetComputeRunningProcesses = lambda gpu: [
-        SimpleNamespace(pid=pid) for pid in (next(left) if gpu['processes'] else [])
+        SimpleNamespace(pid=pid) for pid in (next(remaining) if gpu['processes'] else [])
     ]
     assert not [finding for finding in check_gpus(driver, 'h100-sxm', 2) if not finding.ok]

@@ -1,4 +1,4 @@
-"""Heartbeat files: whole at any time, aged by a clock that nobody sets, and fresh even on a full disk."""
+"""Heartbeat files: atomic, independent of the system clock, and refreshed even on a full disk."""
 
 import errno
 import math
@@ -20,7 +20,7 @@ from diffusion.launch.heartbeat_file import (
 )
 
 
-def test_a_rank_is_read_as_it_wrote(tmp_path):
+def test_heartbeats_are_read_as_written(tmp_path):
     before = time.monotonic()
     for rank, doing in ((0, TRAINING), (11, SAVING)):
         write_beat(7, doing, 3, 1.5, {heartbeat_file.FOLDER: str(tmp_path), 'RANK': str(rank)})
@@ -29,7 +29,7 @@ def test_a_rank_is_read_as_it_wrote(tmp_path):
     assert before <= found[0].at <= found[11].at <= time.monotonic()
 
 
-def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
+def test_nothing_is_written_without_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_beat(7, TRAINING, 3, 1.5, {})
     assert not list(tmp_path.iterdir())
@@ -43,7 +43,7 @@ def test_setting_the_system_clock_does_not_age_a_heartbeat(tmp_path, monkeypatch
     assert 0 <= heartbeat_age(tmp_path / 'beat') < 60
 
 
-def test_a_heartbeat_of_before_the_boot_is_none(tmp_path):
+def test_heartbeat_from_before_boot_is_ignored(tmp_path):
     write_heartbeat(tmp_path / 'beat')
     later = time.monotonic() + 1000
     os.utime(tmp_path / 'beat', (later, later))

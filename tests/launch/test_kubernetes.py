@@ -1,4 +1,4 @@
-"""The JobSet: strictly what Kubernetes and JobSet know, and what follows a pod's end."""
+"""Rendered JobSets: valid by the schemas of Kubernetes and JobSet, with the right failure policies."""
 
 import copy
 import sys
@@ -32,18 +32,18 @@ def manifest(prepare):
     return lambda **changes: manifest_of(prepare('kubernetes', **changes)[1])
 
 
-def places(value, path=()):
-    """The path of every mapping in a document."""
+def mapping_paths(value, path=()):
+    """Yield the path of every mapping in a document."""
     if isinstance(value, dict):
         yield path
         for key, item in value.items():
-            yield from places(item, (*path, key))
+            yield from mapping_paths(item, (*path, key))
     elif isinstance(value, list):
         for index, item in enumerate(value):
-            yield from places(item, (*path, index))
+            yield from mapping_paths(item, (*path, index))
 
 
-def at(document, path):
+def value_at(document, path):
     for part in path:
         document = document[part]
     return document
@@ -81,9 +81,9 @@ VARIANTS = {
 
 
 OLDEST = '1.29'
-"""The oldest version of Kubernetes whose schema accepts what we render; 1.28 requires onPodConditions in all rules."""
-FREE = {'labels', 'annotations', 'limits', 'requests', 'nodeSelector'}
-"""Mappings whose keys are the user's own."""
+"""Oldest version of Kubernetes whose schema accepts the rendered jobs; 1.28 requires onPodConditions in all rules."""
+FREE_FORM = {'labels', 'annotations', 'limits', 'requests', 'nodeSelector'}
+"""Mappings with arbitrary keys."""
 
 
 def problems_of(manifest):
@@ -91,14 +91,14 @@ def problems_of(manifest):
     return [str(problem) for problem in kubernetes.validate(rendered)]
 
 
-def test_unknown_key_is_found_wherever_it_is(manifest):
-    whole = manifest(**FULL)
+def test_unknown_key_is_found_at_every_level(manifest):
+    valid = manifest(**FULL)
     checked = 0
-    for path in places(whole):
-        if path and path[-1] in FREE:
+    for path in mapping_paths(valid):
+        if path and path[-1] in FREE_FORM:
             continue
-        broken = copy.deepcopy(whole)
-        at(broken, path)['unheardOf'] = 1
+        broken = copy.deepcopy(valid)
+        value_at(broken, path)['unheardOf'] = 1
         (found,) = problems_of(broken)
         assert 'unheardOf' in found and kubernetes._path(*path) in found, path
         checked += 1
@@ -107,7 +107,7 @@ def test_unknown_key_is_found_wherever_it_is(manifest):
 
 @pytest.mark.parametrize('variant', VARIANTS)
 def test_rendered_manifest_is_valid_for_old_and_new_kubernetes(variant, manifest):
-    """By the newest schema when it is prepared, and by the oldest here."""
+    """Validated by the newest schema in `prepare`, and by the oldest here."""
     for part in manifest(**VARIANTS[variant])['spec']['replicatedJobs']:
         job = {'apiVersion': 'batch/v1', 'kind': 'Job', 'metadata': {'name': 'job'}, **part['template']}
         kubernetes_validate.validate(job, OLDEST, strict=True)
@@ -136,7 +136,7 @@ def test_mistakes_in_raw_are_found_by_the_published_schemas(raw, expected, prepa
         prepare('kubernetes', backend={'raw': raw})
 
 
-def test_a_probe_may_name_its_port(prepare):
+def test_probe_may_use_a_named_port(prepare):
     prepare('kubernetes', backend={'raw': {'container': {'livenessProbe': {'httpGet': {'port': 'health'}}}}})
 
 
@@ -152,7 +152,7 @@ exit 0
 
 @pytest.fixture
 def kubectl(tmp_path, monkeypatch):
-    """A kubectl on PATH that reads manifests."""
+    """Fake kubectl on PATH that validates manifests."""
     programs = tmp_path / 'bin'
     programs.mkdir()
     (programs / 'kubectl').write_text(KUBECTL)
@@ -171,7 +171,7 @@ def test_kubectl_validates_without_the_extra(package, write_spec, kubectl, capsy
     assert 'backend.raw: kubectl apply --dry-run=client: error validating data' in capsys.readouterr().err
 
 
-def test_a_manifest_that_nothing_validates_is_noted(write_spec, kubectl, capsys, monkeypatch):
+def test_unvalidated_manifest_is_noted(write_spec, kubectl, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, 'kubernetes_validate', None)
     monkeypatch.setenv('NO_CLUSTER', '1')
     path = write_spec('kubernetes', backend={'raw': {'pod': {'unheardOf': 1}}})
@@ -183,7 +183,7 @@ def test_a_manifest_that_nothing_validates_is_noted(write_spec, kubectl, capsys,
         monkeypatch.setenv('PATH', '/nonexistent')
 
 
-def test_every_node_is_a_pod_that_knows_the_first(manifest):
+def test_every_node_is_a_pod_with_master_address(manifest):
     job = manifest(nodes=4)['spec']['replicatedJobs'][0]['template']['spec']
     assert (job['parallelism'], job['completions'], job['completionMode'], job['backoffLimit']) == (4, 4, 'Indexed', 0)
     container = job['template']['spec']['containers'][0]
@@ -194,7 +194,7 @@ def test_every_node_is_a_pod_that_knows_the_first(manifest):
     assert {'name': 'shared-memory', 'mountPath': '/dev/shm'} in container['volumeMounts']
 
 
-def test_a_mistake_in_the_recipe_ends_the_job_set_and_everything_else_restarts_it(manifest):
+def test_user_error_fails_job_set_and_other_failures_restart_it(manifest):
     spec = manifest(restart={'max_restarts': 7})['spec']
     (rule,) = spec['failurePolicy']['rules']
     assert spec['failurePolicy']['maxRestarts'] == 7
@@ -203,47 +203,47 @@ def test_a_mistake_in_the_recipe_ends_the_job_set_and_everything_else_restarts_i
     (pod_rule,) = job['podFailurePolicy']['rules']
     assert pod_rule['action'] == 'FailJob'
     assert pod_rule['onExitCodes'] == {'containerName': 'main', 'operator': 'In', 'values': [78]}
-    assert job['template']['spec']['restartPolicy'] == 'Never', 'a pod failure policy needs it'
+    assert job['template']['spec']['restartPolicy'] == 'Never', 'required by a pod failure policy'
 
 
-def test_stopping_at_everything_else_still_lets_kubernetes_end_pods(manifest):
+def test_pods_killed_by_kubernetes_restart_even_if_failures_stop(manifest):
     job = manifest(restart={'otherwise': 'stop'})['spec']['replicatedJobs'][0]['template']['spec']
     codes = job['podFailurePolicy']['rules'][0]['onExitCodes']
     assert (codes['operator'], codes['values']) == ('NotIn', [75, 76, 137, 143])
 
 
-def test_kueue_gets_the_job_by_one_label(manifest):
+def test_kueue_queue_is_set_by_label(manifest):
     queued = manifest(schedule={'queue': 'research', 'priority': 'high'})
     labels = {'kueue.x-k8s.io/queue-name': 'research', 'kueue.x-k8s.io/priority-class': 'high'}
     assert queued['metadata']['labels'] == labels
-    assert 'priorityClassName' not in str(queued), 'Kueue has priorities of its own'
+    assert 'priorityClassName' not in str(queued), 'Kueue has its own priority classes'
     pod = manifest(schedule={'priority': 'high'})['spec']['replicatedJobs'][0]['template']['spec']['template']['spec']
     assert pod['priorityClassName'] == 'high'
 
 
-def test_a_pod_knows_its_machine_by_the_name_that_cordon_takes(manifest):
+def test_machine_name_is_the_kubernetes_node_name(manifest):
     pod = manifest()['spec']['replicatedJobs'][0]['template']['spec']['template']['spec']
     (machine,) = (entry for entry in pod['containers'][0]['env'] if entry['name'] == environment.MACHINE)
     assert machine['valueFrom'] == {'fieldRef': {'fieldPath': 'spec.nodeName'}}
 
 
-def test_what_an_operator_must_know_and_cannot_see_is_said(prepare):
+def test_notes_state_what_the_manifest_does_not_show(prepare):
     def notes(**changes):
         return ' '.join(prepare('kubernetes', **changes)[1].notes)
 
     assert 'kubectl cordon' in notes() and 'cordon' not in notes(restart={'on_exit': {'76': 'stop'}})
     assert 'two jobs may wait forever' in notes() and 'wait forever' not in notes(nodes=1)
     queued = notes(**STAGES, schedule={'queue': 'research'})
-    assert 'keeps the machines of all stages, 4,' in queued and 'JobSet 0.8' in queued
+    assert 'reserves the machines of all stages, 4,' in queued and 'JobSet 0.8' in queued
 
 
-def test_stages_wait_for_one_another(manifest):
+def test_each_stage_depends_on_the_previous_one(manifest):
     first, second = manifest(**STAGES)['spec']['replicatedJobs']
     assert 'dependsOn' not in first
     assert second['dependsOn'] == [{'name': 'one', 'status': 'Complete'}]
 
 
-def test_the_users_own_comes_last(manifest):
+def test_raw_values_replace_defaults(manifest):
     raw = {
         'jobset': {'spec': {'ttlSecondsAfterFinished': None, 'suspend': True}},
         'job': {'backoffLimit': 2},
@@ -258,7 +258,7 @@ def test_the_users_own_comes_last(manifest):
     assert pod['containers'][0]['resources']['limits'] == {'nvidia.com/gpu': 8, 'vpc.amazonaws.com/efa': 32}
 
 
-def test_kubectl_is_asked_by_the_label_of_the_job_set(write_spec, kubectl, capsys):
+def test_kubectl_selects_by_label_of_job_set(write_spec, kubectl, capsys):
     path = write_spec('kubernetes', backend={'namespace': 'research'})
     label = '--selector jobset.sigs.k8s.io/jobset-name=job'
     for action, expected in {

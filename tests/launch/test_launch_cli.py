@@ -1,4 +1,4 @@
-"""`diffusion launch`: what it prints, writes and never writes."""
+"""Output of `diffusion launch`: what it prints and writes, and that it never contains secrets."""
 
 import pytest
 
@@ -12,7 +12,7 @@ SOURCES = {'kubernetes': 'store/key', 'sagemaker': 'store/key'}
 
 
 @pytest.mark.parametrize('backend', NAMES)
-def test_a_secret_is_in_no_file_and_not_on_the_screen(backend, write_spec, tmp_path, capsys, monkeypatch):
+def test_secret_value_is_neither_written_nor_printed(backend, write_spec, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv('MY_SECRET', 'hunter2hunter2')
     path = write_spec(backend, secrets={'MY_SECRET': SOURCES.get(backend)})
     assert main(['launch', str(path), '--render', '--out', str(tmp_path / 'jobs')]) == 0
@@ -23,17 +23,17 @@ def test_a_secret_is_in_no_file_and_not_on_the_screen(backend, write_spec, tmp_p
     texts = [printed.out, printed.err, *(file.read_text() for file in files)]
     assert not any('hunter2' in text for text in texts)
     if SOURCES.get(backend):
-        assert any('MY_SECRET' in text for text in texts), 'it is referred to'
+        assert any('MY_SECRET' in text for text in texts), 'the variable is named'
 
 
-def test_render_prints_the_files_and_nothing_else(write_spec, capsys):
+def test_render_prints_only_the_files(write_spec, capsys):
     assert main(['launch', str(write_spec('slurm')), '--render']) == 0
     printed = capsys.readouterr().out
     assert printed.startswith('# job.sbatch\n#!/bin/bash\n')
     assert 'nothing was submitted' not in printed
 
 
-def test_rendering_is_a_function_of_the_spec(write_spec, capsys):
+def test_rendering_is_deterministic(write_spec, capsys):
     path = write_spec('kubernetes')
     texts = []
     for _ in range(2):
@@ -42,12 +42,12 @@ def test_rendering_is_a_function_of_the_spec(write_spec, capsys):
     assert texts[0] == texts[1]
 
 
-def test_the_command_line_overrides_the_spec(write_spec, capsys):
+def test_command_line_overrides_the_spec(write_spec, capsys):
     assert main(['launch', str(write_spec('slurm')), 'nodes=4', '--dry-run', 'overrides.seed=5']) == 0
     assert '32 x a100-80gb' in capsys.readouterr().out
 
 
-def test_a_file_that_extends_another_changes_its_back_end(write_spec, tmp_path, capsys):
+def test_extending_file_can_change_the_backend(write_spec, tmp_path, capsys):
     write_spec('kubernetes', backend={'namespace': 'research'}).rename(tmp_path / 'base.yaml')
     (tmp_path / 'job.yaml').write_text(
         'extends: base.yaml\nbackend: {name: skypilot}\nmounts: {/workspace/runs: volume://x}\n'
@@ -56,7 +56,7 @@ def test_a_file_that_extends_another_changes_its_back_end(write_spec, tmp_path, 
     assert 'job.yaml: skypilot' in capsys.readouterr().out
 
 
-def test_no_cost_is_no_reason_not_to_launch(prepare):
+def test_job_without_cost_estimate_can_be_launched(prepare):
     checked, _ = prepare('slurm', overrides={'task': 'precompute'})
     found = job_cost.estimate(checked.jobs[0], checked.gpu)
     assert isinstance(found, str) and 'the plan is for training, not precompute' in found
@@ -65,7 +65,7 @@ def test_no_cost_is_no_reason_not_to_launch(prepare):
     assert lines[1].split()[-5:] == ['no', 'cost', 'runs', 'on', 'CPUs']
 
 
-def test_the_cost_is_the_planners(prepare):
+def test_cost_equals_estimate_of_planner(prepare):
     from diffusion.planning.gpus import load_gpus
     from diffusion.planning.plan import Assumptions, load_phases, make_plan
 
@@ -76,14 +76,14 @@ def test_the_cost_is_the_planners(prepare):
     assert isinstance(found, job_cost.Estimate)
     assert found.cost == plan.expected
     checked, _ = prepare('slurm', nodes=4, price_usd_per_gpu_hour=7)
-    dearer = job_cost.estimate(checked.jobs[0], checked.gpu)
-    assert isinstance(dearer, job_cost.Estimate)
+    expensive = job_cost.estimate(checked.jobs[0], checked.gpu)
+    assert isinstance(expensive, job_cost.Estimate)
     assert found.cost.usd and found.price_usd_per_gpu_hour == 2
-    assert dearer.cost.usd == pytest.approx(found.cost.usd * 7 / 2)
-    assert job_cost.cost_table(checked.jobs, checked.gpu)[0][-1].startswith('at $7.00 a GPU-hour')
+    assert expensive.cost.usd == pytest.approx(found.cost.usd * 7 / 2)
+    assert job_cost.cost_table(checked.jobs, checked.gpu)[0][-1].startswith('at $7.00 per GPU-hour')
 
 
-def test_an_old_price_is_answered_with_the_key_of_the_spec(prepare, monkeypatch):
+def test_stale_price_warning_names_key_of_spec(prepare, monkeypatch):
     monkeypatch.setattr('diffusion.planning.gpus.STALE_DAYS', -1)
     checked, _ = prepare('slurm')
     (warning,) = (found for found in job_cost.cost_table(checked.jobs, checked.gpu)[1] if 'days old' in found)
@@ -92,43 +92,43 @@ def test_an_old_price_is_answered_with_the_key_of_the_spec(prepare, monkeypatch)
     assert 'days old' not in ' '.join(job_cost.cost_table(checked.jobs, checked.gpu)[1])
 
 
-def test_a_gpu_may_be_written_in_capitals(prepare):
+def test_gpu_name_is_case_insensitive(prepare):
     checked, rendered = prepare('sagemaker', gpu='A100-80GB')
     assert 'ml.p4de.24xlarge' in rendered.files['job.json']
     assert checked.jobs[0].spec.gpu == 'a100-80gb'
 
 
-def test_a_folder_of_files_has_no_half_written_ones(write_spec, tmp_path):
+def test_output_folder_contains_only_complete_files(write_spec, tmp_path):
     out = tmp_path / 'jobs'
     assert main(['launch', str(write_spec('slurm')), '--dry-run', '--out', str(out)]) == 0
     assert [file.name for file in out.iterdir()] == ['job.sbatch']
 
 
-def test_launch_ends_with_the_status_of_a_local_job(write_spec, capsys, monkeypatch):
+def test_launch_exits_with_status_of_local_job(write_spec, capsys, monkeypatch):
     monkeypatch.setattr('diffusion.launch.backends.local.run_local_jobs', lambda jobs: CONFIG_ERROR)
     assert main(['launch', str(write_spec('local'))]) == CONFIG_ERROR
-    assert capsys.readouterr().err == f'error: job: ended with {CONFIG_ERROR}\n'
+    assert capsys.readouterr().err == f'error: job: exited with status {CONFIG_ERROR}\n'
 
 
-def test_a_recipe_a_job_and_a_run_are_told_apart(write_spec, tmp_path, capsys):
-    for words, told in (
-        (['launch', 'yamls/phase1.yaml'], "it is a recipe; a job's YAML names it (recipe: yamls/phase1.yaml)"),
+def test_recipe_job_and_run_are_distinguished(write_spec, tmp_path, capsys):
+    for words, expected in (
+        (['launch', 'yamls/phase1.yaml'], 'this is a recipe; write a job YAML with recipe: yamls/phase1.yaml'),
         (['check', str(write_spec('slurm'))], 'which diffusion launch takes; its recipe is yamls/quickstart.yaml'),
-        (['status', str(tmp_path / 'none')], 'none is not there; give'),
-        (['status', str(tmp_path)], 'attempts.jsonl: is not there; only runs under diffusion launch'),
+        (['status', str(tmp_path / 'none')], 'none does not exist; give'),
+        (['status', str(tmp_path)], 'attempts.jsonl: does not exist; only runs started by diffusion launch'),
     ):
         assert main(words) == 2
         message = capsys.readouterr().err
-        assert told in message
+        assert expected in message
         assert 'mistakes' not in message
 
 
-def test_help_of_launch_and_friends(capsys):
+def test_help_of_job_commands(capsys):
     for command in ('launch', 'status', 'logs', 'cancel'):
         with pytest.raises(SystemExit):
             main([command, '--help'])
         assert 'SPEC' in capsys.readouterr().out
 
 
-def test_the_specs_of_the_tests_cover_every_back_end():
+def test_test_specs_cover_every_backend():
     assert set(BACKENDS) == set(NAMES)

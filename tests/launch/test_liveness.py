@@ -1,4 +1,4 @@
-"""The health check of a container, by real processes that look like node entry points."""
+"""Container health check, tested with real processes that look like node entry points."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ SLEEPER = 'import time, sys; print("up", flush=True); time.sleep(1000)'
 
 @pytest.fixture
 def entry_point(tmp_path, monkeypatch):
-    """A process that was started as a node entry point is, and does nothing."""
+    """Idle process with the command line of a node entry point."""
     monkeypatch.setattr(liveness.tempfile, 'gettempdir', lambda: str(tmp_path))
     package = tmp_path / 'diffusion' / 'launch'
     package.mkdir(parents=True)
@@ -29,30 +29,30 @@ def entry_point(tmp_path, monkeypatch):
         process.kill()
 
 
-def own(problems, process):
-    return [problem for problem in problems if f'process {process.pid},' in problem]
+def problems_of(problems, process):
+    return [problem for problem in problems if f'(process {process.pid})' in problem]
 
 
-def test_one_that_has_just_started_is_well(entry_point):
-    assert not own(liveness.liveness_problems(), entry_point)
+def test_new_entry_point_is_healthy(entry_point):
+    assert not problems_of(liveness.liveness_problems(), entry_point)
 
 
-def test_one_that_is_silent_is_not(entry_point, monkeypatch, tmp_path):
+def test_entry_point_without_heartbeat_is_unhealthy(entry_point, monkeypatch, tmp_path):
     monkeypatch.setattr(liveness, 'SILENT_SECONDS', 0.2)
     time.sleep(0.5)
-    (problem,) = own(liveness.liveness_problems(), entry_point)
-    assert 'is silent for' in problem
-    sign = tmp_path / f'diffusion-alive-{entry_point.pid}'
-    sign.touch()  # an ordinary file has the time of the system clock
-    assert own(liveness.liveness_problems(), entry_point)
-    write_heartbeat(sign)
-    assert not own(liveness.liveness_problems(), entry_point)
-    os.utime(sign, (1.0, 1.0))  # of the time before the container was started again
+    (problem,) = problems_of(liveness.liveness_problems(), entry_point)
+    assert 'has written no heartbeat for' in problem
+    heartbeat = tmp_path / f'diffusion-alive-{entry_point.pid}'
+    heartbeat.touch()  # an ordinary file has a timestamp of the system clock
+    assert problems_of(liveness.liveness_problems(), entry_point)
+    write_heartbeat(heartbeat)
+    assert not problems_of(liveness.liveness_problems(), entry_point)
+    os.utime(heartbeat, (1.0, 1.0))  # left over from before a restart of the container
     monkeypatch.setattr(liveness, 'SILENT_SECONDS', 1000)
-    assert not own(liveness.liveness_problems(), entry_point)
+    assert not problems_of(liveness.liveness_problems(), entry_point)
 
 
-def test_a_container_that_runs_something_else_is_well(tmp_path, monkeypatch, capsys):
+def test_container_without_entry_point_is_healthy(tmp_path, monkeypatch, capsys):
     (tmp_path / '7').mkdir()
     (tmp_path / '7' / 'cmdline').write_bytes(b'/usr/bin/tini\0--\0python\0-m\0diffusion.launch.node\0')
     os.utime(tmp_path / '7', (1.0, 1.0))
@@ -60,13 +60,13 @@ def test_a_container_that_runs_something_else_is_well(tmp_path, monkeypatch, cap
     assert liveness.liveness_problems(tmp_path) == []
     monkeypatch.setattr(liveness, 'liveness_problems', list)
     assert liveness.main() == 0
-    monkeypatch.setattr(liveness, 'liveness_problems', lambda: ['it is silent'])
-    assert (liveness.main(), capsys.readouterr().err) == (1, 'it is silent\n')
+    monkeypatch.setattr(liveness, 'liveness_problems', lambda: ['no heartbeat'])
+    assert (liveness.main(), capsys.readouterr().err) == (1, 'no heartbeat\n')
 
 
-def test_a_sign_is_left_and_taken_away(tmp_path, monkeypatch):
+def test_heartbeat_is_written_and_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(liveness.tempfile, 'gettempdir', lambda: str(tmp_path))
-    liveness.say_alive()
+    liveness.update_heartbeat()
     assert [path.name for path in tmp_path.iterdir()] == [f'diffusion-alive-{os.getpid()}']
     liveness.remove_heartbeat()
     liveness.remove_heartbeat()

@@ -1,4 +1,4 @@
-"""Jobs of two nodes of two processes on this machine: whatever is done to them, they end with the same weights."""
+"""Local jobs of two nodes with two processes: after any disturbance, they end with the same weights."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Launched:
-    """A job under way: `diffusion launch`, or a node entry point, as a process."""
+    """A running job: `diffusion launch`, or a node entry point, as a process."""
 
     def __init__(self, command: Sequence[str], server: Server, recipe: Path, run: Path, **variables: str) -> None:
         self.recipe, self.run, self.log = recipe, run, recipe.with_suffix('.log')
@@ -47,7 +47,7 @@ class Launched:
             time.sleep(0.05)
 
     def processes(self, kind: str) -> list[int]:
-        """Those of this job: `python run.py ...` for its ranks, `python -m diffusion.launch.node ...` for its nodes."""
+        """Return the process ids of this job: `run.py` for its ranks, `diffusion.launch.node` for its nodes."""
         found = []
         for entry in Path('/proc').iterdir():
             if entry.name.isdecimal():
@@ -75,7 +75,9 @@ class Launched:
 
 @pytest.fixture
 def write_job(tmp_path: Path, tiny_recipe) -> Callable[..., tuple[Path, Path, Path]]:
-    """Writes a job of the tiny recipe with a checkpoint every 4 batches: its spec, its recipe, its run."""
+    """Write a job of the tiny recipe with a checkpoint every 4 batches; return the paths of its spec, recipe and run
+    folder.
+    """
 
     def write(
         name: str,
@@ -113,7 +115,7 @@ def write_job(tmp_path: Path, tiny_recipe) -> Callable[..., tuple[Path, Path, Pa
 
 @pytest.fixture
 def launch(write_job, forkserver: Server) -> Callable[..., Launched]:
-    """Launches such a job."""
+    """Write and launch such a job."""
 
     def start(name: str, **settings) -> Launched:
         spec, recipe, run = write_job(name, **settings)
@@ -124,17 +126,17 @@ def launch(write_job, forkserver: Server) -> Callable[..., Launched]:
 
 
 @pytest.fixture
-def whole(launch) -> Launched:
-    """A job that nothing happens to."""
-    job = launch('whole')
+def undisturbed(launch) -> Launched:
+    """A job that ran without any disturbance."""
+    job = launch('undisturbed')
     assert job.wait() == 0, job.log.read_text()
     (only,) = attempts.read_attempts(job.run)
     assert (only.first, only.last, only.status, only.cause) == (0, 24, 0, 'done')
     return job
 
 
-class Trouble:
-    """What can happen to a job."""
+class Disturbances:
+    """Disturbances of a running job."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -157,54 +159,60 @@ class Trouble:
         os.kill(pid, signal.SIGSTOP)
         self.stopped.append(pid)
 
-    def end_the_stopped(self) -> None:
+    def kill_stopped_processes(self) -> None:
         for pid in self.stopped:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
 
 @pytest.fixture
-def trouble(tmp_path: Path) -> Iterator[Trouble]:
-    found = Trouble(tmp_path)
+def disturbances(tmp_path: Path) -> Iterator[Disturbances]:
+    found = Disturbances(tmp_path)
     yield found
-    found.end_the_stopped()
+    found.kill_stopped_processes()
 
 
 @pytest.mark.slow
-def test_disturbances_at_random_end_with_the_same_weights(launch, whole, trouble):
+def test_random_disturbances_do_not_change_the_weights(launch, undisturbed, disturbances):
     rng = random.Random(6)
-    kinds = [trouble.kill_rank, trouble.kill_node, trouble.stop_node, trouble.kill_launcher, trouble.hang_rank]
+    kinds = [
+        disturbances.kill_rank,
+        disturbances.kill_node,
+        disturbances.stop_node,
+        disturbances.kill_launcher,
+        disturbances.hang_rank,
+    ]
     rng.shuffle(kinds)
     job = launch('disturbed', hang_seconds=15)
     launchers = 1
     for number, disturb in enumerate(kinds):
-        # Each gets some way further, so that a lost batch is done again at most a few times.
+        # Each disturbance comes some batches later, so that the number of repeated batches stays small.
         job.wait_for_batches(4 * (number + 1))
         time.sleep(rng.uniform(0, 0.3))
         attempt = len(attempts.read_attempts(job.run))
         disturb(job, rng)
-        if disturb == trouble.kill_launcher:
+        if disturb == disturbances.kill_launcher:
             job.process.wait()
             job = launch('disturbed', hang_seconds=15)
             launchers += 1
         job.wait_for_attempt(attempt + 1)
-        trouble.end_the_stopped()
+        disturbances.kill_stopped_processes()
     assert job.wait() == 0, job.log.read_text()
-    assert_same_weights(job.run, whole.run)
+    assert_same_weights(job.run, undisturbed.run)
     found = attempts.read_attempts(job.run)
     assert len(found) >= 6
     causes = {attempt.cause for attempt in found}
     assert {'hang', 'preempted', 'lost', 'done'} <= causes
-    assert {'killed', 'crash'} & causes, 'killed, or for want of one that was'
-    told, _ = attempts.account(found)
-    parts = told.productive + told.starting + told.redone + told.down + told.ending
-    assert parts == pytest.approx(told.wall, rel=1e-6)
-    assert 0 < told.goodput < 1
-    assert 'lost because' in attempts.report(job.run)
+    assert {'killed', 'crash'} & causes, 'the killed rank, or the rank that failed because of it, may be reported first'
+    breakdown, _ = attempts.time_breakdown(found)
+    parts = breakdown.productive + breakdown.starting + breakdown.redone + breakdown.down + breakdown.ending
+    assert parts == pytest.approx(breakdown.wall, rel=1e-6)
+    assert 0 < breakdown.goodput < 1
+    assert 'time lost' in attempts.report(job.run)
 
 
 @pytest.mark.slow
-def test_what_is_wrong_on_the_nodes_alone_is_not_tried_again(launch, tmp_path):
+def test_user_error_found_on_nodes_is_not_retried(launch, tmp_path):
     job = launch('wrong', streams={'gone': {'local': str(tmp_path / 'gone'), 'resolution': 32}})
     assert job.wait() == CONFIG_ERROR
     (only,) = attempts.read_attempts(job.run)
@@ -212,12 +220,12 @@ def test_what_is_wrong_on_the_nodes_alone_is_not_tried_again(launch, tmp_path):
     assert 'gone' in job.log.read_text()
 
 
-def test_a_rank_that_hangs_leaves_stacks_and_the_job_goes_on(launch, trouble):
+def test_hung_rank_leaves_stacks_and_job_restarts(launch, disturbances):
     job = launch('hung', batches=12, hang_seconds=15)
     job.wait_for_batches(6)
-    trouble.hang_rank(job, random.Random(1))
+    disturbances.hang_rank(job, random.Random(1))
     job.wait_for_attempt(2)
-    trouble.end_the_stopped()
+    disturbances.kill_stopped_processes()
     assert job.wait() == 0, job.log.read_text()
     first, second = attempts.read_attempts(job.run)
     assert (first.status, first.cause, second.status) == (PREEMPTED, 'hang', 0)
@@ -227,11 +235,11 @@ def test_a_rank_that_hangs_leaves_stacks_and_the_job_goes_on(launch, trouble):
 
 
 @pytest.mark.slow
-def test_as_the_first_process_of_a_container(write_job, forkserver):
-    """One node, whose entry point is process 1 of a PID namespace: told to stop, it saves; nobody is left."""
+def test_entry_point_as_pid_1_stops_cleanly(write_job, forkserver):
+    """Checkpoint on SIGTERM as PID 1 of a PID namespace, with no process left behind."""
     unshare = ['unshare', '--pid', '--fork', '--kill-child', '--mount-proc']
     if subprocess.run([*unshare, 'true'], capture_output=True, check=False).returncode:
-        pytest.skip('this machine makes no PID namespaces')
+        pytest.skip('this machine does not support PID namespaces')
     _, recipe, run = write_job('contained')
     command = [*unshare, sys.executable, '-m', 'diffusion.launch.node', '--', 'run.py', str(recipe)]
     settings = {'SCHEDULER': 'local', 'NODES': '1', 'PROCESSES_PER_NODE': '2', 'MASTER_PORT': str(free_port())}
@@ -245,7 +253,7 @@ def test_as_the_first_process_of_a_container(write_job, forkserver):
 
 
 @pytest.mark.slow
-def test_a_preflight_comes_first(launch):
+def test_preflight_runs_before_training(launch):
     job = launch('checked', batches=4, preflight='fast')
     assert job.wait() == 0, job.log.read_text()
     report = json.loads((job.run / 'preflight.json').read_text())
@@ -257,11 +265,11 @@ def test_a_preflight_comes_first(launch):
 
 
 @pytest.mark.slow
-def test_a_second_job_on_the_same_folder_is_refused_and_the_first_goes_on(launch):
+def test_second_job_on_same_folder_is_refused_without_disturbing_first(launch):
     first = launch('shared')
     first.wait_for_batches(2)
     second = launch('shared', job='another')
-    assert second.wait() == CONFIG_ERROR and f'another: ended with {CONFIG_ERROR}' in second.log.read_text()
+    assert second.wait() == CONFIG_ERROR and f'another: exited with status {CONFIG_ERROR}' in second.log.read_text()
     assert first.wait() == 0, first.log.read_text()
     assert 'job job, process' in first.log.read_text() and 'trains into this folder' in first.log.read_text()
     (only,) = attempts.read_attempts(first.run)

@@ -1,4 +1,4 @@
-"""Names: what a back end takes is what its scheduler takes, by the scheduler's own rules."""
+"""Job names: each back end accepts exactly the names that its scheduler accepts."""
 
 import functools
 import re
@@ -20,47 +20,49 @@ names = (
 
 
 def is_dns_label(name):
-    """RFC 1035, as apimachinery's IsDNS1035Label has it."""
+    """Return True for a DNS label of RFC 1035, as in IsDNS1035Label of apimachinery."""
     return len(name) <= 63 and re.fullmatch(r'[a-z]([-a-z0-9]*[a-z0-9])?', name, re.ASCII) is not None
 
 
 @functools.cache
-def limits_of_a_training_job():
-    """Of its name, in SageMaker's own service model."""
+def training_job_name_limits():
+    """Return the limits of a training job name in the service model of SageMaker."""
     import botocore.session
 
     service: Any = botocore.session.get_session().get_service_model('sagemaker')
     return service.operation_model('CreateTrainingJob').input_shape.members['TrainingJobName'].metadata
 
 
-def is_training_job(name):
-    limits = limits_of_a_training_job()
+def is_training_job_name(name):
+    limits = training_job_name_limits()
     return len(name) <= limits['max'] and re.fullmatch(limits['pattern'], name) is not None
 
 
-def is_run(name):
-    """As mcli itself judges, which would otherwise change the name."""
+def is_run_name(name):
+    """Return True if mcli accepts the name; it would change any other."""
     from mcli.utils.utils_string_functions import MAX_RUN_NAME_LENGTH, rfc_verification
 
     return bool(rfc_verification(name, MAX_RUN_NAME_LENGTH, '-'))
 
 
-def is_task(name):
-    """As sky/task.py has it; SkyPilot itself is asked below."""
+def is_task_name(name):
+    """Return True for a task name by the rule of sky/task.py. A test below asks SkyPilot itself."""
     return re.fullmatch(r'[a-zA-Z0-9]+(?:[._-]{1,2}[a-zA-Z0-9]+)*', name) is not None
 
 
-def is_cluster(name):
-    """As sky/skylet/constants.py has it: a job's machines are a cluster whose name begins with the job's."""
+def is_cluster_name(name):
+    """Return True for a cluster name by the rule of sky/skylet/constants.py; the cluster name starts with the job
+    name.
+    """
     return re.fullmatch(r'[a-zA-Z]([-_.a-zA-Z0-9]*[a-zA-Z0-9])?', name) is not None
 
 
 @pytest.fixture(scope='module')
-def judge():
-    """Whether a back end takes a name, everything else being sound."""
+def accepts_name():
+    """Function that returns True if a back end accepts a name in an otherwise valid spec."""
     jobs = {}
 
-    def takes(backend, name, write_spec):
+    def accepts(backend, name, write_spec):
         from dataclasses import replace
 
         if backend not in jobs:
@@ -71,15 +73,15 @@ def judge():
         found = backend_of(backend).problems([job])
         return not any(problem.where == 'name' for problem in found)
 
-    return takes
+    return accepts
 
 
 RULES = {
-    # Two nodes: the second pod's name is as long as the first's.
+    # With two nodes, both pod names have the same length.
     'kubernetes': lambda name: is_dns_label(f'{name}-main-0-1-abcde') and is_dns_label(name),
-    'sagemaker': lambda name: is_training_job(f'{name}-20260101-000000') and is_training_job(name),
-    'mcli': is_run,
-    'skypilot': lambda name: is_task(name) and is_cluster(name),
+    'sagemaker': lambda name: is_training_job_name(f'{name}-20260101-000000') and is_training_job_name(name),
+    'mcli': is_run_name,
+    'skypilot': lambda name: is_task_name(name) and is_cluster_name(name),
     'slurm': lambda name: re.fullmatch(r'[A-Za-z0-9][A-Za-z0-9._-]{0,63}', name) is not None,
 }
 
@@ -117,18 +119,18 @@ def with_edges(test):
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=names)
 @with_edges
-def test_a_back_end_takes_the_names_that_its_scheduler_takes(backend, name, judge, write_spec):
-    assert judge(backend, name, write_spec) == RULES[backend](name)
+def test_backend_accepts_exactly_the_names_of_its_scheduler(backend, name, accepts_name, write_spec):
+    assert accepts_name(backend, name, write_spec) == RULES[backend](name)
 
 
 @pytest.mark.slow
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=names)
 @with_edges
-def test_skypilot_itself_takes_the_names_that_we_take(name, judge, write_spec, skypilot):
+def test_skypilot_accepts_the_same_names(name, accepts_name, write_spec, skypilot):
     task = yaml.safe_dump({'name': name, 'run': 'true', 'resources': {'infra': 'k8s'}})
-    assert judge('skypilot', name, write_spec) == (skypilot.problem(task) is None)
+    assert accepts_name('skypilot', name, write_spec) == (skypilot.problem(task) is None)
 
 
-def test_the_time_that_sagemaker_appends_is_reckoned_with():
+def test_sagemaker_name_leaves_room_for_appended_time():
     assert sagemaker.MAX_NAME == 47

@@ -1,4 +1,4 @@
-"""Whatever a user writes arrives as it is: no shell, and no Kubernetes, reads anything into it."""
+"""Quoting: overrides and environment variables reach the job unchanged, through shells and Kubernetes."""
 
 import json
 import os
@@ -27,22 +27,24 @@ HOSTILE = [
 ]
 characters = st.characters(blacklist_categories=['Cs'], blacklist_characters='\0')
 words = st.text(characters, max_size=30)
-several = st.lists(words, min_size=1, max_size=8)
-brief = st.lists(st.text(characters, max_size=8), min_size=1, max_size=2)
-"""As one argument no longer than SageMaker allows, however much of it is escaped."""
+text_lists = st.lists(words, min_size=1, max_size=8)
+short_text_lists = st.lists(st.text(characters, max_size=8), min_size=1, max_size=2)
+"""Short enough that one argument stays within the SageMaker limit after escaping."""
 SHELLS = ('slurm', 'skypilot', 'mcli', 'local')
 few = settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def hostile(texts):
-    """A job with texts in an override and in its environment; `$` is no interpolation of the spec's own."""
+    """Return changes of a job that put the texts into overrides and environment variables, with `$` escaped for the
+    spec.
+    """
     literal = [re.sub(r'(\\*)\$\{', r'\1\1\\${', text) for text in texts]
     overrides = {'name': 'hostile', 'generate': {'prompts': literal, 'negative_prompt': literal[0]}}
     return {'overrides': overrides, 'env': {f'WORD_{index}': text for index, text in enumerate(literal)}}
 
 
 def run_with_fakes(script: str, folder: Path, *names: str) -> list[dict[str, Any]]:
-    """Run a script with programs on PATH that only write down how they were called; the calls in their order."""
+    """Run a script with fake programs on PATH; return their calls in order."""
     programs = folder / 'bin'
     programs.mkdir(exist_ok=True)
     calls = folder / 'calls'
@@ -53,7 +55,7 @@ def run_with_fakes(script: str, folder: Path, *names: str) -> list[dict[str, Any
         (programs / name).chmod(0o755)
     environment = os.environ | {'PATH': f'{programs}:{os.environ["PATH"]}', 'SLURM_JOB_ID': '7'}
     subprocess.run(['bash'], input=script.encode(), cwd=folder, env=environment, capture_output=True, check=False)
-    assert not (folder / 'pwned').exists(), 'the shell ran what the user wrote'
+    assert not (folder / 'pwned').exists(), 'the shell executed user input'
     parts = calls.read_bytes().decode().split('\0E')
     return [
         {'words': words.split('\0'), 'env': dict(entry.split('=', 1) for entry in env.split('\0'))}
@@ -62,27 +64,27 @@ def run_with_fakes(script: str, folder: Path, *names: str) -> list[dict[str, Any
 
 
 def shell_script(backend: str, text: str) -> str:
-    """What bash reads of a rendered file."""
+    """Return the script that bash executes for a rendered file."""
     if backend in ('slurm', 'local'):
         return text
     document = yaml.safe_load(text)
     variables = document.get('envs') or document.get('env_variables')
-    # Both platforms set the variables without a shell; the folder is the image's.
-    quoted = '\n'.join(f'export {name}={json_quoted(value)}' for name, value in variables.items())
+    # Both platforms set the variables without a shell. The folder exists only in the image.
+    quoted = '\n'.join(f'export {name}={octal_quoted(value)}' for name, value in variables.items())
     command = document.get('run') or document['command']
     return f'{quoted}\n' + command.replace('cd /workspace && exec ', '', 1)
 
 
-def json_quoted(value: str) -> str:
-    """A word for bash by another way than shlex's: every byte as an octal escape."""
+def octal_quoted(value: str) -> str:
+    """Return a bash word, independent of shlex: every byte as an octal escape."""
     return "$'" + ''.join(f'\\{byte:03o}' for byte in value.encode()) + "'"
 
 
 @pytest.mark.parametrize('backend', SHELLS)
 @few
-@given(texts=several)
+@given(texts=text_lists)
 @example(texts=HOSTILE)
-def test_overrides_and_variables_arrive_as_they_are_through_a_shell(backend, texts, prepare, tmp_path):
+def test_shell_passes_overrides_and_variables_unchanged(backend, texts, prepare, tmp_path):
     changes = hostile(texts) | ({'gpu': None, 'gpus_per_node': 1, 'nodes': 1} if backend == 'local' else {})
     checked, rendered = prepare(backend, **changes)
     program = 'srun' if backend == 'slurm' else 'python'
@@ -93,11 +95,11 @@ def test_overrides_and_variables_arrive_as_they_are_through_a_shell(backend, tex
     assert call['words'][start - 1] == '--'
     assert call['words'][start + 1 :] == [checked.jobs[0].recipe, *checked.jobs[0].overrides]
     recipe = load_recipe(call['words'][start + 1], call['words'][start + 2 :])
-    assert (recipe.generate.prompts, recipe.generate.negative_prompt) == (texts, texts[0]), 'what run.py makes of it'
+    assert (recipe.generate.prompts, recipe.generate.negative_prompt) == (texts, texts[0]), 'as parsed by run.py'
 
 
 @pytest.mark.parametrize('backend', ['skypilot', 'mcli'])
-def test_a_folder_of_any_name_is_gone_to(backend, prepare, tmp_path):
+def test_workdir_with_special_characters(backend, prepare, tmp_path):
     folder = tmp_path / 'a b;touch pwned'
     folder.mkdir()
     mounts = {'mounts': {str(tmp_path): 'volume://runs'}} if backend == 'skypilot' else {}
@@ -106,7 +108,7 @@ def test_a_folder_of_any_name_is_gone_to(backend, prepare, tmp_path):
     assert call['env']['PWD'] == str(folder)
 
 
-def test_a_folder_of_logs_is_a_name_and_nothing_else(prepare, tmp_path):
+def test_logs_folder_with_special_characters(prepare, tmp_path):
     _, rendered = prepare('slurm', backend={'logs': 'a;>pwned'})
     (tmp_path / 'a;>pwned').mkdir()
     call = run_with_fakes(rendered.files['job.sbatch'], tmp_path, 'srun', 'squeue', 'scontrol')[0]
@@ -114,7 +116,9 @@ def test_a_folder_of_logs_is_a_name_and_nothing_else(prepare, tmp_path):
 
 
 def expanded(text: str, variables: dict[str, str]) -> str:
-    """What Kubernetes makes of $(NAME) in args and env, after third_party/forked/golang/expansion of its kubelet."""
+    """Return the text after the expansion of $(NAME) in args and env, following third_party/forked/golang/expansion of
+    the kubelet.
+    """
     out, cursor = '', 0
     while cursor < len(text):
         if text[cursor] != '$' or cursor + 1 == len(text):
@@ -131,9 +135,9 @@ def expanded(text: str, variables: dict[str, str]) -> str:
 
 
 @few
-@given(texts=several)
+@given(texts=text_lists)
 @example(texts=HOSTILE)
-def test_overrides_and_variables_arrive_as_they_are_through_kubernetes(texts, prepare):
+def test_kubernetes_passes_overrides_and_variables_unchanged(texts, prepare):
     checked, rendered = prepare('kubernetes', **hostile(texts))
     pod = yaml.safe_load(rendered.files['job.yaml'])['spec']['replicatedJobs'][0]['template']['spec']['template']
     container = pod['spec']['containers'][0]
@@ -144,16 +148,16 @@ def test_overrides_and_variables_arrive_as_they_are_through_kubernetes(texts, pr
 
 
 @few
-@given(texts=brief)
+@given(texts=short_text_lists)
 @example(texts=HOSTILE)
-def test_overrides_and_variables_arrive_as_they_are_through_sagemaker(texts, prepare):
+def test_sagemaker_passes_overrides_and_variables_unchanged(texts, prepare):
     checked, rendered = prepare('sagemaker', **hostile(texts))
     request = json.loads(rendered.files['job.json'])
     assert request['AlgorithmSpecification']['ContainerArguments'] == checked.jobs[0].arguments
     assert [request['Environment'][f'WORD_{index}'] for index in range(len(texts))] == texts
 
 
-def test_the_local_script_starts_every_node_with_its_own_rank(prepare, tmp_path):
+def test_local_script_starts_every_node_with_its_rank(prepare, tmp_path):
     _, rendered = prepare('local', gpu=None, gpus_per_node=2)
     programs = tmp_path / 'bin'
     programs.mkdir()

@@ -1,4 +1,4 @@
-"""Jobs of two nodes on a real Slurm: whatever happens to them, they come back by themselves, or stay away."""
+"""Jobs of two nodes on a real Slurm: after any failure, they requeue themselves or stop for good."""
 
 import contextlib
 import io
@@ -28,9 +28,9 @@ RUN = f"""\
 import os, pathlib, sys
 node = os.environ['SLURMD_NODENAME']
 pathlib.Path('node-' + os.environ['DIFFUSION_ATTEMPT'] + '-' + os.environ['RANK']).write_text(node)
-if node == os.environ.get('UNFIT'):
+if node == os.environ.get('FAULTY_NODE'):
     sys.exit({BAD_HARDWARE})
-# The cluster's nodes are one machine: nobody but Slurm knows their names, and they share its memory.
+# All nodes of this cluster are one machine: host names are known only to Slurm, and the nodes share memory.
 os.environ.update(MASTER_ADDR='127.0.0.1', NODE_RANK='0')
 os.environ.update(LOCAL_RANK=os.environ['RANK'], LOCAL_WORLD_SIZE=os.environ['WORLD_SIZE'])
 sys.path.insert(0, {str(ROOT / 'tests')!r})
@@ -40,7 +40,7 @@ sys.exit(forkserver.main())
 
 
 class Job:
-    """A job that was submitted."""
+    """A submitted job."""
 
     def __init__(self, cluster: slurm_cluster.Cluster, name: str, number: str, spec: Path) -> None:
         self.cluster, self.number, self.spec = cluster, number, spec
@@ -53,14 +53,14 @@ class Job:
     def ended(self) -> bool:
         return self.field('JobState') in ('COMPLETED', 'FAILED', 'CANCELLED', 'TIMEOUT')
 
-    def wait_until(self, what: Callable[[], bool], timeout: float = 180) -> None:
+    def wait_until(self, condition: Callable[[], bool], timeout: float = 180) -> None:
         until = time.monotonic() + timeout
-        while not what():
-            assert time.monotonic() < until, self.story()
+        while not condition():
+            assert time.monotonic() < until, self.diagnostics()
             time.sleep(0.05)
 
     def wait(self) -> str:
-        """The state that it ends in."""
+        """Wait for the end of the job; return its final state."""
         self.wait_until(self.ended)
         return self.field('JobState')
 
@@ -71,7 +71,7 @@ class Job:
         return read_attempts(self.run) if (self.run / ATTEMPTS).exists() else []
 
     def nodes(self, attempt: int) -> set[str]:
-        """Where the ranks of an attempt were."""
+        """Return the nodes on which the ranks of an attempt ran."""
         return {path.read_text() for path in self.folder.glob(f'node-{attempt}-*')}
 
     def kill_rank(self, rank: int) -> None:
@@ -83,15 +83,15 @@ class Job:
     def log(self) -> str:
         return ''.join(path.read_text() for path in self.folder.glob(f'logs/*-{self.number}.log'))
 
-    def story(self) -> str:
-        """All there is to say when it goes wrong."""
+    def diagnostics(self) -> str:
+        """Return the job record and all logs, for assertion messages."""
         show = self.cluster.call('scontrol', 'show', 'job', self.number)
         return f'{show}\n--- log\n{self.log()}\n--- slurm\n{self.cluster.log()}'
 
 
 @pytest.fixture(scope='module')
 def cluster(forkserver: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm_cluster.Cluster]:
-    """Three nodes; this process is on their login node."""
+    """Cluster of three nodes, with this process on its login node."""
     why_not = slurm_cluster.why_not()
     if why_not:
         pytest.skip(why_not)
@@ -100,7 +100,7 @@ def cluster(forkserver: Server, tmp_path_factory: pytest.TempPathFactory) -> Ite
         pytest.MonkeyPatch.context() as patch,
     ):
         python = {'PATH': f'{Path(sys.executable).parent}:{found.environ["PATH"]}', 'PYTHONPATH': str(ROOT)}
-        # The count is as in a job that was restarted, and launches others.
+        # As in the environment of a requeued job that launches others.
         variables = found.environ | python | {SOCKET: forkserver.path, 'SLURM_RESTART_COUNT': '7'}
         for name, value in variables.items():
             patch.setenv(name, value)
@@ -109,7 +109,9 @@ def cluster(forkserver: Server, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 @pytest.fixture(scope='module')
 def submit(cluster: slurm_cluster.Cluster, tiny_recipe: Callable[..., dict[str, Any]]) -> Callable[..., list[Job]]:
-    """Launches a job of the tiny recipe, 12 batches with a checkpoint every 4; keywords are keys of its spec."""
+    """Function that launches a job of the tiny recipe, with 12 batches and a checkpoint every 4; keywords are keys of
+    its spec.
+    """
 
     def submit(folder: Path, *, max_duration: str = '12ba', streams: Any = None, **keys: Any) -> list[Job]:
         content = tiny_recipe(folder / 'runs', name='job', algorithms={'ema': {'smoothing': 0.9}})
@@ -132,9 +134,9 @@ def submit(cluster: slurm_cluster.Cluster, tiny_recipe: Callable[..., dict[str, 
         }
         spec.write_text(yaml.safe_dump(job | keys))
         (folder / 'run.py').write_text(RUN)
-        with contextlib.redirect_stdout(io.StringIO()) as said:
+        with contextlib.redirect_stdout(io.StringIO()) as output:
             assert main(['launch', str(spec)]) == 0
-        submitted = re.findall(r'^(\S+): Slurm job (\d+)$', said.getvalue(), re.MULTILINE)
+        submitted = re.findall(r'^(\S+): Slurm job (\d+)$', output.getvalue(), re.MULTILINE)
         return [Job(cluster, name, number, spec) for name, number in submitted]
 
     return submit
@@ -144,7 +146,7 @@ def submit(cluster: slurm_cluster.Cluster, tiny_recipe: Callable[..., dict[str, 
 def launch(
     cluster: slurm_cluster.Cluster, submit: Callable[..., list[Job]], tmp_path: Path
 ) -> Iterator[Callable[..., list[Job]]]:
-    """Launches such a job in the test's own folder; with the test, it ends."""
+    """Function that launches such a job in the folder of the test; the job is canceled after the test."""
     launched: list[Job] = []
 
     def launch(**settings: Any) -> list[Job]:
@@ -158,98 +160,99 @@ def launch(
 
 
 @pytest.fixture(scope='module')
-def whole(submit: Callable[..., list[Job]], tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """A job that nothing happens to."""
-    (job,) = submit(tmp_path_factory.mktemp('whole'))
-    assert job.wait() == 'COMPLETED', job.story()
+def undisturbed(submit: Callable[..., list[Job]], tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """A job that ran without any disturbance."""
+    (job,) = submit(tmp_path_factory.mktemp('undisturbed'))
+    assert job.wait() == 'COMPLETED', job.diagnostics()
     (only,) = job.attempts()
     assert (only.first, only.last, only.status, only.cause) == (0, 12, 0, 'done')
     return job
 
 
-def test_a_killed_rank_comes_back_and_the_next_stage_waits_for_that(launch, whole):
+def test_killed_rank_is_restarted_and_next_stage_waits(launch, undisturbed):
     job, following = launch(stages={name: {'overrides': {'name': f'job-{name}'}} for name in ('one', 'two')})
     job.wait_for_batches(5)
     job.kill_rank(1)
-    assert job.wait() == 'COMPLETED', job.story()
-    assert f'attempt 0 ended with {FAILED}' in job.log()
+    assert job.wait() == 'COMPLETED', job.diagnostics()
+    assert f'attempt 0 exited with status {FAILED}' in job.log()
     first, second = job.attempts()
     assert first.cause in ('killed', 'crash')
     assert second.first in (4, 8), 'a checkpoint'
     assert (second.last, second.status) == (12, 0)
-    assert_same_weights(job.run, whole.run)
-    assert following.wait() == 'COMPLETED', following.story()
+    assert_same_weights(job.run, undisturbed.run)
+    assert following.wait() == 'COMPLETED', following.diagnostics()
     (only,) = following.attempts()
     assert only.begin > second.end
 
 
-def test_a_job_that_makes_way_for_another_saves_first(launch, cluster):
+def test_preempted_job_saves_and_resumes(launch, cluster):
     (job,) = launch(max_duration='30ba')
     job.wait_for_batches(2)
     urgent = cluster.call(
         'sbatch', '--parsable', '--partition=urgent', '--nodes=3', '--output=/dev/null', '--wrap=true'
     )
-    assert job.wait() == 'COMPLETED', job.story()
+    assert job.wait() == 'COMPLETED', job.diagnostics()
     assert cluster.field(urgent, 'JobState') == 'COMPLETED'
     first, second = job.attempts()
     assert (first.status, first.cause, second.status) == (PREEMPTED, 'preempted', 0)
-    assert second.first in (first.last, first.last + 1), 'a beat is from before its batch'
+    assert second.first in (first.last, first.last + 1), 'a heartbeat is written before its batch'
 
 
-def test_a_time_limit_is_warned_of_and_a_cancelled_job_stays_away(launch, capsys):
+def test_time_limit_requeues_and_canceled_job_does_not_restart(launch, capsys):
     (job,) = launch(max_duration='100000ba', schedule={'time_limit': '1h', 'notice_seconds': 90})
     job.wait_for_batches(4)
-    job.set_limit(minutes=2)  # Slurm warns up to 30 s early, so that its next look does
+    job.set_limit(minutes=2)  # Slurm may warn 30 s early, so it does so at its next check
     job.wait_until(lambda: job.field('Restarts') == '1')
     job.set_limit(minutes=60)
     job.wait_for_batches(batches_done(job.run) + 2)
     capsys.readouterr()
     for action, expected in {
         'status': f'{job.number} job RUNNING; .* of 1:00:00; restarts: 1; reason: None',
-        'logs': 'attempt 0 ended with 75',
-        'cancel': 'cancelled: job',
+        'logs': 'attempt 0 exited with status 75',
+        'cancel': 'canceled: job',
     }.items():
         assert main([action, str(job.spec)]) == 0
         assert re.search(expected, capsys.readouterr().out)
-    assert job.wait() == 'CANCELLED', job.story()
+    assert job.wait() == 'CANCELLED', job.diagnostics()
     assert job.field('Restarts') == '1'
     assert main(['status', str(job.spec)]) == 0
-    assert 'nothing in the queue' in capsys.readouterr().out
+    assert 'not in the queue' in capsys.readouterr().out
     first, second = job.attempts()
     assert (first.status, first.cause) == (PREEMPTED, 'preempted')
-    assert second.first in (first.last, first.last + 1), 'a beat is from before its batch'
+    assert second.first in (first.last, first.last + 1), 'a heartbeat is written before its batch'
 
 
-def test_a_mistake_is_not_tried_again(launch, tmp_path):
+def test_user_error_is_not_retried(launch, tmp_path):
     (job,) = launch(streams={'gone': {'local': str(tmp_path / 'gone'), 'resolution': 32}})
-    assert job.wait() == 'FAILED', job.story()
+    assert job.wait() == 'FAILED', job.diagnostics()
     assert (job.field('ExitCode'), job.field('Restarts')) == (f'{CONFIG_ERROR}:0', '0')
     (only,) = job.attempts()
     assert (only.status, only.cause) == (CONFIG_ERROR, 'mistake')
 
 
-def test_a_node_that_is_not_fit_is_avoided(launch, whole):
-    (job,) = launch(env={'UNFIT': 'n2'})
-    assert job.wait() == 'COMPLETED', job.story()
+def test_faulty_node_is_excluded(launch, undisturbed):
+    (job,) = launch(env={'FAULTY_NODE': 'n2'})
+    assert job.wait() == 'COMPLETED', job.diagnostics()
     assert (job.field('ExcNodeList'), job.field('Restarts')) == ('n2', '1')
-    # n2 may fail before the rank on n1 has written where it is.
+    # n2 may fail before the rank on n1 has written its node name.
     assert {'n2'} <= job.nodes(0) <= {'n1', 'n2'} and job.nodes(1) == {'n1', 'n3'}
-    assert_same_weights(job.run, whole.run)
+    assert_same_weights(job.run, undisturbed.run)
 
 
-def test_a_node_that_nobody_reaches_is_left_behind(launch, cluster, whole):
+def test_unreachable_node_is_replaced(launch, cluster, undisturbed):
     (job,) = launch()
     job.wait_for_batches(2)
     cluster.signal('n1', 'STOP')
-    cluster.call('scontrol', 'update', 'NodeName=n1', 'State=DOWN', 'Reason=test')  # as Slurm itself does in time
+    # As Slurm does itself after a timeout.
+    cluster.call('scontrol', 'update', 'NodeName=n1', 'State=DOWN', 'Reason=test')
     try:
-        assert job.wait() == 'COMPLETED', job.story()
-        # Of the first attempt, on the node that nobody reaches: it is not to requeue the second.
-        job.wait_until(lambda: 'attempt 0 ended' in job.log())
+        assert job.wait() == 'COMPLETED', job.diagnostics()
+        # The first attempt ends on the unreachable node, and must not requeue the second.
+        job.wait_until(lambda: 'attempt 0 exited' in job.log())
     finally:
         cluster.signal('n1', 'CONT')
         cluster.call('scontrol', 'update', 'NodeName=n1', 'State=RESUME')
         cluster.wait_until_idle()
     assert job.field('Restarts') == '1'
     assert job.nodes(1) == {'n2', 'n3'}
-    assert_same_weights(job.run, whole.run)
+    assert_same_weights(job.run, undisturbed.run)

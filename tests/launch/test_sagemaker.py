@@ -1,4 +1,4 @@
-"""SageMaker: requests that its service model takes, and that an API of it (moto's, on this machine) takes too."""
+"""SageMaker requests, validated by its service model and accepted by a mock of its API (moto)."""
 
 import json
 
@@ -22,7 +22,7 @@ STAGES = {'stages': {name: {'overrides': {'name': name}} for name in ('one', 'tw
 
 @pytest.fixture
 def aws(monkeypatch):
-    """AWS as moto has it; no request leaves the process."""
+    """AWS mocked by moto in this process; no request leaves it."""
     from moto import mock_aws
 
     for name, value in CREDENTIALS.items():
@@ -36,7 +36,7 @@ def request_of(prepare):
     return lambda **changes: json.loads(prepare('sagemaker', **changes)[1].files['job.json'])
 
 
-def found_in(request):
+def problems_of(request):
     rendered = Rendered({'job.json': json.dumps(request)}, ())
     return [str(problem) for problem in sagemaker.validate(rendered)]
 
@@ -48,30 +48,36 @@ def found_in(request):
         ({'ResourceConfig': {'InstanceType': 'ml.p4de.24xlarge', 'InstanceCount': 'two'}}, 'InstanceCount'),
         ({'RoleArn': 'training'}, 'RoleArn'),
         ({'TrainingJobName': 'a_b'}, 'TrainingJobName'),
-        ({'TrainingJobName': 'a' * 64}, 'TrainingJobName: 64 is above 63'),
+        ({'TrainingJobName': 'a' * 64}, 'TrainingJobName: 64 is above the SageMaker limit of 63'),
         (
             {'ResourceConfig': {'InstanceType': 'ml.p9.big', 'InstanceCount': 2}},
             "InstanceType: 'ml.p9.big' is not one of",
         ),
-        ({'Environment': {'A': 'x' * 513}}, 'Environment.A: 513 is above 512'),
-        ({'Environment': {f'A{index}': 'x' for index in range(101)}}, 'Environment: 101 is above 100'),
-        ({'RetryStrategy': {'MaximumRetryAttempts': 31}}, 'MaximumRetryAttempts: 31 is above 30'),
+        ({'Environment': {'A': 'x' * 513}}, 'Environment.A: 513 is above the SageMaker limit of 512'),
+        (
+            {'Environment': {f'A{index}': 'x' for index in range(101)}},
+            'Environment: 101 is above the SageMaker limit of 100',
+        ),
+        (
+            {'RetryStrategy': {'MaximumRetryAttempts': 31}},
+            'MaximumRetryAttempts: 31 is above the SageMaker limit of 30',
+        ),
         ({'OutputDataConfig': {}}, 'OutputDataConfig'),
     ],
 )
-def test_what_sagemaker_would_refuse_is_found_offline(change, expected, request_of):
+def test_invalid_request_is_found_offline(change, expected, request_of):
     request = request_of()
-    assert found_in(request) == []
-    assert any(expected in problem for problem in found_in(request | change))
+    assert problems_of(request) == []
+    assert any(expected in problem for problem in problems_of(request | change))
 
 
-def test_an_override_that_is_too_long_for_sagemaker_is_found(write_spec, capsys):
+def test_too_long_override_is_found(write_spec, capsys):
     path = write_spec('sagemaker', overrides={'generate.negative_prompt': 'x' * 300})
     assert main(['launch', str(path), '--dry-run']) == 2
-    assert 'ContainerArguments[3]: 325 is above 256' in capsys.readouterr().err
+    assert 'ContainerArguments[3]: 325 is above the SageMaker limit of 256' in capsys.readouterr().err
 
 
-def test_a_job_restarts_in_place_and_on_spot_waits_for_machines(request_of):
+def test_job_restarts_in_place_and_spot_job_waits_for_machines(request_of):
     request = request_of(schedule={'time_limit': '2d', 'preemptible': True}, restart={'max_restarts': 99})
     assert request['Environment'][environment.RESTART_IN_PLACE] == '1'
     assert request['Environment'][environment.MAX_RESTARTS] == '99'
@@ -80,13 +86,13 @@ def test_a_job_restarts_in_place_and_on_spot_waits_for_machines(request_of):
     assert request['StoppingCondition'] == {'MaxRuntimeInSeconds': 172800, 'MaxWaitTimeInSeconds': 345600}
 
 
-def test_every_node_gets_whole_data(request_of):
+def test_data_is_not_sharded_over_nodes(request_of):
     backend = {'subnets': ['subnet-0a'], 'security_groups': ['sg-0a']}
     mounts = {'/opt/ml/input/data/runs': 'fsx://fs-0123456789abcdef0/b', '/workspace/runs': 's3://bucket/runs'}
     assert 'S3DataDistributionType' not in json.dumps(request_of(backend=backend, mounts=mounts))
 
 
-def test_a_job_goes_to_sagemaker_and_back(write_spec, aws, capsys):
+def test_submit_status_logs_and_cancel(write_spec, aws, capsys):
     import boto3
 
     path = write_spec('sagemaker', secrets={'KEY': 'training/key'}, env={'A': 'b'})
@@ -103,7 +109,7 @@ def test_a_job_goes_to_sagemaker_and_back(write_spec, aws, capsys):
     assert main(['cancel', str(path)]) == 0
 
 
-def test_jobs_whose_names_begin_alike_are_not_ours(write_spec, aws, capsys):
+def test_jobs_with_longer_names_are_ignored(write_spec, aws, capsys):
     assert main(['launch', str(write_spec('sagemaker', name='job-of-another'))]) == 0
     path = write_spec('sagemaker')
     capsys.readouterr()
@@ -112,7 +118,7 @@ def test_jobs_whose_names_begin_alike_are_not_ours(write_spec, aws, capsys):
     assert capsys.readouterr().out == 'no job yet\nnothing is running\n'
 
 
-def test_a_chain_is_a_pipeline_that_can_be_submitted_again(write_spec, aws, capsys):
+def test_chain_is_a_pipeline_that_can_be_resubmitted(write_spec, aws, capsys):
     import boto3
 
     path = write_spec('sagemaker', **STAGES)
@@ -123,11 +129,11 @@ def test_a_chain_is_a_pipeline_that_can_be_submitted_again(write_spec, aws, caps
     steps = json.loads(client.describe_pipeline(PipelineName=pipeline['PipelineName'])['PipelineDefinition'])['Steps']
     assert [step['Name'] for step in steps] == ['job-one', 'job-two']
     assert steps[1]['DependsOn'] == ['job-one']
-    assert not any('TrainingJobName' in step['Arguments'] for step in steps), 'a pipeline makes its own'
+    assert not any('TrainingJobName' in step['Arguments'] for step in steps), 'a pipeline generates the names'
     assert len(client.list_pipeline_executions(PipelineName='job')['PipelineExecutionSummaries']) == 2
 
 
-def test_what_aws_refuses_is_one_line(write_spec, monkeypatch, capsys):
+def test_aws_error_is_one_line(write_spec, monkeypatch, capsys):
     for name in CREDENTIALS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv('AWS_EC2_METADATA_DISABLED', 'true')
@@ -137,7 +143,7 @@ def test_what_aws_refuses_is_one_line(write_spec, monkeypatch, capsys):
     assert capsys.readouterr().err == 'error: SageMaker: Unable to locate credentials\n'
 
 
-def test_a_node_fetches_the_secrets_that_the_job_only_names(aws):
+def test_node_fetches_secrets_by_name(aws):
     import boto3
 
     boto3.client('secretsmanager').create_secret(Name='training/key', SecretString='hunter2')
@@ -149,7 +155,7 @@ def test_a_node_fetches_the_secrets_that_the_job_only_names(aws):
         fetch_secrets({environment.SECRETS: 'KEY=training/none'})
 
 
-def test_secrets_manager_that_does_not_answer_may_answer_later(monkeypatch, capsys):
+def test_unreachable_secrets_manager_is_retryable(monkeypatch, capsys):
     for name, value in CREDENTIALS.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv('AWS_ENDPOINT_URL', 'http://127.0.0.1:9')

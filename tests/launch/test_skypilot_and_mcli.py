@@ -1,4 +1,4 @@
-"""SkyPilot's tasks and the MosaicML platform's runs, by the tools' own rules."""
+"""Rendered SkyPilot tasks and MosaicML runs, validated by the rules of SkyPilot and mcli themselves."""
 
 import dataclasses
 import typing
@@ -19,7 +19,7 @@ def task_of(rendered):
     return yaml.safe_load(rendered.files['job.yaml'])
 
 
-def test_only_ends_that_another_try_mends_bring_a_job_back(prepare):
+def test_only_retryable_exit_statuses_restart_a_job(prepare):
     recovery = task_of(prepare('skypilot')[1])['resources']['job_recovery']
     assert recovery == {'max_restarts_on_errors': 0, 'recover_on_exit_codes': [1, 75, 76]}
     restart = {'on_exit': {'3': 'retry', '75': 'stop'}, 'otherwise': 'stop'}
@@ -29,14 +29,14 @@ def test_only_ends_that_another_try_mends_bring_a_job_back(prepare):
     assert task_of(never)['resources']['job_recovery']['recover_on_exit_codes'] == []
 
 
-def test_an_unknown_key_of_a_task_is_found(prepare):
+def test_unknown_key_of_task_is_found(prepare):
     with pytest.raises(AssertionError, match=r"backend\.raw\.num_node: unknown key; did you mean 'num_nodes'\?"):
         prepare('skypilot', backend={'raw': {'num_node': 3}})
     with pytest.raises(AssertionError, match=r"resources\.use_spots: unknown key; did you mean 'use_spot'\?"):
         prepare('skypilot', backend={'raw': {'resources': {'use_spots': True}}})
 
 
-def test_a_chain_is_a_pipeline_of_tasks_after_its_name(prepare):
+def test_chain_is_a_named_pipeline_of_tasks(prepare):
     _, rendered = prepare('skypilot', **STAGES)
     header, first, second = yaml.safe_load_all(rendered.files['job.yaml'])
     assert header == {'name': 'job'}
@@ -49,7 +49,7 @@ def test_buckets_are_mounted_and_volumes_attached(prepare):
     assert task['file_mounts'] == {'/data': {'source': 's3://bucket/data', 'mode': 'MOUNT'}}
 
 
-def test_status_is_of_the_job_and_of_none_that_begins_alike(write_spec, tmp_path, capsys, monkeypatch):
+def test_status_excludes_jobs_with_longer_names(write_spec, tmp_path, capsys, monkeypatch):
     programs = tmp_path / 'bin'
     programs.mkdir()
     (programs / 'sky').write_text('#!/bin/bash\necho "1  -  job  RUNNING"\necho "2  -  job-of-another  RUNNING"\n')
@@ -59,7 +59,7 @@ def test_status_is_of_the_job_and_of_none_that_begins_alike(write_spec, tmp_path
     assert capsys.readouterr().out == '1  -  job  RUNNING\n'
 
 
-def test_secrets_are_named_on_the_command_line_and_valued_nowhere(prepare, monkeypatch):
+def test_secret_values_are_not_rendered(prepare, monkeypatch):
     monkeypatch.setenv('MY_SECRET', 'hunter2')
     _, rendered = prepare('skypilot', secrets={'MY_SECRET': None})
     assert task_of(rendered)['secrets'] == {'MY_SECRET': None}
@@ -83,7 +83,7 @@ VARIANTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize('variant', VARIANTS)
-def test_skypilot_itself_takes_the_tasks(variant, prepare, skypilot):
+def test_skypilot_accepts_the_tasks(variant, prepare, skypilot):
     _, rendered = prepare('skypilot', **VARIANTS[variant])
     assert skypilot.problem(rendered.files['job.yaml']) is None
 
@@ -98,36 +98,36 @@ def test_skypilot_itself_takes_the_tasks(variant, prepare, skypilot):
         ({'resources': {'priority': 1001}}, '1001 is greater than the maximum of 1000'),
     ],
 )
-def test_skypilot_itself_finds_what_is_wrong(raw, expected, prepare, skypilot):
+def test_skypilot_and_our_validation_find_mistakes(raw, expected, prepare, skypilot):
     task = changed(task_of(prepare('skypilot')[1]), raw)
     assert expected in skypilot.problem(yaml.safe_dump(task))
-    if 'priority' not in str(raw):  # a number is a number to our copy of the keys
+    if 'priority' not in str(raw):  # our copy of the schema checks types, not ranges
         assert backend.validate(Rendered({'job.yaml': yaml.safe_dump(task)}, ()))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ('kind', 'left_out'),
+    ('kind', 'excluded'),
     [
-        # Of services, and what SkyPilot writes for itself.
+        # Keys of services, and keys that SkyPilot adds itself.
         (backend.Task, {'service', 'file_mounts_mapping', 'volume_mounts'}),
         (backend.Resources, set()),
         (backend.JobRecovery, set()),
     ],
 )
-def test_our_copy_of_the_keys_is_skypilots(kind, left_out, skypilot):
-    theirs = {key for key in skypilot.known[kind.__name__] if not key.startswith('_')}
-    assert {field.name for field in dataclasses.fields(kind)} == theirs - left_out
+def test_copied_keys_match_skypilot(kind, excluded, skypilot):
+    skypilot_keys = {key for key in skypilot.known[kind.__name__] if not key.startswith('_')}
+    assert {field.name for field in dataclasses.fields(kind)} == skypilot_keys - excluded
 
 
 @pytest.mark.slow
-def test_every_strategy_of_skypilot_can_be_asked_for(skypilot):
+def test_every_skypilot_recovery_strategy_is_supported(skypilot):
     options = typing.get_type_hints(backend.Options)
-    ours = {name for choice in typing.get_args(options['recovery']) for name in typing.get_args(choice)}
-    assert {name.lower() for name in ours} == set(skypilot.known['strategies'])
+    supported = {name for choice in typing.get_args(options['recovery']) for name in typing.get_args(choice)}
+    assert {name.lower() for name in supported} == set(skypilot.known['strategies'])
 
 
-def test_mcli_takes_the_run_without_a_warning(prepare):
+def test_mcli_accepts_the_run_without_warning(prepare):
     schedule = {'queue': 'cluster', 'priority': 'low', 'preemptible': True, 'time_limit': '90m'}
     _, rendered = prepare('mcli', schedule=schedule, env={'A': 'b'})
     run = task_of(rendered)
@@ -136,7 +136,7 @@ def test_mcli_takes_the_run_without_a_warning(prepare):
 
 
 @pytest.mark.parametrize('restarts', [0, 1, 5])
-def test_mcli_restarts_a_run_as_often_as_its_spec_says(prepare, restarts):
+def test_mcli_retries_match_max_restarts(prepare, restarts):
     scheduling = task_of(prepare('mcli', restart={'max_restarts': restarts})[1])['scheduling']
     assert (scheduling['max_retries'], scheduling['retry_on_system_failure']) == (restarts, restarts > 0)
 
@@ -144,19 +144,19 @@ def test_mcli_restarts_a_run_as_often_as_its_spec_says(prepare, restarts):
 @pytest.mark.parametrize(
     'raw', [{'unheard': 1}, {'compute': {'gpu': 8}}, {'scheduling': {'retries': 1}}, {'image': 'UPPER CASE'}]
 )
-def test_what_mcli_only_warns_of_is_a_mistake(raw, prepare):
+def test_mcli_warning_is_a_mistake(raw, prepare):
     with pytest.raises(AssertionError, match=r'backend\.raw: mcli: '):
         prepare('mcli', backend={'raw': raw})
 
 
-def test_mcli_does_not_change_a_name(prepare):
+def test_mcli_does_not_change_long_names(prepare):
     run = task_of(prepare('mcli')[1])
     found = mcli.validate(Rendered({'job.yaml': yaml.safe_dump(run | {'name': 'a' * 60})}, ()))
-    assert not found, 'mcli leaves it to the platform, so that we must not'
+    assert not found, 'mcli leaves the length to the platform, so MAX_NAME must check it'
 
 
-def test_a_chain_on_the_platform_is_a_file_a_stage(write_spec, tmp_path, capsys):
+def test_chain_for_mcli_is_one_file_per_stage(write_spec, tmp_path, capsys):
     path = write_spec('mcli', **STAGES)
     assert main(['launch', str(path), '--dry-run', '--out', str(tmp_path / 'jobs')]) == 0
     assert sorted(file.name for file in (tmp_path / 'jobs').iterdir()) == ['job-one.yaml', 'job-two.yaml']
-    assert 'submit a stage when the one before it is done' in capsys.readouterr().out
+    assert 'submit each stage when the previous one is done' in capsys.readouterr().out

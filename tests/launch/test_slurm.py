@@ -1,4 +1,4 @@
-"""The sbatch script: what it does when a job ends, with programs of Slurm that only write down what they are told."""
+"""Handling of job ends by the sbatch script, tested with fake Slurm programs that record their calls."""
 
 import os
 import subprocess
@@ -11,12 +11,12 @@ from diffusion.exit_codes import FAILED
 from diffusion.launch.job_checks import check_jobs, load_job_spec
 
 SRUN = """#!/bin/bash
-# As a cluster does: each node says how it ended, and srun ends with the highest status.
+# As on a cluster: each node reports its exit status, and srun exits with the highest one.
 printf '%s' "$EXITS" > "$DIFFUSION_EXIT_FILE"
 echo "srun attempt=$DIFFUSION_ATTEMPT" >> "$CALLS"
 exit "$SRUN_STATUS"
 """
-NOTING = """#!/bin/bash
+RECORD_CALL = """#!/bin/bash
 echo "$(basename "$0") $*" >> "$CALLS"
 """
 SCONTROL = f"""#!/bin/bash
@@ -24,29 +24,29 @@ if [ "$2" = hostnames ]; then
     printf '%s\\n' n1 n2
     exit
 fi
-{NOTING}
+{RECORD_CALL}
 if [ "$(grep -c scontrol "$CALLS")" -le "${{AWAY:-0}}" ]; then
     exit 1
 elif [ "$2" = show ]; then
-    echo "JobId=7 JobState=${{STATE:-RUNNING}} Restarts=$RESTARTS ExcNodeList=${{AVOIDED:-(null)}} Power="
+    echo "JobId=7 JobState=${{STATE:-RUNNING}} Restarts=$RESTARTS ExcNodeList=${{EXCLUDED:-(null)}} Power="
 fi
 """
-SBATCH = NOTING + 'echo "$((100 + $(grep -c sbatch "$CALLS")));cluster"\n'
+SBATCH = RECORD_CALL + 'echo "$((100 + $(grep -c sbatch "$CALLS")));cluster"\n'
 REQUEUE = 'scontrol requeue 7'
 
 
 @pytest.fixture
 def slurm(tmp_path, monkeypatch):
-    """Programs of Slurm on PATH; gives the file that they write their calls to."""
+    """Fake Slurm programs on PATH; return the file in which they record their calls."""
     programs = tmp_path / 'bin'
     programs.mkdir()
     for name, text in {
         'srun': SRUN,
-        'squeue': NOTING,
+        'squeue': RECORD_CALL,
         'scontrol': SCONTROL,
-        'sleep': NOTING,
+        'sleep': RECORD_CALL,
         'sbatch': SBATCH,
-        'scancel': NOTING,
+        'scancel': RECORD_CALL,
     }.items():
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
@@ -56,8 +56,8 @@ def slurm(tmp_path, monkeypatch):
     return tmp_path / 'calls'
 
 
-def ended(script: str, calls: Path, *, status: int, exits: str = '', restarts: int | None = None, **environ: str):
-    """The script's exit status, and what it did after srun, besides looking."""
+def run_script(script: str, calls: Path, *, status: int, exits: str = '', restarts: int | None = None, **environ: str):
+    """Return the exit status of the script and its calls after srun, except queries."""
     (calls.parent / 'logs').mkdir(exist_ok=True)
     calls.write_text('')
     environment = {'SLURM_JOB_ID': '7', 'SRUN_STATUS': str(status), 'EXITS': exits, 'RESTARTS': str(restarts or 0)}
@@ -65,9 +65,9 @@ def ended(script: str, calls: Path, *, status: int, exits: str = '', restarts: i
     if restarts is not None:
         environment['SLURM_RESTART_COUNT'] = str(restarts)
     result = subprocess.run(['bash'], input=script, cwd=calls.parent, env=environment, text=True, check=False)
-    told = calls.read_text().splitlines()
-    assert told[0] == f'srun attempt={restarts or 0}'
-    return result.returncode, [call for call in told[1:] if ' show ' not in call]
+    calls_made = calls.read_text().splitlines()
+    assert calls_made[0] == f'srun attempt={restarts or 0}'
+    return result.returncode, [call for call in calls_made[1:] if ' show ' not in call]
 
 
 @pytest.fixture
@@ -78,77 +78,78 @@ def script(prepare):
     return render
 
 
-def test_a_job_that_is_done_is_done(script, slurm):
-    assert ended(script(), slurm, status=0, exits='0 n1\n0 n2\n') == (0, [])
+def test_completed_job_is_not_requeued(script, slurm):
+    assert run_script(script(), slurm, status=0, exits='0 n1\n0 n2\n') == (0, [])
 
 
 @pytest.mark.parametrize('status', [1, 75, 137])
-def test_a_crash_and_a_preemption_are_requeued(status, script, slurm):
-    assert ended(script(), slurm, status=status) == (status, [REQUEUE])
+def test_crash_and_preemption_are_requeued(status, script, slurm):
+    assert run_script(script(), slurm, status=status) == (status, [REQUEUE])
 
 
-def test_a_mistake_in_the_recipe_is_not_requeued(script, slurm):
-    assert ended(script(), slurm, status=78) == (78, [])
+def test_user_error_is_not_requeued(script, slurm):
+    assert run_script(script(), slurm, status=78) == (78, [])
 
 
-def test_the_first_bad_end_counts_and_not_what_srun_killed_for_it(script, slurm):
-    assert ended(script(), slurm, status=143, exits='78 n2\n143 n1\n') == (78, [])
-    assert ended(script(), slurm, status=143, exits='0 n1\n75 n2\n143 n3\n') == (75, [REQUEUE])
+def test_first_failed_node_decides_not_nodes_killed_by_srun(script, slurm):
+    assert run_script(script(), slurm, status=143, exits='78 n2\n143 n1\n') == (78, [])
+    assert run_script(script(), slurm, status=143, exits='0 n1\n75 n2\n143 n3\n') == (75, [REQUEUE])
 
 
-def test_bad_hardware_goes_on_without_the_nodes_that_said_so(script, slurm):
+def test_bad_hardware_is_requeued_without_faulty_nodes(script, slurm):
     exits = '76 n3\n143 n1\n76 n5\n'
     expected = [REQUEUE, 'scontrol update JobId=7 ExcNodeList=n3,n5']
-    assert ended(script(), slurm, status=143, exits=exits) == (76, expected)
-    told = ended(script(), slurm, status=143, exits=exits, AVOIDED='n9')[1]
-    assert told[-1] == 'scontrol update JobId=7 ExcNodeList=n9,n3,n5'
-    assert ended(script(), slurm, status=76)[1] == [REQUEUE], 'nobody said which'
+    assert run_script(script(), slurm, status=143, exits=exits) == (76, expected)
+    calls_made = run_script(script(), slurm, status=143, exits=exits, EXCLUDED='n9')[1]
+    assert calls_made[-1] == 'scontrol update JobId=7 ExcNodeList=n9,n3,n5'
+    assert run_script(script(), slurm, status=76)[1] == [REQUEUE], 'no node reported the fault'
 
 
-def test_restarts_are_counted(script, slurm):
+def test_requeue_stops_at_max_restarts(script, slurm):
     text = script(restart={'max_restarts': 3})
-    assert ended(text, slurm, status=1, restarts=2) == (1, [REQUEUE])
-    assert ended(text, slurm, status=1, restarts=3) == (1, [])
+    assert run_script(text, slurm, status=1, restarts=2) == (1, [REQUEUE])
+    assert run_script(text, slurm, status=1, restarts=3) == (1, [])
     assert (
-        ended(script(restart={'max_restarts': 0}, overrides={'trainer.autoresume': False}), slurm, status=75)[1] == []
+        run_script(script(restart={'max_restarts': 0}, overrides={'trainer.autoresume': False}), slurm, status=75)[1]
+        == []
     )
 
 
-def test_a_job_that_was_cancelled_does_not_come_back(script, slurm):
-    assert ended(script(), slurm, status=143, STATE='CANCELLED') == (143, [])
+def test_canceled_job_is_not_requeued(script, slurm):
+    assert run_script(script(), slurm, status=143, STATE='CANCELLED') == (143, [])
 
 
-def test_an_attempt_that_was_left_behind_does_not_end_the_next_one(script, slurm):
-    assert ended(script(), slurm, status=1, RESTARTS='1') == (1, [])
-    assert ended(script(), slurm, status=1, STATE='PENDING', RESTARTS='1') == (1, [])
-    assert ended(script(), slurm, status=1, restarts=1, RESTARTS='11') == (1, [])
+def test_stale_attempt_does_not_requeue_the_next_one(script, slurm):
+    assert run_script(script(), slurm, status=1, RESTARTS='1') == (1, [])
+    assert run_script(script(), slurm, status=1, STATE='PENDING', RESTARTS='1') == (1, [])
+    assert run_script(script(), slurm, status=1, restarts=1, RESTARTS='11') == (1, [])
 
 
-def test_a_controller_that_is_away_is_asked_again(script, slurm):
-    assert ended(script(), slurm, status=1, AWAY='3') == (1, ['sleep 10'] * 3 + [REQUEUE])
-    code, told = ended(script(), slurm, status=1, AWAY='1000')
-    assert code == 1 and REQUEUE not in told and len(told) < 60
+def test_unresponsive_controller_is_retried(script, slurm):
+    assert run_script(script(), slurm, status=1, AWAY='3') == (1, ['sleep 10'] * 3 + [REQUEUE])
+    code, calls_made = run_script(script(), slurm, status=1, AWAY='1000')
+    assert code == 1 and REQUEUE not in calls_made and len(calls_made) < 60
 
 
-def test_exit_statuses_are_the_users_to_judge(script, slurm):
+def test_user_defines_actions_by_exit_status(script, slurm):
     text = script(restart={'on_exit': {'3': 'stop', '78': 'retry'}, 'otherwise': 'stop'})
-    assert [bool(ended(text, slurm, status=status)[1]) for status in (3, 78, 1, 75)] == [False, True, False, True]
+    assert [bool(run_script(text, slurm, status=status)[1]) for status in (3, 78, 1, 75)] == [False, True, False, True]
 
 
-def test_what_is_set_up_first_must_succeed(script, slurm):
+def test_failing_setup_ends_the_job(script, slurm):
     text = script(backend={'setup': 'echo setup >> "$CALLS"\nfalse'})
     environment = os.environ | {'SLURM_JOB_ID': '7', 'SRUN_STATUS': '0'}
     assert subprocess.run(['bash'], input=text, env=environment, text=True, check=False).returncode == 1
     assert slurm.read_text() == 'setup\n'
 
 
-def test_setup_that_bash_cannot_read_is_found(write_spec, capsys):
+def test_syntax_error_in_setup_is_found(write_spec, capsys):
     path = write_spec('slurm', backend={'setup': 'if true; then'})
     assert main(['launch', str(path), '--dry-run']) == 2
     assert 'backend.setup: job.sbatch: ' in capsys.readouterr().err
 
 
-def test_the_users_own_options_come_last(script):
+def test_raw_options_replace_defaults(script):
     raw = {'constraint': 'ib', 'exclusive': None, 'gpus-per-node': 'a100:8', 'contiguous': True}
     lines = [line for line in script(backend={'raw': raw}).splitlines() if line.startswith('#SBATCH')]
     assert {'#SBATCH --constraint=ib', '#SBATCH --gpus-per-node=a100:8', '#SBATCH --contiguous'} <= set(lines)
@@ -157,11 +158,11 @@ def test_the_users_own_options_come_last(script):
 
 
 @pytest.mark.parametrize(('limit', 'expected'), [('90m', '0-01:30:00'), ('3d', '3-00:00:00'), ('61s', '0-00:02:00')])
-def test_time_limits_in_slurms_form(limit, expected, script):
+def test_time_limit_is_in_slurm_format(limit, expected, script):
     assert f'#SBATCH --time={expected}\n' in script(schedule={'time_limit': limit})
 
 
-def test_an_image_is_run_by_pyxis_with_its_mounts_and_the_logs(prepare, slurm):
+def test_image_runs_through_pyxis_with_mounts_and_logs(prepare, slurm):
     mounts = {'/workspace/runs': '/shared/runs'}
     _, rendered = prepare('slurm', image='registry.example.com#diffusion:latest', mounts=mounts, workdir='/workspace')
     (slurm.parent / 'logs').mkdir()
@@ -176,7 +177,7 @@ def test_an_image_is_run_by_pyxis_with_its_mounts_and_the_logs(prepare, slurm):
     assert '--container-workdir=/workspace' in words
 
 
-def test_a_chain_is_submitted_with_each_stage_behind_the_one_before(write_spec, slurm, tmp_path, capsys):
+def test_each_stage_depends_on_the_previous_one(write_spec, slurm, tmp_path, capsys):
     stages = {name: {'overrides': {'name': name}} for name in ('one', 'two', 'three')}
     path = write_spec('slurm', stages=stages, backend={'logs': str(tmp_path / 'logs')})
     assert main(['launch', str(path)]) == 0
@@ -186,10 +187,10 @@ def test_a_chain_is_submitted_with_each_stage_behind_the_one_before(write_spec, 
     assert [call[2] for call in calls[1:]] == after
     assert all('--kill-on-invalid-dep=yes' in call for call in calls[1:])
     assert 'job-three: Slurm job 103' in capsys.readouterr().out
-    assert (tmp_path / 'logs').is_dir(), 'Slurm does not make the folder of its logs'
+    assert (tmp_path / 'logs').is_dir(), 'Slurm does not create the folder of its logs'
 
 
-def test_the_folder_of_logs_is_taken_from_where_the_job_runs(write_spec, slurm, tmp_path, capsys):
+def test_logs_folder_is_relative_to_workdir(write_spec, slurm, tmp_path, capsys):
     path = write_spec('slurm', workdir=str(tmp_path), backend={'logs': 'logs/of/jobs'})
     assert main(['launch', str(path)]) == 0
     (tmp_path / 'logs/of/jobs/job-7.log').write_text('from there')
@@ -198,12 +199,12 @@ def test_the_folder_of_logs_is_taken_from_where_the_job_runs(write_spec, slurm, 
     assert capsys.readouterr().out.endswith('from there\n')
 
 
-def test_status_logs_and_cancel_ask_by_the_jobs_names(write_spec, slurm, tmp_path, capsys):
+def test_status_logs_and_cancel_select_by_job_name(write_spec, slurm, tmp_path, capsys):
     logs = tmp_path / 'logs'
     logs.mkdir()
     path = write_spec('slurm', backend={'logs': str(logs)})
     assert main(['logs', str(path)]) == 2
-    assert f'logs: {logs} has none of job; has a job started?' in capsys.readouterr().err
+    assert f'logs: {logs} has no log of job; has a job started?' in capsys.readouterr().err
     (logs / 'job-of-another-8.log').write_text('of another')
     assert main(['logs', str(path)]) == 2
     capsys.readouterr()
@@ -217,21 +218,21 @@ def test_status_logs_and_cancel_ask_by_the_jobs_names(write_spec, slurm, tmp_pat
     assert capsys.readouterr().out.endswith('7 job RUNNING\n')
 
 
-def test_a_job_that_was_launched_by_a_restarted_one_counts_from_0(write_spec, slurm, tmp_path, monkeypatch):
+def test_restart_count_is_not_inherited_by_new_job(write_spec, slurm, tmp_path, monkeypatch):
     (tmp_path / 'bin' / 'sbatch').write_text('#!/bin/bash\necho "$SLURM_RESTART_COUNT" >> "$CALLS"\necho 101\n')
     monkeypatch.setenv('SLURM_RESTART_COUNT', '7')
     assert main(['launch', str(write_spec('slurm', backend={'logs': str(tmp_path / 'logs')}))]) == 0
     assert slurm.read_text() == '0\n'
 
 
-def test_what_slurm_refuses_is_said_in_its_words(write_spec, slurm, tmp_path, capsys):
+def test_error_of_slurm_is_shown(write_spec, slurm, tmp_path, capsys):
     (tmp_path / 'bin' / 'sbatch').write_text('#!/bin/bash\necho "sbatch: error: invalid partition" >&2\nexit 1\n')
     path = write_spec('slurm', backend={'logs': str(tmp_path / 'logs')})
     assert main(['launch', str(path)]) == FAILED
     assert 'sbatch --parsable' in (error := capsys.readouterr().err) and 'invalid partition' in error
 
 
-def test_a_stage_may_have_its_own_limit_and_nodes(write_spec):
+def test_stage_can_override_time_limit_and_nodes(write_spec):
     stages = {
         'one': {'overrides': {'name': 'one'}, 'nodes': 1, 'time_limit': '1h'},
         'two': {'overrides': {'name': 'two'}},

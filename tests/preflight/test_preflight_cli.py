@@ -39,7 +39,7 @@ def test_levels_and_kinds_are_handed_on_and_the_status_back(asked, write_recipe)
         (['nosuch.yaml'], 'nosuch.yaml cannot be read'),
         (['RECIPE', 'naem=x'], "naem: unknown key; did you mean 'name'?"),
         (['RECIPE', '--gpu', 'h10'], "--gpu: no GPU is called 'h10'; did you mean h100-sxm or h100-pcie?\n"),
-        (['RECIPE', '--processes', '0'], 'DIFFUSION_PROCESSES_PER_NODE: 0 processes a node; give 1 or more'),
+        (['RECIPE', '--processes', '0'], 'DIFFUSION_PROCESSES_PER_NODE: 0 processes per node; use 1 or more'),
     ],
 )
 def test_mistakes_are_a_line(write_recipe, capsys, words, told):

@@ -1,4 +1,4 @@
-"""Back ends by name, one per module; a module is imported when a job needs it."""
+"""Launch back ends, one module per scheduler, imported when a job needs it."""
 
 import importlib
 from typing import cast
@@ -9,5 +9,5 @@ NAMES = ('kubernetes', 'local', 'mcli', 'sagemaker', 'skypilot', 'slurm')
 
 
 def backend_of(name: str) -> Backend:
-    """Return the back end of a name in NAMES: the module with its functions."""
+    """Return the back end module for a name in NAMES."""
     return cast(Backend, importlib.import_module(f'diffusion.launch.backends.{name}'))

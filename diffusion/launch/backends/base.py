@@ -1,7 +1,7 @@
-"""The interface of a back end, which turns jobs into files, checks them offline, and submits them to its scheduler.
+"""Interface of a back end, which renders jobs to files, validates them offline and submits them to its scheduler.
 
-The contract with `diffusion.launch.node`, which runs on the nodes: every back end starts `Job.command` once per node
-with the variables of `environment_of(job, ...)`; `diffusion.launch.environment` documents them.
+Contract with `diffusion.launch.node`, which runs on the nodes: every back end starts `Job.command` once per node with
+the variables of `environment_of(job, ...)`; see `diffusion.launch.environment`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,40 +14,40 @@ from diffusion.launch import environment
 from diffusion.launch.job_spec import Job
 
 IMAGE_WORKDIR = '/workspace'
-"""Folder of run.py in the image of docker/Dockerfile."""
+"""Folder with run.py in the image of docker/Dockerfile."""
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """The files that would be submitted."""
+    """Rendered files of jobs, ready for submission."""
 
     files: dict[str, str]
     """Contents by file name."""
     commands: tuple[tuple[str, ...], ...]
-    """Commands that submit the files, as argument lists for people to read."""
+    """Commands that submit the files, as argument lists, for display."""
     notes: tuple[str, ...] = ()
-    """Advice for the user that the files do not show."""
+    """Notes for the user that the files do not show."""
 
 
 class NotValidated(Exception):
-    """The program or package that reads the files offline is missing; the message says how to get it."""
+    """The program or package that validates the files is missing; the message explains how to install it."""
 
 
 class Backend(Protocol):
-    """A module for one scheduler. `Options` is the dataclass of its keys beside `name` under `backend:`."""
+    """Module for one scheduler. `Options` is the dataclass of the keys beside `name` under `backend:`."""
 
     Options: type
 
     def problems(self, jobs: Sequence[Job]) -> list[Problem]:
-        """Find mistakes in the spec that this scheduler would refuse, or would accept and misunderstand."""
+        """Return mistakes in the spec that this scheduler would refuse, or would accept and misinterpret."""
         ...
 
     def render(self, jobs: Sequence[Job]) -> Rendered:
-        """Render the files; a pure function of the jobs."""
+        """Return the rendered files; a pure function of the jobs."""
         ...
 
     def validate(self, rendered: Rendered) -> list[Problem]:
-        """Find mistakes by the scheduler's own schema.
+        """Return the mistakes that the schema of the scheduler finds in the files.
 
         Raises:
             NotValidated: The package or program that knows the schema is missing.
@@ -55,16 +55,16 @@ class Backend(Protocol):
         ...
 
     def submit(self, jobs: Sequence[Job], rendered: Rendered, folder: Path) -> str:
-        """Submit the files, which lie in the folder, and return a line about the result.
+        """Submit the files, which have been written to the folder, and return a line about the result.
 
         Raises:
-            UserError: The scheduler's tool is missing.
-            ExternalError: The scheduler refuses or does not answer.
+            UserError: The tool of the scheduler is missing.
+            ExternalError: The scheduler refuses the job or does not respond.
         """
         ...
 
     def status(self, jobs: Sequence[Job]) -> str:
-        """Return the scheduler's report on the jobs."""
+        """Return the status of the jobs as the scheduler reports it."""
         ...
 
     def logs(self, jobs: Sequence[Job]) -> str:
@@ -72,12 +72,18 @@ class Backend(Protocol):
         ...
 
     def cancel(self, jobs: Sequence[Job]) -> str:
-        """Stop the jobs and return the scheduler's answer."""
+        """Cancel the jobs and return a line about the result."""
         ...
 
 
 def environment_of(job: Job, scheduler: str, **more: str) -> dict[str, str]:
-    """Return the environment variables of a job's nodes: the user's, ours, and `more` by the names in `environment`."""
+    """Return the environment variables of the nodes of a job.
+
+    Args:
+        job: The job.
+        scheduler: Value of `environment.SCHEDULER`.
+        more: Further values by the name of their constant in `diffusion.launch.environment`.
+    """
     spec = job.spec
     restart = spec.restart
     actions = {str(code): action for code, action in restart.actions().items()} | {'*': restart.otherwise}
@@ -94,31 +100,32 @@ def environment_of(job: Job, scheduler: str, **more: str) -> dict[str, str]:
         environment.NOTICE_SECONDS: str(spec.schedule.notice_seconds),
     }
     if spec.gpu is None:
-        ours['CUDA_VISIBLE_DEVICES'] = ''  # the machine may have GPUs all the same
+        ours['CUDA_VISIBLE_DEVICES'] = ''  # hides the GPUs of a machine that has some
     if spec.hang_seconds is not None:
         ours[environment.HANG_SECONDS] = str(spec.hang_seconds)
+    # Last, so that a variable of the user cannot replace one of the contract; job_checks refuses such names.
     return spec.env | ours | {getattr(environment, name): value for name, value in more.items()}
 
 
-def merged(base: Any, raw: Any) -> Any:
-    """Merge the user's own values into a document: mappings merge, null removes a key, everything else replaces."""
-    if not isinstance(base, Mapping) or not isinstance(raw, Mapping):
-        return raw
+def deep_merge(base: Any, changes: Any) -> Any:
+    """Return a document with the user's values merged in: mappings merge, null removes a key, other values replace."""
+    if not isinstance(base, Mapping) or not isinstance(changes, Mapping):
+        return changes
     result = dict(base)
-    for key, value in raw.items():
+    for key, value in changes.items():
         if value is None:
             result.pop(key, None)
         else:
-            result[key] = merged(result.get(key, {} if isinstance(value, Mapping) else None), value)
+            result[key] = deep_merge(result.get(key, {} if isinstance(value, Mapping) else None), value)
     return result
 
 
 def unmounted_run_folders(jobs: Sequence[Job]) -> list[Problem]:
-    """Find jobs in a container whose run folder is on no mount, so that their checkpoints would be lost."""
+    """Return a problem if a job in a container saves outside of all mounts, where its checkpoints would be lost."""
     problems = []
     for job in jobs:
         folder = PurePosixPath(job.spec.workdir or IMAGE_WORKDIR, job.run_dir)
         if not any(folder.is_relative_to(target) for target in job.spec.mounts):
-            what = f'nothing is mounted at {folder.parent}, where {job.name} saves; its checkpoints would be lost'
-            problems.append(Problem('mounts', what))
+            message = f'nothing is mounted at {folder.parent}, where {job.name} saves; its checkpoints would be lost'
+            problems.append(Problem('mounts', message))
     return problems[:1]

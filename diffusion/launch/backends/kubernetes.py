@@ -1,4 +1,4 @@
-"""Kubernetes: a JobSet with one indexed Job per stage and one pod per node; queued by Kueue through a label."""
+"""Kubernetes back end: a JobSet with one indexed Job per stage and one pod per node, queued by Kueue if labeled."""
 
 import re
 from collections.abc import Sequence
@@ -11,41 +11,41 @@ import yaml
 from diffusion.config.schema import Gatherer, Problem, join
 from diffusion.errors import ExternalError, UserError
 from diffusion.launch import environment
-from diffusion.launch.backends.base import NotValidated, Rendered, environment_of, merged, unmounted_run_folders
+from diffusion.launch.backends.base import NotValidated, Rendered, deep_merge, environment_of, unmounted_run_folders
 from diffusion.launch.command_line_tools import call
 from diffusion.launch.job_spec import Job
 
-INSTALL = 'install kubectl, and give it the cluster (kubectl config get-contexts)'
+INSTALL = 'install kubectl and configure a context (kubectl config get-contexts)'
 LABEL = re.compile(r'[a-z]([a-z0-9-]*[a-z0-9])?')
 MAX_NAME = 63
-"""Longest DNS label, which names of pods and hosts must be."""
+"""Maximum length of a DNS label, and so of the names of pods and hosts."""
 QUEUE = 'kueue.x-k8s.io/queue-name'
 PRIORITY = 'kueue.x-k8s.io/priority-class'
 RESTARTS = 'jobset.sigs.k8s.io/restart-attempt'
-"""Label of a pod with the number of restarts of its JobSet."""
+"""Label of a pod that holds the number of restarts of its JobSet."""
 RAW = ('jobset', 'job', 'pod', 'container')
 
 
 @dataclass
 class Options:
-    """Kubernetes' own settings."""
+    """Settings of the Kubernetes back end."""
 
     namespace: str | None = None
-    """Namespace of all objects; null is that of the kubectl context."""
+    """Namespace of all objects; null uses that of the kubectl context."""
     gpu_resource: str = 'nvidia.com/gpu'
     """Name of the GPU resource in a pod's limits."""
     cpus_per_node: int | None = None
-    """Cores per pod, fewer than a machine has, because Kubernetes' own processes need some."""
+    """Number of cores per pod; fewer than the machine has, because Kubernetes itself needs some."""
     memory_per_node: str | None = None
     """Memory per pod including its /dev/shm, such as 900Gi."""
     shared_memory: str = '64Gi'
-    """Size of /dev/shm, through which data workers pass batches; Docker's default is 64 MB."""
+    """Size of /dev/shm, through which data loader workers pass batches; the default of Docker is 64 MB."""
     service_account: str | None = None
-    """Service account of the pods, for access to the object store for example."""
+    """Service account of the pods, for example for access to the object store."""
     keep_seconds: int | None = 604800
-    """Seconds for which a finished JobSet is kept; null keeps it forever."""
+    """Time in seconds for which a finished JobSet is kept; null keeps it forever."""
     raw: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Values merged last into the manifest, under jobset, job, pod (its spec) and container."""
+    """Values that are merged last into the manifest, under jobset, job, pod (its spec) and container."""
 
 
 def problems(jobs: Sequence[Job]) -> list[Problem]:
@@ -53,33 +53,31 @@ def problems(jobs: Sequence[Job]) -> list[Problem]:
     options: Options = spec.options
     if LABEL.fullmatch(spec.name) is None:
         gather.problem(
-            'name', f'{spec.name!r} is no name in Kubernetes; use a-z, 0-9 and dashes, and begin with a letter'
+            'name', f'{spec.name!r} is not a valid Kubernetes name; use a-z, 0-9 and dashes, starting with a letter'
         )
     for job in jobs:
-        # <jobset>-<replicated job>-<job index>-<pod index>-<five characters>
+        # Name of a pod: <jobset>-<replicated job>-<job index>-<pod index>-<five characters>.
         excess = len(f'{spec.name}-{job.stage}-0-{job.nodes - 1}-abcde') - MAX_NAME
         if excess > 0:
             gather.problem(
                 'name',
-                f'{spec.name!r} is {excess} too long: a pod of stage {job.stage!r} would have more than {MAX_NAME}',
+                f'{spec.name!r} is {excess} characters too long: pod names of stage {job.stage!r} exceed {MAX_NAME}',
             )
     if spec.image is None:
         gather.problem('image', 'is missing; a pod needs one')
     if spec.schedule.preemptible:
-        what = (
-            'is chosen in Kubernetes by a priority or by a node: set schedule.priority, or backend.raw.pod.nodeSelector'
-        )
-        gather.problem('schedule.preemptible', what)
+        message = 'depends on priority or node in Kubernetes; set schedule.priority or backend.raw.pod.nodeSelector'
+        gather.problem('schedule.preemptible', message)
     if isinstance(spec.schedule.priority, int):
         gather.problem('schedule.priority', f'{spec.schedule.priority} is a number; give the name of a priority class')
     for target, source in spec.mounts.items():
         if _volume('x', source) is None:
-            what = f'{source!r} cannot be mounted; write pvc://claim, pvc://claim/folder, or a folder of the nodes'
-            gather.problem(join('mounts', target), what)
+            message = f'{source!r} cannot be mounted; write pvc://claim, pvc://claim/folder, or a folder on the nodes'
+            gather.problem(join('mounts', target), message)
     for name, source in spec.secrets.items():
         if source is None or re.fullmatch(r'[a-z0-9.-]+/[A-Za-z0-9._-]+', source) is None:
-            what = f"{source!r} is not where Kubernetes has it; write secret/key, the Secret's name and a key in it"
-            gather.problem(join('secrets', name), what)
+            message = f'{source!r} is not a Kubernetes secret; write secret/key, the name of a Secret and a key in it'
+            gather.problem(join('secrets', name), message)
     for name in options.raw:
         if name not in RAW:
             gather.problem(join('backend.raw', name), f'is not one of {", ".join(RAW)}')
@@ -101,6 +99,7 @@ def render(jobs: Sequence[Job]) -> Rendered:
         'kind': 'JobSet',
         'metadata': {key: value for key, value in metadata.items() if value},
         'spec': {
+            # Gives the first pod a host name that is known before the job starts: the master address.
             'network': {'enableDNSHostnames': True, 'subdomain': spec.name},
             'failurePolicy': _failure_policy(jobs),
             **({} if options.keep_seconds is None else {'ttlSecondsAfterFinished': options.keep_seconds}),
@@ -110,12 +109,12 @@ def render(jobs: Sequence[Job]) -> Rendered:
         },
     }
     name = f'{spec.name}.yaml'
-    text = yaml.safe_dump(merged(manifest, options.raw.get('jobset', {})), sort_keys=False, width=1000)
+    text = yaml.safe_dump(deep_merge(manifest, options.raw.get('jobset', {})), sort_keys=False, width=1000)
     return Rendered({name: text}, (('kubectl', 'create', '-f', name),), tuple(_notes(jobs)))
 
 
 def validate(rendered: Rendered) -> list[Problem]:
-    """Validate by the published schemas where the extra `kubernetes` is installed, else by kubectl and its cluster."""
+    """Return the mistakes that the published schemas find (extra `kubernetes`), or else kubectl and its cluster."""
     found = []
     for text in rendered.files.values():
         try:
@@ -146,15 +145,15 @@ def _notes(jobs: Sequence[Job]) -> list[str]:
     spec, found = jobs[0].spec, []
     if spec.restart.codes('elsewhere'):
         found.append(
-            'A restart may get the machine that a preflight found to be bad; kubectl cordon the one its message names.'
+            'A restart may use a machine that failed the preflight; run kubectl cordon on the node that it reports.'
         )
     if spec.schedule.queue is None and any(job.nodes > 1 for job in jobs):
-        found.append('Without a queue of Kueue (schedule.queue) pods start one by one, and two jobs may wait forever.')
+        found.append('Without a Kueue queue (schedule.queue), pods start one by one, and two jobs may wait forever.')
     if len(jobs) > 1:
-        found.append('The stages need JobSet 0.8 or later; a restart passes through finished ones, which end at once.')
+        found.append('Stages need JobSet 0.8 or later; a restart also runs completed stages, which exit immediately.')
     if len(jobs) > 1 and spec.schedule.queue is not None:
         nodes = sum(job.nodes for job in jobs)
-        found.append(f'Kueue keeps the machines of all stages, {nodes}, from the first to the last.')
+        found.append(f'Kueue reserves the machines of all stages, {nodes}, for the whole job.')
     return found
 
 
@@ -169,18 +168,20 @@ def _selector(jobs: Sequence[Job]) -> list[str]:
 
 def _failure_policy(jobs: Sequence[Job]) -> dict[str, Any]:
     restart = jobs[0].spec.restart
+    # JobSet recreates all Jobs after any other failure, because the ranks cannot continue without one another.
     final = {'name': 'stop', 'action': 'FailJobSet', 'onJobFailureReasons': ['PodFailurePolicy', 'DeadlineExceeded']}
     return {'maxRestarts': restart.max_restarts, 'rules': [final]}
 
 
 def _pod_failure_policy(job: Job) -> dict[str, Any]:
-    """Return the policy that makes exit statuses which must not be retried final for the JobSet."""
+    """Return the policy that fails the JobSet on exit statuses that must not be retried."""
     restart = job.spec.restart
     codes = restart.codes('stop')
     operator = 'In'
     if restart.otherwise == 'stop':
         operator, codes = 'NotIn', restart.codes('retry', 'elsewhere')
-        # Kubernetes itself ends pods with 137 and 143.
+        # Kubernetes itself ends pods with 137 (SIGKILL) and 143 (SIGTERM), for example on eviction; that is no failure
+        # of the job.
         codes = sorted({*codes, 137, 143})
     rule = {'action': 'FailJob', 'onExitCodes': {'containerName': 'main', 'operator': operator, 'values': codes}}
     return {'podFailurePolicy': {'rules': [rule]}} if codes else {}
@@ -193,17 +194,18 @@ def _replicated_job(job: Job, previous: Job | None) -> dict[str, Any]:
         'parallelism': job.nodes,
         'completions': job.nodes,
         'completionMode': 'Indexed',
+        # No pod is replaced alone: the JobSet restarts all pods of an attempt together.
         'backoffLimit': 0,
         **deadline,
         **_pod_failure_policy(job),
-        'template': {'spec': merged(_pod(job), raw.get('pod', {}))},
+        'template': {'spec': deep_merge(_pod(job), raw.get('pod', {}))},
     }
     depends = {} if previous is None else {'dependsOn': [{'name': previous.stage, 'status': 'Complete'}]}
     return {
         'name': job.stage,
         'replicas': 1,
         **depends,
-        'template': {'spec': merged(kubernetes_job, raw.get('job', {}))},
+        'template': {'spec': deep_merge(kubernetes_job, raw.get('job', {}))},
     }
 
 
@@ -212,14 +214,17 @@ def _pod(job: Job) -> dict[str, Any]:
     options: Options = spec.options
     volumes = [_volume(f'mount-{index}', source) for index, source in enumerate(spec.mounts.values())]
     shared = {'name': 'shared-memory', 'emptyDir': {'medium': 'Memory', 'sizeLimit': options.shared_memory}}
+    # A podFailurePolicy requires restartPolicy Never.
     pod: dict[str, Any] = {'restartPolicy': 'Never', 'terminationGracePeriodSeconds': spec.schedule.notice_seconds}
+    # With a queue, the priority is a Kueue workload priority class in a label, not a priority class of pods.
     if spec.schedule.priority is not None and spec.schedule.queue is None:
         pod['priorityClassName'] = str(spec.schedule.priority)
     if options.service_account is not None:
         pod['serviceAccountName'] = options.service_account
     if spec.gpu is not None:
+        # GPU nodes are commonly tainted with the name of their resource.
         pod['tolerations'] = [{'key': options.gpu_resource, 'operator': 'Exists', 'effect': 'NoSchedule'}]
-    pod['containers'] = [merged(_container(job), options.raw.get('container', {}))]
+    pod['containers'] = [deep_merge(_container(job), options.raw.get('container', {}))]
     pod['volumes'] = [shared, *volumes]
     return pod
 
@@ -227,12 +232,12 @@ def _pod(job: Job) -> dict[str, Any]:
 def _container(job: Job) -> dict[str, Any]:
     spec = job.spec
     options: Options = spec.options
-    wanted = {
+    resources = {
         options.gpu_resource: spec.gpus_per_node if spec.gpu else None,
         'cpu': options.cpus_per_node,
         'memory': options.memory_per_node,
     }
-    limits = {key: value for key, value in wanted.items() if value is not None}
+    limits = {key: value for key, value in resources.items() if value is not None}
     mounts = [{'name': 'shared-memory', 'mountPath': '/dev/shm'}]
     for index, (target, source) in enumerate(spec.mounts.items()):
         folder = source.removeprefix('pvc://').partition('/')[2] if source.startswith('pvc://') else ''
@@ -240,7 +245,8 @@ def _container(job: Job) -> dict[str, Any]:
     return {
         'name': 'main',
         'image': spec.image,
-        # Not `command`, which would replace the image's entry point: tini, which forwards signals and reaps processes.
+        # `args`, not `command`, which would replace the entry point of the image: tini, which forwards signals and
+        # reaps orphans.
         'args': [_literal(word) for word in job.command],
         **({} if spec.workdir is None else {'workingDir': spec.workdir}),
         'env': _env(job),
@@ -251,11 +257,13 @@ def _container(job: Job) -> dict[str, Any]:
 
 def _env(job: Job) -> list[dict[str, Any]]:
     spec = job.spec
+    # Host name of the first pod: <jobset>-<replicated job>-<job index>-<pod index>.<subdomain>.
     first = f'{spec.name}-{job.stage}-0-0.{spec.name}'
     variables = environment_of(job, 'jobset', MASTER_ADDR=first)
     env: list[dict[str, Any]] = [{'name': name, 'value': _literal(value)} for name, value in variables.items()]
     label = {'fieldRef': {'fieldPath': f"metadata.labels['{RESTARTS}']"}}
     env.append({'name': environment.ATTEMPT, 'valueFrom': label})
+    # The name of the node rather than of the pod, because `kubectl cordon` takes that.
     env.append({'name': environment.MACHINE, 'valueFrom': {'fieldRef': {'fieldPath': 'spec.nodeName'}}})
     for name, source in spec.secrets.items():
         secret, _, key = str(source).partition('/')
@@ -264,7 +272,7 @@ def _env(job: Job) -> list[dict[str, Any]]:
 
 
 def _literal(text: str) -> str:
-    """Escape a word for Kubernetes, which expands $(NAME) and reads $$ as a dollar."""
+    """Return a word escaped for Kubernetes, which expands $(NAME) and reads $$ as a dollar sign."""
     return text.replace('$', '$$')
 
 
@@ -276,11 +284,12 @@ def _volume(name: str, source: str) -> dict[str, Any] | None:
 
 
 def _schema_problems(manifest: dict[str, Any]) -> list[Problem]:
-    """Unknown keys and wrong types, offline; imported here because the models cost a second.
+    """Return unknown keys and wrong types, found offline by the published schemas.
 
     Raises:
         ImportError: The extra `kubernetes` is not installed.
     """
+    # Imported here, because the models take a second.
     import kubernetes_validate
     from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
     from pydantic import ValidationError
@@ -288,8 +297,9 @@ def _schema_problems(manifest: dict[str, Any]) -> list[Problem]:
     try:
         JobsetV1alpha2JobSet.model_validate(manifest, extra='forbid', by_alias=True, by_name=False)
     except ValidationError as error:
-        # The models know JobSet's own keys. Below a job's template they refuse what Kubernetes accepts (quantities and
-        # ports), since they are generated without its int-or-string types; kubernetes-validate reads that part.
+        # Only the keys of JobSet itself are checked by these models. They are generated without the int-or-string types
+        # of Kubernetes, so below the template of a Job they refuse valid quantities and ports; kubernetes-validate
+        # checks that part.
         found = [
             Problem(_path(*each['loc']), 'unknown key' if each['type'] == 'extra_forbidden' else each['msg'])
             for each in error.errors()
@@ -309,10 +319,10 @@ def _schema_problems(manifest: dict[str, Any]) -> list[Problem]:
 
 
 def _kubectl_problems(text: str) -> list[Problem]:
-    """Validate by kubectl and the schemas of its cluster.
+    """Return the mistakes that kubectl finds by the schemas of its cluster.
 
     Raises:
-        NotValidated: There is no kubectl, or it reaches no cluster.
+        NotValidated: kubectl is missing, or cannot reach a cluster.
     """
     try:
         call(['kubectl', 'version', '--request-timeout=10s'], install=INSTALL)
@@ -326,5 +336,5 @@ def _kubectl_problems(text: str) -> list[Problem]:
 
 
 def _path(*parts: str | int) -> str:
-    """Return the place in the manifest of what the user wrote, as `backend.raw.spec.replicatedJobs[0].name`."""
+    """Return the path of a manifest value as a key of the spec, such as `backend.raw.spec.replicatedJobs[0].name`."""
     return 'backend.raw' + ''.join(f'[{part}]' if isinstance(part, int) else f'.{part}' for part in parts)

@@ -1,4 +1,4 @@
-"""This machine as a back end: the nodes of a job are processes here, each with ranks of its own."""
+"""Local back end: the nodes of a job are processes of this machine, each with its own ranks."""
 
 import shlex
 from collections.abc import Sequence
@@ -14,40 +14,40 @@ from diffusion.launch.local_cluster import node_environment, run_local_jobs
 
 @dataclass
 class Options:
-    """This back end has no settings of its own."""
+    """The local back end has no settings."""
 
 
 class JobFailed(ExternalError):
-    """A local job ended with another status than 0, with which `diffusion launch` ends too."""
+    """A local job failed; `diffusion launch` exits with its status."""
 
     def __init__(self, name: str, exit_status: int) -> None:
-        super().__init__(f'{name}: ended with {exit_status}')
+        super().__init__(f'{name}: exited with status {exit_status}')
         self.exit_status = exit_status
 
 
 def problems(jobs: Sequence[Job]) -> list[Problem]:
     spec, gather = jobs[0].spec, Gatherer()
     if spec.image is not None:
-        gather.problem('image', 'is not used on this machine; leave it out')
+        gather.problem('image', 'is not used on this machine; remove it')
     if spec.mounts:
-        gather.problem('mounts', 'are not used on this machine; leave them out')
+        gather.problem('mounts', 'are not used on this machine; remove them')
     schedule = spec.schedule
-    asked = {
+    settings = {
         'queue': schedule.queue is not None,
         'priority': schedule.priority is not None,
         'preemptible': schedule.preemptible,
         'time_limit': any(job.time_limit_seconds for job in jobs),
     }
-    for key in (key for key, given in asked.items() if given):
-        gather.problem(f'schedule.{key}', 'there is no scheduler on this machine; leave it out')
+    for key in (key for key, given in settings.items() if given):
+        gather.problem(f'schedule.{key}', 'the local back end has no scheduler; remove it')
     for name, source in spec.secrets.items():
         if source is not None:
-            gather.problem(f'secrets.{name}', 'is taken from the environment; leave it null')
+            gather.problem(f'secrets.{name}', 'is read from the environment; set it to null')
     return gather.problems
 
 
 def render(jobs: Sequence[Job]) -> Rendered:
-    """Render scripts for people to read; `submit` starts the same commands without a shell."""
+    """Return shell scripts for reading; `submit` starts the same commands without a shell."""
     return Rendered({f'{job.name}.sh': _script(job) for job in jobs}, tuple(('bash', f'{job.name}.sh') for job in jobs))
 
 
@@ -56,10 +56,10 @@ def validate(rendered: Rendered) -> list[Problem]:
 
 
 def submit(jobs: Sequence[Job], rendered: Rendered, folder: Path) -> str:
-    """Run the jobs to their end.
+    """Run the jobs and wait until they end.
 
     Raises:
-        JobFailed: One of them ended with another status than 0.
+        JobFailed: A job exited with a nonzero status.
     """
     status = run_local_jobs(jobs)
     if status:
@@ -68,15 +68,15 @@ def submit(jobs: Sequence[Job], rendered: Rendered, folder: Path) -> str:
 
 
 def status(jobs: Sequence[Job]) -> str:
-    raise UserError(f'status: a local job runs where it was launched; try diffusion status {jobs[0].run_dir}')
+    raise UserError(f'status: a local job has no scheduler; use diffusion status {jobs[0].run_dir}')
 
 
 def logs(jobs: Sequence[Job]) -> str:
-    raise UserError('logs: a local job writes where it was launched')
+    raise UserError('logs: a local job writes to the terminal in which it was launched')
 
 
 def cancel(jobs: Sequence[Job]) -> str:
-    raise UserError('cancel: interrupt a local job where it was launched (Ctrl-C)')
+    raise UserError('cancel: press Ctrl-C in the terminal in which the local job was launched')
 
 
 def _script(job: Job) -> str:

@@ -1,4 +1,4 @@
-"""The MosaicML platform: renders the YAML of a run for `mcli run -f`, and does not submit it."""
+"""MosaicML platform back end: renders the YAML of a run for `mcli run -f`; it cannot submit."""
 
 import re
 import shlex
@@ -12,12 +12,12 @@ import yaml
 
 from diffusion.config.schema import Gatherer, Problem, join
 from diffusion.errors import UserError
-from diffusion.launch.backends.base import IMAGE_WORKDIR, NotValidated, Rendered, environment_of, merged
+from diffusion.launch.backends.base import IMAGE_WORKDIR, NotValidated, Rendered, deep_merge, environment_of
 from diffusion.launch.job_spec import Job
 
 NAME = re.compile(r'[a-z0-9]([a-z0-9-]*[a-z0-9])?')
 MAX_NAME = 56
-"""The platform appends a dash and six characters to a name of at most 63."""
+"""Maximum length of a name. The platform allows 63 characters, and appends a dash and six characters."""
 GPU_TYPES = {
     'a100-40gb': 'a100_40gb',
     'a100-80gb': 'a100_80gb',
@@ -29,36 +29,39 @@ PRIORITIES = ('auto', 'lowest', 'low', 'medium', 'high')
 
 @dataclass
 class Options:
-    """The platform's own settings."""
+    """Settings of the MosaicML back end."""
 
     gpu_type: str | None = None
-    """The cluster's name of the GPU; null takes the usual one."""
+    """Name of the GPU type in the cluster; null uses the default name of the GPU."""
     raw: dict[str, Any] = field(default_factory=dict)
-    """Values merged last into the run."""
+    """Values that are merged last into the run."""
 
 
 def problems(jobs: Sequence[Job]) -> list[Problem]:
     spec, gather = jobs[0].spec, Gatherer()
     for job in jobs:
         if NAME.fullmatch(job.name) is None or len(job.name) > MAX_NAME:
-            gather.problem('name', f'{job.name!r} is no name of a run; use a-z, 0-9 and dashes, at most {MAX_NAME}')
+            gather.problem('name', f'{job.name!r} is not a valid run name; use a-z, 0-9 and dashes, at most {MAX_NAME}')
     if spec.image is None:
         gather.problem('image', 'is missing; a run needs one')
     if spec.schedule.queue is None:
         gather.problem('schedule.queue', 'is missing; give the cluster (`mcli get clusters`)')
     if spec.gpu is None or (spec.gpu not in GPU_TYPES and spec.options.gpu_type is None):
-        gather.problem('backend.gpu_type', f'is missing; there is no usual name of {spec.gpu or "no GPU"}')
+        gather.problem('backend.gpu_type', f'is missing; no default is known for {spec.gpu or "no GPU"}')
     if any(job.nodes > 1 for job in jobs) and spec.gpus_per_node != GPUS_PER_NODE:
-        what = f'{spec.gpus_per_node} of the {GPUS_PER_NODE} of a machine; several nodes are whole machines: use 8'
-        gather.problem('gpus_per_node', what)
+        message = (
+            f'{spec.gpus_per_node} of {GPUS_PER_NODE} per machine; jobs of several nodes use whole machines: set 8'
+        )
+        gather.problem('gpus_per_node', message)
     if spec.schedule.priority is not None and spec.schedule.priority not in PRIORITIES:
         gather.problem('schedule.priority', f'{spec.schedule.priority!r} is not one of {", ".join(PRIORITIES)}')
     for target in spec.mounts:
-        gather.problem(join('mounts', target), 'the platform mounts nothing; see its integrations, in backend.raw')
+        gather.problem(join('mounts', target), 'the platform has no mounts; use its integrations in backend.raw')
     for name, source in spec.secrets.items():
         if source is not None:
             gather.problem(
-                join('secrets', name), f'is kept by the platform: `mcli create secret env {name}`; leave it null'
+                join('secrets', name),
+                f'must be stored in the platform; run `mcli create secret env {name}` and set it to null',
             )
     return gather.problems
 
@@ -66,17 +69,17 @@ def problems(jobs: Sequence[Job]) -> list[Problem]:
 def render(jobs: Sequence[Job]) -> Rendered:
     spec = jobs[0].spec
     files = {f'{job.name}.yaml': yaml.safe_dump(_run(job), sort_keys=False, width=1000) for job in jobs}
-    notes = [f'The platform must know the secret: mcli create secret env {name}' for name in spec.secrets]
-    notes.append('Nothing is mounted: the recipe must save where the next attempt finds it.')
+    notes = [f'The secret must exist in the platform; run mcli create secret env {name}' for name in spec.secrets]
+    notes.append('The platform mounts no storage: the recipe must save to a folder that the next attempt can read.')
     if spec.restart.max_restarts and spec.restart.codes('stop'):
-        notes.append('The platform starts a run again whatever it ended with, a mistake in the recipe (78) too.')
+        notes.append('The platform restarts a run after any exit status, including a user error (78).')
     if len(jobs) > 1:
-        notes.append('The platform has no chains: submit a stage when the one before it is done.')
+        notes.append('The platform has no job dependencies: submit each stage when the previous one is done.')
     return Rendered(files, tuple(('mcli', 'run', '-f', name) for name in files), tuple(notes))
 
 
 def validate(rendered: Rendered) -> list[Problem]:
-    """Validate by mcli itself, which comes with Composer; its warnings count as mistakes."""
+    """Return the mistakes that mcli finds in the runs."""
     try:
         from mcli.api.exceptions import MAPIException, MCLIException
         from mcli.models.run_config import FinalRunConfig, RunConfig
@@ -85,6 +88,7 @@ def validate(rendered: Rendered) -> list[Problem]:
     found = []
     for text in rendered.files.values():
         with warnings.catch_warnings():
+            # mcli only warns about unknown keys, which are mistakes here.
             warnings.simplefilter('error', UserWarning)
             try:
                 FinalRunConfig.finalize_config(RunConfig.from_dict(yaml.safe_load(text), show_unused_warning=True))
@@ -94,23 +98,23 @@ def validate(rendered: Rendered) -> list[Problem]:
 
 
 def submit(jobs: Sequence[Job], rendered: Rendered, folder: Path) -> NoReturn:
-    raise UserError('backend.name: runs of mcli are rendered only; use --out DIR, then `mcli run -f` the file')
+    raise UserError('backend.name: mcli runs cannot be submitted; pass --out DIR, then run `mcli run -f` on the file')
 
 
 def status(jobs: Sequence[Job]) -> NoReturn:
-    _elsewhere('mcli get runs')
+    _refuse('mcli get runs')
 
 
 def logs(jobs: Sequence[Job]) -> NoReturn:
-    _elsewhere('mcli logs RUN')
+    _refuse('mcli logs RUN')
 
 
 def cancel(jobs: Sequence[Job]) -> NoReturn:
-    _elsewhere('mcli stop run RUN')
+    _refuse('mcli stop run RUN')
 
 
-def _elsewhere(command: str) -> NoReturn:
-    raise UserError(f'backend.name: runs of mcli are rendered only; use `{command}`')
+def _refuse(command: str) -> NoReturn:
+    raise UserError(f'backend.name: mcli runs are not tracked; use `{command}`')
 
 
 def _run(job: Job) -> dict[str, Any]:
@@ -134,6 +138,7 @@ def _run(job: Job) -> dict[str, Any]:
         },
         'scheduling': {key: value for key, value in scheduling.items() if value is not None},
         'env_variables': environment_of(job, 'mosaicml'),
+        # exec, so that signals of the platform reach the node entry point instead of a shell.
         'command': f'cd {shlex.quote(spec.workdir or IMAGE_WORKDIR)} && exec {job.shell_command}',
     }
-    return merged(run, spec.options.raw)
+    return deep_merge(run, spec.options.raw)

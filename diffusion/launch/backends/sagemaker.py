@@ -1,4 +1,4 @@
-"""SageMaker: a job is a request of create_training_job, a chain is a pipeline of them."""
+"""SageMaker back end: a job is a create_training_job request, a chain is a pipeline of such requests."""
 
 import datetime
 import functools
@@ -13,7 +13,7 @@ from diffusion.config.schema import Gatherer, Problem, join
 from diffusion.errors import ExternalError, UserError
 from diffusion.launch import environment
 from diffusion.launch.aws_secrets import secret_references
-from diffusion.launch.backends.base import Rendered, environment_of, merged, unmounted_run_folders
+from diffusion.launch.backends.base import Rendered, deep_merge, environment_of, unmounted_run_folders
 from diffusion.launch.job_spec import Job
 
 INSTANCES = {
@@ -25,39 +25,40 @@ INSTANCES = {
     'l40s': 'ml.g6e.48xlarge',
     'a10g': 'ml.g5.48xlarge',
 }
-"""Machines with eight GPUs of a kind."""
+"""Instance types with eight GPUs, by GPU model."""
 NAME = re.compile(r'[a-zA-Z0-9](-*[a-zA-Z0-9])*')
 MAX_NAME = 63 - len('-20260101-000000')
-"""Names cannot be used again, so each submission appends its time."""
+"""Maximum length of a name. Names cannot be reused, so each submission appends its time."""
 CHANNELS = '/opt/ml/input/data/'
 FSX = re.compile(r'fsx://(?P<id>fs-[0-9a-f]+)(?P<path>/.+)')
 MAX_RETRIES = 30
+"""Largest value of MaximumRetryAttempts."""
 
 
 @dataclass
 class Options:
-    """SageMaker's own settings."""
+    """Settings of the SageMaker back end."""
 
     role: str
-    """The ARN of the role that the job runs as."""
+    """The ARN of the role with which the job runs."""
     output: str
-    """The S3 folder for what SageMaker itself keeps of a job."""
+    """The S3 folder for the output that SageMaker itself stores."""
     region: str | None = None
-    """The AWS region; null is the profile's own."""
+    """AWS region; null uses that of the profile."""
     instance_type: str | None = None
-    """The machine; null is the one with eight of the GPU."""
+    """Instance type; null uses the one with eight GPUs of the requested model."""
     volume_gb: int = 500
-    """Size of the disk for machines without a local one."""
+    """Disk size in GB, for machines without local disks."""
     subnets: list[str] = field(default_factory=list)
-    """Subnets of the VPC, for FSx."""
+    """Subnets of the VPC, required for FSx."""
     security_groups: list[str] = field(default_factory=list)
-    """Security groups of the VPC."""
+    """Security groups of the VPC, required for FSx."""
     infra_check: bool = True
-    """SageMaker checks GPUs and network before it starts the job."""
+    """Have SageMaker check GPUs and network before it starts the job."""
     keep_alive_seconds: int | None = None
-    """Seconds for which the machines are kept for a next job (a warm pool), which costs money."""
+    """Time in seconds for which the machines are kept for the next job (a warm pool), at the usual price."""
     raw: dict[str, Any] = field(default_factory=dict)
-    """Values merged last into the request of create_training_job."""
+    """Values that are merged last into the request of create_training_job."""
 
 
 def problems(jobs: Sequence[Job]) -> list[Problem]:
@@ -65,36 +66,44 @@ def problems(jobs: Sequence[Job]) -> list[Problem]:
     options: Options = spec.options
     for job in jobs:
         if NAME.fullmatch(job.name) is None or len(job.name) > MAX_NAME:
-            what = f'{job.name!r} is no name of a training job; use a-z, 0-9 and dashes, at most {MAX_NAME}'
-            gather.problem('name', what)
+            message = f'{job.name!r} is not a valid training job name; use a-z, 0-9 and dashes, at most {MAX_NAME}'
+            gather.problem('name', message)
         if job.time_limit_seconds is None:
-            gather.problem('schedule.time_limit', "is missing; SageMaker's own is one day: give one, such as 5d")
+            gather.problem(
+                'schedule.time_limit', 'is missing; the default of SageMaker is one day: set one, such as 5d'
+            )
     if spec.image is None:
-        gather.problem('image', 'is missing; give one in ECR')
+        gather.problem('image', 'is missing; give an image in ECR')
     if spec.workdir is not None:
-        gather.problem('workdir', "is not supported by SageMaker, which takes the image's own; leave it out")
+        gather.problem('workdir', 'is not supported by SageMaker, which uses that of the image; remove it')
     _check_machines(jobs, gather)
     for key in ('queue', 'priority'):
         if getattr(spec.schedule, key) is not None:
-            gather.problem(f'schedule.{key}', 'is unknown to SageMaker; leave it out')
+            gather.problem(f'schedule.{key}', 'is not supported by SageMaker; remove it')
     for name, source in spec.secrets.items():
         if source is None or re.fullmatch(r'[A-Za-z0-9/_+=.@:-]+', source) is None:
-            what = 'SageMaker shows a job its environment in the open; give its name or ARN in AWS Secrets Manager'
-            gather.problem(join('secrets', name), what)
+            message = (
+                'SageMaker shows environments in plain text; give the name or ARN of a secret in AWS Secrets Manager'
+            )
+            gather.problem(join('secrets', name), message)
     _check_mounts(jobs, gather)
     if options.keep_alive_seconds is not None and spec.schedule.preemptible:
-        gather.problem('backend.keep_alive_seconds', 'there are no warm pools of spot instances; leave one of them out')
+        gather.problem(
+            'backend.keep_alive_seconds', 'spot instances have no warm pools; remove this or schedule.preemptible'
+        )
     return gather.problems
 
 
 def render(jobs: Sequence[Job]) -> Rendered:
     spec = jobs[0].spec
-    notes = ['SageMaker does not start a job again that fails: the node entry point does, on the same machines.']
+    notes = ['SageMaker does not restart a failed job; the node entry point does, on the same machines.']
     if spec.restart.codes('elsewhere'):
-        notes.append('It has no other machines: a job that ends with bad hardware (76) is yours to launch again.')
+        notes.append(
+            'No other machines are available on restart: relaunch a job that ends with bad hardware (76) yourself.'
+        )
     if any(source.startswith('s3://') for source in spec.mounts.values()):
         notes.append(
-            'SageMaker copies the folder to S3 in the background, its links not: init_from needs a checkpoint.'
+            'SageMaker copies the folder to S3 in the background, without links: init_from needs a checkpoint.'
         )
     if len(jobs) == 1:
         name = f'{spec.name}.json'
@@ -115,7 +124,7 @@ def render(jobs: Sequence[Job]) -> Rendered:
 
 
 def validate(rendered: Rendered) -> list[Problem]:
-    """Validate by botocore's service model: keys and types, which it checks itself, and lengths and patterns."""
+    """Return mistakes by the service model of botocore: keys and types, lengths and patterns."""
     from botocore.validate import ParamValidator
 
     shape, found = _request_shape(), []
@@ -123,11 +132,12 @@ def validate(rendered: Rendered) -> list[Problem]:
         document = json.loads(text)
         requests = [document]
         if 'Steps' in document:
+            # Steps of a pipeline have no TrainingJobName, which the service model requires.
             requests = [{'TrainingJobName': step['Name'], **step['Arguments']} for step in document['Steps']]
         for request in requests:
             report = ParamValidator().validate(request, shape)
             found += [Problem('backend.raw', line) for line in report.generate_report().splitlines() if line]
-            found += [] if report.has_errors() else _limits(shape, request)
+            found += [] if report.has_errors() else _limit_problems(shape, request)
     return found
 
 
@@ -145,6 +155,7 @@ def submit(jobs: Sequence[Job], rendered: Rendered, folder: Path) -> str:
     if _exists(client, spec.name):
         _call(client.update_pipeline, **definition)
     else:
+        # The idempotency token must have at least 32 characters.
         _call(client.create_pipeline, ClientRequestToken=f'{spec.name:-<32}'[:32], **definition)
     return str(_call(client.start_pipeline_execution, PipelineName=spec.name)['PipelineExecutionArn'])
 
@@ -175,24 +186,28 @@ def _check_machines(jobs: Sequence[Job], gather: Gatherer) -> None:
         return
     if spec.gpu not in INSTANCES:
         gather.problem(
-            'backend.instance_type', f'is missing; no machine of SageMaker is known with {spec.gpu or "no GPU"}'
+            'backend.instance_type', f'is missing; no SageMaker instance type is known for {spec.gpu or "no GPU"}'
         )
     elif spec.gpus_per_node != 8:
-        what = f'{spec.gpus_per_node} of the 8 GPUs of {INSTANCES[spec.gpu]}; use 8, or another backend.instance_type'
-        gather.problem('gpus_per_node', what)
+        message = f'{spec.gpus_per_node} of the 8 GPUs of {INSTANCES[spec.gpu]}; use 8, or set backend.instance_type'
+        gather.problem('gpus_per_node', message)
 
 
 def _check_mounts(jobs: Sequence[Job], gather: Gatherer) -> None:
     spec = jobs[0].spec
     checkpoints = [target for target, source in spec.mounts.items() if source.startswith('s3://')]
     for target in checkpoints[1:]:
-        gather.problem(join('mounts', target), f'SageMaker copies one folder to S3, and {checkpoints[0]} is it')
+        gather.problem(
+            join('mounts', target), f'SageMaker copies only one folder to S3; remove this or {checkpoints[0]}'
+        )
     for target, source in spec.mounts.items():
         if FSX.fullmatch(source) is not None:
             if re.fullmatch(CHANNELS + '[A-Za-z0-9_.-]+', target) is None:
-                gather.problem(join('mounts', target), f'FSx is mounted at {CHANNELS}NAME; set runs_dir to it')
+                gather.problem(
+                    join('mounts', target), f'FSx is mounted at {CHANNELS}NAME; use that path, and set runs_dir to it'
+                )
             if not spec.options.subnets or not spec.options.security_groups:
-                gather.problem('backend.subnets', 'and security_groups are missing; FSx is reached inside a VPC')
+                gather.problem('backend.subnets', 'and security_groups are missing; FSx is only reachable inside a VPC')
         elif not source.startswith('s3://'):
             gather.problem(
                 join('mounts', target), f'{source!r} cannot be mounted; write s3://bucket/folder or fsx://id/path'
@@ -221,7 +236,7 @@ def _request(job: Job) -> dict[str, Any]:
             'ContainerArguments': job.arguments,
         },
         'ResourceConfig': {key: value for key, value in resources.items() if value is not None},
-        # Spot: the limit of the run, and as long again to wait for machines.
+        # MaxWaitTime includes the run time, so a spot job gets its time limit plus the same time to wait for machines.
         'StoppingCondition': {
             'MaxRuntimeInSeconds': limit,
             **({'MaxWaitTimeInSeconds': 2 * (limit or 0)} if spot else {}),
@@ -232,11 +247,11 @@ def _request(job: Job) -> dict[str, Any]:
         'InfraCheckConfig': {'EnableInfraCheck': options.infra_check},
     }
     if spec.restart.max_restarts:
-        # For errors of SageMaker itself; after a failure of the run the node entry point restarts it in place.
+        # Covers only errors of SageMaker itself; after a failure of the run, the node entry point restarts the workers.
         request['RetryStrategy'] = {'MaximumRetryAttempts': min(spec.restart.max_restarts, MAX_RETRIES)}
     if options.subnets:
         request['VpcConfig'] = {'Subnets': options.subnets, 'SecurityGroupIds': options.security_groups}
-    return merged(request | _mounts(job), options.raw)
+    return deep_merge(request | _mounts(job), options.raw)
 
 
 def _environment(job: Job) -> dict[str, str]:
@@ -254,13 +269,15 @@ def _mounts(job: Job) -> dict[str, Any]:
         if system is None:
             found['CheckpointConfig'] = {'S3Uri': source, 'LocalPath': target}
             continue
-        place = {
+        file_system = {
             'FileSystemId': system['id'],
             'FileSystemType': 'FSxLustre',
             'FileSystemAccessMode': 'rw',
             'DirectoryPath': system['path'],
         }
-        channels.append({'ChannelName': target.removeprefix(CHANNELS), 'DataSource': {'FileSystemDataSource': place}})
+        channels.append(
+            {'ChannelName': target.removeprefix(CHANNELS), 'DataSource': {'FileSystemDataSource': file_system}}
+        )
     return found | ({'InputDataConfig': channels} if channels else {})
 
 
@@ -268,7 +285,7 @@ def _pipeline(jobs: Sequence[Job]) -> dict[str, Any]:
     steps = []
     for job in jobs:
         arguments = _request(job)
-        del arguments['TrainingJobName']  # a pipeline makes its own
+        del arguments['TrainingJobName']  # a pipeline generates the names
         step = {'Name': job.name, 'Type': 'Training', 'Arguments': arguments}
         steps.append(step | ({'DependsOn': [job.after]} if job.after else {}))
     return {'Version': '2020-12-01', 'Metadata': {}, 'Parameters': [], 'Steps': steps}
@@ -286,24 +303,30 @@ def _request_shape() -> Any:
     return service.operation_model('CreateTrainingJob').input_shape
 
 
-def _limits(shape: Any, value: Any, where: str = '') -> list[Problem]:
-    """Check lengths, sizes, patterns and choices of the service model, which botocore leaves to the service."""
+def _limit_problems(shape: Any, value: Any, where: str = '') -> list[Problem]:
+    """Return violations of lengths, sizes, patterns and enums, which botocore does not check before a request."""
     if shape.type_name == 'structure':
-        return [each for key, item in value.items() for each in _limits(shape.members[key], item, join(where, key))]
+        return [
+            each for key, item in value.items() for each in _limit_problems(shape.members[key], item, join(where, key))
+        ]
     found = []
     if shape.type_name == 'list':
-        found = [each for index, item in enumerate(value) for each in _limits(shape.member, item, f'{where}[{index}]')]
+        found = [
+            each
+            for index, item in enumerate(value)
+            for each in _limit_problems(shape.member, item, f'{where}[{index}]')
+        ]
     if shape.type_name == 'map':
-        found = [each for key, item in value.items() for each in _limits(shape.value, item, join(where, key))]
+        found = [each for key, item in value.items() for each in _limit_problems(shape.value, item, join(where, key))]
     size = value if isinstance(value, int) else len(value)
     limits = shape.metadata
     if size > limits.get('max', size):
-        found.append(Problem(where, f'{size} is above {limits["max"]}, which SageMaker allows'))
+        found.append(Problem(where, f'{size} is above the SageMaker limit of {limits["max"]}'))
     if isinstance(value, str):
         if 'pattern' in limits and re.fullmatch(limits['pattern'], value) is None:
-            found.append(Problem(where, f'{value!r} is not as SageMaker wants it: {limits["pattern"]}'))
+            found.append(Problem(where, f'{value!r} does not match the SageMaker pattern {limits["pattern"]}'))
         if shape.enum and value not in shape.enum:
-            found.append(Problem(where, f'{value!r} is not one of the {len(shape.enum)} that SageMaker knows'))
+            found.append(Problem(where, f'{value!r} is not one of the {len(shape.enum)} values that SageMaker accepts'))
     return found
 
 
@@ -312,12 +335,13 @@ def _client(jobs: Sequence[Job]) -> Any:
         import boto3
     except ImportError as error:
         raise UserError('backend.name: sagemaker needs boto3; pip install boto3') from error
-    # Not boto3.client: its session outlives the call, and keeps the credentials that it found first.
+    # Not boto3.client(): its default session lives as long as the process, and keeps the first credentials that it
+    # found.
     return _call(lambda: boto3.Session(region_name=jobs[0].spec.options.region).client('sagemaker'))
 
 
 def _call(function: Any, *arguments: Any, **keywords: Any) -> Any:
-    """Call a function of boto3, and raise its errors as one line."""
+    """Call a function of boto3; convert its errors to an ExternalError with one line."""
     from botocore.exceptions import BotoCoreError, ClientError
 
     try:
@@ -332,13 +356,14 @@ def _exists(client: Any, pipeline: str) -> bool:
 
 
 def _newest(jobs: Sequence[Job]) -> list[dict[str, Any]]:
-    """Return the latest training job of each of our jobs that has one."""
+    """Return the latest training job of each job that has one."""
     client, found = _client(jobs), []
     for job in jobs:
-        # A pipeline puts its execution before the name of a step, and a word of its own behind it.
+        # NameContains also matches jobs with longer names. A pipeline adds its execution id before the name of a step,
+        # and a suffix after it.
         name = re.escape(job.name)
-        own = re.compile(rf'{name}(-\d{{8}}-\d{{6}})?|pipelines-[^-]+-{name}-[^-]+')
+        pattern = re.compile(rf'{name}(-\d{{8}}-\d{{6}})?|pipelines-[^-]+-{name}-[^-]+')
         order = {'SortBy': 'CreationTime', 'SortOrder': 'Descending', 'MaxResults': 20}
         listed = _call(client.list_training_jobs, NameContains=job.name, **order)['TrainingJobSummaries']
-        found += [each for each in listed if own.fullmatch(each['TrainingJobName'])][:1]
+        found += [each for each in listed if pattern.fullmatch(each['TrainingJobName'])][:1]
     return found

@@ -1,4 +1,4 @@
-"""SkyPilot: a managed job on any cloud, with SkyPilot's recovery; a chain is a pipeline of tasks."""
+"""SkyPilot back end: a managed job on any cloud, recovered by SkyPilot; a chain is a pipeline of tasks."""
 
 import re
 import shlex
@@ -10,11 +10,11 @@ from typing import Any, Literal
 import yaml
 
 from diffusion.config.schema import Gatherer, Problem, build_dataclass, join
-from diffusion.launch.backends.base import IMAGE_WORKDIR, Rendered, environment_of, merged, unmounted_run_folders
+from diffusion.launch.backends.base import IMAGE_WORKDIR, Rendered, deep_merge, environment_of, unmounted_run_folders
 from diffusion.launch.command_line_tools import call
 from diffusion.launch.job_spec import Job
 
-INSTALL = 'pip install skypilot, in an environment of its own, and see `sky check`'
+INSTALL = 'pip install skypilot in a separate environment, and run `sky check`'
 QUIET = {'SKYPILOT_DISABLE_USAGE_COLLECTION': '1'}
 NAME = re.compile(r'[a-zA-Z][a-zA-Z0-9]*([._-]{1,2}[a-zA-Z0-9]+)*')
 ACCELERATORS = {
@@ -31,25 +31,29 @@ ACCELERATORS = {
     'v100-16gb': 'V100',
 }
 KILLED = 137
-"""Exit status with which SkyPilot kills the other nodes of a job; recovery on it would restart every job that ends."""
+"""Exit status of nodes that SkyPilot kills when another node of the job ends. Recovery on it would restart every
+job."""
 
 
 @dataclass
 class Options:
-    """SkyPilot's own settings."""
+    """Settings of the SkyPilot back end."""
 
     infra: str | None = None
-    """Cloud, region and zone, such as aws/us-east-1 or k8s/my-context; null takes the cheapest enabled one."""
+    """Cloud, region and zone, such as aws/us-east-1 or k8s/my-context; null uses the cheapest enabled one."""
     disk_gb: int | None = None
-    """Size of a node's disk."""
+    """Disk size of a node in GB."""
     network_tier: Literal['standard', 'best'] | None = None
-    """Network between nodes; best asks for the fast fabric."""
+    """Network tier between nodes; best requests the fast fabric."""
     recovery: Literal['FAILOVER', 'EAGER_NEXT_REGION'] | None = None
-    """Recovery of a preempted job: FAILOVER tries the same region first, EAGER_NEXT_REGION another one at once."""
+    """Recovery of a preempted job: FAILOVER tries the same region first, EAGER_NEXT_REGION tries another one
+    immediately."""
     raw: dict[str, Any] = field(default_factory=dict)
-    """Values merged last into each task."""
+    """Values that are merged last into each task."""
 
 
+# The next three classes copy the keys of the SkyPilot schemas, because importing SkyPilot takes 12 s. A test compares
+# them with the installed SkyPilot.
 @dataclass
 class JobRecovery:
     """Keys of `job_recovery` in resources."""
@@ -118,27 +122,31 @@ def problems(jobs: Sequence[Job]) -> list[Problem]:
     spec, gather = jobs[0].spec, Gatherer()
     for job in jobs:
         if NAME.fullmatch(job.name) is None:
-            what = f'{job.name!r} is no name in SkyPilot; use letters and digits with a dash between, a letter first'
-            gather.problem('name', what)
+            message = (
+                f'{job.name!r} is not a valid SkyPilot name; use letters, digits and single dashes, a letter first'
+            )
+            gather.problem('name', message)
     if spec.image is None:
-        gather.problem('image', 'is missing; without one a machine of SkyPilot has nothing of this library')
+        gather.problem('image', 'is missing; SkyPilot machines need an image with this library')
     if spec.gpu is not None and spec.gpu not in ACCELERATORS:
         known = ', '.join(ACCELERATORS)
-        gather.problem('gpu', f'{spec.gpu} has no name in SkyPilot here; known: {known} (or backend.raw.resources)')
+        gather.problem(
+            'gpu', f'{spec.gpu} has no known SkyPilot name; use one of {known}, or set backend.raw.resources'
+        )
     priority = spec.schedule.priority
     if priority is not None and (not isinstance(priority, int) or not -1000 <= priority <= 1000):
-        gather.problem('schedule.priority', f'{priority!r} is no priority of SkyPilot; write a number up to 1000')
+        gather.problem('schedule.priority', f'{priority!r} is not a SkyPilot priority; use a number from -1000 to 1000')
     if spec.schedule.queue is not None:
-        gather.problem('schedule.queue', 'is unknown to SkyPilot; leave it out')
+        gather.problem('schedule.queue', 'is not supported by SkyPilot; remove it')
     if any(job.time_limit_seconds for job in jobs):
-        gather.problem('schedule.time_limit', 'is unknown to SkyPilot; leave it out')
+        gather.problem('schedule.time_limit', 'is not supported by SkyPilot; remove it')
     if spec.restart.actions().get(KILLED, 'stop') != 'stop':
-        what = 'SkyPilot ends the other nodes of a job with it, which would bring every job back; leave it out'
-        gather.problem(f'restart.on_exit.{KILLED}', what)
+        message = 'SkyPilot ends the other nodes of a job with this status, so every job would restart; remove it'
+        gather.problem(f'restart.on_exit.{KILLED}', message)
     for name, source in spec.secrets.items():
         if source is not None:
-            what = 'SkyPilot takes it from the environment; leave it null, and export it where you submit'
-            gather.problem(join('secrets', name), what)
+            message = 'SkyPilot reads it from the environment; set it to null, and export it before submitting'
+            gather.problem(join('secrets', name), message)
     for target, source in spec.mounts.items():
         if re.fullmatch(r'(volume|s3|gs|r2|az)://.+', source) is None:
             gather.problem(
@@ -155,14 +163,14 @@ def render(jobs: Sequence[Job]) -> Rendered:
     name = f'{spec.name}.yaml'
     notes = []
     if any(not source.startswith('volume://') for source in spec.mounts.values()):
-        notes.append('A bucket that is mounted has no links and no renames: checkpoints belong on a volume.')
+        notes.append('A mounted bucket has no links and no renames: save checkpoints to a volume.')
     if spec.restart.codes('elsewhere'):
-        notes.append('SkyPilot recovers on new machines, which may be the same ones again.')
+        notes.append('SkyPilot recovers on new machines, which may include the faulty one.')
     return Rendered({name: text}, (_launch(jobs, name),), tuple(notes))
 
 
 def validate(rendered: Rendered) -> list[Problem]:
-    """Validate by the keys above; SkyPilot's own check takes 12 s to import, and runs in `sky jobs launch`."""
+    """Return unknown keys of the tasks; the full check of SkyPilot runs in `sky jobs launch`."""
     gather = Gatherer()
     for text in rendered.files.values():
         tasks = list(yaml.safe_load_all(text))
@@ -178,9 +186,10 @@ def submit(jobs: Sequence[Job], rendered: Rendered, folder: Path) -> str:
 
 
 def status(jobs: Sequence[Job]) -> str:
+    # The queue has no filter by name, and other jobs may have names that start alike.
     queue = call(['sky', 'jobs', 'queue'], install=INSTALL, env=QUIET).splitlines()
-    own = [line for line in queue if jobs[0].spec.name in line.split()]
-    return '\n'.join(own) or f"{jobs[0].spec.name}: not in SkyPilot's queue of managed jobs"
+    lines = [line for line in queue if jobs[0].spec.name in line.split()]
+    return '\n'.join(lines) or f"{jobs[0].spec.name}: not in SkyPilot's queue of managed jobs"
 
 
 def logs(jobs: Sequence[Job]) -> str:
@@ -212,9 +221,10 @@ def _task(job: Job) -> dict[str, Any]:
         'secrets': dict.fromkeys(spec.secrets),
         'volumes': volumes,
         'file_mounts': {target: {'source': source, 'mode': 'MOUNT'} for target, source in buckets.items()},
+        # exec, so that signals of the platform reach the node entry point instead of a shell.
         'run': f'cd {shlex.quote(spec.workdir or IMAGE_WORKDIR)} && exec {job.shell_command}',
     }
-    return merged({key: value for key, value in task.items() if value}, options.raw)
+    return deep_merge({key: value for key, value in task.items() if value}, options.raw)
 
 
 def _resources(job: Job) -> dict[str, Any]:
@@ -222,7 +232,8 @@ def _resources(job: Job) -> dict[str, Any]:
     options: Options = spec.options
     schedule, restart = spec.schedule, spec.restart
     codes = restart.codes('retry', 'elsewhere')
-    # Every other failure is 1. The node entry point counts those, because SkyPilot counts preemptions as well.
+    # All other failures have status 1. max_restarts_on_errors is 0 because SkyPilot counts preemptions against it as
+    # well; the node entry point counts the restarts (MAX_RESTARTS).
     codes = sorted({*codes, *([1] if restart.otherwise == 'retry' else [])}) if restart.max_restarts else []
     recovery = {'strategy': options.recovery, 'max_restarts_on_errors': 0, 'recover_on_exit_codes': codes}
     resources = {

@@ -1,4 +1,4 @@
-"""Slurm: an sbatch script that starts the node entry point once per node, and requeues its job."""
+"""Slurm back end: an sbatch script that starts the node entry point once per node and requeues its job."""
 
 import re
 import shlex
@@ -15,31 +15,31 @@ from diffusion.launch.backends.base import NotValidated, Rendered, environment_o
 from diffusion.launch.command_line_tools import call
 from diffusion.launch.job_spec import Job
 
-AFTER = Path(__file__).with_name('slurm_after.sh')
-"""The part of the script that follows srun."""
+AFTER_SRUN = Path(__file__).with_name('slurm_after.sh')
+"""Part of the script that runs after srun."""
 INSTALL = 'run this on a login node of the cluster'
 NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9._-]{0,63}')
 WORD = re.compile(r'[^\s"\'\\#]+')
-"""A word that needs no quotes in an #SBATCH line, where nothing is expanded."""
+"""Word that needs no quotes in an #SBATCH line, where nothing is expanded."""
 
 
 @dataclass
 class Options:
-    """Slurm's own settings."""
+    """Settings of the Slurm back end."""
 
     account: str | None = None
-    """Account that the job is charged to."""
+    """Account to which the job is charged."""
     gpu_type: str | None = None
-    """The cluster's name of the GPU in a request, such as a100; null asks for any."""
+    """Name of the GPU type in the cluster, such as a100; null requests any type."""
     cpus_per_node: int | None = None
-    """Cores per node; null takes whole nodes."""
+    """Number of cores per node; null requests whole nodes."""
     logs: str = 'logs'
-    """Folder of the logs, which all nodes share."""
+    """Folder for logs, on storage shared by all nodes."""
     setup: str = ''
-    """Shell lines before the job, on the first node: `source .venv/bin/activate`, `module load cuda`."""
+    """Shell commands that run before the job, on the first node: `source .venv/bin/activate`, `module load cuda`."""
     raw: dict[str, str | int | bool | None] = field(default_factory=dict)
-    """Additional #SBATCH options by their long names, which replace ours: `constraint: ib`; null drops an option, true
-    gives it without a value."""
+    """Additional #SBATCH options by long name, which replace the defaults: `constraint: ib`; null drops an option, true
+    sets it without a value."""
 
 
 def problems(jobs: Sequence[Job]) -> list[Problem]:
@@ -47,7 +47,9 @@ def problems(jobs: Sequence[Job]) -> list[Problem]:
     options: Options = spec.options
     for job in jobs:
         if NAME.fullmatch(job.name) is None:
-            gather.problem('name', f'{job.name!r} is no job name; use letters, digits, dots, dashes: at most 64')
+            gather.problem(
+                'name', f'{job.name!r} is not a valid job name; use at most 64 letters, digits, dots and dashes'
+            )
     for where, value in (
         ('schedule.queue', spec.schedule.queue),
         ('schedule.priority', spec.schedule.priority),
@@ -56,38 +58,43 @@ def problems(jobs: Sequence[Job]) -> list[Problem]:
         *((f'backend.raw.{name}', value) for name, value in options.raw.items() if not isinstance(value, bool)),
     ):
         if value is not None and WORD.fullmatch(str(value)) is None:
-            gather.problem(where, f'{value!r} cannot stand in an #SBATCH line; use no spaces, quotes, # or backslashes')
+            gather.problem(where, f'{value!r} is invalid in an #SBATCH line; remove spaces, quotes, # and backslashes')
     for name in options.raw:
         if re.fullmatch(r'[a-z][a-z0-9-]*', name) is None:
-            gather.problem(join('backend.raw', name), 'is no long option of sbatch, such as constraint')
+            gather.problem(join('backend.raw', name), 'is not a long option of sbatch; write one such as constraint')
     if spec.schedule.preemptible and spec.schedule.queue is None and spec.schedule.priority is None:
         gather.problem(
-            'schedule.preemptible', 'is chosen in Slurm by a partition or a QOS; set schedule.queue or priority'
+            'schedule.preemptible', 'depends on the partition or QOS in Slurm; set schedule.queue or schedule.priority'
         )
     if spec.image is None and spec.mounts:
-        gather.problem('mounts', 'need an image; without one a job sees the folders of its nodes')
+        gather.problem('mounts', 'require an image; without one, a job uses the folders of its nodes')
     for target, source in spec.mounts.items():
         if not source.startswith('/') or re.search(r'[\s,:]', source + target):
-            gather.problem(join('mounts', target), f'{source!r} is no folder of the nodes; write an absolute path')
+            gather.problem(join('mounts', target), f'{source!r} is not a folder on the nodes; write an absolute path')
     if spec.image is not None:
         gather.problems += unmounted_run_folders(jobs)
     for name, source in spec.secrets.items():
         if source is not None:
-            gather.problem(join('secrets', name), 'Slurm has no secrets; leave it null, and export it where you submit')
+            gather.problem(
+                join('secrets', name), 'Slurm cannot store secrets; set it to null, and export it before submitting'
+            )
     return gather.problems
 
 
 def render(jobs: Sequence[Job]) -> Rendered:
     files = {f'{job.name}.sbatch': _script(job) for job in jobs}
-    commands = [('sbatch', '--parsable', *(_after('ID') if job.after else ()), f'{job.name}.sbatch') for job in jobs]
-    notes = [f'Logs go to {jobs[0].spec.options.logs}/, which the nodes must share.']
+    commands = [
+        ('sbatch', '--parsable', *(_dependency_options('ID') if job.after else ()), f'{job.name}.sbatch')
+        for job in jobs
+    ]
+    notes = [f'Logs are written to {jobs[0].spec.options.logs}/, which all nodes must share.']
     if jobs[0].spec.image is not None:
-        notes.append('The image is run by pyxis (srun --container-image); the cluster needs it.')
+        notes.append('The image is run by pyxis (srun --container-image), which the cluster must provide.')
     return Rendered(files, tuple(commands), tuple(notes))
 
 
 def validate(rendered: Rendered) -> list[Problem]:
-    """Check the syntax of the scripts with `bash -n`."""
+    """Return the syntax errors that `bash -n` finds in the scripts."""
     bash = shutil.which('bash')
     if bash is None:
         raise NotValidated('the script was not checked: bash is not on PATH')
@@ -100,32 +107,33 @@ def validate(rendered: Rendered) -> list[Problem]:
 
 
 def submit(jobs: Sequence[Job], rendered: Rendered, folder: Path) -> str:
-    _logs(jobs).mkdir(parents=True, exist_ok=True)
-    answers, number = [], ''
+    _logs_folder(jobs).mkdir(parents=True, exist_ok=True)
+    lines, job_id = [], ''
     for job in jobs:
-        dependency = _after(number) if job.after else ()
+        dependency = _dependency_options(job_id) if job.after else ()
         command = ['sbatch', '--parsable', *dependency, str(folder / f'{job.name}.sbatch')]
-        # sbatch passes on all variables, so inside a restarted job the new one would inherit its count.
-        number = call(command, install=INSTALL, env={'SLURM_RESTART_COUNT': '0'})
-        number = number.partition(';')[0]  # --parsable may append the cluster's name
-        answers.append(f'{job.name}: Slurm job {number}')
-    return '\n'.join(answers)
+        # sbatch exports its whole environment to the job. Called from inside a requeued job, it would pass on that
+        # job's restart count, and the new job would start as if it had used up restarts.
+        job_id = call(command, install=INSTALL, env={'SLURM_RESTART_COUNT': '0'})
+        job_id = job_id.partition(';')[0]  # --parsable may append the cluster's name
+        lines.append(f'{job.name}: Slurm job {job_id}')
+    return '\n'.join(lines)
 
 
 def status(jobs: Sequence[Job]) -> str:
     names = ','.join(job.name for job in jobs)
-    # Fields, each with the text that follows it.
+    # squeue prints the text after each colon behind the value of the field.
     form = 'JobID: ,Name: ,State:; ,TimeUsed: of ,TimeLimit:; restarts: ,RestartCnt:; reason: ,Reason:'
     queued = call(['squeue', '--me', f'--name={names}', '--noheader', f'--Format={form}'], install=INSTALL)
-    return queued or f'{names}: nothing in the queue; sacct --name={names} says how they ended'
+    return queued or f'{names}: not in the queue; sacct --name={names} shows how they ended'
 
 
 def logs(jobs: Sequence[Job]) -> str:
-    folder = _logs(jobs)
-    own = re.compile(rf'({"|".join(re.escape(job.name) for job in jobs)})-\d+\.log')
-    found = [path for path in folder.glob('*.log') if own.fullmatch(path.name)]
+    folder = _logs_folder(jobs)
+    pattern = re.compile(rf'({"|".join(re.escape(job.name) for job in jobs)})-\d+\.log')
+    found = [path for path in folder.glob('*.log') if pattern.fullmatch(path.name)]
     if not found:
-        raise UserError(f'logs: {folder} has none of {", ".join(job.name for job in jobs)}; has a job started?')
+        raise UserError(f'logs: {folder} has no log of {", ".join(job.name for job in jobs)}; has a job started?')
     newest = max(found, key=lambda path: path.stat().st_mtime)
     lines = newest.read_text(encoding='utf-8', errors='replace').splitlines()
     return '\n'.join([f'{newest}:', *lines[-100:]])
@@ -134,18 +142,18 @@ def logs(jobs: Sequence[Job]) -> str:
 def cancel(jobs: Sequence[Job]) -> str:
     for job in jobs:
         call(['scancel', '--me', f'--name={job.name}'], install=INSTALL)
-    return 'cancelled: ' + ', '.join(job.name for job in jobs)
+    return 'canceled: ' + ', '.join(job.name for job in jobs)
 
 
-def _logs(jobs: Sequence[Job]) -> Path:
-    """Return the folder of the logs, which Slurm looks up where the job runs and does not create."""
+def _logs_folder(jobs: Sequence[Job]) -> Path:
+    """Return the folder of the logs, which Slurm resolves in the working directory of the job and does not create."""
     spec = jobs[0].spec
     return Path('' if spec.image else spec.workdir or '', spec.options.logs)
 
 
-def _after(number: str) -> tuple[str, ...]:
-    # Without the second option, the next job would wait forever after a final failure.
-    return f'--dependency=afterok:{number}', '--kill-on-invalid-dep=yes'
+def _dependency_options(job_id: str) -> tuple[str, ...]:
+    # Without the second option, the next job would stay in the queue forever after the previous one has finally failed.
+    return f'--dependency=afterok:{job_id}', '--kill-on-invalid-dep=yes'
 
 
 def _script(job: Job) -> str:
@@ -157,33 +165,37 @@ def _script(job: Job) -> str:
         *_directives(job),
         '',
         *(f'export {name}={shlex.quote(value)}' for name, value in environment_of(job, 'slurm').items()),
+        # A failing setup must end the job before srun. After it, errors must not end the script: its last part handles
+        # the exit status of srun.
         *(['set -e', setup, 'set +e'] if setup else []),
         '',
         f'export {environment.ATTEMPT}=${{SLURM_RESTART_COUNT:-0}}',
+        # An absolute path, because a container has another working directory.
         f'logs=$(realpath {shlex.quote(options.logs)})',
         f'export {environment.EXIT_FILE}="$logs/{job.name}-$SLURM_JOB_ID.${environment.ATTEMPT}.exits"',
         f'max_restarts={spec.restart.max_restarts}',
-        *_follows(job),
+        *_action_function(job),
         '',
-        # Found here because there is no scontrol in a container.
+        # Resolved on the host: containers have no scontrol.
         f'export {environment.MASTER_ADDR}=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-        f'srun --kill-on-bad-exit=1 {_cores(spec.options)} \\',
+        # When one node fails, the others hang in a collective; --kill-on-bad-exit ends them.
+        f'srun --kill-on-bad-exit=1 {_cpu_options(spec.options)} \\',
         *_container(job),
         f'    {job.shell_command}',
         'status=$?',
         '',
     ]
-    return '\n'.join(lines) + AFTER.read_text(encoding='utf-8')
+    return '\n'.join(lines) + AFTER_SRUN.read_text(encoding='utf-8')
 
 
-def _cores(options: Options) -> str:
-    """Return options that give all cores to the one task of a node; srun does not inherit them from sbatch."""
+def _cpu_options(options: Options) -> str:
+    """Return srun options that give all cores to the one task per node; srun does not inherit them from sbatch."""
     cpus = '' if options.cpus_per_node is None else f' --cpus-per-task={options.cpus_per_node}'
     return f'--cpu-bind=none{cpus}'
 
 
 def _directives(job: Job) -> list[str]:
-    """Return the #SBATCH lines; the user's own values replace ours."""
+    """Return the #SBATCH lines; the user's values replace the defaults."""
     spec = job.spec
     options: Options = spec.options
     schedule = spec.schedule
@@ -199,9 +211,12 @@ def _directives(job: Job) -> list[str]:
         'qos': schedule.priority,
         'account': options.account,
         'chdir': spec.workdir if spec.image is None else None,
-        'time': _time(job.time_limit_seconds),
+        'time': _time_limit(job.time_limit_seconds),
+        # Without the prefix `B:`, Slurm signals the node entry points and not the batch shell, which must survive to
+        # requeue.
         'signal': f'USR1@{schedule.notice_seconds}',
         'requeue': True,
+        # The default would truncate the log of the earlier attempts when the job is requeued.
         'open-mode': 'append',
         'output': f'{options.logs}/%x-%j.log',
     }
@@ -225,15 +240,15 @@ def _container(job: Job) -> list[str]:
     return [f'    {flag} \\' for flag in quoted]
 
 
-def _follows(job: Job) -> list[str]:
-    """Return a shell function that prints the action after an exit status."""
+def _action_function(job: Job) -> list[str]:
+    """Return a shell function that prints the action for an exit status."""
     restart = job.spec.restart
     actions = [f'        {code}) echo {action} ;;' for code, action in restart.actions().items()]
-    return ['follows() {', '    case $1 in', *actions, f'        *) echo {restart.otherwise} ;;', '    esac', '}']
+    return ['action_after() {', '    case $1 in', *actions, f'        *) echo {restart.otherwise} ;;', '    esac', '}']
 
 
-def _time(seconds: int | None) -> str | None:
-    """Format a time as days-hours:minutes:seconds, rounded up to a minute as Slurm does."""
+def _time_limit(seconds: int | None) -> str | None:
+    """Return a time in the format days-hours:minutes:seconds, rounded up to a minute as Slurm does."""
     if seconds is None:
         return None
     minutes = -(-seconds // 60)

@@ -1,35 +1,37 @@
-# srun's own status is the highest of all nodes, killed ones included; the first that ended badly counts.
+# The exit status of srun is the highest of all nodes, including those killed because of the first failure. The first
+# nonzero status in the exit file gives the cause.
 first=$(awk '$1 != 0 { print $1; exit }' "$DIFFUSION_EXIT_FILE" 2>/dev/null)
 status=${first:-$status}
-echo "attempt $DIFFUSION_ATTEMPT ended with $status"
+echo "attempt $DIFFUSION_ATTEMPT exited with status $status"
 [ "$status" -ne 0 ] || exit 0
-next=$(follows "$status")
+next=$(action_after "$status")
 if [ "$next" = stop ] || [ "$DIFFUSION_ATTEMPT" -ge "$max_restarts" ]; then
     exit "$status"
 fi
-# A controller that is being restarted answers some minutes later.
-patiently() {
+# A Slurm controller that is restarting responds again after some minutes.
+retry() {
     for _ in {1..30}; do
         "$@" && return
         sleep 10
     done
     return 1
 }
-# A job that was cancelled is not to come back, and one that Slurm has requeued for a failed node does so already.
-job=$(patiently scontrol --oneliner show job "$SLURM_JOB_ID") || {
-    echo "not requeued: scontrol does not answer; scontrol requeue $SLURM_JOB_ID"
+# Requeue only if this attempt is still the running one. A canceled job must not restart, and after a node failure Slurm
+# has already requeued the job, so a second requeue would end the new attempt.
+job=$(retry scontrol --oneliner show job "$SLURM_JOB_ID") || {
+    echo "not requeued: scontrol does not respond; run scontrol requeue $SLURM_JOB_ID"
     exit "$status"
 }
 if [[ $job != *" JobState=RUNNING "* || $job != *" Restarts=$DIFFUSION_ATTEMPT "* ]]; then
-    echo "not requeued: it was cancelled, or Slurm has done so"
+    echo "not requeued: the job was canceled, or Slurm has already requeued it"
     exit "$status"
 fi
-trap '' TERM # requeueing ends this script; what follows is still to be done
-patiently scontrol requeue "$SLURM_JOB_ID" || echo "not requeued: Slurm refuses; scontrol requeue $SLURM_JOB_ID"
+trap '' TERM # requeueing sends SIGTERM to this script, which still has to exclude nodes
+retry scontrol requeue "$SLURM_JOB_ID" || echo "not requeued: Slurm refused; run scontrol requeue $SLURM_JOB_ID"
 if [ "$next" = elsewhere ]; then
-    # Slurm takes a list of nodes to avoid for a job that waits, as this one does now.
+    # Slurm accepts a change of the excluded nodes only for a pending job, so this comes after the requeue.
     bad=$(awk -v status="$status" '$1 == status { print $2 }' "$DIFFUSION_EXIT_FILE" | sort -u | paste -sd,)
-    avoided=$(sed -n 's/.* ExcNodeList=\([^( ]*\).*/\1/p' <<<"$job")
-    [ -z "$bad" ] || scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="${avoided:+$avoided,}$bad"
+    excluded=$(sed -n 's/.* ExcNodeList=\([^( ]*\).*/\1/p' <<<"$job")
+    [ -z "$bad" ] || scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="${excluded:+$excluded,}$bad"
 fi
 exit "$status"

@@ -1,1 +1,1 @@
-"""The planner: hours, dollars, memory, storage and checkpoints of a run before it starts, without torch."""
+"""The planner behind `diffusion plan`: estimates hours, dollars, memory, storage and checkpoints without torch."""

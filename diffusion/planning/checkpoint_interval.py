@@ -1,6 +1,6 @@
-"""Checkpoint size, checkpoint interval, and goodput under failures.
+"""Checkpoint size, optimal checkpoint interval, and goodput under failures.
 
-The interval is Young's (1974), sqrt(2 x stall x MTBF); what remains is Daly's complete model (2006).
+The interval is Young's approximation (1974), sqrt(2 x stall x MTBF); goodput follows Daly's complete model (2006).
 """
 
 import math
@@ -13,69 +13,77 @@ from diffusion.planning.workload import Phase
 
 LLAMA3_HOURS_BETWEEN_FAILURES = 54 * 24 / 419
 LLAMA3_GPUS = 16_384
-"""419 unexpected interruptions in 54 days (Llama 3, 2024); the default MTBF scales with the number of GPUs."""
+"""Number of GPUs on which 419 unexpected interruptions in 54 days were reported (Llama 3, 2024)."""
 WRITE_BYTES_PER_SECOND = 0.2e9
-"""Speed of one writer to a shared file system: 1.6 GB took 8 s on two slow cores, hashing included."""
+"""Write speed of one node to a shared file system: 1.6 GB took 8 s on two slow cores, hashing included."""
 RESTART_SECONDS = 600.0
-"""Time from a failure to the next batch: detection, another node, start-up, reading the checkpoint. An assumption."""
+"""Time from a failure to the next batch: detection, node replacement, start-up, loading. An assumption."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of a checkpoint."""
+    """Checkpoint size in bytes."""
 
     weights: int
+    """Trained weights alone."""
     with_optimizer: int
+    """Trained weights and optimizer states."""
     with_averages: int
+    """Trained weights, optimizer states and averaged weights (EMA)."""
 
 
 @dataclass(frozen=True)
 class Resilience:
-    """Cost of saves and failures."""
+    """Time lost to saves and failures."""
 
     mtbf_hours: float
+    """Mean time between failures of the whole cluster."""
     stall_seconds: float
+    """Time that a save blocks training."""
     restart_seconds: float
+    """Time from a failure to the next batch."""
     interval_seconds: float
-    """Young's interval."""
+    """Optimal save interval (Young 1974)."""
     goodput: float
-    """Share of the time that is training, at that interval."""
+    """Fraction of wall-clock time spent training, at the optimal interval."""
     interval_batches: int
+    """Optimal save interval in batches."""
     recipe_interval_seconds: float | None
-    """trainer.save_interval, if it is given in batches."""
+    """The recipe's trainer.save_interval; None if it is not in batches."""
     recipe_goodput: float | None
+    """Goodput at the recipe's interval."""
 
 
 def sizes_of(recipe: Recipe, model: ModelCosts) -> Sizes:
-    """Trained parameters in float32, two numbers of the optimizer each, and the averages at the run's end."""
+    """Return the checkpoint size at the end of a run: weights in float32, two optimizer states each, and averages."""
     weights = FLOAT32 * model.trained_parameters
     return Sizes(weights, 3 * weights, (3 + averages_of(recipe)) * weights)
 
 
 def default_mtbf_hours(gpus: int) -> float:
-    """Mean hours between unexpected interruptions of a run on this many GPUs."""
+    """Return the mean hours between failures on this many GPUs, at the failure rate per GPU reported for Llama 3."""
     return LLAMA3_HOURS_BETWEEN_FAILURES * LLAMA3_GPUS / gpus
 
 
 def default_stall_seconds(phase: Phase, *, nodes: int) -> float:
-    """Seconds that a save stops training: whole checkpoints have one writer, sharded ones have one per node."""
+    """Return the seconds that a save blocks training; sharded checkpoints have one writer per node, whole ones one."""
     writers = nodes if phase.recipe.parallelism.checkpoints == 'sharded' else 1
     return sizes_of(phase.recipe, phase.model).with_averages / (writers * WRITE_BYTES_PER_SECOND)
 
 
 def young_interval(*, stall: float, mtbf: float) -> float:
-    """The save interval that loses the least time, to first order; in the unit of its arguments."""
+    """Return the save interval that loses the least time, to first order (Young 1974); same unit as the arguments."""
     return math.sqrt(2 * stall * mtbf)
 
 
 def goodput(*, interval: float, stall: float, restart: float, mtbf: float) -> float:
-    """Share of the wall-clock time that is training (Daly 2006, equation 20), failures coming at random.
+    """Return the fraction of wall-clock time spent training if failures are a Poisson process (Daly 2006, equation 20).
 
-    A segment of `interval` and a save takes mtbf e^(restart / mtbf) (e^((interval + stall) / mtbf) - 1) on average. All
-    four in one unit.
+    `interval` of training and a save take mtbf e^(restart / mtbf) (e^((interval + stall) / mtbf) - 1) on average. All
+    arguments have the same unit.
     """
     segment = (interval + stall) / mtbf
-    # 1 / (e^x - 1) = e^-x / (1 - e^-x), which does not overflow.
+    # 1 / (e^x - 1) is computed as e^-x / (1 - e^-x), which does not overflow for long intervals.
     return interval / mtbf * math.exp(-restart / mtbf - segment) / -math.expm1(-segment)
 
 
@@ -88,13 +96,23 @@ def resilience_of(
     stall_seconds: float | None = None,
     restart_seconds: float = RESTART_SECONDS,
 ) -> Resilience:
-    """The best save interval, and the goodput at it."""
+    """Return the optimal save interval of a phase, and the goodput at that interval and at the recipe's.
+
+    Args:
+        phase: The phase.
+        images_per_second: Throughput of all GPUs together.
+        nodes: Number of nodes.
+        mtbf_hours: Mean time between failures of the whole cluster.
+        stall_seconds: Time that a save blocks training (default: derived from the checkpoint size).
+        restart_seconds: Time from a failure to the next batch.
+    """
     stall = default_stall_seconds(phase, nodes=nodes) if stall_seconds is None else stall_seconds
     mtbf, batch_seconds = mtbf_hours * 3600, phase.recipe.global_batch / images_per_second
-    # Not before a batch is done, and not after the run is: its end is always saved.
+    # At least one batch, and at most the whole run, whose end is always saved.
     interval = min(max(young_interval(stall=stall, mtbf=mtbf), batch_seconds), phase.batches * batch_seconds)
-    written = str(phase.recipe.trainer.get('save_interval', '1ep'))
-    own = int(written[:-2]) * batch_seconds if written.endswith('ba') and written[:-2].isdigit() else None
+    save_interval = str(phase.recipe.trainer.get('save_interval', '1ep'))
+    in_batches = save_interval.endswith('ba') and save_interval[:-2].isdigit()
+    recipe_interval = int(save_interval[:-2]) * batch_seconds if in_batches else None
     return Resilience(
         mtbf_hours=mtbf_hours,
         stall_seconds=stall,
@@ -102,6 +120,8 @@ def resilience_of(
         interval_seconds=interval,
         goodput=goodput(interval=interval, stall=stall, restart=restart_seconds, mtbf=mtbf),
         interval_batches=max(1, round(interval / batch_seconds)),
-        recipe_interval_seconds=own,
-        recipe_goodput=None if not own else goodput(interval=own, stall=stall, restart=restart_seconds, mtbf=mtbf),
+        recipe_interval_seconds=recipe_interval,
+        recipe_goodput=None
+        if not recipe_interval
+        else goodput(interval=recipe_interval, stall=stall, restart=restart_seconds, mtbf=mtbf),
     )

@@ -1,4 +1,4 @@
-"""Cost and days against the number of GPUs, as a PNG."""
+"""Plot of training days and cost against the number of GPUs, as a PNG."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diffusion.config.checks import check_devices
-from diffusion.planning.plan import Assumptions, Plan, speed_under
+from diffusion.planning.plan import Assumptions, Plan, phase_speed
 from diffusion.planning.run_cost import Cost, training_cost
 from diffusion.planning.workload import Phase
 from diffusion.storage.atomic import becoming
@@ -18,8 +18,11 @@ COLORS = ('#4477aa', '#ee6677', '#228833', '#ccbb44', '#66ccee', '#aa3377')
 
 
 def counts_around(phases: Sequence[Phase], chosen: int) -> list[int]:
-    """Halves and doubles of the chosen number, and powers of two, of those that every batch divides over."""
-    odd = chosen // (chosen & -chosen)
+    """Return the numbers of GPUs to plot: powers of two, and the chosen number times powers of two.
+
+    Numbers that do not divide every global batch are left out.
+    """
+    odd = chosen // (chosen & -chosen)  # chosen & -chosen is the largest power of two that divides it
     counts = {chosen, *(factor * 2**power for factor in (1, odd) for power in range(15))}
     lowest, highest = max(1, min(8, chosen // 4)), max(256, 4 * chosen)
     return sorted(
@@ -30,16 +33,18 @@ def counts_around(phases: Sequence[Phase], chosen: int) -> list[int]:
 
 
 def costs_at(phases: Sequence[Phase], given: Assumptions, gpus: int) -> list[Cost]:
-    """Costs of the phases on another number of GPUs."""
-    there = replace(given, gpus=gpus)
+    """Return the cost of each phase on another number of GPUs; measured throughput is assumed to scale linearly."""
+    scaled = replace(given, gpus=gpus)
     if given.images_per_second is not None:
-        there = replace(there, images_per_second=given.images_per_second * gpus / given.gpus)
+        scaled = replace(scaled, images_per_second=given.images_per_second * gpus / given.gpus)
     price = given.price_usd_per_hour
-    return [training_cost(phase, speed_under(phase, there), gpus=gpus, price=price) for phase in phases]
+    return [training_cost(phase, phase_speed(phase, scaled), gpus=gpus, price=price) for phase in phases]
 
 
 def draw(plan: Plan, out: Path) -> None:
-    """Write the plot: days on the left, dollars (GPU-hours without a price) on the right."""
+    """Write the plot to a PNG file: days on the left, dollars (GPU-hours if the price is unknown) on the right."""
+    # Imported here so that a plan without a plot does not pay for it. pyplot is avoided, since the backend that it
+    # selects may require a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -57,8 +62,8 @@ def draw(plan: Plan, out: Path) -> None:
     names = [phase.name for phase in phases]
     _bars(left, dict(zip(names, days, strict=True)), counts, given, _days)
     _bars(right, dict(zip(names, money, strict=True)), counts, given, _hours if price is None else _money)
-    left.set_title('days of training', loc='left', fontsize=10)
-    title = 'GPU-hours' if price is None else f'dollars at ${price:.2f} a GPU-hour'
+    left.set_title('training days', loc='left', fontsize=10)
+    title = 'GPU-hours' if price is None else f'dollars at ${price:.2f} per GPU-hour'
     right.set_title(title, loc='left', fontsize=10)
     if len(phases) > 1:
         left.legend(frameon=False)
@@ -73,7 +78,7 @@ def _bars(
     given: Assumptions,
     form: Callable[[float], str],
 ) -> None:
-    """Draw one bar per number of GPUs: phases stacked, their sum above, the chosen number in bold."""
+    """Draw one stacked bar per number of GPUs with the sum above it, the plan's own number of GPUs in bold."""
     positions, tops = range(len(counts)), [0.0] * len(counts)
     for index, (name, heights) in enumerate(values.items()):
         axes.bar(positions, heights, bottom=tops, color=COLORS[index % len(COLORS)], width=0.7, label=name)

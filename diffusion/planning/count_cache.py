@@ -1,7 +1,8 @@
-"""Counts of models by configuration: those that ship with the package, and those counted once per machine.
+"""Cache of model counts by configuration: counts shipped with the package, and counts made on this machine.
 
-A file per model holds what `diffusion.models.cost_counting` answers: facts, FLOPs by shape, activations by shape and
-precision. What is in neither place is counted by that module in a process of its own, since this one has no torch.
+One JSON file per model holds the output of `diffusion.models.cost_counting`: facts, FLOPs by shape, and activations by
+shape and precision. Missing counts are computed by that module in a separate process, since the planner runs without
+torch.
 """
 
 import functools
@@ -23,25 +24,25 @@ from diffusion.storage.atomic import write_whole
 
 SHIPPED = Path(__file__).with_name('model_counts')
 LIBRARIES = ('torch', 'diffusers', 'transformers')
-"""Other versions of these may compute a model in another way."""
+"""Libraries whose other versions may compute a model differently, which invalidates counts made on this machine."""
 SECTIONS = ('facts', 'flops', 'activations')
 START_SECONDS, FLOPS_SECONDS, ACTIVATIONS_SECONDS = 15, 2, 8
-"""Importing torch and building the model; counting a shape; counting a shape in a precision. SD2 on a slow core."""
+"""Time to import torch and build the model; per shape; per pair of shape and precision. For SD2 on a slow core."""
 
 
 class CountingFailed(RuntimeError):
-    """A model's forward pass could not be counted."""
+    """Counting a model failed because its forward pass raised an error; the cause is not a mistake in the recipe."""
 
 
 @dataclass(frozen=True)
 class ModelKey:
-    """Everything that decides a model's counts.
+    """Cache key of a model: all settings that determine its counts.
 
     Attributes:
         name: The registered name.
         kwargs: The keywords that change the architecture.
-        imports: The recipe's modules, which register it.
-        contents: Contents of configuration files that `kwargs` names.
+        imports: The recipe's modules, which register the model.
+        contents: Contents of configuration files that `kwargs` refers to.
     """
 
     name: str
@@ -51,16 +52,17 @@ class ModelKey:
 
     @property
     def file_name(self) -> str:
+        """Name of the model's file of counts, with a hash of the settings."""
         content = json.dumps([self.name, dict(self.kwargs), self.contents], sort_keys=True, default=str)
         return f'{self.name}-{hashlib.sha256(content.encode()).hexdigest()[:12]}.json'
 
     @property
     def cached(self) -> Path:
-        """The file of this machine's own counts."""
+        """Path of the counts made on this machine."""
         return counts_folder() / self.file_name
 
     def made_with(self) -> dict[str, str]:
-        """Versions of libraries and a hash of the model's source; counts made with others are made again."""
+        """Return library versions and a hash of the model's source; cached counts are valid only if these are equal."""
         target = registry.TARGETS['model'][self.name]
         home = target.split(':')[0] if isinstance(target, str) else target.__module__
         versions = {name: importlib.metadata.version(name) for name in LIBRARIES}
@@ -68,29 +70,34 @@ class ModelKey:
 
 
 def counts_folder() -> Path:
-    """The folder of what was counted on this machine."""
+    """Return the folder of counts made on this machine."""
     home = os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'
     return Path(home) / 'diffusion' / 'model_counts'
 
 
 def known_counts(key: ModelKey) -> dict[str, Any]:
-    """The counts of a model that exist already; sections are empty if there are none."""
+    """Return the shipped and cached counts of a model; sections are empty if there are none."""
+    # Shipped counts are not checked against library versions, so that planning the shipped recipes never takes a
+    # minute; tests/planning/test_count_cache.py compares them with the models. They take precedence.
     cached = _read(key.cached)
     fresh = cached if cached.get('made_with') and cached['made_with'] == key.made_with() else _no_counts()
     return merged(fresh, _read(SHIPPED / key.file_name))
 
 
 def count(key: ModelKey, *, flops: Sequence[str], activations: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """Count a model, say on stderr that it takes a while, and cache the answer.
+    """Count a model in another process, print the expected duration to stderr, and cache the result.
 
     Args:
         key: The model.
-        flops: Shapes, such as '640x384'.
-        activations: Pairs of shape and precision.
+        flops: Shapes whose FLOPs are counted, such as '640x384'.
+        activations: Pairs of shape and precision whose activations are counted.
+
+    Returns:
+        The new counts, by section.
 
     Raises:
-        UserError: The model cannot be built as the recipe says.
-        CountingFailed: Its forward pass ended with an error.
+        UserError: The model cannot be built with the recipe's settings.
+        CountingFailed: The forward pass raised an error.
     """
     seconds = START_SECONDS + FLOPS_SECONDS * len(flops) + ACTIVATIONS_SECONDS * len(activations)
     print(
@@ -100,20 +107,29 @@ def count(key: ModelKey, *, flops: Sequence[str], activations: Sequence[tuple[st
     )
     request = {'name': key.name, 'kwargs': dict(key.kwargs), 'imports': list(key.imports)}
     answer = run_counter(request | {'flops': list(flops), 'activations': list(activations)})
+    # The exception itself cannot cross the process boundary; an error of the user comes back as text.
     if 'mistake' in answer:
         raise UserError(f'model {key.name}: {answer["mistake"]}')
     content = {'model': key.name, 'kwargs': dict(key.kwargs), 'made_with': key.made_with()}
     content |= merged(known_counts(key), answer)
     try:
         write_whole(key.cached, json.dumps(content, indent=1, default=str) + '\n')
-    except OSError as error:  # such as a home folder that is read-only: the next plan counts again
-        print(f'{key.cached}: not written ({error})', file=sys.stderr)
+    except OSError as error:  # for example a read-only home folder; the next plan counts again
+        print(f'{key.cached}: cannot be written ({error}); the next plan counts again', file=sys.stderr)
     return answer
 
 
 def run_counter(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Let `diffusion.models.cost_counting` answer a request in a process of its own, which sees no GPU."""
-    # This package first, and not (as `-m` has it) the working directory, which may hold another one of its name.
+    """Run `diffusion.models.cost_counting` in a separate process without GPUs, and return its answer.
+
+    Args:
+        request: The model's name, keywords and imports, and the shapes and precisions to count.
+
+    Raises:
+        CountingFailed: The process failed.
+    """
+    # `-m` puts the working directory first in sys.path, where a folder called `diffusion` may shadow this package.
+    # PYTHONSAFEPATH turns that off. The rest of sys.path is passed on for the modules that the recipe imports.
     path = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
     environment = os.environ | {'CUDA_VISIBLE_DEVICES': '', 'PYTHONPATH': path, 'PYTHONSAFEPATH': '1'}
     command = [sys.executable, '-m', 'diffusion.models.cost_counting']
@@ -121,13 +137,13 @@ def run_counter(request: Mapping[str, Any]) -> dict[str, Any]:
     if done.returncode:
         print(done.stderr, file=sys.stderr)
         raise CountingFailed(
-            f'counting {request["name"]} failed with exit status {done.returncode}; its traceback is above'
+            f'counting {request["name"]} failed with exit status {done.returncode}; see the traceback above'
         )
     return json.loads(done.stdout)
 
 
 def merged(*counts: Mapping[str, Any]) -> dict[str, Any]:
-    """Several counts as one."""
+    """Merge counts section by section; later ones take precedence."""
     return {section: {key: value for each in counts for key, value in each[section].items()} for section in SECTIONS}
 
 
@@ -138,17 +154,19 @@ def _no_counts() -> dict[str, Any]:
 def _read(path: Path) -> dict[str, Any]:
     try:
         return _no_counts() | json.loads(path.read_text(encoding='utf-8'))
-    except (OSError, ValueError):  # not there, or cut off
+    except (OSError, ValueError):  # missing or truncated
         return _no_counts()
 
 
 @functools.cache
 def _source_hash(modules: tuple[str, ...]) -> str:
-    """Hash the files of modules, and those beside them in their packages, since a model is seldom a single file."""
-    found = hashlib.sha256()
+    """Return a hash of the source files of modules, including all files of the packages that contain them."""
+    digest = hashlib.sha256()
     for module in modules:
         file = Path(getattr(sys.modules.get(module), '__file__', None) or source_file(module))
+        # A model is seldom a single file, so hash its whole package. The folder of a module outside of any package may
+        # hold anything, so hash that module alone.
         in_package = file.with_name('__init__.py').is_file()
         for path in sorted(file.parent.rglob('*.py')) if in_package else [file]:
-            found.update(path.read_bytes())
-    return found.hexdigest()[:16]
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]

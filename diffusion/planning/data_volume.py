@@ -1,48 +1,52 @@
-"""Bytes of the data: stored as images or latents, and read while training."""
+"""Data volume of a phase: bytes stored as images or latents, bytes read during training, and read bandwidth."""
 
 from dataclasses import dataclass
 
 from diffusion.planning.workload import Encoding, Phase
 
 JPEG_BYTES_PER_PIXEL = 62e3 / 512**2
-"""A 512 x 512 JPEG of the usual quality is 62 kB; other sizes in proportion. Used if the shards are not local."""
+"""JPEG size, from 62 kB for a typical 512 x 512 JPEG. Used if the shards are not local."""
 CAPTION_BYTES = 100
-"""A caption as text. An assumption, and small."""
+"""Size of a caption as text. An assumption; negligible beside an image."""
 LATENT_WIDTHS = {'float16': 2, 'float32': 4}
+"""Bytes per element of stored latents, by data type."""
 
 
 @dataclass(frozen=True)
 class Storage:
-    """Bytes of one kind of dataset, and the rate at which training reads it."""
+    """Size of a dataset in one form, and the rate at which training reads it."""
 
     bytes_per_sample: float
     samples: int
-    """Number of different images."""
+    """Number of distinct images."""
     images: int
-    """Number of images that training reads, repeated ones counted each time."""
+    """Number of images that training reads, counting repetitions."""
     images_per_second: float
     nodes: int
 
     @property
     def stored_bytes(self) -> float:
+        """Size of the dataset."""
         return self.bytes_per_sample * self.samples
 
     @property
     def read_bytes(self) -> float:
-        """Egress of the object store, without a cache for later epochs."""
+        """Egress from the object store if shards are not cached for later epochs."""
         return self.bytes_per_sample * self.images
 
     @property
     def bytes_per_second(self) -> float:
+        """Read bandwidth of all nodes together."""
         return self.bytes_per_sample * self.images_per_second
 
     @property
     def bytes_per_second_per_node(self) -> float:
+        """Read bandwidth of each node."""
         return self.bytes_per_second / self.nodes
 
 
 def storage_of(phase: Phase, encoding: Encoding, *, images_per_second: float, nodes: int) -> Storage:
-    """Storage and bandwidth of one kind of dataset."""
+    """Return the size and read bandwidth of a phase's dataset if its samples are stored in this form."""
     return Storage(
         bytes_per_sample=sample_bytes(phase, encoding),
         samples=phase.different_images,
@@ -53,12 +57,13 @@ def storage_of(phase: Phase, encoding: Encoding, *, images_per_second: float, no
 
 
 def sample_bytes(phase: Phase, encoding: Encoding) -> float:
-    """Bytes of an image or its latents, with its caption or text embedding."""
+    """Return the bytes per sample: an image or its latents, with its caption or text embedding."""
     if phase.stored_bytes is not None and encoding == phase.encoding:
         return phase.stored_bytes
     if encoding == 'pictures':
         return JPEG_BYTES_PER_PIXEL * phase.pixels + CAPTION_BYTES
     settings = phase.recipe.precompute
+    # To sample from the VAE's posterior during training, its variances are stored beside the means.
     width, stores_variance = LATENT_WIDTHS[settings.dtype], settings.posterior == 'sample'
     latents = width * (2 if stores_variance else 1) * phase.latent_elements
     text = width * phase.model.text_embedding_elements

@@ -1,4 +1,4 @@
-"""Speed, memory and hourly price of GPUs, read from gpus.yaml or from a file of the user's."""
+"""Peak FLOP/s, memory and hourly price of GPUs, read from gpus.yaml and optionally from the user's file."""
 
 import datetime
 from dataclasses import dataclass
@@ -11,83 +11,84 @@ from diffusion.errors import UserError
 
 SHIPPED = Path(__file__).with_name('gpus.yaml')
 STALE_DAYS = 180
+"""Age in days from which a price causes a warning."""
 
 
 @dataclass(frozen=True)
 class GPU:
-    """One GPU of a kind."""
+    """A GPU model: peak FLOP/s, memory, bandwidths and price."""
 
     peak_tflops: dict[str, float]
     """Dense peak in 10**12 FLOP/s, by precision: bf16, fp16, fp32."""
     memory_gib: float
-    """Memory that the driver reports, in 2**30 bytes."""
+    """Memory as reported by the driver, in GiB."""
     price_usd_per_hour: float | None = None
-    """Price per hour; null asks for --price."""
+    """Price in US dollars per GPU-hour; null if unknown, which requires --price."""
     date: str | None = None
     """Date of the price, such as 2026-05-01."""
     source: str = ''
     """Source of the price."""
     memory_gb_per_second: float | None = None
-    """Bandwidth of its memory."""
+    """Memory bandwidth in GB/s."""
     nvlink_gb_per_second: float = 0.0
-    """Both directions together; 0 is none."""
+    """NVLink bandwidth in GB/s, both directions together; 0 if it has no NVLink."""
     gpus_per_node: int = 8
     """Number of GPUs per node."""
     name: str = ''
     """Name on the command line."""
 
     def peak_flops(self, precision: str) -> float:
-        """Dense peak in FLOP/s.
+        """Return the dense peak in FLOP/s.
 
         Raises:
-            UserError: It does not compute in this precision.
+            UserError: The GPU does not support this precision.
         """
         if precision not in self.peak_tflops:
             raise UserError(
-                f'--gpu {self.name}: it has no {precision} (it has {", ".join(self.peak_tflops)}); '
-                'use another GPU, or another trainer.precision'
+                f'--gpu {self.name}: does not support {precision} (supported: {", ".join(self.peak_tflops)}); '
+                'use another GPU or another trainer.precision'
             )
         return self.peak_tflops[precision] * 1e12
 
     def stale(self, today: datetime.date) -> str | None:
-        """A warning if the price is too old to plan with."""
+        """Return a warning if the price is more than STALE_DAYS old, else None."""
         if self.date is None:
             return None
         days = (today - datetime.date.fromisoformat(self.date)).days
         if days <= STALE_DAYS:
             return None
         return (
-            f'{self.name}: its price, ${self.price_usd_per_hour:.2f} an hour, is {days} days old ({self.date}); '
-            'give --price, or --gpus-file'
+            f'{self.name}: the price of ${self.price_usd_per_hour:.2f} per hour is {days} days old ({self.date}); '
+            'give --price or --gpus-file'
         )
 
 
 def load_gpus(path: Path | None = None) -> dict[str, GPU]:
-    """The GPUs that ship with the package, and those of a file, which take precedence.
+    """Load the GPUs of gpus.yaml and those of another file, which take precedence.
 
     Raises:
-        UserError: A file is not as gpus.yaml is.
+        UserError: A file cannot be read, or does not have the format of gpus.yaml.
     """
     found = _read(SHIPPED)
     return found if path is None else found | _read(path)
 
 
 def find_gpu(name: str, gpus: dict[str, GPU], *, or_file: bool = True) -> GPU:
-    """The GPU that a name stands for; case does not matter.
+    """Return the GPU of this name; case does not matter, and `_` equals `-`.
 
     Args:
-        name: Such as a100-80gb.
-        gpus: All that are known.
-        or_file: Whether the command takes a file of others, which the error then names.
+        name: Name of the GPU, such as a100-80gb.
+        gpus: All known GPUs.
+        or_file: True if the command has the option --gpus-file, which the error then suggests.
 
     Raises:
-        UserError: There is none; suggests the nearest.
+        UserError: No GPU has this name; the message suggests the nearest.
     """
     key = name.lower().replace('_', '-')
     if key not in gpus:
         starts = [known for known in gpus if key and known.startswith(key)]
         hint = f'did you mean {" or ".join(starts)}?' if starts else did_you_mean(key, gpus)
-        file = ' (or describe it in a file: --gpus-file)' if or_file else ''
+        file = ' (or describe the GPU in a file and pass --gpus-file)' if or_file else ''
         raise UserError(f'--gpu: no GPU is called {name!r}; {hint}{file}')
     return gpus[key]
 
@@ -115,7 +116,7 @@ def _check(gpu: GPU, where: str, gather: Gatherer) -> None:
     for name in ('memory_gib', 'gpus_per_node', 'price_usd_per_hour'):
         value = getattr(gpu, name)
         if value is not None and value <= 0:
-            gather.problem(join(where, name), f'{value} is not positive; it is: {docs[name]}')
+            gather.problem(join(where, name), f'{value} is not positive; expected: {docs[name]}')
     for precision, peak in gpu.peak_tflops.items():
         if not isinstance(peak, int | float) or peak <= 0:
             gather.problem(join(where, f'peak_tflops.{precision}'), f'{peak!r} is not a positive number of TFLOP/s')
@@ -123,4 +124,4 @@ def _check(gpu: GPU, where: str, gather: Gatherer) -> None:
         try:
             datetime.date.fromisoformat(gpu.date)
         except ValueError:
-            gather.problem(join(where, 'date'), f'{gpu.date!r} is no date; write it as 2026-05-01')
+            gather.problem(join(where, 'date'), f'{gpu.date!r} is not a date; use the format 2026-05-01')

@@ -1,9 +1,8 @@
-"""Memory of one device, part by part, and the largest microbatch that fits.
+"""Memory of one device, split into parts, and the largest microbatch that fits.
 
-Weights, optimizer states and averages are counted; gradients are what torch allocates for them. Activations are the
-tensors that autograd keeps, as counted on the model itself by models/activation_memory.py: to the byte what torch keeps
-under autocast, and within 3 % where blocks are compiled. What cuDNN and NCCL take for themselves, and fragments, are an
-allowance.
+Weights, gradients, optimizer states and averages follow from the number of parameters. Activations are the tensors that
+autograd keeps, counted on the model itself by models/activation_memory.py: exactly what torch keeps under autocast, and
+within 3 % where blocks are compiled. Memory of cuDNN and NCCL and fragmentation are covered by an allowance.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -15,48 +14,55 @@ from diffusion.planning.workload import Phase
 
 GIB = 2**30
 CONTEXT_BYTES = 1.5 * GIB
-"""CUDA's context, libraries and NCCL's buffers; outside of what torch counts as allocated. An assumption."""
+"""CUDA context, libraries and NCCL buffers, which torch does not count as allocated. An assumption."""
 FRAGMENTS = 0.05
-"""Share of what is allocated, for cuDNN's workspaces and gaps between tensors. An assumption."""
+"""Fraction of allocated memory added for cuDNN workspaces and fragmentation. An assumption."""
 ADAM_STATES = 2
-"""Numbers per parameter that Adam keeps; amsgrad keeps one more."""
+"""Optimizer states per parameter that Adam keeps; amsgrad keeps one more."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one device. The peak is all that is resident, and the largest of what comes and goes."""
+    """Bytes on one device, by part."""
 
     weights: int
+    """Trained weights in float32, or the device's shard of them."""
     optimizer: int
+    """Optimizer states."""
     averages: int
+    """Averaged weights (EMA)."""
     encoders: int
     """Frozen VAE and text encoder."""
     gradients: int
+    """Gradients, or the device's shard of them."""
     buckets: int
-    """Whole gradients to be reduced: DDP's buckets, or those that FSDP2 keeps where it reduces once a batch."""
+    """Unsharded gradients to be reduced: DDP's buckets, or those that FSDP2 keeps if it reduces once per batch."""
     compute_weights: int
-    """Weights in the precision of autocast: its cache, or what FSDP has gathered."""
+    """Weights in the compute precision: autocast's cache, or the parameters gathered by FSDP."""
     activations: int
-    """Tensors of one microbatch that are kept for the backward pass."""
+    """Activations of one microbatch that are kept for the backward pass."""
     working: int
-    """Tensors that come and go during the backward pass."""
+    """Temporary tensors of the backward pass."""
     encoding: int
-    """Tensors of the frozen encoders, before the denoiser's."""
+    """Activations of the frozen image encoder, which are freed before the denoiser runs."""
     step: int
-    """Temporaries of the optimizer's step; a fused one has none."""
+    """Temporary tensors of the optimizer step; a fused optimizer has none."""
     batch: int
-    """The device's share of the batch, as it comes from the loader."""
+    """The device's part of the batch, as the loader returns it."""
     accumulates: bool
     """True if gradients of an earlier microbatch exist during the forward pass."""
 
     @property
     def resident(self) -> int:
-        """Bytes that are there all the time."""
+        """Bytes that are allocated throughout a step."""
         return self.weights + self.optimizer + self.averages + self.encoders + self.buckets + self.batch
 
     @property
     def allocated(self) -> int:
-        """The peak, as torch.cuda.max_memory_allocated counts it."""
+        """Peak of allocated bytes, as counted by torch.cuda.max_memory_allocated."""
+        # Four moments of a step can be the peak: the start of the backward pass, its end (all gradients exist and the
+        # activations are freed), the optimizer step, and the encoding of images before the forward pass. At the start
+        # of a backward pass only gradients of earlier microbatches exist; new ones appear as activations are freed.
         earlier = self.gradients if self.accumulates else 0
         backward = earlier + self.compute_weights + self.activations + self.working
         end_of_backward = self.gradients + self.compute_weights
@@ -64,11 +70,11 @@ class Memory:
 
     @property
     def reserved(self) -> int:
-        """The peak with allowances: the memory that the GPU must have."""
+        """Peak including allowances: the memory that the GPU must have."""
         return round(self.allocated * (1 + FRAGMENTS) + CONTEXT_BYTES)
 
     def parts(self) -> dict[str, int]:
-        """Bytes by part."""
+        """Return the bytes of each part by name."""
         return {name: value for name, value in asdict(self).items() if name != 'accumulates'}
 
 
@@ -82,11 +88,12 @@ class Setup:
 
     @property
     def shards(self) -> int:
-        """Number of devices that weights, gradients and optimizer states are divided over."""
+        """Number of devices among which weights, gradients and optimizer states are sharded."""
         return 1 if self.parallelism.strategy == 'ddp' else max(1, self.devices // self.parallelism.replicas)
 
     @property
     def label(self) -> str:
+        """Name of the strategy as printed, such as 'fsdp2 SHARD_GRAD_OP'."""
         settings = self.parallelism
         if settings.strategy == 'ddp':
             return 'ddp'
@@ -96,7 +103,7 @@ class Setup:
 
 
 def memory_of(phase: Phase, setup: Setup) -> Memory:
-    """Bytes on one device under a set-up."""
+    """Return the memory that a phase takes on one device under a setup."""
     settings, shards = setup.parallelism, setup.shards
     parts = phase.speed(settings.strategy)
     activations = phase.model.activations(phase.largest_shape, phase.precision(settings.strategy))
@@ -104,7 +111,8 @@ def memory_of(phase: Phase, setup: Setup) -> Memory:
     share = max(setup.microbatch, phase.recipe.global_batch // setup.devices)
     accumulates = share > setup.microbatch
     reduces_once = accumulates and shards > 1 and bool(parts.reduce_once)
-    whole_gradients = reduces_once or (settings.strategy == 'ddp' and setup.devices > 1)
+    unsharded_gradients = reduces_once or (settings.strategy == 'ddp' and setup.devices > 1)
+    # `speed.fused_optimizer` has an effect on torch's AdamW alone; Composer's DecoupledAdamW has no fused kernel.
     fused = phase.recipe.optimizer.name == 'adamw' and parts.fused_optimizer
     kept = activations.kept_recomputing if settings.activation_checkpointing else activations.kept
     encodes = phase.encoding == 'pictures' and phase.model.is_latent_diffusion
@@ -115,7 +123,7 @@ def memory_of(phase: Phase, setup: Setup) -> Memory:
         averages=_divided(FLOAT32 * averages_of(phase.recipe) * trained, shards),
         encoders=encoder_width(phase) * phase.model.frozen_parameters,
         gradients=_divided(FLOAT32 * trained, shards),
-        buckets=FLOAT32 * trained if whole_gradients else 0,
+        buckets=FLOAT32 * trained if unsharded_gradients else 0,
         compute_weights=_compute_weights(phase, activations, settings, keeps_gathered=reduces_once),
         activations=kept * setup.microbatch,
         working=activations.largest * setup.microbatch + _in_flight(phase, setup),
@@ -127,8 +135,9 @@ def memory_of(phase: Phase, setup: Setup) -> Memory:
 
 
 def averages_of(recipe: Recipe) -> int:
-    """Number of averaged copies of the weights that a run holds at its end."""
+    """Return the number of averaged copies of the weights that a run holds at its end."""
     algorithms = recipe.algorithms.values()
+    # The default widths are those of algorithms.post_hoc_ema.PostHocEMA, which cannot be imported without torch.
     widths = [
         algorithm.kwargs.get('widths', (0.05, 0.10)) for algorithm in algorithms if algorithm.name == 'post_hoc_ema'
     ]
@@ -136,12 +145,12 @@ def averages_of(recipe: Recipe) -> int:
 
 
 def encoder_width(phase: Phase) -> int:
-    """Bytes per parameter of frozen parts; `auto` is float16 on a GPU."""
+    """Return the bytes per parameter of the frozen encoders; `encoder_dtype: auto` is float16 on a GPU."""
     return FLOAT32 if phase.recipe.model.kwargs.get('encoder_dtype') == 'float32' else HALF
 
 
 def largest_microbatch(phase: Phase, setup: Setup, gpu: GPU) -> int:
-    """The largest microbatch that fits and divides the device's share of the batch; 0 if none does."""
+    """Return the largest microbatch that fits and divides the device's part of the batch; 0 if none fits."""
     share = phase.recipe.global_batch // setup.devices
     divisors = [size for size in range(1, share + 1) if share % size == 0]
     fitting = [size for size in divisors if fits_in_memory(memory_of(phase, replace(setup, microbatch=size)), gpu)]
@@ -149,38 +158,48 @@ def largest_microbatch(phase: Phase, setup: Setup, gpu: GPU) -> int:
 
 
 def fits_in_memory(memory: Memory, gpu: GPU) -> bool:
+    """Return True if the memory, allowances included, fits on the GPU."""
     return memory.reserved <= gpu.memory_gib * GIB
 
 
 def strategies(setup: Setup) -> list[Setup]:
-    """The set-up under each strategy, its own first."""
-    own = setup.parallelism
+    """Return the setup under each parallelism strategy without duplicates, starting with the setup itself."""
+    current = setup.parallelism
     others = [
-        replace(own, strategy='ddp', replicas=1),
-        replace(own, strategy='fsdp2', reshard_after_forward=False),
-        replace(own, strategy='fsdp2', reshard_after_forward=True),
+        replace(current, strategy='ddp', replicas=1),
+        replace(current, strategy='fsdp2', reshard_after_forward=False),
+        replace(current, strategy='fsdp2', reshard_after_forward=True),
     ]
-    found = {setup.label: setup}
+    by_label = {setup.label: setup}
     for settings in others:
         other = replace(setup, parallelism=settings)
-        found.setdefault(other.label, other)
-    return list(found.values()) if setup.devices > 1 else [setup]
+        by_label.setdefault(other.label, other)
+    return list(by_label.values()) if setup.devices > 1 else [setup]
 
 
 def ways_out(phase: Phase, setup: Setup, gpu: GPU, gpus: dict[str, GPU]) -> list[str]:
-    """Settings that would make a set-up fit that does not."""
+    """Return settings, each of which would make a setup fit that does not; empty if there is none.
+
+    Args:
+        phase: The phase.
+        setup: The setup that does not fit.
+        gpu: The GPU on which it does not fit.
+        gpus: All known GPUs, of which the smallest that is large enough is suggested.
+    """
     found = []
     smaller = largest_microbatch(phase, setup, gpu)
     if smaller:
         found.append(f'device_train_microbatch_size={smaller}')
-    if phase.speed().reduce_once and fits_in_memory(memory_of(_reducing_each(phase), setup), gpu):
+    if phase.speed().reduce_once and fits_in_memory(memory_of(_without_reduce_once(phase), setup), gpu):
         found.append('speed.reduce_once=false')
     if phase.model.is_latent_diffusion and not setup.parallelism.activation_checkpointing:
         recomputing = replace(setup, parallelism=replace(setup.parallelism, activation_checkpointing=True))
         if fits_in_memory(memory_of(phase, recomputing), gpu):
+            # One more forward pass (1 F) for forward and backward (3 F).
             found.append('parallelism.activation_checkpointing=true (about a third slower)')
     for other in strategies(setup)[1:]:
         if other.parallelism.strategy == 'fsdp2' and fits_in_memory(memory_of(phase, other), gpu):
+            # `strategies` lists the faster one, which does not gather weights again in the backward pass, first.
             resharding = str(other.parallelism.reshard_after_forward).lower()
             found.append(f'parallelism.strategy=fsdp2 parallelism.reshard_after_forward={resharding}')
             break
@@ -191,7 +210,7 @@ def ways_out(phase: Phase, setup: Setup, gpu: GPU, gpus: dict[str, GPU]) -> list
     return found
 
 
-def _reducing_each(phase: Phase) -> Phase:
+def _without_reduce_once(phase: Phase) -> Phase:
     speed = replace(phase.recipe.speed, reduce_once=False)
     return replace(phase, recipe=replace(phase.recipe, speed=speed))
 
@@ -203,6 +222,7 @@ def _divided(total: int, shards: int) -> int:
 def _compute_weights(
     phase: Phase, activations: ActivationCounts, settings: ParallelismConfig, *, keeps_gathered: bool
 ) -> int:
+    # Autocast caches a 16-bit copy of each weight until the end of the forward pass; autograd keeps it until used.
     autocast = activations.copies_recomputing if settings.activation_checkpointing else activations.copies
     if settings.strategy == 'ddp':
         return autocast
@@ -211,23 +231,25 @@ def _compute_weights(
     facts = phase.model.facts
     gathered = phase.model.trained_parameters
     if settings.reshard_after_forward and not keeps_gathered:
-        # The block that is computed, the one fetched ahead, and what is in no block.
+        # FSDP2 holds the block that is computed, the one that is prefetched, and all parameters outside of blocks.
         gathered += 2 * facts['largest_block_parameters'] - facts['block_parameters']
-    # Weights that are gathered wider than autocast wants are copied by it.
+    # Autocast copies weights only if they are gathered in a wider type than its own.
     return gathered_width * gathered + (autocast if gathered_width > width else 0)
 
 
 def _in_flight(phase: Phase, setup: Setup) -> int:
-    """Gradients of a block that FSDP is about to reduce, in the precision of computing and in float32."""
+    """Return the bytes of the gradients that FSDP is reducing: one block, in compute precision and in float32."""
     return 0 if setup.shards == 1 else (HALF + FLOAT32) * phase.model.facts['largest_block_parameters']
 
 
 def _encoding_bytes(phase: Phase, activations: ActivationCounts, microbatch: int) -> int:
-    """About three tensors of the VAE encoder's largest size: a residual, a normalized and an activated one."""
+    """Return the bytes of the VAE encoder's activations, estimated as three tensors of its largest size."""
+    # In a residual block, these are the residual, the normalized and the activated tensor; no gradients are kept.
     return 3 * microbatch * encoder_width(phase) * activations.largest_encoder_elements
 
 
 def _sample_bytes(phase: Phase) -> int:
+    """Return the bytes of one sample on the device: uint8 pixels, or latents and text embeddings in 16 bits."""
     shape = phase.largest_shape
     if phase.encoding == 'pictures':
         return 3 * shape.pixels

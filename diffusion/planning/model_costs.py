@@ -1,4 +1,4 @@
-"""Parameters, FLOPs per image and activations per sample of a recipe's model, as counted on the model itself."""
+"""Parameters, FLOPs per image and activation memory per sample of a recipe's model, counted on the model itself."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,48 +16,53 @@ from diffusion.planning.count_cache import ModelKey, count, known_counts, merged
 FLOAT32 = 4
 HALF = 2
 Precision = Literal['float32', 'float32+compile', 'half', 'half+low_precision_norms', 'half+compile']
-"""Settings of a GPU run that change what is kept for the backward pass; models/activation_memory.py, which counts each,
-explains them."""
+"""Settings of a GPU run that change the activations kept for the backward pass; see models/activation_memory.py."""
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 _TRAINING = {'resolution', 'objective', 'encoder_dtype', 'posterior', 'seed', 'mask_padding'}
 _TRAINING |= {'caption_dropout', 'caption_dropout_mode'}
 SAME_ARCHITECTURE = {'sd2': {'revision', *_TRAINING}, 'tiny': _TRAINING, 'autoencoder': {'l1_weight', 'kl_weight'}}
-"""Keywords of our builders that change neither layers nor sizes; every keyword of any other model is assumed to."""
+"""Keywords that do not change the architecture, by built-in model; of other models, every keyword is assumed to."""
 WEIGHTS = {'pretrained': ('vae', 'text_encoder'), 'vae': ('vae',)}
-"""Keywords of our builders that name a folder or a repository of pretrained weights, and the parts it holds."""
+"""Keywords that name a folder or repository of pretrained weights, and the model parts that are loaded from it."""
 
 
 @dataclass(frozen=True)
 class ActivationCounts:
-    """Bytes kept for the backward pass: activations per sample, and autocast's copies of weights, whatever the batch.
+    """Bytes kept for the backward pass: activations per sample, and autocast's copies of weights per microbatch.
 
-    models/activation_memory.py counts and explains them.
+    models/activation_memory.py counts them.
     """
 
     kept: int
+    """Activations per sample without activation checkpointing."""
     kept_between: int
+    """Activations per sample kept between checkpointed blocks, block inputs included."""
     kept_inside: int
+    """Activations per sample inside the largest checkpointed block while it is recomputed."""
     copies: int
+    """Copies of weights in 16 bits without activation checkpointing; independent of the batch size."""
     copies_between: int
+    """Copies of weights outside of checkpointed blocks."""
     copies_inside: int
+    """Copies of weights inside the largest checkpointed block."""
     largest: int
-    """The largest tensor on the way, per sample."""
+    """Bytes of the largest intermediate tensor, per sample."""
     largest_encoder_elements: int
-    """Elements of the largest tensor in the frozen image encoder, per sample."""
+    """Number of elements of the largest tensor in the frozen image encoder, per sample."""
 
     @property
     def kept_recomputing(self) -> int:
-        """Bytes kept between recomputed blocks, and inside of the largest."""
+        """Activations per sample at the peak with activation checkpointing."""
         return self.kept_between + self.kept_inside
 
     @property
     def copies_recomputing(self) -> int:
-        """The same for copies of weights: a recomputed block keeps none, so those of one block at a time are there."""
+        """Copies of weights at the peak with activation checkpointing: only one block at a time holds copies."""
         return self.copies_between + self.copies_inside
 
 
 class ModelCosts:
-    """The counts of a recipe's model; what has not been counted yet is counted when it is asked for.
+    """Counts of a recipe's model; counts that are missing are computed on first use, in a separate process.
 
     Args:
         model: The model's name and keywords, as in a recipe.
@@ -66,13 +71,22 @@ class ModelCosts:
 
     def __init__(self, model: Component, imports: Sequence[str] = ()) -> None:
         self.notes: list[str] = []
-        """Assumptions that the plan states."""
+        """Assumptions that the plan prints."""
         self.posterior: str = model.kwargs.get('posterior', 'sample')
         self.key = _key_of(model, imports, self.notes)
         self._counts = known_counts(self.key)
 
     def count(self, shapes: Sequence[Shape] = (), activations: Sequence[tuple[Shape, Precision]] = ()) -> None:
-        """Make sure that the FLOPs of shapes and the activations of shapes in precisions are known, in one go."""
+        """Count the FLOPs and activations that are not known yet, all in one process.
+
+        Args:
+            shapes: Shapes whose FLOPs are needed.
+            activations: Pairs of shape and precision whose activations are needed.
+
+        Raises:
+            UserError: A shape is not a multiple of the latent cell, or the model cannot be built.
+            CountingFailed: The forward pass failed.
+        """
         if self.is_counted:
             self._check_shapes(shapes)
         pairs = dict.fromkeys((str(shape), precision) for shape, precision in activations)
@@ -90,22 +104,23 @@ class ModelCosts:
 
     @property
     def is_counted(self) -> bool:
-        """True if the facts are known already."""
+        """True if the model has been counted, so that `facts` returns immediately."""
         return bool(self._counts['facts'])
 
     @property
     def facts(self) -> Mapping[str, int]:
-        """Counts that do not depend on the images' shape, under the names of `diffusion.models.cost_counting`."""
+        """Counts that do not depend on the image shape; `diffusion.models.cost_counting` defines the keys."""
         self.count()
         return self._counts['facts']
 
     @property
     def is_latent_diffusion(self) -> bool:
-        """True if a denoiser is trained on latents, which may be precomputed."""
+        """True if the model trains a denoiser on latents, which can be precomputed."""
         return bool(self.facts['latent_diffusion'])
 
     @property
     def trains_text(self) -> bool:
+        """True if the text encoder is trained."""
         return bool(self.facts['trains_text_encoder'])
 
     @property
@@ -118,28 +133,29 @@ class ModelCosts:
 
     @property
     def text_embedding_elements(self) -> int:
-        """Numbers of a caption's embedding."""
+        """Number of elements in the text embedding of one caption."""
         return self.facts['text_length'] * self.facts['text_width']
 
     @property
     def text_encoder_flops(self) -> int:
+        """FLOPs per caption of the text encoder's forward pass."""
         return self.facts['text_encoder_flops']
 
     def trained_flops(self, shape: Shape) -> int:
-        """FLOPs per image of the forward pass of all that is trained."""
+        """Return the FLOPs per image of the forward pass of the trained modules."""
         return self._flops(shape)['trained']
 
     def image_encoder_flops(self, shape: Shape) -> int:
-        """FLOPs per image of the frozen image encoder."""
+        """Return the FLOPs per image of the frozen image encoder."""
         return self._flops(shape)['image_encoder']
 
     def activations(self, shape: Shape, precision: Precision) -> ActivationCounts:
-        """Bytes that a sample of this shape keeps for the backward pass."""
+        """Return the bytes kept for the backward pass by one sample of this shape."""
         self.count(activations=[(shape, precision)])
         return ActivationCounts(**self._counts['activations'][f'{shape} {precision}'])
 
     def latent_elements(self, shape: Shape) -> int:
-        """Numbers of a latent, without its variances."""
+        """Return the number of elements in one latent, without variances."""
         cell = self.facts['pixels_per_cell']
         return self.facts['latent_channels'] * (shape.height // cell) * (shape.width // cell)
 
@@ -149,32 +165,35 @@ class ModelCosts:
 
 
 def _key_of(model: Component, imports: Sequence[str], notes: list[str]) -> ModelKey:
-    """Name, keywords and files that decide the counts."""
+    """Return the cache key of a model: the settings and configuration files that determine its counts."""
+    # The architecture of somebody else's model may depend on any keyword and on the code of the imported modules.
     if model.name not in SAME_ARCHITECTURE:
         return ModelKey(model.name, model.kwargs, tuple(imports))
-    usual = defaults_of_source(*registry.TARGETS['model'][model.name].split(':'))
-    settings, contents = usual | dict(model.kwargs), []
+    # Defaults are part of the key, so that a recipe that spells one out uses the same counts as one that omits it.
+    defaults = defaults_of_source(*registry.TARGETS['model'][model.name].split(':'))
+    settings, contents = defaults | dict(model.kwargs), []
     for keyword, parts in WEIGHTS.items():
-        place = settings.get(keyword)
-        if place in (None, usual.get(keyword)):
+        location = settings.get(keyword)
+        if location in (None, defaults.get(keyword)):
             configs = None
-        elif (configs := [_config_of(place, part) for part in parts]) and None in configs:
+        elif (configs := [_config_of(location, part) for part in parts]) and None in configs:
+            # A hub repository would have to be downloaded for its configuration; the planner works offline.
             part = parts[configs.index(None)]
-            notes.append(f"{place} is not a local folder with a {part}; counted as this model's usual one")
+            notes.append(f"{location} is not a local folder with a {part}; assumed this model's default architecture")
             configs = None
         if keyword in settings:
-            settings[keyword] = None if configs is None else str(place)
+            settings[keyword] = None if configs is None else str(location)
         contents += configs or []
     kept = {key: value for key, value in settings.items() if key not in SAME_ARCHITECTURE[model.name]}
     return ModelKey(model.name, kept, (), tuple(contents))
 
 
-def _config_of(place: str, part: str) -> str | None:
-    """The configuration of a part in a local folder, which is the part's own or a pipeline's."""
-    for path in (Path(place, part, 'config.json'), Path(place, 'config.json')):
+def _config_of(folder: str, part: str) -> str | None:
+    """Return the normalized config.json of a model part from a pipeline's folder or the part's own folder, or None."""
+    for path in (Path(folder, part, 'config.json'), Path(folder, 'config.json')):
         if path.is_file():
             try:
                 return json.dumps(json.loads(path.read_text(encoding='utf-8')), sort_keys=True)
             except ValueError as error:
-                raise UserError(f'{path}: not JSON ({error}); was the folder written by save_pretrained?') from error
+                raise UserError(f'{path}: not JSON ({error}); write the folder with save_pretrained') from error
     return None

@@ -1,4 +1,4 @@
-"""The plan of one recipe, or of several in a row, on some number of GPUs."""
+"""Plan of one recipe, or of several that run one after another, on a given number of GPUs."""
 
 import datetime
 from collections.abc import Sequence
@@ -34,20 +34,22 @@ from diffusion.planning.throughput import MeasuredSpeed, Speed, planned_speed, r
 from diffusion.planning.workload import ENCODINGS, Encoding, Phase, phase_of
 
 HOPELESS_GOODPUT = 0.01
-"""Below this goodput the plan refuses, instead of printing centuries."""
+"""Goodput below which planning fails instead of printing a run time of centuries."""
 LAUNCH_SECONDS = 0.02
-"""A microbatch that takes less than this waits for kernels to be launched. A rule of thumb."""
+"""Seconds below which a microbatch is assumed to be bound by kernel launches. A rule of thumb."""
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """The user's statements about the cluster; None leaves a choice to the plan."""
+    """Assumptions about the cluster, as given by the user; None selects the planner's default."""
 
     gpu: GPU
     gpus: int
     price: float | None = None
+    """US dollars per GPU-hour."""
     mfu: float | None = None
     images_per_second: float | None = None
+    """Throughput of all GPUs together."""
     measured: MeasuredSpeed | None = None
     mtbf_hours: float | None = None
     stall_seconds: float | None = None
@@ -64,7 +66,7 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class Fit:
-    """Memory of one strategy, and the largest microbatch that fits."""
+    """Memory under one strategy, and the largest microbatch that fits."""
 
     setup: Setup
     memory: Memory
@@ -74,7 +76,7 @@ class Fit:
 
 @dataclass(frozen=True)
 class Alternative:
-    """Time, money and storage of one way to run the encoders: online or precomputed."""
+    """Time, cost and storage if the encoders run in one particular way: online or precomputed."""
 
     encoding: Encoding
     speed: Speed
@@ -89,29 +91,30 @@ class Alternative:
 
 @dataclass(frozen=True)
 class PhasePlan:
-    """All about one recipe."""
+    """The plan of one recipe."""
 
     phase: Phase
     speed: Speed
     cost: Cost
+    """Cost of the batches alone: no evaluation, no saves, no failures."""
     fit: tuple[Fit, ...]
-    """The recipe's own strategy first."""
+    """Memory under each strategy, the recipe's own first."""
     ways_out: tuple[str, ...]
-    """Settings that would make it fit, if it does not."""
+    """Settings that would make the recipe fit in memory; empty if it fits."""
     alternatives: tuple[Alternative, ...]
-    """The recipe's own among them."""
+    """All ways to run the encoders, including the recipe's."""
     sizes: Sizes
     resilience: Resilience
 
     @property
     def expected(self) -> Cost:
-        """Cost with saves and failures, at the best save interval."""
+        """Cost including saves and failures, at the optimal save interval."""
         return self.cost * (1 / self.resilience.goodput)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Recipes in a row; each counts its own batches, and they add up."""
+    """Plan of consecutive recipes; each counts its own batches, and the totals are their sums."""
 
     phases: tuple[PhasePlan, ...]
     given: Assumptions
@@ -128,7 +131,7 @@ class Plan:
 
     @property
     def flops(self) -> float:
-        """FLOPs of training, forward and backward, without the encoders."""
+        """FLOPs of all forward and backward passes, without frozen encoders."""
         return sum(each.phase.training_flops * each.phase.images for each in self.phases)
 
 
@@ -139,19 +142,19 @@ def load_phases(
     samples: Sequence[int | None] = (),
     encoding: Encoding | None = None,
 ) -> list[Phase]:
-    """Read recipes as amounts of work; values about the data alone may be `???`.
+    """Load recipes and return the amount of work in each; missing values (`???`) are allowed for the data's location.
 
     Args:
         paths: The recipes, in the order of the runs.
-        overrides: `key=value`, applied to every recipe.
-        samples: Number of different images of each recipe's data; one number is that of all.
-        encoding: What is stored of them, instead of what the recipes say.
+        overrides: `key=value` settings, applied to every recipe.
+        samples: Number of distinct images in each recipe's data; a single number applies to all recipes.
+        encoding: Form in which samples are stored; None takes it from each recipe.
 
     Raises:
-        UserError: A recipe is wrong, or says too little to plan with.
+        UserError: A recipe is wrong, or a value that the plan needs is missing.
     """
     if len(samples) not in (0, 1, len(paths)):
-        raise UserError(f'--samples: {len(samples)} numbers for {len(paths)} recipes; give one, or one a recipe')
+        raise UserError(f'--samples: {len(samples)} numbers for {len(paths)} recipes; give one, or one per recipe')
     counts = list(samples) * len(paths) if len(samples) == 1 else list(samples) or [None] * len(paths)
     phases = []
     for path, count in zip(paths, counts, strict=True):
@@ -166,11 +169,17 @@ def load_phases(
 def make_plan(
     phases: Sequence[Phase], given: Assumptions, *, gpus: dict[str, GPU], today: datetime.date | None = None
 ) -> Plan:
-    """The plan of phases that run one after another on the same GPUs.
+    """Plan phases that run one after another on the same GPUs.
+
+    Args:
+        phases: The phases in the order of the runs.
+        given: The assumptions about the cluster.
+        gpus: All known GPUs, of which larger ones are suggested if a phase does not fit.
+        today: Date with which the age of the price is computed (default: the current date).
 
     Raises:
-        RecipeError: A batch does not divide over the GPUs.
-        UserError: The GPU does not compute in a recipe's precision.
+        RecipeError: A global batch cannot be divided evenly among the GPUs.
+        UserError: The GPU does not support a recipe's precision, or failures leave no time to train.
     """
     for phase in phases:
         problems = check_devices(phase.recipe, given.gpus)
@@ -182,8 +191,12 @@ def make_plan(
     return Plan(plans, given, _warnings(plans, given, today or datetime.date.today()), _notes(plans, given))
 
 
-def measured_in(run: Path) -> MeasuredSpeed:
-    """Throughput of an earlier run, and its FLOPs per image by the recipe beside its metrics."""
+def read_measured_speed(run: Path) -> MeasuredSpeed:
+    """Read the throughput of an earlier run from its metrics, and its FLOPs per image from the recipe stored with them.
+
+    Raises:
+        UserError: The folder has no recipe or no logged throughput.
+    """
     recipe = run / 'recipe.yaml'
     if not recipe.is_file():
         raise UserError(f'--from-run: {run} has no recipe.yaml; give the folder of a run, such as runs/phase1')
@@ -193,13 +206,14 @@ def measured_in(run: Path) -> MeasuredSpeed:
 def _check_progress(saving: Resilience) -> None:
     if saving.goodput < HOPELESS_GOODPUT:
         raise UserError(
-            f'--mtbf: a failure every {3600 * saving.mtbf_hours:.0f} s leaves nothing of a run that restarts in '
-            f'{saving.restart_seconds:.0f} s and saves in {saving.stall_seconds:.0f} s; are all three in their units?'
+            f'--mtbf: with a failure every {3600 * saving.mtbf_hours:.0f} s, a restart of '
+            f'{saving.restart_seconds:.0f} s and a save of {saving.stall_seconds:.0f} s, no training progress is made; '
+            'check the units: --mtbf is in hours, --restart and --stall in seconds'
         )
 
 
 def _plan_phase(phase: Phase, given: Assumptions, gpus: dict[str, GPU]) -> PhasePlan:
-    speed = speed_under(phase, given)
+    speed = phase_speed(phase, given)
     fit = _fits(phase, given)
     mtbf = default_mtbf_hours(given.gpus) if given.mtbf_hours is None else given.mtbf_hours
     return PhasePlan(
@@ -221,8 +235,8 @@ def _plan_phase(phase: Phase, given: Assumptions, gpus: dict[str, GPU]) -> Phase
     )
 
 
-def speed_under(phase: Phase, given: Assumptions, encoding: Encoding | None = None) -> Speed:
-    """Images per second of a phase, as given by the user or found by the plan."""
+def phase_speed(phase: Phase, given: Assumptions, encoding: Encoding | None = None) -> Speed:
+    """Return the throughput of a phase under the user's assumptions; `encoding` replaces the recipe's."""
     return planned_speed(
         phase,
         given.gpu,
@@ -238,26 +252,27 @@ def _fits(phase: Phase, given: Assumptions) -> tuple[Fit, ...]:
     share = phase.recipe.global_batch // given.gpus
     microbatch = phase.recipe.device_train_microbatch_size
     size = microbatch if isinstance(microbatch, int) else share
-    found = []
+    fits = []
     for setup in strategies(Setup(given.gpus, size, phase.recipe.parallelism)):
         memory = memory_of(phase, setup)
         largest = largest_microbatch(phase, setup, given.gpu)
-        found.append(Fit(setup, memory, fits_in_memory(memory, given.gpu), largest))
-    return tuple(found)
+        fits.append(Fit(setup, memory, fits_in_memory(memory, given.gpu), largest))
+    return tuple(fits)
 
 
 def _alternatives(phase: Phase, given: Assumptions) -> tuple[Alternative, ...]:
     if not phase.model.is_latent_diffusion:
         encodings: tuple[Encoding, ...] = ('pictures',)
     else:
+        # A text encoder that is trained has no fixed output that could be stored.
         encodings = ENCODINGS[:2] if phase.model.trains_text else ENCODINGS
-    price, found = given.price_usd_per_hour, []
+    price, alternatives = given.price_usd_per_hour, []
     for encoding in encodings:
-        speed = speed_under(phase, given, encoding)
+        speed = phase_speed(phase, given, encoding)
         precompute = cost_of_hours(0.0, gpus=given.gpus, price=price)
         if encoding != 'pictures':
             precompute = precompute_cost(phase, encoding, given.gpu, gpus=given.gpus, price=price)
-        found.append(
+        alternatives.append(
             Alternative(
                 encoding=encoding,
                 speed=speed,
@@ -266,50 +281,51 @@ def _alternatives(phase: Phase, given: Assumptions) -> tuple[Alternative, ...]:
                 storage=storage_of(phase, encoding, images_per_second=speed.images_per_second, nodes=given.nodes),
             )
         )
-    return tuple(found)
+    return tuple(alternatives)
 
 
 def _warnings(plans: Sequence[PhasePlan], given: Assumptions, today: datetime.date) -> tuple[str, ...]:
-    found = []
+    warnings = []
     stale = given.gpu.stale(today) if given.price is None else None
     if stale is not None:
-        found.append(stale)
+        warnings.append(stale)
     if given.price_usd_per_hour is None:
-        found.append(f'no price of a {given.gpu.name} is known, so there are no dollars; give --price')
+        warnings.append(f'the price of the {given.gpu.name} is unknown, so no cost is shown; give --price')
     for each in plans:
         if not each.fit[0].fits:
-            own = each.fit[0]
-            need, have = own.memory.reserved / GIB, given.gpu.memory_gib
+            recipe_fit = each.fit[0]
+            need, have = recipe_fit.memory.reserved / GIB, given.gpu.memory_gib
             way_out = ', or '.join(each.ways_out) or 'a smaller model'
-            found.append(
-                f'{each.phase.name} does not fit: {need:.1f} GiB of {have:.1f} at a microbatch of '
-                f'{own.setup.microbatch}; use {way_out}'
+            warnings.append(
+                f'{each.phase.name} does not fit: needs {need:.1f} GiB of {have:.1f} GiB at microbatch '
+                f'{recipe_fit.setup.microbatch}; use {way_out}'
             )
         microbatch = each.fit[0].setup.microbatch
         seconds = microbatch * given.gpus / each.speed.images_per_second
+        # An MFU measured on large models says nothing about a model whose kernels end before the next one is launched.
         if seconds < LAUNCH_SECONDS and given.images_per_second is None and given.measured is None:
-            found.append(
-                f'{each.phase.name}: {microbatch} pictures on a GPU in {1000 * seconds:.2g} ms is faster than kernels '
-                'are launched; it will be slower: measure it, and say --from-run'
+            warnings.append(
+                f'{each.phase.name}: {microbatch} images per GPU in {1000 * seconds:.2g} ms is faster than kernels can '
+                'be launched, so training will be slower than planned; measure a run and pass it with --from-run'
             )
         if each.speed.mfu > 1:
-            found.append(f'{each.phase.name}: {each.speed.mfu:.0%} of the peak is not possible; is the speed right?')
-    return tuple(found)
+            warnings.append(f'{each.phase.name}: {each.speed.mfu:.0%} of the peak is not possible; check the speed')
+    return tuple(warnings)
 
 
 def _notes(plans: Sequence[PhasePlan], given: Assumptions) -> tuple[str, ...]:
-    found = [f'{each.phase.name}: {note}' for each in plans for note in each.phase.notes]
+    notes = [f'{each.phase.name}: {note}' for each in plans for note in each.phase.notes]
     unknown = [each.phase.name for each in plans if each.phase.samples is None]
     if unknown:
-        found.append(
-            f'{", ".join(unknown)}: how many different pictures there are is not known here, so storage and '
-            'precomputing count as many as are seen; give --samples'
+        notes.append(
+            f'{", ".join(unknown)}: the number of distinct images is unknown; storage and precomputing assume that '
+            'every image is seen once; give --samples'
         )
     work = {(each.phase.largest_shape.width, each.phase.images) for each in plans}
     if work == published_runs.SAMPLES.keys() and given.gpu.name.startswith('a100') and len(plans) == len(work):
         hours = published_runs.TRAINING_HOURS + published_runs.PRECOMPUTE_HOURS
-        found.append(
-            f'MosaicML took {published_runs.TRAINING_HOURS:,} A100-hours to train and '
-            f'{published_runs.PRECOMPUTE_HOURS:,} to precompute: {hours:,}, ${2 * hours:,} at $2 an hour'
+        notes.append(
+            f'MosaicML reported {published_runs.TRAINING_HOURS:,} A100-hours for training and '
+            f'{published_runs.PRECOMPUTE_HOURS:,} for precomputing: {hours:,} in total, ${2 * hours:,} at $2 per hour'
         )
-    return tuple(found)
+    return tuple(notes)

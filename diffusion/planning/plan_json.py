@@ -1,4 +1,4 @@
-"""A plan as plain values, for programs; every number's unit is in its name."""
+"""JSON form of a plan; the unit of every number is part of its key."""
 
 from typing import Any
 
@@ -6,8 +6,8 @@ from diffusion.planning.plan import Alternative, Fit, PhasePlan, Plan
 from diffusion.planning.run_cost import Cost
 
 
-def as_values(plan: Plan) -> dict[str, Any]:
-    """The plan as dictionaries, lists and numbers for JSON."""
+def plan_to_dict(plan: Plan) -> dict[str, Any]:
+    """Return the plan as dictionaries, lists, strings and numbers that json.dumps accepts."""
     given = plan.given
     return {
         'gpu': given.gpu.name,

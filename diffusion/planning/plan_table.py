@@ -1,4 +1,4 @@
-"""A plan as text for people: sections of aligned columns."""
+"""Text form of a plan: tables with aligned columns, then notes and warnings."""
 
 from collections.abc import Collection, Sequence
 
@@ -14,26 +14,26 @@ PARTS = {
     'averages': 'averages (EMA)',
     'encoders': 'frozen encoders',
     'buckets': 'gradients to reduce',
-    'compute_weights': 'weights for computing',
+    'compute_weights': 'compute weights',
     'activations': 'activations',
     'working': 'working tensors',
 }
 ENCODING_NAMES = {
-    'pictures': 'pictures',
+    'pictures': 'images',
     'latents': 'latents, text online',
     'latents+text': 'latents and text',
 }
 
 
 def plan_text(plan: Plan) -> str:
-    """The whole plan."""
-    sections = [_what(plan), _time(plan), _memory(plan), _data(plan), _checkpoints(plan)]
+    """Format the plan as the tables that `diffusion plan` prints."""
+    sections = [_overview(plan), _time(plan), _memory(plan), _data(plan), _checkpoints(plan)]
     sections += [_bullets('Notes', plan.notes), _bullets('WARNINGS', plan.warnings)]
     return '\n\n'.join(section for section in sections if section)
 
 
-def _what(plan: Plan) -> str:
-    rows = [['', 'pictures', 'batches', 'a batch', 'seen', 'trained', 'GFLOP a picture']]
+def _overview(plan: Plan) -> str:
+    rows = [['', 'shape', 'batches', 'global batch', 'images', 'parameters', 'GFLOP per image']]
     for each in plan.phases:
         phase = each.phase
         rows.append(
@@ -49,42 +49,42 @@ def _what(plan: Plan) -> str:
         )
     given = plan.given
     price = given.price_usd_per_hour
-    asked = 'at no known price' if price is None else f'at ${price:.2f} an hour'
+    price_text = 'price unknown' if price is None else f'${price:.2f} per GPU-hour'
     nodes = f'{given.nodes} nodes' if given.nodes > 1 else 'one node'
-    title = f'{given.gpus} x {given.gpu.name} ({nodes}), {asked}'
+    title = f'{given.gpus} x {given.gpu.name} ({nodes}), {price_text}'
     return _section(title, rows)
 
 
 def _time(plan: Plan) -> str:
-    rows = [['', 'images/s', 'MFU', 'days', 'GPU-hours', 'dollars', 'by']]
+    rows = [['', 'images/s', 'MFU', 'days', 'GPU-hours', 'dollars', 'source']]
     for each in plan.phases:
         speed = each.speed
         rows.append(
             [each.phase.name, f'{speed.images_per_second:,.0f}', f'{speed.mfu:.1%}', *_cost(each.cost), speed.source]
         )
     if len(plan.phases) > 1:
-        rows.append(['in all', '', '', *_cost(plan.total), f'{plan.flops:.2e} FLOP of training'])
+        rows.append(['total', '', '', *_cost(plan.total), f'{plan.flops:.2e} training FLOP'])
     goodput = plan.total.hours / plan.expected.hours
-    rows.append(['with saves, failures', '', '', *_cost(plan.expected), f'goodput {goodput:.3f}, see checkpoints'])
+    rows.append(['with saves, failures', '', '', *_cost(plan.expected), f'goodput {goodput:.3f}, see Checkpoints'])
     return _section('Time and cost', rows, left={6})
 
 
 def _memory(plan: Plan) -> str:
     blocks = []
     for each in plan.phases:
-        own = each.fit[0]
-        title = f'Memory of one GPU, {each.phase.name}, GiB (it has {plan.given.gpu.memory_gib:.1f})'
+        recipe_fit = each.fit[0]
+        title = f'Memory per GPU in GiB (of {plan.given.gpu.memory_gib:.1f}), {each.phase.name}'
         used = {name: max(getattr(fit.memory, name) for fit in each.fit) for name in PARTS}
         shown = [name for name in PARTS if used[name] >= 0.005 * GIB]
         rows = [['strategy', *(PARTS[name] for name in shown), 'peak', 'with allowance', 'largest microbatch']]
         for fit in each.fit:
             mark = '' if fit.fits else '  does not fit'
             cells = [_gib(getattr(fit.memory, name)) for name in shown]
-            label = fit.setup.label + (' (recipe)' if fit is own else '')
+            label = fit.setup.label + (' (recipe)' if fit is recipe_fit else '')
             share = each.phase.recipe.global_batch // plan.given.gpus
             largest = f'{fit.largest_microbatch} of {share}' if fit.largest_microbatch else 'none'
             rows.append([label, *cells, _gib(fit.memory.allocated), _gib(fit.memory.reserved), largest + mark])
-        blocks.append(_section(f'{title}, microbatch {own.setup.microbatch}', _stacked(rows)))
+        blocks.append(_section(f'{title}, microbatch {recipe_fit.setup.microbatch}', _transposed(rows)))
     return '\n\n'.join(blocks)
 
 
@@ -94,22 +94,22 @@ def _data(plan: Plan) -> str:
         rows = [
             [
                 'stored as',
-                'a sample',
+                'per sample',
                 'stored',
                 'read',
-                'GB/s in all',
-                'a node',
-                'days in all',
-                'dollars in all',
-                'to precompute',
+                'GB/s',
+                'GB/s per node',
+                'total days',
+                'total dollars',
+                'precompute dollars',
             ]
         ]
         for other in each.alternatives:
-            own = ' (recipe)' if other.encoding == each.phase.encoding else ''
+            mark = ' (recipe)' if other.encoding == each.phase.encoding else ''
             storage = other.storage
             rows.append(
                 [
-                    ENCODING_NAMES[other.encoding] + own,
+                    ENCODING_NAMES[other.encoding] + mark,
                     _bytes(storage.bytes_per_sample),
                     _bytes(storage.stored_bytes),
                     _bytes(storage.read_bytes),
@@ -120,21 +120,20 @@ def _data(plan: Plan) -> str:
                     _dollars(other.precompute),
                 ]
             )
-        seen = each.phase.different_images / 1e6
-        blocks.append(_section(f'Data, {each.phase.name}, {seen:,.1f} M different pictures', rows))
+        millions = each.phase.different_images / 1e6
+        blocks.append(_section(f'Data, {each.phase.name}, {millions:,.1f} M distinct images', rows))
     return '\n\n'.join(blocks)
 
 
 def _checkpoints(plan: Plan) -> str:
-    rows = [
-        ['', 'weights', '+ optimizer', '+ averages', 'a save stalls', 'save every', 'goodput', 'the recipe saves every']
-    ]
+    rows = [['', 'weights', '+ optimizer', '+ averages', 'save takes', 'save every', 'goodput', 'recipe saves every']]
     for each in plan.phases:
         saving = each.resilience
-        own = '(not in batches)'
+        recipe_interval = '(not in batches)'
         if saving.recipe_interval_seconds is not None:
-            own = f'{each.phase.recipe.trainer["save_interval"]} = {_duration(saving.recipe_interval_seconds)}'
-            own += f', goodput {saving.recipe_goodput:.3f}'
+            interval = each.phase.recipe.trainer['save_interval']
+            recipe_interval = f'{interval} = {_duration(saving.recipe_interval_seconds)}'
+            recipe_interval += f', goodput {saving.recipe_goodput:.3f}'
         rows.append(
             [
                 each.phase.name,
@@ -144,14 +143,14 @@ def _checkpoints(plan: Plan) -> str:
                 f'{saving.stall_seconds:,.0f} s',
                 f'{saving.interval_batches:,}ba = {_duration(saving.interval_seconds)}',
                 f'{saving.goodput:.3f}',
-                own,
+                recipe_interval,
             ]
         )
     mtbf = plan.phases[0].resilience.mtbf_hours
-    return _section(f'Checkpoints; a failure every {_duration(3600 * mtbf)}', rows, left={7})
+    return _section(f'Checkpoints, with one failure every {_duration(3600 * mtbf)}', rows, left={7})
 
 
-# -- words and numbers --
+# -- formatting of values --
 
 
 def _flops(phase: Phase) -> str:
@@ -159,13 +158,13 @@ def _flops(phase: Phase) -> str:
     online = phase.encoder_flops(phase.encoding)
     if online:
         share = phase.flops() / phase.training_flops
-        parts.append(f'+ {online / 1e9:,.1f} encoding (x {share:.2f})')
+        parts.append(f'+ {online / 1e9:,.1f} encoders (x {share:.2f})')
     return ' '.join(parts)
 
 
 def _shapes(phase: Phase) -> str:
     shapes = list(phase.shapes)
-    return str(shapes[0]) if len(shapes) == 1 else f'{len(shapes)} shapes to {phase.largest_shape}'
+    return str(shapes[0]) if len(shapes) == 1 else f'{len(shapes)} shapes up to {phase.largest_shape}'
 
 
 def _cost(cost: Cost) -> list[str]:
@@ -198,7 +197,7 @@ def _duration(seconds: float) -> str:
 
 
 def _section(title: str, rows: Sequence[Sequence[str]], *, left: Collection[int] = ()) -> str:
-    """Rows under a title, columns aligned: the first and those in `left` to the left, the others to the right."""
+    """Format rows under a title; the first column and those in `left` are left-aligned, the others right-aligned."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:
@@ -210,8 +209,8 @@ def _section(title: str, rows: Sequence[Sequence[str]], *, left: Collection[int]
     return '\n'.join([title, *lines])
 
 
-def _stacked(rows: list[list[str]]) -> list[list[str]]:
-    """Columns as rows: parts of memory under each other, strategies side by side."""
+def _transposed(rows: list[list[str]]) -> list[list[str]]:
+    """Swap rows and columns, so that parts of memory are rows and strategies are columns."""
     return [list(column) for column in zip(*rows, strict=True)]
 
 

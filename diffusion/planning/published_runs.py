@@ -1,6 +1,6 @@
-"""Published figures of training Stable Diffusion 2 from scratch: speed, data, hours.
+"""Published figures for training Stable Diffusion 2 from scratch: throughput, data set sizes, GPU-hours.
 
-MosaicML, "Training Stable Diffusion from Scratch for <$50k", part 2 (2023), and its code.
+Source: MosaicML, "Training Stable Diffusion from Scratch for <$50k", part 2 (2023), and its code.
 """
 
 import math
@@ -12,30 +12,30 @@ IMAGES_PER_SECOND: dict[int, dict[int, float]] = {
     256: {8: 1100, 16: 2180, 32: 4080, 64: 8530, 128: 11600},
     512: {8: 290, 16: 585, 32: 1195, 64: 2340, 128: 4590},
 }
-"""Images per second by resolution and number of A100s, the output of both encoders precomputed."""
+"""Images per second by resolution and number of A100s, with the outputs of both encoders precomputed."""
 ONLINE_SLOWDOWN = 1.4
-"""Factor by which encoding online slowed a run; by FLOPs alone it would be 1.59 at 256 px and 1.48 at 512."""
+"""Factor by which running the encoders online slowed training; FLOPs alone predict 1.59 at 256 px and 1.48 at 512."""
 SAMPLES = {(256, 550_000 * 2048): 790_000_000, (512, 850_000 * 2048): 300_000_000}
-"""Different images of a phase, by its resolution and the number of images it saw."""
+"""Number of distinct images of each phase, by resolution and number of images trained on."""
 TRAINING_HOURS, PRECOMPUTE_HOURS = 20_051, 3_784
-"""A100-hours of both phases, and of encoding their images and captions beforehand."""
+"""A100-hours of training both phases, and of precomputing the latents of their images and captions."""
 
 
 def published_samples(shapes: list[Shape], images: int, parameters: int) -> int | None:
-    """Number of different images of a published phase; None for any other."""
+    """Return the number of distinct images of a published phase, or None if the phase is not one of them."""
     if parameters != SD2_PARAMETERS or len(shapes) != 1 or not shapes[0].is_square:
         return None
     return SAMPLES.get((shapes[0].width, images))
 
 
 def images_per_second(shapes: list[Shape], gpus: int, parameters: int) -> float | None:
-    """Published throughput on this many A100s; None for another model or shape."""
+    """Return the published throughput on this many A100s, or None for another model or shape."""
     known = IMAGES_PER_SECOND.get(shapes[0].width) if len(shapes) == 1 and shapes[0].is_square else None
     return None if known is None or parameters != SD2_PARAMETERS else interpolate(known, gpus)
 
 
 def interpolate(known: dict[int, float], gpus: int) -> float:
-    """A power law between neighbours; beyond the ends, in proportion to the devices."""
+    """Interpolate throughput by a power law between known numbers of GPUs; outside of them, scale linearly."""
     if gpus in known:
         return known[gpus]
     if not min(known) < gpus < max(known):

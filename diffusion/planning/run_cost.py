@@ -1,4 +1,4 @@
-"""Time and money of a phase."""
+"""Wall-clock time, GPU-hours and cost of a phase."""
 
 from dataclasses import dataclass
 
@@ -11,12 +11,13 @@ HOUR = 3600
 
 @dataclass(frozen=True)
 class Cost:
-    """Wall-clock hours on all GPUs together, and what they cost."""
+    """Wall-clock hours, GPU-hours and cost of some work."""
 
     hours: float
+    """Wall-clock hours."""
     gpu_hours: float
     usd: float | None
-    """None without a price."""
+    """US dollars; None if the price is unknown."""
 
     @property
     def days(self) -> float:
@@ -31,17 +32,26 @@ class Cost:
 
 
 def cost_of_hours(hours: float, *, gpus: int, price: float | None) -> Cost:
+    """Return the cost of wall-clock hours on this many GPUs, at a price in US dollars per GPU-hour."""
     gpu_hours = hours * gpus
     return Cost(hours, gpu_hours, None if price is None else gpu_hours * price)
 
 
 def training_cost(phase: Phase, speed: Speed, *, gpus: int, price: float | None) -> Cost:
-    """Cost of the batches alone: no evaluation, no saves, no failures."""
+    """Return the cost of the training batches alone: no evaluation, no saves, no failures."""
     return cost_of_hours(phase.images / speed.images_per_second / HOUR, gpus=gpus, price=price)
 
 
 def precompute_cost(phase: Phase, encoding: Encoding, gpu: GPU, *, gpus: int, price: float | None) -> Cost:
-    """Cost of encoding every different image once, before training."""
+    """Return the cost of encoding every distinct image once before training.
+
+    Args:
+        phase: The phase whose images are encoded.
+        encoding: Form in which the results are stored, which decides the encoders that run.
+        gpu: The GPU model.
+        gpus: Number of GPUs.
+        price: US dollars per GPU-hour; None if unknown.
+    """
     flops = phase.different_images * phase.precompute_flops(encoding)
     peak = gpus * gpu.peak_flops('fp16')
     return cost_of_hours(flops / (PRECOMPUTE_MFU * peak) / HOUR, gpus=gpus, price=price)

@@ -1,4 +1,4 @@
-"""Images per second: measured, published, or at an assumed MFU."""
+"""Throughput of a phase in images per second: measured, published, or derived from an assumed MFU."""
 
 import json
 import math
@@ -12,31 +12,35 @@ from diffusion.planning.gpus import GPU
 from diffusion.planning.workload import Encoding, Phase
 
 ASSUMED_MFU = 0.25
-"""The published code reached 0.24 at 256 px and 0.28 at 512 on 8 A100s, 0.16 and 0.28 on 128."""
+"""Default MFU. The published code reached 0.24 at 256 px and 0.28 at 512 px on 8 A100s, 0.16 and 0.28 on 128."""
 PRECOMPUTE_MFU = 0.141
-"""MFU of the encoders alone: the published 3,784 A100-hours for 790 M images at 256 px and 300 M at 512."""
+"""MFU of precomputing, from the published 3,784 A100-hours for 790 M images at 256 px and 300 M at 512 px."""
 
 THROUGHPUT = 'throughput/device/samples_per_sec'
-"""The metric of a run's log, by the name that Composer's SpeedMonitor gives it."""
+"""Name of the throughput metric in a run's log, which is that of Composer's SpeedMonitor."""
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Images per second of a phase, and where the figure comes from."""
+    """Throughput of a phase, and the source of the figure."""
 
     images_per_second: float
+    """Throughput of all GPUs together."""
     mfu: float
-    """Model FLOPs utilization: FLOPs of the images, without recomputation, as a share of the peak."""
+    """Model FLOPs utilization: FLOPs of the model and its online encoders, without recomputation, over the peak."""
     source: str
+    """Description of the source, as printed in the plan."""
 
 
 @dataclass(frozen=True)
 class MeasuredSpeed:
-    """Throughput in the log of a run."""
+    """Throughput measured in an earlier run."""
 
     images_per_second_per_device: float
     flops_per_image: float
+    """FLOPs per image in that run, online encoders included."""
     source: str
+    """Description of the source, as printed in the plan."""
 
 
 def planned_speed(
@@ -49,46 +53,48 @@ def planned_speed(
     images_per_second: float | None = None,
     measured: MeasuredSpeed | None = None,
 ) -> Speed:
-    """Speed of a phase: given by the user, measured by a run, published for this model and GPU, or assumed.
+    """Return the throughput of a phase: given by the user, measured, published for this model and GPU, or assumed.
 
     Args:
-        phase: The work.
-        gpu: The kind of GPU.
+        phase: The phase.
+        gpu: The GPU model.
         gpus: Number of GPUs.
-        encoding: Where the encoders run, instead of where the recipe says.
+        encoding: Form in which samples are stored, which decides the encoders that run online; None is the recipe's.
         mfu: MFU to assume.
-        images_per_second: Speed of all GPUs together, with the encoders as in the recipe.
-        measured: Speed of another run.
+        images_per_second: Throughput of all GPUs together, with the encoders run as in the recipe.
+        measured: Throughput of an earlier run.
     """
     encoding = encoding or phase.encoding
-    asked = phase.flops(encoding)
-    done = asked + phase.recomputed_flops
+    model_flops = phase.flops(encoding)
+    executed_flops = model_flops + phase.recomputed_flops
     peak = gpus * gpu.peak_flops(phase.autocast)
     if images_per_second is not None:
-        # What was measured as the recipe is, scaled where the encoders run elsewhere.
-        rate, source = images_per_second * phase.flops() / asked, '--images-per-second'
+        # The figure was measured with the recipe's encoding; another one changes the FLOPs per image.
+        rate, source = images_per_second * phase.flops() / model_flops, '--images-per-second'
     elif measured is not None:
-        rate = gpus * measured.images_per_second_per_device * measured.flops_per_image / asked
+        # Assumes that FLOP/s per device carry over to another recipe and to another number of devices.
+        rate = gpus * measured.images_per_second_per_device * measured.flops_per_image / model_flops
         source = measured.source
     elif mfu is not None:
-        rate, source = mfu * peak / done, f'--mfu {mfu:g}'
+        # The assumed utilization is that of the hardware, so recomputation costs throughput.
+        rate, source = mfu * peak / executed_flops, f'--mfu {mfu:g}'
     elif (found := _published(phase, gpu, gpus, encoding)) is not None:
         rate, source = found
     else:
-        rate = ASSUMED_MFU * peak / done
-        source = f'assumed: {ASSUMED_MFU:.0%} of peak, about what the published code reached on A100s'
-    return Speed(rate, asked * rate / peak, source)
+        rate = ASSUMED_MFU * peak / executed_flops
+        source = f'assumed: {ASSUMED_MFU:.0%} of peak, close to the published code on A100s'
+    return Speed(rate, model_flops * rate / peak, source)
 
 
 def read_run(folder: Path, flops_per_image: float) -> MeasuredSpeed:
-    """Throughput of a run from its metrics.jsonl: the median of what `breakdown` or `speed_monitor` logged.
+    """Read the throughput of a run from its metrics.jsonl: the median of the values that were logged.
 
     Args:
         folder: The run's folder, such as runs/phase1.
         flops_per_image: FLOPs per image in that run.
 
     Raises:
-        UserError: There is no such file, or no throughput in it.
+        UserError: The file does not exist, or contains no throughput.
     """
     path = folder / 'metrics.jsonl'
     values: list[float] = []
@@ -96,22 +102,24 @@ def read_run(folder: Path, flops_per_image: float) -> MeasuredSpeed:
         lines = path.read_text(encoding='utf-8').splitlines()
     except OSError as error:
         raise UserError(
-            f'--from-run: {path} cannot be read ({error.strerror}); give the folder of a run with loggers.metrics_file'
+            f'--from-run: {path} cannot be read ({error.strerror}); give the folder of a run that has '
+            'loggers.metrics_file'
         ) from error
     for line in lines:
         try:
             value = json.loads(line).get(THROUGHPUT)
         except json.JSONDecodeError:
-            continue  # a process was killed while it wrote this line
+            continue  # a killed process leaves a partial line
         if value is not None and math.isfinite(value) and value > 0:
             values.append(value)
     if not values:
         raise UserError(
-            f'--from-run: {path} has no {THROUGHPUT}; it is there after the first window of callbacks.breakdown, or of '
-            'speed_monitor'
+            f'--from-run: {path} has no {THROUGHPUT}; it is logged after the first window of callbacks.breakdown or '
+            'callbacks.speed_monitor'
         )
+    # The median, since the first batches and those around evaluations and saves are slower.
     rate = statistics.median(values)
-    return MeasuredSpeed(rate, flops_per_image, f'measured: {rate:.1f} images/s a device in {path}')
+    return MeasuredSpeed(rate, flops_per_image, f'measured: {rate:.1f} images/s per device in {path}')
 
 
 def _published(phase: Phase, gpu: GPU, gpus: int, encoding: Encoding) -> tuple[float, str] | None:
@@ -121,9 +129,10 @@ def _published(phase: Phase, gpu: GPU, gpus: int, encoding: Encoding) -> tuple[f
     if precomputed is None:
         return None
     exact = any(gpus in known for known in published_runs.IMAGES_PER_SECOND.values())
-    source = f'published for {gpus} A100' if exact else 'from what was published for 8 to 128 A100'
+    source = f'published for {gpus} A100s' if exact else 'interpolated from figures published for 8 to 128 A100s'
+    # The slowdown was published for both encoders together; for the text encoder alone it follows from the FLOPs.
     if encoding == 'pictures':
-        slowdown, why = published_runs.ONLINE_SLOWDOWN, 'encoding online'
+        slowdown, reason = published_runs.ONLINE_SLOWDOWN, 'online encoders'
     else:
-        slowdown, why = phase.flops(encoding) / phase.training_flops, 'the text encoder'
-    return precomputed / slowdown, source + (f', / {slowdown:.3g} for {why}' if slowdown > 1 else '')
+        slowdown, reason = phase.flops(encoding) / phase.training_flops, 'the text encoder'
+    return precomputed / slowdown, source + (f', / {slowdown:.3g} for {reason}' if slowdown > 1 else '')

@@ -1,4 +1,4 @@
-"""A recipe as an amount of work: number and shapes of images, and FLOPs for each."""
+"""Amount of work in a recipe: number of batches, number and shapes of images, and FLOPs per image."""
 
 import json
 import re
@@ -18,26 +18,27 @@ from diffusion.planning.model_costs import ModelCosts, Precision
 
 Encoding = Literal['pictures', 'latents', 'latents+text']
 ENCODINGS: tuple[Encoding, ...] = ('pictures', 'latents', 'latents+text')
-"""Form in which samples are stored: not encoded; encoded by the VAE; encoded by VAE and text encoder."""
+"""Forms in which samples can be stored: as images, as VAE latents, or as VAE latents and text embeddings."""
 BACKWARD = 2
-"""FLOPs of the backward pass, in forward passes."""
+"""FLOPs of the backward pass, as a multiple of the forward pass."""
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A recipe, and the work that follows from it."""
+    """A recipe and the work that it requires."""
 
     recipe: Recipe
     model: ModelCosts
     shapes: Mapping[Shape, float]
-    """Share of the images by shape; sums to 1."""
+    """Fraction of the images that has each shape; sums to 1."""
     batches: int
     samples: int | None
-    """Number of different images, if it is known."""
+    """Number of distinct images; None if unknown."""
     stored_bytes: float | None
-    """Bytes per image with its captions in the shards, if these are local."""
+    """Mean bytes per sample in the shards, captions included; None unless the shards are local."""
     encoding: Encoding
     notes: tuple[str, ...] = ()
+    """Assumptions that the plan prints."""
 
     @property
     def name(self) -> str:
@@ -45,79 +46,88 @@ class Phase:
 
     @property
     def images(self) -> int:
-        """Number of images that the run sees, repeated ones counted each time."""
+        """Number of images that the run trains on, counting repetitions."""
         return self.batches * self.recipe.global_batch
 
     @property
     def different_images(self) -> int:
+        """Number of distinct images that the run trains on; without a known data set size, all of them."""
         return self.images if self.samples is None else min(self.samples, self.images)
 
     @property
     def autocast(self) -> str:
-        """The precision that the GPU computes in: bf16, fp16 or fp32."""
+        """Precision in which the GPU computes: bf16, fp16 or fp32."""
         return _autocast(self.recipe)
 
     def speed(self, strategy: str | None = None) -> SpeedConfig:
-        """The parts of `speed` as a run on GPUs decides them; None is the recipe's own strategy."""
+        """Return the effective `speed` settings of a run on GPUs under a strategy (default: the recipe's)."""
         return _speed(self.recipe, strategy)
 
     def precision(self, strategy: str | None = None) -> Precision:
+        """Return the settings that decide the activations kept under a strategy (default: the recipe's)."""
         return _precision(self.recipe, strategy)
 
     @property
     def recomputes(self) -> bool:
+        """True if blocks are recomputed in the backward pass (activation checkpointing)."""
         return self.recipe.parallelism.activation_checkpointing
 
-    # -- FLOPs an image, the mean over shapes --
+    # -- FLOPs per image, averaged over shapes --
 
     @cached_property
     def forward_flops(self) -> float:
-        """FLOPs of the forward pass of all that is trained."""
+        """FLOPs per image of the forward pass of the trained modules."""
         return self._mean(self.model.trained_flops)
 
     @property
     def training_flops(self) -> float:
-        """FLOPs of the forward and backward pass of all that is trained, without recomputation."""
+        """FLOPs per image of the forward and backward passes of the trained modules, without recomputation."""
         return (1 + BACKWARD) * self.forward_flops
 
     @property
     def recomputed_flops(self) -> float:
+        """FLOPs per image of recomputation in the backward pass: one forward pass, or 0."""
         return self.forward_flops if self.recomputes else 0.0
 
     @cached_property
     def image_encoder_flops(self) -> float:
+        """FLOPs per image of the frozen image encoder."""
         return self._mean(self.model.image_encoder_flops)
 
     @cached_property
     def text_encoder_flops(self) -> float:
+        """FLOPs per image of the frozen text encoder; 0 if it is trained, since then `forward_flops` includes it."""
         return 0.0 if self.model.trains_text else float(self.model.text_encoder_flops)
 
     def encoder_flops(self, encoding: Encoding) -> float:
-        """FLOPs of frozen encoders that run while training."""
+        """FLOPs per image of the frozen encoders that run during training if samples are stored like this."""
         image = self.image_encoder_flops if encoding == 'pictures' else 0.0
         text = 0.0 if encoding == 'latents+text' else self.text_encoder_flops
         return image + text
 
     def flops(self, encoding: Encoding | None = None) -> float:
-        """All FLOPs per image while training."""
+        """Return all FLOPs per image during training: the trained modules and the encoders that run online."""
         return self.training_flops + self.encoder_flops(encoding or self.encoding)
 
     def precompute_flops(self, encoding: Encoding) -> float:
-        """FLOPs of encoding an image beforehand."""
+        """Return the FLOPs per image of encoding the data set before training."""
         return self.encoder_flops('pictures') - self.encoder_flops(encoding)
 
     # -- bytes --
 
     @cached_property
     def pixels(self) -> float:
+        """Mean number of pixels per image."""
         return self._mean(lambda shape: shape.pixels)
 
     @cached_property
     def latent_elements(self) -> float:
+        """Mean number of elements per latent, without variances."""
         return self._mean(self.model.latent_elements)
 
     @property
     def largest_shape(self) -> Shape:
+        """Shape with the most pixels, which decides the memory that is needed."""
         return _largest(self.shapes)
 
     def _mean(self, value: Any) -> float:
@@ -125,54 +135,54 @@ class Phase:
 
 
 def phase_of(recipe: Recipe, *, samples: int | None = None, encoding: Encoding | None = None) -> Phase:
-    """The work that a recipe asks for.
+    """Derive the amount of work from a recipe.
 
     Args:
-        recipe: One that trains; `???` may stand where the data is.
-        samples: Number of different images; looked up if the shards are local.
-        encoding: What is stored, instead of what the recipe says.
+        recipe: A recipe with task `train`; the location of its data may be missing (`???`).
+        samples: Number of distinct images; by default it is read from the shards if they are local.
+        encoding: Form in which samples are stored; None takes it from the recipe.
 
     Raises:
-        UserError: It says too little, or its model cannot be built.
-        CountingFailed: Its model is not one that ships, and could not be counted.
+        UserError: A value that the plan needs is missing, or the model cannot be built.
+        CountingFailed: The model has no shipped counts, and counting it failed.
     """
     if recipe.task != 'train':
-        raise UserError(f'task: the plan is for training, not {recipe.task}; leave it out')
+        raise UserError(f'task: the plan is for training, not {recipe.task}; remove the key')
     if not isinstance(recipe.global_batch, int):
-        raise UserError('global_batch: is still ???; give it, such as global_batch=2048')
+        raise UserError('global_batch: is ???; set it, such as global_batch=2048')
     model = ModelCosts(recipe.model, recipe.imports)
     notes = list(model.notes)
     shapes, known, stored = _data(recipe, notes)
     samples = known if samples is None else samples
     batches = _batches(recipe.trainer.get('max_duration'), recipe.global_batch, recipe.loader.epoch_size or samples)
-    # All that a plan asks for, under every strategy that it compares, so that it is counted in one process.
+    # Request everything that the plan needs, for every strategy that it compares, in one call: each call that has to
+    # count starts a process that imports torch for 15 s.
     largest, strategies = _largest(shapes), (None, 'ddp', 'fsdp2')
     model.count(list(shapes), [(largest, _precision(recipe, strategy)) for strategy in strategies])
-    own = _encoding(recipe, model)
+    recipe_encoding = _encoding(recipe, model)
     if encoding == 'latents+text' and model.trains_text:
-        raise UserError('--stored latents+text: this recipe trains its text encoder; store latents')
+        raise UserError('--stored latents+text: this recipe trains its text encoder; use --stored latents')
     if encoding not in (None, 'pictures') and not model.is_latent_diffusion:
-        raise UserError(f'--stored {encoding}: {recipe.model.name} trains on pictures')
+        raise UserError(f'--stored {encoding}: {recipe.model.name} trains on images; use --stored pictures')
     if samples is None:
         images = batches * recipe.global_batch
         samples = published_runs.published_samples(list(shapes), images, model.trained_parameters)
         if samples is not None:
-            notes.append(
-                f'counted with {samples / 1e6:,.0f} M different pictures, as published; --samples says otherwise'
-            )
+            notes.append(f'assumed {samples / 1e6:,.0f} M distinct images, as published; change it with --samples')
     return Phase(
         recipe=recipe,
         model=model,
         shapes=shapes,
         batches=batches,
         samples=samples,
-        stored_bytes=stored if encoding in (None, own) else None,
-        encoding=encoding or own,
+        stored_bytes=stored if encoding in (None, recipe_encoding) else None,
+        encoding=encoding or recipe_encoding,
         notes=tuple(notes),
     )
 
 
 def _autocast(recipe: Recipe) -> str:
+    # On GPUs, Composer's default precision is amp_fp16. gpus.yaml has no FP8 peaks, so amp_fp8 is planned as bf16.
     precision = str(recipe.trainer.get('precision', 'amp_fp16')).lower()
     return {'amp_bf16': 'bf16', 'amp_fp16': 'fp16', 'amp_fp8': 'bf16'}.get(precision, 'fp32')
 
@@ -182,15 +192,16 @@ def _speed(recipe: Recipe, strategy: str | None) -> SpeedConfig:
 
 
 def _precision(recipe: Recipe, strategy: str | None) -> Precision:
-    """The settings of a run that change what is kept for the backward pass."""
+    """Return the settings of a run that change the activations kept for the backward pass."""
     parts = _speed(recipe, strategy)
     if _autocast(recipe) == 'fp32':
         return 'float32+compile' if parts.compile else 'float32'
     if parts.compile:
         return 'half+compile'
     names = {component.name for component in recipe.algorithms.values()}
-    narrow = {'low_precision_groupnorm', 'low_precision_layernorm'} <= names
-    return 'half+low_precision_norms' if narrow or parts.low_precision_norms else 'half'
+    # Composer's algorithms and `speed.low_precision_norms` have the same effect on memory.
+    low_precision = {'low_precision_groupnorm', 'low_precision_layernorm'} <= names
+    return 'half+low_precision_norms' if low_precision or parts.low_precision_norms else 'half'
 
 
 def _largest(shapes: Iterable[Shape]) -> Shape:
@@ -200,21 +211,21 @@ def _largest(shapes: Iterable[Shape]) -> Shape:
 def _batches(duration: Any, batch: int, epoch: int | None) -> int:
     where = 'trainer.max_duration'
     if duration is None or duration == MISSING:
-        raise UserError(f'{where}: is missing; say how long to train, such as 550000ba')
+        raise UserError(f'{where}: is missing; set the length of the training, such as 550000ba')
     match = re.fullmatch(r'(\d+(?:\.\d+)?)(ba|ep|sp)', str(duration))
     if match is None:
-        raise UserError(f'{where}: {duration!r} says no number of batches; give batches (550000ba), epochs or samples')
+        raise UserError(f'{where}: {duration!r} has no known number of batches; use ba (550000ba), ep or sp')
     amount, unit = float(match[1]), match[2]
     if unit == 'ep':
         if epoch is None:
             raise UserError(
-                f'{where}: {duration} is as long as its epochs, and how many pictures one has is not known here; '
-                'give --samples 790e6, or loader.epoch_size, or batches'
+                f'{where}: {duration} is in epochs, and the number of images per epoch is unknown; '
+                'give --samples 790e6, or set loader.epoch_size, or use batches (ba)'
             )
         amount *= epoch // batch
     batches = int(amount if unit != 'sp' else amount / batch)
     if batches <= 0:
-        raise UserError(f'{where}: {duration} is not a whole batch of {batch}; give at least one')
+        raise UserError(f'{where}: {duration} is less than one batch of {batch} samples; increase it')
     return batches
 
 
@@ -226,49 +237,52 @@ def _encoding(recipe: Recipe, model: ModelCosts) -> Encoding:
 
 
 def _data(recipe: Recipe, notes: list[str]) -> tuple[dict[Shape, float], int | None, float | None]:
-    """Shares of shapes; number of different images and bytes of one, if all shards are local."""
+    """Return the fraction of each shape; also the number of images and bytes per sample, or None if not all are local.
+
+    Appends the assumptions that it makes to `notes`.
+    """
     counts: dict[str, dict[Shape, int] | None] = {}
     sizes: list[float | None] = []
     for name, stream in recipe.streams.items():
         if not isinstance(stream.resolution, int):
-            raise UserError(f'streams.{name}.resolution: is still ???; give the side in pixels, such as 256')
-        counts[name], size = _local(stream)
+            raise UserError(f'streams.{name}.resolution: is ???; set the side in pixels, such as 256')
+        counts[name], size = _local_samples(stream)
         sizes.append(size)
         if counts[name] is None and stream.aspects:
-            notes.append(f'streams.{name}: its shapes are not known here; counted as squares of {stream.resolution} px')
+            notes.append(f'streams.{name}: shapes unknown (shards not local); assumed {stream.resolution} px squares')
     total = sum(sum(found.values()) for found in counts.values() if found)
     known = None not in counts.values() and total > 0
     shares: dict[Shape, float] = {}
     for name, weight in _weights(recipe, counts, notes).items():
-        inside = counts[name] or {recipe.streams[name].picture_shape: 1}
-        for shape, count in inside.items():
-            shares[shape] = shares.get(shape, 0.0) + weight * count / sum(inside.values())
+        stream_counts = counts[name] or {recipe.streams[name].picture_shape: 1}
+        for shape, count in stream_counts.items():
+            shares[shape] = shares.get(shape, 0.0) + weight * count / sum(stream_counts.values())
     stored = sum(size for size in sizes if size is not None) / total if known and None not in sizes else None
     return shares, total if known else None, stored
 
 
 def _weights(recipe: Recipe, counts: Mapping[str, Mapping[Shape, int] | None], notes: list[str]) -> dict[str, float]:
-    """Share of the images by stream: as the recipe says, or by their sizes, or equal."""
-    said = {name: stream.proportion or stream.choose for name, stream in recipe.streams.items()}
+    """Return the fraction of images from each stream: from the recipe, else by number of samples, else equal."""
+    configured = {name: stream.proportion or stream.choose for name, stream in recipe.streams.items()}
     sizes = {name: sum(found.values()) for name, found in counts.items() if found}
-    if all(said.values()):
-        given = {name: float(value or 0) for name, value in said.items()}
+    if all(configured.values()):
+        weights = {name: float(value or 0) for name, value in configured.items()}
     elif len(sizes) == len(counts):
-        given = {name: float(size) for name, size in sizes.items()}
+        weights = {name: float(size) for name, size in sizes.items()}
     else:
         if len(counts) > 1:
-            notes.append('streams: their sizes are not known here; counted as equal parts')
-        given = dict.fromkeys(counts, 1.0)
-    whole = sum(given.values())
-    return {name: value / whole for name, value in given.items()}
+            notes.append('streams: sizes unknown (shards not local); assumed equal proportions')
+        weights = dict.fromkeys(counts, 1.0)
+    total = sum(weights.values())
+    return {name: value / total for name, value in weights.items()}
 
 
-def _local(stream: StreamConfig) -> tuple[dict[Shape, int] | None, float | None]:
-    """Samples by shape and bytes in all of a stream whose shards are on this machine."""
-    place = stream.remote if stream.remote is not None else stream.local
-    if place is None or '://' in place or place == MISSING:
+def _local_samples(stream: StreamConfig) -> tuple[dict[Shape, int] | None, float | None]:
+    """Return the number of samples per shape and the total bytes of a stream with local shards, else (None, None)."""
+    location = stream.remote if stream.remote is not None else stream.local
+    if location is None or '://' in location or location == MISSING:
         return None, None
-    folder = Path(place)
+    folder = Path(location)
     try:
         if not stream.aspects:
             count, size = _index(folder)
@@ -276,7 +290,7 @@ def _local(stream: StreamConfig) -> tuple[dict[Shape, int] | None, float | None]
         shapes = list(read_buckets(folder))
         found = {shape: _index(folder / str(shape)) for shape in shapes}
     except (OSError, ValueError, KeyError, TypeError):
-        return None, None  # not there yet, or not whole: `diffusion check` and the run itself say so
+        return None, None  # missing or damaged shards are reported by `diffusion check` and by the run itself
     return {shape: count for shape, (count, _) in found.items() if count}, sum(size for _, size in found.values())
 
 

@@ -1,1 +1,1 @@
-"""Checks of the nodes before the first batch: each alone (`node_checks`), then all together (`collective_checks`)."""
+"""Preflight checks before the first batch, of each node (`node_checks`) and across all ranks (`collective_checks`)."""

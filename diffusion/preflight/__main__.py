@@ -1,4 +1,4 @@
-"""`python -m diffusion.preflight fast|deep RECIPE [key=value ...]`, run in every process of a job before training."""
+"""`python -m diffusion.preflight fast|deep RECIPE [key=value ...]`: preflight checks in every process of a job."""
 
 import contextlib
 import datetime
@@ -26,16 +26,17 @@ from diffusion.preflight.collective_checks import CollectiveLimits, check_ranks
 from diffusion.storage.atomic import write_whole
 
 REPORT = 'preflight.json'
+"""Name of the report in the run's folder."""
 TIMEOUT = datetime.timedelta(minutes=5)
-"""Time for the slowest node to join."""
+"""Time within which all nodes must have started."""
 
 
 class RanksMissing(Exception):
-    """Some processes have not joined."""
+    """Some processes of the job did not join in time."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the checks; return this node's exit status, or 75 if only other nodes are at fault."""
+    """Run the checks and return this node's exit status; 75 (retry) if only other nodes failed."""
     heartbeat_file.write_stacks_on_signal()
     level, path, *overrides = list(sys.argv[1:] if argv is None else argv)
     recipe = load(path, overrides)
@@ -45,41 +46,47 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ['LOCAL_RANK'] == '0':  # all processes of a node have the same error
             print(f'error: {error}', file=sys.stderr)
         return FAILED
-    found = run_checks(recipe, deep=level == 'deep')
+    findings = run_checks(recipe, deep=level == 'deep')
     if dist.get_rank() == 0:
-        print(findings_table(found), flush=True)
-        _write_report(recipe, found)
+        print(findings_table(findings), flush=True)
+        _write_report(recipe, findings)
     wait_for_all(store)
-    own = [finding for finding in found if finding.where.split(' ')[0] in ('', environment.machine_name(os.environ))]
-    return findings_exit_status(own) or (PREEMPTED if findings_exit_status(found) else 0)
+    host = environment.machine_name(os.environ)
+    # A node without a fault exits with 75, so that a scheduler excludes the faulty node alone and retries the job.
+    node_findings = [finding for finding in findings if finding.where.split(' ')[0] in ('', host)]
+    return findings_exit_status(node_findings) or (PREEMPTED if findings_exit_status(findings) else 0)
 
 
 def wait_for_all(store: TCPStore) -> None:
-    """Wait until all processes have the findings: one that ended earlier would break the last collective of the others.
-
-    The process group is not destroyed, because with gloo that can wait forever for a thread of its own.
-    """
+    """Wait until all processes have the findings."""
+    # A process that exits earlier closes its connections, which makes the last collective fail in the others.
+    # dist.destroy_process_group() is no alternative: with gloo it can wait forever for one of gloo's threads.
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    with contextlib.suppress(dist.DistError, RuntimeError):  # the store is gone: the first process had seen all others
+    # An error means that rank 0, which holds the store, has exited; it does so only after all ranks have reported.
+    with contextlib.suppress(dist.DistError, RuntimeError):
         store.set(f'done/{rank}', '')
         store.wait([f'done/{other}' for other in range(ranks)], TIMEOUT)
 
 
 def join_job(environ: Mapping[str, str], timeout: datetime.timedelta) -> TCPStore:
-    """Make the gloo process group of all processes of the job, and return its store.
+    """Create the gloo process group of all processes of the job, and return its store.
+
+    Args:
+        environ: The environment, with the variables of torch.distributed.
+        timeout: Time within which all processes must have joined.
 
     Raises:
-        RanksMissing: Some processes did not join in time; the message names them.
+        RanksMissing: Some processes did not join in time; the message lists their ranks.
     """
     rank, ranks = int(environ['RANK']), int(environ['WORLD_SIZE'])
     address, port = environ['MASTER_ADDR'], int(environ['MASTER_PORT'])
+    # init_process_group alone would only report a timeout. Every rank announces itself in the store first, so that the
+    # error can name the ranks and nodes that are missing.
     try:
         store = TCPStore(address, port, ranks, rank == 0, timeout, wait_for_workers=False)
         store.set(f'here/{rank}', environment.machine_name(os.environ))
     except (dist.DistError, RuntimeError) as error:
-        raise RanksMissing(
-            f'{address}:{port}: the first process does not answer ({str(error).splitlines()[0]})'
-        ) from error
+        raise RanksMissing(f'{address}:{port}: cannot connect to rank 0 ({str(error).splitlines()[0]})') from error
     try:
         store.wait([f'here/{other}' for other in range(ranks)], timeout)
     except (dist.DistError, RuntimeError):
@@ -88,10 +95,10 @@ def join_job(environ: Mapping[str, str], timeout: datetime.timedelta) -> TCPStor
         nodes = sorted({other // processes for other in missing})
         raise RanksMissing(
             f'after {timeout.total_seconds():.0f} s, ranks {", ".join(map(str, missing))} (node '
-            f'{", ".join(map(str, nodes))} of {ranks // processes}) are not here; has their node started, and can it '
-            f'reach {address}:{port}?'
+            f'{", ".join(map(str, nodes))} of {ranks // processes}) have not joined; check that these nodes have '
+            f'started and can reach {address}:{port}'
         ) from None
-    # gloo: a process whose GPU is lost can still report it, and no GPU is used before the checks of the GPUs.
+    # gloo and not NCCL: a process whose GPU has failed can still report it, and no GPU is used before the GPU checks.
     dist.init_process_group('gloo', store=store, rank=rank, world_size=ranks, timeout=timeout)
     return store
 
@@ -99,57 +106,63 @@ def join_job(environ: Mapping[str, str], timeout: datetime.timedelta) -> TCPStor
 def _missing_ranks(store: TCPStore, ranks: int) -> list[int]:
     try:
         return [rank for rank in range(ranks) if not store.check([f'here/{rank}'])]  # type: ignore[attr-defined]
-    except (dist.DistError, RuntimeError) as error:  # the first process has given up, and has printed who is missing
-        raise RanksMissing('the first process has given up waiting for others; its message says which') from error
+    except (dist.DistError, RuntimeError) as error:  # rank 0 has exited, after printing the missing ranks
+        raise RanksMissing('rank 0 stopped waiting for missing ranks; see its message for their numbers') from error
 
 
 def run_checks(recipe: Recipe, *, deep: bool) -> list[Finding]:
-    """Run all checks; every process returns the findings of all."""
-    own: list[Finding] = []
+    """Run all checks and return the findings of all processes, the same in each process.
+
+    Args:
+        recipe: The recipe to be trained.
+        deep: True for longer measurements, and for the links between neighboring nodes.
+    """
+    node_findings: list[Finding] = []
     kind = os.environ.get(environment.GPU, 'none')
     if os.environ['LOCAL_RANK'] == '0':
-        # This imports Streaming, which would take seconds in every process.
+        # Imported here because this imports Streaming, which takes seconds in every process.
         from diffusion.launch.gpu_health import load_nvml
         from diffusion.preflight.node_checks import check_node
 
         processes = int(os.environ['LOCAL_WORLD_SIZE'])
-        own = check_node(recipe, kind=kind, processes=processes, nvml=load_nvml())
+        node_findings = check_node(recipe, kind=kind, processes=processes, nvml=load_nvml())
     nodes = dist.get_world_size() // int(os.environ['LOCAL_WORLD_SIZE'])
-    found = blame_no_node_for_shared_faults(_gather(own), nodes)
-    if findings_exit_status(found):
-        return found  # a node with a fault may hang in a collective
+    findings = blame_no_node_for_shared_faults(_gather(node_findings), nodes)
+    # Stop at the first stage with a fault: a faulty node may hang in the next collective, and hide its finding.
+    if findings_exit_status(findings):
+        return findings
     device = 'cpu' if kind == 'none' else 'cuda'
     if device == 'cuda':
-        found += blame_no_node_for_shared_faults(_gather(check_cuda(int(os.environ['LOCAL_RANK']))), nodes)
-        if findings_exit_status(found):
-            return found
+        findings += blame_no_node_for_shared_faults(_gather(check_cuda(int(os.environ['LOCAL_RANK']))), nodes)
+        if findings_exit_status(findings):
+            return findings
     group = dist.group.WORLD if device == 'cpu' else dist.new_group(timeout=collective_checks.TIMEOUT, backend='nccl')
     assert group is not None
-    return found + check_ranks(device, CollectiveLimits.of(device, deep=deep), group)
+    return findings + check_ranks(device, CollectiveLimits.of(device, deep=deep), group)
 
 
 def check_cuda(index: int) -> list[Finding]:
-    """Find out if this process can use its GPU; the driver may see a GPU on which CUDA does not start."""
+    """Check that this process can use its GPU; NVML may list a GPU on which CUDA cannot be initialized."""
     where = f'{environment.machine_name(os.environ)} rank {os.environ["RANK"]}'
     try:
         torch.cuda.set_device(index)
         torch.zeros(1, device='cuda').item()
-    except (RuntimeError, AssertionError) as error:  # the latter from a torch without CUDA
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA raises AssertionError
         return [Finding('cuda', False, ' '.join(str(error).split())[:300], where=where)]
     return []
 
 
-def _gather(own: list[Finding]) -> list[Finding]:
+def _gather(local: list[Finding]) -> list[Finding]:
     """Return the findings of all processes."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
-    return [finding for findings in everyone for finding in findings]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, local)
+    return [finding for findings in gathered for finding in findings]
 
 
-def _write_report(recipe: Recipe, found: Sequence[Finding]) -> None:
+def _write_report(recipe: Recipe, findings: Sequence[Finding]) -> None:
     try:
-        write_whole(recipe.run_dir / REPORT, findings_json(found))
-    except OSError as error:  # which may be one of the findings
+        write_whole(recipe.run_dir / REPORT, findings_json(findings))
+    except OSError as error:  # not fatal: an unwritable folder is already one of the findings
         print(f'warning: {recipe.run_dir / REPORT}: cannot be written ({error})', file=sys.stderr)
 
 
@@ -157,4 +170,5 @@ if __name__ == '__main__':
     status = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # skips the cleanup of process groups and drivers, which can hang on broken hardware
+    # Skip the cleanup of process groups and drivers at interpreter exit, which can hang on broken hardware.
+    os._exit(status)

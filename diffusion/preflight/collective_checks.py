@@ -1,4 +1,4 @@
-"""Cross-rank checks: package versions, clock skew, matmul speed and results, all-reduce results, link bandwidth."""
+"""Cross-rank preflight checks: versions, clock skew, matmul throughput and results, all-reduce results, bandwidth."""
 
 import datetime
 import os
@@ -22,22 +22,22 @@ from diffusion.launch.findings import Finding
 
 PACKAGES = ('torch', 'mosaicml', 'mosaicml-streaming', 'diffusers', 'diffusion')
 TIMEOUT = datetime.timedelta(minutes=2)
-"""Timeout of an all-reduce, the first of which sets up the connections; after it NCCL ends the process."""
+"""Timeout of an all-reduce, of which the first also sets up the connections; NCCL then aborts the process."""
 SKEW_SECONDS = 5.0
-"""Largest clock skew; signed requests to object stores allow minutes, but logs should be in order."""
+"""Largest allowed clock skew. Signed requests to object stores tolerate minutes, but logs should stay in order."""
 
 
 @dataclass(frozen=True)
 class CollectiveLimits:
-    """Sizes of the measurements, and the limit that a rank must reach.
+    """Sizes of the measurements, and the throughput that a rank must reach.
 
     Attributes:
-        speed: Share of the median of all ranks that each must reach, in computing and in sending.
+        speed: Fraction of the median of all ranks that each rank must reach, in FLOP/s and in bandwidth.
         matrix: Side of the matrices that are multiplied.
-        message_bytes: Size of the all-reduce and of the messages between nodes.
+        message_bytes: Size of the all-reduce, and of the messages between nodes.
         repeats: Number of measurements, of which the fastest counts.
-        seconds: Time to keep multiplying, so that the GPU gets hot; then the last quarter counts.
-        links: Also measure the links between neighboring nodes.
+        seconds: Time to keep multiplying so that the GPU reaches its operating temperature; the last quarter counts.
+        links: True to measure the links between neighboring nodes.
     """
 
     speed: float
@@ -49,88 +49,102 @@ class CollectiveLimits:
 
     @staticmethod
     def of(device: str, *, deep: bool = False) -> 'CollectiveLimits':
-        """Return the limits for cpu or cuda; ranks on CPUs share cores, so they may differ more."""
-        speed, matrix, message, heat = (0.9, 8192, 2**28, 120.0) if device == 'cuda' else (0.25, 512, 2**22, 2.0)
-        return CollectiveLimits(speed, matrix, message, 100 if deep else 5, heat if deep else 0.0, links=deep)
+        """Return the limits for `cpu` or `cuda`."""
+        # Relative to the median, since absolute bandwidths depend on the fabric. Ranks on CPUs share cores, so their
+        # throughput varies more.
+        speed, matrix, message, warmup = (0.9, 8192, 2**28, 120.0) if device == 'cuda' else (0.25, 512, 2**22, 2.0)
+        return CollectiveLimits(speed, matrix, message, 100 if deep else 5, warmup if deep else 0.0, links=deep)
 
 
 @dataclass(frozen=True)
 class RankMeasurements:
-    """The measurements of one rank."""
+    """Measurements of one rank."""
 
     rank: int
     host: str
     clock: float
+    """Unix time right after a barrier."""
     versions: tuple[str, ...]
+    """Versions of packages and drivers, and the name of the GPU."""
     teraflops: float
+    """Matmul throughput in 10**12 FLOP/s."""
     product: int
-    """Checksum of a matrix product that is the same everywhere; -1 if it varied."""
+    """Checksum of a matrix product that is the same on every rank; -1 if it varied between repetitions."""
     sum_is_right: bool
+    """True if all all-reduces returned the correct sum."""
     bus: float
     """Bus bandwidth of an all-reduce over all n ranks in bytes/s: 2 (n - 1) / n times message size over time."""
     node_bus: float | None = None
-    """The same over the ranks of its node; None if that is one rank or all of them."""
+    """Bus bandwidth of an all-reduce over the ranks of this node; None for one rank per node or a single node."""
     link: float | None = None
-    """Bytes/s to a neighboring node and back: the faster of two, because a slow node slows down both neighbors."""
+    """Bandwidth to the faster neighboring node in bytes/s; None if not measured."""
 
 
 def check_ranks(device: str, limits: CollectiveLimits, group: dist.ProcessGroup) -> list[Finding]:
-    """Measure all ranks and compare them; every rank returns the same findings.
+    """Measure every rank and compare the results; every rank returns the same findings.
 
     Args:
-        device: cpu or cuda.
-        limits: Sizes of the measurements, and the limits.
+        device: `cpu` or `cuda`.
+        limits: Sizes of the measurements, and the throughput that a rank must reach.
         group: Process group of all ranks, with a backend for the device.
     """
-    rank, node = dist.get_rank(), int(os.environ['LOCAL_WORLD_SIZE'])
+    rank, node_size = dist.get_rank(), int(os.environ['LOCAL_WORLD_SIZE'])
+    world_size = dist.get_world_size()
     teraflops, product = measure_matmul(device, limits)
-    right, bus = measure_all_reduce(device, limits, group)
-    node_bus = _node_bandwidth(device, limits, node) if 1 < node < dist.get_world_size() else None
-    link = _neighbor_bandwidth(device, limits, node, group) if limits.links and node < dist.get_world_size() else None
+    sum_is_right, bus = measure_all_reduce(device, limits, group)
+    node_bus = _node_bandwidth(device, limits, node_size) if 1 < node_size < world_size else None
+    link = _neighbor_bandwidth(device, limits, node_size, group) if limits.links and node_size < world_size else None
+    # The ranks leave a barrier within milliseconds of each other, so what differs by seconds is their clocks.
     dist.barrier()
     clock = time.time()
-    own = RankMeasurements(
+    measurements = RankMeasurements(
         rank,
         environment.machine_name(os.environ),
         clock,
         versions(device),
         teraflops,
         product,
-        right,
+        sum_is_right,
         bus,
         node_bus,
         link,
     )
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
-    return compare_ranks(everyone, limits)
+    ranks: list[Any] = [None] * world_size
+    dist.all_gather_object(ranks, measurements)
+    return compare_ranks(ranks, limits)
 
 
-def compare_ranks(everyone: Sequence[RankMeasurements], limits: CollectiveLimits) -> list[Finding]:
-    """Compare the measurements of all ranks, and name those that differ; one rank alone is only checked by itself."""
-    if len(everyone) == 1:
-        speed = Finding('speed', True, f'{everyone[0].teraflops:.3g} TFLOP/s, one process: nothing to compare it with')
-        return [*_same_versions(everyone), *_products(everyone), speed]
+def compare_ranks(ranks: Sequence[RankMeasurements], limits: CollectiveLimits) -> list[Finding]:
+    """Compare the measurements of all ranks and return a finding per check, or one per rank that fails it.
+
+    A single rank is compared with nothing; only its repeated matrix products are checked.
+    """
+    if len(ranks) == 1:
+        speed = Finding('speed', True, f'{ranks[0].teraflops:.3g} TFLOP/s, single process: no other rank to compare')
+        return [*_check_versions(ranks), *_check_products(ranks), speed]
     return [
-        *_same_versions(everyone),
-        *_clocks(everyone),
-        *_products(everyone),
-        *_sums(everyone),
-        *_slow('speed', everyone, [each.teraflops for each in everyone], 'TFLOP/s', limits),
-        *_slow('node bus', everyone, [_giga(each.node_bus) for each in everyone], 'GB/s within its node', limits),
-        *_slow('link', everyone, [_giga(each.link) for each in everyone], 'GB/s to its neighbours', limits),
+        *_check_versions(ranks),
+        *_check_clocks(ranks),
+        *_check_products(ranks),
+        *_check_sums(ranks),
+        *_check_speed('speed', ranks, [each.teraflops for each in ranks], 'TFLOP/s', limits),
+        *_check_speed('node bus', ranks, [_giga(each.node_bus) for each in ranks], 'GB/s within the node', limits),
+        *_check_speed('link', ranks, [_giga(each.link) for each in ranks], 'GB/s to neighboring nodes', limits),
     ]
 
 
 def measure_matmul(device: str, limits: CollectiveLimits) -> tuple[float, int]:
-    """Measure TFLOP/s of a matrix product, and return it with the checksum of the product, -1 if that varied.
+    """Measure the throughput of a matrix product.
 
-    The entries are small whole numbers, so that every order of summation gives the same result.
+    Returns:
+        TFLOP/s, and a checksum of the product, which is the same on every rank; -1 if it varied.
     """
     side, generator = limits.matrix, torch.Generator().manual_seed(0)
-    kind = torch.bfloat16 if device == 'cuda' else torch.float32
-    left, right = (torch.randint(-2, 3, (side, side), generator=generator).to(device, kind) for _ in range(2))
-    # Processes share a CPU, so only the CPU time of this process measures the speed.
+    dtype = torch.bfloat16 if device == 'cuda' else torch.float32
+    # With integers in [-2, 2], partial sums are at most 4 x 8192 = 2**15. float32 accumulators hold these exactly, so
+    # the order of summation, which differs between kernels, does not matter: any difference is a hardware fault.
+    left, right = (torch.randint(-2, 3, (side, side), generator=generator).to(device, dtype) for _ in range(2))
+    # Ranks on CPUs share cores, so only CPU time measures the speed of this process.
     clock = time.perf_counter if device == 'cuda' else time.process_time
     seconds, checksums, until = [], set(), time.monotonic() + limits.seconds
     while len(seconds) <= limits.repeats or time.monotonic() < until:
@@ -139,50 +153,65 @@ def measure_matmul(device: str, limits: CollectiveLimits) -> tuple[float, int]:
         product = left @ right
         _wait(device)
         seconds.append(clock() - begin)
+        # Not after every product, since a checksum converts the product to float64, which takes time in which nothing
+        # is multiplied. A fast check has less than 50 products and computes the checksum of the first alone.
         if len(seconds) % 50 == 1:
-            # bfloat16 rounds the sums, in the same way on every GPU of a kind.
+            # The product itself is rounded to bfloat16, identically on all GPUs of one model.
             checksums.add(int(product.double().abs().sum().item()))
-    # The last quarter is measured on a hot GPU, if there was time for that.
+    # In a deep check, the last quarter is measured on a GPU at its operating temperature. Otherwise drop the first
+    # product, which loads the kernel, and take the fastest.
     usual = statistics.median(seconds[-len(seconds) // 4 :]) if limits.seconds else min(seconds[1:])
     return 2 * side**3 / usual / 1e12, checksums.pop() if len(checksums) == 1 else -1
 
 
 def measure_all_reduce(device: str, limits: CollectiveLimits, group: dist.ProcessGroup) -> tuple[bool, float]:
-    """Run all-reduces over a group; return True if all sums were right, and the bus bandwidth in bytes/s."""
+    """Run all-reduces over a group.
+
+    Returns:
+        True if all sums were correct, and the bus bandwidth in bytes/s.
+    """
     members = dist.get_process_group_ranks(group)
-    seconds, right = [], True
+    seconds, sum_is_right = [], True
     for _ in range(1 + limits.repeats):
         message = torch.full((limits.message_bytes // 4,), float(dist.get_rank() + 1), device=device)
-        dist.all_reduce(torch.zeros(1, device=device), group=group)  # makes all ranks start at once
+        # Align the ranks first, so that waiting for a late one is not counted as transfer time.
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
         _wait(device)
         begin = time.perf_counter()
         dist.all_reduce(message, group=group)
         _wait(device)
         seconds.append(time.perf_counter() - begin)
-        right = right and bool((message == sum(members) + len(members)).all().item())
-    return right, 2 * (len(members) - 1) / len(members) * limits.message_bytes / min(seconds[1:])
+        # The sum of rank + 1 over the group.
+        sum_is_right = sum_is_right and bool((message == sum(members) + len(members)).all().item())
+    # Each of n ranks sends and receives 2 (n - 1) / n of the message in a ring all-reduce, so this figure does not
+    # depend on n (the bus bandwidth of nccl-tests). The first all-reduce sets up the connections.
+    return sum_is_right, 2 * (len(members) - 1) / len(members) * limits.message_bytes / min(seconds[1:])
 
 
 def _node_bandwidth(device: str, limits: CollectiveLimits, processes: int) -> float:
+    """Return the bus bandwidth in bytes/s of an all-reduce over the ranks of this node."""
     backend = 'nccl' if device == 'cuda' else 'gloo'
-    own, _ = dist.new_subgroups(processes, timeout=TIMEOUT, backend=backend)
-    assert own is not None
-    return measure_all_reduce(device, limits, own)[1]
+    node_group, _ = dist.new_subgroups(processes, timeout=TIMEOUT, backend=backend)
+    assert node_group is not None
+    return measure_all_reduce(device, limits, node_group)[1]
 
 
 def _neighbor_bandwidth(device: str, limits: CollectiveLimits, processes: int, group: dist.ProcessGroup) -> float:
-    """Return bytes/s to the same local rank of the node before or after this one, whichever is faster."""
+    """Return the bandwidth in bytes/s to the same local rank of the previous or next node, the faster of the two."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    node, found = rank // processes, []
-    for first in (0, 1):  # first even nodes with the next node, then odd ones
+    node, bandwidths = rank // processes, []
+    # Even nodes exchange with the next node, then odd nodes do, so that each link carries one exchange at a time. The
+    # faster of the two counts: a slow node slows down the exchanges of both neighbors, and only it should be reported.
+    for first in (0, 1):
         partner = rank + processes if node % 2 == first else rank - processes
         dist.barrier()
         if 0 <= partner < ranks:
-            found.append(_exchange_bandwidth(device, limits, partner, group))
-    return max(found)
+            bandwidths.append(_exchange_bandwidth(device, limits, partner, group))
+    return max(bandwidths)
 
 
 def _exchange_bandwidth(device: str, limits: CollectiveLimits, partner: int, group: dist.ProcessGroup) -> float:
+    """Return the bandwidth in bytes/s of sending a message to a rank while receiving one from it."""
     sent = torch.zeros(limits.message_bytes // 4, device=device)
     received, seconds = torch.empty_like(sent), []
     for _ in range(1 + min(limits.repeats, 20)):
@@ -190,6 +219,7 @@ def _exchange_bandwidth(device: str, limits: CollectiveLimits, partner: int, gro
         begin = time.perf_counter()
         sending = dist.P2POp(dist.isend, sent, partner, group)
         receiving = dist.P2POp(dist.irecv, received, partner, group)
+        # In one batch: with NCCL, two ranks that both send first would wait for each other.
         for work in dist.batch_isend_irecv([sending, receiving]):
             work.wait()
         _wait(device)
@@ -198,7 +228,7 @@ def _exchange_bandwidth(device: str, limits: CollectiveLimits, partner: int, gro
 
 
 def versions(device: str) -> tuple[str, ...]:
-    """Return the versions that must be the same on all ranks."""
+    """Return the versions that must be equal on all ranks: Python, packages, CUDA, NCCL; and the name of the GPU."""
     found = (f'Python {platform.python_version()}', *(f'{name} {version(name)}' for name in PACKAGES))
     if device == 'cpu':
         return found
@@ -215,66 +245,67 @@ def _where(each: RankMeasurements) -> str:
     return f'{each.host} rank {each.rank}'
 
 
-def _same_versions(everyone: Sequence[RankMeasurements]) -> list[Finding]:
-    usual, _ = Counter(each.versions for each in everyone).most_common(1)[0]
-    found = []
-    for each in everyone:
-        others = [f'{own}, elsewhere {other}' for own, other in zip(each.versions, usual, strict=True) if own != other]
-        if others:
-            what = f'{"; ".join(others)}: use one image everywhere'
-            found.append(Finding('versions', False, what, CONFIG_ERROR, _where(each)))
-    return found or [Finding('versions', True, ', '.join(usual))]
+def _check_versions(ranks: Sequence[RankMeasurements]) -> list[Finding]:
+    usual, _ = Counter(each.versions for each in ranks).most_common(1)[0]
+    findings = []
+    for each in ranks:
+        differences = [f'{a}, on most ranks {b}' for a, b in zip(each.versions, usual, strict=True) if a != b]
+        if differences:
+            detail = f'{"; ".join(differences)}: use the same container image on all nodes'
+            findings.append(Finding('versions', False, detail, CONFIG_ERROR, _where(each)))
+    return findings or [Finding('versions', True, ', '.join(usual))]
 
 
-def _clocks(everyone: Sequence[RankMeasurements]) -> list[Finding]:
-    middle = statistics.median(each.clock for each in everyone)
-    wrong = [each for each in everyone if abs(each.clock - middle) > SKEW_SECONDS]
-    found = [
-        Finding('clock', False, f'{each.clock - middle:+.0f} s off the others; start its NTP', where=_where(each))
-        for each in wrong
+def _check_clocks(ranks: Sequence[RankMeasurements]) -> list[Finding]:
+    median = statistics.median(each.clock for each in ranks)
+    findings = [
+        Finding('clock', False, f'{each.clock - median:+.0f} s from the median; start NTP', where=_where(each))
+        for each in ranks
+        if abs(each.clock - median) > SKEW_SECONDS
     ]
-    spread = max(each.clock for each in everyone) - min(each.clock for each in everyone)
-    return found or [Finding('clock', True, f'within {spread:.2f} s')]
+    spread = max(each.clock for each in ranks) - min(each.clock for each in ranks)
+    return findings or [Finding('clock', True, f'within {spread:.2f} s')]
 
 
-def _slow(
+def _check_speed(
     check: str,
-    everyone: Sequence[RankMeasurements],
+    ranks: Sequence[RankMeasurements],
     figures: Sequence[float | None],
     unit: str,
     limits: CollectiveLimits,
 ) -> list[Finding]:
-    """Find the ranks that fall behind the median of a measurement; empty if no rank has made it."""
+    """Return a finding for each rank below the required fraction of the median; empty if no rank has a figure."""
     known = [figure for figure in figures if figure is not None]
     if not known:
         return []
-    middle = statistics.median(known)
+    median = statistics.median(known)
     return [
-        Finding(check, False, f'{figure:.3g} {unit}, the median is {middle:.3g}', where=_where(each))
-        for each, figure in zip(everyone, figures, strict=True)
-        if figure is not None and figure < limits.speed * middle
-    ] or [Finding(check, True, f'{middle:.3g} {unit}, all within {limits.speed:.0%}')]
+        Finding(check, False, f'{figure:.3g} {unit}, median {median:.3g}', where=_where(each))
+        for each, figure in zip(ranks, figures, strict=True)
+        if figure is not None and figure < limits.speed * median
+    ] or [Finding(check, True, f'{median:.3g} {unit}, all ranks at {limits.speed:.0%} or more')]
 
 
 def _giga(value: float | None) -> float | None:
     return None if value is None else value / 1e9
 
 
-def _products(everyone: Sequence[RankMeasurements]) -> list[Finding]:
-    steady = Counter(each.product for each in everyone if each.product >= 0)
-    usual = steady.most_common(1)[0][0] if steady else -1
-    found = []
-    for each in everyone:
+def _check_products(ranks: Sequence[RankMeasurements]) -> list[Finding]:
+    # There is no reference: with a wrong result on one of two ranks, either may be reported.
+    repeatable = Counter(each.product for each in ranks if each.product >= 0)
+    usual = repeatable.most_common(1)[0][0] if repeatable else -1
+    findings = []
+    for each in ranks:
         if each.product < 0 or each.product != usual:
-            than = 'from one time to the next' if each.product < 0 else 'from that of the others'
-            what = f'a product differs {than}: it computes wrongly'
-            found.append(Finding('results', False, what, where=_where(each)))
-    return found or [Finding('results', True, 'the same on all, each time')]
+            reference = 'between repetitions' if each.product < 0 else 'from that of other ranks'
+            detail = f'matrix product differs {reference}: silent data corruption'
+            findings.append(Finding('results', False, detail, where=_where(each)))
+    return findings or [Finding('results', True, 'matrix products are equal on all ranks and repetitions')]
 
 
-def _sums(everyone: Sequence[RankMeasurements]) -> list[Finding]:
-    wrong = [each for each in everyone if not each.sum_is_right]
-    slowest = min(each.bus for each in everyone)
-    return [Finding('all-reduce', False, 'gave a wrong sum', where=_where(each)) for each in wrong] or [
-        Finding('all-reduce', True, f'right, {slowest / 1e9:.3g} GB/s on the bus')
+def _check_sums(ranks: Sequence[RankMeasurements]) -> list[Finding]:
+    wrong = [each for each in ranks if not each.sum_is_right]
+    slowest = min(each.bus for each in ranks)
+    return [Finding('all-reduce', False, 'returned a wrong sum', where=_where(each)) for each in wrong] or [
+        Finding('all-reduce', True, f'correct, bus bandwidth {slowest / 1e9:.3g} GB/s')
     ]

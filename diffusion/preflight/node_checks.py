@@ -1,4 +1,4 @@
-"""Checks of a node by itself: GPUs, shared memory, disks, the run's folder, and a shard of each stream."""
+"""Checks of a single node: GPUs, shared memory, disks, write access to the run's folder, and a shard of each stream."""
 
 import json
 import os
@@ -25,17 +25,19 @@ from diffusion.storage.retry import GaveUp, RetryPolicy
 
 SHM = Path('/dev/shm')
 SHM_BYTES = 2**28
-"""Free /dev/shm that each process needs; Docker's default is a quarter of it for the whole container."""
+"""Free memory in /dev/shm required per process; Docker's default is a quarter of it for the whole container."""
 SCRATCH_BYTES = 2**30
+"""Free space required for temporary files."""
 TIMEOUT_SECONDS = 60.0
+"""Timeout of each read from an object store."""
 
 
 def check_node(recipe: Recipe, *, kind: str, processes: int, nvml: Any | None) -> list[Finding]:
-    """Run all checks of this node.
+    """Run all checks of this node and return their findings.
 
     Args:
         recipe: The recipe to be trained.
-        kind: The required GPU as in planning/gpus.yaml; `any` accepts all, `none` is a CPU.
+        kind: The required GPU model as in planning/gpus.yaml; `any` accepts all, `none` is a CPU.
         processes: Number of processes of this node, one per GPU.
         nvml: The module pynvml, or a substitute; None if there is no driver.
     """
@@ -52,57 +54,61 @@ def check_node(recipe: Recipe, *, kind: str, processes: int, nvml: Any | None) -
     for name, check in checks.items():
         try:
             found += check()
-        except Exception as error:  # a lost file system raises anything, and the other nodes wait for an answer
-            found.append(Finding(name, False, f'cannot be checked ({error!r})'))
+        except Exception as error:
+            # A broken file system or driver can raise anything. It must become a finding: all other nodes wait in a
+            # collective for the findings of this one, and an uncaught exception would leave them there.
+            found.append(Finding(name, False, f'check failed ({error!r})'))
     host = environment.machine_name(os.environ)
     return [replace(finding, where=host) for finding in found]
 
 
 def check_shared_memory(processes: int) -> Iterator[Finding]:
-    """Check the free memory of /dev/shm, through which loaders pass their batches."""
+    """Check the free memory in /dev/shm, through which loader workers pass batches."""
     if SHM.is_dir():
         free, needed = shutil.disk_usage(SHM).free, SHM_BYTES * processes
-        way_out = '' if free >= needed else f' of {bytes_text(needed)}; docker run --shm-size, or a Memory volume'
+        way_out = '' if free >= needed else f' of {bytes_text(needed)}; use docker run --shm-size or a Memory volume'
         yield Finding('shared memory', free >= needed, f'{bytes_text(free)} free{way_out}', CONFIG_ERROR)
 
 
 def check_disks(recipe: Recipe) -> Iterator[Finding]:
-    """Check that there is room for temporary files, and for a new checkpoint beside the one it replaces."""
-    # Not tempfile.gettempdir(), which silently takes another folder if this one is full.
+    """Check the free space for temporary files, and for a new checkpoint beside the one that it replaces."""
+    # Not tempfile.gettempdir(), which silently chooses another folder if this one is full.
     temporary = Path(os.environ.get('TMPDIR', '/tmp'))
     folders = {temporary: SCRATCH_BYTES, recipe.run_dir: 2 * checkpoint_bytes(recipe)}
     for folder, needed in folders.items():
-        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-        free = shutil.disk_usage(there).free
-        way_out = '' if free >= needed else f' of {bytes_text(needed)}; clear it'
+        # disk_usage needs a path that exists; the run's folder may not exist yet.
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        free = shutil.disk_usage(existing).free
+        way_out = '' if free >= needed else f' of {bytes_text(needed)}; delete files'
         yield Finding('disk', free >= needed, f'{folder}: {bytes_text(free)} free{way_out}')
 
 
 def checkpoint_bytes(recipe: Recipe) -> int:
-    """Return the size of a checkpoint with all averages; half of SCRATCH_BYTES for a model that was not counted."""
+    """Return the size of a checkpoint with averages, or half of SCRATCH_BYTES if the model has not been counted."""
     try:
         model = ModelCosts(recipe.model, recipe.imports)
-    except UserError:  # a part's configuration is broken; the run will say so
+    except UserError:  # a part's configuration is broken, which the run reports
         return SCRATCH_BYTES // 2
-    # Counting imports Composer in another process: too long for all other processes of a job to wait.
+    # Counting starts a process that imports torch and runs the model; all other processes of the job would wait for it.
     return sizes_of(recipe, model).with_averages if model.is_counted else SCRATCH_BYTES // 2
 
 
 def check_run_folder(recipe: Recipe) -> Iterator[Finding]:
-    """Check that this node can write into the run's folder."""
+    """Check that this node can write to the run's folder."""
+    # The name is unique per node and attempt: on a shared file system, all nodes do this at the same time.
     marker = recipe.run_dir / f'.preflight-{environment.machine_name(os.environ)}-{uuid4().hex[:8]}'
     try:
         recipe.run_dir.mkdir(parents=True, exist_ok=True)
         marker.write_text('written by a preflight')
         marker.unlink()
     except OSError as error:
-        yield Finding('checkpoints', False, f'{recipe.run_dir}: cannot be written ({error}); is it mounted?')
+        yield Finding('checkpoints', False, f'{recipe.run_dir}: cannot be written ({error}); check that it is mounted')
     else:
-        yield Finding('checkpoints', True, f'{recipe.run_dir}: written and removed')
+        yield Finding('checkpoints', True, f'{recipe.run_dir}: test file written and deleted')
 
 
 def check_first_shard(name: str, stream: StreamConfig) -> Iterator[Finding]:
-    """Check that a shard of a stream can be read from its origin."""
+    """Check that the first shard of a stream can be read from its remote, or from its local folder if it has none."""
     origin = stream.remote or stream.local or ''
     try:
         shard = first_shard(origin, aspects=bool(stream.aspects))
@@ -111,15 +117,19 @@ def check_first_shard(name: str, stream: StreamConfig) -> Iterator[Finding]:
     except (ValueError, LookupError) as error:
         yield Finding('data', False, f'streams.{name}: {origin}: its index cannot be read ({error!r})', CONFIG_ERROR)
     else:
-        yield Finding('data', True, f'streams.{name}: {shard} was read')
+        yield Finding('data', True, f'streams.{name}: read {shard}')
 
 
 def first_shard(folder: str, *, aspects: bool) -> str:
-    """Read the first shard of a folder of shards, or of one of shapes; returns its URL or path.
+    """Read the first shard of a dataset and return its URL or path.
+
+    Args:
+        folder: URL or path of the dataset.
+        aspects: True if the dataset has one folder of shards per shape.
 
     Raises:
-        UserError: A file is not there, or may not be read.
-        GaveUp: A file cannot be read, or has not the size that its index says.
+        UserError: A file does not exist, or access is denied.
+        GaveUp: A file cannot be read, or its size differs from that in the index.
     """
     retry = RetryPolicy(tries=2, timeout_seconds=TIMEOUT_SECONDS)
     folder = folder.rstrip('/')
@@ -130,5 +140,5 @@ def first_shard(folder: str, *, aspects: bool) -> str:
     shard = f'{folder}/{file["basename"]}'
     size = len(read(shard, retry=retry))
     if size != file['bytes']:
-        raise GaveUp(f'{shard}: {size} bytes came of {file["bytes"]}')
+        raise GaveUp(f'{shard}: read {size} of {file["bytes"]} bytes')
     return shard

@@ -1,1 +1,1 @@
-"""Measure where training time goes: stage timings, device synchronizations, profiler traces, tuning advice."""
+"""Profiling of training steps: stage timings, device synchronizations, profiler traces, tuning advice."""

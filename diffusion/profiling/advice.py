@@ -1,4 +1,4 @@
-"""Tuning advice from a profile: a table of possible speedups with the fraction of step time that each could save."""
+"""Tuning advice from a profile: possible speedups, with the fraction of step time that each could save at most."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     'copies': ('memcpy', 'memset', 'copy', 'clone', 'contiguous', 'aten::cat', 'catarray', 'fill', 'zero_'),
     'activations and sums': ('silu', 'gelu', 'elementwise', 'aten::add', 'aten::mul', 'aten::sum', 'reduce_kernel'),
 }
-"""Kinds of work, and substrings of the names of their kernels and operators; the first kind that matches counts."""
+"""Substrings of kernel and operator names by kind of work; the first kind that matches counts."""
 
 
 class Kernel(NamedTuple):
@@ -24,15 +24,18 @@ class Kernel(NamedTuple):
 
     name: str
     seconds: float
+    """Seconds per step."""
     calls: int
+    """Calls per step."""
 
 
 class Opportunity(NamedTuple):
-    """A possible speedup."""
+    """Possible speedup."""
 
     share: float
     """Upper bound on the fraction of step time that can be saved."""
     text: str
+    """Cause and settings to try, as printed."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +45,12 @@ class ProfileMeasurements:
     Attributes:
         shares: Fraction of step time in each stage.
         step_seconds: Seconds per step without the profiler.
-        kernels: Kernels of a step.
-        waits: Source lines where the host waits for the device, and how often per step; without Composer's own.
+        kernels: Kernels of a step, or operators without a GPU.
+        waits: Number of device synchronizations per step by source line, without those of Composer.
         on_gpu: True if the run was on a GPU.
         precision: The Trainer's precision.
-        microbatches: Microbatches per step on a device.
-        off: Names of the parts of `speed` that are off.
+        microbatches: Microbatches per step on one device.
+        off: Names of the settings of `speed` that are off.
     """
 
     shares: Mapping[str, float]
@@ -74,8 +77,8 @@ class ProfileMeasurements:
             each
             for each in self.kernels
             if kind_of(each.name) == 'norms'
-            and 'float' in each.name  # also the statistics of norms in lower precision
-            and not any(narrow in each.name for narrow in ('BFloat16', 'Half'))
+            and 'float' in each.name  # norms in lower precision match this too: their statistics are in float32
+            and not any(dtype in each.name for dtype in ('BFloat16', 'Half'))
         ]
         return sum(each.seconds for each in wide) / self.step_seconds
 
@@ -85,18 +88,18 @@ class ProfileMeasurements:
         return min(1.0, sum(each.seconds for each in self.kernels) / self.step_seconds)
 
     def turn_on(self, *parts: str) -> list[str]:
-        """Return settings that turn on those of these parts of `speed` that are off."""
+        """Return the settings of `speed` that turn on these parts, as far as they are off."""
         return [f'speed.{part}=true' for part in parts if part in self.off]
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of work of a kernel, from its name."""
+    """Return the kind of work of a kernel, judged by its name."""
     lower = name.lower()
     return next((kind for kind, parts in KINDS.items() if any(part in lower for part in parts)), 'others')
 
 
 def by_kind(kernels: Sequence[Kernel]) -> dict[str, float]:
-    """Return the seconds in each kind of kernel, in descending order."""
+    """Return the seconds per step in each kind of kernel, in descending order."""
     seconds: dict[str, float] = {}
     for kernel in kernels:
         kind = kind_of(kernel.name)
@@ -105,87 +108,89 @@ def by_kind(kernels: Sequence[Kernel]) -> dict[str, float]:
 
 
 def largest(measured: ProfileMeasurements, count: int = 3) -> list[Opportunity]:
-    """Return the opportunities with the largest shares; those under a hundredth of the step are left out."""
+    """Return the opportunities with the largest shares, at most `count`, without those below 1 % of step time."""
     found = [each for each in opportunities(measured) if each.share >= 0.01]
     return sorted(found, key=lambda each: -each.share)[:count]
 
 
 def opportunities(measured: ProfileMeasurements) -> list[Opportunity]:
-    """Return all possible speedups; those that do not apply have share 0. No threshold has been tried on a GPU yet."""
+    """Return all possible speedups; those that do not apply have share 0."""
+    # The thresholds are estimates that have not been verified on a GPU yet. Where a setting makes work faster instead
+    # of removing it, half of the time is assumed to be saved.
     m, on_gpu, off, microbatches = measured, measured.on_gpu, measured.off, measured.microbatches
     update, logging, outside = m.in_stages('optimizer', 'ema'), m.in_stages('logging'), m.in_stages('other', 'h2d')
     slow_update = update / 2 if update >= 0.05 else 0.0
     unfused = on_gpu and 'fused_optimizer' in off
     idle = 1 - m.busy if on_gpu and m.kernels else 0.0
     starved = idle >= 0.1 and m.in_stages('encode', 'forward', 'backward') >= 0.5
-    fewer_kernels = 'speed.compile=true, which starts fewer kernels, or ' if 'compile' in off else ''
-    larger = 'a larger device_train_microbatch_size' if microbatches > 1 else 'a larger batch a device'
-    reduce_once = 'speed.reduce_once=true, or ' if 'reduce_once' in off and microbatches > 1 else ''
-    norms = ' or '.join(m.turn_on('compile', 'low_precision_norms')) or 'compile the blocks they are in'
-    layouts = ' and '.join(m.turn_on('channels_last', 'compile')) or 'look in the trace for who asks for it'
+    fewer_kernels = 'set speed.compile=true to launch fewer kernels, or ' if 'compile' in off else ''
+    larger = 'increase device_train_microbatch_size' if microbatches > 1 else 'use a larger batch per device'
+    reduce_once = 'speed.reduce_once=true, ' if 'reduce_once' in off and microbatches > 1 else ''
+    norms = ' or '.join(m.turn_on('compile', 'low_precision_norms')) or 'compile the blocks that contain them'
+    layouts = ' and '.join(m.turn_on('channels_last', 'compile')) or 'find the operations that need it in the trace'
     return [
         Opportunity(
             m.in_stages('data_wait'),
-            'the loader is waited for: more loader.num_workers, shards on a local disk (loader.cache_folder), '
-            'smaller images in the shards, or latents made once with task=precompute',
+            'training waits for the loader: try more loader.num_workers, shards on a local disk (loader.cache_folder), '
+            'smaller images in the shards, or precomputed latents (task=precompute)',
         ),
         Opportunity(
             m.in_stages('encode'),
-            'frozen encoders run in every step: task=precompute stores the latents of images, which are most of it, '
-            'and leaves captions to be encoded and dropped online',
+            'frozen encoders run in every step: task=precompute stores image latents, which take most of this time; '
+            'captions can still be encoded and dropped online',
         ),
         Opportunity(
             slow_update if unfused else 0.0,
-            'the optimizer runs many small kernels: speed.fused_optimizer=true',
+            'the optimizer runs many small kernels: try speed.fused_optimizer=true',
         ),
         Opportunity(
             slow_update if on_gpu and not unfused else 0.0,
-            'the update and the average, once a step, take long beside so few samples a device: fewer devices for '
-            'this global_batch, or a larger one; an average every few batches (algorithms.ema.update_interval)',
+            'optimizer and EMA updates take long because each device has few samples per step: try fewer devices or a '
+            'larger global_batch, or update the EMA less often (algorithms.ema.update_interval)',
         ),
         Opportunity(
             slow_update if not on_gpu else 0.0,
-            'the update and the average take long beside so few samples: a larger batch',
+            'optimizer and EMA updates take long because a step has few samples: try a larger batch',
         ),
         Opportunity(
             idle - m.in_stages('data_wait', 'checkpoint', 'evaluation') if starved else 0.0,
-            f'the GPU computes in {100 * m.busy:.0f} % of the time and waits for the host to start kernels: '
+            f'the GPU is busy for {100 * m.busy:.0f} % of the time and waits for the host to launch kernels: '
             f'{fewer_kernels}{larger}',
         ),
         Opportunity(
             m.in_float32_norms / 2 if on_gpu and m.precision in ('amp_bf16', 'amp_fp16') else 0.0,
-            f'norms compute in float32: {norms}',
+            f'norms compute in float32: try {norms}',
         ),
         Opportunity(
             m.in_kernels('layout changes') if on_gpu else 0.0,
-            'tensors are turned between channels first and channels last, by convolutions and by GroupNorm, which '
-            f'knows the first alone unless it is compiled: {layouts}',
+            'tensors are converted between channels-first and channels-last layouts for convolutions and GroupNorm, '
+            f'which supports only channels-first unless it is compiled: try {layouts}',
         ),
         Opportunity(
             m.in_kernels('norms', 'activations and sums', 'copies') / 2 if on_gpu and 'compile' in off else 0.0,
-            'norms, activations, sums and copies each read and write memory: speed.compile=true',
+            'norms, activations, sums and copies are limited by memory bandwidth: fuse them with speed.compile=true',
         ),
         Opportunity(
             m.in_kernels('convolutions', 'matrix products', 'attention') / 2
             if on_gpu and m.precision == 'fp32'
             else 0.0,
-            'products and convolutions are in float32: trainer.precision=amp_bf16',
+            'matrix products and convolutions run in float32: try trainer.precision=amp_bf16',
         ),
         Opportunity(
             max(0.01, idle / 2) if m.waits else 0.0,
-            f'the host waits for the device at {", ".join(list(m.waits)[:3])}: keep values on the device',
+            f'the host waits for the device at {", ".join(list(m.waits)[:3])}: keep these values on the device',
         ),
         Opportunity(
             logging if logging > 0.02 else 0.0,
-            'callbacks and loggers take long: leave some out, or log less often',
+            'callbacks and loggers take long: remove some, or log less often',
         ),
         Opportunity(
             m.in_kernels('communication'),
-            f'devices exchange weights and gradients: {reduce_once}parallelism.reshard_after_forward=false, or ddp '
-            'where it fits',
+            f'devices exchange weights and gradients: try {reduce_once}parallelism.reshard_after_forward=false, or '
+            'parallelism.strategy=ddp if it fits in memory',
         ),
         Opportunity(
             outside if outside > 0.1 else 0.0,
-            'much is outside of all stages: look for it in the trace',
+            'much of the time is outside of all stages: look for it in the trace',
         ),
     ]

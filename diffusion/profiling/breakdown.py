@@ -1,4 +1,4 @@
-"""Log the throughput of a run and the share of step time in each stage."""
+"""Callback that logs the throughput of a run and the fraction of step time in each stage."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +36,7 @@ from diffusion.profiling.step_timer import (
 log = logging.getLogger(__name__)
 
 NAMES = {'data_wait': 'data wait', 'h2d': 'copies to the device', 'ema': 'EMA'}
-"""Names of stages on the console, if they differ from those of the metrics."""
+"""Names of stages in the log line where they differ from those of the metrics."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,13 @@ class BreakdownReport:
 
     Attributes:
         batches: Number of batches.
-        samples: Number of samples on all devices.
+        samples: Number of samples processed by all devices.
         devices: Number of devices.
-        step_seconds: Seconds per step on rank 0, without evaluations.
+        step_seconds: Seconds per step on rank 0, excluding evaluations.
         slowest_step_seconds: Seconds per step on the slowest rank.
         flops: FLOPs of the window on all devices; None if the model does not count them.
-        peak_flops_per_second: Peak FLOP/s of a device; None if unknown.
-        peak_gib: Peak memory of tensors on the fullest device in GiB; None without a GPU.
+        peak_flops_per_second: Peak FLOP/s of one device; None if unknown.
+        peak_gib: Peak of allocated memory in GiB, on the device where it is largest; None without a GPU.
         shares: Fraction of time in each stage; they sum to 1.
     """
 
@@ -67,10 +67,12 @@ class BreakdownReport:
 
     @property
     def samples_per_second(self) -> float:
+        """Throughput of all devices together."""
         return self.samples / (self.batches * self.step_seconds)
 
     @property
     def flops_per_second_and_device(self) -> float | None:
+        """FLOP/s per device; None if the model does not count its FLOPs."""
         return None if self.flops is None else self.flops / (self.batches * self.step_seconds * self.devices)
 
     @property
@@ -80,7 +82,7 @@ class BreakdownReport:
         return rate / peak if rate is not None and peak else None
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics by name; throughput has the names of Composer's SpeedMonitor."""
+        """Return the metrics by name; throughput metrics are named as in Composer's SpeedMonitor."""
         found: dict[str, float | None] = {
             'throughput/samples_per_sec': self.samples_per_second,
             'throughput/batches_per_sec': 1 / self.step_seconds,
@@ -97,48 +99,50 @@ class BreakdownReport:
     def line(self) -> str:
         """Return the report as one line of text."""
         rate, per_device = self.samples_per_second, self.samples_per_second / self.devices
-        parts = [f'{_figures(rate)} images/s' + (f', {_figures(per_device)} a device' if self.devices > 1 else '')]
+        parts = [f'{_figures(rate)} images/s' + (f' ({_figures(per_device)} per device)' if self.devices > 1 else '')]
         if self.mfu is not None:
             parts.append(f'MFU {100 * self.mfu:.1f} %')
-        step = f'{_figures(1e3 * self.step_seconds)} ms a step'
+        step = f'{_figures(1e3 * self.step_seconds)} ms/step'
         if self.slowest_step_seconds > 1.02 * self.step_seconds:
             step += f' (slowest rank {_figures(1e3 * self.slowest_step_seconds)})'
         parts.append(step)
         if self.peak_gib is not None:
-            parts.append(f'{self.peak_gib:.1f} GiB at most')
+            parts.append(f'peak {self.peak_gib:.1f} GiB')
         largest = sorted(self.shares.items(), key=lambda item: -item[1])
         shown = [f'{NAMES.get(stage, stage)} {100 * share:.0f} %' for stage, share in largest if share >= 0.01]
         return f'{", ".join(parts)}; {", ".join(shown)}'
 
 
 class Breakdown(Callback):
-    """Log images per second, MFU and the share of step time in each stage, as metrics and as a line of text.
+    """Log images per second, MFU and the fraction of step time in each stage, as metrics and as a log line.
 
     Stages: `data_wait` (waiting for the loader, or for other ranks that wait for theirs), `h2d` (copies of microbatches
-    to the device), `encode` (frozen encoders), `forward`, `backward`, `optimizer` (with clipping), `ema`, `logging`
-    (callbacks and loggers), `checkpoint`, `evaluation` (with image grids) and `other`. The host times waits in every
-    batch. On GPUs, CUDA events time the other stages in the last `sampled` batches. They are read once the GPU has
-    passed them, so that the host never waits; idle time of the GPU counts for the stage that the host is in.
+    to the device), `encode` (frozen encoders), `forward`, `backward`, `optimizer` (including clipping), `ema`,
+    `logging` (callbacks and loggers), `checkpoint`, `evaluation` (including image grids) and `other`.
+
+    The host's clock times `data_wait`, `checkpoint` and `evaluation` in every batch. On GPUs, CUDA events time the
+    other stages in the last `sampled` batches of a window. Events are read only after the GPU has passed them, so that
+    the host never waits. Idle time of the GPU counts towards the stage that the host is in.
 
     Args:
         window: Batches per report.
-        skip: Batches at the start that are not measured: the first one starts the loader and compiles.
-        sampled: Batches of a window that are timed by CUDA events.
-        peak_tflops: Peak TFLOP/s of a device in the run's precision; from Composer's table by default.
+        skip: Batches at the start that are not measured; the first batch starts the loader and compiles.
+        sampled: Batches of each window that are timed with CUDA events.
+        peak_tflops: Peak TFLOP/s of a device in the run's precision (default: from Composer's table).
     """
 
     def __init__(self, *, window: int = 50, skip: int = 1, sampled: int = 10, peak_tflops: float | None = None) -> None:
         for name, batches in {'window': window, 'skip': skip, 'sampled': sampled}.items():
             if batches < 1:
-                raise UserError(f'callbacks.breakdown.{name}: {batches} batches; use 1 or more')
+                raise UserError(f'callbacks.breakdown.{name}: {batches} batches; use at least 1')
         self.window = window
         self.skip = skip
         self.sampled = min(window, sampled)
         self.peak_flops = None if peak_tflops is None else 1e12 * peak_tflops
         self.report: BreakdownReport | None = None
-        """The last report."""
+        """Report of the last window."""
         self.timeline = Timeline()
-        self._left = 0
+        self._microbatches_left = 0
         self._to_skip = skip
         self._batches = 0
         self._samples = 0
@@ -148,6 +152,7 @@ class Breakdown(Callback):
     # -- events --
 
     def fit_start(self, state: State, logger: Logger) -> None:
+        # A second call of Trainer.fit must not wrap methods that are wrapped already.
         self._detach()
         on_gpu = state.device.name == 'gpu'
         if self.peak_flops is None:
@@ -161,8 +166,11 @@ class Breakdown(Callback):
             if callback is not self:
                 for name in hooks_of(callback):
                     self._time_method(callback, name, stage_of(callback))
+        # Composer has no event right after the optimizer step: what it does between the step and BATCH_END, such as
+        # learning-rate schedules, would count as `optimizer` without this hook.
         for optimizer in state.optimizers:
             self._undo.append(optimizer.register_step_post_hook(lambda *_: self._enter(OTHER)).remove)
+        # The model reports its encoder stage through a global listener, which is one function call if nobody listens.
         stage_hooks.listen(self.timeline)
         self._undo.append(lambda: stage_hooks.listen(None))
 
@@ -176,7 +184,8 @@ class Breakdown(Callback):
         self._enter(OTHER)
 
     def before_train_batch(self, state: State, logger: Logger) -> None:
-        self._left = number_of_microbatches(state)
+        # Composer copies each microbatch to the device right before its forward pass.
+        self._microbatches_left = number_of_microbatches(state)
         self._enter(COPY)
 
     def before_forward(self, state: State, logger: Logger) -> None:
@@ -186,8 +195,8 @@ class Breakdown(Callback):
         self._enter(BACKWARD)
 
     def after_backward(self, state: State, logger: Logger) -> None:
-        self._left -= 1
-        self._enter(COPY if self._left else OPTIMIZER)
+        self._microbatches_left -= 1
+        self._enter(COPY if self._microbatches_left else OPTIMIZER)
 
     def epoch_end(self, state: State, logger: Logger) -> None:
         self._enter(OTHER)
@@ -216,13 +225,14 @@ class Breakdown(Callback):
 
     def fit_end(self, state: State, logger: Logger) -> None:
         if self.report is None and self._batches:
-            self._report(state, logger)  # the run is shorter than a window
+            self._report(state, logger)  # the run was shorter than a window
         self._detach()
 
     def close(self, state: State, logger: Logger) -> None:
+        # Training that ends with an exception has no `fit_end`.
         self._detach()
 
-    # -- helpers of the events --
+    # -- helpers of the event methods --
 
     def _enter(self, stage: str) -> None:
         self.timeline.switch(stage)
@@ -239,7 +249,7 @@ class Breakdown(Callback):
                 recorder.start()
 
     def _report(self, state: State, logger: Logger) -> None:
-        """Report a window on all ranks, and start the next."""
+        """Report a window and start the next one; a collective, which all ranks reach at the same batch."""
         host = self.timeline.take()
         recorder = self.timeline.recorder
         shares = shares_of(host, None if recorder is None else recorder.read())
@@ -265,9 +275,10 @@ class Breakdown(Callback):
             log.info('batch %d: %s', state.timestamp.batch.value, self.report.line())
 
     def _time_method(self, owner: Any, name: str, stage: str) -> None:
-        """Count the time in a method of an object as a stage, until `_detach`."""
+        """Count the time in a method of an object towards a stage, until `_detach`."""
         # Composer calls callbacks and algorithms one after another within an event and offers no hook around a single
-        # one. A timed wrapper in the instance's __dict__ shadows the class's method; deleting it restores the method.
+        # one, so their methods are wrapped. The wrapper is in the instance's __dict__, where it shadows the class's
+        # method for this instance alone, and deleting it restores the method.
         setattr(owner, name, self.timeline.timed(getattr(owner, name), stage))
         self._undo.append(lambda: owner.__dict__.pop(name, None))
 
@@ -277,31 +288,37 @@ class Breakdown(Callback):
 
 
 def hooks_of(callback: Callback) -> list[str]:
-    """Return the methods of a callback that run while training: those that its class overrides."""
-    kind = type(callback)
+    """Return the names of a callback's methods that take time during training: those that its class overrides."""
+    callback_class = type(callback)
+    # INIT and FIT_START are over when the methods are wrapped.
     names = ['run_event', *(event.value for event in Event if event not in (Event.INIT, Event.FIT_START))]
     if isinstance(callback, LoggerDestination):
         names += ['log_metrics', 'log_hyperparameters', 'log_traces', 'log_images']
     base: type = LoggerDestination if isinstance(callback, LoggerDestination) else Callback
-    own = [name for name in names if getattr(kind, name, None) is not getattr(base, name, None)]
-    return ['run_event', *(name for name in own if name.startswith('log_'))] if 'run_event' in own else own
+    # Only overridden methods: the inherited ones are empty, and each wrapper costs time in every batch.
+    overridden = [name for name in names if getattr(callback_class, name, None) is not getattr(base, name, None)]
+    # All events of a callback pass through run_event; if it is overridden, timing it includes the event methods.
+    if 'run_event' in overridden:
+        return ['run_event', *(name for name in overridden if name.startswith('log_'))]
+    return overridden
 
 
 def stage_of(callback: Callback) -> str:
-    """Return the stage that a callback's time counts for."""
+    """Return the stage that a callback's time counts towards."""
     if isinstance(callback, CheckpointSaver):
         return CHECKPOINT
     return EVALUATION if isinstance(callback, ImageGrid) else LOGGING
 
 
 def _of_all_ranks(figures: Sequence[float], state: State) -> list[list[float]]:
-    """Gather these numbers from every rank in one collective."""
+    """Gather these numbers from all ranks in one collective; return a list per rank."""
     if dist.get_world_size() == 1:
         return [list(figures)]
-    own = state.device.tensor_to_device(torch.tensor(figures, dtype=torch.float64))
-    return torch.stack(list(dist.all_gather(own))).tolist()
+    # float64, because FLOP counts and bytes have more digits than float32.
+    local = state.device.tensor_to_device(torch.tensor(figures, dtype=torch.float64))
+    return torch.stack(list(dist.all_gather(local))).tolist()
 
 
 def _figures(value: float) -> str:
-    """Format a number with three significant digits, or as an integer from 100 on."""
+    """Format a number with three significant digits, or as an integer if it is 100 or more."""
     return f'{value:.0f}' if value >= 100 else f'{value:.3g}'

@@ -1,4 +1,4 @@
-"""Find the source lines where the host waits for the device; each wait in a step leaves the GPU idle for a moment."""
+"""Detection of source lines that synchronize the host with the GPU; each synchronization lets the GPU run idle."""
 
 import traceback
 import warnings
@@ -24,15 +24,15 @@ VALUES = {
 }
 """Operations that need a tensor's values on the host."""
 METHODS = ('cpu', 'numpy', 'tolist')
-"""Tensor methods that need values on the host too, and dispatch no operation for a tensor on the CPU."""
+"""Tensor methods that need values on the host but dispatch no operation if the tensor is on the CPU."""
 HOSTS = ('/diffusion/data/', '/torch/optim/')
-"""Parts of paths of code whose tensors are always on the host: loaders, and the step counts of optimizers."""
+"""Path fragments of code whose tensors are always on the host: loaders, and the step counters of optimizers."""
 PACKAGES = ('diffusion', 'composer')
-"""Packages whose innermost line is reported; without one, the innermost line outside of PyTorch is."""
+"""Packages whose innermost frame is reported; if there is none, the innermost frame outside of PyTorch is."""
 
 
 class Site(NamedTuple):
-    """A source line that makes the host wait."""
+    """Source line that makes the host wait for the device."""
 
     file: str
     line: int
@@ -44,7 +44,10 @@ class Site(NamedTuple):
 
 @contextmanager
 def find_waits() -> Iterator[Counter[Site]]:
-    """Count waits for the GPU per source line; without a GPU, the waits that there would be if tensors were on one."""
+    """Count device synchronizations by source line while the context is active.
+
+    Without a GPU, count the operations that would synchronize if their tensors were on one.
+    """
     found: Counter[Site] = Counter()
     with _count_cuda_warnings(found) if torch.cuda.is_available() else _count_calls(found):
         yield found
@@ -52,24 +55,27 @@ def find_waits() -> Iterator[Counter[Site]]:
 
 @contextmanager
 def _count_cuda_warnings(found: Counter[Site]) -> Iterator[None]:
-    """Count the warnings of CUDA's sync debug mode, which PyTorch emits at every synchronizing operation."""
+    """Count the warnings that PyTorch emits at synchronizing operations in CUDA's sync debug mode."""
 
-    def note(message: Any, category: Any, *rest: Any, **more: Any) -> None:
+    # The warning has the line of Python that called the operation, which is often inside of PyTorch. showwarning runs
+    # in that call, so the stack shows the line of ours that led to it.
+    def count_warning(message: Any, category: Any, *rest: Any, **more: Any) -> None:
         if 'synchronizing CUDA operation' in str(message):
             found[_site()] += 1
         else:
             show(message, category, *rest, **more)
 
     show = warnings.showwarning
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
+    previous_mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():  # restores filters and showwarning
+        # By default, Python shows a warning once per line.
         warnings.filterwarnings('always', message='.*synchronizing CUDA operation')
-        warnings.showwarning = note
+        warnings.showwarning = count_warning
         torch.cuda.set_sync_debug_mode('warn')
         try:
             yield
         finally:
-            torch.cuda.set_sync_debug_mode(before)
+            torch.cuda.set_sync_debug_mode(previous_mode)
 
 
 @contextmanager
@@ -77,14 +83,14 @@ def _count_calls(found: Counter[Site]) -> Iterator[None]:
     """Count the calls that would synchronize if their tensors were on a GPU."""
 
     # A dispatch mode sees every operation. Methods such as Tensor.cpu() dispatch none for a tensor that is on the CPU
-    # already, so they are replaced on the Tensor class for as long as this runs, in this process only.
-    class Mode(TorchDispatchMode):
+    # already, so they are replaced on the Tensor class while the context is active, in this process only.
+    class CountOperations(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if (func._schema.name in VALUES or _masks(func, args)) and not _is_on_host():
                 found[_site()] += 1
             return func(*args, **(kwargs or {}))
 
-    def noting(method: Callable[..., Any]) -> Callable[..., Any]:
+    def counting(method: Callable[..., Any]) -> Callable[..., Any]:
         def call(self: Tensor, *args: Any, **kwargs: Any) -> Any:
             if not _is_on_host():
                 found[_site()] += 1
@@ -92,11 +98,11 @@ def _count_calls(found: Counter[Site]) -> Iterator[None]:
 
         return call
 
-    patches = [patch.object(Tensor, name, noting(getattr(Tensor, name))) for name in METHODS]
+    patches = [patch.object(Tensor, name, counting(getattr(Tensor, name))) for name in METHODS]
     for each in patches:
         each.start()
     try:
-        with Mode():
+        with CountOperations():
             yield
     finally:
         for each in patches:
@@ -111,10 +117,11 @@ def _masks(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 def _is_on_host() -> bool:
-    """Return True if the innermost relevant frame is code whose tensors are on the host on any machine."""
-    # Frames of HOSTS inside a frame of ours count; the optimizer's frame outside of our closure does not.
+    """Return True if the innermost frame of HOSTS or PACKAGES is in HOSTS, so that a GPU would not be involved."""
+    # The order matters: Composer runs forward and backward in a closure that the optimizer calls, so an outer frame of
+    # torch/optim says nothing about the operations in that closure.
     for frame in reversed(traceback.extract_stack()):
-        if any(place in frame.filename for place in HOSTS):
+        if any(fragment in frame.filename for fragment in HOSTS):
             return True
         if _package(frame.filename) in PACKAGES and Path(frame.filename) != Path(__file__):
             return False
@@ -122,7 +129,7 @@ def _is_on_host() -> bool:
 
 
 def _site() -> Site:
-    """Return the innermost line of PACKAGES, or else of any package but PyTorch."""
+    """Return the innermost source line in PACKAGES, or else in any package but PyTorch."""
     frames = [frame for frame in traceback.extract_stack() if Path(frame.filename) != Path(__file__)]
     frames = [frame for frame in frames if _package(frame.filename) not in ('torch', 'unittest', 'contextlib.py')]
     named = [frame for frame in frames if _package(frame.filename) in PACKAGES]
@@ -131,11 +138,13 @@ def _site() -> Site:
 
 
 def _package(path: str) -> str:
+    """Return the name of the top-level package of a source file."""
     return _short(path).partition('/')[0]
 
 
 def _short(path: str) -> str:
-    """Return a path that starts at its package, such as composer/trainer/trainer.py."""
+    """Return a path relative to the folder of its package, such as composer/trainer/trainer.py."""
+    # Packages may be installed in site-packages, or in development mode in any folder.
     for package in PACKAGES:
         _, inside, rest = path.rpartition(f'/{package}/')
         if inside and 'site-packages' not in rest:

@@ -1,4 +1,4 @@
-"""`diffusion profile`: profile a few training batches and print the largest possible speedups."""
+"""`diffusion profile`: profiler of a few training batches that prints the largest possible speedups."""
 
 import argparse
 import io
@@ -39,15 +39,15 @@ log = logging.getLogger(__name__)
 LEFT_OUT = ('breakdown', 'image_grid', 'speed_monitor')
 """Callbacks that are removed from the profiled recipe."""
 KEPT = ('console_lines', 'metrics_file')
-"""Loggers that are kept; others would open runs at their services."""
+"""Loggers that are kept; others would create runs at their services."""
 MICROBATCHES = 4
-"""Microbatches per step at most: this device stands for one of many."""
+"""Most microbatches per step, since one device does the work of one among many."""
 BATCHES_WATCHED = 2
-"""Batches that are searched for device synchronizations."""
+"""Number of batches in which device synchronizations are searched."""
 
 
 class Phases(Callback):
-    """Run the phases of a profile: warm-up, breakdown, PyTorch's profiler, and a search for device synchronizations."""
+    """Callback that runs the phases of a profile: warm-up, breakdown, PyTorch's profiler, device synchronizations."""
 
     def __init__(self, breakdown: Breakdown, *, batches: int, on_gpu: bool) -> None:
         self.breakdown = breakdown
@@ -60,14 +60,18 @@ class Phases(Callback):
 
     @property
     def length(self) -> int:
-        """Number of batches of all phases."""
+        """Number of batches of all phases together."""
         return self.breakdown.skip + 2 * self.batches + BATCHES_WATCHED
 
     def batch_end(self, state: State, logger: Logger) -> None:
+        # The phases follow each other because they disturb each other: the profiler and the search for synchronizations
+        # slow down a step.
         done = state.timestamp.batch.value - self.breakdown.skip
         if done == self.batches:
+            # This callback comes after the breakdown, which has just reported. A window longer than the run prevents a
+            # second report, of batches under the profiler.
             self.report = self.breakdown.report
-            self.breakdown.window = 2 * self.length  # no second report: the profiler slows down later batches
+            self.breakdown.window = 2 * self.length
             self.profiler.start()
         elif done == 2 * self.batches:
             self.profiler.stop()
@@ -77,24 +81,34 @@ class Phases(Callback):
 
 
 def run_profile(args: argparse.Namespace) -> int:
-    """Run `diffusion profile`."""
+    """Run `diffusion profile`: profile a recipe and print the tables.
+
+    Raises:
+        UserError: An argument or the recipe is wrong, or the output folder cannot be written.
+    """
     recipe = load(args.recipe, args.overrides, allow_missing=args.synthetic)
     out = Path(args.out or Path('profiles') / recipe.name)
     if args.batches < 1 or args.warmup < 1:
-        raise UserError(f'--batches {args.batches} --warmup {args.warmup}; give 1 batch or more')
+        raise UserError(f'--batches {args.batches} --warmup {args.warmup}: both must be at least 1')
     check_writable(out, '--out')
     if args.synthetic:
         recipe = with_synthetic_data(recipe, out / 'data')
     else:
         problems = check_paths(replace(recipe, eval_streams={}))
         if problems:
-            raise RecipeError(problems, f'{args.recipe} (--synthetic needs no data)')
+            raise RecipeError(problems, f'{args.recipe} (use --synthetic to profile without data)')
     print(profile_recipe(recipe, out, batches=args.batches, warmup=args.warmup))
     return 0
 
 
 def profile_recipe(recipe: Recipe, out: Path, *, batches: int = 10, warmup: int = 5) -> str:
     """Train some batches of a recipe and write `profile.md`, `profile.json` and `trace.json.gz` to a folder.
+
+    Args:
+        recipe: The recipe.
+        out: The folder.
+        batches: Batches that are timed, and again under PyTorch's profiler.
+        warmup: Batches at the start that are not measured.
 
     Returns:
         The content of `profile.md`.
@@ -103,6 +117,7 @@ def profile_recipe(recipe: Recipe, out: Path, *, batches: int = 10, warmup: int 
     phases = Phases(breakdown, batches=batches, on_gpu=components.on_gpu(recipe))
     profiled = for_profiling(recipe, out, batches=phases.length)
     trainer = build_trainer(profiled)
+    # In this order: `phases` reads the report that `breakdown` makes at the same batch end.
     trainer.state.callbacks += [breakdown, phases]
     trainer.fit()
     trainer.close()
@@ -119,14 +134,14 @@ def profile_recipe(recipe: Recipe, out: Path, *, batches: int = 10, warmup: int 
 
 
 def for_profiling(recipe: Recipe, out: Path, *, batches: int) -> Recipe:
-    """Return the recipe for this many batches on this device alone, with nothing saved, evaluated or logged."""
+    """Return the recipe for this many batches on one device, without checkpoints, evaluation and remote loggers."""
     replaced = (*CHECKPOINTER_KEYWORDS, 'max_duration', 'eval_interval', 'progress_bar')
     trainer = {key: value for key, value in recipe.trainer.items() if key not in replaced}
     trainer |= {'max_duration': f'{batches}ba', 'save_folder': None, 'progress_bar': False}
     microbatch, batch = recipe.device_train_microbatch_size, recipe.global_batch
     if isinstance(microbatch, int) and batch > MICROBATCHES * microbatch:
         batch = MICROBATCHES * microbatch
-        log.info('global_batch: %d stands for the share of one device of many', batch)
+        log.info('global_batch: reduced to %d, the part of one device among many', batch)
     return replace(
         recipe,
         name='profiled',
@@ -142,11 +157,15 @@ def for_profiling(recipe: Recipe, out: Path, *, batches: int) -> Recipe:
 
 
 def with_synthetic_data(recipe: Recipe, folder: Path) -> Recipe:
-    """Return the recipe with shards of noise as its streams, and random weights in place of pretrained encoders."""
+    """Return the recipe with shards of noise images as its streams, and encoders with random weights.
+
+    Raises:
+        UserError: The dataset is not `image_text`.
+    """
     if recipe.dataset.name != 'image_text':
         raise UserError(
-            f'dataset.name: {recipe.dataset.name} cannot be made up; profile images (dataset.name=image_text), or '
-            'precompute latents and leave --synthetic out'
+            f'dataset.name: {recipe.dataset.name} has no synthetic data; use dataset.name=image_text, or precompute '
+            'latents and remove --synthetic'
         )
     streams = {}
     for name, stream in recipe.streams.items():
@@ -159,7 +178,7 @@ def with_synthetic_data(recipe: Recipe, folder: Path) -> Recipe:
 
 
 def write_noise(folder: Path, shape: Shape, *, count: int) -> None:
-    """Write an MDS folder of JPEGs of noise, which are slow to decode."""
+    """Write MDS shards with JPEG images of noise, which are slow to decode."""
     columns = {'image': 'bytes', 'captions': 'json', 'width': 'int', 'height': 'int', 'key': 'str'}
     samples = []
     for index in range(count):
@@ -172,15 +191,15 @@ def write_noise(folder: Path, shape: Shape, *, count: int) -> None:
 
 
 def measured_by(phases: Phases, recipe: Recipe) -> ProfileMeasurements:
-    """Return the measurements that the advice is based on."""
+    """Return the measurements on which the advice is based."""
     assert phases.report is not None
     on_gpu, parts = components.on_gpu(recipe), components.effective_speed(recipe)
-    ours = {str(site): count / BATCHES_WATCHED for site, count in phases.waits.items() if _is_avoidable(site)}
+    waits = {str(site): count / BATCHES_WATCHED for site, count in phases.waits.items() if _is_avoidable(site)}
     return ProfileMeasurements(
         shares=phases.report.shares,
         step_seconds=phases.report.step_seconds,
         kernels=kernels_of(phases.profiler, phases.batches, on_gpu=on_gpu),
-        waits=ours,
+        waits=waits,
         on_gpu=on_gpu,
         precision=str(recipe.trainer.get('precision', 'amp_fp16' if on_gpu else 'fp32')),
         microbatches=microbatches_of(recipe),
@@ -195,11 +214,12 @@ def microbatches_of(recipe: Recipe) -> int:
 
 
 def kernels_of(profiler: profile, batches: int, *, on_gpu: bool) -> list[Kernel]:
-    """Return the kernels of a step (without a GPU: operators), in descending order of time."""
+    """Return the kernels of a step (operators without a GPU), in descending order of time."""
     found = []
     for event in profiler.key_averages():
         is_kernel = event.device_type == DeviceType.CUDA
-        if is_kernel != on_gpu or event.is_user_annotation or '#' in event.key:  # a range around other events
+        # Annotations, and ranges such as `Optimizer.step#AdamW.step`, contain other events and would count them twice.
+        if is_kernel != on_gpu or event.is_user_annotation or '#' in event.key:
             continue
         microseconds = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         found.append(Kernel(event.key, microseconds / 1e6 / batches, max(1, event.count // batches)))
@@ -207,7 +227,7 @@ def kernels_of(profiler: profile, batches: int, *, on_gpu: bool) -> list[Kernel]
 
 
 def _is_avoidable(site: Site) -> bool:
-    """Return True if a wait is not Composer's own."""
+    """Return True unless a wait is in Composer's code, which the user cannot change."""
     return not site.file.startswith('composer/')
 
 
@@ -217,22 +237,22 @@ def profile_table(
     """Return the printed tables: stages, kinds of kernels, kernels, device synchronizations, largest opportunities."""
     report = phases.report
     assert report is not None
-    what = 'kernels' if measured.on_gpu else 'operators'
-    lines = [f'# {recipe.name}: {report.line()}', '', '| stage | ms a step | share, % |', '|---|---|---|']
+    events = 'kernels' if measured.on_gpu else 'operators'
+    lines = [f'# {recipe.name}: {report.line()}', '', '| stage | ms/step | share, % |', '|---|---|---|']
     lines += [_row(stage, share * report.step_seconds, share) for stage, share in _sorted(report.shares) if share]
-    lines += ['', f'| {what} by kind | ms a step | share, % |', '|---|---|---|']
+    lines += ['', f'| {events} by kind | ms/step | share, % |', '|---|---|---|']
     kinds = by_kind(measured.kernels)
     lines += [_row(kind, seconds, seconds / measured.step_seconds) for kind, seconds in kinds.items()]
-    lines += ['', f'| {what} | calls a step | ms a step | share, % |', '|---|---|---|---|']
+    lines += ['', f'| {events} | calls/step | ms/step | share, % |', '|---|---|---|---|']
     for kernel in measured.kernels[:15]:
         share = kernel.seconds / measured.step_seconds
         lines.append(_row(f'{kernel.name[:80]} | {kernel.calls}', kernel.seconds, share))
-    lines += ['', '| the host waits for the device at | times a step |', '|---|---|']
+    lines += ['', '| source line that waits for the device | times/step |', '|---|---|']
     lines += [f'| {site} | {count / BATCHES_WATCHED:g} |' for site, count in phases.waits.most_common()]
     lines += ['', 'Largest opportunities:']
     lines += [f'{i}. Up to {100 * each.share:.0f} %: {each.text}.' for i, each in enumerate(opportunities, 1)]
     if not opportunities:
-        lines.append('None over a hundredth of the step.')
+        lines.append('None above 1 % of step time.')
     lines += ['', f'Trace: {trace} (chrome://tracing or ui.perfetto.dev)']
     return '\n'.join(lines)
 

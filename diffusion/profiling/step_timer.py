@@ -1,4 +1,4 @@
-"""Time the stages of a training step. A process is always in exactly one stage, so that shares sum to 1."""
+"""Timer of the stages of a training step; a process is always in exactly one stage, so fractions sum to 1."""
 
 import functools
 import time
@@ -21,15 +21,15 @@ OPTIMIZER, EMA, LOGGING, CHECKPOINT, EVALUATION, OTHER = (
 )
 STAGES = (DATA_WAIT, COPY, ENCODE, FORWARD, BACKWARD, OPTIMIZER, EMA, LOGGING, CHECKPOINT, EVALUATION, OTHER)
 WAITS = (DATA_WAIT, CHECKPOINT, EVALUATION)
-"""Stages timed by the host's clock on GPUs too: the GPU waits for the host, or the host for the GPU."""
+"""Stages that are timed by the host's clock even on GPUs, because one of the two waits for the other."""
 
 
 class Timeline:
-    """The current stage of a process, and the time in each stage by the host's clock and by that of the GPU.
+    """Current stage of a process, and the time spent in each stage by the clocks of the host and the GPU.
 
     Attributes:
         seconds: Host seconds in each stage, up to the last change of stage.
-        recorder: Records the same on the GPU; None without one.
+        recorder: Recorder of the same stages on the GPU; None without a GPU.
     """
 
     def __init__(self, recorder: 'Recorder | None' = None) -> None:
@@ -40,19 +40,19 @@ class Timeline:
 
     def switch(self, stage: str) -> str:
         """Enter a stage and return the previous one."""
-        now, before = time.perf_counter(), self._stage
-        self.seconds[before] += now - self._since
+        now, previous = time.perf_counter(), self._stage
+        self.seconds[previous] += now - self._since
         self._stage, self._since = stage, now
         if self.recorder is not None and self.recorder.on:
-            self.recorder.mark(before)
-        return before
+            self.recorder.mark(previous)
+        return previous
 
     def stage(self, name: str) -> AbstractContextManager[None]:
-        """Return a context manager for a nested stage; inside an evaluation or a checkpoint it does nothing."""
+        """Return a context manager that enters a nested stage; inside an evaluation or checkpoint it does nothing."""
         return _Stage(self, name)
 
     def timed(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """Wrap a function so that its time counts as a nested stage."""
+        """Wrap a function so that its time counts towards a nested stage."""
 
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -63,32 +63,35 @@ class Timeline:
 
     def take(self) -> dict[str, float]:
         """Return the seconds in each stage since the last call."""
-        self.switch(self._stage)
+        self.switch(self._stage)  # adds the time of the current stage up to now
         taken, self.seconds = self.seconds, defaultdict(float)
         return dict(taken)
 
 
 class _Stage:
-    """Context manager of a nested stage; a class, since a generator costs more and a batch enters this 50 times."""
+    """Context manager of a nested stage."""
+
+    # A class, because contextlib's generators cost more, and each batch enters about 50 nested stages.
 
     def __init__(self, timeline: Timeline, name: str) -> None:
         self.timeline, self.name = timeline, name
-        self.before: str | None = None
+        self.outer: str | None = None
 
     def __enter__(self) -> None:
-        inside = self.timeline._stage
-        if inside != EVALUATION and inside != CHECKPOINT:
-            self.before = self.timeline.switch(self.name)
+        # What the model and the loggers do during an evaluation or a save belongs to that evaluation or save.
+        outer = self.timeline._stage
+        if outer != EVALUATION and outer != CHECKPOINT:
+            self.outer = self.timeline.switch(self.name)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.before is not None:
-            self.timeline.switch(self.before)
+        if self.outer is not None:
+            self.timeline.switch(self.outer)
 
 
 class Recorder:
-    """Time stages on a GPU by CUDA events at their ends, which are read later so that the host never waits.
+    """Timer of stages on a GPU, by CUDA events at their ends that are read later so that the host never waits.
 
     Attributes:
         on: True while it records.
@@ -103,12 +106,13 @@ class Recorder:
         self._spare: list[Any] = []
 
     def start(self) -> None:
-        """Start to record."""
+        """Start recording."""
         self.on = True
         self.mark(None)
 
     def mark(self, ended: str | None) -> None:
         """Record an event at the end of a stage, or at the start of recording (None)."""
+        # Events are reused, since creating one is a call of the CUDA driver.
         event = self._spare.pop() if self._spare else self._make_event()
         event.record()
         self._marks.append((event, ended))
@@ -118,12 +122,14 @@ class Recorder:
         self.on = False
 
     def read(self) -> dict[str, float]:
-        """Return the seconds in each stage that the GPU has finished since the last call."""
+        """Return the GPU seconds in each stage, of the stages that the GPU has finished since the last call."""
         marks = self._marks
+        # query() tests an event without waiting; synchronize() would stall the host until the GPU catches up. Events
+        # complete in order, so stop at the first that is not complete; the next call continues there.
         while len(marks) > 1 and marks[1][0].query():
             first, _ = marks.popleft()
             second, stage = marks[0]
-            if stage is not None:
+            if stage is not None:  # None: between two recordings
                 self.seconds[stage] += first.elapsed_time(second) / 1e3
             self._spare.append(first)
         read, self.seconds = self.seconds, defaultdict(float)
@@ -135,10 +141,10 @@ def shares_of(host: Mapping[str, float], device: Mapping[str, float] | None) -> 
 
     Args:
         host: Host seconds in each stage.
-        device: GPU seconds in each stage of some of the batches, None without a GPU. The host's clock says how long
-            the stages of WAITS took. The rest is divided as the GPU says: to the host, a backward pass takes only as
-            long as queueing its kernels.
+        device: GPU seconds in each stage for some of the batches; None without a GPU.
     """
+    # The stages in WAITS are taken from the host's clock, and the remaining time is divided in proportion to the GPU's:
+    # by the host's clock, a backward pass takes only as long as launching its kernels.
     total = sum(host.values())
     if not total:
         return dict.fromkeys(STAGES, 0.0)

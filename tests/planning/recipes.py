@@ -1,4 +1,4 @@
-"""Recipes, GPUs and phases for the tests of planning."""
+"""Recipes, GPUs and phases shared by the planning tests."""
 
 from pathlib import Path
 
@@ -19,12 +19,12 @@ def phase(path=PHASES[0], overrides=(), **keywords):
 
 
 def both(**keywords):
-    """The two phases of the published recipe."""
+    """Return the two phases of the published recipe."""
     return [phase(path, **keywords) for path in PHASES]
 
 
 def write_recipe(folder, **changes):
-    """A recipe of a tiny model, sections replaced by `changes`."""
+    """Write a recipe of a tiny model with some sections replaced, and return its path."""
     values = {
         'name': 'run',
         'global_batch': 8,

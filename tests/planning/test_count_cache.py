@@ -1,4 +1,4 @@
-"""Counts that ship and counts that are cached: when the planner counts, and when it does not."""
+"""Shipped and cached model counts, and the conditions under which a model is counted again."""
 
 import json
 import subprocess
@@ -18,26 +18,26 @@ SHIPPED_FILES = sorted(SHIPPED.glob('*.json'))
 
 @pytest.fixture
 def requests(monkeypatch, tmp_path):
-    """What the counter is asked, with an empty cache."""
-    asked, count = [], count_cache.run_counter
+    """Record the requests to the counter, with an empty cache."""
+    recorded, run_counter = [], count_cache.run_counter
 
-    def asking(request):
-        asked.append(request)
-        return count(request)
+    def record(request):
+        recorded.append(request)
+        return run_counter(request)
 
-    monkeypatch.setattr(count_cache, 'run_counter', asking)
+    monkeypatch.setattr(count_cache, 'run_counter', record)
     monkeypatch.setattr(count_cache, 'counts_folder', lambda: tmp_path / 'cache')
-    return asked
+    return recorded
 
 
-def regenerated(content, **asked):
+def regenerated(content, **sections):
     request = {'name': content['model'], 'kwargs': content['kwargs'], 'imports': [], 'flops': [], 'activations': []}
-    return count_cache.run_counter(request | asked)
+    return count_cache.run_counter(request | sections)
 
 
 @pytest.mark.parametrize('path', SHIPPED_FILES, ids=lambda path: path.stem)
-def test_a_shipped_count_is_what_the_model_says(path):
-    """One shape of each file; if it fails, run benchmarks/model_counts.py."""
+def test_shipped_counts_match_the_models(path):
+    """Check one shape per file; if it fails, run benchmarks/model_counts.py."""
     content = json.loads(path.read_text())
     shape, precision = next(iter(content['flops'])), 'half+compile'
     again = regenerated(content, flops=[shape], activations=[(shape, precision)])
@@ -48,12 +48,12 @@ def test_a_shipped_count_is_what_the_model_says(path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('path', SHIPPED_FILES, ids=lambda path: path.stem)
-def test_more_shipped_counts_are_what_the_models_say(path):
-    """Every shape and precision would take four minutes."""
+def test_more_shipped_counts_match_the_models(path):
+    """Check some shapes and precisions; all of them would take four minutes."""
     content = json.loads(path.read_text())
-    shapes, asked = list(content['flops'])[::16], [tuple(name.split(' ')) for name in content['activations']][::4]
-    again = regenerated(content, flops=shapes, activations=asked)
-    assert len(again['flops']) == len(shapes) and len(again['activations']) == len(asked)
+    shapes, pairs = list(content['flops'])[::16], [tuple(name.split(' ')) for name in content['activations']][::4]
+    again = regenerated(content, flops=shapes, activations=pairs)
+    assert len(again['flops']) == len(shapes) and len(again['activations']) == len(pairs)
     for section, counts in again.items():
         assert content[section].items() >= counts.items()
 
@@ -70,14 +70,14 @@ def test_shipped_recipes_are_planned_without_counting(requests, recipe, precisio
     assert work.flops() and not requests
 
 
-def test_what_is_missing_is_counted_once_and_said(requests, capsys, tmp_path):
+def test_missing_counts_are_made_once_with_a_message(requests, capsys, tmp_path):
     from diffusion.config.image_shapes import square
 
     model = ModelCosts(Component('tiny', TINY))
     model.count([square(64)], [(square(64), 'float32')])
-    told = capsys.readouterr().err
-    assert told.startswith('counting FLOPs and activations of tiny on the meta device, about ')
-    assert f'cached in {tmp_path}/cache/tiny-' in told
+    message = capsys.readouterr().err
+    assert message.startswith('counting FLOPs and activations of tiny on the meta device, about ')
+    assert f'cached in {tmp_path}/cache/tiny-' in message
     again = ModelCosts(Component('tiny', TINY | {'caption_dropout': 0.5, 'resolution': 128, 'vae': None}))
     assert again.trained_flops(square(64)) == model.trained_flops(square(64))
     assert again.activations(square(64), 'float32') == model.activations(square(64), 'float32')
@@ -89,7 +89,7 @@ def test_what_is_missing_is_counted_once_and_said(requests, capsys, tmp_path):
     assert capsys.readouterr().err.count('\n') == 1
 
 
-def test_other_libraries_or_sources_count_anew(requests, monkeypatch):
+def test_other_library_versions_invalidate_cached_counts(requests, monkeypatch):
     first = ModelCosts(Component('tiny', TINY)).trained_parameters
     monkeypatch.setattr(ModelKey, 'made_with', lambda self: {'torch': '99'})
     assert ModelCosts(Component('tiny', TINY)).trained_parameters == first
@@ -97,20 +97,20 @@ def test_other_libraries_or_sources_count_anew(requests, monkeypatch):
 
 
 @pytest.mark.parametrize('keyword', ['block_out_channels', 'layers_per_block', 'text_width', 'train_text_encoder'])
-def test_keywords_that_change_the_architecture_change_the_file(keyword):
+def test_keywords_that_change_the_architecture_change_the_file_name(keyword):
     values = {'block_out_channels': [64], 'layers_per_block': 2, 'text_width': 64, 'train_text_encoder': False}
     names = {ModelCosts(Component('tiny', kwargs)).key.file_name for kwargs in ({}, {keyword: values[keyword]})}
     assert len(names) == 2
 
 
-def test_a_cache_that_cannot_be_written_is_said_and_no_error(requests, monkeypatch, capsys, tmp_path):
+def test_unwritable_cache_prints_a_message_and_planning_continues(requests, monkeypatch, capsys, tmp_path):
     (tmp_path / 'file').write_text('')
     monkeypatch.setattr(count_cache, 'counts_folder', lambda: tmp_path / 'file' / 'cache')
     assert ModelCosts(Component('tiny', TINY)).trained_parameters > 0
-    assert 'not written (' in capsys.readouterr().err
+    assert 'cannot be written (' in capsys.readouterr().err
 
 
-def test_a_cache_that_was_cut_off_counts_anew(requests):
+def test_truncated_cache_is_counted_again(requests):
     model = ModelCosts(Component('tiny', TINY))
     model.key.cached.parent.mkdir()
     model.key.cached.write_text('{"facts": {"trained')
@@ -137,8 +137,8 @@ class Pixels(ComposerModel):
 """
 
 
-def test_a_recipe_with_a_model_of_somebody_elses_is_planned(tmp_path):
-    """From the command line to the counter's own process, which imports what the recipe imports."""
+def test_recipe_with_a_user_defined_model_is_planned(tmp_path):
+    """Run `diffusion plan`, whose counting process imports the recipe's modules."""
     (tmp_path / 'pixels.py').write_text(OTHER)
     (tmp_path / 'parts.py').write_text("import diffusion\ndiffusion.register('model', 'pixels', 'pixels:Pixels')\n")
     (tmp_path / 'recipe.yaml').write_text(
@@ -160,9 +160,9 @@ def test_a_recipe_with_a_model_of_somebody_elses_is_planned(tmp_path):
     assert phase['trained_parameters'] == 16 * 28
 
 
-def test_a_counter_that_fails_is_no_mistake_of_the_user(monkeypatch):
+def test_failing_counter_raises_counting_failed(monkeypatch):
     monkeypatch.setattr(sys, 'executable', '/bin/false')
-    with pytest.raises(CountingFailed, match='counting tiny failed with exit status 1; its traceback is above'):
+    with pytest.raises(CountingFailed, match='counting tiny failed with exit status 1; see the traceback above'):
         run_counter({'name': 'tiny'})
 
 

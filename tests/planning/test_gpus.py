@@ -1,4 +1,4 @@
-"""GPUs and their prices: what ships, what a file adds, what is wrong with either."""
+"""GPUs and prices of gpus.yaml and of --gpus-file, and errors in either."""
 
 import datetime
 
@@ -21,7 +21,7 @@ def write(tmp_path):
     return write_file
 
 
-def test_every_price_that_ships_has_a_date_and_a_source():
+def test_every_shipped_price_has_a_date_and_a_source():
     for gpu in GPUS.values():
         assert gpu.source, gpu.name
         assert (gpu.price_usd_per_hour is None) == (gpu.date is None), gpu.name
@@ -50,17 +50,17 @@ def test_case_and_underscores_do_not_matter(name):
         ('', 'known: a100-40gb, '),
     ],
 )
-def test_a_wrong_name_gets_the_nearest(name, hint):
+def test_unknown_name_suggests_the_nearest(name, hint):
     with pytest.raises(ValueError, match=f'--gpu: no GPU is called {name!r}; {hint}'):
         find_gpu(name, GPUS)
 
 
-def test_a_gpu_without_a_precision_says_which_it_has():
-    with pytest.raises(ValueError, match=r'v100-32gb: it has no bf16 \(it has fp16, fp32\)'):
+def test_unsupported_precision_lists_the_supported_ones():
+    with pytest.raises(ValueError, match=r'v100-32gb: does not support bf16 \(supported: fp16, fp32\)'):
         GPUS['v100-32gb'].peak_flops('bf16')
 
 
-def test_a_price_warns_from_its_181st_day():
+def test_price_is_stale_after_180_days():
     gpu = load_gpus()['a100-80gb']
     assert gpu.date is not None
     day = datetime.date.fromisoformat(gpu.date)
@@ -70,7 +70,7 @@ def test_a_price_warns_from_its_181st_day():
     assert GPUS['b200'].stale(datetime.date(2100, 1, 1)) is None
 
 
-def test_a_file_adds_gpus_and_replaces_those_that_ship(write):
+def test_file_adds_gpus_and_replaces_shipped_ones(write):
     path = write(ONE | {'h200': {'peak_tflops': {'bf16': 989}, 'memory_gib': 139.8, 'price_usd_per_hour': 9.0}})
     found = load_gpus(path)
     assert found['mine'].price_usd_per_hour == 0.5
@@ -85,16 +85,16 @@ def test_a_file_adds_gpus_and_replaces_those_that_ship(write):
         ({'memory_gib': 'much'}, "mine.memory_gib: 'much' is not a number"),
         ({'memory_gib': 0}, 'mine.memory_gib: 0.0 is not positive'),
         ({'price_usd_per_hour': -1}, 'mine.price_usd_per_hour: -1 is not positive'),
-        ({'date': 'May'}, "mine.date: 'May' is no date; write it as 2026-05-01"),
+        ({'date': 'May'}, "mine.date: 'May' is not a date; use the format 2026-05-01"),
         ({'peak_tflops': {'bf16': 0}}, 'mine.peak_tflops.bf16: 0.0 is not a positive number of TFLOP/s'),
         ({'peak_tflops': {'bf16': 'x'}}, 'mine.peak_tflops.bf16: '),
     ],
 )
-def test_mistakes_in_a_file_say_where(write, change, message):
+def test_error_in_a_file_names_the_key(write, change, message):
     with pytest.raises(ValueError, match=message):
         load_gpus(write({'mine': ONE['mine'] | change}))
 
 
-def test_a_file_that_is_not_there_is_an_error(tmp_path):
+def test_missing_file_is_an_error(tmp_path):
     with pytest.raises(ValueError, match=r'--gpus-file: .*none\.yaml cannot be read'):
         load_gpus(tmp_path / 'none.yaml')

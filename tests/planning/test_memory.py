@@ -1,4 +1,4 @@
-"""Memory of a device, against what torch allocates."""
+"""Planned memory per device against the memory that torch allocates."""
 
 from dataclasses import replace
 from typing import Any
@@ -27,7 +27,7 @@ DDP = ParallelismConfig(strategy='ddp')
 SHARDED = ParallelismConfig(strategy='fsdp2', reshard_after_forward=False)
 RESHARDED = ParallelismConfig(strategy='fsdp2', reshard_after_forward=True)
 EAGER = ['speed.preset=none', 'speed.low_precision_norms=true']
-"""What the figures below were tracked of."""
+"""Settings under which the reference figures below were measured."""
 PHASE1, PHASE2 = (phase(path, EAGER) for path in PHASES)
 FUSED = ['speed.fused_optimizer=true']
 SD2 = 865_910_724
@@ -38,7 +38,7 @@ def bytes_of(tensors):
 
 
 def test_weights_optimizer_gradients_and_averages_are_exact(tmp_path):
-    """A step of AdamW on a CPU, and a copy of the weights as EMA keeps it."""
+    """Compare with the tensors after one AdamW step on a CPU; EMA keeps one more copy of the weights."""
     model = tiny(block_out_channels=[32, 64])
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in parameters:
@@ -69,25 +69,25 @@ def test_weights_optimizer_gradients_and_averages_are_exact(tmp_path):
         ({'post_hoc_ema': {'widths': [0.1, 0.2, 0.25]}, 'late': {'name': 'ema'}}, 4),
     ],
 )
-def test_every_average_is_a_copy(tmp_path, algorithms, copies):
+def test_each_average_takes_one_copy_of_the_weights(tmp_path, algorithms, copies):
     memory = memory_of(phase(write_recipe(tmp_path, algorithms=algorithms)), Setup(1, 8, DDP))
     assert memory.averages == copies * memory.weights
 
 
-def test_a_batch_is_what_the_loader_hands_over():
-    """Phase 2 reads latents of 4 x 64 x 64 with their variances, in float16; text of 77 x 1024 where it is stored."""
+def test_batch_memory_matches_the_stored_form():
+    """Phase 2 reads float16 latents of 4 x 64 x 64 with variances, and text of 77 x 1024 if that is stored."""
     stored = {'latents': 2 * 2 * 4 * 64 * 64, 'latents+text': 2 * (2 * 4 * 64 * 64 + 77 * 1024), 'pictures': 3 * 512**2}
     for encoding, size in stored.items():
         assert memory_of(replace(PHASE2, encoding=encoding), Setup(128, 16, SHARDED)).batch == 16 * size
 
 
-def test_sd2_is_16_bytes_a_parameter_with_ema():
+def test_sd2_with_ema_takes_16_bytes_per_parameter():
     memory = memory_of(PHASE2, Setup(1, 16, DDP))
     assert memory.weights + memory.optimizer + memory.averages == 16 * SD2
     assert memory.buckets == 0  # nothing to reduce on one device
 
 
-def test_fsdp_divides_what_ddp_repeats():
+def test_fsdp_shards_what_ddp_replicates():
     alone, sharded = (memory_of(PHASE2, Setup(128, 16, settings)) for settings in (DDP, SHARDED))
     for part in ('weights', 'gradients', 'optimizer', 'averages'):
         assert getattr(sharded, part) == pytest.approx(getattr(alone, part) / 128, abs=1)
@@ -96,38 +96,39 @@ def test_fsdp_divides_what_ddp_repeats():
     assert (alone.buckets, sharded.buckets) == (4 * SD2, 0)
 
 
-def test_replicas_divide_less():
+def test_replicas_reduce_sharding():
     whole, hybrid = (memory_of(PHASE2, Setup(128, 16, replace(SHARDED, replicas=n))) for n in (1, 16))
     assert hybrid.optimizer == pytest.approx(16 * whole.optimizer, abs=16)
 
 
-def test_resharding_holds_a_part_of_the_weights_for_computing():
+def test_resharding_keeps_only_part_of_the_compute_weights():
     kept, resharded = (memory_of(PHASE1, Setup(128, 16, settings)) for settings in (SHARDED, RESHARDED))
     assert kept.compute_weights == 2 * SD2
     assert resharded.compute_weights < kept.compute_weights / 4
 
 
-def test_gradients_of_earlier_microbatches_add_to_the_peak():
-    whole, halved = (memory_of(PHASE1, Setup(128, size, SHARDED)) for size in (16, 8))
-    assert halved.accumulates and not whole.accumulates
-    assert halved.activations == whole.activations / 2
+def test_smaller_microbatches_accumulate_and_halve_activations():
+    full, halved = (memory_of(PHASE1, Setup(128, size, SHARDED)) for size in (16, 8))
+    assert halved.accumulates and not full.accumulates
+    assert halved.activations == full.activations / 2
 
 
-# What MemTracker of torch 2.7 finds in a step of SD2's U-Net, 16 samples of 512 px, autocast to bfloat16 with narrow
-# norms, AdamW: 27.380e9 bytes at the peak, 27.129e9 of them after the forward pass. It takes a minute and a half.
+# Measured by MemTracker of torch 2.7 in one step of SD2's U-Net: 16 samples of 512 px, autocast to bfloat16 with
+# low-precision norms, AdamW. 27.380e9 bytes at the peak, 27.129e9 of them after the forward pass. The measurement takes
+# a minute and a half, so the figures are constants here.
 TRACKED_PEAK, TRACKED_AFTER_FORWARD = 27.380e9, 27.129e9
 
 
-def test_the_peak_of_sd2_is_what_torch_tracks():
+def test_sd2_peak_matches_torch_memory_tracker():
     memory = memory_of(PHASE2, Setup(1, 16, DDP))
-    own = replace(memory, encoders=0, averages=0, batch=0, encoding=0, accumulates=False)
-    assert own.allocated == pytest.approx(TRACKED_PEAK, rel=0.02)
-    after_forward = own.resident + own.activations + own.compute_weights
+    denoiser_only = replace(memory, encoders=0, averages=0, batch=0, encoding=0, accumulates=False)
+    assert denoiser_only.allocated == pytest.approx(TRACKED_PEAK, rel=0.02)
+    after_forward = denoiser_only.resident + denoiser_only.activations + denoiser_only.compute_weights
     assert after_forward == pytest.approx(TRACKED_AFTER_FORWARD, rel=0.02)
 
 
-def test_recomputing_keeps_what_torch_tracks():
-    """2.695e9 bytes after the forward pass, as above; the inside of the largest block comes later."""
+def test_activation_checkpointing_matches_torch_memory_tracker():
+    """Reference: 2.695e9 bytes after the forward pass, measured as above; the largest block's inside comes later."""
     settings = replace(DDP, activation_checkpointing=True)
     work = phase(PHASES[1], [*EAGER, 'parallelism.activation_checkpointing=true'])
     activations = work.model.activations(work.largest_shape, work.precision())
@@ -138,8 +139,8 @@ def test_recomputing_keeps_what_torch_tracks():
 
 @pytest.mark.slow
 @pytest.mark.parametrize('recompute', [False, True], ids=['kept', 'recomputed'])
-def test_the_peak_is_what_torch_tracks(tmp_path, recompute):
-    """A step on fake tensors: torch's own account of what it would allocate, sizes as on a GPU."""
+def test_peak_of_tiny_model_matches_torch_memory_tracker(tmp_path, recompute):
+    """Run one step on fake tensors under MemTracker, which reports the bytes that torch would allocate on a GPU."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.mem_tracker import MemTracker
 
@@ -162,7 +163,7 @@ def test_the_peak_is_what_torch_tracks(tmp_path, recompute):
         optimizer = torch.optim.AdamW(denoiser.parameters(), foreach=True)
         for parameter in denoiser.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()  # makes its states
+        optimizer.step()  # allocates the optimizer states
         optimizer.zero_grad()
         tracker = MemTracker()
         tracker.track_external(denoiser, optimizer)
@@ -174,35 +175,35 @@ def test_the_peak_is_what_torch_tracks(tmp_path, recompute):
             loss.backward()
             optimizer.step()
         peak = tracker.get_tracker_snapshot('peak')[torch.device('cpu')]['Total']
-    own = replace(memory, encoders=0, batch=0, encoding=0)
-    assert own.allocated == pytest.approx(peak, rel=0.1)
+    denoiser_only = replace(memory, encoders=0, batch=0, encoding=0)
+    assert denoiser_only.allocated == pytest.approx(peak, rel=0.1)
 
 
-def test_a_fused_optimizer_has_no_temporaries():
+def test_fused_optimizer_has_no_temporaries():
     plain, fused = (memory_of(phase(PHASES[1], [*EAGER, *more]), Setup(1, 16, DDP)) for more in ([], FUSED))
     assert (plain.step, fused.step) == (4 * SD2, 0)
-    own = phase(PHASES[1], [*FUSED, 'optimizer.name=decoupled_adamw'])
-    assert memory_of(own, Setup(1, 16, DDP)).step == 4 * SD2
+    not_fusable = phase(PHASES[1], [*FUSED, 'optimizer.name=decoupled_adamw'])
+    assert memory_of(not_fusable, Setup(1, 16, DDP)).step == 4 * SD2
 
 
-def test_reducing_once_a_batch_keeps_whole_gradients_and_weights():
+def test_reduce_once_keeps_unsharded_gradients_and_weights():
     work = phase(PHASES[1], [*EAGER, 'speed.reduce_once=true'])
     each, once = (memory_of(item, Setup(128, 8, RESHARDED)) for item in (PHASE2, work))
     assert (each.buckets, once.buckets) == (0, 4 * SD2)
     assert once.compute_weights == 2 * SD2 > each.compute_weights
-    assert memory_of(work, Setup(128, 16, RESHARDED)).buckets == 0  # one microbatch is reduced once anyway
-    older = replace(RESHARDED, strategy='fsdp1')
-    assert memory_of(phase(PHASES[1]), Setup(128, 8, older)).buckets == 0  # it reduces every microbatch
+    assert memory_of(work, Setup(128, 16, RESHARDED)).buckets == 0  # a single microbatch is reduced once anyway
+    fsdp1 = replace(RESHARDED, strategy='fsdp1')
+    assert memory_of(phase(PHASES[1]), Setup(128, 8, fsdp1)).buckets == 0  # FSDP1 reduces after every microbatch
 
 
-def test_compiled_blocks_keep_less_under_every_strategy_that_compiles():
+def test_compiled_blocks_keep_fewer_activations_except_under_fsdp1():
     compiled = phase(PHASES[1])
     for settings, less in ((DDP, True), (SHARDED, True), (replace(SHARDED, strategy='fsdp1'), False)):
         kept = [memory_of(work, Setup(128, 16, settings)).activations for work in (PHASE2, compiled)]
         assert (kept[1] < 0.9 * kept[0]) == less
 
 
-def test_the_largest_microbatch_fits_and_the_next_does_not():
+def test_largest_microbatch_fits_and_its_double_does_not():
     gpu = A100
     setup = Setup(8, 16, SHARDED)
     largest = largest_microbatch(PHASE2, setup, gpu)
@@ -211,14 +212,14 @@ def test_the_largest_microbatch_fits_and_the_next_does_not():
     assert not fits_in_memory(memory_of(PHASE2, replace(setup, microbatch=2 * largest)), gpu)
 
 
-def test_a_larger_gpu_never_takes_less():
+def test_larger_gpu_fits_larger_microbatch():
     counts = [
         largest_microbatch(PHASE2, Setup(8, 16, SHARDED), GPUS[name]) for name in ('a10g', 'l40s', 'h200', 'b200')
     ]
     assert counts == sorted(counts) and counts[0] < counts[-1]
 
 
-def test_strategies_begin_with_the_recipes_own_and_name_none_twice():
+def test_strategies_start_with_the_recipes_and_are_unique():
     for settings in (DDP, SHARDED, RESHARDED, replace(SHARDED, replicas=4)):
         found = strategies(Setup(64, 16, settings))
         labels = [setup.label for setup in found]
@@ -226,27 +227,27 @@ def test_strategies_begin_with_the_recipes_own_and_name_none_twice():
         assert len(set(labels)) == len(labels)
 
 
-def test_what_does_not_fit_is_told_what_would():
+def test_ways_out_list_settings_that_fit():
     gpu, setup = find_gpu('a10g', GPUS), Setup(8, 64, DDP)
     assert not fits_in_memory(memory_of(PHASE2, setup), gpu)
-    told = ways_out(PHASE2, setup, gpu, GPUS)
-    assert told[-1] == '--gpu h200'
+    suggestions = ways_out(PHASE2, setup, gpu, GPUS)
+    assert suggestions[-1] == '--gpu h200'
     sharded = Setup(8, 256, SHARDED)
-    told = ways_out(PHASE1, sharded, gpu, GPUS)
-    assert 'device_train_microbatch_size=64' in told
-    assert any(way.startswith('parallelism.activation_checkpointing=true') for way in told)
-    for way in told:
+    suggestions = ways_out(PHASE1, sharded, gpu, GPUS)
+    assert 'device_train_microbatch_size=64' in suggestions
+    assert any(way.startswith('parallelism.activation_checkpointing=true') for way in suggestions)
+    for way in suggestions:
         if way.startswith('device_train'):
             assert fits_in_memory(memory_of(PHASE1, replace(sharded, microbatch=int(way.split('=')[1]))), gpu)
 
 
-def test_sharding_is_a_way_out_of_ddp():
+def test_ways_out_suggest_sharding_instead_of_ddp():
     gpu = find_gpu('a10g', GPUS)
-    told = ways_out(PHASE1, Setup(128, 16, DDP), gpu, GPUS)
-    assert 'parallelism.strategy=fsdp2 parallelism.reshard_after_forward=false' in told
+    suggestions = ways_out(PHASE1, Setup(128, 16, DDP), gpu, GPUS)
+    assert 'parallelism.strategy=fsdp2 parallelism.reshard_after_forward=false' in suggestions
 
 
-def test_no_way_out_for_one_gpu_that_is_far_too_small():
+def test_no_way_out_on_one_gpu_that_is_far_too_small():
     tiny_gpu = replace(A100, memory_gib=2.0, name='small')
     assert ways_out(PHASE2, Setup(1, 2048, DDP), tiny_gpu, {'small': tiny_gpu}) == []
 
@@ -254,8 +255,8 @@ def test_no_way_out_for_one_gpu_that_is_far_too_small():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
 @pytest.mark.parametrize('size', [32, 64])
-def test_the_peak_on_a_gpu(size):
-    """SD2's denoiser on one GPU, within 10 % of what torch allocates."""
+def test_peak_matches_torch_on_a_gpu(size):
+    """Compare SD2's denoiser on one GPU with torch.cuda.max_memory_allocated, within 10 %."""
     from diffusion.algorithms.low_precision_norms import (
         LowPrecisionGroupNormLayer,
         LowPrecisionLayerNormLayer,
@@ -279,6 +280,6 @@ def test_the_peak_on_a_gpu(size):
         optimizer.step()
         optimizer.zero_grad()
     memory = memory_of(work, Setup(1, microbatch, DDP))
-    own = replace(memory, encoders=0, averages=0, batch=0, encoding=0, accumulates=False)
-    assert own.allocated == pytest.approx(torch.cuda.max_memory_allocated(), rel=0.1)
-    assert memory.reserved / GIB > own.allocated / GIB
+    denoiser_only = replace(memory, encoders=0, averages=0, batch=0, encoding=0, accumulates=False)
+    assert denoiser_only.allocated == pytest.approx(torch.cuda.max_memory_allocated(), rel=0.1)
+    assert memory.reserved / GIB > denoiser_only.allocated / GIB

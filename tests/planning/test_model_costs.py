@@ -1,4 +1,4 @@
-"""What the plan knows of a model, by its name and keywords in a recipe."""
+"""Parameters, FLOPs and sizes of models, looked up by name and keywords as in a recipe."""
 
 import json
 
@@ -17,7 +17,7 @@ def costs(name, **kwargs):
     return ModelCosts(Component(name, kwargs))
 
 
-def test_sd2_is_the_published_model():
+def test_sd2_has_the_published_parameters_and_flops():
     model = costs('sd2', resolution=256)
     assert model.trained_parameters == 865_910_724
     assert model.frozen_parameters == 83_653_863 + 340_387_840
@@ -32,33 +32,33 @@ def test_sd2_is_the_published_model():
 
 
 @pytest.mark.parametrize('name', registry.names('model'))
-def test_every_registered_model_is_counted(name):
+def test_every_registered_model_can_be_counted(name):
     model = costs(name)
     assert model.trained_flops(square(64 if name != 'sd2' else 256)) > 0
 
 
-def test_defaults_are_read_from_the_builders_themselves():
+def test_defaults_of_source_equal_the_signature():
     import inspect
 
     for name in ('sd2', 'tiny'):
-        builder = registry.resolve('model', name)
-        own = {p.name: p.default for p in inspect.signature(builder).parameters.values() if p.default is not p.empty}
-        assert defaults_of_source('diffusion.models.builders', name) == own
+        parameters = inspect.signature(registry.resolve('model', name)).parameters.values()
+        defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+        assert defaults_of_source('diffusion.models.builders', name) == defaults
 
 
 @pytest.mark.parametrize('name', SAME_ARCHITECTURE)
-def test_keywords_that_leave_the_architecture_are_the_builders(name):
-    """One that is renamed must not be left here, where it would mean another model."""
+def test_same_architecture_lists_only_keywords_of_the_builders(name):
+    """A keyword that is renamed in a builder must be renamed here, or it would select another file of counts."""
     assert registry.signature('model', name).names() >= SAME_ARCHITECTURE[name]
 
 
-def test_parts_from_elsewhere_are_counted_as_usual_and_said_so():
+def test_hub_weights_use_the_default_architecture_with_a_note():
     model = costs('sd2', pretrained='somebody/sd2', vae='somebody/vae')
     assert model.key == costs('sd2').key
     assert [note.split(' is not')[0] for note in model.notes] == ['somebody/sd2', 'somebody/vae']
 
 
-def test_parts_from_a_local_folder_are_read(tmp_path):
+def test_config_of_a_local_folder_is_used(tmp_path):
     (tmp_path / 'vae').mkdir()
     config = sd2_config.VAE | {'latent_channels': 16, 'block_out_channels': [32, 32, 32, 32]}
     (tmp_path / 'vae' / 'config.json').write_text(json.dumps(config))
@@ -80,6 +80,6 @@ def test_user_error_while_counting_is_reported_by_the_plan(tmp_path):
         costs('tiny', block_out_channels=[32], text_layers=1, vae=str(tmp_path)).count()
 
 
-def test_a_shape_that_is_no_multiple_of_a_cell_is_an_error():
+def test_shape_that_is_not_a_multiple_of_the_latent_cell_is_an_error():
     with pytest.raises(ValueError, match='streams: 68x68 px is not a multiple of 8 px'):
         costs('sd2').count([square(68)])

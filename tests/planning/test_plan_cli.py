@@ -1,4 +1,4 @@
-"""`diffusion plan`, from what is typed to what is printed."""
+"""`diffusion plan`: arguments, printed tables, JSON, plot and error messages."""
 
 import json
 import os
@@ -8,8 +8,7 @@ import sys
 import pytest
 
 from diffusion.cli import main
-from diffusion.planning import cli
-from diffusion.planning import workload as phase_module
+from diffusion.planning import cli, workload
 from tests.planning.recipes import PHASES, YAMLS, write_recipe
 
 BOTH = [str(path) for path in PHASES]
@@ -32,39 +31,39 @@ def refused(capsys, *words):
     return captured.err
 
 
-def test_the_published_story(capsys):
+def test_plan_of_the_published_recipe(capsys):
     out = planned(capsys, *BOTH, '--gpu', 'a100-80gb', '--gpus', '128', '--price', '2')
-    for said in (
-        '128 x a100-80gb (16 nodes), at $2.00 an hour',
+    for text in (
+        '128 x a100-80gb (16 nodes), $2.00 per GPU-hour',
         '865.9 M',
-        '4.81e+21 FLOP of training',
-        'published for 128 A100, / 1.4 for encoding online',
+        '4.81e+21 training FLOP',
+        'published for 128 A100s, / 1.4 for online encoders',
         '13.85 GB',
-        'a failure every 16.5 d',
-        '20,051 A100-hours to train and 3,784 to precompute: 23,835, $47,670 at $2 an hour',
+        'one failure every 16.5 d',
+        '20,051 A100-hours for training and 3,784 for precomputing: 23,835 in total, $47,670 at $2 per hour',
     ):
-        assert said in out
+        assert text in out
     assert 'WARNINGS' not in out
 
 
-def test_numbers_stand_under_the_end_of_their_heading_and_words_under_its_start(capsys):
+def test_number_columns_are_right_aligned_and_text_columns_left_aligned(capsys):
     out = planned(capsys, *BOTH, '--gpu', 'a100-80gb', '--gpus', '128')
-    header, *rows = out.partition('Checkpoints;')[2].split('\n')[1:4]
-    words = header.index('the recipe saves every')
+    header, *rows = out.partition('Checkpoints, with')[2].split('\n')[1:4]
+    words = header.index('recipe saves every')
     numbers = header.index('goodput') + len('goodput')
     for row in rows:
         assert row[words - 1] == ' ' != row[words]
         assert row[numbers - 1] != ' ' == row[numbers]
 
 
-def test_the_published_table_through_the_command_line(capsys):
+def test_json_reproduces_the_published_table(capsys):
     words = [*BOTH, '--gpu', 'a100-80gb', '--gpus', '64', '--price', '2', '--stored', 'latents+text']
     total = as_json(capsys, *words)['total']
     assert total['days'] == pytest.approx(10.14, abs=0.01)
     assert total['usd'] == pytest.approx(31_146, abs=2)
 
 
-def test_it_takes_under_three_seconds_and_no_torch():
+def test_plan_takes_under_three_seconds_without_torch():
     program = (
         'import sys\nfrom diffusion.cli import main\n'
         f'assert main(["plan", *{BOTH}, "--gpu", "a100-80gb", "--gpus", "128"]) == 0\n'
@@ -75,11 +74,11 @@ def test_it_takes_under_three_seconds_and_no_torch():
     after = os.times()
     loaded = set(result.stderr.split())
     assert not loaded & {'torch', 'diffusers', 'transformers', 'composer', 'streaming', 'numpy', 'matplotlib'}
-    # Of the processor: the wall clock is other people's too.
+    # CPU time, because wall time depends on the load of the machine.
     assert after.children_user + after.children_system - before.children_user - before.children_system < 3
 
 
-def test_phases_in_a_row_add_up(capsys):
+def test_totals_are_sums_over_phases(capsys):
     plan = as_json(capsys, *BOTH, '--gpus', '64')
     for unit in ('hours', 'days', 'gpu_hours', 'usd'):
         assert plan['total'][unit] == pytest.approx(sum(phase['training'][unit] for phase in plan['phases']))
@@ -90,7 +89,7 @@ def test_phases_in_a_row_add_up(capsys):
     )
 
 
-def test_overrides_are_of_every_recipe_and_stand_anywhere(capsys):
+def test_overrides_apply_to_every_recipe_in_any_position(capsys):
     for words in (
         [*BOTH, 'global_batch=1024', '--gpus', '64'],
         [*BOTH, '--gpus', '64', 'global_batch=1024'],
@@ -99,7 +98,7 @@ def test_overrides_are_of_every_recipe_and_stand_anywhere(capsys):
         assert [phase['global_batch'] for phase in as_json(capsys, *words)['phases']] == [1024, 1024]
 
 
-def test_json_has_finite_numbers_and_every_part(capsys):
+def test_json_has_finite_numbers_and_all_strategies_and_encodings(capsys):
     plan = as_json(capsys, *BOTH, '--gpu', 'b200', '--gpus', '8')
     assert plan['total']['usd'] is None
     phase = plan['phases'][0]
@@ -109,7 +108,7 @@ def test_json_has_finite_numbers_and_every_part(capsys):
     assert 'NaN' not in json.dumps(plan) and 'Infinity' not in json.dumps(plan)
 
 
-def test_a_price_that_is_old_warns_unless_one_is_given(capsys, monkeypatch):
+def test_old_price_warns_unless_price_is_given(capsys, monkeypatch):
     import datetime
 
     from diffusion.planning import plan
@@ -121,11 +120,11 @@ def test_a_price_that_is_old_warns_unless_one_is_given(capsys, monkeypatch):
 
     monkeypatch.setattr(plan.datetime, 'date', Later)
     words = [BOTH[0], '--gpu', 'a100-80gb']
-    assert 'its price, $2.00 an hour, is 396 days old' in planned(capsys, *words)
+    assert 'the price of $2.00 per hour is 396 days old' in planned(capsys, *words)
     assert 'days old' not in planned(capsys, *words, '--price', '1.2')
 
 
-def test_what_does_not_fit_says_what_would(capsys):
+def test_recipe_that_does_not_fit_gets_settings_that_do(capsys):
     words = [BOTH[1], '--gpu', 'a10g', '--gpus', '8', 'device_train_microbatch_size=64']
     plan = as_json(capsys, *words)
     assert not plan['phases'][0]['memory'][0]['fits']
@@ -134,9 +133,9 @@ def test_what_does_not_fit_says_what_would(capsys):
     assert as_json(capsys, *words[:-1], smaller)['phases'][0]['memory'][0]['fits']
 
 
-def test_a_model_too_small_for_a_gpu_is_not_believed(capsys):
+def test_launch_bound_model_warns(capsys):
     out = planned(capsys, str(YAMLS / 'quickstart.yaml'))
-    assert 'is faster than kernels are launched' in out
+    assert 'is faster than kernels can be launched' in out
 
 
 def test_impossible_speed_warns(capsys):
@@ -145,7 +144,7 @@ def test_impossible_speed_warns(capsys):
 
 
 @pytest.mark.parametrize('recipe', sorted(YAMLS.glob('*.yaml')), ids=lambda path: path.stem)
-def test_every_recipe_that_trains_can_be_planned(capsys, recipe):
+def test_every_training_recipe_can_be_planned(capsys, recipe):
     from diffusion.config.load import load
 
     if 'max_duration' not in load(recipe, allow_missing=True).trainer:
@@ -158,70 +157,70 @@ def test_every_recipe_that_trains_can_be_planned(capsys, recipe):
     [
         (['--gpu', 'a100'], "--gpu: no GPU is called 'a100'; did you mean a100-40gb or a100-80gb"),
         (['--gpu', 'hopper'], "--gpu: no GPU is called 'hopper'; known: a100-40gb"),
-        (['--gpu', 'v100-32gb'], '--gpu v100-32gb: it has no bf16'),
+        (['--gpu', 'v100-32gb'], '--gpu v100-32gb: does not support bf16'),
         (['--gpus', '100'], 'global_batch: 2048 does not divide over 100 devices; use 2000 or 2100'),
         (['--gpus', '512'], "device_train_microbatch_size: 16 does not divide a device's 4 samples"),
-        (['trainer.max_duration=3ep'], 'give --samples 790e6, or loader.epoch_size, or batches'),
+        (['trainer.max_duration=3ep'], 'give --samples 790e6, or set loader.epoch_size, or use batches'),
         (['trainer.max_duration=long'], "trainer.max_duration: 'long' is not a duration"),
         (['trainer.max_durations=3ba'], "trainer.max_durations: unknown key; did you mean 'max_duration'?"),
         (['--from-run', 'runs/nowhere'], '--from-run: runs/nowhere has no recipe.yaml'),
         (['--gpus-file', 'nowhere.yaml'], '--gpus-file: nowhere.yaml cannot be read'),
-        (['--mtbf', '0.01'], '--mtbf: a failure every 36 s leaves nothing of a run that restarts in 600 s'),
-        (['--samples', '1,2,3'], '--samples: 3 numbers for 1 recipes; give one, or one a recipe'),
+        (['--mtbf', '0.01'], '--mtbf: with a failure every 36 s, a restart of 600 s'),
+        (['--samples', '1,2,3'], '--samples: 3 numbers for 1 recipes; give one, or one per recipe'),
     ],
 )
-def test_mistakes_say_where_and_the_way_out(capsys, words, message):
+def test_error_names_the_argument_and_the_way_out(capsys, words, message):
     assert message in refused(capsys, BOTH[0], *words)
 
 
-def test_what_may_be_stored_is_what_the_plan_knows():
-    assert cli.ENCODINGS == phase_module.ENCODINGS
+def test_choices_of_stored_equal_the_encodings():
+    assert cli.ENCODINGS == workload.ENCODINGS
 
 
-def test_a_speed_is_of_one_recipe(capsys):
+def test_images_per_second_is_rejected_for_two_recipes(capsys):
     error = refused(capsys, *BOTH, '--images-per-second', '3000')
-    assert '--images-per-second: it is the speed of one recipe' in error
+    assert '--images-per-second: applies to one recipe' in error
 
 
-def test_a_recipe_must_be_named(capsys):
-    assert 'no recipe is given' in refused(capsys, 'global_batch=8')
+def test_plan_without_a_recipe_is_an_error(capsys):
+    assert 'no recipe given' in refused(capsys, 'global_batch=8')
 
 
 @pytest.mark.parametrize(
     ('words', 'message'),
     [
         (['--mfu', '0.4', '--images-per-second', '9'], 'not allowed with argument --mfu'),
-        (['--mfu', '40'], "'40' is not a share of the peak in (0, 1], such as 0.4"),
-        (['--mfu', '0'], "'0' is not a share"),
-        (['--gpus', '0'], "'0' is not a whole number from 1 up"),
-        (['--gpus', '2.5'], "'2.5' is not a whole number"),
-        (['--price', '-1'], "'-1' is not a number from 0 up"),
+        (['--mfu', '40'], "'40' is not a fraction of the peak in (0, 1], such as 0.4"),
+        (['--mfu', '0'], "'0' is not a fraction"),
+        (['--gpus', '0'], "'0' is not a positive integer"),
+        (['--gpus', '2.5'], "'2.5' is not a positive integer"),
+        (['--price', '-1'], "'-1' is not a non-negative number"),
         (['--mtbf', 'nan'], "'nan' is not a positive number"),
         (['--images-per-second', 'fast'], "'fast' is not a positive number"),
-        (['--samples', '1e6,x'], "'x' is not a whole number"),
+        (['--samples', '1e6,x'], "'x' is not a positive integer"),
         (['--stored', 'text'], "invalid choice: 'text'"),
         (['--gpuz', '3'], 'unrecognized arguments: --gpuz'),
     ],
 )
-def test_wrong_numbers_are_answered(capsys, words, message):
+def test_invalid_option_values_are_rejected(capsys, words, message):
     with pytest.raises(SystemExit, match='2'):
         main(['plan', BOTH[0], *words])
     assert message in capsys.readouterr().err
 
 
-def test_the_picture_is_a_png_with_a_bar_a_count(capsys, tmp_path):
+def test_plot_is_a_png_with_the_colors_of_both_phases(capsys, tmp_path):
     from PIL import Image
 
     out = tmp_path / 'new' / 'plan.png'
     planned(capsys, *BOTH, '--gpu', 'a100-80gb', '--gpus', '128', '--png', str(out))
-    with Image.open(out) as picture:
-        assert picture.format == 'PNG'
-        colours = {colour for _, colour in picture.convert('RGB').getcolors(1 << 20) or []}
-        assert {(0x44, 0x77, 0xAA), (0xEE, 0x66, 0x77)} <= colours
+    with Image.open(out) as image:
+        assert image.format == 'PNG'
+        colors = {color for _, color in image.convert('RGB').getcolors(1 << 20) or []}
+        assert {(0x44, 0x77, 0xAA), (0xEE, 0x66, 0x77)} <= colors
     assert [path.name for path in out.parent.iterdir()] == ['plan.png']
 
 
-def test_the_picture_counts_gpus_that_divide_the_batch():
+def test_plot_shows_numbers_of_gpus_that_divide_the_batch():
     from diffusion.planning.cost_plot import counts_around
     from tests.planning.recipes import both, phase
 
@@ -234,7 +233,7 @@ def test_the_picture_counts_gpus_that_divide_the_batch():
     assert 32_768 in counts_around([huge], 32_768)
 
 
-def test_a_measured_run_is_the_speed(capsys, tmp_path):
+def test_from_run_scales_measured_throughput_by_number_of_gpus(capsys, tmp_path):
     path = write_recipe(tmp_path)
     (tmp_path / 'metrics.jsonl').write_text('{"step": 5, "throughput/device/samples_per_sec": 12.5}\n')
     plan = as_json(capsys, str(path), '--gpus', '4', '--from-run', str(tmp_path))

@@ -1,4 +1,4 @@
-"""Bytes of data and checkpoints, and what saves and failures leave of a run."""
+"""Size of data and checkpoints, checkpoint intervals, and goodput under failures."""
 
 import random
 
@@ -22,7 +22,7 @@ MEANS = ['precompute.posterior=mean']
 
 
 @pytest.mark.parametrize(('path', 'latents'), [(PHASES[0], 8_192), (PHASES[1], 32_768)])
-def test_bytes_of_latents_and_text(path, latents):
+def test_bytes_per_sample_of_latents_and_text(path, latents):
     work = phase(path, MEANS)
     assert sample_bytes(work, 'latents') == latents + CAPTION_BYTES
     assert sample_bytes(work, 'latents+text') == latents + 157_696 + CAPTION_BYTES
@@ -30,7 +30,7 @@ def test_bytes_of_latents_and_text(path, latents):
     assert sample_bytes(phase(path, [*MEANS, 'precompute.dtype=float32']), 'latents') == 2 * latents + CAPTION_BYTES
 
 
-def test_790_million_pictures_of_512_px_are_49_tb_of_jpeg_and_26_of_latents():
+def test_790_million_images_of_512_px_take_49_tb_as_jpeg_and_26_tb_as_latents():
     work = phase(PHASES[1], MEANS, samples=790_000_000)
     stored = {
         kind: storage_of(work, kind, images_per_second=1, nodes=1).stored_bytes for kind in ('pictures', 'latents')
@@ -39,14 +39,14 @@ def test_790_million_pictures_of_512_px_are_49_tb_of_jpeg_and_26_of_latents():
     assert stored['latents'] == pytest.approx(26e12, rel=0.01)
 
 
-def test_demand_is_bytes_times_speed_and_divides_over_nodes():
+def test_read_bandwidth_is_bytes_times_throughput_and_divides_among_nodes():
     storage = storage_of(PHASE1, 'latents+text', images_per_second=11_600, nodes=16)
     assert storage.bytes_per_second == pytest.approx(11_600 * storage.bytes_per_sample)
     assert storage.bytes_per_second_per_node * 16 == pytest.approx(storage.bytes_per_second)
     assert storage.read_bytes == pytest.approx(PHASE1.images * storage.bytes_per_sample)
 
 
-def test_shards_that_are_here_are_counted_as_they_are(tmp_path):
+def test_local_shards_give_samples_and_bytes(tmp_path):
     from streaming import MDSWriter
 
     with MDSWriter(out=str(tmp_path / 'mds'), columns={'image': 'bytes', 'caption': 'str'}) as writer:
@@ -59,7 +59,7 @@ def test_shards_that_are_here_are_counted_as_they_are(tmp_path):
     assert sample_bytes(work, 'latents') == 2 * 2 * 16 * 8 * 8 + CAPTION_BYTES
 
 
-def test_checkpoints_of_sd2_are_the_golden_figures():
+def test_sd2_checkpoint_sizes():
     sizes = sizes_of(PHASE2.recipe, PHASE2.model)
     assert [size / 1e9 for size in (sizes.weights, sizes.with_optimizer, sizes.with_averages)] == pytest.approx(
         [3.46, 10.39, 13.85], abs=0.005
@@ -68,18 +68,18 @@ def test_checkpoints_of_sd2_are_the_golden_figures():
     assert first.with_averages == first.with_optimizer  # phase 1 has no EMA
 
 
-def test_mtbf_scales_from_llama_3():
+def test_default_mtbf_scales_from_llama_3():
     assert default_mtbf_hours(16_384) == pytest.approx(3.1, abs=0.05)
     assert default_mtbf_hours(128) == pytest.approx(396, abs=1)
 
 
-def test_pieces_are_written_by_every_node():
+def test_sharded_checkpoints_are_written_by_all_nodes():
     whole = phase(PHASES[1], ['parallelism.checkpoints=whole'])
     assert default_stall_seconds(whole, nodes=16) == pytest.approx(16 * default_stall_seconds(PHASE2, nodes=16))
 
 
 def simulated_goodput(interval, stall, restart, mtbf, *, failures=4000):
-    """Work done over time taken, failures at random; one during a restart restarts it."""
+    """Return training time over elapsed time in a simulation with random failures, also during restarts."""
     draw = random.Random(17)
     work = clock = 0.0
     for _ in range(failures):
@@ -93,14 +93,14 @@ def simulated_goodput(interval, stall, restart, mtbf, *, failures=4000):
 
 @pytest.mark.parametrize('mtbf', [3 * 3600, 30 * 3600])
 @pytest.mark.parametrize('interval', [600, 1800, 7200])
-def test_goodput_is_what_a_simulation_finds(interval, mtbf):
+def test_goodput_matches_a_simulation(interval, mtbf):
     closed = goodput(interval=interval, stall=60, restart=600, mtbf=mtbf)
     assert closed == pytest.approx(simulated_goodput(interval, 60, 600, mtbf), abs=0.02)
 
 
 @settings(max_examples=200)
 @given(st.floats(0.1, 300), st.floats(1, 500))
-def test_youngs_interval_is_near_the_best(stall, mtbf_hours):
+def test_young_interval_is_near_the_optimum(stall, mtbf_hours):
     mtbf = 3600 * max(mtbf_hours, stall / 60)
     best = young_interval(stall=stall, mtbf=mtbf)
 
@@ -112,7 +112,7 @@ def test_youngs_interval_is_near_the_best(stall, mtbf_hours):
     assert at(best) >= max(at(best * factor) for factor in (0.5, 0.8, 1.25, 2)) - 0.02
 
 
-def test_the_interval_is_in_whole_batches_of_the_run():
+def test_interval_is_converted_to_batches():
     found = resilience_of(PHASE1, images_per_second=11_600, nodes=16, mtbf_hours=396, stall_seconds=10)
     assert found.interval_seconds == pytest.approx((2 * 10 * 396 * 3600) ** 0.5)
     assert found.interval_batches == round(found.interval_seconds * 11_600 / 2048)
@@ -120,13 +120,13 @@ def test_the_interval_is_in_whole_batches_of_the_run():
     assert found.recipe_goodput is not None and found.recipe_goodput < found.goodput
 
 
-def test_a_short_run_saves_at_its_end(tmp_path):
+def test_short_run_saves_at_its_end(tmp_path):
     work = phase(write_recipe(tmp_path))
     found = resilience_of(work, images_per_second=100.0, nodes=1, mtbf_hours=1000, stall_seconds=60)
     assert found.interval_batches == 80
-    assert found.recipe_interval_seconds is None  # the default is epochs
+    assert found.recipe_interval_seconds is None  # the default interval is in epochs
 
 
-def test_a_save_never_comes_twice_a_batch():
+def test_interval_is_at_least_one_batch():
     found = resilience_of(PHASE1, images_per_second=1.0, nodes=1, mtbf_hours=0.001, stall_seconds=1e-3)
     assert found.interval_batches == 1

@@ -1,4 +1,4 @@
-"""Hours and dollars, against what was published."""
+"""Planned throughput, hours and dollars against published figures."""
 
 import json
 
@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diffusion.planning import published_runs
-from diffusion.planning.plan import measured_in
+from diffusion.planning.plan import read_measured_speed
 from diffusion.planning.run_cost import cost_of_hours, precompute_cost, training_cost
 from diffusion.planning.throughput import ASSUMED_MFU, THROUGHPUT, planned_speed, read_run
 from tests.planning.recipes import A100, GPUS, both, phase, write_recipe
 
 TABLE = [(8, 81.33, 31_230), (16, 40.42, 31_043), (32, 20.06, 30_805), (64, 10.14, 31_146), (128, 5.51, 33_874)]
-"""Number of A100s, days and dollars of both phases, encoders precomputed, as published."""
+"""Published number of A100s, days and dollars of both phases with precomputed latents and text embeddings."""
 
 
 def total(phases, gpus, **keywords):
@@ -22,19 +22,19 @@ def total(phases, gpus, **keywords):
 
 
 @pytest.mark.parametrize(('gpus', 'days', 'dollars'), TABLE)
-def test_the_published_table(gpus, days, dollars):
+def test_days_and_dollars_match_the_published_table(gpus, days, dollars):
     cost = total(both(encoding='latents+text'), gpus)
     assert cost.days == pytest.approx(days, abs=0.01)
     assert cost.usd == pytest.approx(dollars, abs=2)
 
 
-def test_the_published_hours_cost_what_was_published():
+def test_published_hours_give_the_published_cost():
     hours = published_runs.TRAINING_HOURS + published_runs.PRECOMPUTE_HOURS
     assert hours == 23_835
     assert cost_of_hours(hours / 128, gpus=128, price=2.0).usd == pytest.approx(47_700, rel=0.001)
 
 
-def test_the_whole_recipe_is_the_published_number_of_flops():
+def test_total_flops_match_the_published_recipe():
     flops = sum(each.training_flops * each.images for each in both())
     assert flops == pytest.approx(4.81e21, rel=0.001)
     assert flops / (23_835 * 3600 * A100.peak_flops('bf16')) == pytest.approx(0.18, abs=0.0005)
@@ -44,13 +44,13 @@ def test_the_whole_recipe_is_the_published_number_of_flops():
     )
 
 
-def test_precomputing_costs_the_published_hours():
+def test_precomputing_takes_the_published_hours():
     hours = [precompute_cost(each, 'latents+text', A100, gpus=128, price=2.0).gpu_hours for each in both()]
     assert sum(hours) == pytest.approx(published_runs.PRECOMPUTE_HOURS, rel=0.01)
 
 
-def test_brias_iterations_are_images_and_mfu():
-    """1.8 batches of 2048 a second on 32 A100s, at 256 px."""
+def test_throughput_published_by_bria_gives_its_mfu():
+    """BRIA reported 1.8 batches of 2048 per second on 32 A100s at 256 px."""
     work = phase(encoding='latents+text')
     speed = planned_speed(work, A100, 32, images_per_second=1.8 * 2048)
     assert speed.images_per_second == pytest.approx(3686.4)
@@ -59,33 +59,33 @@ def test_brias_iterations_are_images_and_mfu():
 
 
 @pytest.mark.parametrize(('resolution', 'gpus', 'mfu'), [(0, 8, 0.239), (0, 128, 0.158), (1, 8, 0.28)])
-def test_published_speeds_are_the_published_utilisation(resolution, gpus, mfu):
+def test_published_throughput_gives_the_published_mfu(resolution, gpus, mfu):
     assert planned_speed(both(encoding='latents+text')[resolution], A100, gpus).mfu == pytest.approx(mfu, abs=0.001)
 
 
-def test_mfu_says_images_and_images_say_mfu():
+def test_mfu_and_images_per_second_are_consistent():
     work = phase()
     speed = planned_speed(work, GPUS['h100-sxm'], 8, mfu=0.4)
     assert speed.mfu == pytest.approx(0.4)
-    back = planned_speed(work, GPUS['h100-sxm'], 8, images_per_second=speed.images_per_second)
-    assert back.mfu == pytest.approx(0.4)
+    inverse = planned_speed(work, GPUS['h100-sxm'], 8, images_per_second=speed.images_per_second)
+    assert inverse.mfu == pytest.approx(0.4)
 
 
-def test_forty_percent_of_an_h100_are_728_images_of_256_px():
+def test_40_percent_mfu_on_an_h100_is_728_images_per_second_at_256_px():
     speed = planned_speed(phase(encoding='latents+text'), GPUS['h100-sxm'], 1, mfu=0.4)
     assert speed.images_per_second == pytest.approx(728, abs=0.5)
 
 
-def test_encoding_online_costs_what_was_published_or_by_flops():
-    pictures, latents, nothing = (phase(encoding=encoding) for encoding in ('pictures', 'latents', 'latents+text'))
-    rates = [planned_speed(work, A100, 128).images_per_second for work in (pictures, latents, nothing)]
+def test_online_encoders_slow_down_as_published_or_by_flops():
+    images, latents, precomputed = (phase(encoding=encoding) for encoding in ('pictures', 'latents', 'latents+text'))
+    rates = [planned_speed(work, A100, 128).images_per_second for work in (images, latents, precomputed)]
     assert rates[2] / rates[0] == pytest.approx(1.4)
     assert rates[2] / rates[1] == pytest.approx(1.083, abs=0.001)
-    by_flops = [planned_speed(work, A100, 128, mfu=0.3).images_per_second for work in (pictures, nothing)]
+    by_flops = [planned_speed(work, A100, 128, mfu=0.3).images_per_second for work in (images, precomputed)]
     assert by_flops[1] / by_flops[0] == pytest.approx(1.585, abs=0.001)
 
 
-def test_recomputing_takes_a_forward_pass_more_and_is_not_utilisation():
+def test_recomputation_costs_one_forward_pass_and_lowers_mfu():
     plain = planned_speed(phase(encoding='latents+text'), A100, 8, mfu=0.4)
     work = phase(overrides=['parallelism.activation_checkpointing=true'], encoding='latents+text')
     recomputing = planned_speed(work, A100, 8, mfu=0.4)
@@ -102,14 +102,14 @@ def test_recomputing_takes_a_forward_pass_more_and_is_not_utilisation():
         ('a100-80gb', ['parallelism.activation_checkpointing=true']),
     ],
 )
-def test_what_was_not_published_is_assumed_and_says_so(gpu, overrides):
+def test_mfu_is_assumed_if_no_figure_was_published(gpu, overrides):
     speed = planned_speed(phase(overrides=overrides, encoding='latents+text'), GPUS[gpu], 8)
     assert 'assumed: 25% of peak' in speed.source
     assert speed.mfu <= ASSUMED_MFU * (1 + 1e-9)
 
 
 @given(st.integers(1, 4096))
-def test_interpolated_speed_lies_between_its_neighbours(gpus):
+def test_interpolated_throughput_is_between_its_neighbors(gpus):
     known = published_runs.IMAGES_PER_SECOND[256]
     rate = published_runs.interpolate(known, gpus)
     below, above = [n for n in known if n <= gpus], [n for n in known if n >= gpus]
@@ -129,36 +129,36 @@ def write_run(folder, values):
     return folder
 
 
-def test_a_runs_own_speed_holds_for_its_recipe_on_more_gpus(tmp_path):
+def test_measured_throughput_scales_with_number_of_gpus(tmp_path):
     run = write_run(tmp_path, [1.0, 30.0, 30.0, 31.0])
-    speed = planned_speed(phase(run / 'recipe.yaml'), A100, 16, measured=measured_in(run))
+    speed = planned_speed(phase(run / 'recipe.yaml'), A100, 16, measured=read_measured_speed(run))
     assert speed.images_per_second == pytest.approx(16 * 30)
-    assert 'measured: 30.0 images/s a device in ' in speed.source
+    assert 'measured: 30.0 images/s per device in ' in speed.source
 
 
-def test_a_runs_own_speed_is_scaled_by_flops_for_another_recipe(tmp_path):
+def test_measured_throughput_scales_with_flops_of_another_recipe(tmp_path):
     run = write_run(tmp_path, [30.0])
     larger = phase(run / 'recipe.yaml', ['model.resolution=128', 'streams.a.resolution=128'])
-    own = phase(run / 'recipe.yaml')
-    speed = planned_speed(larger, A100, 1, measured=measured_in(run))
-    assert speed.images_per_second == pytest.approx(30 * own.flops() / larger.flops())
+    same = phase(run / 'recipe.yaml')
+    speed = planned_speed(larger, A100, 1, measured=read_measured_speed(run))
+    assert speed.images_per_second == pytest.approx(30 * same.flops() / larger.flops())
 
 
-def test_a_run_without_throughput_is_an_error(tmp_path):
+def test_run_without_logged_throughput_is_an_error(tmp_path):
     run = write_run(tmp_path, [])
     with pytest.raises(
-        ValueError, match=r'has no throughput/device/samples_per_sec; it is there after .*callbacks\.breakdown'
+        ValueError, match=r'has no throughput/device/samples_per_sec; it is logged after .*callbacks\.breakdown'
     ):
-        measured_in(run)
+        read_measured_speed(run)
     (run / 'metrics.jsonl').unlink()
     with pytest.raises(ValueError, match=r'--from-run: .*metrics\.jsonl cannot be read .*loggers\.metrics_file'):
         read_run(run, 1.0)
     with pytest.raises(ValueError, match=r'--from-run: .*nowhere has no recipe\.yaml; give the folder of a run'):
-        measured_in(tmp_path / 'nowhere')
+        read_measured_speed(tmp_path / 'nowhere')
 
 
-def test_what_breakdown_and_speed_monitor_log_is_what_is_read():
-    """The names are Composer's."""
+def test_throughput_metric_has_the_name_of_breakdown_and_speed_monitor():
+    """Check the name against Composer's source and against the breakdown callback."""
     from pathlib import Path
 
     import composer.callbacks.speed_monitor as monitor
@@ -170,6 +170,6 @@ def test_what_breakdown_and_speed_monitor_log_is_what_is_read():
     assert report.metrics()[THROUGHPUT] == 320
 
 
-def test_no_price_is_no_dollars():
+def test_cost_without_a_price_has_no_dollars():
     cost = cost_of_hours(3.0, gpus=4, price=None)
     assert (cost.gpu_hours, cost.usd, (cost + cost).usd, (cost * 2).hours) == (12.0, None, None, 6.0)

@@ -1,4 +1,4 @@
-"""How much work a recipe is: batches, shapes, what is stored."""
+"""Amount of work in a recipe: batches, shapes, form of the stored samples."""
 
 from dataclasses import replace
 
@@ -20,13 +20,13 @@ def write_index(folder, samples, size=1000):
     (folder / 'index.json').write_text(f'{{"shards": [{shard}]}}', encoding='utf-8')
 
 
-def test_each_phase_counts_its_own_batches():
+def test_batches_and_images_of_the_published_phases():
     first, second = both()
     assert (first.batches, second.batches) == (550_000, 850_000)
     assert (first.images, second.images) == (1_126_400_000, 1_740_800_000)
 
 
-def test_the_published_phases_have_the_published_data():
+def test_published_phases_assume_the_published_number_of_images():
     assert [work.different_images for work in both()] == [790_000_000, 300_000_000]
     assert phase(samples=5).different_images == 5
     changed = phase(overrides=['trainer.max_duration=550001ba'])
@@ -36,12 +36,12 @@ def test_the_published_phases_have_the_published_data():
 @pytest.mark.parametrize(
     ('duration', 'batches'), [('80ba', 80), ('3ep', 3 * 12), ('0.5ep', 6), ('800sp', 100), ('804sp', 100)]
 )
-def test_durations(tmp_path, duration, batches):
+def test_duration_is_converted_to_batches(tmp_path, duration, batches):
     path = write_recipe(tmp_path, trainer={'max_duration': duration})
-    assert phase(path, samples=100).batches == batches  # 12 batches of 8 in an epoch of 100
+    assert phase(path, samples=100).batches == batches  # an epoch of 100 samples has 12 batches of 8
 
 
-def test_an_epoch_is_as_long_as_the_recipe_says(tmp_path):
+def test_epoch_size_of_the_recipe_sets_the_length_of_an_epoch(tmp_path):
     path = write_recipe(tmp_path, trainer={'max_duration': '2ep'}, loader={'epoch_size': 64})
     assert phase(path).batches == 16
 
@@ -49,23 +49,23 @@ def test_an_epoch_is_as_long_as_the_recipe_says(tmp_path):
 @pytest.mark.parametrize(
     ('change', 'message'),
     [
-        ({'trainer': {'max_duration': '2ep'}}, 'how many pictures one has is not known here; give --samples'),
-        ({'trainer': {'max_duration': '0.9dur'}}, "trainer.max_duration: '0.9dur' says no number of batches"),
-        ({'trainer': {'max_duration': '30sec'}}, "'30sec' says no number of batches"),
-        ({'trainer': {'max_duration': '7sp'}}, '7sp is not a whole batch of 8'),
-        ({'trainer': {'max_duration': '???'}}, 'trainer.max_duration: is missing; say how long to train'),
-        ({'global_batch': '???'}, 'global_batch: is still'),
-        ({'streams': {'a': {'local': 'x', 'resolution': '???'}}}, 'streams.a.resolution: is still'),
+        ({'trainer': {'max_duration': '2ep'}}, 'the number of images per epoch is unknown; give --samples'),
+        ({'trainer': {'max_duration': '0.9dur'}}, "trainer.max_duration: '0.9dur' has no known number of batches"),
+        ({'trainer': {'max_duration': '30sec'}}, "'30sec' has no known number of batches"),
+        ({'trainer': {'max_duration': '7sp'}}, '7sp is less than one batch of 8'),
+        ({'trainer': {'max_duration': '???'}}, 'trainer.max_duration: is missing'),
+        ({'global_batch': '???'}, 'global_batch: is [?]{3}; set it'),
+        ({'streams': {'a': {'local': 'x', 'resolution': '???'}}}, 'streams.a.resolution: is [?]{3}; set the side'),
         ({'task': 'generate', 'generate': {'prompts': ['a']}}, 'task: the plan is for training, not generate'),
     ],
 )
-def test_what_is_missing_is_named(tmp_path, change, message):
+def test_error_names_the_missing_or_wrong_value(tmp_path, change, message):
     with pytest.raises(ValueError, match=message):
         phase(write_recipe(tmp_path, **change))
 
 
-def test_a_recipe_without_a_duration_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match=r'trainer\.max_duration: is missing; say how long to train'):
+def test_recipe_without_a_duration_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match=r'trainer\.max_duration: is missing'):
         phase(write_recipe(tmp_path, trainer={'precision': 'fp32'}))
 
 
@@ -74,7 +74,8 @@ def test_a_recipe_without_a_duration_is_an_error(tmp_path):
     [
         ({}, 'pictures'),
         ({'dataset': {'name': 'latents'}}, 'latents'),
-        ({'dataset': {'name': 'latents'}, 'precompute': {'latents': 'image+text'}}, 'latents'),  # tiny trains its own
+        # tiny trains its text encoder by default
+        ({'dataset': {'name': 'latents'}, 'precompute': {'latents': 'image+text'}}, 'latents'),
         (
             {
                 'dataset': {'name': 'latents'},
@@ -85,19 +86,19 @@ def test_a_recipe_without_a_duration_is_an_error(tmp_path):
         ),
     ],
 )
-def test_what_is_stored_is_what_the_recipe_says(tmp_path, change, encoding):
+def test_stored_form_is_taken_from_the_recipe(tmp_path, change, encoding):
     assert phase(write_recipe(tmp_path, **change)).encoding == encoding
 
 
-def test_storing_what_is_trained_is_refused(tmp_path):
+def test_outputs_of_trained_modules_cannot_be_stored(tmp_path):
     with pytest.raises(ValueError, match=r'--stored latents\+text: this recipe trains its text encoder'):
         phase(write_recipe(tmp_path), encoding='latents+text')
     model = {'name': 'autoencoder'}
-    with pytest.raises(ValueError, match='--stored latents: autoencoder trains on pictures'):
+    with pytest.raises(ValueError, match='--stored latents: autoencoder trains on images'):
         phase(write_recipe(tmp_path, model=model), encoding='latents')
 
 
-def test_shares_of_streams_follow_their_proportions(tmp_path):
+def test_shapes_follow_the_proportions_of_streams(tmp_path):
     streams = {
         'small': {'local': 'x', 'resolution': 64, 'proportion': 3},
         'large': {'local': 'y', 'resolution': 128, 'proportion': 1},
@@ -108,14 +109,14 @@ def test_shares_of_streams_follow_their_proportions(tmp_path):
     assert work.forward_flops == pytest.approx(0.75 * alone[0].forward_flops + 0.25 * alone[1].forward_flops)
 
 
-def test_unknown_sizes_count_as_equal_parts_and_that_is_said(tmp_path):
+def test_streams_of_unknown_size_count_equally_with_a_note(tmp_path):
     streams = {'a': {'local': 'x', 'resolution': 64}, 'b': {'local': 'y', 'resolution': 128}}
     work = phase(write_recipe(tmp_path, streams=streams))
     assert work.shapes == {square(64): 0.5, square(128): 0.5}
-    assert work.notes == ('streams: their sizes are not known here; counted as equal parts',)
+    assert work.notes == ('streams: sizes unknown (shards not local); assumed equal proportions',)
 
 
-def test_local_sizes_share_by_samples(tmp_path):
+def test_local_streams_count_by_number_of_samples(tmp_path):
     write_index(tmp_path / 'x', 30)
     write_index(tmp_path / 'y', 10)
     streams = {name: {'local': str(tmp_path / name), 'resolution': side} for name, side in (('x', 64), ('y', 128))}
@@ -124,7 +125,7 @@ def test_local_sizes_share_by_samples(tmp_path):
     assert (work.samples, work.stored_bytes) == (40, 1000)
 
 
-def test_aspect_buckets_are_the_shapes_they_hold(tmp_path):
+def test_aspect_buckets_contribute_their_shapes(tmp_path):
     shapes = {Shape(64, 64): 20, Shape(96, 48): 20}
     for shape, samples in shapes.items():
         write_index(tmp_path / 'data' / str(shape), samples)
@@ -135,17 +136,17 @@ def test_aspect_buckets_are_the_shapes_they_hold(tmp_path):
     assert work.largest_shape == Shape(96, 48)
     elsewhere = phase(write_recipe(tmp_path, streams={'a': stream | {'local': 'nowhere'}}))
     assert elsewhere.shapes == {square(64): 1.0}
-    assert elsewhere.notes == ('streams.a: its shapes are not known here; counted as squares of 64 px',)
+    assert elsewhere.notes == ('streams.a: shapes unknown (shards not local); assumed 64 px squares',)
 
 
-def test_a_shape_beside_its_resolution(tmp_path):
+def test_stream_shape_takes_precedence_over_resolution(tmp_path):
     stream = {'local': 'x', 'resolution': 64, 'shape': '96x48'}
     assert list(phase(write_recipe(tmp_path, streams={'a': stream})).shapes) == [Shape(96, 48)]
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=4))
-def test_shares_add_up_to_one(proportions):
+def test_fractions_of_shapes_sum_to_one(proportions):
     streams = {
         f's{index}': StreamConfig(resolution=256 * (index + 1), local='x', proportion=proportion)
         for index, proportion in enumerate(proportions)
@@ -153,7 +154,7 @@ def test_shares_add_up_to_one(proportions):
     assert sum(phase_of(replace(PHASE1.recipe, streams=streams)).shapes.values()) == pytest.approx(1)
 
 
-def test_precision_is_that_of_autocast():
+def test_precision_is_that_of_the_trainer():
     assert phase(PHASES[0]).autocast == 'bf16'
     assert phase(PHASES[0], ['trainer.precision=amp_fp16']).autocast == 'fp16'
     assert phase(PHASES[0], ['trainer.precision=fp32']).precision() == 'float32+compile'
@@ -163,7 +164,7 @@ def test_precision_is_that_of_autocast():
     ('part', 'precision'),
     [('compile', 'half+compile'), ('low_precision_norms', 'half+low_precision_norms'), ('channels_last', 'half')],
 )
-def test_norms_are_narrow_where_they_are_compiled_or_asked_to_be(tmp_path, part, precision):
+def test_speed_settings_and_algorithms_select_the_precision(tmp_path, part, precision):
     path = write_recipe(tmp_path, speed={'preset': 'none', part: True})
     assert phase(path).precision() == precision
     algorithms = {'low_precision_groupnorm': {}, 'low_precision_layernorm': {}}
@@ -175,7 +176,7 @@ def test_norms_are_narrow_where_they_are_compiled_or_asked_to_be(tmp_path, part,
 @pytest.mark.parametrize(
     'speed', [{}, {'preset': 'none'}, {'compile': False}, {'preset': 'none', 'fused_optimizer': True}]
 )
-def test_parts_of_speed_are_decided_as_the_run_does(tmp_path, strategy, speed, monkeypatch):
+def test_effective_speed_settings_equal_those_of_a_run(tmp_path, strategy, speed, monkeypatch):
     import torch
 
     from diffusion.training.components import effective_speed

@@ -1,4 +1,4 @@
-"""A preflight of real processes over gloo, with one thing wrong at a time."""
+"""Preflight checks in real processes over gloo, with one fault at a time."""
 
 import datetime
 import faulthandler
@@ -34,23 +34,23 @@ def bad(findings):
     return [finding for finding in findings if not finding.ok]
 
 
-def test_a_sound_node_passes(recipe):
+def test_healthy_node_passes(recipe):
     found = node_checks.check_node(recipe, kind='none', processes=2, nvml=None)
     assert findings_exit_status(found) == 0, findings_table(found)
     assert {finding.check for finding in found} == {'shared memory', 'disk', 'checkpoints', 'data'}
-    assert not list(recipe.run_dir.iterdir()), 'the marker is gone'
+    assert not list(recipe.run_dir.iterdir()), 'the test file is deleted'
 
 
-def test_little_shared_memory_is_said(recipe, monkeypatch):
+def test_too_little_shared_memory_is_a_finding(recipe, monkeypatch):
     usage = shutil.disk_usage
-    little = lambda path: SimpleNamespace(free=2**26) if Path(path) == node_checks.SHM else usage(path)  # noqa: E731
-    monkeypatch.setattr(node_checks.shutil, 'disk_usage', little)
+    small = lambda path: SimpleNamespace(free=2**26) if Path(path) == node_checks.SHM else usage(path)  # noqa: E731
+    monkeypatch.setattr(node_checks.shutil, 'disk_usage', small)
     (found,) = bad(node_checks.check_node(recipe, kind='none', processes=2, nvml=None))
     assert (found.check, found.status) == ('shared memory', CONFIG_ERROR)
     assert 'docker run --shm-size' in found.detail
 
 
-def test_a_full_disk_is_said(recipe, monkeypatch):
+def test_full_disk_is_a_finding(recipe, monkeypatch):
     usage = shutil.disk_usage
     full = lambda path: usage(path) if Path(path) == node_checks.SHM else SimpleNamespace(free=0)  # noqa: E731
     monkeypatch.setattr(node_checks.shutil, 'disk_usage', full)
@@ -59,7 +59,7 @@ def test_a_full_disk_is_said(recipe, monkeypatch):
     assert any(str(recipe.run_dir) in finding.detail for finding in found)
 
 
-def test_a_check_that_breaks_is_a_finding_and_the_others_are_made(recipe, monkeypatch):
+def test_check_that_raises_is_a_finding_and_other_checks_run(recipe, monkeypatch):
     def stale(path):
         raise OSError(116, 'Stale file handle')
 
@@ -70,7 +70,7 @@ def test_a_check_that_breaks_is_a_finding_and_the_others_are_made(recipe, monkey
     assert {'checkpoints', 'data'} <= {finding.check for finding in found if finding.ok}
 
 
-def test_a_gpu_on_which_cuda_does_not_start_is_a_finding_of_its_rank(monkeypatch):
+def test_cuda_initialization_error_is_a_finding_of_its_rank(monkeypatch):
     def set_device(index):
         raise RuntimeError(f'CUDA error: device {index}\nis unavailable')
 
@@ -81,16 +81,16 @@ def test_a_gpu_on_which_cuda_does_not_start_is_a_finding_of_its_rank(monkeypatch
     assert found.where.endswith(' rank 11')
 
 
-def test_a_folder_of_checkpoints_that_cannot_be_written(recipe):
+def test_unwritable_run_folder_is_a_finding(recipe):
     recipe.run_dir.parent.mkdir(parents=True)
-    recipe.run_dir.write_text('a file is in the way')
+    recipe.run_dir.write_text('a file where the folder should be')
     (found,) = bad(node_checks.check_run_folder(recipe))
     assert 'cannot be written' in found.detail
     assert found.status == BAD_HARDWARE
 
 
 @pytest.mark.parametrize(
-    ('fault', 'told', 'status'),
+    ('fault', 'message', 'status'),
     [
         (('GET shard.00000', 403), 'AccessDenied', FAILED),
         (('GET index.json', 500), 'index.json', FAILED),
@@ -98,40 +98,41 @@ def test_a_folder_of_checkpoints_that_cannot_be_written(recipe):
         (None, '', 0),
     ],
 )
-def test_a_bucket_is_read_from(store, pictures, write_recipe, tmp_path, fault, told, status):
+def test_first_shard_is_read_from_the_bucket(store, pictures, write_recipe, tmp_path, fault, message, status):
     stream = {'remote': store.upload(pictures[32]), 'local': str(tmp_path / 'cache'), 'resolution': 32}
     recipe = load(write_recipe(streams={'far': stream}))
     if fault:
         store.fail(*fault)
     found = node_checks.check_node(recipe, kind='none', processes=1, nvml=None)
     assert findings_exit_status(found) == status, findings_table(found)
-    assert all(told in finding.detail and 'streams.far' in finding.detail for finding in bad(found))
+    assert all(message in finding.detail and 'streams.far' in finding.detail for finding in bad(found))
     assert not (tmp_path / 'cache').exists()
 
 
-def test_a_shard_that_is_shorter_than_its_index_says(store, pictures, write_recipe, tmp_path):
+def test_shard_shorter_than_in_its_index_is_a_finding(store, pictures, write_recipe, tmp_path):
     remote = store.upload(pictures[32])
     store.put(remote, 'shard.00000.mds', b'short')
     recipe = load(write_recipe(streams={'far': {'remote': remote, 'local': str(tmp_path), 'resolution': 32}}))
     (found,) = bad(node_checks.check_first_shard('far', recipe.streams['far']))
-    assert f'{remote}/shard.00000.mds: 5 bytes came of' in found.detail
+    assert f'{remote}/shard.00000.mds: read 5 of' in found.detail
 
 
 @pytest.fixture
 def run_two(write_recipe, tmp_path):
-    """Runs the preflight in two processes over gloo, as two nodes; their statuses, and what was found."""
+    """Run the preflight in two processes over gloo, as two nodes; return their exit statuses and the findings."""
 
-    def run(meddle: Callable[[int], None] = lambda rank: None, *, level='fast', kind='none', recipe=None):
+    def run(inject: Callable[[int], None] = lambda rank: None, *, level='fast', kind='none', recipe=None):
         path, port = recipe or write_recipe(), free_port()
 
         def work(rank: int) -> None:
-            torch.set_num_threads(1)  # the threads of before the fork are gone, and would be waited for
+            # A fork does not copy OpenMP's threads; an operation that uses them would wait for them forever.
+            torch.set_num_threads(1)
             faulthandler.dump_traceback_later(100, exit=True)
             program.TIMEOUT = datetime.timedelta(seconds=60)
             os.environ |= {'RANK': str(rank), 'WORLD_SIZE': '2', 'LOCAL_RANK': '0', 'LOCAL_WORLD_SIZE': '1'}
             os.environ |= {'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(port), environment.GPU: kind}
             os.environ[environment.MACHINE] = f'node{rank}'
-            meddle(rank)
+            inject(rank)
             (tmp_path / f'status-{rank}').write_text(str(program.main([level, str(path)])))
 
         processes = [Forked(lambda rank=rank: work(rank)) for rank in range(2)]
@@ -144,22 +145,25 @@ def run_two(write_recipe, tmp_path):
     return run
 
 
-def slow(rank):
-    measured = collective_checks.measure_matmul
-    collective_checks.measure_matmul = lambda *given: (measured(*given)[0] * (0.1 if rank else 1), measured(*given)[1])
+def slow_matmul(rank):
+    measure = collective_checks.measure_matmul
+    collective_checks.measure_matmul = lambda *args: (measure(*args)[0] * (0.1 if rank else 1), measure(*args)[1])
 
 
-def miscalculating(rank):
-    measured = collective_checks.measure_matmul
-    collective_checks.measure_matmul = lambda *given: (measured(*given)[0], measured(*given)[1] + rank)
+def wrong_matmul(rank):
+    measure = collective_checks.measure_matmul
+    collective_checks.measure_matmul = lambda *args: (measure(*args)[0], measure(*args)[1] + rank)
 
 
-def mishearing(rank):
-    whole = collective_checks.dist.all_reduce
-    collective_checks.dist.all_reduce = lambda message, group: [whole(message, group=group), message[-1].add_(rank)]
+def wrong_all_reduce(rank):
+    all_reduce = collective_checks.dist.all_reduce
+    collective_checks.dist.all_reduce = lambda message, group: [
+        all_reduce(message, group=group),
+        message[-1].add_(rank),
+    ]
 
 
-def late(rank):
+def skewed_clock(rank):
     now = collective_checks.time.time
     collective_checks.time.time = lambda: now() + 100 * rank
 
@@ -168,57 +172,57 @@ def little_shared_memory(rank):
     node_checks.SHM_BYTES = 2**60 if rank else 1
 
 
-def full(rank):
+def full_disk(rank):
     if rank:
-        full_everywhere(rank)
+        full_disk_everywhere(rank)
 
 
-def full_everywhere(rank):
+def full_disk_everywhere(rank):
     usage = shutil.disk_usage
     node_checks.shutil.disk_usage = lambda path: usage(path) if path == node_checks.SHM else SimpleNamespace(free=0)
 
 
 def gpu_driver(**second):
-    """A driver of one GPU on each node, sound on the first."""
+    """Return a fault with a fake driver of one GPU on each node; the first is healthy, the second has these faults."""
 
-    def meddle(rank):
+    def inject(rank):
         os.environ.pop('CUDA_VISIBLE_DEVICES', None)
         driver = Driver(**(second if rank else {}))
         driver.gpus = driver.gpus[1 : 1 if second.get('gone') and rank else 2]
         gpu_health.load_nvml = lambda: driver
         gpu_health.RELEASE_SECONDS = 0.0
 
-    return meddle
+    return inject
 
 
 BOTH = [BAD_HARDWARE, BAD_HARDWARE]
 SECOND = [PREEMPTED, BAD_HARDWARE]
 NO_NODES = [FAILED, FAILED]
-"""What is wrong on all nodes is none's fault; none is to be avoided."""
+"""Exit statuses for a fault on all nodes: it is in something shared, so no node should be excluded."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ('meddle', 'check', 'expected'),
+    ('inject', 'check', 'expected'),
     [
-        (slow, 'speed', SECOND),
-        (mishearing, 'all-reduce', SECOND),
-        (full, 'disk', SECOND),
+        (slow_matmul, 'speed', SECOND),
+        (wrong_all_reduce, 'all-reduce', SECOND),
+        (full_disk, 'disk', SECOND),
         (little_shared_memory, 'shared memory', [PREEMPTED, CONFIG_ERROR]),
         (gpu_driver(rows=(0, 2, 0, 1)), 'gpu rows', SECOND),
         (gpu_driver(processes=[4711]), 'gpu processes', SECOND),
         (gpu_driver(gone=True), 'gpu count', SECOND),
-        # The driver is well, and CUDA does not start: here there is none.
+        # The fake driver reports healthy GPUs, but CUDA cannot be initialized because this machine has none.
         (gpu_driver(), 'cuda', NO_NODES),
-        (full_everywhere, 'disk', NO_NODES),
-        # Between two that disagree nobody knows who is right: both say so, or one of them.
-        (late, 'clock', BOTH),
-        (miscalculating, 'results', None),
+        (full_disk_everywhere, 'disk', NO_NODES),
+        # With two ranks there is no majority: both clocks are 50 s from the median, and either product may be reported.
+        (skewed_clock, 'clock', BOTH),
+        (wrong_matmul, 'results', None),
     ],
 )
-def test_the_node_at_fault_is_named_and_the_other_tries_again(run_two, meddle, check, expected):
+def test_faulty_node_is_reported_and_the_other_retries(run_two, inject, check, expected):
     statuses, found = run_two(
-        meddle, kind='h100-sxm' if check in ('cuda', 'gpu rows', 'gpu processes', 'gpu count') else 'none'
+        inject, kind='h100-sxm' if check in ('cuda', 'gpu rows', 'gpu processes', 'gpu count') else 'none'
     )
     assert {finding.check for finding in bad(found)} == {check}, findings_table(found)
     assert expected is None or all('node1' in finding.where for finding in bad(found)) or expected in (BOTH, NO_NODES)
@@ -226,7 +230,7 @@ def test_the_node_at_fault_is_named_and_the_other_tries_again(run_two, meddle, c
 
 
 @pytest.mark.slow
-def test_a_bucket_that_cannot_be_read_may_be_read_later(run_two, store, pictures, write_recipe, tmp_path):
+def test_unreadable_bucket_is_retried(run_two, store, pictures, write_recipe, tmp_path):
     stream = {'remote': store.upload(pictures[32]), 'local': str(tmp_path / 'cache'), 'resolution': 32}
     store.fail('GET shard.00000', 403)
     statuses, found = run_two(recipe=write_recipe(streams={'far': stream}))
@@ -235,7 +239,7 @@ def test_a_bucket_that_cannot_be_read_may_be_read_later(run_two, store, pictures
 
 
 @pytest.mark.parametrize('level', ['fast', pytest.param('deep', marks=pytest.mark.slow)])
-def test_sound_nodes_pass_within_a_minute(run_two, level):
+def test_healthy_nodes_pass_within_a_minute(run_two, level):
     begin = time.monotonic()
     statuses, found = run_two(level=level)
     assert statuses == [0, 0], findings_table(found)
@@ -244,16 +248,16 @@ def test_sound_nodes_pass_within_a_minute(run_two, level):
     assert time.monotonic() - begin < 60
 
 
-def test_who_does_not_come_is_named(write_recipe, monkeypatch, capsys):
-    place = {'RANK': '0', 'WORLD_SIZE': '4', 'LOCAL_RANK': '0', 'LOCAL_WORLD_SIZE': '2'}
-    for name, value in (place | {'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(free_port())}).items():
+def test_missing_ranks_are_listed(write_recipe, monkeypatch, capsys):
+    ranks = {'RANK': '0', 'WORLD_SIZE': '4', 'LOCAL_RANK': '0', 'LOCAL_WORLD_SIZE': '2'}
+    for name, value in (ranks | {'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(free_port())}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(program, 'TIMEOUT', datetime.timedelta(seconds=1))
     assert program.main(['fast', str(write_recipe())]) == FAILED
-    assert 'after 1 s, ranks 1, 2, 3 (node 0, 1 of 2) are not here' in capsys.readouterr().err
+    assert 'after 1 s, ranks 1, 2, 3 (node 0, 1 of 2) have not joined' in capsys.readouterr().err
     monkeypatch.setenv('RANK', '1')
     assert program.main(['fast', str(write_recipe())]) == FAILED
-    assert 'the first process does not answer' in capsys.readouterr().err
+    assert 'cannot connect to rank 0' in capsys.readouterr().err
 
 
 def measured(rank, **changes):
@@ -275,14 +279,14 @@ def measured(rank, **changes):
         ({'versions': ('torch 2.6.0',)}, 'versions', CONFIG_ERROR),
     ],
 )
-def test_one_of_sixteen_that_differs_is_named(changes, check, status):
-    everyone = [measured(rank, **(changes if rank == 11 else {})) for rank in range(16)]
-    (found,) = bad(compare_ranks(everyone, CollectiveLimits.of('cuda')))
+def test_one_deviating_rank_of_sixteen_is_reported(changes, check, status):
+    ranks = [measured(rank, **(changes if rank == 11 else {})) for rank in range(16)]
+    (found,) = bad(compare_ranks(ranks, CollectiveLimits.of('cuda')))
     assert (found.check, found.where, found.status) == (check, 'node1 rank 11', status)
     assert not bad(compare_ranks([measured(rank) for rank in range(16)], CollectiveLimits.of('cuda')))
 
 
-def test_a_process_that_is_alone_is_compared_with_itself():
+def test_single_rank_is_checked_by_its_own_results():
     found = compare_ranks([measured(0)], CollectiveLimits.of('cuda'))
     assert [finding.check for finding in found] == ['versions', 'results', 'speed']
     assert not bad(found)
@@ -290,7 +294,7 @@ def test_a_process_that_is_alone_is_compared_with_itself():
     assert (found.check, found.status) == ('results', BAD_HARDWARE)
 
 
-def test_a_table_and_json_say_the_same():
+def test_findings_as_table_and_json():
     found = [Finding('disk', True, '1 TB', where='node0'), Finding('clock', False, '+9 s', where='node1 rank 3')]
     assert findings_table(found).splitlines()[-1] == 'BAD  clock  node1 rank 3  +9 s'
     assert json.loads(findings_json(found))['status'] == BAD_HARDWARE

@@ -1,4 +1,4 @@
-"""`diffusion preflight` as somebody types it."""
+"""Command line of `diffusion preflight`."""
 
 import os
 import subprocess
@@ -11,30 +11,30 @@ from diffusion.launch import node
 
 
 @pytest.fixture
-def asked(monkeypatch):
-    """What the node entry point was asked for, without doing it."""
-    found = []
+def calls(monkeypatch):
+    """Replace the node entry point, and record the arguments of its calls."""
+    recorded = []
 
     def preflight(words, environ):
-        found.append((list(words), {key: environ.get(f'DIFFUSION_{key}') for key in ('PREFLIGHT', 'GPU')}))
+        recorded.append((list(words), {key: environ.get(f'DIFFUSION_{key}') for key in ('PREFLIGHT', 'GPU')}))
         return 76
 
     monkeypatch.setattr(node, 'run_node_preflight', preflight)
-    return found
+    return recorded
 
 
-def test_levels_and_kinds_are_handed_on_and_the_status_back(asked, write_recipe):
+def test_level_and_gpu_are_passed_to_the_node_and_its_status_is_returned(calls, write_recipe):
     recipe = str(write_recipe())
     assert main(['preflight', recipe]) == 76
     assert main(['preflight', recipe, '--deep', '--gpu', 'H100-SXM', 'name=other']) == 76
-    assert asked == [
+    assert calls == [
         ([recipe], {'PREFLIGHT': 'fast', 'GPU': 'none'}),
         ([recipe, 'name=other'], {'PREFLIGHT': 'deep', 'GPU': 'h100-sxm'}),
     ]
 
 
 @pytest.mark.parametrize(
-    ('words', 'told'),
+    ('words', 'message'),
     [
         (['nosuch.yaml'], 'nosuch.yaml cannot be read'),
         (['RECIPE', 'naem=x'], "naem: unknown key; did you mean 'name'?"),
@@ -42,14 +42,14 @@ def test_levels_and_kinds_are_handed_on_and_the_status_back(asked, write_recipe)
         (['RECIPE', '--processes', '0'], 'DIFFUSION_PROCESSES_PER_NODE: 0 processes per node; use 1 or more'),
     ],
 )
-def test_mistakes_are_a_line(write_recipe, capsys, words, told):
+def test_error_is_one_line(write_recipe, capsys, words, message):
     recipe = str(write_recipe())
     assert main(['preflight', *[recipe if word == 'RECIPE' else word for word in words]]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_a_machine_is_checked_by_all_its_processes(write_recipe, tmp_path):
+def test_preflight_runs_in_all_processes_of_a_machine(write_recipe, tmp_path):
     recipe = write_recipe()
     code = 'import sys; from diffusion.cli import main; sys.exit(main())'
     command = [sys.executable, '-c', code, 'preflight', str(recipe), '--processes', '2']
@@ -58,4 +58,4 @@ def test_a_machine_is_checked_by_all_its_processes(write_recipe, tmp_path):
     assert found.returncode == 0, found.stderr
     assert 'ok   all-reduce' in found.stdout and 'BAD' not in found.stdout
     run = tmp_path / 'runs' / 'run'
-    assert [path.name for path in run.iterdir()] == ['preflight.json'], 'no lock, no account'
+    assert [path.name for path in run.iterdir()] == ['preflight.json'], 'no lock and no attempts.jsonl'

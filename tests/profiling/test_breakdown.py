@@ -1,4 +1,4 @@
-"""Where a run's time goes: stages add up, and each is what it says."""
+"""Breakdown of step time: fractions sum to the step, and each stage measures what its name says."""
 
 import itertools
 import math
@@ -44,13 +44,13 @@ class SlowData(list[Any]):
 
 
 class Slow(Callback):
-    """Sleeps in one hook of the Trainer."""
+    """Callback that sleeps in one event of the Trainer."""
 
     def __init__(self, hook: str) -> None:
         setattr(type(self), hook, lambda self, state, logger: time.sleep(0.04))
 
 
-class Heard(LoggerDestination):
+class RecordedMetrics(LoggerDestination):
     def __init__(self) -> None:
         self.metrics: list[dict[str, Any]] = []
 
@@ -59,7 +59,7 @@ class Heard(LoggerDestination):
 
 
 class Wall(Callback):
-    """Measures steps by itself, from the end of the first batch on."""
+    """Callback that measures steps independently, from the end of the first batch."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
@@ -98,7 +98,7 @@ def report_of(breakdown: Breakdown) -> BreakdownReport:
     return breakdown.report
 
 
-def test_stages_add_up_to_the_step_that_somebody_else_measures(fit):
+def test_stages_sum_to_an_independently_measured_step(fit):
     breakdown, wall = Breakdown(window=5), Wall()
     fit(breakdown, wall)
     report = report_of(breakdown)
@@ -124,15 +124,15 @@ def test_stages_add_up_to_the_step_that_somebody_else_measures(fit):
         ('eval_batch_end', 'evaluation'),
     ],
 )
-def test_what_a_callback_takes_is_counted(fit, hook, stage):
+def test_time_of_a_callback_is_counted(fit, hook, stage):
     breakdown = Breakdown(window=3)
-    evaluates = {'eval_dataloader': DataLoader(samples(4), batch_size=4), 'eval_interval': '1ba'}
-    kind = type('Slow', (Slow,), {})
-    fit(breakdown, kind(hook), batches=4, **(evaluates if 'eval' in hook else {}))
+    evaluation = {'eval_dataloader': DataLoader(samples(4), batch_size=4), 'eval_interval': '1ba'}
+    callback = type('Slow', (Slow,), {})  # a new class, since Slow sets the hook on its class
+    fit(breakdown, callback(hook), batches=4, **(evaluation if 'eval' in hook else {}))
     report = report_of(breakdown)
-    whole = report.batches * report.step_seconds / (1 - report.shares['evaluation'])
+    total = report.batches * report.step_seconds / (1 - report.shares['evaluation'])
     calls = 3 * (2 if hook == 'after_loss' else 1)  # two microbatches
-    assert report.shares[stage] * whole >= calls * 0.04
+    assert report.shares[stage] * total >= calls * 0.04
 
 
 def test_waiting_for_data_is_counted(fit):
@@ -142,27 +142,27 @@ def test_waiting_for_data_is_counted(fit):
     assert report.shares['data_wait'] * report.step_seconds > 8 * 0.01
 
 
-def test_an_algorithm_that_averages_is_ema_and_checkpoints_are_checkpoints(fit, tmp_path, monkeypatch):
+def test_ema_updates_and_checkpoints_have_their_own_stages(fit, tmp_path, monkeypatch):
     breakdown = Breakdown(window=3)
     update = EMA.update
 
-    def slowly(self: EMA) -> None:
+    def slow_update(self: EMA) -> None:
         time.sleep(0.04)
         update(self)
 
-    monkeypatch.setattr(EMA, 'update', slowly)
+    monkeypatch.setattr(EMA, 'update', slow_update)
     fit(breakdown, batches=4, algorithms=[EMA()], save_folder=str(tmp_path / 'saved'), save_interval='1ba')
     report = report_of(breakdown)
     assert report.shares['ema'] * report.step_seconds > 0.04
     assert report.shares['checkpoint'] > 0
 
 
-def test_reports_come_every_window_in_metrics_and_on_a_line(fit, caplog):
-    breakdown, heard = Breakdown(window=2, peak_tflops=0.001), Heard()
+def test_every_window_is_reported_as_metrics_and_log_line(fit, caplog):
+    breakdown, recorded = Breakdown(window=2, peak_tflops=0.001), RecordedMetrics()
     with caplog.at_level('INFO', 'diffusion.profiling.breakdown'):
-        fit(breakdown, batches=6, loggers=[heard])
-    reports = [metrics for metrics in heard.metrics if 'time_share/backward' in metrics]
-    assert len(reports) == 2, 'the first batch is not counted, the last is of a window that is not full'
+        fit(breakdown, batches=6, loggers=[recorded])
+    reports = [metrics for metrics in recorded.metrics if 'time_share/backward' in metrics]
+    assert len(reports) == 2, 'the first batch is skipped, and the last window is incomplete'
     metrics = reports[-1]
     assert sum(metrics[f'time_share/{stage}'] for stage in STAGES) == pytest.approx(1)
     assert metrics['throughput/samples_per_sec'] == pytest.approx(8 * metrics['throughput/batches_per_sec'])
@@ -175,36 +175,36 @@ def test_reports_come_every_window_in_metrics_and_on_a_line(fit, caplog):
     assert 'MFU' in lines[0] and 'backward' in lines[0]
 
 
-def test_a_run_shorter_than_a_window_is_told_of_at_its_end(fit):
+def test_run_shorter_than_a_window_is_reported_at_its_end(fit):
     breakdown = Breakdown(window=50)
     fit(breakdown, batches=3)
     assert report_of(breakdown).batches == 2
 
 
-def test_nothing_is_left_behind(fit):
-    breakdown, heard = Breakdown(window=2), Heard()
-    trainer = fit(breakdown, batches=3, loggers=[heard], algorithms=[EMA()])
-    assert 'log_metrics' not in vars(heard)
+def test_wrappers_and_listener_are_removed_after_fit(fit):
+    breakdown, recorded = Breakdown(window=2), RecordedMetrics()
+    trainer = fit(breakdown, batches=3, loggers=[recorded], algorithms=[EMA()])
+    assert 'log_metrics' not in vars(recorded)
     assert not any('apply' in vars(algorithm) for algorithm in trainer.state.algorithms)
     assert stage_hooks._listener is None
 
 
-def test_losses_are_the_same_with_and_without(fit):
+def test_breakdown_does_not_change_losses(fit):
     def losses(*callbacks: Callback) -> list[float]:
-        heard = Heard()
-        fit(*callbacks, batches=3, loggers=[heard])
-        return [m['loss/train/total'] for m in heard.metrics if 'loss/train/total' in m]
+        recorded = RecordedMetrics()
+        fit(*callbacks, batches=3, loggers=[recorded])
+        return [m['loss/train/total'] for m in recorded.metrics if 'loss/train/total' in m]
 
     assert losses() == losses(Breakdown(window=2))
 
 
-def test_wrong_settings_are_refused():
+def test_window_of_zero_batches_is_an_error():
     with pytest.raises(ValueError, match='callbacks.breakdown.window: 0 batches'):
         Breakdown(window=0)
 
 
 class Tick:
-    """A CUDA event of a GPU that is `lag` marks behind."""
+    """Fake CUDA event whose time is its number; the GPU has completed the events before number `done`."""
 
     clock = itertools.count()
     done = 0.0
@@ -219,17 +219,17 @@ class Tick:
         return 1e3 * (other.at - self.at)
 
 
-def test_a_recorder_reads_what_the_gpu_has_finished_and_waits_for_nothing():
+def test_recorder_reads_completed_stages_without_waiting():
     Tick.clock, Tick.done = itertools.count(), 0
     recorder = Recorder(Tick)
     timeline = Timeline(recorder)
     timeline.switch('forward')
-    assert recorder.read() == {}, 'it was not recording'
+    assert recorder.read() == {}, 'not recording yet'
     recorder.start()
     timeline.switch('backward')
     timeline.switch('optimizer')
     timeline.switch('forward')
-    assert recorder.read() == {}, 'the GPU has come to none of it'
+    assert recorder.read() == {}, 'the GPU has not completed any event'
     Tick.done = 3
     assert recorder.read() == {'forward': 1, 'backward': 1}
     Tick.done = 4
@@ -240,10 +240,10 @@ def test_a_recorder_reads_what_the_gpu_has_finished_and_waits_for_nothing():
     recorder.start()
     timeline.switch('forward')
     Tick.done = math.inf
-    assert recorder.read() == {'backward': 1}, 'what was between two recordings belongs to no stage'
+    assert recorder.read() == {'backward': 1}, 'time between two recordings belongs to no stage'
 
 
-def test_the_host_times_waits_and_the_gpu_the_rest():
+def test_host_times_waits_and_gpu_times_the_other_stages():
     host = {'data_wait': 1.0, 'evaluation': 2.0, 'forward': 0.1, 'backward': 0.1, 'optimizer': 0.8}
     device = {'data_wait': 9.0, 'forward': 1.0, 'backward': 3.0}
     shares = shares_of(host, device)
@@ -255,7 +255,7 @@ def test_the_host_times_waits_and_the_gpu_the_rest():
     assert set(WAITS) < set(shares)
 
 
-def test_stages_inside_of_an_evaluation_are_evaluation():
+def test_nested_stages_of_an_evaluation_count_as_evaluation():
     timeline = Timeline()
     timeline.switch('evaluation')
     with timeline.stage('encode'):
@@ -265,23 +265,23 @@ def test_stages_inside_of_an_evaluation_are_evaluation():
     timeline.switch('forward')
     with pytest.raises(RuntimeError), timeline.stage('encode'):
         raise RuntimeError
-    assert timeline.switch('other') == 'forward', 'an error ends the stage it comes from'
+    assert timeline.switch('other') == 'forward', 'an exception ends the nested stage that raised it'
     assert timeline.seconds['evaluation'] > 0.002
     assert 'logging' not in timeline.seconds
 
 
-def test_slowest_rank_is_named_when_it_is_slower():
+def test_line_includes_the_slowest_rank_only_if_it_is_slower():
     fast = BreakdownReport(10, 640, 2, 0.1, 0.101, 4e12, 1e12, 3.0, {'forward': 0.3, 'backward': 0.6, 'data_wait': 0.1})
     assert fast.line() == (
-        '640 images/s, 320 a device, MFU 200.0 %, 100 ms a step, 3.0 GiB at most; '
+        '640 images/s (320 per device), MFU 200.0 %, 100 ms/step, peak 3.0 GiB; '
         'backward 60 %, forward 30 %, data wait 10 %'
     )
     slow = BreakdownReport(10, 640, 2, 0.1, 0.2, None, None, None, {'forward': 1.0})
-    assert '100 ms a step (slowest rank 200)' in slow.line()
+    assert '100 ms/step (slowest rank 200)' in slow.line()
     assert 'throughput/device/mfu' not in slow.metrics()
 
 
-def test_flops_of_stable_diffusion_2_are_the_published_ones():
+def test_forward_flops_of_sd2():
     from diffusion.models import sd2_config
 
     with torch.device('meta'):
@@ -291,11 +291,11 @@ def test_flops_of_stable_diffusion_2_are_the_published_ones():
 
 
 @pytest.mark.parametrize('shape', [(4, 4), (8, 4)])
-def test_flops_of_a_batch_are_what_torch_counts(make_model, shape):
+def test_flops_of_a_batch_equal_torch_flop_counter(make_model, shape):
     height, width = shape
     model = make_model(train_text_encoder=False)
     denoiser = FlopCount(model.denoiser, channels=4, text_width=32)(height, width, 16)
-    pictures = {
+    images = {
         batch_keys.IMAGE: torch.zeros(5, 3, 8 * height, 8 * width, dtype=torch.uint8),
         batch_keys.INPUT_IDS: torch.zeros(5, 1, 16, dtype=torch.int64),
     }
@@ -306,12 +306,12 @@ def test_flops_of_a_batch_are_what_torch_counts(make_model, shape):
             (model.vae.quant_conv, 8, (height, width)),
         )
     )
-    text = forward_flops(empty_copy(model.text, 'meta'), pictures[batch_keys.INPUT_IDS].to('meta'))
-    assert model.flops_per_batch(pictures) == 5 * 3 * denoiser + vae + text
+    text = forward_flops(empty_copy(model.text, 'meta'), images[batch_keys.INPUT_IDS].to('meta'))
+    assert model.flops_per_batch(images) == 5 * 3 * denoiser + vae + text
     latents = {
         batch_keys.LATENT_MOMENTS: torch.zeros(5, 8, height, width),
-        batch_keys.INPUT_IDS: pictures[batch_keys.INPUT_IDS],
+        batch_keys.INPUT_IDS: images[batch_keys.INPUT_IDS],
     }
     stored = latents | {batch_keys.TEXT_EMBEDS: torch.zeros(5, 16, 32)}
     assert model.flops_per_batch(stored) == 15 * denoiser
-    assert 15 * denoiser < model.flops_per_batch(latents) < model.flops_per_batch(pictures)
+    assert 15 * denoiser < model.flops_per_batch(latents) < model.flops_per_batch(images)

@@ -1,4 +1,4 @@
-"""`diffusion profile`: what it writes, and what its rules say of what was measured."""
+"""`diffusion profile`: its output files, and the advice derived from measurements."""
 
 import gzip
 import json
@@ -32,7 +32,7 @@ def with_kernel(name: str, share: float, **more: object) -> ProfileMeasurements:
 
 
 @pytest.mark.parametrize(
-    ('measured', 'share', 'says'),
+    ('measured', 'share', 'setting'),
     [
         (with_share(data_wait=0.2), 0.2, 'loader.num_workers'),
         (with_share(encode=0.3), 0.3, 'task=precompute'),
@@ -50,42 +50,42 @@ def with_kernel(name: str, share: float, **more: object) -> ProfileMeasurements:
         (with_share(other=0.3), 0.3, 'outside of all stages'),
     ],
 )
-def test_a_rule_names_its_gain_and_its_way(measured, share, says):
+def test_advice_gives_the_possible_gain_and_the_setting(measured, share, setting):
     first = largest(measured, count=1)[0]
     assert first.share == pytest.approx(share, abs=0.02)
-    assert says in first.text
+    assert setting in first.text
 
 
-def test_a_good_run_is_left_alone():
+def test_no_advice_for_a_well_tuned_run():
     assert [each for each in largest(GOOD) if each.share > 0.02] == []
 
 
-@pytest.mark.parametrize(('precision', 'kind'), [('amp_bf16', 'BFloat16'), ('amp_fp16', 'Half')])
-def test_narrow_norms_are_not_called_wide(precision, kind):
-    measured = with_kernel(f'RowwiseMomentsCUDAKernel<c10::{kind}, float>', 0.2, precision=precision)
+@pytest.mark.parametrize(('precision', 'dtype'), [('amp_bf16', 'BFloat16'), ('amp_fp16', 'Half')])
+def test_low_precision_norms_do_not_count_as_float32(precision, dtype):
+    measured = with_kernel(f'RowwiseMomentsCUDAKernel<c10::{dtype}, float>', 0.2, precision=precision)
     assert 'float32' not in str(largest(measured))
 
 
-def test_microbatches_are_those_of_the_step_that_is_profiled(tmp_path, tiny_recipe):
+def test_profiled_batch_has_at_most_four_microbatches(tmp_path, tiny_recipe):
     (tmp_path / 'recipe.yaml').write_text(yaml.safe_dump(tiny_recipe(tmp_path / 'runs')))
     recipe = load(tmp_path / 'recipe.yaml')
     for batch, microbatch, expected in ((8, None, 1), (8, 8, 1), (8, 4, 2), (2048, 16, 4)):
-        asked = replace(recipe, global_batch=batch, device_train_microbatch_size=microbatch)
-        profiled = for_profiling(asked, tmp_path, batches=1)
+        requested = replace(recipe, global_batch=batch, device_train_microbatch_size=microbatch)
+        profiled = for_profiling(requested, tmp_path, batches=1)
         assert (profiled.global_batch, microbatches_of(profiled)) == (min(batch, 64), expected)
 
 
-def test_largest_come_first_and_no_more_than_asked_for():
+def test_largest_opportunities_come_first_and_are_limited_in_number():
     measured = with_share(data_wait=0.1, encode=0.3, logging=0.2, other=0.15)
     shares = [each.share for each in largest(measured)]
     assert shares == [0.3, 0.2, pytest.approx(0.15)]
     assert len(largest(measured, count=2)) == 2
 
 
-def test_rules_have_nothing_to_say_of_nothing():
-    nothing = ProfileMeasurements(shares={}, step_seconds=1.0)
-    assert largest(nothing) == []
-    assert {each.share for each in opportunities(nothing)} == {0}
+def test_no_advice_without_measurements():
+    empty = ProfileMeasurements(shares={}, step_seconds=1.0)
+    assert largest(empty) == []
+    assert {each.share for each in opportunities(empty)} == {0}
 
 
 @pytest.mark.parametrize(
@@ -105,14 +105,12 @@ def test_rules_have_nothing_to_say_of_nothing():
         ('something else', 'others'),
     ],
 )
-def test_kernels_are_told_by_their_names(name, kind):
+def test_kind_of_kernel_follows_from_its_name(name, kind):
     assert kind_of(name) == kind
     assert by_kind([Kernel(name, 2.0, 1), Kernel(name, 1.0, 1)]) == {kind: 3.0}
 
 
-def test_a_recipe_is_profiled_without_its_data_and_without_a_trace_in_its_runs(
-    tmp_path, tiny_recipe, monkeypatch, capsys
-):
+def test_profile_with_synthetic_data_writes_its_files_and_nothing_to_runs(tmp_path, tiny_recipe, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     content = tiny_recipe(tmp_path / 'runs', callbacks={'loss_guard': None}, global_batch=4)
     content['streams'] = {'small': {'remote': '???', 'local': 'nowhere', 'resolution': 32}}
@@ -137,12 +135,12 @@ def test_a_recipe_is_profiled_without_its_data_and_without_a_trace_in_its_runs(
     assert not list(tmp_path.rglob('state.pt'))
 
 
-def test_what_cannot_be_profiled_is_told(tmp_path, tiny_recipe, capsys):
+def test_profile_errors_name_the_setting(tmp_path, tiny_recipe, capsys):
     content = tiny_recipe(tmp_path / 'runs', dataset={'name': 'latents'})
     path = tmp_path / 'recipe.yaml'
     path.write_text(yaml.safe_dump(content))
     assert main(['profile', str(path), '--synthetic']) == 2
-    assert 'dataset.name: latents cannot be made up' in capsys.readouterr().err
+    assert 'dataset.name: latents has no synthetic data' in capsys.readouterr().err
     content['streams']['small']['local'] = str(tmp_path / 'gone')
     path.write_text(yaml.safe_dump(content | {'dataset': {'name': 'image_text'}}))
     assert main(['profile', str(path)]) == 2

@@ -43,9 +43,9 @@ def test_a_trainer_is_compared_with_loops_step_by_step(rows):
 
     assert {'Trainer', 'bare PyTorch loop', "trainer as in diffusers' example"} <= set(table)
     # What it takes of a step is the benchmark's to say; that stages add up is no matter of speed.
-    assert float(table['sum of the stages, share of what another clock says, %'][0]) == pytest.approx(100, abs=5)
-    assert 30 < int(table['changes of stage a step'][0]) < 100
-    assert 'in all, share of the step, %' in table
+    assert float(table['sum of stages over independently measured time, %'][0]) == pytest.approx(100, abs=5)
+    assert 30 < int(table['stage changes per step'][0]) < 100
+    assert 'total share of the step, %' in table
 
 
 @pytest.mark.slow
@@ -70,9 +70,9 @@ def test_noise_counts_draws(rows):
 def test_the_loader_is_compared_with_the_published_one_and_a_loop(rows):
     table = rows('loader', '32', '1')
 
-    players = ('the published loader', 'our loader', 'a bare loop')
+    loaders = ('published loader', 'our loader', 'bare loop')
     assert [name for name in table if ' px, ' in name] == [
-        f'{side} px, {name}' for side in (256, 512) for name in players
+        f'{side} px, {name}' for side in (256, 512) for name in loaders
     ]
     assert all(float(cells[0]) > 0 for name, cells in table.items() if ' px, ' in name)
     assert 'times the published' in table['512 px, our loader'][3]

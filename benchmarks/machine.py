@@ -1,4 +1,4 @@
-"""What every benchmark says first, where and when it ran, and the clock of those that compare."""
+"""Heading and timer shared by the benchmarks."""
 
 import datetime
 import os
@@ -10,21 +10,24 @@ from pathlib import Path
 
 
 def heading() -> str:
-    """Date, processor, cores that this process may use and Python's version."""
+    """Return a line with the date, the processor, the number of cores of this process and the version of Python."""
     cores = len(os.sched_getaffinity(0))
     return f'{datetime.date.today()}, {processor()}, {cores} core{"s" * (cores > 1)}, {platform.python_version()}'
 
 
 def processor() -> str:
-    """The processor's name."""
+    """Return the name of the processor."""
     for line in Path('/proc/cpuinfo').read_text().splitlines():
         if line.startswith('model name'):
             return line.split(':')[1].strip()
     return platform.processor() or 'unknown processor'
 
 
-def seconds_in_turns(*functions: Callable[[], object], repeats: int) -> list[float]:
-    """Median seconds of each function; they take turns, so that a slow minute of the machine slows them all."""
+def interleaved_medians(*functions: Callable[[], object], repeats: int) -> list[float]:
+    """Return the median seconds of each function.
+
+    The functions run alternately, so that other load on the machine slows all of them alike.
+    """
     seconds: list[list[float]] = [[] for _ in functions]
     for _ in range(repeats):
         for function, found in zip(functions, seconds, strict=True):

@@ -1,8 +1,8 @@
-"""Count the models of the shipped recipes, for the planner to answer at once: writes diffusion/planning/model_counts/.
+"""Count the models of the shipped recipes, and write the counts to diffusion/planning/model_counts/ for the planner.
 
     python benchmarks/model_counts.py
 
-Takes about four minutes on one core. Run it when tests/planning/test_count_cache.py finds a wrong shipped count.
+Takes about four minutes on one core. Run it when tests/planning/test_count_cache.py reports a wrong shipped count.
 """
 
 import json
@@ -16,19 +16,20 @@ from diffusion.storage.atomic import write_whole
 
 SD2_SIDES = (256, 512, 768, 1024)
 MODELS = {
-    'the published recipes, phase1.yaml and phase2.yaml': Component('sd2'),
+    'phase1.yaml and phase2.yaml': Component('sd2'),
     'quickstart.yaml': Component('tiny', {'block_out_channels': [64, 128]}),
-    'the usual tiny model': Component('tiny'),
+    'tiny with default settings': Component('tiny'),
     'tiny_vae.yaml': Component('autoencoder'),
 }
 
 
 def main() -> None:
-    """Count and write."""
+    """Count every model and write a file for each."""
     for purpose, model in MODELS.items():
         key = ModelCosts(model).key
         shapes = [square(side) for side in (SD2_SIDES if model.name == 'sd2' else (64,))]
         aspects = [sdxl_shapes(side) for side in SD2_SIDES] if model.name == 'sd2' else []
+        # Memory is decided by the largest shape, so activations are counted for that one alone.
         largest = [max(each, key=lambda shape: (shape.pixels, shape.aspect)) for each in aspects]
         request = {
             'name': key.name,
@@ -43,7 +44,7 @@ def main() -> None:
 
 
 def unique(shapes: Iterable[Shape]) -> list[str]:
-    """Names of shapes, each once."""
+    """Return the names of shapes without duplicates."""
     return list(dict.fromkeys(map(str, shapes)))
 
 

@@ -1,15 +1,15 @@
-"""What the Trainer costs: our step against a bare PyTorch loop and a plain text-to-image trainer, in one run.
+"""Benchmark of the Trainer's overhead: our step against a bare PyTorch loop and a plain text-to-image trainer.
 
     python benchmarks/overhead.py [rounds [batch]]
 
-All train one small U-Net on the same latents and captions, in the same precision, with AdamW: ours and the bare loop
-with its fused kernel (speed.fused_optimizer), the plain trainer as diffusers' example makes it. They take turns step by
-step: the rivals' steps run at the end of each batch of ours, so that a slow minute of the machine slows them all.
-Ratios are medians of the rounds' own ratios. The Trainer has the callbacks and loggers of the recipes, its loss guard
-and keyed randomness among them, which neither rival has; the bare loop calls our model.
+All three train the same small U-Net on the same latents and captions, in the same precision, with AdamW: ours and the
+bare loop with its fused kernel (speed.fused_optimizer), the plain trainer as in diffusers' example. They alternate step
+by step: the baselines' steps run at the end of each batch of ours, so that other load on the machine slows all of them
+alike. Ratios are medians over rounds. The Trainer has the callbacks and loggers of the recipes, including the loss
+guard and keyed randomness, which neither baseline has; the bare loop calls our model.
 
-The second table is what the breakdown callback costs, counted: its changes of stage in a step times what one takes,
-and its reports.
+The second table shows the cost of the breakdown callback: the number of stage changes per step times the duration of
+one, plus its reports.
 """
 
 import logging
@@ -49,39 +49,39 @@ Loader = DataLoader[dict[str, Tensor]]
 
 
 def main(rounds: int = 60, batch: int = 32) -> None:
-    """Run and print."""
+    """Run the benchmark and print its tables."""
     device = 'cuda' if torch.cuda.is_available() else 'cpu'
     print(f'{heading()}, PyTorch {torch.__version__}, threads: {torch.get_num_threads()}, {device}')
     models = [make_model().to(device) for _ in range(3)]
     print(f'U-Net of {millions(models[0]):.1f} M parameters, batch {batch}, float32, {rounds} rounds')
     print()
-    rivals = {
-        'bare PyTorch loop': Rival(bare_loop(models[1], make_loader(models[1], batch), device)),
-        "trainer as in diffusers' example": Rival(plain_trainer(models[2], make_loader(models[2], batch), device)),
+    baselines = {
+        'bare PyTorch loop': Baseline(bare_loop(models[1], make_loader(models[1], batch), device)),
+        "trainer as in diffusers' example": Baseline(plain_trainer(models[2], make_loader(models[2], batch), device)),
     }
     with tempfile.TemporaryDirectory() as folder:
-        breakdown, turns = Breakdown(window=20), Turns(rivals)
+        breakdown, interleaved = Breakdown(window=20), InterleaveBaselines(baselines)
         loader = make_loader(models[0], batch)
-        trainer = make_trainer(models[0], loader, breakdown, turns, folder, batches=WARMUP + rounds)
+        trainer = make_trainer(models[0], loader, breakdown, interleaved, folder, batches=WARMUP + rounds)
         trainer.fit()
         trainer.close()
-    print_steps(turns)
-    print_breakdown(breakdown, turns)
+    print_steps(interleaved)
+    print_breakdown(breakdown, interleaved)
 
 
 def make_model() -> LatentDiffusion:
-    """The same initial weights each time."""
+    """Return a small model, with the same initial weights on each call."""
     torch.manual_seed(17)
     return tiny(block_out_channels=(64, 128), caption_dropout=0.0, train_text_encoder=False)
 
 
 def millions(model: LatentDiffusion) -> float:
-    """Parameters of the denoiser."""
+    """Return the number of parameters of the denoiser, in millions."""
     return sum(weight.numel() for weight in model.denoiser.parameters()) / 1e6
 
 
 def samples(count: int, channels: int) -> list[dict[str, Tensor]]:
-    """Latents and tokens in memory: what a loader costs is another benchmark's."""
+    """Return random latents and tokens in memory; benchmarks/loader.py measures the cost of loading."""
     generator = torch.Generator().manual_seed(0)
     return [
         {
@@ -96,20 +96,26 @@ def samples(count: int, channels: int) -> list[dict[str, Tensor]]:
 
 
 def make_loader(model: LatentDiffusion, batch: int) -> Loader:
-    """Everybody's own, over the same samples."""
+    """Return a new loader over the same samples."""
     data: Any = samples(8 * batch, model.vae.config['latent_channels'])
     return DataLoader(data, batch_size=batch, shuffle=True, drop_last=True)
 
 
 def make_optimizer(model: LatentDiffusion, *, fused: bool = True) -> torch.optim.Optimizer:
-    """AdamW as in the recipes."""
+    """Return AdamW as in the recipes."""
     return torch.optim.AdamW(model.denoiser.parameters(), lr=1e-4, weight_decay=0.01, fused=fused or None)
 
 
 def make_trainer(
-    model: LatentDiffusion, loader: Loader, breakdown: Breakdown, turns: 'Turns', folder: str, *, batches: int
+    model: LatentDiffusion,
+    loader: Loader,
+    breakdown: Breakdown,
+    interleaved: 'InterleaveBaselines',
+    folder: str,
+    *,
+    batches: int,
 ) -> Trainer:
-    """Ours: Composer's, with the callbacks and loggers of the recipes."""
+    """Return Composer's Trainer with the callbacks and loggers of the recipes."""
     warnings.simplefilter('ignore')
     logging.getLogger('diffusion').setLevel(logging.WARNING)
     return Trainer(
@@ -118,7 +124,7 @@ def make_trainer(
         optimizers=make_optimizer(model),
         schedulers=ConstantWithWarmupScheduler('10ba'),
         max_duration=f'{batches}ba',
-        callbacks=[LRMonitor(), RuntimeEstimator(), LossGuard(folder=folder), breakdown, turns],
+        callbacks=[LRMonitor(), RuntimeEstimator(), LossGuard(folder=folder), breakdown, interleaved],
         loggers=[MetricsFile(folder), ConsoleLines()],
         device='gpu' if torch.cuda.is_available() else 'cpu',
         progress_bar=False,
@@ -126,7 +132,7 @@ def make_trainer(
 
 
 def bare_loop(model: LatentDiffusion, loader: Loader, device: str) -> Iterator[None]:
-    """The same model's loss, and nothing else."""
+    """Yield after each step of a loop that computes our model's loss and updates the weights, and nothing else."""
     optimizer = make_optimizer(model)
     for given in endless(loader):
         batch = {name: tensor.to(device, non_blocking=True) for name, tensor in given.items()}
@@ -138,7 +144,7 @@ def bare_loop(model: LatentDiffusion, loader: Loader, device: str) -> Iterator[N
 
 
 def plain_trainer(model: LatentDiffusion, loader: Loader, device: str) -> Iterator[None]:
-    """The steps that diffusers' text-to-image example takes, on one device and without its clipping."""
+    """Yield after each step of a trainer as in diffusers' text-to-image example, on one device and without clipping."""
     unet, text_encoder = model.denoiser, model.text.encoders[0]
     noise_scheduler: Any = DDPMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule='scaled_linear')
     optimizer = make_optimizer(model, fused=False)
@@ -167,13 +173,13 @@ def plain_trainer(model: LatentDiffusion, loader: Loader, device: str) -> Iterat
 
 
 def endless(loader: Loader) -> Iterator[dict[str, Tensor]]:
-    """Epoch after epoch."""
+    """Yield the batches of a loader, epoch after epoch."""
     while True:
         yield from loader
 
 
-class Rival:
-    """Takes a step when it is told to."""
+class Baseline:
+    """Training loop that is run and timed step by step."""
 
     def __init__(self, steps: Iterator[None]) -> None:
         self.steps = steps
@@ -181,14 +187,14 @@ class Rival:
         self.cpu: list[float] = []
 
     def step(self) -> None:
-        """One step, timed."""
+        """Run and time one step."""
         wall, cpu = timed(lambda: next(self.steps))
         self.wall.append(wall)
         self.cpu.append(cpu)
 
 
 def timed(call: Callable[[], object]) -> tuple[float, float]:
-    """Seconds by the wall and of this process's processors."""
+    """Return the wall-clock seconds and the CPU seconds of a call."""
     wall, cpu = time.perf_counter(), time.process_time()
     call()
     synchronize()
@@ -201,15 +207,15 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-class Turns(Callback):
-    """Lets the rivals take their steps between two batches of the Trainer, which is timed from one to the next."""
+class InterleaveBaselines(Callback):
+    """Callback that times each batch of the Trainer, and runs a step of each baseline after it."""
 
-    def __init__(self, rivals: dict[str, Rival]) -> None:
-        self.rivals = rivals
+    def __init__(self, baselines: dict[str, Baseline]) -> None:
+        self.baselines = baselines
         self.wall: list[float] = []
         self.cpu: list[float] = []
         self.ends: list[float] = []
-        """Of all batches; what is between two of them includes the rivals."""
+        """End time of each batch; the time between two ends includes the steps of the baselines."""
         self._resumed: tuple[float, float] | None = None
 
     def batch_end(self, state: State, logger: Logger) -> None:
@@ -218,72 +224,74 @@ class Turns(Callback):
         if self._resumed is not None:
             self.wall.append(time.perf_counter() - self._resumed[0])
             self.cpu.append(time.process_time() - self._resumed[1])
-            for rival in self.rivals.values():
-                rival.step()
+            for baseline in self.baselines.values():
+                baseline.step()
         self._resumed = time.perf_counter(), time.process_time()
 
 
-def print_steps(turns: Turns) -> None:
-    """Milliseconds, and samples a second of the Trainer as parts of the rivals'."""
-    print('| | ms a step | ms of processor | Trainer, times its samples/s | times, by processor |')
+def print_steps(interleaved: InterleaveBaselines) -> None:
+    """Print milliseconds per step, and the Trainer's throughput relative to each baseline."""
+    print("| | ms/step | CPU ms/step | Trainer's samples/s relative to it | the same by CPU time |")
     print('|---|---|---|---|---|')
-    wall, cpu = turns.wall[WARMUP:], turns.cpu[WARMUP:]
-    print(f'| Trainer | {middle_ms(wall)} | {middle_ms(cpu)} | 1 | 1 |')
-    for name, rival in turns.rivals.items():
-        theirs = rival.wall[WARMUP:], rival.cpu[WARMUP:]
-        ratios = [ratio(rivals, ours) for rivals, ours in zip(theirs, (wall, cpu), strict=True)]
-        print(f'| {name} | {middle_ms(theirs[0])} | {middle_ms(theirs[1])} | {ratios[0]:.3f} | {ratios[1]:.3f} |')
+    wall, cpu = interleaved.wall[WARMUP:], interleaved.cpu[WARMUP:]
+    print(f'| Trainer | {median_ms(wall)} | {median_ms(cpu)} | 1 | 1 |')
+    for name, baseline in interleaved.baselines.items():
+        seconds = baseline.wall[WARMUP:], baseline.cpu[WARMUP:]
+        ratios = [median_ratio(theirs, ours) for theirs, ours in zip(seconds, (wall, cpu), strict=True)]
+        print(f'| {name} | {median_ms(seconds[0])} | {median_ms(seconds[1])} | {ratios[0]:.3f} | {ratios[1]:.3f} |')
 
 
-def print_breakdown(breakdown: Breakdown, turns: Turns) -> None:
-    """What the breakdown takes of a step."""
-    calls, one = changes_of_stage(), seconds_of_a_change()
+def print_breakdown(breakdown: Breakdown, interleaved: InterleaveBaselines) -> None:
+    """Print the cost of the breakdown callback relative to a step."""
+    # A cost of some hundredths of a percent cannot be measured as a difference between two noisy steps, so it is the
+    # product of a count and the duration of one stage change.
+    changes, change_seconds = stage_changes_per_step(), seconds_per_stage_change()
     assert breakdown.report is not None
     report_seconds = statistics.median(timed(breakdown.report.metrics)[0] for _ in range(20))
-    step = statistics.median(turns.wall[WARMUP:])
-    cost = calls * one + report_seconds / breakdown.window
-    windows = (len(turns.ends) - breakdown.skip) // breakdown.window
+    step = statistics.median(interleaved.wall[WARMUP:])
+    cost = changes * change_seconds + report_seconds / breakdown.window
+    windows = (len(interleaved.ends) - breakdown.skip) // breakdown.window
     last = breakdown.skip + windows * breakdown.window - 1
-    window_seconds = turns.ends[last] - turns.ends[last - breakdown.window]
+    window_seconds = interleaved.ends[last] - interleaved.ends[last - breakdown.window]
     stages = sum(breakdown.report.shares.values()) * breakdown.report.step_seconds * breakdown.window
     print()
     print('| breakdown callback | |')
     print('|---|---|')
-    print(f'| changes of stage a step | {calls} |')
-    print(f'| one of them, microseconds | {1e6 * one:.2f} |')
-    print(f'| in all, share of the step, % | {100 * cost / step:.4f} |')
-    print(f'| sum of the stages, share of what another clock says, % | {100 * stages / window_seconds:.2f} |')
+    print(f'| stage changes per step | {changes} |')
+    print(f'| microseconds per stage change | {1e6 * change_seconds:.2f} |')
+    print(f'| total share of the step, % | {100 * cost / step:.4f} |')
+    print(f'| sum of stages over independently measured time, % | {100 * stages / window_seconds:.2f} |')
 
 
-def changes_of_stage() -> int:
-    """How often a step goes over from one stage to another, with the callbacks and loggers above."""
-    counted: list[int] = []
+def stage_changes_per_step() -> int:
+    """Return the number of stage changes per step with the callbacks and loggers of the benchmark."""
+    counts: list[int] = []
 
-    class Counting(Callback):
+    class CountStageChanges(Callback):
         def fit_start(self, state: State, logger: Logger) -> None:
             timeline: Any = next(each for each in state.callbacks if isinstance(each, Breakdown)).timeline
             switch, self.calls = timeline.switch, 0
 
-            def counting(stage: str) -> str:
+            def counting_switch(stage: str) -> str:
                 self.calls += 1
                 return switch(stage)
 
-            timeline.switch = counting
+            timeline.switch = counting_switch
 
         def batch_end(self, state: State, logger: Logger) -> None:
-            counted.append(self.calls)
+            counts.append(self.calls)
 
-    model, counting = make_model(), Counting()
+    model, counter = make_model(), CountStageChanges()
     with tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(model, make_loader(model, 2), Breakdown(), Turns({}), folder, batches=4)
-        trainer.state.callbacks.append(counting)
+        trainer = make_trainer(model, make_loader(model, 2), Breakdown(), InterleaveBaselines({}), folder, batches=4)
+        trainer.state.callbacks.append(counter)
         trainer.fit()
         trainer.close()
-    return counted[-1] - counted[-2]
+    return counts[-1] - counts[-2]
 
 
-def seconds_of_a_change(repeats: int = 20_000) -> float:
-    """Of a change of stage, entered as callbacks and loggers are."""
+def seconds_per_stage_change(repeats: int = 20_000) -> float:
+    """Return the duration of a stage change, entered in the way of callbacks and loggers."""
     timeline = Timeline()
     nothing = timeline.timed(lambda: None, 'logging')
     rounds = []
@@ -291,18 +299,18 @@ def seconds_of_a_change(repeats: int = 20_000) -> float:
         started = time.perf_counter()
         for _ in range(repeats // 9):
             nothing()
-        rounds.append((time.perf_counter() - started) / (repeats // 9) / 2)  # there and back
+        rounds.append((time.perf_counter() - started) / (repeats // 9) / 2)  # each call enters and leaves a stage
     return statistics.median(rounds)
 
 
-def middle_ms(seconds: list[float]) -> str:
-    """Median in milliseconds."""
+def median_ms(seconds: list[float]) -> str:
+    """Format the median in milliseconds."""
     return f'{1e3 * statistics.median(seconds):.1f}'
 
 
-def ratio(others: list[float], ours: list[float]) -> float:
-    """Median of the rounds' ratios."""
-    return statistics.median(theirs / own for theirs, own in zip(others, ours, strict=True))
+def median_ratio(others: list[float], ours: list[float]) -> float:
+    """Return the median over rounds of another's seconds divided by ours."""
+    return statistics.median(theirs / our for theirs, our in zip(others, ours, strict=True))
 
 
 if __name__ == '__main__':

@@ -1,9 +1,9 @@
-"""`make quickstart` in fresh clones: how long a stranger waits, and what they get.
+"""Benchmark of `make quickstart` in fresh clones: time to install and train, and quality of the result.
 
     python benchmarks/quickstart.py [runs [folder]]
 
-Prints a markdown table; the first run's samples.png is copied into the folder. Each run clones the repository's last
-commit into a temporary folder and installs everything anew; the same seed must give the same figures.
+Prints a Markdown table, and copies samples.png of the first run to the folder. Each run clones the last commit of the
+repository into a temporary folder and installs all dependencies again; the same seed must give the same figures.
 """
 
 import json
@@ -19,11 +19,11 @@ from machine import heading
 ROOT = Path(__file__).parents[1]
 
 
-def main(runs: int, pictures: str | None = None) -> None:
-    """Run and print."""
+def main(runs: int, images: str | None = None) -> None:
+    """Run the benchmark and print its table."""
     print(heading())
     print()
-    print('| run | install, minutes | in all, minutes | retrieval top-1 | validation loss |')
+    print('| run | install, minutes | total, minutes | retrieval top-1 | validation loss |')
     print('|---|---|---|---|---|')
     for number in range(1, runs + 1):
         with tempfile.TemporaryDirectory() as folder:
@@ -36,13 +36,13 @@ def main(runs: int, pictures: str | None = None) -> None:
             done = time.monotonic()
             figures = json.loads((clone / 'runs/quickstart/evaluation.json').read_text())
             minutes = f'{(installed - started) / 60:.1f} | {(done - started) / 60:.1f}'
-            if pictures is not None and number == 1:
-                shutil.copy(clone / 'runs/quickstart/samples.png', pictures)
+            if images is not None and number == 1:
+                shutil.copy(clone / 'runs/quickstart/samples.png', images)
             print(f'| {number} | {minutes} | {figures["retrieval_top1"]:.2f} | {figures["loss"]:.6f} |', flush=True)
 
 
 def make(folder: Path, target: str) -> None:
-    """Make a target; its output goes to stderr, so that stdout is the table alone."""
+    """Run make with its output on stderr, so that stdout has only the table."""
     subprocess.run(['make', target], cwd=folder, check=True, stdout=sys.stderr)
 
 

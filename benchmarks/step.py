@@ -1,13 +1,14 @@
-"""A training step of the U-Net, from the plain path to the preset of `speed:`, part by part, in one run.
+"""Benchmark of the U-Net's training step as the settings of the `speed:` preset are turned on one after another.
 
     python benchmarks/step.py [--pixels 256 512] [--microbatch N] [--try N ...] [--without PART] [--help]
 
-On a GPU it is Stable Diffusion 2's U-Net (866 M) in bfloat16, from latents and text embeddings, which is how the
-published figures were measured; each row adds a part to the one above, and the last rows try other microbatches. On a
-CPU it is a small U-Net in float32, which shows that the code runs and little else; compiling it takes a quarter of an
-hour there, and is left out unless it is asked for.
+On a GPU, it trains Stable Diffusion 2's U-Net (866 M parameters) in bfloat16 on precomputed latents and text
+embeddings, as in the published measurements; each row adds a setting to the row above, and the last rows try other
+microbatches. On a CPU, it trains a small U-Net in float32, which shows that the code runs but says little about speed;
+compiling takes a quarter of an hour there, so it needs --compile.
 
-A step is a batch, cut into microbatches, and an update. MFU counts three forward passes against the GPU's peak.
+A step is one batch, split into microbatches, and one optimizer update. MFU is FLOPs of three forward passes over the
+GPU's peak.
 """
 
 import argparse
@@ -48,21 +49,21 @@ PARTS = (
     ('low_precision_norms',),
     ('compile',),
 )
-"""In the order in which they are added."""
+"""Settings of `speed` in the order in which they are turned on."""
 PUBLISHED_MICROBATCH = 16
 
 
 @dataclass
-class Contestant:
-    """A way to compute the step.
+class Variant:
+    """One combination of settings to measure.
 
     Attributes:
-        name: In the table.
-        parts: Of `speed` that are on.
-        microbatch: Samples computed at once.
-        seconds: Of steps.
-        failed: Why it has none.
-        peak_gib: Most memory its tensors took.
+        name: Name of the table row.
+        parts: Settings of `speed`.
+        microbatch: Samples per microbatch.
+        seconds: Duration of each step.
+        failed: Reason if there are no durations.
+        peak_gib: Peak of allocated memory in GiB.
     """
 
     name: str
@@ -74,97 +75,110 @@ class Contestant:
 
     @property
     def step_seconds(self) -> float:
+        """Median duration of a step."""
         return statistics.median(self.seconds)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run and print."""
-    args = arguments(argv)
+    """Run the benchmark and print its tables."""
+    args = parse_arguments(argv)
     print(f'{heading()}, PyTorch {torch.__version__}, {torch.cuda.get_device_name() if ON_GPU else DEVICE}')
     for pixels in args.pixels:
         size = pixels // 8 if ON_GPU else max(8, pixels // 32)
         batch = args.batch or (256 if pixels <= 256 else 64) if ON_GPU else args.batch or 4
-        contestants = entered(batch, args)
-        measure(contestants, batch, size, args)
-        print_table(contestants, batch, size, pixels)
+        variants = make_variants(batch, args)
+        measure(variants, batch, size, args)
+        print_table(variants, batch, size, pixels)
 
 
-def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Of the command line."""
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--pixels', type=int, nargs='+', default=[256, 512])
-    parser.add_argument('--batch', type=int, help='samples of a step (256 at 256 px, 64 at 512 px; 4 on a CPU)')
-    parser.add_argument('--microbatch', type=int, help='of the preset (64 and 32; the batch on a CPU)')
-    parser.add_argument('--try', type=int, nargs='*', default=[], dest='others', help='more microbatches of the preset')
-    parser.add_argument('--steps', type=int, default=10, help='measured, of each contestant')
-    parser.add_argument('--warmup', type=int, default=3)
-    parser.add_argument('--millions', type=int, default=4, help='of the U-Net on a CPU')
-    parser.add_argument('--without', nargs='*', default=[], help='parts to leave out')
-    parser.add_argument('--compile', action='store_true', help='on a CPU too')
+    parser.add_argument(
+        '--pixels', type=int, nargs='+', default=[256, 512], help='image sides to measure (default: 256 512)'
+    )
+    parser.add_argument('--batch', type=int, help='samples per step (default: 256 at 256 px, 64 at 512 px; 4 on a CPU)')
+    parser.add_argument(
+        '--microbatch',
+        type=int,
+        help='samples per microbatch with the preset (default: 64 at 256 px, 32 at 512 px; the batch on a CPU)',
+    )
+    parser.add_argument(
+        '--try', type=int, nargs='*', default=[], dest='others', help='other microbatches to measure with the preset'
+    )
+    parser.add_argument('--steps', type=int, default=10, help='measured steps per row (default: %(default)s)')
+    parser.add_argument('--warmup', type=int, default=3, help='steps before the measured ones (default: %(default)s)')
+    parser.add_argument(
+        '--millions', type=int, default=4, help='parameters of the U-Net on a CPU, in millions (default: %(default)s)'
+    )
+    parser.add_argument('--without', nargs='*', default=[], help='settings of `speed` to leave off')
+    parser.add_argument('--compile', action='store_true', help='measure speed.compile on a CPU too')
     args = parser.parse_args(argv)
     if not ON_GPU and not args.compile:
         args.without.append('compile')
     return args
 
 
-def entered(batch: int, args: argparse.Namespace) -> list[Contestant]:
-    """The plain path, a row for each part that is added, and other microbatches of the preset."""
+def make_variants(batch: int, args: argparse.Namespace) -> list[Variant]:
+    """Return the variant without any setting, one per setting that is added, and the preset with other microbatches."""
     small = min(PUBLISHED_MICROBATCH, batch)
     microbatch = min(batch, args.microbatch or ((64 if batch >= 256 else 32) if ON_GPU else batch))
     parts = PLAIN
-    found = [Contestant('plain', parts, small, [])]
+    found = [Variant('plain', parts, small, [])]
     for added in PARTS:
         names = [name for name in added if name not in args.without]
         if names:
             parts = replace(parts, **dict.fromkeys(names, True))
-            found.append(Contestant(f'+ {", ".join(names)}', parts, small, []))
+            found.append(Variant(f'+ {", ".join(names)}', parts, small, []))
     if microbatch != small:
-        found.append(Contestant(f'+ microbatch {microbatch}', parts, microbatch, []))
-    return [*found, *(Contestant(f'preset, microbatch {other}', parts, other, []) for other in args.others)]
+        found.append(Variant(f'+ microbatch {microbatch}', parts, microbatch, []))
+    return [*found, *(Variant(f'preset, microbatch {other}', parts, other, []) for other in args.others)]
 
 
-def measure(contestants: Sequence[Contestant], batch: int, size: int, args: argparse.Namespace) -> None:
-    """Step by step in turns on a CPU, which is noisy; one after another on a GPU, whose memory holds one."""
+def measure(variants: Sequence[Variant], batch: int, size: int, args: argparse.Namespace) -> None:
+    """Run and time the steps of all variants."""
+    # On a GPU, whose memory holds only one model, the variants run one after another. On a CPU, whose timings are
+    # noisy, they alternate step by step, so that other load slows all of them alike.
     if ON_GPU:
-        for each in contestants:
+        for each in variants:
             run(each, steps_of(each, batch, size, args), args.warmup + args.steps)
             torch._dynamo.reset()
             gc.collect()
             torch.cuda.empty_cache()
     else:
-        running = [steps_of(each, batch, size, args) for each in contestants]
+        running = [steps_of(each, batch, size, args) for each in variants]
         for _ in range(args.warmup + args.steps):
-            for each, steps in zip(contestants, running, strict=True):
+            for each, steps in zip(variants, running, strict=True):
                 run(each, steps, 1)
-    for each in contestants:
+    for each in variants:
         each.seconds = each.seconds[args.warmup :]
 
 
-def run(contestant: Contestant, steps: Iterator[None], count: int) -> None:
-    """Take and time some steps."""
+def run(variant: Variant, steps: Iterator[None], count: int) -> None:
+    """Run and time this many steps."""
     if ON_GPU:
         torch.cuda.reset_peak_memory_stats()
     try:
         for _ in range(count):
             started = time.perf_counter()
             next(steps)
-            contestant.seconds.append(time.perf_counter() - started)
+            variant.seconds.append(time.perf_counter() - started)
     except torch.OutOfMemoryError:
-        contestant.failed, contestant.seconds = 'does not fit', []
+        variant.failed, variant.seconds = 'does not fit', []
     if ON_GPU:
-        contestant.peak_gib = torch.cuda.max_memory_allocated() / 2**30
+        variant.peak_gib = torch.cuda.max_memory_allocated() / 2**30
 
 
-def steps_of(contestant: Contestant, batch: int, size: int, args: argparse.Namespace) -> Iterator[None]:
-    """Steps of a contestant; its model lives as long."""
-    parts = contestant.parts
+def steps_of(variant: Variant, batch: int, size: int, args: argparse.Namespace) -> Iterator[None]:
+    """Yield after each step of a variant; its model lives as long as the generator."""
+    parts = variant.parts
     model = make_model(args.millions)
     apply_speed(model, parts, shapes=1)
     model.to(DEVICE)
     set_backends(parts, on_gpu=ON_GPU)
     fused = True if parts.fused_optimizer else None
     optimizer = torch.optim.AdamW(model.denoiser.parameters(), lr=1e-4, weight_decay=0.01, fused=fused)
-    microbatches = [batch_of(model, contestant.microbatch, size) for _ in range(-(-batch // contestant.microbatch))]
+    microbatches = [batch_of(model, variant.microbatch, size) for _ in range(-(-batch // variant.microbatch))]
     while True:
         optimizer.zero_grad(set_to_none=True)
         for microbatch in microbatches:
@@ -178,7 +192,7 @@ def steps_of(contestant: Contestant, batch: int, size: int, args: argparse.Names
 
 
 def make_model(millions: int) -> LatentDiffusion:
-    """A U-Net, and encoders that are there because a model has some: latents and text embeddings are given."""
+    """Return a model with the U-Net to measure and minimal encoders, which are not used."""
     torch.manual_seed(17)
     if ON_GPU:
         with torch.device(DEVICE):
@@ -190,12 +204,13 @@ def make_model(millions: int) -> LatentDiffusion:
     settings = {'hidden_size': width, 'intermediate_size': width, 'num_hidden_layers': 1, 'num_attention_heads': 1}
     text = CLIPTextModel(CLIPTextConfig(**settings, bos_token_id=49406, eos_token_id=49407))
     model = LatentDiffusion(unet, vae, TextConditioner([text], [clip_tokenizer()]), caption_dropout=0.0)
+    # Skip the model's check of the scale of its latents, which means nothing for random ones.
     model._scale_checked = True
     return model
 
 
 def batch_of(model: LatentDiffusion, count: int, size: int) -> dict[str, Tensor]:
-    """Latents and text embeddings as they are precomputed."""
+    """Return a random batch in the form of precomputed latents and text embeddings."""
     batch: dict[str, Any] = {
         batch_keys.LATENT_MOMENTS: torch.randn(count, 8, size, size, dtype=torch.float16),
         batch_keys.TEXT_EMBEDS: torch.randn(
@@ -209,15 +224,15 @@ def batch_of(model: LatentDiffusion, count: int, size: int) -> dict[str, Tensor]
     return {name: tensor.to(DEVICE) for name, tensor in batch.items()}
 
 
-def print_table(contestants: Sequence[Contestant], batch: int, size: int, pixels: int) -> None:
-    """Images a second, MFU, and times the plain path."""
+def print_table(variants: Sequence[Variant], batch: int, size: int, pixels: int) -> None:
+    """Print throughput, MFU and speedup over the first variant."""
     peak = peak_flops()
     flops = batch * 3 * sd2_forward_flops(size)
     print(f'\n{pixels} px, batch {batch}, latents {size}x{size}\n')
-    print('| | microbatch | ms a step | images/s | MFU, % | times plain | GiB |')
+    print('| | microbatch | ms/step | images/s | MFU, % | speedup | GiB |')
     print('|---|---|---|---|---|---|---|')
-    plain = contestants[0]
-    for each in contestants:
+    plain = variants[0]
+    for each in variants:
         if each.failed:
             print(f'| {each.name} | {each.microbatch} | {each.failed} | | | | |')
             continue
@@ -229,14 +244,14 @@ def print_table(contestants: Sequence[Contestant], batch: int, size: int, pixels
 
 
 def sd2_forward_flops(size: int) -> int:
-    """Of Stable Diffusion 2's U-Net, a sample."""
+    """Return the FLOPs per sample of a forward pass of Stable Diffusion 2's U-Net."""
     with torch.device('meta'):
         unet = UNet2DConditionModel(**sd2_config.UNET)
     return FlopCount(unet, channels=4, text_width=unet.config['cross_attention_dim'])(size, size, 77)
 
 
 def peak_flops() -> float | None:
-    """Of this GPU in bfloat16, None if it is not known."""
+    """Return the peak FLOP/s of this GPU in bfloat16, or None if it is unknown."""
     if not ON_GPU:
         return None
     name = torch.cuda.get_device_name().lower()

@@ -244,7 +244,8 @@ def _in_flight(phase: Phase, setup: Setup) -> int:
 
 def _encoding_bytes(phase: Phase, activations: ActivationCounts, microbatch: int) -> int:
     """Return the bytes of the VAE encoder's activations, estimated as three tensors of its largest size."""
-    # In a residual block, these are the residual, the normalized and the activated tensor; no gradients are kept.
+    # In a residual block, these are the residual, the normalized and the activated tensor. The frozen encoder runs
+    # without autograd, so earlier tensors are freed.
     return 3 * microbatch * encoder_width(phase) * activations.largest_encoder_elements
 
 

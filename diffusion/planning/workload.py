@@ -100,7 +100,7 @@ class Phase:
         return 0.0 if self.model.trains_text else float(self.model.text_encoder_flops)
 
     def encoder_flops(self, encoding: Encoding) -> float:
-        """FLOPs per image of the frozen encoders that run during training if samples are stored like this."""
+        """Return the FLOPs per image of the frozen encoders that run during training if samples have this form."""
         image = self.image_encoder_flops if encoding == 'pictures' else 0.0
         text = 0.0 if encoding == 'latents+text' else self.text_encoder_flops
         return image + text

@@ -238,7 +238,7 @@ class Breakdown(Callback):
         self.timeline.switch(stage)
 
     def _begin(self, state: State) -> None:
-        """Start a window."""
+        """Start a window: reset its counters, and record on the GPU if all of its batches are sampled."""
         self._batches, self._flops = 0, 0.0
         self._samples = state.timestamp.sample.value
         self.timeline.take()

@@ -74,7 +74,7 @@ def test_plan_takes_under_three_seconds_without_torch():
     after = os.times()
     loaded = set(result.stderr.split())
     assert not loaded & {'torch', 'diffusers', 'transformers', 'composer', 'streaming', 'numpy', 'matplotlib'}
-    # CPU time, because wall time depends on the load of the machine.
+    # CPU time, because wall time depends on other load.
     assert after.children_user + after.children_system - before.children_user - before.children_system < 3
 
 

@@ -96,7 +96,7 @@ class Settings:
     """Settings of the job spec for the node entry point."""
 
     actions: Mapping[str, str]
-    """Action by exit status; `*` stands for all others."""
+    """Action by exit status; `*` is the action for all others."""
     max_restarts: int
     in_place: bool
     """True if the node entry point restarts the workers itself because the scheduler does not."""
@@ -332,7 +332,7 @@ class Node:
     def _take_beats(self, workers: 'Workers', attempt: Attempt) -> None:
         beats = heartbeat_file.last_beats(workers.folder)
         if beats:
-            # One rank stands for the node, since all ranks are at the same batch up to one.
+            # One rank represents the node, since all ranks are at the same batch up to one.
             first = beats[min(beats)]
             attempt.first, attempt.first_at = first.first, self._epoch + first.first_at
             attempt.last, attempt.last_at = first.batch, self._epoch + first.at

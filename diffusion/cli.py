@@ -5,7 +5,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import diffusion
@@ -15,15 +15,21 @@ from diffusion.exit_codes import USAGE_ERROR
 
 COMMANDS = (
     *('check', 'plan', 'profile', 'prepare', 'data', 'generate', 'export'),
-    *('launch', 'preflight', 'status', 'logs', 'cancel'),
+    *('launch', 'preflight', 'status', 'logs', 'cancel', 'completion'),
 )
 """Names of the subcommands, to suggest the nearest one for a typo."""
+
+FILE_ARGUMENTS = {
+    *('recipe', 'recipes', 'spec', 'specs', 'checkpoint', 'source', 'location'),
+    *('out', 'captions', 'from_run', 'gpus_file', 'png'),
+}
+"""Arguments that are paths, for which a shell completes file names."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand, and return the exit status; a user's mistake is one message and status 2 (`exit_codes`)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = _parser()
+    parser = make_parser()
     if arguments and not arguments[0].startswith('-') and arguments[0] not in COMMANDS:
         parser.error(f'there is no command {arguments[0]!r}; {did_you_mean(arguments[0], COMMANDS)}')
     # `diffusion prepare RECIPE.yaml` is short for `diffusion prepare recipe RECIPE.yaml`.
@@ -47,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130  # 128 + SIGINT, as shells report it
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of `diffusion` with all of its subcommands."""
     parser = argparse.ArgumentParser(prog='diffusion', description=diffusion.__doc__)
     parser.add_argument('--version', action='version', version=diffusion.__version__)
     commands: Any = parser.add_subparsers(dest='command', required=True, metavar='COMMAND')
@@ -61,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_generate(commands.add_parser('generate', help='generate images with a checkpoint or an export'))
     _add_export(commands.add_parser('export', help='export a checkpoint to a folder that diffusers loads'))
     _add_launch(commands)
+    _add_completion(commands.add_parser('completion', help='print a completion script for a shell'))
     return parser
 
 
@@ -222,3 +230,29 @@ def _add_launch(commands: Any) -> None:
     )
     cli.add_job(commands.add_parser('logs', help="show the end of a job's log"), 'logs')
     cli.add_job(commands.add_parser('cancel', help='cancel a job'), 'cancel')
+
+
+def _add_completion(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('shell', choices=('bash', 'zsh', 'tcsh'), help='shell that will source the script')
+    parser.set_defaults(run=_completion)
+
+
+def _completion(args: argparse.Namespace) -> int:
+    """Print a static completion script, which does not start Python when a word is completed."""
+    import shtab
+
+    parser = make_parser()
+    for command in _all_parsers(parser):
+        for action in command._actions:
+            if action.dest in FILE_ARGUMENTS:
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
+    print(shtab.complete(parser, args.shell))
+    return 0
+
+
+def _all_parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from _all_parsers(command)

@@ -126,9 +126,9 @@ EARLY_RUN: dict[str, tuple[Words, str]] = {
 LATE_RUN: dict[str, tuple[Words, str]] = {
     'two streams in one folder': (
         lambda site: ['name=new', 'streams.again=${streams.small}', 'loader.batching_method=random'],
-        'as streams.small is',
+        'has the same folder as streams.small',
     ),
-    'images instead of latents': (lambda site: ['name=new', 'dataset.name=latents'], 'latent_moments is needed'),
+    'images instead of latents': (lambda site: ['name=new', 'dataset.name=latents'], 'latent_moments is required'),
     'folder that is not a checkpoint': (
         lambda site: ['task=generate', f'checkpoint={site.folder}'],
         'is not a checkpoint or a run',

@@ -132,9 +132,14 @@ def describe_type(kind: Any) -> str:
     return names.get(kind, getattr(kind, '__name__', str(kind)))
 
 
-@functools.cache
 def field_docs(kind: type) -> dict[str, str]:
     """Return the first sentence of the doc string under each field of a dataclass, without its period."""
+    return {name: doc.split('. ')[0].rstrip('.') for name, doc in attribute_docs(kind).items()}
+
+
+@functools.cache
+def attribute_docs(kind: type) -> dict[str, str]:
+    """Return the doc string under each annotated attribute of a class."""
     # Python does not keep doc strings of attributes at run time, so parse the source.
     tree = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
     assert isinstance(tree, ast.ClassDef)
@@ -143,8 +148,7 @@ def field_docs(kind: type) -> dict[str, str]:
         if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
             continue
         if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
-            text = inspect.cleandoc(str(following.value.value))
-            docs[statement.target.id] = ' '.join(text.split('. ')[0].rstrip('.').split())
+            docs[statement.target.id] = ' '.join(inspect.cleandoc(str(following.value.value)).split())
     return docs
 
 

@@ -16,11 +16,12 @@ import torch.distributed as dist
 from torch.cuda import nccl
 from torch.version import cuda
 
+import diffusion
 from diffusion.exit_codes import CONFIG_ERROR
 from diffusion.launch import environment
 from diffusion.launch.findings import Finding
 
-PACKAGES = ('torch', 'mosaicml', 'mosaicml-streaming', 'diffusers', 'diffusion')
+PACKAGES = ('torch', 'mosaicml', 'mosaicml-streaming', 'diffusers')
 TIMEOUT = datetime.timedelta(minutes=2)
 """Timeout of an all-reduce, of which the first also sets up the connections; NCCL then aborts the process."""
 SKEW_SECONDS = 5.0
@@ -229,7 +230,8 @@ def _exchange_bandwidth(device: str, limits: CollectiveLimits, partner: int, gro
 
 def versions(device: str) -> tuple[str, ...]:
     """Return the versions that must be equal on all ranks: Python, packages, CUDA, NCCL; and the name of the GPU."""
-    found = (f'Python {platform.python_version()}', *(f'{name} {version(name)}' for name in PACKAGES))
+    packages = (f'{name} {version(name)}' for name in PACKAGES)
+    found = (f'Python {platform.python_version()}', *packages, f'diffusion {diffusion.__version__}')
     if device == 'cpu':
         return found
     release = '.'.join(map(str, nccl.version()))

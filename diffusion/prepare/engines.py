@@ -42,7 +42,9 @@ def run_on_ray(jobs: Iterable[WorkerJob], *, workers: int | None = None) -> Iter
     try:
         import ray.data
     except ImportError as error:
-        raise UserError(f"--engine ray: Ray is not installed ({error}); pip install 'diffusion[ray]'") from error
+        raise UserError(
+            f"--engine ray: Ray is not installed ({error}); pip install 'diffusion-recipes[ray]'"
+        ) from error
     items = [{'job': pickle.dumps(job)} for job in jobs]
     if not items:
         return

@@ -327,7 +327,9 @@ def _kubectl_problems(text: str) -> list[Problem]:
     try:
         call(['kubectl', 'version', '--request-timeout=10s'], install=INSTALL)
     except (UserError, ExternalError) as error:
-        raise NotValidated(f"the JobSet was not validated; pip install 'diffusion[kubernetes]' ({error})") from error
+        raise NotValidated(
+            f"the JobSet was not validated; pip install 'diffusion-recipes[kubernetes]' ({error})"
+        ) from error
     try:
         call(['kubectl', 'apply', '--dry-run=client', '--filename=-'], install=INSTALL, stdin=text)
     except ExternalError as error:

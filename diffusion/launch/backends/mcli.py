@@ -84,7 +84,7 @@ def validate(rendered: Rendered) -> list[Problem]:
         from mcli.api.exceptions import MAPIException, MCLIException
         from mcli.models.run_config import FinalRunConfig, RunConfig
     except ImportError:
-        raise NotValidated("the run was not validated; pip install 'diffusion[mcli]'") from None
+        raise NotValidated("the run was not validated; pip install 'diffusion-recipes[mcli]'") from None
     found = []
     for text in rendered.files.values():
         with warnings.catch_warnings():

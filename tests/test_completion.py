@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from diffusion.cli import COMMANDS, main
+from diffusion.cli import COMMANDS, main, make_parser
 
 ROOT = Path(__file__).parents[1]
 
@@ -39,7 +39,5 @@ def test_bash_completes_commands_options_and_files(capsys, tmp_path, line, expec
 
 
 def test_every_command_is_known_to_the_typo_check():
-    from diffusion.cli import make_parser
-
-    (commands,) = [action.choices for action in make_parser()._actions if action.dest == 'command']
-    assert {*commands} == {*COMMANDS}
+    commands = make_parser()._actions[-1].choices
+    assert commands is not None and {*commands} == {*COMMANDS}

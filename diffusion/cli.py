@@ -75,7 +75,7 @@ def make_parser() -> argparse.ArgumentParser:
 def _add_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('recipe', help='YAML file of the recipe')
     parser.add_argument(
-        'overrides', nargs='*', metavar='KEY=VALUE', help='change to the recipe, such as trainer.max_duration=20ba'
+        'overrides', nargs='*', metavar='KEY=VALUE', help='override a recipe value, such as trainer.max_duration=20ba'
     )
     parser.add_argument('--strict', action='store_true', help='fail on values that are still ??? (default: list them)')
     parser.add_argument('--quiet', action='store_true', help='do not print the resolved recipe')
@@ -109,7 +109,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 def _add_profile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('recipe', help='YAML file of the recipe')
     parser.add_argument(
-        'overrides', nargs='*', metavar='KEY=VALUE', help='change to the recipe, such as speed.compile=false'
+        'overrides', nargs='*', metavar='KEY=VALUE', help='override a recipe value, such as speed.compile=false'
     )
     parser.add_argument('--batches', type=int, default=10, metavar='N', help='number of measured batches (default: 10)')
     parser.add_argument(
@@ -152,7 +152,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('prompts', nargs='+', metavar='PROMPT', help='prompt; one image is generated per prompt')
     parser.add_argument('--out', metavar='DIR', help='output folder for the PNG files (default: generated)')
     parser.add_argument(
-        '--seed', type=int, default=0, help='seed of the first image; each further image adds 1 (default: 0)'
+        '--seed', type=int, default=0, help='seed of the first image; each additional image adds 1 (default: 0)'
     )
     parser.add_argument(
         '--steps', type=int, metavar='N', help="number of sampling steps (default: the recipe's; 50 for an export)"
@@ -167,12 +167,12 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--scheduler',
         metavar='NAME',
-        help='noise scheduler: ddim, dpm++, euler, ... or a class of diffusers (default: that of the recipe or export)',
+        help="noise scheduler: ddim, dpm++, euler, ... or a diffusers class name (default: the recipe's or export's)",
     )
     parser.add_argument(
         '--weights',
         choices=('ema', 'training'),
-        help='weights to generate with: averaged or training (default: averaged if the checkpoint has them)',
+        help='weights to generate with: ema (averaged) or training (default: ema if the checkpoint has them)',
     )
     parser.set_defaults(run=_generate)
 
@@ -184,26 +184,28 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _add_export(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument('checkpoint', help='checkpoint, or run folder for its latest checkpoint')
+    parser.add_argument('checkpoint', help='checkpoint, or a run folder to use its latest checkpoint')
     parser.add_argument(
         '--out', required=True, metavar='DIR', help='output folder, which must not exist or must be empty'
     )
     parser.add_argument(
         '--weights',
         choices=('ema', 'training'),
-        help='weights to export: averaged or training (default: averaged if the checkpoint has them)',
+        help='weights to export: ema (averaged) or training (default: ema if the checkpoint has them)',
     )
     parser.add_argument(
         '--ema-width',
         type=float,
         metavar='X',
-        help='export a post-hoc EMA of this relative width, such as 0.1, reconstructed from post_hoc_ema snapshots',
+        help='export a post-hoc EMA whose width is this fraction of the training so far, such as 0.1; needs snapshots '
+        'of the post_hoc_ema algorithm',
     )
     parser.add_argument(
         '--at',
         type=int,
         metavar='BATCH',
-        help="batch of the post-hoc EMA (default: the checkpoint's, or the last snapshot before it)",
+        help='with --ema-width: batch at which to reconstruct the average (default: batch of the last snapshot at or '
+        'before the checkpoint)',
     )
     parser.add_argument(
         '--dtype',

@@ -1,6 +1,6 @@
 """Checks of a recipe beyond the types of its values: names, keywords, durations, batch sizes, streams and paths.
 
-None of them needs a heavy import.
+No check imports torch.
 """
 
 import json
@@ -69,7 +69,7 @@ DURATION_KEYS = (
 
 
 def check_components(recipe: Recipe) -> list[Problem]:
-    """Return the unknown components, and the wrong keywords of components and of composer.Trainer, as problems."""
+    """Return a problem for each unknown component of a recipe and each wrong keyword of components and the Trainer."""
     problems = []
     for where, kind, component in _components(recipe):
         what = registry.unknown(kind, component.name)
@@ -91,7 +91,7 @@ def check_components(recipe: Recipe) -> list[Problem]:
 
 
 def keyword_types(recipe: Recipe) -> dict[str, str]:
-    """Return the type annotations of all keywords of the recipe's components and of the Trainer, by path."""
+    """Return the type annotations of all keywords of a recipe's components and Trainer, by path (`model.seed`)."""
     places = [*_components(recipe), ('trainer', 'trainer', Component('composer'))]
     return {
         join(where, parameter.name): parameter.annotation
@@ -102,7 +102,7 @@ def keyword_types(recipe: Recipe) -> dict[str, str]:
 
 
 def check_recipe(recipe: Recipe) -> list[Problem]:
-    """Return mistakes that the types of the values cannot show, as problems; skips values that are still ???."""
+    """Return a recipe's mistakes beyond wrong types, such as values out of range; skip values that are still ???."""
     # A value may be ???, or None because its type was wrong; both are reported elsewhere. Hence the type checks.
     gather = Gatherer()
     if _not_positive(recipe.global_batch):
@@ -129,7 +129,7 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
 
 
 def check_devices(recipe: Recipe, world_size: int) -> list[Problem]:
-    """Check that the global batch divides over the devices, and each device's part of it into microbatches."""
+    """Return a problem unless global batch, microbatches and replicas can be divided evenly among the devices."""
     batch, microbatch = recipe.global_batch, recipe.device_train_microbatch_size
     if recipe.task not in ('train', 'evaluate'):
         return []
@@ -153,7 +153,7 @@ def check_devices(recipe: Recipe, world_size: int) -> list[Problem]:
 
 
 def check_paths(recipe: Recipe) -> list[Problem]:
-    """Return local data and checkpoints that the task needs but that are missing or unreadable, as problems."""
+    """Return a problem for each local stream or checkpoint that a recipe's task needs and that cannot be read."""
     gather = Gatherer()
     for section, streams in _stream_sections(recipe):
         for name, stream in streams.items():
@@ -178,7 +178,7 @@ def check_paths(recipe: Recipe) -> list[Problem]:
 
 
 def check_output(recipe: Recipe) -> list[Problem]:
-    """Return an output folder that cannot be written to as a problem, so that a task fails before its work."""
+    """Return a problem if the output folder of a recipe's task cannot be written to, so that the task fails early."""
     where, out = 'runs_dir', str(recipe.run_dir)
     if recipe.task == 'precompute':
         where, out = 'precompute.out', recipe.precompute.out
@@ -201,7 +201,7 @@ def _components(recipe: Recipe) -> list[tuple[str, str, Component]]:
 
 
 def _stream_sections(recipe: Recipe) -> list[tuple[str, dict[str, StreamConfig]]]:
-    """Return the streams that the task reads, by section, without those that are still ???."""
+    """Return the streams that a recipe's task reads, as pairs of section path and streams; skip streams still ???."""
     sections = {
         'train': [('streams', recipe.streams), ('eval_streams', recipe.eval_streams)],
         'precompute': [('precompute.streams', recipe.precompute.streams)],
@@ -215,6 +215,7 @@ def _stream_sections(recipe: Recipe) -> list[tuple[str, dict[str, StreamConfig]]
 
 
 def _check_task(recipe: Recipe, gather: Gatherer) -> None:
+    """Report keys that the recipe's task needs and that are empty or missing."""
     if recipe.task == 'train':
         if not recipe.streams:
             gather.problem('streams', 'is empty; training needs at least one stream')
@@ -282,6 +283,7 @@ def _check_shape(where: str, stream: StreamConfig, gather: Gatherer) -> None:
 
 
 def _shape_text(stream: StreamConfig) -> str:
+    """Return the shape of a stream's images for messages, such as `320x192`."""
     return 'several shapes' if stream.aspects else stream.shape or f'{stream.resolution}x{stream.resolution}'
 
 
@@ -338,7 +340,7 @@ def _check_parallelism(recipe: Recipe, gather: Gatherer) -> None:
 
 
 def _check_speed(recipe: Recipe, gather: Gatherer) -> None:
-    """Report parts that are explicitly turned on but cannot work under the strategy."""
+    """Report `speed` settings that are explicitly true but cannot work under the parallelism strategy."""
     if not isinstance(recipe.speed, SpeedConfig) or not isinstance(recipe.parallelism, ParallelismConfig):
         return
     strategy = recipe.parallelism.strategy
@@ -361,7 +363,7 @@ def _check_saving(recipe: Recipe, gather: Gatherer) -> None:
 
 
 def _durations(recipe: Recipe) -> list[tuple[str, Any]]:
-    """Return the path and value of every keyword that takes a duration."""
+    """Return the path and value of every recipe key that takes a duration."""
     places = [(where, component.kwargs) for where, _, component in _components(recipe)]
     if isinstance(recipe.trainer, dict):
         places.append(('trainer', recipe.trainer))
@@ -369,6 +371,7 @@ def _durations(recipe: Recipe) -> list[tuple[str, Any]]:
 
 
 def _check_buckets(where: str, folder: Path, gather: Gatherer) -> None:
+    """Report a folder of aspect-ratio buckets without a valid buckets.json, or with a bucket without MDS shards."""
     try:
         shapes = read_buckets(folder)
     except UserError as error:
@@ -379,6 +382,7 @@ def _check_buckets(where: str, folder: Path, gather: Gatherer) -> None:
 
 
 def _check_index(where: str, folder: Path, gather: Gatherer) -> None:
+    """Report a folder without a valid index of MDS shards, or without samples."""
     index = folder / 'index.json'
     if not index.is_file():
         way_out = 'create it with `diffusion prepare`, or latents with task=precompute'

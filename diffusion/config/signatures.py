@@ -17,18 +17,18 @@ _SIMPLE = {'int': int, 'float': float, 'str': str, 'bool': bool, 'None': type(No
 
 @dataclass(frozen=True)
 class Parameter:
-    """A keyword of a component."""
+    """Keyword that a component accepts: name, type annotation, and if it is required."""
 
     name: str
     annotation: str
-    """Source text of its annotation, empty if it has none."""
+    """Source text of the keyword's annotation, empty if it has none."""
     required: bool
-    """True if it has no default."""
+    """True if the keyword has no default."""
 
 
 @dataclass(frozen=True)
 class Signature:
-    """Keywords that a component accepts."""
+    """Keywords that a component's class or function accepts."""
 
     parameters: tuple[Parameter, ...]
     open_ended: bool
@@ -37,11 +37,11 @@ class Signature:
     """Dataclasses that the component's file imports from this package, as `module:attribute`, by name in that file."""
 
     def names(self) -> set[str]:
-        """Return the names of the keywords."""
+        """Return the names of the keywords that the component accepts."""
         return {parameter.name for parameter in self.parameters}
 
     def accepted(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values whose names are keywords of the component."""
+        """Return only those values whose names are keywords that the component accepts."""
         names = self.names()
         return {name: value for name, value in values.items() if name in names}
 
@@ -64,13 +64,13 @@ def of_source(module: str, attribute: str) -> Signature:
     """Return the signature of a class or function, parsed from its module's source file.
 
     Raises:
-        UserError: The module cannot be found, or defines no such name.
+        UserError: The module cannot be found, or does not define the attribute.
     """
     tree = _source(module)
     definitions = {n.name: n for n in tree.body if isinstance(n, ast.ClassDef | ast.FunctionDef)}
     node = definitions.get(attribute)
     if node is None:
-        raise UserError(f'{module} defines no {attribute}; register it by the module that defines it')
+        raise UserError(f'{module} defines no {attribute}; register it with the module that defines it')
     nested = {name: f'{home}:{original}' for name, home, original in _imports(tree) if _is_dataclass_in(home, original)}
     # Annotations may name type aliases such as CaptionChoice, of this file or of one that it imports them from.
     aliases = _aliases(tree) | {name: _aliases(_source(home)).get(original) for name, home, original in _imports(tree)}
@@ -90,7 +90,7 @@ def of_source(module: str, attribute: str) -> Signature:
 
 @functools.cache
 def defaults_of_source(module: str, attribute: str) -> dict[str, Any]:
-    """Return the defaults of a function's keywords, parsed from its source; resolves constants of other modules."""
+    """Return the default values of a function's keywords by name, parsed from the source file of its module."""
     tree = _source(module)
     node = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == attribute)
     arguments = node.args
@@ -103,7 +103,7 @@ def defaults_of_source(module: str, attribute: str) -> dict[str, Any]:
 
 
 def simple_type(annotation: str) -> Any:
-    """Parse an annotation into a type made of simple types; return None if it contains any other type."""
+    """Parse an annotation into a type that YAML values can have, such as `list[int]`; return None for other types."""
     try:
         return _simple(ast.parse(annotation, mode='eval').body) if annotation else None
     except SyntaxError:
@@ -111,6 +111,7 @@ def simple_type(annotation: str) -> Any:
 
 
 def _simple(node: ast.expr) -> Any:
+    """Convert the syntax tree of an annotation to a type that YAML values can have; return None for other types."""
     if isinstance(node, ast.Constant) and node.value is None:
         return type(None)
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -135,19 +136,19 @@ def _simple(node: ast.expr) -> Any:
 
 
 def _union(members: list[ast.expr]) -> Any:
-    """Return the union of the simple types among the members; a YAML cannot hold instances of the other classes."""
+    """Return the union of those members that YAML values can have; None if it is empty or a member is not known."""
     kinds = [_simple(member) for member in members if not _is_class(member)]
     return None if not kinds or None in kinds or kinds == [type(None)] else Union[tuple(kinds)]  # noqa: UP007
 
 
 def _is_class(node: ast.expr) -> bool:
-    """Return True if a member of a union is a known class whose instances a YAML cannot hold."""
+    """Return True if a member of a union is a known class, such as Path, whose instances YAML cannot hold."""
     name = node.attr if isinstance(node, ast.Attribute) else getattr(node, 'id', '')
     return name in ('Tensor', 'Time', 'Precision', 'Device', 'Callable', 'Path')
 
 
 def words(annotation: str) -> set[str]:
-    """Return the names used in an annotation."""
+    """Return the identifiers in the text of an annotation."""
     return {node.id for node in ast.walk(ast.parse(annotation or 'None')) if isinstance(node, ast.Name)}
 
 
@@ -162,13 +163,13 @@ def source_file(module: str) -> Path:
         path = Path(path.parent, *rest)
         path = path / '__init__.py' if path.is_dir() else path.with_suffix('.py')
     if not path.is_file():
-        raise UserError(f'{module}: {path} does not exist; was it registered by the right name?')
+        raise UserError(f'{module}: {path} does not exist; register it with the name of an existing module')
     return path
 
 
 @functools.cache
 def _source(module: str) -> ast.Module:
-    """Return the syntax tree of a module."""
+    """Return the syntax tree of a module, parsed from its source file."""
     return ast.parse(source_file(module).read_text(encoding='utf-8'))
 
 
@@ -183,7 +184,7 @@ def _imports(tree: ast.Module) -> list[tuple[str, str, str]]:
 
 
 def _value(node: ast.expr, tree: ast.Module) -> Any:
-    """Evaluate a literal, or a constant of a module that the file imports, such as `sd2_config.PRETRAINED`."""
+    """Evaluate a default value: a literal, or a constant of an imported module, such as `sd2_config.PRETRAINED`."""
     if not isinstance(node, ast.Attribute) or not isinstance(node.value, ast.Name):
         return ast.literal_eval(node)
     homes = {name: f'{home}.{original}' for name, home, original in _imports(tree)}
@@ -205,12 +206,14 @@ def _aliases(tree: ast.Module) -> dict[str, ast.expr | None]:
 
 
 def _text(annotation: ast.expr | None, aliases: Mapping[str, ast.expr | None]) -> str:
+    """Return the source text of an annotation, with a type alias replaced by its definition."""
     if isinstance(annotation, ast.Name):
         annotation = aliases.get(annotation.id) or annotation
     return ast.unparse(annotation) if annotation else ''
 
 
 def _arguments(node: ast.FunctionDef, aliases: Mapping[str, ast.expr | None]) -> tuple[Parameter, ...]:
+    """Return the parameters of a function definition, without *args and **kwargs."""
     arguments = node.args
     positional = [*arguments.posonlyargs, *arguments.args]
     required = [index < len(positional) - len(arguments.defaults) for index in range(len(positional))]
@@ -220,12 +223,14 @@ def _arguments(node: ast.FunctionDef, aliases: Mapping[str, ast.expr | None]) ->
 
 
 def _takes_any(node: ast.FunctionDef, module: str) -> bool:
+    """Return True if a recipe may set any keyword of a function, because the function takes **kwargs."""
     # Classes of this package take **kwargs only for values that the program sets, such as StreamingDataset's keywords.
     # Accepting them from a recipe would hide typos and bypass the `loader` section.
     return node.args.kwarg is not None and not module.startswith('diffusion.')
 
 
 def _fields(node: ast.ClassDef, aliases: Mapping[str, ast.expr | None]) -> tuple[Parameter, ...]:
+    """Return the fields of a dataclass definition as parameters."""
     return tuple(
         Parameter(item.target.id, _text(item.annotation, aliases), item.value is None)
         for item in node.body
@@ -238,5 +243,6 @@ def _is_dataclass(node: ast.ClassDef) -> bool:
 
 
 def _is_dataclass_in(module: str, name: str) -> bool:
+    """Return True if a module defines a dataclass of this name."""
     classes = [n for n in _source(module).body if isinstance(n, ast.ClassDef) and n.name == name]
     return bool(classes) and _is_dataclass(classes[0])

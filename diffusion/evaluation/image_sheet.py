@@ -1,6 +1,6 @@
 """Sheets of captioned images, drawn as one PNG or written as HTML.
 
-This module does not import torch, so that preparing images can use it too.
+This module does not import torch, so that data preparation can use it too.
 """
 
 import base64
@@ -44,7 +44,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Section:
-    """Figures of equal size under a title, which may be empty."""
+    """Section of a sheet: figures of equal size under a title, which may be empty."""
 
     title: str
     figures: Sequence[Figure]
@@ -65,7 +65,7 @@ def png_bytes(image: Image.Image) -> bytes:
 
 
 def save_image(image: Image.Image, path: Path) -> None:
-    """Write a PNG atomically."""
+    """Write an image to a PNG file atomically."""
     with becoming(path) as unfinished:
         image.save(unfinished, format='PNG')
 
@@ -97,7 +97,7 @@ def draw_sheet(sections: Sequence[Section], *, columns: int | None = None, side:
 
 
 def _strip(section: Section, columns: int | None, side: int) -> Image.Image:
-    """Draw one section at the width of the sheet."""
+    """Draw one section of a sheet, its title and figures, as an image of the sheet's width."""
     font, bold = ImageFont.load_default(size=11), ImageFont.load_default(size=15)
     first = section.figures[0].images
     width, height = size_on_sheet(_decoded(first[0]), side)
@@ -139,6 +139,7 @@ def wrap_caption(text: str, width: int, font: Any) -> list[str]:
 
 
 def _shortened(line: str, width: int, font: Any) -> str:
+    """Truncate a line to `width` pixels; truncated text ends in three dots."""
     if font.getlength(line) <= width:
         return line
     stem = line.removesuffix(' ...')
@@ -162,7 +163,7 @@ def html_figures(figures: Iterable[Figure], *, side: int | None = None) -> str:
 
 
 def html_page(title: str, body: str, *, style: str = '') -> str:
-    """Return a self-contained HTML page; `body` is HTML, and `style` is CSS that follows the styles of figures."""
+    """Return a self-contained HTML page; `body` is HTML, and `style` is CSS appended after the figure styles."""
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<title>{html.escape(title)}</title>\n<style>{STYLE}{style}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n'
@@ -170,6 +171,7 @@ def html_page(title: str, body: str, *, style: str = '') -> str:
 
 
 def _html_image(image: Image.Image | bytes, side: int | None) -> str:
+    """Return an HTML img element with the image embedded."""
     encoded = image if isinstance(image, bytes) else png_bytes(image)
     kind = 'jpeg' if encoded.startswith(b'\xff\xd8') else 'png'
     width = '' if side is None else f' width="{size_on_sheet(_decoded(image), side)[0]}"'
@@ -177,5 +179,5 @@ def _html_image(image: Image.Image | bytes, side: int | None) -> str:
 
 
 def _decoded(image: Image.Image | bytes) -> Image.Image:
-    """Return an image that may be encoded as a PIL image."""
+    """Return a PIL image, decoded if the argument is an encoded image (JPEG or PNG)."""
     return Image.open(io.BytesIO(image)) if isinstance(image, bytes) else image

@@ -20,8 +20,8 @@ class Retrieval:
     """Evaluator that generates images from a dataset's captions and looks up the nearest real image of each.
 
     One image is generated per caption, with the caption's index as its seed. The nearest real image is the one with
-    the smallest mean squared pixel difference. Top-1 is the fraction of captions whose own image is the nearest. It
-    measures how well the model has learned which training image belongs to which caption, and does not measure
+    the smallest mean squared pixel difference. Top-1 is the fraction of captions whose own image is the nearest. This
+    score measures how well the model has learned which training image belongs to which caption, and does not measure
     generalization to new captions.
 
     The evaluator also writes `samples.png`, a sheet of generated and real images with their captions.
@@ -56,7 +56,7 @@ class Retrieval:
         self.columns = columns
 
     def __call__(self, model: LatentDiffusion, dataset: ImageTextDataset, folder: Path) -> dict[str, float]:
-        """Return the top-1 fraction as `retrieval_top1`, and write the sheet to `folder`."""
+        """Generate and look up the images: return the top-1 fraction as `retrieval_top1`, and write `samples.png`."""
         count = int(dataset.size)
         if self.num_captions > count:
             raise UserError(
@@ -74,6 +74,7 @@ class Retrieval:
         return {'retrieval_top1': sum(correct) / len(correct)}
 
     def _generate(self, model: LatentDiffusion, captions: list[str], size: tuple[int, int]) -> Tensor:
+        """Generate one image per caption in batches, float [len(captions), 3, H, W] in [0, 1]."""
         images = []
         for start in range(0, len(captions), self.batch_size):
             batch = captions[start : start + self.batch_size]

@@ -1,4 +1,4 @@
-"""Model builders: functions from a few settings to a LatentDiffusion, selected by a recipe's `model.name`."""
+"""Model builders: functions that build a LatentDiffusion from a few settings, selected by a recipe's `model.name`."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,7 +21,10 @@ Builder = TypeVar('Builder', bound=Callable[..., Any])
 
 
 def tokenizes_with(tokenizers: Callable[..., list[PreTrainedTokenizerBase]]) -> Callable[[Builder], Builder]:
-    """Return a decorator that attaches to a builder the function that builds its tokenizers from the same keywords."""
+    """Return a decorator for model builders that sets `builder.tokenizers`.
+
+    The attribute is the function that builds the model's tokenizers, without the model, from the same keywords.
+    """
 
     # The loader's workers tokenize captions: they need the tokenizers but must not build the model.
     def decorate(builder: Builder) -> Builder:
@@ -34,7 +37,7 @@ def tokenizes_with(tokenizers: Callable[..., list[PreTrainedTokenizerBase]]) -> 
 def sd2_tokenizers(
     *, pretrained: str | None = sd2_config.PRETRAINED, revision: str | None = sd2_config.REVISION
 ) -> list[PreTrainedTokenizerBase]:
-    """Return Stable Diffusion 2's tokenizer; if `pretrained` is None, an equal one from open_clip's vocabulary."""
+    """Return Stable Diffusion 2's tokenizer in a list, built from open_clip's vocabulary if `pretrained` is None."""
     if pretrained is None:
         return [clip_tokenizer(max_length=77)]
     return [load_pretrained(CLIPTokenizer, pretrained, subfolder='tokenizer', revision=revision)]
@@ -62,9 +65,10 @@ def sd2(
         resolution: Side of the images in pixels, a multiple of 8; sets only the default size of generated images.
         pretrained: Source of VAE, text encoder and tokenizer: a repository on the Hub or a local folder in diffusers'
             layout. None builds them with random weights, for tests and for counting parameters and FLOPs.
-        revision: Commit of that repository.
-        vae: Other source of the VAE: a folder of an AutoencoderKL, or a repository with a `vae` subfolder.
-        objective: See `diffusion.Objective`. For the other keywords see `diffusion.LatentDiffusion`.
+        revision: Commit of the repository `pretrained`.
+        vae: Source of the VAE if it is not `pretrained`: a folder of an AutoencoderKL, or a repository with a `vae`
+            subfolder.
+        objective: Training objective. The keywords from here on are those of `diffusion.LatentDiffusion`.
     """
     if vae is not None:
         autoencoder = _load_vae(vae)
@@ -95,7 +99,7 @@ def sd2(
 
 
 def tiny_tokenizers(*, max_length: int = 16) -> list[PreTrainedTokenizerBase]:
-    """Return a tokenizer with CLIP's vocabulary that truncates captions to `max_length` tokens."""
+    """Return the tokenizer of the model `tiny` in a list: CLIP's vocabulary, up to `max_length` tokens per caption."""
     return [clip_tokenizer(max_length=max_length)]
 
 
@@ -128,7 +132,7 @@ def tiny(
         text_width: D, width of the text encoder, a multiple of 32.
         text_layers: Number of layers of the text encoder.
         max_length: L, number of tokens to which captions are padded and truncated.
-        objective: See `diffusion.Objective`. For the other keywords see `diffusion.LatentDiffusion`.
+        objective: Training objective. The keywords from here on are those of `diffusion.LatentDiffusion`.
     """
     autoencoder = _load_vae(vae or str(TINY_VAE))
     channels = autoencoder.config['latent_channels']
@@ -176,7 +180,11 @@ def _load_vae(source: str) -> AutoencoderKL:
 
 
 def _latent_size(resolution: int, vae: AutoencoderKL) -> int:
-    """Return the side in latent cells, or raise UserError if the resolution is not a multiple of a cell."""
+    """Return the side of the latents for an image side of `resolution` pixels.
+
+    Raises:
+        UserError: The VAE's downsampling factor does not divide the resolution.
+    """
     cell = downsampling(vae)
     if resolution <= 0 or resolution % cell:
         raise UserError(f'resolution: {resolution} px is not a multiple of {cell} px, the size of a latent cell')

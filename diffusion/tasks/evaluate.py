@@ -23,7 +23,7 @@ def trained_model(recipe: Recipe, which: Weights | None = None) -> tuple[Compose
     """Build a recipe's model with the weights of its checkpoint.
 
     Args:
-        recipe: The recipe; `checkpoint` names the checkpoint, null is the run's latest.
+        recipe: The recipe; its `checkpoint` is the checkpoint to load, null for the run's latest.
         which: Averaged or training weights; None loads averaged weights if the checkpoint has them.
 
     Returns:
@@ -37,7 +37,9 @@ def trained_model(recipe: Recipe, which: Weights | None = None) -> tuple[Compose
 
 
 def evaluate(recipe: Recipe) -> dict[str, float]:
-    """Evaluate a checkpoint with averaged weights if it has them, and write `evaluation.json` into the run's folder.
+    """Evaluate a recipe's checkpoint, and write `evaluation.json` into the run's folder.
+
+    The averaged weights are evaluated if the checkpoint has them, else the training weights.
 
     Returns:
         The metrics by name.

@@ -80,7 +80,7 @@ def run_generate(args: argparse.Namespace) -> int:
 
 
 def _from_pipeline(folder: Path, args: argparse.Namespace) -> list[Path]:
-    """Generate with an exported pipeline, from the same noise as `generate` with a checkpoint for equal seeds."""
+    """Generate images with an exported pipeline; equal seeds start from the same noise as with a checkpoint."""
     if args.weights is not None:
         raise UserError(f'--weights: {folder} is an export, which holds one set of weights; remove --weights')
     diffusers.utils.logging.disable_progress_bar()

@@ -13,7 +13,7 @@ from diffusion.launch import heartbeat_file
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `run.py RECIPE [key=value ...]`, and return the exit status; `diffusion.exit_codes` defines them."""
+    """Run `run.py RECIPE [key=value ...]`, and return an exit status of `diffusion.exit_codes`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     rank = int(os.environ.get('RANK', '0'))
     heartbeat_file.write_stacks_on_signal()
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def checked(path: str, overrides: Sequence[str]) -> Recipe:
-    """Load a recipe and check all that can be checked without importing torch: values, devices, paths and output.
+    """Load a recipe, and check values, number of devices, paths and output folder without importing torch.
 
     Raises:
         RecipeError: The recipe has mistakes; the error lists all of them.
@@ -54,7 +54,7 @@ def checked(path: str, overrides: Sequence[str]) -> Recipe:
 
 
 def run_task(recipe: Recipe) -> None:
-    """Import the recipe's task and run it."""
+    """Import and run the task that a recipe names: train, precompute, evaluate or generate."""
     configure_logging()
     if recipe.task == 'train':
         from diffusion.training.train import train
@@ -75,6 +75,6 @@ def run_task(recipe: Recipe) -> None:
 
 
 def configure_logging() -> None:
-    """Log messages of this package from INFO on rank 0, and from WARNING on other ranks and for other packages."""
+    """Set log levels: INFO for this package on rank 0; WARNING on other ranks and for other packages."""
     logging.basicConfig(format='%(asctime)s %(levelname)s: %(message)s', datefmt='%H:%M:%S')
     logging.getLogger('diffusion').setLevel(logging.INFO if os.environ.get('RANK', '0') == '0' else logging.WARNING)

@@ -45,7 +45,7 @@ CHECKPOINTER_KEYWORDS = ('autoresume', 'save_interval', 'save_num_checkpoints_to
 
 
 class RecipeKeeper(Callback):
-    """Save the resolved recipe beside the checkpoints, so that export and other tasks need only the run's folder.
+    """Callback that saves the resolved recipe beside the checkpoints; export and other tasks need only this folder.
 
     Args:
         folder: The run's folder.
@@ -67,7 +67,7 @@ def train(recipe: Recipe) -> Trainer:
     With `trainer.autoresume`, training resumes from the newest complete checkpoint of the run, if it has one.
 
     Raises:
-        UserError: The recipe cannot be run, or another job trains into its folder.
+        UserError: The recipe cannot be run, or another job is training in the run's folder.
         DataError: Data could not be read, or too much of it is bad.
         Preempted: A signal stopped the run, which saved a checkpoint first.
     """
@@ -78,6 +78,7 @@ def train(recipe: Recipe) -> Trainer:
 
 
 def _train(recipe: Recipe) -> Trainer:
+    """Build the Trainer of a recipe and train, while the lock of the run's folder is held."""
     trainer = build_trainer(recipe)
     if _is_done(trainer.state):
         log.info('%s: already trained to %s', recipe.run_dir, trainer.state.max_duration)
@@ -95,7 +96,7 @@ def _train(recipe: Recipe) -> Trainer:
 
 
 def fit(trainer: Trainer) -> None:
-    """Train to the end; if data cannot be read, save a checkpoint before raising the error.
+    """Run a Trainer to the end of training; if data cannot be read, save a checkpoint before raising the error.
 
     Raises:
         DataError: Data could not be read, or too much of it is bad; on every rank.
@@ -114,7 +115,7 @@ def fit(trainer: Trainer) -> None:
 
 
 def build_trainer(recipe: Recipe) -> Trainer:
-    """Build the Trainer of a recipe, ready to fit."""
+    """Build the Trainer of a recipe, with model, data and callbacks, ready for `fit`."""
     # The checkpointer and the datasets communicate before the Trainer, which would initialize distributed otherwise.
     if int(os.environ.get('WORLD_SIZE', '1')) > 1:
         dist.initialize_dist(get_device(recipe.trainer.get('device')), recipe.trainer.get('dist_timeout', 300.0))
@@ -159,7 +160,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
 
 
 def build_checkpointer(recipe: Recipe) -> Checkpointer | None:
-    """Build the callback that saves and resumes the run; return None if `trainer.save_folder` leaves it to Composer.
+    """Build the callback that saves and resumes the run, or return None if `trainer.save_folder` lets Composer save.
 
     Raises:
         UserError: The run's folder has checkpoints, and `trainer.autoresume` is off.
@@ -170,7 +171,7 @@ def build_checkpointer(recipe: Recipe) -> Checkpointer | None:
     if resume is None and (present := list_checkpoints(recipe.run_dir)):
         raise UserError(
             f'name: {recipe.run_dir} holds {present[0].name} and {len(present) - 1} more checkpoints of another run; '
-            'resume it with trainer.autoresume: true, or give this run another name'
+            'resume it with trainer.autoresume: true, or use another name for this run'
         )
     return Checkpointer(
         recipe.run_dir,
@@ -182,9 +183,11 @@ def build_checkpointer(recipe: Recipe) -> Checkpointer | None:
 
 
 def checkpoint_activations(model: ComposerModel) -> None:
-    """Make a model's denoiser recompute its blocks in the backward pass."""
+    """Turn on activation checkpointing: the denoiser's blocks are recomputed in the backward pass."""
     if not isinstance(model, LatentDiffusion):
-        raise UserError('parallelism.activation_checkpointing: only models with a denoiser have blocks to recompute')
+        raise UserError(
+            'parallelism.activation_checkpointing: only models with a denoiser have blocks to recompute; use false'
+        )
     model.denoiser.enable_gradient_checkpointing()
 
 
@@ -199,7 +202,7 @@ def start_from(model: ComposerModel, init_from: str) -> None:
 def _own_callbacks(
     recipe: Recipe, parts: SpeedConfig, loader: BucketedLoader, checkpointer: Checkpointer | None
 ) -> list[Callback]:
-    """Build the callbacks that every run has without naming them in its recipe."""
+    """Build the callbacks that every run gets in addition to the callbacks in its recipe."""
     return [
         RecipeKeeper(recipe.run_dir, to_yaml(recipe)),
         SameRun(components.run_identity(recipe, loader), allow_data_change=recipe.allow_data_change),
@@ -219,12 +222,12 @@ def _trainer_keywords(recipe: Recipe) -> dict[str, Any]:
 
 
 def _console(recipe: Recipe) -> list[LoggerDestination]:
-    """Build the logger of console lines, for runs whose output is a file and shows no progress bar."""
+    """Return a logger that prints progress as lines if the run shows no progress bar; else an empty list."""
     shown = recipe.trainer.get('progress_bar', sys.stderr.isatty()) or recipe.trainer.get('log_to_console', False)
     return [] if shown or 'console_lines' in recipe.loggers else [ConsoleLines()]
 
 
 def _is_done(state: State) -> bool:
-    """Return True if a run was resumed at its end, so that starting a finished job again succeeds."""
+    """Return True if training has already reached its end, so that starting a finished job again succeeds."""
     end = state.max_duration
     return end is not None and end.unit != TimeUnit.DURATION and state.timestamp.get(end.unit) >= end

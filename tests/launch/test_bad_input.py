@@ -69,7 +69,7 @@ def error_message(path, *overrides):
         ('kubernetes', {'secrets': {'A': None}}, 'secrets.A: None is not a Kubernetes secret; write secret/key'),
         ('kubernetes', {'backend': {'raw': {'pods': {}, 'pod': {'a': 1}}}}, 'backend.raw.pods: is not one of jobset'),
         ('kubernetes', {'schedule': {'priority': 5}}, 'schedule.priority: 5 is a number'),
-        ('sagemaker', {'backend': {'role': ABSENT}}, 'backend.role: is missing; give the ARN of the role'),
+        ('sagemaker', {'backend': {'role': ABSENT}}, 'backend.role: is missing; set the ARN of the role'),
         (
             'sagemaker',
             {'schedule': {'time_limit': None}},
@@ -134,7 +134,7 @@ def test_invalid_recipe_is_refused(write_spec):
 
 def test_missing_values_of_recipe_are_reported(write_spec):
     found = error_message(write_spec('slurm', recipe='yamls/phase1.yaml'))
-    assert 'recipe: yamls/phase1.yaml: streams.laion.remote: is still ???; give the object store folder' in found
+    assert 'recipe: yamls/phase1.yaml: streams.laion.remote: is still ???; set the object store folder' in found
 
 
 def test_recipe_without_autoresume_is_refused_if_job_restarts(write_spec):

@@ -234,7 +234,7 @@ def test_other_sizes_can_be_generated(make_model):
 @pytest.mark.parametrize(
     ('call', 'message'),
     [
-        (lambda m: m.generate([]), 'prompts: give at least one caption'),
+        (lambda m: m.generate([]), 'prompts: pass at least one caption'),
         (lambda m: m.generate(['a'], seeds=[1, 2]), 'seeds: 2 seeds for 1 prompts'),
         (lambda m: m.generate(['a'], size=(60, 64)), 'size: 60x64 is not a multiple of 8'),
         (
@@ -243,7 +243,7 @@ def test_other_sizes_can_be_generated(make_model):
         ),
         (
             lambda m: m({batch_keys.INPUT_IDS: m._tokens(['a'])}),
-            'batch: has .* needs one of image and latent_moments',
+            'batch: has .* needs either image or latent_moments',
         ),
         (lambda m: m.encode(torch.zeros(1, 3, 64, 64)), 'image: dtype torch.float32; images must be uint8'),
         (lambda m: m.text(torch.zeros(1, 16, dtype=torch.long)), r'input_ids: shape \(1, 16\); expected'),

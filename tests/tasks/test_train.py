@@ -321,7 +321,7 @@ def test_latents_of_another_resolution_are_an_error(latents, write_recipe):
 
 
 def test_images_instead_of_latents_are_an_error(write_recipe):
-    with pytest.raises(ValueError, match='streams.small: its samples have .*, but latent_moments is needed'):
+    with pytest.raises(ValueError, match='streams.small: its samples have .*, but latent_moments is required'):
         build_trainer(load(write_recipe('wrong', dataset={'name': 'latents'})))
 
 
@@ -374,7 +374,7 @@ def test_missing_averaged_weights_error_names_the_start_of_ema(write_recipe, tmp
         )
     ).close()
     with pytest.raises(
-        ValueError, match='it has no averaged weights, its EMA would have started at 100ba; use --weights training'
+        ValueError, match=r'it has no averaged weights \(its EMA would have started at 100ba\); use --weights training'
     ):
         weights_of(find_checkpoint(tmp_path / 'runs/plain'), 'ema')
 

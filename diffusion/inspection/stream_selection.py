@@ -1,4 +1,4 @@
-"""Select streams of a recipe by name, from all of its sections."""
+"""Select streams of a recipe by name, from its streams for training, evaluation and precomputing."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,7 +13,7 @@ Sections = dict[str, dict[str, StreamConfig]]
 
 
 def sections_of(recipe: Recipe) -> Sections:
-    """Return all streams of a recipe by section, without empty sections."""
+    """Return a recipe's streams grouped by recipe key (streams, eval_streams, precompute.streams); no empty groups."""
     sections = {
         'streams': recipe.streams,
         'eval_streams': recipe.eval_streams,
@@ -23,18 +23,18 @@ def sections_of(recipe: Recipe) -> Sections:
 
 
 def select(recipe: Recipe, names: Sequence[str]) -> Sections:
-    """Return the streams with these names, or all streams if no names are given.
+    """Return a recipe's streams with these names, or all streams if `names` is empty, grouped by recipe key.
 
     Args:
         recipe: The recipe.
-        names: Names of streams, with or without their section: `photos`, or `eval_streams.photos`.
+        names: Names of streams, with or without their recipe key: `photos`, or `eval_streams.photos`.
 
     Raises:
         UserError: The recipe has no streams, a name does not exist, or a chosen stream has values that are still ???.
     """
     sections = sections_of(recipe)
     if not sections:
-        raise UserError('streams: the recipe has none; add at least one')
+        raise UserError('streams: the recipe has no streams; add at least one')
     known = {f'{section}.{name}' for section, streams in sections.items() for name in streams}
     bare = {name for streams in sections.values() for name in streams}
     for name in names:
@@ -53,7 +53,7 @@ def select(recipe: Recipe, names: Sequence[str]) -> Sections:
 
 
 def with_shapes(section: str, streams: Mapping[str, StreamConfig]) -> dict[str, StreamConfig]:
-    """Expand the streams of a section that have several aspect buckets into one stream per shape.
+    """Return the streams, each one with several aspect-ratio buckets expanded into one stream per image shape.
 
     Raises:
         UserError: A folder has no list of its shapes.
@@ -66,7 +66,7 @@ def with_shapes(section: str, streams: Mapping[str, StreamConfig]) -> dict[str, 
 
 
 def _check_no_missing_values(recipe: Recipe, chosen: Sections) -> None:
-    """Raise RecipeError if a chosen stream has values that are still ???; other streams may have some."""
+    """Raise RecipeError if a chosen stream has values that are still ??? (not set); other streams may have some."""
     prefixes = [f'{section}.{name}.' for section, streams in chosen.items() for name in streams]
     missing = [problem for problem in recipe.missing if any(f'{problem.where}.'.startswith(p) for p in prefixes)]
     if missing:

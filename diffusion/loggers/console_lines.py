@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 class ConsoleLines(LoggerDestination):
-    """Log a line with batch, loss, batches per second and remaining time, and a line per evaluation with its metrics.
+    """Logger that writes lines with batch, loss, batches per second and remaining time, and a line per evaluation.
 
     Args:
         every_seconds: Minimum time between two lines.
@@ -61,14 +61,14 @@ class ConsoleLines(LoggerDestination):
 
 
 def _format_progress(state: State) -> str:
-    """Return the batch number, with the total if the training duration is given in batches."""
+    """Return the batch number as text, with the total if the training duration is given in batches."""
     end = state.max_duration
     batch = state.timestamp.batch.value
     return f'{batch} of {end.value}' if end is not None and end.unit == TimeUnit.BATCH else str(batch)
 
 
 def _format_remaining(state: State, speed: float) -> str:
-    """Return the estimated remaining time as a suffix, empty if the training duration is not given in batches."""
+    """Return the estimated remaining time as the end of a line; empty if the duration is not given in batches."""
     end = state.max_duration
     if end is None or end.unit != TimeUnit.BATCH or not speed:
         return ''

@@ -16,7 +16,7 @@ TRAIN_LOSS = 'loss/train/total'
 
 
 class MetricsFile(LoggerDestination):
-    """Append metrics to `folder/metrics.jsonl`, one JSON object per line with the batch as `step` and metrics by name.
+    """Logger that appends metrics to `folder/metrics.jsonl`: JSON lines with the batch as `step` and metrics by name.
 
     A resumed run appends to the same file; for batches that it repeats, `read_metrics` keeps the later values. When
     training ends, the loss curve is drawn to `folder/loss.png`.
@@ -58,7 +58,7 @@ class MetricsFile(LoggerDestination):
 
 
 def read_metrics(path: Path) -> dict[str, dict[int, float]]:
-    """Return the values of each metric by batch: name -> batch -> value; the later line counts for repeated batches."""
+    """Read a metrics file: return name -> batch -> value; for a repeated batch, the later line counts."""
     series: dict[str, dict[int, float]] = {}
     for line in path.read_text(encoding='utf-8').splitlines():
         try:
@@ -104,7 +104,7 @@ def draw_loss_curve(metrics: Path, out: Path) -> None:
 
 
 def _smoothed(values: tuple[float, ...]) -> list[float]:
-    """Return an exponential moving average over about 1/50 of the curve."""
+    """Return the exponential moving average of a curve, over about 1/50 of its length."""
     keep = math.exp(-50 / max(50, len(values)))
     average, smoothed = values[0], []
     for value in values:

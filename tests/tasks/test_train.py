@@ -374,7 +374,7 @@ def test_missing_averaged_weights_error_names_the_start_of_ema(write_recipe, tmp
         )
     ).close()
     with pytest.raises(
-        ValueError, match='it has no averaged weights, its EMA would have started at 100ba; use --weights training'
+        ValueError, match=r'it has no averaged weights \(its EMA would have started at 100ba\); use --weights training'
     ):
         weights_of(find_checkpoint(tmp_path / 'runs/plain'), 'ema')
 

@@ -179,7 +179,7 @@ def test_unvalidated_manifest_is_noted(write_spec, kubectl, capsys, monkeypatch)
     for _ in range(2):
         assert main(['launch', str(path), '--dry-run']) == 0
         assert note in capsys.readouterr().out
-        note = "JobSet was not validated; pip install 'diffusion-recipes[kubernetes]' (kubectl: is not on PATH"
+        note = "JobSet was not validated; pip install 'diffusion-recipes[kubernetes]' (kubectl is not on PATH"
         monkeypatch.setenv('PATH', '/nonexistent')
 
 

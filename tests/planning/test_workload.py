@@ -68,7 +68,7 @@ def test_error_names_the_missing_or_wrong_value(tmp_path, change, message):
 
 
 def test_recipe_without_a_duration_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match=r'trainer\.max_duration is missing'):
+    with pytest.raises(ValueError, match=r'trainer\.max_duration: is missing'):
         phase(write_recipe(tmp_path, trainer={'precision': 'fp32'}))
 
 

@@ -283,7 +283,7 @@ def _check_shape(where: str, stream: StreamConfig, gather: Gatherer) -> None:
 
 
 def _shape_text(stream: StreamConfig) -> str:
-    """Return the shape of a stream's images for messages, such as `320x192`."""
+    """Return the width x height of a stream's images for messages, such as `320x192`, or `several shapes`."""
     return 'several shapes' if stream.aspects else stream.shape or f'{stream.resolution}x{stream.resolution}'
 
 

@@ -40,7 +40,12 @@ class Gatherer:
         self.problems.append(Problem(where, what))
 
     def still_missing(self, where: str, doc: str) -> None:
-        """Add a value that is still `???`; `doc` describes the value that belongs there."""
+        """Add a setting that is still `???` to the list of settings to be filled in before the recipe can run.
+
+        Args:
+            where: Path of the setting, such as `model.resolution`.
+            doc: Description of the value that belongs there.
+        """
         self.missing.append(Problem(where, f'is still ???; set {_sentence(doc) or "a value"}'))
 
 

@@ -47,7 +47,7 @@ class Signature:
 
 
 def of_object(target: Any) -> Signature:
-    """Return the signature of an imported class or function."""
+    """Return the parameters of an imported class or function, to check or select its keyword arguments by."""
     found = inspect.signature(target).parameters.values()
     parameters = tuple(
         Parameter(
@@ -136,7 +136,11 @@ def _simple(node: ast.expr) -> Any:
 
 
 def _union(members: list[ast.expr]) -> Any:
-    """Return the union of those members that YAML values can have; None if it is empty or a member is not known."""
+    """Return the union of those types in an annotation that YAML can hold, to check a recipe's values against.
+
+    Members such as Path or Tensor are left out. Returns None (no check) if another member is not a type that YAML can
+    hold, or if nothing but None is left.
+    """
     kinds = [_simple(member) for member in members if not _is_class(member)]
     return None if not kinds or None in kinds or kinds == [type(None)] else Union[tuple(kinds)]  # noqa: UP007
 

@@ -179,5 +179,5 @@ def _html_image(image: Image.Image | bytes, side: int | None) -> str:
 
 
 def _decoded(image: Image.Image | bytes) -> Image.Image:
-    """Return a PIL image, decoded if the argument is an encoded image (JPEG or PNG)."""
+    """Return an image of a figure as a PIL image, to measure or draw it; bytes of a JPEG or PNG are opened first."""
     return Image.open(io.BytesIO(image)) if isinstance(image, bytes) else image

@@ -1,4 +1,7 @@
-"""Retrieval accuracy of generated images among the training images."""
+"""Evaluator `retrieval`: fraction of generated images whose nearest real image is the one with the same caption.
+
+Nearest is by pixel difference. Use it to measure how well a model has learned a small dataset.
+"""
 
 import logging
 from pathlib import Path

@@ -118,7 +118,10 @@ class JobSpec:
 
 @dataclass(frozen=True)
 class Job:
-    """One job as passed to a launch backend: a stage whose missing keys are filled in from the job spec."""
+    """One job to submit to the scheduler: one stage of a job spec, or the whole spec if it has no stages.
+
+    A stage is one of several jobs that run one after the other. Settings that it omits are those of the spec.
+    """
 
     name: str
     """Name of the spec, followed by the name of the stage if there are stages."""

@@ -167,7 +167,11 @@ class Node:
         clock is set."""
 
     def run(self) -> int:
-        """Run attempts of the job until one succeeds or this process must not retry it; return the last exit status."""
+        """Run the job on this node, and return the exit status of the last attempt.
+
+        There is one attempt, because the scheduler restarts a failed job by its exit status. Only SageMaker does not;
+        there a failed attempt is repeated here if its status allows it, up to the maximum number of restarts.
+        """
         # Installed before the lock is taken: the wait for an earlier attempt can take minutes and must react to
         # SIGTERM.
         self._install_signal_handlers()
@@ -285,7 +289,10 @@ class Node:
         return outcome
 
     def _watch(self, workers: 'Workers', attempt: Attempt, limit_seconds: float | None) -> Outcome:
-        """Wait until the worker processes have ended, exceed their time to stop, or hang; return the outcome."""
+        """Monitor the worker processes until all have ended, and return the outcome of the attempt.
+
+        Returns early if they hang, exceed the time limit, or have not ended some time after a stop signal or a failure.
+        """
         begin = time.monotonic()
         watchdog = Watchdog(begin, self.settings.hang_seconds) if self.trains and limit_seconds is None else None
         last_check, last_record = 0.0, begin

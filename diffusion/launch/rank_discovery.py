@@ -206,7 +206,11 @@ def _skypilot(environ: Mapping[str, str], resources: Path) -> _SchedulerValues:
 
 
 def _sagemaker(environ: Mapping[str, str], resources: Path) -> _SchedulerValues:
-    """Return the rank, sizes and first node of a job, as far as SageMaker provides them."""
+    """Return the rank of this node, the number of nodes and the first node, read from SageMaker's resource file.
+
+    Raises:
+        ExternalError: The file does not exist, or does not list this node.
+    """
     # The variables SM_* are set only in images with the SageMaker training toolkit. The order of the file gives the
     # ranks: sorted by name, algo-10 would come before algo-2.
     try:

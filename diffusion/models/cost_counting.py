@@ -76,7 +76,11 @@ class ModelCounter:
         }
 
     def flops(self, shape: Shape) -> dict[str, int]:
-        """Return the forward FLOPs per image of a shape, of the trained parts and of the frozen image encoder."""
+        """Return the forward FLOPs for one image of a shape, as two counts by name.
+
+        Returns:
+            `trained`: FLOPs of the trained modules; `image_encoder`: FLOPs of the frozen image encoder (VAE).
+        """
         if self.denoiser is None:
             batch = self._image_batch(1, shape, device='meta')
             with _TrainedFlops(display=False) as trained:

@@ -1,4 +1,7 @@
-"""Selection of the bucket of an image: a resolution and, within it, a square or one of several shapes."""
+"""Choose the bucket of an image: a resolution and, within it, a square or one of several shapes.
+
+A bucket is a folder of shards for the images of one resolution, or of one resolution and shape.
+"""
 
 from collections.abc import Sequence
 
@@ -6,7 +9,7 @@ from diffusion.config.image_shapes import STEP, Shape, parse_shape, sdxl_shapes,
 
 
 class Buckets:
-    """Buckets of a preparation; a name is `512px`, or `512px/640x384` with aspect-ratio buckets.
+    """All buckets of a dataset; a name is `512px`, or `512px/640x384` with aspect-ratio buckets.
 
     Args:
         sizes: Resolutions in pixels.
@@ -27,10 +30,12 @@ class Buckets:
         return f'{size}px' if self.squares else f'{size}px/{shape}'
 
     def choose(self, width: int, height: int) -> tuple[int, Shape] | None:
-        """Select the largest resolution that needs no upscaling and, within it, the shape closest in aspect ratio.
+        """Choose the bucket of an image of this width and height in pixels.
+
+        It is the largest resolution that needs no upscaling and, within it, the shape closest in aspect ratio.
 
         Returns:
-            (size, shape), or None if the image is smaller than every bucket.
+            (resolution, shape), or None if the image is smaller than every bucket.
         """
         for size in sorted(self.shapes, reverse=True):
             fitting = [shape for shape in self.shapes[size] if shape.width <= width and shape.height <= height]

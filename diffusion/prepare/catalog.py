@@ -1,6 +1,7 @@
-"""Table of all inputs of all parts in order: bucket or rejection, measurements, and the position of each sample.
+"""Table in memory of all inputs of a preparation, in order: bucket or rejection, measurements, position of the sample.
 
-A row takes about 60 bytes of memory, so 100 million images take 6 GB; keys and captions stay on disk.
+It combines the tables of all parts; a part is the unit of input that one job converts, such as a tar. A row takes
+about 60 bytes of memory, so 100 million images take 6 GB; keys and captions stay on disk.
 """
 
 from collections.abc import Sequence
@@ -36,7 +37,7 @@ NUMBERS = {
 
 @dataclass
 class Catalog:
-    """Columns with one value per input; rejected inputs have bucket -1."""
+    """Table with one row per input, stored as one array per column; rejected inputs have bucket -1."""
 
     parts: Sequence[Path]
     """Folders of the parts, in order."""
@@ -53,10 +54,10 @@ class Catalog:
 
     @classmethod
     def read(cls, parts: Sequence[Path], buckets: Sequence[str]) -> 'Catalog':
-        """Read the tables of converted parts.
+        """Read the tables that were written for each part of the input, and combine them.
 
         Args:
-            parts: Folders of the parts, in order.
+            parts: Output folders of the converted parts, in order.
             buckets: Names of the buckets; their index is the bucket number.
         """
         codes = {name: code for code, name in enumerate(buckets)} | {'': REJECTED}
@@ -86,20 +87,20 @@ class Catalog:
 
     @property
     def kept(self) -> np.ndarray:
-        """Rows of the kept images."""
+        """Row numbers of the images that are not rejected."""
         return np.flatnonzero(self.bucket != REJECTED)
 
     def rows_of_bucket(self, code: int) -> np.ndarray:
-        """Return the rows of the kept images of a bucket."""
+        """Return the row numbers of the kept images of a bucket, given by its number."""
         return np.flatnonzero(self.bucket == code)
 
     def key(self, row: int) -> str:
-        """Return the key of an input; reads the table of its part from disk."""
+        """Return the key (ID within the source, such as a path) of the input in a row; read from disk."""
         part = int(self.part[row])
         return read_sample_rows(self.parts[part], ['key'])['key'][int(row - self.first_row[part])].as_py()
 
     def drop_duplicates(self, mode: str, *, max_distance: int, saved: Path) -> list[tuple[int, int]]:
-        """Reject images that are duplicates of an earlier one.
+        """Mark images that are duplicates of an earlier one as rejected.
 
         Args:
             mode: `none`, `exact` or `near`.
@@ -107,7 +108,7 @@ class Catalog:
             saved: File that caches the result of the search for a resumed preparation, since the search may be slow.
 
         Returns:
-            Rows of the first `NAMES_SHOWN` duplicates, each with the row of its original.
+            (duplicate, original) row numbers of the first `NAMES_SHOWN` duplicates, for the report.
         """
         if mode == 'none':
             return []
@@ -125,7 +126,7 @@ class Catalog:
         return shown
 
     def _search(self, kept: np.ndarray, mode: str, max_distance: int) -> np.ndarray:
-        """Return `image_hashes.duplicates` of the kept images."""
+        """Search the kept images for duplicates; return the result of `image_hashes.duplicates`."""
         from diffusion.prepare.image_hashes import duplicates
 
         # Noise determines the perceptual hashes of flat images, which would make unrelated ones near-duplicates.
@@ -135,7 +136,7 @@ class Catalog:
 
 
 def _count_rejected(rows: pa.Table, rejected: dict[str, Rejected]) -> None:
-    """Add the rejected inputs of a part to `rejected`, by reason."""
+    """Add the inputs that a part's table lists as rejected to `rejected`: per reason, their number and first keys."""
     reasons = rows['reason'].combine_chunks().dictionary_encode()
     codes = reasons.indices.to_numpy()
     for code, reason in enumerate(reasons.dictionary.to_pylist()):

@@ -17,7 +17,7 @@ SOURCE_OPTIONS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the subcommands: `recipe`, and one per source kind."""
+    """Add the subcommands of `diffusion prepare` to its parser: `recipe`, and one per source kind such as `folder`."""
     sources = parser.add_subparsers(dest='source', required=True, metavar='RECIPE.yaml | SOURCE')
     _add_recipe(sources.add_parser('recipe', help='prepare from a YAML file; the word `recipe` is optional'))
     _add_folder(sources.add_parser('folder', help='prepare image files with captions in .txt files, a CSV or a JSONL'))
@@ -29,10 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_prepare(args: argparse.Namespace) -> int:
-    """Prepare a dataset and print the report.
+    """Run `diffusion prepare`: convert images to a dataset, print the report, and return the exit status.
 
     Returns:
-        Exit status: 0, 3 if more than `max_rejected` was rejected, or 130 if interrupted.
+        Exit status: 0, 3 if more than the fraction `max_rejected` of the inputs was rejected, or 130 if interrupted.
 
     Raises:
         UserError: An argument or the input is invalid.

@@ -1,4 +1,7 @@
-"""Convert one part of the input into one folder of shards, which is renamed into place when complete."""
+"""Convert one part of the input into one folder of shards, which is renamed into place when complete.
+
+A part is the unit of input that one job converts, such as a tar or 1000 image files.
+"""
 
 import base64
 import functools
@@ -38,7 +41,7 @@ BACKOFF_SECONDS = 1.0
 
 @dataclass
 class PartCounts:
-    """Counts of a converted part."""
+    """Counts of one converted part of the input, for the progress bar and the report."""
 
     size: int
     """Size of the part in the progress bar, in the unit of `Part.size`."""
@@ -51,7 +54,10 @@ class PartCounts:
 
 @dataclass(frozen=True)
 class PartJob:
-    """Convert a part into shards with samples of all buckets mixed, a table of all inputs, and thumbnails."""
+    """Job that converts one part of the input into a folder.
+
+    The folder has shards with samples of all buckets mixed, a table of all inputs, and thumbnails of rejected ones.
+    """
 
     number: int
     part: Part
@@ -65,7 +71,7 @@ class PartJob:
         return f'part {self.number} ({self.part.name})'
 
     def __call__(self, note: Note) -> PartCounts:
-        """Convert the part unless its folder exists, and return its counts.
+        """Convert the part, unless its output folder exists from an earlier start; return its counts.
 
         Raises:
             UserError: The part does not exist, or permission is denied.
@@ -127,7 +133,7 @@ class PartJob:
         return counts
 
     def _entries(self, note: Note) -> Iterator[Entry]:
-        """Yield the entries of the part, and record each one as the current item.
+        """Yield the images of the part with their captions, each named in `note` in case the process dies at it.
 
         Raises:
             _Unreadable: Reading failed.
@@ -148,7 +154,7 @@ class _Unreadable(Exception):
 
 
 class _ShardBuffer:
-    """Writer of the shards of a part; buffers one shard in memory."""
+    """Writer of a part's shards; it buffers one shard in memory, and writes the shard when full."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -178,7 +184,7 @@ class _ShardBuffer:
 
 
 def read_counts(folder: Path, part: Part) -> PartCounts:
-    """Read the counts of a converted part."""
+    """Read the counts that were saved when a part of the input was converted."""
     content = read_json(folder / COUNTS_FILE)
     return PartCounts(part.size, content['inputs'], Counter(content['rejected']), set(content['columns']))
 
@@ -191,7 +197,7 @@ def header_sizes(folder: Path) -> list[int]:
 
 
 def _thumbnails(entry: Entry, unfit: Unfit, settings: PrepareSettings) -> list[dict[str, str]]:
-    """Return a thumbnail record of a rejected image, for `report_thumbnails`; empty if it cannot be decoded."""
+    """Return a list of one thumbnail of a rejected image, for the report; an empty list if it cannot be decoded."""
     try:
         image = decode_image(entry.image or b'', background=settings.background, max_pixels=settings.max_pixels).image
     except Unfit:

@@ -1,4 +1,4 @@
-"""Counts of a preparation, kept and rejected, as report.json and as text."""
+"""Report of a preparation: the counts of kept and rejected images by bucket and reason, as report.json and as text."""
 
 import json
 from dataclasses import dataclass, field, fields
@@ -21,7 +21,7 @@ class Rejected:
 
 @dataclass
 class PrepareReport:
-    """Report of a preparation."""
+    """Report of a preparation: counts, settings and statistics of a dataset, saved as report.json beside its shards."""
 
     source: str
     arguments: dict[str, Any]
@@ -57,11 +57,11 @@ class PrepareReport:
 
     @property
     def passed(self) -> bool:
-        """True if `rejected_share` is at most `max_rejected`."""
+        """True if the fraction of rejected inputs is at most `max_rejected`; otherwise the exit status is 3."""
         return self.rejected_share <= self.max_rejected
 
     def save(self, path: Path) -> None:
-        """Write the report as JSON."""
+        """Write the report to a file as JSON."""
         content = {
             'source': self.source,
             'arguments': self.arguments,
@@ -111,7 +111,7 @@ class PrepareReport:
         return '\n'.join(lines)
 
     def rejections(self) -> list[str]:
-        """Return one line per rejection reason, with the first names."""
+        """Return one line of text per rejection reason, with its count and the names of the first rejected inputs."""
         lines = []
         for reason, rejected in sorted(self.rejected.items()):
             names = ', '.join(rejected.names[:3]) + (', ...' if rejected.count > 3 else '')
@@ -120,5 +120,5 @@ class PrepareReport:
 
 
 def versions_of(*distributions: str) -> dict[str, str]:
-    """Return the installed version of each distribution."""
+    """Return the installed version of each of these pip packages, by name."""
     return {name: version(name) for name in distributions}

@@ -1,4 +1,7 @@
-"""Outputs of a preparation: a local folder, renamed into place, or an object store, with indexes uploaded last."""
+"""Destination of a prepared dataset: a local folder, renamed into place when complete, or an object store.
+
+In an object store, indexes are uploaded last, since a folder with an index counts as complete.
+"""
 
 import os
 import shutil
@@ -19,10 +22,17 @@ from diffusion.storage.shard_writer import ShardWriter
 
 
 class Output(Protocol):
-    """Destination of the dataset."""
+    """Interface of the destination of the dataset; see `FolderOutput` and `StoreOutput`."""
 
     def finished_report(self, fingerprint: str) -> PrepareReport | None:
-        """Return the report of the existing dataset if its fingerprint is equal, otherwise None."""
+        """Return the report of the dataset that is already in the output, if it was made by the same plan.
+
+        Args:
+            fingerprint: Hash of the settings, the input and the package versions, compared with that in the report.
+
+        Returns:
+            The report, or None if there is no such dataset, which must then be prepared.
+        """
         ...
 
     def check(self) -> None:
@@ -34,7 +44,7 @@ class Output(Protocol):
         ...
 
     def bucket(self, name: str) -> Folder:
-        """Return the folder to write the shards of a bucket to."""
+        """Return the folder to write the final shards of a bucket to, given by its name such as `512px`."""
         ...
 
     def put_in_place(self) -> None:
@@ -43,19 +53,22 @@ class Output(Protocol):
 
 
 def output_of(settings: PrepareSettings, work: WorkFolder) -> Output:
-    """Return the output object for these settings."""
+    """Return the destination for these settings: `StoreOutput` for an object store, otherwise `FolderOutput`."""
     if settings.is_remote:
         return StoreOutput(settings.out.rstrip('/'), work)
     return FolderOutput(Path(settings.out).resolve(), work, overwrite=settings.overwrite)
 
 
 def shard_writer(output: Output, work: WorkFolder, bucket: str, *, size_limit: int) -> ShardWriter:
-    """Return the writer of a bucket's final shards."""
+    """Return the writer of a bucket's final shards, which also records the shards that are done."""
     return ShardWriter(output.bucket(bucket), LocalFolder(work.packed / bucket), ShardFormat(COLUMNS, size_limit))
 
 
 class FolderOutput:
-    """A local folder; shards are written to the work folder, which must be on the same file system to be renamed."""
+    """Dataset in a local folder.
+
+    The dataset is written to the work folder and then renamed, so both must be on the same file system.
+    """
 
     def __init__(self, out: Path, work: WorkFolder, *, overwrite: bool) -> None:
         self.out = out
@@ -85,7 +98,11 @@ class FolderOutput:
             replace_folder(self.work.dataset, self.out, aside=self.work.path / 'replaced')
 
     def _check_free(self) -> None:
-        """Check that the folder is empty, or is a dataset that may be replaced."""
+        """Check that the output folder is empty, or is a dataset that may be replaced.
+
+        Raises:
+            UserError: It is neither.
+        """
         out = self.out
         if os.path.ismount(out):
             raise UserError(f'{out}: is a mount point, which cannot be replaced atomically; give a folder inside it')
@@ -100,7 +117,7 @@ class FolderOutput:
 
 
 class StoreOutput:
-    """An object store folder; the process that writes a shard uploads it and removes its local copy."""
+    """Dataset in an object store folder; the process that writes a shard uploads it and removes its local copy."""
 
     def __init__(self, out: str, work: WorkFolder) -> None:
         self.work = work
@@ -142,7 +159,7 @@ class StoreOutput:
 
 
 def _report_if_equal(path: Path, fingerprint: str) -> PrepareReport | None:
-    """Return the report in a file if its fingerprint is equal; None if not, or if it cannot be parsed."""
+    """Return the report in a file if it has this fingerprint; None if not, or if it cannot be parsed."""
     try:
         report = PrepareReport.read(path)
     except (ValueError, TypeError, KeyError, AttributeError):

@@ -1,4 +1,8 @@
-"""Pack the samples of the parts into final shards, which are planned in advance and written in parallel."""
+"""Write the final shards of each bucket, by copying samples from the shards of the converted parts.
+
+A part is the unit of input that one job converted, such as a tar; its shards have all buckets mixed. The final shards
+are planned in advance and written in parallel.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -21,7 +25,10 @@ from diffusion.storage.shard_writer import ShardWriter
 
 @dataclass(frozen=True)
 class ShardJob:
-    """Job that writes a final shard by copying samples from the parts."""
+    """Job that writes one final shard of a bucket by copying its samples, in input order, from converted parts.
+
+    A part is the unit of input that one job converted, such as a tar.
+    """
 
     work: WorkFolder
     bucket: str
@@ -41,12 +48,12 @@ class ShardJob:
         return f'shard {self.bucket}/{mds.shard_name(self.number)}'
 
     def __call__(self, note: Note) -> int:
-        """Write the shard; return the total size of its samples in bytes."""
+        """Write the final shard; return the total size of its samples in bytes, for the progress bar."""
         self.shards.write(self.number, self._samples(note), self.size.tolist())
         return int(self.size.sum())
 
     def _samples(self, note: Note) -> Iterator[bytes]:
-        """Yield the encoded samples from the shards of the parts.
+        """Yield the encoded samples of this final shard, read from the shards of converted parts.
 
         Raises:
             DataError: A shard of a part is too short.
@@ -73,7 +80,7 @@ class ShardJob:
 def plan_shards(
     catalog: Catalog, code: int, bucket: str, *, work: WorkFolder, shards: ShardWriter
 ) -> Iterator[ShardJob]:
-    """Yield the jobs for the final shards of a bucket: its kept images in input order, as many per shard as fit."""
+    """Yield the jobs that write a bucket's final shards: its kept images in input order, as many per shard as fit."""
     columns, rows = catalog.columns, catalog.rows_of_bucket(code)
     for number, span in enumerate(shards.format.cut(columns['size'][rows])):
         chosen = rows[span.start : span.stop]

@@ -1,5 +1,8 @@
 """Run a preparation: plan -> parts -> duplicates -> shards -> indexes and report -> output.
 
+The plan lists the input in parts, such as tars. One job per part converts its images; duplicates are then rejected, and
+the samples of each bucket (images of one resolution or shape) are packed into final shards.
+
 A preparation can be stopped at any point, and the next start resumes it. Each step renames its result to the final name
 only when it is complete. The dataset depends only on the input and the settings, not on the number of processes, the
 order in which they finish, or interruptions; only `seconds` in the report varies.
@@ -41,14 +44,14 @@ Run = Callable[[Iterable[WorkerJob]], Iterator[Any]]
 def prepare(
     settings: PrepareSettings, *, source: Source | None = None, run: Run | None = None, share: Share | None = None
 ) -> PrepareReport | None:
-    """Prepare a dataset, or resume a preparation that was stopped.
+    """Prepare a dataset from images and captions, or resume a preparation that was stopped.
 
     Args:
         settings: Settings of the preparation.
         source: Source to read instead of `settings.source`.
         run: Function that runs the jobs (default: processes on this machine).
-        share: Convert only this share of the parts, then return. For several machines with a common work folder; when
-            all shares are done, a call without `share` finishes the preparation.
+        share: Convert only this share of the input, such as 3/16, then return. For several machines with a common work
+            folder; when all shares are done, a call without `share` finishes the preparation.
 
     Returns:
         The report, or None if `share` is given.
@@ -74,7 +77,7 @@ def prepare(
 
 
 class _Preparation:
-    """A preparation that holds the lock of its work folder."""
+    """The steps of one call of `prepare`, which holds the lock of the work folder."""
 
     def __init__(self, settings: PrepareSettings, source: Source, run: Run, work: WorkFolder, output: Output) -> None:
         self.settings = settings
@@ -85,7 +88,7 @@ class _Preparation:
         self.buckets = Buckets(settings.sizes, settings.aspects).names
 
     def execute(self, share: Share | None) -> PrepareReport | None:
-        """Run all steps that are not done yet; return the report, or None for a share."""
+        """Run all steps that are not done yet; return the report, or None after converting one machine's share."""
         start = time.monotonic()
         # `complete` is written last. If it exists, an earlier start was killed while it moved the dataset into place,
         # and the input need not be listed again.
@@ -114,7 +117,7 @@ class _Preparation:
         return report
 
     def convert_parts(self, plan: InputPlan, share: Share | None) -> None:
-        """Convert each part of the share into its own folder, skipping parts that are done."""
+        """Convert each part of the input, or of this machine's share, into its own folder; skip parts that are done."""
         self.work.parts.mkdir(exist_ok=True)
         numbers = [number for number in range(len(plan.parts)) if share is None or share.includes(number)]
         remaining = [number for number in numbers if not self.work.part(number).is_dir()]
@@ -203,7 +206,7 @@ class _Preparation:
         return counts
 
     def make_report(self, catalog: Catalog, plan: InputPlan) -> PrepareReport:
-        """Return the report, without `bytes` and `seconds`, which are known only after packing."""
+        """Return the report with all counts, except `bytes` and `seconds`, which are known only after packing."""
         found = np.bincount(catalog.bucket[catalog.kept], minlength=len(self.buckets))
         counts = dict(zip(self.buckets, found.tolist(), strict=True))
         return PrepareReport(
@@ -223,7 +226,7 @@ class _Preparation:
         )
 
     def notes(self, plan: InputPlan) -> list[str]:
-        """Return a message for each filtered column that no input has."""
+        """Return a message for the report for each metadata column of `filters` that no input has."""
         filters = self.settings.filters
         if not filters.columns:
             return []

@@ -29,7 +29,9 @@ THUMBNAIL_SIDE = 96
 
 
 def make_sample(entry: Entry, row: SampleRow, *, settings: PrepareSettings, buckets: Buckets) -> dict[str, Any]:
-    """Return the sample of an entry, and write its measurements into `row`, even if it is then rejected.
+    """Convert an entry (image with captions and metadata) of a source to the sample to store in the dataset.
+
+    Its measurements are written into `row`, its row of the part's table, even if the entry is then rejected.
 
     Raises:
         Unfit: The entry is rejected.
@@ -65,7 +67,7 @@ def make_sample(entry: Entry, row: SampleRow, *, settings: PrepareSettings, buck
 
 
 def thumbnail(image: Image.Image) -> bytes:
-    """Return a small JPEG of an image."""
+    """Return a small JPEG of an image, for the report."""
     small = image.convert('RGB')
     small.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
     encoded = io.BytesIO()
@@ -76,7 +78,7 @@ def thumbnail(image: Image.Image) -> bytes:
 def _stored(
     encoded: bytes, decoded: DecodedImage, shape: Shape, settings: PrepareSettings
 ) -> tuple[bytes, tuple[int, int]]:
-    """Return the encoded image to store, and its (width, height)."""
+    """Return the image file to store, which is the original or resized to its bucket, and its (width, height)."""
     keep_original = settings.store == 'original'
     if keep_original and decoded.is_unmodified:
         return encoded, (decoded.width, decoded.height)

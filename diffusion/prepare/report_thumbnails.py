@@ -23,18 +23,20 @@ MAX_REASONS = 30
 
 
 def of_buckets(catalog: Catalog, buckets: Sequence[str]) -> dict[str, list[Figure]]:
-    """Return the first stored images of each bucket with their first captions."""
+    """Return thumbnails for the report by bucket: its first images, each with its first caption."""
     each = max(1, min(THUMBNAILS_PER_BUCKET, MAX_BUCKET_THUMBNAILS // len(buckets)))
     first = {name: catalog.rows_of_bucket(code)[:each] for code, name in enumerate(buckets)}
     return {name: [_stored(catalog, row) for row in rows] for name, rows in first.items() if len(rows)}
 
 
 def of_reasons(catalog: Catalog, repeats: Sequence[tuple[int, int]]) -> dict[str, list[Figure]]:
-    """Return the first rejected images of each reason with their keys; images that cannot be decoded are skipped.
+    """Return thumbnails for the report by rejection reason: the first rejected images, each with its key.
+
+    Images that cannot be decoded are skipped. A duplicate also names the image that it duplicates.
 
     Args:
         catalog: Table of all inputs.
-        repeats: Rows of duplicates, each with the row of its original.
+        repeats: (duplicate, original) row numbers of duplicates.
     """
     missing = set(catalog.rejected) - {DUPLICATE}
     shown: dict[str, list[Figure]] = {}
@@ -53,7 +55,7 @@ def of_reasons(catalog: Catalog, repeats: Sequence[tuple[int, int]]) -> dict[str
 
 
 def _stored(catalog: Catalog, row: int | np.integer, original: int | None = None) -> Figure:
-    """Return a thumbnail of the sample of `row`; `original` is the row that it duplicates, if any."""
+    """Return a thumbnail of the image in `row` with its caption or, for a duplicate, the key of its original image."""
     folder = catalog.parts[int(catalog.part[row])]
     shard, offset, size = (int(catalog.columns[name][row]) for name in ('shard', 'offset', 'size'))
     with (folder / mds.shard_name(shard)).open('rb') as file:

@@ -1,4 +1,7 @@
-"""Table of a part as a Parquet file: one row per input, kept or rejected."""
+"""Table of one part of the input as a Parquet file: one row per input, kept or rejected.
+
+A part is the unit of input that one job converts, such as a tar; `catalog` combines the tables of all parts.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,7 +33,10 @@ SCHEMA = pa.schema(
 
 @dataclass
 class SampleRow:
-    """Row of an input; values that are unknown because it was rejected stay zero or empty."""
+    """Row of one input in the table of its part: its key, rejection reason, bucket, position and measurements.
+
+    Values that are unknown because it was rejected stay zero or empty.
+    """
 
     key: str
     reason: str = ''
@@ -55,7 +61,7 @@ class SampleRow:
 
 
 def write_sample_rows(folder: Path, rows: Sequence[SampleRow]) -> None:
-    """Write the table of a part; the same rows give the same bytes."""
+    """Write the table of one part to the part's folder; the same rows give the same bytes."""
     columns = {name: [getattr(row, name) for row in rows] for name in SCHEMA.names}
     # File names and JSON can contain lone surrogates, which Arrow rejects because they are not valid UTF-8.
     text = [name for name in SCHEMA.names if SCHEMA.field(name).type == pa.string()]
@@ -65,5 +71,5 @@ def write_sample_rows(folder: Path, rows: Sequence[SampleRow]) -> None:
 
 
 def read_sample_rows(folder: Path, columns: Sequence[str]) -> pa.Table:
-    """Read columns of the table of a part."""
+    """Read some columns of the table in a part's folder."""
     return pq.read_table(folder / ROWS, columns=list(columns))

@@ -33,7 +33,7 @@ NAMED_ASPECTS = ('none', 'sdxl')
 
 @dataclass
 class SourceSettings:
-    """Source of the images."""
+    """Settings of the source of the images: its kind and location, and options of each kind."""
 
     kind: Literal['folder', 'webdataset', 'parquet', 'openmoji']
     """folder: image files; webdataset: tar files written by img2dataset; parquet: Parquet files with an image column;
@@ -91,7 +91,7 @@ class SourceSettings:
 
 @dataclass
 class PrepareSettings:
-    """Settings of a preparation."""
+    """All settings of `diffusion prepare`, from its YAML file and its options."""
 
     source: SourceSettings
     """Source of the images."""
@@ -142,7 +142,7 @@ class PrepareSettings:
 
     @property
     def is_remote(self) -> bool:
-        """True if the output is an object store folder."""
+        """True if the dataset is to be written to an object store, such as `s3://bucket/mds`."""
         return is_remote(self.out)
 
     @property
@@ -203,7 +203,7 @@ def settings_of(
 
 
 def check_settings(settings: PrepareSettings) -> list[Problem]:
-    """Return the mistakes in settings whose types are already validated."""
+    """Return the mistakes in settings, such as values out of range; their types must be validated already."""
     gather = Gatherer()
     _check_source(settings.source, gather)
     _check_sizes(settings, gather)
@@ -272,7 +272,7 @@ def _check_color(color: str, gather: Gatherer) -> None:
 
 
 def _check_folders(settings: PrepareSettings, gather: Gatherer) -> None:
-    """Check that the output can be written and does not contain the input."""
+    """Add a mistake to `gather` if the output cannot be written or contains the input."""
     if settings.is_remote:
         if settings.work is None:
             gather.problem('work', f'is missing; out is {settings.out}, so give a local work folder')

@@ -129,7 +129,10 @@ def _is_on_host() -> bool:
 
 
 def _site() -> Site:
-    """Return the source line to report for the current call: the innermost in PACKAGES, or else outside of PyTorch."""
+    """Return the source line (file, line number, function) to blame for the operation that makes the host wait.
+
+    It is the innermost stack frame in `diffusion` or `composer`; if there is none, the innermost outside of PyTorch.
+    """
     frames = [frame for frame in traceback.extract_stack() if Path(frame.filename) != Path(__file__)]
     frames = [frame for frame in frames if _package(frame.filename) not in ('torch', 'unittest', 'contextlib.py')]
     named = [frame for frame in frames if _package(frame.filename) in PACKAGES]

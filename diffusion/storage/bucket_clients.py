@@ -307,7 +307,10 @@ class AzureClient:
         return Object(self._key(location, location.key), found.size, (found.etag or '').strip('"'))
 
     def read(self, location: Location, file: io.BufferedIOBase, span: tuple[int, int] | None) -> None:
-        """Download an object or a byte range to a file, in requests of 4 MiB after the first 32 MiB."""
+        """Download an object, or only its bytes [span[0], span[1]), into an open file.
+
+        Azure's client requests the first 32 MiB at once, and the rest in requests of 4 MiB.
+        """
         part = {} if span is None else {'offset': span[0], 'length': span[1] - span[0]}
         self._blob(location).download_blob(**part).readinto(file)
 

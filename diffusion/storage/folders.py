@@ -31,14 +31,14 @@ class Folder(Protocol):
         ...
 
     def write_text(self, name: str, text: str) -> None:
-        """Write a text file, replacing an existing one."""
+        """Write a text file to the folder, replacing an existing one; readers never see a partial file."""
         with self.writing(name) as path:
             path.write_text(text, encoding='utf-8')
 
 
 @dataclass(frozen=True)
 class LocalFolder(Folder):
-    """A folder on a file system that all processes share."""
+    """Folder on a file system that all processes share; the local counterpart of `StoreFolder`, for writing output."""
 
     path: Path
 

@@ -115,7 +115,12 @@ def _open(lock: Path) -> int:
 
 
 def _release(handle: int, lock: Path | None) -> None:
-    """Release a lock of `_try_lock`, and first remove its file if `lock` is not None."""
+    """Unlock and close a file descriptor returned by `_try_lock`; -1 (locks are not supported) does nothing.
+
+    Args:
+        handle: The file descriptor.
+        lock: Path of the lock file, to remove it first; None keeps the file for the next process.
+    """
     if handle < 0:
         return
     # Unlinked before the lock is released: afterwards it could be the file that another process has just locked.

@@ -99,7 +99,7 @@ class PrecomputeStage:
 
     @property
     def num_shards(self) -> int:
-        """Number of shards in the stage's complete output."""
+        """Number of shards of latents in this stream's complete output, written or not."""
         return -(-self.samples // self.per_shard)
 
     def ids(self, shard: int) -> range:
@@ -109,7 +109,7 @@ class PrecomputeStage:
 
     @property
     def missing(self) -> list[int]:
-        """Numbers of the output shards that are not written yet, sorted."""
+        """Sorted numbers of the shards of latents that `task: precompute` has not written yet."""
         return sorted(set(range(self.num_shards)) - self.output.shards.done())
 
     @property

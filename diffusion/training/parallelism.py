@@ -106,7 +106,11 @@ def in_order_of_use(module: nn.Module) -> list[nn.Parameter]:
 
 
 class _Touch(nn.Module):
-    """Module without inputs whose output is zero and depends on every parameter, so that each gets a gradient."""
+    """Stand-in for the model in `settle_buckets`: a module without inputs, whose output is zero.
+
+    The output depends on every parameter, so one backward pass gives each a gradient, upon which DDP puts its gradient
+    buckets into their final order.
+    """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__()

@@ -78,7 +78,7 @@ def train(recipe: Recipe) -> Trainer:
 
 
 def _train(recipe: Recipe) -> Trainer:
-    """Build the Trainer of a recipe and train, while the lock of the run's folder is held."""
+    """Build a recipe's Trainer, train, and return the Trainer; the caller must hold the lock of the run's folder."""
     trainer = build_trainer(recipe)
     if _is_done(trainer.state):
         log.info('%s: already trained to %s', recipe.run_dir, trainer.state.max_duration)

@@ -15,6 +15,7 @@ from diffusion.algorithms.average import unwrapped
 from diffusion.algorithms.ema import averaged_weights
 from diffusion.errors import UserError
 from diffusion.evaluation.image_sheet import Figure, Section, draw_sheet, save_image, to_images
+from diffusion.loggers import status_line
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +90,7 @@ class ImageGrid(Callback):
         batch = state.timestamp.batch.value
         model = unwrapped(state.model)
         images = []
+        status_line.show(f'batch {batch}, sampling {len(self.prompts)} images')
         # Every rank samples: under FSDP the forward passes are collectives, since each rank has a shard of the weights.
         with averaged_weights(state) as averaged, get_precision_context(state.precision):
             for start in range(0, len(self.prompts), self.batch_size):

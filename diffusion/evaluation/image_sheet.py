@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 SHEET_WIDTH = 1500
 """Width in pixels of a PNG if the number of columns is not set."""
 MARGIN, LINE_HEIGHT = 8, 13
+GAP = 4
+"""Width in pixels of the white column between two images of a figure in a PNG."""
 CAPTION_LINES = 3
 """Maximum number of lines per caption in a PNG; HTML shows captions in full."""
 GRAY, LIGHT_GRAY = (110, 110, 110), (220, 220, 220)
@@ -77,6 +79,16 @@ def size_on_sheet(image: Image.Image, side: int) -> tuple[int, int]:
     return width, max(1, round(width / aspect))
 
 
+def enlarged_size(image: Image.Image, side: int) -> tuple[int, int]:
+    """Return the width and height of an image in a PNG: as `size_on_sheet`, or enlarged by an integer factor."""
+    # An integer factor, so that all pixels of a small image have the same size.
+    natural = math.sqrt(image.width * image.height)
+    if natural >= side:
+        return size_on_sheet(image, side)
+    factor = max(1, round(side / natural))
+    return image.width * factor, image.height * factor
+
+
 def draw_sheet(sections: Sequence[Section], *, columns: int | None = None, side: int = 96) -> Image.Image:
     """Draw sections one below the other in a single image, with the first lines of each caption below its figure.
 
@@ -84,7 +96,7 @@ def draw_sheet(sections: Sequence[Section], *, columns: int | None = None, side:
         sections: Titles and figures.
         columns: Figures per row; None for as many as fit into SHEET_WIDTH.
         side: Side in pixels of a square image on the sheet; other images have the same area. Smaller images are
-            enlarged without smoothing.
+            enlarged without smoothing by the integer factor that comes nearest to it.
     """
     strips = [_strip(section, columns, side) for section in sections]
     height = sum(strip.height for strip in strips) + MARGIN
@@ -100,8 +112,8 @@ def _strip(section: Section, columns: int | None, side: int) -> Image.Image:
     """Draw one section of a sheet, its title and figures, as an image of the sheet's width."""
     font, bold = ImageFont.load_default(size=11), ImageFont.load_default(size=15)
     first = section.figures[0].images
-    width, height = size_on_sheet(_decoded(first[0]), side)
-    figure_width = len(first) * width
+    width, height = enlarged_size(_decoded(first[0]), side)
+    figure_width = len(first) * (width + GAP) - GAP
     fitting = columns or max(1, (SHEET_WIDTH - MARGIN) // (figure_width + MARGIN))
     title_height = 2 * LINE_HEIGHT + MARGIN if section.title else MARGIN
     row_height = height + CAPTION_LINES * LINE_HEIGHT + MARGIN
@@ -114,7 +126,7 @@ def _strip(section: Section, columns: int | None, side: int) -> Image.Image:
         top = title_height + number // fitting * row_height
         for index, image in enumerate(map(_decoded, figure.images)):
             method = Image.Resampling.LANCZOS if image.width > width else Image.Resampling.NEAREST
-            strip.paste(image.resize((width, height), method), (left + index * width, top))
+            strip.paste(image.resize((width, height), method), (left + index * (width + GAP), top))
         draw.rectangle((left - 1, top - 1, left + figure_width, top + height), outline=LIGHT_GRAY)
         for line, text in enumerate(wrap_caption(figure.caption, figure_width, font)):
             draw.text((left, top + height + 2 + line * LINE_HEIGHT), text, fill=GRAY, font=font)

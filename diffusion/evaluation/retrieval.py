@@ -13,10 +13,15 @@ from diffusion.data.caption_choice import captions_of
 from diffusion.data.image_text import ImageTextDataset
 from diffusion.errors import UserError
 from diffusion.evaluation.image_sheet import Figure, Section, draw_sheet, save_image, to_images
+from diffusion.loggers import status_line
 from diffusion.models import batch_keys
 from diffusion.models.latent_diffusion import LatentDiffusion
 
 log = logging.getLogger(__name__)
+
+SIDE = 128
+"""Side in pixels of an image in samples.png."""
+SHEET_TITLE = 'Generated image (left) and real image (right) of each caption'
 
 
 class Retrieval:
@@ -48,7 +53,7 @@ class Retrieval:
         noise_scheduler: str = 'ddim',
         batch_size: int = 50,
         num_shown: int = 40,
-        columns: int = 8,
+        columns: int = 5,
     ) -> None:
         self.num_captions = num_captions
         self.guidance_scale = guidance_scale
@@ -73,7 +78,8 @@ class Retrieval:
         correct = [index == truth for index, truth in zip(nearest.tolist(), chosen, strict=True)]
         pairs = zip(captions, to_images(generated), to_images(real[chosen]), strict=True)
         figures = [Figure(images, caption) for caption, *images in pairs][: self.num_shown]
-        save_image(draw_sheet([Section('', figures)], columns=self.columns, side=64), folder / 'samples.png')
+        sheet = draw_sheet([Section(SHEET_TITLE, figures)], columns=self.columns, side=SIDE)
+        save_image(sheet, folder / 'samples.png')
         return {'retrieval_top1': sum(correct) / len(correct)}
 
     def _generate(self, model: LatentDiffusion, captions: list[str], size: tuple[int, int]) -> Tensor:
@@ -81,6 +87,7 @@ class Retrieval:
         images = []
         for start in range(0, len(captions), self.batch_size):
             batch = captions[start : start + self.batch_size]
+            status_line.show(f'generated {start} of {len(captions)} images')
             images.append(
                 model.generate(
                     batch,
@@ -91,6 +98,7 @@ class Retrieval:
                     noise_scheduler=self.noise_scheduler,
                 )
             )
+        status_line.show('')
         return torch.cat(images).cpu()
 
 

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from diffusion.launch.job_checks import CheckedSpec
 
 _SPEC_HELP = dict.fromkeys(('logs', 'cancel'), 'YAML file of the job, as passed to `diffusion launch`') | {
-    'status': 'YAML file of the job, as passed to `diffusion launch`; or a run folder, to show its attempts and goodput'
+    'status': 'YAML file of the job, as passed to `diffusion launch`; or the folder of a run, to show its attempts and goodput, '
+    'or its last batch, loss and checkpoint if diffusion launch did not start it'
 }
 
 
@@ -135,17 +136,18 @@ def run_launch(args: argparse.Namespace) -> int:
 
 
 def run_job_action(args: argparse.Namespace) -> int:
-    """Run `diffusion status`, `logs` or `cancel` for a job; `status` with a run folder prints the attempts of the run.
+    """Print the status or logs of a job, or cancel it; with the folder of a run, print its attempts or progress.
 
     Raises:
         UserError: The spec is wrong, or the scheduler's command-line tool is missing.
         ExternalError: The scheduler does not respond.
     """
-    from diffusion.launch import attempts
+    from diffusion.launch import attempts, run_status
     from diffusion.launch.job_checks import check_jobs, load_job_spec
 
     if args.action == 'status' and Path(args.spec).is_dir():
-        print(attempts.report(Path(args.spec)))
+        run = Path(args.spec)
+        print(attempts.report(run) if (run / attempts.ATTEMPTS).exists() else run_status.report(run))
         return 0
     if args.action == 'status' and not Path(args.spec).exists():
         raise UserError(

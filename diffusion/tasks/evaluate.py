@@ -2,7 +2,6 @@
 
 import json
 import logging
-import sys
 from typing import Any
 
 from composer import Trainer
@@ -13,6 +12,7 @@ from diffusion.checkpointing.run_folder import Weights, find_checkpoint, load_we
 from diffusion.config.load import Recipe
 from diffusion.config.registry import build
 from diffusion.data.loader import as_spec
+from diffusion.loggers.progress_line import ProgressLine, has_terminal
 from diffusion.storage.atomic import write_whole
 from diffusion.training import components
 
@@ -47,8 +47,9 @@ def evaluate(recipe: Recipe) -> dict[str, float]:
     model, which = trained_model(recipe)
     loader = components.build_loader(recipe, 'eval')
     # The other keywords of the recipe's Trainer are for training.
-    kept: dict[str, Any] = {'progress_bar': sys.stderr.isatty()}
-    kept |= {key: value for key, value in recipe.trainer.items() if key in ('device', 'precision', 'progress_bar')}
+    kept: dict[str, Any] = {key: recipe.trainer[key] for key in ('device', 'precision') if key in recipe.trainer}
+    loggers = [ProgressLine()] if has_terminal(recipe.trainer.get('progress_bar', True)) else []
+    kept |= {'progress_bar': False, 'loggers': loggers}
     # Composer warns about a Trainer without an optimizer. This one never steps, so it allocates no state.
     optimizer = components.build_optimizer(recipe, model)
     trainer = Trainer(model=model, eval_dataloader=as_spec(loader), optimizers=optimizer, seed=recipe.seed, **kept)

@@ -10,6 +10,8 @@ from diffusion.config.load import Recipe, RecipeError, check_devices, check_outp
 from diffusion.errors import DataError, ExternalError, UserError
 from diffusion.exit_codes import PREEMPTED, USAGE_ERROR, Preempted
 from diffusion.launch import heartbeat_file
+from diffusion.loggers import status_line
+from diffusion.loggers.status_line import WrappingFormatter
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,6 +62,7 @@ def run_task(recipe: Recipe) -> None:
         from diffusion.training.train import train
 
         train(recipe).close()
+        print_results(recipe)
     elif recipe.task == 'precompute':
         from diffusion.tasks.precompute import precompute
 
@@ -68,13 +71,29 @@ def run_task(recipe: Recipe) -> None:
         from diffusion.tasks.evaluate import evaluate
 
         evaluate(recipe)
+        print_results(recipe)
     else:
         from diffusion.tasks.generate import generate
 
         generate(recipe)
 
 
+def print_results(recipe: Recipe) -> None:
+    """Print on rank 0 where the run's files are."""
+    from diffusion.tasks.result_files import describe_results
+
+    if os.environ.get('RANK', '0') == '0':
+        print(describe_results(recipe))
+
+
 def configure_logging() -> None:
-    """Set log levels: INFO for this package on rank 0; WARNING on other ranks and for other packages."""
-    logging.basicConfig(format='%(asctime)s %(levelname)s: %(message)s', datefmt='%H:%M:%S')
-    logging.getLogger('diffusion').setLevel(logging.INFO if os.environ.get('RANK', '0') == '0' else logging.WARNING)
+    """Log messages of this package from INFO on rank 0, and from WARNING on other ranks and for other packages.
+
+    At a terminal, rank 0 reserves the last row for the status line; see `diffusion.loggers.status_line`.
+    """
+    is_main = os.environ.get('RANK', '0') == '0'
+    formatter = WrappingFormatter if is_main and status_line.install() else logging.Formatter
+    handler = logging.StreamHandler()
+    handler.setFormatter(formatter('%(asctime)s %(levelname)s: %(message)s', datefmt='%H:%M:%S'))
+    logging.basicConfig(handlers=[handler])
+    logging.getLogger('diffusion').setLevel(logging.INFO if is_main else logging.WARNING)

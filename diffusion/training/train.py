@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from diffusion.data.loader import BucketedLoader, as_spec
 from diffusion.errors import DataError, UserError
 from diffusion.launch import run_lock
 from diffusion.loggers.console_lines import ConsoleLines
+from diffusion.loggers.progress_line import ProgressLine, has_terminal
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.storage.atomic import write_whole
 from diffusion.training import components
@@ -215,16 +215,17 @@ def _own_callbacks(
 
 
 def _trainer_keywords(recipe: Recipe) -> dict[str, Any]:
-    """Return the recipe's keywords of composer.Trainer, without those of this package's Checkpointer."""
+    """Return the recipe's keywords of composer.Trainer, without those that this package handles itself."""
     composer_saves = 'save_folder' in recipe.trainer
     keywords = {key: each for key, each in recipe.trainer.items() if composer_saves or key not in CHECKPOINTER_KEYWORDS}
-    return {'progress_bar': sys.stderr.isatty()} | keywords
+    return keywords | {'progress_bar': False}
 
 
 def _console(recipe: Recipe) -> list[LoggerDestination]:
-    """Return a logger that prints progress as lines if the run shows no progress bar; else an empty list."""
-    shown = recipe.trainer.get('progress_bar', sys.stderr.isatty()) or recipe.trainer.get('log_to_console', False)
-    return [] if shown or 'console_lines' in recipe.loggers else [ConsoleLines()]
+    """Build the logger that shows progress: a status line at a terminal, otherwise or if turned off log lines."""
+    if recipe.trainer.get('log_to_console') or 'console_lines' in recipe.loggers:
+        return []
+    return [ProgressLine() if has_terminal(recipe.trainer.get('progress_bar', True)) else ConsoleLines()]
 
 
 def _is_done(state: State) -> bool:

@@ -13,8 +13,8 @@ from typing import Any
 from diffusion.errors import DataError, UserError
 from diffusion.prepare.bucket_choice import Buckets
 from diffusion.prepare.image_decoding import Unfit, decode_image
-from diffusion.prepare.process_sample import COLUMNS, make_sample, thumbnail
-from diffusion.prepare.sample_table import SampleRow, write_sample_rows
+from diffusion.prepare.process_sample import COLUMNS, make_samples, thumbnail
+from diffusion.prepare.sample_table import InputRow, SampleRow, write_tables
 from diffusion.prepare.settings import PrepareSettings
 from diffusion.prepare.source import Entry, Part, Source
 from diffusion.prepare.work_dir import read_json
@@ -51,7 +51,7 @@ class PartCounts:
 
 @dataclass(frozen=True)
 class PartJob:
-    """Convert a part into shards with samples of all buckets mixed, a table of all inputs, and thumbnails."""
+    """Convert a part into shards with samples of all buckets mixed, tables of inputs and samples, and thumbnails."""
 
     number: int
     part: Part
@@ -99,27 +99,29 @@ class PartJob:
             return read_counts(self.folder, self.part)
 
     def _write(self, folder: Path, note: Note) -> PartCounts:
-        counts, rows, shards = PartCounts(self.part.size), [], _ShardBuffer(folder)
+        counts, shards = PartCounts(self.part.size), _ShardBuffer(folder)
+        inputs: list[InputRow] = []
+        stored: list[SampleRow] = []
         thumbnails: list[dict[str, str]] = []
-        buckets = Buckets(self.settings.sizes, self.settings.aspects)
-        for entry in self._entries(note):
-            row = SampleRow(entry.key)
-            rows.append(row)
+        buckets = Buckets(self.settings.sizes, self.settings.aspects, every=self.settings.fills_every_bucket)
+        for number, entry in enumerate(self._entries(note)):
+            row = InputRow(entry.key)
+            inputs.append(row)
             counts.columns |= entry.metadata.keys()
             try:
-                sample = make_sample(entry, row, settings=self.settings, buckets=buckets)
+                samples = make_samples(entry, row, settings=self.settings, buckets=buckets)
             except Unfit as unfit:
-                row.reason, row.bucket = str(unfit), ''
+                row.reason = str(unfit)
                 counts.rejected[row.reason] += 1
                 if counts.rejected[row.reason] <= THUMBNAILS_PER_REASON:
                     thumbnails += _thumbnails(entry, unfit, self.settings)
                 continue
             except Exception as error:  # a bug, not a bad image; name the image that triggers it
                 raise RuntimeError(f'{self.name}, image {entry.key!r}: {error!r}') from error
-            row.shard, row.offset, row.size = shards.add(FORMAT.encode(sample))
-        counts.inputs = len(rows)
+            stored += (SampleRow(number, bucket, *shards.add(FORMAT.encode(sample))) for bucket, sample in samples)
+        counts.inputs = len(inputs)
         shards.flush()
-        write_sample_rows(folder, rows)
+        write_tables(folder, inputs, stored)
         write_whole(folder / THUMBNAILS_FILE, json.dumps(thumbnails))
         summary = {'inputs': counts.inputs, 'rejected': counts.rejected, 'columns': sorted(counts.columns)}
         write_whole(folder / COUNTS_FILE, json.dumps(summary))
@@ -188,6 +190,13 @@ def header_sizes(folder: Path) -> list[int]:
     """Return the header size in bytes of each shard of a converted part, which is the offset of its first sample."""
     shards = read_json(folder / mds.INDEX)['shards']
     return [FORMAT.header_bytes(shard['samples']) for shard in shards]
+
+
+def read_sample(folder: Path, shard: int, offset: int, size: int) -> dict[str, Any]:
+    """Return a stored sample of a converted part, given the values of its `SampleRow`."""
+    with (folder / mds.shard_name(shard)).open('rb') as file:
+        file.seek(header_sizes(folder)[shard] + offset)
+        return FORMAT.decode(file.read(size))
 
 
 def _thumbnails(entry: Entry, unfit: Unfit, settings: PrepareSettings) -> list[dict[str, str]]:

@@ -71,14 +71,22 @@ class ShardJob:
 
 
 def plan_shards(
-    catalog: Catalog, code: int, bucket: str, *, work: WorkFolder, shards: ShardWriter
+    catalog: Catalog, numbers: np.ndarray, bucket: str, *, work: WorkFolder, shards: ShardWriter
 ) -> Iterator[ShardJob]:
-    """Yield the jobs for the final shards of a bucket: its kept images in input order, as many per shard as fit."""
-    columns, rows = catalog.columns, catalog.rows_of_bucket(code)
-    for number, span in enumerate(shards.format.cut(columns['size'][rows])):
-        chosen = rows[span.start : span.stop]
-        places = (columns[name][chosen] for name in ('shard', 'offset', 'size'))
-        yield ShardJob(work, bucket, shards, number, catalog.part[chosen], *places)
+    """Yield the jobs for the final shards of a bucket, as many samples per shard as fit.
+
+    Args:
+        catalog: Tables of all inputs and samples.
+        numbers: Numbers of the samples, in order.
+        bucket: Unique name of the bucket for messages.
+        work: Work folder with the parts.
+        shards: Writer of the shards.
+    """
+    samples = catalog.samples
+    for number, span in enumerate(shards.format.cut(samples.size[numbers])):
+        chosen = numbers[span.start : span.stop]
+        places = (samples.shard[chosen], samples.offset[chosen], samples.size[chosen])
+        yield ShardJob(work, bucket, shards, number, catalog.part[samples.image[chosen]], *places)
 
 
 def write_indexes(entries: Mapping[str, list[dict[str, Any]]], dataset: Path) -> None:

@@ -1,14 +1,13 @@
 """Convert one part of the input into one folder of shards, which is renamed into place when complete."""
 
 import base64
-import functools
 import json
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from diffusion.errors import DataError, UserError
 from diffusion.prepare.bucket_choice import Buckets
@@ -185,17 +184,15 @@ def read_counts(folder: Path, part: Part) -> PartCounts:
     return PartCounts(part.size, content['inputs'], Counter(content['rejected']), set(content['columns']))
 
 
-@functools.lru_cache(maxsize=1024)
-def header_sizes(folder: Path) -> list[int]:
-    """Return the header size in bytes of each shard of a converted part, which is the offset of its first sample."""
-    shards = read_json(folder / mds.INDEX)['shards']
-    return [FORMAT.header_bytes(shard['samples']) for shard in shards]
+def read_header_size(file: BinaryIO) -> int:
+    """Return the header size in bytes of an opened shard of a part, which is the offset of its first sample."""
+    return FORMAT.header_bytes(int.from_bytes(file.read(4), 'little'))  # a shard begins with its number of samples
 
 
 def read_sample(folder: Path, shard: int, offset: int, size: int) -> dict[str, Any]:
     """Return a stored sample of a converted part, given the values of its `SampleRow`."""
     with (folder / mds.shard_name(shard)).open('rb') as file:
-        file.seek(header_sizes(folder)[shard] + offset)
+        file.seek(read_header_size(file) + offset)
         return FORMAT.decode(file.read(size))
 
 

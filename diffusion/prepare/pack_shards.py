@@ -11,7 +11,7 @@ import numpy as np
 from diffusion.config.image_shapes import parse_shape, write_buckets
 from diffusion.errors import DataError
 from diffusion.prepare.catalog import Catalog
-from diffusion.prepare.convert_part import header_sizes
+from diffusion.prepare.convert_part import read_header_size
 from diffusion.prepare.work_dir import WorkFolder
 from diffusion.prepare.worker_pool import Note
 from diffusion.storage import mds
@@ -59,7 +59,7 @@ class ShardJob:
             folder = self.work.part(part)
             note(str(folder))
             with (folder / mds.shard_name(shard)).open('rb') as file:
-                begin = header_sizes(folder)[shard]
+                begin = read_header_size(file)
                 for offset, size in zip(self.offset[start:stop].tolist(), self.size[start:stop].tolist(), strict=True):
                     file.seek(begin + offset)
                     sample = file.read(size)

@@ -219,9 +219,9 @@ def test_next_start_finishes_replacing_a_dataset_after_a_kill(tmp_path: Path, at
     work.path.mkdir()
     shutil.copy(tmp_path / 'new/report.json', work.complete)
     (tmp_path / 'out').rename(work.path / 'replaced')
-    shutil.move(tmp_path / 'new', work.dataset if at == 'aside' else tmp_path / 'out')
+    shutil.move(tmp_path / 'new', work.train.dataset if at == 'aside' else tmp_path / 'out')
     report = run(tmp_path / 'out', DrawnSource(2, 4), overwrite=True)
-    assert report.pictures == 8 == len(samples(tmp_path / 'out/16px')) + len(samples(tmp_path / 'out/32px'))
+    assert report.pictures == 8 == len(samples(tmp_path / 'out/16px'))
     assert names(tmp_path) == ['out']
 
 

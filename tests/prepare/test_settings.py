@@ -104,7 +104,7 @@ def test_yaml_extends_another_and_overrides_take_precedence(tmp_path: Path) -> N
         ),
         ({'source': {'kind': 'openmoji', 'location': 'a'}}, 'source.location: is not a setting of openmoji, which'),
         ({'source': VALID['source'] | {'captions': 'c.csv'}}, 'source.captions: is not a setting of webdataset'),
-        ({'out': 's3://bucket/mds'}, 'work: is missing; out is s3://bucket/mds, so give a local folder'),
+        ({'out': 's3://bucket/mds'}, 'work: is missing; out is s3://bucket/mds, so give a local work folder'),
         ({'out': 's3://b/mds', 'work': 'w', 'overwrite': True}, 'overwrite: is not supported for object stores'),
         ({'out': '.'}, r'out: \. contains the input tars; give another folder'),
     ],

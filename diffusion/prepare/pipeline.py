@@ -26,7 +26,7 @@ from diffusion.prepare.counts_report import REPORT, HeldOut, PrepareReport, reje
 from diffusion.prepare.histograms import statistics_of
 from diffusion.prepare.html_report import report_page
 from diffusion.prepare.input_plan import InputPlan
-from diffusion.prepare.output_folders import Output, output_of, shard_writer
+from diffusion.prepare.output_folders import output_of, shard_writer
 from diffusion.prepare.pack_shards import ShardJob, plan_shards, write_indexes
 from diffusion.prepare.settings import PrepareSettings, check_settings
 from diffusion.prepare.source import Source
@@ -85,10 +85,11 @@ class _Preparation:
         self.run = run
         self.work = work
         self.buckets = Buckets(settings.sizes, settings.aspects).names
-        self.outputs = {TRAIN: output_of(settings.out, work.train, work, overwrite=settings.overwrite)}
-        if settings.hold_out:
-            held_out = output_of(settings.held_out, work.held_out, work, overwrite=settings.overwrite)
-            self.outputs[HELD_OUT] = held_out
+        self.splits = (TRAIN, HELD_OUT) if settings.hold_out else (TRAIN,)
+        self.outputs = {
+            TRAIN: output_of(settings.out, work.train, work, overwrite=settings.overwrite),
+            HELD_OUT: output_of(settings.held_out, work.held_out, work, overwrite=settings.overwrite),
+        }
 
     def execute(self, share: Share | None) -> PrepareReport | None:
         """Run all steps that are not done yet; return the report, or None for a share."""
@@ -115,7 +116,7 @@ class _Preparation:
                 self.work.clear_unfinished(share)
                 raise
         report = PrepareReport.read(self.work.complete)
-        self.put_in_place()
+        self.put_in_place(report)
         self.work.remove()
         return report
 
@@ -123,7 +124,7 @@ class _Preparation:
         """Return the report of the outputs if they were prepared by the same plan, otherwise None."""
         if self.settings.overwrite:
             return None
-        reports = [output.report() for output in self.outputs.values()]
+        reports = [self.outputs[split].report() for split in self.splits]
         return reports[0] if all(report and report.fingerprint == fingerprint for report in reports) else None
 
     def check_outputs(self) -> None:
@@ -132,10 +133,10 @@ class _Preparation:
         Raises:
             UserError: An output is not empty or cannot be replaced, or held-out images would be trained on.
         """
-        for output in self.outputs.values():
-            output.check()
-        if HELD_OUT not in self.outputs and not self.settings.is_remote:
-            former = output_of(self.settings.held_out, self.work.held_out, self.work, overwrite=False).report()
+        for split in self.splits:
+            self.outputs[split].check()
+        if HELD_OUT not in self.splits and not self.settings.is_remote:
+            former = self.outputs[HELD_OUT].report()
             if former is not None and former.arguments.get('hold_out'):
                 raise UserError(
                     f'{self.settings.held_out}: was held out from an earlier dataset, and its images would now be in '
@@ -187,7 +188,7 @@ class _Preparation:
         self.check_accepted(catalog)
         catalog.hold_out(self.settings.hold_out)
         counts = self.pack_shards(catalog)
-        reports = {split: self.write_dataset(catalog, plan, split, counts) for split in self.outputs}
+        reports = {split: self.write_dataset(catalog, plan, split, counts) for split in self.splits}
         report = reports[TRAIN]
         if HELD_OUT in reports:
             held_out = reports[HELD_OUT]
@@ -238,15 +239,14 @@ class _Preparation:
             counts: Number of shards per split and bucket.
         """
         report = self.make_report(catalog, plan, split)
-        output = self.outputs[split]
-        entries = {name: self.writer(output, name).read_entries(range(counts[split, name])) for name in report.buckets}
-        write_indexes(entries, output.staging.dataset)
+        entries = {name: self.writer(split, name).read_entries(range(counts[split, name])) for name in report.buckets}
+        write_indexes(entries, self.outputs[split].staging.dataset)
         report.bytes = {name: sum(shard['raw_data']['bytes'] for shard in entries[name]) for name in entries}
         return report
 
-    def writer(self, output: Output, bucket: str) -> ShardWriter:
+    def writer(self, split: int, bucket: str) -> ShardWriter:
         """Return the writer of a bucket's final shards."""
-        return shard_writer(output, bucket, size_limit=self.settings.shard_bytes)
+        return shard_writer(self.outputs[split], bucket, size_limit=self.settings.shard_bytes)
 
     def pack_shards(self, catalog: Catalog) -> dict[tuple[int, str], int]:
         """Write the final shards that are not done yet; return the number of shards per split and bucket."""
@@ -256,8 +256,8 @@ class _Preparation:
         with tqdm(total=total, desc='shards', unit='B', unit_scale=True, disable=None) as bar:
 
             def remaining() -> Iterator[ShardJob]:
-                for (split, output), (code, bucket) in product(self.outputs.items(), enumerate(self.buckets)):
-                    writer = self.writer(output, bucket)
+                for split, (code, bucket) in product(self.splits, enumerate(self.buckets)):
+                    writer = self.writer(split, bucket)
                     done = writer.done()
                     samples = catalog.samples_in(code, split)
                     name = f'held-out/{bucket}' if split == HELD_OUT else bucket
@@ -310,11 +310,12 @@ class _Preparation:
         columns = set().union(*(part.columns for part in done))
         return notes + filters.unknown_column_notes(filters.columns_in(dict.fromkeys(columns)), columns)
 
-    def put_in_place(self) -> None:
-        """Move the complete datasets to the outputs; idempotent."""
+    def put_in_place(self, report: PrepareReport) -> None:
+        """Move the complete datasets with this report to the outputs; idempotent."""
         # The training set goes last, so that it never exists without the images that were held out from it. An existing
-        # one that is replaced goes first, since it may contain images that are held out now.
-        if HELD_OUT in self.outputs:
+        # one that is replaced goes first, since it may contain images that are held out now. Not by the settings: they
+        # may have changed since an earlier start, which was killed here.
+        if report.held_out is not None:
             self.outputs[TRAIN].set_aside()
             self.outputs[HELD_OUT].put_in_place()
         self.outputs[TRAIN].put_in_place()

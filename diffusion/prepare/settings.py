@@ -103,8 +103,8 @@ class PrepareSettings:
     """Side lengths of the resolution buckets, in pixels; images are never upscaled."""
     buckets: Literal['every', 'largest'] = 'every'
     """every: an image goes to each resolution that it fills, so that training at 256 px also has the images of 512 px;
-    largest: only to the largest of them, which takes less space. OpenMoji draws each emoji once per size, so there both
-    are the same.
+    largest: only to the largest of them, which takes less space and suits a recipe that mixes the resolutions. OpenMoji
+    draws each emoji once per size, so there both are the same.
     """
     aspects: str | list[str] = 'none'
     """Aspect-ratio buckets per resolution. none: images keep their own aspect ratio; sdxl: the table of the SDXL paper;

@@ -49,7 +49,7 @@ def shapes_of(report: PrepareReport) -> list[tuple[int, int, int]]:
 
 
 @given(
-    sizes=st.sets(st.sampled_from([24, 32, 48, 64]), max_size=2).map({16}.union),
+    sizes=st.sets(st.sampled_from([24, 32, 48]), max_size=1).map({16, 64}.union),
     aspects=st.sampled_from(['none', ['64x40', '40x64', '48x48']]),
     first=st.integers(0, 1000),
     store=st.sampled_from(['resized', 'original']),

@@ -28,8 +28,8 @@ def here(jobs: Any) -> Iterator[Any]:
     return map(run_job, jobs)
 
 
-def run(out: Path | str, source: Any = None, *, run: Any = here, **values: object) -> PrepareReport:
-    report = prepare(settings(out, **values), source=source or DrawnSource(2, 10), run=run)
+def run(out: Path | str, source: Any = None, **values: object) -> PrepareReport:
+    report = prepare(settings(out, **values), source=source or DrawnSource(2, 10), run=here)
     assert report is not None
     return report
 
@@ -166,7 +166,8 @@ def test_reports_count_held_out_images_per_bucket(tmp_path: Path) -> None:
     of_held_out = PrepareReport.read(held_out(out) / 'report.json')
     assert (of_held_out.pictures, of_held_out.buckets) == (6, stored)
     assert of_held_out.notes == [f'held out from {out}']
-    assert '<h2>Held out</h2>' not in (run(tmp_path / 'all'), (tmp_path / 'all/report.html').read_text())[1]
+    run(tmp_path / 'all')
+    assert '<h2>Held out</h2>' not in (tmp_path / 'all/report.html').read_text()
 
 
 def test_same_command_again_does_nothing_unless_a_dataset_is_missing(tmp_path: Path) -> None:
@@ -207,10 +208,10 @@ def test_images_held_out_earlier_do_not_get_into_training_unnoticed(tmp_path: Pa
     run(tmp_path / 'mine')
 
 
+@pytest.mark.parametrize('now', [3, 0])
 @pytest.mark.parametrize('moved', [(), ('held-out',), ('held-out', 'out')])
-def test_next_start_finishes_placing_both_datasets(tmp_path: Path, moved: tuple[str, ...]) -> None:
+def test_next_start_finishes_placing_both_datasets(tmp_path: Path, moved: tuple[str, ...], now: int) -> None:
     out = tmp_path / 'out'
-    run(tmp_path / 'whole', hold_out=3)
     run(out, hold_out=3)
     expected = snapshot(out), snapshot(held_out(out))
     work = WorkFolder(tmp_path / 'out.work')
@@ -220,7 +221,7 @@ def test_next_start_finishes_placing_both_datasets(tmp_path: Path, moved: tuple[
         held_out(out).rename(work.held_out.dataset)
     if 'out' not in moved:
         out.rename(work.train.dataset)
-    assert run(out, hold_out=3).pictures == 17
+    assert run(out, hold_out=now).pictures == 17
     assert (snapshot(out), snapshot(held_out(out))) == expected
     assert not work.path.exists()
 
@@ -285,3 +286,12 @@ def test_mistake_is_reported_with_its_way_out(values: dict[str, Any], message: s
 def test_held_out_images_are_beside_the_output(out: str, expected: str) -> None:
     source = {'kind': 'folder', 'location': '/photos'}
     assert settings(out, source=source, work='work').held_out == expected
+
+
+def test_unfinished_files_of_killed_processes_do_not_get_into_the_held_out_images(tmp_path: Path) -> None:
+    work = WorkFolder(tmp_path / 'out.work')
+    (work.held_out.dataset / '16px').mkdir(parents=True)
+    (work.held_out.dataset / '16px/shard.00000.mds.unfinished-1').touch()
+    run(tmp_path / 'out', hold_out=3)
+    run(tmp_path / 'other', hold_out=3)
+    assert snapshot(held_out(tmp_path / 'out')) == snapshot(held_out(tmp_path / 'other'))

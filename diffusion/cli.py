@@ -13,11 +13,25 @@ from diffusion.config.schema import did_you_mean
 from diffusion.errors import DataError, ExternalError, UserError
 from diffusion.exit_codes import USAGE_ERROR
 
-COMMANDS = (
-    *('check', 'plan', 'profile', 'prepare', 'data', 'generate', 'export'),
-    *('launch', 'preflight', 'status', 'logs', 'cancel', 'completion'),
-)
-"""Names of the subcommands, to suggest the nearest one for a typo."""
+
+class CommandParser(argparse.ArgumentParser):
+    """Parser that suggests the nearest name for an unknown subcommand; parsers of its subcommands do the same."""
+
+    commands: Any = None
+    """What `add_subparsers` returned, whose `choices` are the subcommands."""
+
+    def add_subparsers(self, **options: Any) -> Any:
+        """Add subcommands; the option `dest` names their kind in the message for an unknown one."""
+        self.commands = super().add_subparsers(**options)
+        return self.commands
+
+    # typeshed declares overloads of this method, which the override need not repeat.
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """Parse arguments; argparse calls this for each subcommand with the arguments that follow its name."""
+        first = next(iter(args or ()), '-')
+        if self.commands is not None and not first.startswith('-') and first not in self.commands.choices:
+            self.error(f'there is no {self.commands.dest} {first!r}; {did_you_mean(first, self.commands.choices)}')
+        return super().parse_known_args(args, namespace)
 
 FILE_ARGUMENTS = {
     *('recipe', 'recipes', 'spec', 'specs', 'checkpoint', 'source', 'location'),
@@ -29,9 +43,7 @@ FILE_ARGUMENTS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand, and return the exit status; a user's mistake is one message and status 2 (`exit_codes`)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = make_parser()
-    if arguments and not arguments[0].startswith('-') and arguments[0] not in COMMANDS:
-        parser.error(f'there is no command {arguments[0]!r}; {did_you_mean(arguments[0], COMMANDS)}')
+    parser = _parser()
     # `diffusion prepare RECIPE.yaml` is short for `diffusion prepare recipe RECIPE.yaml`.
     if arguments[:1] == ['prepare'] and arguments[1:2] and arguments[1].endswith(('.yaml', '.yml')):
         arguments.insert(1, 'recipe')
@@ -53,9 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130  # 128 + SIGINT, as shells report it
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of `diffusion` with all of its subcommands."""
-    parser = argparse.ArgumentParser(prog='diffusion', description=diffusion.__doc__)
+def _parser() -> argparse.ArgumentParser:
+    parser = CommandParser(prog='diffusion', description=diffusion.__doc__)
     parser.add_argument('--version', action='version', version=diffusion.__version__)
     commands: Any = parser.add_subparsers(dest='command', required=True, metavar='COMMAND')
     _add_check(commands.add_parser('check', help='check a recipe without importing torch, and print it resolved'))

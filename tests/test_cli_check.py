@@ -109,6 +109,12 @@ def test_quiet_prints_one_line(write, capsys):
     ('words', 'message'),
     [
         (['chek', 'a.yaml'], "there is no command 'chek'; did you mean 'check'?"),
+        (
+            ['prepare', 'foldr', 'photos'],
+            "prepare: error: there is no source 'foldr'; did you mean 'folder'?",
+        ),
+        (['data', 'lok', 'a.yaml'], "diffusion data: error: there is no command 'lok'; did you mean 'look'?"),
+        (['data', 'train'], "there is no command 'train'; known: bench, look, verify"),
         (['check', 'a.yaml', '--strickt'], 'unrecognized arguments: --strickt'),
         ([], 'the following arguments are required: COMMAND'),
     ],

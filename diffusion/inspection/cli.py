@@ -8,8 +8,8 @@ from typing import Any
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the subcommands `verify`, `look` and `bench` of `diffusion data` to an argument parser."""
-    commands: Any = parser.add_subparsers(dest='action', required=True, metavar='COMMAND')
+    """Add the subcommands `verify`, `look` and `bench` to a parser."""
+    commands: Any = parser.add_subparsers(dest='command', required=True, metavar='COMMAND')
     _add_verify(commands.add_parser('verify', help='check shards: sizes, hashes, every image, caption and latent'))
     _add_look(commands.add_parser('look', help='draw samples of each bucket as the model sees them'))
     _add_bench(commands.add_parser('bench', help='measure loading speed and compare it with the demand of a GPU'))

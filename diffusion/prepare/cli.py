@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from diffusion.prepare.settings import PrepareSettings
 
-SETTINGS = ('out', 'sizes', 'aspects', 'overwrite', 'workers', 'jpeg_quality', 'duplicates', 'max_rejected')
+SETTINGS = (
+    *('out', 'sizes', 'buckets', 'aspects', 'overwrite', 'workers', 'jpeg_quality', 'duplicates', 'hold_out'),
+    'max_rejected',
+)
 """Settings with a command-line option of the same name; the others are set with --set."""
 SOURCE_OPTIONS = (
     *('location', 'captions', 'image_column', 'caption_column'),
@@ -107,6 +110,12 @@ def _add_shared_options(parser: argparse.ArgumentParser) -> None:
         metavar='PX',
         help='side lengths of the resolution buckets, in pixels',
     )
+    parser.add_argument(
+        '--buckets',
+        choices=('every', 'largest'),
+        help='sizes that an image is stored at: every one that needs no upscaling, or the largest of them '
+        '(default: every)',
+    )
     parser.add_argument('--overwrite', action='store_true', help='replace the existing dataset at --out')
     parser.add_argument(
         '--aspects',
@@ -116,6 +125,12 @@ def _add_shared_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument('--workers', type=int, metavar='N', help='number of worker processes (default: one per core)')
     parser.add_argument('--duplicates', choices=('none', 'exact', 'near'), help='duplicates to remove (default: none)')
+    parser.add_argument(
+        '--hold-out',
+        type=int,
+        metavar='N',
+        help='write N images to a second dataset, DIR-held-out, instead of the training set (default: 0)',
+    )
     parser.add_argument(
         '--max-rejected',
         type=float,

@@ -4,20 +4,19 @@ A part is the unit of input that one job converts, such as a tar or 1000 image f
 """
 
 import base64
-import functools
 import json
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from diffusion.errors import DataError, UserError
 from diffusion.prepare.bucket_choice import Buckets
 from diffusion.prepare.image_decoding import Unfit, decode_image
-from diffusion.prepare.process_sample import COLUMNS, make_sample, thumbnail
-from diffusion.prepare.sample_table import SampleRow, write_sample_rows
+from diffusion.prepare.process_sample import COLUMNS, make_samples, thumbnail
+from diffusion.prepare.sample_table import InputRow, SampleRow, write_tables
 from diffusion.prepare.settings import PrepareSettings
 from diffusion.prepare.source import Entry, Part, Source
 from diffusion.prepare.work_dir import read_json
@@ -54,10 +53,7 @@ class PartCounts:
 
 @dataclass(frozen=True)
 class PartJob:
-    """Job that converts one part of the input into a folder.
-
-    The folder has shards with samples of all buckets mixed, a table of all inputs, and thumbnails of rejected ones.
-    """
+    """Convert a part into shards with samples of all buckets mixed, tables of inputs and samples, and thumbnails."""
 
     number: int
     part: Part
@@ -105,27 +101,29 @@ class PartJob:
             return read_counts(self.folder, self.part)
 
     def _write(self, folder: Path, note: Note) -> PartCounts:
-        counts, rows, shards = PartCounts(self.part.size), [], _ShardBuffer(folder)
+        counts, shards = PartCounts(self.part.size), _ShardBuffer(folder)
+        inputs: list[InputRow] = []
+        stored: list[SampleRow] = []
         thumbnails: list[dict[str, str]] = []
-        buckets = Buckets(self.settings.sizes, self.settings.aspects)
-        for entry in self._entries(note):
-            row = SampleRow(entry.key)
-            rows.append(row)
+        buckets = Buckets(self.settings.sizes, self.settings.aspects, every=self.settings.fills_every_bucket)
+        for number, entry in enumerate(self._entries(note)):
+            row = InputRow(entry.key)
+            inputs.append(row)
             counts.columns |= entry.metadata.keys()
             try:
-                sample = make_sample(entry, row, settings=self.settings, buckets=buckets)
+                samples = make_samples(entry, row, settings=self.settings, buckets=buckets)
             except Unfit as unfit:
-                row.reason, row.bucket = str(unfit), ''
+                row.reason = str(unfit)
                 counts.rejected[row.reason] += 1
                 if counts.rejected[row.reason] <= THUMBNAILS_PER_REASON:
                     thumbnails += _thumbnails(entry, unfit, self.settings)
                 continue
             except Exception as error:  # a bug, not a bad image; name the image that triggers it
                 raise RuntimeError(f'{self.name}, image {entry.key!r}: {error!r}') from error
-            row.shard, row.offset, row.size = shards.add(FORMAT.encode(sample))
-        counts.inputs = len(rows)
+            stored += (SampleRow(number, bucket, *shards.add(FORMAT.encode(sample))) for bucket, sample in samples)
+        counts.inputs = len(inputs)
         shards.flush()
-        write_sample_rows(folder, rows)
+        write_tables(folder, inputs, stored)
         write_whole(folder / THUMBNAILS_FILE, json.dumps(thumbnails))
         summary = {'inputs': counts.inputs, 'rejected': counts.rejected, 'columns': sorted(counts.columns)}
         write_whole(folder / COUNTS_FILE, json.dumps(summary))
@@ -189,11 +187,16 @@ def read_counts(folder: Path, part: Part) -> PartCounts:
     return PartCounts(part.size, content['inputs'], Counter(content['rejected']), set(content['columns']))
 
 
-@functools.lru_cache(maxsize=1024)
-def header_sizes(folder: Path) -> list[int]:
-    """Return the header size in bytes of each shard of a converted part, which is the offset of its first sample."""
-    shards = read_json(folder / mds.INDEX)['shards']
-    return [FORMAT.header_bytes(shard['samples']) for shard in shards]
+def read_header_size(file: BinaryIO) -> int:
+    """Return the header size in bytes of an opened shard of a part, which is the offset of its first sample."""
+    return FORMAT.header_bytes(int.from_bytes(file.read(4), 'little'))  # a shard begins with its number of samples
+
+
+def read_sample(folder: Path, shard: int, offset: int, size: int) -> dict[str, Any]:
+    """Return a stored sample of a converted part, given the values of its `SampleRow`."""
+    with (folder / mds.shard_name(shard)).open('rb') as file:
+        file.seek(read_header_size(file) + offset)
+        return FORMAT.decode(file.read(size))
 
 
 def _thumbnails(entry: Entry, unfit: Unfit, settings: PrepareSettings) -> list[dict[str, str]]:

@@ -57,12 +57,14 @@ class InputPlan:
         Raises:
             UserError: The work folder has another plan; the message lists the differences.
         """
-        pin_plan(LocalFolder(work.path), asdict(self), where='work', compared=_stamps_by_part)
+        pin_plan(LocalFolder(work.path), asdict(self), where='work', compared=_comparable)
 
 
-def _stamps_by_part(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a plan with its parts as {name: stamp}, where a stamp changes with the content of the part.
+def _comparable(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a plan whose differences from another one can be shown.
 
-    A comparison of two such plans then names the missing, new and changed parts.
+    Its parts are {name: stamp}, to name the missing, new and changed ones, and the settings that `content_settings`
+    leaves out have their values.
     """
-    return {**plan, 'parts': {part['name']: part['stamp'] for part in plan['parts']}}
+    parts = {part['name']: part['stamp'] for part in plan['parts']}
+    return {**plan, 'settings': {'buckets': 'largest', 'hold_out': 0, **plan['settings']}, 'parts': parts}

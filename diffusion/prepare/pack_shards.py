@@ -15,7 +15,7 @@ import numpy as np
 from diffusion.config.image_shapes import parse_shape, write_buckets
 from diffusion.errors import DataError
 from diffusion.prepare.catalog import Catalog
-from diffusion.prepare.convert_part import header_sizes
+from diffusion.prepare.convert_part import read_header_size
 from diffusion.prepare.work_dir import WorkFolder
 from diffusion.prepare.worker_pool import Note
 from diffusion.storage import mds
@@ -66,7 +66,7 @@ class ShardJob:
             folder = self.work.part(part)
             note(str(folder))
             with (folder / mds.shard_name(shard)).open('rb') as file:
-                begin = header_sizes(folder)[shard]
+                begin = read_header_size(file)
                 for offset, size in zip(self.offset[start:stop].tolist(), self.size[start:stop].tolist(), strict=True):
                     file.seek(begin + offset)
                     sample = file.read(size)
@@ -78,14 +78,22 @@ class ShardJob:
 
 
 def plan_shards(
-    catalog: Catalog, code: int, bucket: str, *, work: WorkFolder, shards: ShardWriter
+    catalog: Catalog, numbers: np.ndarray, bucket: str, *, work: WorkFolder, shards: ShardWriter
 ) -> Iterator[ShardJob]:
-    """Yield the jobs that write a bucket's final shards: its kept images in input order, as many per shard as fit."""
-    columns, rows = catalog.columns, catalog.rows_of_bucket(code)
-    for number, span in enumerate(shards.format.cut(columns['size'][rows])):
-        chosen = rows[span.start : span.stop]
-        places = (columns[name][chosen] for name in ('shard', 'offset', 'size'))
-        yield ShardJob(work, bucket, shards, number, catalog.part[chosen], *places)
+    """Yield the jobs for the final shards of a bucket, as many samples per shard as fit.
+
+    Args:
+        catalog: Tables of all inputs and samples.
+        numbers: Numbers of the samples, in order.
+        bucket: Unique name of the bucket for messages.
+        work: Work folder with the parts.
+        shards: Writer of the shards.
+    """
+    samples = catalog.samples
+    for number, span in enumerate(shards.format.cut(samples.size[numbers])):
+        chosen = numbers[span.start : span.stop]
+        places = (samples.shard[chosen], samples.offset[chosen], samples.size[chosen])
+        yield ShardJob(work, bucket, shards, number, catalog.part[samples.image[chosen]], *places)
 
 
 def write_indexes(entries: Mapping[str, list[dict[str, Any]]], dataset: Path) -> None:

@@ -40,6 +40,33 @@ class Share:
 
 
 @dataclass(frozen=True)
+class Staging:
+    """Folder that holds a dataset until it is complete and moved to its output."""
+
+    path: Path
+
+    @property
+    def dataset(self) -> Path:
+        """Folder that is renamed to the output."""
+        return self.path / 'dataset'
+
+    @property
+    def packed(self) -> Path:
+        """Folder with one file per finished final shard, which holds its index entry."""
+        return self.path / 'packed'
+
+    @property
+    def uploading(self) -> Path:
+        """Folder of files on their way to an object store."""
+        return self.path / 'uploading'
+
+    @property
+    def replaced(self) -> Path:
+        """The existing dataset at the output, while it is replaced."""
+        return self.path / 'replaced'
+
+
+@dataclass(frozen=True)
 class WorkFolder:
     """Folder that holds the state of a preparation, from which a stopped preparation resumes."""
 
@@ -56,23 +83,23 @@ class WorkFolder:
         return self.path / 'parts'
 
     @property
-    def packed(self) -> Path:
-        """Path of the folder with one file per finished final shard, which holds its entry for index.json."""
-        return self.path / 'packed'
-
-    @property
     def duplicates(self) -> Path:
         """Path of the array with the result of the duplicate search, written when all parts are converted."""
         return self.path / 'duplicates.npy'
 
     @property
-    def dataset(self) -> Path:
-        """Path of the folder in which the final dataset is written; a local one is renamed to the output."""
-        return self.path / 'dataset'
+    def train(self) -> Staging:
+        """The training set."""
+        return Staging(self.path)
+
+    @property
+    def held_out(self) -> Staging:
+        """The held-out images."""
+        return Staging(self.path / 'held-out')
 
     @property
     def complete(self) -> Path:
-        """Path of a copy of the report; exists when the dataset is complete and only has to be moved to the output."""
+        """Copy of the report; exists when the datasets are complete and only have to be moved to the outputs."""
         return self.path / 'complete'
 
     def part(self, number: int) -> Path:
@@ -121,8 +148,9 @@ class WorkFolder:
         if share is None:
             remove_unfinished(self.path)
             remove_unfinished(self.parts)
-            remove_unfinished(self.packed, below=True)
-            remove_unfinished(self.dataset, below=True)
+            for staging in (self.train, self.held_out):
+                remove_unfinished(staging.packed, below=True)
+                remove_unfinished(staging.dataset, below=True)
             return
         # Processes with other shares may be writing in this folder: touch only the parts of our own share.
         for path in self.parts.glob(f'*{UNFINISHED}*'):

@@ -33,6 +33,7 @@ class CommandParser(argparse.ArgumentParser):
             self.error(f'there is no {self.commands.dest} {first!r}; {did_you_mean(first, self.commands.choices)}')
         return super().parse_known_args(args, namespace)
 
+
 FILE_ARGUMENTS = {
     *('recipe', 'recipes', 'spec', 'specs', 'checkpoint', 'source', 'location'),
     *('out', 'captions', 'from_run', 'gpus_file', 'png'),
@@ -43,7 +44,7 @@ FILE_ARGUMENTS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand, and return the exit status; a user's mistake is one message and status 2 (`exit_codes`)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = _parser()
+    parser = make_parser()
     # `diffusion prepare RECIPE.yaml` is short for `diffusion prepare recipe RECIPE.yaml`.
     if arguments[:1] == ['prepare'] and arguments[1:2] and arguments[1].endswith(('.yaml', '.yml')):
         arguments.insert(1, 'recipe')
@@ -65,7 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130  # 128 + SIGINT, as shells report it
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of `diffusion` with all of its subcommands."""
     parser = CommandParser(prog='diffusion', description=diffusion.__doc__)
     parser.add_argument('--version', action='version', version=diffusion.__version__)
     commands: Any = parser.add_subparsers(dest='command', required=True, metavar='COMMAND')

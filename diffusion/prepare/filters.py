@@ -13,10 +13,12 @@ Missing = Literal['keep', 'reject']
 
 @dataclass
 class ValueRange:
-    """Allowed range of a column, inclusive; None for no limit."""
+    """Inclusive range of allowed values of a metadata column."""
 
     min: float | None = None
+    """Smallest allowed value; null for no limit."""
     max: float | None = None
+    """Largest allowed value; null for no limit."""
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ from diffusion.prepare.image_hashes import MAX_DISTANCE
 from diffusion.prepare.source import Source
 from diffusion.storage import object_store
 from diffusion.storage.writable import why_not_writable
+
+log = logging.getLogger(__name__)
 
 SETTINGS_OF_SOURCE = {
     'folder': ('location', 'captions'),
@@ -221,7 +224,8 @@ def settings_of(
         values = merge(contents, overrides)
     except UnreadableYAML as error:
         raise RecipeError([Problem('', str(error))], path) from error
-    if 'licence' in values:  # spelling used by earlier versions
+    if 'licence' in values:  # the spelling of 0.1 development versions, accepted for one version
+        log.warning('licence: the setting is spelled license now; the old spelling will be refused by the next version')
         values['license'] = values.pop('licence')
     gather = Gatherer()
     settings = build_dataclass(PrepareSettings, values, '', gather)

@@ -53,8 +53,11 @@ filters: {columns: {aesthetic: {min: 4.5}}}
     assert parsed(*short) == load_settings(tmp_path / 'a.yaml') == parsed('recipe', str(tmp_path / 'a.yaml'))
 
 
-def test_former_spelling_of_license_is_read(tmp_path: Path) -> None:
-    assert settings_of(VALID | {'licence': 'CC0'}).license == settings_of(VALID | {'license': 'CC0'}).license == 'CC0'
+def test_former_spelling_of_license_is_read_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert settings_of(VALID | {'license': 'CC0'}).license == 'CC0'
+    assert not caplog.records
+    assert settings_of(VALID | {'licence': 'CC0'}).license == 'CC0'
+    assert 'the setting is spelled license now' in caplog.text
     (tmp_path / 'a.yaml').write_text('source: {kind: webdataset, location: a}\nout: o\nsizes: [256]\nlicense: null\n')
     assert load_settings(tmp_path / 'a.yaml', ['licence=CC0']).license == 'CC0'
     report = {'source': 'tars', 'arguments': {}, 'licence': 'CC0', 'rejected': {}}

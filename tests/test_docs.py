@@ -144,6 +144,7 @@ def write_tar(path: Path, number: int) -> None:
             Image.effect_noise((width, height), 20 + index).convert('RGB').save(image, 'JPEG')
             caption = f'image {key}'
             metadata = {'key': key, 'caption': caption, 'status': 'success', 'width': width, 'height': height}
+            metadata |= {'aesthetic_score': 5.0, 'punsafe': 0.1}
             files = {'jpg': image.getvalue(), 'txt': caption.encode(), 'json': json.dumps(metadata).encode()}
             for suffix, content in files.items():
                 member = tarfile.TarInfo(f'{key}.{suffix}')
@@ -195,7 +196,7 @@ def test_readme(checkout, tmp_path, forkserver):
     """With a small model in place of Stable Diffusion 2, whose keys and data are those of the page."""
     reader = Reader(tmp_path / 'reader', forkserver.path)
     for path in checkout.folder.iterdir():
-        if path.name not in ('photos', 'yamls', '.programs', 'data', 'runs'):
+        if path.name not in ('photos', 'yamls', '.programs', '.overlay', 'data', 'runs'):
             (reader.folder / path.name).symlink_to(path.resolve() if path.is_symlink() else path)
     shutil.copytree(checkout.folder / 'yamls', reader.folder / 'yamls')
     real = (ROOT / 'yamls' / 'phase1.yaml').read_text()

@@ -204,8 +204,9 @@ def read_measured_speed(run: Path) -> MeasuredSpeed:
 
 
 def _check_progress(saving: Resilience) -> None:
-    """Raise UserError if saves and failures leave almost no time to train."""
-    if saving.goodput < HOPELESS_GOODPUT:
+    """Raise UserError if failures leave almost no time to train; a run shorter than its saves is only short."""
+    lost_per_failure = saving.restart_seconds + saving.stall_seconds
+    if saving.goodput < HOPELESS_GOODPUT and 3600 * saving.mtbf_hours < 10 * lost_per_failure:
         raise UserError(
             f'--mtbf: with a failure every {3600 * saving.mtbf_hours:.0f} s, a restart of '
             f'{saving.restart_seconds:.0f} s and a save of {saving.stall_seconds:.0f} s, no training progress is made; '

@@ -238,3 +238,9 @@ def test_from_run_scales_measured_throughput_by_number_of_gpus(capsys, tmp_path)
     (tmp_path / 'metrics.jsonl').write_text('{"step": 5, "throughput/device/samples_per_sec": 12.5}\n')
     plan = as_json(capsys, str(path), '--gpus', '4', '--from-run', str(tmp_path))
     assert plan['phases'][0]['images_per_second'] == pytest.approx(50)
+
+
+def test_run_shorter_than_its_saves_is_planned(capsys):
+    words = ['trainer.max_duration=40ba', 'global_batch=8', 'trainer.save_interval=20ba', '--gpu', 'a100-80gb']
+    assert main(['plan', 'yamls/quickstart.yaml', *words]) == 0
+    assert 'goodput 0.0' in capsys.readouterr().out

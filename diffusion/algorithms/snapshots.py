@@ -42,7 +42,7 @@ class Snapshot:
 
     @property
     def profile(self) -> Profile:
-        """Weights that the saved average gives to the training steps."""
+        """Profile of this saved average of the model: the share that each training step has in it."""
         return Profile(self.batch, self.gamma)
 
 

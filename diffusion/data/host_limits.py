@@ -246,7 +246,10 @@ def _batch_bytes(loader: BucketedLoader) -> int:
 
 
 def _shuffled_together(loader: BucketedLoader) -> int:
-    """Return the number of samples per machine whose shards are in use at a time, given the shuffle block size."""
+    """Return the number of samples per machine that are shuffled together; the cache should hold all their shards.
+
+    Without shuffling, it is the number of samples that all processes of the machine download ahead.
+    """
     dataset = loader.dataset
     if not dataset.shuffle:
         return (dataset.predownload or 0) * _processes(loader)

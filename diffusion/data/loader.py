@@ -258,7 +258,10 @@ class BucketedLoader(StreamingDataLoader):
 
 
 def dead_workers(worker_batches: Iterator[Any] | None, error: Exception) -> str | None:
-    """Return which DataLoader workers died and caused `error`, with the likely reason; empty or None if none died."""
+    """Return a message about the DataLoader workers whose death caused `error`, with the likely reason for each.
+
+    The message is empty if no worker died, and None if the loader has no worker processes.
+    """
     if not isinstance(worker_batches, _MultiProcessingDataLoaderIter):
         return None
     # A dying process closes its connections before its parent can reap it. So PyTorch may report a killed worker as a

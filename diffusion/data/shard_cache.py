@@ -63,7 +63,7 @@ def version(home: Path, digest: str, stream: str) -> Path:
 
 
 def create_version(home: Path, digest: str, stream: str) -> Path:
-    """Create the cache folder for one version of a stream's dataset, and return its path, that of `version`."""
+    """Create the cache folder of one version of a dataset, the local folder of a stream, and return its path."""
     alias = version(home, digest, stream)
     alias.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):

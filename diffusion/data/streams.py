@@ -78,7 +78,7 @@ class BucketedDataset(VerifiedDataset):
 
     @property
     def global_batch(self) -> int:
-        """Number of samples per batch over all devices."""
+        """Number of samples that this dataset serves per batch, over all devices."""
         assert isinstance(self.batch_size, int)
         # Streaming's own view of the ranks, private, and fixed when the dataset was created.
         return self.batch_size * self._parallel_rank_world.num_ranks
@@ -141,7 +141,7 @@ class BucketedDataset(VerifiedDataset):
         return f'streams.{self.bucket_of(index).name}: sample {index} (row {row} of {reader.raw_data.basename})'
 
     def current_epoch(self) -> int:
-        """Return the number of the epoch being served, from 0."""
+        """Return the number of the epoch whose samples this dataset serves now, counted from 0."""
         # Streaming increments `next_epoch` when an iteration starts; before the first one it is 0.
         return max(self.next_epoch - 1, 0)
 

@@ -310,7 +310,9 @@ def describe_error(error: BaseException) -> str:
 
 
 def _fetch_indexes(streams: list[VerifiedStream]) -> None:
-    """Download each stream's index.json in one process per machine, and check that all agree; a collective call.
+    """Download and set the index of each stream, and check that all machines have the same; a collective call.
+
+    One process per machine downloads the files index.json.
 
     Raises:
         UserError: An index on some machine does not exist, cannot be accessed, or is not one of MDS shards; raised on

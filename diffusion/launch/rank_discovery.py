@@ -131,7 +131,10 @@ def _optional_int(environ: Mapping[str, str], variable: str) -> int | None:
 
 
 def _local(environ: Mapping[str, str], resources: Path) -> _SchedulerValues:
-    """Return the rank and size of a job without a scheduler: as in the job spec, else one node with all GPUs."""
+    """Return node rank, number of nodes and processes per node for a job without a scheduler.
+
+    The defaults are one node and one process per GPU; None for a number that the job spec sets.
+    """
     return _SchedulerValues(
         _parse_int(environment.NODE_RANK, environ.get(environment.NODE_RANK, '0')),
         None if environment.NODES in environ else 1,

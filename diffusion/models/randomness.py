@@ -168,7 +168,10 @@ class Draws:
         return (self.words(purpose, 1)[:, 0] * high) >> 32
 
     def normal(self, purpose: Purpose, shape: Sequence[int]) -> Tensor:
-        """Return standard normal random numbers, float32 [B, *shape], by the method of Box and Muller (1958)."""
+        """Return standard normal noise for each sample of the batch, float32 [B, *shape], for training or sampling.
+
+        The noise of a sample does not depend on its rank or on the other samples. Method of Box and Muller (1958).
+        """
         count = math.prod(shape)
         words = self.words(purpose, count + count % 2)
         first, second = words[:, 0::2], words[:, 1::2]

@@ -1,4 +1,4 @@
-"""Published figures for training Stable Diffusion 2 from scratch: throughput, data set sizes, GPU-hours.
+"""Published figures of Stable Diffusion 2, for the estimates of `diffusion plan`: throughput, images, GPU-hours.
 
 Source: MosaicML, "Training Stable Diffusion from Scratch for <$50k", part 2 (2023), and its code.
 """

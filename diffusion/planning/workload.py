@@ -192,7 +192,7 @@ def _speed(recipe: Recipe, strategy: str | None) -> SpeedConfig:
 
 
 def _precision(recipe: Recipe, strategy: str | None) -> Precision:
-    """Return the precision settings of a run that change which activations are kept for the backward pass."""
+    """Return the name of the precision settings that determine a run's activation memory, such as `half+compile`."""
     parts = _speed(recipe, strategy)
     if _autocast(recipe) == 'fp32':
         return 'float32+compile' if parts.compile else 'float32'

@@ -1,4 +1,7 @@
-"""Selection of the buckets of an image: resolutions and, within each, a square or one of several shapes."""
+"""Choose the buckets of an image: resolutions and, within each, a square or one of several shapes.
+
+A bucket is a folder of shards for the images of one resolution, or of one resolution and shape.
+"""
 
 from collections.abc import Sequence
 
@@ -29,10 +32,13 @@ class Buckets:
         return f'{size}px' if self.squares else f'{size}px/{shape}'
 
     def choose(self, width: int, height: int) -> list[tuple[int, Shape]]:
-        """Select the resolutions that need no upscaling and, within each, the shape closest in aspect ratio.
+        """Choose the buckets of an image of this width and height in pixels.
+
+        They are all resolutions that need no upscaling, or the largest of them if not `every`; within each, the shape
+        closest in aspect ratio.
 
         Returns:
-            Pairs (size, shape) from small to large; empty if the image is smaller than every bucket.
+            Pairs (resolution, shape) from small to large; empty if the image is smaller than every bucket.
         """
         filled = []
         for size, shapes in self.shapes.items():

@@ -1,7 +1,7 @@
-"""Tables of all inputs and samples of all parts in order: rejected, kept or held out, and where each sample is.
+"""Tables in memory of all inputs and samples of a preparation: rejected, kept or held out; position of each sample.
 
-An input takes 34 bytes of memory and a sample 22, so 100 million images in three buckets take 10 GB; keys and captions
-stay on disk.
+They combine the tables of all parts; a part is the unit of input that one job converts, such as a tar. An input takes
+34 bytes of memory and a sample 22, so 100 million images in three buckets take 10 GB; keys and captions stay on disk.
 """
 
 from collections.abc import Sequence
@@ -37,23 +37,23 @@ NUMBERS = {
 
 @dataclass(frozen=True)
 class Samples:
-    """Columns with one value per stored sample, in the order of the inputs and, within an image, of the buckets."""
+    """Table with one row per stored sample, one array per column, in the order of inputs and, within them, buckets."""
 
     image: np.ndarray
     """Row of its image in the catalog, int64."""
     bucket: np.ndarray
     """Bucket number, int16."""
     shard: np.ndarray
-    """Number of the shard of the part, uint32."""
+    """Number of the shard of the part that holds the sample, uint32."""
     offset: np.ndarray
-    """Offset after the header of that shard in bytes, uint32."""
+    """Offset of the sample after the header of that shard in bytes, uint32."""
     size: np.ndarray
-    """Size in bytes, uint32."""
+    """Size of the sample in bytes, uint32."""
 
 
 @dataclass
 class Catalog:
-    """Columns with one value per input, and the samples of the inputs that their parts kept."""
+    """Table with one row per input, stored as one array per column, and the table of the samples stored from them."""
 
     parts: Sequence[Path]
     """Folders of the parts, in order."""
@@ -71,7 +71,7 @@ class Catalog:
 
     @classmethod
     def read(cls, parts: Sequence[Path], buckets: Sequence[str]) -> 'Catalog':
-        """Read the tables of converted parts; no image is held out yet.
+        """Read the tables that were written for each part of the input, and combine them; no image is held out yet.
 
         Args:
             parts: Output folders of the converted parts, in order.
@@ -102,11 +102,11 @@ class Catalog:
 
     @property
     def kept(self) -> np.ndarray:
-        """Rows of the kept images, held-out ones included."""
+        """Row numbers of the images that are not rejected, including held-out ones."""
         return np.flatnonzero(self.split != REJECTED)
 
     def images(self, split: int) -> np.ndarray:
-        """Return the rows of the images of a split."""
+        """Return the row numbers of the images of a split: REJECTED, TRAIN or HELD_OUT."""
         return np.flatnonzero(self.split == split)
 
     def samples_in(self, bucket: int, split: int) -> np.ndarray:
@@ -180,7 +180,7 @@ class Catalog:
 
 
 def _read_samples(folder: Path, buckets: Sequence[str], *, first_row: int) -> Samples:
-    """Read the samples of a part whose first input has this row in the catalog."""
+    """Read the table of samples of a part whose first input is in row `first_row` of the catalog."""
     rows = read_samples(folder)
     # Map the few distinct names to numbers, and not each of up to 100 million strings in Python.
     names = rows['bucket'].combine_chunks().dictionary_encode()
@@ -193,7 +193,11 @@ def _read_samples(folder: Path, buckets: Sequence[str], *, first_row: int) -> Sa
 
 
 def _count_rejected(rows: pa.Table, rejected: dict[str, Rejected]) -> np.ndarray:
-    """Add the rejected inputs of a part to `rejected`, by reason; return REJECTED or TRAIN for each input, int8."""
+    """Add the inputs that a part's table lists as rejected to `rejected`: per reason, their number and first keys.
+
+    Returns:
+        REJECTED or TRAIN for each input of the part, int8.
+    """
     reasons = rows['reason'].combine_chunks().dictionary_encode()
     codes = reasons.indices.to_numpy()
     split = np.full(len(rows), TRAIN, np.int8)

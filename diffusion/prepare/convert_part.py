@@ -53,7 +53,11 @@ class PartCounts:
 
 @dataclass(frozen=True)
 class PartJob:
-    """Convert a part into shards with samples of all buckets mixed, tables of inputs and samples, and thumbnails."""
+    """Job that converts one part of the input into a folder.
+
+    The folder has shards with samples of all buckets mixed, tables of all inputs and of all samples, and thumbnails of
+    rejected inputs.
+    """
 
     number: int
     part: Part
@@ -193,7 +197,7 @@ def read_header_size(file: BinaryIO) -> int:
 
 
 def read_sample(folder: Path, shard: int, offset: int, size: int) -> dict[str, Any]:
-    """Return a stored sample of a converted part, given the values of its `SampleRow`."""
+    """Return a stored sample of a converted part, given its shard, offset and size as in its `SampleRow`."""
     with (folder / mds.shard_name(shard)).open('rb') as file:
         file.seek(read_header_size(file) + offset)
         return FORMAT.decode(file.read(size))

@@ -22,7 +22,7 @@ class Rejected:
 
 @dataclass
 class HeldOut:
-    """The images held out of a training set, which are a dataset of their own."""
+    """Counts of the images that were held out of a training set and written to a dataset of their own."""
 
     out: str
     """Folder of that dataset."""
@@ -36,7 +36,10 @@ class HeldOut:
 
 @dataclass
 class PrepareReport:
-    """Report of a preparation; `inputs` is the sum of `pictures`, held-out images and rejected inputs."""
+    """Report of a preparation: counts, settings and statistics of a dataset, saved as report.json beside its shards.
+
+    `inputs` is the sum of `pictures`, held-out images and rejected inputs.
+    """
 
     source: str
     arguments: dict[str, Any]
@@ -53,14 +56,14 @@ class PrepareReport:
     bytes: dict[str, int] = field(default_factory=dict)
     """Size of the shards in bytes, by bucket folder."""
     held_out: HeldOut | None = None
-    """The held-out images; None if there are none."""
+    """Counts of the held-out images; None if there are none."""
     rejected: dict[str, Rejected] = field(default_factory=dict)
     inputs: int | None = None
     """Number of inputs (images, captions or rows), kept and rejected."""
     notes: list[str] = field(default_factory=list)
     """Further messages, such as a filter for a column that no image has."""
     statistics: dict[str, Any] = field(default_factory=dict)
-    """Histograms of the images by quantity: edges, counts and quantiles."""
+    """Histograms of the dataset's images by quantity: edges, counts and quantiles."""
     fingerprint: str | None = None
     """Hash of the settings, the input and the package versions."""
     seconds: float = 0.0
@@ -136,7 +139,7 @@ class PrepareReport:
 
 
 def rejection_lines(rejections: Mapping[str, Rejected]) -> list[str]:
-    """Return one line per rejection reason, with the first names."""
+    """Return one line of text per rejection reason, with its count and the names of the first rejected inputs."""
     lines = []
     for reason, rejected in sorted(rejections.items()):
         names = ', '.join(rejected.names[:3]) + (', ...' if rejected.count > 3 else '')

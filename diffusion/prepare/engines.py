@@ -60,7 +60,7 @@ def run_on_ray(jobs: Iterable[WorkerJob], *, workers: int | None = None) -> Iter
 
 
 def run_job(job: WorkerJob) -> Any:
-    """Run a job in this process and return its result, for an engine such as Spark; progress notes are discarded."""
+    """Run a job of `diffusion prepare` in the calling process and return its result: the function to map in Spark."""
     return job(lambda text: None)
 
 

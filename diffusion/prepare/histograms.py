@@ -13,7 +13,10 @@ LENGTHS = [0, 10, 20, 30, 40, 60, 80, 100, 150, 200, 300, 500, 1000, 2000]
 
 
 def statistics_of(catalog: Catalog, images: np.ndarray) -> dict[str, Any]:
-    """Return histograms of images, given their rows: shorter side and aspect ratio before resizing, longest caption."""
+    """Return histograms over the images in these rows, for the report of a preparation.
+
+    One each of shorter side and aspect ratio before resizing, and of the length of an image's longest caption.
+    """
     width, height, length = (catalog.columns[name][images] for name in ('width', 'height', 'caption_length'))
     return {
         'shorter side, pixels': _histogram(np.minimum(width, height), SIDES),

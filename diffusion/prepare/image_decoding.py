@@ -157,7 +157,7 @@ def _signature(encoded: bytes) -> str | None:
 
 
 def _check_png(encoded: bytes) -> None:
-    """Check that the last chunk exists and that the checksums of all chunks are correct."""
+    """Raise an error if a PNG file has no last chunk, or if the checksum of one of its chunks is wrong."""
     # Pillow does not check them when it decodes. `verify` leaves an image unusable, so open another one.
     if PNG_END not in encoded:
         raise Unfit('truncated', 'the last chunk is missing or incomplete')

@@ -61,10 +61,10 @@ class InputPlan:
 
 
 def _comparable(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a plan whose differences from another one can be shown.
+    """Return a plan in the form in which it is compared with another one.
 
-    Its parts are {name: stamp}, to name the missing, new and changed ones, and the settings that `content_settings`
-    leaves out have their values.
+    Its parts are {name: stamp}, where a stamp changes with the content of the part, so that a comparison names the
+    missing, new and changed parts. Settings that `content_settings` leaves out have their default values.
     """
     parts = {part['name']: part['stamp'] for part in plan['parts']}
     return {**plan, 'settings': {'buckets': 'largest', 'hold_out': 0, **plan['settings']}, 'parts': parts}

@@ -22,7 +22,7 @@ from diffusion.storage.shard_writer import ShardWriter
 
 
 class Output(Protocol):
-    """Destination of a dataset."""
+    """Interface of the destination of a dataset; see `FolderOutput` and `StoreOutput`."""
 
     @property
     def staging(self) -> Staging:
@@ -30,7 +30,7 @@ class Output(Protocol):
         ...
 
     def report(self) -> PrepareReport | None:
-        """Return the report of the existing dataset; None if there is none or it cannot be parsed."""
+        """Return the report of the dataset that is already in the output; None if it is missing or cannot be parsed."""
         ...
 
     def check(self) -> None:
@@ -55,14 +55,14 @@ class Output(Protocol):
 
 
 def output_of(out: str, staging: Staging, work: WorkFolder, *, overwrite: bool) -> Output:
-    """Return the output object for a local folder or an object store folder."""
+    """Return the destination for a folder or URL: `StoreOutput` for an object store, otherwise `FolderOutput`."""
     if is_remote(out):
         return StoreOutput(out.rstrip('/'), staging, work)
     return FolderOutput(Path(out).resolve(), staging, work, overwrite=overwrite)
 
 
 def shard_writer(output: Output, bucket: str, *, size_limit: int) -> ShardWriter:
-    """Return the writer of a bucket's final shards."""
+    """Return the writer of a bucket's final shards, which also records the shards that are done."""
     entries = LocalFolder(output.staging.packed / bucket)
     return ShardWriter(output.bucket(bucket), entries, ShardFormat(COLUMNS, size_limit))
 

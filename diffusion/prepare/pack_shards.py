@@ -80,7 +80,7 @@ class ShardJob:
 def plan_shards(
     catalog: Catalog, numbers: np.ndarray, bucket: str, *, work: WorkFolder, shards: ShardWriter
 ) -> Iterator[ShardJob]:
-    """Yield the jobs for the final shards of a bucket, as many samples per shard as fit.
+    """Yield the jobs that write a bucket's final shards: the given samples in order, as many per shard as fit.
 
     Args:
         catalog: Tables of all inputs and samples.

@@ -124,7 +124,7 @@ class _Preparation:
         return report
 
     def finished_report(self, fingerprint: str) -> PrepareReport | None:
-        """Return the report of the outputs if they were prepared by the same plan, otherwise None."""
+        """Return the report of the dataset that is already in the output, if the same plan made it, otherwise None."""
         if self.settings.overwrite:
             return None
         reports = [self.outputs[split].report() for split in self.splits]
@@ -277,7 +277,7 @@ class _Preparation:
         return counts
 
     def make_report(self, catalog: Catalog, plan: InputPlan, split: int) -> PrepareReport:
-        """Return the report of a split without its values that are known only after packing."""
+        """Return the report of a split with all counts, except the values that are known only after packing."""
         images = catalog.images(split)
         found = np.bincount(
             catalog.samples.bucket[catalog.split[catalog.samples.image] == split], minlength=len(self.buckets)
@@ -302,7 +302,7 @@ class _Preparation:
         return report
 
     def notes(self, plan: InputPlan) -> list[str]:
-        """Return messages about held-out duplicates, and about each filtered column that no input has."""
+        """Return messages for the report: copies of held-out images, columns of `filters` that no input has."""
         notes = []
         if self.settings.hold_out and self.settings.duplicates == 'none':
             notes.append('hold_out: duplicates were not searched, so copies of held-out images may be in training')

@@ -31,9 +31,10 @@ THUMBNAIL_SIDE = 96
 def make_samples(
     entry: Entry, row: InputRow, *, settings: PrepareSettings, buckets: Buckets
 ) -> list[tuple[str, dict[str, Any]]]:
-    """Return the samples of an entry, and write its measurements into `row`, even if it is then rejected.
+    """Convert an entry (image with captions and metadata) of a source to the samples to store, one per bucket.
 
-    The image is decoded once and encoded for each of its buckets.
+    Its measurements are written into `row`, its row of the part's table, even if the entry is then rejected. The image
+    is decoded once and encoded for each of its buckets.
 
     Returns:
         Pairs (bucket name, sample), from the smallest resolution to the largest.

@@ -22,14 +22,14 @@ MAX_REASONS = 30
 
 
 def of_buckets(catalog: Catalog, buckets: Sequence[str]) -> dict[str, list[Figure]]:
-    """Return the first training images of each bucket with their first captions."""
+    """Return thumbnails for the report by bucket: its first training images, each with its first caption."""
     each = max(1, min(THUMBNAILS_PER_BUCKET, MAX_BUCKET_THUMBNAILS // len(buckets)))
     first = {name: catalog.samples_in(code, TRAIN)[:each] for code, name in enumerate(buckets)}
     return {name: [_figure(catalog, number) for number in numbers] for name, numbers in first.items() if len(numbers)}
 
 
 def of_held_out(catalog: Catalog) -> list[Figure]:
-    """Return the first held-out images with their first captions."""
+    """Return thumbnails for the report: the first held-out images, each with its first caption."""
     images = catalog.images(HELD_OUT)[:THUMBNAILS_PER_BUCKET]
     return [_figure(catalog, catalog.first_sample(image)) for image in images]
 
@@ -61,7 +61,13 @@ def of_reasons(catalog: Catalog, repeats: Sequence[tuple[int, int]]) -> dict[str
 
 
 def _figure(catalog: Catalog, number: int | np.integer, original: int | None = None) -> Figure:
-    """Return a thumbnail of a sample; `original` is the row of the image that it duplicates, if any."""
+    """Return a thumbnail of a stored sample with its first caption or, for a duplicate, the key of its original image.
+
+    Args:
+        catalog: Tables of all inputs and samples.
+        number: Number of the sample.
+        original: Row of the image that it duplicates, if any.
+    """
     sample = catalog.stored_sample(number)
     text = sample['captions'][0] if original is None else f'{sample["key"]} (duplicate of {catalog.key(original)})'
     return Figure([thumbnail(Image.open(io.BytesIO(sample['image'])))], text)

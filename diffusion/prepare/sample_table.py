@@ -1,4 +1,7 @@
-"""Tables of a part as Parquet files: one row per input, kept or rejected, and one row per stored sample."""
+"""Tables of one part of the input as Parquet files: one row per input, kept or rejected, and one per stored sample.
+
+A part is the unit of input that one job converts, such as a tar; `catalog` combines the tables of all parts.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -33,7 +36,10 @@ SAMPLE_SCHEMA = pa.schema(
 
 @dataclass
 class InputRow:
-    """Row of an input; values that are unknown because it was rejected stay zero or empty."""
+    """Row of one input in a table of its part: its key, rejection reason, captions and measurements.
+
+    Values that are unknown because it was rejected stay zero or empty.
+    """
 
     key: str
     reason: str = ''
@@ -53,33 +59,33 @@ class InputRow:
 
 @dataclass(frozen=True)
 class SampleRow:
-    """Row of a stored sample; an image has one per bucket."""
+    """Row of one stored sample in a table of its part: its input, bucket and position; an image has one per bucket."""
 
     row: int
     """Row of its input in the table of inputs."""
     bucket: str
     """Folder of its bucket, such as `512px/640x384`."""
     shard: int
-    """Number of the shard of the part that holds it."""
+    """Number of the shard of the part that holds the sample."""
     offset: int
-    """Offset after the header of that shard, in bytes."""
+    """Offset of the sample after the header of that shard, in bytes."""
     size: int
-    """Size in bytes."""
+    """Size of the sample in bytes."""
 
 
 def write_tables(folder: Path, inputs: Sequence[InputRow], samples: Sequence[SampleRow]) -> None:
-    """Write the tables of a part; the same rows give the same bytes."""
+    """Write the tables of one part to the part's folder; the same rows give the same bytes."""
     _write(folder / INPUTS, inputs, INPUT_SCHEMA)
     _write(folder / SAMPLES, samples, SAMPLE_SCHEMA)
 
 
 def read_inputs(folder: Path, columns: Sequence[str]) -> pa.Table:
-    """Read columns of the table of inputs of a part."""
+    """Read some columns of the table of inputs in a part's folder."""
     return pq.read_table(folder / INPUTS, columns=list(columns))
 
 
 def read_samples(folder: Path) -> pa.Table:
-    """Read the table of samples of a part, in the order of the inputs."""
+    """Read the table of samples in a part's folder, in the order of the inputs."""
     if (folder / SAMPLES).exists():
         return pq.read_table(folder / SAMPLES)
     # Earlier versions stored one sample per image, in columns of the table of inputs. Remove this when no work folder

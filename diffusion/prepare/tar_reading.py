@@ -149,7 +149,7 @@ class _Tar:
         return name, size
 
     def _content(self, size: int, *, limit: int) -> bytes | None:
-        """Read the content of a member and its padding; return None if it is larger than `limit`."""
+        """Read past a tar member and its padding; return its content, or None if it is larger than `limit` bytes."""
         padding = -size % BLOCK
         if 0 < size <= limit:
             content = self._read_exactly(size)

@@ -47,22 +47,22 @@ class Staging:
 
     @property
     def dataset(self) -> Path:
-        """Folder that is renamed to the output."""
+        """Path of the folder in which the final dataset is written; a local one is renamed to the output."""
         return self.path / 'dataset'
 
     @property
     def packed(self) -> Path:
-        """Folder with one file per finished final shard, which holds its index entry."""
+        """Path of the folder with one file per finished final shard, which holds its entry for index.json."""
         return self.path / 'packed'
 
     @property
     def uploading(self) -> Path:
-        """Folder of files on their way to an object store."""
+        """Path of the folder with files that are being uploaded to an object store."""
         return self.path / 'uploading'
 
     @property
     def replaced(self) -> Path:
-        """The existing dataset at the output, while it is replaced."""
+        """Path to which the existing dataset of the output is moved while it is replaced."""
         return self.path / 'replaced'
 
 
@@ -89,17 +89,17 @@ class WorkFolder:
 
     @property
     def train(self) -> Staging:
-        """The training set."""
+        """Folder that holds the training set until it is complete."""
         return Staging(self.path)
 
     @property
     def held_out(self) -> Staging:
-        """The held-out images."""
+        """Folder that holds the dataset of held-out images until it is complete."""
         return Staging(self.path / 'held-out')
 
     @property
     def complete(self) -> Path:
-        """Copy of the report; exists when the datasets are complete and only have to be moved to the outputs."""
+        """Path of a copy of the report; exists when the datasets are complete and only have to be moved to outputs."""
         return self.path / 'complete'
 
     def part(self, number: int) -> Path:

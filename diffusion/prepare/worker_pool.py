@@ -34,7 +34,7 @@ class WorkerJob(Protocol):
 
     @property
     def name(self) -> str:
-        """Name of the job in messages."""
+        """Name of this job of a preparation in messages, such as `part 3 (00003.tar)`."""
         ...
 
     def __call__(self, note: Note) -> Any:
@@ -161,7 +161,7 @@ def _death_message(worker: _Worker) -> str:
 
 
 def _start_forkserver() -> None:
-    """Start the forkserver with SIGINT ignored, so that workers inherit this."""
+    """Start the server that forks the worker processes of a preparation, with SIGINT ignored, which they inherit."""
     # The terminal sends Ctrl-C to the whole process group. A worker that is still importing, before `_serve` ignores
     # SIGINT, would die with a traceback of its own.
     if threading.current_thread() is not threading.main_thread():

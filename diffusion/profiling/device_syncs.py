@@ -117,7 +117,10 @@ def _masks(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 def _is_on_host() -> bool:
-    """Return True if the calling code, such as a loader, has its tensors on the host, so that no GPU is involved."""
+    """Return True if the current call stack is in code whose tensors are on the host, such as a data loader.
+
+    Operations there never wait for the GPU, so they are not counted as synchronizations.
+    """
     # The order matters: Composer runs forward and backward in a closure that the optimizer calls, so an outer frame of
     # torch/optim says nothing about the operations in that closure.
     for frame in reversed(traceback.extract_stack()):

@@ -270,7 +270,7 @@ def _client(location: Location, retry: RetryPolicy) -> contextlib.AbstractContex
 
 @contextlib.contextmanager
 def _release_after(client: Client, location: Location, retry: RetryPolicy) -> Iterator[Client]:
-    """Yield a client, then return it to the pool unless the store refused its request."""
+    """Yield a client, then return it to the pool of idle clients; drop it after HTTP 400, 401 or 403."""
     # After a refusal the client is dropped: its credentials may have expired, and the next try's new client reads them
     # again.
     keep = True

@@ -368,7 +368,7 @@ def _finish(stage: PrecomputeStage) -> None:
 
 
 def _list_shapes(recipe: Recipe, dataset: ImageTextDataset) -> None:
-    """Write buckets.json for every stream with several image shapes."""
+    """Write buckets.json, a list of image shapes, beside the latents of every stream that has several shapes."""
     counts = dict(zip([bucket.name for bucket in dataset.buckets], dataset.samples_per_stream.tolist(), strict=True))
     shapes = {bucket.name: bucket.shape for bucket in dataset.buckets}
     for name, stream in recipe.precompute.streams.items():

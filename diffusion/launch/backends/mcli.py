@@ -121,7 +121,7 @@ def _refuse(command: str) -> NoReturn:
 
 
 def _run(job: Job) -> dict[str, Any]:
-    """Return the run YAML of a job, as a dictionary."""
+    """Return a job as a run of the MosaicML platform: the content of the YAML that mcli submits, as a dictionary."""
     spec = job.spec
     schedule = spec.schedule
     limit = job.time_limit_seconds

@@ -212,7 +212,7 @@ def test_readme(checkout, tmp_path, forkserver):
     }
     (reader.folder / 'yamls' / 'phase1.yaml').write_text(yaml.safe_dump(small))
     make_photographs(reader.folder / 'photos', count=80, size=(300, 260))
-    reader.read(ROOT / 'README.md', **offline(reader.environ), PYTEST_ARGS='tests/config/test_byte_sizes.py')
+    reader.read(ROOT / 'README.md', **offline(reader.environ), PYTEST_ARGS='tests/config/test_image_shapes.py')
     assert (reader.folder / 'sd2' / 'model_index.json').exists()
     assert [*(reader.folder / '.overlay').glob('lib/*/site-packages/diffusion/__init__.py')]
 

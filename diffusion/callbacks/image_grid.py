@@ -32,7 +32,7 @@ class ImageGrid(Callback):
         guidance_scale: Scale of classifier-free guidance; 1 turns it off.
         guidance_rescale: See `diffusion.models.sampler.guide`.
         num_inference_steps: Number of sampling steps.
-        noise_scheduler: A name in `diffusion.models.sampler.SHORT_NAMES`.
+        noise_scheduler: A name in `diffusion.config.noise_schedulers.SHORT_NAMES`.
         size: Height and width in pixels; the model's default if None.
         seed: Seed of the first prompt; each further prompt has the next integer.
         batch_size: Number of images sampled per batch.

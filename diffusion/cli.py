@@ -170,6 +170,9 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 
 
 def _generate(args: argparse.Namespace) -> int:
+    from diffusion.tasks.argument_checks import check_generate
+
+    check_generate(args)  # before the next import, which takes 15 s
     from diffusion.tasks.generate import run_generate
 
     return run_generate(args)
@@ -207,6 +210,9 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
 
 
 def _export(args: argparse.Namespace) -> int:
+    from diffusion.tasks.argument_checks import check_export
+
+    check_export(args.checkpoint, args.out, weights=args.weights, ema_width=args.ema_width, at=args.at)
     from diffusion.tasks.export import run_export
 
     return run_export(args)

@@ -36,11 +36,11 @@ class Site:
     run: Path
     """Folder of the run, with the checkpoints ba1 and ba2."""
 
-    def execute(self, command: Sequence[str | Path], **variables: str) -> tuple[int, str]:
-        """Run `python COMMAND`, and return its exit status and its stderr."""
+    def execute(self, command: Sequence[str | Path], *, stdout: int | None = None, **variables: str) -> tuple[int, str]:
+        """Run `python COMMAND` with a file or a given descriptor as stdout; return its exit status and its stderr."""
         environ = os.environ | {'OMP_NUM_THREADS': '1', 'CUDA_VISIBLE_DEVICES': '', 'PYTHONPATH': str(ROOT)} | variables
         with (self.folder / 'stdout').open('wb') as out, (self.folder / 'stderr').open('wb') as error:
-            outputs = (out.fileno(), error.fileno())
+            outputs = (out.fileno() if stdout is None else stdout, error.fileno())
             words = [str(word) for word in command]
             process = Process(self.server.path, words, environ=environ, folder=str(self.folder), outputs=outputs)
             status = process.poll(120)
@@ -429,6 +429,41 @@ def test_traceback_of_a_mistake_is_printed_on_request(site, in_process, monkeypa
         assert f'\nerror: {site.recipe} has a mistake:' in stderr
 
 
+READ_BY_NOBODY: dict[str, Words] = {
+    'check': lambda site: ['check', site.recipe],
+    'plan': lambda site: ['plan', ROOT / 'yamls' / 'phase1.yaml'],
+    'data verify': lambda site: ['data', 'verify', site.recipe, '--jobs', '1'],
+    'generate': lambda site: ['generate', site.run, 'a', '--out', 'drawn'],
+    'data look': lambda site: ['data', 'look', site.recipe, '--out', 'unread.png', '--samples', '1'],
+}
+
+
+@pytest.fixture
+def closed_pipe() -> Iterator[int]:
+    """Descriptor of a pipe whose reader has ended."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    yield writer
+    os.close(writer)
+
+
+@pytest.mark.parametrize('command', READ_BY_NOBODY)
+def test_closed_pipe_ends_a_command_quietly_with_141(site, closed_pipe, command):
+    status, stderr = site.execute([*DIFFUSION, *READ_BY_NOBODY[command](site)], stdout=closed_pipe)
+    assert 'Traceback' not in stderr and 'Exception ignored' not in stderr, stderr
+    assert status == 141, stderr
+
+
+def test_head_ends_check_quietly(site):
+    # More than the 64 KiB that a pipe holds, so that `head` ends while the recipe is being printed.
+    prompts = ', '.join(['a' * 1000] * 200)
+    recipe = site.file('long.yaml', f'extends: {site.recipe}\ngenerate: {{prompts: [{prompts}]}}\n')
+    command = f'{sys.executable} -m diffusion check {recipe} | head -n 1; echo ${{PIPESTATUS[0]}}'
+    environ = os.environ | {'PYTHONPATH': str(ROOT)}
+    done = subprocess.run(['bash', '-c', command], capture_output=True, text=True, env=environ, check=True)
+    assert (done.stdout, done.stderr) == ('name: run\n141\n', '')
+
+
 TRAIN = ['run.py', '{recipe}', 'name=new-{count}']
 RESUME = ['run.py', '{recipe}', 'trainer.max_duration=3ba']
 PRECOMPUTE = ['run.py', '{recipe}', 'task=precompute', 'precompute.streams=${streams}', 'precompute.out=latents']
@@ -463,6 +498,11 @@ BUGS = {
         'diffusion.tasks.generate:save_images',
         'injected()',
         ['run.py', '{recipe}', 'task=generate'],
+    ),
+    'pipe of something else': (
+        'diffusion.planning.cli:run_plan',
+        'raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))',
+        ['diffusion', 'plan', '{recipe}'],
     ),
     'float() in export': (
         'diffusion.tasks.export:pipeline_of',

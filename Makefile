@@ -6,7 +6,7 @@ UV ?= $(shell command -v uv 2>/dev/null)
 PYTHONS := python3.11 python3.12 python3.10 python3
 EXTRAS := quickstart,dev
 BIN := .venv/bin
-CODE := $(wildcard diffusion tests benchmarks run.py)
+CODE := $(wildcard diffusion tests benchmarks docs/*.py run.py)
 
 RECIPE := yamls/quickstart.yaml
 IMAGES := data/openmoji/64px/index.json
@@ -108,6 +108,11 @@ test-all: .venv/installed .venv-skypilot/installed ## run all tests: 35 minutes 
 	@echo 'running all tests on CPU'
 	@$(PYTEST) $(PYTEST_ARGS)
 
+.PHONY: docs
+docs: .venv/installed ## build the documentation into site/: seconds
+	@$(BIN)/mkdocs build --quiet --strict
+	@echo 'open site/index.html, or run $(BIN)/mkdocs serve'
+
 .PHONY: lint
 lint: .venv/installed ## check style, formatting and types
 	@echo 'ruff check'; $(BIN)/ruff check $(CODE)
@@ -122,5 +127,5 @@ format: .venv/installed ## format the code and apply ruff's automatic fixes
 
 .PHONY: clean
 clean: ## remove .venv, caches and builds, but not data/ and runs/
-	rm -rf .venv .venv-skypilot build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-skypilot build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -6,7 +6,7 @@ import select
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
 import diffusion
@@ -14,11 +14,32 @@ from diffusion.config.schema import did_you_mean
 from diffusion.errors import DataError, ExternalError, UserError
 from diffusion.exit_codes import CLOSED_PIPE, USAGE_ERROR
 
-COMMANDS = (
-    *('check', 'plan', 'profile', 'prepare', 'data', 'generate', 'export'),
-    *('launch', 'preflight', 'status', 'logs', 'cancel'),
-)
-"""Names of the subcommands, to suggest the nearest one for a typo."""
+
+class CommandParser(argparse.ArgumentParser):
+    """Parser that suggests the nearest name for an unknown subcommand; parsers of its subcommands do the same."""
+
+    commands: Any = None
+    """What `add_subparsers` returned, whose `choices` are the subcommands."""
+
+    def add_subparsers(self, **options: Any) -> Any:
+        """Add subcommands; the option `dest` names their kind in the message for an unknown one."""
+        self.commands = super().add_subparsers(**options)
+        return self.commands
+
+    # typeshed declares overloads of this method, which the override need not repeat.
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """Parse arguments; argparse calls this for each subcommand with the arguments that follow its name."""
+        first = next(iter(args or ()), '-')
+        if self.commands is not None and not first.startswith('-') and first not in self.commands.choices:
+            self.error(f'there is no {self.commands.dest} {first!r}; {did_you_mean(first, self.commands.choices)}')
+        return super().parse_known_args(args, namespace)
+
+
+FILE_ARGUMENTS = {
+    *('recipe', 'recipes', 'spec', 'specs', 'checkpoint', 'source', 'location'),
+    *('out', 'captions', 'from_run', 'gpus_file', 'png'),
+}
+"""Arguments that are paths, for which a shell completes file names."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,9 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = _parser()
-    if arguments and not arguments[0].startswith('-') and arguments[0] not in COMMANDS:
-        parser.error(f'there is no command {arguments[0]!r}; {did_you_mean(arguments[0], COMMANDS)}')
+    parser = make_parser()
     # `diffusion prepare RECIPE.yaml` is short for `diffusion prepare recipe RECIPE.yaml`.
     if arguments[:1] == ['prepare'] and arguments[1:2] and arguments[1].endswith(('.yaml', '.yml')):
         arguments.insert(1, 'recipe')
@@ -79,8 +98,9 @@ def _is_closed_pipe(stream: TextIO) -> bool:
     return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog='diffusion', description=diffusion.__doc__)
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of `diffusion` with all of its subcommands."""
+    parser = CommandParser(prog='diffusion', description=diffusion.__doc__)
     parser.add_argument('--version', action='version', version=diffusion.__version__)
     commands: Any = parser.add_subparsers(dest='command', required=True, metavar='COMMAND')
     _add_check(commands.add_parser('check', help='check a recipe without importing torch, and print it resolved'))
@@ -93,13 +113,14 @@ def _parser() -> argparse.ArgumentParser:
     _add_generate(commands.add_parser('generate', help='generate images with a checkpoint or an export'))
     _add_export(commands.add_parser('export', help='export a checkpoint to a folder that diffusers loads'))
     _add_launch(commands)
+    _add_completion(commands.add_parser('completion', help='print a completion script for a shell'))
     return parser
 
 
 def _add_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('recipe', help='YAML file of the recipe')
     parser.add_argument(
-        'overrides', nargs='*', metavar='KEY=VALUE', help='change to the recipe, such as trainer.max_duration=20ba'
+        'overrides', nargs='*', metavar='KEY=VALUE', help='override a recipe value, such as trainer.max_duration=20ba'
     )
     parser.add_argument('--strict', action='store_true', help='fail on values that are still ??? (default: list them)')
     parser.add_argument('--quiet', action='store_true', help='do not print the resolved recipe')
@@ -133,7 +154,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 def _add_profile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('recipe', help='YAML file of the recipe')
     parser.add_argument(
-        'overrides', nargs='*', metavar='KEY=VALUE', help='change to the recipe, such as speed.compile=false'
+        'overrides', nargs='*', metavar='KEY=VALUE', help='override a recipe value, such as speed.compile=false'
     )
     parser.add_argument('--batches', type=int, default=10, metavar='N', help='number of measured batches (default: 10)')
     parser.add_argument(
@@ -176,7 +197,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('prompts', nargs='+', metavar='PROMPT', help='prompt; one image is generated per prompt')
     parser.add_argument('--out', metavar='DIR', help='output folder for the PNG files (default: generated)')
     parser.add_argument(
-        '--seed', type=int, default=0, help='seed of the first image; each further image adds 1 (default: 0)'
+        '--seed', type=int, default=0, help='seed of the first image; each additional image adds 1 (default: 0)'
     )
     parser.add_argument(
         '--steps', type=int, metavar='N', help="number of sampling steps (default: the recipe's; 50 for an export)"
@@ -191,12 +212,12 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--scheduler',
         metavar='NAME',
-        help='noise scheduler: ddim, dpm++, euler, ... or a class of diffusers (default: that of the recipe or export)',
+        help="noise scheduler: ddim, dpm++, euler, ... or a diffusers class name (default: the recipe's or export's)",
     )
     parser.add_argument(
         '--weights',
         choices=('ema', 'training'),
-        help='weights to generate with: averaged or training (default: averaged if the checkpoint has them)',
+        help='weights to generate with: ema (averaged) or training (default: ema if the checkpoint has them)',
     )
     parser.set_defaults(run=_generate)
 
@@ -211,26 +232,28 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _add_export(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument('checkpoint', help='checkpoint, or run folder for its latest checkpoint')
+    parser.add_argument('checkpoint', help='checkpoint, or a run folder to use its latest checkpoint')
     parser.add_argument(
         '--out', required=True, metavar='DIR', help='output folder, which must not exist or must be empty'
     )
     parser.add_argument(
         '--weights',
         choices=('ema', 'training'),
-        help='weights to export: averaged or training (default: averaged if the checkpoint has them)',
+        help='weights to export: ema (averaged) or training (default: ema if the checkpoint has them)',
     )
     parser.add_argument(
         '--ema-width',
         type=float,
         metavar='X',
-        help='export a post-hoc EMA of this relative width, such as 0.1, reconstructed from post_hoc_ema snapshots',
+        help='export a post-hoc EMA whose width is this fraction of the training so far, such as 0.1; needs snapshots '
+        'of the post_hoc_ema algorithm',
     )
     parser.add_argument(
         '--at',
         type=int,
         metavar='BATCH',
-        help="batch of the post-hoc EMA (default: the checkpoint's, or the last snapshot before it)",
+        help='with --ema-width: batch at which to reconstruct the average (default: batch of the last snapshot at or '
+        'before the checkpoint)',
     )
     parser.add_argument(
         '--dtype',
@@ -260,3 +283,29 @@ def _add_launch(commands: Any) -> None:
     )
     cli.add_job(commands.add_parser('logs', help="show the end of a job's log"), 'logs')
     cli.add_job(commands.add_parser('cancel', help='cancel a job'), 'cancel')
+
+
+def _add_completion(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('shell', choices=('bash', 'zsh', 'tcsh'), help='shell that will source the script')
+    parser.set_defaults(run=_completion)
+
+
+def _completion(args: argparse.Namespace) -> int:
+    """Print a static completion script, which does not start Python when a word is completed."""
+    import shtab
+
+    parser = make_parser()
+    for command in _all_parsers(parser):
+        for action in command._actions:
+            if action.dest in FILE_ARGUMENTS:
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
+    print(shtab.complete(parser, args.shell))
+    return 0
+
+
+def _all_parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from _all_parsers(command)

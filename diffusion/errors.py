@@ -47,5 +47,5 @@ class ExternalError(RuntimeError):
 
 
 def is_wrong_path(error: OSError) -> bool:
-    """Return True if the path is missing, of the wrong type or not accessible, as opposed to an I/O fault."""
+    """Return True if an OSError means that a path is missing, of the wrong type or not accessible, not an I/O fault."""
     return error.errno in _WRONG_PATH

@@ -34,7 +34,7 @@ LONGEST = (
     'test_performance.py',
     'test_stopping.py',
     'test_launch.py',
-    'test_readme.py',
+    'test_docs.py',
     'test_precompute.py',
 )
 """Test files that start first: a worker runs whole files, and a long one started last would run alone at the end."""

@@ -259,16 +259,19 @@ def run(command: list[str]) -> None:
     sys.exit(0)
 
 
-# -- run.py through the server --
+# -- a program through the server --
 
 
 def main() -> int:
-    command = [str(ROOT / 'run.py'), *sys.argv[1:]]
+    """Run `python run.py ARGUMENTS`, or `python COMMAND` after `--run`, in a fork of the server."""
+    given = sys.argv[1:]
+    command = given[1:] if given[:1] == ['--run'] else [str(ROOT / 'run.py'), *given]
     process = Process(os.environ[SOCKET], command, environ=os.environ, folder=os.getcwd(), outputs=(1, 2))
     # Forward signals through the connection, since the process may be in another PID namespace.
     for number in PASSED_ON:
         signal.signal(number, lambda number, _: process.connection.sendall(bytes([number])))
-    Path(f'pid-{os.environ["RANK"]}').write_text(str(process.pid))
+    if 'RANK' in os.environ:
+        Path(f'pid-{os.environ["RANK"]}').write_text(str(process.pid))
     status = process.poll(None)
     assert status is not None
     if status < 0:

@@ -65,12 +65,12 @@ def test_missing_values_are_printed_and_listed_with_their_description(capsys):
     assert main(['check', str(YAMLS / 'phase1.yaml')]) == 0
     out = capsys.readouterr().out
     assert 'remote: ???\n' in out
-    assert '#   streams.laion.remote: is still ???; give the object store folder that holds index.json' in out
+    assert '#   streams.laion.remote: is still ???; set the object store folder that holds index.json' in out
 
 
 def test_missing_keyword_of_a_component_is_listed_with_its_type(write, capsys):
     assert main(['check', write(GOOD), 'callbacks.speed_monitor.window_size=???', '--quiet']) == 0
-    assert '#   callbacks.speed_monitor.window_size: is still ???; give int\n' in capsys.readouterr().out
+    assert '#   callbacks.speed_monitor.window_size: is still ???; set a value of type int\n' in capsys.readouterr().out
 
 
 def test_strict_fails_on_missing_values(capsys):
@@ -109,6 +109,12 @@ def test_quiet_prints_one_line(write, capsys):
     ('words', 'message'),
     [
         (['chek', 'a.yaml'], "there is no command 'chek'; did you mean 'check'?"),
+        (
+            ['prepare', 'foldr', 'photos'],
+            "prepare: error: there is no source 'foldr'; did you mean 'folder'?",
+        ),
+        (['data', 'lok', 'a.yaml'], "diffusion data: error: there is no command 'lok'; did you mean 'look'?"),
+        (['data', 'train'], "there is no command 'train'; known: bench, look, verify"),
         (['check', 'a.yaml', '--strickt'], 'unrecognized arguments: --strickt'),
         ([], 'the following arguments are required: COMMAND'),
     ],

@@ -117,14 +117,14 @@ def test_import_diffusion_loads_nothing_else():
 
 
 def test_public_names_and_their_modules_agree():
-    """Type checkers read the imports under TYPE_CHECKING; at run time, `_HOMES` is used."""
+    """Type checkers read the imports under TYPE_CHECKING; at run time, `_MODULES` is used."""
     import diffusion
 
     tree = ast.parse((PACKAGE / '__init__.py').read_text(encoding='utf-8'))
     block = next(node for node in tree.body if isinstance(node, ast.If))
     statements = [node for node in block.body if isinstance(node, ast.ImportFrom)]
-    assert {alias.name: node.module for node in statements for alias in node.names} == diffusion._HOMES
-    assert sorted(diffusion._HOMES) == sorted(diffusion.__all__)
+    assert {alias.name: node.module for node in statements for alias in node.names} == diffusion._MODULES
+    assert sorted(diffusion._MODULES) == sorted(diffusion.__all__)
     assert set(diffusion.__all__) <= set(dir(diffusion))
 
 

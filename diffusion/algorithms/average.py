@@ -25,7 +25,7 @@ class WeightAverage:
     Under FSDP each device stores the average of its own shard. No memory is allocated before `start` or `restore`.
 
     Attributes:
-        tensors: This device's part of the average by parameter name.
+        tensors: This device's shard of the average, by parameter name.
     """
 
     def __init__(self) -> None:
@@ -35,12 +35,12 @@ class WeightAverage:
 
     @property
     def started(self) -> bool:
-        """True once the average exists."""
+        """True once the weight average exists."""
         return bool(self.tensors) or bool(self._saved)
 
     @torch.no_grad()
     def start(self, model: nn.Module) -> None:
-        """Initialize the average with a copy of the current weights."""
+        """Initialize the average with a copy of the model's current weights."""
         reshard(model)
         self._parameters = trained_parameters(model)
         self.tensors = {name: _local(weight).clone() for name, weight in self._parameters.items()}
@@ -48,7 +48,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, model: nn.Module, keep: float) -> None:
-        """Update in place: average = keep * average + (1 - keep) * weights."""
+        """Update the average in place with the model's weights: average = keep * average + (1 - keep) * weights."""
         # FSDP1's parameters are views into the gathered weights while these exist, else into the shard. FSDP2's shards
         # are tensors of their own and stay valid, so there is no need to make it gather again.
         if _is_fsdp1(model):
@@ -58,7 +58,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def exchange(self, model: nn.Module) -> None:
-        """Swap the average with the model's weights in place."""
+        """Swap the average with the model's weights in place; a second call swaps them back."""
         reshard(model)
         # Swap one tensor at a time: the temporary copy is the size of one tensor, not of the model.
         for average, weight in zip(*self.pairs(model), strict=True):
@@ -67,7 +67,7 @@ class WeightAverage:
             average.copy_(copied)
 
     def pairs(self, model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-        """Return this device's averages and weights, both in the same order."""
+        """Return this device's shards of the average and of the model's weights, as two lists in the same order."""
         self.place(model)
         return list(self.tensors.values()), [_local(weight).detach() for weight in self._parameters.values()]
 
@@ -103,16 +103,16 @@ class WeightAverage:
         return {name: _with_sharding_of(self._parameters[name], average) for name, average in self.tensors.items()}
 
     def restore(self, saved: Mapping[str, Tensor]) -> None:
-        """Load the average from full tensors, or from shards allocated by `blank`.
+        """Load a saved average, given as full tensors or as shards allocated by `blank`.
 
-        The tensors are sharded and moved by the first later call that is given the model.
+        The next method that takes the model as argument shards the tensors and moves them to the model's device.
         """
         # `Algorithm.load_state_dict` is not given the model, so placement waits for a call that is.
         self._saved = saved
         self.tensors = {}
 
     def place(self, model: nn.Module) -> None:
-        """Shard and move the restored tensors like the model's weights; do nothing if there are none to place.
+        """Shard the tensors loaded by `restore` like the model's weights, on the same device; else do nothing.
 
         Raises:
             UserError: The restored tensors have other names or shapes than the model's trained weights.
@@ -132,6 +132,7 @@ class WeightAverage:
 
     @contextmanager
     def _in_model(self, model: nn.Module) -> Iterator[None]:
+        """Context in which the model holds the average instead of its weights."""
         self.exchange(model)
         try:
             yield
@@ -141,10 +142,10 @@ class WeightAverage:
 
 @runtime_checkable
 class Averager(Protocol):
-    """Interface of algorithms that keep averages of the weights, each as large as the model, in their state.
+    """Interface of algorithms with weight averages in the checkpoint state, each as large as the model.
 
     Attributes:
-        averages: Averages by label; empty before averaging starts.
+        averages: Weight averages by label, such as `ema`; empty before averaging starts.
         gathers: True if `state_dict` contains the full averages; False if the sharded checkpoint writer saves them.
     """
 
@@ -168,12 +169,12 @@ def averages_state(algorithm: Averager, model: nn.Module) -> dict[str, Any]:
 
 
 def blank(model: nn.Module) -> dict[str, Tensor]:
-    """Return uninitialized tensors, sharded like the trained weights, to read a sharded checkpoint into."""
+    """Return uninitialized tensors by parameter name, sharded like the weights, to read a sharded checkpoint into."""
     return {name: torch.empty_like(weight.detach()) for name, weight in trained_parameters(model).items()}
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the trained parameters by their name in the model without wrappers."""
+    """Return a model's trained parameters, by name without the prefixes that FSDP, DDP and torch.compile add."""
     return {_bare_name(name): weight for name, weight in unwrapped(model).named_parameters() if weight.requires_grad}
 
 
@@ -183,17 +184,19 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _bare_name(name: str) -> str:
+    """Return a parameter's name without the prefixes that wrappers of modules add."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, '')
     return name
 
 
 def _local(tensor: Tensor) -> Tensor:
+    """Return this device's shard of a DTensor; return a plain tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _with_sharding_of(weight: Tensor, average: Tensor) -> Tensor:
-    """Return this device's part of an average as a DTensor sharded like the weight; unchanged for a plain weight."""
+    """Return this device's shard of an average as a DTensor sharded like its weight; unchanged for a plain weight."""
     if not isinstance(weight, DTensor):
         return average
     # Shards may be uneven, so pass the global shape; run_check=False avoids a collective per tensor.
@@ -203,7 +206,7 @@ def _with_sharding_of(weight: Tensor, average: Tensor) -> Tensor:
 
 
 def _shard_like(saved: Tensor, weight: Tensor) -> Tensor:
-    """Return this device's part of a restored tensor, on the weight's device and with its strides."""
+    """Return this device's shard of a tensor from a checkpoint, with the device, sharding and strides of the weight."""
     if isinstance(saved, DTensor):
         return saved.to_local()
     if isinstance(weight, DTensor):
@@ -216,7 +219,7 @@ def _shard_like(saved: Tensor, weight: Tensor) -> Tensor:
 def _shard_with_fsdp1(
     saved: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter], model: nn.Module
 ) -> dict[str, Tensor]:
-    """Return this device's flat pieces of a restored average under FSDP1."""
+    """Return this device's flat pieces of a weight average from a checkpoint, as FSDP1 shards the model."""
     # FSDP1 alone knows how it cuts its flat parameters. Load the average as if it were the weights, copy out the
     # pieces, and put the weights back. strict=False: an average lacks the frozen parameters and the buffers.
     weights = {name: weight.detach().clone() for name, weight in parameters.items()}
@@ -229,6 +232,7 @@ def _shard_with_fsdp1(
 
 
 def _is_fsdp1(model: nn.Module) -> bool:
+    """Return True if FSDP1 wraps the model or one of its modules."""
     return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
 
 
@@ -247,7 +251,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def _check_same(saved: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter], *, shapes: bool) -> None:
-    """Raise UserError unless both have the same names and, if `shapes`, the same shapes."""
+    """Raise UserError unless a saved average has the names and, if `shapes`, the shapes of the model's parameters."""
     different: Sequence[str] = sorted(set(saved) ^ set(parameters))
     if not different and shapes:
         different = [name for name, weight in parameters.items() if saved[name].shape != weight.shape]

@@ -26,7 +26,7 @@ _EVENTS = (
 
 
 class EMA(Algorithm):
-    """Average the trained weights: after each `update_interval`, average = s * average + (1 - s) * weights.
+    """Moving average of the trained weights: after each `update_interval`, average = s * average + (1 - s) * weights.
 
     Differs from Composer's EMA in four ways that matter at scale:
 
@@ -40,7 +40,8 @@ class EMA(Algorithm):
     Args:
         ema_start: Time at which averaging starts, as a Composer time string: `800000ba`, `10ep`, `0.9dur`.
         smoothing: s above, the fraction of the average that an update keeps; 0.9999 in the Stable Diffusion recipe.
-        half_life: Time in which a weight's share halves, in the unit of update_interval; replaces smoothing.
+        half_life: Time in which the share of old weights in the average halves, in the unit of update_interval;
+            replaces smoothing.
         update_interval: Time between updates, in batches (`1ba`) or epochs.
     """
 
@@ -69,7 +70,7 @@ class EMA(Algorithm):
                 raise UserError(f'half_life: {half_life!r}; use the unit of update_interval={update_interval}')
             self.smoothing = 2.0 ** -(self.update_interval.value / half_life_time.value)
         if not 0 <= self.smoothing < 1:
-            raise UserError(f'smoothing: {self.smoothing} is not in [0, 1)')
+            raise UserError(f'smoothing: {self.smoothing} is not in [0, 1); use a value such as 0.9999')
         self.average = WeightAverage()
         self.updates = 0
         self.gathers = True
@@ -78,12 +79,12 @@ class EMA(Algorithm):
 
     @property
     def started(self) -> bool:
-        """True once averaging has started."""
+        """True once averaging of the weights has started."""
         return self.average.started
 
     @property
     def averages(self) -> Mapping[str, WeightAverage]:
-        """Averages to save in checkpoints, by label; empty before the start."""
+        """Weight averages to save in checkpoints, by label; empty before `ema_start`."""
         return {'ema': self.average} if self.started else {}
 
     def match(self, event: Event, state: State) -> bool:
@@ -112,13 +113,13 @@ class EMA(Algorithm):
             self.update()
 
     def update(self) -> None:
-        """Apply one update to the average."""
+        """Update the average with the model's current weights."""
         self.average.update(self._root(), self.smoothing)
         self.updates += 1
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Context in which the model holds the averaged weights; a no-op before the start or if already inside."""
+        """Context in which the model holds the averaged weights; a no-op before `ema_start` or inside itself."""
         if not self.started or self._exchanged:
             yield
             return
@@ -142,7 +143,7 @@ class EMA(Algorithm):
         self.updates = state.get('updates', 0)
 
     def restore(self, averages: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Load the averages of a sharded checkpoint, by label."""
+        """Load the weight averages of a sharded checkpoint, a mapping by label."""
         self.average.restore(averages['ema'])
 
     def _start_reached(self, state: State) -> bool:
@@ -152,6 +153,7 @@ class EMA(Algorithm):
         return state.timestamp.get(self.ema_start.unit) >= self.ema_start
 
     def _warn_if_never(self, state: State) -> None:
+        """Log a warning if `ema_start` is not before the end of training."""
         end = state.max_duration
         if end is not None and end.unit == self.ema_start.unit and self.ema_start >= end:
             log.warning('EMA never starts: ema_start=%s is not before the end of the run at %s', self.ema_start, end)
@@ -163,17 +165,19 @@ class EMA(Algorithm):
         )
 
     def _exchange(self) -> None:
+        """Swap the averaged weights with the training weights in the model."""
         self.average.exchange(self._root())
         self._exchanged = not self._exchanged
 
     def _root(self) -> nn.Module:
+        """Return the model of the last event, with the wrappers of FSDP or DDP."""
         assert self._model is not None, 'the algorithm has no model before Event.INIT'
         return self._model
 
 
 @contextmanager
 def averaged_weights(state: State) -> Iterator[bool]:
-    """Context in which the model holds the weights averaged by the run's EMA; yields False if there are none yet."""
+    """Context in which the model holds the weights averaged by the run's EMA; yields False if it has no average yet."""
     ema = next((algorithm for algorithm in state.algorithms if isinstance(algorithm, EMA)), None)
     if ema is None:
         yield False

@@ -1,7 +1,8 @@
 """Normalization layers of the denoiser in autocast's dtype instead of float32.
 
-CUDA's autocast runs group_norm and layer_norm in float32, which doubles the memory traffic of layers that are bound by
-it. These algorithms run them in autocast's own dtype; the kernels accumulate statistics in float32 anyway.
+CUDA's autocast runs group_norm and layer_norm in float32, which doubles the memory traffic of layers that are limited
+by memory bandwidth. These algorithms run both in autocast's own dtype; the kernels accumulate statistics in float32
+anyway.
 """
 
 import logging
@@ -39,7 +40,7 @@ class LowPrecisionLayerNormLayer(nn.LayerNorm):
 
 
 class _LowPrecisionNorm(Algorithm):
-    """Base class: replaces the denoiser's layers of class `plain` by `fast` when training starts."""
+    """Base class of algorithms that replace the denoiser's layers of class `plain` by class `fast` before training."""
 
     plain: type[nn.Module]
     fast: type[nn.Module]
@@ -60,13 +61,13 @@ class _LowPrecisionNorm(Algorithm):
 
 
 class DenoiserLowPrecisionGroupNorm(_LowPrecisionNorm):
-    """Run the denoiser's GroupNorm layers in autocast's dtype."""
+    """Algorithm that runs the denoiser's GroupNorm layers in autocast's dtype."""
 
     plain, fast = nn.GroupNorm, LowPrecisionGroupNormLayer
 
 
 class DenoiserLowPrecisionLayerNorm(_LowPrecisionNorm):
-    """Run the denoiser's LayerNorm layers in autocast's dtype."""
+    """Algorithm that runs the denoiser's LayerNorm layers in autocast's dtype."""
 
     plain, fast = nn.LayerNorm, LowPrecisionLayerNormLayer
 
@@ -74,7 +75,7 @@ class DenoiserLowPrecisionLayerNorm(_LowPrecisionNorm):
 def replace_norms(
     module: nn.Module, plain: type[nn.Module], fast: type[nn.Module], *, keep: Collection[nn.Module] = ()
 ) -> int:
-    """Convert layers of exactly class `plain`, except those in `keep`, to `fast` in place; return their number."""
+    """Convert layers of exactly class `plain`, except layers in `keep`, to class `fast` in place; return the count."""
     layers = [layer for layer in module.modules() if type(layer) is plain and layer not in keep]
     # Changing the class keeps the layer object, so the optimizer's parameters, hooks and state dict names stay valid.
     for layer in layers:
@@ -83,10 +84,12 @@ def replace_norms(
 
 
 def _dtype(input: Tensor) -> torch.dtype:
+    """Return autocast's dtype on the device of the input, or the input's dtype if autocast is off."""
     # is_autocast_enabled() without a device type asks about CUDA alone and is False under autocast('cpu').
     device_type = input.device.type
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else input.dtype
 
 
 def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Convert a tensor to a dtype; None stays None."""
     return None if tensor is None else tensor.to(dtype)

@@ -20,7 +20,7 @@ WIDEST = 12**-0.5
 
 @dataclass(frozen=True)
 class Profile:
-    """Weights that an average gives to the training steps up to its own.
+    """Profile of a power-function average: the weight that the average gives to each training step so far.
 
     Attributes:
         step: t, the step at which the profile ends; steps count from 1.
@@ -32,9 +32,9 @@ class Profile:
 
 
 def gamma_of_width(width: float) -> float:
-    """Return the exponent of the profile with a given width.
+    """Return the exponent gamma of the power-function average with a given width.
 
-    It is the only non-negative root of the cubic (gamma + 2)^2 (gamma + 3) width^2 = gamma + 1.
+    The exponent is the only non-negative root of the cubic (gamma + 2)^2 (gamma + 3) width^2 = gamma + 1.
 
     Raises:
         UserError: No exponent of at least 0 has that width.
@@ -47,20 +47,23 @@ def gamma_of_width(width: float) -> float:
 
 
 def width_of_gamma(gamma: float) -> float:
-    """Return the standard deviation of the profile as a fraction of t (section 3.1)."""
+    """Return the width of a power-function average: its standard deviation over the training so far (section 3.1)."""
     return (gamma + 1) ** 0.5 / ((gamma + 2) * (gamma + 3) ** 0.5)
 
 
 def beta(step: int, gamma: float) -> float:
-    """Return the fraction of the average that the update after a step keeps (eq. 2); 0 at the first step."""
+    """Return the fraction of a power-function average that its update after a training step keeps; 0 at the first.
+
+    Karras et al. 2024, eq. 2.
+    """
     return (1 - 1 / step) ** (gamma + 1)
 
 
 def inner_products(some: Sequence[Profile], others: Sequence[Profile]) -> NDArray[np.float64]:
     """Return the integrals of the pairwise products of profiles, [len(some), len(others)] (appendix C).
 
-    For a that ends first and b that ends last, the integral is (gamma_a + 1) (gamma_b + 1) / (gamma_a + gamma_b + 1)
-    (t_a / t_b)^gamma_b / t_b.
+    For a profile a that ends first and b that ends last, the integral is
+    (gamma_a + 1) (gamma_b + 1) / (gamma_a + gamma_b + 1) (t_a / t_b)^gamma_b / t_b.
     """
     # The ratio of steps keeps the powers in [0, 1]; t^gamma alone overflows for the steps of a long run.
     step_a, gamma_a = _columns(some)
@@ -72,7 +75,7 @@ def inner_products(some: Sequence[Profile], others: Sequence[Profile]) -> NDArra
 
 
 def mixture(kept: Sequence[Profile], target: Profile) -> tuple[NDArray[np.float64], float]:
-    """Return the mixture of saved profiles that is closest to a target profile.
+    """Return the weighted sum of saved profiles that is closest to a target profile.
 
     Minimizes |target - sum x_i kept_i|^2 (appendix C) over coefficients x that sum to 1.
 
@@ -98,6 +101,6 @@ def mixture(kept: Sequence[Profile], target: Profile) -> tuple[NDArray[np.float6
 
 
 def _columns(profiles: Sequence[Profile]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return steps and exponents as columns [len(profiles), 1]."""
+    """Return the steps and the exponents of profiles as columns [len(profiles), 1]."""
     steps = np.array([[profile.step] for profile in profiles], dtype=np.float64)
     return steps, np.array([[profile.gamma] for profile in profiles], dtype=np.float64)

@@ -33,7 +33,7 @@ _NEGLIGIBLE = 1e-8
 
 @dataclass(frozen=True)
 class Snapshot:
-    """File of one average of a run at one batch."""
+    """File with one average of a run's weights at one batch."""
 
     path: Path
     batch: int
@@ -42,18 +42,18 @@ class Snapshot:
 
     @property
     def profile(self) -> Profile:
-        """Profile of the average."""
+        """Weights that the saved average gives to the training steps."""
         return Profile(self.batch, self.gamma)
 
 
 @dataclass(frozen=True)
 class ReconstructedAverage:
-    """Average that was reconstructed from snapshots.
+    """Average of a run's weights that was reconstructed from snapshots.
 
     Attributes:
         tensors: Averaged weights by parameter name, float32.
         width: Requested width.
-        batch: Batch of the run up to which it averages.
+        batch: Last batch of the run in the average.
         profile_error: Relative error |p - sum x_i p_i| / |p| between the requested profile p and the mixture of the
             snapshots' profiles p_i.
     """
@@ -70,7 +70,7 @@ class ReconstructedAverage:
 
 
 def write_snapshot(run: Path, tensors: Mapping[str, Tensor], *, batch: int, width: float, dtype: torch.dtype) -> Path:
-    """Write the full tensors of an average to a file atomically, and return its path."""
+    """Write a weight average, as full tensors, to a snapshot file atomically, and return the file's path."""
     path = run / FOLDER / f'{label_of(width)}-ba{batch}.safetensors'
     header = {'version': _VERSION, 'batch': batch, 'width': width, 'gamma': gamma_of_width(width)}
     # safetensors rejects non-contiguous tensors, and channels_last tensors are.
@@ -82,12 +82,12 @@ def write_snapshot(run: Path, tensors: Mapping[str, Tensor], *, batch: int, widt
 
 
 def label_of(width: float) -> str:
-    """Return the name of the average of a width in checkpoints and file names, such as `width0.05`."""
+    """Return the label of a width's average in checkpoints and file names, such as `width0.05`."""
     return f'width{width:g}'
 
 
 def find_snapshots(run: Path) -> list[Snapshot]:
-    """Return the snapshots of a run, sorted by batch and width; only file headers are read.
+    """Return the snapshots of a run's weight averages, sorted by batch and width; only file headers are read.
 
     Raises:
         UserError: There are no snapshots, or a file is damaged.
@@ -105,12 +105,13 @@ def reconstruct_average(run: Path, width: float, *, at: int | None = None) -> Re
 
     Args:
         run: The run's folder.
-        width: Standard deviation of the profile as a fraction of the training so far, in (0, 0.2887].
-        at: Batch up to which to average; that of the last snapshot by default. Between two snapshots the profile is
-            off by about 20 %.
+        width: Standard deviation of the average over the training steps, as a fraction of the training so far, in
+            (0, 0.2887].
+        at: Batch up to which to average; the batch of the last snapshot by default. At a batch between two snapshots,
+            the relative L2 error of the weights given to the training steps is about 20%.
 
     Raises:
-        UserError: There are no snapshots, `at` is beyond the last one, the width is out of range, or a file is damaged.
+        UserError: There are no snapshots, `at` is after the last one, the width is out of range, or a file is damaged.
     """
     gamma = gamma_of_width(width)
     snapshots = find_snapshots(run)
@@ -125,12 +126,12 @@ def reconstruct_average(run: Path, width: float, *, at: int | None = None) -> Re
     shares, error = mixture([snapshot.profile for snapshot in used], Profile(batch, gamma))
     if error > LARGE_ERROR:
         advice = _advice(used, batch)
-        log.warning('width %g at batch %d: the profile is off by %.0f %%; %s', width, batch, 100 * error, advice)
+        log.warning('width %g at batch %d: relative profile error %.0f%%; %s', width, batch, 100 * error, advice)
     return ReconstructedAverage(_mixed(used, shares.tolist()), width, batch, error)
 
 
 def _advice(snapshots: Sequence[Snapshot], batch: int) -> str:
-    """Return the part of the warning that names the batches or widths these snapshots can reconstruct."""
+    """Return advice for an inaccurate reconstruction: the batches or widths that the snapshots can reconstruct."""
     batches = sorted({snapshot.batch for snapshot in snapshots})
     if batch < batches[-1]:
         # A profile drops from its maximum to 0 at its own batch; no mixture of other batches' profiles has that edge.
@@ -140,12 +141,12 @@ def _advice(snapshots: Sequence[Snapshot], batch: int) -> str:
     good = [width for width in candidates if mixture(profiles, Profile(batch, gamma_of_width(width)))[1] <= LARGE_ERROR]
     if not good:
         return f'{len(profiles)} snapshots are too few for any width'
-    tolerance = f'{100 * LARGE_ERROR:.0f} %'
-    return f'{len(profiles)} snapshots give widths from {min(good):.3f} to {max(good):.3f} within {tolerance}'
+    tolerance = f'{100 * LARGE_ERROR:.0f}%'
+    return f'{len(profiles)} snapshots reconstruct widths from {min(good):.3f} to {max(good):.3f} within {tolerance}'
 
 
 def _mixed(snapshots: Sequence[Snapshot], shares: Sequence[float]) -> dict[str, Tensor]:
-    """Return the weighted sum of the snapshots' tensors, float32."""
+    """Return the weighted sum of the snapshots' tensors, float32, by parameter name."""
     total: dict[str, Tensor] = {}
     for snapshot, share in zip(snapshots, shares, strict=True):
         if abs(share) < _NEGLIGIBLE:
@@ -153,9 +154,7 @@ def _mixed(snapshots: Sequence[Snapshot], shares: Sequence[float]) -> dict[str, 
         with _open_snapshot(snapshot.path) as file:
             names = list(file.keys())
             if total and set(names) != set(total):
-                raise UserError(
-                    f'{snapshot.path}: its tensors differ from those of the snapshots before; remove this file'
-                )
+                raise UserError(f'{snapshot.path}: has other tensors than the snapshots before it; remove this file')
             for name in names:
                 tensor = file.get_tensor(name).float()
                 total[name] = tensor.mul_(share) if name not in total else total[name].add_(tensor, alpha=share)
@@ -163,7 +162,7 @@ def _mixed(snapshots: Sequence[Snapshot], shares: Sequence[float]) -> dict[str, 
 
 
 def _header(path: Path) -> Snapshot:
-    """Read the header of a snapshot file."""
+    """Read the batch and width of a snapshot from the header of its file."""
     with _open_snapshot(path) as file:
         header = json.loads((file.metadata() or {}).get(_KEY, '{}'))
     if header.get('version') != _VERSION:
@@ -175,9 +174,9 @@ def _header(path: Path) -> Snapshot:
 
 @contextmanager
 def _open_snapshot(path: Path) -> Iterator[Any]:
-    """Open a safetensors file for reading, or raise UserError if it is damaged."""
+    """Context in which a snapshot file is open for reading; raises UserError if the file is damaged."""
     try:
         with safe_open(path, framework='pt') as file:
             yield file
     except SafetensorError as error:
-        raise UserError(f'{path}: not readable ({error}); truncated? Remove it to use the others') from error
+        raise UserError(f'{path}: not readable ({error}); remove this file to use the other snapshots') from error

@@ -12,7 +12,7 @@ _BEFORE_SLOW_WORK = {Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT, Event.EVAL_
 
 
 class Heartbeat(Callback):
-    """Write a heartbeat before each batch and before slow work; see `diffusion.launch.heartbeat_file`."""
+    """Callback that updates this rank's heartbeat file before each batch, save and evaluation, to reveal hangs."""
 
     def __init__(self) -> None:
         self._first: tuple[int, float] | None = None

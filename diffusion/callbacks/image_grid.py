@@ -15,26 +15,27 @@ from diffusion.algorithms.average import unwrapped
 from diffusion.algorithms.ema import averaged_weights
 from diffusion.errors import UserError
 from diffusion.evaluation.image_sheet import Figure, Section, draw_sheet, save_image, to_images
+from diffusion.loggers import status_line
 
 log = logging.getLogger(__name__)
 
 
 class ImageGrid(Callback):
-    """Sample the same prompts from the same noise at intervals, with the averaged weights if there are any.
+    """Callback that samples the same prompts from the same noise at intervals, with averaged weights if there are any.
 
     The image sheet is saved as `folder/images/ba000500.png` and sent to every logger that supports images, as
     `images/samples`.
 
     Args:
         prompts: Prompts to sample.
-        every: Interval, a Composer time string; the end of training always counts.
+        every: Interval, a Composer time string; images are sampled at the end of training too.
         negative_prompt: Negative prompt for classifier-free guidance.
         guidance_scale: Scale of classifier-free guidance; 1 turns it off.
-        guidance_rescale: See `diffusion.models.sampler.guide`.
+        guidance_rescale: Rescaling of the guided prediction (Lin et al. 2024), in [0, 1]; 0 turns it off.
         num_inference_steps: Number of sampling steps.
-        noise_scheduler: A name in `diffusion.config.noise_schedulers.SHORT_NAMES`.
+        noise_scheduler: Name of the sampler, one of `diffusion.config.noise_schedulers.SHORT_NAMES`.
         size: Height and width in pixels; the model's default if None.
-        seed: Seed of the first prompt; each further prompt has the next integer.
+        seed: Seed of the first prompt; each additional prompt adds 1.
         batch_size: Number of images sampled per batch.
         columns: Number of images per row of the sheet.
         folder: The run's folder.
@@ -57,9 +58,9 @@ class ImageGrid(Callback):
         folder: str = 'runs',
     ) -> None:
         if isinstance(prompts, str) or not prompts:
-            raise UserError('callbacks.image_grid.prompts: give a list of at least one caption')
+            raise UserError(f'callbacks.image_grid.prompts: {prompts!r} is not a list of at least one prompt; add one')
         if size is not None and len(size) != 2:
-            raise UserError(f'callbacks.image_grid.size: {size}; give height and width in pixels')
+            raise UserError(f'callbacks.image_grid.size: {size} is not a pair; use height and width in pixels')
         self.prompts = list(prompts)
         final_events = {Event.BATCH_END, Event.EPOCH_END}
         self.is_due = create_interval_scheduler(every, checkpoint_events=False, final_events=final_events)
@@ -85,9 +86,11 @@ class ImageGrid(Callback):
             self._sample(state, logger)
 
     def _sample(self, state: State, logger: Logger) -> None:
+        """Sample the images on all ranks, and save and log the sheet on rank 0."""
         batch = state.timestamp.batch.value
         model = unwrapped(state.model)
         images = []
+        status_line.show(f'batch {batch}, sampling {len(self.prompts)} images')
         # Every rank samples: under FSDP the forward passes are collectives, since each rank has a shard of the weights.
         with averaged_weights(state) as averaged, get_precision_context(state.precision):
             for start in range(0, len(self.prompts), self.batch_size):

@@ -58,7 +58,7 @@ class Samples(NamedTuple):
 
 
 class LossGuard(Callback):
-    """Stop or skip an update whose loss or gradients are not finite, or whose loss explodes.
+    """Callback that stops or skips an update whose loss or gradients are not finite, or whose loss explodes.
 
     All ranks decide together, before the optimizer's step. `stop` saves a checkpoint of the state before the batch, so
     that the batch is repeated after a restart, and raises `BadLoss` with the samples' IDs. `skip` drops the gradients,
@@ -113,8 +113,8 @@ class LossGuard(Callback):
     def init(self, state: State, logger: Logger) -> None:
         if self.action == 'skip' and state.precision == Precision.AMP_FP16:
             raise UserError(
-                'callbacks.loss_guard.action: skip does not support precision amp_fp16, whose scaler skips updates by '
-                'itself and requires gradients; use stop, or precision amp_bf16'
+                'callbacks.loss_guard.action: skip does not support precision amp_fp16, whose loss scaler '
+                'already skips updates and requires gradients; use stop, or precision amp_bf16'
             )
 
     def fit_start(self, state: State, logger: Logger) -> None:
@@ -153,12 +153,14 @@ class LossGuard(Callback):
         self.skipped = list(state['skipped'])
 
     def _gradients_are_finite(self, state: State) -> Tensor | None:
+        """Return a bool tensor [], True if this rank's gradients are finite; None if they are not checked."""
         if not self.check_gradients or state.precision == Precision.AMP_FP16:
             return None
         groups = [group for optimizer in state.optimizers for group in optimizer.param_groups]
         return are_finite(parameter.grad for group in groups for parameter in group['params'])
 
     def _act(self, state: State, logger: Logger, loss: float, reason: str, ids: list[int]) -> None:
+        """Stop or skip the update of a bad batch: drop its gradients, record the batch, and warn or raise BadLoss."""
         batch = state.timestamp.batch.value
         recent = sum(skipped > batch - self.window for skipped in self.skipped)
         skip = self.action == 'skip' and recent < self.max_skips
@@ -214,7 +216,7 @@ def observed(loss: Any, batch: Any, sample_losses: Tensor | None) -> Microbatch:
 
 
 def are_finite(gradients: Iterable[Tensor | None]) -> Tensor:
-    """Return True, as a bool [] on their device, if all of this rank's gradients (under FSDP2, shards) are finite."""
+    """Return a bool tensor [] on the gradients' device, True if all gradients of this rank (or shards) are finite."""
     local = [each.to_local() if isinstance(each, DTensor) else each for each in gradients if each is not None]
     if not local:
         return torch.tensor(True)
@@ -222,7 +224,7 @@ def are_finite(gradients: Iterable[Tensor | None]) -> Tensor:
 
 
 def scaled_are_finite(gradients: list[Tensor]) -> Tensor:
-    """Return True if all gradients are finite, as a bool []; checked with GradScaler's kernel and a scale of 1."""
+    """Return a bool tensor [], True if all gradients are finite; checked with GradScaler's kernel and a scale of 1."""
     # On CPUs this takes half as long as norms. It multiplies the gradients in place, by 1, which changes nothing.
     found, scale = torch.zeros((), dtype=torch.float32), torch.ones((), dtype=torch.float32)
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, scale)  # type: ignore[reportPrivateImportUsage]
@@ -230,7 +232,7 @@ def scaled_are_finite(gradients: list[Tensor]) -> Tensor:
 
 
 def norms_are_finite(gradients: list[Tensor]) -> Tensor:
-    """Return True if all gradients are finite, as a bool []; checked by their norms."""
+    """Return a bool tensor [], True if all gradients are finite; checked by the norms of the gradients."""
     # On GPUs norms take one fused kernel that only reads, where GradScaler's check writes the gradients too. In float32
     # at least: in half precision the squares of finite gradients overflow.
     wide = torch.promote_types(gradients[0].dtype, torch.float32)
@@ -256,7 +258,7 @@ def over_all_ranks(microbatches: Sequence[Microbatch], finite: Tensor | None) ->
 
 
 def explosion_limit(history: Sequence[float], explosion: float | None, window: int) -> float:
-    """Return the loss above which a batch is bad; infinite if explosions are not checked, or not yet."""
+    """Return the loss above which a batch is bad, a multiple of the recent median; infinite if not checked (yet)."""
     if explosion is None or len(history) < window // 2:
         return math.inf
     middle = median(history)
@@ -265,7 +267,7 @@ def explosion_limit(history: Sequence[float], explosion: float | None, window: i
 
 
 def find_problem(loss: float, gradients_finite: bool, limit: float, history: Sequence[float]) -> str | None:
-    """Return a description of what is wrong with a batch, or None if nothing is."""
+    """Return a description of a batch's bad loss or gradients, such as `loss is nan`, or None if both are good."""
     if not math.isfinite(loss):
         return f'loss is {loss}'
     if not gradients_finite:
@@ -277,7 +279,7 @@ def find_problem(loss: float, gradients_finite: bool, limit: float, history: Seq
 
 
 def samples_of(microbatches: Sequence[Microbatch], finite: Tensor | None) -> Samples:
-    """Return the losses and IDs of this rank's samples, to be gathered over all ranks."""
+    """Return the losses and IDs of this rank's samples on the CPU, to be gathered over all ranks."""
     losses = torch.cat([each.sample_losses for each in microbatches]).tolist()
     ids = [int(i) for each in microbatches if each.sample_ids is not None for i in each.sample_ids.tolist()]
     total = torch.stack([each.loss for each in microbatches]).sum()
@@ -286,7 +288,7 @@ def samples_of(microbatches: Sequence[Microbatch], finite: Tensor | None) -> Sam
 
 
 def suspects(ranks: Sequence[Samples], limit: float) -> list[int]:
-    """Return the IDs of the suspicious samples, the largest loss first; empty if batches have no IDs.
+    """Return the IDs of the suspicious samples of a bad batch, the largest loss first; empty if samples have no IDs.
 
     Suspicious samples are those whose own loss is not finite or above the limit; if there are none, all samples of the
     ranks whose loss or gradients are not finite. (Under DDP these are all ranks, since gradients are averaged.)
@@ -298,7 +300,7 @@ def suspects(ranks: Sequence[Samples], limit: float) -> list[int]:
 
 
 def describe_samples(ids: Sequence[int], path: Path) -> str:
-    """Return the first sample IDs as text, with the file that lists the others."""
+    """Return the first sample IDs as text, with the file that lists the others, for an error message."""
     if not ids:
         return f'samples unknown, the batch has no {batch_keys.SAMPLE_ID}'
     more = f' and {len(ids) - MAX_IDS_SHOWN} more, in {path}' if len(ids) > MAX_IDS_SHOWN else ''
@@ -306,7 +308,7 @@ def describe_samples(ids: Sequence[int], path: Path) -> str:
 
 
 def describe_checkpoint(saved: str | None, *, started_here: bool) -> str:
-    """Return as text which checkpoint the run can resume from."""
+    """Return a phrase for the error message that names the checkpoint from which a stopped run can resume."""
     if started_here:
         return 'no update was made since this run started'
     return f'the weights before this batch are in {saved}' if saved else 'nothing is saved: there is no save_folder'

@@ -35,11 +35,13 @@ FAULTS = ('gpu_ecc_errors', 'gpu_remapped_rows', 'gpu_xid_errors')
 
 
 class NodeHealth(Callback):
-    """Log `health/NAME`, the worst value over all ranks, and `health/NAME_rank`, its rank; warn when FAULTS increase.
+    """Callback that logs, per GPU metric, the worst value over all ranks (`health/NAME`) and its rank.
+
+    The rank is logged as `health/NAME_rank`. A warning is logged when a metric in FAULTS increases.
 
     Args:
         every: Logging interval in batches.
-        seconds: Interval between queries of the driver.
+        seconds: Interval between queries of the GPU driver.
     """
 
     # NVML is queried in a thread, since some of its queries take 0.1 s; `batch_end` only reads the latest values.
@@ -77,6 +79,7 @@ class NodeHealth(Callback):
             self._thread = None
 
     def _poll(self, nvml: Any, uuid: str) -> None:
+        """Query the metrics of this rank's GPU until training ends; runs in a thread."""
         try:
             gpu = nvml.nvmlDeviceGetHandleByUUID(uuid)  # not by index, which CUDA_VISIBLE_DEVICES renumbers
             xids = Xids(nvml, gpu)
@@ -87,6 +90,7 @@ class NodeHealth(Callback):
             self._latest = {}
 
     def _update(self, figures: dict[str, float]) -> None:
+        """Store the latest metrics, and log a warning for each metric in FAULTS that has increased."""
         before, self._latest = self._latest, figures
         for name in FAULTS:
             if name in before and name in figures and figures[name] > before[name]:
@@ -111,7 +115,7 @@ class Xids:
             self._events = None
 
     def wait(self, seconds: float, done: threading.Event) -> dict[str, float]:
-        """Wait up to `seconds` or until `done` is set; return the metric, or nothing if Xids are not supported."""
+        """Check for an error, else wait up to `seconds` or until `done`; return the count as a metric, if supported."""
         if self._events is None:
             done.wait(seconds)
             return {}
@@ -128,7 +132,7 @@ class Xids:
 
 
 def query_metrics(nvml: Any, gpu: Any) -> dict[str, float]:
-    """Return the metrics of a GPU without those that it does not support."""
+    """Return the current health metrics of a GPU by name, such as its temperature, except unsupported ones."""
 
     def throttled() -> bool:
         slowed = nvml.nvmlClocksThrottleReasonHwSlowdown | nvml.nvmlClocksThrottleReasonSwThermalSlowdown

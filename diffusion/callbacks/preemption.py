@@ -22,9 +22,10 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class Preemption(Callback):
-    """On SIGTERM or SIGUSR1 to any rank, finish the batch, save a checkpoint and raise `Preempted` on all ranks.
+    """Callback that on SIGTERM or SIGUSR1 to any rank finishes the batch, saves a checkpoint and raises `Preempted`.
 
-    The signal may arrive during a batch, an evaluation or a save. If training ends with this batch, it ends as usual.
+    All ranks raise together. The signal may arrive during a batch, an evaluation or a save. If training ends with this
+    batch, training ends as usual.
     """
 
     # From the start of training the signals only set a flag, and in a process that has received one they are ignored
@@ -74,6 +75,7 @@ class Preemption(Callback):
                 signal.signal(number, previous)
 
     def _stop_if_signaled(self, state: State, logger: Logger) -> None:
+        """Save a checkpoint and raise Preempted if any rank has received a signal; a collective."""
         number = highest_signal(self.signal, state.device)
         if not number or is_last_batch(state):
             return
@@ -91,6 +93,7 @@ class Preemption(Callback):
         raise Preempted(f'stopped at batch {state.timestamp.batch.value} on {signal.Signals(number).name}; {outcome}')
 
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
+        """Record the signal until the batch ends; in a forked child process, call the previous handler."""
         if os.getpid() == self._process:
             # The previous handler is not called: it is Composer's, which exits immediately. (MLFlowLogger's SIGTERM
             # handler belongs to its monitor, which is a separate process.)
@@ -103,6 +106,7 @@ class Preemption(Callback):
             previous(number, frame)
 
     def _handle_child_exit(self, number: int, frame: FrameType | None) -> None:
+        """Call PyTorch's SIGCHLD handler, but ignore its error for a worker killed by SIGTERM."""
         try:
             self._previous_handlers[signal.SIGCHLD](number, frame)
         except RuntimeError as error:

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 
 class ReduceOnce(Callback):
-    """Keep unreduced gradients and gathered weights on each device until the last microbatch of a batch."""
+    """Callback that lets FSDP2 reduce gradients, and free gathered weights, only at the last microbatch of a batch."""
 
     # By default FSDP2 reduces gradients after every microbatch. Composer's `ddp_sync_strategy`, which makes DDP reduce
     # once per batch, has no effect on FSDP2.

@@ -1,4 +1,4 @@
-"""Callback that logs the number of undecodable samples that were replaced, and keeps the count over restarts."""
+"""Callback that logs the number of undecodable samples that were replaced, and keeps the count across restarts."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ from diffusion.data.bad_samples import Tally
 
 
 class ReplacedSamples(Callback):
-    """Log `data/replaced_samples`, the count over all ranks since the start of the run, once it is not zero.
+    """Callback that logs `data/replaced_samples`: undecodable samples replaced on all ranks since the run started.
 
     Args:
-        tally: The training loader's tally, which stops the run if too many samples are replaced.
+        tally: Counts that the training loader keeps; the loader stops the run if too many samples are replaced.
     """
 
     def __init__(self, tally: Tally) -> None:

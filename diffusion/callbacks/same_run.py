@@ -18,13 +18,13 @@ DATA = 'data'
 
 
 class SameRun(Callback):
-    """Save the run's identity in every checkpoint, and compare it with the current one on resume.
+    """Callback that saves a run's identity (seed and data settings) in each checkpoint and compares it on resume.
 
-    With changed data, the epoch and the position in it are still those of Streaming's saved state; the order of samples
-    from there on is the recipe's (see `BucketedDataset.load_state_dict`).
+    If the data has changed, training resumes at the saved epoch and position; from there on, the recipe determines the
+    order of samples (`BucketedDataset.load_state_dict`).
 
     Args:
-        identity: Plain values, with those of the data under the key `data` (see `diffusion.data.fingerprint`).
+        identity: The values to compare, with those of the data under the key `data` (`diffusion.data.fingerprint`).
         allow_data_change: Log a warning about changed data instead of raising an error.
     """
 
@@ -37,10 +37,10 @@ class SameRun(Callback):
         return self.identity
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Compare the identity in a checkpoint with this run's.
+        """Compare the identity (seed and data settings) in a checkpoint with this run's, on resume.
 
         Raises:
-            UserError: They differ, except for data if `allow_data_change` is set.
+            UserError: The identities differ; a difference in data is allowed if `allow_data_change` is set.
         """
         self._compared = True
         if not state:
@@ -68,10 +68,11 @@ class SameRun(Callback):
             self._warn_unknown()
 
     def _warn_unknown(self) -> None:
+        """Log a warning that the checkpoint has no identity to compare with."""
         if dist.get_global_rank() == 0:
             log.warning('the checkpoint does not record its seed and data; they cannot be compared with this run')
 
 
 def _listed(lines: list[str]) -> str:
-    """Return lines as an indented list that follows a message."""
+    """Return lines as an indented list to append to a message."""
     return ''.join(f'\n  {line}' for line in lines)

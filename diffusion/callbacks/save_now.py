@@ -6,10 +6,10 @@ from composer.loggers import Logger
 
 
 def save_now(state: State, logger: Logger) -> str | None:
-    """Save a checkpoint unless this batch already has one; a collective, which every rank must call.
+    """Save a checkpoint immediately, unless this batch already has one; a collective, which every rank must call.
 
     Returns:
-        The checkpoint's path or remote name, or None if the run does not save checkpoints that can be resumed.
+        The checkpoint's path or remote name, or None if the run does not save resumable checkpoints.
     """
     # A saver of weights only does not count: a run cannot resume from its files.
     savers = [callback for callback in state.callbacks if isinstance(callback, CheckpointSaver)]

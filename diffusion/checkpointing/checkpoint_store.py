@@ -41,7 +41,7 @@ class DamagedCheckpoint(UserError):
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Expected size and hash of a file."""
+    """Size and hash of a checkpoint's file, as recorded in the receipt when it was written."""
 
     bytes: int
     xxh3_128: str
@@ -70,7 +70,7 @@ class HashingWriter:
 
 
 def record_of(path: Path) -> FileRecord:
-    """Return the size and hash of a file on disk."""
+    """Return the size and hash of a file on disk, by reading the whole file."""
     digest, size = xxhash.xxh3_128(), 0
     with path.open('rb') as file:
         while chunk := file.read(_CHUNK):
@@ -80,7 +80,7 @@ def record_of(path: Path) -> FileRecord:
 
 
 def checkpoint_name(batch: int) -> str:
-    """Return the folder name of the checkpoint after this number of batches."""
+    """Return the folder name of the checkpoint after this number of batches, such as `ba500`."""
     return f'ba{batch}'
 
 
@@ -91,7 +91,7 @@ def batch_of(path: Path) -> int | None:
 
 
 def unfinished_path(folder: Path, batch: int) -> Path:
-    """Return the temporary path that a checkpoint is written to."""
+    """Return the temporary path that a checkpoint is written to before it is renamed; the same on every rank."""
     # The same on every rank, unlike `new_unfinished`: under FSDP2 all ranks write into it.
     return folder / f'.{checkpoint_name(batch)}.unfinished'
 
@@ -113,13 +113,13 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def publish(work: Path, final: Path, files: Mapping[str, FileRecord], about: Mapping[str, Any]) -> None:
-    """Write the receipt of a checkpoint, rename it to its final path, and point `latest` to it.
+    """Complete a checkpoint: write its receipt, rename its folder to the final path, and point `latest` to it.
 
     Args:
         work: The temporary folder; its files must be flushed already.
         final: The final path; an existing checkpoint is replaced.
         files: Size and hash of each file, by name.
-        about: Further fields of the receipt.
+        about: Additional fields of the receipt, such as the batch.
     """
     content = {'version': VERSION, **about, 'files': {name: asdict(record) for name, record in sorted(files.items())}}
     receipt = work / RECEIPT
@@ -131,7 +131,7 @@ def publish(work: Path, final: Path, files: Mapping[str, FileRecord], about: Map
 
 
 def link_latest(checkpoint: Path) -> None:
-    """Point the run's `latest` link to a checkpoint."""
+    """Point the symbolic link `latest` in the run's folder to a checkpoint."""
     # A new link is renamed over the old one, so that `latest` exists at every moment.
     link = checkpoint.with_name(f'.{LATEST}.unfinished')
     link.unlink(missing_ok=True)
@@ -141,7 +141,7 @@ def link_latest(checkpoint: Path) -> None:
 
 
 def read_receipt(checkpoint: Path) -> dict[str, Any]:
-    """Return the content of a checkpoint's receipt, with a `FileRecord` per file.
+    """Return the content of a checkpoint's receipt.json, with the expected size and hash of each file.
 
     Raises:
         DamagedCheckpoint: The receipt is missing or cannot be parsed.
@@ -171,6 +171,7 @@ def verify_checkpoint(checkpoint: Path) -> None:
 
 
 def _check_file(path: Path, expected: FileRecord) -> None:
+    """Raise DamagedCheckpoint if a file is missing, or has another size or hash than expected."""
     try:
         size = path.stat().st_size
         if size != expected.bytes:
@@ -182,7 +183,7 @@ def _check_file(path: Path, expected: FileRecord) -> None:
 
 
 def read_with_retries(read: Callable[[], Result]) -> Result:
-    """Return the result of `read`, retrying after an OSError with the pauses of RETRY_PAUSES_SECONDS."""
+    """Return the result of `read`, calling it again after an OSError, with the pauses of RETRY_PAUSES_SECONDS."""
     # ESTALE, EIO and ETIMEDOUT of a network file system are often transient, and falling back to an older checkpoint
     # would cost a large run hours.
     for pause in RETRY_PAUSES_SECONDS:
@@ -244,7 +245,7 @@ def remove_unfinished_saves(folder: Path) -> None:
 
 
 def prune(folder: Path, keep: int) -> list[Path]:
-    """Remove all but the newest `keep` checkpoints, at least one; return the paths of the removed ones."""
+    """Remove all but the newest `keep` checkpoints of a run (at least one); return the paths of removed checkpoints."""
     old = list_checkpoints(folder)[max(1, keep) :]
     for path in old:
         remove(path)
@@ -258,5 +259,5 @@ def flush(file: IO[Any]) -> None:
 
 
 def records_of(folder: Path, names: Iterable[str]) -> dict[str, FileRecord]:
-    """Return the size and hash of files in a folder, by name."""
+    """Return the size and hash of each named file in a folder, by name."""
     return {name: record_of(folder / name) for name in names}

@@ -38,7 +38,7 @@ def read_content(path: Path) -> dict[str, Any]:
     except pickle.UnpicklingError as error:
         found = re.search(r'Unsupported (?:global: GLOBAL|class) (\S+)', str(error))
         if found is None:
-            raise UserError(f'{file}: not a checkpoint (its pickle is damaged)') from error
+            raise UserError(f'{file}: not a checkpoint (its pickle is damaged); use another one') from error
         raise UserError(
             f'{file}: contains a pickled {found[1]}, which is not loaded; if it belongs to a component of yours, allow '
             'the class with torch.serialization.add_safe_globals in a module that the recipe imports'
@@ -50,19 +50,19 @@ def read_content(path: Path) -> dict[str, Any]:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f'{file}: not readable ({reason}); it may be truncated, use an earlier checkpoint') from error
     if not isinstance(content, dict) or not isinstance(content.get('state'), dict):
-        raise UserError(f'{file}: contains no state; is it a checkpoint of Composer?')
+        raise UserError(f'{file}: contains no state; is it a Composer checkpoint?')
     return content
 
 
 def _check_archive(file: Path) -> None:
-    """Check the first and last bytes of a file of torch.save, which is a zip archive."""
+    """Raise UserError if a file is no complete zip archive of torch.save, judged by its first and last bytes."""
     # For a truncated archive, torch.load raises errors of many types, which cannot be distinguished from bugs.
     with file.open('rb') as opened:
         start, size = opened.read(4), opened.seek(0, os.SEEK_END)
         opened.seek(max(0, size - 22))  # size of zip's end-of-central-directory record
         end = opened.read(4)
     if start != b'PK\x03\x04':
-        raise UserError(f'{file}: not a checkpoint (torch.save writes a zip archive)')
+        raise UserError(f'{file}: not a checkpoint (it is no zip archive of torch.save); use another one')
     if end != b'PK\x05\x06':
         raise UserError(
             f'{file}: not readable (the end of the archive is missing); it is truncated, use an earlier checkpoint'
@@ -82,17 +82,17 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     if is_sharded(path):
         state['model'] = sharded_state.read_all_tensors(path, 'model.')
     if 'model' not in state:
-        raise UserError(f'{path}: contains no model; is it a checkpoint of Composer?')
+        raise UserError(f'{path}: contains no model; is it a Composer checkpoint?')
     return state
 
 
 def is_sharded(path: Path) -> bool:
-    """Return True if a checkpoint's tensors are stored sharded."""
+    """Return True if each rank has saved its own shards of a checkpoint's tensors, False if rank 0 saved them whole."""
     return (path / sharded_state.INDEX).is_file()
 
 
 def weights_of(path: Path, which: Weights | None = None) -> tuple[dict[str, Tensor], Weights]:
-    """Return a checkpoint's weights by parameter name, and which kind they are.
+    """Return a checkpoint's weights by parameter name, and their kind, `ema` (averaged) or `training`.
 
     Args:
         path: The checkpoint.
@@ -111,7 +111,7 @@ def weights_of(path: Path, which: Weights | None = None) -> tuple[dict[str, Tens
     if not has_average:
         start = ema.get('ema_start')
         why = f'its EMA would have started at {start}' if start else 'its run had no EMA'
-        raise UserError(f'{path}: it has no averaged weights, {why}; use --weights training')
+        raise UserError(f'{path}: it has no averaged weights ({why}); use --weights training')
     # The averages include trained parameters only; the rest, such as buffers, comes from the training weights.
     averages = (
         ema['averages']['ema'] if 'averages' in ema else sharded_state.read_all_tensors(path, 'averages.EMA.ema.')
@@ -136,7 +136,10 @@ def check_architecture(own: Mapping[str, torch.Size], stored: Mapping[str, torch
         lists = [('tensors missing', missing), ('unknown tensors', unknown)]
         details = [f'{len(names)} {label} ({", ".join(names[:2])})' for label, names in lists if names]
         details += [f'{name} is {tuple(stored[name])}, expected {tuple(own[name])}' for name in reshaped[:2]]
-        raise UserError(f'{where}: the architecture differs from the recipe: {"; ".join(details)}')
+        raise UserError(
+            f'{where}: the architecture differs from the recipe: {"; ".join(details)}; '
+            'use the model settings that it was saved with'
+        )
 
 
 def load_weights(model: nn.Module, weights: dict[str, Tensor], where: str) -> None:
@@ -150,11 +153,12 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor], where: str) -> No
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    """Return the shape of each tensor by name."""
     return {name: tensor.shape for name, tensor in tensors.items()}
 
 
 def _safe_globals() -> list[Any]:
-    """Return the classes in Composer's checkpoints besides tensors, for versions, times and NumPy's random states."""
+    """Return the classes that checkpoints may contain besides tensors: versions, times and NumPy's random states."""
     # Taken from an array, since the function's module has different names in NumPy 1 and 2.
     reconstruct = np.zeros(1).__reduce__()[0]
     dtypes = [type(np.dtype(name)) for name in ('bool', 'uint32', 'int64', 'float32', 'float64')]

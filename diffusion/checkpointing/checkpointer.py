@@ -40,7 +40,7 @@ _SHARDED_ATTRIBUTES = ('model', 'optimizers')
 
 
 class Checkpointer(CheckpointSaver):
-    """Callback that saves checkpoints atomically (see `checkpoint_store`) and resumes from one.
+    """Callback that saves checkpoints atomically (`checkpoint_store`) and resumes from one.
 
     If one rank cannot write, all ranks raise. Composer uses this callback instead of creating its own CheckpointSaver.
 
@@ -48,8 +48,8 @@ class Checkpointer(CheckpointSaver):
         folder: The run's folder, on a file system that all nodes share.
         save_interval: A Composer time string; the end of training is always saved.
         num_checkpoints_to_keep: Number of newest checkpoints to keep; -1 keeps all.
-        sharded: If True, each rank writes its shards of model, optimizer and averages, which requires FSDP2; otherwise
-            rank 0 writes them unsharded. Both formats can be read by any number of ranks with any strategy.
+        sharded: If True, each rank writes its shards of model, optimizer and weight averages, which requires FSDP2;
+            otherwise rank 0 writes them unsharded. Both formats can be read by any number of ranks with any strategy.
         resume: Checkpoint to resume from; None starts a new run.
     """
 
@@ -143,6 +143,7 @@ def save_checkpoint(state: State, folder: Path, *, sharded_tensors: bool = False
 
 
 def _save(state: State, final: Path, work: Path, *, sharded_tensors: bool) -> None:
+    """Write a checkpoint to the temporary folder `work` and rename it to `final`; a collective."""
     # After each step all ranks continue or all raise: a rank that raised alone would leave the others waiting in the
     # next collective until its timeout.
     rank = dist.get_global_rank()
@@ -238,7 +239,8 @@ def raise_on_all_ranks(where: str) -> Iterator[None]:
     A rank that failed raises its own error; the others raise a RuntimeError with the first failed rank and its error.
     A UserError is raised as a UserError on all ranks.
 
-    The block must not contain a collective that a failing rank would leave the others waiting in.
+    The block must not contain a collective that a failing rank would leave the others waiting in. `where` is the start
+    of the error messages.
     """
     error: BaseException | None = None
     try:
@@ -262,7 +264,7 @@ def check_shared(folder: Path, where: str) -> None:
 
     Args:
         folder: The folder; rank 0 creates it if it does not exist.
-        where: Key of the recipe that gives it, for messages.
+        where: Recipe key that sets the folder, for messages.
 
     Raises:
         UserError: A rank does not see a file that rank 0 wrote.
@@ -291,7 +293,7 @@ def check_shared(folder: Path, where: str) -> None:
 
 @contextmanager
 def _explain_full_disk(final: Path, content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Replace any error caused by a full disk by an OSError with the size of the checkpoint."""
+    """Replace any error of the block that a full disk caused by an OSError with the size of the checkpoint."""
     # torch.save and torch.distributed.checkpoint raise their own errors, which do not mention the disk; the OSError is
     # one of their causes.
     try:
@@ -315,7 +317,7 @@ def _is_full_disk(error: BaseException) -> bool:
 
 
 def _gather(state: State, *, sharded_tensors: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the content of state.pt, and the tensors that are stored sharded, by name."""
+    """Return what to save: the content of state.pt, and by name the tensors of which each rank writes its shards."""
     # After a forward pass without a backward pass (evaluation, image sampling) FSDP2 may leave gathered weights in the
     # model, which are not the parameters that the optimizer holds.
     reshard(state.model)
@@ -348,6 +350,7 @@ def _gather(state: State, *, sharded_tensors: bool) -> tuple[dict[str, Any], dic
 
 
 def _write_state(content: Mapping[str, Any], path: Path) -> checkpoint_store.FileRecord:
+    """Write the content of state.pt to a file, and return its size and hash."""
     with path.open('wb') as file:
         writer = checkpoint_store.HashingWriter(file)
         torch.save(dict(content), writer)  # type: ignore[arg-type]
@@ -356,7 +359,7 @@ def _write_state(content: Mapping[str, Any], path: Path) -> checkpoint_store.Fil
 
 
 def _about(state: State, *, sharded_tensors: bool) -> dict[str, Any]:
-    """Return the fields of the receipt besides the files."""
+    """Return the fields of a checkpoint's receipt.json other than `files`: batch, epoch, kind, ranks and time."""
     return {
         'batch': state.timestamp.batch.value,
         'epoch': state.timestamp.epoch.value,
@@ -367,12 +370,13 @@ def _about(state: State, *, sharded_tensors: bool) -> dict[str, Any]:
 
 
 def _check_optimizer(state: State, content: Mapping[str, Any], checkpoint: Path) -> None:
+    """Raise UserError if a checkpoint was saved with another optimizer class than the recipe's."""
     stored = content.get('optimizer_settings') or content['state'].get('optimizers') or {}
     kind = type(state.optimizers[0]).__qualname__
     if kind not in stored:
         raise UserError(
-            f'{checkpoint}: saved with optimizer {", ".join(stored) or "none"}, the recipe has {kind}; restore the '
-            'optimizer, or start a new run from the weights with init_from'
+            f'{checkpoint}: saved with optimizer {", ".join(stored) or "none"}, but the recipe has {kind}; change the '
+            'recipe back to resume, or start a new run from the weights with init_from'
         )
 
 
@@ -409,7 +413,7 @@ def _load_averages(state: State, saved: Mapping[str, Any], checkpoint: Path) -> 
 
 
 def _model_tensors(state: State) -> dict[str, Any]:
-    """Return the model's tensors by name, under FSDP2 as DTensors with this rank's shards."""
+    """Return the model's tensors by name; under FSDP2 they are DTensors with this rank's shards."""
     return get_model_state_dict(state.model)
 
 

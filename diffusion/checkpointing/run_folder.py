@@ -10,10 +10,10 @@ RECIPE = 'recipe.yaml'
 
 
 def find_checkpoint(place: str | Path) -> Path:
-    """Return the path of a checkpoint: a folder of this library, or a file of Composer's own saver.
+    """Return the path of the checkpoint at `place`: a folder of this library, or a file of Composer's own saver.
 
     Args:
-        place: A checkpoint, or a run's folder for its latest checkpoint.
+        place: Path of a checkpoint, or a run's folder to use the latest checkpoint.
 
     Raises:
         UserError: There is no such checkpoint; the message lists the existing ones.
@@ -25,7 +25,7 @@ def find_checkpoint(place: str | Path) -> Path:
     folder = path if path.is_dir() else path.parent
     present = [checkpoint.name for checkpoint in list_checkpoints(folder)] if folder.is_dir() else []
     found = f'{folder} contains {", ".join(present[:4])}' if present else f'{folder} contains no checkpoint'
-    raise UserError(f'checkpoint: {place} is not a checkpoint or a run ({found})')
+    raise UserError(f'checkpoint: {place} is not a checkpoint or a run ({found}); check the path')
 
 
 def recipe_beside(checkpoint: Path) -> Path:

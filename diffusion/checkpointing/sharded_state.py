@@ -28,7 +28,7 @@ INDEX = '.metadata'
 
 
 def write_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Write tensors and DTensors and flush them to the disk; every rank must call this with the same names."""
+    """Write a sharded checkpoint of tensors and DTensors to the disk; every rank must call this with the same names."""
     # Tensors that all ranks hold are written by the lowest rank only.
     writer = filesystem.FileSystemWriter(folder, sync_files=True)
     with _quiet():
@@ -36,7 +36,7 @@ def write_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
 
 
 def read_tensors(tensors: dict[str, Tensor], folder: Path) -> None:
-    """Read tensors and DTensors in place; every rank must call this with the same names.
+    """Load a sharded checkpoint into these tensors and DTensors; every rank must call this with the same names.
 
     Raises:
         UserError: A tensor is missing in the checkpoint or has another shape.
@@ -45,7 +45,7 @@ def read_tensors(tensors: dict[str, Tensor], folder: Path) -> None:
     for name, tensor in tensors.items():
         if stored.get(name) != tensor.shape:
             found = f'is {tuple(stored[name])}, expected {tuple(tensor.shape)}' if name in stored else 'is missing'
-            raise UserError(f'{folder}: {name} {found}; the architecture or optimizer differs from the recipe')
+            raise UserError(f'{folder}: {name} {found}; use the model and optimizer that it was saved with')
     with _quiet():
         load(tensors, storage_reader=_Reader(folder), planner=DefaultLoadPlanner())
 
@@ -68,12 +68,13 @@ def shapes(folder: Path) -> dict[str, torch.Size]:
 
 
 def _entries(folder: Path) -> dict[str, metadata.TensorStorageMetadata]:
+    """Return the index entries (shape, dtype and shards) of a sharded checkpoint's tensors by name."""
     found = _Reader(folder).read_metadata().state_dict_metadata
     return {name: entry for name, entry in found.items() if isinstance(entry, metadata.TensorStorageMetadata)}
 
 
 class _Reader(filesystem.FileSystemReader):
-    """Reader that loads the index without executing pickled code."""
+    """Reader of sharded checkpoints that loads the index file without executing pickled code."""
 
     # torch's FileSystemReader.read_metadata calls pickle.load, which would run code of a checkpoint from elsewhere. The
     # lines after the load repeat those of torch 2.7.
@@ -82,9 +83,9 @@ class _Reader(filesystem.FileSystemReader):
         try:
             found = _IndexUnpickler(io.BytesIO(path.read_bytes())).load()
         except FileNotFoundError as error:
-            raise UserError(f'{path}: does not exist; {path.parent} is not a sharded checkpoint') from error
+            raise UserError(f'{path}: does not exist; use a folder that is a sharded checkpoint') from error
         except (pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError, KeyError) as error:
-            raise UserError(f'{path}: not the index of a sharded checkpoint ({error})') from error
+            raise UserError(f'{path}: not the index of a sharded checkpoint ({error}); use another one') from error
         if not isinstance(found, metadata.Metadata):
             raise UserError(f'{path}: not the index of a sharded checkpoint (contains a {type(found).__name__})')
         found.storage_meta = found.storage_meta or metadata.StorageMeta()
@@ -93,7 +94,7 @@ class _Reader(filesystem.FileSystemReader):
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Unpickler that allows only the classes of an index."""
+    """Unpickler that loads only the classes that the index of a sharded checkpoint may contain."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         """Return the class or function with this name if an index may contain it; raise UnpicklingError otherwise."""
@@ -120,7 +121,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def _layout(name: str) -> torch.layout:
-    """Return a layout by name, as torch.serialization._get_layout does, for the unpickler."""
+    """Return a torch memory layout by name, such as `torch.strided`, for the unpickler."""
     found = getattr(torch, name.removeprefix('torch.'), None)
     if not isinstance(found, torch.layout):
         raise pickle.UnpicklingError(f'{name!r} is not a tensor layout')
@@ -129,7 +130,7 @@ def _layout(name: str) -> torch.layout:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress torch's warnings about running in one process and about its own use of deprecated storage."""
+    """Suppress inside the block torch's warnings about a single process and about its own deprecated storage."""
     with warnings.catch_warnings():
         warnings.filterwarnings('ignore', message='torch.distributed is disabled')
         warnings.filterwarnings('ignore', message='TypedStorage is deprecated')

@@ -12,7 +12,7 @@ UNITS = {'': 1, 'b': 1} | {
 
 
 def parse_bytes(text: str | int) -> int:
-    """Return the number of bytes that a size stands for: 1gb is 10**9, 1gib is 2**30, a bare number is bytes.
+    """Parse a size such as `500gb` into a number of bytes: 1gb is 10**9, 1gib is 2**30, a bare number is bytes.
 
     Raises:
         UserError: The text is not a positive number with an optional unit.

@@ -1,6 +1,6 @@
 """Checks of a recipe beyond the types of its values: names, keywords, durations, batch sizes, streams and sampling.
 
-None of them needs a heavy import.
+No check imports torch.
 """
 
 import re
@@ -73,7 +73,7 @@ PRECISIONS = ('amp_bf16', 'amp_fp16', 'amp_fp8', 'fp32')
 
 
 def check_components(recipe: Recipe) -> list[Problem]:
-    """Return the unknown components, and the wrong keywords of components and of composer.Trainer, as problems."""
+    """Return a problem for each unknown component of a recipe and each wrong keyword of components and the Trainer."""
     problems = []
     for where, kind, component in _components(recipe):
         what = registry.unknown(kind, component.name)
@@ -98,7 +98,7 @@ def check_components(recipe: Recipe) -> list[Problem]:
 
 
 def keyword_types(recipe: Recipe) -> dict[str, str]:
-    """Return the type annotations of all keywords of the recipe's components and of the Trainer, by path."""
+    """Return the type annotations of all keywords of a recipe's components and Trainer, by path (`model.seed`)."""
     places = [*_components(recipe), ('trainer', 'trainer', Component('composer'))]
     return {
         join(where, parameter.name): parameter.annotation
@@ -109,7 +109,7 @@ def keyword_types(recipe: Recipe) -> dict[str, str]:
 
 
 def check_recipe(recipe: Recipe) -> list[Problem]:
-    """Return mistakes that the types of the values cannot show, as problems; skips values that are still ???."""
+    """Return a recipe's mistakes beyond wrong types, such as values out of range; skip values that are still ???."""
     # A value may be ???, or None because its type was wrong; both are reported elsewhere. Hence the type checks.
     gather = Gatherer()
     if _not_positive(recipe.global_batch):
@@ -153,7 +153,7 @@ def duration_problem(value: Any) -> str | None:
 
 
 def check_devices(recipe: Recipe, world_size: int) -> list[Problem]:
-    """Check that the global batch divides over the devices, and each device's part of it into microbatches."""
+    """Return a problem unless global batch, microbatches and replicas can be divided evenly among the devices."""
     batch, microbatch = recipe.global_batch, recipe.device_train_microbatch_size
     if recipe.task not in ('train', 'evaluate'):
         return []
@@ -181,7 +181,7 @@ def nearest_divisor(number: int, size: int) -> int:
 
 
 def stream_sections(recipe: Recipe) -> list[tuple[str, dict[str, StreamConfig]]]:
-    """Return the streams that the task reads, by section, without those that are still ???."""
+    """Return the streams that a recipe's task reads, as pairs of section path and streams; skip streams still ???."""
     sections = {
         'train': [('streams', recipe.streams), ('eval_streams', recipe.eval_streams)],
         'precompute': [('precompute.streams', recipe.precompute.streams)],
@@ -207,6 +207,7 @@ def _components(recipe: Recipe) -> list[tuple[str, str, Component]]:
 
 
 def _check_task(recipe: Recipe, gather: Gatherer) -> None:
+    """Report keys that the recipe's task needs and that are empty or missing."""
     if recipe.task == 'train':
         if not recipe.streams:
             gather.problem('streams', 'is empty; training needs at least one stream')
@@ -274,6 +275,7 @@ def _check_shape(where: str, stream: StreamConfig, gather: Gatherer) -> None:
 
 
 def _shape_text(stream: StreamConfig) -> str:
+    """Return the width x height of a stream's images for messages, such as `320x192`, or `several shapes`."""
     return 'several shapes' if stream.aspects else stream.shape or f'{stream.resolution}x{stream.resolution}'
 
 
@@ -346,7 +348,7 @@ def _check_parallelism(recipe: Recipe, gather: Gatherer) -> None:
 
 
 def _check_speed(recipe: Recipe, gather: Gatherer) -> None:
-    """Report parts that are explicitly turned on but cannot work under the strategy."""
+    """Report `speed` settings that are explicitly true but cannot work under the parallelism strategy."""
     if not isinstance(recipe.speed, SpeedConfig) or not isinstance(recipe.parallelism, ParallelismConfig):
         return
     strategy = recipe.parallelism.strategy
@@ -360,12 +362,12 @@ def _check_trainer(recipe: Recipe, gather: Gatherer) -> None:
     """Report a device or a precision that Composer does not know, and precisions that it does not have on a CPU."""
     if not isinstance(recipe.trainer, dict):
         return
-    for key, known in (('device', DEVICES), ('precision', PRECISIONS)):
-        value = recipe.trainer.get(key)
-        if isinstance(value, str) and value not in (MISSING, *known, *(each.upper() for each in known)):
+    # Composer accepts any case.
+    device, precision = (str(recipe.trainer.get(key) or '').lower() for key in ('device', 'precision'))
+    for key, value, known in (('device', device, DEVICES), ('precision', precision, PRECISIONS)):
+        if value not in ('', MISSING, *known):
             gather.problem(join('trainer', key), f'{value!r} is unknown to Composer; {did_you_mean(value, known)}')
-    device, precision = recipe.trainer.get('device'), recipe.trainer.get('precision')
-    if recipe.task in ('train', 'evaluate') and device == 'cpu' and precision in PRECISIONS and precision != 'fp32':
+    if recipe.task in ('train', 'evaluate') and device == 'cpu' and precision in {*PRECISIONS} - {'fp32'}:
         gather.problem('trainer.precision', f'{precision} needs a GPU in Composer; use fp32 with trainer.device=cpu')
 
 
@@ -382,7 +384,7 @@ def _check_saving(recipe: Recipe, gather: Gatherer) -> None:
 
 
 def _durations(recipe: Recipe) -> list[tuple[str, Any]]:
-    """Return the path and value of every keyword that takes a duration."""
+    """Return the path and value of every recipe key that takes a duration."""
     places = [(where, kind, component.name, component.kwargs) for where, kind, component in _components(recipe)]
     if isinstance(recipe.trainer, dict):
         places.append(('trainer', 'trainer', 'composer', recipe.trainer))

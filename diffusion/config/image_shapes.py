@@ -66,7 +66,7 @@ def parse_shape(text: str) -> Shape:
 
 
 def read_buckets(folder: Path) -> dict[Shape, int]:
-    """Read a folder's buckets.json and return the number of samples per shape.
+    """Read a folder's buckets.json and return the number of samples per image shape.
 
     Raises:
         UserError: The file does not exist or is not a valid list of buckets.
@@ -77,19 +77,19 @@ def read_buckets(folder: Path) -> dict[Shape, int]:
         return {parse_shape(name): int(bucket['samples']) for name, bucket in content['buckets'].items()}
     except FileNotFoundError as error:
         raise UserError(
-            f'{folder} has no {BUCKETS}; is it a folder of aspect buckets? If not, remove aspects'
+            f'{folder} has no {BUCKETS}, so it holds no aspect-ratio buckets; use a folder that does, or remove aspects'
         ) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f'{path} is not a valid list of buckets ({error}); prepare the data again') from error
 
 
 def write_buckets(folder: Path, resolution: int, buckets: Mapping[Shape, Mapping[str, int]]) -> None:
-    """Write buckets.json into a folder; each bucket holds at least the number of `samples` of its shape."""
+    """Write buckets.json, the list of a dataset's image shapes, into a folder; each entry holds at least `samples`."""
     write_whole(folder / BUCKETS, buckets_text(resolution, buckets))
 
 
 def buckets_text(resolution: int, buckets: Mapping[Shape, Mapping[str, int]]) -> str:
-    """Return the content of buckets.json."""
+    """Return the content of buckets.json, the list of a dataset's image shapes, as JSON text."""
     content = {
         'version': 1,
         'resolution': resolution,
@@ -101,7 +101,8 @@ def buckets_text(resolution: int, buckets: Mapping[Shape, Mapping[str, int]]) ->
 def sdxl_shapes(resolution: int) -> list[Shape]:
     """Return SDXL's 41 aspect buckets of about `resolution`**2 pixels, sorted by aspect ratio from 1:4 to 4:1.
 
-    They are the buckets for 1024 px, scaled. Sides are rounded to multiples of 8 below 1024 px and of 64 from there on.
+    The shapes are scaled from the buckets for 1024 px. Sides are rounded to multiples of 8 if `resolution` is below
+    1024, else of 64.
     """
     step = STEP if resolution < 1024 else 64
 
@@ -113,7 +114,7 @@ def sdxl_shapes(resolution: int) -> list[Shape]:
 
 
 def shape_for(width: int, height: int, shapes: Sequence[Shape]) -> Shape:
-    """Return the shape whose aspect ratio is nearest on a log scale; of two equally near, the more square one."""
+    """Return the shape whose aspect ratio is nearest to width:height on a log scale; of two, the more square one."""
     # On a log scale, 2:1 and 1:2 are equally far from 1:1.
     aspect = math.log(width / height)
     return min(
@@ -136,4 +137,5 @@ def apportion(total: int, weights: Sequence[float]) -> list[int]:
 
 
 def _by_aspect(shape: Shape) -> tuple[float, int]:
+    """Return the sort key of a shape: its aspect ratio, then its width."""
     return shape.aspect, shape.width

@@ -47,7 +47,7 @@ class RecipeError(UserError):
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), *, allow_missing: bool = False) -> Recipe:
-    """Load a recipe with the files it extends and overrides; check all that can be checked without heavy imports.
+    """Load a recipe from YAML, apply overrides, and check everything that can be checked without importing torch.
 
     Args:
         path: The recipe's YAML file.
@@ -71,7 +71,9 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, allow_missing: bool
     # keyword_types looks up signatures, which needs component names that are known to be registered.
     meanings = {} if gather.problems else keyword_types(recipe)
     gather.missing = [
-        Problem(value.where, f'is still ???; give {meanings[value.where]}') if meanings.get(value.where) else value
+        Problem(value.where, f'is still ???; set a value of type {meanings[value.where]}')
+        if meanings.get(value.where)
+        else value
         for value in gather.missing
     ]
     # A value of the wrong type was replaced by None or its default, so a later check may report the same path again.
@@ -99,7 +101,7 @@ def read_values(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, An
 
 
 def _overlap(one: str, other: str) -> bool:
-    """Return True if two paths are equal or one contains the other."""
+    """Return True if two paths of recipe keys are equal or one is inside the other."""
     return f'{other}.'.startswith(f'{one}.') or f'{one}.'.startswith(f'{other}.')
 
 
@@ -117,7 +119,7 @@ def to_yaml(recipe: Recipe) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a recipe's value as mappings, lists and scalars."""
+    """Convert a recipe, or a value in a recipe, to plain mappings, lists and scalars."""
     if isinstance(value, Component):
         return {'name': value.name} | _plain(value.kwargs)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -132,7 +134,7 @@ def _plain(value: Any) -> Any:
 
 
 def _with_components(raw: Mapping[str, Any], gather: Gatherer) -> dict[str, Any]:
-    """Return the raw values with each component as {name, kwargs}, and without the entries that are false.
+    """Return a recipe's raw values with each component as {name, kwargs}, and without entries that are set to false.
 
     In YAML, a component's keywords are beside its name; the `Component` dataclass separates them.
     """
@@ -156,20 +158,22 @@ def _with_components(raw: Mapping[str, Any], gather: Gatherer) -> dict[str, Any]
 
 
 def _component(value: Any, name: str | None, where: str, gather: Gatherer) -> Any:
+    """Return a component's raw mapping as {name, kwargs}; `name` is the default name, None if it is required."""
     if value == MISSING:
         return value
     if not isinstance(value, dict):
-        gather.problem(where, f'{value!r} is not a mapping of keywords (false removes it)')
+        gather.problem(where, f'{value!r} is not a mapping of keywords; use one, or false to remove the component')
         return {'name': '', 'kwargs': {}}
     kwargs = {str(key): item for key, item in value.items() if key != 'name'}
     if 'name' not in value and name is None:
         known = ', '.join(registry.names(where.removeprefix('eval_')))
-        gather.problem(join(where, 'name'), f'is missing; known: {known}')
+        gather.problem(join(where, 'name'), f'is missing; use one of: {known}')
         return {'name': '', 'kwargs': kwargs}
     return {'name': value.get('name', name), 'kwargs': kwargs}
 
 
 def _import_all(modules: list[str]) -> list[Problem]:
+    """Import the modules that a recipe's `imports` names; return a problem for each that cannot be imported."""
     problems = []
     # As with `python -c`, modules of the working directory can be imported; a console script does not add it.
     if '' not in sys.path and str(Path.cwd()) not in sys.path:

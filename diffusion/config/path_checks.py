@@ -13,7 +13,7 @@ from diffusion.storage.writable import why_not_writable
 
 
 def check_paths(recipe: Recipe) -> list[Problem]:
-    """Return local data and checkpoints that the task needs but that are missing or unreadable, as problems."""
+    """Return a problem for each local stream or checkpoint that a recipe's task needs and that cannot be read."""
     gather = Gatherer()
     for section, streams in stream_sections(recipe):
         gather.problems += check_stream_folders(section, streams)
@@ -26,7 +26,7 @@ def check_paths(recipe: Recipe) -> list[Problem]:
 
 
 def check_stream_folders(section: str, streams: Mapping[str, StreamConfig]) -> list[Problem]:
-    """Return local folders of streams that are missing, unreadable or without samples, as problems."""
+    """Return a problem for each local folder of streams that cannot be read or has no samples."""
     gather = Gatherer()
     for name, stream in streams.items():
         source = 'local' if stream.remote is None else 'remote'
@@ -45,7 +45,7 @@ def check_stream_folders(section: str, streams: Mapping[str, StreamConfig]) -> l
 
 
 def check_output(recipe: Recipe) -> list[Problem]:
-    """Return an output folder that cannot be written to as a problem, so that a task fails before its work."""
+    """Return a problem if the output folder of a recipe's task cannot be written to, so that the task fails early."""
     where, out = 'runs_dir', str(recipe.run_dir)
     if recipe.task == 'precompute':
         where, out = 'precompute.out', recipe.precompute.out
@@ -56,6 +56,7 @@ def check_output(recipe: Recipe) -> list[Problem]:
 
 
 def _check_buckets(where: str, folder: Path, gather: Gatherer) -> None:
+    """Report a folder of aspect-ratio buckets without a valid buckets.json, or with a bucket without MDS shards."""
     try:
         shapes = read_buckets(folder)
     except UserError as error:
@@ -66,6 +67,7 @@ def _check_buckets(where: str, folder: Path, gather: Gatherer) -> None:
 
 
 def _check_index(where: str, folder: Path, gather: Gatherer) -> None:
+    """Report a folder without a valid index of MDS shards, or without samples."""
     index = folder / 'index.json'
     if not index.is_file():
         way_out = 'create it with `diffusion prepare`, or latents with task=precompute'

@@ -1,15 +1,15 @@
-"""Resolve the `speed` section of a recipe: which parts are on for a device type and a parallelism strategy."""
+"""Resolve the `speed` section of a recipe: which settings are on for a device type and a parallelism strategy."""
 
 from dataclasses import fields, replace
 
 from diffusion.config.recipe import SpeedConfig
 
 PARTS = tuple(field.name for field in fields(SpeedConfig) if field.name != 'preset')
-"""Names of the parts of `speed`: all its fields but the preset."""
+"""Names of the `speed` settings that can be on or off: all fields but the preset."""
 
 
 def effective_parts(settings: SpeedConfig, *, on_gpu: bool, strategy: str = 'ddp') -> SpeedConfig:
-    """Return the settings with every null part set by the preset, and parts that cannot work turned off."""
+    """Return `speed` settings with every null replaced by the preset's value, and settings that cannot work off."""
     preset = on_gpu and settings.preset == 'full'
     # GroupNorm under FSDP1 does not compile since torch 2.6 (pytorch#152185). Composer's DDP already reduces once per
     # batch, so reduce_once changes only FSDP2. copy_ahead overlaps host-to-GPU copies, which a CPU does not have.

@@ -13,7 +13,7 @@ from diffusion.config.schema import Problem
 
 @dataclass
 class Component:
-    """A component, such as a model or a callback: its registered name and its keywords."""
+    """Component of a recipe, such as a model or a callback: its registered name and its keywords."""
 
     name: str
     """The registered name of the component."""
@@ -57,7 +57,7 @@ class StreamConfig:
 
     @property
     def picture_shape(self) -> Shape:
-        """Shape of the images that the model sees; undefined for a stream of several shapes (`aspects`)."""
+        """Shape of the stream's images as the model sees them; undefined for a stream of several shapes (`aspects`)."""
         return parse_shape(self.shape) if self.shape is not None else square(self.resolution)
 
 

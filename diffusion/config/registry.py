@@ -91,12 +91,12 @@ def register(kind: str, name: str, target: Any) -> None:
 
 
 def names(kind: str) -> list[str]:
-    """Return the sorted registered names of a kind."""
+    """Return the sorted names of all registered components of a kind, such as `callback`."""
     return sorted(_table(kind))
 
 
 def unknown(kind: str, name: str) -> str | None:
-    """Return an error message if the name is not registered, else None."""
+    """Return an error message if no component of this kind is registered under the name, else None."""
     table = _table(kind)
     if name in table:
         return None
@@ -110,7 +110,7 @@ def is_own(kind: str, name: str) -> bool:
 
 
 def resolve(kind: str, name: str) -> Any:
-    """Import and return the class or function registered under a name."""
+    """Import and return the component (a class or function) that is registered under a kind and a name."""
     problem = unknown(kind, name)
     if problem is not None:
         raise UserError(problem)
@@ -129,7 +129,7 @@ def build(kind: str, component: Component, *, offered: Mapping[str, Any] | None 
     Args:
         kind: The component's kind, such as `callback`.
         component: The component's name and keywords.
-        offered: Defaults of the program; the component gets those that it accepts and that the recipe does not set.
+        offered: Default values of keywords; ignored for keywords that the component does not accept or the recipe sets.
         supplied: Keywords that only the program may set; the component gets all of them.
 
     Raises:
@@ -151,13 +151,13 @@ def build(kind: str, component: Component, *, offered: Mapping[str, Any] | None 
 
 
 def keywords(kind: str, component: Component) -> dict[str, Any]:
-    """Return every keyword of a component that has a value: its defaults, overridden by the recipe."""
+    """Return the values of a component's keywords: its defaults, overridden by the recipe's values."""
     parameters = inspect.signature(resolve(kind, component.name)).parameters.values()
     return {each.name: each.default for each in parameters if each.default is not each.empty} | component.kwargs
 
 
 def signature(kind: str, name: str) -> Signature:
-    """Return the signature of a component, parsed from its source if it is registered by address."""
+    """Return a registered component's signature, parsed from its source if it is registered by address."""
     target = _table(kind)[name]
     return of_source(*target.split(':')) if isinstance(target, str) else of_object(target)
 
@@ -173,7 +173,7 @@ def annotations(kind: str, name: str) -> dict[str, str]:
 def check_keywords(
     where: str, kind: str, name: str, kwargs: Mapping[str, Any], *, supplied: Collection[str] = ()
 ) -> list[Problem]:
-    """Return the unknown, missing and wrongly typed keywords of a component as problems.
+    """Return a problem for each unknown, missing or wrongly typed keyword of a component.
 
     Args:
         where: Path of the component in the recipe.
@@ -190,6 +190,7 @@ def check_keywords(
 
 
 def _check(where: str, found: Signature, kwargs: Mapping[str, Any], supplied: set[str]) -> list[Problem]:
+    """Return a problem for each unknown, missing or wrongly typed keyword, compared with a signature."""
     problems = []
     allowed = [parameter.name for parameter in found.parameters if parameter.name not in supplied]
     for key in kwargs:
@@ -204,7 +205,7 @@ def _check(where: str, found: Signature, kwargs: Mapping[str, Any], supplied: se
         if parameter.name not in kwargs:
             if parameter.required:
                 meaning = f' ({parameter.annotation})' if parameter.annotation else ''
-                problems.append(Problem(path, f'is missing and has no default; give it{meaning}'))
+                problems.append(Problem(path, f'is missing and has no default; set it{meaning}'))
             continue
         value = kwargs[parameter.name]
         # A keyword whose annotation names a dataclass of this package is checked against the fields of that dataclass.
@@ -217,6 +218,7 @@ def _check(where: str, found: Signature, kwargs: Mapping[str, Any], supplied: se
 
 
 def _check_type(where: str, parameter: Parameter, value: Any, *, nested: bool) -> list[Problem]:
+    """Return a problem if a keyword's value does not have the type of its annotation."""
     kind = simple_type(parameter.annotation)
     if value == MISSING or (nested and value is None):
         return []
@@ -232,6 +234,7 @@ def _check_type(where: str, parameter: Parameter, value: Any, *, nested: bool) -
 
 
 def _table(kind: str) -> dict[str, Any]:
+    """Return the registered components of a kind by name, or raise UserError if there is no such kind."""
     if kind not in TARGETS:
         raise UserError(f'no kind of component is called {kind!r}; {did_you_mean(kind, TARGETS)}')
     return TARGETS[kind]

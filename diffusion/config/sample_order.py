@@ -19,7 +19,7 @@ MAX_PICKS = 2**20
 
 
 def default_canonical_nodes(global_batch: int) -> int:
-    """Return the default `num_canonical_nodes`: 64, or the largest power of two below it that divides the batch."""
+    """Return the default `num_canonical_nodes`: the largest power of two up to 64 that divides the global batch."""
     return math.gcd(64, global_batch)
 
 
@@ -37,7 +37,7 @@ def canonical_nodes_problem(canonical_nodes: int, global_batch: int) -> str | No
 
 
 def nodes_problem(canonical_nodes: int, num_nodes: int) -> str | None:
-    """Return an error message if `num_canonical_nodes` rows cannot be split evenly over the nodes, else None."""
+    """Return an error message if neither `num_canonical_nodes` nor the number of nodes divides the other, else None."""
     if canonical_nodes % num_nodes == 0 or num_nodes % canonical_nodes == 0:
         return None
     return (
@@ -76,9 +76,13 @@ def whole_batches(samples: int, global_batch: int) -> int:
 
 
 def sampling_granularity(samples: int) -> int:
-    """Return how many samples of a shard are drawn together: 1 up to MAX_PICKS samples per epoch, then more."""
+    """Return Streaming's `sampling_granularity`, the number of samples that one random draw selects from a shard.
+
+    It is 1 up to MAX_PICKS samples per epoch, and larger beyond, to limit the number of draws.
+    """
     return -(-samples // MAX_PICKS)
 
 
 def _either(choices: Collection[int]) -> str:
+    """Return the sorted numbers as text, such as `32 or 64`."""
     return ' or '.join(str(choice) for choice in sorted(choices))

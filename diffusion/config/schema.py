@@ -17,7 +17,7 @@ MISSING = '???'
 
 @dataclass(frozen=True)
 class Problem:
-    """A mistake in a YAML file."""
+    """Mistake in a YAML file: the path of the value, and a description."""
 
     where: str
     """Path of the value, such as `model.resolution`; empty for the whole file."""
@@ -29,19 +29,24 @@ class Problem:
 
 
 class Gatherer:
-    """Collects the mistakes in a YAML file, and its values that are still `???`."""
+    """Collector of the mistakes in a YAML file, and of the values that are still `???`."""
 
     def __init__(self) -> None:
         self.problems: list[Problem] = []
         self.missing: list[Problem] = []
 
     def problem(self, where: str, what: str) -> None:
-        """Add a mistake."""
+        """Add a mistake: `where` is the path of the value, `what` describes the mistake and the way out."""
         self.problems.append(Problem(where, what))
 
     def still_missing(self, where: str, doc: str) -> None:
-        """Add a value that is still `???`; `doc` describes the value to give."""
-        self.missing.append(Problem(where, f'is still ???; give {_sentence(doc) or "a value"}'))
+        """Add a setting that is still `???` to the list of settings to be filled in before the recipe can run.
+
+        Args:
+            where: Path of the setting, such as `model.resolution`.
+            doc: Description of the value that belongs there.
+        """
+        self.missing.append(Problem(where, f'is still ???; set {_sentence(doc) or "a value"}'))
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
@@ -52,12 +57,12 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
 
 
 def join(where: str, key: object) -> str:
-    """Return the path of a key within a section."""
+    """Return the dotted path of a key within a section, such as `trainer.device`."""
     return f'{where}.{key}' if where else str(key)
 
 
 def build_dataclass(kind: Any, value: Any, where: str, gather: Gatherer, doc: str = '') -> Any:
-    """Convert a plain value to a type; return None and add to `gather` if it has a mistake.
+    """Convert a plain YAML value to a type, such as a dataclass; on a mistake, add it to `gather` and return None.
 
     Args:
         kind: A dataclass, a simple type, Literal, a union, `list[...]`, `dict[str, ...]` or Any.
@@ -95,7 +100,7 @@ def build_dataclass(kind: Any, value: Any, where: str, gather: Gatherer, doc: st
 
 
 def fits(kind: Any, value: Any) -> bool:
-    """Return True if a plain value has a simple type; an int is accepted as a float, but a bool is not an int."""
+    """Return True if a plain YAML value has a type; an int is accepted as a float, but a bool is not an int."""
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
         return True
@@ -132,9 +137,14 @@ def describe_type(kind: Any) -> str:
     return names.get(kind, getattr(kind, '__name__', str(kind)))
 
 
-@functools.cache
 def field_docs(kind: type) -> dict[str, str]:
     """Return the first sentence of the doc string under each field of a dataclass, without its period."""
+    return {name: doc.split('. ')[0].rstrip('.') for name, doc in attribute_docs(kind).items()}
+
+
+@functools.cache
+def attribute_docs(kind: type) -> dict[str, str]:
+    """Return the doc string under each annotated attribute of a class."""
     # Python does not keep doc strings of attributes at run time, so parse the source.
     tree = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
     assert isinstance(tree, ast.ClassDef)
@@ -143,12 +153,12 @@ def field_docs(kind: type) -> dict[str, str]:
         if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
             continue
         if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
-            text = inspect.cleandoc(str(following.value.value))
-            docs[statement.target.id] = ' '.join(text.split('. ')[0].rstrip('.').split())
+            docs[statement.target.id] = ' '.join(inspect.cleandoc(str(following.value.value)).split())
     return docs
 
 
 def _dataclass(kind: Any, value: Any, where: str, gather: Gatherer) -> Any:
+    """Convert a mapping to a dataclass; add unknown keys, missing keys and wrong values to `gather`."""
     if value is None:
         value = {}
     if not isinstance(value, dict):
@@ -168,7 +178,7 @@ def _dataclass(kind: Any, value: Any, where: str, gather: Gatherer) -> Any:
             if built[name] is None and len(gather.problems) > before and name not in _required(kind):
                 del built[name]  # use the default, so that the other checks can continue
         elif name in _required(kind):
-            gather.problem(path, f'is missing; give {_sentence(docs.get(name, "")) or describe_type(hints[name])}')
+            gather.problem(path, f'is missing; set {_sentence(docs.get(name, "")) or describe_type(hints[name])}')
             built[name] = None
     return kind(**built)
 
@@ -188,6 +198,7 @@ def _required(kind: Any) -> set[str]:
 
 
 def _union(kind: Any, value: Any, where: str, gather: Gatherer, doc: str) -> Any:
+    """Convert a value to a type of a union; if it has none of them, add a mistake to `gather` and return None."""
     choices = get_args(kind)
     structured = [
         choice for choice in choices if dataclasses.is_dataclass(choice) or get_origin(choice) in (list, dict)
@@ -212,7 +223,7 @@ def _hint(kind: Any, value: Any) -> str:
 
 
 def _look_for_missing(value: Any, where: str, gather: Gatherer) -> None:
-    """Collect the values that are still `???` inside a value without a schema."""
+    """Add to `gather` all values that are still `???` inside a value that may have any type."""
     if isinstance(value, dict):
         for key, item in value.items():
             build_dataclass(Any, item, join(where, key), gather)

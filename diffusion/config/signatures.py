@@ -22,20 +22,20 @@ _Aliases = Mapping[str, ast.expr | None]
 
 @dataclass(frozen=True)
 class Parameter:
-    """A keyword of a component."""
+    """Keyword that a component accepts: name, type annotation, and if it is required."""
 
     name: str
     annotation: str
-    """Source text of its annotation without constraints, empty if it has none."""
+    """Source text of the keyword's annotation without constraints, empty if it has none."""
     required: bool
-    """True if it has no default."""
+    """True if the keyword has no default."""
     constraints: tuple[Constraint, ...] = ()
     """Constraints that its annotation declares, as in `Annotated[int, MultipleOf(8)]`."""
 
 
 @dataclass(frozen=True)
 class Signature:
-    """Keywords that a component accepts."""
+    """Keywords that a component's class or function accepts."""
 
     parameters: tuple[Parameter, ...]
     open_ended: bool
@@ -44,17 +44,17 @@ class Signature:
     """Dataclasses that the component's file imports from this package, as `module:attribute`, by name in that file."""
 
     def names(self) -> set[str]:
-        """Return the names of the keywords."""
+        """Return the names of the keywords that the component accepts."""
         return {parameter.name for parameter in self.parameters}
 
     def accepted(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values whose names are keywords of the component."""
+        """Return only those values whose names are keywords that the component accepts."""
         names = self.names()
         return {name: value for name, value in values.items() if name in names}
 
 
 def of_object(target: Any) -> Signature:
-    """Return the signature of an imported class or function."""
+    """Return the parameters of an imported class or function, to check or select its keyword arguments by."""
     found = inspect.signature(target).parameters.values()
     named = [p for p in found if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     parameters = tuple(
@@ -68,13 +68,13 @@ def of_source(module: str, attribute: str) -> Signature:
     """Return the signature of a class or function, parsed from its module's source file.
 
     Raises:
-        UserError: The module cannot be found, or defines no such name.
+        UserError: The module cannot be found, or does not define the attribute.
     """
     tree = _source(module)
     definitions = {n.name: n for n in tree.body if isinstance(n, ast.ClassDef | ast.FunctionDef)}
     node = definitions.get(attribute)
     if node is None:
-        raise UserError(f'{module} defines no {attribute}; register it by the module that defines it')
+        raise UserError(f'{module} defines no {attribute}; register it with the module that defines it')
     nested = {name: f'{home}:{original}' for name, home, original in _imports(tree) if _is_dataclass_in(home, original)}
     # Annotations may name type aliases such as CaptionChoice, of this file or of one that it imports them from.
     aliases = _aliases(tree) | {name: _aliases(_source(home)).get(original) for name, home, original in _imports(tree)}
@@ -94,10 +94,7 @@ def of_source(module: str, attribute: str) -> Signature:
 
 @functools.cache
 def defaults_of_source(module: str, attribute: str) -> dict[str, Any]:
-    """Return the defaults of a function's keywords or a dataclass's fields, parsed from the source.
-
-    Constants of other modules are resolved.
-    """
+    """Return the default values of a function's keywords or a dataclass's fields by name, parsed from the source."""
     tree = _source(module)
     node = next(n for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name == attribute)
     if isinstance(node, ast.ClassDef):
@@ -113,7 +110,7 @@ def defaults_of_source(module: str, attribute: str) -> dict[str, Any]:
 
 
 def simple_type(annotation: str) -> Any:
-    """Parse an annotation into a type made of simple types; return None if it contains any other type."""
+    """Parse an annotation into a type that YAML values can have, such as `list[int]`; return None for other types."""
     try:
         return _simple(ast.parse(annotation, mode='eval').body) if annotation else None
     except SyntaxError:
@@ -121,6 +118,7 @@ def simple_type(annotation: str) -> Any:
 
 
 def _simple(node: ast.expr) -> Any:
+    """Convert the syntax tree of an annotation to a type that YAML values can have; return None for other types."""
     if isinstance(node, ast.Constant) and node.value is None:
         return type(None)
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -145,19 +143,23 @@ def _simple(node: ast.expr) -> Any:
 
 
 def _union(members: list[ast.expr]) -> Any:
-    """Return the union of the simple types among the members; a YAML cannot hold instances of the other classes."""
+    """Return the union of those types in an annotation that YAML can hold, to check a recipe's values against.
+
+    Members such as Path or Tensor are left out. Returns None (no check) if another member is not a type that YAML can
+    hold, or if nothing but None is left.
+    """
     kinds = [_simple(member) for member in members if not _is_class(member)]
     return None if not kinds or None in kinds or kinds == [type(None)] else Union[tuple(kinds)]  # noqa: UP007
 
 
 def _is_class(node: ast.expr) -> bool:
-    """Return True if a member of a union is a known class whose instances a YAML cannot hold."""
+    """Return True if a member of a union is a known class, such as Path, whose instances YAML cannot hold."""
     name = node.attr if isinstance(node, ast.Attribute) else getattr(node, 'id', '')
     return name in ('Tensor', 'Time', 'Precision', 'Device', 'Callable', 'Path')
 
 
 def words(annotation: str) -> set[str]:
-    """Return the names used in an annotation."""
+    """Return the identifiers in the text of an annotation."""
     return {node.id for node in ast.walk(ast.parse(annotation or 'None')) if isinstance(node, ast.Name)}
 
 
@@ -172,13 +174,13 @@ def source_file(module: str) -> Path:
         path = Path(path.parent, *rest)
         path = path / '__init__.py' if path.is_dir() else path.with_suffix('.py')
     if not path.is_file():
-        raise UserError(f'{module}: {path} does not exist; was it registered by the right name?')
+        raise UserError(f'{module}: {path} does not exist; register it with the name of an existing module')
     return path
 
 
 @functools.cache
 def _source(module: str) -> ast.Module:
-    """Return the syntax tree of a module."""
+    """Return the syntax tree of a module, parsed from its source file."""
     return ast.parse(source_file(module).read_text(encoding='utf-8'))
 
 
@@ -193,7 +195,7 @@ def _imports(tree: ast.Module) -> list[tuple[str, str, str]]:
 
 
 def _value(node: ast.expr, tree: ast.Module) -> Any:
-    """Evaluate a literal, or a constant of a module that the file imports, such as `sd2_config.PRETRAINED`."""
+    """Evaluate a default value: a literal, or a constant of an imported module, such as `sd2_config.PRETRAINED`."""
     if not isinstance(node, ast.Attribute) or not isinstance(node.value, ast.Name):
         return ast.literal_eval(node)
     homes = {name: f'{home}.{original}' for name, home, original in _imports(tree)}
@@ -215,6 +217,7 @@ def _aliases(tree: ast.Module) -> dict[str, ast.expr | None]:
 
 
 def _parameter(name: str, annotation: ast.expr | None, required: bool, aliases: _Aliases) -> Parameter:
+    """Return a parameter, with a type alias as annotation replaced by its definition."""
     if isinstance(annotation, ast.Name):
         annotation = aliases.get(annotation.id) or annotation
     constraints: tuple[Constraint, ...] = ()
@@ -241,6 +244,7 @@ def _format_plain(annotation: Any) -> str:
 
 
 def _arguments(node: ast.FunctionDef, aliases: _Aliases) -> tuple[Parameter, ...]:
+    """Return the parameters of a function definition, without *args and **kwargs."""
     arguments = node.args
     positional = [*arguments.posonlyargs, *arguments.args]
     required = [index < len(positional) - len(arguments.defaults) for index in range(len(positional))]
@@ -250,12 +254,14 @@ def _arguments(node: ast.FunctionDef, aliases: _Aliases) -> tuple[Parameter, ...
 
 
 def _takes_any(node: ast.FunctionDef, module: str) -> bool:
+    """Return True if a recipe may set any keyword of a function, because the function takes **kwargs."""
     # Classes of this package take **kwargs only for values that the program sets, such as StreamingDataset's keywords.
     # Accepting them from a recipe would hide typos and bypass the `loader` section.
     return node.args.kwarg is not None and not module.startswith('diffusion.')
 
 
 def _fields(node: ast.ClassDef, aliases: _Aliases) -> tuple[Parameter, ...]:
+    """Return the fields of a dataclass definition as parameters."""
     return tuple(
         _parameter(item.target.id, item.annotation, item.value is None, aliases)
         for item in node.body
@@ -268,5 +274,6 @@ def _is_dataclass(node: ast.ClassDef) -> bool:
 
 
 def _is_dataclass_in(module: str, name: str) -> bool:
+    """Return True if a module defines a dataclass of this name."""
     classes = [n for n in _source(module).body if isinstance(n, ast.ClassDef) and n.name == name]
     return bool(classes) and _is_dataclass(classes[0])

@@ -17,7 +17,7 @@ class UnreadableYAML(UserError):
 
 
 def read_chain(path: Path) -> list[dict[str, Any]]:
-    """Return the contents of a file and of the files it extends, without `extends`, the most basic file first."""
+    """Read a YAML file and the files that it extends; return their contents without `extends`, the base file first."""
     contents: list[dict[str, Any]] = []
     seen: list[Path] = []
     current: Path | None = path
@@ -25,7 +25,7 @@ def read_chain(path: Path) -> list[dict[str, Any]]:
         # Compare resolved paths: a file can extend itself under another spelling, such as deep/../a.yaml.
         if current.resolve() in [p.resolve() for p in seen]:
             chain = ' -> '.join(str(p) for p in [*seen, current])
-            raise UnreadableYAML(f'extends: circular reference: {chain}; remove one of them')
+            raise UnreadableYAML(f'extends: circular reference: {chain}; remove one of these extends keys')
         seen.append(current)
         content = read_yaml(current, extended_by=seen[-2] if len(seen) > 1 else None)
         base = content.pop('extends', None)
@@ -53,7 +53,7 @@ def read_yaml(path: Path, *, extended_by: Path | None = None) -> dict[str, Any]:
             raise
         reason = f'{path} cannot be read ({error.strerror})'
         if extended_by is None:
-            raise UnreadableYAML(f'{reason}; give the path of a YAML file') from error
+            raise UnreadableYAML(f'{reason}; use the path of a YAML file') from error
         way_out = 'the path is relative to the extending file'
         raise UnreadableYAML(f'{extended_by}: extends: {reason}; {way_out}') from error
     except UnicodeDecodeError as error:
@@ -69,7 +69,7 @@ def read_yaml(path: Path, *, extended_by: Path | None = None) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise UnreadableYAML(f'{path}: {error}') from error
     if not isinstance(content, dict):
-        raise UnreadableYAML(f'{path}: is not a mapping of sections (key: value) but {type(content).__name__}')
+        raise UnreadableYAML(f'{path} is not a mapping of sections (key: value) but {type(content).__name__}')
     return content
 
 
@@ -130,7 +130,7 @@ def _escaped(value: Any) -> Any:
 
 
 def _drop_renamed(earlier: dict[str, Any], later: dict[str, Any]) -> None:
-    """Empty the mappings of an earlier file to which a later file gives another `name`, in place."""
+    """Empty, in place, each component of an earlier file that a later file replaces by one of another `name`."""
     for key, new in later.items():
         old = earlier.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
@@ -141,6 +141,7 @@ def _drop_renamed(earlier: dict[str, Any], later: dict[str, Any]) -> None:
 
 
 def _value(override: str, text: str) -> Any:
+    """Parse the value of a `key=value` override as YAML; an empty value is the empty string."""
     try:
         return yaml.load(text, Loader=_Loader) if text.strip() else ''
     except yaml.YAMLError as error:
@@ -174,6 +175,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    """Represent a string in YAML, in double quotes if it contains unusual line breaks."""
     # Unescaped, line breaks other than \n would be folded into spaces; double quotes make PyYAML escape them.
     style = '"' if re.search('[\x85\u2028\u2029]', text) else None
     return dumper.represent_scalar('tag:yaml.org,2002:str', text, style=style)
@@ -187,6 +189,7 @@ class _InlineDumper(_Dumper):
 
 
 def _represent_inline(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    """Represent a string on one line of YAML, in double quotes if it contains unprintable characters."""
     style = None if text.isprintable() else '"'
     return dumper.represent_scalar('tag:yaml.org,2002:str', text, style=style)
 

@@ -24,13 +24,13 @@ class BadSample(DataError):
 
 
 def replacement(seed: int, sample_id: int, epoch: int, attempt: int, *, samples: int) -> int:
-    """Return the row that replaces a bad sample.
+    """Return the row number, in the same shard, of the sample that replaces an undecodable one.
 
     Args:
         seed: The dataset's seed.
-        sample_id: Id of the bad sample.
+        sample_id: Id of the undecodable sample.
         epoch: The current epoch.
-        attempt: Number of the attempt, from 1; an earlier replacement may be bad as well.
+        attempt: Number of the attempt, from 1; the sample chosen by an earlier attempt may be undecodable too.
         samples: Number of rows in the shard.
     """
     word, *_ = philox((attempt, sample_id & 0xFFFFFFFF, epoch & 0xFFFFFFFF, 0), (seed, int(Purpose.REPLACEMENT)))
@@ -39,10 +39,10 @@ def replacement(seed: int, sample_id: int, epoch: int, attempt: int, *, samples:
 
 @dataclass
 class Tally:
-    """Counts of the samples that a run has served on all ranks.
+    """Numbers of samples that a run has loaded, and replaced as undecodable, on all ranks so far.
 
     Attributes:
-        served: Number of samples, replaced ones included.
+        served: Number of samples loaded, including replaced ones.
         replaced: Number of samples that were replaced because they cannot be decoded.
     """
 
@@ -50,7 +50,7 @@ class Tally:
     replaced: int = 0
 
     def problem(self, max_rate: float) -> str | None:
-        """Return a message if more than this fraction of samples was replaced, or None."""
+        """Return an error message if more than the fraction `max_rate` of the samples was replaced, otherwise None."""
         if self.replaced <= MIN_REPLACED or self.replaced <= max_rate * self.served:
             return None
         rate = self.replaced / self.served
@@ -61,11 +61,11 @@ class Tally:
 
 
 def quarantine(path: Path, notes: Sequence[str], batch: int) -> None:
-    """Append notes on replaced samples to a JSON Lines file; call it in one process of a run.
+    """Append one line per replaced (undecodable) sample to a JSON Lines file; call this on one rank only.
 
     Args:
         path: The file; it is created with its folder if it does not exist.
-        notes: One JSON object per replaced sample.
+        notes: One JSON object per replaced sample, as text.
         batch: Index of the global batch in its epoch, added to each note.
     """
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Choice of one of an image's captions."""
+"""Choice of one of an image's captions: the first, the longest, or a random one."""
 
 from typing import Any, Literal
 
@@ -8,11 +8,11 @@ CaptionChoice = Literal['first', 'random', 'longest']
 
 
 def captions_of(sample: dict[str, Any], where: str) -> list[str]:
-    """Return the captions of a sample: its column `captions`, a list, or `caption`, a string.
+    """Return the captions of a dataset sample as a list, from its column `captions` (a list) or `caption` (a string).
 
     Args:
         sample: A sample of an MDS shard.
-        where: Address of the sample, for the error message.
+        where: Stream and row of the sample, to start the error message.
 
     Raises:
         BadSample: The sample has no captions, or they are not strings.
@@ -28,12 +28,12 @@ def captions_of(sample: dict[str, Any], where: str) -> list[str]:
 
 
 def choose_caption(captions: list[str], rule: CaptionChoice, draw: float) -> str:
-    """Return one of the captions; the rule `random` uses `draw`, a uniform number in [0, 1)."""
+    """Return one caption by `rule` (first, longest or random); `random` uses `draw`, a uniform number in [0, 1)."""
     return captions[choose_caption_index(captions, rule, draw)]
 
 
 def choose_caption_index(captions: list[str], rule: CaptionChoice, draw: float) -> int:
-    """Return the index of the caption that `choose_caption` returns."""
+    """Return the index of the caption chosen by `rule`, to select data stored per caption, such as text embeddings."""
     if rule == 'random':
         return int(draw * len(captions))
     return max(range(len(captions)), key=lambda index: len(captions[index])) if rule == 'longest' else 0

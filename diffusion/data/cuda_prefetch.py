@@ -1,4 +1,4 @@
-"""Loader that copies the next batch to the GPU while the current one is being computed."""
+"""Data loader that copies the next batch to the GPU while the model trains on the current one."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -13,10 +13,10 @@ Started = TypeVar('Started')
 
 
 class AheadLoader(BucketedLoader):
-    """BucketedLoader that copies its batches from pinned memory to the current GPU on a separate CUDA stream.
+    """Data loader that copies the next batch from pinned memory to the GPU, on its own CUDA stream, during a step.
 
-    It is one batch ahead of the trainer. The data position in a checkpoint is not affected, because Composer counts the
-    samples that were trained on.
+    The loader is one batch ahead of the trainer. The data position in a checkpoint is not affected, because Composer
+    counts the samples that were trained on.
     """
 
     def __iter__(self) -> Iterator[Any]:
@@ -32,13 +32,13 @@ class HostToDeviceCopier:
         self.stream: Any = torch.cuda.Stream(device)
 
     def start(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-        """Start copying a batch; return the copy, usable after `finish`, and the event that marks its end."""
+        """Start copying a batch to the GPU; return the copy, usable after `finish`, and an event that marks its end."""
         with torch.cuda.stream(self.stream):
             copied = {name: self._copy(value) for name, value in batch.items()}
             return copied, self.stream.record_event()
 
     def finish(self, started: tuple[dict[str, Any], Any]) -> dict[str, Any]:
-        """Return the batch, ready for kernels that are queued from now on; the host does not wait."""
+        """Make the current CUDA stream, but not the host, wait for a copy begun by `start`; return the copied batch."""
         batch, done = started
         current = torch.cuda.current_stream(self.device)
         current.wait_event(done)
@@ -50,13 +50,14 @@ class HostToDeviceCopier:
         return batch
 
     def _copy(self, value: Any) -> Any:
+        """Start copying a tensor to the GPU and return the copy; return any other value unchanged."""
         return value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
 
 
 def one_ahead(
     items: Iterator[Item], start: Callable[[Item], Started], finish: Callable[[Started], Item]
 ) -> Iterator[Item]:
-    """Yield the items in order, each after the next one has been started.
+    """Yield the finished items in order, each only after the work on the following item has been started.
 
     Args:
         items: The items; an exception that the iterator raises is raised after the items before it.

@@ -16,13 +16,14 @@ from diffusion.data.streams import Bucket, BucketedDataset
 
 
 def fingerprint(dataset: BucketedDataset, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all settings that determine the samples of a run, their order and their content, as JSON types.
+    """Return all data settings that determine a run's samples, their order and their content, to compare on resume.
 
-    Paths and URLs are left out, since data may move; so are the numbers of devices and workers and the prefetching.
+    Values are JSON types. Paths and URLs are left out, since data may move; so are the numbers of devices and workers
+    and the prefetching.
 
     Args:
         dataset: The dataset before its first epoch begins.
-        settings: Name of the dataset component and its keywords that change samples, such as `crop`.
+        settings: Name of the dataset component and its keyword arguments that change samples, such as `crop`.
     """
     order = ('batching_method', 'shuffle', 'shuffle_algo', 'shuffle_seed', 'shuffle_block_size')
     sampling = ('num_canonical_nodes', 'partition_algo', 'sampling_method', 'sampling_granularity')
@@ -42,6 +43,7 @@ def fingerprint(dataset: BucketedDataset, settings: Mapping[str, Any]) -> dict[s
 
 
 def _of_stream(bucket: Bucket, position: int, samples: int) -> dict[str, Any]:
+    """Return the part of the data fingerprint that describes one stream."""
     stream = bucket.stream
     return {
         'position': position,  # sample ids, which key all randomness, are numbered across streams

@@ -42,14 +42,16 @@ MIN_LEFTOVER_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class HostProblem:
-    """A resource that the machine lacks; `fatal` if the run cannot work without it."""
+    """Shortage of a resource of this machine, such as memory, as a message; `fatal` if the run cannot work with it."""
 
     message: str
     fatal: bool
 
 
 def check_machine(loader: BucketedLoader) -> None:
-    """Check the resources of every machine, in one process per machine, and log a warning for each shortage.
+    """Check before training that every machine has enough memory, open files and disk; log a warning per shortage.
+
+    A collective, which every rank must call; one process per machine does the checks.
 
     Raises:
         UserError: A shortage on some machine is fatal; raised on all ranks.
@@ -73,7 +75,7 @@ def check_machine(loader: BucketedLoader) -> None:
 
 
 def shared_memory_problems(loader: BucketedLoader) -> Iterator[HostProblem]:
-    """Check shared memory, which holds Streaming's sample order and the batches in transit from workers."""
+    """Yield a problem if /dev/shm is too small for Streaming's sample order and the batches in transit from workers."""
     if not SHM.is_dir():
         return
     free, dataset = shutil.disk_usage(SHM).free, loader.dataset
@@ -91,7 +93,7 @@ def shared_memory_problems(loader: BucketedLoader) -> Iterator[HostProblem]:
 
 
 def memory_problems(loader: BucketedLoader) -> Iterator[HostProblem]:
-    """Check the memory that shuffling an epoch needs."""
+    """Yield a problem if this machine has too little memory to shuffle an epoch."""
     available, need = available_memory(), SHUFFLE_BYTES * loader.dataset.epoch_size
     if available is not None and need > 0.5 * available:
         yield HostProblem(
@@ -102,7 +104,7 @@ def memory_problems(loader: BucketedLoader) -> Iterator[HostProblem]:
 
 
 def open_file_problems(loader: BucketedLoader) -> Iterator[HostProblem]:
-    """Check the limit on open files, and raise the soft limit if needed."""
+    """Raise the soft limit on open files to what the workers need; yield a problem if the hard limit is lower."""
     # Each tensor that a worker passes to the main process is a file in shared memory, which the receiver holds open.
     need = OPEN_FILES + loader.num_workers * (FILES_PER_WORKER + (loader.prefetch_factor or 0) * TENSORS)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -119,7 +121,7 @@ def open_file_problems(loader: BucketedLoader) -> Iterator[HostProblem]:
 
 
 def disk_problems(loader: BucketedLoader) -> Iterator[HostProblem]:
-    """Check that each file system has space for the shards still to be downloaded, or for the cache limit."""
+    """Yield a problem for each disk without space for the shards still to be downloaded (at most `cache_limit`)."""
     dataset = loader.dataset
     missing: dict[int, int] = {}
     folders: dict[int, Path] = {}
@@ -148,7 +150,7 @@ def disk_problems(loader: BucketedLoader) -> Iterator[HostProblem]:
 
 
 def cache_problems(loader: BucketedLoader) -> Iterator[HostProblem]:
-    """Check that `cache_limit` holds all shards in use at a time, and warn if it cannot hold a whole shuffle block."""
+    """Yield a problem if `cache_limit` cannot hold the shards in use at a time (fatal) or a whole shuffle block."""
     dataset = loader.dataset
     if dataset.cache_budget is None:
         return
@@ -177,7 +179,7 @@ def cache_problems(loader: BucketedLoader) -> Iterator[HostProblem]:
 
 
 def available_memory(*, meminfo: Path = Path('/proc/meminfo'), cgroup: Path = Path('/sys/fs/cgroup')) -> int | None:
-    """Return the bytes that processes may still allocate under the kernel's and the container's limits, or None.
+    """Return the bytes of memory still available under the kernel's and the container's limits; None if unknown.
 
     Args:
         meminfo: Path of the kernel's memory statistics.
@@ -194,7 +196,7 @@ def available_memory(*, meminfo: Path = Path('/proc/meminfo'), cgroup: Path = Pa
 
 
 def warn_about_leftovers() -> None:
-    """Warn about shared memory that killed runs appear to have left behind."""
+    """Log a warning about files in /dev/shm that killed runs appear to have left behind."""
     sizes: dict[str, int] = {}
     for path in unmapped_files(SHM):
         with contextlib.suppress(FileNotFoundError):
@@ -209,7 +211,7 @@ def warn_about_leftovers() -> None:
 
 
 def unmapped_files(folder: Path) -> list[Path]:
-    """Return the paths of this user's Streaming shared memory files that no visible process has mapped."""
+    """Return this user's shared memory files of Streaming that no visible process uses, as left by killed runs."""
     # Streaming names its files by a six-digit number per dataset, such as 000003_locals.
     ours = [path for path in folder.glob('[0-9]' * 6 + '_*') if _is_owned(path)]
     maps = ''.join(_read_or_empty(path) for path in Path('/proc').glob('[0-9]*/maps')) if ours else ''
@@ -217,6 +219,7 @@ def unmapped_files(folder: Path) -> list[Path]:
 
 
 def _is_owned(path: Path) -> bool:
+    """Return True if a file exists and belongs to this user."""
     try:
         return path.stat().st_uid == os.getuid()
     except FileNotFoundError:
@@ -224,6 +227,7 @@ def _is_owned(path: Path) -> bool:
 
 
 def _read_or_empty(path: Path) -> str:
+    """Return the content of a file in /proc, or '' if it cannot be read."""
     try:
         return path.read_text()
     except OSError:  # the process has ended, or belongs to another user
@@ -231,7 +235,7 @@ def _read_or_empty(path: Path) -> str:
 
 
 def _processes(loader: BucketedLoader) -> int:
-    """Return the number of processes on this machine that read samples."""
+    """Return the number of processes on this machine that load samples: the workers, or without workers the ranks."""
     return max(1, loader.num_workers) * dist.get_local_world_size()
 
 
@@ -242,7 +246,7 @@ def _batch_bytes(loader: BucketedLoader) -> int:
 
 
 def _shuffled_together(loader: BucketedLoader) -> int:
-    """Return the number of samples per machine whose shards are in use at the same time."""
+    """Return the number of samples per machine whose shards are in use at a time, given the shuffle block size."""
     dataset = loader.dataset
     if not dataset.shuffle:
         return (dataset.predownload or 0) * _processes(loader)

@@ -38,7 +38,7 @@ class ImageBlock:
         self._free = deque[bytearray](maxlen=MAX_FREE)
 
     def place(self, shape: Sequence[int]) -> Tensor:
-        """Return uninitialized memory for one image, uint8 [3, H, W], adjacent to that of the previous image."""
+        """Return uninitialized memory to decode an image into, uint8 [3, H, W], right after the previous image's."""
         # An image of another shape starts a new batch, since batches never mix shapes.
         if self._block is None or self._used == self.batch_size or self._block.shape[1:] != tuple(shape):
             self._block, self._used = self._new_block((self.batch_size, *shape)), 0
@@ -46,7 +46,7 @@ class ImageBlock:
         return self._block[self._used - 1]
 
     def collate(self, items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Collate samples into a batch, with images [B, 3, H, W]; the loader's `collate_fn`."""
+        """Collate samples into a batch, images as [B, 3, H, W] without a copy; pass to the loader as `collate_fn`."""
         batch = default_collate([{name: item[name] for name in item if name != batch_keys.IMAGE} for item in items])
         if batch_keys.IMAGE in items[0]:
             batch[batch_keys.IMAGE] = as_batch([item[batch_keys.IMAGE] for item in items])
@@ -55,6 +55,7 @@ class ImageBlock:
         return batch
 
     def _new_block(self, shape: Sequence[int]) -> Tensor:
+        """Return uninitialized memory for a batch of images: shared in a worker, otherwise recycled if possible."""
         size = math.prod(shape)
         if get_worker_info() is not None:
             # A worker passes its batch through shared memory, into which any other tensor would be copied. PyTorch's
@@ -77,7 +78,7 @@ class ImageBlock:
 
 
 def as_batch(images: Sequence[Tensor]) -> Tensor:
-    """Return images of one shape as a batch: a view if they are adjacent and in order in one block, else a copy."""
+    """Return images of one shape as a batch: a view if they are adjacent and in order in memory, otherwise a copy."""
     # Compare addresses instead of trusting the call order: a dataset may have decoded an image that it then replaced
     # because the sample was bad, which leaves a gap in the block.
     first = images[0]

@@ -16,18 +16,18 @@ from diffusion.models.randomness import Purpose
 
 
 class ImageTextDataset(BucketedDataset):
-    """Dataset of images, uint8 [3, H, W] in their bucket's shape, and caption tokens [E, L].
+    """Streaming dataset of images, uint8 [3, H, W] in the shape of their bucket, and caption tokens [E, L].
 
     Args:
         buckets: Streams whose samples hold `image` (an encoded image) and `captions` or `caption`.
-        batch_size: Samples per device and batch.
+        batch_size: Samples per device per batch.
         tokenizers: One per text encoder (E); empty for a model without text.
         crop: Crop in the bucket's aspect ratio: `center` of the image, or `random`.
         min_crop_scale: Smallest side of a random crop, as a fraction of the largest crop that fits.
         flip: Mirror half of the images at random. Captions that mention left or right become wrong.
         caption_choice: Caption to use if there are several: the first, the longest, or a random one in each epoch.
         seed: Seed of crops, flips and caption choice.
-        streaming: Keywords of StreamingDataset.
+        streaming: Keyword arguments for StreamingDataset.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class ImageTextDataset(BucketedDataset):
         self.caption_choice: CaptionChoice = caption_choice
 
     def item(self, index: int) -> dict[str, Any]:
-        """Return the image and the caption tokens of a sample.
+        """Return the image and the caption tokens of the sample with this index.
 
         Raises:
             BadSample: The image cannot be decoded, or there is no caption.
@@ -66,6 +66,7 @@ class ImageTextDataset(BucketedDataset):
         return item
 
     def _image(self, sample: dict[str, Any], index: int) -> torch.Tensor:
+        """Return a sample's image, decoded, cropped and resized to its bucket's shape, as uint8 [3, H, W]."""
         shape = self.bucket_of(index).shape
         draw = self.draws(index, Purpose.CROP)[:3] if self.crop == 'random' else (0.0, 0.0, 0.0)
         flip = self.flip and self.draws(index, Purpose.FLIP)[0] < 0.5

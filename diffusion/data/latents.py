@@ -1,6 +1,6 @@
 """Dataset of precomputed latents, and the manifest that identifies the encoders that made them.
 
-Shapes: B batch, C latent channels, H W latent size, E text encoders, L text tokens.
+Shapes: B batch, C latent channels, H W latent size, E text encoders, L text tokens, D text width.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ MANIFEST = 'manifest.json'
 
 @dataclass(frozen=True)
 class LatentManifest:
-    """Encoders and settings that made a dataset of latents, stored as manifest.json next to its shards."""
+    """Record of the encoders and settings that made a latents dataset; stored as manifest.json next to the shards."""
 
     vae: str
     """Fingerprint of the VAE's weights."""
@@ -55,12 +55,12 @@ class LatentManifest:
     version: int = 2
 
     def text(self) -> str:
-        """Return the content of manifest.json."""
+        """Return this record as JSON text, to write to manifest.json."""
         return json.dumps(dataclasses.asdict(self), indent=2) + '\n'
 
     @classmethod
     def read(cls, folder: Path, where: str) -> 'LatentManifest':
-        """Read the manifest of a folder.
+        """Read the manifest.json of a folder of precomputed latents.
 
         Args:
             folder: The folder of the shards.
@@ -71,7 +71,7 @@ class LatentManifest:
         """
         path = folder / MANIFEST
         if not path.exists():
-            raise UserError(f'{where}: no {MANIFEST} next to its shards; make latents with task=precompute')
+            raise UserError(f'{where}: no {MANIFEST} next to its shards; precompute the latents with task=precompute')
         known = {field.name for field in dataclasses.fields(cls)}
         try:
             content = json.loads(path.read_text(encoding='utf-8'))
@@ -102,7 +102,7 @@ def manifest_of(
     text: TextConditioner | None = None,
     captions: str = 'all',
 ) -> LatentManifest:
-    """Return the manifest of latents made by this VAE, and by these text encoders if their output is stored."""
+    """Return the manifest for latents encoded by this VAE (and by these text encoders, if their output is stored)."""
     mean, std = latent_statistics(vae)
     return LatentManifest(
         *(weights_fingerprint(vae), mean.tolist(), std.tolist(), shape, posterior, dtype, crop),
@@ -112,21 +112,24 @@ def manifest_of(
 
 
 def read_manifest(bucket: Bucket) -> LatentManifest:
-    """Read the manifest of a stream, from its remote if it has one."""
+    """Read the manifest.json of a stream of precomputed latents, from the stream's remote if there is one."""
     assert isinstance(bucket.stream, VerifiedStream)
     return LatentManifest.read(bucket.stream.fetch_sidecar(MANIFEST).parent, f'streams.{bucket.name}')
 
 
 class LatentsDataset(BucketedDataset):
-    """Dataset of VAE posterior moments, float32 [C or 2C, H, W], tokens [E, L], and text embeddings [L, D] if stored.
+    """Streaming dataset of precomputed latents, for training without the VAE.
+
+    Samples hold VAE posterior moments, float32 [C or 2C, H, W], caption tokens [E, L], and text embeddings [L, D] if
+    stored.
 
     Args:
         buckets: Streams made by `task: precompute`, each with a manifest next to its shards.
-        batch_size: Samples per device and batch.
+        batch_size: Samples per device per batch.
         tokenizers: One per text encoder (E).
         caption_choice: Caption to use if there are several: the first, the longest, or a random one in each epoch.
         seed: Seed of the caption choice.
-        streaming: Keywords of StreamingDataset.
+        streaming: Keyword arguments for StreamingDataset.
     """
 
     def __init__(
@@ -153,7 +156,7 @@ class LatentsDataset(BucketedDataset):
                 )
 
     def item(self, index: int) -> dict[str, Any]:
-        """Return the moments and tokens of a sample, and its text embeddings if they are stored.
+        """Return a sample's latent moments and caption tokens, and its text embeddings if they are stored.
 
         Raises:
             BadSample: The stored values are not finite, or there is no caption.
@@ -172,20 +175,25 @@ class LatentsDataset(BucketedDataset):
         return item
 
     def _finite(self, sample: dict[str, Any], name: str, index: int) -> torch.Tensor:
+        """Return a stored array of a sample as a tensor; raise BadSample if a value is not finite."""
         values = torch.from_numpy(sample[name].copy())
         if not values.isfinite().all():
             raise BadSample(f'{self.where(index)}: its {name} are not finite; precompute them again')
         return values
 
     def _all_with_text(self) -> bool:
+        """Return True if all streams store text embeddings, False if none does; raise UserError if only some do."""
         stored = [manifest.text_encoder is not None for manifest in self.manifests]
         if any(stored) and not all(stored):
             names = ', '.join(bucket.name for bucket, has in zip(self.buckets, stored, strict=True) if not has)
-            raise UserError(f'streams: {names} have no text embeddings, the others do; precompute all in the same way')
+            raise UserError(
+                f'streams: {names} have no text embeddings, but the other streams do; '
+                'precompute all streams in the same way'
+            )
         return all(stored)
 
     def check_encoders(self, vae: AutoencoderKL, text: TextConditioner, *, train_text_encoder: bool) -> None:
-        """Check that the latents and text embeddings were made by the model's own encoders.
+        """Check before training that the stored latents and text embeddings were made by the model's own encoders.
 
         Raises:
             UserError: The weights or the latent statistics differ, or the model trains the text encoders whose output
@@ -200,11 +208,12 @@ class LatentsDataset(BucketedDataset):
                 if stored != expected:
                     raise UserError(
                         f'streams.{bucket.name}: its latents were made by another VAE '
-                        f'({name} is {stored}, the model has {expected}); '
-                        'precompute them again with this model, or give the model their VAE'
+                        f'({name} is {stored}, but the model has {expected}); '
+                        'precompute them again with this model, or use their VAE in the model'
                     )
 
     def _check_text(self, text: TextConditioner, train_text_encoder: bool) -> None:
+        """Raise UserError if the stored text embeddings are not of these text encoders, or if these are trained."""
         names = ', '.join(f'streams.{bucket.name}' for bucket in self.buckets)
         if train_text_encoder:
             raise UserError(
@@ -216,5 +225,5 @@ class LatentsDataset(BucketedDataset):
             if manifest.text_encoder != expected:
                 raise UserError(
                     f'streams.{bucket.name}: its text embeddings were made by another text encoder '
-                    f'({manifest.text_encoder}, the model has {expected}); precompute them again with this model'
+                    f'({manifest.text_encoder}, but the model has {expected}); precompute them again with this model'
                 )

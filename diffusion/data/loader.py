@@ -39,10 +39,10 @@ COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 
 
 class BucketedLoader(StreamingDataLoader):
-    """StreamingDataLoader that numbers its batches, never ends an epoch early, and fails on all ranks together.
+    """StreamingDataLoader that numbers its batches, never ends an epoch early, and raises errors on all ranks together.
 
     The index of a global batch within its epoch is the same on any number of devices and after any resume, so random
-    draws may be keyed by it.
+    draws may be keyed by that index.
 
     All ranks iterate in lockstep: before each batch they agree that every rank has one. If a rank has none, all ranks
     raise the same `DataError` at the same batch.
@@ -54,7 +54,7 @@ class BucketedLoader(StreamingDataLoader):
         max_bad_samples: Maximum fraction of samples that may be replaced because they cannot be decoded.
         quarantine: JSON Lines file to which each replaced sample is appended.
         num_workers: Worker processes per device.
-        settings: Keywords of StreamingDataLoader.
+        settings: Keyword arguments for StreamingDataLoader.
     """
 
     dataset: BucketedDataset  # type: ignore[reportIncompatibleVariableOverride]
@@ -124,7 +124,7 @@ class BucketedLoader(StreamingDataLoader):
             yield batch
 
     def _start_workers(self) -> Iterator[Any]:
-        """Start this rank's workers and return the iterator over their batches."""
+        """Start this rank's DataLoader workers and return the iterator over their batches."""
         worker_batches = DataLoader.__iter__(self)
         # PyTorch's SIGCHLD handler raises as soon as a worker dies, at whatever line the main thread is executing. In
         # the middle of a forward pass, for example, the other ranks would wait for this one in a collective. So remove
@@ -136,7 +136,7 @@ class BucketedLoader(StreamingDataLoader):
         return worker_batches
 
     def _next_batch(self, worker_batches: Iterator[Any]) -> Any | None:
-        """Return the next batch of this rank's workers, or None after the last one.
+        """Return the next batch of this rank's workers, or None after the last batch of the epoch.
 
         Raises:
             DataError: A process on this machine has failed, or no batch arrived within `timeout_seconds`.
@@ -159,14 +159,14 @@ class BucketedLoader(StreamingDataLoader):
                     ) from error
 
     def _end_workers(self, worker_batches: Iterator[Any] | None) -> None:
-        """End this rank's workers immediately."""
+        """End this rank's DataLoader workers immediately, after a failure on any rank."""
         # If the iterator is left to the garbage collector, PyTorch waits 5 s for each worker.
         if isinstance(worker_batches, _MultiProcessingDataLoaderIter):
             worker_batches._shutdown_workers()
             self._iterator = None
 
     def _early_end(self, index: int) -> str | None:
-        """Return a message if the epoch ended too early, before the batch with this index, or None."""
+        """Return an error message if the epoch ended too early, before the batch number `index`, otherwise None."""
         # Streaming ends an epoch early, without an exception, if a shard is missing; so count the batches.
         if not self.dataset.elastic:
             return None  # batches may be partial; VerifiedDataset counts the samples in every worker instead
@@ -176,7 +176,7 @@ class BucketedLoader(StreamingDataLoader):
         return f'{self.dataset.names()}: the epoch ended after {index} of {expected} batches'
 
     def _report_problem(self, error: Exception, worker_batches: Iterator[Any] | None) -> str:
-        """Return this rank's message for an error, and report it to all processes on this machine so that they stop."""
+        """Return the error message for an exception, after sharing it with this machine's processes, which stop."""
         assert self.dataset.failures is not None
         dead = None
         if not isinstance(error, UserError | DataError):
@@ -215,7 +215,7 @@ class BucketedLoader(StreamingDataLoader):
             if ended < dist.get_world_size():
                 self._raise_on_all_ranks(
                     f'{self.dataset.names()}: {ended} of {dist.get_world_size()} ranks ended after {index} batches, '
-                    'the others have more'
+                    'but the others have more'
                 )
             return False
         self.tally.served += served
@@ -224,15 +224,15 @@ class BucketedLoader(StreamingDataLoader):
         return True
 
     def _raise_on_all_ranks(self, problem: str | None) -> NoReturn:
-        """Raise the problems of all ranks on every rank; a collective call."""
+        """Raise a DataError with the error messages of all ranks, on every rank; a collective call."""
         problems = [problem] if self._gloo is None else dist.all_gather_object(problem, group=self._gloo)
         raise DataError('\n'.join(dict.fromkeys(each for each in problems if each is not None)))
 
     def _count_replaced(self, index: int, replaced: int, notes: list[str]) -> None:
-        """Count the replaced samples of this batch and write them to the quarantine file; a collective call.
+        """Count the undecodable samples replaced in a batch and append them to the quarantine file; a collective call.
 
         Raises:
-            DataError: More than `max_bad_samples` were replaced so far.
+            DataError: More than the fraction `max_bad_samples` of all samples was replaced so far.
         """
         self.tally.replaced += replaced
         all_notes = [notes] if self._gloo is None else dist.all_gather_object(notes, group=self._gloo)
@@ -246,11 +246,11 @@ class BucketedLoader(StreamingDataLoader):
             raise DataError(f'{problem}{pointer}. Way out: prepare the data again, or raise the limit')
 
     def _gather_ids(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the sample ids of the global batch in rank order; a collective call."""
+        """Return the ids of all samples in the global batch, in rank order; a collective call."""
         return ids if dist.get_world_size() == 1 else torch.cat(list(dist.all_gather(ids, group=self._gloo_group())))
 
     def _gloo_group(self) -> torch.distributed.ProcessGroup | None:
-        """Return the loader's gloo process group, created on first use, or None without torch.distributed."""
+        """Return the loader's process group for CPU tensors, created on first use; None without torch.distributed."""
         if self._gloo is None and torch.distributed.is_initialized():
             # NCCL does not take CPU tensors, and on the GPU the all-reduce would wait for all queued kernels.
             self._gloo = torch.distributed.new_group(backend='gloo', timeout=COLLECTIVE_TIMEOUT)
@@ -258,7 +258,7 @@ class BucketedLoader(StreamingDataLoader):
 
 
 def dead_workers(worker_batches: Iterator[Any] | None, error: Exception) -> str | None:
-    """Return a description of the workers whose death caused an error, with the likely reason, or None."""
+    """Return which DataLoader workers died and caused `error`, with the likely reason; empty or None if none died."""
     if not isinstance(worker_batches, _MultiProcessingDataLoaderIter):
         return None
     # A dying process closes its connections before its parent can reap it. So PyTorch may report a killed worker as a
@@ -279,19 +279,19 @@ def dead_workers(worker_batches: Iterator[Any] | None, error: Exception) -> str 
 LIKELY_CAUSES = {
     signal.SIGKILL: '; did the machine or its container run out of memory? '
     'Way out: lower loader.num_workers or loader.prefetch_factor, or request more memory',
-    signal.SIGBUS: '; is /dev/shm full? Way out: give the container a larger /dev/shm, or lower loader.num_workers',
+    signal.SIGBUS: '; is /dev/shm full? Way out: use a container with a larger /dev/shm, or lower loader.num_workers',
 }
 
 
 def describe_exit(exit_code: int) -> str:
-    """Return how a process ended, with the likely reason, from its nonzero exit code (negative for a signal)."""
+    """Return as text how a process ended and the likely reason, from its nonzero exit code (negative for a signal)."""
     if exit_code > 0:
         return f'exited with status {exit_code}'
     return f'was killed by {signal.Signals(-exit_code).name}{LIKELY_CAUSES.get(signal.Signals(-exit_code), "")}'
 
 
 def timestep_quantiles(seed: int, batch: Mapping[str, torch.Tensor], all_ids: torch.Tensor, rank: int) -> torch.Tensor:
-    """Return timestep quantiles of a rank's part of a global batch, float64 [B].
+    """Return a stratified timestep quantile in [0, 1) for each sample in a rank's part of a global batch, float64 [B].
 
     Args:
         seed: Seed of the draws.
@@ -306,19 +306,20 @@ def timestep_quantiles(seed: int, batch: Mapping[str, torch.Tensor], all_ids: to
 
 
 def as_spec(loader: BucketedLoader) -> DataSpec:
-    """Wrap the loader for a Trainer's evaluation."""
+    """Return a Composer DataSpec for evaluation with this loader, whose last batch may be short."""
     # Composer's default split_batch warns about a last batch that is short.
     return DataSpec(loader, split_batch=_split)
 
 
 def _split(batch: dict[str, torch.Tensor], size: int | float) -> list[dict[str, torch.Tensor]]:
+    """Split a batch into microbatches of `size` samples; the last one may be smaller."""
     count = len(batch[batch_keys.SAMPLE_ID])
     starts = range(0, count, int(size))
     return [{name: tensor[start : start + int(size)] for name, tensor in batch.items()} for start in starts]
 
 
 def outlive_signals(worker: int) -> None:
-    """Make a worker process ignore SIGTERM and SIGUSR1, as its `worker_init_fn`."""
+    """Make a DataLoader worker ignore SIGTERM and SIGUSR1; pass it to the loader as `worker_init_fn`."""
     # These signals ask a run to stop and reach its whole process group. The main process first finishes the current
     # batch (see `Preemption`), for which it needs its workers, and ends them afterwards.
     for number in (signal.SIGTERM, signal.SIGUSR1):
@@ -326,6 +327,6 @@ def outlive_signals(worker: int) -> None:
 
 
 def default_num_workers(devices_on_node: int) -> int:
-    """Return the workers per device, 0 to 8: an equal share of the available cores, less one for the main process."""
+    """Return the default number of DataLoader workers per device: the CPU cores per device less one, at most 8."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
     return max(0, min(8, cores // max(1, devices_on_node) - 1))

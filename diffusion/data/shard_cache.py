@@ -32,7 +32,7 @@ VERSION = re.compile(r'/[0-9a-f]{16}/')
 
 
 class CachedShard(NamedTuple):
-    """File of a cached shard; sorts by its last use."""
+    """File of a shard in the cache; sorts by the time of the last access, oldest first."""
 
     used: int
     """Access time in ns."""
@@ -42,13 +42,15 @@ class CachedShard(NamedTuple):
 
 
 def home(cache: Path, remote: str) -> Path:
-    """Return the folder of the dataset at a remote URL in a cache."""
+    """Return the path inside the folder `cache` that holds the cached dataset of the URL `remote`."""
     readable = re.sub(r'[^A-Za-z0-9]+', '-', remote.partition('://')[2] or remote).strip('-')[-40:]
     return cache / f'{readable}-{hashlib.sha256(remote.rstrip("/").encode()).hexdigest()[:12]}'
 
 
 def version(home: Path, digest: str, stream: str) -> Path:
-    """Return the folder of one version of a dataset for a stream.
+    """Return the cache folder of one version of a dataset, for a stream to use as its local folder.
+
+    A dataset that is rewritten at the same URL gets another version, identified by the hash of its index.
 
     Args:
         home: The dataset's folder in the cache.
@@ -61,7 +63,7 @@ def version(home: Path, digest: str, stream: str) -> Path:
 
 
 def create_version(home: Path, digest: str, stream: str) -> Path:
-    """Create the folder of one version of a dataset for a stream, see `version`, and return it."""
+    """Create the cache folder for one version of a stream's dataset, and return its path, that of `version`."""
     alias = version(home, digest, stream)
     alias.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
@@ -77,7 +79,7 @@ def write_if_changed(path: Path, content: bytes) -> None:
 
 
 def touch(path: str | Path) -> None:
-    """Set the access time of a shard to now."""
+    """Set the access time of a cached shard to now, so that the cache evicts other shards first."""
     # File systems update it once per day (relatime) or never (noatime). Keep the modification time: it is part of the
     # signature that shows whether a shard has changed since it was checked.
     with contextlib.suppress(OSError):
@@ -85,11 +87,11 @@ def touch(path: str | Path) -> None:
 
 
 class CacheBudget:
-    """Limit on the total size of the shards in some folders.
+    """Limit on the total size of downloaded shards; the least recently used ones are evicted to make room.
 
     Args:
-        folders: Folders with the names of their shards, relative to the folder; None in place of the names for a cache
-            folder, where all shards in version folders count. No other file is ever evicted.
+        folders: The limited folders, each with the names of its shards relative to the folder, or with None for a cache
+            folder, where the shards of all datasets count. No other file is ever evicted.
         limit_bytes: Maximum total size of all shards, including those being downloaded.
         wait: Called repeatedly while another process evicts; an exception that it raises ends the wait.
     """
@@ -103,7 +105,7 @@ class CacheBudget:
         self._lock = next(iter(self.folders)) / 'room'
 
     def scratch_for(self, path: Path, size: int) -> Path:
-        """Create a folder next to a shard's path to download it into, after evicting enough other shards.
+        """Create a temporary folder next to a shard's path to download the shard into, after evicting enough others.
 
         Args:
             path: Path of the shard.
@@ -123,12 +125,12 @@ class CacheBudget:
             return locks.scratch_for(path, size)
 
     def used_bytes(self) -> int:
-        """Return the total size of all shards in bytes, including those being downloaded."""
+        """Return the total size of all downloaded shards in bytes, including downloads in progress."""
         held, reserved = self._cached_shards()
         return sum(file.size for file in held) + reserved
 
     def _cached_shards(self) -> tuple[list[CachedShard], int]:
-        """Return the cached shards, and the total size in bytes of those being downloaded."""
+        """Return the shards on the disk, and the total size in bytes of downloads in progress."""
         # Always list the folders: other jobs add and evict shards, so a count kept in this process would be wrong.
         held, reserved = [], 0
         for folder, names in self.folders.items():

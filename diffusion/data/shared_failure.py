@@ -21,7 +21,7 @@ POLL_SECONDS = 0.05
 
 
 class Failures:
-    """First failure of a dataset's processes on this machine.
+    """Message of the first failure among a dataset's processes on this machine, shared so that all of them stop.
 
     Args:
         path: Path of the message file, the same in all processes of the dataset and different for every other dataset.
@@ -33,12 +33,12 @@ class Failures:
         self._last_poll = 0.0
 
     def clear(self) -> None:
-        """Remove the message of an earlier run; call it in one process before the others start."""
+        """Remove the failure message left by an earlier run; call this in one process before the others start."""
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.path.unlink(missing_ok=True)
 
     def report(self, message: str) -> None:
-        """Write a message, unless another process has already written one."""
+        """Share the message of this process's failure, unless another process has already reported a failure."""
         # A reader must never see a partial message: write to a temporary file first. os.link fails if the target
         # exists, unlike a rename, so the first message, which names the cause, stays in place.
         unfinished = self.path.with_name(f'.{self.path.name}.{os.getpid()}.{threading.get_ident()}')
@@ -53,7 +53,7 @@ class Failures:
         self._last_poll = 0.0
 
     def message(self, *, now: bool = False) -> str | None:
-        """Return the first message or None, up to POLL_SECONDS late unless `now`."""
+        """Return the message of the first failure, or None without a failure; up to POLL_SECONDS old unless `now`."""
         if self._message is None and (now or time.monotonic() - self._last_poll > POLL_SECONDS):
             self._last_poll = time.monotonic()
             with contextlib.suppress(FileNotFoundError):
@@ -61,7 +61,7 @@ class Failures:
         return self._message
 
     def check(self, *, now: bool = False) -> None:
-        """Raise the first message, if there is one, up to POLL_SECONDS late unless `now`.
+        """Raise an error with the message of the first failure, if any; up to POLL_SECONDS late unless `now`.
 
         Raises:
             DataError: A process has failed.

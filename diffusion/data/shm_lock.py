@@ -20,7 +20,10 @@ TIMEOUT_SECONDS = 15.0
 
 @contextlib.contextmanager
 def one_job_at_a_time() -> Iterator[None]:
-    """Hold the machine's lock while a dataset is created; a collective call. Warn and continue if it is unavailable."""
+    """Hold a lock of this machine inside the block, in which a dataset is created; a collective call.
+
+    If the lock cannot be taken, a warning is logged and the block runs without the lock.
+    """
     # Streaming's get_shm_prefix() looks for a free name in shared memory on each rank and claims it only afterwards. If
     # two jobs start on one machine at the same time, one fails with `FileExistsError`, or its ranks choose different
     # names. Remove this lock when Streaming claims the name in one step.
@@ -39,6 +42,7 @@ def one_job_at_a_time() -> Iterator[None]:
 
 
 def _wait_until_timeout() -> Callable[[], None]:
+    """Return a function that raises TimeoutError once TIMEOUT_SECONDS have passed."""
     deadline = time.monotonic() + TIMEOUT_SECONDS
 
     def wait() -> None:

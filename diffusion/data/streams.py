@@ -35,20 +35,20 @@ class Bucket:
 
 
 class BucketedDataset(VerifiedDataset):
-    """Base class of datasets over several streams, each with its own shape; subclasses implement `item`.
+    """Base class of datasets over several streams, each with its own image shape; subclasses implement `item`.
 
     Samples carry their id and epoch, which key all randomness.
 
     Args:
         buckets: The streams.
-        batch_size: Samples per device and batch.
+        batch_size: Samples per device per batch.
         columns: Columns that every sample must have; one of each tuple is enough.
         seed: Seed of crops, flips and caption choice, in [0, 2**32).
         elastic: For training: serve whole global batches, the same on any number of devices; samples that do not fill a
             batch are left for another epoch. Otherwise, for evaluation, an epoch serves every sample.
-        substitute: Replace samples that cannot be decoded by others of the same shard; see
-            `diffusion.data.bad_samples`.
-        streaming: Keywords of VerifiedDataset and StreamingDataset.
+        substitute: Replace samples that cannot be decoded by others of the same shard
+            (`diffusion.data.bad_samples`).
+        streaming: Keyword arguments for VerifiedDataset and StreamingDataset.
     """
 
     def __init__(
@@ -119,10 +119,10 @@ class BucketedDataset(VerifiedDataset):
         raise NotImplementedError
 
     def captions(self, sample: dict[str, Any], index: int) -> list[str]:
-        """Return the captions of a sample.
+        """Return all captions of a sample that was read; `index` names the sample in the error message.
 
         Raises:
-            BadSample: It has no captions.
+            BadSample: The sample has no captions.
         """
         try:
             return captions_of(sample, '')
@@ -130,12 +130,12 @@ class BucketedDataset(VerifiedDataset):
             raise BadSample(f'{self.where(index)}{error}') from error
 
     def bucket_of(self, index: int) -> Bucket:
-        """Return the bucket that a sample belongs to."""
+        """Return the bucket (stream and image shape) of the sample with this index."""
         shard, _ = self.spanner[index]
         return self.buckets[int(self.stream_per_shard[shard])]
 
     def where(self, index: int) -> str:
-        """Return the stream, row and shard of a sample, for error messages."""
+        """Return the stream, row and shard of a sample as text, for error messages."""
         shard, row = self.spanner[index]
         reader = self.shards[shard]
         return f'streams.{self.bucket_of(index).name}: sample {index} (row {row} of {reader.raw_data.basename})'
@@ -146,15 +146,15 @@ class BucketedDataset(VerifiedDataset):
         return max(self.next_epoch - 1, 0)
 
     def draws(self, index: int, purpose: Purpose) -> tuple[float, float, float, float]:
-        """Return four uniform numbers in [0, 1), keyed by seed, purpose, sample and epoch."""
+        """Return four uniform random numbers in [0, 1), keyed by seed, purpose, sample and epoch."""
         return keyed_uniforms(self.seed, purpose, index, self.current_epoch())
 
     def identity(self, index: int) -> dict[str, int]:
-        """Return the id and epoch of a sample, which key its random draws on the device."""
+        """Return the id and epoch of a sample as batch entries, which key the sample's random draws on the device."""
         return {batch_keys.SAMPLE_ID: int(index), batch_keys.EPOCH: self.current_epoch()}
 
     def _replacement(self, index: int, attempt: int) -> int:
-        """Return the id of the sample that replaces a bad one at this attempt."""
+        """Return the id of the sample that replaces an undecodable one at this attempt (1, 2, ...)."""
         # From the same shard: it has the same shape, so the batch stays uniform, and it is already on the local disk.
         shard, _ = self.spanner[index]
         first = int(self.sample_offset_per_shard[shard])
@@ -162,7 +162,7 @@ class BucketedDataset(VerifiedDataset):
         return first + replacement(self.seed, index, self.current_epoch(), attempt, samples=samples)
 
     def _replacement_note(self, index: int, served: int, errors: Sequence[str]) -> str:
-        """Return the quarantine entry of a replaced sample as JSON."""
+        """Return a JSON object that describes a replaced sample, for the quarantine file."""
         shard, row = self.spanner[index]
         raw = self.shards[shard].file_pairs[0][0].basename
         key = self.get_item(index).get('key')
@@ -171,7 +171,7 @@ class BucketedDataset(VerifiedDataset):
         return json.dumps(line | {'epoch': self.current_epoch(), 'error': errors[0]}, default=str)
 
     def load_state_dict(self, obj: dict[str, Any]) -> None:
-        """Resume at a position within an epoch.
+        """Set the position within the epoch at which a resumed run continues, from a checkpoint.
 
         The position is rounded down to a multiple of the current global batch, and to at most the end of the epoch.
         """
@@ -242,6 +242,7 @@ class BucketedDataset(VerifiedDataset):
                 raise UserError(f'{where}: {problem}')
 
     def _log_epoch(self, bucket: Bucket, samples: int, share: float) -> None:
+        """Log a stream's samples per epoch; warn if rounding changes its proportion or it is smaller than a batch."""
         if not self._unique_rank_world.is_leader:
             return
         taken = bucket.stream.choose
@@ -251,7 +252,7 @@ class BucketedDataset(VerifiedDataset):
         )
         if self.is_proportional and abs(bucket.stream.proportion / share - 1) > MAX_SHARE_ERROR:
             log.warning(
-                'streams.%s: %.4f of an epoch requested, %.4f in whole batches; a larger loader.epoch_size is closer',
+                'streams.%s: %.4f of an epoch requested, %.4f in whole batches; raise loader.epoch_size to come closer',
                 *(bucket.name, share, bucket.stream.proportion),
             )
         if samples < self.global_batch:
@@ -261,14 +262,17 @@ class BucketedDataset(VerifiedDataset):
             )
 
     def _check_columns(self, columns: Sequence[tuple[str, ...]]) -> None:
+        """Raise UserError if a stream has no samples or lacks a required column."""
         for index, bucket in enumerate(self.buckets):
             shards = [s for s, stream in zip(self.shards, self.stream_per_shard, strict=True) if stream == index]
             if not shards:
-                raise UserError(f'streams.{bucket.name}: no samples; prepare it again or remove the stream')
+                raise UserError(
+                    f'streams.{bucket.name}: it has no samples; prepare the data again, or remove the stream'
+                )
             present = shards[0].column_names  # type: ignore[attr-defined]
             for choice in columns:
                 if not set(choice) & set(present):
                     raise UserError(
                         f'streams.{bucket.name}: its samples have the columns {", ".join(present)}, '
-                        f'but {" or ".join(choice)} is required; does the recipe name the right dataset?'
+                        f'but {" or ".join(choice)} is required; check remote and local'
                     )

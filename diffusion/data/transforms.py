@@ -1,4 +1,4 @@
-"""Decode an image, crop it, and resize it to the shape of its bucket, as uint8; the model normalizes on the device."""
+"""Decode an image, crop it, and resize it to its bucket's shape, as uint8; the model normalizes it on the device."""
 
 import io
 import math
@@ -31,12 +31,12 @@ FAST_COLOR_SPACES = ('YCbCr', 'RGB', 'Gray')
 
 
 class Undecodable(ValueError):
-    """Raised for bytes that are not an image, or a damaged one, with the decoder's message."""
+    """Error for bytes that are not an image or are a damaged one; has the decoder's message."""
 
 
 @dataclass(frozen=True)
 class CropBox:
-    """Rectangle in an image in pixels, before resizing."""
+    """Rectangle to crop from an image, in pixels before resizing."""
 
     left: int
     top: int
@@ -62,12 +62,12 @@ class Crop:
 
 
 def picture(encoded: bytes | Image.Image, shape: Shape, crop: Crop = Crop()) -> Tensor:
-    """Return an image as the model sees it, uint8 [3, height, width]; see `crop_and_resize`."""
+    """Return an image as the model sees it: decoded, cropped and resized to a shape, uint8 [3, height, width]."""
     return planes(crop_and_resize(encoded, shape, crop), torch.empty((3, shape.height, shape.width), dtype=torch.uint8))
 
 
 def crop_and_resize(encoded: bytes | Image.Image, shape: Shape, crop: Crop) -> Pixels:
-    """Decode, crop, resize and flip an image; a crop that has the shape's size keeps the decoded pixels unchanged.
+    """Return an image decoded, cropped, resized to a shape and flipped; a crop of that size is not resampled.
 
     Raises:
         Undecodable: The bytes are not an image, or a damaged one.
@@ -77,7 +77,7 @@ def crop_and_resize(encoded: bytes | Image.Image, shape: Shape, crop: Crop) -> P
 
 
 def decode_crop(encoded: bytes | Image.Image, shape: Shape, crop: Crop) -> Pixels:
-    """Decode the crop of an image; a JPEG much larger than the shape is decoded at 1/2, 1/4 or 1/8 of its size.
+    """Return the decoded crop of an image, before resizing; a much larger JPEG is decoded at 1/2, 1/4 or 1/8 size.
 
     Raises:
         Undecodable: The bytes are not an image, or a damaged one.
@@ -92,7 +92,7 @@ def decode_crop(encoded: bytes | Image.Image, shape: Shape, crop: Crop) -> Pixel
 
 
 def resize(pixels: Pixels, shape: Shape) -> Pixels:
-    """Resize with antialiased bicubic filtering, equal to Pillow's result to within two gray levels."""
+    """Resize pixels to a shape with antialiased bicubic filtering, as Pillow does to within two gray levels."""
     # PyTorch's filter is six times as fast as Pillow's. OpenCV's `INTER_AREA` aliases like a box filter, and its other
     # filters are not antialiased at all.
     if pixels.shape[:2] == (shape.height, shape.width):
@@ -118,6 +118,7 @@ def decode(encoded: bytes | Image.Image) -> Image.Image:
 
 
 def _decode(encoded: bytes | Image.Image) -> Image.Image:
+    """Decode an image as `decode` does, but raise Pillow's own errors."""
     image = Image.open(io.BytesIO(encoded)) if isinstance(encoded, bytes) else encoded
     image = ImageOps.exif_transpose(image)
     if image.mode.startswith('I;16'):  # convert() would clip 16-bit values at 255 instead of scaling them
@@ -129,7 +130,7 @@ def _decode(encoded: bytes | Image.Image) -> Image.Image:
 
 
 def crop_box(width: int, height: int, shape: Shape, crop: Crop) -> CropBox:
-    """Return the crop of an image of this size; it has the shape's aspect ratio, rounded to whole pixels."""
+    """Return the rectangle to crop from an image of this size, in the target shape's aspect ratio to whole pixels."""
     scale = min(width / shape.width, height / shape.height)
     widest, highest = (
         max(1, min(side, round(scale * target))) for side, target in ((width, shape.width), (height, shape.height))
@@ -179,13 +180,16 @@ def _is_upright(encoded: bytes) -> bool:
 
 
 def reduction_for(box: CropBox, shape: Shape) -> int:
-    """Return the factor 1, 2, 4 or 8 by which a JPEG may be decoded smaller, so that `MIN_OVERSAMPLING` holds."""
+    """Return the factor (1, 2, 4 or 8) by which to reduce a JPEG while decoding it, before it is resized to a shape.
+
+    After the reduction, the crop has at least MIN_OVERSAMPLING times the size of the shape, unless the factor is 1.
+    """
     largest = min(box.width / shape.width, box.height / shape.height) / MIN_OVERSAMPLING
     return max((factor for factor in (2, 4, 8) if factor <= largest), default=1)
 
 
 def reduce_box(box: CropBox, reduction: int) -> CropBox:
-    """Return the box in coordinates of an image that was decoded smaller by this factor."""
+    """Return a crop rectangle in the coordinates of an image that was decoded smaller by this factor."""
     # Rounding moves an edge by at most half a pixel of the reduced image. Since the crop is at least MIN_OVERSAMPLING
     # times the target's size there, that is at most a quarter of a pixel of the result.
     left, top = (round(edge / reduction) for edge in (box.left, box.top))
@@ -198,7 +202,7 @@ def _crop_pixels(pixels: Pixels, box: CropBox) -> Pixels:
 
 
 def planes(pixels: Pixels, out: Tensor) -> Tensor:
-    """Copy pixels [H, W, 3] into `out`, a contiguous uint8 tensor [3, H, W], and return it."""
+    """Copy pixels [H, W, 3] into `out`, a contiguous uint8 tensor [3, H, W], and return `out`."""
     # OpenCV's split takes a sixth of the time of PyTorch's permute and copy.
     cv2.split(pixels, list(out.numpy()))
     return out

@@ -34,16 +34,16 @@ TOUCH_INTERVAL_SECONDS = 60.0
 
 
 class VerifiedDataset(StreamingDataset):
-    """StreamingDataset over named streams that checks each shard against its index before it serves a sample from it.
+    """StreamingDataset over named streams that checks the size and hash of each shard before it serves samples of it.
 
     It replaces Streaming's `prepare_shard`, `get_item` and error handling. Streaming trusts any file that exists, ends
     an epoch early without an exception if a shard is missing, and may hang with several workers.
 
     Args:
         streams: Streams by name.
-        cache_folder: Folder that jobs may share; it holds the shards of the streams whose `local` folder is in it.
+        cache_folder: Cache folder that jobs may share, for the shards of streams whose `local` folder is inside it.
         cache_limit: Maximum total size of downloaded shards, such as `500gb`.
-        streaming: Keywords of StreamingDataset.
+        streaming: Keyword arguments for StreamingDataset.
     """
 
     streams: list[VerifiedStream]  # type: ignore[reportIncompatibleVariableOverride]
@@ -105,7 +105,8 @@ class VerifiedDataset(StreamingDataset):
                     return sample
             self._invalidate(shard_id)
         raise self._report_failure(
-            f'{self._address(shard_id)}: it changed or disappeared {1 + retry} times while being read'
+            f'{self._address(shard_id)}: it changed or disappeared {1 + retry} times while being read. Way out: raise '
+            'loader.cache_limit, or stop programs that change the folder'
         )
 
     def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
@@ -149,7 +150,7 @@ class VerifiedDataset(StreamingDataset):
         self._shard_states[shard_id] = _ShardState.LOCAL
 
     def on_exception(self, future: Future) -> None:
-        """Report the failure of one of Streaming's threads to all processes; a callback of its executor."""
+        """Report an exception of a Streaming thread to all processes; the executor calls this with the future."""
         # Streaming re-raises here, but an executor only logs what a callback raises: the epoch would end early.
         error = future.exception()
         if error is not None:
@@ -177,27 +178,27 @@ class VerifiedDataset(StreamingDataset):
             raise DataError(f'{self.names()}: the epoch ended after {it.yield_index} of {it.total} samples')
 
     def check_failures(self, *, now: bool = False) -> None:
-        """Raise the failure of another process on this machine, if there is one.
+        """Raise an error if another process of the dataset on this machine has failed; call this while waiting.
 
         Raises:
-            DataError: Another process has failed; it has that process's message.
+            DataError: Another process has failed; the error has that process's message.
         """
         if self.failures is not None:
             self.failures.check(now=now)
 
     def names(self) -> str:
-        """Return the names of all streams, for messages."""
+        """Return the names of all streams as text, such as `streams.a, streams.b`, for error messages."""
         return ', '.join(f'streams.{stream.name}' for stream in self.streams)
 
     def shards_of_streams(self) -> Iterator[tuple[VerifiedStream, list[Reader]]]:
-        """Yield each stream with its shards."""
+        """Yield each stream with the list of its shards."""
         for stream, first, count in zip(
             self.streams, self.shard_offset_per_stream, self.shards_per_stream, strict=True
         ):
             yield stream, self.shards[first : first + count]
 
     def shards_in_progress(self) -> list[str]:
-        """Return the addresses of the shards that processes on this machine are checking or downloading now."""
+        """Return the stream and file name of each shard that this machine's processes check or download now."""
         claimed = np.flatnonzero(self._shard_states.numpy() == _ShardState.PREPARING)
         return [self._address(int(shard_id)) for shard_id in claimed]
 
@@ -220,7 +221,7 @@ class VerifiedDataset(StreamingDataset):
                 self._shard_states[shard_id] = _ShardState.REMOTE
 
     def _states_locked(self) -> FileLock:
-        """Return the lock of the shard states, shared by all processes on this machine."""
+        """Return the lock to hold while changing the state of a shard; all processes on this machine share the lock."""
         # Create it on first use, as Streaming does, in each process: it contains a threading lock, which cannot be
         # pickled for workers. The path is private to Streaming, and unique to this dataset on the machine.
         if not hasattr(self, '_cache_filelock'):
@@ -234,34 +235,35 @@ class VerifiedDataset(StreamingDataset):
         return False
 
     def _touch_shard(self, shard_id: int) -> None:
-        """Update a shard's access time, at most once every TOUCH_INTERVAL_SECONDS."""
+        """Update a shard's access time, by which the cache evicts, at most once every TOUCH_INTERVAL_SECONDS."""
         now = time.monotonic()
         if now - self._touched.get(shard_id, now - TOUCH_INTERVAL_SECONDS) >= TOUCH_INTERVAL_SECONDS:
             self._touched[shard_id] = now
             self._stream_of(shard_id).touch(self._path(shard_id))
 
     def _stream_of(self, shard_id: int) -> VerifiedStream:
+        """Return the stream that a shard belongs to."""
         return self.streams[int(self.stream_per_shard[shard_id])]
 
     def _path(self, shard_id: int) -> str:
-        """Return the path of a shard's raw file."""
+        """Return the local path of a shard's uncompressed file."""
         shard = self.shards[shard_id]
         # This runs for every sample, and os.path.join takes ten times as long as an f-string.
         return f'{shard.dirname}/{shard.split}/{shard.file_pairs[0][0].basename}'
 
     def _address(self, shard_id: int) -> str:
-        """Return a shard's stream and file name, for messages."""
+        """Return a shard's stream and file name as text, for error messages."""
         return f'streams.{self._stream_of(shard_id).name}: {self.shards[shard_id].file_pairs[0][0].basename}'
 
     def _report_failure(self, error: BaseException | str) -> DataError:
-        """Report a failure to the other processes on this machine, and return the exception to raise here."""
+        """Report a failure to the other processes on this machine, and return a DataError to raise in this process."""
         message = error if isinstance(error, str) else describe_error(error)
         if self.failures is not None:
             self.failures.report(message)
         return DataError(message)
 
     def _make_cache_budget(self, cache: Path | None, limit: int) -> CacheBudget | None:
-        """Return a limit on the cache folder and on the local folders of other streams with a remote, or None."""
+        """Return a limit on all downloaded shards, in the cache and local folders; None if no stream has a remote."""
         folders: dict[Path, set[str] | None] = {}
         for stream, shards in self.shards_of_streams():
             if stream.home is not None and cache is not None:
@@ -273,7 +275,7 @@ class VerifiedDataset(StreamingDataset):
         return CacheBudget(folders, limit, self.check_failures) if folders else None
 
     def _create_shared_state(self) -> None:
-        """Create the shard signatures and the failure file that all processes of a machine share; a collective call."""
+        """Create the shard signatures and the failure file that a machine's processes share; a collective call."""
         # Streaming's private prefix is unique to this dataset among the live jobs of the machine.
         prefix = f'{self._shm_prefix_int:06}'
         # A killed run may have left shared memory with the same prefix. With the number of shards in the name, an
@@ -292,7 +294,7 @@ class VerifiedDataset(StreamingDataset):
 
 
 def _check_folders_differ(streams: list[VerifiedStream]) -> None:
-    """Raise UserError if two streams have the same folder."""
+    """Raise UserError if two streams have the same local folder."""
     names: dict[Path, str] = {}
     for stream in streams:
         other = names.setdefault(stream.folder.absolute(), stream.name)
@@ -308,7 +310,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def _fetch_indexes(streams: list[VerifiedStream]) -> None:
-    """Fetch all indexes in one process per machine; a collective call.
+    """Download each stream's index.json in one process per machine, and check that all agree; a collective call.
 
     Raises:
         UserError: An index on some machine does not exist, cannot be accessed, or is not one of MDS shards; raised on
@@ -330,13 +332,13 @@ def _fetch_indexes(streams: list[VerifiedStream]) -> None:
     ):
         if set(others) != {digest}:
             raise DataError(
-                f'streams.{stream.name}: machines read different indexes; is the dataset being rewritten now?'
+                f'streams.{stream.name}: machines read different indexes; start again when the dataset is complete'
             )
         stream.use_index(digest)
 
 
 def _fetch_indexes_once(streams: list[VerifiedStream]) -> tuple[UserError | DataError | None, list[str]]:
-    """Fetch all indexes; return the first problem or None, and the SHA-256 of each index."""
+    """Download each stream's index.json; return the first error or None, and the SHA-256 of each index."""
     digests = []
     for stream in streams:
         try:

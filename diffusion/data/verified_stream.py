@@ -86,11 +86,11 @@ class VerifiedStream(Stream):
 
     @property
     def folder(self) -> Path:
-        """Folder of the index and the shards."""
+        """Local folder of the stream's index and shards."""
         return Path(self.local, self.split)
 
     def fetch_index(self) -> str:
-        """Download the index if it has changed, in one process per machine, and return its SHA-256.
+        """Download the stream's index.json if it has changed, and return its SHA-256; call this once per machine.
 
         If the remote cannot be reached, the local index is used, if there is one.
 
@@ -114,7 +114,7 @@ class VerifiedStream(Stream):
         return digest
 
     def use_index(self, digest: str) -> None:
-        """Set `local` to the cache folder for the index with this SHA-256, if the stream is cached, on every rank."""
+        """Set the local folder of a cached stream to that of the index with this SHA-256; call this on every rank."""
         if self.home is not None:
             self.local = str(shard_cache.version(self.home, digest, self.name))
 
@@ -149,12 +149,12 @@ class VerifiedStream(Stream):
         return 0  # only used for Streaming's own cache_limit, which is never set
 
     def touch(self, path: str | Path) -> None:
-        """Set the access time of a shard to now, if it was downloaded."""
+        """Set the access time of a downloaded shard to now, by which the cache evicts; do nothing for local data."""
         if self.source is not None:
             shard_cache.touch(path)
 
     def fetch_sidecar(self, name: str) -> Path:
-        """Return the path of a small file next to the shards, after downloading its newest version from the remote.
+        """Return the path of a small file next to the shards, such as manifest.json, after downloading it again.
 
         Raises:
             UserError: The file exists neither in the remote nor locally, or cannot be accessed.
@@ -174,7 +174,7 @@ class VerifiedStream(Stream):
         """Download a shard to its final path, or wait for another job that is downloading it.
 
         Raises:
-            DataError: It cannot be downloaded, or the disk is full.
+            DataError: The shard cannot be downloaded, or the disk is full.
         """
         assert self.source is not None
         files = [raw] if zipped is None else [zipped, raw]
@@ -199,7 +199,7 @@ class VerifiedStream(Stream):
                 ) from error
 
     def _download_and_unpack(self, path: Path, files: Sequence[FileInfo], compression: str | None) -> None:
-        """Download the first file, unpack it if there are two, and rename the last one to `path` if it is undamaged.
+        """Download a shard to a temporary folder, unpack it if it is compressed, check it, and rename it to `path`.
 
         Args:
             path: Final path of the raw shard.
@@ -229,10 +229,10 @@ class VerifiedStream(Stream):
     def _restore_from_zip(
         self, path: Path, raw: FileInfo, zipped: FileInfo | None, compression: str | None, found: str
     ) -> None:
-        """Unpack a shard of local data from its compressed file.
+        """Unpack a shard of local data from its compressed file, after the raw file was found missing or damaged.
 
         Raises:
-            DataError: There is no compressed file, or it is damaged.
+            DataError: There is no compressed file, or the compressed file is damaged.
         """
         source = self.folder / (zipped or raw).basename
         found = found if zipped is None else damage(source, zipped, self.validate_hash) or ''
@@ -247,12 +247,12 @@ class VerifiedStream(Stream):
             shutil.rmtree(scratch, ignore_errors=True)
 
     def _newest_index(self, path: Path) -> bytes:
-        """Return the content of the remote index, or of the local one at `path` if the remote cannot be reached."""
+        """Return the content of the remote index.json, or of the local one at `path` if the remote is unreachable."""
         where = f'streams.{self.name}'
         local = path.read_bytes() if path.is_file() else None
         if self.source is None:
             if local is None:
-                raise UserError(f'{where}: {path} does not exist; is it a folder of MDS shards with an index.json?')
+                raise UserError(f'{where}: {path} does not exist; use a folder of MDS shards with an index.json')
             self._check_index(local, str(path))
             return local
         fetched, url = [], self.source.address(INDEX)
@@ -260,7 +260,7 @@ class VerifiedStream(Stream):
             self.source.persist(lambda: fetched.append(self._downloaded_index()), INDEX)
         except (GaveUp, UserError) as error:
             if local is None:
-                way_out = 'is it a folder of MDS shards with an index.json, and does this machine have access to it?'
+                way_out = 'check that it is a folder of MDS shards with an index.json that this machine can access'
                 # A file that still is not an index after all tries is a user's mistake, not an outage.
                 refused = isinstance(error, UserError) or isinstance(error.__cause__, DamagedDownload)
                 raise (UserError if refused else DataError)(f'{where}.remote: {error}; {way_out}') from error
@@ -272,10 +272,10 @@ class VerifiedStream(Stream):
         return fetched[0]
 
     def _downloaded_index(self) -> bytes:
-        """Return the content of the remote index.
+        """Download the remote index.json and return its content.
 
         Raises:
-            DamagedDownload: It is not an index of MDS shards.
+            DamagedDownload: The content is not an index of MDS shards.
         """
         assert self.source is not None
         content = self.source.read(INDEX)
@@ -288,15 +288,15 @@ class VerifiedStream(Stream):
         return content
 
     def _check_index(self, content: bytes, path: str) -> None:
-        """Raise UserError if the index cannot be used, and warn if its shards have no hashes."""
+        """Raise UserError if the content of an index.json is unusable or unsafe; warn if its shards have no hashes."""
         where = f'streams.{self.name}'
         try:
             files = files_in_index(content)
         except ValueError as error:
-            raise UserError(f'{where}: {path} {error}; prepare it again') from error
+            raise UserError(f'{where}: {path} {error}; prepare the data again') from error
         shards = json.loads(content)['shards']
         if not sum(shard.get('samples', 0) for shard in shards):
-            raise UserError(f'{where}: {path} has no samples; prepare it again, or remove the stream')
+            raise UserError(f'{where}: {path} has no samples; prepare the data again, or remove the stream')
         # An index from a remote is untrusted input. Without these checks, it could run code on this machine, or
         # overwrite files outside of the dataset's folder.
         if any('pkl' in shard.get('column_encodings', ()) for shard in shards):
@@ -307,7 +307,7 @@ class VerifiedStream(Stream):
             name = PurePosixPath(file.basename)
             if name.is_absolute() or '..' in name.parts:
                 raise UserError(
-                    f'{where}: {path} lists a file outside of its folder, {file.basename!r}; prepare it again'
+                    f'{where}: {path} lists a file outside of its folder, {file.basename!r}; prepare the data again'
                 )
             try:
                 algorithm_for(file.hashes, self.validate_hash)
@@ -320,7 +320,7 @@ class VerifiedStream(Stream):
             )
 
     def _remove_shards_without_hashes(self, folder: Path, content: bytes) -> None:
-        """Remove local shards without hashes if the index has changed."""
+        """If the index has changed, remove local shards without hashes, so that they are downloaded again."""
         # Only a hash tells an old shard from a new one of the same size.
         path = folder / INDEX
         if self.source is None or not path.exists() or path.read_bytes() == content:
@@ -332,7 +332,7 @@ class VerifiedStream(Stream):
 
 @contextmanager
 def hidden_remotes(streams: Sequence[VerifiedStream]) -> Iterator[None]:
-    """Set the remote of all streams to None while StreamingDataset's constructor runs."""
+    """Set all streams' remotes to None inside the block, so that StreamingDataset's constructor downloads nothing."""
     # For a stream with a remote, the constructor downloads the index without checks, and get_shm_prefix() raises
     # "Reused local directory" if another job uses the folder, or if a killed job has left the folder's name in shared
     # memory. Streaming has no setting for either. Remove this when jobs can share local folders.
@@ -347,7 +347,7 @@ def hidden_remotes(streams: Sequence[VerifiedStream]) -> Iterator[None]:
 
 
 def files_in_index(index: bytes) -> list[FileInfo]:
-    """Return all files listed in an index.
+    """Return the name, size and hashes of all files listed in the content of an index.json.
 
     Raises:
         ValueError: The content is not an index of MDS shards.
@@ -363,10 +363,10 @@ def files_in_index(index: bytes) -> list[FileInfo]:
 
 
 def _unpacked(path: Path, raw: FileInfo, compression: str | None, folder: Path | None = None) -> Path:
-    """Unpack a shard next to its compressed file, or into `folder`, check it, and return its path.
+    """Unpack a shard next to its compressed file, or into `folder`, check the result, and return its path.
 
     Raises:
-        DamagedDownload: It cannot be unpacked, or has another size or hash than in the index.
+        DamagedDownload: The file cannot be unpacked, or the result has another size or hash than in the index.
     """
     unpacked = (folder or path.parent) / PurePosixPath(raw.basename).name
     try:
@@ -379,7 +379,7 @@ def _unpacked(path: Path, raw: FileInfo, compression: str | None, folder: Path |
 
 
 def _check_download(path: Path, expected: FileInfo, algorithm: str | None = None) -> None:
-    """Raise DamagedDownload if a file has another size or hash than in the index."""
+    """Raise DamagedDownload if a downloaded file has another size or hash than in the index."""
     found = damage(path, expected, algorithm)
     if found is not None:
         raise DamagedDownload(found)

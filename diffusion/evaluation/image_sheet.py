@@ -1,6 +1,6 @@
 """Sheets of captioned images, drawn as one PNG or written as HTML.
 
-This module does not import torch, so that preparing images can use it too.
+This module does not import torch, so that data preparation can use it too.
 """
 
 import base64
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 SHEET_WIDTH = 1500
 """Width in pixels of a PNG if the number of columns is not set."""
 MARGIN, LINE_HEIGHT = 8, 13
+GAP = 4
+"""Width in pixels of the white column between two images of a figure in a PNG."""
 CAPTION_LINES = 3
 """Maximum number of lines per caption in a PNG; HTML shows captions in full."""
 GRAY, LIGHT_GRAY = (110, 110, 110), (220, 220, 220)
@@ -44,7 +46,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Section:
-    """Figures of equal size under a title, which may be empty."""
+    """Section of a sheet: figures of equal size under a title, which may be empty."""
 
     title: str
     figures: Sequence[Figure]
@@ -65,7 +67,7 @@ def png_bytes(image: Image.Image) -> bytes:
 
 
 def save_image(image: Image.Image, path: Path) -> None:
-    """Write a PNG atomically."""
+    """Write an image to a PNG file atomically."""
     with becoming(path) as unfinished:
         image.save(unfinished, format='PNG')
 
@@ -77,6 +79,16 @@ def size_on_sheet(image: Image.Image, side: int) -> tuple[int, int]:
     return width, max(1, round(width / aspect))
 
 
+def enlarged_size(image: Image.Image, side: int) -> tuple[int, int]:
+    """Return the width and height of an image in a PNG: as `size_on_sheet`, or enlarged by an integer factor."""
+    # An integer factor, so that all pixels of a small image have the same size.
+    natural = math.sqrt(image.width * image.height)
+    if natural >= side:
+        return size_on_sheet(image, side)
+    factor = max(1, round(side / natural))
+    return image.width * factor, image.height * factor
+
+
 def draw_sheet(sections: Sequence[Section], *, columns: int | None = None, side: int = 96) -> Image.Image:
     """Draw sections one below the other in a single image, with the first lines of each caption below its figure.
 
@@ -84,7 +96,7 @@ def draw_sheet(sections: Sequence[Section], *, columns: int | None = None, side:
         sections: Titles and figures.
         columns: Figures per row; None for as many as fit into SHEET_WIDTH.
         side: Side in pixels of a square image on the sheet; other images have the same area. Smaller images are
-            enlarged without smoothing.
+            enlarged without smoothing by the integer factor that comes nearest to it.
     """
     strips = [_strip(section, columns, side) for section in sections]
     height = sum(strip.height for strip in strips) + MARGIN
@@ -97,11 +109,11 @@ def draw_sheet(sections: Sequence[Section], *, columns: int | None = None, side:
 
 
 def _strip(section: Section, columns: int | None, side: int) -> Image.Image:
-    """Draw one section at the width of the sheet."""
+    """Draw one section of a sheet, its title and figures, as an image of the sheet's width."""
     font, bold = ImageFont.load_default(size=11), ImageFont.load_default(size=15)
     first = section.figures[0].images
-    width, height = size_on_sheet(_decoded(first[0]), side)
-    figure_width = len(first) * width
+    width, height = enlarged_size(_decoded(first[0]), side)
+    figure_width = len(first) * (width + GAP) - GAP
     fitting = columns or max(1, (SHEET_WIDTH - MARGIN) // (figure_width + MARGIN))
     title_height = 2 * LINE_HEIGHT + MARGIN if section.title else MARGIN
     row_height = height + CAPTION_LINES * LINE_HEIGHT + MARGIN
@@ -114,7 +126,7 @@ def _strip(section: Section, columns: int | None, side: int) -> Image.Image:
         top = title_height + number // fitting * row_height
         for index, image in enumerate(map(_decoded, figure.images)):
             method = Image.Resampling.LANCZOS if image.width > width else Image.Resampling.NEAREST
-            strip.paste(image.resize((width, height), method), (left + index * width, top))
+            strip.paste(image.resize((width, height), method), (left + index * (width + GAP), top))
         draw.rectangle((left - 1, top - 1, left + figure_width, top + height), outline=LIGHT_GRAY)
         for line, text in enumerate(wrap_caption(figure.caption, figure_width, font)):
             draw.text((left, top + height + 2 + line * LINE_HEIGHT), text, fill=GRAY, font=font)
@@ -139,6 +151,7 @@ def wrap_caption(text: str, width: int, font: Any) -> list[str]:
 
 
 def _shortened(line: str, width: int, font: Any) -> str:
+    """Truncate a line to `width` pixels; truncated text ends in three dots."""
     if font.getlength(line) <= width:
         return line
     stem = line.removesuffix(' ...')
@@ -162,7 +175,7 @@ def html_figures(figures: Iterable[Figure], *, side: int | None = None) -> str:
 
 
 def html_page(title: str, body: str, *, style: str = '') -> str:
-    """Return a self-contained HTML page; `body` is HTML, and `style` is CSS that follows the styles of figures."""
+    """Return a self-contained HTML page; `body` is HTML, and `style` is CSS appended after the figure styles."""
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<title>{html.escape(title)}</title>\n<style>{STYLE}{style}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n'
@@ -170,6 +183,7 @@ def html_page(title: str, body: str, *, style: str = '') -> str:
 
 
 def _html_image(image: Image.Image | bytes, side: int | None) -> str:
+    """Return an HTML img element with the image embedded."""
     encoded = image if isinstance(image, bytes) else png_bytes(image)
     kind = 'jpeg' if encoded.startswith(b'\xff\xd8') else 'png'
     width = '' if side is None else f' width="{size_on_sheet(_decoded(image), side)[0]}"'
@@ -177,5 +191,5 @@ def _html_image(image: Image.Image | bytes, side: int | None) -> str:
 
 
 def _decoded(image: Image.Image | bytes) -> Image.Image:
-    """Return an image that may be encoded as a PIL image."""
+    """Return an image of a figure as a PIL image, to measure or draw it; bytes of a JPEG or PNG are opened first."""
     return Image.open(io.BytesIO(image)) if isinstance(image, bytes) else image

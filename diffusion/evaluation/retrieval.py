@@ -1,4 +1,7 @@
-"""Retrieval accuracy of generated images among the training images."""
+"""Evaluator `retrieval`: fraction of generated images whose nearest real image is the one with the same caption.
+
+Nearest is by pixel difference. Use it to measure how well a model has learned a small dataset.
+"""
 
 import logging
 from pathlib import Path
@@ -10,18 +13,23 @@ from diffusion.data.caption_choice import captions_of
 from diffusion.data.image_text import ImageTextDataset
 from diffusion.errors import UserError
 from diffusion.evaluation.image_sheet import Figure, Section, draw_sheet, save_image, to_images
+from diffusion.loggers import status_line
 from diffusion.models import batch_keys
 from diffusion.models.latent_diffusion import LatentDiffusion
 
 log = logging.getLogger(__name__)
+
+SIDE = 128
+"""Side in pixels of an image in samples.png."""
+SHEET_TITLE = 'Generated image (left) and real image (right) of each caption'
 
 
 class Retrieval:
     """Evaluator that generates images from a dataset's captions and looks up the nearest real image of each.
 
     One image is generated per caption, with the caption's index as its seed. The nearest real image is the one with
-    the smallest mean squared pixel difference. Top-1 is the fraction of captions whose own image is the nearest. It
-    measures how well the model has learned which training image belongs to which caption, and does not measure
+    the smallest mean squared pixel difference. Top-1 is the fraction of captions whose own image is the nearest. This
+    score measures how well the model has learned which training image belongs to which caption, and does not measure
     generalization to new captions.
 
     The evaluator also writes `samples.png`, a sheet of generated and real images with their captions.
@@ -45,7 +53,7 @@ class Retrieval:
         noise_scheduler: str = 'ddim',
         batch_size: int = 50,
         num_shown: int = 40,
-        columns: int = 8,
+        columns: int = 5,
     ) -> None:
         self.num_captions = num_captions
         self.guidance_scale = guidance_scale
@@ -56,7 +64,7 @@ class Retrieval:
         self.columns = columns
 
     def __call__(self, model: LatentDiffusion, dataset: ImageTextDataset, folder: Path) -> dict[str, float]:
-        """Return the top-1 fraction as `retrieval_top1`, and write the sheet to `folder`."""
+        """Generate and look up the images: return the top-1 fraction as `retrieval_top1`, and write `samples.png`."""
         count = int(dataset.size)
         if self.num_captions > count:
             raise UserError(
@@ -70,13 +78,16 @@ class Retrieval:
         correct = [index == truth for index, truth in zip(nearest.tolist(), chosen, strict=True)]
         pairs = zip(captions, to_images(generated), to_images(real[chosen]), strict=True)
         figures = [Figure(images, caption) for caption, *images in pairs][: self.num_shown]
-        save_image(draw_sheet([Section('', figures)], columns=self.columns, side=64), folder / 'samples.png')
+        sheet = draw_sheet([Section(SHEET_TITLE, figures)], columns=self.columns, side=SIDE)
+        save_image(sheet, folder / 'samples.png')
         return {'retrieval_top1': sum(correct) / len(correct)}
 
     def _generate(self, model: LatentDiffusion, captions: list[str], size: tuple[int, int]) -> Tensor:
+        """Generate one image per caption in batches, float [len(captions), 3, H, W] in [0, 1]."""
         images = []
         for start in range(0, len(captions), self.batch_size):
             batch = captions[start : start + self.batch_size]
+            status_line.show(f'generated {start} of {len(captions)} images')
             images.append(
                 model.generate(
                     batch,
@@ -87,6 +98,7 @@ class Retrieval:
                     noise_scheduler=self.noise_scheduler,
                 )
             )
+        status_line.show('')
         return torch.cat(images).cpu()
 
 

@@ -33,20 +33,20 @@ Result = TypeVar('Result')
 
 @dataclass
 class BenchStage:
-    """CPU seconds and input bytes of one stage of data loading."""
+    """CPU seconds and input bytes of one stage of data loading, such as decoding, over all timed samples."""
 
     seconds: float = 0.0
     bytes: int = 0
 
 
 class Clock:
-    """Accumulates the CPU time and the input bytes of stages by name."""
+    """Accumulated CPU time and input bytes of each stage of data loading, by name."""
 
     def __init__(self) -> None:
         self.stages: dict[str, BenchStage] = {}
 
     def time(self, name: str, bytes_in: int, call: Callable[[], Result]) -> Result:
-        """Call a function, add its CPU time and input bytes to a stage, and return its result."""
+        """Call a function, add its CPU time and `bytes_in` to the stage `name`, and return the function's result."""
         begin = time.process_time()
         result = call()
         stage = self.stages.setdefault(name, BenchStage())
@@ -56,20 +56,20 @@ class Clock:
 
     @property
     def seconds(self) -> float:
-        """CPU seconds of all stages."""
+        """Total CPU seconds of all stages."""
         return sum(stage.seconds for stage in self.stages.values())
 
 
 def bench(
     recipe: Recipe, *, gpu: GPU, workers: Sequence[int] | None = None, batches: int = 20, mfu: float = 0.4
 ) -> None:
-    """Time the training streams of a recipe and print tables.
+    """Time the loading of a recipe's training streams, and print a table of stages and one of worker counts.
 
     Args:
         recipe: A training recipe.
         gpu: The GPU whose demand is estimated.
-        workers: Numbers of workers to try; None for 0, 1, 2, 4 and so on up to the number of cores.
-        batches: Batches to time for each number of workers.
+        workers: Worker counts to time; None for 0, 1, 2, 4 and so on up to the number of cores.
+        batches: Batches to time for each worker count.
         mfu: Fraction of the GPU's peak FLOP/s that training reaches.
 
     Raises:
@@ -92,7 +92,7 @@ def bench(
 
 
 def _print_stages(recipe: Recipe, gpu: GPU, mfu: float) -> tuple[float, float | str]:
-    """Print the table of stages.
+    """Time each stage of data loading in one process, and print a table.
 
     Returns:
         Samples per second of one core, and the GPU's demand in samples per second or the reason why it is unknown.
@@ -125,7 +125,7 @@ def _print_stages(recipe: Recipe, gpu: GPU, mfu: float) -> tuple[float, float | 
 
 
 def make_samples(dataset: BucketedDataset, indices: Sequence[int], batch: int) -> Clock:
-    """Time making samples and batches as the dataset and the loader do, with center crops and first captions."""
+    """Make samples and batches as in training, with center crops and first captions; return the time of each stage."""
     clock, items = Clock(), []
     for number, index in enumerate(indices):
         items.append(_make_sample(dataset, index, clock))
@@ -139,7 +139,7 @@ def make_samples(dataset: BucketedDataset, indices: Sequence[int], batch: int) -
 
 
 def _make_sample(dataset: BucketedDataset, index: int, clock: Clock) -> dict[str, torch.Tensor]:
-    """Time each stage of making one sample, and return its tensors."""
+    """Make one sample, add the time of each stage to `clock`, and return the sample's tensors."""
     # This repeats `ImageTextDataset.item` and `LatentsDataset.item` step by step, which have no hooks for timing.
     shard, row = dataset.spanner[index]
     size = len(dataset.shards[shard].get_sample_data(row))  # type: ignore[attr-defined]
@@ -165,7 +165,7 @@ def _make_sample(dataset: BucketedDataset, index: int, clock: Clock) -> dict[str
 
 
 def _print_loader_rates(recipe: Recipe, workers: Sequence[int], batches: int) -> float:
-    """Print the loader's samples per second for each number of workers, and return the highest."""
+    """Print a table of the loader's samples per second for each worker count, and return the highest rate."""
     print(f'\nLoader throughput in wall-clock time, {batches} batches of {recipe.global_batch} each:\n')
     print('| workers | samples/s | samples/s per worker |')
     print('|---|---|---|')
@@ -178,7 +178,7 @@ def _print_loader_rates(recipe: Recipe, workers: Sequence[int], batches: int) ->
 
 
 def loader_rate(recipe: Recipe, workers: int, batches: int) -> float:
-    """Return the samples per second of a loader with this many workers, over as many epochs as needed."""
+    """Return the measured samples per second of a loader with this many workers, over several epochs if needed."""
     # Streaming rejects two live datasets with the same local folder: collect the one of the previous measurement.
     gc.collect()
     loader = build_loader(replace(recipe, loader=replace(recipe.loader, num_workers=workers)))
@@ -192,7 +192,7 @@ def loader_rate(recipe: Recipe, workers: int, batches: int) -> float:
 
 
 def demand(recipe: Recipe, dataset: BucketedDataset, gpu: GPU, mfu: float) -> float | str:
-    """Return the samples per second that a GPU trains on, or the reason why this cannot be estimated.
+    """Return an estimate of the samples per second that a GPU trains on, or the reason why there is none.
 
     A training step counts as three forward passes: a backward pass costs as much as two.
     """
@@ -208,6 +208,6 @@ def demand(recipe: Recipe, dataset: BucketedDataset, gpu: GPU, mfu: float) -> fl
 
 
 def _worker_counts() -> list[int]:
-    """Return 0 and the powers of two up to the number of available cores."""
+    """Return the default worker counts to time: 0 and the powers of two up to the number of available cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
     return [0, *(2**power for power in range(cores.bit_length()))]

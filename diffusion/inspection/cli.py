@@ -17,7 +17,7 @@ LOOK_NEEDS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the subcommands `verify`, `look` and `bench` to a parser."""
-    commands: Any = parser.add_subparsers(dest='action', required=True, metavar='COMMAND')
+    commands: Any = parser.add_subparsers(dest='command', required=True, metavar='COMMAND')
     _add_verify(commands.add_parser('verify', help='check shards: sizes, hashes, every image, caption and latent'))
     _add_look(commands.add_parser('look', help='draw samples of each bucket as the model sees them'))
     _add_bench(commands.add_parser('bench', help='measure loading speed and compare it with the demand of a GPU'))
@@ -51,7 +51,9 @@ def _add_look(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--samples', type=positive, default=8, metavar='N', help='samples per bucket (default: 8)')
     parser.add_argument('--seed', type=not_negative, default=0, help='seed for choosing the samples (default: 0)')
     parser.add_argument(
-        '--decode', action='store_true', help='download the VAE if it is not local, in order to decode latents'
+        '--decode',
+        action='store_true',
+        help='decode latents to images even if the VAE must be downloaded (default: only if it is local)',
     )
     parser.set_defaults(run=_look)
 
@@ -77,18 +79,20 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         type=not_negative,
         nargs='+',
         metavar='N',
-        help='numbers of workers to time (default: 0, 1, 2, 4, ... up to the number of cores)',
+        help='worker counts to benchmark (default: 0, 1, 2, 4, ... up to the number of cores)',
     )
     parser.add_argument(
-        '--batches', type=positive, default=20, metavar='N', help='batches to time per number of workers (default: 20)'
+        '--batches', type=positive, default=20, metavar='N', help='batches to time for each worker count (default: 20)'
     )
     parser.add_argument(
         '--gpu',
         default='h100-sxm',
         metavar='NAME',
-        help='GPU to compare with, as named by `diffusion plan` (default: h100-sxm)',
+        help='GPU to compare with, using the names of `diffusion plan` (default: h100-sxm)',
     )
-    parser.add_argument('--gpus-file', type=Path, metavar='FILE', help='YAML file with additional GPUs')
+    parser.add_argument(
+        '--gpus-file', type=Path, metavar='YAML', help='file with more GPUs or other prices, in the format of gpus.yaml'
+    )
     parser.add_argument(
         '--mfu', type=share, default=0.4, metavar='X', help='fraction of peak FLOP/s reached in training (default: 0.4)'
     )
@@ -113,12 +117,12 @@ def _bench(args: argparse.Namespace) -> int:
 def _add_recipe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('recipe', help='YAML file of the recipe')
     # The main command line also appends the arguments that follow an option to `overrides`, as for `check`.
-    words = 'names of streams (default: all), and overrides of recipe values'
+    words = 'stream to use (default: all), or override of a recipe value, such as dataset.crop=random'
     parser.add_argument('overrides', nargs='*', metavar='STREAM|KEY=VALUE', help=words)
 
 
 def _recipe_and_names(words: Sequence[str], path: str) -> tuple[Any, list[str]]:
-    """Load a recipe with the overrides among the arguments; return it and the other arguments, names of streams."""
+    """Return the recipe, loaded with the KEY=VALUE overrides among the arguments, and the names of streams."""
     from diffusion.config.load import load
 
     recipe = load(path, [word for word in words if '=' in word], allow_missing=True)
@@ -148,28 +152,29 @@ def _check_sheet_file(out: Path) -> None:
 
 
 def share(text: str) -> float:
-    """Parse a fraction in (0, 1]."""
+    """Parse a fraction in (0, 1]; for the `type` of a command-line option."""
     value = float(text)
     if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f'{text} is not in (0, 1]')
+        raise argparse.ArgumentTypeError(f'{text} is not in (0, 1]; use a fraction such as 0.5')
     return value
 
 
 def not_negative(text: str) -> int:
-    """Parse an integer of at least 0."""
+    """Parse a nonnegative integer; for the `type` of a command-line option."""
     value = int(text)
     if value < 0:
-        raise argparse.ArgumentTypeError(f'{text} is negative')
+        raise argparse.ArgumentTypeError(f'{text} is negative; use 0 or more')
     return value
 
 
 def positive(text: str) -> int:
-    """Parse an integer of at least 1."""
+    """Parse a positive integer; for the `type` of a command-line option."""
     value = int(text)
     if value < 1:
-        raise argparse.ArgumentTypeError(f'{text} is not at least 1')
+        raise argparse.ArgumentTypeError(f'{text} is not positive; use 1 or more')
     return value
 
 
 def _cores() -> int:
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1

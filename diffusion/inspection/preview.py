@@ -31,7 +31,7 @@ SIDE = 176
 
 
 def look(recipe: Recipe, chosen: Sections, out: Path, *, samples: int = 8, seed: int = 0, decode: bool = False) -> None:
-    """Draw samples of every bucket of some of a recipe's streams into one file.
+    """Draw samples of some of a recipe's streams, per image shape, into one PNG or HTML file.
 
     Args:
         recipe: The recipe, with the datasets and the model of the streams.
@@ -52,7 +52,7 @@ def look(recipe: Recipe, chosen: Sections, out: Path, *, samples: int = 8, seed:
 
 
 def preview_page(sections: Sequence[Section]) -> str:
-    """Return the samples as an HTML page, with images at full resolution and complete captions."""
+    """Return drawn samples as an HTML page, with images at full resolution and complete captions."""
     parts = [f'<h2>{html.escape(each.title)}</h2>{html_figures(each.figures, side=SIDE)}' for each in sections]
     return html_page('diffusion data look', '\n'.join(parts))
 
@@ -60,7 +60,7 @@ def preview_page(sections: Sequence[Section]) -> str:
 def _sections(
     recipe: Recipe, section: str, streams: Mapping[str, StreamConfig], samples: int, seed: int, decode: bool
 ) -> Iterator[Section]:
-    """Draw samples of each bucket of one section of the recipe, such as `eval_streams`."""
+    """Yield the drawn samples of each bucket of the streams under one recipe key, such as `eval_streams`."""
     dataset: BucketedDataset = build_dataset(
         recipe, streams=streams, component=_component(recipe, section), batch_size=1, shuffle=False
     )
@@ -77,7 +77,7 @@ def _sections(
 
 
 def _component(recipe: Recipe, section: str) -> Component:
-    """Return the dataset component that loads a section's streams."""
+    """Return the dataset component that loads the streams under a recipe key, such as `eval_streams`."""
     if section == 'streams':
         return recipe.dataset
     if section == 'eval_streams':
@@ -87,14 +87,14 @@ def _component(recipe: Recipe, section: str) -> Component:
 
 
 def _image(item: Mapping[str, Any], manifest: LatentManifest | None, vae: AutoencoderKL | None) -> Image.Image:
-    """Return a sample's image, or a drawing of the mean of its latents."""
+    """Return a sample's image, or for a sample of latents a drawing of their mean."""
     pixels = item[batch_keys.IMAGE] if manifest is None else _pixels(item[batch_keys.LATENT_MOMENTS], manifest, vae)
     return Image.fromarray(pixels.permute(1, 2, 0).numpy())
 
 
 @torch.no_grad()
 def _pixels(moments: Tensor, manifest: LatentManifest, vae: AutoencoderKL | None) -> Tensor:
-    """Return the posterior mean as uint8 pixels [3, H, W]: decoded, or without a VAE its first three channels."""
+    """Return the mean of latents as uint8 pixels [3, H, W]: decoded, or without a VAE its first three channels."""
     latent_mean, latent_std = (torch.tensor(values) for values in (manifest.latent_mean, manifest.latent_std))
     mean = moments[: len(latent_mean)].float()
     if vae is not None:
@@ -116,7 +116,7 @@ def _caption(item: Mapping[str, Any], tokenizers: Sequence[PreTrainedTokenizerBa
 
 
 def _vae(recipe: Recipe, *, download: bool) -> AutoencoderKL | None:
-    """Load the model's VAE from a local folder, or with `download` also from the Hub; return None if there is none."""
+    """Load the model's VAE from a local folder, or with `download` also from the Hub; None if it is not local."""
     values = registry.keywords('model', recipe.model)
     bundled = str(TINY_VAE) if recipe.model.name == 'tiny' else None
     for source in (values.get('vae') or bundled, values.get('pretrained')):

@@ -37,7 +37,7 @@ def source_of(stream: StreamConfig) -> RemoteFolder:
 
 @dataclass(frozen=True, order=True)
 class Defect:
-    """Problem of a shard, or of a range of its rows."""
+    """Problem found in a dataset's shard, or in a range of the shard's rows."""
 
     shard: str
     """File name of the shard."""
@@ -64,7 +64,7 @@ class ShardResult:
 
 
 def read_index(source: RemoteFolder) -> list[dict[str, Any]]:
-    """Return the entries of a stream's index, one per shard.
+    """Return the entries of a stream's index.json, one per shard.
 
     Raises:
         UserError: The index cannot be read, or is not one of MDS shards.
@@ -75,14 +75,18 @@ def read_index(source: RemoteFolder) -> list[dict[str, Any]]:
             for entry in entries:
                 MDSReader.from_json('', '', entry)
     except (OSError, UserError) as error:
-        raise UserError(f'{source.url}: index.json cannot be read ({error})') from error
+        raise UserError(
+            f'{source.url}: cannot read index.json ({error}); check the path or URL, and your access to it'
+        ) from error
     except Exception as error:  # any class: the content may be any JSON
-        raise UserError(f'{source.url}: index.json is not an index of MDS shards ({error!r})') from error
+        raise UserError(
+            f'{source.url}: index.json is not an index of MDS shards ({error!r}); prepare the data again'
+        ) from error
     return entries
 
 
 def stream_manifest(source: RemoteFolder) -> Manifest:
-    """Return the manifest of a stream of latents.
+    """Return the content of manifest.json of a stream of latents: the encoders and settings that made them.
 
     Raises:
         UserError: The manifest cannot be read, or has another version.
@@ -93,7 +97,9 @@ def stream_manifest(source: RemoteFolder) -> Manifest:
         with source.files(MANIFEST) as folder:
             return vars(LatentManifest.read(folder, source.url))
     except GaveUp as error:
-        raise UserError(f'{source.url}: {MANIFEST} cannot be read ({error})') from error
+        raise UserError(
+            f'{source.url}: cannot read {MANIFEST} ({error}); check the URL and your access to it'
+        ) from error
 
 
 def check_shard(source: RemoteFolder, entry: Mapping[str, Any], manifest: Manifest | None) -> ShardResult:
@@ -131,11 +137,12 @@ def check_shard(source: RemoteFolder, entry: Mapping[str, Any], manifest: Manife
 
 
 def _unpack(packed: Path, to: Path, algorithm: str) -> None:
+    """Decompress the shard file `packed` into the file `to`."""
     to.write_bytes(decompress(algorithm, packed.read_bytes()))
 
 
 def _row_problems(reader: MDSReader, manifest: Manifest | None, result: ShardResult) -> Iterator[tuple[int, str, bool]]:
-    """Yield row, problem and harmlessness of every problem in a shard, and count its readable samples in `result`."""
+    """Yield (row, problem, harmless) for each problem in a shard, and count the readable samples in `result`."""
     for row in range(reader.size):
         try:
             sample = reader[row]
@@ -165,7 +172,7 @@ def _merge_rows(shard: str, problems: Iterator[tuple[int, str, bool]]) -> Iterat
 
 
 def sample_problems(sample: Mapping[str, Any], manifest: Manifest | None) -> Iterator[tuple[str, bool]]:
-    """Yield the problems of a sample, each with True if the loader serves the sample nevertheless."""
+    """Yield (problem, harmless) for each problem of a sample; harmless if the loader still serves the sample."""
     return itertools.chain(
         _image_problems(sample) if 'image' in sample else (),
         _caption_problems(sample) if {'captions', 'caption'} & sample.keys() else (),
@@ -174,6 +181,7 @@ def sample_problems(sample: Mapping[str, Any], manifest: Manifest | None) -> Ite
 
 
 def _image_problems(sample: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
+    """Yield (problem, harmless) if an image is damaged or its size differs from the columns width and height."""
     # libjpeg-turbo reports corrupt data inside a JPEG. Pillow, to which the loader falls back, may decode it silently.
     encoded, warning, size = sample['image'], None, None
     if isinstance(encoded, bytes) and encoded.startswith(JPEG_START):
@@ -197,6 +205,7 @@ def _image_problems(sample: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
 
 
 def _caption_problems(sample: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
+    """Yield (problem, harmless) if captions are missing, not text, or all empty."""
     try:
         captions = captions_of(dict(sample), 'captions')
     except BadSample as error:
@@ -207,6 +216,7 @@ def _caption_problems(sample: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
 
 
 def _latent_problems(sample: Mapping[str, Any], manifest: Manifest) -> Iterator[tuple[str, bool]]:
+    """Yield (problem, harmless) for latents and text embeddings that are not finite or contradict the manifest."""
     for name in (batch_keys.LATENT_MOMENTS, batch_keys.TEXT_EMBEDS):
         if name in sample and not np.isfinite(sample[name]).all():
             yield f'its {name} are not finite', False

@@ -1,4 +1,4 @@
-"""Select streams of a recipe by name, from all of its sections."""
+"""Select streams of a recipe by name, from its streams for training, evaluation and precomputing."""
 
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -15,7 +15,7 @@ SECTIONS = ('streams', 'eval_streams', 'precompute.streams')
 
 
 def sections_of(recipe: Recipe, sections: Sequence[str] = SECTIONS) -> Sections:
-    """Return the streams of a recipe by section, without empty sections and those that are still ???."""
+    """Return a recipe's streams grouped by recipe key; no groups that are empty or still ???."""
     found = {
         'streams': recipe.streams,
         'eval_streams': recipe.eval_streams,
@@ -27,11 +27,11 @@ def sections_of(recipe: Recipe, sections: Sequence[str] = SECTIONS) -> Sections:
 def select(
     recipe: Recipe, names: Sequence[str], *, sections: Sequence[str] = SECTIONS, unused: Collection[str] = ()
 ) -> Sections:
-    """Return the streams with these names. If no names are given, skip streams with values that are still ???.
+    """Return a recipe's streams with these names; without names, all streams that have no values that are still ???.
 
     Args:
         recipe: The recipe.
-        names: Names of streams, with or without their section: `photos`, or `eval_streams.photos`.
+        names: Names of streams, with or without their recipe key: `photos`, or `eval_streams.photos`.
         sections: Sections to select from.
         unused: Keys of a stream whose values may be ???, because the caller does not use them.
 
@@ -41,7 +41,7 @@ def select(
     found = sections_of(recipe, sections)
     if not found:
         check_complete(recipe, sections)
-        raise UserError(f'{sections[0]}: the recipe has none; add at least one')
+        raise UserError(f'{sections[0]}: the recipe has no streams; add at least one')
     known = {f'{section}.{name}' for section, streams in found.items() for name in streams}
     bare = {name for streams in found.values() for name in streams}
     for name in names:
@@ -78,7 +78,7 @@ def missing(recipe: Recipe, paths: Collection[str]) -> list[Problem]:
 
 
 def with_shapes(section: str, streams: Mapping[str, StreamConfig]) -> dict[str, StreamConfig]:
-    """Expand the streams of a section that have several aspect buckets into one stream per shape.
+    """Return the streams, each one with several aspect-ratio buckets expanded into one stream per image shape.
 
     Raises:
         UserError: A folder has no list of its shapes.

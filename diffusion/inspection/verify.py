@@ -51,18 +51,18 @@ class VerifyReport:
     """Problem of the whole stream, or None."""
 
     def add(self, result: ShardResult) -> None:
-        """Add the result of one shard."""
+        """Add the result of one shard to the totals of the stream."""
         self.samples += result.samples
         self.bytes += result.bytes
         self.defects += result.defects
 
     @property
     def is_sound(self) -> bool:
-        """True if there are no problems apart from harmless ones."""
+        """True if the stream has no problems apart from harmless ones."""
         return self.problem is None and all(defect.harmless for defect in self.defects)
 
     def lines(self, name: str) -> Iterator[str]:
-        """Yield a summary line, then one line per defect."""
+        """Yield the lines to print: a summary of the stream, then one line per defect."""
         rate = self.bytes / 1e6 / self.seconds if self.seconds else 0.0
         yield (
             f'{name}: {"ok" if self.is_sound else "DAMAGED"}; {self.shards} of {self.total_shards} shards, '
@@ -98,7 +98,7 @@ def verify(sections: Sections, *, sample: float = 1.0, seed: int = 0, jobs: int 
 
 
 def verify_stream(source: RemoteFolder, *, sample: float = 1.0, seed: int = 0, pool: Executor) -> VerifyReport:
-    """Check the shards of one stream.
+    """Check the shards of one stream and return a report.
 
     Args:
         source: The folder of the stream.
@@ -128,7 +128,7 @@ def verify_stream(source: RemoteFolder, *, sample: float = 1.0, seed: int = 0, p
 
 
 def _results(pool: Executor, tasks: Sequence[tuple[Any, ...]]) -> Iterator[ShardResult]:
-    """Yield the results of `check_shard` for these arguments as they complete, with a progress bar."""
+    """Check one shard per task, the arguments of `check_shard`; yield results as they complete, with a progress bar."""
     futures: list[Future[ShardResult]] = [pool.submit(check_shard, *task) for task in tasks]
     try:
         for future in tqdm(as_completed(futures), total=len(futures), unit=' shards', leave=False, disable=None):
@@ -144,7 +144,7 @@ def _results(pool: Executor, tasks: Sequence[tuple[Any, ...]]) -> Iterator[Shard
 
 
 def _pool(jobs: int) -> Executor:
-    """Return an executor with this many processes, or one that runs in this process if there is one job."""
+    """Return an executor with this many processes, or for one job an executor that runs calls in this process."""
     if jobs == 1:
         return _InlineExecutor()
     # A fork server's children share its imports, which take seconds, and do not inherit this process's threads and

@@ -1,1 +1,1 @@
-"""Job launching from a YAML spec: locally, or on Slurm, Kubernetes, SageMaker, SkyPilot or the MosaicML platform."""
+"""Launching of jobs from a YAML job spec: locally, or on Slurm, Kubernetes, SageMaker, SkyPilot or MosaicML."""

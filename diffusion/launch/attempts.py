@@ -1,4 +1,4 @@
-"""Attempts of a run, recorded in attempts.jsonl beside its checkpoints, and the goodput computed from them."""
+"""Attempts (starts and restarts) of a training run, recorded in its attempts.jsonl, and the resulting goodput."""
 
 import json
 import os
@@ -16,7 +16,7 @@ STUCK_ATTEMPTS = 3
 """Number of consecutive attempts that fail at the same batch, over at least STUCK_SECONDS, after which the run is given
 up."""
 STUCK_SECONDS = 1800.0
-"""Minimum duration of those attempts, so that a shorter outage does not end the run."""
+"""Minimum duration of these STUCK_ATTEMPTS attempts together, so that a shorter outage does not end the run."""
 CAUSES = {
     'done': 'completed',
     'preempted': 'preempted',
@@ -32,20 +32,20 @@ CAUSES = {
 
 @dataclass
 class Attempt:
-    """One start of a run. Times are in seconds since 1970 by the clock of the job's first node.
+    """Record of one start or restart of a training run. Times are seconds since 1970 by the clock of the first node.
 
     Attributes:
         number: Index of the attempt within the run, from 0.
         begin: Time when the attempt began.
-        end: Time when it ended, or the time of its last record if the end was not recorded.
+        end: Time when the attempt ended, or the time of its last record if the end was not recorded.
         first: Number of batches that the run had completed when the attempt began its first batch; None if it began
             none.
-        first_at: Time when that batch began.
+        first_at: Time when the first batch of the attempt began.
         last: Number of batches that the run had completed when the attempt ended.
-        last_at: Time when the last of them ended.
+        last_at: Time when the last batch of the attempt ended.
         status: Exit status, or None if it was not recorded.
-        cause: A key of `CAUSES`.
-        detail: Further description of the cause.
+        cause: Cause of the end, a key of `CAUSES`.
+        detail: Further description of the cause, such as the ranks that failed.
     """
 
     number: int
@@ -61,12 +61,12 @@ class Attempt:
 
 
 def describe_attempt(cause: str, detail: str) -> str:
-    """Return a description of why an attempt ended."""
+    """Return the cause of an attempt's end with its detail, such as 'process killed (rank 3 by SIGKILL)'."""
     return CAUSES.get(cause, cause) + (f' ({detail})' if detail else '')
 
 
 def append_attempt(run: Path, event: str, attempt: Attempt) -> None:
-    """Append a record of an attempt to attempts.jsonl."""
+    """Append the state of an attempt to attempts.jsonl in the run's folder; `event` is begin, progress or end."""
     run.mkdir(parents=True, exist_ok=True)
     # A killed node can leave a partial line. A single write() to a file opened with O_APPEND leaves it at the end of
     # the file only, and the leading newline keeps the next record off that line.
@@ -81,14 +81,14 @@ def append_attempt(run: Path, event: str, attempt: Attempt) -> None:
 
 
 def read_attempts(run: Path) -> list[Attempt]:
-    """Return the attempts of a run in order, each as of its last record.
+    """Return the attempts recorded in attempts.jsonl of a run, in order, each with the values of its last record.
 
     Raises:
         UserError: The run has no attempts.jsonl.
     """
     path = run / ATTEMPTS
     if not path.exists():
-        raise UserError(f'{path}: does not exist; only runs started by diffusion launch record their attempts')
+        raise UserError(f'{path} does not exist; only runs started by diffusion launch record their attempts')
     found: dict[tuple[int, float], Attempt] = {}
     for line in path.read_text(encoding='utf-8').splitlines():
         try:
@@ -106,7 +106,7 @@ def read_attempts(run: Path) -> list[Attempt]:
 
 
 def reason_to_give_up(earlier: Sequence[Attempt], max_restarts: int) -> str | None:
-    """Return why another attempt would be useless (no restarts left, or no progress), or None if it may help."""
+    """Return the reason not to restart a run (no restarts left, or no progress in the last attempts), else None."""
     if len(earlier) > max_restarts:
         return f'all {max_restarts} restarts are used; raise max_restarts, or delete this file'
     last = earlier[-STUCK_ATTEMPTS:]
@@ -125,7 +125,7 @@ def reason_to_give_up(earlier: Sequence[Attempt], max_restarts: int) -> str | No
 
 @dataclass
 class TimeBreakdown:
-    """Time between the first start of a run and its end, in seconds by category.
+    """Time from the first start of a training run to its end, in seconds by category.
 
     Attributes:
         wall: Total elapsed time.
@@ -145,13 +145,14 @@ class TimeBreakdown:
 
     @property
     def goodput(self) -> float:
-        """Fraction of the elapsed time that was productive."""
+        """Fraction of the elapsed time spent in batches that no later attempt repeated."""
         return self.productive / self.wall if self.wall else 0.0
 
 
 def time_breakdown(attempts: Sequence[Attempt]) -> tuple[TimeBreakdown, dict[str, float]]:
-    """Return the time of a run by category, and the time lost to each cause: shutdown, downtime, startup, repeated
-    batches.
+    """Return the time of a run by category, and the seconds lost to each cause for which its attempts ended.
+
+    The lost time is that of shutdown, downtime, startup of the next attempt, and batches that had to be repeated.
     """
     found = TimeBreakdown(attempts[-1].end - attempts[0].begin)
     lost: dict[str, float] = defaultdict(float)
@@ -175,7 +176,7 @@ def time_breakdown(attempts: Sequence[Attempt]) -> tuple[TimeBreakdown, dict[str
 
 
 def _starting(attempt: Attempt) -> float:
-    """Return the time in seconds before the first batch of an attempt."""
+    """Return the seconds from the start of an attempt to its first batch, or to its end if it began no batch."""
     return (attempt.end if attempt.first is None else attempt.first_at) - attempt.begin
 
 

@@ -10,17 +10,17 @@ REFUSALS = ('AccessDeniedException', 'ResourceNotFoundException', 'ValidationExc
 
 
 def secret_references(secrets: Mapping[str, str | None]) -> str:
-    """Return the value of `environment.SECRETS`: pairs of variable name and secret id, without the secret values."""
+    """Return the value of DIFFUSION_SECRETS: pairs of variable name and AWS secret id, without the secret values."""
     return ','.join(f'{name}={source}' for name, source in secrets.items())
 
 
 def fetch_secrets(environ: Mapping[str, str]) -> dict[str, str]:
-    """Fetch the secrets listed in `environment.SECRETS`; return their values by environment variable.
+    """Fetch the secrets listed in DIFFUSION_SECRETS from AWS; return the secret values by environment variable.
 
     No error message contains a secret.
 
     Raises:
-        UserError: boto3 is missing, a secret does not exist or is binary, or this role may not read it.
+        UserError: boto3 is missing, a secret does not exist or is binary, or the AWS role may not read it.
         ExternalError: Secrets Manager does not respond.
     """
     references = environ.get(environment.SECRETS, '')
@@ -42,6 +42,6 @@ def fetch_secrets(environ: Mapping[str, str]) -> dict[str, str]:
             # scheduler must not retry; an unreachable service may recover.
             code = error.response['Error']['Code'] if isinstance(error, ClientError) else ''
             kind = UserError if code in REFUSALS or isinstance(error, KeyError) else ExternalError
-            message = f'secrets.{name}: {source} cannot be read ({error}); check that this role may read it'
+            message = f'secrets.{name}: {source} cannot be read ({error}); check that the AWS role may read it'
             raise kind(message) from error
     return found

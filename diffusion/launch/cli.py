@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from diffusion.launch.backends.base import Rendered
     from diffusion.launch.job_checks import CheckedSpec
 
-_SPEC_HELP = dict.fromkeys(('logs', 'cancel'), 'YAML file of the job, as passed to launch') | {
-    'status': 'YAML file of the job, as passed to launch; or the folder of a run, to show its attempts and goodput'
+_SPEC_HELP = dict.fromkeys(('logs', 'cancel'), 'YAML file of the job, as passed to `diffusion launch`') | {
+    'status': 'YAML file of the job, as passed to `diffusion launch`; or a run folder, to show its attempts and '
+    'goodput, or its last batch, loss and checkpoint if `diffusion launch` did not start it'
 }
 
 
@@ -42,21 +43,25 @@ def add_launch(parser: argparse.ArgumentParser) -> None:
 def add_job(parser: argparse.ArgumentParser, action: str) -> None:
     """Add the arguments of `diffusion status`, `logs` or `cancel`."""
     parser.add_argument('spec', metavar='SPEC', help=_SPEC_HELP[action])
-    parser.add_argument('overrides', nargs='*', metavar='KEY=VALUE', help='the overrides that were passed to launch')
+    parser.add_argument(
+        'overrides', nargs='*', metavar='KEY=VALUE', help='the overrides that were passed to `diffusion launch`'
+    )
     parser.set_defaults(run=run_job_action, action=action)
 
 
 def add_preflight(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `diffusion preflight`."""
     parser.add_argument('recipe', help='YAML file of a recipe, whose streams and run folder are checked')
-    parser.add_argument('overrides', nargs='*', metavar='KEY=VALUE', help='overrides of the recipe, as for run.py')
+    parser.add_argument(
+        'overrides', nargs='*', metavar='KEY=VALUE', help='override a recipe value, such as global_batch=64'
+    )
     parser.add_argument(
         '--deep',
         action='store_true',
         help='also check the GPUs under sustained load and the links between nodes; takes minutes instead of seconds',
     )
     parser.add_argument(
-        '--gpu', metavar='KIND', help='GPU model that every node must have, such as h100-sxm (default: any)'
+        '--gpu', metavar='NAME', help='GPU model that every node must have, such as h100-sxm (default: any)'
     )
     parser.add_argument(
         '--processes', type=int, metavar='N', help='number of processes per node (default: one per GPU)'
@@ -65,7 +70,7 @@ def add_preflight(parser: argparse.ArgumentParser) -> None:
 
 
 def run_preflight(args: argparse.Namespace) -> int:
-    """Check this machine, or all nodes together under `srun` with one task per node; return the exit status.
+    """Run `diffusion preflight`: check this machine, or all nodes together under `srun` with one task per node.
 
     Raises:
         UserError: The recipe or the GPU model is wrong, or the variables of the scheduler contradict each other.
@@ -84,10 +89,10 @@ def run_preflight(args: argparse.Namespace) -> int:
 
 
 def run_launch(args: argparse.Namespace) -> int:
-    """Check, render and validate all jobs and estimate their cost, then submit them; a mistake in any job stops all.
+    """Run `diffusion launch`: check all jobs, print their cost and submit them; with a mistake in any job, submit none.
 
     Raises:
-        UserError: A job spec or its recipe is wrong, or the tool of a scheduler is missing.
+        UserError: A job spec or its recipe is wrong, or the scheduler's command-line tool is missing.
         ExternalError: A scheduler refuses a job or does not respond, or a local job failed.
     """
     from diffusion.launch.job_cost import cost_table
@@ -131,21 +136,22 @@ def run_launch(args: argparse.Namespace) -> int:
 
 
 def run_job_action(args: argparse.Namespace) -> int:
-    """Print the status or logs of a job, or cancel it; with the folder of a run, print its attempts.
+    """Print the status or logs of a job, or cancel it; with the folder of a run, print its attempts or progress.
 
     Raises:
-        UserError: The spec is wrong, or the tool of the scheduler is missing.
+        UserError: The spec is wrong, or the scheduler's command-line tool is missing.
         ExternalError: The scheduler does not respond.
     """
-    from diffusion.launch import attempts
+    from diffusion.launch import attempts, run_status
     from diffusion.launch.job_checks import check_jobs, load_job_spec
 
     if args.action == 'status' and Path(args.spec).is_dir():
-        print(attempts.report(Path(args.spec)))
+        run = Path(args.spec)
+        print(attempts.report(run) if (run / attempts.ATTEMPTS).exists() else run_status.report(run))
         return 0
     if args.action == 'status' and not Path(args.spec).exists():
         raise UserError(
-            f'status: {args.spec} does not exist; give the folder of a run, such as runs/phase1, or a job YAML'
+            f'status: {args.spec} does not exist; use the folder of a run, such as runs/phase1, or a job YAML'
         )
     checked = check_jobs(load_job_spec(args.spec, args.overrides), args.spec)
     print(getattr(checked.backend, args.action)(checked.jobs))
@@ -153,10 +159,10 @@ def run_job_action(args: argparse.Namespace) -> int:
 
 
 def _prepare(path: str, overrides: Sequence[str]) -> 'tuple[CheckedSpec, Rendered]':
-    """Check and render a spec.
+    """Check a job spec and its recipes, and render the jobs to files; return the checked spec and the files.
 
     Raises:
-        RecipeError: All mistakes in the spec and its recipes, or else all mistakes in the rendered files.
+        RecipeError: The spec, its recipes or the rendered files have mistakes; the message lists them.
     """
     from diffusion.config.load import RecipeError
     from diffusion.launch.backends.base import NotValidated
@@ -174,6 +180,7 @@ def _prepare(path: str, overrides: Sequence[str]) -> 'tuple[CheckedSpec, Rendere
 
 
 def _split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split command-line arguments into paths of job specs and KEY=VALUE overrides."""
     paths = [argument for argument in arguments if '=' not in argument]
     if not paths:
         raise UserError('launch: no job given; pass a YAML file, such as yamls/launch/phase1-slurm.yaml')

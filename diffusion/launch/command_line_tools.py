@@ -1,4 +1,4 @@
-"""Calls of the command-line tools of schedulers."""
+"""Calls of the command-line tools of schedulers, such as sbatch and kubectl."""
 
 import os
 import shutil
@@ -30,7 +30,7 @@ def call(
         ExternalError: The tool failed, or did not respond in time; the message includes its own error message.
     """
     if shutil.which(command[0]) is None:
-        raise UserError(f'{command[0]}: is not on PATH; {install}')
+        raise UserError(f'{command[0]} is not on PATH; {install}')
     try:
         result = subprocess.run(
             command,

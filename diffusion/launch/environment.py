@@ -1,4 +1,4 @@
-"""Environment variables through which a back end configures the node entry point.
+"""Environment variables through which a launch backend configures the node entry point.
 
 Every node of every job runs `python -m diffusion.launch.node -- run.py RECIPE [key=value ...]` with these variables.
 Values that are known only on the node, such as its rank, come from the variables of the scheduler that SCHEDULER names.
@@ -70,5 +70,5 @@ them to the environment of the workers (sagemaker, which cannot pass secrets to 
 
 
 def machine_name(environ: Mapping[str, str]) -> str:
-    """Return the name of this machine as the operators of the cluster know it."""
+    """Return the name of this machine for its operators: DIFFUSION_MACHINE, else the Slurm node or the host name."""
     return environ.get(MACHINE) or environ.get('SLURMD_NODENAME') or socket.gethostname()

@@ -13,11 +13,11 @@ class Finding:
 
     Attributes:
         check: Name of the check.
-        ok: True if training may begin.
+        ok: True if the check passed.
         detail: The measured value, or the fault and how to fix it.
-        status: Exit status if not ok: 76 for a fault of this node, 78 for a mistake that would fail on every node, 1
-            for a fault that may pass.
-        where: The host, and the rank if the check is per rank.
+        status: Exit status if the check failed: 76 for a fault of this node, 78 for a mistake that would fail on every
+            node, 1 for a fault that may pass.
+        where: Name of the host, and the rank if the check is per rank.
     """
 
     check: str
@@ -28,13 +28,13 @@ class Finding:
 
 
 def findings_exit_status(findings: Iterable[Finding]) -> int:
-    """Return one exit status for all findings: user error (78) before bad hardware (76) before any other fault (1)."""
+    """Return one exit status for all findings: user error (78), else bad hardware (76), other fault (1), or 0."""
     found = {finding.status for finding in findings if not finding.ok}
     return next((status for status in (CONFIG_ERROR, BAD_HARDWARE, FAILED) if status in found), 0)
 
 
 def blame_no_node_for_shared_faults(findings: Sequence[Finding], nodes: int) -> list[Finding]:
-    """Change bad hardware (76) to a plain failure (1) for checks that failed on every one of several nodes."""
+    """Change the exit status from bad hardware (76) to failure (1) for checks that failed on all of several nodes."""
     # A check that fails on all nodes points to something that they share, such as a disk. Status 76 would make the
     # scheduler exclude every node of the job, and none might be left to run it.
     hosts: dict[str, set[str]] = {}

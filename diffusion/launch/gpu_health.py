@@ -30,7 +30,7 @@ RECOVERY_ACTIONS = {
 
 
 def load_nvml() -> Any | None:
-    """Initialize NVML and return its module, or None if there is no driver."""
+    """Initialize NVML and return its module, or None if there is no NVIDIA driver."""
     import pynvml
 
     try:
@@ -41,11 +41,11 @@ def load_nvml() -> Any | None:
 
 
 def check_gpus(nvml: Any, kind: str, count: int) -> Iterator[Finding]:
-    """Check the GPUs of a node before any process of the job uses one.
+    """Yield the findings about the GPUs of this node; call it before any process of the job uses a GPU.
 
     Args:
         nvml: The module pynvml or a substitute; None if there is no driver.
-        kind: The required GPU as in planning/gpus.yaml, such as h100-sxm; `any` accepts all, `none` is a CPU.
+        kind: The required GPU as in planning/gpus.yaml, such as h100-sxm; `any` accepts all, `none` skips the check.
         count: Number of GPUs that the job uses.
     """
     if kind == 'none':
@@ -69,6 +69,7 @@ def check_gpus(nvml: Any, kind: str, count: int) -> Iterator[Finding]:
 
 
 def _check_one(nvml: Any, gpu: Any, name: str, kind: str, until: float) -> Iterator[Finding]:
+    """Yield the findings about one GPU: model, memory size, other processes, free memory and health."""
     product = _text(nvml.nvmlDeviceGetName(gpu))
     # The driver reports product names such as `NVIDIA H100 80GB HBM3`, so only the family is compared by name. The
     # memory size below distinguishes the variants of a family.
@@ -99,7 +100,7 @@ def _processes_and_memory(nvml: Any, gpu: Any) -> tuple[list[int], float, int]:
 
 
 def _check_health(nvml: Any, gpu: Any, name: str) -> Iterator[Finding]:
-    """Check memory errors and the recovery action that the driver requests, where the GPU supports the query."""
+    """Yield findings about memory errors of a GPU and the recovery action that its driver requests, where supported."""
     rows = _if_supported(nvml, lambda: nvml.nvmlDeviceGetRemappedRows(gpu))
     if rows is not None:
         _, _, pending, failed = rows
@@ -116,12 +117,14 @@ def _check_health(nvml: Any, gpu: Any, name: str) -> Iterator[Finding]:
 
 
 def _recovery_action(nvml: Any, gpu: Any) -> int | None:
+    """Return the recovery action that the driver requests for a GPU, 0 for none, or None if the driver is too old."""
     (field,) = nvml.nvmlDeviceGetFieldValues(gpu, [nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])
     # An older driver reports an unknown field in the result instead of raising an error.
     return None if field.nvmlReturn else int(field.value.uiVal)
 
 
 def _if_supported(nvml: Any, query: Callable[[], Any]) -> Any | None:
+    """Return the result of an NVML query, or None if the GPU does not support it."""
     try:
         return query()
     except nvml.NVMLError_NotSupported:

@@ -1,8 +1,9 @@
-"""Heartbeat files that show that the processes of a node make progress, and stack dumps of hung processes.
+"""Heartbeat files that show that the ranks of a node make progress, and stack dumps of hung ranks.
 
-Each rank writes its heartbeat to the folder FOLDER before each batch and before slow work such as a save, and writes
-its stacks when it receives SIGNAL. If FOLDER is not set, it does neither. `diffusion.launch.liveness` uses the same
-file format for the node entry point. The run lock (`run_lock`) has its own, because other machines read it.
+Each rank writes its heartbeat to the folder in the environment variable FOLDER before each batch and before slow work
+such as a save, and writes its stacks when it receives SIGNAL. If the variable is not set, the rank writes neither.
+`diffusion.launch.liveness` uses the same file format for the node entry point. The run lock (`run_lock`) has a format
+of its own, because other machines read it.
 """
 
 import contextlib
@@ -33,13 +34,13 @@ class Beat(NamedTuple):
     doing: str
     """TRAINING, or SAVING for all work that may take much longer than a batch (evaluations included)."""
     first: int
-    """Number of batches that the run had completed when this process began its first."""
+    """Number of batches that the run had completed when this process began its first batch."""
     first_at: float
-    """Time when that batch began."""
+    """Time when the first batch of this process began."""
 
 
 def write_heartbeat(path: Path, content: str = '') -> None:
-    """Replace a heartbeat file atomically and set its modification time; a write that fails is ignored."""
+    """Replace a heartbeat file atomically, with time.monotonic() as modification time; a failed write is ignored."""
     # The modification time is set to time.monotonic(), because a system clock that is adjusted or a machine that is
     # suspended must not end a healthy run. Setting the time also works on a full disk, where the new content cannot be
     # written; a full disk is no reason to end a run as hung.
@@ -65,7 +66,7 @@ def heartbeat_age(path: Path) -> float:
 
 
 def write_stacks_on_signal(environ: Mapping[str, str] = os.environ) -> None:
-    """Install the stack dump on SIGNAL; call this first in a program."""
+    """Make this process write the stacks of its threads to a file on SIGUSR2; call this first in a training program."""
     folder = environ.get(FOLDER)
     if folder is None:
         return
@@ -76,14 +77,14 @@ def write_stacks_on_signal(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def write_beat(batch: int, doing: str, first: int, first_at: float, environ: Mapping[str, str] = os.environ) -> None:
-    """Write the heartbeat of this rank. The arguments are the fields of `Beat`."""
+    """Write the heartbeat file of this rank with the fields of `Beat`; do nothing if the variable FOLDER is not set."""
     folder = environ.get(FOLDER)
     if folder is not None:
         write_heartbeat(Path(folder, f'beat-{_rank(environ)}'), json.dumps([batch, doing, first, first_at]))
 
 
 def last_beats(folder: Path) -> dict[int, Beat]:
-    """Return the last heartbeat of each rank that has written one, by rank."""
+    """Read the heartbeat files in a folder; return the last heartbeat of each rank that has written one, by rank."""
     found = {}
     for path in folder.glob('beat-*'):
         at = time.monotonic() - heartbeat_age(path)
@@ -92,7 +93,7 @@ def last_beats(folder: Path) -> dict[int, Beat]:
 
 
 def read_stacks(folder: Path) -> dict[int, str]:
-    """Return the stacks that ranks have written, by rank."""
+    """Return the thread stacks that ranks have written to files in a folder, by rank."""
     found = {int(path.stem.rpartition('-')[2]): path.read_text(encoding='utf-8') for path in folder.glob('stacks-*')}
     return {rank: text for rank, text in sorted(found.items()) if text}
 

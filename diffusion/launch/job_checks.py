@@ -1,4 +1,4 @@
-"""Job spec loading and validation. All mistakes are found before anything is submitted."""
+"""Loading and validation of job specs. All mistakes are found before anything is submitted."""
 
 import os
 import re
@@ -25,7 +25,7 @@ SECRET_VALUE = re.compile(r'\b(AKIA[0-9A-Z]{16}|hf_[A-Za-z0-9]{30,}|gh[pousr]_[A
 
 @dataclass(frozen=True)
 class CheckedSpec:
-    """A valid spec and its jobs."""
+    """Job spec that passed all checks, with its jobs, their recipes and the launch backend."""
 
     spec: JobSpec
     backend: Backend
@@ -38,14 +38,14 @@ class CheckedSpec:
 
 
 def load_job_spec(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:
-    """Load a job spec from its YAML, the files it extends and `key=value` overrides; recipes are not loaded.
+    """Load a job spec from its YAML file, the files that it extends and `key=value` overrides; recipes are not loaded.
 
     Raises:
-        RecipeError: All mistakes in the spec.
+        RecipeError: The spec has mistakes; the message lists all of them.
     """
     raw, gather = read_values(path, overrides), Gatherer()
     if 'recipe' not in raw and 'backend' not in raw and {'model', 'dataset', 'trainer'} & set(raw):
-        message = f'this is a recipe; write a job YAML with recipe: {path} and a backend, like those in yamls/launch'
+        message = f'this is a recipe; use a job YAML with recipe: {path} and a backend, like those in yamls/launch'
         raise RecipeError([Problem('', message)], path)
     name, options = _read_backend(raw.pop('backend', None), gather)
     spec: JobSpec = build_dataclass(JobSpec, raw, '', gather)
@@ -59,7 +59,7 @@ def load_job_spec(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:
 
 
 def check_jobs(spec: JobSpec, path: str | Path, *, environ: Mapping[str, str] | None = None) -> CheckedSpec:
-    """Return the jobs of a spec after all checks that need no cluster.
+    """Check a job spec and its recipes as far as possible without a cluster; return the spec with its jobs.
 
     Args:
         spec: Result of `load_job_spec`.
@@ -67,11 +67,11 @@ def check_jobs(spec: JobSpec, path: str | Path, *, environ: Mapping[str, str] | 
         environ: Environment in which the job is submitted (default: that of this process).
 
     Raises:
-        RecipeError: All mistakes in the spec and in its recipes.
+        RecipeError: The spec or its recipes have mistakes; the message lists all of them.
     """
     gpu, problems = _find_gpu(spec)
     if gpu is not None:
-        spec = replace(spec, gpu=gpu.name)  # normalized, since back ends look up instance types by name
+        spec = replace(spec, gpu=gpu.name)  # normalized, since backends look up instance types by name
     jobs, recipes, mistakes = _make_jobs(spec)
     backend = backend_of(spec.backend)
     problems += mistakes + _shared_run_folders(jobs) + (backend.problems(jobs) if jobs else [])
@@ -82,18 +82,18 @@ def check_jobs(spec: JobSpec, path: str | Path, *, environ: Mapping[str, str] | 
 
 
 def _read_backend(value: Any, gather: Gatherer) -> tuple[str, Any]:
-    """Return the name and options from `backend:`, which is a name or a mapping of `name` and options."""
+    """Return the backend name and options from `backend:` of a job spec: a name, or a mapping of `name` and options."""
     options = dict(value) if isinstance(value, dict) else {'name': value}
     name = options.pop('name', None)
     if name not in NAMES:
-        known = did_you_mean(str(name), NAMES) if name is not None else f'known: {", ".join(NAMES)}'
-        gather.problem('backend.name', f'{name!r} is not a back end; {known}')
+        known = did_you_mean(str(name), NAMES) if name is not None else f'use one of {", ".join(NAMES)}'
+        gather.problem('backend.name', f'{name!r} is not a backend; {known}')
         return '', None
     return str(name), build_dataclass(backend_of(str(name)).Options, options, 'backend', gather)
 
 
 def _spec_problems(spec: JobSpec) -> list[Problem]:
-    """Return mistakes that the types do not exclude."""
+    """Return the mistakes in a job spec that the types of its fields do not exclude, such as a negative number."""
     gather = Gatherer()
     for where, value in (
         ('nodes', spec.nodes),
@@ -103,9 +103,9 @@ def _spec_problems(spec: JobSpec) -> list[Problem]:
         *((f'stages.{name}.nodes', stage.nodes) for name, stage in spec.stages.items()),
     ):
         if isinstance(value, int) and value < 1:
-            gather.problem(where, f'{value} is not positive')
+            gather.problem(where, f'{value} is not positive; use a positive integer')
     if spec.price_usd_per_gpu_hour is not None and spec.price_usd_per_gpu_hour < 0:
-        gather.problem('price_usd_per_gpu_hour', f'{spec.price_usd_per_gpu_hour} is negative')
+        gather.problem('price_usd_per_gpu_hour', f'{spec.price_usd_per_gpu_hour} is negative; use 0 or more')
     if spec.restart.max_restarts < 0:
         gather.problem('restart.max_restarts', f'{spec.restart.max_restarts} is negative; use 0 for no restarts')
     for code in spec.restart.on_exit:
@@ -123,14 +123,18 @@ def _spec_problems(spec: JobSpec) -> list[Problem]:
     for target in spec.mounts:
         if not target.startswith('/'):
             gather.problem(
-                join('mounts', target), 'is not an absolute path; write the folder on the node, followed by its source'
+                join('mounts', target),
+                'is not an absolute path; use the absolute path on the node as the key, and its source as the value',
             )
     return gather.problems
 
 
 def _check_recipes(spec: JobSpec, gather: Gatherer) -> None:
+    """Report each stage of a job spec that has an invalid name or no recipe."""
     if not spec.stages and spec.recipe is None:
-        gather.problem('recipe', 'is missing; give the path of a recipe, such as yamls/phase1.yaml, or define stages')
+        gather.problem(
+            'recipe', 'is missing; set it to the path of a recipe such as yamls/phase1.yaml, or define stages'
+        )
     for name, stage in spec.stages.items():
         if re.fullmatch(r'[a-z]([a-z0-9-]*[a-z0-9])?', name) is None:
             gather.problem(join('stages', name), 'is not a valid stage name; use a-z, 0-9 and inner dashes')
@@ -139,10 +143,11 @@ def _check_recipes(spec: JobSpec, gather: Gatherer) -> None:
 
 
 def _check_variables(spec: JobSpec, gather: Gatherer) -> None:
+    """Report invalid names of environment variables, and values in a job spec that look like secrets."""
     for section, variables in (('env', spec.env), ('secrets', spec.secrets)):
         for name in variables:
             if VARIABLE.fullmatch(name) is None:
-                gather.problem(join(section, name), 'is not a valid name of an environment variable')
+                gather.problem(join(section, name), 'is not a variable name; use letters, digits and underscores')
             if name.startswith('DIFFUSION_'):
                 gather.problem(join(section, name), 'is set by the launcher; use the corresponding key of the spec')
     for name in spec.env:
@@ -166,7 +171,7 @@ def _check_variables(spec: JobSpec, gather: Gatherer) -> None:
 
 
 def _all_strings(value: Any, where: str = '') -> list[tuple[str, str]]:
-    """Return all strings in plain values, with their paths."""
+    """Return the path and text of every string in nested mappings and lists."""
     if isinstance(value, Mapping):
         return [found for key, item in value.items() for found in _all_strings(item, join(where, key))]
     if isinstance(value, list):
@@ -175,6 +180,7 @@ def _all_strings(value: Any, where: str = '') -> list[tuple[str, str]]:
 
 
 def _find_gpu(spec: JobSpec) -> tuple[GPU | None, list[Problem]]:
+    """Return the GPU model of a job spec, or None for CPUs, and the mistakes in `gpu` and `gpus_per_node`."""
     if spec.gpu is None:
         return None, []
     try:
@@ -188,7 +194,7 @@ def _find_gpu(spec: JobSpec) -> tuple[GPU | None, list[Problem]]:
 
 
 def _make_jobs(spec: JobSpec) -> tuple[list[Job], list[Recipe], list[Problem]]:
-    """Return the jobs and recipes of all stages, and their mistakes."""
+    """Return the jobs and recipes of all stages of a job spec, and the mistakes found in the recipes."""
     stages = spec.stages or {'main': JobStage()}
     jobs: list[Job] = []
     recipes: list[Recipe] = []
@@ -230,6 +236,7 @@ def _make_jobs(spec: JobSpec) -> tuple[list[Job], list[Recipe], list[Problem]]:
 
 
 def _recipe_problems(recipe: Recipe, spec: JobSpec, world_size: int) -> list[Problem]:
+    """Return the mistakes of a valid recipe in this job: an indivisible batch, or restarts without autoresume."""
     problems = check_devices(recipe, world_size)
     if recipe.task == 'train' and spec.restart.max_restarts and not recipe.trainer.get('autoresume'):
         message = 'is off, so a restart would start from scratch; turn it on, or set restart.max_restarts: 0 in the job'
@@ -238,6 +245,7 @@ def _recipe_problems(recipe: Recipe, spec: JobSpec, world_size: int) -> list[Pro
 
 
 def _shared_run_folders(jobs: Sequence[Job]) -> list[Problem]:
+    """Return a problem for each job that saves to the run folder of an earlier job of the same spec."""
     problems = []
     owners: dict[str, Job] = {}
     for job in jobs:
@@ -249,7 +257,7 @@ def _shared_run_folders(jobs: Sequence[Job]) -> list[Problem]:
 
 
 def _missing_secrets(spec: JobSpec, environ: Mapping[str, str]) -> list[Problem]:
-    """Return the secrets that the back end reads from the submitting environment and that are not set there."""
+    """Return a problem for each secret that must be exported before submission and is not set in the environment."""
     return [
         Problem(join('secrets', name), 'is not set in the environment; export it before submitting')
         for name, source in spec.secrets.items()

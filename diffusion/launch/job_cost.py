@@ -23,7 +23,7 @@ class Estimate:
 
 
 def estimate(job: Job, gpu: GPU | None) -> Estimate | str:
-    """Return the cost estimate of a job, or the reason why there is none."""
+    """Return the cost estimate of a job, or a text with the reason why the cost cannot be estimated."""
     if gpu is None:
         return 'runs on CPUs'
     try:
@@ -33,12 +33,12 @@ def estimate(job: Job, gpu: GPU | None) -> Estimate | str:
     except (UserError, CountingFailed) as error:
         return str(error).splitlines()[-1].strip()
     # The planner warns in terms of the options of `diffusion plan`; a job spec has a key instead.
-    warnings = tuple(re.sub(r'give --price.*', 'set price_usd_per_gpu_hour', warning) for warning in plan.warnings)
+    warnings = tuple(re.sub(r'pass --price.*', 'set price_usd_per_gpu_hour', warning) for warning in plan.warnings)
     return Estimate(plan.expected, given.price_usd_per_hour, warnings)
 
 
 def cost_table(jobs: Sequence[Job], gpu: GPU | None) -> tuple[list[str], list[str]]:
-    """Return a table of jobs, their machines and their costs as aligned lines, and the warnings of the planner."""
+    """Return the lines of a table of jobs with their machines and costs, and the warnings of the planner."""
     rows = [['job', 'nodes', 'GPUs', 'recipe', 'days', 'GPU-hours', 'dollars']]
     warnings: list[str] = []
     estimates = [estimate(job, gpu) for job in jobs]
@@ -62,4 +62,5 @@ def cost_table(jobs: Sequence[Job], gpu: GPU | None) -> tuple[list[str], list[st
 
 
 def _cells(cost: Cost) -> list[str]:
+    """Return the table cells of a cost: days, GPU-hours and dollars."""
     return [f'{cost.days:.2f}', f'{cost.gpu_hours:,.0f}', 'no price' if cost.usd is None else f'${cost.usd:,.0f}']

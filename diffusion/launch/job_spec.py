@@ -11,7 +11,7 @@ from diffusion.errors import UserError
 from diffusion.exit_codes import BAD_HARDWARE, CONFIG_ERROR, PREEMPTED
 
 Action = Literal['retry', 'elsewhere', 'stop']
-"""Action after an exit status: retry, retry on other nodes if the back end supports it, or stop."""
+"""Action after an exit status: retry, retry on other nodes if the backend supports it, or stop."""
 
 ON_EXIT: dict[str, Action] = {str(PREEMPTED): 'retry', str(BAD_HARDWARE): 'elsewhere', str(CONFIG_ERROR): 'stop'}
 """Default actions after the exit statuses of the node entry point."""
@@ -19,7 +19,7 @@ ON_EXIT: dict[str, Action] = {str(PREEMPTED): 'retry', str(BAD_HARDWARE): 'elsew
 
 @dataclass
 class Restart:
-    """Actions when a job ends."""
+    """Restart policy of a job: the action after each exit status, and the maximum number of restarts."""
 
     max_restarts: int = 100
     """Maximum number of restarts of a job."""
@@ -30,11 +30,11 @@ class Restart:
     """Action after every other exit status, such as that of a crash or a kill."""
 
     def actions(self) -> dict[int, Action]:
-        """Return the action for each listed exit status, including the defaults."""
+        """Return the action (retry, elsewhere or stop) for each listed exit status, including the defaults."""
         return {int(code): action for code, action in sorted((ON_EXIT | self.on_exit).items())}
 
     def codes(self, *selected: Action) -> list[int]:
-        """Return the listed exit statuses that have one of these actions."""
+        """Return the listed exit statuses whose action is one of `selected`, such as stop."""
         return [code for code, action in self.actions().items() if action in selected]
 
 
@@ -56,12 +56,12 @@ class Schedule:
 
 @dataclass
 class JobStage:
-    """One job of a chain. Keys that are not set are taken from the spec."""
+    """Stage of a chain of jobs, which becomes one job. Keys that are not set are taken from the job spec."""
 
     recipe: str | None = None
     """Path of the recipe."""
     overrides: dict[str, Any] = field(default_factory=dict)
-    """Overrides of the recipe, applied after those of the spec."""
+    """Overrides of the recipe, applied after the overrides of the job spec."""
     nodes: int | None = None
     """Number of machines."""
     time_limit: str | None = None
@@ -70,7 +70,7 @@ class JobStage:
 
 @dataclass
 class JobSpec:
-    """A job, or a chain of jobs."""
+    """Job spec, the content of a job YAML: one job, or a chain of jobs that run in sequence."""
 
     name: str
     """Name of the job in the scheduler, the same for every attempt."""
@@ -96,7 +96,7 @@ class JobSpec:
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables; must not contain secrets."""
     secrets: dict[str, str | None] = field(default_factory=dict)
-    """Secret environment variables by name, with the source from which the back end reads each; null reads it from the
+    """Secret environment variables by name, with the source from which the backend reads each; null reads it from the
     environment in which the job is submitted."""
     mounts: dict[str, str] = field(default_factory=dict)
     """Mounts, as folder on the node and source: `/workspace/runs: /shared/runs`, `pvc://claim`, `s3://bucket/runs`."""
@@ -111,14 +111,17 @@ class JobSpec:
     schedule: Schedule = field(default_factory=Schedule)
     """Queue, priority and limits."""
     options: Any = field(default=None, repr=False)
-    """Settings of the back end, from `backend:`."""
+    """Settings of the launch backend, from `backend:`."""
     backend: str = field(default='', repr=False)
-    """Name of the back end, from `backend:`."""
+    """Name of the launch backend, from `backend:`."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One job as passed to a back end: a stage with the keys of the spec filled in."""
+    """One job to submit to the scheduler: one stage of a job spec, or the whole spec if it has no stages.
+
+    A stage is one of several jobs that run one after the other. Settings that it omits are those of the spec.
+    """
 
     name: str
     """Name of the spec, followed by the name of the stage if there are stages."""
@@ -140,23 +143,24 @@ class Job:
 
     @property
     def arguments(self) -> list[str]:
-        """Arguments of the node entry point."""
+        """Arguments of the node entry point: the training program, the recipe and its overrides."""
         return ['--', 'run.py', self.recipe, *self.overrides]
 
     @property
     def command(self) -> list[str]:
-        """Command that every node runs."""
+        """Command that every node of the job runs, as a list of words."""
         return ['python', '-m', 'diffusion.launch.node', *self.arguments]
 
     @property
     def shell_command(self) -> str:
-        """Command, quoted for bash."""
+        """Command that every node of the job runs, quoted for bash."""
         return shlex.join(self.command)
 
 
 def override_words(overrides: Mapping[str, Any], prefix: str = '') -> tuple[str, ...]:
-    """Return overrides as `key=value` words, which run.py parses to the same values; nested keys are joined with
-    dots.
+    """Return recipe overrides as `key=value` words, which run.py parses to the same values.
+
+    Nested keys are joined with dots.
     """
     words: list[str] = []
     for key, value in overrides.items():
@@ -175,5 +179,5 @@ def seconds_of(duration: str) -> int:
     """
     found = re.fullmatch(r'(\d+)([smhd])', duration)
     if found is None or int(found[1]) == 0:
-        raise UserError(f'{duration!r} is not a duration; write a number and a unit, such as 90m, 12h or 3d')
+        raise UserError(f'{duration!r} is not a duration; use a number and a unit, such as 90m, 12h or 3d')
     return int(found[1]) * {'s': 1, 'm': 60, 'h': 3600, 'd': 86400}[found[2]]

@@ -18,18 +18,18 @@ file system can delay it."""
 
 
 def update_heartbeat() -> None:
-    """Write the heartbeat of this process, which `liveness_problems` reads."""
+    """Write the heartbeat file of this node entry point, which the container health check reads."""
     write_heartbeat(_heartbeat_file(os.getpid()))
 
 
 def remove_heartbeat() -> None:
-    """Remove the heartbeat of this process before it ends."""
+    """Remove the heartbeat file of this node entry point; call it before the process ends."""
     with contextlib.suppress(OSError):
         _heartbeat_file(os.getpid()).unlink(missing_ok=True)
 
 
 def liveness_problems(proc: Path = Path('/proc')) -> list[str]:
-    """Describe each node entry point of this container that has no recent heartbeat."""
+    """Return a message for each node entry point of this container that has no recent heartbeat."""
     found = []
     for folder in proc.glob('[0-9]*'):
         with contextlib.suppress(OSError):  # the process ended during the scan
@@ -46,6 +46,7 @@ def liveness_problems(proc: Path = Path('/proc')) -> list[str]:
 
 
 def _process_age(pid: int) -> float:
+    """Return the seconds since a process started."""
     uptime = float(Path('/proc/uptime').read_text(encoding='ascii').split()[0])
     return uptime - int(start_ticks(pid) or 0) / os.sysconf('SC_CLK_TCK')
 
@@ -55,7 +56,7 @@ def _heartbeat_file(pid: int) -> Path:
 
 
 def main() -> int:
-    """Print the problems and return the exit status."""
+    """Run the container health check: print each problem; return 1 if there are any, else 0."""
     found = liveness_problems()
     for problem in found:
         print(problem, file=sys.stderr)

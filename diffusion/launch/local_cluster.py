@@ -22,7 +22,7 @@ GRACE_SECONDS = 15.0
 
 
 def run_local_jobs(jobs: Sequence[Job]) -> int:
-    """Run jobs in sequence, each with the restarts of its spec; return the first nonzero exit status, or 0."""
+    """Run jobs in sequence on this machine, with their restarts; return the first nonzero exit status, or 0."""
     for job in jobs:
         status = LocalJob(job).run()
         if status:
@@ -31,7 +31,7 @@ def run_local_jobs(jobs: Sequence[Job]) -> int:
 
 
 def node_environment(job: Job, rank: int) -> dict[str, str]:
-    """Return the environment variables of one node of a job."""
+    """Return the environment variables of one node of a local job."""
     return environment_of(job, 'local', NODE_RANK=str(rank), MASTER_ADDR='127.0.0.1')
 
 
@@ -44,7 +44,7 @@ class LocalJob:
         self._nodes: list[subprocess.Popen[bytes]] = []
 
     def run(self) -> int:
-        """Run the job and its restarts; return the exit status of the last attempt."""
+        """Run the job, with restarts if it fails; return the exit status of the last attempt."""
         restart, count = self.job.spec.restart, 0
         handlers = {number: signal.signal(number, self._request_stop) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -63,6 +63,7 @@ class LocalJob:
                 signal.signal(number, handler)
 
     def _attempt(self, count: int) -> int:
+        """Start all nodes of the job once and wait for them; return the exit status of the job."""
         # A new exit file per attempt: a line of an earlier attempt would be taken as the reason why this one ended.
         with tempfile.TemporaryDirectory(prefix='diffusion-job-') as folder:
             exits = Path(folder, 'exits')
@@ -86,6 +87,7 @@ class LocalJob:
         return subprocess.Popen(command, env=environ, cwd=folder, start_new_session=True, preexec_fn=die_with_parent)
 
     def _wait(self) -> None:
+        """Wait until all nodes have ended or exceed their time to stop; a stop is forwarded to the nodes."""
         deadline, forwarded = float('inf'), False
         while any(node.poll() is None for node in self._nodes):
             now = time.monotonic()
@@ -117,7 +119,7 @@ class LocalJob:
 
 
 def job_exit_status(reported: Sequence[int], codes: Sequence[int]) -> int:
-    """Return the exit status of a job from those of its nodes.
+    """Combine the exit statuses of the nodes of a job into one exit status of the job.
 
     Args:
         reported: Exit statuses in the file shared by the nodes, in the order in which the nodes ended.

@@ -48,7 +48,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of an attempt on this node."""
+    """Result of one attempt of a job on this node: exit status, cause and detail."""
 
     status: int
     cause: str
@@ -81,7 +81,7 @@ def run_node_preflight(recipe_words: Sequence[str], environ: Mapping[str, str]) 
 
     Args:
         recipe_words: The recipe and its overrides.
-        environ: The environment that a back end would set: preflight level, GPU model, number of processes.
+        environ: The environment that a launch backend would set: preflight level, GPU model, number of processes.
 
     Raises:
         UserError: The recipe is wrong, or the variables contradict each other.
@@ -93,7 +93,7 @@ def run_node_preflight(recipe_words: Sequence[str], environ: Mapping[str, str]) 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of the job spec for the node entry point."""
+    """Settings of a job that the node entry point reads from its environment variables."""
 
     actions: Mapping[str, str]
     """Action by exit status; `*` is the action for all others."""
@@ -107,7 +107,7 @@ class Settings:
 
     @staticmethod
     def from_environ(environ: Mapping[str, str]) -> 'Settings':
-        """Return the settings from the environment that a back end has set.
+        """Return the settings of the job from the environment variables that a launch backend has set.
 
         Raises:
             UserError: A variable has an invalid value.
@@ -117,7 +117,7 @@ class Settings:
         actions = {status: action for status, _, action in words}
         level = environ.get(environment.PREFLIGHT, 'none')
         if level not in ('none', *PREFLIGHT_SECONDS):
-            raise UserError(f'{environment.PREFLIGHT}: {level!r} is not one of none, {", ".join(PREFLIGHT_SECONDS)}')
+            raise UserError(f'{environment.PREFLIGHT}: {level!r} is unknown; use none, {", ".join(PREFLIGHT_SECONDS)}')
         return Settings(
             actions,
             int(_number(environ, environment.MAX_RESTARTS, sys.maxsize)),
@@ -128,7 +128,7 @@ class Settings:
         )
 
     def action_after(self, status: int) -> str:
-        """Return the action after an exit status: retry, elsewhere or stop."""
+        """Return the action of the job after an exit status: retry, elsewhere (retry on other nodes) or stop."""
         return self.actions.get(str(status), self.actions.get('*', 'retry'))
 
 
@@ -167,7 +167,11 @@ class Node:
         clock is set."""
 
     def run(self) -> int:
-        """Run attempts until one is final for this process; return the exit status."""
+        """Run the job on this node, and return the exit status of the last attempt.
+
+        There is one attempt, because the scheduler restarts a failed job by its exit status. Only SageMaker does not;
+        there a failed attempt is repeated here if its status allows it, up to the maximum number of restarts.
+        """
         # Installed before the lock is taken: the wait for an earlier attempt can take minutes and must react to
         # SIGTERM.
         self._install_signal_handlers()
@@ -179,12 +183,12 @@ class Node:
                 self._print(str(error))
                 return PREEMPTED if self.stop_requested else FAILED if error.retry else CONFIG_ERROR
             except OSError as error:
-                self._print(f'{self.run_dir}: cannot be written ({error}); check that it is mounted and has free space')
+                self._print(f'{self.run_dir} cannot be written ({error}); check that it is mounted and has free space')
                 return FAILED
             return self._run_attempts()
 
     def check(self) -> int:
-        """Run only the preflight; return the exit status."""
+        """Run only the preflight checks, without training; return the exit status."""
         # No lock and no record of an attempt: nothing is trained.
         self.owns_run = False
         self._install_signal_handlers()
@@ -195,6 +199,7 @@ class Node:
         return outcome.status
 
     def _run_attempts(self) -> int:
+        """Run attempts, while this process holds the run lock; return the exit status of the last one."""
         restarts = 0
         while True:
             earlier = self._earlier_attempts()
@@ -210,16 +215,18 @@ class Node:
             restarts += 1
 
     def _poll_while_waiting(self) -> bool:
+        """Write a heartbeat while waiting for the run lock; return True if a stop was requested."""
         liveness.update_heartbeat()
         return self.stop_requested
 
     def _earlier_attempts(self) -> list[Attempt]:
-        """Return the earlier attempts on the first node, which records them; an empty list on all other nodes."""
+        """Return the recorded earlier attempts of the run on its first node; an empty list on all other nodes."""
         with contextlib.suppress(UserError):  # the run has no attempts.jsonl yet
             return attempts.read_attempts(self.run_dir) if self.owns_run else []
         return []
 
     def _attempt(self, number: int) -> Outcome:
+        """Run the preflight, then the recipe, once; record the attempt and return its outcome on this node."""
         attempt = Attempt(number, self._now())
         self._record('begin', attempt)
         with tempfile.TemporaryDirectory(prefix='diffusion-node-') as folder:
@@ -235,7 +242,7 @@ class Node:
         return outcome
 
     def _cause_of_end(self, outcome: Outcome) -> tuple[str, str]:
-        """Return the cause and detail of an end, those of another node if its failure made this one fail or stop."""
+        """Return the cause and detail of the end of an attempt, taken from another node if that node failed first."""
         first = self._failure_elsewhere()
         # When another node fails, this one is stopped or crashes in a collective. The cause that it observes is then
         # only a consequence, and would be misleading in attempts.jsonl.
@@ -244,12 +251,12 @@ class Node:
         return first.cause, f'{first.machine}: {first.detail or f"status {first.status}"}'
 
     def _failure_elsewhere(self) -> 'NodeExit | None':
-        """Return the exit of the node that failed first and so ended this attempt, or None."""
+        """Return the exit record of the node whose failure ended this attempt, or None if no node has failed."""
         first = first_failed_node(self.environ)
         return None if first is None or first.cause == 'preempted' else first
 
     def _preflight(self, folder: Path, attempt: Attempt) -> Outcome:
-        """Run the preflight of the job before training."""
+        """Run the preflight checks of the job, if enabled, before training; return the outcome."""
         level = self.settings.preflight
         if level == 'none':
             return Outcome(0, 'done')
@@ -266,7 +273,7 @@ class Node:
     def _run_workers(
         self, command: Sequence[str], folder: Path, attempt: Attempt, *, limit_seconds: float | None = None
     ) -> Outcome:
-        """Run a program on all GPUs until it ends, or for at most `limit_seconds`."""
+        """Run a program with one process per GPU, for at most `limit_seconds` if set; return the outcome."""
         workers = Workers(self.position, command, {**self.environ, heartbeat_file.FOLDER: str(folder)}, folder)
         try:
             outcome = self._watch(workers, attempt, limit_seconds)
@@ -282,7 +289,10 @@ class Node:
         return outcome
 
     def _watch(self, workers: 'Workers', attempt: Attempt, limit_seconds: float | None) -> Outcome:
-        """Wait until the processes have ended, exceed their time to stop, or hang; return the outcome."""
+        """Monitor the worker processes until all have ended, and return the outcome of the attempt.
+
+        Returns early if they hang, exceed the time limit, or have not ended some time after a stop signal or a failure.
+        """
         begin = time.monotonic()
         watchdog = Watchdog(begin, self.settings.hang_seconds) if self.trains and limit_seconds is None else None
         last_check, last_record = 0.0, begin
@@ -330,6 +340,7 @@ class Node:
         return workers.outcome(stop_requested=self.stop_requested)
 
     def _take_beats(self, workers: 'Workers', attempt: Attempt) -> None:
+        """Copy the batch numbers and times from the last heartbeat of a rank to the record of the attempt."""
         beats = heartbeat_file.last_beats(workers.folder)
         if beats:
             # One rank represents the node, since all ranks are at the same batch up to one.
@@ -338,6 +349,7 @@ class Node:
             attempt.last, attempt.last_at = first.batch, self._epoch + first.at
 
     def _keep_stacks(self, workers: 'Workers') -> None:
+        """Copy the thread stacks of the ranks to a file in the run's folder."""
         found = heartbeat_file.read_stacks(workers.folder)
         path = self.run_dir / f'stacks-{time.strftime("%Y%m%d-%H%M%S")}-node{self.position.rank}.txt'
         with contextlib.suppress(OSError):
@@ -345,6 +357,7 @@ class Node:
             self._print(f'wrote the stacks of {len(found)} of {self.position.processes} ranks to {path}')
 
     def _record(self, event: str, attempt: Attempt) -> None:
+        """Append an attempt to attempts.jsonl, on the first node of a training run."""
         if not self.owns_run:
             return
         try:
@@ -368,13 +381,13 @@ class Node:
 
 @dataclass
 class Workers:
-    """Processes of a node, one per GPU, each in a process group with its children.
+    """Worker processes of a node, one per GPU, each in a process group with its children.
 
     Args:
         position: Rank of the node in the job.
         command: run.py and its arguments.
         environ: Environment of all processes.
-        folder: Folder for their heartbeats, stacks and output.
+        folder: Folder for the heartbeats, stacks and output of the processes.
     """
 
     position: NodePosition
@@ -403,7 +416,7 @@ class Workers:
                 output.close()
 
     def codes(self) -> list[int | None]:
-        """Return the exit statuses: negative for a signal, None for a running process."""
+        """Return the exit status of each worker process: negative for a signal, None if it still runs."""
         return [process.poll() for process in self.processes]
 
     def ended(self) -> bool:
@@ -413,7 +426,7 @@ class Workers:
         return any(code for code in self.codes())
 
     def outcome(self, *, stop_requested: bool, late: bool = False) -> Outcome:
-        """Return one outcome for the exit statuses of all processes."""
+        """Combine the exit statuses of all worker processes into one outcome."""
         first = self.position.rank * self.position.processes
         codes = {first + local: code for local, code in enumerate(self.codes())}
         # A user error or bad hardware on one rank explains all other statuses: the other ranks fail because of it.
@@ -433,13 +446,13 @@ class Workers:
         return Outcome(PREEMPTED, 'preempted') if PREEMPTED in codes.values() else Outcome(0, 'done')
 
     def signal(self, number: int) -> None:
-        """Send a signal to every running process."""
+        """Send a signal to every worker process that still runs."""
         for process in self.processes:
             if process.poll() is None:
                 process.send_signal(number)
 
     def write_stacks(self) -> None:
-        """Have every responsive process write the stacks of its threads, and wait for them."""
+        """Make every responsive worker process write the stacks of its threads, and wait for the files."""
         self.signal(heartbeat_file.SIGNAL)
         until = time.monotonic() + GRACE_SECONDS
         while len(heartbeat_file.read_stacks(self.folder)) < len(self.processes) and time.monotonic() < until:
@@ -447,7 +460,7 @@ class Workers:
         time.sleep(CHECK_EVERY_SECONDS)  # the files may still be incomplete
 
     def kill(self) -> list[int]:
-        """Kill all processes with their children; return the ids of those that still exist after KILL_SECONDS."""
+        """Kill all worker processes with their children; return the ids of workers that exist after KILL_SECONDS."""
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -475,22 +488,23 @@ class Workers:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies. Does nothing on systems other than Linux."""
+    """Make the kernel kill this process when its parent dies. Does nothing on systems other than Linux."""
     if sys.platform == 'linux':
         # No signal handler runs after SIGKILL of the parent, and orphaned ranks would keep the GPUs and the port.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _number(environ: Mapping[str, str], name: str, default: float) -> float:
+    """Return the number in an environment variable, or the default if the variable is not set."""
     try:
         return float(environ.get(name, default))
     except ValueError:
-        raise UserError(f'{name}: {environ[name]!r} is not a number') from None
+        raise UserError(f'{name}: {environ[name]!r} is not a number; set it to a number or unset it') from None
 
 
 @dataclass(frozen=True)
 class NodeExit:
-    """Line of a node in the exit file shared by all nodes of a job, written when the node ends."""
+    """Exit record of a node: its line in the exit file that all nodes of a job share, written when the node ends."""
 
     status: int
     machine: str
@@ -500,7 +514,7 @@ class NodeExit:
 
     @staticmethod
     def parse(line: str) -> 'NodeExit | None':
-        """Return the exit in a line, or None for a partial line."""
+        """Return the exit record in a line of the exit file, or None if the line is incomplete."""
         status, machine, cause, detail = (*line.split(' ', 3), '', '', '')[:4]
         if not status.isdigit():
             return None
@@ -509,7 +523,7 @@ class NodeExit:
 
 
 def first_failed_node(environ: Mapping[str, str]) -> NodeExit | None:
-    """Return the exit of the first node of this attempt that ended with a nonzero status, or None."""
+    """Return the exit record of the node that failed first in this attempt, or None if none has failed."""
     try:
         lines = Path(environ[environment.EXIT_FILE]).read_text(encoding='utf-8').splitlines()
     except (KeyError, OSError):
@@ -518,7 +532,7 @@ def first_failed_node(environ: Mapping[str, str]) -> NodeExit | None:
 
 
 def _report_exit(status: int, environ: Mapping[str, str], outcome: Outcome | None = None) -> int:
-    """Append the exit of this node to the file shared by all nodes; return the status."""
+    """Append the exit record of this node to the exit file that all nodes share; return the exit status."""
     liveness.remove_heartbeat()
     cause = '' if outcome is None or outcome.status != status else f' {outcome.cause} {outcome.detail}'.rstrip()
     path = environ.get(environment.EXIT_FILE)
@@ -527,7 +541,7 @@ def _report_exit(status: int, environ: Mapping[str, str], outcome: Outcome | Non
             with open(path, 'a', encoding='utf-8') as file:
                 file.write(f'{status} {environment.machine_name(environ)}{cause}\n')
         except OSError as error:
-            print(f'{path}: cannot be written ({error})', file=sys.stderr)
+            print(f'{path} cannot be written ({error})', file=sys.stderr)
     return status
 
 

@@ -42,7 +42,7 @@ class NodePosition:
 
 @dataclass(frozen=True)
 class _SchedulerValues:
-    """Values that a scheduler provides; None for those that it does not."""
+    """Rank, sizes and first node of a job from a scheduler; None for each value that the scheduler does not provide."""
 
     rank: int
     nodes: int | None = None
@@ -52,11 +52,11 @@ class _SchedulerValues:
 
 
 def find_position(environ: Mapping[str, str], *, resources: Path = RESOURCES) -> NodePosition:
-    """Return the position of this node.
+    """Return the rank of this node, the size of its job and the address of the first node.
 
     Args:
         environ: The environment of the node entry point.
-        resources: Path of SageMaker's file of hosts.
+        resources: Path of the file in which SageMaker lists the hosts of a job.
 
     Raises:
         UserError: The scheduler's variables are incomplete, or contradict the job spec.
@@ -64,7 +64,7 @@ def find_position(environ: Mapping[str, str], *, resources: Path = RESOURCES) ->
     """
     scheduler = environ.get(environment.SCHEDULER) or _detect_scheduler(environ, resources)
     if scheduler not in _READERS:
-        raise UserError(f'{environment.SCHEDULER}: {scheduler!r} is unknown; known: {", ".join(_READERS)}')
+        raise UserError(f'{environment.SCHEDULER}: {scheduler!r} is unknown; use one of {", ".join(_READERS)}')
     given = _READERS[scheduler](environ, resources)
     nodes = _reconcile('nodes', environment.NODES, environ, given.nodes, scheduler)
     processes = _reconcile('processes per node', environment.PROCESSES_PER_NODE, environ, given.processes, scheduler)
@@ -80,7 +80,7 @@ def find_position(environ: Mapping[str, str], *, resources: Path = RESOURCES) ->
 
 
 def _detect_scheduler(environ: Mapping[str, str], resources: Path) -> str:
-    """Return the scheduler whose variables are set, or `local` if there is none."""
+    """Return the name of the scheduler whose environment variables are set, or `local` if there is none."""
     rank_variables = {
         'slurm': 'SLURM_NODEID',
         'skypilot': 'SKYPILOT_NODE_RANK',
@@ -99,11 +99,11 @@ def _detect_scheduler(environ: Mapping[str, str], resources: Path) -> str:
 
 
 def _reconcile(quantity: str, variable: str, environ: Mapping[str, str], given: int | None, scheduler: str) -> int:
-    """Return a number that the job spec and the scheduler must agree on if both provide it."""
+    """Return the number of nodes or processes per node; raise UserError if job spec and scheduler disagree on it."""
     requested = _parse_int(variable, environ[variable]) if variable in environ else None
     if requested is not None and given is not None and requested != given:
         raise UserError(
-            f'{scheduler} gave {given} {quantity}, the job spec says {requested} ({variable}); make them equal'
+            f'{scheduler} provides {given} {quantity}, but the job spec has {requested} ({variable}); make them equal'
         )
     number = requested if requested is not None else given
     if number is None:
@@ -117,12 +117,12 @@ def _parse_int(variable: str, value: str) -> int:
     try:
         return int(value)
     except ValueError:
-        raise UserError(f'{variable}: {value!r} is not an integer') from None
+        raise UserError(f'{variable}: {value!r} is not an integer; set it to an integer or unset it') from None
 
 
 def _required_int(environ: Mapping[str, str], variable: str, scheduler: str) -> int:
     if variable not in environ:
-        raise UserError(f'{variable} is not set; was this node started by {scheduler}?')
+        raise UserError(f'{variable} is not set; start this node with {scheduler}, or correct DIFFUSION_SCHEDULER')
     return _parse_int(variable, environ[variable])
 
 
@@ -131,7 +131,7 @@ def _optional_int(environ: Mapping[str, str], variable: str) -> int | None:
 
 
 def _local(environ: Mapping[str, str], resources: Path) -> _SchedulerValues:
-    """Return the values of the job spec, or else those of this machine alone with all its GPUs."""
+    """Return the rank and size of a job without a scheduler: as in the job spec, else one node with all GPUs."""
     return _SchedulerValues(
         _parse_int(environment.NODE_RANK, environ.get(environment.NODE_RANK, '0')),
         None if environment.NODES in environ else 1,
@@ -155,6 +155,7 @@ def visible_gpus(environ: Mapping[str, str], count: int) -> list[int | str]:
 
 
 def _slurm(environ: Mapping[str, str], resources: Path) -> _SchedulerValues:
+    """Return the rank, sizes and first node of a job, as far as Slurm provides them."""
     # The step comes first, because srun may start fewer nodes than the job has.
     names = environ.get('SLURM_STEP_NODELIST') or environ.get('SLURM_JOB_NODELIST')
     nodes = _optional_int(environ, 'SLURM_STEP_NUM_NODES') or _optional_int(environ, 'SLURM_NNODES')
@@ -177,10 +178,12 @@ def _first_hostname(nodes: str) -> str:
 
 
 def _jobset(environ: Mapping[str, str], resources: Path) -> _SchedulerValues:
+    """Return the rank, sizes and first node of a job, as far as a JobSet provides them."""
     return _SchedulerValues(_required_int(environ, 'JOB_COMPLETION_INDEX', 'the JobSet'))
 
 
 def _kubeflow(environ: Mapping[str, str], resources: Path) -> _SchedulerValues:
+    """Return the rank, sizes and first node of a job, as far as Kubeflow Trainer provides them."""
     return _SchedulerValues(
         _required_int(environ, 'PET_NODE_RANK', 'Kubeflow Trainer'),
         _optional_int(environ, 'PET_NNODES'),
@@ -191,6 +194,7 @@ def _kubeflow(environ: Mapping[str, str], resources: Path) -> _SchedulerValues:
 
 
 def _skypilot(environ: Mapping[str, str], resources: Path) -> _SchedulerValues:
+    """Return the rank, sizes and first node of a job, as far as SkyPilot provides them."""
     addresses = environ.get('SKYPILOT_NODE_IPS', '').split()
     return _SchedulerValues(
         _required_int(environ, 'SKYPILOT_NODE_RANK', 'SkyPilot'),
@@ -202,6 +206,11 @@ def _skypilot(environ: Mapping[str, str], resources: Path) -> _SchedulerValues:
 
 
 def _sagemaker(environ: Mapping[str, str], resources: Path) -> _SchedulerValues:
+    """Return the rank of this node, the number of nodes and the first node, read from SageMaker's resource file.
+
+    Raises:
+        ExternalError: The file does not exist, or does not list this node.
+    """
     # The variables SM_* are set only in images with the SageMaker training toolkit. The order of the file gives the
     # ranks: sorted by name, algo-10 would come before algo-2.
     try:
@@ -213,11 +222,12 @@ def _sagemaker(environ: Mapping[str, str], resources: Path) -> _SchedulerValues:
 
 
 def _mosaicml(environ: Mapping[str, str], resources: Path) -> _SchedulerValues:
+    """Return the rank, sizes and first node of a job, as far as MosaicML's platform provides them."""
     # WORLD_SIZE counts processes here, and nodes on some other platforms.
     world, processes = _optional_int(environ, 'WORLD_SIZE'), _optional_int(environ, 'LOCAL_WORLD_SIZE')
     nodes = world // processes if world and processes else None
     if nodes and world and processes and nodes * processes != world:
-        raise UserError(f'WORLD_SIZE={world} is not a multiple of LOCAL_WORLD_SIZE={processes}')
+        raise UserError(f'WORLD_SIZE={world} is not a multiple of LOCAL_WORLD_SIZE={processes}; correct one of them')
     return _SchedulerValues(
         _required_int(environ, 'NODE_RANK', "MosaicML's platform"),
         nodes,
@@ -243,7 +253,7 @@ _RANK_VARIABLES = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'NODE
 def rank_environment(
     position: NodePosition, local_rank: int, environ: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Return the environment of one process of a node, equal to that from Composer's launcher."""
+    """Return the environment variables of one worker process of a node, the same as Composer's launcher would set."""
     # Schedulers set some of these variables with other meanings (WORLD_SIZE as nodes), so none is inherited.
     kept = {name: value for name, value in environ.items() if name not in _RANK_VARIABLES}
     rank = position.rank * position.processes + local_rank

@@ -37,7 +37,7 @@ which the other nodes of this attempt wait."""
 
 
 class RunLocked(UserError):
-    """Another job holds the lock.
+    """Raised when another job holds the lock of a run's folder.
 
     Attributes:
         retry: True if the owner may be an earlier attempt of the same job, so that a later attempt may succeed.
@@ -50,7 +50,7 @@ class RunLocked(UserError):
 
 @dataclass(frozen=True)
 class Owner:
-    """Process that holds a lock. The fields are the keys of `owner` in run.lock."""
+    """Process that holds the lock of a run's folder. The fields are the keys of `owner` in run.lock."""
 
     token: str
     job: str
@@ -70,7 +70,7 @@ class Owner:
 
     @staticmethod
     def current(environ: Mapping[str, str]) -> 'Owner':
-        """Return the owner record of this process."""
+        """Return the record of this process as an owner of the lock."""
         number = next((environ[name] for name in _JOB_ID_VARIABLES if environ.get(name)), '')
         attempt = environ.get(environment.ATTEMPT, '')
         return Owner(
@@ -86,18 +86,16 @@ class Owner:
         )
 
     def is_later_attempt_of(self, other: 'Owner') -> bool:
-        """Return True if this is a later attempt of the same job, whose earlier attempt the scheduler has already
-        ended.
-        """
+        """Return True if this owner is a later attempt of the job of `other`, so that `other` must have ended."""
         return bool(self.number) and self.number == other.number and self.attempt > other.attempt >= 0
 
     def may_be_same_job_as(self, other: 'Owner') -> bool:
-        """Return True if both may be attempts of one job, judging by job name and id."""
+        """Return True if both lock owners may be attempts of one job, judging by job name and id."""
         different_ids = self.number and other.number and self.number != other.number
         return bool(self.job) and self.job == other.job and not different_ids
 
     def is_alive(self) -> bool | None:
-        """Return True if the process is running, or None if this machine cannot tell."""
+        """Return True if the owner's process is running, False if not, or None if it cannot be determined here."""
         if not self.machine or self.machine != _machine_id():
             return None
         return start_ticks(self.pid) == self.started
@@ -112,7 +110,7 @@ class Owner:
 def held(
     run: Path, environ: Mapping[str, str] = os.environ, *, stopped: Callable[[], bool] = lambda: False
 ) -> Iterator[Owner]:
-    """Hold the lock of a run's folder; if another job takes the lock in the meantime, end this process immediately.
+    """Hold the lock of a run's folder in a `with` block; if another job takes over the lock, exit this process.
 
     Args:
         run: The run's folder.
@@ -143,7 +141,7 @@ def held(
 
 
 def owner_of(path: Path) -> Owner | None:
-    """Return the owner in a lock file, or None if the file does not exist or cannot be parsed."""
+    """Return the owner recorded in a lock file, or None if the file does not exist or cannot be parsed."""
     return _parse_owner(_read(path))
 
 
@@ -154,7 +152,7 @@ def _parse_owner(content: str | None) -> Owner | None:
 
 
 def _wait_until_free(path: Path, this_owner: Owner, stopped: Callable[[], bool]) -> None:
-    """Wait until the lock has no owner or its owner is known to be dead.
+    """Wait until a lock file has no owner or its owner is known to be dead.
 
     Raises:
         RunLocked: The owner is alive, or `stopped` returned True.
@@ -190,13 +188,14 @@ def _wait_until_free(path: Path, this_owner: Owner, stopped: Callable[[], bool])
 
 
 def _max_wait(this_owner: Owner, other: Owner) -> float:
-    """Return how many seconds to wait for a live owner to end: only an earlier attempt of this job is about to end."""
+    """Return the maximum seconds to wait for a live lock owner to end; 0 if the owner belongs to another job."""
     if not this_owner.may_be_same_job_as(other):
         return 0.0
     return STALE_SECONDS if other.is_alive() else SAME_JOB_SECONDS
 
 
 def _refresh(path: Path, this_owner: Owner, done: threading.Event) -> None:
+    """Rewrite the lock file every few seconds until `done`; exit this process if another job takes over the lock."""
     count = 0
     while not done.wait(REFRESH_SECONDS):
         other = owner_of(path)
@@ -213,6 +212,7 @@ def _refresh(path: Path, this_owner: Owner, done: threading.Event) -> None:
 
 
 def _write(path: Path, this_owner: Owner, count: int) -> None:
+    """Write the owner and the number of refreshes to a lock file."""
     # In place, unlike a heartbeat: clients of a network file system see a changed file sooner than a new one of the
     # same name. A reader may see a partial write, which counts as a change without an owner.
     line: dict[str, Any] = {'owner': asdict(this_owner), 'count': count, 'at': time.time()}
@@ -238,6 +238,7 @@ def _read(path: Path) -> str | None:
 
 
 def _machine_id() -> str:
+    """Return the boot id and PID namespace of this machine; empty if they cannot be read."""
     # The PID namespace as well as the boot id: containers on one machine share the kernel, but not their process ids.
     try:
         boot = Path('/proc/sys/kernel/random/boot_id').read_text(encoding='ascii').strip()

@@ -9,9 +9,9 @@ from diffusion.launch.heartbeat_file import SAVING, Beat
 HANG_SECONDS = 900.0
 """Minimum time without a heartbeat that counts as a hang."""
 MEDIAN_STEPS = 10
-"""Number of median batch times that must also have passed."""
+"""Number of median batch times without a heartbeat that must also have passed before it counts as a hang."""
 SLOW_WORK_FACTOR = 4
-"""Factor on the limit for the first batch, saves and evaluations."""
+"""Factor on the time limit during the first batch, saves and evaluations."""
 
 
 class Watchdog:
@@ -28,7 +28,7 @@ class Watchdog:
         self._steps: deque[float] = deque(maxlen=100)
 
     def check(self, beats: Mapping[int, Beat], now: float) -> str | None:
-        """Update the estimate from the last heartbeat of each rank; return a description of the hang, or None."""
+        """Update the batch-time estimate from the last heartbeats; return a description of the hang if there is one."""
         # The newest heartbeat of all ranks counts. In a healthy run every rank waits for all others in each batch, so
         # one hung rank stops the heartbeats of all, and a rank that is merely slow does not look hung.
         newest = max([*beats.values(), self._newest])
@@ -42,7 +42,7 @@ class Watchdog:
         return f'no heartbeat for {now - newest.at:.0f} s since {since} (limit {limit:.0f} s)'
 
     def limit(self) -> float:
-        """Return the time in seconds until the next heartbeat is overdue."""
+        """Return the maximum time in seconds from the last heartbeat to the next; longer counts as a hang."""
         # The median is robust against single slow batches, such as those that include a save or an evaluation.
         typical = MEDIAN_STEPS * statistics.median(self._steps) if self._steps else 0.0
         # The first batch waits for cold shards and for the compiler; a save or an evaluation may take many batch times.

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -16,7 +17,7 @@ TRAIN_LOSS = 'loss/train/total'
 
 
 class MetricsFile(LoggerDestination):
-    """Append metrics to `folder/metrics.jsonl`, one JSON object per line with the batch as `step` and metrics by name.
+    """Logger that appends metrics to `folder/metrics.jsonl`: JSON lines with the batch as `step` and metrics by name.
 
     A resumed run appends to the same file; for batches that it repeats, `read_metrics` keeps the later values. When
     training ends, the loss curve is drawn to `folder/loss.png`.
@@ -58,7 +59,7 @@ class MetricsFile(LoggerDestination):
 
 
 def read_metrics(path: Path) -> dict[str, dict[int, float]]:
-    """Return the values of each metric by batch: name -> batch -> value; the later line counts for repeated batches."""
+    """Read a metrics file: return name -> batch -> value; for a repeated batch, the later line counts."""
     series: dict[str, dict[int, float]] = {}
     for line in path.read_text(encoding='utf-8').splitlines():
         try:
@@ -91,7 +92,7 @@ def draw_loss_curve(metrics: Path, out: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.plot(steps, losses, linewidth=0.5, alpha=0.35, color='tab:blue')
-    axes.plot(steps, _smoothed(losses), color='tab:blue', label='training loss, smoothed')
+    axes.plot(steps, smoothed(losses), color='tab:blue', label='training loss, smoothed')
     for name, values in series.items():
         if name.startswith('metrics/') and name.endswith('/loss'):
             axes.plot(
@@ -103,14 +104,15 @@ def draw_loss_curve(metrics: Path, out: Path) -> None:
     figure.savefig(out, dpi=120)
 
 
-def _smoothed(values: tuple[float, ...]) -> list[float]:
-    """Return an exponential moving average over about 1/50 of the curve."""
+def smoothed(values: Sequence[float]) -> list[float]:
+    """Return an exponential moving average over about 1/50 of the curve, without bias at its start."""
     keep = math.exp(-50 / max(50, len(values)))
-    average, smoothed = values[0], []
-    for value in values:
+    average, averages = 0.0, []
+    for count, value in enumerate(values, start=1):
         average = keep * average + (1 - keep) * value
-        smoothed.append(average)
-    return smoothed
+        # The weights of the first `count` values sum to 1 - keep**count.
+        averages.append(average / (1 - keep**count))
+    return averages
 
 
 def is_number(value: Any) -> bool:

@@ -55,7 +55,7 @@ class _LatestMetrics(LoggerDestination):
             self.export(self._run, batch | {name: float(value) for name, value in self._latest.items()})
 
     def export(self, run: str, metrics: dict[str, float]) -> None:
-        """Export the latest metrics of a run, of which `batch` is the first."""
+        """Export the latest metrics of a run, with `batch` as the first; subclasses implement this."""
         raise NotImplementedError
 
 

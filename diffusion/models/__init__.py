@@ -1,1 +1,1 @@
-"""Diffusion models: their parts, the training objective, and the ComposerModel that combines them."""
+"""Diffusion models: VAE, text encoders, denoiser, training objective, and the ComposerModel that combines them."""

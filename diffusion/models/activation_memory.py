@@ -30,7 +30,7 @@ _WITH_FLOPS = {*flop_registry, torch.ops.aten._scaled_dot_product_flash_attentio
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes that a forward pass keeps for the backward pass.
+    """Activation memory of a module: bytes that its forward pass keeps for the backward pass.
 
     Fields `kept...` are activations, in bytes per sample. Fields `copies...` are autocast's 16-bit copies of weights,
     whose bytes do not depend on the batch size.
@@ -52,7 +52,7 @@ class Activations:
     """Bytes per sample of the largest intermediate tensor."""
 
     def __add__(self, other: 'Activations') -> 'Activations':
-        """Return the memory of two modules in one pass: sums, but maxima of what exists for one block at a time."""
+        """Add the activation memory of two modules that run in one pass; memory of single blocks is the maximum."""
         transient = ('kept_inside', 'copies_inside', 'largest')
         first, second = vars(self), vars(other)
         return Activations(
@@ -61,10 +61,11 @@ class Activations:
 
 
 def count_activations(module: nn.Module, inputs: Callable[[int], tuple[Any, ...]], precision: str) -> Activations:
-    """Run the forward pass of an empty copy of a module, and count the bytes that autograd keeps.
+    """Return the activation memory of a module, counted in forward passes of a copy whose tensors hold no data.
 
     Args:
-        module: Module to count. The submodules selected by its `fsdp_wrap_fn` are those that `speed.compile` compiles.
+        module: Module to measure. The submodules that its `fsdp_wrap_fn` selects are its blocks, which the recipe's
+            `speed.compile` compiles.
         inputs: Function from a batch size to the arguments of the forward pass.
         precision: One of
             float32: no autocast;
@@ -82,7 +83,7 @@ def count_activations(module: nn.Module, inputs: Callable[[int], tuple[Any, ...]
     span = BATCHES[1] - BATCHES[0]
 
     def line(few: int, many: int) -> tuple[int, int]:
-        """Return bytes per sample and bytes independent of the batch from the bytes of the two passes."""
+        """Return bytes per sample and bytes independent of the batch, from the bytes of a small and a large batch."""
         slope = (many - few) // span
         return slope, few - BATCHES[0] * slope
 
@@ -103,7 +104,7 @@ def count_activations(module: nn.Module, inputs: Callable[[int], tuple[Any, ...]
 
 @dataclass
 class _Recording:
-    """Sizes in bytes, by address, of the storages that a forward pass keeps."""
+    """Record of the tensor storages that a forward pass keeps for the backward pass: sizes in bytes, by address."""
 
     weights: set[int]
     """Addresses of parameters and buffers, which are not activations."""
@@ -126,7 +127,7 @@ class _Recording:
 
     @property
     def total(self) -> int:
-        """Bytes kept without activation checkpointing."""
+        """Total bytes that the recorded forward pass keeps for the backward pass without activation checkpointing."""
         everything = dict(self.outside)
         for block in self.inside:
             everything |= block
@@ -134,29 +135,32 @@ class _Recording:
 
     @property
     def between(self) -> int:
-        """Bytes kept outside of the blocks under activation checkpointing, including the blocks' inputs."""
+        """Bytes kept outside of the model's blocks under activation checkpointing, including the blocks' inputs."""
         return sum((self.outside | self.inputs).values())
 
     @property
     def blocks(self) -> list[int]:
-        """Bytes that each block adds while it is recomputed."""
+        """Additional bytes that each block keeps while activation checkpointing recomputes it."""
         known = self.outside | self.inputs
         return [sum(count for key, count in block.items() if key not in known) for block in self.inside]
 
     def key(self, tensor: Tensor) -> int:
-        """Return the address of a tensor's storage."""
+        """Return the address of a tensor's storage, which identifies the storage in this record."""
         storage = tensor.untyped_storage()
         # A freed storage's address would be reused, and two storages counted as one.
         self._alive.append(storage)
         return storage._cdata
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """Record a tensor that autograd saves, and return it."""
+        """Record a tensor that autograd saves for the backward pass, and return the tensor unchanged."""
         self._add(tensor, self.outside if self._block is None else self._block)
         return tensor
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, use_reentrant: bool = False) -> Any:
-        """Run a block in place of torch.utils.checkpoint.checkpoint, recording its inputs and its inside separately."""
+        """Run a block, recording its inputs and what autograd keeps inside separately.
+
+        Replaces torch.utils.checkpoint.checkpoint while a forward pass is recorded.
+        """
         # The real function would save the inputs alone in the forward pass. Running the block once without
         # checkpointing shows what it keeps while it is recomputed.
         for tensor in tree_leaves(args):
@@ -175,7 +179,7 @@ class _Recording:
 
 
 class _Operations(TorchDispatchMode):
-    """Record the size of every operation's largest output, and count operations that have FLOPs."""
+    """Dispatch mode that records the size of every operation's largest output, and counts operations with FLOPs."""
 
     def __init__(self, recording: _Recording) -> None:
         super().__init__()
@@ -193,7 +197,10 @@ class _Operations(TorchDispatchMode):
 
 
 class _AsOnGPU(TorchFunctionMode):
-    """Make functions on the CPU keep the same tensors as on a GPU, under CUDA's autocast and in compiled blocks."""
+    """Function mode in which a forward pass on the CPU keeps the same tensors for the backward pass as on a GPU.
+
+    It imitates CUDA's autocast and compiled blocks.
+    """
 
     # torch.compile's partitioner keeps the inputs and results of operations that it does not fuse (convolutions, matrix
     # products, attention), and recomputes the fused ones. Running the partitioner takes minutes for a U-Net. The rule
@@ -212,7 +219,7 @@ class _AsOnGPU(TorchFunctionMode):
         return self._fused(func, args, kwargs) if self.recording.fused_depth else func(*args, **kwargs)
 
     def _fused(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call a function of a compiled block, and record the tensors that the compiled code would keep for it."""
+        """Call a torch function inside a block, and record the tensors that the compiled block would keep for it."""
         recording, saved = self.recording, list[Tensor]()
 
         def pack(tensor: Tensor) -> Tensor:
@@ -242,7 +249,7 @@ def _to_float32(value: Any) -> Any:
 
 
 def _record(module: nn.Module, args: tuple[Any, ...], flags: set[str]) -> _Recording:
-    """Run one forward pass and record the tensors that autograd keeps."""
+    """Run a forward pass of a module, and return a record of the tensors that autograd keeps for the backward pass."""
     recording = _Recording({tensor.untyped_storage()._cdata for tensor in (*module.parameters(), *module.buffers())})
     with contextlib.ExitStack() as stack:
         if enable := getattr(module, 'enable_gradient_checkpointing', None):
@@ -264,7 +271,7 @@ def _record(module: nn.Module, args: tuple[Any, ...], flags: set[str]) -> _Recor
 
 @contextlib.contextmanager
 def _compiled_blocks(module: nn.Module, recording: _Recording) -> Iterator[None]:
-    """Track the nesting depth of compiled blocks during the pass."""
+    """Context in which forward passes count in `recording.fused_depth` how many compiled blocks they are inside."""
 
     def enter(*_: Any) -> None:
         recording.fused_depth += 1
@@ -283,6 +290,6 @@ def _compiled_blocks(module: nn.Module, recording: _Recording) -> Iterator[None]
 
 
 def blocks_of(module: nn.Module) -> list[nn.Module]:
-    """Return the submodules selected by the module's `fsdp_wrap_fn`: FSDP and torch.compile treat each as one unit."""
+    """Return a module's blocks, selected by its `fsdp_wrap_fn`: FSDP and torch.compile treat each block as one unit."""
     is_selected: Any = getattr(module, 'fsdp_wrap_fn', None)
     return [] if is_selected is None else [part for part in module.modules() if is_selected(part)]

@@ -79,7 +79,7 @@ class Autoencoder(ComposerModel):
         metric.update(psnr_db(outputs.reconstructed, outputs.pixels))
 
     def finished(self) -> AutoencoderKL:
-        """Write the latent statistics to the autoencoder's configuration, and return the autoencoder."""
+        """Return the trained autoencoder, with the mean and standard deviation of its latents in its configuration."""
         # `latent_statistics` divides by the scaling factor, which must be 1 next to latents_std.
         mean, std = self.latent_mean, self.latent_variance.sqrt()
         self.vae.register_to_config(
@@ -90,12 +90,16 @@ class Autoencoder(ComposerModel):
         return self.vae
 
     def _update_statistics(self, latents: Tensor) -> None:
+        """Update the running mean and variance of the latents per channel with those of a batch."""
         self.latent_mean.lerp_(latents.mean(dim=(0, 2, 3)), _STATISTICS_MOMENTUM)
         self.latent_variance.lerp_(latents.var(dim=(0, 2, 3)), _STATISTICS_MOMENTUM)
 
 
 def psnr_db(images: Tensor, references: Tensor) -> Tensor:
-    """Return the peak signal-to-noise ratio of each image in decibels, [B]; values are clipped to [-1, 1]."""
+    """Return the peak signal-to-noise ratio of each image to its reference in decibels, [B].
+
+    Pixels are clipped to [-1, 1].
+    """
     error = (images.clamp(-1, 1) - references.clamp(-1, 1)) / 2
     # The clamp limits the ratio of equal images to 100 dB.
     return -10 * error.square().flatten(1).mean(dim=1).clamp(min=1e-10).log10()
@@ -111,7 +115,7 @@ def tiny_autoencoder(
     l1_weight: float = 0.05,
     kl_weight: float = 1e-4,
 ) -> Autoencoder:
-    """Build a small AutoencoderKL without attention.
+    """Build a small AutoencoderKL without attention, ready to train.
 
     Args:
         block_out_channels: Widths of the levels; each level after the first halves the image side.

@@ -1,4 +1,4 @@
-"""Keys of a batch; the first dimension of every tensor is the batch."""
+"""Keys of a training batch, a dict of tensors whose first dimension is the batch."""
 
 IMAGE = 'image'
 """Images, uint8 [B, 3, H, W], with H and W in pixels."""

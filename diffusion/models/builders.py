@@ -1,4 +1,4 @@
-"""Model builders: functions from a few settings to a LatentDiffusion, selected by a recipe's `model.name`."""
+"""Model builders: functions that build a LatentDiffusion from a few settings, selected by a recipe's `model.name`."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,7 +22,10 @@ Builder = TypeVar('Builder', bound=Callable[..., Any])
 
 
 def tokenizes_with(tokenizers: Callable[..., list[PreTrainedTokenizerBase]]) -> Callable[[Builder], Builder]:
-    """Return a decorator that attaches to a builder the function that builds its tokenizers from the same keywords."""
+    """Return a decorator for model builders that sets `builder.tokenizers`.
+
+    The attribute is the function that builds the model's tokenizers, without the model, from the same keywords.
+    """
 
     # The loader's workers tokenize captions: they need the tokenizers but must not build the model.
     def decorate(builder: Builder) -> Builder:
@@ -35,7 +38,7 @@ def tokenizes_with(tokenizers: Callable[..., list[PreTrainedTokenizerBase]]) -> 
 def sd2_tokenizers(
     *, pretrained: str | None = sd2_config.PRETRAINED, revision: str | None = sd2_config.REVISION
 ) -> list[PreTrainedTokenizerBase]:
-    """Return Stable Diffusion 2's tokenizer; if `pretrained` is None, an equal one from open_clip's vocabulary."""
+    """Return Stable Diffusion 2's tokenizer in a list, built from open_clip's vocabulary if `pretrained` is None."""
     if pretrained is None:
         return [clip_tokenizer(max_length=77)]
     return [load_pretrained(CLIPTokenizer, pretrained, subfolder='tokenizer', revision=revision)]
@@ -65,9 +68,10 @@ def sd2(
             size of generated images.
         pretrained: Source of VAE, text encoder and tokenizer: a repository on the Hub or a local folder in diffusers'
             layout. None builds them with random weights, for tests and for counting parameters and FLOPs.
-        revision: Commit of that repository.
-        vae: Other source of the VAE: a folder of an AutoencoderKL, or a repository with a `vae` subfolder.
-        objective: See `diffusion.Objective`. For the other keywords see `diffusion.LatentDiffusion`.
+        revision: Commit of the repository `pretrained`.
+        vae: Source of the VAE if it is not `pretrained`: a folder of an AutoencoderKL, or a repository with a `vae`
+            subfolder.
+        objective: Training objective. The keywords from here on are those of `diffusion.LatentDiffusion`.
     """
     if vae is not None:
         autoencoder = _load_vae(vae)
@@ -98,7 +102,7 @@ def sd2(
 
 
 def tiny_tokenizers(*, max_length: int = 16) -> list[PreTrainedTokenizerBase]:
-    """Return a tokenizer with CLIP's vocabulary that truncates captions to `max_length` tokens."""
+    """Return the tokenizer of the model `tiny` in a list: CLIP's vocabulary, up to `max_length` tokens per caption."""
     return [clip_tokenizer(max_length=max_length)]
 
 
@@ -133,7 +137,7 @@ def tiny(
         text_width: D, width of the text encoder, a multiple of 32.
         text_layers: Number of layers of the text encoder.
         max_length: L, number of tokens to which captions are padded and truncated, start and end included.
-        objective: See `diffusion.Objective`. For the other keywords see `diffusion.LatentDiffusion`.
+        objective: Training objective. The keywords from here on are those of `diffusion.LatentDiffusion`.
     """
     autoencoder = _load_vae(vae or str(TINY_VAE))
     channels = autoencoder.config['latent_channels']
@@ -181,7 +185,11 @@ def _load_vae(source: str) -> AutoencoderKL:
 
 
 def _latent_size(resolution: int, vae: AutoencoderKL) -> int:
-    """Return the side in latent cells, or raise UserError if the resolution is not a multiple of a cell."""
+    """Return the side of the latents for an image side of `resolution` pixels.
+
+    Raises:
+        UserError: The VAE's downsampling factor does not divide the resolution.
+    """
     # The annotation declares multiples of 8, the cell of the default VAEs; this one may downsample by more.
     cell = downsampling(vae)
     if resolution % cell:

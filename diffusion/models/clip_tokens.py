@@ -41,7 +41,7 @@ class _CachedClipTokenizer:
         return any(token in caption for token in self._special)
 
     def token_ids(self, caption: str) -> list[int]:
-        """Return the token ids of a caption without special tokens, padded and truncated."""
+        """Return the token ids of a caption that contains no special tokens, padded and truncated."""
         room = self._length - 2  # without the start and end tokens
         ids = [self._start]
         for word in self._split(self._clean(caption)):
@@ -52,13 +52,14 @@ class _CachedClipTokenizer:
         return ids + [self._pad] * (self._length - len(ids))
 
     def _clean(self, caption: str) -> str:
+        """Return a caption in lower case, with its Unicode errors fixed by ftfy."""
         # ftfy changes nothing in printable ASCII except entities such as &amp;, but takes a third of the time.
         plain = caption.isascii() and caption.isprintable() and '&' not in caption
         return (caption if plain else self._fix(caption)).lower()
 
 
 def _encoder(parts: Any) -> Callable[[str], list[int]]:
-    """Return a function from a word to its token ids that does not fill the tokenizer's own cache."""
+    """Return a function that converts a word to token ids without filling the tokenizer's own, unbounded cache."""
     special = frozenset(parts.added_tokens_encoder)
 
     def encode(word: str) -> list[int]:
@@ -75,7 +76,10 @@ def _encoder(parts: Any) -> Callable[[str], list[int]]:
 
 @lru_cache(maxsize=8)
 def _cached_tokenizer(tokenizer: PreTrainedTokenizerBase) -> _CachedClipTokenizer | None:
-    """Return the cached version of a tokenizer, or None if it is not CLIP's in Python with ftfy and right padding."""
+    """Return the faster version of a tokenizer, with a cache of words.
+
+    None unless the tokenizer is transformers' CLIPTokenizer in Python, with ftfy and right padding.
+    """
     if type(tokenizer) is not CLIPTokenizer or getattr(tokenizer, 'fix_text', None) is None:
         return None
     sides = tokenizer.padding_side, tokenizer.truncation_side

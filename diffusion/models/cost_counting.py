@@ -35,7 +35,9 @@ def build_empty(name: str, kwargs: Mapping[str, Any]) -> nn.Module:
 
 
 class ModelCounter:
-    """Counter of one model's costs: part by part for a LatentDiffusion, by a forward pass on images for other models.
+    """Counter of a model's parameters, FLOPs and activation memory.
+
+    Counts a LatentDiffusion part by part, and other models in a forward pass on images.
 
     Args:
         model: Composer model on the meta device. Models with `denoiser`, `vae` and `text` are treated as a
@@ -54,7 +56,7 @@ class ModelCounter:
             self._denoiser_flops = FlopCount(self.denoiser, channels=self.channels, text_width=self.text_width)
 
     def facts(self) -> dict[str, int | bool]:
-        """Return parameter counts, sizes and FLOPs that do not depend on the images' shape."""
+        """Return the model's parameter counts, latent and text sizes, and FLOPs per caption, which all images share."""
         # A LatentDiffusion's own parameters include a trained text encoder but no frozen parts: count by identity.
         parts = [part for part in (self.model, self.vae, self.text) if part is not None]
         parameters = {id(each): each for part in parts for each in part.parameters()}.values()
@@ -74,7 +76,11 @@ class ModelCounter:
         }
 
     def flops(self, shape: Shape) -> dict[str, int]:
-        """Return the forward FLOPs per image of the trained parts and of the frozen image encoder."""
+        """Return the forward FLOPs for one image of a shape, as two counts by name.
+
+        Returns:
+            `trained`: FLOPs of the trained modules; `image_encoder`: FLOPs of the frozen image encoder (VAE).
+        """
         if self.denoiser is None:
             batch = self._image_batch(1, shape, device='meta')
             with _TrainedFlops(display=False) as trained:
@@ -88,7 +94,7 @@ class ModelCounter:
         return {'trained': flops, 'image_encoder': vae_encoder_flops(self.vae, height=height, width=width)}
 
     def activations(self, shape: Shape, precision: str) -> Activations:
-        """Return the activation memory of training at an image shape; see `count_activations` for `precision`."""
+        """Return the activation memory of training on images of a shape; `precision` is as for `count_activations`."""
         # Settings of `speed` (compile, low_precision_norms) apply to the denoiser alone.
         plain = precision.partition('+')[0]
         if self.denoiser is None:
@@ -116,22 +122,25 @@ class ModelCounter:
 
     @property
     def _trains_text(self) -> bool:
+        """True if the text encoders are trained."""
         return self.text is not None and any(each.requires_grad for each in self.text.parameters())
 
     def _text_flops(self) -> int:
+        """Return the FLOPs of the text encoders for one caption."""
         return text_encoder_flops(self.text, length=self.text_length)
 
     def _tokens(self, count: int, *, device: str = 'cpu') -> Tensor:
+        """Return the token ids of `count` empty captions, as input for counting."""
         return torch.zeros(count, len(self.text.encoders), self.text_length, dtype=torch.int64, device=device)
 
     def _image_batch(self, count: int, shape: Shape, *, device: str = 'cpu') -> dict[str, Tensor]:
-        """Return a batch of images as the loader makes it, with token ids if the model has a text encoder."""
+        """Return a batch of black images in the loader's format, with token ids if the model has a text encoder."""
         batch = {batch_keys.IMAGE: torch.zeros(count, 3, shape.height, shape.width, dtype=torch.uint8, device=device)}
         return batch if self.text is None else batch | {batch_keys.INPUT_IDS: self._tokens(count, device=device)}
 
 
 class _TrainedFlops(FlopCounterMode):
-    """FLOP counter that ignores operations under no_grad, those of frozen parts."""
+    """FLOP counter of a model's trained parts: ignores operations under no_grad, in which frozen parts run."""
 
     def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
         # FlopCounterMode has no public way to filter operations.
@@ -139,11 +148,13 @@ class _TrainedFlops(FlopCounterMode):
 
 
 def _part(model: nn.Module, name: str) -> Any:
+    """Return the model's module of this name, or None if it has none."""
     part = getattr(model, name, None)
     return part if isinstance(part, nn.Module) else None
 
 
 def _size(parameters: Iterable[Tensor]) -> int:
+    """Return the total number of elements of some parameters."""
     return sum(parameter.numel() for parameter in parameters)
 
 
@@ -151,7 +162,7 @@ def _size(parameters: Iterable[Tensor]) -> int:
 
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the counts for a request.
+    """Return the parameter counts, FLOPs and activation memory of a model, as the planner's request lists them.
 
     Args:
         request: `imports` and the model's `name` and `kwargs` as in a recipe; `flops`, a list of image shapes
@@ -182,7 +193,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Read a request from stdin and print the counts as JSON, or {"mistake": message} for a UserError; return 0."""
+    """Read a request from stdin, print the model's costs as JSON, or {"mistake": message} for a UserError; return 0."""
     request = json.load(sys.stdin)
     with contextlib.redirect_stdout(sys.stderr):  # what libraries print must not mix with the JSON
         try:

@@ -29,7 +29,7 @@ class FlopCount:
         self._counted: dict[tuple[int, int, int], int] = {}
 
     def __call__(self, height: int, width: int, text_length: int) -> int:
-        """Return the FLOPs for latents of height x width cells and `text_length` tokens, cached by shape."""
+        """Return the denoiser's FLOPs for latents of height x width cells and `text_length` tokens, cached by shape."""
         shape = height, width, text_length
         if shape not in self._counted:
             size = self.channels, height, width
@@ -78,7 +78,7 @@ def empty_copy(module: nn.Module, device: str) -> nn.Module:
 def denoiser_inputs(
     batch: int, size: tuple[int, int, int], text_length: int, text_width: int, *, device: str = 'cpu'
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return placeholder inputs of a denoiser: latents [B, C, H, W], timesteps [B] and text embeddings [B, L, D].
+    """Return inputs for counting a denoiser's costs: latents [B, C, H, W], timesteps [B], text embeddings [B, L, D].
 
     Args:
         batch: B.

@@ -1,4 +1,4 @@
-"""Classification of errors from loading pretrained parts: mistakes of the user, or transient failures worth a retry."""
+"""Classification of errors from loading pretrained models: mistakes of the user, or transient failures to retry."""
 
 import errno
 import json
@@ -20,12 +20,12 @@ TRANSIENT_STATUSES = (408, 429)
 def loading_error(
     error: Exception, part: type, source: str, *, subfolder: str, revision: str | None
 ) -> UserError | OSError | None:
-    """Return the error to raise in place of one that `part.from_pretrained` has raised.
+    """Return a clearer error to raise in place of the one that `part.from_pretrained` raised.
 
     Returns:
         A UserError if the repository, revision or file does not exist, access is denied, the files are damaged, or
-        they are not in the cache in offline mode. An OSError if the Hub does not answer now or the disk cannot be
-        read. None for a bug.
+        the files are not in the cache in offline mode. An OSError if the Hub does not answer now or the disk cannot
+        be read. None for a bug, whose original error should be raised.
     """
     # `from_pretrained` raises OSError, ValueError or TypeError alike for a misspelled repository, a Hub that returns
     # 429 and an unreadable disk. The reason is in the chain of causes, or nowhere: for a tokenizer without files,
@@ -46,7 +46,7 @@ def loading_error(
 
 
 def _find_missing_file(part: type, source: str, subfolder: str, revision: str | None) -> Exception | None:
-    """Request the first files that a part needs; return the error of one that is unavailable, or None."""
+    """Request the first files that a pretrained model or tokenizer needs; return the error if one is missing."""
     is_tokenizer = issubclass(part, PreTrainedTokenizerBase)
     for name in part.vocab_files_names.values() if is_tokenizer else ['config.json']:
         path = Path(source, subfolder, name)
@@ -61,7 +61,7 @@ def _find_missing_file(part: type, source: str, subfolder: str, revision: str | 
 
 
 def _is_mistake(error: BaseException) -> bool:
-    """Return True if a retry would fail in the same way."""
+    """Return True if the user must correct a loading error, because a retry would fail in the same way."""
     # The HTTP status decides if there is one, then offline mode, then the error numbers of the file system.
     chain = list(_chain(error))
     statuses = [link.response.status_code for link in chain if _has_response(link)]  # type: ignore[attr-defined]
@@ -77,7 +77,7 @@ def _is_mistake(error: BaseException) -> bool:
 
 
 def _summary(error: BaseException) -> str:
-    """Return the most informative message of an error's chain in one line of at most 250 characters."""
+    """Return the most informative message of an error and its causes, in one line of at most 250 characters."""
     chain = list(_chain(error))
     responses = [link for link in chain if _has_response(link)]
     # The message of LocalEntryNotFoundError is generic; the network error is its first cause, at the end of the chain.
@@ -86,6 +86,7 @@ def _summary(error: BaseException) -> str:
 
 
 def _has_response(error: BaseException) -> bool:
+    """Return True if an error carries an HTTP response."""
     return getattr(error, 'response', None) is not None
 
 

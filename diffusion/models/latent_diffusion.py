@@ -41,7 +41,7 @@ CAPTION_DROPOUT_MODES = ('empty', 'zeros')
 
 
 class Denoised(NamedTuple):
-    """Prediction of the denoiser and its target, [B, C, H, W], and the loss weight of each sample, [B]."""
+    """Denoiser's prediction and training target, [B, C, H, W], and the loss weight of each sample, [B]."""
 
     prediction: Tensor
     target: Tensor
@@ -49,7 +49,7 @@ class Denoised(NamedTuple):
 
 
 class ValidationLoss(MeanMetric):
-    """Mean squared error at one of the validation timesteps, or over all of them if `index` is None."""
+    """Metric: mean squared error at one of the validation timesteps, or over all timesteps if `index` is None."""
 
     def __init__(self, index: int | None = None) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class LatentDiffusion(ComposerModel):
         return super()._apply(fn, recurse)
 
     def to_empty(self, *, device: torch.device | str | int | None, recurse: bool = True) -> 'LatentDiffusion':
-        """Replace trained parameters by uninitialized memory; move frozen parts with their weights."""
+        """Move the model to a device with uninitialized trained parameters; frozen parts keep their weights."""
         # Composer empties the models of ranks other than 0 and fills them from rank 0's state dict, which does not
         # contain the frozen parts.
         frozen, self._frozen = self._frozen, {}
@@ -203,13 +203,13 @@ class LatentDiffusion(ComposerModel):
         return Denoised(prediction, expected, loss_weight(self.objective, alpha_bar=alpha_bar))
 
     def loss(self, outputs: Denoised, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the weighted mean squared error of the prediction, in float32, and set `sample_losses`."""
+        """Return the weighted mean squared error of the prediction, in float32; keep the losses in `sample_losses`."""
         losses = outputs.weight * squared_error(outputs)
         self.sample_losses = losses.detach()
         return losses.mean()
 
     def latents_of(self, batch: Mapping[str, Tensor], draws: Draws | None = None) -> Tensor:
-        """Return normalized latents [B, C, H, W] of a batch, from its images or its precomputed moments.
+        """Return normalized latents [B, C, H, W] of a batch, from its images or its precomputed latent moments.
 
         Args:
             batch: Batch with images or latent moments.
@@ -222,7 +222,7 @@ class LatentDiffusion(ComposerModel):
             moments = self.encode(batch[batch_keys.IMAGE])
         else:
             raise UserError(
-                f'batch: has {sorted(batch)}, but needs one of {batch_keys.IMAGE} and {batch_keys.LATENT_MOMENTS}'
+                f'batch: has {sorted(batch)}, but needs either {batch_keys.IMAGE} or {batch_keys.LATENT_MOMENTS}'
             )
         # Stored moments may be means alone; log_variance then has no channels.
         latent_channels = self.vae.config['latent_channels']
@@ -234,7 +234,7 @@ class LatentDiffusion(ComposerModel):
         return (mean - self.latent_mean) / self.latent_std
 
     def encode(self, images: Tensor) -> Tensor:
-        """Return the mean and log-variance of the VAE's posterior, float32 [B, 2C, H, W].
+        """Encode images with the frozen VAE: return its posterior's mean and log-variance, float32 [B, 2C, H, W].
 
         Args:
             images: uint8 [B, 3, 8H, 8W].
@@ -248,9 +248,10 @@ class LatentDiffusion(ComposerModel):
         return for_autograd(moments)
 
     def flops_per_batch(self, batch: Mapping[str, Tensor]) -> int:
-        """Return the FLOPs of training on a device's batch, by its shape; Composer's SpeedMonitor calls this method.
+        """Return the FLOPs of training on one device's batch; Composer's SpeedMonitor calls this method.
 
-        Counts three forward passes of trained parts (forward and backward) and one of frozen encoders that are run.
+        Counts three forward passes of the trained parts (forward and backward) and one of the frozen encoders that the
+        batch needs.
         """
         count, _, text_length = batch[batch_keys.INPUT_IDS].shape
         runs_encoders = batch_keys.LATENT_MOMENTS not in batch, batch_keys.TEXT_EMBEDS not in batch
@@ -264,7 +265,7 @@ class LatentDiffusion(ComposerModel):
 
     @torch.no_grad()
     def eval_forward(self, batch: Mapping[str, Tensor], outputs: Any = None) -> Tensor:
-        """Return squared errors at 8 equidistant timesteps with fixed noise, float32 [8, B]."""
+        """Return the validation losses of a batch: squared errors at 8 timesteps with fixed noise, float32 [8, B]."""
         # Fixed noise makes the losses of two checkpoints comparable. This loss correlates with sample quality; the
         # training loss does not, because it depends mostly on the timesteps drawn (Esser et al. 2024, section 5.2).
         latents = self.latents_of(batch)
@@ -279,7 +280,7 @@ class LatentDiffusion(ComposerModel):
         return torch.stack(errors)
 
     def validation_timesteps(self) -> list[int]:
-        """Return the midpoints of 8 equal parts of the noise schedule."""
+        """Return the 8 timesteps of the validation losses, midpoints of equal parts of the noise schedule."""
         steps = self.objective.num_train_timesteps
         return [int((i + 0.5) * steps / NUM_VALIDATION_TIMESTEPS) for i in range(NUM_VALIDATION_TIMESTEPS)]
 
@@ -318,7 +319,8 @@ class LatentDiffusion(ComposerModel):
             size: Height and width in pixels, multiples of the VAE's downsampling; the denoiser's own size by default.
             num_inference_steps: Steps of the noise scheduler, from 1 to the training steps of the noise schedule.
             guidance_scale: 0 or more; 1 or less turns guidance off.
-            guidance_rescale: In [0, 1]; see `diffusion.models.sampler.guide`.
+            guidance_rescale: Strength in [0, 1] of rescaling the guided prediction to the standard deviation of the
+                conditional one (Lin et al. 2024); 0 turns rescaling off.
             noise_scheduler: A name from `diffusion.config.noise_schedulers.SHORT_NAMES`, or a scheduler class of
                 diffusers.
             latents: Initial noise, standard normal [B, C, H, W], instead of the noise drawn from the seeds.
@@ -332,7 +334,7 @@ class LatentDiffusion(ComposerModel):
         prompts = _captions(prompts)
         seeds = list(range(len(prompts))) if seeds is None else list(seeds)
         if len(seeds) != len(prompts):
-            raise UserError(f'seeds: {len(seeds)} seeds for {len(prompts)} prompts; give one seed per prompt')
+            raise UserError(f'seeds: {len(seeds)} seeds for {len(prompts)} prompts; pass one seed per prompt')
         problems = {
             'seeds': next((problem for seed in seeds if (problem := seeds_problem(seed)) is not None), None),
             'num_inference_steps': steps_problem(num_inference_steps, self.objective.num_train_timesteps),
@@ -368,7 +370,7 @@ class LatentDiffusion(ComposerModel):
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """Return images, float32 [B, 3, 8H, 8W] in [0, 1], for normalized latents [B, C, H, W]."""
+        """Decode normalized latents [B, C, H, W] to images, float32 [B, 3, 8H, 8W] in [0, 1]."""
         vae = self.vae
         with torch.autocast(latents.device.type, enabled=False):
             raw = (latents.float() * self.latent_std + self.latent_mean).to(vae.dtype)
@@ -378,7 +380,7 @@ class LatentDiffusion(ComposerModel):
     # -- internals --
 
     def _draws(self, batch: Mapping[str, Tensor]) -> Draws:
-        """Return the random numbers of a batch, precomputed for the purposes of a training step."""
+        """Return the source of random numbers for a training batch, with the numbers of the step precomputed."""
         size = len(batch[batch_keys.INPUT_IDS])
         sample_id = batch.get(batch_keys.SAMPLE_ID)
         if sample_id is None:
@@ -390,7 +392,7 @@ class LatentDiffusion(ComposerModel):
         return draws.at_once(self._words_of_a_step(batch))
 
     def _words_of_a_step(self, batch: Mapping[str, Tensor]) -> dict[Purpose, int]:
-        """Return the number of random words that a training step needs per sample, by purpose."""
+        """Return, for each purpose, how many random 32-bit words a training step draws per sample."""
         channels = self.vae.config['latent_channels']
         if batch_keys.LATENT_MOMENTS not in batch and batch_keys.IMAGE not in batch:
             return {Purpose.TIMESTEP: 1}
@@ -405,7 +407,7 @@ class LatentDiffusion(ComposerModel):
         return counts
 
     def _latent_size_of(self, batch: Mapping[str, Tensor]) -> tuple[int, int]:
-        """Return height and width of a batch in latent cells."""
+        """Return height and width of the latents of a batch."""
         if batch_keys.LATENT_MOMENTS in batch:
             return tuple(batch[batch_keys.LATENT_MOMENTS].shape[2:])  # type: ignore[return-value]
         height, width = batch[batch_keys.IMAGE].shape[2:]
@@ -413,7 +415,7 @@ class LatentDiffusion(ComposerModel):
         return height // cell, width // cell
 
     def _count_sample(self, height: int, width: int, text_length: int, encodes_images: bool, encodes_text: bool) -> int:
-        """Return the FLOPs of training on one sample of a given shape."""
+        """Return the FLOPs of training on one sample of a given latent size and text length."""
         total = 3 * self._denoiser_flops(height, width, text_length)
         if encodes_images:
             total += vae_encoder_flops(self.vae, height=height, width=width)
@@ -423,7 +425,7 @@ class LatentDiffusion(ComposerModel):
         return total
 
     def _timesteps(self, batch: Mapping[str, Tensor], draws: Draws) -> Tensor:
-        """Return the timesteps of a batch, int64 [B]."""
+        """Return a random timestep for each sample of a batch, int64 [B]."""
         steps = self.objective.num_train_timesteps
         if self.objective.timesteps == 'uniform':
             return draws.integers(Purpose.TIMESTEP, steps)
@@ -452,7 +454,7 @@ class LatentDiffusion(ComposerModel):
             )
 
     def _condition_of(self, batch: Mapping[str, Tensor], draws: Draws | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return text embeddings and padding mask of a batch; with `draws`, some captions are dropped."""
+        """Return text embeddings and padding mask of a batch; with `draws`, drop random captions for guidance."""
         input_ids, embeds, keep = batch[batch_keys.INPUT_IDS], batch.get(batch_keys.TEXT_EMBEDS), None
         if draws is not None and self.caption_dropout:
             keep = draws.uniform(Purpose.CAPTION_DROPOUT) >= self.caption_dropout
@@ -467,14 +469,17 @@ class LatentDiffusion(ComposerModel):
     def _condition(
         self, input_ids: Tensor, keep: Tensor | None = None, embeds: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return text embeddings [B, L, D], zeros where `keep` is False, and the padding mask [B, L] if it is used."""
+        """Return text embeddings [B, L, D], zeros for captions whose `keep` is False, and the padding mask [B, L].
+
+        The mask is None without `mask_padding`.
+        """
         embeds = self.embed(input_ids) if embeds is None else at_least_float32(embeds)
         if keep is not None:
             embeds = embeds * keep[:, None, None]
         return embeds, self.text.padding_mask(input_ids) if self.mask_padding else None
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """Return the text embeddings [B, L, D] of token ids [B, E, L]; those of frozen encoders are float32."""
+        """Return the text embeddings [B, L, D] of token ids [B, E, L]; frozen encoders return float32."""
         if self.train_text_encoder:
             return self.text(input_ids)
         with self._encoding(input_ids.device):
@@ -483,7 +488,7 @@ class LatentDiffusion(ComposerModel):
 
     @contextmanager
     def _encoding(self, device: torch.device) -> Iterator[None]:
-        """Context for running frozen encoders: without gradients and autocast, timed as the stage `encode`."""
+        """Context for running frozen encoders: no gradients, no autocast, timed by profilers as the stage `encode`."""
         # Without autocast, which would run a float32 VAE in half precision.
         frozen = torch.inference_mode() if self.encoders_in_inference_mode else torch.no_grad()
         with stage('encode'), frozen, torch.autocast(device.type, enabled=False):
@@ -496,19 +501,24 @@ class LatentDiffusion(ComposerModel):
         return self._empty_embeds
 
     def _unconditional(self, negative_prompt: str, count: int) -> tuple[Tensor, Tensor | None]:
-        """Return text embeddings and padding mask of the negative prompt, or of dropped captions if it is empty."""
+        """Return text embeddings and padding mask for the unconditional prediction of guidance.
+
+        An empty negative prompt is embedded like a dropped caption of training.
+        """
         dropped = self.caption_dropout_mode == 'zeros' and not negative_prompt
         keep = torch.zeros(count, dtype=torch.bool, device=self.device) if dropped else None
         return self._condition(self._tokens([negative_prompt] * count), keep)
 
     def _predict(self, noisy: Tensor, timesteps: Tensor, text_embeds: Tensor, mask: Tensor | None) -> Tensor:
+        """Return the denoiser's prediction for noisy latents, [B, C, H, W]."""
         return self.denoiser(noisy, timesteps, text_embeds, encoder_attention_mask=mask, return_dict=False)[0]
 
     def _tokens(self, captions: Sequence[str]) -> Tensor:
+        """Return the token ids of captions on the model's device, int64 [B, E, L]."""
         return tokenize(self.text.tokenizers, captions).to(self.device)
 
     def _latent_shape(self, size: tuple[int, int] | None) -> tuple[int, int, int]:
-        """Return C, H and W of the latents of an image size in pixels; the denoiser's own size if None."""
+        """Return C, H and W of the latents for images of a size in pixels; None is the denoiser's default size."""
         cell = downsampling(self.vae)
         height, width = size or (self.denoiser.config['sample_size'] * cell,) * 2
         if min(height, width) <= 0 or height % cell or width % cell:
@@ -520,18 +530,18 @@ def _captions(prompts: Sequence[str]) -> list[str]:
     """Return prompts as a list, or raise UserError if they are not a sequence of at least one string."""
     # A string is a sequence of strings too, and would give one image per letter.
     if isinstance(prompts, str):
-        raise UserError(f'prompts: give a list of captions, such as [{prompts!r}], instead of one string')
+        raise UserError(f'prompts: pass a list of captions, such as [{prompts!r}], instead of one string')
     captions = list(prompts)
     if not captions:
-        raise UserError('prompts: give at least one caption')
+        raise UserError('prompts: pass at least one caption')
     wrong = [caption for caption in captions if not isinstance(caption, str)]
     if wrong:
-        raise UserError(f'prompts: {wrong[0]!r} is not a string; give a list of captions')
+        raise UserError(f'prompts: {wrong[0]!r} is not a string; pass a list of captions')
     return captions
 
 
 def squared_error(outputs: Denoised) -> Tensor:
-    """Return the mean squared error of each sample, float32 [B] (float64 for a float64 model)."""
+    """Return the mean squared error of the prediction for each sample, float32 [B] (float64 for a float64 model)."""
     difference = at_least_float32(outputs.prediction) - at_least_float32(outputs.target)
     return difference.square().flatten(1).mean(dim=1)
 
@@ -542,14 +552,14 @@ def at_least_float32(tensor: Tensor) -> Tensor:
 
 
 def for_autograd(tensor: Tensor) -> Tensor:
-    """Return a tensor in at least float32 that autograd may save."""
+    """Convert an encoder's output to at least float32, and to a tensor that autograd may save."""
     # Autograd refuses to save tensors made in inference mode; a clone made outside of it is an ordinary tensor.
     converted = at_least_float32(tensor)
     return converted.clone() if converted.is_inference() else converted
 
 
 def encoder_precision(name: str) -> torch.dtype:
-    """Return the dtype of frozen parts by name; `auto` is float16 if there is a GPU, else float32."""
+    """Return the torch dtype of frozen encoders by name; `auto` is float16 if there is a GPU, else float32."""
     if name == 'auto':
         return torch.float16 if torch.cuda.is_available() else torch.float32
     dtypes = {'float32': torch.float32, 'float16': torch.float16, 'bfloat16': torch.bfloat16}
@@ -570,6 +580,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _freeze(part: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Convert a module to a dtype in place for inference only: no gradients, evaluation mode; return it."""
     # Not part.to(dtype): diffusers' override warns about modules that this VAE does not have.
     return nn.Module.to(part.requires_grad_(False).eval(), dtype)
 
@@ -580,7 +591,7 @@ def is_block(module: nn.Module) -> bool:
 
 
 def _check_parts(denoiser: UNet2DConditionModel, vae: AutoencoderKL, text: TextConditioner) -> None:
-    """Raise UserError if the sizes of the parts do not match."""
+    """Raise UserError unless the channels and widths of denoiser, VAE and text encoders match."""
     channels = vae.config['latent_channels']
     if denoiser.config['in_channels'] != channels or denoiser.config['out_channels'] != channels:
         raise UserError(
@@ -589,4 +600,6 @@ def _check_parts(denoiser: UNet2DConditionModel, vae: AutoencoderKL, text: TextC
         )
     width = denoiser.config['cross_attention_dim']
     if width != text.width:
-        raise UserError(f'denoiser: cross_attention_dim is {width}, but the text encoders have width {text.width}')
+        raise UserError(
+            f'denoiser: cross_attention_dim is {width}, but the text encoders have width {text.width}; use equal widths'
+        )

@@ -63,20 +63,20 @@ class Objective:
             raise UserError(f'snr_shift: {self.snr_shift} is not positive; use 1 to leave the schedule unchanged')
 
     def betas(self) -> Tensor:
-        """Return the noise variances of the steps, float64 [T], including shift and rescaling."""
+        """Return the noise variance that each step of the schedule adds, float64 [T], after shift and rescaling."""
         alpha_bars = self.alpha_bars()
         previous = torch.cat([alpha_bars.new_ones(1), alpha_bars[:-1]])
         return 1 - alpha_bars / previous
 
     def alpha_bars(self) -> Tensor:
-        """Return the fraction of signal variance after each step, float64 [T], decreasing."""
+        """Return the fraction of signal variance left after each step of the schedule, float64 [T], decreasing."""
         alpha_bars = torch.cumprod(1 - self._plain_betas(), dim=0)
         if self.snr_shift != 1:
             alpha_bars = alpha_bars / (alpha_bars + self.snr_shift**2 * (1 - alpha_bars))
         return rescale_to_zero_terminal_snr(alpha_bars) if self.zero_terminal_snr else alpha_bars
 
     def scheduler_config(self) -> dict[str, Any]:
-        """Return the configuration for any of diffusers' schedulers that gives the same noise schedule."""
+        """Return keywords for diffusers' scheduler classes that reproduce the noise schedule of training."""
         config: dict[str, Any] = {
             'num_train_timesteps': self.num_train_timesteps,
             'prediction_type': self.prediction_type,
@@ -95,7 +95,7 @@ class Objective:
         return config | {'beta_schedule': schedule, 'beta_start': self.beta_start, 'beta_end': self.beta_end}
 
     def _plain_betas(self) -> Tensor:
-        """Return the betas of the schedule without shift and rescaling, float64 [T]."""
+        """Return the noise variances of the steps before SNR shift and zero-terminal-SNR rescaling, float64 [T]."""
         # On the CPU also under torch.device('meta'), where models are built to be counted.
         steps = self.num_train_timesteps
         if self.beta_schedule == 'linear':
@@ -116,7 +116,7 @@ def rescale_to_zero_terminal_snr(alpha_bars: Tensor) -> Tensor:
 
 
 def diffuse(latents: Tensor, noise: Tensor, *, alpha_bar: Tensor) -> Tensor:
-    """Return noisy latents x_t, [B, C, H, W]; alpha_bar is [B]."""
+    """Add noise to latents: x_t = sqrt(alpha_bar) x + sqrt(1 - alpha_bar) noise, [B, C, H, W]; alpha_bar is [B]."""
     alpha_bar = _per_sample(alpha_bar, latents)
     return alpha_bar.sqrt() * latents + (1 - alpha_bar).sqrt() * noise
 
@@ -128,7 +128,7 @@ def velocity(latents: Tensor, noise: Tensor, *, alpha_bar: Tensor) -> Tensor:
 
 
 def target(objective: Objective, latents: Tensor, noise: Tensor, *, alpha_bar: Tensor) -> Tensor:
-    """Return the target of the denoiser, [B, C, H, W]."""
+    """Return the denoiser's training target, [B, C, H, W]: noise, latents or velocity, by the prediction type."""
     if objective.prediction_type == 'epsilon':
         return noise
     if objective.prediction_type == 'sample':
@@ -137,10 +137,10 @@ def target(objective: Objective, latents: Tensor, noise: Tensor, *, alpha_bar: T
 
 
 def loss_weight(objective: Objective, *, alpha_bar: Tensor) -> Tensor:
-    """Return the weight of each sample's squared error, [B]; ones without min-SNR.
+    """Return the weight of each sample's squared error in the training loss, [B]; ones without min-SNR.
 
-    Min-SNR (Hang et al. 2023) clips the weight of an error in x to min(SNR, gamma). It is converted to the space of the
-    prediction: an error in x is 1/sqrt(SNR) of one in epsilon and 1/sqrt(SNR + 1) of one in v.
+    Min-SNR (Hang et al. 2023) clips the weight of an error in x to min(SNR, gamma). The weight is converted to the
+    space of the prediction: an error in x is 1/sqrt(SNR) of one in epsilon and 1/sqrt(SNR + 1) of one in v.
     """
     if objective.min_snr_gamma is None:
         return torch.ones_like(alpha_bar)
@@ -154,5 +154,5 @@ def loss_weight(objective: Objective, *, alpha_bar: Tensor) -> Tensor:
 
 
 def _per_sample(values: Tensor, like: Tensor) -> Tensor:
-    """Return values [B] in a shape that broadcasts with a tensor [B, ...], and in its dtype."""
+    """Reshape values [B] so that they broadcast with a tensor [B, ...], and convert them to the tensor's dtype."""
     return values.view(-1, *[1] * (like.ndim - 1)).to(like.dtype)

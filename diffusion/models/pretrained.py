@@ -1,4 +1,4 @@
-"""Loading and use of the parts of a latent diffusion model that come from diffusers and transformers.
+"""Loading and use of the VAE, text encoders and tokenizers, which come from diffusers and transformers.
 
 Shapes: B batch, E text encoders, L text tokens, D text width (summed over encoders), C latent channels.
 """
@@ -42,7 +42,7 @@ def without_weights() -> Iterator[None]:
 
 
 def load_pretrained(part: type[Loadable], source: str, *, subfolder: str, revision: str | None = None) -> Loadable:
-    """Load a part of a pipeline with `from_pretrained` from a folder or the Hugging Face Hub.
+    """Load a model or tokenizer of a diffusers pipeline with `from_pretrained`, from a folder or the Hugging Face Hub.
 
     Args:
         part: Class to load.
@@ -108,8 +108,8 @@ class TextConditioner(nn.Module):
     """Text encoders whose concatenated last hidden states condition the denoiser.
 
     Args:
-        encoders: CLIP text models. Stable Diffusion 2's is published without its last layer, so that its last hidden
-            state is OpenCLIP's penultimate layer after the final norm.
+        encoders: CLIP text models. Stable Diffusion 2's text encoder is published without its last layer, so that its
+            last hidden state is that of OpenCLIP's penultimate layer after the final norm.
         tokenizers: One tokenizer per encoder, all of the same length.
     """
 
@@ -132,11 +132,11 @@ class TextConditioner(nn.Module):
 
     @property
     def width(self) -> int:
-        """D, the width of the conditioning."""
+        """Width D of the text embeddings, summed over the encoders."""
         return sum(encoder.config.hidden_size for encoder in self.encoders)  # type: ignore[union-attr]
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Return the conditioning [B, L, D] of token ids [B, E, L]."""
+        """Return the text embeddings [B, L, D] of token ids [B, E, L], the encoders' last hidden states."""
         if input_ids.ndim != 3 or input_ids.shape[1] != len(self.encoders):
             raise UserError(
                 f'input_ids: shape {tuple(input_ids.shape)}; '
@@ -146,7 +146,7 @@ class TextConditioner(nn.Module):
         return torch.cat(states, dim=-1)
 
     def padding_mask(self, input_ids: Tensor) -> Tensor:
-        """Return a mask that is True up to the first end-of-text token, bool [B, L], by the first encoder's tokens."""
+        """Return a mask that is False for padding, bool [B, L]: True up to the first encoder's end-of-text token."""
         end_of_text: Any = self.tokenizers[0].eos_token_id
         ended = input_ids[:, 0].eq(end_of_text).cumsum(dim=-1)
         return torch.cat([torch.ones_like(ended[:, :1]), ended[:, :-1] == 0], dim=-1).bool()
@@ -188,12 +188,12 @@ def decode_latents(vae: AutoencoderKL, latents: Tensor) -> Tensor:
 
 
 def downsampling(vae: AutoencoderKL) -> int:
-    """Return the pixels per latent cell along one side: 8 for Stable Diffusion."""
+    """Return the VAE's downsampling factor, pixels per latent cell along one side: 8 for Stable Diffusion."""
     return 2 ** (len(vae.config['block_out_channels']) - 1)
 
 
 def _byte_order() -> list[int]:
-    """Return all bytes in the order of their ids in the vocabulary: printable ones first."""
+    """Return all 256 bytes in the order of their token ids in CLIP's vocabulary: printable characters first."""
     printable = [*range(ord('!'), ord('~') + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     return printable + [byte for byte in range(256) if byte not in printable]
 

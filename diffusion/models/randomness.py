@@ -46,7 +46,10 @@ Words = TypeVar('Words', int, Tensor)
 
 
 def philox(counter: tuple[Words, Words, Words, Words], key: tuple[int, int]) -> tuple[Words, Words, Words, Words]:
-    """Ten rounds of Philox 4x32 on 32-bit words, Python integers or int64 tensors of one shape."""
+    """Return four random 32-bit words for a counter and a key: ten rounds of Philox 4x32.
+
+    Words are Python integers, or int64 tensors of one shape.
+    """
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
@@ -64,7 +67,7 @@ def philox(counter: tuple[Words, Words, Words, Words], key: tuple[int, int]) -> 
 
 
 def philox_rows(even: Tensor, odd: Tensor, keys: Tensor) -> Tensor:
-    """Return the words of `philox` for many counters with their own keys, in a fifth of the kernels.
+    """Return the random words of `philox` for many counters, each with its own key, in a fifth of the GPU kernels.
 
     Args:
         even: Words 0 and 2 of the counters, int64 [2, B, N].
@@ -72,7 +75,7 @@ def philox_rows(even: Tensor, odd: Tensor, keys: Tensor) -> Tensor:
         keys: Both key words of every round, int64 [rounds, 2, 1, N].
 
     Returns:
-        Words of all blocks in order, int64 [B, 4 N].
+        Random 32-bit words, four per counter, in the order of the counters, int64 [B, 4 N].
     """
     multipliers = _multipliers(even.device)
     for key in keys:
@@ -89,7 +92,11 @@ def _multipliers(device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=32)
 def _layout(seed: int, counts: tuple[tuple[Purpose, int], ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return each block's index within its purpose [N] and round keys [rounds, 2, 1, N], for several purposes."""
+    """Return the Philox counters and keys that give each purpose its count of random words, in N blocks of four words.
+
+    Returns:
+        Index of each block within its purpose [N], and its keys for all rounds [rounds, 2, 1, N].
+    """
     blocks = [-(-count // 4) for _, count in counts]
     number = torch.cat([torch.arange(count) for count in blocks])
     purpose = torch.repeat_interleave(torch.tensor([int(each) for each, _ in counts]), torch.tensor(blocks))
@@ -100,14 +107,14 @@ def _layout(seed: int, counts: tuple[tuple[Purpose, int], ...], device: torch.de
 
 @dataclass(frozen=True)
 class Draws:
-    """Random numbers of the samples of one batch.
+    """Source of random numbers for the samples of one batch, keyed by seed, purpose, sample, epoch and batch.
 
     Attributes:
         seed: Seed of the run, in [0, 2**32).
         sample_id: Index of each sample in its dataset, int64 [B].
         epoch: Epoch of each sample, int64 [B].
         batch_index: Index of the global batch, int64 [B]; distinguishes repetitions of a sample within an epoch.
-        ready: Words precomputed by `at_once`, by purpose.
+        ready: Random words precomputed by `at_once`, by purpose.
     """
 
     seed: int
@@ -117,21 +124,21 @@ class Draws:
     ready: Mapping[Purpose, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def at_once(self, counts: Mapping[Purpose, int]) -> 'Draws':
-        """Return equal draws with the given number of words per purpose precomputed together."""
+        """Return an equal source of random numbers, with `counts` 32-bit words per purpose precomputed in one call."""
         # On a GPU the cost of such small draws is the number of kernels; one call for all purposes needs a sixth.
         return replace(self, ready=self._make(tuple(counts.items())))
 
     def words(self, purpose: Purpose, count: int) -> Tensor:
-        """Return uniform 32-bit words, int64 [B, count]."""
+        """Return uniformly distributed random 32-bit integers, `count` per sample, as an int64 tensor [B, count]."""
         ready = self.ready.get(purpose)
         if ready is None or ready.shape[1] < count:
             ready = self._make(((purpose, count),))[purpose]
         return ready[:, :count]
 
     def _make(self, counts: tuple[tuple[Purpose, int], ...]) -> dict[Purpose, Tensor]:
-        """Return the words of several purposes, int64 [B, count rounded up to a multiple of 4] each."""
+        """Draw random 32-bit words for several purposes, int64 [B, count rounded up to a multiple of 4] each."""
         if not 0 <= self.seed <= _MASK:
-            raise UserError(f'seed: {self.seed} is not in [0, 2**32)')
+            raise UserError(f'seed: {self.seed} is not in [0, 2**32); use another seed')
         blocks, keys = _layout(self.seed, counts, self.sample_id.device)
         shape = (len(self.sample_id), len(blocks))
         c0, c2 = blocks.expand(shape), (self.epoch[:, None] & _MASK).expand(shape)
@@ -141,11 +148,11 @@ class Draws:
         return {purpose: part for (purpose, _), part in zip(counts, words.split(widths, dim=1), strict=True)}
 
     def uniform(self, purpose: Purpose) -> Tensor:
-        """Return one number in [0, 1) per sample, float64 [B], exact."""
+        """Return one uniform random number in [0, 1) per sample, float64 [B], without rounding."""
         return self.words(purpose, 1)[:, 0].double() * 2.0**-32
 
     def stratified(self, stratum: Purpose, within: Purpose) -> Tensor:
-        """Return one number in [0, 1) per sample, float64 [B], one in each of B equal parts; each alone is uniform.
+        """Return one random number in [0, 1) per sample, float64 [B], one in each of B equal parts; each is uniform.
 
         The part that a sample gets depends on all samples of the batch, but not on their order.
         """
@@ -157,11 +164,11 @@ class Draws:
         return (parts.double() + self.uniform(within)) / len(order)
 
     def integers(self, purpose: Purpose, high: int) -> Tensor:
-        """Return one integer in [0, high) per sample, int64 [B]; high is at most 2**31."""
+        """Return one random integer in [0, high) per sample, int64 [B]; high is at most 2**31."""
         return (self.words(purpose, 1)[:, 0] * high) >> 32
 
     def normal(self, purpose: Purpose, shape: Sequence[int]) -> Tensor:
-        """Return standard normals by the method of Box and Muller (1958), float32 [B, *shape]."""
+        """Return standard normal random numbers, float32 [B, *shape], by the method of Box and Muller (1958)."""
         count = math.prod(shape)
         words = self.words(purpose, count + count % 2)
         first, second = words[:, 0::2], words[:, 1::2]
@@ -173,13 +180,13 @@ class Draws:
 
 
 def keyed_uniforms(seed: int, purpose: Purpose, sample_id: int, epoch: int) -> tuple[float, float, float, float]:
-    """Return four numbers in [0, 1) for one sample in one epoch, without tensors, for data workers."""
+    """Return four random numbers in [0, 1) for one sample in one epoch, without tensors, for data workers."""
     # int(): Streaming passes NumPy integers, which warn when a product overflows.
     w0, w1, w2, w3 = philox((0, int(sample_id) & _MASK, int(epoch) & _MASK, 0), (seed, int(purpose)))
     return w0 * 2.0**-32, w1 * 2.0**-32, w2 * 2.0**-32, w3 * 2.0**-32
 
 
 def draws_for(ids: Sequence[int], *, seed: int, device: torch.device | str = 'cpu') -> Draws:
-    """Return draws that belong to no epoch, for validation noise and image generation."""
+    """Return a source of random numbers keyed by ids alone, without epoch and batch, as for image generation."""
     sample_id = torch.tensor(list(ids), dtype=torch.int64, device=device)
     return Draws(seed, sample_id, torch.zeros_like(sample_id), torch.zeros_like(sample_id))

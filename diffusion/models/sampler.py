@@ -23,7 +23,7 @@ def inference_scheduler(name: str, objective: Objective) -> Any:
     """Return one of diffusers' schedulers with the noise schedule that the model was trained on.
 
     Args:
-        name: See `scheduler_class`.
+        name: Short name, such as `ddim`, or class name in diffusers.
         objective: Training objective of the model.
 
     Raises:
@@ -42,7 +42,9 @@ def inference_scheduler(name: str, objective: Objective) -> Any:
     try:
         return found(**{key: value for key, value in config.items() if key in accepted})
     except ImportError as error:
-        raise UserError(f'noise_scheduler: {name} needs a package that is missing: {str(error).strip()}') from error
+        raise UserError(
+            f'noise_scheduler: {name} needs a package that is missing ({str(error).strip()}); install it, or use ddim'
+        ) from error
 
 
 def scheduler_class(name: str) -> Any:
@@ -60,10 +62,10 @@ def sample_latents(
     num_inference_steps: int,
     seeds: Sequence[int],
 ) -> Tensor:
-    """Denoise from pure noise, [B, C, H, W] to [B, C, H, W].
+    """Generate latents [B, C, H, W] by denoising pure noise step by step.
 
     Args:
-        denoise: Model with guidance.
+        denoise: Function from noisy latents and a timestep to the guided prediction.
         scheduler: One of diffusers' schedulers.
         noise: Initial noise, standard normal.
         num_inference_steps: Steps of the scheduler.
@@ -83,7 +85,7 @@ def sample_latents(
 
 
 def guide(unconditional: Tensor, conditional: Tensor, *, scale: float, rescale: float = 0.0) -> Tensor:
-    """Apply classifier-free guidance (Ho and Salimans 2022), [B, C, H, W].
+    """Return the guided prediction of classifier-free guidance (Ho and Salimans 2022), [B, C, H, W].
 
     Args:
         unconditional: Prediction for the negative prompt.

@@ -1,4 +1,4 @@
-"""Named stages of a forward pass that a profiler can time; without a listener a stage costs one function call."""
+"""Named stages of a forward pass that a profiler can time; without a profiler, a stage costs one function call."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
@@ -7,10 +7,10 @@ _NULL_CONTEXT = nullcontext()
 
 
 class Listener(Protocol):
-    """Interface of profilers that time stages."""
+    """Interface of a profiler that times the named stages of a forward pass."""
 
     def stage(self, name: str) -> AbstractContextManager[None]:
-        """Return a context manager that is entered when a stage begins and left when it ends."""
+        """Return a context manager that a forward pass enters when the named stage begins and leaves when it ends."""
         ...
 
 
@@ -18,11 +18,11 @@ _listener: Listener | None = None
 
 
 def stage(name: str) -> AbstractContextManager[None]:
-    """Return the context manager in which the work of a stage, such as `encode`, runs."""
+    """Return a context manager around a named part of the forward pass, such as `encode`, which profilers can time."""
     return _NULL_CONTEXT if _listener is None else _listener.stage(name)
 
 
 def listen(listener: Listener | None) -> None:
-    """Set the listener that receives the stages of this process; None removes it."""
+    """Set the profiler that times the named stages of forward passes in this process; None removes the profiler."""
     global _listener
     _listener = listener

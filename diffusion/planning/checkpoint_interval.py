@@ -22,7 +22,7 @@ RESTART_SECONDS = 600.0
 
 @dataclass(frozen=True)
 class Sizes:
-    """Checkpoint size in bytes."""
+    """Size of a checkpoint in bytes, without and with optimizer states and averaged weights."""
 
     weights: int
     """Trained weights alone."""
@@ -34,7 +34,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Resilience:
-    """Time lost to saves and failures."""
+    """Optimal save interval of a training phase, and its goodput after the time lost to saves and failures."""
 
     mtbf_hours: float
     """Mean time between failures of the whole cluster."""
@@ -55,32 +55,32 @@ class Resilience:
 
 
 def sizes_of(recipe: Recipe, model: ModelCosts) -> Sizes:
-    """Return the checkpoint size at the end of a run: weights in float32, two optimizer states each, and averages."""
+    """Return the size of the last checkpoint of a run: float32 weights, two optimizer states each, weight averages."""
     weights = FLOAT32 * model.trained_parameters
     return Sizes(weights, 3 * weights, (3 + averages_of(recipe)) * weights)
 
 
 def default_mtbf_hours(gpus: int) -> float:
-    """Return the mean hours between failures on this many GPUs, at the failure rate per GPU reported for Llama 3."""
+    """Return the mean hours between failures of a cluster, at the failure rate per GPU reported for Llama 3."""
     return LLAMA3_HOURS_BETWEEN_FAILURES * LLAMA3_GPUS / gpus
 
 
 def default_stall_seconds(phase: Phase, *, nodes: int) -> float:
-    """Return the seconds that a save blocks training; sharded checkpoints have one writer per node, whole ones one."""
+    """Return the seconds that a save blocks training, with one writer per node if checkpoints are sharded, else one."""
     writers = nodes if phase.recipe.parallelism.checkpoints == 'sharded' else 1
     return sizes_of(phase.recipe, phase.model).with_averages / (writers * WRITE_BYTES_PER_SECOND)
 
 
 def young_interval(*, stall: float, mtbf: float) -> float:
-    """Return the save interval that loses the least time, to first order (Young 1974); same unit as the arguments."""
+    """Return the save interval that loses the least time (Young 1974, first order), in the unit of the arguments."""
     return math.sqrt(2 * stall * mtbf)
 
 
 def goodput(*, interval: float, stall: float, restart: float, mtbf: float) -> float:
     """Return the fraction of wall-clock time spent training if failures are a Poisson process (Daly 2006, equation 20).
 
-    `interval` of training and a save take mtbf e^(restart / mtbf) (e^((interval + stall) / mtbf) - 1) on average. All
-    arguments have the same unit.
+    On average, training for `interval` and one save take mtbf e^(restart / mtbf) (e^((interval + stall) / mtbf) - 1).
+    All arguments have the same unit of time.
     """
     segment = (interval + stall) / mtbf
     # 1 / (e^x - 1) is computed as e^-x / (1 - e^-x), which does not overflow for long intervals.
@@ -96,10 +96,10 @@ def resilience_of(
     stall_seconds: float | None = None,
     restart_seconds: float = RESTART_SECONDS,
 ) -> Resilience:
-    """Return the optimal save interval of a phase, and the goodput at that interval and at the recipe's.
+    """Return the optimal save interval of a training phase, and the goodput at that interval and at the recipe's.
 
     Args:
-        phase: The phase.
+        phase: The recipe and its amount of work.
         images_per_second: Throughput of all GPUs together.
         nodes: Number of nodes.
         mtbf_hours: Mean time between failures of the whole cluster.

@@ -47,13 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help='price per GPU-hour in US dollars (default: the price in gpus.yaml or --gpus-file)',
     )
     parser.add_argument(
-        '--gpus-file', type=Path, metavar='YAML', help='file with more GPUs or other prices, in the format of gpus.yaml'
+        '--gpus-file', type=Path, metavar='FILE', help='file with more GPUs or other prices, in the format of gpus.yaml'
     )
     parser.add_argument(
         '--samples',
         type=_sample_counts,
         metavar='N[,N]',
-        help='number of distinct images in the data, one number for all recipes or one per recipe: 790e6,300e6',
+        help='number of distinct images in the data, one number for all recipes or one per recipe, such as 790e6,300e6',
     )
     parser.add_argument(
         '--stored',
@@ -71,17 +71,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         '--stall',
         type=_positive,
         metavar='SECONDS',
-        help='time that a save blocks training (default: checkpoint size at 0.2 GB/s per writer)',
+        help='seconds that each save blocks training (default: checkpoint size divided by 0.2 GB/s per writer)',
     )
     parser.add_argument(
         '--restart',
         type=_not_negative,
         metavar='SECONDS',
-        help='time from a failure to the next batch (default: 600)',
+        help='seconds from a failure to the next batch (default: 600)',
     )
     parser.add_argument('--json', action='store_true', help='print the plan as JSON instead of tables')
     parser.add_argument(
-        '--png', type=Path, metavar='FILE', help='also write a plot of cost and days against the number of GPUs'
+        '--png',
+        type=Path,
+        metavar='FILE',
+        help='also write a plot of cost and duration in days against the number of GPUs',
     )
     # The top-level parser collects KEY=VALUE words that follow an option here; `recipes` takes the others.
     parser.set_defaults(overrides=[])
@@ -133,6 +136,7 @@ def run_plan(args: argparse.Namespace) -> int:
 
 
 def _number(text: str, allowed: Callable[[float], bool], expected: str) -> float:
+    """Parse a number of a command-line option that must satisfy `allowed`; `expected` completes the error message."""
     try:
         value = float(text)
     except ValueError:
@@ -160,4 +164,5 @@ def _positive_integer(text: str) -> int:
 
 
 def _sample_counts(text: str) -> list[int]:
+    """Parse the comma-separated integers of --samples."""
     return [_positive_integer(part) for part in text.split(',')]

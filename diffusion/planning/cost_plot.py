@@ -20,7 +20,7 @@ COLORS = ('#4477aa', '#ee6677', '#228833', '#ccbb44', '#66ccee', '#aa3377')
 def counts_around(phases: Sequence[Phase], chosen: int) -> list[int]:
     """Return the numbers of GPUs to plot: powers of two, and the chosen number times powers of two.
 
-    Numbers that do not divide every global batch are left out.
+    Numbers by which a global batch is not divisible are left out.
     """
     odd = chosen // (chosen & -chosen)  # chosen & -chosen is the largest power of two that divides it
     counts = {chosen, *(factor * 2**power for factor in (1, odd) for power in range(15))}
@@ -33,7 +33,7 @@ def counts_around(phases: Sequence[Phase], chosen: int) -> list[int]:
 
 
 def costs_at(phases: Sequence[Phase], given: Assumptions, gpus: int) -> list[Cost]:
-    """Return the cost of each phase on another number of GPUs; measured throughput is assumed to scale linearly."""
+    """Return the cost of each training phase on `gpus` GPUs; measured throughput is assumed to scale linearly."""
     scaled = replace(given, gpus=gpus)
     if given.images_per_second is not None:
         scaled = replace(scaled, images_per_second=given.images_per_second * gpus / given.gpus)
@@ -42,7 +42,7 @@ def costs_at(phases: Sequence[Phase], given: Assumptions, gpus: int) -> list[Cos
 
 
 def draw(plan: Plan, out: Path) -> None:
-    """Write the plot to a PNG file: days on the left, dollars (GPU-hours if the price is unknown) on the right."""
+    """Plot training days (left) and dollars or, without a price, GPU-hours (right) by number of GPUs to a PNG file."""
     # Imported here so that a plan without a plot does not pay for it. pyplot is avoided, since the backend that it
     # selects may require a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -1,4 +1,4 @@
-"""Cache of model counts by configuration: counts shipped with the package, and counts made on this machine.
+"""Cache of model counts (parameters, FLOPs, activations) by configuration: shipped, or made on this machine.
 
 One JSON file per model holds the output of `diffusion.models.cost_counting`: facts, FLOPs by shape, and activations by
 shape and precision. Missing counts are computed by that module in a separate process, since the planner runs without
@@ -31,17 +31,17 @@ START_SECONDS, FLOPS_SECONDS, ACTIVATIONS_SECONDS = 15, 2, 8
 
 
 class CountingFailed(RuntimeError):
-    """Counting a model failed because its forward pass raised an error; the cause is not a mistake in the recipe."""
+    """Raised if FLOPs cannot be counted because the model's forward pass fails, not because of a recipe mistake."""
 
 
 @dataclass(frozen=True)
 class ModelKey:
-    """Cache key of a model: all settings that determine its counts.
+    """Cache key of a model: all settings that determine its FLOPs, parameters and activations.
 
     Attributes:
         name: The registered name.
-        kwargs: The keywords that change the architecture.
-        imports: The recipe's modules, which register the model.
+        kwargs: The keyword arguments that change the architecture.
+        imports: Modules that the recipe imports, one of which registers the model.
         contents: Contents of configuration files that `kwargs` refers to.
     """
 
@@ -52,17 +52,17 @@ class ModelKey:
 
     @property
     def file_name(self) -> str:
-        """Name of the model's file of counts, with a hash of the settings."""
+        """Name of the JSON file with the model's counts; contains a hash of the settings."""
         content = json.dumps([self.name, dict(self.kwargs), self.contents], sort_keys=True, default=str)
         return f'{self.name}-{hashlib.sha256(content.encode()).hexdigest()[:12]}.json'
 
     @property
     def cached(self) -> Path:
-        """Path of the counts made on this machine."""
+        """Path of the JSON file with the counts of the model made on this machine."""
         return counts_folder() / self.file_name
 
     def made_with(self) -> dict[str, str]:
-        """Return library versions and a hash of the model's source; cached counts are valid only if these are equal."""
+        """Return library versions and a hash of the model's source; cached counts are invalid if any of them differ."""
         target = registry.TARGETS['model'][self.name]
         home = target.split(':')[0] if isinstance(target, str) else target.__module__
         versions = {name: importlib.metadata.version(name) for name in LIBRARIES}
@@ -70,13 +70,13 @@ class ModelKey:
 
 
 def counts_folder() -> Path:
-    """Return the folder of counts made on this machine."""
+    """Return the folder of the model counts made on this machine."""
     home = os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'
     return Path(home) / 'diffusion' / 'model_counts'
 
 
 def known_counts(key: ModelKey) -> dict[str, Any]:
-    """Return the shipped and cached counts of a model; sections are empty if there are none."""
+    """Return the shipped and cached facts, FLOPs and activations of a model; each is empty if not counted yet."""
     # Shipped counts are not checked against library versions, so that planning the shipped recipes never takes a
     # minute; tests/planning/test_count_cache.py compares them with the models. They take precedence.
     cached = _read(key.cached)
@@ -85,7 +85,7 @@ def known_counts(key: ModelKey) -> dict[str, Any]:
 
 
 def count(key: ModelKey, *, flops: Sequence[str], activations: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """Count a model in another process, print the expected duration to stderr, and cache the result.
+    """Count the FLOPs and activations of a model in another process, and cache them; print the expected duration.
 
     Args:
         key: The model.
@@ -93,7 +93,7 @@ def count(key: ModelKey, *, flops: Sequence[str], activations: Sequence[tuple[st
         activations: Pairs of shape and precision whose activations are counted.
 
     Returns:
-        The new counts, by section.
+        The new counts by section: facts, flops and activations.
 
     Raises:
         UserError: The model cannot be built with the recipe's settings.
@@ -115,12 +115,12 @@ def count(key: ModelKey, *, flops: Sequence[str], activations: Sequence[tuple[st
     try:
         write_whole(key.cached, json.dumps(content, indent=1, default=str) + '\n')
     except OSError as error:  # for example a read-only home folder; the next plan counts again
-        print(f'{key.cached}: cannot be written ({error}); the next plan counts again', file=sys.stderr)
+        print(f'{key.cached} cannot be written ({error}); the next plan counts again', file=sys.stderr)
     return answer
 
 
 def run_counter(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Run `diffusion.models.cost_counting` in a separate process without GPUs, and return its answer.
+    """Run `diffusion.models.cost_counting` in a separate process without GPUs, and return the counts.
 
     Args:
         request: The model's name, keywords and imports, and the shapes and precisions to count.
@@ -143,7 +143,7 @@ def run_counter(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merged(*counts: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge counts section by section; later ones take precedence."""
+    """Merge model counts, separately for facts, FLOPs and activations; later arguments take precedence."""
     return {section: {key: value for each in counts for key, value in each[section].items()} for section in SECTIONS}
 
 
@@ -152,6 +152,7 @@ def _no_counts() -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    """Return the model counts in a JSON file; empty counts if the file is missing or truncated."""
     try:
         return _no_counts() | json.loads(path.read_text(encoding='utf-8'))
     except (OSError, ValueError):  # missing or truncated

@@ -14,7 +14,7 @@ LATENT_WIDTHS = {'float16': 2, 'float32': 4}
 
 @dataclass(frozen=True)
 class Storage:
-    """Size of a dataset in one form, and the rate at which training reads it."""
+    """Size of a dataset stored as images or latents, and the rate at which training reads the dataset."""
 
     bytes_per_sample: float
     samples: int
@@ -26,27 +26,27 @@ class Storage:
 
     @property
     def stored_bytes(self) -> float:
-        """Size of the dataset."""
+        """Size of the dataset in bytes."""
         return self.bytes_per_sample * self.samples
 
     @property
     def read_bytes(self) -> float:
-        """Egress from the object store if shards are not cached for later epochs."""
+        """Bytes that training reads from the object store if shards are not cached for later epochs."""
         return self.bytes_per_sample * self.images
 
     @property
     def bytes_per_second(self) -> float:
-        """Read bandwidth of all nodes together."""
+        """Read bandwidth of training in bytes/s, all nodes together."""
         return self.bytes_per_sample * self.images_per_second
 
     @property
     def bytes_per_second_per_node(self) -> float:
-        """Read bandwidth of each node."""
+        """Read bandwidth of training in bytes/s on each node."""
         return self.bytes_per_second / self.nodes
 
 
 def storage_of(phase: Phase, encoding: Encoding, *, images_per_second: float, nodes: int) -> Storage:
-    """Return the size and read bandwidth of a phase's dataset if its samples are stored in this form."""
+    """Return the size and read bandwidth of a phase's dataset, if `encoding` is the form of the stored samples."""
     return Storage(
         bytes_per_sample=sample_bytes(phase, encoding),
         samples=phase.different_images,
@@ -57,7 +57,7 @@ def storage_of(phase: Phase, encoding: Encoding, *, images_per_second: float, no
 
 
 def sample_bytes(phase: Phase, encoding: Encoding) -> float:
-    """Return the bytes per sample: an image or its latents, with its caption or text embedding."""
+    """Return the mean bytes per stored sample: an image or its latents, with its caption or text embedding."""
     if phase.stored_bytes is not None and encoding == phase.encoding:
         return phase.stored_bytes
     if encoding == 'pictures':

@@ -38,20 +38,20 @@ class GPU:
     """Name on the command line."""
 
     def peak_flops(self, precision: str) -> float:
-        """Return the dense peak in FLOP/s.
+        """Return the peak FLOP/s of the GPU in a precision (bf16, fp16 or fp32), without sparsity.
 
         Raises:
             UserError: The GPU does not support this precision.
         """
         if precision not in self.peak_tflops:
             raise UserError(
-                f'--gpu {self.name}: does not support {precision} (supported: {", ".join(self.peak_tflops)}); '
+                f'--gpu {self.name} does not support {precision} (supported: {", ".join(self.peak_tflops)}); '
                 'use another GPU or another trainer.precision'
             )
         return self.peak_tflops[precision] * 1e12
 
     def stale(self, today: datetime.date) -> str | None:
-        """Return a warning if the price is more than STALE_DAYS old, else None."""
+        """Return a warning if the price of the GPU is more than STALE_DAYS old, else None."""
         if self.date is None:
             return None
         days = (today - datetime.date.fromisoformat(self.date)).days
@@ -59,12 +59,12 @@ class GPU:
             return None
         return (
             f'{self.name}: the price of ${self.price_usd_per_hour:.2f} per hour is {days} days old ({self.date}); '
-            'give --price or --gpus-file'
+            'pass --price or --gpus-file'
         )
 
 
 def load_gpus(path: Path | None = None) -> dict[str, GPU]:
-    """Load the GPUs of gpus.yaml and those of another file, which take precedence.
+    """Load the GPU models of gpus.yaml and of an optional file, whose entries take precedence; return them by name.
 
     Raises:
         UserError: A file cannot be read, or does not have the format of gpus.yaml.
@@ -74,7 +74,7 @@ def load_gpus(path: Path | None = None) -> dict[str, GPU]:
 
 
 def find_gpu(name: str, gpus: dict[str, GPU], *, or_file: bool = True) -> GPU:
-    """Return the GPU of this name; case does not matter, and `_` equals `-`.
+    """Return the GPU model with this name; case does not matter, and `_` equals `-`.
 
     Args:
         name: Name of the GPU, such as a100-80gb.
@@ -94,6 +94,7 @@ def find_gpu(name: str, gpus: dict[str, GPU], *, or_file: bool = True) -> GPU:
 
 
 def _read(path: Path) -> dict[str, GPU]:
+    """Return the GPU models in a YAML file, by lowercase name."""
     try:
         content = read_yaml(path)
     except UnreadableYAML as error:
@@ -112,6 +113,7 @@ def _read(path: Path) -> dict[str, GPU]:
 
 
 def _check(gpu: GPU, where: str, gather: Gatherer) -> None:
+    """Report the invalid numbers and dates of a GPU model in a file."""
     docs = field_docs(GPU)
     for name in ('memory_gib', 'gpus_per_node', 'price_usd_per_hour'):
         value = getattr(gpu, name)
@@ -119,7 +121,10 @@ def _check(gpu: GPU, where: str, gather: Gatherer) -> None:
             gather.problem(join(where, name), f'{value} is not positive; expected: {docs[name]}')
     for precision, peak in gpu.peak_tflops.items():
         if not isinstance(peak, int | float) or peak <= 0:
-            gather.problem(join(where, f'peak_tflops.{precision}'), f'{peak!r} is not a positive number of TFLOP/s')
+            gather.problem(
+                join(where, f'peak_tflops.{precision}'),
+                f'{peak!r} is not a positive number; use the dense peak in TFLOP/s',
+            )
     if gpu.date is not None:
         try:
             datetime.date.fromisoformat(gpu.date)

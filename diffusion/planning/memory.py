@@ -1,4 +1,4 @@
-"""Memory of one device, split into parts, and the largest microbatch that fits.
+"""Memory of one device by purpose, and the largest microbatch that fits.
 
 Weights, gradients, optimizer states and averages follow from the number of parameters. Activations are the tensors that
 autograd keeps, counted on the model itself by models/activation_memory.py: exactly what torch keeps under autocast, and
@@ -23,7 +23,7 @@ ADAM_STATES = 2
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one device, by part."""
+    """Memory that training takes on one device, in bytes by purpose: weights, activations and so on."""
 
     weights: int
     """Trained weights in float32, or the device's shard of them."""
@@ -54,7 +54,7 @@ class Memory:
 
     @property
     def resident(self) -> int:
-        """Bytes that are allocated throughout a step."""
+        """Bytes that are allocated throughout a training step."""
         return self.weights + self.optimizer + self.averages + self.encoders + self.buckets + self.batch
 
     @property
@@ -70,17 +70,17 @@ class Memory:
 
     @property
     def reserved(self) -> int:
-        """Peak including allowances: the memory that the GPU must have."""
+        """Peak bytes including allowances for CUDA and fragmentation: the memory that the GPU must have."""
         return round(self.allocated * (1 + FRAGMENTS) + CONTEXT_BYTES)
 
     def parts(self) -> dict[str, int]:
-        """Return the bytes of each part by name."""
+        """Return the bytes on one device by purpose, such as `weights` or `activations`."""
         return {name: value for name, value in asdict(self).items() if name != 'accumulates'}
 
 
 @dataclass(frozen=True)
 class Setup:
-    """Parallelism and microbatch of a run."""
+    """Number of devices, microbatch and parallelism of a run, which determine the memory per device."""
 
     devices: int
     microbatch: int
@@ -93,7 +93,7 @@ class Setup:
 
     @property
     def label(self) -> str:
-        """Name of the strategy as printed, such as 'fsdp2 SHARD_GRAD_OP'."""
+        """Name of the parallelism strategy as printed, such as 'fsdp2 SHARD_GRAD_OP'."""
         settings = self.parallelism
         if settings.strategy == 'ddp':
             return 'ddp'
@@ -103,7 +103,7 @@ class Setup:
 
 
 def memory_of(phase: Phase, setup: Setup) -> Memory:
-    """Return the memory that a phase takes on one device under a setup."""
+    """Return the memory that training takes on one device, given the microbatch and parallelism in `setup`."""
     settings, shards = setup.parallelism, setup.shards
     parts = phase.speed(settings.strategy)
     activations = phase.model.activations(phase.largest_shape, phase.precision(settings.strategy))
@@ -150,7 +150,7 @@ def encoder_width(phase: Phase) -> int:
 
 
 def largest_microbatch(phase: Phase, setup: Setup, gpu: GPU) -> int:
-    """Return the largest microbatch that fits and divides the device's part of the batch; 0 if none fits."""
+    """Return the largest microbatch that fits in memory and divides the batch of one device; 0 if none fits."""
     share = phase.recipe.global_batch // setup.devices
     divisors = [size for size in range(1, share + 1) if share % size == 0]
     fitting = [size for size in divisors if fits_in_memory(memory_of(phase, replace(setup, microbatch=size)), gpu)]
@@ -163,7 +163,7 @@ def fits_in_memory(memory: Memory, gpu: GPU) -> bool:
 
 
 def strategies(setup: Setup) -> list[Setup]:
-    """Return the setup under each parallelism strategy without duplicates, starting with the setup itself."""
+    """Return a setup with each parallelism strategy in turn, without duplicates, starting with the setup itself."""
     current = setup.parallelism
     others = [
         replace(current, strategy='ddp', replicas=1),
@@ -178,10 +178,10 @@ def strategies(setup: Setup) -> list[Setup]:
 
 
 def ways_out(phase: Phase, setup: Setup, gpu: GPU, gpus: dict[str, GPU]) -> list[str]:
-    """Return settings, each of which would make a setup fit that does not; empty if there is none.
+    """Return settings that would each make a run that is too large fit in GPU memory; empty if there are none.
 
     Args:
-        phase: The phase.
+        phase: The recipe and its amount of work.
         setup: The setup that does not fit.
         gpu: The GPU on which it does not fit.
         gpus: All known GPUs, of which the smallest that is large enough is suggested.
@@ -216,12 +216,14 @@ def _without_reduce_once(phase: Phase) -> Phase:
 
 
 def _divided(total: int, shards: int) -> int:
+    """Return the size of one shard, rounded up."""
     return -(-total // shards)
 
 
 def _compute_weights(
     phase: Phase, activations: ActivationCounts, settings: ParallelismConfig, *, keeps_gathered: bool
 ) -> int:
+    """Return the bytes of weights in compute precision: copies made by autocast, or parameters gathered by FSDP."""
     # Autocast caches a 16-bit copy of each weight until the end of the forward pass; autograd keeps it until used.
     autocast = activations.copies_recomputing if settings.activation_checkpointing else activations.copies
     if settings.strategy == 'ddp':

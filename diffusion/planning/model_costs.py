@@ -30,7 +30,7 @@ WEIGHTS = {'pretrained': ('vae', 'text_encoder'), 'vae': ('vae',)}
 class ActivationCounts:
     """Bytes kept for the backward pass: activations per sample, and autocast's copies of weights per microbatch.
 
-    models/activation_memory.py counts them.
+    Both are counted by models/activation_memory.py.
     """
 
     kept: int
@@ -52,17 +52,17 @@ class ActivationCounts:
 
     @property
     def kept_recomputing(self) -> int:
-        """Activations per sample at the peak with activation checkpointing."""
+        """Peak bytes of activations per sample with activation checkpointing."""
         return self.kept_between + self.kept_inside
 
     @property
     def copies_recomputing(self) -> int:
-        """Copies of weights at the peak with activation checkpointing: only one block at a time holds copies."""
+        """Peak bytes of 16-bit weight copies with activation checkpointing: only one block at a time holds copies."""
         return self.copies_between + self.copies_inside
 
 
 class ModelCosts:
-    """Counts of a recipe's model; counts that are missing are computed on first use, in a separate process.
+    """Parameters, FLOPs and activation memory of a recipe's model; counted on first use, in a separate process.
 
     Args:
         model: The model's name and keywords, as in a recipe.
@@ -77,7 +77,7 @@ class ModelCosts:
         self._counts = known_counts(self.key)
 
     def count(self, shapes: Sequence[Shape] = (), activations: Sequence[tuple[Shape, Precision]] = ()) -> None:
-        """Count the FLOPs and activations that are not known yet, all in one process.
+        """Count the FLOPs and activations of the model that are not known yet, all in one separate process.
 
         Args:
             shapes: Shapes whose FLOPs are needed.
@@ -97,6 +97,7 @@ class ModelCosts:
             self._check_shapes(shapes)
 
     def _check_shapes(self, shapes: Sequence[Shape]) -> None:
+        """Raise UserError if the sides of an image shape are not multiples of the latent cell."""
         cell = self._counts['facts']['pixels_per_cell']
         for shape in shapes:
             if shape.width % cell or shape.height % cell:
@@ -109,7 +110,8 @@ class ModelCosts:
 
     @property
     def facts(self) -> Mapping[str, int]:
-        """Counts that do not depend on the image shape; `diffusion.models.cost_counting` defines the keys."""
+        """Counts that do not depend on the image shape, such as the number of parameters, by name."""
+        # The names are defined in models/cost_counting.py.
         self.count()
         return self._counts['facts']
 
@@ -142,20 +144,20 @@ class ModelCosts:
         return self.facts['text_encoder_flops']
 
     def trained_flops(self, shape: Shape) -> int:
-        """Return the FLOPs per image of the forward pass of the trained modules."""
+        """Return the FLOPs of the forward pass of the trained modules for one image of this shape."""
         return self._flops(shape)['trained']
 
     def image_encoder_flops(self, shape: Shape) -> int:
-        """Return the FLOPs per image of the frozen image encoder."""
+        """Return the FLOPs of the frozen image encoder for one image of this shape."""
         return self._flops(shape)['image_encoder']
 
     def activations(self, shape: Shape, precision: Precision) -> ActivationCounts:
-        """Return the bytes kept for the backward pass by one sample of this shape."""
+        """Return the bytes kept for the backward pass of one sample, for this image shape and precision."""
         self.count(activations=[(shape, precision)])
         return ActivationCounts(**self._counts['activations'][f'{shape} {precision}'])
 
     def latent_elements(self, shape: Shape) -> int:
-        """Return the number of elements in one latent, without variances."""
+        """Return the number of elements in the latent of one image of this shape, without variances."""
         cell = self.facts['pixels_per_cell']
         return self.facts['latent_channels'] * (shape.height // cell) * (shape.width // cell)
 
@@ -189,7 +191,7 @@ def _key_of(model: Component, imports: Sequence[str], notes: list[str]) -> Model
 
 
 def _config_of(folder: str, part: str) -> str | None:
-    """Return the normalized config.json of a model part from a pipeline's folder or the part's own folder, or None."""
+    """Return config.json (keys sorted) of a model part in a pipeline folder or its own folder; None if missing."""
     for path in (Path(folder, part, 'config.json'), Path(folder, 'config.json')):
         if path.is_file():
             try:

@@ -41,7 +41,7 @@ LAUNCH_SECONDS = 0.02
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Assumptions about the cluster, as given by the user; None selects the planner's default."""
+    """Assumptions of a plan about cluster and throughput, as set by the user; None selects the planner's default."""
 
     gpu: GPU
     gpus: int
@@ -66,7 +66,7 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class Fit:
-    """Memory under one strategy, and the largest microbatch that fits."""
+    """Memory per device under one parallelism strategy, and the largest microbatch that fits."""
 
     setup: Setup
     memory: Memory
@@ -76,7 +76,7 @@ class Fit:
 
 @dataclass(frozen=True)
 class Alternative:
-    """Time, cost and storage if the encoders run in one particular way: online or precomputed."""
+    """Time, cost and storage for one choice of running the frozen encoders: online or precomputed."""
 
     encoding: Encoding
     speed: Speed
@@ -91,7 +91,7 @@ class Alternative:
 
 @dataclass(frozen=True)
 class PhasePlan:
-    """The plan of one recipe."""
+    """Plan of one recipe: throughput, cost, memory, storage and checkpoints."""
 
     phase: Phase
     speed: Speed
@@ -108,13 +108,13 @@ class PhasePlan:
 
     @property
     def expected(self) -> Cost:
-        """Cost including saves and failures, at the optimal save interval."""
+        """Cost of the recipe including saves and failures, at the optimal save interval."""
         return self.cost * (1 / self.resilience.goodput)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Plan of consecutive recipes; each counts its own batches, and the totals are their sums."""
+    """Plan of recipes that run one after another. Each recipe counts its own batches; totals are sums over recipes."""
 
     phases: tuple[PhasePlan, ...]
     given: Assumptions
@@ -131,7 +131,7 @@ class Plan:
 
     @property
     def flops(self) -> float:
-        """FLOPs of all forward and backward passes, without frozen encoders."""
+        """FLOPs of all forward and backward passes of all recipes, without frozen encoders."""
         return sum(each.phase.training_flops * each.phase.images for each in self.phases)
 
 
@@ -154,7 +154,7 @@ def load_phases(
         UserError: A recipe is wrong, or a value that the plan needs is missing.
     """
     if len(samples) not in (0, 1, len(paths)):
-        raise UserError(f'--samples: {len(samples)} numbers for {len(paths)} recipes; give one, or one per recipe')
+        raise UserError(f'--samples: {len(samples)} numbers for {len(paths)} recipes; pass one, or one per recipe')
     counts = list(samples) * len(paths) if len(samples) == 1 else list(samples) or [None] * len(paths)
     phases = []
     for path, count in zip(paths, counts, strict=True):
@@ -169,7 +169,7 @@ def load_phases(
 def make_plan(
     phases: Sequence[Phase], given: Assumptions, *, gpus: dict[str, GPU], today: datetime.date | None = None
 ) -> Plan:
-    """Plan phases that run one after another on the same GPUs.
+    """Return the plan of training phases that run one after another on the same GPUs.
 
     Args:
         phases: The phases in the order of the runs.
@@ -199,11 +199,12 @@ def read_measured_speed(run: Path) -> MeasuredSpeed:
     """
     recipe = run / 'recipe.yaml'
     if not recipe.is_file():
-        raise UserError(f'--from-run: {run} has no recipe.yaml; give the folder of a run, such as runs/phase1')
+        raise UserError(f'--from-run: {run} has no recipe.yaml; use the folder of a run, such as runs/phase1')
     return read_run(run, phase_of(load(recipe, allow_missing=True)).flops())
 
 
 def _check_progress(saving: Resilience) -> None:
+    """Raise UserError if saves and failures leave almost no time to train."""
     if saving.goodput < HOPELESS_GOODPUT:
         raise UserError(
             f'--mtbf: with a failure every {3600 * saving.mtbf_hours:.0f} s, a restart of '
@@ -213,6 +214,7 @@ def _check_progress(saving: Resilience) -> None:
 
 
 def _plan_phase(phase: Phase, given: Assumptions, gpus: dict[str, GPU]) -> PhasePlan:
+    """Return the plan of one training phase."""
     speed = phase_speed(phase, given)
     fit = _fits(phase, given)
     mtbf = default_mtbf_hours(given.gpus) if given.mtbf_hours is None else given.mtbf_hours
@@ -236,7 +238,7 @@ def _plan_phase(phase: Phase, given: Assumptions, gpus: dict[str, GPU]) -> Phase
 
 
 def phase_speed(phase: Phase, given: Assumptions, encoding: Encoding | None = None) -> Speed:
-    """Return the throughput of a phase under the user's assumptions; `encoding` replaces the recipe's."""
+    """Return the throughput of a phase under the user's assumptions; `encoding` replaces the form of stored samples."""
     return planned_speed(
         phase,
         given.gpu,
@@ -249,6 +251,7 @@ def phase_speed(phase: Phase, given: Assumptions, encoding: Encoding | None = No
 
 
 def _fits(phase: Phase, given: Assumptions) -> tuple[Fit, ...]:
+    """Return the memory under each parallelism strategy, the recipe's own first."""
     share = phase.recipe.global_batch // given.gpus
     microbatch = phase.recipe.device_train_microbatch_size
     size = microbatch if isinstance(microbatch, int) else share
@@ -261,6 +264,7 @@ def _fits(phase: Phase, given: Assumptions) -> tuple[Fit, ...]:
 
 
 def _alternatives(phase: Phase, given: Assumptions) -> tuple[Alternative, ...]:
+    """Return time, cost and storage for each form in which the samples of the phase can be stored."""
     if not phase.model.is_latent_diffusion:
         encodings: tuple[Encoding, ...] = ('pictures',)
     else:
@@ -290,7 +294,7 @@ def _warnings(plans: Sequence[PhasePlan], given: Assumptions, today: datetime.da
     if stale is not None:
         warnings.append(stale)
     if given.price_usd_per_hour is None:
-        warnings.append(f'the price of the {given.gpu.name} is unknown, so no cost is shown; give --price')
+        warnings.append(f'the price of the {given.gpu.name} is unknown, so no cost is shown; pass --price')
     for each in plans:
         if not each.fit[0].fits:
             recipe_fit = each.fit[0]
@@ -319,7 +323,7 @@ def _notes(plans: Sequence[PhasePlan], given: Assumptions) -> tuple[str, ...]:
     if unknown:
         notes.append(
             f'{", ".join(unknown)}: the number of distinct images is unknown; storage and precomputing assume that '
-            'every image is seen once; give --samples'
+            'every image is seen once; pass --samples'
         )
     work = {(each.phase.largest_shape.width, each.phase.images) for each in plans}
     if work == published_runs.SAMPLES.keys() and given.gpu.name.startswith('a100') and len(plans) == len(work):

@@ -7,7 +7,7 @@ from diffusion.planning.run_cost import Cost
 
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
-    """Return the plan as dictionaries, lists, strings and numbers that json.dumps accepts."""
+    """Return a plan as nested dictionaries and lists for json.dumps, as printed by `diffusion plan --json`."""
     given = plan.given
     return {
         'gpu': given.gpu.name,

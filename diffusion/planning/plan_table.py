@@ -26,7 +26,7 @@ ENCODING_NAMES = {
 
 
 def plan_text(plan: Plan) -> str:
-    """Format the plan as the tables that `diffusion plan` prints."""
+    """Return a plan as the text that `diffusion plan` prints: tables, notes and warnings."""
     sections = [_overview(plan), _time(plan), _memory(plan), _data(plan), _checkpoints(plan)]
     sections += [_bullets('Notes', plan.notes), _bullets('WARNINGS', plan.warnings)]
     return '\n\n'.join(section for section in sections if section)
@@ -197,7 +197,7 @@ def _duration(seconds: float) -> str:
 
 
 def _section(title: str, rows: Sequence[Sequence[str]], *, left: Collection[int] = ()) -> str:
-    """Format rows under a title; the first column and those in `left` are left-aligned, the others right-aligned."""
+    """Format a table with a title; the first column and those in `left` are left-aligned, the others right-aligned."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:
@@ -210,7 +210,7 @@ def _section(title: str, rows: Sequence[Sequence[str]], *, left: Collection[int]
 
 
 def _transposed(rows: list[list[str]]) -> list[list[str]]:
-    """Swap rows and columns, so that parts of memory are rows and strategies are columns."""
+    """Swap the rows and columns of a table, so that memory purposes are rows and strategies are columns."""
     return [list(column) for column in zip(*rows, strict=True)]
 
 

@@ -22,14 +22,14 @@ TRAINING_HOURS, PRECOMPUTE_HOURS = 20_051, 3_784
 
 
 def published_samples(shapes: list[Shape], images: int, parameters: int) -> int | None:
-    """Return the number of distinct images of a published phase, or None if the phase is not one of them."""
+    """Return the number of distinct images of a published Stable Diffusion 2 phase, or None for any other run."""
     if parameters != SD2_PARAMETERS or len(shapes) != 1 or not shapes[0].is_square:
         return None
     return SAMPLES.get((shapes[0].width, images))
 
 
 def images_per_second(shapes: list[Shape], gpus: int, parameters: int) -> float | None:
-    """Return the published throughput on this many A100s, or None for another model or shape."""
+    """Return the published throughput of Stable Diffusion 2 on `gpus` A100s, or None for another model or shape."""
     known = IMAGES_PER_SECOND.get(shapes[0].width) if len(shapes) == 1 and shapes[0].is_square else None
     return None if known is None or parameters != SD2_PARAMETERS else interpolate(known, gpus)
 

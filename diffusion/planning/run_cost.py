@@ -11,7 +11,7 @@ HOUR = 3600
 
 @dataclass(frozen=True)
 class Cost:
-    """Wall-clock hours, GPU-hours and cost of some work."""
+    """Wall-clock hours, GPU-hours and dollars of a training run or of precomputing."""
 
     hours: float
     """Wall-clock hours."""
@@ -32,13 +32,13 @@ class Cost:
 
 
 def cost_of_hours(hours: float, *, gpus: int, price: float | None) -> Cost:
-    """Return the cost of wall-clock hours on this many GPUs, at a price in US dollars per GPU-hour."""
+    """Return the cost of wall-clock hours on a number of GPUs, at a price in US dollars per GPU-hour."""
     gpu_hours = hours * gpus
     return Cost(hours, gpu_hours, None if price is None else gpu_hours * price)
 
 
 def training_cost(phase: Phase, speed: Speed, *, gpus: int, price: float | None) -> Cost:
-    """Return the cost of the training batches alone: no evaluation, no saves, no failures."""
+    """Return the cost of the training batches of a phase alone: no evaluation, no saves, no failures."""
     return cost_of_hours(phase.images / speed.images_per_second / HOUR, gpus=gpus, price=price)
 
 
@@ -47,7 +47,7 @@ def precompute_cost(phase: Phase, encoding: Encoding, gpu: GPU, *, gpus: int, pr
 
     Args:
         phase: The phase whose images are encoded.
-        encoding: Form in which the results are stored, which decides the encoders that run.
+        encoding: Form in which the results are stored, which determines which encoders run.
         gpu: The GPU model.
         gpus: Number of GPUs.
         price: US dollars per GPU-hour; None if unknown.

@@ -22,7 +22,7 @@ THROUGHPUT = 'throughput/device/samples_per_sec'
 
 @dataclass(frozen=True)
 class Speed:
-    """Throughput of a phase, and the source of the figure."""
+    """Throughput of a training phase, and where the number comes from."""
 
     images_per_second: float
     """Throughput of all GPUs together."""
@@ -34,7 +34,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class MeasuredSpeed:
-    """Throughput measured in an earlier run."""
+    """Throughput of an earlier run, with its FLOPs per image, from which other throughputs are scaled."""
 
     images_per_second_per_device: float
     flops_per_image: float
@@ -56,10 +56,11 @@ def planned_speed(
     """Return the throughput of a phase: given by the user, measured, published for this model and GPU, or assumed.
 
     Args:
-        phase: The phase.
+        phase: The recipe and its amount of work.
         gpu: The GPU model.
         gpus: Number of GPUs.
-        encoding: Form in which samples are stored, which decides the encoders that run online; None is the recipe's.
+        encoding: Form in which samples are stored, which determines which encoders run online; None means as in the
+            recipe.
         mfu: MFU to assume.
         images_per_second: Throughput of all GPUs together, with the encoders run as in the recipe.
         measured: Throughput of an earlier run.
@@ -102,7 +103,7 @@ def read_run(folder: Path, flops_per_image: float) -> MeasuredSpeed:
         lines = path.read_text(encoding='utf-8').splitlines()
     except OSError as error:
         raise UserError(
-            f'--from-run: {path} cannot be read ({error.strerror}); give the folder of a run that has '
+            f'--from-run: {path} cannot be read ({error.strerror}); use the folder of a run that has '
             'loggers.metrics_file'
         ) from error
     for line in lines:
@@ -123,6 +124,7 @@ def read_run(folder: Path, flops_per_image: float) -> MeasuredSpeed:
 
 
 def _published(phase: Phase, gpu: GPU, gpus: int, encoding: Encoding) -> tuple[float, str] | None:
+    """Return the published throughput for this model and GPU with its source, or None if none was published."""
     if not gpu.name.startswith('a100') or phase.autocast == 'fp32' or phase.recomputes:
         return None
     precomputed = published_runs.images_per_second(list(phase.shapes), gpus, phase.model.trained_parameters)

@@ -25,7 +25,7 @@ BACKWARD = 2
 
 @dataclass(frozen=True)
 class Phase:
-    """A recipe and the work that it requires."""
+    """Training phase: a recipe and the work that it requires, in batches, images and FLOPs."""
 
     recipe: Recipe
     model: ModelCosts
@@ -51,7 +51,7 @@ class Phase:
 
     @property
     def different_images(self) -> int:
-        """Number of distinct images that the run trains on; without a known data set size, all of them."""
+        """Number of distinct images that the run trains on; all `images` if the size of the data set is unknown."""
         return self.images if self.samples is None else min(self.samples, self.images)
 
     @property
@@ -60,16 +60,16 @@ class Phase:
         return _autocast(self.recipe)
 
     def speed(self, strategy: str | None = None) -> SpeedConfig:
-        """Return the effective `speed` settings of a run on GPUs under a strategy (default: the recipe's)."""
+        """Return the `speed` settings in effect on GPUs under a parallelism strategy (default: from the recipe)."""
         return _speed(self.recipe, strategy)
 
     def precision(self, strategy: str | None = None) -> Precision:
-        """Return the settings that decide the activations kept under a strategy (default: the recipe's)."""
+        """Return the settings that determine activation memory under a parallelism strategy (default: the recipe's)."""
         return _precision(self.recipe, strategy)
 
     @property
     def recomputes(self) -> bool:
-        """True if blocks are recomputed in the backward pass (activation checkpointing)."""
+        """True if model blocks are recomputed in the backward pass (activation checkpointing)."""
         return self.recipe.parallelism.activation_checkpointing
 
     # -- FLOPs per image, averaged over shapes --
@@ -100,17 +100,17 @@ class Phase:
         return 0.0 if self.model.trains_text else float(self.model.text_encoder_flops)
 
     def encoder_flops(self, encoding: Encoding) -> float:
-        """Return the FLOPs per image of the frozen encoders that run during training if samples have this form."""
+        """Return the FLOPs per image of the frozen encoders that run in training if samples are stored in this form."""
         image = self.image_encoder_flops if encoding == 'pictures' else 0.0
         text = 0.0 if encoding == 'latents+text' else self.text_encoder_flops
         return image + text
 
     def flops(self, encoding: Encoding | None = None) -> float:
-        """Return all FLOPs per image during training: the trained modules and the encoders that run online."""
+        """Return the total FLOPs per image in training, including the encoders that run online."""
         return self.training_flops + self.encoder_flops(encoding or self.encoding)
 
     def precompute_flops(self, encoding: Encoding) -> float:
-        """Return the FLOPs per image of encoding the data set before training."""
+        """Return the FLOPs per image of encoding the data set to a stored form before training."""
         return self.encoder_flops('pictures') - self.encoder_flops(encoding)
 
     # -- bytes --
@@ -127,7 +127,7 @@ class Phase:
 
     @property
     def largest_shape(self) -> Shape:
-        """Shape with the most pixels, which decides the memory that is needed."""
+        """Image shape with the most pixels, which determines the memory that training needs."""
         return _largest(self.shapes)
 
     def _mean(self, value: Any) -> float:
@@ -135,7 +135,7 @@ class Phase:
 
 
 def phase_of(recipe: Recipe, *, samples: int | None = None, encoding: Encoding | None = None) -> Phase:
-    """Derive the amount of work from a recipe.
+    """Return a recipe together with its amount of work: batches, images, shapes and FLOPs.
 
     Args:
         recipe: A recipe with task `train`; the location of its data may be missing (`???`).
@@ -149,7 +149,7 @@ def phase_of(recipe: Recipe, *, samples: int | None = None, encoding: Encoding |
     if recipe.task != 'train':
         raise UserError(f'task: the plan is for training, not {recipe.task}; remove the key')
     if not isinstance(recipe.global_batch, int):
-        raise UserError('global_batch: is ???; set it, such as global_batch=2048')
+        raise UserError('global_batch is not set (???); set it, such as global_batch=2048')
     model = ModelCosts(recipe.model, recipe.imports)
     notes = list(model.notes)
     shapes, known, stored = _data(recipe, notes)
@@ -192,7 +192,7 @@ def _speed(recipe: Recipe, strategy: str | None) -> SpeedConfig:
 
 
 def _precision(recipe: Recipe, strategy: str | None) -> Precision:
-    """Return the settings of a run that change the activations kept for the backward pass."""
+    """Return the precision settings of a run that change which activations are kept for the backward pass."""
     parts = _speed(recipe, strategy)
     if _autocast(recipe) == 'fp32':
         return 'float32+compile' if parts.compile else 'float32'
@@ -209,9 +209,10 @@ def _largest(shapes: Iterable[Shape]) -> Shape:
 
 
 def _batches(duration: Any, batch: int, epoch: int | None) -> int:
+    """Return the number of batches in a duration such as 550000ba; `epoch` is the number of images per epoch."""
     where = 'trainer.max_duration'
     if duration is None or duration == MISSING:
-        raise UserError(f'{where}: is missing; set the length of the training, such as 550000ba')
+        raise UserError(f'{where} is missing; set the length of training, such as 550000ba')
     match = re.fullmatch(r'(\d+(?:\.\d+)?)(ba|ep|sp)', str(duration))
     if match is None:
         raise UserError(f'{where}: {duration!r} has no known number of batches; use ba (550000ba), ep or sp')
@@ -220,7 +221,7 @@ def _batches(duration: Any, batch: int, epoch: int | None) -> int:
         if epoch is None:
             raise UserError(
                 f'{where}: {duration} is in epochs, and the number of images per epoch is unknown; '
-                'give --samples 790e6, or set loader.epoch_size, or use batches (ba)'
+                'pass --samples 790e6, set loader.epoch_size, or use batches (ba)'
             )
         amount *= epoch // batch
     batches = int(amount if unit != 'sp' else amount / batch)
@@ -230,6 +231,7 @@ def _batches(duration: Any, batch: int, epoch: int | None) -> int:
 
 
 def _encoding(recipe: Recipe, model: ModelCosts) -> Encoding:
+    """Return the form in which the samples of a recipe are stored."""
     if recipe.dataset.name != 'latents':
         return 'pictures'
     stores_text = recipe.precompute.latents == 'image+text' and not model.trains_text
@@ -237,15 +239,15 @@ def _encoding(recipe: Recipe, model: ModelCosts) -> Encoding:
 
 
 def _data(recipe: Recipe, notes: list[str]) -> tuple[dict[Shape, float], int | None, float | None]:
-    """Return the fraction of each shape; also the number of images and bytes per sample, or None if not all are local.
+    """Return the fraction of images of each shape, and the number of images and bytes per sample if all are local.
 
-    Appends the assumptions that it makes to `notes`.
+    The last two are None if shards are not local. The assumptions made are appended to `notes`.
     """
     counts: dict[str, dict[Shape, int] | None] = {}
     sizes: list[float | None] = []
     for name, stream in recipe.streams.items():
         if not isinstance(stream.resolution, int):
-            raise UserError(f'streams.{name}.resolution: is ???; set the side in pixels, such as 256')
+            raise UserError(f'streams.{name}.resolution is not set (???); set the side in pixels, such as 256')
         counts[name], size = _local_samples(stream)
         sizes.append(size)
         if counts[name] is None and stream.aspects:
@@ -262,7 +264,7 @@ def _data(recipe: Recipe, notes: list[str]) -> tuple[dict[Shape, float], int | N
 
 
 def _weights(recipe: Recipe, counts: Mapping[str, Mapping[Shape, int] | None], notes: list[str]) -> dict[str, float]:
-    """Return the fraction of images from each stream: from the recipe, else by number of samples, else equal."""
+    """Return the fraction of images from each data stream: from the recipe, else by number of samples, else equal."""
     configured = {name: stream.proportion or stream.choose for name, stream in recipe.streams.items()}
     sizes = {name: sum(found.values()) for name, found in counts.items() if found}
     if all(configured.values()):
@@ -295,6 +297,7 @@ def _local_samples(stream: StreamConfig) -> tuple[dict[Shape, int] | None, float
 
 
 def _index(folder: Path) -> tuple[int, float]:
+    """Return the number of samples and the total bytes of the shards in a folder, from its index.json."""
     shards = json.loads((folder / 'index.json').read_text(encoding='utf-8'))['shards']
     size = sum((shard.get('zip_data') or shard['raw_data'])['bytes'] for shard in shards)
     return sum(shard['samples'] for shard in shards), float(size)

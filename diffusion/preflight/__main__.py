@@ -32,11 +32,11 @@ TIMEOUT = datetime.timedelta(minutes=5)
 
 
 class RanksMissing(Exception):
-    """Some processes of the job did not join in time."""
+    """Raised when some processes of the job do not join the preflight in time."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the checks and return this node's exit status; 75 (retry) if only other nodes failed."""
+    """Run the preflight checks and return this node's exit status; 75 (retry) if only other nodes failed."""
     heartbeat_file.write_stacks_on_signal()
     level, path, *overrides = list(sys.argv[1:] if argv is None else argv)
     recipe = load(path, overrides)
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def wait_for_all(store: TCPStore) -> None:
-    """Wait until all processes have the findings."""
+    """Wait until all processes of the job have received the findings; call it before this process exits."""
     # A process that exits earlier closes its connections, which makes the last collective fail in the others.
     # dist.destroy_process_group() is no alternative: with gloo it can wait forever for one of gloo's threads.
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -69,7 +69,7 @@ def wait_for_all(store: TCPStore) -> None:
 
 
 def join_job(environ: Mapping[str, str], timeout: datetime.timedelta) -> TCPStore:
-    """Create the gloo process group of all processes of the job, and return its store.
+    """Create the gloo process group of all processes of the job, and return its key-value store.
 
     Args:
         environ: The environment, with the variables of torch.distributed.
@@ -104,6 +104,7 @@ def join_job(environ: Mapping[str, str], timeout: datetime.timedelta) -> TCPStor
 
 
 def _missing_ranks(store: TCPStore, ranks: int) -> list[int]:
+    """Return the ranks that have not announced themselves in the store."""
     try:
         return [rank for rank in range(ranks) if not store.check([f'here/{rank}'])]  # type: ignore[attr-defined]
     except (dist.DistError, RuntimeError) as error:  # rank 0 has exited, after printing the missing ranks
@@ -111,11 +112,11 @@ def _missing_ranks(store: TCPStore, ranks: int) -> list[int]:
 
 
 def run_checks(recipe: Recipe, *, deep: bool) -> list[Finding]:
-    """Run all checks and return the findings of all processes, the same in each process.
+    """Run all preflight checks; return the findings of all processes, the same list in every process.
 
     Args:
         recipe: The recipe to be trained.
-        deep: True for longer measurements, and for the links between neighboring nodes.
+        deep: True to measure longer, and to measure the links between neighboring nodes.
     """
     node_findings: list[Finding] = []
     kind = os.environ.get(environment.GPU, 'none')
@@ -142,7 +143,7 @@ def run_checks(recipe: Recipe, *, deep: bool) -> list[Finding]:
 
 
 def check_cuda(index: int) -> list[Finding]:
-    """Check that this process can use its GPU; NVML may list a GPU on which CUDA cannot be initialized."""
+    """Return a finding if CUDA cannot use the GPU of this process, even if NVML lists the GPU; else an empty list."""
     where = f'{environment.machine_name(os.environ)} rank {os.environ["RANK"]}'
     try:
         torch.cuda.set_device(index)
@@ -153,17 +154,18 @@ def check_cuda(index: int) -> list[Finding]:
 
 
 def _gather(local: list[Finding]) -> list[Finding]:
-    """Return the findings of all processes."""
+    """Gather the findings of all processes, as one list, in a collective."""
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, local)
     return [finding for findings in gathered for finding in findings]
 
 
 def _write_report(recipe: Recipe, findings: Sequence[Finding]) -> None:
+    """Write the findings to preflight.json in the run's folder; if that fails, print a warning."""
     try:
         write_whole(recipe.run_dir / REPORT, findings_json(findings))
     except OSError as error:  # not fatal: an unwritable folder is already one of the findings
-        print(f'warning: {recipe.run_dir / REPORT}: cannot be written ({error})', file=sys.stderr)
+        print(f'warning: {recipe.run_dir / REPORT} cannot be written ({error})', file=sys.stderr)
 
 
 if __name__ == '__main__':

@@ -16,11 +16,12 @@ import torch.distributed as dist
 from torch.cuda import nccl
 from torch.version import cuda
 
+import diffusion
 from diffusion.exit_codes import CONFIG_ERROR
 from diffusion.launch import environment
 from diffusion.launch.findings import Finding
 
-PACKAGES = ('torch', 'mosaicml', 'mosaicml-streaming', 'diffusers', 'diffusion')
+PACKAGES = ('torch', 'mosaicml', 'mosaicml-streaming', 'diffusers')
 TIMEOUT = datetime.timedelta(minutes=2)
 """Timeout of an all-reduce, of which the first also sets up the connections; NCCL then aborts the process."""
 SKEW_SECONDS = 5.0
@@ -29,7 +30,7 @@ SKEW_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class CollectiveLimits:
-    """Sizes of the measurements, and the throughput that a rank must reach.
+    """Sizes of the cross-rank preflight measurements, and the relative throughput that each rank must reach.
 
     Attributes:
         speed: Fraction of the median of all ranks that each rank must reach, in FLOP/s and in bandwidth.
@@ -49,7 +50,7 @@ class CollectiveLimits:
 
     @staticmethod
     def of(device: str, *, deep: bool = False) -> 'CollectiveLimits':
-        """Return the limits for `cpu` or `cuda`."""
+        """Return the sizes and limits for `cpu` or `cuda`; `deep` measures longer, and also the links between nodes."""
         # Relative to the median, since absolute bandwidths depend on the fabric. Ranks on CPUs share cores, so their
         # throughput varies more.
         speed, matrix, message, warmup = (0.9, 8192, 2**28, 120.0) if device == 'cuda' else (0.25, 512, 2**22, 2.0)
@@ -58,7 +59,7 @@ class CollectiveLimits:
 
 @dataclass(frozen=True)
 class RankMeasurements:
-    """Measurements of one rank."""
+    """Preflight measurements of one rank, which are compared with those of all other ranks."""
 
     rank: int
     host: str
@@ -81,7 +82,7 @@ class RankMeasurements:
 
 
 def check_ranks(device: str, limits: CollectiveLimits, group: dist.ProcessGroup) -> list[Finding]:
-    """Measure every rank and compare the results; every rank returns the same findings.
+    """Measure speed, bandwidth, versions and clock of every rank and compare them; all ranks return the same findings.
 
     Args:
         device: `cpu` or `cuda`.
@@ -115,9 +116,9 @@ def check_ranks(device: str, limits: CollectiveLimits, group: dist.ProcessGroup)
 
 
 def compare_ranks(ranks: Sequence[RankMeasurements], limits: CollectiveLimits) -> list[Finding]:
-    """Compare the measurements of all ranks and return a finding per check, or one per rank that fails it.
+    """Compare the measurements of all ranks; return one finding per passed check, or one per rank that fails a check.
 
-    A single rank is compared with nothing; only its repeated matrix products are checked.
+    With a single rank, only its repeated matrix products are compared with each other.
     """
     if len(ranks) == 1:
         speed = Finding('speed', True, f'{ranks[0].teraflops:.3g} TFLOP/s, single process: no other rank to compare')
@@ -137,7 +138,7 @@ def measure_matmul(device: str, limits: CollectiveLimits) -> tuple[float, int]:
     """Measure the throughput of a matrix product.
 
     Returns:
-        TFLOP/s, and a checksum of the product, which is the same on every rank; -1 if it varied.
+        TFLOP/s, and a checksum of the product, which is the same on every rank; -1 if it varied between repetitions.
     """
     side, generator = limits.matrix, torch.Generator().manual_seed(0)
     dtype = torch.bfloat16 if device == 'cuda' else torch.float32
@@ -165,7 +166,7 @@ def measure_matmul(device: str, limits: CollectiveLimits) -> tuple[float, int]:
 
 
 def measure_all_reduce(device: str, limits: CollectiveLimits, group: dist.ProcessGroup) -> tuple[bool, float]:
-    """Run all-reduces over a group.
+    """Run all-reduces over a process group, and measure them.
 
     Returns:
         True if all sums were correct, and the bus bandwidth in bytes/s.
@@ -229,7 +230,8 @@ def _exchange_bandwidth(device: str, limits: CollectiveLimits, partner: int, gro
 
 def versions(device: str) -> tuple[str, ...]:
     """Return the versions that must be equal on all ranks: Python, packages, CUDA, NCCL; and the name of the GPU."""
-    found = (f'Python {platform.python_version()}', *(f'{name} {version(name)}' for name in PACKAGES))
+    packages = (f'{name} {version(name)}' for name in PACKAGES)
+    found = (f'Python {platform.python_version()}', *packages, f'diffusion {diffusion.__version__}')
     if device == 'cpu':
         return found
     release = '.'.join(map(str, nccl.version()))
@@ -237,11 +239,13 @@ def versions(device: str) -> tuple[str, ...]:
 
 
 def _wait(device: str) -> None:
+    """Wait until the GPU has finished all work; does nothing for `cpu`."""
     if device == 'cuda':
         torch.cuda.synchronize()
 
 
 def _where(each: RankMeasurements) -> str:
+    """Return the host and rank of a measurement, as shown in a finding."""
     return f'{each.host} rank {each.rank}'
 
 
@@ -274,7 +278,7 @@ def _check_speed(
     unit: str,
     limits: CollectiveLimits,
 ) -> list[Finding]:
-    """Return a finding for each rank below the required fraction of the median; empty if no rank has a figure."""
+    """Return a finding per rank below the required fraction of the median, or one if none is; empty if not measured."""
     known = [figure for figure in figures if figure is not None]
     if not known:
         return []
@@ -287,10 +291,12 @@ def _check_speed(
 
 
 def _giga(value: float | None) -> float | None:
+    """Convert bytes/s to GB/s; None stays None."""
     return None if value is None else value / 1e9
 
 
 def _check_products(ranks: Sequence[RankMeasurements]) -> list[Finding]:
+    """Return a finding per rank whose matrix product varies or differs from the other ranks, or one if none does."""
     # There is no reference: with a wrong result on one of two ranks, either may be reported.
     repeatable = Counter(each.product for each in ranks if each.product >= 0)
     usual = repeatable.most_common(1)[0][0] if repeatable else -1
@@ -304,6 +310,7 @@ def _check_products(ranks: Sequence[RankMeasurements]) -> list[Finding]:
 
 
 def _check_sums(ranks: Sequence[RankMeasurements]) -> list[Finding]:
+    """Return a finding per rank whose all-reduce returned a wrong sum, or one if all sums are correct."""
     wrong = [each for each in ranks if not each.sum_is_right]
     slowest = min(each.bus for each in ranks)
     return [Finding('all-reduce', False, 'returned a wrong sum', where=_where(each)) for each in wrong] or [

@@ -37,7 +37,7 @@ def check_node(recipe: Recipe, *, kind: str, processes: int, nvml: Any | None) -
 
     Args:
         recipe: The recipe to be trained.
-        kind: The required GPU model as in planning/gpus.yaml; `any` accepts all, `none` is a CPU.
+        kind: The required GPU model as in planning/gpus.yaml; `any` accepts all, `none` skips the GPU checks.
         processes: Number of processes of this node, one per GPU.
         nvml: The module pynvml, or a substitute; None if there is no driver.
     """
@@ -63,7 +63,7 @@ def check_node(recipe: Recipe, *, kind: str, processes: int, nvml: Any | None) -
 
 
 def check_shared_memory(processes: int) -> Iterator[Finding]:
-    """Check the free memory in /dev/shm, through which loader workers pass batches."""
+    """Check that /dev/shm, through which data loader workers pass batches, has enough free memory."""
     if SHM.is_dir():
         free, needed = shutil.disk_usage(SHM).free, SHM_BYTES * processes
         way_out = '' if free >= needed else f' of {bytes_text(needed)}; use docker run --shm-size or a Memory volume'
@@ -71,7 +71,7 @@ def check_shared_memory(processes: int) -> Iterator[Finding]:
 
 
 def check_disks(recipe: Recipe) -> Iterator[Finding]:
-    """Check the free space for temporary files, and for a new checkpoint beside the one that it replaces."""
+    """Check the free disk space for temporary files, and for a new checkpoint beside the one that it replaces."""
     # Not tempfile.gettempdir(), which silently chooses another folder if this one is full.
     temporary = Path(os.environ.get('TMPDIR', '/tmp'))
     folders = {temporary: SCRATCH_BYTES, recipe.run_dir: 2 * checkpoint_bytes(recipe)}
@@ -84,7 +84,7 @@ def check_disks(recipe: Recipe) -> Iterator[Finding]:
 
 
 def checkpoint_bytes(recipe: Recipe) -> int:
-    """Return the size of a checkpoint with averages, or half of SCRATCH_BYTES if the model has not been counted."""
+    """Return the bytes of a checkpoint with weight averages, or half of SCRATCH_BYTES if the model size is unknown."""
     try:
         model = ModelCosts(recipe.model, recipe.imports)
     except UserError:  # a part's configuration is broken, which the run reports
@@ -102,13 +102,13 @@ def check_run_folder(recipe: Recipe) -> Iterator[Finding]:
         marker.write_text('written by a preflight')
         marker.unlink()
     except OSError as error:
-        yield Finding('checkpoints', False, f'{recipe.run_dir}: cannot be written ({error}); check that it is mounted')
+        yield Finding('checkpoints', False, f'{recipe.run_dir} cannot be written ({error}); check that it is mounted')
     else:
         yield Finding('checkpoints', True, f'{recipe.run_dir}: test file written and deleted')
 
 
 def check_first_shard(name: str, stream: StreamConfig) -> Iterator[Finding]:
-    """Check that the first shard of a stream can be read from its remote, or from its local folder if it has none."""
+    """Check that the first shard of a data stream can be read, from `remote` or, if that is not set, from `local`."""
     origin = stream.remote or stream.local or ''
     try:
         shard = first_shard(origin, aspects=bool(stream.aspects))
@@ -125,7 +125,7 @@ def first_shard(folder: str, *, aspects: bool) -> str:
 
     Args:
         folder: URL or path of the dataset.
-        aspects: True if the dataset has one folder of shards per shape.
+        aspects: True if the dataset has one folder of shards per image shape.
 
     Raises:
         UserError: A file does not exist, or access is denied.

@@ -19,17 +19,18 @@ Modules, in the order of the data flow:
 | jobs | `worker_pool` | runs jobs in local processes; reports the job whose process died |
 | | `engines` | runs jobs on Ray or another engine |
 | parts | `convert_part` | converts one input part into one folder of shards |
-| | `process_sample` | converts an entry into a sample, or rejects it with a reason |
+| | `process_sample` | converts an entry into a sample per bucket, or rejects it with a reason |
 | | `image_decoding` | decodes an image file into upright sRGB pixels; `color_profiles` applies ICC profiles |
 | | `caption_cleaning` | cleans captions |
 | | `filters` | limits on size, aspect ratio, caption length and metadata columns |
-| | `bucket_choice` | selects the bucket of an image |
+| | `bucket_choice` | selects the buckets of an image |
 | | `image_hashes` | exact and perceptual hashes; search for duplicates |
-| | `sample_table` | table of all inputs of a part, kept and rejected |
-| shards | `catalog` | the tables of all parts combined; removes duplicates |
+| | `sample_table` | tables of a part: all inputs, kept and rejected, and all stored samples |
+| shards | `catalog` | the tables of all parts combined; removes duplicates, holds images out |
 | | `pack_shards` | copies samples from the parts into final shards; writes their indexes |
-| | `output_folders` | the output dataset: a local folder or an object store |
+| | `output_folders` | the output datasets: local folders or object store folders |
 | report | `counts_report` | counts as JSON and text |
-| | `histograms` | statistics of the kept images |
+| | `histograms` | statistics of the images |
+| | `caption_list` | captions of the training images |
 | | `html_report` | the report as an HTML page; `report_thumbnails` selects its images |
 """

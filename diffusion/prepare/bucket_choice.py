@@ -1,4 +1,4 @@
-"""Selection of the bucket of an image: a resolution and, within it, a square or one of several shapes."""
+"""Selection of the buckets of an image: resolutions and, within each, a square or one of several shapes."""
 
 from collections.abc import Sequence
 
@@ -6,16 +6,18 @@ from diffusion.config.image_shapes import STEP, Shape, parse_shape, sdxl_shapes,
 
 
 class Buckets:
-    """Buckets of a preparation; a name is `512px`, or `512px/640x384` with aspect-ratio buckets.
+    """All buckets of a dataset; a name is `512px`, or `512px/640x384` with aspect-ratio buckets.
 
     Args:
         sizes: Resolutions in pixels.
         aspects: `none` for squares only, `sdxl` for the shapes of the SDXL table, or a list of shapes at the largest
             size, which are scaled for the other sizes.
+        every: True if an image goes to each resolution that it fills, False if only to the largest one.
     """
 
-    def __init__(self, sizes: Sequence[int], aspects: str | Sequence[str]) -> None:
+    def __init__(self, sizes: Sequence[int], aspects: str | Sequence[str], *, every: bool = True) -> None:
         self.squares = aspects == 'none'
+        self.every = every
         self.shapes = {size: _shapes(size, max(sizes), aspects) for size in sorted(sizes)}
 
     @property
@@ -26,17 +28,18 @@ class Buckets:
     def name(self, size: int, shape: Shape) -> str:
         return f'{size}px' if self.squares else f'{size}px/{shape}'
 
-    def choose(self, width: int, height: int) -> tuple[int, Shape] | None:
-        """Select the largest resolution that needs no upscaling and, within it, the shape closest in aspect ratio.
+    def choose(self, width: int, height: int) -> list[tuple[int, Shape]]:
+        """Select the resolutions that need no upscaling and, within each, the shape closest in aspect ratio.
 
         Returns:
-            (size, shape), or None if the image is smaller than every bucket.
+            Pairs (size, shape) from small to large; empty if the image is smaller than every bucket.
         """
-        for size in sorted(self.shapes, reverse=True):
-            fitting = [shape for shape in self.shapes[size] if shape.width <= width and shape.height <= height]
+        filled = []
+        for size, shapes in self.shapes.items():
+            fitting = [shape for shape in shapes if shape.width <= width and shape.height <= height]
             if size <= min(width, height) and fitting:
-                return size, shape_for(width, height, fitting)
-        return None
+                filled.append((size, shape_for(width, height, fitting)))
+        return filled if self.every else filled[-1:]
 
 
 def sizes_problem(sizes: Sequence[int]) -> str | None:

@@ -22,7 +22,7 @@ _JOINERS = '\u200c\u200d'
 
 
 def clean_captions(raw: Sequence[Any], *, min_length: int = MIN_LENGTH, max_length: int = MAX_LENGTH) -> list[str]:
-    """Clean captions, and drop unusable and repeated ones; the order is kept.
+    """Return an image's cleaned captions in their order, without unusable and repeated ones.
 
     Args:
         raw: Raw values, which may include None, numbers and NaN.

@@ -1,29 +1,30 @@
-"""Table of all inputs of all parts in order: bucket or rejection, measurements, and the position of each sample.
+"""Tables of all inputs and samples of all parts in order: rejected, kept or held out, and where each sample is.
 
-A row takes about 60 bytes of memory, so 100 million images take 6 GB; keys and captions stay on disk.
+An input takes 34 bytes of memory and a sample 22, so 100 million images in three buckets take 10 GB; keys and captions
+stay on disk.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import xxhash
 
+from diffusion.prepare.convert_part import read_sample
 from diffusion.prepare.counts_report import Rejected
-from diffusion.prepare.sample_table import read_sample_rows
+from diffusion.prepare.sample_table import read_inputs, read_samples
 from diffusion.storage.atomic import becoming
 
 DUPLICATE = 'duplicate'
 """Rejection reason of duplicates."""
-REJECTED = -1
-"""Bucket number of rejected inputs."""
+REJECTED, TRAIN, HELD_OUT = -1, 0, 1
+"""Values of `Catalog.split`."""
 NAMES_SHOWN = 20
 """Maximum number of names per reason in the report."""
 NUMBERS = {
-    'shard': np.uint32,
-    'offset': np.uint32,
-    'size': np.uint32,
     'width': np.uint32,
     'height': np.uint32,
     'caption_length': np.uint32,
@@ -31,21 +32,38 @@ NUMBERS = {
     'perceptual_hash': np.uint64,
     'is_flat': np.bool_,
 }
-"""Numeric columns of the table, with their types."""
+"""Numeric columns of the table of inputs, with their types."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Columns with one value per stored sample, in the order of the inputs and, within an image, of the buckets."""
+
+    image: np.ndarray
+    """Row of its image in the catalog, int64."""
+    bucket: np.ndarray
+    """Bucket number, int16."""
+    shard: np.ndarray
+    """Number of the shard of the part, uint32."""
+    offset: np.ndarray
+    """Offset after the header of that shard in bytes, uint32."""
+    size: np.ndarray
+    """Size in bytes, uint32."""
 
 
 @dataclass
 class Catalog:
-    """Columns with one value per input; rejected inputs have bucket -1."""
+    """Columns with one value per input, and the samples of the inputs that their parts kept."""
 
     parts: Sequence[Path]
     """Folders of the parts, in order."""
     part: np.ndarray
     """Part number of each input, int32."""
-    bucket: np.ndarray
-    """Bucket number of each input, int16."""
+    split: np.ndarray
+    """REJECTED, TRAIN or HELD_OUT for each input, int8."""
     columns: dict[str, np.ndarray]
     """The columns in `NUMBERS`."""
+    samples: Samples
     rejected: dict[str, Rejected]
     """Rejected inputs by reason; includes duplicates after `drop_duplicates`."""
     first_row: np.ndarray
@@ -53,30 +71,28 @@ class Catalog:
 
     @classmethod
     def read(cls, parts: Sequence[Path], buckets: Sequence[str]) -> 'Catalog':
-        """Read the tables of converted parts.
+        """Read the tables of converted parts; no image is held out yet.
 
         Args:
-            parts: Folders of the parts, in order.
+            parts: Output folders of the converted parts, in order.
             buckets: Names of the buckets; their index is the bucket number.
         """
-        codes = {name: code for code, name in enumerate(buckets)} | {'': REJECTED}
         rejected: dict[str, Rejected] = {}
-        bucket, columns, counts = [], {name: [] for name in NUMBERS}, []
+        split, columns, samples, counts = [], {name: [] for name in NUMBERS}, [], []
         for folder in parts:
-            rows = read_sample_rows(folder, ['key', 'reason', 'bucket', *NUMBERS])
+            rows = read_inputs(folder, ['key', 'reason', *NUMBERS])
+            samples.append(_read_samples(folder, buckets, first_row=sum(counts)))
             counts.append(len(rows))
-            # Map the few distinct names to numbers, and not each of up to 100 million strings in Python.
-            encoded = rows['bucket'].combine_chunks().dictionary_encode()
-            lookup = np.array([codes[name] for name in encoded.dictionary.to_pylist()], np.int16)
-            bucket.append(lookup[encoded.indices.to_numpy()])
+            split.append(_count_rejected(rows, rejected))
             for name, kind in NUMBERS.items():
                 columns[name].append(rows[name].to_numpy().astype(kind, copy=False))
-            _count_rejected(rows, rejected)
+        names = Samples.__dataclass_fields__
         return cls(
             parts,
             np.repeat(np.arange(len(parts), dtype=np.int32), counts),
-            np.concatenate(bucket),
+            np.concatenate(split),
             {name: np.concatenate(pieces) for name, pieces in columns.items()},
+            Samples(**{name: np.concatenate([getattr(piece, name) for piece in samples]) for name in names}),
             rejected,
             np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
         )
@@ -86,20 +102,35 @@ class Catalog:
 
     @property
     def kept(self) -> np.ndarray:
-        """Rows of the kept images."""
-        return np.flatnonzero(self.bucket != REJECTED)
+        """Rows of the kept images, held-out ones included."""
+        return np.flatnonzero(self.split != REJECTED)
 
-    def rows_of_bucket(self, code: int) -> np.ndarray:
-        """Return the rows of the kept images of a bucket."""
-        return np.flatnonzero(self.bucket == code)
+    def images(self, split: int) -> np.ndarray:
+        """Return the rows of the images of a split."""
+        return np.flatnonzero(self.split == split)
+
+    def samples_in(self, bucket: int, split: int) -> np.ndarray:
+        """Return the numbers of the samples in a bucket whose images are in a split."""
+        found = np.flatnonzero(self.samples.bucket == bucket)
+        return found[self.split[self.samples.image[found]] == split]
+
+    def first_sample(self, image: int | np.integer) -> int:
+        """Return the number of the sample of an image in its smallest bucket, given the row of the image."""
+        return int(np.searchsorted(self.samples.image, image))
+
+    def stored_sample(self, number: int | np.integer) -> dict[str, Any]:
+        """Return a sample by its number; reads it from its part on disk."""
+        folder = self.parts[int(self.part[self.samples.image[number]])]
+        place = (int(column[number]) for column in (self.samples.shard, self.samples.offset, self.samples.size))
+        return read_sample(folder, *place)
 
     def key(self, row: int) -> str:
-        """Return the key of an input; reads the table of its part from disk."""
+        """Return the key (ID within the source, such as a path) of the input in a row; read from disk."""
         part = int(self.part[row])
-        return read_sample_rows(self.parts[part], ['key'])['key'][int(row - self.first_row[part])].as_py()
+        return read_inputs(self.parts[part], ['key'])['key'][int(row - self.first_row[part])].as_py()
 
     def drop_duplicates(self, mode: str, *, max_distance: int, saved: Path) -> list[tuple[int, int]]:
-        """Reject images that are duplicates of an earlier one.
+        """Mark images that are duplicates of an earlier one as rejected.
 
         Args:
             mode: `none`, `exact` or `near`.
@@ -107,7 +138,7 @@ class Catalog:
             saved: File that caches the result of the search for a resumed preparation, since the search may be slow.
 
         Returns:
-            Rows of the first `NAMES_SHOWN` duplicates, each with the row of its original.
+            (duplicate, original) row numbers of the first `NAMES_SHOWN` duplicates, for the report.
         """
         if mode == 'none':
             return []
@@ -117,15 +148,29 @@ class Catalog:
             with becoming(saved) as unfinished, unfinished.open('xb') as file:
                 np.save(file, repeats)
         dropped = np.flatnonzero(repeats >= 0)
-        self.bucket[kept[dropped]] = REJECTED
+        self.split[kept[dropped]] = REJECTED
         shown = [(int(kept[index]), int(kept[repeats[index]])) for index in dropped[:NAMES_SHOWN]]
         if len(dropped):
             names = [f'{self.key(row)} (duplicate of {self.key(original)})' for row, original in shown]
             self.rejected[DUPLICATE] = Rejected(len(dropped), names)
         return shown
 
+    def hold_out(self, count: int) -> None:
+        """Hold out the `count` kept images with the smallest hashes of their keys (XXH3, 64 bits).
+
+        No two kept images are duplicates of each other after `drop_duplicates`, so none in training is one of a
+        held-out image.
+        """
+        if not count:
+            return
+        kept = self.kept
+        keys = np.concatenate([_key_hashes(folder) for folder in self.parts])[kept]
+        # By pixels if several images have the same key, so that the order of the input never decides.
+        order = np.lexsort((self.columns['exact_hash'][kept], keys))
+        self.split[kept[order[:count]]] = HELD_OUT
+
     def _search(self, kept: np.ndarray, mode: str, max_distance: int) -> np.ndarray:
-        """Return `image_hashes.duplicates` of the kept images."""
+        """Search the kept images for duplicates; return the result of `image_hashes.duplicates`."""
         from diffusion.prepare.image_hashes import duplicates
 
         # Noise determines the perceptual hashes of flat images, which would make unrelated ones near-duplicates.
@@ -134,13 +179,35 @@ class Catalog:
         return duplicates(exact, perceptual, meaningful, max_distance=max_distance)
 
 
-def _count_rejected(rows: pa.Table, rejected: dict[str, Rejected]) -> None:
-    """Add the rejected inputs of a part to `rejected`, by reason."""
+def _read_samples(folder: Path, buckets: Sequence[str], *, first_row: int) -> Samples:
+    """Read the samples of a part whose first input has this row in the catalog."""
+    rows = read_samples(folder)
+    # Map the few distinct names to numbers, and not each of up to 100 million strings in Python.
+    names = rows['bucket'].combine_chunks().dictionary_encode()
+    codes = np.array([buckets.index(name) for name in names.dictionary.to_pylist()], np.int16)
+    return Samples(
+        image=rows['row'].to_numpy().astype(np.int64) + first_row,
+        bucket=codes[names.indices.to_numpy()],
+        **{name: rows[name].to_numpy() for name in ('shard', 'offset', 'size')},
+    )
+
+
+def _count_rejected(rows: pa.Table, rejected: dict[str, Rejected]) -> np.ndarray:
+    """Add the rejected inputs of a part to `rejected`, by reason; return REJECTED or TRAIN for each input, int8."""
     reasons = rows['reason'].combine_chunks().dictionary_encode()
     codes = reasons.indices.to_numpy()
+    split = np.full(len(rows), TRAIN, np.int8)
     for code, reason in enumerate(reasons.dictionary.to_pylist()):
         if reason:
             found = np.flatnonzero(codes == code)
+            split[found] = REJECTED
             entry = rejected.setdefault(reason, Rejected())
             entry.count += len(found)
             entry.names += rows['key'].take(found[: NAMES_SHOWN - len(entry.names)]).to_pylist()
+    return split
+
+
+def _key_hashes(folder: Path) -> np.ndarray:
+    """Return the hash of the key of each input of a part, uint64."""
+    keys = read_inputs(folder, ['key'])['key'].to_pylist()
+    return np.array([xxhash.xxh3_64_intdigest(key.encode()) for key in keys], np.uint64)

@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from diffusion.prepare.settings import PrepareSettings
 
-SETTINGS = ('out', 'sizes', 'aspects', 'overwrite', 'workers', 'jpeg_quality', 'duplicates', 'max_rejected')
+SETTINGS = (
+    *('out', 'sizes', 'buckets', 'aspects', 'overwrite', 'workers', 'jpeg_quality', 'duplicates', 'hold_out'),
+    'max_rejected',
+)
 """Settings with a command-line option of the same name; the others are set with --set."""
 SOURCE_OPTIONS = (
     *('location', 'captions', 'image_column', 'caption_column'),
@@ -17,7 +20,7 @@ SOURCE_OPTIONS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the subcommands: `recipe`, and one per source kind."""
+    """Add the subcommands of `diffusion prepare` to its parser: `recipe`, and one per source kind such as `folder`."""
     sources = parser.add_subparsers(dest='source', required=True, metavar='RECIPE.yaml | SOURCE')
     _add_recipe(sources.add_parser('recipe', help='prepare from a YAML file; the word `recipe` is optional'))
     _add_folder(sources.add_parser('folder', help='prepare image files with captions in .txt files, a CSV or a JSONL'))
@@ -29,10 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_prepare(args: argparse.Namespace) -> int:
-    """Prepare a dataset and print the report.
+    """Run `diffusion prepare`: convert images to a dataset, print the report, and return the exit status.
 
     Returns:
-        Exit status: 0, 3 if more than `max_rejected` was rejected, or 130 if interrupted.
+        Exit status: 0, 3 if more than the fraction `max_rejected` of the inputs was rejected, or 130 if interrupted.
 
     Raises:
         UserError: An argument or the input is invalid.
@@ -107,6 +110,12 @@ def _add_shared_options(parser: argparse.ArgumentParser) -> None:
         metavar='PX',
         help='side lengths of the resolution buckets, in pixels',
     )
+    parser.add_argument(
+        '--buckets',
+        choices=('every', 'largest'),
+        help='sizes that an image is stored at: every one that needs no upscaling, or the largest of them '
+        '(default: every)',
+    )
     parser.add_argument('--overwrite', action='store_true', help='replace the existing dataset at --out')
     parser.add_argument(
         '--aspects',
@@ -116,6 +125,12 @@ def _add_shared_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument('--workers', type=int, metavar='N', help='number of worker processes (default: one per core)')
     parser.add_argument('--duplicates', choices=('none', 'exact', 'near'), help='duplicates to remove (default: none)')
+    parser.add_argument(
+        '--hold-out',
+        type=int,
+        metavar='N',
+        help='write N images to a second dataset, DIR-held-out, instead of the training set (default: 0)',
+    )
     parser.add_argument(
         '--max-rejected',
         type=float,

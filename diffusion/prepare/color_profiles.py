@@ -31,7 +31,7 @@ def is_srgb(image: Image.Image, profile: bytes | None) -> bool:
 
 @functools.lru_cache(maxsize=128)  # building a transform is slow, and most files have one of a few common profiles
 def _transform(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
-    """Return a transform to sRGB, or None if the profile changes nothing or is unusable."""
+    """Return the transform from an ICC profile to sRGB; None if it changes nothing or the profile is unusable."""
     try:
         transform = ImageCms.buildTransform(
             ImageCms.getOpenProfile(io.BytesIO(profile)),

@@ -1,20 +1,22 @@
-"""Convert one part of the input into one folder of shards, which is renamed into place when complete."""
+"""Convert one part of the input into one folder of shards, which is renamed into place when complete.
+
+A part is the unit of input that one job converts, such as a tar or 1000 image files.
+"""
 
 import base64
-import functools
 import json
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from diffusion.errors import DataError, UserError
 from diffusion.prepare.bucket_choice import Buckets
 from diffusion.prepare.image_decoding import Unfit, decode_image
-from diffusion.prepare.process_sample import COLUMNS, make_sample, thumbnail
-from diffusion.prepare.sample_table import SampleRow, write_sample_rows
+from diffusion.prepare.process_sample import COLUMNS, make_samples, thumbnail
+from diffusion.prepare.sample_table import InputRow, SampleRow, write_tables
 from diffusion.prepare.settings import PrepareSettings
 from diffusion.prepare.source import Entry, Part, Source
 from diffusion.prepare.work_dir import read_json
@@ -38,7 +40,7 @@ BACKOFF_SECONDS = 1.0
 
 @dataclass
 class PartCounts:
-    """Counts of a converted part."""
+    """Counts of one converted part of the input, for the progress bar and the report."""
 
     size: int
     """Size of the part in the progress bar, in the unit of `Part.size`."""
@@ -51,7 +53,7 @@ class PartCounts:
 
 @dataclass(frozen=True)
 class PartJob:
-    """Convert a part into shards with samples of all buckets mixed, a table of all inputs, and thumbnails."""
+    """Convert a part into shards with samples of all buckets mixed, tables of inputs and samples, and thumbnails."""
 
     number: int
     part: Part
@@ -65,7 +67,7 @@ class PartJob:
         return f'part {self.number} ({self.part.name})'
 
     def __call__(self, note: Note) -> PartCounts:
-        """Convert the part unless its folder exists, and return its counts.
+        """Convert the part, unless its output folder exists from an earlier start; return its counts.
 
         Raises:
             UserError: The part does not exist, or permission is denied.
@@ -99,27 +101,29 @@ class PartJob:
             return read_counts(self.folder, self.part)
 
     def _write(self, folder: Path, note: Note) -> PartCounts:
-        counts, rows, shards = PartCounts(self.part.size), [], _ShardBuffer(folder)
+        counts, shards = PartCounts(self.part.size), _ShardBuffer(folder)
+        inputs: list[InputRow] = []
+        stored: list[SampleRow] = []
         thumbnails: list[dict[str, str]] = []
-        buckets = Buckets(self.settings.sizes, self.settings.aspects)
-        for entry in self._entries(note):
-            row = SampleRow(entry.key)
-            rows.append(row)
+        buckets = Buckets(self.settings.sizes, self.settings.aspects, every=self.settings.fills_every_bucket)
+        for number, entry in enumerate(self._entries(note)):
+            row = InputRow(entry.key)
+            inputs.append(row)
             counts.columns |= entry.metadata.keys()
             try:
-                sample = make_sample(entry, row, settings=self.settings, buckets=buckets)
+                samples = make_samples(entry, row, settings=self.settings, buckets=buckets)
             except Unfit as unfit:
-                row.reason, row.bucket = str(unfit), ''
+                row.reason = str(unfit)
                 counts.rejected[row.reason] += 1
                 if counts.rejected[row.reason] <= THUMBNAILS_PER_REASON:
                     thumbnails += _thumbnails(entry, unfit, self.settings)
                 continue
             except Exception as error:  # a bug, not a bad image; name the image that triggers it
                 raise RuntimeError(f'{self.name}, image {entry.key!r}: {error!r}') from error
-            row.shard, row.offset, row.size = shards.add(FORMAT.encode(sample))
-        counts.inputs = len(rows)
+            stored += (SampleRow(number, bucket, *shards.add(FORMAT.encode(sample))) for bucket, sample in samples)
+        counts.inputs = len(inputs)
         shards.flush()
-        write_sample_rows(folder, rows)
+        write_tables(folder, inputs, stored)
         write_whole(folder / THUMBNAILS_FILE, json.dumps(thumbnails))
         summary = {'inputs': counts.inputs, 'rejected': counts.rejected, 'columns': sorted(counts.columns)}
         write_whole(folder / COUNTS_FILE, json.dumps(summary))
@@ -127,7 +131,7 @@ class PartJob:
         return counts
 
     def _entries(self, note: Note) -> Iterator[Entry]:
-        """Yield the entries of the part, and record each one as the current item.
+        """Yield the images of the part with their captions, each named in `note` in case the process dies at it.
 
         Raises:
             _Unreadable: Reading failed.
@@ -148,7 +152,7 @@ class _Unreadable(Exception):
 
 
 class _ShardBuffer:
-    """Writer of the shards of a part; buffers one shard in memory."""
+    """Writer of a part's shards; it buffers one shard in memory, and writes the shard when full."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -178,20 +182,25 @@ class _ShardBuffer:
 
 
 def read_counts(folder: Path, part: Part) -> PartCounts:
-    """Read the counts of a converted part."""
+    """Read the counts that were saved when a part of the input was converted."""
     content = read_json(folder / COUNTS_FILE)
     return PartCounts(part.size, content['inputs'], Counter(content['rejected']), set(content['columns']))
 
 
-@functools.lru_cache(maxsize=1024)
-def header_sizes(folder: Path) -> list[int]:
-    """Return the header size in bytes of each shard of a converted part, which is the offset of its first sample."""
-    shards = read_json(folder / mds.INDEX)['shards']
-    return [FORMAT.header_bytes(shard['samples']) for shard in shards]
+def read_header_size(file: BinaryIO) -> int:
+    """Return the header size in bytes of an opened shard of a part, which is the offset of its first sample."""
+    return FORMAT.header_bytes(int.from_bytes(file.read(4), 'little'))  # a shard begins with its number of samples
+
+
+def read_sample(folder: Path, shard: int, offset: int, size: int) -> dict[str, Any]:
+    """Return a stored sample of a converted part, given the values of its `SampleRow`."""
+    with (folder / mds.shard_name(shard)).open('rb') as file:
+        file.seek(read_header_size(file) + offset)
+        return FORMAT.decode(file.read(size))
 
 
 def _thumbnails(entry: Entry, unfit: Unfit, settings: PrepareSettings) -> list[dict[str, str]]:
-    """Return a thumbnail record of a rejected image, for `report_thumbnails`; empty if it cannot be decoded."""
+    """Return a list of one thumbnail of a rejected image, for the report; an empty list if it cannot be decoded."""
     try:
         image = decode_image(entry.image or b'', background=settings.background, max_pixels=settings.max_pixels).image
     except Unfit:

@@ -1,6 +1,7 @@
-"""Counts of a preparation, kept and rejected, as report.json and as text."""
+"""Report of a preparation: the counts of kept and rejected images by bucket and reason, as report.json and as text."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from importlib.metadata import version
 from pathlib import Path
@@ -20,8 +21,22 @@ class Rejected:
 
 
 @dataclass
+class HeldOut:
+    """The images held out of a training set, which are a dataset of their own."""
+
+    out: str
+    """Folder of that dataset."""
+    pictures: int
+    """Number of images."""
+    buckets: dict[str, int]
+    """Number of samples by bucket folder."""
+    bytes: dict[str, int]
+    """Size of the shards in bytes, by bucket folder."""
+
+
+@dataclass
 class PrepareReport:
-    """Report of a preparation."""
+    """Report of a preparation; `inputs` is the sum of `pictures`, held-out images and rejected inputs."""
 
     source: str
     arguments: dict[str, Any]
@@ -30,20 +45,22 @@ class PrepareReport:
     versions: dict[str, str] = field(default_factory=dict)
     license: str | None = None
     pictures: int = 0
-    """Number of kept images."""
+    """Number of images in the dataset; an image in several buckets counts once."""
     buckets: dict[str, int] = field(default_factory=dict)
-    """Number of images by bucket folder, such as `256px`."""
+    """Number of samples by bucket folder, such as `256px`."""
     empty_buckets: list[str] = field(default_factory=list)
     """Buckets without images, which have no folder."""
     bytes: dict[str, int] = field(default_factory=dict)
     """Size of the shards in bytes, by bucket folder."""
+    held_out: HeldOut | None = None
+    """The held-out images; None if there are none."""
     rejected: dict[str, Rejected] = field(default_factory=dict)
     inputs: int | None = None
     """Number of inputs (images, captions or rows), kept and rejected."""
     notes: list[str] = field(default_factory=list)
     """Further messages, such as a filter for a column that no image has."""
     statistics: dict[str, Any] = field(default_factory=dict)
-    """Histograms of the kept images by quantity: edges, counts and quantiles."""
+    """Histograms of the images by quantity: edges, counts and quantiles."""
     fingerprint: str | None = None
     """Hash of the settings, the input and the package versions."""
     seconds: float = 0.0
@@ -53,15 +70,16 @@ class PrepareReport:
     def rejected_share(self) -> float:
         """Fraction of inputs that were rejected, in [0, 1]."""
         count = sum(rejected.count for rejected in self.rejected.values())
-        return count / max(1, count + self.pictures)
+        accepted = self.pictures + (0 if self.held_out is None else self.held_out.pictures)
+        return count / max(1, count + accepted)
 
     @property
     def passed(self) -> bool:
-        """True if `rejected_share` is at most `max_rejected`."""
+        """True if the fraction of rejected inputs is at most `max_rejected`; otherwise the exit status is 3."""
         return self.rejected_share <= self.max_rejected
 
     def save(self, path: Path) -> None:
-        """Write the report as JSON."""
+        """Write the report to a file as JSON."""
         content = {
             'source': self.source,
             'arguments': self.arguments,
@@ -72,6 +90,7 @@ class PrepareReport:
             'buckets': self.buckets,
             'empty_buckets': self.empty_buckets,
             'bytes': self.bytes,
+            **({} if self.held_out is None else {'held_out': vars(self.held_out)}),
             'rejected': {reason: vars(rejected) for reason, rejected in sorted(self.rejected.items())},
             'rejected_share': self.rejected_share,
             'max_rejected': self.max_rejected,
@@ -89,13 +108,18 @@ class PrepareReport:
         content = json.loads(path.read_text(encoding='utf-8'))
         content.setdefault('license', content.get('licence'))  # spelling used by earlier versions
         content['rejected'] = {reason: Rejected(**values) for reason, values in content['rejected'].items()}
+        if content.get('held_out'):
+            content['held_out'] = HeldOut(**content['held_out'])
         names = {entry.name for entry in fields(cls)}
         return cls(**{name: value for name, value in content.items() if name in names})
 
     def text(self, out: Path | str) -> str:
         """Return a summary of the report as text."""
-        buckets = ', '.join(f'{name} {count}' for name, count in self.buckets.items())
-        lines = [f'{out}: {self.pictures} images in {self.seconds:.1f} s ({buckets})', *self.rejections()]
+        lines = [f'{out}: {self.pictures} images in {self.seconds:.1f} s ({_counts(self.buckets)})']
+        if self.held_out is not None:
+            held_out = self.held_out
+            lines.append(f'{held_out.out}: {held_out.pictures} held-out images ({_counts(held_out.buckets)})')
+        lines += rejection_lines(self.rejected)
         if self.empty_buckets:
             names = ', '.join(self.empty_buckets[:5]) + (', ...' if len(self.empty_buckets) > 5 else '')
             count = len(self.empty_buckets)
@@ -110,15 +134,20 @@ class PrepareReport:
             lines.append(self.license)
         return '\n'.join(lines)
 
-    def rejections(self) -> list[str]:
-        """Return one line per rejection reason, with the first names."""
-        lines = []
-        for reason, rejected in sorted(self.rejected.items()):
-            names = ', '.join(rejected.names[:3]) + (', ...' if rejected.count > 3 else '')
-            lines.append(f'rejected, {reason}: {rejected.count} ({names})')
-        return lines
+
+def rejection_lines(rejections: Mapping[str, Rejected]) -> list[str]:
+    """Return one line per rejection reason, with the first names."""
+    lines = []
+    for reason, rejected in sorted(rejections.items()):
+        names = ', '.join(rejected.names[:3]) + (', ...' if rejected.count > 3 else '')
+        lines.append(f'rejected, {reason}: {rejected.count} ({names})')
+    return lines
 
 
 def versions_of(*distributions: str) -> dict[str, str]:
-    """Return the installed version of each distribution."""
+    """Return the installed version of each of these pip packages, by name."""
     return {name: version(name) for name in distributions}
+
+
+def _counts(buckets: Mapping[str, int]) -> str:
+    return ', '.join(f'{name} {count}' for name, count in buckets.items())

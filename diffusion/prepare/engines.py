@@ -1,9 +1,11 @@
-"""Run the jobs of a preparation on several machines: Ray, Spark or another engine.
+"""Engines that run the jobs of `diffusion prepare` on several machines: Ray, Spark or others; or no engine at all.
 
 All machines need access to the work folder (NFS, Lustre, a mounted bucket) and to the input at the same location.
 
-- Ray: `diffusion prepare RECIPE.yaml --engine ray`, on a cluster started with `ray start`, or on this machine.
-- No engine: run `--share 0/16` to `--share 15/16`, one per machine, then once without `--share`.
+- Ray: `diffusion prepare RECIPE.yaml --engine ray` on a cluster started with `ray start`; without one, Ray uses only
+  this machine.
+- No engine: run the command with `--share 0/16` to `--share 15/16`, one per machine, which converts a 16th of the
+  input each; then run it once without `--share`.
 - Another engine: `prepare(settings, run=function)`, where the function runs picklable jobs and yields their results.
   For Spark: `lambda jobs: spark.sparkContext.parallelize(list(jobs)).map(run_job).toLocalIterator()`.
 """
@@ -42,7 +44,9 @@ def run_on_ray(jobs: Iterable[WorkerJob], *, workers: int | None = None) -> Iter
     try:
         import ray.data
     except ImportError as error:
-        raise UserError(f"--engine ray: Ray is not installed ({error}); pip install 'diffusion[ray]'") from error
+        raise UserError(
+            f"--engine ray: Ray is not installed ({error}); pip install 'diffusion-recipes[ray]'"
+        ) from error
     items = [{'job': pickle.dumps(job)} for job in jobs]
     if not items:
         return
@@ -56,12 +60,12 @@ def run_on_ray(jobs: Iterable[WorkerJob], *, workers: int | None = None) -> Iter
 
 
 def run_job(job: WorkerJob) -> Any:
-    """Run a job in this process; its progress notes are discarded."""
+    """Run a job in this process and return its result, for an engine such as Spark; progress notes are discarded."""
     return job(lambda text: None)
 
 
 def _run_pickled(item: dict[str, Any]) -> dict[str, bytes]:
-    """Run a pickled job; return its pickled result or error."""
+    """Run a pickled job as a Ray task; return its pickled (result, error)."""
     # Ray would wrap an exception in several of its own, and callers could not catch UserError or DataError.
     job: WorkerJob = pickle.loads(item['job'])
     try:

@@ -23,7 +23,7 @@ MAX_EXPANDED = 1_000_000
 
 @dataclass(frozen=True)
 class File:
-    """A listed file."""
+    """A file in a local folder or an object store, as returned by `list_files`."""
 
     url: str
     """Path, or URL such as s3://bucket/key; the argument of `local_copy`."""
@@ -112,13 +112,16 @@ def stem_of(file: File, suffix: str) -> str:
 
 
 def single_file_part(file: File, suffix: str) -> Part:
-    """Return a part that consists of one file."""
+    """Return a part (unit of input that one job converts) that consists of one file, such as a tar."""
     stem = stem_of(file, suffix)
     return Part(part_name(stem), {'url': file.url, 'size': file.size, 'stem': stem}, file.size, file.stamp)
 
 
 def part_name(text: str) -> str:
-    """Return a valid part name for a text; if characters had to be replaced, a hash of the text keeps it unique."""
+    """Return a unique name for a part of the input, made from a text such as a file's name.
+
+    Characters other than letters, digits, dots and dashes are replaced; a hash of the text is then added.
+    """
     plain = re.sub(r'[^A-Za-z0-9.-]+', '_', text).strip('._')[-80:]
     if plain == text:
         return text

@@ -13,15 +13,17 @@ Missing = Literal['keep', 'reject']
 
 @dataclass
 class ValueRange:
-    """Allowed range of a column, inclusive; None for no limit."""
+    """Inclusive range of allowed values of a metadata column."""
 
     min: float | None = None
+    """Smallest allowed value; null for no limit."""
     max: float | None = None
+    """Largest allowed value; null for no limit."""
 
 
 @dataclass
 class Filters:
-    """Limits on images and captions."""
+    """Limits on images and captions; an image outside of them is rejected."""
 
     min_side: int = 1
     """Minimum length of the shorter side in pixels."""
@@ -37,7 +39,7 @@ class Filters:
     """keep or reject images without a numeric value in a column of `columns`."""
 
     def check(self) -> None:
-        """Check the limits.
+        """Check that the limits themselves are valid, before images are read.
 
         Raises:
             UserError: A limit is invalid, or nothing can pass it.
@@ -77,12 +79,12 @@ class Filters:
         return next((problem for problem in found if problem is not None), None)
 
     def columns_in(self, metadata: Mapping[str, Any]) -> list[str]:
-        """Return the names in `columns` that exist in `metadata`, ignoring case."""
+        """Return the names of the filtered columns that exist in `metadata`, ignoring case."""
         names = {name.casefold() for name in metadata}
         return [name for name in self.columns if name.casefold() in names]
 
     def unknown_column_notes(self, seen: Collection[str], available: Collection[str] = ()) -> list[str]:
-        """Return a message for each column of `columns` that no image has.
+        """Return a message for the report for each filtered column that no image has, such as a misspelled one.
 
         Args:
             seen: Names in `columns` that at least one image has.

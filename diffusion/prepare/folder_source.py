@@ -36,7 +36,7 @@ class FolderSource:
     """Captions file, local or in an object store."""
 
     def parts(self) -> list[Part]:
-        """Return the parts, including the captions if there is a captions file.
+        """Split the images into parts, which jobs convert in parallel; the rows of a captions file are stored in them.
 
         Raises:
             UserError: There are no images, the folder cannot be listed, or the captions file is invalid.
@@ -51,7 +51,7 @@ class FolderSource:
         return [_part(number, run) for number, run in enumerate(runs)]
 
     def read(self, part: Part) -> Iterator[Entry]:
-        """Yield the images of a part in order.
+        """Yield the images of a part in order, with their captions and metadata.
 
         Raises:
             UserError: The store denies access to an image.
@@ -67,7 +67,10 @@ class FolderSource:
                 yield from threads.map(_entry, images[start : start + DOWNLOADS])
 
     def _paired(self, images: Iterable[File], files: dict[str, File]) -> Iterator['_ImageFile']:
-        """Yield the images with the .txt and .json files beside them."""
+        """Yield each image with the URLs of the .txt and .json files of its stem, which hold its captions.
+
+        Used without a captions file. No file is read yet; an image with neither file gets the problem `no_caption`.
+        """
         for file in images:
             stem = file.name.rpartition('.')[0]
             beside = {kind: files.get(f'{stem}.{kind}') for kind in ('txt', 'json')}
@@ -78,7 +81,10 @@ class FolderSource:
             yield image
 
     def _listed(self, captions: str, images: Iterable[File], files: dict[str, File]) -> Iterator['_ImageFile']:
-        """Yield the images in the order of a captions file, then those that it does not list."""
+        """Yield the images in the order of the captions file, then those that it does not list, which are rejected.
+
+        A row of a missing or repeated image is yielded as a rejected image too.
+        """
         seen: set[str] = set()
         with local_copy(captions) as path:
             for row in read_caption_rows(path):
@@ -98,7 +104,7 @@ class FolderSource:
 
 @dataclass
 class _ImageFile:
-    """Image of a part; all values are JSON types, since a part is stored in the plan."""
+    """Image file with its captions or their location; all values are JSON types, to be stored in the plan."""
 
     key: str
     stamp: str = ''

@@ -1,4 +1,4 @@
-"""Histograms of the kept images for the report."""
+"""Histograms of the images of a dataset for its report."""
 
 from typing import Any
 
@@ -12,10 +12,9 @@ ASPECTS = [0.0, 0.25, 0.33, 0.4, 0.5, 0.57, 0.67, 0.75, 0.8, 0.9, 1.0, 1.1, 1.25
 LENGTHS = [0, 10, 20, 30, 40, 60, 80, 100, 150, 200, 300, 500, 1000, 2000]
 
 
-def statistics_of(catalog: Catalog) -> dict[str, Any]:
-    """Return histograms of kept images: shorter side and aspect ratio before resizing, longest caption."""
-    kept = catalog.kept
-    width, height, length = (catalog.columns[name][kept] for name in ('width', 'height', 'caption_length'))
+def statistics_of(catalog: Catalog, images: np.ndarray) -> dict[str, Any]:
+    """Return histograms of images, given their rows: shorter side and aspect ratio before resizing, longest caption."""
+    width, height, length = (catalog.columns[name][images] for name in ('width', 'height', 'caption_length'))
     return {
         'shorter side, pixels': _histogram(np.minimum(width, height), SIDES),
         'aspect, width over height': _histogram(width / height, ASPECTS),

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from diffusion.evaluation.image_sheet import Figure, html_figures, html_page
-from diffusion.prepare.counts_report import PrepareReport
+from diffusion.prepare.counts_report import HeldOut, PrepareReport
 
 MAX_CAPTION = 200
 """Maximum length of a caption in the report, in characters."""
@@ -26,6 +26,7 @@ def report_page(
     out: str,
     *,
     buckets: Mapping[str, Iterable[Figure]],
+    held_out: Iterable[Figure],
     rejected: Mapping[str, Iterable[Figure]],
 ) -> str:
     """Return the report as an HTML page.
@@ -33,19 +34,20 @@ def report_page(
     Args:
         report: Counts, statistics and settings to show.
         out: Name of the dataset.
-        buckets: Thumbnails of stored images, by bucket.
+        buckets: Thumbnails of the dataset's images, by bucket.
+        held_out: Thumbnails of held-out images.
         rejected: Thumbnails of rejected images, by reason.
     """
-    counts = {name: (count, f'{report.bytes.get(name, 0) / 1e6:,.1f} MB') for name, count in report.buckets.items()}
     sections = [
         f'<h1>{html.escape(out)}</h1>',
         _summary(report),
         '<h2>Buckets</h2>',
-        _bars(counts),
+        _bucket_bars(report),
         f'<p>Buckets without images: {html.escape(", ".join(report.empty_buckets))}.</p>'
         if report.empty_buckets
         else '',
         *(_figures(name, shown) for name, shown in buckets.items()),
+        *_held_out(report.held_out, held_out),
         '<h2>Rejected</h2>',
         _bars({reason: (entry.count, '') for reason, entry in sorted(report.rejected.items())}),
         *(_figures(reason, shown) for reason, shown in sorted(rejected.items())),
@@ -62,6 +64,7 @@ def _summary(report: PrepareReport) -> str:
         'source': report.source,
         'inputs': f'{report.inputs:,}',
         'kept': f'{report.pictures:,}',
+        **({'held out': f'{report.held_out.pictures:,}'} if report.held_out else {}),
         'rejected': f'{rejected:,} ({report.rejected_share:.2%}; the limit is {report.max_rejected:.2%})',
         'license': report.license or 'not given',
     }
@@ -69,11 +72,22 @@ def _summary(report: PrepareReport) -> str:
     return _table(lines) + ''.join(f'<p>{html.escape(note)}</p>' for note in report.notes) + failed
 
 
+def _held_out(held_out: HeldOut | None, shown: Iterable[Figure]) -> list[str]:
+    """Return the section of the held-out images; empty without them."""
+    return [] if held_out is None else ['<h2>Held out</h2>', _bucket_bars(held_out), _figures(held_out.out, shown)]
+
+
 def _table(values: Mapping[str, Any]) -> str:
     rows = [
         f'<tr><th>{html.escape(name)}</th><td>{html.escape(str(value))}</td></tr>' for name, value in values.items()
     ]
     return f'<table>{"".join(rows)}</table>'
+
+
+def _bucket_bars(dataset: PrepareReport | HeldOut) -> str:
+    """Return an HTML table of the samples and the size of each bucket."""
+    sizes = {name: f'{dataset.bytes.get(name, 0) / 1e6:,.1f} MB' for name in dataset.buckets}
+    return _bars({name: (count, sizes[name]) for name, count in dataset.buckets.items()})
 
 
 def _bars(counts: Mapping[str, tuple[int, str]]) -> str:

@@ -29,7 +29,7 @@ HARMLESS_WARNINGS = re.compile('Invalid SOS parameters|Unknown Adobe color trans
 
 
 class Unfit(Exception):
-    """An input is rejected; the message is the reason in snake case, such as `too_small`."""
+    """Raised to reject an input; the message is the reason in snake case, such as `too_small`."""
 
     def __init__(self, reason: str, detail: str = '') -> None:
         super().__init__(reason)
@@ -39,7 +39,7 @@ class Unfit(Exception):
 
 @dataclass(frozen=True)
 class DecodedImage:
-    """A fully decoded image."""
+    """A decoded and corrected image, and properties of its file that determine how it is stored."""
 
     image: Image.Image
     """Upright RGB image in sRGB, without metadata."""

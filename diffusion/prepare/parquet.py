@@ -37,7 +37,7 @@ class ParquetSource:
     """Caption column: strings or lists of strings."""
 
     def parts(self) -> list[Part]:
-        """Return one part per file, or one per range of row groups of a large file.
+        """Split the input into parts, which jobs convert in parallel: files, or ranges of row groups of large files.
 
         Raises:
             UserError: There is no file, the location cannot be listed, or the first file lacks a column.
@@ -48,7 +48,9 @@ class ParquetSource:
         return [part for file in files for part in _parts_of(file)]
 
     def read(self, part: Part) -> Iterator[Entry]:
-        """Yield one entry per row; for a damaged file, the rows before the damage, then an entry that reports it.
+        """Yield one image with captions and metadata per row of a part.
+
+        For a damaged file, the rows before the damage, then an entry that reports it.
 
         Raises:
             UserError: The file lacks a column, or the store denies access.
@@ -119,7 +121,7 @@ def _is_bytes(kind: pa.DataType) -> bool:
 
 
 def _parts_of(file: File) -> list[Part]:
-    """Return a file as one part, or as several ranges of row groups if it is local and large."""
+    """Return the parts of a file: the whole file, or several ranges of row groups if it is local and large."""
     # A remote file stays one part: each part would download the whole file.
     whole = single_file_part(file, SUFFIX)
     if is_remote(file.url) or file.size <= PART_BYTES:
@@ -152,7 +154,7 @@ def _rows(file: pq.ParquetFile, groups: range, columns: _Columns, stem: str) -> 
 
 
 def _times_to_text(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Convert dates and times to strings."""
+    """Convert the date and time columns of a batch to strings, because Python's datetime cannot hold nanoseconds."""
     # Parquet has nanoseconds and Python's datetime does not, so `to_pylist` cannot convert every value.
     arrays = [
         array.cast(pa.string()) if pa.types.is_temporal(array.type) and not pa.types.is_duration(array.type) else array

@@ -1,4 +1,7 @@
-"""Run a preparation: plan -> parts -> duplicates -> shards -> indexes and report -> output.
+"""Run a preparation: plan -> parts -> duplicates, held-out images -> shards -> indexes and report -> outputs.
+
+The plan lists the input in parts, such as tars. One job per part converts its images; duplicates are then rejected, and
+the samples of each bucket (images of one resolution or shape) are packed into final shards.
 
 A preparation can be stopped at any point, and the next start resumes it. Each step renames its result to the final name
 only when it is complete. The dataset depends only on the input and the settings, not on the number of processes, the
@@ -6,9 +9,10 @@ order in which they finish, or interruptions; only `seconds` in the report varie
 """
 
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -18,13 +22,14 @@ from diffusion.config.load import RecipeError
 from diffusion.errors import UserError
 from diffusion.prepare import report_thumbnails
 from diffusion.prepare.bucket_choice import Buckets
-from diffusion.prepare.catalog import Catalog
+from diffusion.prepare.caption_list import CAPTIONS, caption_list
+from diffusion.prepare.catalog import HELD_OUT, REJECTED, TRAIN, Catalog
 from diffusion.prepare.convert_part import PartJob, read_counts
-from diffusion.prepare.counts_report import REPORT, PrepareReport
+from diffusion.prepare.counts_report import REPORT, HeldOut, PrepareReport, rejection_lines
 from diffusion.prepare.histograms import statistics_of
 from diffusion.prepare.html_report import report_page
 from diffusion.prepare.input_plan import InputPlan
-from diffusion.prepare.output_folders import Output, output_of, shard_writer
+from diffusion.prepare.output_folders import output_of, shard_writer
 from diffusion.prepare.pack_shards import ShardJob, plan_shards, write_indexes
 from diffusion.prepare.settings import PrepareSettings, check_settings
 from diffusion.prepare.source import Source
@@ -41,20 +46,21 @@ Run = Callable[[Iterable[WorkerJob]], Iterator[Any]]
 def prepare(
     settings: PrepareSettings, *, source: Source | None = None, run: Run | None = None, share: Share | None = None
 ) -> PrepareReport | None:
-    """Prepare a dataset, or resume a preparation that was stopped.
+    """Prepare a dataset from images and captions, or resume a preparation that was stopped.
 
     Args:
         settings: Settings of the preparation.
         source: Source to read instead of `settings.source`.
         run: Function that runs the jobs (default: processes on this machine).
-        share: Convert only this share of the parts, then return. For several machines with a common work folder; when
-            all shares are done, a call without `share` finishes the preparation.
+        share: Convert only this share of the input, such as 3/16, then return. For several machines with a common work
+            folder; when all shares are done, a call without `share` finishes the preparation.
 
     Returns:
         The report, or None if `share` is given.
 
     Raises:
-        UserError: A setting is invalid, the output is not empty, an input does not exist, or no image is left.
+        UserError: A setting is invalid, the output is not empty, an input does not exist, or no image is left for
+            training.
         DataError: A part cannot be read at the moment, or the processes that read it died.
         OSError: The disk is full or fails. Finished work is kept for the next start.
     """
@@ -66,7 +72,7 @@ def prepare(
     try:
         with work.locked(share):
             source = source or settings.source.open(sizes=settings.sizes)
-            return _Preparation(settings, source, run, work, output_of(settings, work)).execute(share)
+            return _Preparation(settings, source, run, work).execute(share)
     except OSError as error:
         raise OSError(
             f'{work.path}: {error}; fix the cause and run the same command again; finished work is kept'
@@ -74,29 +80,33 @@ def prepare(
 
 
 class _Preparation:
-    """A preparation that holds the lock of its work folder."""
+    """The steps of one call of `prepare`, which holds the lock of the work folder."""
 
-    def __init__(self, settings: PrepareSettings, source: Source, run: Run, work: WorkFolder, output: Output) -> None:
+    def __init__(self, settings: PrepareSettings, source: Source, run: Run, work: WorkFolder) -> None:
         self.settings = settings
         self.source = source
         self.run = run
         self.work = work
-        self.output = output
         self.buckets = Buckets(settings.sizes, settings.aspects).names
+        self.splits = (TRAIN, HELD_OUT) if settings.hold_out else (TRAIN,)
+        self.outputs = {
+            TRAIN: output_of(settings.out, work.train, work, overwrite=settings.overwrite),
+            HELD_OUT: output_of(settings.held_out, work.held_out, work, overwrite=settings.overwrite),
+        }
 
     def execute(self, share: Share | None) -> PrepareReport | None:
-        """Run all steps that are not done yet; return the report, or None for a share."""
+        """Run all steps that are not done yet; return the report, or None after converting one machine's share."""
         start = time.monotonic()
-        # `complete` is written last. If it exists, an earlier start was killed while it moved the dataset into place,
+        # `complete` is written last. If it exists, an earlier start was killed while it moved the datasets into place,
         # and the input need not be listed again.
         if not self.work.complete.exists():
             plan = InputPlan.make(self.settings, self.source)
             # A plan means that a preparation was stopped here: resume it, even if an earlier dataset is in the output.
-            finished = None if self.work.plan.exists() else self.output.finished_report(plan.fingerprint)
+            finished = None if self.work.plan.exists() else self.finished_report(plan.fingerprint)
             if finished is not None:
                 finished.notes.append('already prepared from the same input with the same settings; nothing to do')
                 return finished
-            self.output.check()
+            self.check_outputs()
             plan.write_or_check(self.work)
             self.work.clear_unfinished(share)
             try:
@@ -109,12 +119,35 @@ class _Preparation:
                 self.work.clear_unfinished(share)
                 raise
         report = PrepareReport.read(self.work.complete)
-        self.output.put_in_place()
+        self.put_in_place(report)
         self.work.remove()
         return report
 
+    def finished_report(self, fingerprint: str) -> PrepareReport | None:
+        """Return the report of the outputs if they were prepared by the same plan, otherwise None."""
+        if self.settings.overwrite:
+            return None
+        reports = [self.outputs[split].report() for split in self.splits]
+        return reports[0] if all(report and report.fingerprint == fingerprint for report in reports) else None
+
+    def check_outputs(self) -> None:
+        """Check that the datasets can be written, before any work is done.
+
+        Raises:
+            UserError: An output is not empty or cannot be replaced, or held-out images would be trained on.
+        """
+        for split in self.splits:
+            self.outputs[split].check()
+        if HELD_OUT not in self.splits and not self.settings.is_remote:
+            former = self.outputs[HELD_OUT].report()
+            if former is not None and former.arguments.get('hold_out'):
+                raise UserError(
+                    f'{self.settings.held_out}: was held out from an earlier dataset, and its images would now be in '
+                    'training; remove it or give --hold-out'
+                )
+
     def convert_parts(self, plan: InputPlan, share: Share | None) -> None:
-        """Convert each part of the share into its own folder, skipping parts that are done."""
+        """Convert each part of the input, or of this machine's share, into its own folder; skip parts that are done."""
         self.work.parts.mkdir(exist_ok=True)
         numbers = [number for number in range(len(plan.parts)) if share is None or share.includes(number)]
         remaining = [number for number in numbers if not self.work.part(number).is_dir()]
@@ -155,43 +188,84 @@ class _Preparation:
         repeats = catalog.drop_duplicates(
             self.settings.duplicates, max_distance=self.settings.max_distance, saved=self.work.duplicates
         )
-        report = self.make_report(catalog, plan)
-        if not report.pictures:
-            self.work.remove()
-            lines = [f'{report.source}: every image was rejected; nothing was written', *report.rejections()]
-            raise UserError('\n'.join(lines))
+        self.check_accepted(catalog)
+        catalog.hold_out(self.settings.hold_out)
         counts = self.pack_shards(catalog)
-        entries = {name: self.writer(name).read_entries(range(counts[name])) for name in report.buckets}
-        write_indexes(entries, self.work.dataset)
-        report.bytes = {name: sum(shard['raw_data']['bytes'] for shard in entries[name]) for name in entries}
+        reports = {split: self.write_dataset(catalog, plan, split, counts) for split in self.splits}
+        report = reports[TRAIN]
+        if HELD_OUT in reports:
+            held_out = reports[HELD_OUT]
+            report.held_out = HeldOut(self.settings.held_out, held_out.pictures, held_out.buckets, held_out.bytes)
         html = report_page(
             report,
             self.settings.out,
             buckets=report_thumbnails.of_buckets(catalog, self.buckets),
+            held_out=report_thumbnails.of_held_out(catalog),
             rejected=report_thumbnails.of_reasons(catalog, repeats),
         )
-        write_whole(self.work.dataset / HTML_REPORT, html)
-        report.seconds = time.monotonic() - start
-        report.save(self.work.dataset / REPORT)
-        # After the report and every shard: this file marks the dataset as complete.
-        write_whole(self.work.complete, (self.work.dataset / REPORT).read_text(encoding='utf-8'))
+        write_whole(self.work.train.dataset / HTML_REPORT, html)
+        write_whole(self.work.train.dataset / CAPTIONS, caption_list(catalog))
+        for split, each in reports.items():
+            each.seconds = time.monotonic() - start
+            each.save(self.outputs[split].staging.dataset / REPORT)
+        # After the reports and every shard: this file marks the datasets as complete.
+        write_whole(self.work.complete, (self.work.train.dataset / REPORT).read_text(encoding='utf-8'))
 
-    def writer(self, bucket: str) -> ShardWriter:
+    def check_accepted(self, catalog: Catalog) -> None:
+        """Check that an image is left for training; if not, remove the work folder.
+
+        Raises:
+            UserError: All images were rejected or would be held out.
+        """
+        accepted, hold_out = len(catalog.kept), self.settings.hold_out
+        if accepted > hold_out:
+            return
+        self.work.remove()
+        title = self.settings.source.title
+        problem = f'{title}: every image was rejected; nothing was written'
+        if accepted:
+            problem = (
+                f'hold_out: {title} has {accepted} accepted images, so {hold_out} cannot be held out; '
+                f'give at most {accepted - 1}'
+            )
+        raise UserError('\n'.join([problem, *rejection_lines(catalog.rejected)]))
+
+    def write_dataset(
+        self, catalog: Catalog, plan: InputPlan, split: int, counts: Mapping[tuple[int, str], int]
+    ) -> PrepareReport:
+        """Write the indexes of a split whose shards are done; return its report without `held_out` and `seconds`.
+
+        Args:
+            catalog: Tables of all inputs and samples.
+            plan: Plan of the preparation.
+            split: TRAIN or HELD_OUT.
+            counts: Number of shards per split and bucket.
+        """
+        report = self.make_report(catalog, plan, split)
+        entries = {name: self.writer(split, name).read_entries(range(counts[split, name])) for name in report.buckets}
+        write_indexes(entries, self.outputs[split].staging.dataset)
+        report.bytes = {name: sum(shard['raw_data']['bytes'] for shard in entries[name]) for name in entries}
+        return report
+
+    def writer(self, split: int, bucket: str) -> ShardWriter:
         """Return the writer of a bucket's final shards."""
-        return shard_writer(self.output, self.work, bucket, size_limit=self.settings.shard_bytes)
+        return shard_writer(self.outputs[split], bucket, size_limit=self.settings.shard_bytes)
 
-    def pack_shards(self, catalog: Catalog) -> dict[str, int]:
-        """Write the final shards that are not done yet; return the number of shards per bucket."""
-        counts: dict[str, int] = {}
-        total = int(catalog.columns['size'][catalog.kept].sum())
+    def pack_shards(self, catalog: Catalog) -> dict[tuple[int, str], int]:
+        """Write the final shards that are not done yet; return the number of shards per split and bucket."""
+        counts: dict[tuple[int, str], int] = {}
+        kept = catalog.split[catalog.samples.image] != REJECTED
+        total = int(catalog.samples.size[kept].sum())
         with tqdm(total=total, desc='shards', unit='B', unit_scale=True, disable=None) as bar:
 
             def remaining() -> Iterator[ShardJob]:
-                for code, bucket in enumerate(self.buckets):
-                    writer = self.writer(bucket)
+                for split, (code, bucket) in product(self.splits, enumerate(self.buckets)):
+                    writer = self.writer(split, bucket)
                     done = writer.done()
-                    for job in plan_shards(catalog, code, bucket, work=self.work, shards=writer):
-                        counts[bucket] = job.number + 1
+                    samples = catalog.samples_in(code, split)
+                    name = f'held-out/{bucket}' if split == HELD_OUT else bucket
+                    for job in plan_shards(catalog, samples, name, work=self.work, shards=writer):
+                        counts[split, bucket] = job.number + 1
                         if job.number in done:
                             bar.update(int(job.size.sum()))
                         else:
@@ -202,31 +276,49 @@ class _Preparation:
                     bar.update(size)
         return counts
 
-    def make_report(self, catalog: Catalog, plan: InputPlan) -> PrepareReport:
-        """Return the report, without `bytes` and `seconds`, which are known only after packing."""
-        found = np.bincount(catalog.bucket[catalog.kept], minlength=len(self.buckets))
+    def make_report(self, catalog: Catalog, plan: InputPlan, split: int) -> PrepareReport:
+        """Return the report of a split without its values that are known only after packing."""
+        images = catalog.images(split)
+        found = np.bincount(
+            catalog.samples.bucket[catalog.split[catalog.samples.image] == split], minlength=len(self.buckets)
+        )
         counts = dict(zip(self.buckets, found.tolist(), strict=True))
-        return PrepareReport(
+        report = PrepareReport(
             source=self.settings.source.title,
             arguments={'out': self.settings.out} | plan.settings,
             max_rejected=self.settings.max_rejected,
             versions=plan.versions,
             license=self.settings.license,
-            inputs=len(catalog),
-            pictures=len(catalog.kept),
+            pictures=len(images),
             buckets={name: count for name, count in counts.items() if count},
             empty_buckets=[name for name, count in counts.items() if not count],
-            rejected=catalog.rejected,
-            notes=self.notes(plan),
-            statistics=statistics_of(catalog) if len(catalog.kept) else {},
+            statistics=statistics_of(catalog, images),
             fingerprint=plan.fingerprint,
         )
+        if split == HELD_OUT:
+            report.inputs, report.notes = len(images), [f'held out from {self.settings.out}']
+        else:
+            report.inputs, report.rejected, report.notes = len(catalog), catalog.rejected, self.notes(plan)
+        return report
 
     def notes(self, plan: InputPlan) -> list[str]:
-        """Return a message for each filtered column that no input has."""
+        """Return messages about held-out duplicates, and about each filtered column that no input has."""
+        notes = []
+        if self.settings.hold_out and self.settings.duplicates == 'none':
+            notes.append('hold_out: duplicates were not searched, so copies of held-out images may be in training')
         filters = self.settings.filters
         if not filters.columns:
-            return []
+            return notes
         done = (read_counts(self.work.part(number), part) for number, part in enumerate(plan.parts))
         columns = set().union(*(part.columns for part in done))
-        return filters.unknown_column_notes(filters.columns_in(dict.fromkeys(columns)), columns)
+        return notes + filters.unknown_column_notes(filters.columns_in(dict.fromkeys(columns)), columns)
+
+    def put_in_place(self, report: PrepareReport) -> None:
+        """Move the complete datasets with this report to the outputs; idempotent."""
+        # The training set goes last, so that it never exists without the images that were held out from it. An existing
+        # one that is replaced goes first, since it may contain images that are held out now. Not by the settings: they
+        # may have changed since an earlier start, which was killed here.
+        if report.held_out is not None:
+            self.outputs[TRAIN].set_aside()
+            self.outputs[HELD_OUT].put_in_place()
+        self.outputs[TRAIN].put_in_place()

@@ -1,4 +1,4 @@
-"""Convert a source entry into a dataset sample, or reject it with a reason."""
+"""Convert a source entry into dataset samples, one per bucket, or reject it with a reason."""
 
 import io
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from diffusion.prepare.caption_cleaning import clean_captions
 from diffusion.prepare.extra_columns import json_value
 from diffusion.prepare.image_decoding import DecodedImage, Unfit, decode_image, encode, shrink_to_cover
 from diffusion.prepare.image_hashes import exact_hash, is_flat, perceptual_hash
-from diffusion.prepare.sample_table import SampleRow
+from diffusion.prepare.sample_table import InputRow
 from diffusion.prepare.settings import PrepareSettings
 from diffusion.prepare.source import Entry
 
@@ -28,8 +28,15 @@ THUMBNAIL_SIDE = 96
 """Maximum side of a thumbnail in the report, in pixels."""
 
 
-def make_sample(entry: Entry, row: SampleRow, *, settings: PrepareSettings, buckets: Buckets) -> dict[str, Any]:
-    """Return the sample of an entry, and write its measurements into `row`, even if it is then rejected.
+def make_samples(
+    entry: Entry, row: InputRow, *, settings: PrepareSettings, buckets: Buckets
+) -> list[tuple[str, dict[str, Any]]]:
+    """Return the samples of an entry, and write its measurements into `row`, even if it is then rejected.
+
+    The image is decoded once and encoded for each of its buckets.
+
+    Returns:
+        Pairs (bucket name, sample), from the smallest resolution to the largest.
 
     Raises:
         Unfit: The entry is rejected.
@@ -39,7 +46,7 @@ def make_sample(entry: Entry, row: SampleRow, *, settings: PrepareSettings, buck
         raise Unfit(entry.problem)
     filters = settings.filters
     captions = clean_captions(entry.captions, min_length=filters.min_caption, max_length=filters.max_caption)
-    row.caption_length = max(map(len, captions))
+    row.captions, row.caption_length = captions, max(map(len, captions))
     if entry.image is None:
         raise Unfit('no_image')
     decoded = decode_image(entry.image, background=settings.background, max_pixels=settings.max_pixels)
@@ -47,25 +54,22 @@ def make_sample(entry: Entry, row: SampleRow, *, settings: PrepareSettings, buck
     problem = filters.problem(decoded.width, decoded.height, captions, entry.metadata)
     if problem is not None:
         raise Unfit(problem)
-    bucket = buckets.choose(decoded.width, decoded.height)
-    if bucket is None:
+    chosen = buckets.choose(decoded.width, decoded.height)
+    if not chosen:
         raise Unfit('too_small')
-    row.bucket = buckets.name(*bucket)
     row.exact_hash, row.perceptual_hash = exact_hash(decoded.image), perceptual_hash(decoded.image)
     row.is_flat = is_flat(decoded.image)
-    encoded, (width, height) = _stored(entry.image, decoded, bucket[1], settings)
-    return {
-        'image': encoded,
-        'captions': captions,
-        'width': width,
-        'height': height,
-        'key': row.key,
-        'metadata': _metadata(entry.metadata, row),
-    }
+    shared = {'captions': captions, 'key': row.key, 'metadata': _metadata(entry.metadata, row)}
+    samples = []
+    for size, shape in chosen:
+        # Resized from the original for each bucket, so that a bucket's bytes do not depend on the other sizes.
+        encoded, (width, height) = _stored(entry.image, decoded, shape, settings)
+        samples.append((buckets.name(size, shape), shared | {'image': encoded, 'width': width, 'height': height}))
+    return samples
 
 
 def thumbnail(image: Image.Image) -> bytes:
-    """Return a small JPEG of an image."""
+    """Return a small JPEG of an image, for the report."""
     small = image.convert('RGB')
     small.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
     encoded = io.BytesIO()
@@ -76,7 +80,7 @@ def thumbnail(image: Image.Image) -> bytes:
 def _stored(
     encoded: bytes, decoded: DecodedImage, shape: Shape, settings: PrepareSettings
 ) -> tuple[bytes, tuple[int, int]]:
-    """Return the encoded image to store, and its (width, height)."""
+    """Return the image file to store, which is the original or resized to its bucket, and its (width, height)."""
     keep_original = settings.store == 'original'
     if keep_original and decoded.is_unmodified:
         return encoded, (decoded.width, decoded.height)
@@ -86,7 +90,7 @@ def _stored(
     return encode(image, lossless=decoded.lossless, jpeg_quality=settings.jpeg_quality), image.size
 
 
-def _metadata(columns: Mapping[str, Any], row: SampleRow) -> dict[str, Any]:
+def _metadata(columns: Mapping[str, Any], row: InputRow) -> dict[str, Any]:
     """Return the metadata to store: the columns of the source and our measurements, sorted by name."""
     kept = {name: json_value(value) for name, value in columns.items() if name not in PRIVATE_COLUMNS}
     measured = {

@@ -1,4 +1,4 @@
-"""Thumbnails for the report: the first images of each bucket and of each rejection reason, in input order."""
+"""Thumbnails for the report: the first images, in input order, of each bucket and rejection reason, and held out."""
 
 import base64
 import io
@@ -8,11 +8,10 @@ import numpy as np
 from PIL import Image
 
 from diffusion.evaluation.image_sheet import Figure
-from diffusion.prepare.catalog import DUPLICATE, Catalog
-from diffusion.prepare.convert_part import FORMAT, THUMBNAILS_FILE, header_sizes
+from diffusion.prepare.catalog import DUPLICATE, HELD_OUT, TRAIN, Catalog
+from diffusion.prepare.convert_part import THUMBNAILS_FILE
 from diffusion.prepare.process_sample import thumbnail
 from diffusion.prepare.work_dir import read_json
-from diffusion.storage import mds
 
 THUMBNAILS_PER_BUCKET = 8
 THUMBNAILS_PER_REASON = 6
@@ -23,18 +22,26 @@ MAX_REASONS = 30
 
 
 def of_buckets(catalog: Catalog, buckets: Sequence[str]) -> dict[str, list[Figure]]:
-    """Return the first stored images of each bucket with their first captions."""
+    """Return the first training images of each bucket with their first captions."""
     each = max(1, min(THUMBNAILS_PER_BUCKET, MAX_BUCKET_THUMBNAILS // len(buckets)))
-    first = {name: catalog.rows_of_bucket(code)[:each] for code, name in enumerate(buckets)}
-    return {name: [_stored(catalog, row) for row in rows] for name, rows in first.items() if len(rows)}
+    first = {name: catalog.samples_in(code, TRAIN)[:each] for code, name in enumerate(buckets)}
+    return {name: [_figure(catalog, number) for number in numbers] for name, numbers in first.items() if len(numbers)}
+
+
+def of_held_out(catalog: Catalog) -> list[Figure]:
+    """Return the first held-out images with their first captions."""
+    images = catalog.images(HELD_OUT)[:THUMBNAILS_PER_BUCKET]
+    return [_figure(catalog, catalog.first_sample(image)) for image in images]
 
 
 def of_reasons(catalog: Catalog, repeats: Sequence[tuple[int, int]]) -> dict[str, list[Figure]]:
-    """Return the first rejected images of each reason with their keys; images that cannot be decoded are skipped.
+    """Return thumbnails for the report by rejection reason: the first rejected images, each with its key.
+
+    Images that cannot be decoded are skipped. A duplicate also names the image that it duplicates.
 
     Args:
         catalog: Table of all inputs.
-        repeats: Rows of duplicates, each with the row of its original.
+        repeats: (duplicate, original) row numbers of duplicates.
     """
     missing = set(catalog.rejected) - {DUPLICATE}
     shown: dict[str, list[Figure]] = {}
@@ -48,16 +55,13 @@ def of_reasons(catalog: Catalog, repeats: Sequence[tuple[int, int]]) -> dict[str
                 entries.append(Figure([base64.b64decode(record['image'])], text))
         missing -= {reason for reason, entries in shown.items() if len(entries) == THUMBNAILS_PER_REASON}
     if repeats:
-        shown[DUPLICATE] = [_stored(catalog, row, original) for row, original in repeats[:THUMBNAILS_PER_REASON]]
+        first = repeats[:THUMBNAILS_PER_REASON]
+        shown[DUPLICATE] = [_figure(catalog, catalog.first_sample(row), original) for row, original in first]
     return shown
 
 
-def _stored(catalog: Catalog, row: int | np.integer, original: int | None = None) -> Figure:
-    """Return a thumbnail of the sample of `row`; `original` is the row that it duplicates, if any."""
-    folder = catalog.parts[int(catalog.part[row])]
-    shard, offset, size = (int(catalog.columns[name][row]) for name in ('shard', 'offset', 'size'))
-    with (folder / mds.shard_name(shard)).open('rb') as file:
-        file.seek(header_sizes(folder)[shard] + offset)
-        sample = FORMAT.decode(file.read(size))
+def _figure(catalog: Catalog, number: int | np.integer, original: int | None = None) -> Figure:
+    """Return a thumbnail of a sample; `original` is the row of the image that it duplicates, if any."""
+    sample = catalog.stored_sample(number)
     text = sample['captions'][0] if original is None else f'{sample["key"]} (duplicate of {catalog.key(original)})'
     return Figure([thumbnail(Image.open(io.BytesIO(sample['image'])))], text)

@@ -1,23 +1,23 @@
-"""Table of a part as a Parquet file: one row per input, kept or rejected."""
+"""Tables of a part as Parquet files: one row per input, kept or rejected, and one row per stored sample."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from diffusion.storage.atomic import becoming
 
-ROWS = 'rows.parquet'
-SCHEMA = pa.schema(
+INPUTS = 'rows.parquet'
+SAMPLES = 'samples.parquet'
+INPUT_SCHEMA = pa.schema(
     {
         'key': pa.string(),
         'reason': pa.string(),
-        'bucket': pa.string(),
-        'shard': pa.uint32(),
-        'offset': pa.uint32(),
-        'size': pa.uint32(),
+        'captions': pa.list_(pa.string()),
         'width': pa.uint32(),
         'height': pa.uint32(),
         'caption_length': pa.uint32(),
@@ -26,23 +26,20 @@ SCHEMA = pa.schema(
         'is_flat': pa.bool_(),
     }
 )
+SAMPLE_SCHEMA = pa.schema(
+    {'row': pa.uint32(), 'bucket': pa.string(), 'shard': pa.uint32(), 'offset': pa.uint32(), 'size': pa.uint32()}
+)
 
 
 @dataclass
-class SampleRow:
+class InputRow:
     """Row of an input; values that are unknown because it was rejected stay zero or empty."""
 
     key: str
     reason: str = ''
     """Reason for rejection; empty if kept."""
-    bucket: str = ''
-    """Folder of its bucket, such as `512px/640x384`."""
-    shard: int = 0
-    """Number of the shard of the part that holds its sample."""
-    offset: int = 0
-    """Offset of its sample after the header of that shard, in bytes."""
-    size: int = 0
-    """Size of its sample in bytes."""
+    captions: list[str] = field(default_factory=list)
+    """Cleaned captions."""
     width: int = 0
     """Width of the decoded image in pixels, before it is resized."""
     height: int = 0
@@ -54,16 +51,55 @@ class SampleRow:
     """True if the image has too little contrast for a meaningful perceptual hash."""
 
 
-def write_sample_rows(folder: Path, rows: Sequence[SampleRow]) -> None:
-    """Write the table of a part; the same rows give the same bytes."""
-    columns = {name: [getattr(row, name) for row in rows] for name in SCHEMA.names}
+@dataclass(frozen=True)
+class SampleRow:
+    """Row of a stored sample; an image has one per bucket."""
+
+    row: int
+    """Row of its input in the table of inputs."""
+    bucket: str
+    """Folder of its bucket, such as `512px/640x384`."""
+    shard: int
+    """Number of the shard of the part that holds it."""
+    offset: int
+    """Offset after the header of that shard, in bytes."""
+    size: int
+    """Size in bytes."""
+
+
+def write_tables(folder: Path, inputs: Sequence[InputRow], samples: Sequence[SampleRow]) -> None:
+    """Write the tables of a part; the same rows give the same bytes."""
+    _write(folder / INPUTS, inputs, INPUT_SCHEMA)
+    _write(folder / SAMPLES, samples, SAMPLE_SCHEMA)
+
+
+def read_inputs(folder: Path, columns: Sequence[str]) -> pa.Table:
+    """Read columns of the table of inputs of a part."""
+    return pq.read_table(folder / INPUTS, columns=list(columns))
+
+
+def read_samples(folder: Path) -> pa.Table:
+    """Read the table of samples of a part, in the order of the inputs."""
+    if (folder / SAMPLES).exists():
+        return pq.read_table(folder / SAMPLES)
+    # Earlier versions stored one sample per image, in columns of the table of inputs. Remove this when no work folder
+    # of such a version is left to resume.
+    rows = read_inputs(folder, [name for name in SAMPLE_SCHEMA.names if name != 'row'])
+    kept = np.flatnonzero(rows['bucket'].to_numpy() != '').astype(np.uint32)
+    return rows.take(kept).append_column('row', pa.array(kept)).select(SAMPLE_SCHEMA.names)
+
+
+def read_captions(folder: Path) -> pa.ChunkedArray | None:
+    """Read the captions of each input of a part; None for a part of an earlier version, which has no such column."""
+    if 'captions' not in pq.read_schema(folder / INPUTS).names:
+        return None
+    return read_inputs(folder, ['captions'])['captions']
+
+
+def _write(path: Path, rows: Sequence[Any], schema: pa.Schema) -> None:
+    columns = {name: [getattr(row, name) for row in rows] for name in schema.names}
     # File names and JSON can contain lone surrogates, which Arrow rejects because they are not valid UTF-8.
-    text = [name for name in SCHEMA.names if SCHEMA.field(name).type == pa.string()]
+    text = [name for name in schema.names if schema.field(name).type == pa.string()]
     columns |= {name: [value.encode('utf-8', 'backslashreplace').decode() for value in columns[name]] for name in text}
-    with becoming(folder / ROWS) as unfinished:
-        pq.write_table(pa.table(columns, schema=SCHEMA), unfinished, compression='zstd')
-
-
-def read_sample_rows(folder: Path, columns: Sequence[str]) -> pa.Table:
-    """Read columns of the table of a part."""
-    return pq.read_table(folder / ROWS, columns=list(columns))
+    with becoming(path) as unfinished:
+        pq.write_table(pa.table(columns, schema=schema), unfinished, compression='zstd')

@@ -1,6 +1,8 @@
 """Settings of `diffusion prepare`; the fields are the keys of its YAML file and its command-line options."""
 
 import dataclasses
+import itertools
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,7 +20,10 @@ from diffusion.prepare.filters import Filters
 from diffusion.prepare.image_decoding import MAX_PIXELS
 from diffusion.prepare.image_hashes import MAX_DISTANCE
 from diffusion.prepare.source import Source
+from diffusion.storage import object_store
 from diffusion.storage.writable import why_not_writable
+
+log = logging.getLogger(__name__)
 
 SETTINGS_OF_SOURCE = {
     'folder': ('location', 'captions'),
@@ -33,7 +38,7 @@ NAMED_ASPECTS = ('none', 'sdxl')
 
 @dataclass
 class SourceSettings:
-    """Source of the images."""
+    """Settings of the source of the images: its kind and location, and options of each kind."""
 
     kind: Literal['folder', 'webdataset', 'parquet', 'openmoji']
     """folder: image files; webdataset: tar files written by img2dataset; parquet: Parquet files with an image column;
@@ -91,14 +96,19 @@ class SourceSettings:
 
 @dataclass
 class PrepareSettings:
-    """Settings of a preparation."""
+    """All settings of `diffusion prepare`, from its YAML file and its options."""
 
     source: SourceSettings
     """Source of the images."""
     out: str
     """Output dataset: a local folder, or an object store folder such as s3://bucket/mds; must be empty or not exist."""
     sizes: list[int]
-    """Side lengths of the resolution buckets, in pixels; an image goes to the largest one that needs no upscaling."""
+    """Side lengths of the resolution buckets, in pixels; images are never upscaled."""
+    buckets: Literal['every', 'largest'] = 'every'
+    """every: an image goes to each resolution that it fills, so that training at 256 px also has the images of 512 px;
+    largest: only to the largest of them, which takes less space and suits a recipe that mixes the resolutions. OpenMoji
+    draws each emoji once per size, so there both are the same.
+    """
     aspects: str | list[str] = 'none'
     """Aspect-ratio buckets per resolution. none: images keep their own aspect ratio; sdxl: the table of the SDXL paper;
     or a list of shapes at the largest size, such as 640x384, which are scaled for the other sizes. Each shape gets a
@@ -124,6 +134,11 @@ class PrepareSettings:
     """Duplicates to remove: none, exact (equal pixels), or near (also images that look alike)."""
     max_distance: int = 4
     """For duplicates: near, the maximum number of bits, of 64, in which two perceptual hashes may differ."""
+    hold_out: int = 0
+    """Number of images to write to a second dataset, OUT-held-out, instead of the training set: those with the smallest
+    hashes of their keys. With duplicates: none, copies of a held-out image may be in the training set; with exact or
+    near, they are rejected.
+    """
     max_rejected: float = 0.01
     """Maximum fraction of rejected inputs; above it the exit status is 3."""
     shard_mb: float = 256.0
@@ -142,8 +157,23 @@ class PrepareSettings:
 
     @property
     def is_remote(self) -> bool:
-        """True if the output is an object store folder."""
+        """True if the dataset is to be written to an object store, such as `s3://bucket/mds`."""
         return is_remote(self.out)
+
+    @property
+    def held_out(self) -> str:
+        """Output of the held-out images, beside that of the training set."""
+        if self.is_remote:
+            return f'{self.out.rstrip("/")}-held-out'
+        out = Path(self.out)
+        # The work folder is beside the target of a symbolic link, and the dataset is renamed from there.
+        out = out.resolve() if out.is_symlink() or out.name in ('', '..') else out
+        return f'{out}-held-out'
+
+    @property
+    def fills_every_bucket(self) -> bool:
+        """True if an image goes to each resolution that it fills, False if only to the largest one."""
+        return self.buckets == 'every' and self.source.kind != 'openmoji'
 
     @property
     def work_folder(self) -> Path:
@@ -157,11 +187,15 @@ class PrepareSettings:
         values = dataclasses.asdict(self)
         for name in ('out', 'work', 'overwrite', 'workers', 'max_rejected', 'license'):
             del values[name]
-        # Earlier versions had no openmoji settings. Leave them out for the other sources, so that plans and
+        # Leave out settings that earlier versions did not have where they make no difference, so that plans and
         # fingerprints written by those versions still match.
         if self.source.kind != 'openmoji':
             for name in SETTINGS_OF_SOURCE['openmoji']:
                 del values['source'][name]
+        if not self.fills_every_bucket or len(self.sizes) == 1:
+            del values['buckets']
+        if not self.hold_out:
+            del values['hold_out']
         return values
 
 
@@ -190,7 +224,8 @@ def settings_of(
         values = merge(contents, overrides)
     except UnreadableYAML as error:
         raise RecipeError([Problem('', str(error))], path) from error
-    if 'licence' in values:  # spelling used by earlier versions
+    if 'licence' in values:  # the spelling of 0.1 development versions, accepted for one version
+        log.warning('licence: the setting is spelled license now; the old spelling will be refused by the next version')
         values['license'] = values.pop('licence')
     gather = Gatherer()
     settings = build_dataclass(PrepareSettings, values, '', gather)
@@ -203,7 +238,7 @@ def settings_of(
 
 
 def check_settings(settings: PrepareSettings) -> list[Problem]:
-    """Return the mistakes in settings whose types are already validated."""
+    """Return the mistakes in settings, such as values out of range; their types must be validated already."""
     gather = Gatherer()
     _check_source(settings.source, gather)
     _check_sizes(settings, gather)
@@ -214,6 +249,7 @@ def check_settings(settings: PrepareSettings) -> list[Problem]:
     except UserError as error:
         gather.problem('', str(error))
     _check_folders(settings, gather)
+    _check_hold_out(settings, gather)
     return gather.problems
 
 
@@ -251,6 +287,7 @@ def _check_numbers(settings: PrepareSettings, gather: Gatherer) -> None:
         'max_pixels': (1, 2**31),
         'jpeg_quality': (1, 100),
         'max_distance': (0, MAX_DISTANCE),
+        'hold_out': (0, 10**9),
         'max_rejected': (0, 1),
         'shard_mb': (0.001, 4000),
     }
@@ -272,7 +309,7 @@ def _check_color(color: str, gather: Gatherer) -> None:
 
 
 def _check_folders(settings: PrepareSettings, gather: Gatherer) -> None:
-    """Check that the output can be written and does not contain the input."""
+    """Add a mistake to `gather` if the output cannot be written or contains the input."""
     if settings.is_remote:
         if settings.work is None:
             gather.problem('work', f'is missing; out is {settings.out}, so give a local work folder')
@@ -284,9 +321,23 @@ def _check_folders(settings: PrepareSettings, gather: Gatherer) -> None:
         return
     source = settings.source
     inputs = [path for path in (source.location, source.captions) if path and not is_remote(path)]
-    for path in inputs:
-        if Path(path).resolve().is_relative_to(Path(settings.out).resolve()):
-            gather.problem('out', f'{settings.out} contains the input {path}; give another folder')
+    outputs = [settings.out, *([settings.held_out] if settings.hold_out else [])]
+    for path, out in itertools.product(inputs, outputs):
+        if Path(path).resolve().is_relative_to(Path(out).resolve()):
+            gather.problem('out', f'{out} contains the input {path}; give another folder')
     problem = why_not_writable(Path(settings.out).absolute().parent)
     if problem is not None:
         gather.problem('out', problem)
+
+
+def _check_hold_out(settings: PrepareSettings, gather: Gatherer) -> None:
+    if not settings.hold_out:
+        return
+    if settings.source.kind == 'openmoji':
+        gather.problem(
+            'hold_out', 'is not supported for openmoji, since it would separate variants of a drawing; use source.split'
+        )
+    if settings.is_remote and not object_store.split(settings.out)[1]:
+        gather.problem(
+            'hold_out', f'needs a folder beside out, and {settings.out} is a whole bucket; give a folder in it as out'
+        )

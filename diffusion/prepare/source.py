@@ -1,4 +1,7 @@
-"""Source interface: a source is split into parts, and each part yields images with captions."""
+"""Interface of a source of images: the input is split into parts, and each part yields images with captions.
+
+A part is the unit of input that one job converts, such as a tar. Implement `Source` to read another format.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +27,7 @@ class Part:
 
 @dataclass
 class Entry:
-    """One input: an undecoded image with its captions and metadata, or the reason why it could not be read."""
+    """One input: an undecoded image with its captions and metadata, or the reason why the source could not read it."""
 
     key: str
     """Stable ID within the source, used in the report and the dataset."""
@@ -39,10 +42,10 @@ class Entry:
 
 
 class Source(Protocol):
-    """Source of images; must be picklable, since it is sent to other processes."""
+    """Interface of an input of images, such as a folder; must be picklable, since it is sent to other processes."""
 
     def parts(self) -> Sequence[Part]:
-        """Return the parts in order; the same input gives the same parts.
+        """Split the input into parts, which jobs convert in parallel; the same input gives the same parts in order.
 
         Raises:
             ValueError: There is nothing to read, or the input cannot be listed.
@@ -50,7 +53,7 @@ class Source(Protocol):
         ...
 
     def read(self, part: Part) -> Iterator[Entry]:
-        """Yield the entries of a part in order; each image, caption or row of the input gives an entry.
+        """Yield the images of a part in order with captions; each image, caption or row of the input gives one entry.
 
         Raises:
             OSError: The part cannot be read at the moment; a retry may succeed.

@@ -55,7 +55,7 @@ class Member(NamedTuple):
 
 
 def members(path: Path) -> Iterator[Member]:
-    """Yield the members of a tar in order; the tar may be compressed with gzip.
+    """Yield the members (files, links and folders) of a tar in order; the tar may be compressed with gzip.
 
     Raises:
         DamagedTar: The tar is damaged; raised after the members before the damage.

@@ -26,7 +26,7 @@ class WebDatasetSource:
     location: str
 
     def parts(self) -> list[Part]:
-        """Return one part per tar.
+        """Return one part (unit of input that one job converts) per tar.
 
         Raises:
             ValueError: There is no tar, or the location cannot be listed.
@@ -47,7 +47,7 @@ class WebDatasetSource:
 
 @dataclass
 class _Sample:
-    """Adjacent members of a tar with the same stem."""
+    """One image with its caption and metadata files: adjacent members of a tar with the same stem."""
 
     key: str
     members: dict[str, Member] = field(default_factory=dict)
@@ -76,7 +76,7 @@ def _entries(path: Path, stem: str) -> Iterator[Entry]:
 
 
 def _samples(path: Path) -> Iterator[_Sample]:
-    """Yield runs of adjacent members with the same stem; a repeated suffix starts a new sample."""
+    """Group adjacent members of a tar with the same stem into samples; a repeated suffix starts a new sample."""
     sample = None
     try:
         for member in members(path):

@@ -1,4 +1,7 @@
-"""Work folder of a preparation: its layout, its lock, and shares for several machines."""
+"""Work folder of a preparation, from which a stopped one resumes: its layout and its lock.
+
+Several machines can work in one folder, each on a share of the input such as 3/16.
+"""
 
 import json
 from collections.abc import Iterator
@@ -16,14 +19,14 @@ LOCK = 'lock'
 
 @dataclass(frozen=True)
 class Share:
-    """The parts that one of several machines converts: those whose number modulo `of` is `index`."""
+    """Share of the input that one of several machines converts: the parts whose number modulo `of` is `index`."""
 
     index: int
     of: int
 
     @classmethod
     def parse(cls, text: str) -> 'Share':
-        """Parse a share such as `3/16`."""
+        """Parse a share such as `3/16`, the value of `--share`."""
         index, _, of = text.partition('/')
         if not (index.isdecimal() and of.isdecimal() and int(index) < int(of)):
             raise UserError(f'--share: {text!r} is not a share; use 0/16, 1/16, up to 15/16')
@@ -37,30 +40,10 @@ class Share:
 
 
 @dataclass(frozen=True)
-class WorkFolder:
-    """Folder that holds the state of a preparation, from which a stopped preparation resumes."""
+class Staging:
+    """Folder that holds a dataset until it is complete and moved to its output."""
 
     path: Path
-
-    @property
-    def plan(self) -> Path:
-        """File with the settings and parts, written first."""
-        return self.path / 'plan.json'
-
-    @property
-    def parts(self) -> Path:
-        """Folder with one folder per converted part, named by its number."""
-        return self.path / 'parts'
-
-    @property
-    def packed(self) -> Path:
-        """Folder with one file per finished final shard, which holds its index entry."""
-        return self.path / 'packed'
-
-    @property
-    def duplicates(self) -> Path:
-        """Array with the result of the duplicate search, written when all parts are converted."""
-        return self.path / 'duplicates.npy'
 
     @property
     def dataset(self) -> Path:
@@ -68,8 +51,55 @@ class WorkFolder:
         return self.path / 'dataset'
 
     @property
+    def packed(self) -> Path:
+        """Folder with one file per finished final shard, which holds its index entry."""
+        return self.path / 'packed'
+
+    @property
+    def uploading(self) -> Path:
+        """Folder of files on their way to an object store."""
+        return self.path / 'uploading'
+
+    @property
+    def replaced(self) -> Path:
+        """The existing dataset at the output, while it is replaced."""
+        return self.path / 'replaced'
+
+
+@dataclass(frozen=True)
+class WorkFolder:
+    """Folder that holds the state of a preparation, from which a stopped preparation resumes."""
+
+    path: Path
+
+    @property
+    def plan(self) -> Path:
+        """Path of the file with the settings and the list of input parts, written first."""
+        return self.path / 'plan.json'
+
+    @property
+    def parts(self) -> Path:
+        """Path of the folder with one folder per converted part of the input, named by its number."""
+        return self.path / 'parts'
+
+    @property
+    def duplicates(self) -> Path:
+        """Path of the array with the result of the duplicate search, written when all parts are converted."""
+        return self.path / 'duplicates.npy'
+
+    @property
+    def train(self) -> Staging:
+        """The training set."""
+        return Staging(self.path)
+
+    @property
+    def held_out(self) -> Staging:
+        """The held-out images."""
+        return Staging(self.path / 'held-out')
+
+    @property
     def complete(self) -> Path:
-        """Copy of the report; exists when the dataset is complete and only has to be moved to the output."""
+        """Copy of the report; exists when the datasets are complete and only have to be moved to the outputs."""
         return self.path / 'complete'
 
     def part(self, number: int) -> Path:
@@ -77,7 +107,10 @@ class WorkFolder:
 
     @contextmanager
     def locked(self, share: Share | None = None) -> Iterator[None]:
-        """Lock the folder exclusively; for a share, let processes with other shares use it at the same time.
+        """Hold the lock of the folder inside the block, so that no other process prepares the same dataset.
+
+        Args:
+            share: Share of this machine; processes with other shares can then hold the lock at the same time.
 
         Raises:
             UserError: Another process holds the lock, or the file system has no locks.
@@ -107,12 +140,17 @@ class WorkFolder:
             )
 
     def clear_unfinished(self, share: Share | None = None) -> None:
-        """Remove the unfinished files of killed processes; requires the lock."""
+        """Remove the unfinished files of killed processes; the caller must hold the lock.
+
+        Args:
+            share: Share of this machine; then only files of its own parts are removed.
+        """
         if share is None:
             remove_unfinished(self.path)
             remove_unfinished(self.parts)
-            remove_unfinished(self.packed, below=True)
-            remove_unfinished(self.dataset, below=True)
+            for staging in (self.train, self.held_out):
+                remove_unfinished(staging.packed, below=True)
+                remove_unfinished(staging.dataset, below=True)
             return
         # Processes with other shares may be writing in this folder: touch only the parts of our own share.
         for path in self.parts.glob(f'*{UNFINISHED}*'):

@@ -30,7 +30,7 @@ NOTE_BYTES = 1024
 
 
 class WorkerJob(Protocol):
-    """Work for another process; must be picklable and idempotent, since it may run more than once."""
+    """Interface of work for another process; must be picklable and idempotent, since it may run more than once."""
 
     @property
     def name(self) -> str:
@@ -38,7 +38,7 @@ class WorkerJob(Protocol):
         ...
 
     def __call__(self, note: Note) -> Any:
-        """Run the job."""
+        """Run the job and return its result; `note` records the current item, which is named if the process dies."""
         ...
 
 
@@ -84,7 +84,7 @@ def run_jobs(jobs: Iterable[WorkerJob], *, workers: int) -> Iterator[Any]:
 
 
 class _Worker:
-    """A process that runs one job after another."""
+    """A child process that runs one job after another."""
 
     job: WorkerJob
 
@@ -104,7 +104,7 @@ class _Worker:
 
     @property
     def note(self) -> str:
-        """Current item of the job; also readable after the process died."""
+        """Name of the item that the job is working on, such as an image; also readable after the process died."""
         return self._note.value.decode('utf-8', 'replace')
 
     def send(self, job: WorkerJob) -> None:

@@ -30,7 +30,7 @@ class Kernel(NamedTuple):
 
 
 class Opportunity(NamedTuple):
-    """Possible speedup."""
+    """Possible speedup of training, with the settings to try and the largest possible gain."""
 
     share: float
     """Upper bound on the fraction of step time that can be saved."""
@@ -40,17 +40,17 @@ class Opportunity(NamedTuple):
 
 @dataclass(frozen=True)
 class ProfileMeasurements:
-    """Measurements of a profiled run.
+    """Measurements of a profiled training run, on which tuning advice is based.
 
     Attributes:
         shares: Fraction of step time in each stage.
         step_seconds: Seconds per step without the profiler.
-        kernels: Kernels of a step, or operators without a GPU.
-        waits: Number of device synchronizations per step by source line, without those of Composer.
+        kernels: GPU kernels in a step, or operators if there is no GPU.
+        waits: Number of device synchronizations per step by source line, excluding those in Composer.
         on_gpu: True if the run was on a GPU.
         precision: The Trainer's precision.
         microbatches: Microbatches per step on one device.
-        off: Names of the settings of `speed` that are off.
+        off: Names of the `speed` settings that are disabled.
     """
 
     shares: Mapping[str, float]
@@ -63,11 +63,11 @@ class ProfileMeasurements:
     off: Sequence[str] = ()
 
     def in_stages(self, *stages: str) -> float:
-        """Return the fraction of step time in these stages."""
+        """Return the fraction of step time in the given stages together, such as `forward` and `backward`."""
         return sum(self.shares.get(stage, 0.0) for stage in stages)
 
     def in_kernels(self, *kinds: str) -> float:
-        """Return the fraction of step time in kernels of these kinds."""
+        """Return the fraction of step time in kernels of the given kinds of work together, such as `norms`."""
         return sum(each.seconds for each in self.kernels if kind_of(each.name) in kinds) / self.step_seconds
 
     @property
@@ -88,18 +88,18 @@ class ProfileMeasurements:
         return min(1.0, sum(each.seconds for each in self.kernels) / self.step_seconds)
 
     def turn_on(self, *parts: str) -> list[str]:
-        """Return the settings of `speed` that turn on these parts, as far as they are off."""
+        """Return overrides that enable the given `speed` settings, such as speed.compile=true, if they are disabled."""
         return [f'speed.{part}=true' for part in parts if part in self.off]
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of work of a kernel, judged by its name."""
+    """Return the kind of work of a GPU kernel, such as `attention` or `norms`, judged by the name of the kernel."""
     lower = name.lower()
     return next((kind for kind, parts in KINDS.items() if any(part in lower for part in parts)), 'others')
 
 
 def by_kind(kernels: Sequence[Kernel]) -> dict[str, float]:
-    """Return the seconds per step in each kind of kernel, in descending order."""
+    """Return the seconds per step in each kind of GPU kernel, in descending order."""
     seconds: dict[str, float] = {}
     for kernel in kernels:
         kind = kind_of(kernel.name)
@@ -108,13 +108,13 @@ def by_kind(kernels: Sequence[Kernel]) -> dict[str, float]:
 
 
 def largest(measured: ProfileMeasurements, count: int = 3) -> list[Opportunity]:
-    """Return the opportunities with the largest shares, at most `count`, without those below 1 % of step time."""
+    """Return the largest possible speedups, at most `count`, leaving out those below 1% of step time."""
     found = [each for each in opportunities(measured) if each.share >= 0.01]
     return sorted(found, key=lambda each: -each.share)[:count]
 
 
 def opportunities(measured: ProfileMeasurements) -> list[Opportunity]:
-    """Return all possible speedups; those that do not apply have share 0."""
+    """Return all possible speedups for which there is advice; a speedup that does not apply has share 0."""
     # The thresholds are estimates that have not been verified on a GPU yet. Where a setting makes work faster instead
     # of removing it, half of the time is assumed to be saved.
     m, on_gpu, off, microbatches = measured, measured.on_gpu, measured.off, measured.microbatches

@@ -41,7 +41,7 @@ NAMES = {'data_wait': 'data wait', 'h2d': 'copies to the device', 'ema': 'EMA'}
 
 @dataclass(frozen=True)
 class BreakdownReport:
-    """Throughput of a window of batches.
+    """Throughput over a window of training batches, and the fraction of time in each stage of a step.
 
     Attributes:
         batches: Number of batches.
@@ -67,12 +67,12 @@ class BreakdownReport:
 
     @property
     def samples_per_second(self) -> float:
-        """Throughput of all devices together."""
+        """Samples per second of all devices together."""
         return self.samples / (self.batches * self.step_seconds)
 
     @property
     def flops_per_second_and_device(self) -> float | None:
-        """FLOP/s per device; None if the model does not count its FLOPs."""
+        """FLOP/s that the model achieves per device; None if the model does not count its FLOPs."""
         return None if self.flops is None else self.flops / (self.batches * self.step_seconds * self.devices)
 
     @property
@@ -82,7 +82,7 @@ class BreakdownReport:
         return rate / peak if rate is not None and peak else None
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics by name; throughput metrics are named as in Composer's SpeedMonitor."""
+        """Return the metrics to log, by name; throughput metrics are named as in Composer's SpeedMonitor."""
         found: dict[str, float | None] = {
             'throughput/samples_per_sec': self.samples_per_second,
             'throughput/batches_per_sec': 1 / self.step_seconds,
@@ -97,7 +97,7 @@ class BreakdownReport:
         return {name: value for name, value in found.items() if value is not None}
 
     def line(self) -> str:
-        """Return the report as one line of text."""
+        """Return the report as one line of text for the log."""
         rate, per_device = self.samples_per_second, self.samples_per_second / self.devices
         parts = [f'{_figures(rate)} images/s' + (f' ({_figures(per_device)} per device)' if self.devices > 1 else '')]
         if self.mfu is not None:
@@ -125,9 +125,9 @@ class Breakdown(Callback):
     the host never waits. Idle time of the GPU counts towards the stage that the host is in.
 
     Args:
-        window: Batches per report.
-        skip: Batches at the start that are not measured; the first batch starts the loader and compiles.
-        sampled: Batches of each window that are timed with CUDA events.
+        window: Number of batches per report.
+        skip: Number of batches at the start that are not measured; the first batch starts the loader and compiles.
+        sampled: Number of batches of each window that are timed with CUDA events.
         peak_tflops: Peak TFLOP/s of a device in the run's precision (default: from Composer's table).
     """
 
@@ -235,10 +235,11 @@ class Breakdown(Callback):
     # -- helpers of the event methods --
 
     def _enter(self, stage: str) -> None:
+        """Count the time from now on towards a stage."""
         self.timeline.switch(stage)
 
     def _begin(self, state: State) -> None:
-        """Start a window: reset its counters, and record on the GPU if all of its batches are sampled."""
+        """Start a window of batches: reset the counters, and time stages on the GPU if every batch is sampled."""
         self._batches, self._flops = 0, 0.0
         self._samples = state.timestamp.sample.value
         self.timeline.take()
@@ -249,7 +250,7 @@ class Breakdown(Callback):
                 recorder.start()
 
     def _report(self, state: State, logger: Logger) -> None:
-        """Report a window and start the next one; a collective, which all ranks reach at the same batch."""
+        """Log the report of a window and start the next one; a collective that all ranks call at the same batch."""
         host = self.timeline.take()
         recorder = self.timeline.recorder
         shares = shares_of(host, None if recorder is None else recorder.read())
@@ -275,7 +276,7 @@ class Breakdown(Callback):
             log.info('batch %d: %s', state.timestamp.batch.value, self.report.line())
 
     def _time_method(self, owner: Any, name: str, stage: str) -> None:
-        """Count the time in a method of an object towards a stage, until `_detach`."""
+        """Wrap a method of an object so that its time counts towards a stage, until `_detach`."""
         # Composer calls callbacks and algorithms one after another within an event and offers no hook around a single
         # one, so their methods are wrapped. The wrapper is in the instance's __dict__, where it shadows the class's
         # method for this instance alone, and deleting it restores the method.
@@ -283,6 +284,7 @@ class Breakdown(Callback):
         self._undo.append(lambda: owner.__dict__.pop(name, None))
 
     def _detach(self) -> None:
+        """Remove all wrappers and hooks that `fit_start` installed."""
         while self._undo:
             self._undo.pop()()
 
@@ -304,14 +306,14 @@ def hooks_of(callback: Callback) -> list[str]:
 
 
 def stage_of(callback: Callback) -> str:
-    """Return the stage that a callback's time counts towards."""
+    """Return the stage that a callback's time counts towards: checkpoint, evaluation or logging."""
     if isinstance(callback, CheckpointSaver):
         return CHECKPOINT
     return EVALUATION if isinstance(callback, ImageGrid) else LOGGING
 
 
 def _of_all_ranks(figures: Sequence[float], state: State) -> list[list[float]]:
-    """Gather these numbers from all ranks in one collective; return a list per rank."""
+    """Gather numbers from all ranks in one collective; return one list of numbers per rank."""
     if dist.get_world_size() == 1:
         return [list(figures)]
     # float64, because FLOP counts and bytes have more digits than float32.

@@ -44,9 +44,9 @@ class Site(NamedTuple):
 
 @contextmanager
 def find_waits() -> Iterator[Counter[Site]]:
-    """Count device synchronizations by source line while the context is active.
+    """Context manager that counts device synchronizations by source line while it is active.
 
-    Without a GPU, count the operations that would synchronize if their tensors were on one.
+    Without a GPU, the operations that would synchronize if their tensors were on a GPU are counted.
     """
     found: Counter[Site] = Counter()
     with _count_cuda_warnings(found) if torch.cuda.is_available() else _count_calls(found):
@@ -110,14 +110,14 @@ def _count_calls(found: Counter[Site]) -> Iterator[None]:
 
 
 def _masks(func: Any, args: tuple[Any, ...]) -> bool:
-    """Return True if a tensor is indexed by a boolean mask, which synchronizes to count the true values."""
+    """Return True if an operation indexes a tensor by a boolean mask, which synchronizes to count the True values."""
     if func._schema.name not in ('aten::index', 'aten::index_put_', 'aten::index_put'):
         return False
     return any(index is not None and index.dtype == torch.bool for index in args[1])
 
 
 def _is_on_host() -> bool:
-    """Return True if the innermost frame of HOSTS or PACKAGES is in HOSTS, so that a GPU would not be involved."""
+    """Return True if the calling code, such as a loader, has its tensors on the host, so that no GPU is involved."""
     # The order matters: Composer runs forward and backward in a closure that the optimizer calls, so an outer frame of
     # torch/optim says nothing about the operations in that closure.
     for frame in reversed(traceback.extract_stack()):
@@ -129,7 +129,10 @@ def _is_on_host() -> bool:
 
 
 def _site() -> Site:
-    """Return the innermost source line in PACKAGES, or else in any package but PyTorch."""
+    """Return the source line (file, line number, function) to blame for the operation that makes the host wait.
+
+    It is the innermost stack frame in `diffusion` or `composer`; if there is none, the innermost outside of PyTorch.
+    """
     frames = [frame for frame in traceback.extract_stack() if Path(frame.filename) != Path(__file__)]
     frames = [frame for frame in frames if _package(frame.filename) not in ('torch', 'unittest', 'contextlib.py')]
     named = [frame for frame in frames if _package(frame.filename) in PACKAGES]
@@ -143,7 +146,7 @@ def _package(path: str) -> str:
 
 
 def _short(path: str) -> str:
-    """Return a path relative to the folder of its package, such as composer/trainer/trainer.py."""
+    """Return the path of a source file, starting at its package, such as composer/trainer/trainer.py."""
     # Packages may be installed in site-packages, or in development mode in any folder.
     for package in PACKAGES:
         _, inside, rest = path.rpartition(f'/{package}/')

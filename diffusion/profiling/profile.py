@@ -41,7 +41,7 @@ LEFT_OUT = ('breakdown', 'image_grid', 'speed_monitor')
 KEPT = ('console_lines', 'metrics_file')
 """Loggers that are kept; others would create runs at their services."""
 MICROBATCHES = 4
-"""Most microbatches per step, since one device does the work of one among many."""
+"""Maximum microbatches per step: the profiled device does only the work of one device of the full run."""
 BATCHES_WATCHED = 2
 """Number of batches in which device synchronizations are searched."""
 
@@ -60,7 +60,7 @@ class Phases(Callback):
 
     @property
     def length(self) -> int:
-        """Number of batches of all phases together."""
+        """Number of batches to train for all phases of the profile together."""
         return self.breakdown.skip + 2 * self.batches + BATCHES_WATCHED
 
     def batch_end(self, state: State, logger: Logger) -> None:
@@ -106,9 +106,9 @@ def profile_recipe(recipe: Recipe, out: Path, *, batches: int = 10, warmup: int 
 
     Args:
         recipe: The recipe.
-        out: The folder.
-        batches: Batches that are timed, and again under PyTorch's profiler.
-        warmup: Batches at the start that are not measured.
+        out: The output folder.
+        batches: Number of batches to time, and then again to run under PyTorch's profiler.
+        warmup: Number of batches at the start that are not measured.
 
     Returns:
         The content of `profile.md`.
@@ -134,7 +134,7 @@ def profile_recipe(recipe: Recipe, out: Path, *, batches: int = 10, warmup: int 
 
 
 def for_profiling(recipe: Recipe, out: Path, *, batches: int) -> Recipe:
-    """Return the recipe for this many batches on one device, without checkpoints, evaluation and remote loggers."""
+    """Return a copy of a recipe for a short run on one device, without checkpoints, evaluation and remote loggers."""
     replaced = (*CHECKPOINTER_KEYWORDS, 'max_duration', 'eval_interval', 'progress_bar')
     trainer = {key: value for key, value in recipe.trainer.items() if key not in replaced}
     trainer |= {'max_duration': f'{batches}ba', 'save_folder': None, 'progress_bar': False}
@@ -157,7 +157,7 @@ def for_profiling(recipe: Recipe, out: Path, *, batches: int) -> Recipe:
 
 
 def with_synthetic_data(recipe: Recipe, folder: Path) -> Recipe:
-    """Return the recipe with shards of noise images as its streams, and encoders with random weights.
+    """Write shards of noise images; return a copy of the recipe that reads them, with random encoder weights.
 
     Raises:
         UserError: The dataset is not `image_text`.
@@ -178,7 +178,7 @@ def with_synthetic_data(recipe: Recipe, folder: Path) -> Recipe:
 
 
 def write_noise(folder: Path, shape: Shape, *, count: int) -> None:
-    """Write MDS shards with JPEG images of noise, which are slow to decode."""
+    """Write MDS shards with `count` JPEG images of random noise, which are slow to decode."""
     columns = {'image': 'bytes', 'captions': 'json', 'width': 'int', 'height': 'int', 'key': 'str'}
     samples = []
     for index in range(count):
@@ -191,7 +191,7 @@ def write_noise(folder: Path, shape: Shape, *, count: int) -> None:
 
 
 def measured_by(phases: Phases, recipe: Recipe) -> ProfileMeasurements:
-    """Return the measurements on which the advice is based."""
+    """Return the measurements of a finished profile, on which the tuning advice is based."""
     assert phases.report is not None
     on_gpu, parts = components.on_gpu(recipe), components.effective_speed(recipe)
     waits = {str(site): count / BATCHES_WATCHED for site, count in phases.waits.items() if _is_avoidable(site)}
@@ -214,7 +214,7 @@ def microbatches_of(recipe: Recipe) -> int:
 
 
 def kernels_of(profiler: profile, batches: int, *, on_gpu: bool) -> list[Kernel]:
-    """Return the kernels of a step (operators without a GPU), in descending order of time."""
+    """Return the GPU kernels in a profiled step, or operators if there is no GPU, in descending order of time."""
     found = []
     for event in profiler.key_averages():
         is_kernel = event.device_type == DeviceType.CUDA
@@ -227,14 +227,14 @@ def kernels_of(profiler: profile, batches: int, *, on_gpu: bool) -> list[Kernel]
 
 
 def _is_avoidable(site: Site) -> bool:
-    """Return True unless a wait is in Composer's code, which the user cannot change."""
+    """Return True unless a device synchronization is in Composer's code, which the user cannot change."""
     return not site.file.startswith('composer/')
 
 
 def profile_table(
     phases: Phases, measured: ProfileMeasurements, opportunities: Sequence[Opportunity], recipe: Recipe, trace: Path
 ) -> str:
-    """Return the printed tables: stages, kinds of kernels, kernels, device synchronizations, largest opportunities."""
+    """Return the tables that `diffusion profile` prints: stages, kernels, device synchronizations, largest speedups."""
     report = phases.report
     assert report is not None
     events = 'kernels' if measured.on_gpu else 'operators'
@@ -258,7 +258,7 @@ def profile_table(
 
 
 def summary(phases: Phases, measured: ProfileMeasurements, opportunities: Sequence[Opportunity]) -> dict[str, Any]:
-    """Return the content of `profile.json`."""
+    """Return the measurements and speedups that are written to `profile.json`."""
     assert phases.report is not None
     return {
         'torch': torch.__version__,
@@ -270,8 +270,10 @@ def summary(phases: Phases, measured: ProfileMeasurements, opportunities: Sequen
 
 
 def _sorted(shares: Any) -> list[tuple[str, float]]:
+    """Return the stages and their fractions of time, in descending order."""
     return sorted(shares.items(), key=lambda item: -item[1])
 
 
 def _row(name: str, seconds: float, share: float) -> str:
+    """Return a row of a Markdown table, with the time in ms and the fraction in percent."""
     return f'| {name} | {1e3 * seconds:.2f} | {100 * share:.1f} |'

@@ -25,7 +25,7 @@ WAITS = (DATA_WAIT, CHECKPOINT, EVALUATION)
 
 
 class Timeline:
-    """Current stage of a process, and the time spent in each stage by the clocks of the host and the GPU.
+    """Current stage of a training step, and the time spent in each stage by the clocks of the host and the GPU.
 
     Attributes:
         seconds: Host seconds in each stage, up to the last change of stage.
@@ -39,7 +39,7 @@ class Timeline:
         self._since = time.perf_counter()
 
     def switch(self, stage: str) -> str:
-        """Enter a stage and return the previous one."""
+        """Count the time from now on towards a stage; return the previous stage."""
         now, previous = time.perf_counter(), self._stage
         self.seconds[previous] += now - self._since
         self._stage, self._since = stage, now
@@ -48,11 +48,11 @@ class Timeline:
         return previous
 
     def stage(self, name: str) -> AbstractContextManager[None]:
-        """Return a context manager that enters a nested stage; inside an evaluation or checkpoint it does nothing."""
+        """Return a context manager that times a nested stage; inside an evaluation or checkpoint it does nothing."""
         return _Stage(self, name)
 
     def timed(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """Wrap a function so that its time counts towards a nested stage."""
+        """Return a function wrapped so that the time of its calls counts towards a nested stage."""
 
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -62,14 +62,14 @@ class Timeline:
         return run
 
     def take(self) -> dict[str, float]:
-        """Return the seconds in each stage since the last call."""
+        """Return the host seconds in each stage since the last call, and start again from 0."""
         self.switch(self._stage)  # adds the time of the current stage up to now
         taken, self.seconds = self.seconds, defaultdict(float)
         return dict(taken)
 
 
 class _Stage:
-    """Context manager of a nested stage."""
+    """Context manager that counts time towards a nested stage of a timeline."""
 
     # A class, because contextlib's generators cost more, and each batch enters about 50 nested stages.
 
@@ -91,7 +91,7 @@ class _Stage:
 
 
 class Recorder:
-    """Timer of stages on a GPU, by CUDA events at their ends that are read later so that the host never waits.
+    """Timer of stages on a GPU, by CUDA events at the ends of stages; read later so that the host never waits.
 
     Attributes:
         on: True while it records.
@@ -106,19 +106,22 @@ class Recorder:
         self._spare: list[Any] = []
 
     def start(self) -> None:
-        """Start recording."""
+        """Start recording CUDA events at the ends of stages, to time the stages on the GPU."""
         self.on = True
         self.mark(None)
 
     def mark(self, ended: str | None) -> None:
-        """Record an event at the end of a stage, or at the start of recording (None)."""
+        """Record a CUDA event at the end of a stage, or at the start of recording (None)."""
         # Events are reused, since creating one is a call of the CUDA driver.
         event = self._spare.pop() if self._spare else self._make_event()
         event.record()
         self._marks.append((event, ended))
 
     def stop(self) -> None:
-        """Stop recording."""
+        """Stop timing the stages of a training step, such as forward and backward, on the GPU.
+
+        The CUDA events recorded so far can still be read.
+        """
         self.on = False
 
     def read(self) -> dict[str, float]:
@@ -137,7 +140,7 @@ class Recorder:
 
 
 def shares_of(host: Mapping[str, float], device: Mapping[str, float] | None) -> dict[str, float]:
-    """Return the fraction of time in each stage; they sum to 1.
+    """Return the fraction of time in each stage of a training step; the fractions sum to 1.
 
     Args:
         host: Host seconds in each stage.

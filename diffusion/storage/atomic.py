@@ -42,7 +42,7 @@ def becoming_folder(path: Path) -> Iterator[Path]:
     """Yield an empty temporary folder to fill; if the block succeeds, it is flushed and renamed to `path`.
 
     Raises:
-        OSError: `path` exists by then and is not an empty folder.
+        OSError: When the block ends, `path` exists and is not an empty folder.
     """
     unfinished = new_unfinished(path)
     unfinished.mkdir(parents=True)
@@ -88,13 +88,13 @@ def replace_folder(written: Path, path: Path, *, aside: Path | None = None) -> N
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file atomically and flush it to the disk, text as UTF-8; replaces an existing file."""
+    """Write a file atomically (text as UTF-8) and flush it to the disk, replacing an existing file."""
     with becoming(path) as unfinished:
         unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder if it exists; a killed removal never leaves a partial folder under its name."""
+    """Remove a file or a folder if it exists; no partial folder keeps the name if the process is killed meanwhile."""
     if not path.is_dir() or path.is_symlink():
         path.unlink(missing_ok=True)
         return

@@ -1,4 +1,4 @@
-"""Clients of object stores with one interface of five requests; each request is tried once, `retry` repeats it.
+"""Clients of object stores with one interface: list, head, read, write and delete, each tried once without retries.
 
 S3, Google and Azure are accessed through their vendors' packages, which are dependencies of Streaming.
 """
@@ -48,22 +48,22 @@ class Location(NamedTuple):
 
 
 class Client(Protocol):
-    """Requests to one kind of store; for one thread at a time, in the process that created the client."""
+    """Interface of object-store clients; a client serves one thread at a time, in the process that created it."""
 
     def list(self, location: Location) -> Iterator[Object]:
-        """Yield the objects whose keys have the prefix of `location`."""
+        """Yield the metadata of the objects whose keys start with the key of `location`."""
         ...
 
     def head(self, location: Location) -> Object:
-        """Return the metadata of an object; raises an error with status 404 if it does not exist."""
+        """Return the key, size and etag of an object in the store; raise an error with status 404 if there is none."""
         ...
 
     def read(self, location: Location, file: io.BufferedIOBase, span: tuple[int, int] | None) -> None:
-        """Copy an object's content to a file, or its bytes in the half-open range `span`."""
+        """Download an object, or only its bytes in the half-open range `span`, to an open file."""
         ...
 
     def write(self, location: Location, content: bytes | Path, *, if_absent: bool, if_tag: str | None) -> None:
-        """Write an object.
+        """Upload an object to the store.
 
         Args:
             location: Location of the object.
@@ -74,12 +74,12 @@ class Client(Protocol):
         ...
 
     def delete(self, location: Location) -> None:
-        """Remove an object."""
+        """Delete an object from the store."""
         ...
 
 
 def locate(url: str) -> Location:
-    """Parse the URL of an object or a folder.
+    """Return the scheme, account, bucket and key in the URL of an object or a folder of an object store.
 
     Raises:
         UserError: The scheme is not supported, or the URL has no bucket.
@@ -93,12 +93,12 @@ def locate(url: str) -> Location:
     if scheme == 'azure':
         account, (bucket, _, key) = bucket.partition('.')[0], key.partition('/')
     if not bucket:
-        raise UserError(f'{url}: the bucket is missing; write it as {scheme}://bucket/folder')
+        raise UserError(f'{url}: the bucket is missing; use a URL such as {scheme}://bucket/folder')
     return Location(scheme, account, bucket, key)
 
 
 class S3Client:
-    """S3 and S3-compatible stores, with boto3's chain of credentials; without credentials, public buckets only."""
+    """Client of S3 and S3-compatible stores, with boto3's credentials; without any, it reads public buckets only."""
 
     def __init__(self, scheme: str, _account: str, timeout_seconds: float) -> None:
         import boto3
@@ -110,7 +110,7 @@ class S3Client:
         self.google = scheme == 'gs'
         endpoint = os.environ.get('S3_ENDPOINT_URL')
         if endpoint and not endpoint.startswith(('http://', 'https://')):
-            raise UserError(f'S3_ENDPOINT_URL={endpoint}: is not a URL; write https://{endpoint}')
+            raise UserError(f'S3_ENDPOINT_URL: {endpoint} is not a URL; set it to https://{endpoint}')
         settings: dict[str, Any] = {'endpoint_url': endpoint}
         options: dict[str, Any] = {}
         source = botocore.session.get_session()
@@ -143,7 +143,7 @@ class S3Client:
         self.requester_pays = {name.strip() for name in payers.split(',') if name.strip()}
 
     def list(self, location: Location) -> Iterator[Object]:
-        """Yield the objects with a key prefix, listed in pages of 1000."""
+        """Yield the metadata of the objects with a key prefix, requested in pages of 1000."""
         request, token = {'Bucket': location.bucket, 'Prefix': location.key, **self._payer(location)}, {}
         while True:
             page = self._call(self.client.list_objects_v2, **request, **token)
@@ -154,12 +154,12 @@ class S3Client:
             token = {'ContinuationToken': page['NextContinuationToken']}
 
     def head(self, location: Location) -> Object:
-        """Return the metadata of an object."""
+        """Return the key, size and etag of an object in the store."""
         found = self._call(self.client.head_object, Bucket=location.bucket, Key=location.key, **self._payer(location))
         return Object(location.key, found['ContentLength'], found['ETag'].strip('"'))
 
     def read(self, location: Location, file: io.BufferedIOBase, span: tuple[int, int] | None) -> None:
-        """Stream the body to a file; botocore checks its length, and its checksum if S3 sends one."""
+        """Download an object or a byte range to a file; botocore checks the length, and the checksum if any."""
         part = {} if span is None else {'Range': f'bytes={span[0]}-{span[1] - 1}'}
         answer = self._call(
             self.client.get_object, Bucket=location.bucket, Key=location.key, **part, **self._payer(location)
@@ -169,7 +169,7 @@ class S3Client:
                 file.write(chunk)
 
     def write(self, location: Location, content: bytes | Path, *, if_absent: bool, if_tag: str | None) -> None:
-        """Upload in one request, or a large file in parts if the write is unconditional."""
+        """Upload an object in one request, or a large file in parts if the write has no condition."""
         # Streaming's variable: a canned ACL such as bucket-owner-full-control.
         extra = {'ACL': os.environ['S3_CANNED_ACL']} if os.environ.get('S3_CANNED_ACL') else {}
         conditions = {'IfNoneMatch': '*'} if if_absent else {'IfMatch': f'"{if_tag}"'} if if_tag else {}
@@ -193,13 +193,15 @@ class S3Client:
             self._call(upload, str(content), location.bucket, location.key, ExtraArgs=extra, Config=self.transfer)
 
     def delete(self, location: Location) -> None:
-        """Delete an object; S3 reports no error if it does not exist."""
+        """Delete an object from the store; S3 reports no error if the object does not exist."""
         self._call(self.client.delete_object, Bucket=location.bucket, Key=location.key)
 
     def _payer(self, location: Location) -> dict[str, str]:
+        """Return the request parameter that accepts the costs of a requester-pays bucket; empty for other buckets."""
         return {'RequestPayer': 'requester'} if location.bucket in self.requester_pays else {}
 
     def _call(self, request: Callable[..., Any], *args: Any, **settings: Any) -> Any:
+        """Send a request; raise NoCredentialsError if the store refused it for lack of credentials."""
         from botocore.exceptions import ClientError, NoCredentialsError
 
         try:
@@ -212,7 +214,7 @@ class S3Client:
 
 
 class GoogleClient:
-    """Google Cloud Storage with Application Default Credentials."""
+    """Client of Google Cloud Storage, with Application Default Credentials."""
 
     def __init__(self, _scheme: str, _account: str, timeout_seconds: float) -> None:
         from google.auth import default
@@ -224,24 +226,24 @@ class GoogleClient:
         self.once: dict[str, Any] = {'timeout': (min(CONNECT_SECONDS, timeout_seconds), timeout_seconds), 'retry': None}
 
     def list(self, location: Location) -> Iterator[Object]:
-        """Yield the objects with a key prefix, listed in pages of 1000."""
+        """Yield the metadata of the objects with a key prefix, requested in pages of 1000."""
         fields = 'items(name,size,etag),nextPageToken'
         for blob in self.client.list_blobs(location.bucket, prefix=location.key, fields=fields, **self.once):
             yield Object(blob.name, blob.size, blob.etag)
 
     def head(self, location: Location) -> Object:
-        """Return the metadata of an object."""
+        """Return the key, size and etag of an object in the store."""
         blob = self._blob(location)
         blob.reload(**self.once)
         return Object(location.key, blob.size, blob.etag)
 
     def read(self, location: Location, file: io.BufferedIOBase, span: tuple[int, int] | None) -> None:
-        """Stream the stored bytes to a file, without decompression; Google's client checks their hash."""
+        """Download an object's stored bytes to a file, without decompression; Google's client checks their hash."""
         part = {} if span is None else {'start': span[0], 'end': span[1] - 1}
         self._blob(location).download_to_file(file, raw_download=True, **part, **self.once)
 
     def write(self, location: Location, content: bytes | Path, *, if_absent: bool, if_tag: str | None) -> None:
-        """Upload bytes or a file, in one or more requests."""
+        """Upload an object from bytes or a file, in one or more requests."""
         # Google has no condition on etags for uploads, only on generations; generation 0 is an object that does not
         # exist.
         blob, condition = self._blob(location), {'if_generation_match': 0} if if_absent else {}
@@ -258,7 +260,7 @@ class GoogleClient:
             blob.upload_from_filename(str(content), **condition, **self.once)
 
     def delete(self, location: Location) -> None:
-        """Delete an object."""
+        """Delete an object from the store."""
         self._blob(location).delete(**self.once)
 
     def _blob(self, location: Location) -> Any:
@@ -266,7 +268,7 @@ class GoogleClient:
 
 
 class AzureClient:
-    """Azure Blob Storage, and Data Lake through its blob interface, with an access key or Azure's credential chain."""
+    """Client of Azure Blob Storage (also of Data Lake), with an access key or Azure's credential chain."""
 
     def __init__(self, _scheme: str, account: str, timeout_seconds: float) -> None:
         from azure.core.credentials import AzureNamedKeyCredential
@@ -274,7 +276,10 @@ class AzureClient:
 
         account = os.environ.get('AZURE_ACCOUNT_NAME') or account or os.environ.get('AZURE_STORAGE_ACCOUNT_NAME', '')
         if not account:
-            raise UserError('az://: set AZURE_ACCOUNT_NAME, or write azure://ACCOUNT.blob.core.windows.net/CONTAINER')
+            raise UserError(
+                'az://: the account is missing; set AZURE_ACCOUNT_NAME, or use a URL such as '
+                'azure://ACCOUNT.blob.core.windows.net/CONTAINER'
+            )
         key = os.environ.get('AZURE_ACCOUNT_ACCESS_KEY') or os.environ.get('AZURE_STORAGE_ACCOUNT_KEY')
         if key:
             credential = AzureNamedKeyCredential(account, key)
@@ -292,22 +297,25 @@ class AzureClient:
         )
 
     def list(self, location: Location) -> Iterator[Object]:
-        """Yield the objects with a key prefix, listed in pages of 5000."""
+        """Yield the metadata of the objects with a key prefix, requested in pages of 5000."""
         for blob in self.client.get_container_client(location.bucket).list_blobs(name_starts_with=location.key):
             yield Object(self._key(location, blob.name), blob.size, (blob.etag or '').strip('"'))
 
     def head(self, location: Location) -> Object:
-        """Return the metadata of an object."""
+        """Return the key, size and etag of an object in the store."""
         found = self._blob(location).get_blob_properties()
         return Object(self._key(location, location.key), found.size, (found.etag or '').strip('"'))
 
     def read(self, location: Location, file: io.BufferedIOBase, span: tuple[int, int] | None) -> None:
-        """Stream the body to a file, in ranges of 4 MiB after the first 32 MiB."""
+        """Download an object, or only its bytes [span[0], span[1]), into an open file.
+
+        Azure's client requests the first 32 MiB at once, and the rest in requests of 4 MiB.
+        """
         part = {} if span is None else {'offset': span[0], 'length': span[1] - span[0]}
         self._blob(location).download_blob(**part).readinto(file)
 
     def write(self, location: Location, content: bytes | Path, *, if_absent: bool, if_tag: str | None) -> None:
-        """Upload bytes or a file; a large file in blocks."""
+        """Upload an object from bytes or a file; a large file is uploaded in blocks."""
         from azure.core import MatchConditions
         from azure.core.exceptions import ResourceExistsError
 
@@ -326,7 +334,7 @@ class AzureClient:
             raise PreconditionFailed(f'{location.bucket}/{location.key}: already exists') from error
 
     def delete(self, location: Location) -> None:
-        """Delete an object."""
+        """Delete an object from the store."""
         self._blob(location).delete_blob()
 
     def _blob(self, location: Location) -> Any:
@@ -334,17 +342,18 @@ class AzureClient:
 
     @staticmethod
     def _key(location: Location, name: str) -> str:
+        """Return an object's key as it appears in URLs; for azure:// it starts with the container."""
         return f'{location.bucket}/{name}' if location.scheme == 'azure' else name
 
 
 class FsspecClient:
-    """Stores accessed through fsspec: Hugging Face, read-only here, and Oracle, which requires the package ocifs."""
+    """Client of stores through fsspec: Hugging Face (read-only here) and Oracle (requires the package ocifs)."""
 
     def __init__(self, scheme: str, _account: str, _timeout_seconds: float) -> None:
         self.files = self.file_system(scheme)
 
     def file_system(self, scheme: str) -> Any:
-        """Return a new, unshared file system of fsspec."""
+        """Return a new fsspec file system for a URL scheme, not shared with other clients."""
         import fsspec
 
         try:
@@ -354,19 +363,19 @@ class FsspecClient:
             raise UserError(f'{scheme}://: the package {scheme}fs is missing; pip install {scheme}fs') from error
 
     def list(self, location: Location) -> Iterator[Object]:
-        """Yield the object at a path and the objects below it."""
+        """Yield the metadata of the object at a path and of all objects below the path."""
         # fsspec caches listings; another process may have written since.
         self.files.invalidate_cache()
         for path, found in self.files.find(f'{location.bucket}/{location.key}'.rstrip('/'), detail=True).items():
             yield self._object(path, found)
 
     def head(self, location: Location) -> Object:
-        """Return the metadata of an object."""
+        """Return the key, size and etag of an object in the store."""
         self.files.invalidate_cache()
         return self._object(f'{location.bucket}/{location.key}', self.files.info(f'{location.bucket}/{location.key}'))
 
     def read(self, location: Location, file: io.BufferedIOBase, span: tuple[int, int] | None) -> None:
-        """Stream the content to a file, or read a byte range in one request."""
+        """Download an object to a file, or a byte range in one request."""
         path = f'{location.bucket}/{location.key}'
         if span is None:
             self.files.get_file(path, file)
@@ -374,11 +383,11 @@ class FsspecClient:
             file.write(self.files.cat_file(path, start=span[0], end=span[1]))
 
     def write(self, location: Location, content: bytes | Path, *, if_absent: bool, if_tag: str | None) -> None:
-        """Upload bytes or a file; conditional writes and uploads to Hugging Face are refused."""
+        """Upload an object from bytes or a file; refuse conditional writes and uploads to Hugging Face."""
         if location.scheme == 'hf' or if_absent or if_tag:
-            kind = 'conditional writes are' if location.scheme != 'hf' else 'uploading is'
+            kind = 'a conditional write' if location.scheme != 'hf' else 'uploading'
             raise UserError(
-                f'{location.scheme}://{location.bucket}/{location.key}: {kind} not supported; use another store'
+                f'{location.scheme}://{location.bucket}/{location.key}: {kind} is not supported; use another store'
             )
         if isinstance(content, bytes):
             self.files.pipe_file(f'{location.bucket}/{location.key}', content)
@@ -386,16 +395,18 @@ class FsspecClient:
             self.files.put_file(str(content), f'{location.bucket}/{location.key}')
 
     def delete(self, location: Location) -> None:
-        """Delete an object."""
+        """Delete an object from the store."""
         self.files.rm_file(f'{location.bucket}/{location.key}')
 
     @staticmethod
     def _object(path: str, found: dict[str, Any]) -> Object:
+        """Return an object's metadata from fsspec's description of the file at `path`."""
         tag = next((found[name] for name in ('etag', 'ETag', 'blob_id', 'md5') if found.get(name)), '')
         return Object(path.strip('/').partition('/')[2], found['size'], str(tag).strip('"'))
 
 
 def _google(scheme: str, account: str, timeout_seconds: float) -> Client:
+    """Return a client of Google Cloud Storage: its S3 interface if HMAC keys are set, otherwise Google's own."""
     kind = S3Client if 'GCS_KEY' in os.environ and 'GCS_SECRET' in os.environ else GoogleClient
     return kind(scheme, account, timeout_seconds)
 

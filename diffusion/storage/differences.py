@@ -5,17 +5,18 @@ from typing import Any
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any], *, saved_in: str = 'in the checkpoint') -> list[str]:
-    """Return lines such as `streams.a.choose: 96 in the checkpoint, 128 now`, in the order of `now`.
+    """Return a line per changed setting, such as `streams.a.choose: 96 in the checkpoint, 128 now`, in `now`'s order.
 
     Args:
-        saved: Nested mappings of plain values.
+        saved: The saved settings, nested mappings of plain values.
         now: The current settings.
-        saved_in: Words that follow a saved value.
+        saved_in: Words that follow a saved value in a line.
     """
     return list(_differences('', saved, now, saved_in))
 
 
 def _differences(where: str, saved: Mapping[str, Any], now: Mapping[str, Any], saved_in: str) -> Iterator[str]:
+    """Yield the lines of `differences` for the settings below the key path `where`."""
     for key in [*now, *(key for key in saved if key not in now)]:
         path = f'{where}.{key}' if where else key
         if key not in saved or key not in now:
@@ -27,6 +28,7 @@ def _differences(where: str, saved: Mapping[str, Any], now: Mapping[str, Any], s
 
 
 def _format_value(values: Mapping[str, Any], key: str) -> str:
+    """Return the value of a setting as text; 'present' for a mapping, 'missing' if the key does not exist."""
     if key not in values:
         return 'missing'
     return 'present' if isinstance(values[key], Mapping) else str(values[key])

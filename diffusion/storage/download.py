@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RemoteFolder:
-    """A folder in an object store or on a mount.
+    """A folder in an object store or on a mount, from which files are downloaded with retries.
 
     Args:
         url: The folder's URL or path.
@@ -28,11 +28,11 @@ class RemoteFolder:
     retry: RetryPolicy = field(default_factory=RetryPolicy)
 
     def address(self, name: str) -> str:
-        """Return the URL of a file."""
+        """Return the URL or path of a file in the folder."""
         return f'{self.url.rstrip("/")}/{name}'
 
     def persist(self, make: Callable[[], None], name: str) -> None:
-        """Call `make`, which downloads and checks a file, again until it succeeds or the tries are used up.
+        """Call `make`, which must download and check a file, and repeat it until it succeeds or the tries are used up.
 
         Raises:
             UserError: The store refuses the request.
@@ -42,11 +42,11 @@ class RemoteFolder:
         self.retry.run(make, self.address(name))
 
     def download(self, name: str, path: Path) -> None:
-        """Download a file in a single try; call it from `persist`."""
+        """Download a file of the folder without retries; call this inside `persist`, which retries."""
         object_store.download_once(self.address(name), path, self.retry)
 
     def read(self, name: str) -> bytes:
-        """Return the content of a small file, read in a single try; call it from `persist`."""
+        """Return the content of a small file of the folder, read without retries; call this inside `persist`."""
         return object_store.read_once(self.address(name), self.retry)
 
     def refresh(self, name: str, path: Path) -> None:

@@ -12,7 +12,7 @@ from diffusion.storage.object_store import download, list_objects, split, upload
 
 
 class Folder(Protocol):
-    """A folder that several processes write files to."""
+    """Interface of a folder, local or in an object store, that several processes write files to."""
 
     def sizes(self) -> dict[str, int]:
         """Return the size in bytes of every complete file in the folder and its subfolders, by relative path."""
@@ -23,7 +23,7 @@ class Folder(Protocol):
         ...
 
     def fetch(self, name: str) -> Path:
-        """Return a local path of an existing file."""
+        """Return a local path to read an existing file of the folder from, after downloading the file if necessary."""
         ...
 
     def write_if_absent(self, name: str, text: str) -> None:
@@ -31,14 +31,14 @@ class Folder(Protocol):
         ...
 
     def write_text(self, name: str, text: str) -> None:
-        """Write a text file, replacing an existing one."""
+        """Write a text file to the folder, replacing an existing one; readers never see a partial file."""
         with self.writing(name) as path:
             path.write_text(text, encoding='utf-8')
 
 
 @dataclass(frozen=True)
 class LocalFolder(Folder):
-    """A folder on a file system that all processes share."""
+    """Folder on a file system that all processes share; the local counterpart of `StoreFolder`, for writing output."""
 
     path: Path
 
@@ -55,11 +55,11 @@ class LocalFolder(Folder):
         return becoming(self.path / name)
 
     def fetch(self, name: str) -> Path:
-        """Return the path of a file."""
+        """Return the path of an existing file of the folder."""
         return self.path / name
 
     def write_if_absent(self, name: str, text: str) -> None:
-        """Write a text file unless it exists; if several processes call this concurrently, exactly one of them wins."""
+        """Write a text file unless it exists; of several concurrent calls, exactly one writes the file."""
         path = self.path / name
         if path.exists():
             return
@@ -105,7 +105,7 @@ class StoreFolder(Folder):
             path.unlink(missing_ok=True)
 
     def fetch(self, name: str) -> Path:
-        """Download a file and return the path of the local copy."""
+        """Download a file of the folder and return the path of the local copy."""
         path = self.scratch / name
         path.parent.mkdir(parents=True, exist_ok=True)
         download(f'{self.url}/{name}', path)

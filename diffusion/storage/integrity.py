@@ -16,14 +16,14 @@ CHUNK = 2**20
 
 
 class FileInfo(Protocol):
-    """Size and hashes of a file as recorded in an index; Streaming's class of the same name satisfies it."""
+    """Protocol for a file's size and hashes in an index.json; Streaming's class of the same name satisfies it."""
 
     bytes: int
     hashes: dict[str, str]
 
 
 def algorithm_for(hashes: Collection[str], demanded: str | None = None) -> str | None:
-    """Return the hash algorithm to check with: `demanded`, or the fastest available; None if there is no known hash.
+    """Return the hash algorithm to check a file with: `demanded`, or the fastest in `hashes`; None if none is known.
 
     Raises:
         UserError: `demanded` is not among the available hashes.
@@ -77,6 +77,7 @@ def file_signature(path: str | Path) -> int:
 
 
 def _hasher(algorithm: str) -> Any:
+    """Return a new hash object for an algorithm of xxhash or hashlib."""
     if algorithm in xxhash.algorithms_available:
         return getattr(xxhash, algorithm)()
     return hashlib.new(algorithm)

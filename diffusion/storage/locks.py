@@ -19,14 +19,17 @@ STALE_SECONDS = 24 * 3600.0
 
 @contextlib.contextmanager
 def locked(path: Path, wait: Callable[[], None]) -> Iterator[bool]:
-    """Hold the lock of a path, a hidden file in the same folder; arguments and yielded value are those of `held`."""
+    """Hold a lock on `path` inside the block, by a hidden file next to it; yield False if locks are not supported.
+
+    `wait` is called every 20 ms while another process holds the lock; an exception that it raises ends the wait.
+    """
     with held(_lock_path(path), wait, remove=True) as is_held:
         yield is_held
 
 
 @contextlib.contextmanager
 def held(file: Path, wait: Callable[[], None], *, shared: bool = False, remove: bool = False) -> Iterator[bool]:
-    """Hold the lock of a lock file; yields False if the file system does not support locks, in which case none is held.
+    """Hold a lock on a lock file inside the block; yield False, without a lock, if the file system has no locks.
 
     Args:
         file: The lock file; created with its folder if it does not exist.
@@ -45,7 +48,7 @@ def held(file: Path, wait: Callable[[], None], *, shared: bool = False, remove: 
 
 
 def scratch_for(path: Path, size: int) -> Path:
-    """Create a temporary folder next to `path` in which to write the file; `size`, in bytes, is part of its name."""
+    """Create a temporary folder next to `path` to download the file into; its name records `size`, in bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f'.{path.name}.{size}.{uuid.uuid4().hex[:12]}{SUFFIX}')
     scratch.mkdir()
@@ -53,13 +56,13 @@ def scratch_for(path: Path, size: int) -> Path:
 
 
 def reserved_bytes(name: str) -> int:
-    """Return the size in bytes from the name of a folder of `scratch_for`; 0 for any other name."""
+    """Return the bytes reserved for a download, from its folder's name, made by `scratch_for`; 0 for other names."""
     parts = name.removesuffix(SUFFIX).rsplit('.', 2)
     return int(parts[1]) if name.endswith(SUFFIX) and len(parts) == 3 and parts[1].isdigit() else 0
 
 
 def remove_stale_scratch(folder: Path) -> None:
-    """Remove the temporary folders of killed processes below a folder; those in use by a running process stay."""
+    """Remove temporary download folders below a folder that killed processes left; folders in use are kept."""
     for scratch in folder.rglob(f'.*{SUFFIX}'):
         target = scratch.with_name(scratch.name.removesuffix(SUFFIX).rsplit('.', 2)[0][1:])
         # A download holds the lock of its target while it runs: if the lock can be taken, its process has ended.
@@ -75,11 +78,12 @@ def remove_stale_scratch(folder: Path) -> None:
 
 
 def _lock_path(path: Path) -> Path:
+    """Return the path of the hidden lock file for `path`, in the same folder."""
     return path.with_name(f'.{path.name}.lock')
 
 
 def _try_lock(lock: Path, *, shared: bool = False) -> int | None:
-    """Return a descriptor that holds the lock, -1 if locks are not supported, None if another process holds it."""
+    """Return a file descriptor that holds the lock, -1 if locks are not supported, None if another process holds it."""
     while True:
         lock.parent.mkdir(parents=True, exist_ok=True)
         handle = _open(lock)
@@ -101,6 +105,7 @@ def _try_lock(lock: Path, *, shared: bool = False) -> int | None:
 
 
 def _open(lock: Path) -> int:
+    """Open or create a lock file and return its descriptor."""
     try:
         return os.open(lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
     except PermissionError:
@@ -110,6 +115,12 @@ def _open(lock: Path) -> int:
 
 
 def _release(handle: int, lock: Path | None) -> None:
+    """Unlock and close a file descriptor returned by `_try_lock`; -1 (locks are not supported) does nothing.
+
+    Args:
+        handle: The file descriptor.
+        lock: Path of the lock file, to remove it first; None keeps the file for the next process.
+    """
     if handle < 0:
         return
     # Unlinked before the lock is released: afterwards it could be the file that another process has just locked.
@@ -121,6 +132,7 @@ def _release(handle: int, lock: Path | None) -> None:
 
 
 def _age_seconds(path: Path) -> float:
+    """Return the seconds since a file was last modified; 0 if it does not exist."""
     with contextlib.suppress(FileNotFoundError):
         return time.time() - path.stat().st_mtime
     return 0.0

@@ -57,7 +57,7 @@ class ShardFormat:
     size_limit: int | None = None
 
     def encode(self, sample: Mapping[str, Any]) -> bytes:
-        """Return the encoded sample: the sizes of the variable-size columns, then the values of all columns by name."""
+        """Return a sample encoded for a shard: sizes of the variable-size columns, then all values by column name."""
         names = sorted(self.columns)
         values = [_encode(self.columns[name], sample[name]) for name in names]
         sizes = [
@@ -66,7 +66,7 @@ class ShardFormat:
         return struct.pack(f'<{len(sizes)}I', *sizes) + b''.join(values)
 
     def decode(self, encoded: bytes) -> dict[str, Any]:
-        """Return the sample of an output of `encode`; does not support arrays."""
+        """Return the sample from the bytes that `encode` returned; columns with arrays are not supported."""
         varying = sum(_fixed_size(encoding) is None for encoding in self.columns.values())
         sizes = iter(struct.unpack_from(f'<{varying}I', encoded))
         sample, offset = {}, 4 * varying
@@ -77,10 +77,10 @@ class ShardFormat:
         return sample
 
     def cut(self, sizes: np.ndarray) -> Iterator[range]:
-        """Yield the range of samples of each shard: as many as fit into the size limit, but at least one.
+        """Divide samples into shards: yield the range of sample numbers of each shard, as many as fit the size limit.
 
         Args:
-            sizes: Sizes of the encoded samples in bytes.
+            sizes: Sizes of the encoded samples in bytes; a sample above the limit gets a shard of its own.
         """
         assert self.size_limit is not None
         # Each sample takes 4 bytes more, for its offset.
@@ -93,7 +93,7 @@ class ShardFormat:
             start = stop
 
     def write_shard(self, path: Path, samples: Iterable[bytes], sizes: Sequence[int], *, name: str) -> dict[str, Any]:
-        """Write encoded samples to a new file, flush it to the disk, and return its index entry.
+        """Write encoded samples to a new shard file, flush it to the disk, and return its entry for index.json.
 
         Args:
             path: Path of the file, which must not exist.
@@ -121,17 +121,20 @@ class ShardFormat:
         }
 
     def header_bytes(self, samples: int) -> int:
-        """Return the size of the header of a shard with this number of samples."""
+        """Return the size in bytes of the header of a shard with this number of samples."""
         return 4 + 4 * (samples + 1) + len(self._config_bytes())
 
     def _header(self, sizes: Sequence[int]) -> bytes:
+        """Return the header of a shard: the number of samples, their offsets, and the format as JSON."""
         offsets = np.cumsum([self.header_bytes(len(sizes)), *sizes])
         return struct.pack('<I', len(sizes)) + offsets.astype('<u4').tobytes() + self._config_bytes()
 
     def _config_bytes(self) -> bytes:
+        """Return the description of the shard format as the JSON bytes that end a shard's header."""
         return json.dumps(self._config(), sort_keys=True).encode()
 
     def _config(self) -> dict[str, Any]:
+        """Return the description of the shard format that headers and index entries contain, with Streaming's keys."""
         names = sorted(self.columns)
         return {
             'version': 2,
@@ -146,17 +149,17 @@ class ShardFormat:
 
 
 def shard_name(number: int) -> str:
-    """Return the file name of the shard with this number."""
+    """Return the file name of the shard with this number, such as shard.00007.mds."""
     return f'shard.{number:05}.mds'
 
 
 def index_text(shards: Sequence[Mapping[str, Any]]) -> str:
-    """Return the content of index.json for these index entries."""
+    """Return the content of a dataset's index.json for these entries, one per shard."""
     return json.dumps({'version': 2, 'shards': list(shards)}, sort_keys=True)
 
 
 def write_dataset(folder: Path, samples: Iterable[Mapping[str, Any]], columns: Mapping[str, str]) -> None:
-    """Write samples to a folder as one shard with its index; all samples are held in memory."""
+    """Write samples to a folder as an MDS dataset of one shard; all samples are held in memory."""
     shards = ShardFormat(columns)
     encoded = [shards.encode(sample) for sample in samples]
     path = folder / shard_name(0)
@@ -174,7 +177,7 @@ def _array_type(encoding: str) -> tuple[np.dtype, tuple[int, ...] | None]:
 
 @functools.cache
 def _fixed_size(encoding: str) -> int | None:
-    """Return the size in bytes of every value of a column, or None if it varies."""
+    """Return the size in bytes of each value of a column with this encoding, or None if the size varies."""
     if not encoding.startswith('ndarray'):
         return _INT_BYTES if encoding == 'int' else None
     dtype, shape = _array_type(encoding)
@@ -182,6 +185,7 @@ def _fixed_size(encoding: str) -> int | None:
 
 
 def _encode(encoding: str, value: Any) -> bytes:
+    """Return a value as bytes, in the encoding of its column."""
     if not encoding.startswith('ndarray'):
         return _ENCODE[encoding](value)
     dtype, shape = _array_type(encoding)

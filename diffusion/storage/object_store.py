@@ -30,13 +30,13 @@ _idle: dict[tuple[Any, ...], list[Client]] = {}
 
 
 def split(url: str) -> tuple[str, str]:
-    """Split a URL into the part after the scheme (the bucket, or Azure's account and host) and the rest, the key."""
+    """Split the URL of an object into its bucket (for azure://, account and host) and its key."""
     bucket, _, prefix = url.partition('://')[2].partition('/')
     return bucket, prefix.lstrip('/')
 
 
 def list_objects(url: str, *, retry: RetryPolicy = DEFAULT) -> list[Object]:
-    """Return the object at a URL and all objects below it, with keys as returned by `split`.
+    """Return the metadata of the object at a URL and of all objects below it, with keys as returned by `split`.
 
     Raises:
         UserError: The store refuses the request, or the scheme is not supported.
@@ -54,7 +54,7 @@ def list_objects(url: str, *, retry: RetryPolicy = DEFAULT) -> list[Object]:
 
 
 def head(url: str, *, retry: RetryPolicy = DEFAULT) -> Object:
-    """Return the key, size and etag of an object.
+    """Return the key, size and etag of the object at a URL.
 
     Raises:
         UserError: The object does not exist, or the store refuses the request.
@@ -70,7 +70,7 @@ def head(url: str, *, retry: RetryPolicy = DEFAULT) -> Object:
 
 
 def read(url: str, *, span: tuple[int, int] | None = None, retry: RetryPolicy = DEFAULT) -> bytes:
-    """Return the content of an object or a file, or its bytes in the half-open range `span`.
+    """Return the content of the object or file at a URL or path, or only its bytes in the half-open range `span`.
 
     Raises:
         UserError: The object does not exist, or the store refuses the request.
@@ -80,7 +80,7 @@ def read(url: str, *, span: tuple[int, int] | None = None, retry: RetryPolicy = 
 
 
 def download(url: str, path: Path, *, size: int | None = None, retry: RetryPolicy = DEFAULT) -> None:
-    """Copy an object or a file to a local path.
+    """Download the object at a URL, or copy a file from a mount, to a local path.
 
     Args:
         url: URL of the object, or path of the file.
@@ -115,7 +115,7 @@ def upload(path: Path, folder: str, *, retry: RetryPolicy = DEFAULT) -> None:
 def write(
     url: str, content: bytes | Path, *, if_absent: bool = False, if_tag: str | None = None, retry: RetryPolicy = DEFAULT
 ) -> Object:
-    """Write an object, verify its size, and return its metadata.
+    """Upload an object, verify its size in the store, and return its key, size and etag.
 
     Args:
         url: URL of the object.
@@ -145,7 +145,7 @@ def write(
 
 
 def delete(url: str, *, retry: RetryPolicy = DEFAULT) -> None:
-    """Delete an object.
+    """Delete the object at a URL.
 
     Raises:
         UserError: The store refuses the request, or, in some stores, the object does not exist.
@@ -161,7 +161,7 @@ def delete(url: str, *, retry: RetryPolicy = DEFAULT) -> None:
 
 
 def download_once(url: str, path: Path, retry: RetryPolicy) -> None:
-    """Copy an object or a file to a local path in a single try; errors of the store's client are raised unchanged.
+    """Download an object or copy a file, to a local path, without retries; errors of the client are raised unchanged.
 
     Raises:
         TimeoutError: The download stalled.
@@ -174,7 +174,7 @@ def download_once(url: str, path: Path, retry: RetryPolicy) -> None:
 
 
 def read_once(url: str, retry: RetryPolicy, *, span: tuple[int, int] | None = None) -> bytes:
-    """Return the content of an object or a file in a single try; errors of the store's client are raised unchanged.
+    """Return the content of an object or a file, read without retries; errors of the client are raised unchanged.
 
     Raises:
         TimeoutError: The download stalled.
@@ -185,7 +185,7 @@ def read_once(url: str, retry: RetryPolicy, *, span: tuple[int, int] | None = No
 
 
 class _Watched(io.BufferedIOBase):
-    """A file that counts the bytes written to it and aborts an abandoned download at its next write."""
+    """Output file of a download that counts the received bytes; a write fails once the download is abandoned."""
 
     received = 0
     abandoned = False
@@ -207,7 +207,7 @@ class _WatchedBuffer(_Watched, io.BytesIO):
 
 
 def _read_watched(url: str, file: _Watched, span: tuple[int, int] | None, retry: RetryPolicy) -> None:
-    """Read into a file; raise TimeoutError if fewer than PROGRESS_BYTES are received within the timeout."""
+    """Read an object or a file into `file`; raise TimeoutError if fewer than PROGRESS_BYTES arrive per timeout."""
     # In a separate thread, since a read from a hung mount cannot be interrupted, and a client's own timeout restarts
     # with every byte received. A stalled thread is abandoned; it ends at its next write to `file` or when its socket
     # times out. It is a daemon, so that the interpreter does not wait for it at exit.
@@ -238,7 +238,7 @@ def _read_watched(url: str, file: _Watched, span: tuple[int, int] | None, retry:
 
 
 def _capture_error(read: Callable[[], None], errors: list[BaseException]) -> None:
-    """Call `read` and append an exception to `errors`, for the thread that waits to raise."""
+    """Call `read`, and append an exception to `errors`, for another thread to raise; the target of a thread."""
     try:
         read()
     except BaseException as error:
@@ -246,6 +246,7 @@ def _capture_error(read: Callable[[], None], errors: list[BaseException]) -> Non
 
 
 def _read_mount(path: str, file: io.BufferedIOBase, span: tuple[int, int] | None) -> None:
+    """Copy a file, or its bytes in the half-open range `span`, to an open file."""
     with open(path, 'rb') as source:
         if span is None:
             shutil.copyfileobj(source, file, bucket_clients.CHUNK_BYTES)
@@ -257,18 +258,19 @@ def _read_mount(path: str, file: io.BufferedIOBase, span: tuple[int, int] | None
 def _read_store(
     client: Client, location: Location, file: io.BufferedIOBase, span: tuple[int, int] | None, retry: RetryPolicy
 ) -> None:
+    """Download an object, or its bytes in the half-open range `span`, to an open file; then release the client."""
     with _release_after(client, location, retry):
         client.read(location, file, span)
 
 
 def _client(location: Location, retry: RetryPolicy) -> contextlib.AbstractContextManager[Client]:
-    """Return a context manager that yields a client, and keeps it for later requests afterwards."""
+    """Return a context manager that yields a client of a store, and afterwards returns the client to the pool."""
     return _release_after(_acquire_client(location, retry), location, retry)
 
 
 @contextlib.contextmanager
 def _release_after(client: Client, location: Location, retry: RetryPolicy) -> Iterator[Client]:
-    """Yield a client and return it to the idle ones, unless the store refused its request."""
+    """Yield a client, then return it to the pool unless the store refused its request."""
     # After a refusal the client is dropped: its credentials may have expired, and the next try's new client reads them
     # again.
     keep = True
@@ -283,7 +285,7 @@ def _release_after(client: Client, location: Location, retry: RetryPolicy) -> It
 
 
 def _acquire_client(location: Location, retry: RetryPolicy) -> Client:
-    """Return an idle client, or a new one if there is none."""
+    """Return an idle client from the pool, or a new client if there is none."""
     # pop() without a check: another thread may take the last client between a check and the pop.
     with contextlib.suppress(IndexError):
         return _idle_clients(location, retry).pop()
@@ -291,6 +293,6 @@ def _acquire_client(location: Location, retry: RetryPolicy) -> Client:
 
 
 def _idle_clients(location: Location, retry: RetryPolicy) -> list[Client]:
-    """Return the list of clients that no thread uses; they are kept, since creating one takes 0.1 to 0.5 s."""
+    """Return the pool of clients that no thread uses, kept since creating a client takes 0.1 to 0.5 s."""
     # Keyed by process ID: after a fork, parent and child would write to the same connections of an inherited client.
     return _idle.setdefault((os.getpid(), location.scheme, location.account, retry.timeout_seconds), [])

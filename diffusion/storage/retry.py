@@ -96,7 +96,7 @@ class RetryPolicy:
         Args:
             attempt: Performs the operation; may be called several times.
             url: URL for messages.
-            verb: Past participle for the message "cannot be read".
+            verb: Past participle for the message, such as `read` in "cannot be read".
 
         Raises:
             UserError: The store refuses the request and would refuse it again: no permission, no credentials, or no
@@ -124,6 +124,7 @@ class RetryPolicy:
         raise AssertionError(f'{self.tries} tries')
 
     def _pause(self, seconds: float) -> None:
+        """Sleep for 0.5 to 1 times this many seconds, chosen at random, calling `wait` meanwhile."""
         # Jitter: thousands of loader workers that a store throttled must not all retry at the same time.
         end = time.monotonic() + seconds * random.uniform(0.5, 1.0)
         while time.monotonic() < end:
@@ -132,7 +133,7 @@ class RetryPolicy:
 
 
 def is_transient(error: Exception, url: str) -> bool:
-    """Return True if a retry may succeed, False for an error that is neither the store's nor the network's.
+    """Return True if a retry may succeed after this error, False if neither the store nor the network caused it.
 
     Raises:
         UserError: The store refuses the request; the message has the way out.
@@ -164,7 +165,7 @@ def status_of(error: BaseException) -> int | None:
 
 
 def error_text(error: BaseException) -> str:
-    """Return an error as one line: its class and message, with the cause that boto3 and s3transfer hide."""
+    """Return an error as one line of text: its class and message, with the cause that boto3 and s3transfer hide."""
     # botocore appends the number of its own retries, which are off; the message of `GaveUp` has the number of tries.
     text = ' '.join(str(error).split()).replace(' (reached max retries: 0)', '')
     if isinstance(error, DamagedDownload) or type(error) is TimeoutError:
@@ -183,10 +184,13 @@ def _is_local(error: OSError, url: str) -> bool:
 
 
 def _refusal(links: list[BaseException], status: int | None, scheme: str) -> str | None:
-    """Return why a store would refuse every retry, and the way out; None for transient errors."""
+    """Return the reason why a store would refuse every retry, with the way out; None for transient errors."""
     text = error_text(links[0])
     if scheme not in CREDENTIALS:
-        return {403: f'permission denied ({text})', 404: 'there is no such file'}.get(status or 0)
+        return {
+            403: f'permission denied ({text}); check the permissions of the file',
+            404: 'there is no such file; check the path',
+        }.get(status or 0)
     credentials = CREDENTIALS[scheme]
     # Azure raises ClientAuthenticationError both without credentials and, with a status, for a refused request.
     if any(type(link).__name__ in NO_CREDENTIALS and _status(link) is None for link in links):
@@ -232,6 +236,6 @@ def _status(error: BaseException) -> int | None:
 
 
 def _code(error: BaseException) -> str | None:
-    """Return the code of an S3 error, such as `ExpiredToken`."""
+    """Return the code of an S3 error, such as `ExpiredToken`; None for any other error."""
     response = getattr(error, 'response', None)
     return response.get('Error', {}).get('Code') if isinstance(response, dict) else None

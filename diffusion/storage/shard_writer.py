@@ -76,13 +76,13 @@ def pin_plan(
     where: str,
     compared: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict,
 ) -> None:
-    """Write the plan of a new dataset, or check that the unfinished dataset in the folder has the same plan.
+    """Write the plan (settings) of a new dataset, or check that unfinished work in the folder has the same plan.
 
     Args:
         folder: Folder of the unfinished work.
         plan: All settings that determine the bytes of the result, as JSON types.
-        where: Key of the setting that gives the folder, for messages.
-        compared: Function that returns the part of a plan whose differences are shown.
+        where: Key of the setting that names the folder, for messages.
+        compared: Function that returns the part of a plan to show in the differences.
 
     Raises:
         UserError: The folder has unfinished work with another plan; the message lists the differences.
@@ -95,7 +95,7 @@ def pin_plan(
     try:
         saved = json.loads(folder.fetch(PLAN).read_text(encoding='utf-8'))
     except ValueError as error:
-        raise UserError(f'{where}: {folder}/{PLAN} is damaged ({error}); remove {folder}') from error
+        raise UserError(f'{where}: {folder}/{PLAN} is damaged ({error}); remove {folder} to start over') from error
     if saved == now:
         return
     lines = differences(compared(saved), compared(now), saved_in='at the start')
@@ -104,5 +104,5 @@ def pin_plan(
         lines[DIFFERENCES_SHOWN:] = [f'and {len(lines) - DIFFERENCES_SHOWN} more']
     raise UserError(
         f'{where}: {folder} was started with other settings or another input:\n  ' + '\n  '.join(lines) + '\n'
-        f'restore them to resume, or remove {folder} to start over'
+        f'restore the settings and the input to resume, or remove {folder} to start over'
     )

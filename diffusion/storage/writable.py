@@ -15,7 +15,7 @@ def check_writable(folder: str | Path, where: str) -> None:
 
 
 def why_not_writable(folder: str | Path) -> str | None:
-    """Return why a folder cannot be written to or created, and the way out; None if it can. Creates nothing.
+    """Return why a folder cannot be created or written to, with the way out; None if it can. Creates nothing.
 
     Raises:
         OSError: An I/O error, such as a stale file handle.

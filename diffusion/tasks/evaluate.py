@@ -2,7 +2,6 @@
 
 import json
 import logging
-import sys
 from typing import Any
 
 from composer import Trainer
@@ -14,6 +13,7 @@ from diffusion.checkpointing.run_folder import find_checkpoint
 from diffusion.config.load import Recipe
 from diffusion.config.registry import build
 from diffusion.data.loader import as_spec
+from diffusion.loggers.progress_line import ProgressLine, has_terminal
 from diffusion.storage.atomic import write_whole
 from diffusion.training import components
 
@@ -24,7 +24,7 @@ def trained_model(recipe: Recipe, which: Weights | None = None) -> tuple[Compose
     """Build a recipe's model with the weights of its checkpoint.
 
     Args:
-        recipe: The recipe; `checkpoint` names the checkpoint, null is the run's latest.
+        recipe: The recipe; its `checkpoint` is the checkpoint to load, null for the run's latest.
         which: Averaged or training weights; None loads averaged weights if the checkpoint has them.
 
     Returns:
@@ -38,7 +38,9 @@ def trained_model(recipe: Recipe, which: Weights | None = None) -> tuple[Compose
 
 
 def evaluate(recipe: Recipe) -> dict[str, float]:
-    """Evaluate a checkpoint with averaged weights if it has them, and write `evaluation.json` into the run's folder.
+    """Evaluate a recipe's checkpoint, and write `evaluation.json` into the run's folder.
+
+    The averaged weights are evaluated if the checkpoint has them, else the training weights.
 
     Returns:
         The metrics by name.
@@ -47,8 +49,9 @@ def evaluate(recipe: Recipe) -> dict[str, float]:
     model, which = trained_model(recipe)
     loader = components.build_loader(recipe, 'eval')
     # The other keywords of the recipe's Trainer are for training.
-    kept: dict[str, Any] = {'progress_bar': sys.stderr.isatty()}
-    kept |= {key: value for key, value in recipe.trainer.items() if key in ('device', 'precision', 'progress_bar')}
+    kept: dict[str, Any] = {key: recipe.trainer[key] for key in ('device', 'precision') if key in recipe.trainer}
+    loggers = [ProgressLine()] if has_terminal(recipe.trainer.get('progress_bar', True)) else []
+    kept |= {'progress_bar': False, 'loggers': loggers}
     # Composer warns about a Trainer without an optimizer. This one never steps, so it allocates no state.
     optimizer = components.build_optimizer(recipe, model)
     trainer = Trainer(model=model, eval_dataloader=as_spec(loader), optimizers=optimizer, seed=recipe.seed, **kept)

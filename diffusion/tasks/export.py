@@ -49,7 +49,7 @@ def export(
         weights: Averaged or training weights; None exports averaged weights if the checkpoint has them.
         ema_width: Width of a post-hoc EMA to export instead, reconstructed from the run's `post_hoc_ema` snapshots; the
             checkpoint supplies the parts that are not trained.
-        at: Batch of the post-hoc EMA; None is the checkpoint's, or the last snapshot before it.
+        at: Batch of the post-hoc EMA; None is the batch of the last snapshot at or before the checkpoint.
         dtype: Precision of the exported weights.
 
     Returns:
@@ -87,7 +87,7 @@ def average_of(checkpoint: Path, width: float, *, at: int | None = None) -> Reco
     Args:
         checkpoint: A checkpoint of the run.
         width: Width of the average; see `reconstruct_average`.
-        at: Batch of the average; None is the checkpoint's, or the last snapshot before it.
+        at: Batch of the average; None is the batch of the last snapshot at or before the checkpoint.
 
     Raises:
         UserError: The checkpoint is older than the first snapshot.

@@ -82,7 +82,7 @@ def run_generate(args: argparse.Namespace) -> int:
 
 
 def _from_pipeline(folder: Path, args: argparse.Namespace) -> list[Path]:
-    """Generate with an exported pipeline, from the same noise as `generate` with a checkpoint for equal seeds."""
+    """Generate images with an exported pipeline; equal seeds start from the same noise as with a checkpoint."""
     diffusers.utils.logging.disable_progress_bar()
     # low_cpu_mem_usage needs accelerate, which is not a dependency; diffusers warns if it is not turned off.
     pipeline = StableDiffusionPipeline.from_pretrained(folder, local_files_only=True, low_cpu_mem_usage=False)

@@ -52,7 +52,7 @@ MIN_TIMEOUT_SECONDS = 3600.0
 
 @dataclass(frozen=True)
 class StageOutput:
-    """Output folder of a stage, with the state that resuming needs."""
+    """Output folder of one stage (one stream of one image shape), with the state for resuming the stage."""
 
     final: Folder
     """Output folder; a local one is renamed into place when complete, one in an object store gets its index last."""
@@ -62,25 +62,25 @@ class StageOutput:
     """Writer of the shards and their index entries."""
 
     def is_there(self) -> bool:
-        """Return True if the output folder is finished, or something else has its name."""
+        """Return True if the finished output folder exists, or another file or folder has its name."""
         return self.final.path.exists() if isinstance(self.final, LocalFolder) else INDEX in self.final.sizes()
 
     def put_in_place(self) -> None:
-        """Rename a local folder to its final name, and clear the state; call it when all files are written."""
+        """Rename a local output folder to its final name, and remove the state; call it when all files are written."""
         if isinstance(self.shards.data, LocalFolder) and isinstance(self.final, LocalFolder):
             remove_unfinished(self.shards.data.path)  # temporary files of killed processes
             replace_folder(self.shards.data.path, self.final.path)
         self.clear()
 
     def clear(self) -> None:
-        """Remove the local state of an unfinished job; also for a job killed between rename and removal."""
+        """Remove the local state for resuming, also after a job that was killed before it removed the state itself."""
         if isinstance(self.begun, LocalFolder):
             remove(self.begun.path)
 
 
 @dataclass(frozen=True)
 class PrecomputeStage:
-    """Encoding of one stream of one image shape."""
+    """Stage of `task: precompute`: encoding one stream of images of one shape into shards of latents."""
 
     bucket: Bucket
     """Stream of images, and their shape."""
@@ -99,28 +99,30 @@ class PrecomputeStage:
 
     @property
     def num_shards(self) -> int:
-        """Number of shards, finished or not."""
+        """Number of shards of latents in this stream's complete output, written or not."""
         return -(-self.samples // self.per_shard)
 
     def ids(self, shard: int) -> range:
-        """Return the sample IDs of a shard."""
+        """Return the IDs of the samples that a shard of the output holds."""
         start = self.first + shard * self.per_shard
         return range(start, min(start + self.per_shard, self.first + self.samples))
 
     @property
     def missing(self) -> list[int]:
-        """Numbers of the shards that are not written yet, sorted."""
+        """Sorted numbers of the shards of latents that `task: precompute` has not written yet."""
         return sorted(set(range(self.num_shards)) - self.output.shards.done())
 
     @property
     def plan(self) -> dict[str, Any]:
-        """Settings that determine the bytes of the shards; a job resumes only with equal ones."""
+        """Settings that determine the bytes of the output shards; a job resumes only if its settings are equal."""
         settings = {'samples': self.samples, 'samples_per_shard': self.per_shard, 'index_sha256': self.source}
         return settings | {'manifest': vars(self.manifest), 'columns': dict(self.output.shards.format.columns)}
 
 
 def precompute(recipe: Recipe) -> None:
-    """Encode every stream of a recipe, on any number of devices; resume after an interruption.
+    """Encode the images of a recipe's `precompute.streams` into latents, on any number of devices.
+
+    An interrupted job resumes when it is started again.
 
     Raises:
         UserError: The model has no VAE, existing output has other settings, or latents overflow their dtype.
@@ -132,9 +134,11 @@ def precompute(recipe: Recipe) -> None:
         dist.initialize_dist(device, max(MIN_TIMEOUT_SECONDS, recipe.trainer.get('dist_timeout', 0.0)))
     model = components.build_model(recipe)
     if not isinstance(model, LatentDiffusion):
-        raise UserError(f'model.name: {recipe.model.name} has no frozen VAE; latents need a latent diffusion model')
+        raise UserError(f'model.name: {recipe.model.name} has no frozen VAE; use a latent diffusion model, such as sd2')
     if recipe.precompute.latents == 'image+text' and model.train_text_encoder:
-        raise UserError('precompute.latents: image+text needs a frozen text encoder; the model trains its own')
+        raise UserError(
+            'precompute.latents: image+text needs a frozen text encoder, but this model trains its own; use image'
+        )
     model = cast(LatentDiffusion, device.module_to_device(model))
     dataset = _dataset(recipe)
     if '://' not in recipe.precompute.out:
@@ -154,7 +158,7 @@ def precompute(recipe: Recipe) -> None:
 
 
 def _dataset(recipe: Recipe) -> ImageTextDataset:
-    """Return the dataset of all images in their order; sample IDs continue from stream to stream."""
+    """Build the dataset of all images to encode, unshuffled; sample IDs continue from stream to stream."""
     settings = recipe.precompute
     keywords = {'crop': settings.crop, 'min_crop_scale': settings.min_crop_scale, 'caption_choice': 'first'}
     return components.build_dataset(
@@ -167,7 +171,7 @@ def _dataset(recipe: Recipe) -> ImageTextDataset:
 
 
 def _stages(recipe: Recipe, dataset: ImageTextDataset, model: LatentDiffusion) -> list[PrecomputeStage]:
-    """Return one stage per stream and image shape."""
+    """Return the stages of the task, one per stream and image shape."""
     settings = recipe.precompute
     stages, first = [], 0
     for bucket, samples in zip(dataset.buckets, dataset.samples_per_stream.tolist(), strict=True):
@@ -188,7 +192,7 @@ def _stages(recipe: Recipe, dataset: ImageTextDataset, model: LatentDiffusion) -
 
 
 def _output(recipe: Recipe, name: str, shards: ShardFormat) -> StageOutput:
-    """Return the output of a stream: a local folder shared by all nodes, or a folder in an object store."""
+    """Return the output of the stream `name`: a local folder shared by all nodes, or a folder in an object store."""
     final = _folder(recipe, name)
     if isinstance(final, LocalFolder):
         work = final.path.with_name(f'.{final.path.name}.unfinished')
@@ -201,7 +205,7 @@ def _output(recipe: Recipe, name: str, shards: ShardFormat) -> StageOutput:
 
 
 def _folder(recipe: Recipe, name: str) -> LocalFolder | StoreFolder:
-    """Return a subfolder of the output; one in an object store is written through a local folder."""
+    """Return the subfolder `name` of the output; a folder in an object store is written through a local folder."""
     out = recipe.precompute.out
     if '://' in out:
         return StoreFolder(f'{out.rstrip("/")}/{name}', _scratch(recipe) / name)
@@ -209,12 +213,12 @@ def _folder(recipe: Recipe, name: str) -> LocalFolder | StoreFolder:
 
 
 def _scratch(recipe: Recipe) -> Path:
-    """Return this rank's local folder for files on their way to or from an object store."""
+    """Return this rank's local folder for files that are uploaded to or downloaded from an object store."""
     return recipe.run_dir / f'precompute-{dist.get_global_rank()}'
 
 
 def _is_done(stage: PrecomputeStage) -> bool:
-    """Return True if the output already exists with the same settings, so that a finished job can be started again.
+    """Return True if a stage's output exists with the same settings, so that a finished job can be started again.
 
     Raises:
         UserError: The output exists and has other settings, or is not a folder of latents.
@@ -225,13 +229,13 @@ def _is_done(stage: PrecomputeStage) -> bool:
     try:
         found = LatentManifest.read(final.fetch(MANIFEST).parent, 'precompute.out')
     except UserError as error:
-        raise UserError(f'precompute.out: {final} exists; remove it or give another folder ({error})') from error
+        raise UserError(f'precompute.out: {final} exists; remove it or use another folder ({error})') from error
     expected = replace(stage.manifest, source=stage.source)
     if found != expected:
         wrong = [name for name in vars(expected) if getattr(found, name) != getattr(expected, name)]
         raise UserError(
             f'precompute.out: {final} exists and holds other latents ({", ".join(wrong)} differ); '
-            'remove it or give another folder'
+            'remove it or use another folder'
         )
     stage.output.clear()
     log.info('%s: already done', final)
@@ -241,7 +245,7 @@ def _is_done(stage: PrecomputeStage) -> bool:
 def _encode(
     recipe: Recipe, dataset: ImageTextDataset, model: LatentDiffusion, stages: Sequence[PrecomputeStage]
 ) -> None:
-    """Write this rank's part of the missing shards, each from batches of its own samples only."""
+    """Encode and write this rank's part of the missing shards; a batch never mixes samples of two shards."""
     todo = [(stage, number) for stage in stages for number in stage.missing]
     # All ranks must list the same missing shards. Without this barrier, a rank could list after another had already
     # written one, and the strided split below would assign shards twice or not at all.
@@ -275,7 +279,7 @@ def _encode(
 
 
 def _next(served: Iterator[Any]) -> Any:
-    """Return the next batch; raise a worker's DataError with its original message."""
+    """Return the loader's next batch; raise the DataError of a worker process with its original message."""
     try:
         return next(served)
     except DataError as error:
@@ -285,7 +289,7 @@ def _next(served: Iterator[Any]) -> Any:
 
 
 class EncoderInputs(Dataset[tuple[dict[str, Any], dict[str, Any]]]):
-    """Dataset of the model's input for an image, and the values that its row stores unchanged, by sample ID."""
+    """Dataset of model inputs by sample ID, each with the captions and key, which the output stores unchanged."""
 
     def __init__(self, dataset: ImageTextDataset) -> None:
         self.dataset = dataset
@@ -297,6 +301,7 @@ class EncoderInputs(Dataset[tuple[dict[str, Any], dict[str, Any]]]):
 
 
 def _collate(samples: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return a batch of model inputs, and a list of the values that are stored unchanged."""
     return default_collate([item for item, _ in samples]), [row for _, row in samples]
 
 
@@ -306,7 +311,7 @@ def _encoded(
     served: tuple[Mapping[str, torch.Tensor], list[dict[str, Any]]],
     settings: PrecomputeConfig,
 ) -> Iterator[dict[str, Any]]:
-    """Encode a batch and yield its rows, one per sample.
+    """Encode a batch of images, and yield one row of the output per sample.
 
     Raises:
         UserError: A value overflows the dtype of the output.
@@ -335,12 +340,12 @@ def _encoded(
 
 
 def _encoded_captions(captions: list[str], settings: PrecomputeConfig) -> list[str]:
-    """Return the captions of a sample that the text encoder encodes."""
+    """Select the captions of a sample that are encoded: all, first or longest, as `precompute.captions` is set."""
     return captions if settings.captions == 'all' else [choose_caption(captions, settings.captions, 0)]
 
 
 def _text(model: LatentDiffusion, captions: list[list[str]], settings: PrecomputeConfig) -> list[np.ndarray]:
-    """Return the text encoders' outputs for each sample's captions, [captions, L, D]."""
+    """Return the text embeddings of each sample's captions, one array [captions, L, D] per sample."""
     flat = tokenize(model.text.tokenizers, [text for texts in captions for text in texts]).to(model.device)
     embeds = torch.cat([model.embed(part) for part in flat.split(settings.batch_size)])
     parts = embeds.cpu().numpy().astype(settings.dtype)
@@ -348,11 +353,11 @@ def _text(model: LatentDiffusion, captions: list[list[str]], settings: Precomput
 
 
 def _finish(stage: PrecomputeStage) -> None:
-    """Write a stage's manifest and then its index, and rename a local output folder into place."""
+    """Complete a stage whose shards are written: write its manifest, then its index, and rename a local folder."""
     final, missing = stage.output.final, stage.missing
     if missing:
         raise RuntimeError(
-            f'precompute.out: {len(missing)} shards of {final} are missing (the first is {missing[0]}); start it again'
+            f'precompute.out: {len(missing)} shards of {final} are missing (first: {missing[0]}); run the job again'
         )
     shards = stage.output.shards
     index = index_text(shards.read_entries(range(stage.num_shards)))
@@ -374,11 +379,12 @@ def _list_shapes(recipe: Recipe, dataset: ImageTextDataset) -> None:
 
 
 def _write_buckets(recipe: Recipe, name: str, buckets: Mapping[Shape, Mapping[str, int]]) -> None:
+    """Write buckets.json, the list of image shapes, into the output folder of a stream."""
     _folder(recipe, name).write_text(BUCKETS, buckets_text(recipe.precompute.streams[name].resolution, buckets))
 
 
 def _columns(model: LatentDiffusion, shape: Shape, settings: PrecomputeConfig) -> dict[str, str]:
-    """Return the MDS columns of the output, and their encodings."""
+    """Return the columns of the output's MDS shards, with the encoding of each column."""
     size = ','.join(str(side) for side in _moments_shape(model, shape, settings))
     columns = {'captions': 'json', 'key': 'str', batch_keys.LATENT_MOMENTS: f'ndarray:{settings.dtype}:{size}'}
     if settings.latents == 'image+text':
@@ -387,16 +393,16 @@ def _columns(model: LatentDiffusion, shape: Shape, settings: PrecomputeConfig) -
 
 
 def _moments_shape(model: LatentDiffusion, shape: Shape, settings: PrecomputeConfig) -> tuple[int, int, int]:
-    """Return the shape [C, H, W] of a sample's stored moments."""
+    """Return the shape [C, H, W] of a sample's stored moments, the output of the VAE's encoder."""
     cell = downsampling(model.vae)
     if shape.width % cell or shape.height % cell:
-        raise UserError(f'precompute.streams: {shape} px is not a multiple of a latent cell of {cell} px')
+        raise UserError(f'precompute.streams: {shape} px is not a multiple of {cell} px, the side of a latent cell')
     channels = model.vae.config['latent_channels'] * (1 if settings.posterior == 'mean' else 2)
     return channels, shape.height // cell, shape.width // cell
 
 
 def _samples_per_shard(model: LatentDiffusion, shape: Shape, settings: PrecomputeConfig) -> int:
-    """Return the number of samples of a shard of about `shard_mb`, in whole batches; captions count as 512 bytes."""
+    """Return the samples in a shard of about `shard_mb` MB, a multiple of the batch size; 512 bytes per captions."""
     itemsize = np.dtype(settings.dtype).itemsize
     size = math.prod(_moments_shape(model, shape, settings)) * itemsize + 512
     if settings.latents == 'image+text':
@@ -406,5 +412,5 @@ def _samples_per_shard(model: LatentDiffusion, shape: Shape, settings: Precomput
 
 
 def _batches(ids: range, size: int) -> list[list[int]]:
-    """Split sample IDs into batches of a size; the last may be smaller."""
+    """Split sample IDs into batches of `size` samples; the last batch may be smaller."""
     return [list(ids[start : start + size]) for start in range(0, len(ids), size)]

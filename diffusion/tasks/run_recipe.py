@@ -11,10 +11,12 @@ from diffusion.config.load import Recipe, RecipeError, check_devices, check_outp
 from diffusion.errors import DataError, ExternalError, UserError
 from diffusion.exit_codes import PREEMPTED, USAGE_ERROR, Preempted
 from diffusion.launch import heartbeat_file
+from diffusion.loggers import status_line
+from diffusion.loggers.status_line import WrappingFormatter
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `run.py RECIPE [key=value ...]`, and return the exit status; `diffusion.exit_codes` defines them."""
+    """Run `run.py RECIPE [key=value ...]`, and return an exit status of `diffusion.exit_codes`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     rank = int(os.environ.get('RANK', '0'))
     heartbeat_file.write_stacks_on_signal()
@@ -41,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def checked(path: str, overrides: Sequence[str]) -> Recipe:
-    """Load a recipe and check all that can be checked without importing torch: values, devices, paths and output.
+    """Load a recipe, and check values, number of devices, paths and output folder without importing torch.
 
     Raises:
         RecipeError: The recipe has mistakes; the error lists all of them.
@@ -58,12 +60,13 @@ def checked(path: str, overrides: Sequence[str]) -> Recipe:
 
 
 def run_task(recipe: Recipe) -> None:
-    """Import the recipe's task and run it."""
+    """Import and run the task that a recipe names: train, precompute, evaluate or generate."""
     configure_logging()
     if recipe.task == 'train':
         from diffusion.training.train import train
 
         train(recipe).close()
+        print_results(recipe)
     elif recipe.task == 'precompute':
         from diffusion.tasks.precompute import precompute
 
@@ -72,13 +75,29 @@ def run_task(recipe: Recipe) -> None:
         from diffusion.tasks.evaluate import evaluate
 
         evaluate(recipe)
+        print_results(recipe)
     else:
         from diffusion.tasks.generate import generate
 
         generate(recipe)
 
 
+def print_results(recipe: Recipe) -> None:
+    """Print on rank 0 where the run's files are."""
+    from diffusion.tasks.result_files import describe_results
+
+    if os.environ.get('RANK', '0') == '0':
+        print(describe_results(recipe))
+
+
 def configure_logging() -> None:
-    """Log messages of this package from INFO on rank 0, and from WARNING on other ranks and for other packages."""
-    logging.basicConfig(format='%(asctime)s %(levelname)s: %(message)s', datefmt='%H:%M:%S')
-    logging.getLogger('diffusion').setLevel(logging.INFO if os.environ.get('RANK', '0') == '0' else logging.WARNING)
+    """Log messages of this package from INFO on rank 0, and from WARNING on other ranks and for other packages.
+
+    At a terminal, rank 0 reserves the last row for the status line; see `diffusion.loggers.status_line`.
+    """
+    is_main = os.environ.get('RANK', '0') == '0'
+    formatter = WrappingFormatter if is_main and status_line.install() else logging.Formatter
+    handler = logging.StreamHandler()
+    handler.setFormatter(formatter('%(asctime)s %(levelname)s: %(message)s', datefmt='%H:%M:%S'))
+    logging.basicConfig(handlers=[handler])
+    logging.getLogger('diffusion').setLevel(logging.INFO if is_main else logging.WARNING)

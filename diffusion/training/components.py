@@ -66,10 +66,10 @@ def build_dataset(
     Args:
         recipe: Loader settings, seed and model of the dataset.
         streams: The streams, by name.
-        component: The dataset's name and keywords.
-        batch_size: Samples per device and batch.
+        component: The dataset's name and keyword arguments.
+        batch_size: Samples per device per batch.
         shuffle: Shuffle the samples.
-        elastic: Serve whole global batches that do not depend on the number of devices, for training.
+        elastic: Yield the same global batches on any number of devices, all full; used for training.
         substitute: Replace samples that cannot be decoded.
     """
     settings = recipe.loader
@@ -98,7 +98,7 @@ def build_dataset(
 
 
 def cache_folder(recipe: Recipe) -> Path:
-    """Return the folder that caches the shards of remote streams without a `local` folder."""
+    """Return the local folder that caches the shards of a recipe's remote streams without a `local` folder."""
     folder = recipe.loader.cache_folder
     default = Path(tempfile.gettempdir(), f'diffusion-{os.getuid()}', 'shards')
     return default if folder is None else Path(folder).absolute()
@@ -110,7 +110,7 @@ def build_loader(
     """Build the loader of a recipe's `streams`, or of its `eval_streams` (center crops, first captions, no shuffle).
 
     Raises:
-        UserError: The recipe has no such streams, or the global batch does not divide over the devices.
+        UserError: The recipe has no such streams, or the number of devices does not divide the global batch.
     """
     settings, evaluating = recipe.loader, split == 'eval'
     streams = recipe.eval_streams if evaluating else recipe.streams
@@ -119,7 +119,7 @@ def build_loader(
     world_size = composer_dist.get_world_size()
     if recipe.global_batch % world_size:
         raise UserError(
-            f'global_batch={recipe.global_batch} does not divide over {world_size} devices; '
+            f'global_batch={recipe.global_batch} is not divisible by {world_size} devices; '
             f'use a multiple of {world_size}'
         )
     batch_size = recipe.global_batch // world_size
@@ -158,14 +158,14 @@ def build_loader(
 
 
 def run_identity(recipe: Recipe, loader: BucketedLoader) -> dict[str, Any]:
-    """Return the properties that must not change when a run resumes, for `SameRun`: its seed and training data."""
+    """Return a run's seed and fingerprint of the training data, which must not change when the run resumes."""
     keywords = registry.keywords('dataset', recipe.dataset)
     settings = {name: value for name, value in keywords.items() if name not in SUPPLIED['dataset']}
     return {'seed': recipe.seed, 'data': fingerprint(loader.dataset, {'name': recipe.dataset.name} | settings)}
 
 
 def evaluation_dataset(recipe: Recipe) -> Component:
-    """Return a recipe's `eval_dataset`, or its training dataset without random crops, flips and captions."""
+    """Return the dataset component for evaluation: `eval_dataset`, or `dataset` without random crops and captions."""
     if recipe.eval_dataset is not None:
         return recipe.eval_dataset
     fixed = registry.signature('dataset', recipe.dataset.name).accepted(DETERMINISTIC)
@@ -173,14 +173,14 @@ def evaluation_dataset(recipe: Recipe) -> Component:
 
 
 def build_optimizer(recipe: Recipe, model: ComposerModel) -> torch.optim.Optimizer:
-    """Build a recipe's optimizer over the trainable parameters, fused if `speed` and its keywords allow it."""
+    """Build a recipe's optimizer of the trained parameters, fused if `speed` and the optimizer's keywords allow it."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     fused = effective_speed(recipe).fused_optimizer and not FUSED_ALTERNATIVES & recipe.optimizer.kwargs.keys()
     return registry.build('optimizer', recipe.optimizer, offered={'fused': True} if fused else {}, params=trained)
 
 
 def build_all(recipe: Recipe, kind: str, components: Mapping[str, Component]) -> list[Any]:
-    """Build algorithms, callbacks or loggers; those with a keyword `folder` get the run's folder by default."""
+    """Build algorithms, callbacks or loggers; a component that takes `folder` gets the run's folder by default."""
     return [registry.build(kind, each, offered={'folder': str(recipe.run_dir)}) for each in components.values()]
 
 
@@ -218,19 +218,19 @@ def _gpu_is_broken() -> bool:
 
 
 def effective_speed(recipe: Recipe) -> SpeedConfig:
-    """Return the recipe's `speed` with every part decided for this machine."""
+    """Return a recipe's `speed` settings, each resolved to true or false for this machine and parallelism strategy."""
     return effective_parts(recipe.speed, on_gpu=on_gpu(recipe), strategy=recipe.parallelism.strategy)
 
 
 def _with_local(config: StreamConfig, cache: Path) -> StreamConfig:
-    """Return a stream's settings with a `local` folder in the cache, if it has a remote and no local folder."""
+    """Return a stream's settings, with a `local` folder in the cache if the stream has a remote and no local folder."""
     if config.remote is None or config.local is not None:
         return config
     return replace(config, local=str(home(cache, config.remote)))
 
 
 def _stream(config: StreamConfig) -> Stream:
-    """Build the StreamingDataset stream of a recipe's stream."""
+    """Build StreamingDataset's Stream object from a recipe's stream settings."""
     values = asdict(config)
     for name in ('resolution', 'shape', 'aspects', 'remote'):
         del values[name]

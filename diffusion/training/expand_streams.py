@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 def by_shape(streams: Mapping[str, StreamConfig], *, smallest: int = 1) -> dict[str, StreamConfig]:
-    """Replace each stream with `aspects` by one stream per shape, named like `photos/640x384`.
+    """Replace each stream of several image shapes (`aspects`) by one stream per shape, such as `photos/640x384`.
 
     A stream's proportion is divided in proportion to the shapes' numbers of samples; its other settings apply to every
     shape.
@@ -35,6 +35,7 @@ def by_shape(streams: Mapping[str, StreamConfig], *, smallest: int = 1) -> dict[
 
 
 def _shapes_of(name: str, stream: StreamConfig, smallest: int) -> dict[str, StreamConfig]:
+    """Return one stream per image shape of a stream, by name; skip shapes with fewer than `smallest` samples."""
     counts = _buckets(name, stream)
     kept = {shape: count for shape, count in counts.items() if count >= smallest}
     if not kept:
@@ -63,7 +64,7 @@ def _shapes_of(name: str, stream: StreamConfig, smallest: int) -> dict[str, Stre
 
 
 def _buckets(name: str, stream: StreamConfig) -> dict[Shape, int]:
-    """Return the number of samples per image shape of a stream, local or remote."""
+    """Read the number of samples per image shape of a local or remote stream."""
     try:
         if stream.remote is None or '://' not in stream.remote:
             return read_buckets(Path(stream.remote or stream.local or ''))
@@ -75,9 +76,9 @@ def _buckets(name: str, stream: StreamConfig) -> dict[Shape, int]:
 
 
 def _fetched(stream: StreamConfig) -> Path:
-    """Download the list of shapes from an object store, and return its local folder.
+    """Download the list of a stream's image shapes, buckets.json, and return the local folder that holds it.
 
-    It is downloaded on every start, since data may have been added; a copy from before serves if the remote fails.
+    The list is downloaded on every start, since data may have been added; if the remote fails, an earlier copy is used.
     """
     if stream.remote is None or stream.local is None:
         raise UserError('has a remote and no local; set local to a folder for the cache')
@@ -87,4 +88,5 @@ def _fetched(stream: StreamConfig) -> Path:
 
 
 def _inside(folder: str | None, shape: Shape) -> str | None:
+    """Return the path of a shape's subfolder, or None if there is no folder."""
     return None if folder is None else f'{folder.rstrip("/")}/{shape}'

@@ -1,4 +1,4 @@
-"""Parallelism settings for Composer and PyTorch, the order of DDP's buckets, and a fix for FSDP2 on CPUs."""
+"""Parallelism settings for Composer and PyTorch, the order of DDP's gradient buckets, and a fix for FSDP2 on CPUs."""
 
 import functools
 import operator
@@ -20,22 +20,22 @@ from diffusion.errors import UserError
 
 @dataclass
 class HybridFSDP2Config(FSDP2Config):
-    """Composer's FSDP2Config extended by replicas: groups of devices that each hold a whole model (HYBRID_SHARD)."""
+    """Composer's FSDP2Config with support for replicas: device groups that each hold a whole model (HYBRID_SHARD)."""
 
     replicas: int = 1
     """Number of groups."""
 
     @property
     def data_parallel_replicate_degree(self) -> int | None:
-        """Size of the outer dimension of the device mesh; None if there is one group.
+        """Number of replicas, the size of the device mesh's outer dimension; None if there is one replica.
 
-        Composer 0.32 builds the mesh from this attribute, which its FSDP2Config always returns as None.
+        Composer 0.32 builds the mesh from this attribute, which is always None in Composer's own FSDP2Config.
         """
         return self.replicas if self.replicas > 1 else None
 
 
 def parallelism_config(settings: ParallelismConfig) -> dict[str, Any] | None:
-    """Return the `parallelism_config` of composer.Trainer; None for DDP."""
+    """Return the `parallelism_config` argument of composer.Trainer for a recipe's settings; None for DDP."""
     precision = settings.mixed_precision.upper()
     if settings.strategy == 'ddp':
         return None
@@ -106,7 +106,11 @@ def in_order_of_use(module: nn.Module) -> list[nn.Parameter]:
 
 
 class _Touch(nn.Module):
-    """Module without inputs whose output is zero and depends on every parameter, so that each gets a gradient."""
+    """Stand-in for the model in `settle_buckets`: a module without inputs, whose output is zero.
+
+    The output depends on every parameter, so one backward pass gives each a gradient, upon which DDP puts its gradient
+    buckets into their final order.
+    """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Apply the parts of `speed` to a model: memory format, attention kernels, norms, compilation, optimizer settings.
+"""Apply a recipe's `speed` settings: memory format, attention kernels, norms, compilation, optimizer settings.
 
-No part changes parameter names, so checkpoints do not depend on them. `diffusion.config.recipe.SpeedConfig` describes
-each part.
+No setting changes parameter names, so checkpoints do not depend on these settings.
+`diffusion.config.recipe.SpeedConfig` describes each setting.
 """
 
 import logging
@@ -32,13 +32,13 @@ FUSED_ALTERNATIVES = {'foreach', 'capturable', 'differentiable'}
 
 
 def apply_speed(model: ComposerModel, parts: SpeedConfig, *, strategy: str = 'ddp', shapes: int = 1) -> None:
-    """Apply the parts of `speed` to a model, before a Trainer wraps it.
+    """Apply a recipe's `speed` settings to a model; call before building the Trainer, which wraps the model.
 
     Args:
         model: A LatentDiffusion; other models are not changed.
         parts: Settings as returned by `effective_parts`.
-        strategy: The parallelism's strategy.
-        shapes: Number of image shapes in the data; each is compiled separately.
+        strategy: Parallelism strategy: ddp, fsdp2 or fsdp1.
+        shapes: Number of image shapes in the data; blocks are compiled once per shape.
     """
     if not isinstance(model, LatentDiffusion):
         return
@@ -59,7 +59,7 @@ def apply_speed(model: ComposerModel, parts: SpeedConfig, *, strategy: str = 'dd
 
 
 def set_backends(parts: SpeedConfig, *, on_gpu: bool, deterministic: bool = False) -> None:
-    """Set TF32 and cuDNN benchmarking of the process on a GPU; call it after building the Trainer.
+    """Turn TF32 and cuDNN benchmarking of this process on or off, if it uses a GPU; call after building the Trainer.
 
     Args:
         parts: Settings as returned by `effective_parts`.
@@ -90,7 +90,7 @@ def channels_last(model: LatentDiffusion, *, weights: bool) -> None:
 
 
 def _in_channels_last(denoiser: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the denoiser's positional arguments with the latents in channels_last."""
+    """Return the denoiser's positional arguments with the latents in channels_last; a forward pre-hook."""
     noisy: Tensor = args[0]
     return (noisy.contiguous(memory_format=torch.channels_last), *args[1:])
 
@@ -98,8 +98,8 @@ def _in_channels_last(denoiser: nn.Module, args: tuple[Any, ...]) -> tuple[Any, 
 def fuse_attention(denoiser: UNet2DConditionModel) -> None:
     """Replace diffusers' plain attention processors by `scaled_dot_product_attention`.
 
-    On GPUs it uses flash attention in half precision, for heads of up to 256 channels (SD2's have 64) without a mask.
-    With `mask_padding`, cross-attention uses the memory-efficient kernel.
+    On GPUs, this function uses flash attention in half precision, for heads of up to 256 channels (64 in SD2) without a
+    mask. With `mask_padding`, cross-attention uses the memory-efficient kernel.
     """
     processors = denoiser.attn_processors.items()
     fused: Any = {name: AttnProcessor2_0() if type(each) is AttnProcessor else each for name, each in processors}
@@ -107,7 +107,7 @@ def fuse_attention(denoiser: UNet2DConditionModel) -> None:
 
 
 def lower_norms(denoiser: nn.Module, *, except_blocks: bool) -> None:
-    """Replace GroupNorm and LayerNorm by layers that compute in the autocast dtype.
+    """Replace the denoiser's GroupNorm and LayerNorm layers by layers that compute in the autocast dtype.
 
     Args:
         denoiser: The denoiser.
@@ -120,7 +120,7 @@ def lower_norms(denoiser: nn.Module, *, except_blocks: bool) -> None:
 
 
 def compile_blocks(model: LatentDiffusion, *, shapes: int = 1) -> None:
-    """Compile the blocks of the denoiser, for training only, and of a frozen VAE's encoder."""
+    """Compile the blocks of the denoiser (for training only) and of a frozen VAE's encoder with torch.compile."""
     # The `forward` of a block is compiled instead of the module, so that FSDP's hooks stay outside of the graph and
     # names in state dicts do not change. Evaluation and sampling run the denoiser eagerly, because each of their many
     # batch sizes would be compiled. Residual blocks of equal shapes share compiled code; transformer blocks do not,
@@ -149,7 +149,11 @@ def configure_dynamo(*, graphs: int) -> None:
 
 
 def _compile_forward(block: nn.Module, *, with_gradients: bool) -> None:
-    """Replace a block's `forward` by a compiled one; `with_gradients` runs eagerly while gradients are disabled."""
+    """Replace a block's `forward` method by a version compiled with torch.compile.
+
+    If `with_gradients` is True, the compiled version runs only while gradients are enabled, and the block runs eagerly
+    otherwise.
+    """
     eager = block.forward
     compiled = torch.compile(eager, dynamic=False, backend=BACKEND)
 
@@ -162,7 +166,7 @@ def _compile_forward(block: nn.Module, *, with_gradients: bool) -> None:
 
 
 def keep_layout(optimizer: torch.optim.Optimizer) -> None:
-    """Restore the strides of moments, `fused` and `foreach` whenever a checkpoint is loaded into an optimizer."""
+    """Make an optimizer keep the strides of its moments, `fused` and `foreach` when it loads a checkpoint's state."""
     # Fused kernels refuse weights and moments with different strides, which happens when a run without channels_last
     # is resumed with it. A checkpoint also holds `fused` and `foreach` of the optimizer that wrote it.
     settings = {key: optimizer.defaults[key] for key in ('fused', 'foreach') if key in optimizer.defaults}
@@ -183,7 +187,7 @@ def keep_layout(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _like(value: Tensor, parameter: Tensor) -> Tensor:
-    """Return a tensor of an optimizer's state with the strides of its parameter."""
+    """Return a tensor of an optimizer's state, copied to the strides of its parameter if they differ."""
     # Subclasses are left alone: under FSDP2, weights and moments are DTensors, which are always contiguous (see
     # apply_speed).
     if type(value) is not Tensor or value.shape != parameter.shape or value.stride() == parameter.stride():

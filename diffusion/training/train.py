@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from diffusion.data.loader import BucketedLoader, as_spec
 from diffusion.errors import DataError, UserError
 from diffusion.launch import run_lock
 from diffusion.loggers.console_lines import ConsoleLines
+from diffusion.loggers.progress_line import ProgressLine, has_terminal
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.storage.atomic import write_whole
 from diffusion.training import components
@@ -46,7 +46,7 @@ CHECKPOINTER_KEYWORDS = ('autoresume', 'save_interval', 'save_num_checkpoints_to
 
 
 class RecipeKeeper(Callback):
-    """Save the resolved recipe beside the checkpoints, so that export and other tasks need only the run's folder.
+    """Callback that saves the resolved recipe beside the checkpoints; export and other tasks need only this folder.
 
     Args:
         folder: The run's folder.
@@ -68,7 +68,7 @@ def train(recipe: Recipe) -> Trainer:
     With `trainer.autoresume`, training resumes from the newest complete checkpoint of the run, if it has one.
 
     Raises:
-        UserError: The recipe cannot be run, or another job trains into its folder.
+        UserError: The recipe cannot be run, or another job is training in the run's folder.
         DataError: Data could not be read, or too much of it is bad.
         Preempted: A signal stopped the run, which saved a checkpoint first.
     """
@@ -79,6 +79,7 @@ def train(recipe: Recipe) -> Trainer:
 
 
 def _train(recipe: Recipe) -> Trainer:
+    """Build a recipe's Trainer, train, and return the Trainer; the caller must hold the lock of the run's folder."""
     trainer = build_trainer(recipe)
     if _is_done(trainer.state):
         log.info('%s: already trained to %s', recipe.run_dir, trainer.state.max_duration)
@@ -96,7 +97,7 @@ def _train(recipe: Recipe) -> Trainer:
 
 
 def fit(trainer: Trainer) -> None:
-    """Train to the end; if data cannot be read, save a checkpoint before raising the error.
+    """Run a Trainer to the end of training; if data cannot be read, save a checkpoint before raising the error.
 
     Raises:
         DataError: Data could not be read, or too much of it is bad; on every rank.
@@ -115,7 +116,7 @@ def fit(trainer: Trainer) -> None:
 
 
 def build_trainer(recipe: Recipe) -> Trainer:
-    """Build the Trainer of a recipe, ready to fit.
+    """Build the Trainer of a recipe, with model, data and callbacks, ready for `fit`.
 
     Raises:
         UserError: The recipe cannot be run, on this machine or at all.
@@ -165,7 +166,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
 
 
 def build_checkpointer(recipe: Recipe) -> Checkpointer | None:
-    """Build the callback that saves and resumes the run; return None if `trainer.save_folder` leaves it to Composer.
+    """Build the callback that saves and resumes the run, or return None if `trainer.save_folder` lets Composer save.
 
     Raises:
         UserError: The run's folder has checkpoints, and `trainer.autoresume` is off.
@@ -176,7 +177,7 @@ def build_checkpointer(recipe: Recipe) -> Checkpointer | None:
     if resume is None and (present := list_checkpoints(recipe.run_dir)):
         raise UserError(
             f'name: {recipe.run_dir} holds {present[0].name} and {len(present) - 1} more checkpoints of another run; '
-            'resume it with trainer.autoresume: true, or give this run another name'
+            'resume it with trainer.autoresume: true, or use another name for this run'
         )
     return Checkpointer(
         recipe.run_dir,
@@ -188,9 +189,11 @@ def build_checkpointer(recipe: Recipe) -> Checkpointer | None:
 
 
 def checkpoint_activations(model: ComposerModel) -> None:
-    """Make a model's denoiser recompute its blocks in the backward pass."""
+    """Turn on activation checkpointing: the denoiser's blocks are recomputed in the backward pass."""
     if not isinstance(model, LatentDiffusion):
-        raise UserError('parallelism.activation_checkpointing: only models with a denoiser have blocks to recompute')
+        raise UserError(
+            'parallelism.activation_checkpointing: only models with a denoiser have blocks to recompute; use false'
+        )
     model.denoiser.enable_gradient_checkpointing()
 
 
@@ -205,7 +208,7 @@ def start_from(model: ComposerModel, init_from: str) -> None:
 def _own_callbacks(
     recipe: Recipe, parts: SpeedConfig, loader: BucketedLoader, checkpointer: Checkpointer | None
 ) -> list[Callback]:
-    """Build the callbacks that every run has without naming them in its recipe."""
+    """Build the callbacks that every run gets in addition to the callbacks in its recipe."""
     return [
         RecipeKeeper(recipe.run_dir, to_yaml(recipe)),
         SameRun(components.run_identity(recipe, loader), allow_data_change=recipe.allow_data_change),
@@ -218,19 +221,20 @@ def _own_callbacks(
 
 
 def _trainer_keywords(recipe: Recipe) -> dict[str, Any]:
-    """Return the recipe's keywords of composer.Trainer, without those of this package's Checkpointer."""
+    """Return the recipe's keywords of composer.Trainer, without those that this package handles itself."""
     composer_saves = 'save_folder' in recipe.trainer
     keywords = {key: each for key, each in recipe.trainer.items() if composer_saves or key not in CHECKPOINTER_KEYWORDS}
-    return {'progress_bar': sys.stderr.isatty()} | keywords
+    return keywords | {'progress_bar': False}
 
 
 def _console(recipe: Recipe) -> list[LoggerDestination]:
-    """Build the logger of console lines, for runs whose output is a file and shows no progress bar."""
-    shown = recipe.trainer.get('progress_bar', sys.stderr.isatty()) or recipe.trainer.get('log_to_console', False)
-    return [] if shown or 'console_lines' in recipe.loggers else [ConsoleLines()]
+    """Build the logger that shows progress: a status line at a terminal, otherwise or if turned off log lines."""
+    if recipe.trainer.get('log_to_console') or 'console_lines' in recipe.loggers:
+        return []
+    return [ProgressLine() if has_terminal(recipe.trainer.get('progress_bar', True)) else ConsoleLines()]
 
 
 def _is_done(state: State) -> bool:
-    """Return True if a run was resumed at its end, so that starting a finished job again succeeds."""
+    """Return True if training has already reached its end, so that starting a finished job again succeeds."""
     end = state.max_duration
     return end is not None and end.unit != TimeUnit.DURATION and state.timestamp.get(end.unit) >= end

@@ -172,10 +172,10 @@ def test_large_errors_are_logged_with_alternatives(run, caplog):
         reconstruct_average(root / 'float32', 0.10, at=400)
         assert caplog.text == ''
         assert reconstruct_average(root / 'float32', 0.10, at=390).profile_error > 0.1
-        assert 'off by 22 %; the nearest snapshots are at batch 380 and batch 400' in caplog.text
+        assert 'relative profile error 22%; the nearest snapshots are at batch 380 and batch 400' in caplog.text
         caplog.clear()
         assert reconstruct_average(root / 'float32', 0.28).profile_error > 0.1
-    assert 'off by 14 %; 60 snapshots give widths from 0.019 to 0.255 within 5 %' in caplog.text
+    assert 'relative profile error 14%; 60 snapshots reconstruct widths from 0.019 to 0.255 within 5%' in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def small(tmp_path):
 def test_truncated_snapshot_is_named(small, size):
     damaged = small / FOLDER / 'width0.05-ba8.safetensors'
     damaged.write_bytes(damaged.read_bytes()[:size])
-    with pytest.raises(ValueError, match=r'width0\.05-ba8\.safetensors: not readable .*; truncated\? Remove it'):
+    with pytest.raises(ValueError, match=r'width0\.05-ba8\.safetensors: not readable .*; remove this file'):
         reconstruct_average(small, 0.05)
     damaged.unlink()
     assert reconstruct_average(small, 0.05).batch == 12

@@ -129,7 +129,7 @@ def test_newest_checkpoint_is_skipped_if_it_is_damaged(uninterrupted, caplog):
         ('model.block_out_channels=[32, 64]', r'ba8: the architecture differs from the recipe: .*denoiser\.'),
         (
             'optimizer.name=decoupled_adamw',
-            r'ba8: saved with optimizer AdamW, the recipe has DecoupledAdamW; .* init_from',
+            r'ba8: saved with optimizer AdamW, but the recipe has DecoupledAdamW; .* init_from',
         ),
     ],
 )

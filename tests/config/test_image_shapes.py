@@ -127,5 +127,5 @@ def test_shapes_that_do_not_fill_a_batch_are_skipped_with_a_warning(tmp_path, ca
 
 def test_missing_buckets_file_error_says_to_remove_aspects(tmp_path):
     (tmp_path / 'index.json').write_text(json.dumps({'shards': []}))
-    with pytest.raises(ValueError, match=r'streams\.a: .* has no buckets\.json; .* remove aspects'):
+    with pytest.raises(ValueError, match=r'streams\.a: .* has no buckets\.json, .* remove aspects'):
         by_shape({'a': StreamConfig(32, local=str(tmp_path), aspects=True)})

@@ -194,19 +194,19 @@ WRONG = {
     'missing value': (
         {'streams': {'a': {'remote': '???', 'resolution': 64}}},
         [],
-        r'streams.a.remote: is still \?\?\?; give the object store folder that holds index.json',
+        r'streams.a.remote: is still \?\?\?; set the object store folder that holds index.json',
     ),
     'missing key': (
         {'streams': {'a': {'local': 'x'}}},
         [],
-        'streams.a.resolution: is missing; give the side in pixels',
+        'streams.a.resolution: is missing; set the side in pixels',
     ),
     'missing in a component': ({'model': {'name': 'tiny', 'vae': '???'}}, [], r'model.vae: is still \?\?\?'),
     'unknown component': ({'model': {'name': 'sd22'}}, [], "model: no model is called 'sd22'; did you mean 'sd2'?"),
     'component without name': (
         {'model': {'resolution': 64}},
         [],
-        'model.name: is missing; known: autoencoder, sd2, tiny',
+        'model.name: is missing; use one of: autoencoder, sd2, tiny',
     ),
     'bad keyword': (
         {'model': {'name': 'tiny', 'resolutoin': 64}},

@@ -92,7 +92,7 @@ def test_signatures_of_installed_packages():
     ('attribute', 'kwargs', 'expected'),
     [
         ('Derived', {'depth': 3, 'wide': True, 'name': None}, []),
-        ('Derived', {'wide': True}, ['here.depth: is missing and has no default; give it (int)']),
+        ('Derived', {'wide': True}, ['here.depth: is missing and has no default; set it (int)']),
         ('Derived', {'depth': 3, 'wid': True}, ["here.wid: unknown key; did you mean 'wide'?"]),
         ('Derived', {'depth': 3.5}, ['here.depth: 3.5 is not an integer']),
         ('Derived', {'depth': True}, ['here.depth: True is not an integer']),
@@ -148,8 +148,8 @@ def test_missing_values_are_not_type_errors():
             'no_such_package.parts:Foo',
             r'no_such_package.parts: the package no_such_package cannot be found; install it',
         ),
-        ('diffusion.models.nothing:Foo', r'diffusion.models.nothing: .*nothing.py does not exist; was it registered'),
-        ('diffusion.models.builders:Foo', r'diffusion.models.builders defines no Foo; register it by the module'),
+        ('diffusion.models.nothing:Foo', r'diffusion.models.nothing: .*nothing.py does not exist; register it'),
+        ('diffusion.models.builders:Foo', r'diffusion.models.builders defines no Foo; register it with the module'),
     ],
 )
 def test_target_without_source_is_reported_as_a_problem(target, message):

@@ -11,6 +11,8 @@ from PIL import Image, ImageFont
 
 from diffusion.evaluation.image_sheet import (
     CAPTION_LINES,
+    GAP,
+    MARGIN,
     Figure,
     Section,
     draw_sheet,
@@ -51,6 +53,21 @@ def test_sheet_shows_every_image():
         sheet = draw_sheet(sections, columns=2, side=16)
         shown = {pixel for _, pixel in sheet.getcolors(maxcolors=10**6) or []}
         assert {(255, 0, 0), (0, 128, 0), (0, 0, 255)} <= shown
+
+
+@pytest.mark.parametrize(('size', 'side', 'factor'), [(64, 128, 2), (64, 96, 2), (32, 96, 3), (90, 96, 1), (20, 64, 3)])
+def test_small_images_are_enlarged_by_an_integer_factor_with_a_gap_between_them(size, side, factor):
+    generator = np.random.default_rng(0)
+    pixels = [generator.integers(0, 200, (size, size, 3), dtype=np.uint8) for _ in range(2)]
+    sheet = np.asarray(
+        draw_sheet([Section('', [Figure([Image.fromarray(each) for each in pixels], '')])], columns=1, side=side)
+    )
+    large = [each.repeat(factor, axis=0).repeat(factor, axis=1) for each in pixels]
+    white = np.full((size * factor, GAP, 3), 255, np.uint8)
+    figure = np.concatenate([large[0], white, large[1]], axis=1)
+    height, width, _ = figure.shape
+    assert GAP > 1
+    assert np.array_equal(sheet[MARGIN : MARGIN + height, MARGIN : MARGIN + width], figure)
 
 
 def test_columns_set_the_number_of_figures_per_row():

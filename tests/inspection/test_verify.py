@@ -239,7 +239,8 @@ def test_invalid_folder_is_a_defect_and_other_streams_are_checked(verify, pictur
     }
     status, lines = verify(streams)
     assert status == DAMAGED
-    assert f'  {tmp_path}/none: index.json cannot be read ({tmp_path}/none is not a folder)' in lines
+    problem = f'  {tmp_path}/none: cannot read index.json ({tmp_path}/none is not a folder); check the path or URL'
+    assert any(line.startswith(problem) for line in lines)
     assert any('odd: index.json is not an index of MDS shards' in line for line in lines)
     assert lines[-1].startswith('streams.c_good: ok')
 
@@ -249,7 +250,7 @@ def test_invalid_folder_is_a_defect_and_other_streams_are_checked(verify, pictur
     [
         (['smal'], "smal: no such stream in the recipe; did you mean 'small'?"),
         (['--sample', '0'], 'argument --sample: 0 is not in (0, 1]'),
-        (['--jobs', '0'], 'argument --jobs: 0 is not at least 1'),
+        (['--jobs', '0'], 'argument --jobs: 0 is not positive; use 1 or more'),
         (['streams.small.resolution=x'], 'streams.small.resolution'),
     ],
 )

@@ -25,7 +25,7 @@ def _in_root_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def write_spec(tmp_path: Path) -> Callable[..., Path]:
-    """Write a valid spec for a back end, with the keyword arguments merged in; return its path."""
+    """Write a valid spec for a backend, with the keyword arguments merged in; return its path."""
 
     def write(backend: str, /, **changes: Any) -> Path:
         content = {

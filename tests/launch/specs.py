@@ -1,4 +1,4 @@
-"""Minimal valid job specs for each back end, as changes of a common base."""
+"""Minimal valid job specs for each backend, as changes of a common base."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ BACKENDS: dict[str, dict[str, Any]] = {
     'skypilot': {'mounts': {'/workspace/runs': 'volume://runs'}},
     'mcli': {'schedule': {'queue': 'cluster'}},
 }
-"""Keys that each back end requires."""
+"""Keys that each backend requires."""
 
 ABSENT = object()
 """Value of a change that removes the key."""

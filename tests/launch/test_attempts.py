@@ -182,5 +182,5 @@ def test_attempt_has_the_cause_of_first_failed_node(tmp_path, write_recipe, outc
 
 
 def test_unknown_preflight_level_is_refused():
-    with pytest.raises(ValueError, match="DIFFUSION_PREFLIGHT: 'deap' is not one of none, fast, deep"):
+    with pytest.raises(ValueError, match="DIFFUSION_PREFLIGHT: 'deap' is unknown; use none, fast, deep"):
         Settings.from_environ({environment.PREFLIGHT: 'deap'})

@@ -28,7 +28,7 @@ def error_message(path, *overrides):
         ('slurm', {'nodes': 0}, 'nodes: 0 is not positive'),
         ('slurm', {'nodes': 'two'}, "nodes: 'two' is not an integer"),
         ('slurm', {'nodes': '???'}, 'nodes: is still ???'),
-        ('slurm', {'recipe': None}, 'recipe: is missing; give the path of a recipe'),
+        ('slurm', {'recipe': None}, 'recipe: is missing; set it to the path of a recipe'),
         ('slurm', {'recipe': 'yamls/none.yaml'}, 'recipe: yamls/none.yaml: yamls/none.yaml cannot be read'),
         ('slurm', {'gpu': 'a100-80gbb'}, "gpu: no GPU is called 'a100-80gbb'; did you mean 'a100-80gb'?"),
         ('slurm', {'price_usd_per_gpu_hour': -1}, 'price_usd_per_gpu_hour: -1 is negative'),
@@ -36,12 +36,12 @@ def error_message(path, *overrides):
         (
             'slurm',
             {'schedule': {'time_limit': '3 days'}},
-            "schedule.time_limit: '3 days' is not a duration; write a number",
+            "schedule.time_limit: '3 days' is not a duration; use a number",
         ),
         ('slurm', {'restart': {'max_restarts': -1}}, 'restart.max_restarts: -1 is negative'),
         ('slurm', {'restart': {'on_exit': {'0': 'retry'}}}, 'restart.on_exit.0: is not an exit status'),
         ('slurm', {'restart': {'on_exit': {'75': 'again'}}}, "restart.on_exit.75: 'again' is not one of retry"),
-        ('slurm', {'env': {'A B': 'x'}}, 'env.A B: is not a valid name of an environment variable'),
+        ('slurm', {'env': {'A B': 'x'}}, 'env.A B: is not a variable name; use letters, digits'),
         ('slurm', {'env': {'N': 3}}, 'env.N: 3 is not a string; put it in quotes'),
         ('slurm', {'env': {'DIFFUSION_JOB': 'x'}}, 'env.DIFFUSION_JOB: is set by the launcher'),
         ('slurm', {'env': {'HF_TOKEN': 'x'}}, 'env.HF_TOKEN: looks like a secret, and would be written in plain text'),
@@ -55,10 +55,14 @@ def error_message(path, *overrides):
         ('slurm', {'schedule': {'queue': 'a b'}}, "schedule.queue: 'a b' is invalid in an #SBATCH line"),
         ('slurm', {'backend': {'raw': {'comment': 'a"b'}}}, "backend.raw.comment: 'a\"b' is invalid in an #SBATCH"),
         ('slurm', {'backend': {'raw': {'-C': 'ib'}}}, 'backend.raw.-C: is not a long option of sbatch'),
-        ('slurm', {'mounts': RUNS}, 'mounts: require an image'),
+        ('slurm', {'mounts': RUNS}, 'mounts: require a container image; set image'),
         ('slurm', {'image': 'image'}, 'mounts: nothing is mounted at /workspace/runs, where job saves'),
-        ('slurm', {'schedule': {'preemptible': True}}, 'schedule.preemptible: depends on the partition or QOS'),
-        ('kubernetes', {'image': None}, 'image: is missing; a pod needs one'),
+        (
+            'slurm',
+            {'schedule': {'preemptible': True}},
+            'schedule.preemptible: has no effect on Slurm without a partition or QOS',
+        ),
+        ('kubernetes', {'image': None}, 'image: is missing; set the container image'),
         (
             'kubernetes',
             {'mounts': {'/workspace/runs': ABSENT, '/data': 'pvc://runs'}},
@@ -66,17 +70,25 @@ def error_message(path, *overrides):
         ),
         ('kubernetes', {'mounts': {'runs': 'pvc://runs'}}, 'mounts.runs: is not an absolute path'),
         ('kubernetes', {'mounts': {'/workspace/runs': 's3://b'}}, "mounts./workspace/runs: 's3://b' cannot be mounted"),
-        ('kubernetes', {'secrets': {'A': None}}, 'secrets.A: None is not a Kubernetes secret; write secret/key'),
-        ('kubernetes', {'backend': {'raw': {'pods': {}, 'pod': {'a': 1}}}}, 'backend.raw.pods: is not one of jobset'),
+        ('kubernetes', {'secrets': {'A': None}}, 'secrets.A: None is not a Kubernetes secret; use secret/key'),
+        (
+            'kubernetes',
+            {'backend': {'raw': {'pods': {}, 'pod': {'a': 1}}}},
+            'backend.raw.pods: is unknown; use one of jobset',
+        ),
         ('kubernetes', {'schedule': {'priority': 5}}, 'schedule.priority: 5 is a number'),
-        ('sagemaker', {'backend': {'role': ABSENT}}, 'backend.role: is missing; give the ARN of the role'),
+        ('sagemaker', {'backend': {'role': ABSENT}}, 'backend.role: is missing; set the ARN of the role'),
         (
             'sagemaker',
             {'schedule': {'time_limit': None}},
-            'schedule.time_limit: is missing; the default of SageMaker is one day',
+            'schedule.time_limit: is missing, and the default of SageMaker is one day',
         ),
         ('sagemaker', {'gpus_per_node': 4}, 'gpus_per_node: 4 of the 8 GPUs of ml.p4de.24xlarge'),
-        ('sagemaker', {'gpu': 'rtx-4090'}, 'backend.instance_type: is missing; no SageMaker instance type is known'),
+        (
+            'sagemaker',
+            {'gpu': 'rtx-4090'},
+            'backend.instance_type: is missing; set it, as there is no default for rtx-4090',
+        ),
         ('sagemaker', {'secrets': {'A': None}}, 'secrets.A: SageMaker shows environments in plain text'),
         ('sagemaker', {'schedule': {'queue': 'q'}}, 'schedule.queue: is not supported by SageMaker'),
         (
@@ -90,20 +102,20 @@ def error_message(path, *overrides):
         ('skypilot', {'restart': {'on_exit': {'137': 'retry'}}}, 'restart.on_exit.137: SkyPilot ends the other nodes'),
         ('skypilot', {'schedule': {'priority': 'high'}}, "schedule.priority: 'high' is not a SkyPilot priority"),
         ('skypilot', {'schedule': {'time_limit': '3d'}}, 'schedule.time_limit: is not supported by SkyPilot'),
-        ('mcli', {'schedule': {'queue': None}}, 'schedule.queue: is missing; give the cluster'),
+        ('mcli', {'schedule': {'queue': None}}, 'schedule.queue: is missing; set it to one of the clusters'),
         (
             'mcli',
             {'gpus_per_node': 4},
-            'gpus_per_node: 4 of 8 per machine; jobs of several nodes use whole machines: set 8',
+            'gpus_per_node: 4 of 8 per machine; jobs of several nodes use whole machines; use 8',
         ),
-        ('mcli', {'gpu': 'l40s'}, 'backend.gpu_type: is missing; no default is known for l40s'),
-        ('local', {'image': 'image'}, 'image: is not used on this machine'),
-        ('local', {'schedule': {'queue': 'q'}}, 'schedule.queue: the local back end has no scheduler'),
-        ('local', {'schedule': {'preemptible': True}}, 'schedule.preemptible: the local back end has no scheduler'),
+        ('mcli', {'gpu': 'l40s'}, 'backend.gpu_type: is missing; set it, as there is no default for l40s'),
+        ('local', {'image': 'image'}, 'image: the local backend does not use a container image'),
+        ('local', {'schedule': {'queue': 'q'}}, 'schedule.queue: the local backend has no scheduler'),
+        ('local', {'schedule': {'preemptible': True}}, 'schedule.preemptible: the local backend has no scheduler'),
         (
             'local',
             {'stages': {'one': {'time_limit': '1h'}}},
-            'schedule.time_limit: the local back end has no scheduler',
+            'schedule.time_limit: the local backend has no scheduler',
         ),
     ],
 )
@@ -117,7 +129,7 @@ def test_all_mistakes_are_reported_at_once(write_spec):
     for expected in (
         "name: 'Job' is not a valid Kubernetes name",
         'image: is missing',
-        'schedule.preemptible: depends on',
+        'schedule.preemptible: is not supported on Kubernetes',
     ):
         assert expected in found
 
@@ -134,7 +146,7 @@ def test_invalid_recipe_is_refused(write_spec):
 
 def test_missing_values_of_recipe_are_reported(write_spec):
     found = error_message(write_spec('slurm', recipe='yamls/phase1.yaml'))
-    assert 'recipe: yamls/phase1.yaml: streams.laion.remote: is still ???; give the object store folder' in found
+    assert 'recipe: yamls/phase1.yaml: streams.laion.remote: is still ???; set the object store folder' in found
 
 
 def test_recipe_without_autoresume_is_refused_if_job_restarts(write_spec):
@@ -145,7 +157,7 @@ def test_recipe_without_autoresume_is_refused_if_job_restarts(write_spec):
 
 def test_unknown_backend_suggests_nearest_name(write_spec):
     path = write_spec('slurm')
-    assert "backend.name: 'slrum' is not a back end; did you mean 'slurm'?" in error_message(path, 'backend.name=slrum')
+    assert "backend.name: 'slrum' is not a backend; did you mean 'slurm'?" in error_message(path, 'backend.name=slrum')
 
 
 def test_stages_cannot_share_run_folder(write_spec):
@@ -207,7 +219,7 @@ def test_missing_tool_is_reported_with_install_advice(backend, tool, advice, wri
     path = write_spec(backend, backend={'logs': str(tmp_path / 'logs')} if backend == 'slurm' else {})
     monkeypatch.setenv('PATH', str(tmp_path / 'empty'))
     assert main(['launch', str(path)]) == 2
-    assert f'error: {tool}: is not on PATH; {advice}' in capsys.readouterr().err
+    assert f'error: {tool} is not on PATH; {advice}' in capsys.readouterr().err
 
 
 def test_missing_sdk_is_reported_with_install_command(write_spec, capsys, monkeypatch):

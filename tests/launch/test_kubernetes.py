@@ -175,11 +175,11 @@ def test_unvalidated_manifest_is_noted(write_spec, kubectl, capsys, monkeypatch)
     monkeypatch.setitem(sys.modules, 'kubernetes_validate', None)
     monkeypatch.setenv('NO_CLUSTER', '1')
     path = write_spec('kubernetes', backend={'raw': {'pod': {'unheardOf': 1}}})
-    note = "note: the JobSet was not validated; pip install 'diffusion[kubernetes]' (kubectl version"
+    note = "note: the JobSet was not validated; pip install 'diffusion-recipes[kubernetes]' (kubectl version"
     for _ in range(2):
         assert main(['launch', str(path), '--dry-run']) == 0
         assert note in capsys.readouterr().out
-        note = "note: the JobSet was not validated; pip install 'diffusion[kubernetes]' (kubectl: is not on PATH"
+        note = "JobSet was not validated; pip install 'diffusion-recipes[kubernetes]' (kubectl is not on PATH"
         monkeypatch.setenv('PATH', '/nonexistent')
 
 

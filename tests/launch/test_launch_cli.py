@@ -112,10 +112,10 @@ def test_launch_exits_with_status_of_local_job(write_spec, capsys, monkeypatch):
 
 def test_recipe_job_and_run_are_distinguished(write_spec, tmp_path, capsys):
     for words, expected in (
-        (['launch', 'yamls/phase1.yaml'], 'this is a recipe; write a job YAML with recipe: yamls/phase1.yaml'),
+        (['launch', 'yamls/phase1.yaml'], 'this is a recipe; use a job YAML with recipe: yamls/phase1.yaml'),
         (['check', str(write_spec('slurm'))], 'which diffusion launch takes; its recipe is yamls/quickstart.yaml'),
-        (['status', str(tmp_path / 'none')], 'none does not exist; give'),
-        (['status', str(tmp_path)], 'attempts.jsonl: does not exist; only runs started by diffusion launch'),
+        (['status', str(tmp_path / 'none')], 'none does not exist; use'),
+        (['status', str(tmp_path)], 'has no metrics.jsonl, run.lock or checkpoint; give the folder of a run'),
     ):
         assert main(words) == 2
         message = capsys.readouterr().err

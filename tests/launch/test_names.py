@@ -1,4 +1,4 @@
-"""Job names: each back end accepts exactly the names that its scheduler accepts."""
+"""Job names: each backend accepts exactly the names that its scheduler accepts."""
 
 import functools
 import re
@@ -59,7 +59,7 @@ def is_cluster_name(name):
 
 @pytest.fixture(scope='module')
 def accepts_name():
-    """Function that returns True if a back end accepts a name in an otherwise valid spec."""
+    """Function that returns True if a backend accepts a name in an otherwise valid spec."""
     jobs = {}
 
     def accepts(backend, name, write_spec):

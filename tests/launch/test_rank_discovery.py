@@ -80,17 +80,20 @@ def test_gpus_are_counted_by_device_files(tmp_path):
 @pytest.mark.parametrize(
     ('environ', 'message'),
     [
-        (REQUESTED | SKYPILOT | {environment.NODES: '4'}, 'skypilot gave 3 nodes, the job spec says 4'),
-        (REQUESTED | MOSAICML | {'LOCAL_WORLD_SIZE': '4'}, 'mosaicml gave 6 nodes, the job spec says 3'),
+        (REQUESTED | SKYPILOT | {environment.NODES: '4'}, 'skypilot provides 3 nodes, but the job spec has 4'),
+        (REQUESTED | MOSAICML | {'LOCAL_WORLD_SIZE': '4'}, 'mosaicml provides 6 nodes, but the job spec has 3'),
         (REQUESTED | MOSAICML | {'WORLD_SIZE': '25'}, 'WORLD_SIZE=25 is not a multiple of LOCAL_WORLD_SIZE=8'),
-        (REQUESTED | SLURM | {'SLURM_GPUS_ON_NODE': '4'}, 'slurm gave 4 processes per node, the job spec says 8'),
+        (
+            REQUESTED | SLURM | {'SLURM_GPUS_ON_NODE': '4'},
+            'slurm provides 4 processes per node, but the job spec has 8',
+        ),
         (
             REQUESTED | JOBSET | {'JOB_COMPLETION_INDEX': '3'},
             'node rank 3 is out of range for 3 nodes; ranks start at 0',
         ),
         (REQUESTED | JOBSET | {'JOB_COMPLETION_INDEX': 'x'}, "JOB_COMPLETION_INDEX: 'x' is not an integer"),
-        (REQUESTED | {environment.SCHEDULER: 'slurm'}, 'SLURM_NODEID is not set; was this node started by slurm'),
-        (REQUESTED | {environment.SCHEDULER: 'pbs'}, "'pbs' is unknown; known: local, slurm"),
+        (REQUESTED | {environment.SCHEDULER: 'slurm'}, 'SLURM_NODEID is not set; start this node with slurm'),
+        (REQUESTED | {environment.SCHEDULER: 'pbs'}, "'pbs' is unknown; use one of local, slurm"),
         (
             REQUESTED | {'JOB_COMPLETION_INDEX': '1'},
             'jobset does not provide the address of the first node; set DIFFUSION_MASTER_ADDR',

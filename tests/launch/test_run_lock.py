@@ -193,5 +193,5 @@ def test_unwritable_run_folder_is_reported(write_recipe, tmp_path):
     environ = os.environ | {environment.SCHEDULER: 'local', environment.NODES: '1'}
     found = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert found.returncode == FAILED
-    assert found.stderr.startswith(f'node 0: {tmp_path}/runs/run: cannot be written ('), found.stderr
+    assert found.stderr.startswith(f'node 0: {tmp_path}/runs/run cannot be written ('), found.stderr
     assert 'Traceback' not in found.stderr

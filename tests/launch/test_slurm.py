@@ -204,7 +204,7 @@ def test_status_logs_and_cancel_select_by_job_name(write_spec, slurm, tmp_path, 
     logs.mkdir()
     path = write_spec('slurm', backend={'logs': str(logs)})
     assert main(['logs', str(path)]) == 2
-    assert f'logs: {logs} has no log of job; has a job started?' in capsys.readouterr().err
+    assert f'logs: {logs} has no log of job; wait until it starts' in capsys.readouterr().err
     (logs / 'job-of-another-8.log').write_text('of another')
     assert main(['logs', str(path)]) == 2
     capsys.readouterr()

@@ -234,9 +234,9 @@ def test_other_sizes_can_be_generated(make_model):
 @pytest.mark.parametrize(
     ('call', 'message'),
     [
-        (lambda m: m.generate([]), 'prompts: give at least one caption'),
-        (lambda m: m.generate('a cat'), r"prompts: give a list of captions, such as \['a cat'\], instead"),
-        (lambda m: m.generate(['a', 3]), 'prompts: 3 is not a string; give a list of captions'),
+        (lambda m: m.generate([]), 'prompts: pass at least one caption'),
+        (lambda m: m.generate('a cat'), r"prompts: pass a list of captions, such as \['a cat'\], instead"),
+        (lambda m: m.generate(['a', 3]), 'prompts: 3 is not a string; pass a list of captions'),
         (lambda m: m.generate(['a'], seeds=[1, 2]), 'seeds: 2 seeds for 1 prompts'),
         (lambda m: m.generate(['a'], seeds=[-1]), 'seeds: -1 is out of range; use 0 to 4294967295'),
         (lambda m: m.generate(['a', 'b'], seeds=[0, 2**32]), 'seeds: 4294967296 is out of range'),
@@ -253,7 +253,7 @@ def test_other_sizes_can_be_generated(make_model):
         ),
         (
             lambda m: m({batch_keys.INPUT_IDS: m._tokens(['a'])}),
-            'batch: has .* needs one of image and latent_moments',
+            'batch: has .* needs either image or latent_moments',
         ),
         (lambda m: m.encode(torch.zeros(1, 3, 64, 64)), 'image: dtype torch.float32; images must be uint8'),
         (

@@ -56,7 +56,7 @@ def test_unknown_name_suggests_the_nearest(name, hint):
 
 
 def test_unsupported_precision_lists_the_supported_ones():
-    with pytest.raises(ValueError, match=r'v100-32gb: does not support bf16 \(supported: fp16, fp32\)'):
+    with pytest.raises(ValueError, match=r'v100-32gb does not support bf16 \(supported: fp16, fp32\)'):
         GPUS['v100-32gb'].peak_flops('bf16')
 
 
@@ -66,7 +66,7 @@ def test_price_is_stale_after_180_days():
     day = datetime.date.fromisoformat(gpu.date)
     assert gpu.stale(day + datetime.timedelta(days=STALE_DAYS)) is None
     warning = gpu.stale(day + datetime.timedelta(days=STALE_DAYS + 1))
-    assert warning is not None and '181 days old (2026-05-01); give --price' in warning
+    assert warning is not None and '181 days old (2026-05-01); pass --price' in warning
     assert GPUS['b200'].stale(datetime.date(2100, 1, 1)) is None
 
 
@@ -86,7 +86,10 @@ def test_file_adds_gpus_and_replaces_shipped_ones(write):
         ({'memory_gib': 0}, 'mine.memory_gib: 0.0 is not positive'),
         ({'price_usd_per_hour': -1}, 'mine.price_usd_per_hour: -1 is not positive'),
         ({'date': 'May'}, "mine.date: 'May' is not a date; use the format 2026-05-01"),
-        ({'peak_tflops': {'bf16': 0}}, 'mine.peak_tflops.bf16: 0.0 is not a positive number of TFLOP/s'),
+        (
+            {'peak_tflops': {'bf16': 0}},
+            'mine.peak_tflops.bf16: 0.0 is not a positive number; use the dense peak in TFLOP/s',
+        ),
         ({'peak_tflops': {'bf16': 'x'}}, 'mine.peak_tflops.bf16: '),
     ],
 )

@@ -157,16 +157,16 @@ def test_every_training_recipe_can_be_planned(capsys, recipe):
     [
         (['--gpu', 'a100'], "--gpu: no GPU is called 'a100'; did you mean a100-40gb or a100-80gb"),
         (['--gpu', 'hopper'], "--gpu: no GPU is called 'hopper'; known: a100-40gb"),
-        (['--gpu', 'v100-32gb'], '--gpu v100-32gb: does not support bf16'),
+        (['--gpu', 'v100-32gb'], '--gpu v100-32gb does not support bf16'),
         (['--gpus', '100'], 'global_batch: 2048 does not divide over 100 devices; use 2000 or 2100'),
         (['--gpus', '512'], "device_train_microbatch_size: 16 does not divide a device's 4 samples"),
-        (['trainer.max_duration=3ep'], 'give --samples 790e6, or set loader.epoch_size, or use batches'),
+        (['trainer.max_duration=3ep'], 'pass --samples 790e6, set loader.epoch_size, or use batches'),
         (['trainer.max_duration=long'], "trainer.max_duration: 'long' is not a duration"),
         (['trainer.max_durations=3ba'], "trainer.max_durations: unknown key; did you mean 'max_duration'?"),
         (['--from-run', 'runs/nowhere'], '--from-run: runs/nowhere has no recipe.yaml'),
         (['--gpus-file', 'nowhere.yaml'], '--gpus-file: nowhere.yaml cannot be read'),
         (['--mtbf', '0.01'], '--mtbf: with a failure every 36 s, a restart of 600 s'),
-        (['--samples', '1,2,3'], '--samples: 3 numbers for 1 recipes; give one, or one per recipe'),
+        (['--samples', '1,2,3'], '--samples: 3 numbers for 1 recipes; pass one, or one per recipe'),
     ],
 )
 def test_error_names_the_argument_and_the_way_out(capsys, words, message):

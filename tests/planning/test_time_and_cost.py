@@ -153,7 +153,7 @@ def test_run_without_logged_throughput_is_an_error(tmp_path):
     (run / 'metrics.jsonl').unlink()
     with pytest.raises(ValueError, match=r'--from-run: .*metrics\.jsonl cannot be read .*loggers\.metrics_file'):
         read_run(run, 1.0)
-    with pytest.raises(ValueError, match=r'--from-run: .*nowhere has no recipe\.yaml; give the folder of a run'):
+    with pytest.raises(ValueError, match=r'--from-run: .*nowhere has no recipe\.yaml; use the folder of a run'):
         read_measured_speed(tmp_path / 'nowhere')
 
 

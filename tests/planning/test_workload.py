@@ -49,13 +49,16 @@ def test_epoch_size_of_the_recipe_sets_the_length_of_an_epoch(tmp_path):
 @pytest.mark.parametrize(
     ('change', 'message'),
     [
-        ({'trainer': {'max_duration': '2ep'}}, 'the number of images per epoch is unknown; give --samples'),
+        ({'trainer': {'max_duration': '2ep'}}, 'the number of images per epoch is unknown; pass --samples'),
         ({'trainer': {'max_duration': '0.9dur'}}, "trainer.max_duration: '0.9dur' has no known number of batches"),
         ({'trainer': {'max_duration': '30sec'}}, "'30sec' has no known number of batches"),
         ({'trainer': {'max_duration': '7sp'}}, '7sp is less than one batch of 8'),
-        ({'trainer': {'max_duration': '???'}}, 'trainer.max_duration: is missing'),
-        ({'global_batch': '???'}, 'global_batch: is [?]{3}; set it'),
-        ({'streams': {'a': {'local': 'x', 'resolution': '???'}}}, 'streams.a.resolution: is [?]{3}; set the side'),
+        ({'trainer': {'max_duration': '???'}}, 'trainer.max_duration is missing'),
+        ({'global_batch': '???'}, 'global_batch is not set .[?]{3}.; set it'),
+        (
+            {'streams': {'a': {'local': 'x', 'resolution': '???'}}},
+            'streams.a.resolution is not set .[?]{3}.; set the side',
+        ),
         ({'task': 'generate', 'generate': {'prompts': ['a']}}, 'task: the plan is for training, not generate'),
     ],
 )

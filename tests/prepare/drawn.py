@@ -115,9 +115,16 @@ def samples(bucket: Path) -> list[dict[str, Any]]:
     return [reader[at] for reader in readers for at in range(len(reader))]
 
 
+def keys(out: Path) -> dict[str, list[str]]:
+    """Return the keys of the samples of each bucket of a dataset."""
+    folders = sorted(path.parent for path in out.rglob('index.json'))
+    return {folder.relative_to(out).as_posix(): [sample['key'] for sample in samples(folder)] for folder in folders}
+
+
 def snapshot(out: Path) -> dict[str, bytes]:
     """Return the content of every file of a dataset, without its own path and the elapsed seconds, which may differ."""
     files = (path for path in sorted(out.rglob('*')) if path.is_file())
-    found = {path.relative_to(out).as_posix(): path.read_bytes().replace(bytes(out), b'OUT') for path in files}
+    train = str(out).removesuffix('-held-out').encode()
+    found = {path.relative_to(out).as_posix(): path.read_bytes().replace(train, b'OUT') for path in files}
     found['report.json'] = re.sub(rb'"seconds": [0-9.]+', b'"seconds": 0', found['report.json'])
     return found

@@ -65,14 +65,15 @@ def test_images_go_to_their_buckets(source: Path, out: Path) -> None:
     draw(source / 'd.BMP', 17, 16)
     report = prepare_folder(source, out, [32, 16])
     small, large = samples(out / '16px'), samples(out / '32px')
-    assert report.buckets == {'16px': 2, '32px': 2}
-    assert [sample['key'] for sample in small] == ['c.webp', 'd.BMP']
+    assert (report.pictures, report.buckets) == (4, {'16px': 4, '32px': 2})
+    assert [sample['key'] for sample in small] == ['a.jpg', 'c.webp', 'd.BMP', 'sub/b.png']
     assert [sample['key'] for sample in large] == ['a.jpg', 'sub/b.png']
     assert [sample['captions'] for sample in large] == [['a gradient'], ['one', 'two']]
-    assert [stored_image(sample).format for sample in [*small, *large]] == ['JPEG', 'JPEG', 'JPEG', 'PNG']
+    formats = [stored_image(sample).format for sample in [*small, *large]]
+    assert formats == ['JPEG', 'JPEG', 'JPEG', 'PNG', 'JPEG', 'PNG']
     for sample in [*small, *large]:
         assert stored_image(sample).size == (sample['width'], sample['height'])
-    assert [(sample['width'], sample['height']) for sample in small] == [(16, 20), (17, 16)]
+    assert [(sample['width'], sample['height']) for sample in small] == [(20, 16), (16, 20), (17, 16), (16, 35)]
 
 
 def test_streaming_reads_a_prepared_folder(source: Path, out: Path) -> None:

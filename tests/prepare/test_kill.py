@@ -10,7 +10,7 @@ import pytest
 
 CHILDREN = '''
 """Run preparations in forked children of one process, which imports the modules once."""
-import json, os, random, signal, sys
+import json, os, random, shutil, signal, sys
 sys.path[:0] = [sys.argv[1], os.path.dirname(sys.argv[1])]
 from pathlib import Path
 from drawn import DrawnSource, settings, snapshot
@@ -22,14 +22,14 @@ from sudden_death import die_before
 FOLDER, ARGUMENTS = Path(sys.argv[2]), json.loads(sys.argv[3])
 
 
-def start(out, source, *, kill_at=None, with_group=False, inline=False, **values):
+def start(out, source, *, kill_at=None, with_group=False, after=None, inline=False, **values):
     """Start a preparation in a child process with its own process group; return its process ID."""
     pid = os.fork()
     if pid:
         return pid
     os.setsid()
     if kill_at is not None:
-        die_before(kill_at, FOLDER, with_group=with_group)
+        die_before(kill_at, FOLDER, with_group=with_group, after=after)
     chosen = settings(out, **values)
 
     def run(jobs):
@@ -47,8 +47,13 @@ def status(pid):
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
+def held_out(out):
+    return out.with_name(f'{out.name}-held-out')
+
+
 def same(one, two):
-    assert snapshot(one) == snapshot(two), f'{two} differs from {one}'
+    for folder in (lambda out: out, held_out):
+        assert snapshot(folder(one)) == snapshot(folder(two)), f'{folder(two)} differs from {folder(one)}'
 
 
 def done(out):
@@ -60,7 +65,7 @@ def done(out):
 def at_random_points(workers, kills):
     """Kill the process group at random moments, up to three times per preparation, then resume to the end."""
     source = DrawnSource(8, 12, broken=7)
-    values = dict(workers=workers, aspects='sdxl', duplicates='near', shard_mb=0.01)
+    values = dict(workers=workers, aspects='sdxl', duplicates='near', hold_out=9, shard_mb=0.01)
     draw = random.Random(workers)
     assert status(start(FOLDER / 'whole', source, **values)) == 0
     found = []
@@ -79,12 +84,8 @@ def at_random_points(workers, kills):
 
 def at_every_step():
     """Kill a preparation before each step that changes the disk or opens a file, then resume it."""
-    # fsync takes most of the time, and does not matter when only the process is killed.
-    os.fsync = lambda descriptor: None
-    source = DrawnSource(2, 5, broken=4)
-    for part in source.parts():
-        list(source.read(part))  # fill the cache of encoded images for all children
-    values = dict(aspects=['32x32', '32x24'], sizes=[32], duplicates='near', shard_mb=0.005, inline=True)
+    source = fast(DrawnSource(2, 5, broken=4))
+    values = dict(aspects=['32x32', '32x24'], duplicates='near', hold_out=2, shard_mb=0.005, inline=True)
     assert status(start(FOLDER / 'whole', source, **values)) == 0
     steps = 0
     while status(start(FOLDER / str(steps), source, kill_at=steps, **values)) == -signal.SIGKILL:
@@ -93,6 +94,54 @@ def at_every_step():
         assert not (FOLDER / f'{steps}.work').exists()
         steps += 1
     return steps
+
+
+def while_replacing():
+    """Kill a preparation before each step that replaces two datasets by new ones, check both, then resume it."""
+    old, new = fast(DrawnSource(1, 6)), fast(DrawnSource(2, 4))
+    values = dict(sizes=[16], inline=True)
+    assert status(start(FOLDER / 'old', old, hold_out=2, **values)) == 0
+    assert status(start(FOLDER / 'new', new, hold_out=3, **values)) == 0
+    known = {version: snapshot_pair(FOLDER / version) for version in ('old', 'new')}
+    seen, steps = set(), 0
+    while True:
+        out = FOLDER / str(steps)
+        shutil.copytree(FOLDER / 'old', out)
+        shutil.copytree(held_out(FOLDER / 'old'), held_out(out))
+        complete = out.with_name(f'{out.name}.work') / 'complete'
+        again = dict(values, hold_out=3, overwrite=True)
+        ended = status(start(out, new, kill_at=steps, after=complete, **again))
+        seen.add(tuple(version_of(path, at, known) for at, path in enumerate((out, held_out(out)))))
+        if ended == 0:
+            break
+        assert ended == -signal.SIGKILL
+        assert status(start(out, new, **again)) == 0, f'killed at step {steps}'
+        assert snapshot_pair(out) == known['new'] and not complete.parent.exists()
+        steps += 1
+    return [sorted(seen), steps]
+
+
+def fast(source):
+    """Prepare this process for many children that read a source."""
+    # fsync takes most of the time, and does not matter when only the process is killed.
+    os.fsync = lambda descriptor: None
+    for part in source.parts():
+        list(source.read(part))  # fill the cache of encoded images
+    return source
+
+
+def snapshot_pair(out):
+    return snapshot(out), snapshot(held_out(out))
+
+
+def version_of(path, at, known):
+    """Return 'old', 'new' or 'none'; fail if the dataset at a path is neither complete nor absent."""
+    if not path.exists():
+        return 'none'
+    # Not the content of the reports, since the old dataset is a copy whose reports have the path of the original.
+    files = {name: content for name, content in snapshot(path).items() if 'report' not in name}
+    assert (path / 'report.json').exists()
+    return next(version for version, pair in known.items() if files.items() <= pair[at].items())
 
 
 if __name__ == '__main__':
@@ -114,6 +163,15 @@ def test_preparation_killed_at_ten_random_points_resumes(tmp_path: Path, workers
     found = run(tmp_path, 'at_random_points', workers=workers, kills=10)
     assert len(found) == 10
     assert len(set(found)) > 3, f'all kills happened at the same few points: {found}'
+
+
+def test_kill_while_two_datasets_are_replaced_leaves_no_old_training_set_beside_new_held_out_images(
+    tmp_path: Path,
+) -> None:
+    seen, steps = run(tmp_path, 'while_replacing')
+    # (training set, held-out images) at the kills; each of them complete or absent.
+    assert seen == [['new', 'new'], ['none', 'new'], ['none', 'none'], ['none', 'old'], ['old', 'old']]
+    assert steps > 5
 
 
 @pytest.mark.slow

@@ -3,15 +3,18 @@
 import argparse
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from drawn import samples, snapshot
 from PIL import Image
 
+from diffusion.cli import main
 from diffusion.prepare import cli, openmoji
 from diffusion.prepare.counts_report import PrepareReport
 from diffusion.prepare.engines import run_job
@@ -48,6 +51,18 @@ def test_every_size_has_the_same_images(tmp_path: Path) -> None:
     assert saved['arguments']['source']['limit'] == 5
     assert 'resvg-py' in saved['versions']
     assert 'CC BY-SA 4.0' in saved['license']
+
+
+def test_quickstart_draws_captions_of_its_images(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    prompts = yaml.safe_load((root / 'yamls/quickstart.yaml').read_text())['callbacks']['image_grid']['prompts']
+    (command,) = re.findall('diffusion (prepare openmoji .*)', (root / 'Makefile').read_text())
+    words = command.replace('data/openmoji', str(tmp_path / 'out')).replace('64', '16').split()
+    assert main(words) == 0
+    first = [sample['captions'][0] for sample in samples(tmp_path / 'out/16px')]
+    assert len(first) == 200
+    assert set(prompts) <= set(first)
+    assert len(set(prompts)) == 8
 
 
 def test_images_are_stored_as_rendered_and_in_selection_order(tmp_path: Path, emojis: list[Emoji]) -> None:

@@ -1,4 +1,4 @@
-"""Final shards, and the selection of the bucket of an image."""
+"""Final shards, and the selection of the buckets of an image."""
 
 import json
 import math
@@ -55,29 +55,30 @@ sides = st.integers(8, 3000)
 
 @given(width=sides, height=sides, aspects=st.sampled_from(['none', 'sdxl', ['640x384', '384x640'], ['512x512']]))
 @hypothesis_settings(max_examples=300, deadline=None)
-def test_no_image_is_upscaled_for_its_bucket(width: int, height: int, aspects: str | list[str]) -> None:
-    buckets = Buckets([256, 512], aspects)
+def test_image_goes_to_one_shape_of_each_resolution_that_it_fills(
+    width: int, height: int, aspects: str | list[str]
+) -> None:
+    buckets = Buckets([512, 256, 1024], aspects)
     found = buckets.choose(width, height)
-    if found is None:
-        fits = [
-            size
-            for size, shapes in buckets.shapes.items()
-            if size <= min(width, height) and any(s.width <= width and s.height <= height for s in shapes)
-        ]
-        assert not fits
-        return
-    size, shape = found
-    assert shape.width <= width and shape.height <= height and size <= min(width, height)
-    assert buckets.name(size, shape) in buckets.names
-    rivals = [s for s in buckets.shapes[size] if s.width <= width and s.height <= height]
-    distance = min(abs(math.log(s.aspect * height / width)) for s in rivals)
-    assert abs(math.log(shape.aspect * height / width)) == pytest.approx(distance)
+    fitting = {
+        size: [s for s in shapes if s.width <= width and s.height <= height]
+        for size, shapes in buckets.shapes.items()
+        if size <= min(width, height)
+    }
+    assert [size for size, _ in found] == sorted(size for size, shapes in fitting.items() if shapes)
+    for size, shape in found:
+        assert buckets.name(size, shape) in buckets.names
+        distance = min(abs(math.log(rival.aspect * height / width)) for rival in fitting[size])
+        assert abs(math.log(shape.aspect * height / width)) == pytest.approx(distance)
+    assert Buckets([512, 256, 1024], aspects, every=False).choose(width, height) == found[-1:]
 
 
-def test_bucket_is_the_largest_resolution_that_fits() -> None:
-    squares = Buckets([256, 512], 'none')
-    names = {size: squares.choose(*size) for size in [(600, 512), (511, 4000), (4000, 255)]}
-    assert [None if found is None else squares.name(*found) for found in names.values()] == ['512px', '256px', None]
+@pytest.mark.parametrize(('every', 'of_large'), [(True, ['256px', '512px']), (False, ['512px'])])
+def test_square_buckets_of_an_image_depend_on_its_shorter_side(every: bool, of_large: list[str]) -> None:
+    squares = Buckets([256, 512], 'none', every=every)
+    sides = [(600, 512), (511, 4000), (4000, 255)]
+    names = [[squares.name(*found) for found in squares.choose(*size)] for size in sides]
+    assert names == [of_large, ['256px'], []]
 
 
 def test_listed_shapes_apply_to_the_largest_size() -> None:

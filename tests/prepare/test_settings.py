@@ -53,8 +53,11 @@ filters: {columns: {aesthetic: {min: 4.5}}}
     assert parsed(*short) == load_settings(tmp_path / 'a.yaml') == parsed('recipe', str(tmp_path / 'a.yaml'))
 
 
-def test_former_spelling_of_license_is_read(tmp_path: Path) -> None:
-    assert settings_of(VALID | {'licence': 'CC0'}).license == settings_of(VALID | {'license': 'CC0'}).license == 'CC0'
+def test_former_spelling_of_license_is_read_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert settings_of(VALID | {'license': 'CC0'}).license == 'CC0'
+    assert not caplog.records
+    assert settings_of(VALID | {'licence': 'CC0'}).license == 'CC0'
+    assert 'the setting is spelled license now' in caplog.text
     (tmp_path / 'a.yaml').write_text('source: {kind: webdataset, location: a}\nout: o\nsizes: [256]\nlicense: null\n')
     assert load_settings(tmp_path / 'a.yaml', ['licence=CC0']).license == 'CC0'
     report = {'source': 'tars', 'arguments': {}, 'licence': 'CC0', 'rejected': {}}
@@ -104,7 +107,7 @@ def test_yaml_extends_another_and_overrides_take_precedence(tmp_path: Path) -> N
         ),
         ({'source': {'kind': 'openmoji', 'location': 'a'}}, 'source.location: is not a setting of openmoji, which'),
         ({'source': VALID['source'] | {'captions': 'c.csv'}}, 'source.captions: is not a setting of webdataset'),
-        ({'out': 's3://bucket/mds'}, 'work: is missing; out is s3://bucket/mds, so give a local folder'),
+        ({'out': 's3://bucket/mds'}, 'work: is missing; out is s3://bucket/mds, so give a local work folder'),
         ({'out': 's3://b/mds', 'work': 'w', 'overwrite': True}, 'overwrite: is not supported for object stores'),
         ({'out': '.'}, r'out: \. contains the input tars; give another folder'),
     ],

@@ -160,7 +160,7 @@ def test_clouds_without_conditional_writes_raise_an_error(clouds: Cloud, monkeyp
     monkeypatch.setenv('GCS_KEY', 'key')
     monkeypatch.setenv('GCS_SECRET', 'secret')
     for url in ('oci://bucket@space/lock', 'gs://bucket/lock', 'hf://datasets/org/name/lock'):
-        with pytest.raises(UserError, match='conditional writes|uploading'):
+        with pytest.raises(UserError, match='conditional write|uploading'):
             object_store.write(url, b'one', if_absent=True)
     assert object_store._acquire_client(locate('gs://bucket/lock'), object_store.DEFAULT).google  # type: ignore[reportAttributeAccessIssue]
 
@@ -236,7 +236,7 @@ def test_unsupported_urls_raise_an_error(url: str, message: str) -> None:
 
 def test_endpoint_that_is_not_a_url_raises_an_error(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv('S3_ENDPOINT_URL', 'minio:9000')
-    with pytest.raises(UserError, match='S3_ENDPOINT_URL=minio:9000: is not a URL; write https://minio:9000'):
+    with pytest.raises(UserError, match='S3_ENDPOINT_URL: minio:9000 is not a URL; set it to https://minio:9000'):
         object_store.read('s3://bucket/a')
 
 

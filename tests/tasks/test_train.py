@@ -1,6 +1,7 @@
 """Real runs of tiny models: resuming, starting from another run's weights, evaluating, generating and exporting."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from streaming import StreamingDataset
 
 from diffusion.checkpointing.checkpoint_weights import read_checkpoint, weights_of
 from diffusion.checkpointing.run_folder import find_checkpoint
+from diffusion.cli import main
 from diffusion.config.load import load
 from diffusion.loggers.metrics_file import read_metrics
 from diffusion.models.latent_diffusion import LatentDiffusion
@@ -322,7 +324,7 @@ def test_latents_of_another_resolution_are_an_error(latents, write_recipe):
 
 
 def test_images_instead_of_latents_are_an_error(write_recipe):
-    with pytest.raises(ValueError, match='streams.small: its samples have .*, but latent_moments is needed'):
+    with pytest.raises(ValueError, match='streams.small: its samples have .*, but latent_moments is required'):
         build_trainer(load(write_recipe('wrong', dataset={'name': 'latents'})))
 
 
@@ -375,7 +377,7 @@ def test_missing_averaged_weights_error_names_the_start_of_ema(write_recipe, tmp
         )
     ).close()
     with pytest.raises(
-        ValueError, match='it has no averaged weights, its EMA would have started at 100ba; use --weights training'
+        ValueError, match=r'it has no averaged weights \(its EMA would have started at 100ba\); use --weights training'
     ):
         weights_of(find_checkpoint(tmp_path / 'runs/plain'), 'ema')
 
@@ -385,6 +387,22 @@ def test_log_file_gets_lines_instead_of_a_progress_bar(write_recipe, caplog, cap
         train(load(write_recipe('lines', loggers={'console_lines': {'every_seconds': 0.0}}))).close()
     assert 'batch 8 of 8, loss ' in caplog.text
     assert '\r' not in capsys.readouterr().err
+
+
+def test_status_of_a_run_that_launch_did_not_start(finished, capsys):
+    _, run = finished
+    assert main(['status', str(run)]) == 0
+    last = losses(run)[7]
+    expected = [
+        f'{run}: not started by diffusion launch',
+        '  batch              8 of 8ba',
+        f'  last loss          {last:.4f}',
+        f'  newest checkpoint  {run / "ba8"}',
+        '  process            none, the run has ended',
+    ]
+    *lines, alive = capsys.readouterr().out.splitlines()
+    assert lines == expected
+    assert re.match(r'  last sign of life  \d{4}-.* \d+ (s|min) ago$', alive)
 
 
 def test_tensorboard_gets_metrics_and_images(write_recipe, tmp_path):

@@ -1,4 +1,4 @@
-"""Launch back ends, one module per scheduler, imported when a job needs it."""
+"""Launch backends: one module per scheduler, imported when a job uses the scheduler."""
 
 import importlib
 from typing import cast
@@ -9,5 +9,5 @@ NAMES = ('kubernetes', 'local', 'mcli', 'sagemaker', 'skypilot', 'slurm')
 
 
 def backend_of(name: str) -> Backend:
-    """Return the back end module for a name in NAMES."""
+    """Return the launch backend module of this name, such as slurm or kubernetes."""
     return cast(Backend, importlib.import_module(f'diffusion.launch.backends.{name}'))

@@ -1,6 +1,6 @@
-"""Interface of a back end, which renders jobs to files, validates them offline and submits them to its scheduler.
+"""Interface of a launch backend, which renders jobs to files, validates the files and submits them to a scheduler.
 
-Contract with `diffusion.launch.node`, which runs on the nodes: every back end starts `Job.command` once per node with
+Contract with `diffusion.launch.node`, which runs on the nodes: every backend starts `Job.command` once per node with
 the variables of `environment_of(job, ...)`; see `diffusion.launch.environment`.
 """
 
@@ -19,7 +19,7 @@ IMAGE_WORKDIR = '/workspace'
 
 @dataclass(frozen=True)
 class Rendered:
-    """Rendered files of jobs, ready for submission."""
+    """Files that a launch backend rendered from jobs, with the commands that submit them."""
 
     files: dict[str, str]
     """Contents by file name."""
@@ -30,24 +30,24 @@ class Rendered:
 
 
 class NotValidated(Exception):
-    """The program or package that validates the files is missing; the message explains how to install it."""
+    """Raised if the tool that validates rendered job files is missing; the message explains how to install the tool."""
 
 
 class Backend(Protocol):
-    """Module for one scheduler. `Options` is the dataclass of the keys beside `name` under `backend:`."""
+    """Launch backend, a module for one scheduler. `Options` is the dataclass of the keys under `backend:` in a spec."""
 
     Options: type
 
     def problems(self, jobs: Sequence[Job]) -> list[Problem]:
-        """Return mistakes in the spec that this scheduler would refuse, or would accept and misinterpret."""
+        """Return the mistakes in a job spec that the scheduler would refuse, or would accept and misinterpret."""
         ...
 
     def render(self, jobs: Sequence[Job]) -> Rendered:
-        """Return the rendered files; a pure function of the jobs."""
+        """Return the files that describe the jobs to the scheduler; a pure function of the jobs."""
         ...
 
     def validate(self, rendered: Rendered) -> list[Problem]:
-        """Return the mistakes that the schema of the scheduler finds in the files.
+        """Return the mistakes that the schema of the scheduler finds in rendered job files.
 
         Raises:
             NotValidated: The package or program that knows the schema is missing.
@@ -55,34 +55,34 @@ class Backend(Protocol):
         ...
 
     def submit(self, jobs: Sequence[Job], rendered: Rendered, folder: Path) -> str:
-        """Submit the files, which have been written to the folder, and return a line about the result.
+        """Submit rendered jobs, whose files have been written to `folder`; return a line about the result.
 
         Raises:
-            UserError: The tool of the scheduler is missing.
+            UserError: The scheduler's command-line tool is missing.
             ExternalError: The scheduler refuses the job or does not respond.
         """
         ...
 
     def status(self, jobs: Sequence[Job]) -> str:
-        """Return the status of the jobs as the scheduler reports it."""
+        """Return the status of submitted jobs as the scheduler reports it."""
         ...
 
     def logs(self, jobs: Sequence[Job]) -> str:
-        """Return the last output of the jobs, or the command that shows it."""
+        """Return the last lines of the logs of submitted jobs, or the command that prints them."""
         ...
 
     def cancel(self, jobs: Sequence[Job]) -> str:
-        """Cancel the jobs and return a line about the result."""
+        """Cancel submitted jobs in the scheduler; return a line about the result."""
         ...
 
 
 def environment_of(job: Job, scheduler: str, **more: str) -> dict[str, str]:
-    """Return the environment variables of the nodes of a job.
+    """Return the environment variables that a launch backend sets on every node of a job.
 
     Args:
         job: The job.
-        scheduler: Value of `environment.SCHEDULER`.
-        more: Further values by the name of their constant in `diffusion.launch.environment`.
+        scheduler: Name of the scheduler, the value of DIFFUSION_SCHEDULER.
+        more: Further variables, by the name of their constant in `diffusion.launch.environment`.
     """
     spec = job.spec
     restart = spec.restart
@@ -108,7 +108,7 @@ def environment_of(job: Job, scheduler: str, **more: str) -> dict[str, str]:
 
 
 def deep_merge(base: Any, changes: Any) -> Any:
-    """Return a document with the user's values merged in: mappings merge, null removes a key, other values replace."""
+    """Return `base` with `changes` merged in recursively: mappings merge, None removes a key, other values replace."""
     if not isinstance(base, Mapping) or not isinstance(changes, Mapping):
         return changes
     result = dict(base)
@@ -121,11 +121,11 @@ def deep_merge(base: Any, changes: Any) -> Any:
 
 
 def unmounted_run_folders(jobs: Sequence[Job]) -> list[Problem]:
-    """Return a problem if a job in a container saves outside of all mounts, where its checkpoints would be lost."""
+    """Return a problem if a job in a container saves checkpoints outside of all mounts, where they would be lost."""
     problems = []
     for job in jobs:
         folder = PurePosixPath(job.spec.workdir or IMAGE_WORKDIR, job.run_dir)
         if not any(folder.is_relative_to(target) for target in job.spec.mounts):
-            message = f'nothing is mounted at {folder.parent}, where {job.name} saves; its checkpoints would be lost'
+            message = f'nothing is mounted at {folder.parent}, where {job.name} saves checkpoints; mount storage there'
             problems.append(Problem('mounts', message))
     return problems[:1]

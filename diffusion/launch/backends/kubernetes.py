@@ -1,4 +1,4 @@
-"""Kubernetes back end: a JobSet with one indexed Job per stage and one pod per node, queued by Kueue if labeled."""
+"""Kubernetes launch backend: a JobSet with an indexed Job per stage and a pod per node, optionally in a Kueue queue."""
 
 import re
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ RAW = ('jobset', 'job', 'pod', 'container')
 
 @dataclass
 class Options:
-    """Settings of the Kubernetes back end."""
+    """Settings of the Kubernetes launch backend, from `backend:` in a job spec."""
 
     namespace: str | None = None
     """Namespace of all objects; null uses that of the kubectl context."""
@@ -61,26 +61,26 @@ def problems(jobs: Sequence[Job]) -> list[Problem]:
         if excess > 0:
             gather.problem(
                 'name',
-                f'{spec.name!r} is {excess} characters too long: pod names of stage {job.stage!r} exceed {MAX_NAME}',
+                f'{spec.name!r} is {excess} characters too long for the pods of stage {job.stage!r}; shorten it',
             )
     if spec.image is None:
-        gather.problem('image', 'is missing; a pod needs one')
+        gather.problem('image', 'is missing; set the container image of the pods')
     if spec.schedule.preemptible:
-        message = 'depends on priority or node in Kubernetes; set schedule.priority or backend.raw.pod.nodeSelector'
+        message = 'is not supported on Kubernetes; set schedule.priority or backend.raw.pod.nodeSelector instead'
         gather.problem('schedule.preemptible', message)
     if isinstance(spec.schedule.priority, int):
-        gather.problem('schedule.priority', f'{spec.schedule.priority} is a number; give the name of a priority class')
+        gather.problem('schedule.priority', f'{spec.schedule.priority} is a number; use the name of a priority class')
     for target, source in spec.mounts.items():
         if _volume('x', source) is None:
-            message = f'{source!r} cannot be mounted; write pvc://claim, pvc://claim/folder, or a folder on the nodes'
+            message = f'{source!r} cannot be mounted; use pvc://claim, pvc://claim/folder, or a folder on the nodes'
             gather.problem(join('mounts', target), message)
     for name, source in spec.secrets.items():
         if source is None or re.fullmatch(r'[a-z0-9.-]+/[A-Za-z0-9._-]+', source) is None:
-            message = f'{source!r} is not a Kubernetes secret; write secret/key, the name of a Secret and a key in it'
+            message = f'{source!r} is not a Kubernetes secret; use secret/key, the name of a Secret and a key in it'
             gather.problem(join('secrets', name), message)
     for name in options.raw:
         if name not in RAW:
-            gather.problem(join('backend.raw', name), f'is not one of {", ".join(RAW)}')
+            gather.problem(join('backend.raw', name), f'is unknown; use one of {", ".join(RAW)}')
     return gather.problems + (unmounted_run_folders(jobs) if spec.image else [])
 
 
@@ -114,7 +114,7 @@ def render(jobs: Sequence[Job]) -> Rendered:
 
 
 def validate(rendered: Rendered) -> list[Problem]:
-    """Return the mistakes that the published schemas find (extra `kubernetes`), or else kubectl and its cluster."""
+    """Return the mistakes in rendered manifests, found by published schemas (extra `kubernetes`) or else by kubectl."""
     found = []
     for text in rendered.files.values():
         try:
@@ -142,6 +142,7 @@ def cancel(jobs: Sequence[Job]) -> str:
 
 
 def _notes(jobs: Sequence[Job]) -> list[str]:
+    """Return notes for the user about restarts, queues and stages of the jobs on Kubernetes."""
     spec, found = jobs[0].spec, []
     if spec.restart.codes('elsewhere'):
         found.append(
@@ -158,15 +159,18 @@ def _notes(jobs: Sequence[Job]) -> list[str]:
 
 
 def _namespace(jobs: Sequence[Job]) -> list[str]:
+    """Return the kubectl option for the namespace of the jobs; empty for the namespace of the context."""
     namespace = jobs[0].spec.options.namespace
     return [] if namespace is None else [f'--namespace={namespace}']
 
 
 def _selector(jobs: Sequence[Job]) -> list[str]:
+    """Return the kubectl options that select all objects of the JobSet."""
     return ['--selector', f'jobset.sigs.k8s.io/jobset-name={jobs[0].spec.name}']
 
 
 def _failure_policy(jobs: Sequence[Job]) -> dict[str, Any]:
+    """Return the policy of the JobSet: restart after a failure, except one that must not be retried."""
     restart = jobs[0].spec.restart
     # JobSet recreates all Jobs after any other failure, because the ranks cannot continue without one another.
     final = {'name': 'stop', 'action': 'FailJobSet', 'onJobFailureReasons': ['PodFailurePolicy', 'DeadlineExceeded']}
@@ -174,7 +178,7 @@ def _failure_policy(jobs: Sequence[Job]) -> dict[str, Any]:
 
 
 def _pod_failure_policy(job: Job) -> dict[str, Any]:
-    """Return the policy that fails the JobSet on exit statuses that must not be retried."""
+    """Return the part of a Kubernetes Job that fails the JobSet on exit statuses that must not be retried."""
     restart = job.spec.restart
     codes = restart.codes('stop')
     operator = 'In'
@@ -272,11 +276,12 @@ def _env(job: Job) -> list[dict[str, Any]]:
 
 
 def _literal(text: str) -> str:
-    """Return a word escaped for Kubernetes, which expands $(NAME) and reads $$ as a dollar sign."""
+    """Escape the dollar signs of an argument, because Kubernetes expands $(NAME) and reads $$ as a dollar sign."""
     return text.replace('$', '$$')
 
 
 def _volume(name: str, source: str) -> dict[str, Any] | None:
+    """Return the pod volume of a mount source (pvc://claim or a folder on the nodes); None if it is neither."""
     claim = re.fullmatch(r'pvc://([a-z0-9.-]+)(/.+)?', source)
     if claim is not None:
         return {'name': name, 'persistentVolumeClaim': {'claimName': claim[1]}}
@@ -284,7 +289,7 @@ def _volume(name: str, source: str) -> dict[str, Any] | None:
 
 
 def _schema_problems(manifest: dict[str, Any]) -> list[Problem]:
-    """Return unknown keys and wrong types, found offline by the published schemas.
+    """Return the unknown keys and wrong types in a JobSet manifest, found offline with published Kubernetes schemas.
 
     Raises:
         ImportError: The extra `kubernetes` is not installed.
@@ -301,7 +306,7 @@ def _schema_problems(manifest: dict[str, Any]) -> list[Problem]:
         # of Kubernetes, so below the template of a Job they refuse valid quantities and ports; kubernetes-validate
         # checks that part.
         found = [
-            Problem(_path(*each['loc']), 'unknown key' if each['type'] == 'extra_forbidden' else each['msg'])
+            Problem(_path(*each['loc']), 'unknown key; remove it' if each['type'] == 'extra_forbidden' else each['msg'])
             for each in error.errors()
             if 'template' not in each['loc'][:-1]
         ]
@@ -319,7 +324,7 @@ def _schema_problems(manifest: dict[str, Any]) -> list[Problem]:
 
 
 def _kubectl_problems(text: str) -> list[Problem]:
-    """Return the mistakes that kubectl finds by the schemas of its cluster.
+    """Return the mistakes that a kubectl dry run finds in a manifest, with the schemas of the cluster.
 
     Raises:
         NotValidated: kubectl is missing, or cannot reach a cluster.
@@ -327,7 +332,9 @@ def _kubectl_problems(text: str) -> list[Problem]:
     try:
         call(['kubectl', 'version', '--request-timeout=10s'], install=INSTALL)
     except (UserError, ExternalError) as error:
-        raise NotValidated(f"the JobSet was not validated; pip install 'diffusion[kubernetes]' ({error})") from error
+        raise NotValidated(
+            f"the JobSet was not validated; pip install 'diffusion-recipes[kubernetes]' ({error})"
+        ) from error
     try:
         call(['kubectl', 'apply', '--dry-run=client', '--filename=-'], install=INSTALL, stdin=text)
     except ExternalError as error:
@@ -336,5 +343,5 @@ def _kubectl_problems(text: str) -> list[Problem]:
 
 
 def _path(*parts: str | int) -> str:
-    """Return the path of a manifest value as a key of the spec, such as `backend.raw.spec.replicatedJobs[0].name`."""
+    """Return the job-spec key that sets a manifest value, such as `backend.raw.spec.replicatedJobs[0].name`."""
     return 'backend.raw' + ''.join(f'[{part}]' if isinstance(part, int) else f'.{part}' for part in parts)

@@ -1,4 +1,4 @@
-"""Local back end: the nodes of a job are processes of this machine, each with its own ranks."""
+"""Local launch backend: the nodes of a job are processes of this machine, each with its own ranks."""
 
 import shlex
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ from diffusion.launch.local_cluster import node_environment, run_local_jobs
 
 @dataclass
 class Options:
-    """The local back end has no settings."""
+    """Settings of the local launch backend, which has none."""
 
 
 class JobFailed(ExternalError):
-    """A local job failed; `diffusion launch` exits with its status."""
+    """Raised when a local job fails; `diffusion launch` then exits with the status of the job."""
 
     def __init__(self, name: str, exit_status: int) -> None:
         super().__init__(f'{name}: exited with status {exit_status}')
@@ -28,9 +28,9 @@ class JobFailed(ExternalError):
 def problems(jobs: Sequence[Job]) -> list[Problem]:
     spec, gather = jobs[0].spec, Gatherer()
     if spec.image is not None:
-        gather.problem('image', 'is not used on this machine; remove it')
+        gather.problem('image', 'the local backend does not use a container image; remove it')
     if spec.mounts:
-        gather.problem('mounts', 'are not used on this machine; remove them')
+        gather.problem('mounts', 'the local backend does not mount folders; remove them')
     schedule = spec.schedule
     settings = {
         'queue': schedule.queue is not None,
@@ -39,15 +39,15 @@ def problems(jobs: Sequence[Job]) -> list[Problem]:
         'time_limit': any(job.time_limit_seconds for job in jobs),
     }
     for key in (key for key, given in settings.items() if given):
-        gather.problem(f'schedule.{key}', 'the local back end has no scheduler; remove it')
+        gather.problem(f'schedule.{key}', 'the local backend has no scheduler; remove it')
     for name, source in spec.secrets.items():
         if source is not None:
-            gather.problem(f'secrets.{name}', 'is read from the environment; set it to null')
+            gather.problem(f'secrets.{name}', 'the local backend reads secrets from the environment; set it to null')
     return gather.problems
 
 
 def render(jobs: Sequence[Job]) -> Rendered:
-    """Return shell scripts for reading; `submit` starts the same commands without a shell."""
+    """Return shell scripts that show the commands of the jobs; `submit` starts the commands without a shell."""
     return Rendered({f'{job.name}.sh': _script(job) for job in jobs}, tuple(('bash', f'{job.name}.sh') for job in jobs))
 
 
@@ -56,7 +56,7 @@ def validate(rendered: Rendered) -> list[Problem]:
 
 
 def submit(jobs: Sequence[Job], rendered: Rendered, folder: Path) -> str:
-    """Run the jobs and wait until they end.
+    """Run the jobs on this machine and wait until they end.
 
     Raises:
         JobFailed: A job exited with a nonzero status.
@@ -72,7 +72,7 @@ def status(jobs: Sequence[Job]) -> str:
 
 
 def logs(jobs: Sequence[Job]) -> str:
-    raise UserError('logs: a local job writes to the terminal in which it was launched')
+    raise UserError('logs: a local job has no log file; see the terminal in which it was launched')
 
 
 def cancel(jobs: Sequence[Job]) -> str:

@@ -1,4 +1,4 @@
-"""MosaicML platform back end: renders the YAML of a run for `mcli run -f`; it cannot submit."""
+"""Launch backend of the MosaicML platform: renders the YAML of a run for `mcli run -f`; it cannot submit the run."""
 
 import re
 import shlex
@@ -29,7 +29,7 @@ PRIORITIES = ('auto', 'lowest', 'low', 'medium', 'high')
 
 @dataclass
 class Options:
-    """Settings of the MosaicML back end."""
+    """Settings of the MosaicML launch backend, from `backend:` in a job spec."""
 
     gpu_type: str | None = None
     """Name of the GPU type in the cluster; null uses the default name of the GPU."""
@@ -43,18 +43,20 @@ def problems(jobs: Sequence[Job]) -> list[Problem]:
         if NAME.fullmatch(job.name) is None or len(job.name) > MAX_NAME:
             gather.problem('name', f'{job.name!r} is not a valid run name; use a-z, 0-9 and dashes, at most {MAX_NAME}')
     if spec.image is None:
-        gather.problem('image', 'is missing; a run needs one')
+        gather.problem('image', 'is missing; set the container image of the run')
     if spec.schedule.queue is None:
-        gather.problem('schedule.queue', 'is missing; give the cluster (`mcli get clusters`)')
+        gather.problem('schedule.queue', 'is missing; set it to one of the clusters that `mcli get clusters` lists')
     if spec.gpu is None or (spec.gpu not in GPU_TYPES and spec.options.gpu_type is None):
-        gather.problem('backend.gpu_type', f'is missing; no default is known for {spec.gpu or "no GPU"}')
+        gather.problem('backend.gpu_type', f'is missing; set it, as there is no default for {spec.gpu or "no GPU"}')
     if any(job.nodes > 1 for job in jobs) and spec.gpus_per_node != GPUS_PER_NODE:
         message = (
-            f'{spec.gpus_per_node} of {GPUS_PER_NODE} per machine; jobs of several nodes use whole machines: set 8'
+            f'{spec.gpus_per_node} of {GPUS_PER_NODE} per machine; jobs of several nodes use whole machines; use 8'
         )
         gather.problem('gpus_per_node', message)
     if spec.schedule.priority is not None and spec.schedule.priority not in PRIORITIES:
-        gather.problem('schedule.priority', f'{spec.schedule.priority!r} is not one of {", ".join(PRIORITIES)}')
+        gather.problem(
+            'schedule.priority', f'{spec.schedule.priority!r} is unknown; use one of {", ".join(PRIORITIES)}'
+        )
     for target in spec.mounts:
         gather.problem(join('mounts', target), 'the platform has no mounts; use its integrations in backend.raw')
     for name, source in spec.secrets.items():
@@ -79,12 +81,12 @@ def render(jobs: Sequence[Job]) -> Rendered:
 
 
 def validate(rendered: Rendered) -> list[Problem]:
-    """Return the mistakes that mcli finds in the runs."""
+    """Return the mistakes that the mcli package finds in the rendered run YAML."""
     try:
         from mcli.api.exceptions import MAPIException, MCLIException
         from mcli.models.run_config import FinalRunConfig, RunConfig
     except ImportError:
-        raise NotValidated("the run was not validated; pip install 'diffusion[mcli]'") from None
+        raise NotValidated("the run was not validated; pip install 'diffusion-recipes[mcli]'") from None
     found = []
     for text in rendered.files.values():
         with warnings.catch_warnings():
@@ -114,10 +116,12 @@ def cancel(jobs: Sequence[Job]) -> NoReturn:
 
 
 def _refuse(command: str) -> NoReturn:
+    """Raise a UserError that names the mcli command to use instead."""
     raise UserError(f'backend.name: mcli runs are not tracked; use `{command}`')
 
 
 def _run(job: Job) -> dict[str, Any]:
+    """Return the run YAML of a job, as a dictionary."""
     spec = job.spec
     schedule = spec.schedule
     limit = job.time_limit_seconds

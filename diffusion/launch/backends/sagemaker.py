@@ -1,4 +1,4 @@
-"""SageMaker back end: a job is a create_training_job request, a chain is a pipeline of such requests."""
+"""SageMaker launch backend: a job is a create_training_job request, a chain of jobs is a pipeline of such requests."""
 
 import datetime
 import functools
@@ -37,7 +37,7 @@ MAX_RETRIES = 30
 
 @dataclass
 class Options:
-    """Settings of the SageMaker back end."""
+    """Settings of the SageMaker launch backend, from `backend:` in a job spec."""
 
     role: str
     """The ARN of the role with which the job runs."""
@@ -70,12 +70,12 @@ def problems(jobs: Sequence[Job]) -> list[Problem]:
             gather.problem('name', message)
         if job.time_limit_seconds is None:
             gather.problem(
-                'schedule.time_limit', 'is missing; the default of SageMaker is one day: set one, such as 5d'
+                'schedule.time_limit', 'is missing, and the default of SageMaker is one day; set it, such as 5d'
             )
     if spec.image is None:
-        gather.problem('image', 'is missing; give an image in ECR')
+        gather.problem('image', 'is missing; use a container image in ECR')
     if spec.workdir is not None:
-        gather.problem('workdir', 'is not supported by SageMaker, which uses that of the image; remove it')
+        gather.problem('workdir', "is not supported by SageMaker, which uses the container image's; remove it")
     _check_machines(jobs, gather)
     for key in ('queue', 'priority'):
         if getattr(spec.schedule, key) is not None:
@@ -83,7 +83,7 @@ def problems(jobs: Sequence[Job]) -> list[Problem]:
     for name, source in spec.secrets.items():
         if source is None or re.fullmatch(r'[A-Za-z0-9/_+=.@:-]+', source) is None:
             message = (
-                'SageMaker shows environments in plain text; give the name or ARN of a secret in AWS Secrets Manager'
+                'SageMaker shows environments in plain text; use the name or ARN of a secret in AWS Secrets Manager'
             )
             gather.problem(join('secrets', name), message)
     _check_mounts(jobs, gather)
@@ -124,7 +124,7 @@ def render(jobs: Sequence[Job]) -> Rendered:
 
 
 def validate(rendered: Rendered) -> list[Problem]:
-    """Return mistakes by the service model of botocore: keys and types, lengths and patterns."""
+    """Return the mistakes in rendered requests by botocore's service model: keys and types, lengths and patterns."""
     from botocore.validate import ParamValidator
 
     shape, found = _request_shape(), []
@@ -186,7 +186,7 @@ def _check_machines(jobs: Sequence[Job], gather: Gatherer) -> None:
         return
     if spec.gpu not in INSTANCES:
         gather.problem(
-            'backend.instance_type', f'is missing; no SageMaker instance type is known for {spec.gpu or "no GPU"}'
+            'backend.instance_type', f'is missing; set it, as there is no default for {spec.gpu or "no GPU"}'
         )
     elif spec.gpus_per_node != 8:
         message = f'{spec.gpus_per_node} of the 8 GPUs of {INSTANCES[spec.gpu]}; use 8, or set backend.instance_type'
@@ -207,15 +207,16 @@ def _check_mounts(jobs: Sequence[Job], gather: Gatherer) -> None:
                     join('mounts', target), f'FSx is mounted at {CHANNELS}NAME; use that path, and set runs_dir to it'
                 )
             if not spec.options.subnets or not spec.options.security_groups:
-                gather.problem('backend.subnets', 'and security_groups are missing; FSx is only reachable inside a VPC')
+                gather.problem('backend.subnets', 'FSx is only reachable inside a VPC; set subnets and security_groups')
         elif not source.startswith('s3://'):
             gather.problem(
-                join('mounts', target), f'{source!r} cannot be mounted; write s3://bucket/folder or fsx://id/path'
+                join('mounts', target), f'{source!r} cannot be mounted; use s3://bucket/folder or fsx://id/path'
             )
     gather.problems += unmounted_run_folders(jobs)
 
 
 def _request(job: Job) -> dict[str, Any]:
+    """Return the create_training_job request of a job."""
     spec = job.spec
     options: Options = spec.options
     limit = job.time_limit_seconds
@@ -262,6 +263,7 @@ def _environment(job: Job) -> dict[str, str]:
 
 
 def _mounts(job: Job) -> dict[str, Any]:
+    """Return the keys of a request that mount FSx file systems and copy a folder to S3."""
     found: dict[str, Any] = {}
     channels = []
     for target, source in job.spec.mounts.items():
@@ -282,6 +284,7 @@ def _mounts(job: Job) -> dict[str, Any]:
 
 
 def _pipeline(jobs: Sequence[Job]) -> dict[str, Any]:
+    """Return the pipeline definition of a chain of jobs, one step per job."""
     steps = []
     for job in jobs:
         arguments = _request(job)
@@ -297,6 +300,7 @@ def _json(document: dict[str, Any]) -> str:
 
 @functools.cache
 def _request_shape() -> Any:
+    """Return botocore's model of the create_training_job request."""
     import botocore.session
 
     service = botocore.session.get_session().get_service_model('sagemaker')
@@ -304,7 +308,7 @@ def _request_shape() -> Any:
 
 
 def _limit_problems(shape: Any, value: Any, where: str = '') -> list[Problem]:
-    """Return violations of lengths, sizes, patterns and enums, which botocore does not check before a request."""
+    """Return violations of lengths, sizes, patterns and enums in a request, which botocore itself does not check."""
     if shape.type_name == 'structure':
         return [
             each for key, item in value.items() for each in _limit_problems(shape.members[key], item, join(where, key))
@@ -341,7 +345,7 @@ def _client(jobs: Sequence[Job]) -> Any:
 
 
 def _call(function: Any, *arguments: Any, **keywords: Any) -> Any:
-    """Call a function of boto3; convert its errors to an ExternalError with one line."""
+    """Call a function of boto3; raise ExternalError with a one-line message if it fails."""
     from botocore.exceptions import BotoCoreError, ClientError
 
     try:
@@ -351,12 +355,13 @@ def _call(function: Any, *arguments: Any, **keywords: Any) -> Any:
 
 
 def _exists(client: Any, pipeline: str) -> bool:
+    """Return True if a SageMaker pipeline of this name exists."""
     listed = _call(client.list_pipelines, PipelineNamePrefix=pipeline)['PipelineSummaries']
     return any(each['PipelineName'] == pipeline for each in listed)
 
 
 def _newest(jobs: Sequence[Job]) -> list[dict[str, Any]]:
-    """Return the latest training job of each job that has one."""
+    """Return SageMaker's summary of the latest training job of each job, without jobs that were never submitted."""
     client, found = _client(jobs), []
     for job in jobs:
         # NameContains also matches jobs with longer names. A pipeline adds its execution id before the name of a step,

@@ -1,4 +1,4 @@
-"""SkyPilot back end: a managed job on any cloud, recovered by SkyPilot; a chain is a pipeline of tasks."""
+"""SkyPilot launch backend: a managed job on any cloud, which SkyPilot recovers; a chain of jobs is a pipeline."""
 
 import re
 import shlex
@@ -37,7 +37,7 @@ job."""
 
 @dataclass
 class Options:
-    """Settings of the SkyPilot back end."""
+    """Settings of the SkyPilot launch backend, from `backend:` in a job spec."""
 
     infra: str | None = None
     """Cloud, region and zone, such as aws/us-east-1 or k8s/my-context; null uses the cheapest enabled one."""
@@ -56,7 +56,7 @@ class Options:
 # them with the installed SkyPilot.
 @dataclass
 class JobRecovery:
-    """Keys of `job_recovery` in resources."""
+    """Keys of `resources.job_recovery` in the YAML of a SkyPilot task."""
 
     strategy: str | None = None
     max_restarts_on_errors: int | None = None
@@ -65,7 +65,7 @@ class JobRecovery:
 
 @dataclass
 class Resources:
-    """Keys of `resources` in a task."""
+    """Keys of `resources` in the YAML of a SkyPilot task."""
 
     accelerators: Any = None
     accelerator_args: Any = None
@@ -97,7 +97,7 @@ class Resources:
 
 @dataclass
 class Task:
-    """Keys of a task that a job can use."""
+    """Keys in the YAML of a SkyPilot task that a job can use."""
 
     run: str
     name: str
@@ -127,7 +127,7 @@ def problems(jobs: Sequence[Job]) -> list[Problem]:
             )
             gather.problem('name', message)
     if spec.image is None:
-        gather.problem('image', 'is missing; SkyPilot machines need an image with this library')
+        gather.problem('image', 'is missing; set it to a container image with this library')
     if spec.gpu is not None and spec.gpu not in ACCELERATORS:
         known = ', '.join(ACCELERATORS)
         gather.problem(
@@ -150,7 +150,7 @@ def problems(jobs: Sequence[Job]) -> list[Problem]:
     for target, source in spec.mounts.items():
         if re.fullmatch(r'(volume|s3|gs|r2|az)://.+', source) is None:
             gather.problem(
-                join('mounts', target), f'{source!r} cannot be mounted; write volume://name or s3://bucket/folder'
+                join('mounts', target), f'{source!r} cannot be mounted; use volume://name or s3://bucket/folder'
             )
     return gather.problems + (unmounted_run_folders(jobs) if spec.image else [])
 
@@ -170,7 +170,7 @@ def render(jobs: Sequence[Job]) -> Rendered:
 
 
 def validate(rendered: Rendered) -> list[Problem]:
-    """Return unknown keys of the tasks; the full check of SkyPilot runs in `sky jobs launch`."""
+    """Return the unknown keys in rendered SkyPilot tasks; `sky jobs launch` runs the full check of SkyPilot."""
     gather = Gatherer()
     for text in rendered.files.values():
         tasks = list(yaml.safe_load_all(text))
@@ -202,6 +202,7 @@ def cancel(jobs: Sequence[Job]) -> str:
 
 
 def _launch(jobs: Sequence[Job], file: str) -> tuple[str, ...]:
+    """Return the `sky jobs launch` command that submits a file of tasks."""
     secrets = [word for name in jobs[0].spec.secrets for word in ('--secret', name)]
     return 'sky', 'jobs', 'launch', *secrets, file
 

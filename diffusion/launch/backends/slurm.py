@@ -1,4 +1,4 @@
-"""Slurm back end: an sbatch script that starts the node entry point once per node and requeues its job."""
+"""Slurm launch backend: an sbatch script that starts the node entry point once per node and requeues its job."""
 
 import re
 import shlex
@@ -25,7 +25,7 @@ WORD = re.compile(r'[^\s"\'\\#]+')
 
 @dataclass
 class Options:
-    """Settings of the Slurm back end."""
+    """Settings of the Slurm launch backend, from `backend:` in a job spec."""
 
     account: str | None = None
     """Account to which the job is charged."""
@@ -61,16 +61,17 @@ def problems(jobs: Sequence[Job]) -> list[Problem]:
             gather.problem(where, f'{value!r} is invalid in an #SBATCH line; remove spaces, quotes, # and backslashes')
     for name in options.raw:
         if re.fullmatch(r'[a-z][a-z0-9-]*', name) is None:
-            gather.problem(join('backend.raw', name), 'is not a long option of sbatch; write one such as constraint')
+            gather.problem(join('backend.raw', name), 'is not a long option of sbatch; use one, such as constraint')
     if spec.schedule.preemptible and spec.schedule.queue is None and spec.schedule.priority is None:
         gather.problem(
-            'schedule.preemptible', 'depends on the partition or QOS in Slurm; set schedule.queue or schedule.priority'
+            'schedule.preemptible',
+            'has no effect on Slurm without a partition or QOS; set schedule.queue or schedule.priority',
         )
     if spec.image is None and spec.mounts:
-        gather.problem('mounts', 'require an image; without one, a job uses the folders of its nodes')
+        gather.problem('mounts', 'require a container image; set image, or remove the mounts')
     for target, source in spec.mounts.items():
         if not source.startswith('/') or re.search(r'[\s,:]', source + target):
-            gather.problem(join('mounts', target), f'{source!r} is not a folder on the nodes; write an absolute path')
+            gather.problem(join('mounts', target), f'{source!r} is not a folder on the nodes; use an absolute path')
     if spec.image is not None:
         gather.problems += unmounted_run_folders(jobs)
     for name, source in spec.secrets.items():
@@ -94,10 +95,10 @@ def render(jobs: Sequence[Job]) -> Rendered:
 
 
 def validate(rendered: Rendered) -> list[Problem]:
-    """Return the syntax errors that `bash -n` finds in the scripts."""
+    """Return the syntax errors that `bash -n` finds in the rendered sbatch scripts."""
     bash = shutil.which('bash')
     if bash is None:
-        raise NotValidated('the script was not checked: bash is not on PATH')
+        raise NotValidated('the script was not checked, because bash is not on PATH; install bash')
     found = []
     for name, text in rendered.files.items():
         result = subprocess.run([bash, '-n'], input=text, capture_output=True, text=True, check=False)
@@ -133,7 +134,7 @@ def logs(jobs: Sequence[Job]) -> str:
     pattern = re.compile(rf'({"|".join(re.escape(job.name) for job in jobs)})-\d+\.log')
     found = [path for path in folder.glob('*.log') if pattern.fullmatch(path.name)]
     if not found:
-        raise UserError(f'logs: {folder} has no log of {", ".join(job.name for job in jobs)}; has a job started?')
+        raise UserError(f'logs: {folder} has no log of {", ".join(job.name for job in jobs)}; wait until it starts')
     newest = max(found, key=lambda path: path.stat().st_mtime)
     lines = newest.read_text(encoding='utf-8', errors='replace').splitlines()
     return '\n'.join([f'{newest}:', *lines[-100:]])
@@ -146,7 +147,7 @@ def cancel(jobs: Sequence[Job]) -> str:
 
 
 def _logs_folder(jobs: Sequence[Job]) -> Path:
-    """Return the folder of the logs, which Slurm resolves in the working directory of the job and does not create."""
+    """Return the folder of the Slurm logs in the working directory of the job; Slurm does not create the folder."""
     spec = jobs[0].spec
     return Path('' if spec.image else spec.workdir or '', spec.options.logs)
 
@@ -195,7 +196,7 @@ def _cpu_options(options: Options) -> str:
 
 
 def _directives(job: Job) -> list[str]:
-    """Return the #SBATCH lines; the user's values replace the defaults."""
+    """Return the #SBATCH lines of a job; the values in `backend.raw` replace the defaults."""
     spec = job.spec
     options: Options = spec.options
     schedule = spec.schedule
@@ -229,6 +230,7 @@ def _directives(job: Job) -> list[str]:
 
 
 def _container(job: Job) -> list[str]:
+    """Return the srun options that run a job in its container image, one per line; empty without an image."""
     spec = job.spec
     if spec.image is None:
         return []
@@ -241,14 +243,14 @@ def _container(job: Job) -> list[str]:
 
 
 def _action_function(job: Job) -> list[str]:
-    """Return a shell function that prints the action for an exit status."""
+    """Return the lines of a shell function that prints the action (retry, elsewhere or stop) for an exit status."""
     restart = job.spec.restart
     actions = [f'        {code}) echo {action} ;;' for code, action in restart.actions().items()]
     return ['action_after() {', '    case $1 in', *actions, f'        *) echo {restart.otherwise} ;;', '    esac', '}']
 
 
 def _time_limit(seconds: int | None) -> str | None:
-    """Return a time in the format days-hours:minutes:seconds, rounded up to a minute as Slurm does."""
+    """Return a time as days-hours:minutes:seconds for Slurm, rounded up to a minute as Slurm does; None stays None."""
     if seconds is None:
         return None
     minutes = -(-seconds // 60)

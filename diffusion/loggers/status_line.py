@@ -1,0 +1,119 @@
+"""Status line in the last row of a terminal, which stays below everything else that this process writes.
+
+`install` replaces sys.stdout and sys.stderr: each write erases the status line, and draws it again once the written
+text has ended with a line break. Messages and the status line therefore never share a row, no matter which library
+writes them. Where stderr is no terminal, nothing is replaced and nothing is shown.
+"""
+
+import atexit
+import contextlib
+import logging
+import os
+import sys
+import textwrap
+from typing import Any, TextIO, cast
+
+_ERASE = '\r\x1b[K'
+"""Control characters that move to the start of the row and erase it."""
+_INDENT = ' ' * 9
+"""Indent of a message's further lines, the width of its time stamp."""
+
+
+class StatusLine:
+    """State of the status line on one terminal."""
+
+    def __init__(self, terminal: TextIO) -> None:
+        self._terminal = terminal
+        self._text = ''
+        self._row_in_use = False
+
+    def columns(self) -> int:
+        """Return the number of columns that a text may have: one less than the terminal's, so that it never wraps."""
+        # Asked each time, since people resize windows. A pseudo-terminal without a size reports 0.
+        try:
+            reported = os.get_terminal_size(self._terminal.fileno()).columns
+        except OSError:
+            reported = 0
+        return (reported or 80) - 1
+
+    def show(self, text: str) -> None:
+        """Replace the status line; an empty text removes it."""
+        self._text = text
+        if self._row_in_use:
+            return
+        # A run that was disowned goes on when its terminal is gone.
+        with contextlib.suppress(OSError):
+            self._terminal.write(_ERASE + self._clipped())
+            self._terminal.flush()
+
+    def above(self, text: str) -> str:
+        """Return what to write instead of a text, so that the text appears above the status line."""
+        # The caller writes the result at once, so that no other thread can write between the erasure and the text.
+        if not text:
+            return text
+        erase = '' if self._row_in_use else _ERASE
+        # Progress bars of other libraries end with a carriage return after they have erased themselves.
+        self._row_in_use = not text.endswith(('\n', '\r'))
+        return erase + text + ('' if self._row_in_use else self._clipped())
+
+    def _clipped(self) -> str:
+        return self._text[: self.columns()]
+
+
+class _Above:
+    """Terminal stream whose text appears above the status line; everything else is that of the stream itself."""
+
+    def __init__(self, stream: TextIO, line: StatusLine) -> None:
+        self._stream = stream
+        self._line = line
+
+    def write(self, text: str) -> int:
+        self._stream.write(self._line.above(text))
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        self.write(''.join(lines))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class WrappingFormatter(logging.Formatter):
+    """Formatter that breaks messages between words at the terminal's width, with all lines but the first indented."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        width = columns()
+        lines = super().formatMessage(record).splitlines()
+        return '\n'.join(
+            textwrap.fill(line, width, subsequent_indent=_INDENT, break_long_words=False, break_on_hyphens=False)
+            for line in lines
+        )
+
+
+_line: StatusLine | None = None
+
+
+def install() -> bool:
+    """Reserve the last row for the status line, and return True, if stderr is a terminal.
+
+    Call it before importing libraries that keep a reference to sys.stderr, such as the handler of a logger.
+    """
+    global _line
+    if _line is None and sys.stderr.isatty() and os.environ.get('TERM', 'dumb') != 'dumb':
+        _line = StatusLine(sys.stderr)
+        sys.stderr = cast(TextIO, _Above(sys.stderr, _line))
+        if sys.stdout.isatty():
+            sys.stdout = cast(TextIO, _Above(sys.stdout, _line))
+        atexit.register(show, '')
+    return _line is not None
+
+
+def show(text: str) -> None:
+    """Replace the status line; an empty text removes it. Do nothing without a terminal."""
+    if _line is not None:
+        _line.show(text)
+
+
+def columns() -> int:
+    """Return the maximum length of a status line; 80 without a terminal."""
+    return 80 if _line is None else _line.columns()

@@ -1,0 +1,422 @@
+"""Generate the reference pages from the code: an mkdocs hook.
+
+The pages are made from the recipe's dataclasses, the registry's signatures and docstrings, argparse, and the constants
+of `exit_codes` and `launch.environment`, so that they cannot go stale. Nothing here imports torch.
+"""
+
+import argparse
+import ast
+import dataclasses
+import inspect
+import itertools
+import re
+import textwrap
+import types
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from diffusion import cli, exit_codes
+from diffusion.config import registry
+from diffusion.config.checks import NAMED_COMPONENT_SECTIONS, SUPPLIED
+from diffusion.config.recipe import Component, Recipe
+from diffusion.config.schema import attribute_docs
+from diffusion.config.signatures import defaults_of_source, source_file, words
+from diffusion.launch import environment
+from diffusion.launch.backends import NAMES, backend_of
+from diffusion.launch.job_spec import JobSpec
+from diffusion.prepare.settings import PrepareSettings
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+
+BUILDERS = 'diffusion.models.builders'
+LATENT_DIFFUSION = ('diffusion.models.latent_diffusion', 'LatentDiffusion')
+
+KINDS = {
+    'model': 'Models',
+    'dataset': 'Datasets',
+    'optimizer': 'Optimizers',
+    'scheduler': 'Learning-rate schedulers',
+    'algorithm': 'Algorithms',
+    'callback': 'Callbacks',
+    'logger': 'Loggers',
+    'evaluator': 'Evaluators',
+    'trainer': 'Trainer',
+}
+
+
+def on_files(files: 'Files', config: 'MkDocsConfig') -> 'Files':
+    """Add the generated pages to the site (mkdocs calls this)."""
+    from mkdocs.structure.files import File
+
+    for path, content in pages().items():
+        files.append(File.generated(config, path, content=content))
+    return files
+
+
+def pages() -> dict[str, str]:
+    """Return the Markdown of every generated page by its path in the site."""
+    return {
+        'reference/recipe.md': recipe_page(),
+        'reference/components.md': components_page(),
+        'reference/command-line.md': command_line_page(),
+        'reference/prepare.md': prepare_page(),
+        'reference/job.md': job_page(),
+        'reference/exit-statuses.md': exit_status_page(),
+        'reference/environment.md': environment_page(),
+    }
+
+
+# -- recipe, preparation, job: dataclasses --
+
+
+def recipe_page() -> str:
+    """Return the page of every recipe key outside of components."""
+    intro = """
+        # Recipe keys
+
+        Every key of a recipe, with its type and default. Nested sections have a table each. `required` keys have no
+        default. Keys of components (`model`, `optimizer`, `callbacks`, ...) are in [Components](components.md);
+        `trainer` takes the keywords of [`composer.Trainer`](components.md#trainer) that no other section sets.
+
+        Two keys are read before the others: `extends`, the path of the recipe that this one is based on, and
+        `imports`.
+    """
+    return _joined(textwrap.dedent(intro), *dataclass_tables(Recipe, 'Top level'))
+
+
+def prepare_page() -> str:
+    """Return the page of every key of a preparation's YAML."""
+    intro = """
+        # Preparation keys
+
+        The keys of a YAML for `diffusion prepare RECIPE.yaml`, such as `yamls/prepare/webdataset.yaml`. On the
+        command line, `--set KEY=VALUE` sets those that have no option of their own.
+    """
+    return _joined(textwrap.dedent(intro), *dataclass_tables(PrepareSettings, 'Top level'))
+
+
+def job_page() -> str:
+    """Return the page of every key of a job's YAML."""
+    intro = """
+        # Job keys
+
+        The keys of a YAML for `diffusion launch`, such as `yamls/launch/phase1-slurm.yaml`. `backend` is the name of
+        a back end, or a mapping of `name` and that back end's own keys, which are listed at the end.
+    """
+    parts = dataclass_tables(JobSpec, 'Top level')
+    for name in NAMES:
+        parts += dataclass_tables(backend_of(name).Options, f'backend: {name}')
+    return _joined(textwrap.dedent(intro), *parts)
+
+
+def dataclass_tables(kind: Any, title: str) -> list[str]:
+    """Return a heading and a table of the fields of a dataclass, then those of each dataclass in its fields, once."""
+    sections: dict[Any, str] = {kind: title}
+    parts = []
+    queue = [kind]
+    while queue:
+        each = queue.pop(0)
+        docs, hints = attribute_docs(each), get_type_hints(each)
+        rows = []
+        for field in dataclasses.fields(each):
+            if not field.init or not field.repr:
+                continue
+            inner = _dataclass_in(hints[field.name])
+            link = ''
+            if inner is not None and inner is not Component:
+                if inner not in sections:
+                    sections[inner] = field.name
+                    queue.append(inner)
+                link = f' Keys: [`{sections[inner]}`](#{sections[inner]}).'
+            meaning = docs.get(field.name, '') + link
+            rows.append((field.name, type_text(hints[field.name]), default_text(field), meaning))
+        heading = title if each is kind else f'`{sections[each]}`'
+        parts += [f'## {heading}', inspect.cleandoc(each.__doc__ or '')]
+        parts.append(table(('key', 'type', 'default', 'meaning'), rows, code=(0, 2)))
+    return parts
+
+
+def _dataclass_in(hint: Any) -> Any:
+    """Return the dataclass that a type is or contains, or None."""
+    if dataclasses.is_dataclass(hint):
+        return hint
+    return next((found for each in get_args(hint) if (found := _dataclass_in(each)) is not None), None)
+
+
+def type_text(hint: Any) -> str:
+    """Return a type in the words of a YAML's author."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return ' or '.join(type_text(each) for each in arguments)
+    if origin is Literal:
+        return ', '.join(f'`{each}`' for each in arguments)
+    if origin in (list, tuple):
+        return f'list of {type_text(arguments[0])}'
+    if origin is dict or (isinstance(origin, type) and issubclass(origin, Mapping)):
+        return f'mapping of {type_text(arguments[1])} by name'
+    if dataclasses.is_dataclass(hint):
+        return 'component' if hint is Component else 'section'
+    simple = {int: 'integer', float: 'number', str: 'string', bool: 'boolean', type(None): 'null', Any: 'any value'}
+    return simple.get(hint, getattr(hint, '__name__', str(hint)))
+
+
+def default_text(field: 'dataclasses.Field[Any]') -> str:
+    """Return the default of a field as YAML, or `required`."""
+    if field.default is not dataclasses.MISSING:
+        return _yaml(field.default)
+    if field.default_factory is dataclasses.MISSING:
+        return 'required'
+    value = field.default_factory()
+    if isinstance(value, Component):
+        return _yaml({'name': value.name} | value.kwargs)
+    return '' if dataclasses.is_dataclass(value) else _yaml(value)
+
+
+def _yaml(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: 'null', True: 'true', False: 'false'}[value]
+    if isinstance(value, dict):
+        return '{' + ', '.join(f'{key}: {_yaml(item)}' for key, item in value.items()) + '}'
+    if isinstance(value, list | tuple):
+        return '[' + ', '.join(map(_yaml, value)) + ']'
+    return "''" if value == '' else str(value)
+
+
+# -- components: signatures and docstrings, read from the source --
+
+
+def components_page() -> str:
+    """Return the page of every registered component and its keywords."""
+    intro = """
+        # Components
+
+        A component of a recipe is a registered `name` plus keywords. [Extending](../extending.md) shows how to
+        register your own. Components that come from Composer or PyTorch are described in those projects'
+        documentation; their keywords are listed here.
+    """
+    parts = [textwrap.dedent(intro)]
+    section = {kind: plural for plural, kind in NAMED_COMPONENT_SECTIONS.items()}
+    for kind, title in KINDS.items():
+        parts.append(f'## {title}')
+        where = f'`{section[kind]}:`' if kind in section else f'`{kind}:`'
+        parts.append(f'In a recipe: {where}.')
+        for name in registry.names(kind):
+            parts += _component(kind, name)
+    return _joined(*parts)
+
+
+def _component(kind: str, name: str) -> Iterator[str]:
+    module, attribute = registry.TARGETS[kind][name].split(':')
+    node = _definition(module, attribute)
+    summary, meanings = parse_docstring(node)
+    if module == BUILDERS:  # the builders pass the other keywords on
+        meanings = parse_docstring(_definition(*LATENT_DIFFUSION))[1] | meanings
+    defaults = _defaults(node) | _resolved_defaults(module, node)
+    supplied = {*SUPPLIED.get(kind, ()), *(('model',) if kind == 'trainer' else ())}
+    signature = registry.signature(kind, name)
+    rows = [
+        (each.name, each.annotation, in_yaml(defaults.get(each.name, 'required')), meanings.get(each.name, ''))
+        for each in signature.parameters
+        if each.name not in supplied
+    ]
+    if kind != 'trainer':
+        yield f'### `{name}`'
+    if module.startswith('diffusion.'):
+        yield summary
+        yield table(('keyword', 'type', 'default', 'meaning'), rows, code=(0, 1, 2)) if rows else ''
+    else:
+        yield f'`{module}.{attribute}`'
+        yield table(('keyword', 'type', 'default'), [row[:3] for row in rows], code=(0, 1, 2)) if rows else ''
+    for parameter in signature.parameters:
+        if parameter.name in supplied:
+            continue
+        for inner in words(parameter.annotation) & {*signature.nested}:
+            yield f'#### `{name}`: keys of `{parameter.name}`'
+            yield _dataclass_table(*signature.nested[inner].split(':'))
+
+
+def _dataclass_table(module: str, attribute: str) -> str:
+    """Return the table of a dataclass that is read from its source."""
+    node = _definition(module, attribute)
+    docs = doc_strings(node.body)
+    rows = [
+        (name, ast.unparse(item.annotation), ast.unparse(item.value) if item.value else 'required', docs.get(name, ''))
+        for item in node.body
+        if isinstance(item, ast.AnnAssign)
+        for name in [ast.unparse(item.target)]
+    ]
+    rows = [(name, kind, in_yaml(default), meaning) for name, kind, default, meaning in rows]
+    return table(('key', 'type', 'default', 'meaning'), rows, code=(0, 1, 2))
+
+
+def in_yaml(default: str) -> str:
+    """Return the source text of a default as a recipe would have it."""
+    return {'None': 'null', 'True': 'true', 'False': 'false'}.get(default, default)
+
+
+def _resolved_defaults(module: str, node: ast.FunctionDef | ast.ClassDef) -> dict[str, str]:
+    """Return the defaults of a builder that are constants of other modules, by their values."""
+    if module != BUILDERS:
+        return {}
+    values = defaults_of_source(module, node.name)
+    return {name: value for name, value in values.items() if isinstance(value, str)}
+
+
+@cache
+def _tree(module: str) -> ast.Module:
+    return ast.parse(source_file(module).read_text(encoding='utf-8'))
+
+
+def _definition(module: str, attribute: str) -> ast.FunctionDef | ast.ClassDef:
+    return next(
+        node
+        for node in _tree(module).body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == attribute
+    )
+
+
+def parse_docstring(node: ast.FunctionDef | ast.ClassDef) -> tuple[str, dict[str, str]]:
+    """Split a Google-style docstring into its text before `Args:` and the meaning of each argument."""
+    text = ast.get_docstring(node) or ''
+    summary, _, rest = text.partition('\nArgs:\n')
+    summary = re.split(r'\n(?:Raises|Returns|Attributes|Example|Examples|Yields|\.\. \w+::)', summary)[0]
+    arguments = re.split(r'\n(?=\S)', rest)[0]
+    meanings: dict[str, str] = {}
+    for entry in re.split(r'\n(?=    \S)', '\n' + arguments):
+        match = re.match(r'    (\w+)[^:\n]*:\s*(.*)', entry.strip('\n'), flags=re.DOTALL)
+        if match:
+            meanings[match[1]] = ' '.join(match[2].split())
+    return ' '.join(summary.split()), meanings
+
+
+def _defaults(node: ast.FunctionDef | ast.ClassDef) -> dict[str, str]:
+    """Return the source text of the defaults of a function, or of a class's `__init__`."""
+    if isinstance(node, ast.ClassDef):
+        inits = [item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == '__init__']
+        if not inits:
+            fields = [item for item in node.body if isinstance(item, ast.AnnAssign) and item.value is not None]
+            return {ast.unparse(item.target): ast.unparse(item.value) for item in fields if item.value is not None}
+        node = inits[0]
+    arguments = node.args
+    positional = [*arguments.posonlyargs, *arguments.args]
+    pairs = [*zip(reversed(positional), reversed(arguments.defaults), strict=False)]
+    pairs += [(a, default) for a, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if default]
+    return {argument.arg: ast.unparse(default) for argument, default in pairs}
+
+
+# -- command line --
+
+
+def command_line_page() -> str:
+    """Return the help text of every command."""
+    parts = [
+        '# Command line',
+        '`composer run.py RECIPE [KEY=VALUE ...]` runs a recipe with one process per GPU. Everything else is a command '
+        'of `diffusion`. `KEY=VALUE` overrides a key of the recipe, as in `trainer.max_duration=20ba`.',
+    ]
+    for command, parser in commands(cli.make_parser()):
+        if not parser._subparsers:
+            parts += [f'## `{command}`', f'```text\n{help_text(parser)}\n```']
+    return _joined(*parts)
+
+
+def commands(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    """Yield every command and subcommand with its parser."""
+    yield parser.prog, parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for sub in action.choices.values():
+                yield from commands(sub)
+
+
+def help_text(parser: argparse.ArgumentParser) -> str:
+    """Return a parser's `--help`, 100 columns wide, whatever the terminal's width."""
+    formatter: Callable[..., argparse.HelpFormatter] = parser.formatter_class
+    parser.formatter_class = lambda prog: formatter(prog, width=100)  # type: ignore[assignment]
+    try:
+        return parser.format_help().strip()
+    finally:
+        parser.formatter_class = formatter  # type: ignore[assignment]
+
+
+# -- exit statuses and environment variables: constants and their doc strings --
+
+
+def exit_status_page() -> str:
+    """Return the page of exit statuses."""
+    docs = constant_docs(exit_codes)
+    rows = [('0', 'Success.')]
+    rows += [(str(value), docs[name]) for name, value in vars(exit_codes).items() if name in docs]
+    rows += [
+        ('3', '`diffusion data verify` found damaged data, or `diffusion prepare` rejected more than `max_rejected`.'),
+        ('130', 'The `diffusion` command was interrupted with Ctrl-C.'),
+    ]
+    text = inspect.cleandoc(exit_codes.__doc__ or '')
+    return _joined('# Exit statuses', text, table(('status', 'meaning'), sorted(rows, key=lambda row: int(row[0]))))
+
+
+def environment_page() -> str:
+    """Return the page of environment variables."""
+    docs = constant_docs(environment)
+    rows = [(vars(environment)[name], doc) for name, doc in docs.items()]
+    general = [
+        ('DIFFUSION_TRACEBACK', 'Set to 1 to print a traceback with every error message.'),
+        ('XDG_CACHE_HOME', 'Parent of the cache of model counts (default: `~/.cache`).'),
+        ('HF_HOME, HF_HUB_OFFLINE, HF_TOKEN', "Hugging Face's cache, offline mode and token for gated weights."),
+        ('S3_ENDPOINT_URL', 'Endpoint of an S3-compatible object store.'),
+    ]
+    return _joined(
+        '# Environment variables',
+        '## For everybody',
+        table(('variable', 'meaning'), general, code=(0,)),
+        '## Set by `diffusion launch`',
+        inspect.cleandoc(environment.__doc__ or ''),
+        table(('variable', 'meaning'), rows, code=(0,)),
+    )
+
+
+def constant_docs(module: types.ModuleType) -> dict[str, str]:
+    """Return the doc strings under a module's constants, by the constant's name."""
+    return doc_strings(ast.parse(Path(module.__file__ or '').read_text(encoding='utf-8')).body)
+
+
+def doc_strings(body: list[ast.stmt]) -> dict[str, str]:
+    """Return the doc strings under assignments, by the name that is assigned."""
+    return {
+        ast.unparse(statement.targets[0] if isinstance(statement, ast.Assign) else statement.target): ' '.join(
+            str(following.value.value).split()
+        )
+        for statement, following in itertools.pairwise(body)
+        if isinstance(statement, ast.Assign | ast.AnnAssign)
+        and isinstance(following, ast.Expr)
+        and isinstance(following.value, ast.Constant)
+    }
+
+
+# -- Markdown --
+
+
+def table(header: tuple[str, ...], rows: Any, *, code: tuple[int, ...] = ()) -> str:
+    """Return a Markdown table; the columns in `code` are set in monospace."""
+    lines = ['| ' + ' | '.join(header) + ' |', '|' + '---|' * len(header)]
+    for row in rows:
+        cells = [_cell(cell, monospace=index in code) for index, cell in enumerate(row)]
+        lines.append('| ' + ' | '.join(cells) + ' |')
+    return '\n'.join(lines)
+
+
+def _cell(text: str, *, monospace: bool) -> str:
+    if not monospace:
+        # A bar ends a cell, and so does one in code.
+        return text.replace('|', '\\|')
+    if not text or text == 'required':
+        return text
+    return ', '.join(f'`{part}`' for part in [text]).replace('|', '\\|')
+
+
+def _joined(*parts: str) -> str:
+    return '\n\n'.join(part.strip('\n') for part in parts if part) + '\n'

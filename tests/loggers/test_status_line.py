@@ -1,0 +1,153 @@
+"""What a person sees in a terminal: messages and the status line never share a row, and no row is wrapped."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from terminal import Screen, terminal
+
+ROOT = Path(__file__).parents[2]
+START = """
+import logging, sys, warnings
+from diffusion.loggers import status_line
+from diffusion.tasks.run_recipe import configure_logging
+
+configure_logging()
+log = logging.getLogger('diffusion')
+"""
+MESSAGE = r'\d\d:\d\d:\d\d (INFO|WARNING): \S'
+
+
+def see(program: str, columns: int = 80, **variables: str) -> Screen:
+    """Run a Python program in a terminal to its end, and return the screen."""
+    with terminal(columns) as (device, screen), device.open('wb') as file:
+        subprocess.run(
+            [sys.executable, '-c', START + program],
+            env=os.environ | {'TERM': 'xterm', 'PYTHONPATH': str(ROOT)} | variables,
+            stdout=file,
+            stderr=file,
+            check=False,
+            timeout=60,
+        )
+    return screen
+
+
+def test_messages_of_all_kinds_appear_above_the_status_line():
+    screen = see("""
+status_line.show('batch 1')
+log.info('logged')
+status_line.show('batch 2')
+print('printed')
+print('printed in', 'parts', sep='\\n')
+warnings.warn('warned')
+logging.getLogger('other').error('by another library')
+sys.stderr.writelines(['one\\n', 'two\\n'])
+status_line.show('batch 3')
+raise ValueError('uncaught')
+""")
+    assert re.fullmatch(
+        r"""\d\d:\d\d:\d\d INFO: logged
+printed
+printed in
+parts
+<string>:\d+: UserWarning: warned
+\d\d:\d\d:\d\d ERROR: by another library
+one
+two
+Traceback \(most recent call last\):
+  File "<string>", line \d+, in <module>
+ValueError: uncaught
+""",
+        str(screen),
+    ), screen
+    assert {'batch 1', 'batch 2', 'batch 3'} <= set(screen.last_rows)
+
+
+def test_status_line_waits_for_the_end_of_an_incomplete_line():
+    screen = see("""
+status_line.show('batch 1')
+sys.stdout.write('loading ')
+status_line.show('batch 2')
+print('done')
+""")
+    assert str(screen) == 'loading done\n'
+    assert 'batch 2' in screen.last_rows
+
+
+@pytest.mark.parametrize('leave', [True, False])
+def test_progress_bar_of_another_library_replaces_the_status_line(leave):
+    screen = see(f"""
+from tqdm import tqdm
+status_line.show('batch 1')
+for _ in tqdm(range(3), leave={leave}, mininterval=0, ncols=40):
+    status_line.show('batch 2')
+log.info('logged')
+""")
+    rows = str(screen).splitlines()
+    assert len(rows) == 1 + leave, rows
+    assert re.match(MESSAGE + 'ogged$', rows[-1]), rows
+    assert not leave or re.match(r'100%.*\]$', rows[0])
+
+
+def test_long_messages_are_broken_between_words_and_a_long_status_is_cut():
+    screen = see(
+        """
+status_line.show('status ' * 20)
+log.info('many words ' * 20 + 'path/' * 4)
+""",
+        columns=40,
+    )
+    first, *others = str(screen).splitlines()
+    assert re.match(MESSAGE, first)
+    assert all(row.startswith(' ' * 9) and row[9] != ' ' for row in others)
+    assert ' '.join(str(screen).split()).endswith('many words many words ' + 'path/' * 4)
+    assert not screen.wrapped
+    assert max(map(len, screen.last_rows)) == 39
+
+
+def test_no_terminal_no_control_characters(tmp_path):
+    program = START + "assert not status_line.install(); status_line.show('status'); log.info('word ' * 30)"
+    result = subprocess.run([sys.executable, '-c', program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert re.fullmatch(MESSAGE + 'ord .*\n', result.stderr), 'one line, however long'
+    dumb = see("assert not status_line.install(); status_line.show('status'); log.info('logged')", TERM='dumb')
+    assert re.fullmatch(MESSAGE + 'ogged\n', str(dumb))
+
+
+def test_only_rank_zero_shows_a_status_line():
+    screen = see("status_line.show('status'); log.warning('logged')", RANK='1')
+    assert 'status' not in screen.last_rows and 'logged' in str(screen)
+
+
+def test_closed_terminal_does_not_end_the_program(tmp_path):
+    program = (
+        START
+        + """
+import os, pty, pathlib
+master, device = pty.openpty()
+os.dup2(device, 2)
+os.close(device)
+assert status_line.install()
+status_line.show('one')
+os.close(master)
+status_line.show('two')
+assert status_line.columns() > 0
+pathlib.Path('survived').touch()
+"""
+    )
+    environ = os.environ | {'TERM': 'xterm', 'PYTHONPATH': str(ROOT)}
+    subprocess.run(
+        [sys.executable, '-c', program], cwd=tmp_path, env=environ, check=False, timeout=60, capture_output=True
+    )
+    assert (tmp_path / 'survived').exists()
+
+
+def test_emulated_terminal_wraps_erases_and_moves():
+    screen = Screen(5)
+    screen.feed('abcdefg\r\nxyz\rQ\x1b[K\x1b[1A!')
+    assert str(screen) == 'abcde\nf!\nQ'
+    assert screen.wrapped == [1]
+    with pytest.raises(AssertionError, match='unknown control code'):
+        screen.feed('\x1b[2J')

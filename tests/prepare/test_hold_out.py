@@ -1,0 +1,297 @@
+"""Held-out images: chosen by their keys, never trained on, and placed together with the training set."""
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from drawn import DrawnSource, draw, encode, keys, samples, settings, snapshot
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from object_store import Store
+from xxhash import xxh3_64_intdigest
+
+from diffusion.config.load import RecipeError
+from diffusion.errors import UserError
+from diffusion.prepare.counts_report import PrepareReport
+from diffusion.prepare.engines import run_job
+from diffusion.prepare.pipeline import prepare
+from diffusion.prepare.settings import settings_of
+from diffusion.prepare.source import Entry, Part
+from diffusion.prepare.work_dir import WorkFolder
+
+
+def here(jobs: Any) -> Iterator[Any]:
+    return map(run_job, jobs)
+
+
+def run(out: Path | str, source: Any = None, **values: object) -> PrepareReport:
+    report = prepare(settings(out, **values), source=source or DrawnSource(2, 10), run=here)
+    assert report is not None
+    return report
+
+
+def held_out(out: Path) -> Path:
+    return out.with_name(f'{out.name}-held-out')
+
+
+def contents(out: Path) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return the samples of each bucket by key."""
+    return {name: {sample['key']: sample for sample in samples(out / name)} for name in keys(out)}
+
+
+@given(
+    count=st.integers(1, 15),
+    first=st.integers(0, 1000),
+    sizes=st.sampled_from([[16], [16, 32], [24, 48]]),
+    aspects=st.sampled_from(['none', 'sdxl']),
+    duplicates=st.sampled_from(['none', 'exact', 'near']),
+)
+@hypothesis_settings(max_examples=8, deadline=None)
+def test_training_set_and_held_out_images_are_disjoint_and_together_all_accepted_images(
+    count: int, first: int, sizes: list[int], aspects: str, duplicates: str
+) -> None:
+    class Shifted(DrawnSource):
+        def entry(self, key: str, number: int) -> Entry:
+            # Every fifth image is broken, and every fourth one is a repetition of an earlier one.
+            return super().entry(f'image-{number}', first + number - number % 4 % 3)
+
+    choices: dict[str, Any] = {'sizes': sizes, 'aspects': aspects, 'duplicates': duplicates}
+    source = Shifted(3, 10, broken=5)
+    with TemporaryDirectory() as folder:
+        whole, out = Path(folder, 'whole'), Path(folder, 'out')
+        everything = run(whole, source, **choices)
+        accepted = {key for found in keys(whole).values() for key in found}
+        if len(accepted) <= count:
+            with pytest.raises(UserError, match='cannot be held out'):
+                run(out, source, hold_out=count, **choices)
+            return
+        report = run(out, source, hold_out=count, **choices)
+        train, held, all_samples = contents(out), contents(held_out(out)), contents(whole)
+        chosen = {key for found in held.values() for key in found}
+        assert chosen == set(sorted(accepted, key=lambda key: xxh3_64_intdigest(key.encode()))[:count])
+        for name in all_samples:
+            assert not train.get(name, {}).keys() & held.get(name, {}).keys()
+            assert train.get(name, {}) | held.get(name, {}) == all_samples[name]
+            assert chosen.isdisjoint(train.get(name, {}))
+        assert report.held_out is not None
+        assert (report.pictures, report.held_out.pictures) == (everything.pictures - count, count)
+        assert report.buckets == {name: len(found) for name, found in train.items()}
+        assert report.held_out.buckets == {name: len(found) for name, found in held.items()}
+        assert report.rejected == everything.rejected and report.inputs == everything.inputs == 30
+        assert report.rejected_share == everything.rejected_share
+
+
+class Backwards(DrawnSource):
+    """Source with the same images in reverse order."""
+
+    def parts(self) -> Sequence[Part]:
+        return super().parts()[::-1]
+
+    def read(self, part: Part) -> Iterator[Entry]:
+        return iter(list(super().read(part))[::-1])
+
+
+@pytest.mark.parametrize('source', [DrawnSource(2, 12), DrawnSource(8, 3), Backwards(4, 6)])
+def test_held_out_images_do_not_depend_on_the_order_of_the_input(tmp_path: Path, source: DrawnSource) -> None:
+    run(tmp_path / 'out', DrawnSource(4, 6), hold_out=7)
+    run(tmp_path / 'other', source, hold_out=7)
+    first, second = contents(held_out(tmp_path / 'out')), contents(held_out(tmp_path / 'other'))
+    assert first == second and len(first['16px']) == 7
+
+
+def test_both_datasets_do_not_depend_on_the_number_of_processes(tmp_path: Path) -> None:
+    choices: dict[str, Any] = {'aspects': 'sdxl', 'duplicates': 'near', 'shard_mb': 0.01, 'hold_out': 9}
+    for workers in (1, 2):
+        prepare(settings(tmp_path / str(workers), workers=workers, **choices), source=DrawnSource(6, 8, broken=7))
+    assert snapshot(tmp_path / '1') == snapshot(tmp_path / '2')
+    assert snapshot(held_out(tmp_path / '1')) == snapshot(held_out(tmp_path / '2'))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ['1', '1-held-out', '2', '2-held-out']
+
+
+class Repeating(DrawnSource):
+    """Every image three times: as it is, smaller, and compressed."""
+
+    def entry(self, key: str, number: int) -> Entry:
+        image = draw(number // 3, width=96, height=80)
+        image = image.resize((72, 60)) if number % 3 == 1 else image
+        return Entry(key, encode(image, 'JPEG' if number % 3 == 2 else 'PNG'), [f'caption {number}'])
+
+
+def test_no_training_image_looks_like_a_held_out_one(tmp_path: Path) -> None:
+    run(tmp_path / 'out', Repeating(4, 9), duplicates='near', max_distance=8, hold_out=5)
+    hashes = [
+        {int(sample['metadata']['perceptual_hash'], 16) for sample in samples(out / '16px')}
+        for out in (tmp_path / 'out', held_out(tmp_path / 'out'))
+    ]
+    assert [len(found) for found in hashes] == [7, 5]
+    assert min((one ^ other).bit_count() for one in hashes[0] for other in hashes[1]) > 8
+
+
+def test_copies_of_held_out_images_in_training_are_noted_without_duplicates(tmp_path: Path) -> None:
+    note = 'hold_out: duplicates were not searched, so copies of held-out images may be in training'
+    assert note in run(tmp_path / 'none', hold_out=2).notes
+    assert note not in run(tmp_path / 'near', hold_out=2, duplicates='near').notes
+    assert note not in run(tmp_path / 'all').notes
+
+
+@pytest.mark.parametrize('count', [18, 500])
+def test_too_few_images_to_hold_out_is_an_error_with_their_number(tmp_path: Path, count: int) -> None:
+    message = rf'hold_out: drawn has 18 accepted images, so {count} cannot be held out; give at most 17\nrejected'
+    with pytest.raises(UserError, match=message):
+        run(tmp_path / 'out', DrawnSource(2, 10, broken=10), hold_out=count)
+    assert not list(tmp_path.iterdir())
+    run(tmp_path / 'out', DrawnSource(2, 10, broken=10), hold_out=17)
+
+
+def test_reports_count_held_out_images_per_bucket(tmp_path: Path) -> None:
+    out = tmp_path / 'out'
+    report = run(out, hold_out=6, sizes=[16, 32])
+    stored = {name: len(found) for name, found in keys(held_out(out)).items()}
+    assert stored['16px'] == 6 > stored['32px'] > 0
+    line = f'{out}-held-out: 6 held-out images (16px 6, 32px {stored["32px"]})'
+    assert line in report.text(out).splitlines()
+    read = PrepareReport.read(out / 'report.json')
+    assert read.held_out == report.held_out and vars(read) == vars(report)
+    page = (out / 'report.html').read_text()
+    section = page[page.index('<h2>Held out</h2>') : page.index('<h2>Rejected</h2>')]
+    assert re.findall(r'<th>(\d+px)</th><td class="number">(\d+)</td>', section) == [
+        ('16px', '6'),
+        ('32px', str(stored['32px'])),
+    ]
+    assert section.count('<img') == 6
+    of_held_out = PrepareReport.read(held_out(out) / 'report.json')
+    assert (of_held_out.pictures, of_held_out.buckets) == (6, stored)
+    assert of_held_out.notes == [f'held out from {out}']
+    run(tmp_path / 'all')
+    assert '<h2>Held out</h2>' not in (tmp_path / 'all/report.html').read_text()
+
+
+def test_same_command_again_does_nothing_unless_a_dataset_is_missing(tmp_path: Path) -> None:
+    run(tmp_path / 'out', hold_out=3)
+    assert run(tmp_path / 'out', hold_out=3).notes[-1].startswith('already prepared')
+    held_out(tmp_path / 'out').rename(tmp_path / 'elsewhere')
+    with pytest.raises(UserError, match='out: exists and is not empty'):
+        run(tmp_path / 'out', hold_out=3)
+    (tmp_path / 'elsewhere').rename(held_out(tmp_path / 'out'))
+    (tmp_path / 'out').rename(tmp_path / 'elsewhere')
+    with pytest.raises(UserError, match='out-held-out: exists and is not empty'):
+        run(tmp_path / 'out', hold_out=3)
+
+
+def test_overwrite_replaces_both_datasets_and_nothing_else(tmp_path: Path) -> None:
+    out = tmp_path / 'out'
+    run(out, hold_out=3)
+    run(out, DrawnSource(2, 6), hold_out=4, overwrite=True)
+    run(tmp_path / 'new', DrawnSource(2, 6), hold_out=4)
+    assert snapshot(out) == snapshot(tmp_path / 'new')
+    assert snapshot(held_out(out)) == snapshot(held_out(tmp_path / 'new'))
+    (tmp_path / 'home-held-out').mkdir()
+    (tmp_path / 'home-held-out/diary.txt').touch()
+    with pytest.raises(UserError, match='home-held-out: has no report.json, so it is not a prepared dataset'):
+        run(tmp_path / 'home', hold_out=4, overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        *('home-held-out', 'new', 'new-held-out', 'out', 'out-held-out')
+    ]
+
+
+def test_images_held_out_earlier_do_not_get_into_training_unnoticed(tmp_path: Path) -> None:
+    run(tmp_path / 'out', hold_out=3)
+    with pytest.raises(UserError, match='out-held-out: was held out from an earlier dataset, and its images would now'):
+        run(tmp_path / 'out', overwrite=True)
+    assert run(tmp_path / 'out', hold_out=4, overwrite=True).pictures == 16
+    # A dataset that only has such a name is not one of held-out images.
+    run(tmp_path / 'mine-held-out')
+    run(tmp_path / 'mine')
+
+
+@pytest.mark.parametrize('now', [3, 0])
+@pytest.mark.parametrize('moved', [(), ('held-out',), ('held-out', 'out')])
+def test_next_start_finishes_placing_both_datasets(tmp_path: Path, moved: tuple[str, ...], now: int) -> None:
+    out = tmp_path / 'out'
+    run(out, hold_out=3)
+    expected = snapshot(out), snapshot(held_out(out))
+    work = WorkFolder(tmp_path / 'out.work')
+    work.held_out.path.mkdir(parents=True)
+    work.complete.write_bytes((out / 'report.json').read_bytes())
+    if 'held-out' not in moved:
+        held_out(out).rename(work.held_out.dataset)
+    if 'out' not in moved:
+        out.rename(work.train.dataset)
+    assert run(out, hold_out=now).pictures == 17
+    assert (snapshot(out), snapshot(held_out(out))) == expected
+    assert not work.path.exists()
+
+
+def test_object_store_gets_both_datasets_the_held_out_images_first(tmp_path: Path, store: Store) -> None:
+    store.bucket('mds')
+    store.requests.clear()
+    choices: dict[str, Any] = {'hold_out': 5, 'aspects': ['32x32', '32x24'], 'shard_mb': 0.01}
+    report = run('s3://mds/a/out', work=str(tmp_path / 'work'), **choices)
+    assert report.held_out is not None and report.held_out.out == 's3://mds/a/out-held-out'
+    run(tmp_path / 'out', **choices)
+    expected = {
+        f'a/{out.name}/{name}': content
+        for out in (tmp_path / 'out', held_out(tmp_path / 'out'))
+        for name, content in snapshot(out).items()
+    }
+    found = store.objects('mds')
+    assert found.keys() == expected.keys()
+    assert all(found[name] == expected[name] for name in found if 'report' not in name)
+    puts = [request.split()[1].partition('?')[0] for request in store.requests if request.startswith('PUT')]
+    of_held_out = ['/out-held-out/' in name for name in puts if not name.endswith('.mds')]
+    assert of_held_out == sorted(of_held_out, reverse=True) and any(of_held_out) and not all(of_held_out)
+    assert run('s3://mds/a/out', work=str(tmp_path / 'work'), **choices).notes[-1].startswith('already prepared')
+
+
+@pytest.mark.parametrize(
+    ('values', 'message'),
+    [
+        ({'hold_out': -1}, 'hold_out: -1 is out of range; give 0 to 1000000000'),
+        ({'hold_out': 'ten'}, "hold_out: 'ten' is not an integer"),
+        (
+            {'hold_out': 5, 'source': {'kind': 'openmoji'}},
+            'hold_out: is not supported for openmoji, since it would separate variants of a drawing; use source.split',
+        ),
+        (
+            {'hold_out': 5, 'out': 's3://bucket/', 'work': 'work'},
+            'hold_out: needs a folder beside out, and s3://bucket/ is a whole bucket; give a folder in it as out',
+        ),
+        (
+            {'hold_out': 5, 'source': {'kind': 'folder', 'location': 'out-held-out/images'}},
+            'out: out-held-out contains the input out-held-out/images; give another folder',
+        ),
+        ({'buckets': 'all'}, "buckets: 'all' is not one of every, largest"),
+    ],
+)
+def test_mistake_is_reported_with_its_way_out(values: dict[str, Any], message: str) -> None:
+    valid = {'source': {'kind': 'folder', 'location': 'photos'}, 'out': 'out', 'sizes': [256]}
+    with pytest.raises(RecipeError, match=message):
+        settings_of(valid | values)
+
+
+@pytest.mark.parametrize(
+    ('out', 'expected'),
+    [
+        ('data/photos', 'data/photos-held-out'),
+        ('data/photos/', 'data/photos-held-out'),
+        ('s3://bucket/mds', 's3://bucket/mds-held-out'),
+        ('s3://bucket/mds/', 's3://bucket/mds-held-out'),
+        ('.', str(Path.cwd()) + '-held-out'),
+    ],
+)
+def test_held_out_images_are_beside_the_output(out: str, expected: str) -> None:
+    source = {'kind': 'folder', 'location': '/photos'}
+    assert settings(out, source=source, work='work').held_out == expected
+
+
+def test_unfinished_files_of_killed_processes_do_not_get_into_the_held_out_images(tmp_path: Path) -> None:
+    work = WorkFolder(tmp_path / 'out.work')
+    (work.held_out.dataset / '16px').mkdir(parents=True)
+    (work.held_out.dataset / '16px/shard.00000.mds.unfinished-1').touch()
+    run(tmp_path / 'out', hold_out=3)
+    run(tmp_path / 'other', hold_out=3)
+    assert snapshot(held_out(tmp_path / 'out')) == snapshot(held_out(tmp_path / 'other'))

@@ -1,0 +1,27 @@
+"""Where a run's files are, as printed at its end."""
+
+from diffusion.config.load import load
+from diffusion.tasks.result_files import describe_results
+
+
+def test_results_list_the_files_that_exist(write_recipe, tmp_path):
+    data = tmp_path / 'data'
+    streams = {'images': {'local': str(data / '32px'), 'resolution': 32}}
+    evaluated = {'held-out': {'local': str(data / 'held-out'), 'resolution': 32}}
+    remote = {'far': {'remote': 's3://bucket/far', 'resolution': 32}}
+    recipe = load(write_recipe(streams=streams | remote, eval_streams=evaluated))
+    run = recipe.run_dir
+    for folder in (run / 'images', run / 'ba900', run / 'ba1000', data / '32px', data / 'held-out'):
+        folder.mkdir(parents=True)
+    assert 'loss.png' not in describe_results(recipe)
+    (run / 'loss.png').touch()
+    (data / 'captions.txt').touch()
+    (data / 'held-out' / 'captions.txt').touch()
+    assert describe_results(recipe).splitlines() == [
+        f'{run}:',
+        f'  newest checkpoint          {run}/ba1000',
+        f'  loss curve                 {run}/loss.png',
+        f'  image grids                {run}/images',
+        f'  captions of the data       {data}/captions.txt',
+        f'  captions of the data       {data}/held-out/captions.txt',
+    ]

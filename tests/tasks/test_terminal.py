@@ -1,0 +1,75 @@
+"""What a person sees of training and evaluation in terminals of several widths, and what a log file gets."""
+
+import re
+
+import pytest
+from forkserver import ROOT
+from terminal import Screen, terminal
+
+ROW = re.compile(r'\d\d:\d\d:\d\d (INFO|WARNING): \S.*| {9}\S.*|runs/\w+:|  [a-z ]+ {2,}runs/\S+|[a-z]\w+ +\d\.\d{4}')
+"""A message, a further line of a message, the list of the run's files, a metric of the evaluation."""
+STATUS = re.compile(r'(\[#*\.*\] )?batch \d+ of 24, loss \d\.\d{4}, [\d.]+ (batches/s|s/batch), \d+ s left')
+
+
+@pytest.fixture
+def recipe(write_recipe, pictures):
+    grid = {'prompts': ['a red square'], 'every': '12ba', 'num_inference_steps': 1}
+    return write_recipe(
+        eval_streams={'other': {'local': str(pictures[64]), 'resolution': 32}},
+        callbacks={'image_grid': grid},
+        evaluators={'retrieval': {'num_captions': 4, 'num_inference_steps': 1, 'num_shown': 4}},
+        trainer={'max_duration': '24ba', 'eval_interval': '12ba', 'save_interval': '24ba', 'device': 'cpu'},
+    )
+
+
+@pytest.fixture
+def see(forkserver, recipe, tmp_path):
+    """Function that runs the recipe in a terminal, checks its rows, and returns the screen."""
+
+    def run(columns: int, *overrides: str) -> Screen:
+        with terminal(columns) as (device, screen):
+            process = forkserver.start(
+                ROOT / 'run.py',
+                *(recipe, 'runs_dir=runs', *overrides),
+                output=device,
+                folder=tmp_path,
+                environment={'TERM': 'xterm'},
+            )
+            assert process.poll(300) is not None
+        rows = str(screen).splitlines()
+        assert process.status == 0, screen
+        assert [row for row in rows if not ROW.fullmatch(row)] == [], screen
+        assert rows.count('runs/run:') == 1
+        assert not screen.wrapped
+        assert max(map(len, screen.last_rows)) < columns
+        return screen
+
+    return run
+
+
+@pytest.mark.parametrize('columns', [80, 120, 150])
+def test_messages_and_progress_of_training_share_no_row(see, columns):
+    screen = see(columns)
+    assert re.search(r'INFO: batch 12, evaluation: loss=\d', str(screen))
+    assert re.search(r'INFO: batch 24 of 24, loss \d\.\d{4}, ', str(screen))
+    assert any(STATUS.fullmatch(row) for row in screen.last_rows)
+    assert 'batch 12, sampling 1 images' in screen.last_rows
+
+
+def test_progress_bar_off_means_lines_in_a_terminal(see):
+    screen = see(80, 'trainer.max_duration=4ba', 'trainer.progress_bar=false')
+    assert 'INFO: batch 4 of 4, loss ' in str(screen)
+    assert not any(STATUS.match(row) for row in screen.last_rows)
+
+
+def test_log_file_gets_plain_lines_and_evaluation_a_status_line(forkserver, see, recipe, tmp_path):
+    command = [ROOT / 'run.py', recipe, 'runs_dir=runs']
+    output = forkserver.run(*command, folder=tmp_path, output=tmp_path / 'log')
+    assert not set('\r\x1b') & set(output)
+    assert re.search(r'INFO: batch 24 of 24, loss \d\.\d{4}, [\d.]+ (batches/s|s/batch)\n', output)
+    assert output.count('\n  loss curve                 runs/run/loss.png\n') == 1
+    assert 'samples.png' not in output
+    screen = see(80, 'task=evaluate')
+    assert re.search(r'\nretrieval_top1 +\d', str(screen))
+    assert '  generated and real images  runs/run/samples.png\n' in str(screen)
+    assert {'evaluation batch 1 of 3', 'generated 0 of 4 images'} <= set(screen.last_rows)

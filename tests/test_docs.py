@@ -1,0 +1,370 @@
+"""Every command and code block of the README and the documentation runs as it is written."""
+
+import dataclasses
+import functools
+import importlib.util
+import io
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+import yaml
+from docs_shell import RUN, Reader, blocks_of, offline
+
+from diffusion.config import registry
+from diffusion.config.load import load
+from diffusion.config.recipe import Component, Recipe
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / 'docs'
+PAGES = [ROOT / 'README.md', ROOT / 'docker' / 'README.md', *sorted(DOCS.glob('*.md'))]
+RUN_BELOW = {
+    *('README.md', 'docker/README.md', 'docs/quickstart.md', 'docs/own-images.md', 'docs/data.md', 'docs/extending.md'),
+    *('docs/recipes.md', 'docs/planning.md', 'docs/clusters.md', 'docs/install.md'),
+}
+"""Pages whose blocks a test below runs."""
+
+
+def names(pages: list[Path]) -> list[str]:
+    return [str(page.relative_to(ROOT)) for page in pages]
+
+
+def test_every_page_with_commands_is_run():
+    with_commands = [page for page in PAGES if any(block.language in RUN for block in blocks_of(page))]
+    assert {*names(with_commands)} == RUN_BELOW
+
+
+@pytest.mark.parametrize('page', PAGES, ids=names(PAGES))
+def test_every_block_is_of_a_kind_that_is_checked(page):
+    assert {block.language for block in blocks_of(page)} <= {'bash', 'python', 'yaml', 'toml', 'console'}
+
+
+# -- running --
+
+
+@pytest.fixture(scope='module')
+def checkout(tmp_path_factory, forkserver) -> Reader:
+    """A folder like a checkout after `make .venv/installed`, with a quickstart of a few batches."""
+    folder = tmp_path_factory.mktemp('checkout')
+    reader = Reader(folder, forkserver.path)
+    for name in ('Makefile', 'pyproject.toml', 'constraints.txt'):
+        shutil.copy(ROOT / name, folder)
+    shutil.copytree(ROOT / 'yamls', folder / 'yamls')
+    for name in ('diffusion', 'docker', 'tests'):
+        (folder / name).symlink_to(ROOT / name)
+    (folder / 'run.py').symlink_to(ROOT / 'tests' / 'forkserver.py')
+    programs = folder / '.venv' / 'bin'
+    programs.parent.mkdir()
+    programs.symlink_to(reader.programs)
+    (folder / '.venv' / 'installed').touch()
+    shorten(folder / 'yamls' / 'quickstart.yaml')
+    make_photographs(folder / 'photos', count=30, size=(96, 72))
+    return reader
+
+
+def shorten(path: Path) -> None:
+    """Make the quickstart's recipe one of 24 batches."""
+    text = path.read_text()
+    for long, short in {'2400ba': '24ba', '1600ba': '12ba', '600ba': '12ba', '100ba': '4ba'}.items():
+        assert long in text
+        text = text.replace(long, short)
+    text = text.replace('num_inference_steps: 25', 'num_inference_steps: 2').replace(
+        'num_captions: 100', 'num_captions: 4'
+    )
+    path.write_text(text)
+
+
+def make_photographs(folder: Path, *, count: int, size: tuple[int, int]) -> None:
+    """Write JPEGs that differ, each with a caption beside it."""
+    from PIL import Image
+
+    folder.mkdir()
+    for index in range(count):
+        noise = Image.effect_noise((size[0] // 8, size[1] // 8), 20 + index).convert('RGB')
+        noise.resize(size).save(folder / f'{index:04}.jpg')
+        (folder / f'{index:04}.txt').write_text(f'photograph number {index}')
+
+
+def test_quickstart_page(checkout):
+    said = checkout.read(DOCS / 'quickstart.md')
+    assert 'Retrieval top-1' in said
+    run = checkout.folder / 'runs' / 'quickstart'
+    assert all(
+        (run / name).exists() for name in ('samples.png', 'loss.png', 'images', 'ba24', 'export/model_index.json')
+    )
+    assert len((checkout.folder / 'data' / 'openmoji' / 'captions.txt').read_text().splitlines()) > 150
+    assert len([*(checkout.folder / 'more').glob('*.png')]) == 2
+    assert (checkout.folder / 'apple.png').exists()
+
+
+def test_own_images_page_from_photographs_to_an_export(checkout):
+    checkout.read(DOCS / 'own-images.md')
+    folder = checkout.folder
+    counts = [
+        sum(
+            shard['samples']
+            for shard in json.loads((folder / 'data' / name / '64px' / 'index.json').read_text())['shards']
+        )
+        for name in ('photos', 'photos-held-out')
+    ]
+    assert counts == [22, 8]
+    assert (folder / 'look.png').exists()
+    assert (folder / 'runs' / 'photos' / 'ba40').exists()
+    assert [path.suffix for path in (folder / 'cats').glob('*.png')] == ['.png']
+    assert (folder / 'photos-model' / 'model_index.json').exists()
+
+
+@pytest.mark.slow
+def test_data_page(checkout):
+    for number in range(2):
+        write_tar(checkout.folder / 'laion' / f'{number:05}.tar', number)
+    write_parquet(checkout.folder / 'parquet' / '0.parquet', checkout.folder / 'photos')
+    said = checkout.read(DOCS / 'data.md')
+    (loss,) = re.findall(r'loss (\d+\.\d{3})$', said, flags=re.MULTILINE)
+    assert 0 < float(loss) < 10
+    assert (checkout.folder / 'runs' / 'photos-latents' / 'ba40').exists()
+
+
+def write_tar(path: Path, number: int) -> None:
+    """Write 30 images of three aspect ratios as img2dataset does."""
+    from PIL import Image
+
+    path.parent.mkdir(exist_ok=True)
+    with tarfile.open(path, 'w') as tar:
+        for index in range(30):
+            key, (width, height) = f'{number:05}{index:04}', [(96, 96), (140, 84), (84, 140)][index % 3]
+            image = io.BytesIO()
+            Image.effect_noise((width, height), 20 + index).convert('RGB').save(image, 'JPEG')
+            caption = f'image {key}'
+            metadata = {'key': key, 'caption': caption, 'status': 'success', 'width': width, 'height': height}
+            files = {'jpg': image.getvalue(), 'txt': caption.encode(), 'json': json.dumps(metadata).encode()}
+            for suffix, content in files.items():
+                member = tarfile.TarInfo(f'{key}.{suffix}')
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+
+
+def write_parquet(path: Path, photos: Path) -> None:
+    """Write images and captions as a Parquet file."""
+    import pyarrow
+    from pyarrow import parquet
+
+    path.parent.mkdir()
+    images = sorted(photos.glob('*.jpg'))
+    columns = {
+        'image': [image.read_bytes() for image in images],
+        'caption': [image.with_suffix('.txt').read_text() for image in images],
+    }
+    parquet.write_table(pyarrow.table(columns), path)
+
+
+@pytest.mark.slow
+def test_extending_page(checkout):
+    said = checkout.read(DOCS / 'extending.md')
+    assert re.search(r'loss \d\.\d{4}', said), 'the callback of the page prints the loss'
+
+
+def test_recipes_and_planning_pages(checkout):
+    said = checkout.read(DOCS / 'recipes.md') + checkout.read(DOCS / 'planning.md')
+    assert 'yamls/quickstart.yaml: ok' in said and '128 x a100-80gb' in said
+
+
+@pytest.mark.slow
+def test_clusters_page(checkout):
+    said = checkout.read(DOCS / 'clusters.md')
+    assert 'ok; nothing was submitted' in said
+    assert (checkout.folder / 'runs' / 'quickstart-local' / 'ba24').exists()
+
+
+def test_docker_page(checkout):
+    checkout.read(ROOT / 'docker' / 'README.md')
+    log = (checkout.folder / 'docker.log').read_text()
+    arguments = set(re.findall(r'^ARG (\w+)', (ROOT / 'docker' / 'Dockerfile').read_text(), flags=re.MULTILINE))
+    assert set(re.findall(r'--build-arg (\w+)=', log)) <= arguments
+
+
+@pytest.mark.slow
+def test_readme(checkout, tmp_path, forkserver):
+    """With a small model in place of Stable Diffusion 2, whose keys and data are those of the page."""
+    reader = Reader(tmp_path / 'reader', forkserver.path)
+    for path in checkout.folder.iterdir():
+        if path.name not in ('photos', 'yamls', '.programs', 'data', 'runs'):
+            (reader.folder / path.name).symlink_to(path.resolve() if path.is_symlink() else path)
+    shutil.copytree(checkout.folder / 'yamls', reader.folder / 'yamls')
+    real = (ROOT / 'yamls' / 'phase1.yaml').read_text()
+    (reader.folder / 'yamls' / 'real.yaml').write_text(real.replace('name: sd2', 'name: tiny'))
+    small = {
+        'extends': 'real.yaml',
+        'model': {'block_out_channels': [32], 'text_layers': 1},
+        'device_train_microbatch_size': None,
+        'parallelism': {'strategy': 'ddp', 'checkpoints': 'whole'},
+        'callbacks': {'memory_monitor': False, 'image_grid': False},
+        'generate': {'num_inference_steps': 2},
+        'trainer': {'max_duration': '1ba', 'precision': 'fp32'},
+    }
+    (reader.folder / 'yamls' / 'phase1.yaml').write_text(yaml.safe_dump(small))
+    make_photographs(reader.folder / 'photos', count=80, size=(300, 260))
+    reader.read(ROOT / 'README.md', **offline(reader.environ), PYTEST_ARGS='tests/config/test_byte_sizes.py')
+    assert (reader.folder / 'sd2' / 'model_index.json').exists()
+    assert [*(reader.folder / '.overlay').glob('lib/*/site-packages/diffusion/__init__.py')]
+
+
+@pytest.mark.slow
+def test_install_page(tmp_path, forkserver):
+    reader = Reader(tmp_path / 'reader', forkserver.path)
+    (reader.folder / 'docker').symlink_to(ROOT / 'docker')
+    variables = offline(reader.environ)
+    for block in blocks_of(DOCS / 'install.md'):
+        if block.language != 'bash':
+            continue
+        shutil.rmtree(reader.folder / 'diffusion', ignore_errors=True)
+        said = reader.run(block, **variables)
+        assert 'Traceback' not in said
+
+
+# -- what is shown --
+
+
+def test_the_mistakes_shown_are_those_that_check_prints():
+    (shown,) = [block.text for block in blocks_of(ROOT / 'README.md') if block.language == 'console']
+    line, expected = shown.removeprefix('$ ').split('\n', 1)
+    program = 'import sys; from diffusion.cli import main; sys.exit(main(sys.argv[1:]))'
+    words = [sys.executable, '-c', program, *shlex.split(line)[1:]]
+    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stderr == expected
+
+
+def test_every_recipe_that_is_shown_is_valid(tmp_path):
+    (tmp_path / 'yamls').symlink_to(ROOT / 'yamls')
+    checked = 0
+    for page in PAGES:
+        for index, block in enumerate(blocks_of(page)):
+            if block.language == 'yaml' and 'imports:' not in block.text:
+                path = tmp_path / f'{page.stem}-{index}.yaml'
+                path.write_text(block.text)
+                load(path, allow_missing=True)
+                checked += 1
+    assert checked >= 4
+
+
+@pytest.mark.parametrize('page', PAGES, ids=names(PAGES))
+def test_every_file_that_is_named_exists(page):
+    text = page.read_text()
+    named = set(re.findall(r'`((?:yamls|diffusion|docs|benchmarks|docker)/[\w./-]+\.\w+)`', text))
+    missing = [name for name in sorted(named) if not (ROOT / name).exists()]
+    links = {link for link in re.findall(r'\]\(([^)#]+)(?:#[^)]*)?\)', text) if '://' not in link}
+    generated = {*reference_module().pages()}
+    missing += [
+        link
+        for link in sorted(links)
+        if not (page.parent / link).exists() and str((page.parent / link).relative_to(DOCS)) not in generated
+    ]
+    assert missing == []
+
+
+def test_every_recipe_is_in_the_tables():
+    for page in (ROOT / 'README.md', DOCS / 'recipes.md'):
+        assert all(f'`yamls/{path.name}`' in page.read_text() for path in (ROOT / 'yamls').glob('*.yaml'))
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / 'README.md').read_text().splitlines()) <= 130
+
+
+# -- the reference --
+
+
+@functools.cache
+def reference_module() -> Any:
+    """Return the mkdocs hook that generates the reference."""
+    spec = importlib.util.spec_from_file_location('build_reference', DOCS / 'build_reference.py')
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope='module')
+def reference() -> dict[str, str]:
+    return reference_module().pages()
+
+
+def rows(page: str, title: str) -> dict[str, str]:
+    """Return the rows of the table under a heading by their first cell."""
+    _, _, rest = page.partition(f'# {title}\n')
+    assert rest, title
+    section = re.split(r'^#{1,4} ', rest, flags=re.MULTILINE)[0]
+    return {match[1]: match[0] for match in re.finditer(r'^\| `([^`]+)` \|.*$', section, flags=re.MULTILINE)}
+
+
+def sections(kind: type) -> dict[str, type]:
+    """Return the dataclasses in a dataclass by the field that holds them, at any depth."""
+    found: dict[str, type] = {}
+    for name, hint in get_type_hints(kind).items():
+        for each in (hint, *get_args(hint)):
+            if dataclasses.is_dataclass(each) and isinstance(each, type) and each is not Component:
+                found = {name: each} | sections(each) | found
+    return found
+
+
+def test_reference_has_every_key_of_a_recipe(reference):
+    page = reference['reference/recipe.md']
+    expected = {field.name for field in dataclasses.fields(Recipe) if field.name != 'missing'}
+    assert {*rows(page, 'Top level')} == expected
+    found = sections(Recipe)
+    found.pop('missing', None)
+    documented = {kind: name for name, kind in reversed(found.items()) if f'# `{name}`\n' in page}
+    for kind in {*found.values()}:
+        if kind.__name__ == 'Problem':
+            continue
+        table = rows(page, f'`{documented[kind]}`')
+        assert {*table} == {field.name for field in dataclasses.fields(kind)}
+        assert all(len(row.split(' | ')[-1]) > 15 for row in table.values()), 'a key without a meaning'
+
+
+@pytest.mark.parametrize('kind', registry.TARGETS)
+def test_reference_has_every_keyword_of_every_component(reference, kind):
+    from diffusion.config.checks import SUPPLIED
+
+    page = reference['reference/components.md']
+    for name in registry.names(kind):
+        supplied = {*SUPPLIED.get(kind, ()), *(('model',) if kind == 'trainer' else ())}
+        title = 'Trainer' if kind == 'trainer' else f'`{name}`'
+        begin = page.index('## ' + reference_module().KINDS[kind])
+        table = rows(page[begin:], title)
+        assert {*table} == {*registry.signature(kind, name).names()} - supplied, (kind, name)
+        if registry.TARGETS[kind][name].startswith('diffusion.'):
+            assert not [key for key, row in table.items() if re.search(r'\|\s*\|$', row)], 'a keyword without a meaning'
+
+
+def test_reference_has_every_exit_status_and_variable(reference):
+    from diffusion import exit_codes
+    from diffusion.launch import environment
+
+    statuses = {value for name, value in vars(exit_codes).items() if name.isupper()}
+    listed = set(map(int, re.findall(r'^\| (\d+) \|', reference['reference/exit-statuses.md'], flags=re.MULTILINE)))
+    assert listed == statuses | {0, 3, 130}
+    variables = {value for name, value in vars(environment).items() if name.isupper()}
+    assert all(f'`{variable}`' in reference['reference/environment.md'] for variable in variables)
+
+
+def test_reference_shows_the_help_of_every_command(reference):
+    page = reference['reference/command-line.md']
+    for words in ('check', 'prepare folder', 'data look', 'launch', 'completion'):
+        assert f'## `diffusion {words}`\n\n```text\nusage: diffusion {words}' in page
+
+
+def test_site_builds_strictly(tmp_path):
+    pytest.importorskip('mkdocs')
+    command = [sys.executable, '-m', 'mkdocs', 'build', '--strict', '--quiet', '--site-dir', str(tmp_path / 'site')]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / 'site' / 'reference' / 'recipe' / 'index.html').exists()

@@ -2,16 +2,17 @@
 
 import argparse
 import os
+import select
 import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 import diffusion
 from diffusion.config.schema import did_you_mean
 from diffusion.errors import DataError, ExternalError, UserError
-from diffusion.exit_codes import USAGE_ERROR
+from diffusion.exit_codes import CLOSED_PIPE, USAGE_ERROR
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -43,6 +44,24 @@ FILE_ARGUMENTS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand, and return the exit status; a user's mistake is one message and status 2 (`exit_codes`)."""
+    try:
+        try:
+            status = _main(argv)
+        except SystemExit:  # of argparse
+            _flush()
+            raise
+        _flush()
+        return status
+    except BrokenPipeError:
+        closed = [stream for stream in (sys.stdout, sys.stderr) if _is_closed_pipe(stream)]
+        if not closed:  # another pipe broke, such as one to a worker process: a fault
+            raise
+        for stream in closed:  # otherwise the flush at exit would raise again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        return CLOSED_PIPE
+
+
+def _main(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = make_parser()
     # `diffusion prepare RECIPE.yaml` is short for `diffusion prepare recipe RECIPE.yaml`.
@@ -64,6 +83,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print('interrupted', file=sys.stderr)
         return 130  # 128 + SIGINT, as shells report it
+
+
+def _flush() -> None:
+    # Python flushes at exit too, but reports a closed pipe there as an ignored exception, with status 120.
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def _is_closed_pipe(stream: TextIO) -> bool:
+    """Return True if a stream is a pipe that its reader has closed, as `head` does when it has enough lines."""
+    poll = select.poll()
+    poll.register(stream.fileno(), 0)
+    return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -191,6 +223,9 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 
 
 def _generate(args: argparse.Namespace) -> int:
+    from diffusion.tasks.argument_checks import check_generate
+
+    check_generate(args)  # before the next import, which takes 15 s
     from diffusion.tasks.generate import run_generate
 
     return run_generate(args)
@@ -230,6 +265,9 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
 
 
 def _export(args: argparse.Namespace) -> int:
+    from diffusion.tasks.argument_checks import check_export
+
+    check_export(args.checkpoint, args.out, weights=args.weights, ema_width=args.ema_width, at=args.at)
     from diffusion.tasks.export import run_export
 
     return run_export(args)

@@ -3,7 +3,7 @@
 `run.py` and the node entry point exit with 0, FAILED, PREEMPTED, BAD_HARDWARE or CONFIG_ERROR, on which a scheduler
 acts. The `diffusion` command is for interactive use. It exits with 0; FAILED; USAGE_ERROR for every user error, as
 argparse does for a wrong option; 3 if the data that it checked is not valid (`data verify`, `prepare`); 130 if it was
-interrupted.
+interrupted; CLOSED_PIPE if nobody reads its output any more.
 
 A user error (`errors.UserError`) is printed in one to three lines, or as one line per mistake of a recipe. So is data
 that cannot be read (`errors.DataError`). Everything else keeps its traceback and exits with FAILED: bugs, and faults of
@@ -24,6 +24,10 @@ BAD_HARDWARE = 76
 
 CONFIG_ERROR = 78
 """Error that the user must correct; a retry cannot succeed (sysexits.h: EX_CONFIG)."""
+
+
+CLOSED_PIPE = 141
+"""Exit status of the `diffusion` command if the reader of its output, such as `head`, has ended: 128 + SIGPIPE."""
 
 
 class Preempted(Exception):

@@ -4,8 +4,9 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,11 +36,11 @@ class Site:
     run: Path
     """Folder of the run, with the checkpoints ba1 and ba2."""
 
-    def execute(self, command: Sequence[str | Path], **variables: str) -> tuple[int, str]:
-        """Run `python COMMAND`, and return its exit status and its stderr."""
+    def execute(self, command: Sequence[str | Path], *, stdout: int | None = None, **variables: str) -> tuple[int, str]:
+        """Run `python COMMAND` with a file or a given descriptor as stdout; return its exit status and its stderr."""
         environ = os.environ | {'OMP_NUM_THREADS': '1', 'CUDA_VISIBLE_DEVICES': '', 'PYTHONPATH': str(ROOT)} | variables
         with (self.folder / 'stdout').open('wb') as out, (self.folder / 'stderr').open('wb') as error:
-            outputs = (out.fileno(), error.fileno())
+            outputs = (out.fileno() if stdout is None else stdout, error.fileno())
             words = [str(word) for word in command]
             process = Process(self.server.path, words, environ=environ, folder=str(self.folder), outputs=outputs)
             status = process.poll(120)
@@ -72,21 +73,21 @@ def site(
     return site
 
 
-def locked_by_another(site: Site) -> list[str]:
-    """Create the lock of a run with this process, which is alive, as its owner; return overrides that use the run."""
+def locked_by_another(site: Site) -> list[str | Path]:
+    """Create the lock of a run with this process, which is alive, as its owner; return a command that uses the run."""
     folder = site.run.with_name('locked')
     folder.mkdir()
     owner = run_lock.Owner.current({})
     content = {'owner': vars(owner), 'count': 0, 'at': owner.since}
     (folder / run_lock.LOCK).write_text(json.dumps(content))
-    return ['name=locked']
+    return [site.recipe, 'name=locked']
 
 
-def all_damaged(site: Site) -> list[str]:
+def all_damaged(site: Site) -> list[str | Path]:
     shutil.copytree(site.run, site.run.with_name('damaged'), symlinks=True)
     for checkpoint in ('ba1', 'ba2'):
         os.truncate(site.run.with_name('damaged') / checkpoint / 'state.pt', 1000)
-    return ['name=damaged']
+    return [site.recipe, 'name=damaged']
 
 
 def without_captions(site: Site) -> list[str | Path]:
@@ -94,7 +95,19 @@ def without_captions(site: Site) -> list[str | Path]:
     return ['prepare', 'folder', folder, '--out', 'prepared', '--sizes', '32', '--workers', '1']
 
 
-Words = Callable[[Site], Sequence[str | Path]]
+def exported(site: Site) -> Path:
+    """Return a folder with the files of an export that are read before torch is imported."""
+    site.file('sd/scheduler/scheduler_config.json', '{"num_train_timesteps": 20}')
+    return site.file('sd/model_index.json', '{}').parent
+
+
+def with_autoencoder(site: Site) -> Path:
+    """Return the path of the recipe with the model `autoencoder`, without keywords."""
+    content = yaml.safe_load(site.recipe.read_text()) | {'model': {'name': 'autoencoder'}, 'generate': {}}
+    return site.file('autoencoder.yaml', yaml.safe_dump(content))
+
+
+Words = Callable[[Site], Sequence[str | Path | int]]
 EARLY_RUN: dict[str, tuple[Words, str]] = {
     'mistyped key': (lambda site: [site.recipe, 'loader.num_worker=1'], 'loader.num_worker: unknown key; did you mean'),
     'unknown component': (lambda site: [site.recipe, 'optimizer.name=adamww'], "optimizer: .*'adamww'"),
@@ -122,35 +135,101 @@ EARLY_RUN: dict[str, tuple[Words, str]] = {
         'precompute.out: .* is not a folder',
     ),
     'no such checkpoint': (lambda site: [site.recipe, 'init_from=nowhere', 'name=new'], 'nowhere does not exist'),
+    'folder that is not a checkpoint': (
+        lambda site: [site.recipe, 'task=generate', f'checkpoint={site.folder}'],
+        'is not a checkpoint or a run',
+    ),
+    'resolution between two latent cells': (
+        lambda site: [site.recipe, 'model.resolution=60'],
+        'model.resolution: 60 is not a positive multiple of 8; use 56 or 64',
+    ),
+    'widths that the norms cannot group': (
+        lambda site: [site.recipe, 'model.block_out_channels=[64,100]'],
+        'model.block_out_channels: 100 is not a positive multiple of 32; use 96 or 128',
+    ),
+    'text width that the heads cannot share': (
+        lambda site: [site.recipe, 'model.text_width=100'],
+        'model.text_width: 100 is not a positive multiple of 32',
+    ),
+    'microbatch that fits no number of devices': (
+        lambda site: [site.recipe, 'global_batch=33', 'device_train_microbatch_size=16'],
+        r'microbatch_size: 16 does not divide .* global_batch=33 on any .*; use 11, or a global_batch of 32 or 48',
+    ),
+    'duration without unit': (
+        lambda site: [site.recipe, 'trainer.max_duration=5'],
+        r'trainer.max_duration: 5 has no unit; write 5ba \(batches\) or 5ep \(epochs\)',
+    ),
+    'unknown device': (lambda site: [site.recipe, 'trainer.device=cuda'], "trainer.device: 'cuda' is unknown"),
+    'unknown precision': (
+        lambda site: [site.recipe, 'trainer.precision=bf16'],
+        "trainer.precision: 'bf16' is unknown to Composer; did you mean 'amp_bf16'",
+    ),
+    'half precision on a CPU': (
+        lambda site: [site.recipe, 'trainer.precision=amp_bf16'],
+        'trainer.precision: amp_bf16 needs a GPU in Composer; use fp32 with trainer.device=cpu',
+    ),
+    'sampling out of range': (
+        lambda site: [
+            *(site.recipe, 'task=generate', 'generate.num_inference_steps=2000', 'generate.guidance_scale=-1'),
+            *('generate.seed=-1', 'generate.noise_scheduler=dimm'),
+        ],
+        'has 4 mistakes',
+    ),
+    'model that generates nothing': (
+        lambda site: [with_autoencoder(site), 'task=generate'],
+        'model.name: autoencoder does not generate images from prompts',
+    ),
 }
 LATE_RUN: dict[str, tuple[Words, str]] = {
     'two streams in one folder': (
-        lambda site: ['name=new', 'streams.again=${streams.small}', 'loader.batching_method=random'],
+        lambda site: [site.recipe, 'name=new', 'streams.again=${streams.small}', 'loader.batching_method=random'],
         'has the same folder as streams.small',
     ),
-    'images instead of latents': (lambda site: ['name=new', 'dataset.name=latents'], 'latent_moments is required'),
-    'folder that is not a checkpoint': (
-        lambda site: ['task=generate', f'checkpoint={site.folder}'],
-        'is not a checkpoint or a run',
+    'images instead of latents': (
+        lambda site: [site.recipe, 'name=new', 'dataset.name=latents'],
+        'latent_moments is required',
+    ),
+    'GPU on a machine without one': (
+        lambda site: [site.recipe, 'name=new', 'trainer.device=gpu'],
+        'trainer.device: gpu, but PyTorch finds no CUDA GPU .*; for a CPU set trainer.device=cpu',
+    ),
+    'evaluation on a GPU that is not there': (
+        lambda site: [site.recipe, 'task=evaluate', 'trainer.device=gpu', 'eval_streams=${streams}'],
+        'trainer.device: gpu, but PyTorch finds no CUDA GPU',
+    ),
+    'half precision on a machine without GPU': (
+        lambda site: [site.recipe, 'name=new', 'trainer.device=null', 'trainer.precision=amp_fp16'],
+        'trainer.precision: amp_fp16 needs a GPU, .*; for a CPU set trainer.precision=fp32',
+    ),
+    'widths that other norms cannot group': (
+        lambda site: [with_autoencoder(site), 'name=new', 'model.block_out_channels=[24,50]'],
+        r'block_out_channels: 50 is not a positive multiple of 8; use 48 or 56 \(norm_num_groups is 8\)',
+    ),
+    'images that the VAE cannot divide': (
+        lambda site: [
+            *(with_autoencoder(site), 'name=new', 'streams.small.resolution=40'),
+            'model.block_out_channels=[8,8,8,8,8]',
+        ],
+        'streams: images of 40x40 px, but the VAE downsamples by 16; use multiples of 16 px',
     ),
     'weights of another model': (
-        lambda site: [f'init_from={site.run}', 'name=new', 'model.block_out_channels=[32,64]'],
+        lambda site: [site.recipe, f'init_from={site.run}', 'name=new', 'model.block_out_channels=[32,64]'],
         'the architecture differs from the recipe',
     ),
     'no such pretrained model': (
-        lambda site: ['name=new', 'model.vae=nobody/nothing'],
+        lambda site: [site.recipe, 'name=new', 'model.vae=nobody/nothing'],
         'nobody/nothing.*could not be loaded',
     ),
     'all checkpoints damaged': (all_damaged, 'all 2 checkpoints are damaged'),
     'another seed on resume': (
-        lambda site: ['seed=18', 'trainer.max_duration=3ba'],
+        lambda site: [site.recipe, 'seed=18', 'trainer.max_duration=3ba'],
         'seed: 18, but the run was started with 17',
     ),
     'another optimizer on resume': (
-        lambda site: ['optimizer.name=decoupled_adamw', 'trainer.max_duration=3ba'],
+        lambda site: [site.recipe, 'optimizer.name=decoupled_adamw', 'trainer.max_duration=3ba'],
         'saved with optimizer AdamW',
     ),
-    'folder of another run': (lambda site: ['trainer.autoresume=false'], 'checkpoints of another run'),
+    'folder of another run': (lambda site: [site.recipe, 'trainer.autoresume=false'], 'checkpoints of another run'),
     'run in use': (locked_by_another, 'trains into this folder'),
 }
 EARLY_COMMAND: dict[str, tuple[Words, str]] = {
@@ -159,6 +238,7 @@ EARLY_COMMAND: dict[str, tuple[Words, str]] = {
     'missing value': (lambda site: ['plan', site.recipe, '--gpus'], 'argument --gpus: expected'),
     'mistake in a recipe': (lambda site: ['check', site.recipe, 'seed=x'], "seed: 'x' is not an integer"),
     'unknown GPU': (lambda site: ['plan', ROOT / 'yamls' / 'phase1.yaml', '--gpu', 'h1000'], 'h1000'),
+    'plot into a folder': (lambda site: ['plan', site.recipe, '--png', site.folder], '--png: .* is a folder'),
     'prepare nothing': (
         lambda site: ['prepare', 'folder', 'nowhere', '--out', 'prepared', '--sizes', '32'],
         'there is no such folder',
@@ -168,21 +248,70 @@ EARLY_COMMAND: dict[str, tuple[Words, str]] = {
         'out: .*is not a folder',
     ),
     'missing job': (lambda site: ['launch', 'none.yaml', '--dry-run'], 'none.yaml cannot be read'),
-}
-LATE_COMMAND: dict[str, tuple[Words, str]] = {
     'export over something': (lambda site: ['export', site.run, '--out', site.folder], '--out: .* is not empty'),
-    'export into a file': (lambda site: ['export', site.run, '--out', site.recipe / 'a'], '--out: .*not a folder'),
+    'export over a file': (lambda site: ['export', site.run, '--out', site.recipe], '--out: .* is a file'),
+    'export below a file': (lambda site: ['export', site.run, '--out', site.recipe / 'a'], '--out: .*not a folder'),
+    'export of nothing': (lambda site: ['export', 'nowhere', '--out', 'a'], 'is not a checkpoint or a run'),
     'export of a folder without checkpoint': (
         lambda site: ['export', site.folder, '--out', 'a'],
         'is not a checkpoint or a run',
     ),
     'options that contradict': (lambda site: ['export', site.run, '--out', 'a', '--at', '2'], 'needs --ema-width'),
-    'no snapshots': (lambda site: ['export', site.run, '--out', 'a', '--ema-width', '0.1'], 'no snapshots'),
-    'unknown scheduler': (lambda site: ['generate', site.run, 'a', '--scheduler', 'ddmi'], "'ddmi' is unknown"),
+    'average that is too wide': (
+        lambda site: ['export', site.run, '--out', 'a', '--ema-width', '0.5'],
+        '--ema-width: width=0.5 is not between 0 and 0.2887',
+    ),
+    'generate with nothing': (lambda site: ['generate', 'nowhere', 'a'], 'is not a checkpoint or a run'),
+    'generate with another checkpoint': (lambda site: ['generate', site.run / 'ba7', 'a'], 'contains ba2, ba1'),
     'images into a file': (lambda site: ['generate', site.run, 'a', '--out', site.recipe], '--out: .*not a folder'),
-    'unknown stream': (lambda site: ['data', 'verify', site.recipe, 'smal'], "did you mean 'small'"),
-    'sheet of another kind': (lambda site: ['data', 'look', site.recipe, '--out', 'a.gif'], 'use .png or .html'),
+    'no steps': (lambda site: ['generate', site.run, 'a', '--steps', '0'], '--steps: 0 is out of range; use 1 to 1000'),
+    'too many steps': (lambda site: ['generate', site.run, 'a', '--steps', '1001'], '--steps: 1001 is out of range'),
+    'seed out of range': (
+        lambda site: ['generate', site.run, 'a', 'b', '--seed', 2**32 - 1],
+        '--seed: 4294967295 is out of range; use 0 to 4294967294 for the first of 2 images',
+    ),
+    'guidance that is no number': (
+        lambda site: ['generate', site.run, 'a', '--guidance', 'nan'],
+        '--guidance: nan is out of range; use 0 or more',
+    ),
+    'unknown scheduler': (
+        lambda site: ['generate', site.run, 'a', '--scheduler', 'dimm'],
+        "--scheduler: 'dimm' is unknown; did you mean 'ddim'",
+    ),
+    'weights of an export': (
+        lambda site: ['generate', exported(site), 'a', '--weights', 'ema'],
+        '--weights: .*sd is an export',
+    ),
+    'too many steps for an export': (
+        lambda site: ['generate', exported(site), 'a', '--steps', '21'],
+        '--steps: 21 is out of range; use 1 to 20',
+    ),
+    'unknown stream to verify': (lambda site: ['data', 'verify', site.recipe, 'smal'], "did you mean 'small'"),
+    'unknown stream to look at': (
+        lambda site: ['data', 'look', site.recipe, 'smal', '--out', 'a.png'],
+        "did you mean 'small'",
+    ),
+    'unknown stream to time': (lambda site: ['data', 'bench', site.recipe, 'smal'], "did you mean 'small'"),
+    'unknown GPU to feed': (lambda site: ['data', 'bench', site.recipe, '--gpu', 'h10'], "--gpu: .*'h10'"),
+    'stream that is nowhere': (
+        lambda site: ['data', 'look', site.recipe, '--out', 'a.png', 'streams.small.local=nowhere'],
+        'streams.small.local: nowhere has no index.json',
+    ),
+    'no samples': (lambda site: ['data', 'look', site.recipe, '--out', 'a.png', '--samples', '0'], '--samples: 0'),
+    'negative seed': (lambda site: ['data', 'look', site.recipe, '--out', 'a.png', '--seed', '-1'], '--seed: -1'),
+    'sheet of another kind': (lambda site: ['data', 'look', site.recipe, '--out', 'look.txt'], 'use .png or .html'),
+    'sheet in no folder': (
+        lambda site: ['data', 'look', site.recipe, '--out', '/nonexistent-root/x.png'],
+        '--out: /nonexistent-root is not a writable folder',
+    ),
+}
+LATE_COMMAND: dict[str, tuple[Words, str]] = {
+    'no snapshots': (lambda site: ['export', site.run, '--out', 'a', '--ema-width', '0.1'], 'no snapshots'),
     'prepare without captions': (without_captions, 'no_caption'),
+    'plan for widths that the norms cannot group': (
+        lambda site: ['plan', with_autoencoder(site), 'model.block_out_channels=[24,50]'],
+        'model autoencoder: block_out_channels: 50 is not a positive multiple of 8; use 48 or 56',
+    ),
 }
 
 
@@ -192,9 +321,8 @@ def assert_one_message(stderr: str, message: str) -> None:
     lines = stderr.splitlines()
     start = next(number for number, line in enumerate(lines) if 'error: ' in line)
     assert re.search(message, stderr), stderr
-    assert all(LOG_LINE.match(line) or line.startswith(('usage: ', ' ', 'preparing ')) for line in lines[:start]), (
-        stderr
-    )
+    expected = ('usage: ', ' ', 'preparing ', 'counting ')
+    assert all(LOG_LINE.match(line) or line.startswith(expected) for line in lines[:start]), stderr
     mistakes = re.search(r'has (\d+) mistakes:$', lines[start])
     assert len(lines[start:]) <= (1 + int(mistakes[1]) if mistakes else 3), stderr
 
@@ -218,12 +346,48 @@ def in_process(site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     return execute
 
 
+EARLY_PROGRAM = """
+import contextlib, io, json, sys, time
+from diffusion import cli
+from diffusion.tasks import run_recipe
+
+def outcome(program, words):
+    stderr, begin = io.StringIO(), time.process_time()
+    with contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            status = {'run.py': run_recipe.main, 'diffusion': cli.main}[program](words)
+        except SystemExit as exited:  # of argparse
+            status = exited.code
+    return status, stderr.getvalue(), time.process_time() - begin, 'torch' in sys.modules
+
+json.dump([outcome(*each) for each in json.load(sys.stdin)], sys.stdout)
+"""
+Outcomes = dict[tuple[str, str], tuple[int, str, float, bool]]
+
+
+@pytest.fixture(scope='module')
+def early(site: Site) -> Outcomes:
+    """Status, stderr, CPU seconds and import of torch for each early mistake, all made in one new process."""
+    tables = {'run.py': EARLY_RUN, 'diffusion': EARLY_COMMAND}
+    mistakes = [(program, name) for program, table in tables.items() for name in table]
+    orders = [(program, [str(word) for word in tables[program][name][0](site)]) for program, name in mistakes]
+    environ = os.environ | {'PYTHONPATH': str(ROOT)}
+    command, text = [sys.executable, '-c', EARLY_PROGRAM], json.dumps(orders)
+    done = subprocess.run(command, input=text, capture_output=True, text=True, cwd=site.folder, env=environ)
+    assert done.returncode == 0, done.stderr
+    return dict(zip(mistakes, map(tuple, json.loads(done.stdout)), strict=True))
+
+
 @pytest.mark.parametrize('mistake', EARLY_RUN)
-def test_mistake_in_a_recipe_exits_with_78_and_one_message(site, in_process, mistake):
-    words, message = EARLY_RUN[mistake]
-    status, stderr = in_process(run_recipe.main, words(site))
+def test_mistake_in_a_recipe_exits_with_78_and_one_message(early, mistake):
+    status, stderr, _, _ = early['run.py', mistake]
     assert status == 78, stderr
-    assert_one_message(stderr, message)
+    assert_one_message(stderr, EARLY_RUN[mistake][1])
+
+
+def test_early_mistakes_are_found_without_torch_within_a_second(early):
+    assert not [mistake for mistake, (*_, imported) in early.items() if imported]
+    assert not {mistake: seconds for mistake, (_, _, seconds, _) in early.items() if seconds > 1}
 
 
 def test_wrong_number_of_devices_exits_with_78(site, in_process, monkeypatch):
@@ -234,17 +398,16 @@ def test_wrong_number_of_devices_exits_with_78(site, in_process, monkeypatch):
 
 
 @pytest.mark.parametrize('mistake', EARLY_COMMAND)
-def test_wrong_command_line_exits_with_2_and_one_message(site, in_process, mistake):
-    words, message = EARLY_COMMAND[mistake]
-    status, stderr = in_process(cli.main, words(site))
+def test_wrong_command_line_exits_with_2_and_one_message(early, mistake):
+    status, stderr, _, _ = early['diffusion', mistake]
     assert status == 2, stderr
-    assert_one_message(stderr, message)
+    assert_one_message(stderr, EARLY_COMMAND[mistake][1])
 
 
 @pytest.mark.parametrize('mistake', LATE_RUN)
 def test_mistake_found_before_the_first_batch_exits_with_78(site, mistake):
     words, message = LATE_RUN[mistake]
-    status, stderr = site.execute([ROOT / 'run.py', site.recipe, *words(site)])
+    status, stderr = site.execute([ROOT / 'run.py', *words(site)])
     assert status == 78, stderr
     assert_one_message(stderr, message)
 
@@ -264,6 +427,41 @@ def test_traceback_of_a_mistake_is_printed_on_request(site, in_process, monkeypa
         assert status == expected
         assert stderr.startswith('Traceback')
         assert f'\nerror: {site.recipe} has a mistake:' in stderr
+
+
+READ_BY_NOBODY: dict[str, Words] = {
+    'check': lambda site: ['check', site.recipe],
+    'plan': lambda site: ['plan', ROOT / 'yamls' / 'phase1.yaml'],
+    'data verify': lambda site: ['data', 'verify', site.recipe, '--jobs', '1'],
+    'generate': lambda site: ['generate', site.run, 'a', '--out', 'drawn'],
+    'data look': lambda site: ['data', 'look', site.recipe, '--out', 'unread.png', '--samples', '1'],
+}
+
+
+@pytest.fixture
+def closed_pipe() -> Iterator[int]:
+    """Descriptor of a pipe whose reader has ended."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    yield writer
+    os.close(writer)
+
+
+@pytest.mark.parametrize('command', READ_BY_NOBODY)
+def test_closed_pipe_ends_a_command_quietly_with_141(site, closed_pipe, command):
+    status, stderr = site.execute([*DIFFUSION, *READ_BY_NOBODY[command](site)], stdout=closed_pipe)
+    assert 'Traceback' not in stderr and 'Exception ignored' not in stderr, stderr
+    assert status == 141, stderr
+
+
+def test_head_ends_check_quietly(site):
+    # More than the 64 KiB that a pipe holds, so that `head` ends while the recipe is being printed.
+    prompts = ', '.join(['a' * 1000] * 200)
+    recipe = site.file('long.yaml', f'extends: {site.recipe}\ngenerate: {{prompts: [{prompts}]}}\n')
+    command = f'{sys.executable} -m diffusion check {recipe} | head -n 1; echo ${{PIPESTATUS[0]}}'
+    environ = os.environ | {'PYTHONPATH': str(ROOT)}
+    done = subprocess.run(['bash', '-c', command], capture_output=True, text=True, env=environ, check=True)
+    assert (done.stdout, done.stderr) == ('name: run\n141\n', '')
 
 
 TRAIN = ['run.py', '{recipe}', 'name=new-{count}']
@@ -301,6 +499,11 @@ BUGS = {
         'injected()',
         ['run.py', '{recipe}', 'task=generate'],
     ),
+    'pipe of something else': (
+        'diffusion.planning.cli:run_plan',
+        'raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))',
+        ['diffusion', 'plan', '{recipe}'],
+    ),
     'float() in export': (
         'diffusion.tasks.export:pipeline_of',
         "float('wide')",
@@ -319,7 +522,7 @@ FAULTS = {
     'save on a full disk': ('diffusion.checkpointing.checkpoint_store:HashingWriter.write', 'ENOSPC', TRAIN),
     'hash at resume': ('diffusion.checkpointing.checkpoint_store:record_of', 'EIO', RESUME),
     'list at resume': ('diffusion.checkpointing.checkpoint_store:list_checkpoints', 'ESTALE', RESUME),
-    'weights at resume': ('diffusion.checkpointing.run_folder:torch.load', 'EIO', RESUME),
+    'weights at resume': ('diffusion.checkpointing.checkpoint_weights:torch.load', 'EIO', RESUME),
     'metrics': ('diffusion.loggers.metrics_file:json.dumps', 'ETIMEDOUT', TRAIN),
     'Hub': ('diffusion.models.pretrained:AutoencoderKL.from_pretrained', 'ECONNRESET', TRAIN),
     'precompute': ('os:fsync', 'EDQUOT', PRECOMPUTE),

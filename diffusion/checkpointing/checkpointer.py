@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from diffusion.algorithms.average import Averager, blank, reshard
 from diffusion.checkpointing import checkpoint_store, sharded_state
-from diffusion.checkpointing.run_folder import check_architecture, is_sharded, read_content
+from diffusion.checkpointing.checkpoint_weights import check_architecture, is_sharded, read_content
 from diffusion.errors import UserError
 from diffusion.storage.atomic import remove
 

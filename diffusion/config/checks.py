@@ -1,21 +1,20 @@
-"""Checks of a recipe beyond the types of its values: names, keywords, durations, batch sizes, streams and paths.
+"""Checks of a recipe beyond the types of its values: names, keywords, durations, batch sizes, streams and sampling.
 
 No check imports torch.
 """
 
-import json
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, TypeGuard
 
 from diffusion.config import registry, sample_order
 from diffusion.config.byte_sizes import parse_bytes
-from diffusion.config.image_shapes import BUCKETS, parse_shape, read_buckets
+from diffusion.config.image_shapes import parse_shape
 from diffusion.config.recipe import Component, LoaderConfig, ParallelismConfig, Recipe, SpeedConfig, StreamConfig
-from diffusion.config.schema import MISSING, Gatherer, Problem, join
+from diffusion.config.sampling_checks import check_sampling
+from diffusion.config.schema import MISSING, Gatherer, Problem, did_you_mean, join
+from diffusion.config.signatures import words
 from diffusion.errors import UserError
-from diffusion.storage.writable import why_not_writable
 
 SINGLE_COMPONENT_SECTIONS = ('model', 'dataset', 'eval_dataset', 'optimizer', 'scheduler')
 """Recipe sections that hold one component."""
@@ -54,18 +53,23 @@ COMPOSER_SAVER_KEYWORDS = {
 """Keywords of composer.Trainer that affect only the files of Composer's own CheckpointSaver."""
 DURATION = re.compile(r'\d+(\.\d+)?(ba|ep|sp|tok|dur|iter|sec)')
 """Pattern of Composer's duration strings, such as `1000ba`."""
-DURATION_KEYS = (
+DURATION_KEYS = {
     'max_duration',
     'eval_interval',
     'save_interval',
+    'console_log_interval',
     't_warmup',
     't_max',
     'ema_start',
     'half_life',
     'update_interval',
     'every',
-)
-"""Keywords of components and of the Trainer whose string values are durations."""
+}
+"""Keywords of components and of the Trainer whose values are durations."""
+DEVICES = ('cpu', 'gpu', 'hpu', 'mps', 'neuron', 'tpu')
+"""Values of `trainer.device` that Composer knows."""
+PRECISIONS = ('amp_bf16', 'amp_fp16', 'amp_fp8', 'fp32')
+"""Values of `trainer.precision` that Composer knows; on a CPU it computes in fp32 only."""
 
 
 def check_components(recipe: Recipe) -> list[Problem]:
@@ -79,6 +83,9 @@ def check_components(recipe: Recipe) -> list[Problem]:
         problems += registry.check_keywords(
             where, kind, component.name, component.kwargs, supplied=SUPPLIED.get(kind, ())
         )
+    # `check_recipe` reports durations that are numbers, and names units; the type check would suggest quotes.
+    numbers = {where for where, value in _durations(recipe) if not isinstance(value, str) and duration_problem(value)}
+    problems = [problem for problem in problems if problem.where not in numbers]
     if not isinstance(recipe.trainer, dict):
         return problems
     for key in recipe.trainer:
@@ -114,18 +121,35 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
     if recipe.name not in (None, MISSING) and not re.fullmatch(r'[A-Za-z0-9._-]+', recipe.name):
         gather.problem('name', f'{recipe.name!r}; use letters, digits, dots, dashes and underscores: it names a folder')
     _check_task(recipe, gather)
-    for section, streams in _stream_sections(recipe):
+    for section, streams in stream_sections(recipe):
         _check_streams(section, streams, gather)
     _check_loader(recipe, gather)
     if recipe.task == 'train':
+        _check_microbatch(recipe, gather)
         _check_order(recipe, gather)
         _check_parallelism(recipe, gather)
         _check_speed(recipe, gather)
         _check_saving(recipe, gather)
+    _check_trainer(recipe, gather)
+    own = [(where, each.kwargs) for where, kind, each in _components(recipe) if registry.is_own(kind, each.name)]
+    gather.problems += check_sampling(recipe, dict(own))
     for where, value in _durations(recipe):
-        if isinstance(value, str) and value != MISSING and not DURATION.fullmatch(value):
-            gather.problem(where, f'{value!r} is not a duration; write a number and its unit, such as 1000ba or 2ep')
+        if (problem := duration_problem(value)) is not None:
+            gather.problem(where, problem)
     return gather.problems
+
+
+def duration_problem(value: Any) -> str | None:
+    """Return an error message for a value that is not one of Composer's durations, such as `1000ba`, else None."""
+    if isinstance(value, str):
+        if value == MISSING or DURATION.fullmatch(value):
+            return None
+        return f'{value!r} is not a duration; write a number and its unit, such as 1000ba or 2ep'
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    # Composer would count a bare number in epochs, whereas most durations of a recipe are in batches.
+    way_out = f'{value}ba (batches) or {value}ep (epochs)' if isinstance(value, int) else 'it as 1000ba or 2ep'
+    return f'{value} has no unit; write {way_out}'
 
 
 def check_devices(recipe: Recipe, world_size: int) -> list[Problem]:
@@ -143,49 +167,31 @@ def check_devices(recipe: Recipe, world_size: int) -> list[Problem]:
         return [Problem('parallelism.replicas', f'{replicas} do not divide {world_size} devices; use {near}')]
     share = batch // world_size
     if isinstance(microbatch, int) and share % microbatch:
-        divisors = [size for size in range(1, share + 1) if share % size == 0]
-        near = min(divisors, key=lambda size: abs(size - microbatch))
         what = (
-            f"{microbatch} does not divide a device's {share} samples ({batch} over {world_size} devices); use {near}"
+            f"{microbatch} does not divide a device's {share} samples ({batch} over {world_size} devices); "
+            f'use {nearest_divisor(share, microbatch)}'
         )
         return [Problem('device_train_microbatch_size', what)]
     return []
 
 
-def check_paths(recipe: Recipe) -> list[Problem]:
-    """Return a problem for each local stream or checkpoint that a recipe's task needs and that cannot be read."""
-    gather = Gatherer()
-    for section, streams in _stream_sections(recipe):
-        for name, stream in streams.items():
-            source = 'local' if stream.remote is None else 'remote'
-            folder = stream.local if stream.remote is None else stream.remote
-            if folder is not None and '://' not in folder:
-                check_folder = _check_buckets if stream.aspects else _check_index
-                try:
-                    check_folder(f'{section}.{name}.{source}', Path(folder), gather)
-                except PermissionError as error:
-                    what = (
-                        f'{error.filename} cannot be read ({error.strerror}); ask its owner for access, '
-                        'or use another folder'
-                    )
-                    gather.problem(f'{section}.{name}.{source}', what)
-    # A run that has checkpoints resumes from them and no longer reads init_from, which may have been deleted since.
-    if recipe.task == 'train' and recipe.init_from is not None and not (recipe.run_dir / 'latest').exists():
-        _check_checkpoint('init_from', recipe.init_from, gather)
-    if recipe.task in ('evaluate', 'generate'):
-        _check_checkpoint('checkpoint', recipe.checkpoint or str(recipe.run_dir), gather)
-    return gather.problems
+def nearest_divisor(number: int, size: int) -> int:
+    """Return the divisor of a number that is nearest to a size."""
+    return min((each for each in range(1, number + 1) if number % each == 0), key=lambda each: abs(each - size))
 
 
-def check_output(recipe: Recipe) -> list[Problem]:
-    """Return a problem if the output folder of a recipe's task cannot be written to, so that the task fails early."""
-    where, out = 'runs_dir', str(recipe.run_dir)
-    if recipe.task == 'precompute':
-        where, out = 'precompute.out', recipe.precompute.out
-    elif recipe.task == 'generate' and recipe.generate.out:
-        where, out = 'generate.out', recipe.generate.out
-    problem = None if '://' in out else why_not_writable(out)
-    return [] if problem is None else [Problem(where, problem)]
+def stream_sections(recipe: Recipe) -> list[tuple[str, dict[str, StreamConfig]]]:
+    """Return the streams that a recipe's task reads, as pairs of section path and streams; skip streams still ???."""
+    sections = {
+        'train': [('streams', recipe.streams), ('eval_streams', recipe.eval_streams)],
+        'precompute': [('precompute.streams', recipe.precompute.streams)],
+        'evaluate': [('eval_streams', recipe.eval_streams)],
+    }
+    return [
+        (where, {name: stream for name, stream in streams.items() if isinstance(stream, StreamConfig)})
+        for where, streams in sections.get(recipe.task, [])
+        if isinstance(streams, dict)
+    ]
 
 
 def _components(recipe: Recipe) -> list[tuple[str, str, Component]]:
@@ -198,20 +204,6 @@ def _components(recipe: Recipe) -> list[tuple[str, str, Component]]:
         if isinstance(entries, dict):
             found += [(join(section, key), kind, component) for key, component in entries.items()]
     return [item for item in found if isinstance(item[2], Component) and item[2].name not in (None, '', MISSING)]
-
-
-def _stream_sections(recipe: Recipe) -> list[tuple[str, dict[str, StreamConfig]]]:
-    """Return the streams that a recipe's task reads, as pairs of section path and streams; skip streams still ???."""
-    sections = {
-        'train': [('streams', recipe.streams), ('eval_streams', recipe.eval_streams)],
-        'precompute': [('precompute.streams', recipe.precompute.streams)],
-        'evaluate': [('eval_streams', recipe.eval_streams)],
-    }
-    return [
-        (where, {name: stream for name, stream in streams.items() if isinstance(stream, StreamConfig)})
-        for where, streams in sections.get(recipe.task, [])
-        if isinstance(streams, dict)
-    ]
 
 
 def _check_task(recipe: Recipe, gather: Gatherer) -> None:
@@ -287,9 +279,25 @@ def _shape_text(stream: StreamConfig) -> str:
     return 'several shapes' if stream.aspects else stream.shape or f'{stream.resolution}x{stream.resolution}'
 
 
+def _check_microbatch(recipe: Recipe, gather: Gatherer) -> None:
+    """Report a microbatch that cannot divide a device's batch, however many devices there are."""
+    # If the microbatch divides the batch of each of w devices, it divides w times that: the global batch. And if it
+    # divides the global batch, one device will do. `check_devices` is stricter where the number of devices is known.
+    batch, microbatch = recipe.global_batch, recipe.device_train_microbatch_size
+    if not _positive(batch) or not _positive(microbatch) or batch % microbatch == 0:
+        return
+    lower = batch // microbatch * microbatch
+    batches = ' or '.join(str(choice) for choice in (lower, lower + microbatch) if choice)
+    what = (
+        f"{microbatch} does not divide a device's part of global_batch={batch} on any number of devices; "
+        f'use {nearest_divisor(batch, microbatch)}, or a global_batch of {batches}'
+    )
+    gather.problem('device_train_microbatch_size', what)
+
+
 def _check_order(recipe: Recipe, gather: Gatherer) -> None:
     """Report settings that would make global batches depend on the number of devices."""
-    streams, batch = dict(_stream_sections(recipe)).get('streams', {}), recipe.global_batch
+    streams, batch = dict(stream_sections(recipe)).get('streams', {}), recipe.global_batch
     problems = {}
     if isinstance(recipe.loader, LoaderConfig):
         shapes = [_shape_text(stream) for stream in streams.values() if isinstance(stream.resolution, int)]
@@ -350,6 +358,19 @@ def _check_speed(recipe: Recipe, gather: Gatherer) -> None:
         gather.problem('speed.reduce_once', f'needs strategy: fsdp2, not {strategy}; remove it')
 
 
+def _check_trainer(recipe: Recipe, gather: Gatherer) -> None:
+    """Report a device or a precision that Composer does not know, and precisions that it does not have on a CPU."""
+    if not isinstance(recipe.trainer, dict):
+        return
+    # Composer accepts any case.
+    device, precision = (str(recipe.trainer.get(key) or '').lower() for key in ('device', 'precision'))
+    for key, value, known in (('device', device, DEVICES), ('precision', precision, PRECISIONS)):
+        if value not in ('', MISSING, *known):
+            gather.problem(join('trainer', key), f'{value!r} is unknown to Composer; {did_you_mean(value, known)}')
+    if recipe.task in ('train', 'evaluate') and device == 'cpu' and precision in {*PRECISIONS} - {'fp32'}:
+        gather.problem('trainer.precision', f'{precision} needs a GPU in Composer; use fp32 with trainer.device=cpu')
+
+
 def _check_saving(recipe: Recipe, gather: Gatherer) -> None:
     """Report settings that only Composer's own CheckpointSaver reads, where this package's Checkpointer is used."""
     if not isinstance(recipe.trainer, dict) or 'save_folder' in recipe.trainer:
@@ -364,47 +385,20 @@ def _check_saving(recipe: Recipe, gather: Gatherer) -> None:
 
 def _durations(recipe: Recipe) -> list[tuple[str, Any]]:
     """Return the path and value of every recipe key that takes a duration."""
-    places = [(where, component.kwargs) for where, _, component in _components(recipe)]
+    places = [(where, kind, component.name, component.kwargs) for where, kind, component in _components(recipe)]
     if isinstance(recipe.trainer, dict):
-        places.append(('trainer', recipe.trainer))
-    return [(join(where, key), kwargs[key]) for where, kwargs in places for key in DURATION_KEYS if key in kwargs]
-
-
-def _check_buckets(where: str, folder: Path, gather: Gatherer) -> None:
-    """Report a folder of aspect-ratio buckets without a valid buckets.json, or with a bucket without MDS shards."""
-    try:
-        shapes = read_buckets(folder)
-    except UserError as error:
-        gather.problem(where, str(error))
-        return
-    for shape in shapes:
-        _check_index(where, folder / str(shape), gather)
-
-
-def _check_index(where: str, folder: Path, gather: Gatherer) -> None:
-    """Report a folder without a valid index of MDS shards, or without samples."""
-    index = folder / 'index.json'
-    if not index.is_file():
-        way_out = 'create it with `diffusion prepare`, or latents with task=precompute'
-        if (folder / BUCKETS).is_file():
-            way_out = f'it has {BUCKETS}; set aspects: true'
-        gather.problem(where, f'{folder} has no index.json; is it an MDS folder? {way_out}')
-        return
-    try:
-        shards = json.loads(index.read_text(encoding='utf-8'))['shards']
-        samples = sum(shard['samples'] for shard in shards)
-    except (ValueError, KeyError, TypeError) as error:
-        gather.problem(
-            where, f'{index} is not an index of MDS shards ({type(error).__name__}: {error}); prepare it again'
-        )
-        return
-    if samples == 0:
-        gather.problem(where, f'{folder} has no samples; prepare it again, or remove the stream')
-
-
-def _check_checkpoint(where: str, path: str, gather: Gatherer) -> None:
-    if '://' not in path and not Path(path).exists():
-        gather.problem(where, f'{path} does not exist; give a checkpoint or the folder of a run')
+        places.append(('trainer', 'trainer', 'composer', recipe.trainer))
+    found = []
+    for where, kind, name, kwargs in places:
+        keys = DURATION_KEYS & kwargs.keys()
+        annotations = registry.annotations(kind, name) if keys else {}
+        for key in sorted(keys):
+            # A keyword of that name may take numbers only: `every` of node_health is a number of batches.
+            takes_text = bool({'str', 'Time'} & words(annotations.get(key, '')))
+            if takes_text or isinstance(kwargs[key], str):
+                found.append((join(where, key), kwargs[key]))
+    # 0 turns evaluation off, in any unit.
+    return [(where, value) for where, value in found if (where, value) != ('trainer.eval_interval', 0)]
 
 
 def _positive(value: Any) -> TypeGuard[int]:

@@ -13,11 +13,10 @@ from diffusion.config.checks import (
     SINGLE_COMPONENT_SECTIONS,
     check_components,
     check_devices,
-    check_output,
-    check_paths,
     check_recipe,
     keyword_types,
 )
+from diffusion.config.path_checks import check_output, check_paths
 from diffusion.config.recipe import Component, Recipe, StreamConfig
 from diffusion.config.schema import MISSING, Gatherer, Problem, build_dataclass, join
 from diffusion.config.yaml_files import UnreadableYAML, dump, merge, read_chain

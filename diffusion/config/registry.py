@@ -103,6 +103,12 @@ def unknown(kind: str, name: str) -> str | None:
     return f'no {kind} is called {name!r}; {did_you_mean(name, table)}'
 
 
+def is_own(kind: str, name: str) -> bool:
+    """Return True if a name is registered for a component of this package."""
+    target = _table(kind).get(name)
+    return isinstance(target, str) and target.startswith('diffusion.')
+
+
 def resolve(kind: str, name: str) -> Any:
     """Import and return the component (a class or function) that is registered under a kind and a name."""
     problem = unknown(kind, name)
@@ -154,6 +160,14 @@ def signature(kind: str, name: str) -> Signature:
     """Return a registered component's signature, parsed from its source if it is registered by address."""
     target = _table(kind)[name]
     return of_source(*target.split(':')) if isinstance(target, str) else of_object(target)
+
+
+def annotations(kind: str, name: str) -> dict[str, str]:
+    """Return the annotations of a component's keywords as text; empty if the component is not known or not found."""
+    try:
+        return {each.name: each.annotation for each in signature(kind, name).parameters}
+    except (KeyError, UserError):  # `check_keywords` reports it
+        return {}
 
 
 def check_keywords(
@@ -213,6 +227,9 @@ def _check_type(where: str, parameter: Parameter, value: Any, *, nested: bool) -
     gather = Gatherer()
     if kind is not None:
         build_value(kind, value, where, gather)
+    if not gather.problems:
+        found = [constraint.problem(value) for constraint in parameter.constraints]
+        gather.problems += [Problem(where, problem) for problem in found if problem is not None]
     return gather.problems
 
 

@@ -7,12 +7,17 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Union
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from diffusion.config.constraints import CONSTRAINTS, Constraint, declared
 from diffusion.errors import UserError
 
 # Types that YAML values can have; keywords of any other type are not checked.
 _SIMPLE = {'int': int, 'float': float, 'str': str, 'bool': bool, 'None': type(None), 'list': list, 'dict': dict}
+
+
+_Aliases = Mapping[str, ast.expr | None]
+"""Type aliases of a file by name; None for imported names that are no alias."""
 
 
 @dataclass(frozen=True)
@@ -21,9 +26,11 @@ class Parameter:
 
     name: str
     annotation: str
-    """Source text of the keyword's annotation, empty if it has none."""
+    """Source text of the keyword's annotation without constraints, empty if it has none."""
     required: bool
     """True if the keyword has no default."""
+    constraints: tuple[Constraint, ...] = ()
+    """Constraints that its annotation declares, as in `Annotated[int, MultipleOf(8)]`."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +56,9 @@ class Signature:
 def of_object(target: Any) -> Signature:
     """Return the parameters of an imported class or function, to check or select its keyword arguments by."""
     found = inspect.signature(target).parameters.values()
+    named = [p for p in found if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     parameters = tuple(
-        Parameter(
-            p.name, '' if p.annotation is p.empty else inspect.formatannotation(p.annotation), p.default is p.empty
-        )
-        for p in found
-        if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+        Parameter(p.name, _format_plain(p.annotation), p.default is p.empty, declared(p.annotation)) for p in named
     )
     return Signature(parameters, any(p.kind == p.VAR_KEYWORD for p in found), {})
 
@@ -90,9 +94,12 @@ def of_source(module: str, attribute: str) -> Signature:
 
 @functools.cache
 def defaults_of_source(module: str, attribute: str) -> dict[str, Any]:
-    """Return the default values of a function's keywords by name, parsed from the source file of its module."""
+    """Return the default values of a function's keywords or a dataclass's fields by name, parsed from the source."""
     tree = _source(module)
-    node = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == attribute)
+    node = next(n for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name == attribute)
+    if isinstance(node, ast.ClassDef):
+        fields = [item for item in node.body if isinstance(item, ast.AnnAssign) and item.value is not None]
+        return {ast.unparse(item.target): _value(item.value, tree) for item in fields if item.value is not None}
     arguments = node.args
     positional = [*arguments.posonlyargs, *arguments.args]
     pairs: list[tuple[ast.arg, ast.expr | None]] = [
@@ -209,21 +216,41 @@ def _aliases(tree: ast.Module) -> dict[str, ast.expr | None]:
     }
 
 
-def _text(annotation: ast.expr | None, aliases: Mapping[str, ast.expr | None]) -> str:
-    """Return the source text of an annotation, with a type alias replaced by its definition."""
+def _parameter(name: str, annotation: ast.expr | None, required: bool, aliases: _Aliases) -> Parameter:
+    """Return a parameter, with a type alias as annotation replaced by its definition."""
     if isinstance(annotation, ast.Name):
         annotation = aliases.get(annotation.id) or annotation
-    return ast.unparse(annotation) if annotation else ''
+    constraints: tuple[Constraint, ...] = ()
+    if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value).split('.')[-1] == 'Annotated':
+        assert isinstance(annotation.slice, ast.Tuple)
+        annotation, *extras = annotation.slice.elts
+        constraints = tuple(found for extra in extras if (found := _constraint(extra)) is not None)
+    return Parameter(name, ast.unparse(annotation) if annotation else '', required, constraints)
 
 
-def _arguments(node: ast.FunctionDef, aliases: Mapping[str, ast.expr | None]) -> tuple[Parameter, ...]:
+def _constraint(node: ast.expr) -> Constraint | None:
+    """Evaluate a constraint of an annotation, such as `MultipleOf(8)`; return None for anything else."""
+    if not isinstance(node, ast.Call) or ast.unparse(node.func) not in CONSTRAINTS:
+        return None
+    return CONSTRAINTS[ast.unparse(node.func)](*(ast.literal_eval(argument) for argument in node.args))
+
+
+def _format_plain(annotation: Any) -> str:
+    """Return the text of an evaluated annotation without its constraints."""
+    if annotation is inspect.Parameter.empty:
+        return ''
+    plain = get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+    return inspect.formatannotation(plain)
+
+
+def _arguments(node: ast.FunctionDef, aliases: _Aliases) -> tuple[Parameter, ...]:
     """Return the parameters of a function definition, without *args and **kwargs."""
     arguments = node.args
     positional = [*arguments.posonlyargs, *arguments.args]
     required = [index < len(positional) - len(arguments.defaults) for index in range(len(positional))]
     found = list(zip(positional, required, strict=True))
     found += [(a, default is None) for a, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)]
-    return tuple(Parameter(argument.arg, _text(argument.annotation, aliases), needed) for argument, needed in found)
+    return tuple(_parameter(argument.arg, argument.annotation, needed, aliases) for argument, needed in found)
 
 
 def _takes_any(node: ast.FunctionDef, module: str) -> bool:
@@ -233,10 +260,10 @@ def _takes_any(node: ast.FunctionDef, module: str) -> bool:
     return node.args.kwarg is not None and not module.startswith('diffusion.')
 
 
-def _fields(node: ast.ClassDef, aliases: Mapping[str, ast.expr | None]) -> tuple[Parameter, ...]:
+def _fields(node: ast.ClassDef, aliases: _Aliases) -> tuple[Parameter, ...]:
     """Return the fields of a dataclass definition as parameters."""
     return tuple(
-        Parameter(item.target.id, _text(item.annotation, aliases), item.value is None)
+        _parameter(item.target.id, item.annotation, item.value is None, aliases)
         for item in node.body
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
     )

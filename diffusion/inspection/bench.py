@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -17,11 +16,10 @@ from diffusion.data.caption_choice import captions_of
 from diffusion.data.streams import BucketedDataset
 from diffusion.data.transforms import Crop, decode_crop, planes, resize
 from diffusion.errors import UserError
-from diffusion.inspection.stream_selection import select
 from diffusion.models import batch_keys
 from diffusion.models.pretrained import tokenize
 from diffusion.planning.count_cache import CountingFailed
-from diffusion.planning.gpus import GPU, find_gpu, load_gpus
+from diffusion.planning.gpus import GPU
 from diffusion.planning.model_costs import ModelCosts
 from diffusion.training.components import build_dataset, build_loader
 
@@ -63,35 +61,22 @@ class Clock:
 
 
 def bench(
-    recipe: Recipe,
-    names: Sequence[str] = (),
-    *,
-    workers: Sequence[int] | None = None,
-    batches: int = 20,
-    gpu: str = 'h100-sxm',
-    gpus_file: Path | None = None,
-    mfu: float = 0.4,
+    recipe: Recipe, *, gpu: GPU, workers: Sequence[int] | None = None, batches: int = 20, mfu: float = 0.4
 ) -> None:
     """Time the loading of a recipe's training streams, and print a table of stages and one of worker counts.
 
     Args:
         recipe: A training recipe.
-        names: Names of streams; empty for all.
+        gpu: The GPU whose demand is estimated.
         workers: Worker counts to time; None for 0, 1, 2, 4 and so on up to the number of cores.
         batches: Batches to time for each worker count.
-        gpu: Name of the GPU whose demand is estimated, from planning/gpus.yaml.
-        gpus_file: File with more GPUs, in the format of planning/gpus.yaml.
         mfu: Fraction of the GPU's peak FLOP/s that training reaches.
 
     Raises:
-        UserError: A stream or the GPU does not exist.
+        UserError: A stream cannot be read.
     """
-    target = find_gpu(gpu, load_gpus(gpus_file))
-    streams = select(recipe, names).get('streams')
-    if not streams:
-        raise UserError("bench: only training streams can be timed; name one of the recipe's `streams`")
-    recipe = replace(recipe, streams=streams, global_batch=math.gcd(recipe.global_batch, MAX_BATCH))
-    rate_per_core, needed = _print_stages(recipe, target, mfu)
+    recipe = replace(recipe, global_batch=math.gcd(recipe.global_batch, MAX_BATCH))
+    rate_per_core, needed = _print_stages(recipe, gpu, mfu)
     best = _print_loader_rates(recipe, _worker_counts() if workers is None else workers, batches)
     print(f'\nOne core loads {rate_per_core:.0f} samples/s, this machine {best:.0f} samples/s.')
     if isinstance(needed, str):
@@ -99,9 +84,9 @@ def bench(
         return
     cores = needed / rate_per_core
     print(
-        f'One {target.name} at {mfu:.0%} of its peak trains on {needed:.0f} samples/s, less if it also encodes images '
-        f'or captions.\nThat takes {cores:.1f} cores per GPU, {cores * target.gpus_per_node:.0f} for the '
-        f'{target.gpus_per_node} GPUs of a node, plus one core per GPU for training. This machine can feed '
+        f'One {gpu.name} at {mfu:.0%} of its peak trains on {needed:.0f} samples/s, less if it also encodes images '
+        f'or captions.\nThat takes {cores:.1f} cores per GPU, {cores * gpu.gpus_per_node:.0f} for the '
+        f'{gpu.gpus_per_node} GPUs of a node, plus one core per GPU for training. This machine can feed '
         f'{best / needed:.2g} GPUs.'
     )
 

@@ -1,10 +1,18 @@
-"""Command line of `diffusion data`; each subcommand imports its modules only when it runs."""
+"""Command line of `diffusion data`; a subcommand imports torch only after its arguments have been checked."""
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+LOOK_NEEDS = {
+    'streams': ('dataset',),
+    'eval_streams': ('dataset', 'eval_dataset'),
+    'precompute.streams': ('precompute.crop', 'precompute.min_crop_scale'),
+}
+"""Paths of a recipe that the samples of a section's streams depend on, besides those of all sections."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +28,7 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--sample', type=share, default=1.0, metavar='X', help='fraction of shards to check, in (0, 1] (default: 1)'
     )
-    parser.add_argument('--seed', type=int, default=0, help='seed for choosing the shards (default: 0)')
+    parser.add_argument('--seed', type=not_negative, default=0, help='seed for choosing the shards (default: 0)')
     parser.add_argument(
         '--jobs', type=positive, metavar='N', default=_cores(), help='number of processes (default: one per core)'
     )
@@ -28,17 +36,20 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from diffusion.inspection.verify import verify
+    from diffusion.inspection.stream_selection import select
 
     recipe, names = _recipe_and_names(args.overrides, args.recipe)
-    return verify(recipe, names, sample=args.sample, seed=args.seed, jobs=args.jobs)
+    sections = select(recipe, names, unused=('resolution', 'shape', 'repeat', 'choose', 'validate_hash'))
+    from diffusion.inspection.verify import verify
+
+    return verify(sections, sample=args.sample, seed=args.seed, jobs=args.jobs)
 
 
 def _add_look(parser: argparse.ArgumentParser) -> None:
     _add_recipe(parser)
     parser.add_argument('--out', type=Path, required=True, metavar='FILE', help='PNG or HTML file to write')
     parser.add_argument('--samples', type=positive, default=8, metavar='N', help='samples per bucket (default: 8)')
-    parser.add_argument('--seed', type=int, default=0, help='seed for choosing the samples (default: 0)')
+    parser.add_argument('--seed', type=not_negative, default=0, help='seed for choosing the samples (default: 0)')
     parser.add_argument(
         '--decode',
         action='store_true',
@@ -48,10 +59,16 @@ def _add_look(parser: argparse.ArgumentParser) -> None:
 
 
 def _look(args: argparse.Namespace) -> int:
+    from diffusion.inspection.stream_selection import check_complete, select
+
+    _check_sheet_file(args.out)
+    recipe, names = _recipe_and_names(args.overrides, args.recipe)
+    chosen = select(recipe, names)
+    check_complete(recipe, ('model', 'loader', 'seed', *(path for section in chosen for path in LOOK_NEEDS[section])))
+    _check_folders(chosen, args.recipe)
     from diffusion.inspection.preview import look
 
-    recipe, names = _recipe_and_names(args.overrides, args.recipe)
-    look(recipe, names, args.out, samples=args.samples, seed=args.seed, decode=args.decode)
+    look(recipe, chosen, args.out, samples=args.samples, seed=args.seed, decode=args.decode)
     return 0
 
 
@@ -83,11 +100,17 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
 
 
 def _bench(args: argparse.Namespace) -> int:
+    from diffusion.inspection.stream_selection import check_complete, select
+    from diffusion.planning.gpus import find_gpu, load_gpus
+
+    gpu = find_gpu(args.gpu, load_gpus(args.gpus_file))
+    recipe, names = _recipe_and_names(args.overrides, args.recipe)
+    chosen = select(recipe, names, sections=['streams'])
+    check_complete(recipe, ('model', 'loader', 'seed', 'dataset', 'global_batch', 'name', 'runs_dir'))
+    _check_folders(chosen, args.recipe)
     from diffusion.inspection.bench import bench
 
-    recipe, names = _recipe_and_names(args.overrides, args.recipe)
-    gpu = {'gpu': args.gpu, 'gpus_file': args.gpus_file, 'mfu': args.mfu}
-    bench(recipe, names, workers=args.workers, batches=args.batches, **gpu)
+    bench(replace(recipe, streams=chosen['streams']), gpu=gpu, workers=args.workers, batches=args.batches, mfu=args.mfu)
     return 0
 
 
@@ -104,6 +127,28 @@ def _recipe_and_names(words: Sequence[str], path: str) -> tuple[Any, list[str]]:
 
     recipe = load(path, [word for word in words if '=' in word], allow_missing=True)
     return recipe, [word for word in words if '=' not in word]
+
+
+def _check_folders(sections: Mapping[str, Mapping[str, Any]], path: str) -> None:
+    """Raise RecipeError if a local folder of the streams is missing or has no samples."""
+    from diffusion.config.load import RecipeError
+    from diffusion.config.path_checks import check_stream_folders
+
+    problems = [problem for name, streams in sections.items() for problem in check_stream_folders(name, streams)]
+    if problems:
+        raise RecipeError(problems, path)
+
+
+def _check_sheet_file(out: Path) -> None:
+    """Raise UserError if the output of `data look` has the wrong type or cannot be written."""
+    from diffusion.errors import UserError
+
+    if out.suffix not in ('.png', '.html'):
+        raise UserError(f'--out: {out} has the extension {out.suffix or "none"!r}; use .png or .html')
+    if out.is_dir():
+        raise UserError(f'--out: {out} is a folder; choose another name')
+    if not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
+        raise UserError(f'--out: {out.parent} is not a writable folder; create it, or choose another one')
 
 
 def share(text: str) -> float:

@@ -1,7 +1,6 @@
 """`diffusion data look`: draw samples as the model sees them, with crops, flips and caption choice applied."""
 
 import html
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from diffusion.data.latents import LatentManifest, LatentsDataset
 from diffusion.data.streams import BucketedDataset
 from diffusion.errors import UserError
 from diffusion.evaluation.image_sheet import Figure, Section, draw_sheet, html_figures, html_page, png_bytes
-from diffusion.inspection.stream_selection import select
+from diffusion.inspection.stream_selection import Sections
 from diffusion.models import batch_keys
 from diffusion.models.builders import TINY_VAE
 from diffusion.models.pretrained import decode_latents, load_pretrained
@@ -31,14 +30,12 @@ SIDE = 176
 """Side in pixels at which a square image is drawn; other shapes are drawn with the same area."""
 
 
-def look(
-    recipe: Recipe, names: Sequence[str], out: Path, *, samples: int = 8, seed: int = 0, decode: bool = False
-) -> None:
-    """Draw samples of each of a recipe's streams, per image shape, into one PNG or HTML file.
+def look(recipe: Recipe, chosen: Sections, out: Path, *, samples: int = 8, seed: int = 0, decode: bool = False) -> None:
+    """Draw samples of some of a recipe's streams, per image shape, into one PNG or HTML file.
 
     Args:
-        recipe: Recipe with the streams of training, evaluation and precomputing.
-        names: Names of streams; empty for all.
+        recipe: The recipe, with the datasets and the model of the streams.
+        chosen: The streams.
         out: PNG or HTML file to write.
         samples: Number of random samples per bucket.
         seed: Seed of the choice of samples; crops, flips and captions are those of the first epoch of a run.
@@ -46,25 +43,12 @@ def look(
             used, or without one the first three latent channels are drawn.
 
     Raises:
-        UserError: The file has another extension or cannot be written, or a stream cannot be read.
+        UserError: A stream cannot be read.
     """
-    _check_out(out)
-    chosen = select(recipe, names)
     sections = [each for name in chosen for each in _sections(recipe, name, chosen[name], samples, seed, decode)]
     content = preview_page(sections).encode() if out.suffix == '.html' else png_bytes(draw_sheet(sections, side=SIDE))
     write_whole(out, content)
     print(f'{out}: {sum(len(section.figures) for section in sections)} samples of {len(sections)} buckets')
-
-
-def _check_out(out: Path) -> None:
-    """Raise UserError if the output file has another extension than .png or .html, or cannot be written."""
-    # Check before the samples are drawn, which may take minutes if shards or a VAE have to be downloaded.
-    if out.suffix not in ('.png', '.html'):
-        raise UserError(f'--out: {out} has the extension {out.suffix or "none"!r}; use .png or .html')
-    if out.is_dir():
-        raise UserError(f'--out: {out} is a folder; choose another name')
-    if not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
-        raise UserError(f'--out: {out.parent} is not a writable folder; create it, or choose another one')
 
 
 def preview_page(sections: Sequence[Section]) -> str:

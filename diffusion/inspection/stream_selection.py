@@ -1,55 +1,80 @@
 """Select streams of a recipe by name, from its streams for training, evaluation and precomputing."""
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Collection, Mapping, Sequence
 
 from diffusion.config.load import Recipe, RecipeError
 from diffusion.config.recipe import StreamConfig
-from diffusion.config.schema import did_you_mean
+from diffusion.config.schema import MISSING, Problem, did_you_mean
 from diffusion.errors import DataError, UserError
 from diffusion.training.expand_streams import by_shape
 
 Sections = dict[str, dict[str, StreamConfig]]
 """Streams by section, such as `precompute.streams`, and name."""
+SECTIONS = ('streams', 'eval_streams', 'precompute.streams')
 
 
-def sections_of(recipe: Recipe) -> Sections:
-    """Return a recipe's streams grouped by recipe key (streams, eval_streams, precompute.streams); no empty groups."""
-    sections = {
+def sections_of(recipe: Recipe, sections: Sequence[str] = SECTIONS) -> Sections:
+    """Return a recipe's streams grouped by recipe key; no groups that are empty or still ???."""
+    found = {
         'streams': recipe.streams,
         'eval_streams': recipe.eval_streams,
         'precompute.streams': recipe.precompute.streams,
     }
-    return {section: dict(streams) for section, streams in sections.items() if streams}
+    return {section: dict(found[section]) for section in sections if found[section] and found[section] != MISSING}
 
 
-def select(recipe: Recipe, names: Sequence[str]) -> Sections:
-    """Return a recipe's streams with these names, or all streams if `names` is empty, grouped by recipe key.
+def select(
+    recipe: Recipe, names: Sequence[str], *, sections: Sequence[str] = SECTIONS, unused: Collection[str] = ()
+) -> Sections:
+    """Return a recipe's streams with these names; without names, all streams that have no values that are still ???.
 
     Args:
         recipe: The recipe.
         names: Names of streams, with or without their recipe key: `photos`, or `eval_streams.photos`.
+        sections: Sections to select from.
+        unused: Keys of a stream whose values may be ???, because the caller does not use them.
 
     Raises:
-        UserError: The recipe has no streams, a name does not exist, or a chosen stream has values that are still ???.
+        UserError: There are no streams, a name does not exist, or a stream has values that are still ???.
     """
-    sections = sections_of(recipe)
-    if not sections:
-        raise UserError('streams: the recipe has no streams; add at least one')
-    known = {f'{section}.{name}' for section, streams in sections.items() for name in streams}
-    bare = {name for streams in sections.values() for name in streams}
+    found = sections_of(recipe, sections)
+    if not found:
+        check_complete(recipe, sections)
+        raise UserError(f'{sections[0]}: the recipe has no streams; add at least one')
+    known = {f'{section}.{name}' for section, streams in found.items() for name in streams}
+    bare = {name for streams in found.values() for name in streams}
     for name in names:
         if name not in known | bare:
-            raise UserError(f'{name}: no such stream in the recipe; {did_you_mean(name, bare | known)}')
-    chosen = {
-        section: {
-            name: stream
-            for name, stream in streams.items()
-            if not names or name in names or f'{section}.{name}' in names
-        }
-        for section, streams in sections.items()
-    }
-    _check_no_missing_values(recipe, chosen)
-    return {section: streams for section, streams in chosen.items() if streams}
+            place = 'the recipe' if len(sections) > 1 else f"the recipe's {sections[0]}"
+            raise UserError(f'{name}: no such stream in {place}; {did_you_mean(name, bare | known)}')
+    chosen: Sections = {}
+    incomplete: list[Problem] = []
+    for section, streams in found.items():
+        for name, stream in streams.items():
+            where = f'{section}.{name}'
+            if not names or name in names or where in names:
+                problems = [each for each in missing(recipe, [where]) if each.where.split('.')[-1] not in unused]
+                incomplete += problems
+                if not problems:
+                    chosen.setdefault(section, {})[name] = stream
+    if incomplete and (names or not chosen):
+        raise RecipeError(incomplete)
+    for problem in incomplete:
+        print(f'skipped: {problem}', file=sys.stderr)
+    return chosen
+
+
+def check_complete(recipe: Recipe, paths: Collection[str]) -> None:
+    """Raise RecipeError if values at these paths of a recipe, such as `model`, are still ???; others may be."""
+    problems = missing(recipe, paths)
+    if problems:
+        raise RecipeError(problems)
+
+
+def missing(recipe: Recipe, paths: Collection[str]) -> list[Problem]:
+    """Return the values at these paths of a recipe, or inside them, that are still ???."""
+    return [each for each in recipe.missing if any(f'{each.where}.'.startswith(f'{path}.') for path in paths)]
 
 
 def with_shapes(section: str, streams: Mapping[str, StreamConfig]) -> dict[str, StreamConfig]:
@@ -63,11 +88,3 @@ def with_shapes(section: str, streams: Mapping[str, StreamConfig]) -> dict[str, 
         return by_shape(streams)
     except (UserError, DataError) as error:
         raise type(error)(f'{section.removesuffix("streams")}{error}') from error
-
-
-def _check_no_missing_values(recipe: Recipe, chosen: Sections) -> None:
-    """Raise RecipeError if a chosen stream has values that are still ??? (not set); other streams may have some."""
-    prefixes = [f'{section}.{name}.' for section, streams in chosen.items() for name in streams]
-    missing = [problem for problem in recipe.missing if any(f'{problem.where}.'.startswith(p) for p in prefixes)]
-    if missing:
-        raise RecipeError(missing)

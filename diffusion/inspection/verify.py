@@ -11,7 +11,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from diffusion.config.load import Recipe
 from diffusion.errors import UserError
 from diffusion.inspection.shard_checks import (
     Defect,
@@ -21,7 +20,7 @@ from diffusion.inspection.shard_checks import (
     source_of,
     stream_manifest,
 )
-from diffusion.inspection.stream_selection import select, with_shapes
+from diffusion.inspection.stream_selection import Sections, with_shapes
 from diffusion.models import batch_keys
 from diffusion.storage.download import RemoteFolder
 
@@ -75,12 +74,11 @@ class VerifyReport:
             yield f'  {"warning: " if defect.harmless else ""}{defect}'
 
 
-def verify(recipe: Recipe, names: Sequence[str] = (), *, sample: float = 1.0, seed: int = 0, jobs: int = 1) -> int:
-    """Check the shards of a recipe's streams and print a report.
+def verify(sections: Sections, *, sample: float = 1.0, seed: int = 0, jobs: int = 1) -> int:
+    """Check the shards of streams and print a report.
 
     Args:
-        recipe: A recipe with streams for training, evaluation or precomputing; its model is not built.
-        names: Names of streams; empty for all.
+        sections: The streams.
         sample: Fraction of each stream's shards to check; at least one shard is checked.
         seed: Seed for choosing the shards.
         jobs: Number of processes.
@@ -90,7 +88,7 @@ def verify(recipe: Recipe, names: Sequence[str] = (), *, sample: float = 1.0, se
     """
     sound = True
     with _pool(jobs) as pool:
-        for section, streams in select(recipe, names).items():
+        for section, streams in sections.items():
             for name, stream in with_shapes(section, streams).items():
                 report = verify_stream(source_of(stream), sample=sample, seed=seed, pool=pool)
                 sound &= report.is_sound

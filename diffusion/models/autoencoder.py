@@ -4,7 +4,7 @@ Shapes: B batch, C latent channels, H W latent size.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from composer.models import ComposerModel
@@ -12,6 +12,8 @@ from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from torch import Tensor
 from torchmetrics import MeanMetric, Metric
 
+from diffusion.config.constraints import AtLeast, MultipleOf, constrained
+from diffusion.errors import UserError
 from diffusion.models import batch_keys
 from diffusion.models.pretrained import decode_latents, posterior_of
 
@@ -103,12 +105,13 @@ def psnr_db(images: Tensor, references: Tensor) -> Tensor:
     return -10 * error.square().flatten(1).mean(dim=1).clamp(min=1e-10).log10()
 
 
+@constrained
 def tiny_autoencoder(
     *,
-    block_out_channels: Sequence[int] = (24, 48, 64, 96),
-    latent_channels: int = 16,
-    layers_per_block: int = 1,
-    norm_num_groups: int = 8,
+    block_out_channels: Annotated[Sequence[int], AtLeast(1)] = (24, 48, 64, 96),
+    latent_channels: Annotated[int, AtLeast(1)] = 16,
+    layers_per_block: Annotated[int, AtLeast(0)] = 1,
+    norm_num_groups: Annotated[int, AtLeast(1)] = 8,
     l1_weight: float = 0.05,
     kl_weight: float = 1e-4,
 ) -> Autoencoder:
@@ -123,6 +126,8 @@ def tiny_autoencoder(
         kl_weight: Weight of the KL divergence per latent element.
     """
     levels = len(block_out_channels)
+    if (problem := MultipleOf(norm_num_groups).problem(tuple(block_out_channels))) is not None:
+        raise UserError(f'block_out_channels: {problem} (norm_num_groups is {norm_num_groups})')
     vae = AutoencoderKL(
         down_block_types=('DownEncoderBlock2D',) * levels,  # type: ignore[arg-type]
         up_block_types=('UpDecoderBlock2D',) * levels,  # type: ignore[arg-type]

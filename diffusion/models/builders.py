@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, PreTrainedTokenizerBase
 
+from diffusion.config.constraints import AtLeast, MultipleOf, constrained
 from diffusion.errors import UserError
 from diffusion.models import sd2_config
 from diffusion.models.latent_diffusion import LatentDiffusion
@@ -44,8 +45,9 @@ def sd2_tokenizers(
 
 
 @tokenizes_with(sd2_tokenizers)
+@constrained
 def sd2(
-    resolution: int = 512,
+    resolution: Annotated[int, MultipleOf(8)] = 512,
     *,
     pretrained: str | None = sd2_config.PRETRAINED,
     revision: str | None = sd2_config.REVISION,
@@ -62,7 +64,8 @@ def sd2(
     """Build Stable Diffusion 2: a U-Net from scratch (865,910,724 parameters) with pretrained VAE and text encoder.
 
     Args:
-        resolution: Side of the images in pixels, a multiple of 8; sets only the default size of generated images.
+        resolution: Side of the images in pixels, a multiple of 8 and of the VAE's downsampling; sets only the default
+            size of generated images.
         pretrained: Source of VAE, text encoder and tokenizer: a repository on the Hub or a local folder in diffusers'
             layout. None builds them with random weights, for tests and for counting parameters and FLOPs.
         revision: Commit of the repository `pretrained`.
@@ -104,15 +107,16 @@ def tiny_tokenizers(*, max_length: int = 16) -> list[PreTrainedTokenizerBase]:
 
 
 @tokenizes_with(tiny_tokenizers)
+@constrained
 def tiny(
-    resolution: int = 64,
+    resolution: Annotated[int, MultipleOf(8)] = 64,
     *,
     vae: str | None = None,
-    block_out_channels: Sequence[int] = (128, 256),
-    layers_per_block: int = 1,
-    text_width: int = 128,
-    text_layers: int = 2,
-    max_length: int = 16,
+    block_out_channels: Annotated[Sequence[int], MultipleOf(32)] = (128, 256),
+    layers_per_block: Annotated[int, AtLeast(0)] = 1,
+    text_width: Annotated[int, MultipleOf(32)] = 128,
+    text_layers: Annotated[int, AtLeast(0)] = 2,
+    max_length: Annotated[int, AtLeast(3)] = 16,
     objective: Objective | None = None,
     caption_dropout: float = 0.1,
     caption_dropout_mode: Literal['empty', 'zeros'] = 'empty',
@@ -125,13 +129,14 @@ def tiny(
     """Build a miniature Stable Diffusion: the same classes, small enough to train on a laptop.
 
     Args:
-        resolution: Side of the images in pixels, a multiple of 8.
+        resolution: Side of the images in pixels, a multiple of 8 and of the VAE's downsampling.
         vae: Folder of an AutoencoderKL; the packaged one for 64 px OpenMoji images by default.
-        block_out_channels: Widths of the U-Net's levels, multiples of 32.
+        block_out_channels: Widths of the U-Net's levels, multiples of 32: GroupNorm has 32 groups, and attention heads
+            have width 32.
         layers_per_block: Residual blocks per level.
         text_width: D, width of the text encoder, a multiple of 32.
         text_layers: Number of layers of the text encoder.
-        max_length: L, number of tokens to which captions are padded and truncated.
+        max_length: L, number of tokens to which captions are padded and truncated, start and end included.
         objective: Training objective. The keywords from here on are those of `diffusion.LatentDiffusion`.
     """
     autoencoder = _load_vae(vae or str(TINY_VAE))
@@ -185,7 +190,8 @@ def _latent_size(resolution: int, vae: AutoencoderKL) -> int:
     Raises:
         UserError: The VAE's downsampling factor does not divide the resolution.
     """
+    # The annotation declares multiples of 8, the cell of the default VAEs; this one may downsample by more.
     cell = downsampling(vae)
-    if resolution <= 0 or resolution % cell:
+    if resolution % cell:
         raise UserError(f'resolution: {resolution} px is not a multiple of {cell} px, the size of a latent cell')
     return resolution // cell

@@ -17,6 +17,7 @@ from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric
 
+from diffusion.config.sampling_limits import guidance_problem, rescale_problem, seeds_problem, steps_problem
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
 from diffusion.models.flops import FlopCount, text_encoder_flops, vae_encoder_flops
@@ -315,23 +316,34 @@ class LatentDiffusion(ComposerModel):
             prompts: B captions.
             negative_prompt: Prompt that guidance moves away from.
             seeds: One seed per image, in [0, 2**32); 0, 1, 2, ... by default. An image depends on no other seed.
-            size: Height and width in pixels; the denoiser's own size by default.
-            num_inference_steps: Steps of the noise scheduler.
-            guidance_scale: 1 or less turns guidance off.
+            size: Height and width in pixels, multiples of the VAE's downsampling; the denoiser's own size by default.
+            num_inference_steps: Steps of the noise scheduler, from 1 to the training steps of the noise schedule.
+            guidance_scale: 0 or more; 1 or less turns guidance off.
             guidance_rescale: Strength in [0, 1] of rescaling the guided prediction to the standard deviation of the
                 conditional one (Lin et al. 2024); 0 turns rescaling off.
-            noise_scheduler: A name from `diffusion.models.sampler.SHORT_NAMES`, or a scheduler class of diffusers.
+            noise_scheduler: A name from `diffusion.config.noise_schedulers.SHORT_NAMES`, or a scheduler class of
+                diffusers.
             latents: Initial noise, standard normal [B, C, H, W], instead of the noise drawn from the seeds.
 
         Returns:
             Images, float32 [B, 3, height, width] in [0, 1].
+
+        Raises:
+            UserError: An argument is not in its range.
         """
-        prompts = list(prompts)
-        if not prompts or isinstance(prompts, str):
-            raise UserError('prompts: pass at least one caption')
+        prompts = _captions(prompts)
         seeds = list(range(len(prompts))) if seeds is None else list(seeds)
         if len(seeds) != len(prompts):
             raise UserError(f'seeds: {len(seeds)} seeds for {len(prompts)} prompts; pass one seed per prompt')
+        problems = {
+            'seeds': next((problem for seed in seeds if (problem := seeds_problem(seed)) is not None), None),
+            'num_inference_steps': steps_problem(num_inference_steps, self.objective.num_train_timesteps),
+            'guidance_scale': guidance_problem(guidance_scale),
+            'guidance_rescale': rescale_problem(guidance_rescale),
+        }
+        for where, problem in problems.items():
+            if problem is not None:
+                raise UserError(f'{where}: {problem}')
         if latents is None:
             # An image's seed takes the place of a sample id, so that its noise does not depend on the other images.
             shape = self._latent_shape(size)
@@ -509,9 +521,23 @@ class LatentDiffusion(ComposerModel):
         """Return C, H and W of the latents for images of a size in pixels; None is the denoiser's default size."""
         cell = downsampling(self.vae)
         height, width = size or (self.denoiser.config['sample_size'] * cell,) * 2
-        if height % cell or width % cell:
-            raise UserError(f'size: {height}x{width} is not a multiple of {cell} pixels, the side of a latent cell')
+        if min(height, width) <= 0 or height % cell or width % cell:
+            raise UserError(f'size: {height}x{width}; use positive multiples of {cell} px, the size of a latent cell')
         return self.vae.config['latent_channels'], height // cell, width // cell
+
+
+def _captions(prompts: Sequence[str]) -> list[str]:
+    """Return prompts as a list, or raise UserError if they are not a sequence of at least one string."""
+    # A string is a sequence of strings too, and would give one image per letter.
+    if isinstance(prompts, str):
+        raise UserError(f'prompts: pass a list of captions, such as [{prompts!r}], instead of one string')
+    captions = list(prompts)
+    if not captions:
+        raise UserError('prompts: pass at least one caption')
+    wrong = [caption for caption in captions if not isinstance(caption, str)]
+    if wrong:
+        raise UserError(f'prompts: {wrong[0]!r} is not a string; pass a list of captions')
+    return captions
 
 
 def squared_error(outputs: Denoised) -> Tensor:

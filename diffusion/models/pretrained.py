@@ -167,7 +167,18 @@ def latent_statistics(vae: AutoencoderKL) -> tuple[Tensor, Tensor]:
 
 
 def posterior_of(vae: AutoencoderKL, pixels: Tensor) -> DiagonalGaussianDistribution:
-    """Return the VAE's posterior over latents for images [B, 3, 8H, 8W] in [-1, 1]."""
+    """Return the VAE's posterior over latents for images [B, 3, 8H, 8W] in [-1, 1].
+
+    Raises:
+        UserError: The images' sides are not multiples of the VAE's downsampling.
+    """
+    # The VAE would silently drop an incomplete cell at the right and lower edges. Recipes are checked for multiples of
+    # 8 px, but a VAE may downsample by more.
+    cell, (height, width) = downsampling(vae), pixels.shape[2:]
+    if height % cell or width % cell:
+        raise UserError(
+            f'streams: images of {width}x{height} px, but the VAE downsamples by {cell}; use multiples of {cell} px'
+        )
     return vae.encode(pixels, return_dict=False)[0]  # type: ignore[return-value]
 
 

@@ -3,7 +3,6 @@
 Shapes: B images, C latent channels, H W latent size, L text tokens, D text width.
 """
 
-import difflib
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,22 +11,12 @@ import diffusers.schedulers
 import torch
 from torch import Tensor
 
+from diffusion.config import noise_schedulers
 from diffusion.errors import UserError
 from diffusion.models.objective import Objective
 
 Denoise = Callable[[Tensor, Tensor], Tensor]
 """Function from noisy latents [B, C, H, W] and a timestep [] to a prediction [B, C, H, W]."""
-
-SHORT_NAMES = {
-    'ddim': 'DDIMScheduler',
-    'ddpm': 'DDPMScheduler',
-    'dpm++': 'DPMSolverMultistepScheduler',
-    'euler': 'EulerDiscreteScheduler',
-    'euler_ancestral': 'EulerAncestralDiscreteScheduler',
-    'heun': 'HeunDiscreteScheduler',
-    'pndm': 'PNDMScheduler',
-    'unipc': 'UniPCMultistepScheduler',
-}
 
 
 def inference_scheduler(name: str, objective: Objective) -> Any:
@@ -60,12 +49,9 @@ def inference_scheduler(name: str, objective: Objective) -> Any:
 
 def scheduler_class(name: str) -> Any:
     """Return a scheduler class by short name (`ddim`, `dpm++`, `euler`, ...) or by its class name in diffusers."""
-    class_name, known = SHORT_NAMES.get(name, name), _scheduler_names()
-    if class_name not in known:
-        near = difflib.get_close_matches(name, [*SHORT_NAMES, *known], n=1)
-        hint = f'did you mean {near[0]!r}? ' if near else ''
-        raise UserError(f'noise_scheduler: {name!r} is unknown; {hint}short names: {", ".join(SHORT_NAMES)}')
-    return getattr(diffusers.schedulers, class_name)
+    if (problem := noise_schedulers.name_problem(name)) is not None:
+        raise UserError(f'noise_scheduler: {problem}')
+    return getattr(diffusers.schedulers, noise_schedulers.class_name(name))
 
 
 def sample_latents(
@@ -114,8 +100,3 @@ def guide(unconditional: Tensor, conditional: Tensor, *, scale: float, rescale: 
     dims = tuple(range(1, guided.ndim))
     matched = guided * (conditional.std(dim=dims, keepdim=True) / guided.std(dim=dims, keepdim=True))
     return rescale * matched + (1 - rescale) * guided
-
-
-def _scheduler_names() -> list[str]:
-    """Return the names of diffusers' scheduler classes."""
-    return [name for name in dir(diffusers.schedulers) if name.endswith('Scheduler') and 'Flax' not in name]

@@ -100,7 +100,12 @@ def run_plan(args: argparse.Namespace) -> int:
     from diffusion.planning.plan import Assumptions, load_phases, make_plan, read_measured_speed
     from diffusion.planning.plan_json import plan_to_dict
     from diffusion.planning.plan_table import plan_text
+    from diffusion.storage.writable import check_writable
 
+    if args.png is not None:
+        check_writable(args.png.parent, '--png')
+        if args.png.is_dir():
+            raise UserError(f'--png: {args.png} is a folder; give a file name')
     words = [*args.recipes, *args.overrides]
     paths = [word for word in words if '=' not in word]
     overrides = [word for word in words if '=' in word]

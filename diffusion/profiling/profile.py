@@ -20,9 +20,9 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from diffusion.config import registry
-from diffusion.config.checks import check_paths
 from diffusion.config.image_shapes import Shape
 from diffusion.config.load import Component, Recipe, RecipeError, StreamConfig, load
+from diffusion.config.path_checks import check_paths
 from diffusion.config.performance_preset import PARTS
 from diffusion.errors import UserError
 from diffusion.profiling.advice import Kernel, Opportunity, ProfileMeasurements, by_kind, largest

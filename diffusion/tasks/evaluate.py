@@ -8,7 +8,8 @@ from composer import Trainer
 from composer.models import ComposerModel
 from composer.utils import dist
 
-from diffusion.checkpointing.run_folder import Weights, find_checkpoint, load_weights, weights_of
+from diffusion.checkpointing.checkpoint_weights import Weights, load_weights, weights_of
+from diffusion.checkpointing.run_folder import find_checkpoint
 from diffusion.config.load import Recipe
 from diffusion.config.registry import build
 from diffusion.data.loader import as_spec
@@ -44,6 +45,7 @@ def evaluate(recipe: Recipe) -> dict[str, float]:
     Returns:
         The metrics by name.
     """
+    components.check_device(recipe)
     model, which = trained_model(recipe)
     loader = components.build_loader(recipe, 'eval')
     # The other keywords of the recipe's Trainer are for training.

@@ -15,7 +15,8 @@ from torch import nn
 
 from diffusion.algorithms.average import trained_parameters
 from diffusion.algorithms.snapshots import ReconstructedAverage, find_snapshots, reconstruct_average
-from diffusion.checkpointing.run_folder import Weights, find_checkpoint, recipe_beside
+from diffusion.checkpointing.checkpoint_weights import Weights
+from diffusion.checkpointing.run_folder import recipe_beside
 from diffusion.config.load import load
 from diffusion.errors import UserError
 from diffusion.models.autoencoder import Autoencoder
@@ -23,7 +24,7 @@ from diffusion.models.latent_diffusion import LatentDiffusion, encoder_precision
 from diffusion.models.pretrained import latent_statistics
 from diffusion.models.sampler import inference_scheduler
 from diffusion.storage.atomic import becoming_folder
-from diffusion.storage.writable import check_writable
+from diffusion.tasks.argument_checks import check_export
 from diffusion.tasks.evaluate import trained_model
 
 log = logging.getLogger(__name__)
@@ -58,15 +59,8 @@ def export(
         UserError: `out` is not empty, the checkpoint or a snapshot cannot be read, or settings contradict each other.
     """
     out = Path(out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f'--out: {out} is not empty; remove it or give another folder')
-    if ema_width is not None and weights is not None:
-        raise UserError('--ema-width: it reconstructs weights from snapshots; remove --weights')
-    if ema_width is None and at is not None:
-        raise UserError(f'--at: batch {at} needs --ema-width; without it, give the checkpoint of that batch')
-    check_writable(out.parent, '--out')
+    checkpoint = check_export(place, out, weights=weights, ema_width=ema_width, at=at)
     precision = encoder_precision(dtype)
-    checkpoint = find_checkpoint(place)
     recipe = load(recipe_beside(checkpoint))
     recipe.checkpoint = str(checkpoint)
     average = None if ema_width is None else average_of(checkpoint, ema_width, at=at)

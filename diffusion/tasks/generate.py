@@ -18,8 +18,9 @@ from diffusion.evaluation.image_sheet import save_image, to_images
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.randomness import Purpose, draws_for
 from diffusion.models.sampler import scheduler_class
-from diffusion.storage.writable import check_writable
+from diffusion.tasks.argument_checks import is_export
 from diffusion.tasks.evaluate import trained_model
+from diffusion.training import components
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +30,7 @@ def generate(recipe: Recipe) -> list[Path]:
     settings = recipe.generate
     if not settings.prompts:
         raise UserError('generate.prompts: is empty; add at least one prompt')
+    components.check_device(recipe)
     model, which = trained_model(recipe, settings.weights)
     if not isinstance(model, LatentDiffusion):
         raise UserError(f'model.name: {recipe.model.name} does not generate images from prompts; use sd2, for example')
@@ -59,20 +61,20 @@ def save_images(images: torch.Tensor, prompts: Sequence[str], folder: Path, *, s
 
 
 def run_generate(args: argparse.Namespace) -> int:
-    """Run `diffusion generate`; return the exit status."""
+    """Run `diffusion generate` with arguments that `check_generate` has checked; return the exit status."""
     source = Path(args.source)
-    check_writable(args.out or 'generated', '--out')
-    if (source / 'model_index.json').is_file():
+    if is_export(source):
         files = _from_pipeline(source, args)
         print(f'{len(files)} images in {files[0].parent}')
         return 0
     checkpoint = find_checkpoint(source)
     recipe = load(recipe_beside(checkpoint))
     recipe.checkpoint = str(checkpoint)
+    recipe.trainer.pop('device', None)  # of the machine that trained; this one may have another
     settings = recipe.generate
     settings.prompts, settings.out = list(args.prompts), args.out or 'generated'
     settings.seed, settings.negative_prompt, settings.weights = args.seed, args.negative, args.weights
-    settings.num_inference_steps = args.steps or settings.num_inference_steps
+    settings.num_inference_steps = settings.num_inference_steps if args.steps is None else args.steps
     settings.guidance_scale = settings.guidance_scale if args.guidance is None else args.guidance
     settings.noise_scheduler = args.scheduler or settings.noise_scheduler
     generate(recipe)
@@ -81,8 +83,6 @@ def run_generate(args: argparse.Namespace) -> int:
 
 def _from_pipeline(folder: Path, args: argparse.Namespace) -> list[Path]:
     """Generate images with an exported pipeline; equal seeds start from the same noise as with a checkpoint."""
-    if args.weights is not None:
-        raise UserError(f'--weights: {folder} is an export, which holds one set of weights; remove --weights')
     diffusers.utils.logging.disable_progress_bar()
     # low_cpu_mem_usage needs accelerate, which is not a dependency; diffusers warns if it is not turned off.
     pipeline = StableDiffusionPipeline.from_pretrained(folder, local_files_only=True, low_cpu_mem_usage=False)
@@ -102,7 +102,7 @@ def _from_pipeline(folder: Path, args: argparse.Namespace) -> list[Path]:
     images = pipeline(
         prompts,
         negative_prompt=[args.negative] * len(prompts),
-        num_inference_steps=args.steps or 50,
+        num_inference_steps=50 if args.steps is None else args.steps,
         guidance_scale=7.5 if args.guidance is None else args.guidance,
         latents=noise,
         generator=[torch.Generator().manual_seed(seed) for seed in seeds],

@@ -128,6 +128,7 @@ def precompute(recipe: Recipe) -> None:
         UserError: The model has no VAE, existing output has other settings, or latents overflow their dtype.
         DataError: A sample cannot be decoded.
     """
+    components.check_device(recipe)
     device = get_device(recipe.trainer.get('device'))
     if int(os.environ.get('WORLD_SIZE', '1')) > 1:
         dist.initialize_dist(device, max(MIN_TIMEOUT_SECONDS, recipe.trainer.get('dist_timeout', 0.0)))

@@ -6,6 +6,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from diffusion.checkpointing.run_folder import find_checkpoint
 from diffusion.config.load import Recipe, RecipeError, check_devices, check_output, check_paths, load
 from diffusion.errors import DataError, ExternalError, UserError
 from diffusion.exit_codes import PREEMPTED, USAGE_ERROR, Preempted
@@ -46,12 +47,15 @@ def checked(path: str, overrides: Sequence[str]) -> Recipe:
 
     Raises:
         RecipeError: The recipe has mistakes; the error lists all of them.
+        UserError: The checkpoint that the task starts from is none.
     """
     recipe = load(path, overrides)
     world_size = int(os.environ.get('WORLD_SIZE', '1'))
     problems = check_devices(recipe, world_size) + check_paths(recipe) + check_output(recipe)
     if problems:
         raise RecipeError(problems, path)
+    if recipe.task in ('evaluate', 'generate'):
+        find_checkpoint(recipe.checkpoint or recipe.run_dir)
     return recipe
 
 

@@ -189,6 +189,34 @@ def on_gpu(recipe: Recipe) -> bool:
     return torch.cuda.is_available() and recipe.trainer.get('device') in (None, 'gpu')
 
 
+def check_device(recipe: Recipe) -> None:
+    """Check that this machine can run a recipe's `trainer.device` and `trainer.precision`, before its model is built.
+
+    Raises:
+        UserError: The recipe needs a GPU, and the machine has none or hides it. A GPU whose driver fails is left to
+            Composer, since such a fault of the machine is worth a retry elsewhere.
+    """
+    device, precision = recipe.trainer.get('device'), recipe.trainer.get('precision') or 'fp32'
+    if torch.cuda.is_available() or _gpu_is_broken():
+        return
+    if device == 'gpu':
+        raise UserError(
+            'trainer.device: gpu, but PyTorch finds no CUDA GPU on this machine (is one there, and visible by '
+            'CUDA_VISIBLE_DEVICES?); for a CPU set trainer.device=cpu trainer.precision=fp32'
+        )
+    if device is None and recipe.task in ('train', 'evaluate') and precision.lower() != 'fp32':
+        raise UserError(
+            f'trainer.precision: {precision} needs a GPU, and PyTorch finds none on this machine (is one there, and '
+            'visible by CUDA_VISIBLE_DEVICES?); for a CPU set trainer.precision=fp32'
+        )
+
+
+def _gpu_is_broken() -> bool:
+    """Return True if the machine has an NVIDIA GPU that is not hidden, although PyTorch may not find it."""
+    hidden = os.environ.get('CUDA_VISIBLE_DEVICES') in ('', '-1')
+    return not hidden and any(Path('/dev').glob('nvidia[0-9]*'))
+
+
 def effective_speed(recipe: Recipe) -> SpeedConfig:
     """Return a recipe's `speed` settings, each resolved to true or false for this machine and parallelism strategy."""
     return effective_parts(recipe.speed, on_gpu=on_gpu(recipe), strategy=recipe.parallelism.strategy)

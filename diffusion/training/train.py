@@ -20,8 +20,9 @@ from diffusion.callbacks.replaced_samples import ReplacedSamples
 from diffusion.callbacks.same_run import SameRun
 from diffusion.callbacks.save_now import save_now
 from diffusion.checkpointing.checkpoint_store import list_checkpoints
+from diffusion.checkpointing.checkpoint_weights import load_weights, weights_of
 from diffusion.checkpointing.checkpointer import Checkpointer, resume_point
-from diffusion.checkpointing.run_folder import RECIPE, find_checkpoint, load_weights, weights_of
+from diffusion.checkpointing.run_folder import RECIPE, find_checkpoint
 from diffusion.config import registry
 from diffusion.config.load import Recipe, to_yaml
 from diffusion.config.recipe import SpeedConfig
@@ -115,7 +116,12 @@ def fit(trainer: Trainer) -> None:
 
 
 def build_trainer(recipe: Recipe) -> Trainer:
-    """Build the Trainer of a recipe, with model, data and callbacks, ready for `fit`."""
+    """Build the Trainer of a recipe, with model, data and callbacks, ready for `fit`.
+
+    Raises:
+        UserError: The recipe cannot be run, on this machine or at all.
+    """
+    components.check_device(recipe)
     # The checkpointer and the datasets communicate before the Trainer, which would initialize distributed otherwise.
     if int(os.environ.get('WORLD_SIZE', '1')) > 1:
         dist.initialize_dist(get_device(recipe.trainer.get('device')), recipe.trainer.get('dist_timeout', 300.0))

@@ -15,8 +15,8 @@ from composer.core import Event
 from guarded_run import At, make_data, make_trainer, weights_of
 
 from diffusion.callbacks.preemption import SIGNALS, Preemption
+from diffusion.checkpointing.checkpoint_weights import weights_of as weights_of_run
 from diffusion.checkpointing.run_folder import find_checkpoint
-from diffusion.checkpointing.run_folder import weights_of as weights_of_run
 from diffusion.config.load import load
 from diffusion.exit_codes import PREEMPTED, Preempted
 from diffusion.tasks import run_recipe

@@ -10,7 +10,8 @@ from ranks import largest_difference, read_losses
 
 from diffusion.checkpointing import checkpoint_store
 from diffusion.checkpointing.checkpoint_store import verify_checkpoint
-from diffusion.checkpointing.run_folder import find_checkpoint, is_sharded, read_checkpoint, weights_of
+from diffusion.checkpointing.checkpoint_weights import is_sharded, read_checkpoint, weights_of
+from diffusion.checkpointing.run_folder import find_checkpoint
 from diffusion.config.load import load
 from diffusion.training.train import build_trainer, train
 

@@ -1,6 +1,7 @@
 """Loading of recipes, and the error messages for mistakes in them."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,17 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from diffusion.config.load import Component, Recipe, RecipeError, check_devices, check_paths, load, to_yaml
+from diffusion.config.checks import check_recipe
+from diffusion.config.load import (
+    Component,
+    Recipe,
+    RecipeError,
+    StreamConfig,
+    check_devices,
+    check_paths,
+    load,
+    to_yaml,
+)
 from diffusion.config.yaml_files import dump
 
 ROOT = Path(__file__).parents[2]
@@ -254,6 +265,88 @@ WRONG = {
         [],
         'streams.a.resolution: 60 is not a multiple of 8',
     ),
+    'bad shape': (
+        {'streams': {'a': {'local': 'x', 'resolution': 64, 'shape': '60x64'}}},
+        [],
+        "streams.a.shape: '60x64': sides must be positive multiples of 8",
+    ),
+    'bad model resolution': (
+        {'model': {'name': 'sd2', 'resolution': 60}},
+        [],
+        'model.resolution: 60 is not a positive multiple of 8; use 56 or 64',
+    ),
+    'bad widths': (
+        {'model': {'name': 'tiny', 'block_out_channels': [64, 100]}},
+        [],
+        'model.block_out_channels: 100 is not a positive multiple of 32; use 96 or 128',
+    ),
+    'max_duration without unit': (
+        {},
+        ['trainer.max_duration=5'],
+        r'trainer.max_duration: 5 has no unit; write 5ba \(batches\) or 5ep \(epochs\)',
+    ),
+    'save_interval without unit': ({}, ['trainer.save_interval=0.5'], 'trainer.save_interval: 0.5 has no unit; write'),
+    'warmup without unit': (
+        {'scheduler': {'name': 'linear_with_warmup', 't_warmup': 100}},
+        [],
+        'scheduler.t_warmup: 100 has no unit; write 100ba',
+    ),
+    'start of averaging without unit': (
+        {'algorithms': {'ema': {'ema_start': 100}}},
+        [],
+        'algorithms.ema.ema_start: 100 has no unit; write 100ba',
+    ),
+    'bool for a duration': (
+        {'algorithms': {'ema': {'ema_start': True}}},
+        [],
+        'algorithms.ema.ema_start: True is not a string',
+    ),
+    'microbatch that fits no number of devices': (
+        {'global_batch': 33, 'device_train_microbatch_size': 16},
+        [],
+        'device_train_microbatch_size: 16 does not divide .* of global_batch=33 on any .*; use 11, or .* of 32 or 48',
+    ),
+    'unknown device': ({}, ['trainer.device=gpus'], "trainer.device: 'gpus' is unknown .*; did you mean 'gpu'"),
+    'unknown precision': ({}, ['trainer.precision=fp16'], "trainer.precision: 'fp16' is unknown .* mean 'amp_fp16'"),
+    'half precision on a CPU': (
+        {},
+        ['trainer.device=cpu', 'trainer.precision=amp_bf16'],
+        'trainer.precision: amp_bf16 needs a GPU in Composer; use fp32 with trainer.device=cpu',
+    ),
+    'no sampling steps': ({}, ['generate.num_inference_steps=0'], 'generate.num_inference_steps: 0 is out of range'),
+    'more sampling steps than timesteps': (
+        {},
+        ['task=generate', 'generate.prompts=[a]', 'model.objective.num_train_timesteps=40'],
+        'generate.num_inference_steps: 50 is out of range; use 1 to 40, the number of timesteps',
+    ),
+    'sampling steps of a callback': (
+        {'callbacks': {'image_grid': {'prompts': ['a'], 'num_inference_steps': 1001}}},
+        [],
+        'callbacks.image_grid.num_inference_steps: 1001 is out of range; use 1 to 1000',
+    ),
+    'negative guidance': (
+        {},
+        ['generate.guidance_scale=-1'],
+        'generate.guidance_scale: -1.0 is out of range; use 0 or',
+    ),
+    'guidance that is no number': (
+        {},
+        ['generate.guidance_scale=.nan'],
+        'generate.guidance_scale: nan is out of range',
+    ),
+    'too much rescaling': ({}, ['generate.guidance_rescale=1.5'], 'generate.guidance_rescale: 1.5 is out of range'),
+    'seeds beyond the last': (
+        {},
+        ['generate.seed=4294967290', 'generate.prompts=[a, b]', 'generate.num_images_per_prompt=4'],
+        'generate.seed: 4294967290 is out of range; use 0 to 4294967288 for the first of 8 images',
+    ),
+    'no images': ({}, ['generate.num_images_per_prompt=0'], 'generate.num_images_per_prompt: 0 is out of range'),
+    'unknown noise scheduler': ({}, ['generate.noise_scheduler=dimm'], "generate.noise_scheduler: 'dimm' is unknown"),
+    'model that generates nothing': (
+        {'model': {'name': 'autoencoder'}},
+        ['task=generate', 'generate.prompts=[a]'],
+        'model.name: autoencoder does not generate images from prompts',
+    ),
     'stream without folder': (
         {'streams': {'a': {'resolution': 64}}},
         [],
@@ -290,6 +383,28 @@ def test_mistake_is_reported_with_path_cause_and_way_out(write, subtests):
             load(write(content), overrides)
 
 
+def test_numbers_that_are_no_durations_are_accepted(write):
+    overrides = ['trainer.eval_interval=0', 'callbacks.node_health.every=50', 'model.objective.num_train_timesteps=40']
+    recipe = load(write({'callbacks': {'node_health': None}}), overrides)
+    assert recipe.callbacks['node_health'].kwargs == {'every': 50}
+    assert recipe.generate.num_inference_steps == 50, 'training does not read it'
+
+
+@given(batch=st.integers(1, 200), microbatch=st.integers(1, 200))
+@settings(max_examples=200, deadline=None)
+def test_microbatch_is_refused_if_it_fits_no_number_of_devices(batch, microbatch):
+    recipe = Recipe('a', batch, Component('tiny'), device_train_microbatch_size=microbatch)
+    recipe.streams, recipe.trainer = {'a': StreamConfig(64, local='x')}, {'max_duration': '1ba'}
+    fits = any(batch % devices == 0 and batch // devices % microbatch == 0 for devices in range(1, batch + 1))
+    problems = check_recipe(recipe)
+    assert [problem.where for problem in problems] == ([] if fits else ['device_train_microbatch_size'])
+    for problem in problems:
+        found = re.search(r'use (\d+), or a global_batch of ([\d or]+)$', problem.what)
+        assert found is not None
+        assert batch % int(found[1]) == 0
+        assert all(int(choice) % microbatch == 0 for choice in found[2].split(' or '))
+
+
 def test_all_mistakes_are_reported_in_one_error(write):
     path = write({'trainr': 1, 'seed': 'x', 'loader': {'shufle': True}, 'streams': {'a': {'resolution': '???'}}})
     with pytest.raises(RecipeError) as error:
@@ -317,9 +432,9 @@ def test_missing_file_is_an_error(tmp_path):
         (4, None, 8, 'global_batch: 4 does not divide over 8 devices; use 8'),
         (
             64,
-            12,
-            2,
-            "device_train_microbatch_size: 12 does not divide a device's 32 samples .64 over 2 devices.; use 8",
+            16,
+            8,
+            "device_train_microbatch_size: 16 does not divide a device's 8 samples .64 over 8 devices.; use 8",
         ),
     ],
 )
@@ -328,8 +443,6 @@ def test_batch_must_divide_over_devices_and_microbatches(write, batch, microbatc
     problems = [str(problem) for problem in check_devices(recipe, devices)]
     assert len(problems) == (message is not None)
     if message:
-        import re
-
         assert re.fullmatch(message, problems[0])
 
 

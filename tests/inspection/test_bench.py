@@ -1,6 +1,7 @@
 """`diffusion data bench`: its tables, and the estimate of a GPU's demand."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -47,6 +48,17 @@ def test_h100_demand_matches_flops(tmp_path, pictures, capsys):
     assert main(['data', 'bench', str(path), '--workers', '0', '--batches', '1']) == 0
     needed = re.search(r'trains on (\d+) samples/s', capsys.readouterr().out)
     assert needed is not None and int(needed[1]) == pytest.approx(728, abs=2)
+
+
+def test_evaluation_streams_need_not_be_complete(pictures, capsys):
+    path = str(Path(__file__).parents[2] / 'yamls' / 'phase1.yaml')
+    words = ['model.pretrained=null', 'streams.laion.remote=null', f'streams.laion.local={pictures[32]}']
+    assert main(['data', 'bench', path, *words, '--workers', '0', '--batches', '1']) == 0
+    captured = capsys.readouterr()
+    assert 'This machine can feed' in captured.out
+    assert 'coco' not in captured.err
+    assert main(['data', 'bench', path, *words, 'coco']) == 2
+    assert "coco: no such stream in the recipe's streams; known: laion" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import os
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from diffusion.config.load import load
 from diffusion.inspection.preview import SIDE
 from diffusion.models import batch_keys
 from diffusion.training.components import build_dataset
+
+YAMLS = Path(__file__).parents[2] / 'yamls'
 
 
 @pytest.fixture
@@ -130,3 +133,39 @@ def test_unwritable_output_is_reported(write_recipe, pictures, tmp_path, capsys,
     assert main(['data', 'look', str(path), '--out', os.path.join(tmp_path, out)]) == 2
     assert re.search(message, capsys.readouterr().err)
     assert not [entry.name for entry in tmp_path.iterdir() if 'look' in entry.name or entry.name.startswith('.')]
+
+
+def phase1(*words):
+    """Command line of `data look` for the recipe phase1, without access to the Hub."""
+    return ['data', 'look', str(YAMLS / 'phase1.yaml'), 'model.pretrained=null', '--samples', '1', *map(str, words)]
+
+
+def test_only_the_streams_that_are_shown_must_be_complete(pictures, tmp_path, capsys):
+    out = tmp_path / 'look.png'
+    local = ['streams.laion.remote=null', f'streams.laion.local={pictures[32]}']
+    assert main(phase1(*local, '--out', out)) == 0
+    captured = capsys.readouterr()
+    assert captured.out == f'{out}: 1 samples of 1 buckets\n'
+    assert captured.err.startswith('skipped: eval_streams.coco.remote: is still ???; ')
+    assert main(phase1(*local, 'laion', '--out', out)) == 0
+    assert capsys.readouterr().err == ''
+
+
+def test_values_of_other_parts_may_be_missing(pictures, tmp_path):
+    local = ['streams.laion.remote=null', f'streams.laion.local={pictures[32]}']
+    others = ['global_batch=???', 'trainer.max_duration=???', 'optimizer.lr=???', 'name=???', 'init_from=???']
+    assert main(phase1(*local, *others, 'streams.other=???', '--out', tmp_path / 'look.png')) == 0
+
+
+@pytest.mark.parametrize(
+    ('words', 'missing'),
+    [
+        (['coco'], ['eval_streams.coco.remote']),
+        (['eval_streams.coco.remote=s3://b/c'], ['model.mask_padding']),
+        ([], ['streams.laion.remote', 'eval_streams.coco.remote']),
+        (['streams=???', 'eval_streams=???'], ['streams', 'eval_streams']),
+    ],
+)
+def test_values_that_are_needed_are_named(tmp_path, capsys, words, missing):
+    assert main(phase1('model.mask_padding=???', *words, '--out', tmp_path / 'look.png')) == 2
+    assert re.findall(r'(\S+): is still \?\?\?', capsys.readouterr().err.partition('error: ')[2]) == missing

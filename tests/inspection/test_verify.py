@@ -207,6 +207,12 @@ def test_streams_are_selected_by_name_in_all_sections(verify, pictures):
         assert status == UNDAMAGED
         assert [line.partition(':')[0] for line in lines] == expected
     status, lines = verify(streams, **sections)
+    assert status == UNDAMAGED
+    assert [line.partition(': ')[0] for line in lines[:-1]] == [
+        *('streams.small', 'eval_streams.held', 'precompute.streams.raw')
+    ]
+    assert lines[-1].startswith('skipped: streams.other.remote: is still ???')
+    status, lines = verify(streams, 'other', **sections)
     assert status == USER_ERROR
     assert 'streams.other.remote: is still ???' in '\n'.join(lines)
 
@@ -280,3 +286,14 @@ def test_remote_is_checked_shard_by_shard_without_leftover_files(verify, store, 
     assert any('shard.00001.mds: 3 bytes, expected' in line for line in lines)
     assert not list(scratch.iterdir())
     assert not (tmp_path / 'cache').exists()
+
+
+def test_only_the_streams_that_are_verified_must_be_complete(pictures, capsys):
+    path = str(Path(__file__).parents[2] / 'yamls' / 'phase1.yaml')
+    words = ['streams.laion.remote=null', f'streams.laion.local={pictures[32]}', 'streams.laion.resolution=???']
+    assert main(['data', 'verify', path, '--jobs', '1', *words]) == UNDAMAGED
+    captured = capsys.readouterr()
+    assert captured.out.startswith('streams.laion: ok; ')
+    assert captured.err.startswith('skipped: eval_streams.coco.remote: is still ???; ')
+    assert main(['data', 'verify', path, 'coco', *words]) == USER_ERROR
+    assert 'eval_streams.coco.remote: is still ???' in capsys.readouterr().err

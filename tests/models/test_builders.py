@@ -11,6 +11,8 @@ from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
+from diffusion.errors import UserError
+from diffusion.models.autoencoder import tiny_autoencoder
 from diffusion.models.builders import sd2, sd2_tokenizers, tiny
 from diffusion.models.pretrained import clip_tokenizer, latent_statistics, load_pretrained
 
@@ -146,3 +148,38 @@ def test_tiny_has_the_expected_size():
 def test_missing_vae_is_rejected(make_model):
     with pytest.raises(ValueError, match='vae|could not be loaded'):
         make_model(vae='nowhere')
+
+
+@pytest.mark.parametrize(
+    ('build', 'settings', 'message'),
+    [
+        (
+            tiny,
+            {'block_out_channels': [64, 100]},
+            'block_out_channels: 100 is not a positive multiple of 32; use 96',
+        ),
+        (tiny, {'block_out_channels': []}, 'block_out_channels: is empty; give at least one multiple of 32'),
+        (tiny, {'text_width': 100}, 'text_width: 100 is not a positive multiple of 32; use 96 or 128'),
+        (tiny, {'max_length': -3}, 'max_length: -3 is less than 3'),
+        (sd2, {'pretrained': None, 'resolution': 60}, 'resolution: 60 is not a positive multiple of 8; use 56 or 64'),
+        (tiny_autoencoder, {'block_out_channels': [24, 50]}, r'50 is not .*; use 48 or 56 \(norm_num_groups is 8\)'),
+        (tiny_autoencoder, {'norm_num_groups': 7}, r'24 is not .* of 7; use 21 or 28 \(norm_num_groups is 7\)'),
+        (tiny_autoencoder, {'norm_num_groups': 0}, 'norm_num_groups: 0 is less than 1'),
+        (tiny_autoencoder, {'latent_channels': -1}, 'latent_channels: -1 is less than 1'),
+    ],
+)
+def test_sizes_that_diffusers_cannot_build_are_refused_with_the_rule(build, settings, message):
+    with pytest.raises(UserError, match=message), torch.device('meta'):
+        build(**settings)
+
+
+def test_resolution_must_be_a_multiple_of_the_downsampling_of_another_vae(tmp_path):
+    levels = 5
+    AutoencoderKL(
+        down_block_types=('DownEncoderBlock2D',) * levels,  # type: ignore[arg-type]
+        up_block_types=('UpDecoderBlock2D',) * levels,  # type: ignore[arg-type]
+        block_out_channels=(4,) * levels,  # type: ignore[arg-type]
+        norm_num_groups=2,
+    ).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match='resolution: 40 px is not a multiple of 16 px, the size of a latent cell'):
+        tiny(40, vae=str(tmp_path))

@@ -235,8 +235,18 @@ def test_other_sizes_can_be_generated(make_model):
     ('call', 'message'),
     [
         (lambda m: m.generate([]), 'prompts: pass at least one caption'),
+        (lambda m: m.generate('a cat'), r"prompts: pass a list of captions, such as \['a cat'\], instead"),
+        (lambda m: m.generate(['a', 3]), 'prompts: 3 is not a string; pass a list of captions'),
         (lambda m: m.generate(['a'], seeds=[1, 2]), 'seeds: 2 seeds for 1 prompts'),
-        (lambda m: m.generate(['a'], size=(60, 64)), 'size: 60x64 is not a multiple of 8'),
+        (lambda m: m.generate(['a'], seeds=[-1]), 'seeds: -1 is out of range; use 0 to 4294967295'),
+        (lambda m: m.generate(['a', 'b'], seeds=[0, 2**32]), 'seeds: 4294967296 is out of range'),
+        (lambda m: m.generate(['a'], size=(60, 64)), 'size: 60x64; use positive multiples of 8 px'),
+        (lambda m: m.generate(['a'], size=(64, -8)), 'size: 64x-8; use positive multiples of 8 px'),
+        (lambda m: m.generate(['a'], num_inference_steps=0), 'num_inference_steps: 0 is out of range; use 1 to 1000'),
+        (lambda m: m.generate(['a'], num_inference_steps=1001), 'num_inference_steps: 1001 is out of range'),
+        (lambda m: m.generate(['a'], guidance_scale=-1), 'guidance_scale: -1 is out of range; use 0 or more'),
+        (lambda m: m.generate(['a'], guidance_scale=float('nan')), 'guidance_scale: nan is out of range'),
+        (lambda m: m.generate(['a'], guidance_rescale=2), 'guidance_rescale: 2 is out of range; use 0 .* to 1'),
         (
             lambda m: m.generate(['a'], noise_scheduler='dimm'),
             "noise_scheduler: 'dimm' is unknown; did you mean 'ddim'",
@@ -246,6 +256,10 @@ def test_other_sizes_can_be_generated(make_model):
             'batch: has .* needs either image or latent_moments',
         ),
         (lambda m: m.encode(torch.zeros(1, 3, 64, 64)), 'image: dtype torch.float32; images must be uint8'),
+        (
+            lambda m: m.encode(torch.zeros(1, 3, 64, 60, dtype=torch.uint8)),
+            'streams: images of 60x64 px, but the VAE downsamples by 8; use multiples of 8 px',
+        ),
         (lambda m: m.text(torch.zeros(1, 16, dtype=torch.long)), r'input_ids: shape \(1, 16\); expected'),
     ],
 )
@@ -260,7 +274,7 @@ def test_misuse_is_rejected_with_a_message(make_model, call, message):
         ({'caption_dropout': 1.5}, 'caption_dropout: 1.5 is not a fraction'),
         ({'caption_dropout_mode': 'none'}, "caption_dropout_mode: 'none'; use empty or zeros"),
         ({'encoder_dtype': 'half'}, "encoder_dtype: 'half'; use one of auto"),
-        ({'resolution': 60}, 'resolution: 60 px is not a multiple of 8 px'),
+        ({'resolution': 60}, 'resolution: 60 is not a positive multiple of 8; use 56 or 64'),
     ],
 )
 def test_invalid_settings_are_rejected_with_a_message(make_model, settings, message):

@@ -15,7 +15,8 @@ import torch
 import yaml
 from ranks import Ranks, largest_difference, read_losses
 
-from diffusion.checkpointing.run_folder import Weights, find_checkpoint, weights_of
+from diffusion.checkpointing.checkpoint_weights import Weights, weights_of
+from diffusion.checkpointing.run_folder import find_checkpoint
 
 BATCHES = 20
 WHICH: tuple[Weights, ...] = ('training', 'ema')

@@ -13,7 +13,8 @@ import yaml
 from PIL import Image
 from streaming import StreamingDataset
 
-from diffusion.checkpointing.run_folder import find_checkpoint, read_checkpoint, weights_of
+from diffusion.checkpointing.checkpoint_weights import read_checkpoint, weights_of
+from diffusion.checkpointing.run_folder import find_checkpoint
 from diffusion.cli import main
 from diffusion.config.load import load
 from diffusion.loggers.metrics_file import read_metrics

@@ -1,0 +1,165 @@
+"""Reading of weights from checkpoints, without executing pickled code."""
+
+import os
+import pickle
+import re
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.torch_version import TorchVersion
+
+from diffusion.checkpointing import sharded_state
+from diffusion.checkpointing.checkpoint_store import STATE, verify_checkpoint
+from diffusion.errors import UserError
+
+Weights = Literal['ema', 'training']
+
+
+def read_content(path: Path) -> dict[str, Any]:
+    """Return the content of a checkpoint's pickle with tensors on the CPU, without executing pickled code.
+
+    Args:
+        path: A folder of this library, whose sharded tensors are not in the pickle, or a file of Composer's own saver.
+
+    Raises:
+        UserError: The file is damaged, or contains objects of classes that are not on the list of safe ones.
+    """
+    file = path / STATE if path.is_dir() else path
+    _check_archive(file)
+    try:
+        # mmap: a large file is not copied into memory for the few tensors that a caller may need.
+        with torch.serialization.safe_globals(_safe_globals()):
+            content = torch.load(file, map_location='cpu', weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        found = re.search(r'Unsupported (?:global: GLOBAL|class) (\S+)', str(error))
+        if found is None:
+            raise UserError(f'{file}: not a checkpoint (its pickle is damaged); use another one') from error
+        raise UserError(
+            f'{file}: contains a pickled {found[1]}, which is not loaded; if it belongs to a component of yours, allow '
+            'the class with torch.serialization.add_safe_globals in a module that the recipe imports'
+        ) from error
+    except RuntimeError as error:
+        # torch has no error class for a damaged zip archive; the name of its reader is in the message.
+        if 'PytorchStreamReader' not in str(error):
+            raise
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f'{file}: not readable ({reason}); it may be truncated, use an earlier checkpoint') from error
+    if not isinstance(content, dict) or not isinstance(content.get('state'), dict):
+        raise UserError(f'{file}: contains no state; is it a Composer checkpoint?')
+    return content
+
+
+def _check_archive(file: Path) -> None:
+    """Raise UserError if a file is no complete zip archive of torch.save, judged by its first and last bytes."""
+    # For a truncated archive, torch.load raises errors of many types, which cannot be distinguished from bugs.
+    with file.open('rb') as opened:
+        start, size = opened.read(4), opened.seek(0, os.SEEK_END)
+        opened.seek(max(0, size - 22))  # size of zip's end-of-central-directory record
+        end = opened.read(4)
+    if start != b'PK\x03\x04':
+        raise UserError(f'{file}: not a checkpoint (it is no zip archive of torch.save); use another one')
+    if end != b'PK\x05\x06':
+        raise UserError(
+            f'{file}: not readable (the end of the archive is missing); it is truncated, use an earlier checkpoint'
+        )
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """Verify a checkpoint and return its `state`, including the model's weights.
+
+    Raises:
+        UserError: The checkpoint is damaged or has no model.
+    """
+    # A file of Composer's own saver has no receipt.
+    if path.is_dir():
+        verify_checkpoint(path)
+    state = read_content(path)['state']
+    if is_sharded(path):
+        state['model'] = sharded_state.read_all_tensors(path, 'model.')
+    if 'model' not in state:
+        raise UserError(f'{path}: contains no model; is it a Composer checkpoint?')
+    return state
+
+
+def is_sharded(path: Path) -> bool:
+    """Return True if each rank has saved its own shards of a checkpoint's tensors, False if rank 0 saved them whole."""
+    return (path / sharded_state.INDEX).is_file()
+
+
+def weights_of(path: Path, which: Weights | None = None) -> tuple[dict[str, Tensor], Weights]:
+    """Return a checkpoint's weights by parameter name, and their kind, `ema` (averaged) or `training`.
+
+    Args:
+        path: The checkpoint.
+        which: Averaged weights, training weights, or None for averaged weights if there are any, otherwise training
+            weights.
+
+    Raises:
+        UserError: The checkpoint is damaged, or has no averaged weights; the message has the start of averaging.
+    """
+    state = read_checkpoint(path)
+    model = dict(state['model'])
+    ema = dict(state.get('algorithms', [])).get('EMA', {})
+    has_average = 'averages' in ema or 'sharded_averages' in ema
+    if which == 'training' or (which is None and not has_average):
+        return model, 'training'
+    if not has_average:
+        start = ema.get('ema_start')
+        why = f'its EMA would have started at {start}' if start else 'its run had no EMA'
+        raise UserError(f'{path}: it has no averaged weights ({why}); use --weights training')
+    # The averages include trained parameters only; the rest, such as buffers, comes from the training weights.
+    averages = (
+        ema['averages']['ema'] if 'averages' in ema else sharded_state.read_all_tensors(path, 'averages.EMA.ema.')
+    )
+    return model | averages, 'ema'
+
+
+def check_architecture(own: Mapping[str, torch.Size], stored: Mapping[str, torch.Size], where: str) -> None:
+    """Check that the names and shapes of a model's tensors equal those of a checkpoint.
+
+    Args:
+        own: Shapes of the model's tensors by name.
+        stored: Shapes of the checkpoint's tensors by name.
+        where: The checkpoint, for messages.
+
+    Raises:
+        UserError: The architectures differ; the message lists the first differences.
+    """
+    missing, unknown = sorted(set(own) - set(stored)), sorted(set(stored) - set(own))
+    reshaped = [name for name in own if name in stored and own[name] != stored[name]]
+    if missing or unknown or reshaped:
+        lists = [('tensors missing', missing), ('unknown tensors', unknown)]
+        details = [f'{len(names)} {label} ({", ".join(names[:2])})' for label, names in lists if names]
+        details += [f'{name} is {tuple(stored[name])}, expected {tuple(own[name])}' for name in reshaped[:2]]
+        raise UserError(
+            f'{where}: the architecture differs from the recipe: {"; ".join(details)}; '
+            'use the model settings that it was saved with'
+        )
+
+
+def load_weights(model: nn.Module, weights: dict[str, Tensor], where: str) -> None:
+    """Copy weights into a model whose tensors must have exactly these names and shapes.
+
+    Raises:
+        UserError: The names or shapes differ.
+    """
+    check_architecture(_shapes(model.state_dict()), _shapes(weights), where)
+    model.load_state_dict(weights)
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    """Return the shape of each tensor by name."""
+    return {name: tensor.shape for name, tensor in tensors.items()}
+
+
+def _safe_globals() -> list[Any]:
+    """Return the classes that checkpoints may contain besides tensors: versions, times and NumPy's random states."""
+    # Taken from an array, since the function's module has different names in NumPy 1 and 2.
+    reconstruct = np.zeros(1).__reduce__()[0]
+    dtypes = [type(np.dtype(name)) for name in ('bool', 'uint32', 'int64', 'float32', 'float64')]
+    return [TorchVersion, timedelta, np.ndarray, np.dtype, reconstruct, *dtypes]

@@ -1,0 +1,79 @@
+"""Constraints on the keywords of components, declared in annotations: `resolution: Annotated[int, MultipleOf(8)]`.
+
+`diffusion check` reads them from the source file of a registered component, without importing it. The decorator
+`constrained` enforces them when the component is built.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+
+from diffusion.errors import UserError
+
+Function = TypeVar('Function', bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class MultipleOf:
+    """Constraint to positive multiples of `step`: one number, or each number of a list."""
+
+    step: int
+
+    def problem(self, value: Any) -> str | None:
+        """Return why a value violates the constraint and the nearest value that does not, or None."""
+        if isinstance(value, list | tuple) and not value:
+            return f'is empty; give at least one multiple of {self.step}'
+        wrong = next((number for number in _numbers(value) if number <= 0 or number % self.step), None)
+        if wrong is None:
+            return None
+        below = int(wrong // self.step) * self.step
+        near = [str(multiple) for multiple in (below, below + self.step) if multiple > 0] or [str(self.step)]
+        return f'{wrong} is not a positive multiple of {self.step}; use {" or ".join(near)}'
+
+
+@dataclass(frozen=True)
+class AtLeast:
+    """Constraint to numbers of at least `least`: one number, or each number of a list."""
+
+    least: int
+
+    def problem(self, value: Any) -> str | None:
+        """Return why a value violates the constraint and the range to choose from, or None."""
+        wrong = next((number for number in _numbers(value) if number < self.least), None)
+        return None if wrong is None else f'{wrong} is less than {self.least}; use {self.least} or more'
+
+
+Constraint = MultipleOf | AtLeast
+CONSTRAINTS: dict[str, type[MultipleOf] | type[AtLeast]] = {'MultipleOf': MultipleOf, 'AtLeast': AtLeast}
+"""Constraints by their names in annotations."""
+
+
+def constrained(function: Function) -> Function:
+    """Return the function with a check of its arguments: it raises UserError if one violates its constraints."""
+    signature, hints = inspect.signature(function), get_type_hints(function, include_extras=True)
+    constraints = {name: found for name, hint in hints.items() if (found := declared(hint))}
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        for name in constraints.keys() & given.keys():
+            for constraint in constraints[name]:
+                if (problem := constraint.problem(given[name])) is not None:
+                    raise UserError(f'{name}: {problem}')
+        return function(*args, **kwargs)
+
+    return checked  # type: ignore[return-value]
+
+
+def declared(annotation: Any) -> tuple[Constraint, ...]:
+    """Return the constraints that an evaluated annotation declares."""
+    extras = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
+    return tuple(extra for extra in extras if isinstance(extra, MultipleOf | AtLeast))
+
+
+def _numbers(value: Any) -> list[int | float]:
+    """Return a number, or the numbers of a list, as a list. Values of other types are type errors, found elsewhere."""
+    values = value if isinstance(value, list | tuple) else [value]
+    return [each for each in values if isinstance(each, int | float) and not isinstance(each, bool)]

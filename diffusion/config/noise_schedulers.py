@@ -1,0 +1,41 @@
+"""Names of diffusers' noise schedulers, read from its source file instead of importing it."""
+
+import ast
+import difflib
+import functools
+
+from diffusion.config.signatures import source_file
+
+SHORT_NAMES = {
+    'ddim': 'DDIMScheduler',
+    'ddpm': 'DDPMScheduler',
+    'dpm++': 'DPMSolverMultistepScheduler',
+    'euler': 'EulerDiscreteScheduler',
+    'euler_ancestral': 'EulerAncestralDiscreteScheduler',
+    'heun': 'HeunDiscreteScheduler',
+    'pndm': 'PNDMScheduler',
+    'unipc': 'UniPCMultistepScheduler',
+}
+
+
+def class_name(name: str) -> str:
+    """Return the name of a scheduler's class in diffusers, given that name or a short one (`ddim`, `dpm++`, ...)."""
+    return SHORT_NAMES.get(name, name)
+
+
+def name_problem(name: str) -> str | None:
+    """Return an error message with the nearest name if diffusers has no such noise scheduler, else None."""
+    known = _class_names()
+    if class_name(name) in known:
+        return None
+    near = difflib.get_close_matches(name, [*SHORT_NAMES, *known], n=1)
+    hint = f'did you mean {near[0]!r}? ' if near else ''
+    return f'{name!r} is unknown; {hint}short names: {", ".join(SHORT_NAMES)}'
+
+
+@functools.cache
+def _class_names() -> list[str]:
+    # diffusers lists the classes that it exports as strings, to import each on first use.
+    tree = ast.parse(source_file('diffusers.schedulers').read_text(encoding='utf-8'))
+    texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return sorted(text for text in texts if text.endswith('Scheduler') and not text.startswith('Flax'))

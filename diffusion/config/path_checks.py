@@ -1,0 +1,92 @@
+"""Checks of the files that a recipe's task reads and of the folder that it writes, without downloads."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from diffusion.config.checks import stream_sections
+from diffusion.config.image_shapes import BUCKETS, read_buckets
+from diffusion.config.recipe import Recipe, StreamConfig
+from diffusion.config.schema import Gatherer, Problem
+from diffusion.errors import UserError
+from diffusion.storage.writable import why_not_writable
+
+
+def check_paths(recipe: Recipe) -> list[Problem]:
+    """Return a problem for each local stream or checkpoint that a recipe's task needs and that cannot be read."""
+    gather = Gatherer()
+    for section, streams in stream_sections(recipe):
+        gather.problems += check_stream_folders(section, streams)
+    # A run that has checkpoints resumes from them and no longer reads init_from, which may have been deleted since.
+    if recipe.task == 'train' and recipe.init_from is not None and not (recipe.run_dir / 'latest').exists():
+        _check_checkpoint('init_from', recipe.init_from, gather)
+    if recipe.task in ('evaluate', 'generate'):
+        _check_checkpoint('checkpoint', recipe.checkpoint or str(recipe.run_dir), gather)
+    return gather.problems
+
+
+def check_stream_folders(section: str, streams: Mapping[str, StreamConfig]) -> list[Problem]:
+    """Return a problem for each local folder of streams that cannot be read or has no samples."""
+    gather = Gatherer()
+    for name, stream in streams.items():
+        source = 'local' if stream.remote is None else 'remote'
+        folder = stream.local if stream.remote is None else stream.remote
+        if folder is not None and '://' not in folder:
+            check_folder = _check_buckets if stream.aspects else _check_index
+            try:
+                check_folder(f'{section}.{name}.{source}', Path(folder), gather)
+            except PermissionError as error:
+                what = (
+                    f'{error.filename} cannot be read ({error.strerror}); ask its owner for access, '
+                    'or use another folder'
+                )
+                gather.problem(f'{section}.{name}.{source}', what)
+    return gather.problems
+
+
+def check_output(recipe: Recipe) -> list[Problem]:
+    """Return a problem if the output folder of a recipe's task cannot be written to, so that the task fails early."""
+    where, out = 'runs_dir', str(recipe.run_dir)
+    if recipe.task == 'precompute':
+        where, out = 'precompute.out', recipe.precompute.out
+    elif recipe.task == 'generate' and recipe.generate.out:
+        where, out = 'generate.out', recipe.generate.out
+    problem = None if '://' in out else why_not_writable(out)
+    return [] if problem is None else [Problem(where, problem)]
+
+
+def _check_buckets(where: str, folder: Path, gather: Gatherer) -> None:
+    """Report a folder of aspect-ratio buckets without a valid buckets.json, or with a bucket without MDS shards."""
+    try:
+        shapes = read_buckets(folder)
+    except UserError as error:
+        gather.problem(where, str(error))
+        return
+    for shape in shapes:
+        _check_index(where, folder / str(shape), gather)
+
+
+def _check_index(where: str, folder: Path, gather: Gatherer) -> None:
+    """Report a folder without a valid index of MDS shards, or without samples."""
+    index = folder / 'index.json'
+    if not index.is_file():
+        way_out = 'create it with `diffusion prepare`, or latents with task=precompute'
+        if (folder / BUCKETS).is_file():
+            way_out = f'it has {BUCKETS}; set aspects: true'
+        gather.problem(where, f'{folder} has no index.json; is it an MDS folder? {way_out}')
+        return
+    try:
+        shards = json.loads(index.read_text(encoding='utf-8'))['shards']
+        samples = sum(shard['samples'] for shard in shards)
+    except (ValueError, KeyError, TypeError) as error:
+        gather.problem(
+            where, f'{index} is not an index of MDS shards ({type(error).__name__}: {error}); prepare it again'
+        )
+        return
+    if samples == 0:
+        gather.problem(where, f'{folder} has no samples; prepare it again, or remove the stream')
+
+
+def _check_checkpoint(where: str, path: str, gather: Gatherer) -> None:
+    if '://' not in path and not Path(path).exists():
+        gather.problem(where, f'{path} does not exist; give a checkpoint or the folder of a run')

@@ -1,0 +1,101 @@
+"""Constraints in the annotations of components: messages, enforcement, and checks without importing the component."""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import pytest
+
+from diffusion.config import registry
+from diffusion.config.constraints import AtLeast, MultipleOf, constrained
+from diffusion.config.registry import check_keywords, register
+from diffusion.config.signatures import of_object, of_source
+from diffusion.errors import UserError
+
+PARTS = """
+from typing import Annotated
+
+from diffusion.config.constraints import AtLeast, MultipleOf
+
+Side = Annotated[int, MultipleOf(16)]
+
+raise RuntimeError('imported')
+
+
+def strict(resolution: Side = 32, *, depth: Annotated[int | None, AtLeast(1), 'another annotation'] = None): ...
+
+
+def free(resolution: int = 60): ...
+"""
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    monkeypatch.setitem(registry.TARGETS, 'model', dict(registry.TARGETS['model']))
+
+
+@pytest.fixture
+def parts(tmp_path, monkeypatch):
+    (tmp_path / 'constrained_parts.py').write_text(PARTS)
+    monkeypatch.syspath_prepend(tmp_path)
+    return 'constrained_parts'
+
+
+@pytest.mark.parametrize(
+    ('constraint', 'value', 'problem'),
+    [
+        (MultipleOf(8), 64, None),
+        (MultipleOf(8), 60, '60 is not a positive multiple of 8; use 56 or 64'),
+        (MultipleOf(8), 5, '5 is not a positive multiple of 8; use 8'),
+        (MultipleOf(8), -8, '-8 is not a positive multiple of 8; use 8'),
+        (MultipleOf(32), [64, 100], '100 is not a positive multiple of 32; use 96 or 128'),
+        (MultipleOf(32), (), 'is empty; give at least one multiple of 32'),
+        (AtLeast(1), 0, '0 is less than 1; use 1 or more'),
+        (AtLeast(1), [1, 2], None),
+        (AtLeast(1), None, None),
+    ],
+)
+def test_message_has_the_wrong_value_and_the_nearest_ones(constraint, value, problem):
+    assert constraint.problem(value) == problem
+
+
+@constrained
+def part(width: Annotated[int, MultipleOf(4)], *, levels: Annotated[Sequence[int], AtLeast(1)] = (1,)) -> int:
+    return width * sum(levels)
+
+
+def test_constrained_function_raises_user_errors_and_is_otherwise_unchanged():
+    assert part(8, levels=[2, 3]) == 40
+    with pytest.raises(UserError, match='width: 6 is not a positive multiple of 4; use 4 or 8'):
+        part(6)
+    with pytest.raises(UserError, match='levels: 0 is less than 1'):
+        part(4, levels=[1, 0])
+    with pytest.raises(TypeError, match='unexpected keyword argument'):
+        part(4, level=[1])  # type: ignore[call-arg]
+
+
+def test_constraints_are_checked_without_importing_the_component(parts):
+    register('model', 'strict', f'{parts}:strict')
+    problems = check_keywords('model', 'model', 'strict', {'resolution': 40, 'depth': 0})
+    assert [str(problem) for problem in problems] == [
+        'model.resolution: 40 is not a positive multiple of 16; use 32 or 48',
+        'model.depth: 0 is less than 1; use 1 or more',
+    ]
+    assert check_keywords('model', 'model', 'strict', {'resolution': 48, 'depth': None}) == []
+
+
+def test_model_of_somebody_else_is_judged_only_by_its_own_constraints(parts):
+    register('model', 'free', f'{parts}:free')
+    assert check_keywords('model', 'model', 'free', {'resolution': 61}) == []
+
+
+def test_constraints_are_no_part_of_the_type_that_messages_name(parts):
+    parameters = {each.name: each for each in of_source(parts, 'strict').parameters}
+    assert parameters['resolution'].annotation == 'int'
+    assert parameters['resolution'].constraints == (MultipleOf(16),)
+    assert parameters['depth'].annotation == 'int | None'
+
+
+def test_constraints_of_an_imported_object_are_read_too():
+    width, levels = of_object(part).parameters
+    assert (width.annotation, width.constraints) == ('int', (MultipleOf(4),))
+    assert levels.constraints == (AtLeast(1),)

@@ -105,14 +105,23 @@ def draw_loss_curve(metrics: Path, out: Path) -> None:
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """Return an exponential moving average over about 1/50 of the curve, without bias at its start."""
-    keep = math.exp(-50 / max(50, len(values)))
-    average, averages = 0.0, []
-    for count, value in enumerate(values, start=1):
-        average = keep * average + (1 - keep) * value
-        # The weights of the first `count` values sum to 1 - keep**count.
-        averages.append(average / (1 - keep**count))
-    return averages
+    """Return the average of the values around each value, with exponential weights over about 1/50 of the curve."""
+    # To both sides, since an average of earlier values alone lies above a falling curve.
+    keep = math.exp(-100 / max(100, len(values)))
+    before, after = _decayed_sums(values, keep), reversed(_decayed_sums(values[::-1], keep))
+    return [
+        (total + later_total - value) / (weight + later_weight - 1)
+        for value, (total, weight), (later_total, later_weight) in zip(values, before, after, strict=True)
+    ]
+
+
+def _decayed_sums(values: Sequence[float], keep: float) -> list[tuple[float, float]]:
+    """Return, for each value, the sum of the values up to it with weights 1, keep, keep**2, ..., and of the weights."""
+    total, weight, sums = 0.0, 0.0, []
+    for value in values:
+        total, weight = keep * total + value, keep * weight + 1
+        sums.append((total, weight))
+    return sums
 
 
 def is_number(value: Any) -> bool:

@@ -5,9 +5,7 @@ from pathlib import Path
 
 from diffusion.checkpointing.checkpoint_store import list_checkpoints
 from diffusion.config.load import Recipe
-
-CAPTIONS = 'captions.txt'
-"""File beside prepared data with one caption per line."""
+from diffusion.prepare.caption_list import CAPTIONS
 
 
 def describe_results(recipe: Recipe) -> str:

@@ -98,7 +98,7 @@ def _is_closed_pipe(stream: TextIO) -> bool:
     return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> CommandParser:
     """Return the parser of `diffusion` with all of its subcommands."""
     parser = CommandParser(prog='diffusion', description=diffusion.__doc__)
     parser.add_argument('--version', action='version', version=diffusion.__version__)

@@ -101,7 +101,7 @@ def test_quickstart_page(checkout):
     )
     assert len((checkout.folder / 'data' / 'openmoji' / 'captions.txt').read_text().splitlines()) > 150
     assert len([*(checkout.folder / 'more').glob('*.png')]) == 2
-    assert (checkout.folder / 'apple.png').exists()
+    assert (checkout.folder / 'frog.png').exists()
 
 
 def test_own_images_page_from_photographs_to_an_export(checkout):

@@ -51,7 +51,7 @@ from diffusion.data.caption_choice import captions_of
 from diffusion.data.image_text import ImageTextDataset
 from diffusion.data.loader import BucketedLoader
 from diffusion.data.streams import Bucket
-from diffusion.data.transforms import picture
+from diffusion.data.transforms import decode_for_model
 from diffusion.models.pretrained import clip_tokenizer, tokenize
 
 SIDE, BATCH = 512, 16
@@ -165,7 +165,7 @@ def bare(folder: Path, resolution: int) -> Iterator[int]:
     while True:
         for shard, row in itertools.islice(rows, BATCH):
             sample = shard[row]
-            picture(sample['image'], shape)
+            decode_for_model(sample['image'], shape)
             tokenize(tokenizers, captions_of(sample, '')[:1])
         yield BATCH
 

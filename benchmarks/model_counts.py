@@ -12,7 +12,7 @@ from diffusion.config.image_shapes import Shape, sdxl_shapes, square
 from diffusion.config.recipe import Component
 from diffusion.planning.count_cache import SHIPPED, run_counter
 from diffusion.planning.model_costs import PRECISIONS, ModelCosts
-from diffusion.storage.atomic import write_whole
+from diffusion.storage.atomic import write_atomically
 
 SD2_SIDES = (256, 512, 768, 1024)
 MODELS = {
@@ -39,7 +39,7 @@ def main() -> None:
             'activations': [(shape, precision) for shape in unique([*shapes, *largest]) for precision in PRECISIONS],
         }
         content = {'model': key.name, 'kwargs': dict(key.kwargs)} | run_counter(request)
-        write_whole(SHIPPED / key.file_name, json.dumps(content, indent=1) + '\n')
+        write_atomically(SHIPPED / key.file_name, json.dumps(content, indent=1) + '\n')
         print(f'{SHIPPED / key.file_name}: {purpose}, {len(request["flops"])} shapes')
 
 

@@ -99,7 +99,7 @@ def draw(draws: Draws, size: int) -> list[Tensor]:
     """Draw the random numbers that `LatentDiffusion.forward` draws."""
     normals = 4 * size**2
     purposes = {Purpose.TIMESTEP: 1, Purpose.CAPTION_DROPOUT: 1, Purpose.NOISE: normals, Purpose.POSTERIOR: normals}
-    draws = draws.at_once(purposes)
+    draws = draws.precompute_draws(purposes)
     return [
         draws.normal(Purpose.POSTERIOR, (4, size, size)),
         draws.integers(Purpose.TIMESTEP, 1000),

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
-from shards import write_pictures
+from shards import write_image_shards
 
 if TYPE_CHECKING:
     from forkserver import Server
@@ -85,8 +85,8 @@ def pictures(tmp_path_factory: pytest.TempPathFactory, many_datasets: None) -> d
     """Two MDS folders of images by side: 40 images at 32 px and 24 at 64 px."""
     root = tmp_path_factory.mktemp('pictures')
     return {
-        32: write_pictures(root / '32px', count=40, side=32),
-        64: write_pictures(root / '64px', count=24, side=64, offset=100),
+        32: write_image_shards(root / '32px', count=40, side=32),
+        64: write_image_shards(root / '64px', count=24, side=64, offset=100),
     }
 
 

@@ -1,6 +1,6 @@
 """Run a program with an injected fault: `injected.py TARGET STATEMENT PROGRAM ARGUMENTS...`.
 
-TARGET, such as `diffusion.training.train:write_whole`, is replaced by a function that executes STATEMENT. PROGRAM is
+TARGET, such as `diffusion.training.train:write_atomically`, is replaced by a function that executes STATEMENT. PROGRAM is
 `run.py` or `diffusion`.
 """
 

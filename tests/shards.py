@@ -8,7 +8,7 @@ import numpy as np
 CAPTIONS = ['a red square', 'a blue disc', 'green stripes', 'a yellow cross', 'a black dot', 'grey noise']
 
 
-def draw_picture(index: int, side: int) -> bytes:
+def draw_image(index: int, side: int) -> bytes:
     """Return a PNG with an ellipse whose color and position depend on the index."""
     from PIL import Image, ImageDraw
 
@@ -23,7 +23,7 @@ def draw_picture(index: int, side: int) -> bytes:
     return buffer.getvalue()
 
 
-def write_pictures(folder: Path, *, count: int, side: int, offset: int = 0) -> Path:
+def write_image_shards(folder: Path, *, count: int, side: int, offset: int = 0) -> Path:
     """Write an MDS folder with the columns of `diffusion prepare`, and return it."""
     from streaming import MDSWriter
 
@@ -31,6 +31,6 @@ def write_pictures(folder: Path, *, count: int, side: int, offset: int = 0) -> P
     with MDSWriter(out=str(folder), columns=columns, hashes=['sha1'], size_limit=8192) as writer:
         for index in range(offset, offset + count):
             captions = [f'{CAPTIONS[index % len(CAPTIONS)]} {index}', f'number {index}']
-            image = draw_picture(index, side)
+            image = draw_image(index, side)
             writer.write({'image': image, 'captions': captions, 'width': side, 'height': side, 'key': f'p{index}'})
     return folder

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from forkserver import ROOT, Process, Server
 from ranks import Ranks
-from shards import draw_picture
+from shards import draw_image
 
 from diffusion import cli
 from diffusion.launch import run_lock
@@ -91,7 +91,7 @@ def all_damaged(site: Site) -> list[str | Path]:
 
 
 def without_captions(site: Site) -> list[str | Path]:
-    folder = site.file('images/a.png', draw_picture(0, 64)).parent
+    folder = site.file('images/a.png', draw_image(0, 64)).parent
     return ['prepare', 'folder', folder, '--out', 'prepared', '--sizes', '32', '--workers', '1']
 
 
@@ -480,7 +480,7 @@ BUGS = {
         'torch.zeros(3).reshape(2, 2)',
         TRAIN,
     ),
-    'shapes in data': ('diffusion.data.image_text:planes', 'numpy.zeros(3).reshape(2, 2)', TRAIN),
+    'shapes in data': ('diffusion.data.image_text:to_planar', 'numpy.zeros(3).reshape(2, 2)', TRAIN),
     'TypeError in algorithms': ('diffusion.algorithms.ema:EMA.apply', "len(3) + 'a'", TRAIN),
     'AssertionError in callbacks': (
         'diffusion.callbacks.replaced_samples:ReplacedSamples.batch_end',
@@ -517,10 +517,10 @@ BUGS = {
 }
 FAULTS = {
     'recipe': ('pathlib:Path.read_text', 'EIO', ['diffusion', 'check', '{recipe}']),
-    'recipe of a run': ('diffusion.training.train:write_whole', 'EIO', TRAIN),
+    'recipe of a run': ('diffusion.training.train:write_atomically', 'EIO', TRAIN),
     'save': ('diffusion.checkpointing.checkpoint_store:publish', 'ESTALE', TRAIN),
     'save on a full disk': ('diffusion.checkpointing.checkpoint_store:HashingWriter.write', 'ENOSPC', TRAIN),
-    'hash at resume': ('diffusion.checkpointing.checkpoint_store:record_of', 'EIO', RESUME),
+    'hash at resume': ('diffusion.checkpointing.checkpoint_store:hash_file', 'EIO', RESUME),
     'list at resume': ('diffusion.checkpointing.checkpoint_store:list_checkpoints', 'ESTALE', RESUME),
     'weights at resume': ('diffusion.checkpointing.checkpoint_weights:torch.load', 'EIO', RESUME),
     'metrics': ('diffusion.loggers.metrics_file:json.dumps', 'ETIMEDOUT', TRAIN),
@@ -535,13 +535,13 @@ FAULTS = {
 }
 DATA_FAULTS = {
     'index': ('diffusion.data.verified_stream:VerifiedStream._newest_index', 'EIO', TRAIN),
-    'shard': ('diffusion.data.verified_stream:damage', 'EIO', TRAIN),
+    'shard': ('diffusion.data.verified_stream:find_damage', 'EIO', TRAIN),
 }
 
 
 def run_with_fault(site: Site, target: str, statement: str, command: Sequence[str]) -> tuple[int, str]:
     """Run a program with an injected fault, see `injected.py`; return its exit status and stderr."""
-    images = site.file('images/a.png', draw_picture(0, 64)).parent
+    images = site.file('images/a.png', draw_image(0, 64)).parent
     count = len([*site.run.parent.iterdir()])
     words = [str(word).replace('{recipe}', str(site.recipe)).replace('{run}', str(site.run)) for word in command]
     words = [word.replace('{count}', str(count)).replace('{images}', str(images)) for word in words]

@@ -168,7 +168,7 @@ def averages_state(algorithm: Averager, model: nn.Module) -> dict[str, Any]:
     return {'averages': {label: each.whole(model, keep=keep) for label, each in algorithm.averages.items()}}
 
 
-def blank(model: nn.Module) -> dict[str, Tensor]:
+def empty_average(model: nn.Module) -> dict[str, Tensor]:
     """Return uninitialized tensors by parameter name, sharded like the weights, to read a sharded checkpoint into."""
     return {name: torch.empty_like(weight.detach()) for name, weight in trained_parameters(model).items()}
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from diffusion.algorithms.power_function import WIDEST, Profile, gamma_of_width, mixture
 from diffusion.errors import UserError
-from diffusion.storage.atomic import becoming
+from diffusion.storage.atomic import atomic_file
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ def write_snapshot(run: Path, tensors: Mapping[str, Tensor], *, batch: int, widt
     # safetensors rejects non-contiguous tensors, and channels_last tensors are.
     stored = {name: tensor.to('cpu', dtype).contiguous() for name, tensor in tensors.items()}
     # One metadata key: safetensors writes several in an order that varies, and a resumed run must write equal files.
-    with becoming(path) as unfinished:
+    with atomic_file(path) as unfinished:
         save_file(stored, unfinished, metadata={_KEY: json.dumps(header)})
     return path
 

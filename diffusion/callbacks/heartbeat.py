@@ -5,7 +5,7 @@ import time
 from composer.core import Callback, Event, State
 from composer.loggers import Logger
 
-from diffusion.launch.heartbeat_file import SAVING, TRAINING, write_beat
+from diffusion.launch.heartbeat_file import SAVING, TRAINING, write_rank_heartbeat
 
 _BEFORE_SLOW_WORK = {Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT, Event.EVAL_START, Event.FIT_END}
 """Events before work that can take much longer than a batch: saves, evaluations and uploads."""
@@ -23,4 +23,4 @@ class Heartbeat(Callback):
             return
         batch = state.timestamp.batch.value
         self._first = self._first or (batch, time.monotonic())
-        write_beat(batch, TRAINING if event is Event.BEFORE_DATALOADER else SAVING, *self._first)
+        write_rank_heartbeat(batch, TRAINING if event is Event.BEFORE_DATALOADER else SAVING, *self._first)

@@ -126,7 +126,7 @@ class LossGuard(Callback):
 
     def after_loss(self, state: State, logger: Logger) -> None:
         sample_losses = getattr(unwrapped(state.model), 'sample_losses', None)
-        self._microbatches.append(observed(state.loss, state.batch, sample_losses))
+        self._microbatches.append(record_microbatch(state.loss, state.batch, sample_losses))
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
         # At AFTER_TRAIN_BATCH the gradients are complete and clipped (Composer runs algorithms before callbacks;
@@ -134,7 +134,7 @@ class LossGuard(Callback):
         # Composer uses outside of fp16, this runs inside optimizer.step(), so the step cannot be prevented from here:
         # `_act` drops the gradients instead.
         finite = self._gradients_are_finite(state)
-        loss, gradients_finite = over_all_ranks(self._microbatches, finite)
+        loss, gradients_finite = reduce_over_ranks(self._microbatches, finite)
         limit = explosion_limit(self.history, self.explosion, self.window)
         reason = find_problem(loss, gradients_finite, limit, self.history)
         if reason is None:
@@ -197,7 +197,7 @@ class LossGuard(Callback):
         log.warning('batch %d: %s; update skipped, %s', batch, reason, describe_samples(ids, self.path))
 
 
-def observed(loss: Any, batch: Any, sample_losses: Tensor | None) -> Microbatch:
+def record_microbatch(loss: Any, batch: Any, sample_losses: Tensor | None) -> Microbatch:
     """Return the losses and sample IDs of a microbatch, without a device synchronization or copy.
 
     Args:
@@ -240,7 +240,7 @@ def norms_are_finite(gradients: list[Tensor]) -> Tensor:
     return torch.stack(norms).sum().isfinite()
 
 
-def over_all_ranks(microbatches: Sequence[Microbatch], finite: Tensor | None) -> tuple[float, bool]:
+def reduce_over_ranks(microbatches: Sequence[Microbatch], finite: Tensor | None) -> tuple[float, bool]:
     """Return the mean loss over the samples of all ranks, and True if `finite` holds on every rank; a collective.
 
     Args:

@@ -5,7 +5,7 @@ from typing import Any
 from composer.core import Callback, State
 from composer.loggers import Logger
 
-from diffusion.data.bad_samples import Tally
+from diffusion.data.bad_samples import SampleCounts
 
 
 class ReplacedSamples(Callback):
@@ -15,7 +15,7 @@ class ReplacedSamples(Callback):
         tally: Counts that the training loader keeps; the loader stops the run if too many samples are replaced.
     """
 
-    def __init__(self, tally: Tally) -> None:
+    def __init__(self, tally: SampleCounts) -> None:
         self.tally = tally
 
     def batch_end(self, state: State, logger: Logger) -> None:

@@ -69,7 +69,7 @@ class HashingWriter:
         return FileRecord(self._bytes, self._hash.hexdigest())
 
 
-def record_of(path: Path) -> FileRecord:
+def hash_file(path: Path) -> FileRecord:
     """Return the size and hash of a file on disk, by reading the whole file."""
     digest, size = xxhash.xxh3_128(), 0
     with path.open('rb') as file:
@@ -84,7 +84,7 @@ def checkpoint_name(batch: int) -> str:
     return f'ba{batch}'
 
 
-def batch_of(path: Path) -> int | None:
+def batch_number(path: Path) -> int | None:
     """Return the batch number in a checkpoint's name, or None if it is not the name of a checkpoint."""
     found = re.fullmatch(r'ba(\d+)', path.name)
     return int(found[1]) if found else None
@@ -106,7 +106,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
     found: dict[int, Path] = {}
     with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
         for entry in entries:
-            batch = batch_of(Path(entry.name))
+            batch = batch_number(Path(entry.name))
             if batch is not None and entry.is_dir():
                 found[batch] = folder / entry.name
     return [found[batch] for batch in sorted(found, reverse=True)]
@@ -176,7 +176,7 @@ def _check_file(path: Path, expected: FileRecord) -> None:
         size = path.stat().st_size
         if size != expected.bytes:
             raise DamagedCheckpoint(f'{path}: {size} bytes, expected {expected.bytes}')
-        if record_of(path) != expected:
+        if hash_file(path) != expected:
             raise DamagedCheckpoint(f'{path}: the content has changed since it was written (xxh3_128 differs)')
     except FileNotFoundError as error:
         raise DamagedCheckpoint(f'{path}: the file does not exist') from error
@@ -230,7 +230,7 @@ def set_aside(newest: Path) -> None:
     if not link.is_symlink() or os.readlink(link) != newest.name:
         link_latest(newest)
     for path in list_checkpoints(newest.parent):
-        if (batch_of(path) or 0) > (batch_of(newest) or 0):
+        if (batch_number(path) or 0) > (batch_number(newest) or 0):
             aside = path.with_name(f'{path.name}.damaged')
             remove(aside)
             os.replace(path, aside)
@@ -260,4 +260,4 @@ def flush(file: IO[Any]) -> None:
 
 def records_of(folder: Path, names: Iterable[str]) -> dict[str, FileRecord]:
     """Return the size and hash of each named file in a folder, by name."""
-    return {name: record_of(folder / name) for name in names}
+    return {name: hash_file(folder / name) for name in names}

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.utils._pytree import tree_leaves
 
-from diffusion.algorithms.average import Averager, blank, reshard
+from diffusion.algorithms.average import Averager, empty_average, reshard
 from diffusion.checkpointing import checkpoint_store, sharded_state
 from diffusion.checkpointing.checkpoint_weights import check_architecture, is_sharded, read_content
 from diffusion.errors import UserError
@@ -403,7 +403,7 @@ def _load_averages(state: State, saved: Mapping[str, Any], checkpoint: Path) -> 
         if 'sharded_averages' in algorithm_state
     }
     for name, algorithm in _averagers(state).items():
-        averages = {label: blank(state.model) for label in labels_of.get(name, [])}
+        averages = {label: empty_average(state.model) for label in labels_of.get(name, [])}
         if averages:
             wanted = {
                 f'averages.{name}.{label}.{key}': t for label, tensors in averages.items() for key, t in tensors.items()

@@ -28,7 +28,7 @@ def find_checkpoint(place: str | Path) -> Path:
     raise UserError(f'checkpoint: {place} is not a checkpoint or a run ({found}); check the path')
 
 
-def recipe_beside(checkpoint: Path) -> Path:
+def recipe_of_checkpoint(checkpoint: Path) -> Path:
     """Return the path of the resolved recipe of the run that a checkpoint belongs to.
 
     Raises:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diffusion.errors import UserError
-from diffusion.storage.atomic import write_whole
+from diffusion.storage.atomic import write_atomically
 
 BUCKETS = 'buckets.json'
 """Name of the file that lists the image shapes of a dataset with one subfolder of shards per shape."""
@@ -85,7 +85,7 @@ def read_buckets(folder: Path) -> dict[Shape, int]:
 
 def write_buckets(folder: Path, resolution: int, buckets: Mapping[Shape, Mapping[str, int]]) -> None:
     """Write buckets.json, the list of a dataset's image shapes, into a folder; each entry holds at least `samples`."""
-    write_whole(folder / BUCKETS, buckets_text(resolution, buckets))
+    write_atomically(folder / BUCKETS, buckets_text(resolution, buckets))
 
 
 def buckets_text(resolution: int, buckets: Mapping[Shape, Mapping[str, int]]) -> str:

@@ -56,7 +56,7 @@ class StreamConfig:
     fastest algorithm that their index lists."""
 
     @property
-    def picture_shape(self) -> Shape:
+    def image_shape(self) -> Shape:
         """Shape of the stream's images as the model sees them; undefined for a stream of several shapes (`aspects`)."""
         return parse_shape(self.shape) if self.shape is not None else square(self.resolution)
 

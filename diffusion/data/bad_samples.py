@@ -38,7 +38,7 @@ def replacement(seed: int, sample_id: int, epoch: int, attempt: int, *, samples:
 
 
 @dataclass
-class Tally:
+class SampleCounts:
     """Numbers of samples that a run has loaded, and replaced as undecodable, on all ranks so far.
 
     Attributes:

@@ -12,7 +12,7 @@ Item = TypeVar('Item')
 Started = TypeVar('Started')
 
 
-class AheadLoader(BucketedLoader):
+class CudaPrefetchLoader(BucketedLoader):
     """Data loader that copies the next batch from pinned memory to the GPU, on its own CUDA stream, during a step.
 
     The loader is one batch ahead of the trainer. The data position in a checkpoint is not affected, because Composer
@@ -21,7 +21,7 @@ class AheadLoader(BucketedLoader):
 
     def __iter__(self) -> Iterator[Any]:
         copies = HostToDeviceCopier(torch.device('cuda', torch.cuda.current_device()))
-        return one_ahead(super().__iter__(), copies.start, copies.finish)
+        return prefetch_one(super().__iter__(), copies.start, copies.finish)
 
 
 class HostToDeviceCopier:
@@ -54,7 +54,7 @@ class HostToDeviceCopier:
         return value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
 
 
-def one_ahead(
+def prefetch_one(
     items: Iterator[Item], start: Callable[[Item], Started], finish: Callable[[Started], Item]
 ) -> Iterator[Item]:
     """Yield the finished items in order, each only after the work on the following item has been started.

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from diffusion.data.bad_samples import BadSample
 from diffusion.data.caption_choice import CaptionChoice, choose_caption
 from diffusion.data.streams import Bucket, BucketedDataset
-from diffusion.data.transforms import Crop, Undecodable, crop_and_resize, planes
+from diffusion.data.transforms import Crop, Undecodable, crop_and_resize, to_planar
 from diffusion.models import batch_keys
 from diffusion.models.pretrained import tokenize
 from diffusion.models.randomness import Purpose
@@ -76,4 +76,4 @@ class ImageTextDataset(BucketedDataset):
             raise BadSample(
                 f'{self.where(index)}: the image cannot be decoded ({error}); prepare the data again'
             ) from error
-        return planes(pixels, self.image_block.place((3, shape.height, shape.width)))
+        return to_planar(pixels, self.image_block.place((3, shape.height, shape.width)))

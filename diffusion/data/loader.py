@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from diffusion.data.bad_samples import Tally, quarantine
+from diffusion.data.bad_samples import SampleCounts, quarantine
 from diffusion.data.streams import BucketedDataset
 from diffusion.data.verified_dataset import describe_error
 from diffusion.errors import DataError, UserError
@@ -82,7 +82,7 @@ class BucketedLoader(StreamingDataLoader):
         self.timeout_seconds = timeout or math.inf
         self.max_bad_samples = max_bad_samples
         self.quarantine = quarantine
-        self.tally = Tally()
+        self.tally = SampleCounts()
         self._gloo: torch.distributed.ProcessGroup | None = None
 
     def __iter__(self) -> Iterator[Any]:
@@ -308,7 +308,7 @@ def timestep_quantiles(seed: int, batch: Mapping[str, torch.Tensor], all_ids: to
     return draws.stratified(Purpose.STRATUM, Purpose.TIMESTEP)[rank * size : (rank + 1) * size]
 
 
-def as_spec(loader: BucketedLoader) -> DataSpec:
+def to_data_spec(loader: BucketedLoader) -> DataSpec:
     """Return a Composer DataSpec for evaluation with this loader, whose last batch may be short."""
     # Composer's default split_batch warns about a last batch that is short.
     return DataSpec(loader, split_batch=_split)
@@ -321,7 +321,7 @@ def _split(batch: dict[str, torch.Tensor], size: int | float) -> list[dict[str, 
     return [{name: tensor[start : start + int(size)] for name, tensor in batch.items()} for start in starts]
 
 
-def outlive_signals(worker: int) -> None:
+def ignore_stop_signals(worker: int) -> None:
     """Make a DataLoader worker ignore SIGTERM and SIGUSR1; pass it to the loader as `worker_init_fn`."""
     # These signals ask a run to stop and reach its whole process group. The main process first finishes the current
     # batch (see `Preemption`), for which it needs its workers, and ends them afterwards.

@@ -75,7 +75,7 @@ def write_if_changed(path: Path, content: bytes) -> None:
     """Replace a small file atomically, unless it already has this content."""
     if path.exists() and path.read_bytes() == content:
         return
-    atomic.write_whole(path, content)
+    atomic.write_atomically(path, content)
 
 
 def touch(path: str | Path) -> None:
@@ -104,7 +104,7 @@ class CacheBudget:
         self.wait = wait
         self._lock = next(iter(self.folders)) / 'room'
 
-    def scratch_for(self, path: Path, size: int) -> Path:
+    def make_scratch_folder(self, path: Path, size: int) -> Path:
         """Create a temporary folder next to a shard's path to download the shard into, after evicting enough others.
 
         Args:
@@ -114,7 +114,7 @@ class CacheBudget:
         # Evict and reserve under one lock, which all jobs that share the cache take. Otherwise, two processes would
         # count the same free space and together exceed the limit. The folder's name holds the reserved size, so that
         # other processes count it before the download is complete.
-        with locks.locked(self._lock, self.wait):
+        with locks.hold_path_lock(self._lock, self.wait):
             held, reserved = self._cached_shards()
             used = sum(file.size for file in held) + reserved
             for file in sorted(held):
@@ -122,7 +122,7 @@ class CacheBudget:
                     break
                 file.path.unlink(missing_ok=True)
                 used -= file.size
-            return locks.scratch_for(path, size)
+            return locks.make_scratch_folder(path, size)
 
     def used_bytes(self) -> int:
         """Return the total size of all downloaded shards in bytes, including downloads in progress."""

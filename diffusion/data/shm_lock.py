@@ -31,7 +31,7 @@ def one_job_at_a_time() -> Iterator[None]:
         if dist.get_local_rank() == 0:
             try:
                 # Do not remove the lock file afterwards: /tmp is sticky, so another user could not.
-                stack.enter_context(locks.held(LOCK, _wait_until_timeout()))
+                stack.enter_context(locks.hold_lock(LOCK, _wait_until_timeout()))
             except TimeoutError:
                 log.warning('%s: held by another job for %d s; continuing without the lock', LOCK, TIMEOUT_SECONDS)
             except OSError as error:

@@ -61,9 +61,11 @@ class Crop:
     flip: bool = False
 
 
-def picture(encoded: bytes | Image.Image, shape: Shape, crop: Crop = Crop()) -> Tensor:
+def decode_for_model(encoded: bytes | Image.Image, shape: Shape, crop: Crop = Crop()) -> Tensor:
     """Return an image as the model sees it: decoded, cropped and resized to a shape, uint8 [3, height, width]."""
-    return planes(crop_and_resize(encoded, shape, crop), torch.empty((3, shape.height, shape.width), dtype=torch.uint8))
+    return to_planar(
+        crop_and_resize(encoded, shape, crop), torch.empty((3, shape.height, shape.width), dtype=torch.uint8)
+    )
 
 
 def crop_and_resize(encoded: bytes | Image.Image, shape: Shape, crop: Crop) -> Pixels:
@@ -201,7 +203,7 @@ def _crop_pixels(pixels: Pixels, box: CropBox) -> Pixels:
     return pixels[box.top : box.top + box.height, box.left : box.left + box.width]
 
 
-def planes(pixels: Pixels, out: Tensor) -> Tensor:
+def to_planar(pixels: Pixels, out: Tensor) -> Tensor:
     """Copy pixels [H, W, 3] into `out`, a contiguous uint8 tensor [3, H, W], and return `out`."""
     # OpenCV's split takes a sixth of the time of PyTorch's permute and copy.
     cv2.split(pixels, list(out.numpy()))

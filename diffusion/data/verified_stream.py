@@ -26,8 +26,8 @@ from diffusion.data.shard_cache import INDEX, CacheBudget
 from diffusion.errors import DataError, UserError
 from diffusion.storage import locks
 from diffusion.storage.download import RemoteFolder
-from diffusion.storage.integrity import algorithm_for, damage
-from diffusion.storage.retry import NO_ROOM, DamagedDownload, GaveUp, RetryPolicy
+from diffusion.storage.integrity import algorithm_for, find_damage
+from diffusion.storage.retry import DISK_FULL_ERRORS, DamagedDownload, GaveUp, RetryPolicy
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ class VerifiedStream(Stream):
         """
         for raw, zipped in shard.file_pairs:
             path = self.folder / raw.basename
-            found = damage(path, raw, self.validate_hash)
+            found = find_damage(path, raw, self.validate_hash)
             if found is None:
                 self.touch(path)
             elif self.source is None:
@@ -180,8 +180,8 @@ class VerifiedStream(Stream):
         files = [raw] if zipped is None else [zipped, raw]
         # The shard states in shared memory only coordinate the processes of this job. The lock on the file coordinates
         # the jobs that share a cache, so that only one of them downloads the shard. It ends with its owner's process.
-        with locks.locked(path, self.wait):
-            if damage(path, raw, self.validate_hash) is None:
+        with locks.hold_path_lock(path, self.wait):
+            if find_damage(path, raw, self.validate_hash) is None:
                 return  # another job downloaded it while this one waited for the lock
             try:
                 self.source.persist(lambda: self._download_and_unpack(path, files, compression), files[0].basename)
@@ -190,7 +190,7 @@ class VerifiedStream(Stream):
                     f'streams.{self.name}: {error}. Way out: {RESTORE} and start the same command again'
                 ) from error
             except OSError as error:
-                if error.errno not in NO_ROOM:
+                if error.errno not in DISK_FULL_ERRORS:
                     raise
                 url = self.source.address(files[0].basename)
                 raise DataError(
@@ -212,7 +212,7 @@ class VerifiedStream(Stream):
         assert self.source is not None
         # A file has its final name only if it is complete and undamaged: download into a hidden folder in the same file
         # system, then rename atomically. The folder of a killed process is removed by `remove_stale_scratch`.
-        scratch = (self.cache_budget or locks).scratch_for(path, sum(file.bytes for file in files))
+        scratch = (self.cache_budget or locks).make_scratch_folder(path, sum(file.bytes for file in files))
         try:
             downloaded = scratch / PurePosixPath(files[0].basename).name
             self.source.download(files[0].basename, downloaded)
@@ -235,10 +235,10 @@ class VerifiedStream(Stream):
             DataError: There is no compressed file, or the compressed file is damaged.
         """
         source = self.folder / (zipped or raw).basename
-        found = found if zipped is None else damage(source, zipped, self.validate_hash) or ''
+        found = found if zipped is None else find_damage(source, zipped, self.validate_hash) or ''
         if found:
             raise DataError(f'streams.{self.name}: {source}: {found}. Way out: {RESTORE}')
-        scratch = locks.scratch_for(path, raw.bytes)
+        scratch = locks.make_scratch_folder(path, raw.bytes)
         try:
             os.replace(_unpacked(source, raw, compression, scratch), path)
         except DamagedDownload as error:
@@ -380,6 +380,6 @@ def _unpacked(path: Path, raw: FileInfo, compression: str | None, folder: Path |
 
 def _check_download(path: Path, expected: FileInfo, algorithm: str | None = None) -> None:
     """Raise DamagedDownload if a downloaded file has another size or hash than in the index."""
-    found = damage(path, expected, algorithm)
+    found = find_damage(path, expected, algorithm)
     if found is not None:
         raise DamagedDownload(found)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from diffusion.storage.atomic import becoming
+from diffusion.storage.atomic import atomic_file
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,7 +68,7 @@ def png_bytes(image: Image.Image) -> bytes:
 
 def save_image(image: Image.Image, path: Path) -> None:
     """Write an image to a PNG file atomically."""
-    with becoming(path) as unfinished:
+    with atomic_file(path) as unfinished:
         image.save(unfinished, format='PNG')
 
 

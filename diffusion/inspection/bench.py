@@ -14,7 +14,7 @@ import torch
 from diffusion.config.load import Recipe
 from diffusion.data.caption_choice import captions_of
 from diffusion.data.streams import BucketedDataset
-from diffusion.data.transforms import Crop, decode_crop, planes, resize
+from diffusion.data.transforms import Crop, decode_crop, resize, to_planar
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
 from diffusion.models.pretrained import tokenize
@@ -151,7 +151,7 @@ def _make_sample(dataset: BucketedDataset, index: int, clock: Clock) -> dict[str
         item[batch_keys.IMAGE] = clock.time(
             'resize',
             cut.nbytes,
-            lambda: planes(resize(cut, shape), dataset.image_block.place((3, shape.height, shape.width))),
+            lambda: to_planar(resize(cut, shape), dataset.image_block.place((3, shape.height, shape.width))),
         )
     for name in (batch_keys.LATENT_MOMENTS, batch_keys.TEXT_EMBEDS):
         if name in sample:

@@ -23,7 +23,7 @@ from diffusion.inspection.stream_selection import Sections
 from diffusion.models import batch_keys
 from diffusion.models.builders import TINY_VAE
 from diffusion.models.pretrained import decode_latents, load_pretrained
-from diffusion.storage.atomic import write_whole
+from diffusion.storage.atomic import write_atomically
 from diffusion.training.components import build_dataset, evaluation_dataset
 
 SIDE = 176
@@ -47,7 +47,7 @@ def look(recipe: Recipe, chosen: Sections, out: Path, *, samples: int = 8, seed:
     """
     sections = [each for name in chosen for each in _sections(recipe, name, chosen[name], samples, seed, decode)]
     content = preview_page(sections).encode() if out.suffix == '.html' else png_bytes(draw_sheet(sections, side=SIDE))
-    write_whole(out, content)
+    write_atomically(out, content)
     print(f'{out}: {sum(len(section.figures) for section in sections)} samples of {len(sections)} buckets')
 
 

@@ -22,7 +22,7 @@ from diffusion.data.transforms import JPEG_START, Undecodable, decode
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
 from diffusion.storage.download import RemoteFolder
-from diffusion.storage.integrity import damage
+from diffusion.storage.integrity import find_damage
 from diffusion.storage.retry import GaveUp, RetryPolicy
 
 Manifest = Mapping[str, Any]
@@ -118,7 +118,7 @@ def check_shard(source: RemoteFolder, entry: Mapping[str, Any], manifest: Manife
         stored = raw
     try:
         with source.files(stored.basename) as folder, tempfile.TemporaryDirectory() as scratch:
-            found = damage(folder / stored.basename, stored)
+            found = find_damage(folder / stored.basename, stored)
             if found is not None:
                 result.defects.append(Defect(stored.basename, -1, -1, found))
             if stored is not raw and (folder / stored.basename).exists():

@@ -190,7 +190,7 @@ def _fraction_redone(attempt: Attempt, later: Sequence[Attempt]) -> float:
     return (attempt.last - kept) / (attempt.last - attempt.first)
 
 
-def report(run: Path) -> str:
+def format_attempts_report(run: Path) -> str:
     """Return a text report of a run's attempts, its goodput and the time lost to each cause.
 
     Raises:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diffusion.errors import UserError
-from diffusion.storage.atomic import write_whole
+from diffusion.storage.atomic import write_atomically
 
 if TYPE_CHECKING:
     from diffusion.launch.backends.base import Rendered
@@ -147,7 +147,7 @@ def run_job_action(args: argparse.Namespace) -> int:
 
     if args.action == 'status' and Path(args.spec).is_dir():
         run = Path(args.spec)
-        print(attempts.report(run) if (run / attempts.ATTEMPTS).exists() else run_status.report(run))
+        print(attempts.format_attempts_report(run) if (run / attempts.ATTEMPTS).exists() else run_status.report(run))
         return 0
     if args.action == 'status' and not Path(args.spec).exists():
         raise UserError(
@@ -189,7 +189,7 @@ def _split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _write(files: dict[str, str], folder: Path) -> None:
     for name, text in files.items():
-        write_whole(folder / name, text)
+        write_atomically(folder / name, text)
 
 
 def _print_files(files: dict[str, str]) -> None:

@@ -33,7 +33,7 @@ def findings_exit_status(findings: Iterable[Finding]) -> int:
     return next((status for status in (CONFIG_ERROR, BAD_HARDWARE, FAILED) if status in found), 0)
 
 
-def blame_no_node_for_shared_faults(findings: Sequence[Finding], nodes: int) -> list[Finding]:
+def downgrade_shared_faults(findings: Sequence[Finding], nodes: int) -> list[Finding]:
     """Change the exit status from bad hardware (76) to failure (1) for checks that failed on all of several nodes."""
     # A check that fails on all nodes points to something that they share, such as a disk. Status 76 would make the
     # scheduler exclude every node of the job, and none might be left to run it.

@@ -17,9 +17,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-FOLDER = 'DIFFUSION_ATTEMPT_FOLDER'
+ATTEMPT_FOLDER_VARIABLE = 'DIFFUSION_ATTEMPT_FOLDER'
 """Environment variable with the folder of the attempt, on the local disk of the node."""
-SIGNAL = signal.SIGUSR2
+STACK_DUMP_SIGNAL = signal.SIGUSR2
 """Signal on which a process writes the stacks of all its threads."""
 SAVING, TRAINING = 'saving', 'training'
 
@@ -67,18 +67,20 @@ def heartbeat_age(path: Path) -> float:
 
 def write_stacks_on_signal(environ: Mapping[str, str] = os.environ) -> None:
     """Make this process write the stacks of its threads to a file on SIGUSR2; call this first in a training program."""
-    folder = environ.get(FOLDER)
+    folder = environ.get(ATTEMPT_FOLDER_VARIABLE)
     if folder is None:
         return
     # faulthandler keeps the file descriptor and writes from the signal handler in C, so it works while the interpreter
     # is blocked in a collective. The file must stay open for the life of the process.
     stacks = open(Path(folder, f'stacks-{_rank(environ)}.txt'), 'w', encoding='utf-8')  # noqa: SIM115
-    faulthandler.register(SIGNAL, file=stacks, all_threads=True)
+    faulthandler.register(STACK_DUMP_SIGNAL, file=stacks, all_threads=True)
 
 
-def write_beat(batch: int, doing: str, first: int, first_at: float, environ: Mapping[str, str] = os.environ) -> None:
+def write_rank_heartbeat(
+    batch: int, doing: str, first: int, first_at: float, environ: Mapping[str, str] = os.environ
+) -> None:
     """Write the heartbeat file of this rank with the fields of `Beat`; do nothing if the variable FOLDER is not set."""
-    folder = environ.get(FOLDER)
+    folder = environ.get(ATTEMPT_FOLDER_VARIABLE)
     if folder is not None:
         write_heartbeat(Path(folder, f'beat-{_rank(environ)}'), json.dumps([batch, doing, first, first_at]))
 

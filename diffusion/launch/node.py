@@ -26,7 +26,7 @@ from diffusion.launch.attempts import Attempt
 from diffusion.launch.aws_secrets import fetch_secrets
 from diffusion.launch.rank_discovery import NodePosition, find_position, rank_environment
 from diffusion.launch.watchdog import HANG_SECONDS, Watchdog
-from diffusion.storage.atomic import write_whole
+from diffusion.storage.atomic import write_atomically
 
 TICK_SECONDS = 0.1
 CHECK_EVERY_SECONDS = 1.0
@@ -158,7 +158,7 @@ class Node:
         """True on the first node of a training run, which holds the lock of the run folder and records the attempts
         there."""
         # Without HELD, the first rank would try to take the lock that this process holds.
-        self.environ = {**environ, run_lock.HELD: '1'} if self.trains else environ
+        self.environ = {**environ, run_lock.LOCK_HELD_VARIABLE: '1'} if self.trains else environ
         self.stop_requested = False
         self.outcome: Outcome | None = None
         """Outcome of the last attempt, or None before its end."""
@@ -178,7 +178,9 @@ class Node:
         with contextlib.ExitStack() as stack:
             try:
                 if self.owns_run:
-                    stack.enter_context(run_lock.held(self.run_dir, self.environ, stopped=self._poll_while_waiting))
+                    stack.enter_context(
+                        run_lock.hold_run_lock(self.run_dir, self.environ, stopped=self._poll_while_waiting)
+                    )
             except run_lock.RunLocked as error:
                 self._print(str(error))
                 return PREEMPTED if self.stop_requested else FAILED if error.retry else CONFIG_ERROR
@@ -274,7 +276,9 @@ class Node:
         self, command: Sequence[str], folder: Path, attempt: Attempt, *, limit_seconds: float | None = None
     ) -> Outcome:
         """Run a program with one process per GPU, for at most `limit_seconds` if set; return the outcome."""
-        workers = Workers(self.position, command, {**self.environ, heartbeat_file.FOLDER: str(folder)}, folder)
+        workers = Workers(
+            self.position, command, {**self.environ, heartbeat_file.ATTEMPT_FOLDER_VARIABLE: str(folder)}, folder
+        )
         try:
             outcome = self._watch(workers, attempt, limit_seconds)
         finally:
@@ -353,7 +357,7 @@ class Node:
         found = heartbeat_file.read_stacks(workers.folder)
         path = self.run_dir / f'stacks-{time.strftime("%Y%m%d-%H%M%S")}-node{self.position.rank}.txt'
         with contextlib.suppress(OSError):
-            write_whole(path, ''.join(f'--- rank {rank}\n{text}\n' for rank, text in found.items()))
+            write_atomically(path, ''.join(f'--- rank {rank}\n{text}\n' for rank, text in found.items()))
             self._print(f'wrote the stacks of {len(found)} of {self.position.processes} ranks to {path}')
 
     def _record(self, event: str, attempt: Attempt) -> None:
@@ -453,7 +457,7 @@ class Workers:
 
     def write_stacks(self) -> None:
         """Make every responsive worker process write the stacks of its threads, and wait for the files."""
-        self.signal(heartbeat_file.SIGNAL)
+        self.signal(heartbeat_file.STACK_DUMP_SIGNAL)
         until = time.monotonic() + GRACE_SECONDS
         while len(heartbeat_file.read_stacks(self.folder)) < len(self.processes) and time.monotonic() < until:
             time.sleep(TICK_SECONDS)

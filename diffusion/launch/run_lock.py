@@ -23,7 +23,7 @@ from diffusion.launch import environment
 # No flock or fcntl lock: network file systems of clusters are often mounted without working locks. No comparison of
 # timestamps either: the clocks of two machines differ.
 LOCK = 'run.lock'
-HELD = 'DIFFUSION_RUN_LOCK'
+LOCK_HELD_VARIABLE = 'DIFFUSION_RUN_LOCK'
 """Environment variable that marks the workers of a node entry point, which holds the lock for them."""
 _JOB_ID_VARIABLES = ('SLURM_JOB_ID', 'SKYPILOT_TASK_ID', 'TRAINING_JOB_NAME', 'RUN_NAME')
 """Scheduler variables that keep their value when a job is restarted."""
@@ -107,7 +107,7 @@ class Owner:
 
 
 @contextlib.contextmanager
-def held(
+def hold_run_lock(
     run: Path, environ: Mapping[str, str] = os.environ, *, stopped: Callable[[], bool] = lambda: False
 ) -> Iterator[Owner]:
     """Hold the lock of a run's folder in a `with` block; if another job takes over the lock, exit this process.

@@ -14,7 +14,7 @@ from composer.utils import dist
 
 from diffusion.errors import UserError
 from diffusion.loggers.metrics_file import is_number
-from diffusion.storage.atomic import write_whole
+from diffusion.storage.atomic import write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class PrometheusFile(_LatestMetrics):
     def export(self, run: str, metrics: dict[str, float]) -> None:
         # Replaced atomically, since the collector may read the file at any moment.
         try:
-            write_whole(self.path, exposition(run, metrics))
+            write_atomically(self.path, exposition(run, metrics))
         except OSError as error:  # lost metrics must not end the training
             log.warning('prometheus_file: %s cannot be written (%s)', self.path, error)
 

@@ -389,7 +389,7 @@ class LatentDiffusion(ComposerModel):
         draws = Draws(
             self.seed, sample_id, batch.get(batch_keys.EPOCH, zeros), batch.get(batch_keys.BATCH_INDEX, zeros)
         )
-        return draws.at_once(self._words_of_a_step(batch))
+        return draws.precompute_draws(self._words_of_a_step(batch))
 
     def _words_of_a_step(self, batch: Mapping[str, Tensor]) -> dict[Purpose, int]:
         """Return, for each purpose, how many random 32-bit words a training step draws per sample."""

@@ -114,7 +114,7 @@ class Draws:
         sample_id: Index of each sample in its dataset, int64 [B].
         epoch: Epoch of each sample, int64 [B].
         batch_index: Index of the global batch, int64 [B]; distinguishes repetitions of a sample within an epoch.
-        ready: Random words precomputed by `at_once`, by purpose.
+        ready: Random words precomputed by `precompute_draws`, by purpose.
     """
 
     seed: int
@@ -123,7 +123,7 @@ class Draws:
     batch_index: Tensor
     ready: Mapping[Purpose, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
-    def at_once(self, counts: Mapping[Purpose, int]) -> 'Draws':
+    def precompute_draws(self, counts: Mapping[Purpose, int]) -> 'Draws':
         """Return an equal source of random numbers, with `counts` 32-bit words per purpose precomputed in one call."""
         # On a GPU the cost of such small draws is the number of kernels; one call for all purposes needs a sixth.
         return replace(self, ready=self._make(tuple(counts.items())))

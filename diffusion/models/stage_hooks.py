@@ -22,7 +22,7 @@ def stage(name: str) -> AbstractContextManager[None]:
     return _NULL_CONTEXT if _listener is None else _listener.stage(name)
 
 
-def listen(listener: Listener | None) -> None:
+def set_listener(listener: Listener | None) -> None:
     """Set the profiler that times the named stages of forward passes in this process; None removes the profiler."""
     global _listener
     _listener = listener

@@ -9,7 +9,7 @@ from diffusion.config.checks import check_devices
 from diffusion.planning.plan import Assumptions, Plan, phase_speed
 from diffusion.planning.run_cost import Cost, training_cost
 from diffusion.planning.workload import Phase
-from diffusion.storage.atomic import becoming
+from diffusion.storage.atomic import atomic_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -67,7 +67,7 @@ def draw(plan: Plan, out: Path) -> None:
     right.set_title(title, loc='left', fontsize=10)
     if len(phases) > 1:
         left.legend(frameon=False)
-    with becoming(out) as unfinished:
+    with atomic_file(out) as unfinished:
         figure.savefig(unfinished, dpi=150, format='png')
 
 

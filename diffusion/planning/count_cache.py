@@ -20,7 +20,7 @@ from typing import Any
 from diffusion.config import registry
 from diffusion.config.signatures import source_file
 from diffusion.errors import UserError
-from diffusion.storage.atomic import write_whole
+from diffusion.storage.atomic import write_atomically
 
 SHIPPED = Path(__file__).with_name('model_counts')
 LIBRARIES = ('torch', 'diffusers', 'transformers')
@@ -113,7 +113,7 @@ def count(key: ModelKey, *, flops: Sequence[str], activations: Sequence[tuple[st
     content = {'model': key.name, 'kwargs': dict(key.kwargs), 'made_with': key.made_with()}
     content |= merged(known_counts(key), answer)
     try:
-        write_whole(key.cached, json.dumps(content, indent=1, default=str) + '\n')
+        write_atomically(key.cached, json.dumps(content, indent=1, default=str) + '\n')
     except OSError as error:  # for example a read-only home folder; the next plan counts again
         print(f'{key.cached} cannot be written ({error}); the next plan counts again', file=sys.stderr)
     return answer

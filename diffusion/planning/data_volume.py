@@ -49,7 +49,7 @@ def storage_of(phase: Phase, encoding: Encoding, *, images_per_second: float, no
     """Return the size and read bandwidth of a phase's dataset, if `encoding` is the form of the stored samples."""
     return Storage(
         bytes_per_sample=sample_bytes(phase, encoding),
-        samples=phase.different_images,
+        samples=phase.distinct_images,
         images=phase.images,
         images_per_second=images_per_second,
         nodes=nodes,

@@ -120,7 +120,7 @@ def _data(plan: Plan) -> str:
                     _dollars(other.precompute),
                 ]
             )
-        millions = each.phase.different_images / 1e6
+        millions = each.phase.distinct_images / 1e6
         blocks.append(_section(f'Data, {each.phase.name}, {millions:,.1f} M distinct images', rows))
     return '\n\n'.join(blocks)
 

@@ -52,6 +52,6 @@ def precompute_cost(phase: Phase, encoding: Encoding, gpu: GPU, *, gpus: int, pr
         gpus: Number of GPUs.
         price: US dollars per GPU-hour; None if unknown.
     """
-    flops = phase.different_images * phase.precompute_flops(encoding)
+    flops = phase.distinct_images * phase.precompute_flops(encoding)
     peak = gpus * gpu.peak_flops('fp16')
     return cost_of_hours(flops / (PRECOMPUTE_MFU * peak) / HOUR, gpus=gpus, price=price)

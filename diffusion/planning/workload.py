@@ -50,7 +50,7 @@ class Phase:
         return self.batches * self.recipe.global_batch
 
     @property
-    def different_images(self) -> int:
+    def distinct_images(self) -> int:
         """Number of distinct images that the run trains on; all `images` if the size of the data set is unknown."""
         return self.images if self.samples is None else min(self.samples, self.images)
 
@@ -256,7 +256,7 @@ def _data(recipe: Recipe, notes: list[str]) -> tuple[dict[Shape, float], int | N
     known = None not in counts.values() and total > 0
     shares: dict[Shape, float] = {}
     for name, weight in _weights(recipe, counts, notes).items():
-        stream_counts = counts[name] or {recipe.streams[name].picture_shape: 1}
+        stream_counts = counts[name] or {recipe.streams[name].image_shape: 1}
         for shape, count in stream_counts.items():
             shares[shape] = shares.get(shape, 0.0) + weight * count / sum(stream_counts.values())
     stored = sum(size for size in sizes if size is not None) / total if known and None not in sizes else None
@@ -288,7 +288,7 @@ def _local_samples(stream: StreamConfig) -> tuple[dict[Shape, int] | None, float
     try:
         if not stream.aspects:
             count, size = _index(folder)
-            return {stream.picture_shape: count}, size
+            return {stream.image_shape: count}, size
         shapes = list(read_buckets(folder))
         found = {shape: _index(folder / str(shape)) for shape in shapes}
     except (OSError, ValueError, KeyError, TypeError):

@@ -16,14 +16,14 @@ from diffusion.exit_codes import FAILED, PREEMPTED
 from diffusion.launch import environment, heartbeat_file
 from diffusion.launch.findings import (
     Finding,
-    blame_no_node_for_shared_faults,
+    downgrade_shared_faults,
     findings_exit_status,
     findings_json,
     findings_table,
 )
 from diffusion.preflight import collective_checks
 from diffusion.preflight.collective_checks import CollectiveLimits, check_ranks
-from diffusion.storage.atomic import write_whole
+from diffusion.storage.atomic import write_atomically
 
 REPORT = 'preflight.json'
 """Name of the report in the run's folder."""
@@ -128,13 +128,13 @@ def run_checks(recipe: Recipe, *, deep: bool) -> list[Finding]:
         processes = int(os.environ['LOCAL_WORLD_SIZE'])
         node_findings = check_node(recipe, kind=kind, processes=processes, nvml=load_nvml())
     nodes = dist.get_world_size() // int(os.environ['LOCAL_WORLD_SIZE'])
-    findings = blame_no_node_for_shared_faults(_gather(node_findings), nodes)
+    findings = downgrade_shared_faults(_gather(node_findings), nodes)
     # Stop at the first stage with a fault: a faulty node may hang in the next collective, and hide its finding.
     if findings_exit_status(findings):
         return findings
     device = 'cpu' if kind == 'none' else 'cuda'
     if device == 'cuda':
-        findings += blame_no_node_for_shared_faults(_gather(check_cuda(int(os.environ['LOCAL_RANK']))), nodes)
+        findings += downgrade_shared_faults(_gather(check_cuda(int(os.environ['LOCAL_RANK']))), nodes)
         if findings_exit_status(findings):
             return findings
     group = dist.group.WORLD if device == 'cpu' else dist.new_group(timeout=collective_checks.TIMEOUT, backend='nccl')
@@ -163,7 +163,7 @@ def _gather(local: list[Finding]) -> list[Finding]:
 def _write_report(recipe: Recipe, findings: Sequence[Finding]) -> None:
     """Write the findings to preflight.json in the run's folder; if that fails, print a warning."""
     try:
-        write_whole(recipe.run_dir / REPORT, findings_json(findings))
+        write_atomically(recipe.run_dir / REPORT, findings_json(findings))
     except OSError as error:  # not fatal: an unwritable folder is already one of the findings
         print(f'warning: {recipe.run_dir / REPORT} cannot be written ({error})', file=sys.stderr)
 

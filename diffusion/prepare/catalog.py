@@ -16,7 +16,7 @@ import xxhash
 from diffusion.prepare.convert_part import read_sample
 from diffusion.prepare.counts_report import Rejected
 from diffusion.prepare.sample_table import read_inputs, read_samples
-from diffusion.storage.atomic import becoming
+from diffusion.storage.atomic import atomic_file
 
 DUPLICATE = 'duplicate'
 """Rejection reason of duplicates."""
@@ -145,7 +145,7 @@ class Catalog:
         kept = self.kept
         repeats = np.load(saved, allow_pickle=False) if saved.exists() else self._search(kept, mode, max_distance)
         if not saved.exists():
-            with becoming(saved) as unfinished, unfinished.open('xb') as file:
+            with atomic_file(saved) as unfinished, unfinished.open('xb') as file:
                 np.save(file, repeats)
         dropped = np.flatnonzero(repeats >= 0)
         self.split[kept[dropped]] = REJECTED

@@ -22,7 +22,7 @@ from diffusion.prepare.source import Entry, Part, Source
 from diffusion.prepare.work_dir import read_json
 from diffusion.prepare.worker_pool import Note
 from diffusion.storage import mds
-from diffusion.storage.atomic import becoming_folder, write_whole
+from diffusion.storage.atomic import atomic_folder, write_atomically
 
 SHARD_BYTES = 64 * 10**6
 """Maximum size of a shard of a part; each one is held in memory until it is full."""
@@ -95,7 +95,7 @@ class PartJob:
 
     def _prepare(self, note: Note) -> PartCounts:
         try:
-            with becoming_folder(self.folder) as unfinished:
+            with atomic_folder(self.folder) as unfinished:
                 return self._write(unfinished, note)
         except OSError:
             # Renaming fails if another machine was given the same part and finished first. Its folder holds the same
@@ -128,10 +128,10 @@ class PartJob:
         counts.inputs = len(inputs)
         shards.flush()
         write_tables(folder, inputs, stored)
-        write_whole(folder / THUMBNAILS_FILE, json.dumps(thumbnails))
+        write_atomically(folder / THUMBNAILS_FILE, json.dumps(thumbnails))
         summary = {'inputs': counts.inputs, 'rejected': counts.rejected, 'columns': sorted(counts.columns)}
-        write_whole(folder / COUNTS_FILE, json.dumps(summary))
-        write_whole(folder / mds.INDEX, mds.index_text(shards.entries))
+        write_atomically(folder / COUNTS_FILE, json.dumps(summary))
+        write_atomically(folder / mds.INDEX, mds.index_text(shards.entries))
         return counts
 
     def _entries(self, note: Note) -> Iterator[Entry]:

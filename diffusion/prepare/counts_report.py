@@ -7,7 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from diffusion.storage.atomic import write_whole
+from diffusion.storage.atomic import write_atomically
 
 REPORT = 'report.json'
 
@@ -103,7 +103,7 @@ class PrepareReport:
             'fingerprint': self.fingerprint,
             'seconds': round(self.seconds, 1),
         }
-        write_whole(path, json.dumps(content, indent=2) + '\n')
+        write_atomically(path, json.dumps(content, indent=2) + '\n')
 
     @classmethod
     def read(cls, path: Path) -> 'PrepareReport':

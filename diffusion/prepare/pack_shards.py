@@ -19,7 +19,7 @@ from diffusion.prepare.convert_part import read_header_size
 from diffusion.prepare.work_dir import WorkFolder
 from diffusion.prepare.worker_pool import Note
 from diffusion.storage import mds
-from diffusion.storage.atomic import write_whole
+from diffusion.storage.atomic import write_atomically
 from diffusion.storage.shard_writer import ShardWriter
 
 
@@ -105,7 +105,7 @@ def write_indexes(entries: Mapping[str, list[dict[str, Any]]], dataset: Path) ->
     """
     by_size: dict[str, dict[Any, dict[str, int]]] = {}
     for bucket, shards in entries.items():
-        write_whole(dataset / bucket / mds.INDEX, mds.index_text(shards))
+        write_atomically(dataset / bucket / mds.INDEX, mds.index_text(shards))
         size, _, shape = bucket.partition('/')
         if shape:
             counts = {

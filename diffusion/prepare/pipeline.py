@@ -35,7 +35,7 @@ from diffusion.prepare.settings import PrepareSettings, check_settings
 from diffusion.prepare.source import Source
 from diffusion.prepare.work_dir import Share, WorkFolder
 from diffusion.prepare.worker_pool import WorkerJob, run_jobs
-from diffusion.storage.atomic import write_whole
+from diffusion.storage.atomic import write_atomically
 from diffusion.storage.shard_writer import ShardWriter
 
 HTML_REPORT = 'report.html'
@@ -203,13 +203,13 @@ class _Preparation:
             held_out=report_thumbnails.of_held_out(catalog),
             rejected=report_thumbnails.of_reasons(catalog, repeats),
         )
-        write_whole(self.work.train.dataset / HTML_REPORT, html)
-        write_whole(self.work.train.dataset / CAPTIONS, caption_list(catalog))
+        write_atomically(self.work.train.dataset / HTML_REPORT, html)
+        write_atomically(self.work.train.dataset / CAPTIONS, caption_list(catalog))
         for split, each in reports.items():
             each.seconds = time.monotonic() - start
             each.save(self.outputs[split].staging.dataset / REPORT)
         # After the reports and every shard: this file marks the datasets as complete.
-        write_whole(self.work.complete, (self.work.train.dataset / REPORT).read_text(encoding='utf-8'))
+        write_atomically(self.work.complete, (self.work.train.dataset / REPORT).read_text(encoding='utf-8'))
 
     def check_accepted(self, catalog: Catalog) -> None:
         """Check that an image is left for training; if not, remove the work folder.

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from diffusion.storage.atomic import becoming
+from diffusion.storage.atomic import atomic_file
 
 INPUTS = 'rows.parquet'
 SAMPLES = 'samples.parquet'
@@ -107,5 +107,5 @@ def _write(path: Path, rows: Sequence[Any], schema: pa.Schema) -> None:
     # File names and JSON can contain lone surrogates, which Arrow rejects because they are not valid UTF-8.
     text = [name for name in schema.names if schema.field(name).type == pa.string()]
     columns |= {name: [value.encode('utf-8', 'backslashreplace').decode() for value in columns[name]] for name in text}
-    with becoming(path) as unfinished:
+    with atomic_file(path) as unfinished:
         pq.write_table(pa.table(columns, schema=schema), unfinished, compression='zstd')

@@ -134,7 +134,7 @@ class WorkFolder:
                 f'{self.path}: another process is preparing this dataset; wait until it ends, or give another --out'
             )
 
-        if not stack.enter_context(locks.held(self.path / name, fail, shared=shared)):
+        if not stack.enter_context(locks.hold_lock(self.path / name, fail, shared=shared)):
             raise UserError(
                 f'{self.path}: the file system does not support locks (flock); set work to a folder on another one'
             )

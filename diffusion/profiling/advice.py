@@ -98,7 +98,7 @@ def kind_of(name: str) -> str:
     return next((kind for kind, parts in KINDS.items() if any(part in lower for part in parts)), 'others')
 
 
-def by_kind(kernels: Sequence[Kernel]) -> dict[str, float]:
+def seconds_by_kind(kernels: Sequence[Kernel]) -> dict[str, float]:
     """Return the seconds per step in each kind of GPU kernel, in descending order."""
     seconds: dict[str, float] = {}
     for kernel in kernels:
@@ -107,7 +107,7 @@ def by_kind(kernels: Sequence[Kernel]) -> dict[str, float]:
     return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
 
-def largest(measured: ProfileMeasurements, count: int = 3) -> list[Opportunity]:
+def largest_opportunities(measured: ProfileMeasurements, count: int = 3) -> list[Opportunity]:
     """Return the largest possible speedups, at most `count`, leaving out those below 1% of step time."""
     found = [each for each in opportunities(measured) if each.share >= 0.01]
     return sorted(found, key=lambda each: -each.share)[:count]

@@ -171,8 +171,8 @@ class Breakdown(Callback):
         for optimizer in state.optimizers:
             self._undo.append(optimizer.register_step_post_hook(lambda *_: self._enter(OTHER)).remove)
         # The model reports its encoder stage through a global listener, which is one function call if nobody listens.
-        stage_hooks.listen(self.timeline)
-        self._undo.append(lambda: stage_hooks.listen(None))
+        stage_hooks.set_listener(self.timeline)
+        self._undo.append(lambda: stage_hooks.set_listener(None))
 
     def epoch_start(self, state: State, logger: Logger) -> None:
         self._enter(DATA_WAIT)  # the loader starts its workers for the first batch

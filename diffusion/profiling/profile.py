@@ -25,10 +25,10 @@ from diffusion.config.load import Component, Recipe, RecipeError, StreamConfig, 
 from diffusion.config.path_checks import check_paths
 from diffusion.config.performance_preset import PARTS
 from diffusion.errors import UserError
-from diffusion.profiling.advice import Kernel, Opportunity, ProfileMeasurements, by_kind, largest
+from diffusion.profiling.advice import Kernel, Opportunity, ProfileMeasurements, largest_opportunities, seconds_by_kind
 from diffusion.profiling.breakdown import Breakdown, BreakdownReport
 from diffusion.profiling.device_syncs import Site, find_waits
-from diffusion.storage.atomic import write_whole
+from diffusion.storage.atomic import write_atomically
 from diffusion.storage.mds import write_dataset
 from diffusion.storage.writable import check_writable
 from diffusion.training import components
@@ -126,10 +126,10 @@ def profile_recipe(recipe: Recipe, out: Path, *, batches: int = 10, warmup: int 
     out.mkdir(parents=True, exist_ok=True)
     phases.profiler.export_chrome_trace(str(trace))
     measured = measured_by(phases, profiled)
-    opportunities = largest(measured)
+    opportunities = largest_opportunities(measured)
     text = profile_table(phases, measured, opportunities, recipe, trace)
-    write_whole(out / 'profile.md', text)
-    write_whole(out / 'profile.json', json.dumps(summary(phases, measured, opportunities), indent=1))
+    write_atomically(out / 'profile.md', text)
+    write_atomically(out / 'profile.json', json.dumps(summary(phases, measured, opportunities), indent=1))
     return text
 
 
@@ -169,7 +169,7 @@ def with_synthetic_data(recipe: Recipe, folder: Path) -> Recipe:
         )
     streams = {}
     for name, stream in recipe.streams.items():
-        shape = stream.picture_shape
+        shape = stream.image_shape
         local = folder / name / str(shape)
         write_noise(local, shape, count=64)
         streams[name] = StreamConfig(resolution=stream.resolution, shape=str(shape), local=str(local))
@@ -241,7 +241,7 @@ def profile_table(
     lines = [f'# {recipe.name}: {report.line()}', '', '| stage | ms/step | share, % |', '|---|---|---|']
     lines += [_row(stage, share * report.step_seconds, share) for stage, share in _sorted(report.shares) if share]
     lines += ['', f'| {events} by kind | ms/step | share, % |', '|---|---|---|']
-    kinds = by_kind(measured.kernels)
+    kinds = seconds_by_kind(measured.kernels)
     lines += [_row(kind, seconds, seconds / measured.step_seconds) for kind, seconds in kinds.items()]
     lines += ['', f'| {events} | calls/step | ms/step | share, % |', '|---|---|---|---|']
     for kernel in measured.kernels[:15]:

@@ -21,7 +21,7 @@ def new_unfinished(path: Path) -> Path:
 
 
 @contextmanager
-def becoming(path: Path) -> Iterator[Path]:
+def atomic_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path to write a file to; if the block succeeds, the file is flushed and renamed to `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = new_unfinished(path)
@@ -38,7 +38,7 @@ def becoming(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def becoming_folder(path: Path) -> Iterator[Path]:
+def atomic_folder(path: Path) -> Iterator[Path]:
     """Yield an empty temporary folder to fill; if the block succeeds, it is flushed and renamed to `path`.
 
     Raises:
@@ -87,9 +87,9 @@ def replace_folder(written: Path, path: Path, *, aside: Path | None = None) -> N
     remove(aside)
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
+def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file atomically (text as UTF-8) and flush it to the disk, replacing an existing file."""
-    with becoming(path) as unfinished:
+    with atomic_file(path) as unfinished:
         unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
 
 

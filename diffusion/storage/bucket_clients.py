@@ -25,7 +25,7 @@ GOOGLE_S3 = 'https://storage.googleapis.com'
 """Google's S3-compatible endpoint, used with the HMAC keys in GCS_KEY and GCS_SECRET."""
 
 
-class Object(NamedTuple):
+class ObjectInfo(NamedTuple):
     """Metadata of an object: its key (see `Location`), its size in bytes, and its etag."""
 
     key: str
@@ -50,11 +50,11 @@ class Location(NamedTuple):
 class Client(Protocol):
     """Interface of object-store clients; a client serves one thread at a time, in the process that created it."""
 
-    def list(self, location: Location) -> Iterator[Object]:
+    def list(self, location: Location) -> Iterator[ObjectInfo]:
         """Yield the metadata of the objects whose keys start with the key of `location`."""
         ...
 
-    def head(self, location: Location) -> Object:
+    def head(self, location: Location) -> ObjectInfo:
         """Return the key, size and etag of an object in the store; raise an error with status 404 if there is none."""
         ...
 
@@ -142,21 +142,21 @@ class S3Client:
         payers = os.environ.get('MOSAICML_STREAMING_AWS_REQUESTER_PAYS', '')
         self.requester_pays = {name.strip() for name in payers.split(',') if name.strip()}
 
-    def list(self, location: Location) -> Iterator[Object]:
+    def list(self, location: Location) -> Iterator[ObjectInfo]:
         """Yield the metadata of the objects with a key prefix, requested in pages of 1000."""
         request, token = {'Bucket': location.bucket, 'Prefix': location.key, **self._payer(location)}, {}
         while True:
             page = self._call(self.client.list_objects_v2, **request, **token)
             for found in page.get('Contents', ()):
-                yield Object(found['Key'], found['Size'], found['ETag'].strip('"'))
+                yield ObjectInfo(found['Key'], found['Size'], found['ETag'].strip('"'))
             if not page.get('IsTruncated'):
                 return
             token = {'ContinuationToken': page['NextContinuationToken']}
 
-    def head(self, location: Location) -> Object:
+    def head(self, location: Location) -> ObjectInfo:
         """Return the key, size and etag of an object in the store."""
         found = self._call(self.client.head_object, Bucket=location.bucket, Key=location.key, **self._payer(location))
-        return Object(location.key, found['ContentLength'], found['ETag'].strip('"'))
+        return ObjectInfo(location.key, found['ContentLength'], found['ETag'].strip('"'))
 
     def read(self, location: Location, file: io.BufferedIOBase, span: tuple[int, int] | None) -> None:
         """Download an object or a byte range to a file; botocore checks the length, and the checksum if any."""
@@ -225,17 +225,17 @@ class GoogleClient:
         # Options of every request: `retry=None` turns Google's own retries off.
         self.once: dict[str, Any] = {'timeout': (min(CONNECT_SECONDS, timeout_seconds), timeout_seconds), 'retry': None}
 
-    def list(self, location: Location) -> Iterator[Object]:
+    def list(self, location: Location) -> Iterator[ObjectInfo]:
         """Yield the metadata of the objects with a key prefix, requested in pages of 1000."""
         fields = 'items(name,size,etag),nextPageToken'
         for blob in self.client.list_blobs(location.bucket, prefix=location.key, fields=fields, **self.once):
-            yield Object(blob.name, blob.size, blob.etag)
+            yield ObjectInfo(blob.name, blob.size, blob.etag)
 
-    def head(self, location: Location) -> Object:
+    def head(self, location: Location) -> ObjectInfo:
         """Return the key, size and etag of an object in the store."""
         blob = self._blob(location)
         blob.reload(**self.once)
-        return Object(location.key, blob.size, blob.etag)
+        return ObjectInfo(location.key, blob.size, blob.etag)
 
     def read(self, location: Location, file: io.BufferedIOBase, span: tuple[int, int] | None) -> None:
         """Download an object's stored bytes to a file, without decompression; Google's client checks their hash."""
@@ -296,15 +296,15 @@ class AzureClient:
             read_timeout=timeout_seconds,
         )
 
-    def list(self, location: Location) -> Iterator[Object]:
+    def list(self, location: Location) -> Iterator[ObjectInfo]:
         """Yield the metadata of the objects with a key prefix, requested in pages of 5000."""
         for blob in self.client.get_container_client(location.bucket).list_blobs(name_starts_with=location.key):
-            yield Object(self._key(location, blob.name), blob.size, (blob.etag or '').strip('"'))
+            yield ObjectInfo(self._key(location, blob.name), blob.size, (blob.etag or '').strip('"'))
 
-    def head(self, location: Location) -> Object:
+    def head(self, location: Location) -> ObjectInfo:
         """Return the key, size and etag of an object in the store."""
         found = self._blob(location).get_blob_properties()
-        return Object(self._key(location, location.key), found.size, (found.etag or '').strip('"'))
+        return ObjectInfo(self._key(location, location.key), found.size, (found.etag or '').strip('"'))
 
     def read(self, location: Location, file: io.BufferedIOBase, span: tuple[int, int] | None) -> None:
         """Download an object, or only its bytes [span[0], span[1]), into an open file.
@@ -362,14 +362,14 @@ class FsspecClient:
         except ImportError as error:
             raise UserError(f'{scheme}://: the package {scheme}fs is missing; pip install {scheme}fs') from error
 
-    def list(self, location: Location) -> Iterator[Object]:
+    def list(self, location: Location) -> Iterator[ObjectInfo]:
         """Yield the metadata of the object at a path and of all objects below the path."""
         # fsspec caches listings; another process may have written since.
         self.files.invalidate_cache()
         for path, found in self.files.find(f'{location.bucket}/{location.key}'.rstrip('/'), detail=True).items():
             yield self._object(path, found)
 
-    def head(self, location: Location) -> Object:
+    def head(self, location: Location) -> ObjectInfo:
         """Return the key, size and etag of an object in the store."""
         self.files.invalidate_cache()
         return self._object(f'{location.bucket}/{location.key}', self.files.info(f'{location.bucket}/{location.key}'))
@@ -399,10 +399,10 @@ class FsspecClient:
         self.files.rm_file(f'{location.bucket}/{location.key}')
 
     @staticmethod
-    def _object(path: str, found: dict[str, Any]) -> Object:
+    def _object(path: str, found: dict[str, Any]) -> ObjectInfo:
         """Return an object's metadata from fsspec's description of the file at `path`."""
         tag = next((found[name] for name in ('etag', 'ETag', 'blob_id', 'md5') if found.get(name)), '')
-        return Object(path.strip('/').partition('/')[2], found['size'], str(tag).strip('"'))
+        return ObjectInfo(path.strip('/').partition('/')[2], found['size'], str(tag).strip('"'))
 
 
 def _google(scheme: str, account: str, timeout_seconds: float) -> Client:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from diffusion.errors import UserError
 from diffusion.storage import object_store
-from diffusion.storage.atomic import write_whole
+from diffusion.storage.atomic import write_atomically
 from diffusion.storage.retry import GaveUp, RetryPolicy
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class RemoteFolder:
         """
         # Always downloaded: no index has the size or hash of this file, so a stale copy cannot be recognized.
         try:
-            self.persist(lambda: write_whole(path, self.read(name)), name)
+            self.persist(lambda: write_atomically(path, self.read(name)), name)
         except (GaveUp, UserError) as error:
             if not path.exists():
                 raise

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from diffusion.storage.atomic import UNFINISHED, becoming, new_unfinished, write_whole
+from diffusion.storage.atomic import UNFINISHED, atomic_file, new_unfinished, write_atomically
 from diffusion.storage.object_store import download, list_objects, split, upload
 
 
@@ -52,7 +52,7 @@ class LocalFolder(Folder):
 
     def writing(self, name: str) -> AbstractContextManager[Path]:
         """Yield a temporary path to write a new file to; if the block succeeds, it is renamed to its final name."""
-        return becoming(self.path / name)
+        return atomic_file(self.path / name)
 
     def fetch(self, name: str) -> Path:
         """Return the path of an existing file of the folder."""
@@ -64,7 +64,7 @@ class LocalFolder(Folder):
         if path.exists():
             return
         unfinished = new_unfinished(path)
-        write_whole(unfinished, text)
+        write_atomically(unfinished, text)
         # A hard link fails if the name exists, where a rename would silently replace another process's file. The
         # linked file is complete already, so no reader can see a partial one.
         with suppress(FileExistsError):

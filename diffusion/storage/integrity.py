@@ -38,7 +38,7 @@ def algorithm_for(hashes: Collection[str], demanded: str | None = None) -> str |
     return next((name for name in FASTEST_FIRST if name in hashes), None)
 
 
-def damage(path: Path, expected: FileInfo, demanded: str | None = None) -> str | None:
+def find_damage(path: Path, expected: FileInfo, demanded: str | None = None) -> str | None:
     """Return a description of the damage to a file, such as `8190 bytes, expected 8192`; None if it is intact."""
     try:
         size = path.stat().st_size

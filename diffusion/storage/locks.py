@@ -18,17 +18,17 @@ STALE_SECONDS = 24 * 3600.0
 
 
 @contextlib.contextmanager
-def locked(path: Path, wait: Callable[[], None]) -> Iterator[bool]:
+def hold_path_lock(path: Path, wait: Callable[[], None]) -> Iterator[bool]:
     """Hold a lock on `path` inside the block, by a hidden file next to it; yield False if locks are not supported.
 
     `wait` is called every 20 ms while another process holds the lock; an exception that it raises ends the wait.
     """
-    with held(_lock_path(path), wait, remove=True) as is_held:
+    with hold_lock(_lock_path(path), wait, remove=True) as is_held:
         yield is_held
 
 
 @contextlib.contextmanager
-def held(file: Path, wait: Callable[[], None], *, shared: bool = False, remove: bool = False) -> Iterator[bool]:
+def hold_lock(file: Path, wait: Callable[[], None], *, shared: bool = False, remove: bool = False) -> Iterator[bool]:
     """Hold a lock on a lock file inside the block; yield False, without a lock, if the file system has no locks.
 
     Args:
@@ -47,7 +47,7 @@ def held(file: Path, wait: Callable[[], None], *, shared: bool = False, remove: 
         _release(handle, file if remove else None)
 
 
-def scratch_for(path: Path, size: int) -> Path:
+def make_scratch_folder(path: Path, size: int) -> Path:
     """Create a temporary folder next to `path` to download the file into; its name records `size`, in bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f'.{path.name}.{size}.{uuid.uuid4().hex[:12]}{SUFFIX}')
@@ -56,7 +56,7 @@ def scratch_for(path: Path, size: int) -> Path:
 
 
 def reserved_bytes(name: str) -> int:
-    """Return the bytes reserved for a download, from its folder's name, made by `scratch_for`; 0 for other names."""
+    """Return the bytes reserved for a download, from its folder's name, made by `make_scratch_folder`; 0 for other names."""
     parts = name.removesuffix(SUFFIX).rsplit('.', 2)
     return int(parts[1]) if name.endswith(SUFFIX) and len(parts) == 3 and parts[1].isdigit() else 0
 

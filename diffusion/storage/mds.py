@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from diffusion.storage.atomic import becoming, write_whole
+from diffusion.storage.atomic import atomic_file, write_atomically
 
 HASHES = ('sha1', 'xxh64')
 """Hash algorithms of each shard, both of which a recipe's `validate_hash` may select; Streaming checks one of them."""
@@ -163,9 +163,9 @@ def write_dataset(folder: Path, samples: Iterable[Mapping[str, Any]], columns: M
     shards = ShardFormat(columns)
     encoded = [shards.encode(sample) for sample in samples]
     path = folder / shard_name(0)
-    with becoming(path) as unfinished:
+    with atomic_file(path) as unfinished:
         entry = shards.write_shard(unfinished, encoded, [len(each) for each in encoded], name=path.name)
-    write_whole(folder / INDEX, index_text([entry]))
+    write_atomically(folder / INDEX, index_text([entry]))
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from diffusion.storage import bucket_clients
-from diffusion.storage.bucket_clients import CLIENTS, Client, Location, Object, locate
+from diffusion.storage.bucket_clients import CLIENTS, Client, Location, ObjectInfo, locate
 from diffusion.storage.retry import DamagedDownload, RetryPolicy, status_of
 
 PROGRESS_BYTES = 2**20
@@ -35,7 +35,7 @@ def split(url: str) -> tuple[str, str]:
     return bucket, prefix.lstrip('/')
 
 
-def list_objects(url: str, *, retry: RetryPolicy = DEFAULT) -> list[Object]:
+def list_objects(url: str, *, retry: RetryPolicy = DEFAULT) -> list[ObjectInfo]:
     """Return the metadata of the object at a URL and of all objects below it, with keys as returned by `split`.
 
     Raises:
@@ -45,7 +45,7 @@ def list_objects(url: str, *, retry: RetryPolicy = DEFAULT) -> list[Object]:
     location, key = locate(url), split(url)[1]
     below = key if not key or key.endswith('/') else f'{key}/'
 
-    def attempt() -> list[Object]:
+    def attempt() -> list[ObjectInfo]:
         with _client(location, retry) as client:
             # Stores match prefixes as text: listing `set` returns `settings/` too.
             return [found for found in client.list(location) if found.key == key or found.key.startswith(below)]
@@ -53,7 +53,7 @@ def list_objects(url: str, *, retry: RetryPolicy = DEFAULT) -> list[Object]:
     return retry.run(attempt, url)
 
 
-def head(url: str, *, retry: RetryPolicy = DEFAULT) -> Object:
+def head(url: str, *, retry: RetryPolicy = DEFAULT) -> ObjectInfo:
     """Return the key, size and etag of the object at a URL.
 
     Raises:
@@ -62,7 +62,7 @@ def head(url: str, *, retry: RetryPolicy = DEFAULT) -> Object:
     """
     location = locate(url)
 
-    def attempt() -> Object:
+    def attempt() -> ObjectInfo:
         with _client(location, retry) as client:
             return client.head(location)
 
@@ -114,7 +114,7 @@ def upload(path: Path, folder: str, *, retry: RetryPolicy = DEFAULT) -> None:
 
 def write(
     url: str, content: bytes | Path, *, if_absent: bool = False, if_tag: str | None = None, retry: RetryPolicy = DEFAULT
-) -> Object:
+) -> ObjectInfo:
     """Upload an object, verify its size in the store, and return its key, size and etag.
 
     Args:
@@ -131,7 +131,7 @@ def write(
     """
     location, size = locate(url), len(content) if isinstance(content, bytes) else content.stat().st_size
 
-    def attempt() -> Object:
+    def attempt() -> ObjectInfo:
         with _client(location, retry) as client:
             client.write(location, content, if_absent=if_absent, if_tag=if_tag)
         # `head` retries by itself. If it failed here in a single try, the write would be repeated, and a conditional

@@ -18,8 +18,8 @@ LONGEST_PAUSE_SECONDS = 30.0
 """With jitter, three tries bridge an outage of 5 to 10 s, and four tries one of 20 to 40 s."""
 DEADLINE_SECONDS = 600.0
 
-NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-LOCAL = NO_ROOM | {errno.EROFS, errno.EACCES, errno.EISDIR, errno.ENOTDIR}
+DISK_FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+LOCAL_DISK_ERRORS = DISK_FULL_ERRORS | {errno.EROFS, errno.EACCES, errno.EISDIR, errno.ENOTDIR}
 """Error numbers of the local disk that a retry would meet again."""
 TRANSIENT_STATUS = frozenset({408, 409, 425, 429})
 """Retried status codes, in addition to 5xx. S3 and Azure return 409 while another request modifies the same object."""
@@ -180,7 +180,7 @@ def _is_local(error: OSError, url: str) -> bool:
     # come from opening a local file either.
     if error.errno == errno.ENOENT:
         return error.filename not in (None, url)
-    return error.errno in LOCAL and error.filename != url
+    return error.errno in LOCAL_DISK_ERRORS and error.filename != url
 
 
 def _refusal(links: list[BaseException], status: int | None, scheme: str) -> str | None:

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 from diffusion.algorithms.power_function import gamma_of_width
-from diffusion.checkpointing.run_folder import find_checkpoint, recipe_beside
+from diffusion.checkpointing.run_folder import find_checkpoint, recipe_of_checkpoint
 from diffusion.config.load import load
 from diffusion.config.sampling_checks import model_problem, num_train_timesteps, sampling_problems
 from diffusion.config.sampling_limits import seeds_problem
@@ -41,7 +41,7 @@ def check_generate(args: argparse.Namespace) -> None:
             raise UserError(f'--weights: {source} is an export, which holds one set of weights; remove --weights')
         problems = sampling_problems(given, _timesteps_of_export(source))
     else:
-        recipe = load(recipe_beside(find_checkpoint(source)))
+        recipe = load(recipe_of_checkpoint(find_checkpoint(source)))
         if (problem := model_problem(recipe)) is not None:
             raise UserError(f'model.name: {problem}')
         problems = sampling_problems(vars(recipe.generate) | given, num_train_timesteps(recipe))
@@ -85,7 +85,7 @@ def check_export(
         except UserError as error:
             raise UserError(f'--ema-width: {error}') from error
     checkpoint = find_checkpoint(place)
-    load(recipe_beside(checkpoint))
+    load(recipe_of_checkpoint(checkpoint))
     return checkpoint
 
 

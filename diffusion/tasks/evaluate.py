@@ -12,9 +12,9 @@ from diffusion.checkpointing.checkpoint_weights import Weights, load_weights, we
 from diffusion.checkpointing.run_folder import find_checkpoint
 from diffusion.config.load import Recipe
 from diffusion.config.registry import build
-from diffusion.data.loader import as_spec
+from diffusion.data.loader import to_data_spec
 from diffusion.loggers.progress_line import ProgressLine, has_terminal
-from diffusion.storage.atomic import write_whole
+from diffusion.storage.atomic import write_atomically
 from diffusion.training import components
 
 log = logging.getLogger(__name__)
@@ -54,14 +54,14 @@ def evaluate(recipe: Recipe) -> dict[str, float]:
     kept |= {'progress_bar': False, 'loggers': loggers}
     # Composer warns about a Trainer without an optimizer. This one never steps, so it allocates no state.
     optimizer = components.build_optimizer(recipe, model)
-    trainer = Trainer(model=model, eval_dataloader=as_spec(loader), optimizers=optimizer, seed=recipe.seed, **kept)
+    trainer = Trainer(model=model, eval_dataloader=to_data_spec(loader), optimizers=optimizer, seed=recipe.seed, **kept)
     trainer.eval()
     metrics = {name: float(metric.compute()) for name, metric in trainer.state.eval_metrics['eval'].items()}
     if dist.get_global_rank() == 0:
         for component in recipe.evaluators.values():
             evaluator = build('evaluator', component)
             metrics |= evaluator(model, loader.dataset, recipe.run_dir)
-        write_whole(recipe.run_dir / 'evaluation.json', json.dumps({'weights': which} | metrics, indent=2) + '\n')
+        write_atomically(recipe.run_dir / 'evaluation.json', json.dumps({'weights': which} | metrics, indent=2) + '\n')
         for name, value in metrics.items():
             print(f'{name:32s} {value:.4f}')
     dist.barrier()

@@ -11,7 +11,7 @@ import torch
 from composer.utils import get_device
 from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import StableDiffusionPipeline
 
-from diffusion.checkpointing.run_folder import find_checkpoint, recipe_beside
+from diffusion.checkpointing.run_folder import find_checkpoint, recipe_of_checkpoint
 from diffusion.config.load import Recipe, load
 from diffusion.errors import UserError
 from diffusion.evaluation.image_sheet import save_image, to_images
@@ -68,7 +68,7 @@ def run_generate(args: argparse.Namespace) -> int:
         print(f'{len(files)} images in {files[0].parent}')
         return 0
     checkpoint = find_checkpoint(source)
-    recipe = load(recipe_beside(checkpoint))
+    recipe = load(recipe_of_checkpoint(checkpoint))
     recipe.checkpoint = str(checkpoint)
     recipe.trainer.pop('device', None)  # of the machine that trained; this one may have another
     settings = recipe.generate

@@ -31,7 +31,7 @@ from diffusion.data.caption_choice import captions_of, choose_caption
 from diffusion.data.fingerprint import index_hash
 from diffusion.data.image_text import ImageTextDataset
 from diffusion.data.latents import MANIFEST, LatentManifest, manifest_of
-from diffusion.data.loader import default_num_workers, outlive_signals
+from diffusion.data.loader import default_num_workers, ignore_stop_signals
 from diffusion.data.streams import Bucket
 from diffusion.errors import DataError, UserError
 from diffusion.models import batch_keys
@@ -264,7 +264,7 @@ def _encode(
         batch_sampler=[batch for shard in batches for batch in shard],
         num_workers=workers,
         timeout=recipe.loader.timeout_seconds if workers else 0,
-        worker_init_fn=outlive_signals if workers else None,
+        worker_init_fn=ignore_stop_signals if workers else None,
     )
     total = sum(len(stage.ids(number)) for stage, number in assigned)
     with tqdm(total=total, desc='latents', unit='image', disable=None) as progress:

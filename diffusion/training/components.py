@@ -24,7 +24,7 @@ from diffusion.config.recipe import SpeedConfig
 from diffusion.config.signatures import of_object
 from diffusion.data.fingerprint import fingerprint
 from diffusion.data.host_limits import check_machine
-from diffusion.data.loader import BucketedLoader, default_num_workers, outlive_signals
+from diffusion.data.loader import BucketedLoader, default_num_workers, ignore_stop_signals
 from diffusion.data.shard_cache import home
 from diffusion.data.streams import Bucket
 from diffusion.errors import UserError
@@ -92,7 +92,7 @@ def build_dataset(
         'cache_limit': settings.cache_limit,
         'substitute': substitute,
     }
-    buckets = [Bucket(name, _stream(stream), stream.picture_shape) for name, stream in streams.items()]
+    buckets = [Bucket(name, _stream(stream), stream.image_shape) for name, stream in streams.items()]
     supplied = {'tokenizers': build_tokenizers(recipe), 'batch_size': batch_size, 'seed': recipe.seed}
     return registry.build('dataset', component, buckets=buckets, **supplied, **streaming)
 
@@ -149,7 +149,7 @@ def build_loader(
         timeout=settings.timeout_seconds,
         max_bad_samples=settings.max_bad_samples,
         quarantine=recipe.run_dir / QUARANTINE,
-        worker_init_fn=outlive_signals if workers else None,
+        worker_init_fn=ignore_stop_signals if workers else None,
         drop_last=not evaluating,
         stratified=not evaluating and objective.get('timesteps') == 'stratified',
     )

@@ -26,15 +26,15 @@ from diffusion.checkpointing.run_folder import RECIPE, find_checkpoint
 from diffusion.config import registry
 from diffusion.config.load import Recipe, to_yaml
 from diffusion.config.recipe import SpeedConfig
-from diffusion.data.cuda_prefetch import AheadLoader
+from diffusion.data.cuda_prefetch import CudaPrefetchLoader
 from diffusion.data.latents import LatentsDataset
-from diffusion.data.loader import BucketedLoader, as_spec
+from diffusion.data.loader import BucketedLoader, to_data_spec
 from diffusion.errors import DataError, UserError
 from diffusion.launch import run_lock
 from diffusion.loggers.console_lines import ConsoleLines
 from diffusion.loggers.progress_line import ProgressLine, has_terminal
 from diffusion.models.latent_diffusion import LatentDiffusion
-from diffusion.storage.atomic import write_whole
+from diffusion.storage.atomic import write_atomically
 from diffusion.training import components
 from diffusion.training.parallelism import parallelism_config, settle_buckets
 from diffusion.training.performance import apply_speed, keep_layout, set_backends
@@ -59,7 +59,7 @@ class RecipeKeeper(Callback):
 
     def fit_start(self, state: State, logger: Logger) -> None:
         if dist.get_global_rank() == 0:
-            write_whole(self.folder / RECIPE, self.text)
+            write_atomically(self.folder / RECIPE, self.text)
 
 
 def train(recipe: Recipe) -> Trainer:
@@ -73,8 +73,8 @@ def train(recipe: Recipe) -> Trainer:
         Preempted: A signal stopped the run, which saved a checkpoint first.
     """
     # One rank holds the lock of the run's folder, unless the node entry point holds it for the whole job already.
-    takes_lock = os.environ.get('RANK', '0') == '0' and run_lock.HELD not in os.environ
-    with run_lock.held(recipe.run_dir) if takes_lock else contextlib.nullcontext():
+    takes_lock = os.environ.get('RANK', '0') == '0' and run_lock.LOCK_HELD_VARIABLE not in os.environ
+    with run_lock.hold_run_lock(recipe.run_dir) if takes_lock else contextlib.nullcontext():
         return _train(recipe)
 
 
@@ -128,7 +128,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
     checkpointer = build_checkpointer(recipe)
     model = components.build_model(recipe)
     parts = components.effective_speed(recipe)
-    loader = components.build_loader(recipe, 'train', kind=AheadLoader if parts.copy_ahead else BucketedLoader)
+    loader = components.build_loader(recipe, 'train', kind=CudaPrefetchLoader if parts.copy_ahead else BucketedLoader)
     if isinstance(loader.dataset, LatentsDataset) and isinstance(model, LatentDiffusion):
         loader.dataset.check_encoders(model.vae, model.text, train_text_encoder=model.train_text_encoder)
     # Without this package's Checkpointer, Composer may later find its own checkpoint, which replaces these weights.
@@ -143,7 +143,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
     trainer = Trainer(
         model=model,
         train_dataloader=loader,
-        eval_dataloader=as_spec(components.build_loader(recipe, 'eval')) if recipe.eval_streams else None,
+        eval_dataloader=to_data_spec(components.build_loader(recipe, 'eval')) if recipe.eval_streams else None,
         optimizers=optimizer,
         schedulers=registry.build('scheduler', recipe.scheduler) if recipe.scheduler is not None else None,
         algorithms=components.build_all(recipe, 'algorithm', recipe.algorithms),

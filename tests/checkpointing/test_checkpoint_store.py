@@ -93,15 +93,15 @@ def test_damaged_checkpoint_is_reported_and_the_previous_one_is_used(tmp_path, c
 def test_read_error_is_retried_and_does_not_count_as_damage(tmp_path, monkeypatch, caplog, number):
     for batch in (5, 10):
         write(tmp_path, batch)
-    plain, faults = checkpoint_store.record_of, [1, 1, 1]
+    plain, faults = checkpoint_store.hash_file, [1, 1, 1]
 
-    def record_of(path):
+    def hash_file(path):
         if faults:
             faults.pop()
             raise OSError(number, os.strerror(number), str(path))
         return plain(path)
 
-    monkeypatch.setattr(checkpoint_store, 'record_of', record_of)
+    monkeypatch.setattr(checkpoint_store, 'hash_file', hash_file)
     monkeypatch.setattr(checkpoint_store, 'RETRY_PAUSES_SECONDS', (0.0, 0.0, 0.0))
     assert checkpoint_store.newest_intact(tmp_path) == tmp_path / 'ba10'
     assert caplog.text.count('retrying') == 3
@@ -169,4 +169,4 @@ def test_hashing_writer_hashes_the_written_data(tmp_path):
         for piece in (b'ab', b'', b'c' * 100_000):
             writer.write(piece)
         writer.flush()
-    assert writer.record() == checkpoint_store.record_of(tmp_path / 'file')
+    assert writer.record() == checkpoint_store.hash_file(tmp_path / 'file')

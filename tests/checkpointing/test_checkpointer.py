@@ -203,17 +203,17 @@ def test_checkpoint_with_a_read_error_stays_the_newest(uninterrupted, monkeypatc
     reference, write = uninterrupted
     path = write('unread')
     train(load(path, ['trainer.max_duration=4ba', 'trainer.save_interval=2ba'])).close()
-    run, plain = reference.parent / 'unread', checkpoint_store.record_of
+    run, plain = reference.parent / 'unread', checkpoint_store.hash_file
 
     def stale(file: Path) -> checkpoint_store.FileRecord:
         raise OSError(errno.ESTALE, 'Stale file handle', str(file))
 
     monkeypatch.setattr(checkpoint_store, 'RETRY_PAUSES_SECONDS', (0.0, 0.0))
-    monkeypatch.setattr(checkpoint_store, 'record_of', stale)
+    monkeypatch.setattr(checkpoint_store, 'hash_file', stale)
     with pytest.raises(OSError, match='Stale file handle'):
         build_trainer(load(path))
     assert {folder.name for folder in run.glob('ba*')} == {'ba2', 'ba4'}
-    monkeypatch.setattr(checkpoint_store, 'record_of', plain)
+    monkeypatch.setattr(checkpoint_store, 'hash_file', plain)
     trainer = build_trainer(load(path))
     assert trainer.state.timestamp.batch.value == 4
     trainer.close()

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numbered import SAMPLES, expected, loader_over, number, payload, served, write_samples
 
-from diffusion.data.bad_samples import MAX_ATTEMPTS, MIN_REPLACED, BadSample, Tally, quarantine, replacement
+from diffusion.data.bad_samples import MAX_ATTEMPTS, MIN_REPLACED, BadSample, SampleCounts, quarantine, replacement
 from diffusion.errors import DataError
 from diffusion.models import batch_keys
 
@@ -88,7 +88,7 @@ def test_too_many_bad_samples_stop_epoch(tmp_path):
 
 @given(st.integers(0, 10**9), st.integers(0, 10**12), st.floats(0, 1))
 def test_rate_limit_applies_only_above_minimum_count(replaced, more, rate):
-    tally = Tally(served=replaced + more, replaced=replaced)
+    tally = SampleCounts(served=replaced + more, replaced=replaced)
     too_many = replaced > MIN_REPLACED and replaced > rate * (replaced + more)
     assert (tally.problem(rate) is not None) == too_many
 

@@ -137,7 +137,7 @@ def test_concurrent_jobs_stay_below_limit_and_serve_correct_samples(store, bucke
     largest = 0
     while jobs[0].running():
         if cache.exists():
-            with locks.locked(cache / 'room', lambda: None):  # no job evicts or reserves space meanwhile
+            with locks.hold_path_lock(cache / 'room', lambda: None):  # no job evicts or reserves space meanwhile
                 largest = max(largest, total(shards_in(cache)))
         time.sleep(0.005)
     assert [job.wait() for job in jobs] == [0, 0]
@@ -178,7 +178,7 @@ def test_eviction_is_least_recently_used_and_minimal(tmp_path_factory, used, lim
     (folder / 'd-1').mkdir(exist_ok=True)
     (folder / 'd-1' / 'index.json').write_bytes(b'x' * 5000)
     (folder / 'd-1' / 'shard.other.mds').write_bytes(b'x' * 5000)
-    scratch = CacheBudget({folder: None}, limit, lambda: None).scratch_for(
+    scratch = CacheBudget({folder: None}, limit, lambda: None).make_scratch_folder(
         folder / 'd-1' / VERSION / 'shard.new.mds', size
     )
     kept = {use for use, path in paths.items() if path.exists()}
@@ -196,9 +196,9 @@ def test_shards_being_downloaded_count_toward_limit(tmp_path):
     old = tmp_path / 'd' / VERSION / 'shard.0.mds'
     old.parent.mkdir(parents=True)
     old.write_bytes(b'x' * 300)
-    budget.scratch_for(tmp_path / 'shard.1.mds', 600)
+    budget.make_scratch_folder(tmp_path / 'shard.1.mds', 600)
     assert (budget.used_bytes(), old.exists()) == (900, True)
-    budget.scratch_for(tmp_path / 'shard.2.mds', 200)
+    budget.make_scratch_folder(tmp_path / 'shard.2.mds', 200)
     assert not old.exists()
 
 
@@ -222,14 +222,14 @@ def test_cleanup_keeps_scratch_of_live_process(tmp_path):
     read, write = os.pipe()
 
     def hold() -> None:
-        with locks.locked(tmp_path / 'shard.1.mds', lambda: None):
-            locks.scratch_for(tmp_path / 'shard.1.mds', 10)
+        with locks.hold_path_lock(tmp_path / 'shard.1.mds', lambda: None):
+            locks.make_scratch_folder(tmp_path / 'shard.1.mds', 10)
             os.write(write, b'x')
             time.sleep(60)
 
     holder = Forked(hold)
     os.read(read, 1)
-    locks.scratch_for(tmp_path / 'sub' / 'shard.2.mds', 10)
+    locks.make_scratch_folder(tmp_path / 'sub' / 'shard.2.mds', 10)
     locks.remove_stale_scratch(tmp_path)
     assert [locks.reserved_bytes(path.name) for path in tmp_path.rglob('*.unfinished')] == [10]
     holder.kill()
@@ -244,7 +244,7 @@ def test_lock_is_exclusive(tmp_path):
 
     def count() -> None:
         for _ in range(25):
-            with locks.locked(counter, lambda: None):
+            with locks.hold_path_lock(counter, lambda: None):
                 value = int(counter.read_text())
                 time.sleep(0.0005)
                 counter.write_text(str(value + 1))
@@ -262,10 +262,10 @@ def test_wait_callback_can_abort_lock(tmp_path):
         raise Abort
 
     def try_to_lock() -> None:
-        with pytest.raises(Abort), locks.locked(tmp_path / 'x', abort):
+        with pytest.raises(Abort), locks.hold_path_lock(tmp_path / 'x', abort):
             pass
 
-    with locks.locked(tmp_path / 'x', lambda: None):
+    with locks.hold_path_lock(tmp_path / 'x', lambda: None):
         assert Forked(try_to_lock).wait() == 0
 
 

@@ -18,7 +18,7 @@ COUNT = 88
 @pytest.fixture(scope='module')
 def intact_and_broken_images(tmp_path_factory):
     """Return folders of shards: images, and the same images with some that cannot be decoded."""
-    from shards import CAPTIONS, draw_picture
+    from shards import CAPTIONS, draw_image
     from streaming import MDSWriter
 
     folders = {}
@@ -27,7 +27,7 @@ def intact_and_broken_images(tmp_path_factory):
         columns = {'image': 'bytes', 'captions': 'json', 'key': 'str'}
         with MDSWriter(out=str(folders[name]), columns=columns, hashes=['xxh64'], size_limit=4096) as writer:
             for index in range(COUNT):
-                image = draw_picture(index, 32)
+                image = draw_image(index, 32)
                 image = image[:60] if index in broken else image
                 writer.write({'image': image, 'captions': [CAPTIONS[index % len(CAPTIONS)]], 'key': f'p{index}'})
     return folders
@@ -112,12 +112,12 @@ def lines_of(path: Path) -> list[dict]:
 
 
 def test_too_many_bad_samples_stop_all_ranks(recipe, ranks, tmp_path):
-    from shards import draw_picture
+    from shards import draw_image
     from streaming import MDSWriter
 
     with MDSWriter(out=str(tmp_path / 'bad'), columns={'image': 'bytes', 'caption': 'str'}) as writer:
         for index in range(COUNT):
-            image = draw_picture(index, 32)
+            image = draw_image(index, 32)
             writer.write({'image': image[:60] if index % 3 == 0 else image, 'caption': 'a'})
     job = ranks.start(2, recipe('bad', {'local': str(tmp_path / 'bad')}))
     statuses, output = job.wait(timeout=90), job.output()

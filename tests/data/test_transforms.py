@@ -23,7 +23,7 @@ from diffusion.data.transforms import (
     Undecodable,
     crop_box,
     decode,
-    picture,
+    decode_for_model,
     reduce_box,
     reduction_for,
 )
@@ -111,14 +111,14 @@ def test_transparency_becomes_white_and_exif_rotation_is_applied():
 @pytest.mark.parametrize('flip', [False, True])
 def test_crop_of_target_size_keeps_decoded_pixels(format, flip):
     source = encoded(noise(64, 40), format)
-    seen = picture(source, Shape(40, 40), Crop(flip=flip))
+    seen = decode_for_model(source, Shape(40, 40), Crop(flip=flip))
     expected = planes(Image.open(io.BytesIO(source)).convert('RGB').crop((12, 0, 52, 40)))
     assert seen.dtype == torch.uint8 and seen.is_contiguous()
     assert torch.equal(seen, expected.flip(2) if flip else expected)
 
 
 def test_decoded_image_is_used_unchanged():
-    assert torch.equal(picture(noise(16, 16), square(16)), planes(noise(16, 16)))
+    assert torch.equal(decode_for_model(noise(16, 16), square(16)), planes(noise(16, 16)))
 
 
 @settings(max_examples=40, deadline=None)
@@ -130,7 +130,7 @@ def test_decoded_image_is_used_unchanged():
 def test_resizing_matches_pillow_bicubic_within_two_gray_levels(size, shape, draw):
     image, crop = noise(*size), Crop('random', 0.5, draw)
     expected = bicubic(image, crop_box(size[0], size[1], shape, crop), shape)
-    difference = picture(encoded(image), shape, crop).int() - planes(expected).int()
+    difference = decode_for_model(encoded(image), shape, crop).int() - planes(expected).int()
     assert difference.abs().max() <= 2
 
 
@@ -157,7 +157,7 @@ def test_reduced_decoding_is_close_to_full_decoding(photograph, size, shape, sub
     grid = reduce_box(box, reduction)
     on_grid = CropBox(*(reduction * value for value in (grid.left, grid.top, grid.width, grid.height)))
     expected = bicubic(extended(Image.open(io.BytesIO(source)), reduction), on_grid, shape)
-    assert psnr_db(picture(source, shape, crop), planes(expected)) > 42
+    assert psnr_db(decode_for_model(source, shape, crop), planes(expected)) > 42
 
 
 @settings(max_examples=500, deadline=None)
@@ -193,7 +193,7 @@ def test_zone_plate_does_not_alias():
     rings = 127.5 + 127.5 * np.cos(np.pi * (x**2 + y**2) / 1024)
     source = encoded(Image.fromarray(rings.astype(np.uint8)).convert('RGB'), 'JPEG', quality=95)
     for side in (96, 200, 256, 384):
-        seen = picture(source, square(side))[1].double()
+        seen = decode_for_model(source, square(side))[1].double()
         v, u = (np.mgrid[:side, :side] - (side - 1) / 2) * 1024 / side
         too_fine = torch.from_numpy(np.maximum(abs(u), abs(v)) / 1024 > 1.3 * side / 2048)
         assert seen[too_fine].std() < 7, side  # 12 with OpenCV's INTER_AREA, more than 38 without antialiasing
@@ -201,7 +201,7 @@ def test_zone_plate_does_not_alias():
 
 def test_resizing_keeps_flat_color():
     for format in ('PNG', 'JPEG'):
-        seen = picture(encoded(Image.new('RGB', (1000, 600), (200, 200, 200)), format), Shape(32, 16))
+        seen = decode_for_model(encoded(Image.new('RGB', (1000, 600), (200, 200, 200)), format), Shape(32, 16))
         assert seen.shape == (3, 16, 32)
         assert seen.unique().tolist() == [200]
 
@@ -212,7 +212,7 @@ def test_photograph_is_rotated_upright(photograph, tag):
     exif[0x0112] = tag
     source = encoded(photograph.resize((120, 80)), 'JPEG', exif=exif)
     upright = ImageOps.exif_transpose(Image.open(io.BytesIO(source)))
-    assert torch.equal(picture(source, Shape(*upright.size)), planes(upright))
+    assert torch.equal(decode_for_model(source, Shape(*upright.size)), planes(upright))
 
 
 @pytest.mark.parametrize('mode', ['L', 'LA', 'P', 'RGBA', '1', 'CMYK', 'I;16'])
@@ -220,12 +220,12 @@ def test_all_color_modes_become_rgb(mode):
     gray = Image.new('L', (32, 32), 255)
     image = Image.fromarray(np.full((32, 32), 65535, np.uint16)) if mode == 'I;16' else gray.convert(mode)
     for format in ['PNG', 'JPEG'] if mode in ('L', '1') else ['JPEG'] if mode == 'CMYK' else ['PNG']:
-        assert picture(encoded(image, format), square(16)).unique().tolist() == [255], format
+        assert decode_for_model(encoded(image, format), square(16)).unique().tolist() == [255], format
 
 
 def test_sixteen_bit_values_are_scaled_not_clipped():
     image = Image.fromarray(np.full((8, 8), 0x4000, np.uint16))
-    assert picture(encoded(image), square(8)).unique().tolist() == [0x40]
+    assert decode_for_model(encoded(image), square(8)).unique().tolist() == [0x40]
 
 
 def test_jpeg_readable_only_by_pillow_is_decoded():
@@ -233,7 +233,7 @@ def test_jpeg_readable_only_by_pillow_is_decoded():
     source = encoded(noise(32, 32), 'JPEG')
     scan = source.index(b'\xff\xda')
     padded = source[:scan] + b'\0\0\0' + source[scan:]
-    assert torch.equal(picture(padded, square(32)), picture(source, square(32)))
+    assert torch.equal(decode_for_model(padded, square(32)), decode_for_model(source, square(32)))
 
 
 def huge_png():
@@ -265,12 +265,12 @@ def huge_jpeg():
 )
 def test_invalid_images_are_undecodable(broken, message):
     with pytest.raises(Undecodable, match=message):
-        picture(broken, square(32))
+        decode_for_model(broken, square(32))
 
 
 def test_valid_jpeg_with_too_many_pixels_is_rejected():
     with pytest.raises(Undecodable, match='decompression bomb'):
-        picture(encoded(Image.new('L', (13_400, 13_400)), 'JPEG'), square(32))
+        decode_for_model(encoded(Image.new('L', (13_400, 13_400)), 'JPEG'), square(32))
 
 
 @settings(max_examples=200, deadline=None)
@@ -281,7 +281,7 @@ def test_damaged_bytes_decode_or_raise_undecodable(format, data):
     for _ in range(data.draw(st.integers(1, 8))):
         source[data.draw(st.integers(0, len(source) - 1))] = data.draw(st.integers(0, 255))
     try:
-        seen = picture(bytes(source), square(16))
+        seen = decode_for_model(bytes(source), square(16))
     except Undecodable:
         return
     assert seen.shape == (3, 16, 16)

@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 
 from diffusion.config.load import load
 from diffusion.launch import attempts, environment
-from diffusion.launch.attempts import Attempt, append_attempt, read_attempts, reason_to_give_up, report, time_breakdown
+from diffusion.launch.attempts import (
+    Attempt,
+    append_attempt,
+    format_attempts_report,
+    read_attempts,
+    reason_to_give_up,
+    time_breakdown,
+)
 from diffusion.launch.heartbeat_file import SAVING, TRAINING, Beat
 from diffusion.launch.local_cluster import job_exit_status
 from diffusion.launch.node import Node, NodeExit, Outcome, Settings, first_failed_node
@@ -68,7 +75,7 @@ def test_breakdown_sums_to_elapsed_time(pieces):
 def test_report(tmp_path):
     for each in (attempt(0, 0.0, 0, 20, detail='rank 3 by SIGKILL'), attempt(1, 62.0, 15, 40, cause='done', status=0)):
         append_attempt(tmp_path, 'end', each)
-    text = report(tmp_path)
+    text = format_attempts_report(tmp_path)
     assert '2 attempts' in text
     assert 'batches 0 to 20; process failed (rank 3 by SIGKILL), exit status 1' in text
     assert 'goodput 0.404 of 99.0 s: productive 40.0 s' in text

@@ -208,7 +208,7 @@ def test_random_disturbances_do_not_change_the_weights(launch, undisturbed, dist
     parts = breakdown.productive + breakdown.starting + breakdown.redone + breakdown.down + breakdown.ending
     assert parts == pytest.approx(breakdown.wall, rel=1e-6)
     assert 0 < breakdown.goodput < 1
-    assert 'time lost' in attempts.report(job.run)
+    assert 'time lost' in attempts.format_attempts_report(job.run)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import pytest
 from diffusion.config.load import load
 from diffusion.exit_codes import CONFIG_ERROR, FAILED
 from diffusion.launch import environment, run_lock
-from diffusion.launch.run_lock import LOCK, Owner, RunLocked, held, owner_of
+from diffusion.launch.run_lock import LOCK, Owner, RunLocked, hold_run_lock, owner_of
 from diffusion.training.train import train
 from tests.data.processes import Forked
 
@@ -67,7 +67,7 @@ def refreshed_lock():
 
 
 def hold_as(folder, environ):
-    with held(folder, environ):
+    with hold_run_lock(folder, environ):
         time.sleep(1000)
 
 
@@ -76,7 +76,7 @@ def hold_forever(folder):
 
 
 def test_lock_is_refreshed_and_removed_by_owner(tmp_path):
-    with held(tmp_path, {}) as owner:
+    with hold_run_lock(tmp_path, {}) as owner:
         first = (tmp_path / LOCK).read_text()
         assert owner_of(tmp_path / LOCK) == owner
         wait_for(lambda: (tmp_path / LOCK).read_text() not in ('', first))
@@ -91,12 +91,12 @@ def test_live_owner_on_same_machine_is_refused_without_waiting(tmp_path):
         with pytest.raises(
             RunLocked, match=rf'run\.lock: process {other.pid} on .*, trains into this folder; .*name='
         ) as raised:
-            held(tmp_path, {}).__enter__()
+            hold_run_lock(tmp_path, {}).__enter__()
         assert time.monotonic() - begin < run_lock.STALE_SECONDS
         assert isinstance(raised.value, ValueError)
     finally:
         other.kill()
-    with held(tmp_path, {}):
+    with hold_run_lock(tmp_path, {}):
         found = owner_of(tmp_path / LOCK)
         assert found is not None and found.pid == os.getpid(), 'the lock of a killed owner is taken immediately'
 
@@ -105,7 +105,7 @@ def test_reused_process_id_is_not_the_owner(tmp_path):
     here = Owner.current({})
     other_owner(tmp_path / LOCK, environ={}, machine=here.machine, pid=os.getpid(), started='1')
     begin = time.monotonic()
-    with held(tmp_path, {}):
+    with hold_run_lock(tmp_path, {}):
         assert time.monotonic() - begin < run_lock.STALE_SECONDS
 
 
@@ -115,7 +115,7 @@ def test_unchanged_lock_of_other_machine_is_taken_after_timeout(tmp_path, conten
     if content is not None:
         (tmp_path / LOCK).write_text(content)
     begin = time.monotonic()
-    with held(tmp_path, {}):
+    with hold_run_lock(tmp_path, {}):
         assert time.monotonic() - begin >= run_lock.STALE_SECONDS
 
 
@@ -123,7 +123,7 @@ def test_unchanged_lock_of_other_machine_is_taken_after_timeout(tmp_path, conten
 def test_changing_lock_of_other_machine_is_refused(tmp_path, refreshed_lock, other):
     refreshed_lock(tmp_path / LOCK, environ=other)
     with pytest.raises(RunLocked, match=r'job .*, process 1 on far') as raised:
-        held(tmp_path, JOB).__enter__()
+        hold_run_lock(tmp_path, JOB).__enter__()
     assert not raised.value.retry
 
 
@@ -140,7 +140,7 @@ def test_job_with_same_name_waits_for_other_to_end(tmp_path, refreshed_lock, mon
     refreshed_lock(tmp_path / LOCK, environ=JOB | other)
     begin = time.monotonic()
     with pytest.raises(RunLocked, match='job phase1') as raised:
-        held(tmp_path, JOB).__enter__()
+        hold_run_lock(tmp_path, JOB).__enter__()
     assert time.monotonic() - begin > 1.0 and raised.value.retry
     assert capsys.readouterr().err.count('holds the lock; waiting for it to end') == 1
 
@@ -150,17 +150,17 @@ def test_job_with_same_name_waits_less_on_same_machine(tmp_path):
     wait_for(lambda: owner_of(tmp_path / LOCK))
     begin = time.monotonic()
     with pytest.raises(RunLocked, match='job phase1'):
-        held(tmp_path, JOB).__enter__()
+        hold_run_lock(tmp_path, JOB).__enter__()
     assert time.monotonic() - begin >= run_lock.STALE_SECONDS
     threading.Timer(0.1, lambda: os.kill(other.pid, signal.SIGKILL)).start()
-    with held(tmp_path, JOB):
+    with hold_run_lock(tmp_path, JOB):
         assert other.wait() == -signal.SIGKILL
 
 
 def test_waiting_stops_on_request(tmp_path, refreshed_lock):
     refreshed_lock(tmp_path / LOCK)
     with pytest.raises(RunLocked):
-        held(tmp_path, JOB, stopped=lambda: True).__enter__()
+        hold_run_lock(tmp_path, JOB, stopped=lambda: True).__enter__()
 
 
 def test_owner_that_lost_lock_exits_without_writing(tmp_path):

@@ -27,7 +27,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_status_has_batch_loss_checkpoint_and_process(run):
-    with run_lock.held(run):
+    with run_lock.hold_run_lock(run):
         text = report(run)
     assert '  batch              3000 of 5000ba\n' in text
     assert f'  last loss          {1 / 3000:.4f}\n' in text

@@ -9,7 +9,7 @@ from streaming import StreamingDataset
 
 from diffusion.config.image_shapes import square
 from diffusion.config.load import load
-from diffusion.data.transforms import picture
+from diffusion.data.transforms import decode_for_model
 from diffusion.models import batch_keys
 from diffusion.models.autoencoder import psnr_db, tiny_autoencoder
 from diffusion.models.builders import TINY_VAE
@@ -73,7 +73,7 @@ def test_packaged_autoencoder_reconstructs_held_out_images(tmp_path):
     source = {'kind': 'openmoji', 'select': 'all', 'split': 'heldout'}
     prepare(settings_of({'source': source, 'out': str(tmp_path / 'heldout'), 'sizes': [64]}))
     data = StreamingDataset(local=str(tmp_path / 'heldout/64px'), batch_size=1)
-    images = [picture(data[i]['image'], square(64)) for i in range(0, len(data), 4)]
+    images = [decode_for_model(data[i]['image'], square(64)) for i in range(0, len(data), 4)]
     pixels = torch.stack(images) / 127.5 - 1
     vae = AutoencoderKL.from_pretrained(TINY_VAE, low_cpu_mem_usage=False).float()
     with torch.no_grad():

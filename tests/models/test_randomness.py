@@ -43,7 +43,7 @@ def test_philox_rows_gives_the_same_words_as_philox():
 
 def test_precomputed_words_equal_words_drawn_one_purpose_at_a_time():
     one_by_one = Draws(2**32 - 1, torch.tensor([5, 2**40 + 3]), torch.tensor([2, 0]), torch.tensor([9, 2**33]))
-    precomputed = one_by_one.at_once({Purpose.NOISE: 10, Purpose.TIMESTEP: 1, Purpose.FLIP: 8})
+    precomputed = one_by_one.precompute_draws({Purpose.NOISE: 10, Purpose.TIMESTEP: 1, Purpose.FLIP: 8})
     for purpose in Purpose:
         for count in (1, 7, 10, 23):
             words = one_by_one.words(purpose, count)

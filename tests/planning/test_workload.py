@@ -27,10 +27,10 @@ def test_batches_and_images_of_the_published_phases():
 
 
 def test_published_phases_assume_the_published_number_of_images():
-    assert [work.different_images for work in both()] == [790_000_000, 300_000_000]
-    assert phase(samples=5).different_images == 5
+    assert [work.distinct_images for work in both()] == [790_000_000, 300_000_000]
+    assert phase(samples=5).distinct_images == 5
     changed = phase(overrides=['trainer.max_duration=550001ba'])
-    assert (changed.samples, changed.different_images) == (None, changed.images)
+    assert (changed.samples, changed.distinct_images) == (None, changed.images)
 
 
 @pytest.mark.parametrize(

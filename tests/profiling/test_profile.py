@@ -9,7 +9,14 @@ import yaml
 
 from diffusion.cli import main
 from diffusion.config.load import load
-from diffusion.profiling.advice import Kernel, ProfileMeasurements, by_kind, kind_of, largest, opportunities
+from diffusion.profiling.advice import (
+    Kernel,
+    ProfileMeasurements,
+    kind_of,
+    largest_opportunities,
+    opportunities,
+    seconds_by_kind,
+)
 from diffusion.profiling.profile import for_profiling, microbatches_of
 
 BUSY = (Kernel('sm90_xmma_fprop_implicit_gemm_bf16', 0.098, 100),)
@@ -51,19 +58,19 @@ def with_kernel(name: str, share: float, **more: object) -> ProfileMeasurements:
     ],
 )
 def test_advice_gives_the_possible_gain_and_the_setting(measured, share, setting):
-    first = largest(measured, count=1)[0]
+    first = largest_opportunities(measured, count=1)[0]
     assert first.share == pytest.approx(share, abs=0.02)
     assert setting in first.text
 
 
 def test_no_advice_for_a_well_tuned_run():
-    assert [each for each in largest(GOOD) if each.share > 0.02] == []
+    assert [each for each in largest_opportunities(GOOD) if each.share > 0.02] == []
 
 
 @pytest.mark.parametrize(('precision', 'dtype'), [('amp_bf16', 'BFloat16'), ('amp_fp16', 'Half')])
 def test_low_precision_norms_do_not_count_as_float32(precision, dtype):
     measured = with_kernel(f'RowwiseMomentsCUDAKernel<c10::{dtype}, float>', 0.2, precision=precision)
-    assert 'float32' not in str(largest(measured))
+    assert 'float32' not in str(largest_opportunities(measured))
 
 
 def test_profiled_batch_has_at_most_four_microbatches(tmp_path, tiny_recipe):
@@ -77,14 +84,14 @@ def test_profiled_batch_has_at_most_four_microbatches(tmp_path, tiny_recipe):
 
 def test_largest_opportunities_come_first_and_are_limited_in_number():
     measured = with_share(data_wait=0.1, encode=0.3, logging=0.2, other=0.15)
-    shares = [each.share for each in largest(measured)]
+    shares = [each.share for each in largest_opportunities(measured)]
     assert shares == [0.3, 0.2, pytest.approx(0.15)]
-    assert len(largest(measured, count=2)) == 2
+    assert len(largest_opportunities(measured, count=2)) == 2
 
 
 def test_no_advice_without_measurements():
     empty = ProfileMeasurements(shares={}, step_seconds=1.0)
-    assert largest(empty) == []
+    assert largest_opportunities(empty) == []
     assert {each.share for each in opportunities(empty)} == {0}
 
 
@@ -107,7 +114,7 @@ def test_no_advice_without_measurements():
 )
 def test_kind_of_kernel_follows_from_its_name(name, kind):
     assert kind_of(name) == kind
-    assert by_kind([Kernel(name, 2.0, 1), Kernel(name, 1.0, 1)]) == {kind: 3.0}
+    assert seconds_by_kind([Kernel(name, 2.0, 1), Kernel(name, 1.0, 1)]) == {kind: 3.0}
 
 
 def test_profile_with_synthetic_data_writes_its_files_and_nothing_to_runs(tmp_path, tiny_recipe, monkeypatch, capsys):

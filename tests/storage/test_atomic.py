@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 
 from diffusion.storage.atomic import (
-    becoming,
-    becoming_folder,
+    atomic_file,
+    atomic_folder,
     new_unfinished,
     remove,
     remove_unfinished,
     replace_folder,
-    write_whole,
+    write_atomically,
 )
 
 
 def write(path: Path, content: str) -> None:
-    with becoming_folder(path) as unfinished:
+    with atomic_folder(path) as unfinished:
         (unfinished / 'below').mkdir()
         (unfinished / 'below/file').write_text(content)
 
@@ -28,7 +28,7 @@ def names(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize('failure', [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize('writer', [becoming, becoming_folder])
+@pytest.mark.parametrize('writer', [atomic_file, atomic_folder])
 def test_failure_leaves_nothing(tmp_path: Path, writer, failure: type[BaseException]) -> None:
     def fail() -> None:
         with writer(tmp_path / 'out') as unfinished:
@@ -48,7 +48,7 @@ def test_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(os, 'fsync', raise_disk_full)
     for name in ('file', 'folder'):
         with pytest.raises(OSError, match='No space left'):
-            write(tmp_path / name, 'x') if name == 'folder' else write_whole(tmp_path / name, 'x')
+            write(tmp_path / name, 'x') if name == 'folder' else write_atomically(tmp_path / name, 'x')
     assert not names(tmp_path)
 
 
@@ -115,7 +115,7 @@ def test_only_leftovers_of_killed_processes_are_removed(tmp_path: Path) -> None:
 
 def test_remove_handles_files_folders_links_and_missing_paths(tmp_path: Path) -> None:
     write(tmp_path / 'folder', 'x')
-    write_whole(tmp_path / 'file', 'x')
+    write_atomically(tmp_path / 'file', 'x')
     (tmp_path / 'link').symlink_to('folder')
     remove(tmp_path / 'link')
     assert names(tmp_path) == ['file', 'folder']

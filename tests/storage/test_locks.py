@@ -24,7 +24,7 @@ def try_in_another_process(path: Path, *, shared: bool) -> bool:
 
 def can_lock(path: Path, shared: bool) -> bool:
     try:
-        with locks.held(path, raise_taken, shared=shared):
+        with locks.hold_lock(path, raise_taken, shared=shared):
             return True
     except Taken:
         return False
@@ -37,7 +37,7 @@ def test_lock_is_shared_only_between_processes_that_request_a_shared_lock(
     tmp_path: Path, first: bool, second: bool, expected: bool
 ) -> None:
     path = tmp_path / 'new' / 'lock'
-    with locks.held(path, raise_taken, shared=first) as is_held:
+    with locks.hold_lock(path, raise_taken, shared=first) as is_held:
         assert is_held and try_in_another_process(path, shared=second) == expected
     assert path.exists() and try_in_another_process(path, shared=False)
 
@@ -52,7 +52,7 @@ def test_lock_on_a_file_removed_by_its_owner_is_taken_again(tmp_path: Path) -> N
         owner.close()
 
     owner = ReleasableLock(path)
-    with locks.held(path, wait, remove=True):
+    with locks.hold_lock(path, wait, remove=True):
         assert waits == 1 and path.exists()
         assert not try_in_another_process(path, shared=False)
     assert not path.exists()
@@ -62,7 +62,7 @@ class ReleasableLock:
     """A lock that is released by a method call."""
 
     def __init__(self, path: Path) -> None:
-        self.context = locks.held(path, raise_taken, remove=True)
+        self.context = locks.hold_lock(path, raise_taken, remove=True)
         self.context.__enter__()
 
     def close(self) -> None:
@@ -74,5 +74,5 @@ def test_nothing_is_held_if_the_file_system_has_no_locks(tmp_path: Path, monkeyp
         raise OSError(38, 'Function not implemented')
 
     monkeypatch.setattr(locks.fcntl, 'flock', no_locks)
-    with locks.held(tmp_path / 'lock', raise_taken) as is_held:
+    with locks.hold_lock(tmp_path / 'lock', raise_taken) as is_held:
         assert not is_held

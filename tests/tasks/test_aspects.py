@@ -7,7 +7,7 @@ import pytest
 import yaml
 from ranks import largest_difference, read_losses
 from served import read_served
-from shards import write_pictures
+from shards import write_image_shards
 
 from diffusion.config.image_shapes import Shape, write_buckets
 
@@ -26,7 +26,7 @@ def content(tmp_path_factory, tiny_recipe):
     for resolution, counts in SHAPES.items():
         for index, (shape, count) in enumerate(counts.items()):
             side = max(shape.width, shape.height) + 8
-            write_pictures(
+            write_image_shards(
                 root / f'{resolution}px' / str(shape), count=count, side=side, offset=100 * index + resolution
             )
         write_buckets(root / f'{resolution}px', resolution, {s: {'samples': n} for s, n in counts.items()})

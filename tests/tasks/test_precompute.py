@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 from ranks import read_losses
-from shards import write_pictures
+from shards import write_image_shards
 
 from diffusion.config.image_shapes import Shape, write_buckets
 from diffusion.config.load import load
@@ -36,9 +36,9 @@ def content(tmp_path_factory, tiny_recipe):
     """Recipe that encodes images of three shapes and 24 squares of 64 px, in shards of 4 or 8 samples."""
     root = tmp_path_factory.mktemp('sources')
     for index, (shape, count) in enumerate(COUNTS.items()):
-        write_pictures(root / 'shapes' / str(shape), count=count, side=80, offset=100 * index)
+        write_image_shards(root / 'shapes' / str(shape), count=count, side=80, offset=100 * index)
     write_buckets(root / 'shapes', 32, {shape: {'samples': count} for shape, count in COUNTS.items()})
-    write_pictures(root / 'squares', count=24, side=70, offset=500)
+    write_image_shards(root / 'squares', count=24, side=70, offset=500)
     streams = {
         'shapes': {'local': str(root / 'shapes'), 'resolution': 32, 'aspects': True},
         'squares': {'local': str(root / 'squares'), 'resolution': 64},

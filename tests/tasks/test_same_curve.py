@@ -60,11 +60,11 @@ class Runs:
 
 @pytest.fixture(scope='module')
 def runs(tmp_path_factory, tiny_recipe, ranks):
-    from shards import write_pictures
+    from shards import write_image_shards
 
     root = tmp_path_factory.mktemp('curve')
-    small = write_pictures(root / '32px', count=91, side=40)
-    large = write_pictures(root / '64px', count=50, side=72, offset=200)
+    small = write_image_shards(root / '32px', count=91, side=40)
+    large = write_image_shards(root / '64px', count=50, side=72, offset=200)
     content = tiny_recipe(root / 'runs', algorithms={'ema': {'ema_start': '7ba', 'smoothing': 0.9}})
     content['model']['objective'] = {'timesteps': 'stratified'}
     content['dataset'] = {'name': 'image_text', 'crop': 'random', 'min_crop_scale': 0.6, 'flip': True}

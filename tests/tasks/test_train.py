@@ -260,7 +260,7 @@ def latents(finished, pictures, tmp_path_factory):
 
 def test_precomputed_latents_equal_encoder_output(latents, pictures):
     from diffusion.config.image_shapes import square
-    from diffusion.data.transforms import picture
+    from diffusion.data.transforms import decode_for_model
     from diffusion.training.components import build_model
 
     path, out, _ = latents
@@ -273,7 +273,7 @@ def test_precomputed_latents_equal_encoder_output(latents, pictures):
         )
         assert len(stored) == len(source)
         for index in (0, len(source) - 1):
-            image = picture(source[index]['image'], square(side))
+            image = decode_for_model(source[index]['image'], square(side))
             torch.testing.assert_close(
                 torch.from_numpy(stored[index]['latent_moments'].copy()),
                 model.encode(image[None])[0],

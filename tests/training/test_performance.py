@@ -12,7 +12,7 @@ from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from torch import nn
 
-from diffusion.callbacks.loss_guard import observed
+from diffusion.callbacks.loss_guard import record_microbatch
 from diffusion.config.load import load
 from diffusion.config.performance_preset import PARTS, effective_parts
 from diffusion.config.recipe import SpeedConfig
@@ -325,7 +325,7 @@ def test_parts_that_a_strategy_does_not_support_are_an_error(write_recipe):
 
 
 def test_copies_run_one_batch_ahead_and_errors_follow_earlier_batches():
-    from diffusion.data.cuda_prefetch import one_ahead
+    from diffusion.data.cuda_prefetch import prefetch_one
 
     events: list[str] = []
 
@@ -345,17 +345,17 @@ def test_copies_run_one_batch_ahead_and_errors_follow_earlier_batches():
 
     received = []
     with pytest.raises(RuntimeError, match='a shard is missing'):
-        received.extend(one_ahead(source(), start, finish))
+        received.extend(prefetch_one(source(), start, finish))
     assert received == [0, 1, 2], 'batches before the error are not lost'
     assert events == [
         *('read 0', 'copy 0', 'read 1', 'copy 1', 'use 0', 'read 2', 'copy 2', 'use 1'),
         *('use 2',),
     ]
-    assert list(one_ahead(iter([]), start, finish)) == []
+    assert list(prefetch_one(iter([]), start, finish)) == []
 
 
 WAITS = {
-    'diffusion/callbacks/loss_guard.py (over_all_ranks)': 'loss, before the update; Composer waits for it next',
+    'diffusion/callbacks/loss_guard.py (reduce_over_ranks)': 'loss, before the update; Composer waits for it next',
     'composer/trainer/trainer.py (_iter_dataloader)': 'flag that a rank has no more data',
     'composer/trainer/trainer.py (_train_microbatches)': 'batch size over all ranks',
     'composer/trainer/trainer.py (<lambda>)': "loss, as the result of the optimizer's closure",
@@ -384,7 +384,7 @@ def test_step_waits_for_the_device_only_in_known_places(write_recipe):
     trainer.close()
     per_batch = {f'{site.file} ({site.function})': count / 2 for site, count in found.items()}
     assert set(per_batch) <= set(WAITS), {str(site): count for site, count in found.items()}
-    assert per_batch['diffusion/callbacks/loss_guard.py (over_all_ranks)'] == 1
+    assert per_batch['diffusion/callbacks/loss_guard.py (reduce_over_ranks)'] == 1
 
 
 def test_find_waits_reports_a_new_wait():
@@ -408,7 +408,7 @@ def test_step_reads_no_values_from_the_device(make_model):
     loss = model.loss(model(batch), batch)
     loss.backward()
     optimizer.step()
-    observed(loss, batch, model.sample_losses)
+    record_microbatch(loss, batch, model.sample_losses)
 
 
 EVERYTHING: dict[str, Any] = {'channels_last': True, 'inference_mode': True, 'flash_attention': True}

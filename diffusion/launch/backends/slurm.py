@@ -15,7 +15,7 @@ from diffusion.launch.backends.base import NotValidated, Rendered, environment_o
 from diffusion.launch.command_line_tools import call
 from diffusion.launch.job_spec import Job
 
-AFTER_SRUN = Path(__file__).with_name('slurm_after.sh')
+AFTER_SRUN = Path(__file__).with_name('slurm_requeue.sh')
 """Part of the script that runs after srun."""
 INSTALL = 'run this on a login node of the cluster'
 NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9._-]{0,63}')

@@ -1,7 +1,7 @@
 """Run a program with an injected fault: `injected.py TARGET STATEMENT PROGRAM ARGUMENTS...`.
 
-TARGET, such as `diffusion.training.train:write_atomically`, is replaced by a function that executes STATEMENT. PROGRAM is
-`run.py` or `diffusion`.
+TARGET, such as `diffusion.training.train:write_atomically`, is replaced by a function that executes STATEMENT. PROGRAM
+is `run.py` or `diffusion`.
 """
 
 import errno

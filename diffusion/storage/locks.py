@@ -56,7 +56,7 @@ def make_scratch_folder(path: Path, size: int) -> Path:
 
 
 def reserved_bytes(name: str) -> int:
-    """Return the bytes reserved for a download, from its folder's name, made by `make_scratch_folder`; 0 for other names."""
+    """Return the bytes reserved for a download, by the name that `make_scratch_folder` gave; 0 for other names."""
     parts = name.removesuffix(SUFFIX).rsplit('.', 2)
     return int(parts[1]) if name.endswith(SUFFIX) and len(parts) == 3 and parts[1].isdigit() else 0
 

@@ -15,6 +15,15 @@ from diffusion.errors import DataError, ExternalError, UserError
 from diffusion.exit_codes import CLOSED_PIPE, USAGE_ERROR
 
 
+class _Commands(argparse._SubParsersAction):
+    """Subcommands; the `--help` of each begins with its help text from the list of subcommands."""
+
+    # typeshed declares every keyword of ArgumentParser, which the override need not repeat.
+    def add_parser(self, name: str, *, help: str, **options: Any) -> Any:  # type: ignore[override]
+        """Add a subcommand; its description is `help` as a sentence by default."""
+        return super().add_parser(name, help=help, **{'description': f'{help[0].upper()}{help[1:]}.', **options})
+
+
 class CommandParser(argparse.ArgumentParser):
     """Parser that suggests the nearest name for an unknown subcommand; parsers of its subcommands do the same."""
 
@@ -23,7 +32,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def add_subparsers(self, **options: Any) -> Any:
         """Add subcommands; the option `dest` names their kind in the message for an unknown one."""
-        self.commands = super().add_subparsers(**options)
+        self.commands = super().add_subparsers(action=_Commands, **options)
         return self.commands
 
     # typeshed declares overloads of this method, which the override need not repeat.

@@ -75,9 +75,10 @@ def inner_products(some: Sequence[Profile], others: Sequence[Profile]) -> NDArra
 
 
 def mixture(kept: Sequence[Profile], target: Profile) -> tuple[NDArray[np.float64], float]:
-    """Return the weighted sum of saved profiles that is closest to a target profile.
+    """Return the coefficients of the weighted sum of saved profiles that is closest to a target profile.
 
-    Minimizes |target - sum x_i kept_i|^2 (appendix C) over coefficients x that sum to 1.
+    A profile is the weight that a power-function average gives to each training step. The coefficients x sum to 1 and
+    minimize |target - sum x_i kept_i|^2 (Karras et al. 2024, appendix C).
 
     Returns:
         The coefficients x, and the relative error |target - sum x_i kept_i| / |target|.

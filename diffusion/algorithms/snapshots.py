@@ -105,10 +105,10 @@ def reconstruct_average(run: Path, width: float, *, at: int | None = None) -> Re
 
     Args:
         run: The run's folder.
-        width: Standard deviation of the average over the training steps, as a fraction of the training so far, in
-            (0, 0.2887].
+        width: Standard deviation, over the training steps, of the coefficients with which the average weights the
+            steps; as a fraction of the training so far, in (0, 0.2887], where 0.2887 is the plain mean of all steps.
         at: Batch up to which to average; the batch of the last snapshot by default. At a batch between two snapshots,
-            the relative L2 error of the weights given to the training steps is about 20%.
+            the coefficients have a relative L2 error of about 20%.
 
     Raises:
         UserError: There are no snapshots, `at` is after the last one, the width is out of range, or a file is damaged.

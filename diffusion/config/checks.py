@@ -207,7 +207,7 @@ def _components(recipe: Recipe) -> list[tuple[str, str, Component]]:
 
 
 def _check_task(recipe: Recipe, gather: Gatherer) -> None:
-    """Report keys that the recipe's task needs and that are empty or missing."""
+    """Add a problem to `gather` for each key that the recipe's task requires and that is empty or missing."""
     if recipe.task == 'train':
         if not recipe.streams:
             gather.problem('streams', 'is empty; training needs at least one stream')
@@ -230,7 +230,10 @@ def _check_streams(section: str, streams: Mapping[str, StreamConfig], gather: Ga
         if stream.remote is None and stream.local is None:
             gather.problem(where, 'has neither remote nor local; give the folder of its MDS shards')
         if isinstance(stream.resolution, int) and (stream.resolution <= 0 or stream.resolution % 8):
-            gather.problem(join(where, 'resolution'), f'{stream.resolution} is not a multiple of 8 pixels')
+            gather.problem(
+                join(where, 'resolution'),
+                f'{stream.resolution} is not a multiple of 8 pixels; use {max(8, round(stream.resolution / 8) * 8)}',
+            )
         _check_shape(where, stream, gather)
         amounts = [key for key in ('proportion', 'repeat', 'choose') if getattr(stream, key) is not None]
         if len(amounts) > 1:
@@ -262,7 +265,9 @@ def _check_loader(recipe: Recipe, gather: Gatherer) -> None:
 def _check_shape(where: str, stream: StreamConfig, gather: Gatherer) -> None:
     if stream.aspects:
         if stream.shape is not None:
-            gather.problem(join(where, 'shape'), 'is set by the folders of an `aspects` stream; remove one of the two')
+            gather.problem(
+                join(where, 'shape'), 'an `aspects` stream takes its shapes from its folders; remove shape or aspects'
+            )
         if stream.choose is not None:
             gather.problem(
                 join(where, 'choose'), 'cannot be divided over image shapes; use proportion and loader.epoch_size'

@@ -244,7 +244,7 @@ def _format_plain(annotation: Any) -> str:
 
 
 def _arguments(node: ast.FunctionDef, aliases: _Aliases) -> tuple[Parameter, ...]:
-    """Return the parameters of a function definition, without *args and **kwargs."""
+    """Return the parameters of a function that `ast` has parsed, without *args and **kwargs."""
     arguments = node.args
     positional = [*arguments.posonlyargs, *arguments.args]
     required = [index < len(positional) - len(arguments.defaults) for index in range(len(positional))]

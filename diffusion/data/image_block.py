@@ -38,7 +38,10 @@ class ImageBlock:
         self._free = deque[bytearray](maxlen=MAX_FREE)
 
     def place(self, shape: Sequence[int]) -> Tensor:
-        """Return uninitialized memory to decode an image into, uint8 [3, H, W], right after the previous image's."""
+        """Return an uninitialized tensor, uint8 [3, H, W], to decode the next image of a batch into.
+
+        Images of a batch are adjacent in memory, so that `collate` makes the batch without copying them.
+        """
         # An image of another shape starts a new batch, since batches never mix shapes.
         if self._block is None or self._used == self.batch_size or self._block.shape[1:] != tuple(shape):
             self._block, self._used = self._new_block((self.batch_size, *shape)), 0

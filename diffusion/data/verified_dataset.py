@@ -150,7 +150,10 @@ class VerifiedDataset(StreamingDataset):
         self._shard_states[shard_id] = _ShardState.LOCAL
 
     def on_exception(self, future: Future) -> None:
-        """Report an exception of a Streaming thread to all processes; the executor calls this with the future."""
+        """Report the exception of a finished Streaming thread, if any, to the other processes on this machine.
+
+        Streaming registers this as a callback of the thread's future. It raises nothing.
+        """
         # Streaming re-raises here, but an executor only logs what a callback raises: the epoch would end early.
         error = future.exception()
         if error is not None:

@@ -80,7 +80,10 @@ def size_on_sheet(image: Image.Image, side: int) -> tuple[int, int]:
 
 
 def enlarged_size(image: Image.Image, side: int) -> tuple[int, int]:
-    """Return the width and height of an image in a PNG: as `size_on_sheet`, or enlarged by an integer factor."""
+    """Return width and height at which to draw an image in a PNG, with about the area of side x side pixels.
+
+    A larger image has the size that `size_on_sheet` returns; a smaller one is enlarged by an integer factor.
+    """
     # An integer factor, so that all pixels of a small image have the same size.
     natural = math.sqrt(image.width * image.height)
     if natural >= side:

@@ -68,7 +68,8 @@ class Retrieval:
         count = int(dataset.size)
         if self.num_captions > count:
             raise UserError(
-                f'evaluators.retrieval.num_captions: {self.num_captions} is more than the {count} images of the dataset'
+                f'evaluators.retrieval.num_captions: {self.num_captions} is more than the {count} images of the '
+                f'dataset; use at most {count}'
             )
         chosen = [index * count // self.num_captions for index in range(self.num_captions)]
         captions = [captions_of(dataset.get_item(index), dataset.where(index))[0] for index in chosen]

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from diffusion.launch.job_checks import CheckedSpec
 
 _SPEC_HELP = dict.fromkeys(('logs', 'cancel'), 'YAML file of the job, as passed to `diffusion launch`') | {
-    'status': 'YAML file of the job, as passed to `diffusion launch`; or a run folder, to show its attempts and '
-    'goodput, or its last batch, loss and checkpoint if `diffusion launch` did not start it'
+    'status': 'YAML file of the job, as passed to `diffusion launch`; or a run folder. A run folder shows the attempts '
+    'and goodput if `diffusion launch` started the run, otherwise only its last batch, loss and checkpoint'
 }
 
 

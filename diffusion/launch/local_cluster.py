@@ -44,7 +44,7 @@ class LocalJob:
         self._nodes: list[subprocess.Popen[bytes]] = []
 
     def run(self) -> int:
-        """Run the job, with restarts if it fails; return the exit status of the last attempt."""
+        """Run the job's nodes as processes of this machine, with restarts; return the last attempt's exit status."""
         restart, count = self.job.spec.restart, 0
         handlers = {number: signal.signal(number, self._request_stop) for number in (signal.SIGINT, signal.SIGTERM)}
         try:

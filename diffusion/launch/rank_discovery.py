@@ -131,9 +131,10 @@ def _optional_int(environ: Mapping[str, str], variable: str) -> int | None:
 
 
 def _local(environ: Mapping[str, str], resources: Path) -> _SchedulerValues:
-    """Return node rank, number of nodes and processes per node for a job without a scheduler.
+    """Return this node's rank, the number of nodes and of processes per node, for a job without a scheduler.
 
-    The defaults are one node and one process per GPU; None for a number that the job spec sets.
+    The rank is DIFFUSION_NODE_RANK, or 0. The numbers are 1 node and 1 process per GPU; a number that the job spec sets
+    is returned as None, so that the caller uses the job spec's.
     """
     return _SchedulerValues(
         _parse_int(environment.NODE_RANK, environ.get(environment.NODE_RANK, '0')),

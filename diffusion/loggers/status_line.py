@@ -94,9 +94,9 @@ _line: StatusLine | None = None
 
 
 def install() -> bool:
-    """Reserve the last row for the status line, and return True, if stderr is a terminal.
+    """Reserve the terminal's last row for the status line; return False if stderr is not a terminal.
 
-    Call it before importing libraries that keep a reference to sys.stderr, such as the handler of a logger.
+    Call it before importing libraries that keep a reference to sys.stderr, such as in a logging handler.
     """
     global _line
     if _line is None and sys.stderr.isatty() and os.environ.get('TERM', 'dumb') != 'dumb':

@@ -179,7 +179,11 @@ class _Recording:
 
 
 class _Operations(TorchDispatchMode):
-    """Dispatch mode that records the size of every operation's largest output, and counts operations with FLOPs."""
+    """Dispatch mode that records the bytes of every operation's largest output tensor.
+
+    It also counts the operations for which torch counts FLOPs, such as matmuls and convolutions; the others are cheap
+    enough that a compiled block recomputes their results.
+    """
 
     def __init__(self, recording: _Recording) -> None:
         super().__init__()

@@ -161,7 +161,8 @@ def latent_statistics(vae: AutoencoderKL) -> tuple[Tensor, Tensor]:
     std = config.get('latents_std') or [1.0] * channels
     if len(mean) != channels or len(std) != channels:
         raise UserError(
-            f'vae: latents_mean and latents_std have {len(mean)} and {len(std)} values for {channels} channels'
+            f'vae: latents_mean and latents_std have {len(mean)} and {len(std)} values for {channels} channels; give '
+            'one value per channel'
         )
     return torch.tensor(mean, device='cpu'), torch.tensor(std, device='cpu') / config['scaling_factor']
 

@@ -62,7 +62,10 @@ class ModelKey:
         return counts_folder() / self.file_name
 
     def made_with(self) -> dict[str, str]:
-        """Return library versions and a hash of the model's source; cached counts are invalid if any of them differ."""
+        """Return the library versions and a hash of the model's source, to store with its counts.
+
+        Cached counts of FLOPs and activations are invalid if any of these differ from the stored ones.
+        """
         target = registry.TARGETS['model'][self.name]
         home = target.split(':')[0] if isinstance(target, str) else target.__module__
         versions = {name: importlib.metadata.version(name) for name in LIBRARIES}

@@ -60,7 +60,11 @@ class Phase:
         return _autocast(self.recipe)
 
     def speed(self, strategy: str | None = None) -> SpeedConfig:
-        """Return the `speed` settings in effect on GPUs under a parallelism strategy (default: from the recipe)."""
+        """Return the `speed` settings on GPUs, with nulls resolved and those that the strategy does not support off.
+
+        Args:
+            strategy: Parallelism strategy, such as `ddp`; the recipe's by default.
+        """
         return _speed(self.recipe, strategy)
 
     def precision(self, strategy: str | None = None) -> Precision:

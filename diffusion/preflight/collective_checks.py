@@ -296,7 +296,7 @@ def _giga(value: float | None) -> float | None:
 
 
 def _check_products(ranks: Sequence[RankMeasurements]) -> list[Finding]:
-    """Return a finding per rank whose matrix product varies or differs from the other ranks, or one if none does."""
+    """Return a finding for each rank whose matrix product varies or differs from the rest, else one passing finding."""
     # There is no reference: with a wrong result on one of two ranks, either may be reported.
     repeatable = Counter(each.product for each in ranks if each.product >= 0)
     usual = repeatable.most_common(1)[0][0] if repeatable else -1

@@ -56,7 +56,7 @@ def _clean_caption(caption: Any, min_length: int, max_length: int) -> str:
     if caption is None or (isinstance(caption, float) and math.isnan(caption)):
         raise Unfit('no_caption', 'the image has no caption')
     if not isinstance(caption, str):
-        raise Unfit('caption_not_text', f'the caption has type {type(caption).__name__}')
+        raise Unfit('caption_not_text', f'the caption has type {type(caption).__name__}, not str')
     # Check the raw length first: NFC normalization of 100 kB of combining accents takes minutes in Python. Cleaning
     # shortens a text (white space, combining characters), so compare with a multiple of the maximum.
     too_long = len(caption) > 4 * max_length

@@ -63,7 +63,7 @@ def run_prepare(args: argparse.Namespace) -> int:
 
 
 def _add_recipe(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument('recipe', help='path of the YAML file')
+    parser.add_argument('recipe', help='YAML file of the preparation: source, output and settings')
     parser.add_argument(
         'overrides', nargs='*', metavar='KEY=VALUE', help='override a setting, such as filters.min_side=512'
     )
@@ -121,7 +121,7 @@ def _add_shared_options(parser: argparse.ArgumentParser) -> None:
         '--aspects',
         nargs='+',
         metavar='SHAPE',
-        help='aspect-ratio buckets: none, sdxl, or shapes such as 640x384 (default: none)',
+        help='aspect-ratio buckets: none, sdxl, or shapes as width x height, such as 640x384 (default: none)',
     )
     parser.add_argument('--workers', type=int, metavar='N', help='number of worker processes (default: one per core)')
     parser.add_argument('--duplicates', choices=('none', 'exact', 'near'), help='duplicates to remove (default: none)')
@@ -139,7 +139,11 @@ def _add_shared_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument('--jpeg-quality', type=int, metavar='Q', help='quality of stored JPEGs, 1 to 100 (default: 95)')
     parser.add_argument(
-        '--set', action='append', default=[], metavar='KEY=VALUE', help='set any other setting: filters.min_side=512'
+        '--set',
+        action='append',
+        default=[],
+        metavar='KEY=VALUE',
+        help='set any other setting, such as filters.min_side=512; can be given several times',
     )
     _add_execution_options(parser)
 
@@ -154,7 +158,7 @@ def _add_execution_options(parser: argparse.ArgumentParser) -> None:
         '--engine',
         choices=('processes', 'ray'),
         default='processes',
-        help='where to run the jobs (default: %(default)s)',
+        help='run the jobs in processes of this machine or on a Ray cluster (default: %(default)s)',
     )
 
 

@@ -111,7 +111,7 @@ def _resolve_column(schema: pa.Schema, given: str | None, common_names: Sequence
 
 
 def _find_column(schema: pa.Schema, common_names: Sequence[str]) -> str | None:
-    """Return the first of the usual names that the schema has, ignoring case, as spelled in the schema."""
+    """Return the schema's column that has the first matching common name, ignoring case, or None if none matches."""
     spelled = {name.lower(): name for name in reversed(schema.names)}
     return next((spelled[name] for name in common_names if name in spelled), None)
 

@@ -143,7 +143,7 @@ class _Preparation:
             if former is not None and former.arguments.get('hold_out'):
                 raise UserError(
                     f'{self.settings.held_out}: was held out from an earlier dataset, and its images would now be in '
-                    'training; remove it or give --hold-out'
+                    'training; delete this folder, or give --hold-out again'
                 )
 
     def convert_parts(self, plan: InputPlan, share: Share | None) -> None:

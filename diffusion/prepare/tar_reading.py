@@ -74,7 +74,7 @@ def members(path: Path) -> Iterator[Member]:
 
 
 class _Tar:
-    """Tar reader with its current position."""
+    """Sequential reader of the members of an open tar file, with the byte offset at which it is damaged."""
 
     def __init__(self, file: IO[bytes] | gzip.GzipFile) -> None:
         self.file = file

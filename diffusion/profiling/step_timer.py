@@ -125,7 +125,7 @@ class Recorder:
         self.on = False
 
     def read(self) -> dict[str, float]:
-        """Return the GPU seconds in each stage, of the stages that the GPU has finished since the last call."""
+        """Return GPU seconds by stage name, for the work completed since the last call; do not wait for the GPU."""
         marks = self._marks
         # query() tests an event without waiting; synchronize() would stall the host until the GPU catches up. Events
         # complete in order, so stop at the first that is not complete; the next call continues there.

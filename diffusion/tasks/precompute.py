@@ -73,7 +73,10 @@ class StageOutput:
         self.clear()
 
     def clear(self) -> None:
-        """Remove the local state for resuming, also after a job that was killed before it removed the state itself."""
+        """Remove the local folder with the state of an unfinished stage; call it when the stage's output is complete.
+
+        State in an object store is kept.
+        """
         if isinstance(self.begun, LocalFolder):
             remove(self.begun.path)
 

@@ -87,7 +87,7 @@ def error_message(path, *overrides):
         (
             'sagemaker',
             {'gpu': 'rtx-4090'},
-            'backend.instance_type: is missing; set it, as there is no default for rtx-4090',
+            'backend.instance_type: is missing; set it (there is no default for rtx-4090)',
         ),
         ('sagemaker', {'secrets': {'A': None}}, 'secrets.A: SageMaker shows environments in plain text'),
         ('sagemaker', {'schedule': {'queue': 'q'}}, 'schedule.queue: is not supported by SageMaker'),
@@ -108,7 +108,7 @@ def error_message(path, *overrides):
             {'gpus_per_node': 4},
             'gpus_per_node: 4 of 8 per machine; jobs of several nodes use whole machines; use 8',
         ),
-        ('mcli', {'gpu': 'l40s'}, 'backend.gpu_type: is missing; set it, as there is no default for l40s'),
+        ('mcli', {'gpu': 'l40s'}, 'backend.gpu_type: is missing; set it (there is no default for l40s)'),
         ('local', {'image': 'image'}, 'image: the local backend does not use a container image'),
         ('local', {'schedule': {'queue': 'q'}}, 'schedule.queue: the local backend has no scheduler'),
         ('local', {'schedule': {'preemptible': True}}, 'schedule.preemptible: the local backend has no scheduler'),

@@ -69,7 +69,8 @@ def problems(jobs: Sequence[Job]) -> list[Problem]:
         message = 'is not supported on Kubernetes; set schedule.priority or backend.raw.pod.nodeSelector instead'
         gather.problem('schedule.preemptible', message)
     if isinstance(spec.schedule.priority, int):
-        gather.problem('schedule.priority', f'{spec.schedule.priority} is a number; use the name of a priority class')
+        message = f'{spec.schedule.priority} is a number; on Kubernetes, use the name of a priority class'
+        gather.problem('schedule.priority', message)
     for target, source in spec.mounts.items():
         if _volume('x', source) is None:
             message = f'{source!r} cannot be mounted; use pvc://claim, pvc://claim/folder, or a folder on the nodes'

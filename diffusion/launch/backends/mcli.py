@@ -47,7 +47,8 @@ def problems(jobs: Sequence[Job]) -> list[Problem]:
     if spec.schedule.queue is None:
         gather.problem('schedule.queue', 'is missing; set it to one of the clusters that `mcli get clusters` lists')
     if spec.gpu is None or (spec.gpu not in GPU_TYPES and spec.options.gpu_type is None):
-        gather.problem('backend.gpu_type', f'is missing; set it, as there is no default for {spec.gpu or "no GPU"}')
+        message = f'is missing; set it (there is no default for {spec.gpu or "a job without GPUs"})'
+        gather.problem('backend.gpu_type', message)
     if any(job.nodes > 1 for job in jobs) and spec.gpus_per_node != GPUS_PER_NODE:
         message = (
             f'{spec.gpus_per_node} of {GPUS_PER_NODE} per machine; jobs of several nodes use whole machines; use 8'

@@ -186,7 +186,7 @@ def _check_machines(jobs: Sequence[Job], gather: Gatherer) -> None:
         return
     if spec.gpu not in INSTANCES:
         gather.problem(
-            'backend.instance_type', f'is missing; set it, as there is no default for {spec.gpu or "no GPU"}'
+            'backend.instance_type', f'is missing; set it (there is no default for {spec.gpu or "a job without GPUs"})'
         )
     elif spec.gpus_per_node != 8:
         message = f'{spec.gpus_per_node} of the 8 GPUs of {INSTANCES[spec.gpu]}; use 8, or set backend.instance_type'

@@ -204,9 +204,14 @@ def components_page() -> str:
         parts.append(f'## {title}')
         where = f'`{section[kind]}:`' if kind in section else f'`{kind}:`'
         parts.append(f'In a recipe: {where}.')
-        for name in registry.names(kind):
+        for name in shipped_names(kind):
             parts += _component(kind, name)
     return _joined(*parts)
+
+
+def shipped_names(kind: str) -> list[str]:
+    """Return the names of the components of this library, without those that a program has registered."""
+    return [name for name in registry.names(kind) if str(registry.TARGETS[kind][name]).count(':') == 1]
 
 
 def _component(kind: str, name: str) -> Iterator[str]:

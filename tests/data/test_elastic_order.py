@@ -248,7 +248,7 @@ def test_warns_if_whole_batches_change_proportion(caplog):
     assert [stream.choose for stream in dataset.streams] == [1900, 100]
     assert 'in whole batches' not in caplog.text
     dataset_without_shards([(stream(proportion=0.95), [1000]), (stream(proportion=0.07), [1000])], 100)
-    assert 'streams.s1: 0.0686 of an epoch requested, 0.0500 in whole batches; a larger' in caplog.text
+    assert 'streams.s1: 0.0686 of an epoch requested, 0.0500 in whole batches; raise loader' in caplog.text
 
 
 def test_large_epochs_use_coarser_sampling_granularity():

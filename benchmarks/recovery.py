@@ -46,7 +46,7 @@ def main(batches: str = '25') -> None:
         prepare = [sys.executable, '-c', code, 'prepare', 'openmoji', '--out', 'data', '--limit', '200']
         subprocess.run([*prepare, '--sizes', '64'], cwd=folder, env=environment(), check=True, stdout=sys.stderr)
         rows = run_with_faults(folder, [sys.executable, '-c', code, 'launch'], every)
-        report = attempts.format_attempts_report(folder / 'runs' / 'disturbed')
+        report = '\n'.join(attempts.attempts_table(attempts.read_attempts(folder / 'runs' / 'disturbed')))
     print()
     print('| fault | until all processes ended, s | until the next start, s | until its first batch, s | total, s |')
     print('|---|---|---|---|---|')

@@ -11,8 +11,8 @@ from typing import Any, TextIO
 
 import diffusion
 from diffusion.config.schema import did_you_mean
-from diffusion.errors import DataError, ExternalError, UserError
-from diffusion.exit_codes import CLOSED_PIPE, USAGE_ERROR
+from diffusion.errors import DataError, ExternalError, UserError, exit_status, printable
+from diffusion.exit_codes import CLOSED_PIPE, CONFIG_ERROR, INTERRUPTED, USAGE_ERROR
 
 
 class _Commands(argparse._SubParsersAction):
@@ -87,11 +87,12 @@ def _main(argv: Sequence[str] | None) -> int:
     except (UserError, DataError, ExternalError) as error:
         if os.environ.get('DIFFUSION_TRACEBACK'):
             traceback.print_exc()
-        print(f'error: {error}', file=sys.stderr)
-        return USAGE_ERROR if isinstance(error, UserError) else error.exit_status
+        print(f'error: {printable(str(error))}', file=sys.stderr)
+        status = exit_status(error)
+        return USAGE_ERROR if isinstance(error, UserError) and status == CONFIG_ERROR else status
     except KeyboardInterrupt:
         print('interrupted', file=sys.stderr)
-        return 130  # 128 + SIGINT, as shells report it
+        return INTERRUPTED
 
 
 def _flush() -> None:
@@ -133,15 +134,29 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument('--strict', action='store_true', help='fail on values that are still ??? (default: list them)')
     parser.add_argument('--quiet', action='store_true', help='do not print the resolved recipe')
+    parser.add_argument(
+        '--gpus', type=_positive_integer, metavar='N', help='also check that the recipe can run on N GPUs of all nodes'
+    )
+    parser.add_argument(
+        '--gpus-per-node', type=_positive_integer, default=8, metavar='N', help='with --gpus (default: %(default)s)'
+    )
     parser.set_defaults(run=run_check)
+
+
+def _positive_integer(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f'{text!r} is not a positive integer')
+    return int(text)
 
 
 def run_check(args: argparse.Namespace) -> int:
     """Run `diffusion check`: print the resolved recipe and its values that are still ???; return the exit status."""
-    from diffusion.config.load import load, to_yaml
+    from diffusion.config.load import RecipeError, check_devices, load, to_yaml
 
     started = time.perf_counter()
     recipe = load(args.recipe, args.overrides, allow_missing=not args.strict)
+    if args.gpus is not None and (problems := check_devices(recipe, args.gpus, min(args.gpus, args.gpus_per_node))):
+        raise RecipeError(problems, args.recipe)
     if not args.quiet:
         print(to_yaml(recipe))
     if recipe.missing:
@@ -288,7 +303,8 @@ def _add_launch(commands: Any) -> None:
     cli.add_launch(commands.add_parser('launch', help='submit a job to Slurm, Kubernetes or others, or run it locally'))
     cli.add_preflight(commands.add_parser('preflight', help='check that machines are fit for training'))
     cli.add_job(
-        commands.add_parser('status', help="show a job's state, or the attempts and goodput of a run"), 'status'
+        commands.add_parser('status', help='show the state of a job, or the state, attempts and goodput of a run'),
+        'status',
     )
     cli.add_job(commands.add_parser('logs', help="show the end of a job's log"), 'logs')
     cli.add_job(commands.add_parser('cancel', help='cancel a job'), 'cancel')

@@ -4,6 +4,7 @@ Any other exception is a bug or a fault of the machine. It keeps its traceback, 
 """
 
 import errno
+import re
 
 from diffusion.exit_codes import CONFIG_ERROR, FAILED
 
@@ -46,6 +47,30 @@ class ExternalError(RuntimeError):
     exit_status = FAILED
 
 
+def printable(text: str) -> str:
+    """Return a text for a terminal, in which control characters, except line breaks and tabs, are escapes."""
+    # File names, captions and files of others may contain sequences that change the title or the keys of a terminal.
+    return re.sub(r'[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]', _escape, text)
+
+
+def _escape(found: 're.Match[str]') -> str:
+    return found[0].encode('unicode_escape').decode('ascii')
+
+
 def is_wrong_path(error: OSError) -> bool:
     """Return True if an OSError means that a path is missing, of the wrong type or not accessible, not an I/O fault."""
     return error.errno in _WRONG_PATH
+
+
+def exit_status(error: UserError | DataError | ExternalError) -> int:
+    """Return the status that a program exits with after an error.
+
+    A `UserError` caused by a fault that may pass, such as ESTALE or ENOSPC, exits with `exit_codes.FAILED`, so that the
+    scheduler retries it.
+    """
+    link = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    while link is not None and error.exit_status == CONFIG_ERROR:
+        if isinstance(link, OSError) and link.errno is not None and not is_wrong_path(link):
+            return FAILED
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+    return error.exit_status

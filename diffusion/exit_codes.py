@@ -1,9 +1,9 @@
 """Exit statuses of the programs, and the exception of a run that was asked to stop.
 
 `run.py` and the node entry point exit with 0, FAILED, PREEMPTED, BAD_HARDWARE or CONFIG_ERROR, on which a scheduler
-acts. The `diffusion` command is for interactive use. It exits with 0; FAILED; USAGE_ERROR for every user error, as
-argparse does for a wrong option; 3 if the data that it checked is not valid (`data verify`, `prepare`); 130 if it was
-interrupted; CLOSED_PIPE if nobody reads its output any more.
+acts, or with INTERRUPTED. The `diffusion` command is for interactive use. It exits with 0; FAILED; USAGE_ERROR for
+every user error, as argparse does for a wrong option; 3 if the data that it checked is not valid (`data verify`,
+`prepare`); INTERRUPTED if it was interrupted; CLOSED_PIPE if nobody reads its output any more.
 
 A user error (`errors.UserError`) is printed in one to three lines, or as one line per mistake of a recipe. So is data
 that cannot be read (`errors.DataError`). Everything else keeps its traceback and exits with FAILED: bugs, and faults of
@@ -26,9 +26,20 @@ CONFIG_ERROR = 78
 """Error that the user must correct; a retry cannot succeed (sysexits.h: EX_CONFIG)."""
 
 
+INTERRUPTED = 130
+"""Interrupted with Ctrl-C without saving: the `diffusion` command, or a training run by a second Ctrl-C (128 + SIGINT).
+The first Ctrl-C saves a checkpoint and ends a run with 75."""
+
 CLOSED_PIPE = 141
 """Exit status of the `diffusion` command if the reader of its output, such as `head`, has ended: 128 + SIGPIPE."""
 
 
 class Preempted(Exception):
     """Raised when a run was asked to stop and has saved its state."""
+
+
+class HardwareFault(Exception):
+    """Raised on the rank whose hardware has a fault, after all ranks have saved; the others raise `Preempted`.
+
+    Only this rank's node then exits with BAD_HARDWARE, so that the scheduler avoids this machine and no other.
+    """

@@ -1,7 +1,8 @@
 """Generate the reference pages from the code: an mkdocs hook.
 
-The pages are made from the recipe's dataclasses, the registry's signatures and docstrings, argparse, and the constants
-of `exit_codes` and `launch.environment`, so that they cannot go stale. Nothing here imports torch.
+The pages are made from the recipe's dataclasses, the registry's signatures and docstrings, the rules of resuming,
+argparse, and the constants of `exit_codes` and `launch.environment`, so that they cannot go stale. Nothing here imports
+torch.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from diffusion import cli, exit_codes
 from diffusion.config import registry
 from diffusion.config.checks import NAMED_COMPONENT_SECTIONS, SUPPLIED
 from diffusion.config.recipe import Component, Recipe
+from diffusion.config.resume_rules import RULES
 from diffusion.config.schema import attribute_docs
 from diffusion.config.signatures import defaults_of_source, source_file, words
 from diffusion.launch import environment
@@ -62,6 +64,7 @@ def pages() -> dict[str, str]:
     return {
         'reference/recipe.md': recipe_page(),
         'reference/components.md': components_page(),
+        'reference/resume.md': resume_page(),
         'reference/command-line.md': command_line_page(),
         'reference/prepare.md': prepare_page(),
         'reference/job.md': job_page(),
@@ -86,6 +89,26 @@ def recipe_page() -> str:
         `imports`.
     """
     return _joined(textwrap.dedent(intro), *dataclass_tables(Recipe, 'Top level'))
+
+
+def resume_page() -> str:
+    """Return the page of the effect of each key that changes when a run resumes."""
+    intro = """
+        # Changes on resume
+
+        A run that resumes is compared with the recipe that its checkpoint was trained with, with defaults filled in.
+        This table has the effect of a change of each key; every change that is made is logged and added to the end of
+        the run's `recipe.yaml`. `*` stands for the name of a stream, and at the end of a key for all other keys there.
+        Keys of algorithms, callbacks and loggers are listed by their registered names.
+
+        - *fixed*: the run is refused with both values.
+        - *applied*: the new value takes effect.
+        - *needs allow_data_change*: the new value takes effect if it leaves the samples and their order as they were;
+          otherwise the run is refused unless the recipe sets `allow_data_change: true`.
+        - *applied before averaging starts, then fixed*: refused if the checkpoint has averaged weights.
+    """
+    rows = [(key, rule.effect.value, rule.reason) for rule in RULES for key in rule.keys]
+    return _joined(textwrap.dedent(intro), table(('key', 'effect', 'reason'), rows, code=(0,)))
 
 
 def prepare_page() -> str:
@@ -133,7 +156,8 @@ def dataclass_tables(kind: Any, title: str) -> list[str]:
                     queue.append(inner)
                 link = f' Keys: [`{sections[inner]}`](#{sections[inner]}).'
             meaning = docs.get(field.name, '') + link
-            rows.append((field.name, type_text(hints[field.name]), default_text(field), meaning))
+            key = field.metadata.get('key', field.name)
+            rows.append((key, type_text(hints[field.name]), default_text(field), meaning))
         heading = title if each is kind else f'`{sections[each]}`'
         parts += [f'## {heading}', inspect.cleandoc(each.__doc__ or '')]
         parts.append(table(('key', 'type', 'default', 'meaning'), rows, code=(0, 2)))
@@ -358,7 +382,6 @@ def exit_status_page() -> str:
     rows += [(str(value), docs[name]) for name, value in vars(exit_codes).items() if name in docs]
     rows += [
         ('3', '`diffusion data verify` found damaged data, or `diffusion prepare` rejected more than `max_rejected`.'),
-        ('130', 'The `diffusion` command was interrupted with Ctrl-C.'),
     ]
     text = inspect.cleandoc(exit_codes.__doc__ or '')
     return _joined('# Exit statuses', text, table(('status', 'meaning'), sorted(rows, key=lambda row: int(row[0]))))

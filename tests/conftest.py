@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import gc
 import json
+import signal
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from object_store import Store
     from ranks import Ranks
 
+# nohup and background shells start programs with these signals ignored, which all processes of the tests would inherit.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 LONGEST = (
     'test_same_curve.py',

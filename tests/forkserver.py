@@ -24,9 +24,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import faults
+
 ROOT = Path(__file__).resolve().parents[1]  # resolved, because jobs run this file through a link of another name
 SOCKET = 'FORKSERVER'
-PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
 
 
 class Process:
@@ -86,16 +88,24 @@ class Process:
 
 
 class Server:
-    """Server process that forks; create one per test session."""
+    """Server process that forks; create one per test session.
 
-    def __init__(self) -> None:
+    Args:
+        environment: Variables added to those of this process, for libraries that must be loaded with the server.
+    """
+
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self.path = str(Path(self._folder.name, 'socket'))
-        environ = os.environ | {
-            'OMP_NUM_THREADS': '1',
-            'CUDA_VISIBLE_DEVICES': '',
-            'PYTHONPATH': f'{ROOT}:{ROOT / "tests"}',
-        }
+        environ = (
+            os.environ
+            | {
+                'OMP_NUM_THREADS': '1',
+                'CUDA_VISIBLE_DEVICES': '',
+                'PYTHONPATH': f'{ROOT}:{ROOT / "tests"}',
+            }
+            | dict(environment or {})
+        )
         command = [sys.executable, __file__, '--serve', self.path]
         self._process = subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._process.stdout is not None
@@ -213,6 +223,7 @@ def obey(connection: socket.socket) -> None:
         die_before(*order['death'])
     if order['double']:
         train_in_float64()
+    faults.install_from_environment()
     run(order['command'])
 
 

@@ -136,9 +136,16 @@ class Ranks:
             )
         return Job(processes, logs)
 
-    def run(self, ranks: int, recipe: Path, *overrides: str, double: bool = False) -> str:
+    def run(
+        self,
+        ranks: int,
+        recipe: Path,
+        *overrides: str,
+        double: bool = False,
+        environment: Mapping[str, str] | None = None,
+    ) -> str:
         """Run a recipe to its end on several ranks, and return their output; fail if a rank fails."""
-        job = self.start(ranks, recipe, *overrides, double=double)
+        job = self.start(ranks, recipe, *overrides, double=double, environment=environment)
         statuses = job.wait()
         assert not any(statuses), f'{statuses}\n{job.output()}'
         return job.output()

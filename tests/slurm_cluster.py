@@ -43,6 +43,8 @@ SelectType=select/linear
 SlurmdParameters=config_overrides
 SchedulerParameters=sched_interval=1,bf_interval=1
 ReturnToService=1
+# As on clusters that divide the memory of a node among jobs.
+DefMemPerNode=1
 KillWait=30
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE

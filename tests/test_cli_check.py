@@ -8,6 +8,7 @@ import pytest
 
 from diffusion.cli import main
 from diffusion.config.load import load
+from diffusion.exit_codes import USAGE_ERROR
 
 YAMLS = Path(__file__).parents[1] / 'yamls'
 GOOD = """
@@ -53,6 +54,14 @@ def test_valid_recipe_is_printed_and_timed(write, capsys):
     assert 'seed: 3\n' in out
     assert out.splitlines()[-1].startswith('# ')
     assert ': ok, checked in ' in out.splitlines()[-1]
+
+
+def test_number_of_gpus_is_checked_on_request(write, capsys):
+    path = write(GOOD)
+    assert main(['check', path, 'global_batch=1536', '--gpus', '96', '--quiet']) == 0
+    words = ['check', path, 'global_batch=1536', 'loader.num_canonical_nodes=64', '--gpus', '96']
+    assert main(words) == USAGE_ERROR
+    assert '64 cannot be split evenly over 12 nodes; use 192' in capsys.readouterr().err
 
 
 def test_printed_recipe_loads_and_is_equal(write, capsys):

@@ -20,7 +20,10 @@ ROOT = Path(__file__).parents[1]
         ('diffusion da', {'data'}),
         ('diffusion data lo', {'look'}),
         ('diffusion plan --gp', {'--gpu', '--gpus', '--gpus-file'}),
-        ('diffusion check yamls/ph', {'yamls/phase1.yaml', 'yamls/phase2.yaml'}),
+        (
+            'diffusion check yamls/ph',
+            {f'yamls/phase{number}{suffix}.yaml' for number in (1, 2) for suffix in ('', '-latents')},
+        ),
     ],
 )
 def test_bash_completes_commands_options_and_files(capsys, tmp_path, line, expected):

@@ -319,7 +319,7 @@ def sections(kind: type) -> dict[str, type]:
 
 def test_reference_has_every_key_of_a_recipe(reference):
     page = reference['reference/recipe.md']
-    expected = {field.name for field in dataclasses.fields(Recipe) if field.name != 'missing'}
+    expected = {field.name for field in dataclasses.fields(Recipe) if field.repr}
     assert {*rows(page, 'Top level')} == expected
     found = sections(Recipe)
     found.pop('missing', None)
@@ -328,7 +328,7 @@ def test_reference_has_every_key_of_a_recipe(reference):
         if kind.__name__ == 'Problem':
             continue
         table = rows(page, f'`{documented[kind]}`')
-        assert {*table} == {field.name for field in dataclasses.fields(kind)}
+        assert {*table} == {field.metadata.get('key', field.name) for field in dataclasses.fields(kind)}
         assert all(len(row.split(' | ')[-1]) > 15 for row in table.values()), 'a key without a meaning'
 
 
@@ -356,6 +356,14 @@ def test_reference_has_every_exit_status_and_variable(reference):
     assert listed == statuses | {0, 3, 130}
     variables = {value for name, value in vars(environment).items() if name.isupper()}
     assert all(f'`{variable}`' in reference['reference/environment.md'] for variable in variables)
+
+
+def test_reference_has_every_key_that_may_change_on_resume(reference):
+    from diffusion.config.resume_rules import RULES
+
+    page = reference['reference/resume.md']
+    for rule in RULES:
+        assert all(f'| `{key}` | {rule.effect.value} | {rule.reason} |' in page for key in rule.keys), rule
 
 
 def test_reference_shows_the_help_of_every_command(reference):

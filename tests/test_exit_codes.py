@@ -1,5 +1,6 @@
 """Exit statuses and messages of the programs, as real processes: user mistakes, injected bugs and storage faults."""
 
+import errno
 import json
 import os
 import re
@@ -14,10 +15,12 @@ from typing import Any
 import pytest
 import yaml
 from forkserver import ROOT, Process, Server
+from injected import raising
 from ranks import Ranks
 from shards import draw_image
 
 from diffusion import cli
+from diffusion.errors import UserError, exit_status
 from diffusion.launch import run_lock
 from diffusion.tasks import run_recipe
 
@@ -223,11 +226,11 @@ LATE_RUN: dict[str, tuple[Words, str]] = {
     'all checkpoints damaged': (all_damaged, 'all 2 checkpoints are damaged'),
     'another seed on resume': (
         lambda site: [site.recipe, 'seed=18', 'trainer.max_duration=3ba'],
-        'seed: 18, but the run was started with 17',
+        'seed: 17 in the checkpoint, 18 now',
     ),
     'another optimizer on resume': (
         lambda site: [site.recipe, 'optimizer.name=decoupled_adamw', 'trainer.max_duration=3ba'],
-        'saved with optimizer AdamW',
+        'optimizer.name: adamw in the checkpoint, decoupled_adamw now',
     ),
     'folder of another run': (lambda site: [site.recipe, 'trainer.autoresume=false'], 'checkpoints of another run'),
     'run in use': (locked_by_another, 'trains into this folder'),
@@ -493,7 +496,7 @@ BUGS = {
         'None.batch',
         TRAIN,
     ),
-    'int() at resume': ('diffusion.checkpointing.checkpointer:_check_optimizer', "int('x')", RESUME),
+    'int() at resume': ('diffusion.checkpointing.trainer_state:_check_optimizer', "int('x')", RESUME),
     'RecursionError in tasks': (
         'diffusion.tasks.generate:save_images',
         'injected()',
@@ -517,9 +520,10 @@ BUGS = {
 }
 FAULTS = {
     'recipe': ('pathlib:Path.read_text', 'EIO', ['diffusion', 'check', '{recipe}']),
-    'recipe of a run': ('diffusion.training.train:write_atomically', 'EIO', TRAIN),
+    'recipe of a run': ('diffusion.callbacks.recipe_keeper:write_atomically', 'EIO', TRAIN),
     'save': ('diffusion.checkpointing.checkpoint_store:publish', 'ESTALE', TRAIN),
     'save on a full disk': ('diffusion.checkpointing.checkpoint_store:HashingWriter.write', 'ENOSPC', TRAIN),
+    'recipe at resume': ('diffusion.training.resume:read_yaml', 'EIO', RESUME),
     'hash at resume': ('diffusion.checkpointing.checkpoint_store:hash_file', 'EIO', RESUME),
     'list at resume': ('diffusion.checkpointing.checkpoint_store:list_checkpoints', 'ESTALE', RESUME),
     'weights at resume': ('diffusion.checkpointing.checkpoint_weights:torch.load', 'EIO', RESUME),
@@ -548,11 +552,6 @@ def run_with_fault(site: Site, target: str, statement: str, command: Sequence[st
     return site.execute([ROOT / 'tests' / 'injected.py', target, statement, *words])
 
 
-def raising(name: str) -> str:
-    """Return a statement that raises the OSError of an errno's name, such as ESTALE."""
-    return f'raise OSError(errno.{name}, os.strerror(errno.{name}))'
-
-
 @pytest.mark.parametrize('bug', BUGS)
 def test_bug_exits_with_1_and_its_traceback(site, bug):
     status, stderr = run_with_fault(site, *BUGS[bug])
@@ -569,7 +568,26 @@ def test_storage_fault_exits_with_1_and_its_traceback(site, fault):
     assert 'Traceback' in stderr
     assert 'in injected\n' in stderr, 'the frame that raised'
     if fault == 'save on a full disk':
-        assert re.search(r'ba1: not saved, no space left on \S+, 0\.\d\d GiB needed', stderr)
+        assert re.search(r'ba2: not saved, no space left on \S+: 0\.\d\d GiB needed, \d+\.\d\d GiB free', stderr)
+        assert 'newest checkpoint: none; free some space and start the same command again' in stderr
+
+
+STATUS_OF_CAUSE = [('EIO', 1), ('ESTALE', 1), ('ENOSPC', 1), ('ENOENT', 78), ('EACCES', 78)]
+
+
+@pytest.mark.parametrize(('name', 'expected'), STATUS_OF_CAUSE)
+def test_user_error_caused_by_a_fault_that_may_pass_exits_with_1(name, expected):
+    try:
+        try:
+            raise OSError(getattr(errno, name), name)
+        except OSError as fault:
+            raise KeyError('index') from fault
+    except KeyError as error:
+        cause = error
+    mistake = UserError('streams.small: no index')
+    assert exit_status(mistake) == 78
+    mistake.__cause__ = cause
+    assert exit_status(mistake) == expected
 
 
 @pytest.mark.parametrize('fault', DATA_FAULTS)
@@ -586,6 +604,5 @@ def test_save_that_fails_on_one_rank_exits_all_ranks_with_1(site, ranks: Ranks):
     assert job.wait() == [1, 1], job.output()
     first, second = job.outputs()
     assert 'in injected\n' in first
-    assert re.search(
-        r'RuntimeError: \S+/two/ba1: not saved \(rank 0: OSError: \[Errno 116\] Stale file handle\)', second
-    )
+    for output in (first, second):
+        assert re.search(r'SaveFailed: \S+/two/ba2: not saved, Stale file handle.*\(2 saves in a row have', output)

@@ -76,6 +76,7 @@ class EMA(Algorithm):
         self.gathers = True
         self._model: nn.Module | None = None
         self._exchanged = False
+        self._saved_start: str | None = None
 
     @property
     def started(self) -> bool:
@@ -94,7 +95,10 @@ class EMA(Algorithm):
         # Every event updates the reference: Composer wraps the model for FSDP between INIT and AFTER_LOAD, and for DDP
         # after it.
         self._model = state.model
-        if event in (Event.INIT, Event.AFTER_LOAD):
+        if event == Event.INIT:
+            return
+        if event == Event.AFTER_LOAD:
+            self._check_start(state)
             return
         if event == Event.FIT_START:
             self._warn_if_never(state)
@@ -130,14 +134,15 @@ class EMA(Algorithm):
             self._exchange()
 
     def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict()
+        state = super().state_dict() | {'ema_start': self.ema_start.to_timestring()}
         if not self.started:
-            return state | {'ema_start': self.ema_start.to_timestring()}
+            return state
         assert not self._exchanged, 'checkpoint requested while the model holds the averaged weights'
         return state | averages_state(self, self._root()) | {'updates': self.updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.average = WeightAverage()
+        self._saved_start = state.get('ema_start')
         if 'ema' in state.get('averages', {}):
             self.average.restore(state['averages']['ema'])
         self.updates = state.get('updates', 0)
@@ -152,9 +157,36 @@ class EMA(Algorithm):
             return elapsed is not None and elapsed >= self.ema_start
         return state.timestamp.get(self.ema_start.unit) >= self.ema_start
 
+    def _check_start(self, state: State) -> None:
+        """Raise UserError if `ema_start` contradicts the averages that a resumed run has, or has not.
+
+        Without averages, training would continue with averages that do not start when the recipe says.
+        """
+        batch, start = state.timestamp.batch.value, self.ema_start.to_timestring()
+        if not batch:
+            return
+        if self.started:
+            if self._saved_start not in (None, start):
+                raise UserError(
+                    f'algorithms.ema.ema_start: {start}, but averaging has started at {self._saved_start}; set it back '
+                    'to resume, or start a new run from the weights with init_from'
+                )
+            if not self._start_reached(state):
+                raise UserError(
+                    f'algorithms.ema.ema_start: {start}, but averaging has started before batch {batch}, where the run '
+                    'resumes; set it back to resume, or start a new run from the weights with init_from'
+                )
+        elif self._start_reached(state):
+            raise UserError(
+                f'algorithms.ema.ema_start: {start} has passed; the run resumes at batch {batch} without averages: use '
+                f'a later time, such as {batch + 1}ba'
+            )
+
     def _warn_if_never(self, state: State) -> None:
-        """Log a warning if `ema_start` is not before the end of training."""
+        """Log a warning if averaging has not started and `ema_start` is not before the end of training."""
         end = state.max_duration
+        if self.started:
+            return
         if end is not None and end.unit == self.ema_start.unit and self.ema_start >= end:
             log.warning('EMA never starts: ema_start=%s is not before the end of the run at %s', self.ema_start, end)
 

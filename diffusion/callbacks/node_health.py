@@ -1,19 +1,26 @@
-"""Callback that logs the health of the run's GPUs: the worst value of each metric and its rank."""
+"""Callback that logs the health of the run's GPUs, and optionally leaves a machine whose GPU has a fault."""
 
 import logging
 import math
-import socket
+import os
+import statistics
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
 
+from diffusion.callbacks.preemption import is_last_batch
+from diffusion.callbacks.save_now import save_now
 from diffusion.errors import UserError
+from diffusion.exit_codes import HardwareFault, Preempted
+from diffusion.launch.environment import machine_name
 from diffusion.launch.gpu_health import load_nvml
+from diffusion.launch.heartbeat_file import report_hardware_fault
 
 log = logging.getLogger(__name__)
 
@@ -30,53 +37,124 @@ WORST: dict[str, Callable[..., tuple[float, int]]] = {
 """Metrics by name, with the function that selects the worst value. Utilization, used memory and clock are fractions of
 the maximum, temperature is in degrees Celsius, throttled is 1 if heat or power slows the GPU down, the rest are counts.
 """
-FAULTS = ('gpu_ecc_errors', 'gpu_remapped_rows', 'gpu_xid_errors')
-"""Metrics that never increase on a healthy GPU."""
+FAULTS = {
+    'gpu_ecc_errors': 'uncorrected memory errors',
+    'gpu_remapped_rows': 'remapped memory rows',
+    'gpu_xid_errors': 'critical errors (Xids)',
+}
+"""Metrics that never increase on a healthy GPU, with their descriptions."""
+HARDWARE_XIDS = {
+    48: 'double-bit memory error',
+    62: 'halt of the internal microcontroller',
+    64: 'failed row remapping',
+    74: 'NVLink error',
+    79: 'GPU has fallen off the bus',
+    94: 'contained memory error',
+    95: 'uncontained memory error',
+    119: 'timeout of the GPU system processor',
+    120: 'error of the GPU system processor',
+    140: 'unrecovered memory error',
+}
+"""Xids that NVIDIA's catalog attributes to the hardware; others, such as 13 and 31, may be errors of a program."""
+SLOW_SHARE = 0.7
+"""A GPU whose clock is below this fraction of the median clock of all GPUs is far slower than the others."""
+SLOW_SECONDS = 300.0
+"""Time for which a GPU must be that slow before it counts as a fault."""
+_FAULT = 'fault'
+"""Column of a rank's row of metrics: 1 if its GPU has a fault, else 0."""
 
 
 class NodeHealth(Callback):
     """Callback that logs, per GPU metric, the worst value over all ranks (`health/NAME`) and its rank.
 
-    The rank is logged as `health/NAME_rank`. A warning is logged when a metric in FAULTS increases.
+    The rank is logged as `health/NAME_rank`. A warning is logged when a metric in FAULTS increases. With action
+    `leave`, a fault makes all ranks save a checkpoint and end the run: the node with the fault exits with status 76, so
+    that the scheduler restarts the run on other machines. Faults are uncorrected memory errors, a failed or pending row
+    remapping, an Xid in HARDWARE_XIDS, and a clock below SLOW_SHARE of the median of all GPUs for SLOW_SECONDS.
 
     Args:
-        every: Logging interval in batches.
+        every: Interval in batches at which the ranks compare their metrics and act on faults.
         seconds: Interval between queries of the GPU driver.
+        action: What to do about a fault: `log` only, or `leave` the machine.
     """
 
     # NVML is queried in a thread, since some of its queries take 0.1 s; `batch_end` only reads the latest values.
 
-    def __init__(self, every: int = 100, seconds: float = 5.0) -> None:
+    def __init__(self, every: int = 100, seconds: float = 5.0, action: Literal['log', 'leave'] = 'log') -> None:
         if every < 1 or seconds <= 0:
             raise UserError(f'node_health: every={every} and seconds={seconds} must be positive')
-        self.every, self.seconds = every, seconds
+        if action not in ('log', 'leave'):
+            raise UserError(f'node_health: action={action!r} is unknown; use log or leave')
+        self.every, self.seconds, self.action = every, seconds, action
         self._latest: dict[str, float] = {}
+        self._fault = ''
+        self._slow_since: float | None = None
+        self._leaving = False
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        if not torch.cuda.is_available() or self._thread is not None:
+        if self._thread is not None:
             return
-        uuid = f'GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}'
-        nvml = load_nvml()
-        if nvml is None:
-            log.warning("node_health: NVML is not available; this GPU's health is not monitored")
+        found = current_gpu()
+        if found is None:
             return
         self._done.clear()
-        self._thread = threading.Thread(target=self._poll, args=(nvml, uuid), daemon=True)
+        self._thread = threading.Thread(target=self._poll, args=found, daemon=True)
         self._thread.start()
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        if state.timestamp.batch.value % self.every == 0:
-            figures = worst_over_ranks(self._latest, state)
-            if figures:
-                logger.log_metrics(figures)
+        if state.timestamp.batch.value % self.every:
+            return
+        rows = rows_of_all_ranks({**self._latest, _FAULT: float(bool(self._fault))}, state)
+        figures = worst_of_rows(rows)
+        if figures:
+            logger.log_metrics(figures)
+        self._check_clock([row['gpu_clock'] for row in rows])
+        # All ranks see the same rows, so that they leave together.
+        self._leaving = self.action == 'leave' and any(row[_FAULT] > 0 for row in rows)
+
+    def batch_checkpoint(self, state: State, logger: Logger) -> None:
+        # As in Preemption: after the batch's evaluation, if any, and before Composer's CheckpointSaver.
+        if self._leaving and not is_last_batch(state):
+            self._leave(state, logger)
 
     def close(self, state: State, logger: Logger) -> None:
         self._done.set()
         if self._thread is not None:
             self._thread.join(timeout=self.seconds)
             self._thread = None
+
+    def _leave(self, state: State, logger: Logger) -> None:
+        """Save a checkpoint and end the run on all ranks: HardwareFault where the GPU has a fault, else Preempted."""
+        machine = machine_name(os.environ)
+        own = f'{machine}: rank {dist.get_global_rank()}: {self._fault}' if self._fault else ''
+        found = '; '.join(each for each in dist.all_gather_object(own) if each)
+        saved = save_now(state, logger)
+        report_hardware_fault(found)
+        after = f'{saved} is saved, the same command resumes from it' if saved else 'nothing is saved'
+        message = f'stopped at batch {state.timestamp.batch.value} on a hardware fault ({found}); {after}'
+        raise (HardwareFault if own else Preempted)(message)
+
+    def _check_clock(self, clocks: Sequence[float]) -> None:
+        """Record a fault if this rank's clock has been far below the median of all ranks for SLOW_SECONDS."""
+        own, known = clocks[dist.get_global_rank()], [clock for clock in clocks if not math.isnan(clock)]
+        middle = statistics.median(known) if known else math.nan
+        if not own < SLOW_SHARE * middle:
+            self._slow_since = None
+            return
+        now = time.monotonic()
+        self._slow_since = now if self._slow_since is None else self._slow_since
+        if now - self._slow_since >= SLOW_SECONDS:
+            minutes = (now - self._slow_since) / 60
+            self._record_fault(
+                f'clock at {own:.0%} of its maximum for {minutes:.0f} min, the median GPU at {middle:.0%}'
+            )
+
+    def _record_fault(self, text: str) -> None:
+        """Log a fault of this rank's GPU, and keep the first one, on which all ranks act at the next comparison."""
+        log.warning('%s rank %d: %s', machine_name(os.environ), dist.get_global_rank(), text)
+        self._fault = self._fault or text
 
     def _poll(self, nvml: Any, uuid: str) -> None:
         """Query the metrics of this rank's GPU until training ends; runs in a thread."""
@@ -85,8 +163,11 @@ class NodeHealth(Callback):
             xids = Xids(nvml, gpu)
             while not self._done.is_set():
                 self._update(query_metrics(nvml, gpu) | xids.wait(self.seconds, self._done))
+                fault = row_remapping_fault(nvml, gpu) or xids.fault
+                if fault and not self._fault:
+                    self._record_fault(fault)
         except nvml.NVMLError as error:
-            log.warning('node_health: %s: %s: %s; monitoring stopped', socket.gethostname(), uuid, error)
+            log.warning('node_health: %s: %s: %s; monitoring stopped', machine_name(os.environ), uuid, error)
             self._latest = {}
 
     def _update(self, figures: dict[str, float]) -> None:
@@ -94,8 +175,32 @@ class NodeHealth(Callback):
         before, self._latest = self._latest, figures
         for name in FAULTS:
             if name in before and name in figures and figures[name] > before[name]:
-                host, rank = socket.gethostname(), dist.get_global_rank()
-                log.warning('%s rank %d: %s rose from %.0f to %.0f', host, rank, name, before[name], figures[name])
+                text = f'{FAULTS[name]} rose from {before[name]:.0f} to {figures[name]:.0f}'
+                # Remapped rows are repaired memory, and an Xid may be the fault of a program: only logged as such.
+                if name == 'gpu_ecc_errors':
+                    self._record_fault(text)
+                else:
+                    log.warning('%s rank %d: %s', machine_name(os.environ), dist.get_global_rank(), text)
+
+
+def current_gpu() -> tuple[Any, str] | None:
+    """Return NVML and the UUID of this rank's GPU, or None if there is no GPU or no NVML."""
+    if not torch.cuda.is_available():
+        return None
+    nvml = load_nvml()
+    if nvml is None:
+        log.warning("node_health: NVML is not available; this GPU's health is not monitored")
+        return None
+    return nvml, f'GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}'
+
+
+def row_remapping_fault(nvml: Any, gpu: Any) -> str:
+    """Return a description of a failed or pending row remapping of a GPU, or an empty string."""
+    try:
+        _, _, pending, failed = nvml.nvmlDeviceGetRemappedRows(gpu)
+    except nvml.NVMLError_NotSupported:
+        return ''
+    return 'row remapping failed' if failed else 'row remapping is pending until a reset' if pending else ''
 
 
 class Xids:
@@ -108,6 +213,8 @@ class Xids:
 
     def __init__(self, nvml: Any, gpu: Any) -> None:
         self._nvml, self._events, self._count = nvml, None, 0
+        self.fault = ''
+        """Description of the last Xid that NVIDIA attributes to the hardware; empty if there was none."""
         try:
             self._events = nvml.nvmlEventSetCreate()
             nvml.nvmlDeviceRegisterEvents(gpu, nvml.nvmlEventTypeXidCriticalError, self._events)
@@ -123,9 +230,10 @@ class Xids:
         try:
             event = self._nvml.nvmlEventSetWait_v2(self._events, 0)
             self._count += 1
-            log.warning(
-                '%s: Xid %d on the GPU of rank %d', socket.gethostname(), event.eventData, dist.get_global_rank()
-            )
+            rank, machine = dist.get_global_rank(), machine_name(os.environ)
+            log.warning('%s: Xid %d on the GPU of rank %d', machine, event.eventData, rank)
+            if event.eventData in HARDWARE_XIDS:
+                self.fault = f'Xid {event.eventData} ({HARDWARE_XIDS[event.eventData]})'
         except self._nvml.NVMLError_Timeout:
             done.wait(seconds)
         return {'gpu_xid_errors': float(self._count)}
@@ -168,14 +276,21 @@ def query_metrics(nvml: Any, gpu: Any) -> dict[str, float]:
     return found
 
 
-def worst_over_ranks(own: Mapping[str, float], state: State) -> dict[str, float]:
-    """Return the worst value of each metric over all ranks and its rank; a collective, which every rank must call."""
-    # A fixed row of numbers with NaN for missing metrics, since the ranks' GPUs may support different ones.
-    row = torch.tensor([own.get(name, math.nan) for name in WORST], dtype=torch.float64)
-    rows = [each.tolist() for each in dist.all_gather(state.device.tensor_to_device(row))]
+def rows_of_all_ranks(own: Mapping[str, float], state: State) -> list[dict[str, float]]:
+    """Return the metrics of each rank, NaN where missing; a collective, which every rank must call."""
+    # A fixed row of numbers, since the ranks' GPUs may support different metrics.
+    names = [*WORST, _FAULT]
+    row = torch.tensor([own.get(name, math.nan) for name in names], dtype=torch.float64)
+    return [
+        dict(zip(names, each.tolist(), strict=True)) for each in dist.all_gather(state.device.tensor_to_device(row))
+    ]
+
+
+def worst_of_rows(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the worst value of each metric over the rows of all ranks, and its rank."""
     found: dict[str, float] = {}
-    for column, (name, worst) in enumerate(WORST.items()):
-        values = [(row[column], rank) for rank, row in enumerate(rows) if not math.isnan(row[column])]
+    for name, worst in WORST.items():
+        values = [(row[name], rank) for rank, row in enumerate(rows) if not math.isnan(row[name])]
         if values:
             value, rank = worst(values, key=lambda pair: pair[0])
             found |= {f'health/{name}': value, f'health/{name}_rank': float(rank)}

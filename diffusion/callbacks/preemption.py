@@ -1,31 +1,42 @@
-"""Graceful preemption: on SIGTERM or SIGUSR1 save a checkpoint and raise `Preempted`, which exits with status 75."""
+"""Graceful stop: on SIGTERM, SIGUSR1, SIGHUP or Ctrl-C save a checkpoint and raise `Preempted` (exit status 75)."""
 
 import logging
 import os
 import signal
+import sys
 import threading
 from types import FrameType
 from typing import Any
 
 import torch
+from composer.callbacks import CheckpointSaver
 from composer.core import Callback, State
 from composer.devices import Device
 from composer.loggers import Logger
 from composer.utils import dist
 
 from diffusion.callbacks.save_now import save_now
-from diffusion.exit_codes import Preempted
+from diffusion.exit_codes import INTERRUPTED, Preempted
+from diffusion.launch.stop_signals import (
+    STOP_SIGNALS,
+    RepeatedInterrupt,
+    SignalThread,
+    describe_loss,
+    handled_signals,
+)
 
 log = logging.getLogger(__name__)
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = STOP_SIGNALS
 
 
 class Preemption(Callback):
-    """Callback that on SIGTERM or SIGUSR1 to any rank finishes the batch, saves a checkpoint and raises `Preempted`.
+    """Callback that on a stop signal to any rank finishes the batch, saves a checkpoint and raises `Preempted`.
 
-    All ranks raise together. The signal may arrive during a batch, an evaluation or a save. If training ends with this
-    batch, training ends as usual.
+    The signals are SIGTERM, SIGUSR1, SIGHUP (the terminal was closed) and SIGINT (Ctrl-C). SIGHUP and SIGINT stay
+    ignored if the process was started to ignore them, as by nohup. All ranks raise together. The signal may arrive
+    during a batch, an evaluation or a save. If training ends with this batch, training ends as usual. A second Ctrl-C
+    ends the process at once with status 130 and a message that names the lost batches.
     """
 
     # From the start of training the signals only set a flag, and in a process that has received one they are ignored
@@ -37,13 +48,21 @@ class Preemption(Callback):
         """The signal that this process has received, or 0."""
         self._process = os.getpid()
         self._previous_handlers: dict[int, Any] = {}
+        self._interrupts = RepeatedInterrupt()
+        self._state: State | None = None
+        self._first_batch = 0
+        self._thread: SignalThread | None = None
 
     def fit_start(self, state: State, logger: Logger) -> None:
         if threading.current_thread() is not threading.main_thread():
             log.warning('preemption signals are not handled: training does not run in the main thread')
             return
         self._process = os.getpid()
-        for number in SIGNALS:
+        self._state, self._first_batch = state, state.timestamp.batch.value
+        if self._thread is None:
+            self._thread = SignalThread(self._act_on_interrupt)
+            self._thread.start()
+        for number in handled_signals():
             previous = signal.signal(number, self._handle_signal)
             # Not in a second fit(), where the previous handler is this one.
             if previous != self._handle_signal:
@@ -66,6 +85,9 @@ class Preemption(Callback):
         self._stop_if_signaled(state, logger)
 
     def post_close(self) -> None:
+        if self._thread is not None and threading.current_thread() is threading.main_thread():
+            self._thread.stop()
+            self._thread = None
         # By post_close, uploads have finished. A process that continues must be stoppable again, so the handlers are
         # restored; one that was signaled is exiting and keeps ignoring signals.
         if self.signal or threading.current_thread() is not threading.main_thread():
@@ -81,7 +103,8 @@ class Preemption(Callback):
             return
         saved = save_now(state, logger)
         if self._previous_handlers:
-            for each in SIGNALS:
+            for each in (number for number in SIGNALS if number != signal.SIGINT):
+                # Not SIGINT: a second Ctrl-C must still end an upload that hangs.
                 # SIG_IGN instead of the handler: Python removes its own handlers some time before the process exits,
                 # while ignored signals stay ignored until the end.
                 signal.signal(each, signal.SIG_IGN)
@@ -100,10 +123,33 @@ class Preemption(Callback):
             self.signal = number
             return
         # A child process that was forked during training, such as a loader worker, inherits this handler but has no
-        # batch to finish: do what it would have done without it.
+        # batch to finish: do what it would have done without it. Ctrl-C and a closed terminal signal all processes of
+        # the terminal, and this process still needs its children then.
+        if number in (signal.SIGINT, signal.SIGHUP):
+            return
         previous = self._previous_handlers[number]
         if callable(previous):
             previous(number, frame)
+
+    def _act_on_interrupt(self, number: int) -> None:
+        """Announce the save on the first Ctrl-C, and end this process on the second; runs in a thread of its own."""
+        if number != signal.SIGINT or self._state is None:
+            return
+        repeated = self._interrupts.is_repeated()
+        loss = describe_loss(self._state.timestamp.batch.value, self._saved_batch(self._state))
+        if repeated:
+            if dist.get_global_rank() == 0:
+                print(f'ended by a second Ctrl-C: {loss}', file=sys.stderr, flush=True)
+            os._exit(INTERRUPTED)
+        if dist.get_global_rank() == 0:
+            log.warning('saving a checkpoint after this batch; press Ctrl-C again to end at once (%s)', loss)
+
+    def _saved_batch(self, state: State) -> int | None:
+        """Return the number of batches of the newest checkpoint to resume from; None if there is none."""
+        savers = [each for each in state.callbacks if isinstance(each, CheckpointSaver) and not each.weights_only]
+        # The checkpoint that the run resumed from counts too.
+        batches = [each.last_checkpoint_batch.value for each in savers if each.last_checkpoint_batch is not None]
+        return max([*batches, self._first_batch]) or None
 
     def _handle_child_exit(self, number: int, frame: FrameType | None) -> None:
         """Call PyTorch's SIGCHLD handler, but ignore its error for a worker killed by SIGTERM."""

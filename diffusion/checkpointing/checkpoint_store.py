@@ -11,7 +11,9 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,9 +31,15 @@ STATE = 'state.pt'
 RECEIPT = 'receipt.json'
 LATEST = 'latest'
 VERSION = 1
-RETRY_PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0)
-"""Pauses before each retry of a failed read."""
-_CHUNK = 16 * 2**20
+INDEX = '.metadata'
+"""Index file of the sharded tensors, in which torch.distributed.checkpoint records the file of each shard."""
+RECIPE = 'recipe.yaml'
+"""Name of the resolved recipe's file in the run's folder and in each checkpoint."""
+RETRY_PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 60.0, 60.0)
+"""Pauses before each retry of a failed read, four minutes in all: a file server that restarts takes minutes."""
+_CHUNK = 8 * 2**20
+_READS_AHEAD = 4
+"""Chunks of a file that are read at the same time, since one read at a time does not use a network file system."""
 Result = TypeVar('Result')
 
 
@@ -73,10 +81,41 @@ def hash_file(path: Path) -> FileRecord:
     """Return the size and hash of a file on disk, by reading the whole file."""
     digest, size = xxhash.xxh3_128(), 0
     with path.open('rb') as file:
-        while chunk := file.read(_CHUNK):
+        for chunk in _chunks(file.fileno()):
             digest.update(chunk)
             size += len(chunk)
     return FileRecord(size, digest.hexdigest())
+
+
+def _chunks(descriptor: int) -> Iterator[memoryview]:
+    """Yield a file's content in chunks, each valid until the next; threads read ahead while the caller uses one."""
+    size = os.fstat(descriptor).st_size
+    starts = range(0, size, _CHUNK)
+    # Buffers are used again: new ones of this size would cost more time than hashing.
+    buffers = [memoryview(bytearray(min(size, _CHUNK))) for _ in starts[: _READS_AHEAD + 1]]
+    if len(starts) < 2:
+        yield from (_read_chunk(descriptor, start, buffers[0]) for start in starts)
+        return
+    with ThreadPoolExecutor(_READS_AHEAD) as readers:
+        pending: deque[Future[memoryview]] = deque()
+        for number, start in enumerate(starts):
+            if number >= len(buffers):
+                # The buffer of this chunk is that of the last one that the caller has used.
+                yield pending.popleft().result()
+            pending.append(readers.submit(_read_chunk, descriptor, start, buffers[number % len(buffers)]))
+        while pending:
+            yield pending.popleft().result()
+
+
+def _read_chunk(descriptor: int, start: int, buffer: memoryview) -> memoryview:
+    """Read the chunk of a file from a position into a buffer; return the part of the buffer that was filled."""
+    filled = 0
+    # A read may return less than it was asked for, and does on some network file systems.
+    while count := os.preadv(descriptor, [buffer[filled:]], start + filled):
+        filled += count
+        if filled == len(buffer):
+            break
+    return buffer[:filled]
 
 
 def checkpoint_name(batch: int) -> str:
@@ -126,7 +165,8 @@ def publish(work: Path, final: Path, files: Mapping[str, FileRecord], about: Map
     with receipt.open('w', encoding='utf-8') as file:
         json.dump(content, file, indent=2)
         flush(file)
-    replace_folder(work, final)
+    # The run's folder exists; if it does not any more, a new one would hide that its file system is not mounted.
+    replace_folder(work, final, create_folder=False)
     link_latest(final)
 
 
@@ -144,42 +184,43 @@ def read_receipt(checkpoint: Path) -> dict[str, Any]:
     """Return the content of a checkpoint's receipt.json, with the expected size and hash of each file.
 
     Raises:
-        DamagedCheckpoint: The receipt is missing or cannot be parsed.
+        DamagedCheckpoint: The receipt is missing, cannot be parsed, lacks a required file, lists a path outside the
+            folder, or is of another batch than the folder's name says.
+        OSError: The receipt cannot be read, or the checkpoint's folder has vanished.
     """
     path = checkpoint / RECEIPT
     try:
         content = json.loads(path.read_text(encoding='utf-8'))
-        if content['version'] != VERSION:
-            raise DamagedCheckpoint(f'{checkpoint}: its receipt has version {content["version"]}, expected {VERSION}')
-        return content | {'files': {name: FileRecord(**record) for name, record in content['files'].items()}}
+        version, batch = content['version'], content.get('batch')
+        if version != VERSION:
+            raise DamagedCheckpoint(f'{checkpoint}: its receipt has version {version}, expected {VERSION}')
+        files = {name: FileRecord(**record) for name, record in content['files'].items()}
     except FileNotFoundError as error:
+        if not checkpoint.is_dir():
+            raise  # its file system is no longer mounted: an empty folder would not be damage either
         raise DamagedCheckpoint(f'{checkpoint}: {RECEIPT} is missing') from error
-    except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise DamagedCheckpoint(f'{path}: not a valid receipt ({error})') from error
+    outside = [name for name in files if name in ('', '.', '..') or '/' in name or '\0' in name]
+    if outside:
+        raise DamagedCheckpoint(f'{path}: lists {outside[0]!r}, which is not the name of a file in its folder')
+    sharded = content.get('kind') == 'sharded' or (checkpoint / INDEX).exists()
+    missing = [name for name in (STATE, *([INDEX] if sharded else [])) if name not in files]
+    if missing:
+        raise DamagedCheckpoint(f'{path}: does not list {missing[0]}, which every checkpoint of its kind has')
+    number = batch_number(checkpoint)
+    if number is not None and batch != number:
+        raise DamagedCheckpoint(f'{path}: of batch {batch}, but its folder is {checkpoint.name}; rename it back')
+    return content | {'files': files}
 
 
-def verify_checkpoint(checkpoint: Path) -> None:
-    """Check every file of a checkpoint against its receipt; reads all data.
-
-    Raises:
-        DamagedCheckpoint: A file is damaged; the message has its path and the difference.
-        OSError: A file cannot be read after several tries, which does not mean that it is damaged.
-    """
-    receipt = read_with_retries(lambda: read_receipt(checkpoint))
-    for name, expected in receipt['files'].items():
-        read_with_retries(lambda path=checkpoint / name, expected=expected: _check_file(path, expected))
-
-
-def _check_file(path: Path, expected: FileRecord) -> None:
-    """Raise DamagedCheckpoint if a file is missing, or has another size or hash than expected."""
+def run_id_of(checkpoint: Path) -> str | None:
+    """Return the id of the run that saved a checkpoint; None for a checkpoint of an earlier version or damaged."""
     try:
-        size = path.stat().st_size
-        if size != expected.bytes:
-            raise DamagedCheckpoint(f'{path}: {size} bytes, expected {expected.bytes}')
-        if hash_file(path) != expected:
-            raise DamagedCheckpoint(f'{path}: the content has changed since it was written (xxh3_128 differs)')
-    except FileNotFoundError as error:
-        raise DamagedCheckpoint(f'{path}: the file does not exist') from error
+        found = read_with_retries(lambda: read_receipt(checkpoint)).get('run')
+    except DamagedCheckpoint:
+        return None
+    return found if isinstance(found, str) else None
 
 
 def read_with_retries(read: Callable[[], Result]) -> Result:
@@ -193,33 +234,6 @@ def read_with_retries(read: Callable[[], Result]) -> Result:
             log.warning('%s; retrying in %g s', error, pause)
             time.sleep(pause)
     return read()
-
-
-def newest_intact(folder: Path) -> Path | None:
-    """Return a run's newest undamaged checkpoint, or None if it has no checkpoints.
-
-    Raises:
-        UserError: All of the run's checkpoints are damaged.
-        OSError: A checkpoint cannot be read after several tries.
-    """
-    damages = []
-    for checkpoint in read_with_retries(lambda: list_checkpoints(folder)):
-        # Only damage is skipped. An OSError ends the run with status 1: after a transient error of the file system, a
-        # restart resumes from this checkpoint instead of repeating hours of work from an older one.
-        try:
-            verify_checkpoint(checkpoint)
-        except DamagedCheckpoint as error:
-            damages.append(str(error))
-            log.warning('damaged checkpoint, trying an earlier one: %s', error)
-            continue
-        return checkpoint
-    # Never start from scratch here: the run would overwrite checkpoints that may be repairable.
-    if damages:
-        raise UserError(
-            f'{folder}: all {len(damages)} checkpoints are damaged: {"; ".join(damages[:3])}; '
-            'restore one from a backup, or change the name of the run to start over'
-        )
-    return None
 
 
 def set_aside(newest: Path) -> None:

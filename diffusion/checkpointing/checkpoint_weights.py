@@ -3,6 +3,7 @@
 import os
 import pickle
 import re
+import zipfile
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -14,10 +15,23 @@ from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
 from diffusion.checkpointing import sharded_state
-from diffusion.checkpointing.checkpoint_store import STATE, verify_checkpoint
+from diffusion.checkpointing.checkpoint_store import STATE, read_with_retries
+from diffusion.checkpointing.verification import verify_checkpoint
 from diffusion.errors import UserError
 
 Weights = Literal['ema', 'training']
+
+
+class NoAverages(UserError):
+    """Error for a checkpoint without averaged weights.
+
+    Attributes:
+        reason: The checkpoint, and why it has none.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f'{reason}; use --weights training')
+        self.reason = reason
 
 
 def read_content(path: Path) -> dict[str, Any]:
@@ -28,8 +42,13 @@ def read_content(path: Path) -> dict[str, Any]:
 
     Raises:
         UserError: The file is damaged, or contains objects of classes that are not on the list of safe ones.
+        OSError: The file cannot be read after several tries.
     """
-    file = path / STATE if path.is_dir() else path
+    return read_with_retries(lambda: _read_file(path / STATE if path.is_dir() else path))
+
+
+def _read_file(file: Path) -> dict[str, Any]:
+    """Return the content of a file of torch.save, without executing pickled code."""
     _check_archive(file)
     try:
         # mmap: a large file is not copied into memory for the few tensors that a caller may need.
@@ -46,7 +65,10 @@ def read_content(path: Path) -> dict[str, Any]:
     except RuntimeError as error:
         # torch has no error class for a damaged zip archive; the name of its reader is in the message.
         if 'PytorchStreamReader' not in str(error):
-            raise
+            # A file that cannot be opened or mapped: "unable to open file <a> in read-only mode: ... (116)".
+            if (number := re.search(r'\((\d+)\)$', str(error).strip().splitlines()[0])) is None:
+                raise
+            raise OSError(int(number[1]), os.strerror(int(number[1])), str(file)) from error
         reason = str(error).strip().splitlines()[0]
         raise UserError(f'{file}: not readable ({reason}); it may be truncated, use an earlier checkpoint') from error
     if not isinstance(content, dict) or not isinstance(content.get('state'), dict):
@@ -67,6 +89,14 @@ def _check_archive(file: Path) -> None:
         raise UserError(
             f'{file}: not readable (the end of the archive is missing); it is truncated, use an earlier checkpoint'
         )
+    try:
+        with zipfile.ZipFile(file) as archive:
+            compressed = [each.filename for each in archive.infolist() if each.compress_type != zipfile.ZIP_STORED]
+    except zipfile.BadZipFile as error:
+        raise UserError(f'{file}: not readable ({error}); it may be truncated, use an earlier checkpoint') from error
+    # torch would decompress an entry of any size into memory before it looks at it.
+    if compressed:
+        raise UserError(f'{file}: {compressed[0]} is compressed, which torch.save never does; use another checkpoint')
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
@@ -111,7 +141,7 @@ def weights_of(path: Path, which: Weights | None = None) -> tuple[dict[str, Tens
     if not has_average:
         start = ema.get('ema_start')
         why = f'its EMA would have started at {start}' if start else 'its run had no EMA'
-        raise UserError(f'{path}: it has no averaged weights ({why}); use --weights training')
+        raise NoAverages(f'{path}: it has no averaged weights ({why})')
     # The averages include trained parameters only; the rest, such as buffers, comes from the training weights.
     averages = (
         ema['averages']['ema'] if 'averages' in ema else sharded_state.read_all_tensors(path, 'averages.EMA.ema.')

@@ -1,48 +1,53 @@
 """Saving and loading of checkpoints that can be resumed on any number of devices with any parallelism strategy."""
 
 import datetime
-import errno
 import logging
 import shutil
-import uuid
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from composer.callbacks import CheckpointSaver
-from composer.core import State, Time
+from composer.core import Event, State, Time
 from composer.loggers import Logger
 from composer.utils import dist, reproducibility
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.utils._pytree import tree_leaves
 
-from diffusion.algorithms.average import Averager, empty_average, reshard
+from diffusion.callbacks.preemption import is_last_batch
 from diffusion.checkpointing import checkpoint_store, sharded_state
-from diffusion.checkpointing.checkpoint_weights import check_architecture, is_sharded, read_content
-from diffusion.errors import UserError
+from diffusion.checkpointing.rank_agreement import raise_on_all_ranks, run_on_rank_zero
+from diffusion.checkpointing.shared_folder import open_run_folder
+from diffusion.checkpointing.storage_faults import FULL_DISK, SaveFailed, describe_fault, storage_fault, way_out
+from diffusion.checkpointing.trainer_state import gather_state, load_checkpoint
+from diffusion.checkpointing.verification import newest_intact
+from diffusion.launch.run_id import check_run_id
 from diffusion.storage.atomic import remove
 
 log = logging.getLogger(__name__)
 
-_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-_SHARDED_ATTRIBUTES = ('model', 'optimizers')
-"""Attributes of Composer's state whose tensors are stored by `sharded_state` instead of in state.pt."""
+MAX_FAILED_SAVES = 3
+"""Number of saves in a row that may fail; the last of them ends the run."""
+LAST_SAVE_PAUSES_SECONDS = (2.0, 8.0, 20.0, 30.0)
+"""Pauses before each retry of a save without which the run ends: the last of the run, one before the run stops, and one
+after others have failed."""
+
+
+def _ignore(message: str) -> None:
+    """Do nothing about a failed save."""
 
 
 class Checkpointer(CheckpointSaver):
     """Callback that saves checkpoints atomically (`checkpoint_store`) and resumes from one.
 
-    If one rank cannot write, all ranks raise. Composer uses this callback instead of creating its own CheckpointSaver.
+    A storage fault of any rank, such as a full disk, fails the save on all ranks: the unfinished checkpoint is removed,
+    the metric `checkpoint/failed_saves` counts it, and training continues to the next save. The run ends if
+    MAX_FAILED_SAVES in a row fail, or the save at the end of training, or one that was requested because the run stops;
+    these are retried for a minute first. Composer uses this callback instead of creating its own CheckpointSaver.
 
     Args:
         folder: The run's folder, on a file system that all nodes share.
@@ -51,6 +56,9 @@ class Checkpointer(CheckpointSaver):
         sharded: If True, each rank writes its shards of model, optimizer and weight averages, which requires FSDP2;
             otherwise rank 0 writes them unsharded. Both formats can be read by any number of ranks with any strategy.
         resume: Checkpoint to resume from; None starts a new run.
+        run_id: The run's id, as `open_run_folder` returns it; if empty, the folder is opened when training is set up.
+        recipe_text: The resolved recipe, saved in each checkpoint as recipe.yaml; empty for a run without a recipe.
+        on_failed_save: Called on rank 0 with the message of each failed save.
     """
 
     # A subclass of Composer's CheckpointSaver, since the Trainer looks for one by type and asks it when to save. Its
@@ -65,6 +73,9 @@ class Checkpointer(CheckpointSaver):
         num_checkpoints_to_keep: int = -1,
         sharded: bool = False,
         resume: Path | None = None,
+        run_id: str = '',
+        recipe_text: str = '',
+        on_failed_save: Callable[[str], None] = _ignore,
     ) -> None:
         super().__init__(
             folder=str(folder),
@@ -80,21 +91,26 @@ class Checkpointer(CheckpointSaver):
         self.run_folder = Path(folder)
         self.sharded = sharded
         self.resume = resume
+        self.run_id = run_id
+        self.recipe_text = recipe_text
+        self.on_failed_save = on_failed_save
+        self.failed_saves = 0
+        """Number of saves of this process that failed."""
+        self._failed_in_a_row = 0
         self._random_state: list[dict[str, Any]] | None = None
 
     def init(self, state: State, logger: Logger) -> None:
+        self.run_id = self.run_id or open_run_folder(self.run_folder)
         with raise_on_all_ranks(str(self.run_folder)):
             if dist.get_global_rank() == 0:
-                self.run_folder.mkdir(parents=True, exist_ok=True)
                 checkpoint_store.remove_unfinished_saves(self.run_folder)
-        if self.sharded:
-            check_shared(self.run_folder, 'runs_dir')
 
     def before_load(self, state: State, logger: Logger) -> None:
         if self.resume is None:
             return
         self._random_state = load_checkpoint(state, logger, self.resume)
         self.last_checkpoint_batch = state.timestamp.batch
+        self.saved_checkpoints.append(str(self.resume))
         log.info('resumed from %s', self.resume)
 
     def batch_start(self, state: State, logger: Logger) -> None:
@@ -114,25 +130,137 @@ class Checkpointer(CheckpointSaver):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         pass
 
+    def batch_checkpoint(self, state: State, logger: Logger) -> None:
+        self._save_at_interval(state, logger, Event.BATCH_CHECKPOINT)
+
+    def epoch_checkpoint(self, state: State, logger: Logger) -> None:
+        self._save_at_interval(state, logger, Event.EPOCH_CHECKPOINT)
+
+    def iteration_checkpoint(self, state: State, logger: Logger) -> None:
+        self._save_at_interval(state, logger, Event.ITERATION_CHECKPOINT)
+
+    def _save_at_interval(self, state: State, logger: Logger, event: Event) -> None:
+        """Save a checkpoint if one is due; if it fails, continue, unless the run could not be resumed from its end."""
+        if not self.save_interval(state, event) or self.last_checkpoint_batch == state.timestamp.batch:
+            return
+        if is_last_batch(state) or self._failed_in_a_row + 1 >= MAX_FAILED_SAVES:
+            self._save_checkpoint(state, logger)
+            return
+        try:
+            self._try_to_save(state)
+        except SaveFailed as error:
+            count = self._count_failure(logger)
+            self._report(f'{error}; training continues to the next save (failed save {count} of {MAX_FAILED_SAVES})')
+
     def _save_checkpoint(self, state: State, logger: Logger) -> None:
+        """Save a checkpoint without which the run ends, after several tries; a collective.
+
+        Composer and `save_now` call this too.
+
+        Raises:
+            SaveFailed: Every try failed; on every rank. The message has the newest checkpoint and the way out.
+        """
+        for pause in (*LAST_SAVE_PAUSES_SECONDS, None):
+            try:
+                self._try_to_save(state)
+                return
+            except SaveFailed as error:
+                if pause is None:
+                    count = self._count_failure(logger)
+                    row = f' ({count} saves in a row have failed)' if count > 1 else ''
+                    newest = self.saved_checkpoints[-1] if self.saved_checkpoints else 'none'
+                    message = f'{error}{row}; newest checkpoint: {newest}; {way_out(error.errno)}'
+                    self._report(message)
+                    raise SaveFailed(error.errno, message) from error
+                if dist.get_global_rank() == 0:
+                    log.warning('%s; trying again in %g s', error, pause)
+                time.sleep(pause)
+
+    def _try_to_save(self, state: State) -> None:
+        """Save a checkpoint and remove old ones; a collective.
+
+        Raises:
+            SaveFailed: A rank met a storage fault; on every rank.
+        """
+        try:
+            final = self._write(state)
+        except SaveFailed as error:
+            if error.errno not in FULL_DISK or not self._make_room():
+                raise
+            final = self._write(state)
+        # After the save: `save_now` saves a batch again unless this is its number.
         self.last_checkpoint_batch = state.timestamp.batch
-        final = save_checkpoint(state, self.run_folder, sharded_tensors=self.sharded)
         self.saved_checkpoints.append(str(final))
+        self._failed_in_a_row = 0
         if dist.get_global_rank() == 0 and self.num_checkpoints_to_keep > 0:
-            checkpoint_store.prune(self.run_folder, self.num_checkpoints_to_keep)
+            try:
+                checkpoint_store.prune(self.run_folder, self.num_checkpoints_to_keep)
+            except OSError as error:  # the next save tries again
+                log.warning('%s: old checkpoints are not removed (%s)', self.run_folder, error)
+
+    def _write(self, state: State) -> Path:
+        return save_checkpoint(
+            state,
+            self.run_folder,
+            run_id=self.run_id,
+            sharded_tensors=self.sharded,
+            recipe_text=self.recipe_text,
+        )
+
+    def _make_room(self) -> bool:
+        """Remove the checkpoint that a save would replace, if the run keeps several; return True if there was one."""
+        # The save that failed would have removed it afterwards. The newest checkpoint stays in any case.
+        removed = [False]
+        if dist.get_global_rank() == 0 and self.num_checkpoints_to_keep > 1:
+            try:
+                removed = [bool(checkpoint_store.prune(self.run_folder, self.num_checkpoints_to_keep - 1))]
+            except OSError as error:
+                log.warning('%s: old checkpoints are not removed (%s)', self.run_folder, error)
+        dist.broadcast_object_list(removed, src=0)
+        return removed[0]
+
+    def _count_failure(self, logger: Logger) -> int:
+        """Count a failed save and log the metric; return the number of saves in a row that have failed."""
+        self.failed_saves += 1
+        self._failed_in_a_row += 1
+        logger.log_metrics({'checkpoint/failed_saves': self.failed_saves})
+        return self._failed_in_a_row
+
+    def _report(self, message: str) -> None:
+        """Log the message of a failed save, and call `on_failed_save` with it, on rank 0."""
+        if dist.get_global_rank() == 0:
+            log.error('%s', message)
+            self.on_failed_save(message)
 
 
-def save_checkpoint(state: State, folder: Path, *, sharded_tensors: bool = False) -> Path:
+def save_checkpoint(
+    state: State, folder: Path, *, run_id: str, sharded_tensors: bool = False, recipe_text: str = ''
+) -> Path:
     """Save a checkpoint of a trainer's state and return its path; a collective, which every rank must call.
 
+    Args:
+        state: The trainer's state.
+        folder: The run's folder.
+        run_id: Id of the run, which the folder's run.json must have.
+        sharded_tensors: Each rank writes its shards of the tensors; otherwise rank 0 writes all of them.
+        recipe_text: The resolved recipe, stored as recipe.yaml; empty for none.
+
     Raises:
-        Exception: A rank could not write. Every rank raises, no checkpoint appears under the final name, and the files
-            written so far are removed.
+        SaveFailed: A rank met a storage fault. Every rank raises, no checkpoint appears under the final name, and the
+            files written so far are removed.
     """
     batch = state.timestamp.batch.value
     final, work = folder / checkpoint_store.checkpoint_name(batch), checkpoint_store.unfinished_path(folder, batch)
     try:
-        _save(state, final, work, sharded_tensors=sharded_tensors)
+        with _as_save_failed(final):
+            _begin(work, run_id, every_rank=sharded_tensors)
+        # An error in the collectives of this call may be raised on one rank alone. So it is no failed save, after which
+        # this rank would go on while the others wait for it.
+        content, tensors = gather_state(state, sharded_tensors=sharded_tensors)
+        needed_bytes = sum(leaf.nbytes for leaf in tree_leaves([content, tensors]) if isinstance(leaf, Tensor))
+        about = _about(state, sharded_tensors=sharded_tensors) | {'run': run_id}
+        with _as_save_failed(final, needed_bytes):
+            _write_checkpoint(content, tensors, about, final, work, recipe_text)
     except (Exception, CheckpointException):  # CheckpointException is a BaseException
         # An incomplete checkpoint is of no use, and a full disk needs the space. Every rank removes the folder: if by
         # mistake it is not shared, each node has its own; if it is shared, concurrent removals ignore each other's
@@ -142,211 +270,89 @@ def save_checkpoint(state: State, folder: Path, *, sharded_tensors: bool = False
     return final
 
 
-def _save(state: State, final: Path, work: Path, *, sharded_tensors: bool) -> None:
+@contextmanager
+def _as_save_failed(final: Path, needed_bytes: int = 0) -> Iterator[None]:
+    """Replace an error of the block that a storage fault caused by SaveFailed; all ranks must raise alike in it."""
+    try:
+        yield
+    except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException
+        fault = storage_fault(error)
+        if fault is None:
+            raise
+        reason = describe_fault(fault, final.parent, needed_bytes=needed_bytes)
+        raise SaveFailed(fault.errno, f'{final}: not saved, {reason}') from error
+
+
+def _begin(work: Path, run_id: str, *, every_rank: bool) -> None:
+    """Create the temporary folder of a save, after a check that its parent is the run's folder; a collective."""
+    with raise_on_all_ranks(str(work), logs=False):
+        if dist.get_global_rank() == 0 or every_rank:
+            check_run_id(work.parent, run_id)
+        if dist.get_global_rank() == 0:
+            remove(work)
+            work.mkdir()
+
+
+def _write_checkpoint(
+    content: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    about: Mapping[str, Any],
+    final: Path,
+    work: Path,
+    recipe_text: str,
+) -> None:
     """Write a checkpoint to the temporary folder `work` and rename it to `final`; a collective."""
     # After each step all ranks continue or all raise: a rank that raised alone would leave the others waiting in the
     # next collective until its timeout.
     rank = dist.get_global_rank()
-    with raise_on_all_ranks(f'{final}: not saved'):
-        if rank == 0:
-            remove(work)
-            work.mkdir(parents=True)
-    content, tensors = _gather(state, sharded_tensors=sharded_tensors)
     records: dict[str, checkpoint_store.FileRecord] = {}
-    with raise_on_all_ranks(f'{final}: not saved'), _explain_full_disk(final, content, tensors):
-        if sharded_tensors:
+    with raise_on_all_ranks(f'{final}: not saved', logs=False):
+        if about['kind'] == 'sharded':
             sharded_state.write_tensors(tensors, work)
             # torch.distributed.checkpoint names files __RANK_NUMBER.distcp. Each rank hashes its own.
-            names = [path.name for path in work.glob(f'__{rank}_*')] + ([sharded_state.INDEX] if rank == 0 else [])
+            names = [path.name for path in work.glob(f'__{rank}_*')] + ([checkpoint_store.INDEX] if rank == 0 else [])
             records |= checkpoint_store.records_of(work, names)
         if rank == 0:
             records[checkpoint_store.STATE] = _write_state(content, work / checkpoint_store.STATE)
+            if recipe_text:
+                records[checkpoint_store.RECIPE] = _write_text(recipe_text, work / checkpoint_store.RECIPE)
     all_records: dict[str, checkpoint_store.FileRecord] = {}
     for rank_records in dist.all_gather_object(records):
         all_records |= rank_records
-    with raise_on_all_ranks(f'{final}: not saved'), _explain_full_disk(final, content, tensors):
+    with raise_on_all_ranks(f'{final}: not saved', logs=False):
         if rank == 0:
             # If the folder is not shared, rank 0 does not see the files of other nodes.
             missing = sorted(name for name in all_records if not (work / name).is_file())
             if missing:
                 raise FileNotFoundError(f'{work}: files of other ranks are missing: {", ".join(missing[:3])}')
-            checkpoint_store.publish(work, final, all_records, _about(state, sharded_tensors=sharded_tensors))
+            check_run_id(work.parent, about['run'])
+            checkpoint_store.publish(work, final, all_records, about)
 
 
-def load_checkpoint(state: State, logger: Logger, checkpoint: Path) -> list[dict[str, Any]] | None:
-    """Load a checkpoint into a trainer's state, before DDP wraps the model and after FSDP does; every rank calls this.
-
-    Returns:
-        The states of torch's random generators, one per rank of the run that saved them; None if there are none.
-
-    Raises:
-        UserError: The checkpoint has another architecture or optimizer, or belongs to a run that this one must not
-            resume.
-    """
-    content = read_content(checkpoint)
-    saved = content['state']
-    _check_optimizer(state, content, checkpoint)
-    expected = {name: tensor.shape for name, tensor in _model_tensors(state).items()}
-    if is_sharded(checkpoint):
-        prefix = 'model.'
-        stored = {
-            name.removeprefix(prefix): shape
-            for name, shape in sharded_state.shapes(checkpoint).items()
-            if name.startswith(prefix)
-        }
-        check_architecture(expected, stored, str(checkpoint))
-        _load_shards(state, content['optimizer_settings'], checkpoint)
-    else:
-        check_architecture(expected, {name: tensor.shape for name, tensor in saved['model'].items()}, str(checkpoint))
-    # Composer's load_state_dict replaces the run's name by the checkpoint's.
-    run_name = state.run_name
-    state.load_state_dict(saved, logger, strict=True)
-    state.run_name = run_name
-    # After load_state_dict, which resets the averagers.
-    if is_sharded(checkpoint):
-        _load_averages(state, saved, checkpoint)
-    state.load_path = str(checkpoint)
-    return content.get('rng')
-
-
-def resume_point(folder: Path) -> Path | None:
+def resume_point(folder: Path, run_id: str = '') -> Path | None:
     """Return a run's newest undamaged checkpoint, found by rank 0 and broadcast; None if the run has no checkpoints.
 
-    Newer checkpoints, which are damaged, are renamed.
-
-    Raises:
-        UserError: All of the run's checkpoints are damaged.
-        OSError: A checkpoint cannot be read, which is not damage: nothing is renamed. (RuntimeError on other ranks.)
-    """
-    # Only on rank 0: it reads and hashes the whole checkpoint, and two ranks must never resume from different ones.
-    found: Path | None = None
-    with raise_on_all_ranks('autoresume'):
-        if dist.get_global_rank() == 0:
-            found = checkpoint_store.newest_intact(folder)
-            if found is not None:
-                checkpoint_store.set_aside(found)
-    broadcast = [found]
-    dist.broadcast_object_list(broadcast, src=0)
-    if broadcast[0] is not None:
-        check_shared(folder, 'runs_dir')  # every rank reads it
-    return broadcast[0]
-
-
-@contextmanager
-def raise_on_all_ranks(where: str) -> Iterator[None]:
-    """Raise on every rank if any rank raises inside the block; a collective, which every rank must enter.
-
-    A rank that failed raises its own error; the others raise a RuntimeError with the first failed rank and its error.
-    A UserError is raised as a UserError on all ranks.
-
-    The block must not contain a collective that a failing rank would leave the others waiting in. `where` is the start
-    of the error messages.
-    """
-    error: BaseException | None = None
-    try:
-        yield
-    except (Exception, CheckpointException) as caught:  # CheckpointException is a BaseException
-        error = caught
-    # Text instead of the exception itself, which may not be picklable.
-    report = None if error is None else (isinstance(error, UserError), f'{type(error).__name__}: {error}', str(error))
-    failed = [(rank, each) for rank, each in enumerate(dist.all_gather_object(report)) if each is not None]
-    if error is not None:
-        if not isinstance(error, UserError):
-            log.error('%s (rank %d: %s)', where, dist.get_global_rank(), error)
-        raise error
-    if failed:
-        rank, (is_user_error, description, message) = failed[0]
-        raise UserError(message) if is_user_error else RuntimeError(f'{where} (rank {rank}: {description})')
-
-
-def check_shared(folder: Path, where: str) -> None:
-    """Check before training that a folder is shared by all ranks; a collective, which every rank must call.
+    Newer checkpoints, which are damaged, are renamed. The other ranks wait however long reading takes.
 
     Args:
-        folder: The folder; rank 0 creates it if it does not exist.
-        where: Recipe key that sets the folder, for messages.
+        folder: The run's folder.
+        run_id: The run's id, as `open_run_folder` returns it; empty accepts the checkpoints of any run.
 
     Raises:
-        UserError: A rank does not see a file that rank 0 wrote.
+        UserError: All of the run's checkpoints are damaged, or the newest is of another run.
+        OSError: A checkpoint cannot be read for minutes, which is not damage: nothing is renamed.
     """
-    if dist.get_world_size() == 1:
-        return
-    # A new name each time: a network file system may cache that a name was absent.
-    name = [f'.shared-{uuid.uuid4().hex}']
-    dist.broadcast_object_list(name, src=0)
-    probe = folder / name[0]
-    try:
-        with raise_on_all_ranks(str(folder)):
-            if dist.get_global_rank() == 0:
-                folder.mkdir(parents=True, exist_ok=True)
-                probe.touch()
-        with raise_on_all_ranks(str(folder)):
-            if not probe.exists():
-                raise UserError(
-                    f'{where}: {folder} is not the same folder on rank 0 and rank {dist.get_global_rank()}; '
-                    'use a folder on a file system that all nodes share'
-                )
-    finally:
-        if dist.get_global_rank() == 0:
-            probe.unlink(missing_ok=True)
 
+    # Only on rank 0: it reads and hashes the whole checkpoint, and two ranks must never resume from different ones.
+    def find() -> Path | None:
+        found = newest_intact(folder, run_id)
+        if found is not None:
+            checkpoint_store.set_aside(found)
+        return found
 
-@contextmanager
-def _explain_full_disk(final: Path, content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Replace any error of the block that a full disk caused by an OSError with the size of the checkpoint."""
-    # torch.save and torch.distributed.checkpoint raise their own errors, which do not mention the disk; the OSError is
-    # one of their causes.
-    try:
-        yield
-    except (Exception, CheckpointException) as error:
-        if not _is_full_disk(error):
-            raise
-        needed = sum(leaf.nbytes for leaf in tree_leaves([content, tensors]) if isinstance(leaf, Tensor)) / 2**30
-        what = f'{final}: not saved, no space left on {final.parent}, {needed:.2f} GiB needed'
-        raise OSError(errno.ENOSPC, f'{what}; free some space and start the same command again') from error
-
-
-def _is_full_disk(error: BaseException) -> bool:
-    """Return True if an error or one of its causes is a full disk or an exceeded quota, on this or another rank."""
-    if isinstance(error, CheckpointException):
-        return any(_is_full_disk(each) for each, _ in error.failures.values())
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return True
-    cause = error.__cause__ or error.__context__
-    return cause is not None and _is_full_disk(cause)
-
-
-def _gather(state: State, *, sharded_tensors: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return what to save: the content of state.pt, and by name the tensors of which each rank writes its shards."""
-    # After a forward pass without a backward pass (evaluation, image sampling) FSDP2 may leave gathered weights in the
-    # model, which are not the parameters that the optimizer holds.
-    reshard(state.model)
-    random_state = reproducibility.get_rng_state()
-    if not sharded_tensors:
-        return {'state': state.state_dict(), 'rng': random_state}, {}
-    optimizer = get_optimizer_state_dict(state.model, state.optimizers[0], options=_FLAT)
-    tensors = {f'model.{name}': tensor for name, tensor in _model_tensors(state).items()}
-    tensors |= {f'optimizer.{name}': value for name, value in optimizer.items() if isinstance(value, Tensor)}
-    settings = {name: value for name, value in optimizer.items() if not isinstance(value, Tensor)}
-    averagers = _averagers(state)
-    for name, algorithm in averagers.items():
-        for label, average in algorithm.averages.items():
-            shards = average.shards(state.model)
-            tensors |= {f'averages.{name}.{label}.{key}': shard for key, shard in shards.items()}
-    # state_dict() must leave out the tensors that are stored sharded: model and optimizer through Composer's list of
-    # attributes, the averages through the averagers' switch. It has no argument for that, so both are changed here.
-    attributes = state.serialized_attributes
-    try:
-        for algorithm in averagers.values():
-            algorithm.gathers = False
-        state.serialized_attributes = [name for name in attributes if name not in _SHARDED_ATTRIBUTES]
-        rest = state.state_dict()
-    finally:
-        state.serialized_attributes = attributes
-        for algorithm in averagers.values():
-            algorithm.gathers = True
-    kind = type(state.optimizers[0]).__qualname__
-    return {'state': rest, 'rng': random_state, 'optimizer_settings': {kind: settings}}, tensors
+    broadcast = [run_on_rank_zero(find, 'autoresume')]
+    dist.broadcast_object_list(broadcast, src=0)
+    return broadcast[0]
 
 
 def _write_state(content: Mapping[str, Any], path: Path) -> checkpoint_store.FileRecord:
@@ -358,8 +364,17 @@ def _write_state(content: Mapping[str, Any], path: Path) -> checkpoint_store.Fil
     return writer.record()
 
 
+def _write_text(text: str, path: Path) -> checkpoint_store.FileRecord:
+    """Write a text file and return its size and hash."""
+    with path.open('wb') as file:
+        writer = checkpoint_store.HashingWriter(file)
+        writer.write(text.encode())
+        checkpoint_store.flush(file)
+    return writer.record()
+
+
 def _about(state: State, *, sharded_tensors: bool) -> dict[str, Any]:
-    """Return the fields of a checkpoint's receipt.json other than `files`: batch, epoch, kind, ranks and time."""
+    """Return the fields of a checkpoint's receipt.json other than `files` and `run`: batch, epoch, kind and others."""
     return {
         'batch': state.timestamp.batch.value,
         'epoch': state.timestamp.epoch.value,
@@ -367,56 +382,3 @@ def _about(state: State, *, sharded_tensors: bool) -> dict[str, Any]:
         'world_size': dist.get_world_size(),
         'saved': datetime.datetime.now(datetime.timezone.utc).isoformat(timespec='seconds'),
     }
-
-
-def _check_optimizer(state: State, content: Mapping[str, Any], checkpoint: Path) -> None:
-    """Raise UserError if a checkpoint was saved with another optimizer class than the recipe's."""
-    stored = content.get('optimizer_settings') or content['state'].get('optimizers') or {}
-    kind = type(state.optimizers[0]).__qualname__
-    if kind not in stored:
-        raise UserError(
-            f'{checkpoint}: saved with optimizer {", ".join(stored) or "none"}, but the recipe has {kind}; change the '
-            'recipe back to resume, or start a new run from the weights with init_from'
-        )
-
-
-def _load_shards(state: State, settings: Mapping[str, Mapping[str, Any]], checkpoint: Path) -> None:
-    """Load the model and the optimizer from a sharded checkpoint."""
-    model = _model_tensors(state)
-    # get_optimizer_state_dict initializes the state of a new optimizer, so the tensors to read into exist.
-    optimizer = get_optimizer_state_dict(state.model, state.optimizers[0], options=_FLAT)
-    moments = {name: value for name, value in optimizer.items() if isinstance(value, Tensor)}
-    wanted = {f'model.{name}': tensor for name, tensor in model.items()}
-    wanted |= {f'optimizer.{name}': tensor for name, tensor in moments.items()}
-    sharded_state.read_tensors(wanted, checkpoint)
-    set_model_state_dict(state.model, {name: wanted[f'model.{name}'] for name in model})
-    restored = {name: wanted[f'optimizer.{name}'] for name in moments}
-    restored |= settings[type(state.optimizers[0]).__qualname__]
-    set_optimizer_state_dict(state.model, state.optimizers[0], restored, options=_FLAT)
-
-
-def _load_averages(state: State, saved: Mapping[str, Any], checkpoint: Path) -> None:
-    """Load the weight averages of all averagers from a sharded checkpoint."""
-    labels_of = {
-        name: algorithm_state['sharded_averages']
-        for name, algorithm_state in dict(saved['algorithms']).items()
-        if 'sharded_averages' in algorithm_state
-    }
-    for name, algorithm in _averagers(state).items():
-        averages = {label: empty_average(state.model) for label in labels_of.get(name, [])}
-        if averages:
-            wanted = {
-                f'averages.{name}.{label}.{key}': t for label, tensors in averages.items() for key, t in tensors.items()
-            }
-            sharded_state.read_tensors(wanted, checkpoint)
-            algorithm.restore(averages)
-
-
-def _model_tensors(state: State) -> dict[str, Any]:
-    """Return the model's tensors by name; under FSDP2 they are DTensors with this rank's shards."""
-    return get_model_state_dict(state.model)
-
-
-def _averagers(state: State) -> dict[str, Averager]:
-    """Return the algorithms that average weights, by class name, which is their key in Composer's state."""
-    return {type(each).__qualname__: each for each in state.algorithms if isinstance(each, Averager)}

@@ -1,24 +1,33 @@
 """Lookup of a run's checkpoints and recipe. It imports no torch, so that a wrong path is reported within a second."""
 
+import logging
+import os
 from pathlib import Path
 
-from diffusion.checkpointing.checkpoint_store import LATEST, STATE, list_checkpoints
+from diffusion.checkpointing.checkpoint_store import LATEST, RECIPE, STATE, batch_number, list_checkpoints
 from diffusion.errors import UserError
 
-RECIPE = 'recipe.yaml'
-"""Name of the resolved recipe's file in the run's folder."""
+log = logging.getLogger(__name__)
 
 
 def find_checkpoint(place: str | Path) -> Path:
     """Return the path of the checkpoint at `place`: a folder of this library, or a file of Composer's own saver.
 
     Args:
-        place: Path of a checkpoint, or a run's folder to use the latest checkpoint.
+        place: Path of a checkpoint, or a run's folder or its link `latest` to use the newest checkpoint, which is the
+            one that the run would resume from.
 
     Raises:
         UserError: There is no such checkpoint; the message lists the existing ones.
     """
     path = Path(place)
+    run = path.parent if path.name == LATEST and path.is_symlink() else path
+    if run.is_dir() and batch_number(run) is None and (newest := list_checkpoints(run)[:1]):
+        link = run / LATEST
+        # The link may dangle or point to an older checkpoint: after a kill between two steps of a save, or in a copy.
+        if link.is_symlink() and os.readlink(link) != newest[0].name:
+            log.warning('%s points to %s, but the newest is %s, which is used', link, os.readlink(link), newest[0])
+        return newest[0]
     for choice in (path, path / LATEST):
         if choice.is_file() or (choice / STATE).is_file():
             return choice.parent / choice.readlink() if choice.is_symlink() else choice
@@ -28,14 +37,23 @@ def find_checkpoint(place: str | Path) -> Path:
     raise UserError(f'checkpoint: {place} is not a checkpoint or a run ({found}); check the path')
 
 
-def recipe_of_checkpoint(checkpoint: Path) -> Path:
-    """Return the path of the resolved recipe of the run that a checkpoint belongs to.
+def run_of_checkpoint(checkpoint: Path) -> Path:
+    """Return the folder of the run that a checkpoint belongs to: the folder above, or the one above that.
 
-    Raises:
-        UserError: There is no recipe in the checkpoint's folder or the folder above.
+    The latter is for files of Composer's own saver in a folder of their own.
     """
     folder = checkpoint.resolve().parent
-    recipe = next((parent / RECIPE for parent in (folder, folder.parent) if (parent / RECIPE).is_file()), None)
-    if recipe is None:
-        raise UserError(f'{checkpoint}: there is no {RECIPE} next to it; copy the {RECIPE} of its run to {folder}')
-    return recipe
+    return next((parent for parent in (folder, folder.parent) if (parent / RECIPE).is_file()), folder)
+
+
+def recipe_of_checkpoint(checkpoint: Path) -> Path:
+    """Return the path of the resolved recipe that a checkpoint was trained with: its own, or that of its run.
+
+    Raises:
+        UserError: There is no recipe in the checkpoint, in the folder above it or in the folder above that.
+    """
+    for recipe in (checkpoint / RECIPE, run_of_checkpoint(checkpoint) / RECIPE):
+        if recipe.is_file():
+            return recipe
+    folder = checkpoint.resolve().parent
+    raise UserError(f'{checkpoint}: there is no {RECIPE} next to it; copy the {RECIPE} of its run to {folder}')

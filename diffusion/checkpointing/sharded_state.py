@@ -7,7 +7,9 @@ are indexed by their offsets in the full tensor, so they can be read by any numb
 import collections
 import datetime
 import io
+import logging
 import pickle
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,20 +19,26 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
+from diffusion.checkpointing import checkpoint_store
+from diffusion.checkpointing.checkpoint_store import INDEX, read_with_retries
+from diffusion.checkpointing.storage_faults import storage_fault
 from diffusion.errors import UserError
 
-INDEX = '.metadata'
-"""Name of the index file, in which torch.distributed.checkpoint records the file of each shard."""
+log = logging.getLogger(__name__)
 
 
 def write_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
     """Write a sharded checkpoint of tensors and DTensors to the disk; every rank must call this with the same names."""
     # Tensors that all ranks hold are written by the lowest rank only.
-    writer = filesystem.FileSystemWriter(folder, sync_files=True)
+    writer = _Writer(folder, sync_files=True)
     with _quiet():
         save(dict(tensors), storage_writer=writer, planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True))
 
@@ -40,14 +48,24 @@ def read_tensors(tensors: dict[str, Tensor], folder: Path) -> None:
 
     Raises:
         UserError: A tensor is missing in the checkpoint or has another shape.
+        CheckpointException: A rank cannot read its shards, after several tries of all ranks; on every rank.
     """
     stored = shapes(folder)
     for name, tensor in tensors.items():
         if stored.get(name) != tensor.shape:
             found = f'is {tuple(stored[name])}, expected {tuple(tensor.shape)}' if name in stored else 'is missing'
             raise UserError(f'{folder}: {name} {found}; use the model and optimizer that it was saved with')
-    with _quiet():
-        load(tensors, storage_reader=_Reader(folder), planner=DefaultLoadPlanner())
+    for pause in (*checkpoint_store.RETRY_PAUSES_SECONDS, None):
+        try:
+            with _quiet():
+                load(tensors, storage_reader=_Reader(folder), planner=DefaultLoadPlanner())
+            return
+        except CheckpointException as error:
+            # All ranks raise the same failures, so that all of them try again, or none does.
+            if pause is None or storage_fault(error) is None:
+                raise
+            log.warning('%s: %s; retrying in %g s', folder, storage_fault(error), pause)
+            time.sleep(pause)
 
 
 def read_all_tensors(folder: Path, prefix: str) -> dict[str, Tensor]:
@@ -57,8 +75,18 @@ def read_all_tensors(folder: Path, prefix: str) -> dict[str, Tensor]:
         for name, entry in _entries(folder).items()
         if name.startswith(prefix)
     }
-    with _quiet():
-        load(dict(tensors), storage_reader=_Reader(folder), planner=DefaultLoadPlanner(), no_dist=True)
+
+    def read() -> None:
+        try:
+            with _quiet():
+                load(dict(tensors), storage_reader=_Reader(folder), planner=DefaultLoadPlanner(), no_dist=True)
+        except CheckpointException as error:
+            fault = storage_fault(error)
+            if fault is None:
+                raise
+            raise fault from error
+
+    read_with_retries(read)
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
 
@@ -67,10 +95,34 @@ def shapes(folder: Path) -> dict[str, torch.Size]:
     return {name: entry.size for name, entry in _entries(folder).items()}
 
 
+def data_files(folder: Path) -> set[str]:
+    """Return the names of the files with the shards of a sharded checkpoint, as its index names them."""
+    return {Path(info.relative_path).as_posix() for info in _Reader(folder).read_metadata().storage_data.values()}
+
+
 def _entries(folder: Path) -> dict[str, metadata.TensorStorageMetadata]:
     """Return the index entries (shape, dtype and shards) of a sharded checkpoint's tensors by name."""
-    found = _Reader(folder).read_metadata().state_dict_metadata
+    found = read_with_retries(_Reader(folder).read_metadata).state_dict_metadata
     return {name: entry for name, entry in found.items() if isinstance(entry, metadata.TensorStorageMetadata)}
+
+
+class _Writer(filesystem.FileSystemWriter):
+    """Writer of sharded checkpoints that raises the OSError of a storage fault instead of torch's own error."""
+
+    # torch.save hides an OSError in the context of a RuntimeError, and torch.distributed.checkpoint pickles the errors
+    # of all ranks, which drops contexts.
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            fault = storage_fault(error)
+            if fault is None or fault is error:
+                raise
+            raise OSError(fault.errno, fault.strerror, fault.filename or str(self.path)) from error
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        # torch's method creates the folder again if its file system is no longer mounted; rank 0 has created it.
+        return plan
 
 
 class _Reader(filesystem.FileSystemReader):

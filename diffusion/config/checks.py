@@ -3,6 +3,7 @@
 No check imports torch.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, TypeGuard
@@ -51,6 +52,10 @@ COMPOSER_SAVER_KEYWORDS = {
     'save_weights_only',
 }
 """Keywords of composer.Trainer that affect only the files of Composer's own CheckpointSaver."""
+RUN_NAME = re.compile(r'[A-Za-z0-9_][A-Za-z0-9._-]{0,127}')
+"""Pattern of a run's name. It excludes `.` and `..`, and names that a program would read as an option."""
+MAX_BATCH = 2**31
+"""Upper bound of `global_batch` in samples, far above any batch that is used."""
 DURATION = re.compile(r'\d+(\.\d+)?(ba|ep|sp|tok|dur|iter|sec)')
 """Pattern of Composer's duration strings, such as `1000ba`."""
 DURATION_KEYS = {
@@ -114,12 +119,16 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
     gather = Gatherer()
     if _not_positive(recipe.global_batch):
         gather.problem('global_batch', f'{recipe.global_batch} is not positive')
+    if isinstance(recipe.global_batch, int) and recipe.global_batch > MAX_BATCH:
+        gather.problem('global_batch', f'{recipe.global_batch} is more than {MAX_BATCH} samples; use a smaller batch')
+        return gather.problems  # other checks search the divisors of the batch
     if _not_positive(recipe.device_train_microbatch_size):
         gather.problem('device_train_microbatch_size', f'{recipe.device_train_microbatch_size} is not positive')
     if isinstance(recipe.seed, int) and not 0 <= recipe.seed < 2**32:
         gather.problem('seed', f'{recipe.seed} is not in [0, 2**32)')
-    if recipe.name not in (None, MISSING) and not re.fullmatch(r'[A-Za-z0-9._-]+', recipe.name):
-        gather.problem('name', f'{recipe.name!r}; use letters, digits, dots, dashes and underscores: it names a folder')
+    if recipe.name not in (None, MISSING) and not RUN_NAME.fullmatch(recipe.name):
+        what = 'use letters, digits, underscores, dots and dashes, no dot or dash first, at most 128'
+        gather.problem('name', f'{recipe.name[:200]!r} cannot name a folder; {what}')
     _check_task(recipe, gather)
     for section, streams in stream_sections(recipe):
         _check_streams(section, streams, gather)
@@ -131,12 +140,27 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
         _check_speed(recipe, gather)
         _check_saving(recipe, gather)
     _check_trainer(recipe, gather)
+    _check_loss_guard(recipe, gather)
+    _check_notify(recipe, gather)
     own = [(where, each.kwargs) for where, kind, each in _components(recipe) if registry.is_own(kind, each.name)]
     gather.problems += check_sampling(recipe, dict(own))
     for where, value in _durations(recipe):
         if (problem := duration_problem(value)) is not None:
             gather.problem(where, problem)
     return gather.problems
+
+
+def _check_notify(recipe: Recipe, gather: Gatherer) -> None:
+    """Report keys of `notify` that are not names of environment variables, without quoting their values."""
+    notify = recipe.notify
+    for key, name in (('webhook', notify.webhook), ('command', notify.command)):
+        # A URL that was pasted here is a secret, and this message may end up in a log.
+        if isinstance(name, str) and name != MISSING and not re.fullmatch(r'[A-Za-z_][A-Za-z0-9_]*', name):
+            what = 'is not the name of an environment variable; export the value in one, such as NOTIFY_'
+            gather.problem(f'notify.{key}', f'{what}{key.upper()}, and write its name here')
+    bound = notify.goodput_below
+    if isinstance(bound, int | float) and not 0 < bound <= 1:
+        gather.problem('notify.goodput_below', f'{bound} is not in (0, 1]; use a fraction such as 0.8')
 
 
 def duration_problem(value: Any) -> str | None:
@@ -152,32 +176,68 @@ def duration_problem(value: Any) -> str | None:
     return f'{value} has no unit; write {way_out}'
 
 
-def check_devices(recipe: Recipe, world_size: int) -> list[Problem]:
-    """Return a problem unless global batch, microbatches and replicas can be divided evenly among the devices."""
-    batch, microbatch = recipe.global_batch, recipe.device_train_microbatch_size
+def check_devices(recipe: Recipe, world_size: int, gpus_per_node: int | None = None) -> list[Problem]:
+    """Return a problem unless the devices can share the global batch, its microbatches, replicas and sample order.
+
+    Args:
+        recipe: A valid recipe.
+        world_size: Number of devices of all nodes.
+        gpus_per_node: Number of devices per node, if it is known; then the number of nodes is checked too.
+    """
     if recipe.task not in ('train', 'evaluate'):
         return []
+    problem = _device_problem(recipe, world_size, gpus_per_node)
+    if problem is None:
+        return []
+    if gpus_per_node is not None and world_size > gpus_per_node:
+        working = _working_nodes(recipe, world_size // gpus_per_node, gpus_per_node)
+        if working:
+            counts = ' or '.join(str(count) for count in working)
+            problem = Problem(problem.where, f'{problem.what}; {counts} nodes of {gpus_per_node} devices work as it is')
+    return [problem]
+
+
+def _device_problem(recipe: Recipe, world_size: int, gpus_per_node: int | None) -> Problem | None:
+    """Return the first reason why this recipe cannot run on this number of devices, or None."""
+    batch, microbatch = recipe.global_batch, recipe.device_train_microbatch_size
     if batch % world_size:
         sizes = sorted({max(world_size, batch // world_size * world_size), (batch // world_size + 1) * world_size})
         choices = ' or '.join(str(size) for size in sizes)
-        return [Problem('global_batch', f'{batch} does not divide over {world_size} devices; use {choices}')]
+        return Problem('global_batch', f'{batch} does not divide over {world_size} devices; use {choices}')
     replicas = recipe.parallelism.replicas
     if recipe.parallelism.strategy != 'ddp' and world_size % replicas:
         near = max(count for count in range(1, replicas + 1) if world_size % count == 0)
-        return [Problem('parallelism.replicas', f'{replicas} do not divide {world_size} devices; use {near}')]
+        return Problem('parallelism.replicas', f'{replicas} do not divide {world_size} devices; use {near}')
     share = batch // world_size
     if isinstance(microbatch, int) and share % microbatch:
         what = (
             f"{microbatch} does not divide a device's {share} samples ({batch} over {world_size} devices); "
             f'use {nearest_divisor(share, microbatch)}'
         )
-        return [Problem('device_train_microbatch_size', what)]
-    return []
+        return Problem('device_train_microbatch_size', what)
+    if gpus_per_node is None or recipe.task != 'train':
+        return None
+    canonical_nodes = recipe.loader.num_canonical_nodes or sample_order.default_canonical_nodes(batch)
+    # Streaming counts whole nodes.
+    what = sample_order.nodes_problem(canonical_nodes, max(1, world_size // gpus_per_node))
+    return None if what is None else Problem('loader.num_canonical_nodes', what)
+
+
+def _working_nodes(recipe: Recipe, nodes: int, gpus_per_node: int) -> list[int]:
+    """Return the nearest smaller and the nearest larger number of nodes on which a recipe can run, if they exist."""
+    most = recipe.global_batch // gpus_per_node
+    nearest = (range(min(nodes - 1, most), 0, -1), range(nodes + 1, most + 1))
+    found = (
+        next((count for count in counts if not _device_problem(recipe, count * gpus_per_node, gpus_per_node)), None)
+        for counts in nearest
+    )
+    return [count for count in found if count is not None]
 
 
 def nearest_divisor(number: int, size: int) -> int:
     """Return the divisor of a number that is nearest to a size."""
-    return min((each for each in range(1, number + 1) if number % each == 0), key=lambda each: abs(each - size))
+    small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
+    return min(small + [number // each for each in reversed(small)], key=lambda each: abs(each - size))
 
 
 def stream_sections(recipe: Recipe) -> list[tuple[str, dict[str, StreamConfig]]]:
@@ -374,6 +434,27 @@ def _check_trainer(recipe: Recipe, gather: Gatherer) -> None:
             gather.problem(join('trainer', key), f'{value!r} is unknown to Composer; {did_you_mean(value, known)}')
     if recipe.task in ('train', 'evaluate') and device == 'cpu' and precision in {*PRECISIONS} - {'fp32'}:
         gather.problem('trainer.precision', f'{precision} needs a GPU in Composer; use fp32 with trainer.device=cpu')
+
+
+def _check_loss_guard(recipe: Recipe, gather: Gatherer) -> None:
+    """Report `loss_guard.action: skip` with amp_fp16, which the callback refuses on GPUs when training starts."""
+    if recipe.task != 'train' or not isinstance(recipe.trainer, dict) or not isinstance(recipe.callbacks, dict):
+        return
+    # On GPUs, Composer's default precision is amp_fp16.
+    default = 'amp_fp16' if str(recipe.trainer.get('device') or '').lower() == 'gpu' else ''
+    if str(recipe.trainer.get('precision') or default).lower() != 'amp_fp16':
+        return
+    for key, callback in recipe.callbacks.items():
+        if (
+            isinstance(callback, Component)
+            and callback.name == 'loss_guard'
+            and callback.kwargs.get('action') == 'skip'
+        ):
+            gather.problem(
+                f'callbacks.{key}.action',
+                'skip does not support precision amp_fp16, whose loss scaler already skips updates; use stop, or '
+                'trainer.precision=amp_bf16',
+            )
 
 
 def _check_saving(recipe: Recipe, gather: Gatherer) -> None:

@@ -83,6 +83,26 @@ def read_buckets(folder: Path) -> dict[Shape, int]:
         raise UserError(f'{path} is not a valid list of buckets ({error}); prepare the data again') from error
 
 
+def resolution_problem(folder: Path, resolution: int) -> str | None:
+    """Return an error message if a folder of aspect buckets was prepared for another resolution than a stream's.
+
+    The shapes of an `aspects` stream come from the folder alone, so that another resolution would have no effect; and
+    its images are stored at that size, so that a larger one would mean enlarging them.
+
+    Args:
+        folder: Folder with a valid buckets.json.
+        resolution: The stream's resolution in pixels.
+    """
+    prepared = json.loads((folder / BUCKETS).read_text(encoding='utf-8')).get('resolution')
+    if not isinstance(prepared, int) or prepared == resolution:
+        return None
+    reason = 'its images would be enlarged' if resolution > prepared else 'its images would be used at that size'
+    return (
+        f'{resolution}, but {folder} holds aspect buckets of {prepared} px: {reason}; set resolution: {prepared}, or '
+        f'use a folder that was prepared with --sizes {resolution}'
+    )
+
+
 def write_buckets(folder: Path, resolution: int, buckets: Mapping[Shape, Mapping[str, int]]) -> None:
     """Write buckets.json, the list of a dataset's image shapes, into a folder; each entry holds at least `samples`."""
     write_atomically(folder / BUCKETS, buckets_text(resolution, buckets))

@@ -3,7 +3,7 @@
 import dataclasses
 import importlib
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,13 @@ from diffusion.config.checks import (
     check_recipe,
     keyword_types,
 )
+from diffusion.config.hidden_values import hide_values
+from diffusion.config.interpolation import KeyPath, Resolved, dotted
 from diffusion.config.path_checks import check_output, check_paths
 from diffusion.config.recipe import Component, Recipe, StreamConfig
 from diffusion.config.schema import MISSING, Gatherer, Problem, build_dataclass, join
-from diffusion.config.yaml_files import UnreadableYAML, dump, merge, read_chain
+from diffusion.config.secret_patterns import secret_problems
+from diffusion.config.yaml_files import UnreadableYAML, dump, merge_and_resolve, read_chain, unset_problem
 from diffusion.errors import UserError
 
 __all__ = [
@@ -31,6 +34,7 @@ __all__ = [
     'check_devices',
     'check_output',
     'check_paths',
+    'hide_environment',
     'load',
     'to_yaml',
 ]
@@ -46,27 +50,58 @@ class RecipeError(UserError):
         super().__init__('\n  '.join([f'{path or "the recipe"} has {count}:', *lines]))
 
 
-def load(path: str | Path, overrides: Sequence[str] = (), *, allow_missing: bool = False) -> Recipe:
+UNUSED_SECTIONS = {
+    'train': ('precompute', 'generate'),
+    'precompute': ('algorithms', 'callbacks', 'loggers', 'evaluators', 'streams', 'eval_streams', 'trainer'),
+    'evaluate': ('algorithms', 'callbacks', 'loggers', 'scheduler', 'streams', 'precompute', 'generate'),
+    'generate': (
+        *('algorithms', 'callbacks', 'loggers', 'evaluators', 'optimizer', 'scheduler', 'runs_dir', 'trainer'),
+        *('dataset', 'eval_dataset', 'loader', 'streams', 'eval_streams', 'precompute', 'init_from'),
+    ),
+}
+"""Sections that a task does not read, in which values may remain ??? and environment variables need not be set; export
+reads as generate does. `trainer.device` and `trainer.precision` are read by all."""
+
+
+def load(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    allow_missing: bool = False,
+    task: str | None = None,
+    environ: Mapping[str, str] | None = None,
+    set_later: Collection[str] = (),
+) -> Recipe:
     """Load a recipe from YAML, apply overrides, and check everything that can be checked without importing torch.
+
+    A value whose environment variable is not set and need not be is the text of its interpolation; it is not checked.
 
     Args:
         path: The recipe's YAML file.
         overrides: Changes as `key=value`, with dots for depth and YAML for values: `trainer.max_duration=20ba`.
-        allow_missing: Accept values that are still `???`, and list them in `recipe.missing`.
+        allow_missing: Accept values that are still `???` or whose environment variable is not set, and list them in
+            `recipe.missing`.
+        task: Task that the recipe is loaded for (default: the recipe's); variables of sections that it does not read
+            need not be set.
+        environ: Environment of `${oc.env:...}` (default: that of this process).
+        set_later: Names of environment variables that need not be set yet.
 
     Raises:
         RecipeError: The recipe has mistakes; the error lists all of them.
     """
-    raw, gather = read_values(path, overrides), Gatherer()
+    resolved, gather = read_values(path, overrides, environ=environ), Gatherer()
+    raw = resolved.values
     if 'recipe' in raw and 'backend' in raw:
         what = f'this is a job file, which diffusion launch takes; its recipe is {raw["recipe"]}'
         raise RecipeError([Problem('', what)], path)
     recipe = build_dataclass(Recipe, _with_components(raw, gather), '', gather)
+    recipe.from_environment = resolved.from_environment
+    unset = {dotted(key_path): names for key_path, names in resolved.unset.items()}
     # Components of `imports` are known only after importing these modules, which runs user code. Do not run it for a
     # recipe that has mistakes already.
-    if isinstance(recipe.imports, list) and not gather.problems:
+    if isinstance(recipe.imports, list) and not _without(gather.problems, unset) and 'imports' not in unset:
         gather.problems += _import_all(recipe.imports)
-    if not recipe.imports or not gather.problems:
+    if not recipe.imports or not _without(gather.problems, unset):
         gather.problems += check_components(recipe)
     # keyword_types looks up signatures, which needs component names that are known to be registered.
     meanings = {} if gather.problems else keyword_types(recipe)
@@ -76,28 +111,75 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, allow_missing: bool
         else value
         for value in gather.missing
     ]
+    unread = [f'{section}.' for section in UNUSED_SECTIONS.get(recipe.task, ())]
+    gather.missing = [value for value in gather.missing if not value.where.startswith(tuple(unread))]
     # A value of the wrong type was replaced by None or its default, so a later check may report the same path again.
     found = [problem.where for problem in gather.problems + gather.missing]
     gather.problems += [
         problem for problem in check_recipe(recipe) if not any(_overlap(problem.where, where) for where in found)
     ]
+    gather.problems += secret_problems(_saved(recipe))
+    if isinstance(recipe.trainer, dict) and recipe.trainer.get('auto_log_hparams'):
+        gather.problems += [
+            Problem(dotted(each), 'would be logged by trainer.auto_log_hparams in plain text; turn that off')
+            for each in recipe.from_environment
+            if each[0] == 'trainer'
+        ]
+    # The text of an interpolation is not the value, so its type and range say nothing.
+    gather.problems = _without(gather.problems, unset)
+    gather.missing += _missing_variables(unset, task or recipe.task, set_later)
     problems = gather.problems if allow_missing else gather.problems + gather.missing
     if problems:
-        raise RecipeError(problems, path)
+        hidden = [Problem(each.where, _hide(each, resolved.from_environment, raw)) for each in problems]
+        raise RecipeError(hidden, path)
     recipe.missing = gather.missing
     return recipe
 
 
-def read_values(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+def read_values(
+    path: str | Path, overrides: Sequence[str] = (), *, environ: Mapping[str, str] | None = None
+) -> Resolved:
     """Return the plain values of a YAML file, merged with the files it extends and with overrides.
+
+    Args:
+        path: The YAML file.
+        overrides: Changes as `key=value`.
+        environ: Environment of `${oc.env:...}` (default: that of this process).
 
     Raises:
         RecipeError: A file or an override cannot be read.
     """
     try:
-        return merge(read_chain(Path(path)), overrides)
+        return merge_and_resolve(read_chain(Path(path)), overrides, environ)
     except UnreadableYAML as error:
         raise RecipeError([Problem('', str(error))], path) from error
+
+
+def hide_environment(recipe: Recipe, text: str) -> str:
+    """Return a message in which values of environment variables are replaced by the text in the recipe."""
+    return hide_values(text, recipe.from_environment, _plain(recipe))
+
+
+def _hide(problem: Problem, from_environment: Mapping[KeyPath, str], values: Mapping[str, Any]) -> str:
+    """Return the description of a problem without the values of environment variables."""
+    here = {path for path in from_environment if _overlap(dotted(path), problem.where)}
+    return hide_values(problem.what, from_environment, values, quoted_at=here)
+
+
+def _missing_variables(unset: Mapping[str, tuple[str, ...]], task: str, set_later: Collection[str]) -> list[Problem]:
+    """Return a problem for each value that a task needs and whose environment variables are not set."""
+    unused = UNUSED_SECTIONS.get(task, ())
+    always = ('trainer.device', 'trainer.precision')
+    return [
+        Problem(where, unset_problem([name for name in names if name not in set_later]))
+        for where, names in unset.items()
+        if (where.split('.')[0] not in unused or where in always) and not set(names) <= set(set_later)
+    ]
+
+
+def _without(problems: Iterable[Problem], unset: Collection[str]) -> list[Problem]:
+    """Return the problems that are not about a value whose environment variable is not set."""
+    return [each for each in problems if not any(_overlap(each.where, where) for where in unset if each.where)]
 
 
 def _overlap(one: str, other: str) -> bool:
@@ -108,14 +190,35 @@ def _overlap(one: str, other: str) -> bool:
 def to_yaml(recipe: Recipe) -> str:
     """Return the resolved recipe, defaults included, as YAML that `load` reads back to an equal recipe.
 
-    Omits values that are null by default, and component names that equal their key.
+    Values that depend on environment variables, which may be secrets, are written as `${oc.env:NAME}`. Omits
+    values that are null by default, and component names that equal their key.
     """
-    values = _plain(recipe)
+    values = _saved(recipe)
     for section in NAMED_COMPONENT_SECTIONS:
         for key, entry in dict(values[section]).items():
             if isinstance(entry, dict) and entry['name'] == key:
                 del entry['name']
     return dump(values)
+
+
+def _saved(recipe: Recipe) -> dict[str, Any]:
+    """Return a recipe as plain values, with the text of the interpolation for each that depends on the environment."""
+    values = _plain(recipe)
+    for path, text in recipe.from_environment.items():
+        _replace(values, path, text)
+    return values
+
+
+def _replace(values: Any, path: KeyPath, text: str) -> None:
+    """Replace the value at a path in place, if its section still exists."""
+    for key in path[:-1]:
+        if not isinstance(values, dict | list) or (isinstance(values, dict) and key not in values):
+            return
+        section: Any = values
+        values = section[key]
+    if isinstance(values, dict | list):
+        section = values
+        section[path[-1]] = text
 
 
 def _plain(value: Any) -> Any:
@@ -124,13 +227,14 @@ def _plain(value: Any) -> Any:
         return {'name': value.name} | _plain(value.kwargs)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {
-            item.name: _plain(getattr(value, item.name))
+            item.metadata.get('key', item.name): _plain(getattr(value, item.name))
             for item in dataclasses.fields(value)
             if item.repr and (getattr(value, item.name) is not None or item.default is not None)
         }
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
-    return value
+    # A copy, since callers change the result.
+    return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
 def _with_components(raw: Mapping[str, Any], gather: Gatherer) -> dict[str, Any]:

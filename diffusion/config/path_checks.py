@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from diffusion.config.checks import stream_sections
-from diffusion.config.image_shapes import BUCKETS, read_buckets
+from diffusion.config.image_shapes import BUCKETS, read_buckets, resolution_problem
 from diffusion.config.recipe import Recipe, StreamConfig
 from diffusion.config.schema import Gatherer, Problem
 from diffusion.errors import UserError
@@ -18,8 +18,9 @@ def check_paths(recipe: Recipe) -> list[Problem]:
     for section, streams in stream_sections(recipe):
         gather.problems += check_stream_folders(section, streams)
     # A run that has checkpoints resumes from them and no longer reads init_from, which may have been deleted since.
-    if recipe.task == 'train' and recipe.init_from is not None and not (recipe.run_dir / 'latest').exists():
-        _check_checkpoint('init_from', recipe.init_from, gather)
+    start = recipe.initial_weights
+    if recipe.task == 'train' and start is not None and not (recipe.run_dir / 'latest').exists():
+        _check_checkpoint('init_from' if isinstance(recipe.init_from, str) else 'init_from.from', start.source, gather)
     if recipe.task in ('evaluate', 'generate'):
         _check_checkpoint('checkpoint', recipe.checkpoint or str(recipe.run_dir), gather)
     return gather.problems
@@ -32,9 +33,14 @@ def check_stream_folders(section: str, streams: Mapping[str, StreamConfig]) -> l
         source = 'local' if stream.remote is None else 'remote'
         folder = stream.local if stream.remote is None else stream.remote
         if folder is not None and '://' not in folder:
-            check_folder = _check_buckets if stream.aspects else _check_index
+            where = f'{section}.{name}'
             try:
-                check_folder(f'{section}.{name}.{source}', Path(folder), gather)
+                if not stream.aspects:
+                    _check_index(f'{where}.{source}', Path(folder), gather)
+                elif _check_buckets(f'{where}.{source}', Path(folder), gather):
+                    what = resolution_problem(Path(folder), stream.resolution)
+                    if what is not None:
+                        gather.problem(f'{where}.resolution', what)
             except PermissionError as error:
                 what = (
                     f'{error.filename} cannot be read ({error.strerror}); ask its owner for access, '
@@ -55,15 +61,20 @@ def check_output(recipe: Recipe) -> list[Problem]:
     return [] if problem is None else [Problem(where, problem)]
 
 
-def _check_buckets(where: str, folder: Path, gather: Gatherer) -> None:
-    """Report a folder of aspect-ratio buckets without a valid buckets.json, or with a bucket without MDS shards."""
+def _check_buckets(where: str, folder: Path, gather: Gatherer) -> bool:
+    """Report a folder of aspect-ratio buckets without a valid buckets.json, or with a bucket without MDS shards.
+
+    Returns:
+        True if buckets.json is valid.
+    """
     try:
         shapes = read_buckets(folder)
     except UserError as error:
         gather.problem(where, str(error))
-        return
+        return False
     for shape in shapes:
         _check_index(where, folder / str(shape), gather)
+    return True
 
 
 def _check_index(where: str, folder: Path, gather: Gatherer) -> None:
@@ -77,8 +88,11 @@ def _check_index(where: str, folder: Path, gather: Gatherer) -> None:
         return
     try:
         shards = json.loads(index.read_text(encoding='utf-8'))['shards']
-        samples = sum(shard['samples'] for shard in shards)
-    except (ValueError, KeyError, TypeError) as error:
+        counts = [shard['samples'] for shard in shards]
+        if not all(type(count) is int and 0 <= count < 2**31 for count in counts):
+            raise ValueError('a number of samples is not in [0, 2**31)')
+        samples = sum(counts)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         gather.problem(
             where, f'{index} is not an index of MDS shards ({type(error).__name__}: {error}); prepare it again'
         )

@@ -5,10 +5,12 @@ The doc string under a field is its reference: `diffusion check` quotes the firs
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from diffusion.config.image_shapes import Shape, parse_shape, square
+from diffusion.config.interpolation import KeyPath
 from diffusion.config.schema import Problem
+from diffusion.config.yaml_syntax import Interpolation
 
 
 @dataclass
@@ -96,7 +98,8 @@ class LoaderConfig:
     as their sizes, `repeat` and `choose` give it."""
     num_canonical_nodes: int | None = None
     """The number of parts into which the sample order is split, a divisor of `global_batch`; each node reads whole
-    parts. It must not change during a run. Null is the largest divisor of `global_batch` out of 64, 32, ..., 1."""
+    parts. It must not change during a run. Null is the largest common divisor of `global_batch` and 960, such as 64 for
+    2048 and 192 for 1536."""
     batching_method: Literal['per_stream', 'random'] = 'per_stream'
     """The way in which batches are composed: per_stream never mixes streams in a batch; random mixes streams, which
     must have the same shape."""
@@ -223,6 +226,39 @@ class GenerateConfig:
     them."""
 
 
+NotifyEvent = Literal['started', 'ended', 'hang', 'loss_guard', 'checkpoint_failed', 'goodput']
+NOTIFY_EVENTS: tuple[str, ...] = get_args(NotifyEvent)
+
+
+@dataclass
+class NotifyConfig:
+    """The `notify` section: messages to people about a run. It holds names of variables, never a URL or a command."""
+
+    webhook: str | None = None
+    """The name of the environment variable that holds the URL to which messages are posted as JSON; Slack's incoming
+    webhooks accept them. Null posts none."""
+    command: str | None = None
+    """The name of the environment variable that holds a command line, which is run without a shell and gets the message
+    as JSON on its stdin. Null runs none."""
+    events: list[NotifyEvent] = field(default_factory=lambda: [*get_args(NotifyEvent)])
+    """The events that send a message, once per attempt each: started, ended (with the cause), hang, loss_guard,
+    checkpoint_failed and goodput."""
+    goodput_below: float | None = None
+    """The bound for the event goodput, in (0, 1]: the fraction of time spent in batches that count, half an hour after
+    the start of the run at the earliest. Null sends no such message."""
+
+
+@dataclass
+class InitFrom:
+    """The `init_from` section: the weights of another run from which training starts."""
+
+    # `from` is a keyword of Python, so the field has another name than its key.
+    source: str = field(metadata={'key': 'from'})
+    """The checkpoint, or the folder of another run, whose newest checkpoint is used."""
+    weights: Literal['training', 'ema'] = 'training'
+    """The weights to start from: training, or ema (averaged)."""
+
+
 @dataclass
 class Recipe:
     """A complete recipe: all settings of a run."""
@@ -245,9 +281,9 @@ class Recipe:
     """The number of samples that a device processes in one forward and backward pass; it must divide the batch per
     device. Auto, only under fsdp1, searches for the largest that fits into memory. Null is the whole batch per
     device."""
-    init_from: str | None = None
-    """The checkpoint, or the folder of another run, whose training weights this run starts from. Null starts from the
-    model's initial weights."""
+    init_from: str | InitFrom | None = None
+    """The checkpoint, or the folder of another run, whose training weights this run starts from; or a mapping with the
+    keys `from` and `weights`, for its averaged weights. Null starts from the model's initial weights."""
     checkpoint: str | None = None
     """The checkpoint, or run folder, that `task: evaluate` and `task: generate` use; null is this run's latest."""
     dataset: Component = field(default_factory=lambda: Component('image_text'))
@@ -285,10 +321,20 @@ class Recipe:
     """Settings of `task: precompute`."""
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     """Settings of `task: generate`."""
+    notify: NotifyConfig = field(default_factory=NotifyConfig)
+    """Messages to people about the run."""
     trainer: dict[str, Any] = field(default_factory=dict)
     """The keywords of composer.Trainer that no other section sets, such as max_duration and precision."""
     missing: list[Problem] = field(default_factory=list, repr=False, compare=False)
     """The values that are still ???, if loading allowed them; not a key of a recipe."""
+    from_environment: dict[KeyPath, Interpolation] = field(default_factory=dict, repr=False, compare=False)
+    """The text of each value that depends on an environment variable, such as `${oc.env:KEY}`, by its path. Write it
+    instead of the value, which may be a secret, to every file (`load.to_yaml`); not a key of a recipe."""
+
+    @property
+    def initial_weights(self) -> InitFrom | None:
+        """The value of `init_from` as a mapping; None if training starts from the model's initial weights."""
+        return InitFrom(self.init_from) if isinstance(self.init_from, str) else self.init_from
 
     @property
     def run_dir(self) -> Path:

@@ -165,16 +165,18 @@ def _dataclass(kind: Any, value: Any, where: str, gather: Gatherer) -> Any:
         gather.problem(where, f'{value!r} is not a mapping (key: value)')
         return None
     fields = {field.name: field.metadata for field in dataclasses.fields(kind) if field.init and field.repr}
+    # A field's key is its name, unless that is a keyword of Python.
+    keys = {name: str(metadata.get('key', name)) for name, metadata in fields.items()}
     hints, docs = get_type_hints(kind), field_docs(kind)
     for key in value:
-        if key not in fields:
-            gather.problem(join(where, key), f'unknown key; {did_you_mean(key, fields)}')
+        if key not in keys.values():
+            gather.problem(join(where, key), f'unknown key; {did_you_mean(key, keys.values())}')
     built = {}
     for name, metadata in fields.items():
-        path = where if metadata.get('flat') else join(where, name)
-        if name in value:
+        path = where if metadata.get('flat') else join(where, keys[name])
+        if keys[name] in value:
             before = len(gather.problems)
-            built[name] = build_dataclass(hints[name], value[name], path, gather, docs.get(name, ''))
+            built[name] = build_dataclass(hints[name], value[keys[name]], path, gather, docs.get(name, ''))
             if built[name] is None and len(gather.problems) > before and name not in _required(kind):
                 del built[name]  # use the default, so that the other checks can continue
         elif name in _required(kind):

@@ -31,6 +31,8 @@ class Parameter:
     """True if the keyword has no default."""
     constraints: tuple[Constraint, ...] = ()
     """Constraints that its annotation declares, as in `Annotated[int, MultipleOf(8)]`."""
+    default: Any = None
+    """Default value; None if it is required, and the source text of a default that is not a plain value."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,14 @@ def of_object(target: Any) -> Signature:
     found = inspect.signature(target).parameters.values()
     named = [p for p in found if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     parameters = tuple(
-        Parameter(p.name, _format_plain(p.annotation), p.default is p.empty, declared(p.annotation)) for p in named
+        Parameter(
+            p.name,
+            _format_plain(p.annotation),
+            p.default is p.empty,
+            declared(p.annotation),
+            None if p.default is p.empty else p.default,
+        )
+        for p in named
     )
     return Signature(parameters, any(p.kind == p.VAR_KEYWORD for p in found), {})
 
@@ -82,14 +91,14 @@ def of_source(module: str, attribute: str) -> Signature:
     while isinstance(node, ast.ClassDef):
         inits = [item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == '__init__']
         if inits:
-            return Signature(_arguments(inits[0], aliases)[1:], _takes_any(inits[0], module), nested)
+            return Signature(_arguments(inits[0], aliases, tree)[1:], _takes_any(inits[0], module), nested)
         if _is_dataclass(node):
-            return Signature(_fields(node, aliases), False, nested)
+            return Signature(_fields(node, aliases, tree), False, nested)
         bases = [base.id for base in node.bases if isinstance(base, ast.Name) and base.id in definitions]
         if not bases:
             return Signature((), False, nested)
         node = definitions[bases[0]]
-    return Signature(_arguments(node, aliases), _takes_any(node, module), nested)
+    return Signature(_arguments(node, aliases, tree), _takes_any(node, module), nested)
 
 
 @functools.cache
@@ -216,7 +225,9 @@ def _aliases(tree: ast.Module) -> dict[str, ast.expr | None]:
     }
 
 
-def _parameter(name: str, annotation: ast.expr | None, required: bool, aliases: _Aliases) -> Parameter:
+def _parameter(
+    name: str, annotation: ast.expr | None, default: ast.expr | None, aliases: _Aliases, tree: ast.Module
+) -> Parameter:
     """Return a parameter, with a type alias as annotation replaced by its definition."""
     if isinstance(annotation, ast.Name):
         annotation = aliases.get(annotation.id) or annotation
@@ -225,7 +236,16 @@ def _parameter(name: str, annotation: ast.expr | None, required: bool, aliases: 
         assert isinstance(annotation.slice, ast.Tuple)
         annotation, *extras = annotation.slice.elts
         constraints = tuple(found for extra in extras if (found := _constraint(extra)) is not None)
-    return Parameter(name, ast.unparse(annotation) if annotation else '', required, constraints)
+    text = ast.unparse(annotation) if annotation else ''
+    return Parameter(name, text, default is None, constraints, None if default is None else _plain(default, tree))
+
+
+def _plain(node: ast.expr, tree: ast.Module) -> Any:
+    """Evaluate a default value, or return its source text if it is not a plain value, such as `Time(1, 'ba')`."""
+    try:
+        return _value(node, tree)
+    except (ValueError, KeyError, UserError):
+        return ast.unparse(node)
 
 
 def _constraint(node: ast.expr) -> Constraint | None:
@@ -243,14 +263,14 @@ def _format_plain(annotation: Any) -> str:
     return inspect.formatannotation(plain)
 
 
-def _arguments(node: ast.FunctionDef, aliases: _Aliases) -> tuple[Parameter, ...]:
+def _arguments(node: ast.FunctionDef, aliases: _Aliases, tree: ast.Module) -> tuple[Parameter, ...]:
     """Return the parameters of a function that `ast` has parsed, without *args and **kwargs."""
     arguments = node.args
     positional = [*arguments.posonlyargs, *arguments.args]
-    required = [index < len(positional) - len(arguments.defaults) for index in range(len(positional))]
-    found = list(zip(positional, required, strict=True))
-    found += [(a, default is None) for a, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)]
-    return tuple(_parameter(argument.arg, argument.annotation, needed, aliases) for argument, needed in found)
+    missing = len(positional) - len(arguments.defaults)
+    found = list(zip(positional, [*[None] * missing, *arguments.defaults], strict=True))
+    found += zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    return tuple(_parameter(argument.arg, argument.annotation, value, aliases, tree) for argument, value in found)
 
 
 def _takes_any(node: ast.FunctionDef, module: str) -> bool:
@@ -260,10 +280,10 @@ def _takes_any(node: ast.FunctionDef, module: str) -> bool:
     return node.args.kwarg is not None and not module.startswith('diffusion.')
 
 
-def _fields(node: ast.ClassDef, aliases: _Aliases) -> tuple[Parameter, ...]:
+def _fields(node: ast.ClassDef, aliases: _Aliases, tree: ast.Module) -> tuple[Parameter, ...]:
     """Return the fields of a dataclass definition as parameters."""
     return tuple(
-        _parameter(item.target.id, item.annotation, item.value is None, aliases)
+        _parameter(item.target.id, item.annotation, item.value, aliases, tree)
         for item in node.body
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
     )

@@ -1,15 +1,20 @@
 """Read YAML files with `extends` and command-line overrides, with errors that show the line, and write them."""
 
+import os
 import re
-from collections.abc import Sequence
+import stat
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
+from diffusion.config.interpolation import InvalidInterpolation, Resolved, dotted, escaped, resolve
+from diffusion.config.yaml_syntax import MAX_BYTES, MAX_DEPTH, Dumper, InlineDumper, parse_yaml, yaml_error
 from diffusion.errors import UserError, is_wrong_path
+
+MAX_CHAIN = 20
+"""Maximum number of files that extend each other."""
 
 
 class UnreadableYAML(UserError):
@@ -23,9 +28,11 @@ def read_chain(path: Path) -> list[dict[str, Any]]:
     current: Path | None = path
     while current is not None:
         # Compare resolved paths: a file can extend itself under another spelling, such as deep/../a.yaml.
-        if current.resolve() in [p.resolve() for p in seen]:
+        if _resolved(current) in [_resolved(p) for p in seen]:
             chain = ' -> '.join(str(p) for p in [*seen, current])
             raise UnreadableYAML(f'extends: circular reference: {chain}; remove one of these extends keys')
+        if len(seen) == MAX_CHAIN:
+            raise UnreadableYAML(f'{current}: extends: more than {MAX_CHAIN} files extend each other; merge some')
         seen.append(current)
         content = read_yaml(current, extended_by=seen[-2] if len(seen) > 1 else None)
         base = content.pop('extends', None)
@@ -34,6 +41,14 @@ def read_chain(path: Path) -> list[dict[str, Any]]:
         contents.insert(0, content)
         current = current.parent / base if base else None
     return contents
+
+
+def _resolved(path: Path) -> Path:
+    """Return a path without links, or the path itself if its links form a loop, which `read_yaml` reports."""
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError, ValueError):  # RuntimeError: the symlink loop of Python 3.11 and 3.12
+        return path
 
 
 def read_yaml(path: Path, *, extended_by: Path | None = None) -> dict[str, Any]:
@@ -47,7 +62,13 @@ def read_yaml(path: Path, *, extended_by: Path | None = None) -> dict[str, Any]:
         UnreadableYAML: The path is wrong, or the file is not a YAML mapping without duplicate keys.
     """
     try:
-        text = path.read_text(encoding='utf-8')
+        text = _read_regular_file(path)
+    except UnicodeDecodeError as error:
+        raise UnreadableYAML(f'{path}: not UTF-8 text ({error.reason} at offset {error.start})') from error
+    except ValueError as error:
+        if isinstance(error, UserError):
+            raise
+        raise UnreadableYAML(f'{str(path)!r} is not a path ({error}); use the path of a YAML file') from error
     except OSError as error:
         if not is_wrong_path(error):
             raise
@@ -56,21 +77,37 @@ def read_yaml(path: Path, *, extended_by: Path | None = None) -> dict[str, Any]:
             raise UnreadableYAML(f'{reason}; use the path of a YAML file') from error
         way_out = 'the path is relative to the extending file'
         raise UnreadableYAML(f'{extended_by}: extends: {reason}; {way_out}') from error
-    except UnicodeDecodeError as error:
-        raise UnreadableYAML(f'{path}: not UTF-8 text ({error})') from error
     try:
-        content = yaml.load(text, Loader=_Loader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        # PyYAML reports a tab as a character that "cannot start any token", without a way out.
-        line = f':{mark.line + 1}:{mark.column + 1}' if mark else ''
-        hint = '; indent with spaces' if r"'\t'" in str(error.problem) else ''
-        raise UnreadableYAML(f'{path}{line}: {error.problem or error.context}{hint}') from error
+        content = parse_yaml(text)
     except yaml.YAMLError as error:
-        raise UnreadableYAML(f'{path}: {error}') from error
+        line, what = yaml_error(error)
+        raise UnreadableYAML(f'{path}{line}: {what}') from error
     if not isinstance(content, dict):
         raise UnreadableYAML(f'{path} is not a mapping of sections (key: value) but {type(content).__name__}')
     return content
+
+
+def _read_regular_file(path: Path) -> str:
+    """Return the text of a regular file; anything else, such as a pipe that has no writer, is refused without waiting.
+
+    Raises:
+        UnreadableYAML: The path is not a regular file, or the file is too large.
+        OSError: The file cannot be read.
+    """
+    # O_NONBLOCK: opening a pipe would wait for a writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        kind = 'folder' if stat.S_ISDIR(status.st_mode) else 'pipe or device'
+        raise UnreadableYAML(f'{path} cannot be read (it is a {kind}); use the path of a YAML file')
+    with open(descriptor, 'rb') as file:
+        content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise UnreadableYAML(
+            f'{path} has {status.st_size} bytes, the limit is {MAX_BYTES}; use the path of a YAML file'
+        )
+    return content.decode('utf-8').replace('\r\n', '\n')
 
 
 def merge(contents: Sequence[dict[str, Any]], overrides: Sequence[str]) -> dict[str, Any]:
@@ -78,55 +115,111 @@ def merge(contents: Sequence[dict[str, Any]], overrides: Sequence[str]) -> dict[
 
     Later mappings take precedence over earlier ones, and overrides over all. If a later mapping gives a component
     another name, the earlier component's keywords are dropped.
+
+    Raises:
+        UnreadableYAML: An override or an interpolation cannot be read, or an environment variable is not set.
     """
-    for index, content in enumerate(contents):
-        for earlier in contents[:index]:
-            _drop_renamed(earlier, content)
+    resolved = merge_and_resolve(contents, overrides)
+    for path, names in resolved.unset.items():
+        raise UnreadableYAML(f'{dotted(path)}: {unset_problem(names)}')
+    return resolved.values
+
+
+def merge_and_resolve(
+    contents: Sequence[dict[str, Any]], overrides: Sequence[str], environ: Mapping[str, str] | None = None
+) -> Resolved:
+    """Merge as `merge`, and return the values together with those that depend on environment variables.
+
+    Args:
+        contents: Plain mappings.
+        overrides: Changes as `key=value`.
+        environ: Environment of `oc.env` (default: that of this process).
+
+    Raises:
+        UnreadableYAML: An override or an interpolation cannot be read.
+    """
+    merged: dict[str, Any] = {}
+    for content in contents:
+        _drop_renamed(merged, content)
+        merged = _merged(merged, content, '')
+    for override in overrides:
+        key, equals, value = override.partition('=')
+        if not equals or not key.strip():
+            raise UnreadableYAML(f'{override!r} is not an override; write key=value, such as trainer.max_duration=20ba')
+        _update(merged, override, key.strip(), _value(override, value))
     try:
-        merged = OmegaConf.merge(*(OmegaConf.create(content) for content in contents))
-        for override in overrides:
-            key, equals, value = override.partition('=')
-            if not equals or not key.strip():
-                raise UnreadableYAML(
-                    f'{override!r} is not an override; write key=value, such as trainer.max_duration=20ba'
-                )
-            OmegaConf.update(merged, key.strip(), _value(override, value), merge=True, force_add=True)
-        # Keep ???, which the caller reports together with the description of the value.
-        plain = OmegaConf.to_container(merged, resolve=True, throw_on_missing=False)
-    except OmegaConfBaseException as error:
-        where = f'{error.full_key}: ' if getattr(error, 'full_key', None) else ''
-        way_out = ''
-        if isinstance(error, GrammarParseError):
-            way_out = r'; write \${ for a literal ${'
-        elif 'incompatible container types' in str(error):
-            way_out = '; a list cannot replace a mapping (key: value), or a mapping a list'
-        raise UnreadableYAML(f'{where}{str(error).splitlines()[0]}{way_out}') from error
-    assert isinstance(plain, dict)
-    return plain  # type: ignore[return-value]
+        return resolve(merged, os.environ if environ is None else environ)
+    except InvalidInterpolation as error:
+        raise UnreadableYAML(str(error)) from error
+
+
+def unset_problem(names: Sequence[str]) -> str:
+    """Return the message for a value that needs environment variables that are not set."""
+    what = f'the environment variable {names[0]}, which is not set; export it'
+    if len(names) > 1:
+        what = f'the environment variables {" and ".join(names)}, which are not set; export them'
+    return f'needs {what}, or give a default: ${{oc.env:{names[0]},DEFAULT}}'
 
 
 def dump(values: dict[str, Any]) -> str:
     """Return plain values as YAML text that `read_yaml` and `merge` read back unchanged."""
-    return yaml.dump(_escaped(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+    return yaml.dump(escaped(values), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=100)
+
+
+def undump(text: str) -> dict[str, Any]:
+    """Return the values in text that `dump` wrote, as `read_yaml` would: text stays escaped."""
+    return parse_yaml(text)
 
 
 def dump_inline(value: Any) -> str:
     """Return a plain value as one line of YAML, for the value of an override `key=value`."""
     width = float('inf')
     text = yaml.dump(
-        _escaped(value), Dumper=_InlineDumper, sort_keys=False, default_flow_style=True, allow_unicode=True, width=width
+        escaped(value), Dumper=InlineDumper, sort_keys=False, default_flow_style=True, allow_unicode=True, width=width
     )
     return text.removesuffix('...\n').strip()
 
 
-def _escaped(value: Any) -> Any:
-    """Return a value with every `${` escaped, so that OmegaConf reads it literally."""
-    if isinstance(value, dict):
-        return {key: _escaped(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_escaped(item) for item in value]
-    # OmegaConf halves the backslashes before `${`, and an odd number escapes it: double those there are and add one.
-    return re.sub(r'(\\*)\$\{', r'\1\1\\${', value) if isinstance(value, str) else value
+def _merged(base: Any, later: Any, where: str) -> Any:
+    """Return a copy of `later` merged onto `base`: mappings key by key, everything else replaces."""
+    if isinstance(later, dict) and isinstance(base, dict):
+        result = dict(base)
+        for key, value in later.items():
+            result[key] = _merged(base.get(key), value, f'{where}.{key}'.removeprefix('.'))
+        return result
+    if (isinstance(later, dict) and isinstance(base, list)) or (isinstance(later, list) and isinstance(base, dict)):
+        way_out = 'a list cannot replace a mapping (key: value), or a mapping a list'
+        raise UnreadableYAML(f'{where}: incompatible container types; {way_out}')
+    if isinstance(later, dict):
+        return {key: _merged(None, value, where) for key, value in later.items()}
+    return list(later) if isinstance(later, list) else later
+
+
+def _update(merged: dict[str, Any], override: str, key: str, value: Any) -> None:
+    """Set the value of a dotted key in place, such as `streams.laion.remote` or `generate.prompts[0]`."""
+    parts = re.sub(r'\[([^\[\]]+)\]', r'.\1', key).split('.')
+    if '' in parts or len(parts) > MAX_DEPTH:
+        raise UnreadableYAML(f'{override!r}: {key!r} is not a key; join the names of sections and keys by single dots')
+    parent: Any = merged
+    for depth, part in enumerate(parts):
+        step = _step(parent, part, override)
+        if depth == len(parts) - 1:
+            parent[step] = _merged(parent.get(step) if isinstance(parent, dict) else parent[step], value, key)
+            return
+        # A scalar, such as `wandb: false`, gives way to the section that the override names.
+        if not isinstance(parent.get(step) if isinstance(parent, dict) else parent[step], dict | list):
+            parent[step] = {}
+        parent = parent[step]
+
+
+def _step(parent: dict[str, Any] | list[Any], part: str, override: str) -> Any:
+    """Return the key or index of a part of an override's key in a mapping or list."""
+    if isinstance(parent, dict):
+        same = [key for key in parent if str(key) == part]  # YAML keys may be numbers
+        return same[0] if same else part
+    if not part.isdecimal() or len(part) > 9 or int(part) >= len(parent):
+        raise UnreadableYAML(f'{override!r}: {part!r} is not an index of a list of {len(parent)}; use 0 or more')
+    return int(part)
 
 
 def _drop_renamed(earlier: dict[str, Any], later: dict[str, Any]) -> None:
@@ -143,77 +236,8 @@ def _drop_renamed(earlier: dict[str, Any], later: dict[str, Any]) -> None:
 def _value(override: str, text: str) -> Any:
     """Parse the value of a `key=value` override as YAML; an empty value is the empty string."""
     try:
-        return yaml.load(text, Loader=_Loader) if text.strip() else ''
+        return parse_yaml(text) if text.strip() else ''
     except yaml.YAMLError as error:
-        raise UnreadableYAML(f'{override!r}: its value is not YAML; quote it') from error
-
-
-class _Loader(yaml.SafeLoader):
-    """SafeLoader that reads 1e-4 as a number and a date as a string, and rejects duplicate keys.
-
-    PyYAML implements YAML 1.1, in which 1e-4 is a string (it wants 1.0e-4), and keeps the last of duplicate keys.
-    """
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: dict[Any, yaml.Mark] = {}
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
-            if isinstance(key, str | int | float) and key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f'duplicate key {key!r}, first in line {seen[key].line + 1}', key_node.start_mark
-                )
-            if isinstance(key, str | int | float):
-                seen[key] = key_node.start_mark
-        return super().construct_mapping(node, deep)
-
-
-class _Dumper(yaml.SafeDumper):
-    """SafeDumper that quotes text which _Loader would read as another type, and writes no anchors and aliases."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    """Represent a string in YAML, in double quotes if it contains unusual line breaks."""
-    # Unescaped, line breaks other than \n would be folded into spaces; double quotes make PyYAML escape them.
-    style = '"' if re.search('[\x85\u2028\u2029]', text) else None
-    return dumper.represent_scalar('tag:yaml.org,2002:str', text, style=style)
-
-
-_Dumper.add_representer(str, _represent_text)
-
-
-class _InlineDumper(_Dumper):
-    """Dumper that writes line breaks and other unprintable characters as escapes, so that text fits on one line."""
-
-
-def _represent_inline(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    """Represent a string on one line of YAML, in double quotes if it contains unprintable characters."""
-    style = None if text.isprintable() else '"'
-    return dumper.represent_scalar('tag:yaml.org,2002:str', text, style=style)
-
-
-_InlineDumper.add_representer(str, _represent_inline)
-
-# PyYAML's pattern, extended to exponents without a decimal point or a sign.
-_FLOAT = re.compile(
-    r"""^(?:[-+]?[0-9][0-9_]*(?:\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[eE][-+]?[0-9]+)
-    |[-+]?\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?
-    |[-+]?\.(?:inf|Inf|INF)
-    |\.(?:nan|NaN|NAN))$""",
-    re.X,
-)
-
-
-def _resolve_as_1_2(schema: Any) -> None:
-    """Make a loader or dumper treat floats and dates as YAML 1.2 does: 1e-4 is a float, a date is a string."""
-    schema.yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in resolvers if tag != 'tag:yaml.org,2002:timestamp']
-        for first, resolvers in schema.yaml_implicit_resolvers.items()
-    }
-    schema.add_implicit_resolver('tag:yaml.org,2002:float', _FLOAT, list('-+0123456789.'))
-
-
-_resolve_as_1_2(_Loader)
-_resolve_as_1_2(_Dumper)
+        shown = override if len(override) <= 200 else f'{override[:200]}...'
+        _, what = yaml_error(error)
+        raise UnreadableYAML(f'{shown!r}: its value is not YAML; quote it ({what})') from error

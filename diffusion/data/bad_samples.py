@@ -13,6 +13,7 @@ from pathlib import Path
 
 from diffusion.errors import DataError
 from diffusion.models.randomness import Purpose, philox
+from diffusion.storage.own_files import append_text
 
 MAX_ATTEMPTS = 8
 MIN_REPLACED = 8
@@ -69,5 +70,5 @@ def quarantine(path: Path, notes: Sequence[str], batch: int) -> None:
         batch: Index of the global batch in its epoch, added to each note.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open('a', encoding='utf-8') as file:
+    with append_text(path) as file:
         file.write(''.join(json.dumps(json.loads(note) | {'batch_in_epoch': batch}) + '\n' for note in notes))

@@ -25,6 +25,8 @@ from diffusion.data.bad_samples import SampleCounts, quarantine
 from diffusion.data.streams import BucketedDataset
 from diffusion.data.verified_dataset import describe_error
 from diffusion.errors import DataError, UserError
+from diffusion.launch.stop_signals import STOP_SIGNALS
+from diffusion.launch.watchdog import collective_timeout
 from diffusion.models import batch_keys
 from diffusion.models.randomness import Draws, Purpose
 
@@ -34,8 +36,6 @@ POLL_SECONDS = 1.0
 """Interval at which a rank that waits for its workers checks whether another process has failed."""
 WORKER_EXIT_SECONDS = 5.0
 """Maximum wait for a worker to exit after its connection broke."""
-COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
-"""Timeout of the loader's collectives: one rank may be saving a checkpoint while the others request the next batch."""
 
 
 class BucketedLoader(StreamingDataLoader):
@@ -83,6 +83,8 @@ class BucketedLoader(StreamingDataLoader):
         self.max_bad_samples = max_bad_samples
         self.quarantine = quarantine
         self.tally = SampleCounts()
+        self.wait_seconds = 0.0
+        """Time in which this rank has waited for its own workers, without the wait for other ranks."""
         self._gloo: torch.distributed.ProcessGroup | None = None
 
     def __iter__(self) -> Iterator[Any]:
@@ -98,7 +100,7 @@ class BucketedLoader(StreamingDataLoader):
         self.num_samples_yielded = 0
         worker_batches: Iterator[Any] | None = None
         for index in itertools.count(first):
-            batch, problem = None, None
+            batch, problem, begin = None, None, time.perf_counter()
             # Hold every error until all ranks have agreed on this batch: a rank that raised here would leave the others
             # waiting for it in a collective of the model until the timeout of the process group.
             try:
@@ -108,6 +110,7 @@ class BucketedLoader(StreamingDataLoader):
                     problem = self._early_end(index)
             except Exception as error:
                 problem = self._report_problem(error, worker_batches)
+            self.wait_seconds += time.perf_counter() - begin
             notes = [] if batch is None else [note for note in batch.pop(batch_keys.REPLACED, []) if note]
             try:
                 if not self._all_ranks_have_batch(index, batch, problem, notes):
@@ -253,7 +256,10 @@ class BucketedLoader(StreamingDataLoader):
         """Return the loader's process group for CPU tensors, created on first use; None without torch.distributed."""
         if self._gloo is None and torch.distributed.is_initialized():
             # NCCL does not take CPU tensors, and on the GPU the all-reduce would wait for all queued kernels.
-            self._gloo = torch.distributed.new_group(backend='gloo', timeout=COLLECTIVE_TIMEOUT)
+            # The default group's timeout is not inherited: one rank may be saving a checkpoint for minutes, and a hang
+            # must be found by the watchdog first.
+            timeout = datetime.timedelta(seconds=collective_timeout())
+            self._gloo = torch.distributed.new_group(backend='gloo', timeout=timeout)
         return self._gloo
 
 
@@ -322,10 +328,10 @@ def _split(batch: dict[str, torch.Tensor], size: int | float) -> list[dict[str, 
 
 
 def ignore_stop_signals(worker: int) -> None:
-    """Make a DataLoader worker ignore SIGTERM and SIGUSR1; pass it to the loader as `worker_init_fn`."""
+    """Make a DataLoader worker ignore the stop signals; pass it to the loader as `worker_init_fn`."""
     # These signals ask a run to stop and reach its whole process group. The main process first finishes the current
     # batch (see `Preemption`), for which it needs its workers, and ends them afterwards.
-    for number in (signal.SIGTERM, signal.SIGUSR1):
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 

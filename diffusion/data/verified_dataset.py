@@ -2,8 +2,6 @@
 
 import contextlib
 import logging
-import os
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
@@ -26,6 +24,7 @@ from diffusion.data.shm_lock import one_job_at_a_time
 from diffusion.data.verified_stream import DEFAULTS, VerifiedStream, hidden_remotes
 from diffusion.errors import DataError, UserError
 from diffusion.storage.integrity import file_signature
+from diffusion.storage.own_files import user_folder
 
 log = logging.getLogger(__name__)
 
@@ -284,7 +283,7 @@ class VerifiedDataset(StreamingDataset):
         # A killed run may have left shared memory with the same prefix. With the number of shards in the name, an
         # existing file has the required size.
         name = f'{prefix}_signatures_{self.num_shards}'
-        failures = Failures(Path(tempfile.gettempdir(), f'diffusion-{os.getuid()}', f'failed-{prefix}'))
+        failures = Failures(user_folder() / f'failed-{prefix}')
         if self._unique_rank_world.is_local_leader:
             failures.clear()
             self._signatures = SharedArray(self.num_shards, np.uint64, name)

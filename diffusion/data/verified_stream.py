@@ -42,6 +42,7 @@ DEFAULTS = {
 }
 """StreamingDataset's defaults for settings that a stream does not have."""
 RESTORE = 'restore it, or prepare the data again'
+RESTART = 'start the same command again when the store responds; the data may be intact'
 
 
 class VerifiedStream(Stream):
@@ -186,9 +187,9 @@ class VerifiedStream(Stream):
             try:
                 self.source.persist(lambda: self._download_and_unpack(path, files, compression), files[0].basename)
             except (GaveUp, UserError) as error:
-                raise DataError(
-                    f'streams.{self.name}: {error}. Way out: {RESTORE} and start the same command again'
-                ) from error
+                damaged = isinstance(error, UserError) or isinstance(error.__cause__, DamagedDownload)
+                way_out = f'{RESTORE} and start the same command again' if damaged else RESTART
+                raise DataError(f'streams.{self.name}: {error}. Way out: {way_out}') from error
             except OSError as error:
                 if error.errno not in DISK_FULL_ERRORS:
                     raise

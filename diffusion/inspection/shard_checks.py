@@ -71,9 +71,14 @@ def read_index(source: RemoteFolder) -> list[dict[str, Any]]:
     """
     try:
         with source.files('index.json') as folder:
+            if not (folder / 'index.json').is_file():  # reading a pipe would wait for a writer
+                raise FileNotFoundError(f'{folder / "index.json"} is not a file')
             entries = json.loads((folder / 'index.json').read_text(encoding='utf-8'))['shards']
             for entry in entries:
                 MDSReader.from_json('', '', entry)
+                counts = entry['samples'], entry['raw_data']['bytes']
+                if not all(type(count) is int and 0 <= count < 2**31 for count in counts):
+                    raise ValueError(f'samples or bytes of a shard are not in [0, 2**31): {counts}')
     except (OSError, UserError) as error:
         raise UserError(
             f'{source.url}: cannot read index.json ({error}); check the path or URL, and your access to it'

@@ -1,20 +1,35 @@
 """Attempts (starts and restarts) of a training run, recorded in its attempts.jsonl, and the resulting goodput."""
 
+import contextlib
 import json
 import os
+import re
 import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
+from diffusion.config.schema import fits
 from diffusion.errors import UserError
+from diffusion.launch.run_id import RUN_FILE
+from diffusion.storage.atomic import write_atomically
+from diffusion.storage.json_lines import read_json_lines
+from diffusion.storage.own_files import open_own_file
 
 ATTEMPTS = 'attempts.jsonl'
+_MAX_BYTES = 2**24
+"""Part of attempts.jsonl that is read; it has the records of weeks."""
 STUCK_ATTEMPTS = 3
 """Number of consecutive attempts that fail at the same batch, over at least STUCK_SECONDS, after which the run is given
 up."""
+HARDWARE_FAULTS = 3
+"""Number of hardware faults in a row on one machine after which the run is given up."""
+FAULTS = 'faults'
+"""Subfolder of the run's folder with one JSON file per hardware fault, written by the node that found it."""
+_CLOCK_SKEW_SECONDS = 60.0
+"""Assumed upper limit for the difference between the clocks of two nodes."""
 STUCK_SECONDS = 1800.0
 """Minimum duration of these STUCK_ATTEMPTS attempts together, so that a shorter outage does not end the run."""
 CAUSES = {
@@ -25,7 +40,7 @@ CAUSES = {
     'hang': 'hang',
     'hardware': 'bad hardware',
     'mistake': 'user error',
-    'lost': 'node lost without a report',
+    'lost': 'ended without a report',
 }
 """Description of each cause for which an attempt ends."""
 
@@ -46,6 +61,8 @@ class Attempt:
         status: Exit status, or None if it was not recorded.
         cause: Cause of the end, a key of `CAUSES`.
         detail: Further description of the cause, such as the ranks that failed.
+        machine: Machine on which the attempt failed, or empty if it is unknown or did not fail.
+        launched: False for an attempt of `run.py` without the node entry point, which has no restart budget.
     """
 
     number: int
@@ -58,6 +75,8 @@ class Attempt:
     status: int | None = None
     cause: str = 'lost'
     detail: str = ''
+    machine: str = ''
+    launched: bool = True
 
 
 def describe_attempt(cause: str, detail: str) -> str:
@@ -65,19 +84,84 @@ def describe_attempt(cause: str, detail: str) -> str:
     return CAUSES.get(cause, cause) + (f' ({detail})' if detail else '')
 
 
-def append_attempt(run: Path, event: str, attempt: Attempt) -> None:
-    """Append the state of an attempt to attempts.jsonl in the run's folder; `event` is begin, progress or end."""
-    run.mkdir(parents=True, exist_ok=True)
+class Clock:
+    """Clock of a run's attempts: seconds since 1970 that never jump when the system clock is set.
+
+    It is the system clock at the start, and advances with time.monotonic() from then on. After a restart on the same
+    machine it continues as before, and it never goes back behind the last record of the run. Time in which the machine
+    is suspended does not count.
+
+    Args:
+        run: The run's folder.
+    """
+
+    def __init__(self, run: Path | None = None) -> None:
+        now, monotonic, boot = time.time(), time.monotonic(), _boot_id()
+        last = _last_record(run / ATTEMPTS) if run is not None else {}
+        self._offset = now - monotonic
+        with contextlib.suppress(KeyError, TypeError):  # no records, or records of an earlier version
+            if last['boot'] == boot and boot:
+                self._offset = last['at'] - last['monotonic']
+            else:
+                self._offset = max(now, last['at']) - monotonic
+
+    def now(self) -> float:
+        """Return the current time."""
+        return self.at(time.monotonic())
+
+    def at(self, monotonic: float) -> float:
+        """Return the time of a value of time.monotonic() on this machine."""
+        return self._offset + monotonic
+
+    def stamp(self) -> dict[str, Any]:
+        """Return the current time as keys of a record, from which the clock of a later attempt can continue."""
+        monotonic = time.monotonic()
+        return {'at': self.at(monotonic), 'monotonic': monotonic, 'boot': _boot_id()}
+
+
+def _boot_id() -> str:
+    """Return the id of the current boot of this machine; empty if the kernel does not tell."""
+    try:
+        return Path('/proc/sys/kernel/random/boot_id').read_text(encoding='ascii').strip()
+    except OSError:
+        return ''
+
+
+def _last_record(path: Path) -> dict[str, Any]:
+    """Return the last complete record of an attempts.jsonl; empty if there is none."""
+    try:
+        records = read_json_lines(path, tail_bytes=_MAX_BYTES)
+    except OSError:
+        return {}
+    return records[-1] if records else {}
+
+
+def append_attempt(run: Path, event: str, attempt: Attempt, clock: Clock | None = None) -> None:
+    """Append the state of an attempt to attempts.jsonl in the run's folder; `event` is begin, progress or end.
+
+    Raises:
+        OSError: The file cannot be written, or the attempt has begun and its file is no longer there.
+    """
+    stamp = (clock or Clock()).stamp()
     # A killed node can leave a partial line. A single write() to a file opened with O_APPEND leaves it at the end of
     # the file only, and the leading newline keeps the next record off that line.
-    line = '\n' + json.dumps({'event': event, 'at': time.time()} | asdict(attempt)) + '\n'
+    line = '\n' + json.dumps({'event': event} | stamp | asdict(attempt)) + '\n'
+    # Created at the beginning of an attempt only: if the folder's file system is no longer mounted, a new file would
+    # make the empty folder look like that of a run.
+    create = os.O_CREAT if event == 'begin' else 0
     # fsync, so that the record survives the loss of the node.
-    descriptor = os.open(run / ATTEMPTS, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o644)
+    descriptor = open_own_file(run / ATTEMPTS, create | os.O_APPEND | os.O_WRONLY)
     try:
         os.write(descriptor, line.encode())
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def has_begun(run: Path) -> bool:
+    """Return True if a run's folder shows that an attempt has begun: by run.json, attempts.jsonl or a checkpoint."""
+    checkpoints = (path for path in run.glob('ba*') if path.name[2:].isdigit())
+    return (run / RUN_FILE).exists() or (run / ATTEMPTS).exists() or any(checkpoints)
 
 
 def read_attempts(run: Path) -> list[Attempt]:
@@ -88,27 +172,92 @@ def read_attempts(run: Path) -> list[Attempt]:
     """
     path = run / ATTEMPTS
     if not path.exists():
-        raise UserError(f'{path} does not exist; only runs started by diffusion launch record their attempts')
+        raise UserError(f'{path} does not exist; only a run that has started training records its attempts')
     found: dict[tuple[int, float], Attempt] = {}
-    for line in path.read_text(encoding='utf-8').splitlines():
-        try:
-            values: dict[str, Any] = json.loads(line)
-            event, recorded_at = values.pop('event'), values.pop('at')
-            attempt = Attempt(**values)
-        except (ValueError, KeyError, TypeError, AttributeError):
-            continue  # an empty line, or a partial record of a killed node
+    kinds: dict[str, Any] = get_type_hints(Attempt)
+    for values in read_json_lines(path, tail_bytes=_MAX_BYTES):
+        event, recorded_at = values.pop('event', None), values.pop('at', None)
+        values = {key: value for key, value in values.items() if key not in ('monotonic', 'boot')}
+        # A file that this program did not write may have any content.
+        known = all(name in kinds and fits(kinds[name], value) for name, value in values.items())
+        times = [recorded_at, *(value for value in values.values() if isinstance(value, int | float))]
+        if not known or not {'number', 'begin'} <= values.keys() or not all(_is_plausible(each) for each in times):
+            continue
+        attempt = Attempt(**values)
         # Without an 'end' record the node was lost. Its last 'begin' or 'progress' record is the best estimate of the
         # end.
         if event != 'end':
             attempt.end = recorded_at
         found[attempt.number, attempt.begin] = attempt
-    return list(found.values())
+    result = list(found.values())
+    _assign_faults(result, run / FAULTS)
+    return result
+
+
+def record_fault(run: Path, machine: str, detail: str) -> None:
+    """Record a hardware fault of a machine in the run's folder; any node of a job may call it.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    # One file per fault, because nodes that append to one file of a network file system overwrite each other's lines.
+    # A scheduler without a shared exit file (jobset, sagemaker, skypilot) has no other record that names the machine.
+    (run / FAULTS).mkdir(exist_ok=True)
+    at = time.time()
+    name = re.sub(r'[^A-Za-z0-9_.-]', '_', machine)
+    content = json.dumps({'at': at, 'machine': machine, 'detail': detail})
+    write_atomically(run / FAULTS / f'{at:.3f}-{name}.json', content + '\n')
+
+
+def _assign_faults(found: list[Attempt], folder: Path) -> None:
+    """Set cause, machine and detail of the attempts that a recorded hardware fault ended."""
+    for path in sorted(folder.glob('*.json')):
+        try:
+            fault = json.loads(path.read_text(encoding='utf-8'))
+            at, machine, detail = float(fault['at']), str(fault['machine']), str(fault['detail'])
+        except (ValueError, KeyError, TypeError):
+            continue
+        attempt = next((each for each in reversed(found) if each.begin <= at + _CLOCK_SKEW_SECONDS), None)
+        # The first node sees only the consequences of a fault elsewhere: a request to stop, or a failed collective.
+        if attempt is not None and attempt.cause in ('preempted', 'crash', 'lost'):
+            attempt.cause, attempt.machine, attempt.detail = 'hardware', machine, f'{machine}: {detail}'
+
+
+def restarts_used(earlier: Sequence[Attempt]) -> int:
+    """Return the number of attempts in a row that used up a restart: they failed, and the run made no progress.
+
+    A preemption uses none. Progress is a checkpoint from which a later attempt resumed, and resets the number to 0.
+    """
+    used, furthest = 0, None
+    for attempt in earlier:
+        if attempt.first is not None and (furthest is None or attempt.first > furthest):
+            used, furthest = (0 if furthest is not None else used), attempt.first
+        used += attempt.launched and attempt.cause not in ('preempted', 'done')
+    return used
+
+
+def _is_plausible(number: Any) -> bool:
+    """Return True for a time, a number of batches or an exit status that this program can have written."""
+    return isinstance(number, int | float) and -1e11 < number < 1e11
 
 
 def reason_to_give_up(earlier: Sequence[Attempt], max_restarts: int) -> str | None:
-    """Return the reason not to restart a run (no restarts left, or no progress in the last attempts), else None."""
-    if len(earlier) > max_restarts:
-        return f'all {max_restarts} restarts are used; raise max_restarts, or delete this file'
+    """Return the reason not to restart a run, or None.
+
+    The reasons are restarts used up without progress, no progress in the last attempts, and a machine with repeated
+    hardware faults.
+    """
+    earlier = [attempt for attempt in earlier if attempt.launched]
+    if restarts_used(earlier) > max_restarts:
+        return f'all {max_restarts} restarts are used without progress; raise max_restarts, or delete this file'
+    last = earlier[-HARDWARE_FAULTS:]
+    # Attempts at the same machine count even if the run made progress in between: a GPU can fail after hours.
+    machines = {attempt.machine for attempt in last}
+    if len(last) == HARDWARE_FAULTS and all(each.cause == 'hardware' for each in last) and len(machines) == 1:
+        return (
+            f'the last {HARDWARE_FAULTS} attempts ended with bad hardware on {machines.pop() or "an unknown machine"} '
+            f'({last[-1].detail}); replace or repair the machine, and delete this file'
+        )
     last = earlier[-STUCK_ATTEMPTS:]
     # Preemption and bad hardware are no evidence of a broken run, since the next machines may get further. A run that
     # ends with 'mistake' is not restarted by default.
@@ -190,21 +339,23 @@ def _fraction_redone(attempt: Attempt, later: Sequence[Attempt]) -> float:
     return (attempt.last - kept) / (attempt.last - attempt.first)
 
 
-def format_attempts_report(run: Path) -> str:
-    """Return a text report of a run's attempts, its goodput and the time lost to each cause.
+def attempts_table(attempts: Sequence[Attempt], *, running: bool = False) -> list[str]:
+    """Return the lines of a report of a run's attempts, its goodput and the time lost to each cause.
 
-    Raises:
-        UserError: The run has no attempts.jsonl.
+    Args:
+        attempts: The attempts of the run.
+        running: True if the last attempt has not ended.
     """
-    attempts = read_attempts(run)
     found, lost = time_breakdown(attempts)
-    lines = [f'{run}: {len(attempts)} attempt{"s" * (len(attempts) > 1)}']
+    lines = [f'{len(attempts)} attempt{"s" * (len(attempts) > 1)}']
     for attempt in attempts:
         batches = 'no batch' if attempt.first is None else f'batches {attempt.first} to {attempt.last}'
         status = '' if attempt.status is None else f', exit status {attempt.status}'
         begin = time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(attempt.begin))
         reason = describe_attempt(attempt.cause, attempt.detail)
-        duration = _format_duration(attempt.end - attempt.begin)
+        if running and attempt is attempts[-1]:
+            reason = 'running'
+        duration = format_duration(attempt.end - attempt.begin)
         lines.append(f'  {attempt.number:3d}  {begin}  {duration:>8}  {batches}; {reason}{status}')
     parts = {
         'productive': found.productive,
@@ -213,15 +364,16 @@ def format_attempts_report(run: Path) -> str:
         'ending': found.ending,
         'down': found.down,
     }
-    shares = ', '.join(f'{name} {_format_duration(seconds)}' for name, seconds in parts.items())
-    lines.append(f'goodput {found.goodput:.3f} of {_format_duration(found.wall)}: {shares}')
+    shares = ', '.join(f'{name} {format_duration(seconds)}' for name, seconds in parts.items())
+    lines.append(f'goodput {found.goodput:.3f} of {format_duration(found.wall)}: {shares}')
     for cause, seconds in sorted(lost.items(), key=lambda item: -item[1]):
         if cause != 'done':
-            lines.append(f'  time lost ({CAUSES.get(cause, cause)}): {_format_duration(seconds)}')
-    return '\n'.join(lines)
+            lines.append(f'  time lost ({CAUSES.get(cause, cause)}): {format_duration(seconds)}')
+    return lines
 
 
-def _format_duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
+    """Return a duration in seconds, minutes or hours."""
     if seconds < 120:
         return f'{seconds:.1f} s'
     return f'{seconds / 60:.1f} min' if seconds < 7200 else f'{seconds / 3600:.1f} h'

@@ -1,14 +1,15 @@
 """Subcommands `diffusion launch`, `preflight`, `status`, `logs` and `cancel`."""
 
 import argparse
+import json
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from diffusion.errors import UserError
+from diffusion.errors import UserError, printable
 from diffusion.storage.atomic import write_atomically
 
 if TYPE_CHECKING:
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
     from diffusion.launch.job_checks import CheckedSpec
 
 _SPEC_HELP = dict.fromkeys(('logs', 'cancel'), 'YAML file of the job, as passed to `diffusion launch`') | {
-    'status': 'YAML file of the job, as passed to `diffusion launch`; or a run folder. A run folder shows the attempts '
-    'and goodput if `diffusion launch` started the run, otherwise only its last batch, loss and checkpoint'
+    'status': 'YAML file of the job, as passed to `diffusion launch`; or a run folder, for its state (running, silent '
+    'or ended), batch, speed, time left, last batch of each node, newest checkpoint, attempts and goodput'
 }
 
 
@@ -46,6 +47,8 @@ def add_job(parser: argparse.ArgumentParser, action: str) -> None:
     parser.add_argument(
         'overrides', nargs='*', metavar='KEY=VALUE', help='the overrides that were passed to `diffusion launch`'
     )
+    if action == 'status':
+        parser.add_argument('--json', action='store_true', help='print the status of a run folder as JSON, for scripts')
     parser.set_defaults(run=run_job_action, action=action)
 
 
@@ -136,19 +139,22 @@ def run_launch(args: argparse.Namespace) -> int:
 
 
 def run_job_action(args: argparse.Namespace) -> int:
-    """Print the status or logs of a job, or cancel it; with the folder of a run, print its attempts or progress.
+    """Print the status or logs of a job, or cancel it; with the folder of a run, print its progress and attempts.
 
     Raises:
         UserError: The spec is wrong, or the scheduler's command-line tool is missing.
         ExternalError: The scheduler does not respond.
     """
-    from diffusion.launch import attempts, run_status
+    from diffusion.launch import run_status
     from diffusion.launch.job_checks import check_jobs, load_job_spec
 
     if args.action == 'status' and Path(args.spec).is_dir():
-        run = Path(args.spec)
-        print(attempts.format_attempts_report(run) if (run / attempts.ATTEMPTS).exists() else run_status.report(run))
+        report = run_status.inspect_run(Path(args.spec))
+        text = json.dumps(asdict(report), indent=2) if args.json else printable(run_status.format_report(report))
+        print(text)
         return 0
+    if args.action == 'status' and args.json:
+        raise UserError(f'status: --json needs the folder of a run, such as runs/phase1, and {args.spec} is none')
     if args.action == 'status' and not Path(args.spec).exists():
         raise UserError(
             f'status: {args.spec} does not exist; use the folder of a run, such as runs/phase1, or a job YAML'

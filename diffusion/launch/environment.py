@@ -43,20 +43,21 @@ ATTEMPT = 'DIFFUSION_ATTEMPT'
 """Number of previous starts of this job by the scheduler, from 0; unset if the scheduler does not count them."""
 
 MAX_RESTARTS = 'DIFFUSION_MAX_RESTARTS'
-"""Maximum number of restarts of a run, counted in its attempts.jsonl; when it is reached, the node entry point prints a
-message and exits with 78. For schedulers that do not count restarts."""
+"""Maximum number of restarts of a training run in a row without progress, counted in its attempts.jsonl. Preemptions do
+not count. When it is exceeded, the node entry point prints a message and exits with 78."""
 
 ON_EXIT = 'DIFFUSION_ON_EXIT'
 """Action after each exit status, such as `75=retry,76=elsewhere,78=stop,*=retry`."""
 
 RESTART_IN_PLACE = 'DIFFUSION_RESTART_IN_PLACE'
 """1 if the scheduler does not restart a job that ends (sagemaker). The node entry point then restarts its workers
-itself while the action in ON_EXIT is retry, up to MAX_RESTARTS times."""
+itself while the action in ON_EXIT is retry, until MAX_RESTARTS is exceeded."""
 
 EXIT_FILE = 'DIFFUSION_EXIT_FILE'
 """Path of a file on storage shared by all nodes. Each node appends one line when it ends: exit status, host name, cause
 and details. The first line with a nonzero status gives the reason why the job ended; the nodes that follow were killed
-because of it."""
+because of it. The first node also appends `0 HOST progress` when the run has resumed from a newer checkpoint than the
+attempts before, so that the scheduler's script can reset its count of restarts."""
 
 NOTICE_SECONDS = 'DIFFUSION_NOTICE_SECONDS'
 """Time in seconds between SIGTERM (or SIGUSR1) and SIGKILL from the scheduler, in which the workers must save."""

@@ -18,6 +18,7 @@ class Finding:
         status: Exit status if the check failed: 76 for a fault of this node, 78 for a mistake that would fail on every
             node, 1 for a fault that may pass.
         where: Name of the host, and the rank if the check is per rank.
+        warns: True if the check passed, but the detail names a risk.
     """
 
     check: str
@@ -25,6 +26,7 @@ class Finding:
     detail: str
     status: int = BAD_HARDWARE
     where: str = ''
+    warns: bool = False
 
 
 def findings_exit_status(findings: Iterable[Finding]) -> int:
@@ -51,13 +53,18 @@ def downgrade_shared_faults(findings: Sequence[Finding], nodes: int) -> list[Fin
 
 
 def findings_table(findings: Sequence[Finding]) -> str:
-    """Format the findings as a table with one line per finding, failed checks last."""
-    ordered = sorted(findings, key=lambda finding: (not finding.ok, finding.check, finding.where))
+    """Format the findings as a table with one line per finding, warnings and then failed checks last."""
+    ordered = sorted(findings, key=lambda finding: (not finding.ok, finding.warns, finding.check, finding.where))
     widths = [max((len(getattr(each, name)) for each in ordered), default=0) for name in ('check', 'where')]
     return '\n'.join(
-        f'{"ok " if each.ok else "BAD"}  {each.check:{widths[0]}}  {each.where:{widths[1]}}  {each.detail}'
-        for each in ordered
+        f'{_mark(each):4} {each.check:{widths[0]}}  {each.where:{widths[1]}}  {each.detail}' for each in ordered
     )
+
+
+def _mark(finding: Finding) -> str:
+    if not finding.ok:
+        return 'BAD'
+    return 'WARN' if finding.warns else 'ok'
 
 
 def findings_json(findings: Sequence[Finding]) -> str:

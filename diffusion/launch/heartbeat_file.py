@@ -17,10 +17,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from diffusion.storage.own_files import open_own_file
+
 ATTEMPT_FOLDER_VARIABLE = 'DIFFUSION_ATTEMPT_FOLDER'
 """Environment variable with the folder of the attempt, on the local disk of the node."""
 STACK_DUMP_SIGNAL = signal.SIGUSR2
 """Signal on which a process writes the stacks of all its threads."""
+HARDWARE_FAULT = 'hardware-fault.txt'
 SAVING, TRAINING = 'saving', 'training'
 
 
@@ -48,11 +51,13 @@ def write_heartbeat(path: Path, content: str = '') -> None:
     unfinished = path.with_name(f'.{path.name}')
     with contextlib.suppress(OSError):
         try:
-            unfinished.write_text(content, encoding='utf-8')  # no fsync: it can take longer than a batch
+            descriptor = open_own_file(unfinished, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+            with open(descriptor, 'w', encoding='utf-8') as file:  # no fsync: it can take longer than a batch
+                file.write(content)
             os.utime(unfinished, (now, now))
             unfinished.replace(path)
         except OSError:
-            os.utime(path, (now, now))
+            os.utime(path, (now, now), follow_symlinks=False)
 
 
 def heartbeat_age(path: Path) -> float:
@@ -85,6 +90,21 @@ def write_rank_heartbeat(
         write_heartbeat(Path(folder, f'beat-{_rank(environ)}'), json.dumps([batch, doing, first, first_at]))
 
 
+def report_hardware_fault(text: str, environ: Mapping[str, str] = os.environ) -> None:
+    """Tell the node entry point the hardware fault that ends the run; every rank calls this with the same text."""
+    folder = environ.get(ATTEMPT_FOLDER_VARIABLE)
+    if folder is not None:
+        with contextlib.suppress(OSError):  # the exit status alone is enough to act on
+            Path(folder, HARDWARE_FAULT).write_text(text, encoding='utf-8')
+
+
+def reported_hardware_fault(folder: Path) -> str:
+    """Return the hardware fault that the ranks of a node have reported, or an empty string."""
+    with contextlib.suppress(OSError):
+        return (folder / HARDWARE_FAULT).read_text(encoding='utf-8')
+    return ''
+
+
 def last_beats(folder: Path) -> dict[int, Beat]:
     """Read the heartbeat files in a folder; return the last heartbeat of each rank that has written one, by rank."""
     found = {}
@@ -96,7 +116,9 @@ def last_beats(folder: Path) -> dict[int, Beat]:
 
 def read_stacks(folder: Path) -> dict[int, str]:
     """Return the thread stacks that ranks have written to files in a folder, by rank."""
-    found = {int(path.stem.rpartition('-')[2]): path.read_text(encoding='utf-8') for path in folder.glob('stacks-*')}
+    # A file may end within a character while its rank still writes.
+    texts = {path: path.read_text(encoding='utf-8', errors='replace') for path in folder.glob('stacks-*')}
+    found = {int(path.stem.rpartition('-')[2]): text for path, text in texts.items()}
     return {rank: text for rank, text in sorted(found.items()) if text}
 
 

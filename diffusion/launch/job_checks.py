@@ -7,9 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from diffusion.config.interpolation import Resolved, dotted, escaped
 from diffusion.config.load import Recipe, RecipeError, check_devices, read_values
 from diffusion.config.load import load as load_recipe
 from diffusion.config.schema import Gatherer, Problem, build_dataclass, did_you_mean, join
+from diffusion.config.secret_patterns import has_secret_name, secret_format, secret_problems
+from diffusion.config.yaml_syntax import Interpolation
 from diffusion.errors import UserError
 from diffusion.launch.backends import NAMES, backend_of
 from diffusion.launch.backends.base import Backend
@@ -17,10 +20,6 @@ from diffusion.launch.job_spec import Job, JobSpec, JobStage, override_words, se
 from diffusion.planning.gpus import GPU, find_gpu, load_gpus
 
 VARIABLE = re.compile(r'[A-Za-z_][A-Za-z0-9_]*')
-# A job spec is rendered to files, printed and committed, so it must not contain secrets. These patterns match the usual
-# variable names of secrets, and the key formats of AWS, Hugging Face, GitHub and OpenAI.
-SECRET_NAME = re.compile(r'(?i)(^|_)(token|secret|password|passwd|credentials?|api_?key|access_key|private_key)($|_)')
-SECRET_VALUE = re.compile(r'\b(AKIA[0-9A-Z]{16}|hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{30,}|sk-[A-Za-z0-9_-]{30,})')
 
 
 @dataclass(frozen=True)
@@ -43,10 +42,13 @@ def load_job_spec(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:
     Raises:
         RecipeError: The spec has mistakes; the message lists all of them.
     """
-    raw, gather = read_values(path, overrides), Gatherer()
+    resolved, gather = read_values(path, overrides), Gatherer()
+    raw = resolved.values
     if 'recipe' not in raw and 'backend' not in raw and {'model', 'dataset', 'trainer'} & set(raw):
         message = f'this is a recipe; use a job YAML with recipe: {path} and a backend, like those in yamls/launch'
         raise RecipeError([Problem('', message)], path)
+    gather.problems += _keep_interpolations(resolved)
+    gather.problems += secret_problems({key: value for key, value in raw.items() if key not in ('env', 'secrets')})
     name, options = _read_backend(raw.pop('backend', None), gather)
     spec: JobSpec = build_dataclass(JobSpec, raw, '', gather)
     spec.backend, spec.options = name, options
@@ -79,6 +81,21 @@ def check_jobs(spec: JobSpec, path: str | Path, *, environ: Mapping[str, str] | 
         raise RecipeError(problems, path)
     missing = _missing_secrets(spec, os.environ if environ is None else environ)
     return CheckedSpec(spec, backend, tuple(jobs), tuple(recipes), gpu, tuple(missing))
+
+
+def _keep_interpolations(resolved: Resolved) -> list[Problem]:
+    """Put each `${oc.env:...}` of a job spec back; the nodes resolve those in overrides, and others are problems."""
+    problems = []
+    for where, text in resolved.from_environment.items():
+        parent: Any = resolved.values
+        for key in where[:-1]:
+            parent = parent[key]
+        parent[where[-1]] = text
+        if where[0] != 'overrides' and (where[0] != 'stages' or where[2:3] != ('overrides',)):
+            what = 'contains ${oc.env:...}, whose value would be written to the files of the job in plain text'
+            way_out = 'list a secret by its name in secrets, and pass any other value on the command line'
+            problems.append(Problem(dotted(where), f'{what}; {way_out}'))
+    return problems
 
 
 def _read_backend(value: Any, gather: Gatherer) -> tuple[str, Any]:
@@ -150,33 +167,13 @@ def _check_variables(spec: JobSpec, gather: Gatherer) -> None:
                 gather.problem(join(section, name), 'is not a variable name; use letters, digits and underscores')
             if name.startswith('DIFFUSION_'):
                 gather.problem(join(section, name), 'is set by the launcher; use the corresponding key of the spec')
-    for name in spec.env:
+    for name, value in spec.env.items():
         if name in spec.secrets:
             gather.problem(join('env', name), 'is also in secrets; remove one of them')
-        elif SECRET_NAME.search(name):
+        elif has_secret_name(name, value) or secret_format(value, name=name):
             gather.problem(
                 join('env', name), f'looks like a secret, and would be written in plain text; move {name} to secrets'
             )
-    written = {
-        'env': spec.env,
-        'overrides': spec.overrides,
-        'stages': {name: {'overrides': stage.overrides} for name, stage in spec.stages.items()},
-        'backend': vars(spec.options) if spec.options else {},
-    }
-    for where, text in _all_strings(written):
-        if SECRET_VALUE.search(text):
-            gather.problem(
-                where, 'contains what looks like a secret, and would be written in plain text; move it to secrets'
-            )
-
-
-def _all_strings(value: Any, where: str = '') -> list[tuple[str, str]]:
-    """Return the path and text of every string in nested mappings and lists."""
-    if isinstance(value, Mapping):
-        return [found for key, item in value.items() for found in _all_strings(item, join(where, key))]
-    if isinstance(value, list):
-        return [found for index, item in enumerate(value) for found in _all_strings(item, f'{where}[{index}]')]
-    return [(where, value)] if isinstance(value, str) else []
 
 
 def _find_gpu(spec: JobSpec) -> tuple[GPU | None, list[Problem]]:
@@ -199,6 +196,7 @@ def _make_jobs(spec: JobSpec) -> tuple[list[Job], list[Recipe], list[Problem]]:
     jobs: list[Job] = []
     recipes: list[Recipe] = []
     mistakes: list[Problem] = []
+    run_folders: list[str] = []
     for name, stage in stages.items():
         where = f'stages.{name}' if spec.stages else ''
         path = stage.recipe or spec.recipe or ''
@@ -206,17 +204,21 @@ def _make_jobs(spec: JobSpec) -> tuple[list[Job], list[Recipe], list[Problem]]:
         # A later stage starts from the weights of the previous one unless it sets init_from itself. The run folder is
         # known before that stage has run.
         if jobs and 'init_from' not in overrides:
-            overrides['init_from'] = jobs[-1].run_dir
+            overrides['init_from'] = run_folders[-1]
         words = override_words(overrides)
         nodes = stage.nodes or spec.nodes
         try:
-            recipe = load_recipe(path, words)
-            problems = _recipe_problems(recipe, spec, nodes * spec.gpus_per_node)
+            # The job sets these variables on its nodes, which resolve the interpolations; the check needs no values.
+            environ = {name: value for name, value in os.environ.items() if name not in spec.secrets} | spec.env
+            recipe = load_recipe(path, words, environ=environ, set_later=spec.secrets)
+            problems = _recipe_problems(recipe, spec, nodes)
         except RecipeError as error:
             mistakes += [Problem(join(where, 'recipe'), f'{path}: {problem}') for problem in error.problems]
             continue
+        problems += _variables_not_set(recipe, spec)
         mistakes += [Problem(join(where, 'recipe'), f'{path}: {problem}') for problem in problems]
         recipes.append(recipe)
+        run_folders.append(_run_folder(recipe))
         jobs.append(
             Job(
                 name=f'{spec.name}-{name}' if spec.stages else spec.name,
@@ -235,12 +237,37 @@ def _make_jobs(spec: JobSpec) -> tuple[list[Job], list[Recipe], list[Problem]]:
     return jobs, recipes, mistakes
 
 
-def _recipe_problems(recipe: Recipe, spec: JobSpec, world_size: int) -> list[Problem]:
+def _variables_not_set(recipe: Recipe, spec: JobSpec) -> list[Problem]:
+    """Return a problem for each environment variable that a recipe needs and that the job does not set on its nodes."""
+    # Slurm and the local backend pass the environment of this process on.
+    if spec.backend in ('slurm', 'local'):
+        return []
+    known = {*spec.env, *spec.secrets, 'HOME', 'HOSTNAME', 'LOGNAME', 'PATH', 'PWD', 'SHELL', 'TMPDIR', 'USER'}
+    return [
+        Problem(dotted(where), f'needs {name}, which the job does not set on its nodes; add {name} to env or secrets')
+        for where, text in recipe.from_environment.items()
+        for name in sorted(set(re.findall(r'\$\{oc\.env:(\w+)\}', text)) - known)
+    ]
+
+
+def _run_folder(recipe: Recipe) -> str:
+    """Return the folder of a recipe's run as an override of another recipe, with its environment variables by name."""
+    parts = {key: recipe.from_environment.get((key,)) for key in ('runs_dir', 'name')}
+    if not any(parts.values()):
+        return str(recipe.run_dir)
+    return Interpolation('/'.join(text or escaped(getattr(recipe, key)) for key, text in parts.items()))
+
+
+def _recipe_problems(recipe: Recipe, spec: JobSpec, nodes: int) -> list[Problem]:
     """Return the mistakes of a valid recipe in this job: an indivisible batch, or restarts without autoresume."""
-    problems = check_devices(recipe, world_size)
+    problems = check_devices(recipe, nodes * spec.gpus_per_node, spec.gpus_per_node)
     if recipe.task == 'train' and spec.restart.max_restarts and not recipe.trainer.get('autoresume'):
         message = 'is off, so a restart would start from scratch; turn it on, or set restart.max_restarts: 0 in the job'
         problems.append(Problem('trainer.autoresume', message))
+    for key, name in (('webhook', recipe.notify.webhook), ('command', recipe.notify.command)):
+        if name is not None and name not in spec.secrets and name not in spec.env:
+            message = f'the job has no variable {name}; add it to secrets in the job'
+            problems.append(Problem(f'notify.{key}', message))
     return problems
 
 

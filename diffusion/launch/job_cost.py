@@ -34,7 +34,8 @@ def estimate(job: Job, gpu: GPU | None) -> Estimate | str:
         return str(error).splitlines()[-1].strip()
     # The planner warns in terms of the options of `diffusion plan`; a job spec has a key instead.
     warnings = tuple(re.sub(r'pass --price.*', 'set price_usd_per_gpu_hour', warning) for warning in plan.warnings)
-    return Estimate(plan.expected, given.price_usd_per_hour, warnings)
+    # The job only trains; the latents that it may read are encoded by another.
+    return Estimate(plan.phases[0].expected, given.price_usd_per_hour, warnings)
 
 
 def cost_table(jobs: Sequence[Job], gpu: GPU | None) -> tuple[list[str], list[str]]:

@@ -19,10 +19,11 @@ ON_EXIT: dict[str, Action] = {str(PREEMPTED): 'retry', str(BAD_HARDWARE): 'elsew
 
 @dataclass
 class Restart:
-    """Restart policy of a job: the action after each exit status, and the maximum number of restarts."""
+    """Restart policy of a job: the action after each exit status, and the maximum number of restarts in a row."""
 
     max_restarts: int = 100
-    """Maximum number of restarts of a job."""
+    """Maximum number of restarts in a row without progress. Preemptions do not count; progress is a newer checkpoint
+    from which an attempt resumed. 0 turns restarts off."""
     on_exit: dict[str, Action] = field(default_factory=dict)
     """Action by exit status: retry, elsewhere (retry on other nodes) or stop. Defaults: 75 (preempted) retry, 76 (bad
     hardware) elsewhere, 78 (user error) stop."""
@@ -105,7 +106,8 @@ class JobSpec:
     preflight: Literal['none', 'fast', 'deep'] = 'fast'
     """Level of the node checks before the first step: fast takes less than a minute, deep takes minutes."""
     hang_seconds: int | None = None
-    """Minimum time in seconds without a batch that counts as a hang; null uses the default of the node entry point."""
+    """Minimum time in seconds without a batch that counts as a hang; null uses 900. The timeout of collectives follows
+    from it: four times as long, for saves, plus a minute."""
     master_port: int = 29500
     """Port on the first node for the rendezvous of the ranks."""
     schedule: Schedule = field(default_factory=Schedule)

@@ -6,11 +6,11 @@ The check ignores the ranks, because the node entry point itself ends ranks that
 import contextlib
 import os
 import sys
-import tempfile
 from pathlib import Path
 
 from diffusion.launch.heartbeat_file import heartbeat_age, write_heartbeat
 from diffusion.launch.run_lock import start_ticks
+from diffusion.storage.own_files import user_folder
 
 SILENT_SECONDS = 90.0
 """Time without a heartbeat after which the node entry point counts as stopped. It writes one per second, but a slow
@@ -52,7 +52,7 @@ def _process_age(pid: int) -> float:
 
 
 def _heartbeat_file(pid: int) -> Path:
-    return Path(tempfile.gettempdir(), f'diffusion-alive-{pid}')
+    return user_folder() / f'alive-{pid}'
 
 
 def main() -> int:

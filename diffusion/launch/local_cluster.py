@@ -1,5 +1,6 @@
 """Local jobs, whose nodes are processes of this machine; this process takes the role of the scheduler."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -10,11 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from diffusion.errors import UserError
 from diffusion.exit_codes import CONFIG_ERROR, FAILED, PREEMPTED
-from diffusion.launch import environment
+from diffusion.launch import attempts, environment
 from diffusion.launch.backends.base import environment_of
 from diffusion.launch.job_spec import Job
-from diffusion.launch.node import die_with_parent
+from diffusion.launch.lost_output import discarding_lost_output
+from diffusion.launch.stop_signals import RepeatedInterrupt, handled_signals
+from diffusion.launch.workers import die_with_parent
 
 TICK_SECONDS = 0.1
 GRACE_SECONDS = 15.0
@@ -23,10 +27,11 @@ GRACE_SECONDS = 15.0
 
 def run_local_jobs(jobs: Sequence[Job]) -> int:
     """Run jobs in sequence on this machine, with their restarts; return the first nonzero exit status, or 0."""
-    for job in jobs:
-        status = LocalJob(job).run()
-        if status:
-            return status
+    with discarding_lost_output():  # the jobs are stopped, and save, if the terminal is closed
+        for job in jobs:
+            status = LocalJob(job).run()
+            if status:
+                return status
     return 0
 
 
@@ -41,26 +46,37 @@ class LocalJob:
     def __init__(self, job: Job) -> None:
         self.job = job
         self._stop_requested = False
+        self._end_requested = False
+        self._interrupts = RepeatedInterrupt()
+        self._failures = 0
         self._nodes: list[subprocess.Popen[bytes]] = []
 
     def run(self) -> int:
         """Run the job's nodes as processes of this machine, with restarts; return the last attempt's exit status."""
         restart, count = self.job.spec.restart, 0
-        handlers = {number: signal.signal(number, self._request_stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        handlers = {number: signal.signal(number, self._request_stop) for number in handled_signals()}
         try:
             while True:
                 status = self._attempt(count)
                 action = restart.actions().get(status, restart.otherwise)
                 if status == 0 or self._stop_requested or action == 'stop':
                     return status
-                if count == restart.max_restarts:
-                    self._print(f'exited with status {status}; all {count} restarts are used')
+                if restart.max_restarts == 0 or self._restarts_used(status) > restart.max_restarts:
+                    self._print(f'exited with status {status}; all {restart.max_restarts} restarts are used')
                     return status
                 count += 1
                 self._print(f'exited with status {status}; starting restart {count}')
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
+
+    def _restarts_used(self, status: int) -> int:
+        """Return the number of attempts in a row that failed without progress, after one that ended with `status`."""
+        self._failures += status != PREEMPTED
+        # Only a training run records its attempts, and only the record tells which of them made progress.
+        with contextlib.suppress(UserError):
+            return attempts.restarts_used(attempts.read_attempts(Path(self.job.spec.workdir or '', self.job.run_dir)))
+        return self._failures
 
     def _attempt(self, count: int) -> int:
         """Start all nodes of the job once and wait for them; return the exit status of the job."""
@@ -82,19 +98,24 @@ class LocalJob:
     def _start(self, rank: int, variables: dict[str, str]) -> subprocess.Popen[bytes]:
         environ = os.environ | node_environment(self.job, rank) | variables
         command = [sys.executable, *self.job.command[1:]]
-        # A new session, so that Ctrl-C in the terminal reaches only this process, which forwards it once.
+        # A new session, so that Ctrl-C in the terminal reaches only this process, which forwards it.
         folder = self.job.spec.workdir
         return subprocess.Popen(command, env=environ, cwd=folder, start_new_session=True, preexec_fn=die_with_parent)
 
     def _wait(self) -> None:
         """Wait until all nodes have ended or exceed their time to stop; a stop is forwarded to the nodes."""
-        deadline, forwarded = float('inf'), False
+        deadline, forwarded, interrupted = float('inf'), False, False
         while any(node.poll() is None for node in self._nodes):
             now = time.monotonic()
             if self._stop_requested and not forwarded:
                 forwarded = True
                 deadline = now + self.job.spec.schedule.notice_seconds
                 self._terminate()
+                self._print('stopping: the ranks finish their batch and save a checkpoint')
+            if self._end_requested and not interrupted:
+                # The nodes say what is lost, and end at once.
+                interrupted, deadline = True, now + GRACE_SECONDS
+                self._terminate(signal.SIGINT)
             # When one node ends, the scheduler ends the others. Nodes that were preempted get the full notice, because
             # they are saving; after a failure, no collective save can succeed.
             failed = {node.returncode for node in self._nodes} - {None, 0}
@@ -106,16 +127,18 @@ class LocalJob:
                 return
             time.sleep(TICK_SECONDS)
 
-    def _terminate(self) -> None:
+    def _terminate(self, number: int = signal.SIGTERM) -> None:
         for node in self._nodes:
             if node.poll() is None:
-                node.send_signal(signal.SIGTERM)
+                node.send_signal(number)
 
     def _print(self, text: str) -> None:
         print(f'{self.job.name}: {text}', file=sys.stderr, flush=True)
 
     def _request_stop(self, number: int, frame: FrameType | None) -> None:
         self._stop_requested = True
+        repeated = self._interrupts.is_repeated()
+        self._end_requested |= repeated and number == signal.SIGINT
 
 
 def job_exit_status(reported: Sequence[int], codes: Sequence[int]) -> int:

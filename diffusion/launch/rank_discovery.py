@@ -273,3 +273,29 @@ def rank_environment(
         'MASTER_PORT': str(position.master_port),
         'PYTHONUNBUFFERED': '1',
     }
+
+
+NCCL_PIPE = 'nccl-{rank}.pipe'
+"""Name of the pipe, in the folder of the attempt, on which NCCL's flight recorder of a rank takes requests."""
+
+
+def nccl_environment(environ: Mapping[str, str], folder: Path, prefix: str) -> dict[str, str]:
+    """Return the variables that switch on NCCL's flight recorder, without those that the user has set.
+
+    The recorder keeps the last collectives of a rank with their Python stacks in memory. It writes them to a file when
+    a collective times out, or on request through a pipe.
+
+    Args:
+        environ: Environment of the node entry point.
+        folder: Folder for the pipes, on a local disk: some network file systems have no pipes, and torch would raise.
+        prefix: Path of the files without the rank.
+    """
+    # The names of torch 2.7; later versions read them too. The variables have no effect on runs without NCCL.
+    values = {
+        # About 20 steps of SD2 under FSDP2; torch's tutorial uses the same number.
+        'TORCH_NCCL_TRACE_BUFFER_SIZE': '2000',
+        'TORCH_NCCL_DUMP_ON_TIMEOUT': '1',
+        'TORCH_NCCL_DEBUG_INFO_TEMP_FILE': prefix,
+        'TORCH_NCCL_DEBUG_INFO_PIPE_FILE': str(folder / NCCL_PIPE.partition('{')[0]),
+    }
+    return {name: value for name, value in values.items() if name not in environ}

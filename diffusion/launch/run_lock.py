@@ -13,12 +13,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 from uuid import uuid4
 
 from diffusion.errors import UserError
 from diffusion.exit_codes import CONFIG_ERROR
 from diffusion.launch import environment
+from diffusion.storage.own_files import open_own_file
 
 # No flock or fcntl lock: network file systems of clusters are often mounted without working locks. No comparison of
 # timestamps either: the clocks of two machines differ.
@@ -34,6 +35,10 @@ with a checkpoint may be slow."""
 SAME_JOB_SECONDS = 240.0
 """Maximum wait for an earlier attempt of the same job to end on another machine. It is less than the five minutes for
 which the other nodes of this attempt wait."""
+
+
+_MAX_CHARACTERS = 2**16
+"""Characters of a lock file that are read; it has a few hundred."""
 
 
 class RunLocked(UserError):
@@ -71,7 +76,7 @@ class Owner:
     @staticmethod
     def current(environ: Mapping[str, str]) -> 'Owner':
         """Return the record of this process as an owner of the lock."""
-        number = next((environ[name] for name in _JOB_ID_VARIABLES if environ.get(name)), '')
+        number = job_id(environ)
         attempt = environ.get(environment.ATTEMPT, '')
         return Owner(
             uuid4().hex,
@@ -104,6 +109,11 @@ class Owner:
         job = f'job {self.job}{f" ({self.number})" * bool(self.number)}, ' if self.job else ''
         since = time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(self.since))
         return f'{job}process {self.pid} on {self.host}, since {since}'
+
+
+def job_id(environ: Mapping[str, str]) -> str:
+    """Return the scheduler's id of this job, the same on all nodes and after a restart; empty if it sets none."""
+    return next((environ[name] for name in _JOB_ID_VARIABLES if environ.get(name)), '')
 
 
 @contextlib.contextmanager
@@ -146,8 +156,12 @@ def owner_of(path: Path) -> Owner | None:
 
 
 def _parse_owner(content: str | None) -> Owner | None:
-    with contextlib.suppress(ValueError, TypeError, KeyError):
-        return Owner(**json.loads(content or '')['owner'])
+    with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
+        owner = Owner(**json.loads(content or '')['owner'])
+        kinds = get_type_hints(Owner)
+        # A file that this program did not write may have any content.
+        if all(isinstance(getattr(owner, name), kinds[name]) for name in kinds) and 0 <= owner.since < 1e11:
+            return owner
     return None
 
 
@@ -218,7 +232,7 @@ def _write(path: Path, this_owner: Owner, count: int) -> None:
     line: dict[str, Any] = {'owner': asdict(this_owner), 'count': count, 'at': time.time()}
     content = json.dumps(line).encode() + b'\n'
     # No O_TRUNC: the file would be empty until the write, and a reader would see no owner.
-    descriptor = os.open(path, os.O_CREAT | os.O_WRONLY, 0o644)
+    descriptor = open_own_file(path, os.O_CREAT | os.O_WRONLY)
     try:
         os.pwrite(descriptor, content, 0)
         os.ftruncate(descriptor, len(content))
@@ -230,7 +244,8 @@ def _write(path: Path, this_owner: Owner, count: int) -> None:
 def _read(path: Path) -> str | None:
     """Return the content of a lock file; None if it does not exist, empty if the file system does not respond."""
     try:
-        return path.read_text(encoding='utf-8', errors='replace')
+        with open(open_own_file(path, os.O_RDONLY), encoding='utf-8', errors='replace') as file:
+            return file.read(_MAX_CHARACTERS)
     except FileNotFoundError:
         return None
     except OSError:  # for example ESTALE while a network file system fails over
@@ -240,9 +255,17 @@ def _read(path: Path) -> str | None:
 def _machine_id() -> str:
     """Return the boot id and PID namespace of this machine; empty if they cannot be read."""
     # The PID namespace as well as the boot id: containers on one machine share the kernel, but not their process ids.
+    boot = boot_id()
     try:
-        boot = Path('/proc/sys/kernel/random/boot_id').read_text(encoding='ascii').strip()
-        return f'{boot} {os.readlink("/proc/self/ns/pid")}'
+        return f'{boot} {os.readlink("/proc/self/ns/pid")}' if boot else ''
+    except OSError:
+        return ''
+
+
+def boot_id() -> str:
+    """Return the id of this machine's boot, within which all processes share the monotonic clock; empty if unknown."""
+    try:
+        return Path('/proc/sys/kernel/random/boot_id').read_text(encoding='ascii').strip()
     except OSError:
         return ''
 

@@ -1,74 +1,216 @@
-"""Progress of a run as far as its files tell, for runs without a record of attempts."""
+"""Status of a run as far as the files in its folder tell: running, silent or ended, its progress and its attempts."""
 
-import json
 import time
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
-from omegaconf import OmegaConf
-
+from diffusion.config.yaml_files import UnreadableYAML, read_yaml
 from diffusion.errors import UserError
-from diffusion.launch import run_lock
+from diffusion.launch import attempts, node_status, run_lock
+from diffusion.launch.attempts import Attempt
+from diffusion.launch.node_status import NodeStatus
+from diffusion.storage.json_lines import read_json_lines
 
 # Files that training writes. The modules that write them import PyTorch, which this package does not.
 METRICS, TRAIN_LOSS, RECIPE = 'metrics.jsonl', 'loss/train/total', 'recipe.yaml'
 _TAIL_BYTES = 2**16
 """Part of metrics.jsonl that is read; it has the metrics of many batches."""
+SILENT_SECONDS = 60.0
+"""Minimum time without a batch after which a running job is reported as silent."""
+SILENT_BATCHES = 10
+"""Number of batch times without a batch that must also have passed."""
+WATCH_SECONDS = 12.0
+"""Time for which the lock of another machine is watched if it may be dead. Its owner rewrites it every 5 seconds."""
 
 
-def report(run: Path) -> str:
-    """Return the last batch and loss of a run, its newest checkpoint, its process, and when it was last alive.
+@dataclass
+class RunReport:
+    """Status of a run; `diffusion status --json` prints its fields.
+
+    Attributes:
+        run: The run's folder.
+        state: starting (no batch yet), running, silent (no batch for longer than usual), or ended.
+        batch: Number of batches that the run has completed, or None if unknown.
+        duration: The training's length as in the recipe, such as 5000ba or 3ep, or None if unknown.
+        total_batches: The training's length in batches, or None if unknown.
+        batches_per_second: Recent speed without evaluations and saves, or None if unknown or not running.
+        seconds_left: Time to the end of training at that speed, or None.
+        silent_seconds: Time since the last batch on any node, or None if not training.
+        last_loss: Last training loss in metrics.jsonl, or None.
+        newest_checkpoint: Path of the newest checkpoint in the run's folder, or None.
+        process: Description of the process that holds the run's lock, or None.
+        cause: How the last attempt ended, such as `preempted`, or None if it still runs or was not recorded.
+        nodes: For each node of a running job: node, host, doing, batch and silent_seconds.
+        attempts: The recorded attempts; see `diffusion.launch.attempts.Attempt`.
+        goodput: Fraction of the time since the first start that was spent in batches that count, or None.
+        last_sign_of_life: Time of the newest trace of the run, in seconds since 1970.
+    """
+
+    run: str
+    state: str
+    batch: int | None = None
+    duration: str | None = None
+    total_batches: int | None = None
+    batches_per_second: float | None = None
+    seconds_left: float | None = None
+    silent_seconds: float | None = None
+    last_loss: float | None = None
+    newest_checkpoint: str | None = None
+    process: str | None = None
+    cause: str | None = None
+    nodes: list[dict[str, Any]] = field(default_factory=list)
+    attempts: list[dict[str, Any]] = field(default_factory=list)
+    goodput: float | None = None
+    last_sign_of_life: float = 0.0
+
+
+def inspect_run(run: Path) -> RunReport:
+    """Return the status of a run from the files in its folder.
 
     Raises:
         UserError: The folder has no files of a run.
     """
     batches = [int(path.name[2:]) for path in run.glob('ba*') if path.is_dir() and path.name[2:].isdigit()]
     newest = run / f'ba{max(batches)}' if batches else None
-    traces = [path for path in (run / METRICS, run / run_lock.LOCK, newest) if path is not None and path.exists()]
+    lock = run / run_lock.LOCK
+    found = node_status.read_statuses(run)
+    paths = (run / METRICS, lock, newest, run / attempts.ATTEMPTS, run / node_status.FOLDER)
+    traces = [path for path in paths if path is not None and path.exists()]
     if not traces:
         raise UserError(
             f'status: {run} has no {METRICS}, {run_lock.LOCK} or checkpoint; give the folder of a run, such as '
             'runs/phase1, or a job YAML'
         )
     last = last_loss(run / METRICS)
-    alive = max(path.stat().st_mtime for path in traces)
-    batch = str(last[0]) if last is not None else f'{max(batches)} or later' if batches else 'unknown'
-    values = {
-        'batch': batch + _of_duration(run / RECIPE),
-        'last loss': 'unknown' if last is None else f'{last[1]:.4f}',
-        'newest checkpoint': 'none' if newest is None else str(newest),
-        'process': _describe_process(run / run_lock.LOCK),
-        'last sign of life': f'{time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(alive))}, {_format_age(alive)} ago',
-    }
-    return '\n'.join(
-        [f'{run}: not started by diffusion launch', *(f'  {key:18s} {each}' for key, each in values.items())]
+    owner, alive = run_lock.owner_of(lock), _is_alive(lock)
+    recorded = attempts.read_attempts(run) if (run / attempts.ATTEMPTS).exists() else []
+    report = RunReport(
+        str(run),
+        'ended',
+        batch=last[0] if last else max(batches) if batches else None,
+        duration=_duration(run / RECIPE),
+        last_loss=last[1] if last else None,
+        newest_checkpoint=None if newest is None else str(newest),
+        process=_describe_process(lock),
+        attempts=[asdict(attempt) for attempt in recorded],
+        goodput=attempts.time_breakdown(recorded)[0].goodput if recorded else None,
+        last_sign_of_life=max(path.stat().st_mtime for path in traces),
     )
+    if not alive:
+        report.cause = recorded[-1].cause if recorded else None
+        return report
+    token = '' if owner is None else owner.token
+    training = recorded[-1].first is not None if recorded and recorded[-1].launched else True
+    current = [(each, age) for each, age in found if each.owner in ('', token) and each.doing != node_status.ENDED]
+    if training and current:
+        _add_progress(report, current)
+    else:
+        # A job of an earlier version writes no status files.
+        report.state = 'running' if training and not found and last is not None else 'starting'
+    return report
+
+
+def _add_progress(report: RunReport, current: list[tuple[NodeStatus, float]]) -> None:
+    """Add state, progress and speed of a running job from the status of its nodes."""
+    # All nodes wait for one another in each batch, so the newest one shows the progress of the run.
+    newest, silent = min(current, key=lambda each: each[1])
+    seconds = newest.seconds_per_batch
+    limit = max(SILENT_SECONDS, SILENT_BATCHES * (seconds or 0.0))
+    report.state = 'silent' if silent > limit else 'running'
+    report.batch = max(status.batch for status, _ in current)
+    report.total_batches = newest.total_batches
+    report.silent_seconds = silent
+    if seconds:
+        report.batches_per_second = 1 / seconds
+        report.seconds_left = None if newest.total_batches is None else (newest.total_batches - report.batch) * seconds
+    report.nodes = [
+        {'node': each.node, 'host': each.host, 'doing': each.doing, 'batch': each.batch, 'silent_seconds': age}
+        for each, age in current
+    ]
+
+
+def _is_alive(lock: Path) -> bool:
+    """Return True if the process that holds a run's lock is running; watch the lock if it is on another machine."""
+    owner = run_lock.owner_of(lock)
+    if owner is None:
+        return False
+    alive = owner.is_alive()
+    if alive is not None:
+        return alive
+    # Its owner rewrites the lock every few seconds. The clocks of two machines differ, so an old time is no evidence.
+    content = lock.read_bytes()
+    if abs(time.time() - lock.stat().st_mtime) < 2 * run_lock.REFRESH_SECONDS:
+        return True
+    until = time.monotonic() + WATCH_SECONDS
+    while time.monotonic() < until and lock.exists():
+        time.sleep(0.5)
+        if lock.read_bytes() != content:
+            return True
+    return False
+
+
+def format_report(report: RunReport) -> str:
+    """Return a text report of a run: its state and progress, then its attempts and goodput."""
+    recorded = [Attempt(**each) for each in report.attempts]
+    total = report.duration if report.total_batches is None else report.total_batches
+    unknown = report.batch is None or (report.last_loss is None and not report.nodes)
+    batch = 'unknown' if report.batch is None else f'{report.batch} or later' if unknown else f'{report.batch}'
+    values = {'batch': batch if total is None else f'{batch} of {total}'}
+    if report.batches_per_second is not None:
+        values['speed'] = f'{report.batches_per_second:.2f} batches/s'
+    if report.seconds_left is not None and report.state == 'running':
+        values['time left'] = attempts.format_duration(report.seconds_left)
+    values['last loss'] = 'unknown' if report.last_loss is None else f'{report.last_loss:.4f}'
+    values['newest checkpoint'] = report.newest_checkpoint or 'none'
+    for node in report.nodes:
+        since = attempts.format_duration(node['silent_seconds'])
+        values[f'node {node["node"]}'] = f'{node["doing"]} on {node["host"]}, last batch {since} ago'
+    values['process'] = report.process or 'none, the run has ended'
+    alive = report.last_sign_of_life
+    moment = time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(alive))
+    values['last sign of life'] = f'{moment}, {_format_age(alive)} ago'
+    lines = [f'{report.run}: {_headline(report, recorded)}', *(f'  {key:18s} {each}' for key, each in values.items())]
+    if recorded:
+        lines += attempts.attempts_table(recorded, running=report.state != 'ended')
+    return '\n'.join(lines)
+
+
+def _headline(report: RunReport, recorded: list[Attempt]) -> str:
+    """Return the state of a run in a few words."""
+    if report.state == 'silent' and report.silent_seconds is not None:
+        return f'silent, no batch for {attempts.format_duration(report.silent_seconds)}'
+    if report.state != 'ended':
+        return report.state
+    if not recorded:
+        return 'ended'
+    return f'ended, {attempts.describe_attempt(recorded[-1].cause, recorded[-1].detail)}'
 
 
 def last_loss(metrics: Path) -> tuple[int, float] | None:
     """Return the number of trained batches and the last training loss of a metrics file; None if it has no loss."""
     if not metrics.exists():
         return None
-    with metrics.open('rb') as file:
-        file.seek(max(0, metrics.stat().st_size - _TAIL_BYTES))
-        lines = file.read().splitlines()
-    for line in reversed(lines):
-        try:
-            values = json.loads(line)
-            return values['step'] + 1, values[TRAIN_LOSS]
-        except (ValueError, KeyError, TypeError):
-            continue  # other metrics, or a line that is incomplete
+    for values in reversed(read_json_lines(metrics, tail_bytes=_TAIL_BYTES)):
+        step, loss = values.get('step'), values.get(TRAIN_LOSS)
+        if isinstance(step, int) and isinstance(loss, float):  # else other metrics
+            return step + 1, loss
     return None
 
 
-def _of_duration(recipe: Path) -> str:
-    duration = OmegaConf.select(OmegaConf.load(recipe), 'trainer.max_duration') if recipe.exists() else None
-    return '' if duration is None else f' of {duration}'
+def _duration(recipe: Path) -> str | None:
+    try:
+        trainer = read_yaml(recipe).get('trainer') if recipe.exists() else None
+    except UnreadableYAML:  # being replaced, or not written by this program
+        trainer = None
+    duration = trainer.get('max_duration') if isinstance(trainer, dict) else None
+    return None if duration is None else str(duration)
 
 
-def _describe_process(lock: Path) -> str:
-    """Return the process that holds a run's lock, and if it still runs."""
+def _describe_process(lock: Path) -> str | None:
+    """Return the process that holds a run's lock, and if it still runs; None without a lock."""
     if not lock.exists():
-        return 'none, the run has ended'
+        return None
     owner = run_lock.owner_of(lock)
     if owner is None:
         return 'unknown'

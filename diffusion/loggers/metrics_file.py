@@ -11,6 +11,8 @@ from composer.core import State
 from composer.loggers import Logger, LoggerDestination
 from composer.utils import dist
 
+from diffusion.storage.own_files import opener
+
 log = logging.getLogger(__name__)
 
 TRAIN_LOSS = 'loss/train/total'
@@ -35,6 +37,12 @@ class MetricsFile(LoggerDestination):
         """Path of the metrics file."""
         return self.folder / 'metrics.jsonl'
 
+    def init(self, state: State, logger: Logger) -> None:
+        # Created here only: a folder that is missing later, because its file system is no longer mounted, must not be
+        # created again.
+        if dist.get_global_rank() == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         if dist.get_global_rank() != 0:
             return
@@ -42,10 +50,9 @@ class MetricsFile(LoggerDestination):
         if not numbers:
             return
         if self._file is None:
-            self.folder.mkdir(parents=True, exist_ok=True)
             # Line-buffered: a killed run resumes after its last checkpoint and does not repeat the batches before it,
             # whose metrics must be in the file.
-            self._file = self.path.open('a', encoding='utf-8', buffering=1)
+            self._file = open(self.path, 'a', encoding='utf-8', buffering=1, opener=opener)  # noqa: SIM115
         self._file.write(json.dumps({'step': step} | numbers) + '\n')
 
     def fit_end(self, state: State, logger: Logger) -> None:

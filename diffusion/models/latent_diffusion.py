@@ -323,7 +323,8 @@ class LatentDiffusion(ComposerModel):
                 conditional one (Lin et al. 2024); 0 turns rescaling off.
             noise_scheduler: A name from `diffusion.config.noise_schedulers.SHORT_NAMES`, or a scheduler class of
                 diffusers.
-            latents: Initial noise, standard normal [B, C, H, W], instead of the noise drawn from the seeds.
+            latents: Initial noise, standard normal [B, C, H, W], instead of the noise drawn from the seeds; it sets the
+                size of the images.
 
         Returns:
             Images, float32 [B, 3, height, width] in [0, 1].
@@ -344,7 +345,10 @@ class LatentDiffusion(ComposerModel):
         for where, problem in problems.items():
             if problem is not None:
                 raise UserError(f'{where}: {problem}')
-        if latents is None:
+        if latents is not None:
+            self._check_latents(latents, size, len(prompts))
+            latents = latents.to(self.device)
+        else:
             # An image's seed takes the place of a sample id, so that its noise does not depend on the other images.
             shape = self._latent_shape(size)
             latents = draws_for(seeds, seed=0, device=self.device).normal(Purpose.SAMPLING, shape)
@@ -516,6 +520,21 @@ class LatentDiffusion(ComposerModel):
     def _tokens(self, captions: Sequence[str]) -> Tensor:
         """Return the token ids of captions on the model's device, int64 [B, E, L]."""
         return tokenize(self.text.tokenizers, captions).to(self.device)
+
+    def _check_latents(self, latents: Tensor, size: tuple[int, int] | None, count: int) -> None:
+        """Raise UserError unless `latents` are initial noise for `count` images of a size that the VAE can decode."""
+        channels = self.vae.config['latent_channels']
+        if latents.ndim != 4 or tuple(latents.shape[:2]) != (count, channels) or 0 in latents.shape:
+            raise UserError(
+                f'latents: shape {tuple(latents.shape)}; pass noise of shape [{count}, {channels}, height / '
+                f'{downsampling(self.vae)}, width / {downsampling(self.vae)}], one entry per prompt'
+            )
+        if size is not None and self._latent_shape(size)[1:] != tuple(latents.shape[2:]):
+            height, width = (side * downsampling(self.vae) for side in latents.shape[2:])
+            raise UserError(
+                f'size: {size[0]}x{size[1]}, but latents of shape {tuple(latents.shape)} give images of '
+                f'{height}x{width} px; pass only one of the two'
+            )
 
     def _latent_shape(self, size: tuple[int, int] | None) -> tuple[int, int, int]:
         """Return C, H and W of the latents for images of a size in pixels; None is the denoiser's default size."""

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from diffusion.errors import UserError
+from diffusion.models import hub_files
 from diffusion.models.clip_tokens import token_ids
 from diffusion.models.hub_errors import loading_error
 
@@ -52,10 +53,14 @@ def load_pretrained(part: type[Loadable], source: str, *, subfolder: str, revisi
 
     Raises:
         UserError: The files do not exist, are not accessible, or are damaged.
-        OSError: The Hub does not answer now, or the disk cannot be read.
+        ExternalError: The Hub did not answer for minutes.
+        OSError: The disk cannot be read.
     """
-    local = Path(source).is_dir()
-    options: dict[str, Any] = {} if local else {'revision': revision}
+    options: dict[str, Any] = {}
+    if not Path(source).is_dir():
+        weights = issubclass(part, nn.Module) and not _without_weights
+        revision = hub_files.fetch(part, source, subfolder=subfolder, revision=revision, weights=weights)
+        options = {'revision': revision, 'local_files_only': True, 'cache_dir': hub_files.cache_folder()}
     if issubclass(part, nn.Module) and not _without_weights:
         options['use_safetensors'] = True  # unpickling a downloaded file could run any code
     if issubclass(part, ModelMixin) and not _without_weights:

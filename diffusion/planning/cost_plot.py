@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 COLORS = ('#4477aa', '#ee6677', '#228833', '#ccbb44', '#66ccee', '#aa3377')
 
 
-def counts_around(phases: Sequence[Phase], chosen: int) -> list[int]:
+def counts_around(phases: Sequence[Phase], chosen: int, gpus_per_node: int | None = None) -> list[int]:
     """Return the numbers of GPUs to plot: powers of two, and the chosen number times powers of two.
 
-    Numbers by which a global batch is not divisible are left out.
+    Numbers of GPUs, or of nodes, that cannot share a recipe's global batch are left out.
     """
     odd = chosen // (chosen & -chosen)  # chosen & -chosen is the largest power of two that divides it
     counts = {chosen, *(factor * 2**power for factor in (1, odd) for power in range(15))}
@@ -28,7 +28,7 @@ def counts_around(phases: Sequence[Phase], chosen: int) -> list[int]:
     return sorted(
         count
         for count in counts
-        if lowest <= count <= highest and not any(check_devices(phase.recipe, count) for phase in phases)
+        if lowest <= count <= highest and not any(check_devices(phase.recipe, count, gpus_per_node) for phase in phases)
     )
 
 
@@ -49,7 +49,7 @@ def draw(plan: Plan, out: Path) -> None:
     from matplotlib.figure import Figure
 
     phases, given = [each.phase for each in plan.phases], plan.given
-    counts = counts_around(phases, given.gpus)
+    counts = counts_around(phases, given.gpus, given.gpu.gpus_per_node)
     costs = [costs_at(phases, given, count) for count in counts]
     days = [[cost.days for cost in column] for column in zip(*costs, strict=True)]
     price = given.price_usd_per_hour

@@ -108,8 +108,13 @@ class PhasePlan:
 
     @property
     def expected(self) -> Cost:
-        """Cost of the recipe including saves and failures, at the optimal save interval."""
+        """Cost of the recipe including saves and failures, at the optimal save interval; without precomputing."""
         return self.cost * (1 / self.resilience.goodput)
+
+    @property
+    def precompute(self) -> Cost:
+        """Cost of encoding the recipe's data into the form in which it is stored, before training."""
+        return next(each.precompute for each in self.alternatives if each.encoding == self.phase.encoding)
 
 
 @dataclass(frozen=True)
@@ -122,12 +127,27 @@ class Plan:
     notes: tuple[str, ...]
 
     @property
-    def total(self) -> Cost:
+    def training(self) -> Cost:
+        """Cost of the batches of all recipes alone."""
         return sum((each.cost for each in self.phases[1:]), self.phases[0].cost)
 
     @property
+    def precompute(self) -> Cost:
+        """Cost of encoding the data of all recipes before training."""
+        return sum((each.precompute for each in self.phases[1:]), self.phases[0].precompute)
+
+    @property
+    def total(self) -> Cost:
+        return self.training + self.precompute
+
+    @property
     def expected(self) -> Cost:
-        return sum((each.expected for each in self.phases[1:]), self.phases[0].expected)
+        return sum((each.expected for each in self.phases[1:]), self.phases[0].expected) + self.precompute
+
+    @property
+    def goodput(self) -> float:
+        """Fraction of the time of training that is not spent on saves, failures and repeated batches."""
+        return self.training.hours / (self.expected.hours - self.precompute.hours)
 
     @property
     def flops(self) -> float:
@@ -182,7 +202,7 @@ def make_plan(
         UserError: The GPU does not support a recipe's precision, or failures leave no time to train.
     """
     for phase in phases:
-        problems = check_devices(phase.recipe, given.gpus)
+        problems = check_devices(phase.recipe, given.gpus, given.gpu.gpus_per_node)
         if problems:
             raise RecipeError(problems, phase.name)
     plans = tuple(_plan_phase(phase, given, gpus) for phase in phases)
@@ -329,8 +349,10 @@ def _notes(plans: Sequence[PhasePlan], given: Assumptions) -> tuple[str, ...]:
     work = {(each.phase.largest_shape.width, each.phase.images) for each in plans}
     if work == published_runs.SAMPLES.keys() and given.gpu.name.startswith('a100') and len(plans) == len(work):
         hours = published_runs.TRAINING_HOURS + published_runs.PRECOMPUTE_HOURS
+        excess = published_runs.TRAINING_HOURS / published_runs.throughput_hours() - 1
         notes.append(
             f'MosaicML reported {published_runs.TRAINING_HOURS:,} A100-hours for training and '
-            f'{published_runs.PRECOMPUTE_HOURS:,} for precomputing: {hours:,} in total, ${2 * hours:,} at $2 per hour'
+            f'{published_runs.PRECOMPUTE_HOURS:,} for precomputing: {hours:,} in total, ${2 * hours:,} at $2 per hour; '
+            f'its training took {excess:.0%} longer than its throughput, from which this plan is made, predicts'
         )
     return tuple(notes)

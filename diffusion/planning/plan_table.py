@@ -5,6 +5,7 @@ from collections.abc import Collection, Sequence
 from diffusion.planning.memory import GIB
 from diffusion.planning.plan import Plan
 from diffusion.planning.run_cost import Cost
+from diffusion.planning.throughput import PRECOMPUTE_MFU
 from diffusion.planning.workload import Phase
 
 PARTS = {
@@ -62,10 +63,14 @@ def _time(plan: Plan) -> str:
         rows.append(
             [each.phase.name, f'{speed.images_per_second:,.0f}', f'{speed.mfu:.1%}', *_cost(each.cost), speed.source]
         )
-    if len(plan.phases) > 1:
+    for each in plan.phases:
+        if each.precompute.hours:
+            name = ENCODING_NAMES[each.phase.encoding]
+            source = f'{name}, once, at {PRECOMPUTE_MFU:.1%} MFU as published'
+            rows.append([f'precompute {each.phase.name}', '', '', *_cost(each.precompute), source])
+    if len(rows) > 2:
         rows.append(['total', '', '', *_cost(plan.total), f'{plan.flops:.2e} training FLOP'])
-    goodput = plan.total.hours / plan.expected.hours
-    rows.append(['with saves, failures', '', '', *_cost(plan.expected), f'goodput {goodput:.3f}, see Checkpoints'])
+    rows.append(['with saves, failures', '', '', *_cost(plan.expected), f'goodput {plan.goodput:.3f}, see Checkpoints'])
     return _section('Time and cost', rows, left={6})
 
 

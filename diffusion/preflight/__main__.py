@@ -23,6 +23,8 @@ from diffusion.launch.findings import (
 )
 from diffusion.preflight import collective_checks
 from diffusion.preflight.collective_checks import CollectiveLimits, check_ranks
+from diffusion.preflight.shared_folder_check import check_shared_folder
+from diffusion.preflight.write_speed import check_write_speed
 from diffusion.storage.atomic import write_atomically
 
 REPORT = 'preflight.json'
@@ -119,19 +121,31 @@ def run_checks(recipe: Recipe, *, deep: bool) -> list[Finding]:
         deep: True to measure longer, and to measure the links between neighboring nodes.
     """
     node_findings: list[Finding] = []
+    size: int | None = None
     kind = os.environ.get(environment.GPU, 'none')
     if os.environ['LOCAL_RANK'] == '0':
         # Imported here because this imports Streaming, which takes seconds in every process.
         from diffusion.launch.gpu_health import load_nvml
-        from diffusion.preflight.node_checks import check_node
+        from diffusion.preflight.node_checks import check_node, checkpoint_bytes
 
         processes = int(os.environ['LOCAL_WORLD_SIZE'])
         node_findings = check_node(recipe, kind=kind, processes=processes, nvml=load_nvml())
+        size = checkpoint_bytes(recipe)
     nodes = dist.get_world_size() // int(os.environ['LOCAL_WORLD_SIZE'])
     findings = downgrade_shared_faults(_gather(node_findings), nodes)
     # Stop at the first stage with a fault: a faulty node may hang in the next collective, and hide its finding.
     if findings_exit_status(findings):
         return findings
+    # Other tasks, and Composer's own saver, need no folder that the nodes share.
+    if recipe.task == 'train' and 'save_folder' not in recipe.trainer:
+        findings += downgrade_shared_faults(check_shared_folder(recipe.run_dir), nodes)
+        if findings_exit_status(findings):
+            return findings
+        sizes: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(sizes, size)
+        findings += check_write_speed(recipe, sizes[0], deep=deep)
+        if findings_exit_status(findings):
+            return findings
     device = 'cpu' if kind == 'none' else 'cuda'
     if device == 'cuda':
         findings += downgrade_shared_faults(_gather(check_cuda(int(os.environ['LOCAL_RANK']))), nodes)

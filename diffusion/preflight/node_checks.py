@@ -74,7 +74,7 @@ def check_disks(recipe: Recipe) -> Iterator[Finding]:
     """Check the free disk space for temporary files, and for a new checkpoint beside the one that it replaces."""
     # Not tempfile.gettempdir(), which silently chooses another folder if this one is full.
     temporary = Path(os.environ.get('TMPDIR', '/tmp'))
-    folders = {temporary: SCRATCH_BYTES, recipe.run_dir: 2 * checkpoint_bytes(recipe)}
+    folders = {temporary: SCRATCH_BYTES, recipe.run_dir: 2 * (checkpoint_bytes(recipe) or SCRATCH_BYTES // 2)}
     for folder, needed in folders.items():
         # disk_usage needs a path that exists; the run's folder may not exist yet.
         existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
@@ -83,14 +83,14 @@ def check_disks(recipe: Recipe) -> Iterator[Finding]:
         yield Finding('disk', free >= needed, f'{folder}: {bytes_text(free)} free{way_out}')
 
 
-def checkpoint_bytes(recipe: Recipe) -> int:
-    """Return the bytes of a checkpoint with weight averages, or half of SCRATCH_BYTES if the model size is unknown."""
+def checkpoint_bytes(recipe: Recipe) -> int | None:
+    """Return the bytes of a checkpoint with weight averages, or None if the model's size is unknown."""
     try:
         model = ModelCosts(recipe.model, recipe.imports)
     except UserError:  # a part's configuration is broken, which the run reports
-        return SCRATCH_BYTES // 2
+        return None
     # Counting starts a process that imports torch and runs the model; all other processes of the job would wait for it.
-    return sizes_of(recipe, model).with_averages if model.is_counted else SCRATCH_BYTES // 2
+    return sizes_of(recipe, model).with_averages if model.is_counted else None
 
 
 def check_run_folder(recipe: Recipe) -> Iterator[Finding]:

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from diffusion.config.image_shapes import parse_shape
+from diffusion.config.interpolation import dotted
 from diffusion.config.load import RecipeError
 from diffusion.config.schema import Gatherer, Problem, build_dataclass, did_you_mean
-from diffusion.config.yaml_files import UnreadableYAML, merge, read_chain
+from diffusion.config.secret_patterns import secret_problems
+from diffusion.config.yaml_files import UnreadableYAML, merge_and_resolve, read_chain
 from diffusion.errors import UserError
 from diffusion.prepare.bucket_choice import sizes_problem
 from diffusion.prepare.file_listing import is_remote
@@ -221,9 +223,15 @@ def settings_of(
         RecipeError: The settings are invalid; lists all mistakes after `path`.
     """
     try:
-        values = merge(contents, overrides)
+        resolved = merge_and_resolve(contents, overrides)
     except UnreadableYAML as error:
         raise RecipeError([Problem('', str(error))], path) from error
+    # The dataset's report and plan record where its images came from, so a value must not be hidden in them.
+    what = 'cannot use an environment variable, since the report of the dataset records it; pass the value as KEY=VALUE'
+    problems = [Problem(dotted(each), what) for each in resolved.from_environment] + secret_problems(resolved.values)
+    if problems:
+        raise RecipeError(problems, path)
+    values = resolved.values
     if 'licence' in values:  # the spelling of 0.1 development versions, accepted for one version
         log.warning('licence: the setting is spelled license now; the old spelling will be refused by the next version')
         values['license'] = values.pop('licence')

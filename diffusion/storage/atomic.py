@@ -21,9 +21,16 @@ def new_unfinished(path: Path) -> Path:
 
 
 @contextmanager
-def atomic_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path to write a file to; if the block succeeds, the file is flushed and renamed to `path`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+def atomic_file(path: Path, *, create_folder: bool = True) -> Iterator[Path]:
+    """Yield a temporary path to write a file to; if the block succeeds, the file is flushed and renamed to `path`.
+
+    Args:
+        path: Final path of the file.
+        create_folder: Create the folder if it does not exist; False for a run's folder, which must not be created again
+            if its file system is no longer mounted.
+    """
+    if create_folder:
+        path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = new_unfinished(path)
     try:
         yield unfinished
@@ -60,7 +67,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     sync_folder(path.parent)
 
 
-def replace_folder(written: Path, path: Path, *, aside: Path | None = None) -> None:
+def replace_folder(written: Path, path: Path, *, aside: Path | None = None, create_folder: bool = True) -> None:
     """Rename a folder to `path`, replacing an existing folder, which is restored if the rename fails.
 
     Args:
@@ -68,8 +75,10 @@ def replace_folder(written: Path, path: Path, *, aside: Path | None = None) -> N
         path: New path of the folder.
         aside: Temporary path of the replaced folder, which remains if the process is killed between the two renames;
             a path of `new_unfinished` by default.
+        create_folder: Create the folder of `path` if it does not exist.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    if create_folder:
+        path.parent.mkdir(parents=True, exist_ok=True)
     sync_folder(written)
     aside = new_unfinished(path) if aside is None else aside
     replaces = path.exists()
@@ -87,9 +96,9 @@ def replace_folder(written: Path, path: Path, *, aside: Path | None = None) -> N
     remove(aside)
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
+def write_atomically(path: Path, content: str | bytes, *, create_folder: bool = True) -> None:
     """Write a file atomically (text as UTF-8) and flush it to the disk, replacing an existing file."""
-    with atomic_file(path) as unfinished:
+    with atomic_file(path, create_folder=create_folder) as unfinished:
         unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
 
 

@@ -12,6 +12,8 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from diffusion.storage.own_files import open_own_file
+
 SUFFIX = '.unfinished'
 STALE_SECONDS = 24 * 3600.0
 """Age at which unfinished files are removed from a file system without locks, since they might still be in use."""
@@ -107,11 +109,11 @@ def _try_lock(lock: Path, *, shared: bool = False) -> int | None:
 def _open(lock: Path) -> int:
     """Open or create a lock file and return its descriptor."""
     try:
-        return os.open(lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
+        return open_own_file(lock, os.O_CREAT | os.O_RDWR, 0o666)
     except PermissionError:
         # In a world-writable sticky folder such as /tmp, another user's file cannot be opened with O_CREAT (sysctl
         # fs.protected_regular) or for writing, but it can be opened for reading, which is enough for flock.
-        return os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
+        return open_own_file(lock, os.O_RDONLY)
 
 
 def _release(handle: int, lock: Path | None) -> None:

@@ -41,7 +41,7 @@ def check_generate(args: argparse.Namespace) -> None:
             raise UserError(f'--weights: {source} is an export, which holds one set of weights; remove --weights')
         problems = sampling_problems(given, _timesteps_of_export(source))
     else:
-        recipe = load(recipe_of_checkpoint(find_checkpoint(source)))
+        recipe = load(recipe_of_checkpoint(find_checkpoint(source)), task='generate')
         if (problem := model_problem(recipe)) is not None:
             raise UserError(f'model.name: {problem}')
         problems = sampling_problems(vars(recipe.generate) | given, num_train_timesteps(recipe))
@@ -85,7 +85,7 @@ def check_export(
         except UserError as error:
             raise UserError(f'--ema-width: {error}') from error
     checkpoint = find_checkpoint(place)
-    load(recipe_of_checkpoint(checkpoint))
+    load(recipe_of_checkpoint(checkpoint), task='generate')
     return checkpoint
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from diffusion.algorithms.average import trained_parameters
 from diffusion.algorithms.snapshots import ReconstructedAverage, find_snapshots, reconstruct_average
 from diffusion.checkpointing.checkpoint_weights import Weights
-from diffusion.checkpointing.run_folder import recipe_of_checkpoint
+from diffusion.checkpointing.run_folder import recipe_of_checkpoint, run_of_checkpoint
 from diffusion.config.load import load
 from diffusion.errors import UserError
 from diffusion.models.autoencoder import Autoencoder
@@ -61,7 +61,7 @@ def export(
     out = Path(out)
     checkpoint = check_export(place, out, weights=weights, ema_width=ema_width, at=at)
     precision = encoder_precision(dtype)
-    recipe = load(recipe_of_checkpoint(checkpoint))
+    recipe = load(recipe_of_checkpoint(checkpoint), task='generate')
     recipe.checkpoint = str(checkpoint)
     average = None if ema_width is None else average_of(checkpoint, ema_width, at=at)
     # An average replaces all trained parameters below, so load the weights that every checkpoint has.
@@ -92,7 +92,7 @@ def average_of(checkpoint: Path, width: float, *, at: int | None = None) -> Reco
     Raises:
         UserError: The checkpoint is older than the first snapshot.
     """
-    run = recipe_of_checkpoint(checkpoint).parent
+    run = run_of_checkpoint(checkpoint)
     named = re.match(r'ba(\d+)', checkpoint.resolve().name)  # ba40000/ of Checkpointer, ba40000-rank0.pt of Composer
     if at is None and named:
         batches = [snapshot.batch for snapshot in find_snapshots(run)]

@@ -68,7 +68,7 @@ def run_generate(args: argparse.Namespace) -> int:
         print(f'{len(files)} images in {files[0].parent}')
         return 0
     checkpoint = find_checkpoint(source)
-    recipe = load(recipe_of_checkpoint(checkpoint))
+    recipe = load(recipe_of_checkpoint(checkpoint), task='generate')
     recipe.checkpoint = str(checkpoint)
     recipe.trainer.pop('device', None)  # of the machine that trained; this one may have another
     settings = recipe.generate

@@ -7,29 +7,53 @@ import traceback
 from collections.abc import Sequence
 
 from diffusion.checkpointing.run_folder import find_checkpoint
-from diffusion.config.load import Recipe, RecipeError, check_devices, check_output, check_paths, load
-from diffusion.errors import DataError, ExternalError, UserError
-from diffusion.exit_codes import PREEMPTED, USAGE_ERROR, Preempted
+from diffusion.config.load import (
+    Problem,
+    Recipe,
+    RecipeError,
+    check_devices,
+    check_output,
+    check_paths,
+    hide_environment,
+    load,
+)
+from diffusion.errors import DataError, ExternalError, UserError, exit_status, printable
+from diffusion.exit_codes import BAD_HARDWARE, INTERRUPTED, PREEMPTED, USAGE_ERROR, HardwareFault, Preempted
 from diffusion.launch import heartbeat_file
+from diffusion.launch.lost_output import discarding_lost_output
+from diffusion.launch.stop_signals import StoppedEarly, stopping_early
 from diffusion.loggers import status_line
 from diffusion.loggers.status_line import WrappingFormatter
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `run.py RECIPE [key=value ...]`, and return an exit status of `diffusion.exit_codes`."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    # A run whose terminal is closed still saves, with SIGHUP as the request to stop.
+    with discarding_lost_output():
+        return _main(list(sys.argv[1:] if argv is None else argv))
+
+
+def _main(arguments: Sequence[str]) -> int:
     rank = int(os.environ.get('RANK', '0'))
     heartbeat_file.write_stacks_on_signal()
     if not arguments or arguments[0] in ('-h', '--help'):
         print('usage: composer run.py RECIPE [key=value ...]', file=sys.stderr)
         return USAGE_ERROR
+    recipe: Recipe | None = None
     try:
         recipe = checked(arguments[0], arguments[1:])
         run_task(recipe)
-    except Preempted as stopped:
+    except (Preempted, StoppedEarly) as stopped:
         if rank == 0:
             print(stopped, file=sys.stderr)
         return PREEMPTED
+    except KeyboardInterrupt:
+        if rank == 0:
+            print('interrupted', file=sys.stderr)
+        return INTERRUPTED
+    except HardwareFault as fault:
+        print(fault, file=sys.stderr)
+        return BAD_HARDWARE
     except (UserError, DataError, ExternalError) as error:
         if os.environ.get('DIFFUSION_TRACEBACK'):
             traceback.print_exc()
@@ -37,8 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # shard, may occur on one rank only.
         if rank == 0 or not isinstance(error, RecipeError):
             prefix = f'rank {rank}: ' if rank else ''
-            print(f'{prefix}error: {error}', file=sys.stderr)
-        return error.exit_status
+            message = str(error) if recipe is None else hide_environment(recipe, str(error))
+            print(f'{prefix}error: {printable(message)}', file=sys.stderr)
+        return exit_status(error)
     return 0
 
 
@@ -51,9 +76,10 @@ def checked(path: str, overrides: Sequence[str]) -> Recipe:
     """
     recipe = load(path, overrides)
     world_size = int(os.environ.get('WORLD_SIZE', '1'))
-    problems = check_devices(recipe, world_size) + check_paths(recipe) + check_output(recipe)
+    local_world_size = int(os.environ.get('LOCAL_WORLD_SIZE', '0')) or None
+    problems = check_devices(recipe, world_size, local_world_size) + check_paths(recipe) + check_output(recipe)
     if problems:
-        raise RecipeError(problems, path)
+        raise RecipeError([Problem(each.where, hide_environment(recipe, each.what)) for each in problems], path)
     if recipe.task in ('evaluate', 'generate'):
         find_checkpoint(recipe.checkpoint or recipe.run_dir)
     return recipe
@@ -63,9 +89,10 @@ def run_task(recipe: Recipe) -> None:
     """Import and run the task that a recipe names: train, precompute, evaluate or generate."""
     configure_logging()
     if recipe.task == 'train':
-        from diffusion.training.train import train
+        with stopping_early():
+            from diffusion.training.train import train
 
-        train(recipe).close()
+            train(recipe).close()
         print_results(recipe)
     elif recipe.task == 'precompute':
         from diffusion.tasks.precompute import precompute

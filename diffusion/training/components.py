@@ -4,7 +4,6 @@ Only these functions and the tasks take a `Recipe`; the classes that they build 
 """
 
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from diffusion.data.loader import BucketedLoader, default_num_workers, ignore_st
 from diffusion.data.shard_cache import home
 from diffusion.data.streams import Bucket
 from diffusion.errors import UserError
+from diffusion.storage.own_files import user_folder
 from diffusion.training.expand_streams import by_shape
 from diffusion.training.performance import FUSED_ALTERNATIVES
 
@@ -100,8 +100,7 @@ def build_dataset(
 def cache_folder(recipe: Recipe) -> Path:
     """Return the local folder that caches the shards of a recipe's remote streams without a `local` folder."""
     folder = recipe.loader.cache_folder
-    default = Path(tempfile.gettempdir(), f'diffusion-{os.getuid()}', 'shards')
-    return default if folder is None else Path(folder).absolute()
+    return user_folder() / 'shards' if folder is None else Path(folder).absolute()
 
 
 def build_loader(
@@ -162,6 +161,18 @@ def run_identity(recipe: Recipe, loader: BucketedLoader) -> dict[str, Any]:
     keywords = registry.keywords('dataset', recipe.dataset)
     settings = {name: value for name, value in keywords.items() if name not in SUPPLIED['dataset']}
     return {'seed': recipe.seed, 'data': fingerprint(loader.dataset, {'name': recipe.dataset.name} | settings)}
+
+
+def adopt_data(recipe: Recipe, loader: BucketedLoader, saved: Mapping[str, Any]) -> Any:
+    """Keep the sample order that an earlier version chose by default for a run that resumes; return the data settings.
+
+    Args:
+        recipe: The recipe.
+        loader: The training loader, before its first epoch begins.
+        saved: Data settings of the run's start, `run_identity(...)['data']` of its checkpoint.
+    """
+    loader.dataset.keep_earlier_order(saved)
+    return run_identity(recipe, loader)['data']
 
 
 def evaluation_dataset(recipe: Recipe) -> Component:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from diffusion.config.image_shapes import BUCKETS, Shape, read_buckets
+from diffusion.config.image_shapes import BUCKETS, Shape, read_buckets, resolution_problem
 from diffusion.config.recipe import StreamConfig
 from diffusion.errors import DataError, UserError
 from diffusion.storage.download import RemoteFolder
@@ -66,13 +66,16 @@ def _shapes_of(name: str, stream: StreamConfig, smallest: int) -> dict[str, Stre
 def _buckets(name: str, stream: StreamConfig) -> dict[Shape, int]:
     """Read the number of samples per image shape of a local or remote stream."""
     try:
-        if stream.remote is None or '://' not in stream.remote:
-            return read_buckets(Path(stream.remote or stream.local or ''))
-        return read_buckets(_fetched(stream))
+        is_local = stream.remote is None or '://' not in stream.remote
+        folder = Path(stream.remote or stream.local or '') if is_local else _fetched(stream)
+        counts = read_buckets(folder)
     except UserError as error:
         raise UserError(f'streams.{name}: {error}') from error
     except GaveUp as error:
         raise DataError(f'streams.{name}: {error}') from error
+    if (problem := resolution_problem(folder, stream.resolution)) is not None:
+        raise UserError(f'streams.{name}.resolution: {problem}')
+    return counts
 
 
 def _fetched(stream: StreamConfig) -> Path:

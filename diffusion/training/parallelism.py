@@ -1,5 +1,6 @@
 """Parallelism settings for Composer and PyTorch, the order of DDP's gradient buckets, and a fix for FSDP2 on CPUs."""
 
+import datetime
 import functools
 import operator
 import warnings
@@ -11,6 +12,7 @@ import torch
 import torch.distributed
 from composer.utils.parallelism import FSDP2Config
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.nn.parallel import DistributedDataParallel
 
@@ -68,6 +70,18 @@ def parallelism_config(settings: ParallelismConfig) -> dict[str, Any] | None:
         'state_dict_type': 'full',
     }
     return {'fsdp': config | ({'data_parallel_replicate_degree': settings.replicas} if hybrid else {})}
+
+
+def set_group_timeouts(seconds: float) -> None:
+    """Set the timeout of collectives in all process groups of this process, such as those of FSDP's device mesh."""
+    # torch creates the groups of a mesh with replicas with its own default, 10 minutes for NCCL, whatever the timeout
+    # of the default group: a collective in them would end a run that hangs before the watchdog does. Private functions,
+    # since torch 2.7 has no public way, neither in init_device_mesh nor later.
+    if not torch.distributed.is_initialized():
+        return
+    for group in list(distributed_c10d._world.pg_map):
+        if torch.distributed.get_backend(group) in ('nccl', 'gloo') and torch.distributed.get_world_size(group) > 0:
+            distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
 
 
 def settle_buckets(model: DistributedDataParallel) -> None:

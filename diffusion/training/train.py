@@ -3,63 +3,57 @@
 import contextlib
 import logging
 import os
-from pathlib import Path
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from composer import Trainer
 from composer.core import Callback, State, TimeUnit
-from composer.loggers import Logger, LoggerDestination
+from composer.loggers import LoggerDestination
 from composer.models import ComposerModel
 from composer.utils import dist, get_device
 from torch.nn.parallel import DistributedDataParallel
 
 from diffusion.callbacks.heartbeat import Heartbeat
+from diffusion.callbacks.loss_guard import LossGuard
+from diffusion.callbacks.optimizer_settings import OptimizerSettings
 from diffusion.callbacks.preemption import Preemption
+from diffusion.callbacks.recipe_keeper import RecipeKeeper
 from diffusion.callbacks.reduce_once import ReduceOnce
 from diffusion.callbacks.replaced_samples import ReplacedSamples
+from diffusion.callbacks.run_status import RunStatus
 from diffusion.callbacks.same_run import SameRun
 from diffusion.callbacks.save_now import save_now
+from diffusion.callbacks.stragglers import Stragglers
 from diffusion.checkpointing.checkpoint_store import list_checkpoints
-from diffusion.checkpointing.checkpoint_weights import load_weights, weights_of
 from diffusion.checkpointing.checkpointer import Checkpointer, resume_point
-from diffusion.checkpointing.run_folder import RECIPE, find_checkpoint
+from diffusion.checkpointing.run_folder import RECIPE
+from diffusion.checkpointing.shared_folder import open_run_folder
 from diffusion.config import registry
 from diffusion.config.load import Recipe, to_yaml
-from diffusion.config.recipe import SpeedConfig
+from diffusion.config.recipe import NotifyConfig, SpeedConfig
 from diffusion.data.cuda_prefetch import CudaPrefetchLoader
 from diffusion.data.latents import LatentsDataset
 from diffusion.data.loader import BucketedLoader, to_data_spec
 from diffusion.errors import DataError, UserError
 from diffusion.launch import run_lock
+from diffusion.launch.attempt_recorder import recording_attempt
+from diffusion.launch.attempts import Attempt
+from diffusion.launch.notify import TRAINING_EVENTS, Notifier
+from diffusion.launch.watchdog import collective_timeout
 from diffusion.loggers.console_lines import ConsoleLines
 from diffusion.loggers.progress_line import ProgressLine, has_terminal
 from diffusion.models.latent_diffusion import LatentDiffusion
-from diffusion.storage.atomic import write_atomically
 from diffusion.training import components
-from diffusion.training.parallelism import parallelism_config, settle_buckets
+from diffusion.training.initial_weights import start_from
+from diffusion.training.parallelism import parallelism_config, set_group_timeouts, settle_buckets
 from diffusion.training.performance import apply_speed, keep_layout, set_backends
+from diffusion.training.resume import check_saver, compare_with_checkpoint, schedule_of
 
 log = logging.getLogger(__name__)
 
 CHECKPOINTER_KEYWORDS = ('autoresume', 'save_interval', 'save_num_checkpoints_to_keep')
 """Keywords of `trainer` for this package's Checkpointer; with `trainer.save_folder` they go to Composer instead."""
-
-
-class RecipeKeeper(Callback):
-    """Callback that saves the resolved recipe beside the checkpoints; export and other tasks need only this folder.
-
-    Args:
-        folder: The run's folder.
-        text: The recipe's YAML.
-    """
-
-    def __init__(self, folder: Path, text: str) -> None:
-        self.folder = folder
-        self.text = text
-
-    def fit_start(self, state: State, logger: Logger) -> None:
-        if dist.get_global_rank() == 0:
-            write_atomically(self.folder / RECIPE, self.text)
 
 
 def train(recipe: Recipe) -> Trainer:
@@ -74,26 +68,52 @@ def train(recipe: Recipe) -> Trainer:
     """
     # One rank holds the lock of the run's folder, unless the node entry point holds it for the whole job already.
     takes_lock = os.environ.get('RANK', '0') == '0' and run_lock.LOCK_HELD_VARIABLE not in os.environ
-    with run_lock.hold_run_lock(recipe.run_dir) if takes_lock else contextlib.nullcontext():
-        return _train(recipe)
+    if not takes_lock:
+        # The first node's entry point sends the other messages.
+        config = recipe.notify if os.environ.get('RANK', '0') == '0' else NotifyConfig()
+        notifier = Notifier(config, recipe.run_dir, events=TRAINING_EVENTS)
+        with contextlib.closing(notifier):
+            return _train(recipe, None, notifier)
+    with (
+        run_lock.hold_run_lock(recipe.run_dir),
+        recording_attempt(recipe.run_dir, recipe.notify) as (attempt, notifier),
+    ):
+        return _train(recipe, attempt, notifier)
 
 
-def _train(recipe: Recipe) -> Trainer:
-    """Build a recipe's Trainer, train, and return the Trainer; the caller must hold the lock of the run's folder."""
+def _train(recipe: Recipe, attempt: Attempt | None, notifier: Notifier) -> Trainer:
+    """Build a recipe's Trainer, train, and return the Trainer; the caller must hold the lock of the run's folder.
+
+    Args:
+        recipe: The recipe.
+        attempt: Record of this attempt, kept up to date while training; None if another process records it.
+        notifier: Sender of messages about the run.
+    """
     trainer = build_trainer(recipe)
+    connect(trainer.state.callbacks, attempt, notifier)
     if _is_done(trainer.state):
         log.info('%s: already trained to %s', recipe.run_dir, trainer.state.max_duration)
         return trainer
     try:
         fit(trainer)
     except BaseException:
-        try:
-            trainer.close()  # flushes loggers
-        except Exception:
-            # Log it and raise the original error, which has the cause.
-            log.exception('closing the run failed after the error below')
+        # The engine alone, which flushes the loggers and logs errors of their close. Trainer.close() also waits for all
+        # ranks in a barrier: after a bug on one rank that rank would wait there while the others wait in the backward
+        # pass, so that the bug would look like a hang, and its traceback would be printed only after the timeout.
+        trainer.engine.close()
         raise
     return trainer
+
+
+def connect(callbacks: Sequence[Callback], attempt: Attempt | None, notifier: Notifier) -> None:
+    """Let callbacks keep the record of an attempt, and send a message about a bad batch or a failed save."""
+    for callback in callbacks:
+        if isinstance(callback, RunStatus):
+            callback.attempt, callback.on_record = attempt, notifier.check_goodput
+        elif isinstance(callback, LossGuard):
+            callback.on_bad_batch = partial(notifier.send, 'loss_guard')
+        elif isinstance(callback, Checkpointer):
+            callback.on_failed_save = partial(notifier.send, 'checkpoint_failed')
 
 
 def fit(trainer: Trainer) -> None:
@@ -124,16 +144,23 @@ def build_trainer(recipe: Recipe) -> Trainer:
     components.check_device(recipe)
     # The checkpointer and the datasets communicate before the Trainer, which would initialize distributed otherwise.
     if int(os.environ.get('WORLD_SIZE', '1')) > 1:
-        dist.initialize_dist(get_device(recipe.trainer.get('device')), recipe.trainer.get('dist_timeout', 300.0))
+        dist.initialize_dist(get_device(recipe.trainer.get('device')), dist_timeout(recipe))
     checkpointer = build_checkpointer(recipe)
+    resume = None if checkpointer is None else checkpointer.resume
+    # Before anything expensive is built.
+    keeper = RecipeKeeper(recipe.run_dir / RECIPE, to_yaml(recipe))
+    if resume is None:
+        check_saver(recipe)
+    else:
+        keeper.resumed = compare_with_checkpoint(recipe, resume)
     model = components.build_model(recipe)
     parts = components.effective_speed(recipe)
     loader = components.build_loader(recipe, 'train', kind=CudaPrefetchLoader if parts.copy_ahead else BucketedLoader)
     if isinstance(loader.dataset, LatentsDataset) and isinstance(model, LatentDiffusion):
         loader.dataset.check_encoders(model.vae, model.text, train_text_encoder=model.train_text_encoder)
     # Without this package's Checkpointer, Composer may later find its own checkpoint, which replaces these weights.
-    if recipe.init_from is not None and (checkpointer is None or checkpointer.resume is None):
-        start_from(model, recipe.init_from)
+    if recipe.initial_weights is not None and resume is None:
+        start_from(model, recipe.initial_weights)
     if recipe.parallelism.activation_checkpointing:
         checkpoint_activations(model)
     strategy = recipe.parallelism.strategy
@@ -148,7 +175,11 @@ def build_trainer(recipe: Recipe) -> Trainer:
         schedulers=registry.build('scheduler', recipe.scheduler) if recipe.scheduler is not None else None,
         algorithms=components.build_all(recipe, 'algorithm', recipe.algorithms),
         callbacks=[
+            # First, so that the heartbeat before a save precedes callbacks that save themselves and raise.
+            Heartbeat(),
             *components.build_all(recipe, 'callback', recipe.callbacks),
+            keeper,
+            OptimizerSettings(optimizer, schedule=schedule_of(recipe)),
             *_own_callbacks(recipe, parts, loader, checkpointer),
         ],
         loggers=[*components.build_all(recipe, 'logger', recipe.loggers), *_console(recipe)],
@@ -158,6 +189,14 @@ def build_trainer(recipe: Recipe) -> Trainer:
         parallelism_config=parallelism_config(recipe.parallelism),
         **_trainer_keywords(recipe),
     )
+    set_group_timeouts(dist_timeout(recipe))
+    if checkpointer is None and trainer.state.timestamp.batch.value:
+        # Only Composer's own saver knows its checkpoint, and only now.
+        try:
+            keeper.resumed = compare_with_checkpoint(recipe, None)
+        except BaseException:
+            trainer.close()
+            raise
     if isinstance(trainer.state.model, DistributedDataParallel):
         settle_buckets(trainer.state.model)
     deterministic = bool(recipe.trainer.get('deterministic_mode'))
@@ -173,7 +212,8 @@ def build_checkpointer(recipe: Recipe) -> Checkpointer | None:
     """
     if 'save_folder' in recipe.trainer:
         return None
-    resume = resume_point(recipe.run_dir) if recipe.trainer.get('autoresume') else None
+    run_id = open_run_folder(recipe.run_dir)
+    resume = resume_point(recipe.run_dir, run_id) if recipe.trainer.get('autoresume') else None
     if resume is None and (present := list_checkpoints(recipe.run_dir)):
         raise UserError(
             f'name: {recipe.run_dir} holds {present[0].name} and {len(present) - 1} more checkpoints of another run; '
@@ -185,6 +225,8 @@ def build_checkpointer(recipe: Recipe) -> Checkpointer | None:
         num_checkpoints_to_keep=recipe.trainer.get('save_num_checkpoints_to_keep', -1),
         sharded=recipe.parallelism.checkpoints == 'sharded',
         resume=resume,
+        run_id=run_id,
+        recipe_text=to_yaml(recipe),
     )
 
 
@@ -197,24 +239,21 @@ def checkpoint_activations(model: ComposerModel) -> None:
     model.denoiser.enable_gradient_checkpointing()
 
 
-def start_from(model: ComposerModel, init_from: str) -> None:
-    """Load the training weights of another run's checkpoint into a model, without optimizer state and step counter."""
-    checkpoint = find_checkpoint(init_from)
-    weights, _ = weights_of(checkpoint, 'training')
-    load_weights(model, weights, f'init_from: {checkpoint}')
-    log.info('loaded the training weights of %s', checkpoint)
-
-
 def _own_callbacks(
     recipe: Recipe, parts: SpeedConfig, loader: BucketedLoader, checkpointer: Checkpointer | None
 ) -> list[Callback]:
     """Build the callbacks that every run gets in addition to the callbacks in its recipe."""
     return [
-        RecipeKeeper(recipe.run_dir, to_yaml(recipe)),
-        SameRun(components.run_identity(recipe, loader), allow_data_change=recipe.allow_data_change),
+        SameRun(
+            components.run_identity(recipe, loader),
+            allow_data_change=recipe.allow_data_change,
+            adopt_data=partial(components.adopt_data, recipe, loader),
+        ),
         Preemption(),
         ReplacedSamples(loader.tally),
         Heartbeat(),
+        RunStatus(recipe.run_dir),
+        Stragglers(loader),
         *([ReduceOnce()] if parts.reduce_once else []),
         *([checkpointer] if checkpointer is not None else []),
     ]
@@ -224,7 +263,12 @@ def _trainer_keywords(recipe: Recipe) -> dict[str, Any]:
     """Return the recipe's keywords of composer.Trainer, without those that this package handles itself."""
     composer_saves = 'save_folder' in recipe.trainer
     keywords = {key: each for key, each in recipe.trainer.items() if composer_saves or key not in CHECKPOINTER_KEYWORDS}
-    return keywords | {'progress_bar': False}
+    return keywords | {'progress_bar': False, 'dist_timeout': dist_timeout(recipe)}
+
+
+def dist_timeout(recipe: Recipe) -> float:
+    """Return the timeout of collectives in seconds: `trainer.dist_timeout`, or longer than the watchdog's limits."""
+    return recipe.trainer.get('dist_timeout') or collective_timeout()
 
 
 def _console(recipe: Recipe) -> list[LoggerDestination]:

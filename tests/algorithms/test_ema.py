@@ -1,9 +1,12 @@
 """EMA: arithmetic against a float64 loop, the late start, and the contents of a checkpoint."""
 
+import contextlib
+from types import SimpleNamespace
+
 import pytest
 import torch
 from composer import Trainer
-from composer.core import Callback, State
+from composer.core import Callback, Event, State, Timestamp
 from composer.loggers import Logger
 from composer.models import ComposerClassifier
 from torch import nn
@@ -175,3 +178,22 @@ def test_start_after_the_end_of_the_run_is_logged(caplog):
 def test_invalid_settings_are_rejected(settings, message):
     with pytest.raises(ValueError, match=message):
         EMA(**settings)
+
+
+@pytest.mark.parametrize(
+    ('start', 'saved', 'message'),
+    [
+        ('2ba', {'ema_start': '3ba', 'averages': {'ema': {'weight': torch.zeros(1)}}}, 'averaging has started at 3ba'),
+        ('5ba', {'averages': {'ema': {'weight': torch.zeros(1)}}}, 'averaging has started before batch 4'),
+        ('2ba', {'ema_start': '7ba'}, '2ba has passed; the run resumes at batch 4 without averages: .* such as 5ba'),
+        ('2ba', {'ema_start': '2ba', 'averages': {'ema': {'weight': torch.zeros(1)}}}, None),
+        ('6ba', {'ema_start': '7ba'}, None),
+    ],
+)
+def test_start_that_contradicts_the_averages_of_a_checkpoint_is_refused(start, saved, message):
+    ema = EMA(start)
+    ema.load_state_dict(saved)
+    state = SimpleNamespace(model=None, timestamp=Timestamp(batch=4))
+    expected = contextlib.nullcontext() if message is None else pytest.raises(ValueError, match=message)
+    with expected:
+        ema.apply(Event.AFTER_LOAD, state, None)  # type: ignore[arg-type]

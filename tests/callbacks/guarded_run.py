@@ -1,9 +1,11 @@
 """A tiny training run for fault-injection tests; a module for tests, and the program of each rank in two-rank tests."""
 
+import inspect
 import os
 import signal
 import subprocess
 import sys
+import timeit
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,13 +13,16 @@ from typing import Any
 import torch
 from composer import Trainer
 from composer.core import Callback, Event, State
-from composer.loggers import Logger
+from composer.loggers import Logger, LoggerDestination
 from composer.models import ComposerModel
 from composer.optim import LinearScheduler
 from composer.utils import dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.data import DataLoader
 
+from diffusion.callbacks import loss_guard
 from diffusion.callbacks.loss_guard import LossGuard
 from diffusion.callbacks.preemption import Preemption
 from diffusion.errors import UserError
@@ -146,6 +151,27 @@ def make_trainer(
     )
 
 
+class FirstNorm(LoggerDestination):
+    """Print the gradient norm of the first batch."""
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        if 'grad_norm/total' in metrics and step == 0:
+            print(f'gradient norm of batch 0: {metrics["grad_norm/total"]}', flush=True)
+
+
+def cost_of_summary(count: int = 686) -> float:
+    """Return the time of summarizing the gradients of many sharded parameters, relative to that with autograd."""
+    mesh = init_device_mesh('cpu', (dist.get_world_size(),))
+    gradients = [distribute_tensor(torch.ones(8, requires_grad=True), mesh, [Shard(0)]) for _ in range(count)]
+    recorded = inspect.unwrap(loss_guard.summarize_gradients)
+    with torch.enable_grad():  # as in the optimizer's closure
+        seconds = [
+            min(timeit.repeat(lambda call=call: call(gradients, copies=1), number=1, repeat=7))
+            for call in (loss_guard.summarize_gradients, recorded)
+        ]
+    return seconds[0] / seconds[1]
+
+
 def keep_killing() -> None:
     """Send SIGTERM to this process until it has exited, as a launcher does once another rank has exited."""
     loop = f'while kill -TERM {os.getpid()}; do sleep 0.002; done'
@@ -168,9 +194,13 @@ def main(scenario: str, folder: Path) -> int:
     if scenario.endswith('-fsdp2'):
         from composer.utils.parallelism import FSDP2Config
 
+        from diffusion.training.parallelism import average_gradients_on_cpu
+
+        average_gradients_on_cpu()
         settings['parallelism_config'] = {'fsdp': FSDP2Config(state_dict_type='full')}
-    trainer = make_trainer(data, callbacks, folder=folder, **settings)
+    trainer = make_trainer(data, callbacks, folder=folder, loggers=[FirstNorm()], **settings)
     if scenario.endswith('-fsdp2'):
+        print(f'summary costs {cost_of_summary():.3f} as much', flush=True)
         assert all(hasattr(parameter, 'to_local') for parameter in trainer.state.model.parameters())
     try:
         trainer.fit()

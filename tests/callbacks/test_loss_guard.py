@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -306,15 +307,20 @@ def test_explosion_limit_requires_a_positive_median():
     assert loss_guard.explosion_limit([1.0, 2.0, 9.0], 20.0, 8) == math.inf
 
 
+def summary(gradients):
+    return loss_guard.summarize_gradients(gradients, copies=1)
+
+
 def test_gradients_of_any_kind_are_checked():
     dist.initialize_dist('cpu')
     mesh = init_device_mesh('cpu', (1,))
     good: list[torch.Tensor | None] = [torch.ones(3), None, torch.ones(2, 2, dtype=torch.bfloat16), torch.zeros(0)]
-    assert loss_guard.are_finite(good)
-    assert loss_guard.are_finite([None])
+    assert summary(good).finite
+    assert float(summary(good).squared_norm) == pytest.approx(7)
+    assert summary([None]).finite
     for value in (math.inf, -math.inf, math.nan):
         bad = distribute_tensor(torch.tensor([1.0, value]), mesh, [Shard(0)])
-        assert not loss_guard.are_finite([*good, bad])
+        assert not summary([*good, bad]).finite
 
 
 @pytest.fixture
@@ -323,21 +329,56 @@ def _default_dtype():
     torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize('check', [loss_guard.scaled_are_finite, loss_guard.norms_are_finite])
 @pytest.mark.parametrize(
     ('dtype', 'default_dtype'),
     [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.float64, torch.float64)],
 )
 @pytest.mark.usefixtures('_default_dtype')
-def test_gradient_checks_detect_one_bad_value_and_change_nothing(check, dtype, default_dtype):
+def test_gradient_check_detects_one_bad_value_and_changes_nothing(dtype, default_dtype):
     torch.set_default_dtype(default_dtype)
-    gradients = [torch.linspace(-3, 3e4, 700, dtype=dtype).view(7, 100), torch.ones(5, dtype=dtype)]
-    before = [each.clone() for each in gradients]
-    assert check(gradients)
-    assert all(torch.equal(one, other) for one, other in zip(gradients, before, strict=True))
+    gradients: list[torch.Tensor | None] = [
+        torch.linspace(-3, 3e4, 700, dtype=dtype).view(7, 100),
+        torch.ones(5).to(dtype),
+    ]
+    before = [each.clone() for each in gradients if each is not None]
+    assert summary(gradients).finite
+    assert all(torch.equal(one, other) for one, other in zip(gradients, before, strict=True))  # type: ignore[arg-type]
+    expected = sum(float(each.double().square().sum()) for each in before)
+    assert float(summary(gradients).squared_norm) == pytest.approx(expected, rel=1e-5)
     for value in (math.inf, -math.inf, math.nan):
+        assert gradients[0] is not None
         gradients[0][6, 99] = value
-        assert not check(gradients)
+        assert not summary(gradients).finite
+
+
+@pytest.mark.parametrize('microbatch', [8, 3])
+def test_logged_gradient_norm_is_that_before_clipping(tmp_path, microbatch):
+    logged = InMemory('grad_norm/total')
+    guard = LossGuard(folder=str(tmp_path))
+    algorithms = [GradientClipping('norm', 1e-3)]
+    settings: dict[str, Any] = {'duration': '1ba', 'device_train_microbatch_size': microbatch}
+    run_to_end(make_trainer(make_data(), [guard], loggers=[logged], algorithms=algorithms, **settings))
+    assert logged.values == [pytest.approx(reference_norm(), rel=1e-6)]
+
+
+def reference_norm() -> float:
+    """Return the gradient norm of the first batch, computed by torch."""
+    torch.manual_seed(0)
+    model = Regression()
+    batch = next(iter(DataLoader(make_data(), batch_size=8)))  # type: ignore[arg-type]
+    model.loss(model(batch), batch).backward()
+    return float(torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()]))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize('action', ['stop', 'skip'])
+def test_hook_is_called_once_with_a_description_of_the_bad_batch(tmp_path, action):
+    guard = LossGuard(action=action, folder=str(tmp_path))
+    told: list[str] = []
+    guard.on_bad_batch = told.append
+    trainer = make_trainer(make_data(bad=[BAD]), [guard], duration='4ba')
+    assert_stops(trainer, 'loss is nan') if action == 'stop' else run_to_end(trainer)
+    ending = 'the run stops' if action == 'stop' else 'update skipped'
+    assert told == [f'batch 2: loss is nan; {ending}; sample 121']
 
 
 @pytest.mark.parametrize(
@@ -361,7 +402,7 @@ def test_action_skip_is_refused_with_amp_fp16():
         LossGuard(action='skip').init(state, logger=None)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize('scenario', ['stop', 'skip-fsdp2'])
+@pytest.mark.parametrize('scenario', ['stop', 'skip-fsdp2'])  # under DDP and under FSDP2
 def test_two_ranks_act_together_on_a_bad_sample_of_one(ranks, tmp_path, scenario):
     job = ranks.start_program(2, guarded_run.__file__, scenario, tmp_path)
     statuses, outputs = job.wait(), job.outputs()
@@ -377,3 +418,8 @@ def test_two_ranks_act_together_on_a_bad_sample_of_one(ranks, tmp_path, scenario
         )
     assert [(line['batch'], line['sample_ids']) for line in lines(tmp_path)] == [(1, [111]), (7, [111])][: 2 - stops]
     assert (tmp_path / 'ba1.pt').exists() == stops
+    norms = [float(found) for output in outputs for found in re.findall(r'gradient norm of batch 0: (\S+)', output)]
+    assert norms == [pytest.approx(reference_norm(), rel=1e-5)] * 2, 'shards and replicas are counted once'
+    costs = [float(found) for output in outputs for found in re.findall(r'summary costs (\S+) as much', output)]
+    if scenario == 'skip-fsdp2':
+        assert len(costs) == 2 and max(costs) < 0.6, 'no autograd is recorded for the gradients of 686 parameters'

@@ -1,7 +1,9 @@
 """NodeHealth with a fake driver: queried metrics, the worst value over ranks, and warnings."""
 
 import logging
+import math
 import os
+import socket
 import threading
 import time
 from types import SimpleNamespace
@@ -11,9 +13,11 @@ from composer.utils import dist
 from ranks import free_port
 
 from diffusion.callbacks import node_health
-from diffusion.callbacks.node_health import NodeHealth, Xids, query_metrics, worst_over_ranks
+from diffusion.callbacks.node_health import NodeHealth, Xids, query_metrics, rows_of_all_ranks, worst_of_rows
 from diffusion.config.load import load
+from diffusion.exit_codes import BAD_HARDWARE
 from diffusion.loggers.metrics_file import read_metrics
+from diffusion.tasks import run_recipe
 from diffusion.training.train import train
 from tests.data.processes import Forked
 from tests.nvml_driver import Driver, NotSupported, NVMLError
@@ -50,8 +54,66 @@ def test_new_faults_are_logged(caplog):
         wait_for(lambda: health._latest['gpu_ecc_errors'] == 3 and health._latest['gpu_xid_errors'])
         health._done.set()
         thread.join()
-    assert 'rank 0: gpu_ecc_errors rose from 0 to 3' in caplog.text
+    assert 'rank 0: uncorrected memory errors rose from 0 to 3' in caplog.text
     assert 'Xid 79 on the GPU of rank 0' in caplog.text
+
+
+@pytest.mark.parametrize(
+    ('second', 'xids', 'fault'),
+    [
+        ({}, [], ''),
+        ({}, [13, 31, 43], ''),  # errors of a program
+        ({}, [79], 'Xid 79 (GPU has fallen off the bus)'),
+        ({'rows': (1, 1, False, False)}, [], ''),
+        ({'rows': (0, 1, True, False)}, [], 'row remapping is pending until a reset'),
+        ({'rows': (0, 8, True, True)}, [], 'row remapping failed'),
+        ({'errors': 3}, [], ''),  # before the run
+    ],
+)
+def test_only_hardware_faults_count_as_faults(second, xids, fault):
+    driver = Driver(**second)
+    driver.xids = list(xids)
+    health = NodeHealth(seconds=0.01)
+    thread = threading.Thread(target=health._poll, args=(driver, 'GPU-1'))
+    thread.start()
+    wait_for(lambda: health._latest and not driver.xids and (health._fault or not fault))
+    health._done.set()
+    thread.join()
+    assert health._fault == fault
+
+
+def test_gpu_far_slower_than_the_others_for_minutes_counts_as_a_fault(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(node_health.time, 'monotonic', lambda: now[0])
+    health = NodeHealth()
+    for second, clock in [(0, 0.6), (200, 0.6), (250, 0.9), (260, 0.6), (559, 0.6)]:
+        now[0] = float(second)
+        health._check_clock([clock, 0.95, 0.95, math.nan])
+        assert not health._fault
+    now[0] = 560.0
+    health._check_clock([0.6, 0.95, 0.95, math.nan])
+    assert health._fault == 'clock at 60% of its maximum for 5 min, the median GPU at 95%'
+
+
+@pytest.mark.parametrize('action', ['log', 'leave'])
+def test_fault_saves_and_ends_with_bad_hardware_if_told_to_leave(write_recipe, tmp_path, monkeypatch, capfd, action):
+    driver, queries = Driver(), []
+    # From the second query on, the GPU has errors.
+    monkeypatch.setattr(driver, 'nvmlDeviceGetTotalEccErrors', lambda *_: queries.append(0) or 2 * (len(queries) > 1))
+    monkeypatch.setattr(node_health, 'current_gpu', lambda: (driver, 'GPU-1'))
+    settings = {'every': 2, 'seconds': 0.001, 'action': action}
+    status = run_recipe.main([str(write_recipe(callbacks={'node_health': settings}))])
+    folders = {path.name for path in (tmp_path / 'runs' / 'run').glob('ba*')}
+    if action == 'log':
+        assert (status, folders) == (0, {'ba4', 'ba8'})
+    else:
+        assert status == BAD_HARDWARE
+        (saved,) = folders
+        error = capfd.readouterr().err
+        assert (
+            f'on a hardware fault ({socket.gethostname()}: rank 0: uncorrected memory errors rose from 0 to 2)' in error
+        )
+        assert f'{saved} is saved, the same command resumes from it' in error
 
 
 def wait_for(condition, seconds=20.0):
@@ -86,7 +148,7 @@ def test_worst_value_of_two_ranks_is_reported_with_its_rank():
         os.environ |= {'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(port), 'NODE_RANK': '0'}
         dist.initialize_dist('cpu', timeout=60)
         state = SimpleNamespace(device=SimpleNamespace(tensor_to_device=lambda tensor: tensor))
-        found = worst_over_ranks(local[rank], state)  # type: ignore[arg-type]
+        found = worst_of_rows(rows_of_all_ranks(local[rank], state))  # type: ignore[arg-type]
         dist.barrier()
         dist.barrier()
         assert found == {
@@ -111,3 +173,8 @@ def test_run_without_gpus_logs_no_health(write_recipe):
 def test_invalid_settings_are_refused(settings):
     with pytest.raises(ValueError, match='node_health: .* must be positive'):
         node_health.NodeHealth(**settings)
+
+
+def test_unknown_action_is_refused():
+    with pytest.raises(ValueError, match="node_health: action='quit' is unknown; use log or leave"):
+        node_health.NodeHealth(action='quit')  # type: ignore[arg-type]

@@ -5,11 +5,16 @@ import json
 import os
 
 import pytest
+import torch
+import xxhash
+from faults import Fault, active, met
 
-from diffusion.checkpointing import checkpoint_store
+from diffusion.checkpointing import checkpoint_store, sharded_state, verification
+from diffusion.checkpointing.run_folder import find_checkpoint, recipe_of_checkpoint, run_of_checkpoint
+from diffusion.errors import UserError
 
 
-def write(folder, batch, content=b'weights'):
+def write(folder, batch, content=b'weights', **about):
     work = checkpoint_store.unfinished_path(folder, batch)
     work.mkdir()
     (work / 'state.pt').write_bytes(content)
@@ -17,7 +22,7 @@ def write(folder, batch, content=b'weights'):
         work,
         folder / checkpoint_store.checkpoint_name(batch),
         checkpoint_store.records_of(work, ['state.pt']),
-        {'batch': batch},
+        {'batch': batch} | about,
     )
     return folder / checkpoint_store.checkpoint_name(batch)
 
@@ -25,7 +30,7 @@ def write(folder, batch, content=b'weights'):
 def has_same_records(receipt, other):
     try:
         one, two = json.loads(bytes(receipt)), json.loads(other)
-        return one['files'] == two['files'] and one['version'] == two['version']
+        return all(one[key] == two[key] for key in ('files', 'version', 'batch'))
     except (ValueError, KeyError):
         return False
 
@@ -35,7 +40,7 @@ def test_latest_points_to_the_last_published_checkpoint(tmp_path):
         write(tmp_path, batch)
     assert os.readlink(tmp_path / 'latest') == 'ba15'
     assert [path.name for path in checkpoint_store.list_checkpoints(tmp_path)] == ['ba15', 'ba10', 'ba5']
-    assert checkpoint_store.newest_intact(tmp_path) == tmp_path / 'ba15'
+    assert verification.newest_intact(tmp_path) == tmp_path / 'ba15'
     assert {path.name for path in tmp_path.iterdir()} == {'ba5', 'ba10', 'ba15', 'latest'}, (
         'no temporary files are left'
     )
@@ -44,7 +49,7 @@ def test_latest_points_to_the_last_published_checkpoint(tmp_path):
 def test_checkpoints_are_ordered_by_batch_number(tmp_path):
     for batch in (900, 1000):
         write(tmp_path, batch)
-    assert checkpoint_store.newest_intact(tmp_path) == tmp_path / 'ba1000'
+    assert verification.newest_intact(tmp_path) == tmp_path / 'ba1000'
 
 
 def test_every_flipped_bit_is_detected(tmp_path):
@@ -56,14 +61,14 @@ def test_every_flipped_bit_is_detected(tmp_path):
             flipped = bytearray(intact)
             flipped[bit // 8] ^= 1 << bit % 8
             path.write_bytes(flipped)
-            # A receipt has other fields than sizes and hashes, in which a flipped bit does no harm.
+            # A receipt has other fields than these three, in which a flipped bit does no harm.
             if name == 'receipt.json' and has_same_records(flipped, intact):
-                checkpoint_store.verify_checkpoint(checkpoint)
+                verification.verify_checkpoint(checkpoint)
             else:
                 with pytest.raises(ValueError, match='ba5'):
-                    checkpoint_store.verify_checkpoint(checkpoint)
+                    verification.verify_checkpoint(checkpoint)
         path.write_bytes(intact)
-    checkpoint_store.verify_checkpoint(checkpoint)
+    verification.verify_checkpoint(checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -81,12 +86,12 @@ def test_damaged_checkpoint_is_reported_and_the_previous_one_is_used(tmp_path, c
     newest = write(tmp_path, 10)
     damage(newest)
     with pytest.raises(ValueError, match=message):
-        checkpoint_store.verify_checkpoint(newest)
-    assert checkpoint_store.newest_intact(tmp_path) == tmp_path / 'ba5'
+        verification.verify_checkpoint(newest)
+    assert verification.newest_intact(tmp_path) == tmp_path / 'ba5'
     assert 'ba10' in caplog.text
     damage(tmp_path / 'ba5')
     with pytest.raises(ValueError, match='all 2 checkpoints are damaged.*restore one from a backup'):
-        checkpoint_store.newest_intact(tmp_path)
+        verification.newest_intact(tmp_path)
 
 
 @pytest.mark.parametrize('number', [errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EACCES])
@@ -103,11 +108,11 @@ def test_read_error_is_retried_and_does_not_count_as_damage(tmp_path, monkeypatc
 
     monkeypatch.setattr(checkpoint_store, 'hash_file', hash_file)
     monkeypatch.setattr(checkpoint_store, 'RETRY_PAUSES_SECONDS', (0.0, 0.0, 0.0))
-    assert checkpoint_store.newest_intact(tmp_path) == tmp_path / 'ba10'
+    assert verification.newest_intact(tmp_path) == tmp_path / 'ba10'
     assert caplog.text.count('retrying') == 3
     faults[:] = [1] * 4
     with pytest.raises(OSError, match=os.strerror(number)) as raised:
-        checkpoint_store.newest_intact(tmp_path)
+        verification.newest_intact(tmp_path)
     assert raised.value.errno == number
     assert 'damaged' not in caplog.text
 
@@ -119,7 +124,7 @@ def test_folder_that_cannot_be_listed_does_not_count_as_empty(tmp_path, monkeypa
     monkeypatch.setattr(os, 'scandir', scandir)
     monkeypatch.setattr(checkpoint_store, 'RETRY_PAUSES_SECONDS', (0.0,))
     with pytest.raises(OSError, match='Stale'):
-        checkpoint_store.newest_intact(tmp_path)
+        verification.newest_intact(tmp_path)
 
 
 def test_latest_points_to_the_newest_intact_checkpoint_after_set_aside(tmp_path):
@@ -133,14 +138,14 @@ def test_latest_points_to_the_newest_intact_checkpoint_after_set_aside(tmp_path)
 
 
 def test_run_without_checkpoints_has_no_newest_one(tmp_path):
-    assert checkpoint_store.newest_intact(tmp_path) is None
-    assert checkpoint_store.newest_intact(tmp_path / 'absent') is None
+    assert verification.newest_intact(tmp_path) is None
+    assert verification.newest_intact(tmp_path / 'absent') is None
 
 
 def test_existing_checkpoint_is_replaced(tmp_path):
     write(tmp_path, 5, b'old')
     checkpoint = write(tmp_path, 5, b'newer')
-    checkpoint_store.verify_checkpoint(checkpoint)
+    verification.verify_checkpoint(checkpoint)
     assert (checkpoint / 'state.pt').read_bytes() == b'newer'
 
 
@@ -149,7 +154,7 @@ def test_leftovers_of_a_killed_process_are_removed(tmp_path):
     checkpoint_store.unfinished_path(tmp_path, 10).mkdir()
     (checkpoint_store.unfinished_path(tmp_path, 10) / 'state.pt').write_bytes(b'hal')
     (tmp_path / '.ba3.removed').mkdir()
-    assert checkpoint_store.newest_intact(tmp_path) == tmp_path / 'ba5'
+    assert verification.newest_intact(tmp_path) == tmp_path / 'ba5'
     checkpoint_store.remove_unfinished_saves(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {'ba5', 'latest'}
 
@@ -170,3 +175,154 @@ def test_hashing_writer_hashes_the_written_data(tmp_path):
             writer.write(piece)
         writer.flush()
     assert writer.record() == checkpoint_store.hash_file(tmp_path / 'file')
+
+
+def test_large_file_is_hashed_in_order(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_store, '_CHUNK', 1000)
+    for size in (0, 999, 1000, 1001, 123_456):
+        content = os.urandom(size)
+        (tmp_path / 'file').write_bytes(content)
+        expected = checkpoint_store.FileRecord(size, xxhash.xxh3_128(content).hexdigest())
+        assert checkpoint_store.hash_file(tmp_path / 'file') == expected
+
+
+def rename(folder):
+    return folder.rename(folder.with_name('ba20'))
+
+
+def edit(change):
+    """Return a function that changes the receipt of a checkpoint and returns the checkpoint."""
+
+    def edited(folder):
+        receipt = json.loads((folder / 'receipt.json').read_text())
+        change(receipt)
+        (folder / 'receipt.json').write_text(json.dumps(receipt))
+        return folder
+
+    return edited
+
+
+RECORD = {'bytes': 0, 'xxh3_128': '99aa06d3014798d86001c324468d497f'}
+
+
+@pytest.mark.parametrize(
+    ('change', 'message'),
+    [
+        (
+            edit(lambda receipt: receipt['files'].clear()),
+            r'does not list state\.pt, which every checkpoint of its kind has',
+        ),
+        (
+            edit(lambda receipt: receipt['files'].update({'../../etc/passwd': RECORD})),
+            r"lists '\.\./\.\./etc/passwd', which",
+        ),
+        (
+            edit(lambda receipt: receipt['files'].update({'..': RECORD})),
+            r"lists '\.\.', which is not the name of a file",
+        ),
+        (
+            edit(lambda receipt: receipt['files'].update({'a/b': RECORD})),
+            "lists 'a/b', which is not the name of a file",
+        ),
+        (edit(lambda receipt: receipt.update(kind='sharded')), r'does not list \.metadata, which every checkpoint'),
+        (edit(lambda receipt: receipt.update(files=[])), 'not a valid receipt'),
+        (rename, r'of batch 10, but its folder is ba20; rename it back'),
+    ],
+)
+def test_receipt_that_cannot_be_right_counts_as_damage(tmp_path, change, message):
+    write(tmp_path, 5)
+    checkpoint = change(write(tmp_path, 10))
+    with pytest.raises(checkpoint_store.DamagedCheckpoint, match=message):
+        verification.verify_checkpoint(checkpoint)
+    assert verification.newest_intact(tmp_path) == tmp_path / 'ba5'
+
+
+def test_receipt_lists_every_file_that_the_index_of_a_sharded_checkpoint_names(tmp_path):
+    checkpoint = tmp_path / 'ba5'
+    for names in (['state.pt', '.metadata', '__0_0.distcp'], ['state.pt', '.metadata']):
+        work = checkpoint_store.unfinished_path(tmp_path, 5)
+        work.mkdir()
+        (work / 'state.pt').write_bytes(b'state')
+        sharded_state.write_tensors({'model.a': torch.ones(3)}, work)
+        about = {'batch': 5, 'kind': 'sharded'}
+        checkpoint_store.publish(work, checkpoint, checkpoint_store.records_of(work, names), about)
+        if '__0_0.distcp' in names:
+            verification.verify_checkpoint(checkpoint)
+    with pytest.raises(checkpoint_store.DamagedCheckpoint, match=r'does not list __0_0\.distcp, which its index names'):
+        verification.verify_checkpoint(checkpoint)
+
+
+def test_checkpoint_of_another_run_is_refused_and_one_without_id_passes(tmp_path):
+    write(tmp_path, 5)
+    assert verification.newest_intact(tmp_path, 'own') == tmp_path / 'ba5'
+    write(tmp_path, 10, run='own')
+    assert verification.newest_intact(tmp_path, 'own') == tmp_path / 'ba10'
+    write(tmp_path, 15, run='sibling')
+    with pytest.raises(
+        UserError, match=r'ba15: it is of another run \(id sibling, .* move it out .* init_from: .*/ba15'
+    ):
+        verification.newest_intact(tmp_path, 'own')
+    assert not (tmp_path / 'ba15.damaged').exists()
+
+
+PHASES = [('list', '$'), ('open', '/ba10/receipt.json'), ('open', '/ba10/state.pt'), ('read', '/ba10/state.pt')]
+
+
+@pytest.mark.parametrize('error', ['EIO', 'ESTALE', 'ETIMEDOUT'])
+@pytest.mark.parametrize('phase', PHASES, ids=lambda phase: f'{phase[0]}{phase[1]}')
+def test_fault_in_any_phase_of_reading_is_retried_and_nothing_is_renamed(tmp_path, monkeypatch, phase, error):
+    operation, path = phase
+    run = tmp_path / 'run'
+    run.mkdir()
+    for batch in (5, 10):
+        write(run, batch)
+    monkeypatch.setattr(checkpoint_store, 'RETRY_PAUSES_SECONDS', (0.0, 0.0))
+    path = f'^{run}{path}'
+    with active(tmp_path / 'counts', Fault(operation, path, error, times=2)):
+        assert verification.newest_intact(run) == run / 'ba10'
+    assert met(tmp_path / 'counts') >= 3
+    with active(tmp_path / 'counts', Fault(operation, path, error)), pytest.raises(OSError) as raised:
+        verification.newest_intact(run)
+    assert raised.value.errno == getattr(errno, error)
+    assert {path.name for path in run.iterdir()} == {'ba5', 'ba10', 'latest'}
+
+
+def test_folder_that_vanishes_while_it_is_read_is_not_damage(tmp_path, monkeypatch):
+    run = tmp_path / 'run'
+    run.mkdir()
+    write(run, 5)
+    plain = checkpoint_store.hash_file
+
+    def vanish(path):
+        run.rename(tmp_path / 'away')
+        return plain(path)
+
+    monkeypatch.setattr(checkpoint_store, 'RETRY_PAUSES_SECONDS', ())
+    monkeypatch.setattr(checkpoint_store, 'hash_file', vanish)
+    with pytest.raises(FileNotFoundError):
+        verification.newest_intact(run)
+
+
+def test_evaluation_and_export_use_the_checkpoint_that_resuming_uses(tmp_path):
+    for batch in (5, 10):
+        write(tmp_path, batch)
+    latest = tmp_path / 'latest'
+    for target in ('ba5', 'ba7', 'ba10'):  # older, dangling, newest
+        latest.unlink()
+        latest.symlink_to(target)
+        newest = verification.newest_intact(tmp_path)
+        assert find_checkpoint(tmp_path) == find_checkpoint(latest) == newest == tmp_path / 'ba10'
+    assert find_checkpoint(tmp_path / 'ba5') == tmp_path / 'ba5', 'a checkpoint that is named is used'
+
+
+def test_recipe_of_a_checkpoint_is_its_own_or_that_of_its_run(tmp_path):
+    run = tmp_path / 'run'
+    run.mkdir()
+    (run / 'recipe.yaml').write_text('name: changed since')
+    old, new = write(run, 5), write(run, 10)
+    (new / 'recipe.yaml').write_text('name: as trained')
+    assert recipe_of_checkpoint(old) == run / 'recipe.yaml'
+    assert recipe_of_checkpoint(new) == new / 'recipe.yaml'
+    assert run_of_checkpoint(new) == run
+    copy = new.rename(tmp_path / 'copy')
+    assert recipe_of_checkpoint(copy) == copy / 'recipe.yaml', 'one path is enough elsewhere'

@@ -1,18 +1,23 @@
 """Checkpoints of real runs: resumed with other strategies and numbers of ranks, or refused with a reason."""
 
 import errno
+import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from faults import Fault, environment
 from ranks import largest_difference, read_losses
 
 from diffusion.checkpointing import checkpoint_store
-from diffusion.checkpointing.checkpoint_store import verify_checkpoint
 from diffusion.checkpointing.checkpoint_weights import is_sharded, read_checkpoint, weights_of
 from diffusion.checkpointing.run_folder import find_checkpoint
+from diffusion.checkpointing.verification import verify_checkpoint
 from diffusion.config.load import load
+from diffusion.errors import UserError
+from diffusion.launch.run_id import read_run_id
 from diffusion.training.train import build_trainer, train
 
 EMA = {'ema': {'ema_start': '3ba', 'smoothing': 0.5}}
@@ -134,10 +139,17 @@ def test_newest_checkpoint_is_skipped_if_it_is_damaged(uninterrupted, caplog):
     ],
 )
 def test_checkpoint_of_another_model_or_optimizer_is_refused(uninterrupted, override, message):
+    """Also without the recipe in the checkpoint, as earlier versions saved it, and without that of the run."""
     reference, write = uninterrupted
     path = write('other')
-    if not (reference.parent / 'other').exists():
-        shutil.copytree(reference, reference.parent / 'other', symlinks=True)
+    other = reference.parent / 'other'
+    if not other.exists():
+        shutil.copytree(reference, other, symlinks=True)
+        receipt = json.loads((other / 'ba8' / 'receipt.json').read_text())
+        del receipt['files']['recipe.yaml']
+        (other / 'ba8' / 'receipt.json').write_text(json.dumps(receipt))
+        (other / 'ba8' / 'recipe.yaml').unlink()
+        (other / 'recipe.yaml').unlink()
     with pytest.raises(ValueError, match=message):
         build_trainer(load(path, [override, 'trainer.max_duration=10ba']))
 
@@ -147,7 +159,7 @@ def test_resume_requires_the_same_seed_and_data(uninterrupted, pictures):
     _, write = uninterrupted
     path = write('own')
     train(load(path, ['trainer.max_duration=4ba'])).close()
-    with pytest.raises(ValueError, match=r'seed: 18, but the run was started with 17; .* start a new run'):
+    with pytest.raises(ValueError, match=r'(?s)start a new run .* seed: 17 in the checkpoint, 18 now'):
         build_trainer(load(path, ['seed=18', 'loader.shuffle_seed=17']))
     other = [f'streams.more={{local: {pictures[64]}, resolution: 32}}', 'dataset.flip=true']
     with pytest.raises(ValueError, match='set allow_data_change: true to resume with other data') as refused:
@@ -162,40 +174,6 @@ def test_resume_requires_the_same_seed_and_data(uninterrupted, pictures):
     assert trainer.state.timestamp.batch.value == 4
     trainer.fit()
     trainer.close()
-
-
-def test_full_disk_error_has_the_space_needed_and_leaves_no_files(uninterrupted, monkeypatch):
-    reference, write = uninterrupted
-    plain = checkpoint_store.HashingWriter.write
-
-    def write_until_full(writer: checkpoint_store.HashingWriter, data: bytes) -> int:
-        if plain(writer, data) and writer.record().bytes > 2**20:  # in the middle of torch.save's C++
-            raise OSError(errno.ENOSPC, 'No space left on device')
-        return len(data)
-
-    trainer = build_trainer(load(write('full'), ['trainer.save_interval=2ba']))
-    monkeypatch.setattr(checkpoint_store.HashingWriter, 'write', write_until_full)
-    with pytest.raises(OSError, match=r'full/ba2: not saved, no space left on .*/full, 0\.0\d GiB needed') as raised:
-        trainer.fit()
-    trainer.close()
-    assert raised.value.errno == errno.ENOSPC
-    assert not list((reference.parent / 'full').glob('*ba2*')), 'no partial files'
-
-
-def test_other_disk_errors_are_raised_unchanged(uninterrupted, monkeypatch):
-    reference, write = uninterrupted
-    trainer = build_trainer(load(write('faulty'), ['trainer.save_interval=2ba']))
-    fault = OSError(errno.ESTALE, 'Stale file handle')
-
-    def stale(*_: object) -> None:
-        raise fault
-
-    monkeypatch.setattr(checkpoint_store, 'publish', stale)
-    with pytest.raises(OSError, match='Stale') as raised:
-        trainer.fit()
-    trainer.close()
-    assert raised.value is fault, 'with its original traceback'
-    assert not list((reference.parent / 'faulty').glob('*ba2*'))
 
 
 def test_checkpoint_with_a_read_error_stays_the_newest(uninterrupted, monkeypatch):
@@ -247,6 +225,11 @@ def test_run_with_composers_own_saver_resumes(uninterrupted, tmp_path):
     assert read_losses(reference.parent / 'uploaded') == read_losses(reference)
     ours = weights_of(find_checkpoint(reference))[0]
     assert distance(ours, weights_of(find_checkpoint(tmp_path / 'latest-rank0.pt'))[0]) == 0
+    with pytest.raises(UserError, match='optimizer.amsgrad: false in the checkpoint, true now'):
+        train(load(path, [*overrides, 'optimizer.amsgrad=true', 'trainer.max_duration=10ba']))
+    for elsewhere in ([], [f'trainer.save_folder={tmp_path}/other']):
+        with pytest.raises(UserError, match='saves its checkpoints to .*; set it back to resume, or use another name'):
+            train(load(path, elsewhere))
 
 
 def test_composer_alone_loads_an_unsharded_checkpoint(uninterrupted):
@@ -274,24 +257,67 @@ def test_composer_alone_loads_an_unsharded_checkpoint(uninterrupted):
 
 
 CHECK_SHARED = """
-import os, sys
+import datetime, os, sys, time
 from pathlib import Path
+import torch
 from composer.utils import dist, get_device
-from diffusion.checkpointing.checkpointer import check_shared
-from diffusion.errors import UserError
+from diffusion.checkpointing.rank_agreement import run_on_rank_zero
+from diffusion.checkpointing.shared_folder import check_shared, open_run_folder
+from diffusion.errors import ExternalError, UserError
+from diffusion.launch.run_id import create_run_id
+from diffusion.storage import visibility
+visibility.VISIBLE_SECONDS = 0.1
 dist.initialize_dist(get_device('cpu'), 60.0)
-folder = Path(sys.argv[1])
+folder, rank = Path(sys.argv[1]), os.environ['RANK']
 check_shared(folder / 'same', 'runs_dir')
 try:
-    check_shared(folder / os.environ['RANK'], 'runs_dir')
+    check_shared(folder / rank, 'runs_dir')
 except UserError as error:
+    print(error)
+ids = {open_run_folder(folder / 'run') for _ in range(2)}
+assert len(ids) == 1
+print('id', *ids)
+if rank == '0':
+    create_run_id(folder / rank)
+try:
+    open_run_folder(folder / rank)
+except ExternalError as error:
+    print(error)
+torch.distributed.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=2))
+print('result', run_on_rank_zero(lambda: time.sleep(4) or 'found', 'where'))
+try:
+    run_on_rank_zero(lambda: 1 / 0, 'where')
+except (ZeroDivisionError, RuntimeError) as error:
     print(error)
 """
 
 
-def test_folder_that_ranks_do_not_share_is_detected_before_training(ranks, tmp_path):
+def test_ranks_share_a_folder_or_say_so_and_wait_for_rank_0_beyond_the_timeout(ranks, tmp_path):
     job = ranks.start_program(2, '-c', CHECK_SHARED, tmp_path)
     assert job.wait() == [0, 0], job.output()
     for output in job.outputs():
-        assert '/1 is not the same folder on rank 0 and rank 1; use a folder on a file system that all nodes' in output
+        assert re.search(
+            r'/1 is not the same folder on rank 0 \(.*\) and rank 1 \(.*\): .*; use a folder on a file', output
+        )
+        assert re.search(r'rank 1 \(.*\): .* The run has begun; check that its file system is mounted on both', output)
+        assert f'id {read_run_id(tmp_path / "run")}\n' in output
+    first, second = job.outputs()
+    assert 'result found\n' in first and '\ndivision by zero\n' in first
+    assert 'result None\nwhere (rank 0: ZeroDivisionError: division by zero)\n' in second
     assert not [*(tmp_path / 'same').iterdir()], 'the check leaves no files'
+
+
+def test_rank_0_alone_reads_the_initial_weights(uninterrupted, ranks, tmp_path):
+    reference, write = uninterrupted
+    start = {'from': str(reference / 'ba8'), 'weights': 'ema'}
+    paths = [
+        write(f'started-{strategy}', init_from=start, parallelism=STRATEGIES[strategy]) for strategy in ('ddp', 'fsdp2')
+    ]
+    train(load(paths[0], ['trainer.max_duration=1ba'])).close()
+    blind = [Fault(operation, str(reference), 'EIO', rank=1) for operation in ('open', 'read', 'list')]
+    job = ranks.start(2, paths[1], 'trainer.max_duration=1ba', environment=environment(blind, tmp_path))
+    assert job.wait() == [0, 0], job.output()
+    one, two = (read_losses(reference.parent / path.stem) for path in paths)
+    assert largest_difference(one, two) < 1e-5
+    weights = (weights_of(find_checkpoint(reference.parent / path.stem), 'training')[0] for path in paths)
+    assert distance(*weights) < 2 * 2e-4, 'one update of AdamW apart'

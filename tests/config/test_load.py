@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -363,7 +364,7 @@ WRONG = {
         [],
         'streams.a: repeat and choose are mutually exclusive',
     ),
-    'bad name': ({'name': 'my run/1'}, [], "name: 'my run/1'; use letters, digits"),
+    'bad name': ({'name': 'my run/1'}, [], "name: 'my run/1' cannot name a folder; use letters, digits"),
     'bad import': ({'imports': ['no_such_module_here']}, [], r'imports\[0\]: no_such_module_here cannot be imported'),
     'malformed override': ({}, ['max_duration'], "'max_duration' is not an override; write key=value"),
     'unclosed override': ({}, ['streams.a={local: x'], 'its value is not YAML; quote it'),
@@ -441,6 +442,53 @@ def test_missing_file_is_an_error(tmp_path):
 def test_batch_must_divide_over_devices_and_microbatches(write, batch, microbatch, devices, message):
     recipe = load(write({'global_batch': batch, 'device_train_microbatch_size': microbatch}))
     problems = [str(problem) for problem in check_devices(recipe, devices)]
+    assert len(problems) == (message is not None)
+    if message:
+        assert re.fullmatch(message, problems[0])
+
+
+@pytest.mark.parametrize(
+    ('trainer', 'action', 'refused'),
+    [
+        ({'precision': 'amp_fp16'}, 'skip', True),
+        ({'device': 'gpu'}, 'skip', True),
+        ({'precision': 'amp_bf16'}, 'skip', False),
+        ({'precision': 'amp_fp16'}, 'stop', False),
+    ],
+)
+def test_loss_guard_that_skips_is_refused_with_amp_fp16(write, trainer, action, refused):
+    path = write({'callbacks': {'loss_guard': {'action': action}}, 'trainer': {'max_duration': '8ba'} | trainer})
+    with pytest.raises(RecipeError, match=r'loss_guard\.action: skip .* amp_fp16') if refused else nullcontext():
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ('batch', 'canonical_nodes', 'gpus', 'message'),
+    [
+        (2048, None, 128, None),
+        (1536, None, 96, None),
+        (1920, None, 240, None),
+        (1536, 64, 4, None),
+        (
+            1536,
+            64,
+            96,
+            'loader.num_canonical_nodes: 64 cannot be split evenly over 12 nodes; use 192 from the start of a run '
+            '.it changes the order of samples., or a number of nodes that divides 64; 8 or 16 nodes of 8 devices work '
+            'as it is',
+        ),
+        (
+            2048,
+            None,
+            96,
+            'global_batch: 2048 does not divide over 96 devices; use 2016 or 2112; 8 or 16 nodes of 8 devices work as '
+            'it is',
+        ),
+    ],
+)
+def test_number_of_nodes_must_suit_the_batch_and_the_order_of_samples(write, batch, canonical_nodes, gpus, message):
+    recipe = load(write({'global_batch': batch, 'loader': {'num_canonical_nodes': canonical_nodes}}))
+    problems = [str(problem) for problem in check_devices(recipe, gpus, 8)]
     assert len(problems) == (message is not None)
     if message:
         assert re.fullmatch(message, problems[0])

@@ -260,8 +260,9 @@ def test_large_epochs_use_coarser_sampling_granularity():
 def test_unsuitable_node_count_error_suggests_canonical_nodes():
     message = r'num_canonical_nodes: 64 cannot be split evenly over 3 nodes; use 192 from the start'
     with pytest.raises(ValueError, match=message):
-        dataset_without_shards([(stream(), [4000])], 1536, layout=Layout(3, 8))
-    dataset = dataset_without_shards([(stream(), [4000])], 1536, layout=Layout(3, 8), num_canonical_nodes=192)
+        dataset_without_shards([(stream(), [4000])], 1536, layout=Layout(3, 8), num_canonical_nodes=64)
+    dataset = dataset_without_shards([(stream(), [4000])], 1536, layout=Layout(3, 8))
+    assert dataset.num_canonical_nodes == 192, 'the default'
     assert batches(dataset, Layout(3, 8)) == batches(dataset, Layout(1, 8)) == batches(dataset, Layout(2, 32))
 
 

@@ -1,6 +1,7 @@
 """Recorded attempts of a run, the goodput computed from them, and the watchdog."""
 
 import itertools
+import time
 from dataclasses import replace
 
 import pytest
@@ -8,20 +9,35 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diffusion.config.load import load
+from diffusion.errors import UserError
+from diffusion.exit_codes import FAILED
 from diffusion.launch import attempts, environment
 from diffusion.launch.attempts import (
     Attempt,
+    Clock,
     append_attempt,
-    format_attempts_report,
+    attempts_table,
+    has_begun,
     read_attempts,
     reason_to_give_up,
+    record_fault,
+    restarts_used,
     time_breakdown,
 )
-from diffusion.launch.heartbeat_file import SAVING, TRAINING, Beat
-from diffusion.launch.local_cluster import job_exit_status
-from diffusion.launch.node import Node, NodeExit, Outcome, Settings, first_failed_node
+from diffusion.launch.exit_file import NodeExit, first_failed_node
+from diffusion.launch.heartbeat_file import ATTEMPT_FOLDER_VARIABLE, SAVING, TRAINING, Beat
+from diffusion.launch.local_cluster import LocalJob, job_exit_status
+from diffusion.launch.node import Node
+from diffusion.launch.node_settings import Settings
 from diffusion.launch.rank_discovery import NodePosition
-from diffusion.launch.watchdog import SLOW_WORK_FACTOR, Watchdog
+from diffusion.launch.watchdog import (
+    COLLECTIVE_MARGIN_SECONDS,
+    SLOW_WORK_FACTOR,
+    Watchdog,
+    collective_timeout,
+    early_timeout_warning,
+)
+from diffusion.launch.workers import Outcome
 
 
 def attempt(number, begin, first, last, **changes):
@@ -46,7 +62,7 @@ def test_last_complete_record_of_attempt_counts(tmp_path):
 
 
 def test_missing_attempts_file_is_reported(tmp_path):
-    with pytest.raises(ValueError, match='does not exist; only runs started by diffusion launch'):
+    with pytest.raises(ValueError, match='does not exist; only a run that has started training'):
         read_attempts(tmp_path)
 
 
@@ -74,8 +90,9 @@ def test_breakdown_sums_to_elapsed_time(pieces):
 
 def test_report(tmp_path):
     for each in (attempt(0, 0.0, 0, 20, detail='rank 3 by SIGKILL'), attempt(1, 62.0, 15, 40, cause='done', status=0)):
+        append_attempt(tmp_path, 'begin', each)
         append_attempt(tmp_path, 'end', each)
-    text = format_attempts_report(tmp_path)
+    text = '\n'.join(attempts_table(read_attempts(tmp_path)))
     assert '2 attempts' in text
     assert 'batches 0 to 20; process failed (rank 3 by SIGKILL), exit status 1' in text
     assert 'goodput 0.404 of 99.0 s: productive 40.0 s' in text
@@ -94,9 +111,112 @@ def test_run_is_given_up_without_progress():
     )
     assert reason_to_give_up([*stuck[:2], attempt(2, 2000.0, 40, 41)], 100) is None, 'the run makes progress'
     assert reason_to_give_up([*stuck[:2], attempt(2, 2000.0, 40, 40, cause='preempted')], 100) is None
-    assert reason_to_give_up(stuck, 2) == 'all 2 restarts are used; raise max_restarts, or delete this file'
+    assert (
+        reason_to_give_up(stuck, 2)
+        == 'all 2 restarts are used without progress; raise max_restarts, or delete this file'
+    )
     never = [Attempt(number, 1000.0 * number, 1000.0 * number + 9, cause='crash') for number in range(3)]
     assert 'ended before the first batch' in str(reason_to_give_up(never, 100))
+
+
+def test_attempts_with_progress_and_preemptions_use_up_no_restarts():
+    advancing = [attempt(number, 1000.0 * number, 100 * number, 100 * number + 150) for number in range(50)]
+    assert restarts_used(advancing) == 1, 'only the last one, whose progress is not known yet'
+    assert reason_to_give_up(advancing, 1) is None
+    preempted = [attempt(number, 1000.0 * number, 0, 0, cause='preempted') for number in range(50)]
+    assert restarts_used(preempted) == 0
+    assert reason_to_give_up([*preempted, *advancing], 1) is None
+    # Batches that are never saved are no progress, however many.
+    looping = [attempt(number, 10.0 * number, 0, 500 + number) for number in range(5)]
+    assert restarts_used(looping) == 5
+    assert 'all 4 restarts are used' in str(reason_to_give_up(looping, 4))
+    assert restarts_used([*looping, attempt(5, 60.0, 500, 501)]) == 1
+    by_hand = [replace(each, launched=False) for each in looping]
+    assert reason_to_give_up(by_hand, 0) is None, 'python run.py has no restart budget'
+
+
+def test_repeated_hardware_faults_on_one_machine_end_the_run():
+    faults = [
+        attempt(
+            *(number, 1000.0 * number, 100 * number, 100 * number + 50),
+            **{'cause': 'hardware', 'machine': 'n7', 'detail': 'Xid 79'},
+        )
+        for number in range(3)
+    ]
+    assert reason_to_give_up(faults, 100) == (
+        'the last 3 attempts ended with bad hardware on n7 (Xid 79); replace or repair the machine, '
+        'and delete this file'
+    )
+    assert reason_to_give_up(faults[:2], 100) is None
+    assert reason_to_give_up([*faults[:2], replace(faults[2], machine='n8')], 100) is None
+    assert reason_to_give_up([*faults, attempt(3, 4000.0, 300, 350, cause='preempted')], 100) is None
+
+
+def test_fault_that_another_node_recorded_names_its_machine(tmp_path):
+    begin = time.time()
+    append_attempt(tmp_path, 'begin', attempt(0, begin - 5000, 0, 5))
+    append_attempt(tmp_path, 'end', attempt(0, begin - 5000, 0, 5, cause='preempted'))
+    append_attempt(tmp_path, 'end', attempt(1, begin - 100, 0, 5, cause='preempted', detail='preflight'))
+    record_fault(tmp_path, 'gpu/7', 'preflight: 7 of 8 GPUs')
+    (tmp_path / 'faults' / '0.json').write_text('{"at": 1')
+    append_attempt(tmp_path, 'begin', Attempt(2, begin + 100))
+    first, second, third = read_attempts(tmp_path)
+    assert (first.cause, third.cause) == ('preempted', 'lost')
+    assert (second.cause, second.machine, second.detail) == ('hardware', 'gpu/7', 'gpu/7: preflight: 7 of 8 GPUs')
+
+
+@pytest.mark.parametrize('step', [1200, -3600])
+@pytest.mark.parametrize('reboot', [False, True])
+def test_goodput_adds_up_over_steps_of_the_system_clock(tmp_path, monkeypatch, step, reboot):
+    """A step while an attempt trains, and between two attempts on the same machine or on another one."""
+    wall, monotonic = [1e9], [50.0]
+    monkeypatch.setattr(attempts.time, 'time', lambda: wall[0])
+    monkeypatch.setattr(attempts.time, 'monotonic', lambda: monotonic[0])
+
+    def wait(seconds):
+        wall[0] += seconds
+        monotonic[0] += seconds
+
+    def train(number, first, last):
+        clock = Clock(tmp_path)
+        found = Attempt(number, clock.now())
+        append_attempt(tmp_path, 'begin', found, clock)
+        wait(10)
+        found.first, found.first_at = first, clock.now()
+        wait(50)
+        wall[0] += step
+        wait(50)
+        found.last, found.last_at = last, clock.now()
+        append_attempt(tmp_path, 'progress', found, clock)  # and then the node is lost
+
+    train(0, 0, 100)
+    wait(7)
+    wall[0] += step
+    if reboot:
+        monotonic[0] = 3.0
+        monkeypatch.setattr(attempts, '_boot_id', lambda: 'another')
+    train(1, 100, 200)
+    found, _ = time_breakdown(read_attempts(tmp_path))
+    assert (found.productive, found.starting, found.redone) == (200.0, 20.0, 0.0)
+    # Only the clock of another machine cannot be compared; but no time is negative.
+    assert found.down == (7 if not reboot else 7 + 2 * step if step > 0 else 0)
+    assert found.wall == found.productive + found.starting + found.down + found.ending
+
+
+def test_local_job_counts_failures_but_no_preemptions(prepare, monkeypatch, tmp_path):
+    checked, _ = prepare('local', restart={'max_restarts': 2}, workdir=str(tmp_path))
+    statuses = iter([75, 1, 75, 1, 75, 1, 1])
+    monkeypatch.setattr(LocalJob, '_attempt', lambda self, count: next(statuses))
+    assert LocalJob(checked.jobs[0]).run() == 1
+    assert [*statuses] == [1], 'ended after the third failure'
+    run = tmp_path / checked.jobs[0].run_dir
+    run.mkdir(parents=True)
+    for number in range(9):
+        each = attempt(number, 1000.0 * number, 10 * number, 10 * number + 5)
+        append_attempt(run, 'begin', each)
+        append_attempt(run, 'end', each)
+    statuses = iter([1, 1, 1, 0])
+    assert LocalJob(checked.jobs[0]).run() == 0, 'its training run advances'
 
 
 def beats(*times, doing=TRAINING):
@@ -104,13 +224,42 @@ def beats(*times, doing=TRAINING):
 
 
 def test_watchdog_waits_for_ten_median_batch_times():
-    watchdog = Watchdog(0.0, hang_seconds=30.0)
+    watchdog = Watchdog(0.0, hang_seconds=60.0)
     given = beats(*itertools.accumulate([20.0] * 6))
     for found in given:
         assert watchdog.check(found, found[0].at) is None
     assert watchdog.limit() == 200.0
     assert watchdog.check(given[-1], 120.0 + 199) is None
     assert 'no heartbeat for 201 s since batch 5 (limit 200 s)' in str(watchdog.check(given[-1], 120.0 + 201))
+
+
+@given(
+    hang_seconds=st.floats(0.1, 1e5),
+    steps=st.lists(st.floats(0.001, 1e5), max_size=8),
+    doing=st.sampled_from([TRAINING, SAVING]),
+)
+def test_collectives_time_out_after_every_limit_of_the_watchdog(hang_seconds, steps, doing):
+    watchdog = Watchdog(0.0, hang_seconds)
+    for found in beats(*itertools.accumulate(steps), doing=doing):
+        watchdog.check(found, found[0].at)
+    environ = {environment.HANG_SECONDS: repr(hang_seconds), ATTEMPT_FOLDER_VARIABLE: '/tmp/attempt'}
+    assert collective_timeout(environ) >= watchdog.limit() + COLLECTIVE_MARGIN_SECONDS
+
+
+def test_default_timeout_of_collectives():
+    assert collective_timeout({ATTEMPT_FOLDER_VARIABLE: '/tmp/attempt'}) == 4 * 900 + 60
+    assert collective_timeout({}) == collective_timeout({environment.HANG_SECONDS: '5'}) == 1800
+    for wrong in ('soon', '0', '-1', 'inf', 'nan'):
+        with pytest.raises(UserError, match=f"DIFFUSION_HANG_SECONDS: '{wrong}' is not a number of seconds above 0"):
+            collective_timeout({environment.HANG_SECONDS: wrong, ATTEMPT_FOLDER_VARIABLE: '/tmp/attempt'})
+
+
+def test_timeout_shorter_than_the_watchdog_is_reported_with_both_values():
+    assert early_timeout_warning(3661, 900) is None
+    warning = str(early_timeout_warning(300, 900))
+    assert 'trainer.dist_timeout: 300 s is shorter than the watchdog' in warning and '900 s (3600 s for slow' in warning
+    assert 'so all hangs end as a failed collective' in warning and 'remove dist_timeout, which gives 3660 s' in warning
+    assert 'so hangs in saves, evaluations and the first batch end' in str(early_timeout_warning(1800, 900))
 
 
 def test_watchdog_waits_at_least_hang_seconds():
@@ -170,18 +319,19 @@ def test_first_failed_node_is_found(tmp_path, content, expected):
 @pytest.mark.parametrize(
     ('outcome', 'reported', 'expected'),
     [
-        (Outcome(1, 'crash', 'rank 0 with 1'), '1 n2 killed rank 1 by SIGKILL', ('killed', 'n2: rank 1 by SIGKILL')),
-        (Outcome(75, 'preempted'), '75 n2 hang no batch', ('hang', 'n2: no batch')),
-        (Outcome(75, 'preempted'), '76 n2', ('hardware', 'n2: status 76')),
-        (Outcome(75, 'preempted'), '75 n2 preempted', ('preempted', '')),
-        (Outcome(1, 'crash', 'rank 0 with 1'), '1 n2 crash rank 1 with 1', ('crash', 'rank 0 with 1')),
-        (Outcome(1, 'killed', 'rank 0 by SIGKILL'), '1 n2 crash rank 1 with 1', ('killed', 'rank 0 by SIGKILL')),
-        (Outcome(1, 'crash', 'rank 0 with 1'), '0 n2 done', ('crash', 'rank 0 with 1')),
+        (Outcome(1, 'crash', 'rank 0 with 1'), '1 n2 killed by SIGKILL', ('killed', 'n2: by SIGKILL', 'n2')),
+        (Outcome(75, 'preempted'), '75 n2 hang no batch', ('hang', 'n2: no batch', '')),
+        (Outcome(75, 'preempted'), '76 n2', ('hardware', 'n2: status 76', 'n2')),
+        (Outcome(75, 'preempted'), '75 n2 preempted', ('preempted', '', '')),
+        (Outcome(1, 'crash', 'rank 0 with 1'), '1 n2 crash rank 1 with 1', ('crash', 'rank 0 with 1', 'n1')),
+        (Outcome(1, 'killed', 'rank 0 by SIGKILL'), '1 n2 crash rank 1 with 1', ('killed', 'rank 0 by SIGKILL', 'n1')),
+        (Outcome(1, 'crash', 'rank 0 with 1'), '0 n2 done', ('crash', 'rank 0 with 1', 'n1')),
+        (Outcome(76, 'hardware', 'Xid 79'), '75 n2 preempted', ('hardware', 'Xid 79', 'n1')),
     ],
 )
-def test_attempt_has_the_cause_of_first_failed_node(tmp_path, write_recipe, outcome, reported, expected):
+def test_attempt_has_the_cause_and_machine_of_first_failed_node(tmp_path, write_recipe, outcome, reported, expected):
     (tmp_path / 'exits').write_text(f'0 n1 done\n{reported}\n')
-    environ = {environment.EXIT_FILE: str(tmp_path / 'exits')}
+    environ = {environment.EXIT_FILE: str(tmp_path / 'exits'), environment.MACHINE: 'n1'}
     node = Node(
         NodePosition('local', 0, 2, 1, '127.0.0.1', 29500), Settings.from_environ({}), [], load(write_recipe()), environ
     )
@@ -191,3 +341,31 @@ def test_attempt_has_the_cause_of_first_failed_node(tmp_path, write_recipe, outc
 def test_unknown_preflight_level_is_refused():
     with pytest.raises(ValueError, match="DIFFUSION_PREFLIGHT: 'deap' is unknown; use none, fast, deep"):
         Settings.from_environ({environment.PREFLIGHT: 'deap'})
+
+
+@pytest.mark.parametrize('event', ['progress', 'end'])
+def test_record_of_a_folder_that_has_vanished_creates_neither_folder_nor_file(tmp_path, event):
+    with pytest.raises(FileNotFoundError):
+        append_attempt(tmp_path / 'gone', event, Attempt(0, 100.0))
+    with pytest.raises(FileNotFoundError):
+        append_attempt(tmp_path, event, Attempt(0, 100.0))
+    assert not [*tmp_path.iterdir()]
+
+
+def test_later_attempt_with_an_empty_folder_does_not_start_from_batch_0(write_recipe, tmp_path, capsys):
+    recipe = load(write_recipe())
+    environ = {environment.ATTEMPT: '3', environment.MACHINE: 'node7'}
+    node = Node(NodePosition('local', 0, 2, 1, '127.0.0.1', 29500), Settings.from_environ({}), [], recipe, environ)
+    assert node.run() == FAILED
+    message = capsys.readouterr().err
+    assert f'{recipe.run_dir} is empty although this is attempt 3: is it mounted on node7?' in message
+    assert not recipe.run_dir.exists()
+    composer_saves = load(write_recipe(), [f'trainer.save_folder={tmp_path}/elsewhere'])
+    elsewhere = Node(node.position, node.settings, [], composer_saves, environ)
+    assert not elsewhere._run_is_missing(), 'the checkpoints are in another folder, or in an object store'
+    recipe.run_dir.mkdir(parents=True)
+    assert not has_begun(recipe.run_dir)
+    for name in ('attempts.jsonl', 'run.json', 'ba5'):
+        (recipe.run_dir / name).mkdir()
+        assert has_begun(recipe.run_dir)
+        (recipe.run_dir / name).rmdir()

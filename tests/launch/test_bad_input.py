@@ -144,6 +144,15 @@ def test_invalid_recipe_is_refused(write_spec):
     assert expected in error_message(path)
 
 
+def test_number_of_nodes_that_cannot_share_the_samples_is_refused(write_spec):
+    changes = {'global_batch': 48, 'loader.num_canonical_nodes': 16}
+    path = write_spec('slurm', overrides=changes, nodes=3)
+    assert 'loader.num_canonical_nodes: 16 cannot be split evenly over 3 nodes; use 48' in (
+        found := error_message(path)
+    )
+    assert found.endswith('; 2 nodes of 8 devices work as it is')
+
+
 def test_missing_values_of_recipe_are_reported(write_spec):
     found = error_message(write_spec('slurm', recipe='yamls/phase1.yaml'))
     assert 'recipe: yamls/phase1.yaml: streams.laion.remote: is still ???; set the object store folder' in found

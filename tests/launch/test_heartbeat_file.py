@@ -4,7 +4,6 @@ import errno
 import math
 import os
 import time
-from pathlib import Path
 
 import pytest
 
@@ -61,7 +60,7 @@ def test_a_full_disk_does_not_make_a_rank_look_hung(tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError(errno.ENOSPC, 'No space left on device')
 
-    monkeypatch.setattr(Path, 'write_text', full)
+    monkeypatch.setattr(heartbeat_file, 'open_own_file', full)
     write_rank_heartbeat(8, TRAINING, 3, 1.5, environ)
     (found,) = last_beats(tmp_path).values()
     assert found.batch == 7 and found.at > 1.0

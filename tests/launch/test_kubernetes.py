@@ -1,6 +1,7 @@
 """Rendered JobSets: valid by the schemas of Kubernetes and JobSet, with the right failure policies."""
 
 import copy
+import re
 import sys
 
 import kubernetes_validate
@@ -194,22 +195,53 @@ def test_every_node_is_a_pod_with_master_address(manifest):
     assert {'name': 'shared-memory', 'mountPath': '/dev/shm'} in container['volumeMounts']
 
 
-def test_user_error_fails_job_set_and_other_failures_restart_it(manifest):
-    spec = manifest(restart={'max_restarts': 7})['spec']
-    (rule,) = spec['failurePolicy']['rules']
-    assert spec['failurePolicy']['maxRestarts'] == 7
-    assert (rule['action'], rule['onJobFailureReasons'][0]) == ('FailJobSet', 'PodFailurePolicy')
+def outcome_of(manifest, *, code=1, disrupted=False):
+    """Return the action of a JobSet after a pod failed, by the documented semantics of Kubernetes and JobSet."""
+    spec = manifest['spec']
     job = spec['replicatedJobs'][0]['template']['spec']
-    (pod_rule,) = job['podFailurePolicy']['rules']
-    assert pod_rule['action'] == 'FailJob'
-    assert pod_rule['onExitCodes'] == {'containerName': 'main', 'operator': 'In', 'values': [78]}
-    assert job['template']['spec']['restartPolicy'] == 'Never', 'required by a pod failure policy'
+    assert job['backoffLimit'] == 0
+    reason, message = 'BackoffLimitExceeded', 'Job has reached the specified backoff limit'
+    for index, rule in enumerate(job.get('podFailurePolicy', {}).get('rules', [])):
+        codes = rule.get('onExitCodes')
+        found = disrupted if codes is None else (code in codes['values']) == (codes['operator'] == 'In')
+        if found:
+            assert rule['action'] == 'FailJob'
+            what = 'Container main for pod a/b failed with exit code 1' if codes else 'Pod a/b has condition x'
+            reason, message = 'PodFailurePolicy', f'{what} matching FailJob rule at index {index}'
+            break
+    for rule in spec['failurePolicy']['rules']:
+        patterns = rule.get('onJobFailureMessagePatterns', [''])
+        if reason in rule['onJobFailureReasons'] and any(re.search(each, message) for each in patterns):
+            return rule['action']
+    return 'RestartJobSet' if spec['failurePolicy']['maxRestarts'] else 'FailJobSet'
+
+
+def test_user_error_fails_job_set_and_other_failures_restart_it(manifest):
+    rendered = manifest(restart={'max_restarts': 7})
+    assert outcome_of(rendered, code=78) == 'FailJobSet'
+    assert outcome_of(rendered, code=1) == outcome_of(rendered, code=137) == 'RestartJobSet'
+    assert rendered['spec']['failurePolicy']['maxRestarts'] == 140, 'the node entry point counts those without progress'
+    pod = rendered['spec']['replicatedJobs'][0]['template']['spec']['template']['spec']
+    assert pod['restartPolicy'] == 'Never', 'required by a pod failure policy'
+
+
+def test_preempted_pods_use_up_no_restarts(manifest):
+    rendered = manifest()
+    ignoring = 'RestartJobSetAndIgnoreMaxRestarts'
+    for code in (1, 75, 78, 137):
+        assert outcome_of(rendered, code=code, disrupted=True) == ignoring
+    assert outcome_of(rendered, code=75) == outcome_of(rendered, code=76) == ignoring
+    rendered = manifest(restart={'on_exit': {'76': 'stop'}})
+    assert (outcome_of(rendered, code=75), outcome_of(rendered, code=76)) == (ignoring, 'FailJobSet')
+    rendered = manifest(restart={'max_restarts': 0}, overrides={'trainer.autoresume': False})
+    assert outcome_of(rendered, code=75) == outcome_of(rendered, code=75, disrupted=True) == 'FailJobSet'
 
 
 def test_pods_killed_by_kubernetes_restart_even_if_failures_stop(manifest):
-    job = manifest(restart={'otherwise': 'stop'})['spec']['replicatedJobs'][0]['template']['spec']
-    codes = job['podFailurePolicy']['rules'][0]['onExitCodes']
-    assert (codes['operator'], codes['values']) == ('NotIn', [75, 76, 137, 143])
+    rendered = manifest(restart={'otherwise': 'stop'})
+    assert outcome_of(rendered, code=1) == 'FailJobSet'
+    assert outcome_of(rendered, code=137) == outcome_of(rendered, code=143) == 'RestartJobSet'
+    assert outcome_of(rendered, code=137, disrupted=True) == 'RestartJobSetAndIgnoreMaxRestarts'
 
 
 def test_kueue_queue_is_set_by_label(manifest):
@@ -234,7 +266,7 @@ def test_notes_state_what_the_manifest_does_not_show(prepare):
     assert 'kubectl cordon' in notes() and 'cordon' not in notes(restart={'on_exit': {'76': 'stop'}})
     assert 'two jobs may wait forever' in notes() and 'wait forever' not in notes(nodes=1)
     queued = notes(**STAGES, schedule={'queue': 'research'})
-    assert 'reserves the machines of all stages, 4,' in queued and 'JobSet 0.8' in queued
+    assert 'reserves the machines of all stages, 4,' in queued and 'JobSet 0.10' in queued
 
 
 def test_each_stage_depends_on_the_previous_one(manifest):

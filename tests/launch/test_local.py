@@ -5,6 +5,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,13 +14,16 @@ from pathlib import Path
 
 import pytest
 import yaml
+from endings import HASH, LIST, LOAD, PUBLISH, WRITE
 from forkserver import SOCKET, Server
+from injected import raising
 from ranks import assert_same_weights, batches_done, free_port
 
-from diffusion.exit_codes import CONFIG_ERROR, PREEMPTED
+from diffusion.exit_codes import BAD_HARDWARE, CONFIG_ERROR, PREEMPTED
 from diffusion.launch import attempts
 
 ROOT = Path(__file__).parents[2]
+BATCHES = 44
 
 
 class Launched:
@@ -42,7 +46,7 @@ class Launched:
 
     def wait_for_attempt(self, count: int) -> None:
         until = time.monotonic() + 120
-        while len(attempts.read_attempts(self.run)) < count:
+        while not (self.run / attempts.ATTEMPTS).exists() or len(attempts.read_attempts(self.run)) < count:
             assert time.monotonic() < until, self.log.read_text()
             time.sleep(0.05)
 
@@ -86,6 +90,7 @@ def write_job(tmp_path: Path, tiny_recipe) -> Callable[..., tuple[Path, Path, Pa
         batches: int = 24,
         hang_seconds: int | None = None,
         preflight: str = 'none',
+        processes: int = 2,
         **sections,
     ) -> tuple[Path, Path, Path]:
         content = tiny_recipe(tmp_path / 'runs', name=name, algorithms={'ema': {'smoothing': 0.9}}) | sections
@@ -99,7 +104,7 @@ def write_job(tmp_path: Path, tiny_recipe) -> Callable[..., tuple[Path, Path, Pa
             'workdir': str(tmp_path),
             'nodes': 2,
             'gpu': None,
-            'gpus_per_node': 2,
+            'gpus_per_node': processes,
             'master_port': free_port(),
             'restart': {'max_restarts': 30},
             'preflight': preflight,
@@ -107,7 +112,7 @@ def write_job(tmp_path: Path, tiny_recipe) -> Callable[..., tuple[Path, Path, Pa
         }
         spec.write_text(yaml.safe_dump(content | ({} if hang_seconds is None else {'hang_seconds': hang_seconds})))
         (tmp_path / 'run.py').unlink(missing_ok=True)
-        (tmp_path / 'run.py').symlink_to(ROOT / 'tests' / 'forkserver.py')
+        (tmp_path / 'run.py').symlink_to(ROOT / 'tests' / 'faulty_run.py')
         return spec, recipe, tmp_path / 'runs' / name
 
     return write
@@ -128,10 +133,10 @@ def launch(write_job, forkserver: Server) -> Callable[..., Launched]:
 @pytest.fixture
 def undisturbed(launch) -> Launched:
     """A job that ran without any disturbance."""
-    job = launch('undisturbed')
+    job = launch('undisturbed', batches=BATCHES)
     assert job.wait() == 0, job.log.read_text()
     (only,) = attempts.read_attempts(job.run)
-    assert (only.first, only.last, only.status, only.cause) == (0, 24, 0, 'done')
+    assert (only.first, only.last, only.status, only.cause) == (0, BATCHES, 0, 'done')
     return job
 
 
@@ -155,7 +160,10 @@ class Disturbances:
         job.process.kill()
 
     def hang_rank(self, job: Launched, rng: random.Random) -> None:
-        pid = int((self.folder / f'pid-{rng.randrange(1, 4)}').read_text())
+        self.stop_rank(rng.randrange(1, 4))
+
+    def stop_rank(self, rank: int) -> None:
+        pid = int((self.folder / f'pid-{rank}').read_text())
         os.kill(pid, signal.SIGSTOP)
         self.stopped.append(pid)
 
@@ -172,43 +180,55 @@ def disturbances(tmp_path: Path) -> Iterator[Disturbances]:
     found.kill_stopped_processes()
 
 
+STORAGE_FAULTS = [
+    (LIST, raising('ESTALE')),
+    (HASH, raising('EIO')),
+    (LOAD, raising('ETIMEDOUT')),
+    (WRITE, raising('ENOSPC')),
+    (PUBLISH, raising('EIO')),
+]
+
+
 @pytest.mark.slow
-def test_random_disturbances_do_not_change_the_weights(launch, undisturbed, disturbances):
-    rng = random.Random(6)
+def test_ten_random_disturbances_with_storage_faults_do_not_change_the_weights(
+    launch, undisturbed, disturbances, tmp_path
+):
+    rng = random.Random(14)
     kinds = [
-        disturbances.kill_rank,
         disturbances.kill_node,
         disturbances.stop_node,
         disturbances.kill_launcher,
         disturbances.hang_rank,
+        *((target, statement) for target, statement in STORAGE_FAULTS),
     ]
     rng.shuffle(kinds)
-    job = launch('disturbed', hang_seconds=15)
-    launchers = 1
+    kinds.insert(0, disturbances.kill_rank)  # first, so that there is a checkpoint to resume from
+    # In every call, so that no retry helps.
+    plan = [[(0, f'{kind[0]}@1+', kind[1])] if isinstance(kind, tuple) else [] for kind in kinds]
+    (tmp_path / 'faults.json').write_text(json.dumps(plan))
+    job = launch('disturbed', batches=BATCHES, hang_seconds=15)
     for number, disturb in enumerate(kinds):
-        # Each disturbance comes some batches later, so that the number of repeated batches stays small.
-        job.wait_for_batches(4 * (number + 1))
-        time.sleep(rng.uniform(0, 0.3))
-        attempt = len(attempts.read_attempts(job.run))
-        disturb(job, rng)
-        if disturb == disturbances.kill_launcher:
-            job.process.wait()
-            job = launch('disturbed', hang_seconds=15)
-            launchers += 1
-        job.wait_for_attempt(attempt + 1)
+        if not isinstance(disturb, tuple):
+            # After a checkpoint of this attempt, so that every attempt makes progress.
+            job.wait_for_batches(batches_done(job.run) + 6)
+            time.sleep(rng.uniform(0, 0.3))
+            disturb(job, rng)
+            if disturb == disturbances.kill_launcher:
+                job.process.wait()
+                job = launch('disturbed', batches=BATCHES, hang_seconds=15)
+        job.wait_for_attempt(number + 2)
         disturbances.kill_stopped_processes()
     assert job.wait() == 0, job.log.read_text()
     assert_same_weights(job.run, undisturbed.run)
     found = attempts.read_attempts(job.run)
-    assert len(found) >= 6
+    assert len(found) >= len(kinds) + 1
     causes = {attempt.cause for attempt in found}
-    assert {'hang', 'preempted', 'lost', 'done'} <= causes
-    assert {'killed', 'crash'} & causes, 'the killed rank, or the rank that failed because of it, may be reported first'
+    assert {'hang', 'preempted', 'lost', 'done', 'crash'} <= causes
     breakdown, _ = attempts.time_breakdown(found)
     parts = breakdown.productive + breakdown.starting + breakdown.redone + breakdown.down + breakdown.ending
     assert parts == pytest.approx(breakdown.wall, rel=1e-6)
     assert 0 < breakdown.goodput < 1
-    assert 'time lost' in attempts.format_attempts_report(job.run)
+    assert 'time lost' in '\n'.join(attempts.attempts_table(found))
 
 
 @pytest.mark.slow
@@ -220,18 +240,59 @@ def test_user_error_found_on_nodes_is_not_retried(launch, tmp_path):
     assert 'gone' in job.log.read_text()
 
 
-def test_hung_rank_leaves_stacks_and_job_restarts(launch, disturbances):
-    job = launch('hung', batches=12, hang_seconds=15)
+def test_stopped_rank_is_named_with_all_stacks(launch, disturbances, ranks):
+    """SIGSTOP at default settings but for the time scale: the timeout of collectives follows from hang_seconds."""
+    job = launch('hung', batches=12, processes=1, hang_seconds=10)
     job.wait_for_batches(6)
-    disturbances.hang_rank(job, random.Random(1))
+    disturbances.stop_rank(1)
     job.wait_for_attempt(2)
     disturbances.kill_stopped_processes()
     assert job.wait() == 0, job.log.read_text()
     first, second = attempts.read_attempts(job.run)
-    assert (first.status, first.cause, second.status) == (PREEMPTED, 'hang', 0)
-    found = ''.join(path.read_text() for path in job.run.glob('stacks-*-node*.txt'))
-    assert found.count('--- rank') >= 2
-    assert 'loader.py' in found or 'distributed' in found or 'trainer.py' in found
+    assert (second.status, second.cause) == (0, 'done')
+    assert first.detail.count('; rank 0 on node 0') == 1
+    assert_hang_is_named(job, first, stopped=1, ranks=2)
+    ranks.run(2, job.recipe, 'name=undisturbed')
+    assert_same_weights(job.run, job.run.with_name('undisturbed'))
+
+
+@pytest.mark.slow
+def test_gpu_fault_and_stopped_rank_of_four_are_named_with_nothing_lost(launch, disturbances, ranks):
+    """First a GPU fault while training moves the job; then one of four ranks is stopped."""
+    health = {'every': 2, 'seconds': 0.05, 'action': 'leave'}
+    sick = {'imports': ['tests.sick_gpu'], 'callbacks': {'node_health': health}}
+    job = launch('hung', batches=12, hang_seconds=10, **sick)
+    job.wait_for_batches(1)
+    job.wait_for_attempt(2)
+    job.wait_for_batches(7)
+    disturbances.stop_rank(3)
+    job.wait_for_attempt(3)
+    disturbances.kill_stopped_processes()
+    assert job.wait() == 0, job.log.read_text()
+    first, second, third = attempts.read_attempts(job.run)
+    fault = f'{socket.gethostname()}: rank 2: uncorrected memory errors rose from 0 to 2'
+    assert (first.status, first.cause, first.detail) == (PREEMPTED, 'hardware', fault)
+    assert f'job: exited with status {BAD_HARDWARE}; starting restart 1' in job.log.read_text()
+    assert second.first == first.last
+    assert '3 ranks wait in' in second.detail
+    assert_hang_is_named(job, second, stopped=3, ranks=4)
+    assert (third.status, third.cause) == (0, 'done')
+    ranks.run(4, job.recipe, 'name=undisturbed', environment={'SICK_RANK': 'none'})
+    assert_same_weights(job.run, job.run.with_name('undisturbed'))
+
+
+def assert_hang_is_named(job: Launched, attempt: attempts.Attempt, *, stopped: int, ranks: int) -> None:
+    """Assert that a hang was blamed on the stopped rank on node 1, and that all other ranks left their stacks."""
+    named = f'rank {stopped} on node 1 ({socket.gethostname()}) does not respond'
+    assert (attempt.status, attempt.cause) == (PREEMPTED, 'hang')
+    assert named in attempt.detail and f'node 0: hang ({attempt.detail})' in job.log.read_text()
+    (folder,) = (job.run / 'stacks').iterdir()
+    stacks = ''.join(path.read_text() for path in folder.glob('stacks-node*.txt'))
+    assert f'--- rank {stopped} does not respond; ' in stacks
+    for other in set(range(ranks)) - {stopped}:
+        _, _, text = stacks.partition(f'--- rank {other} is in ')
+        assert 'trainer.py' in text.split('---')[0], stacks
+    assert named in (folder / 'summary.txt').read_text()
 
 
 @pytest.mark.slow

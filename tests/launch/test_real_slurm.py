@@ -80,6 +80,10 @@ class Job:
     def set_limit(self, *, minutes: int) -> None:
         self.cluster.call('scontrol', 'update', f'JobId={self.number}', f'TimeLimit={minutes}')
 
+    def failures(self) -> list[str]:
+        """Return the failures that used up restarts."""
+        return [line for path in self.folder.glob('logs/*.failures') for line in path.read_text().splitlines()]
+
     def log(self) -> str:
         return ''.join(path.read_text() for path in self.folder.glob(f'logs/*-{self.number}.log'))
 
@@ -175,6 +179,7 @@ def test_killed_rank_is_restarted_and_next_stage_waits(launch, undisturbed):
     job.kill_rank(1)
     assert job.wait() == 'COMPLETED', job.diagnostics()
     assert f'attempt 0 exited with status {FAILED}' in job.log()
+    assert job.failures() == [f'attempt 0: status {FAILED}']
     first, second = job.attempts()
     assert first.cause in ('killed', 'crash')
     assert second.first in (4, 8), 'a checkpoint'
@@ -195,6 +200,7 @@ def test_preempted_job_saves_and_resumes(launch, cluster):
     assert cluster.field(urgent, 'JobState') == 'COMPLETED'
     first, second = job.attempts()
     assert (first.status, first.cause, second.status) == (PREEMPTED, 'preempted', 0)
+    assert job.failures() == [], 'a preemption uses up no restart'
     assert second.first in (first.last, first.last + 1), 'a heartbeat is written before its batch'
 
 
@@ -226,6 +232,7 @@ def test_user_error_is_not_retried(launch, tmp_path):
     (job,) = launch(streams={'gone': {'local': str(tmp_path / 'gone'), 'resolution': 32}})
     assert job.wait() == 'FAILED', job.diagnostics()
     assert (job.field('ExitCode'), job.field('Restarts')) == (f'{CONFIG_ERROR}:0', '0')
+    assert job.field('MinMemoryNode') == '0', 'all memory of the node, not DefMemPerNode'
     (only,) = job.attempts()
     assert (only.status, only.cause) == (CONFIG_ERROR, 'mistake')
 

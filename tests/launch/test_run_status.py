@@ -1,17 +1,33 @@
-"""`diffusion status` of runs that `diffusion launch` did not start."""
+"""`diffusion status` of a run's folder, as far as its files tell."""
 
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
+import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from diffusion.errors import UserError
 from diffusion.launch import run_lock
-from diffusion.launch.run_status import last_loss, report
+from diffusion.launch.attempts import Attempt, append_attempt
+from diffusion.launch.node_status import NodeStatus, StatusWriter, position_of_node, read_statuses
+from diffusion.launch.run_status import format_report, inspect_run, last_loss
+
+
+def report(run: Path) -> str:
+    return format_report(inspect_run(run))
+
+
+def write_status(run: Path, status: NodeStatus, *, since_batch: float) -> None:
+    """Write the status file of a node whose last batch ended some seconds ago."""
+    (run / 'status').mkdir(exist_ok=True)
+    status.seconds_since_batch, status.written_at, status.written = since_batch, time.monotonic(), time.time()
+    (run / 'status' / f'node-{status.node}.json').write_text(json.dumps(asdict(status)))
 
 
 @pytest.fixture
@@ -64,3 +80,103 @@ def test_status_of_a_run_with_few_files(tmp_path):
     (tmp_path / 'ba7').mkdir()
     assert '  batch              7 or later\n' in report(tmp_path)
     assert '  last loss          unknown\n' in report(tmp_path)
+
+
+def training(node: int, batch: int, *, nodes: int = 2, **changes) -> NodeStatus:
+    """Return the status of a node that trains at 4 batches/s."""
+    given = {'host': f'gpu{node}', 'doing': 'training', 'total_batches': 5000, 'seconds_per_batch': 0.25}
+    return NodeStatus(node, nodes, batch=batch, **(given | changes))
+
+
+def test_running_job_shows_speed_time_left_and_each_node(run):
+    with run_lock.hold_run_lock(run):
+        append_attempt(run, 'begin', Attempt(0, time.time() - 100))
+        append_attempt(run, 'progress', Attempt(0, time.time() - 100, 0.0, 0, time.time() - 90, 3000, time.time()))
+        write_status(run, training(0, 3001), since_batch=0.1)
+        write_status(run, training(1, 3000), since_batch=0.3)
+        write_status(run, training(7, 999, nodes=8, written=1.0), since_batch=900.0)
+        os.utime(run / 'status' / 'node-7.json', (1e9, 1e9))
+        stale = json.loads((run / 'status' / 'node-7.json').read_text()) | {'written': 1.0}
+        (run / 'status' / 'node-7.json').write_text(json.dumps(stale))
+        text, found = report(run), inspect_run(run)
+    assert text.startswith(f'{run}: running\n  batch              3001 of 5000\n  speed              4.00 batches/s\n')
+    assert '  time left          8.3 min\n' in text
+    assert '  node 0             training on gpu0, last batch 0.1 s ago\n' in text
+    assert '  node 1             training on gpu1, last batch 0.3 s ago\n' in text
+    assert 'node 7' not in text, 'an earlier attempt had more nodes'
+    assert 'batches 0 to 3000; running\ngoodput 0.9' in text
+    assert (found.state, found.batch, found.total_batches, found.cause) == ('running', 3001, 5000, None)
+    assert found.seconds_left == pytest.approx(499.75)
+    ended = report(run)
+    assert ended.startswith(f'{run}: ended, ended without a report\n') and 'batches/s' not in ended
+
+
+def test_hung_job_is_reported_as_silent(run):
+    with run_lock.hold_run_lock(run):
+        write_status(run, training(0, 3001), since_batch=240.0)
+        write_status(run, training(1, 3000), since_batch=241.0)
+        assert report(run).startswith(f'{run}: silent, no batch for 4.0 min\n')
+        write_status(run, training(0, 3001, seconds_per_batch=30.0), since_batch=240.0)
+        assert inspect_run(run).state == 'running', 'less than ten batches'
+
+
+def test_job_before_its_first_batch_is_starting(run):
+    with run_lock.hold_run_lock(run):
+        append_attempt(run, 'begin', Attempt(0, time.time() - 5))
+        assert report(run).startswith(f'{run}: starting\n') and 'no batch; running' in report(run)
+
+
+def test_status_of_another_owner_does_not_count(run):
+    write_status(run, training(0, 10, nodes=1, owner='an earlier job'), since_batch=0.0)
+    with run_lock.hold_run_lock(run):
+        assert inspect_run(run).state == 'starting'
+
+
+def test_lock_of_another_machine_is_watched(run, monkeypatch):
+    owner = run_lock.Owner('token', 'job', '7', 0, 'gpu0', 'another boot', 1, '1', time.time())
+    lock = run / run_lock.LOCK
+    lock.write_text(json.dumps({'owner': asdict(owner), 'count': 0}))
+    os.utime(lock, (1e9, 1e9))
+    monkeypatch.setattr('diffusion.launch.run_status.WATCH_SECONDS', 1.0)
+    assert inspect_run(run).state == 'ended'
+    writer = threading.Timer(0.2, lambda: lock.write_text(json.dumps({'owner': asdict(owner), 'count': 1})))
+    writer.start()
+    assert inspect_run(run).state != 'ended', 'although its clock is years behind'
+    writer.join()
+
+
+@pytest.mark.parametrize(
+    ('environ', 'expected'),
+    [
+        ({}, (0, 1)),
+        ({'RANK': '8', 'WORLD_SIZE': '16', 'LOCAL_WORLD_SIZE': '8'}, (1, 2)),
+        ({'RANK': '9', 'WORLD_SIZE': '16', 'LOCAL_WORLD_SIZE': '8'}, None),
+        ({'RANK': '2', 'WORLD_SIZE': '4', 'LOCAL_WORLD_SIZE': '4', 'DIFFUSION_NODE': '1/2'}, (1, 2)),
+        ({'RANK': '3', 'WORLD_SIZE': '4', 'LOCAL_WORLD_SIZE': '4', 'DIFFUSION_NODE': '1/2'}, None),
+    ],
+)
+def test_first_rank_of_each_node_writes_its_status(environ, expected):
+    assert position_of_node(environ) == expected
+
+
+def test_writer_that_hangs_delays_neither_training_nor_the_end(tmp_path, monkeypatch):
+    hangs = threading.Event()
+    monkeypatch.setattr('diffusion.launch.node_status._JOIN_SECONDS', 0.1)
+    writer = StatusWriter(tmp_path, training(0, 5, nodes=1), on_write=lambda: (hangs.set(), time.sleep(5))[0])
+    begin = time.monotonic()
+    writer.start()
+    assert hangs.wait(2)
+    writer.stop()
+    assert time.monotonic() - begin < 2
+
+
+def test_writer_neither_creates_a_missing_run_folder_nor_fails(tmp_path):
+    writer = StatusWriter(tmp_path / 'gone', training(0, 5, nodes=1))
+    writer.start()
+    writer.stop()
+    assert not (tmp_path / 'gone').exists()
+    writer = StatusWriter(tmp_path, training(0, 5, nodes=1))
+    writer.start()
+    writer.stop()
+    ((status, silent),) = read_statuses(tmp_path)
+    assert (status.batch, status.doing) == (5, 'ended') and silent < 5

@@ -105,14 +105,44 @@ def test_bad_hardware_is_requeued_without_faulty_nodes(script, slurm):
     assert run_script(script(), slurm, status=76)[1] == [REQUEUE], 'no node reported the fault'
 
 
-def test_requeue_stops_at_max_restarts(script, slurm):
+def test_requeue_stops_when_restarts_are_used_without_progress(script, slurm):
     text = script(restart={'max_restarts': 3})
-    assert run_script(text, slurm, status=1, restarts=2) == (1, [REQUEUE])
-    assert run_script(text, slurm, status=1, restarts=3) == (1, [])
-    assert (
-        run_script(script(restart={'max_restarts': 0}, overrides={'trainer.autoresume': False}), slurm, status=75)[1]
-        == []
+    assert [run_script(text, slurm, status=1, restarts=count)[1] for count in range(4)] == [[REQUEUE]] * 3 + [[]]
+    progress = {'exits': '0 n1 progress\n1 n2 crash rank 3 with 1\n'}
+    assert run_script(text, slurm, status=1, restarts=4, **progress) == (1, [REQUEUE])
+    assert [run_script(text, slurm, status=1, restarts=count)[1] for count in (5, 6, 7)] == [[REQUEUE]] * 2 + [[]]
+
+
+def test_preemptions_use_up_no_restarts_but_hangs_do(script, slurm):
+    text = script(restart={'max_restarts': 1})
+    for exits in ('75 n1 preempted\n', '75 n1\n', ''):
+        for count in range(3):
+            assert run_script(text, slurm, status=75, exits=exits, restarts=count) == (75, [REQUEUE])
+    hang = '75 n1 hang no heartbeat for 900 s\n'
+    assert run_script(text, slurm, status=75, exits=hang) == (75, [REQUEUE])
+    assert run_script(text, slurm, status=75, exits=hang) == (75, [])
+
+
+def test_max_restarts_0_turns_requeueing_off(script, slurm):
+    text = script(restart={'max_restarts': 0}, overrides={'trainer.autoresume': False})
+    assert run_script(text, slurm, status=75) == (75, [])
+
+
+def test_refused_requeue_does_not_exclude_nodes(script, slurm):
+    # The controller answers the query, and refuses the requeue.
+    (slurm.parent / 'bin' / 'scontrol').write_text(
+        SCONTROL.replace('elif [ "$2" = show ]', 'elif [ "$1" = requeue ]; then\n    exit 1\nelif [ "$2" = show ]')
     )
+    code, calls_made = run_script(script(), slurm, status=76, exits='76 n3\n')
+    assert code == 76
+    assert not any('ExcNodeList' in call for call in calls_made), 'Slurm refuses it for a job that is not pending'
+
+
+def test_whole_nodes_are_requested_with_all_of_their_memory(script):
+    assert '#SBATCH --exclusive\n' in script() and '#SBATCH --mem=0\n' in script()
+    partial = script(backend={'cpus_per_node': 8})
+    assert 'exclusive' not in partial and '--mem' not in partial
+    assert '#SBATCH --mem=900G\n' in script(backend={'raw': {'mem': '900G'}})
 
 
 def test_canceled_job_is_not_requeued(script, slurm):

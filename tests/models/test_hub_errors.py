@@ -1,72 +1,17 @@
-"""Errors of loading weights: mistakes of the user against transient failures."""
+"""Errors of loading weights from a folder: mistakes of the user against faults of the disk."""
 
 import errno
 import os
 import shutil
 
 import pytest
-import requests
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from transformers import CLIPTextModel, CLIPTokenizer
 
 from diffusion.errors import UserError
-from diffusion.models import hub_errors
 from diffusion.models.pretrained import load_pretrained
 
 PARTS = [AutoencoderKL, CLIPTextModel, CLIPTokenizer]
-
-
-def answered(status: int) -> Exception:
-    """Return the error that huggingface_hub raises for an HTTP status."""
-    response = requests.Response()
-    response.status_code = status
-    try:
-        try:
-            raise HfHubHTTPError(f'{status} Error for url: https://huggingface.co/a/b', response=response)
-        except HfHubHTTPError as error:
-            raise LocalEntryNotFoundError('cannot find the requested files in the local cache') from error
-    except LocalEntryNotFoundError as error:
-        return error
-
-
-def unanswered(cause: Exception) -> Exception:
-    """Return the error that huggingface_hub raises if no connection is possible."""
-    error = LocalEntryNotFoundError('cannot find the requested files in the local cache')
-    error.__cause__ = cause
-    return error
-
-
-@pytest.mark.parametrize('part', PARTS)
-@pytest.mark.parametrize(
-    ('reason', 'expected', 'message'),
-    [
-        (answered(404), UserError, '404 Error for url'),
-        (answered(401), UserError, '401 Error for url'),
-        (answered(403), UserError, '403 Error for url'),
-        (answered(429), OSError, '429 Error for url'),
-        (answered(408), OSError, '408 Error for url'),
-        (answered(500), OSError, '500 Error for url'),
-        (answered(503), OSError, '503 Error for url'),
-        (unanswered(requests.ConnectionError('Connection refused')), OSError, 'Connection refused'),
-        (unanswered(requests.ReadTimeout('Read timed out')), OSError, 'Read timed out'),
-        (ConnectionResetError(errno.ECONNRESET, 'Connection reset by peer'), OSError, 'Connection reset by peer'),
-    ],
-    ids=lambda value: str(value)[:40] if isinstance(value, str) else '',
-)
-def test_only_permanent_failures_are_user_errors(monkeypatch, part, reason, expected, message):
-    def fail(*_: object, **__: object) -> None:
-        raise reason
-
-    def fail_without_reason(*_: object, **__: object) -> None:  # as transformers does for a tokenizer
-        raise TypeError('expected str, bytes or os.PathLike object, not NoneType')
-
-    monkeypatch.setattr(hub_errors.constants, 'HF_HUB_OFFLINE', False)
-    monkeypatch.setattr(hub_errors, 'hf_hub_download', fail)
-    monkeypatch.setattr(part, 'from_pretrained', fail_without_reason)
-    with pytest.raises(expected, match=f'^a/b/part: {part.__name__} at revision c could not be .*{message}') as raised:
-        load_pretrained(part, 'a/b', subfolder='part', revision='c')
-    assert isinstance(raised.value, UserError) == (expected is UserError)
 
 
 @pytest.mark.parametrize('part', PARTS)

@@ -241,6 +241,17 @@ def test_other_sizes_can_be_generated(make_model):
         (lambda m: m.generate(['a'], seeds=[-1]), 'seeds: -1 is out of range; use 0 to 4294967295'),
         (lambda m: m.generate(['a', 'b'], seeds=[0, 2**32]), 'seeds: 4294967296 is out of range'),
         (lambda m: m.generate(['a'], size=(60, 64)), 'size: 60x64; use positive multiples of 8 px'),
+        (
+            lambda m: m.generate(['a'], latents=torch.zeros(1, 4, 8, 8), size=(128, 128)),
+            r'size: 128x128, but latents of shape \(1, 4, 8, 8\) give images of 64x64 px; pass only one of the two',
+        ),
+        (
+            lambda m: m.generate(['a', 'b'], latents=torch.zeros(1, 4, 8, 8)),
+            r'latents: shape \(1, 4, 8, 8\); pass noise of shape \[2, 4, height / 8, width / 8\], one entry per prompt',
+        ),
+        (lambda m: m.generate(['a'], latents=torch.zeros(1, 3, 8, 8)), r'latents: shape \(1, 3, 8, 8\); pass noise'),
+        (lambda m: m.generate(['a'], latents=torch.zeros(4, 8, 8)), r'latents: shape \(4, 8, 8\); pass noise'),
+        (lambda m: m.generate(['a'], size=(0, 0)), 'size: 0x0; use positive multiples of 8 px'),
         (lambda m: m.generate(['a'], size=(64, -8)), 'size: 64x-8; use positive multiples of 8 px'),
         (lambda m: m.generate(['a'], num_inference_steps=0), 'num_inference_steps: 0 is out of range; use 1 to 1000'),
         (lambda m: m.generate(['a'], num_inference_steps=1001), 'num_inference_steps: 1001 is out of range'),

@@ -58,9 +58,30 @@ def test_number_columns_are_right_aligned_and_text_columns_left_aligned(capsys):
 
 def test_json_reproduces_the_published_table(capsys):
     words = [*BOTH, '--gpu', 'a100-80gb', '--gpus', '64', '--price', '2', '--stored', 'latents+text']
-    total = as_json(capsys, *words)['total']
-    assert total['days'] == pytest.approx(10.14, abs=0.01)
-    assert total['usd'] == pytest.approx(31_146, abs=2)
+    training = as_json(capsys, *words)['training']
+    assert training['days'] == pytest.approx(10.14, abs=0.01)
+    assert training['usd'] == pytest.approx(31_146, abs=2)
+
+
+@pytest.mark.parametrize('suffix', ['', '-latents'])
+def test_cost_in_recipes_and_documentation_is_that_of_the_plan(capsys, suffix):
+    paths = [YAMLS / f'phase{number}{suffix}.yaml' for number in (1, 2)]
+    plan = as_json(capsys, *map(str, paths), '--gpu', 'a100-80gb', '--gpus', '128', '--price', '2')
+    pages = [(YAMLS.parent / name).read_text() for name in ('README.md', 'docs/recipes.md')]
+    for path, phase in zip(paths, plan['phases'], strict=True):
+        header = path.read_text().partition('\nname:')[0]
+        for cost in (phase['training'], phase['precompute']):
+            if cost['hours']:
+                figures = f'{cost["gpu_hours"]:,.0f} GPU-hours', f'${cost["usd"]:,.0f}'
+                assert all(figure in header for figure in figures)
+                assert figures[1] in pages[1]
+        assert f'{phase["training"]["days"]:.2f} days on 128 A100' in header
+    total = plan['total']
+    assert all(f'${total["usd"]:,.0f}' in text for text in [*pages, paths[1].read_text()])
+    assert f'{total["gpu_hours"]:,.0f} GPU-hours' in paths[1].read_text()
+    if suffix:
+        assert plan['precompute']['hours'] > 0
+        assert total['usd'] == pytest.approx(plan['training']['usd'] + plan['precompute']['usd'])
 
 
 def test_plan_takes_under_three_seconds_without_torch():

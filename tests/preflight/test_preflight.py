@@ -1,10 +1,13 @@
 """Preflight checks in real processes over gloo, with one fault at a time."""
 
+import ctypes
 import datetime
 import faulthandler
 import json
 import os
+import re
 import shutil
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,9 +21,12 @@ from diffusion.config.load import load
 from diffusion.exit_codes import BAD_HARDWARE, CONFIG_ERROR, FAILED, PREEMPTED
 from diffusion.launch import environment, gpu_health
 from diffusion.launch.findings import Finding, findings_exit_status, findings_json, findings_table
+from diffusion.launch.run_id import create_run_id
 from diffusion.preflight import __main__ as program
-from diffusion.preflight import collective_checks, node_checks
+from diffusion.preflight import collective_checks, node_checks, write_speed
 from diffusion.preflight.collective_checks import CollectiveLimits, RankMeasurements, compare_ranks
+from diffusion.preflight.shared_folder_check import FolderView, compare_views
+from diffusion.storage import visibility
 from tests.data.processes import Forked
 from tests.nvml_driver import Driver
 
@@ -244,8 +250,74 @@ def test_healthy_nodes_pass_within_a_minute(run_two, level):
     statuses, found = run_two(level=level)
     assert statuses == [0, 0], findings_table(found)
     assert {'versions', 'clock', 'speed', 'results', 'all-reduce'} <= {finding.check for finding in found}
+    assert {'shared folder', 'write speed'} <= {finding.check for finding in found}
     assert ('link' in {finding.check for finding in found}) == (level == 'deep')
     assert time.monotonic() - begin < 60
+
+
+def own_folder(rank):
+    """Mount a tmpfs over the runs folder in a mount namespace of the second node's own."""
+    visibility.VISIBLE_SECONDS = 0.5
+    if rank:
+        libc = ctypes.CDLL(None, use_errno=True)
+        assert libc.unshare(0x20000) == 0, os.strerror(ctypes.get_errno())  # CLONE_NEWNS
+        subprocess.run(['mount', '--make-rprivate', '/'], check=True)
+        subprocess.run(['mount', '-t', 'tmpfs', 'tmpfs', os.environ['COVERED']], check=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason='only root may mount')
+def test_nodes_that_do_not_share_the_run_folder_are_found(run_two, recipe, monkeypatch):
+    if subprocess.run(['unshare', '--mount', 'true'], capture_output=True, check=False).returncode:
+        pytest.skip('this machine does not support mount namespaces')
+    recipe.run_dir.mkdir(parents=True)
+    create_run_id(recipe.run_dir)
+    monkeypatch.setenv('COVERED', str(recipe.run_dir.parent))
+    statuses, found = run_two(own_folder)
+    (only,) = bad(found)
+    assert (only.check, only.where, only.status) == ('shared folder', 'node1', BAD_HARDWARE)
+    assert f'{recipe.run_dir} is on tmpfs tmpfs here and on ' in only.detail and 'on node0' in only.detail
+    assert statuses == SECOND
+    assert {path.name for path in recipe.run_dir.iterdir()} == {'run.json', program.REPORT}
+
+
+def view(number, *seen, begun=False, kind='nfs4'):
+    files = frozenset(f'file{each}' for each in (number, *seen))
+    return FolderView(f'node{number}', f'{kind} server:/export', begun, f'file{number}', files)
+
+
+@pytest.mark.parametrize(
+    ('views', 'expected'),
+    [
+        ([view(0)], []),
+        ([view(0, 1, 2), view(1, 0, 2), view(2, 0, 1)], []),
+        ([view(0, 1), view(1, 0), view(2, kind='ext4')], [('node2', BAD_HARDWARE)]),
+        ([view(0), view(1, 2), view(2, 1)], [('node0', BAD_HARDWARE)]),
+        ([view(0, begun=True), view(1, 2), view(2, 1)], [('node1', BAD_HARDWARE), ('node2', BAD_HARDWARE)]),
+        ([view(0), view(1)], [('node0', CONFIG_ERROR), ('node1', CONFIG_ERROR)]),
+        ([view(0), view(1, kind='ext4')], [('node0', FAILED), ('node1', FAILED)]),
+    ],
+)
+def test_node_that_sees_another_folder_is_named(views, expected):
+    found = bad(compare_views(Path('runs/a'), views))
+    assert [(finding.where, finding.status) for finding in found] == expected
+    assert all('mount it on all nodes' in finding.detail for finding in found)
+
+
+def slow_folder(rank):
+    plain = os.fdatasync
+    write_speed.os.fdatasync = lambda descriptor: (time.sleep(0.2), plain(descriptor))
+    node_checks.checkpoint_bytes = lambda recipe: 14 * 10**9
+
+
+def test_save_longer_than_the_notice_is_a_warning(run_two, monkeypatch):
+    monkeypatch.setenv(environment.NOTICE_SECONDS, '30')
+    statuses, found = run_two(slow_folder)
+    assert statuses == [0, 0], 'a warning is no fault'
+    (speed,) = [finding for finding in found if finding.check == 'write speed']
+    assert speed.warns
+    expected = r'GB/s; a save of 14\.0 GB takes about \d+ s, longer than .* (notice|timeout of collectives)'
+    assert re.search(expected, speed.detail) and 'parallelism.checkpoints: sharded' in speed.detail
+    assert 'WARN write speed' in findings_table(found)
 
 
 def test_missing_ranks_are_listed(write_recipe, monkeypatch, capsys):

@@ -3,6 +3,7 @@
 import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -92,7 +93,7 @@ def test_replaced_folder_is_removed_or_restored_on_an_error(
             raise OSError(errno.EIO, 'Input/output error')
         rename(old, new)
 
-    where = {'aside': tmp_path / aside} if aside else {}
+    where: dict[str, Any] = {'aside': tmp_path / aside} if aside else {}
     with monkeypatch.context() as patch:
         patch.setattr(os, 'rename', fail_once)
         with pytest.raises(OSError, match='Input/output'):

@@ -67,7 +67,9 @@ def test_batches_never_mix_shapes_and_keep_proportions_on_any_number_of_ranks(co
 
 def test_check_finds_mistakes_about_folders_of_several_shapes(content, tmp_path):
     from diffusion.config.load import RecipeError, load
+    from diffusion.errors import UserError
     from diffusion.tasks.run_recipe import checked
+    from diffusion.training.expand_streams import by_shape
 
     root, recipe = content
     path = Path(tmp_path, 'recipe.yaml')
@@ -77,5 +79,14 @@ def test_check_finds_mistakes_about_folders_of_several_shapes(content, tmp_path)
         checked(str(path), [f'streams.px32.local={root}'])
     with pytest.raises(RecipeError, match=r'streams\.px32\.local: .*it has buckets\.json; set aspects: true'):
         checked(str(path), ['streams.px32.aspects=false'])
+    for resolution, reason in ((48, 'its images would be enlarged'), (24, 'its images would be used at that size')):
+        message = (
+            rf'streams\.px32\.resolution: {resolution}, but .* buckets of 32 px: {reason}; set resolution: 32, or use'
+        )
+        with pytest.raises(RecipeError, match=message):
+            checked(str(path), [f'streams.px32.resolution={resolution}'])
+        stream = load(str(path), [f'streams.px32.resolution={resolution}']).streams['px32']
+        with pytest.raises(UserError, match=message):
+            by_shape({'px32': stream})
     with pytest.raises(RecipeError, match=r'streams\.px32\.choose: cannot be divided over image shapes'):
         load(str(path), ['streams.px32.choose=8', 'streams.px32.proportion=null'])

@@ -1,9 +1,12 @@
 """Real runs of tiny models: resuming, starting from another run's weights, evaluating, generating and exporting."""
 
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +19,7 @@ from streaming import StreamingDataset
 from diffusion.checkpointing.checkpoint_weights import read_checkpoint, weights_of
 from diffusion.checkpointing.run_folder import find_checkpoint
 from diffusion.cli import main
-from diffusion.config.load import load
+from diffusion.config.load import load, to_yaml
 from diffusion.loggers.metrics_file import read_metrics
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.pretrained import decode_latents, posterior_of
@@ -124,6 +127,50 @@ def test_phase_two_starts_from_the_weights_of_phase_one(write_recipe, pictures, 
     resumed = build_trainer(recipe)
     assert resumed.state.timestamp.batch.value == 2, "the run's own checkpoint takes precedence over init_from"
     resumed.close()
+
+
+def test_init_from_takes_averaged_weights(write_recipe, finished, tmp_path):
+    _, run = finished
+    path = write_recipe('averaged')
+    content = yaml.safe_load(path.read_text()) | {'init_from': {'from': str(run / 'ba4'), 'weights': 'ema'}}
+    content['model']['objective'] = {'prediction_type': 'v_prediction'}
+    path.write_text(yaml.safe_dump(content))
+    trainer = build_trainer(load(path))
+    weights, loaded = weights_of(run / 'ba4', 'ema')[0], trainer.state.model.state_dict()
+    assert all(torch.equal(weights[name], loaded[name]) for name in loaded)
+    trainer.close()
+    saved = tmp_path / 'saved.yaml'
+    saved.write_text(to_yaml(load(path)))
+    assert load(saved) == load(path)
+
+
+@pytest.mark.parametrize(
+    ('damage', 'start', 'message'),
+    [
+        (
+            lambda bad: os.truncate(bad / 'state.pt', 1000),
+            {},
+            r'init_from: .*/bad/state\.pt: 1000 bytes, expected \d+; copy',
+        ),
+        (lambda bad: shutil.rmtree(bad), {}, r'init_from: .*/bad is not a checkpoint or a run .*; check the path'),
+        (
+            lambda bad: None,
+            {'weights': 'ema'},
+            r'init_from\.weights: ema, but .*/bad: it has no averaged .*; use training',
+        ),
+    ],
+)
+def test_init_from_names_key_and_way_out(write_recipe, tmp_path, finished, damage, start, message):
+    _, run = finished
+    bad = tmp_path / 'bad'
+    if start:
+        train(load(write_recipe('plain'), ['trainer.max_duration=1ba'])).close()
+        run = tmp_path / 'runs' / 'plain'
+    shutil.copytree(run / 'latest', bad)
+    damage(bad)
+    path = write_recipe('other', init_from={'from': str(bad)} | start)
+    with pytest.raises(ValueError, match=message):
+        build_trainer(load(path))
 
 
 def test_init_from_another_architecture_is_an_error(write_recipe, finished):
@@ -357,6 +404,15 @@ def test_pickled_code_in_a_checkpoint_is_not_executed(tmp_path):
     assert not (tmp_path / 'ran').exists()
 
 
+def test_checkpoint_that_would_fill_the_memory_is_not_decompressed(tmp_path):
+    torch.save({'state': {'model': {}}}, tmp_path / 'plain.pt')
+    assert read_checkpoint(tmp_path / 'plain.pt') == {'model': {}}
+    with zipfile.ZipFile(tmp_path / 'bomb.pt', 'w', zipfile.ZIP_DEFLATED) as bomb:
+        bomb.writestr('bomb/data.pkl', bytes(2**24))
+    with pytest.raises(ValueError, match='data.pkl is compressed, which torch.save never does'):
+        read_checkpoint(tmp_path / 'bomb.pt')
+
+
 def test_checkpoint_is_found_by_run_folder_latest_and_name(finished):
     _, run = finished
     assert find_checkpoint(run) == run / 'ba8'
@@ -393,16 +449,11 @@ def test_status_of_a_run_that_launch_did_not_start(finished, capsys):
     _, run = finished
     assert main(['status', str(run)]) == 0
     last = losses(run)[7]
-    expected = [
-        f'{run}: not started by diffusion launch',
-        '  batch              8 of 8ba',
-        f'  last loss          {last:.4f}',
-        f'  newest checkpoint  {run / "ba8"}',
-        '  process            none, the run has ended',
-    ]
-    *lines, alive = capsys.readouterr().out.splitlines()
-    assert lines == expected
-    assert re.match(r'  last sign of life  \d{4}-.* \d+ (s|min) ago$', alive)
+    text = capsys.readouterr().out
+    assert text.startswith(f'{run}: ended, completed\n')
+    assert re.search(r'(?m)^  batch +8 of 8', text) and f'{last:.4f}' in text and str(run / 'ba8') in text
+    assert re.search(r'(?m)^  process +none, the run has ended$', text)
+    assert re.search(r'(?m)^  last sign of life +\d{4}-.* ago$', text)
 
 
 def test_tensorboard_gets_metrics_and_images(write_recipe, tmp_path):

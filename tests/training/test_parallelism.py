@@ -190,3 +190,15 @@ def test_ema_under_fsdp1_on_two_ranks(tmp_path):
 @pytest.mark.gpu
 def test_ema_under_fsdp1_is_gathered_and_restored(tmp_path):
     run_fsdp1(tmp_path, 'cuda', 1)
+
+
+def test_all_process_groups_get_the_timeout_of_the_watchdog(write_recipe, alone, monkeypatch, tmp_path):
+    """FSDP2's group of replicas too, which torch creates with a default of its own."""
+    monkeypatch.setenv('DIFFUSION_ATTEMPT_FOLDER', str(tmp_path))
+    monkeypatch.setenv('DIFFUSION_HANG_SECONDS', '1000')
+    torch.distributed.init_process_group('gloo')
+    torch.distributed.new_group(backend='gloo')
+    build_trainer(load(write_recipe(parallelism={'strategy': 'fsdp2'}))).close()
+    groups = list(torch.distributed.distributed_c10d._world.pg_map)
+    timeouts = [group._get_backend(torch.device('cpu')).options._timeout.total_seconds() for group in groups]
+    assert len(groups) > 1 and set(timeouts) == {4 * 1000 + 60}

@@ -181,6 +181,22 @@ def test_compiled_blocks_keep_names_and_compile_once_per_shape(make_model):
     assert torch._dynamo.config.recompile_limit >= 2 * blocks
 
 
+def test_transformer_blocks_of_equal_shapes_share_compiled_code(make_model, monkeypatch):
+    monkeypatch.setattr(performance, 'BACKEND', 'eager')
+    model = make_model()
+    apply_speed(model, with_parts('flash_attention'))
+    first, second = [each for each in model.denoiser.modules() if isinstance(each, Transformer2DModel)][:2]
+    performance.configure_dynamo(graphs=8)
+    counts = torch._dynamo.utils.counters
+    counts.clear()
+    graphs = []
+    for block in (first, second):
+        performance._compile_forward(block, with_gradients=True)
+        block(torch.ones(1, 32, 4, 4), encoder_hidden_states=torch.ones(1, 16, 32), return_dict=False)
+        graphs.append(counts['stats']['unique_graphs'])
+    assert graphs[0] == graphs[1] > 0, 'Dynamo guards the identity of the attention processor, which they share'
+
+
 @pytest.mark.slow
 def test_compiled_blocks_use_weights_that_are_replaced_in_place(make_model):
     """EMA's exchange of weights and loading of checkpoints write into the parameters in place."""

@@ -10,10 +10,11 @@ import yaml
 
 from diffusion.config.schema import Gatherer, Problem, join
 from diffusion.errors import ExternalError, UserError
+from diffusion.exit_codes import BAD_HARDWARE, PREEMPTED
 from diffusion.launch import environment
 from diffusion.launch.backends.base import NotValidated, Rendered, deep_merge, environment_of, unmounted_run_folders
 from diffusion.launch.command_line_tools import call
-from diffusion.launch.job_spec import Job
+from diffusion.launch.job_spec import Job, Restart
 
 INSTALL = 'install kubectl and configure a context (kubectl config get-contexts)'
 LABEL = re.compile(r'[a-z]([a-z0-9-]*[a-z0-9])?')
@@ -23,6 +24,9 @@ QUEUE = 'kueue.x-k8s.io/queue-name'
 PRIORITY = 'kueue.x-k8s.io/priority-class'
 RESTARTS = 'jobset.sigs.k8s.io/restart-attempt'
 """Label of a pod that holds the number of restarts of its JobSet."""
+SCHEDULER_RESTARTS = 20
+"""Factor from the `max_restarts` of a job spec, which counts failures in a row without progress, to the maxRestarts of
+the JobSet, which counts all failures but preemptions and bad hardware."""
 RAW = ('jobset', 'job', 'pod', 'container')
 
 
@@ -151,6 +155,8 @@ def _notes(jobs: Sequence[Job]) -> list[str]:
         )
     if spec.schedule.queue is None and any(job.nodes > 1 for job in jobs):
         found.append('Without a Kueue queue (schedule.queue), pods start one by one, and two jobs may wait forever.')
+    if spec.restart.max_restarts:
+        found.append('The rule for preempted pods needs JobSet 0.10 or later.')
     if len(jobs) > 1:
         found.append('Stages need JobSet 0.8 or later; a restart also runs completed stages, which exit immediately.')
     if len(jobs) > 1 and spec.schedule.queue is not None:
@@ -175,11 +181,36 @@ def _failure_policy(jobs: Sequence[Job]) -> dict[str, Any]:
     restart = jobs[0].spec.restart
     # JobSet recreates all Jobs after any other failure, because the ranks cannot continue without one another.
     final = {'name': 'stop', 'action': 'FailJobSet', 'onJobFailureReasons': ['PodFailurePolicy', 'DeadlineExceeded']}
-    return {'maxRestarts': restart.max_restarts, 'rules': [final]}
+    if restart.max_restarts == 0:
+        return {'maxRestarts': 0, 'rules': [final]}
+    # The reason is PodFailurePolicy for every FailJob rule of a Job, and only the message tells which rule matched.
+    patterns = [f'matching FailJob rule at index {index}$' for index in range(len(_uncounted_rules(restart)))]
+    uncounted = {
+        'name': 'retry-without-limit',
+        'action': 'RestartJobSetAndIgnoreMaxRestarts',
+        'onJobFailureReasons': ['PodFailurePolicy'],
+        'onJobFailureMessagePatterns': patterns,
+    }
+    # JobSet cannot tell which attempts made progress. The node entry point can, and ends with 78 once max_restarts is
+    # exceeded, so the limit of JobSet only ends jobs whose node entry point cannot start.
+    return {'maxRestarts': restart.max_restarts * SCHEDULER_RESTARTS, 'rules': [uncounted, final]}
+
+
+def _uncounted_rules(restart: Restart) -> list[dict[str, Any]]:
+    """Return the rules of a podFailurePolicy for failures that do not count as restarts of the JobSet."""
+    # The node entry point itself ends with these statuses: after a preemption, a hang or a hardware fault.
+    codes = [code for code in (PREEMPTED, BAD_HARDWARE) if restart.actions()[code] != 'stop']
+    disruption = {'action': 'FailJob', 'onPodConditions': [{'type': 'DisruptionTarget', 'status': 'True'}]}
+    return [disruption, *([_exit_rule('In', codes)] if codes else [])]
+
+
+def _exit_rule(operator: str, codes: Sequence[int]) -> dict[str, Any]:
+    exit_codes = {'containerName': 'main', 'operator': operator, 'values': [*codes]}
+    return {'action': 'FailJob', 'onExitCodes': exit_codes}
 
 
 def _pod_failure_policy(job: Job) -> dict[str, Any]:
-    """Return the part of a Kubernetes Job that fails the JobSet on exit statuses that must not be retried."""
+    """Return the part of a Kubernetes Job that names the failures for which the JobSet has a rule."""
     restart = job.spec.restart
     codes = restart.codes('stop')
     operator = 'In'
@@ -188,8 +219,12 @@ def _pod_failure_policy(job: Job) -> dict[str, Any]:
         # Kubernetes itself ends pods with 137 (SIGKILL) and 143 (SIGTERM), for example on eviction; that is no failure
         # of the job.
         codes = sorted({*codes, 137, 143})
-    rule = {'action': 'FailJob', 'onExitCodes': {'containerName': 'main', 'operator': operator, 'values': codes}}
-    return {'podFailurePolicy': {'rules': [rule]}} if codes else {}
+    # The first rule that matches decides. The rules of uncounted failures come first: JobSet knows them by their index.
+    rules = [
+        *(_uncounted_rules(restart) if restart.max_restarts else []),
+        *([_exit_rule(operator, codes)] if codes else []),
+    ]
+    return {'podFailurePolicy': {'rules': rules}} if rules else {}
 
 
 def _replicated_job(job: Job, previous: Job | None) -> dict[str, Any]:

@@ -234,7 +234,7 @@ def _resources(job: Job) -> dict[str, Any]:
     schedule, restart = spec.schedule, spec.restart
     codes = restart.codes('retry', 'elsewhere')
     # All other failures have status 1. max_restarts_on_errors is 0 because SkyPilot counts preemptions against it as
-    # well; the node entry point counts the restarts (MAX_RESTARTS).
+    # well; the node entry point counts the restarts without progress (MAX_RESTARTS).
     codes = sorted({*codes, *([1] if restart.otherwise == 'retry' else [])}) if restart.max_restarts else []
     recovery = {'strategy': options.recovery, 'max_restarts_on_errors': 0, 'recover_on_exit_codes': codes}
     resources = {

@@ -174,6 +174,7 @@ def _script(job: Job) -> str:
         # An absolute path, because a container has another working directory.
         f'logs=$(realpath {shlex.quote(options.logs)})',
         f'export {environment.EXIT_FILE}="$logs/{job.name}-$SLURM_JOB_ID.${environment.ATTEMPT}.exits"',
+        f'failures="$logs/{job.name}-$SLURM_JOB_ID.failures"',
         f'max_restarts={spec.restart.max_restarts}',
         *_action_function(job),
         '',
@@ -208,6 +209,8 @@ def _directives(job: Job) -> list[str]:
         'gpus-per-node': f'{kind}{spec.gpus_per_node}' if spec.gpu else None,
         'cpus-per-task': options.cpus_per_node,
         'exclusive': True if options.cpus_per_node is None else None,
+        # --exclusive allocates all cores and GPUs of a node, but memory only by DefMemPerNode; 0 is all of it.
+        'mem': 0 if options.cpus_per_node is None else None,
         'partition': schedule.queue,
         'qos': schedule.priority,
         'account': options.account,
@@ -225,7 +228,7 @@ def _directives(job: Job) -> list[str]:
     return [
         f'#SBATCH --{name}' if value is True else f'#SBATCH --{name}={value}'
         for name, value in lines.items()
-        if value not in (None, False)
+        if value is not None and value is not False
     ]
 
 

@@ -1,0 +1,132 @@
+"""Callback that logs which rank is the slowest, and by which factor, from the time that each rank spends by itself."""
+
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from composer.core import Callback, State
+from composer.loggers import Logger
+from composer.utils import dist
+
+from diffusion.callbacks.reduce_once import fsdp_modules
+
+EVERY = 100
+"""Logging interval in batches."""
+
+
+class WaitingLoader(Protocol):
+    """Data loader that counts the time in which this rank has waited for data."""
+
+    wait_seconds: float
+
+
+class HostTimer:
+    """Sum of the host's time between start and stop."""
+
+    def __init__(self) -> None:
+        self._begin: float | None = None
+        self._seconds = 0.0
+
+    def start(self) -> None:
+        self._begin = time.perf_counter()
+
+    def stop(self) -> None:
+        if self._begin is not None:
+            self._seconds += time.perf_counter() - self._begin
+            self._begin = None
+
+    def take(self) -> float:
+        """Return the seconds so far, and begin again from zero."""
+        found, self._seconds = self._seconds, 0.0
+        return found
+
+
+class CudaTimer:
+    """Sum of a GPU's time between start and stop, by events, so that the host does not wait for the GPU."""
+
+    def __init__(self) -> None:
+        self._begin: Any = None
+        self._pairs: list[tuple[Any, Any]] = []
+
+    def start(self) -> None:
+        self._begin = torch.cuda.Event(enable_timing=True)
+        self._begin.record()
+
+    def stop(self) -> None:
+        if self._begin is not None:
+            end: Any = torch.cuda.Event(enable_timing=True)
+            end.record()
+            self._pairs.append((self._begin, end))
+            self._begin = None
+
+    def take(self) -> float:
+        """Return the seconds so far, and begin again from zero; waits for the last event."""
+        pairs, self._pairs = self._pairs, []
+        if pairs:
+            pairs[-1][1].synchronize()
+        return sum(begin.elapsed_time(end) for begin, end in pairs) / 1000
+
+
+class Stragglers(Callback):
+    """Callback that logs the slowest rank (`straggler/slowest_rank`) and its factor (`straggler/slowest_factor`).
+
+    The factor is the rank's own time per batch over that of the median rank. The own time of a batch is the wait for
+    this rank's data, and the forward pass up to its first collective: all of it under DDP; under FSDP, whose ranks wait
+    for each other in every sharded module, the part before the first of them (such as the VAE). With FSDP and
+    precomputed latents only the data loading remains; `node_health` then shows slow GPUs by their clock.
+
+    Args:
+        loader: The training loader.
+    """
+
+    # The duration of a whole batch is the same on all ranks, since each waits for the slowest in the gradients'
+    # all-reduce. The first batch does not count. One small collective per EVERY batches, and no device synchronization
+    # beyond Composer's own.
+
+    def __init__(self, loader: WaitingLoader) -> None:
+        self._loader = loader
+        self._waited = 0.0
+        self._first = True
+        self._timer: HostTimer | CudaTimer | None = None
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        if dist.get_world_size() == 1 or self._timer is not None:
+            return
+        timer = self._timer = CudaTimer() if state.device.name == 'gpu' else HostTimer()
+        for module in fsdp_modules(state.model):
+            # First of all hooks: FSDP's own gathers weights, and so waits for other ranks.
+            module.register_forward_pre_hook(lambda *_: timer.stop(), prepend=True)
+
+    def before_forward(self, state: State, logger: Logger) -> None:
+        if self._timer is not None:
+            self._timer.start()
+
+    def after_forward(self, state: State, logger: Logger) -> None:
+        if self._timer is not None:
+            self._timer.stop()
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        if self._timer is None:
+            return
+        if self._first:
+            # Compilation and the start of the loader's workers take the ranks very different times.
+            self._first = False
+            self._timer.take()
+            self._waited = self._loader.wait_seconds
+        if state.timestamp.batch.value % EVERY:
+            return
+        waited, self._waited = self._loader.wait_seconds - self._waited, self._loader.wait_seconds
+        own = torch.tensor([waited + self._timer.take()], dtype=torch.float64)
+        seconds = [each.item() for each in dist.all_gather(state.device.tensor_to_device(own))]
+        rank, factor = slowest(seconds)
+        logger.log_metrics({'straggler/slowest_rank': float(rank), 'straggler/slowest_factor': factor})
+
+
+def slowest(seconds: Sequence[float]) -> tuple[int, float]:
+    """Return the rank with the longest time, and that time over the median of all ranks."""
+    rank = max(range(len(seconds)), key=lambda each: seconds[each])
+    # The lower median: of two ranks it is the faster one.
+    middle = statistics.median_low(seconds)
+    return rank, seconds[rank] / middle if middle > 0 else 1.0

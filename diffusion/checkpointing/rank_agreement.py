@@ -1,0 +1,140 @@
+"""Agreement of all ranks: an error on one rank is raised on every rank, and long work of one rank is waited for."""
+
+import errno
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from composer.utils import dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from diffusion.checkpointing.storage_faults import storage_fault
+from diffusion.errors import ExternalError, UserError, exit_status
+from diffusion.exit_codes import CONFIG_ERROR
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 1.0
+"""Interval of the collectives in which ranks wait for the work of rank 0."""
+Result = TypeVar('Result')
+Kind = Literal['user', 'external', 'storage', 'other']
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """Error of one rank as the other ranks see it; text instead of the error, which may not be picklable."""
+
+    kind: Kind
+    message: str
+    description: str
+    errno: int
+
+
+@contextmanager
+def raise_on_all_ranks(where: str, *, logs: bool = True) -> Iterator[None]:
+    """Raise on every rank if any rank raises inside the block; a collective, which every rank must enter.
+
+    A rank that failed raises its own error; the others raise an error with the first failed rank and its error: a
+    UserError or ExternalError if it is one, an OSError for a storage fault, else a RuntimeError. All ranks raise
+    errors of the same kind: if only some of the failed ranks met a storage fault, no rank raises one.
+
+    The block must not contain a collective that a failing rank would leave the others waiting in.
+
+    Args:
+        where: Start of the error messages.
+        logs: Log the error on the rank that failed.
+    """
+    error: BaseException | None = None
+    try:
+        yield
+    except (Exception, CheckpointException) as caught:  # CheckpointException is a BaseException
+        error = caught
+    report = None if error is None else _failure(error)
+    failed = [(rank, each) for rank, each in enumerate(dist.all_gather_object(report)) if each is not None]
+    if not failed:
+        return
+    # Bugs and mistakes first: a rank that met only a storage fault must not go on while another raises.
+    rank, worst = next(((rank, each) for rank, each in failed if each.kind != 'storage'), failed[0])
+    if error is not None:
+        assert report is not None
+        if logs and report.kind != 'user':
+            log.error('%s (rank %d: %s)', where, dist.get_global_rank(), error)
+        if worst.kind != 'storage' and report.kind == 'storage':
+            raise _as_error(worst, where, rank) from error
+        raise error
+    raise _as_error(worst, where, rank)
+
+
+def _failure(error: BaseException) -> _Failure:
+    """Return the description of an error for the other ranks."""
+    fault = storage_fault(error)
+    kind: Kind = 'storage' if fault is not None else 'other'
+    if isinstance(error, UserError) and exit_status(error) == CONFIG_ERROR:
+        kind = 'user'
+    elif isinstance(error, ExternalError):
+        kind = 'external'
+    number = errno.EIO if fault is None or fault.errno is None else fault.errno
+    message = str(error) if fault is None else (fault.strerror or str(fault))
+    if fault is not None and fault.filename is not None:
+        message += f': {fault.filename}'
+    return _Failure(kind, message, f'{type(error).__name__}: {error}', number)
+
+
+def _as_error(failure: _Failure, where: str, rank: int) -> Exception:
+    """Return the error that a rank raises for the failure of another rank."""
+    if failure.kind == 'user':
+        return UserError(failure.message)
+    if failure.kind == 'external':
+        return ExternalError(failure.message)
+    if failure.kind == 'storage':
+        return OSError(failure.errno, f'{failure.message} (rank {rank})')
+    return RuntimeError(f'{where} (rank {rank}: {failure.description})')
+
+
+def run_on_rank_zero(work: Callable[[], Result], where: str) -> Result | None:
+    """Run a function on rank 0 alone, which may take longer than the timeout of collectives; a collective.
+
+    Args:
+        work: The function; it must not contain collectives.
+        where: Start of the error messages.
+
+    Returns:
+        The result on rank 0, None on the other ranks.
+
+    Raises:
+        Exception: The function's error, on every rank as in `raise_on_all_ranks`.
+    """
+    done: Future[Result] | None = None
+    if dist.get_world_size() > 1:
+        # Instead of a single collective, which would end with its timeout, the ranks meet every second while a thread
+        # works.
+        done = _in_thread(work) if dist.get_global_rank() == 0 else None
+        while True:
+            finished = [done is not None and bool(wait([done], POLL_SECONDS).done)]
+            dist.broadcast_object_list(finished, src=0)
+            if finished[0]:
+                break
+    result: Result | None = None
+    with raise_on_all_ranks(where):
+        if dist.get_global_rank() == 0:
+            result = work() if done is None else done.result()
+    return result
+
+
+def _in_thread(work: Callable[[], Result]) -> Future[Result]:
+    """Start a function in a thread and return its future."""
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # raised again by future.result()
+            future.set_exception(error)
+
+    # A daemon, unlike the threads of ThreadPoolExecutor: this process can end while the file system does not respond.
+    threading.Thread(target=run, name='work of rank 0', daemon=True).start()
+    return future

@@ -1,0 +1,159 @@
+"""State of a Trainer in a checkpoint: collect it from a Trainer, and load it into one."""
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from composer.core import State
+from composer.loggers import Logger
+from composer.utils import reproducibility
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from diffusion.algorithms.average import Averager, empty_average, reshard
+from diffusion.checkpointing import sharded_state
+from diffusion.checkpointing.checkpoint_weights import check_architecture, is_sharded, read_content
+from diffusion.checkpointing.rank_agreement import raise_on_all_ranks
+from diffusion.errors import UserError
+
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+_SHARDED_ATTRIBUTES = ('model', 'optimizers')
+"""Attributes of Composer's state whose tensors are stored by `sharded_state` instead of in state.pt."""
+
+
+def gather_state(state: State, *, sharded_tensors: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return what to save: the content of state.pt, and by name the tensors of which each rank writes its shards."""
+    # After a forward pass without a backward pass (evaluation, image sampling) FSDP2 may leave gathered weights in the
+    # model, which are not the parameters that the optimizer holds.
+    reshard(state.model)
+    random_state = reproducibility.get_rng_state()
+    if not sharded_tensors:
+        return {'state': state.state_dict(), 'rng': random_state}, {}
+    optimizer = get_optimizer_state_dict(state.model, state.optimizers[0], options=_FLAT)
+    tensors = {f'model.{name}': tensor for name, tensor in _model_tensors(state).items()}
+    tensors |= {f'optimizer.{name}': value for name, value in optimizer.items() if isinstance(value, Tensor)}
+    settings = {name: value for name, value in optimizer.items() if not isinstance(value, Tensor)}
+    averagers = _averagers(state)
+    for name, algorithm in averagers.items():
+        for label, average in algorithm.averages.items():
+            shards = average.shards(state.model)
+            tensors |= {f'averages.{name}.{label}.{key}': shard for key, shard in shards.items()}
+    # state_dict() must leave out the tensors that are stored sharded: model and optimizer through Composer's list of
+    # attributes, the averages through the averagers' switch. It has no argument for that, so both are changed here.
+    attributes = state.serialized_attributes
+    try:
+        for algorithm in averagers.values():
+            algorithm.gathers = False
+        state.serialized_attributes = [name for name in attributes if name not in _SHARDED_ATTRIBUTES]
+        rest = state.state_dict()
+    finally:
+        state.serialized_attributes = attributes
+        for algorithm in averagers.values():
+            algorithm.gathers = True
+    kind = type(state.optimizers[0]).__qualname__
+    return {'state': rest, 'rng': random_state, 'optimizer_settings': {kind: settings}}, tensors
+
+
+def load_checkpoint(state: State, logger: Logger, checkpoint: Path) -> list[dict[str, Any]] | None:
+    """Load a checkpoint into a trainer's state, before DDP wraps the model and after FSDP does; every rank calls this.
+
+    Returns:
+        The states of torch's random generators, one per rank of the run that saved them; None if there are none.
+
+    Raises:
+        UserError: The checkpoint has another architecture or optimizer, or belongs to a run that this one must not
+            resume.
+    """
+    content: dict[str, Any] = {}
+    with raise_on_all_ranks(f'{checkpoint}: not loaded'):
+        content = read_content(checkpoint)
+    saved = content['state']
+    _check_optimizer(state, content, checkpoint)
+    expected = {name: tensor.shape for name, tensor in _model_tensors(state).items()}
+    if is_sharded(checkpoint):
+        prefix = 'model.'
+        stored = {
+            name.removeprefix(prefix): shape
+            for name, shape in sharded_state.shapes(checkpoint).items()
+            if name.startswith(prefix)
+        }
+        check_architecture(expected, stored, str(checkpoint))
+        _load_shards(state, content['optimizer_settings'], checkpoint)
+    else:
+        check_architecture(expected, {name: tensor.shape for name, tensor in saved['model'].items()}, str(checkpoint))
+    # Composer's load_state_dict replaces the run's name by the checkpoint's.
+    run_name = state.run_name
+    # The state of a disabled gradient scaler, of a run on a CPU, is empty, and an enabled one would refuse it.
+    if not all(dict(saved.get('scaler', {})).values()):
+        del saved['scaler']
+    with warnings.catch_warnings():
+        # A callback or scheduler that the recipe has added has no state yet; RecipeKeeper logs that it was added.
+        warnings.filterwarnings('ignore', message='.* is not in the state_dict. Its state will not be restored')
+        state.load_state_dict(saved, logger, strict=True)
+    state.run_name = run_name
+    # After load_state_dict, which resets the averagers.
+    if is_sharded(checkpoint):
+        _load_averages(state, saved, checkpoint)
+    state.load_path = str(checkpoint)
+    return content.get('rng')
+
+
+def _check_optimizer(state: State, content: Mapping[str, Any], checkpoint: Path) -> None:
+    """Raise UserError if a checkpoint was saved with another optimizer class than the recipe's."""
+    stored = content.get('optimizer_settings') or content['state'].get('optimizers') or {}
+    kind = type(state.optimizers[0]).__qualname__
+    if kind not in stored:
+        raise UserError(
+            f'{checkpoint}: saved with optimizer {", ".join(stored) or "none"}, but the recipe has {kind}; change the '
+            'recipe back to resume, or start a new run from the weights with init_from'
+        )
+
+
+def _load_shards(state: State, settings: Mapping[str, Mapping[str, Any]], checkpoint: Path) -> None:
+    """Load the model and the optimizer from a sharded checkpoint."""
+    model = _model_tensors(state)
+    # get_optimizer_state_dict initializes the state of a new optimizer, so the tensors to read into exist.
+    optimizer = get_optimizer_state_dict(state.model, state.optimizers[0], options=_FLAT)
+    moments = {name: value for name, value in optimizer.items() if isinstance(value, Tensor)}
+    wanted = {f'model.{name}': tensor for name, tensor in model.items()}
+    wanted |= {f'optimizer.{name}': tensor for name, tensor in moments.items()}
+    sharded_state.read_tensors(wanted, checkpoint)
+    set_model_state_dict(state.model, {name: wanted[f'model.{name}'] for name in model})
+    # A setting that the checkpoint lacks, such as initial_lr if the run had no scheduler, keeps its present value.
+    restored = optimizer | {name: wanted[f'optimizer.{name}'] for name in moments}
+    restored |= settings[type(state.optimizers[0]).__qualname__]
+    set_optimizer_state_dict(state.model, state.optimizers[0], restored, options=_FLAT)
+
+
+def _load_averages(state: State, saved: Mapping[str, Any], checkpoint: Path) -> None:
+    """Load the weight averages of all averagers from a sharded checkpoint."""
+    labels_of = {
+        name: algorithm_state['sharded_averages']
+        for name, algorithm_state in dict(saved['algorithms']).items()
+        if 'sharded_averages' in algorithm_state
+    }
+    for name, algorithm in _averagers(state).items():
+        averages = {label: empty_average(state.model) for label in labels_of.get(name, [])}
+        if averages:
+            wanted = {
+                f'averages.{name}.{label}.{key}': t for label, tensors in averages.items() for key, t in tensors.items()
+            }
+            sharded_state.read_tensors(wanted, checkpoint)
+            algorithm.restore(averages)
+
+
+def _model_tensors(state: State) -> dict[str, Any]:
+    """Return the model's tensors by name; under FSDP2 they are DTensors with this rank's shards."""
+    return get_model_state_dict(state.model)
+
+
+def _averagers(state: State) -> dict[str, Averager]:
+    """Return the algorithms that average weights, by class name, which is their key in Composer's state."""
+    return {type(each).__qualname__: each for each in state.algorithms if isinstance(each, Averager)}

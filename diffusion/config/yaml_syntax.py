@@ -1,0 +1,206 @@
+"""YAML reader and writer for recipes, job specs and settings: YAML 1.2 scalars, no duplicate keys, bounded size.
+
+A file can be written by others, so a small file that would expand to a huge one is an error within a second.
+"""
+
+import math
+import re
+from typing import Any
+
+import yaml
+from yaml.composer import ComposerError
+from yaml.constructor import ConstructorError
+from yaml.reader import ReaderError
+
+MAX_BYTES = 2**19
+"""Maximum size of a file. PyYAML reads about 0.1 MB per second on a slow core, and shipped recipes have 5 kB."""
+MAX_VALUES = 10_000
+"""Maximum number of values in a file after the expansion of its aliases; recipes have a few hundred."""
+MAX_DEPTH = 40
+"""Maximum depth of nested mappings and lists; recipes have 6. Python's recursion limit allows about 300."""
+_TAGS = {f'tag:yaml.org,2002:{name}' for name in ('null', 'bool', 'int', 'float', 'str', 'seq', 'map')}
+
+
+def parse_yaml(text: str) -> Any:
+    """Parse YAML text into plain mappings, lists and scalars.
+
+    Raises:
+        yaml.YAMLError: The text is not valid, has duplicate keys, or exceeds a limit on size, depth or numbers.
+    """
+    if len(text) > MAX_BYTES:
+        raise yaml.YAMLError(f'{len(text)} characters are more than the limit of {MAX_BYTES}; split the content')
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        return None if node is None else loader.construct_document(node)  # type: ignore[no-untyped-call]
+    finally:
+        loader.dispose()  # type: ignore[no-untyped-call]
+
+
+def yaml_error(error: yaml.YAMLError) -> tuple[str, str]:
+    """Return the line and column of a YAML error as `:LINE:COLUMN` (empty if unknown), and its message on one line."""
+    if not isinstance(error, yaml.MarkedYAMLError):
+        if isinstance(error, ReaderError):
+            code = error.character if isinstance(error.character, int) else ord(error.character)
+            return '', f'character U+{code:04X} at offset {error.position} is not allowed in YAML; remove it'
+        return '', ' '.join(str(error).split())
+    mark = error.problem_mark or error.context_mark
+    # PyYAML reports a tab as a character that "cannot start any token", without a way out.
+    hint = '; indent with spaces' if r"'\t'" in str(error.problem) else ''
+    return f':{mark.line + 1}:{mark.column + 1}' if mark else '', f'{error.problem or error.context}{hint}'
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that reads 1e-4 as a number and a date as a string, and rejects duplicate keys and alias bombs.
+
+    PyYAML implements YAML 1.1, in which 1e-4 is a string (it wants 1.0e-4), and keeps the last of duplicate keys.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = 0
+        self._sizes: dict[int, int] = {}
+        """Number of values below each composed node, by id; a node that is still being composed has none."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        mark = event.start_mark
+        # Nine lists of nine aliases each are 9**9 values once something walks them, so aliases count as copies.
+        aliased = self.anchors.get(event.anchor) if isinstance(event, yaml.AliasEvent) else None
+        if aliased is not None and id(aliased) not in self._sizes:
+            raise ComposerError(None, None, f'*{event.anchor} refers to itself; remove it', mark)
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            problem = f'nested more than {MAX_DEPTH} levels deep; remove the nesting'
+            raise ComposerError(None, None, problem, mark)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if node is not None and id(node) not in self._sizes:
+            pairs = node.value if isinstance(node, yaml.MappingNode) else []
+            below = [part for pair in pairs for part in pair]
+            below += node.value if isinstance(node, yaml.SequenceNode) else []
+            self._sizes[id(node)] = 1 + sum(self._sizes[id(each)] for each in below)
+        if node is not None and (self._sizes[id(node)] > MAX_VALUES or len(self._sizes) > MAX_VALUES):
+            problem = f'more than {MAX_VALUES} values, aliases included; shorten the file'
+            raise ComposerError(None, None, problem, mark)
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        if node.tag == 'tag:yaml.org,2002:merge':
+            problem = 'merge keys (<<) are not supported; write the keys, or use extends'
+            raise ConstructorError(None, None, problem, node.start_mark)
+        if node.tag not in _TAGS:
+            problem = f'tag {node.tag!r} is not supported; remove it'
+            raise ConstructorError(None, None, problem, node.start_mark)
+        try:
+            return super().construct_object(node, deep)  # type: ignore[no-untyped-call]
+        except (ValueError, IndexError, KeyError, TypeError) as error:  # such as !!int x, or a number of 5000 digits
+            kind = node.tag.rpartition(':')[2]
+            problem = f'{_shortened(node.value)!r} is not a valid {kind}; correct it, or put it in quotes'
+            raise ConstructorError(None, None, problem, node.start_mark) from error
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: dict[Any, yaml.Mark] = {}
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, str | int | float):  # a bool is an int
+                problem = 'a key must be text or a number; put it in quotes'
+                raise ConstructorError(None, None, problem, key_node.start_mark)
+            if key in seen:
+                raise ConstructorError(
+                    None, None, f'duplicate key {key!r}, first in line {seen[key].line + 1}', key_node.start_mark
+                )
+            seen[key] = key_node.start_mark
+        return super().construct_mapping(node, deep)  # type: ignore[no-untyped-call]
+
+
+def _construct_text(loader: _Loader, node: yaml.ScalarNode) -> str:
+    """Return the text of a scalar without the escapes that neither a path nor a UTF-8 file can contain."""
+    text = str(loader.construct_scalar(node))
+    if bad := re.search('[\0\ud800-\udfff]', text):
+        problem = f'the text contains U+{ord(bad[0]):04X}, which no setting can contain; remove it'
+        raise ConstructorError(None, None, problem, node.start_mark)
+    return text
+
+
+def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
+    """Return an integer of at most 64 bits."""
+    value = yaml.SafeLoader.construct_yaml_int(loader, node)  # type: ignore[no-untyped-call]
+    if abs(value) >= 2**63:
+        problem = f'{_shortened(node.value)} does not fit into 64 bits; use a smaller number, or put it in quotes'
+        raise ConstructorError(None, None, problem, node.start_mark)
+    return value
+
+
+def _construct_float(loader: _Loader, node: yaml.ScalarNode) -> float:
+    """Return a float; digits that overflow to infinity are an error, .inf is not."""
+    value = yaml.SafeLoader.construct_yaml_float(loader, node)  # type: ignore[no-untyped-call]
+    if math.isinf(value) and 'inf' not in node.value.lower():
+        problem = f'{_shortened(node.value)} is too large for a number; use a smaller one, or put it in quotes'
+        raise ConstructorError(None, None, problem, node.start_mark)
+    return value
+
+
+def _shortened(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else f'{text[:40]}...'
+
+
+_Loader.add_constructor('tag:yaml.org,2002:str', _construct_text)
+_Loader.add_constructor('tag:yaml.org,2002:int', _construct_int)
+_Loader.add_constructor('tag:yaml.org,2002:float', _construct_float)
+
+
+class Interpolation(str):
+    """Text of a value with `${...}` that is written to YAML unchanged; `$` of other text is escaped."""
+
+
+class Dumper(yaml.SafeDumper):
+    """SafeDumper that quotes text which `parse_yaml` would read as another type, and writes no aliases."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    """Represent a string in YAML, in double quotes if it contains unusual line breaks."""
+    # Unescaped, line breaks other than \n would be folded into spaces; double quotes make PyYAML escape them.
+    style = '"' if re.search('[\x85\u2028\u2029]', text) else None
+    return dumper.represent_scalar('tag:yaml.org,2002:str', text, style=style)
+
+
+class InlineDumper(Dumper):
+    """Dumper that writes line breaks and other unprintable characters as escapes, so that text fits on one line."""
+
+
+def _represent_inline(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    """Represent a string on one line of YAML, in double quotes if it contains unprintable characters."""
+    style = None if text.isprintable() else '"'
+    return dumper.represent_scalar('tag:yaml.org,2002:str', text, style=style)
+
+
+for _kind in (str, Interpolation):
+    Dumper.add_representer(_kind, _represent_text)
+    InlineDumper.add_representer(_kind, _represent_inline)
+
+# PyYAML's pattern, extended to exponents without a decimal point or a sign.
+_FLOAT = re.compile(
+    r"""^(?:[-+]?[0-9][0-9_]*(?:\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[eE][-+]?[0-9]+)
+    |[-+]?\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?
+    |[-+]?\.(?:inf|Inf|INF)
+    |\.(?:nan|NaN|NAN))$""",
+    re.X,
+)
+
+
+def _resolve_as_1_2(schema: Any) -> None:
+    """Make a loader or dumper treat floats and dates as YAML 1.2 does: 1e-4 is a float, a date is a string."""
+    schema.yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != 'tag:yaml.org,2002:timestamp']
+        for first, resolvers in schema.yaml_implicit_resolvers.items()
+    }
+    schema.add_implicit_resolver('tag:yaml.org,2002:float', _FLOAT, list('-+0123456789.'))
+
+
+_resolve_as_1_2(_Loader)
+_resolve_as_1_2(Dumper)

@@ -1,0 +1,86 @@
+"""Record of an attempt of a training run that was started without the node entry point, by `python run.py`."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from diffusion.config.recipe import NotifyConfig
+from diffusion.errors import DataError, ExternalError, UserError, exit_status
+from diffusion.exit_codes import (
+    BAD_HARDWARE,
+    CONFIG_ERROR,
+    FAILED,
+    INTERRUPTED,
+    PREEMPTED,
+    HardwareFault,
+    Preempted,
+)
+from diffusion.launch import attempts
+from diffusion.launch.attempts import Attempt
+from diffusion.launch.notify import Notifier, ended_values
+from diffusion.launch.stop_signals import StoppedEarly
+
+_MAX_DETAIL = 300
+"""Length of an error message in the record, in characters."""
+
+
+@contextlib.contextmanager
+def recording_attempt(run: Path, config: NotifyConfig) -> Iterator[tuple[Attempt, Notifier]]:
+    """Record in attempts.jsonl that an attempt began and how the `with` block ended, and send messages about it.
+
+    The node entry point does the same for the runs that it starts.
+
+    Args:
+        run: The run's folder.
+        config: The `notify` section of the recipe.
+
+    Yields:
+        The record of the attempt, and the sender of its messages.
+    """
+    try:
+        number = len(attempts.read_attempts(run))
+    except UserError:  # the first attempt
+        number = 0
+    attempt = Attempt(number, time.time(), launched=False)
+    begin = time.monotonic()
+    record(run, 'begin', attempt)
+    notifier = Notifier(config, run, attempt=number)
+    notifier.send('started', f'started attempt {number}')
+    try:
+        yield attempt, notifier
+    except BaseException as error:
+        attempt.status, attempt.cause, attempt.detail = outcome_of(error)
+        raise
+    else:
+        attempt.status, attempt.cause = 0, 'done'
+    finally:
+        # Elapsed time, so that a step of the system clock does not distort the record.
+        attempt.end = attempt.begin + time.monotonic() - begin
+        record(run, 'end', attempt)
+        reason = attempts.describe_attempt(attempt.cause, attempt.detail)
+        notifier.send('ended', f'ended: {reason}', **ended_values(attempt))
+        notifier.check_goodput()
+        notifier.close()
+
+
+def record(run: Path, event: str, attempt: Attempt) -> None:
+    """Append the state of an attempt to attempts.jsonl; a storage fault is ignored, since training goes on without."""
+    with contextlib.suppress(OSError):
+        attempts.append_attempt(run, event, attempt)
+
+
+def outcome_of(error: BaseException) -> tuple[int, str, str]:
+    """Return exit status, cause (a key of `attempts.CAUSES`) and detail of a run that an exception ended."""
+    lines = str(error).splitlines() or ['']
+    if isinstance(error, Preempted | StoppedEarly):
+        return PREEMPTED, 'preempted', lines[0] if isinstance(error, StoppedEarly) else ''
+    if isinstance(error, KeyboardInterrupt | SystemExit):
+        return INTERRUPTED, 'preempted', 'interrupted'
+    if isinstance(error, HardwareFault):
+        return BAD_HARDWARE, 'hardware', lines[0][:_MAX_DETAIL]
+    is_known = isinstance(error, UserError | DataError | ExternalError)
+    status = exit_status(error) if is_known else FAILED
+    cause = 'mistake' if status == CONFIG_ERROR else 'crash'
+    name = '' if is_known else f'{type(error).__name__}: '
+    return status, cause, (name + lines[0])[:_MAX_DETAIL]

@@ -1,0 +1,147 @@
+"""Status of each node of a run that trains, in small JSON files in the run's folder; `diffusion status` reads them.
+
+The first rank of each node rewrites `status/node-N.json` about every ten seconds, from a thread of its own: a file
+system that hangs must not block training.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from diffusion.launch import run_lock
+
+FOLDER = 'status'
+NODE_VARIABLE = 'DIFFUSION_NODE'
+"""Environment variable that the node entry point sets for its workers: index of the node and number of nodes, as
+`0/16`."""
+INTERVAL_SECONDS = 10.0
+"""Interval between two writes. The first ones come sooner: the interval starts at a second and doubles."""
+_JOIN_SECONDS = 3.0
+"""Longest wait for the last write. A thread that hangs in it does not delay the end of the run any further."""
+STARTING, TRAINING, EVALUATING, SAVING, ENDED = 'starting', 'training', 'evaluating', 'saving', 'ended'
+
+
+@dataclass
+class NodeStatus:
+    """Status of one node, the content of its file. All ages are elapsed seconds of the node's monotonic clock.
+
+    Attributes:
+        node: Index of the node, from 0.
+        nodes: Number of nodes.
+        host: Name of the machine.
+        pid: Process that wrote the file, the first rank of the node.
+        boot: Boot id of the machine; processes of one boot share the monotonic clock.
+        owner: Token of the run's lock when the process began to train, or empty if it could not be read.
+        doing: starting, training, evaluating, saving or ended.
+        batch: Number of batches that the run has completed.
+        total_batches: Number of batches of the whole training, or None if it is unknown.
+        seconds_per_batch: Recent average without evaluations and saves, or None before the second batch.
+        seconds_since_batch: Time from the end of the last batch (or the start of training) to this write.
+        written_at: Time of this write by the node's monotonic clock.
+        written: Time of this write in seconds since 1970.
+    """
+
+    node: int
+    nodes: int
+    host: str = field(default_factory=socket.gethostname)
+    pid: int = field(default_factory=os.getpid)
+    boot: str = field(default_factory=run_lock.boot_id)
+    owner: str = ''
+    doing: str = STARTING
+    batch: int = 0
+    total_batches: int | None = None
+    seconds_per_batch: float | None = None
+    seconds_since_batch: float = 0.0
+    written_at: float = 0.0
+    written: float = 0.0
+
+    def silent_seconds(self, modified: float) -> float:
+        """Return the time since the node's last batch.
+
+        Args:
+            modified: Modification time of the file, which is used if it was written on another machine.
+        """
+        same_clock = bool(self.boot) and self.boot == run_lock.boot_id()
+        age = time.monotonic() - self.written_at if same_clock else time.time() - modified
+        return self.seconds_since_batch + max(0.0, age)
+
+
+def position_of_node(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
+    """Return the index of this rank's node and the number of nodes; None if this is not the first rank of its node."""
+    rank, world = int(environ.get('RANK', '0')), int(environ.get('WORLD_SIZE', '1'))
+    if NODE_VARIABLE in environ:
+        # The nodes of a local job share one machine, where LOCAL_RANK counts the ranks of all of them.
+        node, nodes = map(int, environ[NODE_VARIABLE].split('/'))
+        return (node, nodes) if rank == node * (world // nodes) else None
+    local_world = int(environ.get('LOCAL_WORLD_SIZE', '1'))
+    nodes = max(1, world // local_world)
+    return (rank // local_world, nodes) if rank % local_world == 0 else None
+
+
+class StatusWriter:
+    """Thread that writes the status of this node to the run's folder.
+
+    Args:
+        run: The run's folder.
+        status: The status, whose fields the training thread changes.
+        on_write: Function that is called in the thread after each write.
+    """
+
+    def __init__(self, run: Path, status: NodeStatus, *, on_write: Callable[[], None] = lambda: None) -> None:
+        self.run, self.status, self.on_write = run, status, on_write
+        self.last_batch_at = time.monotonic()
+        """Time when the last batch ended, by the monotonic clock."""
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._write_until_done, name='status', daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Write the status for the last time, and wait a few seconds at most."""
+        self.status.doing = ENDED
+        self._done.set()
+        self._thread.join(_JOIN_SECONDS)
+
+    def _write_until_done(self) -> None:
+        owner = run_lock.owner_of(self.run / run_lock.LOCK)
+        self.status.owner = '' if owner is None else owner.token
+        interval = 1.0
+        while True:
+            done = self._done.is_set()
+            self._write()
+            self.on_write()
+            if done:
+                return
+            self._done.wait(interval)
+            interval = min(INTERVAL_SECONDS, 2 * interval)
+
+    def _write(self) -> None:
+        now = time.monotonic()
+        self.status.seconds_since_batch = now - self.last_batch_at
+        self.status.written_at, self.status.written = now, time.time()
+        path = self.run / FOLDER / f'node-{self.status.node}.json'
+        unfinished = path.with_name(f'.{path.name}')
+        with contextlib.suppress(OSError):  # the disk may be full or temporarily unavailable
+            path.parent.mkdir(exist_ok=True)  # without parents: a run's folder that has vanished is not created again
+            unfinished.write_text(json.dumps(asdict(self.status)) + '\n', encoding='utf-8')
+            unfinished.replace(path)
+
+
+def read_statuses(run: Path) -> list[tuple[NodeStatus, float]]:
+    """Return the status of each node of a run with the time since its last batch, ordered by node."""
+    found = []
+    for path in (run / FOLDER).glob('node-*.json'):
+        with contextlib.suppress(OSError, ValueError, TypeError):  # replaced just now, or not one of our files
+            status = NodeStatus(**json.loads(path.read_text(encoding='utf-8')))
+            found.append((status, status.silent_seconds(path.stat().st_mtime)))
+    # Files of nodes that an earlier attempt had in addition stay behind; the newest file knows the number of nodes.
+    newest = max((status for status, _ in found), key=lambda each: each.written, default=None)
+    nodes = 0 if newest is None else newest.nodes
+    return sorted(((status, age) for status, age in found if status.node < nodes), key=lambda each: each[0].node)

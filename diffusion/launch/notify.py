@@ -1,0 +1,180 @@
+"""Messages about a run to people: a webhook that receives JSON (Slack accepts it too), and a command.
+
+A recipe names environment variables, which hold the URL and the command line. Neither stands in a file, so a recipe
+contains no secret, and a recipe from elsewhere runs no command.
+"""
+
+import json
+import logging
+import os
+import shlex
+import socket
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from diffusion.config.recipe import NOTIFY_EVENTS, NotifyConfig
+from diffusion.errors import UserError
+from diffusion.launch import attempts
+
+log = logging.getLogger(__name__)
+
+TRAINING_EVENTS = ('loss_guard', 'checkpoint_failed')
+"""Events that only the training process can see; all others are sent by the node entry point if there is one."""
+TIMEOUT_SECONDS = 5.0
+"""Timeout of a request to the webhook."""
+COMMAND_SECONDS = 30.0
+"""Time after which the command is killed."""
+PAUSES_SECONDS = (1.0, 3.0)
+"""Pauses before the second and the third attempt to deliver a message."""
+CLOSE_SECONDS = 5.0
+"""Longest wait at the end of a process for messages that are not delivered yet."""
+GOODPUT_AFTER_SECONDS = 1800.0
+"""Age of a run before its goodput is compared with `goodput_below`; the start of every run is unproductive."""
+
+
+class NotDelivered(Exception):
+    """Raised when a message could not be delivered. The text never contains the URL or the command."""
+
+
+class Notifier:
+    """Sender of the messages of one attempt of a run. Each event is sent once at most.
+
+    Args:
+        config: The `notify` section of the recipe.
+        run: The run's folder, whose name is in every message.
+        environ: Environment with the variables that `config` names.
+        events: Events that this process sends.
+        attempt: Number of the attempt.
+    """
+
+    # Each message has a thread of its own, so that a slow server delays neither training nor another message.
+
+    def __init__(
+        self,
+        config: NotifyConfig,
+        run: Path,
+        environ: Mapping[str, str] = os.environ,
+        *,
+        events: tuple[str, ...] = NOTIFY_EVENTS,
+        attempt: int | None = None,
+    ) -> None:
+        self.config, self.run, self.attempt = config, run, attempt
+        self._events = {event for event in events if event in config.events}
+        self._targets: dict[str, Callable[[dict[str, Any]], None]] = {}
+        for key, name, deliver in (('webhook', config.webhook, _post), ('command', config.command, _execute)):
+            if name is None:
+                continue
+            secret = environ.get(name, '').strip()
+            if secret:
+                self._targets[key] = lambda message, deliver=deliver, secret=secret: deliver(secret, message)
+            else:
+                log.warning('notify.%s: the environment variable %s is not set; no message is sent', key, name)
+        self._threads: list[threading.Thread] = []
+
+    def send(self, event: str, text: str, **values: Any) -> None:
+        """Send a message in the background, unless the recipe leaves the event out or it was sent before.
+
+        Args:
+            event: One of `NOTIFY_EVENTS`.
+            text: One sentence for people.
+            values: Further fields of the JSON message.
+        """
+        if event not in self._events:
+            return
+        self._events.discard(event)
+        message = {
+            'text': f'{self.run.name}: {text}',
+            'event': event,
+            'run': self.run.name,
+            'attempt': self.attempt,
+            'host': socket.gethostname(),
+            'time': time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime()),
+        }
+        for key, deliver in self._targets.items():
+            thread = threading.Thread(target=_deliver, args=(key, deliver, message | values), daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def check_goodput(self) -> None:
+        """Send the event `goodput` if the goodput of the run so far is below the bound of the recipe."""
+        bound = self.config.goodput_below
+        if bound is None or 'goodput' not in self._events:
+            return
+        try:
+            found, _ = attempts.time_breakdown(attempts.read_attempts(self.run))
+        except (UserError, OSError):
+            return
+        if found.wall >= GOODPUT_AFTER_SECONDS and found.goodput < bound:
+            hours = found.wall / 3600
+            text = f'goodput is {found.goodput:.3f} after {hours:.1f} h, below {bound}'
+            self.send('goodput', text, goodput=round(found.goodput, 4), wall_seconds=round(found.wall))
+
+    def close(self, seconds: float = CLOSE_SECONDS) -> None:
+        """Wait for the delivery of all messages, but not longer than some seconds."""
+        until = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+
+
+def ended_values(attempt: attempts.Attempt) -> dict[str, Any]:
+    """Return the fields of the message `ended` from the record of an attempt."""
+    return {'cause': attempt.cause, 'detail': attempt.detail, 'status': attempt.status, 'batch': attempt.last}
+
+
+def _deliver(key: str, deliver: Callable[[dict[str, Any]], None], message: dict[str, Any]) -> None:
+    """Deliver a message with retries; log a warning if it fails."""
+    reason = ''
+    for pause in (0.0, *PAUSES_SECONDS):
+        time.sleep(pause)
+        try:
+            return deliver(message)
+        except NotDelivered as error:
+            reason = str(error)
+    log.warning('notify.%s: the message %r was not delivered (%s)', key, message['event'], reason)
+
+
+def _post(url: str, message: dict[str, Any]) -> None:
+    # Not file: or ftp:, which urllib would open too.
+    if not url.startswith(('https://', 'http://')):
+        raise NotDelivered('the URL does not start with https:// or http://')
+    try:
+        request = urllib.request.Request(
+            url, json.dumps(message).encode(), {'Content-Type': 'application/json', 'User-Agent': 'diffusion'}
+        )
+        with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS):
+            pass
+    except urllib.error.HTTPError as error:
+        error.close()
+        raise NotDelivered(f'HTTP status {error.code}') from None
+    except (OSError, ValueError, urllib.error.URLError) as error:
+        # Only the type and the system's words: the text of an exception may contain the URL, which is a secret.
+        cause = error.reason if isinstance(error, urllib.error.URLError) else error
+        words = getattr(cause, 'strerror', None) or type(cause).__name__
+        raise NotDelivered(str(words)) from None
+    except Exception as error:  # http.client raises errors of its own for a reply that is not HTTP
+        raise NotDelivered(type(error).__name__) from None
+
+
+def _execute(command: str, message: dict[str, Any]) -> None:
+    """Run a command line, without a shell, with the message as JSON on its stdin."""
+    try:
+        result = subprocess.run(
+            shlex.split(command),
+            input=json.dumps(message).encode(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=COMMAND_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise NotDelivered(f'the command did not end in {COMMAND_SECONDS:.0f} s') from None
+    except (OSError, ValueError) as error:
+        raise NotDelivered(f'the command cannot be run: {getattr(error, "strerror", None) or "bad quotes"}') from None
+    if result.returncode:
+        raise NotDelivered(f'the command exited with status {result.returncode}')

@@ -1,0 +1,76 @@
+"""Identity of a run's folder: `run.json`, by which a checkpoint or a folder of another run is recognized.
+
+The file is written once, at the first start of the run. At each save it shows that the path still leads to the run's
+folder: a file system that is no longer mounted, or a folder that was moved, leaves a path without the file.
+"""
+
+import datetime
+import errno
+import json
+import os
+from pathlib import Path
+from uuid import uuid4
+
+from diffusion.errors import UserError
+from diffusion.launch import environment
+from diffusion.storage.atomic import write_atomically
+
+RUN_FILE = 'run.json'
+VERSION = 1
+
+
+def create_run_id(folder: Path, run_id: str = '') -> str:
+    """Write run.json into a run's folder, which must exist, and return the run's id.
+
+    Args:
+        folder: The run's folder.
+        run_id: Id of a run whose run.json is missing, known from its checkpoints; empty for a new id.
+    """
+    run_id = run_id or uuid4().hex
+    created = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec='seconds')
+    content = json.dumps({'version': VERSION, 'id': run_id, 'created': created}) + '\n'
+    write_atomically(folder / RUN_FILE, content, create_folder=False)
+    return run_id
+
+
+def read_run_id(folder: Path) -> str | None:
+    """Return the id in the run.json of a run's folder; None if the file or the folder does not exist.
+
+    Raises:
+        UserError: The file is not a run.json of this version.
+        OSError: The file cannot be read.
+    """
+    path = folder / RUN_FILE
+    try:
+        content = json.loads(path.read_text(encoding='utf-8'))
+        version, run_id = content['version'], content['id']
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f'{path}: not the identity of a run ({error!r}); restore the file, or delete it to let the next start '
+            'write a new one'
+        ) from error
+    if version != VERSION or not isinstance(run_id, str) or not run_id:
+        raise UserError(f'{path}: version {version}, expected {VERSION}; use the version of diffusion that wrote it')
+    return run_id
+
+
+def check_run_id(folder: Path, run_id: str) -> None:
+    """Check that a path still leads to the folder of a run.
+
+    Raises:
+        OSError: run.json is missing, cannot be read or has another id: the folder was moved or replaced, or its file
+            system is no longer mounted.
+    """
+    machine = environment.machine_name(os.environ)
+    try:
+        found = read_run_id(folder)
+    except UserError as error:
+        raise OSError(errno.ESTALE, f'{RUN_FILE} is damaged ({error})', str(folder)) from error
+    if found is None:
+        reason = f'{RUN_FILE} is missing: the folder was moved, or its file system is no longer mounted on {machine}'
+        raise OSError(errno.ENOENT, reason, str(folder))
+    if found != run_id:
+        reason = f'{RUN_FILE} has id {found}, expected {run_id}: another folder is at this path on {machine}'
+        raise OSError(errno.ESTALE, reason, str(folder))

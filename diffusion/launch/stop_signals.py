@@ -1,0 +1,183 @@
+"""Signals that ask a process to stop: SIGTERM, SIGUSR1, SIGHUP (the terminal was closed) and SIGINT (Ctrl-C)."""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+from diffusion.exit_codes import PREEMPTED
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
+REPEAT_SECONDS = 0.5
+"""Minimum time between two SIGINT that count as two Ctrl-C. One Ctrl-C can arrive twice: from the terminal, which
+signals its whole process group, and from a launcher that forwards it."""
+_START_SECONDS = 5.0
+"""Time in which a process that is still starting must end after a stop signal; then it is ended."""
+
+
+class StoppedEarly(KeyboardInterrupt):
+    """Raised by a stop signal before training has begun. Libraries let a KeyboardInterrupt pass."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f'stopped before the first batch on {signal.Signals(number).name}; nothing is lost')
+
+
+def handled_signals() -> tuple[signal.Signals, ...]:
+    """Return the stop signals that this process must handle: those that it was not started to ignore."""
+    # nohup ignores SIGHUP, and a shell script ignores SIGINT for the commands that it starts in the background.
+    optional = (signal.SIGHUP, signal.SIGINT)
+    return tuple(each for each in STOP_SIGNALS if each not in optional or signal.getsignal(each) != signal.SIG_IGN)
+
+
+def describe_loss(batch: int, saved: int | None) -> str:
+    """Return the batches that are lost if a run ends now.
+
+    Args:
+        batch: Number of batches that the run has completed.
+        saved: Number of batches of its newest checkpoint; None if it has none.
+    """
+    if saved is None:
+        return f'batches 1 to {batch} are lost; there is no checkpoint' if batch else 'nothing is lost'
+    newest = f'the newest checkpoint is ba{saved}'
+    if batch <= saved:
+        return f'no batch is lost; {newest}'
+    batches = f'batch {batch} is' if batch == saved + 1 else f'batches {saved + 1} to {batch} are'
+    return f'{batches} lost; {newest}'
+
+
+class RepeatedInterrupt:
+    """Detector of a second Ctrl-C; call it for every stop signal, or for every SIGINT."""
+
+    def __init__(self) -> None:
+        self._first: float | None = None
+
+    def is_repeated(self) -> bool:
+        """Note a stop signal; return True if the first one came at least REPEAT_SECONDS ago."""
+        now = time.monotonic()
+        if self._first is None:
+            self._first = now
+        return now - self._first >= REPEAT_SECONDS
+
+
+class SignalThread:
+    """Thread that calls a function for every signal, even while the main thread is blocked outside of Python.
+
+    Python runs signal handlers in the main thread, between two bytecodes. While it waits in a collective or a kernel,
+    which may be the reason for a Ctrl-C, they do not run. The signals must have a Python handler.
+
+    Args:
+        on_signal: Function that is called in the thread with the number of the signal.
+    """
+
+    def __init__(self, on_signal: Callable[[int], None]) -> None:
+        self._on_signal = on_signal
+        self._previous = -1
+        self._write: int | None = None
+
+    def start(self) -> None:
+        """Start the thread; call it in the main thread."""
+        read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._previous = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        threading.Thread(target=self._run, args=(read,), name='signals', daemon=True).start()
+        _pipes.add(self._write)
+
+    def stop(self) -> None:
+        """End the thread; call it in the main thread."""
+        if self._write is None:
+            return
+        if signal.set_wakeup_fd(self._previous) not in (self._write, -1):
+            return  # another library has taken the descriptor over since then; leave the thread to it
+        write, self._write = self._write, None
+        _pipes.discard(write)
+        os.close(write)
+
+    def _run(self, read: int) -> None:
+        while numbers := os.read(read, 64):
+            for number in numbers:
+                self._on_signal(number)
+        os.close(read)
+
+
+_pipes: set[int] = set()
+"""Descriptors to which signals of this process are written."""
+
+
+def _leave_pipes() -> None:
+    # A forked process, such as a data loader worker, shares the pipe, and its signals would look like its parent's.
+    if _pipes:
+        _pipes.clear()
+        signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=_leave_pipes)
+
+
+@contextlib.contextmanager
+def stopping_early() -> Iterator[None]:
+    """Raise StoppedEarly on a stop signal in the `with` block, as long as no callback handles the signals.
+
+    Raises:
+        StoppedEarly: A stop signal came before training began.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    process, previous = os.getpid(), {}
+    received: list[int] = []
+    timers: list[threading.Timer] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == process:
+            raise StoppedEarly(number)
+
+    def end_if_blocked(number: int) -> None:
+        # The main thread may wait for other nodes in C++, where no handler runs.
+        if number in previous and signal.getsignal(number) in (stop, composer_handler()) and not timers:
+            received.append(number)
+            timers.append(threading.Timer(_START_SECONDS, _end, (number,)))
+            timers[0].daemon = True
+            timers[0].start()
+
+    previous |= {number: signal.signal(number, stop) for number in handled_signals()}
+    thread = SignalThread(end_if_blocked)
+    thread.start()
+    try:
+        yield
+    except StoppedEarly:
+        raise
+    except BaseException as error:
+        number = received[0] if received else _signal_of_exit(error)
+        if number is None:
+            raise
+        raise StoppedEarly(number) from error
+    finally:
+        for timer in timers:
+            timer.cancel()
+        thread.stop()
+        for number, handler in previous.items():
+            if signal.getsignal(number) == stop:
+                signal.signal(number, handler)
+
+
+def composer_handler() -> Any:
+    """Return the handler that Composer installs when it is imported, or None if it is not imported."""
+    # It raises SystemExit with the status 128 + signal.
+    engine = sys.modules.get('composer.core.engine')
+    return getattr(engine, 'sigterm_handler', None)
+
+
+def _signal_of_exit(error: BaseException) -> int | None:
+    """Return the signal on which Composer's handler has raised SystemExit, or None."""
+    code = error.code if isinstance(error, SystemExit) else None
+    return code - 128 if isinstance(code, int) and code - 128 in STOP_SIGNALS else None
+
+
+def _end(number: int) -> None:
+    print(StoppedEarly(number), file=sys.stderr, flush=True)
+    os._exit(PREEMPTED)

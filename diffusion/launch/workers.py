@@ -1,0 +1,193 @@
+"""Worker processes of a node: start, signals, stacks, end, and the outcome that their exit statuses mean."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from diffusion.exit_codes import BAD_HARDWARE, CONFIG_ERROR, FAILED, PREEMPTED
+from diffusion.launch import heartbeat_file
+from diffusion.launch.rank_discovery import NCCL_PIPE, NodePosition, rank_environment
+
+TICK_SECONDS = 0.1
+"""Interval at which the state of the workers is checked."""
+STACK_SECONDS = 3.0
+"""Maximum wait for the stacks of the ranks; less than MARGIN_SECONDS. A rank writes them in milliseconds, unless it is
+stopped."""
+KILL_SECONDS = 60.0
+"""Time after which a killed process that still exists counts as stuck in a device or disk operation."""
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Result of one attempt of a job on this node: exit status, cause and detail."""
+
+    status: int
+    cause: str
+    """A key of `attempts.CAUSES`."""
+    detail: str = ''
+
+
+@dataclass
+class Workers:
+    """Worker processes of a node, one per GPU, each in a process group with its children.
+
+    Args:
+        position: Rank of the node in the job.
+        command: run.py and its arguments.
+        environ: Environment of all processes.
+        folder: Folder for the heartbeats, stacks and output of the processes.
+    """
+
+    position: NodePosition
+    command: Sequence[str]
+    environ: Mapping[str, str]
+    folder: Path
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        # Composer's launcher is not used: it leaves its workers behind when it receives SIGTERM, its exit status does
+        # not reflect theirs, and its import takes half a minute. The workers get the environment that it would set.
+        for local_rank in range(self.position.processes):
+            # The output of one rank is enough to follow a run, but errors (stderr) are shown for all ranks.
+            output = None if local_rank == 0 else (self.folder / f'output-{local_rank}.txt').open('wb')
+            # A new session makes each rank the leader of a process group. kill() can then end it together with its data
+            # loader workers, and Ctrl-C reaches only this process, which forwards it once.
+            process = subprocess.Popen(
+                [sys.executable, *self.command],
+                env=rank_environment(self.position, local_rank, self.environ),
+                stdout=output,
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
+            self.processes.append(process)
+            if output is not None:
+                output.close()
+
+    def codes(self) -> list[int | None]:
+        """Return the exit status of each worker process: negative for a signal, None if it still runs."""
+        return [process.poll() for process in self.processes]
+
+    def ended(self) -> bool:
+        return None not in self.codes()
+
+    def any_failed(self) -> bool:
+        return any(code for code in self.codes())
+
+    def outcome(self, *, stop_requested: bool, late: bool = False) -> Outcome:
+        """Combine the exit statuses of all worker processes into one outcome."""
+        codes = {rank: process.poll() for rank, process in self.by_rank().items()}
+        # A user error or bad hardware on one rank explains all other statuses: the other ranks fail because of it.
+        for status, cause in ((CONFIG_ERROR, 'mistake'), (BAD_HARDWARE, 'hardware')):
+            if status in codes.values():
+                return Outcome(status, cause)
+        killed = [f'rank {rank} by {signal.Signals(-code).name}' for rank, code in codes.items() if code and code < 0]
+        failed = [f'rank {rank} with {code}' for rank, code in codes.items() if code and code > 0 and code != PREEMPTED]
+        if stop_requested and not failed:
+            detail = 'did not save in time' if late or killed else ''
+            done = set(codes.values()) == {0}
+            return Outcome(0, 'done') if done else Outcome(PREEMPTED, 'preempted', detail)
+        if killed:  # for example by the OOM killer; the other ranks then fail in a collective with misleading errors
+            return Outcome(FAILED, 'killed', ', '.join(killed))
+        if failed:
+            return Outcome(FAILED, 'crash', ', '.join(failed))
+        return Outcome(PREEMPTED, 'preempted') if PREEMPTED in codes.values() else Outcome(0, 'done')
+
+    def signal(self, number: int) -> None:
+        """Send a signal to every worker process that still runs."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    def by_rank(self) -> dict[int, subprocess.Popen[bytes]]:
+        """Return the worker processes by global rank."""
+        first = self.position.rank * self.position.processes
+        return {first + local: process for local, process in enumerate(self.processes)}
+
+    def write_stacks(self) -> dict[int, str]:
+        """Make every responsive worker process write the stacks of its threads; return them by rank.
+
+        Waits at most STACK_SECONDS.
+        """
+        before = heartbeat_file.read_stacks(self.folder)
+        self.signal(heartbeat_file.STACK_DUMP_SIGNAL)
+        until, found = time.monotonic() + STACK_SECONDS, before
+        while time.monotonic() < until:
+            time.sleep(TICK_SECONDS)
+            latest, previous = heartbeat_file.read_stacks(self.folder), found
+            found = latest
+            missing = [
+                rank
+                for rank, process in self.by_rank().items()
+                if process.poll() is None and latest.get(rank) == before.get(rank)
+            ]
+            # A file that has not grown since the last look is complete.
+            if not missing and latest == previous:
+                break
+        return {rank: text for rank, text in found.items() if text != before.get(rank)}
+
+    def request_nccl_dumps(self) -> list[int]:
+        """Make NCCL's flight recorder write its file in each worker process that has one; return their ranks."""
+        asked = []
+        for rank, process in self.by_rank().items():
+            if process.poll() is not None:
+                continue
+            # NCCL itself writes the file only when a collective times out, which is later than the watchdog.
+            with contextlib.suppress(OSError):  # no pipe: the rank uses no NCCL, or has not created its group yet
+                pipe = os.open(self.folder / NCCL_PIPE.format(rank=rank), os.O_WRONLY | os.O_NONBLOCK)
+                os.write(pipe, b'1')
+                os.close(pipe)
+                asked.append(rank)
+        return asked
+
+    def kill(self) -> list[int]:
+        """Kill all worker processes with their children; return the ids of workers that exist after KILL_SECONDS."""
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+        stuck, until = [], time.monotonic() + KILL_SECONDS
+        for process in self.processes:
+            try:
+                process.wait(max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                stuck.append(process.pid)
+        return stuck
+
+    def reap_orphans(self) -> None:
+        """Reap orphaned processes if this process is PID 1 of a container, as it then inherits them."""
+        if os.getpid() != 1:
+            return
+        # Without waitpid() orphans stay zombies until the container runs out of process ids. The status of a worker
+        # belongs to Popen.poll(): WNOWAIT looks at an ended child without reaping it. It reports the same worker until
+        # poll() has taken its status, so the orphans behind it wait for the next call.
+        worker_pids = {process.pid for process in self.processes}
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+                if ended.si_pid in worker_pids:
+                    return
+                os.waitpid(ended.si_pid, 0)
+
+
+def process_problem(pid: int) -> str:
+    """Return a description of a process that does not respond to a signal, by its state in the kernel."""
+    # The state is the first field after the program's name in parentheses (man 5 proc).
+    try:
+        state = Path(f'/proc/{pid}/stat').read_text(encoding='utf-8', errors='replace').rpartition(')')[2].split()[0]
+    except (OSError, IndexError):
+        state = ''
+    known = {'T': 'is stopped (SIGSTOP)', 't': 'is stopped by a debugger', 'D': 'is stuck in a system call'}
+    return known.get(state, 'does not respond')
+
+
+def die_with_parent() -> None:
+    """Make the kernel kill this process when its parent dies. Does nothing on systems other than Linux."""
+    if sys.platform == 'linux':
+        # No signal handler runs after SIGKILL of the parent, and orphaned ranks would keep the GPUs and the port.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

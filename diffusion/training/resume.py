@@ -1,0 +1,121 @@
+"""Compare the recipe of a run that resumes with the recipe that its checkpoint was trained with."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from composer.utils import dist
+
+from diffusion.callbacks.recipe_keeper import ResumedRecipe, read_history
+from diffusion.checkpointing.checkpoint_store import list_checkpoints
+from diffusion.checkpointing.checkpoint_weights import read_content
+from diffusion.checkpointing.rank_agreement import raise_on_all_ranks, run_on_rank_zero
+from diffusion.checkpointing.run_folder import RECIPE
+from diffusion.config.load import Recipe, to_yaml
+from diffusion.config.recipe_values import recipe_values
+from diffusion.config.resume_rules import Effect, changes, format_value, refused
+from diffusion.config.yaml_files import read_yaml, undump
+from diffusion.errors import UserError
+
+log = logging.getLogger(__name__)
+
+
+def compare_with_checkpoint(recipe: Recipe, checkpoint: Path | None) -> ResumedRecipe:
+    """Compare a recipe with the one that a checkpoint of its run was trained with; a collective of all ranks.
+
+    Args:
+        recipe: The recipe.
+        checkpoint: The checkpoint to resume from; None if Composer's own saver has loaded it.
+
+    Returns:
+        The changes, all of which may be made.
+
+    Raises:
+        UserError: A setting has changed that is fixed for a run; on every rank.
+    """
+    return run_on_rank_zero(lambda: _compare(recipe, checkpoint), 'resume') or ResumedRecipe()
+
+
+def check_saver(recipe: Recipe) -> None:
+    """Check that a run that resumes from no checkpoint has none in the folder of another saver; a collective.
+
+    Raises:
+        UserError: `trainer.save_folder` was set, changed or removed since the run saved its checkpoints; the run would
+            start again at batch 0.
+    """
+    with raise_on_all_ranks('resume'):
+        if dist.get_global_rank() == 0:
+            _check_saver(recipe)
+
+
+def _check_saver(recipe: Recipe) -> None:
+    """Raise UserError if the run's checkpoints are not where its recipe lets them be looked for."""
+    folder = recipe.trainer.get('save_folder')
+    way_out = 'set it back to resume, or use another name for a new run'
+    if folder is not None and (present := list_checkpoints(recipe.run_dir)):
+        raise UserError(
+            f'trainer.save_folder: {folder}, but the checkpoints of this run are in {recipe.run_dir}, such as '
+            f'{present[0].name}; {way_out}'
+        )
+    place = recipe.run_dir / RECIPE
+    if not recipe.trainer.get('autoresume') or not place.is_file():
+        return
+    before = (read_yaml(place).get('trainer') or {}).get('save_folder')
+    # Only a local folder can be looked into; one elsewhere may have checkpoints.
+    if before not in (None, folder) and ('://' in before or any(Path(before).glob('*'))):
+        raise UserError(
+            f'trainer.save_folder: {format_value(folder)}, but {place} says that this run saves its checkpoints to '
+            f'{before}; {way_out}'
+        )
+
+
+def _compare(recipe: Recipe, checkpoint: Path | None) -> ResumedRecipe:
+    """Compare a recipe with that of the checkpoint, or of the run's folder if the checkpoint has none."""
+    of_run = recipe.run_dir / RECIPE
+    of_checkpoint = checkpoint / RECIPE if checkpoint is not None and checkpoint.is_dir() else of_run
+    place = next((path for path in (of_checkpoint, of_run) if path.is_file()), None)
+    if place is None:
+        log.warning(
+            '%s: there is no %s beside the checkpoint, so its model, optimizer and other settings cannot be compared '
+            'with this recipe',
+            *(checkpoint or recipe.run_dir, RECIPE),
+        )
+        return ResumedRecipe()
+    saved = recipe_values(read_yaml(place))
+    if saved.unknown:
+        log.warning(
+            '%s: written by another version; this version does not know and does not compare: %s',
+            *(place, ', '.join(saved.unknown)),
+        )
+    now = recipe_values(undump(to_yaml(recipe)))
+    known = [change for change in changes(saved.values, now.values) if change.key not in saved.unknown]
+    # Only these keys need a look into the checkpoint; Composer's own is not at hand, so they are refused.
+    starts = any(change.rule.effect is Effect.BEFORE_AVERAGING for change in known)
+    fixed = refused(known, averaging=starts and (checkpoint is None or has_average(checkpoint)))
+    if fixed:
+        where = checkpoint or place
+        lines = [
+            f'{each.key}: {format_value(each.saved)} in the checkpoint, {format_value(each.now)} now '
+            f'({each.rule.reason})'
+            for each in fixed
+        ]
+        raise UserError(
+            f'{where}: the run was trained with other settings, which cannot change on resume; set them back, or start '
+            'a new run under another name, which can take these weights with init_from:\n  ' + '\n  '.join(lines)
+        )
+    history = of_run if of_run.is_file() else place
+    return ResumedRecipe(tuple(known), read_history(history.read_text(encoding='utf-8')))
+
+
+def has_average(checkpoint: Path) -> bool:
+    """Return True if a checkpoint has weights that `algorithms.ema` has averaged."""
+    algorithms: dict[str, Any] = dict(read_content(checkpoint)['state'].get('algorithms', []))
+    state = algorithms.get('EMA', {})
+    return bool(state.get('averages') or state.get('sharded_averages'))
+
+
+def schedule_of(recipe: Recipe) -> dict[str, Any]:
+    """Return all values of a recipe that determine the learning rate schedule, apart from the base learning rate."""
+    values = recipe_values(undump(to_yaml(recipe))).values
+    keys = ('max_duration', 'scale_schedule_ratio', 'step_schedulers_every_batch')
+    return {'scheduler': values['scheduler'], **{key: values['trainer'][key] for key in keys}}

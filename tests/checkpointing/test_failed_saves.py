@@ -1,0 +1,262 @@
+"""Saves that fail by a storage fault: training continues to the next save, and the end of the run loses nothing."""
+
+import errno
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from callbacks.guarded_run import At
+from composer.core import Event
+from faults import Fault, active, environment, met
+from ranks import read_losses
+
+from diffusion.checkpointing import checkpointer
+from diffusion.checkpointing.checkpoint_store import read_receipt
+from diffusion.checkpointing.checkpoint_weights import weights_of
+from diffusion.checkpointing.checkpointer import Checkpointer
+from diffusion.checkpointing.run_folder import find_checkpoint
+from diffusion.checkpointing.storage_faults import SaveFailed
+from diffusion.checkpointing.verification import verify_checkpoint
+from diffusion.config.load import load
+from diffusion.launch.run_id import RUN_FILE, read_run_id
+from diffusion.loggers.metrics_file import read_metrics
+from diffusion.training.train import build_trainer, train
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch):
+    monkeypatch.setattr(checkpointer, 'LAST_SAVE_PAUSES_SECONDS', (0.0, 0.0))
+
+
+@pytest.fixture(scope='module')
+def write(tmp_path_factory, tiny_recipe) -> Callable[..., Path]:
+    """Function that writes a recipe of 8 batches with a save after each, and returns its path."""
+    root = tmp_path_factory.mktemp('failed-saves')
+
+    def write_recipe(name: str, trainer: dict[str, Any] | None = None, **sections: Any) -> Path:
+        content = tiny_recipe(root / 'runs', name=name, **sections)
+        content['model']['block_out_channels'] = [32]
+        content['trainer'] |= {'save_interval': '1ba'} | (trainer or {})
+        path = root / f'{name}.yaml'
+        path.write_text(yaml.safe_dump(content))
+        return path
+
+    return write_recipe
+
+
+@pytest.fixture(scope='module')
+def undisturbed(write) -> Path:
+    """Folder of a run without faults."""
+    recipe = load(write('undisturbed', {'save_interval': '8ba'}))
+    train(recipe).close()
+    return recipe.run_dir
+
+
+def assert_same_run(run: Path, undisturbed: Path) -> None:
+    assert read_losses(run) == read_losses(undisturbed)
+    ours, theirs = (weights_of(find_checkpoint(each), 'training')[0] for each in (run, undisturbed))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def checkpoints(run: Path) -> set[str]:
+    return {path.name for path in run.glob('*ba*')}
+
+
+def the_checkpointer(trainer) -> Checkpointer:
+    return next(each for each in trainer.state.callbacks if isinstance(each, Checkpointer))
+
+
+def test_training_continues_after_a_fault_in_any_phase_of_a_save(write, undisturbed, tmp_path, caplog):
+    recipe = load(write('phases'))
+    run, calls = recipe.run_dir, []
+    phases = [
+        Fault('create', r'\.ba1\.unfinished/state\.pt', 'EIO'),
+        Fault('write', r'\.ba2\.unfinished/state\.pt', 'ENOSPC'),
+        # ba3 is saved; the rename to its final name fails once for ba4, and all that follows the rename for ba5
+        Fault('rename', r'/ba4$', 'ESTALE', times=1),
+        Fault('link', r'\.latest\.unfinished', 'ETIMEDOUT', skip=1, times=1),
+        # ba6 is saved
+        Fault('fsync', r'\.ba7\.unfinished/receipt\.json', 'EDQUOT'),
+        # the last save of the run is tried again
+        Fault('mkdir', r'\.ba8\.unfinished', 'EIO', times=1),
+    ]
+    trainer = build_trainer(recipe)
+    the_checkpointer(trainer).on_failed_save = calls.append
+    with active(tmp_path / 'counts', *phases):
+        trainer.fit()
+    trainer.close()
+    assert checkpoints(run) == {'ba3', 'ba5', 'ba6', 'ba8'}, 'ba5 was complete before its link failed'
+    for name in ('ba3', 'ba5', 'ba6', 'ba8'):
+        verify_checkpoint(run / name)
+    assert_same_run(run, undisturbed)
+    assert list(read_metrics(run / 'metrics.jsonl')['checkpoint/failed_saves'].values()) == [1, 2, 3, 4, 5]
+    errors = [record.getMessage() for record in caplog.records if record.levelname == 'ERROR']
+    assert errors == calls, 'one line for each failed save'
+    expected = [
+        r'ba1: not saved, Input/output error: \S+/state\.pt; training continues to the next save .* 1 of 3',
+        r'ba2: not saved, no space left on \S+/phases: 0\.\d\d GiB needed, \d+\.\d\d GiB free; training .* 2 of 3',
+        r'ba4: not saved, Stale file handle: .* 1 of 3',
+        r'ba5: not saved, Connection timed out: .* 2 of 3',
+        r'ba7: not saved, the disk quota is used up on \S+/phases: .* 1 of 3',
+    ]
+    for message, pattern in zip(errors, expected, strict=True):
+        assert re.search(pattern, message), message
+    assert 'ba8: not saved, Input/output error' in caplog.text and 'trying again' in caplog.text
+
+
+def test_three_failed_saves_in_a_row_end_the_run_which_resumes(write, undisturbed, tmp_path):
+    path = write('row')
+    run = load(path).run_dir
+    trainer = build_trainer(load(path))
+    counts = tmp_path / 'counts'
+    with (
+        active(counts, Fault('mkdir', r'\.ba[2-9]\.unfinished', 'ESTALE', times=99)),
+        pytest.raises(SaveFailed, match=r'ba4: not saved, Stale .*\(3 saves in a row have failed\); newest') as end,
+    ):
+        trainer.fit()
+    trainer.close()
+    assert end.value.errno == errno.ESTALE
+    assert f'newest checkpoint: {run}/ba1; check the file system of the run and start' in str(end.value)
+    assert met(counts) == 2 + 3, 'the last one is tried three times'
+    assert the_checkpointer(trainer).last_checkpoint_batch == 1, 'a batch that is not saved is not called saved'
+    train(load(path)).close()
+    assert_same_run(run, undisturbed)
+
+
+def test_bug_in_a_save_ends_the_run_at_once(write, monkeypatch):
+    def fail(*_: object, **__: object) -> None:
+        raise TypeError('a bug')
+
+    trainer = build_trainer(load(write('bug')))
+    monkeypatch.setattr(checkpointer, '_about', fail)
+    with pytest.raises(TypeError, match='a bug'):
+        trainer.fit()
+    assert trainer.state.timestamp.batch.value == 1
+    trainer.close()
+
+
+def test_fault_of_one_rank_fails_a_sharded_save_on_all_and_training_continues(write, ranks, tmp_path):
+    parallelism = {'strategy': 'fsdp2', 'checkpoints': 'sharded'}
+    path = write('sharded', {'max_duration': '4ba'}, parallelism=parallelism)
+    faults = [
+        Fault('create', r'\.ba1\.unfinished/__1_', 'EIO', rank=1),
+        Fault('rename', r'\.ba2\.unfinished', 'ESTALE', rank=0),
+        Fault('mkdir', r'\.ba4\.unfinished', 'EIO', rank=0, times=1),
+    ]
+    job = ranks.start(2, path, environment=environment(faults, tmp_path))
+    assert job.wait() == [0, 0], job.output()
+    run = load(path).run_dir
+    assert checkpoints(run) == {'ba3', 'ba4'}
+    verify_checkpoint(run / 'ba4')
+    first, second = job.outputs()
+    assert 'ba1: not saved, Input/output error' in first and '__1_0.distcp' in first
+    assert 'ba2: not saved, Stale file handle' in first
+    assert 'ERROR' not in second and 'Traceback' not in first + second
+
+
+def mount(*arguments: str | Path) -> None:
+    """Mount a tmpfs, or skip the test on a machine that does not allow it."""
+    done = subprocess.run(['mount', *map(str, arguments)], capture_output=True, check=False, text=True)
+    if done.returncode:
+        pytest.skip(f'this machine does not allow mounts: {done.stderr.strip()}')
+
+
+def test_full_file_system_makes_room_and_recovers(write, undisturbed):
+    """It has room for 2.6 checkpoints, of which the run keeps two; a save needs the room of one more."""
+    path = write('full', {'save_num_checkpoints_to_keep': 2})
+    run = load(path).run_dir
+    run.mkdir(parents=True)
+    size = sum(file.stat().st_size for file in (undisturbed / 'ba8').iterdir())
+    mount('-t', 'tmpfs', '-o', f'size={int(2.6 * size)}', 'tmpfs', run)
+    messages: list[str] = []
+    seen: list[set[str]] = []
+
+    def fill() -> None:
+        seen.append(checkpoints(run))
+        shutil.rmtree(run / 'ba5')
+        (run / 'filler').write_bytes(bytes(size))
+
+    def free() -> None:
+        seen.append(checkpoints(run))
+        (run / 'filler').unlink()
+
+    try:
+        trainer = build_trainer(load(path))
+        the_checkpointer(trainer).on_failed_save = messages.append
+        trainer.state.callbacks += [At(Event.BATCH_START, 6, fill), At(Event.BATCH_START, 7, free)]
+        trainer.fit()
+        trainer.close()
+        assert seen == [{'ba5', 'ba6'}, {'ba6'}], 'a full disk costs the checkpoint to be replaced, never the newest'
+        assert checkpoints(run) == {'ba6', 'ba8'}
+        assert_same_run(run, undisturbed)
+        (message,) = messages
+        assert re.search(r'ba7: not saved, no space left on \S+/full: 0\.\d\d GiB needed, 0\.\d\d GiB free', message)
+    finally:
+        subprocess.run(['umount', '-l', run], check=True)
+
+
+def test_folder_that_vanishes_fails_saves_and_is_not_created_again(write, undisturbed, tmp_path):
+    """It is moved away for two batches, then hidden by an empty file system for two batches."""
+    path = write('vanishes')
+    run, away = load(path).run_dir, tmp_path / 'away'
+    messages: list[str] = []
+    found: list[list[str]] = []
+
+    def back() -> None:
+        found.append(['it exists'] if run.exists() else [])
+        os.rename(away, run)
+
+    def uncover() -> None:
+        found.append(os.listdir(run))
+        subprocess.run(['umount', '-l', run], check=True)
+
+    trainer = build_trainer(load(path))
+    the_checkpointer(trainer).on_failed_save = messages.append
+    trainer.state.callbacks += [
+        At(Event.BATCH_START, 1, lambda: os.rename(run, away)),
+        At(Event.BATCH_START, 3, back),
+        At(Event.BATCH_START, 4, lambda: mount('-t', 'tmpfs', '-o', 'size=64m', 'tmpfs', run)),
+        At(Event.BATCH_START, 6, uncover),
+    ]
+    trainer.fit()
+    trainer.close()
+    assert found == [[], []], 'nothing is created at the path meanwhile'
+    assert checkpoints(run) == {'ba1', 'ba4', 'ba7', 'ba8'}
+    assert_same_run(run, undisturbed)
+    assert len(messages) == 4
+    for message in messages:
+        assert f'{RUN_FILE} is missing: the folder was moved, or its file system is no longer mounted on' in message
+
+
+def test_folder_replaced_by_that_of_another_run_is_not_written_to(write, undisturbed, tmp_path):
+    path = write('replaced')
+    run = load(path).run_dir
+    trainer = build_trainer(load(path))
+    other = tmp_path / 'other'
+    other.mkdir()
+    (other / RUN_FILE).write_text('{"version": 1, "id": "f00"}')
+
+    def replace() -> None:
+        os.rename(run, tmp_path / 'own')
+        os.rename(other, run)
+
+    trainer.state.callbacks += [At(Event.BATCH_START, 1, replace)]
+    with pytest.raises(SaveFailed, match=r'run\.json has id f00, expected \w{32}: another folder is at this path'):
+        trainer.fit()
+    trainer.close()
+    assert not checkpoints(run)
+    assert checkpoints(tmp_path / 'own') == {'ba1'}
+
+
+def test_checkpoint_carries_the_runs_id_and_its_recipe(undisturbed):
+    receipt = read_receipt(undisturbed / 'ba8')
+    assert receipt['run'] == read_run_id(undisturbed)
+    assert receipt['files'].keys() == {'state.pt', 'recipe.yaml'}
+    assert load(undisturbed / 'ba8' / 'recipe.yaml') == load(undisturbed / 'recipe.yaml')

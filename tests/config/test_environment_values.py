@@ -1,0 +1,203 @@
+"""Values of `${oc.env:...}`: the program uses them, and everything that is saved or printed has the name instead."""
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diffusion.cli import main
+from diffusion.config.load import RecipeError, hide_environment, load, to_yaml
+from diffusion.config.yaml_files import UnreadableYAML, dump, merge, merge_and_resolve
+from diffusion.config.yaml_syntax import parse_yaml
+from diffusion.prepare.settings import load_settings
+
+SECRET = 'vq8-Z1-not-to-be-seen'
+RECIPE = 'yamls/quickstart.yaml'
+
+
+@pytest.fixture(autouse=True)
+def _variables(monkeypatch):
+    monkeypatch.setenv('KEY', SECRET)
+    monkeypatch.setenv('NUMBER', '7')
+    monkeypatch.delenv('ABSENT', raising=False)
+
+
+def wandb(**keywords):
+    """Return the override of a recipe that gives a logger these keywords."""
+    items = ', '.join(f'{key}: "{value}"' for key, value in keywords.items())
+    return f'loggers.wandb.init_kwargs={{{items}}}'
+
+
+FORMS = {
+    'the value': ('${oc.env:KEY}', SECRET),
+    'part of a text': (r'a-${oc.env:KEY}-\\${b}', f'a-{SECRET}-${{b}}'),
+    'two in a text': ('${oc.env:KEY}${oc.env:NUMBER}', f'{SECRET}7'),
+    'after a backslash': (r'a\\\\${oc.env:KEY}', rf'a\{SECRET}'),
+    'with a default': ('${oc.env:KEY,other}', SECRET),
+    'a default that is used': ("${oc.env:ABSENT,'a b'}", 'a b'),
+    'a default from a variable': ('${oc.env:ABSENT,${oc.env:KEY}}', SECRET),
+    'a null default': ('${oc.env:ABSENT,null}', None),
+    'decoded': ('${oc.decode:${oc.env:NUMBER}}', 7),
+    'decoded in a text': ("${oc.decode:'[${oc.env:NUMBER}, 2]'}", [7, 2]),
+    'a reference': ('${loggers.wandb.init_kwargs.first}', SECRET),
+    'a relative reference': ('${.first}', SECRET),
+    'a reference to a reference': ('x${loggers.wandb.init_kwargs.second}', f'x{SECRET}'),
+    'a selected value': ('${oc.select:loggers.wandb.init_kwargs.first}', SECRET),
+    'a computed resolver': ('${oc.${.resolver}:KEY}', SECRET),
+    'the default of a selected value': ('${oc.select:absent,${oc.env:KEY}}', SECRET),
+}
+
+
+@pytest.mark.parametrize('form', FORMS)
+def test_program_gets_the_value_and_saved_recipe_has_the_name(form, tmp_path):
+    text, value = FORMS[form]
+    recipe = load(RECIPE, [wandb(resolver='env', first='${oc.env:KEY}', second='${.first}', form=text)])
+    assert recipe.loggers['wandb'].kwargs['init_kwargs']['form'] == value
+    saved = to_yaml(recipe)
+    assert SECRET not in saved
+    assert 'first: ${oc.env:KEY}' in saved
+    # What was saved reads back to the same values and text, also with another value of the variable.
+    path = tmp_path / 'recipe.yaml'
+    path.write_text(saved)
+    assert load(path) == recipe
+    assert to_yaml(load(path)) == saved
+
+
+def test_item_of_list_is_saved_by_name():
+    recipe = load(RECIPE, ["generate.prompts=['a cat', '${oc.env:KEY}']"])
+    assert '- ${oc.env:KEY}' in to_yaml(recipe)
+    assert recipe.generate.prompts == ['a cat', SECRET]
+
+
+def test_reference_to_section_with_variable_is_saved_by_name():
+    trainer = 'trainer={max_duration: 1ba, save_filename: "${oc.env:KEY}"}'
+    recipe = load(RECIPE, [trainer, 'loggers.wandb.init_kwargs=${trainer}', 'trainer.save_folder=x'])
+    assert recipe.loggers['wandb'].kwargs['init_kwargs']['save_filename'] == SECRET
+    assert SECRET not in to_yaml(recipe)
+
+
+def test_component_that_is_a_variable_is_saved_by_name(monkeypatch):
+    monkeypatch.setenv('WANDB', f'{{init_kwargs: {{name: {SECRET}}}}}')
+    recipe = load(RECIPE, ['loggers.wandb=${oc.decode:${oc.env:WANDB}}'])
+    assert recipe.loggers['wandb'].kwargs == {'init_kwargs': {'name': SECRET}}
+    assert 'wandb: ${oc.decode:${oc.env:WANDB}}' in to_yaml(recipe)
+    assert SECRET not in to_yaml(recipe)
+
+
+@pytest.mark.parametrize('text', ['${streams.${oc.env:KEY}}', '${oc.env:${oc.env:KEY}}', '${oc.select:${oc.env:KEY}}'])
+def test_variable_cannot_name_a_key_or_variable(text):
+    with pytest.raises(RecipeError, match='an environment variable cannot name') as raised:
+        load(RECIPE, [f'init_from={text}'])
+    assert SECRET not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    'override',
+    [
+        'seed=${oc.env:KEY}',
+        'model.resolution=${oc.env:KEY}',
+        'optimizer.${KEY}=1',
+        'model=${oc.env:KEY}',
+        'trainer.max_duration=x${oc.env:KEY}',
+        'name=${oc.env:KEY}/x',
+        'loggers=[{a: "${oc.env:KEY}"}]',
+        'imports=["${oc.env:KEY}"]',
+        'trainer.precision=${oc.env:KEY}',
+        'streams.openmoji.shape=${oc.env:KEY}',
+        'init_from=${oc.decode:"[${oc.env:KEY}"}',
+        'task=${oc.env:KEY}',
+        'callbacks.x.name=${oc.env:KEY}',
+    ],
+)
+def test_error_message_has_the_name_instead_of_the_value(override):
+    with pytest.raises(RecipeError) as raised:
+        load(RECIPE, [override])
+    assert SECRET not in str(raised.value)
+
+
+def test_error_message_quotes_short_values_by_name():
+    with pytest.raises(RecipeError, match=re.escape("seed: '${oc.env:NUMBER}' is not an integer")):
+        load(RECIPE, ['seed=${oc.env:NUMBER}'])
+
+
+def test_later_message_has_the_name_instead_of_the_value():
+    recipe = load(RECIPE, ['init_from=${oc.env:KEY}/ba7', 'loggers.wandb.entity=${oc.env:NUMBER}'])
+    message = f'checkpoint: {SECRET}/ba7 is not a checkpoint; 7 were found'
+    assert hide_environment(recipe, message) == 'checkpoint: ${oc.env:KEY}/ba7 is not a checkpoint; 7 were found'
+
+
+def test_check_prints_the_name_instead_of_the_value(capsys):
+    assert main(['check', RECIPE, 'loggers.wandb.entity=${oc.env:KEY}']) == 0
+    printed = capsys.readouterr()
+    assert 'entity: ${oc.env:KEY}' in printed.out
+    assert SECRET not in printed.out + printed.err
+
+
+def test_variable_that_is_not_set_is_an_error_that_names_it(capsys):
+    override = 'loggers.wandb.entity=${oc.env:ABSENT}'
+    message = 'loggers.wandb.entity: needs the environment variable ABSENT, which is not set; export it, or give'
+    with pytest.raises(RecipeError, match=re.escape(message)):
+        load(RECIPE, [override])
+    assert main(['check', RECIPE, override]) == 0  # complete but for the variable
+    assert message in capsys.readouterr().out
+    assert main(['check', RECIPE, override, '--strict']) == 2
+    with pytest.raises(UnreadableYAML, match='x: needs the environment variable ABSENT'):
+        merge([{'x': '${oc.env:ABSENT}'}], [])
+
+
+def test_saved_recipe_is_usable_without_variables_of_sections_that_a_task_does_not_read(tmp_path, monkeypatch):
+    overrides = ['loggers.wandb.entity=${oc.env:KEY}', 'trainer.max_duration=${oc.env:LENGTH}']
+    overrides += ['callbacks.image_grid.every=${oc.decode:${oc.env:NUMBER}}ba', 'runs_dir=${oc.env:KEY}/runs']
+    monkeypatch.setenv('LENGTH', '9ba')
+    path = tmp_path / 'recipe.yaml'
+    path.write_text(to_yaml(load(RECIPE, overrides)))
+    for name in ('KEY', 'NUMBER', 'LENGTH'):
+        monkeypatch.delenv(name)
+    recipe = load(path, task='generate')
+    assert recipe.trainer['max_duration'] == '${oc.env:LENGTH}'
+    assert to_yaml(recipe) == path.read_text()
+    for task in (None, 'evaluate'):
+        with pytest.raises(RecipeError, match='needs the environment variable KEY'):
+            load(path, task=task)
+    path.write_text(path.read_text().replace('resolution: 64', 'resolution: ${oc.decode:${oc.env:SIDE}}', 1))
+    with pytest.raises(RecipeError, match='needs the environment variable SIDE'):
+        load(path, task='generate')
+
+
+def test_hyperparameter_logging_of_a_variable_is_refused():
+    overrides = ['trainer.save_folder=${oc.env:KEY}', 'trainer.auto_log_hparams=true']
+    with pytest.raises(RecipeError, match=r'trainer.save_folder: would be logged by trainer.auto_log_hparams'):
+        load(RECIPE, overrides)
+
+
+def test_preparation_recipe_refuses_variables(tmp_path):
+    path = tmp_path / 'p.yaml'
+    path.write_text('source: {kind: folder, location: "${oc.env:KEY}"}\nout: x\nsizes: [64]\n')
+    with pytest.raises(RecipeError, match=r'source.location: cannot use an environment variable') as raised:
+        load_settings(path)
+    assert SECRET not in str(raised.value)
+
+
+pieces = st.lists(
+    st.sampled_from(
+        ['${oc.env:KEY}', '${oc.env:ABSENT,"d"}', '${b}', 'text', '\\', '\\${', '$', '{', '}', ' ', "'", '"']
+    ),
+    max_size=6,
+).map(''.join)
+
+
+@given(text=pieces)
+@settings(max_examples=80, deadline=None)
+def test_any_text_with_variables_is_saved_without_their_values(text):
+    environ = {'KEY': SECRET}
+    try:
+        found = merge_and_resolve([{'a': text, 'b': r'\${c} and ${oc.env:KEY}'}], [], environ)
+    except UnreadableYAML:
+        return
+    saved = dump(found.values | {str(path[0]): expression for path, expression in found.from_environment.items()})
+    assert SECRET not in saved
+    again = merge_and_resolve([parse_yaml(saved)], [], environ)
+    assert again.values == found.values
+    assert again.from_environment == found.from_environment
+    assert SECRET not in str(merge_and_resolve([parse_yaml(saved)], [], {'KEY': 'changed'}).values)

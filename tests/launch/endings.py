@@ -1,0 +1,307 @@
+"""Endings of a training attempt: how each is caused, and its status, record, message and next step.
+
+`table()` is the table of docs/endings.md; test_endings.py causes every ending in a real job.
+"""
+
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hub_server import Hub
+from injected import raising
+from object_store import Store
+
+from diffusion.launch import run_lock
+from diffusion.launch.attempts import CAUSES
+from diffusion.launch.job_spec import Restart
+
+FORWARD = 'diffusion.models.latent_diffusion:LatentDiffusion.forward'
+DECODE = 'diffusion.data.image_text:to_planar'
+PUBLISH = 'diffusion.checkpointing.checkpoint_store:publish'
+WRITE = 'diffusion.checkpointing.checkpoint_store:HashingWriter.write'
+HASH = 'diffusion.checkpointing.checkpoint_store:hash_file'
+LIST = 'diffusion.checkpointing.checkpoint_store:list_checkpoints'
+LOAD = 'diffusion.checkpointing.checkpoint_weights:_read_file'
+INDEX = 'diffusion.data.verified_stream:VerifiedStream._newest_index'
+SLEEP = 'time.sleep(3600)'
+STOP, CHECKPOINT, SAME, NEVER = 'stop', 'checkpoint', 'same', 'never'
+RESUMES = {
+    STOP: 'the batch at which it stopped',
+    CHECKPOINT: 'the newest checkpoint',
+    SAME: 'the same checkpoint',
+    NEVER: '–',
+}
+"""Places where the next attempt resumes, as the table names them."""
+ACTIONS = {'retry': 'starts again', 'elsewhere': 'starts again on other nodes', 'stop': 'stops'}
+
+
+class Fault(NamedTuple):
+    """Fault of one rank; see `injected.py`."""
+
+    rank: int
+    target: str
+    statement: str
+
+
+@dataclass(frozen=True)
+class Case:
+    """Means of a case of `prepare`: its job's folder and faults, a finished run, an S3 server and a model hub."""
+
+    folder: Path
+    finished: Path
+    store: Store
+    hub: Hub
+    faults: list[Fault]
+
+    def run_folder(self) -> Path:
+        """Return the run folder of this case's job, as a copy of the finished run with its name."""
+        path = self.folder / 'runs' / 'run'
+        shutil.copytree(self.finished, path, symlinks=True)
+        return path
+
+
+Prepare = Callable[[Case, dict[str, Any]], None]
+"""Function that changes a recipe's content, or the files of its run, so that the attempt ends as it should."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """One row of the table.
+
+    Args:
+        event: Description of the cause, for the table.
+        status: Exit status of the node; None if the node entry point itself was killed.
+        cause: Cause in attempts.jsonl; empty if no attempt is recorded.
+        message: Part of the message, with … for omitted text.
+        resumes: Place where the next attempt resumes, a key of RESUMES.
+        faults: Faults that are injected into the ranks of the attempt.
+        prepare: Changes to the recipe or its run.
+    """
+
+    event: str
+    status: int | None
+    cause: str
+    message: str
+    resumes: str
+    faults: Sequence[Fault] = ()
+    prepare: Prepare | None = None
+
+    @property
+    def pattern(self) -> str:
+        """Regular expression of the message."""
+        return '.*'.join(map(re.escape, self.message.split('…')))
+
+    def row(self) -> str:
+        """Return the row of the table, in Markdown."""
+        restart = Restart()
+        action = ACTIONS[restart.actions().get(1 if self.status is None else self.status, restart.otherwise)]
+        action = 'is done' if self.status == 0 else action
+        message = f'`{self.message}`' if self.message else '–'
+        status = 'none' if self.status is None else str(self.status)
+        cells = (self.event, status, CAUSES.get(self.cause, 'none'), message, action, RESUMES[self.resumes])
+        return f'| {" | ".join(cells)} |'
+
+
+def on(rank: int, target: str, statement: str) -> tuple[Fault]:
+    """Return one fault on one rank."""
+    return (Fault(rank, target, statement),)
+
+
+def signal_node(name: str) -> str:
+    """Return a statement that sends a signal to the node entry point."""
+    return f"os.kill(int(os.environ['NODE_PID']), signal.{name})"
+
+
+def table() -> str:
+    """Return the table of all endings, in Markdown."""
+    head = '| event | status | `attempts.jsonl` | message | the job | resumes from |'
+    return '\n'.join([head, '|---|---|---|---|---|---|', *(each.row() for each in (*RETRIED, *HANGS, *SINGLE))])
+
+
+SAVED = (75, 'preempted', 'is saved', STOP)
+# Each of these ends one attempt of the same job, in this order.
+RETRIED = [
+    Ending('SIGTERM of the scheduler', *SAVED, on(1, f'{FORWARD}@3', signal_node('SIGTERM'))),
+    Ending('SIGUSR1 of the scheduler', *SAVED, on(0, f'{FORWARD}@3', signal_node('SIGUSR1'))),
+    Ending('Ctrl-C', *SAVED, on(1, f'{FORWARD}@3', signal_node('SIGINT'))),
+    Ending('closed terminal (SIGHUP)', *SAVED, on(1, f'{FORWARD}@3', signal_node('SIGHUP'))),
+    Ending(
+        'killed process, for example out of memory',
+        *(1, 'killed', 'rank 1 by SIGKILL', CHECKPOINT),
+        on(1, f'{FORWARD}@3', 'os.kill(os.getpid(), signal.SIGKILL)'),
+    ),
+    Ending('lost node', None, 'lost', '', CHECKPOINT, on(1, f'{FORWARD}@3', signal_node('SIGKILL'))),
+    Ending('bug on one rank', 1, 'crash', 'ZeroDivisionError', CHECKPOINT, on(0, f'{FORWARD}@3', '1 / 0')),
+    Ending(
+        'disk full in three saves in a row',
+        *(1, 'crash', 'no space left on', SAME),
+        on(0, f'{WRITE}@1+', raising('ENOSPC')),
+    ),
+    Ending(
+        'I/O error in three saves in a row',
+        *(1, 'crash', 'Input/output error', SAME),
+        on(0, f'{PUBLISH}@1+', raising('EIO')),
+    ),
+    Ending(
+        'stale file handle while the checkpoints are listed',
+        *(1, 'crash', 'Stale file handle', SAME),
+        on(0, f'{LIST}@1+', raising('ESTALE')),
+    ),
+    Ending(
+        'I/O error while the checkpoint is verified',
+        *(1, 'crash', 'Input/output error', SAME),
+        on(0, f'{HASH}@1+', raising('EIO')),
+    ),
+    Ending(
+        'timeout of the file system while the checkpoint is loaded',
+        *(1, 'crash', 'Connection timed out', SAME),
+        on(1, f'{LOAD}@1+', raising('ETIMEDOUT')),
+    ),
+    Ending(
+        "data's index cannot be read at the start",
+        *(1, 'crash', 'streams.small: … Input/output error', SAME),
+        on(0, f'{INDEX}@1+', raising('EIO')),
+    ),
+]
+HANGS = [
+    Ending('hang in the forward pass', 75, 'hang', 'rank 1 on node 0', CHECKPOINT, on(1, f'{FORWARD}@3', SLEEP)),
+    Ending(
+        'hang in the backward pass', 75, 'hang', 'rank 1 on node 0', CHECKPOINT, on(1, 'torch:Tensor.backward@3', SLEEP)
+    ),
+    Ending('hang while data is read', 75, 'hang', 'rank 0 on node 0', CHECKPOINT, on(0, f'{DECODE}@20', SLEEP)),
+    Ending('hang in a save', 75, 'hang', 'rank 0 on node 0', CHECKPOINT, on(0, f'{PUBLISH}@2', SLEEP)),
+    Ending(
+        'stopped process (SIGSTOP)',
+        *(75, 'hang', 'rank 1 on node 0', CHECKPOINT),
+        on(1, f'{FORWARD}@3', 'os.kill(os.getpid(), signal.SIGSTOP)'),
+    ),
+]
+
+
+def mistype_a_key(case: Case, recipe: dict[str, Any]) -> None:
+    recipe['optimizer']['learning_rate'] = 1
+
+
+def remove_the_data(case: Case, recipe: dict[str, Any]) -> None:
+    recipe['streams']['small']['local'] = str(case.folder / 'nowhere')
+
+
+def damage_every_checkpoint(case: Case, recipe: dict[str, Any]) -> None:
+    for path in case.run_folder().glob('ba*/state.pt'):
+        os.truncate(path, 1000)
+
+
+def lock_the_run(case: Case, recipe: dict[str, Any]) -> None:
+    folder = case.run_folder()
+    owner = run_lock.Owner.current({})
+    (folder / run_lock.LOCK).write_text(json.dumps({'owner': vars(owner), 'count': 0, 'at': time.time()}))
+
+
+def unchanged(case: Case, recipe: dict[str, Any]) -> None:
+    recipe['trainer']['max_duration'] = '12ba'
+
+
+def give_another_id(case: Case, recipe: dict[str, Any]) -> None:
+    path = case.run_folder() / 'run.json'
+    path.write_text(json.dumps(json.loads(path.read_text()) | {'id': '0' * 32}))
+
+
+def change_the_objective(case: Case, recipe: dict[str, Any]) -> None:
+    case.run_folder()
+    recipe['trainer']['max_duration'] = '100ba'
+    recipe['model']['objective'] = {'prediction_type': 'sample'}
+
+
+def watch_a_sick_gpu(case: Case, recipe: dict[str, Any]) -> None:
+    recipe['imports'] = ['tests.sick_gpu']
+    recipe['callbacks'] = {'node_health': {'every': 2, 'seconds': 0.05, 'action': 'leave'}}
+
+
+def make_the_loss_nan(case: Case, recipe: dict[str, Any]) -> None:
+    recipe['optimizer']['lr'] = 1e30
+    recipe['callbacks'] = {'loss_guard': {}}
+
+
+def answer_of_hub(answer: str | int) -> Prepare:
+    """Return a function that takes the VAE from a model hub that gives every request this answer."""
+
+    def prepare(case: Case, recipe: dict[str, Any]) -> None:
+        case.hub.always = answer
+        recipe['model']['vae'] = 'someone/model'
+        url, template = case.hub.url, case.hub.url + '/{repo_id}/resolve/{revision}/{filename}'
+        # huggingface_hub has read its variables when the fork server imported it.
+        statement = f"""
+import huggingface_hub.file_download
+from huggingface_hub import constants
+from diffusion.models import hub_files
+from diffusion.storage import retry
+constants.ENDPOINT, constants.HF_HUB_OFFLINE, constants.HF_HUB_CACHE = {url!r}, False, {str(case.folder / 'hub')!r}
+huggingface_hub.file_download.HUGGINGFACE_CO_URL_TEMPLATE = {template!r}
+hub_files.POLICY, retry.LONGEST_PAUSE_SECONDS = retry.RetryPolicy(tries=2), 0.01
+"""
+        case.faults.append(Fault(0, 'diffusion.training.train:build_trainer@1', statement))
+
+    return prepare
+
+
+def refuse_reads(status: int, words: str = 'GET shard') -> Prepare:
+    """Return a function that moves the data to an S3 bucket whose requests with these words fail with a status."""
+
+    def prepare(case: Case, recipe: dict[str, Any]) -> None:
+        stream = recipe['streams']['small']
+        stream['remote'] = case.store.upload(Path(stream['local']), f'bucket-{status}-{len(words)}')
+        stream |= {'local': str(case.folder / 'cache'), 'download_retry': 1}
+        case.store.fail(words, status)
+
+    return prepare
+
+
+# Each of these is a job of its own.
+SINGLE = [
+    Ending('mistake in the recipe', 78, '', 'optimizer.learning_rate: unknown', NEVER, prepare=mistype_a_key),
+    Ending('missing data', 78, 'mistake', 'nowhere has no index.json', NEVER, prepare=remove_the_data),
+    Ending('all checkpoints damaged', 78, 'mistake', 'checkpoints are damaged', NEVER, prepare=damage_every_checkpoint),
+    Ending('another job trains into the folder', 78, '', 'trains into this folder', NEVER, prepare=lock_the_run),
+    Ending('objective changed on resume', 78, 'mistake', 'prediction_type: ', NEVER, prepare=change_the_objective),
+    Ending('loss is NaN', 78, 'mistake', 'loss is nan', NEVER, prepare=make_the_loss_nan),
+    Ending('store refuses access to data (403)', 78, 'mistake', '(403)', NEVER, prepare=refuse_reads(403, 'GET index')),
+    Ending(
+        'memory errors of a GPU, with `node_health.action: leave`',
+        *(76, 'hardware', 'rank 0: uncorrected memory errors rose', STOP),
+        prepare=watch_a_sick_gpu,
+    ),
+    Ending(
+        'model hub limits requests (429)',
+        *(1, 'crash', 'someone/model/vae: AutoencoderKL could not be loaded … 429', SAME),
+        prepare=answer_of_hub(429),
+    ),
+    Ending(
+        'no such model on the hub',
+        *(78, 'mistake', 'someone/model/vae: … there is no such repository', NEVER),
+        prepare=answer_of_hub('no-repository'),
+    ),
+    Ending('checkpoint of another run', 78, 'mistake', 'is of another run', NEVER, prepare=give_another_id),
+    Ending(
+        'run folder moved, or its file system unmounted',
+        *(1, '', 'not saved', CHECKPOINT),
+        on(0, f'{FORWARD}@3', "os.rename('runs/run', 'runs/moved')"),
+        unchanged,
+    ),
+    Ending(
+        'slow disk, but each save within the limits',
+        *(0, 'done', '', NEVER),
+        on(0, f'{PUBLISH}@1+', 'time.sleep(0.3)'),
+        unchanged,
+    ),
+    Ending(
+        'store fails to serve data (500)',
+        *(1, 'crash', 'InternalError … when the store responds', SAME),
+        prepare=refuse_reads(500),
+    ),
+]

@@ -1,0 +1,240 @@
+"""Stacks that a node keeps when its ranks end badly, with ranks that are small programs instead of training."""
+
+import json
+import os
+import signal
+import socket
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from diffusion.config.load import load
+from diffusion.launch import attempts, environment, failure_stacks, node, stack_folder, workers
+from diffusion.launch.node import Node
+from diffusion.launch.node_settings import Settings
+from diffusion.launch.rank_discovery import NodePosition
+from diffusion.launch.stack_folder import KEPT_ATTEMPTS, HangListener, NodeReport, StackFolder, attempt_name
+from diffusion.launch.stack_report import RankReport
+from diffusion.launch.stop_signals import STOP_SIGNALS
+
+PROGRAM = """
+    import os, signal, sys, time
+    from pathlib import Path
+    from diffusion.launch import heartbeat_file
+    heartbeat_file.write_stacks_on_signal()
+    rank, folder = int(os.environ['RANK']), Path(os.environ['DIFFUSION_ATTEMPT_FOLDER'])
+
+    def wait_for_news():
+        while True:
+            time.sleep(0.1)
+
+    (folder / f'ready-{rank}').touch()
+    while len(list(folder.glob('ready-*'))) < 2:
+        time.sleep(0.01)
+    BODY
+"""
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    monkeypatch.setattr(node, 'GRACE_SECONDS', 0.3)
+    monkeypatch.setattr(workers, 'STACK_SECONDS', 1.0)
+    monkeypatch.setattr(node, 'CHECK_EVERY_SECONDS', 0.2)
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def run_node(tmp_path: Path, write_recipe, monkeypatch) -> Callable[..., tuple[int, Path]]:
+    """Run two ranks of a program on a node; return the exit status and the run's folder."""
+
+    def run(
+        body: str, *, position: tuple[int, int] = (0, 1), hang_seconds: float = 100, **variables: str
+    ) -> tuple[int, Path]:
+        monkeypatch.chdir(tmp_path)
+        program = tmp_path / 'program.py'
+        program.write_text(textwrap.dedent(PROGRAM).replace('BODY', textwrap.dedent(body).strip()))
+        recipe = load(write_recipe())
+        environ = {**os.environ, environment.HANG_SECONDS: str(hang_seconds), **variables}
+        where = NodePosition('slurm', position[0], position[1], 2, '127.0.0.1', 29500)
+        found = Node(where, Settings.from_environ(environ), [str(program)], recipe, environ)
+        return found.run(), recipe.run_dir
+
+    return run
+
+
+def last_attempt(run: Path) -> attempts.Attempt:
+    return attempts.read_attempts(run)[-1]
+
+
+def test_crash_keeps_the_stacks_of_the_ranks_that_still_run(run_node):
+    status, run = run_node('if rank == 1: sys.exit(1)\nwait_for_news()', SLURM_JOB_ID='4711', DIFFUSION_ATTEMPT='2')
+    place = f'rank 0 on node 0 ({socket.gethostname()}) is in wait_for_news (program.py)'
+    attempt = last_attempt(run)
+    assert (status, attempt.cause) == (1, 'crash')
+    assert attempt.detail.startswith(f'rank 1 with 1; {place}; rank 1 on node 0')
+    folder = run / 'stacks' / '4711-2'
+    assert attempt.detail.endswith(f'has ended with 1; stacks in {folder}')
+    assert 'in wait_for_news' in (folder / 'stacks-node0.txt').read_text()
+    assert place in (folder / 'summary.txt').read_text()
+
+
+def test_process_that_is_stopped_is_named_by_its_state(run_node):
+    status, run = run_node('if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\nwait_for_news()', hang_seconds=0.4)
+    attempt = last_attempt(run)
+    assert (status, attempt.cause) == (75, 'hang')
+    assert f'rank 1 on node 0 ({socket.gethostname()}) is stopped (SIGSTOP)' in attempt.detail
+
+
+@pytest.mark.parametrize('body', ['sys.exit(78)', 'sys.exit(1)', 'sys.exit(0)', 'sys.exit(75)'])
+def test_nothing_is_written_if_all_ranks_have_ended(run_node, body):
+    status, run = run_node(body)
+    assert str(status) in body
+    assert not (run / 'stacks').exists() and 'stacks' not in last_attempt(run).detail
+
+
+def test_hang_requests_the_files_of_the_nccl_flight_recorder(run_node):
+    """The program acts as torch's recorder: it opens the pipe, and writes its file when it reads from the pipe."""
+    recorder = """
+        from diffusion.launch.rank_discovery import NCCL_PIPE
+        pipe = os.environ['TORCH_NCCL_DEBUG_INFO_PIPE_FILE'] + f'{rank}.pipe'
+        os.mkfifo(pipe)
+        fd = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+        while not os.read(fd, 128):
+            time.sleep(0.05)
+        Path(os.environ['TORCH_NCCL_DEBUG_INFO_TEMP_FILE'] + str(rank)).write_text('collectives')
+        wait_for_news()
+    """
+    status, run = run_node(recorder, hang_seconds=0.4)
+    (folder,) = (run / 'stacks').iterdir()
+    assert status == 75
+    assert [(folder / f'nccl-rank-{rank}').read_text() for rank in range(2)] == ['collectives'] * 2
+
+
+def test_flight_recorder_keeps_the_settings_of_the_user(run_node, tmp_path):
+    body = "import json; (Path('env-' + str(rank))).write_text(json.dumps(dict(os.environ)))"
+    _, run = run_node(body, TORCH_NCCL_TRACE_BUFFER_SIZE='0', SLURM_JOB_ID='9')
+    found = json.loads((tmp_path / 'env-1').read_text())
+    assert found['TORCH_NCCL_TRACE_BUFFER_SIZE'] == '0' and found['TORCH_NCCL_DUMP_ON_TIMEOUT'] == '1'
+    assert found['TORCH_NCCL_DEBUG_INFO_TEMP_FILE'] == str(run.absolute() / 'stacks' / '9-0' / 'nccl-rank-')
+    assert found['TORCH_NCCL_DEBUG_INFO_PIPE_FILE'] == found['DIFFUSION_ATTEMPT_FOLDER'] + '/nccl-'
+
+
+def test_hang_is_ended_although_the_storage_of_the_run_hangs(run_node, monkeypatch):
+    never = threading.Event()
+    for module in (node, failure_stacks):
+        monkeypatch.setattr(module, 'STORAGE_SECONDS', 0.5)
+        monkeypatch.setattr(
+            module, 'within_limit', lambda function, seconds=0.5: stack_folder.within_limit(function, 0.5)
+        )
+    monkeypatch.setattr(StackFolder, 'write', lambda *_: never.wait())
+    status, run = run_node('wait_for_news()', hang_seconds=0.4)
+    attempt = last_attempt(run)
+    assert (status, attempt.cause) == (75, 'hang')
+    assert '2 ranks are in wait_for_news (program.py)' in attempt.detail
+
+
+def report(number: int, cause: str = 'hang', **changes: object) -> NodeReport:
+    rank = RankReport(number, number, f'n{number}', 7, 900.0, 'all_reduce', True)
+    return NodeReport(number, cause, f'no heartbeat on {number}', [rank])
+
+
+def test_first_node_waits_for_the_others_and_names_the_rank_of_another_node(run_node, tmp_path):
+    """Node 1 reports a stopped rank a moment after node 0 has found the hang."""
+    run = tmp_path / 'runs' / 'run'
+    body = "heartbeat_file.write_rank_heartbeat(7, 'training', 0, 0.0)\nwait_for_news()"
+
+    def report_late() -> None:
+        while not (run / 'stacks' / '5-0' / 'node0.json').exists():
+            time.sleep(0.02)
+        time.sleep(0.5)
+        stopped = RankReport(2, 1, 'gpu-1', 7, 900.0, problem='is stopped (SIGSTOP)')
+        StackFolder(run, '5-0', 1, 2).write(NodeReport(1, 'hang', 'no heartbeat', [stopped]), {})
+
+    thread = threading.Thread(target=report_late, daemon=True)
+    thread.start()
+    status, _ = run_node(body, position=(0, 2), hang_seconds=0.4, SLURM_JOB_ID='5')
+    assert status == 75
+    assert '; rank 2 on node 1 (gpu-1) is stopped (SIGSTOP); stacks in' in last_attempt(run).detail
+
+
+def test_node_ends_its_ranks_when_another_node_reports_a_hang(run_node, tmp_path):
+    """Node 1, whose own limit is far away, follows the first node, and waits for its summary."""
+    run_folder = tmp_path / 'runs' / 'run'
+    run_folder.mkdir(parents=True)  # by the first node
+    folder = StackFolder(run_folder, '6-0', 0, 2)
+
+    def hang() -> None:
+        while not (tmp_path / 'started').exists():
+            time.sleep(0.02)
+        folder.write(report(0), {})
+        folder.write_summary('a sentence', {})
+
+    thread = threading.Thread(target=hang, daemon=True)
+    thread.start()
+    begin = time.monotonic()
+    status, run = run_node("Path('started').touch()\nwait_for_news()", position=(1, 2), SLURM_JOB_ID='6')
+    assert status == 75 and time.monotonic() - begin < 30
+    assert 'in wait_for_news' in (run / 'stacks' / '6-0' / 'stacks-node1.txt').read_text()
+
+
+def test_reports_of_an_earlier_attempt_of_the_same_name_do_not_count(tmp_path):
+    StackFolder(tmp_path, 'job-0', 1, 2).write(report(1), {})
+    later = StackFolder(tmp_path, 'job-0', 0, 2)
+    listener = HangListener(later)
+    assert later.read() == {}
+    time.sleep(0.02)
+    StackFolder(tmp_path, 'job-0', 1, 2).write(report(1), {})
+    until = time.monotonic() + 20
+    while listener.found is None:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    assert listener.found == later.read()[1] == report(1)
+
+
+def test_stacks_of_the_newest_attempts_are_kept(tmp_path):
+    for number in range(KEPT_ATTEMPTS + 3):
+        folder = StackFolder(tmp_path, f'job-{number}', 0, 1)
+        folder.create()
+        os.utime(folder.path, (number, number))
+    last = StackFolder(tmp_path, 'job-last', 0, 1)
+    last.write(report(0), {})
+    last.clean_up()
+    assert sorted(path.name for path in (tmp_path / 'stacks').iterdir()) == [
+        *(f'job-{n}' for n in range(4, 8)),
+        'job-last',
+    ]
+
+
+@pytest.mark.parametrize(
+    ('environ', 'restarts', 'expected'),
+    [
+        ({'SLURM_JOB_ID': '4711', 'DIFFUSION_ATTEMPT': '2'}, 0, '4711-2'),
+        ({'TRAINING_JOB_NAME': 'a/../b'}, 3, 'a_.._b-0-3'),
+        ({'DIFFUSION_EXIT_FILE': '/tmp/diffusion-job-x/exits', 'DIFFUSION_ATTEMPT': '1'}, 0, 'diffusion-job-x-1'),
+        ({}, 0, 'job-0'),
+    ],
+)
+def test_attempt_has_the_same_name_on_all_nodes(environ, restarts, expected):
+    assert attempt_name(environ, restarts) == expected
+
+
+def test_flight_recorder_variables_are_those_of_the_installed_torch():
+    found = [Path(folder, 'torch', 'lib', 'libtorch_cuda.so') for folder in sys.path]
+    library = next((path for path in found if path.exists()), None)
+    if library is None:
+        pytest.skip('torch is installed without CUDA')
+    import mmap
+
+    from diffusion.launch.rank_discovery import nccl_environment
+
+    with library.open('rb') as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        for name in nccl_environment({}, Path('/tmp'), '/tmp/nccl-'):
+            assert content.find(name.encode() + b'\0') >= 0, name

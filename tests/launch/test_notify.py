@@ -1,0 +1,279 @@
+"""Messages about a run, with a real web server on localhost: what is sent, and that no fault of it disturbs a run."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from forkserver import ROOT, SOCKET
+from ranks import free_port
+
+from diffusion.config.load import RecipeError, load
+from diffusion.config.recipe import NotifyConfig
+from diffusion.launch import attempts, notify
+from diffusion.launch.attempts import Attempt, append_attempt
+from diffusion.launch.job_checks import check_jobs, load_job_spec
+from diffusion.launch.notify import Notifier
+from diffusion.launch.run_status import inspect_run
+
+SECRET = '/services/T000/B000/not-for-any-log'
+
+
+class Hook:
+    """Web server that records the JSON it receives.
+
+    Attributes:
+        messages: The messages so far, in order.
+        replies: HTTP statuses of the next replies; 200 when the list is empty.
+        delay: Seconds before each reply.
+    """
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.replies: list[int] = []
+        self.delay = 0.0
+        hook = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                assert self.path == SECRET
+                hook.messages.append(json.loads(self.rfile.read(int(self.headers['Content-Length']))))
+                time.sleep(hook.delay)
+                self.send_response(hook.replies.pop(0) if hook.replies else 200)
+                self.end_headers()
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(('127.0.0.1', 0), Handler)
+        self.url = f'http://127.0.0.1:{self.server.server_port}{SECRET}'
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def events(self) -> list[str]:
+        return [message['event'] for message in self.messages]
+
+
+@pytest.fixture
+def hook() -> Iterator[Hook]:
+    hook = Hook()
+    yield hook
+    hook.server.shutdown()
+    hook.server.server_close()
+
+
+@pytest.fixture
+def notifier(hook, tmp_path, monkeypatch) -> Callable[..., Notifier]:
+    """Function that returns a Notifier with short pauses; keywords are keys of the `notify` section."""
+    monkeypatch.setattr(notify, 'PAUSES_SECONDS', (0.01, 0.01))
+    monkeypatch.setattr(notify, 'TIMEOUT_SECONDS', 0.5)
+    (tmp_path / 'phase1').mkdir()
+
+    def make(url: str = hook.url, command: str = '', **section: Any) -> Notifier:
+        config = NotifyConfig('HOOK', 'COMMAND' if command else None, **section)
+        return Notifier(config, tmp_path / 'phase1', {'HOOK': url, 'COMMAND': command}, attempt=3)
+
+    return make
+
+
+def test_message_has_text_for_slack_and_fields_for_programs(hook, notifier):
+    sender = notifier()
+    sender.send('ended', 'ended: preempted', cause='preempted', status=75)
+    sender.close()
+    (message,) = hook.messages
+    assert message['text'] == 'phase1: ended: preempted'
+    assert {key: message[key] for key in ('event', 'run', 'attempt', 'cause', 'status')} == {
+        'event': 'ended',
+        'run': 'phase1',
+        'attempt': 3,
+        'cause': 'preempted',
+        'status': 75,
+    }
+
+
+def test_each_event_is_sent_once_and_only_if_the_recipe_lists_it(hook, notifier):
+    sender = notifier(events=['hang', 'ended'])
+    for event in ('started', 'hang', 'hang', 'ended'):
+        sender.send(event, 'text')
+    sender.close()
+    assert sorted(hook.events()) == ['ended', 'hang']
+
+
+def test_server_error_is_retried(hook, notifier, caplog):
+    hook.replies = [500, 503]
+    sender = notifier()
+    sender.send('hang', 'text')
+    sender.close()
+    assert hook.events() == ['hang'] * 3
+    assert not caplog.records
+
+
+@pytest.mark.parametrize('fault', ['errors', 'refused', 'slow', 'no such host', 'not a URL', 'a file'])
+def test_fault_of_the_server_is_one_warning_without_the_url(fault, hook, notifier, caplog, tmp_path):
+    urls = {
+        'refused': f'http://127.0.0.1:{free_port()}{SECRET}',
+        'no such host': f'http://host.invalid{SECRET}',
+        'not a URL': SECRET,
+        'a file': f'file://{tmp_path}{SECRET}',
+    }
+    hook.replies, hook.delay = [500] * 3, 2.0 if fault == 'slow' else 0.0
+    sender = notifier(urls.get(fault, hook.url))
+    begin = time.monotonic()
+    sender.send('hang', 'text')
+    assert time.monotonic() - begin < 0.2, 'training does not wait'
+    sender.close()
+    (warning,) = caplog.records
+    assert warning.levelno == logging.WARNING and "notify.webhook: the message 'hang' was not" in warning.getMessage()
+    assert 'not-for-any-log' not in caplog.text and 'T000' not in caplog.text
+
+
+def test_end_of_a_process_waits_a_bounded_time(hook, notifier, monkeypatch):
+    monkeypatch.setattr(notify, 'TIMEOUT_SECONDS', 60.0)
+    hook.delay = 3.0
+    sender = notifier()
+    sender.send('ended', 'text')
+    begin = time.monotonic()
+    sender.close(0.2)
+    assert time.monotonic() - begin < 1
+
+
+def test_command_gets_the_message_on_its_stdin_without_a_shell(hook, notifier, tmp_path, caplog):
+    out = tmp_path / 'a message.json'
+    program = "import sys; open(sys.argv[1], 'w').write(sys.stdin.read())"
+    sender = notifier(command=f'{sys.executable} -c "{program}" "{out}"')
+    sender.send('hang', '$(touch stolen) `id`; text')
+    sender.close()
+    assert json.loads(out.read_text())['text'] == 'phase1: $(touch stolen) `id`; text'
+    assert hook.events() == ['hang']
+    for command, reason in {
+        'false --token=not-for-any-log': 'the command exited with status 1',
+        '/nonexistent/not-for-any-log': 'the command cannot be run: No such file or directory',
+        'echo "not-for-any-log': 'bad quotes',
+    }.items():
+        caplog.clear()
+        sender = notifier(command=command)
+        sender.send('hang', 'text')
+        sender.close()
+        assert reason in caplog.text and 'not-for-any-log' not in caplog.text
+
+
+def test_variable_that_is_not_set_is_named(tmp_path, caplog):
+    sender = Notifier(NotifyConfig(webhook='HOOK'), tmp_path, {})
+    sender.send('hang', 'text')
+    sender.close()
+    assert 'notify.webhook: the environment variable HOOK is not set; no message is sent' in caplog.text
+
+
+def test_low_goodput_is_sent_half_an_hour_after_the_start(hook, notifier, tmp_path):
+    run, now = tmp_path / 'phase1', time.time()
+    run.mkdir(exist_ok=True)
+    append_attempt(run, 'begin', Attempt(0, now - 1000))
+    append_attempt(run, 'end', Attempt(0, now - 1000, now, 0, now - 100, 50, now, cause='crash'))
+    sender = notifier(goodput_below=0.8)
+    sender.check_goodput()
+    append_attempt(run, 'end', Attempt(1, now, now + 1000, 50, now + 100, 150, now + 1000, cause='crash'))
+    sender.check_goodput()
+    sender.check_goodput()
+    notifier(goodput_below=0.4).check_goodput()
+    sender.close()
+    (message,) = hook.messages
+    assert message['text'] == 'phase1: goodput is 0.500 after 0.6 h, below 0.8'
+
+
+@pytest.mark.parametrize(
+    ('override', 'expected'),
+    [
+        ('notify.webhook=https://example.com/not-for-any-log', 'notify.webhook: is not the name of an environment'),
+        ('notify.command=curl not-for-any-log', 'notify.command: is not the name of an environment variable; export'),
+        ('notify.events=[hung]', 'notify.events'),
+        ('notify.goodput_below=80', r'notify.goodput_below: 80 is not in \(0, 1\]'),
+    ],
+)
+def test_mistake_in_the_section_is_found_by_check(override, expected):
+    with pytest.raises(RecipeError, match=expected) as error:
+        load('yamls/quickstart.yaml', [override])
+    assert 'not-for-any-log' not in str(error.value)
+
+
+def test_launch_requires_that_the_job_has_the_variable(write_spec):
+    overrides = {'notify.webhook': 'HOOK'}
+    path = write_spec('local', overrides=overrides)
+    with pytest.raises(RecipeError, match='notify.webhook: the job has no variable HOOK; add it to secrets in the job'):
+        check_jobs(load_job_spec(path), path)
+    path = write_spec('local', overrides=overrides, secrets={'HOOK': None})
+    assert check_jobs(load_job_spec(path), path, environ={'HOOK': 'x'}).missing_secrets == ()
+
+
+@pytest.fixture
+def job(tmp_path, tiny_recipe) -> Path:
+    """Spec of a local job of two nodes for 8 batches, whose recipe sends messages."""
+    recipe = tmp_path / 'recipe.yaml'
+    content = tiny_recipe(tmp_path / 'runs', name='sent', notify={'webhook': 'HOOK'})
+    recipe.write_text(yaml.safe_dump(content))
+    (tmp_path / 'run.py').symlink_to(ROOT / 'tests' / 'forkserver.py')
+    spec = tmp_path / 'job.yaml'
+    content = {'name': 'job', 'backend': 'local', 'recipe': str(recipe), 'workdir': str(tmp_path), 'nodes': 2}
+    content |= {'gpu': None, 'gpus_per_node': 1, 'master_port': free_port(), 'preflight': 'none'}
+    spec.write_text(yaml.safe_dump(content | {'secrets': {'HOOK': None}}))
+    return spec
+
+
+def test_launched_job_sends_start_and_end_and_keeps_the_url_out_of_all_files(hook, job, forkserver, tmp_path):
+    environ = os.environ | {SOCKET: forkserver.path, 'PYTHONPATH': f'{ROOT}:{ROOT / "tests"}', 'HOOK': hook.url}
+    command = [sys.executable, '-m', 'diffusion', 'launch', str(job)]
+    with (tmp_path / 'log').open('wb') as log:
+        subprocess.run(command, env=environ, cwd=tmp_path, stdout=log, stderr=log, timeout=200, check=True)
+    assert hook.events() == ['started', 'ended'], 'from one node'
+    started, ended = hook.messages
+    assert started['text'] == 'sent: started attempt 0 on 2 nodes'
+    assert (ended['text'], ended['cause'], ended['batch']) == ('sent: ended: completed', 'done', 8)
+    files = [path for path in tmp_path.rglob('*') if path.is_file()]
+    assert {'recipe.yaml', 'attempts.jsonl', 'node-0.json', 'node-1.json'} <= {path.name for path in files}
+    assert not [path for path in files if b'not-for-any-log' in path.read_bytes()]
+    found = inspect_run(tmp_path / 'runs' / 'sent')
+    assert (found.state, found.cause, found.batch) == ('ended', 'done', 8)
+
+
+def test_run_without_launcher_sends_and_records_its_attempts(hook, write_recipe, monkeypatch):
+    from diffusion.callbacks.loss_guard import LossGuard
+    from diffusion.checkpointing.checkpointer import Checkpointer
+    from diffusion.training.train import connect, train
+
+    monkeypatch.setenv('HOOK', hook.url)
+    recipe = load(write_recipe(notify={'webhook': 'HOOK'}))
+    train(recipe).close()
+
+    def fail(trainer):
+        raise RuntimeError('out of memory')
+
+    monkeypatch.setattr('diffusion.training.train.fit', fail)
+    longer = load(write_recipe(notify={'webhook': 'HOOK'}), ['trainer.max_duration=9ba'])
+    with pytest.raises(RuntimeError, match='out of memory'):
+        train(longer)
+    assert [message['text'] for message in hook.messages] == [
+        'run: started attempt 0',
+        'run: ended: completed',
+        'run: started attempt 1',
+        'run: ended: process failed (RuntimeError: out of memory)',
+    ]
+    first, second = attempts.read_attempts(recipe.run_dir)
+    assert (first.first, first.last, first.status, first.cause, first.launched) == (0, 8, 0, 'done', False)
+    assert (second.first, second.status, second.cause) == (None, 1, 'crash')
+    report = inspect_run(recipe.run_dir)
+    assert (report.state, report.cause, report.batch, report.duration) == ('ended', 'crash', 8, '8ba')
+    # Callbacks can send too.
+    guard, saver = LossGuard(folder=str(recipe.run_dir)), Checkpointer(recipe.run_dir)
+    sender = Notifier(recipe.notify, recipe.run_dir)
+    connect([guard, saver], None, sender)
+    guard.on_bad_batch('loss is nan')  # type: ignore[attr-defined]
+    saver.on_failed_save('no space left')  # type: ignore[attr-defined]
+    sender.close()
+    assert sorted(hook.events()[4:]) == ['checkpoint_failed', 'loss_guard']

@@ -1,0 +1,185 @@
+"""Which rank hangs, from the stacks and heartbeats of all ranks."""
+
+import dataclasses
+import signal
+import textwrap
+from pathlib import Path
+
+import pytest
+from ranks import Ranks
+
+from diffusion.launch.heartbeat_file import ATTEMPT_FOLDER_VARIABLE, read_stacks
+from diffusion.launch.stack_report import RankReport, describe_hang, find_place, main_thread, suspects
+
+SITE = '/opt/venv/lib/python3.11/site-packages'
+ALL_REDUCE = f"""\
+Thread 0x00007f4617fff6c0 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 327 in wait
+  File "/usr/lib/python3.11/threading.py", line 1002 in _bootstrap
+
+Thread 0x00007ffa27fdeb80 (most recent call first):
+  File "{SITE}/torch/distributed/distributed_c10d.py", line 2815 in all_reduce
+  File "{SITE}/torch/distributed/c10d_logger.py", line 81 in wrapper
+  File "{SITE}/composer/utils/dist.py", line 338 in all_reduce
+  File "{SITE}/diffusion/callbacks/preemption.py", line 127 in highest_signal
+  File "{SITE}/composer/trainer/trainer.py", line 2515 in _train_loop
+  File "/workspace/run.py", line 8 in <module>
+"""
+READING = f"""\
+Current thread 0x00007ffa27fdeb80 (most recent call first):
+  File "/usr/lib/python3.11/selectors.py", line 415 in select
+  File "{SITE}/torch/utils/data/dataloader.py", line 1284 in _try_get_data
+  File "{SITE}/torch/utils/data/dataloader.py", line 733 in __next__
+  File "{SITE}/composer/trainer/trainer.py", line 3620 in _iter_dataloader
+  File "/workspace/run.py", line 8 in <module>
+"""
+
+
+def report(rank: int, text: str = ALL_REDUCE, *, batch: int = 4711, problem: str = '') -> RankReport:
+    place = find_place(main_thread('' if problem else text))
+    return RankReport(rank, rank // 8, f'gpu-{rank // 8}', batch, 900.0, place.label, place.waits, problem)
+
+
+@pytest.mark.parametrize(
+    ('frames', 'label', 'waits'),
+    [
+        ([('torch/distributed/distributed_c10d.py', 'barrier')], 'barrier', True),
+        (
+            [
+                ('torch/distributed/distributed_c10d.py', 'all_gather'),
+                ('torch/distributed/c10d_logger.py', 'wrapper'),
+                ('torch/distributed/distributed_c10d.py', 'all_gather_object'),
+                ('diffusion/checkpointing/checkpointer.py', 'all_or_none'),
+            ],
+            'all_gather_object (all_or_none, checkpointer.py)',
+            True,
+        ),
+        (
+            [
+                ('torch/distributed/distributed_c10d.py', 'all_reduce'),
+                ('composer/utils/dist.py', 'all_reduce'),
+                ('composer/utils/collect_utils.py', 'map_collection'),
+                ('composer/trainer/trainer.py', '_train_loop'),
+                ('diffusion/training/train.py', 'fit'),
+            ],
+            'all_reduce (_train_loop, trainer.py)',
+            True,
+        ),
+        ([('torch/autograd/graph.py', '_engine_run_backward')], 'the backward pass', True),
+        (
+            [
+                ('PIL/Image.py', 'load'),
+                ('diffusion/data/transforms.py', 'decode'),
+                ('torch/utils/data/dataloader.py', '_next_data'),
+                ('torch/utils/data/dataloader.py', '__next__'),
+            ],
+            'DataLoader.next (decode, transforms.py)',
+            False,
+        ),
+        ([('torch/serialization.py', 'save'), ('diffusion/checkpointing/checkpointer.py', 'write_state')],
+         'write_state (checkpointer.py)', False),
+        ([('torch/nn/modules/linear.py', 'forward')], 'forward (linear.py)', False),
+    ],
+)  # fmt: skip
+def test_place_is_the_collective_loader_or_own_function(frames, label, waits):
+    lines = [f'  File "{SITE}/{file}", line 7 in {function}' for file, function in frames]
+    stack = main_thread('\n'.join(['Current thread 0x1 (most recent call first):', *lines]))
+    assert find_place(stack) == (label, waits)
+
+
+def test_one_of_128_ranks_in_the_data_loader_is_named():
+    reports = [report(rank, READING if rank == 37 else ALL_REDUCE) for rank in range(128)]
+    assert describe_hang(reports) == (
+        '127 ranks wait in all_reduce (highest_signal, preemption.py) of batch 4711; '
+        'rank 37 on node 4 (gpu-4) is in DataLoader.next'
+    )
+    assert [each.rank for each in suspects(reports)] == [37]
+
+
+def test_rank_without_an_answer_counts_more_than_other_signs():
+    reports = [report(rank) for rank in range(128)]
+    reports[5] = report(5, READING)
+    reports[6] = report(6, batch=4710)
+    reports[99] = report(99, problem='is stopped (SIGSTOP or a debugger)')
+    assert [each.rank for each in suspects(reports)] == [99]
+    assert 'rank 99 on node 12 (gpu-12) is stopped (SIGSTOP or a debugger); rank 5' in describe_hang(reports)
+
+
+def test_rank_with_an_older_heartbeat_counts_more_than_its_stack():
+    reports = [report(0, READING), report(1), report(2, batch=4710), report(3)]
+    assert [each.rank for each in suspects(reports)] == [2]
+    # One rank that is ahead does not make all others late.
+    reports = [report(0, batch=4712), *(report(rank, READING if rank == 3 else ALL_REDUCE) for rank in range(1, 4))]
+    assert [each.rank for each in suspects(reports)] == [3]
+
+
+def test_whole_node_is_named_as_a_range_and_a_missing_node_by_its_number():
+    reports = [report(rank, READING if rank // 8 == 4 else ALL_REDUCE) for rank in range(120)]
+    sentence = describe_hang(reports, [15])
+    assert 'ranks 32-39 on node 4 (gpu-4) are in DataLoader.next; node 15 wrote no stacks' in sentence
+
+
+def test_no_rank_is_blamed_if_all_wait_in_the_same_collective():
+    reports = [report(rank) for rank in range(16)]
+    assert suspects(reports) == []
+    assert describe_hang(reports).startswith('all 16 ranks wait in all_reduce')
+    assert describe_hang(reports).endswith('; no rank differs, so check the network and the GPUs')
+    ended = dataclasses.replace(report(3), place='', problem='has ended with 1', ended=True)
+    assert describe_hang([*reports[:3], ended]).endswith('; rank 3 on node 0 (gpu-0) has ended with 1')
+
+
+def test_ranks_in_two_collectives_are_told_apart():
+    other = ALL_REDUCE.replace('all_reduce', 'barrier').replace('highest_signal', 'save')
+    reports = [report(rank, other if rank == 2 else ALL_REDUCE) for rank in range(4)]
+    assert [each.rank for each in suspects(reports)] == [2]
+    assert 'rank 2 on node 0 (gpu-0) waits in barrier (save, preemption.py)' in describe_hang(reports)
+
+
+def test_real_ranks_are_told_apart(ranks: Ranks, tmp_path: Path):
+    """Stacks of gloo ranks: two in an all-reduce, one in a DataLoader with a slow dataset."""
+    program = tmp_path / 'program.py'
+    program.write_text(
+        textwrap.dedent("""
+            import os, pathlib, time
+            from types import SimpleNamespace
+            from diffusion.launch import heartbeat_file
+            heartbeat_file.write_stacks_on_signal()
+            from composer.utils import dist
+            from torch.utils.data import DataLoader, Dataset
+            from diffusion.callbacks.preemption import highest_signal
+
+            class Slow(Dataset):
+                def __len__(self):
+                    return 4
+                def __getitem__(self, index):
+                    time.sleep(100)
+
+            dist.initialize_dist('cpu', 60)
+            rank = dist.get_global_rank()
+            pathlib.Path(os.environ['DIFFUSION_ATTEMPT_FOLDER'], f'ready-{rank}').touch()
+            if rank == 2:
+                next(iter(DataLoader(Slow(), num_workers=1)))
+            highest_signal(0, SimpleNamespace(tensor_to_device=lambda tensor: tensor))
+        """)
+    )
+    job = ranks.start_program(3, program, environment={ATTEMPT_FOLDER_VARIABLE: str(tmp_path)})
+    try:
+        for rank in range(3):
+            job.wait_for(tmp_path / f'ready-{rank}')
+        found: dict[int, RankReport] = {}
+        for _ in range(40):
+            job.spend(0.25)  # until the ranks are in their calls
+            for rank in range(3):
+                job.send(signal.SIGUSR2, rank)
+            job.spend(0.25)
+            found = {rank: report(rank, text) for rank, text in read_stacks(tmp_path).items()}
+            if len(found) == 3 and not found[2].waits and found[0].waits and found[1].waits:
+                break
+    finally:
+        job.kill()
+    assert [found[rank].place for rank in range(3)] == [
+        'all_reduce (highest_signal, preemption.py)',
+        'all_reduce (highest_signal, preemption.py)',
+        'DataLoader.next',
+    ]
+    assert [each.rank for each in suspects(list(found.values()))] == [2]

@@ -1,0 +1,136 @@
+"""`${oc.env:...}` in job specs: overrides pass it on to the nodes, and no rendered file has a value of a variable."""
+
+import os
+import subprocess
+
+import pytest
+
+from diffusion.cli import main
+from diffusion.config.load import RecipeError
+from diffusion.config.load import load as load_recipe
+from diffusion.launch.job_checks import check_jobs, load_job_spec
+from tests.launch.test_quoting import octal_quoted, run_with_fakes, shell_script
+
+SECRET = 'vq8-Z1-not-to-be-seen'
+TEXT = '${oc.env:KEY}'
+BACKENDS = ('slurm', 'kubernetes', 'sagemaker', 'skypilot', 'mcli', 'local')
+SOURCES = {'kubernetes': 'aws/key', 'sagemaker': 'prod/key'}
+CPU = {'gpu': None, 'gpus_per_node': 1, 'nodes': 1}
+
+
+@pytest.fixture(autouse=True)
+def _variables(monkeypatch):
+    monkeypatch.setenv('KEY', SECRET)
+
+
+@pytest.mark.parametrize('backend', BACKENDS)
+def test_override_reaches_the_node_unresolved_and_is_resolved_there(backend, prepare, tmp_path):
+    overrides = {'loggers': {'wandb': {'entity': f'a {TEXT}'}}, 'generate': {'prompts': [TEXT, r'\${lit}']}}
+    overrides |= {'name': 'job', 'init_from': '${overrides.loggers.wandb.entity}'}
+    changes = {'overrides': overrides, 'secrets': {'KEY': SOURCES.get(backend)}}
+    checked, rendered = prepare(backend, **changes, **(CPU if backend == 'local' else {}))
+    text = ''.join(rendered.files.values())
+    assert SECRET not in text + str(rendered)
+    assert TEXT in text
+    words = checked.jobs[0].arguments[2:]
+    if backend in ('slurm', 'skypilot', 'mcli', 'local'):
+        # A shell must not expand the text, and neither must the back end.
+        program = 'srun' if backend == 'slurm' else 'python'
+        script = f'export KEY={octal_quoted(SECRET)}\n' + shell_script(backend, next(iter(rendered.files.values())))
+        calls = [call['words'] for call in run_with_fakes(script, tmp_path, program, 'scontrol')]
+        (words,) = [call[call.index('run.py') + 1 :] for call in calls if call[0] == program]
+    recipe = load_recipe(words[0], words[1:])
+    assert recipe.loggers['wandb'].kwargs['entity'] == recipe.init_from == f'a {SECRET}'
+    assert recipe.generate.prompts == [SECRET, '${lit}']
+
+
+def test_override_on_the_command_line_of_launch_is_passed_on_unresolved(write_spec, capsys):
+    path = write_spec('slurm', secrets={'KEY': None})
+    overrides = [f'overrides.loggers.wandb.entity={TEXT}', 'overrides.name=run-${name}']
+    assert main(['launch', str(path), *overrides, '--render']) == 0
+    printed = capsys.readouterr()
+    assert f"'loggers.wandb.entity={TEXT}'" in printed.out
+    assert 'name=run-job' in printed.out, 'other interpolations refer to the job spec'
+    assert SECRET not in printed.out + printed.err
+
+
+def test_secret_of_the_job_need_not_be_set_where_it_is_submitted(write_spec, monkeypatch):
+    monkeypatch.delenv('KEY')
+    overrides = {'loggers.wandb.entity': TEXT, 'trainer.max_duration': TEXT}
+    path = write_spec('kubernetes', overrides=overrides, secrets={'KEY': 'aws/key'})
+    (job,) = check_jobs(load_job_spec(path), path).jobs
+    assert job.overrides == (f'loggers.wandb.entity={TEXT}', f'trainer.max_duration={TEXT}')
+    path = write_spec('kubernetes', overrides=overrides)
+    with pytest.raises(RecipeError, match='loggers.wandb.entity: needs the environment variable KEY, which is not set'):
+        check_jobs(load_job_spec(path), path)
+
+
+def test_variable_that_the_nodes_would_not_have_is_reported(write_spec):
+    path = write_spec('kubernetes', overrides={'loggers.wandb.entity': TEXT, 'loggers.wandb.group': '${oc.env:HOME}'})
+    with pytest.raises(RecipeError) as raised:
+        check_jobs(load_job_spec(path), path)
+    message = 'loggers.wandb.entity: needs KEY, which the job does not set on its nodes; add KEY to env or secrets'
+    assert message in str(raised.value)
+    assert 'HOME' not in str(raised.value)
+    path = write_spec('kubernetes', overrides={'loggers.wandb.entity': TEXT}, env={'KEY': 'x'})
+    check_jobs(load_job_spec(path), path)
+
+
+def test_next_stage_starts_from_run_folder_by_name(write_spec):
+    stages = {'first': {'overrides': {'name': 'one'}}, 'second': {'overrides': {'name': 'two'}}}
+    path = write_spec('slurm', overrides={'runs_dir': f'/scratch/{TEXT}'}, stages=stages)
+    jobs = check_jobs(load_job_spec(path), path).jobs
+    assert f'init_from=/scratch/{TEXT}/one' in jobs[1].overrides
+    recipe = load_recipe(jobs[1].recipe, jobs[1].overrides)
+    assert recipe.init_from == f'/scratch/{SECRET}/one'
+    assert jobs[0].run_dir == f'/scratch/{SECRET}/one'  # for checks here
+
+
+@pytest.mark.parametrize(
+    'changes',
+    [
+        {'env': {'A': TEXT}},
+        {'secrets': {'A': TEXT}},
+        {'image': f'registry/{TEXT}'},
+        {'workdir': TEXT},
+        {'name': TEXT},
+        {'nodes': '${oc.decode:${oc.env:KEY}}'},
+        {'recipe': TEXT},
+        {'schedule': {'queue': TEXT}},
+        {'mounts': {'/workspace/runs': f'pvc://{TEXT}'}},
+        {'backend': {'raw': {'pod': {'a': TEXT}}}},
+        {'backend': {'raw': {'pod': {'a': '${backend.raw.pod.b}', 'b': TEXT}}}},
+        {'stages': {'one': {'time_limit': TEXT}}},
+    ],
+)
+def test_variable_outside_of_overrides_is_refused_without_its_value(changes, write_spec):
+    path = write_spec('kubernetes', **changes)
+    with pytest.raises(RecipeError, match=r'contains \$\{oc.env:\.\.\.\}, whose value would be written') as raised:
+        load_job_spec(path)
+    assert SECRET not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ('changes', 'where'),
+    [
+        ({'backend': {'raw': {'container': {'env': [{'name': 'HF_TOKEN', 'value': 'x'}]}}}}, 'env[0].value'),
+        ({'image': 'https://user:hunter2@registry/image'}, 'image'),
+        ({'overrides': {'loggers.wandb.init_kwargs': {'api_key': 'hunter2'}}}, 'init_kwargs.api_key'),
+        ({'mounts': {'/workspace/runs': 'https://a.blob.core.windows.net/c?sv=1&sig=' + 'aB3%2F' * 8}}, 'runs'),
+        ({'env': {'WANDB': '0123456789' * 4}}, 'env.WANDB'),
+    ],
+)
+def test_secret_in_plain_text_is_refused_in_every_key(changes, where, write_spec):
+    with pytest.raises(RecipeError, match='looks like a secret') as raised:
+        load_job_spec(write_spec('kubernetes', **changes))
+    assert f'{where}: ' in str(raised.value)
+    assert 'hunter2' not in str(raised.value)
+
+
+def test_rendered_slurm_script_keeps_the_text_under_bash(prepare):
+    _, rendered = prepare('slurm', overrides={'loggers.wandb.entity': TEXT})
+    script = 'srun() { printf "%s\\n" "$@"; }\n' + rendered.files['job.sbatch']
+    environ = os.environ | {'SLURM_JOB_ID': '7'}
+    done = subprocess.run(['bash'], input=script, env=environ, capture_output=True, text=True, check=False)
+    assert f'loggers.wandb.entity={TEXT}' in done.stdout
+    assert SECRET not in done.stdout

@@ -1,0 +1,185 @@
+"""Files from the Hugging Face Hub: fetched once per node, under one retry policy, and never requested if cached."""
+
+import logging
+import shutil
+import threading
+from typing import Any
+
+import pytest
+import torch
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from hub_server import COMMIT, serve
+from huggingface_hub import constants
+from huggingface_hub.utils import _http
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+
+from diffusion.errors import ExternalError, UserError
+from diffusion.models import hub_files
+from diffusion.models.pretrained import clip_tokenizer, load_pretrained, without_weights
+from diffusion.storage import retry
+from diffusion.storage.retry import RetryPolicy
+
+PARTS = {'vae': AutoencoderKL, 'text_encoder': CLIPTextModel, 'tokenizer': CLIPTokenizer}
+
+
+@pytest.fixture(scope='module')
+def repository(small_vae, tmp_path_factory):
+    """Folder of a pipeline's VAE, text encoder and tokenizer, with weight files that nobody needs."""
+    folder = tmp_path_factory.mktemp('repository')
+    shutil.copytree(small_vae, folder / 'vae')
+    (folder / 'vae/diffusion_pytorch_model.fp16.safetensors').write_bytes(b'not needed')
+    config: dict[str, Any] = {
+        'hidden_size': 32,
+        'intermediate_size': 32,
+        'num_hidden_layers': 1,
+        'num_attention_heads': 1,
+    }
+    CLIPTextModel(CLIPTextConfig(**config, vocab_size=49408)).save_pretrained(folder / 'text_encoder')
+    clip_tokenizer(max_length=16).save_pretrained(folder / 'tokenizer')
+    (folder / 'unet').mkdir()
+    (folder / 'unet/diffusion_pytorch_model.safetensors').write_bytes(b'not needed')
+    return folder
+
+
+@pytest.fixture
+def hub(repository, tmp_path, monkeypatch):
+    """Hub that serves the repository, used by huggingface_hub with an empty cache, and retries without pauses."""
+    with serve(repository) as server:
+        monkeypatch.setattr(constants, 'ENDPOINT', server.url)
+        template = server.url + '/{repo_id}/resolve/{revision}/{filename}'
+        monkeypatch.setattr('huggingface_hub.file_download.HUGGINGFACE_CO_URL_TEMPLATE', template)
+        monkeypatch.setattr(constants, 'HF_HUB_CACHE', str(tmp_path / 'cache'))
+        monkeypatch.setattr(constants, 'HF_HUB_OFFLINE', False)
+        monkeypatch.setattr(constants, 'HF_HUB_ETAG_TIMEOUT', 0.3)
+        monkeypatch.setattr(constants, 'HF_HUB_DOWNLOAD_TIMEOUT', 0.3)
+        monkeypatch.setattr(retry, 'LONGEST_PAUSE_SECONDS', 0.01)
+        monkeypatch.setattr(hub_files, 'POLICY', RetryPolicy(tries=3, timeout_seconds=0.3))
+        _http.reset_sessions()
+        yield server
+    _http.reset_sessions()
+
+
+def load(name: str, **settings):
+    return load_pretrained(PARTS[name], 'someone/model', subfolder=name, **({'revision': COMMIT} | settings))
+
+
+@pytest.mark.parametrize('name', PARTS)
+def test_part_is_fetched_once_and_then_loaded_without_a_request(hub, repository, name):
+    loaded = load(name)
+    fetched = [request for request in hub.requests if request.startswith('GET') and '/resolve/' in request]
+    assert {request.rpartition('/')[2] for request in fetched} <= {path.name for path in (repository / name).iterdir()}
+    assert not any('fp16' in request or 'unet' in request for request in hub.requests)
+    assert sum('/api/' in request for request in hub.requests) == 1
+    before = len(hub.requests)
+    hub.always = 503
+    again = load(name)
+    assert len(hub.requests) == before, 'everything is in the cache'
+    if isinstance(loaded, torch.nn.Module):
+        expected = PARTS[name].from_pretrained(repository / name).state_dict()
+        assert all(torch.equal(value, expected[key]) for key, value in again.state_dict().items())
+    else:
+        assert again('a cat').input_ids == clip_tokenizer(max_length=16)('a cat').input_ids
+        assert again.model_max_length == 16
+
+
+def test_configuration_alone_is_fetched_without_weights(hub):
+    with without_weights():
+        load('vae')
+    assert [request for request in hub.requests if request.startswith('GET')] == [
+        f'GET /api/models/someone/model/revision/{COMMIT}',
+        f'GET /someone/model/resolve/{COMMIT}/vae/config.json',
+    ]
+    load('vae')
+    assert any(request.endswith('.safetensors') for request in hub.requests), 'the weights are still fetched later'
+
+
+@pytest.mark.parametrize(
+    ('fault', 'reason'),
+    [
+        ('no-repository', '401: there is no such repository, or it is private: check the name, and HF_TOKEN'),
+        ('no-revision', f'404: there is no revision {COMMIT}'),
+        ('gated', 'access is restricted: accept the terms at .*/someone/model, and set HF_TOKEN'),
+        (401, 'the store refuses access .401.'),
+        (403, 'the store refuses access .403.'),
+        (404, '404'),
+    ],
+)
+def test_refusal_is_a_user_error_without_a_retry(hub, fault, reason):
+    hub.always = fault
+    message = f'^someone/model/vae: AutoencoderKL at revision {COMMIT} could not be .*{reason}.*model.pretrained='
+    with pytest.raises(UserError, match=message):
+        load('vae')
+    assert len(hub.requests) == 1
+
+
+@pytest.mark.parametrize('fault', [408, 429, 500, 503, 'hang'])
+def test_hub_that_does_not_answer_is_an_external_error_after_all_tries(hub, fault, caplog):
+    caplog.set_level(logging.INFO)
+    hub.always = fault
+    text = 'timed out' if fault == 'hang' else str(fault)
+    with pytest.raises(
+        ExternalError, match=f'{COMMIT} could not be .*tried 3 times .*{text}.*HF_HUB_OFFLINE=1'
+    ) as error:
+        load('vae')
+    assert not isinstance(error.value, UserError)
+    assert len(str(error.value)) < 900
+    assert len(hub.requests) == 3
+    assert len(caplog.records) == 2, 'one line per retry'
+
+
+def test_unreachable_hub_is_an_external_error(hub):
+    hub.server.shutdown()
+    hub.server.server_close()
+    with pytest.raises(ExternalError, match='could not be loaded from the Hugging Face Hub .*tried 3 times'):
+        load('vae')
+
+
+def test_faults_that_pass_and_cut_bodies_are_retried(hub, repository, monkeypatch):
+    monkeypatch.setattr('huggingface_hub.utils._http.time.sleep', lambda _: None)
+    monkeypatch.setattr('huggingface_hub.file_download.time.sleep', lambda _: None)
+    # The listing three times, HEAD and GET of config.json, HEAD and GET of the weights.
+    hub.faults = [503, 429, '', '', 'cut', '', '', 'cut']
+    weights = load('vae').state_dict()
+    expected = AutoencoderKL.from_pretrained(repository / 'vae').state_dict()
+    assert all(torch.equal(value, expected[key]) for key, value in weights.items())
+    assert hub.faults == []
+
+
+def test_two_processes_of_a_node_download_once(hub):
+    threads = [threading.Thread(target=load, args=('vae',)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    bodies = [request for request in hub.requests if request.startswith('GET') and '/resolve/' in request]
+    assert len(bodies) == len(set(bodies)) == 2
+
+
+def test_branch_is_resolved_to_a_commit(hub):
+    load('vae', revision='main')
+    before = len(hub.requests)
+    load('vae', revision='main')
+    assert hub.requests[before:] == ['GET /api/models/someone/model/revision/main'], 'it may have moved'
+    load('vae')
+    assert len(hub.requests) == before + 1
+
+
+def test_missing_subfolder_is_a_user_error(hub):
+    with pytest.raises(UserError, match='could not be loaded .*has no nowhere/config.json'):
+        load_pretrained(AutoencoderKL, 'someone/model', subfolder='nowhere', revision=COMMIT)
+
+
+def test_missing_folder_is_a_user_error(hub):
+    with pytest.raises(UserError, match='neither a local folder nor the name of a repository'):
+        load_pretrained(AutoencoderKL, '/data/missing/folder', subfolder='vae')
+    assert not hub.requests
+
+
+def test_offline_mode_uses_the_cache_and_says_what_it_lacks(hub, monkeypatch):
+    load('vae')
+    before = len(hub.requests)
+    monkeypatch.setattr(constants, 'HF_HUB_OFFLINE', True)
+    load('vae')
+    with pytest.raises(UserError, match=r'could not be loaded .*HF_HUB_OFFLINE is set, and the cache .* lacks it'):
+        load('text_encoder')
+    assert len(hub.requests) == before

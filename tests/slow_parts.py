@@ -1,0 +1,44 @@
+"""Callbacks for tests that need a slow run; a recipe imports this module with `imports: [slow_parts]`."""
+
+import time
+from pathlib import Path
+
+from composer.core import Callback, State
+from composer.loggers import Logger
+
+from diffusion.config import registry
+
+
+class SlowBatch(Callback):
+    """Write a file before a batch, and then wait.
+
+    Args:
+        batch: Number of batches before the slow one.
+        file: File to write when the batch begins.
+        seconds: Time to wait.
+    """
+
+    def __init__(self, *, batch: int, file: str, seconds: float) -> None:
+        self.batch, self.file, self.seconds = batch, Path(file), seconds
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        if state.timestamp.batch.value == self.batch:
+            self.file.touch()
+            time.sleep(self.seconds)
+
+
+class SlowStart(Callback):
+    """Write a file while the Trainer is built, and then wait.
+
+    Args:
+        file: File to write.
+        seconds: Time to wait.
+    """
+
+    def __init__(self, *, file: str, seconds: float) -> None:
+        Path(file).touch()
+        time.sleep(seconds)
+
+
+registry.register('callback', 'slow_batch', SlowBatch)
+registry.register('callback', 'slow_start', SlowStart)

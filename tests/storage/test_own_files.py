@@ -1,0 +1,109 @@
+"""Files of fixed names are not followed when they are links, and never block when they are pipes."""
+
+import os
+import time
+
+import pytest
+
+from diffusion.data.bad_samples import quarantine
+from diffusion.errors import UserError
+from diffusion.launch import liveness, run_lock
+from diffusion.launch.attempts import Attempt, append_attempt
+from diffusion.launch.heartbeat_file import write_heartbeat
+from diffusion.loggers.metrics_file import MetricsFile
+from diffusion.storage import own_files
+from diffusion.storage.locks import hold_lock
+
+
+def take_run_lock(run):
+    with run_lock.hold_run_lock(run, {}):
+        pass
+
+
+def take_lock(run):
+    with hold_lock(run / 'lock', lambda: None):
+        pass
+
+
+def write_metrics(run):
+    logger = MetricsFile(str(run))
+    try:
+        logger.log_metrics({'loss': 1.0}, 1)
+    finally:
+        logger.close(None, None)  # type: ignore[arg-type]
+
+
+WRITERS = {
+    'run.lock': take_run_lock,
+    'lock': take_lock,
+    'attempts.jsonl': lambda run: append_attempt(run, 'begin', Attempt(0, 1.0)),
+    'quarantine.jsonl': lambda run: quarantine(run / 'quarantine.jsonl', ['{"shard": 1}'], 3),
+    'metrics.jsonl': write_metrics,
+    '.beat-0': lambda run: write_heartbeat(run / 'beat-0', 'x'),
+}
+
+
+@pytest.mark.parametrize('kind', ['link to a file', 'link to nothing', 'pipe', 'folder'])
+@pytest.mark.parametrize('name', WRITERS)
+def test_file_that_is_no_regular_file_is_refused_and_its_target_untouched(name, kind, tmp_path):
+    run, target = tmp_path / 'run', tmp_path / 'target'
+    run.mkdir()
+    if kind == 'pipe':
+        os.mkfifo(run / name)
+    elif kind == 'folder':
+        (run / name).mkdir()
+    else:
+        (run / name).symlink_to(target)
+    if kind == 'link to a file':
+        target.write_text('precious')
+        os.utime(target, (1.0, 1.0))
+    began = time.monotonic()
+    with pytest.raises(UserError, match='is a link, a pipe or a folder instead of a regular file; remove it'):
+        WRITERS[name](run)
+    assert time.monotonic() - began < 10
+    assert target.exists() == (kind == 'link to a file')
+    if target.exists():
+        assert (target.read_text(), target.stat().st_mtime) == ('precious', 1.0)
+
+
+@pytest.mark.parametrize('name', WRITERS)
+def test_regular_file_is_written(name, tmp_path):
+    WRITERS[name](tmp_path)
+    WRITERS[name](tmp_path)
+
+
+def test_heartbeat_that_is_a_link_is_replaced(tmp_path):
+    (tmp_path / 'target').write_text('precious')
+    (tmp_path / 'beat-0').symlink_to(tmp_path / 'target')
+    write_heartbeat(tmp_path / 'beat-0', 'x')
+    assert (tmp_path / 'target').read_text() == 'precious'
+    assert not (tmp_path / 'beat-0').is_symlink()
+
+
+def test_folder_of_the_user_is_private(tmp_path, monkeypatch):
+    monkeypatch.setattr(own_files.tempfile, 'gettempdir', lambda: str(tmp_path))
+    folder = own_files.user_folder()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o777)
+    assert own_files.user_folder().stat().st_mode & 0o022 == 0
+    liveness.update_heartbeat()
+    assert [path.name for path in folder.iterdir()] == [f'alive-{os.getpid()}']
+
+
+def test_folder_of_the_user_that_is_a_link_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(own_files.tempfile, 'gettempdir', lambda: str(tmp_path))
+    (tmp_path / 'elsewhere').mkdir()
+    (tmp_path / f'diffusion-{os.getuid()}').symlink_to(tmp_path / 'elsewhere')
+    with pytest.raises(UserError, match='is a link or belongs to another user .*set TMPDIR'):
+        liveness.update_heartbeat()
+    assert not any((tmp_path / 'elsewhere').iterdir())
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason='only root can give a folder to another user')
+def test_folder_of_another_user_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(own_files.tempfile, 'gettempdir', lambda: str(tmp_path))
+    folder = tmp_path / f'diffusion-{os.getuid()}'
+    folder.mkdir()
+    os.chown(folder, 12345, 12345)
+    with pytest.raises(UserError, match=r'belongs to another user \(id 12345\)'):
+        own_files.user_folder()

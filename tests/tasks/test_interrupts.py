@@ -1,0 +1,264 @@
+"""Ctrl-C and a closed terminal, with real pseudo-terminals: the run saves and ends, or says what is lost."""
+
+import contextlib
+import fcntl
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import termios
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from forkserver import ROOT, SOCKET
+from ranks import free_port
+
+from diffusion.exit_codes import INTERRUPTED, PREEMPTED
+from diffusion.launch import attempts, run_status
+from diffusion.launch.run_status import RunReport, format_report, inspect_run
+from diffusion.launch.stop_signals import RepeatedInterrupt, describe_loss
+
+CTRL_C = b'\x03'
+
+
+class Session:
+    """Program in a session of its own, whose controlling terminal is a pseudo-terminal."""
+
+    def __init__(self, command: list[str | Path], environ: dict[str, str], folder: Path) -> None:
+        self.master, device = pty.openpty()
+        self.screen = bytearray()
+        self._closing = False
+
+        def take_terminal() -> None:
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+        self.process = subprocess.Popen(
+            [*map(str, command)],
+            env=environ,
+            cwd=folder,
+            stdin=device,
+            stdout=device,
+            stderr=device,
+            start_new_session=True,
+            preexec_fn=take_terminal,
+        )
+        os.close(device)
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        # Not blocked in read(), which would keep the terminal open while it is being closed.
+        with contextlib.suppress(OSError):  # no process has the device open any longer
+            while not self._closing:
+                if select.select([self.master], [], [], 0.02)[0]:
+                    self.screen.extend(os.read(self.master, 65536))
+        os.close(self.master)
+
+    def text(self) -> str:
+        return self.screen.decode(errors='replace')
+
+    def press_ctrl_c(self) -> None:
+        os.write(self.master, CTRL_C)
+
+    def close(self) -> None:
+        """Close the terminal, as when its window or the ssh connection is closed."""
+        self._closing = True
+        self._reader.join()
+
+    def wait_for(self, path: Path, timeout: float = 120) -> None:
+        until = time.monotonic() + timeout
+        while not path.exists():
+            assert self.process.poll() is None and time.monotonic() < until, self.text()
+            time.sleep(0.02)
+
+    def wait_for_text(self, text: str, timeout: float = 60) -> None:
+        until = time.monotonic() + timeout
+        while text not in self.text():
+            assert time.monotonic() < until, self.text()
+            time.sleep(0.02)
+
+    def wait(self, timeout: float = 120) -> int:
+        status = self.process.wait(timeout)
+        self._reader.join(5)
+        return status
+
+
+@pytest.fixture
+def recipe(write_recipe, tmp_path):
+    return lambda **callbacks: write_recipe(
+        imports=['slow_parts'],
+        callbacks=callbacks,
+        trainer={'max_duration': '2000ba', 'save_interval': '4ba', 'autoresume': True, 'device': 'cpu'},
+    )
+
+
+@pytest.fixture
+def start(forkserver, tmp_path):
+    """Function that runs `python run.py RECIPE` in a terminal."""
+
+    def start(recipe: Path) -> Session:
+        environ = os.environ | {SOCKET: forkserver.path, 'PYTHONPATH': f'{ROOT}:{ROOT / "tests"}', 'TERM': 'xterm'}
+        return Session([sys.executable, ROOT / 'tests' / 'forkserver.py', recipe], environ, tmp_path)
+
+    return start
+
+
+def slow(tmp_path: Path, seconds: float = 1.0) -> dict[str, object]:
+    """Return the callback that makes the seventh batch slow; the file of the batch is written before."""
+    return {'batch': 6, 'file': str(tmp_path / 'reached'), 'seconds': seconds}
+
+
+def status_at_batch(run: Path, batch: int) -> RunReport:
+    """Wait until a running job reports a batch; return its status. The first reports come after 1, 3 and 7 seconds."""
+    until = time.monotonic() + 60
+    while (found := inspect_run(run)).batch != batch or not found.nodes:
+        assert time.monotonic() < until, found
+        time.sleep(0.1)
+    return found
+
+
+def test_closed_terminal_saves_and_ends(start, recipe, tmp_path):
+    session = start(recipe(slow_batch=slow(tmp_path)))
+    session.wait_for(tmp_path / 'reached')
+    session.close()
+    assert session.wait() == PREEMPTED
+    run = tmp_path / 'runs' / 'run'
+    assert (run / 'ba7').is_dir() and not (run / 'run.lock').exists()
+
+
+def test_ctrl_c_saves_and_ends(start, recipe, tmp_path):
+    session = start(recipe(slow_batch=slow(tmp_path)))
+    session.wait_for(tmp_path / 'reached')
+    session.press_ctrl_c()
+    assert session.wait() == PREEMPTED
+    text = ' '.join(session.text().split())
+    assert 'press Ctrl-C again to end at once (batches 5 to 6 are lost; the newest checkpoint is ba4)' in text
+    assert 'stopped at batch 7 on SIGINT' in text and 'Traceback' not in text
+    assert (tmp_path / 'runs' / 'run' / 'ba7').is_dir()
+
+
+def test_second_ctrl_c_ends_at_once_and_says_what_is_lost(start, recipe, tmp_path):
+    session = start(recipe(slow_batch=slow(tmp_path, seconds=60)))
+    session.wait_for(tmp_path / 'reached')
+    found = status_at_batch(tmp_path / 'runs' / 'run', 6)
+    assert (found.state, found.total_batches, [node['node'] for node in found.nodes]) == ('running', 2000, [0])
+    session.press_ctrl_c()
+    session.wait_for_text('press Ctrl-C again')
+    time.sleep(0.6)
+    begin = time.monotonic()
+    session.press_ctrl_c()
+    assert session.wait() == INTERRUPTED
+    assert time.monotonic() - begin < 5
+    text = ' '.join(session.text().split())
+    assert 'ended by a second Ctrl-C: batches 5 to 6 are lost; the newest checkpoint is ba4' in text
+    assert 'Traceback' not in text
+    assert not (tmp_path / 'runs' / 'run' / 'ba6').exists()
+
+
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signal_before_the_first_batch_ends_at_once_without_traceback(forkserver, recipe, tmp_path, number):
+    path = recipe(slow_start={'file': str(tmp_path / 'reached'), 'seconds': 60})
+    process = forkserver.start(ROOT / 'run.py', path, output=tmp_path / 'log')
+    until = time.monotonic() + 60
+    while not (tmp_path / 'reached').exists():
+        assert time.monotonic() < until, (tmp_path / 'log').read_text()
+        time.sleep(0.02)
+    os.kill(process.pid, number)
+    assert process.poll(10) == PREEMPTED
+    log = (tmp_path / 'log').read_text()
+    assert log.endswith(f'stopped before the first batch on {number.name}; nothing is lost\n')
+    assert 'Traceback' not in log
+    assert not (tmp_path / 'runs' / 'run' / 'run.lock').exists()
+
+
+def test_ignored_signals_stay_ignored():
+    program = 'import signal\nfrom diffusion.launch.stop_signals import handled_signals\nprint(*handled_signals())'
+    command = ['sh', '-c', f"trap '' HUP INT; exec {sys.executable} -c '{program}'"]
+    environ = os.environ | {'PYTHONPATH': str(ROOT)}
+    output = subprocess.run(command, capture_output=True, text=True, check=True, env=environ).stdout
+    assert [int(word) for word in output.split()] == [signal.SIGTERM, signal.SIGUSR1]
+
+
+def test_one_ctrl_c_that_arrives_twice_counts_once(monkeypatch):
+    interrupts = RepeatedInterrupt()
+    now = time.monotonic()
+    monkeypatch.setattr(time, 'monotonic', lambda: now)
+    assert not interrupts.is_repeated() and not interrupts.is_repeated()
+    monkeypatch.setattr(time, 'monotonic', lambda: now + 1)
+    assert interrupts.is_repeated()
+
+
+@pytest.mark.parametrize(
+    ('batch', 'saved', 'expected'),
+    [
+        (0, None, 'nothing is lost'),
+        (7, None, 'batches 1 to 7 are lost; there is no checkpoint'),
+        (1200, 1200, 'no batch is lost; the newest checkpoint is ba1200'),
+        (1201, 1200, 'batch 1201 is lost; the newest checkpoint is ba1200'),
+        (1234, 1200, 'batches 1201 to 1234 are lost; the newest checkpoint is ba1200'),
+    ],
+)
+def test_lost_batches_are_described(batch, saved, expected):
+    assert describe_loss(batch, saved) == expected
+
+
+@pytest.fixture
+def launch(forkserver, recipe, tmp_path):
+    """Function that runs `diffusion launch` of a local job of two nodes in a terminal."""
+
+    def launch(**callbacks: object) -> Session:
+        spec = {
+            'name': 'job',
+            'backend': 'local',
+            'recipe': str(recipe(**callbacks)),
+            'workdir': str(tmp_path),
+            'nodes': 2,
+            'gpu': None,
+            'gpus_per_node': 1,
+            'master_port': free_port(),
+            'preflight': 'none',
+            'schedule': {'notice_seconds': 60},
+        }
+        (tmp_path / 'job.yaml').write_text(yaml.safe_dump(spec))
+        (tmp_path / 'run.py').symlink_to(ROOT / 'tests' / 'forkserver.py')
+        environ = os.environ | {SOCKET: forkserver.path, 'PYTHONPATH': f'{ROOT}:{ROOT / "tests"}'}
+        return Session([sys.executable, '-m', 'diffusion', 'launch', tmp_path / 'job.yaml'], environ, tmp_path)
+
+    return launch
+
+
+def test_closed_terminal_of_a_launched_job_saves_and_ends(launch, tmp_path):
+    session = launch(slow_batch=slow(tmp_path))
+    session.wait_for(tmp_path / 'reached')
+    session.close()
+    assert session.wait() == PREEMPTED
+    (only,) = attempts.read_attempts(tmp_path / 'runs' / 'run')
+    assert (only.status, only.cause, only.detail) == (PREEMPTED, 'preempted', '')
+    assert (tmp_path / 'runs' / 'run' / 'ba7').is_dir()
+
+
+def test_status_and_second_ctrl_c_of_a_launched_job(launch, tmp_path, monkeypatch):
+    session = launch(slow_batch=slow(tmp_path, seconds=60))
+    session.wait_for(tmp_path / 'reached')
+    found = status_at_batch(tmp_path / 'runs' / 'run', 6)
+    assert (found.state, [node['node'] for node in found.nodes]) == ('running', [0, 1])
+    assert found.newest_checkpoint == str(tmp_path / 'runs' / 'run' / 'ba4')
+    assert found.seconds_left is not None and found.batches_per_second is not None
+    assert found.seconds_left == pytest.approx(1994 / found.batches_per_second)
+    monkeypatch.setattr(run_status, 'SILENT_SECONDS', 0.1)
+    monkeypatch.setattr(run_status, 'SILENT_BATCHES', 0)
+    assert 'silent, no batch for ' in format_report(inspect_run(tmp_path / 'runs' / 'run'))
+    session.press_ctrl_c()
+    session.wait_for_text('press Ctrl-C again')
+    time.sleep(0.6)
+    session.press_ctrl_c()
+    assert session.wait(20) == INTERRUPTED
+    (only,) = attempts.read_attempts(tmp_path / 'runs' / 'run')
+    loss = 'ended by a second Ctrl-C: batches 5 to 6 are lost; the newest checkpoint is ba4'
+    assert (only.status, only.cause, only.detail) == (INTERRUPTED, 'preempted', loss)
+    assert loss in ' '.join(session.text().split())

@@ -1,0 +1,298 @@
+"""Resumed runs with changed recipes: each change is refused with both values, or it takes effect and is recorded."""
+
+import json
+import logging
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from composer.core import Callback
+from torch.amp.grad_scaler import GradScaler
+
+from diffusion.algorithms.average import trained_parameters
+from diffusion.algorithms.ema import EMA
+from diffusion.callbacks.recipe_keeper import read_history
+from diffusion.checkpointing.checkpoint_weights import is_sharded
+from diffusion.checkpointing.trainer_state import load_checkpoint
+from diffusion.config.load import load
+from diffusion.errors import UserError
+from diffusion.tasks.export import export
+from diffusion.training.resume import compare_with_checkpoint
+from diffusion.training.train import build_trainer
+
+AVERAGING = {'ema_start': '3ba', 'smoothing': 0.5}
+"""EMA settings of the run with a whole checkpoint, which has averages when it resumes at batch 4."""
+LATER = {'ema_start': '7ba', 'smoothing': 0.5}
+"""EMA settings of the run with a sharded checkpoint, which has none yet."""
+SHARDED = {'strategy': 'fsdp2', 'checkpoints': 'sharded', 'reshard_after_forward': False}
+
+
+class Watch(Callback):
+    """Copies of weights, gradients and moments right before the optimizer's step."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, torch.Tensor] = {}
+        self.gradients: dict[str, torch.Tensor] = {}
+        self.moments: dict[str, tuple[torch.Tensor, torch.Tensor, float]] = {}
+
+    def after_train_batch(self, state, logger) -> None:
+        parameters = trained_parameters(state.model)
+        self.weights = {name: whole(each) for name, each in parameters.items()}
+        self.gradients = {name: whole(torch.as_tensor(each.grad)) for name, each in parameters.items()}
+        states = {name: state.optimizers[0].state[each] for name, each in parameters.items()}
+        self.moments = {
+            name: (whole(each['exp_avg']), whole(each['exp_avg_sq']), float(each['step']))
+            for name, each in states.items()
+        }
+
+
+def whole(tensor: torch.Tensor | None) -> torch.Tensor:
+    """Return a copy of a tensor, unsharded, in float64."""
+    assert tensor is not None
+    full = tensor.full_tensor() if hasattr(tensor, 'full_tensor') else tensor  # type: ignore[operator]
+    return full.detach().double().clone()
+
+
+def adamw_step(watch: Watch, name: str, *, lr: float, betas, eps: float, weight_decay: float) -> torch.Tensor:
+    """Return a weight after a step of AdamW (Loshchilov and Hutter 2019, algorithm 2) in float64."""
+    weight, gradient = watch.weights[name], watch.gradients[name]
+    first, second, step = watch.moments[name]
+    step += 1
+    first = betas[0] * first + (1 - betas[0]) * gradient
+    second = betas[1] * second + (1 - betas[1]) * gradient**2
+    corrected = second / (1 - betas[1] ** step)
+    update = first / (1 - betas[0] ** step) / (corrected.sqrt() + eps)
+    return weight - lr * (update + weight_decay * weight)
+
+
+@pytest.fixture(scope='module')
+def trained(tmp_path_factory, tiny_recipe):
+    """Recipes of two runs stopped at batch 4: `whole` (DDP, with averages) and `sharded` (FSDP2, without)."""
+    root = tmp_path_factory.mktemp('resume')
+    for name, ema, parallelism in (('whole', AVERAGING, {}), ('sharded', LATER, SHARDED)):
+        content = tiny_recipe(root / 'runs', name=name, algorithms={'ema': ema}, parallelism=parallelism)
+        content['model']['objective'] = {'prediction_type': 'v_prediction'}
+        content['scheduler'] = {'name': 'linear_with_warmup', 't_warmup': '6ba'}
+        path = root / f'{name}.yaml'
+        path.write_text(yaml.safe_dump(content))
+        with pytest.MonkeyPatch.context() as patch:
+            for variable, value in alone_variables().items():
+                patch.setenv(variable, value)
+            trainer = build_trainer(load(path))
+            trainer.fit(duration='4ba')
+            trainer.close()
+            leave()
+        assert is_sharded(root / 'runs' / name / 'ba4') == (name == 'sharded')
+    return root
+
+
+def alone_variables() -> dict[str, str]:
+    from ranks import free_port
+
+    one = {'RANK': '0', 'WORLD_SIZE': '1', 'LOCAL_RANK': '0', 'LOCAL_WORLD_SIZE': '1'}
+    return one | {'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(free_port())}
+
+
+def leave() -> None:
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def run(trained, alone, request, tmp_path):
+    """Recipe, with the folder, of a copy of one of the runs."""
+    name = getattr(request, 'param', 'whole')
+    shutil.copytree(trained / 'runs' / name, tmp_path / 'runs' / name, symlinks=True)
+    content = yaml.safe_load((trained / f'{name}.yaml').read_text()) | {'runs_dir': str(tmp_path / 'runs')}
+    path = tmp_path / f'{name}.yaml'
+    path.write_text(yaml.safe_dump(content))
+    saved = tmp_path / 'runs' / name / 'recipe.yaml'
+    saved.write_text(saved.read_text().replace(str(trained), str(tmp_path)))
+    return path, tmp_path / 'runs' / name
+
+
+REFUSED = {
+    'model.objective.prediction_type=epsilon': 'model.objective.prediction_type: v_prediction in the checkpoint, '
+    'epsilon now',
+    'model.objective.beta_end=0.02': 'model.objective.beta_end: 0.012 in the checkpoint, 0.02 now',
+    'model.objective.zero_terminal_snr=true': 'model.objective.zero_terminal_snr: false in the checkpoint, true now',
+    'model.objective.snr_shift=2.0': 'model.objective.snr_shift: 1.0 in the checkpoint, 2.0 now',
+    'model.objective.min_snr_gamma=5': 'model.objective.min_snr_gamma: null in the checkpoint, 5 now',
+    'model.objective.timesteps=stratified': 'model.objective.timesteps: uniform in the checkpoint, stratified now',
+    'model.block_out_channels=[32, 64]': 'model.block_out_channels: [32, 32] in the checkpoint, [32, 64] now',
+    'model.layers_per_block=2': 'model.layers_per_block: 1 in the checkpoint, 2 now',
+    'model.resolution=64': 'model.resolution: 32 in the checkpoint, 64 now',
+    'model.vae=null': 'in the checkpoint, null now',
+    'model.train_text_encoder=false': 'model.train_text_encoder: true in the checkpoint, false now',
+    'model.caption_dropout_mode=zeros': 'model.caption_dropout_mode: empty in the checkpoint, zeros now',
+    'model.mask_padding=true': 'model.mask_padding: false in the checkpoint, true now',
+    'optimizer.name=decoupled_adamw': 'optimizer.name: adamw in the checkpoint, decoupled_adamw now',
+    'optimizer.amsgrad=true': 'optimizer.amsgrad: false in the checkpoint, true now',
+    'seed=18': 'seed: 17 in the checkpoint, 18 now',
+    'model.seed=18': 'model.seed: 17 in the checkpoint, 18 now',
+    'init_from=runs/other': 'init_from: null in the checkpoint, runs/other now',
+    'algorithms.ema.ema_start=5000ba': 'algorithms.ema.ema_start: 3ba in the checkpoint, 5000ba now',
+    'algorithms.ema=false': '"smoothing": 0.5, "half_life": null, "update_interval": "1ba"} in the checkpoint, null',
+    'algorithms.post_hoc_ema={}': 'algorithms.post_hoc_ema: null in the checkpoint, {"name": "post_hoc_ema"',
+    'trainer.train_subset_num_batches=2': 'trainer.train_subset_num_batches: -1 in the checkpoint, 2 now',
+    'trainer.save_folder=elsewhere': 'trainer.save_folder: elsewhere, but the checkpoints of this run are in .*ba4',
+    'global_batch=16': 'global_batch: 8 in the checkpoint, 16 now',
+}
+"""Changes that are refused, with their messages; the last one is data, see also tests/data/test_fingerprint.py."""
+
+
+def test_changes_of_fixed_settings_are_refused_with_both_values(run):
+    """On resume with an average, before the model is built; `recipe.yaml` and export keep saying what was trained."""
+    path, folder = run
+    before = (folder / 'recipe.yaml').read_text()
+    for override, message in REFUSED.items():
+        with pytest.raises(UserError) as refused:
+            build_trainer(load(path, [override]))
+        if '.*' in message:
+            refused.match(message)
+        else:
+            assert message in str(refused.value), override
+        assert any(way_out in str(refused.value) for way_out in ('set it back', 'set them back', 'allow_data_change'))
+    assert (folder / 'recipe.yaml').read_text() == before
+    export(folder, folder.parent / 'exported', weights='training')
+    scheduler = json.loads((folder.parent / 'exported' / 'scheduler' / 'scheduler_config.json').read_text())
+    assert scheduler['prediction_type'] == 'v_prediction'
+
+
+APPLIED = {
+    'optimizer.lr=0.02': 'optimizer.lr 0.001 -> 0.02',
+    'optimizer.weight_decay=0.5': 'optimizer.weight_decay 0.01 -> 0.5',
+    'optimizer.betas=[0.7, 0.9]': 'optimizer.betas [0.9, 0.999] -> [0.7, 0.9]',
+    'optimizer.eps=1e-3': 'optimizer.eps 1e-08 -> 0.001',
+    'optimizer.foreach=false': 'optimizer.foreach null -> false',
+    'scheduler.t_warmup=12ba': 'scheduler.t_warmup 6ba -> 12ba',
+    'model.caption_dropout=1.0': 'model.caption_dropout 0.1 -> 1.0',
+    'algorithms.ema.smoothing=0.9': 'algorithms.ema.smoothing 0.5 -> 0.9',
+    'algorithms.gradient_clipping={clipping_type: norm, clipping_threshold: 0.01}': 'algorithms.gradient_clipping null '
+    '-> {"name": "gradient_clipping", "clipping_type": "norm", "clipping_threshold": 0.01}',
+    'trainer.max_duration=24ba': 'trainer.max_duration 8ba -> 24ba',
+    'trainer.save_interval=5ba': 'trainer.save_interval 4ba -> 5ba',
+    'trainer.deterministic_mode=false': None,
+    'device_train_microbatch_size=4': 'device_train_microbatch_size null -> 4',
+    'loader.max_bad_samples=0.5': 'loader.max_bad_samples 0.0001 -> 0.5',
+    'callbacks.loss_guard={window: 7}': 'callbacks.loss_guard null -> {"name": "loss_guard", "action": "stop", '
+    '"max_skips": 10, "explosion": 20.0, "window": 7, "check_gradients": true}',
+    'loggers.prometheus_file={path: metrics.prom}': 'loggers.prometheus_file null -> {"name": "prometheus_file", '
+    '"path": "metrics.prom", "every_seconds": 15.0}',
+    'speed.tf32=true': 'speed.tf32 null -> true',
+    'generate.seed=5': 'generate.seed 0 -> 5',
+    'loader.num_canonical_nodes=8': 'loader.num_canonical_nodes null -> 8',
+}
+"""Changes that are applied, with their lines in log and history; None for a default that is only written explicitly."""
+
+
+def resume(path: Path, *overrides: str):
+    """Return the Trainer of a run resumed at batch 4 with overrides, before its first batch."""
+    trainer = build_trainer(load(path, overrides))
+    assert trainer.state.timestamp.batch.value == 4
+    return trainer
+
+
+@pytest.mark.parametrize('run', ['whole', 'sharded'], indirect=True)
+def test_changes_of_other_settings_are_applied_logged_and_kept_as_history(run, caplog, monkeypatch, tmp_path):
+    caplog.set_level(logging.INFO, logger='diffusion')
+    monkeypatch.chdir(tmp_path)
+    path, folder = run
+    has_average = folder.name == 'whole'
+    overrides = dict(APPLIED) | (
+        {} if has_average else {'algorithms.ema.ema_start=5ba': 'algorithms.ema.ema_start 7ba -> 5ba'}
+    )
+    trainer = resume(path, *overrides)
+    state = trainer.state
+    ema = next(each for each in state.algorithms if isinstance(each, EMA))
+    ema.average.place(state.model)
+    average = {name: whole(each) for name, each in ema.average.shards(state.model).items()} if has_average else {}
+    assert state.max_duration == '24ba'
+    watch = Watch()
+    state.callbacks.append(watch)
+    trainer.fit(duration='1ba')
+    # The optimizer's step, computed by hand: the rate of batch 5 under the new schedule is 3/12 of the new base rate.
+    settings = {'lr': 0.02 * 3 / 12, 'betas': (0.7, 0.9), 'eps': 1e-3, 'weight_decay': 0.5}
+    weights = {name: whole(each) for name, each in trained_parameters(state.model).items()}
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, adamw_step(watch, name, **settings), rtol=1e-5, atol=1e-7)
+    norm = sum(float(each.square().sum()) for each in watch.gradients.values()) ** 0.5
+    assert norm == pytest.approx(0.01, rel=1e-3), 'clipped'
+    for name, each in ema.average.shards(state.model).items():
+        expected = 0.9 * average[name] + 0.1 * weights[name] if has_average else weights[name]
+        torch.testing.assert_close(whole(each), expected, rtol=1e-5, atol=1e-7)
+    assert (ema.updates, 'EMA starts at batch 5' in caplog.text) == ((2, False) if has_average else (0, True))
+    # The next batch follows the new schedule too, and everything else has the values of the recipe.
+    assert state.optimizers[0].param_groups[0]['lr'] == pytest.approx(0.02 * 4 / 12)
+    module = getattr(state.model, 'module', state.model)
+    assert (module.caption_dropout, state.device_train_microbatch_size) == (1.0, 4)
+    assert state.optimizers[0].param_groups[0]['foreach'] is False
+    assert (tmp_path / 'metrics.prom').is_file()
+    trainer.close()
+    # Log and history.
+    line = next(each.message for each in caplog.records if 'resumed with other settings' in each.message)
+    history = read_history((folder / 'recipe.yaml').read_text())
+    expected = [text for text in overrides.values() if text]
+    assert len(history) == len(expected)
+    for text in expected:
+        assert f'{text} (applied)' in line
+        assert any(each.startswith('# changed at batch 4 (20') and each.endswith(f'): {text}') for each in history)
+    assert load(folder / 'recipe.yaml') == load(path, list(overrides)), 'the history is no part of the recipe'
+
+
+def test_change_is_applied_although_a_killed_attempt_has_recorded_it(run, caplog):
+    """An attempt killed before its first save leaves its recipe in the folder, and the optimizer of the checkpoint."""
+    path, folder = run
+    changed = ['optimizer.weight_decay=0.5', 'scheduler=null']
+    trainer = resume(path, *changed)
+    trainer.fit(duration='1ba')
+    trainer.close()
+    shutil.rmtree(folder / 'ba5', ignore_errors=True)
+    (folder / 'latest').unlink()
+    os.symlink('ba4', folder / 'latest')
+    trainer = resume(path, *changed)
+    group = trainer.state.optimizers[0].param_groups[0]
+    assert (group['weight_decay'], group['lr']) == (0.5, 1e-3)
+    # On a GPU the gradient scaler is enabled, and would refuse the empty state of a CPU's.
+    trainer.state.scaler = GradScaler('cpu')
+    load_checkpoint(trainer.state, trainer.logger, folder / 'ba4')
+    assert trainer.state.scaler.is_enabled() and trainer.state.scaler.get_scale() > 1
+    trainer.close()
+    assert len(read_history((folder / 'recipe.yaml').read_text())) == 3, 'the run was moved too'
+
+
+@pytest.mark.parametrize('run', ['sharded'], indirect=True)
+def test_averaging_cannot_start_in_the_past(run):
+    path, _ = run
+    with pytest.raises(UserError, match=r'ema_start: 2ba has passed; the run resumes at batch 4 .* such as 5ba'):
+        resume(path, 'algorithms.ema.ema_start=2ba')
+
+
+def test_run_is_compared_with_the_recipe_in_its_checkpoint_first(run, caplog):
+    path, folder = run
+    recipe = load(path, ['optimizer.lr=0.5', 'seed=18'])
+    shutil.copy(folder / 'recipe.yaml', folder / 'ba4' / 'recipe.yaml')
+    text = (folder / 'recipe.yaml').read_text().replace('seed: 17', 'seed: 18')
+    (folder / 'recipe.yaml').write_text(text + '# changed at batch 2 (2026-01-01): optimizer.lr 1 -> 0.001\n')
+    with pytest.raises(UserError, match='seed: 17 in the checkpoint, 18 now'):
+        compare_with_checkpoint(recipe, folder / 'ba4')
+    (folder / 'ba4' / 'recipe.yaml').unlink()
+    resumed = compare_with_checkpoint(recipe, folder / 'ba4')
+    assert [str(each) for each in resumed.changes] == ['optimizer.lr 0.001 -> 0.5']
+    assert len(resumed.history) == 1, 'earlier changes are kept'
+    (folder / 'recipe.yaml').write_text(text.replace('num_workers', 'workers'))
+    compare_with_checkpoint(recipe, folder / 'ba4')
+    assert 'does not know and does not compare: loader.workers' in caplog.text
+    (folder / 'recipe.yaml').unlink()
+    assert compare_with_checkpoint(recipe, folder / 'ba4').changes == ()
+    assert 'no recipe.yaml beside the checkpoint, so its model, optimizer and other settings cannot' in caplog.text
+
+
+def test_all_ranks_refuse_alike(trained, ranks):
+    job = ranks.start(2, trained / 'whole.yaml', 'model.objective.prediction_type=epsilon')
+    assert job.wait() == [78, 78], job.output()
+    for output in job.outputs():
+        assert 'model.objective.prediction_type: v_prediction in the checkpoint, epsilon now (the training' in output

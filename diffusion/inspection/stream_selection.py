@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from diffusion.config.load import Recipe, RecipeError
 from diffusion.config.recipe import StreamConfig
 from diffusion.config.schema import MISSING, Problem, did_you_mean
-from diffusion.errors import DataError, UserError
+from diffusion.errors import DataError, UserError, printable
 from diffusion.training.expand_streams import by_shape
 
 Sections = dict[str, dict[str, StreamConfig]]
@@ -61,7 +61,7 @@ def select(
     if incomplete and (names or not chosen):
         raise RecipeError(incomplete)
     for problem in incomplete:
-        print(f'skipped: {problem}', file=sys.stderr)
+        print(f'skipped: {printable(str(problem))}', file=sys.stderr)
     return chosen
 
 

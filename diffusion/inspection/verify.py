@@ -11,7 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from diffusion.errors import UserError
+from diffusion.errors import UserError, printable
 from diffusion.inspection.shard_checks import (
     Defect,
     ShardResult,
@@ -93,7 +93,7 @@ def verify(sections: Sections, *, sample: float = 1.0, seed: int = 0, jobs: int 
                 report = verify_stream(source_of(stream), sample=sample, seed=seed, pool=pool)
                 sound &= report.is_sound
                 for line in report.lines(f'{section}.{name}'):
-                    print(line, flush=True)
+                    print(printable(line), flush=True)
     return 0 if sound else DEFECTS_FOUND
 
 

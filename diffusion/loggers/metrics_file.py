@@ -11,6 +11,7 @@ from composer.core import State
 from composer.loggers import Logger, LoggerDestination
 from composer.utils import dist
 
+from diffusion.storage.json_lines import json_objects
 from diffusion.storage.own_files import opener
 
 log = logging.getLogger(__name__)
@@ -68,12 +69,8 @@ class MetricsFile(LoggerDestination):
 def read_metrics(path: Path) -> dict[str, dict[int, float]]:
     """Read a metrics file: return name -> batch -> value; for a repeated batch, the later line counts."""
     series: dict[str, dict[int, float]] = {}
-    for line in path.read_text(encoding='utf-8').splitlines():
-        try:
-            values = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # incomplete: the process was killed while it wrote this line
-        step = values.pop('step')
+    for values in json_objects(path.read_bytes().splitlines()):
+        step = values.pop('step', None)
         for name, value in values.items():
             if step is not None:
                 series.setdefault(name, {})[step] = value

@@ -13,6 +13,8 @@ import sys
 import textwrap
 from typing import Any, TextIO, cast
 
+from diffusion.errors import printable
+
 _ERASE = '\r\x1b[K'
 """Control characters that move to the start of the row and erase it."""
 _INDENT = ' ' * 9
@@ -78,7 +80,14 @@ class _Above:
         return getattr(self._stream, name)
 
 
-class WrappingFormatter(logging.Formatter):
+class PrintableFormatter(logging.Formatter):
+    """Formatter that escapes control characters, which names of files and captions may contain."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return printable(super().formatMessage(record))
+
+
+class WrappingFormatter(PrintableFormatter):
     """Formatter that breaks messages between words at the terminal's width, with all lines but the first indented."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:

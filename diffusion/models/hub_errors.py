@@ -46,6 +46,22 @@ def loading_error(
     )
 
 
+def check_config(path: Path) -> None:
+    """Check that the configuration file of a local model, if there is one, contains a JSON object.
+
+    Raises:
+        UserError: The file contains something else, for which diffusers and transformers have no clear error.
+    """
+    if not path.is_file():
+        return
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise UserError(f'{path}: is not valid JSON ({_summary(error)}); {WAY_OUT}') from error
+    if not isinstance(content, dict):
+        raise UserError(f'{path}: has {type(content).__name__}, expected a JSON object; {WAY_OUT}')
+
+
 def _find_missing_file(part: type, source: str, subfolder: str) -> FileNotFoundError | None:
     """Return an error for the first file that a model or tokenizer needs and its local folder lacks, or None."""
     is_tokenizer = issubclass(part, PreTrainedTokenizerBase)

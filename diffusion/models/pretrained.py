@@ -24,7 +24,7 @@ from transformers import CLIPTextModel, CLIPTokenizer, PreTrainedModel, PreTrain
 from diffusion.errors import UserError
 from diffusion.models import hub_files
 from diffusion.models.clip_tokens import token_ids
-from diffusion.models.hub_errors import loading_error
+from diffusion.models.hub_errors import WAY_OUT, check_config, loading_error
 
 Loadable = TypeVar('Loadable')
 
@@ -57,13 +57,17 @@ def load_pretrained(part: type[Loadable], source: str, *, subfolder: str, revisi
         OSError: The disk cannot be read.
     """
     options: dict[str, Any] = {}
-    if not Path(source).is_dir():
-        weights = issubclass(part, nn.Module) and not _without_weights
+    weights = issubclass(part, nn.Module) and not _without_weights
+    if Path(source).is_dir():
+        if issubclass(part, nn.Module):
+            check_config(Path(source, subfolder, 'config.json'))
+    else:
         revision = hub_files.fetch(part, source, subfolder=subfolder, revision=revision, weights=weights)
         options = {'revision': revision, 'local_files_only': True, 'cache_dir': hub_files.cache_folder()}
-    if issubclass(part, nn.Module) and not _without_weights:
+    if weights:
         options['use_safetensors'] = True  # unpickling a downloaded file could run any code
-    if issubclass(part, ModelMixin) and not _without_weights:
+        options['output_loading_info'] = True
+    if weights and issubclass(part, ModelMixin):
         options['low_cpu_mem_usage'] = False  # otherwise diffusers logs a long request to install accelerate
     loader: Any = part
     try:
@@ -72,12 +76,23 @@ def load_pretrained(part: type[Loadable], source: str, *, subfolder: str, revisi
         if _without_weights and issubclass(part, PreTrainedModel):
             config: Any = part.config_class
             return loader(config.from_pretrained(source, subfolder=subfolder, **options))
-        return loader.from_pretrained(source, subfolder=subfolder, **options)
+        loaded = loader.from_pretrained(source, subfolder=subfolder, **options)
     except (OSError, ValueError, TypeError, SafetensorError) as error:
         replacement = loading_error(error, part, source, subfolder=subfolder, revision=revision)
         if replacement is None:
             raise
         raise replacement from error
+    if not weights:
+        return loaded
+    model, info = loaded
+    # from_pretrained only warns, and continues with random numbers in place of the missing tensors.
+    if info['missing_keys']:
+        name = min(info['missing_keys'])
+        raise UserError(
+            f'{"/".join(each for each in (source, subfolder) if each)}: its weight files lack '
+            f'{len(info["missing_keys"])} tensors of {part.__name__}, such as {name}; {WAY_OUT}'
+        )
+    return model
 
 
 def clip_tokenizer(*, max_length: int = 77, pad_token: str = '!') -> CLIPTokenizer:

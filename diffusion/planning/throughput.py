@@ -1,6 +1,5 @@
 """Throughput of a phase in images per second: measured, published, or derived from an assumed MFU."""
 
-import json
 import math
 import statistics
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from diffusion.errors import UserError
 from diffusion.planning import published_runs
 from diffusion.planning.gpus import GPU
 from diffusion.planning.workload import Encoding, Phase
+from diffusion.storage.json_lines import json_objects
 
 ASSUMED_MFU = 0.25
 """Default MFU. The published code reached 0.24 at 256 px and 0.28 at 512 px on 8 A100s, 0.16 and 0.28 on 128."""
@@ -98,21 +98,15 @@ def read_run(folder: Path, flops_per_image: float) -> MeasuredSpeed:
         UserError: The file does not exist, or contains no throughput.
     """
     path = folder / 'metrics.jsonl'
-    values: list[float] = []
     try:
-        lines = path.read_text(encoding='utf-8').splitlines()
+        lines = path.read_bytes().splitlines()
     except OSError as error:
         raise UserError(
             f'--from-run: {path} cannot be read ({error.strerror}); use the folder of a run that has '
             'loggers.metrics_file'
         ) from error
-    for line in lines:
-        try:
-            value = json.loads(line).get(THROUGHPUT)
-        except json.JSONDecodeError:
-            continue  # a killed process leaves a partial line
-        if value is not None and math.isfinite(value) and value > 0:
-            values.append(value)
+    logged = [line.get(THROUGHPUT) for line in json_objects(lines)]
+    values = [value for value in logged if isinstance(value, float | int) and math.isfinite(value) and value > 0]
     if not values:
         raise UserError(
             f'--from-run: {path} has no {THROUGHPUT}; it is logged after the first window of callbacks.breakdown or '

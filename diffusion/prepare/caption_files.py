@@ -72,7 +72,7 @@ def _jsonl_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 continue
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:  # ValueError: also a number of more than 4300 digits
                 raise UserError(f'{where}: is not JSON ({error}); write one object per line') from error
             if not isinstance(row, dict):
                 raise UserError(f'{where}: is {type(row).__name__}, not an object with `file` and `caption`')

@@ -4,6 +4,8 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Any
 
+from diffusion.errors import printable
+
 if TYPE_CHECKING:
     from diffusion.prepare.settings import PrepareSettings
 
@@ -58,7 +60,7 @@ def run_prepare(args: argparse.Namespace) -> int:
     if report is None:
         print(f'{settings.work_folder}: share {share} is done; after the last share, run the command without --share')
         return 0
-    print(report.text(settings.out))
+    print(printable(report.text(settings.out)))
     return 0 if report.passed else 3
 
 

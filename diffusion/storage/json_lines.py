@@ -3,6 +3,7 @@
 import json
 import os
 import stat
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,15 @@ def read_json_lines(path: Path, *, tail_bytes: int) -> list[dict[str, Any]]:
         content = os.pread(descriptor, tail_bytes, max(0, status.st_size - tail_bytes)) if is_regular else b''
     finally:
         os.close(descriptor)
-    found = []
-    for line in content.splitlines():
-        if len(line) > MAX_LINE_BYTES:
-            continue
+    return [*json_objects(line for line in content.splitlines() if len(line) <= MAX_LINE_BYTES)]
+
+
+def json_objects(lines: Iterable[str | bytes]) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects in lines; skip lines that are incomplete or no objects."""
+    for line in lines:
         try:
             values = json.loads(line)
         except (ValueError, RecursionError):  # ValueError: not JSON, not UTF-8, or a number of more than 4300 digits
             continue
         if isinstance(values, dict):
-            found.append(values)
-    return found
+            yield values

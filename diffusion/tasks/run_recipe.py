@@ -23,7 +23,7 @@ from diffusion.launch import heartbeat_file
 from diffusion.launch.lost_output import discarding_lost_output
 from diffusion.launch.stop_signals import StoppedEarly, stopping_early
 from diffusion.loggers import status_line
-from diffusion.loggers.status_line import WrappingFormatter
+from diffusion.loggers.status_line import PrintableFormatter, WrappingFormatter
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -123,7 +123,7 @@ def configure_logging() -> None:
     At a terminal, rank 0 reserves the last row for the status line; see `diffusion.loggers.status_line`.
     """
     is_main = os.environ.get('RANK', '0') == '0'
-    formatter = WrappingFormatter if is_main and status_line.install() else logging.Formatter
+    formatter = WrappingFormatter if is_main and status_line.install() else PrintableFormatter
     handler = logging.StreamHandler()
     handler.setFormatter(formatter('%(asctime)s %(levelname)s: %(message)s', datefmt='%H:%M:%S'))
     logging.basicConfig(handlers=[handler])

@@ -25,7 +25,7 @@ def test_host_timer_ignores_a_stop_without_a_start(monkeypatch):
 
 
 def test_slow_rank_is_logged(ranks, tiny_recipe, tmp_path):
-    # Under FSDP2 the ranks would wait for the slow one in every block, so only what comes before the first block counts.
+    # Under FSDP2 the ranks would wait for the slow one in every block, so only the time before the first one counts.
     content = tiny_recipe(tmp_path / 'runs', imports=['tests.slow_rank'], parallelism={'strategy': 'fsdp2'})
     recipe = tmp_path / 'recipe.yaml'
     recipe.write_text(yaml.safe_dump(content))

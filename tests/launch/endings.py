@@ -301,7 +301,7 @@ SINGLE = [
     ),
     Ending(
         'store fails to serve data (500)',
-        *(1, 'crash', 'InternalError … when the store responds', SAME),
+        *(1, 'crash', 'cannot be read, tried 2 times … when the store responds', SAME),
         prepare=refuse_reads(500),
     ),
 ]

@@ -88,15 +88,18 @@ def undisturbed(jobs: Jobs) -> Launched:
     return job
 
 
-def expected_starts(ending: Ending, attempt: attempts.Attempt, earlier: int) -> set[int]:
-    """Return the batches from which the attempt after this one may resume; `earlier` is where this one resumed."""
+def expected_starts(ending: Ending, attempt: attempts.Attempt, begin: int) -> set[int]:
+    """Return the batches from which the attempt after this one may resume; `begin` is where this one resumed."""
     if ending.resumes == STOP:
         return {attempt.last or 0}
     if ending.resumes != CHECKPOINT:
-        return {earlier}
+        return {begin}
     last = attempt.last or 0
-    # The last heartbeat may come before the save of its batch.
-    return {last - last % SAVE_EVERY, *({last - SAVE_EVERY} if last % SAVE_EVERY == 0 else ())}
+    newest = last - last % SAVE_EVERY
+    # The last heartbeat may come before the save of its batch, and the last record of a lost node before more batches.
+    earlier = {last - SAVE_EVERY} if last % SAVE_EVERY == 0 else set()
+    later = {newest + SAVE_EVERY} if attempt.status is None else set()
+    return {newest} | earlier | later
 
 
 @pytest.mark.slow

@@ -116,6 +116,12 @@ def test_no_terminal_no_control_characters(tmp_path):
     assert re.fullmatch(MESSAGE + 'ogged\n', str(dumb))
 
 
+@pytest.mark.parametrize('term', ['xterm', 'dumb'])
+def test_control_characters_of_a_file_name_are_escaped(term):
+    screen = see(r"log.warning('%s: not an image', '\x1b]0;title\x07\x1b[2J\u202ename')", TERM=term)
+    assert r'WARNING: \x1b]0;title\x07\x1b[2J\u202ename: not an image' in str(screen)
+
+
 def test_only_rank_zero_shows_a_status_line():
     screen = see("status_line.show('status'); log.warning('logged')", RANK='1')
     assert 'status' not in screen.last_rows and 'logged' in str(screen)

@@ -1,17 +1,42 @@
 """Errors of loading weights from a folder: mistakes of the user against faults of the disk."""
 
 import errno
+import json
 import os
+import pickle
 import shutil
+import struct
+from pathlib import Path
 
 import pytest
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
-from transformers import CLIPTextModel, CLIPTokenizer
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 from diffusion.errors import UserError
-from diffusion.models.pretrained import load_pretrained
+from diffusion.models.pretrained import clip_tokenizer, load_pretrained
 
 PARTS = [AutoencoderKL, CLIPTextModel, CLIPTokenizer]
+AUTO_CLASSES = ('AutoConfig', 'AutoModel', 'AutoTokenizer')
+
+
+class Opens:
+    """Object whose unpickling creates a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[str, str]]:
+        return open, (str(self.path), 'w')
+
+
+@pytest.fixture
+def small_text_encoder(tmp_path) -> Path:
+    """Folder of a CLIP text model with random weights, and its tokenizer."""
+    folder = tmp_path / 'text_encoder'
+    config = CLIPTextConfig(hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    CLIPTextModel(config).save_pretrained(folder)
+    clip_tokenizer().save_pretrained(folder)
+    return folder
 
 
 @pytest.mark.parametrize('part', PARTS)
@@ -25,7 +50,7 @@ def test_offline_mode_without_a_cached_file_is_a_user_error(part):
 def test_folder_without_the_part_is_a_user_error(tmp_path, part, content):
     for name, data in content.items():
         (tmp_path / name).write_bytes(data)
-    with pytest.raises(UserError, match='could not be loaded from this folder'):
+    with pytest.raises(UserError, match=r'could not be loaded from this folder|config\.json: is not valid JSON'):
         load_pretrained(part, str(tmp_path), subfolder='')
 
 
@@ -34,6 +59,63 @@ def test_truncated_weights_are_a_user_error(small_vae, tmp_path):
     os.truncate(next((tmp_path / 'vae').glob('*.safetensors')), 1000)
     with pytest.raises(UserError, match='/vae: AutoencoderKL could not be loaded from this folder'):
         load_pretrained(AutoencoderKL, str(tmp_path), subfolder='vae')
+
+
+@pytest.mark.parametrize(
+    'content',
+    [b'{"a": ' + b'[' * 200_000, b'[]', b'null', b'\xff\xfe\x00', b'{"latent_channels": ' + b'1' * 6000 + b'}'],
+)
+@pytest.mark.parametrize('part', [AutoencoderKL, CLIPTextModel])
+def test_configuration_that_is_no_object_is_a_user_error(tmp_path, part, content):
+    (tmp_path / 'config.json').write_bytes(content)
+    with pytest.raises(UserError, match=r'config\.json: (is not valid JSON|has \w+, expected)'):
+        load_pretrained(part, str(tmp_path), subfolder='')
+
+
+@pytest.mark.parametrize('header', [b'{}', b'{"other": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}'])
+def test_missing_tensors_are_a_user_error_instead_of_random_numbers(small_vae, tmp_path, header):
+    shutil.copytree(small_vae, tmp_path / 'vae')
+    weights = next((tmp_path / 'vae').glob('*.safetensors'))
+    weights.write_bytes(struct.pack('<Q', len(header)) + header)
+    with pytest.raises(UserError, match=r'/vae: its weight files lack \d+ tensors of AutoencoderKL, such as decoder\.'):
+        load_pretrained(AutoencoderKL, str(tmp_path), subfolder='vae')
+
+
+@pytest.mark.parametrize(
+    'content',
+    [
+        struct.pack('<Q', 1 << 60) + b'{}',
+        struct.pack('<Q', 1_000_005) + b'{"a":' + b'[' * 1_000_000,
+        struct.pack('<Q', 67) + b'{"a": {"dtype": "F32", "shape": [1099511627776], "data_offsets": []}}',
+    ],
+    ids=['longer than the file', 'deep', 'huge shape'],
+)
+def test_hostile_header_of_weights_is_a_user_error_at_once(small_vae, tmp_path, content):
+    shutil.copytree(small_vae, tmp_path / 'vae')
+    next((tmp_path / 'vae').glob('*.safetensors')).write_bytes(content)
+    with pytest.raises(UserError, match='/vae: AutoencoderKL could not be loaded from this folder'):
+        load_pretrained(AutoencoderKL, str(tmp_path), subfolder='vae')
+
+
+@pytest.mark.parametrize('part', PARTS)
+def test_code_beside_the_weights_is_never_run(small_vae, small_text_encoder, tmp_path, part):
+    """`auto_map` names classes in the folder's own files, and pickled weights name functions."""
+    source = small_vae if part is AutoencoderKL else small_text_encoder
+    folder = shutil.copytree(source, tmp_path / 'part')
+    ran = tmp_path / 'ran'
+    (folder / 'evil.py').write_text(f'open({str(ran)!r}, "w")\nclass Evil: pass\n')
+    for name in ('config.json', 'tokenizer_config.json'):
+        if (folder / name).exists():
+            content = json.loads((folder / name).read_text())
+            (folder / name).write_text(json.dumps(content | {'auto_map': dict.fromkeys(AUTO_CLASSES, 'evil.Evil')}))
+    load_pretrained(part, str(folder), subfolder='')
+    if part is not CLIPTokenizer:
+        next(folder.glob('*.safetensors')).unlink()
+        for name in ('pytorch_model.bin', 'diffusion_pytorch_model.bin'):
+            (folder / name).write_bytes(pickle.dumps(Opens(ran)))
+        with pytest.raises(UserError, match='could not be loaded'):
+            load_pretrained(part, str(folder), subfolder='')
+    assert not ran.exists()
 
 
 @pytest.mark.parametrize('number', [errno.EIO, errno.ESTALE])

@@ -178,6 +178,8 @@ def test_jsonl_with_several_captions_is_read(source: Path, out: Path, tmp_path: 
         ('c.jsonl', b'{"file": 3, "caption": "x"}\n', r'line 1: `file` is 3'),
         ('c.jsonl', b'{"file": "a.jpg"}\n', r'line 1: has neither'),
         ('c.jsonl', b'{"file": \n', r'line 1: is not JSON'),
+        ('c.jsonl', b'{"file": "a.jpg", "caption": ' + b'[' * 100_000 + b'\n', r'line 1: is not JSON'),
+        ('c.jsonl', b'{"file": "a.jpg", "caption": ' + b'1' * 5000 + b'}\n', r'line 1: is not JSON'),
         ('c.jsonl', b'["a.jpg"]\n', r'line 1: is list, not an object'),
         ('c.txt', b'', 'neither .csv nor .jsonl'),
     ],
@@ -232,3 +234,24 @@ def test_exit_code_is_3_when_too_many_images_are_rejected(
     assert len(samples(tmp_path / 'strict/16px')) == 1
     assert run('folder', source, '--out', tmp_path / 'lax', '--sizes', 16, '--max-rejected', 0.5) == 0
     assert 'rejected, too_small: 1 (b.jpg)' in capsys.readouterr().out
+
+
+def test_hostile_names_and_captions_are_escaped(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Control sequences would change the title or the keys of a terminal, and markup would run in the report."""
+    draw(source / 'a.jpg')
+    captions = [
+        '\x1b]0;title\x07\x1b[2J<script>alert(1)</script>',
+        'half of a pair \ud800',
+        'line\rone\x00two\u202ethree',
+    ]
+    rows = [{'file': 'a.jpg', 'captions': captions}, {'file': '\x1b[2J.jpg', 'caption': 'x'}]
+    (tmp_path / 'c.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+    arguments = ('--out', tmp_path / 'out', '--sizes', 16, '--max-rejected', 1, '--captions', tmp_path / 'c.jsonl')
+    assert run('folder', source, *arguments) == 0
+    printed = capsys.readouterr().out
+    assert r'missing_file: 1 (\x1b[2J.jpg (c.jsonl line 2))' in printed
+    assert all(character.isprintable() or character == '\n' for character in printed)
+    assert '<script>alert' not in (tmp_path / 'out/report.html').read_text()
+    assert '\x1b' not in (tmp_path / 'out/captions.txt').read_text()

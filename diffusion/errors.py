@@ -47,6 +47,10 @@ class ExternalError(RuntimeError):
     exit_status = FAILED
 
 
+class RankFailed(RuntimeError):
+    """Error for a rank whose error was neither the user's mistake nor a storage fault; raised on every rank."""
+
+
 def printable(text: str) -> str:
     """Return a text for a terminal, in which control characters, except line breaks and tabs, are escapes."""
     # File names, captions and files of others may contain sequences that change the title or the keys of a terminal.

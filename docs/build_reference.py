@@ -24,7 +24,7 @@ from diffusion.config.checks import NAMED_COMPONENT_SECTIONS, SUPPLIED
 from diffusion.config.recipe import Component, Recipe
 from diffusion.config.resume_rules import RULES
 from diffusion.config.schema import attribute_docs
-from diffusion.config.signatures import defaults_of_source, source_file, words
+from diffusion.config.signatures import of_source, source_file, words
 from diffusion.launch import environment
 from diffusion.launch.backends import NAMES, backend_of
 from diffusion.launch.job_spec import JobSpec
@@ -291,7 +291,7 @@ def _resolved_defaults(module: str, node: ast.FunctionDef | ast.ClassDef) -> dic
     """Return the defaults of a builder that are constants of other modules, by their values."""
     if module != BUILDERS:
         return {}
-    values = defaults_of_source(module, node.name)
+    values = of_source(module, node.name).defaults()
     return {name: value for name, value in values.items() if isinstance(value, str)}
 
 

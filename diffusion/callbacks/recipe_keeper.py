@@ -58,7 +58,7 @@ class RecipeKeeper(Callback):
             if resumed.changes:
                 applied = [f'{_shortened(str(change))} (applied)' for change in resumed.changes]
                 log.info('resumed with other settings: %s', '; '.join(applied))
-        write_atomically(self.path, self.text + ''.join(f'{line}\n' for line in self._history))
+        write_atomically(self.path, self.text + ''.join(f'{line}\n' for line in self._history), create_folder=False)
 
 
 def history_lines(changes: tuple[Change, ...], batch: int) -> list[str]:

@@ -6,6 +6,7 @@ renamed, and last `latest` is updated. A checkpoint under its final name was the
 it does not match its receipt, it was damaged later.
 """
 
+import errno
 import json
 import logging
 import os
@@ -21,7 +22,7 @@ from typing import IO, Any, TypeVar
 
 import xxhash
 
-from diffusion.errors import UserError
+from diffusion.errors import UserError, is_wrong_path
 from diffusion.storage.atomic import UNFINISHED, remove, replace_folder, sync_folder
 
 log = logging.getLogger(__name__)
@@ -167,7 +168,10 @@ def publish(work: Path, final: Path, files: Mapping[str, FileRecord], about: Map
         flush(file)
     # The run's folder exists; if it does not any more, a new one would hide that its file system is not mounted.
     replace_folder(work, final, create_folder=False)
-    link_latest(final)
+    try:
+        link_latest(final)
+    except OSError as error:  # the checkpoint is complete, and found without the link
+        log.warning('%s: is saved, but the link %s still points to an older checkpoint (%s)', final, LATEST, error)
 
 
 def link_latest(checkpoint: Path) -> None:
@@ -224,13 +228,16 @@ def run_id_of(checkpoint: Path) -> str | None:
 
 
 def read_with_retries(read: Callable[[], Result]) -> Result:
-    """Return the result of `read`, calling it again after an OSError, with the pauses of RETRY_PAUSES_SECONDS."""
+    """Return the result of `read`, calling it again after an I/O error, with the pauses of RETRY_PAUSES_SECONDS."""
     # ESTALE, EIO and ETIMEDOUT of a network file system are often transient, and falling back to an older checkpoint
     # would cost a large run hours.
     for pause in RETRY_PAUSES_SECONDS:
         try:
             return read()
         except OSError as error:
+            # ENOENT: the file system may be mounted again.
+            if is_wrong_path(error) and error.errno != errno.ENOENT:
+                raise
             log.warning('%s; retrying in %g s', error, pause)
             time.sleep(pause)
     return read()

@@ -135,7 +135,7 @@ def weights_of(path: Path, which: Weights | None = None) -> tuple[dict[str, Tens
     state = read_checkpoint(path)
     model = dict(state['model'])
     ema = dict(state.get('algorithms', [])).get('EMA', {})
-    has_average = 'averages' in ema or 'sharded_averages' in ema
+    has_average = has_averages(state)
     if which == 'training' or (which is None and not has_average):
         return model, 'training'
     if not has_average:
@@ -144,9 +144,15 @@ def weights_of(path: Path, which: Weights | None = None) -> tuple[dict[str, Tens
         raise NoAverages(f'{path}: it has no averaged weights ({why})')
     # The averages include trained parameters only; the rest, such as buffers, comes from the training weights.
     averages = (
-        ema['averages']['ema'] if 'averages' in ema else sharded_state.read_all_tensors(path, 'averages.EMA.ema.')
+        ema['averages']['ema'] if ema.get('averages') else sharded_state.read_all_tensors(path, 'averages.EMA.ema.')
     )
     return model | averages, 'ema'
+
+
+def has_averages(state: Mapping[str, Any]) -> bool:
+    """Return True if a checkpoint's state has weights that `algorithms.ema` has averaged."""
+    ema = dict(state.get('algorithms', [])).get('EMA', {})
+    return bool(ema.get('averages') or ema.get('sharded_averages'))
 
 
 def check_architecture(own: Mapping[str, torch.Size], stored: Mapping[str, torch.Size], where: str) -> None:

@@ -22,19 +22,20 @@ from diffusion.callbacks.preemption import is_last_batch
 from diffusion.checkpointing import checkpoint_store, sharded_state
 from diffusion.checkpointing.rank_agreement import raise_on_all_ranks, run_on_rank_zero
 from diffusion.checkpointing.shared_folder import open_run_folder
-from diffusion.checkpointing.storage_faults import FULL_DISK, SaveFailed, describe_fault, storage_fault, way_out
+from diffusion.checkpointing.storage_faults import SaveFailed, describe_fault, storage_fault, way_out
 from diffusion.checkpointing.trainer_state import gather_state, load_checkpoint
 from diffusion.checkpointing.verification import newest_intact
 from diffusion.launch.run_id import check_run_id
 from diffusion.storage.atomic import remove
+from diffusion.storage.retry import DISK_FULL_ERRORS
 
 log = logging.getLogger(__name__)
 
 MAX_FAILED_SAVES = 3
 """Number of saves in a row that may fail; the last of them ends the run."""
 LAST_SAVE_PAUSES_SECONDS = (2.0, 8.0, 20.0, 30.0)
-"""Pauses before each retry of a save without which the run ends: the last of the run, one before the run stops, and one
-after others have failed."""
+"""Pauses between the tries of a required save: the save at the end of the run, one before the run stops, and the last
+one allowed after others have failed."""
 
 
 def _ignore(message: str) -> None:
@@ -140,7 +141,7 @@ class Checkpointer(CheckpointSaver):
         self._save_at_interval(state, logger, Event.ITERATION_CHECKPOINT)
 
     def _save_at_interval(self, state: State, logger: Logger, event: Event) -> None:
-        """Save a checkpoint if one is due; if it fails, continue, unless the run could not be resumed from its end."""
+        """Save a checkpoint if one is due. After a failed save training continues, unless this save is required."""
         if not self.save_interval(state, event) or self.last_checkpoint_batch == state.timestamp.batch:
             return
         if is_last_batch(state) or self._failed_in_a_row + 1 >= MAX_FAILED_SAVES:
@@ -153,7 +154,7 @@ class Checkpointer(CheckpointSaver):
             self._report(f'{error}; training continues to the next save (failed save {count} of {MAX_FAILED_SAVES})')
 
     def _save_checkpoint(self, state: State, logger: Logger) -> None:
-        """Save a checkpoint without which the run ends, after several tries; a collective.
+        """Save a checkpoint that the run cannot continue without, with retries; a collective.
 
         Composer and `save_now` call this too.
 
@@ -185,7 +186,9 @@ class Checkpointer(CheckpointSaver):
         try:
             final = self._write(state)
         except SaveFailed as error:
-            if error.errno not in FULL_DISK or not self._make_room():
+            # The ranks may have met different faults, but only together can they make room and try again.
+            full = any(dist.all_gather_object(error.errno in DISK_FULL_ERRORS))
+            if not full or not self._make_room():
                 raise
             final = self._write(state)
         # After the save: `save_now` saves a batch again unless this is its number.
@@ -254,18 +257,18 @@ def save_checkpoint(
     try:
         with _as_save_failed(final):
             _begin(work, run_id, every_rank=sharded_tensors)
-        # An error in the collectives of this call may be raised on one rank alone. So it is no failed save, after which
-        # this rank would go on while the others wait for it.
+        # The collectives in this call may raise on one rank only. That must not count as a failed save: this rank
+        # would continue training while the others wait for it.
         content, tensors = gather_state(state, sharded_tensors=sharded_tensors)
         needed_bytes = sum(leaf.nbytes for leaf in tree_leaves([content, tensors]) if isinstance(leaf, Tensor))
         about = _about(state, sharded_tensors=sharded_tensors) | {'run': run_id}
         with _as_save_failed(final, needed_bytes):
             _write_checkpoint(content, tensors, about, final, work, recipe_text)
     except (Exception, CheckpointException):  # CheckpointException is a BaseException
-        # An incomplete checkpoint is of no use, and a full disk needs the space. Every rank removes the folder: if by
-        # mistake it is not shared, each node has its own; if it is shared, concurrent removals ignore each other's
-        # errors.
-        shutil.rmtree(work, ignore_errors=True)
+        # An incomplete checkpoint is of no use, and a full disk needs the space. One rank alone removes it: a slower one
+        # could remove the folder of the next try.
+        if dist.get_global_rank() == 0:
+            shutil.rmtree(work, ignore_errors=True)
         raise
     return final
 

@@ -13,7 +13,7 @@ from composer.utils import dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from diffusion.checkpointing.storage_faults import storage_fault
-from diffusion.errors import ExternalError, UserError, exit_status
+from diffusion.errors import ExternalError, RankFailed, UserError, exit_status
 from diffusion.exit_codes import CONFIG_ERROR
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ def raise_on_all_ranks(where: str, *, logs: bool = True) -> Iterator[None]:
     """Raise on every rank if any rank raises inside the block; a collective, which every rank must enter.
 
     A rank that failed raises its own error; the others raise an error with the first failed rank and its error: a
-    UserError or ExternalError if it is one, an OSError for a storage fault, else a RuntimeError. All ranks raise
+    UserError or ExternalError if it is one, an OSError for a storage fault, else a RankFailed. All ranks raise
     errors of the same kind: if only some of the failed ranks met a storage fault, no rank raises one.
 
     The block must not contain a collective that a failing rank would leave the others waiting in.
@@ -54,7 +54,11 @@ def raise_on_all_ranks(where: str, *, logs: bool = True) -> Iterator[None]:
     except (Exception, CheckpointException) as caught:  # CheckpointException is a BaseException
         error = caught
     report = None if error is None else _failure(error)
-    failed = [(rank, each) for rank, each in enumerate(dist.all_gather_object(report)) if each is not None]
+    try:
+        reports = dist.all_gather_object(report)
+    except Exception as lost:  # has the error of the block as its context, which must not pass for its cause
+        raise RankFailed(f'{where}: the ranks could not exchange their errors ({lost})') from lost
+    failed = [(rank, each) for rank, each in enumerate(reports) if each is not None]
     if not failed:
         return
     # Bugs and mistakes first: a rank that met only a storage fault must not go on while another raises.
@@ -92,7 +96,7 @@ def _as_error(failure: _Failure, where: str, rank: int) -> Exception:
         return ExternalError(failure.message)
     if failure.kind == 'storage':
         return OSError(failure.errno, f'{failure.message} (rank {rank})')
-    return RuntimeError(f'{where} (rank {rank}: {failure.description})')
+    return RankFailed(f'{where} (rank {rank}: {failure.description})')
 
 
 def run_on_rank_zero(work: Callable[[], Result], where: str) -> Result | None:

@@ -6,13 +6,12 @@ from pathlib import Path
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from diffusion.errors import DataError, ExternalError, UserError
-
-FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT})
+from diffusion.errors import DataError, ExternalError, RankFailed, UserError
+from diffusion.storage.retry import DISK_FULL_ERRORS
 
 
 class SaveFailed(OSError):
-    """Error for a checkpoint that a storage fault kept from being written; raised on every rank.
+    """Error for a checkpoint that could not be written because of a storage fault; raised on every rank.
 
     Training may continue to the next save. `errno` is that of the fault.
     """
@@ -25,7 +24,8 @@ def storage_fault(error: BaseException) -> OSError | None:
     """Return the OSError that caused an error, the error itself included; None if no storage fault caused it."""
     # torch.save and torch.distributed.checkpoint raise errors of their own, which have the OSError as a cause or as the
     # context. A UserError may have an OSError as its cause too, but was raised as the user's mistake on purpose.
-    if isinstance(error, UserError | DataError | ExternalError):
+    # A RankFailed is about another error than the one that this rank may have met.
+    if isinstance(error, UserError | DataError | ExternalError | RankFailed):
         return None
     if isinstance(error, CheckpointException):
         # The same failures are raised on every rank, so that all ranks decide alike.
@@ -45,10 +45,10 @@ def describe_fault(fault: OSError, folder: Path, *, needed_bytes: int) -> str:
         folder: The run's folder.
         needed_bytes: Size of the checkpoint.
     """
-    if fault.errno not in FULL_DISK:
+    if fault.errno not in DISK_FULL_ERRORS:
         reason = fault.strerror or str(fault)
         return f'{reason}: {fault.filename}' if fault.filename is not None else reason
-    what = 'no space left on' if fault.errno == errno.ENOSPC else 'the disk quota is used up on'
+    what = 'the disk quota is used up on' if fault.errno == errno.EDQUOT else 'no space left on'
     try:
         free = f', {_gib(shutil.disk_usage(folder).free)} free'
     except OSError:  # the file system does not answer any more
@@ -58,7 +58,7 @@ def describe_fault(fault: OSError, folder: Path, *, needed_bytes: int) -> str:
 
 def way_out(number: int | None) -> str:
     """Return the user's next step after a save that failed with this errno."""
-    if number in FULL_DISK:
+    if number in DISK_FULL_ERRORS:
         return 'free some space and start the same command again'
     return 'check the file system of the run and start the same command again'
 

@@ -72,14 +72,14 @@ def read_buckets(folder: Path) -> dict[Shape, int]:
         UserError: The file does not exist or is not a valid list of buckets.
     """
     path = folder / BUCKETS
+    if not path.is_file():
+        raise UserError(
+            f'{folder} has no {BUCKETS}, so it holds no aspect-ratio buckets; use a folder that does, or remove aspects'
+        )
     try:
         content = json.loads(path.read_text(encoding='utf-8'))
         return {parse_shape(name): int(bucket['samples']) for name, bucket in content['buckets'].items()}
-    except FileNotFoundError as error:
-        raise UserError(
-            f'{folder} has no {BUCKETS}, so it holds no aspect-ratio buckets; use a folder that does, or remove aspects'
-        ) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise UserError(f'{path} is not a valid list of buckets ({error}); prepare the data again') from error
 
 
@@ -96,7 +96,7 @@ def resolution_problem(folder: Path, resolution: int) -> str | None:
     prepared = json.loads((folder / BUCKETS).read_text(encoding='utf-8')).get('resolution')
     if not isinstance(prepared, int) or prepared == resolution:
         return None
-    reason = 'its images would be enlarged' if resolution > prepared else 'its images would be used at that size'
+    reason = 'its images would be enlarged' if resolution > prepared else f'its images would stay at {prepared} px'
     return (
         f'{resolution}, but {folder} holds aspect buckets of {prepared} px: {reason}; set resolution: {prepared}, or '
         f'use a folder that was prepared with --sizes {resolution}'

@@ -241,7 +241,11 @@ class _Pass:
             if self._tag in args[0]:
                 inner = self._quoted(path, args[0])
                 return self._new_placeholder(f'${{oc.decode:{inner}}}', self.variables(args[0]))
-            return self._visit(path, args[0], 'singleElement', 'VALUE_MODE')
+            try:
+                return self._visit(path, args[0], 'singleElement', 'VALUE_MODE')
+            except InvalidInterpolation:
+                # The error quotes the text, which may be the value of a variable.
+                raise self._error(path, 'oc.decode cannot parse its text as a value; correct the text') from None
         known = ' and '.join(f'${{{each}:...}}' for each in RESOLVERS)
         raise self._error(path, f'${{{name}:...}} with {len(args)} arguments is not supported; use {known}')
 

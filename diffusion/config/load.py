@@ -36,6 +36,7 @@ __all__ = [
     'check_paths',
     'hide_environment',
     'load',
+    'saved_values',
     'to_yaml',
 ]
 
@@ -116,9 +117,9 @@ def load(
     # A value of the wrong type was replaced by None or its default, so a later check may report the same path again.
     found = [problem.where for problem in gather.problems + gather.missing]
     gather.problems += [
-        problem for problem in check_recipe(recipe) if not any(_overlap(problem.where, where) for where in found)
+        problem for problem in check_recipe(recipe) if not any(overlap(problem.where, where) for where in found)
     ]
-    gather.problems += secret_problems(_saved(recipe))
+    gather.problems += secret_problems(saved_values(recipe))
     if isinstance(recipe.trainer, dict) and recipe.trainer.get('auto_log_hparams'):
         gather.problems += [
             Problem(dotted(each), 'would be logged by trainer.auto_log_hparams in plain text; turn that off')
@@ -157,12 +158,12 @@ def read_values(
 
 def hide_environment(recipe: Recipe, text: str) -> str:
     """Return a message in which values of environment variables are replaced by the text in the recipe."""
-    return hide_values(text, recipe.from_environment, _plain(recipe))
+    return hide_values(text, recipe.from_environment, plain_values(recipe))
 
 
 def _hide(problem: Problem, from_environment: Mapping[KeyPath, str], values: Mapping[str, Any]) -> str:
     """Return the description of a problem without the values of environment variables."""
-    here = {path for path in from_environment if _overlap(dotted(path), problem.where)}
+    here = {path for path in from_environment if overlap(dotted(path), problem.where)}
     return hide_values(problem.what, from_environment, values, quoted_at=here)
 
 
@@ -179,10 +180,10 @@ def _missing_variables(unset: Mapping[str, tuple[str, ...]], task: str, set_late
 
 def _without(problems: Iterable[Problem], unset: Collection[str]) -> list[Problem]:
     """Return the problems that are not about a value whose environment variable is not set."""
-    return [each for each in problems if not any(_overlap(each.where, where) for where in unset if each.where)]
+    return [each for each in problems if not any(overlap(each.where, where) for where in unset if each.where)]
 
 
-def _overlap(one: str, other: str) -> bool:
+def overlap(one: str, other: str) -> bool:
     """Return True if two paths of recipe keys are equal or one is inside the other."""
     return f'{other}.'.startswith(f'{one}.') or f'{one}.'.startswith(f'{other}.')
 
@@ -193,7 +194,7 @@ def to_yaml(recipe: Recipe) -> str:
     Values that depend on environment variables, which may be secrets, are written as `${oc.env:NAME}`. Omits
     values that are null by default, and component names that equal their key.
     """
-    values = _saved(recipe)
+    values = saved_values(recipe)
     for section in NAMED_COMPONENT_SECTIONS:
         for key, entry in dict(values[section]).items():
             if isinstance(entry, dict) and entry['name'] == key:
@@ -201,9 +202,9 @@ def to_yaml(recipe: Recipe) -> str:
     return dump(values)
 
 
-def _saved(recipe: Recipe) -> dict[str, Any]:
+def saved_values(recipe: Recipe) -> dict[str, Any]:
     """Return a recipe as plain values, with the text of the interpolation for each that depends on the environment."""
-    values = _plain(recipe)
+    values = plain_values(recipe)
     for path, text in recipe.from_environment.items():
         _replace(values, path, text)
     return values
@@ -221,20 +222,20 @@ def _replace(values: Any, path: KeyPath, text: str) -> None:
         section[path[-1]] = text
 
 
-def _plain(value: Any) -> Any:
+def plain_values(value: Any) -> Any:
     """Convert a recipe, or a value in a recipe, to plain mappings, lists and scalars."""
     if isinstance(value, Component):
-        return {'name': value.name} | _plain(value.kwargs)
+        return {'name': value.name} | plain_values(value.kwargs)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {
-            item.metadata.get('key', item.name): _plain(getattr(value, item.name))
+            item.metadata.get('key', item.name): plain_values(getattr(value, item.name))
             for item in dataclasses.fields(value)
             if item.repr and (getattr(value, item.name) is not None or item.default is not None)
         }
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain_values(item) for key, item in value.items()}
     # A copy, since callers change the result.
-    return [_plain(item) for item in value] if isinstance(value, list) else value
+    return [plain_values(item) for item in value] if isinstance(value, list) else value
 
 
 def _with_components(raw: Mapping[str, Any], gather: Gatherer) -> dict[str, Any]:

@@ -5,13 +5,13 @@ be read too. No component is imported.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args, get_type_hints
 
 from diffusion.config import registry
 from diffusion.config.checks import NAMED_COMPONENT_SECTIONS, SET_IN_OTHER_SECTIONS, SINGLE_COMPONENT_SECTIONS, SUPPLIED
-from diffusion.config.recipe import Recipe, StreamConfig
+from diffusion.config.recipe import InitFrom, Recipe, StreamConfig
 from diffusion.config.signatures import Signature, of_source, words
 
 STREAM_SECTIONS = ('streams', 'eval_streams')
@@ -45,6 +45,10 @@ def recipe_values(raw: Mapping[str, Any]) -> RecipeValues:
 
 def _section(name: str, hint: Any, given: Any, raw: Mapping[str, Any], unknown: list[str]) -> Any:
     """Return a top-level value with its defaults filled in; add the paths of unknown keys to `unknown`."""
+    if name == 'init_from' and isinstance(given, str):
+        given = {'from': given}
+    if name == 'init_from' and isinstance(given, Mapping):
+        return {'weights': InitFrom.weights} | _plain(given)
     if name in SINGLE_COMPONENT_SECTIONS:
         offered = {'seed': raw.get('seed', Recipe.seed)} if name == 'model' else {}
         return _component(name, name.removeprefix('eval_'), None, given, offered, unknown)
@@ -148,13 +152,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value if value is None or isinstance(value, str | int | float | bool) else str(value)
-
-
-def leaves(values: Mapping[str, Any], where: str = '') -> Iterator[tuple[str, Any]]:
-    """Yield the dotted path and value of every entry of nested mappings; an empty mapping is a value."""
-    for key, value in values.items():
-        path = f'{where}.{key}' if where else key
-        if isinstance(value, Mapping) and value:
-            yield from leaves(value, path)
-        else:
-            yield path, value

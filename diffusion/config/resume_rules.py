@@ -91,7 +91,7 @@ RULES = (
     # -- algorithms --
     _rule(
         Effect.BEFORE_AVERAGING,
-        'averages exist since their start; without the algorithm they would be lost',
+        'averaging cannot start in the past, and removing the algorithm would drop the averages',
         'algorithms.ema algorithms.ema.ema_start',
     ),
     _rule(
@@ -162,7 +162,7 @@ RULES = (
     ),
     _rule(
         Effect.FIXED,
-        'the place where the checkpoints of the run are looked for',
+        'the folder in which the run looks for its checkpoints',
         'trainer.save_folder trainer.save_filename trainer.save_latest_filename',
     ),
     _rule(

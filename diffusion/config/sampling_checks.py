@@ -6,7 +6,7 @@ from typing import Any
 from diffusion.config import noise_schedulers, registry, sampling_limits
 from diffusion.config.recipe import Component, GenerateConfig, Recipe
 from diffusion.config.schema import MISSING, Problem, join
-from diffusion.config.signatures import defaults_of_source
+from diffusion.config.signatures import of_source
 
 
 def check_sampling(recipe: Recipe, components: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
@@ -60,7 +60,7 @@ def num_train_timesteps(recipe: Recipe) -> int | None:
     objective = {} if home is None else recipe.model.kwargs.get('objective') or {}
     if home is None or not isinstance(objective, Mapping):
         return None
-    timesteps = (defaults_of_source(*home.split(':')) | dict(objective))['num_train_timesteps']
+    timesteps = (of_source(*home.split(':')).defaults() | dict(objective))['num_train_timesteps']
     return timesteps if isinstance(timesteps, int) else None
 
 

@@ -49,6 +49,10 @@ class Signature:
         """Return the names of the keywords that the component accepts."""
         return {parameter.name for parameter in self.parameters}
 
+    def defaults(self) -> dict[str, Any]:
+        """Return the default of each keyword that has one, by name."""
+        return {each.name: each.default for each in self.parameters if not each.required}
+
     def accepted(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return only those values whose names are keywords that the component accepts."""
         names = self.names()
@@ -99,23 +103,6 @@ def of_source(module: str, attribute: str) -> Signature:
             return Signature((), False, nested)
         node = definitions[bases[0]]
     return Signature(_arguments(node, aliases, tree), _takes_any(node, module), nested)
-
-
-@functools.cache
-def defaults_of_source(module: str, attribute: str) -> dict[str, Any]:
-    """Return the default values of a function's keywords or a dataclass's fields by name, parsed from the source."""
-    tree = _source(module)
-    node = next(n for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name == attribute)
-    if isinstance(node, ast.ClassDef):
-        fields = [item for item in node.body if isinstance(item, ast.AnnAssign) and item.value is not None]
-        return {ast.unparse(item.target): _value(item.value, tree) for item in fields if item.value is not None}
-    arguments = node.args
-    positional = [*arguments.posonlyargs, *arguments.args]
-    pairs: list[tuple[ast.arg, ast.expr | None]] = [
-        *zip(positional[len(positional) - len(arguments.defaults) :], arguments.defaults, strict=True),
-        *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True),
-    ]
-    return {argument.arg: _value(default, tree) for argument, default in pairs if default is not None}
 
 
 def simple_type(annotation: str) -> Any:

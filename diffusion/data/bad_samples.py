@@ -65,10 +65,9 @@ def quarantine(path: Path, notes: Sequence[str], batch: int) -> None:
     """Append one line per replaced (undecodable) sample to a JSON Lines file; call this on one rank only.
 
     Args:
-        path: The file; it is created with its folder if it does not exist.
+        path: The file; it is created if it does not exist, but not its folder.
         notes: One JSON object per replaced sample, as text.
         batch: Index of the global batch in its epoch, added to each note.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     with append_text(path) as file:
         file.write(''.join(json.dumps(json.loads(note) | {'batch_in_epoch': batch}) + '\n' for note in notes))

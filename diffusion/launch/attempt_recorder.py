@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from diffusion.config.recipe import NotifyConfig
@@ -26,7 +26,9 @@ _MAX_DETAIL = 300
 
 
 @contextlib.contextmanager
-def recording_attempt(run: Path, config: NotifyConfig) -> Iterator[tuple[Attempt, Notifier]]:
+def recording_attempt(
+    run: Path, config: NotifyConfig, hide: Callable[[str], str] = str
+) -> Iterator[tuple[Attempt, Notifier]]:
     """Record in attempts.jsonl that an attempt began and how the `with` block ended, and send messages about it.
 
     The node entry point does the same for the runs that it starts.
@@ -34,6 +36,7 @@ def recording_attempt(run: Path, config: NotifyConfig) -> Iterator[tuple[Attempt
     Args:
         run: The run's folder.
         config: The `notify` section of the recipe.
+        hide: Function that removes secrets from a text.
 
     Yields:
         The record of the attempt, and the sender of its messages.
@@ -45,12 +48,12 @@ def recording_attempt(run: Path, config: NotifyConfig) -> Iterator[tuple[Attempt
     attempt = Attempt(number, time.time(), launched=False)
     begin = time.monotonic()
     record(run, 'begin', attempt)
-    notifier = Notifier(config, run, attempt=number)
+    notifier = Notifier(config, run, attempt=number, hide=hide)
     notifier.send('started', f'started attempt {number}')
     try:
         yield attempt, notifier
     except BaseException as error:
-        attempt.status, attempt.cause, attempt.detail = outcome_of(error)
+        attempt.status, attempt.cause, attempt.detail = outcome_of(error, hide)
         raise
     else:
         attempt.status, attempt.cause = 0, 'done'
@@ -70,9 +73,9 @@ def record(run: Path, event: str, attempt: Attempt) -> None:
         attempts.append_attempt(run, event, attempt)
 
 
-def outcome_of(error: BaseException) -> tuple[int, str, str]:
+def outcome_of(error: BaseException, hide: Callable[[str], str] = str) -> tuple[int, str, str]:
     """Return exit status, cause (a key of `attempts.CAUSES`) and detail of a run that an exception ended."""
-    lines = str(error).splitlines() or ['']
+    lines = hide(str(error)).splitlines() or ['']  # before the text is cut, which could cut a secret
     if isinstance(error, Preempted | StoppedEarly):
         return PREEMPTED, 'preempted', lines[0] if isinstance(error, StoppedEarly) else ''
     if isinstance(error, KeyboardInterrupt | SystemExit):

@@ -51,6 +51,7 @@ class Notifier:
         environ: Environment with the variables that `config` names.
         events: Events that this process sends.
         attempt: Number of the attempt.
+        hide: Function that removes secrets from a text.
     """
 
     # Each message has a thread of its own, so that a slow server delays neither training nor another message.
@@ -63,8 +64,9 @@ class Notifier:
         *,
         events: tuple[str, ...] = NOTIFY_EVENTS,
         attempt: int | None = None,
+        hide: Callable[[str], str] = str,
     ) -> None:
-        self.config, self.run, self.attempt = config, run, attempt
+        self.config, self.run, self.attempt, self.hide = config, run, attempt, hide
         self._events = {event for event in events if event in config.events}
         self._targets: dict[str, Callable[[dict[str, Any]], None]] = {}
         for key, name, deliver in (('webhook', config.webhook, _post), ('command', config.command, _execute)):
@@ -89,7 +91,7 @@ class Notifier:
             return
         self._events.discard(event)
         message = {
-            'text': f'{self.run.name}: {text}',
+            'text': f'{self.run.name}: {self.hide(text)}',
             'event': event,
             'run': self.run.name,
             'attempt': self.attempt,

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from diffusion.config import registry
 from diffusion.config.image_shapes import Shape
 from diffusion.config.recipe import Component
-from diffusion.config.signatures import defaults_of_source
+from diffusion.config.signatures import of_source
 from diffusion.errors import UserError
 from diffusion.planning.count_cache import ModelKey, count, known_counts, merged
 
@@ -172,7 +172,7 @@ def _key_of(model: Component, imports: Sequence[str], notes: list[str]) -> Model
     if model.name not in SAME_ARCHITECTURE:
         return ModelKey(model.name, model.kwargs, tuple(imports))
     # Defaults are part of the key, so that a recipe that spells one out uses the same counts as one that omits it.
-    defaults = defaults_of_source(*registry.TARGETS['model'][model.name].split(':'))
+    defaults = of_source(*registry.TARGETS['model'][model.name].split(':')).defaults()
     settings, contents = defaults | dict(model.kwargs), []
     for keyword, parts in WEIGHTS.items():
         location = settings.get(keyword)

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from diffusion.config import registry
 from diffusion.config.checks import SUPPLIED
-from diffusion.config.load import Component, Recipe, StreamConfig
+from diffusion.config.load import Component, Recipe, StreamConfig, saved_values
 from diffusion.config.performance_preset import effective_parts
 from diffusion.config.recipe import SpeedConfig
 from diffusion.config.signatures import of_object
@@ -160,6 +160,9 @@ def run_identity(recipe: Recipe, loader: BucketedLoader) -> dict[str, Any]:
     """Return a run's seed and fingerprint of the training data, which must not change when the run resumes."""
     keywords = registry.keywords('dataset', recipe.dataset)
     settings = {name: value for name, value in keywords.items() if name not in SUPPLIED['dataset']}
+    # The fingerprint is saved in every checkpoint, so it has the name of an environment variable, not its value.
+    texts = saved_values(recipe)['dataset']
+    settings |= {path[1]: texts[path[1]] for path in recipe.from_environment if path[0] == 'dataset' and len(path) > 1}
     return {'seed': recipe.seed, 'data': fingerprint(loader.dataset, {'name': recipe.dataset.name} | settings)}
 
 

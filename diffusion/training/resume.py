@@ -1,6 +1,8 @@
 """Compare the recipe of a run that resumes with the recipe that its checkpoint was trained with."""
 
 import logging
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,16 +10,20 @@ from composer.utils import dist
 
 from diffusion.callbacks.recipe_keeper import ResumedRecipe, read_history
 from diffusion.checkpointing.checkpoint_store import list_checkpoints
-from diffusion.checkpointing.checkpoint_weights import read_content
+from diffusion.checkpointing.checkpoint_weights import has_averages, read_content
 from diffusion.checkpointing.rank_agreement import raise_on_all_ranks, run_on_rank_zero
 from diffusion.checkpointing.run_folder import RECIPE
-from diffusion.config.load import Recipe, to_yaml
+from diffusion.config.interpolation import dotted
+from diffusion.config.load import Recipe, overlap, plain_values, to_yaml
 from diffusion.config.recipe_values import recipe_values
-from diffusion.config.resume_rules import Effect, changes, format_value, refused
+from diffusion.config.resume_rules import Change, Effect, changes, format_value, refused, rule_of
 from diffusion.config.yaml_files import read_yaml, undump
 from diffusion.errors import UserError
 
 log = logging.getLogger(__name__)
+
+NOT_SHOWN = 'another value'
+"""Text in place of a saved value that may be a secret."""
 
 
 def compare_with_checkpoint(recipe: Recipe, checkpoint: Path | None) -> ResumedRecipe:
@@ -49,7 +55,7 @@ def check_saver(recipe: Recipe) -> None:
 
 
 def _check_saver(recipe: Recipe) -> None:
-    """Raise UserError if the run's checkpoints are not where its recipe lets them be looked for."""
+    """Raise UserError if the run has checkpoints in another folder than the one in which its recipe looks for them."""
     folder = recipe.trainer.get('save_folder')
     way_out = 'set it back to resume, or use another name for a new run'
     if folder is not None and (present := list_checkpoints(recipe.run_dir)):
@@ -87,11 +93,11 @@ def _compare(recipe: Recipe, checkpoint: Path | None) -> ResumedRecipe:
             '%s: written by another version; this version does not know and does not compare: %s',
             *(place, ', '.join(saved.unknown)),
         )
-    now = recipe_values(undump(to_yaml(recipe)))
-    known = [change for change in changes(saved.values, now.values) if change.key not in saved.unknown]
-    # Only these keys need a look into the checkpoint; Composer's own is not at hand, so they are refused.
+    known = [change for change in _changes(recipe, saved.values) if change.key not in saved.unknown]
+    # Only these keys require reading the checkpoint. Composer's own checkpoint is not available here, so such changes
+    # are refused.
     starts = any(change.rule.effect is Effect.BEFORE_AVERAGING for change in known)
-    fixed = refused(known, averaging=starts and (checkpoint is None or has_average(checkpoint)))
+    fixed = refused(known, averaging=starts and (checkpoint is None or has_averages(read_content(checkpoint)['state'])))
     if fixed:
         where = checkpoint or place
         lines = [
@@ -107,11 +113,26 @@ def _compare(recipe: Recipe, checkpoint: Path | None) -> ResumedRecipe:
     return ResumedRecipe(tuple(known), read_history(history.read_text(encoding='utf-8')))
 
 
-def has_average(checkpoint: Path) -> bool:
-    """Return True if a checkpoint has weights that `algorithms.ema` has averaged."""
-    algorithms: dict[str, Any] = dict(read_content(checkpoint)['state'].get('algorithms', []))
-    state = algorithms.get('EMA', {})
-    return bool(state.get('averages') or state.get('sharded_averages'))
+def _changes(recipe: Recipe, saved: Mapping[str, Any]) -> list[Change]:
+    """Return the changes between the values that a recipe was saved with and its values now.
+
+    A value from an environment variable is compared by the name of the variable. Earlier versions saved the variable's
+    value: that is no change while it is the same, and otherwise it is not shown, since it may be a secret.
+    """
+    by_name = changes(saved, recipe_values(undump(to_yaml(recipe))).values)
+    by_value = {change.key for change in changes(saved, recipe_values(plain_values(recipe)).values)}
+    variables = [dotted(path).partition('[')[0] for path in recipe.from_environment]
+    found = []
+    for change in by_name:
+        if not any(overlap(change.key, each) for each in variables):
+            found.append(change)
+        elif change.key in by_value:
+            hides = change.saved is not None and '${' not in str(change.saved)
+            found.append(replace(change, saved=NOT_SHOWN) if hides else change)
+    fixed = [each for each in variables if rule_of(each).effect is Effect.FIXED]
+    if fixed:
+        log.warning('from environment variables, whose values are not compared on resume: %s', ', '.join(fixed))
+    return found
 
 
 def schedule_of(recipe: Recipe) -> dict[str, Any]:

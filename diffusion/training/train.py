@@ -30,7 +30,7 @@ from diffusion.checkpointing.checkpointer import Checkpointer, resume_point
 from diffusion.checkpointing.run_folder import RECIPE
 from diffusion.checkpointing.shared_folder import open_run_folder
 from diffusion.config import registry
-from diffusion.config.load import Recipe, to_yaml
+from diffusion.config.load import Recipe, hide_environment, to_yaml
 from diffusion.config.recipe import NotifyConfig, SpeedConfig
 from diffusion.data.cuda_prefetch import CudaPrefetchLoader
 from diffusion.data.latents import LatentsDataset
@@ -66,17 +66,18 @@ def train(recipe: Recipe) -> Trainer:
         DataError: Data could not be read, or too much of it is bad.
         Preempted: A signal stopped the run, which saved a checkpoint first.
     """
+    hide = partial(hide_environment, recipe)
     # One rank holds the lock of the run's folder, unless the node entry point holds it for the whole job already.
     takes_lock = os.environ.get('RANK', '0') == '0' and run_lock.LOCK_HELD_VARIABLE not in os.environ
     if not takes_lock:
         # The first node's entry point sends the other messages.
         config = recipe.notify if os.environ.get('RANK', '0') == '0' else NotifyConfig()
-        notifier = Notifier(config, recipe.run_dir, events=TRAINING_EVENTS)
+        notifier = Notifier(config, recipe.run_dir, events=TRAINING_EVENTS, hide=hide)
         with contextlib.closing(notifier):
             return _train(recipe, None, notifier)
     with (
         run_lock.hold_run_lock(recipe.run_dir),
-        recording_attempt(recipe.run_dir, recipe.notify) as (attempt, notifier),
+        recording_attempt(recipe.run_dir, recipe.notify, hide) as (attempt, notifier),
     ):
         return _train(recipe, attempt, notifier)
 

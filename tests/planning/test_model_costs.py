@@ -7,7 +7,7 @@ import pytest
 from diffusion.config import registry
 from diffusion.config.image_shapes import square
 from diffusion.config.recipe import Component
-from diffusion.config.signatures import defaults_of_source
+from diffusion.config.signatures import of_source
 from diffusion.errors import UserError
 from diffusion.models import sd2_config
 from diffusion.planning.model_costs import SAME_ARCHITECTURE, ModelCosts
@@ -37,13 +37,13 @@ def test_every_registered_model_can_be_counted(name):
     assert model.trained_flops(square(64 if name != 'sd2' else 256)) > 0
 
 
-def test_defaults_of_source_equal_the_signature():
+def test_defaults_in_the_source_equal_the_signature():
     import inspect
 
     for name in ('sd2', 'tiny'):
         parameters = inspect.signature(registry.resolve('model', name)).parameters.values()
         defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
-        assert defaults_of_source('diffusion.models.builders', name) == defaults
+        assert of_source('diffusion.models.builders', name).defaults() == defaults
 
 
 @pytest.mark.parametrize('name', SAME_ARCHITECTURE)

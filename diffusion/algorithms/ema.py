@@ -158,9 +158,9 @@ class EMA(Algorithm):
         return state.timestamp.get(self.ema_start.unit) >= self.ema_start
 
     def _check_start(self, state: State) -> None:
-        """Raise UserError if `ema_start` contradicts the averages that a resumed run has, or has not.
+        """Raise UserError if `ema_start` does not fit the checkpoint of a resumed run.
 
-        Without averages, training would continue with averages that do not start when the recipe says.
+        Averaging had started at another time, or `ema_start` has passed and the checkpoint has no averages.
         """
         batch, start = state.timestamp.batch.value, self.ema_start.to_timestring()
         if not batch:

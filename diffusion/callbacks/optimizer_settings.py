@@ -1,7 +1,7 @@
 """Apply the recipe's optimizer settings and learning rate schedule to a run that resumes with other values.
 
-An optimizer and a scheduler that load a checkpoint's state take over its settings too, so that without this callback a
-run would silently keep the former weight decay, betas, epsilon and base learning rate.
+Loading a checkpoint also restores the settings of its optimizer and scheduler. Without this callback a run would
+silently keep the former weight decay, betas, epsilon and base learning rate.
 """
 
 from collections.abc import Mapping
@@ -67,7 +67,8 @@ def set_learning_rates(state: State, base: list[float]) -> None:
 def factors_of(scheduler: Any, state: State) -> list[float]:
     """Return the factor of each group's base learning rate in the next batch, for a scheduler that Composer built."""
     # Composer steps a scheduler before it counts the batch that has just ended, so that batch n + 1 gets the rate of
-    # time n. Take the time back by that batch, and the next batch has the rate that it would have had without a stop.
+    # time n. So evaluate the schedule one batch earlier; the next batch then gets the rate it would have had without
+    # the restart.
     now = state.timestamp
     batch, sample = now.batch.value, now.sample.value
     state.timestamp = now.copy(batch=batch - 1, sample=sample * (batch - 1) // batch)

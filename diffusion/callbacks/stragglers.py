@@ -1,4 +1,4 @@
-"""Callback that logs which rank is the slowest, and by which factor, from the time that each rank spends by itself."""
+"""Callback that logs the slowest rank, and how much slower it is than the median rank."""
 
 import statistics
 import time
@@ -72,10 +72,10 @@ class CudaTimer:
 class Stragglers(Callback):
     """Callback that logs the slowest rank (`straggler/slowest_rank`) and its factor (`straggler/slowest_factor`).
 
-    The factor is the rank's own time per batch over that of the median rank. The own time of a batch is the wait for
-    this rank's data, and the forward pass up to its first collective: all of it under DDP; under FSDP, whose ranks wait
-    for each other in every sharded module, the part before the first of them (such as the VAE). With FSDP and
-    precomputed latents only the data loading remains; `node_health` then shows slow GPUs by their clock.
+    The factor compares the time per batch that a rank spends without waiting for other ranks: loading its data, and the
+    forward pass up to its first collective. Under DDP that is the whole forward pass; under FSDP, whose ranks wait for
+    each other in every sharded module, the part before the first of them, such as the VAE. With FSDP and precomputed
+    latents only the data loading remains; `node_health` then shows slow GPUs by their clock.
 
     Args:
         loader: The training loader.
@@ -115,6 +115,7 @@ class Stragglers(Callback):
             self._first = False
             self._timer.take()
             self._waited = self._loader.wait_seconds
+            return
         if state.timestamp.batch.value % EVERY:
             return
         waited, self._waited = self._loader.wait_seconds - self._waited, self._loader.wait_seconds

@@ -103,14 +103,17 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     """Verify a checkpoint and return its `state`, including the model's weights.
 
     Raises:
-        UserError: The checkpoint is damaged or has no model.
+        UserError: The checkpoint is damaged, has no model, or may not be read.
     """
-    # A file of Composer's own saver has no receipt.
-    if path.is_dir():
-        verify_checkpoint(path)
-    state = read_content(path)['state']
-    if is_sharded(path):
-        state['model'] = sharded_state.read_all_tensors(path, 'model.')
+    try:
+        # A file of Composer's own saver has no receipt.
+        if path.is_dir():
+            verify_checkpoint(path)
+        state = read_content(path)['state']
+        if is_sharded(path):
+            state['model'] = sharded_state.read_all_tensors(path, 'model.')
+    except PermissionError as error:
+        raise UserError(f'{path}: cannot be read ({error}); ask its owner for read access') from error
     if 'model' not in state:
         raise UserError(f'{path}: contains no model; is it a Composer checkpoint?')
     return state

@@ -265,8 +265,8 @@ def save_checkpoint(
         with _as_save_failed(final, needed_bytes):
             _write_checkpoint(content, tensors, about, final, work, recipe_text)
     except (Exception, CheckpointException):  # CheckpointException is a BaseException
-        # An incomplete checkpoint is of no use, and a full disk needs the space. One rank alone removes it: a slower one
-        # could remove the folder of the next try.
+        # An incomplete checkpoint is of no use, and a full disk needs the space. One rank alone removes it: a slower
+        # one could remove the folder of the next try.
         if dist.get_global_rank() == 0:
             shutil.rmtree(work, ignore_errors=True)
         raise

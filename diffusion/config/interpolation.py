@@ -244,7 +244,9 @@ class _Pass:
             try:
                 return self._visit(path, args[0], 'singleElement', 'VALUE_MODE')
             except InvalidInterpolation:
-                # The error quotes the text, which may be the value of a variable.
+                if self._environ is None:
+                    raise
+                # Only text that depends on a variable gets here in the second pass, and the error quotes it.
                 raise self._error(path, 'oc.decode cannot parse its text as a value; correct the text') from None
         known = ' and '.join(f'${{{each}:...}}' for each in RESOLVERS)
         raise self._error(path, f'${{{name}:...}} with {len(args)} arguments is not supported; use {known}')

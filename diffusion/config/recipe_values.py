@@ -48,7 +48,7 @@ def _section(name: str, hint: Any, given: Any, raw: Mapping[str, Any], unknown: 
     if name == 'init_from' and isinstance(given, str):
         given = {'from': given}
     if name == 'init_from' and isinstance(given, Mapping):
-        return {'weights': InitFrom.weights} | _plain(given)
+        return _plain(given) | {'weights': given.get('weights', InitFrom.weights)}
     if name in SINGLE_COMPONENT_SECTIONS:
         offered = {'seed': raw.get('seed', Recipe.seed)} if name == 'model' else {}
         return _component(name, name.removeprefix('eval_'), None, given, offered, unknown)

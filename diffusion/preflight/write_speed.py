@@ -13,7 +13,7 @@ from diffusion.config.recipe import Recipe
 from diffusion.exit_codes import FAILED
 from diffusion.launch import environment
 from diffusion.launch.findings import Finding
-from diffusion.launch.watchdog import collective_timeout
+from diffusion.launch.watchdog import collective_timeout, hang_seconds_of, longest_limit
 
 CHECK = 'write speed'
 SECONDS = {False: 1.0, True: 4.0}
@@ -30,18 +30,20 @@ class SaveTime:
     checkpoint_bytes: int
     notice_seconds: float
     """Time between the scheduler's signal and the end of the job; infinite if unknown."""
-    timeout_seconds: float
-    """Timeout of collectives."""
+    limit_seconds: float
+    """Time after which a run that is still saving is ended as a hang."""
+    limit_setting: str
+    """Setting that raises this limit, for messages."""
     sharded: bool
 
     def risk(self) -> str:
         """Return the limit that a save exceeds, with the way out; empty if it exceeds none."""
         estimate = f'a save of {bytes_text(self.checkpoint_bytes)} takes about {self.seconds:.0f} s'
         remedy = '' if self.sharded else 'set parallelism.checkpoints: sharded (needs fsdp2), '
-        if self.seconds > self.timeout_seconds:
+        if self.seconds > self.limit_seconds:
             return (
-                f'{estimate}, longer than the timeout of collectives ({self.timeout_seconds:.0f} s), so the run ends; '
-                f'{remedy}raise trainer.dist_timeout, or use a faster disk'
+                f'{estimate}, longer than the limit for a save ({self.limit_seconds:.0f} s), so the run ends; '
+                f'{remedy}raise {self.limit_setting}, or use a faster disk'
             )
         if self.seconds > self.notice_seconds:
             return (
@@ -84,14 +86,12 @@ def check_write_speed(recipe: Recipe, checkpoint_bytes: int | None, *, deep: boo
         measured += f' from {len(known)} nodes'
     if checkpoint_bytes is None:
         return [Finding(CHECK, True, measured)]
-    save = SaveTime(
-        checkpoint_bytes / total,
-        checkpoint_bytes,
-        float(os.environ.get(environment.NOTICE_SECONDS, 'inf')),
-        # The other ranks wait for a save in a collective.
-        float(recipe.trainer.get('dist_timeout') or collective_timeout()),
-        sharded,
-    )
+    notice = float(os.environ.get(environment.NOTICE_SECONDS, 'inf'))
+    # The other ranks wait for a save in a collective; in a launched job the watchdog's limit ends a save earlier.
+    limit = (float(recipe.trainer.get('dist_timeout') or collective_timeout()), 'trainer.dist_timeout')
+    if environment.HANG_SECONDS in os.environ:
+        limit = min(limit, (longest_limit(hang_seconds_of()), 'hang_seconds of the job'))
+    save = SaveTime(checkpoint_bytes / total, checkpoint_bytes, notice, *limit, sharded)
     if risk := save.risk():
         return [Finding(CHECK, True, f'{measured}; {risk}', warns=True)]
     return [

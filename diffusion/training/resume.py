@@ -22,7 +22,7 @@ from diffusion.errors import UserError
 
 log = logging.getLogger(__name__)
 
-NOT_SHOWN = 'another value'
+NOT_SHOWN = '<hidden>'
 """Text in place of a saved value that may be a secret."""
 
 

@@ -252,7 +252,6 @@ def _own_callbacks(
         ),
         Preemption(),
         ReplacedSamples(loader.tally),
-        Heartbeat(),
         RunStatus(recipe.run_dir),
         Stragglers(loader),
         *([ReduceOnce()] if parts.reduce_once else []),

@@ -9,7 +9,7 @@ import torch
 import xxhash
 from faults import Fault, active, met
 
-from diffusion.checkpointing import checkpoint_store, sharded_state, verification
+from diffusion.checkpointing import checkpoint_store, checkpoint_weights, sharded_state, verification
 from diffusion.checkpointing.run_folder import find_checkpoint, recipe_of_checkpoint, run_of_checkpoint
 from diffusion.errors import UserError
 
@@ -94,7 +94,7 @@ def test_damaged_checkpoint_is_reported_and_the_previous_one_is_used(tmp_path, c
         verification.newest_intact(tmp_path)
 
 
-@pytest.mark.parametrize('number', [errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EACCES])
+@pytest.mark.parametrize('number', [errno.ESTALE, errno.EIO, errno.ETIMEDOUT])
 def test_read_error_is_retried_and_does_not_count_as_damage(tmp_path, monkeypatch, caplog, number):
     for batch in (5, 10):
         write(tmp_path, batch)
@@ -115,6 +115,20 @@ def test_read_error_is_retried_and_does_not_count_as_damage(tmp_path, monkeypatc
         verification.newest_intact(tmp_path)
     assert raised.value.errno == number
     assert 'damaged' not in caplog.text
+
+
+def test_permission_error_is_raised_at_once_and_is_no_damage(tmp_path, monkeypatch, caplog):
+    write(tmp_path, 5)
+    monkeypatch.setattr(checkpoint_store, 'hash_file', raise_permission_error)
+    with pytest.raises(PermissionError):
+        verification.newest_intact(tmp_path)
+    assert not caplog.records and (tmp_path / 'ba5').is_dir()
+    with pytest.raises(UserError, match='ba5: cannot be read .*; ask its owner for read access'):
+        checkpoint_weights.weights_of(tmp_path / 'ba5')
+
+
+def raise_permission_error(path):
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
 
 def test_folder_that_cannot_be_listed_does_not_count_as_empty(tmp_path, monkeypatch):

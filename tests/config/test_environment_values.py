@@ -116,6 +116,14 @@ def test_error_message_has_the_name_instead_of_the_value(override):
     assert SECRET not in str(raised.value)
 
 
+@pytest.mark.parametrize('value', [f"'a'{SECRET}", f'${{{SECRET}:1}}', f'[{SECRET}', f'${{{SECRET}'])
+def test_error_of_decoding_a_variable_does_not_quote_it(value, monkeypatch):
+    monkeypatch.setenv('KEY', value)
+    with pytest.raises(RecipeError, match='oc.decode cannot parse its text as a value') as raised:
+        load(RECIPE, ['init_from=${oc.decode:${oc.env:KEY}}'])
+    assert SECRET not in str(raised.value)
+
+
 def test_error_message_quotes_short_values_by_name():
     with pytest.raises(RecipeError, match=re.escape("seed: '${oc.env:NUMBER}' is not an integer")):
         load(RECIPE, ['seed=${oc.env:NUMBER}'])

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 
 import pytest
 from hypothesis import given
@@ -97,10 +98,26 @@ def test_buckets_file_round_trips(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ['buckets.json']
 
 
-@pytest.mark.parametrize('content', ['', '[]', '{"buckets": {"a": {"samples": 1}}}', '{"buckets": {"8x8": {}}}'])
+INVALID_BUCKETS = (
+    '',
+    '[]',
+    '{"buckets": {"a": {"samples": 1}}}',
+    '{"buckets": {"8x8": {}}}',
+    '{"buckets": {"8x8": {"samples": 1e999}}}',
+    '{"a": ' * 10_000,
+)
+
+
+@pytest.mark.parametrize('content', INVALID_BUCKETS)
 def test_invalid_buckets_file_is_an_error(tmp_path, content):
     (tmp_path / 'buckets.json').write_text(content)
     with pytest.raises(ValueError, match='is not a valid list of buckets'):
+        read_buckets(tmp_path)
+
+
+def test_pipe_in_place_of_the_buckets_file_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / 'buckets.json')
+    with pytest.raises(ValueError, match=r'has no buckets\.json'):
         read_buckets(tmp_path)
 
 

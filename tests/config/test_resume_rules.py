@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +12,7 @@ from diffusion.config import registry
 from diffusion.config.checks import NAMED_COMPONENT_SECTIONS, SET_IN_OTHER_SECTIONS, SUPPLIED
 from diffusion.config.load import load, read_values, to_yaml
 from diffusion.config.recipe import LoaderConfig, Recipe, StreamConfig
-from diffusion.config.recipe_values import leaves, recipe_values
+from diffusion.config.recipe_values import recipe_values
 from diffusion.config.resume_rules import (
     RULE_OF_KEY,
     RULES,
@@ -33,6 +35,16 @@ def values(name: str, *overrides: str):
     found = recipe_values(undump(to_yaml(load(YAMLS / f'{name}.yaml', [*RECIPES[name], *overrides]))))
     assert not found.unknown
     return found.values
+
+
+def leaves(values: Mapping[str, Any], where: str = '') -> Iterator[tuple[str, Any]]:
+    """Yield the dotted path and value of every entry of nested mappings; an empty mapping is a value."""
+    for key, value in values.items():
+        path = f'{where}.{key}' if where else key
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, path)
+        else:
+            yield path, value
 
 
 def keys_of_components(kind: str, section: str):
@@ -191,3 +203,9 @@ def test_component_under_the_key_of_another_one_is_a_removal_and_an_addition():
 def test_values_are_formatted_on_one_line():
     shown = [format_value(each) for each in (None, True, 0.01, 1e-8, 'adamw', 'two words', 'a\nb\u2028', [1, 'a'])]
     assert shown == ['null', 'true', '0.01', '1e-08', 'adamw', '"two words"', '"a\\nb\\u2028"', '[1, "a"]']
+
+
+def test_short_and_long_form_of_init_from_are_the_same():
+    short, whole = (recipe_values({'init_from': each}).values for each in ('runs/a', {'from': 'runs/a'}))
+    assert changes(short, whole) == []
+    assert [each.key for each in changes(short, recipe_values({'init_from': 'runs/b'}).values)] == ['init_from.from']

@@ -1,16 +1,19 @@
 """A run whose recipe uses secrets by `${oc.env:...}`: no file of it has their values, and it is usable without them."""
 
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from composer.loggers import LoggerDestination
 
 from diffusion.config import registry
-from diffusion.config.load import RecipeError, load
+from diffusion.config.load import RecipeError, load, to_yaml
+from diffusion.data.image_text import ImageTextDataset
+from diffusion.errors import UserError
 from diffusion.tasks.evaluate import evaluate
 from diffusion.tasks.export import export
-from diffusion.training.train import train
+from diffusion.training.resume import compare_with_checkpoint
+from diffusion.training.train import build_trainer, train
 
 SECRET = 'vq8-Z1-not-to-be-seen'
 
@@ -26,6 +29,68 @@ class Recorder(LoggerDestination):
 
     def log_hyperparameters(self, hyperparameters):
         self.hyperparameters.update(hyperparameters)
+
+
+class Private(ImageTextDataset):
+    """Dataset with a key of its own, as one that asks a service for captions would have."""
+
+    keys: ClassVar[list] = []
+
+    def __init__(self, *args: Any, key: str = '', **keywords: Any) -> None:
+        super().__init__(*args, **keywords)
+        self.keys.append(key)
+
+
+class Failing(LoggerDestination):
+    """Logger whose client quotes the address with the password when it cannot connect."""
+
+    def __init__(self, uri: str) -> None:
+        self.uri = uri
+
+    def fit_start(self, state, logger):
+        raise ConnectionError(f'cannot connect to {self.uri}')
+
+
+def test_secret_in_an_error_is_not_recorded(write_recipe, tmp_path, monkeypatch):
+    monkeypatch.setitem(registry.TARGETS['logger'], 'failing', Failing)
+    monkeypatch.setenv('KEY', SECRET)
+    recipe = load(write_recipe(loggers={'failing': {'uri': 'https://user:${oc.env:KEY}@host'}}))
+    with pytest.raises(ConnectionError, match=SECRET):
+        train(recipe)
+    record = (tmp_path / 'runs' / 'run' / 'attempts.jsonl').read_text()
+    assert 'ConnectionError: cannot connect to https://user:${oc.env:KEY}@host' in record and SECRET not in record
+
+
+def test_secret_of_a_dataset_is_in_no_checkpoint_and_may_be_replaced(write_recipe, tmp_path, monkeypatch):
+    monkeypatch.setitem(registry.TARGETS['dataset'], 'private', Private)
+    path = write_recipe(dataset={'name': 'private', 'key': '${oc.env:KEY}'})
+    monkeypatch.setenv('KEY', SECRET)
+    train(load(path, ['trainer.max_duration=2ba'])).close()
+    assert SECRET.encode() not in (tmp_path / 'runs' / 'run' / 'ba2' / 'state.pt').read_bytes()
+    monkeypatch.setenv('KEY', 'another')
+    build_trainer(load(path, ['trainer.autoresume=true'])).close()
+    assert Private.keys[-1] == 'another'
+
+
+def test_secret_that_an_earlier_version_saved_is_not_shown(write_recipe, tmp_path, monkeypatch, caplog):
+    """Earlier versions wrote values of environment variables to recipe.yaml; an equal value is no change."""
+    caplog.set_level('INFO', logger='diffusion')
+    monkeypatch.setitem(registry.TARGETS['logger'], 'recorder', Recorder)
+    monkeypatch.setenv('KEY', SECRET)
+    monkeypatch.setenv('TARGET', 'epsilon')
+    path = write_recipe(loggers={'recorder': {'api_key': '${oc.env:KEY}'}})
+    target = 'model.objective={prediction_type: "${oc.env:TARGET}"}'
+    recipe = load(path, [target])
+    saved = tmp_path / 'runs' / 'run' / 'recipe.yaml'
+    saved.parent.mkdir(parents=True)
+    plain = to_yaml(recipe).replace('${oc.env:KEY}', 'the-former-key').replace('${oc.env:TARGET}', 'epsilon')
+    saved.write_text(plain)
+    (change,) = compare_with_checkpoint(recipe, saved.parent / 'ba2').changes
+    assert str(change) == 'loggers.recorder.api_key <hidden> -> ${oc.env:KEY}'
+    assert 'values are not compared on resume: model.objective.prediction_type' in caplog.text
+    monkeypatch.setenv('TARGET', 'sample')
+    with pytest.raises(UserError, match=r'prediction_type: <hidden> in the checkpoint, \$\{oc.env:TARGET\} now'):
+        compare_with_checkpoint(load(path, [target]), saved.parent / 'ba2')
 
 
 def test_secret_is_used_and_in_no_file(write_recipe, tmp_path, monkeypatch):

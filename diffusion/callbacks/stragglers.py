@@ -9,6 +9,7 @@ import torch
 from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
+from torch import nn
 
 from diffusion.callbacks.reduce_once import fsdp_modules
 
@@ -96,6 +97,7 @@ class Stragglers(Callback):
             return
         timer = self._timer = CudaTimer() if state.device.name == 'gpu' else HostTimer()
         for module in fsdp_modules(state.model):
+            assert isinstance(module, nn.Module)
             # First of all hooks: FSDP's own gathers weights, and so waits for other ranks.
             module.register_forward_pre_hook(lambda *_: timer.stop(), prepend=True)
 

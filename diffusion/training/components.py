@@ -162,7 +162,8 @@ def run_identity(recipe: Recipe, loader: BucketedLoader) -> dict[str, Any]:
     settings = {name: value for name, value in keywords.items() if name not in SUPPLIED['dataset']}
     # The fingerprint is saved in every checkpoint, so it has the name of an environment variable, not its value.
     texts = saved_values(recipe)['dataset']
-    settings |= {path[1]: texts[path[1]] for path in recipe.from_environment if path[0] == 'dataset' and len(path) > 1}
+    variables = {str(path[1]) for path in recipe.from_environment if path[0] == 'dataset' and len(path) > 1}
+    settings |= {key: texts[key] for key in variables}
     return {'seed': recipe.seed, 'data': fingerprint(loader.dataset, {'name': recipe.dataset.name} | settings)}
 
 

@@ -33,6 +33,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 LONGEST = (
     'test_same_curve.py',
     'test_local.py',
+    'test_endings.py',
     'test_real_slurm.py',
     'test_checkpointer.py',
     'test_performance.py',
@@ -40,6 +41,8 @@ LONGEST = (
     'test_launch.py',
     'test_docs.py',
     'test_precompute.py',
+    'test_interrupts.py',
+    'test_latents_recipes.py',
 )
 """Test files that start first: a worker runs whole files, and a long one started last would run alone at the end."""
 RANK_VARIABLES = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'NODE_RANK', 'MASTER_ADDR', 'MASTER_PORT')

@@ -12,10 +12,10 @@ from diffusion.config.checks import (
     NAMED_COMPONENT_SECTIONS,
     SINGLE_COMPONENT_SECTIONS,
     check_components,
-    check_devices,
     check_recipe,
     keyword_types,
 )
+from diffusion.config.device_checks import check_devices
 from diffusion.config.hidden_values import hide_values
 from diffusion.config.interpolation import KeyPath, Resolved, dotted
 from diffusion.config.path_checks import check_output, check_paths

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diffusion.config.checks import check_devices
+from diffusion.config.device_checks import check_devices
 from diffusion.planning.plan import Assumptions, Plan, phase_speed
 from diffusion.planning.run_cost import Cost, training_cost
 from diffusion.planning.workload import Phase

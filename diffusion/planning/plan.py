@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from diffusion.config.checks import check_devices
+from diffusion.config.device_checks import check_devices
 from diffusion.config.load import RecipeError, load
 from diffusion.errors import UserError
 from diffusion.planning import published_runs

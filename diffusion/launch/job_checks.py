@@ -230,6 +230,7 @@ def _make_jobs(spec: JobSpec) -> tuple[list[Job], list[Recipe], list[Problem]]:
                 if (limit := stage.time_limit or spec.schedule.time_limit)
                 else None,
                 run_dir=str(recipe.run_dir),
+                task=recipe.task,
                 after=jobs[-1].name if jobs else None,
                 spec=spec,
             )

@@ -135,6 +135,8 @@ class Job:
     time_limit_seconds: int | None
     run_dir: str
     """Folder of the run and its checkpoints."""
+    task: str
+    """Task of the recipe, such as train."""
     after: str | None
     """Name of the job that must succeed before this one starts, or None."""
     spec: JobSpec

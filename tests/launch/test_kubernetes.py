@@ -237,6 +237,14 @@ def test_preempted_pods_use_up_no_restarts(manifest):
     assert outcome_of(rendered, code=75) == outcome_of(rendered, code=75, disrupted=True) == 'FailJobSet'
 
 
+def test_precompute_job_on_bad_hardware_uses_up_restarts(manifest):
+    """Only a training run records its attempts, and ends after too many of them."""
+    rendered = manifest(overrides={'task': 'precompute'})
+    assert outcome_of(rendered, code=75) == outcome_of(rendered, code=76) == 'RestartJobSet'
+    assert outcome_of(rendered, code=78) == 'FailJobSet'
+    assert outcome_of(rendered, code=1, disrupted=True) == 'RestartJobSetAndIgnoreMaxRestarts'
+
+
 def test_pods_killed_by_kubernetes_restart_even_if_failures_stop(manifest):
     rendered = manifest(restart={'otherwise': 'stop'})
     assert outcome_of(rendered, code=1) == 'FailJobSet'

@@ -14,7 +14,7 @@ from diffusion.exit_codes import BAD_HARDWARE, PREEMPTED
 from diffusion.launch import environment
 from diffusion.launch.backends.base import NotValidated, Rendered, deep_merge, environment_of, unmounted_run_folders
 from diffusion.launch.command_line_tools import call
-from diffusion.launch.job_spec import Job, Restart
+from diffusion.launch.job_spec import Job
 
 INSTALL = 'install kubectl and configure a context (kubectl config get-contexts)'
 LABEL = re.compile(r'[a-z]([a-z0-9-]*[a-z0-9])?')
@@ -92,7 +92,7 @@ def problems(jobs: Sequence[Job]) -> list[Problem]:
 def render(jobs: Sequence[Job]) -> Rendered:
     spec = jobs[0].spec
     options: Options = spec.options
-    schedule = spec.schedule
+    schedule, uncounted = spec.schedule, _uncounted_rules(jobs)
     labels = {}
     if schedule.queue is not None:
         labels[QUEUE] = schedule.queue
@@ -109,7 +109,7 @@ def render(jobs: Sequence[Job]) -> Rendered:
             'failurePolicy': _failure_policy(jobs),
             **({} if options.keep_seconds is None else {'ttlSecondsAfterFinished': options.keep_seconds}),
             'replicatedJobs': [
-                _replicated_job(job, previous) for job, previous in zip(jobs, [None, *jobs], strict=False)
+                _replicated_job(job, previous, uncounted) for job, previous in zip(jobs, [None, *jobs], strict=False)
             ],
         },
     }
@@ -184,22 +184,29 @@ def _failure_policy(jobs: Sequence[Job]) -> dict[str, Any]:
     if restart.max_restarts == 0:
         return {'maxRestarts': 0, 'rules': [final]}
     # The reason is PodFailurePolicy for every FailJob rule of a Job, and only the message tells which rule matched.
-    patterns = [f'matching FailJob rule at index {index}$' for index in range(len(_uncounted_rules(restart)))]
+    patterns = [f'matching FailJob rule at index {index}$' for index in range(len(_uncounted_rules(jobs)))]
     uncounted = {
         'name': 'retry-without-limit',
         'action': 'RestartJobSetAndIgnoreMaxRestarts',
         'onJobFailureReasons': ['PodFailurePolicy'],
         'onJobFailureMessagePatterns': patterns,
     }
-    # JobSet cannot tell which attempts made progress. The node entry point can, and ends with 78 once max_restarts is
-    # exceeded, so the limit of JobSet only ends jobs whose node entry point cannot start.
+    # JobSet cannot tell which attempts made progress. The node entry point of a training run can, and ends with 78 once
+    # max_restarts is exceeded, so the limit of JobSet only ends runs whose node entry point cannot start, and jobs of
+    # other tasks, which record no attempts.
     return {'maxRestarts': restart.max_restarts * SCHEDULER_RESTARTS, 'rules': [uncounted, final]}
 
 
-def _uncounted_rules(restart: Restart) -> list[dict[str, Any]]:
+def _uncounted_rules(jobs: Sequence[Job]) -> list[dict[str, Any]]:
     """Return the rules of a podFailurePolicy for failures that do not count as restarts of the JobSet."""
-    # The node entry point itself ends with these statuses: after a preemption, a hang or a hardware fault.
-    codes = [code for code in (PREEMPTED, BAD_HARDWARE) if restart.actions()[code] != 'stop']
+    restart = jobs[0].spec.restart
+    if restart.max_restarts == 0:
+        return []
+    # The node entry point itself ends with these statuses: after a preemption, a hang or a hardware fault. Only that of
+    # a training run counts its attempts; any other job would restart forever on a node with bad hardware. The rules are
+    # the same for all stages, because JobSet knows them by their index.
+    trains = all(job.task == 'train' for job in jobs)
+    codes = [code for code in (PREEMPTED, BAD_HARDWARE) if trains and restart.actions()[code] != 'stop']
     disruption = {'action': 'FailJob', 'onPodConditions': [{'type': 'DisruptionTarget', 'status': 'True'}]}
     return [disruption, *([_exit_rule('In', codes)] if codes else [])]
 
@@ -209,7 +216,7 @@ def _exit_rule(operator: str, codes: Sequence[int]) -> dict[str, Any]:
     return {'action': 'FailJob', 'onExitCodes': exit_codes}
 
 
-def _pod_failure_policy(job: Job) -> dict[str, Any]:
+def _pod_failure_policy(job: Job, uncounted: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the part of a Kubernetes Job that names the failures for which the JobSet has a rule."""
     restart = job.spec.restart
     codes = restart.codes('stop')
@@ -220,14 +227,11 @@ def _pod_failure_policy(job: Job) -> dict[str, Any]:
         # of the job.
         codes = sorted({*codes, 137, 143})
     # The first rule that matches decides. The rules of uncounted failures come first: JobSet knows them by their index.
-    rules = [
-        *(_uncounted_rules(restart) if restart.max_restarts else []),
-        *([_exit_rule(operator, codes)] if codes else []),
-    ]
+    rules = [*uncounted, *([_exit_rule(operator, codes)] if codes else [])]
     return {'podFailurePolicy': {'rules': rules}} if rules else {}
 
 
-def _replicated_job(job: Job, previous: Job | None) -> dict[str, Any]:
+def _replicated_job(job: Job, previous: Job | None, uncounted: Sequence[dict[str, Any]]) -> dict[str, Any]:
     raw = job.spec.options.raw
     deadline = {} if job.time_limit_seconds is None else {'activeDeadlineSeconds': job.time_limit_seconds}
     kubernetes_job = {
@@ -237,7 +241,7 @@ def _replicated_job(job: Job, previous: Job | None) -> dict[str, Any]:
         # No pod is replaced alone: the JobSet restarts all pods of an attempt together.
         'backoffLimit': 0,
         **deadline,
-        **_pod_failure_policy(job),
+        **_pod_failure_policy(job, uncounted),
         'template': {'spec': deep_merge(_pod(job), raw.get('pod', {}))},
     }
     depends = {} if previous is None else {'dependsOn': [{'name': previous.stage, 'status': 'Complete'}]}

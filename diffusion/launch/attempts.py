@@ -14,6 +14,7 @@ from typing import Any, get_type_hints
 from diffusion.config.schema import fits
 from diffusion.errors import UserError
 from diffusion.launch.run_id import RUN_FILE
+from diffusion.launch.run_lock import boot_id
 from diffusion.storage.atomic import write_atomically
 from diffusion.storage.json_lines import read_json_lines
 from diffusion.storage.own_files import open_own_file
@@ -96,7 +97,7 @@ class Clock:
     """
 
     def __init__(self, run: Path | None = None) -> None:
-        now, monotonic, boot = time.time(), time.monotonic(), _boot_id()
+        now, monotonic, boot = time.time(), time.monotonic(), boot_id()
         last = _last_record(run / ATTEMPTS) if run is not None else {}
         self._offset = now - monotonic
         with contextlib.suppress(KeyError, TypeError):  # no records, or records of an earlier version
@@ -116,15 +117,7 @@ class Clock:
     def stamp(self) -> dict[str, Any]:
         """Return the current time as keys of a record, from which the clock of a later attempt can continue."""
         monotonic = time.monotonic()
-        return {'at': self.at(monotonic), 'monotonic': monotonic, 'boot': _boot_id()}
-
-
-def _boot_id() -> str:
-    """Return the id of the current boot of this machine; empty if the kernel does not tell."""
-    try:
-        return Path('/proc/sys/kernel/random/boot_id').read_text(encoding='ascii').strip()
-    except OSError:
-        return ''
+        return {'at': self.at(monotonic), 'monotonic': monotonic, 'boot': boot_id()}
 
 
 def _last_record(path: Path) -> dict[str, Any]:
@@ -215,9 +208,12 @@ def _assign_faults(found: list[Attempt], folder: Path) -> None:
         try:
             fault = json.loads(path.read_text(encoding='utf-8'))
             at, machine, detail = float(fault['at']), str(fault['machine']), str(fault['detail'])
-        except (ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             continue
-        attempt = next((each for each in reversed(found) if each.begin <= at + _CLOCK_SKEW_SECONDS), None)
+        # The attempt nearest in time: a restart may begin within seconds of the fault, less than the clocks differ. A
+        # fault from before the first attempt is of a record that has been deleted.
+        begun = [each for each in found if each.begin <= at + _CLOCK_SKEW_SECONDS]
+        attempt = min(begun, key=lambda each: max(each.begin - at, at - each.end), default=None)
         # The first node sees only the consequences of a fault elsewhere: a request to stop, or a failed collective.
         if attempt is not None and attempt.cause in ('preempted', 'crash', 'lost'):
             attempt.cause, attempt.machine, attempt.detail = 'hardware', machine, f'{machine}: {detail}'
@@ -248,8 +244,12 @@ def reason_to_give_up(earlier: Sequence[Attempt], max_restarts: int) -> str | No
     hardware faults.
     """
     earlier = [attempt for attempt in earlier if attempt.launched]
-    if restarts_used(earlier) > max_restarts:
-        return f'all {max_restarts} restarts are used without progress; raise max_restarts, or delete this file'
+    used = restarts_used(earlier)
+    if used > max_restarts:
+        return (
+            f'the run failed {used} times without progress (max_restarts: {max_restarts}); fix the '
+            'cause, then raise restart.max_restarts or delete this file'
+        )
     last = earlier[-HARDWARE_FAULTS:]
     # Attempts at the same machine count even if the run made progress in between: a GPU can fail after hours.
     machines = {attempt.machine for attempt in last}

@@ -6,6 +6,9 @@ from typing import TypeVar
 
 T = TypeVar('T')
 
+STORAGE_SECONDS = 10.0
+"""Maximum wait for shared storage, which may itself be the cause of a hang."""
+
 
 def call_with_limit(function: Callable[[], T], seconds: float, default: T) -> T:
     """Return the result of a function, or the default if it has not returned after some seconds.
@@ -28,3 +31,27 @@ def call_with_limit(function: Callable[[], T], seconds: float, default: T) -> T:
     if errors:
         raise errors[0]
     return results[0] if results else default
+
+
+def storage_problem(function: Callable[[], object], seconds: float | None = None) -> str:
+    """Call a function that uses shared storage; return why it failed, or an empty string.
+
+    Args:
+        function: The function.
+        seconds: Time limit; None uses STORAGE_SECONDS.
+    """
+
+    def run() -> str:
+        try:
+            function()
+        except OSError as error:
+            return str(error) or type(error).__name__
+        return ''
+
+    limit = STORAGE_SECONDS if seconds is None else seconds
+    return call_with_limit(run, limit, 'its storage does not respond')
+
+
+def within_limit(function: Callable[[], object], seconds: float | None = None) -> bool:
+    """Call a function that uses shared storage; return False if the storage fails or does not respond in time."""
+    return not storage_problem(function, seconds)

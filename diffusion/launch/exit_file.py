@@ -1,5 +1,6 @@
 """Exit file of a job's attempt: one line per ended node; the first failure tells why the attempt ended."""
 
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,7 +8,11 @@ from pathlib import Path
 
 from diffusion.exit_codes import BAD_HARDWARE, CONFIG_ERROR, PREEMPTED
 from diffusion.launch import environment, liveness
+from diffusion.launch.bounded_call import STORAGE_SECONDS, call_with_limit, storage_problem
 from diffusion.launch.workers import Outcome
+
+LOCAL_CAUSES = ('crash', 'killed', 'hardware')
+"""Causes of an attempt's end that are due to the machine on which they were found."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +37,45 @@ class NodeExit:
 
 def first_failed_node(environ: Mapping[str, str]) -> NodeExit | None:
     """Return the exit record of the node that failed first in this attempt, or None if none has failed."""
-    try:
-        lines = Path(environ[environment.EXIT_FILE]).read_text(encoding='utf-8').splitlines()
-    except (KeyError, OSError):
-        return None
+    lines = _read_lines(Path(environ.get(environment.EXIT_FILE, os.devnull)))
     return next((found for found in map(NodeExit.parse, lines) if found is not None and found.status), None)
+
+
+def failure_elsewhere(environ: Mapping[str, str]) -> NodeExit | None:
+    """Return the exit record of the node whose failure ended this attempt, or None if no node has failed."""
+    first = first_failed_node(environ)
+    return None if first is None or first.cause == 'preempted' else first
+
+
+def cause_of_end(outcome: Outcome, environ: Mapping[str, str]) -> tuple[str, str, str]:
+    """Return the cause, detail and machine of an attempt's end, from another node if that node failed first.
+
+    Args:
+        outcome: Outcome of the attempt on this node.
+        environ: Environment of the node entry point.
+    """
+    first = failure_elsewhere(environ)
+    # When another node fails, this one is stopped or crashes in a collective. The cause that it observes is then only a
+    # consequence, and would be misleading in attempts.jsonl.
+    if first is None or outcome.cause not in ('preempted', 'crash') or first.cause == outcome.cause:
+        machine = environment.machine_name(environ) if outcome.cause in LOCAL_CAUSES else ''
+        return outcome.cause, outcome.detail, machine
+    machine = first.machine if first.cause in LOCAL_CAUSES else ''
+    detail = first.detail or f'status {first.status}'
+    # A hardware fault names its machine already.
+    detail = detail if detail.startswith(f'{first.machine}: ') else f'{first.machine}: {detail}'
+    return first.cause, detail, machine
+
+
+def earlier_attempt_ran(environ: Mapping[str, str]) -> bool:
+    """Return True if the exit file of an earlier attempt shows that a node ran it; only Slurm keeps that file."""
+    path, attempt = environ.get(environment.EXIT_FILE, ''), environ.get(environment.ATTEMPT, '')
+    stem, numbered, _ = path.rpartition(f'.{attempt}.exits')
+    if not numbered or not attempt.isdigit():
+        return False
+    lines = [line for number in range(int(attempt)) for line in _read_lines(Path(f'{stem}.{number}.exits'))]
+    # A node that ended before it started its ranks writes no cause.
+    return any(len(line.split()) > 2 for line in lines)
 
 
 def report_exit(status: int, environ: Mapping[str, str], outcome: Outcome | None = None) -> int:
@@ -52,9 +91,24 @@ def append_exit_line(environ: Mapping[str, str], line: str) -> None:
     path = environ.get(environment.EXIT_FILE)
     if path is None:
         return
-    try:
+
+    def append() -> None:
         with open(path, 'a', encoding='utf-8') as file:
             # One line per node: a line break in a name would be read as the record of another node.
             file.write(' '.join(line.split()) + '\n')
-    except OSError as error:
-        print(f'{path} cannot be written ({error})', file=sys.stderr)
+
+    problem = storage_problem(append)
+    if problem:
+        print(f'{path} cannot be written ({problem})', file=sys.stderr)
+
+
+def _read_lines(path: Path) -> list[str]:
+    """Return the lines of a file; none if it cannot be read in time."""
+
+    def read() -> list[str]:
+        try:
+            return path.read_text(encoding='utf-8').splitlines()
+        except OSError:
+            return []
+
+    return call_with_limit(read, STORAGE_SECONDS, [])

@@ -4,8 +4,8 @@ import time
 from collections.abc import Callable, Mapping
 
 from diffusion.launch import environment, heartbeat_file
-from diffusion.launch.bounded_call import call_with_limit
-from diffusion.launch.stack_folder import OTHERS_SECONDS, STORAGE_SECONDS, NodeReport, StackFolder, within_limit
+from diffusion.launch.bounded_call import STORAGE_SECONDS, call_with_limit, within_limit
+from diffusion.launch.stack_folder import OTHERS_SECONDS, NodeReport, StackFolder
 from diffusion.launch.stack_report import RankReport, describe_hang, find_place, main_thread
 from diffusion.launch.workers import Workers, process_problem
 
@@ -46,22 +46,25 @@ def keep_stacks(
         say(f'{stacks.path} cannot be written; continuing without the stacks of the ranks')
         return describe_hang(reports) if position.rank == 0 else ''
     say(f'wrote the stacks of {len(texts)} of {position.processes} ranks to {stacks.path}')
-    found = {position.rank: report}
+    found: dict[int, NodeReport] = {position.rank: report}
+    asked: list[int] = []
     if cause == 'hang':
         asked = workers.request_nccl_dumps()
         if position.rank:
             within_limit(stacks.wait_for_summary, OTHERS_SECONDS + STORAGE_SECONDS)
         else:
             found |= call_with_limit(stacks.wait_for_all, OTHERS_SECONDS + STORAGE_SECONDS, found)
-        within_limit(lambda: stacks.wait_for_nccl(asked, NCCL_DUMP_SECONDS), NCCL_DUMP_SECONDS + STORAGE_SECONDS)
     elif position.rank == 0:
         found |= call_with_limit(stacks.read, STORAGE_SECONDS, found)
-    if position.rank:
-        return ''
-    missing = [node for node in range(position.nodes) if node not in found] if cause == 'hang' else []
-    sentence = describe_hang([rank for each in found.values() for rank in each.ranks], missing)
-    within_limit(lambda: stacks.write_summary(sentence, found))
-    return f'{sentence}; stacks in {stacks.path}'
+    sentence = ''
+    if position.rank == 0:
+        missing = [node for node in range(position.nodes) if node not in found] if cause == 'hang' else []
+        sentence = describe_hang([rank for each in found.values() for rank in each.ranks], missing)
+        # Before the wait for NCCL, because the other nodes wait for the summary.
+        within_limit(lambda: stacks.write_summary(sentence, found))
+        sentence = f'{sentence}; stacks in {stacks.path}'
+    within_limit(lambda: stacks.wait_for_nccl(asked, NCCL_DUMP_SECONDS), NCCL_DUMP_SECONDS + STORAGE_SECONDS)
+    return sentence
 
 
 def rank_reports(workers: Workers, texts: Mapping[int, str], *, machine: str, begin: float) -> list[RankReport]:

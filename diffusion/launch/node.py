@@ -24,22 +24,22 @@ from diffusion.exit_codes import BAD_HARDWARE, CONFIG_ERROR, FAILED, INTERRUPTED
 from diffusion.launch import attempts, environment, heartbeat_file, liveness, run_lock
 from diffusion.launch.attempts import Attempt
 from diffusion.launch.aws_secrets import fetch_secrets
-from diffusion.launch.bounded_call import call_with_limit
-from diffusion.launch.exit_file import NodeExit, append_exit_line, first_failed_node, report_exit
+from diffusion.launch.bounded_call import within_limit
+from diffusion.launch.exit_file import (
+    cause_of_end,
+    earlier_attempt_ran,
+    failure_elsewhere,
+    report_exit,
+)
 from diffusion.launch.failure_stacks import keep_stacks
 from diffusion.launch.lost_output import discarding_lost_output
+from diffusion.launch.node_records import NodeRecords
 from diffusion.launch.node_settings import PREFLIGHT_SECONDS, Settings
 from diffusion.launch.node_status import NODE_VARIABLE
-from diffusion.launch.notify import TRAINING_EVENTS, Notifier, ended_values
+from diffusion.launch.notify import NUMBER_VARIABLE, TRAINING_EVENTS, Notifier, ended_values
 from diffusion.launch.rank_discovery import NodePosition, find_position, nccl_environment
-from diffusion.launch.stack_folder import (
-    STORAGE_SECONDS,
-    HangListener,
-    StackFolder,
-    attempt_name,
-    within_limit,
-)
-from diffusion.launch.stop_signals import RepeatedInterrupt, describe_loss, handled_signals
+from diffusion.launch.stack_folder import HangListener, StackFolder, attempt_name
+from diffusion.launch.stop_signals import RepeatedInterrupt, handled_signals
 from diffusion.launch.watchdog import Watchdog, early_timeout_warning
 from diffusion.launch.workers import TICK_SECONDS, Outcome, Workers
 
@@ -52,8 +52,6 @@ GRACE_SECONDS = 5.0
 error."""
 MARGIN_SECONDS = 5.0
 """Time reserved for cleanup between the end of the workers and the SIGKILL of the scheduler."""
-LOCAL_CAUSES = ('crash', 'killed', 'hardware')
-"""Causes of an attempt's end that are due to the machine on which they were found."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -130,14 +128,13 @@ class Node:
         self.owns_run = self.trains and position.rank == 0
         """True on the first node of a training run, which holds the lock of the run folder and records the attempts
         there."""
-        # Without HELD, the first rank would try to take the lock that this process holds.
+        # Without LOCK_HELD_VARIABLE, the first rank would try to take the lock that this process holds.
         self.environ = {**environ, run_lock.LOCK_HELD_VARIABLE: '1'} if self.trains else environ
         self.environ = {**self.environ, NODE_VARIABLE: f'{position.rank}/{position.nodes}'}
         self.stop_requested = False
         self.end_requested = False
         """True after a second Ctrl-C, which ends the workers without a checkpoint."""
         self._interrupts = RepeatedInterrupt()
-        self._furthest: int | None = None
         self._notifier = Notifier(NotifyConfig(), self.run_dir)
         self.outcome: Outcome | None = None
         """Outcome of the last attempt, or None before its end."""
@@ -148,7 +145,7 @@ class Node:
             if self.trains and isinstance(dist_timeout, int | float)
             else None
         )
-        self._clock = attempts.Clock()
+        self._records = NodeRecords(self.run_dir, self.environ, owns_run=False, say=self._print)
 
     def run(self) -> int:
         """Run the job on this node, and return the exit status of the last attempt.
@@ -161,8 +158,8 @@ class Node:
         self._install_signal_handlers()
         with contextlib.ExitStack() as stack:
             try:
-                if self._run_is_missing():
-                    return FAILED
+                if status := self._status_of_missing_run():
+                    return status
                 if self.owns_run:
                     stack.enter_context(
                         run_lock.hold_run_lock(self.run_dir, self.environ, stopped=self._poll_while_waiting)
@@ -181,27 +178,31 @@ class Node:
         self.owns_run = False
         self._install_signal_handlers()
         with tempfile.TemporaryDirectory(prefix='diffusion-node-') as folder:
-            outcome = self._preflight(Path(folder), Attempt(0, self._now()))
+            outcome = self._preflight(Path(folder), Attempt(0, self._records.clock.now()))
         if outcome.status:
             self._print(attempts.describe_attempt(outcome.cause, outcome.detail))
         return outcome.status
 
     def _run_attempts(self) -> int:
         """Run attempts, while this process holds the run lock; return the exit status of the last one."""
-        self._clock = attempts.Clock(self.run_dir if self.owns_run else None)
+        self._records = NodeRecords(self.run_dir, self.environ, owns_run=self.owns_run, say=self._print)
         if self.position.rank == 0 and self._timeout_warning is not None:
             self._print(f'warning: {self._timeout_warning}')
         failures = 0
         while True:
-            if self._restarts and self._run_is_missing(self._restarts):
+            if self._restarts and (status := self._status_of_missing_run(self._restarts)):
+                return status
+            try:
+                earlier = self._earlier_attempts()
+            except OSError as error:
+                self._print(f'{self.run_dir}: the record of earlier attempts cannot be read ({error})')
                 return FAILED
-            earlier = self._earlier_attempts()
             problem = attempts.reason_to_give_up(earlier, self.settings.max_restarts)
             if problem is not None:
                 self._print(f'{self.run_dir / attempts.ATTEMPTS}: {problem}')
                 return CONFIG_ERROR
-            furthest = max((each.first for each in earlier if each.first is not None), default=None)
-            outcome = self._attempt(len(earlier), furthest)
+            self._records.furthest = max((each.first for each in earlier if each.first is not None), default=None)
+            outcome = self._attempt(len(earlier))
             # Only SageMaker needs restarts in place; every other scheduler acts on the exit status.
             restart = self.settings.in_place and self.settings.action_after(outcome.status) == 'retry'
             if outcome.status == 0 or self.stop_requested or not restart or self.settings.max_restarts == 0:
@@ -212,19 +213,25 @@ class Node:
                 return outcome.status
             self._restarts += 1
 
-    def _run_is_missing(self, restarts: int = 0) -> bool:
-        """Return True, after a message, if the run's folder is empty although this is not the first attempt."""
+    def _status_of_missing_run(self, restarts: int = 0) -> int:
+        """Return an exit status, after a message, if this is a later attempt and the run's folder is empty; else 0."""
         # Without this check, a node whose file system is not mounted would begin at batch 0 without a word.
         scheduled = self.environ.get(environment.ATTEMPT, '')
         attempt = max(restarts, int(scheduled) if scheduled.isdigit() else 0)
         if not self.saves_to_folder or not attempt or attempts.has_begun(self.run_dir):
-            return False
+            return 0
+        missing = f'{self.run_dir} is empty although this is attempt {attempt}'
+        machine = environment.machine_name(self.environ)
+        if restarts or earlier_attempt_ran(self.environ):
+            self._print(f'{missing}, and an earlier attempt has begun: is it mounted on {machine}?')
+            return FAILED
+        # The scheduler counts an attempt that it ended before this program began, for example when it evicts a pod
+        # that still pulls its image. A retry would find the same, until all restarts are used.
         self._print(
-            f'{self.run_dir} is empty although this is attempt {attempt}: is it mounted on '
-            f'{environment.machine_name(self.environ)}? If no earlier attempt has ever begun, create '
-            f'{self.run_dir / attempts.ATTEMPTS} to start from batch 0'
+            f'{missing}. If it is not mounted on {machine}, mount it and start the job again. If no earlier attempt '
+            f'has begun, submit the job anew, or create {self.run_dir / attempts.ATTEMPTS} to start from batch 0'
         )
-        return True
+        return CONFIG_ERROR
 
     def close(self) -> None:
         """Wait a few seconds at most for messages that are not delivered yet."""
@@ -249,16 +256,15 @@ class Node:
                 return attempts.read_attempts(self.run_dir)
         return []
 
-    def _attempt(self, number: int, furthest: int | None) -> Outcome:
+    def _attempt(self, number: int) -> Outcome:
         """Run the preflight, then the recipe, once; record the attempt and return its outcome on this node.
 
         Args:
             number: Index of the attempt within the run.
-            furthest: Largest number of batches that an earlier attempt resumed from; None if none began a batch.
         """
-        attempt = Attempt(number, self._now())
-        self._furthest = furthest
-        self._record('begin', attempt)
+        records = self._records
+        attempt = Attempt(number, records.clock.now())
+        records.append('begin', attempt)
         notifier = self._notifier = self._make_notifier(number)
         nodes = f'{self.position.nodes} node{"s" * (self.position.nodes > 1)}'
         notifier.send('started', f'started attempt {number} on {nodes}', nodes=self.position.nodes)
@@ -266,39 +272,22 @@ class Node:
             outcome = self._preflight(Path(folder), attempt)
             if outcome.status == 0:
                 outcome = self._run_workers(self.command, Path(folder), attempt)
-        attempt.end, attempt.status = self._now(), outcome.status
-        attempt.cause, attempt.detail, attempt.machine = self._cause_of_end(outcome)
-        if attempt.cause == 'preempted' and attempt.first is None and not attempt.detail.startswith('preflight'):
+        attempt.end, attempt.status = records.clock.now(), outcome.status
+        attempt.cause, attempt.detail, attempt.machine = cause_of_end(outcome, self.environ)
+        nothing_begun = self.trains and attempt.first is None and not attempt.detail.startswith('preflight')
+        if nothing_begun and attempt.cause == 'preempted':
             attempt.detail = 'before the first batch, so there was nothing to save'
         self.outcome = outcome
-        self._report_progress(attempt)
-        self._record_fault(outcome)
-        self._record('end', attempt)
+        records.report_progress(attempt)
+        if self.trains and not self.owns_run and outcome.status == BAD_HARDWARE:
+            records.add_fault(outcome.detail)
+        records.append('end', attempt)
         reason = attempts.describe_attempt(attempt.cause, attempt.detail)
         notifier.send('ended', f'ended: {reason}', **ended_values(attempt))
-        notifier.check_goodput()
+        within_limit(notifier.check_goodput)
         if outcome.status:
             self._print(attempts.describe_attempt(attempt.cause, attempt.detail))
         return outcome
-
-    def _cause_of_end(self, outcome: Outcome) -> tuple[str, str, str]:
-        """Return the cause, detail and machine of an attempt's end, from another node if that node failed first."""
-        first = self._failure_elsewhere()
-        # When another node fails, this one is stopped or crashes in a collective. The cause that it observes is then
-        # only a consequence, and would be misleading in attempts.jsonl.
-        if first is None or outcome.cause not in ('preempted', 'crash') or first.cause == outcome.cause:
-            machine = environment.machine_name(self.environ) if outcome.cause in LOCAL_CAUSES else ''
-            return outcome.cause, outcome.detail, machine
-        machine = first.machine if first.cause in LOCAL_CAUSES else ''
-        detail = first.detail or f'status {first.status}'
-        # A hardware fault names its machine already.
-        detail = detail if detail.startswith(f'{first.machine}: ') else f'{first.machine}: {detail}'
-        return first.cause, detail, machine
-
-    def _failure_elsewhere(self) -> NodeExit | None:
-        """Return the exit record of the node whose failure ended this attempt, or None if no node has failed."""
-        first = first_failed_node(self.environ)
-        return None if first is None or first.cause == 'preempted' else first
 
     def _preflight(self, folder: Path, attempt: Attempt) -> Outcome:
         """Run the preflight checks of the job, if enabled, before training; return the outcome."""
@@ -323,6 +312,7 @@ class Node:
         stacks = StackFolder(self.run_dir, name, self.position.rank, self.position.nodes)
         environ = {**self.environ, heartbeat_file.ATTEMPT_FOLDER_VARIABLE: str(folder)}
         if self.trains:
+            environ[NUMBER_VARIABLE] = str(attempt.number)
             environ |= nccl_environment(self.environ, folder, stacks.nccl_prefix)
             if self.position.rank == 0:
                 # Not on the others, which would make a run folder of their own where the storage is not mounted.
@@ -335,7 +325,7 @@ class Node:
             listener.stop()
             # Also after a normal end: a rank may leave data loader workers behind in its process group.
             stuck = workers.kill()
-            self._take_beats(workers, attempt)
+            self._records.take_beats(workers.folder, attempt)
             if self.position.rank == 0:
                 within_limit(stacks.clean_up)
         if stuck:
@@ -350,7 +340,7 @@ class Node:
             # The first line of the exit file gives the reason for the end, so the node with the fault must write it
             # before this one, which ends with 75 only because of it.
             until = time.monotonic() + GRACE_SECONDS
-            while self._failure_elsewhere() is None and time.monotonic() < until:
+            while failure_elsewhere(self.environ) is None and time.monotonic() < until:
                 time.sleep(TICK_SECONDS)
             return replace(outcome, detail=fault)
         return outcome
@@ -376,24 +366,33 @@ class Node:
         while not workers.ended():
             now = time.monotonic()
             if self.end_requested:
-                self._take_beats(workers, attempt)
-                return Outcome(INTERRUPTED, 'preempted', f'ended by a second Ctrl-C: {self._describe_loss(attempt)}')
+                workers.kill()  # before the storage, which may not respond, is asked for the newest checkpoint
+                self._records.take_beats(workers.folder, attempt)
+                return Outcome(
+                    INTERRUPTED, 'preempted', f'ended by a second Ctrl-C: {self._records.describe_loss(attempt)}'
+                )
             if self.stop_requested and not forwarded:
                 forwarded = True
                 workers.signal(signal.SIGTERM)
                 if self.owns_run and sys.stderr.isatty():
-                    self._take_beats(workers, attempt)
-                    loss = self._describe_loss(attempt)
-                    self._print(f'saving a checkpoint; press Ctrl-C again to end at once ({loss})')
+                    self._records.take_beats(workers.folder, attempt)
+                    loss = self._records.describe_loss(attempt)
+                    self._print(
+                        'saving a checkpoint after this batch; press Ctrl-C again to end at once without saving '
+                        f'(then {loss})'
+                    )
                 # SIGTERM whichever signal came: it is one that the workers handle by saving. If another node has
                 # failed, no collective save can succeed, and the scheduler kills this node sooner than the notice says.
+                # A node with bad hardware ends after the save, while this one may still upload it.
                 notice = max(1.0, self.settings.notice_seconds - MARGIN_SECONDS)
-                deadline = min(deadline, now + (GRACE_SECONDS if self._failure_elsewhere() else notice))
+                first = failure_elsewhere(self.environ)
+                failed = first is not None and first.cause != 'hardware'
+                deadline = min(deadline, now + (GRACE_SECONDS if failed else notice))
             if deadline == float('inf') and workers.any_failed():
-                # The first rank that fails starts the deadline. Ranks that were asked to stop end with PREEMPTED one
-                # after the other, each after it has saved its part, so they get the full notice. After a failure the
-                # others only wait for the failed rank in a collective.
-                stopping = set(workers.codes()) <= {None, 0, PREEMPTED}
+                # The first rank that fails starts the deadline. Ranks that were asked to stop end with PREEMPTED or
+                # BAD_HARDWARE one after the other, each after it has saved and uploaded its part, so they get the full
+                # notice. After a failure the others only wait for the failed rank in a collective.
+                stopping = set(workers.codes()) <= {None, 0, PREEMPTED, BAD_HARDWARE}
                 deadline = now + (self.settings.notice_seconds if stopping else GRACE_SECONDS)
             if now > deadline:
                 outcome = workers.outcome(stop_requested=self.stop_requested, late=True)
@@ -423,65 +422,13 @@ class Node:
                     return Outcome(PREEMPTED, 'hang', detail)
             if now - last_record > RECORD_EVERY_SECONDS:
                 last_record = now
-                self._take_beats(workers, attempt)
-                self._report_progress(attempt)
-                self._record('progress', attempt)
-                self._notifier.check_goodput()
+                self._records.take_beats(workers.folder, attempt)
+                self._records.report_progress(attempt)
+                self._records.append('progress', attempt)
+                within_limit(self._notifier.check_goodput)
             workers.reap_orphans()
             time.sleep(TICK_SECONDS)
         return workers.outcome(stop_requested=self.stop_requested)
-
-    def _take_beats(self, workers: Workers, attempt: Attempt) -> None:
-        """Copy the batch numbers and times from the last heartbeat of a rank to the record of the attempt."""
-        beats = heartbeat_file.last_beats(workers.folder)
-        if beats:
-            # One rank represents the node, since all ranks are at the same batch up to one.
-            first = beats[min(beats)]
-            attempt.first, attempt.first_at = first.first, self._clock.at(first.first_at)
-            attempt.last, attempt.last_at = first.batch, self._clock.at(first.at)
-
-    def _describe_loss(self, attempt: Attempt) -> str:
-        """Return the batches that are lost if the attempt ends without another checkpoint."""
-        names = [path.name[2:] for path in self.run_dir.glob('ba*') if path.is_dir()]
-        saved = max([attempt.first or 0, *(int(name) for name in names if name.isdigit())])
-        return describe_loss(attempt.last or 0, saved or None)
-
-    def _record(self, event: str, attempt: Attempt) -> None:
-        """Append an attempt to attempts.jsonl, on the first node of a training run."""
-        if not self.owns_run:
-            return
-        copy = replace(attempt)
-
-        def append() -> str:
-            try:
-                attempts.append_attempt(self.run_dir, event, copy, self._clock)
-            except OSError as error:
-                return str(error)
-            return ''
-
-        # With a time limit: a storage that does not respond must not keep this process from ending ranks that hang.
-        problem = call_with_limit(append, STORAGE_SECONDS, 'its storage does not respond')
-        if problem:
-            self._print(f'{self.run_dir / attempts.ATTEMPTS} cannot be written ({problem}); continuing without it')
-
-    def _record_fault(self, outcome: Outcome) -> None:
-        """Record bad hardware of this node in the run's folder, where the next attempt of the first node reads it."""
-        if not self.trains or self.owns_run or outcome.status != BAD_HARDWARE:
-            return
-        try:
-            attempts.record_fault(self.run_dir, environment.machine_name(self.environ), outcome.detail)
-        except OSError as error:
-            self._print(f'{self.run_dir / attempts.FAULTS} cannot be written ({error}); continuing without it')
-
-    def _report_progress(self, attempt: Attempt) -> None:
-        """Report in the exit file, once, that the run resumed from a newer checkpoint than all attempts before."""
-        if not self.owns_run or self._furthest is None or attempt.first is None or attempt.first <= self._furthest:
-            return
-        self._furthest = attempt.first
-        append_exit_line(self.environ, f'0 {environment.machine_name(self.environ)} progress')
-
-    def _now(self) -> float:
-        return self._clock.now()
 
     def _print(self, text: str) -> None:
         print(f'node {self.position.rank}: {text}', file=sys.stderr, flush=True)

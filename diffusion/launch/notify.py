@@ -1,6 +1,6 @@
 """Messages about a run to people: a webhook that receives JSON (Slack accepts it too), and a command.
 
-A recipe names environment variables, which hold the URL and the command line. Neither stands in a file, so a recipe
+A recipe names environment variables, which hold the URL and the command line. Neither is written to a file, so a recipe
 contains no secret, and a recipe from elsewhere runs no command.
 """
 
@@ -24,6 +24,8 @@ from diffusion.launch import attempts
 
 log = logging.getLogger(__name__)
 
+NUMBER_VARIABLE = 'DIFFUSION_ATTEMPT_NUMBER'
+"""Environment variable in which the node entry point passes the number of the attempt to its workers."""
 TRAINING_EVENTS = ('loss_guard', 'checkpoint_failed')
 """Events that only the training process can see; all others are sent by the node entry point if there is one."""
 TIMEOUT_SECONDS = 5.0
@@ -32,8 +34,9 @@ COMMAND_SECONDS = 30.0
 """Time after which the command is killed."""
 PAUSES_SECONDS = (1.0, 3.0)
 """Pauses before the second and the third attempt to deliver a message."""
-CLOSE_SECONDS = 5.0
-"""Longest wait at the end of a process for messages that are not delivered yet."""
+CLOSE_SECONDS = 12.0
+"""Longest wait at the end of a process for messages that are not delivered yet: a request that times out, and the next
+one."""
 GOODPUT_AFTER_SECONDS = 1800.0
 """Age of a run before its goodput is compared with `goodput_below`; the start of every run is unproductive."""
 
@@ -99,7 +102,7 @@ class Notifier:
             'time': time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime()),
         }
         for key, deliver in self._targets.items():
-            thread = threading.Thread(target=_deliver, args=(key, deliver, message | values), daemon=True)
+            thread = threading.Thread(target=_deliver, args=(key, deliver, message | values), name=event, daemon=True)
             self._threads.append(thread)
             thread.start()
 
@@ -122,6 +125,8 @@ class Notifier:
         until = time.monotonic() + seconds
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
+            if thread.is_alive():
+                log.warning('notify: the message %r was still being delivered when the process ended', thread.name)
 
 
 def ended_values(attempt: attempts.Attempt) -> dict[str, Any]:

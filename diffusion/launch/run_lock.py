@@ -19,6 +19,7 @@ from uuid import uuid4
 from diffusion.errors import UserError
 from diffusion.exit_codes import CONFIG_ERROR
 from diffusion.launch import environment
+from diffusion.launch.bounded_call import STORAGE_SECONDS, within_limit
 from diffusion.storage.own_files import open_own_file
 
 # No flock or fcntl lock: network file systems of clusters are often mounted without working locks. No comparison of
@@ -143,19 +144,26 @@ def hold_run_lock(
         yield this_owner
     finally:
         done.set()
-        thread.join()
-        other = owner_of(path)
-        # Another job may have taken the lock while this one was suspended; never delete that.
-        if other is not None and other.token == this_owner.token:
-            path.unlink(missing_ok=True)
+        # A storage that does not respond must not keep this process from ending; the lock then expires.
+        thread.join(STORAGE_SECONDS)
+        if not thread.is_alive():
+            within_limit(lambda: _release(path, this_owner))
+
+
+def _release(path: Path, this_owner: Owner) -> None:
+    """Remove a lock file, unless another job took the lock while this process was suspended."""
+    other = owner_of(path)
+    if other is not None and other.token == this_owner.token:
+        path.unlink(missing_ok=True)
 
 
 def owner_of(path: Path) -> Owner | None:
     """Return the owner recorded in a lock file, or None if the file does not exist or cannot be parsed."""
-    return _parse_owner(_read(path))
+    return parse_owner(read_lock(path))
 
 
-def _parse_owner(content: str | None) -> Owner | None:
+def parse_owner(content: str | None) -> Owner | None:
+    """Return the owner in the content of a lock file, or None if it cannot be parsed."""
     with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
         owner = Owner(**json.loads(content or '')['owner'])
         kinds = get_type_hints(Owner)
@@ -172,14 +180,14 @@ def _wait_until_free(path: Path, this_owner: Owner, stopped: Callable[[], bool])
         RunLocked: The owner is alive, or `stopped` returned True.
     """
     begin = changed = time.monotonic()
-    content, announced = _read(path), False
+    content, announced = read_lock(path), False
     while content is not None:
-        other = _parse_owner(content)
+        other = parse_owner(content)
         if other is not None and (this_owner.is_later_attempt_of(other) or other.is_alive() is False):
             return
         # Any change of the content shows that its writer is alive, even if the content cannot be parsed (a reader may
         # see a partial write). The modification time is no evidence: it is from the clock of another machine.
-        now, current = time.monotonic(), _read(path)
+        now, current = time.monotonic(), read_lock(path)
         if current != content:
             content, changed = current, now
         elif now - changed > STALE_SECONDS:
@@ -241,7 +249,7 @@ def _write(path: Path, this_owner: Owner, count: int) -> None:
         os.close(descriptor)
 
 
-def _read(path: Path) -> str | None:
+def read_lock(path: Path) -> str | None:
     """Return the content of a lock file; None if it does not exist, empty if the file system does not respond."""
     try:
         with open(open_own_file(path, os.O_RDONLY), encoding='utf-8', errors='replace') as file:

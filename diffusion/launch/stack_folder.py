@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from diffusion.launch import environment
-from diffusion.launch.bounded_call import call_with_limit
 from diffusion.launch.run_lock import job_id
 from diffusion.launch.stack_report import RankReport
 from diffusion.storage.atomic import write_atomically
@@ -25,8 +24,6 @@ SUMMARY = 'summary.txt'
 NCCL_PREFIX = 'nccl-rank-'
 KEPT_ATTEMPTS = 5
 """Number of attempts whose stacks are kept."""
-STORAGE_SECONDS = 10.0
-"""Maximum wait for the storage of the run's folder, which may itself be the cause of a hang."""
 OTHERS_SECONDS = 15.0
 """Maximum wait of the first node for the stacks of the others, and of the others for its summary."""
 POLL_SECONDS = 0.5
@@ -80,7 +77,7 @@ class StackFolder:
     def __init__(self, run: Path, name: str, node: int, nodes: int) -> None:
         self.path = run / STACKS / name
         self.node, self.nodes = node, nodes
-        # Not every scheduler numbers its restarts, so reports of an earlier attempt may have the same name.
+        # Not every scheduler numbers its restarts, so the folder may have files of an earlier attempt.
         self._earlier = self._versions()
 
     def write(self, report: NodeReport, stacks: Mapping[int, str]) -> None:
@@ -102,15 +99,15 @@ class StackFolder:
     def read(self) -> dict[int, NodeReport]:
         """Return the reports of this attempt, by node."""
         found = {}
-        for path in self._versions().keys() - self._earlier.keys() | self._changed():
-            report = NodeReport.read(path)
+        for name in self._new_files():
+            report = NodeReport.read(self.path / name) if name.startswith('node') else None
             if report is not None:
                 found[report.node] = report
         return dict(sorted(found.items()))
 
-    def wait_for_all(self, seconds: float = OTHERS_SECONDS) -> dict[int, NodeReport]:
-        """Return the reports of all nodes, waiting for those that are missing at most some seconds."""
-        _poll(lambda: len(self.read()) == self.nodes, seconds)
+    def wait_for_all(self) -> dict[int, NodeReport]:
+        """Return the reports of all nodes, waiting for those that are missing at most OTHERS_SECONDS."""
+        _poll(lambda: len(self.read()) == self.nodes, OTHERS_SECONDS)
         return self.read()
 
     def write_summary(self, sentence: str, reports: Mapping[int, NodeReport]) -> None:
@@ -118,17 +115,13 @@ class StackFolder:
         problems = [f'node {node}: {report.problem}\n' for node, report in reports.items() if report.problem]
         write_atomically(self.path / SUMMARY, f'{sentence}\n{"".join(problems)}')
 
-    def wait_for_summary(self, seconds: float = OTHERS_SECONDS) -> None:
-        """Wait until the first node has written the summary, at most some seconds."""
-        _poll((self.path / SUMMARY).exists, seconds)
+    def wait_for_summary(self) -> None:
+        """Wait until the first node has written the summary, at most OTHERS_SECONDS."""
+        _poll(lambda: SUMMARY in self._new_files(), OTHERS_SECONDS)
 
     def wait_for_nccl(self, ranks: Sequence[int], seconds: float) -> None:
         """Wait until NCCL's flight recorder has written the files of some ranks, at most some seconds."""
-        _poll(lambda: all(self.nccl_file(rank).exists() for rank in ranks), seconds)
-
-    def nccl_file(self, rank: int) -> Path:
-        """Return the path to which NCCL's flight recorder of a rank writes."""
-        return Path(f'{self.nccl_prefix}{rank}')
+        _poll(lambda: {f'{NCCL_PREFIX}{rank}' for rank in ranks} <= self._new_files(), seconds)
 
     @property
     def nccl_prefix(self) -> str:
@@ -153,16 +146,18 @@ class StackFolder:
             for folder in folders[: max(0, len(folders) - KEPT_ATTEMPTS + 1)]:
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def _versions(self) -> dict[Path, int]:
-        """Return the modification time of each report in the folder."""
+    def _versions(self) -> dict[str, int]:
+        """Return the modification time of each file in the folder; none while its storage fails."""
         found = {}
-        for path in self.path.glob('node*.json'):
-            with contextlib.suppress(OSError):
-                found[path] = path.stat().st_mtime_ns
+        with contextlib.suppress(OSError):
+            for path in self.path.glob('[!.]*'):
+                with contextlib.suppress(OSError):  # replaced just now
+                    found[path.name] = path.stat().st_mtime_ns
         return found
 
-    def _changed(self) -> set[Path]:
-        return {path for path, time_ns in self._versions().items() if self._earlier.get(path, time_ns) != time_ns}
+    def _new_files(self) -> set[str]:
+        """Return the names of the files that were written in this attempt."""
+        return {name for name, time_ns in self._versions().items() if self._earlier.get(name) != time_ns}
 
 
 class HangListener:
@@ -187,19 +182,6 @@ class HangListener:
             with contextlib.suppress(OSError):
                 hangs = [each for each in self._folder.read().values() if each.cause == 'hang']
                 self.found = next((each for each in hangs if each.node != self._folder.node), None)
-
-
-def within_limit(function: Callable[[], object], seconds: float = STORAGE_SECONDS) -> bool:
-    """Call a function that uses the run's folder; return False if its storage fails or does not respond in time."""
-
-    def run() -> bool:
-        try:
-            function()
-        except OSError:
-            return False
-        return True
-
-    return call_with_limit(run, seconds, default=False)
 
 
 def _poll(condition: Callable[[], bool], seconds: float) -> None:

@@ -1,6 +1,12 @@
 """Recorded attempts of a run, the goodput computed from them, and the watchdog."""
 
+import errno
 import itertools
+import os
+import signal
+import subprocess
+import sys
+import threading
 import time
 from dataclasses import replace
 
@@ -10,8 +16,8 @@ from hypothesis import strategies as st
 
 from diffusion.config.load import load
 from diffusion.errors import UserError
-from diffusion.exit_codes import FAILED
-from diffusion.launch import attempts, environment
+from diffusion.exit_codes import CONFIG_ERROR, FAILED
+from diffusion.launch import attempts, environment, local_cluster
 from diffusion.launch.attempts import (
     Attempt,
     Clock,
@@ -24,7 +30,7 @@ from diffusion.launch.attempts import (
     restarts_used,
     time_breakdown,
 )
-from diffusion.launch.exit_file import NodeExit, first_failed_node
+from diffusion.launch.exit_file import NodeExit, cause_of_end, first_failed_node
 from diffusion.launch.heartbeat_file import ATTEMPT_FOLDER_VARIABLE, SAVING, TRAINING, Beat
 from diffusion.launch.local_cluster import LocalJob, job_exit_status
 from diffusion.launch.node import Node
@@ -113,7 +119,8 @@ def test_run_is_given_up_without_progress():
     assert reason_to_give_up([*stuck[:2], attempt(2, 2000.0, 40, 40, cause='preempted')], 100) is None
     assert (
         reason_to_give_up(stuck, 2)
-        == 'all 2 restarts are used without progress; raise max_restarts, or delete this file'
+        == 'the run failed 3 times without progress (max_restarts: 2); fix the cause, then raise restart.max_restarts '
+        'or delete this file'
     )
     never = [Attempt(number, 1000.0 * number, 1000.0 * number + 9, cause='crash') for number in range(3)]
     assert 'ended before the first batch' in str(reason_to_give_up(never, 100))
@@ -129,7 +136,7 @@ def test_attempts_with_progress_and_preemptions_use_up_no_restarts():
     # Batches that are never saved are no progress, however many.
     looping = [attempt(number, 10.0 * number, 0, 500 + number) for number in range(5)]
     assert restarts_used(looping) == 5
-    assert 'all 4 restarts are used' in str(reason_to_give_up(looping, 4))
+    assert 'the run failed 5 times without progress' in str(reason_to_give_up(looping, 4))
     assert restarts_used([*looping, attempt(5, 60.0, 500, 501)]) == 1
     by_hand = [replace(each, launched=False) for each in looping]
     assert reason_to_give_up(by_hand, 0) is None, 'python run.py has no restart budget'
@@ -165,6 +172,23 @@ def test_fault_that_another_node_recorded_names_its_machine(tmp_path):
     assert (second.cause, second.machine, second.detail) == ('hardware', 'gpu/7', 'gpu/7: preflight: 7 of 8 GPUs')
 
 
+def test_fault_belongs_to_the_attempt_that_it_ended_and_not_to_a_quick_restart(tmp_path):
+    begin = time.time()
+    append_attempt(tmp_path, 'begin', Attempt(0, begin - 500))
+    append_attempt(tmp_path, 'end', Attempt(0, begin - 500, begin + 1, cause='preempted'))
+    record_fault(tmp_path, 'gpu7', 'Xid 79')
+    append_attempt(tmp_path, 'end', Attempt(1, begin + 5, begin + 500, cause='crash'))
+    assert [each.cause for each in read_attempts(tmp_path)] == ['hardware', 'crash']
+
+
+def test_fault_files_that_cannot_be_read_are_skipped(tmp_path):
+    append_attempt(tmp_path, 'begin', Attempt(0, time.time()))
+    (tmp_path / 'faults').mkdir()
+    (tmp_path / 'faults' / 'gone.json').symlink_to('nowhere')
+    (tmp_path / 'faults' / 'deep.json').write_text('[' * 200_000)
+    assert [each.cause for each in read_attempts(tmp_path)] == ['lost']
+
+
 @pytest.mark.parametrize('step', [1200, -3600])
 @pytest.mark.parametrize('reboot', [False, True])
 def test_goodput_adds_up_over_steps_of_the_system_clock(tmp_path, monkeypatch, step, reboot):
@@ -194,7 +218,7 @@ def test_goodput_adds_up_over_steps_of_the_system_clock(tmp_path, monkeypatch, s
     wall[0] += step
     if reboot:
         monotonic[0] = 3.0
-        monkeypatch.setattr(attempts, '_boot_id', lambda: 'another')
+        monkeypatch.setattr(attempts, 'boot_id', lambda: 'another')
     train(1, 100, 200)
     found, _ = time_breakdown(read_attempts(tmp_path))
     assert (found.productive, found.starting, found.redone) == (200.0, 20.0, 0.0)
@@ -329,13 +353,10 @@ def test_first_failed_node_is_found(tmp_path, content, expected):
         (Outcome(76, 'hardware', 'Xid 79'), '75 n2 preempted', ('hardware', 'Xid 79', 'n1')),
     ],
 )
-def test_attempt_has_the_cause_and_machine_of_first_failed_node(tmp_path, write_recipe, outcome, reported, expected):
+def test_attempt_has_the_cause_and_machine_of_first_failed_node(tmp_path, outcome, reported, expected):
     (tmp_path / 'exits').write_text(f'0 n1 done\n{reported}\n')
     environ = {environment.EXIT_FILE: str(tmp_path / 'exits'), environment.MACHINE: 'n1'}
-    node = Node(
-        NodePosition('local', 0, 2, 1, '127.0.0.1', 29500), Settings.from_environ({}), [], load(write_recipe()), environ
-    )
-    assert node._cause_of_end(outcome) == expected
+    assert cause_of_end(outcome, environ) == expected
 
 
 def test_unknown_preflight_level_is_refused():
@@ -355,17 +376,88 @@ def test_record_of_a_folder_that_has_vanished_creates_neither_folder_nor_file(tm
 def test_later_attempt_with_an_empty_folder_does_not_start_from_batch_0(write_recipe, tmp_path, capsys):
     recipe = load(write_recipe())
     environ = {environment.ATTEMPT: '3', environment.MACHINE: 'node7'}
-    node = Node(NodePosition('local', 0, 2, 1, '127.0.0.1', 29500), Settings.from_environ({}), [], recipe, environ)
-    assert node.run() == FAILED
-    message = capsys.readouterr().err
-    assert f'{recipe.run_dir} is empty although this is attempt 3: is it mounted on node7?' in message
+    environ |= {environment.EXIT_FILE: str(tmp_path / 'job-7.3.exits')}
+    position = NodePosition('local', 0, 2, 1, '127.0.0.1', 29500)
+
+    def status_and_message(recipe, environ):
+        status = Node(position, Settings.from_environ({}), ['-c', ''], recipe, environ).run()
+        return status, capsys.readouterr().err
+
+    # Attempts 0 to 2 left nothing: evicted while their image was pulled, or ended by a mistake before they began.
+    (tmp_path / 'job-7.0.exits').write_text('78 node3\n')
+    for each in (environ, {**environ, environment.EXIT_FILE: '/tmp/exits'}, {environment.ATTEMPT: '3'}):
+        status, message = status_and_message(recipe, each)
+        assert status == CONFIG_ERROR
+        assert f'{recipe.run_dir} is empty although this is attempt 3. If it is not mounted on' in message
+        assert f'submit the job anew, or create {recipe.run_dir}/attempts.jsonl to start from batch 0' in message
+    (tmp_path / 'job-7.1.exits').write_text('1 node3 crash rank 1 with 1\n')
+    status, message = status_and_message(recipe, environ)
+    assert status == FAILED, 'a retry on another machine may find the folder'
+    assert 'attempt 3, and an earlier attempt has begun: is it mounted on node7?' in message
     assert not recipe.run_dir.exists()
-    composer_saves = load(write_recipe(), [f'trainer.save_folder={tmp_path}/elsewhere'])
-    elsewhere = Node(node.position, node.settings, [], composer_saves, environ)
-    assert not elsewhere._run_is_missing(), 'the checkpoints are in another folder, or in an object store'
+    composer_saves = load(write_recipe(), [f'trainer.save_folder={tmp_path}/elsewhere', 'name=other'])
+    status, message = status_and_message(composer_saves, environ)
+    assert (status, message) == (0, ''), 'the checkpoints are in another folder, or in an object store'
     recipe.run_dir.mkdir(parents=True)
     assert not has_begun(recipe.run_dir)
     for name in ('attempts.jsonl', 'run.json', 'ba5'):
         (recipe.run_dir / name).mkdir()
         assert has_begun(recipe.run_dir)
         (recipe.run_dir / name).rmdir()
+
+
+def test_record_of_earlier_attempts_that_cannot_be_read_ends_the_attempt_with_a_message(
+    write_recipe, monkeypatch, capsys
+):
+    def stale(run):
+        raise OSError(errno.ESTALE, 'Stale file handle')
+
+    monkeypatch.setattr(attempts, 'read_attempts', stale)
+    recipe = load(write_recipe())
+    node = Node(NodePosition('local', 0, 1, 1, '127.0.0.1', 29500), Settings.from_environ({}), [], recipe, {})
+    assert node.run() == FAILED
+    assert 'Stale file handle' in capsys.readouterr().err
+
+
+def test_local_job_with_restarts_turned_off_says_so(prepare, monkeypatch, capsys):
+    checked, _ = prepare('local', restart={'max_restarts': 0}, overrides={'trainer.autoresume': False})
+    monkeypatch.setattr(LocalJob, '_attempt', lambda self, count: 1)
+    assert LocalJob(checked.jobs[0]).run() == 1
+    assert capsys.readouterr().err == 'job: exited with status 1; restarts are turned off\n'
+
+
+def test_second_ctrl_c_is_sent_until_the_nodes_end(prepare, monkeypatch, tmp_path):
+    """The node drops the first SIGINT, as the node entry point does if it comes too soon after the SIGTERM."""
+    checked, _ = prepare('local', nodes=1, workdir=str(tmp_path))
+    program = (
+        'import os, signal, sys, time\n'
+        'count = 0\n'
+        'def end(number, frame):\n'
+        '    global count\n'
+        '    count += 1\n'
+        '    if count > 1:\n'
+        f'        open(os.environ["{environment.EXIT_FILE}"], "w").write("130 n")\n'
+        '        os._exit(130)\n'
+        'signal.signal(signal.SIGTERM, signal.SIG_IGN)\n'
+        'signal.signal(signal.SIGINT, end)\n'
+        'open("ready", "w").close()\n'
+        'while True:\n'
+        '    time.sleep(0.1)\n'
+    )
+    monkeypatch.setattr(local_cluster, 'GRACE_SECONDS', 3.0)
+    command = [sys.executable, '-c', program]
+    monkeypatch.setattr(
+        LocalJob,
+        '_start',
+        lambda self, rank, variables: subprocess.Popen(command, env=os.environ | variables, cwd=tmp_path),
+    )
+
+    def press_twice():
+        while not (tmp_path / 'ready').exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.6)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=press_twice, daemon=True).start()
+    assert LocalJob(checked.jobs[0]).run() == 130

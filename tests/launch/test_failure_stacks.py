@@ -1,5 +1,6 @@
 """Stacks that a node keeps when its ranks end badly, with ranks that are small programs instead of training."""
 
+import errno
 import json
 import os
 import signal
@@ -9,12 +10,13 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from diffusion.config.load import load
-from diffusion.launch import attempts, environment, failure_stacks, node, stack_folder, workers
+from diffusion.launch import attempts, bounded_call, environment, exit_file, node, workers
 from diffusion.launch.node import Node
 from diffusion.launch.node_settings import Settings
 from diffusion.launch.rank_discovery import NodePosition
@@ -56,12 +58,17 @@ def run_node(tmp_path: Path, write_recipe, monkeypatch) -> Callable[..., tuple[i
     """Run two ranks of a program on a node; return the exit status and the run's folder."""
 
     def run(
-        body: str, *, position: tuple[int, int] = (0, 1), hang_seconds: float = 100, **variables: str
+        body: str,
+        *,
+        position: tuple[int, int] = (0, 1),
+        hang_seconds: float = 100,
+        task: str = 'train',
+        **variables: str,
     ) -> tuple[int, Path]:
         monkeypatch.chdir(tmp_path)
         program = tmp_path / 'program.py'
         program.write_text(textwrap.dedent(PROGRAM).replace('BODY', textwrap.dedent(body).strip()))
-        recipe = load(write_recipe())
+        recipe = replace(load(write_recipe()), task=task)
         environ = {**os.environ, environment.HANG_SECONDS: str(hang_seconds), **variables}
         where = NodePosition('slurm', position[0], position[1], 2, '127.0.0.1', 29500)
         found = Node(where, Settings.from_environ(environ), [str(program)], recipe, environ)
@@ -75,12 +82,12 @@ def last_attempt(run: Path) -> attempts.Attempt:
 
 
 def test_crash_keeps_the_stacks_of_the_ranks_that_still_run(run_node):
-    status, run = run_node('if rank == 1: sys.exit(1)\nwait_for_news()', SLURM_JOB_ID='4711', DIFFUSION_ATTEMPT='2')
+    status, run = run_node('if rank == 1: sys.exit(1)\nwait_for_news()', SLURM_JOB_ID='4711')
     place = f'rank 0 on node 0 ({socket.gethostname()}) is in wait_for_news (program.py)'
     attempt = last_attempt(run)
     assert (status, attempt.cause) == (1, 'crash')
     assert attempt.detail.startswith(f'rank 1 with 1; {place}; rank 1 on node 0')
-    folder = run / 'stacks' / '4711-2'
+    folder = run / 'stacks' / '4711-0'
     assert attempt.detail.endswith(f'has ended with 1; stacks in {folder}')
     assert 'in wait_for_news' in (folder / 'stacks-node0.txt').read_text()
     assert place in (folder / 'summary.txt').read_text()
@@ -124,16 +131,13 @@ def test_flight_recorder_keeps_the_settings_of_the_user(run_node, tmp_path):
     found = json.loads((tmp_path / 'env-1').read_text())
     assert found['TORCH_NCCL_TRACE_BUFFER_SIZE'] == '0' and found['TORCH_NCCL_DUMP_ON_TIMEOUT'] == '1'
     assert found['TORCH_NCCL_DEBUG_INFO_TEMP_FILE'] == str(run.absolute() / 'stacks' / '9-0' / 'nccl-rank-')
+    assert found['DIFFUSION_ATTEMPT_NUMBER'] == '0', 'for messages of the ranks'
     assert found['TORCH_NCCL_DEBUG_INFO_PIPE_FILE'] == found['DIFFUSION_ATTEMPT_FOLDER'] + '/nccl-'
 
 
 def test_hang_is_ended_although_the_storage_of_the_run_hangs(run_node, monkeypatch):
     never = threading.Event()
-    for module in (node, failure_stacks):
-        monkeypatch.setattr(module, 'STORAGE_SECONDS', 0.5)
-        monkeypatch.setattr(
-            module, 'within_limit', lambda function, seconds=0.5: stack_folder.within_limit(function, 0.5)
-        )
+    monkeypatch.setattr(bounded_call, 'STORAGE_SECONDS', 0.5)
     monkeypatch.setattr(StackFolder, 'write', lambda *_: never.wait())
     status, run = run_node('wait_for_news()', hang_seconds=0.4)
     attempt = last_attempt(run)
@@ -197,6 +201,93 @@ def test_reports_of_an_earlier_attempt_of_the_same_name_do_not_count(tmp_path):
         assert time.monotonic() < until
         time.sleep(0.02)
     assert listener.found == later.read()[1] == report(1)
+
+
+def test_summary_and_nccl_files_of_an_earlier_attempt_of_the_same_name_do_not_count(tmp_path, monkeypatch):
+    monkeypatch.setattr('diffusion.launch.stack_folder.OTHERS_SECONDS', 0.3)
+    first = StackFolder(tmp_path, 'job-0', 0, 2)
+    first.write(report(0), {})
+    first.write_summary('an old sentence', {})
+    (first.path / 'nccl-rank-1').touch()
+    later = StackFolder(tmp_path, 'job-0', 1, 2)
+    begin = time.monotonic()
+    later.wait_for_summary()
+    later.wait_for_nccl([1], 0.3)
+    assert time.monotonic() - begin >= 0.6
+    StackFolder(tmp_path, 'job-0', 0, 2).write_summary('a new sentence', {})
+    (first.path / 'nccl-rank-1').write_text('new')
+    begin = time.monotonic()
+    later.wait_for_summary()
+    later.wait_for_nccl([1], 0.3)
+    assert time.monotonic() - begin < 0.3
+
+
+def test_storage_that_fails_in_a_hang_is_no_traceback(run_node, monkeypatch):
+    glob = Path.glob
+
+    def fail(path: Path, pattern: str):
+        if path.parent.name == 'stacks':
+            raise OSError(errno.ESTALE, 'Stale file handle')
+        return glob(path, pattern)
+
+    monkeypatch.setattr(Path, 'glob', fail)
+    monkeypatch.setattr('diffusion.launch.stack_folder.OTHERS_SECONDS', 0.3)
+    status, run = run_node('wait_for_news()', hang_seconds=0.4)
+    assert (status, last_attempt(run).cause) == (75, 'hang')
+
+
+def test_summary_is_written_before_the_wait_for_nccl(run_node, monkeypatch):
+    existed = []
+    monkeypatch.setattr(
+        StackFolder, 'wait_for_nccl', lambda self, *_: existed.append((self.path / 'summary.txt').exists())
+    )
+    assert run_node('wait_for_news()', hang_seconds=0.4)[0] == 75
+    assert existed == [True]
+
+
+def test_second_ctrl_c_ends_the_ranks_although_all_shared_storage_hangs(run_node, monkeypatch, tmp_path):
+    """The run's folder and the exit file stop responding when the ranks have started."""
+    never, pids = threading.Event(), tmp_path / 'pid-0'
+    monkeypatch.setattr(bounded_call, 'STORAGE_SECONDS', 0.2)
+    monkeypatch.setattr(exit_file, 'STORAGE_SECONDS', 0.2)
+    monkeypatch.setattr(node, 'RECORD_EVERY_SECONDS', 0.1)
+    glob, read = Path.glob, Path.read_text
+
+    def hang(path: Path) -> None:
+        if pids.exists() and path.name in ('run', 'exits'):
+            never.wait()
+
+    monkeypatch.setattr(Path, 'glob', lambda path, pattern: (hang(path), glob(path, pattern))[1])
+    monkeypatch.setattr(Path, 'read_text', lambda path, **keywords: (hang(path), read(path, **keywords))[1])
+    monkeypatch.setattr(attempts, 'append_attempt', lambda *_: pids.exists() and never.wait())
+    monkeypatch.setattr(node.Notifier, 'check_goodput', lambda self: never.wait())
+
+    def press_twice() -> None:
+        while not pids.exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.6)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=press_twice, daemon=True).start()
+    body = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nPath(f'pid-{rank}').touch()\nwait_for_news()"
+    begin = time.monotonic()
+    status, _ = run_node(body, DIFFUSION_EXIT_FILE=str(tmp_path / 'exits'))
+    assert status == 130 and time.monotonic() - begin < 15
+    never.set()
+
+
+def test_ranks_may_end_their_upload_after_a_hardware_fault_on_another_rank(run_node, tmp_path):
+    body = "if rank == 1: sys.exit(76)\ntime.sleep(1.5)\nPath('uploaded').touch()\nsys.exit(75)"
+    status, _ = run_node(body)
+    assert status == 76 and (tmp_path / 'uploaded').exists()
+
+
+def test_preempted_job_without_checkpoints_does_not_say_that_there_was_nothing_to_save(run_node, tmp_path, capsys):
+    assert run_node('sys.exit(75)', task='precompute')[0] == 75
+    assert 'node 0: preempted\n' in capsys.readouterr().err
+    assert run_node('sys.exit(75)')[0] == 75
+    assert 'before the first batch, so there was nothing to save' in capsys.readouterr().err
 
 
 def test_stacks_of_the_newest_attempts_are_kept(tmp_path):

@@ -1,0 +1,76 @@
+"""Records that a node keeps of the attempts of a run: attempts.jsonl, hardware faults and progress in the exit file."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from diffusion.launch import attempts, environment, heartbeat_file
+from diffusion.launch.attempts import Attempt, Clock
+from diffusion.launch.bounded_call import storage_problem, within_limit
+from diffusion.launch.exit_file import append_exit_line
+from diffusion.launch.stop_signals import describe_loss
+
+
+class NodeRecords:
+    """Records of the attempts that a node runs.
+
+    All access to the run's folder has a time limit: a storage that does not respond must not keep the node entry point
+    from ending ranks that hang.
+
+    Args:
+        run: The run's folder.
+        environ: Environment of the node entry point.
+        owns_run: True on the first node of a training run, which alone records the attempts.
+        say: Function that prints a line for the operator.
+    """
+
+    def __init__(self, run: Path, environ: Mapping[str, str], *, owns_run: bool, say: Callable[[str], None]) -> None:
+        self.run, self.environ, self.owns_run, self.say = run, environ, owns_run, say
+        self.clock = Clock(run if owns_run else None)
+        self.furthest: int | None = None
+        """Largest number of batches that an earlier attempt resumed from; None if none began a batch."""
+
+    def append(self, event: str, attempt: Attempt) -> None:
+        """Append an attempt to attempts.jsonl; `event` is begin, progress or end."""
+        if self.owns_run:
+            self._write(
+                attempts.ATTEMPTS, partial(attempts.append_attempt, self.run, event, replace(attempt), self.clock)
+            )
+
+    def add_fault(self, detail: str) -> None:
+        """Record bad hardware of this node in the run's folder, where the next attempt of the first node reads it."""
+        machine = environment.machine_name(self.environ)
+        self._write(attempts.FAULTS, partial(attempts.record_fault, self.run, machine, detail))
+
+    def report_progress(self, attempt: Attempt) -> None:
+        """Report in the exit file, once, that the run resumed from a newer checkpoint than all attempts before."""
+        if not self.owns_run or self.furthest is None or attempt.first is None or attempt.first <= self.furthest:
+            return
+        self.furthest = attempt.first
+        append_exit_line(self.environ, f'0 {environment.machine_name(self.environ)} progress')
+
+    def take_beats(self, folder: Path, attempt: Attempt) -> None:
+        """Copy the batch numbers and times from the last heartbeat of a rank to the record of the attempt."""
+        beats = heartbeat_file.last_beats(folder)
+        if beats:
+            # One rank represents the node, since all ranks are at the same batch up to one.
+            first = beats[min(beats)]
+            attempt.first, attempt.first_at = first.first, self.clock.at(first.first_at)
+            attempt.last, attempt.last_at = first.batch, self.clock.at(first.at)
+
+    def describe_loss(self, attempt: Attempt) -> str:
+        """Return the batches that are lost if the attempt ends without another checkpoint."""
+        saved = [attempt.first or 0]
+
+        def list_checkpoints() -> None:
+            names = [path.name[2:] for path in self.run.glob('ba*') if path.is_dir()]
+            saved.extend(int(name) for name in names if name.isdigit())
+
+        within_limit(list_checkpoints)
+        return describe_loss(attempt.last or 0, max(saved) or None)
+
+    def _write(self, name: str, write: Callable[[], object]) -> None:
+        problem = storage_problem(write)
+        if problem:
+            self.say(f'{self.run / name} cannot be written ({problem}); continuing without it')

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -27,8 +28,6 @@ from diffusion.launch.stop_signals import (
 
 log = logging.getLogger(__name__)
 
-SIGNALS = STOP_SIGNALS
-
 
 class Preemption(Callback):
     """Callback that on a stop signal to any rank finishes the batch, saves a checkpoint and raises `Preempted`.
@@ -46,6 +45,8 @@ class Preemption(Callback):
     def __init__(self) -> None:
         self.signal = 0
         """The signal that this process has received, or 0."""
+        self.on_interrupt: Callable[[str], None] = lambda loss: None
+        """Function that is called before a second Ctrl-C ends the process, with the batches that are lost."""
         self._process = os.getpid()
         self._previous_handlers: dict[int, Any] = {}
         self._interrupts = RepeatedInterrupt()
@@ -103,7 +104,7 @@ class Preemption(Callback):
             return
         saved = save_now(state, logger)
         if self._previous_handlers:
-            for each in (number for number in SIGNALS if number != signal.SIGINT):
+            for each in (number for number in STOP_SIGNALS if number != signal.SIGINT):
                 # Not SIGINT: a second Ctrl-C must still end an upload that hangs.
                 # SIG_IGN instead of the handler: Python removes its own handlers some time before the process exits,
                 # while ignored signals stay ignored until the end.
@@ -140,9 +141,14 @@ class Preemption(Callback):
         if repeated:
             if dist.get_global_rank() == 0:
                 print(f'ended by a second Ctrl-C: {loss}', file=sys.stderr, flush=True)
-            os._exit(INTERRUPTED)
+            try:
+                self.on_interrupt(loss)
+            finally:
+                os._exit(INTERRUPTED)
         if dist.get_global_rank() == 0:
-            log.warning('saving a checkpoint after this batch; press Ctrl-C again to end at once (%s)', loss)
+            log.warning(
+                'saving a checkpoint after this batch; press Ctrl-C again to end at once without saving (then %s)', loss
+            )
 
     def _saved_batch(self, state: State) -> int | None:
         """Return the number of batches of the newest checkpoint to resume from; None if there is none."""

@@ -1,7 +1,6 @@
 """Record of an attempt of a training run that was started without the node entry point, by `python run.py`."""
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,12 +16,16 @@ from diffusion.exit_codes import (
     Preempted,
 )
 from diffusion.launch import attempts
-from diffusion.launch.attempts import Attempt
+from diffusion.launch.attempts import Attempt, Clock
+from diffusion.launch.bounded_call import within_limit
 from diffusion.launch.notify import Notifier, ended_values
-from diffusion.launch.stop_signals import StoppedEarly
+from diffusion.launch.stop_signals import StoppedEarly, signal_of_exit
 
 _MAX_DETAIL = 300
 """Length of an error message in the record, in characters."""
+INTERRUPT_SECONDS = 1.0
+"""Longest wait for the record of a second Ctrl-C, and for its message: the process is to end at once."""
+_clock = Clock()
 
 
 @contextlib.contextmanager
@@ -45,8 +48,7 @@ def recording_attempt(
         number = len(attempts.read_attempts(run))
     except UserError:  # the first attempt
         number = 0
-    attempt = Attempt(number, time.time(), launched=False)
-    begin = time.monotonic()
+    attempt = Attempt(number, _clock.now(), launched=False)
     record(run, 'begin', attempt)
     notifier = Notifier(config, run, attempt=number, hide=hide)
     notifier.send('started', f'started attempt {number}')
@@ -58,27 +60,49 @@ def recording_attempt(
     else:
         attempt.status, attempt.cause = 0, 'done'
     finally:
-        # Elapsed time, so that a step of the system clock does not distort the record.
-        attempt.end = attempt.begin + time.monotonic() - begin
+        attempt.end = _clock.now()
         record(run, 'end', attempt)
-        reason = attempts.describe_attempt(attempt.cause, attempt.detail)
-        notifier.send('ended', f'ended: {reason}', **ended_values(attempt))
+        _send_end(attempt, notifier)
         notifier.check_goodput()
         notifier.close()
+
+
+def record_interrupt(run: Path, attempt: Attempt, notifier: Notifier, loss: str) -> None:
+    """Record that a second Ctrl-C ends this process, and send a message about it, in two seconds at most.
+
+    Args:
+        run: The run's folder.
+        attempt: The record of the attempt.
+        notifier: Sender of its messages.
+        loss: Result of `describe_loss`.
+    """
+    attempt.status, attempt.cause, attempt.end = INTERRUPTED, 'preempted', _clock.now()
+    attempt.detail = f'ended by a second Ctrl-C: {loss}'
+    within_limit(lambda: record(run, 'end', attempt), INTERRUPT_SECONDS)
+    _send_end(attempt, notifier)
+    notifier.close(INTERRUPT_SECONDS)
+
+
+def _send_end(attempt: Attempt, notifier: Notifier) -> None:
+    reason = attempts.describe_attempt(attempt.cause, attempt.detail)
+    notifier.send('ended', f'ended: {reason}', **ended_values(attempt))
 
 
 def record(run: Path, event: str, attempt: Attempt) -> None:
     """Append the state of an attempt to attempts.jsonl; a storage fault is ignored, since training goes on without."""
     with contextlib.suppress(OSError):
-        attempts.append_attempt(run, event, attempt)
+        attempts.append_attempt(run, event, attempt, _clock)
 
 
 def outcome_of(error: BaseException, hide: Callable[[str], str] = str) -> tuple[int, str, str]:
     """Return exit status, cause (a key of `attempts.CAUSES`) and detail of a run that an exception ended."""
+    number = signal_of_exit(error)
+    if number is not None:  # Composer's signal handler, while the Trainer is built
+        error = StoppedEarly(number)
     lines = hide(str(error)).splitlines() or ['']  # before the text is cut, which could cut a secret
     if isinstance(error, Preempted | StoppedEarly):
         return PREEMPTED, 'preempted', lines[0] if isinstance(error, StoppedEarly) else ''
-    if isinstance(error, KeyboardInterrupt | SystemExit):
+    if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, 'preempted', 'interrupted'
     if isinstance(error, HardwareFault):
         return BAD_HARDWARE, 'hardware', lines[0][:_MAX_DETAIL]

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from diffusion.errors import UserError
-from diffusion.exit_codes import CONFIG_ERROR, FAILED, PREEMPTED
+from diffusion.exit_codes import BAD_HARDWARE, CONFIG_ERROR, FAILED, PREEMPTED
 from diffusion.launch import attempts, environment
 from diffusion.launch.backends.base import environment_of
 from diffusion.launch.job_spec import Job
@@ -23,6 +23,8 @@ from diffusion.launch.workers import die_with_parent
 TICK_SECONDS = 0.1
 GRACE_SECONDS = 15.0
 """Time for the other nodes to end after one has failed."""
+ORDERLY = {PREEMPTED, BAD_HARDWARE}
+"""Exit statuses of nodes whose ranks have saved together."""
 
 
 def run_local_jobs(jobs: Sequence[Job]) -> int:
@@ -61,7 +63,10 @@ class LocalJob:
                 action = restart.actions().get(status, restart.otherwise)
                 if status == 0 or self._stop_requested or action == 'stop':
                     return status
-                if restart.max_restarts == 0 or self._restarts_used(status) > restart.max_restarts:
+                if restart.max_restarts == 0:
+                    self._print(f'exited with status {status}; restarts are turned off')
+                    return status
+                if self._restarts_used(status) > restart.max_restarts:
                     self._print(f'exited with status {status}; all {restart.max_restarts} restarts are used')
                     return status
                 count += 1
@@ -112,15 +117,18 @@ class LocalJob:
                 deadline = now + self.job.spec.schedule.notice_seconds
                 self._terminate()
                 self._print('stopping: the ranks finish their batch and save a checkpoint')
-            if self._end_requested and not interrupted:
-                # The nodes say what is lost, and end at once.
-                interrupted, deadline = True, now + GRACE_SECONDS
+            if self._end_requested:
+                # The nodes say what is lost, and end at once. They ignore a SIGINT that comes too soon after the
+                # SIGTERM, which this process may have forwarded late; so it is sent again on every tick.
+                deadline = deadline if interrupted else now + GRACE_SECONDS
+                interrupted = True
                 self._terminate(signal.SIGINT)
-            # When one node ends, the scheduler ends the others. Nodes that were preempted get the full notice, because
-            # they are saving; after a failure, no collective save can succeed.
+            # When one node ends, the scheduler ends the others. Nodes that were preempted, or whose hardware has
+            # a fault, end after the save, so the others get the full notice to end it; after a failure, no collective
+            # save can succeed.
             failed = {node.returncode for node in self._nodes} - {None, 0}
             if failed and deadline == float('inf'):
-                notice = self.job.spec.schedule.notice_seconds if failed == {PREEMPTED} else GRACE_SECONDS
+                notice = self.job.spec.schedule.notice_seconds if failed <= ORDERLY else GRACE_SECONDS
                 deadline = now + notice
                 self._terminate()
             if now > deadline:

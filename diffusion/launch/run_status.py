@@ -76,7 +76,7 @@ def inspect_run(run: Path) -> RunReport:
     lock = run / run_lock.LOCK
     found = node_status.read_statuses(run)
     paths = (run / METRICS, lock, newest, run / attempts.ATTEMPTS, run / node_status.FOLDER)
-    traces = [path for path in paths if path is not None and path.exists()]
+    traces = [time for path in paths if path is not None and (time := _modified(path)) is not None]
     if not traces:
         raise UserError(
             f'status: {run} has no {METRICS}, {run_lock.LOCK} or checkpoint; give the folder of a run, such as '
@@ -95,7 +95,7 @@ def inspect_run(run: Path) -> RunReport:
         process=_describe_process(lock),
         attempts=[asdict(attempt) for attempt in recorded],
         goodput=attempts.time_breakdown(recorded)[0].goodput if recorded else None,
-        last_sign_of_life=max(path.stat().st_mtime for path in traces),
+        last_sign_of_life=max(traces),
     )
     if not alive:
         report.cause = recorded[-1].cause if recorded else None
@@ -130,22 +130,34 @@ def _add_progress(report: RunReport, current: list[tuple[NodeStatus, float]]) ->
     ]
 
 
+def _modified(path: Path) -> float | None:
+    """Return the modification time of a file or folder, or None if it does not exist (any more)."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return None
+
+
 def _is_alive(lock: Path) -> bool:
     """Return True if the process that holds a run's lock is running; watch the lock if it is on another machine."""
-    owner = run_lock.owner_of(lock)
+    content = run_lock.read_lock(lock)
+    owner = run_lock.parse_owner(content)
     if owner is None:
         return False
     alive = owner.is_alive()
     if alive is not None:
         return alive
     # Its owner rewrites the lock every few seconds. The clocks of two machines differ, so an old time is no evidence.
-    content = lock.read_bytes()
-    if abs(time.time() - lock.stat().st_mtime) < 2 * run_lock.REFRESH_SECONDS:
-        return True
+    modified = _modified(lock)
+    if modified is None or abs(time.time() - modified) < 2 * run_lock.REFRESH_SECONDS:
+        return modified is not None
     until = time.monotonic() + WATCH_SECONDS
-    while time.monotonic() < until and lock.exists():
+    while time.monotonic() < until:
         time.sleep(0.5)
-        if lock.read_bytes() != content:
+        current = run_lock.read_lock(lock)
+        if current is None:
+            return False
+        if current not in ('', content):  # empty while the storage does not respond
             return True
     return False
 
@@ -169,7 +181,7 @@ def format_report(report: RunReport) -> str:
     values['process'] = report.process or 'none, the run has ended'
     alive = report.last_sign_of_life
     moment = time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(alive))
-    values['last sign of life'] = f'{moment}, {_format_age(alive)} ago'
+    values['last activity'] = f'{moment}, {_format_age(alive)} ago'
     lines = [f'{report.run}: {_headline(report, recorded)}', *(f'  {key:18s} {each}' for key, each in values.items())]
     if recorded:
         lines += attempts.attempts_table(recorded, running=report.state != 'ended')

@@ -16,8 +16,9 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 REPEAT_SECONDS = 0.5
 """Minimum time between two SIGINT that count as two Ctrl-C. One Ctrl-C can arrive twice: from the terminal, which
 signals its whole process group, and from a launcher that forwards it."""
-_START_SECONDS = 5.0
-"""Time in which a process that is still starting must end after a stop signal; then it is ended."""
+_START_SECONDS = 20.0
+"""Time in which a process that is still starting must end after a stop signal; then it is ended. An orderly end may
+wait for the delivery of messages (`notify.CLOSE_SECONDS`), and for the storage of the run's folder."""
 
 
 class StoppedEarly(KeyboardInterrupt):
@@ -91,8 +92,10 @@ class SignalThread:
         """End the thread; call it in the main thread."""
         if self._write is None:
             return
-        if signal.set_wakeup_fd(self._previous) not in (self._write, -1):
-            return  # another library has taken the descriptor over since then; leave the thread to it
+        current = signal.set_wakeup_fd(self._previous)
+        if current not in (self._write, -1):
+            signal.set_wakeup_fd(current)  # of another library, which has set it since then
+            return
         write, self._write = self._write, None
         _pipes.discard(write)
         os.close(write)
@@ -152,7 +155,7 @@ def stopping_early() -> Iterator[None]:
     except StoppedEarly:
         raise
     except BaseException as error:
-        number = received[0] if received else _signal_of_exit(error)
+        number = received[0] if received else signal_of_exit(error)
         if number is None:
             raise
         raise StoppedEarly(number) from error
@@ -172,7 +175,7 @@ def composer_handler() -> Any:
     return getattr(engine, 'sigterm_handler', None)
 
 
-def _signal_of_exit(error: BaseException) -> int | None:
+def signal_of_exit(error: BaseException) -> int | None:
     """Return the signal on which Composer's handler has raised SystemExit, or None."""
     code = error.code if isinstance(error, SystemExit) else None
     return code - 128 if isinstance(code, int) and code - 128 in STOP_SIGNALS else None

@@ -21,9 +21,9 @@ from diffusion.callbacks.preemption import Preemption
 from diffusion.callbacks.recipe_keeper import RecipeKeeper
 from diffusion.callbacks.reduce_once import ReduceOnce
 from diffusion.callbacks.replaced_samples import ReplacedSamples
-from diffusion.callbacks.run_status import RunStatus
 from diffusion.callbacks.same_run import SameRun
 from diffusion.callbacks.save_now import save_now
+from diffusion.callbacks.status_updates import RunStatus
 from diffusion.callbacks.stragglers import Stragglers
 from diffusion.checkpointing.checkpoint_store import list_checkpoints
 from diffusion.checkpointing.checkpointer import Checkpointer, resume_point
@@ -37,9 +37,9 @@ from diffusion.data.latents import LatentsDataset
 from diffusion.data.loader import BucketedLoader, to_data_spec
 from diffusion.errors import DataError, UserError
 from diffusion.launch import run_lock
-from diffusion.launch.attempt_recorder import recording_attempt
+from diffusion.launch.attempt_recorder import record_interrupt, recording_attempt
 from diffusion.launch.attempts import Attempt
-from diffusion.launch.notify import TRAINING_EVENTS, Notifier
+from diffusion.launch.notify import NUMBER_VARIABLE, TRAINING_EVENTS, Notifier
 from diffusion.launch.watchdog import collective_timeout
 from diffusion.loggers.console_lines import ConsoleLines
 from diffusion.loggers.progress_line import ProgressLine, has_terminal
@@ -72,7 +72,9 @@ def train(recipe: Recipe) -> Trainer:
     if not takes_lock:
         # The first node's entry point sends the other messages.
         config = recipe.notify if os.environ.get('RANK', '0') == '0' else NotifyConfig()
-        notifier = Notifier(config, recipe.run_dir, events=TRAINING_EVENTS, hide=hide)
+        number = os.environ.get(NUMBER_VARIABLE)
+        attempt_number = None if number is None else int(number)
+        notifier = Notifier(config, recipe.run_dir, events=TRAINING_EVENTS, attempt=attempt_number, hide=hide)
         with contextlib.closing(notifier):
             return _train(recipe, None, notifier)
     with (
@@ -107,10 +109,12 @@ def _train(recipe: Recipe, attempt: Attempt | None, notifier: Notifier) -> Train
 
 
 def connect(callbacks: Sequence[Callback], attempt: Attempt | None, notifier: Notifier) -> None:
-    """Let callbacks keep the record of an attempt, and send a message about a bad batch or a failed save."""
+    """Let callbacks keep the record of an attempt, and send messages about a bad batch, a failed save or its end."""
     for callback in callbacks:
         if isinstance(callback, RunStatus):
             callback.attempt, callback.on_record = attempt, notifier.check_goodput
+        elif isinstance(callback, Preemption) and attempt is not None:
+            callback.on_interrupt = partial(record_interrupt, notifier.run, attempt, notifier)
         elif isinstance(callback, LossGuard):
             callback.on_bad_batch = partial(notifier.send, 'loss_guard')
         elif isinstance(callback, Checkpointer):

@@ -14,18 +14,19 @@ from composer.callbacks import CheckpointSaver
 from composer.core import Event
 from guarded_run import At, make_data, make_trainer, weights_of
 
-from diffusion.callbacks.preemption import SIGNALS, Preemption
+from diffusion.callbacks.preemption import Preemption
 from diffusion.checkpointing.checkpoint_weights import weights_of as weights_of_run
 from diffusion.checkpointing.run_folder import find_checkpoint
 from diffusion.config.load import load
 from diffusion.exit_codes import PREEMPTED, Preempted
+from diffusion.launch.stop_signals import STOP_SIGNALS
 from diffusion.tasks import run_recipe
 from diffusion.training.train import build_trainer, train
 
 
 @pytest.fixture(autouse=True)
 def _restore_handlers():
-    previous = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGCHLD)}
+    previous = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGCHLD)}
     yield
     for number, handler in previous.items():
         signal.signal(number, handler)
@@ -36,7 +37,7 @@ def signal_at(number=signal.SIGTERM, *, batch=4, event=Event.AFTER_LOSS):
     return At(event, batch, lambda: signal.raise_signal(number))
 
 
-@pytest.mark.parametrize('number', SIGNALS)
+@pytest.mark.parametrize('number', STOP_SIGNALS)
 def test_signal_finishes_the_batch_saves_and_stops(tmp_path, number):
     trainer = make_trainer(make_data(), [Preemption(), signal_at(number)], folder=tmp_path)
     expected = rf'stopped at batch 5 on {number.name}; {tmp_path}/ba5.pt is saved, the same command resumes from it'
@@ -100,7 +101,7 @@ def test_further_signals_during_and_after_the_save_are_ignored(tmp_path, monkeyp
     save = torch.save
 
     def interrupted(*args, **kwargs):
-        for number in SIGNALS:
+        for number in STOP_SIGNALS:
             os.kill(os.getpid(), number)
         save(*args, **kwargs)
 
@@ -173,14 +174,14 @@ def test_training_outside_of_the_main_thread_logs_a_warning(caplog):
 
 def test_previous_signal_handlers_are_restored_after_a_run():
     received = []
-    for number in SIGNALS:
+    for number in STOP_SIGNALS:
         signal.signal(number, lambda number, frame: received.append(number))
     trainer = make_trainer(make_data(), [Preemption()], duration='1ba')
     trainer.fit()
     trainer.close()
-    for number in SIGNALS:
+    for number in STOP_SIGNALS:
         signal.raise_signal(number)
-    assert received == [*SIGNALS]
+    assert received == [*STOP_SIGNALS]
 
 
 def test_forked_child_uses_the_previous_handler():

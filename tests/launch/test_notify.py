@@ -19,10 +19,11 @@ from ranks import free_port
 
 from diffusion.config.load import RecipeError, load
 from diffusion.config.recipe import NotifyConfig
-from diffusion.launch import attempts, notify
+from diffusion.launch import attempts, notify, stop_signals
 from diffusion.launch.attempts import Attempt, append_attempt
 from diffusion.launch.job_checks import check_jobs, load_job_spec
 from diffusion.launch.notify import Notifier
+from diffusion.launch.run_lock import LOCK_HELD_VARIABLE
 from diffusion.launch.run_status import inspect_run
 
 SECRET = '/services/T000/B000/not-for-any-log'
@@ -135,7 +136,7 @@ def test_fault_of_the_server_is_one_warning_without_the_url(fault, hook, notifie
     assert 'not-for-any-log' not in caplog.text and 'T000' not in caplog.text
 
 
-def test_end_of_a_process_waits_a_bounded_time(hook, notifier, monkeypatch):
+def test_end_of_a_process_waits_a_bounded_time_and_names_what_is_not_delivered(hook, notifier, monkeypatch, caplog):
     monkeypatch.setattr(notify, 'TIMEOUT_SECONDS', 60.0)
     hook.delay = 3.0
     sender = notifier()
@@ -143,6 +144,12 @@ def test_end_of_a_process_waits_a_bounded_time(hook, notifier, monkeypatch):
     begin = time.monotonic()
     sender.close(0.2)
     assert time.monotonic() - begin < 1
+    assert "notify: the message 'ended' was still being delivered when the process ended" in caplog.text
+
+
+def test_waits_at_the_end_allow_a_retry_and_exceed_no_other_limit():
+    assert 2 * notify.TIMEOUT_SECONDS + notify.PAUSES_SECONDS[0] < notify.CLOSE_SECONDS
+    assert stop_signals._START_SECONDS > notify.CLOSE_SECONDS
 
 
 def test_command_gets_the_message_on_its_stdin_without_a_shell(hook, notifier, tmp_path, caplog):
@@ -277,3 +284,13 @@ def test_run_without_launcher_sends_and_records_its_attempts(hook, write_recipe,
     saver.on_failed_save('no space left')  # type: ignore[attr-defined]
     sender.close()
     assert sorted(hook.events()[4:]) == ['checkpoint_failed', 'loss_guard']
+
+
+def test_training_process_of_a_launched_job_sends_the_number_of_the_attempt(hook, write_recipe, monkeypatch):
+    from diffusion.training import train
+
+    for name, value in {'HOOK': hook.url, LOCK_HELD_VARIABLE: '1', notify.NUMBER_VARIABLE: '4'}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(train, '_train', lambda recipe, attempt, notifier: notifier.send('loss_guard', 'loss is nan'))
+    train.train(load(write_recipe(notify={'webhook': 'HOOK'})))
+    assert [(each['event'], each['attempt']) for each in hook.messages] == [('loss_guard', 4)]

@@ -65,10 +65,10 @@ def test_status_tells_that_the_process_was_killed(run):
     assert 'ended without releasing the run' in report(run)
 
 
-def test_last_sign_of_life_is_the_newest_file(run):
+def test_last_activity_is_the_newest_file(run):
     for path in run.iterdir():
         os.utime(path, (1e9, 1e9))
-    assert 'last sign of life  2001-09-0' in report(run)
+    assert 'last activity      2001-09-0' in report(run)
     os.utime(run / 'metrics.jsonl')
     assert report(run).endswith(' s ago')
 
@@ -143,6 +143,21 @@ def test_lock_of_another_machine_is_watched(run, monkeypatch):
     writer.start()
     assert inspect_run(run).state != 'ended', 'although its clock is years behind'
     writer.join()
+
+
+def test_lock_that_is_released_while_it_is_read_counts_as_ended(run, monkeypatch):
+    owner = run_lock.Owner('token', 'job', '7', 0, 'gpu0', 'another boot', 1, '1', time.time())
+    lock = run / run_lock.LOCK
+    read = run_lock.read_lock
+
+    def read_and_release(path):
+        content = read(path)
+        path.unlink(missing_ok=True)
+        return content
+
+    monkeypatch.setattr(run_lock, 'read_lock', read_and_release)
+    lock.write_text(json.dumps({'owner': asdict(owner), 'count': 0}))
+    assert inspect_run(run).state == 'ended'
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,9 @@ from ranks import free_port
 
 from diffusion.exit_codes import INTERRUPTED, PREEMPTED
 from diffusion.launch import attempts, run_status
+from diffusion.launch.attempt_recorder import outcome_of
 from diffusion.launch.run_status import RunReport, format_report, inspect_run
-from diffusion.launch.stop_signals import RepeatedInterrupt, describe_loss
+from diffusion.launch.stop_signals import RepeatedInterrupt, SignalThread, describe_loss
 
 CTRL_C = b'\x03'
 
@@ -137,7 +138,7 @@ def test_ctrl_c_saves_and_ends(start, recipe, tmp_path):
     session.press_ctrl_c()
     assert session.wait() == PREEMPTED
     text = ' '.join(session.text().split())
-    assert 'press Ctrl-C again to end at once (batches 5 to 6 are lost; the newest checkpoint is ba4)' in text
+    assert 'press Ctrl-C again to end at once without saving (then batches 5 to 6 are lost; the newest' in text
     assert 'stopped at batch 7 on SIGINT' in text and 'Traceback' not in text
     assert (tmp_path / 'runs' / 'run' / 'ba7').is_dir()
 
@@ -158,6 +159,9 @@ def test_second_ctrl_c_ends_at_once_and_says_what_is_lost(start, recipe, tmp_pat
     assert 'ended by a second Ctrl-C: batches 5 to 6 are lost; the newest checkpoint is ba4' in text
     assert 'Traceback' not in text
     assert not (tmp_path / 'runs' / 'run' / 'ba6').exists()
+    (only,) = attempts.read_attempts(tmp_path / 'runs' / 'run')
+    loss = 'ended by a second Ctrl-C: batches 5 to 6 are lost; the newest checkpoint is ba4'
+    assert (only.status, only.cause, only.detail) == (INTERRUPTED, 'preempted', loss)
 
 
 @pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -191,6 +195,34 @@ def test_one_ctrl_c_that_arrives_twice_counts_once(monkeypatch):
     assert not interrupts.is_repeated() and not interrupts.is_repeated()
     monkeypatch.setattr(time, 'monotonic', lambda: now + 1)
     assert interrupts.is_repeated()
+
+
+def test_thread_of_signals_leaves_the_wakeup_descriptor_of_another_library():
+    thread = SignalThread(lambda number: None)
+    thread.start()
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    ours = signal.set_wakeup_fd(write)
+    thread.stop()
+    assert signal.set_wakeup_fd(ours) == write
+    thread.stop()
+    assert signal.set_wakeup_fd(-1) == -1
+    os.close(read)
+    os.close(write)
+
+
+@pytest.mark.parametrize(
+    ('error', 'expected'),
+    [
+        # Composer's handler raises SystemExit while the Trainer is built.
+        (SystemExit(143), (75, 'preempted', 'stopped before the first batch on SIGTERM; nothing is lost')),
+        (SystemExit(130), (75, 'preempted', 'stopped before the first batch on SIGINT; nothing is lost')),
+        (SystemExit(1), (1, 'crash', 'SystemExit: 1')),
+        (KeyboardInterrupt(), (130, 'preempted', 'interrupted')),
+    ],
+)
+def test_exit_that_is_no_signal_is_recorded_as_a_crash(error, expected):
+    assert outcome_of(error) == expected
 
 
 @pytest.mark.parametrize(

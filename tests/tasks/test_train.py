@@ -453,7 +453,7 @@ def test_status_of_a_run_that_launch_did_not_start(finished, capsys):
     assert text.startswith(f'{run}: ended, completed\n')
     assert re.search(r'(?m)^  batch +8 of 8', text) and f'{last:.4f}' in text and str(run / 'ba8') in text
     assert re.search(r'(?m)^  process +none, the run has ended$', text)
-    assert re.search(r'(?m)^  last sign of life +\d{4}-.* ago$', text)
+    assert re.search(r'(?m)^  last activity +\d{4}-.* ago$', text)
 
 
 def test_tensorboard_gets_metrics_and_images(write_recipe, tmp_path):

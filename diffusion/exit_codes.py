@@ -17,7 +17,7 @@ USAGE_ERROR = 2
 """Exit status of the `diffusion` command for an error that the user must correct."""
 
 PREEMPTED = 75
-"""Stopped on request after saving a checkpoint. Restart to resume (sysexits.h: EX_TEMPFAIL)."""
+"""Stopped on request or ended after a hang. Restart to resume from the newest checkpoint (sysexits.h: EX_TEMPFAIL)."""
 
 BAD_HARDWARE = 76
 """Hardware fault of this node. Restart on another node."""

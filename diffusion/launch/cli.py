@@ -154,7 +154,7 @@ def run_job_action(args: argparse.Namespace) -> int:
         print(text)
         return 0
     if args.action == 'status' and args.json:
-        raise UserError(f'status: --json needs the folder of a run, such as runs/phase1, and {args.spec} is none')
+        raise UserError(f'status: --json needs a run folder, such as runs/phase1; {args.spec} is not a folder')
     if args.action == 'status' and not Path(args.spec).exists():
         raise UserError(
             f'status: {args.spec} does not exist; use the folder of a run, such as runs/phase1, or a job YAML'

@@ -1,7 +1,7 @@
 """Heartbeat files that show that the ranks of a node make progress, and stack dumps of hung ranks.
 
-Each rank writes its heartbeat to the folder in the environment variable FOLDER before each batch and before slow work
-such as a save, and writes its stacks when it receives SIGNAL. If the variable is not set, the rank writes neither.
+Each rank writes its heartbeat to the folder named by `ATTEMPT_FOLDER_VARIABLE` before each batch and before slow work
+such as a save, and dumps its stacks on `STACK_DUMP_SIGNAL`. If the variable is not set, the rank writes neither.
 `diffusion.launch.liveness` uses the same file format for the node entry point. The run lock (`run_lock`) has a format
 of its own, because other machines read it.
 """
@@ -84,7 +84,10 @@ def write_stacks_on_signal(environ: Mapping[str, str] = os.environ) -> None:
 def write_rank_heartbeat(
     batch: int, doing: str, first: int, first_at: float, environ: Mapping[str, str] = os.environ
 ) -> None:
-    """Write the heartbeat file of this rank with the fields of `Beat`; do nothing if the variable FOLDER is not set."""
+    """Write the heartbeat file of this rank with the fields of `Beat`.
+
+    It does nothing if `ATTEMPT_FOLDER_VARIABLE` is not set.
+    """
     folder = environ.get(ATTEMPT_FOLDER_VARIABLE)
     if folder is not None:
         write_heartbeat(Path(folder, f'beat-{_rank(environ)}'), json.dumps([batch, doing, first, first_at]))

@@ -1,4 +1,4 @@
-"""Output streams of a process that goes on when its terminal, or the reader of its output, is gone."""
+"""Output streams that discard text once the terminal, or the reader of the pipe, is gone."""
 
 import contextlib
 import errno
@@ -11,7 +11,7 @@ _GONE = (errno.EIO, errno.EPIPE, errno.ENXIO)
 """Errors of a write to a terminal that was closed, or to a pipe without a reader."""
 
 
-class _Lasting:
+class _DiscardingStream:
     """Output stream that discards what can no longer be written; everything else is that of the stream itself."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -51,7 +51,7 @@ def discarding_lost_output() -> Iterator[None]:
     """Discard the output of the `with` block once it can no longer be written, instead of raising OSError."""
     # A run whose terminal is closed receives SIGHUP and must still save. Every message would raise otherwise.
     before = sys.stdout, sys.stderr
-    guarded = tuple(cast(TextIO, _Lasting(stream)) for stream in before)
+    guarded = tuple(cast(TextIO, _DiscardingStream(stream)) for stream in before)
     sys.stdout, sys.stderr = guarded
     try:
         yield

@@ -52,7 +52,7 @@ class RankReport:
         silent_seconds: Time since its last heartbeat, or since the start.
         place: Label of the `Place` of its main thread; empty if the rank has written no stack.
         waits: True if it waits, or may wait, for other ranks.
-        problem: Description of a process without a stack, such as `is stopped (SIGSTOP or a debugger)`.
+        problem: Description of a process without a stack, such as `is stopped (SIGSTOP)`.
         ended: True if the process has ended.
     """
 

@@ -42,7 +42,8 @@ class RunReport:
         process: Description of the process that holds the run's lock, or None.
         cause: How the last attempt ended, such as `preempted`, or None if it still runs or was not recorded.
         nodes: For each node of a running job: node, host, doing, batch and silent_seconds.
-        attempts: The recorded attempts; see `diffusion.launch.attempts.Attempt`.
+        attempts: The recorded attempts; see `diffusion.launch.attempts.Attempt`. The cause of one that still runs is
+            `running`.
         goodput: Fraction of the time since the first start that was spent in batches that count, or None.
         last_sign_of_life: Time of the newest trace of the run, in seconds since 1970.
     """
@@ -100,6 +101,8 @@ def inspect_run(run: Path) -> RunReport:
     if not alive:
         report.cause = recorded[-1].cause if recorded else None
         return report
+    if recorded and recorded[-1].status is None:
+        report.attempts[-1]['cause'] = 'running'  # without an end it would count as lost
     token = '' if owner is None else owner.token
     training = recorded[-1].first is not None if recorded and recorded[-1].launched else True
     current = [(each, age) for each, age in found if each.owner in ('', token) and each.doing != node_status.ENDED]
@@ -165,7 +168,7 @@ def _is_alive(lock: Path) -> bool:
 def format_report(report: RunReport) -> str:
     """Return a text report of a run: its state and progress, then its attempts and goodput."""
     recorded = [Attempt(**each) for each in report.attempts]
-    total = report.duration if report.total_batches is None else report.total_batches
+    total = report.total_batches or (report.duration and report.duration.removesuffix('ba'))
     unknown = report.batch is None or (report.last_loss is None and not report.nodes)
     batch = 'unknown' if report.batch is None else f'{report.batch} or later' if unknown else f'{report.batch}'
     values = {'batch': batch if total is None else f'{batch} of {total}'}

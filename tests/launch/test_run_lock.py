@@ -83,18 +83,22 @@ def test_lock_is_refreshed_and_removed_by_owner(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize('name', ['_write', 'owner_of'])
+@pytest.mark.parametrize('name', ['_write', 'unlink'])
 def test_release_ends_although_the_storage_hangs(tmp_path, monkeypatch, name):
-    """The thread that refreshes the lock hangs in a write, or the read before the file is removed does."""
-    never, hangs = threading.Event(), threading.Event()
+    """The thread that refreshes the lock hangs in a write, or the removal of the file does."""
+    responds, hangs = threading.Event(), threading.Event()
     monkeypatch.setattr(run_lock, 'STORAGE_SECONDS', 0.3)
     monkeypatch.setattr('diffusion.launch.bounded_call.STORAGE_SECONDS', 0.3)
+    timer = threading.Timer(10, responds.set)  # so that a release that waits for the storage fails the test
+    timer.start()
     with hold_run_lock(tmp_path, {}):
-        monkeypatch.setattr(run_lock, name, lambda *_: (hangs.set(), never.wait(), None)[2])
-        assert hangs.wait(10)
+        target = run_lock if name == '_write' else Path
+        monkeypatch.setattr(target, name, lambda *_, **__: (hangs.set(), responds.wait(), None)[2])
+        assert name == 'unlink' or hangs.wait(10)
         begin = time.monotonic()
-    assert time.monotonic() - begin < 5
-    never.set()
+    assert hangs.is_set() and time.monotonic() - begin < 5
+    responds.set()
+    timer.cancel()
 
 
 def test_live_owner_on_same_machine_is_refused_without_waiting(tmp_path):

@@ -45,7 +45,7 @@ def run(tmp_path: Path) -> Path:
 def test_status_has_batch_loss_checkpoint_and_process(run):
     with run_lock.hold_run_lock(run):
         text = report(run)
-    assert '  batch              3000 of 5000ba\n' in text
+    assert '  batch              3000 of 5000\n' in text
     assert f'  last loss          {1 / 3000:.4f}\n' in text
     assert f'  newest checkpoint  {run}/ba1000\n' in text
     assert f'process {os.getpid()} on ' in text and ': running\n' in text
@@ -106,7 +106,7 @@ def test_running_job_shows_speed_time_left_and_each_node(run):
     assert 'node 7' not in text, 'an earlier attempt had more nodes'
     assert 'batches 0 to 3000; running\ngoodput 0.9' in text
     assert (found.state, found.batch, found.total_batches, found.cause) == ('running', 3001, 5000, None)
-    assert found.seconds_left == pytest.approx(499.75)
+    assert found.attempts[-1]['cause'] == 'running' and found.seconds_left == pytest.approx(499.75)
     ended = report(run)
     assert ended.startswith(f'{run}: ended, ended without a report\n') and 'batches/s' not in ended
 

@@ -225,6 +225,9 @@ class Node:
         if restarts or earlier_attempt_ran(self.environ):
             self._print(f'{missing}, and an earlier attempt has begun: is it mounted on {machine}?')
             return FAILED
+        # The ranks compare the folders of all nodes, and end with FAILED if some of them see a run that has begun.
+        if self.position.rank:
+            return 0
         # The scheduler counts an attempt that it ended before this program began, for example when it evicts a pod
         # that still pulls its image. A retry would find the same, until all restarts are used.
         self._print(

@@ -390,6 +390,8 @@ def test_later_attempt_with_an_empty_folder_does_not_start_from_batch_0(write_re
         assert status == CONFIG_ERROR
         assert f'{recipe.run_dir} is empty although this is attempt 3. If it is not mounted on' in message
         assert f'submit the job anew, or create {recipe.run_dir}/attempts.jsonl to start from batch 0' in message
+    last = Node(replace(position, rank=1), Settings.from_environ({}), ['-c', ''], recipe, environ)
+    assert last._status_of_missing_run() == 0, 'its ranks compare its folder with those of the other nodes'
     (tmp_path / 'job-7.1.exits').write_text('1 node3 crash rank 1 with 1\n')
     status, message = status_and_message(recipe, environ)
     assert status == FAILED, 'a retry on another machine may find the folder'

@@ -5,6 +5,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import math
 import textwrap
 import types
 from collections.abc import Iterable
@@ -100,7 +101,7 @@ def build_dataclass(kind: Any, value: Any, where: str, gather: Gatherer, doc: st
 
 
 def fits(kind: Any, value: Any) -> bool:
-    """Return True if a plain YAML value has a type; an int is accepted as a float, but a bool is not an int."""
+    """Return True if a plain YAML value has a type; an int is a float too, but a bool is no int, and NaN no number."""
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
         return True
@@ -116,7 +117,7 @@ def fits(kind: Any, value: Any) -> bool:
     if kind is type(None):
         return value is None
     if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
+        return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
     if kind is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, kind)

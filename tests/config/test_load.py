@@ -215,6 +215,7 @@ WRONG = {
         "model.resolutoin: unknown key; did you mean 'resolution'?",
     ),
     'bad keyword type': ({'optimizer': {'name': 'adamw', 'lr': 'fast'}}, [], "optimizer.lr: 'fast' is not a number"),
+    'not a number': ({'optimizer': {'name': 'adamw', 'lr': float('nan')}}, [], 'optimizer.lr: nan is not a number'),
     'bad choice': (
         {'model': {'name': 'tiny', 'caption_dropout_mode': 'zero'}},
         [],
@@ -333,7 +334,7 @@ WRONG = {
     'guidance that is no number': (
         {},
         ['generate.guidance_scale=.nan'],
-        'generate.guidance_scale: nan is out of range',
+        'generate.guidance_scale: nan is not a number',
     ),
     'too much rescaling': ({}, ['generate.guidance_rescale=1.5'], 'generate.guidance_rescale: 1.5 is out of range'),
     'seeds beyond the last': (

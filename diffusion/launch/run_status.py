@@ -45,7 +45,7 @@ class RunReport:
         attempts: The recorded attempts; see `diffusion.launch.attempts.Attempt`. The cause of one that still runs is
             `running`.
         goodput: Fraction of the time since the first start that was spent in batches that count, or None.
-        last_sign_of_life: Time of the newest trace of the run, in seconds since 1970.
+        last_activity: Time of the newest trace of the run, in seconds since 1970.
     """
 
     run: str
@@ -63,7 +63,7 @@ class RunReport:
     nodes: list[dict[str, Any]] = field(default_factory=list)
     attempts: list[dict[str, Any]] = field(default_factory=list)
     goodput: float | None = None
-    last_sign_of_life: float = 0.0
+    last_activity: float = 0.0
 
 
 def inspect_run(run: Path) -> RunReport:
@@ -96,7 +96,7 @@ def inspect_run(run: Path) -> RunReport:
         process=_describe_process(lock),
         attempts=[asdict(attempt) for attempt in recorded],
         goodput=attempts.time_breakdown(recorded)[0].goodput if recorded else None,
-        last_sign_of_life=max(traces),
+        last_activity=max(traces),
     )
     if not alive:
         report.cause = recorded[-1].cause if recorded else None
@@ -182,7 +182,7 @@ def format_report(report: RunReport) -> str:
         since = attempts.format_duration(node['silent_seconds'])
         values[f'node {node["node"]}'] = f'{node["doing"]} on {node["host"]}, last batch {since} ago'
     values['process'] = report.process or 'none, the run has ended'
-    alive = report.last_sign_of_life
+    alive = report.last_activity
     moment = time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(alive))
     values['last activity'] = f'{moment}, {_format_age(alive)} ago'
     lines = [f'{report.run}: {_headline(report, recorded)}', *(f'  {key:18s} {each}' for key, each in values.items())]

@@ -7,6 +7,7 @@ timestep and caption dropout. So a batch that also holds the replacement itself 
 """
 
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from pathlib import Path
 from diffusion.errors import DataError
 from diffusion.models.randomness import Purpose, philox
 from diffusion.storage.own_files import append_text
+
+log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 8
 MIN_REPLACED = 8
@@ -65,9 +68,13 @@ def quarantine(path: Path, notes: Sequence[str], batch: int) -> None:
     """Append one line per replaced (undecodable) sample to a JSON Lines file; call this on one rank only.
 
     Args:
-        path: The file; it is created if it does not exist, but not its folder.
+        path: The file; it is created if it does not exist, but not its folder, which a lost mount would hide. If it
+            cannot be written, a warning is logged.
         notes: One JSON object per replaced sample, as text.
         batch: Index of the global batch in its epoch, added to each note.
     """
-    with append_text(path) as file:
-        file.write(''.join(json.dumps(json.loads(note) | {'batch_in_epoch': batch}) + '\n' for note in notes))
+    try:
+        with append_text(path) as file:
+            file.write(''.join(json.dumps(json.loads(note) | {'batch_in_epoch': batch}) + '\n' for note in notes))
+    except OSError as error:
+        log.warning('%s: replaced samples are not recorded (%s)', path, error)

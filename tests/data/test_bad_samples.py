@@ -106,8 +106,12 @@ def test_replacements_are_uniform_over_shard():
     assert sum(counts) == 400 and min(counts) > 20
 
 
-def test_quarantine_appends_to_file(tmp_path):
+def test_quarantine_appends_to_file_and_creates_no_folder(tmp_path, caplog):
+    path = tmp_path / 'run' / 'q.jsonl'
+    quarantine(path, [json.dumps({'sample_id': 1})], 1)
+    assert not path.parent.exists() and 'replaced samples are not recorded' in caplog.text
+    path.parent.mkdir()
     for batch in (3, 7):
-        quarantine(tmp_path / 'run' / 'q.jsonl', [json.dumps({'sample_id': batch})], batch)
-    lines = [json.loads(line) for line in (tmp_path / 'run' / 'q.jsonl').read_text().splitlines()]
+        quarantine(path, [json.dumps({'sample_id': batch})], batch)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert lines == [{'sample_id': 3, 'batch_in_epoch': 3}, {'sample_id': 7, 'batch_in_epoch': 7}]

@@ -75,7 +75,7 @@ def server(clock: FakeClock) -> Iterator[Server]:
 
 @pytest.mark.slow
 def test_clock_steps_neither_end_nor_blind_a_job(clock, server, write_job, disturbances):
-    spec, recipe, run = write_job('stepped', batches=16, processes=1, hang_seconds=10)
+    spec, recipe, run = write_job('stepped', batches=48, processes=1, hang_seconds=10)
     command = [
         sys.executable,
         '-c',

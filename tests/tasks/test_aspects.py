@@ -79,7 +79,7 @@ def test_check_finds_mistakes_about_folders_of_several_shapes(content, tmp_path)
         checked(str(path), [f'streams.px32.local={root}'])
     with pytest.raises(RecipeError, match=r'streams\.px32\.local: .*it has buckets\.json; set aspects: true'):
         checked(str(path), ['streams.px32.aspects=false'])
-    for resolution, reason in ((48, 'its images would be enlarged'), (24, 'its images would be used at that size')):
+    for resolution, reason in ((48, 'its images would be enlarged'), (24, 'its images would stay at 32 px')):
         message = (
             rf'streams\.px32\.resolution: {resolution}, but .* buckets of 32 px: {reason}; set resolution: 32, or use'
         )

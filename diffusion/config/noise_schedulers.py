@@ -18,14 +18,35 @@ SHORT_NAMES = {
 }
 
 
-def class_name(name: str) -> str:
+FLOW_SHORT_NAMES = {
+    'ddim': 'FlowMatchEulerDiscreteScheduler',
+    'dpm++': 'DPMSolverMultistepScheduler',
+    'euler': 'FlowMatchEulerDiscreteScheduler',
+    'heun': 'FlowMatchHeunDiscreteScheduler',
+    'unipc': 'UniPCMultistepScheduler',
+}
+"""Short names for models of a flow, for which DDIM is Euler's method (Gao et al. 2024)."""
+FLOW_CLASSES = (*FLOW_SHORT_NAMES.values(), 'DPMSolverSinglestepScheduler')
+"""diffusers' schedulers that can sample a flow; the others take the betas of diffusion."""
+
+
+def class_name(name: str, *, flow: bool = False) -> str:
     """Return the name of a scheduler's class in diffusers, given that name or a short one (`ddim`, `dpm++`, ...)."""
-    return SHORT_NAMES.get(name, name)
+    return (FLOW_SHORT_NAMES if flow else SHORT_NAMES).get(name, name)
 
 
-def name_problem(name: str) -> str | None:
-    """Return an error message with the nearest name if diffusers has no such noise scheduler, else None."""
+def name_problem(name: str, *, flow: bool = False) -> str | None:
+    """Return an error message with the nearest name if diffusers has no such noise scheduler, else None.
+
+    Args:
+        name: Name of the scheduler.
+        flow: True for a model of a flow, which only some schedulers can sample.
+    """
     known = _class_names()
+    if flow and class_name(name, flow=True) not in FLOW_CLASSES and class_name(name) in known:
+        return f'{name!r} cannot sample a flow; use {", ".join(FLOW_SHORT_NAMES)}'
+    if not flow and name.startswith('FlowMatch'):
+        return f'{name!r} samples a flow, and this model is diffusion; use {", ".join(SHORT_NAMES)}'
     if class_name(name) in known:
         return None
     near = difflib.get_close_matches(name, [*SHORT_NAMES, *known], n=1)

@@ -59,10 +59,11 @@ RULES = (
     _rule(
         Effect.FIXED,
         'the training objective: the weights predict its target under its noise schedule',
-        'model.objective.prediction_type model.objective.beta_schedule model.objective.beta_start '
-        'model.objective.beta_end model.objective.num_train_timesteps model.objective.zero_terminal_snr '
-        'model.objective.min_snr_gamma model.objective.offset_noise model.objective.snr_shift '
-        'model.objective.timesteps model.l1_weight model.kl_weight',
+        'model.objective.path model.objective.prediction_type model.objective.beta_schedule '
+        'model.objective.beta_start model.objective.beta_end model.objective.num_train_timesteps '
+        'model.objective.zero_terminal_snr model.objective.min_snr_gamma model.objective.offset_noise '
+        'model.objective.snr_shift model.objective.timesteps model.objective.logit_mean model.objective.logit_std '
+        'model.objective.uniform_fraction model.l1_weight model.kl_weight',
     ),
     _rule(
         Effect.FIXED,

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from diffusion.config import noise_schedulers, registry, sampling_limits
+from diffusion.config.objective_checks import objective_class, objective_settings
 from diffusion.config.recipe import Component, GenerateConfig, Recipe
 from diffusion.config.schema import MISSING, Problem, join
-from diffusion.config.signatures import of_source
 
 
 def check_sampling(recipe: Recipe, components: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
@@ -19,26 +19,27 @@ def check_sampling(recipe: Recipe, components: Mapping[str, Mapping[str, Any]]) 
     """
     if not isinstance(recipe.generate, GenerateConfig):
         return []
-    timesteps = num_train_timesteps(recipe)
+    timesteps, flow = num_train_timesteps(recipe), is_flow(recipe)
     # Training does not read `generate`, whose default of 50 steps is too high for a model of, say, 40 timesteps.
     places = [('generate', vars(recipe.generate), timesteps if recipe.task == 'generate' else None)]
     places += [(where, settings, timesteps) for where, settings in components.items()]
     problems = [
         Problem(join(where, key), what)
         for where, settings, limit in places
-        for key, what in sampling_problems(settings, limit).items()
+        for key, what in sampling_problems(settings, limit, flow=flow).items()
     ]
     if recipe.task == 'generate' and (what := model_problem(recipe)) is not None:
         problems.append(Problem('model.name', what))
     return problems + _check_images(recipe.generate)
 
 
-def sampling_problems(settings: Mapping[str, Any], timesteps: int | None) -> dict[str, str]:
+def sampling_problems(settings: Mapping[str, Any], timesteps: int | None, *, flow: bool = False) -> dict[str, str]:
     """Return error messages for settings that are out of range, by key.
 
     Args:
         settings: Settings such as `num_inference_steps` and `guidance_scale`; others are ignored.
         timesteps: Number of timesteps of the model's noise schedule; None if unknown.
+        flow: True for a model of a flow.
     """
     steps, scale = settings.get('num_inference_steps'), settings.get('guidance_scale')
     rescale, name = settings.get('guidance_rescale'), settings.get('noise_scheduler')
@@ -50,34 +51,27 @@ def sampling_problems(settings: Mapping[str, Any], timesteps: int | None) -> dic
     if isinstance(rescale, int | float):
         problems['guidance_rescale'] = sampling_limits.rescale_problem(rescale)
     if isinstance(name, str) and name != MISSING:
-        problems['noise_scheduler'] = noise_schedulers.name_problem(name)
+        problems['noise_scheduler'] = noise_schedulers.name_problem(name, flow=flow)
     return {key: what for key, what in problems.items() if what is not None}
 
 
 def num_train_timesteps(recipe: Recipe) -> int | None:
     """Return the number of timesteps of the model's noise schedule; None for a model without `diffusion.Objective`."""
-    home = _objective(recipe)
-    objective = {} if home is None else recipe.model.kwargs.get('objective') or {}
-    if home is None or not isinstance(objective, Mapping):
-        return None
-    timesteps = (of_source(*home.split(':')).defaults() | dict(objective))['num_train_timesteps']
+    timesteps = objective_settings(recipe).get('num_train_timesteps')
     return timesteps if isinstance(timesteps, int) else None
+
+
+def is_flow(recipe: Recipe) -> bool:
+    """Return True if the model is trained on a flow instead of diffusion."""
+    return objective_settings(recipe).get('path') == 'flow'
 
 
 def model_problem(recipe: Recipe) -> str | None:
     """Return an error message if the model is one of this package that generates no images from prompts, else None."""
     model = recipe.model
-    if not isinstance(model, Component) or not registry.is_own('model', model.name) or _objective(recipe) is not None:
+    if not isinstance(model, Component) or not registry.is_own('model', model.name) or objective_class(recipe):
         return None
     return f'{model.name} does not generate images from prompts; use sd2, for example'
-
-
-def _objective(recipe: Recipe) -> str | None:
-    """Return the address of the dataclass of the model's keyword `objective`; None if it has no such keyword."""
-    model = recipe.model
-    if not isinstance(model, Component) or not registry.is_own('model', model.name):
-        return None
-    return registry.signature('model', model.name).nested.get('Objective')
 
 
 def _check_images(settings: GenerateConfig) -> list[Problem]:

@@ -21,7 +21,15 @@ from diffusion.config.sampling_limits import guidance_problem, rescale_problem, 
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
 from diffusion.models.flops import FlopCount, text_encoder_flops, vae_encoder_flops
-from diffusion.models.objective import Objective, diffuse, loss_weight, target
+from diffusion.models.objective import (
+    Objective,
+    diffuse,
+    flow_loss_weight,
+    flow_velocity,
+    interpolate,
+    loss_weight,
+    target,
+)
 from diffusion.models.pretrained import (
     TextConditioner,
     decode_latents,
@@ -81,6 +89,7 @@ class LatentDiffusion(ComposerModel):
     """
 
     alpha_bars: Tensor
+    """Signal variance of each timestep, float32 [T]; a flow does not use it."""
     latent_mean: Tensor
     latent_std: Tensor
     empty_ids: Tensor
@@ -196,6 +205,11 @@ class LatentDiffusion(ComposerModel):
         self, latents: Tensor, noise: Tensor, timesteps: Tensor, text_embeds: Tensor, mask: Tensor | None = None
     ) -> Denoised:
         """Add noise to latents [B, C, H, W] at timesteps [B] and return the denoiser's predictions."""
+        if self.objective.is_flow:
+            time = timesteps / self.objective.num_train_timesteps
+            prediction = self._predict(interpolate(latents, noise, time=time), timesteps, text_embeds, mask)
+            weight = flow_loss_weight(self.objective, time=time).to(torch.float32)
+            return Denoised(prediction, target(self.objective, latents, noise), weight)
         alpha_bar = self.alpha_bars[timesteps]
         noisy = diffuse(latents, noise, alpha_bar=alpha_bar)
         prediction = self._predict(noisy, timesteps, text_embeds, mask)
@@ -360,11 +374,19 @@ class LatentDiffusion(ComposerModel):
             embeds = torch.cat([negative_embeds, embeds])
             mask = None if mask is None or negative_mask is None else torch.cat([negative_mask, mask])
 
+        # Schedulers of flows alone take the velocity, whatever the denoiser predicts.
+        takes_velocity = self.objective.is_flow and 'prediction_type' not in scheduler.config
+
         def denoise(noisy: Tensor, timestep: Tensor) -> Tensor:
             if guidance_scale <= 1:
-                return self._predict(noisy, timestep, embeds, mask).float()
-            both = self._predict(torch.cat([noisy, noisy]), timestep, embeds, mask).float()
-            return guide(*both.chunk(2), scale=guidance_scale, rescale=guidance_rescale)
+                prediction = self._predict(noisy, timestep, embeds, mask).float()
+            else:
+                both = self._predict(torch.cat([noisy, noisy]), timestep, embeds, mask).float()
+                prediction = guide(*both.chunk(2), scale=guidance_scale, rescale=guidance_rescale)
+            if not takes_velocity:
+                return prediction
+            time = timestep / self.objective.num_train_timesteps
+            return flow_velocity(self.objective, prediction, noisy, time=time)
 
         with evaluating(self):
             latents = sample_latents(
@@ -429,9 +451,11 @@ class LatentDiffusion(ComposerModel):
         return total
 
     def _timesteps(self, batch: Mapping[str, Tensor], draws: Draws) -> Tensor:
-        """Return a random timestep for each sample of a batch, int64 [B]."""
-        steps = self.objective.num_train_timesteps
-        if self.objective.timesteps == 'uniform':
+        """Return a random timestep for each sample of a batch, [B]: int64 for diffusion, float32 for a flow."""
+        steps, flow = self.objective.num_train_timesteps, self.objective.is_flow
+        if self.objective.timesteps != 'stratified':
+            if flow:
+                return (self.objective.time_of(draws.uniform(Purpose.TIMESTEP)) * steps).float()
             return draws.integers(Purpose.TIMESTEP, steps)
         quantiles = batch.get(batch_keys.TIMESTEP_QUANTILE)
         if quantiles is None:
@@ -439,6 +463,8 @@ class LatentDiffusion(ComposerModel):
                 f'batch: has no {batch_keys.TIMESTEP_QUANTILE}, which objective.timesteps: stratified needs; use a '
                 'BucketedLoader with stratified=True, or timesteps: uniform'
             )
+        if flow:
+            return (self.objective.time_of(quantiles.double()) * steps).float()
         # A quantile just below 1, such as 1 - 2**-52, times 1000 is rounded to 1000.
         return (quantiles * steps).long().clamp(max=steps - 1)
 

@@ -1,29 +1,34 @@
-"""Training objective: the denoiser's target, the noise schedule and the loss weighting.
+"""Training objective: how noise is mixed with the latents, the denoiser's target, and the loss weighting.
 
 Shapes: B batch, C latent channels, H W latent size, T timesteps of the schedule.
-`alpha_bar` is the fraction of signal variance left at a timestep: x_t = sqrt(alpha_bar) x + sqrt(1 - alpha_bar) eps.
+Diffusion: x_t = sqrt(alpha_bar) x + sqrt(1 - alpha_bar) eps, where alpha_bar is the fraction of signal variance left.
+Flow: x_t = (1 - t) x + t eps with time t in [0, 1]; its timesteps are t * T, as in diffusers.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from diffusion.config.objective_checks import objective_problems
 from diffusion.errors import UserError
 
-PREDICTION_TYPES = ('epsilon', 'v_prediction', 'sample')
-BETA_SCHEDULES = ('scaled_linear', 'linear', 'cosine')
-TIMESTEPS = ('uniform', 'stratified')
+MIN_TIME = 0.05
+"""Lower bound of t where an error in x is converted to one in velocity, which divides by t (Li and He 2025)."""
 
 
 @dataclass(frozen=True)
 class Objective:
     """Settings of the training objective; the defaults are Stable Diffusion 2's."""
 
-    prediction_type: Literal['epsilon', 'v_prediction', 'sample'] = 'epsilon'
-    """Predict the noise, v = sqrt(a) eps - sqrt(1 - a) x (Salimans and Ho 2022), or the clean latents."""
+    path: Literal['diffusion', 'flow'] = 'diffusion'
+    """diffusion: noise by a schedule of betas; flow: x_t = (1 - t) x + t eps, a straight line (flow matching, Lipman et
+    al. 2023; rectified flow, Liu et al. 2023)."""
+    prediction_type: Literal['epsilon', 'v_prediction', 'sample', 'velocity'] = 'epsilon'
+    """Predict the noise, v = sqrt(a) eps - sqrt(1 - a) x (Salimans and Ho 2022), or the clean latents. A flow predicts
+    its velocity eps - x, or the clean latents with the loss on the velocity (Li and He 2025)."""
     beta_schedule: Literal['scaled_linear', 'linear', 'cosine'] = 'scaled_linear'
     """scaled_linear: linear in sqrt(beta) (Rombach et al. 2022); cosine: Nichol and Dhariwal 2021."""
     beta_start: float = 0.00085
@@ -31,7 +36,7 @@ class Objective:
     beta_end: float = 0.012
     """Last beta; the cosine schedule has none."""
     num_train_timesteps: int = 1000
-    """T, steps of the noise schedule."""
+    """T, steps of the noise schedule; for a flow, the denoiser's timestep at pure noise."""
     zero_terminal_snr: bool = False
     """Rescale so that the last step is pure noise (Lin et al. 2024); needs v_prediction or sample."""
     min_snr_gamma: float | None = None
@@ -40,27 +45,40 @@ class Objective:
     """Standard deviation of a constant per channel added to the noise; 0.1 is common."""
     snr_shift: float = 1.0
     """Divide the SNR by shift**2, where shift is the image side over the base resolution's side (Hoogeboom et al. 2023,
-    eq. 5)."""
-    timesteps: Literal['uniform', 'stratified'] = 'uniform'
+    eq. 5). For a flow that is the shift of timesteps of Esser et al. 2024, eq. 23, who use 3 at 1024 px."""
+    timesteps: Literal['uniform', 'stratified', 'logit_normal'] = 'uniform'
     """uniform: drawn independently for each sample; stratified: one in each of N equal parts of the schedule for the N
     samples of a global batch, so that losses vary less between batches (the low-discrepancy sampler of Kingma et al.
-    2021)."""
+    2021); logit_normal, for a flow: mostly from the middle (Esser et al. 2024, eq. 19)."""
+    logit_mean: float = 0.0
+    """Mean of logit(t) of logit_normal timesteps; larger is noisier."""
+    logit_std: float = 1.0
+    """Standard deviation of logit(t) of logit_normal timesteps."""
+    uniform_fraction: float = 0.0
+    """Fraction of logit_normal timesteps that are drawn uniformly instead, so that both ends are trained too."""
 
     def __post_init__(self) -> None:
-        if self.prediction_type not in PREDICTION_TYPES:
-            raise UserError(f'prediction_type: {self.prediction_type!r}; use one of {", ".join(PREDICTION_TYPES)}')
-        if self.beta_schedule not in BETA_SCHEDULES:
-            raise UserError(f'beta_schedule: {self.beta_schedule!r}; use one of {", ".join(BETA_SCHEDULES)}')
-        if self.timesteps not in TIMESTEPS:
-            raise UserError(f'timesteps: {self.timesteps!r}; use one of {", ".join(TIMESTEPS)}')
-        if self.zero_terminal_snr and self.prediction_type == 'epsilon':
-            raise UserError(
-                'zero_terminal_snr: epsilon does not determine x at zero SNR; use prediction_type: v_prediction'
-            )
-        if self.min_snr_gamma is not None and self.min_snr_gamma <= 0:
-            raise UserError(f'min_snr_gamma: {self.min_snr_gamma} is not positive; use 5, or null to turn it off')
-        if self.snr_shift <= 0:
-            raise UserError(f'snr_shift: {self.snr_shift} is not positive; use 1 to leave the schedule unchanged')
+        defaults = {each.name: each.default for each in fields(Objective) if each.default is not MISSING}
+        for key, problem in objective_problems(vars(self), defaults).items():
+            raise UserError(f'{key}: {problem}')
+
+    @property
+    def is_flow(self) -> bool:
+        """True for a flow, False for diffusion."""
+        return self.path == 'flow'
+
+    def time_of(self, quantiles: Tensor) -> Tensor:
+        """Return the times t of a flow for uniform random numbers in [0, 1), float64 [B]: one number gives one time."""
+        times = quantiles
+        if self.timesteps == 'logit_normal':
+            share = self.uniform_fraction
+            rest = ((quantiles - share) / (1 - share)) if share < 1 else torch.zeros_like(quantiles)
+            # Away from 0 and 1, whose normal quantiles are infinite.
+            normal = torch.special.ndtri(rest.clamp(2.0**-33, 1 - 2.0**-33))
+            times = torch.sigmoid(self.logit_mean + self.logit_std * normal)
+            if share:
+                times = torch.where(quantiles < share, quantiles / share, times)
+        return self.snr_shift * times / (1 + (self.snr_shift - 1) * times)
 
     def betas(self) -> Tensor:
         """Return the noise variance that each step of the schedule adds, float64 [T], after shift and rescaling."""
@@ -77,6 +95,11 @@ class Objective:
 
     def scheduler_config(self) -> dict[str, Any]:
         """Return keywords for diffusers' scheduler classes that reproduce the noise schedule of training."""
+        if self.is_flow:
+            prediction = 'sample' if self.prediction_type == 'sample' else 'flow_prediction'
+            # A StableDiffusionPipeline warns about another steps_offset, which has no effect on a flow.
+            flow = {'shift': self.snr_shift, 'use_flow_sigmas': True, 'flow_shift': self.snr_shift, 'steps_offset': 1}
+            return flow | {'num_train_timesteps': self.num_train_timesteps, 'prediction_type': prediction}
         config: dict[str, Any] = {
             'num_train_timesteps': self.num_train_timesteps,
             'prediction_type': self.prediction_type,
@@ -127,17 +150,33 @@ def velocity(latents: Tensor, noise: Tensor, *, alpha_bar: Tensor) -> Tensor:
     return alpha_bar.sqrt() * noise - (1 - alpha_bar).sqrt() * latents
 
 
-def target(objective: Objective, latents: Tensor, noise: Tensor, *, alpha_bar: Tensor) -> Tensor:
-    """Return the denoiser's training target, [B, C, H, W]: noise, latents or velocity, by the prediction type."""
+def interpolate(latents: Tensor, noise: Tensor, *, time: Tensor) -> Tensor:
+    """Add noise to latents along a flow: x_t = (1 - t) x + t noise, [B, C, H, W]; time is [B]."""
+    time = _per_sample(time, latents)
+    return (1 - time) * latents + time * noise
+
+
+def target(objective: Objective, latents: Tensor, noise: Tensor, *, alpha_bar: Tensor | None = None) -> Tensor:
+    """Return the denoiser's training target, [B, C, H, W]: noise, latents or velocity, by path and prediction type.
+
+    Args:
+        objective: The training objective.
+        latents: Clean latents.
+        noise: The noise that is added to them.
+        alpha_bar: Signal variance, [B]; only diffusion with v_prediction needs it.
+    """
     if objective.prediction_type == 'epsilon':
         return noise
     if objective.prediction_type == 'sample':
         return latents
+    if objective.is_flow:
+        return noise - latents
+    assert alpha_bar is not None
     return velocity(latents, noise, alpha_bar=alpha_bar)
 
 
 def loss_weight(objective: Objective, *, alpha_bar: Tensor) -> Tensor:
-    """Return the weight of each sample's squared error in the training loss, [B]; ones without min-SNR.
+    """Return the weight of each sample's squared error in the loss of diffusion, [B]; ones without min-SNR.
 
     Min-SNR (Hang et al. 2023) clips the weight of an error in x to min(SNR, gamma). The weight is converted to the
     space of the prediction: an error in x is 1/sqrt(SNR) of one in epsilon and 1/sqrt(SNR + 1) of one in v.
@@ -151,6 +190,20 @@ def loss_weight(objective: Objective, *, alpha_bar: Tensor) -> Tensor:
     if objective.prediction_type == 'v_prediction':
         return clipped / (snr + 1)
     return clipped
+
+
+def flow_loss_weight(objective: Objective, *, time: Tensor) -> Tensor:
+    """Return the weight of each sample's squared error in the loss of a flow, [B].
+
+    The loss is on the velocity. An error d of a predicted x is one of d / t in the velocity (x_t - x) / t, whose t has
+    the lower bound MIN_TIME.
+    """
+    return time.clamp(min=MIN_TIME) ** -2 if objective.prediction_type == 'sample' else torch.ones_like(time)
+
+
+def flow_velocity(objective: Objective, prediction: Tensor, noisy: Tensor, *, time: Tensor) -> Tensor:
+    """Return the velocity of a flow for a prediction at time [] above 0: the velocity itself, or the clean latents."""
+    return (noisy - prediction) / time.to(noisy.dtype) if objective.prediction_type == 'sample' else prediction
 
 
 def _per_sample(values: Tensor, like: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ def inference_scheduler(name: str, objective: Objective) -> Any:
     Raises:
         UserError: The scheduler does not exist, does not support the schedule, or needs a package that is missing.
     """
-    found = scheduler_class(name)
+    found = scheduler_class(name, flow=objective.is_flow)
     accepted = inspect.signature(found.__init__).parameters
     config = objective.scheduler_config()
     if objective.zero_terminal_snr and 'rescale_betas_zero_snr' not in accepted:
@@ -47,11 +47,19 @@ def inference_scheduler(name: str, objective: Objective) -> Any:
         ) from error
 
 
-def scheduler_class(name: str) -> Any:
-    """Return a scheduler class by short name (`ddim`, `dpm++`, `euler`, ...) or by its class name in diffusers."""
-    if (problem := noise_schedulers.name_problem(name)) is not None:
+def scheduler_class(name: str, *, flow: bool = False) -> Any:
+    """Return a scheduler class by short name (`ddim`, `dpm++`, `euler`, ...) or by its class name in diffusers.
+
+    Args:
+        name: The name.
+        flow: True for a model of a flow, False for diffusion.
+
+    Raises:
+        UserError: The scheduler does not exist, or is not one for this kind of model.
+    """
+    if (problem := noise_schedulers.name_problem(name, flow=flow)) is not None:
         raise UserError(f'noise_scheduler: {problem}')
-    return getattr(diffusers.schedulers, noise_schedulers.class_name(name))
+    return getattr(diffusers.schedulers, noise_schedulers.class_name(name, flow=flow))
 
 
 def sample_latents(
@@ -77,9 +85,11 @@ def sample_latents(
         # One generator per image, so that its noise does not depend on the other images; on the CPU, so that it does
         # not depend on the device.
         extra['generator'] = [torch.Generator().manual_seed(seed) for seed in seeds]
-    latents = noise * scheduler.init_noise_sigma
+    # Schedulers of flows alone start from plain noise and do not scale the input.
+    latents = noise * getattr(scheduler, 'init_noise_sigma', 1.0)
+    scale = getattr(scheduler, 'scale_model_input', lambda latents, timestep: latents)
     for timestep in scheduler.timesteps:
-        prediction = denoise(scheduler.scale_model_input(latents, timestep), timestep)
+        prediction = denoise(scale(latents, timestep), timestep)
         latents = scheduler.step(prediction, timestep, latents, **extra).prev_sample
     return latents
 

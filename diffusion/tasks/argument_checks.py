@@ -5,12 +5,15 @@ They import no torch, so that a wrong path or number is reported within a second
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from diffusion.algorithms.power_function import gamma_of_width
 from diffusion.checkpointing.run_folder import find_checkpoint, recipe_of_checkpoint
+from diffusion.config import noise_schedulers
 from diffusion.config.load import load
-from diffusion.config.sampling_checks import model_problem, num_train_timesteps, sampling_problems
+from diffusion.config.sampling_checks import is_flow, model_problem, num_train_timesteps, sampling_problems
 from diffusion.config.sampling_limits import seeds_problem
 from diffusion.errors import UserError
 from diffusion.storage.writable import check_writable
@@ -39,12 +42,12 @@ def check_generate(args: argparse.Namespace) -> None:
     if is_export(source):
         if args.weights is not None:
             raise UserError(f'--weights: {source} is an export, which holds one set of weights; remove --weights')
-        problems = sampling_problems(given, _timesteps_of_export(source))
+        problems = _problems_of_export(given, _scheduler_config(source))
     else:
         recipe = load(recipe_of_checkpoint(find_checkpoint(source)), task='generate')
         if (problem := model_problem(recipe)) is not None:
             raise UserError(f'model.name: {problem}')
-        problems = sampling_problems(vars(recipe.generate) | given, num_train_timesteps(recipe))
+        problems = sampling_problems(vars(recipe.generate) | given, num_train_timesteps(recipe), flow=is_flow(recipe))
     for key, problem in problems.items():
         raise UserError(f'{OPTIONS.get(key, f"generate.{key}")}: {problem}')
 
@@ -89,10 +92,20 @@ def check_export(
     return checkpoint
 
 
-def _timesteps_of_export(folder: Path) -> int | None:
-    """Return the number of timesteps of an exported pipeline's noise schedule; None if it is not stated."""
+def _scheduler_config(folder: Path) -> dict[str, Any]:
+    """Return the configuration of an exported pipeline's noise scheduler; empty if it cannot be read."""
     path = folder / 'scheduler' / 'scheduler_config.json'
     try:
-        return json.loads(path.read_text(encoding='utf-8')).get('num_train_timesteps')
+        content = json.loads(path.read_text(encoding='utf-8'))
     except (FileNotFoundError, ValueError):  # diffusers reports a damaged export
-        return None
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _problems_of_export(given: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, str]:
+    """Return error messages for sampling settings that an exported pipeline cannot use, by key."""
+    flow, name = bool(config.get('use_flow_sigmas')), given.get('noise_scheduler')
+    problems = sampling_problems(given, config.get('num_train_timesteps'), flow=flow)
+    if flow and name is not None and noise_schedulers.class_name(name, flow=True).startswith('FlowMatch'):
+        problems['noise_scheduler'] = f'{name!r} does not fit into an exported pipeline; use dpm++ or unipc'
+    return problems

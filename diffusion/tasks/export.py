@@ -10,7 +10,6 @@ from typing import Literal, TypeVar
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import StableDiffusionPipeline
-from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from torch import nn
 
 from diffusion.algorithms.average import trained_parameters
@@ -129,14 +128,14 @@ def pipeline_of(model: LatentDiffusion) -> StableDiffusionPipeline:
         log.warning(
             'export: trained with zeros for dropped captions; the diffusers pipeline uses the empty caption instead'
         )
-    scheduler = inference_scheduler('ddim', model.objective)
-    assert isinstance(scheduler, DDIMScheduler)
+    # The schedulers that diffusers has for flows alone do not fit into this pipeline.
+    scheduler = inference_scheduler('dpm++' if model.objective.is_flow else 'ddim', model.objective)
     return StableDiffusionPipeline(
         vae=with_folded_statistics(model.vae),
         text_encoder=model.text.encoders[0],  # type: ignore[arg-type]
         tokenizer=model.text.tokenizers[0],  # type: ignore[arg-type]
         unet=model.denoiser,
-        scheduler=scheduler,  # type: ignore[arg-type]
+        scheduler=scheduler,
         safety_checker=None,  # type: ignore[arg-type]
         feature_extractor=None,  # type: ignore[arg-type]
         requires_safety_checker=False,

@@ -90,7 +90,9 @@ def _from_pipeline(folder: Path, args: argparse.Namespace) -> list[Path]:
     pipeline = pipeline.to(device)
     pipeline.set_progress_bar_config(disable=True)
     if args.scheduler is not None:
-        pipeline.scheduler = scheduler_class(args.scheduler).from_config(pipeline.scheduler.config)
+        config = pipeline.scheduler.config
+        flow = bool(config.get('use_flow_sigmas'))
+        pipeline.scheduler = scheduler_class(args.scheduler, flow=flow).from_config(config)
     prompts: list[str] = list(args.prompts)
     seeds = range(args.seed, args.seed + len(prompts))
     size = pipeline.unet.config['sample_size']

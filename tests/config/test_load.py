@@ -71,6 +71,7 @@ def test_resolved_recipe_reads_back_equal(path, tmp_path):
     assert load(saved) == recipe
 
 
+characters = st.characters(blacklist_categories=['Cs'], blacklist_characters='\0')
 names = st.text('abcdefghij_', min_size=1, max_size=8)
 
 
@@ -79,7 +80,7 @@ names = st.text('abcdefghij_', min_size=1, max_size=8)
     batch=st.integers(1, 10**6),
     lr=st.floats(1e-9, 1.0),
     streams=st.dictionaries(names, st.sampled_from([64, 256, 512]), min_size=1, max_size=4),
-    prompts=st.lists(st.text(max_size=20), max_size=3),
+    prompts=st.lists(st.text(characters, max_size=20), max_size=3),
 )
 @settings(max_examples=40, deadline=None)
 def test_random_recipe_round_trips_through_yaml(tmp_path_factory, batch, lr, streams, prompts):
@@ -216,6 +217,26 @@ WRONG = {
     ),
     'bad keyword type': ({'optimizer': {'name': 'adamw', 'lr': 'fast'}}, [], "optimizer.lr: 'fast' is not a number"),
     'not a number': ({'optimizer': {'name': 'adamw', 'lr': float('nan')}}, [], 'optimizer.lr: nan is not a number'),
+    'prediction of the other path': (
+        {'model': {'name': 'tiny', 'objective': {'path': 'flow'}}},
+        [],
+        "model.objective.prediction_type: 'epsilon'; use one of velocity, sample for path: flow",
+    ),
+    'betas of a flow': (
+        {'model': {'name': 'tiny', 'objective': {'path': 'flow', 'prediction_type': 'velocity', 'beta_end': 0.1}}},
+        [],
+        'model.objective.beta_end: a flow has no such setting; remove it',
+    ),
+    'objective of wrong types': (
+        {'model': {'name': 'tiny', 'objective': {'snr_shift': 'a', 'min_snr_gamma': [], 'zero_terminal_snr': True}}},
+        [],
+        r"min_snr_gamma: \[\] is not .*\n.*snr_shift: 'a' is not a number\n.*zero_terminal_snr: epsilon does not",
+    ),
+    'scheduler that samples no flow': (
+        {'model': {'name': 'tiny', 'objective': {'path': 'flow', 'prediction_type': 'velocity'}}},
+        ['callbacks.image_grid={prompts: [a], every: 4ba, noise_scheduler: pndm}'],
+        "callbacks.image_grid.noise_scheduler: 'pndm' cannot sample a flow; use ddim, ",
+    ),
     'bad choice': (
         {'model': {'name': 'tiny', 'caption_dropout_mode': 'zero'}},
         [],
@@ -229,7 +250,8 @@ WRONG = {
     'bad nested choice': (
         {'model': {'name': 'tiny', 'objective': {'timesteps': 'stratifed'}}},
         [],
-        "model.objective.timesteps: 'stratifed' is not one of uniform, stratified; did you mean 'stratified'?",
+        "model.objective.timesteps: 'stratifed' is not one of uniform, stratified, logit_normal; "
+        "did you mean 'stratified'?",
     ),
     'unknown callback': (
         {'callbacks': {'lr_monitr': None}},

@@ -1,5 +1,6 @@
 """LatentDiffusion, part by part, against plain PyTorch and diffusers."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -7,12 +8,14 @@ import torch
 import torch.nn.functional as functional
 from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
 
+from diffusion.errors import UserError
 from diffusion.models import batch_keys
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.objective import Objective
 from diffusion.models.randomness import Draws, Purpose
 
 BATCH = 4
+FLOW = Objective(path='flow', prediction_type='velocity', timesteps='logit_normal', uniform_fraction=0.1)
 
 
 def batch_of(model: LatentDiffusion, *, side: int = 64, size: int = BATCH) -> dict[str, torch.Tensor]:
@@ -66,6 +69,103 @@ def test_loss_equals_plain_pytorch(make_model, prediction_type, source):
     torch.testing.assert_close(model.loss(outputs, batch), expected, rtol=1e-5, atol=1e-6)
 
 
+def flow_reference_loss(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+    """Return the loss on the velocity of a flow with shift 3 and logit-normal times, written out."""
+    draws, unet = draws_of(model, batch), model.denoiser
+    latents = model.latents_of(batch, draws)
+    noise = draws.normal(Purpose.NOISE, latents.shape[1:])
+    plain = torch.sigmoid(torch.special.ndtri(draws.uniform(Purpose.TIMESTEP)))
+    time = (3 * plain / (1 + 2 * plain)).float()[:, None, None, None]
+    noisy = (1 - time) * latents + time * noise
+    embeds = model.text.encoders[0](batch[batch_keys.INPUT_IDS][:, 0]).last_hidden_state
+    predicted = unet(noisy, 1000 * time.flatten(), encoder_hidden_states=embeds).sample
+    if model.objective.prediction_type == 'sample':
+        predicted = (noisy - predicted) / time
+    return functional.mse_loss(predicted, noise - latents)
+
+
+@pytest.mark.parametrize('prediction_type', ['velocity', 'sample'])
+def test_loss_and_gradients_of_a_flow_equal_plain_pytorch(make_model, prediction_type):
+    flow = Objective(path='flow', prediction_type=prediction_type, timesteps='logit_normal', snr_shift=3.0)
+    model = make_model(objective=flow, caption_dropout=0.0)
+    batch = batch_of(model)
+    expected = flow_reference_loss(model, batch)
+    expected.backward()
+    theirs = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    loss = model.loss(model(batch), batch)
+    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-6)
+    loss.backward()
+    for gradient, parameter in zip(theirs, model.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-2, atol=1e-5)
+
+
+def test_flow_at_a_validation_timestep_is_that_fraction_of_noise(make_model):
+    model = make_model(objective=Objective(path='flow', prediction_type='velocity'))
+    batch = batch_of(model)
+    assert model.validation_timesteps() == [62, 187, 312, 437, 562, 687, 812, 937]
+    seen = {}
+    model.denoiser.register_forward_pre_hook(lambda module, args: seen.update({int(args[1][0]): args[0]}))
+    assert model.eval_forward(batch).shape == (8, BATCH)
+    latents = model.latents_of(batch)
+    draws = Draws(model.seed, batch[batch_keys.SAMPLE_ID], torch.zeros(BATCH).long(), torch.full((BATCH,), 4))
+    noise = draws.normal(Purpose.VALIDATION_NOISE, latents.shape[1:])
+    torch.testing.assert_close(seen[562], 0.438 * latents + 0.562 * noise)
+
+
+def test_stratified_times_of_a_flow_are_the_quantiles(make_model):
+    model = make_model(objective=Objective(path='flow', prediction_type='velocity', timesteps='stratified'))
+    batch = batch_of(model) | {batch_keys.TIMESTEP_QUANTILE: torch.linspace(0, 0.9, BATCH, dtype=torch.float64)}
+    timesteps = model._timesteps(batch, draws_of(model, batch))
+    torch.testing.assert_close(timesteps, 1000 * torch.linspace(0, 0.9, BATCH))
+
+
+@pytest.mark.parametrize('prediction_type', ['velocity', 'sample'])
+def test_ddim_of_a_flow_is_eulers_method(make_model, prediction_type):
+    model = make_model(objective=Objective(path='flow', prediction_type=prediction_type, snr_shift=2.0))
+    latents = torch.randn(1, 4, 8, 8)
+    images = model.generate(['a'], latents=latents, num_inference_steps=5, guidance_scale=1.0)
+    # diffusers spaces times evenly from 1 to the shifted 1 / 1000, and then shifts them.
+    plain = torch.linspace(1, 2 * 0.001 / 1.001, 5)
+    times = torch.cat([2 * plain / (1 + plain), torch.zeros(1)])
+    embeds = model.text.encoders[0](model._tokens(['a'])[:, 0]).last_hidden_state
+    state = latents
+    with torch.no_grad():
+        for time, following in itertools.pairwise(times):
+            predicted = model.denoiser(state, 1000 * time, embeds).sample
+            velocity = (state - predicted) / time if prediction_type == 'sample' else predicted
+            state = state + (following - time) * velocity
+    torch.testing.assert_close(images, model.decode(state), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize('name', ['euler', 'heun', 'dpm++', 'unipc', 'DPMSolverSinglestepScheduler'])
+@pytest.mark.parametrize('prediction_type', ['velocity', 'sample'])
+def test_every_scheduler_of_a_flow_follows_a_known_flow(make_model, monkeypatch, name, prediction_type):
+    """For data that are a single point, every solver must arrive there: the flow is a straight line."""
+    model = make_model(objective=Objective(path='flow', prediction_type=prediction_type))
+    point, noise = torch.randn(2, 1, 4, 8, 8)
+    exact = {'velocity': noise - point, 'sample': point}[prediction_type]
+    monkeypatch.setattr(model, '_predict', lambda noisy, *_: exact)
+    monkeypatch.setattr(model, 'decode', lambda latents: latents)
+    sampling = {'num_inference_steps': 10, 'guidance_scale': 1.0, 'noise_scheduler': name}
+    torch.testing.assert_close(model.generate(['a'], latents=noise, **sampling), point, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    ('flow', 'name', 'message'),
+    [
+        (True, 'pndm', "'pndm' cannot sample a flow; use ddim, dpm"),
+        (True, 'EulerDiscreteScheduler', 'cannot sample a flow'),
+        (False, 'FlowMatchEulerDiscreteScheduler', 'samples a flow, and this model is diffusion; use ddim'),
+        (True, 'eular', "'eular' is unknown; did you mean 'euler'"),
+    ],
+)
+def test_scheduler_of_the_other_kind_is_refused(make_model, flow, name, message):
+    model = make_model(objective=Objective(path='flow', prediction_type='velocity') if flow else Objective())
+    with pytest.raises(UserError, match=message):
+        model.generate(['a'], num_inference_steps=2, noise_scheduler=name)
+
+
 def test_gradients_equal_plain_pytorch(make_model):
     model = make_model(caption_dropout=0.0)
     batch = batch_of(model)
@@ -98,9 +198,10 @@ def test_moments_may_be_means_without_variances(make_model):
     torch.testing.assert_close(model.latents_of(half, draws_of(model, batch)), model.latents_of(batch))
 
 
-def test_loss_of_a_sample_does_not_depend_on_batch_order(make_model):
+@pytest.mark.parametrize('objective', [Objective(), FLOW], ids=['diffusion', 'flow'])
+def test_loss_of_a_sample_does_not_depend_on_batch_order(make_model, objective):
     """A batch's loss is the mean of its samples' losses for any split over devices, so runs can change their number."""
-    model = make_model()
+    model = make_model(objective=objective)
     batch = batch_of(model)
     full = model(batch)
     order = torch.tensor([2, 0, 3, 1])

@@ -1,12 +1,25 @@
 """Noise schedules and targets against diffusers and against closed forms from the papers."""
 
+from typing import Any
+
 import pytest
 import torch
 from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
-from diffusion.models.objective import Objective, diffuse, loss_weight, target
+from diffusion.models.objective import (
+    Objective,
+    diffuse,
+    flow_loss_weight,
+    flow_velocity,
+    interpolate,
+    loss_weight,
+    target,
+)
 
+FLOW: dict[str, Any] = {'path': 'flow', 'prediction_type': 'velocity'}
+LOGIT_NORMAL: dict[str, Any] = FLOW | {'timesteps': 'logit_normal'}
 SCHEDULES = ['scaled_linear', 'linear', 'cosine']
 
 
@@ -82,8 +95,78 @@ def test_min_snr_with_zero_terminal_snr_is_finite():
         ({'zero_terminal_snr': True}, 'zero_terminal_snr: .* use prediction_type: v_prediction'),
         ({'min_snr_gamma': 0.0}, 'min_snr_gamma: 0.0 is not positive'),
         ({'snr_shift': -1.0}, 'snr_shift: -1.0 is not positive'),
+        ({'path': 'flows'}, "path: 'flows'; use one of diffusion, flow"),
+        ({'path': 'flow'}, "prediction_type: 'epsilon'; use one of velocity, sample for path: flow"),
+        ({'prediction_type': 'velocity'}, "'velocity'; use one of epsilon, v_prediction, sample for path: diffusion"),
+        (FLOW | {'beta_end': 0.02}, 'beta_end: a flow has no such setting; remove it'),
+        (FLOW | {'min_snr_gamma': 5.0}, 'min_snr_gamma: a flow has no such setting'),
+        ({'timesteps': 'logit_normal'}, "'logit_normal'; use one of uniform, stratified for path: diffusion"),
+        (FLOW | {'logit_std': 2.0}, 'logit_std: only timesteps: logit_normal uses it'),
+        (LOGIT_NORMAL | {'logit_std': 0.0}, 'logit_std: 0.0 is not positive'),
+        (LOGIT_NORMAL | {'uniform_fraction': 1.5}, 'uniform_fraction: 1.5 is not a fraction'),
     ],
 )
 def test_invalid_settings_are_rejected(settings, message):
     with pytest.raises(ValueError, match=message):
         Objective(**settings)
+
+
+QUANTILES = torch.arange(200_000, dtype=torch.float64).add(0.5) / 200_000
+"""Evenly spaced numbers in (0, 1), in place of random ones, whose statistics would vary."""
+
+
+def test_flow_is_a_straight_line_whose_derivative_is_the_target():
+    latents, noise = torch.randn(2, 5, 4, 8, 8, dtype=torch.float64).unbind()
+    time = torch.rand(5, dtype=torch.float64).mul(0.9).requires_grad_()
+    moved = interpolate(latents, noise, time=time)
+    assert torch.equal(interpolate(latents, noise, time=torch.zeros(5)), latents)
+    assert torch.equal(interpolate(latents, noise, time=torch.ones(5)), noise)
+    (slope,) = torch.autograd.grad(moved[:, 0, 0, 0].sum(), time)
+    torch.testing.assert_close(slope, target(Objective(**FLOW), latents, noise)[:, 0, 0, 0])
+
+
+def test_error_in_x_is_weighted_as_one_in_the_velocity():
+    objective = Objective(path='flow', prediction_type='sample')
+    latents, noise, error = torch.randn(3, 7, 4, 8, 8, dtype=torch.float64).unbind()
+    time = torch.linspace(0.05, 1, 7, dtype=torch.float64)
+    noisy = interpolate(latents, noise, time=time)
+    assert torch.equal(target(objective, latents, noise), latents)
+    velocities = [
+        flow_velocity(objective, latents[i] + error[i], noisy[i], time=time[i]) - (noise - latents)[i] for i in range(7)
+    ]
+    weighted = flow_loss_weight(objective, time=time) * error.square().flatten(1).mean(1)
+    torch.testing.assert_close(weighted, torch.stack(velocities).square().flatten(1).mean(1))
+    assert flow_loss_weight(objective, time=torch.tensor([0.0])).item() == pytest.approx(400), 'bounded at t = 0.05'
+    assert flow_loss_weight(Objective(**FLOW), time=time).eq(1).all()
+    assert flow_velocity(Objective(**FLOW), error, noisy, time=time[0]) is error
+
+
+@pytest.mark.parametrize(('mean', 'std', 'fraction', 'shift'), [(0, 1, 0, 1), (0.5, 0.8, 0, 1), (0, 1, 0.2, 3)])
+def test_logit_normal_times_have_their_distribution(mean, std, fraction, shift):
+    """The share of times below a bound is the distribution function of the normal distribution, undoing the shift."""
+    objective = Objective(**LOGIT_NORMAL, logit_mean=mean, logit_std=std, uniform_fraction=fraction, snr_shift=shift)
+    times = objective.time_of(QUANTILES)
+    for time in (0.05, 0.3, 0.5, 0.7, 0.95):
+        unshifted = time / (shift - (shift - 1) * time)
+        logit = torch.logit(torch.tensor(unshifted, dtype=torch.float64))
+        normal = torch.special.ndtr((logit - mean) / std).item()
+        assert times.lt(time).double().mean().item() == pytest.approx(
+            fraction * unshifted + (1 - fraction) * normal, abs=1e-4
+        )
+    assert times.gt(0).all() and times.lt(1).all()
+
+
+def test_all_times_may_be_uniform_and_extreme_quantiles_are_finite():
+    only_uniform = Objective(**LOGIT_NORMAL, uniform_fraction=1.0)
+    torch.testing.assert_close(only_uniform.time_of(QUANTILES), QUANTILES)
+    ends = Objective(**LOGIT_NORMAL).time_of(torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64))
+    assert 0 < ends[0] < 0.01 and 0.99 < ends[1] < 1
+
+
+def test_shift_is_that_of_diffusers_and_divides_the_snr():
+    shifted = Objective(**FLOW, snr_shift=3.0)
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    uniform = torch.arange(1, 1001, dtype=torch.float64) / 1000
+    torch.testing.assert_close(shifted.time_of(uniform).flip(0).float(), scheduler.sigmas, rtol=1e-6, atol=1e-7)
+    time = shifted.time_of(torch.tensor([0.25], dtype=torch.float64))
+    assert ((1 - time) / time).square().item() == pytest.approx((0.75 / 0.25) ** 2 / 9)

@@ -107,6 +107,39 @@ def test_interrupted_and_resumed_equals_uninterrupted(write_recipe, tmp_path):
         assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
+def test_flow_resumes_equal_and_its_export_generates_the_same_images(write_recipe, tiny_recipe, tmp_path, capsys):
+    model = tiny_recipe(tmp_path)['model'] | {
+        'objective': {'path': 'flow', 'prediction_type': 'velocity', 'timesteps': 'logit_normal'}
+    }
+    path = write_recipe(model=model, algorithms=EMA)
+    overrides = [
+        'eval_streams=${streams}',
+        'trainer.eval_interval=4ba',
+        'trainer.max_duration=4ba',
+        'trainer.save_interval=2ba',
+    ]
+    train(load(path, [*overrides, 'name=whole'])).close()
+    trainer = build_trainer(load(path, overrides))
+    trainer.fit(duration='3ba')
+    trainer.close()
+    train(load(path, overrides)).close()
+    runs = tmp_path / 'runs'
+    assert losses(runs / 'run') == losses(runs / 'whole')
+    metrics = [read_metrics(runs / name / 'metrics.jsonl')['metrics/eval/loss_t562'] for name in ('run', 'whole')]
+    assert metrics[0][4] == metrics[1][4]
+    export(runs / 'run', tmp_path / 'sd')
+    generated = []
+    for source, out in ((runs / 'run', 'ours'), (tmp_path / 'sd', 'theirs')):
+        arguments = ['generate', str(source), 'a', '--out', str(tmp_path / out), '--steps', '4', '--scheduler', 'dpm++']
+        assert main(arguments) == 0
+        (file,) = (tmp_path / out).iterdir()
+        generated.append(np.asarray(Image.open(file)).astype(int))
+    assert abs(generated[0] - generated[1]).max() <= 2
+    for wrong, message in (('ddim', 'does not fit into an exported pipeline'), ('pndm', 'cannot sample a flow')):
+        assert main(['generate', str(tmp_path / 'sd'), 'a', '--scheduler', wrong]) == 2
+        assert f"--scheduler: '{wrong}' {message}" in capsys.readouterr().err
+
+
 def test_phase_two_starts_from_the_weights_of_phase_one(write_recipe, pictures, tmp_path):
     train(load(write_recipe('one'))).close()
     second = write_recipe(
@@ -271,7 +304,13 @@ def test_failed_export_leaves_no_files(finished, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    'prediction', [{'zero_terminal_snr': True, 'prediction_type': 'v_prediction'}, {'snr_shift': 2.0}]
+    'prediction',
+    [
+        {'zero_terminal_snr': True, 'prediction_type': 'v_prediction'},
+        {'snr_shift': 2.0},
+        {'path': 'flow', 'prediction_type': 'velocity', 'snr_shift': 2.0},
+        {'path': 'flow', 'prediction_type': 'sample'},
+    ],
 )
 def test_export_keeps_the_noise_schedule_of_other_objectives(make_model, prediction, tmp_path):
     from diffusion.models.objective import Objective
@@ -284,7 +323,8 @@ def test_export_keeps_the_noise_schedule_of_other_objectives(make_model, predict
     latents = torch.randn(1, 4, 8, 8)
     sampling = {'num_inference_steps': 3, 'guidance_scale': 2.0}
     theirs = pipeline('a', latents=latents, output_type='pt', return_dict=False, **sampling)[0]
-    ours = model.generate(['a'], latents=latents, **sampling)
+    scheduler = 'dpm++' if model.objective.is_flow else 'ddim'
+    ours = model.generate(['a'], latents=latents, noise_scheduler=scheduler, **sampling)
     torch.testing.assert_close(theirs, ours, rtol=1e-3, atol=1e-3)
 
 

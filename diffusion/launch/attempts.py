@@ -59,7 +59,8 @@ class Attempt:
         first_at: Time when the first batch of the attempt began.
         last: Number of batches that the run had completed when the attempt ended.
         last_at: Time when the last batch of the attempt ended.
-        status: Exit status, or None if it was not recorded.
+        status: Exit status of the node that failed first, or of the first node if none failed or the nodes share no
+            exit file; None if it was not recorded.
         cause: Cause of the end, a key of `CAUSES`.
         detail: Further description of the cause, such as the ranks that failed.
         machine: Machine on which the attempt failed, or empty if it is unknown or did not fail.

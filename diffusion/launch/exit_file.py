@@ -47,8 +47,10 @@ def failure_elsewhere(environ: Mapping[str, str]) -> NodeExit | None:
     return None if first is None or first.cause == 'preempted' else first
 
 
-def cause_of_end(outcome: Outcome, environ: Mapping[str, str]) -> tuple[str, str, str]:
-    """Return the cause, detail and machine of an attempt's end, from another node if that node failed first.
+def end_of_attempt(outcome: Outcome, environ: Mapping[str, str]) -> NodeExit:
+    """Return how an attempt ended: the exit record of the node that failed first, or this node's own.
+
+    Its machine is empty unless the cause is due to that machine.
 
     Args:
         outcome: Outcome of the attempt on this node.
@@ -59,12 +61,12 @@ def cause_of_end(outcome: Outcome, environ: Mapping[str, str]) -> tuple[str, str
     # consequence, and would be misleading in attempts.jsonl.
     if first is None or outcome.cause not in ('preempted', 'crash') or first.cause == outcome.cause:
         machine = environment.machine_name(environ) if outcome.cause in LOCAL_CAUSES else ''
-        return outcome.cause, outcome.detail, machine
+        return NodeExit(outcome.status, machine, outcome.cause, outcome.detail)
     machine = first.machine if first.cause in LOCAL_CAUSES else ''
     detail = first.detail or f'status {first.status}'
     # A hardware fault names its machine already.
     detail = detail if detail.startswith(f'{first.machine}: ') else f'{first.machine}: {detail}'
-    return first.cause, detail, machine
+    return NodeExit(first.status, machine, first.cause, detail)
 
 
 def earlier_attempt_ran(environ: Mapping[str, str]) -> bool:

@@ -26,8 +26,8 @@ from diffusion.launch.attempts import Attempt
 from diffusion.launch.aws_secrets import fetch_secrets
 from diffusion.launch.bounded_call import within_limit
 from diffusion.launch.exit_file import (
-    cause_of_end,
     earlier_attempt_ran,
+    end_of_attempt,
     failure_elsewhere,
     report_exit,
 )
@@ -275,8 +275,9 @@ class Node:
             outcome = self._preflight(Path(folder), attempt)
             if outcome.status == 0:
                 outcome = self._run_workers(self.command, Path(folder), attempt)
-        attempt.end, attempt.status = records.clock.now(), outcome.status
-        attempt.cause, attempt.detail, attempt.machine = cause_of_end(outcome, self.environ)
+        end = end_of_attempt(outcome, self.environ)
+        attempt.end, attempt.status, attempt.machine = records.clock.now(), end.status, end.machine
+        attempt.cause, attempt.detail = end.cause, end.detail
         nothing_begun = self.trains and attempt.first is None and not attempt.detail.startswith('preflight')
         if nothing_begun and attempt.cause == 'preempted':
             attempt.detail = 'before the first batch, so there was nothing to save'

@@ -30,7 +30,7 @@ from diffusion.launch.attempts import (
     restarts_used,
     time_breakdown,
 )
-from diffusion.launch.exit_file import NodeExit, cause_of_end, first_failed_node
+from diffusion.launch.exit_file import NodeExit, end_of_attempt, first_failed_node
 from diffusion.launch.heartbeat_file import ATTEMPT_FOLDER_VARIABLE, SAVING, TRAINING, Beat
 from diffusion.launch.local_cluster import LocalJob, job_exit_status
 from diffusion.launch.node import Node
@@ -343,20 +343,21 @@ def test_first_failed_node_is_found(tmp_path, content, expected):
 @pytest.mark.parametrize(
     ('outcome', 'reported', 'expected'),
     [
-        (Outcome(1, 'crash', 'rank 0 with 1'), '1 n2 killed by SIGKILL', ('killed', 'n2: by SIGKILL', 'n2')),
-        (Outcome(75, 'preempted'), '75 n2 hang no batch', ('hang', 'n2: no batch', '')),
-        (Outcome(75, 'preempted'), '76 n2', ('hardware', 'n2: status 76', 'n2')),
-        (Outcome(75, 'preempted'), '75 n2 preempted', ('preempted', '', '')),
-        (Outcome(1, 'crash', 'rank 0 with 1'), '1 n2 crash rank 1 with 1', ('crash', 'rank 0 with 1', 'n1')),
-        (Outcome(1, 'killed', 'rank 0 by SIGKILL'), '1 n2 crash rank 1 with 1', ('killed', 'rank 0 by SIGKILL', 'n1')),
-        (Outcome(1, 'crash', 'rank 0 with 1'), '0 n2 done', ('crash', 'rank 0 with 1', 'n1')),
-        (Outcome(76, 'hardware', 'Xid 79'), '75 n2 preempted', ('hardware', 'Xid 79', 'n1')),
+        (Outcome(1, 'crash', 'rank 0 with 1'), '9 n2 killed by SIGKILL', NodeExit(9, 'n2', 'killed', 'n2: by SIGKILL')),
+        (Outcome(75, 'preempted'), '75 n2 hang no batch', NodeExit(75, '', 'hang', 'n2: no batch')),
+        (Outcome(75, 'preempted'), '76 n2', NodeExit(76, 'n2', 'hardware', 'n2: status 76')),
+        (Outcome(75, 'preempted'), '78 n2 mistake', NodeExit(78, '', 'mistake', 'n2: status 78')),
+        (Outcome(75, 'preempted'), '75 n2 preempted', NodeExit(75, '', 'preempted', '')),
+        (Outcome(1, 'crash', 'rank 0 with 1'), '9 n2 crash rank 1 with 9', NodeExit(1, 'n1', 'crash', 'rank 0 with 1')),
+        (Outcome(1, 'killed', 'by SIGKILL'), '1 n2 crash rank 1 with 1', NodeExit(1, 'n1', 'killed', 'by SIGKILL')),
+        (Outcome(1, 'crash', 'rank 0 with 1'), '0 n2 done', NodeExit(1, 'n1', 'crash', 'rank 0 with 1')),
+        (Outcome(76, 'hardware', 'Xid 79'), '75 n2 preempted', NodeExit(76, 'n1', 'hardware', 'Xid 79')),
     ],
 )
-def test_attempt_has_the_cause_and_machine_of_first_failed_node(tmp_path, outcome, reported, expected):
+def test_attempt_has_the_status_and_cause_of_first_failed_node(tmp_path, outcome, reported, expected):
     (tmp_path / 'exits').write_text(f'0 n1 done\n{reported}\n')
     environ = {environment.EXIT_FILE: str(tmp_path / 'exits'), environment.MACHINE: 'n1'}
-    assert cause_of_end(outcome, environ) == expected
+    assert end_of_attempt(outcome, environ) == expected
 
 
 def test_unknown_preflight_level_is_refused():

@@ -271,7 +271,7 @@ def test_gpu_fault_and_stopped_rank_of_four_are_named_with_nothing_lost(launch, 
     assert job.wait() == 0, job.log.read_text()
     first, second, third = attempts.read_attempts(job.run)
     fault = f'{socket.gethostname()}: rank 2: uncorrected memory errors rose from 0 to 2'
-    assert (first.status, first.cause, first.detail) == (PREEMPTED, 'hardware', fault)
+    assert (first.status, first.cause, first.detail) == (BAD_HARDWARE, 'hardware', fault)
     assert f'job: exited with status {BAD_HARDWARE}; starting restart 1' in job.log.read_text()
     assert second.first == first.last
     assert '3 ranks wait in' in second.detail

@@ -305,8 +305,8 @@ def test_node_that_sees_another_folder_is_named(views, expected):
 
 def slow_folder(rank):
     plain = os.fdatasync
-    write_speed.os.fdatasync = lambda descriptor: (time.sleep(0.2), plain(descriptor))
-    node_checks.checkpoint_bytes = lambda recipe: 14 * 10**9
+    write_speed.os.fdatasync = lambda descriptor: (time.sleep(1), plain(descriptor))
+    node_checks.checkpoint_bytes = lambda recipe: 10**9  # twice this must be free on the disk
 
 
 def test_save_longer_than_the_notice_is_a_warning(run_two, monkeypatch):
@@ -315,7 +315,7 @@ def test_save_longer_than_the_notice_is_a_warning(run_two, monkeypatch):
     assert statuses == [0, 0], 'a warning is no fault'
     (speed,) = [finding for finding in found if finding.check == 'write speed']
     assert speed.warns
-    expected = r'GB/s; a save of 14\.0 GB takes about \d+ s, longer than .* (notice|timeout of collectives)'
+    expected = r'GB/s; a save of 1\.0 GB takes about \d+ s, longer than .* (notice|timeout of collectives)'
     assert re.search(expected, speed.detail) and 'parallelism.checkpoints: sharded' in speed.detail
     assert 'WARN write speed' in findings_table(found)
 

@@ -52,7 +52,8 @@ from diffusion.data.image_text import ImageTextDataset
 from diffusion.data.loader import BucketedLoader
 from diffusion.data.streams import Bucket
 from diffusion.data.transforms import decode_for_model
-from diffusion.models.pretrained import clip_tokenizer, tokenize
+from diffusion.models.pretrained import clip_tokenizer
+from diffusion.models.text_conditioner import tokenize
 
 SIDE, BATCH = 512, 16
 ROUND_BATCHES = 4

@@ -34,7 +34,8 @@ from diffusion.config.recipe import SpeedConfig
 from diffusion.models import batch_keys, sd2_config
 from diffusion.models.flops import FlopCount
 from diffusion.models.latent_diffusion import LatentDiffusion
-from diffusion.models.pretrained import TextConditioner, clip_tokenizer
+from diffusion.models.pretrained import clip_tokenizer
+from diffusion.models.text_conditioner import TextConditioner
 from diffusion.training.performance import apply_speed, set_backends
 
 ON_GPU = torch.cuda.is_available()
@@ -247,7 +248,7 @@ def sd2_forward_flops(size: int) -> int:
     """Return the FLOPs per sample of a forward pass of Stable Diffusion 2's U-Net."""
     with torch.device('meta'):
         unet = UNet2DConditionModel(**sd2_config.UNET)
-    return FlopCount(unet, channels=4, text_width=unet.config['cross_attention_dim'])(size, size, 77)
+    return FlopCount(unet)(size, size, 77)
 
 
 def peak_flops() -> float | None:

@@ -17,6 +17,7 @@ LAYERS = [
 COMPOSER_MODELS = {
     'models.latent_diffusion',
     'models.builders',
+    'models.prx_builders',
     'models.autoencoder',
 }  # on layer 2, in the folder of their parts
 FOREIGN = {

@@ -20,6 +20,8 @@ TARGETS: dict[str, dict[str, Any]] = {
     'model': {
         'sd2': 'diffusion.models.builders:sd2',
         'tiny': 'diffusion.models.builders:tiny',
+        'prx': 'diffusion.models.prx_builders:prx',
+        'tiny_prx': 'diffusion.models.prx_builders:tiny_prx',
         'autoencoder': 'diffusion.models.autoencoder:tiny_autoencoder',
     },
     'dataset': {

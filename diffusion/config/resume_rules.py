@@ -49,7 +49,8 @@ RULES = (
         Effect.FIXED,
         'the architecture: the names and shapes of the weights follow from it',
         'model.block_out_channels model.layers_per_block model.text_width model.text_layers model.max_length '
-        'model.latent_channels model.norm_num_groups model.train_text_encoder',
+        'model.latent_channels model.norm_num_groups model.train_text_encoder model.hidden_size model.num_heads '
+        'model.depth model.patch_size',
     ),
     _rule(
         Effect.FIXED,

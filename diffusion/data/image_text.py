@@ -11,8 +11,8 @@ from diffusion.data.caption_choice import CaptionChoice, choose_caption
 from diffusion.data.streams import Bucket, BucketedDataset
 from diffusion.data.transforms import Crop, Undecodable, crop_and_resize, to_planar
 from diffusion.models import batch_keys
-from diffusion.models.pretrained import tokenize
 from diffusion.models.randomness import Purpose
+from diffusion.models.text_conditioner import tokenize
 
 
 class ImageTextDataset(BucketedDataset):

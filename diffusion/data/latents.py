@@ -22,8 +22,9 @@ from diffusion.data.streams import Bucket, BucketedDataset
 from diffusion.data.verified_stream import VerifiedStream
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
-from diffusion.models.pretrained import TextConditioner, latent_statistics, tokenize
 from diffusion.models.randomness import Purpose
+from diffusion.models.text_conditioner import TextConditioner, tokenize
+from diffusion.models.vae import latent_statistics
 
 MANIFEST = 'manifest.json'
 

@@ -17,7 +17,7 @@ from diffusion.data.streams import BucketedDataset
 from diffusion.data.transforms import Crop, decode_crop, resize, to_planar
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
-from diffusion.models.pretrained import tokenize
+from diffusion.models.text_conditioner import tokenize
 from diffusion.planning.count_cache import CountingFailed
 from diffusion.planning.gpus import GPU
 from diffusion.planning.model_costs import ModelCosts

@@ -22,7 +22,8 @@ from diffusion.evaluation.image_sheet import Figure, Section, draw_sheet, html_f
 from diffusion.inspection.stream_selection import Sections
 from diffusion.models import batch_keys
 from diffusion.models.builders import TINY_VAE
-from diffusion.models.pretrained import decode_latents, load_pretrained
+from diffusion.models.pretrained import load_pretrained
+from diffusion.models.vae import decode_latents
 from diffusion.storage.atomic import write_atomically
 from diffusion.training.components import build_dataset, evaluation_dataset
 

@@ -1,7 +1,7 @@
 """Activation memory: bytes that a forward pass keeps for the backward pass, counted on fake tensors without data."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -18,6 +18,8 @@ from torch.utils.flop_counter import flop_registry
 
 from diffusion.models.flops import empty_copy
 
+Inputs = tuple[tuple[Any, ...], Mapping[str, Any]]
+"""Positional and keyword arguments of a forward pass."""
 BATCHES = 2, 4
 """Batch sizes of the two counted passes; their difference gives the bytes per sample. Not 1: with a single sample some
 transposed tensors are contiguous and are not copied."""
@@ -60,13 +62,13 @@ class Activations:
         )
 
 
-def count_activations(module: nn.Module, inputs: Callable[[int], tuple[Any, ...]], precision: str) -> Activations:
+def count_activations(module: nn.Module, inputs: Callable[[int], Inputs], precision: str) -> Activations:
     """Return the activation memory of a module, counted in forward passes of a copy whose tensors hold no data.
 
     Args:
         module: Module to measure. The submodules that its `fsdp_wrap_fn` selects are its blocks, which the recipe's
             `speed.compile` compiles.
-        inputs: Function from a batch size to the arguments of the forward pass.
+        inputs: Function from a batch size to the positional and keyword arguments of the forward pass.
         precision: One of
             float32: no autocast;
             half: 16-bit autocast as on CUDA, with norms in float32;
@@ -79,7 +81,7 @@ def count_activations(module: nn.Module, inputs: Callable[[int], tuple[Any, ...]
     # weights (70 MiB per sample where a GPU keeps 8).
     with FakeTensorMode(allow_non_fake_inputs=True):
         copied = empty_copy(module, 'cpu').train()
-        small, large = (_record(copied, inputs(batch), flags) for batch in BATCHES)
+        small, large = (_record(copied, *inputs(batch), flags) for batch in BATCHES)
     span = BATCHES[1] - BATCHES[0]
 
     def line(few: int, many: int) -> tuple[int, int]:
@@ -252,7 +254,7 @@ def _to_float32(value: Any) -> Any:
     return value.float() if narrow else value
 
 
-def _record(module: nn.Module, args: tuple[Any, ...], flags: set[str]) -> _Recording:
+def _record(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], flags: set[str]) -> _Recording:
     """Run a forward pass of a module, and return a record of the tensors that autograd keeps for the backward pass."""
     recording = _Recording({tensor.untyped_storage()._cdata for tensor in (*module.parameters(), *module.buffers())})
     with contextlib.ExitStack() as stack:
@@ -269,7 +271,7 @@ def _record(module: nn.Module, args: tuple[Any, ...], flags: set[str]) -> _Recor
             stack.enter_context(_AsOnGPU(recording, float32_norms=flags == {'half'}))
         stack.enter_context(_Operations(recording))
         stack.enter_context(saved_tensors_hooks(recording.keep, lambda tensor: tensor))
-        module(*args)
+        module(*args, **kwargs)
     return recording
 
 

@@ -15,7 +15,7 @@ from torchmetrics import MeanMetric, Metric
 from diffusion.config.constraints import AtLeast, MultipleOf, constrained
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
-from diffusion.models.pretrained import decode_latents, posterior_of
+from diffusion.models.vae import decode_latents, posterior_of
 
 _STATISTICS_MOMENTUM = 0.01
 """Weight of a batch in the running latent statistics."""

@@ -13,7 +13,9 @@ from diffusion.errors import UserError
 from diffusion.models import sd2_config
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.objective import Objective
-from diffusion.models.pretrained import TextConditioner, clip_tokenizer, downsampling, load_pretrained
+from diffusion.models.pretrained import clip_tokenizer, load_pretrained
+from diffusion.models.text_conditioner import TextConditioner
+from diffusion.models.vae import downsampling, latent_channels
 
 TINY_VAE = Path(__file__).parent / 'weights' / 'tiny_vae'
 """Folder of the packaged autoencoder for 64 px OpenMoji images, trained by yamls/tiny_vae.yaml."""
@@ -74,7 +76,7 @@ def sd2(
         objective: Training objective. The keywords from here on are those of `diffusion.LatentDiffusion`.
     """
     if vae is not None:
-        autoencoder = _load_vae(vae)
+        autoencoder = load_vae(vae)
     elif pretrained is not None:
         autoencoder = load_pretrained(AutoencoderKL, pretrained, subfolder='vae', revision=revision)
     else:
@@ -83,9 +85,13 @@ def sd2(
         encoder = load_pretrained(CLIPTextModel, pretrained, subfolder='text_encoder', revision=revision)
     else:
         encoder = CLIPTextModel(CLIPTextConfig(**sd2_config.TEXT_ENCODER))
-    sample_size = _latent_size(resolution, autoencoder)
-    channels = autoencoder.config['latent_channels']
-    unet = sd2_config.UNET | {'sample_size': sample_size, 'in_channels': channels, 'out_channels': channels}
+    sample_size = latent_side(resolution, autoencoder)
+    channels = latent_channels(autoencoder)
+    unet: dict[str, Any] = sd2_config.UNET | {
+        'sample_size': sample_size,
+        'in_channels': channels,
+        'out_channels': channels,
+    }
     return LatentDiffusion(
         UNet2DConditionModel(**unet),
         autoencoder,
@@ -139,10 +145,10 @@ def tiny(
         max_length: L, number of tokens to which captions are padded and truncated, start and end included.
         objective: Training objective. The keywords from here on are those of `diffusion.LatentDiffusion`.
     """
-    autoencoder = _load_vae(vae or str(TINY_VAE))
-    channels = autoencoder.config['latent_channels']
+    autoencoder = load_vae(vae or str(TINY_VAE))
+    channels = latent_channels(autoencoder)
     denoiser = UNet2DConditionModel(
-        sample_size=_latent_size(resolution, autoencoder),
+        sample_size=latent_side(resolution, autoencoder),
         in_channels=channels,
         out_channels=channels,
         down_block_types=('CrossAttnDownBlock2D',) * len(block_out_channels),
@@ -153,20 +159,11 @@ def tiny(
         cross_attention_dim=text_width,
         use_linear_projection=True,
     )
-    text_config = CLIPTextConfig(
-        hidden_size=text_width,
-        intermediate_size=4 * text_width,
-        num_hidden_layers=text_layers,
-        num_attention_heads=text_width // 32,
-        max_position_embeddings=max_length,
-        bos_token_id=49406,
-        eos_token_id=49407,
-        pad_token_id=0,
-    )
+    text = tiny_text(width=text_width, layers=text_layers, max_length=max_length)
     return LatentDiffusion(
         denoiser,
         autoencoder,
-        TextConditioner([CLIPTextModel(text_config)], tiny_tokenizers(max_length=max_length)),
+        text,
         objective=objective,
         caption_dropout=caption_dropout,
         caption_dropout_mode=caption_dropout_mode,
@@ -178,13 +175,35 @@ def tiny(
     )
 
 
-def _load_vae(source: str) -> AutoencoderKL:
+def tiny_text(*, width: int, layers: int, max_length: int, mask_padding: bool = False) -> TextConditioner:
+    """Return a small CLIP text encoder with random weights, and the tokenizer of the model `tiny`.
+
+    Args:
+        width: D, a multiple of 32, the width of its attention heads.
+        layers: Number of layers.
+        max_length: L, tokens per caption.
+        mask_padding: Hide the padding of captions from the encoder.
+    """
+    config = CLIPTextConfig(
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 32,
+        max_position_embeddings=max_length,
+        bos_token_id=49406,
+        eos_token_id=49407,
+        pad_token_id=0,
+    )
+    return TextConditioner([CLIPTextModel(config)], tiny_tokenizers(max_length=max_length), mask_padding=mask_padding)
+
+
+def load_vae(source: str) -> AutoencoderKL:
     """Load a VAE from its own folder, or from the `vae` subfolder of a model's folder or repository."""
     subfolder = '' if (Path(source) / 'config.json').is_file() else 'vae'
     return load_pretrained(AutoencoderKL, source, subfolder=subfolder)
 
 
-def _latent_size(resolution: int, vae: AutoencoderKL) -> int:
+def latent_side(resolution: int, vae: AutoencoderKL) -> int:
     """Return the side of the latents for an image side of `resolution` pixels.
 
     Raises:

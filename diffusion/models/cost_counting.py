@@ -23,9 +23,11 @@ from diffusion.config.image_shapes import Shape, parse_shape
 from diffusion.config.recipe import Component
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
-from diffusion.models.activation_memory import Activations, blocks_of, count_activations
-from diffusion.models.flops import FlopCount, denoiser_inputs, forward_flops, text_encoder_flops, vae_encoder_flops
-from diffusion.models.pretrained import downsampling, without_weights
+from diffusion.models.activation_memory import Activations, Inputs, blocks_of, count_activations
+from diffusion.models.denoisers.families import family_of
+from diffusion.models.flops import FlopCount, forward_flops, text_encoder_flops, vae_encoder_flops
+from diffusion.models.pretrained import without_weights
+from diffusion.models.vae import downsampling, latent_channels
 
 
 def build_empty(name: str, kwargs: Mapping[str, Any]) -> nn.Module:
@@ -48,12 +50,12 @@ class ModelCounter:
         self.model = model
         self.vae, self.text, denoiser = (_part(model, name) for name in ('vae', 'text', 'denoiser'))
         self.denoiser = denoiser if self.vae is not None and self.text is not None else None
-        self.text_length = 0 if self.text is None else self.text.tokenizers[0].model_max_length
+        self.text_length = 0 if self.text is None else self.text.length
         self.text_width = 0 if self.text is None else self.text.width
-        self.channels = 0 if self.vae is None else self.vae.config['latent_channels']
+        self.channels = 0 if self.vae is None else latent_channels(self.vae)
         self.cell = 1 if self.vae is None else downsampling(self.vae)
         if self.denoiser is not None:
-            self._denoiser_flops = FlopCount(self.denoiser, channels=self.channels, text_width=self.text_width)
+            self._denoiser_flops = FlopCount(self.denoiser)
 
     def facts(self) -> dict[str, int | bool]:
         """Return the model's parameter counts, latent and text sizes, and FLOPs per caption, which all images share."""
@@ -98,15 +100,15 @@ class ModelCounter:
         # Settings of `speed` (compile, low_precision_norms) apply to the denoiser alone.
         plain = precision.partition('+')[0]
         if self.denoiser is None:
-            return count_activations(self.model, lambda batch: (self._image_batch(batch, shape),), plain)
-        size = self.channels, shape.height // self.cell, shape.width // self.cell
+            return count_activations(self.model, lambda batch: ((self._image_batch(batch, shape),), {}), plain)
+        denoiser, size = self.denoiser, (shape.height // self.cell, shape.width // self.cell)
 
-        def inputs(batch: int) -> tuple[Tensor, ...]:
-            return denoiser_inputs(batch, size, self.text_length, self.text_width)
+        def inputs(batch: int) -> Inputs:
+            return family_of(denoiser).example_inputs(denoiser, batch, *size, self.text_length)
 
         total = count_activations(self.denoiser, inputs, precision)
         if self._trains_text:
-            total += count_activations(self.text, lambda batch: (self._tokens(batch),), plain)
+            total += count_activations(self.text, lambda batch: ((self._tokens(batch),), {}), plain)
         return total
 
     def largest_encoder_tensor(self, shape: Shape) -> int:
@@ -115,8 +117,8 @@ class ModelCounter:
             return 0
         vae = self.vae
 
-        def pixels(batch: int) -> tuple[Tensor, ...]:
-            return (torch.empty(batch, vae.config['in_channels'], shape.height, shape.width, dtype=vae.dtype),)
+        def pixels(batch: int) -> Inputs:
+            return (torch.empty(batch, vae.config['in_channels'], shape.height, shape.width, dtype=vae.dtype),), {}
 
         return count_activations(vae.encoder, pixels, 'float32').largest // vae.dtype.itemsize
 

@@ -6,35 +6,35 @@ from typing import Any
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from diffusion.models.pretrained import TextConditioner, downsampling
+from diffusion.models.denoisers.families import family_of
+from diffusion.models.denoisers.family import DenoiserFamily
+from diffusion.models.text_conditioner import TextConditioner
+from diffusion.models.vae import downsampling
 
 
 class FlopCount:
     """Callable that returns the FLOPs of a denoiser's forward pass on one sample.
 
     Args:
-        denoiser: Module called with noisy latents, timesteps and text embeddings.
-        channels: C, channels of the latents.
-        text_width: D, width of the text embeddings.
+        denoiser: The denoiser.
+        family: Its family; by default the one that owns it.
     """
 
-    def __init__(self, denoiser: nn.Module, *, channels: int, text_width: int) -> None:
+    def __init__(self, denoiser: nn.Module, family: DenoiserFamily | None = None) -> None:
+        self._family = family or family_of(denoiser)
         # Copy now, before training compiles or shards the denoiser or adds hooks: a later copy would include them.
         self._denoiser = empty_copy(denoiser, 'meta')
-        self.channels = channels
-        self.text_width = text_width
         self._counted: dict[tuple[int, int, int], int] = {}
 
     def __call__(self, height: int, width: int, text_length: int) -> int:
         """Return the denoiser's FLOPs for latents of height x width cells and `text_length` tokens, cached by shape."""
         shape = height, width, text_length
         if shape not in self._counted:
-            size = self.channels, height, width
-            inputs = denoiser_inputs(1, size, text_length, self.text_width, device='meta')
-            self._counted[shape] = forward_flops(self._denoiser, *inputs, return_dict=False)
+            args, kwargs = self._family.example_inputs(self._denoiser, 1, *shape, device='meta')
+            self._counted[shape] = forward_flops(self._denoiser, *args, **kwargs)
         return self._counted[shape]
 
 
@@ -73,19 +73,3 @@ def empty_copy(module: nn.Module, device: str) -> nn.Module:
         # A compiled `forward` is set on the instance and bound to the original module.
         vars(part).pop('forward', None)
     return copied
-
-
-def denoiser_inputs(
-    batch: int, size: tuple[int, int, int], text_length: int, text_width: int, *, device: str = 'cpu'
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return inputs for counting a denoiser's costs: latents [B, C, H, W], timesteps [B], text embeddings [B, L, D].
-
-    Args:
-        batch: B.
-        size: C, H and W.
-        text_length: L.
-        text_width: D.
-        device: Device of the tensors.
-    """
-    noisy = torch.empty(batch, *size, device=device)
-    return noisy, torch.zeros(batch, device=device), torch.empty(batch, text_length, text_width, device=device)

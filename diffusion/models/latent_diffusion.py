@@ -4,22 +4,23 @@ Shapes: B batch, C latent channels, H W latent size, E text encoders, L text tok
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
 from composer.models import ComposerModel
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
-from diffusers.models.resnet import ResnetBlock2D
-from diffusers.models.transformers.transformer_2d import Transformer2DModel
-from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
+from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric
 
 from diffusion.config.sampling_limits import guidance_problem, rescale_problem, seeds_problem, steps_problem
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
+from diffusion.models.denoisers.condition import Condition
+from diffusion.models.denoisers.families import family_of
+from diffusion.models.denoisers.family import DenoiserSizes
 from diffusion.models.flops import FlopCount, text_encoder_flops, vae_encoder_flops
 from diffusion.models.objective import (
     Objective,
@@ -30,17 +31,11 @@ from diffusion.models.objective import (
     loss_weight,
     target,
 )
-from diffusion.models.pretrained import (
-    TextConditioner,
-    decode_latents,
-    downsampling,
-    latent_statistics,
-    posterior_of,
-    tokenize,
-)
 from diffusion.models.randomness import Draws, Purpose, draws_for
 from diffusion.models.sampler import guide, inference_scheduler, sample_latents
 from diffusion.models.stage_hooks import stage
+from diffusion.models.text_conditioner import TextConditioner, TextOutput, tokenize
+from diffusion.models.vae import decode_latents, downsampling, latent_channels, latent_statistics, posterior_of
 
 log = logging.getLogger(__name__)
 
@@ -75,17 +70,20 @@ class LatentDiffusion(ComposerModel):
     ignore them. They still move with the model between devices.
 
     Args:
-        denoiser: U-Net that predicts from noisy latents, timestep and text embeddings.
+        denoiser: Network of diffusers that predicts from noisy latents, timestep and text, of one of
+            `diffusion.models.denoisers.families.FAMILIES`.
         vae: Autoencoder with its latent statistics (scaling_factor, or means and standard deviations per channel).
         text: Text encoders and their tokenizers.
         objective: Prediction type, noise schedule and loss weighting.
         caption_dropout: Fraction of captions dropped, for classifier-free guidance.
         caption_dropout_mode: Replacement of a dropped caption: the empty caption, or zeros as its embedding.
-        mask_padding: Hide the padding after the end of the caption from cross-attention.
+        mask_padding: Hide the padding after the end of the caption from the denoiser.
         train_text_encoder: Train the text encoders together with the denoiser.
         encoder_dtype: Data type of the frozen parts; auto is float16 if there is a GPU, else float32.
         posterior: Train on a sample of the VAE's posterior, or on its mean.
         seed: Seed of noise, timesteps, posterior and caption dropout, in [0, 2**32).
+        latent_size: Side of the latents of images that are generated without a size, in cells; None is the side that
+            the denoiser was built for.
     """
 
     alpha_bars: Tensor
@@ -100,7 +98,7 @@ class LatentDiffusion(ComposerModel):
 
     def __init__(
         self,
-        denoiser: UNet2DConditionModel,
+        denoiser: ModelMixin,
         vae: AutoencoderKL,
         text: TextConditioner,
         *,
@@ -112,28 +110,36 @@ class LatentDiffusion(ComposerModel):
         encoder_dtype: Literal['auto', 'float32', 'float16', 'bfloat16'] = 'auto',
         posterior: Literal['sample', 'mean'] = 'sample',
         seed: int = 17,
+        latent_size: int | None = None,
     ) -> None:
         super().__init__()
-        _check_parts(denoiser, vae, text)
+        self.family = family_of(denoiser)
+        self.denoiser_sizes = self.family.sizes(denoiser)
+        _check_parts(self.denoiser_sizes, vae, text)
         if not 0 <= caption_dropout <= 1:
             raise UserError(f'caption_dropout: {caption_dropout} is not a fraction in [0, 1]')
         if caption_dropout_mode not in CAPTION_DROPOUT_MODES:
             raise UserError(f'caption_dropout_mode: {caption_dropout_mode!r}; use empty or zeros')
         self.denoiser = denoiser
         # Composer calls this function to choose the submodules that FSDP wraps.
-        denoiser.fsdp_wrap_fn = is_block  # type: ignore[assignment]
+        denoiser.fsdp_wrap_fn = self.family.is_block  # type: ignore[assignment]
         self.objective = objective or Objective()
         self.caption_dropout = caption_dropout
         self.caption_dropout_mode = caption_dropout_mode
+        if mask_padding and not self.family.takes_text_mask:
+            raise UserError(f'mask_padding: true, but a {type(denoiser).__name__} takes no mask of the text; use false')
         self.mask_padding = mask_padding
+        self.latent_size = latent_size or self.denoiser_sizes.sample_size or 0
+        if self.latent_size <= 0:
+            raise UserError(f'latent_size: a {type(denoiser).__name__} has no size of its own; give the side in cells')
         self.train_text_encoder = train_text_encoder
         self.posterior = posterior
         self.seed = seed
         self.sample_losses = None
         self.encoders_in_inference_mode = False
         self._scale_checked = False
-        self._empty_embeds: Tensor | None = None
-        self._denoiser_flops = FlopCount(denoiser, channels=vae.config['latent_channels'], text_width=text.width)
+        self._empty_text: TextOutput | None = None
+        self._denoiser_flops = FlopCount(denoiser)
         self._sample_flops: dict[tuple[int | bool, ...], int] = {}
 
         # A plain dict hides the frozen parts from nn.Module: FSDP would shard them, but `vae.encode` bypasses the hooks
@@ -199,20 +205,18 @@ class LatentDiffusion(ComposerModel):
         if self.objective.offset_noise:
             offset = draws.normal(Purpose.OFFSET_NOISE, (latents.shape[1], 1, 1))
             noise = noise + self.objective.offset_noise * offset
-        return self.denoise(latents, noise, timesteps, *self._condition_of(batch, draws))
+        return self.denoise(latents, noise, timesteps, self._condition_of(batch, draws))
 
-    def denoise(
-        self, latents: Tensor, noise: Tensor, timesteps: Tensor, text_embeds: Tensor, mask: Tensor | None = None
-    ) -> Denoised:
+    def denoise(self, latents: Tensor, noise: Tensor, timesteps: Tensor, condition: Condition) -> Denoised:
         """Add noise to latents [B, C, H, W] at timesteps [B] and return the denoiser's predictions."""
         if self.objective.is_flow:
             time = timesteps / self.objective.num_train_timesteps
-            prediction = self._predict(interpolate(latents, noise, time=time), timesteps, text_embeds, mask)
+            prediction = self._predict(interpolate(latents, noise, time=time), timesteps, condition)
             weight = flow_loss_weight(self.objective, time=time).to(torch.float32)
             return Denoised(prediction, target(self.objective, latents, noise), weight)
         alpha_bar = self.alpha_bars[timesteps]
         noisy = diffuse(latents, noise, alpha_bar=alpha_bar)
-        prediction = self._predict(noisy, timesteps, text_embeds, mask)
+        prediction = self._predict(noisy, timesteps, condition)
         expected = target(self.objective, latents, noise, alpha_bar=alpha_bar)
         return Denoised(prediction, expected, loss_weight(self.objective, alpha_bar=alpha_bar))
 
@@ -239,8 +243,8 @@ class LatentDiffusion(ComposerModel):
                 f'batch: has {sorted(batch)}, but needs either {batch_keys.IMAGE} or {batch_keys.LATENT_MOMENTS}'
             )
         # Stored moments may be means alone; log_variance then has no channels.
-        latent_channels = self.vae.config['latent_channels']
-        mean, log_variance = moments[:, :latent_channels], moments[:, latent_channels:]
+        channels = latent_channels(self.vae)
+        mean, log_variance = moments[:, :channels], moments[:, channels:]
         if draws is not None and self.posterior == 'sample' and log_variance.shape[1]:
             noise = draws.normal(Purpose.POSTERIOR, mean.shape[1:])
             # The same clamp as in diffusers' DiagonalGaussianDistribution.
@@ -290,7 +294,7 @@ class LatentDiffusion(ComposerModel):
             draws = Draws(self.seed, sample_id, torch.zeros_like(sample_id), torch.full_like(sample_id, index))
             noise = draws.normal(Purpose.VALIDATION_NOISE, latents.shape[1:])
             timesteps = torch.full_like(sample_id, timestep)
-            errors.append(squared_error(self.denoise(latents, noise, timesteps, *condition)))
+            errors.append(squared_error(self.denoise(latents, noise, timesteps, condition)))
         return torch.stack(errors)
 
     def validation_timesteps(self) -> list[int]:
@@ -367,21 +371,20 @@ class LatentDiffusion(ComposerModel):
             shape = self._latent_shape(size)
             latents = draws_for(seeds, seed=0, device=self.device).normal(Purpose.SAMPLING, shape)
         scheduler = inference_scheduler(noise_scheduler, self.objective)
-        embeds, mask = self._condition(self._tokens(prompts))
+        condition = self._condition(self._tokens(prompts))
         if guidance_scale > 1:
-            negative_embeds, negative_mask = self._unconditional(negative_prompt, len(prompts))
             # Both predictions come from one pass of twice the batch.
-            embeds = torch.cat([negative_embeds, embeds])
-            mask = None if mask is None or negative_mask is None else torch.cat([negative_mask, mask])
+            condition = self._unconditional(negative_prompt, len(prompts)).followed_by(condition)
 
         # Schedulers of flows alone take the velocity, whatever the denoiser predicts.
         takes_velocity = self.objective.is_flow and 'prediction_type' not in scheduler.config
 
         def denoise(noisy: Tensor, timestep: Tensor) -> Tensor:
             if guidance_scale <= 1:
-                prediction = self._predict(noisy, timestep, embeds, mask).float()
+                prediction = self._predict(noisy, timestep.expand(len(noisy)), condition).float()
             else:
-                both = self._predict(torch.cat([noisy, noisy]), timestep, embeds, mask).float()
+                both = torch.cat([noisy, noisy])
+                both = self._predict(both, timestep.expand(len(both)), condition).float()
                 prediction = guide(*both.chunk(2), scale=guidance_scale, rescale=guidance_rescale)
             if not takes_velocity:
                 return prediction
@@ -419,7 +422,7 @@ class LatentDiffusion(ComposerModel):
 
     def _words_of_a_step(self, batch: Mapping[str, Tensor]) -> dict[Purpose, int]:
         """Return, for each purpose, how many random 32-bit words a training step draws per sample."""
-        channels = self.vae.config['latent_channels']
+        channels = latent_channels(self.vae)
         if batch_keys.LATENT_MOMENTS not in batch and batch_keys.IMAGE not in batch:
             return {Purpose.TIMESTEP: 1}
         height, width = self._latent_size_of(batch)
@@ -483,38 +486,38 @@ class LatentDiffusion(ComposerModel):
                 std,
             )
 
-    def _condition_of(self, batch: Mapping[str, Tensor], draws: Draws | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return text embeddings and padding mask of a batch; with `draws`, drop random captions for guidance."""
-        input_ids, embeds, keep = batch[batch_keys.INPUT_IDS], batch.get(batch_keys.TEXT_EMBEDS), None
+    def _condition_of(self, batch: Mapping[str, Tensor], draws: Draws | None = None) -> Condition:
+        """Return the denoiser's condition for a batch; with `draws`, drop random captions for guidance."""
+        input_ids, keep = batch[batch_keys.INPUT_IDS], None
+        text = TextOutput(batch[batch_keys.TEXT_EMBEDS]) if batch_keys.TEXT_EMBEDS in batch else None
         if draws is not None and self.caption_dropout:
             keep = draws.uniform(Purpose.CAPTION_DROPOUT) >= self.caption_dropout
         if keep is not None and self.caption_dropout_mode == 'empty':
             # Replace the token ids, not only the embeddings: the padding mask is made of the ids.
             input_ids = torch.where(keep[:, None, None], input_ids, self.empty_ids)
-            if embeds is not None:
-                embeds = torch.where(keep[:, None, None], embeds, self._empty_caption_embeds().to(embeds.dtype))
+            if text is not None:
+                text = _select(keep, text, self._empty_caption_text())
             keep = None
-        return self._condition(input_ids, keep, embeds)
+        return self._condition(input_ids, keep, text)
 
-    def _condition(
-        self, input_ids: Tensor, keep: Tensor | None = None, embeds: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return text embeddings [B, L, D], zeros for captions whose `keep` is False, and the padding mask [B, L].
+    def _condition(self, input_ids: Tensor, keep: Tensor | None = None, text: TextOutput | None = None) -> Condition:
+        """Return the condition for token ids [B, E, L], with zeros as text for captions whose `keep` [B] is False.
 
-        The mask is None without `mask_padding`.
+        Its mask is None without `mask_padding`. `text` is the precomputed output of the text encoders.
         """
-        embeds = self.embed(input_ids) if embeds is None else at_least_float32(embeds)
+        text = self.embed(input_ids) if text is None else _map(at_least_float32, text)
         if keep is not None:
-            embeds = embeds * keep[:, None, None]
-        return embeds, self.text.padding_mask(input_ids) if self.mask_padding else None
+            text = _select(keep, text, _map(torch.zeros_like, text))
+        mask = self.text.padding_mask(input_ids) if self.mask_padding else None
+        return Condition(text.embeds, mask, text.pooled)
 
-    def embed(self, input_ids: Tensor) -> Tensor:
-        """Return the text embeddings [B, L, D] of token ids [B, E, L]; frozen encoders return float32."""
+    def embed(self, input_ids: Tensor) -> TextOutput:
+        """Return the text embeddings of token ids [B, E, L]; frozen encoders return float32."""
         if self.train_text_encoder:
             return self.text(input_ids)
         with self._encoding(input_ids.device):
-            embeds = self.text(input_ids)
-        return for_autograd(embeds)
+            text = self.text(input_ids)
+        return _map(for_autograd, text)
 
     @contextmanager
     def _encoding(self, device: torch.device) -> Iterator[None]:
@@ -524,14 +527,14 @@ class LatentDiffusion(ComposerModel):
         with stage('encode'), frozen, torch.autocast(device.type, enabled=False):
             yield
 
-    def _empty_caption_embeds(self) -> Tensor:
-        """Return the frozen text encoders' embeddings of the empty caption [1, L, D], cached per device."""
-        if self._empty_embeds is None or self._empty_embeds.device != self.device:
-            self._empty_embeds = self.embed(self.empty_ids[None])
-        return self._empty_embeds
+    def _empty_caption_text(self) -> TextOutput:
+        """Return the frozen text encoders' output for the empty caption, a batch of 1, cached per device."""
+        if self._empty_text is None or self._empty_text.embeds.device != self.device:
+            self._empty_text = self.embed(self.empty_ids[None])
+        return self._empty_text
 
-    def _unconditional(self, negative_prompt: str, count: int) -> tuple[Tensor, Tensor | None]:
-        """Return text embeddings and padding mask for the unconditional prediction of guidance.
+    def _unconditional(self, negative_prompt: str, count: int) -> Condition:
+        """Return the condition for the unconditional prediction of guidance.
 
         An empty negative prompt is embedded like a dropped caption of training.
         """
@@ -539,9 +542,18 @@ class LatentDiffusion(ComposerModel):
         keep = torch.zeros(count, dtype=torch.bool, device=self.device) if dropped else None
         return self._condition(self._tokens([negative_prompt] * count), keep)
 
-    def _predict(self, noisy: Tensor, timesteps: Tensor, text_embeds: Tensor, mask: Tensor | None) -> Tensor:
-        """Return the denoiser's prediction for noisy latents, [B, C, H, W]."""
-        return self.denoiser(noisy, timesteps, text_embeds, encoder_attention_mask=mask, return_dict=False)[0]
+    def _predict(self, noisy: Tensor, timesteps: Tensor, condition: Condition) -> Tensor:
+        """Return the denoiser's prediction for noisy latents [B, C, H, W] at timesteps [B] of the noise schedule."""
+        patch, (height, width) = self.denoiser_sizes.patch, noisy.shape[2:]
+        if height % patch or width % patch:
+            side = patch * downsampling(self.vae)
+            raise UserError(
+                f"streams: latents of {width}x{height} cells do not divide into the denoiser's patches of "
+                f'{patch}x{patch}; use images whose sides are multiples of {side} px'
+            )
+        if self.family.timesteps_up_to_one:
+            timesteps = timesteps / self.objective.num_train_timesteps
+        return self.family.predict(self.denoiser, noisy, timesteps, condition)
 
     def _tokens(self, captions: Sequence[str]) -> Tensor:
         """Return the token ids of captions on the model's device, int64 [B, E, L]."""
@@ -549,7 +561,7 @@ class LatentDiffusion(ComposerModel):
 
     def _check_latents(self, latents: Tensor, size: tuple[int, int] | None, count: int) -> None:
         """Raise UserError unless `latents` are initial noise for `count` images of a size that the VAE can decode."""
-        channels = self.vae.config['latent_channels']
+        channels = latent_channels(self.vae)
         if latents.ndim != 4 or tuple(latents.shape[:2]) != (count, channels) or 0 in latents.shape:
             raise UserError(
                 f'latents: shape {tuple(latents.shape)}; pass noise of shape [{count}, {channels}, height / '
@@ -565,10 +577,12 @@ class LatentDiffusion(ComposerModel):
     def _latent_shape(self, size: tuple[int, int] | None) -> tuple[int, int, int]:
         """Return C, H and W of the latents for images of a size in pixels; None is the denoiser's default size."""
         cell = downsampling(self.vae)
-        height, width = size or (self.denoiser.config['sample_size'] * cell,) * 2
-        if min(height, width) <= 0 or height % cell or width % cell:
-            raise UserError(f'size: {height}x{width}; use positive multiples of {cell} px, the size of a latent cell')
-        return self.vae.config['latent_channels'], height // cell, width // cell
+        height, width = size or (self.latent_size * cell,) * 2
+        unit = cell * self.denoiser_sizes.patch
+        if min(height, width) <= 0 or height % unit or width % unit:
+            what = 'latent cell' if unit == cell else 'patch of the denoiser'
+            raise UserError(f'size: {height}x{width}; use positive multiples of {unit} px, the size of a {what}')
+        return latent_channels(self.vae), height // cell, width // cell
 
 
 def _captions(prompts: Sequence[str]) -> list[str]:
@@ -630,21 +644,41 @@ def _freeze(part: nn.Module, dtype: torch.dtype) -> nn.Module:
     return nn.Module.to(part.requires_grad_(False).eval(), dtype)
 
 
-def is_block(module: nn.Module) -> bool:
-    """Return True for the denoiser's residual and transformer blocks, which FSDP gathers one at a time."""
-    return isinstance(module, ResnetBlock2D | Transformer2DModel)
+def _map(function: Callable[[Tensor], Tensor], text: TextOutput) -> TextOutput:
+    """Apply a function to each tensor of a text encoder's output."""
+    return TextOutput(*(None if tensor is None else function(tensor) for tensor in text))  # type: ignore[arg-type]
 
 
-def _check_parts(denoiser: UNet2DConditionModel, vae: AutoencoderKL, text: TextConditioner) -> None:
+def _select(keep: Tensor, text: TextOutput, other: TextOutput) -> TextOutput:
+    """Return the text of each caption whose `keep`, bool [B], is True, and `other` in the place of the rest."""
+    return TextOutput(
+        *(
+            None if kept is None or dropped is None else torch.where(_like(keep, kept), kept, dropped.to(kept.dtype))
+            for kept, dropped in zip(text, other, strict=True)
+        )  # type: ignore[arg-type]
+    )
+
+
+def _like(values: Tensor, tensor: Tensor) -> Tensor:
+    """Reshape values [B] so that they broadcast with a tensor [B, ...]."""
+    return values.view(-1, *[1] * (tensor.ndim - 1))
+
+
+def _check_parts(denoiser: DenoiserSizes, vae: AutoencoderKL, text: TextConditioner) -> None:
     """Raise UserError unless the channels and widths of denoiser, VAE and text encoders match."""
-    channels = vae.config['latent_channels']
-    if denoiser.config['in_channels'] != channels or denoiser.config['out_channels'] != channels:
+    channels = latent_channels(vae)
+    if denoiser.in_channels != channels or denoiser.out_channels != channels:
         raise UserError(
-            f'denoiser: {denoiser.config["in_channels"]} input and {denoiser.config["out_channels"]} output channels, '
+            f'denoiser: {denoiser.in_channels} input and {denoiser.out_channels} output channels, '
             f'but the VAE has {channels} latent channels; build the denoiser for this VAE'
         )
-    width = denoiser.config['cross_attention_dim']
-    if width != text.width:
+    if denoiser.text_width != text.width:
         raise UserError(
-            f'denoiser: cross_attention_dim is {width}, but the text encoders have width {text.width}; use equal widths'
+            f'denoiser: takes text embeddings of width {denoiser.text_width}, but the text encoders have width '
+            f'{text.width}; use equal widths'
+        )
+    if denoiser.pooled_width != text.pooled_width:
+        raise UserError(
+            f'denoiser: takes pooled text of width {denoiser.pooled_width}, but the text encoders give '
+            f'{text.pooled_width}; use the text encoders that it was built for'
         )

@@ -1,29 +1,21 @@
-"""Loading and use of the VAE, text encoders and tokenizers, which come from diffusers and transformers.
-
-Shapes: B batch, E text encoders, L text tokens, D text width (summed over encoders), C latent channels.
-"""
+"""Loading of pretrained models and tokenizers of diffusers and transformers, from a folder or the Hugging Face Hub."""
 
 import gzip
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-import torch
-from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
-from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.models.modeling_utils import ModelMixin
 from safetensors import SafetensorError
-from torch import Tensor, nn
-from transformers import CLIPTextModel, CLIPTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from torch import nn
+from transformers import CLIPTokenizer, PreTrainedModel
 
 from diffusion.errors import UserError
 from diffusion.models import hub_files
-from diffusion.models.clip_tokens import token_ids
 from diffusion.models.hub_errors import WAY_OUT, check_config, loading_error
 
 Loadable = TypeVar('Loadable')
@@ -42,7 +34,14 @@ def without_weights() -> Iterator[None]:
         _without_weights = before
 
 
-def load_pretrained(part: type[Loadable], source: str, *, subfolder: str, revision: str | None = None) -> Loadable:
+def load_pretrained(
+    part: type[Loadable],
+    source: str,
+    *,
+    subfolder: str,
+    revision: str | None = None,
+    read_config: Callable[[dict[str, Any]], Any] | None = None,
+) -> Loadable:
     """Load a model or tokenizer of a diffusers pipeline with `from_pretrained`, from a folder or the Hugging Face Hub.
 
     Args:
@@ -50,6 +49,8 @@ def load_pretrained(part: type[Loadable], source: str, *, subfolder: str, revisi
         source: Local folder in diffusers' layout, or repository on the Hub.
         subfolder: `vae`, `text_encoder` or `tokenizer`; empty if the folder is the part itself.
         revision: Commit of the repository; ignored for a local folder.
+        read_config: Function from the content of config.json to the configuration, for a model of transformers whose
+            class does not read its own; by default the class reads it.
 
     Raises:
         UserError: The files do not exist, are not accessible, or are damaged.
@@ -73,9 +74,12 @@ def load_pretrained(part: type[Loadable], source: str, *, subfolder: str, revisi
     try:
         if _without_weights and issubclass(part, ModelMixin):
             return loader.from_config(loader.load_config(source, subfolder=subfolder, **options))
-        if _without_weights and issubclass(part, PreTrainedModel):
+        if issubclass(part, PreTrainedModel) and (_without_weights or read_config is not None):
             config: Any = part.config_class
-            return loader(config.from_pretrained(source, subfolder=subfolder, **options))
+            content, _ = config.get_config_dict(source, subfolder=subfolder, **options)
+            options['config'] = config(**content) if read_config is None else read_config(content)
+            if _without_weights:
+                return loader(options['config'])
         loaded = loader.from_pretrained(source, subfolder=subfolder, **options)
     except (OSError, ValueError, TypeError, SafetensorError) as error:
         replacement = loading_error(error, part, source, subfolder=subfolder, revision=revision)
@@ -115,102 +119,6 @@ def clip_tokenizer(*, max_length: int = 77, pad_token: str = '!') -> CLIPTokeniz
         vocabulary.write_text(json.dumps({token: index for index, token in enumerate(tokens)}), encoding='utf-8')
         rules.write_text('#version: 0.2\n' + '\n'.join(merges) + '\n', encoding='utf-8')
         return CLIPTokenizer(str(vocabulary), str(rules), model_max_length=max_length, pad_token=pad_token)
-
-
-def tokenize(tokenizers: Sequence[PreTrainedTokenizerBase], captions: Sequence[str]) -> Tensor:
-    """Return the token ids of captions, padded and truncated to the tokenizers' common length, int64 [B, E, L]."""
-    rows = [[token_ids(tokenizer, caption) for caption in captions] for tokenizer in tokenizers]
-    # By way of NumPy: torch.tensor takes ten times as long to read nested lists.
-    return torch.from_numpy(np.array(rows, dtype=np.int64).swapaxes(0, 1).copy())
-
-
-class TextConditioner(nn.Module):
-    """Text encoders whose concatenated last hidden states condition the denoiser.
-
-    Args:
-        encoders: CLIP text models. Stable Diffusion 2's text encoder is published without its last layer, so that its
-            last hidden state is that of OpenCLIP's penultimate layer after the final norm.
-        tokenizers: One tokenizer per encoder, all of the same length.
-    """
-
-    def __init__(self, encoders: Sequence[CLIPTextModel], tokenizers: Sequence[PreTrainedTokenizerBase]) -> None:
-        super().__init__()
-        lengths = {tokenizer.model_max_length for tokenizer in tokenizers}
-        if len(encoders) != len(tokenizers) or not encoders or len(lengths) != 1:
-            raise UserError(
-                f'text encoders: {len(encoders)} encoders with {len(tokenizers)} tokenizers of lengths '
-                f'{sorted(lengths)}; use one tokenizer per encoder, all of the same length'
-            )
-        for encoder, tokenizer in zip(encoders, tokenizers, strict=True):
-            if len(tokenizer) > encoder.config.vocab_size:
-                raise UserError(
-                    f'tokenizer: has {len(tokenizer)} tokens, but its text encoder embeds {encoder.config.vocab_size}; '
-                    'load both from the same source'
-                )
-        self.encoders = nn.ModuleList(encoders)
-        self.tokenizers = list(tokenizers)
-
-    @property
-    def width(self) -> int:
-        """Width D of the text embeddings, summed over the encoders."""
-        return sum(encoder.config.hidden_size for encoder in self.encoders)  # type: ignore[union-attr]
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """Return the text embeddings [B, L, D] of token ids [B, E, L], the encoders' last hidden states."""
-        if input_ids.ndim != 3 or input_ids.shape[1] != len(self.encoders):
-            raise UserError(
-                f'input_ids: shape {tuple(input_ids.shape)}; '
-                f'expected [batch, {len(self.encoders)} text encoders, tokens]'
-            )
-        states = [encoder(input_ids[:, i]).last_hidden_state for i, encoder in enumerate(self.encoders)]
-        return torch.cat(states, dim=-1)
-
-    def padding_mask(self, input_ids: Tensor) -> Tensor:
-        """Return a mask that is False for padding, bool [B, L]: True up to the first encoder's end-of-text token."""
-        end_of_text: Any = self.tokenizers[0].eos_token_id
-        ended = input_ids[:, 0].eq(end_of_text).cumsum(dim=-1)
-        return torch.cat([torch.ones_like(ended[:, :1]), ended[:, :-1] == 0], dim=-1).bool()
-
-
-def latent_statistics(vae: AutoencoderKL) -> tuple[Tensor, Tensor]:
-    """Return mean and standard deviation of the VAE's latents, float32 [C] each; models use (latents - mean) / std."""
-    # diffusers' configurations have two forms: a scaling_factor with an optional shift_factor, or means and standard
-    # deviations per channel with an additional scaling_factor.
-    config, channels = vae.config, vae.config['latent_channels']
-    mean = config.get('latents_mean') or [config.get('shift_factor') or 0.0] * channels
-    std = config.get('latents_std') or [1.0] * channels
-    if len(mean) != channels or len(std) != channels:
-        raise UserError(
-            f'vae: latents_mean and latents_std have {len(mean)} and {len(std)} values for {channels} channels; give '
-            'one value per channel'
-        )
-    return torch.tensor(mean, device='cpu'), torch.tensor(std, device='cpu') / config['scaling_factor']
-
-
-def posterior_of(vae: AutoencoderKL, pixels: Tensor) -> DiagonalGaussianDistribution:
-    """Return the VAE's posterior over latents for images [B, 3, 8H, 8W] in [-1, 1].
-
-    Raises:
-        UserError: The images' sides are not multiples of the VAE's downsampling.
-    """
-    # The VAE would silently drop an incomplete cell at the right and lower edges. Recipes are checked for multiples of
-    # 8 px, but a VAE may downsample by more.
-    cell, (height, width) = downsampling(vae), pixels.shape[2:]
-    if height % cell or width % cell:
-        raise UserError(
-            f'streams: images of {width}x{height} px, but the VAE downsamples by {cell}; use multiples of {cell} px'
-        )
-    return vae.encode(pixels, return_dict=False)[0]  # type: ignore[return-value]
-
-
-def decode_latents(vae: AutoencoderKL, latents: Tensor) -> Tensor:
-    """Return images [B, 3, 8H, 8W], roughly in [-1, 1], for unnormalized latents [B, C, H, W]."""
-    return vae.decode(latents, return_dict=False)[0]  # type: ignore[arg-type]
-
-
-def downsampling(vae: AutoencoderKL) -> int:
-    """Return the VAE's downsampling factor, pixels per latent cell along one side: 8 for Stable Diffusion."""
-    return 2 ** (len(vae.config['block_out_channels']) - 1)
 
 
 def _byte_order() -> list[int]:

@@ -20,7 +20,13 @@ Precision = Literal['float32', 'float32+compile', 'half', 'half+low_precision_no
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 _TRAINING = {'resolution', 'objective', 'encoder_dtype', 'posterior', 'seed', 'mask_padding'}
 _TRAINING |= {'caption_dropout', 'caption_dropout_mode'}
-SAME_ARCHITECTURE = {'sd2': {'revision', *_TRAINING}, 'tiny': _TRAINING, 'autoencoder': {'l1_weight', 'kl_weight'}}
+SAME_ARCHITECTURE = {
+    'sd2': {'revision', *_TRAINING},
+    'tiny': _TRAINING,
+    'prx': {'revision', *_TRAINING},
+    'tiny_prx': _TRAINING,
+    'autoencoder': {'l1_weight', 'kl_weight'},
+}
 """Keywords that do not change the architecture, by built-in model; of other models, every keyword is assumed to."""
 WEIGHTS = {'pretrained': ('vae', 'text_encoder'), 'vae': ('vae',)}
 """Keywords that name a folder or repository of pretrained weights, and the model parts that are loaded from it."""

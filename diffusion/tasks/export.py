@@ -1,15 +1,13 @@
 """`diffusion export`: convert a checkpoint to a folder that unmodified diffusers loads."""
 
 import argparse
-import copy
+import json
 import logging
 import re
 from pathlib import Path
 from typing import Literal, TypeVar
 
 import torch
-from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
-from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import StableDiffusionPipeline
 from torch import nn
 
 from diffusion.algorithms.average import trained_parameters
@@ -20,8 +18,6 @@ from diffusion.config.load import load
 from diffusion.errors import UserError
 from diffusion.models.autoencoder import Autoencoder
 from diffusion.models.latent_diffusion import LatentDiffusion, encoder_precision
-from diffusion.models.pretrained import latent_statistics
-from diffusion.models.sampler import inference_scheduler
 from diffusion.storage.atomic import atomic_folder
 from diffusion.tasks.argument_checks import check_export
 from diffusion.tasks.evaluate import trained_model
@@ -40,7 +36,7 @@ def export(
     at: int | None = None,
     dtype: Literal['float32', 'float16', 'bfloat16'] = 'float32',
 ) -> str:
-    """Export the model of a checkpoint as a StableDiffusionPipeline, or an autoencoder as an AutoencoderKL.
+    """Export the model of a checkpoint as the pipeline of its family, or an autoencoder as an AutoencoderKL.
 
     Args:
         place: A checkpoint or a run's folder; see `find_checkpoint`.
@@ -73,9 +69,10 @@ def export(
             _cast(model.finished(), precision).save_pretrained(unfinished)
         else:
             assert isinstance(model, LatentDiffusion)
-            pipeline = pipeline_of(model)
-            for part in (pipeline.vae, pipeline.text_encoder, pipeline.unet):
-                _cast(part, precision)
+            pipeline = model.family.pipeline(model)
+            for part in pipeline.components.values():
+                if isinstance(part, nn.Module):
+                    _cast(part, precision)
             pipeline.save_pretrained(unfinished)
     return which
 
@@ -112,69 +109,6 @@ def load_average(model: nn.Module, average: ReconstructedAverage) -> None:
         weight.copy_(average.tensors[name])
 
 
-def pipeline_of(model: LatentDiffusion) -> StableDiffusionPipeline:
-    """Return the diffusers pipeline that generates the same images as the model.
-
-    Raises:
-        UserError: The model has several text encoders, or a VAE whose latent statistics cannot be folded.
-    """
-    if len(model.text.encoders) != 1:
-        raise UserError(f'export: {len(model.text.encoders)} text encoders; a StableDiffusionPipeline has one')
-    if model.mask_padding:
-        log.warning(
-            'export: trained with mask_padding, which the diffusers pipeline does not apply; its images will differ'
-        )
-    if model.caption_dropout_mode == 'zeros':
-        log.warning(
-            'export: trained with zeros for dropped captions; the diffusers pipeline uses the empty caption instead'
-        )
-    # The schedulers that diffusers has for flows alone do not fit into this pipeline.
-    scheduler = inference_scheduler('dpm++' if model.objective.is_flow else 'ddim', model.objective)
-    return StableDiffusionPipeline(
-        vae=with_folded_statistics(model.vae),
-        text_encoder=model.text.encoders[0],  # type: ignore[arg-type]
-        tokenizer=model.text.tokenizers[0],  # type: ignore[arg-type]
-        unet=model.denoiser,
-        scheduler=scheduler,
-        safety_checker=None,  # type: ignore[arg-type]
-        feature_extractor=None,  # type: ignore[arg-type]
-        requires_safety_checker=False,
-    )
-
-
-@torch.no_grad()
-def with_folded_statistics(vae: AutoencoderKL) -> AutoencoderKL:
-    """Return a copy of a VAE with its per-channel latent means and standard deviations folded into its weights.
-
-    diffusers' Stable Diffusion pipeline applies `scaling_factor` only. The 1x1 convolutions next to the latents can
-    apply the rest: with normalized latents z = (m - mean) / std, `quant_conv` outputs the moments of z, and
-    `post_quant_conv` maps z back to m. A VAE without latent statistics is copied unchanged.
-    """
-    config = vae.config
-    vae = copy.deepcopy(vae).float()
-    if not config.get('latents_mean') and not config.get('latents_std') and not config.get('shift_factor'):
-        return vae
-    if vae.quant_conv is None or vae.post_quant_conv is None:
-        raise UserError(
-            'export: this VAE has latent statistics per channel but no quant_conv and post_quant_conv to fold them '
-            'into; the diffusers pipeline cannot represent it'
-        )
-    mean, std = latent_statistics(vae)
-    into, back = vae.quant_conv, vae.post_quant_conv
-    assert into.bias is not None and back.bias is not None
-    # W (z * std + mean) + b = (W * std) z + (b + W mean); the bias must use W before it is scaled.
-    back.bias += back.weight[:, :, 0, 0] @ mean
-    back.weight *= std[None, :, None, None]
-    # The first half of the output channels are means, the second half log-variances, which shift by -2 log(std).
-    channels = len(std)
-    into.bias[:channels] -= mean
-    into.bias[:channels] /= std
-    into.bias[channels:] -= 2 * std.log()
-    into.weight[:channels] /= std[:, None, None, None]
-    vae.register_to_config(latents_mean=None, latents_std=None, shift_factor=None, scaling_factor=1.0)
-    return vae
-
-
 def _cast(part: Part, dtype: torch.dtype) -> Part:
     """Convert a part of a pipeline to a dtype in place, and return it."""
     # Not part.to(): diffusers overrides it with a method that warns about modules that these parts do not have.
@@ -187,6 +121,7 @@ def run_export(args: argparse.Namespace) -> int:
     which = export(
         args.checkpoint, args.out, weights=args.weights, ema_width=args.ema_width, at=args.at, dtype=args.dtype
     )
-    kind = 'StableDiffusionPipeline' if (Path(args.out) / 'model_index.json').exists() else 'AutoencoderKL'
+    index = Path(args.out) / 'model_index.json'
+    kind = json.loads(index.read_text(encoding='utf-8'))['_class_name'] if index.exists() else 'AutoencoderKL'
     print(f"{args.out}: {which} weights; load with {kind}.from_pretrained('{args.out}')")
     return 0

@@ -36,7 +36,8 @@ from diffusion.data.streams import Bucket
 from diffusion.errors import DataError, UserError
 from diffusion.models import batch_keys
 from diffusion.models.latent_diffusion import LatentDiffusion
-from diffusion.models.pretrained import downsampling, tokenize
+from diffusion.models.text_conditioner import tokenize
+from diffusion.models.vae import downsampling, latent_channels
 from diffusion.storage.atomic import remove, remove_unfinished, replace_folder
 from diffusion.storage.folders import Folder, LocalFolder, StoreFolder
 from diffusion.storage.mds import INDEX, ShardFormat, index_text
@@ -323,7 +324,7 @@ def _encoded(
     moments = model.encode(batch[batch_keys.IMAGE].to(model.device))
     if settings.posterior == 'mean':
         # The first half of the channels are means, the second half log-variances.
-        moments = moments[:, : model.vae.config['latent_channels']]
+        moments = moments[:, : latent_channels(model.vae)]
     ids = batch[batch_keys.SAMPLE_ID].tolist()
     columns = {batch_keys.LATENT_MOMENTS: list(moments.cpu().numpy().astype(settings.dtype))}
     if settings.latents == 'image+text':
@@ -350,7 +351,7 @@ def _encoded_captions(captions: list[str], settings: PrecomputeConfig) -> list[s
 def _text(model: LatentDiffusion, captions: list[list[str]], settings: PrecomputeConfig) -> list[np.ndarray]:
     """Return the text embeddings of each sample's captions, one array [captions, L, D] per sample."""
     flat = tokenize(model.text.tokenizers, [text for texts in captions for text in texts]).to(model.device)
-    embeds = torch.cat([model.embed(part) for part in flat.split(settings.batch_size)])
+    embeds = torch.cat([model.embed(part).embeds for part in flat.split(settings.batch_size)])
     parts = embeds.cpu().numpy().astype(settings.dtype)
     return np.split(parts, np.cumsum([len(texts) for texts in captions])[:-1])
 
@@ -400,7 +401,7 @@ def _moments_shape(model: LatentDiffusion, shape: Shape, settings: PrecomputeCon
     cell = downsampling(model.vae)
     if shape.width % cell or shape.height % cell:
         raise UserError(f'precompute.streams: {shape} px is not a multiple of {cell} px, the side of a latent cell')
-    channels = model.vae.config['latent_channels'] * (1 if settings.posterior == 'mean' else 2)
+    channels = latent_channels(model.vae) * (1 if settings.posterior == 'mean' else 2)
     return channels, shape.height // cell, shape.width // cell
 
 
@@ -409,7 +410,7 @@ def _samples_per_shard(model: LatentDiffusion, shape: Shape, settings: Precomput
     itemsize = np.dtype(settings.dtype).itemsize
     size = math.prod(_moments_shape(model, shape, settings)) * itemsize + 512
     if settings.latents == 'image+text':
-        size += model.text.tokenizers[0].model_max_length * model.text.width * itemsize
+        size += model.text.length * model.text.width * itemsize
     batches = int(settings.shard_mb * 10**6 / (size * settings.batch_size))
     return max(1, batches) * settings.batch_size
 

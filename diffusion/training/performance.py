@@ -11,7 +11,6 @@ import torch
 import torch._dynamo
 from composer.models import ComposerModel
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
-from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from torch import Tensor, nn
 
 from diffusion.algorithms.low_precision_norms import (
@@ -21,7 +20,9 @@ from diffusion.algorithms.low_precision_norms import (
 )
 from diffusion.config.performance_preset import PARTS
 from diffusion.config.recipe import SpeedConfig
-from diffusion.models.latent_diffusion import LatentDiffusion, is_block
+from diffusion.models.activation_memory import blocks_of
+from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.models.vae import encoder_blocks
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ def _in_channels_last(denoiser: nn.Module, args: tuple[Any, ...]) -> tuple[Any, 
     return (noisy.contiguous(memory_format=torch.channels_last), *args[1:])
 
 
-def fuse_attention(denoiser: UNet2DConditionModel) -> None:
+def fuse_attention(denoiser: Any) -> None:
     """Replace diffusers' plain attention processors by `scaled_dot_product_attention`.
 
     On GPUs, this function uses flash attention in half precision, for heads of up to 256 channels (64 in SD2) without a
@@ -103,9 +104,11 @@ def fuse_attention(denoiser: UNet2DConditionModel) -> None:
     """
     # One processor for all layers, which has no state: Dynamo guards its identity, so that with one processor per layer
     # transformer blocks of equal shapes would each be compiled (SD2: 39 graphs instead of 28).
-    shared, ordinary = AttnProcessor2_0(), (AttnProcessor, AttnProcessor2_0)
+    shared: dict[type, Any] = {AttnProcessor: AttnProcessor2_0()}
+    shared[AttnProcessor2_0] = shared[AttnProcessor]
     processors = denoiser.attn_processors.items()
-    fused: Any = {name: shared if type(each) in ordinary else each for name, each in processors}
+    # Processors of transformers call fused attention already; those without state are shared too.
+    fused = {name: each if vars(each) else shared.setdefault(type(each), each) for name, each in processors}
     denoiser.set_attn_processor(fused)
 
 
@@ -116,7 +119,7 @@ def lower_norms(denoiser: nn.Module, *, except_blocks: bool) -> None:
         denoiser: The denoiser.
         except_blocks: True keeps the norms of compiled blocks, which torch.compile fuses.
     """
-    blocks = [block for block in denoiser.modules() if except_blocks and is_block(block)]
+    blocks = blocks_of(denoiser) if except_blocks else []
     keep = {layer for block in blocks for layer in block.modules()}
     replace_norms(denoiser, nn.GroupNorm, LowPrecisionGroupNormLayer, keep=keep)
     replace_norms(denoiser, nn.LayerNorm, LowPrecisionLayerNormLayer, keep=keep)
@@ -128,8 +131,8 @@ def compile_blocks(model: LatentDiffusion, *, shapes: int = 1) -> None:
     # names in state dicts do not change. Evaluation and sampling run the denoiser eagerly, because each of their many
     # batch sizes would be compiled. Blocks of equal shapes share compiled code; transformer blocks only if they share
     # their attention processor (`fuse_attention`).
-    trained = [block for block in model.denoiser.modules() if is_block(block)]
-    encoding = [block for block in model.vae.encoder.modules() if is_block(block)]  # type: ignore[union-attr]
+    trained = blocks_of(model.denoiser)
+    encoding = encoder_blocks(model.vae)
     # Each shape is compiled with and without gradients, and for a smaller last batch.
     configure_dynamo(graphs=4 * shapes * (len(trained) + len(encoding)))
     for block in trained:

@@ -9,8 +9,7 @@ from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from torch import nn
 
 from diffusion.models.activation_memory import count_activations
-from diffusion.models.flops import denoiser_inputs
-from diffusion.models.latent_diffusion import is_block
+from diffusion.models.denoisers.families import family_of
 
 SMALL: dict[str, Any] = {
     'down_block_types': ['CrossAttnDownBlock2D', 'CrossAttnDownBlock2D', 'DownBlock2D'],
@@ -25,12 +24,16 @@ SIZE, TEXT = (4, 16, 24), (16, 64)
 
 def unet(**changes):
     made = UNet2DConditionModel(**(SMALL | changes)).train()
-    made.fsdp_wrap_fn = is_block  # type: ignore[assignment]
+    made.fsdp_wrap_fn = family_of(made).is_block  # type: ignore[assignment]
     return made
 
 
+def inputs_of(module, batch):
+    return ((torch.empty(batch, *SIZE), torch.zeros(batch), torch.empty(batch, *TEXT)), {})
+
+
 def count(module, precision):
-    return count_activations(module, lambda batch: denoiser_inputs(batch, SIZE, *TEXT), precision)
+    return count_activations(module, lambda batch: inputs_of(module, batch), precision)
 
 
 def kept(module, batch, *, autocast):
@@ -97,6 +100,10 @@ class Stack(nn.Module):
         return self.blocks(x)
 
 
+def stack_inputs(batch):
+    return (torch.empty(batch, 8, requires_grad=True),), {}
+
+
 @pytest.mark.parametrize(
     ('precision', 'numbers', 'copies'),
     [
@@ -111,7 +118,7 @@ class Stack(nn.Module):
     ],
 )
 def test_bytes_of_a_block_match_a_count_by_hand(precision, numbers, copies):
-    found = count_activations(Stack(), lambda batch: (torch.empty(batch, 8, requires_grad=True),), precision)
+    found = count_activations(Stack(), stack_inputs, precision)
     assert (found.kept, found.copies) == (numbers, copies)
 
 
@@ -119,10 +126,7 @@ def test_float32_norms_keep_more_if_their_input_has_16_bits():
     """The second block's input has 16 bits: CUDA's autocast converts it to float32, and keeps the copy."""
 
     def of_second_block(precision):
-        one, two = (
-            count_activations(Stack(blocks), lambda batch: (torch.empty(batch, 8, requires_grad=True),), precision)
-            for blocks in (1, 2)
-        )
+        one, two = (count_activations(Stack(number), stack_inputs, precision) for number in (1, 2))
         return two.kept - one.kept
 
     assert of_second_block('half') == 4 * (2 * 8 + 2) + 2 * 8
@@ -137,7 +141,7 @@ def test_memory_with_float32_norms_is_between_low_precision_norms_and_float32():
 
 
 def test_largest_tensor_is_found():
-    largest = count_activations(Stack(), lambda batch: (torch.empty(batch, 8),), 'float32').largest
+    largest = count_activations(Stack(), stack_inputs, 'float32').largest
     assert largest == 4 * 8
 
 
@@ -156,7 +160,7 @@ def test_bytes_of_compiled_blocks_match_torchs_partitioner():
     module = unet()
     found = count(module, 'half+compile')
     for block in module.modules():
-        if is_block(block):
+        if module.fsdp_wrap_fn(block):
             block.forward = torch.compile(block.forward, dynamic=False, backend='aot_eager_decomp_partition')
     two, four = (kept(module, batch, autocast=True) for batch in (2, 4))
     assert found.kept == pytest.approx((four - two) / 2, rel=0.03)

@@ -14,7 +14,8 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 from diffusion.errors import UserError
 from diffusion.models.autoencoder import tiny_autoencoder
 from diffusion.models.builders import sd2, sd2_tokenizers, tiny
-from diffusion.models.pretrained import clip_tokenizer, latent_statistics, load_pretrained
+from diffusion.models.pretrained import clip_tokenizer, load_pretrained
+from diffusion.models.vae import latent_statistics
 
 # https://huggingface.co/stabilityai/stable-diffusion-2-base/blob/main/unet/config.json, as published
 PUBLISHED_UNET = json.loads(

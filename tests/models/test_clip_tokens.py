@@ -6,7 +6,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from diffusion.models.clip_tokens import token_ids
-from diffusion.models.pretrained import clip_tokenizer, tokenize
+from diffusion.models.pretrained import clip_tokenizer
+from diffusion.models.text_conditioner import tokenize
 
 OURS, REFERENCE = clip_tokenizer(), clip_tokenizer()
 SHORT = clip_tokenizer(max_length=8)

@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from diffusion.models import sd2_config
 from diffusion.models.builders import tiny
+from diffusion.models.denoisers.family import DenoiserFamily, DenoiserSizes
 from diffusion.models.flops import FlopCount, empty_copy, text_encoder_flops, vae_encoder_flops
 
 
@@ -25,7 +26,7 @@ def counted(call, *inputs):
 def test_sd2_denoiser_has_the_published_flops():
     with torch.device('meta'):
         denoiser = UNet2DConditionModel(**sd2_config.UNET)
-    count = FlopCount(denoiser, channels=4, text_width=1024)
+    count = FlopCount(denoiser)
     for size, gigaflops in {32: 181.09, 64: 804.26, 96: 2149.11, 128: 4674.99}.items():
         assert count(size, size, 77) / 1e9 == pytest.approx(gigaflops, abs=0.005)
 
@@ -45,8 +46,21 @@ class Other(nn.Module):
         return (self.convolution(noisy),)
 
 
+class OtherFamily(DenoiserFamily):
+    denoiser_class, block_classes, takes_text_mask = Other, (), False
+
+    def sizes(self, denoiser):
+        return DenoiserSizes(in_channels=4, out_channels=4, text_width=8)
+
+    def keywords(self, timesteps, condition):
+        return {'timesteps': timesteps, 'text_embeds': condition.embeds}
+
+    def pipeline(self, model):
+        raise NotImplementedError
+
+
 def test_any_denoiser_is_counted_once_per_shape():
-    count = FlopCount(Other(), channels=4, text_width=8)
+    count = FlopCount(Other(), OtherFamily())
     before = Other.calls
     assert [count(8, 8, 5), count(8, 8, 5), count(8, 16, 5)] == [2 * 9 * 16 * 64, 2 * 9 * 16 * 64, 2 * 9 * 16 * 128]
     assert Other.calls == before + 2
@@ -55,7 +69,7 @@ def test_any_denoiser_is_counted_once_per_shape():
 def test_later_changes_to_the_denoiser_do_not_change_its_count():
     """Changes such as compiling it, or hooks of FSDP."""
     denoiser = Other()
-    count = FlopCount(denoiser, channels=4, text_width=8)
+    count = FlopCount(denoiser, OtherFamily())
     denoiser.register_forward_pre_hook(lambda *_: pytest.fail('the original was called'))
     denoiser.forward = None  # type: ignore[assignment]
     assert count(8, 8, 5) == 2 * 9 * 16 * 64

@@ -59,8 +59,8 @@ def hub(repository, tmp_path, monkeypatch):
     _http.reset_sessions()
 
 
-def load(name: str, **settings):
-    return load_pretrained(PARTS[name], 'someone/model', subfolder=name, **({'revision': COMMIT} | settings))
+def load(name: str, **settings: Any):
+    return load_pretrained(PARTS[name], 'someone/model', subfolder=name, **{'revision': COMMIT, **settings})
 
 
 @pytest.mark.parametrize('name', PARTS)

@@ -1,6 +1,7 @@
 """LatentDiffusion, part by part, against plain PyTorch and diffusers."""
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -105,7 +106,9 @@ def test_flow_at_a_validation_timestep_is_that_fraction_of_noise(make_model):
     batch = batch_of(model)
     assert model.validation_timesteps() == [62, 187, 312, 437, 562, 687, 812, 937]
     seen = {}
-    model.denoiser.register_forward_pre_hook(lambda module, args: seen.update({int(args[1][0]): args[0]}))
+    model.denoiser.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.update({int(kwargs['timestep'][0]): args[0]}), with_kwargs=True
+    )
     assert model.eval_forward(batch).shape == (8, BATCH)
     latents = model.latents_of(batch)
     draws = Draws(model.seed, batch[batch_keys.SAMPLE_ID], torch.zeros(BATCH).long(), torch.full((BATCH,), 4))
@@ -237,8 +240,8 @@ def test_caption_dropout_drops_the_configured_fraction(make_model, mode):
     ids = model._tokens(['a caption']).expand(size, -1, -1)
     draws = Draws(17, torch.arange(size), torch.zeros(size, dtype=torch.long), torch.zeros(size, dtype=torch.long))
     with torch.no_grad():
-        embeds, _ = model._condition_of({batch_keys.INPUT_IDS: ids}, draws)
-        replacement = model.embed(model.empty_ids[None]) if mode == 'empty' else torch.zeros(1)
+        embeds = model._condition_of({batch_keys.INPUT_IDS: ids}, draws).embeds
+        replacement = model.embed(model.empty_ids[None]).embeds if mode == 'empty' else torch.zeros(1)
     dropped = torch.isclose(embeds, replacement, atol=1e-5).all(dim=(1, 2))
     assert dropped.float().mean() == pytest.approx(0.3, abs=0.04)
     assert torch.equal(dropped, draws.uniform(Purpose.CAPTION_DROPOUT) < 0.3)
@@ -248,7 +251,7 @@ def test_caption_dropout_drops_the_configured_fraction(make_model, mode):
 def test_stored_text_embeddings_give_the_same_predictions(make_model, mode):
     model = make_model(caption_dropout=0.5, caption_dropout_mode=mode, mask_padding=True, train_text_encoder=False)
     batch = batch_of(model)
-    stored = batch | {batch_keys.TEXT_EMBEDS: model.embed(batch[batch_keys.INPUT_IDS]).half()}
+    stored = batch | {batch_keys.TEXT_EMBEDS: model.embed(batch[batch_keys.INPUT_IDS]).embeds.half()}
     torch.testing.assert_close(model(stored).prediction, model(batch).prediction, rtol=1e-2, atol=2e-3)
     torch.testing.assert_close(model.eval_forward(stored), model.eval_forward(batch), rtol=1e-2, atol=2e-3)
     random = batch | {batch_keys.TEXT_EMBEDS: torch.randn_like(stored[batch_keys.TEXT_EMBEDS])}
@@ -261,12 +264,13 @@ def test_padding_mask_hides_tokens_after_the_caption(make_model):
     mask = model.text.padding_mask(ids)
     assert mask[0].tolist() == [True] * 3 + [False] * 13  # start, one word, end
     latents, noise, timestep = torch.randn(1, 4, 8, 8), torch.randn(1, 4, 8, 8), torch.tensor([500])
-    embeds, mask = model._condition(ids)
-    changed = embeds.clone()
+    condition = model._condition(ids)
+    changed = condition.embeds.clone()
     changed[:, 3:] += 10
-    same = [model.denoise(latents, noise, timestep, e, mask).prediction for e in (embeds, changed)]
+    both = condition, replace(condition, embeds=changed)
+    same = [model.denoise(latents, noise, timestep, each).prediction for each in both]
     torch.testing.assert_close(*same)
-    seen = [model.denoise(latents, noise, timestep, e, None).prediction for e in (embeds, changed)]
+    seen = [model.denoise(latents, noise, timestep, replace(each, mask=None)).prediction for each in both]
     assert not torch.allclose(*seen)
 
 

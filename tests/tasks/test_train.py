@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import StableDiffusionPipeline
 from PIL import Image
 from streaming import StreamingDataset
 
@@ -22,9 +23,9 @@ from diffusion.cli import main
 from diffusion.config.load import load, to_yaml
 from diffusion.loggers.metrics_file import read_metrics
 from diffusion.models.latent_diffusion import LatentDiffusion
-from diffusion.models.pretrained import decode_latents, posterior_of
+from diffusion.models.vae import decode_latents, posterior_of, with_folded_statistics
 from diffusion.tasks.evaluate import evaluate
-from diffusion.tasks.export import export, pipeline_of, with_folded_statistics
+from diffusion.tasks.export import export
 from diffusion.tasks.generate import generate
 from diffusion.tasks.precompute import precompute
 from diffusion.training.train import build_trainer, train
@@ -297,7 +298,7 @@ def test_failed_export_leaves_no_files(finished, tmp_path, monkeypatch):
     def full(*_args: object, **_kwargs: object) -> None:
         raise OSError(28, 'No space left on device')
 
-    monkeypatch.setattr('diffusion.tasks.export.StableDiffusionPipeline.save_pretrained', full)
+    monkeypatch.setattr(StableDiffusionPipeline, 'save_pretrained', full)
     with pytest.raises(OSError, match='No space left'):
         export(run, tmp_path / 'sd')
     assert list(tmp_path.iterdir()) == []
@@ -316,7 +317,7 @@ def test_export_keeps_the_noise_schedule_of_other_objectives(make_model, predict
     from diffusion.models.objective import Objective
 
     model = make_model(objective=Objective(**prediction))
-    pipeline = pipeline_of(model)
+    pipeline = model.family.pipeline(model)
     pipeline.save_pretrained(tmp_path / 'sd')
     pipeline = type(pipeline).from_pretrained(tmp_path / 'sd', low_cpu_mem_usage=False)
     pipeline.set_progress_bar_config(disable=True)

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from diffusion.config.load import load
 from diffusion.config.recipe import ParallelismConfig
-from diffusion.models.latent_diffusion import is_block
+from diffusion.models.activation_memory import blocks_of
 from diffusion.training.parallelism import parallelism_config
 from diffusion.training.train import build_trainer
 
@@ -52,7 +52,7 @@ def test_fsdp1_settings_map_to_a_sharding_strategy(reshard, replicas, expected):
 def test_fsdp2_wraps_denoiser_blocks_but_no_frozen_part(write_recipe, alone):
     trainer = build_trainer(load(write_recipe(parallelism={'strategy': 'fsdp2'})))
     model: Any = trainer.state.model
-    blocks = [module for module in model.denoiser.modules() if is_block(module)]
+    blocks = blocks_of(model.denoiser)
     assert len(blocks) > 8
     assert all(isinstance(block, FSDPModule) for block in blocks)
     wrapped = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]

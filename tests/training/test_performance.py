@@ -18,7 +18,8 @@ from diffusion.config.performance_preset import PARTS, effective_parts
 from diffusion.config.recipe import SpeedConfig
 from diffusion.loggers.metrics_file import TRAIN_LOSS, read_metrics
 from diffusion.models import batch_keys
-from diffusion.models.latent_diffusion import LatentDiffusion, is_block
+from diffusion.models.activation_memory import blocks_of
+from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.profiling.device_syncs import find_waits
 from diffusion.training import performance
 from diffusion.training.components import build_optimizer
@@ -177,7 +178,7 @@ def test_compiled_blocks_keep_names_and_compile_once_per_shape(make_model):
     assert graphs() == second, 'sampling, evaluation and known shapes compile nothing'
     assert not counts['graph_break']
     assert list(model.state_dict()) == names
-    blocks = sum(is_block(module) for module in model.denoiser.modules())
+    blocks = len(blocks_of(model.denoiser))
     assert torch._dynamo.config.recompile_limit >= 2 * blocks
 
 

@@ -1,0 +1,98 @@
+"""Interface of a family of denoisers: a class of diffusers, and how LatentDiffusion calls, divides and exports it.
+
+Shapes: B batch, C latent channels, H W latent size, L text tokens, D text width, P width of the pooled text.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from diffusion.models.denoisers.condition import SIZES, Condition
+
+
+@dataclass(frozen=True)
+class DenoiserSizes:
+    """Sizes that a denoiser's configuration fixes, to which the other parts of the model must fit."""
+
+    in_channels: int
+    """Channels of the noisy latents."""
+    out_channels: int
+    """Channels of the prediction."""
+    text_width: int
+    """D, width of the text embeddings."""
+    pooled_width: int | None = None
+    """P, width of the pooled text; None if the denoiser takes none."""
+    patch: int = 1
+    """Side of a patch in latent cells; height and width of the latents are multiples of it."""
+    sample_size: int | None = None
+    """Side of the latents that the denoiser was built for, in cells; None if it was built for no particular side."""
+
+
+class DenoiserFamily(ABC):
+    """Adapter of one family of denoisers; without state, so that one object serves all denoisers of the family."""
+
+    denoiser_class: ClassVar[type[nn.Module]]
+    """diffusers' class of the denoiser."""
+    block_classes: ClassVar[tuple[type[nn.Module], ...]]
+    """Classes of its blocks, the units of FSDP, compilation and activation checkpointing."""
+    timesteps_up_to_one: ClassVar[bool] = False
+    """True if the denoiser takes timesteps in [0, 1]; False if it takes the steps of the noise schedule, 0 to T."""
+    takes_text_mask: ClassVar[bool]
+    """True if the denoiser can ignore the padding of captions; False if padding is part of its input."""
+    takes_sizes: ClassVar[bool] = False
+    """True if the denoiser is conditioned on the sizes of the image, `Condition.sizes`."""
+
+    def owns(self, denoiser: nn.Module) -> bool:
+        """Return True if a denoiser belongs to this family."""
+        return isinstance(denoiser, self.denoiser_class)
+
+    def is_block(self, module: nn.Module) -> bool:
+        """Return True if a part of the denoiser is one of its blocks."""
+        return isinstance(module, self.block_classes)
+
+    @abstractmethod
+    def sizes(self, denoiser: Any) -> DenoiserSizes:
+        """Return the sizes in a denoiser's configuration."""
+
+    @abstractmethod
+    def keywords(self, timesteps: Tensor, condition: Condition) -> dict[str, Any]:
+        """Return the keyword arguments of the denoiser's forward pass; the noisy latents are its first argument."""
+
+    @abstractmethod
+    def pipeline(self, model: Any) -> Any:
+        """Return the pipeline of diffusers that generates the same images as a LatentDiffusion.
+
+        Raises:
+            UserError: The pipeline cannot represent the model.
+        """
+
+    def predict(self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, condition: Condition) -> Tensor:
+        """Return a denoiser's prediction for noisy latents, [B, C, H, W]."""
+        return denoiser(noisy, **self.keywords(timesteps, condition), return_dict=False)[0]
+
+    def example_inputs(
+        self, denoiser: nn.Module, batch: int, height: int, width: int, text_length: int, *, device: str = 'cpu'
+    ) -> tuple[tuple[Tensor], dict[str, Any]]:
+        """Return inputs without data for counting a denoiser's costs: positional and keyword arguments.
+
+        Args:
+            denoiser: The denoiser.
+            batch: B.
+            height: H.
+            width: W.
+            text_length: L.
+            device: Device of the tensors.
+        """
+        sizes = self.sizes(denoiser)
+        pooled = None if sizes.pooled_width is None else torch.empty(batch, sizes.pooled_width, device=device)
+        condition = Condition(
+            torch.empty(batch, text_length, sizes.text_width, device=device),
+            pooled=pooled,
+            sizes=torch.empty(batch, SIZES, device=device) if self.takes_sizes else None,
+        )
+        noisy = torch.empty(batch, sizes.in_channels, height, width, device=device)
+        timesteps = torch.zeros(batch, device=device)
+        return (noisy,), self.keywords(timesteps, condition) | {'return_dict': False}

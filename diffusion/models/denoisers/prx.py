@@ -1,0 +1,91 @@
+"""PRX: a transformer in which image tokens attend to themselves and to the text (Photoroom 2025)."""
+
+import copy
+import logging
+from typing import Any
+
+from diffusers.models.transformers.transformer_prx import PRXBlock, PRXTransformer2DModel
+from torch import Tensor
+
+from diffusion.errors import UserError
+from diffusion.models.denoisers.condition import Condition
+from diffusion.models.denoisers.family import DenoiserFamily, DenoiserSizes
+from diffusion.models.sampler import inference_scheduler
+from diffusion.models.vae import downsampling, with_folded_statistics
+
+log = logging.getLogger(__name__)
+
+
+def _loadable_in_pipeline(encoder: Any) -> Any:
+    """Return a text encoder that a saved PRXPipeline loads again; that of T5-Gemma needs another configuration."""
+    # diffusers 0.39 reads the file as a T5GemmaConfig and takes its `encoder`. The configuration of a T5GemmaEncoder is
+    # that encoder's alone, so diffusers would use its defaults, those of the 2B model.
+    if encoder.config.model_type != 't5_gemma_module':
+        return encoder
+    from transformers.models.t5gemma.configuration_t5gemma import T5GemmaConfig
+
+    fields = encoder.config.to_dict()
+    whole = T5GemmaConfig(encoder=fields, decoder=fields)
+    for name, value in fields.items():
+        if not hasattr(whole, name):
+            setattr(whole, name, value)
+    encoder = copy.copy(encoder)
+    encoder.config = whole
+    return encoder
+
+
+class PRX(DenoiserFamily):
+    """Adapter of PRXTransformer2DModel, exported as a PRXPipeline."""
+
+    denoiser_class = PRXTransformer2DModel
+    block_classes = (PRXBlock,)
+    timesteps_up_to_one = True
+    takes_text_mask = True
+
+    def sizes(self, denoiser: PRXTransformer2DModel) -> DenoiserSizes:
+        config = denoiser.config
+        return DenoiserSizes(
+            in_channels=config['in_channels'],
+            out_channels=config['in_channels'],
+            text_width=config['context_in_dim'],
+            patch=config['patch_size'],
+        )
+
+    def keywords(self, timesteps: Tensor, condition: Condition) -> dict[str, Any]:
+        return {
+            'timestep': timesteps,
+            'encoder_hidden_states': condition.embeds,
+            'attention_mask': condition.mask,
+        }
+
+    def pipeline(self, model: Any) -> Any:
+        # Imported here: training does not need pipelines, whose import takes seconds.
+        from diffusers.pipelines.prx.pipeline_prx import PRXPipeline
+
+        if len(model.text.encoders) != 1:
+            raise UserError(f'export: {len(model.text.encoders)} text encoders; a PRXPipeline has one')
+        if not model.mask_padding:
+            log.warning(
+                'export: trained without mask_padding, but a PRXPipeline masks the padding of captions; its images '
+                'will differ'
+            )
+        if model.caption_dropout_mode == 'zeros':
+            log.warning('export: trained with zeros for dropped captions; a PRXPipeline uses the empty caption instead')
+        log.info(
+            'export: call the pipeline with skip_text_cleaning=True, or it changes prompts (lower case, no '
+            'punctuation), and with use_resolution_binning=False unless the side is 256, 512 or 1024 px'
+        )
+        # FlowMatchEulerDiscreteScheduler takes velocities only.
+        takes_velocity = model.objective.is_flow and model.objective.prediction_type == 'velocity'
+        name = 'euler' if takes_velocity else 'dpm++' if model.objective.is_flow else 'ddim'
+        vae = with_folded_statistics(model.vae)
+        # The pipeline adds the shift factor to the latents even if it is None, AutoencoderKL's default.
+        vae.register_to_config(shift_factor=vae.config.get('shift_factor') or 0.0)
+        return PRXPipeline(
+            transformer=model.denoiser,
+            scheduler=inference_scheduler(name, model.objective),
+            text_encoder=_loadable_in_pipeline(model.text.encoders[0]),
+            tokenizer=model.text.tokenizers[0],
+            vae=vae,
+            default_sample_size=model.latent_size * downsampling(model.vae),
+        )

@@ -1,0 +1,68 @@
+"""U-Nets with cross-attention: Stable Diffusion 1 and 2 (Rombach et al. 2022)."""
+
+import logging
+from typing import Any
+
+from diffusers.models.resnet import ResnetBlock2D
+from diffusers.models.transformers.transformer_2d import Transformer2DModel
+from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
+from torch import Tensor
+
+from diffusion.errors import UserError
+from diffusion.models.denoisers.condition import Condition
+from diffusion.models.denoisers.family import DenoiserFamily, DenoiserSizes
+from diffusion.models.sampler import inference_scheduler
+from diffusion.models.vae import with_folded_statistics
+
+log = logging.getLogger(__name__)
+
+
+class CrossAttentionUNet(DenoiserFamily):
+    """Adapter of UNet2DConditionModel with one text encoder, exported as a StableDiffusionPipeline."""
+
+    denoiser_class = UNet2DConditionModel
+    block_classes = (ResnetBlock2D, Transformer2DModel)
+    takes_text_mask = True
+
+    def sizes(self, denoiser: UNet2DConditionModel) -> DenoiserSizes:
+        config = denoiser.config
+        return DenoiserSizes(
+            in_channels=config['in_channels'],
+            out_channels=config['out_channels'],
+            text_width=config['cross_attention_dim'],
+            sample_size=config['sample_size'],
+        )
+
+    def keywords(self, timesteps: Tensor, condition: Condition) -> dict[str, Any]:
+        return {
+            'timestep': timesteps,
+            'encoder_hidden_states': condition.embeds,
+            'encoder_attention_mask': condition.mask,
+        }
+
+    def pipeline(self, model: Any) -> Any:
+        # Imported here: training does not need pipelines, whose import takes seconds.
+        from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import StableDiffusionPipeline
+
+        if len(model.text.encoders) != 1:
+            raise UserError(f'export: {len(model.text.encoders)} text encoders; a StableDiffusionPipeline has one')
+        if model.mask_padding:
+            log.warning(
+                'export: trained with mask_padding, which the diffusers pipeline does not apply; its images will differ'
+            )
+        if model.caption_dropout_mode == 'zeros':
+            log.warning(
+                'export: trained with zeros for dropped captions; the diffusers pipeline uses the empty caption instead'
+            )
+        # The schedulers that diffusers has for flows alone do not fit into this pipeline.
+        scheduler = inference_scheduler('dpm++' if model.objective.is_flow else 'ddim', model.objective)
+        return StableDiffusionPipeline(
+            vae=with_folded_statistics(model.vae),
+            text_encoder=model.text.encoders[0],
+            tokenizer=model.text.tokenizers[0],
+            unet=model.denoiser,
+            scheduler=scheduler,
+            safety_checker=None,  # type: ignore[arg-type]
+            feature_extractor=None,  # type: ignore[arg-type]
+            requires_safety_checker=False,
+        )

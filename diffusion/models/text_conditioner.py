@@ -1,0 +1,106 @@
+"""Text encoders that condition the denoiser, and tokenization of captions.
+
+Shapes: B batch, E text encoders, L text tokens, D text width (summed over encoders), P width of the pooled text.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from diffusion.errors import UserError
+from diffusion.models.clip_tokens import token_ids
+
+
+class TextOutput(NamedTuple):
+    """Output of text encoders: embeddings per token, [B, L, D], and per caption, [B, P] or None."""
+
+    embeds: Tensor
+    pooled: Tensor | None = None
+
+
+def tokenize(tokenizers: Sequence[PreTrainedTokenizerBase], captions: Sequence[str]) -> Tensor:
+    """Return the token ids of captions, padded and truncated to the tokenizers' common length, int64 [B, E, L]."""
+    rows = [[token_ids(tokenizer, caption) for caption in captions] for tokenizer in tokenizers]
+    # By way of NumPy: torch.tensor takes ten times as long to read nested lists.
+    return torch.from_numpy(np.array(rows, dtype=np.int64).swapaxes(0, 1).copy())
+
+
+class TextConditioner(nn.Module):
+    """Text encoders whose concatenated last hidden states condition the denoiser.
+
+    Args:
+        encoders: Text models of transformers, such as CLIPTextModel or T5GemmaEncoder. Stable Diffusion 2's text
+            encoder is published without its last layer, so that its last hidden state is that of OpenCLIP's penultimate
+            layer after the final norm.
+        tokenizers: One tokenizer per encoder, all of the same length.
+        mask_padding: Hide the padding of a caption from the encoders' own attention, as models trained on longer
+            sequences expect. CLIP, whose attention is causal, was trained without.
+    """
+
+    def __init__(
+        self,
+        encoders: Sequence[PreTrainedModel],
+        tokenizers: Sequence[PreTrainedTokenizerBase],
+        *,
+        mask_padding: bool = False,
+    ) -> None:
+        super().__init__()
+        lengths = {tokenizer.model_max_length for tokenizer in tokenizers}
+        if len(encoders) != len(tokenizers) or not encoders or len(lengths) != 1:
+            raise UserError(
+                f'text encoders: {len(encoders)} encoders with {len(tokenizers)} tokenizers of lengths '
+                f'{sorted(lengths)}; use one tokenizer per encoder, all of the same length'
+            )
+        for encoder, tokenizer in zip(encoders, tokenizers, strict=True):
+            if len(tokenizer) > encoder.config.vocab_size:
+                raise UserError(
+                    f'tokenizer: has {len(tokenizer)} tokens, but its text encoder embeds {encoder.config.vocab_size}; '
+                    'load both from the same source'
+                )
+        self.encoders = nn.ModuleList(encoders)
+        self.tokenizers = list(tokenizers)
+        self.mask_padding = mask_padding
+        # Where a caption ends is known by its end-of-text token, or by the padding token where captions have no end.
+        # Not always by the padding token: CLIP pads with the end-of-text token, Stable Diffusion 2 with `!`.
+        first: Any = tokenizers[0]
+        self._ends = first.eos_token_id in first('').input_ids
+        if not self._ends and first.pad_token_id is None:
+            raise UserError('tokenizer: neither ends captions with a token nor has a padding token; set its pad_token')
+
+    @property
+    def width(self) -> int:
+        """Width D of the text embeddings, summed over the encoders."""
+        return sum(encoder.config.hidden_size for encoder in self.encoders)  # type: ignore[union-attr]
+
+    @property
+    def pooled_width(self) -> int | None:
+        """Width P of the pooled text; None if the encoders return none."""
+        return None
+
+    @property
+    def length(self) -> int:
+        """Number L of text embeddings per caption."""
+        return self.tokenizers[0].model_max_length
+
+    def forward(self, input_ids: Tensor) -> TextOutput:
+        """Return the text embeddings of token ids [B, E, L], the encoders' last hidden states."""
+        if input_ids.ndim != 3 or input_ids.shape[1] != len(self.encoders):
+            raise UserError(
+                f'input_ids: shape {tuple(input_ids.shape)}; '
+                f'expected [batch, {len(self.encoders)} text encoders, tokens]'
+            )
+        mask = self.padding_mask(input_ids) if self.mask_padding else None
+        states = [encoder(input_ids[:, i], attention_mask=mask) for i, encoder in enumerate(self.encoders)]
+        return TextOutput(torch.cat([state.last_hidden_state for state in states], dim=-1))
+
+    def padding_mask(self, input_ids: Tensor) -> Tensor:
+        """Return a mask of the first encoder's tokens, bool [B, L]: False for the padding of token ids [B, E, L]."""
+        first: Any = self.tokenizers[0]
+        if not self._ends:
+            return input_ids[:, 0].ne(first.pad_token_id)
+        ended = input_ids[:, 0].eq(first.eos_token_id).cumsum(dim=-1)
+        return torch.cat([torch.ones_like(ended[:, :1]), ended[:, :-1] == 0], dim=-1).bool()

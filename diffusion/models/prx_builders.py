@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.transformers.transformer_prx import PRXTransformer2DModel
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import GemmaTokenizerFast, PreTrainedTokenizerBase
 from transformers.models.t5gemma.configuration_t5gemma import T5GemmaConfig
 from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 
@@ -31,7 +31,7 @@ def prx_tokenizers(
     """Return PRX's tokenizer in a list; if `pretrained` is None, CLIP's, built from open_clip's vocabulary."""
     if pretrained is None:
         return [clip_tokenizer(max_length=max_length)]
-    tokenizer: Any = load_pretrained(AutoTokenizer, pretrained, subfolder='tokenizer', revision=revision)
+    tokenizer = load_pretrained(GemmaTokenizerFast, pretrained, subfolder='tokenizer', revision=revision)
     tokenizer.model_max_length = max_length
     return [tokenizer]
 

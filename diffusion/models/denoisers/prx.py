@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import warnings
 from typing import Any
 
 from diffusers.models.transformers.transformer_prx import PRXBlock, PRXTransformer2DModel
@@ -81,11 +82,14 @@ class PRX(DenoiserFamily):
         vae = with_folded_statistics(model.vae)
         # The pipeline adds the shift factor to the latents even if it is None, AutoencoderKL's default.
         vae.register_to_config(shift_factor=vae.config.get('shift_factor') or 0.0)
-        return PRXPipeline(
-            transformer=model.denoiser,
-            scheduler=inference_scheduler(name, model.objective),
-            text_encoder=_loadable_in_pipeline(model.text.encoders[0]),
-            tokenizer=model.text.tokenizers[0],
-            vae=vae,
-            default_sample_size=model.latent_size * downsampling(model.vae),
-        )
+        with warnings.catch_warnings():
+            # A base class of diffusers 0.39 that is of no use to a PRXPipeline announces its removal.
+            warnings.filterwarnings('ignore', message='`LoraLoaderMixin` is deprecated')
+            return PRXPipeline(
+                transformer=model.denoiser,
+                scheduler=inference_scheduler(name, model.objective),
+                text_encoder=_loadable_in_pipeline(model.text.encoders[0]),
+                tokenizer=model.text.tokenizers[0],
+                vae=vae,
+                default_sample_size=model.latent_size * downsampling(model.vae),
+            )

@@ -1,0 +1,181 @@
+"""PRX against diffusers alone: parameter counts, the loss, text masks, pretrained parts, and mistakes."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as functional
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from diffusers.models.transformers.transformer_prx import PRXTransformer2DModel
+from diffusers.pipelines.prx.pipeline_prx import PRXPipeline
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import GemmaTokenizerFast
+from transformers.models.t5gemma.configuration_t5gemma import T5GemmaConfig
+from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
+
+from diffusion.errors import UserError
+from diffusion.models import batch_keys
+from diffusion.models.activation_memory import blocks_of
+from diffusion.models.denoisers.families import family_of
+from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.models.objective import Objective
+from diffusion.models.prx_builders import FLOW, prx, tiny_prx
+from diffusion.models.randomness import Draws, Purpose
+
+CAPTIONS = ['a red square', 'two cats', '', 'a very long caption of a small green circle and more']
+TINY: dict[str, Any] = {'hidden_size': 32, 'num_heads': 2, 'depth': 2, 'text_width': 32, 'text_layers': 1}
+
+
+@pytest.fixture(scope='module')
+def model(small_vae) -> LatentDiffusion:
+    torch.manual_seed(0)
+    return tiny_prx(vae=str(small_vae), patch_size=2, caption_dropout=0.0, **TINY)
+
+
+@pytest.fixture(scope='module')
+def pipeline_folder(tmp_path_factory, small_vae):
+    """Folder in diffusers' layout with a VAE, a tiny T5-Gemma encoder and a tokenizer of Gemma's class."""
+    folder = tmp_path_factory.mktemp('prx')
+    AutoencoderKL.from_pretrained(small_vae, low_cpu_mem_usage=False).save_pretrained(folder / 'vae')
+    words = Tokenizer(models.BPE(byte_fallback=True))
+    words.pre_tokenizer = pre_tokenizers.Metaspace()
+    special = ['<pad>', '<eos>', '<bos>', '<unk>']
+    words.train_from_iterator(CAPTIONS * 5, trainers.BpeTrainer(vocab_size=120, special_tokens=special))
+    tokenizer = GemmaTokenizerFast(tokenizer_object=words, model_max_length=12, pad_token='<pad>')
+    tokenizer.save_pretrained(folder / 'tokenizer')
+    part = {'hidden_size': 32, 'intermediate_size': 64, 'num_hidden_layers': 2, 'num_attention_heads': 2}
+    part |= {'num_key_value_heads': 1, 'head_dim': 16, 'vocab_size': 128, 'query_pre_attn_scalar': 16}
+    config = T5GemmaConfig(encoder=part, decoder=part)
+    torch.manual_seed(0)
+    encoder = T5GemmaEncoder(config.encoder)
+    encoder.config = config  # as published: the configuration of encoder and decoder
+    encoder.save_pretrained(folder / 'text_encoder')
+    return folder
+
+
+def batch_of(model: LatentDiffusion) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    size = len(CAPTIONS)
+    return {
+        batch_keys.IMAGE: torch.randint(0, 256, (size, 3, 32, 64), dtype=torch.uint8, generator=generator),
+        batch_keys.INPUT_IDS: model._tokens(CAPTIONS),
+        batch_keys.SAMPLE_ID: torch.arange(10, 10 + size),
+        batch_keys.EPOCH: torch.full((size,), 2),
+        batch_keys.BATCH_INDEX: torch.full((size,), 7),
+    }
+
+
+def test_published_number_of_parameters():
+    with torch.device('meta'):
+        model = prx(pretrained=None)
+        published = PRXTransformer2DModel()
+    assert sum(parameter.numel() for parameter in model.denoiser.parameters()) == 1_170_691_648
+    assert model.denoiser.state_dict().keys() == published.state_dict().keys()
+    assert len(blocks_of(model.denoiser)) == 16
+    assert (model.latent_size, model.text.length, model.text.width) == (32, 256, 2304)
+
+
+@pytest.mark.parametrize('prediction', ['velocity', 'sample'])
+def test_loss_and_gradients_equal_a_reference_with_diffusers_alone(small_vae, prediction):
+    objective = replace(FLOW, prediction_type=prediction)
+    torch.manual_seed(0)
+    model = tiny_prx(vae=str(small_vae), patch_size=2, caption_dropout=0.0, objective=objective, **TINY)
+    batch = batch_of(model)
+    model.loss(model(batch), batch).backward()
+    ours = {name: parameter.grad for name, parameter in model.denoiser.named_parameters()}
+    model.zero_grad()
+    loss = model.loss(model(batch), batch).detach()
+
+    draws = Draws(17, batch[batch_keys.SAMPLE_ID], batch[batch_keys.EPOCH], batch[batch_keys.BATCH_INDEX])
+    time = objective.time_of(draws.uniform(Purpose.TIMESTEP)).float()
+    latents = model.latents_of(batch, draws)
+    noise = draws.normal(Purpose.NOISE, latents.shape[1:])
+    t = time.view(-1, 1, 1, 1)
+    noisy = (1 - t) * latents + t * noise
+    ids = batch[batch_keys.INPUT_IDS][:, 0]
+    mask = torch.tensor([[i <= row.index(49407) for i in range(16)] for row in ids.tolist()])
+    embeds = model.text.encoders[0](ids, attention_mask=mask).last_hidden_state
+    predicted: Any = model.denoiser(noisy, timestep=time, encoder_hidden_states=embeds, attention_mask=mask).sample
+    if prediction == 'sample':
+        predicted = (noisy - predicted) / t.clamp(min=0.05)
+        target = (noisy - latents) / t.clamp(min=0.05)
+    else:
+        target = noise - latents
+    reference = functional.mse_loss(predicted, target)
+    reference.backward()
+    torch.testing.assert_close(loss, reference.detach())
+    for name, parameter in model.denoiser.named_parameters():
+        torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_padding_of_captions_has_no_effect(model):
+    condition = model._condition(model._tokens(['two cats']))
+    used = int(condition.mask.sum())
+    assert used == 4, 'start, two words, end'
+    trimmed = replace(condition, embeds=condition.embeds[:, :used], mask=condition.mask[:, :used])
+    noisy, time = torch.randn(1, 4, 4, 4), torch.tensor([500.0])
+    torch.testing.assert_close(
+        model._predict(noisy, time, trimmed), model._predict(noisy, time, condition), rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.mark.filterwarnings('ignore:`LoraLoaderMixin` is deprecated')
+def test_pretrained_parts_are_read_and_a_saved_pipeline_loads_them_again(pipeline_folder, tmp_path):
+    model = prx(
+        32,
+        pretrained=str(pipeline_folder),
+        hidden_size=32,
+        num_heads=2,
+        depth=2,
+        max_length=12,
+        encoder_dtype='float32',
+    )
+    ids = model._tokens(CAPTIONS)
+    mask = model.text.padding_mask(ids)
+    tokenizer: Any = model.text.tokenizers[0]
+    expected = tokenizer(CAPTIONS, padding='max_length', truncation=True, max_length=12, return_tensors='pt')
+    assert torch.equal(mask, expected.attention_mask.bool())
+    assert mask[2].sum() == 1, 'the empty caption has the start token'
+    encoder: Any = model.text.encoders[0]
+    embeds = encoder(expected.input_ids, attention_mask=expected.attention_mask).last_hidden_state
+    torch.testing.assert_close(model.embed(ids).embeds, embeds)
+
+    family_of(model.denoiser).pipeline(model).save_pretrained(tmp_path / 'saved')
+    pipeline: Any = PRXPipeline.from_pretrained(tmp_path / 'saved', local_files_only=True, low_cpu_mem_usage=False)
+    pipeline.set_progress_bar_config(disable=True)
+    latents = torch.randn(1, 4, 4, 4)
+    call = {'use_resolution_binning': False, 'skip_text_cleaning': True, 'height': 32, 'width': 32}
+    sampling = {'num_inference_steps': 3, 'guidance_scale': 3.0}
+    theirs = pipeline('a red square', latents=latents, output_type='pt', **sampling, **call).images
+    ours = model.generate(['a red square'], latents=latents, noise_scheduler='euler', **sampling)
+    torch.testing.assert_close(theirs, ours, rtol=1e-3, atol=1e-3)
+
+
+def test_images_must_divide_into_patches(model, small_vae):
+    batch = batch_of(model)
+    batch[batch_keys.IMAGE] = batch[batch_keys.IMAGE][..., :40]
+    with pytest.raises(UserError, match='latents of 5x4 cells do not divide into .* patches of 2x2; .* of 16 px'):
+        model(batch)
+    with pytest.raises(UserError, match='size: 40x32; use positive multiples of 16 px, the size of a patch'):
+        model.generate(['a'], size=(40, 32))
+
+
+def test_heads_must_fit_the_rotary_embedding(small_vae):
+    with pytest.raises(UserError, match='hidden_size: 36 does not divide into 2 heads of a multiple of 4 .* of 8'):
+        tiny_prx(vae=str(small_vae), **TINY | {'hidden_size': 36})
+
+
+def test_transformer_also_trains_diffusion(small_vae):
+    model = tiny_prx(vae=str(small_vae), objective=Objective(prediction_type='v_prediction'), **TINY)
+    seen = {}
+    model.denoiser.register_forward_pre_hook(lambda _, args, kwargs: seen.update(kwargs), with_kwargs=True)
+    batch = batch_of(model)
+    assert model.loss(model(batch), batch).isfinite()
+    assert float(seen['timestep'].min()) >= 0 and float(seen['timestep'].max()) < 1
+    assert model.generate(['a'], size=(32, 32), num_inference_steps=2).shape == (1, 3, 32, 32)
+
+
+def test_denoiser_of_no_known_family_is_refused():
+    with pytest.raises(UserError, match='denoiser: Linear is of no known family; use UNet2DConditionModel, PRX'):
+        family_of(torch.nn.Linear(1, 1))

@@ -1,0 +1,131 @@
+"""Families of denoisers in real runs: one curve on any ranks, resumed bit for bit, exported to stock diffusers."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from ranks import Ranks, read_losses
+
+from diffusion.checkpointing.checkpoint_weights import weights_of
+from diffusion.checkpointing.run_folder import find_checkpoint
+from diffusion.config.load import load
+from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.tasks.evaluate import trained_model
+from diffusion.tasks.export import export
+
+BATCHES = 9
+PROMPT = 'a red square'
+PRX: dict[str, Any] = {
+    'name': 'tiny_prx',
+    'hidden_size': 32,
+    'num_heads': 2,
+    'depth': 2,
+    'patch_size': 2,
+    'text_width': 32,
+    'text_layers': 1,
+}
+MODELS = {
+    'prx': PRX,
+    'prx_sample': PRX | {'objective': {'path': 'flow', 'prediction_type': 'sample'}, 'train_text_encoder': False},
+}
+PIPELINES = {
+    'prx': ('pipelines.prx.pipeline_prx', 'PRXPipeline'),
+    'prx_sample': ('pipelines.prx.pipeline_prx', 'PRXPipeline'),
+}
+"""Module and class of the stock pipeline."""
+CALLS: dict[str, dict[str, Any]] = {
+    'prx': {'use_resolution_binning': False, 'skip_text_cleaning': True, 'height': 32, 'width': 32},
+}
+CALLS['prx_sample'] = CALLS['prx']
+SCHEDULERS = {'prx_sample': 'dpm++'}
+"""Our scheduler for the images of the pipeline, if it is not Euler's method."""
+STOCK = """
+import importlib, json, sys, torch
+module, name, folder, latents, call, out = sys.argv[1:]
+pipeline = getattr(importlib.import_module('diffusers.' + module), name)
+pipeline = pipeline.from_pretrained(folder, local_files_only=True, low_cpu_mem_usage=False)
+pipeline.set_progress_bar_config(disable=True)
+images = pipeline(latents=torch.load(latents), output_type='pt', **json.loads(call)).images
+assert 'diffusion' not in sys.modules
+torch.save(images, out)
+"""
+
+
+class Runs:
+    """Runs of one family's recipe."""
+
+    def __init__(self, root: Path, content: dict[str, Any], ranks: Ranks) -> None:
+        self.root, self.content, self.ranks = root, content, ranks
+
+    def recipe(self, name: str, **parallelism: Any) -> Path:
+        path = self.root / f'{name}.yaml'
+        path.write_text(yaml.safe_dump(self.content | {'name': name, 'parallelism': parallelism}))
+        return path
+
+    def folder(self, name: str) -> Path:
+        return self.root / 'runs' / name
+
+    def whole(self) -> Path:
+        """Return the folder of an uninterrupted run of one process."""
+        if not self.folder('whole').exists():
+            self.ranks.run(1, self.recipe('whole'))
+        return self.folder('whole')
+
+
+@pytest.fixture(scope='module', params=MODELS)
+def runs(request, tmp_path_factory, tiny_recipe, ranks, small_vae):
+    root = tmp_path_factory.mktemp(request.param)
+    content = tiny_recipe(root / 'runs', algorithms={'ema': {'ema_start': '2ba', 'smoothing': 0.9}})
+    content['model'] = MODELS[request.param] | {'resolution': 32, 'vae': str(small_vae)}
+    content['trainer'] |= {'max_duration': f'{BATCHES}ba', 'save_interval': '4ba'}
+    found = Runs(root, content, ranks)
+    found.family = request.param  # type: ignore[attr-defined]
+    return found
+
+
+def test_killed_and_resumed_run_equals_uninterrupted_bit_for_bit(runs):
+    whole, path = runs.whole(), runs.recipe('killed')
+    job = runs.ranks.start(1, path)
+    job.wait_for(runs.folder('killed') / 'ba4', or_ended=True)
+    job.kill()
+    runs.ranks.run(1, path)
+    assert read_losses(runs.folder('killed')) == read_losses(whole)
+    for which in ('training', 'ema'):
+        ours, theirs = (weights_of(find_checkpoint(run), which)[0] for run in (runs.folder('killed'), whole))
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize('strategy', ['ddp', 'fsdp2'])
+def test_two_ranks_give_the_curve_of_one(runs, strategy):
+    settings = {'strategy': 'fsdp2', 'checkpoints': 'sharded'} if strategy == 'fsdp2' else {}
+    runs.ranks.run(2, runs.recipe(strategy, **settings))
+    ours, whole = read_losses(runs.folder(strategy)), read_losses(runs.whole())
+    assert ours.keys() == whole.keys() == set(range(BATCHES))
+    assert [ours[batch] for batch in range(BATCHES)] == pytest.approx(
+        [whole[batch] for batch in range(BATCHES)], rel=1e-4
+    )
+
+
+def test_stock_pipeline_draws_the_same_images(runs, tmp_path):
+    import json
+
+    recipe = load(runs.recipe('whole'))
+    export(runs.whole(), tmp_path / 'exported', weights='ema')
+    model, _ = trained_model(recipe, 'ema')
+    assert isinstance(model, LatentDiffusion)
+    latents = torch.randn(1, 4, 4, 4)
+    torch.save(latents, tmp_path / 'latents.pt')
+    sampling = {'num_inference_steps': 5, 'guidance_scale': 3.0}
+    module, name = PIPELINES[runs.family]
+    call = json.dumps({'prompt': PROMPT, **sampling, **CALLS[runs.family]})
+    words = [module, name, str(tmp_path / 'exported'), str(tmp_path / 'latents.pt'), call, str(tmp_path / 'out.pt')]
+    done = subprocess.run([sys.executable, '-c', STOCK, *words], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    scheduler = SCHEDULERS.get(runs.family, 'euler')
+    ours = model.generate([PROMPT], latents=latents, noise_scheduler=scheduler, **sampling)
+    torch.testing.assert_close(torch.load(tmp_path / 'out.pt'), ours, rtol=1e-3, atol=1e-3)

@@ -14,11 +14,13 @@ from diffusion.planning.count_cache import SHIPPED, run_counter
 from diffusion.planning.model_costs import PRECISIONS, ModelCosts
 from diffusion.storage.atomic import write_atomically
 
-SD2_SIDES = (256, 512, 768, 1024)
+STEPS = {'sd2': 8, 'prx': 16}
+SIDES = {'sd2': (256, 512, 768, 1024), 'prx': (256, 512, 1024)}
 MODELS = {
     'phase1.yaml and phase2.yaml': Component('sd2'),
     'quickstart.yaml': Component('tiny', {'block_out_channels': [64, 128]}),
     'tiny with default settings': Component('tiny'),
+    'prx_256.yaml': Component('prx'),
     'tiny_vae.yaml': Component('autoencoder'),
 }
 
@@ -27,8 +29,9 @@ def main() -> None:
     """Count every model and write a file for each."""
     for purpose, model in MODELS.items():
         key = ModelCosts(model).key
-        shapes = [square(side) for side in (SD2_SIDES if model.name == 'sd2' else (64,))]
-        aspects = [sdxl_shapes(side) for side in SD2_SIDES] if model.name == 'sd2' else []
+        sides = SIDES.get(model.name, (64,))
+        shapes = [square(side) for side in sides]
+        aspects = [sdxl_shapes(side, STEPS[model.name]) for side in sides] if model.name in SIDES else []
         # Memory is decided by the largest shape, so activations are counted for that one alone.
         largest = [max(each, key=lambda shape: (shape.pixels, shape.aspect)) for each in aspects]
         request = {

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
     from mkdocs.structure.files import Files
 
-BUILDERS = 'diffusion.models.builders'
+BUILDERS = re.compile(r'diffusion\.models\.(\w+_)?builders$')
+"""Modules of functions that build a LatentDiffusion and pass their last keywords on to it."""
 LATENT_DIFFUSION = ('diffusion.models.latent_diffusion', 'LatentDiffusion')
 
 KINDS = {
@@ -242,7 +243,7 @@ def _component(kind: str, name: str) -> Iterator[str]:
     module, attribute = registry.TARGETS[kind][name].split(':')
     node = _definition(module, attribute)
     summary, meanings = parse_docstring(node)
-    if module == BUILDERS:  # the builders pass the other keywords on
+    if BUILDERS.match(module):  # the builders pass the other keywords on
         meanings = parse_docstring(_definition(*LATENT_DIFFUSION))[1] | meanings
     defaults = _defaults(node) | _resolved_defaults(module, node)
     supplied = {*SUPPLIED.get(kind, ()), *(('model',) if kind == 'trainer' else ())}
@@ -289,7 +290,7 @@ def in_yaml(default: str) -> str:
 
 def _resolved_defaults(module: str, node: ast.FunctionDef | ast.ClassDef) -> dict[str, str]:
     """Return the defaults of a builder that are constants of other modules, by their values."""
-    if module != BUILDERS:
+    if not BUILDERS.match(module):
         return {}
     values = of_source(module, node.name).defaults()
     return {name: value for name, value in values.items() if isinstance(value, str)}

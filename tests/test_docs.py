@@ -27,7 +27,7 @@ DOCS = ROOT / 'docs'
 PAGES = [ROOT / 'README.md', ROOT / 'docker' / 'README.md', *sorted(DOCS.glob('*.md'))]
 RUN_BELOW = {
     *('README.md', 'docker/README.md', 'docs/quickstart.md', 'docs/own-images.md', 'docs/data.md', 'docs/extending.md'),
-    *('docs/recipes.md', 'docs/planning.md', 'docs/clusters.md', 'docs/install.md'),
+    *('docs/recipes.md', 'docs/models.md', 'docs/planning.md', 'docs/clusters.md', 'docs/install.md'),
 }
 """Pages whose blocks a test below runs."""
 
@@ -164,6 +164,12 @@ def write_parquet(path: Path, photos: Path) -> None:
         'caption': [image.with_suffix('.txt').read_text() for image in images],
     }
     parquet.write_table(pyarrow.table(columns), path)
+
+
+def test_models_page(checkout):
+    write_tar(checkout.folder / 'laion' / '00007.tar', 7)
+    checkout.read(DOCS / 'models.md')
+    assert (checkout.folder / 'data' / 'laion-16' / '64px' / '80x48' / 'index.json').exists()
 
 
 @pytest.mark.slow

@@ -118,13 +118,13 @@ def buckets_text(resolution: int, buckets: Mapping[Shape, Mapping[str, int]]) ->
     return json.dumps(content, indent=2) + '\n'
 
 
-def sdxl_shapes(resolution: int) -> list[Shape]:
+def sdxl_shapes(resolution: int, step: int = STEP) -> list[Shape]:
     """Return SDXL's 41 aspect buckets of about `resolution`**2 pixels, sorted by aspect ratio from 1:4 to 4:1.
 
-    The shapes are scaled from the buckets for 1024 px. Sides are rounded to multiples of 8 if `resolution` is below
-    1024, else of 64.
+    The shapes are scaled from the buckets for 1024 px. Sides are rounded to multiples of `step` if `resolution` is
+    below 1024, else of at least 64. Shapes that become equal are merged.
     """
-    step = STEP if resolution < 1024 else 64
+    step = step if resolution < 1024 else math.lcm(step, 64)
 
     def scaled(side: int) -> int:
         return max(step, round(side * resolution / 1024 / step) * step)

@@ -54,8 +54,10 @@ class ModelCounter:
         self.text_width = 0 if self.text is None else self.text.width
         self.channels = 0 if self.vae is None else latent_channels(self.vae)
         self.cell = 1 if self.vae is None else downsampling(self.vae)
+        self.patch = 1
         if self.denoiser is not None:
             self._denoiser_flops = FlopCount(self.denoiser)
+            self.patch = family_of(self.denoiser).sizes(self.denoiser).patch
 
     def facts(self) -> dict[str, int | bool]:
         """Return the model's parameter counts, latent and text sizes, and FLOPs per caption, which all images share."""
@@ -71,6 +73,7 @@ class ModelCounter:
             'largest_block_parameters': max(blocks, default=0),
             'latent_channels': self.channels,
             'pixels_per_cell': self.cell,
+            'pixels_per_patch': self.cell * self.patch,
             'text_length': self.text_length,
             'text_width': self.text_width,
             'trains_text_encoder': self._trains_text,

@@ -1,8 +1,10 @@
 """FLOPs of forward passes, counted by FlopCounterMode on the meta device; a multiply-add counts as 2 FLOPs."""
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
@@ -13,6 +15,8 @@ from diffusion.models.denoisers.families import family_of
 from diffusion.models.denoisers.family import DenoiserFamily
 from diffusion.models.text_conditioner import TextConditioner
 from diffusion.models.vae import downsampling
+
+_autocast = torch.autocast
 
 
 class FlopCount:
@@ -54,9 +58,15 @@ def text_encoder_flops(text: TextConditioner, *, length: int) -> int:
 
 def forward_flops(function: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
     """Return the FLOPs of calling a module or method; it and its arguments must be on the meta device."""
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+    # Gemma's rotary embedding turns autocast off on the device of its input, and the meta device has no autocast.
+    autocast = mock.patch.object(torch, 'autocast', _autocast_except_on_meta)
+    with torch.no_grad(), autocast, FlopCounterMode(display=False) as counter:
         function(*args, **kwargs)
     return counter.get_total_flops()
+
+
+def _autocast_except_on_meta(device_type: str, *args: Any, **kwargs: Any) -> Any:
+    return contextlib.nullcontext() if device_type == 'meta' else _autocast(device_type, *args, **kwargs)
 
 
 def empty_copy(module: nn.Module, device: str) -> nn.Module:

@@ -69,8 +69,8 @@ def prx(
         depth: Number of blocks.
         max_length: L, number of tokens to which captions are padded and truncated. Padding is hidden from the
             transformer and from the text encoder.
-        objective: Training objective; by default a flow with logit-normal timesteps, as published. The keywords from
-            here on are those of `diffusion.LatentDiffusion`.
+        objective: Training objective. The keywords from here on are those of `diffusion.LatentDiffusion`. By
+            default a flow with logit-normal timesteps, as published.
     """
     if vae is not None:
         autoencoder = load_vae(vae)
@@ -133,8 +133,8 @@ def tiny_prx(
         text_width: D, width of the text encoder, a multiple of 32.
         text_layers: Number of layers of the text encoder.
         max_length: L, number of tokens to which captions are padded and truncated, start and end included.
-        objective: Training objective; by default a flow with logit-normal timesteps. The keywords from here on are
-            those of `diffusion.LatentDiffusion`.
+        objective: Training objective. The keywords from here on are those of `diffusion.LatentDiffusion`. By
+            default a flow with logit-normal timesteps.
     """
     autoencoder = load_vae(vae or str(TINY_VAE))
     text = tiny_text(width=text_width, layers=text_layers, max_length=max_length, mask_padding=True)

@@ -23,8 +23,8 @@ _TRAINING |= {'caption_dropout', 'caption_dropout_mode'}
 SAME_ARCHITECTURE = {
     'sd2': {'revision', *_TRAINING},
     'tiny': _TRAINING,
-    'prx': {'revision', *_TRAINING},
-    'tiny_prx': _TRAINING,
+    'prx': {'revision', *_TRAINING} - {'mask_padding'},
+    'tiny_prx': _TRAINING - {'mask_padding'},
     'autoencoder': {'l1_weight', 'kl_weight'},
 }
 """Keywords that do not change the architecture, by built-in model; of other models, every keyword is assumed to."""
@@ -104,10 +104,11 @@ class ModelCosts:
 
     def _check_shapes(self, shapes: Sequence[Shape]) -> None:
         """Raise UserError if the sides of an image shape are not multiples of the latent cell."""
-        cell = self._counts['facts']['pixels_per_cell']
+        step = self._counts['facts']['pixels_per_patch']
         for shape in shapes:
-            if shape.width % cell or shape.height % cell:
-                raise UserError(f'streams: {shape} px is not a multiple of {cell} px, the size of a latent cell')
+            if shape.width % step or shape.height % step:
+                what = 'latent cell' if step == self._counts['facts']['pixels_per_cell'] else 'patch of the denoiser'
+                raise UserError(f'streams: {shape} px is not a multiple of {step} px, the size of a {what}')
 
     @property
     def is_counted(self) -> bool:

@@ -15,13 +15,16 @@ class Buckets:
         sizes: Resolutions in pixels.
         aspects: `none` for squares only, `sdxl` for the shapes of the SDXL table, or a list of shapes at the largest
             size, which are scaled for the other sizes.
+        step: Divisor of the sides of all shapes, in pixels.
         every: True if an image goes to each resolution that it fills, False if only to the largest one.
     """
 
-    def __init__(self, sizes: Sequence[int], aspects: str | Sequence[str], *, every: bool = True) -> None:
+    def __init__(
+        self, sizes: Sequence[int], aspects: str | Sequence[str], *, every: bool = True, step: int = STEP
+    ) -> None:
         self.squares = aspects == 'none'
         self.every = every
-        self.shapes = {size: _shapes(size, max(sizes), aspects) for size in sorted(sizes)}
+        self.shapes = {size: _shapes(size, max(sizes), aspects, step) for size in sorted(sizes)}
 
     @property
     def names(self) -> list[str]:
@@ -48,22 +51,22 @@ class Buckets:
         return filled if self.every else filled[-1:]
 
 
-def sizes_problem(sizes: Sequence[int]) -> str | None:
-    """Return an error message for an invalid list of resolutions, or None if it is valid."""
-    wrong = [size for size in sizes if size <= 0 or size % STEP]
+def sizes_problem(sizes: Sequence[int], step: int = STEP) -> str | None:
+    """Return an error message for resolutions that are not multiples of `step`, or None if they are valid."""
+    wrong = [size for size in sizes if size <= 0 or size % step]
     if not sizes or wrong:
-        return f'{wrong or "the list is empty"}; sizes must be positive multiples of {STEP}, in pixels'
+        return f'{wrong or "the list is empty"}; sizes must be positive multiples of {step}, in pixels'
     return f'{list(sizes)} contains a size twice; list each size once' if len(set(sizes)) != len(sizes) else None
 
 
-def _shapes(size: int, largest: int, aspects: str | Sequence[str]) -> list[Shape]:
+def _shapes(size: int, largest: int, aspects: str | Sequence[str], step: int) -> list[Shape]:
     if aspects == 'none':
         return [square(size)]
     if aspects == 'sdxl':
-        return sdxl_shapes(size)
-    scaled = {_scaled(parse_shape(text), size, largest) for text in aspects}
+        return sdxl_shapes(size, step)
+    scaled = {_scaled(parse_shape(text), size, largest, step) for text in aspects}
     return sorted(scaled, key=lambda shape: (shape.aspect, shape.width))
 
 
-def _scaled(shape: Shape, size: int, largest: int) -> Shape:
-    return Shape(*(max(STEP, round(side * size / largest / STEP) * STEP) for side in (shape.width, shape.height)))
+def _scaled(shape: Shape, size: int, largest: int, step: int) -> Shape:
+    return Shape(*(max(step, round(side * size / largest / step) * step) for side in (shape.width, shape.height)))

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from diffusion.prepare.settings import PrepareSettings
 
 SETTINGS = (
-    *('out', 'sizes', 'buckets', 'aspects', 'overwrite', 'workers', 'jpeg_quality', 'duplicates', 'hold_out'),
+    *('out', 'sizes', 'buckets', 'aspects', 'step', 'overwrite', 'workers', 'jpeg_quality', 'duplicates', 'hold_out'),
     'max_rejected',
 )
 """Settings with a command-line option of the same name; the others are set with --set."""
@@ -124,6 +124,12 @@ def _add_shared_options(parser: argparse.ArgumentParser) -> None:
         nargs='+',
         metavar='SHAPE',
         help='aspect-ratio buckets: none, sdxl, or shapes as width x height, such as 640x384 (default: none)',
+    )
+    parser.add_argument(
+        '--step',
+        type=int,
+        metavar='PX',
+        help='divisor of the sides of all buckets: 16 for a transformer with patches of 2x2 cells (default: 8)',
     )
     parser.add_argument('--workers', type=int, metavar='N', help='number of worker processes (default: one per core)')
     parser.add_argument('--duplicates', choices=('none', 'exact', 'near'), help='duplicates to remove (default: none)')

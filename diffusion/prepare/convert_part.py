@@ -109,7 +109,8 @@ class PartJob:
         inputs: list[InputRow] = []
         stored: list[SampleRow] = []
         thumbnails: list[dict[str, str]] = []
-        buckets = Buckets(self.settings.sizes, self.settings.aspects, every=self.settings.fills_every_bucket)
+        every = self.settings.fills_every_bucket
+        buckets = Buckets(self.settings.sizes, self.settings.aspects, every=every, step=self.settings.step)
         for number, entry in enumerate(self._entries(note)):
             row = InputRow(entry.key)
             inputs.append(row)

@@ -87,7 +87,7 @@ class _Preparation:
         self.source = source
         self.run = run
         self.work = work
-        self.buckets = Buckets(settings.sizes, settings.aspects).names
+        self.buckets = Buckets(settings.sizes, settings.aspects, step=settings.step).names
         self.splits = (TRAIN, HELD_OUT) if settings.hold_out else (TRAIN,)
         self.outputs = {
             TRAIN: output_of(settings.out, work.train, work, overwrite=settings.overwrite),

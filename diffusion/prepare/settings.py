@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from diffusion.config.image_shapes import parse_shape
+from diffusion.config.image_shapes import STEP, parse_shape
 from diffusion.config.interpolation import dotted
 from diffusion.config.load import RecipeError
 from diffusion.config.schema import Gatherer, Problem, build_dataclass, did_you_mean
@@ -116,6 +116,9 @@ class PrepareSettings:
     or a list of shapes at the largest size, such as 640x384, which are scaled for the other sizes. Each shape gets a
     folder of shards; a recipe reads them with `aspects: true`.
     """
+    step: int = STEP
+    """Divisor of the sides of all buckets, in pixels: 8 for U-Nets; 16 for a transformer such as PRX, whose patches are
+    2x2 latent cells; 32 or 64 for one with an autoencoder that downsamples by 32."""
     work: str | None = None
     """Work folder; null appends .work to the name of the output. It needs as much disk space as the dataset."""
     overwrite: bool = False
@@ -274,7 +277,10 @@ def _check_source(source: SourceSettings, gather: Gatherer) -> None:
 
 
 def _check_sizes(settings: PrepareSettings, gather: Gatherer) -> None:
-    problem = sizes_problem(settings.sizes)
+    if settings.step <= 0 or settings.step % STEP:
+        gather.problem('step', f'{settings.step} is not a positive multiple of {STEP}')
+        return
+    problem = sizes_problem(settings.sizes, settings.step)
     if problem is not None:
         gather.problem('sizes', problem)
     if isinstance(settings.aspects, str) and settings.aspects not in NAMED_ASPECTS:

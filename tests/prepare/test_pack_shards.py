@@ -81,6 +81,13 @@ def test_square_buckets_of_an_image_depend_on_its_shorter_side(every: bool, of_l
     assert names == [of_large, ['256px'], []]
 
 
+@pytest.mark.parametrize('aspects', ['sdxl', ['640x384', '712x512']])
+def test_sides_of_all_shapes_are_multiples_of_the_step(aspects: str | list[str]) -> None:
+    for step in (16, 32):
+        shapes = [shape for each in Buckets([256, 512, 1024], aspects, step=step).shapes.values() for shape in each]
+        assert all(shape.width % step == 0 and shape.height % step == 0 for shape in shapes)
+
+
 def test_listed_shapes_apply_to_the_largest_size() -> None:
     assert Buckets([256, 512], ['640x384', '512x512']).names == [
         '256px/256x256',

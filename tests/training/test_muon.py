@@ -58,7 +58,7 @@ def random_tensors(shapes: list[tuple[int, ...]], dtype: torch.dtype, seed: int)
 @pytest.mark.parametrize(('dtype', 'tolerance'), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 def test_updates_equal_those_of_a_loop_over_matrices(dtype, tolerance, nesterov, monkeypatch):
     """Also in batches of two matrices at most."""
-    monkeypatch.setattr(muon_module, 'MAX_BATCH_ELEMENTS', 128)
+    monkeypatch.setitem(muon_module.MAX_BATCH_ELEMENTS, 'cpu', 128)
     weights = [nn.Parameter(each) for each in random_tensors(SHAPES, dtype, 0)]
     settings = {'lr': 0.1, 'momentum': 0.8, 'nesterov': nesterov}
     expected = Reference([each.detach().clone() for each in weights], decay=0.3, **settings)

@@ -57,6 +57,15 @@ def test_step_benchmark_has_a_row_per_part(rows):
     assert names == [f'+ {part}' for part in ADDED]
 
 
+def test_muon_benchmark_counts_fewer_operations_in_batches(rows):
+    table = rows('muon', '1', '1')
+
+    batched, loop, adamw = (int(cells[0]) for name, cells in table.items() if name)
+    assert 4 * batched < loop
+    assert adamw < 10
+    assert table['Muon in batches'][2] == '1.00' == table['AdamW, fused'][3]
+
+
 def test_noise_benchmark_counts_operations_per_draw(rows):
     table = rows('noise', '1', '1')
 

@@ -162,7 +162,7 @@ class Muon(Optimizer):
         del updates
         steps = functools.partial(orthogonalize, steps=group['newton_schulz_steps'])
         directions = on_whole_matrices(steps, stack, layout_of(batch[0]), rows=rows, first=first)
-        directions = directions.to(weights[0].dtype)
+        directions = directions.to(weights[0].dtype, memory_format=torch.contiguous_format)
         torch._foreach_mul_(weights, 1 - lr * group['weight_decay'])  # type: ignore[reportPrivateImportUsage]
         shaped = [direction.reshape(weight.shape) for direction, weight in zip(directions, weights, strict=True)]
         torch._foreach_add_(weights, shaped, alpha=-lr * RMS_OF_ADAMW * math.sqrt(max(rows, columns)))  # type: ignore[reportPrivateImportUsage]

@@ -32,8 +32,10 @@ for count, rows, columns, first in ((7, 5, 4, 0), (2, 2, 6, 1), (1, 9, 3, 5), (4
         for each, found in zip(expected, result):
             torch.testing.assert_close(found, distribute_tensor(each, mesh, [Shard(0)]).to_local())
         assert sum(calls) <= -(-count // 3), 'each matrix is computed once, on one rank'
+        calls.clear()
         copies = on_whole_matrices(function, matrices, layout_of(matrices[0]), rows=rows, first=first)
         torch.testing.assert_close(copies, expected)
+        assert sum(calls) <= -(-count // 3), 'also if every rank has all of them'
         same = on_whole_matrices(
             function, matrices, layout_of(distribute_tensor(matrices[0], mesh, [Replicate()])), rows=rows
         )

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from diffusion.config.load import load
 from diffusion.errors import UserError
@@ -89,6 +90,15 @@ def test_singular_values_of_the_update_are_near_one_with_the_same_vectors(shape,
     between = rotated - torch.diag_embed(rotated.diagonal(dim1=1, dim2=2))
     assert between.abs().max() < (1e-4 if dtype == torch.float32 else 0.1), 'the singular vectors are the same'
     assert torch.equal(orthogonalize(torch.zeros(1, *shape), steps=5), torch.zeros(1, *shape))
+
+
+def test_tall_and_wide_matrices_cost_the_same():
+    counts = []
+    for shape in ((200, 50), (50, 200)):
+        with FlopCounterMode(display=False) as counter:
+            orthogonalize(torch.ones(1, *shape), steps=5)
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
 
 
 def test_update_has_the_rms_of_adamw_for_every_shape():
@@ -176,7 +186,8 @@ class Other(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.blocks = nn.Linear(3, 4), nn.ModuleList(nn.Sequential(nn.Linear(4, 4)) for _ in range(2))
+        self.first = nn.Linear(3, 4)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Embedding(3, 4)) for _ in range(2))
 
     def fsdp_wrap_fn(self, module: nn.Module) -> bool:
         return isinstance(module, nn.Sequential)
@@ -186,7 +197,7 @@ def test_any_model_with_a_wrap_function_has_groups():
     model = Other()
     assert names_of(model, muon_groups(model)) == [
         {'blocks.0.0.weight', 'blocks.1.0.weight'},
-        {'first.weight', 'first.bias', 'blocks.0.0.bias', 'blocks.1.0.bias'},
+        {'first.weight', 'first.bias', *(f'blocks.{i}.{name}' for i in (0, 1) for name in ('0.bias', '1.weight'))},
     ]
 
 

@@ -90,7 +90,7 @@ def test_two_ranks_train_as_one(runs, strategy):
     ('count', 'strategy'),
     [
         (1, 'ddp'),
-        (2, 'sharded'),
+        pytest.param(2, 'sharded', marks=pytest.mark.slow),
         pytest.param(2, 'ddp', marks=pytest.mark.slow),
         pytest.param(2, 'fsdp2', marks=pytest.mark.slow),
     ],

@@ -92,6 +92,18 @@ def test_singular_values_of_the_update_are_near_one_with_the_same_vectors(shape,
     assert torch.equal(orthogonalize(torch.zeros(1, *shape), steps=5), torch.zeros(1, *shape))
 
 
+def test_bfloat16_orthogonalization_gives_nearly_the_same_float32_weights():
+    updated = []
+    for dtype in ('float32', 'bfloat16', 'auto'):
+        weight = nn.Parameter(torch.zeros(64, 16))
+        (weight.grad,) = random_tensors([(64, 16)], torch.float32, 8)
+        Muon([weight], lr=1.0, newton_schulz_dtype=dtype).step()
+        updated.append(weight.detach())
+    plain, narrow, auto = updated
+    assert 0 < (plain - narrow).norm() < 0.03 * plain.norm()
+    assert torch.equal(auto, plain), 'on a CPU'
+
+
 def test_tall_and_wide_matrices_cost_the_same():
     counts = []
     for shape in ((200, 50), (50, 200)):

@@ -57,6 +57,16 @@ def test_step_benchmark_has_a_row_per_part(rows):
     assert names == [f'+ {part}' for part in ADDED]
 
 
+def test_muon_benchmark_counts_fewer_operations_in_batches(rows):
+    table = rows('muon', '1', '1')
+
+    names = ('Muon in batches', 'Muon, one matrix at a time', 'AdamW, fused')
+    batched, loop, adamw = (int(table[name][0]) for name in names)
+    assert 4 * batched < loop
+    assert adamw < 10
+    assert table[names[0]][2] == table[names[2]][3] == '1.00'
+
+
 def test_noise_benchmark_counts_operations_per_draw(rows):
     table = rows('noise', '1', '1')
 

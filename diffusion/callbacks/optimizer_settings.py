@@ -12,7 +12,8 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from torch import Tensor
 
-SETTINGS = ('betas', 'eps', 'weight_decay')
+MUON_SETTINGS = ('momentum', 'nesterov', 'newton_schulz_steps', 'newton_schulz_dtype')
+SETTINGS = ('betas', 'eps', 'weight_decay', *MUON_SETTINGS)
 """Settings of a parameter group besides the learning rate, of all optimizers that have them."""
 
 

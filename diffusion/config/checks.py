@@ -346,6 +346,8 @@ def _check_parallelism(recipe: Recipe, gather: Gatherer) -> None:
             f'auto works only under fsdp1, not {settings.strategy}: ranks that run out of memory at different sizes '
             'would wait for each other forever; set a number',
         )
+    if settings.strategy == 'fsdp1' and isinstance(recipe.optimizer, Component) and recipe.optimizer.name == 'muon':
+        gather.problem('optimizer.name', 'muon needs matrices, and fsdp1 flattens them; use strategy: fsdp2 or ddp')
     if settings.strategy == 'fsdp1' and isinstance(recipe.trainer, dict) and recipe.trainer.get('device') == 'cpu':
         gather.problem('parallelism.strategy', 'fsdp1 needs GPUs in Composer; use fsdp2 on a CPU')
 

@@ -45,8 +45,40 @@ class AtLeast:
         return None if wrong is None else f'{wrong} is less than {self.least}; use {self.least} or more'
 
 
-Constraint = MultipleOf | AtLeast
-CONSTRAINTS: dict[str, type[MultipleOf] | type[AtLeast]] = {'MultipleOf': MultipleOf, 'AtLeast': AtLeast}
+@dataclass(frozen=True)
+class GreaterThan:
+    """Constraint to numbers greater than `bound`: one number, or each number of a list."""
+
+    bound: float
+
+    def problem(self, value: Any) -> str | None:
+        """Return why a value violates the constraint, or None."""
+        wrong = next((number for number in _numbers(value) if not number > self.bound), None)
+        return None if wrong is None else f'{wrong} is not greater than {self.bound:g}; use a larger number'
+
+
+@dataclass(frozen=True)
+class Between:
+    """Constraint to numbers of at least `low` and below `high`: one number, or each number of a list."""
+
+    low: float
+    high: float
+
+    def problem(self, value: Any) -> str | None:
+        """Return why a value violates the constraint and the range to choose from, or None."""
+        wrong = next((number for number in _numbers(value) if not self.low <= number < self.high), None)
+        if wrong is None:
+            return None
+        return f'{wrong} is out of range; use at least {self.low:g} and less than {self.high:g}'
+
+
+Constraint = MultipleOf | AtLeast | GreaterThan | Between
+CONSTRAINTS: dict[str, type[Constraint]] = {
+    'MultipleOf': MultipleOf,
+    'AtLeast': AtLeast,
+    'GreaterThan': GreaterThan,
+    'Between': Between,
+}
 """Constraints by their names in annotations."""
 
 
@@ -70,7 +102,7 @@ def constrained(function: Function) -> Function:
 def declared(annotation: Any) -> tuple[Constraint, ...]:
     """Return the constraints that an evaluated annotation declares."""
     extras = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
-    return tuple(extra for extra in extras if isinstance(extra, MultipleOf | AtLeast))
+    return tuple(extra for extra in extras if isinstance(extra, Constraint))
 
 
 def _numbers(value: Any) -> list[int | float]:

@@ -31,6 +31,7 @@ TARGETS: dict[str, dict[str, Any]] = {
     'optimizer': {
         'adamw': 'torch.optim.adamw:AdamW',
         'decoupled_adamw': 'composer.optim.decoupled_weight_decay:DecoupledAdamW',
+        'muon': 'diffusion.training.muon:Muon',
     },
     'scheduler': {
         'constant': 'composer.optim.scheduler:ConstantScheduler',

@@ -80,13 +80,18 @@ RULES = (
     _rule(
         Effect.APPLIED,
         'replaces the value that the checkpoint holds; the moments are kept',
-        'optimizer.lr optimizer.weight_decay optimizer.eps optimizer.betas',
+        'optimizer.lr optimizer.weight_decay optimizer.eps optimizer.betas optimizer.adamw_lr optimizer.momentum '
+        'optimizer.nesterov optimizer.newton_schulz_steps',
     ),
-    _rule(Effect.APPLIED, 'another implementation of the same update', 'optimizer.fused optimizer.foreach'),
+    _rule(
+        Effect.APPLIED,
+        'another implementation of the same update',
+        'optimizer.fused optimizer.foreach optimizer.newton_schulz_dtype',
+    ),
     _rule(
         Effect.FIXED,
         "the optimizer's state depends on it",
-        'optimizer.amsgrad optimizer.maximize optimizer.capturable optimizer.differentiable',
+        'optimizer.amsgrad optimizer.maximize optimizer.capturable optimizer.differentiable optimizer.convolutions',
     ),
     _rule(Effect.FIXED, 'a keyword of your own optimizer, whose effect on its state is not known', 'optimizer.*'),
     _rule(Effect.APPLIED, 'the learning rate follows the new schedule from the next batch on', 'scheduler.*'),

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from diffusion.config.recipe import Recipe
-from diffusion.planning.memory import averages_of
+from diffusion.planning.memory import averages_of, optimizer_elements
 from diffusion.planning.model_costs import FLOAT32, ModelCosts
 from diffusion.planning.workload import Phase
 
@@ -55,9 +55,10 @@ class Resilience:
 
 
 def sizes_of(recipe: Recipe, model: ModelCosts) -> Sizes:
-    """Return the size of the last checkpoint of a run: float32 weights, two optimizer states each, weight averages."""
+    """Return the size of the last checkpoint of a run: float32 weights, optimizer states, weight averages."""
     weights = FLOAT32 * model.trained_parameters
-    return Sizes(weights, 3 * weights, (3 + averages_of(recipe)) * weights)
+    with_optimizer = weights + FLOAT32 * optimizer_elements(recipe, model)
+    return Sizes(weights, with_optimizer, with_optimizer + averages_of(recipe) * weights)
 
 
 def default_mtbf_hours(gpus: int) -> float:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 
 from diffusion.config.recipe import ParallelismConfig, Recipe
 from diffusion.planning.gpus import GPU
-from diffusion.planning.model_costs import FLOAT32, HALF, ActivationCounts
+from diffusion.planning.model_costs import FLOAT32, HALF, ActivationCounts, ModelCosts
 from diffusion.planning.workload import Phase
 
 GIB = 2**30
@@ -19,6 +19,10 @@ FRAGMENTS = 0.05
 """Fraction of allocated memory added for cuDNN workspaces and fragmentation. An assumption."""
 ADAM_STATES = 2
 """Optimizer states per parameter that Adam keeps; amsgrad keeps one more."""
+MUON_BATCH_ELEMENTS = 2**24
+"""Elements of matrices that Muon orthogonalizes at a time on a GPU, `MAX_BATCH_ELEMENTS` of training/muon.py."""
+MUON_BYTES_PER_ELEMENT = 12
+"""Temporary bytes per element of that batch: a float32 result beside at most four bfloat16 tensors of its size."""
 
 
 @dataclass(frozen=True)
@@ -112,14 +116,11 @@ def memory_of(phase: Phase, setup: Setup) -> Memory:
     accumulates = share > setup.microbatch
     reduces_once = accumulates and shards > 1 and bool(parts.reduce_once)
     unsharded_gradients = reduces_once or (settings.strategy == 'ddp' and setup.devices > 1)
-    # `speed.fused_optimizer` has an effect on torch's AdamW alone; Composer's DecoupledAdamW has no fused kernel.
-    fused = phase.recipe.optimizer.name == 'adamw' and parts.fused_optimizer
     kept = activations.kept_recomputing if settings.activation_checkpointing else activations.kept
     encodes = phase.encoding == 'pictures' and phase.model.is_latent_diffusion
-    states = ADAM_STATES + bool(phase.recipe.optimizer.kwargs.get('amsgrad'))
     return Memory(
         weights=_divided(FLOAT32 * trained, shards),
-        optimizer=_divided(FLOAT32 * states * trained, shards),
+        optimizer=_divided(FLOAT32 * optimizer_elements(phase.recipe, phase.model), shards),
         averages=_divided(FLOAT32 * averages_of(phase.recipe) * trained, shards),
         encoders=encoder_width(phase) * phase.model.frozen_parameters,
         gradients=_divided(FLOAT32 * trained, shards),
@@ -128,10 +129,16 @@ def memory_of(phase: Phase, setup: Setup) -> Memory:
         activations=kept * setup.microbatch,
         working=activations.largest * setup.microbatch + _in_flight(phase, setup),
         encoding=_encoding_bytes(phase, activations, setup.microbatch) if encodes else 0,
-        step=0 if fused else _divided(FLOAT32 * trained, shards),
+        step=_step_bytes(phase, setup, fused=bool(parts.fused_optimizer)),
         batch=share * _sample_bytes(phase),
         accumulates=accumulates,
     )
+
+
+def optimizer_elements(recipe: Recipe, model: ModelCosts) -> int:
+    """Return the number of elements of the optimizer's states: two per parameter, or one where Muon updates it."""
+    states = ADAM_STATES + bool(recipe.optimizer.kwargs.get('amsgrad'))
+    return states * model.trained_parameters - _muon_parameters(recipe, model)
 
 
 def averages_of(recipe: Recipe) -> int:
@@ -208,6 +215,28 @@ def ways_out(phase: Phase, setup: Setup, gpu: GPU, gpus: dict[str, GPU]) -> list
     if larger:
         found.append(f'--gpu {min(larger, key=lambda other: other.memory_gib).name}')
     return found
+
+
+def _muon_parameters(recipe: Recipe, model: ModelCosts) -> int:
+    """Return the number of parameters that Muon updates, counted as all of the blocks; 0 for other optimizers."""
+    # Norms and biases, which AdamW updates, are 0.05 % of SD2's blocks. Without convolutions, the number is not known
+    # here, and 0 plans too much memory instead of too little.
+    is_muon = recipe.optimizer.name == 'muon' and recipe.optimizer.kwargs.get('convolutions', True)
+    return model.facts['block_parameters'] if is_muon else 0
+
+
+def _step_bytes(phase: Phase, setup: Setup, *, fused: bool) -> int:
+    """Return the bytes of temporary tensors in the optimizer step, with `speed.fused_optimizer` or without."""
+    name, facts = phase.recipe.optimizer.name, phase.model.facts
+    # Composer's DecoupledAdamW has no fused kernel; that of Muon is for the parameters that AdamW updates.
+    others = phase.model.trained_parameters - _muon_parameters(phase.recipe, phase.model)
+    adamw = 0 if fused and name in ('adamw', 'muon') else _divided(FLOAT32 * others, setup.shards)
+    if name != 'muon':
+        return adamw
+    # One matrix may be larger than a batch, but not than a block. Under DDP each device has those of all devices.
+    batch = max(MUON_BATCH_ELEMENTS, facts['largest_block_parameters'])
+    copies = setup.devices if setup.parallelism.strategy == 'ddp' else 1
+    return max(adamw, MUON_BYTES_PER_ELEMENT * min(batch * copies, facts['block_parameters']))
 
 
 def _without_reduce_once(phase: Phase) -> Phase:

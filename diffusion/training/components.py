@@ -188,10 +188,19 @@ def evaluation_dataset(recipe: Recipe) -> Component:
 
 
 def build_optimizer(recipe: Recipe, model: ComposerModel) -> torch.optim.Optimizer:
-    """Build a recipe's optimizer of the trained parameters, fused if `speed` and the optimizer's keywords allow it."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    fused = effective_speed(recipe).fused_optimizer and not FUSED_ALTERNATIVES & recipe.optimizer.kwargs.keys()
-    return registry.build('optimizer', recipe.optimizer, offered={'fused': True} if fused else {}, params=trained)
+    """Build a recipe's optimizer of the trained parameters, fused if `speed` and the optimizer's keywords allow it.
+
+    An optimizer class may have a function `parameter_groups(model, ...)`, such as `Muon.parameter_groups`, which
+    returns its parameter groups and may take some of its keywords. Others get a list of parameters.
+    """
+    component = recipe.optimizer
+    choose = getattr(registry.resolve('optimizer', component.name), 'parameter_groups', None)
+    if choose is None:
+        params = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    else:
+        params = choose(model, **of_object(choose).accepted(component.kwargs))
+    fused = effective_speed(recipe).fused_optimizer and not FUSED_ALTERNATIVES & component.kwargs.keys()
+    return registry.build('optimizer', component, offered={'fused': True} if fused else {}, params=params)
 
 
 def build_all(recipe: Recipe, kind: str, components: Mapping[str, Component]) -> list[Any]:

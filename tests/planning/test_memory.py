@@ -11,9 +11,11 @@ from diffusion.algorithms.post_hoc_ema import PostHocEMA
 from diffusion.config.recipe import ParallelismConfig
 from diffusion.models import sd2_config
 from diffusion.models.builders import tiny
+from diffusion.planning.checkpoint_interval import sizes_of
 from diffusion.planning.gpus import find_gpu
 from diffusion.planning.memory import (
     GIB,
+    MUON_BATCH_ELEMENTS,
     Setup,
     fits_in_memory,
     largest_microbatch,
@@ -21,6 +23,8 @@ from diffusion.planning.memory import (
     strategies,
     ways_out,
 )
+from diffusion.training.muon import MAX_BATCH_ELEMENTS, Muon
+from diffusion.training.muon_groups import muon_groups
 from tests.planning.recipes import A100, GPUS, PHASES, phase, write_recipe
 
 DDP = ParallelismConfig(strategy='ddp')
@@ -177,6 +181,37 @@ def test_peak_of_tiny_model_matches_torch_memory_tracker(tmp_path, recompute):
         peak = tracker.get_tracker_snapshot('peak')[torch.device('cpu')]['Total']
     denoiser_only = replace(memory, encoders=0, batch=0, encoding=0)
     assert denoiser_only.allocated == pytest.approx(peak, rel=0.1)
+
+
+def test_muon_keeps_one_state_of_the_matrices_in_blocks(tmp_path):
+    """Compare with the states after a step on a CPU; norms and biases of blocks are the difference."""
+    model = tiny(block_out_channels=[32, 64])
+    optimizer = Muon(muon_groups(model))
+    for group in optimizer.param_groups:
+        for parameter in group['params']:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    states = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
+    sections = {
+        'model': {'name': 'tiny', 'block_out_channels': [32, 64]},
+        'trainer': {'max_duration': '8ba', 'precision': 'fp32'},
+    }
+    path = write_recipe(tmp_path, optimizer={'name': 'muon', 'lr': 1.0e-3}, **sections)
+    planned = memory_of(phase(path), Setup(1, 8, DDP))
+    assert planned.optimizer == pytest.approx(bytes_of(states), rel=0.01)
+    assert planned.weights < planned.optimizer < 2 * planned.weights
+    assert sizes_of(phase(path).recipe, phase(path).model).with_optimizer == planned.weights + planned.optimizer
+    linear = memory_of(phase(path, ['optimizer.convolutions=false']), Setup(1, 8, DDP))
+    assert linear.optimizer == 2 * linear.weights, 'an upper bound'
+
+
+def test_step_of_muon_needs_memory_for_one_batch_of_matrices():
+    muon = phase(PHASES[1], [*FUSED, 'optimizer={name: muon, lr: 1.0e-4}'])
+    largest_block, blocks = (muon.model.facts[f'{which}_parameters'] for which in ('largest_block', 'block'))
+    assert MUON_BATCH_ELEMENTS == MAX_BATCH_ELEMENTS['cuda'] < largest_block
+    assert memory_of(muon, Setup(8, 4, SHARDED)).step == 12 * largest_block
+    assert memory_of(muon, Setup(8, 4, DDP)).step == 12 * 8 * largest_block
+    assert memory_of(muon, Setup(64, 4, DDP)).step == 12 * blocks
 
 
 def test_fused_optimizer_has_no_temporaries():

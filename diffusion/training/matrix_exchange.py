@@ -1,0 +1,117 @@
+"""Divide matrices over ranks, so that each rank computes a function of some whole matrices, and exchange the results.
+
+Shapes: N matrices, R rows, C columns, r rows of this rank's shards.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from diffusion.errors import UserError
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Distribution of matrices over ranks: sharded by rows as under FSDP2, or whole on every rank as under DDP."""
+
+    group: dist.ProcessGroup | None
+    """Ranks that hold the shards, or copies, of a matrix; None if there is only this rank."""
+    sharded: bool
+    """True if each rank has consecutive rows, as torch.chunk divides them; False if each rank has all rows."""
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks in the group."""
+        return 1 if self.group is None else dist.get_world_size(self.group)
+
+
+def layout_of(weight: Tensor) -> Layout:
+    """Return the distribution of a weight over ranks; a plain tensor is a copy that all ranks of a job have.
+
+    Raises:
+        UserError: The weight is sharded in another way than by its first dimension over one dimension of a mesh.
+    """
+    if not isinstance(weight, DTensor):
+        several = dist.is_initialized() and dist.get_world_size() > 1
+        return Layout(dist.group.WORLD if several else None, sharded=False)
+    sharded = [number for number, placement in enumerate(weight.placements) if not placement.is_replicate()]
+    if len(sharded) > 1 or any(not weight.placements[number].is_shard(0) for number in sharded):
+        raise UserError(
+            f'muon: a weight of shape {list(weight.shape)} has placements {weight.placements}, but Muon needs whole '
+            'rows on one dimension of the mesh; shard with fully_shard alone, or use AdamW'
+        )
+    # Replicas of a hybrid mesh all compute the same: an exchange between them would cross the slower network.
+    group = weight.device_mesh.get_group(sharded[0]) if sharded else None
+    several = group is not None and dist.get_world_size(group) > 1
+    return Layout(group if several else None, sharded=several)
+
+
+def on_whole_matrices(
+    function: Callable[[Tensor], Tensor], parts: Tensor, layout: Layout, *, rows: int, first: int = 0
+) -> Tensor:
+    """Apply a function to whole matrices, each on one rank, and return this rank's part of the results; a collective.
+
+    Args:
+        function: Function from matrices [N, R, C] to results of the same shape and dtype, each matrix by itself.
+        parts: This rank's part of each matrix: its shards [N, r, C], or whole copies [N, R, C].
+        layout: The matrices' distribution over ranks.
+        rows: R, rows of a whole matrix.
+        first: Rank that computes the first matrix, modulo the number of ranks. The matrices are dealt out one by one
+            from there.
+    """
+    if layout.group is None:
+        return function(parts)
+    counts = dealt(len(parts), layout.ranks, first=first)
+    rank = dist.get_rank(layout.group)
+    if not layout.sharded:
+        return _on_copies(function, parts, counts, rank, layout.group)
+    return _on_shards(function, parts, counts, rank, layout.group, rows=rows)
+
+
+def dealt(matrices: int, ranks: int, *, first: int = 0) -> list[int]:
+    """Return how many matrices each rank gets when they are dealt out one by one, starting with rank `first`."""
+    return [len(range((rank - first) % ranks, matrices, ranks)) for rank in range(ranks)]
+
+
+def _on_copies(
+    function: Callable[[Tensor], Tensor], copies: Tensor, counts: list[int], rank: int, group: dist.ProcessGroup
+) -> Tensor:
+    """Return the results of all matrices, of which this rank computes its own."""
+    start = sum(counts[:rank])
+    mine = slice(start, start + counts[rank])
+    results = torch.zeros_like(copies)
+    if counts[rank]:
+        results[mine] = function(copies[mine])
+    # A sum with the zeros of the other ranks is exact. all_gather would need equal numbers of matrices on all ranks.
+    dist.all_reduce(results, group=group)
+    return results
+
+
+def _on_shards(
+    function: Callable[[Tensor], Tensor],
+    shards: Tensor,
+    counts: list[int],
+    rank: int,
+    group: dist.ProcessGroup,
+    *,
+    rows: int,
+) -> Tensor:
+    """Return this rank's rows of the results: gather the shards of this rank's matrices, and send back their rows."""
+    matrices, height, columns = shards.shape
+    ranks, mine = len(counts), counts[rank]
+    chunk = -(-rows // ranks)  # rows per rank; the last ranks may have fewer or none
+    padded = torch.nn.functional.pad(shards, (0, 0, 0, chunk - height))
+    received = padded.new_empty(ranks * mine, chunk, columns)
+    dist.all_to_all_single(received, padded, [mine] * ranks, counts, group=group)
+    results = padded.new_zeros(mine, ranks * chunk, columns)
+    if mine:
+        whole = received.view(ranks, mine, chunk, columns).transpose(0, 1).reshape(mine, ranks * chunk, columns)
+        results[:, :rows] = function(whole[:, :rows])
+    by_rank = results.view(mine, ranks, chunk, columns).transpose(0, 1).reshape(ranks * mine, chunk, columns)
+    returned = padded.new_empty(matrices, chunk, columns)
+    dist.all_to_all_single(returned, by_rank, counts, [mine] * ranks, group=group)
+    return returned[:, :height]

@@ -1,0 +1,237 @@
+"""Muon: momentum that is orthogonalized for the matrices of a model's blocks, with AdamW for all other parameters.
+
+Sources: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; Liu et al. 2025, "Muon is
+scalable for LLM training", arXiv 2502.16982.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Annotated, Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.adamw import adamw
+
+from diffusion.config.constraints import AtLeast, Between, GreaterThan, constrained
+from diffusion.errors import UserError
+from diffusion.training.matrix_exchange import layout_of, on_whole_matrices
+from diffusion.training.muon_groups import is_matrix, muon_groups
+from diffusion.training.newton_schulz import orthogonalize
+
+MAX_BATCH_ELEMENTS = {'cpu': 2**18, 'cuda': 2**24}
+"""Elements of matrices that a rank orthogonalizes at a time, by type of device. On GPUs this limits the memory of the
+step; on CPUs, batches that fit into the cache are faster (98 ms instead of 114 for the quickstart's model)."""
+RMS_OF_ADAMW = 0.2
+"""Root mean square of AdamW's updates in units of the learning rate, which Muon's are scaled to (Liu et al., eq. 4)."""
+
+
+class Muon(Optimizer):
+    """Optimizer that updates matrices by their orthogonalized momentum, and other parameters as AdamW does.
+
+    The update of a matrix W [R, C] with gradient G, momentum M and learning rate lr, weight decay w:
+
+        M <- m M + (1 - m) G;  U = m M + (1 - m) G with Nesterov momentum, else M
+        W <- (1 - lr w) W - lr 0.2 sqrt(max(R, C)) orthogonalize(U)
+
+    The scale gives updates the root mean square of AdamW's, so that AdamW's learning rate and weight decay fit. Weights
+    of equal shape are orthogonalized in one batch. Under DDP and FSDP2 each rank orthogonalizes a part of the matrices,
+    and the ranks exchange the results: every rank must call `step`, with gradients for the same parameters.
+
+    A parameter group has the key `algorithm`: 'muon' or 'adamw'. A group without the key is divided: matrices, also
+    those of embeddings, are updated by Muon. `muon_groups(model)` makes groups by the layers of a model.
+
+    Args:
+        params: Parameters, named parameters or parameter groups.
+        lr: Learning rate.
+        adamw_lr: Learning rate of the parameters that AdamW updates; `lr` by default.
+        weight_decay: Decoupled weight decay of all parameters: a step multiplies weights by 1 - lr * weight_decay.
+        momentum: Decay of Muon's momentum.
+        nesterov: Use Nesterov momentum in Muon.
+        newton_schulz_steps: Number of Newton-Schulz steps per orthogonalization.
+        newton_schulz_dtype: Data type of the orthogonalization; auto is bfloat16 on GPUs and the weights' own on a CPU.
+        convolutions: Apply Muon to weights of more than two dimensions too, flattened to [out, in * height * width];
+            does not change groups that have the key `algorithm`.
+        betas: Decay of AdamW's two moments.
+        eps: Term that AdamW adds to the denominator.
+        fused: Use AdamW's fused kernel, for the parameters that AdamW updates.
+
+    Raises:
+        UserError: A setting is out of range, or a group with `algorithm: muon` has a parameter that is no matrix.
+    """
+
+    parameter_groups = staticmethod(muon_groups)
+    """Function from a model to the groups, by which a recipe's optimizer is built."""
+
+    @constrained
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: Annotated[float, GreaterThan(0)] = 1e-3,
+        *,
+        adamw_lr: Annotated[float | None, GreaterThan(0)] = None,
+        weight_decay: Annotated[float, AtLeast(0)] = 0.01,
+        momentum: Annotated[float, Between(0, 1)] = 0.95,
+        nesterov: bool = True,
+        newton_schulz_steps: Annotated[int, AtLeast(1)] = 5,
+        newton_schulz_dtype: Literal['auto', 'bfloat16', 'float32'] = 'auto',
+        convolutions: bool = True,
+        betas: Annotated[tuple[float, float], Between(0, 1)] = (0.9, 0.999),
+        eps: Annotated[float, AtLeast(0)] = 1e-8,
+        fused: bool | None = None,
+    ) -> None:
+        if newton_schulz_dtype not in ('auto', 'bfloat16', 'float32'):
+            raise UserError(f'newton_schulz_dtype: {newton_schulz_dtype!r}; use auto, bfloat16 or float32')
+        if len(betas) != 2:
+            raise UserError(f'betas: {list(betas)} has {len(betas)} numbers; give two')
+        self.convolutions = convolutions
+        self.adamw_lr = lr if adamw_lr is None else adamw_lr
+        defaults = {
+            'lr': lr,
+            'weight_decay': weight_decay,
+            'momentum': momentum,
+            'nesterov': nesterov,
+            'newton_schulz_steps': newton_schulz_steps,
+            'newton_schulz_dtype': newton_schulz_dtype,
+            'betas': tuple(betas),
+            'eps': eps,
+            'fused': fused,
+        }
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group; one without `algorithm` is divided into matrices for Muon and the rest for AdamW."""
+        given = param_group['params']
+        items = [given] if isinstance(given, Tensor) else list(given)
+        chosen = param_group.get('algorithm')
+        if chosen not in (None, 'muon', 'adamw'):
+            raise UserError(f'muon: a parameter group has algorithm {chosen!r}; use muon or adamw')
+        wrong = [list(_shape(each)) for each in items if chosen == 'muon' and not is_matrix(_shape(each))]
+        if wrong:
+            raise UserError(
+                f'muon: a parameter of shape {wrong[0]} is in a group with algorithm muon, but is no matrix of at '
+                'least two rows and columns; move it to a group with algorithm adamw'
+            )
+        parts: dict[str, list[Any]] = {'muon': [], 'adamw': []}
+        for item in items:
+            fits = is_matrix(_shape(item), convolutions=self.convolutions)
+            parts[chosen or ('muon' if fits else 'adamw')].append(item)
+        for algorithm, part in parts.items():
+            if part:
+                settings = {'lr': self.adamw_lr if algorithm == 'adamw' else self.defaults['lr']} | param_group
+                super().add_param_group(settings | {'params': part, 'algorithm': algorithm})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update all parameters that have gradients; a collective under DDP and FSDP2. Return what `closure` does."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            trained = [each for each in group['params'] if each.grad is not None]
+            if group['algorithm'] == 'muon':
+                self._update_matrices(group, trained)
+            elif trained:
+                self._update_by_adamw(group, trained)
+        return loss
+
+    def _update_matrices(self, group: dict[str, Any], weights: list[Tensor]) -> None:
+        """Update the weights of a group by their orthogonalized momentum."""
+        if any(each.ndim < 2 for each in weights):
+            # FSDP1 replaces weights by flat shards after the optimizer was built.
+            raise UserError('muon: the matrices were flattened, as FSDP1 does; use FSDP2 or DDP')
+        first = 0  # the batches' matrices are dealt out to the ranks in turns
+        for batch in _batches(weights):
+            self._update_batch(group, batch, first)
+            first += len(batch)
+
+    def _update_batch(self, group: dict[str, Any], batch: list[Tensor], first: int) -> None:
+        """Update weights that are matrices of equal shapes on one device."""
+        momentum, lr = group['momentum'], float(group['lr'])
+        weights = [_local(each) for each in batch]
+        rows, columns = _size(batch[0])
+        gradients = [_local(each.grad) for each in batch if each.grad is not None]
+        momenta = [_local(self._state(each, 'momentum_buffer')) for each in batch]
+        torch._foreach_lerp_(momenta, gradients, 1 - momentum)  # type: ignore[reportPrivateImportUsage]
+        updates = torch._foreach_lerp(gradients, momenta, momentum) if group['nesterov'] else momenta  # type: ignore[reportPrivateImportUsage]
+        dtype = _dtype(group['newton_schulz_dtype'], weights[0])
+        stack = torch.stack([each.reshape(-1, columns).to(dtype) for each in updates])
+        del updates
+        steps = functools.partial(orthogonalize, steps=group['newton_schulz_steps'])
+        directions = on_whole_matrices(steps, stack, layout_of(batch[0]), rows=rows, first=first)
+        directions = directions.to(weights[0].dtype, memory_format=torch.contiguous_format)
+        torch._foreach_mul_(weights, 1 - lr * group['weight_decay'])  # type: ignore[reportPrivateImportUsage]
+        shaped = [direction.reshape(weight.shape) for direction, weight in zip(directions, weights, strict=True)]
+        torch._foreach_add_(weights, shaped, alpha=-lr * RMS_OF_ADAMW * math.sqrt(max(rows, columns)))  # type: ignore[reportPrivateImportUsage]
+
+    def _update_by_adamw(self, group: dict[str, Any], weights: list[Tensor]) -> None:
+        """Update the weights of a group as torch.optim.AdamW does."""
+        fused = bool(group['fused'])
+        for weight in weights:
+            state = self.state[weight]
+            if 'step' not in state:
+                # Fused kernels need the number of steps on the weights' device, others want it on the CPU.
+                double = torch.get_default_dtype() == torch.float64 and not fused
+                dtype, device = torch.float64 if double else torch.float32, weight.device if fused else 'cpu'
+                state['step'] = torch.zeros((), dtype=dtype, device=device)
+        adamw(
+            weights,
+            [each.grad for each in weights if each.grad is not None],
+            [self._state(each, 'exp_avg') for each in weights],
+            [self._state(each, 'exp_avg_sq') for each in weights],
+            [],
+            [self.state[each]['step'] for each in weights],
+            fused=group['fused'],
+            amsgrad=False,
+            beta1=group['betas'][0],
+            beta2=group['betas'][1],
+            lr=group['lr'],
+            weight_decay=group['weight_decay'],
+            eps=group['eps'],
+            maximize=False,
+        )
+
+    def _state(self, weight: Tensor, name: str) -> Tensor:
+        """Return a tensor of a weight's state, sharded as the weight is; zeros before the first step."""
+        state = self.state[weight]
+        if name not in state:
+            state[name] = torch.zeros_like(weight, memory_format=torch.preserve_format)
+        return state[name]
+
+
+def _batches(weights: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield lists of weights that are matrices of equal shapes, alike on all ranks, within `MAX_BATCH_ELEMENTS`."""
+    alike: dict[Any, list[Tensor]] = {}
+    for weight in weights:
+        sharding = (weight.device_mesh, weight.placements) if isinstance(weight, DTensor) else None
+        alike.setdefault((_size(weight), weight.dtype, weight.device, sharding), []).append(weight)
+    for same in alike.values():
+        limit = MAX_BATCH_ELEMENTS['cpu' if same[0].device.type == 'cpu' else 'cuda']
+        each_rank = max(1, limit // same[0].numel())
+        length = each_rank * layout_of(same[0]).ranks
+        yield from (same[start : start + length] for start in range(0, len(same), length))
+
+
+def _size(weight: Tensor) -> tuple[int, int]:
+    """Return the rows and columns of a weight as a matrix, of which a DTensor has all."""
+    return weight.shape[0], math.prod(weight.shape[1:])
+
+
+def _shape(item: Tensor | tuple[str, Tensor]) -> tuple[int, ...]:
+    """Return the shape of a parameter or of a named parameter."""
+    return tuple((item if isinstance(item, Tensor) else item[1]).shape)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a DTensor, which shares its memory, and a plain tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _dtype(name: str, weight: Tensor) -> torch.dtype:
+    """Return the data type of the orthogonalization of a weight's momentum."""
+    if name == 'auto':
+        return weight.dtype if weight.device.type == 'cpu' else torch.bfloat16
+    return {'bfloat16': torch.bfloat16, 'float32': torch.float32}[name]

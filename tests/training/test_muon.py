@@ -1,0 +1,284 @@
+"""Muon against its papers: a plain loop over matrices, singular values, and torch.optim.AdamW for the rest."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from diffusion.config.load import load
+from diffusion.errors import UserError
+from diffusion.training import muon as muon_module
+from diffusion.training.components import build_optimizer
+from diffusion.training.matrix_exchange import dealt
+from diffusion.training.muon import Muon
+from diffusion.training.muon_groups import muon_groups
+from diffusion.training.newton_schulz import orthogonalize
+
+
+def reference_newton_schulz(gradient: Tensor, steps: int) -> Tensor:
+    """Jordan's published function, without its cast to bfloat16."""
+    a, b, c = (3.4445, -4.7750, 2.0315)
+    x = gradient / gradient.norm()
+    if gradient.size(0) > gradient.size(1):
+        x = x.T
+    for _ in range(steps):
+        A = x @ x.T
+        B = b * A + c * A @ A
+        x = a * x + B @ x
+    return x.T if gradient.size(0) > gradient.size(1) else x
+
+
+class Reference:
+    """Muon for one matrix after another: SGD momentum as Jordan writes it, and the scale of Liu et al., equation 4."""
+
+    def __init__(self, weights: list[Tensor], *, lr: float, decay: float, momentum: float, nesterov: bool, steps=5):
+        self.weights, self.lr, self.decay, self.momentum, self.nesterov = weights, lr, decay, momentum, nesterov
+        self.steps = steps
+        self.buffers = [torch.zeros_like(each) for each in weights]
+
+    def step(self, gradients: list[Tensor]) -> None:
+        for weight, gradient, buffer in zip(self.weights, gradients, self.buffers, strict=True):
+            buffer.mul_(self.momentum).add_(gradient)
+            update = gradient + self.momentum * buffer if self.nesterov else buffer
+            matrix = update.reshape(len(update), -1)
+            scaled = 0.2 * max(matrix.shape) ** 0.5 * reference_newton_schulz(matrix, self.steps)
+            weight.mul_(1 - self.lr * self.decay).sub_(self.lr * scaled.reshape(weight.shape))
+
+
+SHAPES = [(8, 8), (24, 6), (6, 24), (8, 8), (5, 3, 3, 3), (24, 6), (8, 8), (8, 4, 2)]
+
+
+def random_tensors(shapes: list[tuple[int, ...]], dtype: torch.dtype, seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize('nesterov', [True, False])
+@pytest.mark.parametrize(('dtype', 'tolerance'), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_updates_equal_those_of_a_loop_over_matrices(dtype, tolerance, nesterov, monkeypatch):
+    """Also in batches of two matrices at most."""
+    monkeypatch.setitem(muon_module.MAX_BATCH_ELEMENTS, 'cpu', 128)
+    weights = [nn.Parameter(each) for each in random_tensors(SHAPES, dtype, 0)]
+    settings = {'lr': 0.1, 'momentum': 0.8, 'nesterov': nesterov}
+    expected = Reference([each.detach().clone() for each in weights], decay=0.3, **settings)
+    optimizer = Muon(weights, weight_decay=0.3, **settings)
+    for step in range(4):
+        gradients = random_tensors(SHAPES, dtype, 1 + step)
+        for weight, gradient in zip(weights, gradients, strict=True):
+            weight.grad = gradient.clone()
+        optimizer.step()
+        expected.step(gradients)
+    for weight, other in zip(weights, expected.weights, strict=True):
+        assert (weight - other).norm() < tolerance * other.norm()
+
+
+@pytest.mark.parametrize('shape', [(64, 64), (200, 50), (50, 200)])
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+def test_singular_values_of_the_update_are_near_one_with_the_same_vectors(shape, dtype):
+    matrices = (
+        torch.stack(random_tensors([shape] * 3, torch.float32, 3)) * torch.tensor([1e-12, 1, 1e12])[:, None, None]
+    )
+    result = orthogonalize(matrices.to(dtype), steps=5).float()
+    values = torch.linalg.svdvals(result)
+    # A square random matrix has singular values near 0, which five steps leave below 0.7.
+    assert values.max() < 1.25
+    assert values.quantile(0.02 if shape == (64, 64) else 0) > 0.65
+    left, _, right = torch.linalg.svd(matrices / matrices.norm(dim=(1, 2), keepdim=True), full_matrices=False)
+    rotated = left.mT @ result @ right.mT
+    between = rotated - torch.diag_embed(rotated.diagonal(dim1=1, dim2=2))
+    assert between.abs().max() < (1e-4 if dtype == torch.float32 else 0.1), 'the singular vectors are the same'
+    assert torch.equal(orthogonalize(torch.zeros(1, *shape), steps=5), torch.zeros(1, *shape))
+
+
+def test_bfloat16_orthogonalization_gives_nearly_the_same_float32_weights():
+    updated = []
+    for dtype in ('float32', 'bfloat16', 'auto'):
+        weight = nn.Parameter(torch.zeros(64, 16))
+        (weight.grad,) = random_tensors([(64, 16)], torch.float32, 8)
+        Muon([weight], lr=1.0, newton_schulz_dtype=dtype).step()
+        updated.append(weight.detach())
+    plain, narrow, auto = updated
+    assert 0 < (plain - narrow).norm() < 0.03 * plain.norm()
+    assert torch.equal(auto, plain), 'on a CPU'
+
+
+def test_tall_and_wide_matrices_cost_the_same():
+    counts = []
+    for shape in ((200, 50), (50, 200)):
+        with FlopCounterMode(display=False) as counter:
+            orthogonalize(torch.ones(1, *shape), steps=5)
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
+
+
+def test_update_has_the_rms_of_adamw_for_every_shape():
+    """0.2 times the learning rate for matrices of full rank, as Liu et al. measured for AdamW."""
+    for shape in ((64, 64), (256, 32), (32, 256), (32, 16, 3, 3)):
+        weight = nn.Parameter(torch.zeros(shape))
+        (weight.grad,) = random_tensors([shape], torch.float32, 4)
+        Muon([weight], lr=0.01, weight_decay=0.0).step()
+        assert float(weight.detach().square().mean().sqrt()) == pytest.approx(0.2 * 0.01, rel=0.25), shape
+
+
+def test_weight_decay_is_decoupled_from_the_gradient():
+    weights = [nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4))]
+    for weight in weights:
+        weight.grad = torch.zeros_like(weight)
+    Muon(weights, lr=0.1, adamw_lr=0.5, weight_decay=0.2).step()
+    assert weights[0].tolist() == torch.full((4, 4), 1 - 0.1 * 0.2).tolist()
+    assert weights[1].tolist() == torch.full((4,), 1 - 0.5 * 0.2).tolist()
+
+
+@pytest.mark.parametrize('fused', [None, True])
+def test_other_parameters_are_updated_exactly_as_by_adamw(fused):
+    ours, theirs = ([nn.Parameter(each) for each in random_tensors([(7,), (3, 5)], torch.float32, 5)] for _ in range(2))
+    settings: dict[str, Any] = {'lr': 0.01, 'weight_decay': 0.1, 'betas': (0.8, 0.9), 'eps': 1e-6, 'fused': fused}
+    optimizer = Muon([{'params': ours, 'algorithm': 'adamw'}], **settings)
+    expected = torch.optim.AdamW(theirs, **settings)
+    for step in range(3):
+        gradients = random_tensors([(7,), (3, 5)], torch.float32, 6 + step)
+        for one, other, gradient in zip(ours, theirs, gradients, strict=True):
+            one.grad, other.grad = gradient.clone(), gradient.clone()
+        optimizer.step()
+        expected.step()
+    assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+    assert optimizer.state_dict()['state'].keys() == expected.state_dict()['state'].keys()
+
+
+def test_parameters_without_gradients_keep_their_values_and_have_no_state():
+    weights = [nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4))]
+    optimizer = Muon(weights)
+    assert optimizer.step(lambda: 3.0) == 3.0
+    assert not optimizer.state
+    assert all(torch.equal(each, torch.ones_like(each)) for each in weights)
+
+
+def names_of(model: nn.Module, groups: list[dict[str, Any]]) -> list[set[str]]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [{names[id(each)] for each in group['params']} for group in groups]
+
+
+def test_groups_are_the_matrices_of_blocks_and_the_rest(make_model):
+    model = make_model()
+    matrices, others = names_of(model, muon_groups(model))
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert matrices | others == trained and not matrices & others
+    down = 'denoiser.down_blocks.0'
+    assert {f'{down}.resnets.0.conv1.weight', f'{down}.attentions.0.transformer_blocks.0.attn1.to_q.weight'} <= matrices
+    assert not [name for name in matrices if 'norm' in name or name.endswith('.bias')]
+    for name in (
+        'conv_in.weight',
+        'conv_out.weight',
+        'time_embedding.linear_1.weight',
+        f'{down}.resnets.0.norm1.weight',
+    ):
+        assert name in others or f'denoiser.{name}' in others
+    assert any('embed' in name for name in others), 'the text encoder'
+    linear, rest = names_of(model, muon_groups(model, convolutions=False))
+    assert f'{down}.resnets.0.conv1.weight' in rest and linear < matrices
+
+
+def test_frozen_weights_are_in_no_group(make_model):
+    model = make_model()
+    frozen = model.denoiser.down_blocks[0].resnets[0].conv1.weight.requires_grad_(False)
+    assert all(frozen is not each for group in muon_groups(model) for each in group['params'])
+
+
+def test_model_without_blocks_is_refused_with_the_way_out():
+    with pytest.raises(
+        UserError, match=r'muon: Sequential has no blocks .* set `fsdp_wrap_fn` .* or use optimizer adamw'
+    ):
+        muon_groups(nn.Sequential(nn.Linear(2, 2)))
+
+
+class Other(nn.Module):
+    """Model of another project: Composer's convention tells its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Embedding(3, 4)) for _ in range(2))
+
+    def fsdp_wrap_fn(self, module: nn.Module) -> bool:
+        return isinstance(module, nn.Sequential)
+
+
+def test_any_model_with_a_wrap_function_has_groups():
+    model = Other()
+    assert names_of(model, muon_groups(model)) == [
+        {'blocks.0.0.weight', 'blocks.1.0.weight'},
+        {'first.weight', 'first.bias', *(f'blocks.{i}.{name}' for i in (0, 1) for name in ('0.bias', '1.weight'))},
+    ]
+
+
+def test_plain_and_named_parameters_are_divided_by_their_shapes():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Conv2d(2, 2, 3), nn.Linear(3, 1))
+    for params in (model.parameters(), model.named_parameters(), [{'params': model.parameters(), 'lr': 0.5}]):
+        groups = Muon(params, lr=0.1, adamw_lr=0.2).param_groups
+        assert [group['algorithm'] for group in groups] == ['muon', 'adamw']
+        assert names_of(model, groups) == [{'0.weight', '1.weight'}, {'0.bias', '1.bias', '2.weight', '2.bias'}]
+    assert [group['lr'] for group in groups] == [0.5, 0.5]
+    groups = Muon(model.parameters(), lr=0.1, adamw_lr=0.2, convolutions=False).param_groups
+    assert names_of(model, groups)[0] == {'0.weight'}
+    assert [group['lr'] for group in groups] == [0.1, 0.2]
+    assert [group['lr'] for group in Muon(model.parameters(), lr=0.1).param_groups] == [0.1, 0.1]
+
+
+@pytest.mark.parametrize(
+    ('settings', 'message'),
+    [
+        ({'lr': 0}, 'lr: 0 is not greater than 0'),
+        ({'adamw_lr': -1.0}, 'adamw_lr: -1.0 is not greater than 0'),
+        ({'momentum': 1.0}, 'momentum: 1.0 is out of range; use at least 0 and less than 1'),
+        ({'betas': (0.9, 1.5)}, 'betas: 1.5 is out of range'),
+        ({'betas': (0.9,)}, r'betas: \[0.9\] has 1 numbers; give two'),
+        ({'newton_schulz_steps': 0}, 'newton_schulz_steps: 0 is less than 1'),
+        ({'newton_schulz_dtype': 'int8'}, "newton_schulz_dtype: 'int8'; use auto, bfloat16 or float32"),
+        ({'weight_decay': -0.1}, 'weight_decay: -0.1 is less than 0'),
+        (
+            {'params': [{'params': [torch.ones(3)], 'algorithm': 'muon'}]},
+            r'shape \[3\] is in a group with algorithm muon',
+        ),
+        ({'params': [{'params': [torch.ones(3)], 'algorithm': 'sgd'}]}, "algorithm 'sgd'; use muon or adamw"),
+    ],
+)
+def test_wrong_settings_are_refused(settings, message):
+    with pytest.raises(UserError, match=message):
+        Muon(**({'params': [torch.ones(2, 2)]} | settings))
+
+
+def test_recipe_builds_muon_of_the_blocks(write_recipe, make_model):
+    optimizer = {'name': 'muon', 'lr': 2.0e-3, 'adamw_lr': 1.0e-3, 'convolutions': False, 'betas': [0.8, 0.9]}
+    recipe = load(write_recipe(optimizer=optimizer), ['speed.fused_optimizer=true'])
+    model = make_model()
+    built = build_optimizer(recipe, model)
+    assert type(built) is Muon
+    assert names_of(model, built.param_groups) == names_of(model, muon_groups(model, convolutions=False))
+    assert [(group['lr'], group['fused'], group['betas']) for group in built.param_groups] == [
+        (2.0e-3, True, (0.8, 0.9)),
+        (1.0e-3, True, (0.8, 0.9)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ('overrides', 'message'),
+    [
+        (['optimizer.lr=0'], 'optimizer.lr: 0 is not greater than 0'),
+        (['optimizer.momentum=1'], 'optimizer.momentum: 1 is out of range; use at least 0 and less than 1'),
+        (['optimizer.newton_schulz_dtype=float16'], 'optimizer.newton_schulz_dtype'),
+        (['parallelism.strategy=fsdp1'], 'optimizer.name: muon needs matrices, and fsdp1 flattens them'),
+    ],
+)
+def test_check_reports_wrong_settings_in_a_recipe(write_recipe, overrides, message):
+    with pytest.raises(UserError, match=message):
+        load(write_recipe(optimizer={'name': 'muon', 'lr': 1.0e-3}), overrides)
+
+
+@pytest.mark.parametrize(('matrices', 'ranks', 'first'), [(0, 3, 0), (1, 4, 6), (7, 3, 2), (8, 4, 1)])
+def test_matrices_are_dealt_out_evenly_from_the_first_rank(matrices, ranks, first):
+    expected = [0] * ranks
+    for matrix in range(matrices):
+        expected[(first + matrix) % ranks] += 1
+    assert dealt(matrices, ranks, first=first) == expected

@@ -122,6 +122,27 @@ def small_vae(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope='session')
+def small_dc_ae(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of an AutoencoderDC with random weights: 16x downsampling, 4 channels, and one scaling factor."""
+    import torch
+    from diffusers.models.autoencoders.autoencoder_dc import AutoencoderDC
+
+    torch.manual_seed(0)
+    sides: dict[str, Any] = {}
+    for side in ('encoder', 'decoder'):
+        sides |= {
+            f'{side}_block_types': ('ResBlock',) * 4 + ('EfficientViTBlock',),
+            f'{side}_block_out_channels': (8, 8, 8, 8, 16),
+            f'{side}_layers_per_block': (1,) * 5,
+            f'{side}_qkv_multiscales': ((),) * 4 + ((3,),),
+        }
+    vae = AutoencoderDC(latent_channels=4, attention_head_dim=8, scaling_factor=0.8, **sides)
+    folder = tmp_path_factory.mktemp('models') / 'dc_ae'
+    vae.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope='session')
 def make_model(small_vae: Path) -> Callable[..., object]:
     """Function that builds a LatentDiffusion whose denoiser has 0.3 M parameters; keywords as for `diffusion.tiny`."""
     import torch

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
@@ -24,7 +23,7 @@ from diffusion.errors import UserError
 from diffusion.models import batch_keys
 from diffusion.models.randomness import Purpose
 from diffusion.models.text_conditioner import TextConditioner, tokenize
-from diffusion.models.vae import latent_statistics
+from diffusion.models.vae import Vae, latent_statistics
 
 MANIFEST = 'manifest.json'
 
@@ -94,7 +93,7 @@ def weights_fingerprint(module: nn.Module) -> str:
 
 
 def manifest_of(
-    vae: AutoencoderKL,
+    vae: Vae,
     *,
     shape: str,
     posterior: str,
@@ -193,7 +192,7 @@ class LatentsDataset(BucketedDataset):
             )
         return all(stored)
 
-    def check_encoders(self, vae: AutoencoderKL, text: TextConditioner, *, train_text_encoder: bool) -> None:
+    def check_encoders(self, vae: Vae, text: TextConditioner, *, train_text_encoder: bool) -> None:
         """Check before training that the stored latents and text embeddings were made by the model's own encoders.
 
         Raises:

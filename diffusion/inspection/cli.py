@@ -16,11 +16,12 @@ LOOK_NEEDS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the subcommands `verify`, `look` and `bench` to a parser."""
+    """Add the subcommands `verify`, `look`, `bench` and `measure-latents` to a parser."""
     commands: Any = parser.add_subparsers(dest='command', required=True, metavar='COMMAND')
     _add_verify(commands.add_parser('verify', help='check shards: sizes, hashes, every image, caption and latent'))
     _add_look(commands.add_parser('look', help='draw samples of each bucket as the model sees them'))
     _add_bench(commands.add_parser('bench', help='measure loading speed and compare it with the demand of a GPU'))
+    _add_measure(commands.add_parser('measure-latents', help="measure mean and deviation of an autoencoder's latents"))
 
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:
@@ -111,6 +112,30 @@ def _bench(args: argparse.Namespace) -> int:
     from diffusion.inspection.bench import bench
 
     bench(replace(recipe, streams=chosen['streams']), gpu=gpu, workers=args.workers, batches=args.batches, mfu=args.mfu)
+    return 0
+
+
+def _add_measure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('vae', metavar='VAE', help='folder or Hub repository of an autoencoder, as for model.vae')
+    parser.add_argument('dataset', metavar='DATASET', help='folder or URL of a dataset that `diffusion prepare` wrote')
+    parser.add_argument('--resolution', type=positive, required=True, metavar='PX', help='side of the images in pixels')
+    parser.add_argument(
+        '--samples', type=positive, default=2000, metavar='N', help='number of random images (default: 2000)'
+    )
+    parser.add_argument('--batch-size', type=positive, default=16, metavar='N', help='images per batch (default: 16)')
+    parser.add_argument('--seed', type=not_negative, default=0, help='seed for choosing the images (default: 0)')
+    parser.set_defaults(run=_measure)
+
+
+def _measure(args: argparse.Namespace) -> int:
+    from diffusion.errors import UserError
+
+    if '://' not in args.dataset and not Path(args.dataset).is_dir():
+        raise UserError(f'DATASET: {args.dataset} is not a folder; give a folder that `diffusion prepare` has written')
+    from diffusion.inspection.latent_measurement import measure_latents
+
+    settings = {'resolution': args.resolution, 'samples': args.samples, 'seed': args.seed}
+    measure_latents(args.vae, args.dataset, batch_size=args.batch_size, **settings)
     return 0
 
 

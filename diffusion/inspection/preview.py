@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from PIL import Image
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from diffusion.config import registry
+from diffusion.config.autoencoders import PIXELS
 from diffusion.config.load import Component, Recipe
 from diffusion.config.recipe import StreamConfig
 from diffusion.data.latents import LatentManifest, LatentsDataset
@@ -21,9 +21,8 @@ from diffusion.errors import UserError
 from diffusion.evaluation.image_sheet import Figure, Section, draw_sheet, html_figures, html_page, png_bytes
 from diffusion.inspection.stream_selection import Sections
 from diffusion.models import batch_keys
-from diffusion.models.builders import TINY_VAE
-from diffusion.models.pretrained import load_pretrained
-from diffusion.models.vae import decode_latents
+from diffusion.models.builders import TINY_VAE, load_vae
+from diffusion.models.vae import Vae, decode_latents
 from diffusion.storage.atomic import write_atomically
 from diffusion.training.components import build_dataset, evaluation_dataset
 
@@ -87,14 +86,14 @@ def _component(recipe: Recipe, section: str) -> Component:
     return Component('image_text', {**crop, 'caption_choice': 'first'})
 
 
-def _image(item: Mapping[str, Any], manifest: LatentManifest | None, vae: AutoencoderKL | None) -> Image.Image:
+def _image(item: Mapping[str, Any], manifest: LatentManifest | None, vae: Vae | None) -> Image.Image:
     """Return a sample's image, or for a sample of latents a drawing of their mean."""
     pixels = item[batch_keys.IMAGE] if manifest is None else _pixels(item[batch_keys.LATENT_MOMENTS], manifest, vae)
     return Image.fromarray(pixels.permute(1, 2, 0).numpy())
 
 
 @torch.no_grad()
-def _pixels(moments: Tensor, manifest: LatentManifest, vae: AutoencoderKL | None) -> Tensor:
+def _pixels(moments: Tensor, manifest: LatentManifest, vae: Vae | None) -> Tensor:
     """Return the mean of latents as uint8 pixels [3, H, W]: decoded, or without a VAE its first three channels."""
     latent_mean, latent_std = (torch.tensor(values) for values in (manifest.latent_mean, manifest.latent_std))
     mean = moments[: len(latent_mean)].float()
@@ -116,14 +115,15 @@ def _caption(item: Mapping[str, Any], tokenizers: Sequence[PreTrainedTokenizerBa
     return tokenizers[0].decode(ids[1 : ids.index(end)] if end in ids else ids[1:]).strip()
 
 
-def _vae(recipe: Recipe, *, download: bool) -> AutoencoderKL | None:
+def _vae(recipe: Recipe, *, download: bool) -> Vae | None:
     """Load the model's VAE from a local folder, or with `download` also from the Hub; None if it is not local."""
     values = registry.keywords('model', recipe.model)
-    bundled = str(TINY_VAE) if recipe.model.name == 'tiny' else None
-    for source in (values.get('vae') or bundled, values.get('pretrained')):
-        if isinstance(source, str) and (download or Path(source).is_dir()):
-            subfolder = '' if Path(source, 'config.json').is_file() else 'vae'
-            return load_pretrained(AutoencoderKL, source, subfolder=subfolder, revision=values.get('revision')).eval()
+    own_tiny = registry.is_own('model', recipe.model.name) and recipe.model.name.startswith('tiny')
+    bundled = str(TINY_VAE) if own_tiny else None
+    sources = [(values.get('vae') or bundled, None), (values.get('pretrained'), values.get('revision'))]
+    for source, revision in sources:
+        if isinstance(source, str) and (download or source == PIXELS or Path(source).is_dir()):
+            return load_vae(source, revision=revision).eval()
     if download:
         raise UserError(f'--decode: the model {recipe.model.name} has no VAE; set model.vae')
     return None

@@ -4,21 +4,30 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
+from diffusers.models.autoencoders.autoencoder_dc import AutoencoderDC
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, PreTrainedTokenizerBase
 
+from diffusion.config.autoencoders import PIXELS
 from diffusion.config.constraints import AtLeast, MultipleOf, constrained
 from diffusion.errors import UserError
 from diffusion.models import sd2_config
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.objective import Objective
-from diffusion.models.pretrained import clip_tokenizer, load_pretrained
+from diffusion.models.pixel_space import PixelSpace
+from diffusion.models.pretrained import clip_tokenizer, load_pretrained, read_config
 from diffusion.models.text_conditioner import TextConditioner
-from diffusion.models.vae import downsampling, latent_channels
+from diffusion.models.vae import Vae, downsampling, latent_channels
 
 TINY_VAE = Path(__file__).parent / 'weights' / 'tiny_vae'
 """Folder of the packaged autoencoder for 64 px OpenMoji images, trained by yamls/tiny_vae.yaml."""
+
+AUTOENCODERS: dict[str, type[AutoencoderKL] | type[AutoencoderDC]] = {
+    'AutoencoderKL': AutoencoderKL,
+    'AutoencoderDC': AutoencoderDC,
+}
+"""Supported classes of autoencoders by name."""
 
 Builder = TypeVar('Builder', bound=Callable[..., Any])
 
@@ -71,14 +80,14 @@ def sd2(
         pretrained: Source of VAE, text encoder and tokenizer: a repository on the Hub or a local folder in diffusers'
             layout. None builds them with random weights, for tests and for counting parameters and FLOPs.
         revision: Commit of the repository `pretrained`.
-        vae: Source of the VAE if it is not `pretrained`: a folder of an AutoencoderKL, or a repository with a `vae`
-            subfolder.
+        vae: Source of the VAE if it is not `pretrained`: a folder of an AutoencoderKL or AutoencoderDC, a repository
+            with a `vae` subfolder, or `pixels` to train on pixels.
         objective: Training objective. The keywords from here on are those of `diffusion.LatentDiffusion`.
     """
     if vae is not None:
         autoencoder = load_vae(vae)
     elif pretrained is not None:
-        autoencoder = load_pretrained(AutoencoderKL, pretrained, subfolder='vae', revision=revision)
+        autoencoder = load_vae(pretrained, revision=revision)
     else:
         autoencoder = AutoencoderKL(**sd2_config.VAE)
     if pretrained is not None:
@@ -136,7 +145,8 @@ def tiny(
 
     Args:
         resolution: Side of the images in pixels, a multiple of 8 and of the VAE's downsampling.
-        vae: Folder of an AutoencoderKL; the packaged one for 64 px OpenMoji images by default.
+        vae: Folder of an AutoencoderKL or AutoencoderDC, or `pixels` to train on pixels; the packaged one for 64 px
+            OpenMoji images by default.
         block_out_channels: Widths of the U-Net's levels, multiples of 32: GroupNorm has 32 groups, and attention heads
             have width 32.
         layers_per_block: Residual blocks per level.
@@ -197,13 +207,31 @@ def tiny_text(*, width: int, layers: int, max_length: int, mask_padding: bool = 
     return TextConditioner([CLIPTextModel(config)], tiny_tokenizers(max_length=max_length), mask_padding=mask_padding)
 
 
-def load_vae(source: str) -> AutoencoderKL:
-    """Load a VAE from its own folder, or from the `vae` subfolder of a model's folder or repository."""
+def load_vae(source: str, *, revision: str | None = None) -> Vae:
+    """Load an autoencoder.
+
+    Args:
+        source: Its own folder, or a model's folder or repository with it in the subfolder `vae`. Its class is the
+            `_class_name` in its config.json. `pixels` is PixelSpace, for training on pixels.
+        revision: Commit of the repository.
+
+    Raises:
+        UserError: The files cannot be loaded, or the class is not supported.
+    """
+    if source == PIXELS:
+        return PixelSpace()
     subfolder = '' if (Path(source) / 'config.json').is_file() else 'vae'
-    return load_pretrained(AutoencoderKL, source, subfolder=subfolder)
+    place = {'subfolder': subfolder, 'revision': revision}
+    name = read_config(AutoencoderKL, source, **place).get('_class_name', AutoencoderKL.__name__)
+    if name not in AUTOENCODERS:
+        raise UserError(
+            f'{"/".join(each for each in (source, subfolder) if each)}: {name} is not supported; use '
+            f'{" or ".join(AUTOENCODERS)}'
+        )
+    return load_pretrained(AUTOENCODERS[name], source, **place)
 
 
-def latent_side(resolution: int, vae: AutoencoderKL) -> int:
+def latent_side(resolution: int, vae: Vae) -> int:
     """Return the side of the latents for an image side of `resolution` pixels.
 
     Raises:

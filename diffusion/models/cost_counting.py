@@ -27,7 +27,7 @@ from diffusion.models.activation_memory import Activations, Inputs, blocks_of, c
 from diffusion.models.denoisers.families import family_of
 from diffusion.models.flops import FlopCount, forward_flops, text_encoder_flops, vae_encoder_flops
 from diffusion.models.pretrained import without_weights
-from diffusion.models.vae import downsampling, latent_channels
+from diffusion.models.vae import downsampling, encoder_blocks, latent_channels
 
 
 def build_empty(name: str, kwargs: Mapping[str, Any]) -> nn.Module:
@@ -116,7 +116,7 @@ class ModelCounter:
 
     def largest_encoder_tensor(self, shape: Shape) -> int:
         """Return the number of elements per image of the largest tensor in a frozen VAE's encoder."""
-        if self.denoiser is None:
+        if self.denoiser is None or not encoder_blocks(self.vae):
             return 0
         vae = self.vae
 

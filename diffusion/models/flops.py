@@ -7,14 +7,13 @@ from typing import Any
 from unittest import mock
 
 import torch
-from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from diffusion.models.denoisers.families import family_of
 from diffusion.models.denoisers.family import DenoiserFamily
 from diffusion.models.text_conditioner import TextConditioner
-from diffusion.models.vae import downsampling
+from diffusion.models.vae import Vae, downsampling
 
 _autocast = torch.autocast
 
@@ -42,7 +41,7 @@ class FlopCount:
         return self._counted[shape]
 
 
-def vae_encoder_flops(vae: AutoencoderKL, *, height: int, width: int) -> int:
+def vae_encoder_flops(vae: Vae, *, height: int, width: int) -> int:
     """Return the FLOPs of the VAE's encoder for one image of height x width latent cells."""
     cell = downsampling(vae)
     size = vae.config['in_channels'], height * cell, width * cell

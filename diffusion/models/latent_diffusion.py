@@ -10,7 +10,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from composer.models import ComposerModel
-from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric
@@ -31,11 +30,20 @@ from diffusion.models.objective import (
     loss_weight,
     target,
 )
+from diffusion.models.pixel_space import PixelSpace
 from diffusion.models.randomness import Draws, Purpose, draws_for
 from diffusion.models.sampler import guide, inference_scheduler, sample_latents
 from diffusion.models.stage_hooks import stage
 from diffusion.models.text_conditioner import TextConditioner, TextOutput, tokenize
-from diffusion.models.vae import decode_latents, downsampling, latent_channels, latent_statistics, posterior_of
+from diffusion.models.vae import (
+    Vae,
+    decode_latents,
+    downsampling,
+    has_variance,
+    latent_channels,
+    latent_statistics,
+    moments_of,
+)
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +80,8 @@ class LatentDiffusion(ComposerModel):
     Args:
         denoiser: Network of diffusers that predicts from noisy latents, timestep and text, of one of
             `diffusion.models.denoisers.families.FAMILIES`.
-        vae: Autoencoder with its latent statistics (scaling_factor, or means and standard deviations per channel).
+        vae: Autoencoder with its latent statistics (scaling_factor, or means and standard deviations per channel), or
+            PixelSpace.
         text: Text encoders and their tokenizers.
         objective: Prediction type, noise schedule and loss weighting.
         caption_dropout: Fraction of captions dropped, for classifier-free guidance.
@@ -99,7 +108,7 @@ class LatentDiffusion(ComposerModel):
     def __init__(
         self,
         denoiser: ModelMixin,
-        vae: AutoencoderKL,
+        vae: Vae,
         text: TextConditioner,
         *,
         objective: Objective | None = None,
@@ -160,7 +169,7 @@ class LatentDiffusion(ComposerModel):
         self.register_buffer('empty_ids', empty_ids, persistent=False)
 
     @property
-    def vae(self) -> AutoencoderKL:
+    def vae(self) -> Vae:
         """The frozen autoencoder."""
         return self._frozen['vae']  # type: ignore[return-value]
 
@@ -254,6 +263,8 @@ class LatentDiffusion(ComposerModel):
     def encode(self, images: Tensor) -> Tensor:
         """Encode images with the frozen VAE: return its posterior's mean and log-variance, float32 [B, 2C, H, W].
 
+        An autoencoder without variance returns its latents, [B, C, H, W].
+
         Args:
             images: uint8 [B, 3, 8H, 8W].
         """
@@ -262,7 +273,7 @@ class LatentDiffusion(ComposerModel):
         vae = self.vae
         with self._encoding(images.device):
             pixels = (images.float() / 127.5 - 1).to(vae.dtype)
-            moments = posterior_of(vae, pixels).parameters
+            moments = moments_of(vae, pixels)
         return for_autograd(moments)
 
     def flops_per_batch(self, batch: Mapping[str, Tensor]) -> int:
@@ -429,7 +440,7 @@ class LatentDiffusion(ComposerModel):
         # Box-Muller makes normals in pairs, so odd counts take one word more.
         normals = channels * height * width + channels * height * width % 2
         counts = {Purpose.TIMESTEP: 1, Purpose.CAPTION_DROPOUT: 1, Purpose.NOISE: normals}
-        if self.posterior == 'sample':
+        if self.posterior == 'sample' and has_variance(self.vae):
             counts[Purpose.POSTERIOR] = normals
         if self.objective.offset_noise:
             counts[Purpose.OFFSET_NOISE] = channels + channels % 2
@@ -474,8 +485,8 @@ class LatentDiffusion(ComposerModel):
     def _check_scale(self, latents: Tensor) -> None:
         """Log a warning if the latents of the first batch do not have a standard deviation of about 1."""
         # Latents that are scaled twice, or not at all, train without an error but generate no usable images. Only the
-        # first batch is checked: reading the value waits for the GPU.
-        if self._scale_checked:
+        # first batch is checked: reading the value waits for the GPU. Pixels need no scaling.
+        if self._scale_checked or isinstance(self.vae, PixelSpace):
             return
         self._scale_checked = True
         std = float(latents.std())
@@ -664,7 +675,7 @@ def _like(values: Tensor, tensor: Tensor) -> Tensor:
     return values.view(-1, *[1] * (tensor.ndim - 1))
 
 
-def _check_parts(denoiser: DenoiserSizes, vae: AutoencoderKL, text: TextConditioner) -> None:
+def _check_parts(denoiser: DenoiserSizes, vae: Vae, text: TextConditioner) -> None:
     """Raise UserError unless the channels and widths of denoiser, VAE and text encoders match."""
     channels = latent_channels(vae)
     if denoiser.in_channels != channels or denoiser.out_channels != channels:

@@ -99,6 +99,27 @@ def load_pretrained(
     return model
 
 
+def read_config(part: type[ModelMixin], source: str, *, subfolder: str, revision: str | None = None) -> dict[str, Any]:
+    """Return the content of config.json of a model of diffusers, from a folder or the Hub; {} if a folder has none.
+
+    Args:
+        part: Class of the model, for messages.
+        source: Local folder in diffusers' layout, or repository on the Hub.
+        subfolder: Subfolder of the model; empty if the folder is the model itself.
+        revision: Commit of the repository; ignored for a local folder.
+
+    Raises:
+        UserError: The file is not accessible, or is not a JSON object.
+        ExternalError: The Hub did not answer for minutes.
+    """
+    path = Path(source, subfolder, 'config.json')
+    if not Path(source).is_dir():
+        revision = hub_files.fetch(part, source, subfolder=subfolder, revision=revision, weights=False)
+        path = hub_files.cached_file(source, f'{subfolder}/config.json', revision=revision)
+    check_config(path)
+    return json.loads(path.read_bytes()) if path.is_file() else {}
+
+
 def clip_tokenizer(*, max_length: int = 77, pad_token: str = '!') -> CLIPTokenizer:
     """Build CLIP's tokenizer from the vocabulary in the open_clip package, without a download.
 

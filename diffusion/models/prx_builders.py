@@ -62,8 +62,8 @@ def prx(
         pretrained: Source of VAE, text encoder and tokenizer: a repository on the Hub or a local folder in diffusers'
             layout. None builds them with random weights, for tests and for counting parameters and FLOPs.
         revision: Commit of the repository `pretrained`.
-        vae: Source of the VAE if it is not `pretrained`: a folder of an AutoencoderKL, or a repository with a `vae`
-            subfolder.
+        vae: Source of the VAE if it is not `pretrained`: a folder of an AutoencoderKL or AutoencoderDC, a repository
+            with a `vae` subfolder, or `pixels` to train on pixels.
         hidden_size: Width of the transformer, a multiple of 4 times `num_heads`.
         num_heads: Number of attention heads; 64 channels per head is usual.
         depth: Number of blocks.
@@ -75,7 +75,7 @@ def prx(
     if vae is not None:
         autoencoder = load_vae(vae)
     elif pretrained is not None:
-        autoencoder = load_pretrained(AutoencoderKL, pretrained, subfolder='vae', revision=revision)
+        autoencoder = load_vae(pretrained, revision=revision)
     else:
         autoencoder = AutoencoderKL(**prx_config.VAE)
     text = TextConditioner(
@@ -125,7 +125,8 @@ def tiny_prx(
 
     Args:
         resolution: Side of the images in pixels, a multiple of 16.
-        vae: Folder of an AutoencoderKL; the packaged one for 64 px OpenMoji images by default.
+        vae: Folder of an AutoencoderKL or AutoencoderDC, or `pixels` to train on pixels; the packaged one for 64 px
+            OpenMoji images by default.
         hidden_size: Width of the transformer, a multiple of 4 times `num_heads`.
         num_heads: Number of attention heads.
         depth: Number of blocks.

@@ -1,25 +1,43 @@
-"""Use of a VAE from diffusers: encoding, decoding, and the statistics that normalize its latents.
+"""Use of an autoencoder: encoding, decoding, and the statistics that normalize its latents.
 
-Shapes: B batch, C latent channels, H W latent size; images are [B, 3, 8H, 8W] if the VAE downsamples by 8.
+An autoencoder is an AutoencoderKL, whose encoder returns mean and log-variance of a Gaussian posterior; an
+AutoencoderDC (DC-AE, Chen et al. 2024), whose encoder returns the latents alone; or PixelSpace, which changes nothing.
+
+Shapes: B batch, C latent channels, H W latent size; images are [B, 3, 8H, 8W] if the autoencoder downsamples by 8.
 """
 
 import copy
+from typing import TypeVar
 
 import torch
+from diffusers.models.autoencoders.autoencoder_dc import AutoencoderDC, EfficientViTBlock, ResBlock
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.models.resnet import ResnetBlock2D
 from torch import Tensor, nn
 
 from diffusion.errors import UserError
+from diffusion.models.pixel_space import PixelSpace
+
+Vae = AutoencoderKL | AutoencoderDC | PixelSpace
+"""Autoencoders that LatentDiffusion can use."""
+AnyVae = TypeVar('AnyVae', AutoencoderKL, AutoencoderDC)
+
+ENCODER_BLOCKS = (ResnetBlock2D, ResBlock, EfficientViTBlock)
+"""Classes of the blocks of encoders."""
 
 
-def latent_channels(vae: AutoencoderKL) -> int:
+def latent_channels(vae: Vae) -> int:
     """Return C, the number of channels of a VAE's latents."""
     return vae.config['latent_channels']
 
 
-def latent_statistics(vae: AutoencoderKL) -> tuple[Tensor, Tensor]:
+def has_variance(vae: Vae) -> bool:
+    """Return True if the encoder returns a log-variance, so that latents can be sampled; False if it has one result."""
+    return isinstance(vae, AutoencoderKL)
+
+
+def latent_statistics(vae: Vae) -> tuple[Tensor, Tensor]:
     """Return mean and standard deviation of the VAE's latents, float32 [C] each; models use (latents - mean) / std."""
     # diffusers' configurations have two forms: a scaling_factor with an optional shift_factor, or means and standard
     # deviations per channel with an additional scaling_factor.
@@ -34,12 +52,32 @@ def latent_statistics(vae: AutoencoderKL) -> tuple[Tensor, Tensor]:
     return torch.tensor(mean, device='cpu'), torch.tensor(std, device='cpu') / config['scaling_factor']
 
 
+def moments_of(vae: Vae, pixels: Tensor) -> Tensor:
+    """Return the encoder's output for images [B, 3, 8H, 8W] in [-1, 1].
+
+    It is the mean and log-variance of the posterior, [B, 2C, H, W], or without a variance the latents, [B, C, H, W].
+
+    Raises:
+        UserError: The images' sides are not multiples of the VAE's downsampling.
+    """
+    if isinstance(vae, AutoencoderKL):
+        return posterior_of(vae, pixels).parameters
+    _check_sides(vae, pixels)
+    return vae.encode(pixels, return_dict=False)[0]  # type: ignore[return-value]
+
+
 def posterior_of(vae: AutoencoderKL, pixels: Tensor) -> DiagonalGaussianDistribution:
     """Return the VAE's posterior over latents for images [B, 3, 8H, 8W] in [-1, 1].
 
     Raises:
         UserError: The images' sides are not multiples of the VAE's downsampling.
     """
+    _check_sides(vae, pixels)
+    return vae.encode(pixels, return_dict=False)[0]  # type: ignore[return-value]
+
+
+def _check_sides(vae: Vae, pixels: Tensor) -> None:
+    """Raise UserError unless the sides of images are multiples of the VAE's downsampling."""
     # The VAE would silently drop an incomplete cell at the right and lower edges. Recipes are checked for multiples of
     # 8 px, but a VAE may downsample by more.
     cell, (height, width) = downsampling(vae), pixels.shape[2:]
@@ -47,42 +85,75 @@ def posterior_of(vae: AutoencoderKL, pixels: Tensor) -> DiagonalGaussianDistribu
         raise UserError(
             f'streams: images of {width}x{height} px, but the VAE downsamples by {cell}; use multiples of {cell} px'
         )
-    return vae.encode(pixels, return_dict=False)[0]  # type: ignore[return-value]
 
 
-def encoder_blocks(vae: AutoencoderKL) -> list[nn.Module]:
+def encoder_blocks(vae: Vae) -> list[nn.Module]:
     """Return the blocks of a VAE's encoder, which torch.compile compiles one by one."""
-    assert isinstance(vae.encoder, nn.Module)
-    return [block for block in vae.encoder.modules() if isinstance(block, ResnetBlock2D)]
+    encoder = getattr(vae, 'encoder', None)
+    return [] if encoder is None else [block for block in encoder.modules() if isinstance(block, ENCODER_BLOCKS)]
 
 
-def decode_latents(vae: AutoencoderKL, latents: Tensor) -> Tensor:
+def decode_latents(vae: Vae, latents: Tensor) -> Tensor:
     """Return images [B, 3, 8H, 8W], roughly in [-1, 1], for unnormalized latents [B, C, H, W]."""
     return vae.decode(latents, return_dict=False)[0]  # type: ignore[arg-type]
 
 
-def downsampling(vae: AutoencoderKL) -> int:
+def downsampling(vae: Vae) -> int:
     """Return the VAE's downsampling factor, pixels per latent cell along one side: 8 for Stable Diffusion."""
-    return 2 ** (len(vae.config['block_out_channels']) - 1)
+    if isinstance(vae, AutoencoderKL):
+        return 2 ** (len(vae.config['block_out_channels']) - 1)
+    return vae.spatial_compression_ratio
+
+
+def autoencoder_kl_of(vae: Vae, pipeline: str) -> AutoencoderKL:
+    """Return a VAE that a pipeline of diffusers can use only if it is an AutoencoderKL.
+
+    Args:
+        vae: The model's VAE.
+        pipeline: Class of the pipeline, for the message.
+
+    Raises:
+        UserError: It is another autoencoder.
+    """
+    if not isinstance(vae, AutoencoderKL):
+        raise UserError(
+            f'export: a {pipeline} decodes with an AutoencoderKL, but this model has an {type(vae).__name__}; '
+            'draw with task=generate, or train a model of another family, such as prx, on these latents'
+        )
+    return vae
 
 
 @torch.no_grad()
-def with_folded_statistics(vae: AutoencoderKL) -> AutoencoderKL:
+def with_folded_statistics(vae: Vae, *, pipeline_shifts: bool = False) -> AutoencoderKL | AutoencoderDC:
     """Return a copy of a VAE with its per-channel latent means and standard deviations folded into its weights.
 
-    diffusers' Stable Diffusion pipeline applies `scaling_factor` only. The 1x1 convolutions next to the latents can
-    apply the rest: with normalized latents z = (m - mean) / std, `quant_conv` outputs the moments of z, and
-    `post_quant_conv` maps z back to m. A VAE without latent statistics is copied unchanged.
+    diffusers' pipelines apply `scaling_factor` and some of them `shift_factor`, one number each. The 1x1 convolutions
+    next to the latents can apply the rest: with normalized latents z = (m - mean) / std, `quant_conv` outputs the
+    moments of z, and `post_quant_conv` maps z back to m. A VAE that needs none of this is copied unchanged.
+
+    Args:
+        vae: The VAE.
+        pipeline_shifts: True if the pipeline applies `shift_factor`.
+
+    Raises:
+        UserError: The VAE has statistics that the pipeline does not apply and no convolutions to fold them into.
     """
-    config = vae.config
-    vae = copy.deepcopy(vae).float()
-    if not config.get('latents_mean') and not config.get('latents_std') and not config.get('shift_factor'):
-        return vae
-    if vae.quant_conv is None or vae.post_quant_conv is None:
+    if isinstance(vae, PixelSpace):
         raise UserError(
-            'export: this VAE has latent statistics per channel but no quant_conv and post_quant_conv to fold them '
-            'into; the diffusers pipeline cannot represent it'
+            'export: this model is trained on pixels, but the pipeline needs an autoencoder; train on latents'
         )
+    config = vae.config
+    per_channel = bool(config.get('latents_mean') or config.get('latents_std'))
+    if not per_channel and (pipeline_shifts or not config.get('shift_factor')):
+        return _float_copy(vae)
+    if not isinstance(vae, AutoencoderKL) or vae.quant_conv is None or vae.post_quant_conv is None:
+        kind = 'latent statistics per channel' if per_channel else 'a shift_factor'
+        raise UserError(
+            f'export: this {type(vae).__name__} has {kind} but no quant_conv and post_quant_conv to fold them into, '
+            'so that the diffusers pipeline cannot represent it. Draw with task=generate; or train with one '
+            "scaling_factor in their place in the VAE's config.json"
+        )
+    vae = _float_copy(vae)
     mean, std = latent_statistics(vae)
     into, back = vae.quant_conv, vae.post_quant_conv
     assert into.bias is not None and back.bias is not None
@@ -97,3 +168,8 @@ def with_folded_statistics(vae: AutoencoderKL) -> AutoencoderKL:
     into.weight[:channels] /= std[:, None, None, None]
     vae.register_to_config(latents_mean=None, latents_std=None, shift_factor=None, scaling_factor=1.0)
     return vae
+
+
+def _float_copy(vae: AnyVae) -> AnyVae:
+    """Return a copy of a VAE in float32."""
+    return copy.deepcopy(vae).float()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from diffusion.config import registry
+from diffusion.config.autoencoders import PIXELS
 from diffusion.config.image_shapes import Shape
 from diffusion.config.recipe import Component
 from diffusion.config.signatures import of_source
@@ -185,6 +186,8 @@ def _key_of(model: Component, imports: Sequence[str], notes: list[str]) -> Model
         location = settings.get(keyword)
         if location in (None, defaults.get(keyword)):
             configs = None
+        elif location == PIXELS:  # not a folder
+            configs = []
         elif (configs := [_config_of(location, part) for part in parts]) and None in configs:
             # A hub repository would have to be downloaded for its configuration; the planner works offline.
             part = parts[configs.index(None)]

@@ -37,7 +37,7 @@ from diffusion.errors import DataError, UserError
 from diffusion.models import batch_keys
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.text_conditioner import tokenize
-from diffusion.models.vae import downsampling, latent_channels
+from diffusion.models.vae import downsampling, has_variance, latent_channels
 from diffusion.storage.atomic import remove, remove_unfinished, replace_folder
 from diffusion.storage.folders import Folder, LocalFolder, StoreFolder
 from diffusion.storage.mds import INDEX, ShardFormat, index_text
@@ -182,7 +182,7 @@ def _stages(recipe: Recipe, dataset: ImageTextDataset, model: LatentDiffusion) -
         manifest = manifest_of(
             model.vae,
             shape=str(bucket.shape),
-            posterior=settings.posterior,
+            posterior=_posterior(model, settings),
             dtype=settings.dtype,
             crop=settings.crop if settings.crop == 'center' else f'random, {settings.min_crop_scale}, {recipe.seed}',
             text=model.text if settings.latents == 'image+text' else None,
@@ -401,8 +401,13 @@ def _moments_shape(model: LatentDiffusion, shape: Shape, settings: PrecomputeCon
     cell = downsampling(model.vae)
     if shape.width % cell or shape.height % cell:
         raise UserError(f'precompute.streams: {shape} px is not a multiple of {cell} px, the side of a latent cell')
-    channels = latent_channels(model.vae) * (1 if settings.posterior == 'mean' else 2)
+    channels = latent_channels(model.vae) * (1 if _posterior(model, settings) == 'mean' else 2)
     return channels, shape.height // cell, shape.width // cell
+
+
+def _posterior(model: LatentDiffusion, settings: PrecomputeConfig) -> str:
+    """Return the part of the posterior that is stored; an autoencoder without variance has only the mean."""
+    return settings.posterior if has_variance(model.vae) else 'mean'
 
 
 def _samples_per_shard(model: LatentDiffusion, shape: Shape, settings: PrecomputeConfig) -> int:

@@ -5,6 +5,7 @@ import logging
 import warnings
 from typing import Any
 
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.transformers.transformer_prx import PRXBlock, PRXTransformer2DModel
 from torch import Tensor
 
@@ -79,9 +80,11 @@ class PRX(DenoiserFamily):
         # FlowMatchEulerDiscreteScheduler takes velocities only.
         takes_velocity = model.objective.is_flow and model.objective.prediction_type == 'velocity'
         name = 'euler' if takes_velocity else 'dpm++' if model.objective.is_flow else 'ddim'
-        vae = with_folded_statistics(model.vae)
-        # The pipeline adds the shift factor to the latents even if it is None, AutoencoderKL's default.
-        vae.register_to_config(shift_factor=vae.config.get('shift_factor') or 0.0)
+        vae = with_folded_statistics(model.vae, pipeline_shifts=True)
+        # The pipeline adds the shift factor to the latents even if it is None, AutoencoderKL's default. AutoencoderDC
+        # has none, and would warn about it when it is loaded.
+        if isinstance(vae, AutoencoderKL):
+            vae.register_to_config(shift_factor=vae.config.get('shift_factor') or 0.0)
         with warnings.catch_warnings():
             # A base class of diffusers 0.39 that is of no use to a PRXPipeline announces its removal.
             warnings.filterwarnings('ignore', message='`LoraLoaderMixin` is deprecated')

@@ -12,7 +12,7 @@ from diffusion.errors import UserError
 from diffusion.models.denoisers.condition import Condition
 from diffusion.models.denoisers.family import DenoiserFamily, DenoiserSizes
 from diffusion.models.sampler import inference_scheduler
-from diffusion.models.vae import with_folded_statistics
+from diffusion.models.vae import autoencoder_kl_of, with_folded_statistics
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class CrossAttentionUNet(DenoiserFamily):
         # The schedulers that diffusers has for flows alone do not fit into this pipeline.
         scheduler = inference_scheduler('dpm++' if model.objective.is_flow else 'ddim', model.objective)
         return StableDiffusionPipeline(
-            vae=with_folded_statistics(model.vae),
+            vae=with_folded_statistics(autoencoder_kl_of(model.vae, 'StableDiffusionPipeline')),
             text_encoder=model.text.encoders[0],
             tokenizer=model.text.tokenizers[0],
             unet=model.denoiser,

@@ -1,0 +1,130 @@
+"""`diffusion data measure-latents`: mean and standard deviation of an autoencoder's latents, for its configuration.
+
+Shapes: B batch, C latent channels, H W latent size.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from diffusion.config.autoencoders import PIXELS
+from diffusion.config.image_shapes import BUCKETS
+from diffusion.config.recipe import Component, Recipe, StreamConfig
+from diffusion.data.streams import BucketedDataset
+from diffusion.errors import UserError
+from diffusion.models import batch_keys
+from diffusion.models.builders import load_vae
+from diffusion.models.vae import Vae, latent_channels, moments_of
+from diffusion.training.components import build_dataset
+
+
+@dataclass(frozen=True)
+class LatentMeasurement:
+    """Statistics of an autoencoder's unnormalized latents, as training sees them: samples of the posterior."""
+
+    mean: Tensor
+    """Mean per channel, float64 [C]."""
+    std: Tensor
+    """Standard deviation per channel, float64 [C]."""
+    total_std: float
+    """Standard deviation of all values around their common mean."""
+    images: int
+    """Number of images."""
+
+
+def measure(vae: Vae, batches: Iterable[Tensor]) -> LatentMeasurement:
+    """Measure the latents of batches of images, uint8 [B, 3, 8H, 8W]."""
+    channels = latent_channels(vae)
+    # Sums of at most about 10**8 values of the order of 1: float64 leaves ten digits.
+    total, squares, count, images = torch.zeros(channels).double(), torch.zeros(channels).double(), 0, 0
+    device = next((parameter.device for parameter in vae.parameters()), torch.device('cpu'))
+    for batch in batches:
+        with torch.inference_mode():
+            moments = moments_of(vae, (batch.to(device).float() / 127.5 - 1).to(vae.dtype)).double().cpu()
+        mean, log_variance = moments[:, :channels], moments[:, channels:]
+        total += mean.sum(dim=(0, 2, 3))
+        squares += mean.square().sum(dim=(0, 2, 3))
+        if log_variance.shape[1]:
+            # The variance of a sample is the variance of its mean plus the mean of its variance.
+            squares += log_variance.clamp(-30.0, 20.0).exp().sum(dim=(0, 2, 3))
+        count += mean.numel() // channels
+        images += len(batch)
+    mean = total / count
+    overall = squares.mean() / count - mean.mean() ** 2
+    return LatentMeasurement(mean, (squares / count - mean**2).sqrt(), float(overall.sqrt()), images)
+
+
+def measure_latents(
+    source: str, location: str, *, resolution: int, samples: int = 2000, batch_size: int = 16, seed: int = 0
+) -> None:
+    """Measure an autoencoder's latents on images of a dataset, and print the values for its config.json.
+
+    Args:
+        source: The autoencoder, as for `model.vae`.
+        location: Folder or URL of a dataset that `diffusion prepare` has written, of one or several image shapes.
+        resolution: Side in pixels of the images, which are cropped at the center and resized.
+        samples: Number of images, chosen at random; all if the dataset has fewer.
+        batch_size: Number of images that are encoded at a time.
+        seed: Seed of the choice of images.
+
+    Raises:
+        UserError: The autoencoder or the dataset cannot be read.
+    """
+    if source == PIXELS:
+        raise UserError(f'{PIXELS}: pixels are not normalized, so there is nothing to measure; give an autoencoder')
+    device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
+    vae: Vae = nn.Module.to(load_vae(source).requires_grad_(False).eval(), device)  # type: ignore[assignment]
+    dataset = _dataset(location, resolution, batch_size)
+    counts = dataset.samples_per_stream.tolist()
+    chosen = np.sort(np.random.default_rng(seed).choice(sum(counts), min(samples, sum(counts)), replace=False))
+    found = measure(vae, _batches(dataset, chosen, np.cumsum(counts), batch_size))
+    print(_report(found, source, location))
+
+
+def _dataset(location: str, resolution: int, batch_size: int) -> BucketedDataset:
+    """Return the dataset of a folder or URL: images, cropped at the center, without captions."""
+    remote = '://' in location
+    aspects = not remote and Path(location, BUCKETS).is_file()
+    stream = StreamConfig(resolution, aspects=aspects, **{'remote' if remote else 'local': location})
+    # A model without text, so that captions are not read.
+    recipe = Recipe('measure-latents', batch_size, Component('autoencoder'))
+    return build_dataset(
+        recipe, streams={'images': stream}, component=Component('image_text'), batch_size=batch_size, shuffle=False
+    )
+
+
+def _batches(dataset: BucketedDataset, chosen: np.ndarray, ends: np.ndarray, batch_size: int) -> Iterable[Tensor]:
+    """Yield the chosen images of a dataset in batches of one shape, uint8 [B, 3, 8H, 8W].
+
+    `ends` are the numbers of samples up to the end of each stream.
+    """
+    with tqdm(total=len(chosen), desc='latents', unit='image', disable=None) as progress:
+        for start, end in zip([0, *ends[:-1]], ends, strict=True):
+            ids = chosen[(chosen >= start) & (chosen < end)]
+            for first in range(0, len(ids), batch_size):
+                part = ids[first : first + batch_size]
+                yield torch.stack([dataset[int(index)][batch_keys.IMAGE] for index in part])
+                progress.update(len(part))
+
+
+def _report(found: LatentMeasurement, source: str, location: str) -> str:
+    """Return the text that `diffusion data measure-latents` prints."""
+    values = {
+        name: '[' + ', '.join(f'{value:.5f}' for value in each.tolist()) + ']'
+        for name, each in (('latents_mean', found.mean), ('latents_std', found.std))
+    }
+    return '\n'.join(
+        [
+            f'{source}: latents of {found.images} images of {location}, {len(found.mean)} channels',
+            "In the autoencoder's config.json (of a repository: of a local copy, which model.vae then names), set",
+            *(f'  "{name}": {text},' for name, text in values.items()),
+            '  "scaling_factor": 1.0',
+            'or one number for all channels, which every pipeline of diffusers can apply after an export:',
+            f'  "scaling_factor": {1 / found.total_std:.5f}',
+        ]
+    )

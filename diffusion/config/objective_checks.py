@@ -75,6 +75,10 @@ def objective_problems(settings: Mapping[str, Any], defaults: Mapping[str, Any])
         problems['min_snr_gamma'] = f'{gamma} is not positive; use 5, or null to turn it off'
     if settings['snr_shift'] <= 0:
         problems['snr_shift'] = f'{settings["snr_shift"]} is not positive; use 1 to leave the schedule unchanged'
+    if settings['noise_scale'] <= 0:
+        problems['noise_scale'] = f'{settings["noise_scale"]} is not positive; use 1 for standard normal noise'
+    elif settings['noise_scale'] != 1 and path != 'flow':
+        problems['noise_scale'] = 'only path: flow uses it; set that, or remove it'
     if settings['logit_std'] <= 0:
         problems['logit_std'] = f'{settings["logit_std"]} is not positive; 1 is common'
     if not 0 <= settings['uniform_fraction'] <= 1:

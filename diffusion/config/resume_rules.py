@@ -50,7 +50,7 @@ RULES = (
         'the architecture: the names and shapes of the weights follow from it',
         'model.block_out_channels model.layers_per_block model.text_width model.text_layers model.max_length '
         'model.latent_channels model.norm_num_groups model.train_text_encoder model.hidden_size model.num_heads '
-        'model.depth model.patch_size',
+        'model.depth model.patch_size model.bottleneck_size model.resolution_embeds',
     ),
     _rule(
         Effect.FIXED,
@@ -64,7 +64,7 @@ RULES = (
         'model.objective.beta_start model.objective.beta_end model.objective.num_train_timesteps '
         'model.objective.zero_terminal_snr model.objective.min_snr_gamma model.objective.offset_noise '
         'model.objective.snr_shift model.objective.timesteps model.objective.logit_mean model.objective.logit_std '
-        'model.objective.uniform_fraction model.l1_weight model.kl_weight',
+        'model.objective.uniform_fraction model.objective.noise_scale model.l1_weight model.kl_weight',
     ),
     _rule(
         Effect.FIXED,

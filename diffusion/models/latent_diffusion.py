@@ -219,6 +219,7 @@ class LatentDiffusion(ComposerModel):
     def denoise(self, latents: Tensor, noise: Tensor, timesteps: Tensor, condition: Condition) -> Denoised:
         """Add noise to latents [B, C, H, W] at timesteps [B] and return the denoiser's predictions."""
         if self.objective.is_flow:
+            noise = noise * self.objective.noise_scale
             time = timesteps / self.objective.num_train_timesteps
             prediction = self._predict(interpolate(latents, noise, time=time), timesteps, condition)
             weight = flow_loss_weight(self.objective, time=time).to(torch.float32)
@@ -403,9 +404,8 @@ class LatentDiffusion(ComposerModel):
             return flow_velocity(self.objective, prediction, noisy, time=time)
 
         with evaluating(self):
-            latents = sample_latents(
-                denoise, scheduler, latents.float(), num_inference_steps=num_inference_steps, seeds=seeds
-            )
+            start = latents.float() * self.objective.noise_scale
+            latents = sample_latents(denoise, scheduler, start, num_inference_steps=num_inference_steps, seeds=seeds)
             return self.decode(latents)
 
     @torch.no_grad()

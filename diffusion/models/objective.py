@@ -43,6 +43,8 @@ class Objective:
     """Weight the loss by min(SNR, gamma) in terms of x (Hang et al. 2023); 5 is their value."""
     offset_noise: float = 0.0
     """Standard deviation of a constant per channel added to the noise; 0.1 is common."""
+    noise_scale: float = 1.0
+    """Standard deviation of a flow's noise; 2 where x are pixels, as in the published run of PRX on pixels."""
     snr_shift: float = 1.0
     """Divide the SNR by shift**2, where shift is the image side over the base resolution's side (Hoogeboom et al. 2023,
     eq. 5). For a flow that is the shift of timesteps of Esser et al. 2024, eq. 23, who use 3 at 1024 px."""

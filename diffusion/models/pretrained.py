@@ -99,8 +99,8 @@ def load_pretrained(
     return model
 
 
-def read_config(part: type[ModelMixin], source: str, *, subfolder: str, revision: str | None = None) -> dict[str, Any]:
-    """Return the content of config.json of a model of diffusers, from a folder or the Hub; {} if a folder has none.
+def read_config(part: type[nn.Module], source: str, *, subfolder: str, revision: str | None = None) -> dict[str, Any]:
+    """Return the content of config.json of a model, from a folder or the Hub; {} if a folder has none.
 
     Args:
         part: Class of the model, for messages.

@@ -1,10 +1,13 @@
 """Model builders of PRX: the published transformer, and a miniature of it."""
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.transformers.transformer_prx import PRXTransformer2DModel
-from transformers import GemmaTokenizerFast, PreTrainedTokenizerBase
+from transformers import GemmaTokenizerFast, PreTrainedModel, PreTrainedTokenizerBase, Qwen2TokenizerFast
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextModel
 from transformers.models.t5gemma.configuration_t5gemma import T5GemmaConfig
 from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 
@@ -14,7 +17,7 @@ from diffusion.models import prx_config
 from diffusion.models.builders import TINY_VAE, latent_side, load_vae, tiny_text, tiny_tokenizers, tokenizes_with
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.objective import Objective
-from diffusion.models.pretrained import clip_tokenizer, load_pretrained
+from diffusion.models.pretrained import clip_tokenizer, load_pretrained, read_config
 from diffusion.models.text_conditioner import TextConditioner
 from diffusion.models.vae import latent_channels
 
@@ -31,7 +34,8 @@ def prx_tokenizers(
     """Return PRX's tokenizer in a list; if `pretrained` is None, CLIP's, built from open_clip's vocabulary."""
     if pretrained is None:
         return [clip_tokenizer(max_length=max_length)]
-    tokenizer = load_pretrained(GemmaTokenizerFast, pretrained, subfolder='tokenizer', revision=revision)
+    _, tokenizer_class, _ = _text_classes(pretrained, revision)
+    tokenizer = load_pretrained(tokenizer_class, pretrained, subfolder='tokenizer', revision=revision)
     tokenizer.model_max_length = max_length
     return [tokenizer]
 
@@ -44,6 +48,9 @@ def prx(
     pretrained: str | None = prx_config.PRETRAINED,
     revision: str | None = None,
     vae: str | None = None,
+    patch_size: Annotated[int, AtLeast(1)] = 2,
+    bottleneck_size: int | None = None,
+    resolution_embeds: bool = False,
     hidden_size: Annotated[int, MultipleOf(4)] = 1792,
     num_heads: Annotated[int, AtLeast(1)] = 28,
     depth: Annotated[int, AtLeast(1)] = 16,
@@ -55,15 +62,21 @@ def prx(
     posterior: Literal['sample', 'mean'] = 'sample',
     seed: int = 17,
 ) -> LatentDiffusion:
-    """Build PRX: a transformer from scratch (1,170,691,648 parameters) with pretrained VAE and T5-Gemma text encoder.
+    """Build PRX: a transformer from scratch (1,170,691,648 parameters) with pretrained VAE and text encoder.
+
+    On pixels (`vae: pixels`, `patch_size: 32`, `bottleneck_size: 256`) it has 1,177,215,744 parameters.
 
     Args:
         resolution: Side of the images in pixels, a multiple of 16; sets only the default size of generated images.
-        pretrained: Source of VAE, text encoder and tokenizer: a repository on the Hub or a local folder in diffusers'
-            layout. None builds them with random weights, for tests and for counting parameters and FLOPs.
+        pretrained: Source of VAE, text encoder (T5-Gemma's, or the language part of Qwen3-VL) and tokenizer: a
+            repository on the Hub or a local folder in diffusers' layout. None builds them with random weights, for
+            tests and for counting parameters and FLOPs.
         revision: Commit of the repository `pretrained`.
         vae: Source of the VAE if it is not `pretrained`: a folder of an AutoencoderKL or AutoencoderDC, a repository
             with a `vae` subfolder, or `pixels` to train on pixels.
+        patch_size: Side of a token in latent cells; 32 for pixels.
+        bottleneck_size: Width of a layer before the first, for the large patches of pixels; null has none.
+        resolution_embeds: Condition the transformer on height and width of the latents, as PRX 7B does.
         hidden_size: Width of the transformer, a multiple of 4 times `num_heads`.
         num_heads: Number of attention heads; 64 channels per head is usual.
         depth: Number of blocks.
@@ -83,9 +96,18 @@ def prx(
         prx_tokenizers(pretrained=pretrained, revision=revision, max_length=max_length),
         mask_padding=True,
     )
-    sizes = {'hidden_size': hidden_size, 'num_heads': num_heads, 'depth': depth}
+    denoiser = transformer(
+        latent_channels(autoencoder),
+        text.width,
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        depth=depth,
+        patch_size=patch_size,
+        bottleneck_size=bottleneck_size,
+        resolution_embeds=resolution_embeds,
+    )
     return LatentDiffusion(
-        transformer(latent_channels(autoencoder), text.width, **sizes),
+        denoiser,
         autoencoder,
         text,
         objective=objective or FLOW,
@@ -110,6 +132,7 @@ def tiny_prx(
     num_heads: Annotated[int, AtLeast(1)] = 6,
     depth: Annotated[int, AtLeast(1)] = 6,
     patch_size: Annotated[int, AtLeast(1)] = 1,
+    bottleneck_size: int | None = None,
     text_width: Annotated[int, MultipleOf(32)] = 128,
     text_layers: Annotated[int, AtLeast(0)] = 2,
     max_length: Annotated[int, AtLeast(3)] = 16,
@@ -131,6 +154,7 @@ def tiny_prx(
         num_heads: Number of attention heads.
         depth: Number of blocks.
         patch_size: Side of a token in latent cells.
+        bottleneck_size: Width of a layer before the first, for the large patches of pixels; null has none.
         text_width: D, width of the text encoder, a multiple of 32.
         text_layers: Number of layers of the text encoder.
         max_length: L, number of tokens to which captions are padded and truncated, start and end included.
@@ -139,9 +163,17 @@ def tiny_prx(
     """
     autoencoder = load_vae(vae or str(TINY_VAE))
     text = tiny_text(width=text_width, layers=text_layers, max_length=max_length, mask_padding=True)
-    sizes = {'hidden_size': hidden_size, 'num_heads': num_heads, 'depth': depth, 'patch_size': patch_size}
+    denoiser = transformer(
+        latent_channels(autoencoder),
+        text.width,
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        depth=depth,
+        patch_size=patch_size,
+        bottleneck_size=bottleneck_size,
+    )
     return LatentDiffusion(
-        transformer(latent_channels(autoencoder), text.width, **sizes),
+        denoiser,
         autoencoder,
         text,
         objective=objective or FLOW,
@@ -174,15 +206,34 @@ def transformer(channels: int, text_width: int, *, hidden_size: int, num_heads: 
     return PRXTransformer2DModel(**settings)
 
 
-def _text_encoder(pretrained: str | None, revision: str | None) -> T5GemmaEncoder:
-    """Return T5-Gemma's encoder, pretrained, or that of T5-Gemma 2B with random weights if `pretrained` is None."""
+def _text_encoder(pretrained: str | None, revision: str | None) -> PreTrainedModel:
+    """Return a pretrained text encoder, or T5-Gemma 2B's encoder with random weights if `pretrained` is None."""
     if pretrained is None:
         return T5GemmaEncoder(T5GemmaConfig().encoder)
-    return load_pretrained(
-        T5GemmaEncoder,
-        pretrained,
-        subfolder='text_encoder',
-        revision=revision,
-        # Published with the configuration of encoder and decoder, of which T5GemmaEncoder would read neither.
-        read_config=lambda content: T5GemmaConfig(encoder=content.get('encoder', content)).encoder,
-    )
+    encoder_class, _, settings = _text_classes(pretrained, revision)
+    place = {'subfolder': 'text_encoder', 'revision': revision}
+    return load_pretrained(encoder_class, pretrained, **place, read_config=settings)
+
+
+def _text_classes(source: str, revision: str | None) -> tuple[type[Any], type[Any], Callable[[dict[str, Any]], Any]]:
+    """Return the classes of a folder's text encoder and tokenizer, and the function that reads its configuration.
+
+    Raises:
+        UserError: The text encoder is neither T5-Gemma's nor Qwen3-VL's.
+    """
+    kind = read_config(T5GemmaEncoder, source, subfolder='text_encoder', revision=revision).get('model_type', '')
+    if kind in ('t5gemma', 't5_gemma_module'):
+        return T5GemmaEncoder, GemmaTokenizerFast, _t5gemma_config
+    if kind in ('qwen3_vl', 'qwen3_vl_text'):
+        return Qwen3VLTextModel, Qwen2TokenizerFast, _qwen_config
+    raise UserError(f'{source}/text_encoder: {kind or "no model"} is not supported; use T5-Gemma or Qwen3-VL')
+
+
+def _t5gemma_config(content: dict[str, Any]) -> Any:
+    """Return the configuration of a T5GemmaEncoder; files are published with that of encoder and decoder."""
+    return T5GemmaConfig(encoder=content.get('encoder', content)).encoder
+
+
+def _qwen_config(content: dict[str, Any]) -> Qwen3VLTextConfig:
+    """Return the configuration of Qwen3-VL's language part; files may have that of the vision part too."""
+    return Qwen3VLTextConfig(**content.get('text_config', content))

@@ -69,10 +69,13 @@ def batch_of(model: LatentDiffusion) -> dict[str, torch.Tensor]:
 def test_published_number_of_parameters():
     with torch.device('meta'):
         model = prx(pretrained=None)
+        pixels = prx(512, pretrained=None, vae='pixels', patch_size=32, bottleneck_size=256)
         published = PRXTransformer2DModel()
     assert sum(parameter.numel() for parameter in model.denoiser.parameters()) == 1_170_691_648
     assert model.denoiser.state_dict().keys() == published.state_dict().keys()
     assert len(blocks_of(model.denoiser)) == 16
+    assert sum(parameter.numel() for parameter in pixels.denoiser.parameters()) == 1_177_215_744
+    assert (pixels.latent_size, pixels.denoiser_sizes.patch) == (512, 32)
     assert (model.latent_size, model.text.length, model.text.width) == (32, 256, 2304)
 
 

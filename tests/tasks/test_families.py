@@ -31,16 +31,20 @@ PRX: dict[str, Any] = {
 MODELS = {
     'prx': PRX,
     'prx_sample': PRX | {'objective': {'path': 'flow', 'prediction_type': 'sample'}, 'train_text_encoder': False},
+    'prx_pixels': PRX
+    | {'vae': 'pixels', 'patch_size': 8, 'bottleneck_size': 16}
+    | {'objective': {'path': 'flow', 'prediction_type': 'sample', 'noise_scale': 2.0, 'snr_shift': 3.0}},
 }
 PIPELINES = {
     'prx': ('pipelines.prx.pipeline_prx', 'PRXPipeline'),
     'prx_sample': ('pipelines.prx.pipeline_prx', 'PRXPipeline'),
+    'prx_pixels': ('pipelines.prx.pipeline_prx_pixel', 'PRXPixelPipeline'),
 }
 """Module and class of the stock pipeline."""
 CALLS: dict[str, dict[str, Any]] = {
     'prx': {'use_resolution_binning': False, 'skip_text_cleaning': True, 'height': 32, 'width': 32},
 }
-CALLS['prx_sample'] = CALLS['prx']
+CALLS |= {'prx_sample': CALLS['prx'], 'prx_pixels': {'use_resolution_binning': False, 'height': 32, 'width': 32}}
 SCHEDULERS = {'prx_sample': 'dpm++'}
 """Our scheduler for the images of the pipeline, if it is not Euler's method."""
 STOCK = """
@@ -80,7 +84,7 @@ class Runs:
 def runs(request, tmp_path_factory, tiny_recipe, ranks, small_vae):
     root = tmp_path_factory.mktemp(request.param)
     content = tiny_recipe(root / 'runs', algorithms={'ema': {'ema_start': '2ba', 'smoothing': 0.9}})
-    content['model'] = MODELS[request.param] | {'resolution': 32, 'vae': str(small_vae)}
+    content['model'] = {'resolution': 32, 'vae': str(small_vae)} | MODELS[request.param]
     content['trainer'] |= {'max_duration': f'{BATCHES}ba', 'save_interval': '4ba'}
     found = Runs(root, content, ranks)
     found.family = request.param  # type: ignore[attr-defined]
@@ -118,8 +122,8 @@ def test_stock_pipeline_draws_the_same_images(runs, tmp_path):
     export(runs.whole(), tmp_path / 'exported', weights='ema')
     model, _ = trained_model(recipe, 'ema')
     assert isinstance(model, LatentDiffusion)
-    latents = torch.randn(1, 4, 4, 4)
-    torch.save(latents, tmp_path / 'latents.pt')
+    latents = torch.randn(1, *model._latent_shape(None))
+    torch.save(latents * model.objective.noise_scale, tmp_path / 'latents.pt')
     sampling = {'num_inference_steps': 5, 'guidance_scale': 3.0}
     module, name = PIPELINES[runs.family]
     call = json.dumps({'prompt': PROMPT, **sampling, **CALLS[runs.family]})
@@ -128,4 +132,7 @@ def test_stock_pipeline_draws_the_same_images(runs, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     scheduler = SCHEDULERS.get(runs.family, 'euler')
     ours = model.generate([PROMPT], latents=latents, noise_scheduler=scheduler, **sampling)
-    torch.testing.assert_close(torch.load(tmp_path / 'out.pt'), ours, rtol=1e-3, atol=1e-3)
+    theirs = torch.load(tmp_path / 'out.pt')
+    if runs.family == 'prx_pixels':  # this pipeline returns pixels in [-1, 1]
+        theirs = (theirs / 2 + 0.5).clamp(0, 1)
+    torch.testing.assert_close(theirs, ours, rtol=1e-3, atol=1e-3)

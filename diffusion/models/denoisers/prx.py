@@ -3,6 +3,7 @@
 import copy
 import logging
 import warnings
+from dataclasses import replace
 from typing import Any
 
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
@@ -12,6 +13,7 @@ from torch import Tensor
 from diffusion.errors import UserError
 from diffusion.models.denoisers.condition import Condition
 from diffusion.models.denoisers.family import DenoiserFamily, DenoiserSizes
+from diffusion.models.pixel_space import PixelSpace
 from diffusion.models.sampler import inference_scheduler
 from diffusion.models.vae import downsampling, with_folded_statistics
 
@@ -37,7 +39,7 @@ def _loadable_in_pipeline(encoder: Any) -> Any:
 
 
 class PRX(DenoiserFamily):
-    """Adapter of PRXTransformer2DModel, exported as a PRXPipeline."""
+    """Adapter of PRXTransformer2DModel, exported as a PRXPipeline or, if trained on pixels, as a PRXPixelPipeline."""
 
     denoiser_class = PRXTransformer2DModel
     block_classes = (PRXBlock,)
@@ -61,9 +63,6 @@ class PRX(DenoiserFamily):
         }
 
     def pipeline(self, model: Any) -> Any:
-        # Imported here: training does not need pipelines, whose import takes seconds.
-        from diffusers.pipelines.prx.pipeline_prx import PRXPipeline
-
         if len(model.text.encoders) != 1:
             raise UserError(f'export: {len(model.text.encoders)} text encoders; a PRXPipeline has one')
         if not model.mask_padding:
@@ -73,26 +72,61 @@ class PRX(DenoiserFamily):
             )
         if model.caption_dropout_mode == 'zeros':
             log.warning('export: trained with zeros for dropped captions; a PRXPipeline uses the empty caption instead')
-        log.info(
-            'export: call the pipeline with skip_text_cleaning=True, or it changes prompts (lower case, no '
-            'punctuation), and with use_resolution_binning=False unless the side is 256, 512 or 1024 px'
-        )
-        # FlowMatchEulerDiscreteScheduler takes velocities only.
-        takes_velocity = model.objective.is_flow and model.objective.prediction_type == 'velocity'
-        name = 'euler' if takes_velocity else 'dpm++' if model.objective.is_flow else 'ddim'
-        vae = with_folded_statistics(model.vae, pipeline_shifts=True)
-        # The pipeline adds the shift factor to the latents even if it is None, AutoencoderKL's default. AutoencoderDC
-        # has none, and would warn about it when it is loaded.
-        if isinstance(vae, AutoencoderKL):
-            vae.register_to_config(shift_factor=vae.config.get('shift_factor') or 0.0)
         with warnings.catch_warnings():
             # A base class of diffusers 0.39 that is of no use to a PRXPipeline announces its removal.
             warnings.filterwarnings('ignore', message='`LoraLoaderMixin` is deprecated')
-            return PRXPipeline(
-                transformer=model.denoiser,
-                scheduler=inference_scheduler(name, model.objective),
-                text_encoder=_loadable_in_pipeline(model.text.encoders[0]),
-                tokenizer=model.text.tokenizers[0],
-                vae=vae,
-                default_sample_size=model.latent_size * downsampling(model.vae),
-            )
+            return _pixel_pipeline(model) if isinstance(model.vae, PixelSpace) else _latent_pipeline(model)
+
+
+def _latent_pipeline(model: Any) -> Any:
+    """Return the PRXPipeline of a model that was trained on latents."""
+    # Imported here: training does not need pipelines, whose import takes seconds.
+    from diffusers.pipelines.prx.pipeline_prx import PRXPipeline
+
+    if model.objective.noise_scale != 1:
+        raise UserError(
+            f'export: trained with noise_scale {model.objective.noise_scale}, but a PRXPipeline starts from standard '
+            'normal noise; draw with task=generate'
+        )
+    log.info(
+        'export: call the pipeline with skip_text_cleaning=True, or it changes prompts (lower case, no punctuation), '
+        'and with use_resolution_binning=False unless the side is 256, 512 or 1024 px'
+    )
+    # FlowMatchEulerDiscreteScheduler takes velocities only.
+    takes_velocity = model.objective.is_flow and model.objective.prediction_type == 'velocity'
+    name = 'euler' if takes_velocity else 'dpm++' if model.objective.is_flow else 'ddim'
+    vae = with_folded_statistics(model.vae, pipeline_shifts=True)
+    # The pipeline adds the shift factor to the latents even if it is None, AutoencoderKL's default. AutoencoderDC has
+    # none, and would warn about it when it is loaded.
+    if isinstance(vae, AutoencoderKL):
+        vae.register_to_config(shift_factor=vae.config.get('shift_factor') or 0.0)
+    return PRXPipeline(
+        transformer=model.denoiser,
+        scheduler=inference_scheduler(name, model.objective),
+        text_encoder=_loadable_in_pipeline(model.text.encoders[0]),
+        tokenizer=model.text.tokenizers[0],
+        vae=vae,
+        default_sample_size=model.latent_size * downsampling(model.vae),
+    )
+
+
+def _pixel_pipeline(model: Any) -> Any:
+    """Return the PRXPixelPipeline of a model that was trained on pixels."""
+    from diffusers.pipelines.prx.pipeline_prx_pixel import PRXPixelPipeline
+
+    if not model.objective.is_flow or model.objective.prediction_type != 'sample':
+        raise UserError(
+            f'export: a PRXPixelPipeline samples a flow by x-prediction, but this model has path '
+            f'{model.objective.path} and prediction_type {model.objective.prediction_type}; draw with task=generate'
+        )
+    log.info('export: call the pipeline with use_resolution_binning=False unless the side is 1024 px')
+    velocity = replace(model.objective, prediction_type='velocity')  # the pipeline converts predictions itself
+    return PRXPixelPipeline(
+        transformer=model.denoiser,
+        scheduler=inference_scheduler('euler', velocity),
+        text_encoder=_loadable_in_pipeline(model.text.encoders[0]),
+        tokenizer=model.text.tokenizers[0],
+        default_sample_size=model.latent_size,
+        prompt_max_tokens=model.text.length,
+        noise_scale=model.objective.noise_scale,
+    )

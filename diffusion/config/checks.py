@@ -16,6 +16,7 @@ from diffusion.config.recipe import Component, LoaderConfig, ParallelismConfig, 
 from diffusion.config.sampling_checks import check_sampling
 from diffusion.config.schema import MISSING, Gatherer, Problem, did_you_mean, join
 from diffusion.config.signatures import words
+from diffusion.config.weight_sources import check_initial_weights
 from diffusion.errors import UserError
 
 SINGLE_COMPONENT_SECTIONS = ('model', 'dataset', 'eval_dataset', 'optimizer', 'scheduler')
@@ -144,6 +145,7 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
     _check_loss_guard(recipe, gather)
     _check_notify(recipe, gather)
     own = [(where, each.kwargs) for where, kind, each in _components(recipe) if registry.is_own(kind, each.name)]
+    gather.problems += check_initial_weights(recipe)
     gather.problems += check_objective(recipe)
     gather.problems += check_sampling(recipe, dict(own))
     for where, value in _durations(recipe):

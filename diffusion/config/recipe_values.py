@@ -48,7 +48,9 @@ def _section(name: str, hint: Any, given: Any, raw: Mapping[str, Any], unknown: 
     if name == 'init_from' and isinstance(given, str):
         given = {'from': given}
     if name == 'init_from' and isinstance(given, Mapping):
-        return _plain(given) | {'weights': given.get('weights', InitFrom.weights)}
+        # With the defaults, so that a recipe of an earlier version, which lacks a key, is the same.
+        fields = {each.metadata.get('key', each.name): each for each in dataclasses.fields(InitFrom)}
+        return {key: _default(each) for key, each in fields.items()} | _plain(given)
     if name in SINGLE_COMPONENT_SECTIONS:
         offered = {'seed': raw.get('seed', Recipe.seed)} if name == 'model' else {}
         return _component(name, name.removeprefix('eval_'), None, given, offered, unknown)

@@ -100,6 +100,13 @@ def fetch(part: type, repository: str, *, subfolder: str, revision: str | None, 
         raise UserError(f'{failed}: the cache cannot be written ({error}); set HF_HOME to another folder') from error
 
 
+def cached_file(repository: str, name: str, revision: str) -> Path:
+    """Return the path of a repository's file in the cache, which `fetch` has made sure to be there."""
+    found = try_to_load_from_cache(repository, name, revision=revision, cache_dir=constants.HF_HUB_CACHE)
+    assert isinstance(found, str), f'{repository}/{name} at {revision} is not in the cache'
+    return Path(found)
+
+
 def _download(part: type, repository: str, subfolder: str, revision: str | None, weights: bool) -> str:
     """Download the missing files of a model or tokenizer to the cache; return their commit."""
     api = HfApi(endpoint=constants.ENDPOINT)

@@ -574,3 +574,61 @@ def test_mistakes_print_a_message_without_traceback(write):
 
 def test_recipe_defaults_are_complete():
     assert Recipe(name='a', global_batch=1, model=Component('tiny')).run_dir == Path('runs/a')
+
+
+COMMIT = '0123456789abcdef' * 2 + '01234567'
+
+
+@pytest.mark.parametrize(
+    ('start', 'where', 'message'),
+    [
+        (
+            {'from': 'hf://org/name'},
+            'init_from.revision',
+            r'is missing: the files of hf://org/name may change; set rev',
+        ),
+        ('hf://org/name', 'init_from.revision', r'.*a commit from https://huggingface.co/org/name/commits/main'),
+        ({'from': 'hf://org/name', 'revision': 'main'}, 'init_from.revision', r"'main' is not a commit; .* 40 hex"),
+        (
+            {'from': 'hf://name', 'revision': COMMIT},
+            'init_from.from',
+            r"'hf://name' is not .* repository; write hf://org/",
+        ),
+        ({'from': '/data/sd2', 'revision': COMMIT}, 'init_from.from', r'.*remove revision if it is a local path'),
+        (
+            {'from': 'org/name', 'revision': COMMIT, 'weights': 'ema'},
+            'init_from.weights',
+            r'ema, but .*one set of weights',
+        ),
+        ('sd-v1-4.ckpt', 'init_from', r'sd-v1-4\.ckpt is a \.ckpt file, which is pickled .*convert it to safetensors'),
+        ({'from': 'a/pytorch_model.bin'}, 'init_from.from', r'.* is a \.bin file, which is pickled'),
+        ({'from': 'hf://org/name', 'revison': COMMIT}, 'init_from.revison', r".*did you mean 'revision'"),
+        ({'from': 'org/name', 'revision': COMMIT, 'resize': 'yes'}, 'init_from.resize', r"'yes' is not true or false"),
+        ({'from': 'org/name', 'revision': COMMIT, 'resize': True}, None, ''),
+        ({'from': '???', 'revision': '???'}, None, ''),
+        ('runs/phase1', None, ''),
+    ],
+)
+def test_sources_of_initial_weights_are_checked_without_torch(write, start, where, message):
+    path = write({'init_from': start})
+    if where is None:
+        load(path, allow_missing=True)
+        return
+    with pytest.raises(RecipeError) as caught:
+        load(path)
+    problems = {problem.where: problem.what for problem in caught.value.problems}
+    assert re.match(message, problems[where]), problems
+
+
+def test_local_path_and_repository_of_one_name_are_ambiguous(write, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'org' / 'name').mkdir(parents=True)
+
+    def problems(start):
+        return {each.where: each.what for each in check_paths(load(write({'init_from': start})))}
+
+    ambiguous = problems({'from': 'org/name', 'revision': COMMIT})
+    assert 'org/name is a local path, but revision is for a repository' in ambiguous['init_from.from']
+    assert 'write hf://org/name' in ambiguous['init_from.from']
+    assert not problems({'from': 'hf://org/name', 'revision': COMMIT}).keys() & {'init_from', 'init_from.from'}
+    assert 'for the repository org/other on the Hub, set revision' in problems('org/other')['init_from']

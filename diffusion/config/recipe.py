@@ -268,6 +268,18 @@ class InitFrom:
 
 
 @dataclass
+class LoraConfig:
+    """The `lora` section: low-rank updates of layers that are trained instead of the weights (Hu et al. 2021)."""
+
+    rank: int = 16
+    """The rank of the updates: the number of rows of A and of columns of B, at least 1."""
+    alpha: float = 16.0
+    """The scale of the updates, which are multiplied by alpha / rank."""
+    targets: list[str] = field(default_factory=lambda: ['to_q', 'to_k', 'to_v', 'to_out.0'])
+    """The linear and convolutional layers to update, by the ends of their names."""
+
+
+@dataclass
 class Recipe:
     """A complete recipe: all settings of a run."""
 
@@ -293,6 +305,9 @@ class Recipe:
     """The weights that this run starts from: a checkpoint, the folder of another run, a folder of diffusers or a
     `.safetensors` file; or a mapping with the keys `from`, `weights`, `revision` and `resize`, for averaged weights or
     a repository on the Hub. Null starts from the model's initial weights."""
+    lora: LoraConfig | None = None
+    """The LoRA to train instead of the denoiser's weights, which stay those of `init_from`; `{}` takes the defaults.
+    Null trains all weights."""
     checkpoint: str | None = None
     """The checkpoint, or run folder, that `task: evaluate` and `task: generate` use; null is this run's latest."""
     dataset: Component = field(default_factory=lambda: Component('image_text'))

@@ -37,7 +37,9 @@ def resized(weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> tuple[d
 
 
 def fitting_hint(weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str:
-    """Return the widths of the text embeddings of a source and a model if they differ, otherwise an empty text."""
+    """Return why a source may not fit a model: a LoRA, or another width of the text embeddings; else an empty text."""
+    if any('.lora_A.' in name for name in weights):
+        return '; it is the checkpoint of a LoRA: start from the folder that diffusion export --merge writes'
     theirs, ours = _text_width(weights), _text_width(own)
     if theirs == ours or theirs is None or ours is None:
         return ''

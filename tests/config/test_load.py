@@ -23,6 +23,7 @@ from diffusion.config.load import (
     load,
     to_yaml,
 )
+from diffusion.config.recipe import LoraConfig
 from diffusion.config.yaml_files import dump
 
 ROOT = Path(__file__).parents[2]
@@ -632,3 +633,32 @@ def test_local_path_and_repository_of_one_name_are_ambiguous(write, tmp_path, mo
     assert 'write hf://org/name' in ambiguous['init_from.from']
     assert not problems({'from': 'hf://org/name', 'revision': COMMIT}).keys() & {'init_from', 'init_from.from'}
     assert 'for the repository org/other on the Hub, set revision' in problems('org/other')['init_from']
+
+
+@pytest.mark.parametrize(
+    ('change', 'where', 'message'),
+    [
+        ({'lora': {'rank': 0}}, 'lora.rank', '0 is less than 1; 4 to 64 are common'),
+        ({'lora': {'alpha': -1}}, 'lora.alpha', r'-1(\.0)? is not positive; use the rank, for a factor of 1'),
+        ({'lora': {'targets': []}}, 'lora.targets', 'is empty, so nothing would be trained'),
+        ({'lora': {'targets': ['']}}, 'lora.targets', 'has an empty name'),
+        ({'lora': {'targets': 'to_q'}}, 'lora.targets', "'to_q' is not a list"),
+        ({'lora': {'ranks': 4}}, 'lora.ranks', "unknown key; did you mean 'rank'"),
+        ({'lora': {}, 'init_from': None}, 'lora', 'trains updates of published weights; set init_from'),
+        ({'lora': {}, 'model': {'name': 'tiny'}}, 'model.train_text_encoder', '.*text encoder is frozen; set false'),
+        ({'lora': {}, 'model': {'name': 'autoencoder'}}, 'lora', 'the model autoencoder has no denoiser'),
+        ({'lora': {}}, None, ''),
+    ],
+)
+def test_settings_of_lora_are_checked_without_torch(write, tmp_path, change, where, message):
+    path = write({'init_from': 'runs/phase1', 'model': {'name': 'sd2'}} | change)
+    if where is None:
+        recipe = load(path)
+        assert recipe.lora == LoraConfig(rank=16, alpha=16.0, targets=['to_q', 'to_k', 'to_v', 'to_out.0'])
+        (tmp_path / 'saved.yaml').write_text(to_yaml(recipe))
+        assert load(tmp_path / 'saved.yaml') == recipe
+        return
+    with pytest.raises(RecipeError) as caught:
+        load(path)
+    problems = {problem.where: problem.what for problem in caught.value.problems}
+    assert re.match(message, problems[where]), problems

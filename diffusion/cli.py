@@ -285,13 +285,20 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
         default='float32',
         help='dtype of the exported weights (default: float32)',
     )
+    parser.add_argument(
+        '--merge',
+        action='store_true',
+        help='of a run with a LoRA: add it to the weights and export the whole pipeline (default: the LoRA alone)',
+    )
     parser.set_defaults(run=_export)
 
 
 def _export(args: argparse.Namespace) -> int:
     from diffusion.tasks.argument_checks import check_export
 
-    check_export(args.checkpoint, args.out, weights=args.weights, ema_width=args.ema_width, at=args.at)
+    check_export(
+        args.checkpoint, args.out, weights=args.weights, ema_width=args.ema_width, at=args.at, merge=args.merge
+    )
     from diffusion.tasks.export import run_export
 
     return run_export(args)

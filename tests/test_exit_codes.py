@@ -508,7 +508,7 @@ BUGS = {
         ['diffusion', 'plan', '{recipe}'],
     ),
     'float() in export': (
-        'diffusion.tasks.export:pipeline_of',
+        'diffusion.models.denoisers.unet:CrossAttentionUNet.pipeline',
         "float('wide')",
         ['diffusion', 'export', '{run}', '--out', 'exported'],
     ),

@@ -26,6 +26,7 @@ FOREIGN = {
     'diffusers': 1,
     'transformers': 1,
     'open_clip': 1,
+    'peft': 1,
     'composer': 2,
     'streaming': 2,
 }

@@ -158,13 +158,20 @@ def has_averages(state: Mapping[str, Any]) -> bool:
     return bool(ema.get('averages') or ema.get('sharded_averages'))
 
 
-def check_architecture(own: Mapping[str, torch.Size], stored: Mapping[str, torch.Size], where: str) -> None:
+def check_architecture(
+    own: Mapping[str, torch.Size],
+    stored: Mapping[str, torch.Size],
+    where: str,
+    *,
+    way_out: str = 'use the model settings that it was saved with',
+) -> None:
     """Check that the names and shapes of a model's tensors equal those of a checkpoint.
 
     Args:
         own: Shapes of the model's tensors by name.
         stored: Shapes of the checkpoint's tensors by name.
         where: The checkpoint, for messages.
+        way_out: End of the message.
 
     Raises:
         UserError: The architectures differ; the message lists the first differences.
@@ -175,10 +182,7 @@ def check_architecture(own: Mapping[str, torch.Size], stored: Mapping[str, torch
         lists = [('tensors missing', missing), ('unknown tensors', unknown)]
         details = [f'{len(names)} {label} ({", ".join(names[:2])})' for label, names in lists if names]
         details += [f'{name} is {tuple(stored[name])}, expected {tuple(own[name])}' for name in reshaped[:2]]
-        raise UserError(
-            f'{where}: the architecture differs from the recipe: {"; ".join(details)}; '
-            'use the model settings that it was saved with'
-        )
+        raise UserError(f'{where}: the architecture differs from the recipe: {"; ".join(details)}; {way_out}')
 
 
 def load_weights(model: nn.Module, weights: dict[str, Tensor], where: str) -> None:

@@ -11,11 +11,13 @@ from diffusion.config import registry, sample_order
 from diffusion.config.byte_sizes import parse_bytes
 from diffusion.config.device_checks import nearest_divisor
 from diffusion.config.image_shapes import parse_shape
+from diffusion.config.lora_checks import check_lora
 from diffusion.config.objective_checks import check_objective
 from diffusion.config.recipe import Component, LoaderConfig, ParallelismConfig, Recipe, SpeedConfig, StreamConfig
 from diffusion.config.sampling_checks import check_sampling
 from diffusion.config.schema import MISSING, Gatherer, Problem, did_you_mean, join
 from diffusion.config.signatures import words
+from diffusion.config.weight_sources import check_initial_weights
 from diffusion.errors import UserError
 
 SINGLE_COMPONENT_SECTIONS = ('model', 'dataset', 'eval_dataset', 'optimizer', 'scheduler')
@@ -144,6 +146,8 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
     _check_loss_guard(recipe, gather)
     _check_notify(recipe, gather)
     own = [(where, each.kwargs) for where, kind, each in _components(recipe) if registry.is_own(kind, each.name)]
+    gather.problems += check_initial_weights(recipe)
+    gather.problems += check_lora(recipe)
     gather.problems += check_objective(recipe)
     gather.problems += check_sampling(recipe, dict(own))
     for where, value in _durations(recipe):

@@ -8,6 +8,7 @@ from diffusion.config.checks import stream_sections
 from diffusion.config.image_shapes import BUCKETS, read_buckets, resolution_problem
 from diffusion.config.recipe import Recipe, StreamConfig
 from diffusion.config.schema import Gatherer, Problem
+from diffusion.config.weight_sources import path_problem
 from diffusion.errors import UserError
 from diffusion.storage.writable import why_not_writable
 
@@ -19,8 +20,9 @@ def check_paths(recipe: Recipe) -> list[Problem]:
         gather.problems += check_stream_folders(section, streams)
     # A run that has checkpoints resumes from them and no longer reads init_from, which may have been deleted since.
     start = recipe.initial_weights
-    if recipe.task == 'train' and start is not None and not (recipe.run_dir / 'latest').exists():
-        _check_checkpoint('init_from' if isinstance(recipe.init_from, str) else 'init_from.from', start.source, gather)
+    begins = recipe.task == 'train' and not (recipe.run_dir / 'latest').exists()
+    if begins and start is not None and (what := path_problem(start)) is not None:
+        gather.problem('init_from' if isinstance(recipe.init_from, str) else 'init_from.from', what)
     if recipe.task in ('evaluate', 'generate'):
         _check_checkpoint('checkpoint', recipe.checkpoint or str(recipe.run_dir), gather)
     return gather.problems

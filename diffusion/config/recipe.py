@@ -250,13 +250,33 @@ class NotifyConfig:
 
 @dataclass
 class InitFrom:
-    """The `init_from` section: the weights of another run from which training starts."""
+    """The `init_from` section: the weights from which training starts, of another run or published ones."""
 
     # `from` is a keyword of Python, so the field has another name than its key.
     source: str = field(metadata={'key': 'from'})
-    """The checkpoint, or the folder of another run, whose newest checkpoint is used."""
+    """The source of the weights: a checkpoint, or the folder of another run, whose newest checkpoint is used; a folder
+    that diffusers' `save_pretrained` wrote; `hf://org/name` on the Hugging Face Hub; or a `.safetensors` file in the
+    original layout of Stable Diffusion."""
     weights: Literal['training', 'ema'] = 'training'
-    """The weights to start from: training, or ema (averaged)."""
+    """The weights to start from: training, or ema (averaged) of a source that has both."""
+    revision: str | None = None
+    """The commit of a repository on the Hub, 40 hexadecimal digits; required there, and refused elsewhere. With it,
+    `org/name` needs no `hf://`."""
+    resize: bool = False
+    """True accepts a source with fewer latent channels: the weights of the additional input and output channels are
+    zeros. False stops with an error."""
+
+
+@dataclass
+class LoraConfig:
+    """The `lora` section: low-rank updates of layers that are trained instead of the weights (Hu et al. 2021)."""
+
+    rank: int = 16
+    """The rank of the updates: the number of rows of A and of columns of B, at least 1."""
+    alpha: float = 16.0
+    """The scale of the updates, which are multiplied by alpha / rank."""
+    targets: list[str] = field(default_factory=lambda: ['to_q', 'to_k', 'to_v', 'to_out.0'])
+    """The linear and convolutional layers to update, by the ends of their names."""
 
 
 @dataclass
@@ -282,8 +302,12 @@ class Recipe:
     device. Auto, only under fsdp1, searches for the largest that fits into memory. Null is the whole batch per
     device."""
     init_from: str | InitFrom | None = None
-    """The checkpoint, or the folder of another run, whose training weights this run starts from; or a mapping with the
-    keys `from` and `weights`, for its averaged weights. Null starts from the model's initial weights."""
+    """The weights that this run starts from: a checkpoint, the folder of another run, a folder of diffusers or a
+    `.safetensors` file; or a mapping with the keys `from`, `weights`, `revision` and `resize`, for averaged weights or
+    a repository on the Hub. Null starts from the model's initial weights."""
+    lora: LoraConfig | None = None
+    """The LoRA to train instead of the denoiser's weights, which stay those of `init_from`; `{}` takes the defaults.
+    Null trains all weights."""
     checkpoint: str | None = None
     """The checkpoint, or run folder, that `task: evaluate` and `task: generate` use; null is this run's latest."""
     dataset: Component = field(default_factory=lambda: Component('image_text'))

@@ -11,11 +11,13 @@ from typing import Any, get_args, get_type_hints
 
 from diffusion.config import registry
 from diffusion.config.checks import NAMED_COMPONENT_SECTIONS, SET_IN_OTHER_SECTIONS, SINGLE_COMPONENT_SECTIONS, SUPPLIED
-from diffusion.config.recipe import InitFrom, Recipe, StreamConfig
+from diffusion.config.recipe import InitFrom, LoraConfig, Recipe, StreamConfig
 from diffusion.config.signatures import Signature, of_source, words
 
 STREAM_SECTIONS = ('streams', 'eval_streams')
 """Sections that map names to streams."""
+OPTIONAL_SECTIONS = {'init_from': InitFrom, 'lora': LoraConfig}
+"""Sections that are null by default, with their classes."""
 PROGRAM_DEFAULTS = ('folder',)
 """Keywords of components whose default the program replaces by the run's folder."""
 
@@ -47,8 +49,10 @@ def _section(name: str, hint: Any, given: Any, raw: Mapping[str, Any], unknown: 
     """Return a top-level value with its defaults filled in; add the paths of unknown keys to `unknown`."""
     if name == 'init_from' and isinstance(given, str):
         given = {'from': given}
-    if name == 'init_from' and isinstance(given, Mapping):
-        return _plain(given) | {'weights': given.get('weights', InitFrom.weights)}
+    if name in OPTIONAL_SECTIONS and isinstance(given, Mapping):
+        # With the defaults, so that a recipe of an earlier version, which lacks a key, is the same.
+        fields = {each.metadata.get('key', each.name): each for each in dataclasses.fields(OPTIONAL_SECTIONS[name])}
+        return {key: _default(each) for key, each in fields.items()} | _plain(given)
     if name in SINGLE_COMPONENT_SECTIONS:
         offered = {'seed': raw.get('seed', Recipe.seed)} if name == 'model' else {}
         return _component(name, name.removeprefix('eval_'), None, given, offered, unknown)

@@ -75,6 +75,11 @@ RULES = (
     _rule(Effect.APPLIED, 'the precision of the frozen parts', 'model.encoder_dtype'),
     _rule(Effect.FIXED, 'all random numbers follow from the seed', 'seed model.seed'),
     _rule(Effect.FIXED, 'a keyword of your own model, whose effect on the weights is not known', 'model.*'),
+    _rule(
+        Effect.FIXED,
+        'the trained parameters: their shapes and their scale follow from it',
+        'lora',
+    ),
     # -- optimizer and schedule --
     _rule(Effect.FIXED, 'the state of an optimizer fits only its own class', 'optimizer.name'),
     _rule(

@@ -101,7 +101,7 @@ def fetch(part: type, repository: str, *, subfolder: str, revision: str | None, 
 
 
 def cached_file(repository: str, name: str, *, revision: str | None) -> Path:
-    """Return the path of a file of a repository in the cache, which `fetch` has fetched."""
+    """Return the path of a file of a repository in the cache, which `fetch` has made sure to be there."""
     found = try_to_load_from_cache(repository, name, revision=revision, cache_dir=constants.HF_HUB_CACHE)
     assert isinstance(found, str), f'{repository}/{name} is not in the cache'
     return Path(found)

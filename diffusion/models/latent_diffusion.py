@@ -102,6 +102,8 @@ class LatentDiffusion(ComposerModel):
     empty_ids: Tensor
     sample_losses: Tensor | None
     """Losses per sample of the last call of `loss`, float32 [B]; `LossGuard` names bad samples by them. Never saved."""
+    denoiser_is_frozen: bool
+    """True if only a LoRA of the denoiser is trained; its own FLOPs, about a hundredth, are not counted."""
     encoders_in_inference_mode: bool
     """True to run frozen encoders in torch's inference mode, False to run them under no_grad."""
 
@@ -145,6 +147,7 @@ class LatentDiffusion(ComposerModel):
         self.posterior = posterior
         self.seed = seed
         self.sample_losses = None
+        self.denoiser_is_frozen = False
         self.encoders_in_inference_mode = False
         self._scale_checked = False
         self._empty_text: TextOutput | None = None
@@ -456,7 +459,9 @@ class LatentDiffusion(ComposerModel):
 
     def _count_sample(self, height: int, width: int, text_length: int, encodes_images: bool, encodes_text: bool) -> int:
         """Return the FLOPs of training on one sample of a given latent size and text length."""
-        total = 3 * self._denoiser_flops(height, width, text_length)
+        # The backward pass computes gradients of activations and of weights, except where the weights are frozen.
+        passes = 2 if self.denoiser_is_frozen else 3
+        total = passes * self._denoiser_flops(height, width, text_length)
         if encodes_images:
             total += vae_encoder_flops(self.vae, height=height, width=width)
         if encodes_text:

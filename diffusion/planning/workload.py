@@ -156,6 +156,8 @@ def phase_of(recipe: Recipe, *, samples: int | None = None, encoding: Encoding |
         raise UserError('global_batch is not set (???); set it, such as global_batch=2048')
     model = ModelCosts(recipe.model, recipe.imports)
     notes = list(model.notes)
+    if recipe.lora is not None:
+        notes.append('planned as training of all weights: a LoRA needs less memory, time and storage')
     shapes, known, stored = _data(recipe, notes)
     samples = known if samples is None else samples
     batches = _batches(recipe.trainer.get('max_duration'), recipe.global_batch, recipe.loader.epoch_size or samples)

@@ -59,6 +59,7 @@ def check_export(
     weights: str | None = None,
     ema_width: float | None = None,
     at: int | None = None,
+    merge: bool = False,
 ) -> Path:
     """Check the arguments of `diffusion export`, and return the checkpoint.
 
@@ -68,6 +69,7 @@ def check_export(
         weights: Weights that are chosen explicitly; None for the default.
         ema_width: Width of a post-hoc EMA to export.
         at: Batch of the post-hoc EMA.
+        merge: Add the LoRA of the run to the weights.
 
     Raises:
         UserError: The folder cannot be created, there is no such checkpoint, or settings contradict each other.
@@ -88,7 +90,9 @@ def check_export(
         except UserError as error:
             raise UserError(f'--ema-width: {error}') from error
     checkpoint = find_checkpoint(place)
-    load(recipe_of_checkpoint(checkpoint), task='generate')
+    recipe = load(recipe_of_checkpoint(checkpoint), task='generate')
+    if merge and recipe.lora is None:
+        raise UserError(f'--merge: {checkpoint} has no LoRA, so its weights are whole; remove --merge')
     return checkpoint
 
 

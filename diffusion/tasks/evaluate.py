@@ -33,6 +33,8 @@ def trained_model(recipe: Recipe, which: Weights | None = None) -> tuple[Compose
     checkpoint = find_checkpoint(recipe.checkpoint or recipe.run_dir)
     weights, which = weights_of(checkpoint, which)
     model = components.build_model(recipe)
+    if recipe.lora is not None:
+        components.add_lora(recipe, model)
     load_weights(model, weights, str(checkpoint))
     return model, which
 

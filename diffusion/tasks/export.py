@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 import torch
+from diffusers.loaders.lora_base import LORA_WEIGHT_NAME_SAFE
 from torch import nn
 
 from diffusion.algorithms.average import trained_parameters
@@ -18,6 +19,7 @@ from diffusion.config.load import load
 from diffusion.errors import UserError
 from diffusion.models.autoencoder import Autoencoder
 from diffusion.models.latent_diffusion import LatentDiffusion, encoder_precision
+from diffusion.models.lora import merge_lora, save_lora
 from diffusion.storage.atomic import atomic_folder
 from diffusion.tasks.argument_checks import check_export
 from diffusion.tasks.evaluate import trained_model
@@ -35,8 +37,11 @@ def export(
     ema_width: float | None = None,
     at: int | None = None,
     dtype: Literal['float32', 'float16', 'bfloat16'] = 'float32',
+    merge: bool = False,
 ) -> str:
     """Export the model of a checkpoint as the pipeline of its family, or an autoencoder as an AutoencoderKL.
+
+    Of a run with a LoRA, the LoRA alone is exported, as `pytorch_lora_weights.safetensors`, unless `merge` is True.
 
     Args:
         place: A checkpoint or a run's folder; see `find_checkpoint`.
@@ -46,6 +51,7 @@ def export(
             checkpoint supplies the parts that are not trained.
         at: Batch of the post-hoc EMA; None is the batch of the last snapshot at or before the checkpoint.
         dtype: Precision of the exported weights.
+        merge: Add the LoRA of the run to the denoiser's weights, and export the pipeline.
 
     Returns:
         Description of the weights that were exported, such as `ema`.
@@ -54,7 +60,7 @@ def export(
         UserError: `out` is not empty, the checkpoint or a snapshot cannot be read, or settings contradict each other.
     """
     out = Path(out)
-    checkpoint = check_export(place, out, weights=weights, ema_width=ema_width, at=at)
+    checkpoint = check_export(place, out, weights=weights, ema_width=ema_width, at=at, merge=merge)
     precision = encoder_precision(dtype)
     recipe = load(recipe_of_checkpoint(checkpoint), task='generate')
     recipe.checkpoint = str(checkpoint)
@@ -64,9 +70,15 @@ def export(
     if average is not None:
         load_average(model, average)
         which = f'post-hoc EMA {average.width:g} (batch {average.batch})'
+    if merge:
+        assert isinstance(model, LatentDiffusion)
+        merge_lora(model.denoiser)
     with atomic_folder(out) as unfinished:
         if isinstance(model, Autoencoder):
             _cast(model.finished(), precision).save_pretrained(unfinished)
+        elif recipe.lora is not None and not merge:
+            assert isinstance(model, LatentDiffusion)
+            save_lora(model.denoiser, recipe.lora, str(unfinished), precision)
         else:
             assert isinstance(model, LatentDiffusion)
             pipeline = model.family.pipeline(model)
@@ -119,8 +131,19 @@ def _cast(part: Part, dtype: torch.dtype) -> Part:
 def run_export(args: argparse.Namespace) -> int:
     """Run `diffusion export`; return the exit status."""
     which = export(
-        args.checkpoint, args.out, weights=args.weights, ema_width=args.ema_width, at=args.at, dtype=args.dtype
+        args.checkpoint,
+        args.out,
+        weights=args.weights,
+        ema_width=args.ema_width,
+        at=args.at,
+        dtype=args.dtype,
+        merge=args.merge,
     )
+    if (Path(args.out) / LORA_WEIGHT_NAME_SAFE).exists():
+        # diffusers requires the name if HF_HUB_OFFLINE is set.
+        load_with = f"pipeline.load_lora_weights('{args.out}', weight_name='{LORA_WEIGHT_NAME_SAFE}')"
+        print(f'{args.out}: {which} weights of the LoRA; load with {load_with}')
+        return 0
     index = Path(args.out) / 'model_index.json'
     kind = json.loads(index.read_text(encoding='utf-8'))['_class_name'] if index.exists() else 'AutoencoderKL'
     print(f"{args.out}: {which} weights; load with {kind}.from_pretrained('{args.out}')")

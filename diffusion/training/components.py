@@ -27,6 +27,8 @@ from diffusion.data.loader import BucketedLoader, default_num_workers, ignore_st
 from diffusion.data.shard_cache import home
 from diffusion.data.streams import Bucket
 from diffusion.errors import UserError
+from diffusion.models import lora
+from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.storage.own_files import user_folder
 from diffusion.training.expand_streams import by_shape
 from diffusion.training.performance import FUSED_ALTERNATIVES
@@ -43,6 +45,21 @@ def build_model(recipe: Recipe) -> ComposerModel:
     with torch.random.fork_rng():
         torch.manual_seed(recipe.seed)
         return registry.build('model', recipe.model, offered={'seed': recipe.seed})
+
+
+def add_lora(recipe: Recipe, model: ComposerModel) -> None:
+    """Add the LoRA of a recipe to the denoiser of its model, whose other weights are frozen.
+
+    Raises:
+        UserError: The model has no denoiser or trains its text encoder, or a target matches no layer.
+    """
+    assert recipe.lora is not None
+    if not isinstance(model, LatentDiffusion):
+        raise UserError('lora: only models with a denoiser can be trained with it; remove the section')
+    if model.train_text_encoder:
+        raise UserError('lora: trains the denoiser alone; set model.train_text_encoder: false')
+    lora.add_lora(model.denoiser, recipe.lora, seed=recipe.seed)
+    model.denoiser_is_frozen = True
 
 
 def build_tokenizers(recipe: Recipe) -> list[PreTrainedTokenizerBase]:

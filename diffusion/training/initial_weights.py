@@ -1,6 +1,8 @@
-"""`init_from`: start a run from the weights of another run's checkpoint."""
+"""`init_from`: start a run from the weights of another run's checkpoint, or from published weights."""
 
 import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -9,44 +11,72 @@ from composer.utils import dist
 from torch import Tensor
 
 from diffusion.checkpointing.checkpoint_store import DamagedCheckpoint
-from diffusion.checkpointing.checkpoint_weights import NoAverages, load_weights, weights_of
+from diffusion.checkpointing.checkpoint_weights import NoAverages, check_architecture, weights_of
 from diffusion.checkpointing.rank_agreement import raise_on_all_ranks, run_on_rank_zero
 from diffusion.checkpointing.run_folder import find_checkpoint
 from diffusion.config.recipe import InitFrom
+from diffusion.config.weight_sources import hub_repository, is_diffusers_folder, is_original_file
 from diffusion.errors import UserError
+from diffusion.models.diffusers_weights import denoiser_folder, fetched_denoiser_folder, read_diffusers
+from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.models.original_weights import read_original
+from diffusion.models.pretrained import load_pretrained
+from diffusion.models.weight_fitting import fitting_hint, resized
 
 log = logging.getLogger(__name__)
 
+DENOISER = 'denoiser.'
+"""Prefix of the names of a denoiser's tensors in a LatentDiffusion."""
+TEXT_SETTINGS = ('hidden_act', 'num_attention_heads', 'layer_norm_eps')
+"""Settings of a text encoder that change what its weights compute but do not show in their shapes."""
+
+
+@dataclass(frozen=True)
+class SourceWeights:
+    """Weights that `init_from` has read.
+
+    Attributes:
+        tensors: The weights, by their names in the model.
+        place: The checkpoint, folder, repository or file.
+        what: The weights that were read, for the log.
+    """
+
+    tensors: dict[str, Tensor]
+    place: str
+    what: str
+
 
 def start_from(model: ComposerModel, start: InitFrom) -> None:
-    """Load weights of another run's checkpoint into a model, without optimizer state and step counter; a collective.
+    """Load the weights that `init_from` names into a model, without optimizer state and step counter; a collective.
 
-    Rank 0 reads and verifies the checkpoint once, and broadcasts the weights one tensor at a time. Call this before the
-    model is wrapped for data parallelism.
+    Rank 0 reads and verifies them once, and broadcasts the weights one tensor at a time. Call this before the model is
+    wrapped for data parallelism.
 
     Raises:
-        UserError: The checkpoint does not exist, is damaged, lacks these weights or has another architecture; on every
+        UserError: The source does not exist, is damaged, lacks these weights or has another architecture; on every
             rank.
-        OSError: The checkpoint cannot be read for minutes; on every rank.
+        ExternalError: The Hub did not answer for minutes; on every rank.
+        OSError: The source cannot be read for minutes; on every rank.
     """
-    read = run_on_rank_zero(lambda: read_weights(start), 'init_from')
+    source = run_on_rank_zero(lambda: read_weights(model, start), 'init_from')
     with raise_on_all_ranks('init_from'):
-        if read is not None:
-            checkpoint, weights = read
-            load_weights(model, weights, f'init_from: {checkpoint}')
-            log.info('init_from: loaded the %s weights of %s', start.weights, checkpoint)
+        if source is not None:
+            load_source(model, source, resize=start.resize)
     if dist.get_world_size() > 1:
         for tensor in model.state_dict().values():
             broadcast(tensor)
 
 
-def read_weights(start: InitFrom) -> tuple[Path, dict[str, Tensor]]:
-    """Return the verified checkpoint that `init_from` names and its weights by parameter name.
+def read_weights(model: ComposerModel, start: InitFrom) -> SourceWeights:
+    """Return the weights that `init_from` names, by their names in the model.
 
     Raises:
         UserError: As in `start_from`; the message has the key and the way out.
     """
     try:
+        is_public = hub_repository(start) is not None or is_original_file(start.source)
+        if is_public or (is_diffusers_folder(Path(start.source)) and not has_checkpoint(Path(start.source))):
+            return published_weights(model, start)
         checkpoint = find_checkpoint(start.source)
         weights, _ = weights_of(checkpoint, start.weights)
     except DamagedCheckpoint as error:
@@ -55,7 +85,104 @@ def read_weights(start: InitFrom) -> tuple[Path, dict[str, Tensor]]:
         raise UserError(f'init_from.weights: ema, but {error.reason}; use training') from error
     except UserError as error:
         raise UserError(f'init_from: {str(error).removeprefix("checkpoint: ")}') from error
-    return checkpoint, weights
+    return SourceWeights(weights, str(checkpoint), f'the {start.weights} weights')
+
+
+def has_checkpoint(folder: Path) -> bool:
+    """Return True if a folder is a checkpoint or the folder of a run that has one."""
+    try:
+        find_checkpoint(folder)
+    except UserError:
+        return False
+    return True
+
+
+def published_weights(model: ComposerModel, start: InitFrom) -> SourceWeights:
+    """Return the weights of a folder of diffusers, of a repository on the Hub, or of a file in the original layout.
+
+    Raises:
+        UserError: The model has no denoiser, or the source has no weights that fit its parts.
+        ExternalError: The Hub did not answer for minutes.
+    """
+    if not isinstance(model, LatentDiffusion):
+        raise UserError(f'{start.source}: only a model with a denoiser can start from it; use a checkpoint of a run')
+    repository = hub_repository(start)
+    if repository is None and is_original_file(start.source):
+        if model.train_text_encoder:
+            raise UserError(
+                f'{start.source}: the model trains its text encoder, which is not read from a file in this layout; '
+                'convert the file once with StableDiffusionPipeline.from_single_file(FILE).save_pretrained(FOLDER) and '
+                'use the folder, or set model.train_text_encoder: false'
+            )
+        weights = read_original(model.denoiser, Path(start.source), start.weights)
+        return SourceWeights(_prefixed(DENOISER, weights), start.source, f'the {start.weights} weights of the denoiser')
+    if start.weights == 'ema':
+        raise NoAverages(f'{start.source} has one set of weights')
+    if repository is None:
+        folder = denoiser_folder(model.denoiser, Path(start.source))
+    else:
+        assert start.revision is not None, 'the check of the recipe requires a revision'
+        folder = fetched_denoiser_folder(model.denoiser, repository, start.revision)
+    weights = _prefixed(DENOISER, read_diffusers(model.denoiser, folder))
+    encoders = text_encoder_weights(model, repository or start.source, start.revision)
+    place = start.source if start.revision is None else f'{start.source} at {start.revision}'
+    return SourceWeights(
+        weights | encoders, place, 'the weights of denoiser and text encoder' if encoders else "the denoiser's weights"
+    )
+
+
+def text_encoder_weights(model: LatentDiffusion, source: str, revision: str | None) -> dict[str, Tensor]:
+    """Return the weights of a pipeline's text encoders by their names in the model; empty if the model's are frozen.
+
+    Raises:
+        UserError: The source has no text encoders, or their settings differ from the model's.
+    """
+    weights: dict[str, Tensor] = {}
+    for index, encoder in enumerate(model.text.encoders if model.train_text_encoder else []):
+        subfolder = 'text_encoder' if index == 0 else f'text_encoder_{index + 1}'
+        if Path(source).is_dir() and not (Path(source) / subfolder).is_dir():
+            raise UserError(
+                f'{source}: has no {subfolder}/, but the model trains its text encoder; use the folder of a whole '
+                'pipeline, or set model.train_text_encoder: false'
+            )
+        loaded = load_pretrained(type(encoder), source, subfolder=subfolder, revision=revision)
+        for name in TEXT_SETTINGS:
+            stored, own = getattr(loaded.config, name, None), getattr(encoder.config, name, None)
+            if stored != own:
+                raise UserError(
+                    f'{source}: {name} of {subfolder} is {stored}, expected {own}; use model settings like it'
+                )
+        weights |= _prefixed(f'text_encoder.encoders.{index}.', loaded.state_dict())
+    return weights
+
+
+def load_source(model: ComposerModel, source: SourceWeights, *, resize: bool) -> None:
+    """Copy the weights of a source into a model; every tensor of the model must be in it, and no other.
+
+    Args:
+        model: The model.
+        source: The weights.
+        resize: Accept fewer latent channels, and add zeros for the others.
+
+    Raises:
+        UserError: The names or shapes differ.
+    """
+    own = model.state_dict()
+    weights, added = resized(source.tensors, own)
+    if added and not resize:
+        way_out = 'set init_from.resize: true to add channels of zeros, or use a VAE with the channels of the source'
+        raise UserError(f'init_from: {source.place}: other numbers of latent channels: {"; ".join(added)}; {way_out}')
+    way_out = f'use model settings that fit{fitting_hint(weights, own)}'
+    shapes, stored = ({name: each.shape for name, each in tensors.items()} for tensors in (own, weights))
+    check_architecture(shapes, stored, f'init_from: {source.place}', way_out=way_out)
+    model.load_state_dict(weights)
+    log.info('init_from: loaded %s of %s (%d tensors)', source.what, source.place, len(weights))
+    if added:
+        log.info('init_from: added channels of zeros: %s', '; '.join(added))
+
+
+def _prefixed(prefix: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {prefix + name: each for name, each in weights.items()}
 
 
 @torch.no_grad()

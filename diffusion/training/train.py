@@ -166,6 +166,8 @@ def build_trainer(recipe: Recipe) -> Trainer:
     # Without this package's Checkpointer, Composer may later find its own checkpoint, which replaces these weights.
     if recipe.initial_weights is not None and resume is None:
         start_from(model, recipe.initial_weights)
+    if recipe.lora is not None:
+        components.add_lora(recipe, model)
     if recipe.parallelism.activation_checkpointing:
         checkpoint_activations(model)
     strategy = recipe.parallelism.strategy

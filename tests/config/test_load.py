@@ -23,6 +23,7 @@ from diffusion.config.load import (
     load,
     to_yaml,
 )
+from diffusion.config.recipe import LoraConfig
 from diffusion.config.yaml_files import dump
 
 ROOT = Path(__file__).parents[2]
@@ -574,3 +575,90 @@ def test_mistakes_print_a_message_without_traceback(write):
 
 def test_recipe_defaults_are_complete():
     assert Recipe(name='a', global_batch=1, model=Component('tiny')).run_dir == Path('runs/a')
+
+
+COMMIT = '0123456789abcdef' * 2 + '01234567'
+
+
+@pytest.mark.parametrize(
+    ('start', 'where', 'message'),
+    [
+        (
+            {'from': 'hf://org/name'},
+            'init_from.revision',
+            r'is missing: the files of hf://org/name may change; set rev',
+        ),
+        ('hf://org/name', 'init_from.revision', r'.*a commit from https://huggingface.co/org/name/commits/main'),
+        ({'from': 'hf://org/name', 'revision': 'main'}, 'init_from.revision', r"'main' is not a commit; .* 40 hex"),
+        (
+            {'from': 'hf://name', 'revision': COMMIT},
+            'init_from.from',
+            r"'hf://name' is not .* repository; write hf://org/",
+        ),
+        ({'from': '/data/sd2', 'revision': COMMIT}, 'init_from.from', r'.*remove revision if it is a local path'),
+        (
+            {'from': 'org/name', 'revision': COMMIT, 'weights': 'ema'},
+            'init_from.weights',
+            r'ema, but .*one set of weights',
+        ),
+        ('sd-v1-4.ckpt', 'init_from', r'sd-v1-4\.ckpt is a \.ckpt file, which is pickled .*convert it to safetensors'),
+        ({'from': 'a/pytorch_model.bin'}, 'init_from.from', r'.* is a \.bin file, which is pickled'),
+        ({'from': 'hf://org/name', 'revison': COMMIT}, 'init_from.revison', r".*did you mean 'revision'"),
+        ({'from': 'org/name', 'revision': COMMIT, 'resize': 'yes'}, 'init_from.resize', r"'yes' is not true or false"),
+        ({'from': 'org/name', 'revision': COMMIT, 'resize': True}, None, ''),
+        ({'from': '???', 'revision': '???'}, None, ''),
+        ('runs/phase1', None, ''),
+    ],
+)
+def test_sources_of_initial_weights_are_checked_without_torch(write, start, where, message):
+    path = write({'init_from': start})
+    if where is None:
+        load(path, allow_missing=True)
+        return
+    with pytest.raises(RecipeError) as caught:
+        load(path)
+    problems = {problem.where: problem.what for problem in caught.value.problems}
+    assert re.match(message, problems[where]), problems
+
+
+def test_local_path_and_repository_of_one_name_are_ambiguous(write, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'org' / 'name').mkdir(parents=True)
+
+    def problems(start):
+        return {each.where: each.what for each in check_paths(load(write({'init_from': start})))}
+
+    ambiguous = problems({'from': 'org/name', 'revision': COMMIT})
+    assert 'org/name is a local path, but revision is for a repository' in ambiguous['init_from.from']
+    assert 'write hf://org/name' in ambiguous['init_from.from']
+    assert not problems({'from': 'hf://org/name', 'revision': COMMIT}).keys() & {'init_from', 'init_from.from'}
+    assert 'for the repository org/other on the Hub, set revision' in problems('org/other')['init_from']
+
+
+@pytest.mark.parametrize(
+    ('change', 'where', 'message'),
+    [
+        ({'lora': {'rank': 0}}, 'lora.rank', '0 is less than 1; 4 to 64 are common'),
+        ({'lora': {'alpha': -1}}, 'lora.alpha', r'-1(\.0)? is not positive; use the rank, for a factor of 1'),
+        ({'lora': {'targets': []}}, 'lora.targets', 'is empty, so nothing would be trained'),
+        ({'lora': {'targets': ['']}}, 'lora.targets', 'has an empty name'),
+        ({'lora': {'targets': 'to_q'}}, 'lora.targets', "'to_q' is not a list"),
+        ({'lora': {'ranks': 4}}, 'lora.ranks', "unknown key; did you mean 'rank'"),
+        ({'lora': {}, 'init_from': None}, 'lora', 'trains updates of published weights; set init_from'),
+        ({'lora': {}, 'model': {'name': 'tiny'}}, 'model.train_text_encoder', '.*text encoder is frozen; set false'),
+        ({'lora': {}, 'model': {'name': 'autoencoder'}}, 'lora', 'the model autoencoder has no denoiser'),
+        ({'lora': {}}, None, ''),
+    ],
+)
+def test_settings_of_lora_are_checked_without_torch(write, tmp_path, change, where, message):
+    path = write({'init_from': 'runs/phase1', 'model': {'name': 'sd2'}} | change)
+    if where is None:
+        recipe = load(path)
+        assert recipe.lora == LoraConfig(rank=16, alpha=16.0, targets=['to_q', 'to_k', 'to_v', 'to_out.0'])
+        (tmp_path / 'saved.yaml').write_text(to_yaml(recipe))
+        assert load(tmp_path / 'saved.yaml') == recipe
+        return
+    with pytest.raises(RecipeError) as caught:
+        load(path)
+    problems = {problem.where: problem.what for problem in caught.value.problems}
+    assert re.match(message, problems[where]), problems

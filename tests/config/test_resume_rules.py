@@ -209,3 +209,7 @@ def test_short_and_long_form_of_init_from_are_the_same():
     short, whole = (recipe_values({'init_from': each}).values for each in ('runs/a', {'from': 'runs/a'}))
     assert changes(short, whole) == []
     assert [each.key for each in changes(short, recipe_values({'init_from': 'runs/b'}).values)] == ['init_from.from']
+    pinned = recipe_values({'init_from': {'from': 'runs/a', 'revision': 'f' * 40, 'resize': True}}).values
+    assert [each.key for each in changes(short, pinned)] == ['init_from.revision', 'init_from.resize']
+    earlier = recipe_values({'init_from': {'from': 'runs/a', 'weights': 'training'}}).values
+    assert changes(earlier, short) == [], 'saved by a version without the other keys'

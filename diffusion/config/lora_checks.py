@@ -1,0 +1,40 @@
+"""Checks of the section `lora` of a recipe, without importing torch."""
+
+from diffusion.config import registry
+from diffusion.config.recipe import LoraConfig, Recipe
+from diffusion.config.schema import MISSING, Problem
+
+
+def check_lora(recipe: Recipe) -> list[Problem]:
+    """Return values of `lora` out of their range, and a model that it cannot be used with, as problems."""
+    settings, found = recipe.lora, []
+    if not isinstance(settings, LoraConfig):
+        return []
+    if isinstance(settings.rank, int) and settings.rank < 1:
+        found.append(Problem('lora.rank', f'{settings.rank} is less than 1; 4 to 64 are common'))
+    if isinstance(settings.alpha, int | float) and settings.alpha <= 0:
+        found.append(Problem('lora.alpha', f'{settings.alpha} is not positive; use the rank, for a factor of 1'))
+    if isinstance(settings.targets, list) and not all(settings.targets):
+        found.append(Problem('lora.targets', 'has an empty name, which every layer ends with; remove it'))
+    if settings.targets == []:
+        found.append(Problem('lora.targets', 'is empty, so nothing would be trained; name layers, such as to_q'))
+    if recipe.task == 'train' and recipe.init_from is None:
+        found.append(Problem('lora', 'trains updates of published weights; set init_from to a source of weights'))
+    return found + _model_problems(recipe)
+
+
+def _model_problems(recipe: Recipe) -> list[Problem]:
+    """Return the reasons why the recipe's model cannot be trained with a LoRA."""
+    name, kwargs = recipe.model.name, recipe.model.kwargs
+    if name in (None, MISSING) or registry.unknown('model', name) is not None or not registry.is_own('model', name):
+        return []
+    signature = registry.signature('model', name)
+    if 'train_text_encoder' not in signature.names():
+        return [Problem('lora', f'the model {name} has no denoiser; remove the section')]
+    if kwargs.get('train_text_encoder', signature.defaults()['train_text_encoder']) is True:
+        return [
+            Problem(
+                'model.train_text_encoder', 'lora trains the denoiser alone, and the text encoder is frozen; set false'
+            )
+        ]
+    return []

@@ -1,0 +1,100 @@
+"""Sources of `init_from`: another run, a folder of diffusers, a repository on the Hub, or a file of Stability AI."""
+
+import re
+from pathlib import Path
+
+from diffusion.config.recipe import InitFrom, Recipe
+from diffusion.config.schema import MISSING, Problem
+
+HUB = 'hf://'
+"""Prefix of the name of a repository on the Hugging Face Hub."""
+REPOSITORY = re.compile(r'[\w-][\w.-]*/[\w-][\w.-]*')
+"""Pattern of the name of a repository, such as `org/name`."""
+COMMIT = re.compile(r'[0-9a-f]{40}')
+PICKLES = ('.bin', '.ckpt', '.pth')
+"""Endings of files of pickled weights. Composer's saver writes `.pt`, and reading these runs no code."""
+PIPELINE = 'model_index.json'
+DENOISERS = ('unet', 'transformer')
+"""Subfolders of a pipeline of diffusers that may hold its denoiser."""
+
+
+def hub_repository(start: InitFrom) -> str | None:
+    """Return the name of the repository on the Hub that `init_from` names, or None if its source is a local path."""
+    if start.source.startswith(HUB):
+        return start.source.removeprefix(HUB)
+    return start.source if start.revision is not None else None
+
+
+def is_original_file(source: str) -> bool:
+    """Return True if a local path names a safetensors file, which must be in the layout of Stability's own code."""
+    return source.endswith('.safetensors')
+
+
+def is_diffusers_folder(folder: Path) -> bool:
+    """Return True if a folder is a pipeline or a model as `save_pretrained` of diffusers writes it."""
+    files = [PIPELINE, 'config.json', *(f'{name}/config.json' for name in DENOISERS)]
+    return any((folder / name).is_file() for name in files)
+
+
+def check_initial_weights(recipe: Recipe) -> list[Problem]:
+    """Return settings of `init_from` that contradict each other, and sources that are never read, as problems."""
+    start = recipe.initial_weights
+    # A value may be ???, or None because its type was wrong; both are reported elsewhere.
+    if recipe.task != 'train' or start is None or not isinstance(start.source, str) or MISSING in _texts(start):
+        return []
+    repository = hub_repository(start)
+    problems = {}
+    if repository is not None:
+        problems = _hub_problems(start, repository)
+    elif start.source.endswith(PICKLES):
+        ending = Path(start.source).suffix
+        problems['from'] = (
+            f'{start.source} is a {ending} file, which is pickled and may run any code when it is read; convert it to '
+            'safetensors'
+        )
+    is_short = isinstance(recipe.init_from, str)
+    return [
+        Problem('init_from' if is_short and key == 'from' else f'init_from.{key}', problems[key]) for key in problems
+    ]
+
+
+def _texts(start: InitFrom) -> tuple[str | None, ...]:
+    return start.source, start.revision, start.weights
+
+
+def _hub_problems(start: InitFrom, repository: str) -> dict[str, str]:
+    """Return mistakes in an `init_from` whose source is a repository on the Hub, by key."""
+    problems = {}
+    if not REPOSITORY.fullmatch(repository):
+        what = f'{start.source!r} is not the name of a repository; write hf://org/name'
+        if start.revision is not None:
+            what += ', or remove revision if it is a local path'
+        problems['from'] = what
+    elif start.revision is None:
+        way_out = f'set revision to a commit from https://huggingface.co/{repository}/commits/main'
+        problems['revision'] = f'is missing: the files of {start.source} may change; {way_out}'
+    if start.revision is not None and not COMMIT.fullmatch(start.revision):
+        what = f'{start.revision!r} is not a commit; branches and tags may change'
+        problems['revision'] = f'{what}, so give the 40 hexadecimal digits of a commit'
+    if start.weights == 'ema':
+        problems['weights'] = f'ema, but {start.source} has one set of weights; remove weights'
+    return problems
+
+
+def path_problem(start: InitFrom) -> str | None:
+    """Return the mistake in `init_from` that depends on the files of this machine, or None."""
+    path, repository = Path(start.source), hub_repository(start)
+    if repository is None:
+        if '://' in start.source or path.exists():
+            return None
+        what = (
+            f'{start.source} does not exist; give a checkpoint or the folder of a run, a folder of diffusers or a file'
+        )
+        may_be_name = REPOSITORY.fullmatch(start.source)
+        return f'{what}; for the repository {start.source} on the Hub, set revision' if may_be_name else what
+    if repository == start.source and path.exists():
+        return (
+            f'{start.source} is a local path, but revision is for a repository on the Hub; remove revision, or write '
+            f'{HUB}{start.source}'
+        )
+    return None

@@ -1,0 +1,149 @@
+"""Weights of a denoiser from a folder that diffusers' `save_pretrained` wrote, local or on the Hugging Face Hub."""
+
+import inspect
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from diffusers.models.modeling_utils import ModelMixin
+from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from diffusion.config.schema import fits
+from diffusion.config.weight_sources import DENOISERS
+from diffusion.errors import UserError
+from diffusion.models import hub_files
+from diffusion.models.hub_errors import check_config
+from diffusion.models.weight_fitting import way_out
+
+WEIGHT_FILE = 'diffusion_pytorch_model.safetensors'
+NO_EFFECT = {'sample_size', 'upcast_attention', 'in_channels', 'out_channels', 'dropout'}
+"""Settings of a denoiser that do not change what its weights compute; numbers of channels show in the shapes."""
+
+
+def denoiser_folder(denoiser: ModelMixin, folder: Path) -> Path:
+    """Return the denoiser's folder in a folder that `save_pretrained` wrote for a pipeline or for the denoiser.
+
+    Raises:
+        UserError: There is none.
+    """
+    for name in (subfolder_of(denoiser), *DENOISERS, ''):
+        if (folder / name / 'config.json').is_file():
+            return folder / name
+    raise UserError(
+        f'{folder}: has neither {" nor ".join(f"{each}/config.json" for each in DENOISERS)} nor config.json'
+    )
+
+
+def fetched_denoiser_folder(denoiser: ModelMixin, repository: str, revision: str) -> Path:
+    """Return the folder in the Hub's cache that has the denoiser of a repository, downloading it if necessary.
+
+    Raises:
+        UserError: The Hub refuses, or the repository has no denoiser of this class.
+        ExternalError: The Hub did not answer for minutes.
+    """
+    kind, subfolder = type(denoiser), subfolder_of(denoiser)
+    try:
+        hub_files.fetch(kind, repository, subfolder=subfolder, revision=revision, weights=True)
+    except UserError as error:
+        # A repository of the denoiser alone has its files at the top.
+        try:
+            hub_files.fetch(kind, repository, subfolder='', revision=revision, weights=True)
+        except UserError:
+            raise error from None
+        subfolder = ''
+    return hub_files.cached_file(repository, f'{subfolder}/config.json'.lstrip('/'), revision=revision).parent
+
+
+def subfolder_of(denoiser: ModelMixin) -> str:
+    """Return the subfolder of a pipeline that holds a denoiser of this class: `unet` or `transformer`."""
+    return 'unet' if isinstance(denoiser, UNet2DConditionModel) else 'transformer'
+
+
+def read_diffusers(denoiser: ModelMixin, folder: Path) -> dict[str, Tensor]:
+    """Return the weights in a folder of diffusers by name.
+
+    Args:
+        denoiser: The denoiser that will take the weights.
+        folder: The folder of a denoiser, with config.json and safetensors.
+
+    Raises:
+        UserError: The folder has the weights of another class, with settings that compute something else, or none in
+            the format safetensors.
+    """
+    place = folder / 'config.json'
+    check_config(place)
+    config = json.loads(place.read_bytes())
+    kind = type(denoiser).__name__
+    if config.get('_class_name') != kind:
+        raise UserError(f"{place}: holds a {config.get('_class_name')}, but the model's denoiser is a {kind}")
+    different = different_settings(denoiser, config)
+    if different:
+        raise UserError(
+            f'{place}: the architecture differs from the recipe: {"; ".join(different[:4])}; {way_out(denoiser)}'
+        )
+    weights: dict[str, Tensor] = {}
+    for file in _weight_files(folder):
+        with open_safetensors(file) as opened:
+            weights |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    return weights
+
+
+def different_settings(denoiser: ModelMixin, config: Mapping[str, Any]) -> list[str]:
+    """Return descriptions of the settings in which a saved configuration differs from a denoiser's.
+
+    Shapes do not show all of them, such as the number of attention heads.
+    """
+    defaults = {name: each.default for name, each in inspect.signature(type(denoiser).__init__).parameters.items()}
+    own: Mapping[str, Any] = denoiser.config
+    names = [name for name in defaults if name in own and name not in NO_EFFECT]
+    stored = {name: config.get(name, defaults[name]) for name in names}
+    return [f'{name} is {stored[name]}, expected {own[name]}' for name in names if not _equal(stored[name], own[name])]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Return True if two values of a setting are equal; a scalar equals a list that repeats it for every block."""
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    if isinstance(one, list | tuple) or isinstance(other, list | tuple):
+        many, single = (one, other) if isinstance(one, list | tuple) else (other, one)
+        return all(_equal(each, single) for each in many)
+    return bool(one == other)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a folder of diffusers, one or several shards.
+
+    Raises:
+        UserError: There is none, or a shard is missing.
+    """
+    file, index = folder / WEIGHT_FILE, folder / f'{WEIGHT_FILE}.index.json'
+    if index.is_file():
+        check_config(index)
+        names = json.loads(index.read_bytes()).get('weight_map')
+        if not fits(dict[str, str], names):
+            raise UserError(f'{index}: has no weight_map of tensors to files; save the model again')
+        files = [folder / Path(name).name for name in sorted({*names.values()})]
+    else:
+        files = [file]
+    missing = [each for each in files if not each.is_file()]
+    if missing:
+        raise UserError(f'{missing[0]} does not exist; save the model with save_pretrained(safe_serialization=True)')
+    return files
+
+
+@contextmanager
+def open_safetensors(file: Path) -> Iterator[Any]:
+    """Context with an open safetensors file, whose tensors are read one at a time.
+
+    Raises:
+        UserError: The file does not exist or is damaged.
+    """
+    try:
+        with safe_open(file, framework='pt') as opened:
+            yield opened
+    except (SafetensorError, FileNotFoundError) as error:
+        raise UserError(f'{file}: not readable ({error}); copy it again') from error

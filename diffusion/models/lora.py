@@ -1,0 +1,90 @@
+"""LoRA: training of low-rank updates of a denoiser's layers instead of its weights (Hu et al. 2021, arXiv:2106.09685).
+
+A layer with weight W computes W x + (alpha / rank) B A x. A has `rank` rows and starts at random, B has `rank` columns
+and starts at zero, so that the first prediction is that of W. The package peft replaces the layers; of their
+parameters, only A and B are trained.
+"""
+
+import re
+from collections.abc import Sequence
+
+import torch
+from diffusers.loaders.lora_pipeline import StableDiffusionLoraLoaderMixin
+from diffusers.models.modeling_utils import ModelMixin
+from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
+from peft import LoraConfig as PeftConfig
+from peft.utils import get_peft_model_state_dict  # type: ignore[reportPrivateImportUsage]
+from torch import Tensor, nn
+
+from diffusion.config.recipe import LoraConfig
+from diffusion.errors import UserError
+
+NAME = 'default'
+"""Name that peft gives to the weights of a LoRA, of which a denoiser has one."""
+UPDATED = (nn.Linear, nn.Conv2d)
+"""Layers that a LoRA can update."""
+
+
+def add_lora(denoiser: ModelMixin, settings: LoraConfig, *, seed: int) -> None:
+    """Add a LoRA to a denoiser in place, and freeze all other weights.
+
+    Args:
+        denoiser: The denoiser.
+        settings: Rank, alpha and target layers.
+        seed: Seed of the initial values of A, which depend on nothing else.
+
+    Raises:
+        UserError: A target matches no layer.
+    """
+    check_targets(denoiser, settings.targets)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        denoiser.add_adapter(
+            PeftConfig(r=settings.rank, lora_alpha=settings.alpha, target_modules=settings.targets),  # type: ignore[arg-type]
+            NAME,
+        )
+
+
+def check_targets(denoiser: nn.Module, targets: Sequence[str]) -> None:
+    """Check that each target is the end of the name of at least one linear or convolutional layer.
+
+    Raises:
+        UserError: One is not; the message has the names that are.
+    """
+    # peft ignores a target without layers as long as another one has some.
+    layers = [name for name, layer in denoiser.named_modules() if isinstance(layer, UPDATED)]
+    unknown = [target for target in targets if not any(f'.{name}'.endswith(f'.{target}') for name in layers)]
+    if unknown:
+        ends = sorted({re.sub(r'^.*\.(?=[^.]*[a-z_][^.]*(\.\d+)*$)', '', name) for name in layers})
+        raise UserError(f'lora.targets: {", ".join(unknown)} matches no layer; use some of {", ".join(ends)}')
+
+
+def lora_weights(denoiser: nn.Module, settings: LoraConfig) -> dict[str, Tensor]:
+    """Return the weights of a denoiser's LoRA by name, scaled so that they fit alpha = rank.
+
+    Programs that read LoRA files without their metadata, such as earlier versions of diffusers, assume alpha = rank.
+    """
+    weights = get_peft_model_state_dict(denoiser, adapter_name=NAME)
+    scale = settings.alpha / settings.rank
+    return {name: each * scale if '.lora_B.' in name else each for name, each in weights.items()}
+
+
+def save_lora(denoiser: nn.Module, settings: LoraConfig, folder: str, dtype: torch.dtype) -> None:
+    """Write a U-Net's LoRA to a folder as `pytorch_lora_weights.safetensors`, which pipelines of diffusers load.
+
+    Raises:
+        UserError: The denoiser is not a U-Net.
+    """
+    if not isinstance(denoiser, UNet2DConditionModel):
+        raise UserError(
+            f'export: diffusers loads the LoRA of a U-Net, but the denoiser is a {type(denoiser).__name__}; use '
+            '--merge to export the whole pipeline'
+        )
+    layers = {name: each.detach().to(dtype).contiguous() for name, each in lora_weights(denoiser, settings).items()}
+    StableDiffusionLoraLoaderMixin.save_lora_weights(folder, unet_lora_layers=layers)  # type: ignore[arg-type]
+
+
+def merge_lora(denoiser: ModelMixin) -> None:
+    """Add a denoiser's LoRA to the weights of its layers in place, and remove it: W + (alpha / rank) B A."""
+    denoiser.fuse_lora()
+    denoiser.unload_lora()

@@ -1,0 +1,139 @@
+"""Real runs of a LoRA: resuming, evaluating, exporting for the stock pipeline, and training on two ranks."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import StableDiffusionPipeline
+from PIL import Image
+from ranks import largest_difference, read_losses
+from safetensors.torch import load_file
+
+from diffusion.checkpointing.checkpoint_weights import Weights, weights_of
+from diffusion.checkpointing.run_folder import find_checkpoint
+from diffusion.cli import main
+from diffusion.config.load import load
+from diffusion.errors import UserError
+from diffusion.tasks.evaluate import evaluate
+from diffusion.tasks.export import export
+from diffusion.training.train import build_trainer, train
+
+
+@pytest.fixture(scope='module')
+def base(tmp_path_factory, tiny_recipe, pictures):
+    """Recipe of a model with a frozen text encoder, and the exported pipeline of its run of two batches."""
+    root = tmp_path_factory.mktemp('base')
+    content = tiny_recipe(root / 'runs', name='base')
+    content['model']['train_text_encoder'] = False
+    content['eval_streams'] = {'other': {'local': str(pictures[32]), 'resolution': 32}}
+    content['trainer'] |= {'max_duration': '2ba', 'save_interval': '2ba'}
+    (root / 'base.yaml').write_text(yaml.safe_dump(content))
+    train(load(root / 'base.yaml')).close()
+    export(root / 'runs' / 'base', root / 'pipeline')
+    return content, root / 'pipeline'
+
+
+@pytest.fixture
+def write(base, tmp_path):
+    """Function that writes a recipe of four batches of a LoRA from the exported pipeline."""
+
+    def write(name='lora', **sections):
+        content = copy.deepcopy(base[0]) | {
+            'name': name,
+            'runs_dir': str(tmp_path / 'runs'),
+            'init_from': str(base[1]),
+            'lora': {'rank': 4, 'alpha': 8.0},
+            'optimizer': {'name': 'adamw', 'lr': 3.0e-2},
+            'algorithms': {'ema': {'ema_start': '1ba', 'smoothing': 0.5}},
+        }
+        content['trainer'] |= {'max_duration': '4ba', 'save_interval': '2ba'}
+        (tmp_path / f'{name}.yaml').write_text(yaml.safe_dump(content | sections))
+        return tmp_path / f'{name}.yaml'
+
+    return write
+
+
+def weights(run, which: Weights = 'training'):
+    return weights_of(find_checkpoint(run), which)[0]
+
+
+def drawn(source, out):
+    """Draw an image with the command and return its levels."""
+    assert (
+        main(['generate', str(source), 'a red square', '--out', str(out), '--steps', '4', '--scheduler', 'ddim']) == 0
+    )
+    (file,) = out.iterdir()
+    return np.asarray(Image.open(file)).astype(int)
+
+
+def test_stock_pipeline_draws_the_same_images_with_the_exported_lora(base, write, tmp_path, capsys):
+    run = tmp_path / 'runs' / 'lora'
+    train(load(write())).close()
+    assert main(['export', str(run), '--out', str(tmp_path / 'lora')]) == 0
+    file = "weight_name='pytorch_lora_weights.safetensors'"
+    assert f"ema weights of the LoRA; load with pipeline.load_lora_weights('{tmp_path}/lora', {file})" in (
+        capsys.readouterr().out
+    )
+    assert [file.name for file in (tmp_path / 'lora').iterdir()] == ['pytorch_lora_weights.safetensors']
+    assert main(['export', str(run), '--out', str(tmp_path / 'merged'), '--merge']) == 0
+    pipeline = StableDiffusionPipeline.from_pretrained(base[1], local_files_only=True)
+    pipeline.load_lora_weights(tmp_path / 'lora', weight_name='pytorch_lora_weights.safetensors')
+    pipeline.fuse_lora()
+    pipeline.unload_lora_weights()
+    pipeline.save_pretrained(tmp_path / 'stock')
+    ours = drawn(run, tmp_path / 'ours')
+    for source in ('merged', 'stock'):
+        assert abs(ours - drawn(tmp_path / source, tmp_path / f'drawn-{source}')).max() <= 2, source
+    assert abs(ours - drawn(base[1], tmp_path / 'drawn-base')).max() > 20, 'the LoRA has an effect'
+    assert evaluate(load(run / 'recipe.yaml', ['task=evaluate']))['loss'] > 0
+    stock, merged = (
+        load_file(tmp_path / each / 'unet/diffusion_pytorch_model.safetensors') for each in ('stock', 'merged')
+    )
+    torch.testing.assert_close(stock, merged)
+
+
+def test_resumed_lora_equals_uninterrupted_and_its_base_does_not_change(base, write, tmp_path):
+    runs = tmp_path / 'runs'
+    train(load(write('whole'))).close()
+    path = write('parts')
+    trainer = build_trainer(load(path))
+    trainer.fit(duration='2ba')
+    trainer.close()
+    with pytest.raises(UserError, match=r'lora\.rank: 4 in the checkpoint, 8 now'):
+        build_trainer(load(path, ['lora.rank=8']))
+    train(load(path)).close()
+    assert read_losses(runs / 'whole') == read_losses(runs / 'parts')
+    kinds: tuple[Weights, ...] = ('training', 'ema')
+    for which in kinds:
+        whole, parts = (weights(runs / name, which) for name in ('whole', 'parts'))
+        assert whole.keys() == parts.keys() and all(torch.equal(whole[name], parts[name]) for name in whole)
+    whole = weights(runs / 'whole')
+    published = load_file(base[1] / 'unet' / 'diffusion_pytorch_model.safetensors')
+    frozen = {name.replace('.base_layer', ''): each for name, each in whole.items() if '.lora_' not in name}
+    assert frozen.keys() == {f'denoiser.{name}' for name in published}
+    assert all(torch.equal(frozen[f'denoiser.{name}'], each) for name, each in published.items())
+    assert all(each.any() for name, each in whole.items() if '.lora_B.' in name), 'all updates are trained'
+    with pytest.raises(UserError, match=r'it is the checkpoint of a LoRA: start from .* export --merge writes'):
+        build_trainer(load(write('next', init_from=str(runs / 'whole'))))
+    with pytest.raises(UserError, match=r'--merge: .*/base/ba2 has no LoRA'):
+        export(base[1].parent / 'runs' / 'base', tmp_path / 'out', merge=True)
+
+
+@pytest.mark.slow
+def test_two_ranks_with_sharded_weights_equal_one_device(write, ranks, tmp_path):
+    """Rank 0 reads the published weights for both ranks; the checkpoint of two ranks resumes on one."""
+    runs = tmp_path / 'runs'
+    sharded = {'strategy': 'fsdp2', 'checkpoints': 'sharded', 'reshard_after_forward': False}
+    sections = {'optimizer': {'name': 'adamw', 'lr': 1.0e-3}}
+    train(load(write('one', **sections))).close()
+    two, ddp = write('two', parallelism=sharded, **sections), write('ddp', **sections)
+    ranks.run(2, two, 'trainer.max_duration=2ba')
+    ranks.run(2, ddp)
+    train(load(two, ['parallelism.strategy=ddp', 'parallelism.checkpoints=whole'])).close()
+    for name in ('two', 'ddp'):
+        assert largest_difference(read_losses(runs / 'one'), read_losses(runs / name)) < 1e-4
+        one, other = weights(runs / 'one'), weights(runs / name)
+        assert one.keys() == other.keys()
+        assert max(float((one[each] - other[each]).abs().max()) for each in one) < 4 * 1e-3

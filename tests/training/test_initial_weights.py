@@ -1,0 +1,317 @@
+"""`init_from` with published weights: folders of diffusers, the Hub, and files in the original layout."""
+
+import json
+import logging
+import shutil
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
+from hub_server import COMMIT, serve
+from huggingface_hub import constants
+from huggingface_hub.utils import _http
+from original_layout import original_layout
+from safetensors.torch import save_file
+
+from diffusion.checkpointing.checkpoint_weights import weights_of
+from diffusion.checkpointing.run_folder import find_checkpoint
+from diffusion.config.load import load, to_yaml
+from diffusion.errors import UserError
+from diffusion.models import hub_files
+from diffusion.models.builders import tiny
+from diffusion.models.original_weights import read_original
+from diffusion.storage import retry
+from diffusion.storage.retry import RetryPolicy
+from diffusion.tasks.export import export
+from diffusion.training.initial_weights import read_weights
+from diffusion.training.train import build_trainer, train
+
+UNET: dict[str, Any] = {
+    'sample_size': 4,
+    'in_channels': 4,
+    'out_channels': 4,
+    'down_block_types': ('CrossAttnDownBlock2D', 'CrossAttnDownBlock2D', 'DownBlock2D'),
+    'up_block_types': ('UpBlock2D', 'CrossAttnUpBlock2D', 'CrossAttnUpBlock2D'),
+    'block_out_channels': (32, 32, 64),
+    'layers_per_block': 2,
+    'attention_head_dim': (1, 1, 2),
+    'cross_attention_dim': 32,
+    'use_linear_projection': True,
+}
+WIDE: dict[str, Any] = {'cross_attention_dim': 64}
+XL: dict[str, Any] = UNET | {
+    'addition_embed_type': 'text_time',
+    'addition_time_embed_dim': 8,
+    'projection_class_embeddings_input_dim': 80,
+    'transformer_layers_per_block': (1, 2, 1),
+}
+
+
+@pytest.fixture(scope='module')
+def published(make_model, tmp_path_factory):
+    """A model with other weights than a recipe's, and the folder of its pipeline in the layout of diffusers."""
+    model = make_model(resolution=32)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.05)
+    folder = tmp_path_factory.mktemp('published') / 'pipeline'
+    model.family.pipeline(model).save_pretrained(folder)
+    return model, folder
+
+
+@pytest.fixture
+def recipe_from(write_recipe):
+    """Function that writes a recipe whose run starts from a source; keywords replace settings of the model."""
+
+    def write(start, *, train_text_encoder=False, name='run', **settings):
+        path = write_recipe(name, init_from=start if isinstance(start, dict) else str(start))
+        content = yaml.safe_load(path.read_text())
+        content['model'] |= {'train_text_encoder': train_text_encoder} | settings
+        path.write_text(yaml.safe_dump(content))
+        return load(path)
+
+    return write
+
+
+@pytest.fixture
+def single_file(published, tmp_path):
+    """The published U-Net in the original layout, with averages, beside tensors of other parts."""
+    model, _ = published
+    weights = original_layout(model.denoiser.state_dict(), layers_per_block=1, ema=True)
+    file = tmp_path / 'v2-1.safetensors'
+    others = {'first_stage_model.encoder.conv_in.weight': torch.zeros(1), 'alphas_cumprod': torch.ones(1000)}
+    save_file(weights | others, file)
+    return file
+
+
+def started(recipe) -> dict[str, torch.Tensor]:
+    """Return a run's weights before its first batch."""
+    trainer = build_trainer(recipe)
+    weights = {name: each.clone() for name, each in trainer.state.model.state_dict().items()}
+    trainer.close()
+    return weights
+
+
+def assert_equal(weights, expected):
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in weights)
+
+
+def denoiser_of(model) -> dict[str, torch.Tensor]:
+    return {f'denoiser.{name}': each for name, each in model.denoiser.state_dict().items()}
+
+
+@pytest.mark.parametrize('place', ['', 'unet'])
+def test_run_starts_from_a_folder_of_diffusers(published, recipe_from, caplog, place):
+    model, folder = published
+    with caplog.at_level(logging.INFO):
+        weights = started(recipe_from(folder / place))
+    assert_equal(weights, denoiser_of(model))
+    assert f"init_from: loaded the denoiser's weights of {folder / place}" in caplog.text
+
+
+def test_trained_text_encoder_is_loaded_too(published, recipe_from, caplog):
+    model, folder = published
+    with caplog.at_level(logging.INFO):
+        assert_equal(started(recipe_from(folder, train_text_encoder=True)), model.state_dict())
+    assert 'loaded the weights of denoiser and text encoder' in caplog.text
+    with pytest.raises(UserError, match=r'init_from: .*/unet: has no text_encoder/, .*train_text_encoder: false'):
+        build_trainer(recipe_from(folder / 'unet', train_text_encoder=True, name='other'))
+
+
+def test_sharded_half_precision_weights_are_read(published, recipe_from, tmp_path):
+    model, folder = published
+    unet = UNet2DConditionModel.from_pretrained(folder / 'unet', low_cpu_mem_usage=False)
+    unet.half().save_pretrained(tmp_path / 'shards', max_shard_size='300KB')
+    assert len([*(tmp_path / 'shards').glob('*.safetensors')]) > 1
+    expected = {name: each.half().float() for name, each in denoiser_of(model).items()}
+    assert_equal(started(recipe_from(tmp_path / 'shards')), expected)
+
+
+def test_trained_run_exports_and_starts_another_run(published, recipe_from, tmp_path):
+    """From a folder of diffusers over a batch of training and our export to the next run."""
+    _, folder = published
+    recipe = recipe_from(folder)
+    recipe.trainer |= {'max_duration': '1ba', 'save_interval': '1ba'}
+    train(recipe).close()
+    trained = weights_of(find_checkpoint(recipe.run_dir), 'training')[0]
+    assert any(
+        not torch.equal(trained[f'denoiser.{name}'], each) for name, each in published[0].denoiser.state_dict().items()
+    )
+    export(recipe.run_dir, tmp_path / 'exported')
+    assert_equal(started(recipe_from(tmp_path / 'exported', name='next')), trained)
+    resumed = build_trainer(recipe)
+    assert resumed.state.timestamp.batch.value == 1, 'the checkpoint takes precedence over init_from'
+    resumed.close()
+
+
+@pytest.mark.parametrize(('which', 'shift'), [('training', 0), ('ema', 1)])
+def test_run_starts_from_a_file_in_the_original_layout(published, recipe_from, single_file, which, shift):
+    weights = started(recipe_from({'from': str(single_file), 'weights': which}))
+    assert_equal(weights, {name: each + shift for name, each in denoiser_of(published[0]).items()})
+
+
+@pytest.mark.parametrize('config', [UNET, XL, UNET | {'use_linear_projection': False}], ids=['sd2', 'sdxl', 'sd1'])
+def test_original_layout_is_converted_for_every_family(tmp_path, config):
+    unet = UNet2DConditionModel(**config)
+    save_file(original_layout(unet.state_dict(), layers_per_block=2), tmp_path / 'model.safetensors')
+    assert_equal(read_original(unet, tmp_path / 'model.safetensors', 'training'), unet.state_dict())
+
+
+def test_original_file_of_another_architecture_is_refused(tmp_path, recipe_from, single_file, published):
+    file = tmp_path / 'model.safetensors'
+    wide = UNet2DConditionModel(**(UNET | WIDE))
+    save_file(original_layout(UNet2DConditionModel(**XL).state_dict(), layers_per_block=2), file)
+    with pytest.raises(
+        UserError, match=r'model.safetensors: the architecture differs .*: \d+ unknown tensors \(model\.'
+    ):
+        read_original(UNet2DConditionModel(**UNET), file, 'training')
+    save_file(original_layout(wide.state_dict(), layers_per_block=2), file)
+    with pytest.raises(UserError, match=r'lacks model\.diffusion_model\.label_emb\.0\.0\.weight'):
+        read_original(UNet2DConditionModel(**XL), file, 'training')
+    with pytest.raises(UserError, match=r'it has no averaged weights \(model_ema\.\*\); use weights: training'):
+        read_original(wide, file, 'ema')
+    save_file(published[0].denoiser.state_dict(), file)
+    with pytest.raises(UserError, match=r'it is in the layout of diffusers: name its folder'):
+        read_original(wide, file, 'training')
+    file.write_bytes(file.read_bytes()[:2000])
+    with pytest.raises(UserError, match=r'model\.safetensors: not readable'):
+        read_original(wide, file, 'training')
+    with pytest.raises(UserError, match=r'init_from: .*trains its text encoder, .*from_single_file'):
+        build_trainer(recipe_from(single_file, train_text_encoder=True))
+
+
+def test_missing_tensor_of_an_original_file_is_named(tmp_path, published, recipe_from):
+    weights = original_layout(published[0].denoiser.state_dict(), layers_per_block=1)
+    del weights['model.diffusion_model.middle_block.1.proj_in.weight']
+    save_file(weights, tmp_path / 'part.safetensors')
+    with pytest.raises(UserError, match=r'1 tensors missing \(denoiser\.mid_block\.attentions\.0\.proj_in\.weight\)'):
+        build_trainer(recipe_from(tmp_path / 'part.safetensors'))
+
+
+def test_text_width_that_does_not_fit_is_named(recipe_from, single_file):
+    message = r'\(32, 32\), expected \(32, 64\); .* text embeddings of width 32, the model has width 64'
+    with pytest.raises(UserError, match=message):
+        build_trainer(recipe_from(single_file, text_width=64))
+
+
+@pytest.mark.parametrize(
+    ('change', 'message'),
+    [
+        ({'attention_head_dim': [2, 2]}, r'attention_head_dim is \[2, 2\], expected'),
+        (
+            {'_class_name': 'PRXTransformer2DModel'},
+            r"holds a PRXTransformer2DModel, but the model's denoiser is a UNet",
+        ),
+        ({'attention_head_dim': 1, 'sample_size': 8, 'only_cross_attention': [False, False]}, None),
+        ({'cross_attention_dim': 768}, r'cross_attention_dim is 768, expected 32'),
+    ],
+)
+def test_settings_that_compute_something_else_are_refused(published, recipe_from, tmp_path, change, message):
+    folder = tmp_path / 'unet'
+    shutil.copytree(published[1] / 'unet', folder)
+    config = json.loads((folder / 'config.json').read_text())
+    (folder / 'config.json').write_text(json.dumps(config | change))
+    if message is None:
+        assert_equal(started(recipe_from(folder)), denoiser_of(published[0]))
+    else:
+        with pytest.raises(UserError, match=f'^init_from: .*config.json: .*{message}'):
+            build_trainer(recipe_from(folder))
+
+
+def test_folder_without_safetensors_or_denoiser_is_refused(published, recipe_from, tmp_path, small_vae):
+    folder = tmp_path / 'pipeline'
+    shutil.copytree(published[1], folder)
+    file = folder / 'unet' / 'diffusion_pytorch_model.safetensors'
+    file.rename(file.with_suffix('.bin'))
+    with pytest.raises(UserError, match=r'safetensors does not exist; save .*safe_serialization=True'):
+        build_trainer(recipe_from(folder))
+    shutil.rmtree(folder / 'unet')
+    with pytest.raises(UserError, match=r'has neither unet/config.json nor transformer/config.json nor config.json'):
+        build_trainer(recipe_from(folder))
+    with pytest.raises(UserError, match=r"holds a AutoencoderKL, but the model's denoiser is a UNet2DCondition"):
+        build_trainer(recipe_from(small_vae))
+    with pytest.raises(UserError, match=r'init_from\.weights: ema, but .* has one set of weights; use training'):
+        build_trainer(recipe_from({'from': str(published[1]), 'weights': 'ema'}))
+
+
+def test_additional_latent_channels_start_at_zero_if_asked(published, recipe_from, tmp_path, caplog):
+    model, folder = published
+    vae = tmp_path / 'vae6'
+    torch.manual_seed(0)
+    config: Any = AutoencoderKL.load_config(folder / 'vae')
+    six: Any = AutoencoderKL.from_config(config | {'latent_channels': 6})
+    six.save_pretrained(vae)
+    with pytest.raises(
+        UserError, match=r'conv_in\.weight \(32, 4, 3, 3\) -> \(32, 6, 3, 3\); .*init_from\.resize: true'
+    ):
+        build_trainer(recipe_from(folder, vae=str(vae)))
+    with caplog.at_level(logging.INFO):
+        weights = started(recipe_from({'from': str(folder), 'resize': True}, vae=str(vae), name='resized'))
+    expected = denoiser_of(model)
+    enter, leave, bias = (
+        weights[f'denoiser.{name}'] for name in ('conv_in.weight', 'conv_out.weight', 'conv_out.bias')
+    )
+    assert torch.equal(enter[:, :4], expected['denoiser.conv_in.weight']) and not enter[:, 4:].any()
+    assert torch.equal(leave[:4], expected['denoiser.conv_out.weight']) and not leave[4:].any() and not bias[4:].any()
+    others = weights.keys() - {f'denoiser.{name}' for name in ('conv_in.weight', 'conv_out.weight', 'conv_out.bias')}
+    assert all(torch.equal(weights[name], expected[name]) for name in others)
+    assert 'added channels of zeros: denoiser.conv_in.weight (32, 4, 3, 3) -> (32, 6, 3, 3)' in caplog.text
+    six = UNet2DConditionModel.from_config(dict(model.denoiser.config) | {'in_channels': 6})
+    six.save_pretrained(tmp_path / 'six')
+    with pytest.raises(UserError, match=r'conv_in\.weight is \(32, 6, 3, 3\), expected \(32, 4, 3, 3\)'):
+        build_trainer(recipe_from({'from': str(tmp_path / 'six'), 'resize': True}, name='fewer'))
+
+
+@pytest.fixture
+def hub(published, tmp_path, monkeypatch):
+    """Hub that serves the published pipeline, with an empty cache, and retries without pauses."""
+    with serve(published[1]) as server:
+        monkeypatch.setattr(constants, 'ENDPOINT', server.url)
+        template = server.url + '/{repo_id}/resolve/{revision}/{filename}'
+        monkeypatch.setattr('huggingface_hub.file_download.HUGGINGFACE_CO_URL_TEMPLATE', template)
+        monkeypatch.setattr(constants, 'HF_HUB_CACHE', str(tmp_path / 'cache'))
+        monkeypatch.setattr(constants, 'HF_HUB_OFFLINE', False)
+        monkeypatch.setattr(retry, 'LONGEST_PAUSE_SECONDS', 0.01)
+        monkeypatch.setattr(hub_files, 'POLICY', RetryPolicy(tries=3, timeout_seconds=0.3))
+        _http.reset_sessions()
+        yield server
+    _http.reset_sessions()
+
+
+@pytest.mark.parametrize('name', ['hf://someone/model', 'someone/model'])
+def test_run_starts_from_a_pinned_repository(hub, published, recipe_from, name):
+    recipe = recipe_from({'from': name, 'revision': COMMIT}, train_text_encoder=True)
+    assert_equal(started(recipe), published[0].state_dict())
+    asked = len(hub.requests)
+    assert not any(each.endswith('/vae/diffusion_pytorch_model.safetensors') for each in hub.requests)
+    hub.always = 503
+    model = tiny(**recipe.model.kwargs)
+    assert_equal(read_weights(model, recipe.initial_weights).tensors, published[0].state_dict())
+    assert len(hub.requests) == asked, 'everything is in the cache'
+
+
+def test_repository_of_a_denoiser_alone_is_read(hub, published, recipe_from):
+    hub.folder = published[1] / 'unet'
+    weights = started(recipe_from({'from': 'hf://someone/model', 'revision': COMMIT}))
+    assert_equal(weights, denoiser_of(published[0]))
+
+
+def test_hub_that_refuses_or_is_not_reached_is_named(hub, published, recipe_from, monkeypatch):
+    recipe = recipe_from({'from': 'hf://someone/model', 'revision': COMMIT})
+    hub.always = 'no-repository'
+    with pytest.raises(UserError, match=r'init_from: someone/model/unet: .*there is no such repository'):
+        build_trainer(recipe)
+    monkeypatch.setattr(constants, 'HF_HUB_OFFLINE', True)
+    with pytest.raises(UserError, match=r'init_from: someone/model/unet: .*HF_HUB_OFFLINE is set'):
+        build_trainer(recipe)
+
+
+def test_saved_recipe_reads_back_equal(recipe_from, tmp_path):
+    recipe = recipe_from({'from': 'hf://someone/model', 'revision': COMMIT})
+    (tmp_path / 'saved.yaml').write_text(to_yaml(recipe))
+    assert load(tmp_path / 'saved.yaml') == recipe

@@ -528,10 +528,10 @@ FAULTS = {
     'list at resume': ('diffusion.checkpointing.checkpoint_store:list_checkpoints', 'ESTALE', RESUME),
     'weights at resume': ('diffusion.checkpointing.checkpoint_weights:torch.load', 'EIO', RESUME),
     'metrics': ('diffusion.loggers.metrics_file:json.dumps', 'ETIMEDOUT', TRAIN),
-    'Hub': ('diffusion.models.pretrained:AutoencoderKL.from_pretrained', 'ECONNRESET', TRAIN),
+    'Hub': ('diffusion.models.builders:AutoencoderKL.from_pretrained', 'ECONNRESET', TRAIN),
     'precompute': ('os:fsync', 'EDQUOT', PRECOMPUTE),
     'export': (
-        'diffusion.tasks.export:StableDiffusionPipeline.save_pretrained',
+        'diffusers.pipelines.pipeline_utils:DiffusionPipeline.save_pretrained',
         'EIO',
         ['diffusion', 'export', '{run}', '--out', 'exported'],
     ),

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from composer.models import ComposerModel
 from diffusers.models.modeling_utils import ModelMixin
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric
 
@@ -22,6 +23,7 @@ from diffusion.models.denoisers.families import family_of
 from diffusion.models.denoisers.family import DenoiserSizes
 from diffusion.models.flops import FlopCount, text_encoder_flops, vae_encoder_flops
 from diffusion.models.objective import (
+    MIN_TIME,
     Objective,
     diffuse,
     flow_loss_weight,
@@ -393,6 +395,9 @@ class LatentDiffusion(ComposerModel):
 
         # Schedulers of flows alone take the velocity, whatever the denoiser predicts.
         takes_velocity = self.objective.is_flow and 'prediction_type' not in scheduler.config
+        # Euler's method as published for x-prediction (Li and He 2025; PRXPixelPipeline of diffusers) bounds t as training
+        # does. Heun's second step needs the velocity close to t = 0, where the bound would stop it halfway.
+        min_time = MIN_TIME if isinstance(scheduler, FlowMatchEulerDiscreteScheduler) else 0.0
 
         def denoise(noisy: Tensor, timestep: Tensor) -> Tensor:
             if guidance_scale <= 1:
@@ -404,7 +409,7 @@ class LatentDiffusion(ComposerModel):
             if not takes_velocity:
                 return prediction
             time = timestep / self.objective.num_train_timesteps
-            return flow_velocity(self.objective, prediction, noisy, time=time)
+            return flow_velocity(self.objective, prediction, noisy, time=time, min_time=min_time)
 
         with evaluating(self):
             start = latents.float() * self.objective.noise_scale

@@ -203,9 +203,21 @@ def flow_loss_weight(objective: Objective, *, time: Tensor) -> Tensor:
     return time.clamp(min=MIN_TIME) ** -2 if objective.prediction_type == 'sample' else torch.ones_like(time)
 
 
-def flow_velocity(objective: Objective, prediction: Tensor, noisy: Tensor, *, time: Tensor) -> Tensor:
-    """Return the velocity of a flow for a prediction at time [] above 0: the velocity itself, or the clean latents."""
-    return (noisy - prediction) / time.to(noisy.dtype) if objective.prediction_type == 'sample' else prediction
+def flow_velocity(
+    objective: Objective, prediction: Tensor, noisy: Tensor, *, time: Tensor, min_time: float = 0.0
+) -> Tensor:
+    """Return the velocity of a flow for a prediction at time [], which is the velocity itself or the clean latents.
+
+    Args:
+        objective: The training objective.
+        prediction: The denoiser's prediction.
+        noisy: Its input.
+        time: Time t; above 0 without `min_time`.
+        min_time: Lower bound of the t by which the error of clean latents is divided.
+    """
+    if objective.prediction_type != 'sample':
+        return prediction
+    return (noisy - prediction) / time.to(noisy.dtype).clamp(min=min_time)
 
 
 def _per_sample(values: Tensor, like: Tensor) -> Tensor:

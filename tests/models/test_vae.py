@@ -69,7 +69,7 @@ def test_latents_of_pixel_space_are_the_pixels(images):
     assert torch.equal(latents, images.float() / 127.5 - 1)
     torch.testing.assert_close(model.decode(latents) * 255, images.float())
     assert model.generate(['a'], num_inference_steps=1).shape == (1, 3, 32, 32)
-    with pytest.raises(UserError, match='trained on pixels, but the pipeline needs an autoencoder'):
+    with pytest.raises(UserError, match='a PRXPixelPipeline samples a flow by x-prediction, but'):
         family_of(model.denoiser).pipeline(model)
 
 

@@ -395,8 +395,8 @@ class LatentDiffusion(ComposerModel):
 
         # Schedulers of flows alone take the velocity, whatever the denoiser predicts.
         takes_velocity = self.objective.is_flow and 'prediction_type' not in scheduler.config
-        # Euler's method as published for x-prediction (Li and He 2025; PRXPixelPipeline of diffusers) bounds t as training
-        # does. Heun's second step needs the velocity close to t = 0, where the bound would stop it halfway.
+        # Euler's method as published for x-prediction (Li and He 2025; PRXPixelPipeline of diffusers) bounds t as
+        # training does. Heun's second step needs the velocity close to t = 0, where the bound would stop it halfway.
         min_time = MIN_TIME if isinstance(scheduler, FlowMatchEulerDiscreteScheduler) else 0.0
 
         def denoise(noisy: Tensor, timestep: Tensor) -> Tensor:

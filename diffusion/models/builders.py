@@ -37,6 +37,12 @@ def tokenizes_with(tokenizers: Callable[..., list[PreTrainedTokenizerBase]]) -> 
     return decorate
 
 
+def takes_image_sizes(builder: Builder) -> Builder:
+    """Decorator for builders of models that are conditioned on the sizes of images: the dataset then returns them."""
+    builder.takes_image_sizes = True  # type: ignore[attr-defined]
+    return builder
+
+
 def sd2_tokenizers(
     *, pretrained: str | None = sd2_config.PRETRAINED, revision: str | None = sd2_config.REVISION
 ) -> list[PreTrainedTokenizerBase]:
@@ -197,10 +203,18 @@ def tiny_text(*, width: int, layers: int, max_length: int, mask_padding: bool = 
     return TextConditioner([CLIPTextModel(config)], tiny_tokenizers(max_length=max_length), mask_padding=mask_padding)
 
 
-def load_vae(source: str) -> AutoencoderKL:
-    """Load a VAE from its own folder, or from the `vae` subfolder of a model's folder or repository."""
+def load_vae(source: str, *, revision: str | None = None) -> AutoencoderKL:
+    """Load a VAE from its own folder or repository, or from the `vae` subfolder of a model's."""
     subfolder = '' if (Path(source) / 'config.json').is_file() else 'vae'
-    return load_pretrained(AutoencoderKL, source, subfolder=subfolder)
+    try:
+        return load_pretrained(AutoencoderKL, source, subfolder=subfolder, revision=revision)
+    except UserError as error:
+        if Path(source).is_dir():
+            raise
+        try:
+            return load_pretrained(AutoencoderKL, source, subfolder='', revision=revision)
+        except UserError:
+            raise error from error.__cause__
 
 
 def latent_side(resolution: int, vae: AutoencoderKL) -> int:

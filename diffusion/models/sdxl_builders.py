@@ -209,7 +209,7 @@ def _text_encoders(pretrained: str | None, revision: str | None) -> list[CLIPTex
 def _check_precision(vae: AutoencoderKL, source: str, encoder_dtype: str) -> None:
     """Raise UserError if a VAE that overflows in float16, as its configuration states, is to run in float16."""
     # Stable Diffusion XL's own VAE gives NaNs in float16; diffusers' pipelines convert it to float32.
-    if vae.config['force_upcast'] and encoder_precision(encoder_dtype) == torch.float16:
+    if vae.config.get('force_upcast', False) and encoder_precision(encoder_dtype) == torch.float16:
         raise UserError(
             f'model.vae: the configuration of {source} has force_upcast, since its activations overflow in float16; '
             'set encoder_dtype: bfloat16, or vae: madebyollin/sdxl-vae-fp16-fix with vae_revision: '

@@ -25,8 +25,8 @@ SAME_ARCHITECTURE = {
     'tiny': _TRAINING,
     'prx': {'revision', *_TRAINING},
     'tiny_prx': _TRAINING,
-    'sdxl': {'revision', 'vae_revision', *_TRAINING},
-    'tiny_sdxl': _TRAINING,
+    'sdxl': {'revision', 'vae_revision', *_TRAINING} - {'mask_padding'},
+    'tiny_sdxl': _TRAINING - {'mask_padding'},
     'autoencoder': {'l1_weight', 'kl_weight'},
 }
 """Keywords that do not change the architecture, by built-in model; of other models, every keyword is assumed to."""

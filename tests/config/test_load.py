@@ -208,7 +208,7 @@ WRONG = {
     'component without name': (
         {'model': {'resolution': 64}},
         [],
-        'model.name: is missing; use one of: autoencoder, .*sdxl',
+        'model.name: is missing; use one of: autoencoder, sd2, tiny',
     ),
     'bad keyword': (
         {'model': {'name': 'tiny', 'resolutoin': 64}},

@@ -52,7 +52,8 @@ def make(small_vae):
 
     def build(**settings: Any) -> Any:
         torch.manual_seed(0)
-        return tiny_sdxl(**(SMALL | {'vae': str(small_vae)} | settings))
+        keywords: dict[str, Any] = SMALL | {'vae': str(small_vae)} | settings
+        return tiny_sdxl(**keywords)
 
     return build
 
@@ -125,7 +126,7 @@ def local_sdxl(tmp_path_factory):
         norm_num_groups=2,
     )
     vae.save_pretrained(folder / 'vae')
-    sizes = {'intermediate_size': 8, 'num_hidden_layers': 2, 'bos_token_id': 0, 'eos_token_id': 2}
+    sizes: dict[str, Any] = {'intermediate_size': 8, 'num_hidden_layers': 2, 'bos_token_id': 0, 'eos_token_id': 2}
     first = CLIPTextConfig(hidden_size=768, num_attention_heads=12, projection_dim=768, **sizes)
     second = CLIPTextConfig(hidden_size=1280, num_attention_heads=20, projection_dim=1280, **sizes)
     CLIPTextModel(first).save_pretrained(folder / 'text_encoder')

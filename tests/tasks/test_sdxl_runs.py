@@ -19,11 +19,13 @@ from diffusion.checkpointing.run_folder import find_checkpoint
 from diffusion.cli import main
 from diffusion.config.load import load
 from diffusion.errors import UserError
+from diffusion.models import batch_keys
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.storage.mds import INDEX
 from diffusion.tasks.evaluate import trained_model
 from diffusion.tasks.export import export
 from diffusion.tasks.precompute import precompute
+from diffusion.training.components import build_loader, build_model
 from diffusion.training.train import train
 
 BATCHES = 6
@@ -108,16 +110,28 @@ def test_losses_on_precomputed_data_equal_losses_online(write, stored, tmp_path,
     frozen = {'train_text_encoder': False}
     in_order = {'num_workers': 0, 'shuffle': False}  # shuffling depends on the shards, which differ
     dataset = {'name': 'image_text', 'crop': 'random', 'min_crop_scale': 0.6, 'caption_choice': 'random'}
-    trainer = {'max_duration': '3ba'}
+    batches, model = [], None
     for name, sections in {
         'online': {'dataset': dataset},
         'stored': {'dataset': {'name': 'latents', 'caption_choice': 'random'}, 'streams': streams},
     }.items():
-        path = write(name, model=frozen, loader=in_order, **sections)
-        train(load(path, [f'trainer.{key}={value}' for key, value in trainer.items()])).close()
+        recipe = load(write(name, model=frozen, loader=in_order, **sections), ['trainer.max_duration=2ba'])
+        batches.append(next(iter(build_loader(recipe))))
+        train(recipe).close()
+        model = build_model(recipe)
     online, offline = (read_losses(tmp_path / 'runs' / name) for name in ('online', 'stored'))
-    assert len(online) == 3
+    assert len(online) == 2
     assert largest_difference(online, offline) < 1e-4
+    # At initialization, sizes and pooled text hardly change the loss: compare them too.
+    online_batch, stored_batch = batches
+    assert (online_batch[batch_keys.IMAGE_SIZES][:, 2:4] > 0).any()
+    assert online_batch[batch_keys.IMAGE_SIZES].equal(stored_batch[batch_keys.IMAGE_SIZES])
+    assert (batch_keys.TEXT_POOLED in stored_batch) == (latents == 'image+text')
+    if latents == 'image+text':
+        assert isinstance(model, LatentDiffusion)
+        text = model.embed(online_batch[batch_keys.INPUT_IDS])
+        torch.testing.assert_close(stored_batch[batch_keys.TEXT_POOLED], text.pooled)
+        torch.testing.assert_close(stored_batch[batch_keys.TEXT_EMBEDS], text.embeds)
 
 
 def test_data_without_sizes_or_pooled_text_is_refused_with_the_way_out(write, stored, tmp_path):

@@ -2,7 +2,7 @@
 
     python benchmarks/model_counts.py
 
-Takes about four minutes on one core. Run it when tests/planning/test_count_cache.py reports a wrong shipped count.
+Takes about ten minutes on one core. Run it when tests/planning/test_count_cache.py reports a wrong shipped count.
 """
 
 import json
@@ -14,10 +14,13 @@ from diffusion.planning.count_cache import SHIPPED, run_counter
 from diffusion.planning.model_costs import PRECISIONS, ModelCosts
 from diffusion.storage.atomic import write_atomically
 
-STEPS = {'sd2': 8, 'prx': 16}
-SIDES = {'sd2': (256, 512, 768, 1024), 'prx': (256, 512, 1024)}
+STEPS = {'prx': 16}
+"""Divisors of the sides of aspect buckets, if not 8."""
+SIDES = {'sd2': (256, 512, 768, 1024), 'prx': (256, 512, 1024), 'sdxl': (256, 512, 1024)}
+"""Sides whose squares and aspect buckets are counted, by model; of the others, squares of 64 px."""
 MODELS = {
     'phase1.yaml and phase2.yaml': Component('sd2'),
+    'sdxl.yaml, sdxl_512.yaml and sdxl_1024.yaml': Component('sdxl'),
     'quickstart.yaml': Component('tiny', {'block_out_channels': [64, 128]}),
     'tiny with default settings': Component('tiny'),
     'prx_256.yaml': Component('prx'),
@@ -29,9 +32,8 @@ def main() -> None:
     """Count every model and write a file for each."""
     for purpose, model in MODELS.items():
         key = ModelCosts(model).key
-        sides = SIDES.get(model.name, (64,))
-        shapes = [square(side) for side in sides]
-        aspects = [sdxl_shapes(side, STEPS[model.name]) for side in sides] if model.name in SIDES else []
+        shapes = [square(side) for side in SIDES.get(model.name, (64,))]
+        aspects = [sdxl_shapes(side, STEPS.get(model.name, 8)) for side in SIDES.get(model.name, ())]
         # Memory is decided by the largest shape, so activations are counted for that one alone.
         largest = [max(each, key=lambda shape: (shape.pixels, shape.aspect)) for each in aspects]
         request = {

@@ -29,7 +29,7 @@ NAMED_COMPONENT_SECTIONS = {
     'evaluators': 'evaluator',
 }
 """Recipe sections that map names to components, with the kind of these components."""
-SUPPLIED = {'dataset': ('buckets', 'batch_size', 'tokenizers', 'seed'), 'optimizer': ('params',)}
+SUPPLIED = {'dataset': ('buckets', 'batch_size', 'tokenizers', 'image_sizes', 'seed'), 'optimizer': ('params',)}
 """Keywords that only the program may set, by kind of component."""
 SET_IN_OTHER_SECTIONS = {
     'model': 'model',

@@ -22,6 +22,8 @@ TARGETS: dict[str, dict[str, Any]] = {
         'tiny': 'diffusion.models.builders:tiny',
         'prx': 'diffusion.models.prx_builders:prx',
         'tiny_prx': 'diffusion.models.prx_builders:tiny_prx',
+        'sdxl': 'diffusion.models.sdxl_builders:sdxl',
+        'tiny_sdxl': 'diffusion.models.sdxl_builders:tiny_sdxl',
         'autoencoder': 'diffusion.models.autoencoder:tiny_autoencoder',
     },
     'dataset': {

@@ -55,7 +55,7 @@ RULES = (
     _rule(
         Effect.FIXED,
         'the frozen parts: the weights were trained on their latents and embeddings',
-        'model.pretrained model.revision model.vae model.resolution model.posterior',
+        'model.pretrained model.revision model.vae model.vae_revision model.resolution model.posterior',
     ),
     _rule(
         Effect.FIXED,

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from diffusion.data.bad_samples import BadSample
 from diffusion.data.caption_choice import CaptionChoice, choose_caption
+from diffusion.data.image_sizes import image_sizes, original_size
 from diffusion.data.streams import Bucket, BucketedDataset
-from diffusion.data.transforms import Crop, Undecodable, crop_and_resize, to_planar
+from diffusion.data.transforms import Crop, Undecodable, decode_crop, resize_and_flip, to_planar
 from diffusion.models import batch_keys
 from diffusion.models.randomness import Purpose
 from diffusion.models.text_conditioner import tokenize
@@ -22,6 +22,8 @@ class ImageTextDataset(BucketedDataset):
         buckets: Streams whose samples hold `image` (an encoded image) and `captions` or `caption`.
         batch_size: Samples per device per batch.
         tokenizers: One per text encoder (E); empty for a model without text.
+        image_sizes: Add the sizes of each image, int64 [6], for a model that takes them; see
+            `diffusion.data.image_sizes`.
         crop: Crop in the bucket's aspect ratio: `center` of the image, or `random`.
         min_crop_scale: Smallest side of a random crop, as a fraction of the largest crop that fits.
         flip: Mirror half of the images at random. Captions that mention left or right become wrong.
@@ -36,6 +38,7 @@ class ImageTextDataset(BucketedDataset):
         *,
         batch_size: int,
         tokenizers: Sequence[PreTrainedTokenizerBase] = (),
+        image_sizes: bool = False,
         crop: Literal['center', 'random'] = 'center',
         min_crop_scale: float = 1.0,
         flip: bool = False,
@@ -46,34 +49,44 @@ class ImageTextDataset(BucketedDataset):
         columns = [('image',), *([('captions', 'caption')] if tokenizers else [])]
         super().__init__(buckets, batch_size=batch_size, columns=columns, seed=seed, **streaming)
         self.tokenizers = list(tokenizers)
+        self.image_sizes = image_sizes
         self.crop: Literal['center', 'random'] = crop
         self.min_crop_scale = min_crop_scale
         self.flip = flip
         self.caption_choice: CaptionChoice = caption_choice
 
     def item(self, index: int) -> dict[str, Any]:
-        """Return the image and the caption tokens of the sample with this index.
+        """Return the image of the sample with this index, its caption tokens, and its sizes if the model takes them.
 
         Raises:
             BadSample: The image cannot be decoded, or there is no caption.
         """
         sample = self.get_item(index)
-        item: dict[str, Any] = {batch_keys.IMAGE: self._image(sample, index)}
+        item = self._image(sample, index)
         if self.tokenizers:
             draw = self.draws(index, Purpose.CAPTION_CHOICE)[0]
             caption = choose_caption(self.captions(sample, index), self.caption_choice, draw)
             item[batch_keys.INPUT_IDS] = tokenize(self.tokenizers, [caption])[0]
         return item
 
-    def _image(self, sample: dict[str, Any], index: int) -> torch.Tensor:
-        """Return a sample's image, decoded, cropped and resized to its bucket's shape, as uint8 [3, H, W]."""
+    def _image(self, sample: dict[str, Any], index: int) -> dict[str, Any]:
+        """Return the batch entries of a sample's image, cropped and resized to its bucket's shape, uint8 [3, H, W]."""
         shape = self.bucket_of(index).shape
         draw = self.draws(index, Purpose.CROP)[:3] if self.crop == 'random' else (0.0, 0.0, 0.0)
         flip = self.flip and self.draws(index, Purpose.FLIP)[0] < 0.5
+        crop = Crop(self.crop, self.min_crop_scale, draw, flip)
         try:
-            pixels = crop_and_resize(sample['image'], shape, Crop(self.crop, self.min_crop_scale, draw, flip))
+            decoded = decode_crop(sample['image'], shape, crop)
+            pixels = resize_and_flip(decoded.pixels, shape, crop)
         except Undecodable as error:
             raise BadSample(
                 f'{self.where(index)}: the image cannot be decoded ({error}); prepare the data again'
             ) from error
-        return to_planar(pixels, self.image_block.place((3, shape.height, shape.width)))
+        item: dict[str, Any] = {
+            batch_keys.IMAGE: to_planar(pixels, self.image_block.place((3, shape.height, shape.width)))
+        }
+        if self.image_sizes:
+            item[batch_keys.IMAGE_SIZES] = image_sizes(
+                decoded.box, shape, image=decoded.image, original=original_size(sample), flipped=flip
+            )
+        return item

@@ -48,6 +48,10 @@ class LatentManifest:
     """Crop of the images that was encoded: `center`, or `random` with its minimum scale and seed."""
     text_encoder: str | None = None
     """Fingerprint of the text encoders whose output is stored; None if they run during training."""
+    text_output: str = 'last'
+    """Stored output of the text encoders, `TextConditioner.output`; manifests of earlier versions do not have it."""
+    image_sizes: bool = False
+    """True if the sizes of the images are stored; manifests of earlier versions do not have it."""
     captions: str = 'all'
     """Captions stored per sample: `all`, `first` or `longest`."""
     source: str = ''
@@ -73,11 +77,12 @@ class LatentManifest:
         if not path.exists():
             raise UserError(f'{where}: no {MANIFEST} next to its shards; precompute the latents with task=precompute')
         known = {field.name for field in dataclasses.fields(cls)}
+        required = known - {'text_output', 'image_sizes'}
         try:
             content = json.loads(path.read_text(encoding='utf-8'))
         except ValueError:
             content = {}
-        if not isinstance(content, dict) or set(content) != known or content['version'] != 2:
+        if not isinstance(content, dict) or not required <= set(content) <= known or content['version'] != 2:
             raise UserError(f'{where}: {path} is not a manifest of version 2; precompute the latents again')
         return cls(**content)
 
@@ -101,13 +106,16 @@ def manifest_of(
     crop: str = 'center',
     text: TextConditioner | None = None,
     captions: str = 'all',
+    image_sizes: bool = False,
 ) -> LatentManifest:
     """Return the manifest for latents encoded by this VAE (and by these text encoders, if their output is stored)."""
     mean, std = latent_statistics(vae)
     return LatentManifest(
         *(weights_fingerprint(vae), mean.tolist(), std.tolist(), shape, posterior, dtype, crop),
         text_encoder=None if text is None else weights_fingerprint(text),
+        text_output='last' if text is None else text.output,
         captions=captions,
+        image_sizes=image_sizes,
     )
 
 
@@ -120,13 +128,14 @@ def read_manifest(bucket: Bucket) -> LatentManifest:
 class LatentsDataset(BucketedDataset):
     """Streaming dataset of precomputed latents, for training without the VAE.
 
-    Samples hold VAE posterior moments, float32 [C or 2C, H, W], caption tokens [E, L], and text embeddings [L, D] if
-    stored.
+    Samples hold VAE posterior moments, float32 [C or 2C, H, W], caption tokens [E, L], and text embeddings [L, D] and
+    pooled text [P] if stored.
 
     Args:
         buckets: Streams made by `task: precompute`, each with a manifest next to its shards.
         batch_size: Samples per device per batch.
         tokenizers: One per text encoder (E).
+        image_sizes: Add the stored sizes of each image, int64 [6], for a model that takes them.
         caption_choice: Caption to use if there are several: the first, the longest, or a random one in each epoch.
         seed: Seed of the caption choice.
         streaming: Keyword arguments for StreamingDataset.
@@ -138,6 +147,7 @@ class LatentsDataset(BucketedDataset):
         *,
         batch_size: int,
         tokenizers: Sequence[PreTrainedTokenizerBase] = (),
+        image_sizes: bool = False,
         caption_choice: CaptionChoice = 'random',
         seed: int = 17,
         **streaming: Any,
@@ -145,18 +155,25 @@ class LatentsDataset(BucketedDataset):
         columns = [(batch_keys.LATENT_MOMENTS,), ('captions', 'caption')]
         super().__init__(buckets, batch_size=batch_size, columns=columns, seed=seed, **streaming)
         self.tokenizers = list(tokenizers)
+        self.image_sizes = image_sizes
         self.caption_choice: CaptionChoice = caption_choice
         self.manifests = [read_manifest(bucket) for bucket in self.buckets]
         self.with_text = self._all_with_text()
+        self.with_pooled = self.with_text and all('pooled' in manifest.text_output for manifest in self.manifests)
         for bucket, manifest in zip(self.buckets, self.manifests, strict=True):
             if str(bucket.shape) != manifest.shape:
                 raise UserError(
                     f'streams.{bucket.name}: {bucket.shape} px, but its latents were made from images of '
                     f'{manifest.shape} px; correct its resolution or shape'
                 )
+            if image_sizes and not manifest.image_sizes:
+                raise UserError(
+                    f'streams.{bucket.name}: its latents have no image sizes, on which the model is conditioned; '
+                    'precompute them again with this model'
+                )
 
     def item(self, index: int) -> dict[str, Any]:
-        """Return a sample's latent moments and caption tokens, and its text embeddings if they are stored.
+        """Return a sample's latent moments and caption tokens, and the text embeddings and sizes that are needed.
 
         Raises:
             BadSample: The stored values are not finite, or there is no caption.
@@ -171,7 +188,10 @@ class LatentsDataset(BucketedDataset):
             batch_keys.INPUT_IDS: tokenize(self.tokenizers, [captions[caption_index]])[0],
         }
         if self.with_text:
-            item[batch_keys.TEXT_EMBEDS] = self._finite(sample, batch_keys.TEXT_EMBEDS, index)[caption_index].clone()
+            names = (batch_keys.TEXT_EMBEDS, *([batch_keys.TEXT_POOLED] if self.with_pooled else []))
+            item |= {name: self._finite(sample, name, index)[caption_index].clone() for name in names}
+        if self.image_sizes:
+            item[batch_keys.IMAGE_SIZES] = torch.from_numpy(sample[batch_keys.IMAGE_SIZES].astype('int64'))
         return item
 
     def _finite(self, sample: dict[str, Any], name: str, index: int) -> torch.Tensor:
@@ -226,4 +246,9 @@ class LatentsDataset(BucketedDataset):
                 raise UserError(
                     f'streams.{bucket.name}: its text embeddings were made by another text encoder '
                     f'({manifest.text_encoder}, but the model has {expected}); precompute them again with this model'
+                )
+            if manifest.text_output != text.output:
+                raise UserError(
+                    f'streams.{bucket.name}: the stored output of the text encoders is {manifest.text_output}, but the '
+                    f'model takes {text.output}; precompute it again with this model'
                 )

@@ -3,7 +3,7 @@
 import io
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import cv2
 import numpy as np
@@ -74,11 +74,26 @@ def crop_and_resize(encoded: bytes | Image.Image, shape: Shape, crop: Crop) -> P
     Raises:
         Undecodable: The bytes are not an image, or a damaged one.
     """
-    pixels = resize(decode_crop(encoded, shape, crop), shape)
+    return resize_and_flip(decode_crop(encoded, shape, crop).pixels, shape, crop)
+
+
+def resize_and_flip(pixels: Pixels, shape: Shape, crop: Crop) -> Pixels:
+    """Return decoded pixels resized to a shape, and mirrored if the crop's `flip` is set."""
+    pixels = resize(pixels, shape)
     return cv2.flip(pixels, 1) if crop.flip else pixels  # type: ignore[return-value] # cv2's stubs do not keep the dtype
 
 
-def decode_crop(encoded: bytes | Image.Image, shape: Shape, crop: Crop) -> Pixels:
+class DecodedCrop(NamedTuple):
+    """Pixels of a crop before resizing to its shape, and where in the encoded image the crop is."""
+
+    pixels: Pixels
+    box: CropBox
+    """The crop in pixels of the encoded image, even if that was decoded at a reduced size."""
+    image: tuple[int, int]
+    """Width and height of the encoded image, upright."""
+
+
+def decode_crop(encoded: bytes | Image.Image, shape: Shape, crop: Crop) -> DecodedCrop:
     """Return the decoded crop of an image, before resizing; a much larger JPEG is decoded at 1/2, 1/4 or 1/8 size.
 
     Raises:
@@ -90,7 +105,9 @@ def decode_crop(encoded: bytes | Image.Image, shape: Shape, crop: Crop) -> Pixel
     if found is not None:
         return found
     pixels = np.array(decode(encoded))
-    return _crop_pixels(pixels, crop_box(pixels.shape[1], pixels.shape[0], shape, crop))
+    size = pixels.shape[1], pixels.shape[0]
+    box = crop_box(*size, shape, crop)
+    return DecodedCrop(_crop_pixels(pixels, box), box, size)
 
 
 def resize(pixels: Pixels, shape: Shape) -> Pixels:
@@ -147,7 +164,7 @@ def crop_box(width: int, height: int, shape: Shape, crop: Crop) -> CropBox:
     return CropBox(left, top, box_width, box_height)
 
 
-def _decode_jpeg_crop(encoded: bytes, shape: Shape, crop: Crop) -> Pixels | None:
+def _decode_jpeg_crop(encoded: bytes, shape: Shape, crop: Crop) -> DecodedCrop | None:
     """Decode the crop of a JPEG with libjpeg-turbo; return None if the image has to be decoded by Pillow."""
     # Anything unusual goes to Pillow, which then decides whether the image is damaged: other formats, rotation by EXIF,
     # CMYK, oversized images, and files that libjpeg-turbo rejects.
@@ -167,7 +184,7 @@ def _decode_jpeg_crop(encoded: bytes, shape: Shape, crop: Crop) -> Pixels | None
         pixels = simplejpeg.decode_jpeg(encoded, fastupsample=fast_color, **(smallest if reduction > 1 else {}))
     except ValueError:
         return None
-    return _crop_pixels(pixels, reduce_box(box, reduction))
+    return DecodedCrop(_crop_pixels(pixels, reduce_box(box, reduction)), box, (width, height))
 
 
 def _is_upright(encoded: bytes) -> bool:

@@ -147,13 +147,13 @@ def _make_sample(dataset: BucketedDataset, index: int, clock: Clock) -> dict[str
     item = {}
     if 'image' in sample:
         encoded, shape = sample['image'], dataset.bucket_of(index).shape
-        cut = clock.time('decode', len(encoded), lambda: decode_crop(encoded, shape, Crop()))
+        cut = clock.time('decode', len(encoded), lambda: decode_crop(encoded, shape, Crop()).pixels)
         item[batch_keys.IMAGE] = clock.time(
             'resize',
             cut.nbytes,
             lambda: to_planar(resize(cut, shape), dataset.image_block.place((3, shape.height, shape.width))),
         )
-    for name in (batch_keys.LATENT_MOMENTS, batch_keys.TEXT_EMBEDS):
+    for name in (batch_keys.LATENT_MOMENTS, batch_keys.TEXT_EMBEDS, batch_keys.TEXT_POOLED):
         if name in sample:
             values = sample[name]
             item[name] = clock.time('to tensor', values.nbytes, lambda values=values: torch.from_numpy(values.copy()))

@@ -46,6 +46,12 @@ def tokenizes_with(tokenizers: Callable[..., list[PreTrainedTokenizerBase]]) -> 
     return decorate
 
 
+def takes_image_sizes(builder: Builder) -> Builder:
+    """Decorator for builders of models that are conditioned on the sizes of images: the dataset then returns them."""
+    builder.takes_image_sizes = True  # type: ignore[attr-defined]
+    return builder
+
+
 def sd2_tokenizers(
     *, pretrained: str | None = sd2_config.PRETRAINED, revision: str | None = sd2_config.REVISION
 ) -> list[PreTrainedTokenizerBase]:
@@ -211,7 +217,7 @@ def load_vae(source: str, *, revision: str | None = None) -> Vae:
     """Load an autoencoder.
 
     Args:
-        source: Its own folder, or a model's folder or repository with it in the subfolder `vae`. Its class is the
+        source: Its own folder or repository, or a model's with it in the subfolder `vae`. Its class is the
             `_class_name` in its config.json. `pixels` is PixelSpace, for training on pixels.
         revision: Commit of the repository.
 
@@ -221,14 +227,27 @@ def load_vae(source: str, *, revision: str | None = None) -> Vae:
     if source == PIXELS:
         return PixelSpace()
     subfolder = '' if (Path(source) / 'config.json').is_file() else 'vae'
-    place = {'subfolder': subfolder, 'revision': revision}
-    name = read_config(AutoencoderKL, source, **place).get('_class_name', AutoencoderKL.__name__)
-    if name not in AUTOENCODERS:
+    try:
+        return _load_vae(source, subfolder, revision)
+    except UserError as error:
+        if Path(source).is_dir():
+            raise
+        try:  # a repository of an autoencoder alone
+            return _load_vae(source, '', revision)
+        except UserError:
+            raise error from error.__cause__
+
+
+def _load_vae(source: str, subfolder: str, revision: str | None) -> Vae:
+    """Load an autoencoder from a subfolder of a folder or repository."""
+    name = read_config(AutoencoderKL, source, subfolder=subfolder, revision=revision).get('_class_name')
+    if name not in (None, *AUTOENCODERS):
         raise UserError(
             f'{"/".join(each for each in (source, subfolder) if each)}: {name} is not supported; use '
             f'{" or ".join(AUTOENCODERS)}'
         )
-    return load_pretrained(AUTOENCODERS[name], source, **place)
+    part = AUTOENCODERS[name or AutoencoderKL.__name__]
+    return load_pretrained(part, source, subfolder=subfolder, revision=revision)
 
 
 def latent_side(resolution: int, vae: Vae) -> int:

@@ -388,10 +388,11 @@ class LatentDiffusion(ComposerModel):
             shape = self._latent_shape(size)
             latents = draws_for(seeds, seed=0, device=self.device).normal(Purpose.SAMPLING, shape)
         scheduler = inference_scheduler(noise_scheduler, self.objective)
-        condition = self._condition(self._tokens(prompts))
+        condition = self._condition(self._tokens(prompts), sizes=self._sizes_of_generated(latents))
         if guidance_scale > 1:
             # Both predictions come from one pass of twice the batch.
-            condition = self._unconditional(negative_prompt, len(prompts)).followed_by(condition)
+            unconditional = self._unconditional(negative_prompt, len(prompts), sizes=condition.sizes)
+            condition = unconditional.followed_by(condition)
 
         # Schedulers of flows alone take the velocity, whatever the denoiser predicts.
         takes_velocity = self.objective.is_flow and 'prediction_type' not in scheduler.config
@@ -510,7 +511,7 @@ class LatentDiffusion(ComposerModel):
     def _condition_of(self, batch: Mapping[str, Tensor], draws: Draws | None = None) -> Condition:
         """Return the denoiser's condition for a batch; with `draws`, drop random captions for guidance."""
         input_ids, keep = batch[batch_keys.INPUT_IDS], None
-        text = TextOutput(batch[batch_keys.TEXT_EMBEDS]) if batch_keys.TEXT_EMBEDS in batch else None
+        text = self._stored_text(batch)
         if draws is not None and self.caption_dropout:
             keep = draws.uniform(Purpose.CAPTION_DROPOUT) >= self.caption_dropout
         if keep is not None and self.caption_dropout_mode == 'empty':
@@ -519,18 +520,59 @@ class LatentDiffusion(ComposerModel):
             if text is not None:
                 text = _select(keep, text, self._empty_caption_text())
             keep = None
-        return self._condition(input_ids, keep, text)
+        return self._condition(input_ids, keep, text, sizes=self._sizes_of(batch))
 
-    def _condition(self, input_ids: Tensor, keep: Tensor | None = None, text: TextOutput | None = None) -> Condition:
+    def _stored_text(self, batch: Mapping[str, Tensor]) -> TextOutput | None:
+        """Return the precomputed output of the text encoders in a batch, or None if the batch has none."""
+        if batch_keys.TEXT_EMBEDS not in batch:
+            return None
+        pooled = batch.get(batch_keys.TEXT_POOLED)
+        if pooled is None and self.denoiser_sizes.pooled_width is not None:
+            raise UserError(
+                f'batch: has {batch_keys.TEXT_EMBEDS} but no {batch_keys.TEXT_POOLED}, which this denoiser takes; '
+                'precompute the text again with this model, or leave it out of the batch'
+            )
+        return TextOutput(batch[batch_keys.TEXT_EMBEDS], pooled)
+
+    def _sizes_of(self, batch: Mapping[str, Tensor]) -> Tensor | None:
+        """Return the image sizes of a batch, int64 [B, 6], for a denoiser that takes them, else None."""
+        if not self.family.takes_sizes:
+            return None
+        if batch_keys.IMAGE_SIZES not in batch:
+            raise UserError(
+                f'batch: has no {batch_keys.IMAGE_SIZES}, which this denoiser takes; build the dataset with '
+                'image_sizes=True'
+            )
+        return batch[batch_keys.IMAGE_SIZES]
+
+    def _sizes_of_generated(self, latents: Tensor) -> Tensor | None:
+        """Return the sizes for generating from latents [B, C, H, W]: those of an image that was not resized or cropped.
+
+        These are the defaults of diffusers' pipeline. None if the denoiser takes no sizes.
+        """
+        if not self.family.takes_sizes:
+            return None
+        height, width = (side * downsampling(self.vae) for side in latents.shape[2:])
+        return torch.tensor([height, width, 0, 0, height, width], device=self.device).expand(len(latents), -1)
+
+    def _condition(
+        self,
+        input_ids: Tensor,
+        keep: Tensor | None = None,
+        text: TextOutput | None = None,
+        *,
+        sizes: Tensor | None = None,
+    ) -> Condition:
         """Return the condition for token ids [B, E, L], with zeros as text for captions whose `keep` [B] is False.
 
-        Its mask is None without `mask_padding`. `text` is the precomputed output of the text encoders.
+        Its mask is None without `mask_padding`. `text` is the precomputed output of the text encoders, `sizes` are the
+        image sizes [B, 6] or None.
         """
         text = self.embed(input_ids) if text is None else _map(at_least_float32, text)
         if keep is not None:
             text = _select(keep, text, _map(torch.zeros_like, text))
         mask = self.text.padding_mask(input_ids) if self.mask_padding else None
-        return Condition(text.embeds, mask, text.pooled)
+        return Condition(text.embeds, mask, text.pooled, sizes)
 
     def embed(self, input_ids: Tensor) -> TextOutput:
         """Return the text embeddings of token ids [B, E, L]; frozen encoders return float32."""
@@ -554,14 +596,14 @@ class LatentDiffusion(ComposerModel):
             self._empty_text = self.embed(self.empty_ids[None])
         return self._empty_text
 
-    def _unconditional(self, negative_prompt: str, count: int) -> Condition:
-        """Return the condition for the unconditional prediction of guidance.
+    def _unconditional(self, negative_prompt: str, count: int, *, sizes: Tensor | None) -> Condition:
+        """Return the condition for the unconditional prediction of guidance on images of sizes [B, 6] or None.
 
         An empty negative prompt is embedded like a dropped caption of training.
         """
         dropped = self.caption_dropout_mode == 'zeros' and not negative_prompt
         keep = torch.zeros(count, dtype=torch.bool, device=self.device) if dropped else None
-        return self._condition(self._tokens([negative_prompt] * count), keep)
+        return self._condition(self._tokens([negative_prompt] * count), keep, sizes=sizes)
 
     def _predict(self, noisy: Tensor, timesteps: Tensor, condition: Condition) -> Tensor:
         """Return the denoiser's prediction for noisy latents [B, C, H, W] at timesteps [B] of the noise schedule."""

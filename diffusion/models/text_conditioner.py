@@ -4,12 +4,12 @@ Shapes: B batch, E text encoders, L text tokens, D text width (summed over encod
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import CLIPTextModel, CLIPTextModelWithProjection, PreTrainedModel, PreTrainedTokenizerBase
 
 from diffusion.errors import UserError
 from diffusion.models.clip_tokens import token_ids
@@ -30,7 +30,9 @@ def tokenize(tokenizers: Sequence[PreTrainedTokenizerBase], captions: Sequence[s
 
 
 class TextConditioner(nn.Module):
-    """Text encoders whose concatenated last hidden states condition the denoiser.
+    """Text encoders whose concatenated hidden states condition the denoiser.
+
+    The projections of encoders that have one (CLIPTextModelWithProjection) are the pooled text.
 
     Args:
         encoders: Text models of transformers, such as CLIPTextModel or T5GemmaEncoder. Stable Diffusion 2's text
@@ -39,6 +41,8 @@ class TextConditioner(nn.Module):
         tokenizers: One tokenizer per encoder, all of the same length.
         mask_padding: Hide the padding of a caption from the encoders' own attention, as models trained on longer
             sequences expect. CLIP, whose attention is causal, was trained without.
+        layer: Hidden states to use: those after the last layer and the final norm, or those after the layer before it,
+            without norm, as in Stable Diffusion XL; the latter of CLIP only.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class TextConditioner(nn.Module):
         tokenizers: Sequence[PreTrainedTokenizerBase],
         *,
         mask_padding: bool = False,
+        layer: Literal['last', 'penultimate'] = 'last',
     ) -> None:
         super().__init__()
         lengths = {tokenizer.model_max_length for tokenizer in tokenizers}
@@ -61,9 +66,19 @@ class TextConditioner(nn.Module):
                     f'tokenizer: has {len(tokenizer)} tokens, but its text encoder embeds {encoder.config.vocab_size}; '
                     'load both from the same source'
                 )
+            positions = getattr(encoder.config, 'max_position_embeddings', None)
+            if positions is not None and tokenizer.model_max_length > positions:
+                raise UserError(
+                    f'tokenizer: captions of {tokenizer.model_max_length} tokens, but its text encoder takes '
+                    f'{positions}; load both from the same source'
+                )
         self.encoders = nn.ModuleList(encoders)
         self.tokenizers = list(tokenizers)
         self.mask_padding = mask_padding
+        self.layer: Literal['last', 'penultimate'] = layer
+        if layer == 'penultimate':
+            for encoder in encoders:
+                _freeze_unused_layer(encoder)
         # Where a caption ends is known by its end-of-text token, or by the padding token where captions have no end.
         # Not always by the padding token: CLIP pads with the end-of-text token, Stable Diffusion 2 with `!`.
         first: Any = tokenizers[0]
@@ -78,8 +93,14 @@ class TextConditioner(nn.Module):
 
     @property
     def pooled_width(self) -> int | None:
-        """Width P of the pooled text; None if the encoders return none."""
-        return None
+        """Width P of the pooled text, summed over the encoders that project; None if none does."""
+        projecting = [encoder for encoder in self.encoders if isinstance(encoder, CLIPTextModelWithProjection)]
+        return sum(encoder.config.projection_dim for encoder in projecting) if projecting else None
+
+    @property
+    def output(self) -> str:
+        """Description of the output, which the manifest of stored embeddings records, such as `penultimate+pooled`."""
+        return self.layer if self.pooled_width is None else f'{self.layer}+pooled'
 
     @property
     def length(self) -> int:
@@ -87,15 +108,23 @@ class TextConditioner(nn.Module):
         return self.tokenizers[0].model_max_length
 
     def forward(self, input_ids: Tensor) -> TextOutput:
-        """Return the text embeddings of token ids [B, E, L], the encoders' last hidden states."""
+        """Return the text embeddings of token ids [B, E, L], the encoders' hidden states, and the pooled text."""
         if input_ids.ndim != 3 or input_ids.shape[1] != len(self.encoders):
             raise UserError(
                 f'input_ids: shape {tuple(input_ids.shape)}; '
                 f'expected [batch, {len(self.encoders)} text encoders, tokens]'
             )
         mask = self.padding_mask(input_ids) if self.mask_padding else None
-        states = [encoder(input_ids[:, i], attention_mask=mask) for i, encoder in enumerate(self.encoders)]
-        return TextOutput(torch.cat([state.last_hidden_state for state in states], dim=-1))
+        penultimate = self.layer == 'penultimate'
+        keywords = {'attention_mask': mask} | ({'output_hidden_states': True} if penultimate else {})
+        outputs = [encoder(input_ids[:, i], **keywords) for i, encoder in enumerate(self.encoders)]
+        embeds = [output.hidden_states[-2] if penultimate else output.last_hidden_state for output in outputs]
+        pooled = [
+            output.text_embeds
+            for encoder, output in zip(self.encoders, outputs, strict=True)
+            if isinstance(encoder, CLIPTextModelWithProjection)
+        ]
+        return TextOutput(torch.cat(embeds, dim=-1), torch.cat(pooled, dim=-1) if pooled else None)
 
     def padding_mask(self, input_ids: Tensor) -> Tensor:
         """Return a mask of the first encoder's tokens, bool [B, L]: False for the padding of token ids [B, E, L]."""
@@ -104,3 +133,19 @@ class TextConditioner(nn.Module):
             return input_ids[:, 0].ne(first.pad_token_id)
         ended = input_ids[:, 0].eq(first.eos_token_id).cumsum(dim=-1)
         return torch.cat([torch.ones_like(ended[:, :1]), ended[:, :-1] == 0], dim=-1).bool()
+
+
+def _freeze_unused_layer(encoder: PreTrainedModel) -> None:
+    """Freeze the last layer and the final norm of a CLIP encoder whose penultimate hidden states alone are used.
+
+    Raises:
+        UserError: The encoder is not a CLIP text model with a layer.
+    """
+    if not isinstance(encoder, CLIPTextModel | CLIPTextModelWithProjection) or not encoder.config.num_hidden_layers:
+        raise UserError(
+            f'text encoders: {type(encoder).__name__} has no penultimate layer that can be used; use a CLIP text model'
+        )
+    # They get no gradient unless a projection follows, and DDP waits in vain for gradients of trained parameters.
+    if isinstance(encoder, CLIPTextModel):
+        encoder.text_model.encoder.layers[-1].requires_grad_(False)
+        encoder.text_model.final_layer_norm.requires_grad_(False)

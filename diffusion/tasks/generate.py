@@ -5,11 +5,12 @@ import logging
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import diffusers.utils.logging
 import torch
 from composer.utils import get_device
-from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import StableDiffusionPipeline
+from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
 from diffusion.checkpointing.run_folder import find_checkpoint, recipe_of_checkpoint
 from diffusion.config.load import Recipe, load
@@ -85,7 +86,7 @@ def _from_pipeline(folder: Path, args: argparse.Namespace) -> list[Path]:
     """Generate images with an exported pipeline; equal seeds start from the same noise as with a checkpoint."""
     diffusers.utils.logging.disable_progress_bar()
     # low_cpu_mem_usage needs accelerate, which is not a dependency; diffusers warns if it is not turned off.
-    pipeline = StableDiffusionPipeline.from_pretrained(folder, local_files_only=True, low_cpu_mem_usage=False)
+    pipeline: Any = DiffusionPipeline.from_pretrained(folder, local_files_only=True, low_cpu_mem_usage=False)
     device = 'cuda' if torch.cuda.is_available() else 'cpu'
     pipeline = pipeline.to(device)
     pipeline.set_progress_bar_config(disable=True)
@@ -99,11 +100,13 @@ def _from_pipeline(folder: Path, args: argparse.Namespace) -> list[Path]:
     noise = draws_for(seeds, seed=0, device=device).normal(
         Purpose.SAMPLING, (pipeline.unet.config['in_channels'], size, size)
     )
+    # None instead of an empty prompt: Stable Diffusion XL then uses zeros, if dropped captions were zeros in training.
+    negative = [args.negative] * len(prompts) if args.negative else None
     # Schedulers that draw noise in every step use one generator per image, so that an image does not depend on its
     # batch.
     images = pipeline(
         prompts,
-        negative_prompt=[args.negative] * len(prompts),
+        negative_prompt=negative,
         num_inference_steps=50 if args.steps is None else args.steps,
         guidance_scale=7.5 if args.guidance is None else args.guidance,
         latents=noise,

@@ -35,6 +35,7 @@ from diffusion.data.loader import default_num_workers, ignore_stop_signals
 from diffusion.data.streams import Bucket
 from diffusion.errors import DataError, UserError
 from diffusion.models import batch_keys
+from diffusion.models.denoisers.condition import SIZES
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.text_conditioner import tokenize
 from diffusion.models.vae import downsampling, has_variance, latent_channels
@@ -187,6 +188,7 @@ def _stages(recipe: Recipe, dataset: ImageTextDataset, model: LatentDiffusion) -
             crop=settings.crop if settings.crop == 'center' else f'random, {settings.min_crop_scale}, {recipe.seed}',
             text=model.text if settings.latents == 'image+text' else None,
             captions=settings.captions,
+            image_sizes=model.family.takes_sizes,
         )
         output = _output(recipe, bucket.name, ShardFormat(_columns(model, bucket.shape, settings)))
         per_shard = _samples_per_shard(model, bucket.shape, settings)
@@ -330,7 +332,9 @@ def _encoded(
     if settings.latents == 'image+text':
         for row in rows:
             row['captions'] = _encoded_captions(row['captions'], settings)
-        columns[batch_keys.TEXT_EMBEDS] = _text(model, [row['captions'] for row in rows], settings)
+        columns |= _text(model, [row['captions'] for row in rows], settings)
+    if model.family.takes_sizes:
+        columns[batch_keys.IMAGE_SIZES] = list(batch[batch_keys.IMAGE_SIZES].numpy().astype(np.int32))
     for name, arrays in columns.items():
         for index, row, array in zip(ids, rows, arrays, strict=True):
             if not np.isfinite(array).all():
@@ -348,12 +352,18 @@ def _encoded_captions(captions: list[str], settings: PrecomputeConfig) -> list[s
     return captions if settings.captions == 'all' else [choose_caption(captions, settings.captions, 0)]
 
 
-def _text(model: LatentDiffusion, captions: list[list[str]], settings: PrecomputeConfig) -> list[np.ndarray]:
-    """Return the text embeddings of each sample's captions, one array [captions, L, D] per sample."""
+def _text(model: LatentDiffusion, captions: list[list[str]], settings: PrecomputeConfig) -> dict[str, list[np.ndarray]]:
+    """Return the text encoders' output for each sample's captions by column, one array per sample.
+
+    The arrays are embeddings [captions, L, D], and pooled text [captions, P] if the encoders give it.
+    """
     flat = tokenize(model.text.tokenizers, [text for texts in captions for text in texts]).to(model.device)
-    embeds = torch.cat([model.embed(part).embeds for part in flat.split(settings.batch_size)])
-    parts = embeds.cpu().numpy().astype(settings.dtype)
-    return np.split(parts, np.cumsum([len(texts) for texts in captions])[:-1])
+    outputs = [model.embed(part) for part in flat.split(settings.batch_size)]
+    tensors = {batch_keys.TEXT_EMBEDS: torch.cat([output.embeds for output in outputs])}
+    if model.text.pooled_width is not None:
+        tensors[batch_keys.TEXT_POOLED] = torch.cat([cast(torch.Tensor, output.pooled) for output in outputs])
+    ends = np.cumsum([len(texts) for texts in captions])[:-1]
+    return {name: np.split(tensor.cpu().numpy().astype(settings.dtype), ends) for name, tensor in tensors.items()}
 
 
 def _finish(stage: PrecomputeStage) -> None:
@@ -393,6 +403,10 @@ def _columns(model: LatentDiffusion, shape: Shape, settings: PrecomputeConfig) -
     columns = {'captions': 'json', 'key': 'str', batch_keys.LATENT_MOMENTS: f'ndarray:{settings.dtype}:{size}'}
     if settings.latents == 'image+text':
         columns[batch_keys.TEXT_EMBEDS] = f'ndarray:{settings.dtype}'
+        if model.text.pooled_width is not None:
+            columns[batch_keys.TEXT_POOLED] = f'ndarray:{settings.dtype}'
+    if model.family.takes_sizes:
+        columns[batch_keys.IMAGE_SIZES] = f'ndarray:int32:{SIZES}'
     return columns
 
 
@@ -415,7 +429,7 @@ def _samples_per_shard(model: LatentDiffusion, shape: Shape, settings: Precomput
     itemsize = np.dtype(settings.dtype).itemsize
     size = math.prod(_moments_shape(model, shape, settings)) * itemsize + 512
     if settings.latents == 'image+text':
-        size += model.text.length * model.text.width * itemsize
+        size += (model.text.length * model.text.width + (model.text.pooled_width or 0)) * itemsize
     batches = int(settings.shard_mb * 10**6 / (size * settings.batch_size))
     return max(1, batches) * settings.batch_size
 

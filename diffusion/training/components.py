@@ -68,6 +68,11 @@ def build_tokenizers(recipe: Recipe) -> list[PreTrainedTokenizerBase]:
     return [] if make is None else make(**of_object(make).accepted(recipe.model.kwargs))
 
 
+def takes_image_sizes(recipe: Recipe) -> bool:
+    """Return True if a recipe's model is conditioned on the sizes of images, so that its dataset must return them."""
+    return getattr(registry.resolve('model', recipe.model.name), 'takes_image_sizes', False)
+
+
 def build_dataset(
     recipe: Recipe,
     *,
@@ -111,6 +116,14 @@ def build_dataset(
     }
     buckets = [Bucket(name, _stream(stream), stream.image_shape) for name, stream in streams.items()]
     supplied = {'tokenizers': build_tokenizers(recipe), 'batch_size': batch_size, 'seed': recipe.seed}
+    if takes_image_sizes(recipe):
+        # Not passed otherwise: the class may be the user's, for models that take none.
+        if not registry.signature('dataset', component.name).accepted({'image_sizes': True}):
+            raise UserError(
+                f'dataset.name: {component.name} takes no keyword image_sizes, but the model {recipe.model.name} is '
+                'conditioned on image sizes; add the keyword, or use image_text or latents'
+            )
+        supplied['image_sizes'] = True
     return registry.build('dataset', component, buckets=buckets, **supplied, **streaming)
 
 

@@ -88,8 +88,8 @@ def test_examples_are_checked_and_priced_offline_without_torch():
     for line in ('sd2-phase1  16     128 x a100-80gb', 'bria-px1024  16     128 x a100-80gb', 'nothing was submitted'):
         assert line in result.stdout
     costs = [line for line in result.stdout.splitlines() if line.split()[-1].startswith('$')]
-    assert len(costs) == 9, 'five single jobs, three stages, and the total of the stages'
-    assert result.stdout.count('at $2.00 per GPU-hour') == 6, 'all examples except the one on CPUs'
+    assert len(costs) == 13, 'five single jobs, twice three stages, and the totals of the stages'
+    assert result.stdout.count('at $2.00 per GPU-hour') == 7, 'all examples except the one on CPUs'
 
 
 def test_each_stage_starts_from_weights_of_previous_one():

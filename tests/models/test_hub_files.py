@@ -1,5 +1,6 @@
 """Files from the Hugging Face Hub: fetched once per node, under one retry policy, and never requested if cached."""
 
+import contextlib
 import logging
 import shutil
 import threading
@@ -15,6 +16,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 from diffusion.errors import ExternalError, UserError
 from diffusion.models import hub_files
+from diffusion.models.builders import load_vae
 from diffusion.models.pretrained import clip_tokenizer, load_pretrained, without_weights
 from diffusion.storage import retry
 from diffusion.storage.retry import RetryPolicy
@@ -44,7 +46,13 @@ def repository(small_vae, tmp_path_factory):
 @pytest.fixture
 def hub(repository, tmp_path, monkeypatch):
     """Hub that serves the repository, used by huggingface_hub with an empty cache, and retries without pauses."""
-    with serve(repository) as server:
+    with serving(repository, tmp_path, monkeypatch) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def serving(folder, tmp_path, monkeypatch):
+    with serve(folder) as server:
         monkeypatch.setattr(constants, 'ENDPOINT', server.url)
         template = server.url + '/{repo_id}/resolve/{revision}/{filename}'
         monkeypatch.setattr('huggingface_hub.file_download.HUGGINGFACE_CO_URL_TEMPLATE', template)
@@ -183,3 +191,22 @@ def test_offline_mode_uses_the_cache_and_says_what_it_lacks(hub, monkeypatch):
     with pytest.raises(UserError, match=r'could not be loaded .*HF_HUB_OFFLINE is set, and the cache .* lacks it'):
         load('text_encoder')
     assert len(hub.requests) == before
+
+
+@pytest.mark.parametrize('layout', ['pipeline', 'vae alone'])
+def test_vae_is_found_in_the_repository_of_a_pipeline_and_in_its_own(
+    repository, small_vae, tmp_path, monkeypatch, layout
+):
+    with serving(repository if layout == 'pipeline' else small_vae, tmp_path, monkeypatch):
+        loaded = load_vae('someone/model', revision=COMMIT)
+    expected = AutoencoderKL.from_pretrained(small_vae, low_cpu_mem_usage=False).state_dict()
+    assert all(torch.equal(expected[name], tensor) for name, tensor in loaded.state_dict().items())
+
+
+def test_repository_without_a_vae_is_a_user_error(tmp_path, monkeypatch):
+    (tmp_path / 'empty').mkdir()
+    with (
+        serving(tmp_path / 'empty', tmp_path, monkeypatch),
+        pytest.raises(UserError, match='someone/model/vae: Autoenc'),
+    ):
+        load_vae('someone/model', revision=COMMIT)

@@ -58,7 +58,10 @@ def test_more_shipped_counts_match_the_models(path):
         assert content[section].items() >= counts.items()
 
 
-@pytest.mark.parametrize('recipe', [*PHASES, YAMLS / 'quickstart.yaml', YAMLS / 'tiny_vae.yaml'], ids=lambda p: p.stem)
+COUNTED = [*PHASES, *(YAMLS / f'{name}.yaml' for name in ('quickstart', 'tiny_vae', 'sdxl', 'sdxl_512', 'sdxl_1024'))]
+
+
+@pytest.mark.parametrize('recipe', COUNTED, ids=lambda path: path.stem)
 @pytest.mark.parametrize('precision', ['fp32', 'amp_bf16'])
 def test_shipped_recipes_are_planned_without_counting(requests, recipe, precision):
     from diffusion.config.load import load

@@ -24,8 +24,9 @@ class Condition:
     pooled: Tensor | None = None
     """One embedding per caption, [B, P]; None for families without it."""
     sizes: Tensor | None = None
-    """Original height and width, top and left of the crop, and target height and width in pixels, float32 [B, 6]
-    (Podell et al. 2023, section 2.2); None for families without it."""
+    """Original height and width, top and left of the crop, and target height and width in pixels, int64 [B, 6]
+    (Podell et al. 2023, section 2.2); None for families without it. Integers, since FSDP casts float inputs to the
+    dtype of the parameters, and bfloat16 rounds sizes above 256."""
 
     def __len__(self) -> int:
         return len(self.embeds)

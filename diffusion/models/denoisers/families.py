@@ -5,9 +5,11 @@ from torch import nn
 from diffusion.errors import UserError
 from diffusion.models.denoisers.family import DenoiserFamily
 from diffusion.models.denoisers.prx import PRX
+from diffusion.models.denoisers.sdxl import SDXLUNet
 from diffusion.models.denoisers.unet import CrossAttentionUNet
 
-FAMILIES: list[DenoiserFamily] = [CrossAttentionUNet(), PRX()]
+# CrossAttentionUNet would own SDXL's U-Net too: their class is the same.
+FAMILIES: list[DenoiserFamily] = [SDXLUNet(), CrossAttentionUNet(), PRX()]
 """Supported families; the first that owns a denoiser is used."""
 
 

@@ -91,7 +91,7 @@ class DenoiserFamily(ABC):
         condition = Condition(
             torch.empty(batch, text_length, sizes.text_width, device=device),
             pooled=pooled,
-            sizes=torch.empty(batch, SIZES, device=device) if self.takes_sizes else None,
+            sizes=torch.zeros(batch, SIZES, dtype=torch.int64, device=device) if self.takes_sizes else None,
         )
         noisy = torch.empty(batch, sizes.in_channels, height, width, device=device)
         timesteps = torch.zeros(batch, device=device)

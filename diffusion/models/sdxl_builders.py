@@ -1,0 +1,217 @@
+"""Model builders of Stable Diffusion XL: the published U-Net, and a miniature of it."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import torch
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    PreTrainedTokenizerBase,
+)
+
+from diffusion.config.constraints import AtLeast, MultipleOf, constrained
+from diffusion.errors import UserError
+from diffusion.models import sdxl_config
+from diffusion.models.builders import TINY_VAE, latent_side, load_vae, takes_image_sizes, tokenizes_with
+from diffusion.models.denoisers.condition import SIZES
+from diffusion.models.latent_diffusion import LatentDiffusion, encoder_precision
+from diffusion.models.objective import Objective
+from diffusion.models.pretrained import clip_tokenizer, load_pretrained
+from diffusion.models.text_conditioner import TextConditioner
+from diffusion.models.vae import latent_channels
+
+TINY_SIZE_WIDTH = 32
+"""Width of the embedding of each of the image sizes in the model `tiny_sdxl`."""
+
+
+def sdxl_tokenizers(
+    *, pretrained: str | None = sdxl_config.PRETRAINED, revision: str | None = sdxl_config.REVISION
+) -> list[PreTrainedTokenizerBase]:
+    """Return Stable Diffusion XL's tokenizers, built from open_clip's vocabulary if `pretrained` is None.
+
+    They have the same vocabulary, but the first pads with the end-of-text token, and the second with `!`.
+    """
+    if pretrained is None:
+        return _clip_tokenizers(sdxl_config.TEXT_LENGTH)
+    return [
+        load_pretrained(CLIPTokenizer, pretrained, subfolder=subfolder, revision=revision)
+        for subfolder in ('tokenizer', 'tokenizer_2')
+    ]
+
+
+@takes_image_sizes
+@tokenizes_with(sdxl_tokenizers)
+@constrained
+def sdxl(
+    resolution: Annotated[int, MultipleOf(8)] = 1024,
+    *,
+    pretrained: str | None = sdxl_config.PRETRAINED,
+    revision: str | None = sdxl_config.REVISION,
+    vae: str | None = None,
+    vae_revision: str | None = None,
+    objective: Objective | None = None,
+    caption_dropout: float = 0.1,
+    caption_dropout_mode: Literal['empty', 'zeros'] = 'empty',
+    encoder_dtype: Literal['auto', 'float32', 'float16', 'bfloat16'] = 'auto',
+    posterior: Literal['sample', 'mean'] = 'sample',
+    seed: int = 17,
+) -> LatentDiffusion:
+    """Build Stable Diffusion XL: a U-Net from scratch (2,567,463,684 parameters) with pretrained VAE and text encoders.
+
+    Args:
+        resolution: Side of the images in pixels, a multiple of 8 and of the VAE's downsampling; sets only the default
+            size of generated images.
+        pretrained: Source of VAE, text encoders and tokenizers: a repository on the Hub or a local folder in diffusers'
+            layout. None builds them with random weights, for tests and for counting parameters and FLOPs.
+        revision: Commit of the repository `pretrained`.
+        vae: Source of the VAE if it is not `pretrained`, whose VAE overflows in float16: a folder or repository of an
+            AutoencoderKL, such as madebyollin/sdxl-vae-fp16-fix, or one with a `vae` subfolder.
+        vae_revision: Commit of the repository `vae`.
+        objective: Training objective. The keywords from here on are those of `diffusion.LatentDiffusion`.
+    """
+    if vae is None and pretrained is None:
+        autoencoder = AutoencoderKL(**sdxl_config.VAE)
+    else:
+        if vae is not None:
+            autoencoder = load_vae(vae, revision=vae_revision)
+        else:
+            assert pretrained is not None
+            autoencoder = load_pretrained(AutoencoderKL, pretrained, subfolder='vae', revision=revision)
+        _check_precision(autoencoder, vae or f'{pretrained}/vae', encoder_dtype)
+    channels = latent_channels(autoencoder)
+    unet: dict[str, Any] = sdxl_config.UNET | {
+        'sample_size': latent_side(resolution, autoencoder),
+        'in_channels': channels,
+        'out_channels': channels,
+    }
+    text = TextConditioner(
+        _text_encoders(pretrained, revision),
+        sdxl_tokenizers(pretrained=pretrained, revision=revision),
+        layer='penultimate',
+    )
+    return LatentDiffusion(
+        UNet2DConditionModel(**unet),
+        autoencoder,
+        text,
+        objective=objective,
+        caption_dropout=caption_dropout,
+        caption_dropout_mode=caption_dropout_mode,
+        encoder_dtype=encoder_dtype,
+        posterior=posterior,
+        seed=seed,
+    )
+
+
+def tiny_sdxl_tokenizers(*, max_length: int = 16) -> list[PreTrainedTokenizerBase]:
+    """Return the two tokenizers of the model `tiny_sdxl`: CLIP's vocabulary, up to `max_length` tokens per caption."""
+    return _clip_tokenizers(max_length)
+
+
+@takes_image_sizes
+@tokenizes_with(tiny_sdxl_tokenizers)
+@constrained
+def tiny_sdxl(
+    resolution: Annotated[int, MultipleOf(8)] = 64,
+    *,
+    vae: str | None = None,
+    block_out_channels: Annotated[Sequence[int], MultipleOf(32)] = (128, 256),
+    layers_per_block: Annotated[int, AtLeast(0)] = 1,
+    text_width: Annotated[int, MultipleOf(32)] = 64,
+    text_layers: Annotated[int, AtLeast(1)] = 2,
+    max_length: Annotated[int, AtLeast(3)] = 16,
+    objective: Objective | None = None,
+    caption_dropout: float = 0.1,
+    caption_dropout_mode: Literal['empty', 'zeros'] = 'empty',
+    train_text_encoder: bool = True,
+    encoder_dtype: Literal['auto', 'float32', 'float16', 'bfloat16'] = 'auto',
+    posterior: Literal['sample', 'mean'] = 'sample',
+    seed: int = 17,
+) -> LatentDiffusion:
+    """Build a miniature Stable Diffusion XL: the same classes, small enough to train on a laptop.
+
+    Args:
+        resolution: Side of the images in pixels, a multiple of 8 and of the VAE's downsampling.
+        vae: Folder of an AutoencoderKL; the packaged one for 64 px OpenMoji images by default.
+        block_out_channels: Widths of the U-Net's levels, multiples of 32: GroupNorm has 32 groups, and attention heads
+            have width 32. The first level has no attention.
+        layers_per_block: Residual blocks per level.
+        text_width: Width of each of the two text encoders and of the pooled text, a multiple of 32.
+        text_layers: Number of layers of each text encoder.
+        max_length: L, number of tokens to which captions are padded and truncated, start and end included.
+        objective: Training objective. The keywords from here on are those of `diffusion.LatentDiffusion`.
+    """
+    autoencoder = load_vae(vae or str(TINY_VAE))
+    channels, levels = latent_channels(autoencoder), len(block_out_channels)
+    denoiser = UNet2DConditionModel(
+        sample_size=latent_side(resolution, autoencoder),
+        in_channels=channels,
+        out_channels=channels,
+        down_block_types=('DownBlock2D', *['CrossAttnDownBlock2D'] * (levels - 1)),
+        up_block_types=(*['CrossAttnUpBlock2D'] * (levels - 1), 'UpBlock2D'),
+        block_out_channels=tuple(block_out_channels),
+        layers_per_block=layers_per_block,
+        attention_head_dim=tuple(width // 32 for width in block_out_channels),  # type: ignore[arg-type]
+        cross_attention_dim=2 * text_width,
+        use_linear_projection=True,
+        addition_embed_type='text_time',
+        addition_time_embed_dim=TINY_SIZE_WIDTH,
+        projection_class_embeddings_input_dim=text_width + SIZES * TINY_SIZE_WIDTH,
+    )
+    config = CLIPTextConfig(
+        hidden_size=text_width,
+        intermediate_size=4 * text_width,
+        num_hidden_layers=text_layers,
+        num_attention_heads=text_width // 32,
+        max_position_embeddings=max_length,
+        projection_dim=text_width,
+        bos_token_id=49406,
+        eos_token_id=49407,
+        pad_token_id=0,
+    )
+    encoders = [CLIPTextModel(config), CLIPTextModelWithProjection(config)]
+    return LatentDiffusion(
+        denoiser,
+        autoencoder,
+        TextConditioner(encoders, tiny_sdxl_tokenizers(max_length=max_length), layer='penultimate'),
+        objective=objective,
+        caption_dropout=caption_dropout,
+        caption_dropout_mode=caption_dropout_mode,
+        train_text_encoder=train_text_encoder,
+        encoder_dtype=encoder_dtype,
+        posterior=posterior,
+        seed=seed,
+    )
+
+
+def _clip_tokenizers(max_length: int) -> list[PreTrainedTokenizerBase]:
+    """Return two tokenizers with CLIP's vocabulary: one that pads with the end-of-text token, one with `!`."""
+    return [clip_tokenizer(max_length=max_length, pad_token=token) for token in ('<|endoftext|>', '!')]
+
+
+def _text_encoders(pretrained: str | None, revision: str | None) -> list[CLIPTextModel | CLIPTextModelWithProjection]:
+    """Return CLIP ViT-L and OpenCLIP ViT-bigG, pretrained, or with random weights if `pretrained` is None."""
+    if pretrained is None:
+        return [
+            CLIPTextModel(CLIPTextConfig(**sdxl_config.TEXT_ENCODER)),
+            CLIPTextModelWithProjection(CLIPTextConfig(**sdxl_config.TEXT_ENCODER_2)),
+        ]
+    return [
+        load_pretrained(CLIPTextModel, pretrained, subfolder='text_encoder', revision=revision),
+        load_pretrained(CLIPTextModelWithProjection, pretrained, subfolder='text_encoder_2', revision=revision),
+    ]
+
+
+def _check_precision(vae: AutoencoderKL, source: str, encoder_dtype: str) -> None:
+    """Raise UserError if a VAE that overflows in float16, as its configuration states, is to run in float16."""
+    # Stable Diffusion XL's own VAE gives NaNs in float16; diffusers' pipelines convert it to float32.
+    if vae.config.get('force_upcast', False) and encoder_precision(encoder_dtype) == torch.float16:
+        raise UserError(
+            f'model.vae: the configuration of {source} has force_upcast, since its activations overflow in float16; '
+            'set encoder_dtype: bfloat16, or vae: madebyollin/sdxl-vae-fp16-fix with vae_revision: '
+            '207b116dae70ace3637169f1ddd2434b91b3a8cd'
+        )

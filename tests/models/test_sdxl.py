@@ -1,0 +1,273 @@
+"""Stable Diffusion XL: the published architecture, its conditions, and the loss against diffusers alone."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as functional
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
+from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+
+from diffusion.config.image_shapes import square
+from diffusion.data.latents import manifest_of
+from diffusion.errors import UserError
+from diffusion.models import batch_keys
+from diffusion.models.cost_counting import ModelCounter, build_empty
+from diffusion.models.flops import forward_flops
+from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.models.pretrained import clip_tokenizer
+from diffusion.models.randomness import Draws, Purpose
+from diffusion.models.sdxl_builders import sdxl, sdxl_tokenizers, tiny_sdxl
+from diffusion.models.text_conditioner import TextConditioner
+from diffusion.planning.model_costs import PRECISIONS
+
+# https://huggingface.co/stabilityai/stable-diffusion-xl-base-1.0/blob/main/unet/config.json, as published
+PUBLISHED_UNET = json.loads(
+    """{"act_fn": "silu", "addition_embed_type": "text_time", "addition_embed_type_num_heads": 64,
+    "addition_time_embed_dim": 256, "attention_head_dim": [5, 10, 20], "block_out_channels": [320, 640, 1280],
+    "center_input_sample": false, "class_embed_type": null, "class_embeddings_concat": false, "conv_in_kernel": 3,
+    "conv_out_kernel": 3, "cross_attention_dim": 2048, "cross_attention_norm": null, "down_block_types":
+    ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"], "downsample_padding": 1, "dual_cross_attention":
+    false, "encoder_hid_dim": null, "encoder_hid_dim_type": null, "flip_sin_to_cos": true, "freq_shift": 0,
+    "in_channels": 4, "layers_per_block": 2, "mid_block_only_cross_attention": null, "mid_block_scale_factor": 1,
+    "mid_block_type": "UNetMidBlock2DCrossAttn", "norm_eps": 1e-05, "norm_num_groups": 32, "num_attention_heads": null,
+    "num_class_embeds": null, "only_cross_attention": false, "out_channels": 4, "projection_class_embeddings_input_dim":
+    2816, "resnet_out_scale_factor": 1.0, "resnet_skip_time_act": false, "resnet_time_scale_shift": "default",
+    "sample_size": 128, "time_cond_proj_dim": null, "time_embedding_act_fn": null, "time_embedding_dim": null,
+    "time_embedding_type": "positional", "timestep_post_act": null, "transformer_layers_per_block": [1, 2, 10],
+    "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"], "upcast_attention": null,
+    "use_linear_projection": true}"""
+)
+# 64 channels, since GroupNorm of 32 groups removes the embedding of sizes and pooled text from 32.
+SMALL: dict[str, Any] = {'block_out_channels': (64, 64), 'text_width': 32, 'text_layers': 2}
+SIZES = torch.tensor([[640, 480, 0, 11, 64, 64], [64, 64, 0, 0, 64, 64], [99, 3000, 7, 0, 64, 64], [1, 2, 3, 4, 5, 6]])
+
+
+@pytest.fixture
+def make(small_vae):
+    """Function that builds a miniature with random weights."""
+
+    def build(**settings: Any) -> Any:
+        torch.manual_seed(0)
+        keywords: dict[str, Any] = SMALL | {'vae': str(small_vae)} | settings
+        return tiny_sdxl(**keywords)
+
+    return build
+
+
+def count(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def batch_of(model: LatentDiffusion) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        batch_keys.IMAGE: torch.randint(0, 256, (4, 3, 64, 64), dtype=torch.uint8, generator=generator),
+        batch_keys.INPUT_IDS: model._tokens(['a cat', 'two dogs', '', 'a long caption of a red bus']),
+        batch_keys.IMAGE_SIZES: SIZES,
+        batch_keys.SAMPLE_ID: torch.arange(10, 14),
+        batch_keys.EPOCH: torch.full((4,), 2),
+        batch_keys.BATCH_INDEX: torch.full((4,), 7),
+    }
+
+
+def reference_loss(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+    """Return the same loss, computed with diffusers and transformers alone."""
+    draws = Draws(model.seed, batch[batch_keys.SAMPLE_ID], batch[batch_keys.EPOCH], batch[batch_keys.BATCH_INDEX])
+    latents = model.latents_of(batch, draws)
+    noise = draws.normal(Purpose.NOISE, latents.shape[1:])
+    timesteps: Any = draws.integers(Purpose.TIMESTEP, 1000)
+    scheduler = DDPMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule='scaled_linear')
+    first, second = (
+        encoder(batch[batch_keys.INPUT_IDS][:, index], output_hidden_states=True)
+        for index, encoder in enumerate(model.text.encoders)
+    )
+    predicted = model.denoiser(
+        scheduler.add_noise(latents, noise, timesteps),
+        timesteps,
+        encoder_hidden_states=torch.cat([first.hidden_states[-2], second.hidden_states[-2]], dim=-1),
+        added_cond_kwargs={'text_embeds': second.text_embeds, 'time_ids': batch[batch_keys.IMAGE_SIZES].float()},
+    ).sample
+    return functional.mse_loss(predicted, noise)
+
+
+def test_sdxl_is_the_published_model():
+    with torch.device('meta'):
+        model = sdxl(pretrained=None)
+        published: Any = UNet2DConditionModel.from_config(PUBLISHED_UNET)
+    assert count(model.denoiser) == 2_567_463_684
+    assert count(model.vae) == 83_653_863
+    assert [count(encoder) for encoder in model.text.encoders] == [123_060_480, 694_659_840]
+    ours = {name: tensor.shape for name, tensor in model.denoiser.state_dict().items()}
+    assert ours == {name: tensor.shape for name, tensor in published.state_dict().items()}
+    config, theirs = model.denoiser.config, published.config
+    # The published file has null for false.
+    assert not {key for key in PUBLISHED_UNET if (config[key] or None) != (theirs[key] or None)}
+    assert (model.text.width, model.text.pooled_width, model.latent_size) == (2048, 1280, 128)
+
+
+def test_first_tokenizer_pads_with_the_end_of_text_and_the_second_with_id_0():
+    first, second = (tokenizer('a', padding='max_length').input_ids for tokenizer in sdxl_tokenizers(pretrained=None))
+    assert first == [49406, 320, *[49407] * 75]
+    assert second == [49406, 320, 49407, *[0] * 74]
+
+
+@pytest.fixture(scope='module')
+def local_sdxl(tmp_path_factory):
+    """A folder in Stable Diffusion XL's layout with parts of the right widths and as few layers as possible."""
+    folder = tmp_path_factory.mktemp('pretrained')
+    vae = AutoencoderKL(
+        down_block_types=('DownEncoderBlock2D',) * 4,  # type: ignore[arg-type]
+        up_block_types=('UpDecoderBlock2D',) * 4,  # type: ignore[arg-type]
+        block_out_channels=(4,) * 4,  # type: ignore[arg-type]
+        norm_num_groups=2,
+    )
+    vae.save_pretrained(folder / 'vae')
+    sizes: dict[str, Any] = {'intermediate_size': 8, 'num_hidden_layers': 2, 'bos_token_id': 0, 'eos_token_id': 2}
+    first = CLIPTextConfig(hidden_size=768, num_attention_heads=12, projection_dim=768, **sizes)
+    second = CLIPTextConfig(hidden_size=1280, num_attention_heads=20, projection_dim=1280, **sizes)
+    CLIPTextModel(first).save_pretrained(folder / 'text_encoder')
+    CLIPTextModelWithProjection(second).save_pretrained(folder / 'text_encoder_2')
+    for name, tokenizer in zip(('tokenizer', 'tokenizer_2'), sdxl_tokenizers(pretrained=None), strict=True):
+        tokenizer.save_pretrained(folder / name)
+    return folder
+
+
+def test_sdxl_loads_its_frozen_parts_from_a_folder(local_sdxl, monkeypatch):
+    small = {'block_out_channels': (32, 32, 32), 'transformer_layers_per_block': 1, 'attention_head_dim': 1}
+    monkeypatch.setattr(
+        'diffusion.models.sdxl_builders.sdxl_config.UNET',
+        dict(PUBLISHED_UNET, **small, layers_per_block=1),
+    )
+    model = sdxl(64, pretrained=str(local_sdxl))
+    weights = CLIPTextModelWithProjection.from_pretrained(local_sdxl / 'text_encoder_2').state_dict()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in model.text.encoders[1].state_dict().items())
+    assert model._tokens(['a']).tolist()[0] == [[49406, 320, *[49407] * 75], [49406, 320, 49407, *[0] * 74]]
+    with pytest.raises(UserError, match=r'vae.* has force_upcast, since its activations overflow in float16; set enc'):
+        sdxl(64, pretrained=str(local_sdxl), encoder_dtype='float16')
+
+
+def test_loss_and_gradients_equal_diffusers_alone(make):
+    model = make(caption_dropout=0.0)
+    batch = batch_of(model)
+    expected = reference_loss(model, batch)
+    expected.backward()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    theirs = [parameter.grad.clone() for parameter in trained]
+    model.zero_grad()
+    loss = model.loss(model(batch), batch)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    loss.backward()
+    for gradient, parameter in zip(theirs, trained, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=1e-5)
+
+
+def test_every_trained_parameter_gets_a_gradient(make):
+    """DDP waits for the gradient of each; the first text encoder's last layer has none and is not trained."""
+    model = make()
+    batch = batch_of(model)
+    model.loss(model(batch), batch).backward()
+    without = {name for name, parameter in model.named_parameters() if parameter.grad is None}
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert without == frozen
+    assert frozen and all(
+        name.startswith(
+            ('text_encoder.encoders.0.text_model.encoder.layers.1.', 'text_encoder.encoders.0.text_model.final')
+        )
+        for name in frozen
+    )
+
+
+@pytest.mark.parametrize('field', ['sizes', 'pooled'])
+def test_prediction_depends_on_sizes_and_pooled_text(make, field):
+    model = make(train_text_encoder=False)
+    model.eval()
+    batch = batch_of(model)
+    if field == 'sizes':
+        other = batch | {batch_keys.IMAGE_SIZES: SIZES + 100}
+    else:
+        text = model.embed(batch[batch_keys.INPUT_IDS])
+        batch |= {batch_keys.TEXT_EMBEDS: text.embeds, batch_keys.TEXT_POOLED: text.pooled}
+        other = batch | {batch_keys.TEXT_POOLED: text.pooled + 1}
+    with torch.no_grad():
+        first, second = (model.eval_forward(each) for each in (batch, other))
+    assert ((first - second).abs() > 1e-6).any(dim=0).all()
+
+
+@pytest.mark.parametrize('mode', ['empty', 'zeros'])
+@pytest.mark.parametrize('stored', [False, True])
+def test_dropped_captions_replace_embeddings_and_pooled_text_together(make, mode, stored):
+    model = make(caption_dropout=1.0, caption_dropout_mode=mode, train_text_encoder=False)
+    batch = batch_of(model)
+    if stored:
+        text = model.embed(batch[batch_keys.INPUT_IDS])
+        batch |= {batch_keys.TEXT_EMBEDS: text.embeds.half(), batch_keys.TEXT_POOLED: text.pooled.half()}
+    condition = model._condition_of(batch, model._draws(batch))
+    empty = model.embed(model.empty_ids[None])
+    for found, expected in ((condition.embeds, empty.embeds), (condition.pooled, empty.pooled)):
+        expected = torch.zeros_like(expected) if mode == 'zeros' else expected
+        torch.testing.assert_close(found, expected.expand_as(found), rtol=2e-3, atol=2e-3)
+    assert condition.sizes is batch[batch_keys.IMAGE_SIZES]
+    assert condition.mask is None
+
+
+def test_generated_images_are_conditioned_on_their_own_size(make, monkeypatch):
+    model, seen = make(train_text_encoder=False), []
+    forward = model.denoiser.forward
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        seen.append(kwargs['added_cond_kwargs']['time_ids'])
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(model.denoiser, 'forward', record)
+    model.generate(['a', 'b'], size=(64, 128), num_inference_steps=1)
+    assert seen[0].tolist() == [[64, 128, 0, 0, 64, 128]] * 4  # with and without the prompt
+
+
+def test_errors_name_the_way_out(make):
+    model = make(train_text_encoder=False)
+    batch = batch_of(model)
+    text = model.embed(batch[batch_keys.INPUT_IDS])
+    stored = batch | {batch_keys.TEXT_EMBEDS: text.embeds}
+    with pytest.raises(UserError, match=r'batch: has text_embeds but no text_pooled, .*; precompute the text again'):
+        model(stored)
+    del batch[batch_keys.IMAGE_SIZES]
+    with pytest.raises(UserError, match=r'batch: has no image_sizes, .*; build the dataset with image_sizes=True'):
+        model(batch)
+    config = CLIPTextConfig(hidden_size=32, num_attention_heads=1, num_hidden_layers=2, max_position_embeddings=16)
+    with pytest.raises(UserError, match='captions of 77 tokens, but its text encoder takes 16; load both from the sam'):
+        TextConditioner([CLIPTextModel(config)], [clip_tokenizer(max_length=77)])
+    without_pooled = TextConditioner([CLIPTextModel(config)] * 2, model.text.tokenizers, layer='penultimate')
+    with pytest.raises(UserError, match='takes pooled text of width 32, but the text encoders give None; use the text'):
+        LatentDiffusion(model.denoiser, model.vae, without_pooled)
+    with pytest.raises(UserError, match=r'mask_padding: true, but a UNet2DConditionModel takes no mask'):
+        LatentDiffusion(model.denoiser, model.vae, model.text, mask_padding=True)
+
+
+def test_manifest_records_the_output_of_the_text_encoders(make):
+    model = make(train_text_encoder=False)
+    manifest = manifest_of(model.vae, shape='', posterior='', dtype='', text=model.text, image_sizes=True)
+    assert (manifest.text_output, manifest.image_sizes) == ('penultimate+pooled', True)
+
+
+def test_costs_of_the_miniature_equal_those_of_its_parts():
+    counter = ModelCounter(build_empty('tiny_sdxl', SMALL | {'vae': None}))
+    facts = counter.facts()
+    assert (facts['text_length'], facts['text_width'], facts['trains_text_encoder']) == (16, 64, True)
+    with torch.device('meta'):
+        own: Any = build_empty('tiny_sdxl', SMALL | {'vae': None})
+        side = square(64).width // counter.cell
+        arguments: Any = {
+            'added_cond_kwargs': {'text_embeds': torch.empty(1, 32), 'time_ids': torch.empty(1, 6)},
+            'encoder_hidden_states': torch.empty(1, 16, 64),
+        }
+        latents = torch.empty(1, own.denoiser.config['in_channels'], side, side)
+        denoiser = forward_flops(own.denoiser, latents, torch.zeros(1), **arguments)
+        text = sum(forward_flops(each, torch.zeros(1, 16, dtype=torch.int64)) for each in own.text.encoders)
+    assert counter.flops(square(64))['trained'] == denoiser + text
+    assert facts['trained_parameters'] == sum(each.numel() for each in own.parameters() if each.requires_grad)
+    kept = [counter.activations(square(64), precision).kept for precision in PRECISIONS]
+    assert all(bytes_ > 0 for bytes_ in kept)

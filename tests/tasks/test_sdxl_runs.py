@@ -1,0 +1,216 @@
+"""Stable Diffusion XL in miniature: kills, numbers of ranks, precomputed data, and the exported pipeline."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+from ranks import largest_difference, read_losses
+from shards import write_image_shards
+
+from diffusion.checkpointing.checkpoint_weights import weights_of
+from diffusion.checkpointing.run_folder import find_checkpoint
+from diffusion.cli import main
+from diffusion.config.load import load
+from diffusion.errors import UserError
+from diffusion.models import batch_keys
+from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.storage.mds import INDEX
+from diffusion.tasks.evaluate import trained_model
+from diffusion.tasks.export import export
+from diffusion.tasks.precompute import precompute
+from diffusion.training.components import build_loader, build_model
+from diffusion.training.train import train
+
+BATCHES = 6
+FSDP2 = {'strategy': 'fsdp2', 'checkpoints': 'sharded', 'reshard_after_forward': False}
+
+
+@pytest.fixture(scope='module')
+def content(tmp_path_factory, tiny_recipe):
+    """Recipe of a run on random mirrored crops of images of two sizes, for a model with trained text encoders."""
+    root = tmp_path_factory.mktemp('sdxl')
+    streams = {}
+    for index, (name, side) in enumerate({'small': 40, 'large': 72}.items()):
+        folder = write_image_shards(root / name, count=32, side=side, offset=100 * index)
+        streams[name] = {'local': str(folder), 'resolution': 32 * (index + 1)}
+    recipe = tiny_recipe(root / 'runs', streams=streams)
+    recipe['model'] |= {'name': 'tiny_sdxl', 'block_out_channels': [64, 64], 'text_layers': 2}
+    recipe['dataset'] |= {'crop': 'random', 'min_crop_scale': 0.6, 'flip': True}
+    recipe['trainer'] |= {'max_duration': f'{BATCHES}ba', 'save_interval': '2ba'}
+    return recipe
+
+
+@pytest.fixture
+def write(content, tmp_path):
+    """Function that writes the recipe with some sections replaced, for runs in the test's temporary folder."""
+
+    def write_file(name: str, *, model: dict[str, Any] | None = None, **sections: Any) -> Path:
+        path = tmp_path / f'{name}.yaml'
+        sections |= {'name': name, 'runs_dir': str(tmp_path / 'runs'), 'model': content['model'] | (model or {})}
+        path.write_text(yaml.safe_dump(content | sections))
+        return path
+
+    return write_file
+
+
+def final_weights(run: Path) -> dict[str, torch.Tensor]:
+    return weights_of(find_checkpoint(run), 'training')[0]
+
+
+@pytest.mark.slow
+def test_curve_is_the_same_after_kills_and_on_other_numbers_of_ranks(write, tmp_path, ranks):
+    runs = tmp_path / 'runs'
+    for name, count, sections in (('one', 1, {}), ('ddp', 2, {}), ('fsdp2', 2, {'parallelism': FSDP2})):
+        ranks.run(count, write(name, **sections))
+        assert len(read_losses(runs / name)) == BATCHES
+    for name in ('ddp', 'fsdp2'):
+        assert largest_difference(read_losses(runs / 'one'), read_losses(runs / name)) < 1e-4
+    path = write('killed')
+    job = ranks.start(1, path)
+    metrics = runs / 'killed' / 'metrics.jsonl'
+    job.wait_for(metrics)
+    while '"step": 3, "loss/train/total"' not in metrics.read_text():
+        assert job.running(), job.output()
+        job.spend(0.005)
+    job.kill()
+    ranks.run(1, path)
+    assert read_losses(runs / 'killed') == read_losses(runs / 'one')
+    one, killed = final_weights(runs / 'one'), final_weights(runs / 'killed')
+    assert one.keys() == killed.keys()
+    assert all(torch.equal(one[name], killed[name]) for name in one)
+
+
+@pytest.fixture
+def stored(write, content, tmp_path):
+    """Function that precomputes the data with a model, and returns the streams of the output."""
+
+    def encode(latents: str, name: str = 'sdxl', model: dict[str, Any] | None = None) -> dict[str, Any]:
+        out = tmp_path / f'{name}-{latents.replace("+", "-")}'
+        settings = {
+            **{'out': str(out), 'streams': content['streams'], 'batch_size': 4, 'dtype': 'float32'},
+            **{'latents': latents, 'crop': 'random', 'min_crop_scale': 0.6},
+        }
+        frozen = {'train_text_encoder': False} | (model or {})
+        precompute(load(write(out.name, model=frozen, precompute=settings, task='precompute')))
+        return {key: value | {'local': str(out / key)} for key, value in content['streams'].items()}
+
+    return encode
+
+
+@pytest.mark.parametrize('latents', ['image+text', pytest.param('image', marks=pytest.mark.slow)])
+def test_losses_on_precomputed_data_equal_losses_online(write, stored, tmp_path, latents):
+    streams = stored(latents)
+    frozen = {'train_text_encoder': False}
+    in_order = {'num_workers': 0, 'shuffle': False}  # shuffling depends on the shards, which differ
+    dataset = {'name': 'image_text', 'crop': 'random', 'min_crop_scale': 0.6, 'caption_choice': 'random'}
+    batches, model = [], None
+    for name, sections in {
+        'online': {'dataset': dataset},
+        'stored': {'dataset': {'name': 'latents', 'caption_choice': 'random'}, 'streams': streams},
+    }.items():
+        recipe = load(write(name, model=frozen, loader=in_order, **sections), ['trainer.max_duration=2ba'])
+        batches.append(next(iter(build_loader(recipe))))
+        train(recipe).close()
+        model = build_model(recipe)
+    online, offline = (read_losses(tmp_path / 'runs' / name) for name in ('online', 'stored'))
+    assert len(online) == 2
+    assert largest_difference(online, offline) < 1e-4
+    # At initialization, sizes and pooled text hardly change the loss: compare them too.
+    online_batch, stored_batch = batches
+    assert (online_batch[batch_keys.IMAGE_SIZES][:, 2:4] > 0).any()
+    assert online_batch[batch_keys.IMAGE_SIZES].equal(stored_batch[batch_keys.IMAGE_SIZES])
+    assert (batch_keys.TEXT_POOLED in stored_batch) == (latents == 'image+text')
+    if latents == 'image+text':
+        assert isinstance(model, LatentDiffusion)
+        text = model.embed(online_batch[batch_keys.INPUT_IDS])
+        torch.testing.assert_close(stored_batch[batch_keys.TEXT_POOLED], text.pooled)
+        torch.testing.assert_close(stored_batch[batch_keys.TEXT_EMBEDS], text.embeds)
+
+
+def test_data_without_sizes_or_pooled_text_is_refused_with_the_way_out(write, stored, tmp_path):
+    frozen = {'train_text_encoder': False}
+    streams = stored('image+text')
+
+    def problem() -> str:
+        with pytest.raises(UserError) as error:
+            train(load(write('refused', model=frozen, dataset={'name': 'latents'}, streams=streams)))
+        return str(error.value)
+
+    manifests = [*tmp_path.glob('sdxl-image-text/*/manifest.json')]
+
+    def remove(key: str) -> None:
+        """Remove a key from the manifests, which earlier versions wrote without it."""
+        assert manifests
+        for manifest in manifests:
+            values = json.loads(manifest.read_text())
+            del values[key]
+            manifest.write_text(json.dumps(values))
+
+    remove('text_output')
+    expected = 'the stored output of the text encoders is last, but the model takes penultimate+pooled; precompute it'
+    assert expected in problem()
+    remove('image_sizes')
+    expected = 'its latents have no image sizes, on which the model is conditioned; precompute them again with this'
+    assert expected in problem()
+
+
+def test_shards_of_a_model_without_sizes_have_no_new_columns(stored, tmp_path):
+    stored('image+text', 'sd', {'name': 'tiny'})
+    (index, *_) = sorted(tmp_path.glob(f'sd-image-text/*/{INDEX}'))
+    columns = json.loads(index.read_text())['shards'][0]['column_names']
+    assert columns == ['captions', 'key', 'latent_moments', 'text_embeds']
+
+
+STOCK = """
+import sys, torch
+from diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl import StableDiffusionXLPipeline
+folder, latents, out, negative = sys.argv[1:]
+pipeline = StableDiffusionXLPipeline.from_pretrained(folder, local_files_only=True, low_cpu_mem_usage=False)
+assert pipeline.watermark is None
+start = torch.load(latents)
+images = pipeline('a red square', negative_prompt=negative or None, latents=start, height=32, width=64,
+    num_inference_steps=4, guidance_scale=3.0, output_type='pt').images
+assert 'diffusion' not in sys.modules
+torch.save(images, out)
+"""
+
+
+@pytest.mark.parametrize(
+    ('mode', 'negative'),
+    [('zeros', ''), *(pytest.param(*each, marks=pytest.mark.slow) for each in (('empty', ''), ('zeros', 'blue')))],
+)
+def test_stock_pipeline_generates_the_same_images(write, tmp_path, mode, negative):
+    path = write('run', model={'caption_dropout_mode': mode, 'caption_dropout': 0.5, 'resolution': 64})
+    train(load(path, ['trainer.max_duration=1ba'])).close()
+    export(tmp_path / 'runs' / 'run', tmp_path / 'out')
+    index = json.loads((tmp_path / 'out' / 'model_index.json').read_text())
+    assert index['_class_name'] == 'StableDiffusionXLPipeline'
+    assert (index['force_zeros_for_empty_prompt'], index['add_watermarker']) == (mode == 'zeros', False)
+    model, _ = trained_model(load(path), None)
+    assert isinstance(model, LatentDiffusion)
+    latents = torch.randn(1, 4, 4, 8, generator=torch.Generator().manual_seed(0))
+    torch.save(latents, tmp_path / 'latents.pt')
+    arguments = [str(tmp_path / name) for name in ('out', 'latents.pt', 'theirs.pt')]
+    subprocess.run([sys.executable, '-c', STOCK, *arguments, negative], check=True, cwd=tmp_path, capture_output=True)
+    sampling: dict[str, Any] = {'num_inference_steps': 4, 'guidance_scale': 3.0, 'negative_prompt': negative}
+    ours = model.generate(['a red square'], latents=latents, **sampling)
+    torch.testing.assert_close(torch.load(tmp_path / 'theirs.pt'), ours, rtol=1e-3, atol=1e-3)
+
+
+def test_generate_command_draws_the_same_with_run_and_export(write, tmp_path):
+    path = write('run', model={'caption_dropout_mode': 'zeros', 'caption_dropout': 0.5})
+    train(load(path, ['trainer.max_duration=1ba'])).close()
+    export(tmp_path / 'runs' / 'run', tmp_path / 'out')
+    images = []
+    for source, out in ((tmp_path / 'runs' / 'run', 'ours'), (tmp_path / 'out', 'theirs')):
+        assert main(['generate', str(source), 'a', '--out', str(tmp_path / out), '--steps', '4']) == 0
+        (file,) = (tmp_path / out).iterdir()
+        images.append(np.asarray(Image.open(file)).astype(int))
+    assert abs(images[0] - images[1]).max() <= 2

@@ -18,6 +18,7 @@ COMPOSER_MODELS = {
     'models.latent_diffusion',
     'models.builders',
     'models.prx_builders',
+    'models.mmdit_builders',
     'models.autoencoder',
 }  # on layer 2, in the folder of their parts
 FOREIGN = {

@@ -22,6 +22,8 @@ TARGETS: dict[str, dict[str, Any]] = {
         'tiny': 'diffusion.models.builders:tiny',
         'prx': 'diffusion.models.prx_builders:prx',
         'tiny_prx': 'diffusion.models.prx_builders:tiny_prx',
+        'mmdit': 'diffusion.models.mmdit_builders:mmdit',
+        'tiny_mmdit': 'diffusion.models.mmdit_builders:tiny_mmdit',
         'autoencoder': 'diffusion.models.autoencoder:tiny_autoencoder',
     },
     'dataset': {

@@ -48,6 +48,8 @@ class LatentManifest:
     """Crop of the images that was encoded: `center`, or `random` with its minimum scale and seed."""
     text_encoder: str | None = None
     """Fingerprint of the text encoders whose output is stored; None if they run during training."""
+    text_output: str = 'last'
+    """Stored output of the text encoders, `TextConditioner.output`; manifests of earlier versions do not have it."""
     captions: str = 'all'
     """Captions stored per sample: `all`, `first` or `longest`."""
     source: str = ''
@@ -73,11 +75,12 @@ class LatentManifest:
         if not path.exists():
             raise UserError(f'{where}: no {MANIFEST} next to its shards; precompute the latents with task=precompute')
         known = {field.name for field in dataclasses.fields(cls)}
+        required = known - {'text_output'}
         try:
             content = json.loads(path.read_text(encoding='utf-8'))
         except ValueError:
             content = {}
-        if not isinstance(content, dict) or set(content) != known or content['version'] != 2:
+        if not isinstance(content, dict) or not required <= set(content) <= known or content['version'] != 2:
             raise UserError(f'{where}: {path} is not a manifest of version 2; precompute the latents again')
         return cls(**content)
 
@@ -107,6 +110,7 @@ def manifest_of(
     return LatentManifest(
         *(weights_fingerprint(vae), mean.tolist(), std.tolist(), shape, posterior, dtype, crop),
         text_encoder=None if text is None else weights_fingerprint(text),
+        text_output='last' if text is None else text.output,
         captions=captions,
     )
 
@@ -120,8 +124,8 @@ def read_manifest(bucket: Bucket) -> LatentManifest:
 class LatentsDataset(BucketedDataset):
     """Streaming dataset of precomputed latents, for training without the VAE.
 
-    Samples hold VAE posterior moments, float32 [C or 2C, H, W], caption tokens [E, L], and text embeddings [L, D] if
-    stored.
+    Samples hold VAE posterior moments, float32 [C or 2C, H, W], caption tokens [E, L], and text embeddings [L, D] and
+    pooled text [P] if stored.
 
     Args:
         buckets: Streams made by `task: precompute`, each with a manifest next to its shards.
@@ -148,6 +152,7 @@ class LatentsDataset(BucketedDataset):
         self.caption_choice: CaptionChoice = caption_choice
         self.manifests = [read_manifest(bucket) for bucket in self.buckets]
         self.with_text = self._all_with_text()
+        self.with_pooled = self.with_text and all('pooled' in manifest.text_output for manifest in self.manifests)
         for bucket, manifest in zip(self.buckets, self.manifests, strict=True):
             if str(bucket.shape) != manifest.shape:
                 raise UserError(
@@ -171,7 +176,8 @@ class LatentsDataset(BucketedDataset):
             batch_keys.INPUT_IDS: tokenize(self.tokenizers, [captions[caption_index]])[0],
         }
         if self.with_text:
-            item[batch_keys.TEXT_EMBEDS] = self._finite(sample, batch_keys.TEXT_EMBEDS, index)[caption_index].clone()
+            names = (batch_keys.TEXT_EMBEDS, *([batch_keys.TEXT_POOLED] if self.with_pooled else []))
+            item |= {name: self._finite(sample, name, index)[caption_index].clone() for name in names}
         return item
 
     def _finite(self, sample: dict[str, Any], name: str, index: int) -> torch.Tensor:
@@ -226,4 +232,9 @@ class LatentsDataset(BucketedDataset):
                 raise UserError(
                     f'streams.{bucket.name}: its text embeddings were made by another text encoder '
                     f'({manifest.text_encoder}, but the model has {expected}); precompute them again with this model'
+                )
+            if manifest.text_output != text.output:
+                raise UserError(
+                    f'streams.{bucket.name}: the stored output of the text encoders is {manifest.text_output}, but the '
+                    f'model takes {text.output}; precompute it again with this model'
                 )

@@ -153,7 +153,7 @@ def _make_sample(dataset: BucketedDataset, index: int, clock: Clock) -> dict[str
             cut.nbytes,
             lambda: to_planar(resize(cut, shape), dataset.image_block.place((3, shape.height, shape.width))),
         )
-    for name in (batch_keys.LATENT_MOMENTS, batch_keys.TEXT_EMBEDS):
+    for name in (batch_keys.LATENT_MOMENTS, batch_keys.TEXT_EMBEDS, batch_keys.TEXT_POOLED):
         if name in sample:
             values = sample[name]
             item[name] = clock.time('to tensor', values.nbytes, lambda values=values: torch.from_numpy(values.copy()))

@@ -222,7 +222,7 @@ def _caption_problems(sample: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
 
 def _latent_problems(sample: Mapping[str, Any], manifest: Manifest) -> Iterator[tuple[str, bool]]:
     """Yield (problem, harmless) for latents and text embeddings that are not finite or contradict the manifest."""
-    for name in (batch_keys.LATENT_MOMENTS, batch_keys.TEXT_EMBEDS):
+    for name in (batch_keys.LATENT_MOMENTS, batch_keys.TEXT_EMBEDS, batch_keys.TEXT_POOLED):
         if name in sample and not np.isfinite(sample[name]).all():
             yield f'its {name} are not finite', False
     if batch_keys.LATENT_MOMENTS not in sample:

@@ -282,9 +282,9 @@ class LatentDiffusion(ComposerModel):
         Counts three forward passes of the trained parts (forward and backward) and one of the frozen encoders that the
         batch needs.
         """
-        count, _, text_length = batch[batch_keys.INPUT_IDS].shape
+        count, _, token_length = batch[batch_keys.INPUT_IDS].shape
         runs_encoders = batch_keys.LATENT_MOMENTS not in batch, batch_keys.TEXT_EMBEDS not in batch
-        shape = *self._latent_size_of(batch), text_length, *runs_encoders
+        shape = *self._latent_size_of(batch), token_length, *runs_encoders
         # Shapes repeat (aspect-ratio buckets), and counting one takes a forward pass on the meta device.
         if shape not in self._sample_flops:
             self._sample_flops[shape] = self._count_sample(*shape)
@@ -454,14 +454,16 @@ class LatentDiffusion(ComposerModel):
         cell = downsampling(self.vae)
         return height // cell, width // cell
 
-    def _count_sample(self, height: int, width: int, text_length: int, encodes_images: bool, encodes_text: bool) -> int:
-        """Return the FLOPs of training on one sample of a given latent size and text length."""
-        total = 3 * self._denoiser_flops(height, width, text_length)
+    def _count_sample(
+        self, height: int, width: int, token_length: int, encodes_images: bool, encodes_text: bool
+    ) -> int:
+        """Return the FLOPs of training on one sample of a given latent size and number of token ids."""
+        total = 3 * self._denoiser_flops(height, width, self.text.embeddings_per_caption(token_length))
         if encodes_images:
             total += vae_encoder_flops(self.vae, height=height, width=width)
         if encodes_text:
             passes = 3 if self.train_text_encoder else 1
-            total += passes * text_encoder_flops(self.text, length=text_length)
+            total += passes * text_encoder_flops(self.text, length=token_length)
         return total
 
     def _timesteps(self, batch: Mapping[str, Tensor], draws: Draws) -> Tensor:
@@ -500,7 +502,7 @@ class LatentDiffusion(ComposerModel):
     def _condition_of(self, batch: Mapping[str, Tensor], draws: Draws | None = None) -> Condition:
         """Return the denoiser's condition for a batch; with `draws`, drop random captions for guidance."""
         input_ids, keep = batch[batch_keys.INPUT_IDS], None
-        text = TextOutput(batch[batch_keys.TEXT_EMBEDS]) if batch_keys.TEXT_EMBEDS in batch else None
+        text = self._stored_text(batch)
         if draws is not None and self.caption_dropout:
             keep = draws.uniform(Purpose.CAPTION_DROPOUT) >= self.caption_dropout
         if keep is not None and self.caption_dropout_mode == 'empty':
@@ -510,6 +512,18 @@ class LatentDiffusion(ComposerModel):
                 text = _select(keep, text, self._empty_caption_text())
             keep = None
         return self._condition(input_ids, keep, text)
+
+    def _stored_text(self, batch: Mapping[str, Tensor]) -> TextOutput | None:
+        """Return the precomputed output of the text encoders in a batch, or None if the batch has none."""
+        if batch_keys.TEXT_EMBEDS not in batch:
+            return None
+        pooled = batch.get(batch_keys.TEXT_POOLED)
+        if pooled is None and self.denoiser_sizes.pooled_width is not None:
+            raise UserError(
+                f'batch: has {batch_keys.TEXT_EMBEDS} but no {batch_keys.TEXT_POOLED}, which this denoiser takes; '
+                'precompute the text again with this model, or leave it out of the batch'
+            )
+        return TextOutput(batch[batch_keys.TEXT_EMBEDS], pooled)
 
     def _condition(self, input_ids: Tensor, keep: Tensor | None = None, text: TextOutput | None = None) -> Condition:
         """Return the condition for token ids [B, E, L], with zeros as text for captions whose `keep` [B] is False.

@@ -4,7 +4,7 @@ Shapes: B batch, E text encoders, L text tokens, D text width (summed over encod
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -23,10 +23,20 @@ class TextOutput(NamedTuple):
 
 
 def tokenize(tokenizers: Sequence[PreTrainedTokenizerBase], captions: Sequence[str]) -> Tensor:
-    """Return the token ids of captions, padded and truncated to the tokenizers' common length, int64 [B, E, L]."""
-    rows = [[token_ids(tokenizer, caption) for caption in captions] for tokenizer in tokenizers]
+    """Return the token ids of captions, each tokenizer's padded and truncated to its own length, int64 [B, E, L].
+
+    L is the length of the longest tokenizer; the ids of the others are followed by zeros.
+    """
     # By way of NumPy: torch.tensor takes ten times as long to read nested lists.
-    return torch.from_numpy(np.array(rows, dtype=np.int64).swapaxes(0, 1).copy())
+    ids = np.zeros((len(captions), len(tokenizers), longest(tokenizers)), dtype=np.int64)
+    for index, tokenizer in enumerate(tokenizers):
+        ids[:, index, : tokenizer.model_max_length] = [token_ids(tokenizer, caption) for caption in captions]
+    return torch.from_numpy(ids)
+
+
+def longest(tokenizers: Sequence[PreTrainedTokenizerBase]) -> int:
+    """Return the length of the longest tokenizer."""
+    return max(tokenizer.model_max_length for tokenizer in tokenizers)
 
 
 class TextConditioner(nn.Module):
@@ -41,6 +51,9 @@ class TextConditioner(nn.Module):
             sequences expect. CLIP, whose attention is causal, was trained without.
     """
 
+    equal_lengths: ClassVar[bool] = True
+    """True if all tokenizers must have the same length."""
+
     def __init__(
         self,
         encoders: Sequence[PreTrainedModel],
@@ -50,10 +63,11 @@ class TextConditioner(nn.Module):
     ) -> None:
         super().__init__()
         lengths = {tokenizer.model_max_length for tokenizer in tokenizers}
-        if len(encoders) != len(tokenizers) or not encoders or len(lengths) != 1:
+        if len(encoders) != len(tokenizers) or not encoders or (self.equal_lengths and len(lengths) != 1):
+            same = ', all of the same length' if self.equal_lengths else ''
             raise UserError(
                 f'text encoders: {len(encoders)} encoders with {len(tokenizers)} tokenizers of lengths '
-                f'{sorted(lengths)}; use one tokenizer per encoder, all of the same length'
+                f'{sorted(lengths)}; use one tokenizer per encoder{same}'
             )
         for encoder, tokenizer in zip(encoders, tokenizers, strict=True):
             if len(tokenizer) > encoder.config.vocab_size:
@@ -82,20 +96,38 @@ class TextConditioner(nn.Module):
         return None
 
     @property
+    def output(self) -> str:
+        """Description of the output, which the manifest of stored embeddings records, such as `penultimate+pooled`."""
+        return 'last'
+
+    @property
     def length(self) -> int:
         """Number L of text embeddings per caption."""
-        return self.tokenizers[0].model_max_length
+        return self.embeddings_per_caption(self.token_length)
+
+    @property
+    def token_length(self) -> int:
+        """Number of token ids per caption and encoder, as `tokenize` returns them."""
+        return longest(self.tokenizers)
+
+    def embeddings_per_caption(self, token_length: int) -> int:
+        """Return the number of text embeddings for captions of `token_length` token ids."""
+        return token_length
 
     def forward(self, input_ids: Tensor) -> TextOutput:
         """Return the text embeddings of token ids [B, E, L], the encoders' last hidden states."""
+        self._check_ids(input_ids)
+        mask = self.padding_mask(input_ids) if self.mask_padding else None
+        states = [encoder(input_ids[:, i], attention_mask=mask) for i, encoder in enumerate(self.encoders)]
+        return TextOutput(torch.cat([state.last_hidden_state for state in states], dim=-1))
+
+    def _check_ids(self, input_ids: Tensor) -> None:
+        """Raise UserError unless token ids have the shape [B, E, L]."""
         if input_ids.ndim != 3 or input_ids.shape[1] != len(self.encoders):
             raise UserError(
                 f'input_ids: shape {tuple(input_ids.shape)}; '
                 f'expected [batch, {len(self.encoders)} text encoders, tokens]'
             )
-        mask = self.padding_mask(input_ids) if self.mask_padding else None
-        states = [encoder(input_ids[:, i], attention_mask=mask) for i, encoder in enumerate(self.encoders)]
-        return TextOutput(torch.cat([state.last_hidden_state for state in states], dim=-1))
 
     def padding_mask(self, input_ids: Tensor) -> Tensor:
         """Return a mask of the first encoder's tokens, bool [B, L]: False for the padding of token ids [B, E, L]."""

@@ -26,11 +26,15 @@ SAME_ARCHITECTURE = {
     'tiny': _TRAINING,
     'prx': {'revision', *_TRAINING},
     'tiny_prx': _TRAINING,
+    'mmdit': {'revision', *_TRAINING} - {'mask_padding'},
+    'tiny_mmdit': _TRAINING - {'mask_padding'},
     'autoencoder': {'l1_weight', 'kl_weight'},
 }
 """Keywords that do not change the architecture, by built-in model; of other models, every keyword is assumed to."""
 WEIGHTS = {'pretrained': ('vae', 'text_encoder'), 'vae': ('vae',)}
 """Keywords that name a folder or repository of pretrained weights, and the model parts that are loaded from it."""
+MORE_ENCODERS = {'mmdit': ('text_encoder_2', 'text_encoder_3')}
+"""Further parts that a built-in model loads from its `pretrained`."""
 
 
 @dataclass(frozen=True)
@@ -182,6 +186,7 @@ def _key_of(model: Component, imports: Sequence[str], notes: list[str]) -> Model
     defaults = of_source(*registry.TARGETS['model'][model.name].split(':')).defaults()
     settings, contents = defaults | dict(model.kwargs), []
     for keyword, parts in WEIGHTS.items():
+        parts += MORE_ENCODERS.get(model.name, ()) if keyword == 'pretrained' else ()
         location = settings.get(keyword)
         if location in (None, defaults.get(keyword)):
             configs = None

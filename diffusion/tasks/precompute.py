@@ -330,7 +330,7 @@ def _encoded(
     if settings.latents == 'image+text':
         for row in rows:
             row['captions'] = _encoded_captions(row['captions'], settings)
-        columns[batch_keys.TEXT_EMBEDS] = _text(model, [row['captions'] for row in rows], settings)
+        columns |= _text(model, [row['captions'] for row in rows], settings)
     for name, arrays in columns.items():
         for index, row, array in zip(ids, rows, arrays, strict=True):
             if not np.isfinite(array).all():
@@ -348,12 +348,18 @@ def _encoded_captions(captions: list[str], settings: PrecomputeConfig) -> list[s
     return captions if settings.captions == 'all' else [choose_caption(captions, settings.captions, 0)]
 
 
-def _text(model: LatentDiffusion, captions: list[list[str]], settings: PrecomputeConfig) -> list[np.ndarray]:
-    """Return the text embeddings of each sample's captions, one array [captions, L, D] per sample."""
+def _text(model: LatentDiffusion, captions: list[list[str]], settings: PrecomputeConfig) -> dict[str, list[np.ndarray]]:
+    """Return the text encoders' output for each sample's captions by column, one array per sample.
+
+    The arrays are embeddings [captions, L, D], and pooled text [captions, P] if the encoders give it.
+    """
     flat = tokenize(model.text.tokenizers, [text for texts in captions for text in texts]).to(model.device)
-    embeds = torch.cat([model.embed(part).embeds for part in flat.split(settings.batch_size)])
-    parts = embeds.cpu().numpy().astype(settings.dtype)
-    return np.split(parts, np.cumsum([len(texts) for texts in captions])[:-1])
+    outputs = [model.embed(part) for part in flat.split(settings.batch_size)]
+    tensors = {batch_keys.TEXT_EMBEDS: torch.cat([output.embeds for output in outputs])}
+    if model.text.pooled_width is not None:
+        tensors[batch_keys.TEXT_POOLED] = torch.cat([cast(torch.Tensor, output.pooled) for output in outputs])
+    ends = np.cumsum([len(texts) for texts in captions])[:-1]
+    return {name: np.split(tensor.cpu().numpy().astype(settings.dtype), ends) for name, tensor in tensors.items()}
 
 
 def _finish(stage: PrecomputeStage) -> None:
@@ -393,6 +399,8 @@ def _columns(model: LatentDiffusion, shape: Shape, settings: PrecomputeConfig) -
     columns = {'captions': 'json', 'key': 'str', batch_keys.LATENT_MOMENTS: f'ndarray:{settings.dtype}:{size}'}
     if settings.latents == 'image+text':
         columns[batch_keys.TEXT_EMBEDS] = f'ndarray:{settings.dtype}'
+        if model.text.pooled_width is not None:
+            columns[batch_keys.TEXT_POOLED] = f'ndarray:{settings.dtype}'
     return columns
 
 
@@ -415,7 +423,7 @@ def _samples_per_shard(model: LatentDiffusion, shape: Shape, settings: Precomput
     itemsize = np.dtype(settings.dtype).itemsize
     size = math.prod(_moments_shape(model, shape, settings)) * itemsize + 512
     if settings.latents == 'image+text':
-        size += model.text.length * model.text.width * itemsize
+        size += (model.text.length * model.text.width + (model.text.pooled_width or 0)) * itemsize
     batches = int(settings.shard_mb * 10**6 / (size * settings.batch_size))
     return max(1, batches) * settings.batch_size
 

@@ -4,10 +4,11 @@ from torch import nn
 
 from diffusion.errors import UserError
 from diffusion.models.denoisers.family import DenoiserFamily
+from diffusion.models.denoisers.mmdit import MMDiT
 from diffusion.models.denoisers.prx import PRX
 from diffusion.models.denoisers.unet import CrossAttentionUNet
 
-FAMILIES: list[DenoiserFamily] = [CrossAttentionUNet(), PRX()]
+FAMILIES: list[DenoiserFamily] = [CrossAttentionUNet(), PRX(), MMDiT()]
 """Supported families; the first that owns a denoiser is used."""
 
 

@@ -77,7 +77,7 @@ def size_of(module: torch.nn.Module) -> int:
     ids=['sd3.5 medium', 'sd3 medium'],
 )
 def test_published_number_of_parameters(keywords, parameters, published):
-    model = build_empty('mmdit', {'pretrained': None, **keywords})
+    model: Any = build_empty('mmdit', {'pretrained': None, **keywords})
     with torch.device('meta'):
         sizes = {'num_layers': 24, 'num_attention_heads': 24, 'caption_projection_dim': 1536, 'sample_size': 128}
         theirs = SD3Transformer2DModel(**sizes, **published)  # type: ignore[arg-type]

@@ -98,8 +98,8 @@ def test_killed_and_resumed_run_equals_uninterrupted_bit_for_bit(runs):
 
 @pytest.mark.parametrize('strategy', [pytest.param('ddp', marks=pytest.mark.slow), 'fsdp2'])
 def test_two_ranks_give_the_curve_of_one(runs, strategy):
-    settings = {'strategy': 'fsdp2', 'checkpoints': 'sharded'} if strategy == 'fsdp2' else {}
-    settings['activation_checkpointing'] = strategy == 'fsdp2'
+    fsdp2 = {'strategy': 'fsdp2', 'checkpoints': 'sharded', 'activation_checkpointing': True}
+    settings = fsdp2 if strategy == 'fsdp2' else {}
     runs.ranks.run(2, runs.recipe(strategy, parallelism=settings))
     ours, whole = read_losses(runs.folder(strategy)), read_losses(runs.whole())
     assert ours.keys() == whole.keys() == set(range(BATCHES))

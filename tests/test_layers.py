@@ -19,6 +19,7 @@ COMPOSER_MODELS = {
     'models.builders',
     'models.prx_builders',
     'models.sdxl_builders',
+    'models.mmdit_builders',
     'models.autoencoder',
 }  # on layer 2, in the folder of their parts
 FOREIGN = {

@@ -24,6 +24,8 @@ TARGETS: dict[str, dict[str, Any]] = {
         'tiny_prx': 'diffusion.models.prx_builders:tiny_prx',
         'sdxl': 'diffusion.models.sdxl_builders:sdxl',
         'tiny_sdxl': 'diffusion.models.sdxl_builders:tiny_sdxl',
+        'mmdit': 'diffusion.models.mmdit_builders:mmdit',
+        'tiny_mmdit': 'diffusion.models.mmdit_builders:tiny_mmdit',
         'autoencoder': 'diffusion.models.autoencoder:tiny_autoencoder',
     },
     'dataset': {

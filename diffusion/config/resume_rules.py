@@ -50,12 +50,14 @@ RULES = (
         'the architecture: the names and shapes of the weights follow from it',
         'model.block_out_channels model.layers_per_block model.text_width model.text_layers model.max_length '
         'model.latent_channels model.norm_num_groups model.train_text_encoder model.hidden_size model.num_heads '
-        'model.depth model.patch_size model.bottleneck_size model.resolution_embeds',
+        'model.depth model.patch_size model.bottleneck_size model.resolution_embeds model.qk_norm '
+        'model.dual_attention_blocks model.pos_embed_max_size',
     ),
     _rule(
         Effect.FIXED,
         'the frozen parts: the weights were trained on their latents and embeddings',
-        'model.pretrained model.revision model.vae model.vae_revision model.resolution model.posterior',
+        'model.pretrained model.revision model.vae model.vae_revision model.resolution model.posterior model.t5 '
+        'model.t5_length',
     ),
     _rule(
         Effect.FIXED,

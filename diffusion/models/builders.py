@@ -226,28 +226,28 @@ def load_vae(source: str, *, revision: str | None = None) -> Vae:
     """
     if source == PIXELS:
         return PixelSpace()
-    subfolder = '' if (Path(source) / 'config.json').is_file() else 'vae'
-    try:
-        return _load_vae(source, subfolder, revision)
-    except UserError as error:
-        if Path(source).is_dir():
-            raise
-        try:  # a repository of an autoencoder alone
-            return _load_vae(source, '', revision)
-        except UserError:
-            raise error from error.__cause__
-
-
-def _load_vae(source: str, subfolder: str, revision: str | None) -> Vae:
-    """Load an autoencoder from a subfolder of a folder or repository."""
-    name = read_config(AutoencoderKL, source, subfolder=subfolder, revision=revision).get('_class_name')
-    if name not in (None, *AUTOENCODERS):
+    subfolder, config = _vae_config(source, revision)
+    name = config.get('_class_name', AutoencoderKL.__name__)
+    if name not in AUTOENCODERS:
         raise UserError(
             f'{"/".join(each for each in (source, subfolder) if each)}: {name} is not supported; use '
             f'{" or ".join(AUTOENCODERS)}'
         )
-    part = AUTOENCODERS[name or AutoencoderKL.__name__]
-    return load_pretrained(part, source, subfolder=subfolder, revision=revision)
+    return load_pretrained(AUTOENCODERS[name], source, subfolder=subfolder, revision=revision)
+
+
+def _vae_config(source: str, revision: str | None) -> tuple[str, dict[str, Any]]:
+    """Return the subfolder of a source that holds its autoencoder, and the content of the config.json in it."""
+    if Path(source).is_dir():
+        subfolder = '' if (Path(source) / 'config.json').is_file() else 'vae'
+        return subfolder, read_config(AutoencoderKL, source, subfolder=subfolder)
+    try:
+        return 'vae', read_config(AutoencoderKL, source, subfolder='vae', revision=revision)
+    except UserError as error:
+        try:
+            return '', read_config(AutoencoderKL, source, subfolder='', revision=revision)
+        except UserError:
+            raise error from error.__cause__
 
 
 def latent_side(resolution: int, vae: Vae) -> int:

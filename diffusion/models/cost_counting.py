@@ -132,11 +132,11 @@ class ModelCounter:
 
     def _text_flops(self) -> int:
         """Return the FLOPs of the text encoders for one caption."""
-        return text_encoder_flops(self.text, length=self.text_length)
+        return text_encoder_flops(self.text, length=self.text.token_length)
 
     def _tokens(self, count: int, *, device: str = 'cpu') -> Tensor:
         """Return the token ids of `count` empty captions, as input for counting."""
-        return torch.zeros(count, len(self.text.encoders), self.text_length, dtype=torch.int64, device=device)
+        return torch.zeros(count, len(self.text.encoders), self.text.token_length, dtype=torch.int64, device=device)
 
     def _image_batch(self, count: int, shape: Shape, *, device: str = 'cpu') -> dict[str, Tensor]:
         """Return a batch of black images in the loader's format, with token ids if the model has a text encoder."""

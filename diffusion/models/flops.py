@@ -50,7 +50,7 @@ def vae_encoder_flops(vae: Vae, *, height: int, width: int) -> int:
 
 
 def text_encoder_flops(text: TextConditioner, *, length: int) -> int:
-    """Return the FLOPs of all text encoders for one caption of `length` tokens."""
+    """Return the FLOPs of all text encoders for one caption of `length` token ids per encoder."""
     tokens = torch.zeros(1, len(text.encoders), length, dtype=torch.int64, device='meta')
     return forward_flops(empty_copy(text, 'meta'), tokens)
 

@@ -288,9 +288,9 @@ class LatentDiffusion(ComposerModel):
         Counts three forward passes of the trained parts (forward and backward) and one of the frozen encoders that the
         batch needs.
         """
-        count, _, text_length = batch[batch_keys.INPUT_IDS].shape
+        count, _, token_length = batch[batch_keys.INPUT_IDS].shape
         runs_encoders = batch_keys.LATENT_MOMENTS not in batch, batch_keys.TEXT_EMBEDS not in batch
-        shape = *self._latent_size_of(batch), text_length, *runs_encoders
+        shape = *self._latent_size_of(batch), token_length, *runs_encoders
         # Shapes repeat (aspect-ratio buckets), and counting one takes a forward pass on the meta device.
         if shape not in self._sample_flops:
             self._sample_flops[shape] = self._count_sample(*shape)
@@ -463,16 +463,18 @@ class LatentDiffusion(ComposerModel):
         cell = downsampling(self.vae)
         return height // cell, width // cell
 
-    def _count_sample(self, height: int, width: int, text_length: int, encodes_images: bool, encodes_text: bool) -> int:
-        """Return the FLOPs of training on one sample of a given latent size and text length."""
+    def _count_sample(
+        self, height: int, width: int, token_length: int, encodes_images: bool, encodes_text: bool
+    ) -> int:
+        """Return the FLOPs of training on one sample of a given latent size and number of token ids."""
         # The backward pass computes gradients of activations and of weights, except where the weights are frozen.
         passes = 2 if self.denoiser_is_frozen else 3
-        total = passes * self._denoiser_flops(height, width, text_length)
+        total = passes * self._denoiser_flops(height, width, self.text.embeddings_per_caption(token_length))
         if encodes_images:
             total += vae_encoder_flops(self.vae, height=height, width=width)
         if encodes_text:
             passes = 3 if self.train_text_encoder else 1
-            total += passes * text_encoder_flops(self.text, length=text_length)
+            total += passes * text_encoder_flops(self.text, length=token_length)
         return total
 
     def _timesteps(self, batch: Mapping[str, Tensor], draws: Draws) -> Tensor:

@@ -4,7 +4,7 @@ Shapes: B batch, E text encoders, L text tokens, D text width (summed over encod
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -23,10 +23,20 @@ class TextOutput(NamedTuple):
 
 
 def tokenize(tokenizers: Sequence[PreTrainedTokenizerBase], captions: Sequence[str]) -> Tensor:
-    """Return the token ids of captions, padded and truncated to the tokenizers' common length, int64 [B, E, L]."""
-    rows = [[token_ids(tokenizer, caption) for caption in captions] for tokenizer in tokenizers]
+    """Return the token ids of captions, each tokenizer's padded and truncated to its own length, int64 [B, E, L].
+
+    L is the length of the longest tokenizer; the ids of the others are followed by zeros.
+    """
     # By way of NumPy: torch.tensor takes ten times as long to read nested lists.
-    return torch.from_numpy(np.array(rows, dtype=np.int64).swapaxes(0, 1).copy())
+    ids = np.zeros((len(captions), len(tokenizers), longest(tokenizers)), dtype=np.int64)
+    for index, tokenizer in enumerate(tokenizers):
+        ids[:, index, : tokenizer.model_max_length] = [token_ids(tokenizer, caption) for caption in captions]
+    return torch.from_numpy(ids)
+
+
+def longest(tokenizers: Sequence[PreTrainedTokenizerBase]) -> int:
+    """Return the length of the longest tokenizer."""
+    return max(tokenizer.model_max_length for tokenizer in tokenizers)
 
 
 class TextConditioner(nn.Module):
@@ -45,6 +55,9 @@ class TextConditioner(nn.Module):
             without norm, as in Stable Diffusion XL; the latter of CLIP only.
     """
 
+    equal_lengths: ClassVar[bool] = True
+    """True if all tokenizers must have the same length."""
+
     def __init__(
         self,
         encoders: Sequence[PreTrainedModel],
@@ -55,10 +68,11 @@ class TextConditioner(nn.Module):
     ) -> None:
         super().__init__()
         lengths = {tokenizer.model_max_length for tokenizer in tokenizers}
-        if len(encoders) != len(tokenizers) or not encoders or len(lengths) != 1:
+        if len(encoders) != len(tokenizers) or not encoders or (self.equal_lengths and len(lengths) != 1):
+            same = ', all of the same length' if self.equal_lengths else ''
             raise UserError(
                 f'text encoders: {len(encoders)} encoders with {len(tokenizers)} tokenizers of lengths '
-                f'{sorted(lengths)}; use one tokenizer per encoder, all of the same length'
+                f'{sorted(lengths)}; use one tokenizer per encoder{same}'
             )
         for encoder, tokenizer in zip(encoders, tokenizers, strict=True):
             if len(tokenizer) > encoder.config.vocab_size:
@@ -105,15 +119,20 @@ class TextConditioner(nn.Module):
     @property
     def length(self) -> int:
         """Number L of text embeddings per caption."""
-        return self.tokenizers[0].model_max_length
+        return self.embeddings_per_caption(self.token_length)
+
+    @property
+    def token_length(self) -> int:
+        """Number of token ids per caption and encoder, as `tokenize` returns them."""
+        return longest(self.tokenizers)
+
+    def embeddings_per_caption(self, token_length: int) -> int:
+        """Return the number of text embeddings for captions of `token_length` token ids."""
+        return token_length
 
     def forward(self, input_ids: Tensor) -> TextOutput:
         """Return the text embeddings of token ids [B, E, L], the encoders' hidden states, and the pooled text."""
-        if input_ids.ndim != 3 or input_ids.shape[1] != len(self.encoders):
-            raise UserError(
-                f'input_ids: shape {tuple(input_ids.shape)}; '
-                f'expected [batch, {len(self.encoders)} text encoders, tokens]'
-            )
+        self._check_ids(input_ids)
         mask = self.padding_mask(input_ids) if self.mask_padding else None
         penultimate = self.layer == 'penultimate'
         keywords = {'attention_mask': mask} | ({'output_hidden_states': True} if penultimate else {})
@@ -125,6 +144,14 @@ class TextConditioner(nn.Module):
             if isinstance(encoder, CLIPTextModelWithProjection)
         ]
         return TextOutput(torch.cat(embeds, dim=-1), torch.cat(pooled, dim=-1) if pooled else None)
+
+    def _check_ids(self, input_ids: Tensor) -> None:
+        """Raise UserError unless token ids have the shape [B, E, L]."""
+        if input_ids.ndim != 3 or input_ids.shape[1] != len(self.encoders):
+            raise UserError(
+                f'input_ids: shape {tuple(input_ids.shape)}; '
+                f'expected [batch, {len(self.encoders)} text encoders, tokens]'
+            )
 
     def padding_mask(self, input_ids: Tensor) -> Tensor:
         """Return a mask of the first encoder's tokens, bool [B, L]: False for the padding of token ids [B, E, L]."""

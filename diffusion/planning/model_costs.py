@@ -28,12 +28,14 @@ SAME_ARCHITECTURE = {
     'tiny_prx': _TRAINING - {'mask_padding'},
     'sdxl': {'revision', 'vae_revision', *_TRAINING} - {'mask_padding'},
     'tiny_sdxl': _TRAINING - {'mask_padding'},
+    'mmdit': {'revision', *_TRAINING} - {'mask_padding'},
+    'tiny_mmdit': _TRAINING - {'mask_padding'},
     'autoencoder': {'l1_weight', 'kl_weight'},
 }
 """Keywords that do not change the architecture, by built-in model; of other models, every keyword is assumed to."""
 WEIGHTS = {'pretrained': ('vae', 'text_encoder'), 'vae': ('vae',)}
 """Keywords that name a folder or repository of pretrained weights, and the model parts that are loaded from it."""
-MORE_ENCODERS = {'sdxl': ('text_encoder_2',)}
+MORE_ENCODERS = {'sdxl': ('text_encoder_2',), 'mmdit': ('text_encoder_2', 'text_encoder_3')}
 """Further parts that a built-in model loads from its `pretrained`."""
 
 

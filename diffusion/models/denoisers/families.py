@@ -4,12 +4,13 @@ from torch import nn
 
 from diffusion.errors import UserError
 from diffusion.models.denoisers.family import DenoiserFamily
+from diffusion.models.denoisers.mmdit import MMDiT
 from diffusion.models.denoisers.prx import PRX
 from diffusion.models.denoisers.sdxl import SDXLUNet
 from diffusion.models.denoisers.unet import CrossAttentionUNet
 
 # CrossAttentionUNet would own SDXL's U-Net too: their class is the same.
-FAMILIES: list[DenoiserFamily] = [SDXLUNet(), CrossAttentionUNet(), PRX()]
+FAMILIES: list[DenoiserFamily] = [SDXLUNet(), CrossAttentionUNet(), PRX(), MMDiT()]
 """Supported families; the first that owns a denoiser is used."""
 
 

@@ -1,0 +1,93 @@
+"""MMDiT: a transformer in which image and text tokens attend to each other, Stable Diffusion 3 (Esser et al. 2024)."""
+
+import logging
+from typing import Any
+
+from diffusers.models.attention import JointTransformerBlock
+from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
+from torch import Tensor, nn
+
+from diffusion.errors import UserError
+from diffusion.models.denoisers.condition import Condition
+from diffusion.models.denoisers.family import DenoiserFamily, DenoiserSizes
+from diffusion.models.sampler import inference_scheduler
+from diffusion.models.sd3_text import Sd3TextConditioner
+from diffusion.models.vae import autoencoder_kl_of, downsampling, with_folded_statistics
+
+log = logging.getLogger(__name__)
+
+
+class MMDiT(DenoiserFamily):
+    """Adapter of SD3Transformer2DModel, exported as a StableDiffusion3Pipeline."""
+
+    denoiser_class = SD3Transformer2DModel
+    block_classes = (JointTransformerBlock,)
+    takes_text_mask = False
+
+    def sizes(self, denoiser: SD3Transformer2DModel) -> DenoiserSizes:
+        config = denoiser.config
+        return DenoiserSizes(
+            in_channels=config['in_channels'],
+            out_channels=config['out_channels'],
+            text_width=config['joint_attention_dim'],
+            pooled_width=config['pooled_projection_dim'],
+            patch=config['patch_size'],
+            sample_size=config['sample_size'],
+        )
+
+    def keywords(self, timesteps: Tensor, condition: Condition) -> dict[str, Any]:
+        return {
+            'timestep': timesteps,
+            'encoder_hidden_states': condition.embeds,
+            'pooled_projections': condition.pooled,
+        }
+
+    def predict(self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, condition: Condition) -> Tensor:
+        config: Any = denoiser.config
+        most, (height, width) = config['pos_embed_max_size'] * config['patch_size'], noisy.shape[2:]
+        if max(height, width) > most:
+            raise UserError(
+                f'streams: latents of {width}x{height} cells, but the denoiser has position embeddings for {most}x'
+                f'{most}; use smaller images, or build it with a larger pos_embed_max_size'
+            )
+        return super().predict(denoiser, noisy, timesteps, condition)
+
+    def pipeline(self, model: Any) -> Any:
+        # Imported here: training does not need pipelines, whose import takes seconds.
+        from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import StableDiffusion3Pipeline
+
+        name = StableDiffusion3Pipeline.__name__
+        text = model.text
+        if not isinstance(text, Sd3TextConditioner):
+            raise UserError(f'export: the text encoders are no Sd3TextConditioner, which a {name} needs')
+        if model.caption_dropout_mode == 'zeros':
+            log.warning('export: trained with zeros for dropped captions; a %s uses the empty caption instead', name)
+        if text.t5 is None:
+            log.info(
+                'export: without T5, so load the pipeline with %s.from_pretrained(FOLDER, text_encoder_3=None, '
+                'tokenizer_3=None)',
+                name,
+            )
+        side = model.latent_size * downsampling(model.vae)
+        log.info(
+            'export: call the pipeline with height=%d, width=%d and max_sequence_length=%d', side, side, text.t5_length
+        )
+        # FlowMatchEulerDiscreteScheduler takes velocities only.
+        takes_velocity = model.objective.is_flow and model.objective.prediction_type == 'velocity'
+        scheduler = 'euler' if takes_velocity else 'dpm++' if model.objective.is_flow else 'ddim'
+        vae = with_folded_statistics(autoencoder_kl_of(model.vae, name), pipeline_shifts=True)
+        # The pipeline adds the shift factor to the latents even if it is None, AutoencoderKL's default.
+        vae.register_to_config(shift_factor=vae.config.get('shift_factor') or 0.0)
+        tokenizers = [*text.tokenizers, None][:3]
+        encoders = [*text.encoders, None][:3]
+        return StableDiffusion3Pipeline(
+            transformer=model.denoiser,
+            scheduler=inference_scheduler(scheduler, model.objective),
+            vae=vae,  # type: ignore[arg-type]
+            text_encoder=encoders[0],  # type: ignore[arg-type]
+            tokenizer=tokenizers[0],  # type: ignore[arg-type]
+            text_encoder_2=encoders[1],  # type: ignore[arg-type]
+            tokenizer_2=tokenizers[1],  # type: ignore[arg-type]
+            text_encoder_3=encoders[2],  # type: ignore[arg-type]
+            tokenizer_3=tokenizers[2],  # type: ignore[arg-type]
+        )

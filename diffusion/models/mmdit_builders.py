@@ -1,0 +1,313 @@
+"""Model builders of MMDiT: Stable Diffusion 3's transformer, and a miniature of it."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    PreTrainedTokenizerBase,
+    T5Config,
+    T5EncoderModel,
+    T5TokenizerFast,
+)
+
+from diffusion.config.constraints import AtLeast, MultipleOf, constrained
+from diffusion.errors import UserError
+from diffusion.models import mmdit_config
+from diffusion.models.builders import TINY_VAE, latent_side, load_vae, tokenizes_with
+from diffusion.models.byte_tokenizer import byte_tokenizer
+from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.models.objective import Objective
+from diffusion.models.pretrained import clip_tokenizer, load_pretrained
+from diffusion.models.sd3_text import Sd3TextConditioner
+from diffusion.models.vae import latent_channels
+
+CLIP_LENGTH = 77
+END = '<|endoftext|>'
+"""Token that the first CLIP tokenizer pads with; the second pads with `!`."""
+
+
+def sd3_objective(resolution: int) -> Objective:
+    """Return Stable Diffusion 3's objective: a flow with logit-normal timesteps and shift 3 at 1024 px.
+
+    At other resolutions the shift is in proportion to the side (Esser et al. 2024, eq. 23), and at least 1, no shift.
+    """
+    shift = max(1.0, 3 * resolution / 1024)
+    return Objective(path='flow', prediction_type='velocity', timesteps='logit_normal', snr_shift=shift)
+
+
+def mmdit_tokenizers(
+    *,
+    pretrained: str | None = mmdit_config.PRETRAINED,
+    revision: str | None = None,
+    t5: bool = True,
+    t5_length: int = mmdit_config.T5_LENGTH,
+) -> list[PreTrainedTokenizerBase]:
+    """Return Stable Diffusion 3's tokenizers: two of CLIP, and T5's unless `t5` is False.
+
+    If `pretrained` is None, CLIP's are built from open_clip's vocabulary, and T5's has one token per byte.
+    """
+    if pretrained is None:
+        clips = [clip_tokenizer(max_length=CLIP_LENGTH, pad_token=token) for token in (END, '!')]
+        return [*clips, *([byte_tokenizer(max_length=t5_length)] if t5 else [])]
+    _check_revision(pretrained, revision)
+    names = ['tokenizer', 'tokenizer_2', 'tokenizer_3'] if t5 else ['tokenizer', 'tokenizer_2']
+    tokenizers: list[PreTrainedTokenizerBase] = [
+        load_pretrained(
+            T5TokenizerFast if name == 'tokenizer_3' else CLIPTokenizer, pretrained, subfolder=name, revision=revision
+        )
+        for name in names
+    ]
+    for tokenizer in tokenizers[2:]:
+        tokenizer.model_max_length = t5_length
+    return tokenizers
+
+
+@tokenizes_with(mmdit_tokenizers)
+@constrained
+def mmdit(
+    resolution: Annotated[int, MultipleOf(16)] = 1024,
+    *,
+    pretrained: str | None = mmdit_config.PRETRAINED,
+    revision: str | None = None,
+    vae: str | None = None,
+    t5: bool = True,
+    t5_length: Annotated[int, AtLeast(1)] = mmdit_config.T5_LENGTH,
+    depth: Annotated[int, AtLeast(1)] = 24,
+    dual_attention_blocks: Annotated[int, AtLeast(0)] = 13,
+    qk_norm: bool = True,
+    pos_embed_max_size: Annotated[int, AtLeast(1)] = 384,
+    objective: Objective | None = None,
+    caption_dropout: float = 0.1,
+    caption_dropout_mode: Literal['empty', 'zeros'] = 'empty',
+    encoder_dtype: Literal['auto', 'float32', 'float16', 'bfloat16'] = 'bfloat16',
+    posterior: Literal['sample', 'mean'] = 'sample',
+    seed: int = 17,
+) -> LatentDiffusion:
+    """Build Stable Diffusion 3's MMDiT from scratch with pretrained VAE, two CLIP text encoders and T5.
+
+    The defaults are the transformer of Stable Diffusion 3.5 medium (2,243,171,520 parameters); that of Stable Diffusion
+    3 medium (2,028,328,000) has `dual_attention_blocks: 0`, `qk_norm: false` and `pos_embed_max_size: 192`.
+
+    Args:
+        resolution: Side of the images in pixels, a multiple of 16; sets the default size of generated images, and the
+            shift of the default objective.
+        pretrained: Source of VAE, text encoders and tokenizers: a repository on the Hub or a local folder in diffusers'
+            layout. None builds them with random weights, for tests and for counting parameters and FLOPs.
+        revision: Commit of the repository `pretrained`, which a repository needs.
+        vae: Source of the VAE if it is not `pretrained`: a folder of an AutoencoderKL or AutoencoderDC, a repository
+            with a `vae` subfolder, or `pixels` to train on pixels.
+        t5: Use T5 XXL, which has 4.8 B parameters. False puts zeros in the place of its tokens, as diffusers does.
+        t5_length: Number of T5's tokens, to which captions are padded and truncated; 77 of CLIP come before them.
+        depth: Number of blocks and of attention heads; the width is 64 times as much.
+        dual_attention_blocks: Number of blocks, from the first, with a second attention among the image tokens.
+        qk_norm: Normalize queries and keys by RMSNorm, against instability in 16 bits.
+        pos_embed_max_size: Largest side of an image in patches of 16 px, the size of the table of position embeddings.
+        objective: Training objective. The keywords from here on are those of `diffusion.LatentDiffusion`. The default
+            is a flow with logit-normal timesteps and a shift of 3 at 1024 px, in proportion to the resolution.
+    """
+    if pretrained is not None:
+        _check_revision(pretrained, revision)
+    if vae is not None:
+        autoencoder = load_vae(vae)
+    elif pretrained is not None:
+        autoencoder = load_vae(pretrained, revision=revision)
+    else:
+        autoencoder = AutoencoderKL(**mmdit_config.VAE)
+    clips = [_clip(pretrained, revision, first=True), _clip(pretrained, revision, first=False)]
+    text = Sd3TextConditioner(
+        clips,
+        _t5(pretrained, revision) if t5 else None,
+        mmdit_tokenizers(pretrained=pretrained, revision=revision, t5=t5, t5_length=t5_length),
+        width=mmdit_config.T5_WIDTH,
+        t5_length=t5_length,
+    )
+    return LatentDiffusion(
+        transformer(
+            latent_channels(autoencoder),
+            text,
+            depth=depth,
+            dual_attention_blocks=dual_attention_blocks,
+            qk_norm=qk_norm,
+            pos_embed_max_size=pos_embed_max_size,
+            **mmdit_config.TRANSFORMER,
+        ),
+        autoencoder,
+        text,
+        objective=objective or sd3_objective(resolution),
+        caption_dropout=caption_dropout,
+        caption_dropout_mode=caption_dropout_mode,
+        train_text_encoder=False,
+        encoder_dtype=encoder_dtype,
+        posterior=posterior,
+        seed=seed,
+        latent_size=latent_side(resolution, autoencoder),
+    )
+
+
+def tiny_mmdit_tokenizers(
+    *, max_length: int = 16, t5: bool = True, t5_length: int = 24
+) -> list[PreTrainedTokenizerBase]:
+    """Return the tokenizers of the model `tiny_mmdit`: two with CLIP's vocabulary, and one with a token per byte."""
+    clips = [clip_tokenizer(max_length=max_length, pad_token=token) for token in (END, '!')]
+    return [*clips, *([byte_tokenizer(max_length=t5_length)] if t5 else [])]
+
+
+@tokenizes_with(tiny_mmdit_tokenizers)
+@constrained
+def tiny_mmdit(
+    resolution: Annotated[int, MultipleOf(16)] = 64,
+    *,
+    vae: str | None = None,
+    depth: Annotated[int, AtLeast(1)] = 4,
+    dual_attention_blocks: Annotated[int, AtLeast(0)] = 2,
+    qk_norm: bool = True,
+    patch_size: Annotated[int, AtLeast(1)] = 1,
+    pos_embed_max_size: Annotated[int, AtLeast(1)] = 32,
+    text_width: Annotated[int, MultipleOf(32)] = 64,
+    text_layers: Annotated[int, AtLeast(1)] = 2,
+    max_length: Annotated[int, AtLeast(3)] = 16,
+    t5: bool = True,
+    t5_length: Annotated[int, AtLeast(1)] = 24,
+    objective: Objective | None = None,
+    caption_dropout: float = 0.1,
+    caption_dropout_mode: Literal['empty', 'zeros'] = 'empty',
+    train_text_encoder: bool = True,
+    encoder_dtype: Literal['auto', 'float32', 'float16', 'bfloat16'] = 'auto',
+    posterior: Literal['sample', 'mean'] = 'sample',
+    seed: int = 17,
+) -> LatentDiffusion:
+    """Build a miniature of Stable Diffusion 3: the same classes, small enough to train on a laptop.
+
+    Args:
+        resolution: Side of the images in pixels, a multiple of 16.
+        vae: Folder of an AutoencoderKL or AutoencoderDC, or `pixels` to train on pixels; the packaged one for 64 px
+            OpenMoji images by default.
+        depth: Number of blocks and of attention heads; the width is 64 times as much.
+        dual_attention_blocks: Number of blocks, from the first, with a second attention among the image tokens.
+        qk_norm: Normalize queries and keys by RMSNorm.
+        patch_size: Side of a token in latent cells.
+        pos_embed_max_size: Largest side of an image in patches, the size of the table of position embeddings.
+        text_width: Width of each CLIP text encoder, a multiple of 32; T5's is 4 times as much.
+        text_layers: Number of layers of each text encoder.
+        max_length: Number of CLIP's tokens, to which captions are padded and truncated, start and end included.
+        t5: Use T5; False puts zeros in the place of its tokens.
+        t5_length: Number of T5's tokens, one per byte of the caption.
+        objective: Training objective. The keywords from here on are those of `diffusion.LatentDiffusion`. The default
+            is a flow with logit-normal timesteps.
+    """
+    autoencoder = load_vae(vae or str(TINY_VAE))
+    width = 4 * text_width
+    t5_config = T5Config(
+        vocab_size=512,
+        d_model=width,
+        d_kv=32,
+        d_ff=2 * width,
+        num_layers=text_layers,
+        num_heads=width // 32,
+        feed_forward_proj='gated-gelu',
+        dropout_rate=0.0,  # its random numbers would not be keyed
+    )
+    text = Sd3TextConditioner(
+        [_tiny_clip(text_width, text_layers, max_length) for _ in range(2)],
+        T5EncoderModel(t5_config) if t5 else None,
+        tiny_mmdit_tokenizers(max_length=max_length, t5=t5, t5_length=t5_length),
+        width=width,
+        t5_length=t5_length,
+    )
+    return LatentDiffusion(
+        transformer(
+            latent_channels(autoencoder),
+            text,
+            depth=depth,
+            dual_attention_blocks=dual_attention_blocks,
+            qk_norm=qk_norm,
+            pos_embed_max_size=pos_embed_max_size,
+            patch_size=patch_size,
+            sample_size=patch_size * pos_embed_max_size,
+            attention_head_dim=mmdit_config.HEAD_WIDTH,
+        ),
+        autoencoder,
+        text,
+        objective=objective or sd3_objective(resolution),
+        caption_dropout=caption_dropout,
+        caption_dropout_mode=caption_dropout_mode,
+        train_text_encoder=train_text_encoder,
+        encoder_dtype=encoder_dtype,
+        posterior=posterior,
+        seed=seed,
+        latent_size=latent_side(resolution, autoencoder),
+    )
+
+
+def transformer(
+    channels: int, text: Sd3TextConditioner, *, depth: int, dual_attention_blocks: int, qk_norm: bool, **sizes: Any
+) -> SD3Transformer2DModel:
+    """Return an MMDiT for latents of C channels and the outputs of these text encoders.
+
+    Raises:
+        UserError: More blocks have a second attention than there are blocks.
+    """
+    if dual_attention_blocks > depth:
+        raise UserError(
+            f'dual_attention_blocks: {dual_attention_blocks} is more than depth, {depth}; use at most {depth}'
+        )
+    return SD3Transformer2DModel(
+        in_channels=channels,
+        out_channels=channels,
+        num_layers=depth,
+        num_attention_heads=depth,
+        joint_attention_dim=text.width,
+        caption_projection_dim=depth * sizes['attention_head_dim'],
+        pooled_projection_dim=text.pooled_width,
+        dual_attention_layers=tuple(range(dual_attention_blocks)),
+        qk_norm='rms_norm' if qk_norm else None,
+        **sizes,
+    )
+
+
+def _check_revision(pretrained: str, revision: str | None) -> None:
+    """Raise UserError if a repository on the Hub is given without a revision."""
+    if revision is None and not Path(pretrained).is_dir():
+        raise UserError(
+            f'model.revision: is missing; give the commit of {pretrained} on the Hugging Face Hub, whose license must '
+            'be accepted there first, or set model.pretrained to a local folder'
+        )
+
+
+def _clip(pretrained: str | None, revision: str | None, *, first: bool) -> CLIPTextModelWithProjection:
+    """Return the first or second CLIP text encoder, pretrained, or with random weights if `pretrained` is None."""
+    if pretrained is None:
+        return CLIPTextModelWithProjection(
+            CLIPTextConfig(**(mmdit_config.CLIP_L if first else mmdit_config.CLIP_BIG_G))
+        )
+    name = 'text_encoder' if first else 'text_encoder_2'
+    return load_pretrained(CLIPTextModelWithProjection, pretrained, subfolder=name, revision=revision)
+
+
+def _t5(pretrained: str | None, revision: str | None) -> T5EncoderModel:
+    """Return T5's encoder, pretrained, or with random weights if `pretrained` is None."""
+    if pretrained is None:
+        return T5EncoderModel(T5Config(**mmdit_config.T5_XXL))
+    return load_pretrained(T5EncoderModel, pretrained, subfolder='text_encoder_3', revision=revision)
+
+
+def _tiny_clip(width: int, layers: int, max_length: int) -> CLIPTextModelWithProjection:
+    """Return a small CLIP text encoder with random weights, whose attention heads have width 32."""
+    return CLIPTextModelWithProjection(
+        CLIPTextConfig(
+            hidden_size=width,
+            intermediate_size=4 * width,
+            num_hidden_layers=layers,
+            num_attention_heads=width // 32,
+            max_position_embeddings=max_length,
+            projection_dim=width,
+            bos_token_id=49406,
+            eos_token_id=49407,
+            pad_token_id=0,
+        )
+    )

@@ -1,0 +1,249 @@
+"""MMDiT against diffusers alone: parameter counts, the loss, the text encoders, pretrained parts, and mistakes."""
+
+import json
+import shutil
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as functional
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
+from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import StableDiffusion3Pipeline
+from transformers import CLIPTextModelWithProjection, T5EncoderModel
+
+from diffusion.config.image_shapes import square
+from diffusion.config.recipe import Component
+from diffusion.errors import UserError
+from diffusion.models import batch_keys, mmdit_builders, mmdit_config
+from diffusion.models.activation_memory import blocks_of
+from diffusion.models.byte_tokenizer import byte_tokenizer
+from diffusion.models.cost_counting import ModelCounter, build_empty
+from diffusion.models.denoisers.families import family_of
+from diffusion.models.flops import text_encoder_flops
+from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.models.mmdit_builders import mmdit, sd3_objective, tiny_mmdit
+from diffusion.models.pretrained import clip_tokenizer
+from diffusion.models.randomness import Draws, Purpose
+from diffusion.models.sd3_text import Sd3TextConditioner
+from diffusion.models.text_conditioner import tokenize
+from diffusion.planning.model_costs import ModelCosts
+
+CAPTIONS = ['a red square', 'two cats', '', 'a very long caption of a small green circle and more']
+TINY: dict[str, Any] = {'depth': 2, 'dual_attention_blocks': 1, 'text_width': 32, 'patch_size': 2}
+
+
+@pytest.fixture(scope='module')
+def model(small_vae) -> LatentDiffusion:
+    torch.manual_seed(0)
+    return tiny_mmdit(vae=str(small_vae), caption_dropout=0.0, **TINY)
+
+
+def batch_of(model: LatentDiffusion) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    size = len(CAPTIONS)
+    return {
+        batch_keys.IMAGE: torch.randint(0, 256, (size, 3, 32, 64), dtype=torch.uint8, generator=generator),
+        batch_keys.INPUT_IDS: model._tokens(CAPTIONS),
+        batch_keys.SAMPLE_ID: torch.arange(10, 10 + size),
+        batch_keys.EPOCH: torch.full((size,), 2),
+        batch_keys.BATCH_INDEX: torch.full((size,), 7),
+    }
+
+
+def stock(model: LatentDiffusion) -> StableDiffusion3Pipeline:
+    """Return the pipeline of a model."""
+    return family_of(model.denoiser).pipeline(model)
+
+
+def size_of(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+@pytest.mark.parametrize(
+    ('keywords', 'parameters', 'published'),
+    [
+        (
+            {},
+            2_243_171_520,
+            {'pos_embed_max_size': 384, 'qk_norm': 'rms_norm', 'dual_attention_layers': tuple(range(13))},
+        ),
+        (
+            {'dual_attention_blocks': 0, 'qk_norm': False, 'pos_embed_max_size': 192},
+            2_028_328_000,
+            {'pos_embed_max_size': 192},
+        ),
+    ],
+    ids=['sd3.5 medium', 'sd3 medium'],
+)
+def test_published_number_of_parameters(keywords, parameters, published):
+    model: Any = build_empty('mmdit', {'pretrained': None, **keywords})
+    with torch.device('meta'):
+        sizes = {'num_layers': 24, 'num_attention_heads': 24, 'caption_projection_dim': 1536, 'sample_size': 128}
+        theirs = SD3Transformer2DModel(**sizes, **published)  # type: ignore[arg-type]
+    assert size_of(model.denoiser) == parameters
+    ours = {name: tensor.shape for name, tensor in model.denoiser.state_dict().items()}
+    assert ours == {name: tensor.shape for name, tensor in theirs.state_dict().items()}
+    assert len(blocks_of(model.denoiser)) == 24
+    text: Any = model.text
+    assert (text.length, text.token_length, text.width, text.pooled_width) == (77 + 256, 256, 4096, 2048)
+    assert [size_of(encoder) for encoder in text.encoders] == [123_650_304, 694_659_840, 4_762_310_656]
+    assert model.latent_size == 128
+
+
+def test_default_objective_shifts_timesteps_in_proportion_to_the_side():
+    shifts = {side: sd3_objective(side).snr_shift for side in (256, 512, 1024, 1536)}
+    assert shifts == {256: 1.0, 512: 1.5, 1024: 3.0, 1536: 4.5}
+
+
+@pytest.mark.parametrize('t5', [True, False])
+def test_loss_and_gradients_equal_a_reference_with_diffusers_alone(small_vae, t5):
+    torch.manual_seed(0)
+    model = tiny_mmdit(1024, vae=str(small_vae), caption_dropout=0.0, t5=t5, **TINY)
+    batch = batch_of(model)
+    model.loss(model(batch), batch).backward()
+    ours = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert all(gradient is not None for gradient in ours.values())
+    model.zero_grad()
+    loss = model.loss(model(batch), batch).detach()
+
+    draws = Draws(17, batch[batch_keys.SAMPLE_ID], batch[batch_keys.EPOCH], batch[batch_keys.BATCH_INDEX])
+    latents = model.latents_of(batch, draws)
+    noise = draws.normal(Purpose.NOISE, latents.shape[1:])
+    logit = torch.special.ndtri(draws.uniform(Purpose.TIMESTEP).double())
+    t = torch.sigmoid(logit)
+    t = (3 * t / (1 + 2 * t)).float()
+    noisy = (1 - t.view(-1, 1, 1, 1)) * latents + t.view(-1, 1, 1, 1) * noise
+    pipeline: Any = stock(model)
+    text = pipeline.encode_prompt(CAPTIONS, None, None, max_sequence_length=24, do_classifier_free_guidance=False)
+    embeds, pooled = text[0], text[2]
+    predicted = model.denoiser(noisy, timestep=1000 * t, encoder_hidden_states=embeds, pooled_projections=pooled).sample
+    reference = functional.mse_loss(predicted, noise - latents)
+    reference.backward()
+    torch.testing.assert_close(loss, reference.detach())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-3, atol=1e-6, msg=name)
+
+
+def test_each_tokenizer_pads_to_its_own_length(model):
+    ids = tokenize(model.text.tokenizers, CAPTIONS)
+    assert ids.shape == (4, 3, 24)
+    tokenizers: Any = model.text.tokenizers
+    for index, length in enumerate((16, 16, 24)):
+        keywords = {'padding': 'max_length', 'truncation': True, 'max_length': length, 'return_tensors': 'pt'}
+        assert torch.equal(ids[:, index, :length], tokenizers[index](CAPTIONS, **keywords).input_ids)
+        assert not ids[:, index, length:].any()
+    assert ids[0, 0, 10] == 49407 and ids[0, 1, 10] == 0, 'the first pads with the end of text, the second with !'
+    assert tokenizers[2].decode(ids[0, 2], skip_special_tokens=True) == 'a red square'
+
+
+def test_flops_count_the_tokens_of_every_encoder(model):
+    batch = batch_of(model)
+    counter = ModelCounter(model)
+    shape = square(64)
+    per_image = model.flops_per_batch(batch | {batch_keys.IMAGE: torch.zeros(1, 3, 64, 64, dtype=torch.uint8)}) / 4
+    counted = counter.flops(shape)
+    assert per_image == 3 * counted['trained'] + counted['image_encoder']
+    assert counted['trained'] == model._denoiser_flops(8, 8, 16 + 24) + text_encoder_flops(model.text, length=24)
+
+
+def test_padding_of_captions_cannot_be_masked(model):
+    with pytest.raises(UserError, match='mask_padding: true, but a SD3Transformer2DModel takes no mask'):
+        LatentDiffusion(model.denoiser, model.vae, model.text, mask_padding=True, latent_size=8)
+
+
+def test_images_larger_than_the_position_embeddings_are_refused(small_vae):
+    model = tiny_mmdit(32, vae=str(small_vae), pos_embed_max_size=2, **TINY)
+    assert model.generate(['a'], num_inference_steps=1).shape == (1, 3, 32, 32)
+    with pytest.raises(UserError, match='latents of 8x4 cells, but the denoiser has position embeddings for 4x4'):
+        model.generate(['a'], num_inference_steps=1, size=(32, 64))
+
+
+@pytest.fixture(scope='module')
+def pipeline_folder(tmp_path_factory, model):
+    """Folder in diffusers' layout with small encoders of the widths that Stable Diffusion 3's transformer takes."""
+    folder = tmp_path_factory.mktemp('sd3')
+    stock(model).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def small_text(monkeypatch):
+    """Width of T5 in the tiny pipeline."""
+    monkeypatch.setattr(mmdit_config, 'T5_WIDTH', 128)
+
+
+@pytest.mark.parametrize('t5', [True, False])
+def test_pretrained_parts_are_read(pipeline_folder, small_text, model, t5):
+    loaded = mmdit(
+        32,
+        pretrained=str(pipeline_folder),
+        depth=1,
+        dual_attention_blocks=0,
+        t5=t5,
+        t5_length=24,
+        encoder_dtype='float32',
+    )
+    ids = loaded._tokens(CAPTIONS)
+    assert torch.equal(ids, model._tokens(CAPTIONS)[:, : 3 if t5 else 2, : 24 if t5 else 16])
+    ours, theirs = loaded.embed(ids), model.embed(model._tokens(CAPTIONS))
+    torch.testing.assert_close(ours.pooled, theirs.pooled)
+    assert ours.embeds.shape == theirs.embeds.shape
+    torch.testing.assert_close(ours.embeds[:, :16], theirs.embeds[:, :16])
+    torch.testing.assert_close(ours.embeds[:, 16:], theirs.embeds[:, 16:] * t5)
+    assert type(loaded.vae) is AutoencoderKL
+
+
+def test_planner_reads_the_configurations_of_all_encoders(pipeline_folder, tmp_path):
+    def key(folder):
+        costs = ModelCosts(Component('mmdit', {'pretrained': str(folder)}))
+        assert costs.notes == []
+        return costs.key
+
+    shutil.copytree(pipeline_folder, tmp_path / 'copy')
+    path = tmp_path / 'copy' / 'text_encoder_3' / 'config.json'
+    path.write_text(json.dumps(json.loads(path.read_text()) | {'num_layers': 9}))
+    assert key(pipeline_folder).contents != key(tmp_path / 'copy').contents
+    assert ModelCosts(Component('mmdit', {'resolution': 512, 'seed': 3})).key == ModelCosts(Component('mmdit')).key
+
+
+@pytest.mark.parametrize('call', [mmdit, mmdit_builders.mmdit_tokenizers])
+def test_repository_without_a_revision_is_refused(call):
+    with pytest.raises(
+        UserError, match='model.revision: is missing; give the commit of stabilityai/stable-diffusion-3'
+    ):
+        call()
+
+
+def test_encoders_that_do_not_fit_together_are_refused(model):
+    clips: Any = list(model.text.encoders[:2])
+    t5: Any = model.text.encoders[2]
+    tokenizers = model.text.tokenizers
+
+    def conditioner(clips, t5, tokenizers, width=128, t5_length=24):
+        return Sd3TextConditioner(clips, t5, tokenizers, width=width, t5_length=t5_length)
+
+    assert isinstance(clips[0], CLIPTextModelWithProjection) and isinstance(t5, T5EncoderModel)
+    assert conditioner(clips, t5, tokenizers).width == 128
+    with pytest.raises(UserError, match='T5 has width 128 and a tokenizer of length 24; expected 256 and 24'):
+        conditioner(clips, t5, tokenizers, width=256)
+    with pytest.raises(UserError, match='T5 has width 128 and a tokenizer of length 12; expected 128 and 24'):
+        conditioner(clips, t5, [*tokenizers[:2], byte_tokenizer(max_length=12)])
+    with pytest.raises(UserError, match=r'2 CLIP models with tokenizers of lengths \[16, 12\]; use two'):
+        conditioner(clips, t5, [tokenizers[0], clip_tokenizer(max_length=12), tokenizers[2]])
+    with pytest.raises(UserError, match='the CLIP models have width 64 together, T5 has 32'):
+        conditioner(clips, None, tokenizers[:2], width=32)
+    with pytest.raises(UserError, match='dual_attention_blocks: 3 is more than depth, 2'):
+        tiny_mmdit(depth=2, dual_attention_blocks=3)
+    with pytest.raises(UserError, match='3 encoders with 2 tokenizers of lengths .16.; use one tokenizer per encoder$'):
+        conditioner(clips, t5, tokenizers[:2])
+
+
+def test_export_without_t5_says_how_to_load_it(small_vae, caplog):
+    model = tiny_mmdit(32, vae=str(small_vae), t5=False, caption_dropout_mode='zeros', **TINY)
+    caplog.set_level('INFO')
+    pipeline: Any = stock(model)
+    assert (pipeline.text_encoder_3, pipeline.tokenizer_3) == (None, None)
+    assert 'from_pretrained(FOLDER, text_encoder_3=None, tokenizer_3=None)' in caplog.text
+    assert 'height=32, width=32 and max_sequence_length=24' in caplog.text
+    assert 'zeros for dropped captions' in caplog.text

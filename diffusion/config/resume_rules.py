@@ -118,6 +118,16 @@ RULES = (
         'algorithms.gradient_clipping.clipping_threshold algorithms.low_precision_groupnorm '
         'algorithms.low_precision_layernorm',
     ),
+    _rule(
+        Effect.APPLIED,
+        'the tokens that skip blocks after the resume; the weights have the same names and shapes',
+        'algorithms.tread algorithms.tread.start algorithms.tread.end algorithms.tread.fraction',
+    ),
+    _rule(
+        Effect.APPLIED,
+        'the loss after the resume',
+        'algorithms.contrastive_flow_matching algorithms.contrastive_flow_matching.weight',
+    ),
     _rule(Effect.FIXED, 'your own algorithm, whose effect on training is not known', 'algorithms.*'),
     # -- data --
     _rule(

@@ -11,7 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from diffusion.models.denoisers.families import family_of
 from diffusion.models.denoisers.family import DenoiserFamily
+from diffusion.models.randomness import draws_for
 from diffusion.models.text_conditioner import TextConditioner
+from diffusion.models.token_routing import Route, TokenRouter
 from diffusion.models.vae import downsampling
 
 
@@ -28,13 +30,24 @@ class FlopCount:
         # Copy now, before training compiles or shards the denoiser or adds hooks: a later copy would include them.
         self._denoiser = empty_copy(denoiser, 'meta')
         self._counted: dict[tuple[int, int, int], int] = {}
+        self._router: TokenRouter | None = None
+
+    def route(self, route: Route) -> None:
+        """Count only the tokens of a route in the blocks that the others skip; the family must have token blocks."""
+        assert self._family.token_blocks is not None
+        self._router = TokenRouter(self._denoiser, self._family.token_blocks, route)
+        self._counted.clear()
 
     def __call__(self, height: int, width: int, text_length: int) -> int:
         """Return the denoiser's FLOPs for latents of height x width cells and `text_length` tokens, cached by shape."""
         shape = height, width, text_length
         if shape not in self._counted:
             args, kwargs = self._family.example_inputs(self._denoiser, 1, *shape, device='meta')
-            self._counted[shape] = forward_flops(self._denoiser, *args, **kwargs)
+            if self._router is None:
+                self._counted[shape] = forward_flops(self._denoiser, *args, **kwargs)
+            else:
+                with self._router.routing(draws_for([0], seed=0, device='meta')):
+                    self._counted[shape] = forward_flops(self._denoiser, *args, **kwargs, gradients=True)
         return self._counted[shape]
 
 
@@ -52,9 +65,12 @@ def text_encoder_flops(text: TextConditioner, *, length: int) -> int:
     return forward_flops(empty_copy(text, 'meta'), tokens)
 
 
-def forward_flops(function: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
-    """Return the FLOPs of calling a module or method; it and its arguments must be on the meta device."""
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+def forward_flops(function: Callable[..., Any], *args: Any, gradients: bool = False, **kwargs: Any) -> int:
+    """Return the FLOPs of calling a module or method; it and its arguments must be on the meta device.
+
+    With `gradients`, it is called as in training, but the backward pass is not counted.
+    """
+    with torch.set_grad_enabled(gradients), FlopCounterMode(display=False) as counter:
         function(*args, **kwargs)
     return counter.get_total_flops()
 

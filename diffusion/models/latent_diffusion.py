@@ -35,6 +35,7 @@ from diffusion.models.randomness import Draws, Purpose, draws_for
 from diffusion.models.sampler import guide, inference_scheduler, sample_latents
 from diffusion.models.stage_hooks import stage
 from diffusion.models.text_conditioner import TextConditioner, TextOutput, tokenize
+from diffusion.models.token_routing import Route, TokenRouter
 from diffusion.models.vae import decode_latents, downsampling, latent_channels, latent_statistics, posterior_of
 
 log = logging.getLogger(__name__)
@@ -93,6 +94,8 @@ class LatentDiffusion(ComposerModel):
     empty_ids: Tensor
     sample_losses: Tensor | None
     """Losses per sample of the last call of `loss`, float32 [B]; `LossGuard` names bad samples by them. Never saved."""
+    router: TokenRouter | None
+    """Hooks with which image tokens skip blocks in training; None without `route_tokens`."""
     encoders_in_inference_mode: bool
     """True to run frozen encoders in torch's inference mode, False to run them under no_grad."""
 
@@ -136,6 +139,7 @@ class LatentDiffusion(ComposerModel):
         self.posterior = posterior
         self.seed = seed
         self.sample_losses = None
+        self.router = None
         self.encoders_in_inference_mode = False
         self._scale_checked = False
         self._empty_text: TextOutput | None = None
@@ -197,7 +201,8 @@ class LatentDiffusion(ComposerModel):
 
     def forward(self, batch: Mapping[str, Tensor]) -> Denoised:
         """Add noise to a batch at random timesteps and return the denoiser's predictions."""
-        draws = self._draws(batch)
+        # The numbers of the step in one call: on a GPU, the cost of small draws is the number of kernels.
+        draws = self.draws_of(batch).precompute_draws(self._words_of_a_step(batch))
         latents = self.latents_of(batch, draws)
         self._check_scale(latents)
         timesteps = self._timesteps(batch, draws)
@@ -225,6 +230,27 @@ class LatentDiffusion(ComposerModel):
         losses = outputs.weight * squared_error(outputs)
         self.sample_losses = losses.detach()
         return losses.mean()
+
+    def draws_of(self, batch: Mapping[str, Tensor]) -> Draws:
+        """Return the source of random numbers for a training batch, keyed by the samples' ids, epochs and batches."""
+        sample_id = batch.get(batch_keys.SAMPLE_ID)
+        if sample_id is None:
+            sample_id = torch.randint(2**32, (len(batch[batch_keys.INPUT_IDS]),), device=self.device)
+        zeros = torch.zeros_like(sample_id)
+        epoch, batch_index = (batch.get(key, zeros) for key in (batch_keys.EPOCH, batch_keys.BATCH_INDEX))
+        return Draws(self.seed, sample_id, epoch, batch_index)
+
+    def route_tokens(self, route: Route) -> TokenRouter:
+        """Let image tokens skip blocks of the denoiser in training; call before the denoiser is wrapped by FSDP.
+
+        Returns:
+            The router, whose `begin` and `finish` surround the forward and backward pass of each batch.
+        """
+        assert self.family.token_blocks is not None, 'the family has no token blocks'
+        self.router = TokenRouter(self.denoiser, self.family.token_blocks, route)
+        self._denoiser_flops.route(route)
+        self._sample_flops.clear()
+        return self.router
 
     def latents_of(self, batch: Mapping[str, Tensor], draws: Draws | None = None) -> Tensor:
         """Return normalized latents [B, C, H, W] of a batch, from its images or its precomputed latent moments.
@@ -407,18 +433,6 @@ class LatentDiffusion(ComposerModel):
         return (pixels / 2 + 0.5).clamp(0, 1)
 
     # -- internals --
-
-    def _draws(self, batch: Mapping[str, Tensor]) -> Draws:
-        """Return the source of random numbers for a training batch, with the numbers of the step precomputed."""
-        size = len(batch[batch_keys.INPUT_IDS])
-        sample_id = batch.get(batch_keys.SAMPLE_ID)
-        if sample_id is None:
-            sample_id = torch.randint(2**32, (size,), device=self.device)
-        zeros = torch.zeros_like(sample_id)
-        draws = Draws(
-            self.seed, sample_id, batch.get(batch_keys.EPOCH, zeros), batch.get(batch_keys.BATCH_INDEX, zeros)
-        )
-        return draws.precompute_draws(self._words_of_a_step(batch))
 
     def _words_of_a_step(self, batch: Mapping[str, Tensor]) -> dict[Purpose, int]:
         """Return, for each purpose, how many random 32-bit words a training step draws per sample."""

@@ -12,7 +12,6 @@ from functools import partial
 import torch
 from machine import heading, interleaved_medians
 
-from diffusion.models.builders import TINY_VAE
 from diffusion.models.denoisers.condition import Condition
 from diffusion.models.flops import FlopCount
 from diffusion.models.latent_diffusion import LatentDiffusion
@@ -38,8 +37,7 @@ def main(depth: int = 12, width: int = 384, side: int = 32, repeats: int = 9) ->
     """Print the step time and FLOPs of both variants."""
     torch.set_num_threads(1)
     route = Route(2, depth - 3, 0.5)
-    sizes = {'depth': depth, 'hidden_size': width, 'num_heads': width // 64, 'patch_size': 2}
-    models = [tiny_prx(vae=str(TINY_VAE), **sizes) for _ in range(2)]
+    models = [tiny_prx(depth=depth, hidden_size=width, num_heads=width // 64, patch_size=2) for _ in range(2)]
     counts = [FlopCount(model.denoiser) for model in models]
     models[1].route_tokens(route)
     counts[1].route(route)

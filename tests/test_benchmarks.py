@@ -90,5 +90,4 @@ def test_startup_benchmark_has_a_row_per_size(rows):
 def test_tread_benchmark_counts_fewer_flops(rows):
     table = rows('tread', '8', '64', '8', '1')
 
-    assert table['all tokens'][1] > table['TREAD'][1]
     assert 0.5 < float(table['TREAD over all tokens'][1]) < 1

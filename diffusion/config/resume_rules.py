@@ -71,6 +71,14 @@ RULES = (
         'the conditioning of the denoiser on captions',
         'model.caption_dropout_mode model.mask_padding',
     ),
+    _rule(
+        Effect.FIXED,
+        'the projection to the features of this encoder is trained, and is part of the weights',
+        'model.representation_alignment model.representation_alignment.encoder '
+        'model.representation_alignment.revision model.representation_alignment.block '
+        'model.representation_alignment.hidden_size',
+    ),
+    _rule(Effect.APPLIED, 'the loss after the resume', 'model.representation_alignment.weight'),
     _rule(Effect.APPLIED, 'the fraction of captions dropped after the resume', 'model.caption_dropout'),
     _rule(Effect.APPLIED, 'the precision of the frozen parts', 'model.encoder_dtype'),
     _rule(Effect.FIXED, 'all random numbers follow from the seed', 'seed model.seed'),

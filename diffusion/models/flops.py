@@ -65,6 +65,20 @@ def text_encoder_flops(text: TextConditioner, *, length: int) -> int:
     return forward_flops(empty_copy(text, 'meta'), tokens)
 
 
+def feature_flops(encoder: nn.Module, projector: nn.Module, grid: tuple[int, int]) -> int:
+    """Return the FLOPs of representation alignment for one image: a pass of the encoder, and three of the projection.
+
+    Args:
+        encoder: A FeatureEncoder.
+        projector: The trained FeatureProjector, which may be sharded.
+        grid: Height and width of the grid of tokens.
+    """
+    # Not counted at the image's own size: the encoder resizes it.
+    images = torch.zeros(1, 3, 8, 8, dtype=torch.uint8, device='meta')
+    weights = sum(each.numel() for each in projector.parameters() if each.ndim == 2)
+    return forward_flops(empty_copy(encoder, 'meta'), images, grid) + 3 * 2 * weights * grid[0] * grid[1]
+
+
 def forward_flops(function: Callable[..., Any], *args: Any, gradients: bool = False, **kwargs: Any) -> int:
     """Return the FLOPs of calling a module or method; it and its arguments must be on the meta device.
 

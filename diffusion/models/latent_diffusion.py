@@ -21,7 +21,7 @@ from diffusion.models import batch_keys
 from diffusion.models.denoisers.condition import Condition
 from diffusion.models.denoisers.families import family_of
 from diffusion.models.denoisers.family import DenoiserSizes
-from diffusion.models.flops import FlopCount, text_encoder_flops, vae_encoder_flops
+from diffusion.models.flops import FlopCount, feature_flops, text_encoder_flops, vae_encoder_flops
 from diffusion.models.objective import (
     Objective,
     diffuse,
@@ -32,6 +32,12 @@ from diffusion.models.objective import (
     target,
 )
 from diffusion.models.randomness import Draws, Purpose, draws_for
+from diffusion.models.representation_alignment import (
+    FeatureEncoder,
+    RepresentationAlignment,
+    alignment_losses,
+    build_alignment,
+)
 from diffusion.models.sampler import guide, inference_scheduler, sample_latents
 from diffusion.models.stage_hooks import stage
 from diffusion.models.text_conditioner import TextConditioner, TextOutput, tokenize
@@ -45,11 +51,15 @@ CAPTION_DROPOUT_MODES = ('empty', 'zeros')
 
 
 class Denoised(NamedTuple):
-    """Denoiser's prediction and training target, [B, C, H, W], and the loss weight of each sample, [B]."""
+    """Denoiser's prediction and training target, [B, C, H, W], and the loss weight of each sample, [B].
+
+    With representation alignment also its loss of each sample, [B], in training.
+    """
 
     prediction: Tensor
     target: Tensor
     weight: Tensor
+    alignment: Tensor | None = None
 
 
 class ValidationLoss(MeanMetric):
@@ -85,6 +95,8 @@ class LatentDiffusion(ComposerModel):
         seed: Seed of noise, timesteps, posterior and caption dropout, in [0, 2**32).
         latent_size: Side of the latents of images that are generated without a size, in cells; None is the side that
             the denoiser was built for.
+        representation_alignment: Settings of the alignment of the denoiser's tokens with features of a frozen image
+            encoder; None turns it off.
     """
 
     alpha_bars: Tensor
@@ -114,6 +126,7 @@ class LatentDiffusion(ComposerModel):
         posterior: Literal['sample', 'mean'] = 'sample',
         seed: int = 17,
         latent_size: int | None = None,
+        representation_alignment: RepresentationAlignment | None = None,
     ) -> None:
         super().__init__()
         self.family = family_of(denoiser)
@@ -154,6 +167,13 @@ class LatentDiffusion(ComposerModel):
             self.text_encoder = text
         else:
             self._frozen['text'] = _freeze(text, dtype)
+        self.representation_alignment = representation_alignment
+        if representation_alignment is not None:
+            # A child of its own, so that the optimizer, checkpoints and FSDP treat the projection like the denoiser.
+            encoder, self.feature_projector, self._capture = build_alignment(
+                representation_alignment, denoiser, self.family, width=self.denoiser_sizes.token_width
+            )
+            self._frozen['image_encoder'] = _freeze(encoder, dtype)
 
         # Not persistent: the buffers follow from the settings, and a checkpoint must not replace them.
         mean, std = latent_statistics(vae)
@@ -210,7 +230,12 @@ class LatentDiffusion(ComposerModel):
         if self.objective.offset_noise:
             offset = draws.normal(Purpose.OFFSET_NOISE, (latents.shape[1], 1, 1))
             noise = noise + self.objective.offset_noise * offset
-        return self.denoise(latents, noise, timesteps, self._condition_of(batch, draws))
+        condition = self._condition_of(batch, draws)
+        if self.representation_alignment is None:
+            return self.denoise(latents, noise, timesteps, condition)
+        with self._capture.capturing() as captured:
+            outputs = self.denoise(latents, noise, timesteps, condition)
+        return outputs._replace(alignment=self._alignment_losses(batch, *captured))
 
     def denoise(self, latents: Tensor, noise: Tensor, timesteps: Tensor, condition: Condition) -> Denoised:
         """Add noise to latents [B, C, H, W] at timesteps [B] and return the denoiser's predictions."""
@@ -226,8 +251,13 @@ class LatentDiffusion(ComposerModel):
         return Denoised(prediction, expected, loss_weight(self.objective, alpha_bar=alpha_bar))
 
     def loss(self, outputs: Denoised, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the weighted mean squared error of the prediction, in float32; keep the losses in `sample_losses`."""
+        """Return the loss in float32: the weighted mean squared error, plus the alignment's loss if there is one.
+
+        The losses of the samples are kept in `sample_losses`.
+        """
         losses = outputs.weight * squared_error(outputs)
+        if outputs.alignment is not None and self.representation_alignment is not None:
+            losses = losses + self.representation_alignment.weight * outputs.alignment
         self.sample_losses = losses.detach()
         return losses.mean()
 
@@ -465,6 +495,9 @@ class LatentDiffusion(ComposerModel):
         if encodes_text:
             passes = 3 if self.train_text_encoder else 1
             total += passes * text_encoder_flops(self.text, length=text_length)
+        if self.representation_alignment is not None:
+            grid = height // self.denoiser_sizes.patch, width // self.denoiser_sizes.patch
+            total += feature_flops(self._frozen['image_encoder'], self.feature_projector, grid)
         return total
 
     def _timesteps(self, batch: Mapping[str, Tensor], draws: Draws) -> Tensor:
@@ -532,6 +565,23 @@ class LatentDiffusion(ComposerModel):
         with self._encoding(input_ids.device):
             text = self.text(input_ids)
         return _map(for_autograd, text)
+
+    def _alignment_losses(self, batch: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
+        """Return the alignment's loss of each sample, float32 [B], for image tokens [B, K or N, D] after its block."""
+        images = batch.get(batch_keys.IMAGE)
+        if images is None:
+            raise UserError(
+                f'batch: has no {batch_keys.IMAGE}, which model.representation_alignment needs; use a dataset of '
+                'images, or set model.representation_alignment: null'
+            )
+        height, width = (side // self.denoiser_sizes.patch for side in self._latent_size_of(batch))
+        encoder: FeatureEncoder = self._frozen['image_encoder']  # type: ignore[assignment]
+        with self._encoding(images.device):
+            features = encoder(images, (height, width))
+        # A block of the router's route sees only the tokens that are kept.
+        routed = self.router is not None and tokens.shape[1] < height * width
+        kept = self.router.kept if routed and self.router is not None else None
+        return alignment_losses(self.feature_projector(tokens), for_autograd(features), kept)
 
     @contextmanager
     def _encoding(self, device: torch.device) -> Iterator[None]:

@@ -15,6 +15,7 @@ from diffusion.models.builders import TINY_VAE, latent_side, load_vae, tiny_text
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.objective import Objective
 from diffusion.models.pretrained import clip_tokenizer, load_pretrained
+from diffusion.models.representation_alignment import RepresentationAlignment
 from diffusion.models.text_conditioner import TextConditioner
 from diffusion.models.vae import latent_channels
 
@@ -53,6 +54,7 @@ def prx(
     caption_dropout_mode: Literal['empty', 'zeros'] = 'empty',
     encoder_dtype: Literal['auto', 'float32', 'float16', 'bfloat16'] = 'bfloat16',
     posterior: Literal['sample', 'mean'] = 'sample',
+    representation_alignment: RepresentationAlignment | None = None,
     seed: int = 17,
 ) -> LatentDiffusion:
     """Build PRX: a transformer from scratch (1,170,691,648 parameters) with pretrained VAE and T5-Gemma text encoder.
@@ -95,6 +97,7 @@ def prx(
         train_text_encoder=False,
         encoder_dtype=encoder_dtype,
         posterior=posterior,
+        representation_alignment=representation_alignment,
         seed=seed,
         latent_size=latent_side(resolution, autoencoder),
     )
@@ -119,6 +122,7 @@ def tiny_prx(
     train_text_encoder: bool = True,
     encoder_dtype: Literal['auto', 'float32', 'float16', 'bfloat16'] = 'auto',
     posterior: Literal['sample', 'mean'] = 'sample',
+    representation_alignment: RepresentationAlignment | None = None,
     seed: int = 17,
 ) -> LatentDiffusion:
     """Build a miniature PRX: the same transformer with a small text encoder, small enough to train on a laptop.
@@ -150,6 +154,7 @@ def tiny_prx(
         train_text_encoder=train_text_encoder,
         encoder_dtype=encoder_dtype,
         posterior=posterior,
+        representation_alignment=representation_alignment,
         seed=seed,
         latent_size=latent_side(resolution, autoencoder),
     )

@@ -28,6 +28,8 @@ class DenoiserSizes:
     """P, width of the pooled text; None if the denoiser takes none."""
     patch: int = 1
     """Side of a patch in latent cells; height and width of the latents are multiples of it."""
+    token_width: int | None = None
+    """Width of an image token of a transformer; None for other denoisers."""
     sample_size: int | None = None
     """Side of the latents that the denoiser was built for, in cells; None if it was built for no particular side."""
 

@@ -50,6 +50,7 @@ class PRX(DenoiserFamily):
             out_channels=config['in_channels'],
             text_width=config['context_in_dim'],
             patch=config['patch_size'],
+            token_width=config['hidden_size'],
         )
 
     def keywords(self, timesteps: Tensor, condition: Condition) -> dict[str, Any]:

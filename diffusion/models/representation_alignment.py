@@ -37,7 +37,7 @@ class RepresentationAlignment:
 
         loss += weight * mean over n of (1 - cos(MLP(h_n), y_n))
 
-    which is the paper's equation 8 plus a constant, so that the loss stays positive, as `loss_guard` needs. The encoder
+    which is the paper's loss plus a constant, so that the loss stays positive, as `loss_guard` needs. The encoder
     gets the image at the size at which it has one patch per token. The MLP is trained with the denoiser and saved in
     checkpoints, but it is not part of exports. Evaluation does not use it.
 

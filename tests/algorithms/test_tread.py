@@ -11,9 +11,11 @@ from composer.core import Event
 from torch.utils.data import DataLoader
 
 from diffusion.algorithms.tread import TREAD
+from diffusion.config import registry
 from diffusion.config.load import load
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
+from diffusion.models.cost_counting import build_empty
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.prx_builders import tiny_prx
 from diffusion.models.randomness import Purpose
@@ -270,6 +272,21 @@ def test_impossible_routes_are_refused(make_prx, write_recipe, settings, problem
     model = {'name': 'tiny_prx', 'depth': 4}
     with pytest.raises(UserError, match=problem):
         load(write_recipe(model=model, algorithms={'tread': settings or None}))
+
+
+@pytest.mark.parametrize('name', registry.names('model'))
+def test_check_without_torch_agrees_with_the_models(name, write_recipe):
+    """A model that is added without tokens must be added to U_NETS."""
+    parameters = registry.signature('model', name).names()
+    model = build_empty(name, {'pretrained': None} if 'pretrained' in parameters else {})
+    has_tokens = isinstance(model, LatentDiffusion) and model.family.token_blocks is not None
+    keywords = {'tread': {'start': 2, 'end': 3}}
+    recipe = write_recipe(model={'name': name}, algorithms=keywords)
+    if has_tokens:
+        assert load(recipe).algorithms['tread'].name == 'tread'
+        return
+    with pytest.raises(UserError, match=f'the model {name} has no image tokens'):
+        load(recipe)
 
 
 class _State:

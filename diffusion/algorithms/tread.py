@@ -33,7 +33,7 @@ class TREAD(Algorithm):
 
     Args:
         start: Index of the first block that is skipped, from 0.
-        end: Index of the first block after them that has all tokens again; by default 3 blocks before the last one.
+        end: Index of the first block after them, which has all tokens again; by default no token skips the last 3.
         fraction: Fraction of the image tokens that skip the blocks, in (0, 1).
     """
 

@@ -95,3 +95,9 @@ def test_startup_benchmark_has_a_row_per_size(rows):
     epoch, *_, shared = table['0.1 M']
     assert epoch == 'all'
     assert 0.8 <= float(shared) < 20  # 8 bytes per sample temporarily, and little else
+
+
+def test_tread_benchmark_counts_fewer_flops(rows):
+    table = rows('tread', '8', '64', '8', '1')
+
+    assert 0.5 < float(table['TREAD over all tokens'][1]) < 1

@@ -1,5 +1,6 @@
 """Reading of weights from checkpoints, without executing pickled code."""
 
+import logging
 import os
 import pickle
 import re
@@ -19,6 +20,10 @@ from diffusion.checkpointing.checkpoint_store import STATE, read_with_retries
 from diffusion.checkpointing.verification import verify_checkpoint
 from diffusion.errors import UserError
 
+log = logging.getLogger(__name__)
+
+TRAINING_ONLY = ('feature_projector.',)
+"""Prefixes of the names of tensors that a model without representation alignment does not have."""
 Weights = Literal['ema', 'training']
 
 
@@ -188,10 +193,18 @@ def check_architecture(
 def load_weights(model: nn.Module, weights: dict[str, Tensor], where: str) -> None:
     """Copy weights into a model whose tensors must have exactly these names and shapes.
 
+    Only the tensors of `TRAINING_ONLY` may be missing on either side: they are left out, or keep their values.
+
     Raises:
         UserError: The names or shapes differ.
     """
-    check_architecture(_shapes(model.state_dict()), _shapes(weights), where)
+    own = model.state_dict()
+    extra = {name for name in weights.keys() ^ own.keys() if name.startswith(TRAINING_ONLY)}
+    if extra:
+        log.info('%s: %d tensors of parts that only training uses are not loaded', where, len(extra))
+    weights = {name: tensor for name, tensor in weights.items() if name not in extra}
+    weights |= {name: own[name] for name in extra & own.keys()}
+    check_architecture(_shapes(own), _shapes(weights), where)
     model.load_state_dict(weights)
 
 

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 from diffusion.config import registry, sample_order
+from diffusion.config.algorithm_checks import check_algorithms
+from diffusion.config.alignment_checks import check_alignment
 from diffusion.config.byte_sizes import parse_bytes
 from diffusion.config.device_checks import nearest_divisor
 from diffusion.config.image_shapes import parse_shape
@@ -149,6 +151,8 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
     gather.problems += check_initial_weights(recipe)
     gather.problems += check_lora(recipe)
     gather.problems += check_objective(recipe)
+    gather.problems += check_algorithms(recipe)
+    gather.problems += check_alignment(recipe)
     gather.problems += check_sampling(recipe, dict(own))
     for where, value in _durations(recipe):
         if (problem := duration_problem(value)) is not None:

@@ -3,6 +3,7 @@
 import math
 
 from diffusion.config import sample_order
+from diffusion.config.algorithm_checks import algorithm_names, microbatch_problem
 from diffusion.config.recipe import Recipe
 from diffusion.config.schema import Problem
 
@@ -45,6 +46,9 @@ def _device_problem(recipe: Recipe, world_size: int, gpus_per_node: int | None) 
             f"{microbatch} does not divide a device's {share} samples ({batch} over {world_size} devices); "
             f'use {nearest_divisor(share, microbatch)}'
         )
+        return Problem('device_train_microbatch_size', what)
+    contrastive = 'contrastive_flow_matching' in algorithm_names(recipe)
+    if contrastive and isinstance(microbatch, int) and (what := microbatch_problem(microbatch, share)) is not None:
         return Problem('device_train_microbatch_size', what)
     if gpus_per_node is None or recipe.task != 'train':
         return None

@@ -50,6 +50,8 @@ TARGETS: dict[str, dict[str, Any]] = {
         'post_hoc_ema': 'diffusion.algorithms.post_hoc_ema:PostHocEMA',
         'low_precision_groupnorm': 'diffusion.algorithms.low_precision_norms:DenoiserLowPrecisionGroupNorm',
         'low_precision_layernorm': 'diffusion.algorithms.low_precision_norms:DenoiserLowPrecisionLayerNorm',
+        'contrastive_flow_matching': 'diffusion.algorithms.contrastive_flow_matching:ContrastiveFlowMatching',
+        'tread': 'diffusion.algorithms.tread:TREAD',
         'gradient_clipping': 'composer.algorithms.gradient_clipping.gradient_clipping:GradientClipping',
     },
     'callback': {

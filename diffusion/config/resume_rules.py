@@ -73,6 +73,14 @@ RULES = (
         'the conditioning of the denoiser on captions',
         'model.caption_dropout_mode model.mask_padding',
     ),
+    _rule(
+        Effect.FIXED,
+        'the projection to the features of this encoder is trained, and is part of the weights',
+        'model.representation_alignment model.representation_alignment.encoder '
+        'model.representation_alignment.revision model.representation_alignment.block '
+        'model.representation_alignment.hidden_size',
+    ),
+    _rule(Effect.APPLIED, 'the loss after the resume', 'model.representation_alignment.weight'),
     _rule(Effect.APPLIED, 'the fraction of captions dropped after the resume', 'model.caption_dropout'),
     _rule(Effect.APPLIED, 'the precision of the frozen parts', 'model.encoder_dtype'),
     _rule(Effect.FIXED, 'all random numbers follow from the seed', 'seed model.seed'),
@@ -129,6 +137,16 @@ RULES = (
         'algorithms.gradient_clipping algorithms.gradient_clipping.clipping_type '
         'algorithms.gradient_clipping.clipping_threshold algorithms.low_precision_groupnorm '
         'algorithms.low_precision_layernorm',
+    ),
+    _rule(
+        Effect.APPLIED,
+        'the tokens that skip blocks after the resume; the weights have the same names and shapes',
+        'algorithms.tread algorithms.tread.start algorithms.tread.end algorithms.tread.fraction',
+    ),
+    _rule(
+        Effect.APPLIED,
+        'the loss after the resume',
+        'algorithms.contrastive_flow_matching algorithms.contrastive_flow_matching.weight',
     ),
     _rule(Effect.FIXED, 'your own algorithm, whose effect on training is not known', 'algorithms.*'),
     # -- data --

@@ -12,7 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from diffusion.models.denoisers.families import family_of
 from diffusion.models.denoisers.family import DenoiserFamily
+from diffusion.models.randomness import draws_for
 from diffusion.models.text_conditioner import TextConditioner
+from diffusion.models.token_routing import Route, TokenRouter
 from diffusion.models.vae import Vae, downsampling
 
 _autocast = torch.autocast
@@ -31,13 +33,24 @@ class FlopCount:
         # Copy now, before training compiles or shards the denoiser or adds hooks: a later copy would include them.
         self._denoiser = empty_copy(denoiser, 'meta')
         self._counted: dict[tuple[int, int, int], int] = {}
+        self._router: TokenRouter | None = None
+
+    def route(self, route: Route) -> None:
+        """Count only the tokens of a route in the blocks that the others skip; the family must have token blocks."""
+        assert self._family.token_blocks is not None
+        self._router = TokenRouter(self._denoiser, self._family.token_blocks, route)
+        self._counted.clear()
 
     def __call__(self, height: int, width: int, text_length: int) -> int:
         """Return the denoiser's FLOPs for latents of height x width cells and `text_length` tokens, cached by shape."""
         shape = height, width, text_length
         if shape not in self._counted:
             args, kwargs = self._family.example_inputs(self._denoiser, 1, *shape, device='meta')
-            self._counted[shape] = forward_flops(self._denoiser, *args, **kwargs)
+            if self._router is None:
+                self._counted[shape] = forward_flops(self._denoiser, *args, **kwargs)
+            else:
+                with self._router.routing(draws_for([0], seed=0, device='meta')):
+                    self._counted[shape] = forward_flops(self._denoiser, *args, **kwargs, gradients=True)
         return self._counted[shape]
 
 
@@ -55,11 +68,28 @@ def text_encoder_flops(text: TextConditioner, *, length: int) -> int:
     return forward_flops(empty_copy(text, 'meta'), tokens)
 
 
-def forward_flops(function: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
-    """Return the FLOPs of calling a module or method; it and its arguments must be on the meta device."""
+def feature_flops(encoder: nn.Module, projector: nn.Module, grid: tuple[int, int]) -> int:
+    """Return the FLOPs of representation alignment for one image: a pass of the encoder, and three of the projection.
+
+    Args:
+        encoder: A FeatureEncoder.
+        projector: The trained FeatureProjector, which may be sharded.
+        grid: Height and width of the grid of tokens.
+    """
+    # Not counted at the image's own size: the encoder resizes it.
+    images = torch.zeros(1, 3, 8, 8, dtype=torch.uint8, device='meta')
+    weights = sum(each.numel() for each in projector.parameters() if each.ndim == 2)
+    return forward_flops(empty_copy(encoder, 'meta'), images, grid) + 3 * 2 * weights * grid[0] * grid[1]
+
+
+def forward_flops(function: Callable[..., Any], *args: Any, gradients: bool = False, **kwargs: Any) -> int:
+    """Return the FLOPs of calling a module or method; it and its arguments must be on the meta device.
+
+    With `gradients`, it is called as in training, but the backward pass is not counted.
+    """
     # Gemma's rotary embedding turns autocast off on the device of its input, and the meta device has no autocast.
     autocast = mock.patch.object(torch, 'autocast', _autocast_except_on_meta)
-    with torch.no_grad(), autocast, FlopCounterMode(display=False) as counter:
+    with torch.set_grad_enabled(gradients), autocast, FlopCounterMode(display=False) as counter:
         function(*args, **kwargs)
     return counter.get_total_flops()
 

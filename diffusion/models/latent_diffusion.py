@@ -21,7 +21,7 @@ from diffusion.models import batch_keys
 from diffusion.models.denoisers.condition import Condition
 from diffusion.models.denoisers.families import family_of
 from diffusion.models.denoisers.family import DenoiserSizes
-from diffusion.models.flops import FlopCount, text_encoder_flops, vae_encoder_flops
+from diffusion.models.flops import FlopCount, feature_flops, text_encoder_flops, vae_encoder_flops
 from diffusion.models.objective import (
     MIN_TIME,
     Objective,
@@ -34,9 +34,16 @@ from diffusion.models.objective import (
 )
 from diffusion.models.pixel_space import PixelSpace
 from diffusion.models.randomness import Draws, Purpose, draws_for
+from diffusion.models.representation_alignment import (
+    FeatureEncoder,
+    RepresentationAlignment,
+    alignment_losses,
+    build_alignment,
+)
 from diffusion.models.sampler import guide, inference_scheduler, sample_latents
 from diffusion.models.stage_hooks import stage
 from diffusion.models.text_conditioner import TextConditioner, TextOutput, tokenize
+from diffusion.models.token_routing import Route, TokenRouter
 from diffusion.models.vae import (
     Vae,
     decode_latents,
@@ -54,11 +61,15 @@ CAPTION_DROPOUT_MODES = ('empty', 'zeros')
 
 
 class Denoised(NamedTuple):
-    """Denoiser's prediction and training target, [B, C, H, W], and the loss weight of each sample, [B]."""
+    """Denoiser's prediction and training target, [B, C, H, W], and the loss weight of each sample, [B].
+
+    With representation alignment also its loss of each sample, [B], in training.
+    """
 
     prediction: Tensor
     target: Tensor
     weight: Tensor
+    alignment: Tensor | None = None
 
 
 class ValidationLoss(MeanMetric):
@@ -95,6 +106,8 @@ class LatentDiffusion(ComposerModel):
         seed: Seed of noise, timesteps, posterior and caption dropout, in [0, 2**32).
         latent_size: Side of the latents of images that are generated without a size, in cells; None is the side that
             the denoiser was built for.
+        representation_alignment: Settings of the alignment of the denoiser's tokens with features of a frozen image
+            encoder; None turns it off.
     """
 
     alpha_bars: Tensor
@@ -106,6 +119,8 @@ class LatentDiffusion(ComposerModel):
     """Losses per sample of the last call of `loss`, float32 [B]; `LossGuard` names bad samples by them. Never saved."""
     denoiser_is_frozen: bool
     """True if only a LoRA of the denoiser is trained; its own FLOPs, about a hundredth, are not counted."""
+    router: TokenRouter | None
+    """Hooks with which image tokens skip blocks in training; None without `route_tokens`."""
     encoders_in_inference_mode: bool
     """True to run frozen encoders in torch's inference mode, False to run them under no_grad."""
 
@@ -124,6 +139,7 @@ class LatentDiffusion(ComposerModel):
         posterior: Literal['sample', 'mean'] = 'sample',
         seed: int = 17,
         latent_size: int | None = None,
+        representation_alignment: RepresentationAlignment | None = None,
     ) -> None:
         super().__init__()
         self.family = family_of(denoiser)
@@ -150,6 +166,7 @@ class LatentDiffusion(ComposerModel):
         self.seed = seed
         self.sample_losses = None
         self.denoiser_is_frozen = False
+        self.router = None
         self.encoders_in_inference_mode = False
         self._scale_checked = False
         self._empty_text: TextOutput | None = None
@@ -164,6 +181,13 @@ class LatentDiffusion(ComposerModel):
             self.text_encoder = text
         else:
             self._frozen['text'] = _freeze(text, dtype)
+        self.representation_alignment = representation_alignment
+        if representation_alignment is not None:
+            # A child of its own, so that the optimizer, checkpoints and FSDP treat the projection like the denoiser.
+            encoder, self.feature_projector, self._capture = build_alignment(
+                representation_alignment, denoiser, self.family, width=self.denoiser_sizes.token_width
+            )
+            self._frozen['image_encoder'] = _freeze(encoder, dtype)
 
         # Not persistent: the buffers follow from the settings, and a checkpoint must not replace them.
         mean, std = latent_statistics(vae)
@@ -211,7 +235,8 @@ class LatentDiffusion(ComposerModel):
 
     def forward(self, batch: Mapping[str, Tensor]) -> Denoised:
         """Add noise to a batch at random timesteps and return the denoiser's predictions."""
-        draws = self._draws(batch)
+        # The numbers of the step in one call: on a GPU, the cost of small draws is the number of kernels.
+        draws = self.draws_of(batch).precompute_draws(self._words_of_a_step(batch))
         latents = self.latents_of(batch, draws)
         self._check_scale(latents)
         timesteps = self._timesteps(batch, draws)
@@ -219,7 +244,12 @@ class LatentDiffusion(ComposerModel):
         if self.objective.offset_noise:
             offset = draws.normal(Purpose.OFFSET_NOISE, (latents.shape[1], 1, 1))
             noise = noise + self.objective.offset_noise * offset
-        return self.denoise(latents, noise, timesteps, self._condition_of(batch, draws))
+        condition = self._condition_of(batch, draws)
+        if self.representation_alignment is None:
+            return self.denoise(latents, noise, timesteps, condition)
+        with self._capture.capturing() as captured:
+            outputs = self.denoise(latents, noise, timesteps, condition)
+        return outputs._replace(alignment=self._alignment_losses(batch, *captured))
 
     def denoise(self, latents: Tensor, noise: Tensor, timesteps: Tensor, condition: Condition) -> Denoised:
         """Add noise to latents [B, C, H, W] at timesteps [B] and return the denoiser's predictions."""
@@ -236,10 +266,36 @@ class LatentDiffusion(ComposerModel):
         return Denoised(prediction, expected, loss_weight(self.objective, alpha_bar=alpha_bar))
 
     def loss(self, outputs: Denoised, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the weighted mean squared error of the prediction, in float32; keep the losses in `sample_losses`."""
+        """Return the loss in float32: the weighted mean squared error, plus the alignment's loss if there is one.
+
+        The losses of the samples are kept in `sample_losses`.
+        """
         losses = outputs.weight * squared_error(outputs)
+        if outputs.alignment is not None and self.representation_alignment is not None:
+            losses = losses + self.representation_alignment.weight * outputs.alignment
         self.sample_losses = losses.detach()
         return losses.mean()
+
+    def draws_of(self, batch: Mapping[str, Tensor]) -> Draws:
+        """Return the source of random numbers for a training batch, keyed by the samples' ids, epochs and batches."""
+        sample_id = batch.get(batch_keys.SAMPLE_ID)
+        if sample_id is None:
+            sample_id = torch.randint(2**32, (len(batch[batch_keys.INPUT_IDS]),), device=self.device)
+        zeros = torch.zeros_like(sample_id)
+        epoch, batch_index = (batch.get(key, zeros) for key in (batch_keys.EPOCH, batch_keys.BATCH_INDEX))
+        return Draws(self.seed, sample_id, epoch, batch_index)
+
+    def route_tokens(self, route: Route) -> TokenRouter:
+        """Let image tokens skip blocks of the denoiser in training; call before the denoiser is wrapped by FSDP.
+
+        Returns:
+            The router, whose `begin` and `finish` surround the forward and backward pass of each batch.
+        """
+        assert self.family.token_blocks is not None, 'the family has no token blocks'
+        self.router = TokenRouter(self.denoiser, self.family.token_blocks, route)
+        self._denoiser_flops.route(route)
+        self._sample_flops.clear()
+        return self.router
 
     def latents_of(self, batch: Mapping[str, Tensor], draws: Draws | None = None) -> Tensor:
         """Return normalized latents [B, C, H, W] of a batch, from its images or its precomputed latent moments.
@@ -428,18 +484,6 @@ class LatentDiffusion(ComposerModel):
 
     # -- internals --
 
-    def _draws(self, batch: Mapping[str, Tensor]) -> Draws:
-        """Return the source of random numbers for a training batch, with the numbers of the step precomputed."""
-        size = len(batch[batch_keys.INPUT_IDS])
-        sample_id = batch.get(batch_keys.SAMPLE_ID)
-        if sample_id is None:
-            sample_id = torch.randint(2**32, (size,), device=self.device)
-        zeros = torch.zeros_like(sample_id)
-        draws = Draws(
-            self.seed, sample_id, batch.get(batch_keys.EPOCH, zeros), batch.get(batch_keys.BATCH_INDEX, zeros)
-        )
-        return draws.precompute_draws(self._words_of_a_step(batch))
-
     def _words_of_a_step(self, batch: Mapping[str, Tensor]) -> dict[Purpose, int]:
         """Return, for each purpose, how many random 32-bit words a training step draws per sample."""
         channels = latent_channels(self.vae)
@@ -475,6 +519,9 @@ class LatentDiffusion(ComposerModel):
         if encodes_text:
             passes = 3 if self.train_text_encoder else 1
             total += passes * text_encoder_flops(self.text, length=token_length)
+        if self.representation_alignment is not None:
+            grid = height // self.denoiser_sizes.patch, width // self.denoiser_sizes.patch
+            total += feature_flops(self._frozen['image_encoder'], self.feature_projector, grid)
         return total
 
     def _timesteps(self, batch: Mapping[str, Tensor], draws: Draws) -> Tensor:
@@ -583,6 +630,23 @@ class LatentDiffusion(ComposerModel):
         with self._encoding(input_ids.device):
             text = self.text(input_ids)
         return _map(for_autograd, text)
+
+    def _alignment_losses(self, batch: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
+        """Return the alignment's loss of each sample, float32 [B], for image tokens [B, K or N, D] after its block."""
+        images = batch.get(batch_keys.IMAGE)
+        if images is None:
+            raise UserError(
+                f'batch: has no {batch_keys.IMAGE}, which model.representation_alignment needs; use a dataset of '
+                'images, or set model.representation_alignment: null'
+            )
+        height, width = (side // self.denoiser_sizes.patch for side in self._latent_size_of(batch))
+        encoder: FeatureEncoder = self._frozen['image_encoder']  # type: ignore[assignment]
+        with self._encoding(images.device):
+            features = encoder(images, (height, width))
+        # A block of the router's route sees only the tokens that are kept.
+        routed = self.router is not None and tokens.shape[1] < height * width
+        kept = self.router.kept if routed and self.router is not None else None
+        return alignment_losses(self.feature_projector(tokens), for_autograd(features), kept)
 
     @contextmanager
     def _encoding(self, device: torch.device) -> Iterator[None]:

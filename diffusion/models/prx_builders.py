@@ -18,6 +18,7 @@ from diffusion.models.builders import TINY_VAE, latent_side, load_vae, tiny_text
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.objective import Objective
 from diffusion.models.pretrained import clip_tokenizer, load_pretrained, read_config
+from diffusion.models.representation_alignment import RepresentationAlignment
 from diffusion.models.text_conditioner import TextConditioner
 from diffusion.models.vae import latent_channels
 
@@ -60,6 +61,7 @@ def prx(
     caption_dropout_mode: Literal['empty', 'zeros'] = 'empty',
     encoder_dtype: Literal['auto', 'float32', 'float16', 'bfloat16'] = 'bfloat16',
     posterior: Literal['sample', 'mean'] = 'sample',
+    representation_alignment: RepresentationAlignment | None = None,
     seed: int = 17,
 ) -> LatentDiffusion:
     """Build PRX: a transformer from scratch (1,170,691,648 parameters) with pretrained VAE and text encoder.
@@ -117,6 +119,7 @@ def prx(
         train_text_encoder=False,
         encoder_dtype=encoder_dtype,
         posterior=posterior,
+        representation_alignment=representation_alignment,
         seed=seed,
         latent_size=latent_side(resolution, autoencoder),
     )
@@ -142,6 +145,7 @@ def tiny_prx(
     train_text_encoder: bool = True,
     encoder_dtype: Literal['auto', 'float32', 'float16', 'bfloat16'] = 'auto',
     posterior: Literal['sample', 'mean'] = 'sample',
+    representation_alignment: RepresentationAlignment | None = None,
     seed: int = 17,
 ) -> LatentDiffusion:
     """Build a miniature PRX: the same transformer with a small text encoder, small enough to train on a laptop.
@@ -183,6 +187,7 @@ def tiny_prx(
         train_text_encoder=train_text_encoder,
         encoder_dtype=encoder_dtype,
         posterior=posterior,
+        representation_alignment=representation_alignment,
         seed=seed,
         latent_size=latent_side(resolution, autoencoder),
     )

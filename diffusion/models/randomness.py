@@ -40,6 +40,8 @@ class Purpose(IntEnum):
     SAMPLING = 10
     STRATUM = 11
     REPLACEMENT = 12
+    ROUTING = 13
+    NEGATIVE = 14
 
 
 Words = TypeVar('Words', int, Tensor)

@@ -4,7 +4,8 @@ Shapes: B batch, C latent channels, H W latent size, L text tokens, D text width
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -27,8 +28,38 @@ class DenoiserSizes:
     """P, width of the pooled text; None if the denoiser takes none."""
     patch: int = 1
     """Side of a patch in latent cells; height and width of the latents are multiples of it."""
+    token_width: int | None = None
+    """Width of an image token of a transformer; None for other denoisers."""
     sample_size: int | None = None
     """Side of the latents that the denoiser was built for, in cells; None if it was built for no particular side."""
+
+
+@dataclass(frozen=True)
+class TokenBlocks:
+    """Blocks of a transformer through which the image tokens pass one after another, and where the tokens are."""
+
+    attribute: str
+    """Name of the denoiser's list of blocks."""
+    argument: str = 'hidden_states'
+    """Argument of a block with the image tokens, [B, N, width], for N image tokens in row-major order."""
+    per_token: Mapping[str, int] = field(default_factory=dict)
+    """Other arguments of a block that have one entry per image token, such as RoPE's angles: name and dimension."""
+    output: int | None = None
+    """Position of the image tokens in a block's output; None if the output is the image tokens alone."""
+
+    def of(self, denoiser: nn.Module) -> list[nn.Module]:
+        """Return the blocks of a denoiser, in their order."""
+        return list(getattr(denoiser, self.attribute))
+
+    def tokens(self, output: Any) -> Tensor:
+        """Return the image tokens in a block's output."""
+        return output if self.output is None else output[self.output]
+
+    def replaced(self, output: Any, tokens: Tensor) -> Any:
+        """Return a block's output with other image tokens."""
+        if self.output is None:
+            return tokens
+        return *output[: self.output], tokens, *output[self.output + 1 :]
 
 
 class DenoiserFamily(ABC):
@@ -44,6 +75,8 @@ class DenoiserFamily(ABC):
     """True if the denoiser can ignore the padding of captions; False if padding is part of its input."""
     takes_sizes: ClassVar[bool] = False
     """True if the denoiser is conditioned on the sizes of the image, `Condition.sizes`."""
+    token_blocks: ClassVar[TokenBlocks | None] = None
+    """Blocks of image tokens; None if the denoiser is not a transformer, or if its tokens cannot skip blocks."""
 
     def owns(self, denoiser: nn.Module) -> bool:
         """Return True if a denoiser belongs to this family."""

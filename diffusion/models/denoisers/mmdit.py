@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from diffusion.errors import UserError
 from diffusion.models.denoisers.condition import Condition
-from diffusion.models.denoisers.family import DenoiserFamily, DenoiserSizes
+from diffusion.models.denoisers.family import DenoiserFamily, DenoiserSizes, TokenBlocks
 from diffusion.models.sampler import inference_scheduler
 from diffusion.models.sd3_text import Sd3TextConditioner
 from diffusion.models.vae import autoencoder_kl_of, downsampling, with_folded_statistics
@@ -23,6 +23,7 @@ class MMDiT(DenoiserFamily):
     denoiser_class = SD3Transformer2DModel
     block_classes = (JointTransformerBlock,)
     takes_text_mask = False
+    token_blocks = TokenBlocks('transformer_blocks', output=1)
 
     def sizes(self, denoiser: SD3Transformer2DModel) -> DenoiserSizes:
         config = denoiser.config
@@ -33,6 +34,7 @@ class MMDiT(DenoiserFamily):
             pooled_width=config['pooled_projection_dim'],
             patch=config['patch_size'],
             sample_size=config['sample_size'],
+            token_width=config['num_attention_heads'] * config['attention_head_dim'],
         )
 
     def keywords(self, timesteps: Tensor, condition: Condition) -> dict[str, Any]:

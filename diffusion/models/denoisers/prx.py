@@ -12,7 +12,7 @@ from torch import Tensor
 
 from diffusion.errors import UserError
 from diffusion.models.denoisers.condition import Condition
-from diffusion.models.denoisers.family import DenoiserFamily, DenoiserSizes
+from diffusion.models.denoisers.family import DenoiserFamily, DenoiserSizes, TokenBlocks
 from diffusion.models.pixel_space import PixelSpace
 from diffusion.models.sampler import inference_scheduler
 from diffusion.models.vae import downsampling, with_folded_statistics
@@ -45,6 +45,7 @@ class PRX(DenoiserFamily):
     block_classes = (PRXBlock,)
     timesteps_up_to_one = True
     takes_text_mask = True
+    token_blocks = TokenBlocks('blocks', per_token={'image_rotary_emb': 2})
 
     def sizes(self, denoiser: PRXTransformer2DModel) -> DenoiserSizes:
         config = denoiser.config
@@ -53,6 +54,7 @@ class PRX(DenoiserFamily):
             out_channels=config['in_channels'],
             text_width=config['context_in_dim'],
             patch=config['patch_size'],
+            token_width=config['hidden_size'],
         )
 
     def keywords(self, timesteps: Tensor, condition: Condition) -> dict[str, Any]:

@@ -1,0 +1,112 @@
+"""Contrastive flow matching: push predictions away from the velocities of other samples (Stoica et al. 2025).
+
+arXiv 2506.05350. Shapes: G global batch, B batch of a device, C latent channels, H W latent size.
+"""
+
+import torch
+from composer.core import Algorithm, Event, State
+from composer.loggers import Logger
+from composer.utils import dist
+from torch import Tensor
+
+from diffusion.config.algorithm_checks import contrastive_problem, contrastive_weight_problem, microbatch_problem
+from diffusion.errors import UserError
+from diffusion.models import batch_keys
+from diffusion.models.latent_diffusion import Denoised, LatentDiffusion, squared_error
+from diffusion.models.randomness import Draws, Purpose
+
+
+class ContrastiveFlowMatching(Algorithm):
+    """Contrastive term of a flow's loss, whose negatives are the velocities of other samples of the global batch.
+
+    With v the velocity predicted for sample i, v_i = eps_i - x_i its target and j another sample (Stoica et al. 2025):
+
+        loss_i = ||v - v_i||^2 - weight * ||v - v_j||^2
+
+    The samples of the global batch are put into a random cycle, in which j follows i. The cycle depends on the samples'
+    ids, epoch and batch, but not on the number of devices. Hence a device's batch must be one microbatch.
+
+    The minimum of the loss is v = (E[v_i | x_t] - weight * E[v_j]) / (1 - weight). Where the mean velocity E[v_j] is
+    near 0, predictions are larger by 1 / (1 - weight); the authors undo that when they sample with guidance (their
+    section 5.4), which `generate` does not. The training loss that is logged includes the term; the validation losses
+    do not.
+
+    Cost: an all-gather of the targets per step, as large as the latents of the global batch (0.25 MiB per sample of 16
+    channels at 512 px), and one more squared error.
+
+    Args:
+        weight: Weight of the term (lambda in the paper), in (0, 1); the default is the paper's.
+    """
+
+    def __init__(self, weight: float = 0.05) -> None:
+        if (problem := contrastive_weight_problem(weight)) is not None:
+            raise UserError(f'contrastive_flow_matching.weight: {problem}')
+        self.weight = weight
+        self._model: LatentDiffusion | None = None
+
+    def match(self, event: Event, state: State) -> bool:
+        return event in (Event.INIT, Event.AFTER_DATALOADER, Event.AFTER_LOSS)
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        if event == Event.INIT:
+            self._model = _checked(state.model)
+        elif event == Event.AFTER_DATALOADER:
+            _check_batch(state)
+        else:
+            assert self._model is not None, 'Composer runs Event.INIT first'
+            outputs: Denoised = state.outputs  # type: ignore[assignment]
+            negatives = negatives_of(outputs.target, self._model.draws_of(state.batch))
+            state.loss = state.loss - self.weight * contrastive_error(outputs, negatives)  # type: ignore[operator]
+
+
+def contrastive_error(outputs: Denoised, negatives: Tensor) -> Tensor:
+    """Return the mean squared difference of the predictions and the targets of other samples [B, C, H, W], weighted."""
+    return (outputs.weight * squared_error(outputs._replace(target=negatives))).mean()
+
+
+def negatives_of(targets: Tensor, draws: Draws) -> Tensor:
+    """Return the target of another sample of the global batch for each of a device's samples; a collective.
+
+    Args:
+        targets: Targets of the device's samples, [B, C, H, W], of one shape on all devices.
+        draws: Random numbers of the device's samples.
+
+    Raises:
+        UserError: The global batch is a single sample.
+    """
+    keys = torch.stack([draws.sample_id, draws.words(Purpose.NEGATIVE, 1)[:, 0]])
+    keys = torch.cat(list(dist.all_gather(keys)), dim=1)
+    everything = torch.cat(list(dist.all_gather(targets.detach().contiguous())))
+    if len(everything) < 2:
+        raise UserError('contrastive_flow_matching: a global_batch of 1 has no other sample; use 2 or more')
+    start = dist.get_global_rank() * len(targets)
+    return everything[successors(*keys)[start : start + len(targets)]]
+
+
+def successors(sample_id: Tensor, words: Tensor) -> Tensor:
+    """Return the index of the sample that follows each sample in a random cycle of all of them, int64 [G].
+
+    Args:
+        sample_id: Ids of the samples, int64 [G]; the cycle does not depend on their order.
+        words: A random number for each sample, int64 [G].
+    """
+    # Sort samples by random words. Equal words are rare and are sorted by sample id.
+    by_id = sample_id.argsort(stable=True)
+    cycle = by_id[words[by_id].argsort(stable=True)]
+    return torch.empty_like(cycle).scatter_(0, cycle, cycle.roll(-1))
+
+
+def _checked(model: object) -> LatentDiffusion:
+    """Return the model if it is a LatentDiffusion that predicts the velocity of a flow; raise UserError otherwise."""
+    if not isinstance(model, LatentDiffusion):
+        raise UserError(f'contrastive_flow_matching: a {type(model).__name__} has no denoiser; remove the algorithm')
+    if (problem := contrastive_problem(vars(model.objective))) is not None:
+        raise UserError(f'contrastive_flow_matching: {problem}')
+    return model
+
+
+def _check_batch(state: State) -> None:
+    """Raise UserError if Composer will divide the device's batch into microbatches."""
+    size, microbatch = len(state.batch[batch_keys.INPUT_IDS]), state.device_train_microbatch_size
+    if isinstance(microbatch, int) and (problem := microbatch_problem(microbatch, size)) is not None:
+        raise UserError(f'device_train_microbatch_size: {problem}')

@@ -1,0 +1,77 @@
+"""TREAD: in training, random image tokens skip most blocks of a transformer (Krause et al. 2025, arXiv 2501.04765)."""
+
+import logging
+
+from composer.core import Algorithm, Event, State
+from composer.loggers import Logger
+
+from diffusion.config.algorithm_checks import UNROUTED_BLOCKS, route_problems
+from diffusion.errors import UserError
+from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.models.token_routing import Route, TokenRouter
+
+log = logging.getLogger(__name__)
+
+
+class TREAD(Algorithm):
+    """Token routing: in each training step a random part of the image tokens skips the blocks start, ..., end - 1.
+
+    With x the N image tokens before block `start`, and m_i = 0 for the tokens drawn to skip the blocks, else 1:
+
+        y_i = blocks({x_j: m_j = 1})_i   if m_i = 1
+        y_i = x_i                        if m_i = 0
+
+    and block `end` gets y (Krause et al. 2025). The loss is that of all tokens. Evaluation and sampling use all tokens
+    in all blocks. Each sample's tokens are drawn from its own random numbers, so that they do not depend on the number
+    of devices.
+
+    Cost: the linear layers of a skipped block take 1 - `fraction` of their time, its attention less; the page "Cheaper
+    training" has measurements.
+
+    The defaults are those of PRX (Photoroom 2026, algorithm/tread.py): half of the tokens skip the blocks 2 to 12 of
+    16, block 12 included.
+
+    Args:
+        start: Index of the first block that is skipped, from 0.
+        end: Index of the first block after them, which has all tokens again; by default no token skips the last 3.
+        fraction: Fraction of the image tokens that skip the blocks, in (0, 1).
+    """
+
+    def __init__(self, *, start: int = 2, end: int | None = None, fraction: float = 0.5) -> None:
+        self.start = start
+        self.end = end
+        self.fraction = fraction
+        self._model: LatentDiffusion | None = None
+        self._router: TokenRouter | None = None
+
+    def match(self, event: Event, state: State) -> bool:
+        return event in (Event.INIT, Event.BEFORE_FORWARD, Event.AFTER_BACKWARD)
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        if event == Event.INIT:
+            self._install(state)
+            return
+        assert self._model is not None and self._router is not None, 'Composer runs Event.INIT first'
+        if event == Event.BEFORE_FORWARD:
+            self._router.begin(self._model.draws_of(state.batch))
+        else:
+            self._router.finish()
+
+    def _install(self, state: State) -> None:
+        """Add the hooks to the model's denoiser, before Composer wraps it."""
+        model = state.model
+        if not isinstance(model, LatentDiffusion):
+            raise UserError(f'tread: a {type(model).__name__} has no denoiser; remove the algorithm')
+        blocks = model.family.token_blocks
+        if blocks is None:
+            raise UserError(
+                f'tread: a {type(model.denoiser).__name__} has no image tokens that can skip blocks; use a '
+                'transformer, such as prx, or remove the algorithm'
+            )
+        depth = len(blocks.of(model.denoiser))
+        end = depth - UNROUTED_BLOCKS if self.end is None else self.end
+        for key, problem in route_problems(self.start, end, self.fraction, depth=depth).items():
+            raise UserError(f'tread.{key}: {problem}')
+        self._model = model
+        self._router = model.route_tokens(Route(self.start, end, self.fraction))
+        log.info('tread: %g of the image tokens skip the blocks %d to %d', self.fraction, self.start, end - 1)

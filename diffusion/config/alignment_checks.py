@@ -1,0 +1,52 @@
+"""Checks of representation alignment's settings, for recipes and the model alike."""
+
+from collections.abc import Mapping
+
+from diffusion.config import registry
+from diffusion.config.recipe import Component, Recipe
+from diffusion.config.schema import Problem
+from diffusion.config.signatures import of_source
+
+KEY = 'representation_alignment'
+
+
+def check_alignment(recipe: Recipe) -> list[Problem]:
+    """Return a problem for each wrong setting of `model.representation_alignment`, and for a dataset without images."""
+    model, dataset = recipe.model, recipe.dataset
+    if not isinstance(model, Component) or not registry.is_own('model', model.name):
+        return []
+    given, signature = model.kwargs.get(KEY), registry.signature('model', model.name)
+    home = signature.nested.get('RepresentationAlignment')
+    if not isinstance(given, Mapping) or home is None:
+        return []
+    settings = of_source(*home.split(':')).defaults() | dict(given)
+    depth = (signature.defaults() | model.kwargs).get('depth')
+    numbers = [settings[key] for key in ('block', 'weight', 'hidden_size')]
+    problems = {}
+    if all(isinstance(each, int | float) for each in numbers):
+        problems = alignment_problems(*numbers, depth=depth if isinstance(depth, int) else None)
+    found = [Problem(f'model.{KEY}.{key}', problem) for key, problem in problems.items()]
+    if recipe.task == 'train' and isinstance(dataset, Component) and dataset.name == 'latents':
+        what = f'needs images, but dataset.name is latents; use image_text with the images, or set model.{KEY}: null'
+        found.append(Problem(f'model.{KEY}', what))
+    return found
+
+
+def alignment_problems(block: int, weight: float, hidden_size: int, *, depth: int | None) -> dict[str, str]:
+    """Return error messages for settings of representation alignment, by key.
+
+    Args:
+        block: Index of the aligned block.
+        weight: Weight of the loss.
+        hidden_size: Width of the MLP.
+        depth: Number of blocks of the denoiser, or None if it is not known.
+    """
+    problems = {}
+    if block < 0 or (depth is not None and block >= depth):
+        known = '' if depth is None else f' to {depth - 1}'
+        problems['block'] = f'the denoiser has no block {block}; use the index of a block, from 0{known}'
+    if weight <= 0:
+        problems['weight'] = f'{weight} is not positive; use 0.5, or no representation_alignment'
+    if hidden_size < 1:
+        problems['hidden_size'] = f'{hidden_size} is not positive; 2048 is the default'
+    return problems

@@ -1,0 +1,188 @@
+"""Representation alignment (REPA): a transformer's tokens learn to predict features of a frozen image encoder.
+
+Yu et al. 2024, arXiv 2410.06940. Shapes: B batch, N image tokens of a grid h x w, K tokens that are kept by a router,
+D width of a token, F width of the encoder's features.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AutoConfig, Dinov2Model, Dinov2WithRegistersModel, DINOv3ViTModel, PreTrainedModel
+
+from diffusion.config.alignment_checks import alignment_problems
+from diffusion.errors import UserError
+from diffusion.models.denoisers.family import DenoiserFamily, TokenBlocks
+from diffusion.models.pretrained import load_pretrained
+
+ENCODERS: dict[str, type[PreTrainedModel]] = {
+    'dinov2': Dinov2Model,
+    'dinov2_with_registers': Dinov2WithRegistersModel,
+    'dinov3_vit': DINOv3ViTModel,
+}
+"""Image encoders by `model_type` in their configuration; the last tokens of their output are those of the patches."""
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+
+
+@dataclass(frozen=True)
+class RepresentationAlignment:
+    """Settings of representation alignment (Yu et al. 2024): the tokens after a block predict an encoder's features.
+
+    With h_n the token n after the block, and y_n the feature of the same place in the image without noise:
+
+        loss += weight * mean over n of (1 - cos(MLP(h_n), y_n))
+
+    which is the paper's loss plus a constant, so that the loss stays positive, as `loss_guard` needs. The encoder
+    gets the image at the size at which it has one patch per token. The MLP is trained with the denoiser and saved in
+    checkpoints, but it is not part of exports. Evaluation does not use it.
+
+    Cost: one forward pass of the encoder per image, and its memory; PRX published 3.46 instead of 3.95 batches
+    per second with DINOv3. Images are needed, so that precomputed latents are refused.
+    """
+
+    encoder: str
+    """Image encoder: a folder or a repository on the Hub of a DINOv2 or DINOv3 ViT, such as facebook/dinov2-base."""
+    revision: str | None = None
+    """Commit of the repository `encoder`."""
+    block: int = 7
+    """Index of the block whose output is aligned, from 0. 7 is the paper's encoder depth of 8."""
+    weight: float = 0.5
+    """Weight of the loss (lambda in the paper); the default is the paper's."""
+    hidden_size: int = 2048
+    """Width of the two hidden layers of the MLP; the default is the authors'."""
+
+    def __post_init__(self) -> None:
+        for key, problem in alignment_problems(self.block, self.weight, self.hidden_size, depth=None).items():
+            raise UserError(f'representation_alignment.{key}: {problem}')
+
+
+class FeatureEncoder(nn.Module):
+    """Frozen image encoder that returns one feature per cell of a grid.
+
+    Args:
+        encoder: One of `ENCODERS`.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, encoder: PreTrainedModel) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.register_buffer('mean', torch.tensor(IMAGENET_MEAN).view(3, 1, 1), persistent=False)
+        self.register_buffer('std', torch.tensor(IMAGENET_STD).view(3, 1, 1), persistent=False)
+
+    @property
+    def width(self) -> int:
+        """F, width of the features."""
+        return self.encoder.config.hidden_size
+
+    def forward(self, images: Tensor, grid: tuple[int, int]) -> Tensor:
+        """Return the features of images, uint8 [B, 3, height, width], on a grid of h x w cells, [B, N, F]."""
+        size = [side * self.encoder.config.patch_size for side in grid]
+        pixels = functional.interpolate(images.float() / 255, size, mode='bicubic', antialias=True)
+        pixels = (pixels - self.mean) / self.std
+        output = self.encoder(pixel_values=pixels.to(self.encoder.dtype)).last_hidden_state
+        # Before the patches are the class token and the registers.
+        return output[:, -grid[0] * grid[1] :]
+
+
+class FeatureProjector(nn.Sequential):
+    """Trained MLP from a token, width D, to a feature, width F: three layers with SiLU, as in the authors' code."""
+
+    def __init__(self, width: int, hidden_size: int, features: int) -> None:
+        super().__init__(
+            nn.Linear(width, hidden_size),
+            nn.SiLU(),
+            nn.Linear(hidden_size, hidden_size),
+            nn.SiLU(),
+            nn.Linear(hidden_size, features),
+        )
+
+
+class TokenCapture:
+    """Hook that captures the image tokens after a block of a transformer.
+
+    Args:
+        blocks: The family's blocks of image tokens.
+        block: The block.
+    """
+
+    def __init__(self, blocks: TokenBlocks, block: nn.Module) -> None:
+        self._blocks = blocks
+        self._captured: list[Tensor] | None = None
+        block.register_forward_hook(self._keep)
+
+    @contextmanager
+    def capturing(self) -> Iterator[list[Tensor]]:
+        """Context in which the tokens of a forward pass are appended to the list that it yields, [B, K or N, D]."""
+        # Activation checkpointing runs the hook again in the backward pass, outside of this context.
+        self._captured = []
+        try:
+            yield self._captured
+        finally:
+            self._captured = None
+
+    def _keep(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._captured is not None:
+            self._captured.append(self._blocks.tokens(output))
+
+
+def build_alignment(
+    settings: RepresentationAlignment, denoiser: nn.Module, family: DenoiserFamily, *, width: int | None
+) -> tuple[FeatureEncoder, FeatureProjector, TokenCapture]:
+    """Return the image encoder, the projection with random weights, and a hook that captures a denoiser's tokens.
+
+    Args:
+        settings: The settings.
+        denoiser: The denoiser, before it is wrapped by FSDP.
+        family: Its family.
+        width: D, width of the denoiser's tokens.
+
+    Raises:
+        UserError: The denoiser has no tokens or no such block, or the encoder cannot be loaded.
+    """
+    if family.token_blocks is None or width is None:
+        raise UserError(f'representation_alignment: a {type(denoiser).__name__} has no image tokens; use a transformer')
+    blocks = family.token_blocks.of(denoiser)
+    problems = alignment_problems(settings.block, settings.weight, settings.hidden_size, depth=len(blocks))
+    for key, problem in problems.items():
+        raise UserError(f'representation_alignment.{key}: {problem}')
+    encoder = load_encoder(settings)
+    projector = FeatureProjector(width, settings.hidden_size, encoder.width)
+    return encoder, projector, TokenCapture(family.token_blocks, blocks[settings.block])
+
+
+def load_encoder(settings: RepresentationAlignment) -> FeatureEncoder:
+    """Return the pretrained image encoder that the settings name.
+
+    Raises:
+        UserError: It cannot be loaded, or it is not one of `ENCODERS`.
+    """
+    options: dict[str, Any] = {'subfolder': '', 'revision': settings.revision}
+    config: Any = load_pretrained(AutoConfig, settings.encoder, **options)
+    kind = config.model_type
+    if kind not in ENCODERS:
+        raise UserError(
+            f'representation_alignment.encoder: {settings.encoder} is a {kind}; use one of {", ".join(ENCODERS)}'
+        )
+    return FeatureEncoder(load_pretrained(ENCODERS[kind], settings.encoder, **options))
+
+
+def alignment_losses(projected: Tensor, features: Tensor, kept: Tensor | None) -> Tensor:
+    """Return 1 - cosine similarity of projected tokens [B, K, F] and features [B, N, F], mean per sample, float32 [B].
+
+    Args:
+        projected: Outputs of the MLP for the tokens.
+        features: Features of all cells.
+        kept: Cells of the tokens, int64 [B, K]; None if the tokens are those of all cells.
+    """
+    if kept is not None:
+        features = torch.take_along_dim(features, kept[:, :, None], dim=1)
+    dtype = torch.promote_types(projected.dtype, torch.float32)
+    return 1 - functional.cosine_similarity(projected.to(dtype), features.to(dtype), dim=-1).mean(dim=1)

@@ -1,0 +1,144 @@
+"""Token routing: in training, some image tokens skip some blocks of a transformer (TREAD, Krause et al. 2025).
+
+Shapes: B batch, N image tokens, K tokens that are kept in the blocks, D width of a token.
+"""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from diffusion.models.denoisers.family import TokenBlocks
+from diffusion.models.randomness import Draws, Purpose
+
+
+@dataclass(frozen=True)
+class Route:
+    """Blocks that some image tokens skip."""
+
+    start: int
+    """Index of the first block that they skip."""
+    end: int
+    """Index after the last block that they skip."""
+    fraction: float
+    """Fraction of the image tokens that skip them."""
+
+    def kept(self, draws: Draws, count: int) -> Tensor:
+        """Return the indices of the tokens that skip nothing, among `count` tokens of each sample, ascending [B, K].
+
+        Tokens are chosen at random without replacement; the choice depends only on the sample, its epoch and its batch.
+        """
+        keep = count - round(self.fraction * count)
+        order = draws.words(Purpose.ROUTING, count).argsort(dim=1, stable=True)
+        return order[:, :keep].sort(dim=1).values
+
+
+class TokenRouter:
+    """Hooks on the blocks of a transformer: some tokens are removed before the first and put back after the last block.
+
+    The number of tokens in these blocks is fixed per image shape and needs no mask, so that compiled blocks need no
+    dynamic shapes. The hooks are active from `begin` to `finish` while gradients are enabled: not in evaluation or
+    sampling. They run outside of a block's `forward`, so torch.compile, FSDP and activation checkpointing see an
+    ordinary block; a forward pass that is recomputed gets the same tokens.
+
+    Args:
+        denoiser: The denoiser, before it is wrapped by FSDP.
+        blocks: Its blocks of image tokens.
+        route: Blocks that tokens skip.
+    """
+
+    def __init__(self, denoiser: nn.Module, blocks: TokenBlocks, route: Route) -> None:
+        self.route = route
+        self._blocks = blocks
+        self._draws: Draws | None = None
+        self._kept: Tensor | None = None
+        self._tokens: Tensor | None = None
+        self._selected: dict[str, tuple[Tensor, Tensor]] = {}
+        routed = blocks.of(denoiser)[route.start : route.end]
+        # Of the class, since a compiled `forward` of the instance takes any arguments.
+        self._names = list(inspect.signature(type(routed[0]).forward).parameters)[1:]
+        for block in routed:
+            block.register_forward_pre_hook(self._enter, with_kwargs=True)
+        routed[0].register_forward_pre_hook(self._remove, with_kwargs=True)
+        routed[-1].register_forward_hook(self._restore)
+
+    @property
+    def kept(self) -> Tensor | None:
+        """Indices of the tokens that skip nothing in the forward pass since `begin`, int64 [B, K]; None before it."""
+        return self._kept
+
+    def begin(self, draws: Draws) -> None:
+        """Route the tokens of forward passes from here on, for a batch with these random numbers."""
+        self.finish()
+        self._draws = draws
+
+    def finish(self) -> None:
+        """Stop routing and free the tokens; call it after the backward pass, which may recompute blocks."""
+        self._draws = self._kept = self._tokens = None
+        self._selected = {}
+
+    @contextmanager
+    def routing(self, draws: Draws) -> Iterator[None]:
+        """Context in which tokens are routed."""
+        self.begin(draws)
+        try:
+            yield
+        finally:
+            self.finish()
+
+    @property
+    def _routes(self) -> bool:
+        return self._draws is not None and torch.is_grad_enabled()
+
+    def _remove(self, block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Remove tokens before the first block of the route; a forward pre-hook that runs after `_enter`."""
+        if not self._routes:
+            return None
+        tokens = kwargs[self._blocks.argument]
+        self._tokens = tokens
+        return args, {**kwargs, self._blocks.argument: self._select(tokens, dim=1)}
+
+    def _enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Select the kept tokens' entries in a block's arguments other than the tokens; a forward pre-hook."""
+        if not self._routes:
+            return None
+        # diffusers passes the arguments by position if it checkpoints activations.
+        named = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        if self._kept is None:
+            assert self._draws is not None
+            self._kept = self.route.kept(self._draws, named[self._blocks.argument].shape[1])
+        for name, dim in self._blocks.per_token.items():
+            if named.get(name) is not None:
+                named[name] = self._select_once(name, named[name], dim)
+        return (), named
+
+    def _restore(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Put all tokens together after the last block of the route; a forward hook."""
+        if not self._routes:
+            return None
+        tokens, full = self._blocks.tokens(output), self._tokens
+        assert full is not None and self._kept is not None
+        # Autocast may have changed the type of the tokens within the blocks.
+        dtype = torch.promote_types(full.dtype, tokens.dtype)
+        index = self._kept[:, :, None].expand_as(tokens)
+        return self._blocks.replaced(output, full.to(dtype).scatter(1, index, tokens.to(dtype)))
+
+    def _select_once(self, name: str, values: Tensor, dim: int) -> Tensor:
+        """Return the entries of the kept tokens, the same tensor for all blocks that get the same values."""
+        # Each copy would be kept for the backward pass.
+        source, selected = self._selected.get(name, (None, None))
+        if source is not values or selected is None:
+            selected = self._select(values, dim=dim)
+            self._selected[name] = values, selected
+        return selected
+
+    def _select(self, values: Tensor, *, dim: int) -> Tensor:
+        """Return the entries of the kept tokens in a tensor whose first dimension is the batch."""
+        assert self._kept is not None
+        shape = [1] * values.ndim
+        shape[0], shape[dim] = self._kept.shape
+        return torch.take_along_dim(values, self._kept.view(shape), dim=dim)

@@ -1,0 +1,294 @@
+"""TREAD against plain PyTorch: which tokens skip which blocks, and the loss and gradients that follow."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as functional
+from composer import Trainer
+from composer.core import Event
+from torch.utils.data import DataLoader
+
+from diffusion.algorithms.tread import TREAD
+from diffusion.config import registry
+from diffusion.config.load import load
+from diffusion.errors import UserError
+from diffusion.models import batch_keys
+from diffusion.models.cost_counting import build_empty
+from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.models.prx_builders import tiny_prx
+from diffusion.models.randomness import Purpose
+from diffusion.models.token_routing import Route
+from diffusion.training import performance
+
+START, END, DEPTH = 1, 3, 4
+
+
+@pytest.fixture(scope='module')
+def make_prx(small_vae):
+    """Function that builds a PRX of 4 blocks, with gates that are not zero, so that every block has an effect."""
+
+    def make(**settings: Any) -> LatentDiffusion:
+        torch.manual_seed(0)
+        sizes = {'hidden_size': 32, 'num_heads': 2, 'depth': DEPTH, 'text_width': 32, 'text_layers': 1}
+        model = tiny_prx(vae=str(small_vae), **{**sizes, 'patch_size': 1, **settings})  # type: ignore[arg-type]
+        for parameter in model.denoiser.parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+        return model
+
+    return make
+
+
+def batch_of(model: LatentDiffusion, *, ids: range = range(10, 14), side: int = 64) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randint(0, 256, (64, 3, side, side), dtype=torch.uint8, generator=generator)
+    return {
+        batch_keys.IMAGE: images[list(ids)],
+        batch_keys.INPUT_IDS: model._tokens([f'image number {i}' for i in ids]),
+        batch_keys.SAMPLE_ID: torch.tensor(list(ids)),
+        batch_keys.EPOCH: torch.full((len(ids),), 2),
+        batch_keys.BATCH_INDEX: torch.full((len(ids),), 7),
+    }
+
+
+def attention(block: Any, image: torch.Tensor, text: torch.Tensor, rope: torch.Tensor, mask: torch.Tensor):
+    """Return the attention of PRX, written out: image tokens attend to text and image tokens."""
+    heads = block.num_heads
+
+    def split(values: torch.Tensor, parts: int) -> list[torch.Tensor]:
+        return [each.unflatten(-1, (heads, -1)).transpose(1, 2) for each in values.chunk(parts, dim=-1)]
+
+    def rotated(values: torch.Tensor) -> torch.Tensor:
+        pairs = values.unflatten(-1, (-1, 2))
+        return torch.einsum('bhnpij,bhnpj->bhnpi', rope.expand(-1, heads, -1, -1, -1, -1), pairs).flatten(-2)
+
+    layer = block.attention
+    query, key, value = split(layer.img_qkv_proj(image), 3)
+    text_key, text_value = split(layer.txt_kv_proj(text), 2)
+    query, key = rotated(layer.norm_q(query)), rotated(layer.norm_k(key))
+    keys = torch.cat([layer.norm_added_k(text_key), key], dim=2)
+    scores = query @ keys.transpose(-1, -2) / query.shape[-1] ** 0.5
+    visible = torch.cat([mask, torch.ones(image.shape[:2], dtype=torch.bool)], dim=1)
+    weights = scores.masked_fill(~visible[:, None, None], -torch.inf).softmax(-1)
+    return layer.to_out[0]((weights @ torch.cat([text_value, value], dim=2)).transpose(1, 2).flatten(2))
+
+
+def block_output(block: Any, image, text, time, rope, mask):
+    shift, scale, gate, shift2, scale2, gate2 = block.modulation.lin(functional.silu(time))[:, None].chunk(6, dim=-1)
+    normed = functional.layer_norm(image, image.shape[-1:], eps=1e-6)
+    image = image + gate * attention(block, (1 + scale) * normed + shift, text, rope, mask)
+    normed = (1 + scale2) * functional.layer_norm(image, image.shape[-1:], eps=1e-6) + shift2
+    hidden = functional.gelu(block.gate_proj(normed), approximate='tanh') * block.up_proj(normed)
+    return image + gate2 * block.down_proj(hidden)
+
+
+def reference_loss(model: LatentDiffusion, batch: dict[str, torch.Tensor], fraction: float) -> torch.Tensor:
+    """Return the loss of a flow with a PRX of patches of one cell, one sample at a time, in plain PyTorch."""
+    draws, prx = model.draws_of(batch), model.denoiser
+    latents = model.latents_of(batch, draws)
+    noise = draws.normal(Purpose.NOISE, latents.shape[1:])
+    times = model.objective.time_of(draws.uniform(Purpose.TIMESTEP)).float()
+    count = latents.shape[2] * latents.shape[3]
+    words = draws.words(Purpose.ROUTING, count)
+    losses = []
+    for i in range(len(latents)):
+        noisy = (1 - times[i]) * latents[i] + times[i] * noise[i]
+        ids = batch[batch_keys.INPUT_IDS][i : i + 1]
+        mask = model.text.padding_mask(ids)
+        text = prx.txt_in(model.text(ids).embeds)
+        image = prx.img_in(noisy.flatten(1).T[None])
+        frequencies = 1000 * times[i] * torch.exp(-torch.arange(128) / 128 * torch.log(torch.tensor(10000.0)))
+        time = prx.time_in(torch.cat([frequencies.cos(), frequencies.sin()])[None])
+        grid = torch.cartesian_prod(torch.arange(latents.shape[2]), torch.arange(latents.shape[3]))
+        rope = prx.pe_embedder(grid[None])
+        smallest = words[i].tolist()
+        kept = sorted(sorted(range(count), key=lambda token: smallest[token])[: count - round(fraction * count)])
+        for number, block in enumerate(prx.blocks):
+            routed = START <= number < END
+            used = image[:, kept] if routed else image
+            result = block_output(block, used, text, time, rope[:, :, kept] if routed else rope, mask)
+            rows = {token: result[0, place] for place, token in enumerate(kept if routed else range(count))}
+            image = torch.stack([rows.get(token, image[0, token]) for token in range(count)])[None]
+        shift, scale = prx.final_layer.adaLN_modulation(time).chunk(2, dim=1)
+        normed = (1 + scale) * functional.layer_norm(image[0], image.shape[-1:], eps=1e-6) + shift
+        predicted = prx.final_layer.linear(normed).T.view_as(noisy)
+        losses.append((predicted - (noise[i] - latents[i])).square().mean())
+    return torch.stack(losses)
+
+
+def gradients(model: LatentDiffusion) -> dict[str, torch.Tensor]:
+    found = {name: each.grad for name, each in model.denoiser.named_parameters() if each.grad is not None}
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize('checkpointing', [False, True])
+def test_loss_and_gradients_equal_plain_pytorch(make_prx, checkpointing):
+    model = make_prx(caption_dropout=0.0)
+    batch = batch_of(model)
+    expected = reference_loss(model, batch, 0.5)
+    expected.mean().backward()
+    expected_gradients = gradients(model)
+    router = model.route_tokens(Route(START, END, 0.5))
+    if checkpointing:
+        model.denoiser.enable_gradient_checkpointing()
+    with router.routing(model.draws_of(batch)):
+        loss = model.loss(model(batch), batch)
+        loss.backward()
+    torch.testing.assert_close(model.sample_losses, expected.detach(), rtol=1e-5, atol=1e-6)
+    found = gradients(model)
+    assert found.keys() == expected_gradients.keys()
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-3, atol=1e-6, msg=name)
+
+
+def test_compiled_blocks_see_fixed_numbers_of_tokens(make_prx, monkeypatch):
+    """Loss and gradients of compiled blocks, which are compiled once per number of tokens."""
+    model = make_prx(caption_dropout=0.0)
+    batches = [batch_of(model, ids=range(i, i + 4)) for i in (0, 4, 8)]
+    router = model.route_tokens(Route(START, END, 0.5))
+
+    def losses() -> list[float]:
+        found = []
+        for batch in batches:
+            with router.routing(model.draws_of(batch)):
+                loss = model.loss(model(batch), batch)
+                loss.backward()
+            found.append(float(loss.detach()))
+        return found
+
+    eager, eager_gradients = losses(), gradients(model)
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(performance, 'BACKEND', backend)
+    torch._dynamo.reset()
+    performance.compile_blocks(model)
+    performance.fuse_attention(model.denoiser)
+    graphs.clear()
+    assert losses() == pytest.approx(eager, rel=1e-6)
+    compiled = [graph for graph in graphs if 'gelu' in str(graph.graph)]
+    assert 1 <= len(compiled) <= DEPTH, 'one graph per block at most, whatever the batch'
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, eager_gradients[name], rtol=1e-4, atol=1e-7, msg=name)
+
+
+def test_a_samples_tokens_do_not_depend_on_its_batch(make_prx):
+    model = make_prx()
+    route = Route(START, END, 0.3)
+    together = route.kept(model.draws_of(batch_of(model, ids=range(8))), 64)
+    apart = [route.kept(model.draws_of(batch_of(model, ids=range(i, i + 2))), 64) for i in range(0, 8, 2)]
+    assert torch.equal(together, torch.cat(apart))
+    assert together.shape == (8, 64 - 19)
+    assert all((row[1:] > row[:-1]).all() for row in together)
+    counts = torch.bincount(route.kept(model.draws_of(batch_of(model, ids=range(60))), 64).flatten(), minlength=64)
+    assert 20 < counts.min() <= counts.max() < 60, 'every token is removed from some samples'
+    other = {**batch_of(model, ids=range(8)), batch_keys.BATCH_INDEX: torch.full((8,), 8)}
+    assert not torch.equal(together, route.kept(model.draws_of(other), 64)), 'another batch, other tokens'
+
+
+def test_evaluation_and_sampling_use_all_tokens(make_prx):
+    model = make_prx()
+    batch = batch_of(model)
+    plain = model.eval_forward(batch), model.generate(['a cat'], num_inference_steps=2, size=(64, 64))
+    router = model.route_tokens(Route(START, END, 0.5))
+    with router.routing(model.draws_of(batch)):
+        routed = model.eval_forward(batch), model.generate(['a cat'], num_inference_steps=2, size=(64, 64))
+    assert all(torch.equal(one, other) for one, other in zip(plain, routed, strict=True))
+    with torch.no_grad(), router.routing(model.draws_of(batch)):
+        model(batch)
+    assert router.kept is None
+
+
+def test_flops_count_the_tokens_that_blocks_see(make_prx):
+    model = make_prx()
+    batch = batch_of(model)
+    before = model.flops_per_batch(batch)
+    model.route_tokens(Route(START, END, 0.5))
+    blocks = 3 * 4 * sum(each.weight.numel() * 2 * 64 for each in _image_linears(model.denoiser.blocks[0]))
+    saved = before - model.flops_per_batch(batch)
+    attention_flops = 3 * 4 * 2 * 2 * 32 * (64 * (64 + 16) - 32 * (32 + 16))
+    assert saved == (END - START) * (blocks / 2 + attention_flops)
+
+
+def _image_linears(block: Any) -> list[torch.nn.Linear]:
+    attention = block.attention
+    return [attention.img_qkv_proj, attention.to_out[0], block.gate_proj, block.up_proj, block.down_proj]
+
+
+def test_algorithm_routes_training_batches_only(make_prx):
+    """A real Trainer with microbatches and evaluation: tokens of the batch, and none left after the backward pass."""
+    model = make_prx()
+    batch = batch_of(model, ids=range(8))
+    samples = [{key: values[i] for key, values in batch.items()} for i in range(8)]
+    seen: list[int] = []
+    model.denoiser.blocks[START].attention.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs['hidden_states'].shape[1]), with_kwargs=True
+    )
+    algorithm = TREAD(start=START, end=END)
+    trainer = Trainer(
+        model=model,
+        algorithms=algorithm,
+        train_dataloader=DataLoader(samples, batch_size=4),  # type: ignore[arg-type]
+        eval_dataloader=DataLoader(samples[:4], batch_size=4),  # type: ignore[arg-type]
+        optimizers=torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=1e-3),
+        max_duration='2ba',
+        eval_interval='1ba',
+        device='cpu',
+        device_train_microbatch_size=2,
+        progress_bar=False,
+    )
+    trainer.fit()
+    trainer.close()
+    runs = [(tokens, len(list(group))) for tokens, group in itertools.groupby(seen)]
+    assert runs == [(32, 2), (64, 8), (32, 2), (64, 8)]
+    assert model.router is not None and model.router.kept is None
+
+
+def test_a_unet_has_no_tokens(make_model, write_recipe):
+    with pytest.raises(UserError, match='tread: a UNet2DConditionModel has no image tokens'):
+        TREAD().apply(Event.INIT, _State(make_model()), None)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r'algorithms\.tread: the model tiny has no image tokens'):
+        load(write_recipe(algorithms={'tread': None}))
+
+
+@pytest.mark.parametrize(
+    ('settings', 'problem'),
+    [
+        ({'end': 5}, r'tread.end: no tokens can skip the blocks 2 to 4 of 4; use start < end <= 4'),
+        ({'start': 3, 'end': 3}, r'tread.end: no tokens'),
+        ({}, r'tread.end: no tokens can skip the blocks 2 to 0 of 4; .* such as start: 2, end: 3'),
+        ({'start': -1}, r'tread.start: -1 is negative'),
+        ({'fraction': 1.0}, r'tread.fraction: 1.0 is not a fraction in \(0, 1\)'),
+    ],
+)
+def test_impossible_routes_are_refused(make_prx, write_recipe, settings, problem):
+    with pytest.raises(UserError, match=problem):
+        TREAD(**settings).apply(Event.INIT, _State(make_prx()), None)  # type: ignore[arg-type]
+    model = {'name': 'tiny_prx', 'depth': 4}
+    with pytest.raises(UserError, match=problem):
+        load(write_recipe(model=model, algorithms={'tread': settings or None}))
+
+
+@pytest.mark.parametrize('name', registry.names('model'))
+def test_check_without_torch_agrees_with_the_models(name, write_recipe):
+    """A model that is added without tokens must be added to U_NETS."""
+    parameters = registry.signature('model', name).names()
+    model = build_empty(name, {'pretrained': None} if 'pretrained' in parameters else {})
+    has_tokens = isinstance(model, LatentDiffusion) and model.family.token_blocks is not None
+    keywords = {'tread': {'start': 2, 'end': 3}}
+    recipe = write_recipe(model={'name': name}, algorithms=keywords)
+    if has_tokens:
+        assert load(recipe).algorithms['tread'].name == 'tread'
+        return
+    with pytest.raises(UserError, match=f'the model {name} has no image tokens'):
+        load(recipe)
+
+
+class _State:
+    def __init__(self, model: LatentDiffusion) -> None:
+        self.model = model

@@ -1,0 +1,214 @@
+"""Representation alignment against plain PyTorch, with TREAD, in checkpoints, and its errors."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+from transformers import CLIPTextConfig, Dinov2Config, Dinov2Model, DINOv3ViTConfig, DINOv3ViTModel
+
+from diffusion.checkpointing.checkpoint_weights import load_weights
+from diffusion.config.load import load
+from diffusion.errors import UserError
+from diffusion.models import batch_keys
+from diffusion.models.builders import tiny
+from diffusion.models.denoisers.families import family_of
+from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.models.prx_builders import tiny_prx
+from diffusion.models.representation_alignment import RepresentationAlignment, build_alignment
+from diffusion.models.token_routing import Route
+
+SIZES: dict[str, Any] = {'hidden_size': 32, 'num_attention_heads': 2, 'num_hidden_layers': 2, 'image_size': 28}
+
+
+@pytest.fixture(scope='module')
+def encoders(tmp_path_factory) -> dict[str, Path]:
+    """Folders of miniature encoders: DINOv2 with patches of 14 px, and DINOv3 with patches of 16 px and registers."""
+    torch.manual_seed(0)
+    models = {
+        'dinov2': Dinov2Model(Dinov2Config(**SIZES, patch_size=14)),
+        'dinov3': DINOv3ViTModel(DINOv3ViTConfig(**SIZES, intermediate_size=64, patch_size=16, num_register_tokens=2)),
+    }
+    folder = tmp_path_factory.mktemp('encoders')
+    for name, model in models.items():
+        model.save_pretrained(folder / name)
+    return {name: folder / name for name in models}
+
+
+@pytest.fixture
+def make_prx(small_vae, encoders):
+    """Function that builds a PRX of 3 blocks whose parameters are all random, aligned after block 1."""
+
+    def make(encoder: str | None = 'dinov2', **settings: Any) -> LatentDiffusion:
+        torch.manual_seed(0)
+        sizes = {'hidden_size': 32, 'num_heads': 2, 'depth': 3, 'text_width': 32, 'text_layers': 1}
+        alignment = encoder and RepresentationAlignment(str(encoders[encoder]), block=1, hidden_size=48)
+        model = tiny_prx(
+            vae=str(small_vae),
+            caption_dropout=0.0,
+            representation_alignment=alignment or None,
+            **{**sizes, **settings},  # type: ignore[arg-type]
+        )
+        torch.manual_seed(1)
+        for parameter in model.denoiser.parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+        return model
+
+    return make
+
+
+def batch_of(model: LatentDiffusion) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        batch_keys.IMAGE: torch.randint(0, 256, (3, 3, 64, 48), dtype=torch.uint8, generator=generator),
+        batch_keys.INPUT_IDS: model._tokens([f'image number {i}' for i in range(3)]),
+        batch_keys.SAMPLE_ID: torch.arange(3),
+    }
+
+
+def reference_similarity(model: LatentDiffusion, batch: Any, tokens: torch.Tensor, folder: Path, kept: Any):
+    """Return the mean cosine similarity of each sample, in plain PyTorch, cell by cell."""
+    dino: Any = (Dinov2Model if folder.name == 'dinov2' else DINOv3ViTModel).from_pretrained(folder)
+    patch = 14 if folder.name == 'dinov2' else 16
+    pixels = torch.stack(
+        [
+            functional.interpolate(image[None].float() / 255, (8 * patch, 6 * patch), mode='bicubic', antialias=True)[0]
+            for image in batch[batch_keys.IMAGE]
+        ]
+    )
+    for channel, (mean, std) in enumerate(((0.485, 0.229), (0.456, 0.224), (0.406, 0.225))):
+        pixels[:, channel] = (pixels[:, channel] - mean) / std
+    first = 1 if folder.name == 'dinov2' else 1 + 2
+    with torch.no_grad():
+        features = dino(pixels).last_hidden_state[:, first:]
+    assert features.shape[1] == 48
+    layers: Any = model.feature_projector
+    one, _, two, _, three = layers
+    results = []
+    for i in range(len(tokens)):
+        cells = range(48) if kept is None else kept[i].tolist()
+        cosines = []
+        for place, cell in enumerate(cells):
+            hidden = functional.silu(one.weight @ tokens[i, place] + one.bias)
+            hidden = functional.silu(two.weight @ hidden + two.bias)
+            found, wanted = three.weight @ hidden + three.bias, features[i, cell]
+            cosines.append((found @ wanted) / (found.norm() * wanted.norm()))
+        results.append(torch.stack(cosines).mean())
+    return torch.stack(results)
+
+
+@pytest.mark.parametrize('routed', [False, True])
+@pytest.mark.parametrize('encoder', ['dinov2', 'dinov3'])
+def test_loss_and_gradients_equal_plain_pytorch(make_prx, encoders, encoder, routed):
+    model, plain = make_prx(encoder), make_prx(None)
+    batch = batch_of(model)
+    route = Route(0, 2, 0.25)
+    if routed:
+        for each in (model, plain):
+            each.route_tokens(route).begin(model.draws_of(batch))
+    block, seen = plain.denoiser.blocks[1], []
+    forward = block.forward
+
+    def recorded(*args: Any, **kwargs: Any) -> torch.Tensor:
+        seen.append(forward(*args, **kwargs))
+        return seen[0]
+
+    block.forward = recorded
+    outputs = plain(batch)
+    kept = route.kept(model.draws_of(batch), 48) if routed else None
+    assert seen[0].shape[1] == (36 if routed else 48)
+    similarity = reference_similarity(model, batch, seen[0], encoders[encoder], kept)
+    expected = plain.loss(outputs, batch) + 0.5 * (1 - similarity).mean()
+    expected.backward()
+    wanted = {name: each.grad for name, each in plain.named_parameters() if each.grad is not None}
+    wanted |= {f'feature_projector.{name}': each.grad for name, each in model.feature_projector.named_parameters()}
+    model.zero_grad()
+    loss = model.loss(model(batch), batch)
+    loss.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    found = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(found[name], gradient, rtol=2e-3, atol=1e-6, msg=name)
+
+
+def test_denoiser_starts_with_the_same_weights_and_frozen_encoder_is_not_saved(make_prx):
+    model, plain = make_prx(), make_prx(None)
+    names = {name for name in model.state_dict() if not name.startswith('feature_projector.')}
+    assert names == plain.state_dict().keys()
+    assert len(model.state_dict()) == len(names) + 6
+    assert not any(each.requires_grad for each in model._frozen['image_encoder'].parameters())
+    assert {'feature_projector.0.weight'} <= {name for name, _ in model.named_parameters()}
+
+
+def test_evaluation_does_not_depend_on_the_alignment(make_prx):
+    model, plain = make_prx(), make_prx(None)
+    batch = batch_of(model)
+    assert torch.equal(model.eval_forward(batch), plain.eval_forward(batch))
+    moments = {**batch, batch_keys.LATENT_MOMENTS: model.encode(batch.pop(batch_keys.IMAGE))}
+    moments.pop(batch_keys.IMAGE)
+    model.eval_forward(moments)
+    with pytest.raises(UserError, match='batch: has no image, which model.representation_alignment needs'):
+        model(moments)
+
+
+def test_weights_are_exchanged_with_models_without_alignment(make_prx):
+    """`init_from` starts a run with alignment from one without, and the other way around."""
+    model, plain = make_prx(), make_prx(None)
+    with torch.no_grad():
+        model.denoiser.img_in.weight.add_(1)
+    load_weights(plain, model.state_dict(), 'a')
+    assert torch.equal(plain.denoiser.img_in.weight, model.denoiser.img_in.weight)
+    before = model.feature_projector[0].weight.clone()
+    load_weights(model, make_prx(None).state_dict(), 'b')
+    assert not torch.equal(plain.denoiser.img_in.weight, model.denoiser.img_in.weight)
+    assert torch.equal(model.feature_projector[0].weight, before)
+
+
+def test_flops_include_encoder_and_projection(make_prx):
+    model, plain = make_prx(), make_prx(None)
+    batch = batch_of(model)
+    added = (model.flops_per_batch(batch) - plain.flops_per_batch(batch)) // 3
+    projection = 3 * 2 * 48 * (32 * 48 + 48 * 48 + 48 * 32)
+    # 49 tokens in two layers of width 32 with MLPs of width 128, and the patches of 14 px.
+    linear = 2 * 2 * 49 * (4 * 32 * 32 + 2 * 32 * 128) + 2 * 48 * 32 * 3 * 14 * 14
+    attention = 2 * 2 * 2 * 49 * 49 * 32
+    assert added == pytest.approx(projection + linear + attention, rel=0.01)
+
+
+def test_wrong_settings_are_refused(encoders, write_recipe, small_vae, pictures):
+    folder = str(encoders['dinov2'])
+
+    def message(**model: Any) -> str:
+        with pytest.raises(UserError) as caught:
+            load(write_recipe(model={'name': 'tiny_prx', **model}))
+        return str(caught.value)
+
+    assert 'representation_alignment.block: the denoiser has no block 7; use the index of a block, from 0 to 5' in (
+        message(representation_alignment={'encoder': folder})
+    )
+    assert 'representation_alignment.encoder: is missing' in message(representation_alignment={'block': 2})
+    assert 'weight: -1 is not positive' in message(
+        representation_alignment={'encoder': folder, 'block': 2, 'weight': -1}
+    )
+    assert 'representation_alignment: unknown key' in message(name='tiny', representation_alignment={})
+    alignment = {'encoder': folder, 'block': 2}
+    with pytest.raises(UserError, match=r'model\.representation_alignment: needs images, but dataset\.name is latents'):
+        load(
+            write_recipe(model={'name': 'tiny_prx', 'representation_alignment': alignment}, dataset={'name': 'latents'})
+        )
+    with pytest.raises(UserError, match='hidden_size: 0 is not positive'):
+        RepresentationAlignment(folder, hidden_size=0)
+    unet = tiny(vae=str(small_vae)).denoiser
+    with pytest.raises(UserError, match='a UNet2DConditionModel has no image tokens; use a transformer'):
+        build_alignment(RepresentationAlignment(folder), unet, family_of(unet), width=None)
+
+
+def test_other_encoders_are_refused(make_prx, tmp_path):
+    CLIPTextConfig().save_pretrained(tmp_path / 'clip')
+    prx = make_prx(None)
+    with pytest.raises(UserError, match='clip is a clip_text_model; use one of dinov2, dinov2_with_registers, dinov3'):
+        build_alignment(RepresentationAlignment(str(tmp_path / 'clip'), block=1), prx.denoiser, prx.family, width=32)
+    with pytest.raises(UserError, match='neither a local folder nor the name of a repository|nowhere'):
+        build_alignment(RepresentationAlignment('/nowhere/at/all', block=1), prx.denoiser, prx.family, width=32)

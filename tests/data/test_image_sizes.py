@@ -8,10 +8,14 @@ import yaml
 from PIL import Image
 from streaming import MDSWriter
 
+from diffusion.config import registry
 from diffusion.config.image_shapes import Shape
 from diffusion.config.load import load
+from diffusion.config.recipe import Component
 from diffusion.data.image_sizes import image_sizes, original_size
+from diffusion.data.image_text import ImageTextDataset
 from diffusion.data.transforms import CropBox
+from diffusion.errors import UserError
 from diffusion.models import batch_keys
 from diffusion.training.components import build_loader
 
@@ -90,3 +94,22 @@ def test_data_without_recorded_sizes_takes_those_of_the_encoded_image(write_reci
 
 def test_model_without_sizes_gets_none(write_recipe):
     assert batch_keys.IMAGE_SIZES not in next(iter(build_loader(load(write_recipe()))))
+
+
+class WithoutSizes(ImageTextDataset):
+    """A user's dataset whose constructor takes no `image_sizes`."""
+
+    def __init__(self, buckets, *, batch_size, tokenizers=(), seed=17, elastic=False, **streaming):
+        super().__init__(buckets, batch_size=batch_size, tokenizers=tokenizers, seed=seed, elastic=elastic)
+
+
+def test_dataset_that_takes_no_sizes_is_refused_for_a_model_that_needs_them(
+    write_recipe, tiny_recipe, tmp_path, monkeypatch
+):
+    content = tiny_recipe(tmp_path)
+    model = content['model'] | {'name': 'tiny_sdxl', 'text_layers': 2}
+    recipe = load(write_recipe(model=model))
+    recipe.dataset = Component('without_sizes', {})
+    monkeypatch.setitem(registry.TARGETS['dataset'], 'without_sizes', WithoutSizes)
+    with pytest.raises(UserError, match='without_sizes takes no keyword image_sizes, but the model tiny_sdxl'):
+        build_loader(recipe)

@@ -6,6 +6,7 @@ Shapes: B batch, C latent channels, H W latent size.
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -90,7 +91,8 @@ def _dataset(location: str, resolution: int, batch_size: int) -> BucketedDataset
     """Return the dataset of a folder or URL: images, cropped at the center, without captions."""
     remote = '://' in location
     aspects = not remote and Path(location, BUCKETS).is_file()
-    stream = StreamConfig(resolution, aspects=aspects, **{'remote' if remote else 'local': location})
+    place: Any = {'remote' if remote else 'local': location}
+    stream = StreamConfig(resolution, aspects=aspects, **place)
     # A model without text, so that captions are not read.
     recipe = Recipe('measure-latents', batch_size, Component('autoencoder'))
     return build_dataset(

@@ -23,6 +23,7 @@ from diffusion.models.byte_tokenizer import byte_tokenizer
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.objective import Objective
 from diffusion.models.pretrained import clip_tokenizer, load_pretrained
+from diffusion.models.representation_alignment import RepresentationAlignment
 from diffusion.models.sd3_text import Sd3TextConditioner
 from diffusion.models.vae import latent_channels
 
@@ -86,6 +87,7 @@ def mmdit(
     caption_dropout_mode: Literal['empty', 'zeros'] = 'empty',
     encoder_dtype: Literal['auto', 'float32', 'float16', 'bfloat16'] = 'bfloat16',
     posterior: Literal['sample', 'mean'] = 'sample',
+    representation_alignment: RepresentationAlignment | None = None,
     seed: int = 17,
 ) -> LatentDiffusion:
     """Build Stable Diffusion 3's MMDiT from scratch with pretrained VAE, two CLIP text encoders and T5.
@@ -144,6 +146,7 @@ def mmdit(
         train_text_encoder=False,
         encoder_dtype=encoder_dtype,
         posterior=posterior,
+        representation_alignment=representation_alignment,
         seed=seed,
         latent_size=latent_side(resolution, autoencoder),
     )
@@ -179,6 +182,7 @@ def tiny_mmdit(
     train_text_encoder: bool = True,
     encoder_dtype: Literal['auto', 'float32', 'float16', 'bfloat16'] = 'auto',
     posterior: Literal['sample', 'mean'] = 'sample',
+    representation_alignment: RepresentationAlignment | None = None,
     seed: int = 17,
 ) -> LatentDiffusion:
     """Build a miniature of Stable Diffusion 3: the same classes, small enough to train on a laptop.
@@ -239,6 +243,7 @@ def tiny_mmdit(
         train_text_encoder=train_text_encoder,
         encoder_dtype=encoder_dtype,
         posterior=posterior,
+        representation_alignment=representation_alignment,
         seed=seed,
         latent_size=latent_side(resolution, autoencoder),
     )

@@ -23,7 +23,7 @@ from diffusion.models.latent_diffusion import LatentDiffusion, encoder_precision
 from diffusion.models.objective import Objective
 from diffusion.models.pretrained import clip_tokenizer, load_pretrained
 from diffusion.models.text_conditioner import TextConditioner
-from diffusion.models.vae import latent_channels
+from diffusion.models.vae import Vae, latent_channels
 
 TINY_SIZE_WIDTH = 32
 """Width of the embedding of each of the image sizes in the model `tiny_sdxl`."""
@@ -206,7 +206,7 @@ def _text_encoders(pretrained: str | None, revision: str | None) -> list[CLIPTex
     ]
 
 
-def _check_precision(vae: AutoencoderKL, source: str, encoder_dtype: str) -> None:
+def _check_precision(vae: Vae, source: str, encoder_dtype: str) -> None:
     """Raise UserError if a VAE that overflows in float16, as its configuration states, is to run in float16."""
     # Stable Diffusion XL's own VAE gives NaNs in float16; diffusers' pipelines convert it to float32.
     if vae.config.get('force_upcast', False) and encoder_precision(encoder_dtype) == torch.float16:

@@ -21,7 +21,7 @@ from diffusion.models.pixel_space import PixelSpace
 
 Vae = AutoencoderKL | AutoencoderDC | PixelSpace
 """Autoencoders that LatentDiffusion can use."""
-AnyVae = TypeVar('AnyVae', AutoencoderKL, AutoencoderDC)
+AnyVae = TypeVar('AnyVae', bound=nn.Module)
 
 ENCODER_BLOCKS = (ResnetBlock2D, ResBlock, EfficientViTBlock)
 """Classes of the blocks of encoders."""
@@ -124,7 +124,7 @@ def autoencoder_kl_of(vae: Vae, pipeline: str) -> AutoencoderKL:
 
 
 @torch.no_grad()
-def with_folded_statistics(vae: Vae, *, pipeline_shifts: bool = False) -> AutoencoderKL | AutoencoderDC:
+def with_folded_statistics(vae: AnyVae, *, pipeline_shifts: bool = False) -> AnyVae:
     """Return a copy of a VAE with its per-channel latent means and standard deviations folded into its weights.
 
     diffusers' pipelines apply `scaling_factor` and some of them `shift_factor`, one number each. The 1x1 convolutions
@@ -142,6 +142,7 @@ def with_folded_statistics(vae: Vae, *, pipeline_shifts: bool = False) -> Autoen
         raise UserError(
             'export: this model is trained on pixels, but the pipeline needs an autoencoder; train on latents'
         )
+    assert isinstance(vae, AutoencoderKL | AutoencoderDC)
     config = vae.config
     per_channel = bool(config.get('latents_mean') or config.get('latents_std'))
     if not per_channel and (pipeline_shifts or not config.get('shift_factor')):
@@ -153,10 +154,10 @@ def with_folded_statistics(vae: Vae, *, pipeline_shifts: bool = False) -> Autoen
             'so that the diffusers pipeline cannot represent it. Draw with task=generate; or train with one '
             "scaling_factor in their place in the VAE's config.json"
         )
-    vae = _float_copy(vae)
-    mean, std = latent_statistics(vae)
-    into, back = vae.quant_conv, vae.post_quant_conv
-    assert into.bias is not None and back.bias is not None
+    folded = _float_copy(vae)
+    mean, std = latent_statistics(folded)
+    into, back = folded.quant_conv, folded.post_quant_conv
+    assert into is not None and back is not None and into.bias is not None and back.bias is not None
     # W (z * std + mean) + b = (W * std) z + (b + W mean); the bias must use W before it is scaled.
     back.bias += back.weight[:, :, 0, 0] @ mean
     back.weight *= std[None, :, None, None]
@@ -166,8 +167,8 @@ def with_folded_statistics(vae: Vae, *, pipeline_shifts: bool = False) -> Autoen
     into.bias[:channels] /= std
     into.bias[channels:] -= 2 * std.log()
     into.weight[:channels] /= std[:, None, None, None]
-    vae.register_to_config(latents_mean=None, latents_std=None, shift_factor=None, scaling_factor=1.0)
-    return vae
+    folded.register_to_config(latents_mean=None, latents_std=None, shift_factor=None, scaling_factor=1.0)
+    return folded
 
 
 def _float_copy(vae: AnyVae) -> AnyVae:

@@ -28,8 +28,8 @@ SAME_ARCHITECTURE = {
     'tiny_prx': {'representation_alignment', *_TRAINING} - {'mask_padding'},
     'sdxl': {'revision', 'vae_revision', *_TRAINING} - {'mask_padding'},
     'tiny_sdxl': _TRAINING - {'mask_padding'},
-    'mmdit': {'revision', *_TRAINING} - {'mask_padding'},
-    'tiny_mmdit': _TRAINING - {'mask_padding'},
+    'mmdit': {'revision', 'representation_alignment', *_TRAINING} - {'mask_padding'},
+    'tiny_mmdit': {'representation_alignment', *_TRAINING} - {'mask_padding'},
     'autoencoder': {'l1_weight', 'kl_weight'},
 }
 """Keywords that do not change the architecture, by built-in model; of other models, every keyword is assumed to."""

@@ -12,7 +12,7 @@ from diffusion.errors import UserError
 from diffusion.models.denoisers.condition import SIZES, Condition
 from diffusion.models.denoisers.family import DenoiserFamily, DenoiserSizes
 from diffusion.models.sampler import inference_scheduler
-from diffusion.models.vae import with_folded_statistics
+from diffusion.models.vae import autoencoder_kl_of, with_folded_statistics
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class SDXLUNet(DenoiserFamily):
         # The schedulers that diffusers has for flows alone do not fit into this pipeline.
         scheduler = inference_scheduler('dpm++' if model.objective.is_flow else 'ddim', model.objective)
         pipeline = StableDiffusionXLPipeline(
-            vae=with_folded_statistics(model.vae),
+            vae=with_folded_statistics(autoencoder_kl_of(model.vae, 'StableDiffusionXLPipeline')),
             text_encoder=model.text.encoders[0],
             text_encoder_2=model.text.encoders[1],
             tokenizer=model.text.tokenizers[0],

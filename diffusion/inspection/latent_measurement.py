@@ -90,7 +90,9 @@ def _dataset(location: str, resolution: int, batch_size: int) -> BucketedDataset
     """Return the dataset of a folder or URL: images, cropped at the center, without captions."""
     remote = '://' in location
     aspects = not remote and Path(location, BUCKETS).is_file()
-    stream = StreamConfig(resolution, aspects=aspects, **{'remote' if remote else 'local': location})
+    stream = StreamConfig(resolution, aspects=aspects, remote=location if remote else None)
+    if not remote:
+        stream.local = location
     # A model without text, so that captions are not read.
     recipe = Recipe('measure-latents', batch_size, Component('autoencoder'))
     return build_dataset(

@@ -21,7 +21,7 @@ from diffusion.models.pixel_space import PixelSpace
 
 Vae = AutoencoderKL | AutoencoderDC | PixelSpace
 """Autoencoders that LatentDiffusion can use."""
-AnyVae = TypeVar('AnyVae', AutoencoderKL, AutoencoderDC)
+AnyVae = TypeVar('AnyVae', bound=AutoencoderKL | AutoencoderDC)
 
 ENCODER_BLOCKS = (ResnetBlock2D, ResBlock, EfficientViTBlock)
 """Classes of the blocks of encoders."""
@@ -156,7 +156,8 @@ def with_folded_statistics(vae: Vae, *, pipeline_shifts: bool = False) -> Autoen
     vae = _float_copy(vae)
     mean, std = latent_statistics(vae)
     into, back = vae.quant_conv, vae.post_quant_conv
-    assert into.bias is not None and back.bias is not None
+    assert into is not None and into.bias is not None
+    assert back is not None and back.bias is not None
     # W (z * std + mean) + b = (W * std) z + (b + W mean); the bias must use W before it is scaled.
     back.bias += back.weight[:, :, 0, 0] @ mean
     back.weight *= std[None, :, None, None]

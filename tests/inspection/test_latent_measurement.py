@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,7 +48,7 @@ def test_values_are_those_of_posterior_samples(unpublished, pictures, capsys):
     text = capsys.readouterr().out
     assert 'latents of 24 images' in text
     channels, single = printed(text)
-    vae = AutoencoderKL.from_pretrained(unpublished, low_cpu_mem_usage=False).float()
+    vae: Any = AutoencoderKL.from_pretrained(unpublished, low_cpu_mem_usage=False).float()
     posterior = vae.encode(pixels_of(64, 24, 100).float() / 127.5 - 1).latent_dist
     # 400 samples of the posterior in place of its variance.
     samples = torch.stack([posterior.sample() for _ in range(400)])
@@ -66,7 +67,7 @@ def test_printed_values_normalize_the_latents_of_a_model(small_dc_ae, tmp_path, 
         shutil.copytree(small_dc_ae, folder)
         config = json.loads((folder / 'config.json').read_text())
         (folder / 'config.json').write_text(json.dumps(config | values))
-        sizes = {'hidden_size': 32, 'num_heads': 2, 'depth': 1, 'text_width': 32, 'text_layers': 1}
+        sizes: dict[str, Any] = {'hidden_size': 32, 'num_heads': 2, 'depth': 1, 'text_width': 32, 'text_layers': 1}
         model = tiny_prx(32, vae=str(folder), encoder_dtype='float32', **sizes)
         latents = model.latents_of({batch_keys.IMAGE: pixels_of(32, 10, 7)})
         assert float(latents.std()) == pytest.approx(1, abs=0.01)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,14 @@ from diffusion.models.vae import (
 )
 from diffusion.planning.model_costs import ModelCosts
 
-PRX = {'hidden_size': 32, 'num_heads': 2, 'depth': 1, 'text_width': 32, 'text_layers': 1, 'encoder_dtype': 'float32'}
+PRX: dict[str, Any] = {
+    'hidden_size': 32,
+    'num_heads': 2,
+    'depth': 1,
+    'text_width': 32,
+    'text_layers': 1,
+    'encoder_dtype': 'float32',
+}
 
 
 @pytest.fixture
@@ -49,7 +57,7 @@ def test_class_of_an_autoencoder_is_read_from_its_folder(small_vae, small_dc_ae,
 
 def test_latents_of_dc_ae_are_its_encoding_times_the_scaling_factor(small_dc_ae, images):
     model = tiny_prx(32, vae=str(small_dc_ae), **PRX)
-    stock = AutoencoderDC.from_pretrained(small_dc_ae, low_cpu_mem_usage=False)
+    stock: Any = AutoencoderDC.from_pretrained(small_dc_ae, low_cpu_mem_usage=False)
     encoded = stock.encode(images.float() / 127.5 - 1).latent
     assert (downsampling(model.vae), latent_channels(model.vae), has_variance(model.vae)) == (16, 4, False)
     assert encoded.shape == (2, 4, 2, 3)
@@ -74,7 +82,8 @@ def test_latents_of_pixel_space_are_the_pixels(images):
 
 
 def test_pixels_are_not_rounded_to_half_precision(images):
-    model = tiny_prx(32, vae='pixels', patch_size=8, **PRX | {'encoder_dtype': 'bfloat16'})
+    settings: dict[str, Any] = PRX | {'encoder_dtype': 'bfloat16'}
+    model = tiny_prx(32, vae='pixels', patch_size=8, **settings)
     assert torch.equal(model.encode(images), images.float() / 127.5 - 1)
 
 

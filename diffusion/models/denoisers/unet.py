@@ -57,7 +57,7 @@ class CrossAttentionUNet(DenoiserFamily):
         # The schedulers that diffusers has for flows alone do not fit into this pipeline.
         scheduler = inference_scheduler('dpm++' if model.objective.is_flow else 'ddim', model.objective)
         return StableDiffusionPipeline(
-            vae=with_folded_statistics(autoencoder_kl_of(model.vae, 'StableDiffusionPipeline')),
+            vae=with_folded_statistics(autoencoder_kl_of(model.vae, 'StableDiffusionPipeline')),  # type: ignore[arg-type]
             text_encoder=model.text.encoders[0],
             tokenizer=model.text.tokenizers[0],
             unet=model.denoiser,

@@ -444,11 +444,12 @@ class LatentDiffusion(ComposerModel):
             shape = self._latent_shape(size)
             latents = draws_for(seeds, seed=0, device=self.device).normal(Purpose.SAMPLING, shape)
         scheduler = inference_scheduler(noise_scheduler, self.objective)
-        condition = self._condition(self._tokens(prompts), sizes=self._sizes_of_generated(latents))
-        if guidance_scale > 1:
-            # Both predictions come from one pass of twice the batch.
-            unconditional = self._unconditional(negative_prompt, len(prompts), sizes=condition.sizes)
-            condition = unconditional.followed_by(condition)
+        with evaluating(self):  # a text encoder in training mode may have dropout
+            condition = self._condition(self._tokens(prompts), sizes=self._sizes_of_generated(latents))
+            if guidance_scale > 1:
+                # Both predictions come from one pass of twice the batch.
+                unconditional = self._unconditional(negative_prompt, len(prompts), sizes=condition.sizes)
+                condition = unconditional.followed_by(condition)
 
         # Schedulers of flows alone take the velocity, whatever the denoiser predicts.
         takes_velocity = self.objective.is_flow and 'prediction_type' not in scheduler.config

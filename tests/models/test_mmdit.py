@@ -23,6 +23,7 @@ from diffusion.models.denoisers.families import family_of
 from diffusion.models.flops import text_encoder_flops
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.mmdit_builders import mmdit, sd3_objective, tiny_mmdit
+from diffusion.models.objective import Objective
 from diffusion.models.pretrained import clip_tokenizer
 from diffusion.models.randomness import Draws, Purpose
 from diffusion.models.sd3_text import Sd3TextConditioner
@@ -159,6 +160,13 @@ def test_images_larger_than_the_position_embeddings_are_refused(small_vae):
         model.generate(['a'], num_inference_steps=1, size=(32, 64))
 
 
+def test_position_embeddings_are_the_same_at_every_resolution(small_vae):
+    """So that a run can start from the weights of one at a lower resolution."""
+    small, large = (tiny_mmdit(side, vae=str(small_vae), **TINY).denoiser for side in (32, 128))
+    assert torch.equal(small.pos_embed.pos_embed, large.pos_embed.pos_embed)  # type: ignore[union-attr]
+    assert small.config['sample_size'] == large.config['sample_size'] == 64
+
+
 @pytest.fixture(scope='module')
 def pipeline_folder(tmp_path_factory, model):
     """Folder in diffusers' layout with small encoders of the widths that Stable Diffusion 3's transformer takes."""
@@ -247,3 +255,33 @@ def test_export_without_t5_says_how_to_load_it(small_vae, caplog):
     assert 'from_pretrained(FOLDER, text_encoder_3=None, tokenizer_3=None)' in caplog.text
     assert 'height=32, width=32 and max_sequence_length=24' in caplog.text
     assert 'zeros for dropped captions' in caplog.text
+
+
+@pytest.mark.parametrize(
+    ('objective', 'scheduler'),
+    [
+        (None, 'euler'),
+        ({'path': 'flow', 'prediction_type': 'sample', 'snr_shift': 2.0}, 'dpm++'),
+        ({'prediction_type': 'epsilon'}, 'ddim'),
+    ],
+    ids=['velocity', 'sample', 'epsilon'],
+)
+@pytest.mark.parametrize('t5', [True, False])
+def test_saved_pipeline_draws_the_same_images(small_vae, tmp_path, objective, scheduler, t5):
+    torch.manual_seed(0)
+    settings = None if objective is None else Objective(**objective)
+    model = tiny_mmdit(32, vae=str(small_vae), objective=settings, t5=t5, **TINY)
+    torch.nn.init.normal_(model.denoiser.proj_out.weight, std=0.1)  # zeros at first, which would hide the text
+    stock(model).save_pretrained(tmp_path)
+    without: Any = {} if t5 else {'text_encoder_3': None, 'tokenizer_3': None}
+    pipeline: Any = StableDiffusion3Pipeline.from_pretrained(
+        tmp_path, local_files_only=True, low_cpu_mem_usage=False, **without
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    latents = torch.randn(2, 4, 4, 6)
+    sampling = {'latents': latents, 'negative_prompt': 'blue', 'num_inference_steps': 4, 'guidance_scale': 3.0}
+    ours = model.generate(['a red square', 'two'], noise_scheduler=scheduler, **sampling)
+    size = {'height': 32, 'width': 48, 'max_sequence_length': 24, 'output_type': 'pt'}
+    sampling |= {'negative_prompt': ['blue', 'blue']}
+    theirs = pipeline(['a red square', 'two'], **sampling, **size).images
+    torch.testing.assert_close(theirs, ours, rtol=1e-3, atol=1e-3)

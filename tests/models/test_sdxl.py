@@ -205,7 +205,7 @@ def test_dropped_captions_replace_embeddings_and_pooled_text_together(make, mode
     if stored:
         text = model.embed(batch[batch_keys.INPUT_IDS])
         batch |= {batch_keys.TEXT_EMBEDS: text.embeds.half(), batch_keys.TEXT_POOLED: text.pooled.half()}
-    condition = model._condition_of(batch, model._draws(batch))
+    condition = model._condition_of(batch, model.draws_of(batch))
     empty = model.embed(model.empty_ids[None])
     for found, expected in ((condition.embeds, empty.embeds), (condition.pooled, empty.pooled)):
         expected = torch.zeros_like(expected) if mode == 'zeros' else expected

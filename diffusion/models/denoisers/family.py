@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from diffusion.errors import UserError
 from diffusion.models.denoisers.condition import SIZES, Condition
 
 
@@ -101,6 +102,15 @@ class DenoiserFamily(ABC):
         Raises:
             UserError: The pipeline cannot represent the model.
         """
+
+    def check_exportable(self, model: Any, pipeline: str) -> None:
+        """Raise UserError if a pipeline of diffusers, which starts from standard normal noise, cannot sample the model."""
+        scale = model.objective.noise_scale
+        if scale != 1:
+            raise UserError(
+                f'export: trained with noise_scale {scale}, but a {pipeline} starts from standard normal noise; draw '
+                'with task=generate'
+            )
 
     def predict(self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, condition: Condition) -> Tensor:
         """Return a denoiser's prediction for noisy latents, [B, C, H, W]."""

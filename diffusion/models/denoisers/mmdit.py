@@ -59,6 +59,7 @@ class MMDiT(DenoiserFamily):
         from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import StableDiffusion3Pipeline
 
         name = StableDiffusion3Pipeline.__name__
+        self.check_exportable(model, name)
         text = model.text
         if not isinstance(text, Sd3TextConditioner):
             raise UserError(f'export: the text encoders are no Sd3TextConditioner, which a {name} needs')

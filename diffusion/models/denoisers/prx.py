@@ -77,7 +77,10 @@ class PRX(DenoiserFamily):
         with warnings.catch_warnings():
             # A base class of diffusers 0.39 that is of no use to a PRXPipeline announces its removal.
             warnings.filterwarnings('ignore', message='`LoraLoaderMixin` is deprecated')
-            return _pixel_pipeline(model) if isinstance(model.vae, PixelSpace) else _latent_pipeline(model)
+            if isinstance(model.vae, PixelSpace):
+                return _pixel_pipeline(model)
+            self.check_exportable(model, 'PRXPipeline')
+            return _latent_pipeline(model)
 
 
 def _latent_pipeline(model: Any) -> Any:
@@ -85,11 +88,6 @@ def _latent_pipeline(model: Any) -> Any:
     # Imported here: training does not need pipelines, whose import takes seconds.
     from diffusers.pipelines.prx.pipeline_prx import PRXPipeline
 
-    if model.objective.noise_scale != 1:
-        raise UserError(
-            f'export: trained with noise_scale {model.objective.noise_scale}, but a PRXPipeline starts from standard '
-            'normal noise; draw with task=generate'
-        )
     log.info(
         'export: call the pipeline with skip_text_cleaning=True, or it changes prompts (lower case, no punctuation), '
         'and with use_resolution_binning=False unless the side is 256, 512 or 1024 px'

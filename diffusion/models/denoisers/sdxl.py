@@ -50,6 +50,7 @@ class SDXLUNet(DenoiserFamily):
         # Imported here: training does not need pipelines, whose import takes seconds.
         from diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl import StableDiffusionXLPipeline
 
+        self.check_exportable(model, 'StableDiffusionXLPipeline')
         if len(model.text.encoders) != 2:
             raise UserError(f'export: {len(model.text.encoders)} text encoders; a StableDiffusionXLPipeline has two')
         # The schedulers that diffusers has for flows alone do not fit into this pipeline.

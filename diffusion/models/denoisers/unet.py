@@ -44,6 +44,7 @@ class CrossAttentionUNet(DenoiserFamily):
         # Imported here: training does not need pipelines, whose import takes seconds.
         from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import StableDiffusionPipeline
 
+        self.check_exportable(model, 'StableDiffusionPipeline')
         if len(model.text.encoders) != 1:
             raise UserError(f'export: {len(model.text.encoders)} text encoders; a StableDiffusionPipeline has one')
         if model.mask_padding:
@@ -57,7 +58,7 @@ class CrossAttentionUNet(DenoiserFamily):
         # The schedulers that diffusers has for flows alone do not fit into this pipeline.
         scheduler = inference_scheduler('dpm++' if model.objective.is_flow else 'ddim', model.objective)
         return StableDiffusionPipeline(
-            vae=with_folded_statistics(autoencoder_kl_of(model.vae, 'StableDiffusionPipeline')),
+            vae=with_folded_statistics(autoencoder_kl_of(model.vae, 'StableDiffusionPipeline')),  # type: ignore[arg-type]
             text_encoder=model.text.encoders[0],
             tokenizer=model.text.tokenizers[0],
             unet=model.denoiser,

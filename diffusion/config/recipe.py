@@ -177,7 +177,8 @@ class PrecomputeConfig:
     """The output folder for the latents, local or in an object store; it gets one subfolder per stream."""
     latents: Literal['image', 'image+text'] = 'image'
     """The encoders whose output is stored: image stores the VAE's only, and the text encoder runs during training;
-    image+text stores the text encoder's too, 158 kB per caption for SD2."""
+    image+text stores the text encoder's too: of each token if the model masks padding, else of padding too, which is
+    158 kB per caption for SD2."""
     captions: Literal['all', 'first', 'longest'] = 'all'
     """The captions of an image that are encoded with `latents: image+text`: all, first or longest. With
     `latents: image`, all captions are stored as text."""

@@ -22,10 +22,12 @@ from diffusion.data.verified_stream import VerifiedStream
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
 from diffusion.models.randomness import Purpose
-from diffusion.models.text_conditioner import TextConditioner, tokenize
+from diffusion.models.text_conditioner import TextConditioner, longest, tokenize
 from diffusion.models.vae import Vae, latent_statistics
 
 MANIFEST = 'manifest.json'
+TEXT_LENGTHS = 'text_lengths'
+"""Column with the number of tokens of each caption, if text embeddings are stored without padding."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,9 @@ class LatentManifest:
     """Fingerprint of the text encoders whose output is stored; None if they run during training."""
     text_output: str = 'last'
     """Stored output of the text encoders, `TextConditioner.output`; manifests of earlier versions do not have it."""
+    text_padding: str = 'kept'
+    """`kept`: L embeddings per caption are stored; `removed`: only those of its tokens, for models that mask padding.
+    Manifests of earlier versions do not have it."""
     image_sizes: bool = False
     """True if the sizes of the images are stored; manifests of earlier versions do not have it."""
     captions: str = 'all'
@@ -77,7 +82,7 @@ class LatentManifest:
         if not path.exists():
             raise UserError(f'{where}: no {MANIFEST} next to its shards; precompute the latents with task=precompute')
         known = {field.name for field in dataclasses.fields(cls)}
-        required = known - {'text_output', 'image_sizes'}
+        required = known - {'text_output', 'text_padding', 'image_sizes'}
         try:
             content = json.loads(path.read_text(encoding='utf-8'))
         except ValueError:
@@ -105,6 +110,7 @@ def manifest_of(
     dtype: str,
     crop: str = 'center',
     text: TextConditioner | None = None,
+    text_padding: str = 'kept',
     captions: str = 'all',
     image_sizes: bool = False,
 ) -> LatentManifest:
@@ -114,9 +120,25 @@ def manifest_of(
         *(weights_fingerprint(vae), mean.tolist(), std.tolist(), shape, posterior, dtype, crop),
         text_encoder=None if text is None else weights_fingerprint(text),
         text_output='last' if text is None else text.output,
+        text_padding=text_padding,
         captions=captions,
         image_sizes=image_sizes,
     )
+
+
+def _padded(embeds: torch.Tensor, lengths: Sequence[int], caption: int, size: int) -> dict[str, torch.Tensor]:
+    """Return the text embeddings of one caption, padded with zeros to [L, D], and their mask, bool [L].
+
+    Args:
+        embeds: Embeddings of all captions of a sample, one after another, [sum of lengths, D].
+        lengths: Number of tokens of each caption.
+        caption: Index of the caption.
+        size: L.
+    """
+    start = sum(lengths[:caption])
+    padded = embeds.new_zeros(size, embeds.shape[1])
+    padded[: lengths[caption]] = embeds[start : start + lengths[caption]]
+    return {batch_keys.TEXT_EMBEDS: padded, batch_keys.TEXT_MASK: torch.arange(size) < lengths[caption]}
 
 
 def read_manifest(bucket: Bucket) -> LatentManifest:
@@ -159,6 +181,7 @@ class LatentsDataset(BucketedDataset):
         self.caption_choice: CaptionChoice = caption_choice
         self.manifests = [read_manifest(bucket) for bucket in self.buckets]
         self.with_text = self._all_with_text()
+        self.without_padding = self.with_text and self._all_without_padding()
         self.with_pooled = self.with_text and all('pooled' in manifest.text_output for manifest in self.manifests)
         for bucket, manifest in zip(self.buckets, self.manifests, strict=True):
             if str(bucket.shape) != manifest.shape:
@@ -188,8 +211,15 @@ class LatentsDataset(BucketedDataset):
             batch_keys.INPUT_IDS: tokenize(self.tokenizers, [captions[caption_index]])[0],
         }
         if self.with_text:
-            names = (batch_keys.TEXT_EMBEDS, *([batch_keys.TEXT_POOLED] if self.with_pooled else []))
-            item |= {name: self._finite(sample, name, index)[caption_index].clone() for name in names}
+            embeds = self._finite(sample, batch_keys.TEXT_EMBEDS, index)
+            if self.without_padding:
+                lengths = sample[TEXT_LENGTHS].tolist()
+                item |= _padded(embeds, lengths, caption_index, longest(self.tokenizers))
+            else:
+                item[batch_keys.TEXT_EMBEDS] = embeds[caption_index].clone()
+        if self.with_pooled:
+            pooled = self._finite(sample, batch_keys.TEXT_POOLED, index)
+            item[batch_keys.TEXT_POOLED] = pooled[caption_index].clone()
         if self.image_sizes:
             item[batch_keys.IMAGE_SIZES] = torch.from_numpy(sample[batch_keys.IMAGE_SIZES].astype('int64'))
         return item
@@ -212,15 +242,33 @@ class LatentsDataset(BucketedDataset):
             )
         return all(stored)
 
-    def check_encoders(self, vae: Vae, text: TextConditioner, *, train_text_encoder: bool) -> None:
+    def _all_without_padding(self) -> bool:
+        """Return True if all streams store text embeddings without padding, False if all with; else raise UserError."""
+        removed = [manifest.text_padding == 'removed' for manifest in self.manifests]
+        if any(removed) and not all(removed):
+            names = ', '.join(bucket.name for bucket, each in zip(self.buckets, removed, strict=True) if not each)
+            raise UserError(
+                f'streams: {names} store text embeddings with padding, and the other streams without; precompute all '
+                'streams with the same model'
+            )
+        return all(removed)
+
+    def check_encoders(
+        self, vae: Vae, text: TextConditioner, *, train_text_encoder: bool, mask_padding: bool = False
+    ) -> None:
         """Check before training that the stored latents and text embeddings were made by the model's own encoders.
 
         Raises:
-            UserError: The weights or the latent statistics differ, or the model trains the text encoders whose output
-                is stored.
+            UserError: The weights or the latent statistics differ, the model trains the text encoders whose output is
+                stored, or it attends to padding that is not stored.
         """
         if self.with_text:
             self._check_text(text, train_text_encoder)
+            if self.without_padding and not mask_padding:
+                raise UserError(
+                    'streams: their text embeddings are stored without padding, to which the model attends; set '
+                    'model.mask_padding: true, or precompute them again with this model'
+                )
         of_model = manifest_of(vae, shape='', posterior='', dtype='')
         for bucket, manifest in zip(self.buckets, self.manifests, strict=True):
             for name in ('vae', 'latent_mean', 'latent_std'):

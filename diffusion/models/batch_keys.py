@@ -12,6 +12,9 @@ INPUT_IDS = 'input_ids'
 TEXT_EMBEDS = 'text_embeds'
 """Output of the frozen text encoders, [B, L, D]. The batch has the token ids too: the padding mask needs them."""
 
+TEXT_MASK = 'text_mask'
+"""True for tokens, False for padding, bool [B, L]; next to TEXT_EMBEDS that are stored without padding."""
+
 TEXT_POOLED = 'text_pooled'
 """Pooled output of the frozen text encoders, [B, P]; next to TEXT_EMBEDS, for models that take it."""
 

@@ -561,7 +561,7 @@ class LatentDiffusion(ComposerModel):
     def _condition_of(self, batch: Mapping[str, Tensor], draws: Draws | None = None) -> Condition:
         """Return the denoiser's condition for a batch; with `draws`, drop random captions for guidance."""
         input_ids, keep = batch[batch_keys.INPUT_IDS], None
-        text = self._stored_text(batch)
+        text, mask = self._stored_text(batch), self._stored_mask(batch)
         if draws is not None and self.caption_dropout:
             keep = draws.uniform(Purpose.CAPTION_DROPOUT) >= self.caption_dropout
         if keep is not None and self.caption_dropout_mode == 'empty':
@@ -569,8 +569,10 @@ class LatentDiffusion(ComposerModel):
             input_ids = torch.where(keep[:, None, None], input_ids, self.empty_ids)
             if text is not None:
                 text = _select(keep, text, self._empty_caption_text())
+            if mask is not None:
+                mask = torch.where(keep[:, None], mask, self.text.padding_mask(self.empty_ids[None]))
             keep = None
-        return self._condition(input_ids, keep, text, sizes=self._sizes_of(batch))
+        return self._condition(input_ids, keep, text, mask=mask, sizes=self._sizes_of(batch))
 
     def _stored_text(self, batch: Mapping[str, Tensor]) -> TextOutput | None:
         """Return the precomputed output of the text encoders in a batch, or None if the batch has none."""
@@ -583,6 +585,16 @@ class LatentDiffusion(ComposerModel):
                 'precompute the text again with this model, or leave it out of the batch'
             )
         return TextOutput(batch[batch_keys.TEXT_EMBEDS], pooled)
+
+    def _stored_mask(self, batch: Mapping[str, Tensor]) -> Tensor | None:
+        """Return the padding mask [B, L] of text embeddings that are stored without padding, or None."""
+        mask = batch.get(batch_keys.TEXT_MASK)
+        if mask is not None and not self.mask_padding:
+            raise UserError(
+                f'batch: {batch_keys.TEXT_EMBEDS} are stored without padding, to which this model attends; set '
+                'mask_padding, or precompute the text again with this model'
+            )
+        return mask
 
     def _sizes_of(self, batch: Mapping[str, Tensor]) -> Tensor | None:
         """Return the image sizes of a batch, int64 [B, 6], for a denoiser that takes them, else None."""
@@ -611,17 +623,19 @@ class LatentDiffusion(ComposerModel):
         keep: Tensor | None = None,
         text: TextOutput | None = None,
         *,
+        mask: Tensor | None = None,
         sizes: Tensor | None = None,
     ) -> Condition:
         """Return the condition for token ids [B, E, L], with zeros as text for captions whose `keep` [B] is False.
 
-        Its mask is None without `mask_padding`. `text` is the precomputed output of the text encoders, `sizes` are the
-        image sizes [B, 6] or None.
+        Its mask is None without `mask_padding`. `text` is the precomputed output of the text encoders, `mask` its
+        padding mask if it differs from that of the token ids, and `sizes` are the image sizes [B, 6] or None.
         """
         text = self.embed(input_ids) if text is None else _map(at_least_float32, text)
         if keep is not None:
             text = _select(keep, text, _map(torch.zeros_like, text))
-        mask = self.text.padding_mask(input_ids) if self.mask_padding else None
+        if mask is None and self.mask_padding:
+            mask = self.text.padding_mask(input_ids)
         return Condition(text.embeds, mask, text.pooled, sizes)
 
     def embed(self, input_ids: Tensor) -> TextOutput:

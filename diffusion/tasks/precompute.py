@@ -30,7 +30,7 @@ from diffusion.config.recipe import PrecomputeConfig
 from diffusion.data.caption_choice import captions_of, choose_caption
 from diffusion.data.fingerprint import index_hash
 from diffusion.data.image_text import ImageTextDataset
-from diffusion.data.latents import MANIFEST, LatentManifest, manifest_of
+from diffusion.data.latents import MANIFEST, TEXT_LENGTHS, LatentManifest, manifest_of
 from diffusion.data.loader import default_num_workers, ignore_stop_signals
 from diffusion.data.streams import Bucket
 from diffusion.errors import DataError, UserError
@@ -187,6 +187,7 @@ def _stages(recipe: Recipe, dataset: ImageTextDataset, model: LatentDiffusion) -
             dtype=settings.dtype,
             crop=settings.crop if settings.crop == 'center' else f'random, {settings.min_crop_scale}, {recipe.seed}',
             text=model.text if settings.latents == 'image+text' else None,
+            text_padding='removed' if settings.latents == 'image+text' and model.mask_padding else 'kept',
             captions=settings.captions,
             image_sizes=model.family.takes_sizes,
         )
@@ -355,7 +356,8 @@ def _encoded_captions(captions: list[str], settings: PrecomputeConfig) -> list[s
 def _text(model: LatentDiffusion, captions: list[list[str]], settings: PrecomputeConfig) -> dict[str, list[np.ndarray]]:
     """Return the text encoders' output for each sample's captions by column, one array per sample.
 
-    The arrays are embeddings [captions, L, D], and pooled text [captions, P] if the encoders give it.
+    The arrays are embeddings [captions, L, D], and pooled text [captions, P] if the encoders give it. For a model that
+    masks padding, they are the embeddings of tokens alone, [sum of lengths, D], and the captions' lengths.
     """
     flat = tokenize(model.text.tokenizers, [text for texts in captions for text in texts]).to(model.device)
     outputs = [model.embed(part) for part in flat.split(settings.batch_size)]
@@ -363,7 +365,14 @@ def _text(model: LatentDiffusion, captions: list[list[str]], settings: Precomput
     if model.text.pooled_width is not None:
         tensors[batch_keys.TEXT_POOLED] = torch.cat([cast(torch.Tensor, output.pooled) for output in outputs])
     ends = np.cumsum([len(texts) for texts in captions])[:-1]
-    return {name: np.split(tensor.cpu().numpy().astype(settings.dtype), ends) for name, tensor in tensors.items()}
+    columns = {name: np.split(tensor.cpu().numpy().astype(settings.dtype), ends) for name, tensor in tensors.items()}
+    if model.mask_padding:
+        masks = np.split(model.text.padding_mask(flat).cpu().numpy(), ends)
+        columns[batch_keys.TEXT_EMBEDS] = [
+            embeds[mask] for embeds, mask in zip(columns[batch_keys.TEXT_EMBEDS], masks, strict=True)
+        ]
+        columns[TEXT_LENGTHS] = [mask.sum(axis=1).astype(np.int32) for mask in masks]
+    return columns
 
 
 def _finish(stage: PrecomputeStage) -> None:
@@ -405,6 +414,8 @@ def _columns(model: LatentDiffusion, shape: Shape, settings: PrecomputeConfig) -
         columns[batch_keys.TEXT_EMBEDS] = f'ndarray:{settings.dtype}'
         if model.text.pooled_width is not None:
             columns[batch_keys.TEXT_POOLED] = f'ndarray:{settings.dtype}'
+        if model.mask_padding:
+            columns[TEXT_LENGTHS] = 'ndarray:int32'
     if model.family.takes_sizes:
         columns[batch_keys.IMAGE_SIZES] = f'ndarray:int32:{SIZES}'
     return columns

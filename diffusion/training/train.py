@@ -162,7 +162,9 @@ def build_trainer(recipe: Recipe) -> Trainer:
     parts = components.effective_speed(recipe)
     loader = components.build_loader(recipe, 'train', kind=CudaPrefetchLoader if parts.copy_ahead else BucketedLoader)
     if isinstance(loader.dataset, LatentsDataset) and isinstance(model, LatentDiffusion):
-        loader.dataset.check_encoders(model.vae, model.text, train_text_encoder=model.train_text_encoder)
+        loader.dataset.check_encoders(
+            model.vae, model.text, train_text_encoder=model.train_text_encoder, mask_padding=model.mask_padding
+        )
     # Without this package's Checkpointer, Composer may later find its own checkpoint, which replaces these weights.
     if recipe.initial_weights is not None and resume is None:
         start_from(model, recipe.initial_weights)

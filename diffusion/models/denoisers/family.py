@@ -104,7 +104,7 @@ class DenoiserFamily(ABC):
         """
 
     def check_exportable(self, model: Any, pipeline: str) -> None:
-        """Raise UserError if a pipeline of diffusers, which starts from standard normal noise, cannot sample the model."""
+        """Raise UserError if a pipeline cannot sample the model, because it starts from standard normal noise."""
         scale = model.objective.noise_scale
         if scale != 1:
             raise UserError(

@@ -4,30 +4,27 @@ Shapes: B batch, C latent channels, H W latent size, E text encoders, L text tok
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
 from composer.models import ComposerModel
 from diffusers.models.modeling_utils import ModelMixin
-from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric
 
-from diffusion.config.sampling_limits import guidance_problem, rescale_problem, seeds_problem, steps_problem
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
 from diffusion.models.denoisers.condition import Condition
 from diffusion.models.denoisers.families import family_of
 from diffusion.models.denoisers.family import DenoiserSizes
 from diffusion.models.flops import FlopCount, feature_flops, text_encoder_flops, vae_encoder_flops
+from diffusion.models.frozen_parts import at_least_float32, encoder_precision, evaluating, for_autograd, freeze
 from diffusion.models.objective import (
-    MIN_TIME,
     Objective,
     diffuse,
     flow_loss_weight,
-    flow_velocity,
     interpolate,
     loss_weight,
     target,
@@ -40,7 +37,8 @@ from diffusion.models.representation_alignment import (
     alignment_losses,
     build_alignment,
 )
-from diffusion.models.sampler import guide, inference_scheduler, sample_latents
+from diffusion.models.sampler import guided_denoiser, inference_scheduler, sample_latents
+from diffusion.models.sampling_arguments import as_captions, check_sampling
 from diffusion.models.stage_hooks import stage
 from diffusion.models.text_conditioner import TextConditioner, TextOutput, tokenize
 from diffusion.models.token_routing import Route, TokenRouter
@@ -176,18 +174,18 @@ class LatentDiffusion(ComposerModel):
         # A plain dict hides the frozen parts from nn.Module: FSDP would shard them, but `vae.encode` bypasses the hooks
         # that gather the shards ("got mixed torch.Tensor and DTensor"), and checkpoints would include them.
         dtype = encoder_precision(encoder_dtype)
-        self._frozen: dict[str, nn.Module] = {'vae': _freeze(vae, dtype)}
+        self._frozen: dict[str, nn.Module] = {'vae': freeze(vae, dtype)}
         if train_text_encoder:
             self.text_encoder = text
         else:
-            self._frozen['text'] = _freeze(text, dtype)
+            self._frozen['text'] = freeze(text, dtype)
         self.representation_alignment = representation_alignment
         if representation_alignment is not None:
             # A child of its own, so that the optimizer, checkpoints and FSDP treat the projection like the denoiser.
             encoder, self.feature_projector, self._capture = build_alignment(
                 representation_alignment, denoiser, self.family, width=self.denoiser_sizes.token_width
             )
-            self._frozen['image_encoder'] = _freeze(encoder, dtype)
+            self._frozen['image_encoder'] = freeze(encoder, dtype)
 
         # Not persistent: the buffers follow from the settings, and a checkpoint must not replace them.
         mean, std = latent_statistics(vae)
@@ -423,19 +421,11 @@ class LatentDiffusion(ComposerModel):
         Raises:
             UserError: An argument is not in its range.
         """
-        prompts = _captions(prompts)
+        prompts = as_captions(prompts)
         seeds = list(range(len(prompts))) if seeds is None else list(seeds)
         if len(seeds) != len(prompts):
             raise UserError(f'seeds: {len(seeds)} seeds for {len(prompts)} prompts; pass one seed per prompt')
-        problems = {
-            'seeds': next((problem for seed in seeds if (problem := seeds_problem(seed)) is not None), None),
-            'num_inference_steps': steps_problem(num_inference_steps, self.objective.num_train_timesteps),
-            'guidance_scale': guidance_problem(guidance_scale),
-            'guidance_rescale': rescale_problem(guidance_rescale),
-        }
-        for where, problem in problems.items():
-            if problem is not None:
-                raise UserError(f'{where}: {problem}')
+        check_sampling(seeds, num_inference_steps, self.objective.num_train_timesteps, guidance_scale, guidance_rescale)
         if latents is not None:
             self._check_latents(latents, size, len(prompts))
             latents = latents.to(self.device)
@@ -451,24 +441,9 @@ class LatentDiffusion(ComposerModel):
                 unconditional = self._unconditional(negative_prompt, len(prompts), sizes=condition.sizes)
                 condition = unconditional.followed_by(condition)
 
-        # Schedulers of flows alone take the velocity, whatever the denoiser predicts.
-        takes_velocity = self.objective.is_flow and 'prediction_type' not in scheduler.config
-        # Euler's method as published for x-prediction (Li and He 2025; PRXPixelPipeline of diffusers) bounds t as
-        # training does. Heun's second step needs the velocity close to t = 0, where the bound would stop it halfway.
-        min_time = MIN_TIME if isinstance(scheduler, FlowMatchEulerDiscreteScheduler) else 0.0
-
-        def denoise(noisy: Tensor, timestep: Tensor) -> Tensor:
-            if guidance_scale <= 1:
-                prediction = self._predict(noisy, timestep.expand(len(noisy)), condition).float()
-            else:
-                both = torch.cat([noisy, noisy])
-                both = self._predict(both, timestep.expand(len(both)), condition).float()
-                prediction = guide(*both.chunk(2), scale=guidance_scale, rescale=guidance_rescale)
-            if not takes_velocity:
-                return prediction
-            time = timestep / self.objective.num_train_timesteps
-            return flow_velocity(self.objective, prediction, noisy, time=time, min_time=min_time)
-
+        denoise = guided_denoiser(
+            self._predict, condition, scheduler, self.objective, scale=guidance_scale, rescale=guidance_rescale
+        )
         with evaluating(self):
             start = latents.float() * self.objective.noise_scale
             latents = sample_latents(denoise, scheduler, start, num_inference_steps=num_inference_steps, seeds=seeds)
@@ -568,7 +543,7 @@ class LatentDiffusion(ComposerModel):
             # Replace the token ids, not only the embeddings: the padding mask is made of the ids.
             input_ids = torch.where(keep[:, None, None], input_ids, self.empty_ids)
             if text is not None:
-                text = _select(keep, text, self._empty_caption_text())
+                text = text.where(keep, self._empty_caption_text())
             if mask is not None:
                 mask = torch.where(keep[:, None], mask, self.text.padding_mask(self.empty_ids[None]))
             keep = None
@@ -631,9 +606,9 @@ class LatentDiffusion(ComposerModel):
         Its mask is None without `mask_padding`. `text` is the precomputed output of the text encoders, `mask` its
         padding mask if it differs from that of the token ids, and `sizes` are the image sizes [B, 6] or None.
         """
-        text = self.embed(input_ids) if text is None else _map(at_least_float32, text)
+        text = self.embed(input_ids) if text is None else text.map(at_least_float32)
         if keep is not None:
-            text = _select(keep, text, _map(torch.zeros_like, text))
+            text = text.where(keep, text.map(torch.zeros_like))
         if mask is None and self.mask_padding:
             mask = self.text.padding_mask(input_ids)
         return Condition(text.embeds, mask, text.pooled, sizes)
@@ -644,7 +619,7 @@ class LatentDiffusion(ComposerModel):
             return self.text(input_ids)
         with self._encoding(input_ids.device):
             text = self.text(input_ids)
-        return _map(for_autograd, text)
+        return text.map(for_autograd)
 
     def _alignment_losses(self, batch: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
         """Return the alignment's loss of each sample, float32 [B], for image tokens [B, K or N, D] after its block."""
@@ -729,83 +704,10 @@ class LatentDiffusion(ComposerModel):
         return latent_channels(self.vae), height // cell, width // cell
 
 
-def _captions(prompts: Sequence[str]) -> list[str]:
-    """Return prompts as a list, or raise UserError if they are not a sequence of at least one string."""
-    # A string is a sequence of strings too, and would give one image per letter.
-    if isinstance(prompts, str):
-        raise UserError(f'prompts: pass a list of captions, such as [{prompts!r}], instead of one string')
-    captions = list(prompts)
-    if not captions:
-        raise UserError('prompts: pass at least one caption')
-    wrong = [caption for caption in captions if not isinstance(caption, str)]
-    if wrong:
-        raise UserError(f'prompts: {wrong[0]!r} is not a string; pass a list of captions')
-    return captions
-
-
 def squared_error(outputs: Denoised) -> Tensor:
     """Return the mean squared error of the prediction for each sample, float32 [B] (float64 for a float64 model)."""
     difference = at_least_float32(outputs.prediction) - at_least_float32(outputs.target)
     return difference.square().flatten(1).mean(dim=1)
-
-
-def at_least_float32(tensor: Tensor) -> Tensor:
-    """Convert half precision to float32; keep float64, which tests of summation order use."""
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
-
-
-def for_autograd(tensor: Tensor) -> Tensor:
-    """Convert an encoder's output to at least float32, and to a tensor that autograd may save."""
-    # Autograd refuses to save tensors made in inference mode; a clone made outside of it is an ordinary tensor.
-    converted = at_least_float32(tensor)
-    return converted.clone() if converted.is_inference() else converted
-
-
-def encoder_precision(name: str) -> torch.dtype:
-    """Return the torch dtype of frozen encoders by name; `auto` is float16 if there is a GPU, else float32."""
-    if name == 'auto':
-        return torch.float16 if torch.cuda.is_available() else torch.float32
-    dtypes = {'float32': torch.float32, 'float16': torch.float16, 'bfloat16': torch.bfloat16}
-    if name not in dtypes:
-        raise UserError(f'encoder_dtype: {name!r}; use one of auto, {", ".join(dtypes)}')
-    return dtypes[name]
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Context in which a model is in evaluation mode; its mode is restored afterwards."""
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
-
-
-def _freeze(part: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Convert a module to a dtype in place for inference only: no gradients, evaluation mode; return it."""
-    # Not part.to(dtype): diffusers' override warns about modules that this VAE does not have.
-    return nn.Module.to(part.requires_grad_(False).eval(), dtype)
-
-
-def _map(function: Callable[[Tensor], Tensor], text: TextOutput) -> TextOutput:
-    """Apply a function to each tensor of a text encoder's output."""
-    return TextOutput(*(None if tensor is None else function(tensor) for tensor in text))  # type: ignore[arg-type]
-
-
-def _select(keep: Tensor, text: TextOutput, other: TextOutput) -> TextOutput:
-    """Return the text of each caption whose `keep`, bool [B], is True, and `other` in the place of the rest."""
-    return TextOutput(
-        *(
-            None if kept is None or dropped is None else torch.where(_like(keep, kept), kept, dropped.to(kept.dtype))
-            for kept, dropped in zip(text, other, strict=True)
-        )  # type: ignore[arg-type]
-    )
-
-
-def _like(values: Tensor, tensor: Tensor) -> Tensor:
-    """Reshape values [B] so that they broadcast with a tensor [B, ...]."""
-    return values.view(-1, *[1] * (tensor.ndim - 1))
 
 
 def _check_parts(denoiser: DenoiserSizes, vae: Vae, text: TextConditioner) -> None:

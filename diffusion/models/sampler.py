@@ -9,11 +9,13 @@ from typing import Any
 
 import diffusers.schedulers
 import torch
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
 from diffusion.config import noise_schedulers
 from diffusion.errors import UserError
-from diffusion.models.objective import Objective
+from diffusion.models.denoisers.condition import Condition
+from diffusion.models.objective import MIN_TIME, Objective, flow_velocity
 
 Denoise = Callable[[Tensor, Tensor], Tensor]
 """Function from noisy latents [B, C, H, W] and a timestep [] to a prediction [B, C, H, W]."""
@@ -92,6 +94,46 @@ def sample_latents(
         prediction = denoise(scale(latents, timestep), timestep)
         latents = scheduler.step(prediction, timestep, latents, **extra).prev_sample
     return latents
+
+
+def guided_denoiser(
+    predict: Callable[[Tensor, Tensor, Condition], Tensor],
+    condition: Condition,
+    scheduler: Any,
+    objective: Objective,
+    *,
+    scale: float,
+    rescale: float = 0.0,
+) -> Denoise:
+    """Return the function that `sample_latents` calls: the guided prediction in the form that a scheduler takes.
+
+    Args:
+        predict: Function from noisy latents, timesteps [B] and a condition to the denoiser's prediction.
+        condition: Condition of the prompts; with guidance, after that of the unconditional predictions.
+        scheduler: One of diffusers' schedulers.
+        objective: Training objective of the model.
+        scale: Guidance scale; 1 or less is no guidance.
+        rescale: Strength of guidance rescaling; see `guide`.
+    """
+    # Schedulers of flows alone take the velocity, whatever the denoiser predicts.
+    takes_velocity = objective.is_flow and 'prediction_type' not in scheduler.config
+    # Euler's method as published for x-prediction (Li and He 2025; PRXPixelPipeline of diffusers) bounds t as training
+    # does. Heun's second step needs the velocity close to t = 0, where the bound would stop it halfway.
+    min_time = MIN_TIME if isinstance(scheduler, FlowMatchEulerDiscreteScheduler) else 0.0
+
+    def denoise(noisy: Tensor, timestep: Tensor) -> Tensor:
+        if scale <= 1:
+            prediction = predict(noisy, timestep.expand(len(noisy)), condition).float()
+        else:
+            both = torch.cat([noisy, noisy])
+            both = predict(both, timestep.expand(len(both)), condition).float()
+            prediction = guide(*both.chunk(2), scale=scale, rescale=rescale)
+        if not takes_velocity:
+            return prediction
+        time = timestep / objective.num_train_timesteps
+        return flow_velocity(objective, prediction, noisy, time=time, min_time=min_time)
+
+    return denoise
 
 
 def guide(unconditional: Tensor, conditional: Tensor, *, scale: float, rescale: float = 0.0) -> Tensor:

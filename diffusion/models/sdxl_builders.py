@@ -19,7 +19,8 @@ from diffusion.errors import UserError
 from diffusion.models import sdxl_config
 from diffusion.models.builders import TINY_VAE, latent_side, load_vae, takes_image_sizes, tokenizes_with
 from diffusion.models.denoisers.condition import SIZES
-from diffusion.models.latent_diffusion import LatentDiffusion, encoder_precision
+from diffusion.models.frozen_parts import encoder_precision
+from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.objective import Objective
 from diffusion.models.pretrained import clip_tokenizer, load_pretrained
 from diffusion.models.text_conditioner import TextConditioner

@@ -3,7 +3,7 @@
 Shapes: B batch, E text encoders, L text tokens, D text width (summed over encoders), P width of the pooled text.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -20,6 +20,17 @@ class TextOutput(NamedTuple):
 
     embeds: Tensor
     pooled: Tensor | None = None
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> 'TextOutput':
+        """Return the output with a function applied to each tensor."""
+        return TextOutput(function(self.embeds), None if self.pooled is None else function(self.pooled))
+
+    def where(self, keep: Tensor, other: 'TextOutput') -> 'TextOutput':
+        """Return the text of each caption whose `keep`, bool [B], is True, and `other` in the place of the rest."""
+        embeds = torch.where(keep[:, None, None], self.embeds, other.embeds.to(self.embeds.dtype))
+        if self.pooled is None or other.pooled is None:
+            return TextOutput(embeds)
+        return TextOutput(embeds, torch.where(keep[:, None], self.pooled, other.pooled.to(self.pooled.dtype)))
 
 
 def tokenize(tokenizers: Sequence[PreTrainedTokenizerBase], captions: Sequence[str]) -> Tensor:

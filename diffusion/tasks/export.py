@@ -18,7 +18,8 @@ from diffusion.checkpointing.run_folder import recipe_of_checkpoint, run_of_chec
 from diffusion.config.load import load
 from diffusion.errors import UserError
 from diffusion.models.autoencoder import Autoencoder
-from diffusion.models.latent_diffusion import LatentDiffusion, encoder_precision
+from diffusion.models.frozen_parts import encoder_precision
+from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.lora import merge_lora, save_lora
 from diffusion.storage.atomic import atomic_folder
 from diffusion.tasks.argument_checks import check_export

@@ -15,15 +15,17 @@ from diffusion.planning.model_costs import PRECISIONS, ModelCosts
 from diffusion.storage.atomic import write_atomically
 
 STEPS = {'prx': 16}
-"""Divisors of the sides of aspect buckets, if not 8."""
+"""Divisors of the sides of aspect buckets, if not 8; on pixels, the patch."""
 SIDES = {'sd2': (256, 512, 768, 1024), 'prx': (256, 512, 1024), 'sdxl': (256, 512, 1024)}
 """Sides whose squares and aspect buckets are counted, by model; of the others, squares of 64 px."""
+PIXELS = {'vae': 'pixels', 'patch_size': 32, 'bottleneck_size': 256}
 MODELS = {
     'phase1.yaml and phase2.yaml': Component('sd2'),
     'sdxl.yaml, sdxl_512.yaml and sdxl_1024.yaml': Component('sdxl'),
     'quickstart.yaml': Component('tiny', {'block_out_channels': [64, 128]}),
     'tiny with default settings': Component('tiny'),
     'prx_256.yaml': Component('prx'),
+    'speedrun.yaml and speedrun_1024.yaml': Component('prx', PIXELS),
     'tiny_vae.yaml': Component('autoencoder'),
 }
 
@@ -33,7 +35,7 @@ def main() -> None:
     for purpose, model in MODELS.items():
         key = ModelCosts(model).key
         shapes = [square(side) for side in SIDES.get(model.name, (64,))]
-        aspects = [sdxl_shapes(side, STEPS.get(model.name, 8)) for side in SIDES.get(model.name, ())]
+        aspects = [sdxl_shapes(side, step_of(model)) for side in SIDES.get(model.name, ())]
         # Memory is decided by the largest shape, so activations are counted for that one alone.
         largest = [max(each, key=lambda shape: (shape.pixels, shape.aspect)) for each in aspects]
         request = {
@@ -46,6 +48,11 @@ def main() -> None:
         content = {'model': key.name, 'kwargs': dict(key.kwargs)} | run_counter(request)
         write_atomically(SHIPPED / key.file_name, json.dumps(content, indent=1) + '\n')
         print(f'{SHIPPED / key.file_name}: {purpose}, {len(request["flops"])} shapes')
+
+
+def step_of(model: Component) -> int:
+    """Return the divisor of the sides of a model's aspect buckets, in pixels."""
+    return model.kwargs['patch_size'] if 'patch_size' in model.kwargs else STEPS.get(model.name, 8)
 
 
 def unique(shapes: Iterable[Shape]) -> list[str]:

@@ -15,6 +15,7 @@ from diffusion.config.device_checks import nearest_divisor
 from diffusion.config.image_shapes import parse_shape
 from diffusion.config.lora_checks import check_lora
 from diffusion.config.objective_checks import check_objective
+from diffusion.config.perceptual_checks import check_perceptual_losses
 from diffusion.config.recipe import Component, LoaderConfig, ParallelismConfig, Recipe, SpeedConfig, StreamConfig
 from diffusion.config.sampling_checks import check_sampling
 from diffusion.config.schema import MISSING, Gatherer, Problem, did_you_mean, join
@@ -153,6 +154,7 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
     gather.problems += check_objective(recipe)
     gather.problems += check_algorithms(recipe)
     gather.problems += check_alignment(recipe)
+    gather.problems += check_perceptual_losses(recipe)
     gather.problems += check_sampling(recipe, dict(own))
     for where, value in _durations(recipe):
         if (problem := duration_problem(value)) is not None:

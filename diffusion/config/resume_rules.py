@@ -80,7 +80,19 @@ RULES = (
         'model.representation_alignment.revision model.representation_alignment.block '
         'model.representation_alignment.hidden_size',
     ),
-    _rule(Effect.APPLIED, 'the loss after the resume', 'model.representation_alignment.weight'),
+    _rule(
+        Effect.FIXED,
+        'the networks of the perceptual losses: the training objective',
+        'model.perceptual_losses model.perceptual_losses.lpips_network model.perceptual_losses.lpips_backbone '
+        'model.perceptual_losses.lpips_scale model.perceptual_losses.encoder model.perceptual_losses.revision '
+        'model.perceptual_losses.features_side',
+    ),
+    _rule(
+        Effect.APPLIED,
+        'the loss after the resume',
+        'model.representation_alignment.weight model.perceptual_losses.lpips_weight '
+        'model.perceptual_losses.features_weight',
+    ),
     _rule(Effect.APPLIED, 'the fraction of captions dropped after the resume', 'model.caption_dropout'),
     _rule(Effect.APPLIED, 'the precision of the frozen parts', 'model.encoder_dtype'),
     _rule(Effect.FIXED, 'all random numbers follow from the seed', 'seed model.seed'),

@@ -14,6 +14,7 @@ from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric
 
+from diffusion.config.perceptual_checks import objective_problem
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
 from diffusion.models.denoisers.condition import Condition
@@ -29,6 +30,7 @@ from diffusion.models.objective import (
     loss_weight,
     target,
 )
+from diffusion.models.perceptual_losses import PerceptualLoss, PerceptualLosses
 from diffusion.models.pixel_space import PixelSpace
 from diffusion.models.randomness import Draws, Purpose, draws_for
 from diffusion.models.representation_alignment import (
@@ -61,13 +63,14 @@ CAPTION_DROPOUT_MODES = ('empty', 'zeros')
 class Denoised(NamedTuple):
     """Denoiser's prediction and training target, [B, C, H, W], and the loss weight of each sample, [B].
 
-    With representation alignment also its loss of each sample, [B], in training.
+    In training also the losses of each sample by representation alignment and of its perceptual losses, [B], if used.
     """
 
     prediction: Tensor
     target: Tensor
     weight: Tensor
     alignment: Tensor | None = None
+    perceptual: Tensor | None = None
 
 
 class ValidationLoss(MeanMetric):
@@ -106,6 +109,7 @@ class LatentDiffusion(ComposerModel):
             the denoiser was built for.
         representation_alignment: Settings of the alignment of the denoiser's tokens with features of a frozen image
             encoder; None turns it off.
+        perceptual_losses: Settings of perceptual losses of a model on pixels; None turns them off.
     """
 
     alpha_bars: Tensor
@@ -138,6 +142,7 @@ class LatentDiffusion(ComposerModel):
         seed: int = 17,
         latent_size: int | None = None,
         representation_alignment: RepresentationAlignment | None = None,
+        perceptual_losses: PerceptualLosses | None = None,
     ) -> None:
         super().__init__()
         self.family = family_of(denoiser)
@@ -186,6 +191,10 @@ class LatentDiffusion(ComposerModel):
                 representation_alignment, denoiser, self.family, width=self.denoiser_sizes.token_width
             )
             self._frozen['image_encoder'] = freeze(encoder, dtype)
+        if perceptual_losses is not None:
+            _check_perceptual(vae, self.objective)
+            # In float32: gradients pass through them.
+            self._frozen['perceptual_loss'] = freeze(PerceptualLoss(perceptual_losses), torch.float32)
 
         # Not persistent: the buffers follow from the settings, and a checkpoint must not replace them.
         mean, std = latent_statistics(vae)
@@ -244,10 +253,16 @@ class LatentDiffusion(ComposerModel):
             noise = noise + self.objective.offset_noise * offset
         condition = self._condition_of(batch, draws)
         if self.representation_alignment is None:
-            return self.denoise(latents, noise, timesteps, condition)
-        with self._capture.capturing() as captured:
             outputs = self.denoise(latents, noise, timesteps, condition)
-        return outputs._replace(alignment=self._alignment_losses(batch, *captured))
+        else:
+            with self._capture.capturing() as captured:
+                outputs = self.denoise(latents, noise, timesteps, condition)
+            outputs = outputs._replace(alignment=self._alignment_losses(batch, *captured))
+        if (perceptual := self._frozen.get('perceptual_loss')) is not None:
+            predicted = self._predicted_latents(outputs, latents, timesteps)
+            with stage('perceptual_loss'):
+                outputs = outputs._replace(perceptual=perceptual(predicted, latents))
+        return outputs
 
     def denoise(self, latents: Tensor, noise: Tensor, timesteps: Tensor, condition: Condition) -> Denoised:
         """Add noise to latents [B, C, H, W] at timesteps [B] and return the denoiser's predictions."""
@@ -264,13 +279,15 @@ class LatentDiffusion(ComposerModel):
         return Denoised(prediction, expected, loss_weight(self.objective, alpha_bar=alpha_bar))
 
     def loss(self, outputs: Denoised, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the loss in float32: the weighted mean squared error, plus the alignment's loss if there is one.
+        """Return the loss in float32: the weighted mean squared error, plus alignment and perceptual losses if used.
 
         The losses of the samples are kept in `sample_losses`.
         """
         losses = outputs.weight * squared_error(outputs)
         if outputs.alignment is not None and self.representation_alignment is not None:
             losses = losses + self.representation_alignment.weight * outputs.alignment
+        if outputs.perceptual is not None:
+            losses = losses + outputs.perceptual
         self.sample_losses = losses.detach()
         return losses.mean()
 
@@ -638,6 +655,14 @@ class LatentDiffusion(ComposerModel):
         kept = self.router.kept if routed and self.router is not None else None
         return alignment_losses(self.feature_projector(tokens), for_autograd(features), kept)
 
+    def _predicted_latents(self, outputs: Denoised, latents: Tensor, timesteps: Tensor) -> Tensor:
+        """Return the clean latents [B, C, H, W] that predictions of a flow or of x mean."""
+        if self.objective.prediction_type == 'sample':
+            return at_least_float32(outputs.prediction)
+        # x' = x_t - t v' with x_t = x + t v.
+        time = (timesteps / self.objective.num_train_timesteps).view(-1, 1, 1, 1)
+        return latents + time * (outputs.target - at_least_float32(outputs.prediction))
+
     @contextmanager
     def _encoding(self, device: torch.device) -> Iterator[None]:
         """Context for running frozen encoders: no gradients, no autocast, timed by profilers as the stage `encode`."""
@@ -708,6 +733,14 @@ def squared_error(outputs: Denoised) -> Tensor:
     """Return the mean squared error of the prediction for each sample, float32 [B] (float64 for a float64 model)."""
     difference = at_least_float32(outputs.prediction) - at_least_float32(outputs.target)
     return difference.square().flatten(1).mean(dim=1)
+
+
+def _check_perceptual(vae: Vae, objective: Objective) -> None:
+    """Raise UserError unless perceptual losses apply: to a model on pixels whose predictions give the clean image."""
+    if not isinstance(vae, PixelSpace):
+        raise UserError('perceptual_losses: need a model on pixels, but this one is on latents; use vae: pixels')
+    if (problem := objective_problem(vars(objective))) is not None:
+        raise UserError(f'perceptual_losses: {problem}')
 
 
 def _check_parts(denoiser: DenoiserSizes, vae: Vae, text: TextConditioner) -> None:

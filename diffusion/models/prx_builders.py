@@ -17,6 +17,7 @@ from diffusion.models import prx_config
 from diffusion.models.builders import TINY_VAE, latent_side, load_vae, tiny_text, tiny_tokenizers, tokenizes_with
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.objective import Objective
+from diffusion.models.perceptual_losses import PerceptualLosses
 from diffusion.models.pretrained import clip_tokenizer, load_pretrained, read_config
 from diffusion.models.representation_alignment import RepresentationAlignment
 from diffusion.models.text_conditioner import TextConditioner
@@ -62,6 +63,7 @@ def prx(
     encoder_dtype: Literal['auto', 'float32', 'float16', 'bfloat16'] = 'bfloat16',
     posterior: Literal['sample', 'mean'] = 'sample',
     representation_alignment: RepresentationAlignment | None = None,
+    perceptual_losses: PerceptualLosses | None = None,
     seed: int = 17,
 ) -> LatentDiffusion:
     """Build PRX: a transformer from scratch (1,170,691,648 parameters) with pretrained VAE and text encoder.
@@ -120,6 +122,7 @@ def prx(
         encoder_dtype=encoder_dtype,
         posterior=posterior,
         representation_alignment=representation_alignment,
+        perceptual_losses=perceptual_losses,
         seed=seed,
         latent_size=latent_side(resolution, autoencoder),
     )
@@ -146,6 +149,7 @@ def tiny_prx(
     encoder_dtype: Literal['auto', 'float32', 'float16', 'bfloat16'] = 'auto',
     posterior: Literal['sample', 'mean'] = 'sample',
     representation_alignment: RepresentationAlignment | None = None,
+    perceptual_losses: PerceptualLosses | None = None,
     seed: int = 17,
 ) -> LatentDiffusion:
     """Build a miniature PRX: the same transformer with a small text encoder, small enough to train on a laptop.
@@ -188,6 +192,7 @@ def tiny_prx(
         encoder_dtype=encoder_dtype,
         posterior=posterior,
         representation_alignment=representation_alignment,
+        perceptual_losses=perceptual_losses,
         seed=seed,
         latent_size=latent_side(resolution, autoencoder),
     )

@@ -82,10 +82,19 @@ class FeatureEncoder(nn.Module):
         """F, width of the features."""
         return self.encoder.config.hidden_size
 
+    @property
+    def patch_size(self) -> int:
+        """Side of a patch of the encoder in pixels."""
+        return self.encoder.config.patch_size
+
     def forward(self, images: Tensor, grid: tuple[int, int]) -> Tensor:
         """Return the features of images, uint8 [B, 3, height, width], on a grid of h x w cells, [B, N, F]."""
-        size = [side * self.encoder.config.patch_size for side in grid]
-        pixels = functional.interpolate(images.float() / 255, size, mode='bicubic', antialias=True)
+        return self.of_pixels(images.float() / 255, grid)
+
+    def of_pixels(self, pixels: Tensor, grid: tuple[int, int]) -> Tensor:
+        """Return the features of images [B, 3, height, width] in [0, 1] on a grid of h x w cells, [B, N, F]."""
+        size = [side * self.patch_size for side in grid]
+        pixels = functional.interpolate(pixels, size, mode='bicubic', antialias=True)
         pixels = (pixels - self.mean) / self.std
         output = self.encoder(pixel_values=pixels.to(self.encoder.dtype)).last_hidden_state
         # Before the patches are the class token and the registers.
@@ -153,25 +162,28 @@ def build_alignment(
     problems = alignment_problems(settings.block, settings.weight, settings.hidden_size, depth=len(blocks))
     for key, problem in problems.items():
         raise UserError(f'representation_alignment.{key}: {problem}')
-    encoder = load_encoder(settings)
+    encoder = load_feature_encoder(settings.encoder, settings.revision, where='representation_alignment.encoder')
     projector = FeatureProjector(width, settings.hidden_size, encoder.width)
     return encoder, projector, TokenCapture(family.token_blocks, blocks[settings.block])
 
 
-def load_encoder(settings: RepresentationAlignment) -> FeatureEncoder:
-    """Return the pretrained image encoder that the settings name.
+def load_feature_encoder(source: str, revision: str | None, *, where: str) -> FeatureEncoder:
+    """Return a pretrained image encoder.
+
+    Args:
+        source: Folder or repository on the Hub.
+        revision: Commit of the repository.
+        where: Key of the setting, for messages.
 
     Raises:
         UserError: It cannot be loaded, or it is not one of `ENCODERS`.
     """
-    options: dict[str, Any] = {'subfolder': '', 'revision': settings.revision}
-    config: Any = load_pretrained(AutoConfig, settings.encoder, **options)
+    options: dict[str, Any] = {'subfolder': '', 'revision': revision}
+    config: Any = load_pretrained(AutoConfig, source, **options)
     kind = config.model_type
     if kind not in ENCODERS:
-        raise UserError(
-            f'representation_alignment.encoder: {settings.encoder} is a {kind}; use one of {", ".join(ENCODERS)}'
-        )
-    return FeatureEncoder(load_pretrained(ENCODERS[kind], settings.encoder, **options))
+        raise UserError(f'{where}: {source} is a {kind}; use one of {", ".join(ENCODERS)}')
+    return FeatureEncoder(load_pretrained(ENCODERS[kind], source, **options))
 
 
 def alignment_losses(projected: Tensor, features: Tensor, kept: Tensor | None) -> Tensor:

@@ -24,8 +24,8 @@ _TRAINING |= {'caption_dropout', 'caption_dropout_mode'}
 SAME_ARCHITECTURE = {
     'sd2': {'revision', *_TRAINING},
     'tiny': _TRAINING,
-    'prx': {'revision', 'representation_alignment', *_TRAINING} - {'mask_padding'},
-    'tiny_prx': {'representation_alignment', *_TRAINING} - {'mask_padding'},
+    'prx': {'revision', 'representation_alignment', 'perceptual_losses', *_TRAINING} - {'mask_padding'},
+    'tiny_prx': {'representation_alignment', 'perceptual_losses', *_TRAINING} - {'mask_padding'},
     'sdxl': {'revision', 'vae_revision', *_TRAINING} - {'mask_padding'},
     'tiny_sdxl': _TRAINING - {'mask_padding'},
     'mmdit': {'revision', 'representation_alignment', *_TRAINING} - {'mask_padding'},
@@ -205,6 +205,8 @@ def _key_of(model: Component, imports: Sequence[str], notes: list[str]) -> Model
         contents += configs or []
     if settings.get('representation_alignment'):
         notes.append('representation_alignment: its image encoder and projection are not counted')
+    if settings.get('perceptual_losses'):
+        notes.append('perceptual_losses: their networks are not counted')
     kept = {key: value for key, value in settings.items() if key not in SAME_ARCHITECTURE[model.name]}
     return ModelKey(model.name, kept, (), tuple(contents))
 

@@ -1,0 +1,121 @@
+"""Perceptual losses of a model on pixels: distances between features of the predicted and of the clean image.
+
+LPIPS (Zhang et al. 2018, arXiv 1801.03924) and the distance of a vision transformer's patch features. Shapes: B batch,
+images [B, 3, H, W] in [-1, 1].
+"""
+
+import pickle
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional
+from torchmetrics.functional.image.lpips import _LPIPS
+
+from diffusion.config.perceptual_checks import perceptual_problems
+from diffusion.errors import UserError
+from diffusion.models.representation_alignment import FeatureEncoder, load_feature_encoder
+
+
+@dataclass(frozen=True)
+class PerceptualLosses:
+    """Settings of perceptual losses of a model on pixels (`vae: pixels`), at every noise level.
+
+    With x the clean image and x' the predicted one, both scaled down:
+
+        loss += lpips_weight * LPIPS(x', x) + features_weight * mean over patches of (1 - cos(f(x'), f(x)))
+
+    Evaluation does not use them. The weights of PRX's published run are 0.1 and 0.01. Cost: three passes of each
+    network per image, and the memory of one with its activations.
+    """
+
+    lpips_weight: float = 0.1
+    """Weight of LPIPS; 0 turns it off."""
+    lpips_network: str = 'vgg'
+    """Network of LPIPS: vgg, alex or squeeze."""
+    lpips_backbone: str | None = None
+    """File of that network's ImageNet weights in torchvision's layout, .pth or .safetensors, such as
+    vgg16-397923af.pth."""
+    lpips_scale: float = 0.5
+    """Side of the images for LPIPS, as a fraction of their own; the default is PRX's."""
+    features_weight: float = 0.01
+    """Weight of the distance of patch features; 0 turns it off."""
+    encoder: str | None = None
+    """Image encoder: a folder or a repository on the Hub of a DINOv2 or DINOv3 ViT, such as facebook/dinov2-base."""
+    revision: str | None = None
+    """Commit of the repository `encoder`."""
+    features_side: int = 224
+    """Side in pixels of the images for the encoder, which is rounded down to whole patches; the default is PRX's."""
+
+    def __post_init__(self) -> None:
+        for key, problem in perceptual_problems(asdict(self)).items():
+            raise UserError(f'{".".join(part for part in ("perceptual_losses", key) if part)}: {problem}')
+
+
+class PerceptualLoss(nn.Module):
+    """Frozen networks that compute the weighted perceptual loss of each image.
+
+    Args:
+        settings: The settings.
+
+    Raises:
+        UserError: A network's weights cannot be read.
+    """
+
+    def __init__(self, settings: PerceptualLosses) -> None:
+        super().__init__()
+        self.settings = settings
+        self.lpips = lpips_network(settings) if settings.lpips_weight else None
+        self.features: FeatureEncoder | None = None
+        if settings.features_weight:
+            assert settings.encoder is not None, 'checked by PerceptualLosses'
+            self.features = load_feature_encoder(settings.encoder, settings.revision, where='perceptual_losses.encoder')
+
+    def forward(self, predicted: Tensor, images: Tensor) -> Tensor:
+        """Return the weighted loss of each predicted image to its original, both [B, 3, H, W] in [-1, 1], as [B]."""
+        losses = predicted.new_zeros(len(predicted))
+        if self.lpips is not None:
+            size = [max(1, round(self.settings.lpips_scale * side)) for side in images.shape[2:]]
+            pair = [functional.interpolate(each, size, mode='bilinear', antialias=True) for each in (predicted, images)]
+            losses = losses + self.settings.lpips_weight * self.lpips(*pair).flatten()
+        if self.features is not None:
+            cells = max(1, self.settings.features_side // self.features.patch_size)
+            found = self.features.of_pixels(predicted / 2 + 0.5, (cells, cells))
+            with torch.no_grad():
+                expected = self.features.of_pixels(images / 2 + 0.5, (cells, cells))
+            distances = 1 - functional.cosine_similarity(found, expected, dim=-1).mean(dim=1)
+            losses = losses + self.settings.features_weight * distances
+        return losses
+
+
+def lpips_network(settings: PerceptualLosses) -> nn.Module:
+    """Return LPIPS with the published linear layers, which torchmetrics ships, and the weights of a local file.
+
+    Raises:
+        UserError: The file cannot be read, or it is not of this network.
+    """
+    # Private, because torchmetrics' public classes download the network's weights when they are built.
+    network = _LPIPS(net=settings.lpips_network, pnet_rand=True)  # type: ignore[arg-type]
+    path = Path(str(settings.lpips_backbone))
+    where = f'perceptual_losses.lpips_backbone: {path}'
+    try:
+        # weights_only: a pickle could run any code.
+        found = load_file(path) if path.suffix == '.safetensors' else torch.load(path, 'cpu', weights_only=True)
+    except FileNotFoundError as error:
+        raise UserError(f'{where} does not exist; download the weights of torchvision, or correct the path') from error
+    except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError, SafetensorError) as error:
+        first = str(error).partition('\n')[0].partition('. ')[0]
+        raise UserError(f'{where} cannot be read as weights ({first}); download them again') from error
+    # torchvision's layers keep their numbers: slice3.10.weight is features.10.weight.
+    names = {name: f'features.{name.partition(".")[2]}' for name in network.net.state_dict()}
+    missing = [source for source in names.values() if source not in found]
+    if missing:
+        raise UserError(f'{where} has no {missing[0]}, so it is not a {settings.lpips_network} of torchvision')
+    try:
+        network.net.load_state_dict({name: found[source] for name, source in names.items()})
+    except RuntimeError as error:
+        raise UserError(f'{where} is not a {settings.lpips_network} of torchvision ({error})') from error
+    return network

@@ -1,0 +1,191 @@
+"""Perceptual losses against plain PyTorch, for each kind of prediction, and their mistakes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.nn import functional
+from torchmetrics.functional.image import lpips as torchmetrics_lpips
+from torchvision.models import alexnet
+from transformers import Dinov2Config, Dinov2Model
+
+from diffusion.config.load import load
+from diffusion.errors import UserError
+from diffusion.models import batch_keys
+from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.models.objective import Objective
+from diffusion.models.perceptual_losses import PerceptualLosses
+from diffusion.models.prx_builders import tiny_prx
+
+SIZES: dict[str, Any] = {'hidden_size': 32, 'num_heads': 2, 'depth': 2, 'text_width': 32, 'text_layers': 1}
+LAYERS = {0: 1, 3: 4, 6: 7, 8: 9, 10: 11}
+"""Convolutions of AlexNet, and the ReLU after each, whose outputs LPIPS compares."""
+
+
+@pytest.fixture(scope='module')
+def weights(tmp_path_factory) -> dict[str, str]:
+    """Files of AlexNet's convolutions with random weights, and the folder of a miniature DINOv2."""
+    folder = tmp_path_factory.mktemp('networks')
+    torch.manual_seed(0)
+    convolutions = {f'features.{name}': each for name, each in alexnet().features.state_dict().items()}
+    torch.save(convolutions, folder / 'alex.pth')
+    save_file(convolutions, folder / 'alex.safetensors')
+    config = Dinov2Config(hidden_size=32, num_attention_heads=2, num_hidden_layers=2, image_size=28, patch_size=14)
+    Dinov2Model(config).save_pretrained(folder / 'dino')
+    return {'alex': str(folder / 'alex.pth'), 'safe': str(folder / 'alex.safetensors'), 'dino': str(folder / 'dino')}
+
+
+@pytest.fixture
+def make(weights):
+    """Function that builds a PRX on 64 px pixels with perceptual losses, whose parameters are all random."""
+
+    def make(prediction: str = 'sample', **settings: Any) -> LatentDiffusion:
+        defaults = {'lpips_network': 'alex', 'lpips_backbone': weights['alex'], 'encoder': weights['dino']}
+        torch.manual_seed(0)
+        model = tiny_prx(
+            vae='pixels',
+            patch_size=8,
+            caption_dropout=0.0,
+            objective=Objective(path='flow', prediction_type=prediction, noise_scale=2.0),  # type: ignore[arg-type]
+            perceptual_losses=PerceptualLosses(**{**defaults, 'features_side': 28, **settings}),
+            **SIZES,
+        )
+        for parameter in model.denoiser.parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+        return model
+
+    return make
+
+
+def batch_of(model: LatentDiffusion) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        batch_keys.IMAGE: torch.randint(0, 256, (3, 3, 64, 64), dtype=torch.uint8, generator=generator),
+        batch_keys.INPUT_IDS: model._tokens(['a', 'two cats', '']),
+        batch_keys.SAMPLE_ID: torch.arange(3),
+    }
+
+
+def lpips_by_hand(weights: dict[str, str], one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return LPIPS of two images: squared differences of unit features, weighted by the published linear layers."""
+    layers = alexnet().features
+    layers.load_state_dict({name[9:]: each for name, each in torch.load(weights['alex'], weights_only=True).items()})
+    published = torch.load(
+        Path(torchmetrics_lpips.__file__).parent / 'lpips_models' / 'alex.pth', 'cpu', weights_only=True
+    )
+    shift, scale = torch.tensor([-0.030, -0.088, -0.188]), torch.tensor([0.458, 0.448, 0.450])
+    images = [(each - shift.view(3, 1, 1)) / scale.view(3, 1, 1) for each in (one, other)]
+    total = torch.zeros(len(one))
+    for index, layer in enumerate(layers):
+        images = [torch.relu(each) if isinstance(layer, torch.nn.ReLU) else layer(each) for each in images]
+        if index in LAYERS.values():
+            units = [each / (1e-8 + each.square().sum(dim=1, keepdim=True)).sqrt() for each in images]
+            number = list(LAYERS.values()).index(index)
+            difference = (units[0] - units[1]).square() * published[f'lin{number}.model.1.weight']
+            total = total + difference.sum(dim=1).mean(dim=(1, 2))
+        if index == max(LAYERS.values()):
+            return total
+    raise AssertionError
+
+
+def features_by_hand(weights: dict[str, str], one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    encoder = Dinov2Model.from_pretrained(weights['dino'])
+    mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+    patches = []
+    for images in (one, other):
+        small = functional.interpolate(images / 2 + 0.5, (28, 28), mode='bicubic', antialias=True)
+        normalized = (small - mean.view(3, 1, 1)) / std.view(3, 1, 1)
+        patches.append(encoder(pixel_values=normalized).last_hidden_state[:, 1:])
+    return (1 - functional.cosine_similarity(*patches, dim=-1)).mean(dim=1)
+
+
+@pytest.mark.parametrize('prediction', ['sample', 'velocity'])
+def test_loss_and_gradients_equal_a_reference_in_plain_pytorch(make, weights, prediction):
+    model = make(prediction, lpips_weight=0.3, features_weight=0.2)
+    batch = batch_of(model)
+    outputs = model(batch)
+    model.loss(outputs, batch).backward()
+    ours = {name: parameter.grad.clone() for name, parameter in model.denoiser.named_parameters()}
+    model.zero_grad()
+
+    seen = {}
+    hook = model.denoiser.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.update(noisy=args[0], time=kwargs['timestep']), with_kwargs=True
+    )
+    again = model(batch)
+    hook.remove()
+    images, time = batch[batch_keys.IMAGE].float() / 127.5 - 1, seen['time'].view(-1, 1, 1, 1)
+    predicted = again.prediction if prediction == 'sample' else seen['noisy'] - time * again.prediction
+    half = [functional.interpolate(each, (32, 32), mode='bilinear', antialias=True) for each in (predicted, images)]
+    perceptual = 0.3 * lpips_by_hand(weights, *half) + 0.2 * features_by_hand(weights, predicted, images)
+    torch.testing.assert_close(outputs.perceptual, perceptual, rtol=1e-4, atol=1e-6)
+    squared = again.weight * (again.prediction - again.target).square().flatten(1).mean(dim=1)
+    (squared + perceptual).mean().backward()
+    for name, parameter in model.denoiser.named_parameters():
+        torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-3, atol=1e-5)
+
+
+def test_a_perfect_prediction_costs_nothing_and_evaluation_uses_no_network(make, monkeypatch):
+    model = make()
+    images = batch_of(model)[batch_keys.IMAGE].float() / 127.5 - 1
+    loss = model._frozen['perceptual_loss']
+    assert loss(images, images).abs().max() < 1e-5
+    assert loss(images.flip(3), images).min() > 1e-3
+    assert not any('perceptual' in name for name in model.state_dict())
+    assert not any(each.requires_grad for each in loss.parameters())
+    monkeypatch.setitem(model._frozen, 'perceptual_loss', None)
+    assert model.eval_forward(batch_of(model)).shape == (8, 3)
+
+
+def test_one_of_the_two_losses_is_enough(make, weights):
+    model = make(features_weight=0.0, encoder=None, lpips_backbone=weights['safe'])
+    assert model._frozen['perceptual_loss'].features is None
+    assert model(batch_of(model)).perceptual.shape == (3,)
+    model = make(lpips_weight=0.0, lpips_backbone=None)
+    assert model._frozen['perceptual_loss'].lpips is None
+
+
+def test_mistakes_are_named(make, weights, small_vae, tmp_path):
+    (tmp_path / 'cut.pth').write_bytes(b'no weights')
+    torch.save({'features.0.weight': torch.zeros(1)}, tmp_path / 'other.pth')
+    for settings, message in {
+        'missing': ({'lpips_backbone': str(tmp_path / 'none.pth')}, 'none.pth does not exist; download'),
+        'damaged': ({'lpips_backbone': str(tmp_path / 'cut.pth')}, 'cut.pth cannot be read as weights'),
+        'other': ({'lpips_backbone': str(tmp_path / 'other.pth')}, 'has no features.0.bias, so it is not a alex'),
+        'network': ({'lpips_network': 'vgg'}, 'is not a vgg of torchvision'),
+        'no file': ({'lpips_backbone': None}, 'lpips_backbone: is missing; give the file'),
+        'no encoder': ({'encoder': None}, r'perceptual_losses\.encoder: is missing; give a folder'),
+        'no loss': ({'lpips_weight': 0.0, 'features_weight': 0.0}, 'perceptual_losses: both weights are 0'),
+        'scale': ({'lpips_scale': 2.0}, r'lpips_scale: 2.0 is not a fraction'),
+    }.values():
+        with pytest.raises(UserError, match=message):
+            make(**settings)
+    losses = PerceptualLosses(lpips_weight=0.0, encoder=weights['dino'])
+    with pytest.raises(UserError, match='perceptual_losses: need a model on pixels'):
+        tiny_prx(vae=str(small_vae), perceptual_losses=losses, **SIZES)
+    with pytest.raises(UserError, match='perceptual_losses: needs a flow or x-prediction, but .* epsilon'):
+        tiny_prx(vae='pixels', patch_size=8, objective=Objective(), perceptual_losses=losses, **SIZES)
+
+
+def test_check_without_torch_names_the_same_mistakes(write_recipe, small_vae):
+    sizes = {'name': 'tiny_prx', 'resolution': 32}
+    for model, message in (
+        ({'vae': str(small_vae), 'perceptual_losses': {'lpips_weight': 0, 'encoder': 'x'}}, 'needs a model on pixels'),
+        (
+            {'vae': 'pixels', 'perceptual_losses': {'encoder': 'x'}},
+            'model.perceptual_losses.lpips_backbone: is missing',
+        ),
+        ({'vae': 'pixels', 'perceptual_losses': {'lpips_weight': -1}}, 'lpips_weight: -1 is negative'),
+        (
+            {
+                'vae': 'pixels',
+                'perceptual_losses': {'lpips_weight': 0, 'encoder': 'x'},
+                'objective': {'prediction_type': 'epsilon'},
+            },
+            'needs a flow or x-prediction',
+        ),
+    ):
+        with pytest.raises(UserError, match=message):
+            load(write_recipe(model=sizes | model))

@@ -79,9 +79,9 @@ def test_published_number_of_parameters():
     assert (model.latent_size, model.text.length, model.text.width) == (32, 256, 2304)
 
 
-@pytest.mark.parametrize('prediction', ['velocity', 'sample'])
-def test_loss_and_gradients_equal_a_reference_with_diffusers_alone(small_vae, prediction):
-    objective = replace(FLOW, prediction_type=prediction)
+@pytest.mark.parametrize(('prediction', 'scale'), [('velocity', 1.0), ('velocity', 3.0), ('sample', 2.0)])
+def test_loss_and_gradients_equal_a_reference_with_diffusers_alone(small_vae, prediction, scale):
+    objective = replace(FLOW, prediction_type=prediction, noise_scale=scale)
     torch.manual_seed(0)
     model = tiny_prx(vae=str(small_vae), patch_size=2, caption_dropout=0.0, objective=objective, **TINY)
     batch = batch_of(model)
@@ -93,7 +93,7 @@ def test_loss_and_gradients_equal_a_reference_with_diffusers_alone(small_vae, pr
     draws = Draws(17, batch[batch_keys.SAMPLE_ID], batch[batch_keys.EPOCH], batch[batch_keys.BATCH_INDEX])
     time = objective.time_of(draws.uniform(Purpose.TIMESTEP)).float()
     latents = model.latents_of(batch, draws)
-    noise = draws.normal(Purpose.NOISE, latents.shape[1:])
+    noise = scale * draws.normal(Purpose.NOISE, latents.shape[1:])
     t = time.view(-1, 1, 1, 1)
     noisy = (1 - t) * latents + t * noise
     ids = batch[batch_keys.INPUT_IDS][:, 0]
@@ -142,7 +142,11 @@ def test_pretrained_parts_are_read_and_a_saved_pipeline_loads_them_again(pipelin
     assert mask[2].sum() == 1, 'the empty caption has the start token'
     encoder: Any = model.text.encoders[0]
     embeds = encoder(expected.input_ids, attention_mask=expected.attention_mask).last_hidden_state
+    seen = {}
+    handle = encoder.register_forward_pre_hook(lambda _, args, kwargs: seen.update(kwargs), with_kwargs=True)
     torch.testing.assert_close(model.embed(ids).embeds, embeds)
+    handle.remove()
+    assert torch.equal(seen['attention_mask'], mask)
 
     family_of(model.denoiser).pipeline(model).save_pretrained(tmp_path / 'saved')
     pipeline: Any = PRXPipeline.from_pretrained(tmp_path / 'saved', local_files_only=True, low_cpu_mem_usage=False)

@@ -217,7 +217,7 @@ def load_vae(source: str, *, revision: str | None = None) -> Vae:
     """Load an autoencoder.
 
     Args:
-        source: Its own folder, or a model's folder or repository with it in the subfolder `vae`. Its class is the
+        source: Its own folder or repository, or a model's with it in the subfolder `vae`. Its class is the
             `_class_name` in its config.json. `pixels` is PixelSpace, for training on pixels.
         revision: Commit of the repository.
 
@@ -226,15 +226,28 @@ def load_vae(source: str, *, revision: str | None = None) -> Vae:
     """
     if source == PIXELS:
         return PixelSpace()
-    subfolder = '' if (Path(source) / 'config.json').is_file() else 'vae'
-    place = {'subfolder': subfolder, 'revision': revision}
-    name = read_config(AutoencoderKL, source, **place).get('_class_name', AutoencoderKL.__name__)
+    subfolder, config = _vae_config(source, revision)
+    name = config.get('_class_name', AutoencoderKL.__name__)
     if name not in AUTOENCODERS:
         raise UserError(
             f'{"/".join(each for each in (source, subfolder) if each)}: {name} is not supported; use '
             f'{" or ".join(AUTOENCODERS)}'
         )
-    return load_pretrained(AUTOENCODERS[name], source, **place)
+    return load_pretrained(AUTOENCODERS[name], source, subfolder=subfolder, revision=revision)
+
+
+def _vae_config(source: str, revision: str | None) -> tuple[str, dict[str, Any]]:
+    """Return the subfolder of a source that holds its autoencoder, and the content of the config.json in it."""
+    if Path(source).is_dir():
+        subfolder = '' if (Path(source) / 'config.json').is_file() else 'vae'
+        return subfolder, read_config(AutoencoderKL, source, subfolder=subfolder)
+    try:
+        return 'vae', read_config(AutoencoderKL, source, subfolder='vae', revision=revision)
+    except UserError as error:
+        try:
+            return '', read_config(AutoencoderKL, source, subfolder='', revision=revision)
+        except UserError:
+            raise error from error.__cause__
 
 
 def latent_side(resolution: int, vae: Vae) -> int:

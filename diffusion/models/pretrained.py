@@ -115,7 +115,7 @@ def read_config(part: type[nn.Module], source: str, *, subfolder: str, revision:
     path = Path(source, subfolder, 'config.json')
     if not Path(source).is_dir():
         revision = hub_files.fetch(part, source, subfolder=subfolder, revision=revision, weights=False)
-        path = hub_files.cached_file(source, f'{subfolder}/config.json', revision=revision)
+        path = hub_files.cached_file(source, f'{subfolder}/config.json'.lstrip('/'), revision=revision)
     check_config(path)
     return json.loads(path.read_bytes()) if path.is_file() else {}
 

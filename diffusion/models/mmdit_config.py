@@ -6,6 +6,8 @@ License on the Hub.
 
 from typing import Any
 
+from diffusion.models import sd2_config
+
 PRETRAINED = 'stabilityai/stable-diffusion-3.5-medium'
 T5_LENGTH = 256
 T5_WIDTH = 4096
@@ -54,16 +56,9 @@ T5_XXL: dict[str, Any] = {
 }
 """T5 v1.1 XXL, the third."""
 
-VAE: dict[str, Any] = {
-    'in_channels': 3,
-    'out_channels': 3,
-    'down_block_types': ['DownEncoderBlock2D'] * 4,
-    'up_block_types': ['UpDecoderBlock2D'] * 4,
-    'block_out_channels': [128, 256, 512, 512],
-    'layers_per_block': 2,
-    'latent_channels': 16,
-    'norm_num_groups': 32,
+VAE: dict[str, Any] = sd2_config.VAE | {
     'sample_size': 1024,
+    'latent_channels': 16,
     'scaling_factor': 1.5305,
     'shift_factor': 0.0609,
     'use_quant_conv': False,

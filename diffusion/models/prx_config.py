@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from diffusion.models import sd2_config
+
 PRETRAINED = 'Photoroom/prx-256-t2i'
 TEXT_LENGTH = 256
 
@@ -17,16 +19,9 @@ TRANSFORMER: dict[str, Any] = {
 }
 """The published 1.2 B model in latents, 1,170,691,648 parameters."""
 
-VAE: dict[str, Any] = {
-    'in_channels': 3,
-    'out_channels': 3,
-    'down_block_types': ['DownEncoderBlock2D'] * 4,
-    'up_block_types': ['UpDecoderBlock2D'] * 4,
-    'block_out_channels': [128, 256, 512, 512],
-    'layers_per_block': 2,
-    'latent_channels': 16,
-    'norm_num_groups': 32,
+VAE: dict[str, Any] = sd2_config.VAE | {
     'sample_size': 1024,
+    'latent_channels': 16,
     'scaling_factor': 0.3611,
     'shift_factor': 0.1159,
     'use_quant_conv': False,

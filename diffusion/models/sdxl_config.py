@@ -5,6 +5,8 @@ Published as `PRETRAINED` under the CreativeML Open RAIL++-M license.
 
 from typing import Any
 
+from diffusion.models import sd2_config
+
 PRETRAINED = 'stabilityai/stable-diffusion-xl-base-1.0'
 REVISION = '462165984030d82259a11f4367a4eed129e94a7b'
 TEXT_LENGTH = 77
@@ -27,15 +29,7 @@ UNET: dict[str, Any] = {
 }
 """The published U-Net, 2,567,463,684 parameters."""
 
-VAE: dict[str, Any] = {
-    'in_channels': 3,
-    'out_channels': 3,
-    'down_block_types': ['DownEncoderBlock2D'] * 4,
-    'up_block_types': ['UpDecoderBlock2D'] * 4,
-    'block_out_channels': [128, 256, 512, 512],
-    'layers_per_block': 2,
-    'latent_channels': 4,
-    'norm_num_groups': 32,
+VAE: dict[str, Any] = sd2_config.VAE | {
     'sample_size': 1024,
     'scaling_factor': 0.13025,
 }

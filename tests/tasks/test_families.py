@@ -1,7 +1,5 @@
 """Families of denoisers in real runs: one curve on any ranks, resumed bit for bit, exported to stock diffusers."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +7,7 @@ import pytest
 import torch
 import yaml
 from ranks import Ranks, read_losses
+from stock_pipeline import draw
 
 from diffusion.checkpointing.checkpoint_weights import weights_of
 from diffusion.checkpointing.run_folder import find_checkpoint
@@ -47,16 +46,6 @@ CALLS: dict[str, dict[str, Any]] = {
 CALLS |= {'prx_sample': CALLS['prx'], 'prx_pixels': {'use_resolution_binning': False, 'height': 32, 'width': 32}}
 SCHEDULERS = {'prx_sample': 'dpm++'}
 """Our scheduler for the images of the pipeline, if it is not Euler's method."""
-STOCK = """
-import importlib, json, sys, torch
-module, name, folder, latents, call, out = sys.argv[1:]
-pipeline = getattr(importlib.import_module('diffusers.' + module), name)
-pipeline = pipeline.from_pretrained(folder, local_files_only=True, low_cpu_mem_usage=False)
-pipeline.set_progress_bar_config(disable=True)
-images = pipeline(latents=torch.load(latents), output_type='pt', **json.loads(call)).images
-assert 'diffusion' not in sys.modules
-torch.save(images, out)
-"""
 
 
 class Runs:
@@ -116,23 +105,17 @@ def test_two_ranks_give_the_curve_of_one(runs, strategy):
 
 
 def test_stock_pipeline_draws_the_same_images(runs, tmp_path):
-    import json
-
     recipe = load(runs.recipe('whole'))
     export(runs.whole(), tmp_path / 'exported', weights='ema')
     model, _ = trained_model(recipe, 'ema')
     assert isinstance(model, LatentDiffusion)
     latents = torch.randn(1, *model._latent_shape(None))
-    torch.save(latents * model.objective.noise_scale, tmp_path / 'latents.pt')
     sampling = {'num_inference_steps': 5, 'guidance_scale': 3.0}
-    module, name = PIPELINES[runs.family]
-    call = json.dumps({'prompt': PROMPT, **sampling, **CALLS[runs.family]})
-    words = [module, name, str(tmp_path / 'exported'), str(tmp_path / 'latents.pt'), call, str(tmp_path / 'out.pt')]
-    done = subprocess.run([sys.executable, '-c', STOCK, *words], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    call = {'prompt': PROMPT, **sampling, **CALLS[runs.family]}
+    start = latents * model.objective.noise_scale
+    theirs, _ = draw(PIPELINES[runs.family], tmp_path / 'exported', start, call, tmp_path)
     scheduler = SCHEDULERS.get(runs.family, 'euler')
     ours = model.generate([PROMPT], latents=latents, noise_scheduler=scheduler, **sampling)
-    theirs = torch.load(tmp_path / 'out.pt')
     if runs.family == 'prx_pixels':  # this pipeline returns pixels in [-1, 1]
         theirs = (theirs / 2 + 0.5).clamp(0, 1)
     torch.testing.assert_close(theirs, ours, rtol=1e-3, atol=1e-3)

@@ -1,8 +1,5 @@
 """Real runs of MMDiT, and of PRX on the latents of DC-AE: ranks, resume, precomputed encoders, stock pipelines."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +7,7 @@ import pytest
 import torch
 import yaml
 from ranks import Ranks, read_losses
+from stock_pipeline import draw
 
 from diffusion.checkpointing.checkpoint_weights import weights_of
 from diffusion.checkpointing.run_folder import find_checkpoint
@@ -39,16 +37,6 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 LATENTS = {'mmdit': (4, 4, 4), 'dc_ae': (4, 2, 2)}
 """Shape of the latents of 32 px images."""
-STOCK = """
-import importlib, json, sys, torch
-module, name, folder, latents, call, out = sys.argv[1:]
-pipeline = getattr(importlib.import_module('diffusers.' + module), name)
-pipeline = pipeline.from_pretrained(folder, local_files_only=True, low_cpu_mem_usage=False)
-pipeline.set_progress_bar_config(disable=True)
-images = pipeline(latents=torch.load(latents), output_type='pt', **json.loads(call)).images
-assert 'diffusion' not in sys.modules
-torch.save(images, out)
-"""
 
 
 class Runs:
@@ -114,16 +102,12 @@ def test_stock_pipeline_draws_the_same_images(runs, tmp_path):
     model, _ = trained_model(recipe, 'ema')
     assert isinstance(model, LatentDiffusion)
     latents = torch.randn(1, *LATENTS[runs.kind])
-    torch.save(latents, tmp_path / 'latents.pt')
     sampling = {'num_inference_steps': 5, 'guidance_scale': 3.0}
-    module, name = PIPELINES[runs.kind]
-    call = json.dumps({'prompt': PROMPT, 'height': 32, 'width': 32, **sampling, **CALLS[runs.kind]})
-    words = [module, name, str(tmp_path / 'exported'), str(tmp_path / 'latents.pt'), call, str(tmp_path / 'out.pt')]
-    done = subprocess.run([sys.executable, '-c', STOCK, *words], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert 'are not expected' not in done.stderr
+    call = {'prompt': PROMPT, 'height': 32, 'width': 32, **sampling, **CALLS[runs.kind]}
+    theirs, said = draw(PIPELINES[runs.kind], tmp_path / 'exported', latents, call, tmp_path)
+    assert 'are not expected' not in said
     ours = model.generate([PROMPT], latents=latents, noise_scheduler='euler', **sampling)
-    torch.testing.assert_close(torch.load(tmp_path / 'out.pt'), ours, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(theirs, ours, rtol=1e-3, atol=1e-3)
 
 
 def test_task_generate_writes_an_image(runs, tmp_path):

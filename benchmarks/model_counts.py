@@ -1,22 +1,30 @@
 """Count the models of the shipped recipes, and write the counts to diffusion/planning/model_counts/ for the planner.
 
-    python benchmarks/model_counts.py
+    python benchmarks/model_counts.py [RECIPE ...]
 
-Takes about ten minutes on one core. Run it when tests/planning/test_count_cache.py reports a wrong shipped count.
+Takes about twenty minutes on one core; words such as `speedrun.yaml` select the counts of these recipes. Run it when
+tests/planning/test_count_cache.py reports a wrong shipped count.
 """
 
 import json
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
 
 from diffusion.config.image_shapes import Shape, sdxl_shapes, square
+from diffusion.config.load import load
 from diffusion.config.recipe import Component
-from diffusion.planning.count_cache import SHIPPED, run_counter
-from diffusion.planning.model_costs import PRECISIONS, ModelCosts
+from diffusion.planning.auxiliary_costs import alignment_of, perceptual_of
+from diffusion.planning.count_cache import SHIPPED, ModelKey, run_counter
+from diffusion.planning.counted_costs import PRECISIONS
+from diffusion.planning.model_costs import ModelCosts
+from diffusion.planning.token_route import route_of
 from diffusion.storage.atomic import write_atomically
 
-STEPS = {'prx': 16}
+STEPS = {'prx': 16, 'mmdit': 16}
 """Divisors of the sides of aspect buckets, if not 8; on pixels, the patch."""
-SIDES = {'sd2': (256, 512, 768, 1024), 'prx': (256, 512, 1024), 'sdxl': (256, 512, 1024)}
+SIDES = {'sd2': (256, 512, 768, 1024), 'prx': (256, 512, 1024), 'sdxl': (256, 512, 1024), 'mmdit': (256, 512)}
 """Sides whose squares and aspect buckets are counted, by model; of the others, squares of 64 px."""
 PIXELS = {'vae': 'pixels', 'patch_size': 32, 'bottleneck_size': 256}
 MODELS = {
@@ -26,33 +34,54 @@ MODELS = {
     'tiny with default settings': Component('tiny'),
     'prx_256.yaml': Component('prx'),
     'speedrun.yaml and speedrun_1024.yaml': Component('prx', PIXELS),
+    'mmdit.yaml': Component('mmdit', {'t5_length': 77}),
     'tiny_vae.yaml': Component('autoencoder'),
 }
 
 
+YAMLS = Path(__file__).parents[1] / 'yamls'
+
+
 def main() -> None:
     """Count every model and write a file for each."""
-    for purpose, model in MODELS.items():
-        key = ModelCosts(model).key
-        shapes = [square(side) for side in SIDES.get(model.name, (64,))]
-        aspects = [sdxl_shapes(side, step_of(model)) for side in SIDES.get(model.name, ())]
-        # Memory is decided by the largest shape, so activations are counted for that one alone.
-        largest = [max(each, key=lambda shape: (shape.pixels, shape.aspect)) for each in aspects]
-        request = {
-            'name': key.name,
-            'kwargs': dict(key.kwargs),
-            'imports': [],
-            'flops': unique([*shapes, *(shape for each in aspects for shape in each)]),
-            'activations': [(shape, precision) for shape in unique([*shapes, *largest]) for precision in PRECISIONS],
-        }
-        content = {'model': key.name, 'kwargs': dict(key.kwargs)} | run_counter(request)
+    for purpose, key, flops, activations in counts():
+        if sys.argv[1:] and not any(word in purpose for word in sys.argv[1:]):
+            continue
+        content = {name: value for name, value in key.request.items() if name != 'imports'}
+        content |= run_counter(key.request | {'flops': flops, 'activations': activations})
         write_atomically(SHIPPED / key.file_name, json.dumps(content, indent=1) + '\n')
-        print(f'{SHIPPED / key.file_name}: {purpose}, {len(request["flops"])} shapes')
+        print(f'{SHIPPED / key.file_name}: {purpose}, {len(flops)} shapes', flush=True)
+
+
+def counts() -> Iterator[tuple[str, ModelKey, list[str], list[tuple[str, str]]]]:
+    """Yield what is counted: its recipes, the key, names of FLOPs, and pairs of shape and precision."""
+    speedrun = load(YAMLS / 'speedrun.yaml', allow_missing=True)
+    for purpose, model in MODELS.items():
+        costs = ModelCosts(model)
+        squares = [square(side) for side in SIDES.get(model.name, (64,))]
+        aspects = [sdxl_shapes(side, step_of(model)) for side in SIDES.get(model.name, ())]
+        shapes = unique([*squares, *(shape for each in aspects for shape in each)])
+        # Memory is decided by the largest shape, so activations are counted for that one alone.
+        largest = unique([*squares, *(max(each, key=lambda shape: (shape.pixels, shape.aspect)) for each in aspects)])
+        pairs = [(shape, precision) for shape in largest for precision in PRECISIONS]
+        if purpose.startswith('speedrun'):
+            route = route_of(speedrun, costs.facts['token_blocks'])
+            yield purpose, costs.key, [*shapes, *(f'{shape} {route}' for shape in shapes)], pairs
+            half = [(shape, precision) for shape in largest for precision in ('float32', 'half')]
+            for network in (alignment_of(speedrun, costs, []), perceptual_of(speedrun, [])):
+                assert network is not None
+                yield f'{network.key.name} of {purpose}', network.key, shapes, half
+        else:
+            yield purpose, costs.key, shapes, pairs
+    tuned = load(YAMLS / 'lora.yaml', allow_missing=True)
+    pairs = [('512x512', precision) for precision in PRECISIONS]
+    yield 'lora.yaml', ModelCosts(tuned.model, (), tuned.lora).key, ['512x512'], pairs
 
 
 def step_of(model: Component) -> int:
     """Return the divisor of the sides of a model's aspect buckets, in pixels."""
-    return model.kwargs['patch_size'] if 'patch_size' in model.kwargs else STEPS.get(model.name, 8)
+    step: Any = model.kwargs.get('patch_size', STEPS.get(model.name, 8))
+    return step
 
 
 def unique(shapes: Iterable[Shape]) -> list[str]:
@@ -61,4 +90,4 @@ def unique(shapes: Iterable[Shape]) -> list[str]:
 
 
 if __name__ == '__main__':
-    main()
+    main(*sys.argv[1:])

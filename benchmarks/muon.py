@@ -34,7 +34,8 @@ SETTINGS: dict[str, Any] = {'lr': 1e-4, 'weight_decay': 0.01, 'betas': (0.9, 0.9
 class LoopMuon(Muon):
     """Muon as it is usually published: one matrix after another."""
 
-    def _update_matrices(self, group: dict[str, Any], weights: list[Tensor]) -> None:
+    def _update_matrices(self, group: dict[str, Any], weights: list[Tensor], parts: list[int]) -> None:
+        assert set(parts) == {1}, 'the model has no fused projections'
         lr = group['lr']
         for weight in weights:
             assert weight.grad is not None

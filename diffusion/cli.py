@@ -46,7 +46,7 @@ class CommandParser(argparse.ArgumentParser):
 
 FILE_ARGUMENTS = {
     *('recipe', 'recipes', 'spec', 'specs', 'checkpoint', 'source', 'location'),
-    *('out', 'captions', 'from_run', 'gpus_file', 'png'),
+    *('out', 'captions', 'from_run', 'gpus_file', 'png', 'lora'),
 }
 """Arguments that are paths, for which a shell completes file names."""
 
@@ -121,7 +121,7 @@ def make_parser() -> CommandParser:
     _add_prepare(commands.add_parser('prepare', help='convert images and captions to bucketed MDS shards'))
     _add_data(commands.add_parser('data', help='verify shards, preview samples, and benchmark the loader'))
     _add_generate(commands.add_parser('generate', help='generate images with a checkpoint or an export'))
-    _add_export(commands.add_parser('export', help='export a checkpoint to a folder that diffusers loads'))
+    _add_export(commands.add_parser('export', help='export a checkpoint for diffusers or ComfyUI'))
     _add_launch(commands)
     _add_completion(commands.add_parser('completion', help='print a completion script for a shell'))
     return parser
@@ -239,6 +239,9 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
         help="noise scheduler: ddim, dpm++, euler, ... or a diffusers class name (default: the recipe's or export's)",
     )
     parser.add_argument(
+        '--lora', metavar='DIR_OR_FILE', help='exported LoRA to add to an exported pipeline (default: none)'
+    )
+    parser.add_argument(
         '--weights',
         choices=('ema', 'training'),
         help='weights to generate with: ema (averaged) or training (default: ema if the checkpoint has them)',
@@ -258,7 +261,11 @@ def _generate(args: argparse.Namespace) -> int:
 def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('checkpoint', help='checkpoint, or a run folder to use its latest checkpoint')
     parser.add_argument(
-        '--out', required=True, metavar='DIR', help='output folder, which must not exist or must be empty'
+        '--out',
+        required=True,
+        metavar='DIR_OR_FILE',
+        help='output folder, which must not exist or must be empty; or a file NAME.safetensors in the layout that '
+        'ComfyUI reads',
     )
     parser.add_argument(
         '--weights',
@@ -290,6 +297,13 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
         action='store_true',
         help='of a run with a LoRA: add it to the weights and export the whole pipeline (default: the LoRA alone)',
     )
+    parser.add_argument(
+        '--push',
+        metavar='ORG/NAME',
+        help='also upload the export with its model card to this repository on the Hugging Face Hub, created private '
+        '(default: no upload)',
+    )
+    parser.add_argument('--public', action='store_true', help='with --push: create the repository public')
     parser.set_defaults(run=_export)
 
 
@@ -297,7 +311,14 @@ def _export(args: argparse.Namespace) -> int:
     from diffusion.tasks.argument_checks import check_export
 
     check_export(
-        args.checkpoint, args.out, weights=args.weights, ema_width=args.ema_width, at=args.at, merge=args.merge
+        args.checkpoint,
+        args.out,
+        weights=args.weights,
+        ema_width=args.ema_width,
+        at=args.at,
+        merge=args.merge,
+        push=args.push,
+        public=args.public,
     )
     from diffusion.tasks.export import run_export
 

@@ -42,7 +42,7 @@ LONGEST = (
     'test_docs.py',
     'test_precompute.py',
     'test_interrupts.py',
-    'test_latents_recipes.py',
+    'test_recipes.py',
 )
 """Test files that start first: a worker runs whole files, and a long one started last would run alone at the end."""
 RANK_VARIABLES = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'NODE_RANK', 'MASTER_ADDR', 'MASTER_PORT')

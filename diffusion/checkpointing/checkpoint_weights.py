@@ -199,13 +199,24 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor], where: str) -> No
         UserError: The names or shapes differ.
     """
     own = model.state_dict()
+    weights = with_own_training_parts(weights, own, where)
+    check_architecture(_shapes(own), _shapes(weights), where)
+    model.load_state_dict(weights)
+
+
+def with_own_training_parts(weights: Mapping[str, Tensor], own: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
+    """Return weights for a model, in which tensors of `TRAINING_ONLY` on one side only are those that the model has.
+
+    Args:
+        weights: Weights of another model by name.
+        own: The model's tensors by name.
+        where: The source of the weights, for the log.
+    """
     extra = {name for name in weights.keys() ^ own.keys() if name.startswith(TRAINING_ONLY)}
     if extra:
         log.info('%s: %d tensors of parts that only training uses are not loaded', where, len(extra))
-    weights = {name: tensor for name, tensor in weights.items() if name not in extra}
-    weights |= {name: own[name] for name in extra & own.keys()}
-    check_architecture(_shapes(own), _shapes(weights), where)
-    model.load_state_dict(weights)
+    kept = {name: tensor for name, tensor in weights.items() if name not in extra}
+    return kept | {name: own[name] for name in extra & own.keys()}
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:

@@ -11,8 +11,8 @@ KEY = 'representation_alignment'
 
 
 def check_alignment(recipe: Recipe) -> list[Problem]:
-    """Return a problem for each wrong setting of `model.representation_alignment`, and for a dataset without images."""
-    model, dataset = recipe.model, recipe.dataset
+    """Return a problem for each wrong setting of `model.representation_alignment`."""
+    model = recipe.model
     if not isinstance(model, Component) or not registry.is_own('model', model.name):
         return []
     given, signature = model.kwargs.get(KEY), registry.signature('model', model.name)
@@ -25,11 +25,15 @@ def check_alignment(recipe: Recipe) -> list[Problem]:
     problems = {}
     if all(isinstance(each, int | float) for each in numbers):
         problems = alignment_problems(*numbers, depth=depth if isinstance(depth, int) else None)
-    found = [Problem(f'model.{KEY}.{key}', problem) for key, problem in problems.items()]
-    if recipe.task == 'train' and isinstance(dataset, Component) and dataset.name == 'latents':
-        what = f'needs images, but dataset.name is latents; use image_text with the images, or set model.{KEY}: null'
-        found.append(Problem(f'model.{KEY}', what))
-    return found
+    return [Problem(f'model.{KEY}.{key}', problem) for key, problem in problems.items()]
+
+
+def no_features_problem(stream: str) -> str:
+    """Return the error message for a stream of latents without image features, which the alignment needs."""
+    return (
+        f'needs images or stored features, but the latents of streams.{stream} have none; precompute them again with '
+        f'this recipe (task=precompute), use dataset.name: image_text with the images, or set model.{KEY}: null'
+    )
 
 
 def alignment_problems(block: int, weight: float, hidden_size: int, *, depth: int | None) -> dict[str, str]:

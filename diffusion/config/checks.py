@@ -20,7 +20,8 @@ from diffusion.config.recipe import Component, LoaderConfig, ParallelismConfig, 
 from diffusion.config.sampling_checks import check_sampling
 from diffusion.config.schema import MISSING, Gatherer, Problem, did_you_mean, join
 from diffusion.config.signatures import words
-from diffusion.config.weight_sources import check_initial_weights
+from diffusion.config.weight_sources import check_initial_weights, check_pretrained
+from diffusion.config.width_checks import check_width_transfer
 from diffusion.errors import UserError
 
 SINGLE_COMPONENT_SECTIONS = ('model', 'dataset', 'eval_dataset', 'optimizer', 'scheduler')
@@ -32,7 +33,10 @@ NAMED_COMPONENT_SECTIONS = {
     'evaluators': 'evaluator',
 }
 """Recipe sections that map names to components, with the kind of these components."""
-SUPPLIED = {'dataset': ('buckets', 'batch_size', 'tokenizers', 'image_sizes', 'seed'), 'optimizer': ('params',)}
+SUPPLIED = {
+    'dataset': ('buckets', 'batch_size', 'tokenizers', 'image_sizes', 'image_features', 'seed'),
+    'optimizer': ('params',),
+}
 """Keywords that only the program may set, by kind of component."""
 SET_IN_OTHER_SECTIONS = {
     'model': 'model',
@@ -71,6 +75,7 @@ DURATION_KEYS = {
     'console_log_interval',
     't_warmup',
     't_max',
+    'milestones',
     'ema_start',
     'half_life',
     'update_interval',
@@ -150,11 +155,13 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
     _check_notify(recipe, gather)
     own = [(where, each.kwargs) for where, kind, each in _components(recipe) if registry.is_own(kind, each.name)]
     gather.problems += check_initial_weights(recipe)
+    gather.problems += check_pretrained(recipe)
     gather.problems += check_lora(recipe)
     gather.problems += check_objective(recipe)
     gather.problems += check_algorithms(recipe)
     gather.problems += check_alignment(recipe)
     gather.problems += check_perceptual_losses(recipe)
+    gather.problems += check_width_transfer(recipe)
     gather.problems += check_sampling(recipe, dict(own))
     for where, value in _durations(recipe):
         if (problem := duration_problem(value)) is not None:
@@ -431,8 +438,11 @@ def _durations(recipe: Recipe) -> list[tuple[str, Any]]:
         for key in sorted(keys):
             # A keyword of that name may take numbers only: `every` of node_health is a number of batches.
             takes_text = bool({'str', 'Time'} & words(annotations.get(key, '')))
-            if takes_text or isinstance(kwargs[key], str):
-                found.append((join(where, key), kwargs[key]))
+            value = kwargs[key]
+            if isinstance(value, list):
+                found += [(join(where, key), each) for each in value]
+            elif takes_text or isinstance(value, str):
+                found.append((join(where, key), value))
     # 0 turns evaluation off, in any unit.
     return [(where, value) for where, value in found if (where, value) != ('trainer.eval_interval', 0)]
 

@@ -4,6 +4,8 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from diffusion.config.alignment_checks import KEY as ALIGNMENT
+from diffusion.config.alignment_checks import no_features_problem
 from diffusion.config.checks import stream_sections
 from diffusion.config.image_shapes import BUCKETS, read_buckets, resolution_problem
 from diffusion.config.recipe import Recipe, StreamConfig
@@ -18,14 +20,19 @@ def check_paths(recipe: Recipe) -> list[Problem]:
     gather = Gatherer()
     for section, streams in stream_sections(recipe):
         gather.problems += check_stream_folders(section, streams)
-    # A run that has checkpoints resumes from them and no longer reads init_from, which may have been deleted since.
+    _check_features(recipe, gather)
     start = recipe.initial_weights
-    begins = recipe.task == 'train' and not (recipe.run_dir / 'latest').exists()
-    if begins and start is not None and (what := path_problem(start)) is not None:
+    if start is not None and reads_initial_weights(recipe) and (what := path_problem(start)) is not None:
         gather.problem('init_from' if isinstance(recipe.init_from, str) else 'init_from.from', what)
     if recipe.task in ('evaluate', 'generate'):
         _check_checkpoint('checkpoint', recipe.checkpoint or str(recipe.run_dir), gather)
     return gather.problems
+
+
+def reads_initial_weights(recipe: Recipe) -> bool:
+    """Return True if a recipe's task reads `init_from`, if it is set."""
+    # A run that has checkpoints resumes from them and no longer reads init_from, which may have been deleted since.
+    return recipe.task == 'train' and not (recipe.run_dir / 'latest').exists()
 
 
 def check_stream_folders(section: str, streams: Mapping[str, StreamConfig]) -> list[Problem]:
@@ -61,6 +68,25 @@ def check_output(recipe: Recipe) -> list[Problem]:
         where, out = 'generate.out', recipe.generate.out
     problem = None if '://' in out else why_not_writable(out)
     return [] if problem is None else [Problem(where, problem)]
+
+
+def _check_features(recipe: Recipe, gather: Gatherer) -> None:
+    """Report local latents without the image features that `model.representation_alignment` needs."""
+    # Latents in an object store are checked when the data is opened, after the model is built.
+    aligned = recipe.model.kwargs.get(ALIGNMENT)
+    if recipe.task != 'train' or recipe.dataset.name != 'latents' or not aligned:
+        return
+    for name, stream in recipe.streams.items():
+        folder = Path((stream.local if stream.remote is None else stream.remote) or '')
+        manifests = [*folder.glob('*/manifest.json')] if stream.aspects else [folder / 'manifest.json']
+        for path in manifests:
+            try:
+                content = json.loads(path.read_text(encoding='utf-8'))
+            except (OSError, ValueError):  # reported when the data is opened
+                continue
+            if isinstance(content, dict) and content.get('image_encoder') is None:
+                gather.problem(f'model.{ALIGNMENT}', no_features_problem(name))
+                break
 
 
 def _check_buckets(where: str, folder: Path, gather: Gatherer) -> bool:

@@ -178,7 +178,8 @@ class PrecomputeConfig:
     latents: Literal['image', 'image+text'] = 'image'
     """The encoders whose output is stored: image stores the VAE's only, and the text encoder runs during training;
     image+text stores the text encoder's too: of each token if the model masks padding, else of padding too, which is
-    158 kB per caption for SD2."""
+    158 kB per caption for SD2. Features of the image encoder are stored too if the model has
+    representation_alignment."""
     captions: Literal['all', 'first', 'longest'] = 'all'
     """The captions of an image that are encoded with `latents: image+text`: all, first or longest. With
     `latents: image`, all captions are stored as text."""
@@ -186,7 +187,7 @@ class PrecomputeConfig:
     """The part of the VAE's posterior that is stored: sample stores mean and log-variance, so that training samples new
     latents in every epoch; mean stores the mean only, half the bytes."""
     dtype: Literal['float16', 'float32'] = 'float16'
-    """The dtype of the stored latents and text embeddings: float16 or float32."""
+    """The dtype of the stored latents, text embeddings and image features: float16 or float32."""
     crop: Literal['center', 'random'] = 'center'
     """The crop of an image: center, or random, which is the crop that training on the images would use in its first
     epoch."""

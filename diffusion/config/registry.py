@@ -44,6 +44,7 @@ TARGETS: dict[str, dict[str, Any]] = {
         'constant_with_warmup': 'composer.optim.scheduler:ConstantWithWarmupScheduler',
         'linear_with_warmup': 'composer.optim.scheduler:LinearWithWarmupScheduler',
         'cosine_with_warmup': 'composer.optim.scheduler:CosineAnnealingWithWarmupScheduler',
+        'multi_step_with_warmup': 'composer.optim.scheduler:MultiStepWithWarmupScheduler',
     },
     'algorithm': {
         'ema': 'diffusion.algorithms.ema:EMA',

@@ -93,6 +93,7 @@ RULES = (
         'model.representation_alignment.weight model.perceptual_losses.lpips_weight '
         'model.perceptual_losses.features_weight',
     ),
+    _rule(Effect.FIXED, 'the initial weights, and the learning rates of layers by their width', 'model.mup_base_width'),
     _rule(Effect.APPLIED, 'the fraction of captions dropped after the resume', 'model.caption_dropout'),
     _rule(Effect.APPLIED, 'the precision of the frozen parts', 'model.encoder_dtype'),
     _rule(Effect.FIXED, 'all random numbers follow from the seed', 'seed model.seed'),
@@ -108,7 +109,7 @@ RULES = (
         Effect.APPLIED,
         'replaces the value that the checkpoint holds; the moments are kept',
         'optimizer.lr optimizer.weight_decay optimizer.eps optimizer.betas optimizer.adamw_lr optimizer.momentum '
-        'optimizer.nesterov optimizer.newton_schulz_steps',
+        'optimizer.nesterov optimizer.newton_schulz_steps optimizer.split_projections',
     ),
     _rule(
         Effect.APPLIED,

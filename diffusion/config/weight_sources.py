@@ -1,9 +1,10 @@
-"""Sources of `init_from`: another run, a folder of diffusers, a repository on the Hub, or a file of Stability AI."""
+"""Sources of weights: of `init_from` (a run, a folder of diffusers, a repository, a file), and of the frozen parts."""
 
 import re
 from pathlib import Path
 
-from diffusion.config.recipe import InitFrom, Recipe
+from diffusion.config import registry
+from diffusion.config.recipe import Component, InitFrom, Recipe
 from diffusion.config.schema import MISSING, Problem
 
 HUB = 'hf://'
@@ -56,6 +57,28 @@ def check_initial_weights(recipe: Recipe) -> list[Problem]:
     return [
         Problem('init_from' if is_short and key == 'from' else f'init_from.{key}', problems[key]) for key in problems
     ]
+
+
+def check_pretrained(recipe: Recipe) -> list[Problem]:
+    """Return a problem if the model's `pretrained` is a repository on the Hub without a revision, which it needs."""
+    model = recipe.model
+    if not isinstance(model, Component) or not registry.is_own('model', model.name):
+        return []
+    values = registry.signature('model', model.name).defaults() | model.kwargs
+    if 'revision' not in values or not isinstance(values.get('pretrained'), str):
+        return []
+    problem = revision_problem(values['pretrained'], values['revision'])
+    return [] if problem is None else [Problem('model.revision', problem)]
+
+
+def revision_problem(source: str, revision: str | None) -> str | None:
+    """Return why a source of frozen parts needs a revision, or None if it has one or is a local folder."""
+    if revision is not None or not REPOSITORY.fullmatch(source) or Path(source).is_dir():
+        return None
+    return (
+        f'is missing; give the commit of {source} on the Hugging Face Hub that you have reviewed, 40 hex digits; if it '
+        f'is a local folder, write model.pretrained=./{source}'
+    )
 
 
 def _texts(start: InitFrom) -> tuple[str | None, ...]:

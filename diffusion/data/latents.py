@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from diffusion.config.alignment_checks import no_features_problem
+from diffusion.config.image_shapes import Shape
 from diffusion.data.bad_samples import BadSample
 from diffusion.data.caption_choice import CaptionChoice, choose_caption_index
 from diffusion.data.streams import Bucket, BucketedDataset
@@ -22,6 +24,7 @@ from diffusion.data.verified_stream import VerifiedStream
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
 from diffusion.models.randomness import Purpose
+from diffusion.models.representation_alignment import FeatureEncoder
 from diffusion.models.text_conditioner import TextConditioner, longest, tokenize
 from diffusion.models.vae import Vae, latent_statistics
 
@@ -57,6 +60,12 @@ class LatentManifest:
     Manifests of earlier versions do not have it."""
     image_sizes: bool = False
     """True if the sizes of the images are stored; manifests of earlier versions do not have it."""
+    image_encoder: str | None = None
+    """Fingerprint of the image encoder whose features are stored for representation alignment; None if none are."""
+    image_encoder_source: str = ''
+    """Folder or repository of the image encoder, with its revision; for the reader, not compared in training."""
+    features_shape: list[int] | None = None
+    """Height and width of the grid of features, and their width. Manifests of earlier versions have none of these."""
     captions: str = 'all'
     """Captions stored per sample: `all`, `first` or `longest`."""
     source: str = ''
@@ -83,6 +92,7 @@ class LatentManifest:
             raise UserError(f'{where}: no {MANIFEST} next to its shards; precompute the latents with task=precompute')
         known = {field.name for field in dataclasses.fields(cls)}
         required = known - {'text_output', 'text_padding', 'image_sizes'}
+        required -= {'image_encoder', 'image_encoder_source', 'features_shape'}
         try:
             content = json.loads(path.read_text(encoding='utf-8'))
         except ValueError:
@@ -126,6 +136,17 @@ def manifest_of(
     )
 
 
+def features_shape(encoder: FeatureEncoder, shape: Shape, *, token_side: int) -> list[int]:
+    """Return height, width and number of features of the grid of an image's tokens, as manifests record it.
+
+    Args:
+        encoder: The image encoder.
+        shape: Size of the image in pixels.
+        token_side: Side in pixels of the square of the image that a token covers.
+    """
+    return [shape.height // token_side, shape.width // token_side, encoder.width]
+
+
 def _padded(embeds: torch.Tensor, lengths: Sequence[int], caption: int, size: int) -> dict[str, torch.Tensor]:
     """Return the text embeddings of one caption, padded with zeros to [L, D], and their mask, bool [L].
 
@@ -151,13 +172,14 @@ class LatentsDataset(BucketedDataset):
     """Streaming dataset of precomputed latents, for training without the VAE.
 
     Samples hold VAE posterior moments, float32 [C or 2C, H, W], caption tokens [E, L], and text embeddings [L, D] and
-    pooled text [P] if stored.
+    pooled text [P] if stored. Stored features of an image encoder, [N, F] for N tokens, are returned only if asked for.
 
     Args:
         buckets: Streams made by `task: precompute`, each with a manifest next to its shards.
         batch_size: Samples per device per batch.
         tokenizers: One per text encoder (E).
         image_sizes: Add the stored sizes of each image, int64 [6], for a model that takes them.
+        image_features: Add the stored features of an image encoder, for training with representation alignment.
         caption_choice: Caption to use if there are several: the first, the longest, or a random one in each epoch.
         seed: Seed of the caption choice.
         streaming: Keyword arguments for StreamingDataset.
@@ -170,6 +192,7 @@ class LatentsDataset(BucketedDataset):
         batch_size: int,
         tokenizers: Sequence[PreTrainedTokenizerBase] = (),
         image_sizes: bool = False,
+        image_features: bool = False,
         caption_choice: CaptionChoice = 'random',
         seed: int = 17,
         **streaming: Any,
@@ -178,6 +201,7 @@ class LatentsDataset(BucketedDataset):
         super().__init__(buckets, batch_size=batch_size, columns=columns, seed=seed, **streaming)
         self.tokenizers = list(tokenizers)
         self.image_sizes = image_sizes
+        self.image_features = image_features
         self.caption_choice: CaptionChoice = caption_choice
         self.manifests = [read_manifest(bucket) for bucket in self.buckets]
         self.with_text = self._all_with_text()
@@ -194,6 +218,8 @@ class LatentsDataset(BucketedDataset):
                     f'streams.{bucket.name}: its latents have no image sizes, on which the model is conditioned; '
                     'precompute them again with this model'
                 )
+            if image_features and manifest.image_encoder is None:
+                raise UserError(f'model.representation_alignment: {no_features_problem(bucket.name)}')
 
     def item(self, index: int) -> dict[str, Any]:
         """Return a sample's latent moments and caption tokens, and the text embeddings and sizes that are needed.
@@ -220,6 +246,8 @@ class LatentsDataset(BucketedDataset):
         if self.with_pooled:
             pooled = self._finite(sample, batch_keys.TEXT_POOLED, index)
             item[batch_keys.TEXT_POOLED] = pooled[caption_index].clone()
+        if self.image_features:
+            item[batch_keys.IMAGE_FEATURES] = self._finite(sample, batch_keys.IMAGE_FEATURES, index)
         if self.image_sizes:
             item[batch_keys.IMAGE_SIZES] = torch.from_numpy(sample[batch_keys.IMAGE_SIZES].astype('int64'))
         return item
@@ -279,6 +307,32 @@ class LatentsDataset(BucketedDataset):
                         f'({name} is {stored}, but the model has {expected}); '
                         'precompute them again with this model, or use their VAE in the model'
                     )
+
+    def check_features(self, encoder: FeatureEncoder, *, token_side: int) -> None:
+        """Check before training that the stored features were made by the model's own image encoder for its tokens.
+
+        Args:
+            encoder: The model's image encoder.
+            token_side: Side in pixels of the square of the image that a token of the denoiser covers.
+
+        Raises:
+            UserError: The weights of the encoder or the grid of the tokens differ.
+        """
+        expected = weights_fingerprint(encoder)
+        for bucket, manifest in zip(self.buckets, self.manifests, strict=True):
+            if manifest.image_encoder != expected:
+                raise UserError(
+                    f'streams.{bucket.name}: its image features were made by {manifest.image_encoder_source} '
+                    f'({manifest.image_encoder}, but model.representation_alignment.encoder has {expected}); '
+                    'precompute them again with this model, or use their encoder'
+                )
+            shape = features_shape(encoder, bucket.shape, token_side=token_side)
+            if manifest.features_shape != shape:
+                stored, needed = (' x '.join(map(str, each)) for each in (manifest.features_shape or [], shape))
+                raise UserError(
+                    f'streams.{bucket.name}: its image features are {stored} (height, width, features of the grid), '
+                    f'but the model needs {needed}; precompute them again with this model'
+                )
 
     def _check_text(self, text: TextConditioner, train_text_encoder: bool) -> None:
         """Raise UserError if the stored text embeddings are not of these text encoders, or if these are trained."""

@@ -18,6 +18,9 @@ TEXT_MASK = 'text_mask'
 TEXT_POOLED = 'text_pooled'
 """Pooled output of the frozen text encoders, [B, P]; next to TEXT_EMBEDS, for models that take it."""
 
+IMAGE_FEATURES = 'image_features'
+"""Patch features of a frozen image encoder for representation alignment, [B, N, F], for N cells and width F."""
+
 IMAGE_SIZES = 'image_sizes'
 """Sizes of the image in pixels, int64 [B, 6], for models that take them; see `Condition.sizes`."""
 

@@ -20,13 +20,17 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from diffusion.config import registry
 from diffusion.config.image_shapes import Shape, parse_shape
-from diffusion.config.recipe import Component
+from diffusion.config.recipe import Component, LoraConfig
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
 from diffusion.models.activation_memory import Activations, Inputs, blocks_of, count_activations
+from diffusion.models.auxiliary_counting import COUNTERS, AuxiliaryCounter
+from diffusion.models.block_matrices import fused_projections, newton_schulz_flops, trained_matrices
 from diffusion.models.denoisers.families import family_of
 from diffusion.models.flops import FlopCount, forward_flops, text_encoder_flops, vae_encoder_flops
+from diffusion.models.lora import add_lora
 from diffusion.models.pretrained import without_weights
+from diffusion.models.token_routing import Route
 from diffusion.models.vae import downsampling, encoder_blocks, latent_channels
 
 
@@ -44,9 +48,14 @@ class ModelCounter:
     Args:
         model: Composer model on the meta device. Models with `denoiser`, `vae` and `text` are treated as a
             LatentDiffusion.
+        lora: Settings of a LoRA that is trained instead of the denoiser's weights, or None. Its own FLOPs, about a
+            hundredth of the denoiser's, are not counted, as in `LatentDiffusion.flops_per_batch`.
+
+    Raises:
+        UserError: A LoRA does not fit the model.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, lora: LoraConfig | None = None) -> None:
         self.model = model
         self.vae, self.text, denoiser = (_part(model, name) for name in ('vae', 'text', 'denoiser'))
         self.denoiser = denoiser if self.vae is not None and self.text is not None else None
@@ -55,33 +64,53 @@ class ModelCounter:
         self.channels = 0 if self.vae is None else latent_channels(self.vae)
         self.cell = 1 if self.vae is None else downsampling(self.vae)
         self.patch = 1
+        self.token_width = 0
+        self._routed_flops: dict[Route, FlopCount] = {}
         if self.denoiser is not None:
             self._denoiser_flops = FlopCount(self.denoiser)
-            self.patch = family_of(self.denoiser).sizes(self.denoiser).patch
+            sizes = family_of(self.denoiser).sizes(self.denoiser)
+            self.patch, self.token_width = sizes.patch, sizes.token_width or 0
+            if lora is not None:
+                denoiser: Any = self.denoiser
+                with torch.device('meta'):
+                    add_lora(denoiser.requires_grad_(False), lora, seed=0)
 
     def facts(self) -> dict[str, int | bool]:
         """Return the model's parameter counts, latent and text sizes, and FLOPs per caption, which all images share."""
         # A LatentDiffusion's own parameters include a trained text encoder but no frozen parts: count by identity.
         parts = [part for part in (self.model, self.vae, self.text) if part is not None]
         parameters = {id(each): each for part in parts for each in part.parameters()}.values()
-        blocks = [] if self.denoiser is None else [_size(block.parameters()) for block in blocks_of(self.denoiser)]
+        denoiser = list(self.denoiser.parameters()) if self.denoiser is not None else []
+        frozen_denoiser = {id(each) for each in denoiser if not each.requires_grad}
+        modules = [] if self.denoiser is None else blocks_of(self.denoiser)
+        blocks = [_size(block.parameters()) for block in modules]
         return {
             'latent_diffusion': self.denoiser is not None,
             'trained_parameters': _size(each for each in parameters if each.requires_grad),
-            'frozen_parameters': _size(each for each in parameters if not each.requires_grad),
+            'frozen_parameters': _size(
+                each for each in parameters if not each.requires_grad and id(each) not in frozen_denoiser
+            ),
+            'frozen_denoiser_parameters': _size(each for each in denoiser if not each.requires_grad),
             'block_parameters': sum(blocks),
             'largest_block_parameters': max(blocks, default=0),
             'latent_channels': self.channels,
             'pixels_per_cell': self.cell,
             'pixels_per_patch': self.cell * self.patch,
+            'token_width': self.token_width,
+            'token_blocks': len(self._token_blocks()),
+            **({} if self.denoiser is None else _newton_schulz_flops(self.denoiser)),
             'text_length': self.text_length,
             'text_width': self.text_width,
             'trains_text_encoder': self._trains_text,
             'text_encoder_flops': 0 if self.denoiser is None else self._text_flops(),
         }
 
-    def flops(self, shape: Shape) -> dict[str, int]:
+    def flops(self, shape: Shape, route: Route | None = None) -> dict[str, int]:
         """Return the forward FLOPs for one image of a shape, as two counts by name.
+
+        Args:
+            shape: The image shape.
+            route: Blocks of a transformer that some tokens skip in training, or None.
 
         Returns:
             `trained`: FLOPs of the trained modules; `image_encoder`: FLOPs of the frozen image encoder (VAE).
@@ -93,7 +122,7 @@ class ModelCounter:
             flops = trained.get_total_flops()
             return {'trained': flops, 'image_encoder': forward_flops(self.model, batch) - flops}
         height, width = shape.height // self.cell, shape.width // self.cell
-        flops = self._denoiser_flops(height, width, self.text_length)
+        flops = self._denoiser_count(route)(height, width, self.text_length)
         if self._trains_text:
             flops += self._text_flops()
         return {'trained': flops, 'image_encoder': vae_encoder_flops(self.vae, height=height, width=width)}
@@ -124,6 +153,21 @@ class ModelCounter:
             return (torch.empty(batch, vae.config['in_channels'], shape.height, shape.width, dtype=vae.dtype),), {}
 
         return count_activations(vae.encoder, pixels, 'float32').largest // vae.dtype.itemsize
+
+    def _denoiser_count(self, route: Route | None) -> FlopCount:
+        """Return the counter of the denoiser's FLOPs, with all tokens in all blocks or with a route."""
+        if route is None:
+            return self._denoiser_flops
+        assert self.denoiser is not None and route.end <= len(self._token_blocks()), 'checked by TREAD'
+        if route not in self._routed_flops:
+            self._routed_flops[route] = FlopCount(self.denoiser)
+            self._routed_flops[route].route(route)
+        return self._routed_flops[route]
+
+    def _token_blocks(self) -> list[nn.Module]:
+        """Return the denoiser's blocks of image tokens, which tokens can skip; empty if it has none."""
+        blocks = None if self.denoiser is None else family_of(self.denoiser).token_blocks
+        return [] if blocks is None or self.denoiser is None else blocks.of(self.denoiser)
 
     @property
     def _trains_text(self) -> bool:
@@ -158,6 +202,26 @@ def _part(model: nn.Module, name: str) -> Any:
     return part if isinstance(part, nn.Module) else None
 
 
+def _newton_schulz_flops(denoiser: nn.Module) -> dict[str, int]:
+    """Return the FLOPs of one Newton-Schulz step on all matrices of the blocks, by the settings of `Muon`."""
+    fused = fused_projections(denoiser)
+    counts = {}
+    for layers in ('linears', 'all'):
+        convolutions = layers == 'all'
+        matrices = {
+            id(each): each
+            for block in blocks_of(denoiser)
+            for each in trained_matrices(block, convolutions=convolutions)
+        }
+        for projections, parts_of in (('split', fused), ('whole', {})):
+            counts[f'newton_schulz_flops_{layers}_{projections}'] = sum(
+                parts * newton_schulz_flops(len(each) // parts, each[0].numel())
+                for key, each in matrices.items()
+                for parts in [parts_of.get(key, 1)]
+            )
+    return counts
+
+
 def _size(parameters: Iterable[Tensor]) -> int:
     """Return the total number of elements of some parameters."""
     return sum(parameter.numel() for parameter in parameters)
@@ -170,8 +234,10 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parameter counts, FLOPs and activation memory of a model, as the planner's request lists them.
 
     Args:
-        request: `imports` and the model's `name` and `kwargs` as in a recipe; `flops`, a list of image shapes
-            ('640x384'); and `activations`, a list of pairs of shape and precision.
+        request: `imports` and the model's `name` and `kwargs` as in a recipe, or a name of
+            `auxiliary_counting.COUNTERS`; `lora`, the settings of a LoRA, if there is one; `flops`, a list of image
+            shapes ('640x384'), some with a route of tokens ('640x384 tread=2:13:0.5'); and `activations`, a list of
+            pairs of shape and precision.
 
     Returns:
         `facts`, `flops` by shape, and `activations` by 'SHAPE PRECISION'.
@@ -179,22 +245,40 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         UserError: No imported module registers the model, or the model cannot be built.
     """
-    for module in request['imports']:
-        importlib.import_module(module)
-    if (problem := registry.unknown('model', request['name'])) is not None:
-        raise UserError(f'{problem} (models are counted in a process that imports only the modules of `imports`)')
-    counter = ModelCounter(build_empty(request['name'], request['kwargs']))
+    counter = _counter(request)
     requested = [(parse_shape(shape), precision) for shape, precision in request['activations']]
     encoder = {shape: counter.largest_encoder_tensor(shape) for shape in dict(requested)}
     return {
         'facts': counter.facts(),
-        'flops': {shape: counter.flops(parse_shape(shape)) for shape in request['flops']},
+        'flops': {name: _flops(counter, name) for name in request['flops']},
         'activations': {
             f'{shape} {precision}': vars(counter.activations(shape, precision))
             | {'largest_encoder_elements': encoder[shape]}
             for shape, precision in requested
         },
     }
+
+
+def _counter(request: Mapping[str, Any]) -> ModelCounter | AuxiliaryCounter:
+    """Return the counter of the model, or of the loss's networks, that a request names."""
+    if request['name'] in COUNTERS:
+        return COUNTERS[request['name']](**request['kwargs'])
+    for module in request['imports']:
+        importlib.import_module(module)
+    if (problem := registry.unknown('model', request['name'])) is not None:
+        raise UserError(f'{problem} (models are counted in a process that imports only the modules of `imports`)')
+    lora = LoraConfig(**request['lora']) if request.get('lora') else None
+    return ModelCounter(build_empty(request['name'], request['kwargs']), lora)
+
+
+def _flops(counter: ModelCounter | AuxiliaryCounter, name: str) -> dict[str, int]:
+    """Return the FLOPs of a shape, such as '640x384', or of a shape and a route, such as '640x384 tread=2:13:0.5'."""
+    shape, _, route = name.partition(' tread=')
+    if not route:
+        return counter.flops(parse_shape(shape))
+    assert isinstance(counter, ModelCounter)
+    start, end, fraction = route.split(':')
+    return counter.flops(parse_shape(shape), Route(int(start), int(end), float(fraction)))
 
 
 def main() -> int:

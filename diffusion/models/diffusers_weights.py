@@ -2,10 +2,11 @@
 
 import inspect
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from diffusers.models.modeling_utils import ModelMixin
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
@@ -22,6 +23,7 @@ from diffusion.models.weight_fitting import way_out
 WEIGHT_FILE = 'diffusion_pytorch_model.safetensors'
 NO_EFFECT = {'sample_size', 'upcast_attention', 'in_channels', 'out_channels', 'dropout'}
 """Settings of a denoiser that do not change what its weights compute; numbers of channels show in the shapes."""
+Found = TypeVar('Found')
 
 
 def denoiser_folder(denoiser: ModelMixin, folder: Path) -> Path:
@@ -45,17 +47,52 @@ def fetched_denoiser_folder(denoiser: ModelMixin, repository: str, revision: str
         UserError: The Hub refuses, or the repository has no denoiser of this class.
         ExternalError: The Hub did not answer for minutes.
     """
-    kind, subfolder = type(denoiser), subfolder_of(denoiser)
+    fetch = partial(hub_files.fetch, type(denoiser), repository, revision=revision, weights=True)
+    subfolder, _ = _at_subfolder_or_top(fetch, subfolder_of(denoiser))
+    return hub_files.cached_file(repository, f'{subfolder}/config.json'.lstrip('/'), revision=revision).parent
+
+
+def check_hub_denoiser(denoiser: ModelMixin, repository: str, revision: str) -> int:
+    """Check that the denoiser of a repository fits and could be downloaded; download its configuration only.
+
+    Returns:
+        Bytes of weights that are not in the cache.
+
+    Raises:
+        UserError: As by `fetched_denoiser_folder`, or the architecture differs.
+        ExternalError: The Hub did not answer.
+    """
+    check = partial(hub_files.check_weights, type(denoiser), repository, revision=revision)
+    subfolder, size = _at_subfolder_or_top(check, subfolder_of(denoiser))
+    check_settings(
+        denoiser, hub_files.cached_file(repository, f'{subfolder}/config.json'.lstrip('/'), revision=revision)
+    )
+    return size
+
+
+def check_local_denoiser(denoiser: ModelMixin, folder: Path) -> None:
+    """Check that the denoiser in a folder of diffusers fits, and has its weight files; read its configuration only.
+
+    Raises:
+        UserError: There is no denoiser, its architecture differs, or a weight file is missing.
+    """
+    found = denoiser_folder(denoiser, folder)
+    check_settings(denoiser, found / 'config.json')
+    _weight_files(found)
+
+
+def _at_subfolder_or_top(request: Callable[..., Found], subfolder: str) -> tuple[str, Found]:
+    """Return the subfolder for which a request to the Hub succeeds, and its result.
+
+    A repository of the denoiser alone has its files at the top.
+    """
     try:
-        hub_files.fetch(kind, repository, subfolder=subfolder, revision=revision, weights=True)
+        return subfolder, request(subfolder=subfolder)
     except UserError as error:
-        # A repository of the denoiser alone has its files at the top.
         try:
-            hub_files.fetch(kind, repository, subfolder='', revision=revision, weights=True)
+            return '', request(subfolder='')
         except UserError:
             raise error from None
-        subfolder = ''
-    return hub_files.cached_file(repository, f'{subfolder}/config.json'.lstrip('/'), revision=revision).parent
 
 
 def subfolder_of(denoiser: ModelMixin) -> str:
@@ -74,7 +111,20 @@ def read_diffusers(denoiser: ModelMixin, folder: Path) -> dict[str, Tensor]:
         UserError: The folder has the weights of another class, with settings that compute something else, or none in
             the format safetensors.
     """
-    place = folder / 'config.json'
+    check_settings(denoiser, folder / 'config.json')
+    weights: dict[str, Tensor] = {}
+    for file in _weight_files(folder):
+        with open_safetensors(file) as opened:
+            weights |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    return weights
+
+
+def check_settings(denoiser: ModelMixin, place: Path) -> None:
+    """Check that a saved configuration, the file `place`, is that of a denoiser of the same class and architecture.
+
+    Raises:
+        UserError: It is not.
+    """
     check_config(place)
     config = json.loads(place.read_bytes())
     kind = type(denoiser).__name__
@@ -85,11 +135,6 @@ def read_diffusers(denoiser: ModelMixin, folder: Path) -> dict[str, Tensor]:
         raise UserError(
             f'{place}: the architecture differs from the recipe: {"; ".join(different[:4])}; {way_out(denoiser)}'
         )
-    weights: dict[str, Tensor] = {}
-    for file in _weight_files(folder):
-        with open_safetensors(file) as opened:
-            weights |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    return weights
 
 
 def different_settings(denoiser: ModelMixin, config: Mapping[str, Any]) -> list[str]:

@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 from unittest import mock
 
@@ -65,21 +65,31 @@ def vae_encoder_flops(vae: Vae, *, height: int, width: int) -> int:
 def text_encoder_flops(text: TextConditioner, *, length: int) -> int:
     """Return the FLOPs of all text encoders for one caption of `length` token ids per encoder."""
     tokens = torch.zeros(1, len(text.encoders), length, dtype=torch.int64, device='meta')
-    return forward_flops(empty_copy(text, 'meta'), tokens)
+    return forward_flops(empty_copy(text, 'meta', shared=text.tokenizers), tokens)
 
 
-def feature_flops(encoder: nn.Module, projector: nn.Module, grid: tuple[int, int]) -> int:
-    """Return the FLOPs of representation alignment for one image: a pass of the encoder, and three of the projection.
-
-    Args:
-        encoder: A FeatureEncoder.
-        projector: The trained FeatureProjector, which may be sharded.
-        grid: Height and width of the grid of tokens.
-    """
+def feature_encoder_flops(encoder: nn.Module, grid: tuple[int, int]) -> int:
+    """Return the FLOPs of a FeatureEncoder for one image and a grid of height x width cells."""
     # Not counted at the image's own size: the encoder resizes it.
     images = torch.zeros(1, 3, 8, 8, dtype=torch.uint8, device='meta')
+    return forward_flops(empty_copy(encoder, 'meta'), images, grid)
+
+
+def feature_projector_flops(projector: nn.Module, tokens: int) -> int:
+    """Return the FLOPs of training a FeatureProjector, which may be sharded, on a number of tokens: three passes."""
     weights = sum(each.numel() for each in projector.parameters() if each.ndim == 2)
-    return forward_flops(empty_copy(encoder, 'meta'), images, grid) + 3 * 2 * weights * grid[0] * grid[1]
+    return 3 * 2 * weights * tokens
+
+
+def perceptual_flops(loss: nn.Module, *, height: int, width: int) -> int:
+    """Return the FLOPs of a PerceptualLoss in a training step for one image of height x width pixels.
+
+    These are its forward passes on the prediction and on the image, and its backward pass to the prediction.
+    """
+    images = torch.zeros(1, 3, height, width, device='meta')
+    with torch.enable_grad(), FlopCounterMode(display=False) as counter:
+        empty_copy(loss, 'meta')(images.clone().requires_grad_(), images).sum().backward()
+    return counter.get_total_flops()
 
 
 def forward_flops(function: Callable[..., Any], *args: Any, gradients: bool = False, **kwargs: Any) -> int:
@@ -98,10 +108,16 @@ def _autocast_except_on_meta(device_type: str, *args: Any, **kwargs: Any) -> Any
     return contextlib.nullcontext() if device_type == 'meta' else _autocast(device_type, *args, **kwargs)
 
 
-def empty_copy(module: nn.Module, device: str) -> nn.Module:
-    """Return a copy of a module on another device, with uninitialized parameters and buffers."""
+def empty_copy(module: nn.Module, device: str, *, shared: Iterable[object] = ()) -> nn.Module:
+    """Return a copy of a module on another device, with uninitialized parameters and buffers.
+
+    Args:
+        module: The module.
+        device: The other device.
+        shared: Objects that the copy has in common with the module. Copying a tokenizer takes a second.
+    """
     # deepcopy takes the copy of an object from its memo: with empty tensors there, it never copies the data.
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = {id(each): each for each in shared}
     for parameter in module.parameters():
         empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
         memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)

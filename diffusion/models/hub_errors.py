@@ -18,6 +18,11 @@ WAY_OUT = (
 """How to load pretrained models without the Hub, for messages."""
 
 
+def way_out(subfolder: str) -> str:
+    """Return how to load a model or tokenizer in a subfolder without the Hub; an empty one is a model of its own."""
+    return WAY_OUT if subfolder else 'use a local folder written by save_pretrained instead'
+
+
 def loading_error(
     error: Exception, part: type, source: str, *, subfolder: str, revision: str | None
 ) -> UserError | OSError | None:

@@ -8,12 +8,19 @@ import contextlib
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_cache
+from huggingface_hub import (
+    HfApi,
+    constants,
+    get_hf_file_metadata,
+    hf_hub_download,
+    hf_hub_url,
+    try_to_load_from_cache,
+)
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -26,7 +33,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from diffusion.errors import ExternalError, UserError, is_wrong_path
-from diffusion.models.hub_errors import WAY_OUT
+from diffusion.models.hub_errors import way_out
 from diffusion.storage.locks import hold_lock
 from diffusion.storage.retry import GaveUp, RetryPolicy
 
@@ -36,6 +43,8 @@ POLICY = RetryPolicy(tries=10, timeout_seconds=30.0)
 """Ten tries of a request: with pauses of 2, 8, 30, 30, ... seconds less jitter, about three minutes."""
 WEIGHTS = re.compile(r'(diffusion_pytorch_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?')
 """Names of weight files, without variants such as `model.fp16.safetensors`."""
+STEMS = ('model', 'diffusion_pytorch_model')
+"""Names of weight files without endings: of transformers, and of diffusers."""
 TOKENIZER_FILES = ('.json', '.txt', '.model')
 COMMIT = re.compile(r'[0-9a-f]{40}')
 Answer = TypeVar('Answer')
@@ -64,40 +73,71 @@ def fetch(part: type, repository: str, *, subfolder: str, revision: str | None, 
         ExternalError: The Hub did not answer for minutes.
     """
     cached = partial(_is_cached, part, repository, subfolder, revision or constants.DEFAULT_REVISION, weights)
-    what = f'{"/".join(name for name in (repository, subfolder) if name)}: {part.__name__}'
-    what += f' at revision {revision}' if revision else ''
-    failed = f'{what} could not be loaded from the Hugging Face Hub'
+    what = _description(part, repository, subfolder, revision)
     if constants.HF_HUB_OFFLINE:
         if _valid(repository) and cached():
             return revision
         raise UserError(
-            f'{failed} (HF_HUB_OFFLINE is set, and the cache {constants.HF_HUB_CACHE} lacks it); unset it to download '
-            f'once, set HF_HOME to a cache that has it, or {WAY_OUT}'
+            f'{what} could not be loaded from the Hugging Face Hub (HF_HUB_OFFLINE is set, and the cache '
+            f'{constants.HF_HUB_CACHE} lacks it); unset it to download once, set HF_HOME to a cache that has it, or '
+            f'{way_out(subfolder)}'
         )
     is_commit = revision is not None and COMMIT.fullmatch(revision) is not None
-    try:
+    with _clear_errors(what, repository, revision, way_out(subfolder)):
         if is_commit and _valid(repository) and cached():
             return revision
         # One process per node: the others wait here, and then find the files in the cache.
         name = repository.replace('/', '--')
-        with hold_lock(Path(constants.HF_HUB_CACHE, '.locks', f'{name}.diffusion.lock'), lambda: None), _quiet():
-            if is_commit and cached():
-                return revision
-            return _download(part, repository, subfolder, revision, weights)
-    except UserError as error:
-        raise UserError(f'{failed} ({_refusal(error, repository, revision)}); {WAY_OUT}') from error
-    except GaveUp as error:
-        if not is_commit and cached():
+        try:
+            with hold_lock(Path(constants.HF_HUB_CACHE, '.locks', f'{name}.diffusion.lock'), lambda: None), _quiet():
+                if is_commit and cached():
+                    return revision
+                return _download(part, repository, subfolder, revision, weights)
+        except GaveUp as error:
+            if is_commit or not cached():
+                raise
             log.warning('%s: the Hub does not answer (%s); using the copy in the cache', what, error)
             return revision
-        raise ExternalError(
-            f'{failed} ({_shortened(error)}). Start again later; or set HF_HOME to a cache that has the files and '
-            f'HF_HUB_OFFLINE=1, or {WAY_OUT}'
-        ) from error
-    except OSError as error:
-        if not is_wrong_path(error):
-            raise
-        raise UserError(f'{failed}: the cache cannot be written ({error}); set HF_HOME to another folder') from error
+
+
+def check_weights(part: type, repository: str, *, subfolder: str, revision: str | None) -> int:
+    """Check that `fetch` would find a model's weights and be allowed to download them; download its configuration only.
+
+    Args:
+        part: Class of the model.
+        repository: Name of the repository.
+        subfolder: Subfolder of the repository; empty for its top folder.
+        revision: Commit, branch or tag; None is the main branch.
+
+    Returns:
+        Bytes of weights that are not in the cache.
+
+    Raises:
+        UserError: As by `fetch`, or the repository has no weights in the format safetensors, or not all shards.
+        ExternalError: The Hub did not answer.
+    """
+    revision = fetch(part, repository, subfolder=subfolder, revision=revision, weights=False)
+    if _is_cached(part, repository, subfolder, revision or constants.DEFAULT_REVISION, weights=True):
+        return 0
+    if constants.HF_HUB_OFFLINE:
+        fetch(part, repository, subfolder=subfolder, revision=revision, weights=True)  # raises the error of this mode
+    what = _description(part, repository, subfolder, revision)
+    with _clear_errors(what, repository, revision, way_out(subfolder)), _quiet():
+        commit, names = _files(repository, subfolder, revision)
+        files = _weight_files(repository, subfolder, commit, names)
+        # Listing needs no access to a gated repository, but a file's metadata does.
+        return sum(_size(repository, _inside(subfolder, name), commit) for name in files)
+
+
+@contextlib.contextmanager
+def retrying(policy: RetryPolicy) -> Iterator[None]:
+    """Context in which requests are retried under another policy."""
+    global POLICY
+    before, POLICY = POLICY, policy
+    try:
+        yield
+    finally:
+        POLICY = before
 
 
 def cached_file(repository: str, name: str, *, revision: str | None) -> Path:
@@ -109,22 +149,85 @@ def cached_file(repository: str, name: str, *, revision: str | None) -> Path:
 
 def _download(part: type, repository: str, subfolder: str, revision: str | None, weights: bool) -> str:
     """Download the missing files of a model or tokenizer to the cache; return their commit."""
-    api = HfApi(endpoint=constants.ENDPOINT)
-    url = f'hf://{repository}@{revision or constants.DEFAULT_REVISION}'
-    listing = partial(api.model_info, repository, revision=revision, timeout=POLICY.timeout_seconds)
-    info = _ask(listing, url)
-    prefix = f'{subfolder}/' if subfolder else ''
-    found = [each.rfilename for each in info.siblings or []]
-    inside = [name.removeprefix(prefix) for name in found if name.startswith(prefix)]
-    needed = [name for name in inside if '/' not in name and _is_needed(part, name, weights)]
+    commit, names = _files(repository, subfolder, revision)
+    needed = [name for name in names if _is_needed(part, name, weights)]
     # The files by which `_is_cached` decides come last: if they are there, a killed process has fetched the rest too.
     for name in sorted(needed, key=lambda name: (_decides(part, name), name)):
-        request = partial(hf_hub_download, repository, prefix + name, revision=info.sha, endpoint=constants.ENDPOINT)
-        _ask(partial(request, cache_dir=constants.HF_HUB_CACHE), f'{url}/{prefix}{name}')
+        _download_file(repository, _inside(subfolder, name), commit)
+    if not _is_cached(part, repository, subfolder, commit, weights):
+        lacks = _inside(subfolder, 'config.json' if issubclass(part, nn.Module) else 'vocabulary')
+        raise UserError(f'{_url(repository, revision)}: has no {lacks}')
+    return commit
+
+
+def _files(repository: str, subfolder: str, revision: str | None) -> tuple[str, list[str]]:
+    """Return the commit of a revision, and the names of the files in a subfolder of the repository at this commit."""
+    api = HfApi(endpoint=constants.ENDPOINT)
+    listing = partial(api.model_info, repository, revision=revision, timeout=POLICY.timeout_seconds)
+    info = _ask(listing, _url(repository, revision))
     assert info.sha is not None
-    if not _is_cached(part, repository, subfolder, info.sha, weights):
-        raise UserError(f'{url}: has no {prefix}{"config.json" if issubclass(part, nn.Module) else "vocabulary"}')
-    return info.sha
+    prefix = _inside(subfolder, '')
+    found = [each.rfilename for each in info.siblings or []]
+    inside = [name.removeprefix(prefix) for name in found if name.startswith(prefix)]
+    return info.sha, [name for name in inside if '/' not in name]
+
+
+def _download_file(repository: str, path: str, commit: str) -> Path:
+    """Download a file of a repository to the cache, and return its path there."""
+    request = partial(hf_hub_download, repository, path, revision=commit, endpoint=constants.ENDPOINT)
+    return Path(_ask(partial(request, cache_dir=constants.HF_HUB_CACHE), f'{_url(repository, commit)}/{path}'))
+
+
+def _weight_files(repository: str, subfolder: str, commit: str, names: Collection[str]) -> list[str]:
+    """Return those of a subfolder's files that hold the weights, one file or several shards.
+
+    Raises:
+        UserError: There are none, or some shards of the index are missing.
+    """
+    where = f'{_url(repository, commit)}/{subfolder}'.rstrip('/')
+    for stem in STEMS:
+        if f'{stem}.safetensors' in names:
+            return [f'{stem}.safetensors']
+        index = f'{stem}.safetensors.index.json'
+        if index in names:
+            shards = _shards(_download_file(repository, _inside(subfolder, index), commit))
+            if missing := sorted(shards - {*names}):
+                raise UserError(f'{where}: has no {missing[0]}, which {index} lists')
+            return sorted(shards)
+    raise UserError(f'{where}: has no weights in the format safetensors')
+
+
+def _size(repository: str, path: str, commit: str) -> int:
+    """Return the bytes of a file of a repository, if this process may download it."""
+    url = hf_hub_url(repository, path, revision=commit, endpoint=constants.ENDPOINT)
+    request = partial(get_hf_file_metadata, url, timeout=POLICY.timeout_seconds, endpoint=constants.ENDPOINT)
+    return _ask(request, f'{_url(repository, commit)}/{path}').size or 0
+
+
+@contextlib.contextmanager
+def _clear_errors(what: str, repository: str, revision: str | None, instead: str) -> Iterator[None]:
+    """Context that replaces errors of the Hub and of its cache by those that `fetch` documents.
+
+    Args:
+        what: The model or tokenizer.
+        repository: Its repository.
+        revision: Commit, branch or tag.
+        instead: How to load it without the Hub.
+    """
+    failed = f'{what} could not be loaded from the Hugging Face Hub'
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f'{failed} ({_refusal(error, repository, revision)}); {instead}') from error
+    except GaveUp as error:
+        raise ExternalError(
+            f'{failed} ({_shortened(error)}). Start again later; or set HF_HOME to a cache that has the files and '
+            f'HF_HUB_OFFLINE=1, or {instead}'
+        ) from error
+    except OSError as error:
+        if not is_wrong_path(error):
+            raise
+        raise UserError(f'{failed}: the cache cannot be written ({error}); set HF_HOME to another folder') from error
 
 
 def _ask(request: Callable[[], Answer], url: str) -> Answer:
@@ -145,11 +248,25 @@ def _ask(request: Callable[[], Answer], url: str) -> Answer:
     return POLICY.run(attempt, url)
 
 
+def has_weights(folder: Path) -> bool:
+    """Return True if a model's local folder has its weights: one safetensors file, or all shards of an index."""
+    for stem in STEMS:
+        index = folder / f'{stem}.safetensors.index.json'
+        if (folder / f'{stem}.safetensors').is_file():
+            return True
+        if index.is_file():
+            try:
+                return all((folder / name).is_file() for name in _shards(index))
+            except (ValueError, KeyError, TypeError, AttributeError):  # the index is damaged
+                return False
+    return False
+
+
 def _is_cached(part: type, repository: str, subfolder: str, revision: str, weights: bool) -> bool:
     """Return True if the cache has all files that loading a model or tokenizer needs."""
 
     def path(name: str) -> Path | None:
-        name = f'{subfolder}/{name}' if subfolder else name
+        name = _inside(subfolder, name)
         found = try_to_load_from_cache(repository, name, revision=revision, cache_dir=constants.HF_HUB_CACHE)
         return Path(found) if isinstance(found, str) else None
 
@@ -157,14 +274,17 @@ def _is_cached(part: type, repository: str, subfolder: str, revision: str, weigh
         return path('tokenizer.json') is not None or all(map(path, part.vocab_files_names.values()))
     if path('config.json') is None:
         return False
-    stems = ('model', 'diffusion_pytorch_model')
-    if not weights or any(path(f'{stem}.safetensors') for stem in stems):
+    if not weights or any(path(f'{stem}.safetensors') for stem in STEMS):
         return True
-    for index in (path(f'{stem}.safetensors.index.json') for stem in stems):
+    for index in (path(f'{stem}.safetensors.index.json') for stem in STEMS):
         if index is not None:
-            shards = set(json.loads(index.read_text(encoding='utf-8'))['weight_map'].values())
-            return all(map(path, shards))
+            return all(map(path, _shards(index)))
     return False
+
+
+def _shards(index: Path) -> set[str]:
+    """Return the names of the files that an index of sharded weights lists."""
+    return set(json.loads(index.read_text(encoding='utf-8'))['weight_map'].values())
 
 
 def _is_needed(part: type, name: str, weights: bool) -> bool:
@@ -179,6 +299,22 @@ def _decides(part: type, name: str) -> int:
     if issubclass(part, PreTrainedTokenizerBase):
         return int(name in ('tokenizer.json', *part.vocab_files_names.values()))
     return 1 + name.endswith('.index.json') if WEIGHTS.fullmatch(name) else 0
+
+
+def _inside(subfolder: str, name: str) -> str:
+    """Return the path in a repository of a file in a subfolder, which is empty for the top folder."""
+    return f'{subfolder}/{name}' if subfolder else name
+
+
+def _url(repository: str, revision: str | None) -> str:
+    """Return the name of a repository at a revision, for messages."""
+    return f'hf://{repository}@{revision or constants.DEFAULT_REVISION}'
+
+
+def _description(part: type, repository: str, subfolder: str, revision: str | None) -> str:
+    """Return the name of a model or tokenizer in a repository, for messages."""
+    what = f'{"/".join(name for name in (repository, subfolder) if name)}: {part.__name__}'
+    return what + (f' at revision {revision}' if revision else '')
 
 
 def _valid(repository: str) -> bool:

@@ -14,14 +14,21 @@ from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric
 
-from diffusion.config.perceptual_checks import objective_problem
 from diffusion.errors import UserError
 from diffusion.models import batch_keys
+from diffusion.models.batch_conditions import image_sizes, sizes_of_uncropped, stored_mask, stored_text
 from diffusion.models.denoisers.condition import Condition
 from diffusion.models.denoisers.families import family_of
-from diffusion.models.denoisers.family import DenoiserSizes
-from diffusion.models.flops import FlopCount, feature_flops, text_encoder_flops, vae_encoder_flops
+from diffusion.models.flops import (
+    FlopCount,
+    feature_encoder_flops,
+    feature_projector_flops,
+    perceptual_flops,
+    text_encoder_flops,
+    vae_encoder_flops,
+)
 from diffusion.models.frozen_parts import at_least_float32, encoder_precision, evaluating, for_autograd, freeze
+from diffusion.models.latent_grid import LatentGrid
 from diffusion.models.objective import (
     Objective,
     diffuse,
@@ -30,7 +37,8 @@ from diffusion.models.objective import (
     loss_weight,
     target,
 )
-from diffusion.models.perceptual_losses import PerceptualLoss, PerceptualLosses
+from diffusion.models.part_checks import check_parts, check_perceptual
+from diffusion.models.perceptual_losses import PerceptualLosses, load_perceptual_loss
 from diffusion.models.pixel_space import PixelSpace
 from diffusion.models.randomness import Draws, Purpose, draws_for
 from diffusion.models.representation_alignment import (
@@ -43,6 +51,7 @@ from diffusion.models.sampler import guided_denoiser, inference_scheduler, sampl
 from diffusion.models.sampling_arguments import as_captions, check_sampling
 from diffusion.models.stage_hooks import stage
 from diffusion.models.text_conditioner import TextConditioner, TextOutput, tokenize
+from diffusion.models.timestep_sampling import training_timesteps
 from diffusion.models.token_routing import Route, TokenRouter
 from diffusion.models.vae import (
     Vae,
@@ -53,6 +62,7 @@ from diffusion.models.vae import (
     latent_statistics,
     moments_of,
 )
+from diffusion.models.width_transfer import scale_for_width
 
 log = logging.getLogger(__name__)
 
@@ -110,6 +120,10 @@ class LatentDiffusion(ComposerModel):
         representation_alignment: Settings of the alignment of the denoiser's tokens with features of a frozen image
             encoder; None turns it off.
         perceptual_losses: Settings of perceptual losses of a model on pixels; None turns them off.
+        mup_base: The denoiser at the width at which the learning rate was found, which may be on the meta device, to
+            scale initial weights and learning rates for the width of `denoiser` by muP; None does not.
+        feature_encoder: Frozen image encoder for the alignment and for perceptual losses, used instead of the one that
+            their settings name; None loads that one.
     """
 
     alpha_bars: Tensor
@@ -121,6 +135,8 @@ class LatentDiffusion(ComposerModel):
     """Losses per sample of the last call of `loss`, float32 [B]; `LossGuard` names bad samples by them. Never saved."""
     denoiser_is_frozen: bool
     """True if only a LoRA of the denoiser is trained; its own FLOPs, about a hundredth, are not counted."""
+    learning_rate_factors: dict[str, float]
+    """Factors of the learning rate by name of parameter, which muP gives to this width; 1 for other parameters."""
     router: TokenRouter | None
     """Hooks with which image tokens skip blocks in training; None without `route_tokens`."""
     encoders_in_inference_mode: bool
@@ -143,11 +159,13 @@ class LatentDiffusion(ComposerModel):
         latent_size: int | None = None,
         representation_alignment: RepresentationAlignment | None = None,
         perceptual_losses: PerceptualLosses | None = None,
+        mup_base: ModelMixin | None = None,
+        feature_encoder: FeatureEncoder | None = None,
     ) -> None:
         super().__init__()
         self.family = family_of(denoiser)
         self.denoiser_sizes = self.family.sizes(denoiser)
-        _check_parts(self.denoiser_sizes, vae, text)
+        check_parts(self.denoiser_sizes, vae, text)
         if not 0 <= caption_dropout <= 1:
             raise UserError(f'caption_dropout: {caption_dropout} is not a fraction in [0, 1]')
         if caption_dropout_mode not in CAPTION_DROPOUT_MODES:
@@ -188,13 +206,21 @@ class LatentDiffusion(ComposerModel):
         if representation_alignment is not None:
             # A child of its own, so that the optimizer, checkpoints and FSDP treat the projection like the denoiser.
             encoder, self.feature_projector, self._capture = build_alignment(
-                representation_alignment, denoiser, self.family, width=self.denoiser_sizes.token_width
+                representation_alignment,
+                denoiser,
+                self.family,
+                width=self.denoiser_sizes.token_width,
+                encoder=feature_encoder,
             )
             self._frozen['image_encoder'] = freeze(encoder, dtype)
         if perceptual_losses is not None:
-            _check_perceptual(vae, self.objective)
+            check_perceptual(vae, self.objective)
             # In float32: gradients pass through them.
-            self._frozen['perceptual_loss'] = freeze(PerceptualLoss(perceptual_losses), torch.float32)
+            self._frozen['perceptual_loss'] = freeze(
+                load_perceptual_loss(perceptual_losses, feature_encoder), torch.float32
+            )
+
+        self.learning_rate_factors = {} if mup_base is None else self._scale_for_width(mup_base)
 
         # Not persistent: the buffers follow from the settings, and a checkpoint must not replace them.
         mean, std = latent_statistics(vae)
@@ -203,6 +229,17 @@ class LatentDiffusion(ComposerModel):
         self.register_buffer('latent_mean', mean.view(-1, 1, 1), persistent=False)
         self.register_buffer('latent_std', std.view(-1, 1, 1), persistent=False)
         self.register_buffer('empty_ids', empty_ids, persistent=False)
+
+    def _scale_for_width(self, base: ModelMixin) -> dict[str, float]:
+        """Scale the initial weights by muP, and return the factors of the learning rates by name of parameter."""
+        factors = scale_for_width(self.denoiser, base, prefix='denoiser.')
+        if self.representation_alignment is not None:
+            # Its first layer reads the denoiser's tokens, and is an output layer of theirs.
+            width, first = self.family.sizes(base).token_width, self.feature_projector[0]
+            assert width is not None and isinstance(first, nn.Linear)
+            narrow = nn.Linear(width, first.out_features, device='meta')
+            factors |= scale_for_width(first, narrow, prefix='feature_projector.0.')
+        return factors
 
     @property
     def vae(self) -> Vae:
@@ -213,6 +250,13 @@ class LatentDiffusion(ComposerModel):
     def text(self) -> TextConditioner:
         """The text encoders, trained or frozen."""
         return self.text_encoder if self.train_text_encoder else self._frozen['text']  # type: ignore[return-value]
+
+    @property
+    def latent_grid(self) -> LatentGrid:
+        """Sizes of images and latents that the denoiser can generate."""
+        return LatentGrid(
+            latent_channels(self.vae), downsampling(self.vae), self.denoiser_sizes.patch, self.latent_size
+        )
 
     @property
     def device(self) -> torch.device:
@@ -246,7 +290,7 @@ class LatentDiffusion(ComposerModel):
         draws = self.draws_of(batch).precompute_draws(self._words_of_a_step(batch))
         latents = self.latents_of(batch, draws)
         self._check_scale(latents)
-        timesteps = self._timesteps(batch, draws)
+        timesteps = training_timesteps(self.objective, draws, batch.get(batch_keys.TIMESTEP_QUANTILE))
         noise = draws.normal(Purpose.NOISE, latents.shape[1:])
         if self.objective.offset_noise:
             offset = draws.normal(Purpose.OFFSET_NOISE, (latents.shape[1], 1, 1))
@@ -353,15 +397,42 @@ class LatentDiffusion(ComposerModel):
             moments = moments_of(vae, pixels)
         return for_autograd(moments)
 
+    @property
+    def token_side(self) -> int:
+        """Side in pixels of the square of the image that a token of the denoiser covers."""
+        return self.denoiser_sizes.patch * downsampling(self.vae)
+
+    @property
+    def image_encoder(self) -> FeatureEncoder | None:
+        """The frozen image encoder of representation alignment; None without it, and if its features are stored."""
+        return self._frozen.get('image_encoder')  # type: ignore[return-value]
+
+    def use_stored_features(self) -> None:
+        """Release the image encoder, since all training batches have its features."""
+        self._frozen.pop('image_encoder', None)
+
+    def image_features(self, images: Tensor) -> Tensor:
+        """Return the image encoder's feature of each token's place in the image, float32 [B, N, F].
+
+        Args:
+            images: uint8 [B, 3, 8H, 8W].
+        """
+        encoder = self.image_encoder
+        assert encoder is not None, 'the model has no representation alignment, or its features are stored'
+        height, width = (side // self.token_side for side in images.shape[2:])
+        with self._encoding(images.device):
+            features = encoder(images, (height, width))
+        return for_autograd(features)
+
     def flops_per_batch(self, batch: Mapping[str, Tensor]) -> int:
         """Return the FLOPs of training on one device's batch; Composer's SpeedMonitor calls this method.
 
-        Counts three forward passes of the trained parts (forward and backward) and one of the frozen encoders that the
-        batch needs.
+        Counts three forward passes of the trained parts (forward and backward), one of the frozen encoders that the
+        batch needs, and the passes of the networks of perceptual losses. The optimizer's FLOPs are not counted.
         """
         count, _, token_length = batch[batch_keys.INPUT_IDS].shape
-        runs_encoders = batch_keys.LATENT_MOMENTS not in batch, batch_keys.TEXT_EMBEDS not in batch
-        shape = *self._latent_size_of(batch), token_length, *runs_encoders
+        outputs = batch_keys.LATENT_MOMENTS, batch_keys.TEXT_EMBEDS, batch_keys.IMAGE_FEATURES
+        shape = *self._latent_size_of(batch), token_length, *(output not in batch for output in outputs)
         # Shapes repeat (aspect-ratio buckets), and counting one takes a forward pass on the meta device.
         if shape not in self._sample_flops:
             self._sample_flops[shape] = self._count_sample(*shape)
@@ -443,16 +514,18 @@ class LatentDiffusion(ComposerModel):
         if len(seeds) != len(prompts):
             raise UserError(f'seeds: {len(seeds)} seeds for {len(prompts)} prompts; pass one seed per prompt')
         check_sampling(seeds, num_inference_steps, self.objective.num_train_timesteps, guidance_scale, guidance_rescale)
+        grid = self.latent_grid
         if latents is not None:
-            self._check_latents(latents, size, len(prompts))
+            grid.check_noise(latents, size, len(prompts))
             latents = latents.to(self.device)
         else:
             # An image's seed takes the place of a sample id, so that its noise does not depend on the other images.
-            shape = self._latent_shape(size)
+            shape = grid.shape(size)
             latents = draws_for(seeds, seed=0, device=self.device).normal(Purpose.SAMPLING, shape)
         scheduler = inference_scheduler(noise_scheduler, self.objective)
         with evaluating(self):  # a text encoder in training mode may have dropout
-            condition = self._condition(self._tokens(prompts), sizes=self._sizes_of_generated(latents))
+            sizes = sizes_of_uncropped(latents, cell=grid.cell) if self.family.takes_sizes else None
+            condition = self._condition(self._tokens(prompts), sizes=sizes)
             if guidance_scale > 1:
                 # Both predictions come from one pass of twice the batch.
                 unconditional = self._unconditional(negative_prompt, len(prompts), sizes=condition.sizes)
@@ -501,7 +574,13 @@ class LatentDiffusion(ComposerModel):
         return height // cell, width // cell
 
     def _count_sample(
-        self, height: int, width: int, token_length: int, encodes_images: bool, encodes_text: bool
+        self,
+        height: int,
+        width: int,
+        token_length: int,
+        encodes_images: bool,
+        encodes_text: bool,
+        encodes_features: bool,
     ) -> int:
         """Return the FLOPs of training on one sample of a given latent size and number of token ids."""
         # The backward pass computes gradients of activations and of weights, except where the weights are frozen.
@@ -514,26 +593,16 @@ class LatentDiffusion(ComposerModel):
             total += passes * text_encoder_flops(self.text, length=token_length)
         if self.representation_alignment is not None:
             grid = height // self.denoiser_sizes.patch, width // self.denoiser_sizes.patch
-            total += feature_flops(self._frozen['image_encoder'], self.feature_projector, grid)
+            tokens = grid[0] * grid[1]
+            if self.router is not None:
+                tokens = self.router.route.tokens_after(self.representation_alignment.block, tokens)
+            total += feature_projector_flops(self.feature_projector, tokens)
+            if encodes_features:
+                total += feature_encoder_flops(self._frozen['image_encoder'], grid)
+        if (perceptual := self._frozen.get('perceptual_loss')) is not None:
+            # The model is on pixels, so that its latents have the size of the image.
+            total += perceptual_flops(perceptual, height=height, width=width)
         return total
-
-    def _timesteps(self, batch: Mapping[str, Tensor], draws: Draws) -> Tensor:
-        """Return a random timestep for each sample of a batch, [B]: int64 for diffusion, float32 for a flow."""
-        steps, flow = self.objective.num_train_timesteps, self.objective.is_flow
-        if self.objective.timesteps != 'stratified':
-            if flow:
-                return (self.objective.time_of(draws.uniform(Purpose.TIMESTEP)) * steps).float()
-            return draws.integers(Purpose.TIMESTEP, steps)
-        quantiles = batch.get(batch_keys.TIMESTEP_QUANTILE)
-        if quantiles is None:
-            raise UserError(
-                f'batch: has no {batch_keys.TIMESTEP_QUANTILE}, which objective.timesteps: stratified needs; use a '
-                'BucketedLoader with stratified=True, or timesteps: uniform'
-            )
-        if flow:
-            return (self.objective.time_of(quantiles.double()) * steps).float()
-        # A quantile just below 1, such as 1 - 2**-52, times 1000 is rounded to 1000.
-        return (quantiles * steps).long().clamp(max=steps - 1)
 
     def _check_scale(self, latents: Tensor) -> None:
         """Log a warning if the latents of the first batch do not have a standard deviation of about 1."""
@@ -553,7 +622,9 @@ class LatentDiffusion(ComposerModel):
     def _condition_of(self, batch: Mapping[str, Tensor], draws: Draws | None = None) -> Condition:
         """Return the denoiser's condition for a batch; with `draws`, drop random captions for guidance."""
         input_ids, keep = batch[batch_keys.INPUT_IDS], None
-        text, mask = self._stored_text(batch), self._stored_mask(batch)
+        text = stored_text(batch, takes_pooled=self.denoiser_sizes.pooled_width is not None)
+        mask = stored_mask(batch, mask_padding=self.mask_padding)
+        sizes = image_sizes(batch) if self.family.takes_sizes else None
         if draws is not None and self.caption_dropout:
             keep = draws.uniform(Purpose.CAPTION_DROPOUT) >= self.caption_dropout
         if keep is not None and self.caption_dropout_mode == 'empty':
@@ -564,50 +635,7 @@ class LatentDiffusion(ComposerModel):
             if mask is not None:
                 mask = torch.where(keep[:, None], mask, self.text.padding_mask(self.empty_ids[None]))
             keep = None
-        return self._condition(input_ids, keep, text, mask=mask, sizes=self._sizes_of(batch))
-
-    def _stored_text(self, batch: Mapping[str, Tensor]) -> TextOutput | None:
-        """Return the precomputed output of the text encoders in a batch, or None if the batch has none."""
-        if batch_keys.TEXT_EMBEDS not in batch:
-            return None
-        pooled = batch.get(batch_keys.TEXT_POOLED)
-        if pooled is None and self.denoiser_sizes.pooled_width is not None:
-            raise UserError(
-                f'batch: has {batch_keys.TEXT_EMBEDS} but no {batch_keys.TEXT_POOLED}, which this denoiser takes; '
-                'precompute the text again with this model, or leave it out of the batch'
-            )
-        return TextOutput(batch[batch_keys.TEXT_EMBEDS], pooled)
-
-    def _stored_mask(self, batch: Mapping[str, Tensor]) -> Tensor | None:
-        """Return the padding mask [B, L] of text embeddings that are stored without padding, or None."""
-        mask = batch.get(batch_keys.TEXT_MASK)
-        if mask is not None and not self.mask_padding:
-            raise UserError(
-                f'batch: {batch_keys.TEXT_EMBEDS} are stored without padding, to which this model attends; set '
-                'mask_padding, or precompute the text again with this model'
-            )
-        return mask
-
-    def _sizes_of(self, batch: Mapping[str, Tensor]) -> Tensor | None:
-        """Return the image sizes of a batch, int64 [B, 6], for a denoiser that takes them, else None."""
-        if not self.family.takes_sizes:
-            return None
-        if batch_keys.IMAGE_SIZES not in batch:
-            raise UserError(
-                f'batch: has no {batch_keys.IMAGE_SIZES}, which this denoiser takes; build the dataset with '
-                'image_sizes=True'
-            )
-        return batch[batch_keys.IMAGE_SIZES]
-
-    def _sizes_of_generated(self, latents: Tensor) -> Tensor | None:
-        """Return the sizes for generating from latents [B, C, H, W]: those of an image that was not resized or cropped.
-
-        These are the defaults of diffusers' pipeline. None if the denoiser takes no sizes.
-        """
-        if not self.family.takes_sizes:
-            return None
-        height, width = (side * downsampling(self.vae) for side in latents.shape[2:])
-        return torch.tensor([height, width, 0, 0, height, width], device=self.device).expand(len(latents), -1)
+        return self._condition(input_ids, keep, text, mask=mask, sizes=sizes)
 
     def _condition(
         self,
@@ -640,20 +668,20 @@ class LatentDiffusion(ComposerModel):
 
     def _alignment_losses(self, batch: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
         """Return the alignment's loss of each sample, float32 [B], for image tokens [B, K or N, D] after its block."""
-        images = batch.get(batch_keys.IMAGE)
-        if images is None:
+        if batch_keys.IMAGE_FEATURES in batch:
+            features = batch[batch_keys.IMAGE_FEATURES]
+        elif batch_keys.IMAGE in batch:
+            features = self.image_features(batch[batch_keys.IMAGE])
+        else:
             raise UserError(
-                f'batch: has no {batch_keys.IMAGE}, which model.representation_alignment needs; use a dataset of '
-                'images, or set model.representation_alignment: null'
+                f'batch: has neither {batch_keys.IMAGE} nor {batch_keys.IMAGE_FEATURES}, of which '
+                'model.representation_alignment needs one; use a dataset of images, precompute the latents again with '
+                'this model, or set model.representation_alignment: null'
             )
-        height, width = (side // self.denoiser_sizes.patch for side in self._latent_size_of(batch))
-        encoder: FeatureEncoder = self._frozen['image_encoder']  # type: ignore[assignment]
-        with self._encoding(images.device):
-            features = encoder(images, (height, width))
         # A block of the router's route sees only the tokens that are kept.
-        routed = self.router is not None and tokens.shape[1] < height * width
+        routed = self.router is not None and tokens.shape[1] < features.shape[1]
         kept = self.router.kept if routed and self.router is not None else None
-        return alignment_losses(self.feature_projector(tokens), for_autograd(features), kept)
+        return alignment_losses(self.feature_projector(tokens), features, kept)
 
     def _predicted_latents(self, outputs: Denoised, latents: Tensor, timesteps: Tensor) -> Tensor:
         """Return the clean latents [B, C, H, W] that predictions of a flow or of x mean."""
@@ -688,13 +716,7 @@ class LatentDiffusion(ComposerModel):
 
     def _predict(self, noisy: Tensor, timesteps: Tensor, condition: Condition) -> Tensor:
         """Return the denoiser's prediction for noisy latents [B, C, H, W] at timesteps [B] of the noise schedule."""
-        patch, (height, width) = self.denoiser_sizes.patch, noisy.shape[2:]
-        if height % patch or width % patch:
-            side = patch * downsampling(self.vae)
-            raise UserError(
-                f"streams: latents of {width}x{height} cells do not divide into the denoiser's patches of "
-                f'{patch}x{patch}; use images whose sides are multiples of {side} px'
-            )
+        self.latent_grid.check_patches(*noisy.shape[2:])
         if self.family.timesteps_up_to_one:
             timesteps = timesteps / self.objective.num_train_timesteps
         return self.family.predict(self.denoiser, noisy, timesteps, condition)
@@ -703,61 +725,8 @@ class LatentDiffusion(ComposerModel):
         """Return the token ids of captions on the model's device, int64 [B, E, L]."""
         return tokenize(self.text.tokenizers, captions).to(self.device)
 
-    def _check_latents(self, latents: Tensor, size: tuple[int, int] | None, count: int) -> None:
-        """Raise UserError unless `latents` are initial noise for `count` images of a size that the VAE can decode."""
-        channels = latent_channels(self.vae)
-        if latents.ndim != 4 or tuple(latents.shape[:2]) != (count, channels) or 0 in latents.shape:
-            raise UserError(
-                f'latents: shape {tuple(latents.shape)}; pass noise of shape [{count}, {channels}, height / '
-                f'{downsampling(self.vae)}, width / {downsampling(self.vae)}], one entry per prompt'
-            )
-        if size is not None and self._latent_shape(size)[1:] != tuple(latents.shape[2:]):
-            height, width = (side * downsampling(self.vae) for side in latents.shape[2:])
-            raise UserError(
-                f'size: {size[0]}x{size[1]}, but latents of shape {tuple(latents.shape)} give images of '
-                f'{height}x{width} px; pass only one of the two'
-            )
-
-    def _latent_shape(self, size: tuple[int, int] | None) -> tuple[int, int, int]:
-        """Return C, H and W of the latents for images of a size in pixels; None is the denoiser's default size."""
-        cell = downsampling(self.vae)
-        height, width = size or (self.latent_size * cell,) * 2
-        unit = cell * self.denoiser_sizes.patch
-        if min(height, width) <= 0 or height % unit or width % unit:
-            what = 'latent cell' if unit == cell else 'patch of the denoiser'
-            raise UserError(f'size: {height}x{width}; use positive multiples of {unit} px, the size of a {what}')
-        return latent_channels(self.vae), height // cell, width // cell
-
 
 def squared_error(outputs: Denoised) -> Tensor:
     """Return the mean squared error of the prediction for each sample, float32 [B] (float64 for a float64 model)."""
     difference = at_least_float32(outputs.prediction) - at_least_float32(outputs.target)
     return difference.square().flatten(1).mean(dim=1)
-
-
-def _check_perceptual(vae: Vae, objective: Objective) -> None:
-    """Raise UserError unless perceptual losses apply: to a model on pixels whose predictions give the clean image."""
-    if not isinstance(vae, PixelSpace):
-        raise UserError('perceptual_losses: need a model on pixels, but this one is on latents; use vae: pixels')
-    if (problem := objective_problem(vars(objective))) is not None:
-        raise UserError(f'perceptual_losses: {problem}')
-
-
-def _check_parts(denoiser: DenoiserSizes, vae: Vae, text: TextConditioner) -> None:
-    """Raise UserError unless the channels and widths of denoiser, VAE and text encoders match."""
-    channels = latent_channels(vae)
-    if denoiser.in_channels != channels or denoiser.out_channels != channels:
-        raise UserError(
-            f'denoiser: {denoiser.in_channels} input and {denoiser.out_channels} output channels, '
-            f'but the VAE has {channels} latent channels; build the denoiser for this VAE'
-        )
-    if denoiser.text_width != text.width:
-        raise UserError(
-            f'denoiser: takes text embeddings of width {denoiser.text_width}, but the text encoders have width '
-            f'{text.width}; use equal widths'
-        )
-    if denoiser.pooled_width != text.pooled_width:
-        raise UserError(
-            f'denoiser: takes pooled text of width {denoiser.pooled_width}, but the text encoders give '
-            f'{text.pooled_width}; use the text encoders that it was built for'
-        )

@@ -7,10 +7,13 @@ parameters, only A and B are trained.
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
-from diffusers.loaders.lora_pipeline import StableDiffusionLoraLoaderMixin
+from diffusers.loaders.lora_pipeline import SD3LoraLoaderMixin, StableDiffusionLoraLoaderMixin
 from diffusers.models.modeling_utils import ModelMixin
+from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from peft import LoraConfig as PeftConfig
 from peft.utils import get_peft_model_state_dict  # type: ignore[reportPrivateImportUsage]
@@ -21,6 +24,11 @@ from diffusion.errors import UserError
 
 NAME = 'default'
 """Name that peft gives to the weights of a LoRA, of which a denoiser has one."""
+LOADERS: dict[type[ModelMixin], tuple[Any, str]] = {
+    UNet2DConditionModel: (StableDiffusionLoraLoaderMixin, 'unet_lora_layers'),
+    SD3Transformer2DModel: (SD3LoraLoaderMixin, 'transformer_lora_layers'),
+}
+"""diffusers' writer of a denoiser's LoRA, and its keyword for the weights."""
 UPDATED = (nn.Linear, nn.Conv2d)
 """Layers that a LoRA can update."""
 
@@ -69,19 +77,22 @@ def lora_weights(denoiser: nn.Module, settings: LoraConfig) -> dict[str, Tensor]
     return {name: each * scale if '.lora_B.' in name else each for name, each in weights.items()}
 
 
-def save_lora(denoiser: nn.Module, settings: LoraConfig, folder: str, dtype: torch.dtype) -> None:
-    """Write a U-Net's LoRA to a folder as `pytorch_lora_weights.safetensors`, which pipelines of diffusers load.
+def save_lora(denoiser: nn.Module, settings: LoraConfig, file: Path, dtype: torch.dtype) -> None:
+    """Write a denoiser's LoRA to a safetensors file that pipelines of diffusers load.
 
     Raises:
-        UserError: The denoiser is not a U-Net.
+        UserError: The pipeline of this denoiser does not load a LoRA.
     """
-    if not isinstance(denoiser, UNet2DConditionModel):
+    found = next((each for each in LOADERS if isinstance(denoiser, each)), None)
+    if found is None:
+        known = ', '.join(each.__name__ for each in LOADERS)
         raise UserError(
-            f'export: diffusers loads the LoRA of a U-Net, but the denoiser is a {type(denoiser).__name__}; use '
+            f'export: diffusers loads the LoRA of a {known}, but the denoiser is a {type(denoiser).__name__}; use '
             '--merge to export the whole pipeline'
         )
+    loader, keyword = LOADERS[found]
     layers = {name: each.detach().to(dtype).contiguous() for name, each in lora_weights(denoiser, settings).items()}
-    StableDiffusionLoraLoaderMixin.save_lora_weights(folder, unet_lora_layers=layers)  # type: ignore[arg-type]
+    loader.save_lora_weights(file.parent, **{keyword: layers}, weight_name=file.name)
 
 
 def merge_lora(denoiser: ModelMixin) -> None:

@@ -1,6 +1,5 @@
 """Model builders of MMDiT: Stable Diffusion 3's transformer, and a miniature of it."""
 
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
@@ -22,7 +21,7 @@ from diffusion.models.builders import TINY_VAE, latent_side, load_vae, tokenizes
 from diffusion.models.byte_tokenizer import byte_tokenizer
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.objective import Objective
-from diffusion.models.pretrained import clip_tokenizer, load_pretrained
+from diffusion.models.pretrained import check_revision, clip_tokenizer, load_pretrained
 from diffusion.models.representation_alignment import RepresentationAlignment
 from diffusion.models.sd3_text import Sd3TextConditioner
 from diffusion.models.vae import latent_channels
@@ -55,7 +54,7 @@ def mmdit_tokenizers(
     if pretrained is None:
         clips = [clip_tokenizer(max_length=CLIP_LENGTH, pad_token=token) for token in (END, '!')]
         return [*clips, *([byte_tokenizer(max_length=t5_length)] if t5 else [])]
-    _check_revision(pretrained, revision)
+    check_revision(pretrained, revision)
     names = ['tokenizer', 'tokenizer_2', 'tokenizer_3'] if t5 else ['tokenizer', 'tokenizer_2']
     tokenizers: list[PreTrainedTokenizerBase] = [
         load_pretrained(
@@ -113,7 +112,7 @@ def mmdit(
             is a flow with logit-normal timesteps and a shift of 3 at 1024 px, in proportion to the resolution.
     """
     if pretrained is not None:
-        _check_revision(pretrained, revision)
+        check_revision(pretrained, revision)
     if vae is not None:
         autoencoder = load_vae(vae)
     elif pretrained is not None:
@@ -273,15 +272,6 @@ def transformer(
         qk_norm='rms_norm' if qk_norm else None,
         **sizes,
     )
-
-
-def _check_revision(pretrained: str, revision: str | None) -> None:
-    """Raise UserError if a repository on the Hub is given without a revision."""
-    if revision is None and not Path(pretrained).is_dir():
-        raise UserError(
-            f'model.revision: is missing; give the commit of {pretrained} on the Hugging Face Hub, whose license must '
-            'be accepted there first, or set model.pretrained to a local folder'
-        )
 
 
 def _clip(pretrained: str | None, revision: str | None, *, first: bool) -> CLIPTextModelWithProjection:

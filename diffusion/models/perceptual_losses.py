@@ -60,19 +60,15 @@ class PerceptualLoss(nn.Module):
 
     Args:
         settings: The settings.
-
-    Raises:
-        UserError: A network's weights cannot be read.
+        lpips: LPIPS, a function of two images; None if its weight is 0.
+        features: Image encoder of the patch features; None if their weight is 0.
     """
 
-    def __init__(self, settings: PerceptualLosses) -> None:
+    def __init__(self, settings: PerceptualLosses, lpips: nn.Module | None, features: FeatureEncoder | None) -> None:
         super().__init__()
         self.settings = settings
-        self.lpips = lpips_network(settings) if settings.lpips_weight else None
-        self.features: FeatureEncoder | None = None
-        if settings.features_weight:
-            assert settings.encoder is not None, 'checked by PerceptualLosses'
-            self.features = load_feature_encoder(settings.encoder, settings.revision, where='perceptual_losses.encoder')
+        self.lpips = lpips
+        self.features = features
 
     def forward(self, predicted: Tensor, images: Tensor) -> Tensor:
         """Return the weighted loss of each predicted image to its original, both [B, 3, H, W] in [-1, 1], as [B]."""
@@ -89,6 +85,25 @@ class PerceptualLoss(nn.Module):
             distances = 1 - functional.cosine_similarity(found, expected, dim=-1).mean(dim=1)
             losses = losses + self.settings.features_weight * distances
         return losses
+
+
+def load_perceptual_loss(settings: PerceptualLosses, encoder: FeatureEncoder | None = None) -> PerceptualLoss:
+    """Return the perceptual loss with the weights of its networks.
+
+    Args:
+        settings: The settings.
+        encoder: Image encoder of the patch features; None loads the one that the settings name.
+
+    Raises:
+        UserError: A network's weights cannot be read.
+    """
+    lpips = lpips_network(settings) if settings.lpips_weight else None
+    if not settings.features_weight:
+        return PerceptualLoss(settings, lpips, None)
+    if encoder is None:
+        assert settings.encoder is not None, 'checked by PerceptualLosses'
+        encoder = load_feature_encoder(settings.encoder, settings.revision, where='perceptual_losses.encoder')
+    return PerceptualLoss(settings, lpips, encoder)
 
 
 def lpips_network(settings: PerceptualLosses) -> nn.Module:

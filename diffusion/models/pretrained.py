@@ -1,5 +1,6 @@
 """Loading of pretrained models and tokenizers of diffusers and transformers, from a folder or the Hugging Face Hub."""
 
+import functools
 import gzip
 import json
 import tempfile
@@ -14,6 +15,8 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import CLIPTokenizer, PreTrainedModel
 
+from diffusion.config.byte_sizes import bytes_text
+from diffusion.config.weight_sources import revision_problem
 from diffusion.errors import UserError
 from diffusion.models import hub_files
 from diffusion.models.hub_errors import WAY_OUT, check_config, loading_error
@@ -21,6 +24,8 @@ from diffusion.models.hub_errors import WAY_OUT, check_config, loading_error
 Loadable = TypeVar('Loadable')
 
 _without_weights = False
+_checked: list[str] | None = None
+"""Descriptions of the weights that `load_pretrained` has checked; None if it does not check them."""
 
 
 @contextmanager
@@ -32,6 +37,31 @@ def without_weights() -> Iterator[None]:
         yield
     finally:
         _without_weights = before
+
+
+@contextmanager
+def checking_weights() -> Iterator[list[str]]:
+    """Context as `without_weights`, in which `load_pretrained` also checks that the weights could be loaded.
+
+    Weights on the Hub are not downloaded, and those in a folder are not read.
+
+    Yields:
+        List to which a description of each part's weights is added, such as `vae: 335 MB to download`.
+    """
+    global _checked
+    before, _checked = _checked, []
+    try:
+        with without_weights():
+            yield _checked
+    finally:
+        _checked = before
+
+
+def check_revision(source: str, revision: str | None) -> None:
+    """Raise UserError if a source of frozen parts is a repository on the Hub without a revision."""
+    problem = revision_problem(source, revision)
+    if problem is not None:
+        raise UserError(f'model.revision: {problem}')
 
 
 def load_pretrained(
@@ -57,6 +87,8 @@ def load_pretrained(
         ExternalError: The Hub did not answer for minutes.
         OSError: The disk cannot be read.
     """
+    if _checked is not None and issubclass(part, nn.Module):
+        _checked.append(_check_weights(part, source, subfolder, revision))
     options: dict[str, Any] = {}
     weights = issubclass(part, nn.Module) and not _without_weights
     if Path(source).is_dir():
@@ -99,6 +131,19 @@ def load_pretrained(
     return model
 
 
+def _check_weights(part: type[nn.Module], source: str, subfolder: str, revision: str | None) -> str:
+    """Check that the weights of a model could be loaded; return a description for `checking_weights`."""
+    name = subfolder or part.__name__
+    if not Path(source).is_dir():
+        size = hub_files.check_weights(part, source, subfolder=subfolder, revision=revision)
+        return f'{name}: {bytes_text(size)} to download' if size else f'{name}: in the cache'
+    folder = Path(source, subfolder)
+    # Without config.json, the error of loading says so.
+    if (folder / 'config.json').is_file() and not hub_files.has_weights(folder):
+        raise UserError(f'{folder}: has no {hub_files.STEMS[issubclass(part, ModelMixin)]}.safetensors; {WAY_OUT}')
+    return f'{name}: in {folder}'
+
+
 def read_config(part: type[nn.Module], source: str, *, subfolder: str, revision: str | None = None) -> dict[str, Any]:
     """Return the content of config.json of a model, from a folder or the Hub; {} if a folder has none.
 
@@ -125,31 +170,34 @@ def clip_tokenizer(*, max_length: int = 77, pad_token: str = '!') -> CLIPTokeniz
 
     Token ids equal those of `openai/clip-vit-large-patch14`. Stable Diffusion 2 pads with `!`, id 0.
     """
+    # CLIPTokenizer reads its vocabulary from files only.
+    with tempfile.TemporaryDirectory() as folder:
+        vocabulary, rules = Path(folder, 'vocab.json'), Path(folder, 'merges.txt')
+        for path, text in zip((vocabulary, rules), _clip_vocabulary(), strict=True):
+            path.write_text(text, encoding='utf-8')
+        return CLIPTokenizer(str(vocabulary), str(rules), model_max_length=max_length, pad_token=pad_token)
+
+
+@functools.cache
+def _clip_vocabulary() -> tuple[str, str]:
+    """Return the texts of CLIP's vocab.json and merges.txt, made from the vocabulary in the open_clip package."""
     package = find_spec('open_clip')
     assert package is not None and package.origin is not None, 'open-clip-torch is a core dependency'
     source = Path(package.origin).parent / 'bpe_simple_vocab_16e6.txt.gz'
     # A header line, then 49152 - 256 - 2 merges: the same slice as in transformers' tokenizer.
     merges = gzip.decompress(source.read_bytes()).decode('utf-8').split('\n')[1 : 49152 - 256 - 2 + 1]
-    letters = [_byte_letter(byte) for byte in _byte_order()]
+    letters = _byte_letters()
     tokens = letters + [letter + '</w>' for letter in letters] + [merge.replace(' ', '') for merge in merges]
     # open_clip names these <start_of_text> and <end_of_text>; under those names transformers would add new ids.
     tokens += ['<|startoftext|>', '<|endoftext|>']
-    # CLIPTokenizer reads its vocabulary from files only.
-    with tempfile.TemporaryDirectory() as folder:
-        vocabulary, rules = Path(folder, 'vocab.json'), Path(folder, 'merges.txt')
-        vocabulary.write_text(json.dumps({token: index for index, token in enumerate(tokens)}), encoding='utf-8')
-        rules.write_text('#version: 0.2\n' + '\n'.join(merges) + '\n', encoding='utf-8')
-        return CLIPTokenizer(str(vocabulary), str(rules), model_max_length=max_length, pad_token=pad_token)
+    return json.dumps({token: index for index, token in enumerate(tokens)}), '\n'.join(['#version: 0.2', *merges, ''])
 
 
-def _byte_order() -> list[int]:
-    """Return all 256 bytes in the order of their token ids in CLIP's vocabulary: printable characters first."""
+def _byte_letters() -> list[str]:
+    """Return a printable character for each byte, in the order of their token ids in GPT-2's and CLIP's vocabularies.
+
+    Printable characters come first and stand for themselves.
+    """
     printable = [*range(ord('!'), ord('~') + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
-    return printable + [byte for byte in range(256) if byte not in printable]
-
-
-def _byte_letter(byte: int) -> str:
-    """Return the printable character for a byte in GPT-2's and CLIP's byte-level vocabularies."""
-    order = _byte_order()
-    printable = order[:188]
-    return chr(byte) if byte in printable else chr(256 + order.index(byte) - 188)
+    others = 256 - len(printable)
+    return [chr(byte) for byte in printable] + [chr(256 + index) for index in range(others)]

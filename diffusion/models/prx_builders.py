@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
+import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.transformers.transformer_prx import PRXTransformer2DModel
 from transformers import GemmaTokenizerFast, PreTrainedModel, PreTrainedTokenizerBase, Qwen2TokenizerFast
@@ -12,13 +13,14 @@ from transformers.models.t5gemma.configuration_t5gemma import T5GemmaConfig
 from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 
 from diffusion.config.constraints import AtLeast, MultipleOf, constrained
+from diffusion.config.width_checks import base_width_problem
 from diffusion.errors import UserError
 from diffusion.models import prx_config
 from diffusion.models.builders import TINY_VAE, latent_side, load_vae, tiny_text, tiny_tokenizers, tokenizes_with
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.objective import Objective
 from diffusion.models.perceptual_losses import PerceptualLosses
-from diffusion.models.pretrained import clip_tokenizer, load_pretrained, read_config
+from diffusion.models.pretrained import check_revision, clip_tokenizer, load_pretrained, read_config
 from diffusion.models.representation_alignment import RepresentationAlignment
 from diffusion.models.text_conditioner import TextConditioner
 from diffusion.models.vae import latent_channels
@@ -36,6 +38,7 @@ def prx_tokenizers(
     """Return PRX's tokenizer in a list; if `pretrained` is None, CLIP's, built from open_clip's vocabulary."""
     if pretrained is None:
         return [clip_tokenizer(max_length=max_length)]
+    check_revision(pretrained, revision)
     _, tokenizer_class, _ = _text_classes(pretrained, revision)
     tokenizer = load_pretrained(tokenizer_class, pretrained, subfolder='tokenizer', revision=revision)
     tokenizer.model_max_length = max_length
@@ -57,6 +60,7 @@ def prx(
     num_heads: Annotated[int, AtLeast(1)] = 28,
     depth: Annotated[int, AtLeast(1)] = 16,
     max_length: Annotated[int, AtLeast(3)] = prx_config.TEXT_LENGTH,
+    mup_base_width: Annotated[int | None, AtLeast(1)] = None,
     objective: Objective | None = None,
     caption_dropout: float = 0.1,
     caption_dropout_mode: Literal['empty', 'zeros'] = 'empty',
@@ -75,7 +79,7 @@ def prx(
         pretrained: Source of VAE, text encoder (T5-Gemma's, or the language part of Qwen3-VL) and tokenizer: a
             repository on the Hub or a local folder in diffusers' layout. None builds them with random weights, for
             tests and for counting parameters and FLOPs.
-        revision: Commit of the repository `pretrained`.
+        revision: Commit of the repository `pretrained`, which a repository needs.
         vae: Source of the VAE if it is not `pretrained`: a folder of an AutoencoderKL or AutoencoderDC, a repository
             with a `vae` subfolder, or `pixels` to train on pixels.
         patch_size: Side of a token in latent cells; 32 for pixels.
@@ -86,9 +90,13 @@ def prx(
         depth: Number of blocks.
         max_length: L, number of tokens to which captions are padded and truncated. Padding is hidden from the
             transformer and from the text encoder.
+        mup_base_width: Width at which `optimizer.lr` was found; muP scales initial weights and learning rates of layers
+            from there to `hidden_size`. null trains all layers with the same learning rate.
         objective: Training objective. The keywords from here on are those of `diffusion.LatentDiffusion`. By
             default a flow with logit-normal timesteps, as published.
     """
+    if pretrained is not None:
+        check_revision(pretrained, revision)
     if vae is not None:
         autoencoder = load_vae(vae)
     elif pretrained is not None:
@@ -125,6 +133,7 @@ def prx(
         perceptual_losses=perceptual_losses,
         seed=seed,
         latent_size=latent_side(resolution, autoencoder),
+        mup_base=None if mup_base_width is None else at_width(denoiser, mup_base_width),
     )
 
 
@@ -142,6 +151,7 @@ def tiny_prx(
     text_width: Annotated[int, MultipleOf(32)] = 128,
     text_layers: Annotated[int, AtLeast(0)] = 2,
     max_length: Annotated[int, AtLeast(3)] = 16,
+    mup_base_width: Annotated[int | None, AtLeast(1)] = None,
     objective: Objective | None = None,
     caption_dropout: float = 0.1,
     caption_dropout_mode: Literal['empty', 'zeros'] = 'empty',
@@ -166,6 +176,8 @@ def tiny_prx(
         text_width: D, width of the text encoder, a multiple of 32.
         text_layers: Number of layers of the text encoder.
         max_length: L, number of tokens to which captions are padded and truncated, start and end included.
+        mup_base_width: Width at which `optimizer.lr` was found; muP scales initial weights and learning rates of layers
+            from there to `hidden_size`. null trains all layers with the same learning rate.
         objective: Training objective. The keywords from here on are those of `diffusion.LatentDiffusion`. By
             default a flow with logit-normal timesteps.
     """
@@ -195,6 +207,7 @@ def tiny_prx(
         perceptual_losses=perceptual_losses,
         seed=seed,
         latent_size=latent_side(resolution, autoencoder),
+        mup_base=None if mup_base_width is None else at_width(denoiser, mup_base_width),
     )
 
 
@@ -214,6 +227,21 @@ def transformer(channels: int, text_width: int, *, hidden_size: int, num_heads: 
     # Half of a head's channels encode the row, the other half the column.
     settings |= {'hidden_size': hidden_size, 'num_heads': num_heads, 'axes_dim': [per_head // 2] * 2}
     return PRXTransformer2DModel(**settings)
+
+
+def at_width(denoiser: PRXTransformer2DModel, width: int) -> PRXTransformer2DModel:
+    """Return a transformer of another width with heads of the same size, on the meta device.
+
+    Raises:
+        UserError: The width does not divide into heads of that size.
+    """
+    config = denoiser.config
+    problem = base_width_problem(width, config['hidden_size'], config['num_heads'])
+    if problem is not None:
+        raise UserError(f'mup_base_width: {problem}')
+    heads = width * config['num_heads'] // config['hidden_size']
+    with torch.device('meta'):
+        return PRXTransformer2DModel.from_config(config, hidden_size=width, num_heads=heads)  # type: ignore[return-value]
 
 
 def _text_encoder(pretrained: str | None, revision: str | None) -> PreTrainedModel:

@@ -42,7 +42,7 @@ class RepresentationAlignment:
     checkpoints, but it is not part of exports. Evaluation does not use it.
 
     Cost: one forward pass of the encoder per image, and its memory; PRX published 3.46 instead of 3.95 batches
-    per second with DINOv3. Images are needed, so that precomputed latents are refused.
+    per second with DINOv3. `task: precompute` with this setting stores the features beside the latents instead.
     """
 
     encoder: str
@@ -143,7 +143,12 @@ class TokenCapture:
 
 
 def build_alignment(
-    settings: RepresentationAlignment, denoiser: nn.Module, family: DenoiserFamily, *, width: int | None
+    settings: RepresentationAlignment,
+    denoiser: nn.Module,
+    family: DenoiserFamily,
+    *,
+    width: int | None,
+    encoder: FeatureEncoder | None = None,
 ) -> tuple[FeatureEncoder, FeatureProjector, TokenCapture]:
     """Return the image encoder, the projection with random weights, and a hook that captures a denoiser's tokens.
 
@@ -152,6 +157,7 @@ def build_alignment(
         denoiser: The denoiser, before it is wrapped by FSDP.
         family: Its family.
         width: D, width of the denoiser's tokens.
+        encoder: Image encoder; None loads the one that the settings name.
 
     Raises:
         UserError: The denoiser has no tokens or no such block, or the encoder cannot be loaded.
@@ -162,7 +168,8 @@ def build_alignment(
     problems = alignment_problems(settings.block, settings.weight, settings.hidden_size, depth=len(blocks))
     for key, problem in problems.items():
         raise UserError(f'representation_alignment.{key}: {problem}')
-    encoder = load_feature_encoder(settings.encoder, settings.revision, where='representation_alignment.encoder')
+    if encoder is None:
+        encoder = load_feature_encoder(settings.encoder, settings.revision, where='representation_alignment.encoder')
     projector = FeatureProjector(width, settings.hidden_size, encoder.width)
     return encoder, projector, TokenCapture(family.token_blocks, blocks[settings.block])
 

@@ -27,14 +27,21 @@ class Route:
     fraction: float
     """Fraction of the image tokens that skip them."""
 
+    def tokens(self, count: int) -> int:
+        """Return how many of `count` image tokens of a sample the blocks of the route see."""
+        return count - round(self.fraction * count)
+
+    def tokens_after(self, block: int, count: int) -> int:
+        """Return how many of `count` image tokens a hook sees in the output of a block, in or out of the route."""
+        return self.tokens(count) if self.start <= block < self.end else count
+
     def kept(self, draws: Draws, count: int) -> Tensor:
         """Return the indices of the tokens that skip nothing, among `count` tokens of each sample, ascending [B, K].
 
         Tokens are chosen at random without replacement; the choice depends only on the sample, its epoch and its batch.
         """
-        keep = count - round(self.fraction * count)
         order = draws.words(Purpose.ROUTING, count).argsort(dim=1, stable=True)
-        return order[:, :keep].sort(dim=1).values
+        return order[:, : self.tokens(count)].sort(dim=1).values
 
 
 class TokenRouter:

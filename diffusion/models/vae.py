@@ -156,7 +156,41 @@ def with_folded_statistics(vae: AnyVae, *, pipeline_shifts: bool = False) -> Any
         )
     folded = _float_copy(vae)
     mean, std = latent_statistics(folded)
-    into, back = folded.quant_conv, folded.post_quant_conv
+    _fold(folded, mean, std)
+    folded.register_to_config(latents_mean=None, latents_std=None, shift_factor=None, scaling_factor=1.0)
+    return folded
+
+
+@torch.no_grad()
+def with_latent_scale(vae: AutoencoderKL, scale: float, shift: float = 0.0) -> AutoencoderKL:
+    """Return a VAE for a program that normalizes latents by a scale and a shift of its own: (m - shift) * scale.
+
+    A VAE with other statistics is copied, and the difference is folded into its weights.
+
+    Raises:
+        UserError: The VAE has other statistics and no convolutions to fold them into.
+    """
+    mean, std = latent_statistics(vae)
+    wanted_mean, wanted_std = torch.full_like(mean, shift), torch.full_like(std, 1 / scale)
+    if torch.allclose(mean, wanted_mean) and torch.allclose(std, wanted_std):
+        return vae
+    if vae.quant_conv is None or vae.post_quant_conv is None:
+        raise UserError(
+            f'export: programs that read a single file normalize the latents of this family by scale {scale:g} and '
+            f'shift {shift:g}, but this VAE has other statistics and no quant_conv and post_quant_conv to fold the '
+            'difference into; export a folder instead (--out FOLDER)'
+        )
+    adapted = _float_copy(vae)
+    # With normalized latents z = (m - mean) / std, the VAE must encode to and decode from z / scale + shift.
+    ratio = std * scale
+    _fold(adapted, mean - shift * ratio, ratio)
+    adapted.register_to_config(latents_mean=None, latents_std=None, shift_factor=shift, scaling_factor=scale)
+    return adapted
+
+
+def _fold(vae: AutoencoderKL, mean: Tensor, std: Tensor) -> None:
+    """Change a VAE in place so that it encodes to and decodes from (m - mean) / std instead of latents m."""
+    into, back = vae.quant_conv, vae.post_quant_conv
     assert into is not None and back is not None and into.bias is not None and back.bias is not None
     # W (z * std + mean) + b = (W * std) z + (b + W mean); the bias must use W before it is scaled.
     back.bias += back.weight[:, :, 0, 0] @ mean
@@ -167,8 +201,6 @@ def with_folded_statistics(vae: AnyVae, *, pipeline_shifts: bool = False) -> Any
     into.bias[:channels] /= std
     into.bias[channels:] -= 2 * std.log()
     into.weight[:channels] /= std[:, None, None, None]
-    folded.register_to_config(latents_mean=None, latents_std=None, shift_factor=None, scaling_factor=1.0)
-    return folded
 
 
 def _float_copy(vae: AnyVae) -> AnyVae:

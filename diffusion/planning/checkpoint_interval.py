@@ -54,11 +54,19 @@ class Resilience:
     """Goodput at the recipe's interval."""
 
 
-def sizes_of(recipe: Recipe, model: ModelCosts) -> Sizes:
-    """Return the size of the last checkpoint of a run: float32 weights, optimizer states, weight averages."""
-    weights = FLOAT32 * model.trained_parameters
-    with_optimizer = weights + FLOAT32 * optimizer_elements(recipe, model)
-    return Sizes(weights, with_optimizer, with_optimizer + averages_of(recipe) * weights)
+def sizes_of(recipe: Recipe, model: ModelCosts, *, auxiliary: int = 0) -> Sizes:
+    """Return the size of the last checkpoint of a run: float32 weights, optimizer states, weight averages.
+
+    Args:
+        recipe: The recipe.
+        model: Its model.
+        auxiliary: Number of trained parameters beside the model's, such as those of representation alignment's MLP.
+    """
+    trained = model.trained_parameters + auxiliary
+    # A checkpoint of a LoRA has the frozen weights too.
+    weights = FLOAT32 * (trained + model.frozen_denoiser_parameters)
+    with_optimizer = weights + FLOAT32 * optimizer_elements(recipe, model, auxiliary=auxiliary)
+    return Sizes(weights, with_optimizer, with_optimizer + averages_of(recipe) * FLOAT32 * trained)
 
 
 def default_mtbf_hours(gpus: int) -> float:
@@ -69,7 +77,8 @@ def default_mtbf_hours(gpus: int) -> float:
 def default_stall_seconds(phase: Phase, *, nodes: int) -> float:
     """Return the seconds that a save blocks training, with one writer per node if checkpoints are sharded, else one."""
     writers = nodes if phase.recipe.parallelism.checkpoints == 'sharded' else 1
-    return sizes_of(phase.recipe, phase.model).with_averages / (writers * WRITE_BYTES_PER_SECOND)
+    sizes = sizes_of(phase.recipe, phase.model, auxiliary=phase.auxiliary_parameters)
+    return sizes.with_averages / (writers * WRITE_BYTES_PER_SECOND)
 
 
 def young_interval(*, stall: float, mtbf: float) -> float:

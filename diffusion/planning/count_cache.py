@@ -23,6 +23,10 @@ from diffusion.errors import UserError
 from diffusion.storage.atomic import write_atomically
 
 SHIPPED = Path(__file__).with_name('model_counts')
+COUNTS = '2'
+"""Version of the facts, FLOPs and activations that are counted; raise it with their names or meaning."""
+AUXILIARY = 'diffusion.models.auxiliary_counting:COUNTERS'
+"""Source of the networks that are counted apart from a model, by which their counts are invalidated."""
 LIBRARIES = ('torch', 'diffusers', 'transformers')
 """Libraries whose other versions may compute a model differently, which invalidates counts made on this machine."""
 SECTIONS = ('facts', 'flops', 'activations')
@@ -43,18 +47,27 @@ class ModelKey:
         kwargs: The keyword arguments that change the architecture.
         imports: Modules that the recipe imports, one of which registers the model.
         contents: Contents of configuration files that `kwargs` refers to.
+        lora: Rank and target layers of a LoRA that is trained instead of the denoiser's weights, if there is one.
     """
 
     name: str
     kwargs: Mapping[str, Any]
     imports: tuple[str, ...] = ()
     contents: tuple[str, ...] = ()
+    lora: Mapping[str, Any] | None = None
 
     @property
     def file_name(self) -> str:
         """Name of the JSON file with the model's counts; contains a hash of the settings."""
-        content = json.dumps([self.name, dict(self.kwargs), self.contents], sort_keys=True, default=str)
+        settings = [self.name, dict(self.kwargs), self.contents, *([] if self.lora is None else [dict(self.lora)])]
+        content = json.dumps(settings, sort_keys=True, default=str)
         return f'{self.name}-{hashlib.sha256(content.encode()).hexdigest()[:12]}.json'
+
+    @property
+    def request(self) -> dict[str, Any]:
+        """The model as models/cost_counting.py is asked to count it."""
+        lora = {} if self.lora is None else {'lora': dict(self.lora)}
+        return {'name': self.name, 'kwargs': dict(self.kwargs), 'imports': list(self.imports), **lora}
 
     @property
     def cached(self) -> Path:
@@ -66,10 +79,10 @@ class ModelKey:
 
         Cached counts of FLOPs and activations are invalid if any of these differ from the stored ones.
         """
-        target = registry.TARGETS['model'][self.name]
+        target = registry.TARGETS['model'].get(self.name, AUXILIARY)
         home = target.split(':')[0] if isinstance(target, str) else target.__module__
         versions = {name: importlib.metadata.version(name) for name in LIBRARIES}
-        return versions | {'source': _source_hash((home, *self.imports))}
+        return versions | {'source': _source_hash((home, *self.imports)), 'counts': COUNTS}
 
 
 def counts_folder() -> Path:
@@ -108,13 +121,11 @@ def count(key: ModelKey, *, flops: Sequence[str], activations: Sequence[tuple[st
         file=sys.stderr,
         flush=True,
     )
-    request = {'name': key.name, 'kwargs': dict(key.kwargs), 'imports': list(key.imports)}
-    answer = run_counter(request | {'flops': list(flops), 'activations': list(activations)})
+    answer = run_counter(key.request | {'flops': list(flops), 'activations': list(activations)})
     # The exception itself cannot cross the process boundary; an error of the user comes back as text.
     if 'mistake' in answer:
         raise UserError(f'model {key.name}: {answer["mistake"]}')
-    content = {'model': key.name, 'kwargs': dict(key.kwargs), 'made_with': key.made_with()}
-    content |= merged(known_counts(key), answer)
+    content = key.request | {'made_with': key.made_with()} | merged(known_counts(key), answer)
     try:
         write_atomically(key.cached, json.dumps(content, indent=1, default=str) + '\n')
     except OSError as error:  # for example a read-only home folder; the next plan counts again

@@ -8,8 +8,9 @@ within 3 % where blocks are compiled. Memory of cuDNN and NCCL and fragmentation
 from dataclasses import asdict, dataclass, replace
 
 from diffusion.config.recipe import ParallelismConfig, Recipe
+from diffusion.planning.counted_costs import ActivationCounts
 from diffusion.planning.gpus import GPU
-from diffusion.planning.model_costs import FLOAT32, HALF, ActivationCounts, ModelCosts
+from diffusion.planning.model_costs import FLOAT32, HALF, ModelCosts
 from diffusion.planning.workload import Phase
 
 GIB = 2**30
@@ -30,13 +31,13 @@ class Memory:
     """Memory that training takes on one device, in bytes by purpose: weights, activations and so on."""
 
     weights: int
-    """Trained weights in float32, or the device's shard of them."""
+    """Weights of the denoiser and of other trained modules in float32, or the device's shard of them."""
     optimizer: int
     """Optimizer states."""
     averages: int
     """Averaged weights (EMA)."""
     encoders: int
-    """Frozen VAE and text encoder."""
+    """Frozen VAE and text encoder, and the frozen networks of representation alignment and perceptual losses."""
     gradients: int
     """Gradients, or the device's shard of them."""
     buckets: int
@@ -111,23 +112,27 @@ def memory_of(phase: Phase, setup: Setup) -> Memory:
     settings, shards = setup.parallelism, setup.shards
     parts = phase.speed(settings.strategy)
     activations = phase.model.activations(phase.largest_shape, phase.precision(settings.strategy))
-    trained = phase.model.trained_parameters
+    trained = phase.trained_parameters
     share = max(setup.microbatch, phase.recipe.global_batch // setup.devices)
     accumulates = share > setup.microbatch
     reduces_once = accumulates and shards > 1 and bool(parts.reduce_once)
     unsharded_gradients = reduces_once or (settings.strategy == 'ddp' and setup.devices > 1)
     kept = activations.kept_recomputing if settings.activation_checkpointing else activations.kept
+    extra = _auxiliary_activations(phase)
     encodes = phase.encoding == 'pictures' and phase.model.is_latent_diffusion
+    optimizer = optimizer_elements(phase.recipe, phase.model, auxiliary=phase.auxiliary_parameters)
     return Memory(
-        weights=_divided(FLOAT32 * trained, shards),
-        optimizer=_divided(FLOAT32 * optimizer_elements(phase.recipe, phase.model), shards),
+        weights=_divided(FLOAT32 * (trained + phase.model.frozen_denoiser_parameters), shards),
+        optimizer=_divided(FLOAT32 * optimizer, shards),
         averages=_divided(FLOAT32 * averages_of(phase.recipe) * trained, shards),
-        encoders=encoder_width(phase) * phase.model.frozen_parameters,
+        encoders=_frozen_bytes(phase),
         gradients=_divided(FLOAT32 * trained, shards),
         buckets=FLOAT32 * trained if unsharded_gradients else 0,
-        compute_weights=_compute_weights(phase, activations, settings, keeps_gathered=reduces_once),
-        activations=kept * setup.microbatch,
-        working=activations.largest * setup.microbatch + _in_flight(phase, setup),
+        compute_weights=_compute_weights(phase, activations, settings, keeps_gathered=reduces_once)
+        + sum(each.copies for each, _ in extra),
+        activations=kept * setup.microbatch + round(sum(seen * each.kept for each, seen in extra) * setup.microbatch),
+        working=max(each.largest for each in (activations, *(each for each, _ in extra))) * setup.microbatch
+        + _in_flight(phase, setup),
         encoding=_encoding_bytes(phase, activations, setup.microbatch) if encodes else 0,
         step=_step_bytes(phase, setup, fused=bool(parts.fused_optimizer)),
         batch=share * _sample_bytes(phase),
@@ -135,10 +140,16 @@ def memory_of(phase: Phase, setup: Setup) -> Memory:
     )
 
 
-def optimizer_elements(recipe: Recipe, model: ModelCosts) -> int:
-    """Return the number of elements of the optimizer's states: two per parameter, or one where Muon updates it."""
+def optimizer_elements(recipe: Recipe, model: ModelCosts, *, auxiliary: int = 0) -> int:
+    """Return the number of elements of the optimizer's states: two per parameter, or one where Muon updates it.
+
+    Args:
+        recipe: The recipe.
+        model: Its model.
+        auxiliary: Number of trained parameters beside the model's, which are in no block.
+    """
     states = ADAM_STATES + bool(recipe.optimizer.kwargs.get('amsgrad'))
-    return states * model.trained_parameters - _muon_parameters(recipe, model)
+    return states * (model.trained_parameters + auxiliary) - _muon_parameters(recipe, model)
 
 
 def averages_of(recipe: Recipe) -> int:
@@ -222,14 +233,15 @@ def _muon_parameters(recipe: Recipe, model: ModelCosts) -> int:
     # Norms and biases, which AdamW updates, are 0.05 % of SD2's blocks. Without convolutions, the number is not known
     # here, and 0 plans too much memory instead of too little.
     is_muon = recipe.optimizer.name == 'muon' and recipe.optimizer.kwargs.get('convolutions', True)
-    return model.facts['block_parameters'] if is_muon else 0
+    # Of blocks that a LoRA freezes, no more than it trains.
+    return min(model.facts['block_parameters'], model.trained_parameters) if is_muon else 0
 
 
 def _step_bytes(phase: Phase, setup: Setup, *, fused: bool) -> int:
     """Return the bytes of temporary tensors in the optimizer step, with `speed.fused_optimizer` or without."""
     name, facts = phase.recipe.optimizer.name, phase.model.facts
     # Composer's DecoupledAdamW has no fused kernel; that of Muon is for the parameters that AdamW updates.
-    others = phase.model.trained_parameters - _muon_parameters(phase.recipe, phase.model)
+    others = phase.trained_parameters - _muon_parameters(phase.recipe, phase.model)
     adamw = 0 if fused and name in ('adamw', 'muon') else _divided(FLOAT32 * others, setup.shards)
     if name != 'muon':
         return adamw
@@ -260,7 +272,7 @@ def _compute_weights(
     width = FLOAT32 if phase.autocast == 'fp32' else HALF
     gathered_width = FLOAT32 if settings.mixed_precision == 'full' else width
     facts = phase.model.facts
-    gathered = phase.model.trained_parameters
+    gathered = phase.trained_parameters + phase.model.frozen_denoiser_parameters
     if settings.reshard_after_forward and not keeps_gathered:
         # FSDP2 holds the block that is computed, the one that is prefetched, and all parameters outside of blocks.
         gathered += 2 * facts['largest_block_parameters'] - facts['block_parameters']
@@ -270,7 +282,28 @@ def _compute_weights(
 
 def _in_flight(phase: Phase, setup: Setup) -> int:
     """Return the bytes of the gradients that FSDP is reducing: one block, in compute precision and in float32."""
-    return 0 if setup.shards == 1 else (HALF + FLOAT32) * phase.model.facts['largest_block_parameters']
+    largest = min(phase.model.facts['largest_block_parameters'], phase.trained_parameters)
+    return 0 if setup.shards == 1 else (HALF + FLOAT32) * largest
+
+
+def _frozen_bytes(phase: Phase) -> int:
+    """Return the bytes of the frozen parts' weights; the networks of perceptual losses are in float32."""
+    parameters = phase.model.frozen_parameters
+    if phase.alignment is not None:
+        parameters += phase.alignment.facts['frozen_parameters']
+    perceptual = 0 if phase.perceptual is None else phase.perceptual.facts['frozen_parameters']
+    return encoder_width(phase) * parameters + FLOAT32 * perceptual
+
+
+def _auxiliary_activations(phase: Phase) -> list[tuple[ActivationCounts, float]]:
+    """Return what losses' networks keep for the backward pass, each with the fraction of the tokens that it sees."""
+    shape, precision = phase.largest_shape, phase.auxiliary_precision
+    found = []
+    if phase.alignment is not None:
+        found.append((phase.alignment.activations(shape, precision), phase.alignment.seen(phase.route)))
+    if phase.perceptual is not None:
+        found.append((phase.perceptual.activations(shape, precision), 1.0))
+    return found
 
 
 def _encoding_bytes(phase: Phase, activations: ActivationCounts, microbatch: int) -> int:

@@ -1,31 +1,30 @@
 """Parameters, FLOPs per image and activation memory per sample of a recipe's model, counted on the model itself."""
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal, get_args
 
 from diffusion.config import registry
 from diffusion.config.autoencoders import PIXELS
 from diffusion.config.image_shapes import Shape
-from diffusion.config.recipe import Component
+from diffusion.config.recipe import Component, LoraConfig
 from diffusion.config.signatures import of_source
 from diffusion.errors import UserError
-from diffusion.planning.count_cache import ModelKey, count, known_counts, merged
+from diffusion.planning.count_cache import ModelKey
+from diffusion.planning.counted_costs import CountedCosts, Precision
+from diffusion.planning.token_route import TokenRoute
 
 FLOAT32 = 4
 HALF = 2
-Precision = Literal['float32', 'float32+compile', 'half', 'half+low_precision_norms', 'half+compile']
-"""Settings of a GPU run that change the activations kept for the backward pass; see models/activation_memory.py."""
-PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 _TRAINING = {'resolution', 'objective', 'encoder_dtype', 'posterior', 'seed', 'mask_padding'}
 _TRAINING |= {'caption_dropout', 'caption_dropout_mode'}
+_PRX_TRAINING = {'representation_alignment', 'perceptual_losses', 'mup_base_width', *_TRAINING} - {'mask_padding'}
 SAME_ARCHITECTURE = {
     'sd2': {'revision', *_TRAINING},
     'tiny': _TRAINING,
-    'prx': {'revision', 'representation_alignment', 'perceptual_losses', *_TRAINING} - {'mask_padding'},
-    'tiny_prx': {'representation_alignment', 'perceptual_losses', *_TRAINING} - {'mask_padding'},
+    'prx': {'revision', *_PRX_TRAINING},
+    'tiny_prx': _PRX_TRAINING,
     'sdxl': {'revision', 'vae_revision', *_TRAINING} - {'mask_padding'},
     'tiny_sdxl': _TRAINING - {'mask_padding'},
     'mmdit': {'revision', 'representation_alignment', *_TRAINING} - {'mask_padding'},
@@ -39,62 +38,37 @@ MORE_ENCODERS = {'sdxl': ('text_encoder_2',), 'mmdit': ('text_encoder_2', 'text_
 """Further parts that a built-in model loads from its `pretrained`."""
 
 
-@dataclass(frozen=True)
-class ActivationCounts:
-    """Bytes kept for the backward pass: activations per sample, and autocast's copies of weights per microbatch.
-
-    Both are counted by models/activation_memory.py.
-    """
-
-    kept: int
-    """Activations per sample without activation checkpointing."""
-    kept_between: int
-    """Activations per sample kept between checkpointed blocks, block inputs included."""
-    kept_inside: int
-    """Activations per sample inside the largest checkpointed block while it is recomputed."""
-    copies: int
-    """Copies of weights in 16 bits without activation checkpointing; independent of the batch size."""
-    copies_between: int
-    """Copies of weights outside of checkpointed blocks."""
-    copies_inside: int
-    """Copies of weights inside the largest checkpointed block."""
-    largest: int
-    """Bytes of the largest intermediate tensor, per sample."""
-    largest_encoder_elements: int
-    """Number of elements of the largest tensor in the frozen image encoder, per sample."""
-
-    @property
-    def kept_recomputing(self) -> int:
-        """Peak bytes of activations per sample with activation checkpointing."""
-        return self.kept_between + self.kept_inside
-
-    @property
-    def copies_recomputing(self) -> int:
-        """Peak bytes of 16-bit weight copies with activation checkpointing: only one block at a time holds copies."""
-        return self.copies_between + self.copies_inside
-
-
-class ModelCosts:
+class ModelCosts(CountedCosts):
     """Parameters, FLOPs and activation memory of a recipe's model; counted on first use, in a separate process.
 
     Args:
         model: The model's name and keywords, as in a recipe.
         imports: The recipe's modules, which may register the model.
+        lora: Settings of a LoRA that is trained instead of the denoiser's weights, or None.
     """
 
-    def __init__(self, model: Component, imports: Sequence[str] = ()) -> None:
+    def __init__(self, model: Component, imports: Sequence[str] = (), lora: LoraConfig | None = None) -> None:
         self.notes: list[str] = []
         """Assumptions that the plan prints."""
         self.posterior: str = model.kwargs.get('posterior', 'sample')
-        self.key = _key_of(model, imports, self.notes)
-        self._counts = known_counts(self.key)
+        key = _key_of(model, imports, self.notes)
+        if lora is not None:
+            # Alpha scales the updates, and costs nothing.
+            key = replace(key, lora={'rank': lora.rank, 'targets': sorted(lora.targets)})
+        super().__init__(key)
 
-    def count(self, shapes: Sequence[Shape] = (), activations: Sequence[tuple[Shape, Precision]] = ()) -> None:
+    def count(
+        self,
+        shapes: Sequence[Shape] = (),
+        activations: Sequence[tuple[Shape, Precision]] = (),
+        route: TokenRoute | None = None,
+    ) -> None:
         """Count the FLOPs and activations of the model that are not known yet, all in one separate process.
 
         Args:
             shapes: Shapes whose FLOPs are needed.
             activations: Pairs of shape and precision whose activations are needed.
+            route: Route of tokens whose FLOPs are needed beside those of all tokens, or None.
 
         Raises:
             UserError: A shape is not a multiple of the latent cell, or the model cannot be built.
@@ -102,12 +76,9 @@ class ModelCosts:
         """
         if self.is_counted:
             self._check_shapes(shapes)
-        pairs = dict.fromkeys((str(shape), precision) for shape, precision in activations)
-        flops = [str(shape) for shape in shapes if str(shape) not in self._counts['flops']]
-        unknown = [pair for pair in pairs if ' '.join(pair) not in self._counts['activations']]
-        if flops or unknown or not self.is_counted:
-            self._counts = merged(self._counts, count(self.key, flops=flops, activations=unknown))
-            self._check_shapes(shapes)
+        names = [_flops_name(shape, each) for shape in shapes for each in dict.fromkeys((None, route))]
+        self.require(names, activations)
+        self._check_shapes(shapes)
 
     def _check_shapes(self, shapes: Sequence[Shape]) -> None:
         """Raise UserError if the sides of an image shape are not multiples of the latent cell."""
@@ -118,21 +89,19 @@ class ModelCosts:
                 raise UserError(f'streams: {shape} px is not a multiple of {step} px, the size of a {what}')
 
     @property
-    def is_counted(self) -> bool:
-        """True if the model has been counted, so that `facts` returns immediately."""
-        return bool(self._counts['facts'])
-
-    @property
-    def facts(self) -> Mapping[str, int]:
-        """Counts that do not depend on the image shape, such as the number of parameters, by name."""
-        # The names are defined in models/cost_counting.py.
-        self.count()
-        return self._counts['facts']
-
-    @property
     def is_latent_diffusion(self) -> bool:
         """True if the model trains a denoiser on latents, which can be precomputed."""
         return bool(self.facts['latent_diffusion'])
+
+    @property
+    def is_on_pixels(self) -> bool:
+        """True if the model trains a denoiser on pixels, without an autoencoder."""
+        return self.is_latent_diffusion and self.facts['pixels_per_cell'] == 1
+
+    @property
+    def is_transformer(self) -> bool:
+        """True if the denoiser is a transformer, False if it is a U-Net or the model has no denoiser."""
+        return bool(self.facts['token_width'])
 
     @property
     def trains_text(self) -> bool:
@@ -145,7 +114,18 @@ class ModelCosts:
 
     @property
     def frozen_parameters(self) -> int:
+        """Number of parameters of the frozen parts beside the denoiser: VAE and text encoder."""
         return self.facts['frozen_parameters']
+
+    @property
+    def frozen_denoiser_parameters(self) -> int:
+        """Number of parameters of the denoiser that are not trained: all but those of a LoRA, or 0."""
+        return self.facts['frozen_denoiser_parameters']
+
+    @property
+    def published_parameters(self) -> int:
+        """Number of trained parameters; with a LoRA, that of the frozen denoiser, by which published runs are known."""
+        return self.frozen_denoiser_parameters or self.trained_parameters
 
     @property
     def text_embedding_elements(self) -> int:
@@ -157,27 +137,23 @@ class ModelCosts:
         """FLOPs per caption of the text encoder's forward pass."""
         return self.facts['text_encoder_flops']
 
-    def trained_flops(self, shape: Shape) -> int:
-        """Return the FLOPs of the forward pass of the trained modules for one image of this shape."""
-        return self._flops(shape)['trained']
+    def trained_flops(self, shape: Shape, route: TokenRoute | None = None) -> int:
+        """Return the FLOPs of the denoiser's (or other trained modules') forward pass for one image of this shape."""
+        return self.flops(_flops_name(shape, route))['trained']
 
     def image_encoder_flops(self, shape: Shape) -> int:
         """Return the FLOPs of the frozen image encoder for one image of this shape."""
-        return self._flops(shape)['image_encoder']
-
-    def activations(self, shape: Shape, precision: Precision) -> ActivationCounts:
-        """Return the bytes kept for the backward pass of one sample, for this image shape and precision."""
-        self.count(activations=[(shape, precision)])
-        return ActivationCounts(**self._counts['activations'][f'{shape} {precision}'])
+        return self.flops(str(shape))['image_encoder']
 
     def latent_elements(self, shape: Shape) -> int:
         """Return the number of elements in the latent of one image of this shape, without variances."""
         cell = self.facts['pixels_per_cell']
         return self.facts['latent_channels'] * (shape.height // cell) * (shape.width // cell)
 
-    def _flops(self, shape: Shape) -> Mapping[str, int]:
-        self.count(shapes=[shape])
-        return self._counts['flops'][str(shape)]
+
+def _flops_name(shape: Shape, route: TokenRoute | None) -> str:
+    """Return the name under which the FLOPs for a shape are stored, such as 512x512 or `512x512 tread=2:13:0.5`."""
+    return str(shape) if route is None else f'{shape} {route}'
 
 
 def _key_of(model: Component, imports: Sequence[str], notes: list[str]) -> ModelKey:
@@ -203,10 +179,6 @@ def _key_of(model: Component, imports: Sequence[str], notes: list[str]) -> Model
         if keyword in settings:
             settings[keyword] = None if configs is None else str(location)
         contents += configs or []
-    if settings.get('representation_alignment'):
-        notes.append('representation_alignment: its image encoder and projection are not counted')
-    if settings.get('perceptual_losses'):
-        notes.append('perceptual_losses: their networks are not counted')
     kept = {key: value for key, value in settings.items() if key not in SAME_ARCHITECTURE[model.name]}
     return ModelKey(model.name, kept, (), tuple(contents))
 

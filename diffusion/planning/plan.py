@@ -30,7 +30,15 @@ from diffusion.planning.memory import (
     ways_out,
 )
 from diffusion.planning.run_cost import Cost, cost_of_hours, precompute_cost, training_cost
-from diffusion.planning.throughput import MeasuredSpeed, Speed, planned_speed, read_run
+from diffusion.planning.techniques import Technique, techniques_of
+from diffusion.planning.throughput import (
+    TRANSFORMER_MFU,
+    TRANSFORMER_SOURCE,
+    MeasuredSpeed,
+    Speed,
+    planned_speed,
+    read_run,
+)
 from diffusion.planning.workload import ENCODINGS, Encoding, Phase, phase_of
 
 HOPELESS_GOODPUT = 0.01
@@ -105,6 +113,8 @@ class PhasePlan:
     """All ways to run the encoders, including the recipe's."""
     sizes: Sizes
     resilience: Resilience
+    techniques: tuple[Technique, ...]
+    """Effect of each technique of the recipe on throughput."""
 
     @property
     def expected(self) -> Cost:
@@ -148,6 +158,14 @@ class Plan:
     def goodput(self) -> float:
         """Fraction of the time of training that is not spent on saves, failures and repeated batches."""
         return self.training.hours / (self.expected.hours - self.precompute.hours)
+
+    @property
+    def published(self) -> published_runs.PublishedRun | None:
+        """The published run of which the recipes are stages, or None."""
+        if len(self.phases) != len({each.phase.largest_shape for each in self.phases}):
+            return None
+        work = {(each.phase.largest_shape.width, each.phase.images) for each in self.phases}
+        return published_runs.published_run(work, self.phases[0].phase.model.trained_parameters)
 
     @property
     def flops(self) -> float:
@@ -246,7 +264,7 @@ def _plan_phase(phase: Phase, given: Assumptions, gpus: dict[str, GPU]) -> Phase
         fit=fit,
         ways_out=() if fit[0].fits else tuple(ways_out(phase, fit[0].setup, given.gpu, gpus)),
         alternatives=_alternatives(phase, given),
-        sizes=sizes_of(phase.recipe, phase.model),
+        sizes=sizes_of(phase.recipe, phase.model, auxiliary=phase.auxiliary_parameters),
         resilience=resilience_of(
             phase,
             images_per_second=speed.images_per_second,
@@ -255,6 +273,7 @@ def _plan_phase(phase: Phase, given: Assumptions, gpus: dict[str, GPU]) -> Phase
             stall_seconds=given.stall_seconds,
             restart_seconds=given.restart_seconds,
         ),
+        techniques=techniques_of(phase),
     )
 
 
@@ -286,7 +305,7 @@ def _fits(phase: Phase, given: Assumptions) -> tuple[Fit, ...]:
 
 def _alternatives(phase: Phase, given: Assumptions) -> tuple[Alternative, ...]:
     """Return time, cost and storage for each form in which the samples of the phase can be stored."""
-    if not phase.model.is_latent_diffusion:
+    if not phase.model.is_latent_diffusion or phase.model.is_on_pixels or phase.alignment is not None:
         encodings: tuple[Encoding, ...] = ('pictures',)
     else:
         # A text encoder that is trained has no fixed output that could be stored.
@@ -354,5 +373,13 @@ def _notes(plans: Sequence[PhasePlan], given: Assumptions) -> tuple[str, ...]:
             f'MosaicML reported {published_runs.TRAINING_HOURS:,} A100-hours for training and '
             f'{published_runs.PRECOMPUTE_HOURS:,} for precomputing: {hours:,} in total, ${2 * hours:,} at $2 per hour; '
             f'its training took {excess:.0%} longer than its throughput, from which this plan is made, predicts'
+        )
+    if any(TRANSFORMER_SOURCE in each.speed.source for each in plans):
+        run = published_runs.PRX_IN_24_HOURS
+        notes.append(
+            f'assumed {100 * TRANSFORMER_MFU:.3g}% of peak: {run.source} (Photoroom 2026) trained on 102.4 M images of '
+            f'512 px and 10.2 M of 1024 px in {run.hours:.0f} hours on {run.gpus} H200, evaluation and saves included, '
+            'which is this fraction of the peak by the FLOPs of yamls/speedrun.yaml and yamls/speedrun_1024.yaml; '
+            'measure a run and pass it with --from-run, or use --mfu'
         )
     return tuple(notes)

@@ -4,6 +4,7 @@ from typing import Any
 
 from diffusion.planning.plan import Alternative, Fit, PhasePlan, Plan
 from diffusion.planning.run_cost import Cost
+from diffusion.planning.techniques import Technique
 
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
@@ -18,6 +19,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         'precompute': _cost(plan.precompute),
         'total': _cost(plan.total) | {'training_flop': plan.flops},
         'expected': _cost(plan.expected),
+        'published': _published(plan),
         'phases': [_phase(each) for each in plan.phases],
         'warnings': list(plan.warnings),
         'notes': list(plan.notes),
@@ -40,13 +42,18 @@ def _phase(each: PhasePlan) -> dict[str, Any]:
             'training': phase.training_flops,
             'image_encoder': phase.image_encoder_flops,
             'text_encoder': phase.text_encoder_flops,
+            'representation_alignment': phase.alignment_flops,
+            'perceptual_losses': phase.perceptual_flops,
+            'total': phase.flops(),
         },
+        'optimizer_flop_per_batch': phase.optimizer_flops,
         'images_per_second': each.speed.images_per_second,
         'mfu': each.speed.mfu,
         'speed_source': each.speed.source,
         'training': _cost(each.cost),
         'precompute': _cost(each.precompute),
         'expected': _cost(each.expected),
+        'techniques': [_technique(technique, phase.recipe.global_batch) for technique in each.techniques],
         'memory': [_fit(fit) for fit in each.fit],
         'ways_out': list(each.ways_out),
         'data': [_alternative(other) for other in each.alternatives],
@@ -56,6 +63,33 @@ def _phase(each: PhasePlan) -> dict[str, Any]:
             'with_averages': each.sizes.with_averages,
         },
         'saving': dict(vars(each.resilience)),
+    }
+
+
+def _published(plan: Plan) -> dict[str, Any] | None:
+    run = plan.published
+    if run is None:
+        return None
+    costs = {'hours': run.hours, 'gpu_hours': run.gpu_hours, 'usd': run.usd}
+    return {'source': run.source, 'gpu': run.gpu, 'gpus': run.gpus, 'stages': len(run.stages), **costs}
+
+
+def _technique(technique: Technique, batch: int) -> dict[str, Any]:
+    return {
+        'name': technique.name,
+        'flop_per_image': technique.flops_per_image,
+        'speedup_at_equal_mfu': technique.speedup,
+        'images_without': technique.images_without,
+        'batches_without': technique.images_without / batch,
+        'published': [
+            {
+                'conditions': effect.conditions,
+                'speedup': effect.speedup,
+                'images_without': effect.images_without,
+                'batches_without': effect.images_without / batch,
+            }
+            for effect in technique.published
+        ],
     }
 
 

@@ -28,7 +28,7 @@ ENCODING_NAMES = {
 
 def plan_text(plan: Plan) -> str:
     """Return a plan as the text that `diffusion plan` prints: tables, notes and warnings."""
-    sections = [_overview(plan), _time(plan), _memory(plan), _data(plan), _checkpoints(plan)]
+    sections = [_overview(plan), _time(plan), _techniques(plan), _memory(plan), _data(plan), _checkpoints(plan)]
     sections += [_bullets('Notes', plan.notes), _bullets('WARNINGS', plan.warnings)]
     return '\n\n'.join(section for section in sections if section)
 
@@ -71,7 +71,43 @@ def _time(plan: Plan) -> str:
     if len(rows) > 2:
         rows.append(['total', '', '', *_cost(plan.total), f'{plan.flops:.2e} training FLOP'])
     rows.append(['with saves, failures', '', '', *_cost(plan.expected), f'goodput {plan.goodput:.3f}, see Checkpoints'])
+    run = plan.published
+    if run is not None:
+        count = len(run.stages)
+        stages = f'all {count} stages' if count == len(plan.phases) else f'{count} stages, of which this is one'
+        what = f'{run.source}: {run.hours:.0f} hours on {run.gpus} {run.gpu} at ${run.usd_per_gpu_hour:.2f}, {stages}'
+        cost = Cost(run.hours, run.gpu_hours, run.usd)
+        rows.append(['published', '', '', *_cost(cost), what])
     return _section('Time and cost', rows, left={6})
+
+
+def _techniques(plan: Plan) -> str:
+    blocks = []
+    for each in plan.phases:
+        batch = each.phase.recipe.global_batch
+        rows = [['', 'GFLOP per image', 'throughput', 'images', 'batches', 'by published throughput']]
+        rows.append(['with all', '', '', f'{each.phase.images / 1e6:,.1f} M', f'{each.phase.batches:,}', ''])
+        for technique in each.techniques:
+            effects = [
+                f'x {1 / effect.speedup:.2f}, {effect.images_without / batch:,.0f} batches ({effect.conditions})'
+                for effect in technique.published
+            ]
+            rows.append(
+                [
+                    f'without {technique.name}',
+                    f'{-technique.flops_per_image / 1e9:+,.1f}',
+                    f'x {1 / technique.speedup:.2f}',
+                    f'{technique.images_without / 1e6:,.1f} M',
+                    f'{technique.images_without / batch:,.0f}',
+                    '; '.join(effects),
+                ]
+            )
+        if len(rows) > 2:
+            money = f'{each.cost.gpu_hours:,.0f} GPU-hours'
+            if each.cost.usd is not None:
+                money += f', {_dollars(each.cost)}'
+            blocks.append(_section(f'Techniques, {each.phase.name}: what {money} buy at equal MFU', rows, left={5}))
+    return '\n\n'.join(blocks)
 
 
 def _memory(plan: Plan) -> str:
@@ -160,10 +196,14 @@ def _checkpoints(plan: Plan) -> str:
 
 def _flops(phase: Phase) -> str:
     parts = [f'{phase.training_flops / 1e9:,.1f}']
-    online = phase.encoder_flops(phase.encoding)
-    if online:
-        share = phase.flops() / phase.training_flops
-        parts.append(f'+ {online / 1e9:,.1f} encoders (x {share:.2f})')
+    others = {
+        'encoders': phase.encoder_flops(phase.encoding),
+        'REPA': phase.alignment_flops,
+        'perceptual losses': phase.perceptual_flops,
+    }
+    parts += [f'+ {flops / 1e9:,.1f} {name}' for name, flops in others.items() if flops]
+    if len(parts) > 1:
+        parts.append(f'(x {phase.flops() / phase.training_flops:.2f})')
     return ' '.join(parts)
 
 

@@ -1,9 +1,13 @@
-"""Published figures of Stable Diffusion 2, for the estimates of `diffusion plan`: throughput, images, GPU-hours.
+"""Published figures, for the estimates of `diffusion plan`: throughput, images, GPU-hours.
 
-Source: MosaicML, "Training Stable Diffusion from Scratch for <$50k", part 2 (2023), and its code.
+Sources: of Stable Diffusion 2, MosaicML, "Training Stable Diffusion from Scratch for <$50k", part 2 (2023), and its
+code; of PRX, Photoroom, "Training Design for Text-to-Image Models: Lessons from Ablations" ("PRX Part 2") and "PRX Part
+3 - Training a Text-to-Image Model in 24h!" (2026), and its code.
 """
 
 import math
+from collections.abc import Collection
+from dataclasses import dataclass
 
 from diffusion.config.image_shapes import Shape
 
@@ -19,6 +23,59 @@ SAMPLES = {(256, 550_000 * 2048): 790_000_000, (512, 850_000 * 2048): 300_000_00
 """Number of distinct images of each phase, by resolution and number of images trained on."""
 TRAINING_HOURS, PRECOMPUTE_HOURS = 20_051, 3_784
 """A100-hours of training both phases, and of precomputing the latents of their images and captions."""
+
+PRX_BATCHES_PER_SECOND: dict[str, tuple[tuple[float, float, str], ...]] = {
+    'TREAD': ((1.33, 1.64, 'on 1024 px'), (3.95, 4.11, 'in latents of 256 px')),
+    'REPA': ((3.95, 3.46, 'with DINOv3 ViT-L'), (3.95, 3.66, 'with DINOv2 ViT-L')),
+    'contrastive flow matching': ((3.95, 3.75, 'in latents of 256 px'),),
+}
+"""Batches of 256 per second without and with a technique, and its conditions, by PRX Part 2; REPA in latents of 256 px.
+
+The number and kind of GPUs are not named, so that no utilization follows. On 8 H200s, 3.95 would be 34 % of the peak.
+Of Muon and perceptual losses no throughput was published; the latter "add only a small overhead" (Part 3).
+"""
+
+
+@dataclass(frozen=True)
+class PublishedRun:
+    """A published training run of several stages, with its duration and cost."""
+
+    source: str
+    parameters: int
+    """Number of parameters of the denoiser."""
+    stages: frozenset[tuple[int, int]]
+    """Side of the images in pixels and number of images trained on, of each stage."""
+    hours: float
+    gpus: int
+    gpu: str
+    """Name of the GPU in gpus.yaml."""
+    usd_per_gpu_hour: float
+
+    @property
+    def gpu_hours(self) -> float:
+        return self.hours * self.gpus
+
+    @property
+    def usd(self) -> float:
+        return self.gpu_hours * self.usd_per_gpu_hour
+
+
+PRX_IN_24_HOURS = PublishedRun(
+    source='PRX Part 3',
+    parameters=1_177_215_744,
+    stages=frozenset({(512, 100_000 * 1024), (1024, 20_000 * 512)}),
+    hours=24,
+    gpus=32,
+    gpu='h200',
+    usd_per_gpu_hour=2.0,
+)
+"""PRX on pixels with TREAD, REPA (512 px alone), LPIPS, patch features and Muon; published as about $1,500."""
+
+
+def published_run(work: Collection[tuple[int, int]], parameters: int) -> PublishedRun | None:
+    """Return the published run of which these are stages, by side and number of images, or None."""
+    run = PRX_IN_24_HOURS
+    return run if parameters == run.parameters and work and run.stages.issuperset(work) else None
 
 
 def throughput_hours(gpus: int = 128) -> float:

@@ -8,11 +8,17 @@ from pathlib import Path
 from diffusion.errors import UserError
 from diffusion.planning import published_runs
 from diffusion.planning.gpus import GPU
-from diffusion.planning.workload import Encoding, Phase
+from diffusion.planning.workload import BACKWARD, Encoding, Phase
 from diffusion.storage.json_lines import json_objects
 
 ASSUMED_MFU = 0.25
 """Default MFU. The published code reached 0.24 at 256 px and 0.28 at 512 px on 8 A100s, 0.16 and 0.28 on 128."""
+TRANSFORMER_MFU = 0.104
+"""Default utilization for transformers: that of PRX's 24-hour run on 32 H200, by our count of its FLOPs.
+
+It includes evaluation and saves. tests/planning/test_techniques.py derives it from the recipes of that run.
+"""
+TRANSFORMER_SOURCE = "that of PRX's 24-hour run on 32 H200"
 PRECOMPUTE_MFU = 0.141
 """MFU of precomputing, from the published 3,784 A100-hours for 790 M images at 256 px and 300 M at 512 px."""
 
@@ -67,7 +73,7 @@ def planned_speed(
     """
     encoding = encoding or phase.encoding
     model_flops = phase.flops(encoding)
-    executed_flops = model_flops + phase.recomputed_flops
+    executed_flops = phase.executed_flops(encoding)
     peak = gpus * gpu.peak_flops(phase.autocast)
     if images_per_second is not None:
         # The figure was measured with the recipe's encoding; another one changes the FLOPs per image.
@@ -82,8 +88,9 @@ def planned_speed(
     elif (found := _published(phase, gpu, gpus, encoding)) is not None:
         rate, source = found
     else:
-        rate = ASSUMED_MFU * peak / executed_flops
-        source = f'assumed: {ASSUMED_MFU:.0%} of peak, close to the published code on A100s'
+        assumed, reason = _assumed_mfu(phase)
+        rate = assumed * peak / executed_flops
+        source = f'assumed: {100 * assumed:.3g}% of peak, {reason}'
     return Speed(rate, model_flops * rate / peak, source)
 
 
@@ -121,14 +128,25 @@ def _published(phase: Phase, gpu: GPU, gpus: int, encoding: Encoding) -> tuple[f
     """Return the published throughput for this model and GPU with its source, or None if none was published."""
     if not gpu.name.startswith('a100') or phase.autocast == 'fp32' or phase.recomputes:
         return None
-    precomputed = published_runs.images_per_second(list(phase.shapes), gpus, phase.model.trained_parameters)
+    precomputed = published_runs.images_per_second(list(phase.shapes), gpus, phase.model.published_parameters)
     if precomputed is None:
         return None
     exact = any(gpus in known for known in published_runs.IMAGES_PER_SECOND.values())
     source = f'published for {gpus} A100s' if exact else 'interpolated from figures published for 8 to 128 A100s'
-    # The slowdown was published for both encoders together; for the text encoder alone it follows from the FLOPs.
+    # The slowdown was published for both encoders together; for the text encoder alone it follows from the FLOPs. Both
+    # are relative to the training of all weights, of which a LoRA takes two thirds.
+    share = phase.passes / (1 + BACKWARD)
     if encoding == 'pictures':
-        slowdown, reason = published_runs.ONLINE_SLOWDOWN, 'online encoders'
+        slowdown, reasons = share + published_runs.ONLINE_SLOWDOWN - 1, ['online encoders']
     else:
-        slowdown, reason = phase.flops(encoding) / phase.training_flops, 'the text encoder'
-    return precomputed / slowdown, source + (f', / {slowdown:.3g} for {reason}' if slowdown > 1 else '')
+        slowdown, reasons = share * phase.flops(encoding) / phase.training_flops, []
+        reasons += ['the text encoder'] if encoding == 'latents' else []
+    reasons += ['frozen weights'] if share < 1 else []
+    return precomputed / slowdown, source + (f', / {slowdown:.3g} for {" and ".join(reasons)}' if reasons else '')
+
+
+def _assumed_mfu(phase: Phase) -> tuple[float, str]:
+    """Return the utilization that is assumed for a kind of model, and where it was reached."""
+    if phase.model.is_transformer:
+        return TRANSFORMER_MFU, TRANSFORMER_SOURCE
+    return ASSUMED_MFU, 'close to the published code on A100s'

@@ -14,7 +14,11 @@ from diffusion.config.recipe import Recipe, SpeedConfig, StreamConfig
 from diffusion.config.schema import MISSING
 from diffusion.errors import UserError
 from diffusion.planning import published_runs
-from diffusion.planning.model_costs import ModelCosts, Precision
+from diffusion.planning.auxiliary_costs import AlignmentCosts, PerceptualCosts, alignment_of, perceptual_of
+from diffusion.planning.counted_costs import Precision
+from diffusion.planning.model_costs import ModelCosts
+from diffusion.planning.muon_costs import newton_schulz_flops
+from diffusion.planning.token_route import TokenRoute, route_of
 
 Encoding = Literal['pictures', 'latents', 'latents+text']
 ENCODINGS: tuple[Encoding, ...] = ('pictures', 'latents', 'latents+text')
@@ -39,6 +43,14 @@ class Phase:
     encoding: Encoding
     notes: tuple[str, ...] = ()
     """Assumptions that the plan prints."""
+    route: TokenRoute | None = None
+    """Blocks that some tokens skip (TREAD), or None."""
+    alignment: AlignmentCosts | None = None
+    """Costs of representation alignment (REPA), or None."""
+    perceptual: PerceptualCosts | None = None
+    """Costs of perceptual losses, or None."""
+    optimizer_flops: int = 0
+    """FLOPs of an optimizer step, of all devices together: those of Muon's orthogonalization, or 0."""
 
     @property
     def name(self) -> str:
@@ -76,17 +88,56 @@ class Phase:
         """True if model blocks are recomputed in the backward pass (activation checkpointing)."""
         return self.recipe.parallelism.activation_checkpointing
 
+    @property
+    def auxiliary_precision(self) -> Precision:
+        """Precision of the networks of losses, to which the settings of `speed` do not apply."""
+        return 'float32' if self.autocast == 'fp32' else 'half'
+
+    # -- parameters --
+
+    @property
+    def auxiliary_parameters(self) -> int:
+        """Number of trained parameters that are not the model's: those of representation alignment's MLP."""
+        return 0 if self.alignment is None else self.alignment.facts['trained_parameters']
+
+    @property
+    def trained_parameters(self) -> int:
+        return self.model.trained_parameters + self.auxiliary_parameters
+
     # -- FLOPs per image, averaged over shapes --
 
     @cached_property
     def forward_flops(self) -> float:
-        """FLOPs per image of the forward pass of the trained modules."""
-        return self._mean(self.model.trained_flops)
+        """FLOPs per image of the forward pass of the trained modules, a LoRA's denoiser included."""
+        return self._mean(lambda shape: self.model.trained_flops(shape, self.route))
+
+    @property
+    def passes(self) -> int:
+        """FLOPs of the denoiser's forward and backward passes, as a multiple of the forward pass."""
+        # The gradients of frozen weights are not computed, those of activations are.
+        return 1 + BACKWARD - bool(self.model.frozen_denoiser_parameters)
 
     @property
     def training_flops(self) -> float:
         """FLOPs per image of the forward and backward passes of the trained modules, without recomputation."""
-        return (1 + BACKWARD) * self.forward_flops
+        return self.passes * self.forward_flops
+
+    @property
+    def alignment_flops(self) -> float:
+        """FLOPs per image of representation alignment, or 0."""
+        return self._alignment_flops(self.encoding)
+
+    def _alignment_flops(self, encoding: Encoding) -> float:
+        alignment, route = self.alignment, self.route
+        if alignment is None:
+            return 0.0
+        encodes = encoding == 'pictures'  # features are stored beside latents
+        return self._mean(lambda shape: alignment.training_flops(shape, route, encodes=encodes))
+
+    @cached_property
+    def perceptual_flops(self) -> float:
+        """FLOPs per image of the networks of perceptual losses, or 0."""
+        return 0.0 if self.perceptual is None else self._mean(self.perceptual.training_flops)
 
     @property
     def recomputed_flops(self) -> float:
@@ -110,8 +161,17 @@ class Phase:
         return image + text
 
     def flops(self, encoding: Encoding | None = None) -> float:
-        """Return the total FLOPs per image in training, including the encoders that run online."""
-        return self.training_flops + self.encoder_flops(encoding or self.encoding)
+        """Return the total FLOPs per image in training, as `flops_per_batch` of a model counts them.
+
+        They include the encoders that run online and the networks of losses, and no recomputation and no optimizer.
+        """
+        encoding = encoding or self.encoding
+        online = self.encoder_flops(encoding) + self._alignment_flops(encoding)
+        return self.training_flops + online + self.perceptual_flops
+
+    def executed_flops(self, encoding: Encoding | None = None) -> float:
+        """Return the FLOPs per image that devices execute: also recomputation, and the share of an optimizer step."""
+        return self.flops(encoding) + self.recomputed_flops + self.optimizer_flops / self.recipe.global_batch
 
     def precompute_flops(self, encoding: Encoding) -> float:
         """Return the FLOPs per image of encoding the data set to a stored form before training."""
@@ -154,25 +214,39 @@ def phase_of(recipe: Recipe, *, samples: int | None = None, encoding: Encoding |
         raise UserError(f'task: the plan is for training, not {recipe.task}; remove the key')
     if not isinstance(recipe.global_batch, int):
         raise UserError('global_batch is not set (???); set it, such as global_batch=2048')
-    model = ModelCosts(recipe.model, recipe.imports)
+    model = ModelCosts(recipe.model, recipe.imports, recipe.lora)
     notes = list(model.notes)
     if recipe.lora is not None:
-        notes.append('planned as training of all weights: a LoRA needs less memory, time and storage')
+        notes.append(
+            'a LoRA: of the denoiser, only the LoRA has gradients, optimizer states and averages; the backward pass '
+            'computes no gradients of the frozen weights, so that FLOPs are two thirds of those of training them'
+        )
     shapes, known, stored = _data(recipe, notes)
     samples = known if samples is None else samples
     batches = _batches(recipe.trainer.get('max_duration'), recipe.global_batch, recipe.loader.epoch_size or samples)
-    # Request everything that the plan needs, for every strategy that it compares, in one call: each call that has to
-    # count starts a process that imports torch for 15 s.
+    # Request everything that the plan needs, for every strategy that it compares, in one call per network: each call
+    # that has to count starts a process that imports torch for 15 s. A route needs the number of blocks first.
     largest, strategies = _largest(shapes), (None, 'ddp', 'fsdp2')
-    model.count(list(shapes), [(largest, _precision(recipe, strategy)) for strategy in strategies])
+    routes = any(algorithm.name == 'tread' for algorithm in recipe.algorithms.values())
+    route = route_of(recipe, model.facts['token_blocks']) if routes else None
+    model.count(list(shapes), [(largest, _precision(recipe, strategy)) for strategy in strategies], route)
+    alignment, perceptual = alignment_of(recipe, model, notes), perceptual_of(recipe, notes)
+    for each in (alignment, perceptual):
+        if each is not None:
+            precision: Precision = 'float32' if _autocast(recipe) == 'fp32' else 'half'
+            each.require([str(shape) for shape in shapes], [(largest, precision)])
     recipe_encoding = _encoding(recipe, model)
     if encoding == 'latents+text' and model.trains_text:
         raise UserError('--stored latents+text: this recipe trains its text encoder; use --stored latents')
     if encoding not in (None, 'pictures') and not model.is_latent_diffusion:
         raise UserError(f'--stored {encoding}: {recipe.model.name} trains on images; use --stored pictures')
+    if encoding not in (None, 'pictures') and model.is_on_pixels:
+        raise UserError(f'--stored {encoding}: the model is on pixels; use --stored pictures')
+    if alignment is not None and (encoding or recipe_encoding) != 'pictures':
+        notes.append('representation_alignment: the bytes and the computation of stored image features are not counted')
     if samples is None:
         images = batches * recipe.global_batch
-        samples = published_runs.published_samples(list(shapes), images, model.trained_parameters)
+        samples = published_runs.published_samples(list(shapes), images, model.published_parameters)
         if samples is not None:
             notes.append(f'assumed {samples / 1e6:,.0f} M distinct images, as published; change it with --samples')
     return Phase(
@@ -184,6 +258,10 @@ def phase_of(recipe: Recipe, *, samples: int | None = None, encoding: Encoding |
         stored_bytes=stored if encoding in (None, recipe_encoding) else None,
         encoding=encoding or recipe_encoding,
         notes=tuple(notes),
+        route=route,
+        alignment=alignment,
+        perceptual=perceptual,
+        optimizer_flops=newton_schulz_flops(recipe, model),
     )
 
 

@@ -1,4 +1,4 @@
-"""Checks of a single node: GPUs, shared memory, disks, write access to the run's folder, and a shard of each stream."""
+"""Checks of a single node: GPUs, shared memory, disks, the run's folder, a shard of each stream, pretrained weights."""
 
 import json
 import os
@@ -20,6 +20,7 @@ from diffusion.launch.findings import Finding
 from diffusion.launch.gpu_health import check_gpus
 from diffusion.planning.checkpoint_interval import sizes_of
 from diffusion.planning.model_costs import ModelCosts
+from diffusion.preflight.source_checks import check_sources
 from diffusion.storage.object_store import read
 from diffusion.storage.retry import GaveUp, RetryPolicy
 
@@ -49,6 +50,7 @@ def check_node(recipe: Recipe, *, kind: str, processes: int, nvml: Any | None) -
         'data': lambda: (
             finding for name, stream in recipe.streams.items() for finding in check_first_shard(name, stream)
         ),
+        'weights': lambda: check_sources(recipe),
     }
     found: list[Finding] = []
     for name, check in checks.items():
@@ -86,7 +88,7 @@ def check_disks(recipe: Recipe) -> Iterator[Finding]:
 def checkpoint_bytes(recipe: Recipe) -> int | None:
     """Return the bytes of a checkpoint with weight averages, or None if the model's size is unknown."""
     try:
-        model = ModelCosts(recipe.model, recipe.imports)
+        model = ModelCosts(recipe.model, recipe.imports, recipe.lora)
     except UserError:  # a part's configuration is broken, which the run reports
         return None
     # Counting starts a process that imports torch and runs the model; all other processes of the job would wait for it.

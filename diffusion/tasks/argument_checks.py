@@ -15,6 +15,7 @@ from diffusion.config import noise_schedulers
 from diffusion.config.load import load
 from diffusion.config.sampling_checks import is_flow, model_problem, num_train_timesteps, sampling_problems
 from diffusion.config.sampling_limits import seeds_problem
+from diffusion.config.weight_sources import REPOSITORY
 from diffusion.errors import UserError
 from diffusion.storage.writable import check_writable
 
@@ -22,9 +23,26 @@ OPTIONS = {'num_inference_steps': '--steps', 'guidance_scale': '--guidance', 'no
 """Options of `diffusion generate`, by the key of the section `generate` that they replace."""
 
 
+MODEL_INDEX = 'model_index.json'
+LORA_WEIGHTS = 'pytorch_lora_weights.safetensors'
+U_NET_PIPELINES = ('StableDiffusionPipeline', 'StableDiffusionXLPipeline')
+LORA_PIPELINES = (*U_NET_PIPELINES, 'StableDiffusion3Pipeline')
+PIPELINES = (*LORA_PIPELINES, 'PRXPipeline', 'PRXPixelPipeline')
+"""Pipelines of diffusers that `diffusion export` writes."""
+WITHOUT_SINGLE_FILE = ('prx', 'tiny_prx', 'autoencoder')
+"""Models of this package that no program reads from a single file."""
+UNSCALED = ('ddim', 'ddpm', 'dpm++', 'pndm', 'unipc')
+"""Noise schedulers of diffusion that do not scale the denoiser's input, which pipelines of transformers do not call."""
+
+
 def is_export(folder: Path) -> bool:
     """Return True if a folder is a pipeline of diffusers, as `diffusion export` writes it."""
-    return (folder / 'model_index.json').is_file()
+    return (folder / MODEL_INDEX).is_file()
+
+
+def is_single_file(out: str | Path) -> bool:
+    """Return True if an export goes to a single file instead of a folder."""
+    return Path(out).suffix == '.safetensors'
 
 
 def check_generate(args: argparse.Namespace) -> None:
@@ -42,8 +60,16 @@ def check_generate(args: argparse.Namespace) -> None:
     if is_export(source):
         if args.weights is not None:
             raise UserError(f'--weights: {source} is an export, which holds one set of weights; remove --weights')
-        problems = _problems_of_export(given, _scheduler_config(source))
+        name = _read_json(source / MODEL_INDEX).get('_class_name')
+        if name is None:
+            raise UserError(f'{source / MODEL_INDEX}: does not name a pipeline; export the run again')
+        if name not in PIPELINES:
+            raise UserError(f'{source}: is a {name}; use a folder of {", ".join(PIPELINES)}')
+        if args.lora is not None:
+            _check_lora(args.lora, name)
+        problems = _problems_of_export(given, name, _read_json(source / 'scheduler' / 'scheduler_config.json'))
     else:
+        _check_run(source, args)
         recipe = load(recipe_of_checkpoint(find_checkpoint(source)), task='generate')
         if (problem := model_problem(recipe)) is not None:
             raise UserError(f'model.name: {problem}')
@@ -60,24 +86,31 @@ def check_export(
     ema_width: float | None = None,
     at: int | None = None,
     merge: bool = False,
+    push: str | None = None,
+    public: bool = False,
 ) -> Path:
     """Check the arguments of `diffusion export`, and return the checkpoint.
 
     Args:
         place: A checkpoint or a run's folder.
-        out: The output folder.
+        out: The output folder, or a file that ends with `.safetensors`.
         weights: Weights that are chosen explicitly; None for the default.
         ema_width: Width of a post-hoc EMA to export.
         at: Batch of the post-hoc EMA.
         merge: Add the LoRA of the run to the weights.
+        push: Repository on the Hub to upload to.
+        public: Make it public.
 
     Raises:
-        UserError: The folder cannot be created, there is no such checkpoint, or settings contradict each other.
+        UserError: The output cannot be created, there is no such checkpoint, or settings contradict each other.
     """
     out = Path(out)
     check_writable(out.parent, '--out')
     if out.is_file():
-        raise UserError(f'--out: {out} is a file; give a folder that does not exist yet')
+        kind = 'file' if is_single_file(out) else 'folder'
+        raise UserError(f'--out: {out} is a file; give a {kind} that does not exist yet')
+    if out.exists() and is_single_file(out):
+        raise UserError(f'--out: {out} is a folder; give a file that does not exist yet')
     if out.exists() and any(out.iterdir()):
         raise UserError(f'--out: {out} is not empty; remove it or give another folder')
     if ema_width is not None and weights is not None:
@@ -89,16 +122,60 @@ def check_export(
             gamma_of_width(ema_width)
         except UserError as error:
             raise UserError(f'--ema-width: {error}') from error
+    if push is not None and not REPOSITORY.fullmatch(push):
+        raise UserError(f'--push: {push!r} is not the name of a repository; write org/name')
+    if public and push is None:
+        raise UserError('--public: makes a repository on the Hub public; add --push org/name')
     checkpoint = find_checkpoint(place)
     recipe = load(recipe_of_checkpoint(checkpoint), task='generate')
+    whole = recipe.lora is None or merge
+    if is_single_file(out) and whole and recipe.model.name in WITHOUT_SINGLE_FILE:
+        raise UserError(f'--out: no program reads the model {recipe.model.name} from a single file; give a folder')
     if merge and recipe.lora is None:
         raise UserError(f'--merge: {checkpoint} has no LoRA, so its weights are whole; remove --merge')
     return checkpoint
 
 
-def _scheduler_config(folder: Path) -> dict[str, Any]:
-    """Return the configuration of an exported pipeline's noise scheduler; empty if it cannot be read."""
-    path = folder / 'scheduler' / 'scheduler_config.json'
+def missing_parts(folder: Path) -> list[str]:
+    """Return the names of the parts that an exported pipeline was saved without, such as Stable Diffusion 3's T5."""
+    # Those that diffusers considers optional need not be named, but may be.
+    return [name for name, value in _read_json(folder / MODEL_INDEX).items() if value == [None, None]]
+
+
+def lora_file(path: Path) -> Path:
+    """Return the file of a LoRA, given that file or the folder that `diffusion export` wrote."""
+    return path / LORA_WEIGHTS if path.is_dir() else path
+
+
+def is_flow_scheduler(config: Mapping[str, Any]) -> bool:
+    """Return True if the configuration of a noise scheduler is that of a flow."""
+    return bool(config.get('use_flow_sigmas')) or str(config.get('_class_name')).startswith('FlowMatch')
+
+
+def _check_lora(path: str, pipeline: str) -> None:
+    """Raise UserError unless a path has a LoRA that can be added to a pipeline of this class."""
+    if not lora_file(Path(path)).is_file():
+        raise UserError(f'--lora: {lora_file(Path(path))} does not exist; give the output of diffusion export')
+    if pipeline not in LORA_PIPELINES:
+        raise UserError(f'--lora: diffusers loads none into a {pipeline}; export the run with --merge instead')
+
+
+def _check_run(source: Path, args: argparse.Namespace) -> None:
+    """Raise UserError if the source of `diffusion generate` is an export that is no whole pipeline."""
+    if args.lora is not None:
+        raise UserError(f'--lora: {source} is no exported pipeline; a run draws with its own LoRA without --lora')
+    if (source / LORA_WEIGHTS).is_file():
+        raise UserError(
+            f'{source}: is a LoRA without its base model; give the exported base model, and --lora {source}; or the run'
+        )
+    if is_single_file(source) and source.is_file():
+        raise UserError(
+            f'{source}: is a single file, which does not record how to sample; give the run, or export it to a folder'
+        )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file of an exported pipeline; empty if it cannot be read."""
     try:
         content = json.loads(path.read_text(encoding='utf-8'))
     except (FileNotFoundError, ValueError):  # diffusers reports a damaged export
@@ -106,10 +183,25 @@ def _scheduler_config(folder: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _problems_of_export(given: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, str]:
-    """Return error messages for sampling settings that an exported pipeline cannot use, by key."""
-    flow, name = bool(config.get('use_flow_sigmas')), given.get('noise_scheduler')
+def _problems_of_export(given: Mapping[str, Any], pipeline: str, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return error messages for sampling settings that an exported pipeline cannot use, by key.
+
+    Args:
+        given: The settings.
+        pipeline: Class of the pipeline.
+        config: Configuration of its noise scheduler.
+    """
+    flow, name = is_flow_scheduler(config), given.get('noise_scheduler')
     problems = sampling_problems(given, config.get('num_train_timesteps'), flow=flow)
-    if flow and name is not None and noise_schedulers.class_name(name, flow=True).startswith('FlowMatch'):
+    if name is None or 'noise_scheduler' in problems:
+        return problems
+    is_flow_match = noise_schedulers.class_name(name, flow=flow).startswith('FlowMatch')
+    # Schedulers of flows alone take velocities, and lack the method with which pipelines of U-Nets scale their input.
+    refuses_flow_match = pipeline in U_NET_PIPELINES or config.get('prediction_type') == 'sample'
+    if pipeline == 'PRXPixelPipeline' and noise_schedulers.class_name(name, flow=True) != config.get('_class_name'):
+        problems['noise_scheduler'] = f'{name!r} does not fit into a {pipeline}; use euler, or generate from the run'
+    elif is_flow_match and refuses_flow_match:
         problems['noise_scheduler'] = f'{name!r} does not fit into an exported pipeline; use dpm++ or unipc'
+    elif not flow and pipeline not in U_NET_PIPELINES and name not in UNSCALED:
+        problems['noise_scheduler'] = f'{name!r} does not fit into a {pipeline}; use {", ".join(UNSCALED)}'
     return problems

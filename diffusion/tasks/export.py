@@ -1,14 +1,14 @@
-"""`diffusion export`: convert a checkpoint to a folder that unmodified diffusers loads."""
+"""`diffusion export`: convert a checkpoint to a folder that unmodified diffusers loads, or to a single file."""
 
 import argparse
 import json
 import logging
 import re
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
-from diffusers.loaders.lora_base import LORA_WEIGHT_NAME_SAFE
+from huggingface_hub import constants
 from torch import nn
 
 from diffusion.algorithms.average import trained_parameters
@@ -17,17 +17,17 @@ from diffusion.checkpointing.checkpoint_weights import Weights
 from diffusion.checkpointing.run_folder import recipe_of_checkpoint, run_of_checkpoint
 from diffusion.config.load import load
 from diffusion.errors import UserError
-from diffusion.models.autoencoder import Autoencoder
 from diffusion.models.frozen_parts import encoder_precision
 from diffusion.models.latent_diffusion import LatentDiffusion
-from diffusion.models.lora import merge_lora, save_lora
-from diffusion.storage.atomic import atomic_folder
-from diffusion.tasks.argument_checks import check_export
+from diffusion.models.lora import merge_lora
+from diffusion.storage.atomic import atomic_file, atomic_folder
+from diffusion.tasks.argument_checks import LORA_WEIGHTS, check_export, is_single_file
 from diffusion.tasks.evaluate import trained_model
+from diffusion.tasks.export_formats import write_file, write_folder
+from diffusion.tasks.hub_upload import check_access, upload
+from diffusion.tasks.model_card import CARD, model_card
 
 log = logging.getLogger(__name__)
-
-Part = TypeVar('Part', bound=nn.Module)
 
 
 def export(
@@ -39,29 +39,45 @@ def export(
     at: int | None = None,
     dtype: Literal['float32', 'float16', 'bfloat16'] = 'float32',
     merge: bool = False,
+    push: str | None = None,
+    public: bool = False,
 ) -> str:
     """Export the model of a checkpoint as the pipeline of its family, or an autoencoder as an AutoencoderKL.
 
     Of a run with a LoRA, the LoRA alone is exported, as `pytorch_lora_weights.safetensors`, unless `merge` is True.
 
+    If `out` ends with `.safetensors`, the pipeline is one file in the layout that ComfyUI reads; see
+    `models.single_file`. A LoRA is the same file as in a folder.
+
+    A folder has a model card, README.md.
+
     Args:
         place: A checkpoint or a run's folder; see `find_checkpoint`.
-        out: The output folder, which must not exist or be empty. It appears complete or not at all.
+        out: The output folder, which must not exist or be empty, or a file, which must not exist. It appears complete
+            or not at all.
         weights: Averaged or training weights; None exports averaged weights if the checkpoint has them.
         ema_width: Width of a post-hoc EMA to export instead, reconstructed from the run's `post_hoc_ema` snapshots; the
             checkpoint supplies the parts that are not trained.
         at: Batch of the post-hoc EMA; None is the batch of the last snapshot at or before the checkpoint.
         dtype: Precision of the exported weights.
         merge: Add the LoRA of the run to the denoiser's weights, and export the pipeline.
+        push: Repository on the Hugging Face Hub, `org/name`, to upload the export to, with a model card.
+        public: Make the repository public if it does not exist; by default it is private.
 
     Returns:
         Description of the weights that were exported, such as `ema`.
 
     Raises:
-        UserError: `out` is not empty, the checkpoint or a snapshot cannot be read, or settings contradict each other.
+        UserError: `out` is not empty, the checkpoint or a snapshot cannot be read, settings contradict each other, or
+            the format cannot represent the model, or the Hub refuses the upload.
+        ExternalError: The Hub did not answer. The export is complete, and can be uploaded later.
     """
     out = Path(out)
-    checkpoint = check_export(place, out, weights=weights, ema_width=ema_width, at=at, merge=merge)
+    checkpoint = check_export(
+        place, out, weights=weights, ema_width=ema_width, at=at, merge=merge, push=push, public=public
+    )
+    if push is not None:
+        check_access(push, public=public)
     precision = encoder_precision(dtype)
     recipe = load(recipe_of_checkpoint(checkpoint), task='generate')
     recipe.checkpoint = str(checkpoint)
@@ -74,20 +90,30 @@ def export(
     if merge:
         assert isinstance(model, LatentDiffusion)
         merge_lora(model.denoiser)
-    with atomic_folder(out) as unfinished:
-        if isinstance(model, Autoencoder):
-            _cast(model.finished(), precision).save_pretrained(unfinished)
-        elif recipe.lora is not None and not merge:
-            assert isinstance(model, LatentDiffusion)
-            save_lora(model.denoiser, recipe.lora, str(unfinished), precision)
-        else:
-            assert isinstance(model, LatentDiffusion)
-            pipeline = model.family.pipeline(model)
-            for part in pipeline.components.values():
-                if isinstance(part, nn.Module):
-                    _cast(part, precision)
-            pipeline.save_pretrained(unfinished)
+    single = is_single_file(out)
+    write = write_file if single else write_folder
+    with (atomic_file if single else atomic_folder)(out) as unfinished:
+        written = write(model, recipe, unfinished, precision, lora=recipe.lora is not None and not merge)
+        card = model_card(
+            recipe,
+            checkpoint,
+            weights=which,
+            source=push or out.name,
+            written=written,
+            file=out.name if single else LORA_WEIGHTS,
+            num_parameters=_denoiser_parameters(model),
+        )
+        if not single:
+            (unfinished / CARD).write_text(card, encoding='utf-8')
+    if push is not None:
+        upload(out, push, card, public=public)
     return which
+
+
+def _denoiser_parameters(model: nn.Module) -> int | None:
+    """Return the number of parameters of a model's denoiser; None if it has none."""
+    denoiser = getattr(model, 'denoiser', None)
+    return None if denoiser is None else sum(parameter.numel() for parameter in denoiser.parameters())
 
 
 def average_of(checkpoint: Path, width: float, *, at: int | None = None) -> ReconstructedAverage:
@@ -122,13 +148,6 @@ def load_average(model: nn.Module, average: ReconstructedAverage) -> None:
         weight.copy_(average.tensors[name])
 
 
-def _cast(part: Part, dtype: torch.dtype) -> Part:
-    """Convert a part of a pipeline to a dtype in place, and return it."""
-    # Not part.to(): diffusers overrides it with a method that warns about modules that these parts do not have.
-    nn.Module.to(part, dtype)
-    return part
-
-
 def run_export(args: argparse.Namespace) -> int:
     """Run `diffusion export`; return the exit status."""
     which = export(
@@ -139,10 +158,17 @@ def run_export(args: argparse.Namespace) -> int:
         at=args.at,
         dtype=args.dtype,
         merge=args.merge,
+        push=args.push,
+        public=args.public,
     )
-    if (Path(args.out) / LORA_WEIGHT_NAME_SAFE).exists():
+    if args.push is not None:
+        print(f'{args.push}: uploaded to {constants.ENDPOINT}/{args.push}')
+    if is_single_file(args.out):
+        print(f'{args.out}: {which} weights in the layout that ComfyUI reads')
+        return 0
+    if (Path(args.out) / LORA_WEIGHTS).exists():
         # diffusers requires the name if HF_HUB_OFFLINE is set.
-        load_with = f"pipeline.load_lora_weights('{args.out}', weight_name='{LORA_WEIGHT_NAME_SAFE}')"
+        load_with = f"pipeline.load_lora_weights('{args.out}', weight_name='{LORA_WEIGHTS}')"
         print(f'{args.out}: {which} weights of the LoRA; load with {load_with}')
         return 0
     index = Path(args.out) / 'model_index.json'

@@ -5,22 +5,18 @@ import logging
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import diffusers.utils.logging
 import torch
 from composer.utils import get_device
-from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
 from diffusion.checkpointing.run_folder import find_checkpoint, recipe_of_checkpoint
 from diffusion.config.load import Recipe, load
 from diffusion.errors import UserError
 from diffusion.evaluation.image_sheet import save_image, to_images
 from diffusion.models.latent_diffusion import LatentDiffusion
-from diffusion.models.randomness import Purpose, draws_for
-from diffusion.models.sampler import scheduler_class
 from diffusion.tasks.argument_checks import is_export
 from diffusion.tasks.evaluate import trained_model
+from diffusion.tasks.exported_pipeline import draw_with_export
 from diffusion.training import components
 
 log = logging.getLogger(__name__)
@@ -65,7 +61,8 @@ def run_generate(args: argparse.Namespace) -> int:
     """Run `diffusion generate` with arguments that `check_generate` has checked; return the exit status."""
     source = Path(args.source)
     if is_export(source):
-        files = _from_pipeline(source, args)
+        images = draw_with_export(source, args)
+        files = save_images(images, args.prompts, Path(args.out or 'generated'), seed=args.seed)
         print(f'{len(files)} images in {files[0].parent}')
         return 0
     checkpoint = find_checkpoint(source)
@@ -80,39 +77,3 @@ def run_generate(args: argparse.Namespace) -> int:
     settings.noise_scheduler = args.scheduler or settings.noise_scheduler
     generate(recipe)
     return 0
-
-
-def _from_pipeline(folder: Path, args: argparse.Namespace) -> list[Path]:
-    """Generate images with an exported pipeline; equal seeds start from the same noise as with a checkpoint."""
-    diffusers.utils.logging.disable_progress_bar()
-    # low_cpu_mem_usage needs accelerate, which is not a dependency; diffusers warns if it is not turned off.
-    pipeline: Any = DiffusionPipeline.from_pretrained(folder, local_files_only=True, low_cpu_mem_usage=False)
-    device = 'cuda' if torch.cuda.is_available() else 'cpu'
-    pipeline = pipeline.to(device)
-    pipeline.set_progress_bar_config(disable=True)
-    if args.scheduler is not None:
-        config = pipeline.scheduler.config
-        flow = bool(config.get('use_flow_sigmas'))
-        pipeline.scheduler = scheduler_class(args.scheduler, flow=flow).from_config(config)
-    prompts: list[str] = list(args.prompts)
-    seeds = range(args.seed, args.seed + len(prompts))
-    size = pipeline.unet.config['sample_size']
-    noise = draws_for(seeds, seed=0, device=device).normal(
-        Purpose.SAMPLING, (pipeline.unet.config['in_channels'], size, size)
-    )
-    # None instead of an empty prompt: Stable Diffusion XL then uses zeros, if dropped captions were zeros in training.
-    negative = [args.negative] * len(prompts) if args.negative else None
-    # Schedulers that draw noise in every step use one generator per image, so that an image does not depend on its
-    # batch.
-    images = pipeline(
-        prompts,
-        negative_prompt=negative,
-        num_inference_steps=50 if args.steps is None else args.steps,
-        guidance_scale=7.5 if args.guidance is None else args.guidance,
-        latents=noise,
-        generator=[torch.Generator().manual_seed(seed) for seed in seeds],
-        output_type='pt',
-        return_dict=False,
-    )[0]
-    assert isinstance(images, torch.Tensor)
-    return save_images(images, prompts, Path(args.out or 'generated'), seed=args.seed)

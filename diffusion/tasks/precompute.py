@@ -30,13 +30,21 @@ from diffusion.config.recipe import PrecomputeConfig
 from diffusion.data.caption_choice import captions_of, choose_caption
 from diffusion.data.fingerprint import index_hash
 from diffusion.data.image_text import ImageTextDataset
-from diffusion.data.latents import MANIFEST, TEXT_LENGTHS, LatentManifest, manifest_of
+from diffusion.data.latents import (
+    MANIFEST,
+    TEXT_LENGTHS,
+    LatentManifest,
+    features_shape,
+    manifest_of,
+    weights_fingerprint,
+)
 from diffusion.data.loader import default_num_workers, ignore_stop_signals
 from diffusion.data.streams import Bucket
 from diffusion.errors import DataError, UserError
 from diffusion.models import batch_keys
 from diffusion.models.denoisers.condition import SIZES
 from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.models.representation_alignment import FeatureEncoder
 from diffusion.models.text_conditioner import tokenize
 from diffusion.models.vae import downsampling, has_variance, latent_channels
 from diffusion.storage.atomic import remove, remove_unfinished, replace_folder
@@ -191,11 +199,24 @@ def _stages(recipe: Recipe, dataset: ImageTextDataset, model: LatentDiffusion) -
             captions=settings.captions,
             image_sizes=model.family.takes_sizes,
         )
+        if model.image_encoder is not None:
+            manifest = replace(manifest, **_features_record(model, model.image_encoder, bucket.shape))
         output = _output(recipe, bucket.name, ShardFormat(_columns(model, bucket.shape, settings)))
         per_shard = _samples_per_shard(model, bucket.shape, settings)
         stages.append(PrecomputeStage(bucket, first, samples, manifest, index_hash(bucket.stream), per_shard, output))
         first += samples
     return stages
+
+
+def _features_record(model: LatentDiffusion, encoder: FeatureEncoder, shape: Shape) -> dict[str, Any]:
+    """Return the fields of a manifest that describe stored features of the image encoder."""
+    settings = model.representation_alignment
+    assert settings is not None, 'the image encoder is that of the alignment'
+    return {
+        'image_encoder': weights_fingerprint(encoder),
+        'image_encoder_source': '@'.join(part for part in (settings.encoder, settings.revision) if part),
+        'features_shape': features_shape(encoder, shape, token_side=model.token_side),
+    }
 
 
 def _output(recipe: Recipe, name: str, shards: ShardFormat) -> StageOutput:
@@ -330,6 +351,9 @@ def _encoded(
         moments = moments[:, : latent_channels(model.vae)]
     ids = batch[batch_keys.SAMPLE_ID].tolist()
     columns = {batch_keys.LATENT_MOMENTS: list(moments.cpu().numpy().astype(settings.dtype))}
+    if model.image_encoder is not None:
+        features = model.image_features(batch[batch_keys.IMAGE].to(model.device))
+        columns[batch_keys.IMAGE_FEATURES] = list(features.cpu().numpy().astype(settings.dtype))
     if settings.latents == 'image+text':
         for row in rows:
             row['captions'] = _encoded_captions(row['captions'], settings)
@@ -418,6 +442,9 @@ def _columns(model: LatentDiffusion, shape: Shape, settings: PrecomputeConfig) -
             columns[TEXT_LENGTHS] = 'ndarray:int32'
     if model.family.takes_sizes:
         columns[batch_keys.IMAGE_SIZES] = f'ndarray:int32:{SIZES}'
+    if model.image_encoder is not None:
+        height, width, features = features_shape(model.image_encoder, shape, token_side=model.token_side)
+        columns[batch_keys.IMAGE_FEATURES] = f'ndarray:{settings.dtype}:{height * width},{features}'
     return columns
 
 
@@ -441,6 +468,8 @@ def _samples_per_shard(model: LatentDiffusion, shape: Shape, settings: Precomput
     size = math.prod(_moments_shape(model, shape, settings)) * itemsize + 512
     if settings.latents == 'image+text':
         size += (model.text.length * model.text.width + (model.text.pooled_width or 0)) * itemsize
+    if model.image_encoder is not None:
+        size += math.prod(features_shape(model.image_encoder, shape, token_side=model.token_side)) * itemsize
     batches = int(settings.shard_mb * 10**6 / (size * settings.batch_size))
     return max(1, batches) * settings.batch_size
 

@@ -32,6 +32,7 @@ from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.storage.own_files import user_folder
 from diffusion.training.expand_streams import by_shape
 from diffusion.training.performance import FUSED_ALTERNATIVES
+from diffusion.training.width_groups import width_groups
 
 DETERMINISTIC = {'crop': 'center', 'flip': False, 'caption_choice': 'first'}
 """Keywords of the training dataset that evaluation sets, so that every evaluation sees the same samples."""
@@ -124,6 +125,9 @@ def build_dataset(
                 'conditioned on image sizes; add the keyword, or use image_text or latents'
             )
         supplied['image_sizes'] = True
+    # Evaluation has no alignment. A dataset of images takes no such keyword.
+    if elastic and recipe.model.kwargs.get('representation_alignment'):
+        supplied |= registry.signature('dataset', component.name).accepted({'image_features': True})
     return registry.build('dataset', component, buckets=buckets, **supplied, **streaming)
 
 
@@ -221,11 +225,17 @@ def build_optimizer(recipe: Recipe, model: ComposerModel) -> torch.optim.Optimiz
     """Build a recipe's optimizer of the trained parameters, fused if `speed` and the optimizer's keywords allow it.
 
     An optimizer class may have a function `parameter_groups(model, ...)`, such as `Muon.parameter_groups`, which
-    returns its parameter groups and may take some of its keywords. Others get a list of parameters.
+    returns its parameter groups and may take some of its keywords. Others get a list of parameters, or the groups of a
+    model whose layers have learning rates by their width.
     """
     component = recipe.optimizer
+    factors = getattr(model, 'learning_rate_factors', {})
     choose = getattr(registry.resolve('optimizer', component.name), 'parameter_groups', None)
-    if choose is None:
+    if factors:
+        settings = registry.keywords('optimizer', component)
+        rates = {key: settings.get(key, 0.0) for key in ('lr', 'weight_decay')}
+        params = width_groups(model, optimizer=component.name, factors=factors, **rates)
+    elif choose is None:
         params = [parameter for parameter in model.parameters() if parameter.requires_grad]
     else:
         params = choose(model, **of_object(choose).accepted(component.kwargs))

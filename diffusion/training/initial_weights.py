@@ -11,7 +11,12 @@ from composer.utils import dist
 from torch import Tensor
 
 from diffusion.checkpointing.checkpoint_store import DamagedCheckpoint
-from diffusion.checkpointing.checkpoint_weights import NoAverages, check_architecture, weights_of
+from diffusion.checkpointing.checkpoint_weights import (
+    NoAverages,
+    check_architecture,
+    weights_of,
+    with_own_training_parts,
+)
 from diffusion.checkpointing.rank_agreement import raise_on_all_ranks, run_on_rank_zero
 from diffusion.checkpointing.run_folder import find_checkpoint
 from diffusion.config.recipe import InitFrom
@@ -159,6 +164,8 @@ def text_encoder_weights(model: LatentDiffusion, source: str, revision: str | No
 def load_source(model: ComposerModel, source: SourceWeights, *, resize: bool) -> None:
     """Copy the weights of a source into a model; every tensor of the model must be in it, and no other.
 
+    The parts that only training uses, such as REPA's projection, may be missing on either side.
+
     Args:
         model: The model.
         source: The weights.
@@ -168,7 +175,7 @@ def load_source(model: ComposerModel, source: SourceWeights, *, resize: bool) ->
         UserError: The names or shapes differ.
     """
     own = model.state_dict()
-    weights, added = resized(source.tensors, own)
+    weights, added = resized(with_own_training_parts(source.tensors, own, source.place), own)
     if added and not resize:
         way_out = 'set init_from.resize: true to add channels of zeros, or use a VAE with the channels of the source'
         raise UserError(f'init_from: {source.place}: other numbers of latent channels: {"; ".join(added)}; {way_out}')

@@ -17,8 +17,9 @@ from torch.optim.adamw import adamw
 
 from diffusion.config.constraints import AtLeast, Between, GreaterThan, constrained
 from diffusion.errors import UserError
+from diffusion.models.block_matrices import is_matrix
 from diffusion.training.matrix_exchange import layout_of, on_whole_matrices
-from diffusion.training.muon_groups import is_matrix, muon_groups
+from diffusion.training.muon_groups import muon_groups
 from diffusion.training.newton_schulz import orthogonalize
 
 MAX_BATCH_ELEMENTS = {'cpu': 2**18, 'cuda': 2**24}
@@ -41,7 +42,9 @@ class Muon(Optimizer):
     and the ranks exchange the results: every rank must call `step`, with gradients for the same parameters.
 
     A parameter group has the key `algorithm`: 'muon' or 'adamw'. A group without the key is divided: matrices, also
-    those of embeddings, are updated by Muon. `muon_groups(model)` makes groups by the layers of a model.
+    those of embeddings, are updated by Muon. A group with 'muon' may have the key `parts`: for each weight, the number
+    of matrices whose rows it holds one after another, such as 3 for fused queries, keys and values; each is
+    orthogonalized by itself. `muon_groups(model)` makes groups by the layers of a model.
 
     Args:
         params: Parameters, named parameters or parameter groups.
@@ -54,6 +57,8 @@ class Muon(Optimizer):
         newton_schulz_dtype: Data type of the orthogonalization; auto is bfloat16 on GPUs and the weights' own on a CPU.
         convolutions: Apply Muon to weights of more than two dimensions too, flattened to [out, in * height * width];
             does not change groups that have the key `algorithm`.
+        split_projections: Orthogonalize the matrices of a fused projection of queries, keys and values each by
+            itself, as Jordan et al. recommend; used by `muon_groups`, which knows these layers.
         betas: Decay of AdamW's two moments.
         eps: Term that AdamW adds to the denominator.
         fused: Use AdamW's fused kernel, for the parameters that AdamW updates.
@@ -78,6 +83,7 @@ class Muon(Optimizer):
         newton_schulz_steps: Annotated[int, AtLeast(1)] = 5,
         newton_schulz_dtype: Literal['auto', 'bfloat16', 'float32'] = 'auto',
         convolutions: bool = True,
+        split_projections: bool = True,
         betas: Annotated[tuple[float, float], Between(0, 1)] = (0.9, 0.999),
         eps: Annotated[float, AtLeast(0)] = 1e-8,
         fused: bool | None = None,
@@ -87,6 +93,7 @@ class Muon(Optimizer):
         if len(betas) != 2:
             raise UserError(f'betas: {list(betas)} has {len(betas)} numbers; give two')
         self.convolutions = convolutions
+        self._parts: dict[int, tuple[int, ...]] = {}
         self.adamw_lr = lr if adamw_lr is None else adamw_lr
         defaults = {
             'lr': lr,
@@ -108,6 +115,7 @@ class Muon(Optimizer):
         chosen = param_group.get('algorithm')
         if chosen not in (None, 'muon', 'adamw'):
             raise UserError(f'muon: a parameter group has algorithm {chosen!r}; use muon or adamw')
+        self._keep_parts(param_group, [_shape(each) for each in items])
         wrong = [list(_shape(each)) for each in items if chosen == 'muon' and not is_matrix(_shape(each))]
         if wrong:
             raise UserError(
@@ -121,7 +129,22 @@ class Muon(Optimizer):
         for algorithm, part in parts.items():
             if part:
                 settings = {'lr': self.adamw_lr if algorithm == 'adamw' else self.defaults['lr']} | param_group
-                super().add_param_group(settings | {'params': part, 'algorithm': algorithm})
+                settings |= {'params': part, 'algorithm': algorithm}
+                super().add_param_group({key: value for key, value in settings.items() if key != 'parts'})
+
+    def _keep_parts(self, param_group: dict[str, Any], shapes: list[tuple[int, ...]]) -> None:
+        """Keep the `parts` of a group that is about to be added, by the group's index."""
+        # Not in the group itself: its keys are saved in checkpoints, and those of earlier versions lack this one.
+        # Composer removes all groups for FSDP2 and adds them again in their order, so that the indices stay the same.
+        parts = param_group.get('parts')
+        if parts is None:
+            return
+        if param_group.get('algorithm') != 'muon' or len(parts) != len(shapes):
+            raise UserError('muon: parts are for a group with algorithm muon, one number per weight')
+        for number, shape in zip(parts, shapes, strict=True):
+            if number < 1 or shape[0] % number:
+                raise UserError(f'muon: a weight of shape {list(shape)} does not divide into {number} matrices of rows')
+        self._parts[len(self.param_groups)] = tuple(parts)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -130,26 +153,30 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
+        for index, group in enumerate(self.param_groups):
             trained = [each for each in group['params'] if each.grad is not None]
             if group['algorithm'] == 'muon':
-                self._update_matrices(group, trained)
+                parts = self._parts.get(index, (1,) * len(group['params']))
+                numbers = [
+                    number for weight, number in zip(group['params'], parts, strict=True) if weight.grad is not None
+                ]
+                self._update_matrices(group, trained, numbers)
             elif trained:
                 self._update_by_adamw(group, trained)
         return loss
 
-    def _update_matrices(self, group: dict[str, Any], weights: list[Tensor]) -> None:
-        """Update the weights of a group by their orthogonalized momentum."""
+    def _update_matrices(self, group: dict[str, Any], weights: list[Tensor], parts: list[int]) -> None:
+        """Update the weights of a group by their orthogonalized momentum; `parts` has the matrices in each weight."""
         if any(each.ndim < 2 for each in weights):
             # FSDP1 replaces weights by flat shards after the optimizer was built.
             raise UserError('muon: the matrices were flattened, as FSDP1 does; use FSDP2 or DDP')
         first = 0  # the batches' matrices are dealt out to the ranks in turns
-        for batch in _batches(weights):
-            self._update_batch(group, batch, first)
+        for batch, number in _batches(weights, parts):
+            self._update_batch(group, batch, first, parts=number)
             first += len(batch)
 
-    def _update_batch(self, group: dict[str, Any], batch: list[Tensor], first: int) -> None:
-        """Update weights that are matrices of equal shapes on one device."""
+    def _update_batch(self, group: dict[str, Any], batch: list[Tensor], first: int, *, parts: int) -> None:
+        """Update weights of equal shapes on one device, each of which holds the rows of `parts` matrices."""
         momentum, lr = group['momentum'], float(group['lr'])
         weights = [_local(each) for each in batch]
         rows, columns = _size(batch[0])
@@ -160,12 +187,12 @@ class Muon(Optimizer):
         dtype = _dtype(group['newton_schulz_dtype'], weights[0])
         stack = torch.stack([each.reshape(-1, columns).to(dtype) for each in updates])
         del updates
-        steps = functools.partial(orthogonalize, steps=group['newton_schulz_steps'])
-        directions = on_whole_matrices(steps, stack, layout_of(batch[0]), rows=rows, first=first)
+        function = functools.partial(_orthogonalize_parts, parts=parts, steps=group['newton_schulz_steps'])
+        directions = on_whole_matrices(function, stack, layout_of(batch[0]), rows=rows, first=first)
         directions = directions.to(weights[0].dtype, memory_format=torch.contiguous_format)
         torch._foreach_mul_(weights, 1 - lr * group['weight_decay'])  # type: ignore[reportPrivateImportUsage]
         shaped = [direction.reshape(weight.shape) for direction, weight in zip(directions, weights, strict=True)]
-        torch._foreach_add_(weights, shaped, alpha=-lr * RMS_OF_ADAMW * math.sqrt(max(rows, columns)))  # type: ignore[reportPrivateImportUsage]
+        torch._foreach_add_(weights, shaped, alpha=-lr * RMS_OF_ADAMW * math.sqrt(max(rows // parts, columns)))  # type: ignore[reportPrivateImportUsage]
 
     def _update_by_adamw(self, group: dict[str, Any], weights: list[Tensor]) -> None:
         """Update the weights of a group as torch.optim.AdamW does."""
@@ -202,17 +229,23 @@ class Muon(Optimizer):
         return state[name]
 
 
-def _batches(weights: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield lists of weights that are matrices of equal shapes, alike on all ranks, within `MAX_BATCH_ELEMENTS`."""
+def _orthogonalize_parts(weights_NRC: Tensor, *, parts: int, steps: int) -> Tensor:
+    """Orthogonalize the matrices in each weight, of which it holds `parts` one after another along its rows."""
+    rows, columns = weights_NRC.shape[-2:]
+    return orthogonalize(weights_NRC.reshape(-1, rows // parts, columns), steps=steps).reshape(weights_NRC.shape)
+
+
+def _batches(weights: list[Tensor], parts: list[int]) -> Iterator[tuple[list[Tensor], int]]:
+    """Yield lists of weights of equal shapes and parts, with the parts, alike on all ranks, up to the maximum size."""
     alike: dict[Any, list[Tensor]] = {}
-    for weight in weights:
+    for weight, number in zip(weights, parts, strict=True):
         sharding = (weight.device_mesh, weight.placements) if isinstance(weight, DTensor) else None
-        alike.setdefault((_size(weight), weight.dtype, weight.device, sharding), []).append(weight)
-    for same in alike.values():
+        alike.setdefault((_size(weight), number, weight.dtype, weight.device, sharding), []).append(weight)
+    for (_, number, *_), same in alike.items():
         limit = MAX_BATCH_ELEMENTS['cpu' if same[0].device.type == 'cpu' else 'cuda']
         each_rank = max(1, limit // same[0].numel())
         length = each_rank * layout_of(same[0]).ranks
-        yield from (same[start : start + length] for start in range(0, len(same), length))
+        yield from ((same[start : start + length], number) for start in range(0, len(same), length))
 
 
 def _size(weight: Tensor) -> tuple[int, int]:

@@ -165,6 +165,9 @@ def build_trainer(recipe: Recipe) -> Trainer:
         loader.dataset.check_encoders(
             model.vae, model.text, train_text_encoder=model.train_text_encoder, mask_padding=model.mask_padding
         )
+        if model.image_encoder is not None:
+            loader.dataset.check_features(model.image_encoder, token_side=model.token_side)
+            model.use_stored_features()
     # Without this package's Checkpointer, Composer may later find its own checkpoint, which replaces these weights.
     if recipe.initial_weights is not None and resume is None:
         start_from(model, recipe.initial_weights)

@@ -12,6 +12,7 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from diffusion.config import registry
 from diffusion.config.checks import check_recipe
 from diffusion.config.load import (
     Component,
@@ -60,6 +61,8 @@ def test_shipped_recipe_loads(path):
 def test_shipped_recipe_starts_with_cost_result_and_command(path):
     head = path.read_text().split('\n\n')[0]
     assert all(f'# {word}:' in head for word in ('Cost', 'Result', 'Command'))
+    if 'pretrained' in registry.signature('model', load(path, allow_missing=True).model.name).names():
+        assert '# License' in head, 'the licenses of the pretrained weights'
 
 
 @pytest.mark.parametrize('path', YAMLS, ids=lambda path: path.name)
@@ -315,6 +318,11 @@ WRONG = {
         {'scheduler': {'name': 'linear_with_warmup', 't_warmup': 100}},
         [],
         'scheduler.t_warmup: 100 has no unit; write 100ba',
+    ),
+    'milestone that is no duration': (
+        {'scheduler': {'name': 'multi_step_with_warmup', 't_warmup': '10ba', 'milestones': ['0.8dur', '20']}},
+        [],
+        "scheduler.milestones: '20' is not a duration; write",
     ),
     'start of averaging without unit': (
         {'algorithms': {'ema': {'ema_start': 100}}},
@@ -633,6 +641,24 @@ def test_local_path_and_repository_of_one_name_are_ambiguous(write, tmp_path, mo
     assert 'write hf://org/name' in ambiguous['init_from.from']
     assert not problems({'from': 'hf://org/name', 'revision': COMMIT}).keys() & {'init_from', 'init_from.from'}
     assert 'for the repository org/other on the Hub, set revision' in problems('org/other')['init_from']
+
+
+@pytest.mark.parametrize('name', ['prx', 'mmdit'])
+def test_pretrained_repository_needs_a_revision(write, tmp_path, monkeypatch, name):
+    def missing(**keywords):
+        try:
+            load(write({'model': {'name': name, **keywords}}), allow_missing=True)
+        except RecipeError as error:
+            return {problem.where: problem.what for problem in error.problems}['model.revision']
+        return ''
+
+    assert re.match('is missing; give the commit of [Ps]', missing())
+    assert 'if it is a local folder, write model.pretrained=./org/name' in missing(pretrained='org/name')
+    given = [{'revision': COMMIT}, {'revision': '???'}, {'pretrained': None}, {'pretrained': './org/name'}]
+    assert not any(missing(**keywords) for keywords in given)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'org/name').mkdir(parents=True)
+    assert not missing(pretrained='org/name')
 
 
 @pytest.mark.parametrize(

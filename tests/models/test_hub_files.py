@@ -1,6 +1,5 @@
 """Files from the Hugging Face Hub: fetched once per node, under one retry policy, and never requested if cached."""
 
-import contextlib
 import logging
 import shutil
 import threading
@@ -9,17 +8,13 @@ from typing import Any
 import pytest
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
-from hub_server import COMMIT, serve
+from hub_server import COMMIT, serving
 from huggingface_hub import constants
-from huggingface_hub.utils import _http
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 from diffusion.errors import ExternalError, UserError
-from diffusion.models import hub_files
 from diffusion.models.builders import load_vae
 from diffusion.models.pretrained import clip_tokenizer, load_pretrained, without_weights
-from diffusion.storage import retry
-from diffusion.storage.retry import RetryPolicy
 
 PARTS = {'vae': AutoencoderKL, 'text_encoder': CLIPTextModel, 'tokenizer': CLIPTokenizer}
 
@@ -48,23 +43,6 @@ def hub(repository, tmp_path, monkeypatch):
     """Hub that serves the repository, used by huggingface_hub with an empty cache, and retries without pauses."""
     with serving(repository, tmp_path, monkeypatch) as server:
         yield server
-
-
-@contextlib.contextmanager
-def serving(folder, tmp_path, monkeypatch):
-    with serve(folder) as server:
-        monkeypatch.setattr(constants, 'ENDPOINT', server.url)
-        template = server.url + '/{repo_id}/resolve/{revision}/{filename}'
-        monkeypatch.setattr('huggingface_hub.file_download.HUGGINGFACE_CO_URL_TEMPLATE', template)
-        monkeypatch.setattr(constants, 'HF_HUB_CACHE', str(tmp_path / 'cache'))
-        monkeypatch.setattr(constants, 'HF_HUB_OFFLINE', False)
-        monkeypatch.setattr(constants, 'HF_HUB_ETAG_TIMEOUT', 0.3)
-        monkeypatch.setattr(constants, 'HF_HUB_DOWNLOAD_TIMEOUT', 0.3)
-        monkeypatch.setattr(retry, 'LONGEST_PAUSE_SECONDS', 0.01)
-        monkeypatch.setattr(hub_files, 'POLICY', RetryPolicy(tries=3, timeout_seconds=0.3))
-        _http.reset_sessions()
-        yield server
-    _http.reset_sessions()
 
 
 def load(name: str, **settings: Any):

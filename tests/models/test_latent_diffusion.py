@@ -14,6 +14,7 @@ from diffusion.models import batch_keys
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.objective import Objective
 from diffusion.models.randomness import Draws, Purpose
+from diffusion.models.timestep_sampling import training_timesteps
 
 BATCH = 4
 FLOW = Objective(path='flow', prediction_type='velocity', timesteps='logit_normal', uniform_fraction=0.1)
@@ -118,8 +119,8 @@ def test_flow_at_a_validation_timestep_is_that_fraction_of_noise(make_model):
 
 def test_stratified_times_of_a_flow_are_the_quantiles(make_model):
     model = make_model(objective=Objective(path='flow', prediction_type='velocity', timesteps='stratified'))
-    batch = batch_of(model) | {batch_keys.TIMESTEP_QUANTILE: torch.linspace(0, 0.9, BATCH, dtype=torch.float64)}
-    timesteps = model._timesteps(batch, draws_of(model, batch))
+    quantiles = torch.linspace(0, 0.9, BATCH, dtype=torch.float64)
+    timesteps = training_timesteps(model.objective, draws_of(model, batch_of(model)), quantiles)
     torch.testing.assert_close(timesteps, 1000 * torch.linspace(0, 0.9, BATCH))
 
 
@@ -426,7 +427,8 @@ def stratified_batch(model: LatentDiffusion, quantiles: list[float]) -> dict[str
 def test_stratified_timesteps_do_not_depend_on_microbatches(make_model):
     model = make_model(objective=Objective(timesteps='stratified'))
     batch = stratified_batch(model, [0.0, 0.2505, 0.9999, 1 - 2.0**-52])
-    assert model._timesteps(batch, draws_of(model, batch)).tolist() == [0, 250, 999, 999]
+    timesteps = training_timesteps(model.objective, draws_of(model, batch), batch[batch_keys.TIMESTEP_QUANTILE])
+    assert timesteps.tolist() == [0, 250, 999, 999]
     with torch.no_grad():
         full = model(batch)
         parts = [model({name: tensor[i : i + 2] for name, tensor in batch.items()}) for i in (0, 2)]

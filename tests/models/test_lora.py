@@ -1,7 +1,12 @@
 """LoRA of a denoiser: trained parameters, the update that it computes, its file, and targets that do not exist."""
 
+import copy
+from typing import Any
+
 import pytest
 import torch
+from diffusers.loaders.lora_pipeline import SD3LoraLoaderMixin
+from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -99,17 +104,37 @@ def test_prediction_and_merged_weights_equal_those_of_the_paper(make_model, sett
 def test_file_has_the_matrices_scaled_for_alpha_equal_to_rank(make_model, tmp_path):
     settings = LoraConfig(rank=3, alpha=6.0)
     unet = randomized(make_model, settings)
-    save_lora(unet, settings, str(tmp_path), torch.float32)
-    saved = load_file(tmp_path / 'pytorch_lora_weights.safetensors')
+    save_lora(unet, settings, tmp_path / 'lora.safetensors', torch.float32)
+    saved = load_file(tmp_path / 'lora.safetensors')
     weights = unet.state_dict()
     assert len(saved) == sum('.lora_' in name for name in weights)
     name = 'mid_block.attentions.0.transformer_blocks.0.attn1.to_q'
     assert torch.equal(saved[f'unet.{name}.lora_A.weight'], weights[f'{name}.lora_A.default.weight'])
     assert torch.equal(saved[f'unet.{name}.lora_B.weight'], 2 * weights[f'{name}.lora_B.default.weight'])
     with pytest.raises(
-        UserError, match='diffusers loads the LoRA of a U-Net, but the denoiser is a Linear; use --merge'
+        UserError, match=r'diffusers loads the LoRA of a UNet.*, SD3.*, but the denoiser is a Linear; use --merge'
     ):
-        save_lora(nn.Linear(2, 2), settings, str(tmp_path), torch.float32)
+        save_lora(nn.Linear(2, 2), settings, tmp_path / 'other.safetensors', torch.float32)
+
+
+def test_transformer_of_stable_diffusion_3_loads_its_lora(tmp_path):
+    sizes: dict[str, Any] = {'num_attention_heads': 2, 'attention_head_dim': 8, 'joint_attention_dim': 16}
+    sizes |= {'num_layers': 2, 'caption_projection_dim': 16, 'pooled_projection_dim': 16, 'pos_embed_max_size': 4}
+    plain = SD3Transformer2DModel(sample_size=8, in_channels=4, **sizes)
+    trained, loaded = copy.deepcopy(plain), copy.deepcopy(plain)
+    settings = LoraConfig(rank=3, alpha=6.0)
+    add_lora(trained, settings, seed=7)
+    with torch.no_grad():
+        for name, weight in trained.named_parameters():
+            if 'lora_B' in name:
+                weight.normal_(std=0.2)
+    save_lora(trained, settings, tmp_path / 'lora.safetensors', torch.float32)
+    SD3LoraLoaderMixin.load_lora_into_transformer(load_file(tmp_path / 'lora.safetensors'), loaded)
+    draw = torch.Generator().manual_seed(1)
+    states = [torch.randn(*shape, generator=draw) for shape in ((2, 4, 8, 8), (2, 5, 16), (2, 16))]
+    calls = [each.eval()(*states, torch.tensor([3, 700]), return_dict=False)[0] for each in (plain, trained, loaded)]
+    assert not torch.allclose(calls[0], calls[1], atol=1e-3)
+    torch.testing.assert_close(calls[2], calls[1], rtol=1e-4, atol=1e-5)
 
 
 def test_flops_per_batch_are_those_of_a_frozen_denoiser(make_model):

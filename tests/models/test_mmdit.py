@@ -253,7 +253,9 @@ def test_export_without_t5_says_how_to_load_it(small_vae, caplog):
     pipeline: Any = stock(model)
     assert (pipeline.text_encoder_3, pipeline.tokenizer_3) == (None, None)
     assert 'from_pretrained(FOLDER, text_encoder_3=None, tokenizer_3=None)' in caplog.text
-    assert 'height=32, width=32 and max_sequence_length=24' in caplog.text
+    assert 'call the pipeline with max_sequence_length=24' in caplog.text
+    sizes = [each.config['sample_size'] for each in (pipeline.transformer, model.denoiser)]
+    assert sizes == [4, 64], 'the size of the images of training, and the scale of the position embeddings'
     assert 'zeros for dropped captions' in caplog.text
 
 

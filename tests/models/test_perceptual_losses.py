@@ -17,7 +17,9 @@ from diffusion.models import batch_keys
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.objective import Objective
 from diffusion.models.perceptual_losses import PerceptualLosses
+from diffusion.models.pixel_space import PixelSpace
 from diffusion.models.prx_builders import tiny_prx
+from diffusion.models.representation_alignment import FeatureEncoder, RepresentationAlignment
 
 SIZES: dict[str, Any] = {'hidden_size': 32, 'num_heads': 2, 'depth': 2, 'text_width': 32, 'text_layers': 1}
 LAYERS = {0: 1, 3: 4, 6: 7, 8: 9, 10: 11}
@@ -189,3 +191,24 @@ def test_check_without_torch_names_the_same_mistakes(write_recipe, small_vae):
     ):
         with pytest.raises(UserError, match=message):
             load(write_recipe(model=sizes | model))
+
+
+def test_given_encoder_replaces_the_named_one(make, weights):
+    """In a model built in Python, for perceptual losses and alignment alike."""
+    named = make(lpips_weight=0.0, features_weight=0.2)
+    batch = batch_of(named)
+    model = LatentDiffusion(
+        named.denoiser,
+        PixelSpace(),
+        named.text,
+        objective=named.objective,
+        caption_dropout=0.0,
+        mask_padding=True,
+        latent_size=64,
+        representation_alignment=RepresentationAlignment('not read', block=1, hidden_size=8),
+        perceptual_losses=PerceptualLosses(lpips_weight=0.0, features_weight=0.2, encoder='not read', features_side=28),
+        feature_encoder=FeatureEncoder(Dinov2Model.from_pretrained(weights['dino'])),
+    )
+    outputs = model(batch)
+    torch.testing.assert_close(outputs.perceptual, named(batch).perceptual)
+    assert outputs.alignment is not None and outputs.alignment.shape == (3,)

@@ -9,8 +9,11 @@ import torch.nn.functional as functional
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.transformers.transformer_prx import PRXTransformer2DModel
 from diffusers.pipelines.prx.pipeline_prx import PRXPipeline
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import GemmaTokenizerFast
+from diffusers.pipelines.prx.pipeline_prx_pixel import PRXPixelPipeline
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import GemmaTokenizerFast, Qwen2TokenizerFast
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextModel
 from transformers.models.t5gemma.configuration_t5gemma import T5GemmaConfig
 from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 
@@ -51,6 +54,25 @@ def pipeline_folder(tmp_path_factory, small_vae):
     encoder = T5GemmaEncoder(config.encoder)
     encoder.config = config  # as published: the configuration of encoder and decoder
     encoder.save_pretrained(folder / 'text_encoder')
+    return folder
+
+
+@pytest.fixture(scope='module')
+def qwen_folder(tmp_path_factory):
+    """Folder in diffusers' layout with the language part of a tiny Qwen3-VL, and a tokenizer of Qwen2's class."""
+    folder = tmp_path_factory.mktemp('qwen')
+    words = Tokenizer(models.BPE())
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words.decoder = decoders.ByteLevel()
+    words.train_from_iterator(CAPTIONS * 5, trainers.BpeTrainer(vocab_size=120, special_tokens=['<|endoftext|>']))
+    # As published: the padding token is no end token, which captions do not have.
+    tokenizer = Qwen2TokenizerFast(tokenizer_object=words, pad_token='<|endoftext|>', eos_token='<|im_end|>')
+    tokenizer.save_pretrained(folder / 'tokenizer')
+    part: dict[str, Any] = {'hidden_size': 32, 'intermediate_size': 64, 'num_hidden_layers': 2, 'vocab_size': 128}
+    part |= {'num_attention_heads': 2, 'num_key_value_heads': 1, 'head_dim': 16}
+    part |= {'rope_scaling': {'rope_type': 'default', 'mrope_section': [4, 2, 2], 'mrope_interleaved': True}}
+    torch.manual_seed(0)
+    Qwen3VLTextModel(Qwen3VLTextConfig(**part)).save_pretrained(folder / 'text_encoder')
     return folder
 
 
@@ -157,6 +179,47 @@ def test_pretrained_parts_are_read_and_a_saved_pipeline_loads_them_again(pipelin
     theirs = pipeline('a red square', latents=latents, output_type='pt', **sampling, **call).images
     ours = model.generate(['a red square'], latents=latents, noise_scheduler='euler', **sampling)
     torch.testing.assert_close(theirs, ours, rtol=1e-3, atol=1e-3)
+
+
+def test_language_part_of_qwen_is_read_and_a_saved_pixel_pipeline_draws_the_same(qwen_folder, tmp_path):
+    """Padding is hidden from the encoder too; the empty caption has no token at all."""
+    objective = replace(FLOW, prediction_type='sample', noise_scale=2.0)
+    sizes: dict[str, Any] = {'hidden_size': 32, 'num_heads': 2, 'depth': 2, 'patch_size': 8, 'bottleneck_size': 16}
+    model = prx(
+        32,
+        pretrained=str(qwen_folder),
+        vae='pixels',
+        max_length=12,
+        objective=objective,
+        encoder_dtype='float32',
+        **sizes,
+    )
+    ids = model._tokens(CAPTIONS)
+    mask = model.text.padding_mask(ids)
+    tokenizer, encoder = model.text.tokenizers[0], model.text.encoders[0]
+    assert isinstance(tokenizer, Qwen2TokenizerFast) and isinstance(encoder, Qwen3VLTextModel)
+    assert mask.sum(dim=1).tolist() == [len(tokenizer(caption).input_ids) for caption in CAPTIONS]
+    assert 0 < mask[0].sum() < 12 and not mask[2].any()
+    embeds = model.embed(ids).embeds
+    assert embeds.isfinite().all()
+    for caption, row, kept in zip(CAPTIONS, embeds, mask, strict=True):
+        if caption:
+            alone = encoder(**tokenizer(caption, return_tensors='pt')).last_hidden_state[0]
+            torch.testing.assert_close(row[kept], alone, rtol=1e-4, atol=1e-5)
+    batch = batch_of(model)
+    assert model.loss(model(batch), batch).isfinite()
+
+    family_of(model.denoiser).pipeline(model).save_pretrained(tmp_path / 'saved')
+    pipeline: Any = PRXPixelPipeline.from_pretrained(tmp_path / 'saved', local_files_only=True, low_cpu_mem_usage=False)
+    assert isinstance(pipeline.text_encoder, Qwen3VLTextModel)
+    pipeline.set_progress_bar_config(disable=True)
+    noise = torch.randn(1, 3, 32, 32)
+    call: dict[str, Any] = {'use_resolution_binning': False, 'height': 32, 'width': 32, 'output_type': 'pt'}
+    sampling = {'num_inference_steps': 3, 'guidance_scale': 3.0}
+    # The pipeline scales only the noise that it draws itself.
+    theirs = pipeline('a red square', latents=2.0 * noise, **sampling, **call).images
+    ours = model.generate(['a red square'], latents=noise, noise_scheduler='euler', **sampling)
+    torch.testing.assert_close((theirs / 2 + 0.5).clamp(0, 1), ours, rtol=1e-3, atol=1e-3)
 
 
 def test_images_must_divide_into_patches(model, small_vae):

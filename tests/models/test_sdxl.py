@@ -22,7 +22,7 @@ from diffusion.models.pretrained import clip_tokenizer
 from diffusion.models.randomness import Draws, Purpose
 from diffusion.models.sdxl_builders import sdxl, sdxl_tokenizers, tiny_sdxl
 from diffusion.models.text_conditioner import TextConditioner
-from diffusion.planning.model_costs import PRECISIONS
+from diffusion.planning.counted_costs import PRECISIONS
 
 # https://huggingface.co/stabilityai/stable-diffusion-xl-base-1.0/blob/main/unet/config.json, as published
 PUBLISHED_UNET = json.loads(
@@ -253,6 +253,7 @@ def test_manifest_records_the_output_of_the_text_encoders(make):
     assert (manifest.text_output, manifest.image_sizes) == ('penultimate+pooled', True)
 
 
+@pytest.mark.slow
 def test_costs_of_the_miniature_equal_those_of_its_parts():
     counter = ModelCounter(build_empty('tiny_sdxl', SMALL | {'vae': None}))
     facts = counter.facts()

@@ -90,15 +90,48 @@ def test_cost_of_fine_tuning_is_that_of_the_plan(capsys, name):
     plan = as_json(capsys, str(path), '--gpu', 'a100-80gb', '--gpus', '1', '--price', '2')
     cost, memory = plan['phases'][0]['training'], plan['phases'][0]['memory'][0]
     gib = memory['reserved_bytes'] / 2**30
-    figures = [f'{cost["hours"]:.1f} hours on one A100', f'${cost["usd"]:,.0f}']
-    if name == 'finetune.yaml':
-        figures.append(f'{gib:.0f} GiB')  # that of a LoRA is less than planned
+    figures = [f'{cost["hours"]:.1f} hours on one A100', f'${cost["usd"]:,.0f}', f'{gib:.0f} GiB']
     header = path.read_text().partition('\nname:')[0]
     assert all(figure in header for figure in figures), figures
     row = next(
         line for line in (YAMLS.parent / 'docs/recipes.md').read_text().splitlines() if f'`yamls/{name}`' in line
     )
     assert figures[0] in row and figures[1] in row
+
+
+def test_cost_of_transformers_in_recipes_and_documentation_is_that_of_the_plan(capsys):
+    pages = [(YAMLS.parent / name).read_text() for name in ('README.md', 'docs/recipes.md', 'docs/planning.md')]
+    for names, words in (
+        (('speedrun', 'speedrun_1024'), ('--gpus', '32', '--price', '2', '--samples', '8.7e6')),
+        (('prx_256',), ('--gpus', '8', '--samples', '1e6')),
+        (('mmdit',), ('--gpus', '128')),
+    ):
+        plan = as_json(capsys, *(str(YAMLS / f'{name}.yaml') for name in names), '--gpu', 'h200', *words)
+        total = plan['total']
+        for name, phase in zip(names, plan['phases'], strict=True):
+            header = (YAMLS / f'{name}.yaml').read_text().partition('\nname:')[0]
+            cost = phase['training']
+            figures = f'{cost["days"]:.2f} days on {words[1]} H200', f'${cost["usd"]:,.0f}'
+            assert all(figure in header for figure in (*figures, f'{cost["gpu_hours"]:,.0f} GPU-hours'))
+            row = next(line for line in pages[1].splitlines() if f'`yamls/{name}.yaml`' in line)
+            assert all(figure in row for figure in figures)
+        assert f'{total["days"]:.2f} days on {words[1]} H200, ${total["usd"]:,.0f}' in pages[0]
+    first = as_json(capsys, str(YAMLS / 'speedrun.yaml'), '--gpu', 'h200', '--gpus', '32')['phases'][0]
+    for technique in first['techniques']:
+        row = next(line for line in pages[2].splitlines() if line.startswith(f'| without {technique["name"]} '))
+        assert f' {-technique["flop_per_image"] / 1e9:+,.0f} ' in row
+        batches = [technique['batches_without'], *(each['batches_without'] for each in technique['published'])]
+        assert f'| {batches[0]:,.0f} |' in row
+        if technique['name'] == 'REPA':
+            assert all(f'{each:,.0f}' in row for each in batches)
+
+
+def test_table_of_the_24_hour_run_is_that_of_the_benchmark():
+    import runpy
+
+    main = runpy.run_path(str(YAMLS.parent / 'benchmarks' / 'plans.py'))
+    page = (YAMLS.parent / 'docs/planning.md').read_text()
+    assert '\n'.join(main['speedrun_rows'](main['load_gpus']())) in page
 
 
 def test_plan_takes_under_three_seconds_without_torch():

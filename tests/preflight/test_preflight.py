@@ -22,6 +22,7 @@ from diffusion.exit_codes import BAD_HARDWARE, CONFIG_ERROR, FAILED, PREEMPTED
 from diffusion.launch import environment, gpu_health
 from diffusion.launch.findings import Finding, findings_exit_status, findings_json, findings_table
 from diffusion.launch.run_id import create_run_id
+from diffusion.models import builders  # noqa: F401  imported here once, so that forked processes need not import it
 from diffusion.preflight import __main__ as program
 from diffusion.preflight import collective_checks, node_checks, write_speed
 from diffusion.preflight.collective_checks import CollectiveLimits, RankMeasurements, compare_ranks
@@ -43,7 +44,7 @@ def bad(findings):
 def test_healthy_node_passes(recipe):
     found = node_checks.check_node(recipe, kind='none', processes=2, nvml=None)
     assert findings_exit_status(found) == 0, findings_table(found)
-    assert {finding.check for finding in found} == {'shared memory', 'disk', 'checkpoints', 'data'}
+    assert {finding.check for finding in found} == {'shared memory', 'disk', 'checkpoints', 'data', 'weights'}
     assert not list(recipe.run_dir.iterdir()), 'the test file is deleted'
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import yaml
 from ranks import Ranks, read_losses
-from stock_pipeline import draw
+from stock_pipeline import assert_command_draws_the_same, draw
 
 from diffusion.checkpointing.checkpoint_weights import weights_of
 from diffusion.checkpointing.run_folder import find_checkpoint
@@ -28,16 +28,16 @@ PRX: dict[str, Any] = {
     'text_layers': 1,
 }
 MODELS = {
-    'prx': PRX,
+    'prx': PRX | {'mup_base_width': 16},  # two parameter groups, whose learning rates differ
     'prx_sample': PRX | {'objective': {'path': 'flow', 'prediction_type': 'sample'}, 'train_text_encoder': False},
     'prx_pixels': PRX
     | {'vae': 'pixels', 'patch_size': 8, 'bottleneck_size': 16}
     | {'objective': {'path': 'flow', 'prediction_type': 'sample', 'noise_scale': 2.0, 'snr_shift': 3.0}},
 }
 PIPELINES = {
-    'prx': ('pipelines.prx.pipeline_prx', 'PRXPipeline'),
-    'prx_sample': ('pipelines.prx.pipeline_prx', 'PRXPipeline'),
-    'prx_pixels': ('pipelines.prx.pipeline_prx_pixel', 'PRXPixelPipeline'),
+    'prx': ('prx.pipeline_prx', 'PRXPipeline'),
+    'prx_sample': ('prx.pipeline_prx', 'PRXPipeline'),
+    'prx_pixels': ('prx.pipeline_prx_pixel', 'PRXPixelPipeline'),
 }
 """Module and class of the stock pipeline."""
 CALLS: dict[str, dict[str, Any]] = {
@@ -69,7 +69,10 @@ class Runs:
         return self.folder('whole')
 
 
-@pytest.fixture(scope='module', params=MODELS)
+@pytest.fixture(
+    scope='module',
+    params=[pytest.param(name, marks=pytest.mark.slow) if name == 'prx_sample' else name for name in MODELS],
+)
 def runs(request, tmp_path_factory, tiny_recipe, ranks, small_vae):
     root = tmp_path_factory.mktemp(request.param)
     content = tiny_recipe(root / 'runs', algorithms={'ema': {'ema_start': '2ba', 'smoothing': 0.9}})
@@ -109,7 +112,7 @@ def test_stock_pipeline_draws_the_same_images(runs, tmp_path):
     export(runs.whole(), tmp_path / 'exported', weights='ema')
     model, _ = trained_model(recipe, 'ema')
     assert isinstance(model, LatentDiffusion)
-    latents = torch.randn(1, *model._latent_shape(None))
+    latents = torch.randn(1, *model.latent_grid.shape(None))
     sampling = {'num_inference_steps': 5, 'guidance_scale': 3.0}
     call = {'prompt': PROMPT, **sampling, **CALLS[runs.family]}
     start = latents * model.objective.noise_scale
@@ -119,3 +122,4 @@ def test_stock_pipeline_draws_the_same_images(runs, tmp_path):
     if runs.family == 'prx_pixels':  # this pipeline returns pixels in [-1, 1]
         theirs = (theirs / 2 + 0.5).clamp(0, 1)
     torch.testing.assert_close(theirs, ours, rtol=1e-3, atol=1e-3)
+    assert_command_draws_the_same(model, tmp_path / 'exported', noise_scheduler=scheduler)

@@ -264,6 +264,7 @@ def launch(forkserver, recipe, tmp_path):
     return launch
 
 
+@pytest.mark.slow
 def test_closed_terminal_of_a_launched_job_saves_and_ends(launch, tmp_path):
     session = launch(slow_batch=slow(tmp_path))
     session.wait_for(tmp_path / 'reached')
@@ -274,6 +275,7 @@ def test_closed_terminal_of_a_launched_job_saves_and_ends(launch, tmp_path):
     assert (tmp_path / 'runs' / 'run' / 'ba7').is_dir()
 
 
+@pytest.mark.slow
 def test_status_and_second_ctrl_c_of_a_launched_job(launch, tmp_path, monkeypatch):
     session = launch(slow_batch=slow(tmp_path, seconds=60))
     session.wait_for(tmp_path / 'reached')

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from diffusers.loaders.lora_base import LORA_WEIGHT_NAME_SAFE
 from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import StableDiffusionPipeline
 from PIL import Image
 from ranks import largest_difference, read_losses
@@ -59,15 +60,15 @@ def weights(run, which: Weights = 'training'):
     return weights_of(find_checkpoint(run), which)[0]
 
 
-def drawn(source, out):
+def drawn(source, out, *options):
     """Draw an image with the command and return its levels."""
-    assert (
-        main(['generate', str(source), 'a red square', '--out', str(out), '--steps', '4', '--scheduler', 'ddim']) == 0
-    )
+    words = ['--out', str(out), '--steps', '4', '--scheduler', 'ddim', *options]
+    assert main(['generate', str(source), 'a red square', *words]) == 0
     (file,) = out.iterdir()
     return np.asarray(Image.open(file)).astype(int)
 
 
+@pytest.mark.slow
 def test_stock_pipeline_draws_the_same_images_with_the_exported_lora(base, write, tmp_path, capsys):
     run = tmp_path / 'runs' / 'lora'
     train(load(write())).close()
@@ -76,7 +77,9 @@ def test_stock_pipeline_draws_the_same_images_with_the_exported_lora(base, write
     assert f"ema weights of the LoRA; load with pipeline.load_lora_weights('{tmp_path}/lora', {file})" in (
         capsys.readouterr().out
     )
-    assert [file.name for file in (tmp_path / 'lora').iterdir()] == ['pytorch_lora_weights.safetensors']
+    assert sorted(file.name for file in (tmp_path / 'lora').iterdir()) == ['README.md', LORA_WEIGHT_NAME_SAFE]
+    export(run, tmp_path / 'lora.safetensors')
+    assert (tmp_path / 'lora.safetensors').read_bytes() == (tmp_path / 'lora' / LORA_WEIGHT_NAME_SAFE).read_bytes()
     assert main(['export', str(run), '--out', str(tmp_path / 'merged'), '--merge']) == 0
     pipeline = StableDiffusionPipeline.from_pretrained(base[1], local_files_only=True)
     pipeline.load_lora_weights(tmp_path / 'lora', weight_name='pytorch_lora_weights.safetensors')
@@ -86,6 +89,7 @@ def test_stock_pipeline_draws_the_same_images_with_the_exported_lora(base, write
     ours = drawn(run, tmp_path / 'ours')
     for source in ('merged', 'stock'):
         assert abs(ours - drawn(tmp_path / source, tmp_path / f'drawn-{source}')).max() <= 2, source
+    assert abs(ours - drawn(base[1], tmp_path / 'drawn-lora', '--lora', str(tmp_path / 'lora'))).max() <= 2
     assert abs(ours - drawn(base[1], tmp_path / 'drawn-base')).max() > 20, 'the LoRA has an effect'
     assert evaluate(load(run / 'recipe.yaml', ['task=evaluate']))['loss'] > 0
     stock, merged = (

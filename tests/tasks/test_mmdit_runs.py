@@ -7,7 +7,7 @@ import pytest
 import torch
 import yaml
 from ranks import Ranks, read_losses
-from stock_pipeline import draw
+from stock_pipeline import assert_command_draws_the_same, draw
 
 from diffusion.checkpointing.checkpoint_weights import weights_of
 from diffusion.checkpointing.run_folder import find_checkpoint
@@ -28,8 +28,8 @@ MODELS: dict[str, dict[str, Any]] = {
     'dc_ae': {'name': 'tiny_prx', 'hidden_size': 32, 'num_heads': 2, 'depth': 2, 'text_width': 32, 'text_layers': 1},
 }
 PIPELINES = {
-    'mmdit': ('pipelines.stable_diffusion_3.pipeline_stable_diffusion_3', 'StableDiffusion3Pipeline'),
-    'dc_ae': ('pipelines.prx.pipeline_prx', 'PRXPipeline'),
+    'mmdit': ('stable_diffusion_3.pipeline_stable_diffusion_3', 'StableDiffusion3Pipeline'),
+    'dc_ae': ('prx.pipeline_prx', 'PRXPipeline'),
 }
 CALLS: dict[str, dict[str, Any]] = {
     'mmdit': {'max_sequence_length': 24},
@@ -60,7 +60,7 @@ class Runs:
         return self.folder('whole')
 
 
-@pytest.fixture(scope='module', params=MODELS)
+@pytest.fixture(scope='module', params=['mmdit', pytest.param('dc_ae', marks=pytest.mark.slow)])
 def runs(request, tmp_path_factory, tiny_recipe, ranks, small_vae, small_dc_ae):
     root = tmp_path_factory.mktemp(request.param)
     content = tiny_recipe(root / 'runs', algorithms={'ema': {'ema_start': '2ba', 'smoothing': 0.9}})
@@ -108,6 +108,7 @@ def test_stock_pipeline_draws_the_same_images(runs, tmp_path):
     assert 'are not expected' not in said
     ours = model.generate([PROMPT], latents=latents, noise_scheduler='euler', **sampling)
     torch.testing.assert_close(theirs, ours, rtol=1e-3, atol=1e-3)
+    assert_command_draws_the_same(model, tmp_path / 'exported', noise_scheduler='euler')
 
 
 def test_task_generate_writes_an_image(runs, tmp_path):

@@ -1,8 +1,6 @@
 """Stable Diffusion XL in miniature: kills, numbers of ranks, precomputed data, and the exported pipeline."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import yaml
 from PIL import Image
 from ranks import largest_difference, read_losses
 from shards import write_image_shards
+from stock_pipeline import draw
 
 from diffusion.checkpointing.checkpoint_weights import weights_of
 from diffusion.checkpointing.run_folder import find_checkpoint
@@ -168,18 +167,7 @@ def test_shards_of_a_model_without_sizes_have_no_new_columns(stored, tmp_path):
     assert columns == ['captions', 'key', 'latent_moments', 'text_embeds']
 
 
-STOCK = """
-import sys, torch
-from diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl import StableDiffusionXLPipeline
-folder, latents, out, negative = sys.argv[1:]
-pipeline = StableDiffusionXLPipeline.from_pretrained(folder, local_files_only=True, low_cpu_mem_usage=False)
-assert pipeline.watermark is None
-start = torch.load(latents)
-images = pipeline('a red square', negative_prompt=negative or None, latents=start, height=32, width=64,
-    num_inference_steps=4, guidance_scale=3.0, output_type='pt').images
-assert 'diffusion' not in sys.modules
-torch.save(images, out)
-"""
+STOCK = ('stable_diffusion_xl.pipeline_stable_diffusion_xl', 'StableDiffusionXLPipeline')
 
 
 @pytest.mark.parametrize(
@@ -196,12 +184,11 @@ def test_stock_pipeline_generates_the_same_images(write, tmp_path, mode, negativ
     model, _ = trained_model(load(path), None)
     assert isinstance(model, LatentDiffusion)
     latents = torch.randn(1, 4, 4, 8, generator=torch.Generator().manual_seed(0))
-    torch.save(latents, tmp_path / 'latents.pt')
-    arguments = [str(tmp_path / name) for name in ('out', 'latents.pt', 'theirs.pt')]
-    subprocess.run([sys.executable, '-c', STOCK, *arguments, negative], check=True, cwd=tmp_path, capture_output=True)
-    sampling: dict[str, Any] = {'num_inference_steps': 4, 'guidance_scale': 3.0, 'negative_prompt': negative}
-    ours = model.generate(['a red square'], latents=latents, **sampling)
-    torch.testing.assert_close(torch.load(tmp_path / 'theirs.pt'), ours, rtol=1e-3, atol=1e-3)
+    sampling: dict[str, Any] = {'num_inference_steps': 4, 'guidance_scale': 3.0}
+    call = {'prompt': 'a red square', 'negative_prompt': negative or None, 'height': 32, 'width': 64, **sampling}
+    theirs, _ = draw(STOCK, tmp_path / 'out', latents, call, tmp_path)
+    ours = model.generate(['a red square'], latents=latents, negative_prompt=negative, **sampling)
+    torch.testing.assert_close(theirs, ours, rtol=1e-3, atol=1e-3)
 
 
 def test_generate_command_draws_the_same_with_run_and_export(write, tmp_path):

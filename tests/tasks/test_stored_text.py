@@ -1,15 +1,20 @@
-"""Text embeddings that are stored without padding, against encoding captions in training."""
+"""Text embeddings stored without padding, and image features for REPA, against encoding in training."""
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
 from ranks import read_losses
 from streaming import StreamingDataset
+from transformers import Dinov2Config, Dinov2Model
 
-from diffusion.config.load import load
+from diffusion.config.load import check_paths, load
+from diffusion.data.latents import LatentManifest
 from diffusion.errors import UserError
 from diffusion.tasks.precompute import precompute
 from diffusion.training.train import train
@@ -21,15 +26,24 @@ IN_ORDER = {'num_workers': 0, 'shuffle': False}  # shuffling depends on the shar
 
 @pytest.fixture(scope='module')
 def stored(tmp_path_factory, tiny_recipe, pictures, small_vae):
-    """Root folder, model and recipe of a finished job that encoded images and captions in float32."""
+    """Root folder and model of a finished job that encoded images, their features and captions in float32."""
     root = tmp_path_factory.mktemp('text')
-    model = PRX | {'vae': str(small_vae)}
+    save_image_encoder(root / 'dino', seed=0)
+    alignment = {'encoder': str(root / 'dino'), 'block': 1, 'hidden_size': 48}
+    model = PRX | {'vae': str(small_vae), 'representation_alignment': alignment}
     streams = {'small': {'local': str(pictures[32]), 'resolution': 32}}
     job = {'streams': streams, 'out': str(root / 'latents'), 'latents': 'image+text', 'dtype': 'float32'}
     path = root / 'job.yaml'
     path.write_text(yaml.safe_dump(tiny_recipe(root / 'runs', model=model, precompute=job)))
     precompute(load(path, ['task=precompute']))
     return root, model
+
+
+def save_image_encoder(folder: Path, *, seed: int) -> None:
+    """Write a miniature DINOv2 with random weights."""
+    torch.manual_seed(seed)
+    sizes: dict[str, Any] = {'hidden_size': 32, 'num_attention_heads': 2, 'num_hidden_layers': 1}
+    Dinov2Model(Dinov2Config(**sizes, image_size=28, patch_size=14)).save_pretrained(folder)
 
 
 def losses(root: Path, tiny_recipe, name: str, **sections) -> list[float]:
@@ -60,6 +74,50 @@ def test_only_embeddings_of_tokens_are_stored(stored):
         assert len(sample['text_lengths']) == len(sample['captions'])
         assert sample['text_embeds'].shape == (sample['text_lengths'].sum(), 32)
         assert sample['text_lengths'].max() < 16
+
+
+def test_manifest_records_the_image_encoder_and_the_grid_of_its_features(stored):
+    root, _ = stored
+    manifest = LatentManifest.read(root / 'latents' / 'small', '')
+    assert manifest.image_encoder_source == str(root / 'dino')
+    assert manifest.features_shape == [2, 2, 32]
+    sample = StreamingDataset(local=str(root / 'latents' / 'small'), batch_size=1)[0]
+    assert sample['image_features'].shape == (4, 32)
+
+
+def test_features_of_another_encoder_or_grid_and_missing_ones_are_refused(stored, tiny_recipe, tmp_path):
+    root, model = stored
+    save_image_encoder(tmp_path / 'other', seed=1)
+    other = model['representation_alignment'] | {'encoder': str(tmp_path / 'other')}
+    shutil.copytree(root / 'latents' / 'small', tmp_path / 'without')
+    manifest = replace(LatentManifest.read(tmp_path / 'without', ''), image_encoder=None)
+    (tmp_path / 'without' / 'manifest.json').write_text(manifest.text())
+    small = root / 'latents' / 'small'
+    cases = [
+        (small, {'representation_alignment': other}, 'its image features were made by .*dino .*precompute them again'),
+        (small, {'patch_size': 1}, r'features are 2 x 2 x 32 .* the model needs 4 x 4 x 32'),
+        (
+            tmp_path / 'without',
+            {},
+            r'the latents of streams\.small have none; precompute them again with this recipe \(task=precompute\), use '
+            'dataset.name: image_text .*representation_alignment: null',
+        ),
+    ]
+    for number, (folder, changes, message) in enumerate(cases):
+        streams = {'small': {'local': str(folder), 'resolution': 32}}
+        with pytest.raises(UserError, match=message):
+            losses(
+                *(tmp_path, tiny_recipe, f'wrong{number}'),
+                **{'model': model | changes, 'dataset': {'name': 'latents'}, 'streams': streams},
+            )
+
+    settings = {'model': model, 'dataset': {'name': 'latents'}, 'loader': IN_ORDER}
+    for folder, wrong in ((tmp_path / 'without', True), (small, False)):
+        path = tmp_path / f'{folder.name}.yaml'
+        streams = {'small': {'local': str(folder), 'resolution': 32}}
+        path.write_text(yaml.safe_dump(tiny_recipe(tmp_path, streams=streams, **settings)))
+        problems = check_paths(load(path))
+        assert [each.where for each in problems] == ['model.representation_alignment'] * wrong
 
 
 def test_a_model_that_attends_to_padding_is_refused(tmp_path, tiny_recipe, pictures):

@@ -4,17 +4,18 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import yaml
 from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import StableDiffusionPipeline
+from hub_server import logged_in
 from PIL import Image
+from stock_pipeline import draw
 from streaming import StreamingDataset
 
 from diffusion.checkpointing.checkpoint_weights import read_checkpoint, weights_of
@@ -23,11 +24,13 @@ from diffusion.cli import main
 from diffusion.config.load import load, to_yaml
 from diffusion.loggers.metrics_file import read_metrics
 from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.models.original_weights import read_original
 from diffusion.models.vae import decode_latents, posterior_of, with_folded_statistics
 from diffusion.tasks.evaluate import evaluate
 from diffusion.tasks.export import export
 from diffusion.tasks.generate import generate
 from diffusion.tasks.precompute import precompute
+from diffusion.training.components import build_model
 from diffusion.training.train import build_trainer, train
 
 EMA = {'ema': {'ema_start': '3ba', 'smoothing': 0.5}}
@@ -108,6 +111,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(write_recipe, tmp_path):
         assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
+@pytest.mark.slow
 def test_flow_resumes_equal_and_its_export_generates_the_same_images(write_recipe, tiny_recipe, tmp_path, capsys):
     model = tiny_recipe(tmp_path)['model'] | {
         'objective': {'path': 'flow', 'prediction_type': 'velocity', 'timesteps': 'logit_normal'}
@@ -252,16 +256,7 @@ def test_folded_latent_statistics_change_only_the_scale_of_latents(make_model):
     assert folded.config['latents_mean'] is None
 
 
-STOCK = """
-import sys, torch
-from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import StableDiffusionPipeline
-folder, latents, out = sys.argv[1:]
-pipeline = StableDiffusionPipeline.from_pretrained(folder, local_files_only=True, low_cpu_mem_usage=False)
-start = torch.load(latents)
-images = pipeline('a red square', latents=start, num_inference_steps=5, guidance_scale=3.0, output_type='pt').images
-assert 'diffusion' not in sys.modules
-torch.save(images, out)
-"""
+STOCK = ('stable_diffusion.pipeline_stable_diffusion', 'StableDiffusionPipeline')
 
 
 @pytest.mark.parametrize('weights', ['ema', pytest.param('training', marks=pytest.mark.slow)])
@@ -274,11 +269,49 @@ def test_diffusers_pipeline_generates_the_same_images(finished, tmp_path, weight
     model, _ = trained_model(recipe, weights)
     assert isinstance(model, LatentDiffusion)
     latents = torch.randn(1, 4, 4, 4)
-    torch.save(latents, tmp_path / 'latents.pt')
-    arguments = [str(tmp_path / name) for name in ('sd', 'latents.pt', 'out.pt')]
-    subprocess.run([sys.executable, '-c', STOCK, *arguments], check=True, cwd=tmp_path, capture_output=True)
-    ours = model.generate(['a red square'], latents=latents, num_inference_steps=5, guidance_scale=3.0)
-    torch.testing.assert_close(torch.load(tmp_path / 'out.pt'), ours, rtol=1e-3, atol=1e-3)
+    sampling: dict[str, Any] = {'num_inference_steps': 5, 'guidance_scale': 3.0}
+    theirs, _ = draw(STOCK, tmp_path / 'sd', latents, {'prompt': 'a red square', **sampling}, tmp_path)
+    ours = model.generate(['a red square'], latents=latents, **sampling)
+    torch.testing.assert_close(theirs, ours, rtol=1e-3, atol=1e-3)
+
+
+def test_single_file_has_the_averaged_weights_in_the_layout_of_the_original_code(finished, tmp_path, capsys):
+    path, run = finished
+    file = tmp_path / 'sd.safetensors'
+    words = ['export', str(run), '--out', str(file), '--dtype', 'float16']
+    assert main(words) == 0
+    assert f'{file}: ema weights in the layout that ComfyUI reads' in capsys.readouterr().out
+    model = build_model(load(path))
+    assert isinstance(model, LatentDiffusion)
+    saved = read_original(model.denoiser, file, 'training')
+    averaged = weights_of(find_checkpoint(run), 'ema')[0]
+    assert all(torch.equal(each, averaged[f'denoiser.{name}'].half()) for name, each in saved.items())
+    before = file.read_bytes()
+    assert main(words) == 2
+    assert f'--out: {file} is a file; give a file that does not exist yet' in capsys.readouterr().err
+    assert [*tmp_path.iterdir()] == [file] and file.read_bytes() == before
+
+
+def test_export_is_uploaded_with_a_model_card_of_the_run(finished, tmp_path, monkeypatch, capsys):
+    path, run = finished
+    (tmp_path / 'hub').mkdir()
+    with logged_in(tmp_path / 'hub', monkeypatch) as hub:
+        words = ['export', str(run), '--out', str(tmp_path / 'sd'), '--push', 'someone/painter']
+        assert main(words) == 0
+        assert f'someone/painter: uploaded to {hub.url}/someone/painter' in capsys.readouterr().out
+        assert main([*words, '--out', str(tmp_path / 'again'), '--public']) == 2
+        assert not (tmp_path / 'again').exists(), 'refused before the export'
+    files = {file.relative_to(tmp_path / 'sd').as_posix(): file.read_bytes() for file in (tmp_path / 'sd').rglob('*.*')}
+    assert hub.uploaded['someone/painter'].files == files
+    assert hub.uploaded['someone/painter'].private
+    card = files['README.md'].decode()
+    assert card.startswith('---\nlibrary_name: diffusers\npipeline_tag: text-to-image\n---\n\n# finished\n')
+    assert "StableDiffusionPipeline.from_pretrained('someone/painter')" in card
+    assert "pipeline('a', num_inference_steps=2, guidance_scale=7.5)" in card
+    assert '| batches | 8 of 8 images, 64 images in total |' in card
+    assert '| objective | diffusion, prediction type v_prediction |' in card
+    assert '| optimizer | adamw, lr 0.001 |' in card and '| weights | ema |' in card
+    assert str(path.parent) not in card and str(tmp_path) not in card, 'no paths'
 
 
 def test_export_never_overwrites_a_folder(finished, tmp_path):

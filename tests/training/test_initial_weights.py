@@ -10,9 +10,8 @@ import torch
 import yaml
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
-from hub_server import COMMIT, serve
+from hub_server import COMMIT, serving
 from huggingface_hub import constants
-from huggingface_hub.utils import _http
 from original_layout import original_layout
 from safetensors.torch import save_file
 
@@ -20,11 +19,8 @@ from diffusion.checkpointing.checkpoint_weights import weights_of
 from diffusion.checkpointing.run_folder import find_checkpoint
 from diffusion.config.load import load, to_yaml
 from diffusion.errors import UserError
-from diffusion.models import hub_files
 from diffusion.models.builders import tiny
 from diffusion.models.original_weights import read_original
-from diffusion.storage import retry
-from diffusion.storage.retry import RetryPolicy
 from diffusion.tasks.export import export
 from diffusion.training.initial_weights import read_weights
 from diffusion.training.train import build_trainer, train
@@ -270,17 +266,8 @@ def test_additional_latent_channels_start_at_zero_if_asked(published, recipe_fro
 @pytest.fixture
 def hub(published, tmp_path, monkeypatch):
     """Hub that serves the published pipeline, with an empty cache, and retries without pauses."""
-    with serve(published[1]) as server:
-        monkeypatch.setattr(constants, 'ENDPOINT', server.url)
-        template = server.url + '/{repo_id}/resolve/{revision}/{filename}'
-        monkeypatch.setattr('huggingface_hub.file_download.HUGGINGFACE_CO_URL_TEMPLATE', template)
-        monkeypatch.setattr(constants, 'HF_HUB_CACHE', str(tmp_path / 'cache'))
-        monkeypatch.setattr(constants, 'HF_HUB_OFFLINE', False)
-        monkeypatch.setattr(retry, 'LONGEST_PAUSE_SECONDS', 0.01)
-        monkeypatch.setattr(hub_files, 'POLICY', RetryPolicy(tries=3, timeout_seconds=0.3))
-        _http.reset_sessions()
+    with serving(published[1], tmp_path, monkeypatch) as server:
         yield server
-    _http.reset_sessions()
 
 
 @pytest.mark.parametrize('name', ['hf://someone/model', 'someone/model'])

@@ -46,7 +46,10 @@ except UserError as error:
     print(error)
 
 def train(model):
-    optimizer = Muon(model.parameters(), lr=0.1)
+    matrices = [each for each in model.parameters() if each.ndim == 2]
+    groups = [{'params': matrices, 'algorithm': 'muon', 'parts': [3 if len(each) == 6 else 1 for each in matrices]}]
+    groups.append({'params': [each for each in model.parameters() if each.ndim == 1], 'algorithm': 'adamw'})
+    optimizer = Muon(groups, lr=0.1)
     for step in range(3):
         model.zero_grad()
         model(torch.full((2, 5), step + 1.0)).square().sum().backward()
@@ -56,7 +59,8 @@ def train(model):
 
 def build():
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(5, 2), nn.Tanh(), nn.Linear(2, 7), nn.Linear(7, 2), nn.Linear(2, 5), nn.Linear(5, 2))
+    sizes = (5, 2, 7, 2, 6, 4, 2, 5, 2)
+    return nn.Sequential(*(nn.Linear(one, other) for one, other in zip(sizes, sizes[1:])), nn.Tanh())
 
 model = build()
 fully_shard(model)

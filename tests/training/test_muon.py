@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from diffusion.config.load import load
 from diffusion.errors import UserError
+from diffusion.models.prx_builders import tiny_prx
 from diffusion.training import muon as muon_module
 from diffusion.training.components import build_optimizer
 from diffusion.training.matrix_exchange import dealt
@@ -72,6 +73,35 @@ def test_updates_equal_those_of_a_loop_over_matrices(dtype, tolerance, nesterov,
         expected.step(gradients)
     for weight, other in zip(weights, expected.weights, strict=True):
         assert (weight - other).norm() < tolerance * other.norm()
+
+
+def test_fused_projections_are_updated_like_separate_matrices(small_vae):
+    """PRX's queries, keys and values, against a loop over the three matrices; also after groups are added again."""
+    model = tiny_prx(vae=str(small_vae), hidden_size=32, num_heads=2, depth=2, text_layers=0)
+    fused: dict[str, int] = {'attention.img_qkv_proj.weight': 3, 'attention.txt_kv_proj.weight': 2}
+    optimizer = Muon(muon_groups(model), lr=0.1, weight_decay=0.3)
+    # As Composer does for FSDP2. The keys of the groups are those of earlier versions, which checkpoints hold.
+    groups = [dict(group) for group in optimizer.param_groups]
+    assert 'parts' not in groups[0]
+    optimizer.param_groups.clear()
+    for group in groups:
+        optimizer.add_param_group(group)
+    weights = list(groups[0]['params'])
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    parts = [next((n for end, n in fused.items() if names[id(each)].endswith(end)), 1) for each in weights]
+    assert sorted(parts) == [1] * (len(parts) - 4) + [2, 2, 3, 3]
+    pieces = [piece for each, n in zip(weights, parts, strict=True) for piece in each.detach().clone().chunk(n)]
+    expected = Reference(pieces, lr=0.1, decay=0.3, momentum=0.95, nesterov=True)
+    for step in range(2):
+        gradients = random_tensors([tuple(each.shape) for each in weights], torch.float32, step)
+        for weight, gradient in zip(weights, gradients, strict=True):
+            weight.grad = gradient
+        optimizer.step()
+        expected.step([piece for each, n in zip(gradients, parts, strict=True) for piece in each.chunk(n)])
+    found = [piece for each, n in zip(weights, parts, strict=True) for piece in each.detach().chunk(n)]
+    for one, other in zip(found, pieces, strict=True):
+        assert (one - other).norm() < 1e-5 * other.norm()
+    assert set(muon_groups(model, split_projections=False)[0]['parts']) == {1}
 
 
 @pytest.mark.parametrize('shape', [(64, 64), (200, 50), (50, 200)])
@@ -240,6 +270,14 @@ def test_plain_and_named_parameters_are_divided_by_their_shapes():
         (
             {'params': [{'params': [torch.ones(3)], 'algorithm': 'muon'}]},
             r'shape \[3\] is in a group with algorithm muon',
+        ),
+        (
+            {'params': [{'params': [torch.ones(4, 3)], 'algorithm': 'muon', 'parts': [3]}]},
+            r'shape \[4, 3\] does not divide into 3 matrices',
+        ),
+        (
+            {'params': [{'params': [torch.ones(4, 3)], 'parts': [2]}]},
+            'parts are for a group with algorithm muon, one number per weight',
         ),
         ({'params': [{'params': [torch.ones(3)], 'algorithm': 'sgd'}]}, "algorithm 'sgd'; use muon or adamw"),
     ],

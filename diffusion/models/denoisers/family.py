@@ -76,6 +76,9 @@ class DenoiserFamily(ABC):
     """True if the denoiser can ignore the padding of captions; False if padding is part of its input."""
     takes_sizes: ClassVar[bool] = False
     """True if the denoiser is conditioned on the sizes of the image, `Condition.sizes`."""
+    fused_projections: ClassVar[Mapping[str, int]] = {}
+    """Linear layers of a block whose weight holds the rows of several matrices, such as those of queries, keys and
+    values: the end of the layer's name, and the number of matrices. Muon orthogonalizes each matrix by itself."""
     token_blocks: ClassVar[TokenBlocks | None] = None
     """Blocks of image tokens; None if the denoiser is not a transformer, or if its tokens cannot skip blocks."""
 
@@ -102,6 +105,17 @@ class DenoiserFamily(ABC):
         Raises:
             UserError: The pipeline cannot represent the model.
         """
+
+    def single_file(self, model: Any) -> Any:
+        """Return the `models.single_file.SingleFile` that programs such as ComfyUI read, of the model's pipeline.
+
+        Raises:
+            UserError: There is no such layout for this family, or it cannot represent the model.
+        """
+        raise UserError(
+            f'--out: no program reads a {self.denoiser_class.__name__} from a single file; give a folder, which '
+            'diffusers loads'
+        )
 
     def check_exportable(self, model: Any, pipeline: str) -> None:
         """Raise UserError if a pipeline cannot sample the model, because it starts from standard normal noise."""

@@ -1,5 +1,6 @@
 """MMDiT: a transformer in which image and text tokens attend to each other, Stable Diffusion 3 (Esser et al. 2024)."""
 
+import copy
 import logging
 from typing import Any
 
@@ -12,9 +13,12 @@ from diffusion.models.denoisers.condition import Condition
 from diffusion.models.denoisers.family import DenoiserFamily, DenoiserSizes, TokenBlocks
 from diffusion.models.sampler import inference_scheduler
 from diffusion.models.sd3_text import Sd3TextConditioner
-from diffusion.models.vae import autoencoder_kl_of, downsampling, with_folded_statistics
+from diffusion.models.vae import autoencoder_kl_of, with_folded_statistics
 
 log = logging.getLogger(__name__)
+
+PIPELINE_TEXT_LENGTH = 256
+"""Number of T5's tokens by default in a StableDiffusion3Pipeline."""
 
 
 class MMDiT(DenoiserFamily):
@@ -71,20 +75,22 @@ class MMDiT(DenoiserFamily):
                 'tokenizer_3=None)',
                 name,
             )
-        side = model.latent_size * downsampling(model.vae)
-        log.info(
-            'export: call the pipeline with height=%d, width=%d and max_sequence_length=%d', side, side, text.t5_length
-        )
+        if text.t5_length != PIPELINE_TEXT_LENGTH:
+            log.info('export: call the pipeline with max_sequence_length=%d', text.t5_length)
         # FlowMatchEulerDiscreteScheduler takes velocities only.
         takes_velocity = model.objective.is_flow and model.objective.prediction_type == 'velocity'
         scheduler = 'euler' if takes_velocity else 'dpm++' if model.objective.is_flow else 'ddim'
         vae = with_folded_statistics(autoencoder_kl_of(model.vae, name), pipeline_shifts=True)
         # The pipeline adds the shift factor to the latents even if it is None, AutoencoderKL's default.
         vae.register_to_config(shift_factor=vae.config.get('shift_factor') or 0.0)
+        # The pipeline draws images of `sample_size` by default. In training it is the scale of the position embeddings,
+        # which are among the weights.
+        transformer = copy.copy(model.denoiser)
+        transformer.register_to_config(sample_size=model.latent_size)
         tokenizers = [*text.tokenizers, None][:3]
         encoders = [*text.encoders, None][:3]
         return StableDiffusion3Pipeline(
-            transformer=model.denoiser,
+            transformer=transformer,
             scheduler=inference_scheduler(scheduler, model.objective),
             vae=vae,  # type: ignore[arg-type]
             text_encoder=encoders[0],  # type: ignore[arg-type]
@@ -94,3 +100,9 @@ class MMDiT(DenoiserFamily):
             text_encoder_3=encoders[2],  # type: ignore[arg-type]
             tokenizer_3=tokenizers[2],  # type: ignore[arg-type]
         )
+
+    def single_file(self, model: Any) -> Any:
+        # Imported here: training does not need it.
+        from diffusion.models.single_file import sd3_file
+
+        return sd3_file(self.pipeline(model), model.objective)

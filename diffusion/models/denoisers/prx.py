@@ -45,6 +45,7 @@ class PRX(DenoiserFamily):
     block_classes = (PRXBlock,)
     timesteps_up_to_one = True
     takes_text_mask = True
+    fused_projections = {'attention.img_qkv_proj': 3, 'attention.txt_kv_proj': 2}  # noqa: RUF012
     token_blocks = TokenBlocks('blocks', per_token={'image_rotary_emb': 2})
 
     def sizes(self, denoiser: PRXTransformer2DModel) -> DenoiserSizes:

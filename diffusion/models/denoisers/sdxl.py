@@ -71,3 +71,9 @@ class SDXLUNet(DenoiserFamily):
         # a watermark if the package invisible_watermark is installed.
         pipeline.register_to_config(add_watermarker=False)
         return pipeline
+
+    def single_file(self, model: Any) -> Any:
+        # Imported here: training does not need it.
+        from diffusion.models.single_file import sdxl_file
+
+        return sdxl_file(self.pipeline(model), model.objective)

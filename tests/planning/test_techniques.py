@@ -1,0 +1,274 @@
+"""Costs of TREAD, REPA, perceptual losses, Muon and LoRA in a plan, against what training counts."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from torchvision.models import alexnet
+from transformers import Dinov2Config, Dinov2Model
+
+from diffusion.cli import main
+from diffusion.config.load import load
+from diffusion.config.recipe import Component
+from diffusion.models import batch_keys
+from diffusion.models.block_matrices import newton_schulz_flops
+from diffusion.models.builders import tiny
+from diffusion.models.token_routing import Route
+from diffusion.planning import published_runs
+from diffusion.planning.image_encoders import PUBLISHED, encoder_sizes
+from diffusion.planning.memory import Setup, memory_of
+from diffusion.planning.plan import Assumptions, make_plan
+from diffusion.planning.techniques import techniques_of
+from diffusion.planning.throughput import TRANSFORMER_MFU, planned_speed
+from diffusion.training import components
+from diffusion.training.muon_groups import muon_groups
+from diffusion.training.newton_schulz import orthogonalize
+from tests.planning.recipes import A100, GPUS, YAMLS, phase, write_recipe
+
+H200 = GPUS['h200']
+STAGES = [YAMLS / 'speedrun.yaml', YAMLS / 'speedrun_1024.yaml']
+ROUTE = {'start': 1, 'end': 3, 'fraction': 0.5}
+SMALL = {'hidden_size': 32, 'num_heads': 2, 'depth': 4, 'text_width': 32, 'text_layers': 1}
+
+
+@pytest.fixture(scope='module')
+def networks(tmp_path_factory):
+    """AlexNet's convolutions with random weights in a file, and a folder of a miniature DINOv2."""
+    folder = tmp_path_factory.mktemp('networks')
+    torch.save({f'features.{name}': each for name, each in alexnet().features.state_dict().items()}, folder / 'alex')
+    config = Dinov2Config(hidden_size=32, num_attention_heads=2, num_hidden_layers=2, image_size=28, patch_size=14)
+    Dinov2Model(config).save_pretrained(folder / 'dino')
+    return folder
+
+
+@pytest.fixture(scope='module')
+def pixel_recipe(networks, tmp_path_factory):
+    """Recipe of a tiny PRX on pixels with every technique of the speedrun."""
+    dino = str(networks / 'dino')
+    return write_recipe(
+        tmp_path_factory.mktemp('recipe'),
+        model={
+            'name': 'tiny_prx',
+            'vae': 'pixels',
+            'patch_size': 8,
+            'train_text_encoder': False,
+            'objective': {'path': 'flow', 'prediction_type': 'sample'},
+            'representation_alignment': {'encoder': dino, 'block': 2, 'hidden_size': 48},
+            'perceptual_losses': {
+                'lpips_network': 'alex',
+                'lpips_backbone': str(networks / 'alex'),
+                'encoder': dino,
+                'features_side': 28,
+            },
+            **SMALL,
+        },
+        algorithms={'tread': ROUTE, 'ema': {}},
+        optimizer={'name': 'muon', 'lr': 0.001},
+    )
+
+
+def test_plan_counts_the_flops_that_training_reports(pixel_recipe):
+    """With one technique after another, down to plain training; the model is the recipe's own."""
+    work: Any = phase(pixel_recipe)
+    model: Any = components.build_model(load(pixel_recipe))
+    batch = {
+        batch_keys.IMAGE: torch.zeros(2, 3, 64, 64, dtype=torch.uint8),
+        batch_keys.INPUT_IDS: torch.zeros(2, 1, 16, dtype=torch.int64),
+    }
+    assert replace(work, route=None).flops() == model.flops_per_batch(batch) / 2
+    model.route_tokens(Route(**ROUTE))
+    assert work.flops() == model.flops_per_batch(batch) / 2
+    assert work.trained_parameters == sum(each.numel() for each in model.parameters() if each.requires_grad)
+    del model._frozen['perceptual_loss']
+    model._sample_flops.clear()
+    assert replace(work, perceptual=None).flops() == model.flops_per_batch(batch) / 2
+    frozen = sum(each.numel() for part in model._frozen.values() for each in part.parameters())
+    memory = memory_of(work, Setup(1, 8, work.recipe.parallelism))
+    networks = work.perceptual.facts['frozen_parameters']
+    assert memory.encoders == 2 * frozen + 4 * networks
+    assert memory.weights == 4 * work.trained_parameters
+    without = memory_of(replace(work, perceptual=None), Setup(1, 8, work.recipe.parallelism))
+    assert memory.activations - without.activations == 8 * work.perceptual.activations(work.largest_shape, 'half').kept
+    assert memory.activations > without.activations
+
+
+def test_perceptual_losses_take_three_passes_of_each_network(pixel_recipe):
+    """Forward on prediction and image, backward to the prediction alone; of LPIPS's linear layers two."""
+    model: Any = components.build_model(load(pixel_recipe))
+    loss = model._frozen['perceptual_loss']
+    images = torch.zeros(1, 3, 64, 64)
+    with FlopCounterMode(display=False) as one, torch.no_grad():
+        loss.lpips.net(torch.zeros(1, 3, 32, 32))
+        loss.features.of_pixels(images, (2, 2))
+    with FlopCounterMode(display=False) as step:
+        loss(images.clone().requires_grad_(), images).sum().backward()
+    # torch does not count fused attention on a CPU, 1 % of this tiny encoder.
+    planned = phase(pixel_recipe).perceptual_flops
+    assert planned == pytest.approx(step.get_total_flops(), rel=0.02)
+    assert planned == pytest.approx(3 * one.get_total_flops(), rel=0.02)
+
+
+def test_muon_flops_are_those_of_its_matrix_products(pixel_recipe):
+    model = components.build_model(load(pixel_recipe))
+    muon, _ = muon_groups(model)
+    with FlopCounterMode(display=False) as counter:
+        for each, parts in zip(muon['params'], muon['parts'], strict=True):
+            for part in each.detach().flatten(1).chunk(parts):
+                orthogonalize(part[None], steps=5)
+    work = phase(pixel_recipe)
+    assert work.optimizer_flops == counter.get_total_flops()
+    assert newton_schulz_flops(3, 5) == newton_schulz_flops(5, 3)
+    assert max(muon['parts']) == 3, 'queries, keys and values'
+    whole = phase(pixel_recipe, ['optimizer.split_projections=false']).optimizer_flops
+    assert 0 < whole < work.optimizer_flops
+    assert phase(pixel_recipe, ['optimizer.name=adamw']).optimizer_flops == 0
+    speed = planned_speed(work, A100, 1, mfu=0.5)
+    seconds = 8 / speed.images_per_second
+    assert seconds == pytest.approx((8 * work.flops() + work.optimizer_flops) / (0.5 * 312e12))
+
+
+def test_muon_without_convolutions_has_fewer_flops(tmp_path):
+    path = write_recipe(tmp_path, optimizer={'name': 'muon', 'lr': 0.001})
+    flops = [phase(path, [f'optimizer.convolutions={value}']).optimizer_flops for value in ('true', 'false')]
+    assert flops[0] > flops[1] > 0
+
+
+def test_lora_has_states_of_its_own_parameters_and_two_thirds_of_the_flops(tmp_path):
+    settings = {'block_out_channels': [32, 64], 'text_layers': 1, 'train_text_encoder': False}
+    lora = {'lora': {'rank': 2}, 'init_from': 'runs/other'}
+    path = write_recipe(tmp_path, model={'name': 'tiny', **settings}, algorithms={'ema': {}}, **lora)
+    work = phase(path)
+    model = tiny(**settings)
+    components.add_lora(work.recipe, model)
+    trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    assert work.trained_parameters == trained
+    batch = {
+        batch_keys.IMAGE: torch.zeros(1, 3, 64, 64, dtype=torch.uint8),
+        batch_keys.INPUT_IDS: torch.zeros(1, 1, 16, dtype=torch.int64),
+    }
+    assert work.flops() == model.flops_per_batch(batch)
+    assert work.training_flops == 2 * work.forward_flops
+    weights = 4 * sum(each.numel() for each in model.denoiser.parameters())
+    memory = memory_of(work, Setup(1, 8, work.recipe.parallelism))
+    assert memory.optimizer == 8 * trained and memory.averages == memory.gradients == 4 * trained
+    assert memory.weights == weights
+    assert any('a LoRA' in note for note in work.notes)
+    plan = make_plan([work], Assumptions(A100, 1), gpus=GPUS)
+    sizes = plan.phases[0].sizes
+    assert (sizes.weights, sizes.with_optimizer, sizes.with_averages) == (
+        weights,
+        weights + 8 * trained,
+        weights + 12 * trained,
+    )
+
+
+def test_lora_of_sd2_is_planned_from_the_published_throughput():
+    """Of the seconds per image, the denoiser's fall to two thirds, and those of the encoders stay."""
+    options = ['device_train_microbatch_size=8', 'global_batch=64']
+    work, full = phase(YAMLS / 'lora.yaml', options), phase(YAMLS / 'finetune.yaml', options)
+    assert work.trained_parameters == 3_319_808
+    speed, slower = (planned_speed(each, A100, 8) for each in (work, full))
+    assert slower.images_per_second == pytest.approx(290 / 1.4)
+    assert speed.images_per_second == pytest.approx(290 / (2 / 3 + 0.4))
+    assert speed.source.endswith('/ 1.07 for online encoders and frozen weights')
+    assert full.training_flops == 1.5 * work.training_flops
+    memory, whole = (memory_of(each, Setup(8, 8, each.recipe.parallelism)) for each in (work, full))
+    assert memory.activations < whole.activations
+
+
+def test_speedrun_takes_the_published_24_hours_at_the_assumed_utilization():
+    """The utilization that is assumed for transformers is derived from this run."""
+    phases = [phase(path, samples=8_700_000) for path in STAGES]
+    plan = make_plan(phases, Assumptions(H200, 32, price=2.0), gpus=GPUS)
+    run = published_runs.PRX_IN_24_HOURS
+    assert plan.published is run
+    assert plan.training.hours == pytest.approx(24, abs=0.1)
+    assert plan.training.usd == pytest.approx(run.usd, rel=0.005)
+    flops = sum(each.executed_flops() * each.images for each in phases)
+    assert flops / (24 * 3600 * 32 * H200.peak_flops('bf16')) == pytest.approx(TRANSFORMER_MFU, abs=0.0005)
+    assert make_plan(phases[:1], Assumptions(H200, 8), gpus=GPUS).published is run
+    other = phase(STAGES[0], ['global_batch=512'])
+    assert make_plan([other], Assumptions(H200, 8), gpus=GPUS).published is None
+
+
+def test_speedrun_is_planned_beside_the_published_run_with_its_techniques(capsys):
+    words = [*map(str, STAGES), '--gpu', 'h200', '--gpus', '32', '--price', '2']
+    assert main(['plan', *words]) == 0
+    out = capsys.readouterr().out
+    for text in (
+        '$1,536  PRX Part 3: 24 hours on 32 h200 at $2.00, all 2 stages',
+        'Techniques, speedrun: what 63',
+        'without TREAD',
+        'without Muon',
+        '3.95 batches/s without, 3.46 with, with DINOv3 ViT-L',
+        'assumed 10.4% of peak: PRX Part 3 (Photoroom 2026)',
+    ):
+        assert text in out
+    assert 'latents' not in out.partition('Data, speedrun,')[2].partition('Checkpoints')[0]
+    assert 'not counted' not in out
+    assert main(['plan', *words, '--json']) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan['published']['usd'] == 1536
+    first, second = plan['phases']
+    names = [technique['name'] for technique in first['techniques']]
+    assert names == ['TREAD', 'REPA', 'perceptual losses', 'Muon', 'all of them']
+    assert [technique['name'] for technique in second['techniques']] == [names[0], *names[2:]]
+    assert [data['encoding'] for data in first['data']] == ['pictures']
+    assert first['flop_per_image']['total'] == sum(
+        first['flop_per_image'][part]
+        for part in ('training', 'text_encoder', 'representation_alignment', 'perceptual_losses')
+    )
+
+
+def test_techniques_are_compared_at_equal_cost(pixel_recipe):
+    work = phase(pixel_recipe)
+    found = {technique.name: technique for technique in techniques_of(work)}
+    tread, repa = found['TREAD'], found['REPA']
+    dense = replace(work, route=None)
+    rates = [planned_speed(each, A100, 8, mfu=0.3).images_per_second for each in (work, dense)]
+    assert tread.speedup == pytest.approx(rates[0] / rates[1]) and tread.speedup > 1
+    assert tread.images_without == pytest.approx(work.images * rates[1] / rates[0])
+    # The alignment's MLP sees the tokens of block 2, which is within the route.
+    assert tread.flops_per_image < work.forward_flops * 3 - dense.forward_flops * 3
+    assert repa.flops_per_image == work.alignment_flops
+    assert repa.published[0].speedup == pytest.approx(3.46 / 3.95)
+    assert repa.published[0].images_without == pytest.approx(work.images * 3.95 / 3.46)
+    assert techniques_of(phase()) == ()
+
+
+def test_contrastive_flow_matching_has_its_published_throughput_and_no_flops():
+    work = phase(YAMLS / 'prx_256.yaml')
+    recipe = replace(work.recipe, algorithms={'contrastive': Component('contrastive_flow_matching')})
+    (technique,) = techniques_of(replace(work, recipe=recipe))
+    assert (technique.flops_per_image, technique.speedup) == (0, 1)
+    assert technique.published[0].speedup == pytest.approx(3.75 / 3.95)
+
+
+def test_images_of_a_model_on_pixels_cannot_be_stored_as_latents():
+    with pytest.raises(ValueError, match='--stored latents: the model is on pixels; use --stored pictures'):
+        phase(STAGES[0], encoding='latents')
+
+
+def test_sizes_of_published_encoders_are_those_of_transformers(tmp_path):
+    """The numbers of parameters are the published ones; an unknown repository is taken for DINOv2 base, with a note."""
+    from diffusion.models.auxiliary_counting import AlignmentCounter
+
+    millions = {'dinov2-base': 86.6, 'dinov2-giant': 1136.5, 'dinov3-vitl16-pretrain-lvd1689m': 303.1}
+    for name, expected in millions.items():
+        sizes = PUBLISHED[f'facebook/{name}']
+        counter = AlignmentCounter(encoder=sizes, hidden_size=8, token_width=8, pixels_per_token=16)
+        assert counter.facts()['frozen_parameters'] / 1e6 == pytest.approx(expected, rel=0.002)
+    Dinov2Config(image_size=518).save_pretrained(tmp_path)
+    notes = []
+    base = PUBLISHED['facebook/dinov2-base']
+    assert encoder_sizes(str(tmp_path), notes, where='encoder') == base and not notes
+    (tmp_path / 'config.json').write_text('{"model_type": "vit"}')
+    with pytest.raises(ValueError, match='encoder: .* is not a dinov2, dinov2_with_registers, dinov3_vit'):
+        encoder_sizes(str(tmp_path), notes, where='encoder')
+    assert encoder_sizes('somebody/vit', notes, where='encoder') == base
+    assert notes == [
+        'encoder: the sizes of somebody/vit are not known without the network; assumed those of facebook/dinov2-base'
+    ]

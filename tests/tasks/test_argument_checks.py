@@ -1,0 +1,76 @@
+"""Checks of `diffusion generate` and `diffusion export` that need no run."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from diffusion.cli import main
+
+FLOW = {'_class_name': 'FlowMatchEulerDiscreteScheduler', 'shift': 3.0, 'num_train_timesteps': 1000}
+SAMPLE = {'_class_name': 'DPMSolverMultistepScheduler', 'use_flow_sigmas': True, 'prediction_type': 'sample'}
+DIFFUSION = {'_class_name': 'DDIMScheduler', 'num_train_timesteps': 1000}
+
+
+def pipeline(folder: Path, name: str, scheduler: dict[str, object]) -> Path:
+    (folder / 'scheduler').mkdir(parents=True)
+    (folder / 'model_index.json').write_text(json.dumps({'_class_name': name}))
+    (folder / 'scheduler' / 'scheduler_config.json').write_text(json.dumps(scheduler))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ('name', 'scheduler', 'wanted', 'message'),
+    [
+        ('StableDiffusionXLPipeline', SAMPLE, 'euler', "'euler' does not fit into an exported pipeline; use dpm++"),
+        ('PRXPipeline', SAMPLE, 'heun', "'heun' does not fit into an exported pipeline; use dpm++ or unipc"),
+        ('PRXPipeline', DIFFUSION, 'euler', "'euler' does not fit into a PRXPipeline; use ddim, ddpm, dpm++, pndm"),
+        ('PRXPixelPipeline', FLOW, 'dpm++', "'dpm++' does not fit into a PRXPixelPipeline; use euler, or generate"),
+        ('StableDiffusion3Pipeline', FLOW, 'pndm', "'pndm' cannot sample a flow; use ddim, dpm++, euler"),
+    ],
+)
+def test_scheduler_that_a_pipeline_cannot_use_is_refused(name, scheduler, wanted, message, tmp_path, capsys):
+    folder = pipeline(tmp_path / 'export', name, scheduler)
+    assert main(['generate', str(folder), 'a', '--out', str(tmp_path / 'out'), '--scheduler', wanted]) == 2
+    assert f'--scheduler: {message}' in capsys.readouterr().err
+
+
+def test_sources_without_a_pipeline_are_refused_with_the_way_out(tmp_path, capsys):
+    def problem(source: Path, *options: str) -> str:
+        assert main(['generate', str(source), 'a', '--out', str(tmp_path / 'out'), *options]) == 2
+        return capsys.readouterr().err
+
+    other = pipeline(tmp_path / 'other', 'FluxPipeline', FLOW)
+    assert f'{other}: is a FluxPipeline; use a folder of StableDiffusionPipeline, ' in problem(other)
+    lora = tmp_path / 'lora'
+    lora.mkdir()
+    assert f'--lora: {lora} is no exported pipeline' in problem(lora, '--lora', str(lora))
+    sd3 = pipeline(tmp_path / 'sd3', 'StableDiffusion3Pipeline', FLOW)
+    assert f'--lora: {lora}/pytorch_lora_weights.safetensors does not exist' in problem(sd3, '--lora', str(lora))
+    (lora / 'pytorch_lora_weights.safetensors').touch()
+    assert f'give the exported base model, and --lora {lora}; or the run' in problem(lora)
+    prx = pipeline(tmp_path / 'prx', 'PRXPipeline', FLOW)
+    assert '--lora: diffusers loads none into a PRXPipeline; export the run' in problem(prx, '--lora', str(lora))
+    file = tmp_path / 'model.safetensors'
+    file.touch()
+    assert f'{file}: is a single file, which does not record how to sample; give the run' in problem(file)
+
+
+def test_export_is_refused_before_anything_is_loaded(tmp_path, capsys):
+    def problem(*options: str) -> str:
+        assert main(['export', str(tmp_path / 'run'), *options]) == 2
+        return capsys.readouterr().err
+
+    recipe = {'name': 'run', 'global_batch': 8, 'model': {'name': 'tiny_prx'}, 'trainer': {'max_duration': '1ba'}}
+    recipe['streams'] = {'small': {'local': 'shards', 'resolution': 32}}
+    (tmp_path / 'run' / 'ba1').mkdir(parents=True)
+    (tmp_path / 'run' / 'ba1' / 'state.pt').touch()
+    (tmp_path / 'run' / 'recipe.yaml').write_text(json.dumps(recipe))
+    folder, file = str(tmp_path / 'out'), str(tmp_path / 'out.safetensors')
+    assert '--out: no program reads the model tiny_prx from a single file; give a folder' in problem('--out', file)
+    assert "--push: 'painter' is not the name of a repository; write org/name" in (
+        problem('--out', folder, '--push', 'painter')
+    )
+    assert '--public: makes a repository on the Hub public; add --push org/name' in problem('--out', folder, '--public')
+    assert '--push: HF_HUB_OFFLINE is set; unset it, or export without' in problem('--out', folder, '--push', 'a/b')
+    assert [each.name for each in tmp_path.iterdir()] == ['run']

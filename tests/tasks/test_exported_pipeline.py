@@ -1,0 +1,29 @@
+"""How exported pipelines are called, and their noise schedulers replaced."""
+
+import pytest
+
+from diffusion.models.objective import Objective
+from diffusion.models.sampler import inference_scheduler
+from diffusion.tasks.exported_pipeline import call_settings, scheduler_like
+
+
+@pytest.mark.parametrize('name', ['PRXPipeline', 'PRXPixelPipeline'])
+def test_prompts_and_sizes_reach_prx_as_they_are(name):
+    settings = call_settings(type(name, (), {})(), negative='blur', guidance=0.5)
+    cleaning = {'skip_text_cleaning': True} if name == 'PRXPipeline' else {}
+    expected = {'guidance_scale': 1.0, 'use_resolution_binning': False, 'negative_prompt': 'blur'}
+    assert settings == expected | cleaning
+
+
+@pytest.mark.parametrize(('first', 'second'), [('euler', 'dpm++'), ('dpm++', 'euler'), ('euler', 'unipc')])
+def test_other_scheduler_of_a_flow_has_the_noise_levels_of_training(first, second):
+    objective = Objective(path='flow', prediction_type='velocity', snr_shift=3.0)
+    replaced, wanted = (
+        scheduler_like(inference_scheduler(first, objective), second),
+        inference_scheduler(second, objective),
+    )
+    for scheduler in (replaced, wanted):
+        scheduler.set_timesteps(7)
+    assert type(replaced) is type(wanted)
+    assert replaced.sigmas.tolist() == wanted.sigmas.tolist()
+    assert replaced.config.get('prediction_type') == wanted.config.get('prediction_type')

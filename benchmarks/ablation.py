@@ -7,7 +7,8 @@ seconds, with each seed. `openmoji_split.py` explains the held-out images. Two r
 with one thread. Seconds are CPU seconds of the process from the start to the end of each batch, because other programs
 on a machine make wall time longer; validation is not counted. The learning rate depends on the fraction of the seconds
 that are spent: it increases over the first 5 % and then decreases linearly to 0, so that every run anneals to its end.
-No weights are averaged. Learning rates were not tuned for each row.
+No weights are averaged. The learning rate of each model and optimizer is the best of a few powers of two times 1e-3 in
+runs of 60 seconds with one seed; a technique has that of the row it is added to.
 
 Losses are the mean squared error of v = sqrt(a) eps - sqrt(1 - a) x at the 8 noise levels of the quickstart's
 validation loss, for every objective. Latents and pixels are different spaces: compare losses within one of them.
@@ -40,13 +41,16 @@ from efficientnet_features import StoredFeatures, efficientnet
 from machine import heading
 from openmoji_split import SPLITS, load_split
 from timed_training import Samples, draw, train_for, validation_loss
+from torch import Tensor
 
 from diffusion.algorithms.contrastive_flow_matching import ContrastiveFlowMatching
 from diffusion.algorithms.tread import TREAD
 from diffusion.models.builders import TINY_VAE, load_vae, tiny, tiny_text
 from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.models.mmdit_builders import tiny_mmdit
 from diffusion.models.objective import Objective
 from diffusion.models.perceptual_losses import PerceptualLosses
+from diffusion.models.pixel_space import PixelSpace
 from diffusion.models.prx_builders import FLOW, transformer
 from diffusion.models.representation_alignment import RepresentationAlignment
 from diffusion.models.text_conditioner import tokenize
@@ -62,6 +66,16 @@ DRAWN = 48
 V_PREDICTION = Objective(prediction_type='v_prediction')
 X_PREDICTION = Objective(path='flow', prediction_type='sample', timesteps='logit_normal', uniform_fraction=0.1)
 TRANSFORMER: dict[str, Any] = {'hidden_size': 128, 'num_heads': 4, 'depth': 6}
+MMDIT: dict[str, Any] = {  # that of yamls/quickstart.yaml
+    'depth': 3,
+    'patch_size': 2,
+    'dual_attention_blocks': 0,
+    'text_layers': 1,
+    'max_length': 12,
+    't5': False,
+    't5_length': 1,
+    'caption_dropout': 0.05,
+}
 TEXT: dict[str, Any] = {'width': 128, 'layers': 2, 'max_length': 16, 'mask_padding': True}
 
 
@@ -70,30 +84,35 @@ class Row:
     """Model and techniques of a row of the table."""
 
     name: str
-    model: Literal['unet', 'latents', 'pixels']
+    model: Literal['unet', 'mmdit', 'latents', 'pixels']
     objective: Objective
     lr: float
     muon: bool = False
+    adamw_lr: float | None = None
     tread: bool = False
     repa: bool = False
     contrastive: bool = False
     perceptual: bool = False
 
 
-ALL: dict[str, Any] = {'muon': True, 'tread': True, 'repa': True, 'contrastive': True}
+QUICKSTART = Objective(path='flow', prediction_type='velocity', timesteps='logit_normal', logit_mean=0.4, logit_std=1.2)
+"""Objective of yamls/quickstart.yaml."""
+MUON: dict[str, Any] = {'muon': True, 'lr': 8e-3, 'adamw_lr': 2e-3}
 ROWS = [
     Row('U-Net of the first quickstart: v-prediction, AdamW', 'unet', V_PREDICTION, lr=2e-3),
-    Row('U-Net + Muon', 'unet', V_PREDICTION, lr=2e-3, muon=True),
-    Row('U-Net + flow matching', 'unet', FLOW, lr=2e-3),
-    Row('transformer: flow matching, AdamW', 'latents', FLOW, lr=1e-3),
-    Row('transformer + Muon', 'latents', FLOW, lr=2e-3, muon=True),
-    Row('transformer + TREAD', 'latents', FLOW, lr=1e-3, tread=True),
-    Row('transformer + REPA', 'latents', FLOW, lr=1e-3, repa=True),
-    Row('transformer + contrastive flow matching', 'latents', FLOW, lr=1e-3, contrastive=True),
-    Row('transformer + all four', 'latents', FLOW, lr=2e-3, **ALL),
-    Row('pixels: x-prediction, AdamW', 'pixels', X_PREDICTION, lr=1e-3),
-    Row('pixels + Muon', 'pixels', X_PREDICTION, lr=2e-3, muon=True),
-    Row('pixels + perceptual losses', 'pixels', X_PREDICTION, lr=1e-3, perceptual=True),
+    Row('U-Net + Muon', 'unet', V_PREDICTION, muon=True, lr=8e-3, adamw_lr=4e-3),
+    Row('U-Net + flow matching', 'unet', QUICKSTART, lr=2e-3),
+    Row("MMDiT of today's quickstart: flow matching, AdamW", 'mmdit', QUICKSTART, lr=3e-3),
+    Row('MMDiT + Muon', 'mmdit', QUICKSTART, **MUON),
+    Row('PRX: flow matching, AdamW', 'latents', FLOW, lr=4e-3),
+    Row('PRX + Muon', 'latents', FLOW, **MUON),
+    Row('PRX + TREAD', 'latents', FLOW, lr=4e-3, tread=True),
+    Row('PRX + REPA', 'latents', FLOW, lr=4e-3, repa=True),
+    Row('PRX + contrastive flow matching', 'latents', FLOW, lr=4e-3, contrastive=True),
+    Row('PRX + all four', 'latents', FLOW, tread=True, repa=True, contrastive=True, **MUON),
+    Row('pixels: x-prediction, AdamW', 'pixels', X_PREDICTION, lr=4e-3),
+    Row('pixels + Muon', 'pixels', X_PREDICTION, **MUON),
+    Row('pixels + perceptual losses', 'pixels', X_PREDICTION, lr=4e-3, perceptual=True),
 ]
 
 
@@ -147,7 +166,7 @@ def read_results(results: str | None) -> dict[tuple[int, int], Result]:
 def prepare(home: Path, *, limit: int | None = None) -> None:
     """Render the images of each split and encode them into latents, unless the folder has them."""
     torch.set_num_threads(1)
-    text, vae = tiny_text(width=32, layers=0, max_length=16), tiny()
+    vae = tiny()
     for name, emojis in load_split().items():
         if (home / f'{name}.pt').exists():
             continue
@@ -155,20 +174,19 @@ def prepare(home: Path, *, limit: int | None = None) -> None:
         captions = [emoji.names[0] for emoji in chosen]
         images = torch.stack([torch.from_numpy(np.array(each.render(SIDE))).permute(2, 0, 1) for each in chosen])
         moments = torch.cat([vae.encode(each) for each in images.split(64)])
-        samples = Samples(captions, images.contiguous(), tokenize(text.tokenizers, captions), moments)
         home.mkdir(parents=True, exist_ok=True)
-        torch.save(vars(samples), home / f'{name}.pt')
+        content = {'captions': captions, 'images': images.contiguous(), 'moments': moments}
+        torch.save(content, home / f'{name}.pt')
 
 
 def run(row: int, seed: int, seconds: float, home: Path) -> Result:
     """Train the model of a row, and measure it."""
     torch.set_num_threads(1)
     settings, started = ROWS[row], time.monotonic()
-    splits = {name: Samples(**torch.load(home / f'{name}.pt', weights_only=True)) for name in SPLITS}
-    if settings.model == 'pixels':
-        splits = {name: Samples(each.captions, each.images, each.tokens) for name, each in splits.items()}
+    stored = {name: torch.load(home / f'{name}.pt', weights_only=True) for name in SPLITS}
     torch.manual_seed(seed)
-    model = build_model(settings, splits['train'].images, seed=seed)
+    model = build_model(settings, stored['train']['images'], seed=seed)
+    splits = {name: samples_for(model, **content) for name, content in stored.items()}
     algorithms: list[Algorithm] = [GradientClipping('norm', 1.0)]
     algorithms += [TREAD(start=1, end=5)] if settings.tread else []
     algorithms += [ContrastiveFlowMatching()] if settings.contrastive else []
@@ -190,10 +208,18 @@ def run(row: int, seed: int, seconds: float, home: Path) -> Result:
     )
 
 
-def build_model(row: Row, images: torch.Tensor, *, seed: int) -> LatentDiffusion:
+def samples_for(model: LatentDiffusion, captions: list[str], images: Tensor, moments: Tensor) -> Samples:
+    """Return samples with the token ids of a model, and without latents if it is one on pixels."""
+    on_pixels = isinstance(model.vae, PixelSpace)
+    return Samples(captions, images, tokenize(model.text.tokenizers, captions), None if on_pixels else moments)
+
+
+def build_model(row: Row, images: Tensor, *, seed: int) -> LatentDiffusion:
     """Return the model of a row with random weights."""
     if row.model == 'unet':
         return tiny(SIDE, block_out_channels=(64, 128), objective=row.objective, seed=seed)
+    if row.model == 'mmdit':
+        return tiny_mmdit(SIDE, objective=row.objective, seed=seed, **MMDIT)
     vae = load_vae('pixels' if row.model == 'pixels' else str(TINY_VAE))
     sizes = {'patch_size': 16, 'bottleneck_size': 64} if row.model == 'pixels' else {'patch_size': 2}
     channels = 3 if row.model == 'pixels' else vae.config['latent_channels']
@@ -229,7 +255,7 @@ def optimizer(row: Row, model: LatentDiffusion) -> torch.optim.Optimizer:
     """Return the optimizer of a row."""
     settings: dict[str, Any] = {'betas': (0.9, 0.99), 'weight_decay': 0.01, 'fused': True}
     if row.muon:
-        return Muon(muon_groups(model), lr=row.lr, **settings)
+        return Muon(muon_groups(model), lr=row.lr, adamw_lr=row.adamw_lr, **settings)
     return torch.optim.AdamW(model.parameters(), lr=row.lr, **settings)
 
 

@@ -22,6 +22,7 @@ from diffusion.planning.model_costs import ModelCosts
 from diffusion.planning.token_route import route_of
 from diffusion.storage.atomic import write_atomically
 
+YAMLS = Path(__file__).parents[1] / 'yamls'
 STEPS = {'prx': 16, 'mmdit': 16}
 """Divisors of the sides of aspect buckets, if not 8; on pixels, the patch."""
 SIDES = {'sd2': (256, 512, 768, 1024), 'prx': (256, 512, 1024), 'sdxl': (256, 512, 1024), 'mmdit': (256, 512)}
@@ -30,7 +31,7 @@ PIXELS = {'vae': 'pixels', 'patch_size': 32, 'bottleneck_size': 256}
 MODELS = {
     'phase1.yaml and phase2.yaml': Component('sd2'),
     'sdxl.yaml, sdxl_512.yaml and sdxl_1024.yaml': Component('sdxl'),
-    'quickstart.yaml': Component('tiny', {'block_out_channels': [64, 128]}),
+    'quickstart.yaml': load(YAMLS / 'quickstart.yaml').model,
     'tiny with default settings': Component('tiny'),
     'prx_256.yaml': Component('prx'),
     'speedrun.yaml and speedrun_1024.yaml': Component('prx', PIXELS),
@@ -39,13 +40,10 @@ MODELS = {
 }
 
 
-YAMLS = Path(__file__).parents[1] / 'yamls'
-
-
-def main() -> None:
-    """Count every model and write a file for each."""
+def main(*words: str) -> None:
+    """Count the models whose recipes contain one of the words, or every model, and write a file for each."""
     for purpose, key, flops, activations in counts():
-        if sys.argv[1:] and not any(word in purpose for word in sys.argv[1:]):
+        if words and not any(word in purpose for word in words):
             continue
         content = {name: value for name, value in key.request.items() if name != 'imports'}
         content |= run_counter(key.request | {'flops': flops, 'activations': activations})

@@ -2,10 +2,10 @@
 
     python benchmarks/muon.py [repeats [steps of Newton-Schulz]]
 
-The model is that of yamls/quickstart.yaml, with random gradients. Times are medians of alternating steps. Operations
-are calls of PyTorch's kernels, each of which is at least one launch on a GPU, counted with the batches that GPUs get. A
-training step is the forward and backward pass of the denoiser with a batch of 32 and the optimizer's step. On a GPU,
-Newton-Schulz runs in bfloat16, otherwise in float32.
+The model is the U-Net of benchmarks/first_quickstart.yaml, with random gradients. Times are medians of alternating
+steps. Operations are calls of PyTorch's kernels, each of which is at least one launch on a GPU, counted with the
+batches that GPUs get. A training step is the forward and backward pass of the denoiser with a batch of 32 and the
+optimizer's step. On a GPU, Newton-Schulz runs in bfloat16, otherwise in float32.
 """
 
 import sys
@@ -25,7 +25,7 @@ from diffusion.training.muon import MAX_BATCH_ELEMENTS, RMS_OF_ADAMW, Muon
 from diffusion.training.muon_groups import muon_groups
 from diffusion.training.newton_schulz import orthogonalize
 
-RECIPE = Path(__file__).parents[1] / 'yamls' / 'quickstart.yaml'
+RECIPE = Path(__file__).parent / 'first_quickstart.yaml'
 BATCH = 32
 NAMES = ('Muon in batches', 'Muon, one matrix at a time', 'AdamW, fused')
 SETTINGS: dict[str, Any] = {'lr': 1e-4, 'weight_decay': 0.01, 'betas': (0.9, 0.99), 'fused': True}

@@ -2,8 +2,9 @@
 
     python benchmarks/recovery.py [batches between two faults]
 
-Trains the quickstart's model on OpenMoji images at 64 px under `diffusion launch`, as two nodes with one process each.
-For each fault it prints the seconds until the next batch, split into parts, and finally `diffusion status` of the run.
+Trains the U-Net of benchmarks/first_quickstart.yaml on OpenMoji images at 64 px under `diffusion launch`, as two nodes
+with one process each. For each fault it prints the seconds until the next batch, split into parts, and finally
+`diffusion status` of the run.
 """
 
 import contextlib
@@ -28,7 +29,6 @@ OVERRIDES = {
     'dataset.name': 'image_text',
     'streams.openmoji.local': 'data/64px',
     'eval_streams.openmoji.local': 'data/64px',
-    'callbacks.image_grid.every': '1000000ba',
     'scheduler': None,
     'global_batch': 16,
     'trainer.eval_interval': '1000000ba',
@@ -63,7 +63,7 @@ def run_with_faults(folder: Path, launch: list[str], every: int) -> dict[str, tu
         Seconds by fault: from the fault until all processes had ended, from then until the next attempt started, and
         from its start to its first batch.
     """
-    spec = {'name': 'recovery', 'backend': 'local', 'recipe': str(ROOT / 'yamls' / 'quickstart.yaml')}
+    spec = {'name': 'recovery', 'backend': 'local', 'recipe': str(ROOT / 'benchmarks' / 'first_quickstart.yaml')}
     spec |= {'overrides': {**OVERRIDES, 'trainer.max_duration': f'{4 * every}ba'}, 'workdir': str(folder)}
     spec |= {'nodes': 2, 'gpus_per_node': 1, 'preflight': 'none', 'hang_seconds': HANG_SECONDS}
     (folder / 'job.yaml').write_text(yaml.safe_dump(spec))

@@ -44,7 +44,7 @@ def build(width: int, base: int | None = None) -> LatentDiffusion:
 def latents(folder: str) -> Batch:
     """Return one batch of all samples in a folder of shards, with latents instead of images."""
     keys = [f'streams.openmoji.local={folder}', 'dataset={name: image_text}', f'global_batch={BATCH}']
-    recipe = load('yamls/quickstart.yaml', ['loader.shuffle=false', *keys])
+    recipe = load('benchmarks/first_quickstart.yaml', ['loader.shuffle=false', *keys])
     model = build(HEAD)
     parts = []
     with torch.no_grad():

@@ -189,7 +189,7 @@ def test_ablation_trains_and_prints_a_row_per_technique(module, rows, monkeypatc
     (tmp_path / 'results.jsonl').write_text('\n'.join(results))
     table = rows('ablation', '1e-3', '1', str(tmp_path / 'results.jsonl'))
     assert {row.name for row in ablation.ROWS} <= set(table)
-    assert table['transformer + all four'][1] == '1'
+    assert table['PRX + all four'][1] == '1'
 
 
 def stand_in(ablation):

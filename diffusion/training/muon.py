@@ -24,7 +24,7 @@ from diffusion.training.newton_schulz import orthogonalize
 
 MAX_BATCH_ELEMENTS = {'cpu': 2**18, 'cuda': 2**24}
 """Elements of matrices that a rank orthogonalizes at a time, by type of device. On GPUs this limits the memory of the
-step; on CPUs, batches that fit into the cache are faster (98 ms instead of 114 for the quickstart's model)."""
+step; on CPUs, batches that fit into the cache are faster (98 ms instead of 114 for a U-Net of 4.3 M parameters)."""
 RMS_OF_ADAMW = 0.2
 """Root mean square of AdamW's updates in units of the learning rate, which Muon's are scaled to (Liu et al., eq. 4)."""
 

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -274,7 +275,8 @@ def test_gpu_fault_and_stopped_rank_of_four_are_named_with_nothing_lost(launch, 
     assert (first.status, first.cause, first.detail) == (BAD_HARDWARE, 'hardware', fault)
     assert f'job: exited with status {BAD_HARDWARE}; starting restart 1' in job.log.read_text()
     assert second.first == first.last
-    assert '3 ranks wait in' in second.detail
+    # The collective before may have ended on some ranks only: the three can wait in two places, but not in more.
+    assert re.search('[23] ranks wait in', second.detail), second.detail
     assert_hang_is_named(job, second, stopped=3, ranks=4)
     assert (third.status, third.cause) == (0, 'done')
     ranks.run(4, job.recipe, 'name=undisturbed', environment={'SICK_RANK': 'none'})

@@ -88,7 +88,7 @@ FAMILIES = {
         {'latents': 2_243_171_520},
         blocks=(24, 3),
     ),
-    'tiny': Family('tiny', {'block_out_channels': [32, 32], 'text_width': 32, 'text_layers': 1}),
+    'tiny_mmdit': Family('tiny_mmdit', {'depth': 1, 'text_width': 32}),
     'autoencoder': Family('autoencoder', {'block_out_channels': [8, 8, 16, 16]}),
 }
 """Models by name."""

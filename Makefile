@@ -63,7 +63,7 @@ endef
 	@touch $@
 
 .PHONY: quickstart
-quickstart: $(RUN)/evaluation.json $(RUN)/export/model_index.json ## prepare images, train, sample and export on a CPU: 15 minutes
+quickstart: $(RUN)/evaluation.json $(RUN)/export/model_index.json ## prepare images, train, sample and export on a CPU: 8 minutes
 	@echo
 	@$(BIN)/python -c "import json; share = json.load(open('$(RUN)/evaluation.json'))['retrieval_top1']; \
 	  print(f'Retrieval top-1: {share:.0%} of 100 captions: fraction of generated images whose nearest image')"
@@ -86,7 +86,7 @@ $(LATENTS): | $(IMAGES)
 
 # Checkpoints exist long before training ends, so a stamp file marks its end. After an interruption, training resumes.
 $(RUN)/trained: | $(LATENTS)
-	@echo '[3/5] training (8 minutes on two fast cores; after an interruption, run make quickstart again to resume)'
+	@echo '[3/5] training (4 minutes on two cores; after an interruption, run make quickstart again to resume)'
 	@$(OFFLINE) $(BIN)/python run.py $(RECIPE)
 	@touch $@
 

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from diffusion.callbacks.preemption import is_last_batch
 from diffusion.checkpointing import checkpoint_store, sharded_state
 from diffusion.checkpointing.rank_agreement import raise_on_all_ranks, run_on_rank_zero
+from diffusion.checkpointing.save_interval import timed_interval
 from diffusion.checkpointing.shared_folder import open_run_folder
 from diffusion.checkpointing.storage_faults import SaveFailed, describe_fault, storage_fault, way_out
 from diffusion.checkpointing.trainer_state import gather_state, load_checkpoint
@@ -52,7 +53,8 @@ class Checkpointer(CheckpointSaver):
 
     Args:
         folder: The run's folder, on a file system that all nodes share.
-        save_interval: A Composer time string; the end of training is always saved.
+        save_interval: A Composer time string, a time such as `10m`, or `auto`, which chooses the time from the
+            duration of saves and the failures of the run. The end of training is always saved.
         num_checkpoints_to_keep: Number of newest checkpoints to keep; -1 keeps all.
         sharded: If True, each rank writes its shards of model, optimizer and weight averages, which requires FSDP2;
             otherwise rank 0 writes them unsharded. Both formats can be read by any number of ranks with any strategy.
@@ -78,13 +80,14 @@ class Checkpointer(CheckpointSaver):
         recipe_text: str = '',
         on_failed_save: Callable[[str], None] = _ignore,
     ) -> None:
+        self._timed = timed_interval(save_interval, Path(folder))
         super().__init__(
             folder=str(folder),
             filename='{batch}',
             remote_file_name=None,
             latest_filename=None,
             latest_remote_file_name=None,
-            save_interval=save_interval,
+            save_interval=self._timed or save_interval,
             overwrite=True,
             num_checkpoints_to_keep=num_checkpoints_to_keep,
         )
@@ -183,6 +186,7 @@ class Checkpointer(CheckpointSaver):
         Raises:
             SaveFailed: A rank met a storage fault; on every rank.
         """
+        began = time.monotonic()
         try:
             final = self._write(state)
         except SaveFailed as error:
@@ -191,6 +195,8 @@ class Checkpointer(CheckpointSaver):
             if not full or not self._make_room():
                 raise
             final = self._write(state)
+        if self._timed is not None:
+            self._timed.saved(time.monotonic() - began)
         # After the save: `save_now` saves a batch again unless this is its number.
         self.last_checkpoint_batch = state.timestamp.batch
         self.saved_checkpoints.append(str(final))

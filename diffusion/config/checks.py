@@ -18,6 +18,7 @@ from diffusion.config.objective_checks import check_objective
 from diffusion.config.perceptual_checks import check_perceptual_losses
 from diffusion.config.recipe import Component, LoaderConfig, ParallelismConfig, Recipe, SpeedConfig, StreamConfig
 from diffusion.config.sampling_checks import check_sampling
+from diffusion.config.save_intervals import is_time
 from diffusion.config.schema import MISSING, Gatherer, Problem, did_you_mean, join
 from diffusion.config.signatures import words
 from diffusion.config.weight_sources import check_initial_weights, check_pretrained
@@ -164,6 +165,9 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
     gather.problems += check_width_transfer(recipe)
     gather.problems += check_sampling(recipe, dict(own))
     for where, value in _durations(recipe):
+        # Composer's own saver, which `save_folder` selects, takes its durations only.
+        if where == 'trainer.save_interval' and 'save_folder' not in recipe.trainer and is_time(value):
+            continue
         if (problem := duration_problem(value)) is not None:
             gather.problem(where, problem)
     return gather.problems

@@ -1,12 +1,14 @@
 """Checkpoint size, optimal checkpoint interval, and goodput under failures.
 
-The interval is Young's approximation (1974), sqrt(2 x stall x MTBF); goodput follows Daly's complete model (2006).
+Both follow Daly's complete model (2006). For stalls much shorter than the MTBF, the best interval is that of Young
+(1974), sqrt(2 x stall x MTBF).
 """
 
 import math
 from dataclasses import dataclass
 
 from diffusion.config.recipe import Recipe
+from diffusion.config.save_intervals import AUTO, seconds_of
 from diffusion.planning.memory import averages_of, optimizer_elements
 from diffusion.planning.model_costs import FLOAT32, ModelCosts
 from diffusion.planning.workload import Phase
@@ -16,6 +18,12 @@ LLAMA3_GPUS = 16_384
 """Number of GPUs on which 419 unexpected interruptions in 54 days were reported (Llama 3, 2024)."""
 WRITE_BYTES_PER_SECOND = 0.2e9
 """Write speed of one node to a shared file system: 1.6 GB took 8 s on two slow cores, hashing included."""
+SHORTEST_SECONDS, LONGEST_SECONDS = 60.0, 3600.0
+"""Bounds of the interval of `trainer.save_interval: auto`."""
+MOST_TIME_SAVING = 0.05
+"""Upper bound of the fraction of time that saves of `trainer.save_interval: auto` take."""
+PRIOR_HOURS = 24.0
+"""Hours of observation that the expected rate of failures counts as."""
 RESTART_SECONDS = 600.0
 """Time from a failure to the next batch: detection, node replacement, start-up, loading. An assumption."""
 
@@ -43,13 +51,13 @@ class Resilience:
     restart_seconds: float
     """Time from a failure to the next batch."""
     interval_seconds: float
-    """Optimal save interval (Young 1974)."""
+    """Optimal save interval, by `best_interval`."""
     goodput: float
     """Fraction of wall-clock time spent training, at the optimal interval."""
     interval_batches: int
     """Optimal save interval in batches."""
     recipe_interval_seconds: float | None
-    """The recipe's trainer.save_interval; None if it is not in batches."""
+    """The recipe's trainer.save_interval; None if it is neither in batches nor in seconds."""
     recipe_goodput: float | None
     """Goodput at the recipe's interval."""
 
@@ -81,9 +89,45 @@ def default_stall_seconds(phase: Phase, *, nodes: int) -> float:
     return sizes.with_averages / (writers * WRITE_BYTES_PER_SECOND)
 
 
-def young_interval(*, stall: float, mtbf: float) -> float:
-    """Return the save interval that loses the least time (Young 1974, first order), in the unit of the arguments."""
-    return math.sqrt(2 * stall * mtbf)
+def best_interval(*, stall: float, mtbf: float) -> float:
+    """Return the save interval of the largest `goodput`, in the unit of the arguments.
+
+    It is the minimum of Daly's equation 20 (2006): for x = interval / mtbf, x + log(1 - x) = -stall / mtbf.
+    """
+    # The left side decreases from 0 at x = 0 to minus infinity at x = 1.
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        if middle < 1 and middle + math.log1p(-middle) > -stall / mtbf:
+            low = middle
+        else:
+            high = middle
+    return low * mtbf
+
+
+def chosen_interval(*, stall: float, mtbf: float) -> float:
+    """Return the interval in seconds of `trainer.save_interval: auto`: the best one within bounds.
+
+    Saves take at most MOST_TIME_SAVING of the time, and at most LONGEST_SECONDS of work are lost, unless both together
+    are not possible.
+    """
+    shortest = max(SHORTEST_SECONDS, stall / MOST_TIME_SAVING)
+    return max(min(best_interval(stall=stall, mtbf=mtbf), LONGEST_SECONDS), shortest)
+
+
+def observed_mtbf_hours(*, prior_hours: float, failures: int, hours: float) -> float:
+    """Return the mean hours between failures of a cluster by its size and by what a run has seen so far.
+
+    The prior counts as PRIOR_HOURS without more failures than its rate expects, so that it yields to the run's own
+    failures within a day.
+
+    Args:
+        prior_hours: Mean hours between failures by the size of the cluster.
+        failures: Number of failures of the run.
+        hours: Hours in which the run had them.
+    """
+    seen = min(PRIOR_HOURS, prior_hours)
+    return (seen + hours) / (seen / prior_hours + failures)
 
 
 def goodput(*, interval: float, stall: float, restart: float, mtbf: float) -> float:
@@ -119,10 +163,12 @@ def resilience_of(
     stall = default_stall_seconds(phase, nodes=nodes) if stall_seconds is None else stall_seconds
     mtbf, batch_seconds = mtbf_hours * 3600, phase.recipe.global_batch / images_per_second
     # At least one batch, and at most the whole run, whose end is always saved.
-    interval = min(max(young_interval(stall=stall, mtbf=mtbf), batch_seconds), phase.batches * batch_seconds)
+    interval = min(max(best_interval(stall=stall, mtbf=mtbf), batch_seconds), phase.batches * batch_seconds)
     save_interval = str(phase.recipe.trainer.get('save_interval', '1ep'))
     in_batches = save_interval.endswith('ba') and save_interval[:-2].isdigit()
-    recipe_interval = int(save_interval[:-2]) * batch_seconds if in_batches else None
+    recipe_interval = int(save_interval[:-2]) * batch_seconds if in_batches else seconds_of(save_interval)
+    if save_interval == AUTO:
+        recipe_interval = chosen_interval(stall=stall, mtbf=mtbf)
     return Resilience(
         mtbf_hours=mtbf_hours,
         stall_seconds=stall,

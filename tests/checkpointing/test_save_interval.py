@@ -1,0 +1,100 @@
+"""Save intervals in seconds: fixed, and chosen from the duration of saves and the run's failures."""
+
+import datetime
+import itertools
+import json
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from composer.core import Event, Time, Timestamp, TimeUnit
+
+from diffusion.checkpointing.checkpoint_store import list_checkpoints
+from diffusion.checkpointing.save_interval import AutoInterval, TimedInterval, timed_interval
+from diffusion.config.load import load
+from diffusion.errors import UserError
+from diffusion.launch.attempts import ATTEMPTS, Attempt
+from diffusion.planning.checkpoint_interval import chosen_interval, default_mtbf_hours
+
+
+def due_batches(interval: TimedInterval, *, batches: int, seconds: float, stall: float = 0.0) -> list[int]:
+    """Return the batches after which a checkpoint is due, in a run whose batches take this many seconds."""
+    stamp, found, saved = Timestamp(), [], 0.0
+    for batch in range(1, batches + 1):
+        stamp = stamp.to_next_batch(samples=1, duration=datetime.timedelta(seconds=seconds + saved))
+        state: Any = SimpleNamespace(
+            timestamp=stamp, max_duration=Time(batches, TimeUnit.BATCH), dataloader_len=Time(10**6, TimeUnit.BATCH)
+        )
+        saved = 0.0
+        if interval(state, Event.BATCH_CHECKPOINT):
+            found.append(batch)
+            interval.saved(stall)
+            saved = stall
+    return found
+
+
+def test_checkpoints_are_due_after_seconds_of_training_and_at_its_end():
+    assert due_batches(TimedInterval(60), batches=25, seconds=10) == [6, 12, 18, 24, 25]
+    assert due_batches(TimedInterval(5), batches=3, seconds=10) == [1, 2, 3]
+
+
+def test_interval_follows_the_duration_of_saves(tmp_path):
+    interval = AutoInterval(tmp_path)
+    interval._mtbf_hours = lambda: 1.0  # type: ignore[method-assign]
+    fast = due_batches(interval, batches=200, seconds=30, stall=1)
+    assert interval.seconds == chosen_interval(stall=1, mtbf=3600)
+    slow = due_batches(interval, batches=2000, seconds=30, stall=40)
+    assert interval.seconds == pytest.approx(chosen_interval(stall=40, mtbf=3600), rel=0.01)
+    steps = [second - first for first, second in itertools.pairwise(slow)]
+    assert steps[-2] > 4 * (fast[2] - fast[1])
+
+
+def test_failures_of_the_run_make_the_interval_shorter(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    interval = AutoInterval(tmp_path)
+    interval._choose()
+    assert interval._mtbf_hours() == pytest.approx(default_mtbf_hours(1))
+    assert interval.seconds == 3600
+    write_attempts(tmp_path, ['crash', 'preempted', 'hardware', 'mistake', 'hang', 'lost'])
+    interval._choose()
+    # Three failures in twelve hours; the last record is that of the attempt that runs.
+    assert interval._mtbf_hours() == pytest.approx((24 + 12) / 3, rel=1e-2)
+    assert interval.seconds == pytest.approx(chosen_interval(stall=30, mtbf=12 * 3600), rel=1e-2)
+    assert 'checkpoints every 26.' in caplog.text and 'a failure is expected every 12 hours' in caplog.text
+
+
+def write_attempts(folder, causes):
+    """Write the records of attempts of two hours each."""
+    lines = []
+    for number, cause in enumerate(causes):
+        begin = 1.7e9 + 7200 * number
+        attempt = Attempt(number, begin, end=begin + 7200, first=0, last=1, cause=cause)
+        lines.append({'event': 'end', 'at': attempt.end, **vars(attempt)})
+    (folder / ATTEMPTS).write_text(''.join(json.dumps(line) + '\n' for line in lines))
+
+
+def test_only_times_and_auto_are_timed_intervals(tmp_path):
+    assert timed_interval('1000ba', tmp_path) is None and timed_interval('1ep', tmp_path) is None
+    assert isinstance(timed_interval('auto', tmp_path), AutoInterval)
+    found = timed_interval('1.5h', tmp_path)
+    assert found is not None and found.seconds == 5400
+
+
+@pytest.mark.parametrize('interval', ['0s', '10 minutes', 'automatic', '-5m'])
+def test_other_words_are_refused(tiny_recipe, tmp_path, interval):
+    path = tmp_path / 'recipe.yaml'
+    path.write_text(yaml.safe_dump(tiny_recipe(tmp_path / 'runs')))
+    with pytest.raises(UserError, match='trainer.save_interval'):
+        load(path, [f'trainer.save_interval={interval}'])
+
+
+@pytest.mark.parametrize('words', [['trainer.save_interval=0.05s'], ['trainer.save_interval=auto']])
+def test_two_ranks_save_at_the_same_batches(tiny_recipe, ranks, tmp_path, words):
+    """A rank that saved alone would wait for the other until the timeout."""
+    path = tmp_path / 'recipe.yaml'
+    path.write_text(yaml.safe_dump(tiny_recipe(tmp_path / 'runs', name='timed')))
+    ranks.run(2, path, 'trainer.max_duration=8ba', *words)
+    saved = [each.name for each in list_checkpoints(tmp_path / 'runs' / 'timed')]
+    assert saved[0] == 'ba8' and (len(saved) > 1) == ('auto' not in words[0])

@@ -71,7 +71,7 @@ quickstart: $(RUN)/evaluation.json $(RUN)/export/model_index.json ## prepare ima
 	@echo 'Results:'
 	@echo '  $(RUN)/samples.png   captions, generated images and real images'
 	@echo '  $(RUN)/loss.png      loss curve'
-	@echo '  $(RUN)/export        folder for StableDiffusion3Pipeline.from_pretrained'
+	@echo '  $(RUN)/export        folder for diffusers; its README.md shows how to load it'
 	@echo 'To train again from the start: rm -r $(RUN) && make quickstart'
 
 # A step runs if its output is missing; each program writes its last file only after everything else succeeded. The

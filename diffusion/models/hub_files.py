@@ -34,10 +34,13 @@ from transformers import PreTrainedTokenizerBase
 
 from diffusion.errors import ExternalError, UserError, is_wrong_path
 from diffusion.models.hub_errors import way_out
+from diffusion.models.log_levels import errors_only
 from diffusion.storage.locks import hold_lock
 from diffusion.storage.retry import GaveUp, RetryPolicy
 
 log = logging.getLogger(__name__)
+HUB_LOGGER = 'huggingface_hub'
+"""Logger that announces the Hub's own retries; `RetryPolicy` logs ours."""
 
 POLICY = RetryPolicy(tries=10, timeout_seconds=30.0)
 """Ten tries of a request: with pauses of 2, 8, 30, 30, ... seconds less jitter, about three minutes."""
@@ -89,7 +92,10 @@ def fetch(part: type, repository: str, *, subfolder: str, revision: str | None, 
         # One process per node: the others wait here, and then find the files in the cache.
         name = repository.replace('/', '--')
         try:
-            with hold_lock(Path(constants.HF_HUB_CACHE, '.locks', f'{name}.diffusion.lock'), lambda: None), _quiet():
+            with (
+                hold_lock(Path(constants.HF_HUB_CACHE, '.locks', f'{name}.diffusion.lock'), lambda: None),
+                errors_only(HUB_LOGGER),
+            ):
                 if is_commit and cached():
                     return revision
                 return _download(part, repository, subfolder, revision, weights)
@@ -122,7 +128,7 @@ def check_weights(part: type, repository: str, *, subfolder: str, revision: str 
     if constants.HF_HUB_OFFLINE:
         fetch(part, repository, subfolder=subfolder, revision=revision, weights=True)  # raises the error of this mode
     what = _description(part, repository, subfolder, revision)
-    with _clear_errors(what, repository, revision, way_out(subfolder)), _quiet():
+    with _clear_errors(what, repository, revision, way_out(subfolder)), errors_only(HUB_LOGGER):
         commit, names = _files(repository, subfolder, revision)
         files = _weight_files(repository, subfolder, commit, names)
         # Listing needs no access to a gated repository, but a file's metadata does.
@@ -344,15 +350,3 @@ def _shortened(error: GaveUp) -> str:
     """Return the message of an exhausted retry without the long explanations of huggingface_hub."""
     text = ' '.join(str(error).split())
     return text if len(text) <= 250 else f'{text[:246]} ...'
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Context in which huggingface_hub does not log its own retries; `RetryPolicy` logs ours."""
-    logger = logging.getLogger('huggingface_hub')
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

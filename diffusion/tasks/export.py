@@ -21,11 +21,11 @@ from diffusion.models.frozen_parts import encoder_precision
 from diffusion.models.latent_diffusion import LatentDiffusion
 from diffusion.models.lora import merge_lora
 from diffusion.storage.atomic import atomic_file, atomic_folder
-from diffusion.tasks.argument_checks import LORA_WEIGHTS, check_export, is_single_file
+from diffusion.tasks.argument_checks import LORA_WEIGHTS, check_export, is_single_file, missing_parts
 from diffusion.tasks.evaluate import trained_model
 from diffusion.tasks.export_formats import write_file, write_folder
 from diffusion.tasks.hub_upload import check_access, upload
-from diffusion.tasks.model_card import CARD, model_card
+from diffusion.tasks.model_card import CARD, WITHOUT_T5, model_card
 
 log = logging.getLogger(__name__)
 
@@ -173,5 +173,6 @@ def run_export(args: argparse.Namespace) -> int:
         return 0
     index = Path(args.out) / 'model_index.json'
     kind = json.loads(index.read_text(encoding='utf-8'))['_class_name'] if index.exists() else 'AutoencoderKL'
-    print(f"{args.out}: {which} weights; load with {kind}.from_pretrained('{args.out}')")
+    missing = WITHOUT_T5 if index.exists() and 'text_encoder_3' in missing_parts(Path(args.out)) else ''
+    print(f"{args.out}: {which} weights; load with {kind}.from_pretrained('{args.out}'{missing})")
     return 0

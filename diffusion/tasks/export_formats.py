@@ -9,6 +9,7 @@ from torch import nn
 from diffusion.config.load import Recipe
 from diffusion.models.autoencoder import Autoencoder
 from diffusion.models.latent_diffusion import LatentDiffusion
+from diffusion.models.log_levels import errors_only
 from diffusion.models.lora import save_lora
 from diffusion.models.vae import downsampling
 from diffusion.tasks.argument_checks import LORA_WEIGHTS
@@ -42,7 +43,9 @@ def write_folder(model: nn.Module, recipe: Recipe, folder: Path, precision: torc
     for part in pipeline.components.values():
         if isinstance(part, nn.Module):
             _cast(part, precision)
-    pipeline.save_pretrained(folder)
+    # It warns of the parts that a pipeline does not have, such as Stable Diffusion 3's T5.
+    with errors_only('diffusers.pipelines.pipeline_utils'):
+        pipeline.save_pretrained(folder)
     return type(pipeline).__name__
 
 

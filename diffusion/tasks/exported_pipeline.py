@@ -15,6 +15,7 @@ import torch
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from torch import Tensor
 
+from diffusion.models.denoisers.mmdit import T5_LENGTH
 from diffusion.models.randomness import Purpose, draws_for
 from diffusion.models.sampler import scheduler_class
 from diffusion.tasks.argument_checks import is_flow_scheduler, lora_file, missing_parts
@@ -104,8 +105,10 @@ def call_settings(pipeline: Any, *, negative: str, guidance: float) -> dict[str,
     if kind == 'StableDiffusion3Pipeline':
         _, height, width = noise_shape(pipeline)
         settings |= {'height': height * pipeline.vae_scale_factor, 'width': width * pipeline.vae_scale_factor}
-        if pipeline.tokenizer_3 is not None:  # without T5, the export does not tell the number of its tokens
+        if pipeline.tokenizer_3 is not None:
             settings['max_sequence_length'] = pipeline.tokenizer_3.model_max_length
+        elif T5_LENGTH in pipeline.tokenizer.init_kwargs:
+            settings['max_sequence_length'] = pipeline.tokenizer.init_kwargs[T5_LENGTH]
     return settings
 
 

@@ -38,6 +38,8 @@ LICENSES: dict[str, dict[str, str]] = {
     },
 }
 """Front matter for the license of each repository whose frozen parts, or whose weights, a model may have."""
+WITHOUT_T5 = ', text_encoder_3=None, tokenizer_3=None'
+"""Arguments without which `from_pretrained` refuses a StableDiffusion3Pipeline that has no T5."""
 PIPELINE_CALLS = {
     'PRXPipeline': ', skip_text_cleaning=True, use_resolution_binning=False',
     'PRXPixelPipeline': ', use_resolution_binning=False',
@@ -126,7 +128,7 @@ def _usage(recipe: Recipe, source: str, written: str, file: str) -> list[str]:
         return []
     else:
         text = recipe.model.kwargs
-        missing = ', text_encoder_3=None, tokenizer_3=None' if text.get('t5') is False else ''
+        missing = WITHOUT_T5 if text.get('t5') is False else ''
         lines = [
             f'from diffusers import {written}\n',
             f'pipeline = {written}.from_pretrained({source!r}{missing})',

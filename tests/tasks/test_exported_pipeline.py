@@ -1,7 +1,11 @@
 """How exported pipelines are called, and their noise schedulers replaced."""
 
 import pytest
+import torch
+from stock_pipeline import assert_command_draws_the_same
 
+from diffusion.models.denoisers.families import family_of
+from diffusion.models.mmdit_builders import tiny_mmdit
 from diffusion.models.objective import Objective
 from diffusion.models.sampler import inference_scheduler
 from diffusion.tasks.exported_pipeline import call_settings, scheduler_like
@@ -27,3 +31,13 @@ def test_other_scheduler_of_a_flow_has_the_noise_levels_of_training(first, secon
     assert type(replaced) is type(wanted)
     assert replaced.sigmas.tolist() == wanted.sigmas.tolist()
     assert replaced.config.get('prediction_type') == wanted.config.get('prediction_type')
+
+
+def test_export_without_t5_draws_with_as_many_zeros_as_in_training(tmp_path, small_vae):
+    small = {'depth': 1, 'dual_attention_blocks': 0, 'patch_size': 2, 'text_width': 32, 'text_layers': 1}
+    model = tiny_mmdit(32, vae=str(small_vae), t5=False, t5_length=1, **small)
+    torch.manual_seed(0)
+    for weight in model.denoiser.parameters():  # at initialization, text hardly changes the image
+        torch.nn.init.normal_(weight, std=0.1)
+    family_of(model.denoiser).pipeline(model).save_pretrained(tmp_path / 'exported')
+    assert_command_draws_the_same(model, tmp_path / 'exported', noise_scheduler='euler')

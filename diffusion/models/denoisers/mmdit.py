@@ -17,6 +17,8 @@ from diffusion.models.vae import autoencoder_kl_of, with_folded_statistics
 
 log = logging.getLogger(__name__)
 
+T5_LENGTH = 't5_length'
+"""Key in the first tokenizer's configuration of an export without T5: the number of zeros in place of T5's tokens."""
 PIPELINE_TEXT_LENGTH = 256
 """Number of T5's tokens by default in a StableDiffusion3Pipeline."""
 
@@ -88,6 +90,10 @@ class MMDiT(DenoiserFamily):
         transformer = copy.copy(model.denoiser)
         transformer.register_to_config(sample_size=model.latent_size)
         tokenizers = [*text.tokenizers, None][:3]
+        if text.t5 is None:
+            # `diffusion generate` reads it there: models' configurations take no keys of others.
+            tokenizers[0] = copy.copy(text.tokenizers[0])
+            tokenizers[0].init_kwargs = tokenizers[0].init_kwargs | {T5_LENGTH: text.t5_length}
         encoders = [*text.encoders, None][:3]
         return StableDiffusion3Pipeline(
             transformer=transformer,

@@ -1,5 +1,7 @@
 """How exported pipelines are called, and their noise schedulers replaced."""
 
+from typing import Any
+
 import pytest
 import torch
 from stock_pipeline import assert_command_draws_the_same
@@ -34,7 +36,13 @@ def test_other_scheduler_of_a_flow_has_the_noise_levels_of_training(first, secon
 
 
 def test_export_without_t5_draws_with_as_many_zeros_as_in_training(tmp_path, small_vae):
-    small = {'depth': 1, 'dual_attention_blocks': 0, 'patch_size': 2, 'text_width': 32, 'text_layers': 1}
+    small: dict[str, Any] = {
+        'depth': 1,
+        'dual_attention_blocks': 0,
+        'patch_size': 2,
+        'text_width': 32,
+        'text_layers': 1,
+    }
     model = tiny_mmdit(32, vae=str(small_vae), t5=False, t5_length=1, **small)
     torch.manual_seed(0)
     for weight in model.denoiser.parameters():  # at initialization, text hardly changes the image

@@ -137,7 +137,8 @@ def test_keys_that_a_later_version_adds_are_no_change_and_those_it_drops_are_lis
     before['sharding'] = {'kind': 'zero3'}
     saved = recipe_values(before)
     assert saved.unknown == ['model.conditioning', 'loader.prefetch', 'sharding']
-    generate = {'generate.guidance_scale', 'generate.num_inference_steps'}
+    names = ('guidance_scale', 'noise_scheduler', 'num_inference_steps', 'prompts')
+    generate = {f'generate.{name}' for name in names}
     found = [each for each in changes(saved.values, recipe_values(now).values) if each.key not in saved.unknown]
     assert {each.key for each in found} == {'algorithms.swa', *generate}
 
@@ -154,10 +155,10 @@ def change(name: str, *overrides: str):
         (['optimizer.weight_decay=0.5'], 'optimizer.weight_decay 0.01 -> 0.5', Effect.APPLIED),
         (['optimizer.betas=[0.8, 0.99]'], 'optimizer.betas [0.9, 0.99] -> [0.8, 0.99]', Effect.APPLIED),
         (['optimizer={name: decoupled_adamw, lr: 1}'], 'optimizer.name adamw -> decoupled_adamw', Effect.FIXED),
-        (['algorithms.ema.ema_start=9ba'], 'algorithms.ema.ema_start 1600ba -> 9ba', Effect.BEFORE_AVERAGING),
+        (['algorithms.ema.ema_start=9ba'], 'algorithms.ema.ema_start 1100ba -> 9ba', Effect.BEFORE_AVERAGING),
         (
-            ['model.objective.prediction_type=epsilon'],
-            'model.objective.prediction_type v_prediction -> epsilon',
+            ['model.objective.prediction_type=sample'],
+            'model.objective.prediction_type velocity -> sample',
             Effect.FIXED,
         ),
         (['seed=3', 'model.seed=17'], 'seed 17 -> 3', Effect.FIXED),

@@ -166,10 +166,11 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
     gather.problems += check_sampling(recipe, dict(own))
     for where, value in _durations(recipe):
         # Composer's own saver, which `save_folder` selects, takes its durations only.
-        if where == 'trainer.save_interval' and 'save_folder' not in recipe.trainer and is_time(value):
+        may_be_time = where == 'trainer.save_interval' and 'save_folder' not in recipe.trainer
+        if may_be_time and is_time(value):
             continue
         if (problem := duration_problem(value)) is not None:
-            gather.problem(where, problem)
+            gather.problem(where, f'{problem}, a time such as 10m, or auto' if may_be_time else problem)
     return gather.problems
 
 

@@ -492,7 +492,7 @@ BUGS = {
     ),
     'IndexError in loggers': ('diffusion.loggers.metrics_file:is_number', '[][0]', TRAIN),
     'AttributeError in checkpointing': (
-        'diffusion.checkpointing.checkpointer:_about',
+        'diffusion.checkpointing.checkpoint_writer:_about',
         'None.batch',
         TRAIN,
     ),

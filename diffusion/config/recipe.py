@@ -11,6 +11,7 @@ from diffusion.config.image_shapes import Shape, parse_shape, square
 from diffusion.config.interpolation import KeyPath
 from diffusion.config.schema import Problem
 from diffusion.config.yaml_syntax import Interpolation
+from diffusion.storage.working_folder import working_folder
 
 
 @dataclass
@@ -298,7 +299,7 @@ class Recipe:
     imports: list[str] = field(default_factory=list)
     """The Python modules to import before the recipe is checked, which register custom components."""
     runs_dir: str = 'runs'
-    """The folder that holds the folders of runs."""
+    """The folder that holds the folders of runs, which all nodes share, or a URL such as s3://bucket/runs."""
     device_train_microbatch_size: int | Literal['auto'] | None = None
     """The number of samples that a device processes in one forward and backward pass; it must divide the batch per
     device. Auto, only under fsdp1, searches for the largest that fits into memory. Null is the whole batch per
@@ -364,5 +365,10 @@ class Recipe:
 
     @property
     def run_dir(self) -> Path:
-        """Folder of the run's checkpoints, metrics and images."""
-        return Path(self.runs_dir) / self.name
+        """Folder of the run's checkpoints, metrics and images; for a run in an object store, its working folder."""
+        return Path(self.runs_dir) / self.name if self.run_url is None else working_folder(self.run_url)
+
+    @property
+    def run_url(self) -> str | None:
+        """URL of the run, if `runs_dir` is one of an object store; else None."""
+        return f'{self.runs_dir.rstrip("/")}/{self.name}' if '://' in self.runs_dir else None

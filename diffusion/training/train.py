@@ -25,10 +25,10 @@ from diffusion.callbacks.same_run import SameRun
 from diffusion.callbacks.save_now import save_now
 from diffusion.callbacks.status_updates import RunStatus
 from diffusion.callbacks.stragglers import Stragglers
-from diffusion.checkpointing.checkpoint_store import list_checkpoints
-from diffusion.checkpointing.checkpointer import Checkpointer, resume_point
+from diffusion.checkpointing.checkpointer import Checkpointer
+from diffusion.checkpointing.rank_agreement import raise_on_all_ranks
 from diffusion.checkpointing.run_folder import RECIPE
-from diffusion.checkpointing.shared_folder import open_run_folder
+from diffusion.checkpointing.run_storage import RunStorage, run_storage
 from diffusion.config import registry
 from diffusion.config.load import Recipe, hide_environment, to_yaml
 from diffusion.config.recipe import NotifyConfig, SpeedConfig
@@ -224,22 +224,29 @@ def build_checkpointer(recipe: Recipe) -> Checkpointer | None:
     """
     if 'save_folder' in recipe.trainer:
         return None
-    run_id = open_run_folder(recipe.run_dir)
-    resume = resume_point(recipe.run_dir, run_id) if recipe.trainer.get('autoresume') else None
-    if resume is None and (present := list_checkpoints(recipe.run_dir)):
-        raise UserError(
-            f'name: {recipe.run_dir} holds {present[0].name} and {len(present) - 1} more checkpoints of another run; '
-            'resume it with trainer.autoresume: true, or use another name for this run'
-        )
+    storage = run_storage(recipe.run_url or recipe.run_dir)
+    storage.open()
+    resume = storage.resume_point() if recipe.trainer.get('autoresume') else None
+    if resume is None:
+        check_unused(storage)
     return Checkpointer(
-        recipe.run_dir,
+        storage,
         save_interval=recipe.trainer.get('save_interval', '1ep'),
         num_checkpoints_to_keep=recipe.trainer.get('save_num_checkpoints_to_keep', -1),
         sharded=recipe.parallelism.checkpoints == 'sharded',
         resume=resume,
-        run_id=run_id,
         recipe_text=to_yaml(recipe),
     )
+
+
+def check_unused(storage: RunStorage) -> None:
+    """Raise UserError if a run that does not resume has checkpoints already; a collective."""
+    with raise_on_all_ranks(storage.place):
+        if dist.get_global_rank() == 0 and (present := storage.list_batches()):
+            raise UserError(
+                f'name: {storage.place} holds ba{present[0]} and {len(present) - 1} more checkpoints of another run; '
+                'resume it with trainer.autoresume: true, or use another name for this run'
+            )
 
 
 def checkpoint_activations(model: ComposerModel) -> None:

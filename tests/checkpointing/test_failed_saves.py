@@ -17,7 +17,7 @@ from composer.core import Event
 from faults import Fault, active, environment, met
 from ranks import read_losses
 
-from diffusion.checkpointing import checkpointer
+from diffusion.checkpointing import checkpoint_writer, checkpointer
 from diffusion.checkpointing.checkpoint_store import read_receipt
 from diffusion.checkpointing.checkpoint_weights import weights_of
 from diffusion.checkpointing.checkpointer import Checkpointer
@@ -135,7 +135,7 @@ def test_bug_in_a_save_ends_the_run_at_once(write, monkeypatch):
         raise TypeError('a bug')
 
     trainer = build_trainer(load(write('bug')))
-    monkeypatch.setattr(checkpointer, '_about', fail)
+    monkeypatch.setattr(checkpoint_writer, '_about', fail)
     with pytest.raises(TypeError, match='a bug'):
         trainer.fit()
     assert trainer.state.timestamp.batch.value == 1
@@ -167,7 +167,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from composer.utils import dist
 from diffusion.checkpointing import checkpoint_store
-from diffusion.checkpointing.checkpointer import Checkpointer, SaveFailed, _as_save_failed
+from diffusion.checkpointing.checkpoint_writer import _as_save_failed
+from diffusion.checkpointing.checkpointer import Checkpointer, SaveFailed
 from diffusion.checkpointing.rank_agreement import raise_on_all_ranks
 from diffusion.errors import RankFailed
 
@@ -178,7 +179,7 @@ rank = dist.get_global_rank()
 def meet(*errors):
     '''Return the class of the error that this rank raises when each rank meets an error.'''
     try:
-        with _as_save_failed(Path('ba1')), raise_on_all_ranks('save', logs=False):
+        with _as_save_failed('ba1', Path()), raise_on_all_ranks('save', logs=False):
             if errors[rank] is not None:
                 raise errors[rank]
     except Exception as error:
@@ -199,7 +200,7 @@ def write(state):
     attempts.append(1)
     if len(attempts) == 1:
         raise SaveFailed((errno.ENOSPC, errno.EIO)[rank], 'not saved')
-    return Path('ba3')
+    return 'ba3'
 
 
 checkpoint_store.prune = lambda folder, keep: [folder / 'ba1']

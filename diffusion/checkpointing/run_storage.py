@@ -1,0 +1,191 @@
+"""Where the checkpoints of a run are stored: the interface, and its implementation for a shared folder.
+
+`bucket_storage` has the implementation for object stores.
+"""
+
+import logging
+import shutil
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from composer.utils import dist
+
+from diffusion.checkpointing import checkpoint_store
+from diffusion.checkpointing.checkpoint_store import FileRecord, checkpoint_name
+from diffusion.checkpointing.rank_agreement import raise_on_all_ranks, run_on_rank_zero
+from diffusion.checkpointing.shared_folder import open_run_folder
+from diffusion.checkpointing.verification import newest_intact
+from diffusion.launch.run_id import check_run_id
+from diffusion.storage.atomic import remove
+
+log = logging.getLogger(__name__)
+
+
+class RunStorage(Protocol):
+    """Storage of a run's checkpoints.
+
+    A save calls `begin` on all ranks, writes its files into the temporary folder, and calls `upload` on each rank with
+    the files that it wrote. Then rank 0 calls `publish`, which makes the checkpoint exist, and all ranks `finish`.
+
+    Attributes:
+        place: The run's folder or URL, for messages.
+        folder: Local folder of the run: the shared folder, or the working folder of this node.
+        run_id: The run's id; empty before `open`.
+    """
+
+    place: str
+    folder: Path
+    run_id: str
+
+    def open(self) -> str:
+        """Create or open the run, and return its id; a collective.
+
+        Raises:
+            UserError: The place cannot be the home of a run.
+            OSError: The place cannot be read or written.
+        """
+        ...
+
+    def resume_point(self) -> Path | None:
+        """Return the newest undamaged checkpoint as a local folder; None if the run has none; a collective.
+
+        Newer checkpoints, which are damaged, are set aside.
+
+        Raises:
+            UserError: All of the run's checkpoints are damaged, or the newest is of another run.
+            OSError: A checkpoint cannot be read for minutes, which is not damage: nothing is set aside.
+        """
+        ...
+
+    def remove_unfinished(self) -> None:
+        """Remove what killed processes left of incomplete saves; a collective."""
+        ...
+
+    def name_of(self, batch: int) -> str:
+        """Return the path or URL of the checkpoint after this number of batches."""
+        ...
+
+    def work_folder(self, batch: int) -> Path:
+        """Return the path of the temporary folder of a save; the same on all ranks that share a folder."""
+        ...
+
+    def begin(self, batch: int, *, every_rank: bool) -> None:
+        """Create the temporary folder of a save; a collective.
+
+        Args:
+            batch: Number of batches.
+            every_rank: True if all ranks write into it, False if only rank 0 does.
+        """
+        ...
+
+    def upload(self, work: Path, names: Collection[str], batch: int) -> None:
+        """Store files that this rank has written into a temporary folder; no collective, may run in a thread."""
+        ...
+
+    def publish(self, work: Path, batch: int, files: Mapping[str, FileRecord], about: Mapping[str, Any]) -> None:
+        """Make a checkpoint exist, after all ranks have stored their files; on rank 0, no collective.
+
+        Args:
+            work: The temporary folder.
+            batch: Number of batches.
+            files: Size and hash of the files of all ranks by name.
+            about: Additional fields of the receipt.
+        """
+        ...
+
+    def finish(self, work: Path, batch: int) -> None:
+        """Clean up on every rank after `publish` has succeeded on rank 0; no collective, errors are logged."""
+        ...
+
+    def discard(self, work: Path) -> None:
+        """Remove the files of a save that failed; on every rank, no collective."""
+        ...
+
+    def list_batches(self) -> list[int]:
+        """Return the batch numbers of the checkpoints, newest first; on rank 0."""
+        ...
+
+    def prune(self, keep: int) -> bool:
+        """Remove all but the newest checkpoints, on rank 0; return True if any was removed."""
+        ...
+
+
+class FolderStorage:
+    """Storage of a run's checkpoints in a folder that all nodes share.
+
+    Args:
+        folder: The run's folder.
+        run_id: The run's id if the folder has been opened already.
+    """
+
+    def __init__(self, folder: Path, run_id: str = '') -> None:
+        self.folder, self.place, self.run_id = folder, str(folder), run_id
+
+    def open(self) -> str:
+        self.run_id = open_run_folder(self.folder)
+        return self.run_id
+
+    def resume_point(self) -> Path | None:
+        # Only on rank 0: it reads and hashes the whole checkpoint, and two ranks must never resume from different ones.
+        # The other ranks wait however long reading takes.
+        def find() -> Path | None:
+            found = newest_intact(self.folder, self.run_id)
+            if found is not None:
+                checkpoint_store.set_aside(found)
+            return found
+
+        broadcast = [run_on_rank_zero(find, 'autoresume')]
+        dist.broadcast_object_list(broadcast, src=0)
+        return broadcast[0]
+
+    def remove_unfinished(self) -> None:
+        with raise_on_all_ranks(self.place):
+            if dist.get_global_rank() == 0:
+                checkpoint_store.remove_unfinished_saves(self.folder)
+
+    def name_of(self, batch: int) -> str:
+        return str(self.folder / checkpoint_name(batch))
+
+    def work_folder(self, batch: int) -> Path:
+        return checkpoint_store.unfinished_path(self.folder, batch)
+
+    def begin(self, batch: int, *, every_rank: bool) -> None:
+        work = self.work_folder(batch)
+        with raise_on_all_ranks(str(work), logs=False):
+            if dist.get_global_rank() == 0 or every_rank:
+                check_run_id(self.folder, self.run_id)
+            if dist.get_global_rank() == 0:
+                remove(work)
+                work.mkdir()
+
+    def upload(self, work: Path, names: Collection[str], batch: int) -> None:
+        pass  # all ranks write into the shared folder
+
+    def publish(self, work: Path, batch: int, files: Mapping[str, FileRecord], about: Mapping[str, Any]) -> None:
+        # If the folder is not shared, rank 0 does not see the files of other nodes.
+        missing = sorted(name for name in files if not (work / name).is_file())
+        if missing:
+            raise FileNotFoundError(f'{work}: files of other ranks are missing: {", ".join(missing[:3])}')
+        check_run_id(self.folder, self.run_id)
+        checkpoint_store.publish(work, self.folder / checkpoint_name(batch), files, about)
+
+    def finish(self, work: Path, batch: int) -> None:
+        pass
+
+    def discard(self, work: Path) -> None:
+        # One rank alone: a slower one could remove the folder of the next try.
+        if dist.get_global_rank() == 0:
+            shutil.rmtree(work, ignore_errors=True)
+
+    def list_batches(self) -> list[int]:
+        found = (checkpoint_store.batch_number(path) for path in checkpoint_store.list_checkpoints(self.folder))
+        return [batch for batch in found if batch is not None]
+
+    def prune(self, keep: int) -> bool:
+        return bool(checkpoint_store.prune(self.folder, keep))
+
+
+def run_storage(place: str | Path) -> RunStorage:
+    """Return the storage of a run's checkpoints by its path or URL, not opened yet."""
+    return FolderStorage(Path(place))

@@ -1,0 +1,29 @@
+"""Local folder in which a node keeps its part of a run whose home is an object store."""
+
+import os
+from pathlib import Path
+from urllib.parse import quote
+
+WORKING_FOLDER_VARIABLE = 'DIFFUSION_WORKING_FOLDER'
+"""Environment variable with the folder below which the working folders are, such as /local/nvme."""
+
+
+def working_folder(url: str) -> Path:
+    """Return the working folder of the run at a URL, on a local disk of this node; it may not exist yet.
+
+    It is below $DIFFUSION_WORKING_FOLDER, or else below ~/.cache/diffusion/runs.
+    """
+    scheme, _, rest = url.partition('://')
+    parts = [quote(part, safe=' =+,') for part in rest.split('/') if part]
+    # Names such as `..` are not quoted, and would lead out of the folder.
+    parts = [part.replace('.', '%2E') if set(part) == {'.'} else part for part in parts]
+    return _root() / scheme / Path(*parts)
+
+
+def _root() -> Path:
+    """Return the folder of all working folders of this machine."""
+    if chosen := os.environ.get(WORKING_FOLDER_VARIABLE):
+        return Path(chosen)
+    cache = os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'
+    # The machine's name, since the nodes of a cluster may share the home folder, but not the parts that they hold.
+    return Path(cache, 'diffusion', 'runs', os.uname().nodename)

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from diffusion.errors import UserError
 from diffusion.storage import bucket_clients
 from diffusion.storage.bucket_clients import CLIENTS, Client, Location, ObjectInfo, locate
 from diffusion.storage.retry import DamagedDownload, RetryPolicy, status_of
@@ -77,6 +78,24 @@ def read(url: str, *, span: tuple[int, int] | None = None, retry: RetryPolicy = 
         GaveUp: Every try failed.
     """
     return retry.run(partial(read_once, url, retry, span=span), url)
+
+
+def read_if_exists(url: str, *, retry: RetryPolicy = DEFAULT) -> bytes | None:
+    """Return the content of the object at a URL; None if the bucket has no such object.
+
+    Raises:
+        UserError: The store refuses the request, or there is no such bucket.
+        GaveUp: Every try failed.
+    """
+    try:
+        return read(url, retry=retry)
+    except UserError as error:
+        if status_of(error) != 404:
+            raise
+    # Not every store tells a missing object from a missing bucket, which cannot be listed.
+    if any(found.key == split(url)[1] for found in list_objects(url, retry=retry)):
+        return read(url, retry=retry)  # it has been written meanwhile
+    return None
 
 
 def download(url: str, path: Path, *, size: int | None = None, retry: RetryPolicy = DEFAULT) -> None:

@@ -11,30 +11,40 @@ the receipt, and downloads only what is missing.
 
 import errno
 import logging
+import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 from composer.utils import dist
 
 from diffusion.checkpointing import checkpoint_store
-from diffusion.checkpointing.bucket_restore import bring_files, files_of_rank
+from diffusion.checkpointing.bucket_checkpoints import (
+    DAMAGED_RECEIPT,
+    bring_files,
+    delete_checkpoint,
+    object_names,
+    object_sizes,
+    read_checked_receipt,
+)
 from diffusion.checkpointing.checkpoint_store import (
+    INDEX,
     LATEST,
     RECEIPT,
+    RECIPE,
+    STATE,
     DamagedCheckpoint,
     FileRecord,
-    batch_number,
     checkpoint_name,
     parse_receipt,
 )
 from diffusion.checkpointing.rank_agreement import raise_on_all_ranks
 from diffusion.errors import ExternalError, UserError
-from diffusion.launch.run_id import RUN_FILE, check_run_id, create_run_id, parse_run_id, read_run_id, run_file_content
+from diffusion.launch.bucket_run import claim_working_folder, open_bucket_run
+from diffusion.launch.run_id import check_run_id
 from diffusion.storage import object_store
 from diffusion.storage.atomic import remove, replace_folder
 from diffusion.storage.retry import PreconditionFailed, status_of
@@ -42,10 +52,11 @@ from diffusion.storage.working_folder import working_folder
 
 log = logging.getLogger(__name__)
 
-DAMAGED_RECEIPT = 'receipt.damaged.json'
-"""Name of the receipt of a damaged checkpoint, whose other objects stay until that batch is saved again."""
 UPLOADS_PER_RANK = 4
-REQUESTS_AT_ONCE = 16
+
+
+def _do_nothing() -> None:
+    """Do nothing before a checkpoint is published."""
 
 
 class BucketStorage:
@@ -60,22 +71,29 @@ class BucketStorage:
         self.place = url.rstrip('/')
         self.folder = working_folder(self.place) if folder is None else folder
         self.run_id = ''
+        self.before_publish: Callable[[], None] = _do_nothing
+        """Called on rank 0 before a checkpoint is published, to store what should not be older than the checkpoint."""
+        self._sharers = [dist.get_global_rank()]
+        """Ranks with the same working folder, in order: those of this node. The first one cares for the folder."""
         self._published: set[int] | None = None
         """Batches of the checkpoints in the store, on rank 0; None before they are listed."""
 
     def open(self) -> str:
+        # Not Composer's local ranks: the nodes of a local job share a machine, but may have folders of their own.
+        here = f'{os.uname().nodename} {self.folder.absolute()}'
+        folders = dist.all_gather_object(here)
+        self.before_publish: Callable[[], None] = _do_nothing
+        """Called on rank 0 before a checkpoint is published, to store what should not be older than the checkpoint."""
+        self._sharers = [rank for rank, folder in enumerate(folders) if folder == here]
         run_id = ['']
         with raise_on_all_ranks(self.place):
             if dist.get_global_rank() == 0:
-                run_id = [_run_id(self.place)]
+                run_id = [open_bucket_run(self.place)]
         dist.broadcast_object_list(run_id, src=0)
         self.run_id = run_id[0]
         with raise_on_all_ranks(str(self.folder)):
-            if dist.get_local_rank() == 0 and _folder_run_id(self.folder) != self.run_id:
-                # What another run of this name has left on this node is not of this run.
-                remove(self.folder)
-                self.folder.mkdir(parents=True)
-                create_run_id(self.folder, self.run_id)
+            if self._cares_for_folder():
+                claim_working_folder(self.folder, self.run_id)
         return self.run_id
 
     def resume_point(self) -> Path | None:
@@ -103,7 +121,7 @@ class BucketStorage:
 
     def remove_unfinished(self) -> None:
         with raise_on_all_ranks(self.place), _as_storage_fault():
-            if dist.get_local_rank() == 0:
+            if self._cares_for_folder():
                 checkpoint_store.remove_unfinished_saves(self.folder)
             if dist.get_global_rank() == 0:
                 self._remove_orphans()
@@ -117,7 +135,7 @@ class BucketStorage:
     def begin(self, batch: int, *, every_rank: bool) -> None:
         work = self.work_folder(batch)
         with raise_on_all_ranks(self.name_of(batch), logs=False), _as_storage_fault():
-            if dist.get_local_rank() == 0:
+            if self._cares_for_folder():
                 check_run_id(self.folder, self.run_id)
                 remove(work)
                 work.mkdir()
@@ -140,12 +158,13 @@ class BucketStorage:
     def publish(self, work: Path, batch: int, files: Mapping[str, FileRecord], about: Mapping[str, Any]) -> None:
         url = self.name_of(batch)
         with _as_storage_fault():
-            sizes = _sizes(url)
+            sizes = object_sizes(url)
             different = sorted(name for name, record in files.items() if sizes.get(name) != record.bytes)
             if different:
                 name = different[0]
                 what = f'has {sizes[name]} of {files[name].bytes} bytes' if name in sizes else 'does not exist'
                 raise OSError(errno.EIO, f'the object {url}/{name} {what} after it was uploaded')
+            self.before_publish()
             receipt = checkpoint_store.receipt_text(files, about).encode()
             try:
                 object_store.write(f'{url}/{RECEIPT}', receipt, if_absent=True)
@@ -161,7 +180,7 @@ class BucketStorage:
                 log.warning('%s: is saved, but %s still names an older checkpoint (%s)', url, LATEST, error)
 
     def finish(self, work: Path, batch: int) -> None:
-        if dist.get_local_rank() != 0:
+        if not self._cares_for_folder():
             return
         # The files of the newest checkpoint stay for a restart on this node.
         try:
@@ -172,7 +191,7 @@ class BucketStorage:
 
     def discard(self, work: Path) -> None:
         # The objects that were uploaded have no receipt; the next save of this batch, or the next start, removes them.
-        if dist.get_local_rank() == 0:
+        if self._cares_for_folder():
             shutil.rmtree(work, ignore_errors=True)
 
     def list_batches(self) -> list[int]:
@@ -198,11 +217,15 @@ class BucketStorage:
             wanted = {name: receipt['files'][name] for name in names}
             bring_files(f'{self.place}/{checkpoint.name}', checkpoint, wanted)
 
+    def _cares_for_folder(self) -> bool:
+        """Return True on one rank of each working folder."""
+        return self._sharers[0] == dist.get_global_rank()
+
     def _batches(self) -> set[int]:
         """Return the batches of the checkpoints in the store, which are listed once; on rank 0, which adds new ones."""
         if self._published is None:
             with _as_storage_fault():
-                self._published = {batch for batch, names in _objects(self.place).items() if RECEIPT in names}
+                self._published = {batch for batch, names in object_names(self.place).items() if RECEIPT in names}
         return self._published
 
     def _broadcast_batches(self) -> list[int]:
@@ -229,13 +252,13 @@ class BucketStorage:
                 text = [read_checked_receipt(url, self.run_id)]
         dist.broadcast_object_list(text, src=0)
         with raise_on_all_ranks(str(checkpoint)):
-            if dist.get_local_rank() == 0:
+            if self._cares_for_folder():
                 checkpoint_store.remove_others(checkpoint)
                 checkpoint.mkdir(exist_ok=True)
                 (checkpoint / RECEIPT).write_bytes(text[0])
         receipt = parse_receipt(text[0], url)
         with raise_on_all_ranks(url, logs=False), _as_storage_fault():
-            bring_files(url, checkpoint, files_of_rank(receipt))
+            bring_files(url, checkpoint, files_of_rank(receipt, self._sharers))
         return checkpoint
 
     def _set_aside(self, damaged: Collection[int], newest: int) -> None:
@@ -253,88 +276,38 @@ class BucketStorage:
 
     def _remove_orphans(self) -> None:
         """Delete the objects of saves that were never completed; no other process may be saving to this run."""
-        for batch, names in _objects(self.place).items():
+        for batch, names in object_names(self.place).items():
             if not names & {RECEIPT, DAMAGED_RECEIPT}:
                 delete_checkpoint(self.name_of(batch))
 
 
-def read_checked_receipt(url: str, run_id: str = '') -> bytes:
-    """Return the receipt of a checkpoint in a store, after a check that the store has its objects in the right sizes.
+def files_of_rank(receipt: Mapping[str, Any], sharers: Sequence[int]) -> dict[str, FileRecord]:
+    """Return the files of a checkpoint that this rank brings to its node, which together are all files that loading
+    needs, and verify the whole checkpoint.
 
-    Raises:
-        DamagedCheckpoint: The receipt is damaged, or an object is missing or has another size.
-        UserError: The checkpoint is of another run.
+    Of a sharded checkpoint, a node needs the shards of its ranks, and of rank 0, which has the tensors that are not
+    sharded. If the number of ranks has changed, the shards are only verified here, by one rank each; which of them a
+    rank reads is known when the model is built (`sharded_state.read_tensors`).
+
+    Args:
+        receipt: Content of the receipt.
+        sharers: Ranks of this node, in order.
     """
-    text = object_store.read_if_exists(f'{url}/{RECEIPT}')
-    if text is None:
-        raise DamagedCheckpoint(f'{url}: {RECEIPT} is missing')
-    receipt = parse_receipt(text, url)
-    if run_id and receipt.get('run') and receipt['run'] != run_id:
-        raise UserError(
-            f'{url}: it is of another run (id {receipt["run"]}, this run has {run_id}); move it away, or start a new '
-            f'run from its weights with init_from: {url}'
-        )
-    sizes = _sizes(url)
-    for name, record in receipt['files'].items():
-        if sizes.get(name) != record.bytes:
-            found = f'{sizes[name]} bytes, expected {record.bytes}' if name in sizes else 'the object does not exist'
-            raise DamagedCheckpoint(f'{url}/{name}: {found}')
-    return text
-
-
-def published_batches(url: str) -> list[int]:
-    """Return the batches of the checkpoints of the run at a URL, newest first."""
-    return sorted((batch for batch, names in _objects(url).items() if RECEIPT in names), reverse=True)
-
-
-def delete_checkpoint(url: str) -> None:
-    """Delete a checkpoint in a store: its receipt first, so that a partial checkpoint never looks whole."""
-    names = sorted(_sizes(url), key=lambda name: name != RECEIPT)
-    if names[:1] == [RECEIPT]:
-        object_store.delete(f'{url}/{RECEIPT}')
-        names = names[1:]
-    with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
-        for _ in pool.map(lambda name: object_store.delete(f'{url}/{name}'), names):
-            pass
-
-
-def _run_id(url: str) -> str:
-    """Return the id in the run.json at a URL, which is written if there is none."""
-    place = f'{url}/{RUN_FILE}'
-    content = object_store.read_if_exists(place)
-    if content is None:
-        try:
-            object_store.write(place, run_file_content(uuid4().hex).encode(), if_absent=True)
-        except PreconditionFailed:
-            log.debug('%s: another process has written it at the same time', place)
-        content = object_store.read(place)
-    return parse_run_id(content.decode(errors='replace'), place)
-
-
-def _folder_run_id(folder: Path) -> str | None:
-    """Return the id in the run.json of a working folder; None if there is none, or a damaged one."""
-    try:
-        return read_run_id(folder)
-    except UserError:
-        return None
-
-
-def _objects(url: str) -> dict[int, set[str]]:
-    """Return the names of the objects below each folder with the name of a checkpoint, by batch."""
-    prefix = object_store.split(url)[1].rstrip('/') + '/'
-    found: dict[int, set[str]] = {}
-    for each in object_store.list_objects(url):
-        folder, _, name = each.key.removeprefix(prefix).partition('/')
-        batch = batch_number(Path(folder))
-        if batch is not None and name:
-            found.setdefault(batch, set()).add(name)
-    return found
-
-
-def _sizes(url: str) -> dict[str, int]:
-    """Return the size in bytes of each object of a checkpoint, by name."""
-    prefix = object_store.split(url)[1].rstrip('/') + '/'
-    return {each.key.removeprefix(prefix): each.size for each in object_store.list_objects(url)}
+    files: dict[str, FileRecord] = receipt['files']
+    rank, world_size = dist.get_global_rank(), dist.get_world_size()
+    largest_first = sorted(files, key=lambda name: (-files[name].bytes, name))
+    if receipt.get('kind') != 'sharded':
+        names = largest_first[sharers.index(rank) :: len(sharers)]
+    else:
+        common = {STATE, INDEX, RECIPE}
+        if receipt.get('world_size') == world_size:
+            common |= {name for name in files if name.startswith('__0_')}
+            names = [name for name in files if name.startswith(f'__{rank}_')]
+        else:
+            shards = [name for name in largest_first if name not in common]
+            names = shards[rank::world_size]
+        names += [name for name in files if name in common and rank == sharers[0] and name not in names]
+    return {name: files[name] for name in names}
 
 
 @contextmanager

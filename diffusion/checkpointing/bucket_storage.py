@@ -197,13 +197,19 @@ class BucketStorage:
     def list_batches(self) -> list[int]:
         return sorted(self._batches(), reverse=True)
 
-    def prune(self, keep: int) -> bool:
+    def prune(self, keep: int) -> None:
         old = self.list_batches()[max(1, keep) :]
         with _as_storage_fault():
             for batch in old:
                 delete_checkpoint(self.name_of(batch))
                 self._batches().discard(batch)
-        return bool(old)
+
+    def make_room(self, keep: int) -> bool:
+        # It is the disk of the working folder that is full, where older checkpoints are copies.
+        copies = checkpoint_store.list_checkpoints(self.folder) if self._cares_for_folder() else []
+        for path in copies:
+            remove(path)
+        return bool(copies)
 
     def fetch(self, checkpoint: Path, names: Collection[str]) -> None:
         """Download files of the checkpoint that this run resumes from and that this node does not have yet.

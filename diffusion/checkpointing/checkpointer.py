@@ -197,16 +197,13 @@ class Checkpointer(CheckpointSaver):
         return save_checkpoint(state, self.storage, sharded_tensors=self.sharded, recipe_text=self.recipe_text)
 
     def _make_room(self) -> bool:
-        """Remove the checkpoint that a save would replace, if the run keeps several; return True if there was one."""
-        # The save that failed would have removed it afterwards. The newest checkpoint stays in any case.
-        removed = [False]
-        if dist.get_global_rank() == 0 and self.num_checkpoints_to_keep > 1:
-            try:
-                removed = [self.storage.prune(self.num_checkpoints_to_keep - 1)]
-            except OSError as error:
-                log.warning('%s: old checkpoints are not removed (%s)', self.storage.place, error)
-        dist.broadcast_object_list(removed, src=0)
-        return removed[0]
+        """Remove what a save may replace, such as the oldest checkpoint of several; return True if there was any."""
+        removed = False
+        try:
+            removed = self.storage.make_room(self.num_checkpoints_to_keep)
+        except OSError as error:
+            log.warning('%s: old checkpoints are not removed (%s)', self.storage.place, error)
+        return any(dist.all_gather_object(removed))
 
     def _count_failure(self, logger: Logger) -> int:
         """Count a failed save and log the metric; return the number of saves in a row that have failed."""

@@ -111,8 +111,19 @@ class RunStorage(Protocol):
         """Return the batch numbers of the checkpoints, newest first; on rank 0."""
         ...
 
-    def prune(self, keep: int) -> bool:
-        """Remove all but the newest checkpoints, on rank 0; return True if any was removed."""
+    def prune(self, keep: int) -> None:
+        """Remove all but the newest `keep` checkpoints (at least one), on rank 0."""
+        ...
+
+    def make_room(self, keep: int) -> bool:
+        """Free space on a full disk before a save is tried again; on every rank, no collective.
+
+        Args:
+            keep: Number of newest checkpoints that the run keeps; -1 keeps all.
+
+        Returns:
+            True if this rank has removed something.
+        """
         ...
 
 
@@ -190,8 +201,12 @@ class FolderStorage:
         found = (checkpoint_store.batch_number(path) for path in checkpoint_store.list_checkpoints(self.folder))
         return [batch for batch in found if batch is not None]
 
-    def prune(self, keep: int) -> bool:
-        return bool(checkpoint_store.prune(self.folder, keep))
+    def prune(self, keep: int) -> None:
+        checkpoint_store.prune(self.folder, keep)
+
+    def make_room(self, keep: int) -> bool:
+        # The save that failed would have removed it afterwards. The newest checkpoint stays in any case.
+        return dist.get_global_rank() == 0 and keep > 1 and bool(checkpoint_store.prune(self.folder, keep - 1))
 
 
 def run_storage(place: str | Path) -> RunStorage:

@@ -32,7 +32,8 @@ def check_paths(recipe: Recipe) -> list[Problem]:
 def reads_initial_weights(recipe: Recipe) -> bool:
     """Return True if a recipe's task reads `init_from`, if it is set."""
     # A run that has checkpoints resumes from them and no longer reads init_from, which may have been deleted since.
-    return recipe.task == 'train' and not (recipe.run_dir / 'latest').exists()
+    # Without a request, nothing is known about a run in an object store; training reads init_from if it is new.
+    return recipe.task == 'train' and recipe.run_url is None and not (recipe.run_dir / 'latest').exists()
 
 
 def check_stream_folders(section: str, streams: Mapping[str, StreamConfig]) -> list[Problem]:

@@ -1,0 +1,55 @@
+"""Evaluation, generation and export of a run in an object store, by its URL and without its working folder."""
+
+import json
+import shutil
+
+import pytest
+from object_store import Store
+
+from diffusion.cli import main
+from diffusion.config.load import load
+from diffusion.exit_codes import USAGE_ERROR
+from diffusion.storage.working_folder import WORKING_FOLDER_VARIABLE, working_folder
+from diffusion.tasks import run_recipe
+from diffusion.training.train import train
+
+
+@pytest.fixture
+def run(store: Store, write_recipe, pictures, tmp_path, monkeypatch) -> str:
+    """URL of a run that was trained on another machine."""
+    monkeypatch.setenv(WORKING_FOLDER_VARIABLE, str(tmp_path / 'trained'))
+    post_hoc = {'post_hoc_ema': {'every': '2ba'}}
+    streams = {'small': {'local': str(pictures[32]), 'resolution': 32}}
+    runs_dir = f'runs_dir={store.bucket("bucket")}/runs'
+    path = write_recipe(algorithms=post_hoc, eval_streams=streams)
+    recipe = load(path, [runs_dir, 'trainer.max_duration=4ba', 'trainer.save_interval=2ba'])
+    train(recipe).close()
+    shutil.rmtree(tmp_path / 'trained')
+    monkeypatch.setenv(WORKING_FOLDER_VARIABLE, str(tmp_path / 'here'))
+    monkeypatch.chdir(tmp_path)
+    return recipe.run_place
+
+
+def test_tasks_take_the_url_of_a_run(run, store, tmp_path, capsys):
+    assert main(['generate', run, 'a cat', '--steps', '1', '--out', 'images']) == 0
+    assert [path.suffix for path in (tmp_path / 'images').iterdir()] == ['.png']
+    assert main(['export', f'{run}/ba2', '--out', 'exported']) == 0
+    assert (tmp_path / 'exported' / 'model_index.json').is_file()
+    assert main(['export', run, '--out', 'average', '--ema-width', '0.1']) == 0
+    assert '(batch 4)' in (tmp_path / 'average' / 'README.md').read_text()
+    assert run_recipe.main([str(tmp_path / 'run.yaml'), 'task=evaluate', 'runs_dir=s3://bucket/runs']) == 0
+    metrics = json.loads(store.objects('bucket')['runs/run/evaluation.json'])
+    assert metrics['weights'] == 'training' and len(metrics) > 1
+    downloaded = working_folder(run, 'downloads')
+    assert {path.name for path in downloaded.glob('ba*')} == {'ba2', 'ba4'}
+    before = len(store.requests)
+    assert main(['generate', f'{run}/latest', 'a dog', '--steps', '1', '--out', 'more']) == 0
+    assert not [request for request in store.requests[before:] if 'state.pt' in request], 'the copy is used again'
+
+
+def test_wrong_url_is_a_mistake(run, tmp_path, capsys):
+    for name in ('ba3', 'other', 'ba2/state.pt'):
+        assert main(['export', f'{run}/{name}', '--out', 'exported']) == USAGE_ERROR
+        message = f'error: checkpoint: {run}/{name} is not a checkpoint or a run ('
+        assert message in capsys.readouterr().err.replace('\n', ' ')
+    assert not (tmp_path / 'exported').exists()

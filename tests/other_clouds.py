@@ -30,6 +30,8 @@ class Cloud:
     """Number of writes."""
     status: int | None = None
     """HTTP status of all responses; None answers normally."""
+    lost_answers: int = 0
+    """Number of further PUT, POST and DELETE requests that are carried out and then answered with status 500."""
     requests: int = 0
     """Number of requests."""
 
@@ -137,6 +139,9 @@ class Cloud:
             start_response(f'{self.status} Failed', [('Content-Length', '2')])
             return [b'{}']
         status, extra, content = answer(method, path, query, headers, body)
+        if method in ('PUT', 'POST', 'DELETE') and self.lost_answers:
+            self.lost_answers -= 1
+            status, extra, content = 500, {}, b'{}'
         start_response(f'{status} Answer', [*({'Content-Length': str(len(content))} | extra).items()])
         return [] if method == 'HEAD' else [content]
 

@@ -6,6 +6,7 @@ same timeout and retries, since a network mount may stall as a store does.
 
 import contextlib
 import io
+import logging
 import os
 import shutil
 import threading
@@ -15,9 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from diffusion.errors import UserError
 from diffusion.storage import bucket_clients
 from diffusion.storage.bucket_clients import CLIENTS, Client, Location, ObjectInfo, locate
-from diffusion.storage.retry import DamagedDownload, RetryPolicy, status_of
+from diffusion.storage.retry import DamagedDownload, PreconditionFailed, RetryPolicy, status_of
+
+log = logging.getLogger(__name__)
 
 PROGRESS_BYTES = 2**20
 """Bytes that a download must receive per timeout to continue; small, since 64 downloads may share a slow link."""
@@ -117,23 +121,40 @@ def write(
 ) -> ObjectInfo:
     """Upload an object, verify its size in the store, and return its key, size and etag.
 
+    If the answer to a conditional write is lost (status 5xx, a timeout or a reset connection), the write may have
+    succeeded, and the next try then fails because of this call's own object. Its content decides: if the store has
+    exactly `content`, the write succeeded. Make the content unique, such as by a random identifier, where another
+    process writing the same bytes must count as a conflict.
+
     Args:
         url: URL of the object.
         content: The bytes, or the path of a file.
         if_absent: Write only if the object does not exist.
-        if_tag: Write only if the object has this etag.
+        if_tag: Write only if the object exists and has this etag.
         retry: Number of tries and timeout.
 
     Raises:
         UserError: The store refuses the request.
         PreconditionFailed: A condition does not hold.
-        GaveUp: Every try failed, or the written object has another size.
+        GaveUp: Every try failed, or the written object has another size. The object may have been written.
     """
     location, size = locate(url), len(content) if isinstance(content, bytes) else content.stat().st_size
+    answer_lost = False
 
     def attempt() -> ObjectInfo:
-        with _client(location, retry) as client:
-            client.write(location, content, if_absent=if_absent, if_tag=if_tag)
+        nonlocal answer_lost
+        try:
+            with _client(location, retry) as client:
+                client.write(location, content, if_absent=if_absent, if_tag=if_tag)
+        except Exception as error:
+            status = 412 if isinstance(error, PreconditionFailed) else status_of(error)
+            if status == 404 and if_tag is not None:  # S3 and Google; the etag came from an object in this bucket
+                raise PreconditionFailed(f'{url}: does not exist') from error
+            if status == 412 and answer_lost and (found := _stored_equal(url, content, retry)) is not None:
+                log.warning('%s: written by an earlier try whose answer was lost', url)
+                return found
+            answer_lost = answer_lost or status is None or status >= 500
+            raise
         # `head` retries by itself. If it failed here in a single try, the write would be repeated, and a conditional
         # write would then fail because of the object that it has just written.
         stored = head(url, retry=retry)
@@ -142,6 +163,26 @@ def write(
         return stored
 
     return retry.run(attempt, url, 'written')
+
+
+def _stored_equal(url: str, content: bytes | Path, retry: RetryPolicy) -> ObjectInfo | None:
+    """Return the metadata of an object if its content equals `content`, otherwise None."""
+    file = io.BytesIO(content) if isinstance(content, bytes) else content.open('rb')
+    with file:
+        try:
+            stored = head(url, retry=retry)
+            if stored.size != file.seek(0, os.SEEK_END):
+                return None
+            file.seek(0)
+            for start in range(0, stored.size, bucket_clients.PART_BYTES):
+                expected = file.read(bucket_clients.PART_BYTES)
+                if read(url, span=(start, start + len(expected)), retry=retry) != expected:
+                    return None
+            return stored if head(url, retry=retry) == stored else None  # None if overwritten while it was compared
+        except UserError as error:
+            if status_of(error) == 404:  # deleted by another process
+                return None
+            raise
 
 
 def delete(url: str, *, retry: RetryPolicy = DEFAULT) -> None:

@@ -45,6 +45,7 @@ def clouds(_clouds: Cloud, store: Store, monkeypatch: pytest.MonkeyPatch) -> Clo
     from google.auth.credentials import AnonymousCredentials
 
     _clouds.objects.clear()
+    _clouds.lost_answers = 0
     store.bucket('bucket')
     monkeypatch.setattr(google.auth, 'default', lambda: (AnonymousCredentials(), None))
     monkeypatch.setattr(FsspecClient, 'file_system', lambda self, scheme: MemoryFileSystem())
@@ -154,6 +155,65 @@ def test_conditional_writes_of_every_cloud(clouds: Cloud, tmp_path: Path, scheme
             object_store.write(url, content, if_tag='f' * 32)
     second = object_store.write(url, path, if_tag=first.tag)
     assert object_store.read(url) == b'three' and object_store.head(url) == second != first
+    object_store.delete(url)
+    with pytest.raises(PreconditionFailed):
+        object_store.write(url, b'four', if_tag=second.tag)
+
+
+@pytest.mark.parametrize('scheme', ['s3', 'gs', 'azure'])
+def test_conditional_write_whose_answer_was_lost_succeeds(
+    clouds: Cloud, store: Store, tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bucket_clients, 'PART_BYTES', 2)  # the content is compared in parts
+    url, path, policy = f'{URLS[scheme]}/lock', tmp_path / 'content', RetryPolicy(tries=2)
+    path.write_bytes(b'three')
+    tag = None
+    for content, fault in ((b'one', 'done 500'), (b'', 'done reset'), (path, 'done 500')):
+        lose_answers(clouds, store, fault)
+        stored = object_store.write(url, content, if_absent=tag is None, if_tag=tag, retry=policy)
+        assert object_store.head(url) == stored
+        assert object_store.read(url) == (content if isinstance(content, bytes) else b'three')
+        tag = stored.tag
+
+
+@pytest.mark.parametrize('theirs', [b'hers', b'mine!', None], ids=['same_size', 'longer', 'deleted'])
+@pytest.mark.parametrize('scheme', ['s3', 'gs', 'azure'])
+def test_conflict_after_a_lost_answer_is_an_error(
+    clouds: Cloud, store: Store, scheme: str, theirs: bytes | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process overwrites or deletes the object between the two tries."""
+    url = f'{URLS[scheme]}/lock'
+    tag = object_store.write(url, b'old').tag
+    lose_answers(clouds, store, 'done 500')
+
+    def other_process(*_: object) -> None:
+        object_store.delete(url) if theirs is None else object_store.write(url, theirs)
+
+    monkeypatch.setattr(RetryPolicy, '_pause', other_process)
+    with pytest.raises(PreconditionFailed):
+        object_store.write(url, b'mine', if_tag=tag)
+
+
+@pytest.mark.parametrize('scheme', ['s3', 'gs', 'azure'])
+def test_same_content_of_another_process_is_a_conflict(clouds: Cloud, store: Store, scheme: str) -> None:
+    url = f'{URLS[scheme]}/lock'
+    tag = object_store.write(url, b'old').tag
+    object_store.write(url, b'mine')
+    with pytest.raises(PreconditionFailed):
+        object_store.write(url, b'mine', if_absent=True)
+    with pytest.raises(PreconditionFailed):
+        object_store.write(url, b'mine', if_tag=tag)
+    if scheme == 's3':  # status 409 says that the write was not carried out: no answer was lost
+        store.fail('PUT lock', 409, times=1)
+        with pytest.raises(PreconditionFailed):
+            object_store.write(url, b'mine', if_absent=True)
+
+
+def lose_answers(clouds: Cloud, store: Store, fault: str) -> None:
+    """Carry out the next write to any cloud, and answer it with an error."""
+    store.faults.clear()
+    store.fail('PUT lock', fault, times=1)
+    clouds.lost_answers = 1
 
 
 def test_clouds_without_conditional_writes_raise_an_error(clouds: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:

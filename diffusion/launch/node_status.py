@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from diffusion.launch import run_lock
+from diffusion.launch import lock_content, run_lock
 
 FOLDER = 'status'
 NODE_VARIABLE = 'DIFFUSION_NODE'
@@ -110,7 +110,7 @@ class StatusWriter:
         self._thread.join(_JOIN_SECONDS)
 
     def _write_until_done(self) -> None:
-        owner = run_lock.owner_of(self.run / run_lock.LOCK)
+        owner = run_lock.owner_of(self.run / lock_content.LOCK)
         self.status.owner = '' if owner is None else owner.token
         interval = 1.0
         while True:

@@ -7,7 +7,7 @@ from typing import Any
 
 from diffusion.config.yaml_files import UnreadableYAML, read_yaml
 from diffusion.errors import UserError
-from diffusion.launch import attempts, node_status, run_lock
+from diffusion.launch import attempts, lock_content, node_status, run_lock
 from diffusion.launch.attempts import Attempt
 from diffusion.launch.node_status import NodeStatus
 from diffusion.storage.json_lines import read_json_lines
@@ -74,13 +74,13 @@ def inspect_run(run: Path) -> RunReport:
     """
     batches = [int(path.name[2:]) for path in run.glob('ba*') if path.is_dir() and path.name[2:].isdigit()]
     newest = run / f'ba{max(batches)}' if batches else None
-    lock = run / run_lock.LOCK
+    lock = run / lock_content.LOCK
     found = node_status.read_statuses(run)
     paths = (run / METRICS, lock, newest, run / attempts.ATTEMPTS, run / node_status.FOLDER)
     traces = [time for path in paths if path is not None and (time := _modified(path)) is not None]
     if not traces:
         raise UserError(
-            f'status: {run} has no {METRICS}, {run_lock.LOCK} or checkpoint; give the folder of a run, such as '
+            f'status: {run} has no {METRICS}, {lock_content.LOCK} or checkpoint; give the folder of a run, such as '
             'runs/phase1, or a job YAML'
         )
     last = last_loss(run / METRICS)

@@ -41,10 +41,16 @@ class Cloud:
         self.objects[bucket, key] = body, self.writes
         return self.writes
 
-    def page(self, bucket: str, prefix: str, start: str) -> tuple[list[str], str]:
-        """Return the keys of a page of a listing, and the first key of the next page or an empty text."""
-        keys = sorted(key for name, key in self.objects if name == bucket and key.startswith(prefix) and key >= start)
-        return keys[:PAGE], ''.join(keys[PAGE : PAGE + 1])
+    def page(self, bucket: str, query: dict[str, str], start: str) -> tuple[list[str], list[str], str]:
+        """Return the keys and the common prefixes of a page of a listing, and the start of the next page or ''."""
+        prefix, delimiter, entries = query.get('prefix', ''), query.get('delimiter'), set()
+        for name, key in self.objects:
+            if name == bucket and key.startswith(prefix):
+                folder, slash, _ = key.removeprefix(prefix).partition(delimiter) if delimiter else ('', '', '')
+                entries.add((prefix + folder + slash, True) if slash else (key, False))
+        found = sorted(entry for entry in entries if entry[0] >= start)
+        keys = [name for name, is_folder in found[:PAGE] if not is_folder]
+        return keys, [name for name, is_folder in found[:PAGE] if is_folder], (found[PAGE][0] if found[PAGE:] else '')
 
     def google(self, method: str, path: str, query: dict[str, str], headers: dict[str, str], body: bytes) -> Answer:
         """Answer a request to the JSON API of Google Cloud Storage."""
@@ -61,9 +67,9 @@ class Cloud:
                 return 412, {}, b'{}'
             self.put(bucket, key, data.partition(b'\r\n\r\n')[2].removesuffix(b'\r\n'))
         elif not key:
-            keys, following = self.page(bucket, query.get('prefix', ''), query.get('pageToken', ''))
-            token = {'nextPageToken': following} if following else {}
-            return 200, {}, json.dumps({'items': [self.metadata(bucket, name) for name in keys], **token}).encode()
+            keys, folders, following = self.page(bucket, query, query.get('pageToken', ''))
+            found = {'items': [self.metadata(bucket, name) for name in keys], 'prefixes': folders}
+            return 200, {}, json.dumps(found | ({'nextPageToken': following} if following else {})).encode()
         if (bucket, key) not in self.objects:
             return 404, {}, b'{}'
         if method == 'DELETE':
@@ -82,14 +88,17 @@ class Cloud:
         """Answer a request to Azure Blob Storage."""
         container, _, key = unquote(path).removeprefix('/').partition('/')
         if query.get('comp') == 'list':
-            keys, following = self.page(container, query.get('prefix', ''), query.get('marker', ''))
+            keys, folders, following = self.page(container, query, query.get('marker', ''))
+            prefixes = ''.join(f'<BlobPrefix><Name>{escape(name)}</Name></BlobPrefix>' for name in folders)
             blobs = ''.join(
                 f'<Blob><Name>{escape(name)}</Name><Properties><BlobType>BlockBlob</BlobType>'
                 f'<Etag>0x{number}</Etag><Content-Length>{len(content)}</Content-Length></Properties></Blob>'
                 for name in keys
                 for content, number in [self.objects[container, name]]
             )
-            xml = f'<EnumerationResults><Blobs>{blobs}</Blobs><NextMarker>{following}</NextMarker></EnumerationResults>'
+            xml = f'<Blobs>{blobs}{prefixes}</Blobs><NextMarker>{following}</NextMarker>'
+            prefix = f'<Prefix>{escape(query.get("prefix", ""))}</Prefix>'  # the client sends it with the next page
+            xml = f'<EnumerationResults>{prefix}{xml}</EnumerationResults>'
             return 200, {'Content-Type': 'application/xml'}, xml.encode()
         found = self.objects.get((container, key))
         if method == 'PUT':
@@ -120,6 +129,11 @@ class Cloud:
                 for key, content in files.items()
                 if key == below or not below or (rest.startswith('tree') and key.startswith(below + '/'))
             ]
+            if rest.startswith('tree') and query.get('recursive') != 'True':
+                inner = {each['path'].removeprefix(below).strip('/').partition('/') for each in found}
+                folders = {f'{below}/{name}'.strip('/') for name, slash, _ in inner if slash}
+                found = [each for each in found if each['path'].removeprefix(below).strip('/').count('/') == 0]
+                found += [{'type': 'directory', 'path': name, 'oid': 'tree'} for name in sorted(folders)]
             if not found and below and any(key.startswith(below + '/') for key in files):
                 found = [{'type': 'directory', 'path': below, 'oid': 'tree'}]
             status = 404 if rest.startswith('tree') and not found else 200

@@ -1,4 +1,4 @@
-"""Clients of object stores with one interface: list, head, read, write and delete, each tried once without retries.
+"""Clients of object stores by URL scheme, with the interface `bucket_interface.Client`; requests are tried once.
 
 S3, Google and Azure are accessed through their vendors' packages, which are dependencies of Streaming.
 """
@@ -7,75 +7,16 @@ S3, Google and Azure are accessed through their vendors' packages, which are dep
 # after one request in the parent process, every request in a forked child hangs, with a new client too; DataLoader
 # workers are forked children.
 
-import contextlib
 import io
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from diffusion.errors import UserError
+from diffusion.storage.bucket_interface import CONNECT_SECONDS, Client, FolderListing, Location, ObjectInfo
 from diffusion.storage.retry import PreconditionFailed
-
-CHUNK_BYTES = 2**18
-PART_BYTES = 2**26
-"""Part size of multipart uploads in bytes; a larger file is uploaded in parts, several of them in parallel."""
-CONNECT_SECONDS = 10.0
-GOOGLE_S3 = 'https://storage.googleapis.com'
-"""Google's S3-compatible endpoint, used with the HMAC keys in GCS_KEY and GCS_SECRET."""
-
-
-class ObjectInfo(NamedTuple):
-    """Metadata of an object: its key (see `Location`), its size in bytes, and its etag."""
-
-    key: str
-    size: int
-    tag: str
-
-
-class Location(NamedTuple):
-    """Location of an object, or of all objects whose keys have the prefix `key`.
-
-    `account` is the Azure account, and empty for other stores. The key of an `Object` is the part of its URL after the
-    first slash, which for azure://ACCOUNT.blob.core.windows.net/CONTAINER/KEY includes the container; `Location.key`
-    never does.
-    """
-
-    scheme: str
-    account: str
-    bucket: str
-    key: str
-
-
-class Client(Protocol):
-    """Interface of object-store clients; a client serves one thread at a time, in the process that created it."""
-
-    def list(self, location: Location) -> Iterator[ObjectInfo]:
-        """Yield the metadata of the objects whose keys start with the key of `location`."""
-        ...
-
-    def head(self, location: Location) -> ObjectInfo:
-        """Return the key, size and etag of an object in the store; raise an error with status 404 if there is none."""
-        ...
-
-    def read(self, location: Location, file: io.BufferedIOBase, span: tuple[int, int] | None) -> None:
-        """Download an object, or only its bytes in the half-open range `span`, to an open file."""
-        ...
-
-    def write(self, location: Location, content: bytes | Path, *, if_absent: bool, if_tag: str | None) -> None:
-        """Upload an object to the store.
-
-        Args:
-            location: Location of the object.
-            content: The bytes, or the path of a file.
-            if_absent: Fail with status 412 if the object exists.
-            if_tag: Fail with status 412 if the object's etag differs from this one.
-        """
-        ...
-
-    def delete(self, location: Location) -> None:
-        """Delete an object from the store."""
-        ...
+from diffusion.storage.s3_client import S3Client
 
 
 def locate(url: str) -> Location:
@@ -97,122 +38,6 @@ def locate(url: str) -> Location:
     return Location(scheme, account, bucket, key)
 
 
-class S3Client:
-    """Client of S3 and S3-compatible stores, with boto3's credentials; without any, it reads public buckets only."""
-
-    def __init__(self, scheme: str, _account: str, timeout_seconds: float) -> None:
-        import boto3
-        import botocore.session
-        from boto3.s3.transfer import TransferConfig
-        from botocore import UNSIGNED
-        from botocore.config import Config
-
-        self.google = scheme == 'gs'
-        endpoint = os.environ.get('S3_ENDPOINT_URL')
-        if endpoint and not endpoint.startswith(('http://', 'https://')):
-            raise UserError(f'S3_ENDPOINT_URL: {endpoint} is not a URL; set it to https://{endpoint}')
-        settings: dict[str, Any] = {'endpoint_url': endpoint}
-        options: dict[str, Any] = {}
-        source = botocore.session.get_session()
-        # An instance's metadata service throttles many processes that start at the same time. botocore tries it only
-        # once by default, and would continue without credentials.
-        if 'AWS_METADATA_SERVICE_NUM_ATTEMPTS' not in os.environ:
-            source.set_config_variable('metadata_service_num_attempts', 4)
-        session = boto3.Session(botocore_session=source)
-        self.anonymous = not self.google and session.get_credentials() is None
-        if self.anonymous:
-            options['signature_version'] = UNSIGNED
-        if self.google:
-            keys = {'aws_access_key_id': os.environ['GCS_KEY'], 'aws_secret_access_key': os.environ['GCS_SECRET']}
-            settings = {'endpoint_url': GOOGLE_S3, 'region_name': 'auto', **keys}
-            # Google's S3 interface does not support the checksums that boto3 adds to requests by default.
-            options |= {
-                'request_checksum_calculation': 'when_required',
-                'response_checksum_validation': 'when_required',
-            }
-        config = Config(
-            connect_timeout=min(CONNECT_SECONDS, timeout_seconds),
-            read_timeout=timeout_seconds,
-            retries={'total_max_attempts': 1},  # `RetryPolicy` does the retries; botocore's would multiply them
-            **options,
-        )
-        self.client: Any = session.client('s3', config=config, **settings)
-        self.transfer = TransferConfig(multipart_threshold=PART_BYTES, multipart_chunksize=PART_BYTES)
-        # Streaming's variable: the names of requester-pays buckets, separated by commas.
-        payers = os.environ.get('MOSAICML_STREAMING_AWS_REQUESTER_PAYS', '')
-        self.requester_pays = {name.strip() for name in payers.split(',') if name.strip()}
-
-    def list(self, location: Location) -> Iterator[ObjectInfo]:
-        """Yield the metadata of the objects with a key prefix, requested in pages of 1000."""
-        request, token = {'Bucket': location.bucket, 'Prefix': location.key, **self._payer(location)}, {}
-        while True:
-            page = self._call(self.client.list_objects_v2, **request, **token)
-            for found in page.get('Contents', ()):
-                yield ObjectInfo(found['Key'], found['Size'], found['ETag'].strip('"'))
-            if not page.get('IsTruncated'):
-                return
-            token = {'ContinuationToken': page['NextContinuationToken']}
-
-    def head(self, location: Location) -> ObjectInfo:
-        """Return the key, size and etag of an object in the store."""
-        found = self._call(self.client.head_object, Bucket=location.bucket, Key=location.key, **self._payer(location))
-        return ObjectInfo(location.key, found['ContentLength'], found['ETag'].strip('"'))
-
-    def read(self, location: Location, file: io.BufferedIOBase, span: tuple[int, int] | None) -> None:
-        """Download an object or a byte range to a file; botocore checks the length, and the checksum if any."""
-        part = {} if span is None else {'Range': f'bytes={span[0]}-{span[1] - 1}'}
-        answer = self._call(
-            self.client.get_object, Bucket=location.bucket, Key=location.key, **part, **self._payer(location)
-        )
-        with contextlib.closing(answer['Body']) as body:
-            for chunk in body.iter_chunks(CHUNK_BYTES):
-                file.write(chunk)
-
-    def write(self, location: Location, content: bytes | Path, *, if_absent: bool, if_tag: str | None) -> None:
-        """Upload an object in one request, or a large file in parts if the write has no condition."""
-        # Streaming's variable: a canned ACL such as bucket-owner-full-control.
-        extra = {'ACL': os.environ['S3_CANNED_ACL']} if os.environ.get('S3_CANNED_ACL') else {}
-        conditions = {'IfNoneMatch': '*'} if if_absent else {'IfMatch': f'"{if_tag}"'} if if_tag else {}
-        if conditions and self.google:
-            raise UserError(
-                f'gs://{location.bucket}: conditional writes need Application Default Credentials; '
-                'unset GCS_KEY and GCS_SECRET'
-            )
-        if isinstance(content, bytes):
-            self._call(
-                self.client.put_object, Bucket=location.bucket, Key=location.key, Body=content, **extra, **conditions
-            )
-        elif conditions:
-            # boto3's upload_file does not accept conditions. A single put_object does, for files of up to 5 GiB.
-            with content.open('rb') as body:
-                self._call(
-                    self.client.put_object, Bucket=location.bucket, Key=location.key, Body=body, **extra, **conditions
-                )
-        else:
-            upload = self.client.upload_file
-            self._call(upload, str(content), location.bucket, location.key, ExtraArgs=extra, Config=self.transfer)
-
-    def delete(self, location: Location) -> None:
-        """Delete an object from the store; S3 reports no error if the object does not exist."""
-        self._call(self.client.delete_object, Bucket=location.bucket, Key=location.key)
-
-    def _payer(self, location: Location) -> dict[str, str]:
-        """Return the request parameter that accepts the costs of a requester-pays bucket; empty for other buckets."""
-        return {'RequestPayer': 'requester'} if location.bucket in self.requester_pays else {}
-
-    def _call(self, request: Callable[..., Any], *args: Any, **settings: Any) -> Any:
-        """Send a request; raise NoCredentialsError if the store refused it for lack of credentials."""
-        from botocore.exceptions import ClientError, NoCredentialsError
-
-        try:
-            return request(*args, **settings)
-        except ClientError as error:
-            # The bucket is not public: the missing credentials are the reason, not missing permissions.
-            if self.anonymous and error.response['ResponseMetadata']['HTTPStatusCode'] in (401, 403):
-                raise NoCredentialsError from error
-            raise
-
-
 class GoogleClient:
     """Client of Google Cloud Storage, with Application Default Credentials."""
 
@@ -230,6 +55,18 @@ class GoogleClient:
         fields = 'items(name,size,etag),nextPageToken'
         for blob in self.client.list_blobs(location.bucket, prefix=location.key, fields=fields, **self.once):
             yield ObjectInfo(blob.name, blob.size, blob.etag)
+
+    def list_folder(self, location: Location) -> FolderListing:
+        """Return the keys of the folders and the metadata of the objects directly in a folder of the store."""
+        found = self.client.list_blobs(
+            location.bucket,
+            prefix=location.key,
+            delimiter='/',
+            fields='items(name,size,etag),prefixes,nextPageToken',
+            **self.once,
+        )
+        objects = [ObjectInfo(blob.name, blob.size, blob.etag) for blob in found]
+        return [name.removesuffix('/') for name in found.prefixes], objects  # the iteration fills `prefixes`
 
     def head(self, location: Location) -> ObjectInfo:
         """Return the key, size and etag of an object in the store."""
@@ -299,12 +136,24 @@ class AzureClient:
     def list(self, location: Location) -> Iterator[ObjectInfo]:
         """Yield the metadata of the objects with a key prefix, requested in pages of 5000."""
         for blob in self.client.get_container_client(location.bucket).list_blobs(name_starts_with=location.key):
-            yield ObjectInfo(self._key(location, blob.name), blob.size, (blob.etag or '').strip('"'))
+            yield self._object(location, blob)
+
+    def list_folder(self, location: Location) -> FolderListing:
+        """Return the keys of the folders and the metadata of the objects directly in a folder of the store."""
+        from azure.storage.blob import BlobPrefix
+
+        folders: list[str] = []
+        objects: list[ObjectInfo] = []
+        for found in self.client.get_container_client(location.bucket).walk_blobs(name_starts_with=location.key):
+            if isinstance(found, BlobPrefix):
+                folders.append(self._key(location, found.name.removesuffix('/')))
+            else:
+                objects.append(self._object(location, found))
+        return folders, objects
 
     def head(self, location: Location) -> ObjectInfo:
         """Return the key, size and etag of an object in the store."""
-        found = self._blob(location).get_blob_properties()
-        return ObjectInfo(self._key(location, location.key), found.size, (found.etag or '').strip('"'))
+        return self._object(location, self._blob(location).get_blob_properties())
 
     def read(self, location: Location, file: io.BufferedIOBase, span: tuple[int, int] | None) -> None:
         """Download an object, or only its bytes [span[0], span[1]), into an open file.
@@ -340,6 +189,10 @@ class AzureClient:
     def _blob(self, location: Location) -> Any:
         return self.client.get_blob_client(location.bucket, location.key)
 
+    def _object(self, location: Location, found: Any) -> ObjectInfo:
+        """Return an object's metadata from its properties."""
+        return ObjectInfo(self._key(location, found.name), found.size, (found.etag or '').strip('"'))
+
     @staticmethod
     def _key(location: Location, name: str) -> str:
         """Return an object's key as it appears in URLs; for azure:// it starts with the container."""
@@ -368,6 +221,16 @@ class FsspecClient:
         self.files.invalidate_cache()
         for path, found in self.files.find(f'{location.bucket}/{location.key}'.rstrip('/'), detail=True).items():
             yield self._object(path, found)
+
+    def list_folder(self, location: Location) -> FolderListing:
+        """Return the keys of the folders and the metadata of the objects directly in a folder of the store."""
+        self.files.invalidate_cache()
+        try:
+            entries = self.files.ls(f'{location.bucket}/{location.key}'.rstrip('/'), detail=True)
+        except FileNotFoundError:  # other stores do not distinguish an empty folder from a missing one
+            return [], []
+        folders = [found['name'].strip('/').partition('/')[2] for found in entries if found['type'] == 'directory']
+        return folders, [self._object(found['name'], found) for found in entries if found['type'] == 'file']
 
     def head(self, location: Location) -> ObjectInfo:
         """Return the key, size and etag of an object in the store."""

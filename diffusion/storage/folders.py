@@ -113,6 +113,6 @@ class StoreFolder(Folder):
 
     def write_if_absent(self, name: str, text: str) -> None:
         """Write a text file unless it exists; only one process at a time may call this."""
-        # No conditional write: `bucket_clients` has none for Oracle, nor for Google with HMAC keys.
+        # No conditional write: the clients have none for Oracle, nor for Google with HMAC keys.
         if name not in self.sizes():
             self.write_text(name, text)

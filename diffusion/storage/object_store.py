@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from diffusion.errors import UserError
-from diffusion.storage import bucket_clients
-from diffusion.storage.bucket_clients import CLIENTS, Client, Location, ObjectInfo, locate
+from diffusion.storage import bucket_interface
+from diffusion.storage.bucket_clients import CLIENTS, locate
+from diffusion.storage.bucket_interface import Client, FolderListing, Location, ObjectInfo
 from diffusion.storage.retry import DamagedDownload, PreconditionFailed, RetryPolicy, status_of
 
 log = logging.getLogger(__name__)
@@ -28,6 +29,8 @@ PROGRESS_BYTES = 2**20
 GRACE_SECONDS = 5.0
 """Time that a client's own timeout is longer than the policy's; it ends the thread of an abandoned download."""
 POLL_SECONDS = 0.02
+COMPARED_BYTES = 2**26
+"""Bytes of an object that are read at once to compare it with what was written."""
 DEFAULT = RetryPolicy()
 
 _idle: dict[tuple[Any, ...], list[Client]] = {}
@@ -53,6 +56,33 @@ def list_objects(url: str, *, retry: RetryPolicy = DEFAULT) -> list[ObjectInfo]:
         with _client(location, retry) as client:
             # Stores match prefixes as text: listing `set` returns `settings/` too.
             return [found for found in client.list(location) if found.key == key or found.key.startswith(below)]
+
+    return retry.run(attempt, url)
+
+
+def list_folder(url: str, *, retry: RetryPolicy = DEFAULT) -> FolderListing:
+    """Return the folders and the objects directly in the folder at a URL, without listing what the folders contain.
+
+    A folder is a common prefix of keys up to a slash. A folder that does not exist is empty.
+
+    Returns:
+        The keys of the folders, without a slash at the end, and the metadata of the objects, both sorted by key, with
+        keys as returned by `split`.
+
+    Raises:
+        UserError: The store refuses the request, or the scheme is not supported.
+        GaveUp: Every try failed.
+    """
+    location, key = locate(url), split(url)[1].rstrip('/')
+    below = f'{key}/' if key else ''
+
+    def attempt() -> FolderListing:
+        prefix = location.key.rstrip('/')
+        with _client(location, retry) as client:
+            folders, objects = client.list_folder(location._replace(key=f'{prefix}/' if prefix else ''))
+        # Without the object that some programs create for the folder itself, and, in fsspec, a file at the URL.
+        objects = [found for found in objects if found.key.startswith(below) and found.key != below]
+        return sorted(folders), sorted(objects)
 
     return retry.run(attempt, url)
 
@@ -174,8 +204,8 @@ def _stored_equal(url: str, content: bytes | Path, retry: RetryPolicy) -> Object
             if stored.size != file.seek(0, os.SEEK_END):
                 return None
             file.seek(0)
-            for start in range(0, stored.size, bucket_clients.PART_BYTES):
-                expected = file.read(bucket_clients.PART_BYTES)
+            for start in range(0, stored.size, COMPARED_BYTES):
+                expected = file.read(COMPARED_BYTES)
                 if read(url, span=(start, start + len(expected)), retry=retry) != expected:
                     return None
             return stored if head(url, retry=retry) == stored else None  # None if overwritten while it was compared
@@ -290,7 +320,7 @@ def _read_mount(path: str, file: io.BufferedIOBase, span: tuple[int, int] | None
     """Copy a file, or its bytes in the half-open range `span`, to an open file."""
     with open(path, 'rb') as source:
         if span is None:
-            shutil.copyfileobj(source, file, bucket_clients.CHUNK_BYTES)
+            shutil.copyfileobj(source, file, bucket_interface.CHUNK_BYTES)
         else:
             source.seek(span[0])
             file.write(source.read(span[1] - span[0]))

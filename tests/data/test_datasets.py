@@ -16,6 +16,7 @@ from diffusion.data.loader import BucketedLoader, default_num_workers
 from diffusion.data.streams import Bucket
 from diffusion.models import batch_keys
 from diffusion.storage import bucket_clients
+from diffusion.storage.s3_client import S3Client
 from diffusion.training.components import build_loader
 
 
@@ -45,7 +46,7 @@ def test_batches_have_one_resolution_and_all_keys(write_recipe, pictures):
 
 
 def test_remote_may_use_store_unknown_to_streaming(write_recipe, pictures, tmp_path, store, monkeypatch):
-    monkeypatch.setitem(bucket_clients.CLIENTS, 'az', bucket_clients.S3Client)
+    monkeypatch.setitem(bucket_clients.CLIENTS, 'az', S3Client)
     remote = store.upload(pictures[32]).replace('s3://', 'az://')
     streams = {'a': {'remote': remote, 'local': str(tmp_path / 'local'), 'resolution': 32}}
     assert len(batches_of(build_loader(load(write_recipe(streams=streams))))) == 5

@@ -10,8 +10,9 @@ from diffusion.prepare.counts_report import PrepareReport
 from diffusion.prepare.engines import run_job
 from diffusion.prepare.pipeline import prepare
 from diffusion.storage import folders, mds
-from diffusion.storage.bucket_clients import Location, S3Client
+from diffusion.storage.bucket_interface import Location
 from diffusion.storage.retry import RetryPolicy
+from diffusion.storage.s3_client import S3Client
 
 SOURCE = DrawnSource(4, 10)
 

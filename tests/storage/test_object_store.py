@@ -12,7 +12,7 @@ from object_store import Store
 from other_clouds import Cloud, serve
 
 from diffusion.errors import UserError
-from diffusion.storage import bucket_clients, object_store
+from diffusion.storage import object_store, s3_client
 from diffusion.storage.bucket_clients import FsspecClient, locate
 from diffusion.storage.download import RemoteFolder
 from diffusion.storage.retry import GaveUp, PreconditionFailed, RetryPolicy
@@ -94,6 +94,32 @@ def test_every_cloud_lists_reads_and_writes_the_same_way(clouds: Cloud, tmp_path
             missing()
 
 
+@pytest.mark.parametrize('scheme', URLS)
+def test_listing_of_a_folder_does_not_list_what_its_folders_contain(
+    clouds: Cloud, store: Store, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = URLS[scheme]
+    names = ['a', 'z'] if scheme == 'oci' else ['a', 'b', 'z']  # b is an object and a folder
+    for name in (*names, f'{ODD}/1', 'b/1', 'b/c/2', 'b/3', 'd/4', 'e/5', 'f/6'):
+        object_store.write(f'{folder}/{name}', b'content')
+    object_store.write(f'{folder}2/a', b'content')
+    if scheme != 'oci':
+        object_store.write(f'{folder}/', b'')  # what some programs create for an empty folder
+    calls = len(store.requests) + clouds.requests
+    prefix = 'bucket/set' if scheme == 'azure' else 'set'
+    for url in (folder, f'{folder}/'):
+        folders, objects = object_store.list_folder(url)
+        assert folders == [f'{prefix}/{name}' for name in ('b', 'd', 'e', 'f', ODD)]
+        assert [(found.key, found.size) for found in objects] == [(f'{prefix}/{name}', 7) for name in names]
+        assert all(found in object_store.list_objects(folder) for found in objects)
+    assert object_store.list_folder(f'{folder}/b')[0] == [f'{prefix}/b/c']
+    assert object_store.list_folder(f'{folder}/a') == object_store.list_folder(f'{folder}/none') == ([], [])
+    bucket = folder.removesuffix('/set')
+    assert object_store.list_folder(bucket)[0] == [prefix, f'{prefix}2']
+    # The fakes have pages of two entries; moto has pages of 1000.
+    assert len(store.requests) + clouds.requests - calls <= 60
+
+
 def test_hugging_face_is_listed_and_read(clouds: Cloud, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from huggingface_hub import HfFileSystem, constants
     from huggingface_hub.utils._http import reset_sessions
@@ -113,6 +139,8 @@ def test_hugging_face_is_listed_and_read(clouds: Cloud, monkeypatch: pytest.Monk
     }
     assert len(object_store.list_objects(folder)) == 3
     assert [found.tag for found in object_store.list_objects(f'{folder}/mds/a')] == ['oid5']
+    folders, objects = object_store.list_folder(f'{folder}/mds')
+    assert folders == ['org/name/mds/b'] and [found.key for found in objects] == ['org/name/mds/a']
     assert object_store.read(f'{folder}/mds/b/1') == b'mds/b/1'
     object_store.download(f'{folder}/mds/a', tmp_path / 'a', size=5)
     assert (tmp_path / 'a').read_bytes() == b'mds/a'
@@ -164,7 +192,7 @@ def test_conditional_writes_of_every_cloud(clouds: Cloud, tmp_path: Path, scheme
 def test_conditional_write_whose_answer_was_lost_succeeds(
     clouds: Cloud, store: Store, tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bucket_clients, 'PART_BYTES', 2)  # the content is compared in parts
+    monkeypatch.setattr(object_store, 'COMPARED_BYTES', 2)  # the content is compared in parts
     url, path, policy = f'{URLS[scheme]}/lock', tmp_path / 'content', RetryPolicy(tries=2)
     path.write_bytes(b'three')
     tag = None
@@ -247,7 +275,7 @@ def test_forked_process_creates_its_own_clients(clouds: Cloud) -> None:
 
 
 def test_large_file_is_uploaded_in_parts(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bucket_clients, 'PART_BYTES', 6 * 2**20)
+    monkeypatch.setattr(s3_client, 'PART_BYTES', 6 * 2**20)
     path = tmp_path / 'large'
     path.write_bytes(os.urandom(7 * 2**20))
     object_store.upload(path, store.bucket('bucket'))

@@ -1,0 +1,151 @@
+"""Client of S3, of S3-compatible stores, and of Google Cloud Storage through its S3 interface."""
+
+import contextlib
+import io
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from diffusion.errors import UserError
+from diffusion.storage import bucket_interface
+from diffusion.storage.bucket_interface import CONNECT_SECONDS, FolderListing, Location, ObjectInfo
+
+PART_BYTES = 2**26
+"""Part size of multipart uploads in bytes; a larger file is uploaded in parts, several of them in parallel."""
+GOOGLE_S3 = 'https://storage.googleapis.com'
+"""Google's S3-compatible endpoint, used with the HMAC keys in GCS_KEY and GCS_SECRET."""
+
+
+class S3Client:
+    """Client of S3 and S3-compatible stores, with boto3's credentials; without any, it reads public buckets only."""
+
+    def __init__(self, scheme: str, _account: str, timeout_seconds: float) -> None:
+        import boto3
+        import botocore.session
+        from boto3.s3.transfer import TransferConfig
+        from botocore import UNSIGNED
+        from botocore.config import Config
+
+        self.google = scheme == 'gs'
+        endpoint = os.environ.get('S3_ENDPOINT_URL')
+        if endpoint and not endpoint.startswith(('http://', 'https://')):
+            raise UserError(f'S3_ENDPOINT_URL: {endpoint} is not a URL; set it to https://{endpoint}')
+        settings: dict[str, Any] = {'endpoint_url': endpoint}
+        options: dict[str, Any] = {}
+        source = botocore.session.get_session()
+        # An instance's metadata service throttles many processes that start at the same time. botocore tries it only
+        # once by default, and would continue without credentials.
+        if 'AWS_METADATA_SERVICE_NUM_ATTEMPTS' not in os.environ:
+            source.set_config_variable('metadata_service_num_attempts', 4)
+        session = boto3.Session(botocore_session=source)
+        self.anonymous = not self.google and session.get_credentials() is None
+        if self.anonymous:
+            options['signature_version'] = UNSIGNED
+        if self.google:
+            keys = {'aws_access_key_id': os.environ['GCS_KEY'], 'aws_secret_access_key': os.environ['GCS_SECRET']}
+            settings = {'endpoint_url': GOOGLE_S3, 'region_name': 'auto', **keys}
+            # Google's S3 interface does not support the checksums that boto3 adds to requests by default.
+            options |= {
+                'request_checksum_calculation': 'when_required',
+                'response_checksum_validation': 'when_required',
+            }
+        config = Config(
+            connect_timeout=min(CONNECT_SECONDS, timeout_seconds),
+            read_timeout=timeout_seconds,
+            retries={'total_max_attempts': 1},  # `RetryPolicy` does the retries; botocore's would multiply them
+            **options,
+        )
+        self.client: Any = session.client('s3', config=config, **settings)
+        self.transfer = TransferConfig(multipart_threshold=PART_BYTES, multipart_chunksize=PART_BYTES)
+        # Streaming's variable: the names of requester-pays buckets, separated by commas.
+        payers = os.environ.get('MOSAICML_STREAMING_AWS_REQUESTER_PAYS', '')
+        self.requester_pays = {name.strip() for name in payers.split(',') if name.strip()}
+
+    def list(self, location: Location) -> Iterator[ObjectInfo]:
+        """Yield the metadata of the objects with a key prefix, requested in pages of 1000."""
+        for page in self._pages(location):
+            yield from map(self._object, page.get('Contents', ()))
+
+    def list_folder(self, location: Location) -> FolderListing:
+        """Return the keys of the folders and the metadata of the objects directly in a folder of the store."""
+        folders: list[str] = []
+        objects: list[ObjectInfo] = []
+        for page in self._pages(location, Delimiter='/'):
+            folders += [found['Prefix'].removesuffix('/') for found in page.get('CommonPrefixes', ())]
+            objects += map(self._object, page.get('Contents', ()))
+        return folders, objects
+
+    def head(self, location: Location) -> ObjectInfo:
+        """Return the key, size and etag of an object in the store."""
+        found = self._call(self.client.head_object, Bucket=location.bucket, Key=location.key, **self._payer(location))
+        return ObjectInfo(location.key, found['ContentLength'], found['ETag'].strip('"'))
+
+    def read(self, location: Location, file: io.BufferedIOBase, span: tuple[int, int] | None) -> None:
+        """Download an object or a byte range to a file; botocore checks the length, and the checksum if any."""
+        part = {} if span is None else {'Range': f'bytes={span[0]}-{span[1] - 1}'}
+        answer = self._call(
+            self.client.get_object, Bucket=location.bucket, Key=location.key, **part, **self._payer(location)
+        )
+        with contextlib.closing(answer['Body']) as body:
+            for chunk in body.iter_chunks(bucket_interface.CHUNK_BYTES):
+                file.write(chunk)
+
+    def write(self, location: Location, content: bytes | Path, *, if_absent: bool, if_tag: str | None) -> None:
+        """Upload an object in one request, or a large file in parts if the write has no condition."""
+        # Streaming's variable: a canned ACL such as bucket-owner-full-control.
+        extra = {'ACL': os.environ['S3_CANNED_ACL']} if os.environ.get('S3_CANNED_ACL') else {}
+        conditions = {'IfNoneMatch': '*'} if if_absent else {'IfMatch': f'"{if_tag}"'} if if_tag else {}
+        if conditions and self.google:
+            raise UserError(
+                f'gs://{location.bucket}: conditional writes need Application Default Credentials; '
+                'unset GCS_KEY and GCS_SECRET'
+            )
+        if isinstance(content, bytes):
+            self._call(
+                self.client.put_object, Bucket=location.bucket, Key=location.key, Body=content, **extra, **conditions
+            )
+        elif conditions:
+            # boto3's upload_file does not accept conditions. A single put_object does, for files of up to 5 GiB.
+            with content.open('rb') as body:
+                self._call(
+                    self.client.put_object, Bucket=location.bucket, Key=location.key, Body=body, **extra, **conditions
+                )
+        else:
+            upload = self.client.upload_file
+            self._call(upload, str(content), location.bucket, location.key, ExtraArgs=extra, Config=self.transfer)
+
+    def delete(self, location: Location) -> None:
+        """Delete an object from the store; S3 reports no error if the object does not exist."""
+        self._call(self.client.delete_object, Bucket=location.bucket, Key=location.key)
+
+    def _pages(self, location: Location, **settings: str) -> Iterator[dict[str, Any]]:
+        """Yield the pages of a listing of the objects with a key prefix."""
+        request = {'Bucket': location.bucket, 'Prefix': location.key, **self._payer(location), **settings}
+        while True:
+            page = self._call(self.client.list_objects_v2, **request)
+            yield page
+            if not page.get('IsTruncated'):
+                return
+            request['ContinuationToken'] = page['NextContinuationToken']
+
+    @staticmethod
+    def _object(found: dict[str, Any]) -> ObjectInfo:
+        """Return an object's metadata from its entry in a listing."""
+        return ObjectInfo(found['Key'], found['Size'], found['ETag'].strip('"'))
+
+    def _payer(self, location: Location) -> dict[str, str]:
+        """Return the request parameter that accepts the costs of a requester-pays bucket; empty for other buckets."""
+        return {'RequestPayer': 'requester'} if location.bucket in self.requester_pays else {}
+
+    def _call(self, request: Callable[..., Any], *args: Any, **settings: Any) -> Any:
+        """Send a request; raise NoCredentialsError if the store refused it for lack of credentials."""
+        from botocore.exceptions import ClientError, NoCredentialsError
+
+        try:
+            return request(*args, **settings)
+        except ClientError as error:
+            # The bucket is not public: the missing credentials are the reason, not missing permissions.
+            if self.anonymous and error.response['ResponseMetadata']['HTTPStatusCode'] in (401, 403):
+                raise NoCredentialsError from error
+            raise

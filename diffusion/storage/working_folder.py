@@ -17,10 +17,10 @@ def working_folder(url: str) -> Path:
     parts = [quote(part, safe=' =+,') for part in rest.split('/') if part]
     # Names such as `..` are not quoted, and would lead out of the folder.
     parts = [part.replace('.', '%2E') if set(part) == {'.'} else part for part in parts]
-    return _root() / scheme / Path(*parts)
+    return working_root() / scheme / Path(*parts)
 
 
-def _root() -> Path:
+def working_root() -> Path:
     """Return the folder of all working folders of this machine."""
     if chosen := os.environ.get(WORKING_FOLDER_VARIABLE):
         return Path(chosen)

@@ -74,12 +74,15 @@ def train(recipe: Recipe) -> Trainer:
         config = recipe.notify if os.environ.get('RANK', '0') == '0' else NotifyConfig()
         number = os.environ.get(NUMBER_VARIABLE)
         attempt_number = None if number is None else int(number)
-        notifier = Notifier(config, recipe.run_dir, events=TRAINING_EVENTS, attempt=attempt_number, hide=hide)
+        notifier = Notifier(
+            config, recipe.run_url or recipe.run_dir, events=TRAINING_EVENTS, attempt=attempt_number, hide=hide
+        )
         with contextlib.closing(notifier):
             return _train(recipe, None, notifier)
+    run = recipe.run_url or recipe.run_dir
     with (
-        run_lock.hold_run_lock(recipe.run_dir),
-        recording_attempt(recipe.run_dir, recipe.notify, hide) as (attempt, notifier),
+        run_lock.hold_run_lock(run),
+        recording_attempt(run, recipe.notify, hide) as (attempt, notifier),
     ):
         return _train(recipe, attempt, notifier)
 
@@ -270,7 +273,7 @@ def _own_callbacks(
         ),
         Preemption(),
         ReplacedSamples(loader.tally),
-        RunStatus(recipe.run_dir),
+        RunStatus(recipe.run_url or recipe.run_dir),
         Stragglers(loader),
         *([ReduceOnce()] if parts.reduce_once else []),
         *([checkpointer] if checkpointer is not None else []),

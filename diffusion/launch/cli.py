@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 _SPEC_HELP = dict.fromkeys(('logs', 'cancel'), 'YAML file of the job, as passed to `diffusion launch`') | {
     'status': 'YAML file of the job, as passed to `diffusion launch`; or the folder or URL of a run, for its state '
-    '(running, silent or ended), batch, speed, time left, last batch of each node, newest checkpoint, attempts and goodput'
+    '(running, silent or ended), batch, speed, time left, last batch of each node, newest checkpoint, attempts and '
+    'goodput'
 }
 
 

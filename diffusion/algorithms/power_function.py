@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 from diffusion.errors import UserError
 
+SNAPSHOT_FOLDER = 'post_hoc_ema'
+"""Name of the folder of snapshots in the run's folder."""
 WIDEST = 12**-0.5
 """Width at gamma = 0, where all steps have the same weight."""
 

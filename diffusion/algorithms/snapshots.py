@@ -14,14 +14,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from diffusion.algorithms.power_function import WIDEST, Profile, gamma_of_width, mixture
+from diffusion.algorithms.power_function import SNAPSHOT_FOLDER, WIDEST, Profile, gamma_of_width, mixture
 from diffusion.errors import UserError
 from diffusion.storage.atomic import atomic_file
 
 log = logging.getLogger(__name__)
 
-FOLDER = 'post_hoc_ema'
-"""Name of the folder of snapshots in the run's folder."""
 LARGE_ERROR = 0.05
 """Relative profile error above which a reconstruction logs a warning."""
 
@@ -71,7 +69,7 @@ class ReconstructedAverage:
 
 def write_snapshot(run: Path, tensors: Mapping[str, Tensor], *, batch: int, width: float, dtype: torch.dtype) -> Path:
     """Write a weight average, as full tensors, to a snapshot file atomically, and return the file's path."""
-    path = run / FOLDER / f'{label_of(width)}-ba{batch}.safetensors'
+    path = run / SNAPSHOT_FOLDER / f'{label_of(width)}-ba{batch}.safetensors'
     header = {'version': _VERSION, 'batch': batch, 'width': width, 'gamma': gamma_of_width(width)}
     # safetensors rejects non-contiguous tensors, and channels_last tensors are.
     stored = {name: tensor.to('cpu', dtype).contiguous() for name, tensor in tensors.items()}
@@ -92,9 +90,11 @@ def find_snapshots(run: Path) -> list[Snapshot]:
     Raises:
         UserError: There are no snapshots, or a file is damaged.
     """
-    found = [_header(path) for path in sorted((run / FOLDER).glob('width*-ba*.safetensors'))]
+    found = [_header(path) for path in sorted((run / SNAPSHOT_FOLDER).glob('width*-ba*.safetensors'))]
     if not found:
-        raise UserError(f'{run / FOLDER}: no snapshots; `algorithms: {{post_hoc_ema: }}` takes them during training')
+        raise UserError(
+            f'{run / SNAPSHOT_FOLDER}: no snapshots; `algorithms: {{post_hoc_ema: }}` takes them during training'
+        )
     return sorted(found, key=lambda snapshot: (snapshot.batch, snapshot.width))
 
 
@@ -118,7 +118,9 @@ def reconstruct_average(run: Path, width: float, *, at: int | None = None) -> Re
     last = snapshots[-1].batch
     batch = last if at is None else at
     if not 1 <= batch <= last:
-        raise UserError(f'{run / FOLDER}: batch {batch} is not between 1 and {last}, the batch of the last snapshot')
+        raise UserError(
+            f'{run / SNAPSHOT_FOLDER}: batch {batch} is not between 1 and {last}, the batch of the last snapshot'
+        )
     # Ignore snapshots far beyond this batch. They say little about it, and may be from an abandoned trajectory: a run
     # that resumed from an earlier checkpoint with another learning rate and has not overwritten them yet.
     until = min(snapshot.batch for snapshot in snapshots if snapshot.batch >= batch)

@@ -161,10 +161,8 @@ def publish(work: Path, final: Path, files: Mapping[str, FileRecord], about: Map
         files: Size and hash of each file, by name.
         about: Additional fields of the receipt, such as the batch.
     """
-    content = {'version': VERSION, **about, 'files': {name: asdict(record) for name, record in sorted(files.items())}}
-    receipt = work / RECEIPT
-    with receipt.open('w', encoding='utf-8') as file:
-        json.dump(content, file, indent=2)
+    with (work / RECEIPT).open('w', encoding='utf-8') as file:
+        file.write(receipt_text(files, about))
         flush(file)
     # The run's folder exists; if it does not any more, a new one would hide that its file system is not mounted.
     replace_folder(work, final, create_folder=False)
@@ -172,6 +170,12 @@ def publish(work: Path, final: Path, files: Mapping[str, FileRecord], about: Map
         link_latest(final)
     except OSError as error:  # the checkpoint is complete, and found without the link
         log.warning('%s: is saved, but the link %s still points to an older checkpoint (%s)', final, LATEST, error)
+
+
+def receipt_text(files: Mapping[str, FileRecord], about: Mapping[str, Any]) -> str:
+    """Return the content of a receipt.json; arguments as for `publish`."""
+    records = {name: asdict(record) for name, record in sorted(files.items())}
+    return json.dumps({'version': VERSION, **about, 'files': records}, indent=2)
 
 
 def link_latest(checkpoint: Path) -> None:
@@ -194,27 +198,48 @@ def read_receipt(checkpoint: Path) -> dict[str, Any]:
     """
     path = checkpoint / RECEIPT
     try:
-        content = json.loads(path.read_text(encoding='utf-8'))
-        version, batch = content['version'], content.get('batch')
-        if version != VERSION:
-            raise DamagedCheckpoint(f'{checkpoint}: its receipt has version {version}, expected {VERSION}')
-        files = {name: FileRecord(**record) for name, record in content['files'].items()}
+        # Not decoded as UTF-8 here: bytes that are none are damage.
+        text = path.read_bytes()
     except FileNotFoundError as error:
         if not checkpoint.is_dir():
             raise  # its file system is no longer mounted: an empty folder would not be damage either
         raise DamagedCheckpoint(f'{checkpoint}: {RECEIPT} is missing') from error
+    return parse_receipt(text, str(checkpoint), sharded=(checkpoint / INDEX).exists())
+
+
+def parse_receipt(text: bytes, checkpoint: str, *, sharded: bool = False) -> dict[str, Any]:
+    """Return the content of a receipt.json.
+
+    Args:
+        text: The file's bytes.
+        checkpoint: Path or URL of the checkpoint, whose last part is its name.
+        sharded: True if the checkpoint has an index of sharded tensors.
+
+    Raises:
+        DamagedCheckpoint: As for `read_receipt`.
+    """
+    path = f'{checkpoint}/{RECEIPT}'
+    try:
+        content = json.loads(text)
+        version, batch = content['version'], content.get('batch')
+        if version != VERSION:
+            raise DamagedCheckpoint(f'{checkpoint}: its receipt has version {version}, expected {VERSION}')
+        files = {name: FileRecord(**record) for name, record in content['files'].items()}
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        if isinstance(error, DamagedCheckpoint):
+            raise
         raise DamagedCheckpoint(f'{path}: not a valid receipt ({error})') from error
     outside = [name for name in files if name in ('', '.', '..') or '/' in name or '\0' in name]
     if outside:
         raise DamagedCheckpoint(f'{path}: lists {outside[0]!r}, which is not the name of a file in its folder')
-    sharded = content.get('kind') == 'sharded' or (checkpoint / INDEX).exists()
+    sharded = sharded or content.get('kind') == 'sharded'
     missing = [name for name in (STATE, *([INDEX] if sharded else [])) if name not in files]
     if missing:
         raise DamagedCheckpoint(f'{path}: does not list {missing[0]}, which every checkpoint of its kind has')
-    number = batch_number(checkpoint)
+    name = checkpoint.rpartition('/')[2]
+    number = batch_number(Path(name))
     if number is not None and batch != number:
-        raise DamagedCheckpoint(f'{path}: of batch {batch}, but its folder is {checkpoint.name}; rename it back')
+        raise DamagedCheckpoint(f'{path}: of batch {batch}, but its folder is {name}; rename it back')
     return content | {'files': files}
 
 
@@ -262,6 +287,13 @@ def remove_unfinished_saves(folder: Path) -> None:
     """Remove incomplete checkpoints that a killed process left while it wrote, replaced or removed them."""
     for pattern in ('.ba*.unfinished*', f'ba*{UNFINISHED}*', '.ba*.removed'):
         for path in [*folder.glob(pattern)]:
+            remove(path)
+
+
+def remove_others(checkpoint: Path) -> None:
+    """Remove the other checkpoints in the folder of a checkpoint, which need not exist yet."""
+    for path in list_checkpoints(checkpoint.parent):
+        if path.name != checkpoint.name:
             remove(path)
 
 

@@ -98,7 +98,7 @@ class Checkpointer(CheckpointSaver):
     def before_load(self, state: State, logger: Logger) -> None:
         if self.resume is None:
             return
-        self._random_state = load_checkpoint(state, logger, self.resume)
+        self._random_state = load_checkpoint(state, logger, self.resume, self.storage.fetch)
         self.last_checkpoint_batch = state.timestamp.batch
         self.saved_checkpoints.append(str(self.resume))
         log.info('resumed from %s', self.resume)

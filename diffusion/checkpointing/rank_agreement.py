@@ -12,6 +12,7 @@ from typing import Literal, TypeVar
 from composer.utils import dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from diffusion.checkpointing.checkpoint_store import DamagedCheckpoint
 from diffusion.checkpointing.storage_faults import storage_fault
 from diffusion.errors import ExternalError, RankFailed, UserError, exit_status
 from diffusion.exit_codes import CONFIG_ERROR
@@ -21,7 +22,7 @@ log = logging.getLogger(__name__)
 POLL_SECONDS = 1.0
 """Interval of the collectives in which ranks wait for the work of rank 0."""
 Result = TypeVar('Result')
-Kind = Literal['user', 'external', 'storage', 'other']
+Kind = Literal['user', 'damage', 'external', 'storage', 'other']
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,8 @@ def raise_on_all_ranks(where: str, *, logs: bool = True) -> Iterator[None]:
     """Raise on every rank if any rank raises inside the block; a collective, which every rank must enter.
 
     A rank that failed raises its own error; the others raise an error with the first failed rank and its error: a
-    UserError or ExternalError if it is one, an OSError for a storage fault, else a RankFailed. All ranks raise
-    errors of the same kind: if only some of the failed ranks met a storage fault, no rank raises one.
+    UserError, DamagedCheckpoint or ExternalError if it is one, an OSError for a storage fault, else a RankFailed. All
+    ranks raise errors of the same kind: if only some of the failed ranks met a storage fault, no rank raises one.
 
     The block must not contain a collective that a failing rank would leave the others waiting in.
 
@@ -65,7 +66,7 @@ def raise_on_all_ranks(where: str, *, logs: bool = True) -> Iterator[None]:
     rank, worst = next(((rank, each) for rank, each in failed if each.kind != 'storage'), failed[0])
     if error is not None:
         assert report is not None
-        if logs and report.kind != 'user':
+        if logs and report.kind not in ('user', 'damage'):
             log.error('%s (rank %d: %s)', where, dist.get_global_rank(), error)
         if worst.kind != 'storage' and report.kind == 'storage':
             raise _as_error(worst, where, rank) from error
@@ -77,7 +78,9 @@ def _failure(error: BaseException) -> _Failure:
     """Return the description of an error for the other ranks."""
     fault = storage_fault(error)
     kind: Kind = 'storage' if fault is not None else 'other'
-    if isinstance(error, UserError) and exit_status(error) == CONFIG_ERROR:
+    if isinstance(error, DamagedCheckpoint):
+        kind = 'damage'
+    elif isinstance(error, UserError) and exit_status(error) == CONFIG_ERROR:
         kind = 'user'
     elif isinstance(error, ExternalError):
         kind = 'external'
@@ -92,6 +95,8 @@ def _as_error(failure: _Failure, where: str, rank: int) -> Exception:
     """Return the error that a rank raises for the failure of another rank."""
     if failure.kind == 'user':
         return UserError(failure.message)
+    if failure.kind == 'damage':
+        return DamagedCheckpoint(failure.message)
     if failure.kind == 'external':
         return ExternalError(failure.message)
     if failure.kind == 'storage':

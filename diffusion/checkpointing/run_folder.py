@@ -4,6 +4,7 @@ import logging
 import os
 from pathlib import Path
 
+from diffusion.checkpointing.checkpoint_download import download_checkpoint
 from diffusion.checkpointing.checkpoint_store import LATEST, RECIPE, STATE, batch_number, list_checkpoints
 from diffusion.errors import UserError
 
@@ -14,12 +15,14 @@ def find_checkpoint(place: str | Path) -> Path:
     """Return the path of the checkpoint at `place`: a folder of this library, or a file of Composer's own saver.
 
     Args:
-        place: Path of a checkpoint, or a run's folder or its link `latest` to use the newest checkpoint, which is the
-            one that the run would resume from.
+        place: Path or URL of a checkpoint, or of a run or its `latest` to use the newest checkpoint, which is the one
+            that the run would resume from. A checkpoint in an object store is downloaded.
 
     Raises:
         UserError: There is no such checkpoint; the message lists the existing ones.
     """
+    if '://' in str(place):
+        return download_checkpoint(str(place))
     path = Path(place)
     run = path.parent if path.name == LATEST and path.is_symlink() else path
     if run.is_dir() and batch_number(run) is None and (newest := list_checkpoints(run)[:1]):

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from composer.utils import dist
 
 from diffusion.checkpointing import checkpoint_store
+from diffusion.checkpointing.bucket_storage import BucketStorage
 from diffusion.checkpointing.checkpoint_store import FileRecord, checkpoint_name
 from diffusion.checkpointing.rank_agreement import raise_on_all_ranks, run_on_rank_zero
 from diffusion.checkpointing.shared_folder import open_run_folder
@@ -102,6 +103,10 @@ class RunStorage(Protocol):
         """Remove the files of a save that failed; on every rank, no collective."""
         ...
 
+    def fetch(self, checkpoint: Path, names: Collection[str]) -> None:
+        """Make files of the checkpoint that `resume_point` returned available in it; no collective."""
+        ...
+
     def list_batches(self) -> list[int]:
         """Return the batch numbers of the checkpoints, newest first; on rank 0."""
         ...
@@ -178,6 +183,9 @@ class FolderStorage:
         if dist.get_global_rank() == 0:
             shutil.rmtree(work, ignore_errors=True)
 
+    def fetch(self, checkpoint: Path, names: Collection[str]) -> None:
+        pass
+
     def list_batches(self) -> list[int]:
         found = (checkpoint_store.batch_number(path) for path in checkpoint_store.list_checkpoints(self.folder))
         return [batch for batch in found if batch is not None]
@@ -188,4 +196,6 @@ class FolderStorage:
 
 def run_storage(place: str | Path) -> RunStorage:
     """Return the storage of a run's checkpoints by its path or URL, not opened yet."""
+    if '://' in str(place):
+        return BucketStorage(str(place))
     return FolderStorage(Path(place))

@@ -11,7 +11,7 @@ import logging
 import pickle
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PosixPath
 from typing import Any
@@ -29,10 +29,18 @@ from torch.futures import Future
 
 from diffusion.checkpointing import checkpoint_store
 from diffusion.checkpointing.checkpoint_store import INDEX, read_with_retries
+from diffusion.checkpointing.rank_agreement import raise_on_all_ranks
 from diffusion.checkpointing.storage_faults import storage_fault
 from diffusion.errors import UserError
 
 log = logging.getLogger(__name__)
+
+Fetch = Callable[[Path, Collection[str]], None]
+"""Function that makes files of a checkpoint available in its folder, given the folder and the files' names."""
+
+
+def present(folder: Path, names: Collection[str]) -> None:
+    """Do nothing: all files of a checkpoint in a shared folder are there."""
 
 
 def write_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
@@ -43,8 +51,13 @@ def write_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
         save(dict(tensors), storage_writer=writer, planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True))
 
 
-def read_tensors(tensors: dict[str, Tensor], folder: Path) -> None:
+def read_tensors(tensors: dict[str, Tensor], folder: Path, fetch: Fetch = present) -> None:
     """Load a sharded checkpoint into these tensors and DTensors; every rank must call this with the same names.
+
+    Args:
+        tensors: Tensors to load into, by name.
+        folder: Folder of the checkpoint.
+        fetch: Called with the files that this rank reads, before any rank reads.
 
     Raises:
         UserError: A tensor is missing in the checkpoint or has another shape.
@@ -55,6 +68,8 @@ def read_tensors(tensors: dict[str, Tensor], folder: Path) -> None:
         if stored.get(name) != tensor.shape:
             found = f'is {tuple(stored[name])}, expected {tuple(tensor.shape)}' if name in stored else 'is missing'
             raise UserError(f'{folder}: {name} {found}; use the model and optimizer that it was saved with')
+    with raise_on_all_ranks(f'{folder}: not loaded'):
+        fetch(folder, _files_to_read(tensors, folder))
     for pause in (*checkpoint_store.RETRY_PAUSES_SECONDS, None):
         try:
             with _quiet():
@@ -98,6 +113,14 @@ def shapes(folder: Path) -> dict[str, torch.Size]:
 def data_files(folder: Path) -> set[str]:
     """Return the names of the files with the shards of a sharded checkpoint, as its index names them."""
     return {Path(info.relative_path).as_posix() for info in _Reader(folder).read_metadata().storage_data.values()}
+
+
+def _files_to_read(tensors: dict[str, Tensor], folder: Path) -> set[str]:
+    """Return the names of the files with the shards that this rank loads into these tensors."""
+    index = read_with_retries(_Reader(folder).read_metadata)
+    planner = DefaultLoadPlanner()
+    planner.set_up_planner(tensors, index, is_coordinator=False)
+    return {index.storage_data[each.storage_index].relative_path for each in planner.create_local_plan().items}
 
 
 def _entries(folder: Path) -> dict[str, metadata.TensorStorageMetadata]:

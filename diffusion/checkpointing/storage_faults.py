@@ -60,7 +60,7 @@ def way_out(number: int | None) -> str:
     """Return the user's next step after a save that failed with this errno."""
     if number in DISK_FULL_ERRORS:
         return 'free some space and start the same command again'
-    return 'check the file system of the run and start the same command again'
+    return 'check the storage of the run and start the same command again'
 
 
 def _gib(size: float) -> str:

@@ -21,6 +21,7 @@ from diffusion.algorithms.average import Averager, empty_average, reshard
 from diffusion.checkpointing import sharded_state
 from diffusion.checkpointing.checkpoint_weights import check_architecture, is_sharded, read_content
 from diffusion.checkpointing.rank_agreement import raise_on_all_ranks
+from diffusion.checkpointing.sharded_state import Fetch
 from diffusion.errors import UserError
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -61,8 +62,16 @@ def gather_state(state: State, *, sharded_tensors: bool) -> tuple[dict[str, Any]
     return {'state': rest, 'rng': random_state, 'optimizer_settings': {kind: settings}}, tensors
 
 
-def load_checkpoint(state: State, logger: Logger, checkpoint: Path) -> list[dict[str, Any]] | None:
+def load_checkpoint(
+    state: State, logger: Logger, checkpoint: Path, fetch: Fetch = sharded_state.present
+) -> list[dict[str, Any]] | None:
     """Load a checkpoint into a trainer's state, before DDP wraps the model and after FSDP does; every rank calls this.
+
+    Args:
+        state: The trainer's state.
+        logger: The trainer's logger.
+        checkpoint: Folder of the checkpoint.
+        fetch: Function that makes files of a sharded checkpoint available in its folder, given the folder and names.
 
     Returns:
         The states of torch's random generators, one per rank of the run that saved them; None if there are none.
@@ -85,7 +94,7 @@ def load_checkpoint(state: State, logger: Logger, checkpoint: Path) -> list[dict
             if name.startswith(prefix)
         }
         check_architecture(expected, stored, str(checkpoint))
-        _load_shards(state, content['optimizer_settings'], checkpoint)
+        _load_shards(state, content['optimizer_settings'], checkpoint, fetch)
     else:
         check_architecture(expected, {name: tensor.shape for name, tensor in saved['model'].items()}, str(checkpoint))
     # Composer's load_state_dict replaces the run's name by the checkpoint's.
@@ -100,7 +109,7 @@ def load_checkpoint(state: State, logger: Logger, checkpoint: Path) -> list[dict
     state.run_name = run_name
     # After load_state_dict, which resets the averagers.
     if is_sharded(checkpoint):
-        _load_averages(state, saved, checkpoint)
+        _load_averages(state, saved, checkpoint, fetch)
     state.load_path = str(checkpoint)
     return content.get('rng')
 
@@ -116,7 +125,7 @@ def _check_optimizer(state: State, content: Mapping[str, Any], checkpoint: Path)
         )
 
 
-def _load_shards(state: State, settings: Mapping[str, Mapping[str, Any]], checkpoint: Path) -> None:
+def _load_shards(state: State, settings: Mapping[str, Mapping[str, Any]], checkpoint: Path, fetch: Fetch) -> None:
     """Load the model and the optimizer from a sharded checkpoint."""
     model = _model_tensors(state)
     # get_optimizer_state_dict initializes the state of a new optimizer, so the tensors to read into exist.
@@ -124,7 +133,7 @@ def _load_shards(state: State, settings: Mapping[str, Mapping[str, Any]], checkp
     moments = {name: value for name, value in optimizer.items() if isinstance(value, Tensor)}
     wanted = {f'model.{name}': tensor for name, tensor in model.items()}
     wanted |= {f'optimizer.{name}': tensor for name, tensor in moments.items()}
-    sharded_state.read_tensors(wanted, checkpoint)
+    sharded_state.read_tensors(wanted, checkpoint, fetch)
     set_model_state_dict(state.model, {name: wanted[f'model.{name}'] for name in model})
     # A setting that the checkpoint lacks, such as initial_lr if the run had no scheduler, keeps its present value.
     restored = optimizer | {name: wanted[f'optimizer.{name}'] for name in moments}
@@ -132,7 +141,7 @@ def _load_shards(state: State, settings: Mapping[str, Mapping[str, Any]], checkp
     set_optimizer_state_dict(state.model, state.optimizers[0], restored, options=_FLAT)
 
 
-def _load_averages(state: State, saved: Mapping[str, Any], checkpoint: Path) -> None:
+def _load_averages(state: State, saved: Mapping[str, Any], checkpoint: Path, fetch: Fetch) -> None:
     """Load the weight averages of all averagers from a sharded checkpoint."""
     labels_of = {
         name: algorithm_state['sharded_averages']
@@ -145,7 +154,7 @@ def _load_averages(state: State, saved: Mapping[str, Any], checkpoint: Path) -> 
             wanted = {
                 f'averages.{name}.{label}.{key}': t for label, tensors in averages.items() for key, t in tensors.items()
             }
-            sharded_state.read_tensors(wanted, checkpoint)
+            sharded_state.read_tensors(wanted, checkpoint, fetch)
             algorithm.restore(averages)
 
 

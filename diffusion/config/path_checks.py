@@ -26,7 +26,7 @@ def check_paths(recipe: Recipe) -> list[Problem]:
     if start is not None and reads_initial_weights(recipe) and (what := path_problem(start)) is not None:
         gather.problem('init_from' if isinstance(recipe.init_from, str) else 'init_from.from', what)
     if recipe.task in ('evaluate', 'generate'):
-        _check_checkpoint('checkpoint', recipe.checkpoint or str(recipe.run_dir), gather)
+        _check_checkpoint('checkpoint', recipe.checkpoint or recipe.run_place, gather)
     return gather.problems
 
 
@@ -62,7 +62,7 @@ def check_stream_folders(section: str, streams: Mapping[str, StreamConfig]) -> l
 
 def check_output(recipe: Recipe) -> list[Problem]:
     """Return a problem if the output folder of a recipe's task cannot be written to, so that the task fails early."""
-    where, out = 'runs_dir', str(recipe.run_dir)
+    where, out = 'runs_dir', recipe.run_place
     if recipe.task == 'precompute':
         where, out = 'precompute.out', recipe.precompute.out
     elif recipe.task == 'generate' and recipe.generate.out:

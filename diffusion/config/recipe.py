@@ -369,6 +369,11 @@ class Recipe:
         return Path(self.runs_dir) / self.name if self.run_url is None else working_folder(self.run_url)
 
     @property
+    def run_place(self) -> str:
+        """URL of the run if it is in an object store, else the path of its folder."""
+        return self.run_url or str(self.run_dir)
+
+    @property
     def run_url(self) -> str | None:
         """URL of the run, if `runs_dir` is one of an object store; else None."""
         return f'{self.runs_dir.rstrip("/")}/{self.name}' if '://' in self.runs_dir else None

@@ -1,4 +1,4 @@
-"""Record of a run's attempts in an object store: attempts.jsonl, with a copy in the node's working folder.
+"""Record of a run's attempts in an object store: attempts.jsonl, with a copy on a local disk of the node.
 
 An object cannot be appended to, so the whole file is uploaded after each record. Only the process that holds the run's
 lock records attempts.
@@ -12,7 +12,7 @@ from typing import Any
 from diffusion.storage.atomic import write_atomically
 from diffusion.storage.json_lines import parse_json_lines
 from diffusion.storage.shared_files import shared_files
-from diffusion.storage.working_folder import working_folder
+from diffusion.storage.working_folder import LAUNCH, working_folder
 
 ATTEMPTS = 'attempts.jsonl'
 _upload = threading.Lock()
@@ -31,7 +31,7 @@ def append_to_object(url: str, record: dict[str, Any]) -> None:
         OSError: The object or its local copy cannot be read or written. The next call uploads this record too if it is
             in the local copy.
     """
-    path, files = working_folder(url) / ATTEMPTS, shared_files(url)
+    path, files = working_folder(url, LAUNCH) / ATTEMPTS, shared_files(url)
     with _upload:
         path.parent.mkdir(parents=True, exist_ok=True)
         if record['event'] == 'begin' or path not in _reconciled or not path.exists():

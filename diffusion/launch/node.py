@@ -121,7 +121,7 @@ class Node:
         environ: Mapping[str, str],
     ) -> None:
         self.position, self.settings, self.command = position, settings, list(command)
-        self.home: Path | str = recipe.run_url or recipe.run_dir
+        self.home = recipe.run_place
         """The run's folder, which all nodes share, or its URL in an object store."""
         self._notify_config = recipe.notify
         self.trains = recipe.task == 'train'

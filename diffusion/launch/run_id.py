@@ -27,10 +27,14 @@ def create_run_id(folder: Path, run_id: str = '') -> str:
         run_id: Id of a run whose run.json is missing, known from its checkpoints; empty for a new id.
     """
     run_id = run_id or uuid4().hex
-    created = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec='seconds')
-    content = json.dumps({'version': VERSION, 'id': run_id, 'created': created}) + '\n'
-    write_atomically(folder / RUN_FILE, content, create_folder=False)
+    write_atomically(folder / RUN_FILE, run_file_content(run_id), create_folder=False)
     return run_id
+
+
+def run_file_content(run_id: str) -> str:
+    """Return the content of the run.json of a run that begins now."""
+    created = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec='seconds')
+    return json.dumps({'version': VERSION, 'id': run_id, 'created': created}) + '\n'
 
 
 def read_run_id(folder: Path) -> str | None:
@@ -42,10 +46,20 @@ def read_run_id(folder: Path) -> str | None:
     """
     path = folder / RUN_FILE
     try:
-        content = json.loads(path.read_text(encoding='utf-8'))
-        version, run_id = content['version'], content['id']
+        return parse_run_id(path.read_text(encoding='utf-8'), str(path))
     except (FileNotFoundError, NotADirectoryError):
         return None
+
+
+def parse_run_id(text: str, path: str) -> str:
+    """Return the id in the content of a run.json; `path` is for messages.
+
+    Raises:
+        UserError: The content is not that of a run.json of this version.
+    """
+    try:
+        content = json.loads(text)
+        version, run_id = content['version'], content['id']
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
             f'{path}: not the identity of a run ({error!r}); restore the file, or delete it to let the next start '

@@ -19,7 +19,7 @@ from diffusion.launch import environment
 from diffusion.launch.run_lock import job_id
 from diffusion.launch.stack_report import RankReport
 from diffusion.storage.shared_files import FileVersion, FolderFiles, is_url, shared_files
-from diffusion.storage.working_folder import working_folder
+from diffusion.storage.working_folder import LAUNCH, working_folder
 
 STACKS = 'stacks'
 SUMMARY = 'summary.txt'
@@ -85,7 +85,7 @@ class StackFolder:
         self.node, self.nodes = node, nodes
         self.in_bucket = is_url(run)
         """True if the nodes share objects, and each has a folder of its own."""
-        self.path = (working_folder(str(run)) if self.in_bucket else Path(run)) / STACKS / name
+        self.path = (working_folder(str(run), LAUNCH) if self.in_bucket else Path(run)) / STACKS / name
         """The folder, which all nodes share unless `in_bucket`."""
         self._folder = f'{STACKS}/{name}'
         self._shared, self._local = shared_files(run), FolderFiles(self.path)

@@ -113,6 +113,24 @@ def read(url: str, *, span: tuple[int, int] | None = None, retry: RetryPolicy = 
     return retry.run(partial(read_once, url, retry, span=span), url)
 
 
+def read_if_exists(url: str, *, retry: RetryPolicy = DEFAULT) -> bytes | None:
+    """Return the content of the object at a URL; None if the bucket has no such object.
+
+    Raises:
+        UserError: The store refuses the request, or there is no such bucket.
+        GaveUp: Every try failed.
+    """
+    try:
+        return read(url, retry=retry)
+    except UserError as error:
+        if status_of(error) != 404:
+            raise
+    # Not every store tells a missing object from a missing bucket, which cannot be listed.
+    if any(found.key == split(url)[1] for found in list_objects(url, retry=retry)):
+        return read(url, retry=retry)  # it has been written meanwhile
+    return None
+
+
 def download(url: str, path: Path, *, size: int | None = None, retry: RetryPolicy = DEFAULT) -> None:
     """Download the object at a URL, or copy a file from a mount, to a local path.
 

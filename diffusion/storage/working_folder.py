@@ -6,18 +6,24 @@ from urllib.parse import quote
 
 WORKING_FOLDER_VARIABLE = 'DIFFUSION_WORKING_FOLDER'
 """Environment variable with the folder below which the working folders are, such as /local/nvme."""
+LAUNCH = 'launch'
+"""Purpose of the folder of the node entry point, apart from that of training, which is emptied for a new run."""
 
 
-def working_folder(url: str) -> Path:
+def working_folder(url: str, purpose: str = 'runs') -> Path:
     """Return the working folder of the run at a URL, on a local disk of this node; it may not exist yet.
 
-    It is below $DIFFUSION_WORKING_FOLDER, or else below ~/.cache/diffusion/runs.
+    It is below $DIFFUSION_WORKING_FOLDER, or else below ~/.cache/diffusion.
+
+    Args:
+        url: URL of the run.
+        purpose: Name of the folder above, which keeps what trains apart from what is downloaded only to be read.
     """
     scheme, _, rest = url.partition('://')
     parts = [quote(part, safe=' =+,') for part in rest.split('/') if part]
     # Names such as `..` are not quoted, and would lead out of the folder.
     parts = [part.replace('.', '%2E') if set(part) == {'.'} else part for part in parts]
-    return working_root() / scheme / Path(*parts)
+    return working_root() / purpose / scheme / Path(*parts)
 
 
 def working_root() -> Path:
@@ -26,4 +32,4 @@ def working_root() -> Path:
         return Path(chosen)
     cache = os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'
     # The machine's name, since the nodes of a cluster may share the home folder, but not the parts that they hold.
-    return Path(cache, 'diffusion', 'runs', os.uname().nodename)
+    return Path(cache, 'diffusion', os.uname().nodename)

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from diffusion.algorithms.power_function import gamma_of_width
+from diffusion.algorithms.power_function import SNAPSHOT_FOLDER, gamma_of_width
+from diffusion.checkpointing.checkpoint_download import download_checkpoint
 from diffusion.checkpointing.run_folder import find_checkpoint, recipe_of_checkpoint
 from diffusion.config import noise_schedulers
 from diffusion.config.load import load
@@ -51,6 +52,8 @@ def check_generate(args: argparse.Namespace) -> None:
     Raises:
         UserError: There is no such run, checkpoint or export, or an option is out of range or contradicts another.
     """
+    if '://' in args.source:
+        args.source = str(find_checkpoint(args.source))
     source = Path(args.source)
     check_writable(args.out or 'generated', '--out')
     if (problem := seeds_problem(args.seed, len(args.prompts))) is not None:
@@ -126,7 +129,10 @@ def check_export(
         raise UserError(f'--push: {push!r} is not the name of a repository; write org/name')
     if public and push is None:
         raise UserError('--public: makes a repository on the Hub public; add --push org/name')
-    checkpoint = find_checkpoint(place)
+    if '://' in str(place) and ema_width is not None:
+        checkpoint = download_checkpoint(str(place), folders=[SNAPSHOT_FOLDER])
+    else:
+        checkpoint = find_checkpoint(place)
     recipe = load(recipe_of_checkpoint(checkpoint), task='generate')
     whole = recipe.lora is None or merge
     if is_single_file(out) and whole and recipe.model.name in WITHOUT_SINGLE_FILE:

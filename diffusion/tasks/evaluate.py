@@ -2,6 +2,7 @@
 
 import json
 import logging
+import time
 from typing import Any
 
 from composer import Trainer
@@ -10,6 +11,7 @@ from composer.utils import dist
 
 from diffusion.checkpointing.checkpoint_weights import Weights, load_weights, weights_of
 from diffusion.checkpointing.run_folder import find_checkpoint
+from diffusion.checkpointing.run_mirror import RunMirror
 from diffusion.config.load import Recipe
 from diffusion.config.registry import build
 from diffusion.data.loader import to_data_spec
@@ -30,7 +32,7 @@ def trained_model(recipe: Recipe, which: Weights | None = None) -> tuple[Compose
     Returns:
         The model, and which weights were loaded.
     """
-    checkpoint = find_checkpoint(recipe.checkpoint or recipe.run_dir)
+    checkpoint = find_checkpoint(recipe.checkpoint or recipe.run_place)
     weights, which = weights_of(checkpoint, which)
     model = components.build_model(recipe)
     if recipe.lora is not None:
@@ -48,6 +50,7 @@ def evaluate(recipe: Recipe) -> dict[str, float]:
         The metrics by name.
     """
     components.check_device(recipe)
+    began = time.time()
     model, which = trained_model(recipe)
     loader = components.build_loader(recipe, 'eval')
     # The other keywords of the recipe's Trainer are for training.
@@ -64,6 +67,8 @@ def evaluate(recipe: Recipe) -> dict[str, float]:
             evaluator = build('evaluator', component)
             metrics |= evaluator(model, loader.dataset, recipe.run_dir)
         write_atomically(recipe.run_dir / 'evaluation.json', json.dumps({'weights': which} | metrics, indent=2) + '\n')
+        if recipe.run_url is not None:
+            RunMirror(recipe.run_dir, recipe.run_url).push(since=began)
         for name, value in metrics.items():
             print(f'{name:32s} {value:.4f}')
     dist.barrier()

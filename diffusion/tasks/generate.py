@@ -3,6 +3,7 @@
 import argparse
 import logging
 import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from composer.utils import get_device
 
 from diffusion.checkpointing.run_folder import find_checkpoint, recipe_of_checkpoint
+from diffusion.checkpointing.run_mirror import RunMirror
 from diffusion.config.load import Recipe, load
 from diffusion.errors import UserError
 from diffusion.evaluation.image_sheet import save_image, to_images
@@ -28,6 +30,7 @@ def generate(recipe: Recipe) -> list[Path]:
     if not settings.prompts:
         raise UserError('generate.prompts: is empty; add at least one prompt')
     components.check_device(recipe)
+    began = time.time()
     model, which = trained_model(recipe, settings.weights)
     if not isinstance(model, LatentDiffusion):
         raise UserError(f'model.name: {recipe.model.name} does not generate images from prompts; use sd2, for example')
@@ -43,6 +46,8 @@ def generate(recipe: Recipe) -> list[Path]:
         noise_scheduler=settings.noise_scheduler,
     )
     files = save_images(images, prompts, Path(settings.out or recipe.run_dir / 'generated'), seed=settings.seed)
+    if recipe.run_url is not None and not settings.out:
+        RunMirror(recipe.run_dir, recipe.run_url).push(since=began)
     print(f'{len(files)} images with {which} weights in {files[0].parent}')
     return files
 

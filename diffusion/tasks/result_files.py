@@ -11,16 +11,17 @@ from diffusion.prepare.caption_list import CAPTIONS
 def describe_results(recipe: Recipe) -> str:
     """Return a line for each kind of file that the run has, and for each list of captions of its data."""
     run = recipe.run_dir
-    newest = list_checkpoints(run)[:1]
+    newest = [f'{recipe.run_place}/{path.name}' for path in list_checkpoints(run)[:1]]
     found = [
-        *(('newest checkpoint', path) for path in newest),
         ('loss curve', run / 'loss.png'),
         ('image grids', run / 'images'),
         ('metrics of the evaluation', run / 'evaluation.json'),
         ('generated and real images', run / 'samples.png'),
         *(('captions of the data', path) for path in caption_files(recipe)),
     ]
-    return '\n'.join([f'{run}:', *(f'  {label:26s} {path}' for label, path in found if path.exists())])
+    lines = [('newest checkpoint', name) for name in newest]
+    lines += [(label, str(path)) for label, path in found if path.exists()]
+    return '\n'.join([f'{recipe.run_place}:', *(f'  {label:26s} {path}' for label, path in lines)])
 
 
 def caption_files(recipe: Recipe) -> Iterator[Path]:

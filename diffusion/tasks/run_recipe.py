@@ -81,7 +81,7 @@ def checked(path: str, overrides: Sequence[str]) -> Recipe:
     if problems:
         raise RecipeError([Problem(each.where, hide_environment(recipe, each.what)) for each in problems], path)
     if recipe.task in ('evaluate', 'generate'):
-        find_checkpoint(recipe.checkpoint or recipe.run_dir)
+        find_checkpoint(recipe.checkpoint or recipe.run_place)
     return recipe
 
 

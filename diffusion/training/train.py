@@ -25,9 +25,11 @@ from diffusion.callbacks.same_run import SameRun
 from diffusion.callbacks.save_now import save_now
 from diffusion.callbacks.status_updates import RunStatus
 from diffusion.callbacks.stragglers import Stragglers
+from diffusion.checkpointing.bucket_storage import BucketStorage
 from diffusion.checkpointing.checkpointer import Checkpointer
 from diffusion.checkpointing.rank_agreement import raise_on_all_ranks
 from diffusion.checkpointing.run_folder import RECIPE
+from diffusion.checkpointing.run_mirror import RunMirror, mirrored, try_to_push
 from diffusion.checkpointing.run_storage import RunStorage, run_storage
 from diffusion.config import registry
 from diffusion.config.load import Recipe, hide_environment, to_yaml
@@ -69,34 +71,37 @@ def train(recipe: Recipe) -> Trainer:
     hide = partial(hide_environment, recipe)
     # One rank holds the lock of the run's folder, unless the node entry point holds it for the whole job already.
     takes_lock = os.environ.get('RANK', '0') == '0' and run_lock.LOCK_HELD_VARIABLE not in os.environ
+    # The working folder of rank 0 has the recipe, metrics and images.
+    copied = recipe.run_url if os.environ.get('RANK', '0') == '0' else None
     if not takes_lock:
         # The first node's entry point sends the other messages.
         config = recipe.notify if os.environ.get('RANK', '0') == '0' else NotifyConfig()
         number = os.environ.get(NUMBER_VARIABLE)
         attempt_number = None if number is None else int(number)
-        notifier = Notifier(
-            config, recipe.run_url or recipe.run_dir, events=TRAINING_EVENTS, attempt=attempt_number, hide=hide
-        )
-        with contextlib.closing(notifier):
-            return _train(recipe, None, notifier)
-    run = recipe.run_url or recipe.run_dir
+        notifier = Notifier(config, recipe.run_place, events=TRAINING_EVENTS, attempt=attempt_number, hide=hide)
+        with contextlib.closing(notifier), mirrored(recipe.run_dir, copied) as mirror:
+            return _train(recipe, None, notifier, mirror)
     with (
-        run_lock.hold_run_lock(run),
-        recording_attempt(run, recipe.notify, hide) as (attempt, notifier),
+        run_lock.hold_run_lock(recipe.run_place),
+        mirrored(recipe.run_dir, copied) as mirror,
+        recording_attempt(recipe.run_place, recipe.notify, hide) as (attempt, notifier),
     ):
-        return _train(recipe, attempt, notifier)
+        return _train(recipe, attempt, notifier, mirror)
 
 
-def _train(recipe: Recipe, attempt: Attempt | None, notifier: Notifier) -> Trainer:
+def _train(recipe: Recipe, attempt: Attempt | None, notifier: Notifier, mirror: RunMirror | None) -> Trainer:
     """Build a recipe's Trainer, train, and return the Trainer; the caller must hold the lock of the run's folder.
 
     Args:
         recipe: The recipe.
         attempt: Record of this attempt, kept up to date while training; None if another process records it.
         notifier: Sender of messages about the run.
+        mirror: The small files of a run in an object store, on rank 0; else None.
     """
     trainer = build_trainer(recipe)
     connect(trainer.state.callbacks, attempt, notifier)
+    if mirror is not None:
+        upload_with_checkpoints(trainer.state.callbacks, mirror)
     if _is_done(trainer.state):
         log.info('%s: already trained to %s', recipe.run_dir, trainer.state.max_duration)
         return trainer
@@ -122,6 +127,13 @@ def connect(callbacks: Sequence[Callback], attempt: Attempt | None, notifier: No
             callback.on_bad_batch = partial(notifier.send, 'loss_guard')
         elif isinstance(callback, Checkpointer):
             callback.on_failed_save = partial(notifier.send, 'checkpoint_failed')
+
+
+def upload_with_checkpoints(callbacks: Sequence[Callback], mirror: RunMirror) -> None:
+    """Upload the small files of a run before each checkpoint, so that a run that resumes elsewhere has its metrics."""
+    for callback in callbacks:
+        if isinstance(callback, Checkpointer) and isinstance(callback.storage, BucketStorage):
+            callback.storage.before_publish = partial(try_to_push, mirror)
 
 
 def fit(trainer: Trainer) -> None:
@@ -273,7 +285,7 @@ def _own_callbacks(
         ),
         Preemption(),
         ReplacedSamples(loader.tally),
-        RunStatus(recipe.run_url or recipe.run_dir),
+        RunStatus(recipe.run_place),
         Stragglers(loader),
         *([ReduceOnce()] if parts.reduce_once else []),
         *([checkpointer] if checkpointer is not None else []),

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from diffusion.algorithms.average import Averager, trained_parameters
 from diffusion.algorithms.ema import EMA
 from diffusion.algorithms.post_hoc_ema import PostHocEMA
-from diffusion.algorithms.power_function import gamma_of_width
-from diffusion.algorithms.snapshots import FOLDER, find_snapshots, reconstruct_average
+from diffusion.algorithms.power_function import SNAPSHOT_FOLDER, gamma_of_width
+from diffusion.algorithms.snapshots import find_snapshots, reconstruct_average
 
 BATCHES, EVERY = 600, 20
 Weights = dict[str, Tensor]
@@ -53,7 +53,7 @@ class SnapshotRecorder(Callback):
         self.seen: list[int] = []
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
-        if event in (Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT) and (self.folder / FOLDER).exists():
+        if event in (Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT) and (self.folder / SNAPSHOT_FOLDER).exists():
             self.seen.append(find_snapshots(self.folder)[-1].batch)
 
 
@@ -120,11 +120,11 @@ def test_snapshots_are_state_dicts_of_the_configured_dtype(run):
     assert [(s.batch, s.width) for s in snapshots] == [
         (batch, width) for batch in range(EVERY, BATCHES + 1, EVERY) for width in (0.05, 0.10)
     ]
-    stored = load_file(root / 'float16' / FOLDER / 'width0.1-ba300.safetensors')
+    stored = load_file(root / 'float16' / SNAPSHOT_FOLDER / 'width0.1-ba300.safetensors')
     assert {tensor.dtype for tensor in stored.values()} == {torch.float16}
     expected = average_by_eq_1(weights, 0.10, 300)
     assert distance(stored, expected) < 2**-11 * norm(expected)
-    assert not list((root / 'float16' / FOLDER).glob('.*'))
+    assert not list((root / 'float16' / SNAPSHOT_FOLDER).glob('.*'))
 
 
 @pytest.mark.parametrize('at', [BATCHES, 400, 390])
@@ -160,7 +160,7 @@ def test_any_width_at_any_batch_is_reconstructed(run, width, at, dtype):
 @pytest.mark.parametrize('width', [0.05, 0.10])
 def test_saved_width_is_read_from_its_snapshot(run, width):
     root, _, _ = run
-    stored = load_file(root / 'float16' / FOLDER / f'width{width:g}-ba400.safetensors')
+    stored = load_file(root / 'float16' / SNAPSHOT_FOLDER / f'width{width:g}-ba400.safetensors')
     found = reconstruct_average(root / 'float16', width, at=400)
     assert found.profile_error < 1e-6
     assert distance(found.tensors, stored) < 1e-5 * norm(stored)
@@ -198,7 +198,7 @@ def test_missing_snapshots_are_reported_with_the_setting_that_saves_them(tmp_pat
 
 
 def snapshots_of(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in (folder / FOLDER).iterdir()}
+    return {path.name: path.read_bytes() for path in (folder / SNAPSHOT_FOLDER).iterdir()}
 
 
 @pytest.fixture
@@ -209,7 +209,7 @@ def small(tmp_path):
 
 @pytest.mark.parametrize('size', [0, 100, -1])
 def test_truncated_snapshot_is_named(small, size):
-    damaged = small / FOLDER / 'width0.05-ba8.safetensors'
+    damaged = small / SNAPSHOT_FOLDER / 'width0.05-ba8.safetensors'
     damaged.write_bytes(damaged.read_bytes()[:size])
     with pytest.raises(ValueError, match=r'width0\.05-ba8\.safetensors: not readable .*; remove this file'):
         reconstruct_average(small, 0.05)
@@ -218,7 +218,7 @@ def test_truncated_snapshot_is_named(small, size):
 
 
 def test_file_of_another_program_is_rejected(small):
-    save_file({'other': torch.zeros(2)}, small / FOLDER / 'width0.2-ba8.safetensors')
+    save_file({'other': torch.zeros(2)}, small / SNAPSHOT_FOLDER / 'width0.2-ba8.safetensors')
     with pytest.raises(ValueError, match=r'width0\.2-ba8\.safetensors: not a snapshot of version 1'):
         reconstruct_average(small, 0.05)
 

@@ -123,7 +123,7 @@ def test_three_failed_saves_in_a_row_end_the_run_which_resumes(write, undisturbe
         trainer.fit()
     trainer.close()
     assert end.value.errno == errno.ESTALE
-    assert f'newest checkpoint: {run}/ba1; check the file system of the run and start' in str(end.value)
+    assert f'newest checkpoint: {run}/ba1; check the storage of the run and start' in str(end.value)
     assert met(counts) == 2 + 3, 'the last one is tried three times'
     assert the_checkpointer(trainer).last_checkpoint_batch == 1, 'a batch that is not saved is not called saved'
     train(load(path)).close()

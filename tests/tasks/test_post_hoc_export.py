@@ -8,7 +8,8 @@ import yaml
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from safetensors.torch import load_file
 
-from diffusion.algorithms.snapshots import FOLDER, find_snapshots, reconstruct_average
+from diffusion.algorithms.power_function import SNAPSHOT_FOLDER
+from diffusion.algorithms.snapshots import find_snapshots, reconstruct_average
 from diffusion.cli import main
 from diffusion.config.load import load
 from diffusion.tasks.export import export
@@ -51,14 +52,14 @@ def test_width_with_a_snapshot_exports_that_snapshot(run, tmp_path, capsys, plac
     assert main(command) == 0
     output = capsys.readouterr().out
     assert f'post-hoc EMA 0.1 (batch {batch}) weights; load with StableDiffusionPipeline' in output
-    assert same(denoiser_of(tmp_path / 'sd'), load_file(run / FOLDER / f'width0.1-ba{batch}.safetensors'))
+    assert same(denoiser_of(tmp_path / 'sd'), load_file(run / SNAPSHOT_FOLDER / f'width0.1-ba{batch}.safetensors'))
 
 
 def test_width_without_a_snapshot_is_reconstructed(run, tmp_path):
     assert export(run, tmp_path / 'sd', ema_width=0.15) == 'post-hoc EMA 0.15 (batch 8)'
     found = denoiser_of(tmp_path / 'sd')
     assert same(found, reconstruct_average(run, 0.15).tensors)
-    assert not same(found, load_file(run / FOLDER / 'width0.1-ba8.safetensors'))
+    assert not same(found, load_file(run / SNAPSHOT_FOLDER / 'width0.1-ba8.safetensors'))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,144 @@
+"""Checkpoints in an object store: list, verify, download and delete them. Imports neither torch nor Composer."""
+
+import logging
+import os
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from diffusion.checkpointing.checkpoint_store import (
+    RECEIPT,
+    DamagedCheckpoint,
+    FileRecord,
+    batch_number,
+    checkpoint_name,
+    hash_file,
+    parse_receipt,
+)
+from diffusion.errors import UserError
+from diffusion.storage import object_store
+from diffusion.storage.locks import hold_path_lock
+from diffusion.storage.retry import status_of
+
+log = logging.getLogger(__name__)
+
+DAMAGED_RECEIPT = 'receipt.damaged.json'
+"""Name of the receipt of a damaged checkpoint, whose other objects stay until that batch is saved again."""
+FILES_AT_ONCE = 8
+REQUESTS_AT_ONCE = 16
+DOWNLOADS = 2
+"""Number of downloads of an object whose content does not match the receipt, before it counts as damaged."""
+
+
+@dataclass(frozen=True)
+class Brought:
+    """A file that was made available: its size, and whether it had to be downloaded."""
+
+    bytes: int
+    downloaded: bool
+
+
+def published_batches(url: str) -> list[int]:
+    """Return the batches of the checkpoints of the run at a URL, newest first."""
+    return sorted((batch for batch, names in object_names(url).items() if RECEIPT in names), reverse=True)
+
+
+def object_names(url: str) -> dict[int, set[str]]:
+    """Return the names of the objects in each folder of a run with the name of a checkpoint, by batch."""
+    # One request for each checkpoint, and not one for each thousand objects of all of them.
+    batches = [batch_number(Path(key)) for key in object_store.list_folder(url)[0]]
+    found = [batch for batch in batches if batch is not None]
+    with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
+        names = pool.map(lambda batch: set(object_sizes(f'{url}/{checkpoint_name(batch)}')), found)
+        return dict(zip(found, names, strict=True))
+
+
+def object_sizes(url: str) -> dict[str, int]:
+    """Return the size in bytes of each object of a checkpoint, by name."""
+    prefix = object_store.split(url)[1].rstrip('/') + '/'
+    return {each.key.removeprefix(prefix): each.size for each in object_store.list_objects(f'{url}/')}
+
+
+def read_checked_receipt(url: str, run_id: str = '') -> bytes:
+    """Return the receipt of a checkpoint in a store, after a check that the store has its objects in the right sizes.
+
+    Raises:
+        DamagedCheckpoint: The receipt is damaged, or an object is missing or has another size.
+        UserError: The checkpoint is of another run.
+    """
+    text = object_store.read_if_exists(f'{url}/{RECEIPT}')
+    if text is None:
+        raise DamagedCheckpoint(f'{url}: {RECEIPT} is missing')
+    receipt = parse_receipt(text, url)
+    if run_id and receipt.get('run') and receipt['run'] != run_id:
+        raise UserError(
+            f'{url}: it is of another run (id {receipt["run"]}, this run has {run_id}); move it away, or start a new '
+            f'run from its weights with init_from: {url}'
+        )
+    sizes = object_sizes(url)
+    for name, record in receipt['files'].items():
+        if sizes.get(name) != record.bytes:
+            found = f'{sizes[name]} bytes, expected {record.bytes}' if name in sizes else 'the object does not exist'
+            raise DamagedCheckpoint(f'{url}/{name}: {found}')
+    return text
+
+
+def delete_checkpoint(url: str) -> None:
+    """Delete a checkpoint in a store: its receipt first, so that a partial checkpoint never looks whole."""
+    names = sorted(object_sizes(url), key=lambda name: name != RECEIPT)
+    if names[:1] == [RECEIPT]:
+        object_store.delete(f'{url}/{RECEIPT}')
+        names = names[1:]
+    with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
+        for _ in pool.map(lambda name: object_store.delete(f'{url}/{name}'), names):
+            pass
+
+
+def bring_files(url: str, folder: Path, files: Mapping[str, FileRecord]) -> None:
+    """Make files of a checkpoint available in a local folder, verified; files that are intact there are not downloaded.
+
+    Args:
+        url: URL of the checkpoint.
+        folder: The local folder.
+        files: Expected size and hash of the files by name.
+
+    Raises:
+        DamagedCheckpoint: An object is missing or damaged.
+        UserError: The store refuses access.
+        OSError: The store cannot be read, or the local disk is full.
+    """
+    begin = time.monotonic()
+    with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
+        try:
+            brought = list(pool.map(lambda name: _bring(f'{url}/{name}', folder / name, files[name]), files))
+        finally:
+            pool.shutdown(cancel_futures=True)
+    downloaded = [each.bytes for each in brought if each.downloaded]
+    # Shown for rank 0 only: other ranks log from WARNING.
+    log.info(
+        '%s: %d files from the local disk, %d (%.3g GB) downloaded in %.1f s',
+        *(url, len(brought) - len(downloaded), len(downloaded), sum(downloaded) / 1e9, time.monotonic() - begin),
+    )
+
+
+def _bring(url: str, path: Path, expected: FileRecord) -> Brought:
+    """Make a file available at a local path; return whether it was downloaded."""
+    # The ranks of a node may want the same file.
+    with hold_path_lock(path, lambda: None):
+        if path.is_file() and path.stat().st_size == expected.bytes and hash_file(path) == expected:
+            return Brought(expected.bytes, downloaded=False)
+        unfinished = path.with_name(f'.{path.name}.unfinished')
+        for _ in range(DOWNLOADS):
+            try:
+                object_store.download(url, unfinished, size=expected.bytes)
+            except UserError as error:
+                if status_of(error) == 404:
+                    raise DamagedCheckpoint(f'{url}: the object does not exist') from error
+                raise
+            if hash_file(unfinished) == expected:
+                os.replace(unfinished, path)
+                return Brought(expected.bytes, downloaded=True)
+        unfinished.unlink(missing_ok=True)
+    raise DamagedCheckpoint(f'{url}: the content has changed since it was written (xxh3_128 differs)')

@@ -1,0 +1,324 @@
+"""Checkpoints of a run in an object store, with the receipts, checks and fallback of checkpoints in a folder.
+
+Below the run's URL are run.json, ba100/, ba200/, ..., and `latest`, an object with the name of the newest checkpoint.
+Each rank writes its files into the working folder of its node and uploads them. Rank 0 uploads receipt.json last, on
+the condition that there is none: a checkpoint exists if its receipt does.
+
+No node needs a folder that it shares with others. Each keeps the files that its ranks wrote for the newest checkpoint
+in its working folder: a run that resumes on the same nodes reads them there, after it has compared their hashes with
+the receipt, and downloads only what is missing.
+"""
+
+import errno
+import logging
+import os
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from composer.utils import dist
+
+from diffusion.checkpointing import checkpoint_store
+from diffusion.checkpointing.bucket_checkpoints import (
+    DAMAGED_RECEIPT,
+    bring_files,
+    delete_checkpoint,
+    object_names,
+    object_sizes,
+    read_checked_receipt,
+)
+from diffusion.checkpointing.checkpoint_store import (
+    INDEX,
+    LATEST,
+    RECEIPT,
+    RECIPE,
+    STATE,
+    DamagedCheckpoint,
+    FileRecord,
+    checkpoint_name,
+    parse_receipt,
+)
+from diffusion.checkpointing.rank_agreement import raise_on_all_ranks
+from diffusion.errors import ExternalError, UserError
+from diffusion.launch.bucket_run import claim_working_folder, open_bucket_run
+from diffusion.launch.run_id import check_run_id
+from diffusion.storage import object_store
+from diffusion.storage.atomic import remove, replace_folder
+from diffusion.storage.retry import PreconditionFailed, status_of
+from diffusion.storage.working_folder import working_folder
+
+log = logging.getLogger(__name__)
+
+UPLOADS_PER_RANK = 4
+
+
+def _do_nothing() -> None:
+    """Do nothing before a checkpoint is published."""
+
+
+class BucketStorage:
+    """Storage of a run's checkpoints in an object store; the methods are those of `RunStorage`.
+
+    Args:
+        url: URL of the run, such as s3://bucket/runs/phase1.
+        folder: Working folder of this node; by default that of `working_folder`.
+    """
+
+    def __init__(self, url: str, folder: Path | None = None) -> None:
+        self.place = url.rstrip('/')
+        self.folder = working_folder(self.place) if folder is None else folder
+        self.run_id = ''
+        self.before_publish: Callable[[], None] = _do_nothing
+        """Called on rank 0 before a checkpoint is published, to store what should not be older than the checkpoint."""
+        self._sharers = [dist.get_global_rank()]
+        """Ranks with the same working folder, in order: those of this node. The first one cares for the folder."""
+        self._published: set[int] | None = None
+        """Batches of the checkpoints in the store, on rank 0; None before they are listed."""
+
+    def open(self) -> str:
+        # Not Composer's local ranks: the nodes of a local job share a machine, but may have folders of their own.
+        here = f'{os.uname().nodename} {self.folder.absolute()}'
+        folders = dist.all_gather_object(here)
+        self.before_publish: Callable[[], None] = _do_nothing
+        """Called on rank 0 before a checkpoint is published, to store what should not be older than the checkpoint."""
+        self._sharers = [rank for rank, folder in enumerate(folders) if folder == here]
+        run_id = ['']
+        with raise_on_all_ranks(self.place):
+            if dist.get_global_rank() == 0:
+                run_id = [open_bucket_run(self.place)]
+        dist.broadcast_object_list(run_id, src=0)
+        self.run_id = run_id[0]
+        with raise_on_all_ranks(str(self.folder)):
+            if self._cares_for_folder():
+                claim_working_folder(self.folder, self.run_id)
+        return self.run_id
+
+    def resume_point(self) -> Path | None:
+        damages: list[str] = []
+        batches = self._broadcast_batches()
+        for batch in batches:
+            try:
+                found = self._restore(batch)
+            except DamagedCheckpoint as error:
+                damages.append(str(error))
+                if dist.get_global_rank() == 0:
+                    log.warning('damaged checkpoint, trying an earlier one: %s', error)
+                continue
+            with raise_on_all_ranks(self.place), _as_storage_fault():
+                if dist.get_global_rank() == 0:
+                    self._set_aside([each for each in batches if each > batch], batch)
+            return found
+        # Never start from scratch here: the run would overwrite checkpoints that may be repairable.
+        if damages:
+            raise UserError(
+                f'{self.place}: all {len(damages)} checkpoints are damaged: {"; ".join(damages[:3])}; '
+                'restore one from a backup, or change the name of the run to start over'
+            )
+        return None
+
+    def remove_unfinished(self) -> None:
+        with raise_on_all_ranks(self.place), _as_storage_fault():
+            if self._cares_for_folder():
+                checkpoint_store.remove_unfinished_saves(self.folder)
+            if dist.get_global_rank() == 0:
+                self._remove_orphans()
+
+    def name_of(self, batch: int) -> str:
+        return f'{self.place}/{checkpoint_name(batch)}'
+
+    def work_folder(self, batch: int) -> Path:
+        return checkpoint_store.unfinished_path(self.folder, batch)
+
+    def begin(self, batch: int, *, every_rank: bool) -> None:
+        work = self.work_folder(batch)
+        with raise_on_all_ranks(self.name_of(batch), logs=False), _as_storage_fault():
+            if self._cares_for_folder():
+                check_run_id(self.folder, self.run_id)
+                remove(work)
+                work.mkdir()
+            if dist.get_global_rank() == 0 and batch in self._batches():
+                # Its objects are overwritten one by one: until all are, it is no checkpoint.
+                object_store.delete(f'{self.name_of(batch)}/{RECEIPT}')
+                self._batches().discard(batch)
+
+    def upload(self, work: Path, names: Collection[str], batch: int) -> None:
+        def write(name: str) -> None:
+            object_store.write(f'{self.name_of(batch)}/{name}', work / name)
+
+        with _as_storage_fault(), ThreadPoolExecutor(UPLOADS_PER_RANK) as pool:
+            try:
+                for _ in pool.map(write, names):
+                    pass
+            finally:
+                pool.shutdown(cancel_futures=True)
+
+    def publish(self, work: Path, batch: int, files: Mapping[str, FileRecord], about: Mapping[str, Any]) -> None:
+        url = self.name_of(batch)
+        with _as_storage_fault():
+            sizes = object_sizes(url)
+            different = sorted(name for name, record in files.items() if sizes.get(name) != record.bytes)
+            if different:
+                name = different[0]
+                what = f'has {sizes[name]} of {files[name].bytes} bytes' if name in sizes else 'does not exist'
+                raise OSError(errno.EIO, f'the object {url}/{name} {what} after it was uploaded')
+            self.before_publish()
+            receipt = checkpoint_store.receipt_text(files, about).encode()
+            try:
+                object_store.write(f'{url}/{RECEIPT}', receipt, if_absent=True)
+            except PreconditionFailed as error:
+                raise ExternalError(
+                    f'{url}/{RECEIPT} exists already: another job saves to this URL; end one of the two, or give '
+                    'this run another name'
+                ) from error
+            self._batches().add(batch)
+            try:
+                object_store.write(f'{self.place}/{LATEST}', checkpoint_name(batch).encode())
+            except (OSError, UserError) as error:  # the checkpoint is complete, and found without it
+                log.warning('%s: is saved, but %s still names an older checkpoint (%s)', url, LATEST, error)
+
+    def finish(self, work: Path, batch: int) -> None:
+        if not self._cares_for_folder():
+            return
+        # The files of the newest checkpoint stay for a restart on this node.
+        try:
+            replace_folder(work, self.folder / checkpoint_name(batch), create_folder=False)
+            checkpoint_store.remove_others(self.folder / checkpoint_name(batch))
+        except OSError as error:  # the checkpoint is in the store
+            log.warning('%s: the local copy of %s is not kept (%s)', self.folder, checkpoint_name(batch), error)
+
+    def discard(self, work: Path) -> None:
+        # The objects that were uploaded have no receipt; the next save of this batch, or the next start, removes them.
+        if self._cares_for_folder():
+            shutil.rmtree(work, ignore_errors=True)
+
+    def list_batches(self) -> list[int]:
+        return sorted(self._batches(), reverse=True)
+
+    def prune(self, keep: int) -> bool:
+        old = self.list_batches()[max(1, keep) :]
+        with _as_storage_fault():
+            for batch in old:
+                delete_checkpoint(self.name_of(batch))
+                self._batches().discard(batch)
+        return bool(old)
+
+    def fetch(self, checkpoint: Path, names: Collection[str]) -> None:
+        """Download files of the checkpoint that this run resumes from and that this node does not have yet.
+
+        Raises:
+            DamagedCheckpoint: An object is damaged.
+            OSError: The store cannot be read, or the local disk is full.
+        """
+        with _as_storage_fault():
+            receipt = parse_receipt((checkpoint / RECEIPT).read_bytes(), str(checkpoint))
+            wanted = {name: receipt['files'][name] for name in names}
+            bring_files(f'{self.place}/{checkpoint.name}', checkpoint, wanted)
+
+    def _cares_for_folder(self) -> bool:
+        """Return True on one rank of each working folder."""
+        return self._sharers[0] == dist.get_global_rank()
+
+    def _batches(self) -> set[int]:
+        """Return the batches of the checkpoints in the store, which are listed once; on rank 0, which adds new ones."""
+        if self._published is None:
+            with _as_storage_fault():
+                self._published = {batch for batch, names in object_names(self.place).items() if RECEIPT in names}
+        return self._published
+
+    def _broadcast_batches(self) -> list[int]:
+        """Return the batches of the checkpoints in the store, newest first; a collective."""
+        found: list[list[int]] = [[]]
+        with raise_on_all_ranks(self.place):
+            if dist.get_global_rank() == 0:
+                found = [self.list_batches()]
+        dist.broadcast_object_list(found, src=0)
+        return found[0]
+
+    def _restore(self, batch: int) -> Path:
+        """Bring a checkpoint's files to the nodes that need them, verified; return the local folder; a collective.
+
+        Raises:
+            DamagedCheckpoint: The checkpoint is damaged; on every rank.
+            UserError: It is of another run.
+            OSError: The store cannot be read, or a local disk is full.
+        """
+        url, checkpoint = self.name_of(batch), self.folder / checkpoint_name(batch)
+        text: list[bytes] = [b'']
+        with raise_on_all_ranks(url, logs=False), _as_storage_fault():
+            if dist.get_global_rank() == 0:
+                text = [read_checked_receipt(url, self.run_id)]
+        dist.broadcast_object_list(text, src=0)
+        with raise_on_all_ranks(str(checkpoint)):
+            if self._cares_for_folder():
+                checkpoint_store.remove_others(checkpoint)
+                checkpoint.mkdir(exist_ok=True)
+                (checkpoint / RECEIPT).write_bytes(text[0])
+        receipt = parse_receipt(text[0], url)
+        with raise_on_all_ranks(url, logs=False), _as_storage_fault():
+            bring_files(url, checkpoint, files_of_rank(receipt, self._sharers))
+        return checkpoint
+
+    def _set_aside(self, damaged: Collection[int], newest: int) -> None:
+        """Take the receipts of damaged checkpoints away, and let `latest` name the newest intact one."""
+        if (object_store.read_if_exists(f'{self.place}/{LATEST}') or b'').decode() != checkpoint_name(newest):
+            object_store.write(f'{self.place}/{LATEST}', checkpoint_name(newest).encode())
+        for batch in damaged:
+            url = self.name_of(batch)
+            content = object_store.read_if_exists(f'{url}/{RECEIPT}')
+            if content is not None:
+                object_store.write(f'{url}/{DAMAGED_RECEIPT}', content)
+                object_store.delete(f'{url}/{RECEIPT}')
+            self._batches().discard(batch)
+            log.warning('%s: damaged, its receipt is renamed to %s', url, DAMAGED_RECEIPT)
+
+    def _remove_orphans(self) -> None:
+        """Delete the objects of saves that were never completed; no other process may be saving to this run."""
+        for batch, names in object_names(self.place).items():
+            if not names & {RECEIPT, DAMAGED_RECEIPT}:
+                delete_checkpoint(self.name_of(batch))
+
+
+def files_of_rank(receipt: Mapping[str, Any], sharers: Sequence[int]) -> dict[str, FileRecord]:
+    """Return the files of a checkpoint that this rank brings to its node, which together are all files that loading
+    needs, and verify the whole checkpoint.
+
+    Of a sharded checkpoint, a node needs the shards of its ranks, and of rank 0, which has the tensors that are not
+    sharded. If the number of ranks has changed, the shards are only verified here, by one rank each; which of them a
+    rank reads is known when the model is built (`sharded_state.read_tensors`).
+
+    Args:
+        receipt: Content of the receipt.
+        sharers: Ranks of this node, in order.
+    """
+    files: dict[str, FileRecord] = receipt['files']
+    rank, world_size = dist.get_global_rank(), dist.get_world_size()
+    largest_first = sorted(files, key=lambda name: (-files[name].bytes, name))
+    if receipt.get('kind') != 'sharded':
+        names = largest_first[sharers.index(rank) :: len(sharers)]
+    else:
+        common = {STATE, INDEX, RECIPE}
+        if receipt.get('world_size') == world_size:
+            common |= {name for name in files if name.startswith('__0_')}
+            names = [name for name in files if name.startswith(f'__{rank}_')]
+        else:
+            shards = [name for name in largest_first if name not in common]
+            names = shards[rank::world_size]
+        names += [name for name in files if name in common and rank == sharers[0] and name not in names]
+    return {name: files[name] for name in names}
+
+
+@contextmanager
+def _as_storage_fault() -> Iterator[None]:
+    """Replace the UserError of a request that the store refuses by an OSError.
+
+    The store has accepted such requests when the run was opened: credentials that expire are no mistake in the recipe.
+    """
+    try:
+        yield
+    except UserError as error:
+        if isinstance(error, DamagedCheckpoint) or status_of(error) is None:
+            raise
+        raise OSError(errno.EACCES, str(error)) from error

@@ -1,0 +1,193 @@
+"""Copy of a run's small files (recipe, metrics, images, ...) between the working folder of rank 0 and an object store.
+
+Checkpoints are not copied here: `bucket_storage` stores them.
+"""
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from diffusion.checkpointing.checkpoint_store import LATEST, batch_number
+from diffusion.errors import UserError
+from diffusion.launch.attempt_object import ATTEMPTS
+from diffusion.launch.bucket_run import claim_working_folder, open_bucket_run
+from diffusion.launch.lock_content import LOCK
+from diffusion.launch.run_id import RUN_FILE
+from diffusion.storage import object_store
+from diffusion.storage.atomic import UNFINISHED, write_atomically
+from diffusion.storage.retry import RetryPolicy
+
+log = logging.getLogger(__name__)
+
+STATE_FILE = '.mirror.json'
+"""File in the working folder with what was copied: size, modification time and etag of each file."""
+ELSEWHERE = frozenset({LATEST, RUN_FILE, ATTEMPTS, LOCK, STATE_FILE})
+"""Files that other modules copy, which must be in the store at once."""
+PUSH_SECONDS = 60.0
+"""Interval at which changed files are uploaded: `diffusion status` and a report of a running run are as old as this."""
+_BACKGROUND = RetryPolicy(tries=2, timeout_seconds=30.0)
+
+
+class Copied(NamedTuple):
+    """State of a file when it was last copied."""
+
+    bytes: int
+    modified_ns: int
+    tag: str
+
+
+class RunMirror:
+    """The small files of a run in a working folder and in an object store.
+
+    Args:
+        folder: The working folder.
+        url: URL of the run.
+        without: Names of files at the top of the run that are not copied.
+    """
+
+    def __init__(self, folder: Path, url: str, *, without: Collection[str] = ELSEWHERE) -> None:
+        self.folder, self.url, self.without = folder, url, {*without, STATE_FILE}
+        self._copied = self._read_state()
+        self._lock = threading.Lock()
+
+    def pull(self, folders: Collection[str] = ()) -> None:
+        """Download the files at the top of the run that another node has written since this one last copied them.
+
+        A file that has changed here only is kept, since a process may have been killed before it was uploaded.
+
+        Args:
+            folders: Names of folders whose files are downloaded too.
+
+        Raises:
+            UserError: The store refuses the request.
+            OSError: The store cannot be read.
+        """
+        prefix = object_store.split(self.url)[1].rstrip('/') + '/'
+        objects = object_store.list_folder(self.url)[1]
+        for folder in folders:
+            objects = [*objects, *object_store.list_objects(f'{self.url}/{folder}/')]
+        for found in objects:
+            name = found.key.removeprefix(prefix)
+            before, path = self._copied.get(name), self.folder / name
+            if (
+                name in self.without
+                or '..' in name
+                or (path.exists() and before is not None and before.tag == found.tag)
+            ):
+                continue
+            if path.exists() and before != self._stamp(path, '' if before is None else before.tag):
+                log.warning('%s: replaced by the newer %s/%s; another node has written it', path, self.url, name)
+            unfinished = path.with_name(f'.{path.name}{UNFINISHED}')
+            object_store.download(f'{self.url}/{name}', unfinished, size=found.size)
+            os.replace(unfinished, path)
+            self._copied[name] = self._stamp(path, found.tag)
+        self._write_state()
+
+    def push(self, retry: RetryPolicy = object_store.DEFAULT, *, since: float = 0.0) -> None:
+        """Upload the files that have changed.
+
+        Args:
+            retry: Number of tries and timeout.
+            since: Time in seconds since 1970; files that were last modified before are not uploaded.
+
+        Raises:
+            UserError: The store refuses the request.
+            OSError: A file cannot be uploaded; others are.
+        """
+        errors: list[OSError] = []
+        with self._lock:
+            for path in self._files():
+                name = path.relative_to(self.folder).as_posix()
+                before = self._copied.get(name)
+                try:
+                    # Before the upload: a file that grows meanwhile is uploaded again.
+                    stamp = self._stamp(path, '' if before is None else before.tag)
+                    if stamp == before or stamp.modified_ns < since * 1e9:
+                        continue
+                    # Its bytes, not its path: a log may grow while it is uploaded.
+                    stored = object_store.write(f'{self.url}/{name}', path.read_bytes(), retry=retry)
+                except FileNotFoundError:
+                    continue  # removed meanwhile
+                except OSError as error:
+                    errors.append(error)
+                    continue
+                self._copied[name] = stamp._replace(tag=stored.tag)
+            self._write_state()
+        if errors:
+            raise errors[0]
+
+    def _files(self) -> Iterator[Path]:
+        """Yield the files of the working folder that are copied."""
+        for folder, folders, names in os.walk(self.folder):
+            folders[:] = [name for name in folders if not name.startswith('.') and batch_number(Path(name)) is None]
+            for name in names:
+                if not name.startswith('.') and UNFINISHED not in name and name not in self.without:
+                    yield Path(folder, name)
+
+    @staticmethod
+    def _stamp(path: Path, tag: str) -> Copied:
+        status = path.stat()
+        return Copied(status.st_size, status.st_mtime_ns, tag)
+
+    def _read_state(self) -> dict[str, Copied]:
+        """Return what was copied by the last process on this node; empty if nothing is known."""
+        try:
+            content = json.loads((self.folder / STATE_FILE).read_text(encoding='utf-8'))
+            return {name: Copied(int(size), int(at), str(tag)) for name, (size, at, tag) in content.items()}
+        except (OSError, ValueError, TypeError, AttributeError):
+            return {}
+
+    def _write_state(self) -> None:
+        if self.folder.is_dir():
+            write_atomically(self.folder / STATE_FILE, json.dumps(self._copied), create_folder=False)
+
+
+@contextmanager
+def mirrored(folder: Path, url: str | None) -> Iterator[RunMirror | None]:
+    """Copy a run's small files from the store before the block, and to the store during and after it.
+
+    A store that does not answer during training is logged: the next copy tries again.
+
+    Args:
+        folder: The working folder; created if it does not exist.
+        url: URL of the run; None copies nothing.
+
+    Yields:
+        The files; None if nothing is copied.
+
+    Raises:
+        UserError: The store refuses the request before the block.
+        OSError: The store cannot be read before the block.
+    """
+    if url is None:
+        yield None
+        return
+    claim_working_folder(folder, open_bucket_run(url))
+    mirror, done = RunMirror(folder, url), threading.Event()
+    mirror.pull()
+
+    def push_regularly() -> None:
+        while not done.wait(PUSH_SECONDS):
+            try_to_push(mirror, _BACKGROUND)
+
+    thread = threading.Thread(target=push_regularly, name='copy of the run to the store', daemon=True)
+    thread.start()
+    try:
+        yield mirror
+    finally:
+        done.set()
+        thread.join()
+        try_to_push(mirror)
+
+
+def try_to_push(mirror: RunMirror, retry: RetryPolicy = object_store.DEFAULT) -> None:
+    """Upload the files that have changed; log an error of the store."""
+    try:
+        mirror.push(retry)
+    except (OSError, UserError) as error:
+        log.warning('%s: not all files of the run are up to date there (%s)', mirror.url, error)

@@ -1,0 +1,50 @@
+"""Identity of a run whose home is an object store, and the working folder of a node for it."""
+
+import logging
+from pathlib import Path
+from uuid import uuid4
+
+from diffusion.errors import UserError
+from diffusion.launch.run_id import RUN_FILE, create_run_id, parse_run_id, read_run_id, run_file_content
+from diffusion.storage import object_store
+from diffusion.storage.atomic import remove
+from diffusion.storage.retry import PreconditionFailed
+
+log = logging.getLogger(__name__)
+
+
+def open_bucket_run(url: str) -> str:
+    """Return the id in the run.json of the run at a URL, which is written if there is none.
+
+    Raises:
+        UserError: The store refuses the request, or cannot write on a condition, or the file is not a run.json.
+        OSError: The store cannot be read or written.
+    """
+    place = f'{url}/{RUN_FILE}'
+    content = object_store.read_if_exists(place)
+    if content is None:
+        try:
+            object_store.write(place, run_file_content(uuid4().hex).encode(), if_absent=True)
+        except PreconditionFailed:
+            log.debug('%s: another process has written it at the same time', place)
+        content = object_store.read(place)
+    return parse_run_id(content.decode(errors='replace'), place)
+
+
+def claim_working_folder(folder: Path, run_id: str) -> None:
+    """Create a node's working folder for a run; remove what another run at the same URL has left there.
+
+    Raises:
+        OSError: The folder cannot be written.
+    """
+    try:
+        found = read_run_id(folder)
+    except UserError:  # a damaged file of a full disk
+        found = None
+    if found == run_id:
+        return
+    if found is not None:
+        log.warning('%s: removed, since it is of an earlier run at the same URL', folder)
+    remove(folder)
+    folder.mkdir(parents=True)
+    create_run_id(folder, run_id)

@@ -1,0 +1,249 @@
+"""Runs whose home is an object store: they save, resume, fall back and end as runs in a folder do."""
+
+import json
+import re
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from object_store import Store
+from ranks import Job, Ranks, free_port, read_losses
+
+from diffusion.checkpointing import checkpointer
+from diffusion.checkpointing.bucket_checkpoints import published_batches
+from diffusion.checkpointing.checkpoint_weights import weights_of
+from diffusion.checkpointing.run_folder import find_checkpoint
+from diffusion.checkpointing.verification import verify_checkpoint
+from diffusion.config.load import load
+from diffusion.errors import UserError
+from diffusion.storage.working_folder import WORKING_FOLDER_VARIABLE
+from diffusion.training.train import build_trainer, train
+
+EMA = {'ema': {'ema_start': '3ba', 'smoothing': 0.5}}
+SHARDED = {'strategy': 'fsdp2', 'checkpoints': 'sharded', 'reshard_after_forward': False}
+
+
+@pytest.fixture(scope='module')
+def write(tmp_path_factory, tiny_recipe) -> Callable[..., Path]:
+    """Function that writes a recipe of 8 batches with a save after every second, and returns its path."""
+    root = tmp_path_factory.mktemp('bucket-runs')
+
+    def write_recipe(name: str, runs_dir: str = str(root / 'runs'), **sections: Any) -> Path:
+        content = tiny_recipe(root, name=name, algorithms=EMA, **sections) | {'runs_dir': runs_dir}
+        content['model']['block_out_channels'] = [32]
+        content['trainer'] |= {'save_interval': '2ba'}
+        path = root / f'{name}.yaml'
+        path.write_text(yaml.safe_dump(content))
+        return path
+
+    return write_recipe
+
+
+@pytest.fixture(scope='module')
+def undisturbed(write) -> Path:
+    """Folder of a run in a folder without faults."""
+    recipe = load(write('undisturbed'))
+    train(recipe).close()
+    return recipe.run_dir
+
+
+@pytest.fixture
+def bucket(store: Store, tmp_path, monkeypatch) -> str:
+    """URL of an empty bucket; the working folders of this process are those of node 0."""
+    use_node(0, tmp_path, monkeypatch)
+    monkeypatch.setattr(checkpointer, 'LAST_SAVE_PAUSES_SECONDS', (0.0, 0.0))
+    return store.bucket('bucket') + '/runs'
+
+
+def use_node(number: int, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv(WORKING_FOLDER_VARIABLE, str(tmp_path / f'node{number}'))
+
+
+def run_nodes(ranks: Ranks, recipe: Path, tmp_path: Path, store: Store, *overrides: str) -> list[Job]:
+    """Start a run on two nodes of one process each, which share no folder."""
+    common = store.environment | {'WORLD_SIZE': '2', 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(free_port())}
+    jobs = []
+    for node in range(2):
+        # As the nodes of a local job, which share a machine.
+        place = {'RANK': str(node), 'LOCAL_RANK': str(node), 'LOCAL_WORLD_SIZE': '2'}
+        own = place | {WORKING_FOLDER_VARIABLE: str(tmp_path / f'node{node}')}
+        jobs.append(ranks.start(1, recipe, *overrides, environment=common | own))
+    return jobs
+
+
+def wait_for_all(jobs: list[Job]) -> str:
+    """Wait for the end of all nodes, and return their output; fail if one has failed."""
+    statuses = [job.wait() for job in jobs]
+    output = '\n'.join(job.output() for job in jobs)
+    assert statuses == [[0], [0]], output
+    return output
+
+
+def assert_same_run(url: str, losses: Path, undisturbed: Path) -> None:
+    """Assert that a run in a bucket has the losses and the weights of the undisturbed run, bit for bit."""
+    assert read_losses(losses) == read_losses(undisturbed)
+    for which in ('training', 'ema'):
+        ours, theirs = (weights_of(find_checkpoint(place), which)[0] for place in (url, undisturbed))
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_run_resumes_on_another_node(write, undisturbed, bucket, store, tmp_path, monkeypatch, caplog):
+    path = write('moved', bucket)
+    train(load(path, ['trainer.max_duration=4ba'])).close()
+    shutil.rmtree(tmp_path / 'node0')
+    use_node(1, tmp_path, monkeypatch)
+    with caplog.at_level('INFO'):
+        recipe = load(path)
+        train(recipe).close()
+    assert re.search(r'moved/ba4: 0 files from the local disk, 2 \(\S+ GB\) downloaded', caplog.text)
+    assert_same_run(recipe.run_place, recipe.run_dir, undisturbed)
+    names = {key.removeprefix('runs/moved/') for key in store.objects('bucket')}
+    saved = {f'ba{batch}/{name}' for batch in (2, 4, 6, 8) for name in ('receipt.json', 'recipe.yaml', 'state.pt')}
+    assert saved <= names
+    assert {'run.json', 'latest', 'recipe.yaml', 'metrics.jsonl'} <= names
+    assert store.objects('bucket')['runs/moved/latest'] == b'ba8'
+    verify_checkpoint(find_checkpoint(recipe.run_place))
+    assert [path.name for path in recipe.run_dir.glob('*ba*')] == ['ba8'], 'one local copy, for a quick restart'
+
+
+def test_local_copy_is_used_only_if_it_is_intact(write, bucket, store, caplog):
+    path = write('local', bucket)
+    train(load(path, ['trainer.max_duration=4ba'])).close()
+    copy = load(path).run_dir / 'ba4' / 'state.pt'
+    content = bytearray(copy.read_bytes())
+    content[len(content) // 2] ^= 1
+    for expected in ('2 files from the local disk, 0', '1 files from the local disk, 1'):
+        caplog.clear()
+        with caplog.at_level('INFO'):
+            trainer = build_trainer(load(path))
+        trainer.close()
+        assert trainer.state.timestamp.batch.value == 4
+        assert expected in caplog.text
+        copy.write_bytes(content)
+
+
+@pytest.mark.parametrize('damage', ['flipped bit', 'truncated', 'deleted', 'receipt'])
+def test_damaged_checkpoint_is_passed_over(write, undisturbed, bucket, store, tmp_path, monkeypatch, caplog, damage):
+    name = damage.replace(' ', '-')
+    path = write(name, bucket)
+    train(load(path, ['trainer.max_duration=6ba'])).close()
+    place = f'{bucket}/{name}/ba6'
+    content = bytearray(store.objects('bucket')[f'runs/{name}/ba6/state.pt'])
+    content[len(content) // 2] ^= 1
+    if damage == 'receipt':
+        store.put(place, 'receipt.json', b'{"version": 1}')
+    elif damage == 'deleted':
+        store.delete(place, 'state.pt')
+    else:
+        store.put(place, 'state.pt', bytes(content[: len(content) // (1 + (damage == 'truncated'))]))
+    use_node(1, tmp_path, monkeypatch)
+    with pytest.raises(UserError, match=f'{name}/ba6'):
+        find_checkpoint(f'{bucket}/{name}')
+    recipe = load(path)
+    trainer = build_trainer(recipe)
+    assert trainer.state.timestamp.batch.value == 4
+    assert 'damaged checkpoint, trying an earlier one' in caplog.text
+    objects = store.objects('bucket')
+    assert f'runs/{name}/ba6/receipt.damaged.json' in objects and f'runs/{name}/ba6/receipt.json' not in objects
+    assert objects[f'runs/{name}/latest'] == b'ba4'
+    trainer.fit()
+    trainer.close()
+    assert published_batches(recipe.run_place) == [8, 6, 4, 2]
+    for which in ('training', 'ema'):
+        ours, theirs = (weights_of(find_checkpoint(place), which)[0] for place in (recipe.run_place, undisturbed))
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_run_with_damaged_checkpoints_only_does_not_start_over(write, bucket, store):
+    path = write('lost', bucket)
+    train(load(path, ['trainer.max_duration=2ba'])).close()
+    shutil.rmtree(load(path).run_dir)
+    store.put(f'{bucket}/lost/ba2', 'state.pt', b'nothing')
+    with pytest.raises(UserError, match='all 1 checkpoints are damaged: .*ba2/state.pt: 7 bytes, expected'):
+        build_trainer(load(path))
+    assert published_batches(f'{bucket}/lost') == [2]
+
+
+@pytest.mark.parametrize('parallelism', [{}, SHARDED], ids=['ddp', 'sharded'])
+def test_two_nodes_without_a_shared_folder(write, bucket, store, ranks, tmp_path, parallelism):
+    """Trained, killed in a save, resumed with the nodes exchanged: weights equal an undisturbed run's."""
+    kind = 'sharded' if parallelism else 'ddp'
+    whole = write(f'whole-{kind}', parallelism=parallelism)
+    ranks.run(2, whole)
+    path = write(kind, bucket, parallelism=parallelism)
+    last = '__1_0.distcp' if parallelism else 'state.pt'
+    slow = store.fail(f'PUT ba6/{last}', 60.0)
+    jobs = run_nodes(ranks, path, tmp_path, store)
+    jobs[0].wait_for(tmp_path / 'node0' / 'runs' / 's3' / 'bucket' / 'runs' / kind / 'ba4')
+    while not any(f'ba6/{last}' in request for request in store.requests):
+        assert jobs[0].running(), jobs[0].output()
+    for job in jobs:
+        job.send(signal.SIGKILL, 0)
+    for job in jobs:
+        job.wait()
+    store.faults.remove(slow)
+    assert published_batches(f'{bucket}/{kind}') == [4, 2]
+    (tmp_path / 'node0').rename(tmp_path / 'other')
+    (tmp_path / 'node1').rename(tmp_path / 'node0')
+    (tmp_path / 'other').rename(tmp_path / 'node1')
+    wait_for_all(run_nodes(ranks, path, tmp_path, store))
+    run = tmp_path / 'node0' / 'runs' / 's3' / 'bucket' / 'runs' / kind
+    assert_same_run(f'{bucket}/{kind}', run, load(whole).run_dir)
+    if parallelism:
+        own = {path.name for path in (run / 'ba8').glob('*.distcp')}
+        assert own == {'__0_0.distcp'}, 'each node has only the shards of its ranks'
+
+
+def test_sharded_run_resumes_on_fewer_ranks(write, bucket, store, ranks, tmp_path, monkeypatch):
+    path = write('fewer', bucket, parallelism=SHARDED)
+    wait_for_all(run_nodes(ranks, path, tmp_path, store, 'trainer.max_duration=4ba'))
+    use_node(3, tmp_path, monkeypatch)
+    recipe = load(path, ['parallelism={}'])
+    train(recipe).close()
+    reference = write('reference')
+    train(load(reference)).close()
+    ours, theirs = (weights_of(find_checkpoint(load(each).run_place), 'ema')[0] for each in (path, reference))
+    assert max(float((ours[name] - theirs[name]).abs().max()) for name in theirs) < 1e-3
+
+
+def test_save_fails_while_the_store_is_down_and_training_continues(write, undisturbed, bucket, store, caplog):
+    path = write('down', bucket)
+    recipe = load(path)
+    store.fail('PUT ba2/state.pt', 403)
+    store.fail('PUT ba4/receipt.json', 500)
+    store.fail('PUT ba6/state.pt', 'SlowDown', times=1)
+    trainer = build_trainer(recipe)
+    trainer.fit()
+    trainer.close()
+    assert published_batches(recipe.run_place) == [8, 6]
+    assert 'ba2: not saved, ' in caplog.text and 'the store refuses access (403)' in caplog.text
+    assert 'ba4: not saved, ' in caplog.text and 'cannot be written, tried 4 times' in caplog.text
+    assert_same_run(recipe.run_place, recipe.run_dir, undisturbed)
+    store.faults.clear()
+    trainer = build_trainer(load(path, ['trainer.max_duration=9ba']))
+    trainer.close()
+    assert not [key for key in store.objects('bucket') if '/ba2/' in key or '/ba4/' in key], 'incomplete saves'
+
+
+def test_old_checkpoints_are_deleted(write, bucket, store):
+    path = write('pruned', bucket)
+    recipe = load(path, ['trainer.save_num_checkpoints_to_keep=2'])
+    train(recipe).close()
+    assert published_batches(recipe.run_place) == [8, 6]
+    assert {key.split('/')[2] for key in store.objects('bucket') if '/ba' in key} == {'ba6', 'ba8'}
+
+
+def test_checkpoint_of_another_run_is_refused(write, bucket, store):
+    path = write('mixed', bucket)
+    recipe = load(path)
+    train(load(path, ['trainer.max_duration=2ba'])).close()
+    receipt = json.loads(store.objects('bucket')['runs/mixed/ba2/receipt.json'])
+    store.put(f'{recipe.run_place}/ba2', 'receipt.json', json.dumps(receipt | {'run': 'f' * 32}).encode())
+    with pytest.raises(UserError, match='ba2: it is of another run .*init_from: s3://'):
+        build_trainer(recipe)

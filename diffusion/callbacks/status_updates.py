@@ -24,16 +24,16 @@ _DOING = {
 
 
 class RunStatus(Callback):
-    """Callback that writes batch, speed and the time of the last batch of this node to the run's folder.
+    """Callback that writes batch, speed and the time of the last batch of this node to the run's files.
 
     Args:
-        folder: The run's folder.
+        run: The run's folder or URL.
     """
 
     # The training thread only sets attributes; a thread writes them, since file systems can hang.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, run: Path | str) -> None:
+        self.run = run
         self.attempt: Attempt | None = None
         """Record of this attempt, on rank 0 of a run without node entry point."""
         self.on_record: Callable[[], None] = lambda: None
@@ -69,7 +69,7 @@ class RunStatus(Callback):
             return
         batch = state.timestamp.batch.value
         status = node_status.NodeStatus(*position, batch=batch, total_batches=total_batches(state))
-        self._writer = node_status.StatusWriter(self.folder, status, on_write=self._record_progress)
+        self._writer = node_status.StatusWriter(self.run, status, on_write=self._record_progress)
         self._writer.start()
 
     def close(self, state: State, logger: Logger) -> None:
@@ -91,5 +91,5 @@ class RunStatus(Callback):
             return
         if now - self._recorded_at >= RECORD_SECONDS or not self._recorded_at:
             self._recorded_at = now
-            attempt_recorder.record(self.folder, 'progress', attempt)
+            attempt_recorder.record(self.run, 'progress', attempt)
             self.on_record()

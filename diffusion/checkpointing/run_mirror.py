@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 from diffusion.checkpointing.checkpoint_store import LATEST, batch_number
 from diffusion.errors import UserError
-from diffusion.launch.attempts import ATTEMPTS
+from diffusion.launch.attempt_object import ATTEMPTS
 from diffusion.launch.bucket_run import claim_working_folder, open_bucket_run
+from diffusion.launch.lock_content import LOCK
 from diffusion.launch.run_id import RUN_FILE
-from diffusion.launch.run_lock import LOCK
 from diffusion.storage import object_store
 from diffusion.storage.atomic import UNFINISHED, write_atomically
 from diffusion.storage.retry import RetryPolicy

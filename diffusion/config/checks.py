@@ -17,6 +17,7 @@ from diffusion.config.lora_checks import check_lora
 from diffusion.config.objective_checks import check_objective
 from diffusion.config.perceptual_checks import check_perceptual_losses
 from diffusion.config.recipe import Component, LoaderConfig, ParallelismConfig, Recipe, SpeedConfig, StreamConfig
+from diffusion.config.run_storage_checks import runs_dir_problem
 from diffusion.config.sampling_checks import check_sampling
 from diffusion.config.save_intervals import is_time
 from diffusion.config.schema import MISSING, Gatherer, Problem, did_you_mean, join
@@ -141,6 +142,8 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
     if recipe.name not in (None, MISSING) and not RUN_NAME.fullmatch(recipe.name):
         what = 'use letters, digits, underscores, dots and dashes, no dot or dash first, at most 128'
         gather.problem('name', f'{recipe.name[:200]!r} cannot name a folder; {what}')
+    if isinstance(recipe.runs_dir, str) and (problem := runs_dir_problem(recipe.runs_dir)) is not None:
+        gather.problem('runs_dir', problem)
     _check_task(recipe, gather)
     for section, streams in stream_sections(recipe):
         _check_streams(section, streams, gather)

@@ -9,6 +9,7 @@ from diffusion.config.alignment_checks import no_features_problem
 from diffusion.config.checks import stream_sections
 from diffusion.config.image_shapes import BUCKETS, read_buckets, resolution_problem
 from diffusion.config.recipe import Recipe, StreamConfig
+from diffusion.config.run_storage_checks import credentials_problem
 from diffusion.config.schema import Gatherer, Problem
 from diffusion.config.weight_sources import path_problem
 from diffusion.errors import UserError
@@ -67,6 +68,8 @@ def check_output(recipe: Recipe) -> list[Problem]:
         where, out = 'precompute.out', recipe.precompute.out
     elif recipe.task == 'generate' and recipe.generate.out:
         where, out = 'generate.out', recipe.generate.out
+    if where == 'runs_dir' and recipe.run_url is not None and (problem := credentials_problem(recipe.runs_dir)):
+        return [Problem(where, problem)]
     problem = None if '://' in out else why_not_writable(out)
     return [] if problem is None else [Problem(where, problem)]
 

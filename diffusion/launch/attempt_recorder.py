@@ -30,14 +30,14 @@ _clock = Clock()
 
 @contextlib.contextmanager
 def recording_attempt(
-    run: Path, config: NotifyConfig, hide: Callable[[str], str] = str
+    run: Path | str, config: NotifyConfig, hide: Callable[[str], str] = str
 ) -> Iterator[tuple[Attempt, Notifier]]:
     """Record in attempts.jsonl that an attempt began and how the `with` block ended, and send messages about it.
 
     The node entry point does the same for the runs that it starts.
 
     Args:
-        run: The run's folder.
+        run: The run's folder or URL.
         config: The `notify` section of the recipe.
         hide: Function that removes secrets from a text.
 
@@ -67,11 +67,11 @@ def recording_attempt(
         notifier.close()
 
 
-def record_interrupt(run: Path, attempt: Attempt, notifier: Notifier, loss: str) -> None:
+def record_interrupt(run: Path | str, attempt: Attempt, notifier: Notifier, loss: str) -> None:
     """Record that a second Ctrl-C ends this process, and send a message about it, in two seconds at most.
 
     Args:
-        run: The run's folder.
+        run: The run's folder or URL.
         attempt: The record of the attempt.
         notifier: Sender of its messages.
         loss: Result of `describe_loss`.
@@ -88,7 +88,7 @@ def _send_end(attempt: Attempt, notifier: Notifier) -> None:
     notifier.send('ended', f'ended: {reason}', **ended_values(attempt))
 
 
-def record(run: Path, event: str, attempt: Attempt) -> None:
+def record(run: Path | str, event: str, attempt: Attempt) -> None:
     """Append the state of an attempt to attempts.jsonl; a storage fault is ignored, since training goes on without."""
     with contextlib.suppress(OSError):
         attempts.append_attempt(run, event, attempt, _clock)

@@ -13,13 +13,14 @@ from typing import Any, get_type_hints
 
 from diffusion.config.schema import fits
 from diffusion.errors import UserError
+from diffusion.launch.attempt_object import ATTEMPTS, append_to_object
 from diffusion.launch.run_id import RUN_FILE
 from diffusion.launch.run_lock import boot_id
-from diffusion.storage.atomic import write_atomically
-from diffusion.storage.json_lines import read_json_lines
+from diffusion.storage.json_lines import parse_json_lines
 from diffusion.storage.own_files import open_own_file
+from diffusion.storage.retry import RetryPolicy
+from diffusion.storage.shared_files import PATIENT, SharedFiles, is_url, shared_files
 
-ATTEMPTS = 'attempts.jsonl'
 _MAX_BYTES = 2**24
 """Part of attempts.jsonl that is read; it has the records of weeks."""
 STUCK_ATTEMPTS = 3
@@ -94,12 +95,12 @@ class Clock:
     is suspended does not count.
 
     Args:
-        run: The run's folder.
+        run: The run's folder or URL.
     """
 
-    def __init__(self, run: Path | None = None) -> None:
+    def __init__(self, run: Path | str | None = None) -> None:
+        last = _last_record(run) if run is not None else {}
         now, monotonic, boot = time.time(), time.monotonic(), boot_id()
-        last = _last_record(run / ATTEMPTS) if run is not None else {}
         self._offset = now - monotonic
         with contextlib.suppress(KeyError, TypeError):  # no records, or records of an earlier version
             if last['boot'] == boot and boot:
@@ -121,30 +122,34 @@ class Clock:
         return {'at': self.at(monotonic), 'monotonic': monotonic, 'boot': boot_id()}
 
 
-def _last_record(path: Path) -> dict[str, Any]:
-    """Return the last complete record of an attempts.jsonl; empty if there is none."""
+def _last_record(run: Path | str) -> dict[str, Any]:
+    """Return the last complete record in attempts.jsonl of a run; empty if there is none."""
     try:
-        records = read_json_lines(path, tail_bytes=_MAX_BYTES)
+        records = parse_json_lines(shared_files(run).read(ATTEMPTS, tail_bytes=_MAX_BYTES) or b'')
     except OSError:
         return {}
     return records[-1] if records else {}
 
 
-def append_attempt(run: Path, event: str, attempt: Attempt, clock: Clock | None = None) -> None:
-    """Append the state of an attempt to attempts.jsonl in the run's folder; `event` is begin, progress or end.
+def append_attempt(run: Path | str, event: str, attempt: Attempt, clock: Clock | None = None) -> None:
+    """Append the state of an attempt to attempts.jsonl of a run; `event` is begin, progress or end.
+
+    Only the process that holds the lock of the run may call it.
 
     Raises:
         OSError: The file cannot be written, or the attempt has begun and its file is no longer there.
     """
-    stamp = (clock or Clock()).stamp()
+    record = {'event': event} | (clock or Clock()).stamp() | asdict(attempt)
+    if is_url(run):
+        return append_to_object(str(run), record)
     # A killed node can leave a partial line. A single write() to a file opened with O_APPEND leaves it at the end of
     # the file only, and the leading newline keeps the next record off that line.
-    line = '\n' + json.dumps({'event': event} | stamp | asdict(attempt)) + '\n'
+    line = f'\n{json.dumps(record)}\n'
     # Created at the beginning of an attempt only: if the folder's file system is no longer mounted, a new file would
     # make the empty folder look like that of a run.
     create = os.O_CREAT if event == 'begin' else 0
     # fsync, so that the record survives the loss of the node.
-    descriptor = open_own_file(run / ATTEMPTS, create | os.O_APPEND | os.O_WRONLY)
+    descriptor = open_own_file(Path(run, ATTEMPTS), create | os.O_APPEND | os.O_WRONLY)
     try:
         os.write(descriptor, line.encode())
         os.fsync(descriptor)
@@ -152,24 +157,36 @@ def append_attempt(run: Path, event: str, attempt: Attempt, clock: Clock | None 
         os.close(descriptor)
 
 
-def has_begun(run: Path) -> bool:
-    """Return True if a run's folder shows that an attempt has begun: by run.json, attempts.jsonl or a checkpoint."""
-    checkpoints = (path for path in run.glob('ba*') if path.name[2:].isdigit())
-    return (run / RUN_FILE).exists() or (run / ATTEMPTS).exists() or any(checkpoints)
+def has_begun(run: Path | str) -> bool:
+    """Return True if a run's files show that an attempt has begun: run.json, attempts.jsonl or a checkpoint.
+
+    Raises:
+        OSError: The storage fails.
+    """
+    listing = shared_files(run, PATIENT).list()
+    names = {*listing.files, *listing.folders}
+    return bool(names & {RUN_FILE, ATTEMPTS}) or any(name[:2] == 'ba' and name[2:].isdigit() for name in names)
 
 
-def read_attempts(run: Path) -> list[Attempt]:
+def read_attempts(run: Path | str, retry: RetryPolicy = PATIENT) -> list[Attempt]:
     """Return the attempts recorded in attempts.jsonl of a run, in order, each with the values of its last record.
+
+    Args:
+        run: The run's folder or URL.
+        retry: Number of tries and timeout of requests to an object store.
 
     Raises:
         UserError: The run has no attempts.jsonl.
+        OSError: The storage fails.
     """
-    path = run / ATTEMPTS
-    if not path.exists():
+    files = shared_files(run, retry)
+    content = files.read(ATTEMPTS, tail_bytes=_MAX_BYTES)
+    if content is None:
+        path = files.locate(ATTEMPTS)
         raise UserError(f'{path} does not exist; only a run that has started training records its attempts')
     found: dict[tuple[int, float], Attempt] = {}
     kinds: dict[str, Any] = get_type_hints(Attempt)
-    for values in read_json_lines(path, tail_bytes=_MAX_BYTES):
+    for values in parse_json_lines(content):
         event, recorded_at = values.pop('event', None), values.pop('at', None)
         values = {key: value for key, value in values.items() if key not in ('monotonic', 'boot')}
         # A file that this program did not write may have any content.
@@ -184,11 +201,11 @@ def read_attempts(run: Path) -> list[Attempt]:
             attempt.end = recorded_at
         found[attempt.number, attempt.begin] = attempt
     result = list(found.values())
-    _assign_faults(result, run / FAULTS)
+    _assign_faults(result, files)
     return result
 
 
-def record_fault(run: Path, machine: str, detail: str) -> None:
+def record_fault(run: Path | str, machine: str, detail: str) -> None:
     """Record a hardware fault of a machine in the run's folder; any node of a job may call it.
 
     Raises:
@@ -196,18 +213,17 @@ def record_fault(run: Path, machine: str, detail: str) -> None:
     """
     # One file per fault, because nodes that append to one file of a network file system overwrite each other's lines.
     # A scheduler without a shared exit file (jobset, sagemaker, skypilot) has no other record that names the machine.
-    (run / FAULTS).mkdir(exist_ok=True)
     at = time.time()
     name = re.sub(r'[^A-Za-z0-9_.-]', '_', machine)
     content = json.dumps({'at': at, 'machine': machine, 'detail': detail})
-    write_atomically(run / FAULTS / f'{at:.3f}-{name}.json', content + '\n')
+    shared_files(run).write(f'{FAULTS}/{at:.3f}-{name}.json', content + '\n')
 
 
-def _assign_faults(found: list[Attempt], folder: Path) -> None:
+def _assign_faults(found: list[Attempt], files: SharedFiles) -> None:
     """Set cause, machine and detail of the attempts that a recorded hardware fault ended."""
-    for path in sorted(folder.glob('*.json')):
+    for name in sorted(name for name in files.list(FAULTS).files if name.endswith('.json')):
         try:
-            fault = json.loads(path.read_text(encoding='utf-8'))
+            fault = json.loads(files.read(f'{FAULTS}/{name}') or b'')
             at, machine, detail = float(fault['at']), str(fault['machine']), str(fault['detail'])
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             continue

@@ -9,16 +9,18 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from diffusion.errors import UserError, printable
+from diffusion.errors import ExternalError, UserError, printable
 from diffusion.storage.atomic import write_atomically
+from diffusion.storage.shared_files import is_url
 
 if TYPE_CHECKING:
     from diffusion.launch.backends.base import Rendered
     from diffusion.launch.job_checks import CheckedSpec
 
 _SPEC_HELP = dict.fromkeys(('logs', 'cancel'), 'YAML file of the job, as passed to `diffusion launch`') | {
-    'status': 'YAML file of the job, as passed to `diffusion launch`; or a run folder, for its state (running, silent '
-    'or ended), batch, speed, time left, last batch of each node, newest checkpoint, attempts and goodput'
+    'status': 'YAML file of the job, as passed to `diffusion launch`; or the folder or URL of a run, for its state '
+    '(running, silent or ended), batch, speed, time left, last batch of each node, newest checkpoint, attempts and '
+    'goodput'
 }
 
 
@@ -48,7 +50,7 @@ def add_job(parser: argparse.ArgumentParser, action: str) -> None:
         'overrides', nargs='*', metavar='KEY=VALUE', help='the overrides that were passed to `diffusion launch`'
     )
     if action == 'status':
-        parser.add_argument('--json', action='store_true', help='print the status of a run folder as JSON, for scripts')
+        parser.add_argument('--json', action='store_true', help='print the status of a run as JSON, for scripts')
     parser.set_defaults(run=run_job_action, action=action)
 
 
@@ -139,7 +141,7 @@ def run_launch(args: argparse.Namespace) -> int:
 
 
 def run_job_action(args: argparse.Namespace) -> int:
-    """Print the status or logs of a job, or cancel it; with the folder of a run, print its progress and attempts.
+    """Print the status or logs of a job, or cancel it; or print the progress and attempts of a run.
 
     Raises:
         UserError: The spec is wrong, or the scheduler's command-line tool is missing.
@@ -148,8 +150,13 @@ def run_job_action(args: argparse.Namespace) -> int:
     from diffusion.launch import run_status
     from diffusion.launch.job_checks import check_jobs, load_job_spec
 
-    if args.action == 'status' and Path(args.spec).is_dir():
-        report = run_status.inspect_run(Path(args.spec))
+    if args.action == 'status' and (is_url(args.spec) or Path(args.spec).is_dir()):
+        try:
+            report = run_status.inspect_run(args.spec if is_url(args.spec) else Path(args.spec))
+        except OSError as error:
+            if not is_url(args.spec):
+                raise
+            raise ExternalError(f'status: {error}') from error
         text = json.dumps(asdict(report), indent=2) if args.json else printable(run_status.format_report(report))
         print(text)
         return 0

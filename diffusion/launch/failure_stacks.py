@@ -11,6 +11,8 @@ from diffusion.launch.workers import Workers, process_problem
 
 NCCL_DUMP_SECONDS = 10.0
 """Maximum wait for the files of NCCL's flight recorder after a hang."""
+NCCL_UPLOAD_SECONDS = 20.0
+"""Maximum time of their upload to an object store."""
 
 
 def keep_stacks(
@@ -43,9 +45,9 @@ def keep_stacks(
     report = NodeReport(position.rank, cause, problem, reports)
     if not within_limit(lambda: stacks.write(report, texts)):
         # For example because this very file system hangs. The sentence about this node's ranks is still useful.
-        say(f'{stacks.path} cannot be written; continuing without the stacks of the ranks')
+        say(f'{stacks.place} cannot be written; continuing without the stacks of the ranks')
         return describe_hang(reports) if position.rank == 0 else ''
-    say(f'wrote the stacks of {len(texts)} of {position.processes} ranks to {stacks.path}')
+    say(f'wrote the stacks of {len(texts)} of {position.processes} ranks to {stacks.place}')
     found: dict[int, NodeReport] = {position.rank: report}
     asked: list[int] = []
     if cause == 'hang':
@@ -62,8 +64,9 @@ def keep_stacks(
         sentence = describe_hang([rank for each in found.values() for rank in each.ranks], missing)
         # Before the wait for NCCL, because the other nodes wait for the summary.
         within_limit(lambda: stacks.write_summary(sentence, found))
-        sentence = f'{sentence}; stacks in {stacks.path}'
+        sentence = f'{sentence}; stacks in {stacks.place}'
     within_limit(lambda: stacks.wait_for_nccl(asked, NCCL_DUMP_SECONDS), NCCL_DUMP_SECONDS + STORAGE_SECONDS)
+    within_limit(stacks.upload_nccl, NCCL_UPLOAD_SECONDS)
     return sentence
 
 

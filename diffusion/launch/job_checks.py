@@ -229,7 +229,7 @@ def _make_jobs(spec: JobSpec) -> tuple[list[Job], list[Recipe], list[Problem]]:
                 time_limit_seconds=seconds_of(limit)
                 if (limit := stage.time_limit or spec.schedule.time_limit)
                 else None,
-                run_dir=str(recipe.run_dir),
+                run_dir=recipe.run_place,
                 task=recipe.task,
                 after=jobs[-1].name if jobs else None,
                 spec=spec,
@@ -252,10 +252,10 @@ def _variables_not_set(recipe: Recipe, spec: JobSpec) -> list[Problem]:
 
 
 def _run_folder(recipe: Recipe) -> str:
-    """Return the folder of a recipe's run as an override of another recipe, with its environment variables by name."""
+    """Return the folder or URL of a recipe's run, as a value of another recipe, with environment variables by name."""
     parts = {key: recipe.from_environment.get((key,)) for key in ('runs_dir', 'name')}
     if not any(parts.values()):
-        return str(recipe.run_dir)
+        return recipe.run_place
     return Interpolation('/'.join(text or escaped(getattr(recipe, key)) for key, text in parts.items()))
 
 

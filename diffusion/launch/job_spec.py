@@ -134,7 +134,7 @@ class Job:
     nodes: int
     time_limit_seconds: int | None
     run_dir: str
-    """Folder of the run and its checkpoints."""
+    """Folder of the run and its checkpoints, or their URL in an object store."""
     task: str
     """Task of the recipe, such as train."""
     after: str | None

@@ -19,6 +19,8 @@ from diffusion.launch.job_spec import Job
 from diffusion.launch.lost_output import discarding_lost_output
 from diffusion.launch.stop_signals import RepeatedInterrupt, handled_signals
 from diffusion.launch.workers import die_with_parent
+from diffusion.storage.shared_files import is_url
+from diffusion.storage.working_folder import WORKING_FOLDER_VARIABLE, working_root
 
 TICK_SECONDS = 0.1
 GRACE_SECONDS = 15.0
@@ -39,7 +41,11 @@ def run_local_jobs(jobs: Sequence[Job]) -> int:
 
 def node_environment(job: Job, rank: int) -> dict[str, str]:
     """Return the environment variables of one node of a local job."""
-    return environment_of(job, 'local', NODE_RANK=str(rank), MASTER_ADDR='127.0.0.1')
+    variables = environment_of(job, 'local', NODE_RANK=str(rank), MASTER_ADDR='127.0.0.1')
+    if job.nodes > 1 and is_url(job.run_dir):
+        # A node keeps its part of a run in an object store to itself, but these nodes share a machine.
+        variables[WORKING_FOLDER_VARIABLE] = str(working_root() / f'node{rank}')
+    return variables
 
 
 class LocalJob:
@@ -79,8 +85,10 @@ class LocalJob:
         """Return the number of attempts in a row that failed without progress, after one that ended with `status`."""
         self._failures += status != PREEMPTED
         # Only a training run records its attempts, and only the record tells which of them made progress.
-        with contextlib.suppress(UserError):
-            return attempts.restarts_used(attempts.read_attempts(Path(self.job.spec.workdir or '', self.job.run_dir)))
+        with contextlib.suppress(UserError, OSError):
+            run = self.job.run_dir
+            run = run if is_url(run) else Path(self.job.spec.workdir or '', run)
+            return attempts.restarts_used(attempts.read_attempts(run))
         return self._failures
 
     def _attempt(self, count: int) -> int:

@@ -42,6 +42,7 @@ from diffusion.launch.stack_folder import HangListener, StackFolder, attempt_nam
 from diffusion.launch.stop_signals import RepeatedInterrupt, handled_signals
 from diffusion.launch.watchdog import Watchdog, early_timeout_warning
 from diffusion.launch.workers import TICK_SECONDS, Outcome, Workers
+from diffusion.storage.shared_files import is_url, shared_files
 
 CHECK_EVERY_SECONDS = 1.0
 """Interval at which heartbeats are checked."""
@@ -120,7 +121,8 @@ class Node:
         environ: Mapping[str, str],
     ) -> None:
         self.position, self.settings, self.command = position, settings, list(command)
-        self.run_dir = recipe.run_dir
+        self.home = recipe.run_place
+        """The run's folder, which all nodes share, or its URL in an object store."""
         self._notify_config = recipe.notify
         self.trains = recipe.task == 'train'
         self.saves_to_folder = self.trains and 'save_folder' not in recipe.trainer
@@ -135,7 +137,7 @@ class Node:
         self.end_requested = False
         """True after a second Ctrl-C, which ends the workers without a checkpoint."""
         self._interrupts = RepeatedInterrupt()
-        self._notifier = Notifier(NotifyConfig(), self.run_dir)
+        self._notifier = Notifier(NotifyConfig(), self.home)
         self.outcome: Outcome | None = None
         """Outcome of the last attempt, or None before its end."""
         self._restarts = 0
@@ -145,7 +147,7 @@ class Node:
             if self.trains and isinstance(dist_timeout, int | float)
             else None
         )
-        self._records = NodeRecords(self.run_dir, self.environ, owns_run=False, say=self._print)
+        self._records = NodeRecords(self.home, self.environ, owns_run=False, say=self._print)
 
     def run(self) -> int:
         """Run the job on this node, and return the exit status of the last attempt.
@@ -162,13 +164,18 @@ class Node:
                     return status
                 if self.owns_run:
                     stack.enter_context(
-                        run_lock.hold_run_lock(self.run_dir, self.environ, stopped=self._poll_while_waiting)
+                        run_lock.hold_run_lock(self.home, self.environ, stopped=self._poll_while_waiting)
                     )
             except run_lock.RunLocked as error:
                 self._print(str(error))
                 return PREEMPTED if self.stop_requested else FAILED if error.retry else CONFIG_ERROR
+            except UserError as error:  # the store of the run refuses access
+                self._print(f'runs_dir: {error}')
+                return CONFIG_ERROR
             except OSError as error:
-                self._print(f'{self.run_dir} cannot be written ({error}); check that it is mounted and has free space')
+                folder_problem = 'check that it is mounted and has free space'
+                way_out = 'a later attempt may succeed' if is_url(self.home) else folder_problem
+                self._print(f'{self.home} cannot be written ({error}); {way_out}')
                 return FAILED
             return self._run_attempts()
 
@@ -185,21 +192,21 @@ class Node:
 
     def _run_attempts(self) -> int:
         """Run attempts, while this process holds the run lock; return the exit status of the last one."""
-        self._records = NodeRecords(self.run_dir, self.environ, owns_run=self.owns_run, say=self._print)
+        self._records = NodeRecords(self.home, self.environ, owns_run=self.owns_run, say=self._print)
         if self.position.rank == 0 and self._timeout_warning is not None:
             self._print(f'warning: {self._timeout_warning}')
         failures = 0
         while True:
-            if self._restarts and (status := self._status_of_missing_run(self._restarts)):
-                return status
             try:
+                if self._restarts and (status := self._status_of_missing_run(self._restarts)):
+                    return status
                 earlier = self._earlier_attempts()
             except OSError as error:
-                self._print(f'{self.run_dir}: the record of earlier attempts cannot be read ({error})')
+                self._print(f'{self.home}: the record of earlier attempts cannot be read ({error})')
                 return FAILED
             problem = attempts.reason_to_give_up(earlier, self.settings.max_restarts)
             if problem is not None:
-                self._print(f'{self.run_dir / attempts.ATTEMPTS}: {problem}')
+                self._print(f'{shared_files(self.home).locate(attempts.ATTEMPTS)}: {problem}')
                 return CONFIG_ERROR
             self._records.furthest = max((each.first for each in earlier if each.first is not None), default=None)
             outcome = self._attempt(len(earlier))
@@ -218,12 +225,16 @@ class Node:
         # Without this check, a node whose file system is not mounted would begin at batch 0 without a word.
         scheduled = self.environ.get(environment.ATTEMPT, '')
         attempt = max(restarts, int(scheduled) if scheduled.isdigit() else 0)
-        if not self.saves_to_folder or not attempt or attempts.has_begun(self.run_dir):
+        if not self.saves_to_folder or not attempt or attempts.has_begun(self.home):
             return 0
-        missing = f'{self.run_dir} is empty although this is attempt {attempt}'
+        missing = f'{self.home} is empty although this is attempt {attempt}'
         machine = environment.machine_name(self.environ)
+        question, remedy = f'is it mounted on {machine}', f'it is not mounted on {machine}, mount it'
+        if is_url(self.home):
+            question = f'does S3_ENDPOINT_URL on {machine} lead to another store'
+            remedy = f'{machine} reaches another store, correct its endpoint and credentials'
         if restarts or earlier_attempt_ran(self.environ):
-            self._print(f'{missing}, and an earlier attempt has begun: is it mounted on {machine}?')
+            self._print(f'{missing}, and an earlier attempt has begun: {question}?')
             return FAILED
         # The ranks compare the folders of all nodes, and end with FAILED if some of them see a run that has begun.
         if self.position.rank:
@@ -231,8 +242,8 @@ class Node:
         # The scheduler counts an attempt that it ended before this program began, for example when it evicts a pod
         # that still pulls its image. A retry would find the same, until all restarts are used.
         self._print(
-            f'{missing}. If it is not mounted on {machine}, mount it and start the job again. If no earlier attempt '
-            f'has begun, submit the job anew, or create {self.run_dir / attempts.ATTEMPTS} to start from batch 0'
+            f'{missing}. If {remedy} and start the job again. If no earlier attempt has begun, submit the job anew, or '
+            f'create {shared_files(self.home).locate(attempts.ATTEMPTS)} to start from batch 0'
         )
         return CONFIG_ERROR
 
@@ -249,14 +260,14 @@ class Node:
         """Return the sender of an attempt's messages, which sends none on all nodes but the first."""
         events = tuple(event for event in NOTIFY_EVENTS if event not in TRAINING_EVENTS)
         config = self._notify_config if self.owns_run else NotifyConfig()
-        return Notifier(config, self.run_dir, self.environ, events=events, attempt=number)
+        return Notifier(config, self.home, self.environ, events=events, attempt=number)
 
     def _earlier_attempts(self) -> list[Attempt]:
         """Return the recorded earlier attempts of a training run; an empty list on nodes that do not restart it."""
         with contextlib.suppress(UserError):  # the run has no attempts.jsonl yet
             # With restarts in place every node decides, and all of them read the record of the first.
             if self.owns_run or (self.trains and self.settings.in_place):
-                return attempts.read_attempts(self.run_dir)
+                return attempts.read_attempts(self.home)
         return []
 
     def _attempt(self, number: int) -> Outcome:
@@ -313,13 +324,13 @@ class Node:
     ) -> Outcome:
         """Run a program with one process per GPU, for at most `limit_seconds` if set; return the outcome."""
         name = attempt_name(self.environ, self._restarts)
-        stacks = StackFolder(self.run_dir, name, self.position.rank, self.position.nodes)
+        stacks = StackFolder(self.home, name, self.position.rank, self.position.nodes)
         environ = {**self.environ, heartbeat_file.ATTEMPT_FOLDER_VARIABLE: str(folder)}
         if self.trains:
             environ[NUMBER_VARIABLE] = str(attempt.number)
             environ |= nccl_environment(self.environ, folder, stacks.nccl_prefix)
-            if self.position.rank == 0:
-                # Not on the others, which would make a run folder of their own where the storage is not mounted.
+            if self.position.rank == 0 or stacks.in_bucket:
+                # A shared folder not on the others, which would make a run folder of their own where it is not mounted.
                 within_limit(stacks.create)
         workers = Workers(self.position, command, environ, folder)
         listener = HangListener(stacks)

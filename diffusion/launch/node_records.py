@@ -10,6 +10,7 @@ from diffusion.launch.attempts import Attempt, Clock
 from diffusion.launch.bounded_call import storage_problem, within_limit
 from diffusion.launch.exit_file import append_exit_line
 from diffusion.launch.stop_signals import describe_loss
+from diffusion.storage.shared_files import shared_files
 
 
 class NodeRecords:
@@ -19,13 +20,15 @@ class NodeRecords:
     from ending ranks that hang.
 
     Args:
-        run: The run's folder.
+        run: The run's folder or URL.
         environ: Environment of the node entry point.
         owns_run: True on the first node of a training run, which alone records the attempts.
         say: Function that prints a line for the operator.
     """
 
-    def __init__(self, run: Path, environ: Mapping[str, str], *, owns_run: bool, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, run: Path | str, environ: Mapping[str, str], *, owns_run: bool, say: Callable[[str], None]
+    ) -> None:
         self.run, self.environ, self.owns_run, self.say = run, environ, owns_run, say
         self.clock = Clock(run if owns_run else None)
         self.furthest: int | None = None
@@ -64,8 +67,8 @@ class NodeRecords:
         saved = [attempt.first or 0]
 
         def list_checkpoints() -> None:
-            names = [path.name[2:] for path in self.run.glob('ba*') if path.is_dir()]
-            saved.extend(int(name) for name in names if name.isdigit())
+            names = shared_files(self.run).list().folders
+            saved.extend(int(name[2:]) for name in names if name[:2] == 'ba' and name[2:].isdigit())
 
         within_limit(list_checkpoints)
         return describe_loss(attempt.last or 0, max(saved) or None)
@@ -73,4 +76,5 @@ class NodeRecords:
     def _write(self, name: str, write: Callable[[], object]) -> None:
         problem = storage_problem(write)
         if problem:
-            self.say(f'{self.run / name} cannot be written ({problem}); continuing without it')
+            place = shared_files(self.run).locate(name)
+            self.say(f'{place} cannot be written ({problem}); continuing without it')

@@ -1,7 +1,7 @@
 """Status of each node of a run that trains, in small JSON files in the run's folder; `diffusion status` reads them.
 
-The first rank of each node rewrites `status/node-N.json` about every ten seconds, from a thread of its own: a file
-system that hangs must not block training.
+The first rank of each node rewrites `status/node-N.json` about every ten seconds, from a thread of its own: a storage
+that hangs must not block training.
 """
 
 import contextlib
@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from diffusion.launch import run_lock
+from diffusion.launch import lock_content, run_lock
+from diffusion.storage.shared_files import is_url, shared_files
 
 FOLDER = 'status'
 NODE_VARIABLE = 'DIFFUSION_NODE'
@@ -22,6 +23,9 @@ NODE_VARIABLE = 'DIFFUSION_NODE'
 `0/16`."""
 INTERVAL_SECONDS = 10.0
 """Interval between two writes. The first ones come sooner: the interval starts at a second and doubles."""
+BUCKET_INTERVAL_SECONDS = 30.0
+"""The same interval in an object store, which charges for requests: a PUT and a GET request each, 120 per hour and
+node, 0.0006 USD in S3."""
 _JOIN_SECONDS = 3.0
 """Longest wait for the last write. A thread that hangs in it does not delay the end of the run any further."""
 STARTING, TRAINING, EVALUATING, SAVING, ENDED = 'starting', 'training', 'evaluating', 'saving', 'ended'
@@ -61,14 +65,16 @@ class NodeStatus:
     written_at: float = 0.0
     written: float = 0.0
 
-    def silent_seconds(self, modified: float) -> float:
+    def silent_seconds(self, modified: float | None) -> float:
         """Return the time since the node's last batch.
 
         Args:
-            modified: Modification time of the file, which is used if it was written on another machine.
+            modified: Modification time of the file, which is used if it was written on another machine; None if the
+                storage does not tell.
         """
         same_clock = bool(self.boot) and self.boot == run_lock.boot_id()
-        age = time.monotonic() - self.written_at if same_clock else time.time() - modified
+        written = self.written if modified is None else modified
+        age = time.monotonic() - self.written_at if same_clock else time.time() - written
         return self.seconds_since_batch + max(0.0, age)
 
 
@@ -88,12 +94,12 @@ class StatusWriter:
     """Thread that writes the status of this node to the run's folder.
 
     Args:
-        run: The run's folder.
+        run: The run's folder or URL.
         status: The status, whose fields the training thread changes.
         on_write: Function that is called in the thread after each write.
     """
 
-    def __init__(self, run: Path, status: NodeStatus, *, on_write: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, run: Path | str, status: NodeStatus, *, on_write: Callable[[], None] = lambda: None) -> None:
         self.run, self.status, self.on_write = run, status, on_write
         self.last_batch_at = time.monotonic()
         """Time when the last batch ended, by the monotonic clock."""
@@ -110,7 +116,7 @@ class StatusWriter:
         self._thread.join(_JOIN_SECONDS)
 
     def _write_until_done(self) -> None:
-        owner = run_lock.owner_of(self.run / run_lock.LOCK)
+        owner = run_lock.owner_of(lock_content.lock_path(self.run))
         self.status.owner = '' if owner is None else owner.token
         interval = 1.0
         while True:
@@ -120,27 +126,27 @@ class StatusWriter:
             if done:
                 return
             self._done.wait(interval)
-            interval = min(INTERVAL_SECONDS, 2 * interval)
+            interval = min(BUCKET_INTERVAL_SECONDS if is_url(self.run) else INTERVAL_SECONDS, 2 * interval)
 
     def _write(self) -> None:
         now = time.monotonic()
         self.status.seconds_since_batch = now - self.last_batch_at
         self.status.written_at, self.status.written = now, time.time()
-        path = self.run / FOLDER / f'node-{self.status.node}.json'
-        unfinished = path.with_name(f'.{path.name}')
-        with contextlib.suppress(OSError):  # the disk may be full or temporarily unavailable
-            path.parent.mkdir(exist_ok=True)  # without parents: a run's folder that has vanished is not created again
-            unfinished.write_text(json.dumps(asdict(self.status)) + '\n', encoding='utf-8')
-            unfinished.replace(path)
+        with contextlib.suppress(OSError):  # the disk may be full, or the storage temporarily unavailable
+            name = f'{FOLDER}/node-{self.status.node}.json'
+            # A run's folder that has vanished is not created again.
+            shared_files(self.run).write(name, json.dumps(asdict(self.status)) + '\n', flush=False)
 
 
-def read_statuses(run: Path) -> list[tuple[NodeStatus, float]]:
+def read_statuses(run: Path | str) -> list[tuple[NodeStatus, float]]:
     """Return the status of each node of a run with the time since its last batch, ordered by node."""
-    found = []
-    for path in (run / FOLDER).glob('node-*.json'):
+    found, files = [], shared_files(run)
+    for name, version in files.list(FOLDER).files.items():
+        if not name.startswith('node-'):
+            continue
         with contextlib.suppress(OSError, ValueError, TypeError):  # replaced just now, or not one of our files
-            status = NodeStatus(**json.loads(path.read_text(encoding='utf-8')))
-            found.append((status, status.silent_seconds(path.stat().st_mtime)))
+            status = NodeStatus(**json.loads(files.read(f'{FOLDER}/{name}') or b''))
+            found.append((status, status.silent_seconds(version.modified)))
     # Files of nodes that an earlier attempt had in addition stay behind; the newest file knows the number of nodes.
     newest = max((status for status, _ in found), key=lambda each: each.written, default=None)
     nodes = 0 if newest is None else newest.nodes

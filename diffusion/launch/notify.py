@@ -15,12 +15,13 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from diffusion.config.recipe import NOTIFY_EVENTS, NotifyConfig
 from diffusion.errors import UserError
 from diffusion.launch import attempts
+from diffusion.storage.shared_files import QUICK
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ class Notifier:
 
     Args:
         config: The `notify` section of the recipe.
-        run: The run's folder, whose name is in every message.
+        run: The run's folder or URL, whose last part is in every message as the name of the run.
         environ: Environment with the variables that `config` names.
         events: Events that this process sends.
         attempt: Number of the attempt.
@@ -62,7 +63,7 @@ class Notifier:
     def __init__(
         self,
         config: NotifyConfig,
-        run: Path,
+        run: Path | str,
         environ: Mapping[str, str] = os.environ,
         *,
         events: tuple[str, ...] = NOTIFY_EVENTS,
@@ -70,6 +71,7 @@ class Notifier:
         hide: Callable[[str], str] = str,
     ) -> None:
         self.config, self.run, self.attempt, self.hide = config, run, attempt, hide
+        self._name = PurePath(run).name
         self._events = {event for event in events if event in config.events}
         self._targets: dict[str, Callable[[dict[str, Any]], None]] = {}
         for key, name, deliver in (('webhook', config.webhook, _post), ('command', config.command, _execute)):
@@ -94,9 +96,9 @@ class Notifier:
             return
         self._events.discard(event)
         message = {
-            'text': f'{self.run.name}: {self.hide(text)}',
+            'text': f'{self._name}: {self.hide(text)}',
             'event': event,
-            'run': self.run.name,
+            'run': self._name,
             'attempt': self.attempt,
             'host': socket.gethostname(),
             'time': time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime()),
@@ -112,7 +114,7 @@ class Notifier:
         if bound is None or 'goodput' not in self._events:
             return
         try:
-            found, _ = attempts.time_breakdown(attempts.read_attempts(self.run))
+            found, _ = attempts.time_breakdown(attempts.read_attempts(self.run, QUICK))
         except (UserError, OSError):
             return
         if found.wall >= GOODPUT_AFTER_SECONDS and found.goodput < bound:

@@ -1,7 +1,7 @@
 """Lock on a run's folder: two jobs that save to one folder would resume from each other's checkpoints.
 
-The file run.lock names its owner, which rewrites it every few seconds. A job on the owner's machine looks for the
-owner's process. A job on any other machine can only check whether the file still changes.
+The file or object run.lock names its owner, which rewrites it every few seconds. A job on the owner's machine looks for
+the owner's process. A job on any other machine can only check whether the content still changes.
 """
 
 import contextlib
@@ -20,26 +20,28 @@ from diffusion.errors import UserError
 from diffusion.exit_codes import CONFIG_ERROR
 from diffusion.launch import environment
 from diffusion.launch.bounded_call import STORAGE_SECONDS, within_limit
-from diffusion.storage.own_files import open_own_file
+from diffusion.launch.lock_content import RELEASED, LockContent, LockPlace, lock_path, lock_place
+from diffusion.storage.retry import PreconditionFailed
 
 # No flock or fcntl lock: network file systems of clusters are often mounted without working locks. No comparison of
 # timestamps either: the clocks of two machines differ.
-LOCK = 'run.lock'
 LOCK_HELD_VARIABLE = 'DIFFUSION_RUN_LOCK'
 """Environment variable that marks the workers of a node entry point, which holds the lock for them."""
 _JOB_ID_VARIABLES = ('SLURM_JOB_ID', 'SKYPILOT_TASK_ID', 'TRAINING_JOB_NAME', 'RUN_NAME')
 """Scheduler variables that keep their value when a job is restarted."""
 REFRESH_SECONDS = 5.0
+BUCKET_REFRESH_SECONDS = 15.0
+"""Interval of the refreshes of an object, longer since a store charges for requests. A refresh takes one PUT and three
+GET requests: in S3, 240 and 720 per hour, about 0.0015 USD. Eight of them may fail before the owner looks dead."""
 STALE_SECONDS = 120.0
-"""Time without a change of the file after which an owner on another machine counts as dead. A file system that is busy
+"""Time without a change of the lock after which an owner on another machine counts as dead. A file system that is busy
 with a checkpoint may be slow."""
+POLL_SECONDS = 0.5
+BUCKET_POLL_SECONDS = 2.0
+"""Intervals at which a job that waits for a lock looks at it; at an object, with one GET request."""
 SAME_JOB_SECONDS = 240.0
 """Maximum wait for an earlier attempt of the same job to end on another machine. It is less than the five minutes for
 which the other nodes of this attempt wait."""
-
-
-_MAX_CHARACTERS = 2**16
-"""Characters of a lock file that are read; it has a few hundred."""
 
 
 class RunLocked(UserError):
@@ -119,26 +121,26 @@ def job_id(environ: Mapping[str, str]) -> str:
 
 @contextlib.contextmanager
 def hold_run_lock(
-    run: Path, environ: Mapping[str, str] = os.environ, *, stopped: Callable[[], bool] = lambda: False
+    run: Path | str, environ: Mapping[str, str] = os.environ, *, stopped: Callable[[], bool] = lambda: False
 ) -> Iterator[Owner]:
-    """Hold the lock of a run's folder in a `with` block; if another job takes over the lock, exit this process.
+    """Hold the lock of a run in a `with` block; if another job takes over the lock, exit this process.
 
     Args:
-        run: The run's folder.
+        run: The run's folder, or its URL in an object store.
         environ: The environment of this job.
         stopped: Polled while waiting for an owner that may be dead; the wait ends when it returns True.
 
     Raises:
         RunLocked: Another job holds the lock and is alive.
+        UserError: The store refuses to read or write the lock.
+        OSError: The storage does not respond.
     """
-    this_owner, path = Owner.current(environ), run / LOCK
-    run.mkdir(parents=True, exist_ok=True)
-    # Without file locks this is not an atomic test-and-set, and two jobs may both find the lock free. The one that
-    # writes last wins; the other finds a foreign token at its next refresh and exits.
-    _wait_until_free(path, this_owner, stopped)
-    _write(path, this_owner, 0)
+    this_owner, lock = Owner.current(environ), lock_place(lock_path(run))
+    if isinstance(lock.path, Path):
+        lock.path.parent.mkdir(parents=True, exist_ok=True)
+    _acquire(lock, this_owner, stopped)
     done = threading.Event()
-    thread = threading.Thread(target=_refresh, args=(path, this_owner, done), daemon=True)
+    thread = threading.Thread(target=_refresh, args=(lock, this_owner, done), daemon=True)
     thread.start()
     try:
         yield this_owner
@@ -147,23 +149,38 @@ def hold_run_lock(
         # A storage that does not respond must not keep this process from ending; the lock then expires.
         thread.join(STORAGE_SECONDS)
         if not thread.is_alive():
-            within_limit(lambda: _release(path, this_owner))
+            within_limit(lambda: _release(lock, this_owner))
 
 
-def _release(path: Path, this_owner: Owner) -> None:
-    """Remove a lock file, unless another job took the lock while this process was suspended."""
-    other = owner_of(path)
-    if other is not None and other.token == this_owner.token:
-        path.unlink(missing_ok=True)
+def _acquire(lock: LockPlace, this_owner: Owner, stopped: Callable[[], bool]) -> None:
+    """Take a lock as soon as it is free; raises as `hold_run_lock` does."""
+    while True:
+        # A file has no atomic test-and-set, and two jobs may both find it free. The one that writes last wins; the
+        # other finds a foreign token at its next refresh and exits. For an object, only the first write succeeds.
+        found = _wait_until_free(lock, this_owner, stopped)
+        try:
+            return lock.write(_content(this_owner, 0), found, patient=True)
+        except PreconditionFailed:
+            continue  # another job was faster; its owner decides
 
 
-def owner_of(path: Path) -> Owner | None:
-    """Return the owner recorded in a lock file, or None if the file does not exist or cannot be parsed."""
+def _release(lock: LockPlace, this_owner: Owner) -> None:
+    """Free a lock, unless another job took it while this process was suspended."""
+    content = lock.read()
+    other = None if content is None else parse_owner(content.text)
+    if content is not None and other is not None and other.token == this_owner.token:
+        # A refusal of the store: the lock then expires.
+        with contextlib.suppress(PreconditionFailed, UserError):
+            lock.release(content)
+
+
+def owner_of(path: Path | str) -> Owner | None:
+    """Return the owner recorded in the lock at a path or URL, or None if there is none or it cannot be parsed."""
     return parse_owner(read_lock(path))
 
 
 def parse_owner(content: str | None) -> Owner | None:
-    """Return the owner in the content of a lock file, or None if it cannot be parsed."""
+    """Return the owner in the content of a lock, or None if it cannot be parsed."""
     with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
         owner = Owner(**json.loads(content or '')['owner'])
         kinds = get_type_hints(Owner)
@@ -173,40 +190,51 @@ def parse_owner(content: str | None) -> Owner | None:
     return None
 
 
-def _wait_until_free(path: Path, this_owner: Owner, stopped: Callable[[], bool]) -> None:
-    """Wait until a lock file has no owner or its owner is known to be dead.
+def _wait_until_free(lock: LockPlace, this_owner: Owner, stopped: Callable[[], bool]) -> LockContent | None:
+    """Wait until a lock has no owner or its owner is known to be dead; return its content then.
 
     Raises:
         RunLocked: The owner is alive, or `stopped` returned True.
+        OSError: The storage has not responded for STALE_SECONDS.
     """
-    begin = changed = time.monotonic()
-    content, announced = read_lock(path), False
-    while content is not None:
-        other = parse_owner(content)
+    content, refreshed, announced = lock.read(patient=True), False, False
+    begin = changed = responded = time.monotonic()  # after the read, whose retries may take minutes
+    while content is not None and content.text != RELEASED:
+        other = parse_owner(content.text)
+        if other is not None and other.token == this_owner.token:
+            return content  # written by this process, but the answer of the store was lost
         if other is not None and (this_owner.is_later_attempt_of(other) or other.is_alive() is False):
-            return
+            return content
         # Any change of the content shows that its writer is alive, even if the content cannot be parsed (a reader may
         # see a partial write). The modification time is no evidence: it is from the clock of another machine.
-        now, current = time.monotonic(), read_lock(path)
-        if current != content:
-            content, changed = current, now
-        elif now - changed > STALE_SECONDS:
-            return
-        if other is not None and (changed > begin or other.is_alive()):
+        now, current = time.monotonic(), lock.poll(content)
+        if current is not None and not current.readable:
+            # The owner cannot refresh the lock either while the storage does not respond.
+            changed = time.monotonic()
+            if now - responded > STALE_SECONDS:
+                raise OSError(f'{lock.path}: cannot be read since {STALE_SECONDS:.0f} s')
+        else:
+            responded = now
+            if current != content:
+                content, changed, refreshed = current, time.monotonic(), True
+            elif now - changed > STALE_SECONDS:
+                return content
+        if other is not None and (refreshed or other.is_alive()):
             # The owner is alive. Only an earlier attempt of this job is about to end; any other job is refused
             # immediately.
             if stopped() or now - begin > _max_wait(this_owner, other):
                 raise RunLocked(
-                    f'{path}: {other}, trains into this folder; wait for it to end or set another run name (name=...). '
-                    'The lock expires if its owner has died',
+                    f'{lock.path}: {other}, trains into this folder; wait for it to end or set another run name '
+                    '(name=...). The lock expires if its owner has died',
                     retry=this_owner.may_be_same_job_as(other),
                 )
             if not announced:
                 announced = True
-                print(f'{path}: {other}, holds the lock; waiting for it to end', file=sys.stderr, flush=True)
+                print(f'{lock.path}: {other}, holds the lock; waiting for it to end', file=sys.stderr, flush=True)
         if stopped():
-            raise RunLocked(f'{path}: asked to stop while waiting to see if the lock owner is alive', retry=True)
-        time.sleep(min(0.5, REFRESH_SECONDS))
+            raise RunLocked(f'{lock.path}: asked to stop while waiting to see if the lock owner is alive', retry=True)
+        time.sleep(_interval(lock, min(POLL_SECONDS, REFRESH_SECONDS), BUCKET_POLL_SECONDS))
+    return content
 
 
 def _max_wait(this_owner: Owner, other: Owner) -> float:
@@ -216,48 +244,56 @@ def _max_wait(this_owner: Owner, other: Owner) -> float:
     return STALE_SECONDS if other.is_alive() else SAME_JOB_SECONDS
 
 
-def _refresh(path: Path, this_owner: Owner, done: threading.Event) -> None:
-    """Rewrite the lock file every few seconds until `done`; exit this process if another job takes over the lock."""
-    count = 0
-    while not done.wait(REFRESH_SECONDS):
-        other = owner_of(path)
+def _interval(lock: LockPlace, file_seconds: float, bucket_seconds: float) -> float:
+    return file_seconds if isinstance(lock.path, Path) else bucket_seconds
+
+
+def _refresh(lock: LockPlace, this_owner: Owner, done: threading.Event) -> None:
+    """Rewrite a lock every few seconds until `done`; exit this process if another job takes over the lock."""
+    count, failing = 0, False
+    while not done.wait(_interval(lock, REFRESH_SECONDS, BUCKET_REFRESH_SECONDS)):
+        count += 1
+        try:
+            _refresh_once(lock, this_owner, count)
+        except (OSError, UserError) as error:  # full or not available for some time, or a store that refuses access
+            # A file's fault shows up in the next save, and is common enough on a busy file system.
+            if not failing and not isinstance(lock.path, Path):
+                print(f'warning: {error}; the lock of the run is not refreshed meanwhile', file=sys.stderr, flush=True)
+            failing = True
+        else:
+            failing = False
+
+
+def _refresh_once(lock: LockPlace, this_owner: Owner, count: int) -> None:
+    """Rewrite a lock, or exit this process if another job has taken it over; raises as `LockPlace.write` does."""
+    # A second try if another job has written between reading and writing: it then finds the other owner.
+    for _ in range(2):
+        content = lock.read()
+        other = None if content is None else parse_owner(content.text)
         if other is not None and other.token != this_owner.token:
             # This process was taken for dead, for example because its machine was suspended. The folder now belongs to
             # the other job, and any further write would damage its run. os._exit skips all cleanup, which might write a
             # checkpoint or delete the lock of the other job. CONFIG_ERROR, so that the scheduler does not start a retry
             # that competes for the folder.
-            print(f'error: {path}: {other}, took over the lock; this process exits', file=sys.stderr, flush=True)
+            print(f'error: {lock.path}: {other}, took over the lock; this process exits', file=sys.stderr, flush=True)
             os._exit(CONFIG_ERROR)
-        count += 1
-        with contextlib.suppress(OSError):  # the disk may be full or temporarily unavailable
-            _write(path, this_owner, count)
+        with contextlib.suppress(PreconditionFailed):
+            return lock.write(_content(this_owner, count), content)
 
 
-def _write(path: Path, this_owner: Owner, count: int) -> None:
-    """Write the owner and the number of refreshes to a lock file."""
-    # In place, unlike a heartbeat: clients of a network file system see a changed file sooner than a new one of the
-    # same name. A reader may see a partial write, which counts as a change without an owner.
-    line: dict[str, Any] = {'owner': asdict(this_owner), 'count': count, 'at': time.time()}
-    content = json.dumps(line).encode() + b'\n'
-    # No O_TRUNC: the file would be empty until the write, and a reader would see no owner.
-    descriptor = open_own_file(path, os.O_CREAT | os.O_WRONLY)
+def _content(this_owner: Owner, count: int) -> str:
+    """Return the content of a lock: the owner and the number of refreshes."""
+    content: dict[str, Any] = {'owner': asdict(this_owner), 'count': count, 'at': time.time()}
+    return json.dumps(content) + '\n'
+
+
+def read_lock(path: Path | str) -> str | None:
+    """Return the content of the lock at a path or URL; None if there is none, empty if the storage does not respond."""
     try:
-        os.pwrite(descriptor, content, 0)
-        os.ftruncate(descriptor, len(content))
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def read_lock(path: Path) -> str | None:
-    """Return the content of a lock file; None if it does not exist, empty if the file system does not respond."""
-    try:
-        with open(open_own_file(path, os.O_RDONLY), encoding='utf-8', errors='replace') as file:
-            return file.read(_MAX_CHARACTERS)
-    except FileNotFoundError:
-        return None
-    except OSError:  # for example ESTALE while a network file system fails over
+        content = lock_place(path).read()
+    except (OSError, UserError):
         return ''
+    return None if content is None or content.text == RELEASED else content.text
 
 
 def _machine_id() -> str:

@@ -1,19 +1,24 @@
-"""Status of a run as far as the files in its folder tell: running, silent or ended, its progress and its attempts."""
+"""Status of a run as far as its files tell: running, silent or ended, its progress and its attempts."""
 
+import contextlib
+import json
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from diffusion.config.yaml_files import UnreadableYAML, read_yaml
+import yaml
+
+from diffusion.config.yaml_syntax import parse_yaml
 from diffusion.errors import UserError
-from diffusion.launch import attempts, node_status, run_lock
+from diffusion.launch import attempts, lock_content, node_status, run_lock
 from diffusion.launch.attempts import Attempt
 from diffusion.launch.node_status import NodeStatus
-from diffusion.storage.json_lines import read_json_lines
+from diffusion.storage.json_lines import parse_json_lines
+from diffusion.storage.shared_files import PATIENT, FolderFiles, is_url, shared_files
 
 # Files that training writes. The modules that write them import PyTorch, which this package does not.
-METRICS, TRAIN_LOSS, RECIPE = 'metrics.jsonl', 'loss/train/total', 'recipe.yaml'
+METRICS, TRAIN_LOSS, RECIPE, RECEIPT = 'metrics.jsonl', 'loss/train/total', 'recipe.yaml', 'receipt.json'
 _TAIL_BYTES = 2**16
 """Part of metrics.jsonl that is read; it has the metrics of many batches."""
 SILENT_SECONDS = 60.0
@@ -22,6 +27,8 @@ SILENT_BATCHES = 10
 """Number of batch times without a batch that must also have passed."""
 WATCH_SECONDS = 12.0
 """Time for which the lock of another machine is watched if it may be dead. Its owner rewrites it every 5 seconds."""
+BUCKET_WATCH_SECONDS = 40.0
+"""The same time for an object, which its owner rewrites every 15 seconds, and later while the store is slow."""
 
 
 @dataclass
@@ -29,7 +36,7 @@ class RunReport:
     """Status of a run; `diffusion status --json` prints its fields.
 
     Attributes:
-        run: The run's folder.
+        run: The run's folder or URL.
         state: starting (no batch yet), running, silent (no batch for longer than usual), or ended.
         batch: Number of batches that the run has completed, or None if unknown.
         duration: The training's length as in the recipe, such as 5000ba or 3ep, or None if unknown.
@@ -38,7 +45,7 @@ class RunReport:
         seconds_left: Time to the end of training at that speed, or None.
         silent_seconds: Time since the last batch on any node, or None if not training.
         last_loss: Last training loss in metrics.jsonl, or None.
-        newest_checkpoint: Path of the newest checkpoint in the run's folder, or None.
+        newest_checkpoint: Path or URL of the newest checkpoint of the run, or None.
         process: Description of the process that holds the run's lock, or None.
         cause: How the last attempt ended, such as `preempted`, or None if it still runs or was not recorded.
         nodes: For each node of a running job: node, host, doing, batch and silent_seconds.
@@ -66,34 +73,46 @@ class RunReport:
     last_activity: float = 0.0
 
 
-def inspect_run(run: Path) -> RunReport:
-    """Return the status of a run from the files in its folder.
+def inspect_run(run: Path | str) -> RunReport:
+    """Return the status of a run from its files.
+
+    Args:
+        run: The run's folder or URL.
 
     Raises:
-        UserError: The folder has no files of a run.
+        UserError: There are no files of a run.
+        OSError: The storage fails.
     """
-    batches = [int(path.name[2:]) for path in run.glob('ba*') if path.is_dir() and path.name[2:].isdigit()]
-    newest = run / f'ba{max(batches)}' if batches else None
-    lock = run / run_lock.LOCK
-    found = node_status.read_statuses(run)
-    paths = (run / METRICS, lock, newest, run / attempts.ATTEMPTS, run / node_status.FOLDER)
-    traces = [time for path in paths if path is not None and (time := _modified(path)) is not None]
-    if not traces:
+    files = shared_files(run, PATIENT)
+    listing, lock = files.list(), lock_content.lock_path(run)
+    batches = sorted(int(name[2:]) for name in listing.folders if name[:2] == 'ba' and name[2:].isdigit())
+    if is_url(run):
+        # Until its receipt is there, a checkpoint is being uploaded, or was not uploaded completely.
+        batches = next(([each] for each in reversed(batches) if files.read(f'ba{each}/{RECEIPT}') is not None), [])
+    newest = files.locate(f'ba{batches[-1]}') if batches else None
+    known = {METRICS, lock_content.LOCK, attempts.ATTEMPTS, node_status.FOLDER}
+    if not batches and not known & {*listing.files, *listing.folders}:
         raise UserError(
-            f'status: {run} has no {METRICS}, {run_lock.LOCK} or checkpoint; give the folder of a run, such as '
-            'runs/phase1, or a job YAML'
+            f'status: {run} has no {METRICS}, {lock_content.LOCK} or checkpoint; give the folder or URL of a run, such '
+            'as runs/phase1, or a job YAML'
         )
-    last = last_loss(run / METRICS)
-    owner, alive = run_lock.owner_of(lock), _is_alive(lock)
-    recorded = attempts.read_attempts(run) if (run / attempts.ATTEMPTS).exists() else []
+    found = node_status.read_statuses(run)
+    last = _last_loss(files.read(METRICS, tail_bytes=_TAIL_BYTES))
+    content = run_lock.read_lock(lock)
+    owner, alive = run_lock.parse_owner(content), _is_alive(lock, content)
+    recorded = attempts.read_attempts(run) if attempts.ATTEMPTS in listing.files else []
+    traces = [each.written for each, _ in found] + [each.end for each in recorded] + [_written(content)]
+    if not is_url(run):
+        paths = [Path(run, name) for name in known] + ([] if newest is None else [Path(newest)])
+        traces = [time for path in paths if (time := _modified(path)) is not None]
     report = RunReport(
         str(run),
         'ended',
-        batch=last[0] if last else max(batches) if batches else None,
-        duration=_duration(run / RECIPE),
+        batch=last[0] if last else batches[-1] if batches else None,
+        duration=_duration(files.read(RECIPE)),
         last_loss=last[1] if last else None,
-        newest_checkpoint=None if newest is None else str(newest),
-        process=_describe_process(lock),
+        newest_checkpoint=newest,
+        process=_describe_process(content),
         attempts=[asdict(attempt) for attempt in recorded],
         goodput=attempts.time_breakdown(recorded)[0].goodput if recorded else None,
         last_activity=max(traces),
@@ -120,6 +139,8 @@ def _add_progress(report: RunReport, current: list[tuple[NodeStatus, float]]) ->
     newest, silent = min(current, key=lambda each: each[1])
     seconds = newest.seconds_per_batch
     limit = max(SILENT_SECONDS, SILENT_BATCHES * (seconds or 0.0))
+    if is_url(report.run):
+        limit += node_status.BUCKET_INTERVAL_SECONDS  # the status is up to this much older than the last batch
     report.state = 'silent' if silent > limit else 'running'
     report.batch = max(status.batch for status, _ in current)
     report.total_batches = newest.total_batches
@@ -141,9 +162,8 @@ def _modified(path: Path) -> float | None:
         return None
 
 
-def _is_alive(lock: Path) -> bool:
+def _is_alive(lock: Path | str, content: str | None) -> bool:
     """Return True if the process that holds a run's lock is running; watch the lock if it is on another machine."""
-    content = run_lock.read_lock(lock)
     owner = run_lock.parse_owner(content)
     if owner is None:
         return False
@@ -151,18 +171,28 @@ def _is_alive(lock: Path) -> bool:
     if alive is not None:
         return alive
     # Its owner rewrites the lock every few seconds. The clocks of two machines differ, so an old time is no evidence.
-    modified = _modified(lock)
-    if modified is None or abs(time.time() - modified) < 2 * run_lock.REFRESH_SECONDS:
+    if isinstance(lock, Path):
+        modified, refresh, watch = _modified(lock), run_lock.REFRESH_SECONDS, WATCH_SECONDS
+    else:
+        modified, refresh, watch = _written(content), run_lock.BUCKET_REFRESH_SECONDS, BUCKET_WATCH_SECONDS
+    if modified is None or abs(time.time() - modified) < 2 * refresh:
         return modified is not None
-    until = time.monotonic() + WATCH_SECONDS
+    until = time.monotonic() + watch
     while time.monotonic() < until:
-        time.sleep(0.5)
+        time.sleep(0.5 if isinstance(lock, Path) else 2.0)
         current = run_lock.read_lock(lock)
         if current is None:
             return False
         if current not in ('', content):  # empty while the storage does not respond
             return True
     return False
+
+
+def _written(content: str | None) -> float:
+    """Return the time in the content of a lock when its owner wrote it, in seconds since 1970; 0 if unknown."""
+    with contextlib.suppress(ValueError, TypeError, AttributeError, RecursionError):
+        return float(json.loads(content or '{}').get('at', 0.0))
+    return 0.0
 
 
 def format_report(report: RunReport) -> str:
@@ -204,29 +234,34 @@ def _headline(report: RunReport, recorded: list[Attempt]) -> str:
 
 def last_loss(metrics: Path) -> tuple[int, float] | None:
     """Return the number of trained batches and the last training loss of a metrics file; None if it has no loss."""
-    if not metrics.exists():
-        return None
-    for values in reversed(read_json_lines(metrics, tail_bytes=_TAIL_BYTES)):
+    return _last_loss(FolderFiles(metrics.parent).read(metrics.name, tail_bytes=_TAIL_BYTES))
+
+
+def _last_loss(metrics: bytes | None) -> tuple[int, float] | None:
+    """Return the same as `last_loss` from the end of the content of a metrics file."""
+    for values in reversed(parse_json_lines(metrics or b'')):
         step, loss = values.get('step'), values.get(TRAIN_LOSS)
         if isinstance(step, int) and isinstance(loss, float):  # else other metrics
             return step + 1, loss
     return None
 
 
-def _duration(recipe: Path) -> str | None:
+def _duration(recipe: bytes | None) -> str | None:
+    """Return the training's length in the content of a recipe, or None if unknown."""
     try:
-        trainer = read_yaml(recipe).get('trainer') if recipe.exists() else None
-    except UnreadableYAML:  # being replaced, or not written by this program
-        trainer = None
+        content = parse_yaml((recipe or b'').decode(errors='replace'))
+    except (ValueError, yaml.YAMLError, RecursionError):  # not written by this program
+        return None
+    trainer = content.get('trainer') if isinstance(content, dict) else None
     duration = trainer.get('max_duration') if isinstance(trainer, dict) else None
     return None if duration is None else str(duration)
 
 
-def _describe_process(lock: Path) -> str | None:
+def _describe_process(content: str | None) -> str | None:
     """Return the process that holds a run's lock, and if it still runs; None without a lock."""
-    if not lock.exists():
+    if content is None:
         return None
-    owner = run_lock.owner_of(lock)
+    owner = run_lock.parse_owner(content)
     if owner is None:
         return 'unknown'
     state = {True: 'running', False: 'ended without releasing the run', None: 'not visible from this machine'}

@@ -1,7 +1,8 @@
 """Folder in the run's folder where all nodes of an attempt write the stacks of their ranks when the attempt fails.
 
 Each node writes `stacks-nodeN.txt` for people and `nodeN.json` for the first node, which writes `summary.txt`. NCCL's
-flight recorder writes `nccl-rank-N` beside them.
+flight recorder writes `nccl-rank-N` beside them; of a run in an object store it writes to the node's working folder,
+and the node uploads the files.
 """
 
 import contextlib
@@ -17,7 +18,8 @@ from pathlib import Path
 from diffusion.launch import environment
 from diffusion.launch.run_lock import job_id
 from diffusion.launch.stack_report import RankReport
-from diffusion.storage.atomic import write_atomically
+from diffusion.storage.shared_files import FileVersion, FolderFiles, is_url, shared_files
+from diffusion.storage.working_folder import LAUNCH, working_folder
 
 STACKS = 'stacks'
 SUMMARY = 'summary.txt'
@@ -27,6 +29,10 @@ KEPT_ATTEMPTS = 5
 OTHERS_SECONDS = 15.0
 """Maximum wait of the first node for the stacks of the others, and of the others for its summary."""
 POLL_SECONDS = 0.5
+"""Interval at which a node looks for the reports of others."""
+BUCKET_POLL_SECONDS = 5.0
+"""The same interval in an object store, which charges for requests: one LIST request each, 720 per hour and node,
+0.0036 USD in S3."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +46,14 @@ class NodeReport:
     ranks: Sequence[RankReport]
 
     @staticmethod
-    def read(path: Path) -> 'NodeReport | None':
-        """Read a report; return None if it is not there (any more) or cannot be parsed."""
+    def parse(content: bytes | None) -> 'NodeReport | None':
+        """Return a report from the content of its file; None if it is not there (any more) or cannot be parsed."""
         try:
-            content = json.loads(path.read_text(encoding='utf-8'))
-            ranks = [RankReport(**each) for each in content.pop('ranks')]
-            return NodeReport(**content, ranks=ranks)
-        except (OSError, ValueError, TypeError, KeyError):
+            values = json.loads(content or b'')
+            values.pop('at', None)
+            ranks = [RankReport(**each) for each in values.pop('ranks')]
+            return NodeReport(**values, ranks=ranks)
+        except (ValueError, TypeError, KeyError, AttributeError):
             return None
 
 
@@ -68,17 +75,31 @@ class StackFolder:
     """The folder of one attempt; see the module.
 
     Args:
-        run: The run's folder.
+        run: The run's folder or URL.
         name: Result of `attempt_name`.
         node: Rank of this node.
         nodes: Number of nodes.
     """
 
-    def __init__(self, run: Path, name: str, node: int, nodes: int) -> None:
-        self.path = run / STACKS / name
+    def __init__(self, run: Path | str, name: str, node: int, nodes: int) -> None:
         self.node, self.nodes = node, nodes
+        self.in_bucket = is_url(run)
+        """True if the nodes share objects, and each has a folder of its own."""
+        self.path = (working_folder(str(run), LAUNCH) if self.in_bucket else Path(run)) / STACKS / name
+        """The folder, which all nodes share unless `in_bucket`."""
+        self._folder = f'{STACKS}/{name}'
+        self._shared, self._local = shared_files(run), FolderFiles(self.path)
+        self._reports: dict[str, tuple[FileVersion, NodeReport | None]] = {}
+        self._written = False
         # Not every scheduler numbers its restarts, so the folder may have files of an earlier attempt.
-        self._earlier = self._versions()
+        self._earlier: dict[str, FileVersion] | None = None
+        self._earlier_dumps = self._dumps()
+        self._new_files()
+
+    @property
+    def place(self) -> str:
+        """Path or URL of the folder that all nodes share, for messages."""
+        return self._shared.locate(self._folder)
 
     def write(self, report: NodeReport, stacks: Mapping[int, str]) -> None:
         """Write the stacks of this node's ranks and its report.
@@ -86,42 +107,57 @@ class StackFolder:
         Raises:
             OSError: The folder cannot be written.
         """
-        self.create()
+        self._written = True
         text = ''
         for each in report.ranks:
             heartbeat = f'{each.batch} batches completed, last heartbeat {each.silent_seconds:.0f} s ago'
             text += f'--- rank {each.rank} {each.problem or "is in " + each.place}; {heartbeat}\n'
             text += f'{stacks.get(each.rank, "")}\n'
-        write_atomically(self.path / f'stacks-node{self.node}.txt', text)
+        self._write(f'stacks-node{self.node}.txt', text)
         # After the stacks, since other nodes take this file as the sign that this node is done.
-        write_atomically(self.path / f'node{self.node}.json', json.dumps(asdict(report)) + '\n')
+        self._write(f'node{self.node}.json', json.dumps(asdict(report) | {'at': time.time()}) + '\n')
 
     def read(self) -> dict[int, NodeReport]:
         """Return the reports of this attempt, by node."""
         found = {}
-        for name in self._new_files():
-            report = NodeReport.read(self.path / name) if name.startswith('node') else None
+        for name, version in self._new_files().items():
+            if not name.startswith('node'):
+                continue
+            if name not in self._reports or self._reports[name][0] != version:
+                self._reports[name] = version, NodeReport.parse(self._shared.read(f'{self._folder}/{name}'))
+            report = self._reports[name][1]
             if report is not None:
                 found[report.node] = report
         return dict(sorted(found.items()))
 
     def wait_for_all(self) -> dict[int, NodeReport]:
         """Return the reports of all nodes, waiting for those that are missing at most OTHERS_SECONDS."""
-        _poll(lambda: len(self.read()) == self.nodes, OTHERS_SECONDS)
+        self._poll(lambda: len(self.read()) == self.nodes, OTHERS_SECONDS)
         return self.read()
 
     def write_summary(self, sentence: str, reports: Mapping[int, NodeReport]) -> None:
         """Write the summary: a sentence about all ranks, and the problem that each node has reported."""
         problems = [f'node {node}: {report.problem}\n' for node, report in reports.items() if report.problem]
-        write_atomically(self.path / SUMMARY, f'{sentence}\n{"".join(problems)}')
+        self._write(SUMMARY, f'{sentence}\n{"".join(problems)}')
 
     def wait_for_summary(self) -> None:
         """Wait until the first node has written the summary, at most OTHERS_SECONDS."""
-        _poll(lambda: SUMMARY in self._new_files(), OTHERS_SECONDS)
+        self._poll(lambda: SUMMARY in self._new_files(), OTHERS_SECONDS)
 
     def wait_for_nccl(self, ranks: Sequence[int], seconds: float) -> None:
         """Wait until NCCL's flight recorder has written the files of some ranks, at most some seconds."""
-        _poll(lambda: {f'{NCCL_PREFIX}{rank}' for rank in ranks} <= self._new_files(), seconds)
+        names = {f'{NCCL_PREFIX}{rank}' for rank in ranks}
+        _poll(lambda: names <= self._new_dumps(), seconds, POLL_SECONDS / 5)
+
+    def upload_nccl(self) -> None:
+        """Upload the files of NCCL's flight recorder on this node, if the run is in an object store.
+
+        Raises:
+            OSError: The store cannot be written.
+        """
+        if self.in_bucket:
+            for name in sorted(self._new_dumps()):
+                self._write(name, self._local.read(name) or b'')
 
     @property
     def nccl_prefix(self) -> str:
@@ -129,7 +165,10 @@ class StackFolder:
         return str((self.path / NCCL_PREFIX).absolute())
 
     def create(self) -> None:
-        """Create the folder, which NCCL's flight recorder does not do; the run's folder must exist."""
+        """Create the folder, which NCCL's flight recorder does not do; a run's folder that nodes share must exist."""
+        if self.in_bucket:
+            self.path.mkdir(parents=True, exist_ok=True)
+            return
         # Not `parents=True`: without the mount of a run's folder, a new folder would look like that of a run.
         self.path.parent.mkdir(exist_ok=True)
         self.path.mkdir(exist_ok=True)
@@ -145,19 +184,56 @@ class StackFolder:
             folders.sort(key=lambda each: each.stat().st_mtime)
             for folder in folders[: max(0, len(folders) - KEPT_ATTEMPTS + 1)]:
                 shutil.rmtree(folder, ignore_errors=True)
+        if self.in_bucket and self._written and self.node == 0:
+            self._delete_old_objects()
 
-    def _versions(self) -> dict[str, int]:
-        """Return the modification time of each file in the folder; none while its storage fails."""
-        found = {}
-        with contextlib.suppress(OSError):
-            for path in self.path.glob('[!.]*'):
-                with contextlib.suppress(OSError):  # replaced just now
-                    found[path.name] = path.stat().st_mtime_ns
-        return found
+    def _delete_old_objects(self) -> None:
+        """Delete the objects of older attempts than the newest `KEPT_ATTEMPTS` from the store."""
+        ended_at = {}
+        for name in self._shared.list(STACKS).folders - {self.path.name}:
+            names = self._shared.list(f'{STACKS}/{name}').files
+            # Stores do not tell when an object was written; the first node's report does.
+            content = self._shared.read(f'{STACKS}/{name}/node0.json')
+            with contextlib.suppress(ValueError, TypeError, AttributeError):
+                ended_at[name] = float(json.loads(content or b'{}').get('at', 0.0)), names
+        for name in sorted(ended_at, key=lambda name: ended_at[name][0])[: max(0, len(ended_at) - KEPT_ATTEMPTS + 1)]:
+            for file in ended_at[name][1]:
+                self._shared.delete(f'{STACKS}/{name}/{file}')
 
-    def _new_files(self) -> set[str]:
-        """Return the names of the files that were written in this attempt."""
-        return {name for name, time_ns in self._versions().items() if self._earlier.get(name) != time_ns}
+    def _write(self, name: str, content: str | bytes) -> None:
+        self._shared.write(f'{self._folder}/{name}', content)
+
+    def _new_files(self) -> dict[str, FileVersion]:
+        """Return the versions of the shared files that were written in this attempt; none while the storage fails."""
+        try:
+            found = self._shared.list(self._folder).files
+        except OSError:
+            return {}
+        if self._earlier is None:
+            # At the first listing that succeeds: without it, the report of an earlier attempt would end this one.
+            self._earlier = found
+        return {name: version for name, version in found.items() if self._earlier.get(name) != version}
+
+    def _dumps(self) -> dict[str, FileVersion]:
+        """Return the versions of the flight recorder's files that this node sees; none while the storage fails."""
+        try:
+            return self._local.list().files
+        except OSError:
+            return {}
+
+    def _new_dumps(self) -> set[str]:
+        """Return the names of the flight recorder's files that were written in this attempt."""
+        dumps = self._dumps().items()
+        return {each for each, tag in dumps if each.startswith(NCCL_PREFIX) and self._earlier_dumps.get(each) != tag}
+
+    @property
+    def poll_seconds(self) -> float:
+        """Interval at which to look for the reports of other nodes while the run trains."""
+        return BUCKET_POLL_SECONDS if self.in_bucket else POLL_SECONDS
+
+    def _poll(self, condition: Callable[[], bool], seconds: float) -> None:
+        """Wait for a condition on the shared files, looking more often than while the run trains."""
+        _poll(condition, seconds, self.poll_seconds / 5)
 
 
 class HangListener:
@@ -178,13 +254,13 @@ class HangListener:
         self._done.set()
 
     def _run(self) -> None:
-        while self.found is None and not self._done.wait(POLL_SECONDS):
+        while self.found is None and not self._done.wait(self._folder.poll_seconds):
             with contextlib.suppress(OSError):
                 hangs = [each for each in self._folder.read().values() if each.cause == 'hang']
                 self.found = next((each for each in hangs if each.node != self._folder.node), None)
 
 
-def _poll(condition: Callable[[], bool], seconds: float) -> None:
+def _poll(condition: Callable[[], bool], seconds: float, interval: float) -> None:
     until = time.monotonic() + seconds
     while not condition() and time.monotonic() < until:
-        time.sleep(POLL_SECONDS / 5)
+        time.sleep(interval)

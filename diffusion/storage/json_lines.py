@@ -29,6 +29,11 @@ def read_json_lines(path: Path, *, tail_bytes: int) -> list[dict[str, Any]]:
         content = os.pread(descriptor, tail_bytes, max(0, status.st_size - tail_bytes)) if is_regular else b''
     finally:
         os.close(descriptor)
+    return parse_json_lines(content)
+
+
+def parse_json_lines(content: bytes) -> list[dict[str, Any]]:
+    """Return the JSON objects in the content of a file; skip lines that are incomplete, too long or no objects."""
     return [*json_objects(line for line in content.splitlines() if len(line) <= MAX_LINE_BYTES)]
 
 

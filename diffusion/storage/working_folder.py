@@ -6,6 +6,8 @@ from urllib.parse import quote
 
 WORKING_FOLDER_VARIABLE = 'DIFFUSION_WORKING_FOLDER'
 """Environment variable with the folder below which the working folders are, such as /local/nvme."""
+LAUNCH = 'launch'
+"""Purpose of the folder of the node entry point, apart from that of training, which is emptied for a new run."""
 
 
 def working_folder(url: str, purpose: str = 'runs') -> Path:
@@ -21,10 +23,10 @@ def working_folder(url: str, purpose: str = 'runs') -> Path:
     parts = [quote(part, safe=' =+,') for part in rest.split('/') if part]
     # Names such as `..` are not quoted, and would lead out of the folder.
     parts = [part.replace('.', '%2E') if set(part) == {'.'} else part for part in parts]
-    return _root() / purpose / scheme / Path(*parts)
+    return working_root() / purpose / scheme / Path(*parts)
 
 
-def _root() -> Path:
+def working_root() -> Path:
     """Return the folder of all working folders of this machine."""
     if chosen := os.environ.get(WORKING_FOLDER_VARIABLE):
         return Path(chosen)

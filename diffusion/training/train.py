@@ -78,13 +78,13 @@ def train(recipe: Recipe) -> Trainer:
         config = recipe.notify if os.environ.get('RANK', '0') == '0' else NotifyConfig()
         number = os.environ.get(NUMBER_VARIABLE)
         attempt_number = None if number is None else int(number)
-        notifier = Notifier(config, recipe.run_dir, events=TRAINING_EVENTS, attempt=attempt_number, hide=hide)
+        notifier = Notifier(config, recipe.run_place, events=TRAINING_EVENTS, attempt=attempt_number, hide=hide)
         with contextlib.closing(notifier), mirrored(recipe.run_dir, copied) as mirror:
             return _train(recipe, None, notifier, mirror)
     with (
-        run_lock.hold_run_lock(recipe.run_dir),
+        run_lock.hold_run_lock(recipe.run_place),
         mirrored(recipe.run_dir, copied) as mirror,
-        recording_attempt(recipe.run_dir, recipe.notify, hide) as (attempt, notifier),
+        recording_attempt(recipe.run_place, recipe.notify, hide) as (attempt, notifier),
     ):
         return _train(recipe, attempt, notifier, mirror)
 
@@ -285,7 +285,7 @@ def _own_callbacks(
         ),
         Preemption(),
         ReplacedSamples(loader.tally),
-        RunStatus(recipe.run_dir),
+        RunStatus(recipe.run_place),
         Stragglers(loader),
         *([ReduceOnce()] if parts.reduce_once else []),
         *([checkpointer] if checkpointer is not None else []),

@@ -23,6 +23,7 @@ from diffusion.launch.rank_discovery import NodePosition
 from diffusion.launch.stack_folder import KEPT_ATTEMPTS, HangListener, NodeReport, StackFolder, attempt_name
 from diffusion.launch.stack_report import RankReport
 from diffusion.launch.stop_signals import STOP_SIGNALS
+from diffusion.storage.shared_files import FolderFiles, Listing
 
 PROGRAM = """
     import os, signal, sys, time
@@ -223,14 +224,14 @@ def test_summary_and_nccl_files_of_an_earlier_attempt_of_the_same_name_do_not_co
 
 
 def test_storage_that_fails_in_a_hang_is_no_traceback(run_node, monkeypatch):
-    glob = Path.glob
+    list_folder = FolderFiles.list
 
-    def fail(path: Path, pattern: str):
-        if path.parent.name == 'stacks':
+    def fail(files: FolderFiles, folder: str = '') -> Listing:
+        if 'stacks' in files.locate(folder):
             raise OSError(errno.ESTALE, 'Stale file handle')
-        return glob(path, pattern)
+        return list_folder(files, folder)
 
-    monkeypatch.setattr(Path, 'glob', fail)
+    monkeypatch.setattr(FolderFiles, 'list', fail)
     monkeypatch.setattr('diffusion.launch.stack_folder.OTHERS_SECONDS', 0.3)
     status, run = run_node('wait_for_news()', hang_seconds=0.4)
     assert (status, last_attempt(run).cause) == (75, 'hang')

@@ -116,7 +116,7 @@ def test_recipe_job_and_run_are_distinguished(write_spec, tmp_path, capsys):
         (['launch', 'yamls/phase1.yaml'], 'this is a recipe; use a job YAML with recipe: yamls/phase1.yaml'),
         (['check', str(write_spec('slurm'))], 'which diffusion launch takes; its recipe is yamls/quickstart.yaml'),
         (['status', str(tmp_path / 'none')], 'none does not exist; use'),
-        (['status', str(tmp_path)], 'has no metrics.jsonl, run.lock or checkpoint; give the folder of a run'),
+        (['status', str(tmp_path)], 'has no metrics.jsonl, run.lock or checkpoint; give the folder or URL of a run'),
     ):
         assert main(words) == 2
         message = capsys.readouterr().err

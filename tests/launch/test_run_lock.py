@@ -1,4 +1,4 @@
-"""Run lock: one job per folder. Jobs on this machine are real processes, other machines are simulated."""
+"""Run lock: one job per run. Jobs on this machine are real processes, other machines are simulated."""
 
 import json
 import os
@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,17 +16,35 @@ import pytest
 from diffusion.config.load import load
 from diffusion.exit_codes import CONFIG_ERROR, FAILED
 from diffusion.launch import environment, run_lock
-from diffusion.launch.run_lock import LOCK, Owner, RunLocked, hold_run_lock, owner_of
+from diffusion.launch.lock_content import LOCK, RELEASED, LockContent, LockFile, LockObject, lock_path, lock_place
+from diffusion.launch.run_lock import Owner, RunLocked, hold_run_lock, owner_of
+from diffusion.storage import object_store
+from diffusion.storage.retry import PreconditionFailed
 from diffusion.training.train import train
 from tests.data.processes import Forked
+from tests.object_store import ALWAYS
 
 JOB = {environment.JOB: 'phase1', 'SLURM_JOB_ID': '7', environment.ATTEMPT: '1'}
+Run = Path | str
+"""The run's folder, or its URL."""
 
 
 @pytest.fixture(autouse=True)
 def _short_intervals(monkeypatch):
-    monkeypatch.setattr(run_lock, 'REFRESH_SECONDS', 0.05)
+    for name in ('REFRESH_SECONDS', 'BUCKET_REFRESH_SECONDS', 'BUCKET_POLL_SECONDS'):
+        monkeypatch.setattr(run_lock, name, 0.05)
     monkeypatch.setattr(run_lock, 'STALE_SECONDS', 0.5)
+
+
+@pytest.fixture
+def bucket_run(store, monkeypatch) -> str:
+    monkeypatch.setattr(run_lock, 'STALE_SECONDS', 1.5)  # a request takes some hundredths of a second
+    return f'{store.bucket("home")}/runs/run'
+
+
+@pytest.fixture(params=['folder', 'bucket'])
+def run(request, tmp_path) -> Run:
+    return tmp_path / 'run' if request.param == 'folder' else request.getfixturevalue('bucket_run')
 
 
 def wait_for(condition, seconds=20.0):
@@ -35,10 +54,27 @@ def wait_for(condition, seconds=20.0):
         time.sleep(0.01)
 
 
-def other_owner(path: Path, environ=JOB, **changes) -> Owner:
-    """Write a lock file of another owner, by default on another machine."""
+def lock_owner(run: Run) -> Owner | None:
+    return owner_of(lock_path(run))
+
+
+def lock_text(run: Run) -> str | None:
+    return run_lock.read_lock(lock_path(run))
+
+
+def write_text(run: Run, text: str) -> None:
+    """Write the content of a lock unconditionally."""
+    if isinstance(run, Path):
+        run.mkdir(exist_ok=True)
+        (run / LOCK).write_text(text)
+    else:
+        object_store.write(f'{run}/{LOCK}', text.encode())
+
+
+def other_owner(run: Run, environ=JOB, **changes) -> Owner:
+    """Write the lock of another owner, by default on another machine."""
     owner = replace(Owner.current(environ), **({'machine': 'another', 'pid': 1, 'host': 'far'} | changes))
-    path.write_text(json.dumps({'owner': vars(owner), 'count': 0, 'at': 0.0}))
+    write_text(run, json.dumps({'owner': vars(owner), 'count': 0, 'at': 0.0}))
     return owner
 
 
@@ -48,14 +84,14 @@ def refreshed_lock():
     stop = threading.Event()
     threads = []
 
-    def keep(path: Path, **owner_fields) -> None:
-        owner = other_owner(path, **owner_fields)
+    def keep(run: Run, **owner_fields) -> None:
+        owner = other_owner(run, **owner_fields)
 
         def refresh():
             count = 0
             while not stop.wait(0.05):
                 count += 1
-                path.write_text(json.dumps({'owner': vars(owner), 'count': count, 'at': 0.0}))
+                write_text(run, json.dumps({'owner': vars(owner), 'count': count, 'at': 0.0}))
 
         threads.append(threading.Thread(target=refresh))
         threads[-1].start()
@@ -66,137 +102,259 @@ def refreshed_lock():
         thread.join()
 
 
-def hold_as(folder, environ):
-    with hold_run_lock(folder, environ):
+def hold_as(run, environ):
+    with hold_run_lock(run, environ):
         time.sleep(1000)
 
 
-def hold_forever(folder):
-    hold_as(folder, {})
+def hold_forever(run):
+    hold_as(run, {})
 
 
-def test_lock_is_refreshed_and_removed_by_owner(tmp_path):
-    with hold_run_lock(tmp_path, {}) as owner:
-        first = (tmp_path / LOCK).read_text()
-        assert owner_of(tmp_path / LOCK) == owner
-        wait_for(lambda: (tmp_path / LOCK).read_text() not in ('', first))
-    assert not list(tmp_path.iterdir())
+def test_lock_is_refreshed_and_released_by_owner(run):
+    with hold_run_lock(run, {}) as owner:
+        first = lock_text(run)
+        assert lock_owner(run) == owner
+        wait_for(lambda: lock_text(run) not in ('', first))
+    assert lock_text(run) is None
+    assert not isinstance(run, Path) or not list(run.iterdir())
+    with hold_run_lock(run, {}) as owner:
+        assert lock_owner(run) == owner
 
 
-@pytest.mark.parametrize('name', ['_write', 'unlink'])
-def test_release_ends_although_the_storage_hangs(tmp_path, monkeypatch, name):
-    """The thread that refreshes the lock hangs in a write, or the removal of the file does."""
+@pytest.mark.parametrize(
+    ('place', 'target', 'name'),
+    [
+        ('folder', LockFile, 'write'),
+        ('folder', Path, 'unlink'),
+        ('bucket', LockObject, 'write'),
+        ('bucket', LockObject, 'release'),
+    ],
+)
+def test_release_ends_although_the_storage_hangs(request, tmp_path, monkeypatch, place, target, name):
+    """The thread that refreshes the lock hangs in a write, or the release does."""
+    run = tmp_path if place == 'folder' else request.getfixturevalue('bucket_run')
     responds, hangs = threading.Event(), threading.Event()
     monkeypatch.setattr(run_lock, 'STORAGE_SECONDS', 0.3)
     monkeypatch.setattr('diffusion.launch.bounded_call.STORAGE_SECONDS', 0.3)
     timer = threading.Timer(10, responds.set)  # so that a release that waits for the storage fails the test
     timer.start()
-    with hold_run_lock(tmp_path, {}):
-        target = run_lock if name == '_write' else Path
+    with hold_run_lock(run, {}):
         monkeypatch.setattr(target, name, lambda *_, **__: (hangs.set(), responds.wait(), None)[2])
-        assert name == 'unlink' or hangs.wait(10)
+        assert name != 'write' or hangs.wait(10)
         begin = time.monotonic()
     assert hangs.is_set() and time.monotonic() - begin < 5
     responds.set()
     timer.cancel()
 
 
-def test_live_owner_on_same_machine_is_refused_without_waiting(tmp_path):
-    other = Forked(lambda: hold_forever(tmp_path))
+def test_live_owner_on_same_machine_is_refused_without_waiting(run):
+    other = Forked(lambda: hold_forever(run))
     try:
-        wait_for(lambda: owner_of(tmp_path / LOCK))
+        wait_for(lambda: lock_owner(run))
         begin = time.monotonic()
         with pytest.raises(
             RunLocked, match=rf'run\.lock: process {other.pid} on .*, trains into this folder; .*name='
         ) as raised:
-            hold_run_lock(tmp_path, {}).__enter__()
+            hold_run_lock(run, {}).__enter__()
         assert time.monotonic() - begin < run_lock.STALE_SECONDS
         assert isinstance(raised.value, ValueError)
     finally:
         other.kill()
-    with hold_run_lock(tmp_path, {}):
-        found = owner_of(tmp_path / LOCK)
+    with hold_run_lock(run, {}):
+        found = lock_owner(run)
         assert found is not None and found.pid == os.getpid(), 'the lock of a killed owner is taken immediately'
 
 
-def test_reused_process_id_is_not_the_owner(tmp_path):
+def test_reused_process_id_is_not_the_owner(run):
     here = Owner.current({})
-    other_owner(tmp_path / LOCK, environ={}, machine=here.machine, pid=os.getpid(), started='1')
+    other_owner(run, environ={}, machine=here.machine, pid=os.getpid(), started='1')
     begin = time.monotonic()
-    with hold_run_lock(tmp_path, {}):
+    with hold_run_lock(run, {}):
         assert time.monotonic() - begin < run_lock.STALE_SECONDS
 
 
 @pytest.mark.parametrize('content', [None, '', '{"owner": {"tok'])
-def test_unchanged_lock_of_other_machine_is_taken_after_timeout(tmp_path, content):
-    other_owner(tmp_path / LOCK)
+def test_unchanged_lock_of_other_machine_is_taken_after_timeout(run, content):
+    other_owner(run)
     if content is not None:
-        (tmp_path / LOCK).write_text(content)
+        write_text(run, content)
     begin = time.monotonic()
-    with hold_run_lock(tmp_path, {}):
+    with hold_run_lock(run, {}):
         assert time.monotonic() - begin >= run_lock.STALE_SECONDS
 
 
 @pytest.mark.parametrize('other', [{environment.JOB: 'another'}, JOB | {'SLURM_JOB_ID': '8'}])
-def test_changing_lock_of_other_machine_is_refused(tmp_path, refreshed_lock, other):
-    refreshed_lock(tmp_path / LOCK, environ=other)
+def test_changing_lock_of_other_machine_is_refused(run, refreshed_lock, other):
+    refreshed_lock(run, environ=other)
     with pytest.raises(RunLocked, match=r'job .*, process 1 on far') as raised:
-        hold_run_lock(tmp_path, JOB).__enter__()
+        hold_run_lock(run, JOB).__enter__()
     assert not raised.value.retry
 
 
-def test_later_attempt_takes_lock_without_waiting(tmp_path, refreshed_lock):
-    refreshed_lock(tmp_path / LOCK, environ=JOB | {environment.ATTEMPT: '0'})
+def test_later_attempt_takes_lock_without_waiting(run, refreshed_lock):
+    refreshed_lock(run, environ=JOB | {environment.ATTEMPT: '0'})
     begin = time.monotonic()
-    run_lock._wait_until_free(tmp_path / LOCK, Owner.current(JOB), lambda: False)
+    run_lock._wait_until_free(lock_place(lock_path(run)), Owner.current(JOB), lambda: False)
     assert time.monotonic() - begin < run_lock.STALE_SECONDS
 
 
 @pytest.mark.parametrize('other', [{'SLURM_JOB_ID': ''}, {environment.ATTEMPT: '1'}, {environment.ATTEMPT: ''}])
-def test_job_with_same_name_waits_for_other_to_end(tmp_path, refreshed_lock, monkeypatch, capsys, other):
+def test_job_with_same_name_waits_for_other_to_end(run, refreshed_lock, monkeypatch, capsys, other):
     monkeypatch.setattr(run_lock, 'SAME_JOB_SECONDS', 1.0)
-    refreshed_lock(tmp_path / LOCK, environ=JOB | other)
+    refreshed_lock(run, environ=JOB | other)
     begin = time.monotonic()
     with pytest.raises(RunLocked, match='job phase1') as raised:
-        hold_run_lock(tmp_path, JOB).__enter__()
+        hold_run_lock(run, JOB).__enter__()
     assert time.monotonic() - begin > 1.0 and raised.value.retry
     assert capsys.readouterr().err.count('holds the lock; waiting for it to end') == 1
 
 
-def test_job_with_same_name_waits_less_on_same_machine(tmp_path):
-    other = Forked(lambda: hold_as(tmp_path, JOB))
-    wait_for(lambda: owner_of(tmp_path / LOCK))
+def test_job_with_same_name_waits_less_on_same_machine(run):
+    other = Forked(lambda: hold_as(run, JOB))
+    wait_for(lambda: lock_owner(run))
     begin = time.monotonic()
     with pytest.raises(RunLocked, match='job phase1'):
-        hold_run_lock(tmp_path, JOB).__enter__()
+        hold_run_lock(run, JOB).__enter__()
     assert time.monotonic() - begin >= run_lock.STALE_SECONDS
     threading.Timer(0.1, lambda: os.kill(other.pid, signal.SIGKILL)).start()
-    with hold_run_lock(tmp_path, JOB):
+    with hold_run_lock(run, JOB):
         assert other.wait() == -signal.SIGKILL
 
 
-def test_waiting_stops_on_request(tmp_path, refreshed_lock):
-    refreshed_lock(tmp_path / LOCK)
+def test_waiting_stops_on_request(run, refreshed_lock):
+    refreshed_lock(run)
     with pytest.raises(RunLocked):
-        hold_run_lock(tmp_path, JOB, stopped=lambda: True).__enter__()
+        hold_run_lock(run, JOB, stopped=lambda: True).__enter__()
 
 
-def test_owner_that_lost_lock_exits_without_writing(tmp_path):
-    first = Forked(lambda: hold_forever(tmp_path))
-    wait_for(lambda: owner_of(tmp_path / LOCK))
+def test_owner_that_lost_lock_exits_without_writing(run):
+    first = Forked(lambda: hold_forever(run))
+    wait_for(lambda: lock_owner(run))
     # Suspended, like a machine during migration, and taken for dead.
     os.kill(first.pid, signal.SIGSTOP)
-    other = other_owner(tmp_path / LOCK)
+    other = other_owner(run)
     os.kill(first.pid, signal.SIGCONT)
     assert first.wait() == CONFIG_ERROR
-    assert owner_of(tmp_path / LOCK) == other
+    assert lock_owner(run) == other
+
+
+@pytest.mark.parametrize('before', ['absent', 'released', 'dead'])
+def test_only_one_of_many_jobs_takes_a_lock_object(bucket_run, monkeypatch, tmp_path, before):
+    """Four processes have found the lock free at the same time, and each then writes it."""
+    monkeypatch.setattr(run_lock, 'BUCKET_REFRESH_SECONDS', 1000.0)  # so that no refresh ends a second owner
+    monkeypatch.setattr(run_lock, 'STALE_SECONDS', 1000.0)
+    machine = Owner.current({}).machine
+    if before == 'released':
+        write_text(bucket_run, RELEASED)
+    if before == 'dead':
+        other_owner(bucket_run, environ={}, machine=machine, pid=os.getpid(), started='1')
+    write = LockObject.write
+
+    def write_together(lock: LockObject, *arguments, **keywords) -> None:
+        ready = tmp_path / f'ready-{os.getpid()}'
+        if not ready.exists():
+            ready.touch()
+            wait_for(lambda: len(list(tmp_path.glob('ready-*'))) == 4)
+        write(lock, *arguments, **keywords)
+
+    monkeypatch.setattr(LockObject, 'write', write_together)
+
+    def hold() -> None:
+        try:
+            with hold_run_lock(bucket_run, {}):
+                (tmp_path / f'holds-{os.getpid()}').touch()
+                wait_for(lambda: len(list(tmp_path.glob('refused-*'))) == 3)
+        except RunLocked:
+            (tmp_path / f'refused-{os.getpid()}').touch()
+
+    assert [job.wait() for job in [Forked(hold) for _ in range(4)]] == [0] * 4
+    assert len(list(tmp_path.glob('holds-*'))) == 1 and len(list(tmp_path.glob('refused-*'))) == 3
+
+
+@pytest.mark.parametrize('what', ['done 500', 'done reset', 500])
+def test_lock_object_is_taken_although_an_answer_is_lost(bucket_run, store, what):
+    store.fail('PUT run.lock', what, times=1)
+    with hold_run_lock(bucket_run, JOB) as owner:
+        assert lock_owner(bucket_run) == owner
+
+
+def test_lock_whose_every_answer_was_lost_is_recognized_by_its_token(bucket_run):
+    owner = Owner.current({})
+    write_text(bucket_run, run_lock._content(owner, 0))
+    begin = time.monotonic()
+    run_lock._acquire(lock_place(lock_path(bucket_run)), owner, lambda: False)
+    assert time.monotonic() - begin < run_lock.STALE_SECONDS
+
+
+@pytest.mark.parametrize(('words', 'what'), [('PUT', 403), ('PUT', 500), ('HEAD', 403), ('GET', 'reset')])
+def test_store_that_fails_for_a_while_is_said_once_and_ends_nothing(bucket_run, store, capsys, words, what):
+    with hold_run_lock(bucket_run, {}) as owner:
+        fault = store.fail(f'{words} run.lock', what)
+        wait_for(lambda: fault.times < ALWAYS - 3)
+        store.faults.clear()
+        first = lock_text(bucket_run)
+        wait_for(lambda: lock_text(bucket_run) != first)
+        assert lock_owner(bucket_run) == owner
+    err = capsys.readouterr().err
+    assert err.count('the lock of the run is not refreshed meanwhile') == 1
+    assert err.startswith(f'warning: {bucket_run}/run.lock: '), err
+
+
+class PolledLock(LockObject):
+    """Lock object that runs a function before each poll after the first read."""
+
+    def __init__(self, url: str, before_poll: Callable[[], object]) -> None:
+        super().__init__(url)
+        self.before_poll = before_poll
+
+    def poll(self, content: LockContent) -> LockContent | None:
+        self.before_poll()
+        return super().poll(content)
+
+
+def test_outage_of_the_store_is_no_evidence_that_an_owner_is_dead(bucket_run, store):
+    """The owner cannot refresh its lock during the outage, in which this job waits for it."""
+    other_owner(bucket_run)
+    polls: list[float] = []
+
+    def fail_four_times() -> None:
+        polls.append(time.monotonic())
+        store.fail('run.lock', 500, times=1) if len(polls) <= 4 else None
+
+    run_lock._wait_until_free(PolledLock(f'{bucket_run}/{LOCK}', fail_four_times), Owner.current({}), lambda: False)
+    assert time.monotonic() - polls[3] >= run_lock.STALE_SECONDS
+
+
+def test_store_that_stops_responding_ends_the_wait_with_an_error(bucket_run, store):
+    other_owner(bucket_run)
+    lock = PolledLock(f'{bucket_run}/{LOCK}', lambda: store.fail('run.lock', 500))
+    with pytest.raises(OSError, match=r's3://home/runs/run/run\.lock: cannot be read since'):
+        run_lock._wait_until_free(lock, Owner.current({}), lambda: False)
+
+
+def test_store_that_refuses_access_is_an_error_before_the_run(bucket_run, store):
+    store.fail('PUT run.lock', 403)
+    with pytest.raises(ValueError, match=r'run\.lock: the store refuses access \(403\)'):
+        hold_run_lock(bucket_run, {}).__enter__()
+
+
+def test_lock_object_that_a_later_attempt_took_during_the_release_stays(bucket_run):
+    lock = LockObject(f'{bucket_run}/{LOCK}')
+    lock.write(run_lock._content(Owner.current({}), 0), None)
+    seen = lock.read()
+    other = other_owner(bucket_run)
+    assert seen is not None
+    with pytest.raises(PreconditionFailed):
+        lock.release(seen)
+    assert lock_owner(bucket_run) == other
 
 
 @pytest.mark.slow
 def test_second_training_into_same_folder_is_refused(write_recipe):
     recipe = load(write_recipe())
     other = Forked(lambda: hold_forever(recipe.run_dir))
-    wait_for(lambda: owner_of(recipe.run_dir / LOCK))
+    wait_for(lambda: lock_owner(recipe.run_dir))
     with pytest.raises(ValueError, match='trains into this folder'):
         train(recipe)
     other.kill()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from diffusion.errors import UserError
-from diffusion.launch import run_lock
+from diffusion.launch import lock_content, run_lock
 from diffusion.launch.attempts import Attempt, append_attempt
 from diffusion.launch.node_status import NodeStatus, StatusWriter, position_of_node, read_statuses
 from diffusion.launch.run_status import format_report, inspect_run, last_loss
@@ -134,7 +134,7 @@ def test_status_of_another_owner_does_not_count(run):
 
 def test_lock_of_another_machine_is_watched(run, monkeypatch):
     owner = run_lock.Owner('token', 'job', '7', 0, 'gpu0', 'another boot', 1, '1', time.time())
-    lock = run / run_lock.LOCK
+    lock = run / lock_content.LOCK
     lock.write_text(json.dumps({'owner': asdict(owner), 'count': 0}))
     os.utime(lock, (1e9, 1e9))
     monkeypatch.setattr('diffusion.launch.run_status.WATCH_SECONDS', 1.0)
@@ -147,7 +147,7 @@ def test_lock_of_another_machine_is_watched(run, monkeypatch):
 
 def test_lock_that_is_released_while_it_is_read_counts_as_ended(run, monkeypatch):
     owner = run_lock.Owner('token', 'job', '7', 0, 'gpu0', 'another boot', 1, '1', time.time())
-    lock = run / run_lock.LOCK
+    lock = run / lock_content.LOCK
     read = run_lock.read_lock
 
     def read_and_release(path):

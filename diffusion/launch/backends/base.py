@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from diffusion.config.schema import Problem
 from diffusion.launch import environment
 from diffusion.launch.job_spec import Job
+from diffusion.storage.shared_files import is_url
 
 IMAGE_WORKDIR = '/workspace'
 """Folder with run.py in the image of docker/Dockerfile."""
@@ -124,8 +125,13 @@ def unmounted_run_folders(jobs: Sequence[Job]) -> list[Problem]:
     """Return a problem if a job in a container saves checkpoints outside of all mounts, where they would be lost."""
     problems = []
     for job in jobs:
+        if is_url(job.run_dir):
+            continue
         folder = PurePosixPath(job.spec.workdir or IMAGE_WORKDIR, job.run_dir)
         if not any(folder.is_relative_to(target) for target in job.spec.mounts):
-            message = f'nothing is mounted at {folder.parent}, where {job.name} saves checkpoints; mount storage there'
+            message = (
+                f'nothing is mounted at {folder.parent}, where {job.name} saves checkpoints; mount storage there, or '
+                'set runs_dir to a URL such as s3://bucket/runs'
+            )
             problems.append(Problem('mounts', message))
     return problems[:1]

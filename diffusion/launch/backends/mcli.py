@@ -14,6 +14,7 @@ from diffusion.config.schema import Gatherer, Problem, join
 from diffusion.errors import UserError
 from diffusion.launch.backends.base import IMAGE_WORKDIR, NotValidated, Rendered, deep_merge, environment_of
 from diffusion.launch.job_spec import Job
+from diffusion.storage.shared_files import is_url
 
 NAME = re.compile(r'[a-z0-9]([a-z0-9-]*[a-z0-9])?')
 MAX_NAME = 56
@@ -73,7 +74,11 @@ def render(jobs: Sequence[Job]) -> Rendered:
     spec = jobs[0].spec
     files = {f'{job.name}.yaml': yaml.safe_dump(_run(job), sort_keys=False, width=1000) for job in jobs}
     notes = [f'The secret must exist in the platform; run mcli create secret env {name}' for name in spec.secrets]
-    notes.append('The platform mounts no storage: the recipe must save to a folder that the next attempt can read.')
+    if not all(is_url(job.run_dir) for job in jobs):
+        notes.append(
+            'The platform mounts no storage: set runs_dir to a URL such as s3://bucket/runs, or to a folder of an '
+            'integration that the next attempt can read.'
+        )
     if spec.restart.max_restarts and spec.restart.codes('stop'):
         notes.append('The platform restarts a run after any exit status, including a user error (78).')
     if len(jobs) > 1:

@@ -1,0 +1,49 @@
+"""Checks of a `runs_dir` in an object store, without requests to it."""
+
+import os
+from collections.abc import Mapping
+
+CONDITIONAL_SCHEMES = ('s3', 'gs', 'az', 'azure', 'azure-dl')
+"""Stores with conditional writes, by which the lock of a run is taken."""
+
+
+def runs_dir_problem(runs_dir: str) -> str | None:
+    """Return why runs cannot be in the object store at a URL, with the way out; None if they can, and for a folder."""
+    scheme, separator, rest = runs_dir.partition('://')
+    if not separator:
+        return None
+    if scheme not in CONDITIONAL_SCHEMES:
+        return (
+            f'{scheme}:// cannot hold runs, whose lock needs conditional writes; use s3://bucket/runs, gs://, az:// or '
+            'azure://, or a folder that all nodes share'
+        )
+    bucket, _, key = rest.partition('/')
+    if scheme == 'azure' and (not bucket or not key.strip('/')):
+        return (
+            f'{runs_dir} has no container; use a URL such as azure://ACCOUNT.blob.core.windows.net/CONTAINER/runs, or '
+            'az://CONTAINER/runs with AZURE_ACCOUNT_NAME'
+        )
+    if not bucket:
+        return f'{runs_dir} has no bucket; use a URL such as {scheme}://bucket/runs'
+    return None
+
+
+def credentials_problem(runs_dir: str, environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return why this machine's credentials do not suffice for runs in an object store; None if nothing is known.
+
+    Args:
+        runs_dir: The value of `runs_dir`, for which `runs_dir_problem` is None.
+        environ: The environment of the run.
+    """
+    if runs_dir.startswith('gs://') and {'GCS_KEY', 'GCS_SECRET'} <= environ.keys():
+        return (
+            'conditional writes to gs:// need Application Default Credentials; unset GCS_KEY and GCS_SECRET, and run '
+            '`gcloud auth application-default login` or attach a service account to the machine'
+        )
+    has_account = {'AZURE_ACCOUNT_NAME', 'AZURE_STORAGE_ACCOUNT_NAME'} & environ.keys()
+    if runs_dir.startswith(('az://', 'azure-dl://')) and not has_account:
+        return (
+            f'the account of {runs_dir} is missing; set AZURE_ACCOUNT_NAME, or use a URL such as '
+            'azure://ACCOUNT.blob.core.windows.net/CONTAINER/runs'
+        )
+    return None

@@ -57,6 +57,9 @@ class Cloud:
         match = re.fullmatch(r'(/upload|/download|)/storage/v1/b/([^/]+)/o(?:/(.+))?', path)
         assert match is not None, path
         kind, bucket, key = match[1], match[2], unquote(match[3] or '')
+        if bucket == 'missing':
+            message = 'The specified bucket does not exist.'
+            return 404, {'Content-Type': 'application/json'}, json.dumps({'error': {'message': message}}).encode()
         if kind == '/upload':
             content = headers['content-type']
             boundary = re.search('boundary="?([^";]+)', content)[1].encode()  # type: ignore[index]
@@ -87,6 +90,8 @@ class Cloud:
     def azure(self, method: str, path: str, query: dict[str, str], headers: dict[str, str], body: bytes) -> Answer:
         """Answer a request to Azure Blob Storage."""
         container, _, key = unquote(path).removeprefix('/').partition('/')
+        if container == 'missing':
+            return 404, {'x-ms-error-code': 'ContainerNotFound'}, b''
         if query.get('comp') == 'list':
             keys, folders, following = self.page(container, query, query.get('marker', ''))
             prefixes = ''.join(f'<BlobPrefix><Name>{escape(name)}</Name></BlobPrefix>' for name in folders)

@@ -11,16 +11,16 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from diffusion.errors import UserError
-from diffusion.storage import bucket_interface
+from diffusion.storage import bucket_interface, request_threads
 from diffusion.storage.bucket_clients import CLIENTS, locate
 from diffusion.storage.bucket_interface import Client, FolderListing, Location, ObjectInfo
-from diffusion.storage.retry import DamagedDownload, PreconditionFailed, RetryPolicy, status_of
+from diffusion.storage.retry import DamagedDownload, PreconditionFailed, RetryPolicy, is_missing_object, status_of
 
 log = logging.getLogger(__name__)
 
@@ -233,20 +233,44 @@ def _stored_equal(url: str, content: bytes | Path, retry: RetryPolicy) -> Object
             raise
 
 
-def delete(url: str, *, retry: RetryPolicy = DEFAULT) -> None:
+def delete(url: str, *, missing_ok: bool = False, retry: RetryPolicy = DEFAULT) -> None:
     """Delete the object at a URL.
 
+    Args:
+        url: URL of the object.
+        missing_ok: Accept that there is no such object; S3 accepts it always.
+        retry: Number of tries and timeout.
+
     Raises:
-        UserError: The store refuses the request, or, in some stores, the object does not exist.
+        UserError: The store refuses the request, there is no such bucket, or, in some stores, no such object.
         GaveUp: Every try failed.
     """
     location = locate(url)
+    answer_lost = False
 
     def attempt() -> None:
-        with _client(location, retry) as client:
-            client.delete(location)
+        nonlocal answer_lost
+        try:
+            with _client(location, retry) as client:
+                client.delete(location)
+        except Exception as error:
+            # After a lost answer the object may be missing because an earlier try has deleted it.
+            if (missing_ok or answer_lost) and is_missing_object(error):
+                return
+            answer_lost = answer_lost or (status_of(error) or 500) >= 500
+            raise
 
     retry.run(attempt, url, 'deleted')
+
+
+def delete_all(urls: Iterable[str], *, retry: RetryPolicy = DEFAULT) -> None:
+    """Delete the objects at some URLs in parallel, in any order; return when none of them exists.
+
+    Raises:
+        UserError: The store refuses a request; some objects may be left.
+        GaveUp: Every try to delete one of the objects failed; others may be left.
+    """
+    request_threads.run_all([lambda policy, url=url: delete(url, missing_ok=True, retry=policy) for url in urls], retry)
 
 
 def download_once(url: str, path: Path, retry: RetryPolicy) -> None:

@@ -37,6 +37,8 @@ NO_CREDENTIALS = frozenset(
 """Class names of errors for missing credentials; names, since importing the packages for the classes takes seconds."""
 INVALID_SETTINGS = frozenset({'ParamValidationError', 'InvalidRegionError', 'HFValidationError'})
 """Class names of errors for invalid arguments, such as a bucket name."""
+MISSING_BUCKET = frozenset({'NoSuchBucket', 'ContainerNotFound'})
+"""Codes of S3 and Azure for a bucket that does not exist."""
 CLIENT_PACKAGES = frozenset(
     {'azure', 'boto3', 'botocore', 'google', 'http', 'huggingface_hub', 'oci', 'requests', 's3transfer', 'urllib3'}
 )
@@ -164,6 +166,13 @@ def status_of(error: BaseException) -> int | None:
     return next((status for link in _chain(error) if (status := _status(link)) is not None), None)
 
 
+def is_missing_object(error: BaseException) -> bool:
+    """Return True if an error says that an object does not exist, False if its bucket does not exist either."""
+    # Google answers 404 with the same code for both; only the text differs.
+    bucket = any(_code(link) in MISSING_BUCKET or 'bucket does not exist' in str(link) for link in _chain(error))
+    return status_of(error) == 404 and not bucket
+
+
 def error_text(error: BaseException) -> str:
     """Return an error as one line of text: its class and message, with the cause that boto3 and s3transfer hide."""
     # botocore appends the number of its own retries, which are off; the message of `GaveUp` has the number of tries.
@@ -236,6 +245,9 @@ def _status(error: BaseException) -> int | None:
 
 
 def _code(error: BaseException) -> str | None:
-    """Return the code of an S3 error, such as `ExpiredToken`; None for any other error."""
+    """Return the code of an S3 error, such as `ExpiredToken`, or of an Azure error; None for any other error."""
     response = getattr(error, 'response', None)
-    return response.get('Error', {}).get('Code') if isinstance(response, dict) else None
+    if isinstance(response, dict):
+        return response.get('Error', {}).get('Code')
+    code = getattr(error, 'error_code', None)  # an enumeration whose members are texts
+    return str(getattr(code, 'value', code)) if isinstance(code, str) else None

@@ -2,6 +2,7 @@
 
 import base64
 import os
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -242,6 +243,49 @@ def lose_answers(clouds: Cloud, store: Store, fault: str) -> None:
     store.faults.clear()
     store.fail('PUT lock', fault, times=1)
     clouds.lost_answers = 1
+
+
+@pytest.mark.parametrize('scheme', URLS)
+def test_missing_object_may_be_deleted(clouds: Cloud, store: Store, scheme: str) -> None:
+    urls = [f'{URLS[scheme]}/{number}' for number in range(20)]
+    for url in urls[::2]:
+        object_store.write(url, b'content')
+    object_store.delete_all(urls)
+    assert not object_store.list_objects(URLS[scheme])
+    object_store.delete(urls[0], missing_ok=True)
+    if scheme == 's3':
+        object_store.delete(urls[0])
+    else:
+        with pytest.raises(UserError, match='there is no such bucket or object'):
+            object_store.delete(urls[0])
+    if scheme != 'oci':
+        with pytest.raises(UserError, match='there is no such bucket or object'):
+            object_store.delete(urls[0].replace('bucket', 'missing'), missing_ok=True)
+
+
+@pytest.mark.parametrize('scheme', ['s3', 'gs', 'azure'])
+def test_delete_whose_answer_was_lost_succeeds(clouds: Cloud, store: Store, scheme: str) -> None:
+    url = f'{URLS[scheme]}/lock'
+    object_store.write(url, b'content')
+    store.fail('DELETE lock', 'done 500', times=1)
+    clouds.lost_answers = 1
+    object_store.delete(url)
+    assert not object_store.list_objects(url)
+
+
+def test_delete_all_retries_and_raises_the_first_refusal(store: Store) -> None:
+    bucket = store.bucket('bucket', **{str(number): b'x' for number in range(40)})
+    urls = [f'{bucket}/{number}' for number in range(40)]
+    store.fail('DELETE /bucket/3', 500, times=2)
+    store.fail('DELETE /bucket/4', 'reset', times=2)
+    object_store.delete_all(urls[:10])
+    assert len(store.objects('bucket')) == 30
+    store.fail('DELETE /bucket/15', 403)
+    with pytest.raises(UserError, match=f'^{urls[15]}: the store refuses access'):
+        object_store.delete_all(urls)
+    store.requests.clear()
+    time.sleep(0.1)
+    assert not store.requests  # no request is sent after the return
 
 
 def test_clouds_without_conditional_writes_raise_an_error(clouds: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:

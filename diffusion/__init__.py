@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from diffusion.algorithms.ema import EMA
+    from diffusion.checkpointing.checkpointer import Checkpointer
     from diffusion.config.load import Recipe, RecipeError, load
     from diffusion.config.registry import register
     from diffusion.models.builders import sd2, tiny
@@ -16,6 +17,7 @@ __version__ = '0.1.0'
 
 __all__ = [
     'EMA',
+    'Checkpointer',
     'LatentDiffusion',
     'Objective',
     'Recipe',
@@ -32,6 +34,7 @@ __all__ = [
 # slow core, and commands such as `diffusion check` need none of them.
 _MODULES = {
     'EMA': 'diffusion.algorithms.ema',
+    'Checkpointer': 'diffusion.checkpointing.checkpointer',
     'LatentDiffusion': 'diffusion.models.latent_diffusion',
     'Objective': 'diffusion.models.objective',
     'Recipe': 'diffusion.config.load',

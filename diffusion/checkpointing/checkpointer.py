@@ -1,10 +1,11 @@
 """Saving and loading of checkpoints that can be resumed on any number of devices with any parallelism strategy."""
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from composer.callbacks import CheckpointSaver
 from composer.core import Event, State, Time
@@ -13,10 +14,12 @@ from composer.utils import dist, reproducibility
 
 from diffusion.callbacks.preemption import is_last_batch
 from diffusion.checkpointing.checkpoint_writer import save_checkpoint
+from diffusion.checkpointing.rank_agreement import raise_on_all_ranks
 from diffusion.checkpointing.run_storage import RunStorage, run_storage
 from diffusion.checkpointing.save_interval import timed_interval
 from diffusion.checkpointing.storage_faults import SaveFailed, way_out
 from diffusion.checkpointing.trainer_state import load_checkpoint
+from diffusion.launch import run_lock
 from diffusion.storage.retry import DISK_FULL_ERRORS
 
 log = logging.getLogger(__name__)
@@ -48,7 +51,9 @@ class Checkpointer(CheckpointSaver):
         num_checkpoints_to_keep: Number of newest checkpoints to keep; -1 keeps all.
         sharded: If True, each rank writes its shards of model, optimizer and weight averages, which requires FSDP2;
             otherwise rank 0 writes them unsharded. Both formats can be read by any number of ranks with any strategy.
-        resume: Checkpoint to resume from; None starts a new run.
+        resume: Checkpoint to resume from; None starts a new run. With `auto`, the run's newest undamaged checkpoint is
+            found when training is set up, and rank 0 holds the run's lock until the Trainer is closed, so that no other
+            job saves to the same place.
         recipe_text: The resolved recipe, saved in each checkpoint as recipe.yaml; empty for a run without a recipe.
         on_failed_save: Called on rank 0 with the message of each failed save.
     """
@@ -64,7 +69,7 @@ class Checkpointer(CheckpointSaver):
         save_interval: str | int | Time = '1ep',
         num_checkpoints_to_keep: int = -1,
         sharded: bool = False,
-        resume: Path | None = None,
+        resume: Path | Literal['auto'] | None = None,
         recipe_text: str = '',
         on_failed_save: Callable[[str], None] = _ignore,
     ) -> None:
@@ -82,7 +87,9 @@ class Checkpointer(CheckpointSaver):
         )
         self.tmp_dir_for_symlink.cleanup()  # used for uploads only, which this class does not do
         self.sharded = sharded
-        self.resume = resume
+        self.resume = None if resume == 'auto' else resume
+        self._opens = resume == 'auto'
+        self._lock = contextlib.ExitStack()
         self.recipe_text = recipe_text
         self.on_failed_save = on_failed_save
         self.failed_saves = 0
@@ -91,9 +98,18 @@ class Checkpointer(CheckpointSaver):
         self._random_state: list[dict[str, Any]] | None = None
 
     def init(self, state: State, logger: Logger) -> None:
+        if self._opens:
+            with raise_on_all_ranks(self.storage.place):
+                if dist.get_global_rank() == 0:
+                    self._lock.enter_context(run_lock.hold_run_lock(self.storage.place))
         if not self.storage.run_id:
             self.storage.open()
+        if self._opens:
+            self.resume = self.storage.resume_point()
         self.storage.remove_unfinished()
+
+    def close(self, state: State, logger: Logger) -> None:
+        self._lock.close()
 
     def before_load(self, state: State, logger: Logger) -> None:
         if self.resume is None:

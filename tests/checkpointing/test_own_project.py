@@ -1,0 +1,93 @@
+"""Checkpointer in a Composer project that uses nothing else of this library, as docs/extending.md shows it."""
+
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from diffusion import Checkpointer
+from diffusion.checkpointing.checkpoint_weights import weights_of
+from diffusion.checkpointing.run_folder import find_checkpoint
+from diffusion.errors import UserError
+from diffusion.launch.run_lock import hold_run_lock
+from diffusion.storage.working_folder import WORKING_FOLDER_VARIABLE
+
+PAGE = Path(__file__).parents[2] / 'docs' / 'extending.md'
+PARTS = """
+import torch
+from composer.models import ComposerClassifier
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+loader = DataLoader(TensorDataset(torch.randn(64, 8), torch.randint(0, 2, (64,))), batch_size=8)
+layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 2))
+model = ComposerClassifier(layers, num_classes=2)
+optimizer = torch.optim.AdamW(model.parameters())
+"""
+KILLED = """
+import os, signal
+from composer import Callback
+class Kill(Callback):
+    def batch_end(self, state, logger):
+        if state.timestamp.batch == 17:
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def script(place: str) -> str:
+    """Return the script of the page, for another place."""
+    block = next(each for each in re.findall(r'```python\n(.*?)```', PAGE.read_text(), re.S) if 'Checkpointer' in each)
+    assert len(block.splitlines()) <= 14, 'ten lines and the imports'
+    assert block.count("'runs/mine'") == 1
+    return PARTS + block.replace("'runs/mine'", repr(place))
+
+
+@pytest.fixture
+def run(forkserver, tmp_path):
+    """Function that runs a script, and returns its exit status."""
+
+    def start(name: str, text: str) -> int | None:
+        (tmp_path / f'{name}.py').write_text(text)
+        process = forkserver.start(tmp_path / f'{name}.py', output=tmp_path / f'{name}.log', environment={})
+        return process.poll(120)
+
+    return start
+
+
+@pytest.mark.parametrize('home', ['folder', 'store'])
+def test_killed_script_resumes_to_the_weights_of_an_uninterrupted_one(run, tmp_path, store, monkeypatch, home):
+    monkeypatch.setenv(WORKING_FOLDER_VARIABLE, str(tmp_path / 'node'))
+    root = str(tmp_path / 'runs') if home == 'folder' else store.bucket('bucket')
+    assert run('whole', script(f'{root}/whole')) == 0, (tmp_path / 'whole.log').read_text()
+    killed = script(f'{root}/killed').replace('callbacks=[', 'callbacks=[Kill(), ')
+    assert run('killed', KILLED + killed) == -signal.SIGKILL, (tmp_path / 'killed.log').read_text()
+    assert find_checkpoint(f'{root}/killed').name == 'ba10'
+    assert run('again', script(f'{root}/killed')) == 0, (tmp_path / 'again.log').read_text()
+    ours, theirs = (weights_of(find_checkpoint(f'{root}/{name}'))[0] for name in ('killed', 'whole'))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_second_job_at_the_same_place_is_refused(tmp_path):
+    from composer import Trainer
+
+    parts: dict = {}
+    exec(PARTS, parts)
+    code = 'import sys; from pathlib import Path; from diffusion.launch.run_lock import hold_run_lock\n'
+    code += 'with hold_run_lock(Path(sys.argv[1])): print(flush=True); sys.stdin.read()'
+    other = subprocess.Popen(
+        [sys.executable, '-c', code, tmp_path / 'run'], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert other.stdout is not None
+    other.stdout.readline()
+    try:
+        saver = Checkpointer(tmp_path / 'run', save_interval='10ba', resume='auto')
+        with pytest.raises(UserError, match='trains into this folder'):
+            Trainer(model=parts['model'], optimizers=parts['optimizer'], callbacks=[saver])
+    finally:
+        other.communicate()
+    with hold_run_lock(tmp_path / 'run'):
+        pass

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from diffusion.planning.goodput_simulation import SimulatedGoodput, simulate_strategies
 from diffusion.planning.plan import Alternative, Fit, PhasePlan, Plan
 from diffusion.planning.run_cost import Cost
 from diffusion.planning.techniques import Technique
@@ -63,6 +64,18 @@ def _phase(each: PhasePlan) -> dict[str, Any]:
             'with_averages': each.sizes.with_averages,
         },
         'saving': dict(vars(each.resilience)),
+        'save_strategies': [_strategy(simulated) for simulated in simulate_strategies(each.resilience)],
+    }
+
+
+def _strategy(simulated: SimulatedGoodput) -> dict[str, Any]:
+    strategy = simulated.strategy
+    return {
+        'name': strategy.name,
+        'interval_seconds': strategy.interval,
+        'stall_seconds': strategy.stall,
+        'lag_seconds': {tier.name: tier.lag for tier in strategy.tiers},
+        'goodput': simulated.goodput,
     }
 
 

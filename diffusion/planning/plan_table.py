@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Sequence
 
+from diffusion.planning.goodput_simulation import simulate_strategies
 from diffusion.planning.memory import GIB
 from diffusion.planning.plan import Plan
 from diffusion.planning.run_cost import Cost
@@ -29,6 +30,7 @@ ENCODING_NAMES = {
 def plan_text(plan: Plan) -> str:
     """Return a plan as the text that `diffusion plan` prints: tables, notes and warnings."""
     sections = [_overview(plan), _time(plan), _techniques(plan), _memory(plan), _data(plan), _checkpoints(plan)]
+    sections += [_strategies(plan)]
     sections += [_bullets('Notes', plan.notes), _bullets('WARNINGS', plan.warnings)]
     return '\n\n'.join(section for section in sections if section)
 
@@ -189,6 +191,21 @@ def _checkpoints(plan: Plan) -> str:
         )
     mtbf = plan.phases[0].resilience.mtbf_hours
     return _section(f'Checkpoints, with one failure every {_duration(3600 * mtbf)}', rows, left={7})
+
+
+def _strategies(plan: Plan) -> str:
+    simulated = [simulate_strategies(each.resilience) for each in plan.phases]
+    names = list(dict.fromkeys(each.strategy.name for phase in simulated for each in phase))
+    rows = [['', *names]]
+    for each, phase in zip(plan.phases, simulated, strict=True):
+        cells = {
+            found.strategy.name: f'{found.goodput:.3f} every {_duration(found.strategy.interval)}' for found in phase
+        }
+        rows.append([each.phase.name, *(cells.get(name, '') for name in names)])
+    saving = plan.phases[0].resilience
+    failures = f'one failure every {_duration(3600 * saving.mtbf_hours)}'
+    title = f'Goodput by way of saving, simulated with {failures} and restarts of {_duration(saving.restart_seconds)}'
+    return _section(title, rows)
 
 
 # -- formatting of values --

@@ -63,6 +63,26 @@ def test_json_reproduces_the_published_table(capsys):
     assert training['usd'] == pytest.approx(31_146, abs=2)
 
 
+def test_goodput_of_each_way_to_save_is_simulated(capsys):
+    words = [BOTH[0], '--gpus', '128', '--mtbf', '3', '--stall', '60', '--restart', '240']
+    save = 'trainer.save_interval=30m'
+    out = planned(capsys, *words, save)
+    _, _, section = out.partition(
+        'Goodput by way of saving, simulated with one failure every 3.0 h and restarts of 4.0 min'
+    )
+    header, row, *_ = section.strip('\n').splitlines()
+    assert header.split() == ['synchronous', 'as', 'in', 'the', 'recipe', 'synchronous', 'asynchronous', 'tiers']
+    assert '0.867 every 30.0 min' in row and '0.950 every 4.2 min' in row
+    phase = as_json(capsys, *words, save)['phases'][0]
+    recipe, best, behind, tiers = phase['save_strategies']
+    assert recipe['goodput'] == pytest.approx(phase['saving']['recipe_goodput'], abs=0.001)
+    assert best['goodput'] == pytest.approx(phase['saving']['goodput'], abs=0.001)
+    assert (behind['stall_seconds'], behind['lag_seconds']) == (3, {'durable': 60})
+    assert tiers['lag_seconds'].keys() == {'memory', 'disk', 'durable'}
+    unknown = as_json(capsys, *words, 'trainer.save_interval=1ep')['phases'][0]['save_strategies']
+    assert [each['name'] for each in unknown] == ['synchronous', 'asynchronous', 'tiers']
+
+
 @pytest.mark.parametrize('suffix', ['', '-latents'])
 def test_cost_in_recipes_and_documentation_is_that_of_the_plan(capsys, suffix):
     paths = [YAMLS / f'phase{number}{suffix}.yaml' for number in (1, 2)]

@@ -19,13 +19,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.utils._pytree import tree_leaves
 
 from diffusion.callbacks.preemption import is_last_batch
-from diffusion.checkpointing import checkpoint_store, sharded_state
+from diffusion.checkpointing import checkpoint_store, retention, sharded_state
 from diffusion.checkpointing.rank_agreement import raise_on_all_ranks, run_on_rank_zero
 from diffusion.checkpointing.save_interval import timed_interval
 from diffusion.checkpointing.shared_folder import open_run_folder
 from diffusion.checkpointing.storage_faults import SaveFailed, describe_fault, storage_fault, way_out
 from diffusion.checkpointing.trainer_state import gather_state, load_checkpoint
 from diffusion.checkpointing.verification import newest_intact
+from diffusion.config.checkpointing import KeepConfig
 from diffusion.launch.run_id import check_run_id
 from diffusion.storage.atomic import remove
 from diffusion.storage.retry import DISK_FULL_ERRORS
@@ -55,7 +56,7 @@ class Checkpointer(CheckpointSaver):
         folder: The run's folder, on a file system that all nodes share.
         save_interval: A Composer time string, a time such as `10m`, or `auto`, which chooses the time from the
             duration of saves and the failures of the run. The end of training is always saved.
-        num_checkpoints_to_keep: Number of newest checkpoints to keep; -1 keeps all.
+        keep: Checkpoints to keep (`retention`); None keeps all.
         sharded: If True, each rank writes its shards of model, optimizer and weight averages, which requires FSDP2;
             otherwise rank 0 writes them unsharded. Both formats can be read by any number of ranks with any strategy.
         resume: Checkpoint to resume from; None starts a new run.
@@ -73,7 +74,7 @@ class Checkpointer(CheckpointSaver):
         folder: str | Path,
         *,
         save_interval: str | int | Time = '1ep',
-        num_checkpoints_to_keep: int = -1,
+        keep: KeepConfig | None = None,
         sharded: bool = False,
         resume: Path | None = None,
         run_id: str = '',
@@ -89,10 +90,10 @@ class Checkpointer(CheckpointSaver):
             latest_remote_file_name=None,
             save_interval=self._timed or save_interval,
             overwrite=True,
-            num_checkpoints_to_keep=num_checkpoints_to_keep,
         )
         self.tmp_dir_for_symlink.cleanup()  # used for uploads only, which this class does not do
         self.run_folder = Path(folder)
+        self.keep = keep
         self.sharded = sharded
         self.resume = resume
         self.run_id = run_id
@@ -192,7 +193,7 @@ class Checkpointer(CheckpointSaver):
         except SaveFailed as error:
             # The ranks may have met different faults, but only together can they make room and try again.
             full = any(dist.all_gather_object(error.errno in DISK_FULL_ERRORS))
-            if not full or not self._make_room():
+            if not full or not self._make_room(state):
                 raise
             final = self._write(state)
         if self._timed is not None:
@@ -201,9 +202,9 @@ class Checkpointer(CheckpointSaver):
         self.last_checkpoint_batch = state.timestamp.batch
         self.saved_checkpoints.append(str(final))
         self._failed_in_a_row = 0
-        if dist.get_global_rank() == 0 and self.num_checkpoints_to_keep > 0:
+        if dist.get_global_rank() == 0 and self.keep is not None:
             try:
-                checkpoint_store.prune(self.run_folder, self.num_checkpoints_to_keep)
+                retention.prune(self.run_folder, self.keep)
             except OSError as error:  # the next save tries again
                 log.warning('%s: old checkpoints are not removed (%s)', self.run_folder, error)
 
@@ -216,13 +217,13 @@ class Checkpointer(CheckpointSaver):
             recipe_text=self.recipe_text,
         )
 
-    def _make_room(self) -> bool:
-        """Remove the checkpoint that a save would replace, if the run keeps several; return True if there was one."""
-        # The save that failed would have removed it afterwards. The newest checkpoint stays in any case.
+    def _make_room(self, state: State) -> bool:
+        """Remove the checkpoints that the run would not keep after a save; return True if there was one."""
+        # The newest checkpoint stays in any case.
         removed = [False]
-        if dist.get_global_rank() == 0 and self.num_checkpoints_to_keep > 1:
+        if dist.get_global_rank() == 0 and self.keep is not None:
             try:
-                removed = [bool(checkpoint_store.prune(self.run_folder, self.num_checkpoints_to_keep - 1))]
+                removed = [bool(retention.make_room(self.run_folder, self.keep, state.timestamp.batch.value))]
             except OSError as error:
                 log.warning('%s: old checkpoints are not removed (%s)', self.run_folder, error)
         dist.broadcast_object_list(removed, src=0)

@@ -9,7 +9,7 @@ from composer.models import ComposerModel
 from composer.utils import dist
 
 from diffusion.checkpointing.checkpoint_weights import Weights, load_weights, weights_of
-from diffusion.checkpointing.run_folder import find_checkpoint
+from diffusion.checkpointing.claims import claimed_checkpoint
 from diffusion.config.load import Recipe
 from diffusion.config.registry import build
 from diffusion.data.loader import to_data_spec
@@ -30,12 +30,13 @@ def trained_model(recipe: Recipe, which: Weights | None = None) -> tuple[Compose
     Returns:
         The model, and which weights were loaded.
     """
-    checkpoint = find_checkpoint(recipe.checkpoint or recipe.run_dir)
-    weights, which = weights_of(checkpoint, which)
-    model = components.build_model(recipe)
-    if recipe.lora is not None:
-        components.add_lora(recipe, model)
-    load_weights(model, weights, str(checkpoint))
+    with claimed_checkpoint(recipe.checkpoint or recipe.run_dir, recipe.task) as checkpoint:
+        weights, which = weights_of(checkpoint, which)
+        model = components.build_model(recipe)
+        if recipe.lora is not None:
+            components.add_lora(recipe, model)
+        # The weights may be mapped from the file until they are copied here.
+        load_weights(model, weights, str(checkpoint))
     return model, which
 
 

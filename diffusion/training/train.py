@@ -30,6 +30,7 @@ from diffusion.checkpointing.checkpointer import Checkpointer, resume_point
 from diffusion.checkpointing.run_folder import RECIPE
 from diffusion.checkpointing.shared_folder import open_run_folder
 from diffusion.config import registry
+from diffusion.config.checkpointing import keep_rules
 from diffusion.config.load import Recipe, hide_environment, to_yaml
 from diffusion.config.recipe import NotifyConfig, SpeedConfig
 from diffusion.data.cuda_prefetch import CudaPrefetchLoader
@@ -234,7 +235,7 @@ def build_checkpointer(recipe: Recipe) -> Checkpointer | None:
     return Checkpointer(
         recipe.run_dir,
         save_interval=recipe.trainer.get('save_interval', '1ep'),
-        num_checkpoints_to_keep=recipe.trainer.get('save_num_checkpoints_to_keep', -1),
+        keep=keep_rules(recipe.checkpointing, recipe.trainer),
         sharded=recipe.parallelism.checkpoints == 'sharded',
         resume=resume,
         run_id=run_id,

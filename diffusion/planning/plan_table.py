@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Sequence
 
+from diffusion.planning.checkpoint_storage import kept_checkpoints
 from diffusion.planning.goodput_simulation import simulate_strategies
 from diffusion.planning.memory import GIB
 from diffusion.planning.plan import Plan
@@ -170,8 +171,10 @@ def _data(plan: Plan) -> str:
 
 def _checkpoints(plan: Plan) -> str:
     rows = [['', 'weights', '+ optimizer', '+ averages', 'save takes', 'save every', 'goodput', 'recipe saves every']]
+    rows[0].append('and keeps at most')
     for each in plan.phases:
         saving = each.resilience
+        kept = kept_checkpoints(each.phase, saving, each.sizes)
         recipe_interval = '(not in batches)'
         if saving.recipe_interval_seconds is not None:
             interval = each.phase.recipe.trainer['save_interval']
@@ -187,10 +190,11 @@ def _checkpoints(plan: Plan) -> str:
                 f'{saving.interval_batches:,}ba = {_duration(saving.interval_seconds)}',
                 f'{saving.goodput:.3f}',
                 recipe_interval,
+                '(not known)' if kept is None else f'{kept.count:,} = {_bytes(kept.bytes)}',
             ]
         )
     mtbf = plan.phases[0].resilience.mtbf_hours
-    return _section(f'Checkpoints, with one failure every {_duration(3600 * mtbf)}', rows, left={7})
+    return _section(f'Checkpoints, with one failure every {_duration(3600 * mtbf)}', rows, left={7, 8})
 
 
 def _strategies(plan: Plan) -> str:

@@ -74,13 +74,17 @@ def test_goodput_of_each_way_to_save_is_simulated(capsys):
     assert header.split() == ['synchronous', 'as', 'in', 'the', 'recipe', 'synchronous', 'asynchronous', 'tiers']
     assert '0.867 every 30.0 min' in row and '0.950 every 4.2 min' in row
     phase = as_json(capsys, *words, save)['phases'][0]
+    count = -(-phase['saving']['run_seconds'] // 1800)
+    assert phase['kept_checkpoints'] == {'count': count, 'bytes': count * phase['checkpoint_bytes']['with_averages']}
+    assert 'and keeps at most' in out and f'  {count:.0f} = ' in out
     recipe, best, behind, tiers = phase['save_strategies']
     assert recipe['goodput'] == pytest.approx(phase['saving']['recipe_goodput'], abs=0.001)
     assert best['goodput'] == pytest.approx(phase['saving']['goodput'], abs=0.001)
     assert (behind['stall_seconds'], behind['lag_seconds']) == (3, {'durable': 60})
     assert tiers['lag_seconds'].keys() == {'memory', 'disk', 'durable'}
-    unknown = as_json(capsys, *words, 'trainer.save_interval=1ep')['phases'][0]['save_strategies']
-    assert [each['name'] for each in unknown] == ['synchronous', 'asynchronous', 'tiers']
+    unknown = as_json(capsys, *words, 'trainer.save_interval=1ep')['phases'][0]
+    assert unknown['kept_checkpoints'] is None
+    assert [each['name'] for each in unknown['save_strategies']] == ['synchronous', 'asynchronous', 'tiers']
 
 
 @pytest.mark.parametrize('suffix', ['', '-latents'])

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diffusion.planning import goodput_simulation
-from diffusion.planning.checkpoint_interval import best_interval, goodput
+from diffusion.planning.checkpoint_interval import best_interval, chosen_interval, goodput
 from diffusion.planning.goodput_simulation import (
     SHARES,
     Failure,
@@ -160,3 +160,14 @@ def test_table_in_the_documentation_is_that_of_the_benchmark():
     main = runpy.run_path(str(YAMLS.parent / 'benchmarks' / 'plans.py'))
     page = (YAMLS.parent / 'docs/planning.md').read_text()
     assert '\n'.join(main['goodput_rows']()) in page
+    often, rare = (goodputs(mtbf=hours * HOUR, recipe_interval=1800) for hours in (3, 386))
+    half_hour = rare['synchronous as in the recipe']
+    hourly = goodput(interval=chosen_interval(stall=60, mtbf=386 * HOUR), stall=60, restart=240, mtbf=386 * HOUR)
+    for gain, words in (
+        (rare['synchronous'] - half_hour, 'the best one instead of half an hour is worth {:.1f} %'),
+        (hourly - half_hour, 'saves at least every hour, {:.1f} %'),
+        (rare['asynchronous'] - rare['synchronous'], 'Saves in the background are worth another {:.1f} %'),
+        (often['tiers'] - often['asynchronous'], 'gain {:.1f} % more on thousands of GPUs'),
+        (180 / (3 * HOUR), 'The other 180 s are {:.1f} % of the time'),
+    ):
+        assert words.format(100 * gain) in ' '.join(page.split())

@@ -121,7 +121,8 @@ def claimed_batches(folder: Path) -> set[int]:
     """
     found = set()
     with os.scandir(folder) as entries:
-        names = [entry.name for entry in entries]
+        # Other users may write to the folder: a link, a pipe or a folder of such a name is no claim.
+        names = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
     for name in names:
         if pinned := _PIN.fullmatch(name):
             found.add(int(pinned[1]))
@@ -129,7 +130,8 @@ def claimed_batches(folder: Path) -> set[int]:
             if _counts(folder / name):
                 found.add(int(claim[1]))
             else:
-                (folder / name).unlink(missing_ok=True)
+                with suppress(OSError):  # it is another user's
+                    (folder / name).unlink()
     return found
 
 

@@ -99,6 +99,16 @@ def test_claim_of_another_machine_expires_by_the_clock_of_the_file_system(run):
     assert claimed_batches(run) == {10}
 
 
+def test_what_is_no_file_is_no_claim(run):
+    """In a folder that other users may write to."""
+    (run / '.claim-ba10-0.json').symlink_to('/etc/passwd')
+    (run / '.claim-ba10-1.json').mkdir()
+    os.mkfifo(run / '.claim-ba10-2.json')
+    (run / 'ba10.pinned').symlink_to('/')
+    retention.prune(run, NEWEST)
+    assert names(run) == ['ba30'] and len(claim_files(run)) == 3
+
+
 def test_claim_is_rewritten_and_does_not_come_back(run, monkeypatch):
     monkeypatch.setattr(claims, 'RENEWAL_SECONDS', 0.01)
     with claimed_checkpoint(run / 'ba10', 'test'):

@@ -1,6 +1,7 @@
 """Choice of the checkpoints that a run keeps, against an independent reference, and removal of the others."""
 
 import os
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,10 +10,12 @@ import yaml
 from checkpointing.run_folders import names, write, write_at
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sudden_death import die_before
 
-from diffusion.checkpointing import retention
+from diffusion.checkpointing import checkpoint_store, retention
 from diffusion.checkpointing.checkpoint_store import list_checkpoints
 from diffusion.checkpointing.retention import CheckpointInfo, kept, make_room, prune, select_removable
+from diffusion.checkpointing.verification import verify_checkpoint
 from diffusion.config.checkpointing import KeepConfig
 from diffusion.config.load import load
 from diffusion.errors import UserError
@@ -180,6 +183,31 @@ def test_checkpoint_that_is_claimed_while_it_is_removed_is_put_back(tmp_path, mo
     monkeypatch.setattr(retention, 'claimed_batches', lambda folder: next(answers))
     assert [path.name for path in prune(tmp_path, KeepConfig())] == ['ba20']
     assert names(tmp_path) == ['ba10', 'ba30']
+
+
+def test_kill_at_any_step_of_a_removal_leaves_whole_checkpoints(tmp_path):
+    rules, kills = KeepConfig(last=2), 0
+    for step in range(100):
+        folder = tmp_path / str(step)
+        folder.mkdir()
+        for batch in (10, 20, 30, 40):
+            write(folder, batch)
+        if (child := os.fork()) == 0:
+            die_before(step, folder)
+            prune(folder, rules)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        assert {'ba30', 'ba40'} <= {*names(folder)}
+        for path in list_checkpoints(folder):
+            verify_checkpoint(path)
+        checkpoint_store.remove_unfinished_saves(folder)  # as at the start of the next attempt
+        prune(folder, rules)
+        assert {path.name for path in folder.iterdir()} == {'ba30', 'ba40', 'latest'}
+        if status == 0:
+            break
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        kills += 1
+    assert kills >= 8, 'a rename, two files and a folder, of two checkpoints'
 
 
 @pytest.mark.parametrize(
